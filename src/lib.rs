@@ -5,7 +5,7 @@
 //!
 //! - [`ffi`]: the C boundary. Guards, handles, sized structs, one file a noun.
 //! - [`trace`]: request traces: readers, generators, and policies replayed on them.
-//! - [`kv`]: what an engine keeps its KV with: the store, its plans and its core.
+//! - [`store`]: keeps KV: sessions, plans, and the state machine that decides where each cell is.
 //! - [`offload`]: KV of one sequence layer by layer, with sparse policies.
 //! - [`stream`]: weights larger than memory: model files, plans, a pipeline.
 //! - [`policy`]: who leaves first. One file a policy, one registry.
@@ -32,11 +32,11 @@ pub mod device;
 pub mod ffi;
 pub mod format;
 pub mod io;
-pub mod kv;
 pub mod meta;
 pub mod offload;
 pub mod policy;
 pub mod sparse;
+pub mod store;
 pub mod stream;
 pub mod tier;
 pub mod trace;

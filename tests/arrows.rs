@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// The floors from the top down; a room may use rooms of lower floors only.
 const FLOORS: [&[&str]; 6] = [
     &["ffi"],
-    &["kv", "offload", "stream", "trace"],
+    &["store", "offload", "stream", "trace"],
     &["policy", "sparse", "tier"],
     &["attention", "device", "format", "io"],
     &["meta"],
@@ -15,7 +15,7 @@ const FLOORS: [&[&str]; 6] = [
 ];
 
 /// Same-floor imports that the design allows.
-const BESIDE: [(&str, &str); 2] = [("offload", "kv"), ("stream", "kv")];
+const BESIDE: [(&str, &str); 2] = [("offload", "store"), ("stream", "store")];
 
 /// What only `base` and `io` may name.
 const SYSTEM: [&str; 6] =
@@ -108,9 +108,9 @@ fn imports_point_down() {
 
 #[test]
 fn the_check_sees_an_arrow_that_points_up() {
-    assert_eq!(named("use crate::kv::store;"), ["kv"]);
-    assert!(!allowed("base", "kv") && !allowed("tier", "policy") && !allowed("meta", "io"));
-    assert!(allowed("ffi", "base") && allowed("offload", "kv") && !allowed("kv", "offload"));
+    assert_eq!(named("use crate::store::handle;"), ["store"]);
+    assert!(!allowed("base", "store") && !allowed("tier", "policy") && !allowed("meta", "io"));
+    assert!(allowed("ffi", "base") && allowed("offload", "store") && !allowed("store", "offload"));
 }
 
 #[test]

@@ -72,7 +72,7 @@ def fields(path, name):
 
 def store():
     """Where the store is, and its largest struct."""
-    for folder, name in (("src/store/state", "State"), ("src/kv/core", "Core")):
+    for folder, name in (("src/store/state", "StoreState"),):
         path = os.path.join(ROOT, folder, "mod.rs")
         if os.path.exists(path):
             return os.path.dirname(folder), path, name

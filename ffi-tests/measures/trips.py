@@ -16,8 +16,8 @@ import tempfile
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TARGET = os.path.join(ROOT, "target", "measures")
 # What an eviction is: all that runs below this function while memory is full.
-EVICTION = "kvtier::kv::core::*::make_room"
-STORE = ("src/kv/", "src/store/")
+EVICTION = "kvtier::store::state::*::make_room"
+STORE = ("src/store/",)
 
 
 def run(*argv, **more):

@@ -3,7 +3,7 @@
 #![no_main]
 
 use kvtier::base::spec::Spec;
-use kvtier::kv::spec::StoreSpec;
+use kvtier::store::spec::StoreSpec;
 
 fn check(text: &str) {
     match Spec::parse(text) {

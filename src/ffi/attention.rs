@@ -7,9 +7,9 @@ use crate::fail;
 use crate::ffi::policy_use::numbers;
 use crate::ffi::structs::{Plain, Sized_, read};
 use crate::ffi::view::{kvt_view_t, plane_alone};
-use crate::kv::core::views::PlaneView;
 use crate::meta::dtype::Dtype;
 use crate::sparse::{Context, Kind, Shape};
+use crate::store::state::views::PlaneView;
 
 /// Keys and values apart, by head.
 pub const KVT_ATTENTION_SPLIT: u32 = 0;

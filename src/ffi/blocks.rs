@@ -19,8 +19,8 @@ use crate::ffi::structs::{Plain, Sized_, read};
 use crate::ffi::view::kvt_view_t;
 use crate::format::keys::Key;
 use crate::format::keys::block::BlockKeys;
-use crate::kv::core::Deed;
-use crate::kv::core::blocks::BlockMove;
+use crate::store::state::TransferKind;
+use crate::store::state::blocks::BlockMove;
 
 /// Most names of a call.
 const MAX_NAMES: usize = 1 << 22;
@@ -233,7 +233,7 @@ pub unsafe extern "C" fn kvt_namespace_find_blocks(
 /// As the exported functions that call it.
 unsafe fn move_blocks(
     session: *const kvt_session_t,
-    deed: Deed,
+    deed: TransferKind,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
     op_out: *mut *mut kvt_op_t,
@@ -296,7 +296,7 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { move_blocks(session, Deed::Put, blocks, opts, op_out, err) }
+    unsafe { move_blocks(session, TransferKind::Put, blocks, opts, op_out, err) }
 }
 
 /// Loads blocks into the engine's tensors, from whatever tier has them; from the remote those that
@@ -326,7 +326,7 @@ pub unsafe extern "C" fn kvt_session_get_blocks(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { move_blocks(session, Deed::Get, blocks, opts, op_out, err) }
+    unsafe { move_blocks(session, TransferKind::Get, blocks, opts, op_out, err) }
 }
 
 /// Brings blocks into memory, for a get to come. Never waits. The op's items are as those
@@ -352,7 +352,7 @@ pub unsafe extern "C" fn kvt_session_prefetch_blocks(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { move_blocks(session, Deed::Prefetch, blocks, opts, op_out, err) }
+    unsafe { move_blocks(session, TransferKind::Prefetch, blocks, opts, op_out, err) }
 }
 
 /// Takes blocks away that nobody holds: out of all tiers. Those that moves or sessions hold

@@ -10,7 +10,7 @@ use crate::ffi::policy_keep::hint;
 use crate::ffi::policy_use::kvt_policy_hint_t;
 use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::status::kvt_status_t;
-use crate::kv::core::blocks::MAX_BLOCKS;
+use crate::store::state::blocks::MAX_BLOCKS;
 
 /// Cells that policies are told of while the lock is held.
 const CELLS_AT_ONCE: usize = 1 << 14;

@@ -9,8 +9,8 @@ use crate::ffi::namespace::{NamespaceNoun, kvt_namespace_t};
 use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, write};
-use crate::kv::core::Core;
-use crate::kv::core::clear::Cleared;
+use crate::store::state::StoreState;
+use crate::store::state::clear::Cleared;
 
 /// What became of chunks that were to go.
 #[repr(C)]
@@ -117,7 +117,7 @@ pub unsafe extern "C" fn kvt_namespace_clear(
 }
 
 /// What 0 tokens stands for: all from the first one on.
-fn extent(core: &Core, session: u32, first_token: u64, tokens: u64) -> Result<u64> {
+fn extent(core: &StoreState, session: u32, first_token: u64, tokens: u64) -> Result<u64> {
     let all = core.session(session)?.path().tokens().len() as u64;
     Ok(if tokens == 0 { all.saturating_sub(first_token) } else { tokens })
 }

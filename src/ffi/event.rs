@@ -9,7 +9,7 @@ use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::known_flags;
-use crate::kv::ready::{Ready, Word};
+use crate::store::ready_event::{Ready, Word};
 
 /// A moment that comes once: memory is ready. Moves wait for it (kvt_move_t.ready).
 /// Internally locked: any thread may use it.

@@ -13,7 +13,7 @@ use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, Strided, read};
 use crate::format::keys::media::Medium;
-use crate::kv::path::MAX_TOKENS;
+use crate::store::token_path::MAX_TOKENS;
 
 /// An image or a sound in a sequence. Stands in arrays only.
 #[repr(C)]

@@ -17,10 +17,10 @@ use crate::ffi::structs::{Plain, Sized_, Strided, known_flags, read};
 use crate::format::codec::Codec;
 use crate::format::keys::identity::{Extra, Identity, MAX_EXTRA, Shard};
 use crate::format::keys::{Fingerprint, Key, recipe};
-use crate::kv::core::SpaceOpts;
-use crate::kv::store::Store;
 use crate::meta::dtype::Dtype;
 use crate::meta::layout::{Group, Layout, MAX_GROUPS, MAX_LAYERS, Rule};
+use crate::store::handle::Store;
+use crate::store::state::SpaceOpts;
 
 /// A namespace of a store: sessions in it share what they have in common.
 /// Internally locked: any thread may use it.

@@ -10,11 +10,11 @@ use crate::ffi::policy_use::numbers;
 use crate::ffi::slice::bytes;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, write};
-use crate::kv::core::look::{Look, Stretch};
-use crate::kv::path::MAX_TOKENS;
 use crate::meta::chunks::WHOLE;
 use crate::meta::key::Key;
 use crate::meta::reuse::State;
+use crate::store::state::lookup::{Look, Stretch};
+use crate::store::token_path::MAX_TOKENS;
 
 /// No tier.
 pub const KVT_TIER_NONE: u32 = 0xFFFF_FFFF;

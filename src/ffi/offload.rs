@@ -21,10 +21,10 @@ use crate::ffi::slice::{require, text};
 use crate::ffi::sparse_custom::{Table, kvt_sparse_custom_t, made};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, known_flags, read};
-use crate::kv::core::Level;
 use crate::meta::dtype::Dtype;
 use crate::offload::{Home, Lent, Offload, Opts, Policies};
 use crate::sparse::{Shape, Sparse, registry};
+use crate::store::state::Level;
 
 /// A session's KV, layer by layer: a ring of buffers that kernels read, the store behind it,
 /// and sparse policies that say which blocks have to come. Calls on one come one at a time: a

@@ -14,8 +14,8 @@ use crate::ffi::slice::{text, text_bytes};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::{StoreNoun, kvt_store_t};
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
-use crate::kv::core::FarCounters;
-use crate::kv::remote_spec::Secrets;
+use crate::store::remote_spec::Secrets;
+use crate::store::state::RemoteCounters;
 use crate::tier::remote::breaker::{Breaker, State, Way};
 
 /// Requests go to the remote.
@@ -131,7 +131,7 @@ fn state_of(breaker: &Breaker, way: Way) -> u32 {
     }
 }
 
-fn filled(breaker: &Breaker, counted: &FarCounters) -> kvt_remote_stats_t {
+fn filled(breaker: &Breaker, counted: &RemoteCounters) -> kvt_remote_stats_t {
     kvt_remote_stats_t {
         struct_size: size_of::<kvt_remote_stats_t>() as u64,
         reads: state_of(breaker, Way::Read),
@@ -178,7 +178,7 @@ pub unsafe extern "C" fn kvt_store_remote(
         unsafe { check_out(out)? };
         with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
             let stats = noun.store.look(|core| {
-                let both = core.far_breaker().zip(core.far_counters());
+                let both = core.remote_breaker().zip(core.remote_counters());
                 both.map_or(kvt_remote_stats_t::zeroed(), |(breaker, counted)| {
                     filled(breaker, &counted)
                 })

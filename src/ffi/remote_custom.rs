@@ -10,7 +10,7 @@ use crate::fail;
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, known_flags, read};
-use crate::kv::spec::CustomRemote;
+use crate::store::spec::CustomRemote;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::{Asks, Caps, Gets, Lane, Name, Part, Puts, Remote, Server, Trouble};
 

@@ -15,9 +15,9 @@ use crate::ffi::policy_use::{kvt_policy_hint_t, numbers};
 use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
-use crate::kv::core::{Core, SessionOpts};
-use crate::kv::path::MAX_TOKENS;
 use crate::meta::chunks::Pin;
+use crate::store::state::{SessionOpts, StoreState};
+use crate::store::token_path::MAX_TOKENS;
 
 /// A sequence of tokens whose KV is kept. Its chunks stay in a tier while it is
 /// open. Internally locked: any thread may use it.
@@ -83,7 +83,7 @@ pub(crate) struct SessionNoun {
 impl SessionNoun {
     /// How many tokens it has.
     pub(crate) fn tokens(&self) -> Result<u64> {
-        let tokens = |core: &Core| -> Result<u64> {
+        let tokens = |core: &StoreState| -> Result<u64> {
             Ok(core.session(self.number)?.path().tokens().len() as u64)
         };
         self.space.store.look(tokens)?

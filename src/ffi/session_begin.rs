@@ -15,9 +15,9 @@ use crate::ffi::session_move::level_of;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Sized_, known_flags, read};
 use crate::ffi::view::{check_memory, kvt_view_t, views_of};
-use crate::kv::core::views::Views;
-use crate::kv::core::{Deed, Level};
-use crate::kv::ready::Ready;
+use crate::store::ready_event::Ready;
+use crate::store::state::views::Views;
+use crate::store::state::{Level, TransferKind};
 
 /// A struct that says what is moved.
 pub(crate) trait Moved: Sized_ {
@@ -63,12 +63,12 @@ impl Common {
     pub(crate) unsafe fn views(
         &self,
         noun: &SessionNoun,
-        deed: Deed,
+        deed: TransferKind,
         (layers, tokens): (usize, Option<u64>),
     ) -> Result<Arc<Views>> {
         let views = match deed {
-            Deed::Prefetch if self.k.is_null() && self.v.is_null() => Views::default(),
-            Deed::Prefetch => fail!(Invalid, "a prefetch has no views"),
+            TransferKind::Prefetch if self.k.is_null() && self.v.is_null() => Views::default(),
+            TransferKind::Prefetch => fail!(Invalid, "a prefetch has no views"),
             // SAFETY: the caller's promise.
             _ => unsafe {
                 views_of((self.k, self.v, self.stride_bytes), self.first_layer, layers, tokens)?
@@ -86,7 +86,7 @@ impl Common {
 /// ops as `begin` gives.
 pub(crate) unsafe fn submit<M: Moved>(
     session: *const kvt_session_t,
-    deed: Deed,
+    deed: TransferKind,
     moved: *const M,
     opts: *const kvt_submit_opts_t,
     (ops_out, err): (*mut *mut kvt_op_t, *mut *mut kvt_error_t),

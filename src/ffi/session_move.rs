@@ -11,8 +11,8 @@ use crate::ffi::session_begin::{Common, How, Moved, submit};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_};
 use crate::ffi::view::kvt_view_t;
-use crate::kv::core::moves::MAX_MOVE_CHUNKS;
-use crate::kv::core::{Deed, Level, Rectangle, TO_THE_END, Wanted};
+use crate::store::state::transfer::MAX_MOVE_CHUNKS;
+use crate::store::state::{CellRange, Level, TO_THE_END, TransferKind, Wanted};
 
 /// An op for each layer: ops_out then receives one per layer of the move, and the
 /// tag of layer i of the move is the given one plus i. The move is given up once all
@@ -99,10 +99,10 @@ impl Moved for kvt_move_t {
     }
 }
 
-pub(crate) fn level_of(level: u32, deed: Deed) -> Result<Level> {
+pub(crate) fn level_of(level: u32, deed: TransferKind) -> Result<Level> {
     match level {
         KVT_LEVEL_RAM => Ok(Level::Ram),
-        _ if deed != Deed::Put => fail!(Invalid, "level is for puts alone"),
+        _ if deed != TransferKind::Put => fail!(Invalid, "level is for puts alone"),
         KVT_LEVEL_DISK => Ok(Level::Disk),
         KVT_LEVEL_DURABLE => Ok(Level::Durable),
         KVT_LEVEL_REMOTE => Ok(Level::Remote),
@@ -112,9 +112,9 @@ pub(crate) fn level_of(level: u32, deed: Deed) -> Result<Level> {
 
 /// # Safety
 /// `chunks` of `given` is null or valid for reads.
-unsafe fn wanted_of(given: &kvt_move_t, deed: Deed) -> Result<Wanted> {
+unsafe fn wanted_of(given: &kvt_move_t, deed: TransferKind) -> Result<Wanted> {
     let needed = given.flags & KVT_MOVE_REUSE != 0;
-    if needed && deed == Deed::Put {
+    if needed && deed == TransferKind::Put {
         fail!(Invalid, "KVT_MOVE_REUSE has no meaning for a put");
     }
     // SAFETY: the caller's promise.
@@ -126,7 +126,7 @@ unsafe fn wanted_of(given: &kvt_move_t, deed: Deed) -> Result<Wanted> {
         (true, true) => Ok(Wanted::Needed),
         (true, false) => Ok(Wanted::All),
         (false, true) => fail!(Invalid, "KVT_MOVE_REUSE and chunks: one or the other"),
-        (false, false) if deed == Deed::Put => fail!(Invalid, "chunks are for gets alone"),
+        (false, false) if deed == TransferKind::Put => fail!(Invalid, "chunks are for gets alone"),
         (false, false) => {
             let mut wanted = Vec::new();
             wanted.try_reserve_exact(chunks.len()).map_err(|_| Status::NoMem)?;
@@ -150,7 +150,7 @@ pub(crate) fn layers_of(all: usize, first: u32, given: u32) -> Result<usize> {
 /// As the exported functions that call it.
 unsafe fn move_rectangle(
     session: *const kvt_session_t,
-    deed: Deed,
+    deed: TransferKind,
     rectangle: *const kvt_move_t,
     opts: *const kvt_submit_opts_t,
     ops_out: *mut *mut kvt_op_t,
@@ -165,7 +165,7 @@ unsafe fn move_rectangle(
         }
         let tokens = (given.tokens != 0).then_some(given.tokens);
         let common = given.common();
-        let rectangle = Rectangle {
+        let rectangle = CellRange {
             first_token: given.first_token,
             tokens: tokens.unwrap_or(TO_THE_END),
             first_layer: given.first_layer as usize,
@@ -219,7 +219,7 @@ pub unsafe extern "C" fn kvt_session_put(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { move_rectangle(session, Deed::Put, rectangle, opts, ops_out, err) }
+    unsafe { move_rectangle(session, TransferKind::Put, rectangle, opts, ops_out, err) }
 }
 
 /// Loads the KV of a rectangle into the engine's tensors, from whatever tier has
@@ -250,7 +250,7 @@ pub unsafe extern "C" fn kvt_session_get(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { move_rectangle(session, Deed::Get, rectangle, opts, ops_out, err) }
+    unsafe { move_rectangle(session, TransferKind::Get, rectangle, opts, ops_out, err) }
 }
 
 /// Brings the KV of a rectangle into memory, for a get to come. Never waits. The
@@ -277,5 +277,5 @@ pub unsafe extern "C" fn kvt_session_prefetch(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { move_rectangle(session, Deed::Prefetch, rectangle, opts, ops_out, err) }
+    unsafe { move_rectangle(session, TransferKind::Prefetch, rectangle, opts, ops_out, err) }
 }

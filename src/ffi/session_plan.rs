@@ -10,10 +10,10 @@ use crate::ffi::namespace_look::{KVT_TIER_NONE, MAX_ROWS};
 use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, known_flags, read, write};
-use crate::kv::core::plans::{Leg, PlanTerms, SessionPlan};
-use crate::kv::plan::Deed;
-use crate::kv::queues::LANES;
 use crate::meta::cost::Cost;
+use crate::store::job_queues::LANES;
+use crate::store::plan::StepKind;
+use crate::store::state::plans::{Leg, PlanTerms, SessionPlan};
 
 /// Loads and computing do not go on at the same time, but one after the other.
 pub const KVT_PLAN_NO_OVERLAP: u64 = 1;
@@ -148,10 +148,10 @@ fn segment(leg: &Leg) -> kvt_plan_segment_t {
     kvt_plan_segment_t {
         first_token: leg.first_token,
         tokens: leg.tokens,
-        deed: match leg.deed {
-            Deed::Resident => KVT_PLAN_RESIDENT,
-            Deed::Load => KVT_PLAN_LOAD,
-            Deed::Recompute => KVT_PLAN_RECOMPUTE,
+        deed: match leg.kind {
+            StepKind::Resident => KVT_PLAN_RESIDENT,
+            StepKind::Load => KVT_PLAN_LOAD,
+            StepKind::Recompute => KVT_PLAN_RECOMPUTE,
         },
         tier: farthest.map_or(KVT_TIER_NONE, |(_, tier)| tier as u32),
         host_bytes,
@@ -163,16 +163,16 @@ fn segment(leg: &Leg) -> kvt_plan_segment_t {
 }
 
 fn summary(plan: &SessionPlan) -> kvt_plan_t {
-    let tokens = |deed: Option<Deed>| -> u64 {
-        let legs = plan.legs.iter().filter(|leg| deed.is_none_or(|deed| leg.deed == deed));
+    let tokens = |deed: Option<StepKind>| -> u64 {
+        let legs = plan.legs.iter().filter(|leg| deed.is_none_or(|deed| leg.kind == deed));
         legs.map(|leg| leg.tokens).sum()
     };
     kvt_plan_t {
         struct_size: 0,
         tokens: tokens(None),
-        resident_tokens: tokens(Some(Deed::Resident)),
-        load_tokens: tokens(Some(Deed::Load)),
-        recompute_tokens: tokens(Some(Deed::Recompute)),
+        resident_tokens: tokens(Some(StepKind::Resident)),
+        load_tokens: tokens(Some(StepKind::Load)),
+        recompute_tokens: tokens(Some(StepKind::Recompute)),
         total_ns: plan.total_ns as u64,
         load_ns: plan.load_ns as u64,
         compute_ns: plan.compute_ns as u64,

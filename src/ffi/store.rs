@@ -19,11 +19,11 @@ use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
 use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, known_flags, read};
-use crate::kv::core::Write;
-use crate::kv::core::gauge::Engine;
-use crate::kv::fields::Fields;
-use crate::kv::spec::StoreSpec;
-use crate::kv::store::Store;
+use crate::store::fields::Fields;
+use crate::store::handle::Store;
+use crate::store::spec::StoreSpec;
+use crate::store::state::Write;
+use crate::store::state::stats::Engine;
 
 /// Keeps the KV cache of sessions in tiers: memory, disk, a remote. Internally
 /// locked: any thread may use it.

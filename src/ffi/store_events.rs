@@ -10,7 +10,7 @@ use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::{StoreNoun, kvt_store_t};
 use crate::ffi::structs::{Plain, Strided};
-use crate::kv::events::{Event, Kind};
+use crate::store::events::{Event, Kind};
 
 /// A whole chunk has come to a tier.
 pub const KVT_STORE_STORED: u32 = 1;

@@ -9,8 +9,8 @@ use crate::ffi::slice::give_text;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::{StoreNoun, kvt_store_t};
 use crate::ffi::structs::{Plain, Sized_, check_out, write};
-use crate::kv::core::Adopted;
-use crate::kv::core::gauge::Report;
+use crate::store::state::Adopted;
+use crate::store::state::stats::Report;
 
 /// What a store counts since it was opened, and what it has now.
 #[repr(C)]

@@ -8,8 +8,8 @@ use crate::device::Memory;
 use crate::fail;
 use crate::ffi::policy_use::numbers;
 use crate::ffi::structs::{Plain, Strided};
-use crate::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
-use crate::kv::store::Store;
+use crate::store::handle::Store;
+use crate::store::state::views::{LayerViews, PlaneView, Tokens, Views};
 
 /// The processor reaches it.
 pub const KVT_MEMORY_HOST: u32 = 0;

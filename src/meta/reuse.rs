@@ -139,9 +139,10 @@ fn groups_of(chunks: &Chunks, layout: &Layout, slot: Slot, row: &Chunk, all: u64
         return (all, all);
     }
     let (mut ready, mut soon) = (all, all);
-    let far = chunks.counts_far();
+    let far = chunks.counts_remote();
     for (marks, &group) in chunks.marks(slot).unwrap_or_default().iter().zip(layout.group_of()) {
-        let (there, coming) = (marks.there() != 0 || far && marks.is_far(), marks.arriving() != 0);
+        let (there, coming) =
+            (marks.there() != 0 || far && marks.is_remote(), marks.arriving() != 0);
         ready &= !(u64::from(!there) << group);
         soon &= !(u64::from(!there & !coming) << group);
     }
@@ -213,7 +214,7 @@ fn add_bytes(chunks: &Chunks, layout: &Layout, slot: Slot, found: &mut Found) {
     let wanted = found.needed;
     let needed = |group: usize| wanted >> group & 1 != 0;
     // Mostly the whole depth of a chunk is in one tier, and in none before that.
-    let places = if chunks.counts_far() { PLACES } else { FAR };
+    let places = if chunks.counts_remote() { PLACES } else { FAR };
     let first = row.cells()[..places].iter().position(|&cells| cells > 0);
     if let Some(tier) = first.filter(|&t| usize::from(row.cells()[t]) == layout.layers()) {
         for (_, group) in layout.groups().iter().enumerate().filter(|(g, _)| needed(*g)) {
@@ -224,7 +225,7 @@ fn add_bytes(chunks: &Chunks, layout: &Layout, slot: Slot, found: &mut Found) {
     let cells = chunks.marks(slot).unwrap_or_default().iter().zip(layout.group_of());
     for (marks, &g) in cells.filter(|(_, g)| needed(usize::from(**g))) {
         // One that is on its way is in no tier yet.
-        let far = (chunks.counts_far() && marks.is_far()).then_some(FAR);
+        let far = (chunks.counts_remote() && marks.is_remote()).then_some(FAR);
         let Some(tier) = marks.nearest().or(far) else { continue };
         if let Some(group) = layout.groups().get(usize::from(g)) {
             found.bytes[tier] += group.planes(found.tokens).bytes();

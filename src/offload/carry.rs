@@ -7,9 +7,9 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::host::Host;
 use crate::device::{Copy, Device, Event, Memory, State, Stream, Way};
-use crate::kv::core::views::{PlaneView, Tokens};
 use crate::offload::opts::Geometry;
 use crate::offload::source::canonical;
+use crate::store::state::views::{PlaneView, Tokens};
 
 /// Least memory for keys: it is told to the device, which takes its time.
 const LEAST_BYTES: u64 = 64 << 10;

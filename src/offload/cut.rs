@@ -3,10 +3,10 @@
 use crate::base::op::{OpOpts, OpRef};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
-use crate::kv::core::views::Views;
-use crate::kv::core::{Deed, Rectangle, Wanted};
 use crate::offload::ring::State;
 use crate::offload::{Offload, end};
+use crate::store::state::views::Views;
+use crate::store::state::{CellRange, TransferKind, Wanted};
 
 impl Offload {
     /// Takes back what came behind `tokens` tokens, in all layers: a guess that was wrong. To
@@ -98,7 +98,7 @@ impl Offload {
         let block = self.geometry.shape.block_tokens;
         let at = self.tail_place(layer, !self.layer(layer)?.tail.is_second);
         let views = self.geometry.tail_views(&self.memory, at, (0, block))?;
-        let rectangle = Rectangle {
+        let rectangle = CellRange {
             first_token: u64::from(id) * u64::from(block),
             tokens: block.into(),
             first_layer: layer as usize,
@@ -108,6 +108,6 @@ impl Offload {
             views: Arc::new(Views(vec![views])),
             after: None,
         };
-        self.submit(Deed::Get, rectangle, &OpOpts::default())
+        self.submit(TransferKind::Get, rectangle, &OpOpts::default())
     }
 }

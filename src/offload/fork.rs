@@ -3,11 +3,11 @@
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
-use crate::kv::store::Store;
 use crate::offload::carry::bytes_to;
 use crate::offload::opts::Policies;
 use crate::offload::{Layer, Offload};
 use crate::sparse::Sparse;
+use crate::store::handle::Store;
 
 impl Offload {
     /// Another offload for a session that was forked from this one's: the blocks in the store
@@ -60,7 +60,7 @@ impl Offload {
             let keys = (mine.keys().get(..whole), other.keys().get(..whole));
             let ends = (mine.tokens().get(..tokens), other.tokens().get(..tokens));
             // Keys say what tokens and media are; behind the last of them, look.
-            let media = |path: &crate::kv::path::Path| {
+            let media = |path: &crate::store::token_path::Path| {
                 let until = path.media().partition_point(|one| one.token < tokens as u64);
                 path.media().get(..until).map(<[_]>::to_vec)
             };

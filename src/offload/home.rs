@@ -6,7 +6,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Memory;
 use crate::fail;
-use crate::kv::store::Store;
+use crate::store::handle::Store;
 use crate::tier::device::{GRAIN_BYTES, Slab};
 
 /// What is said of that when one is opened.

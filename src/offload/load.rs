@@ -6,14 +6,14 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::{Event, Memory};
 use crate::fail;
-use crate::kv::core::views::{LayerViews, PlaneView, Views};
-use crate::kv::core::{Deed, Rectangle, Wanted};
 use crate::meta::view::{Place, View};
 use crate::offload::audit::Selection;
 use crate::offload::carry::{address_of, bytes_to};
 use crate::offload::ring::State;
 use crate::offload::{Offload, end};
 use crate::sparse::{Context, Kind, caps};
+use crate::store::state::views::{LayerViews, PlaneView, Views};
+use crate::store::state::{CellRange, TransferKind, Wanted};
 
 /// Which blocks are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -329,7 +329,7 @@ impl Offload {
         views: LayerViews,
         after: Option<Event>,
     ) -> Result<OpRef> {
-        let rectangle = Rectangle {
+        let rectangle = CellRange {
             first_token: 0,
             tokens: self.layer(layer)?.stored.into(),
             first_layer: layer as usize,
@@ -339,7 +339,7 @@ impl Offload {
             views: Arc::new(Views(vec![views])),
             after,
         };
-        self.submit(Deed::Get, rectangle, &OpOpts::default())
+        self.submit(TransferKind::Get, rectangle, &OpOpts::default())
     }
 
     /// Rows of a buffer.

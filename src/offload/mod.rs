@@ -53,8 +53,6 @@ use crate::base::op::{OpRef, RELEASED};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::{Event, Memory};
-use crate::kv::core::Level;
-use crate::kv::store::Store;
 use crate::offload::audit::Audit;
 use crate::offload::carry::{Carrier, Staging, bytes_to};
 use crate::offload::home::Own;
@@ -65,6 +63,8 @@ use crate::offload::ring::Ring;
 use crate::offload::saved::Saved;
 use crate::offload::tail::Tail;
 use crate::sparse::Keep;
+use crate::store::handle::Store;
+use crate::store::state::Level;
 
 /// What is known of a layer.
 #[derive(Default)]

@@ -4,12 +4,12 @@ use crate::base::clock::Clock;
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
-use crate::kv::core::Level;
-use crate::kv::store::Store;
 use crate::meta::dtype::Dtype;
 use crate::meta::layout::Rule;
 use crate::offload::home::Home;
 use crate::sparse::{Kind, Shape, Sparse, caps, needs};
+use crate::store::handle::Store;
+use crate::store::state::Level;
 
 /// Most buffers of a ring.
 pub const MAX_BUFFERS: u32 = 256;
@@ -143,8 +143,8 @@ pub(super) fn geometry_of(store: &Arc<Store>, opts: &Opts) -> Result<Geometry> {
     };
     store.with(|core| {
         let space = core.session(opts.session)?.space();
-        let Some(board) = core.board_of(space) else { return Err(Status::NotFound.into()) };
-        let layout = &board.layout;
+        let Some(table) = core.table_of(space) else { return Err(Status::NotFound.into()) };
+        let layout = &table.layout;
         if layout.chunk_tokens() != shape.block_tokens || layout.layers() != shape.layers as usize {
             fail!(
                 Invalid,

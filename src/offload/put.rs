@@ -6,12 +6,12 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::{Event, Memory};
 use crate::fail;
-use crate::kv::core::views::{LayerViews, PlaneView, Views};
-use crate::kv::core::{Deed, Level, Rectangle, Wanted};
 use crate::offload::carry::{address_of, rows_to};
 use crate::offload::source::{Source, part_of, rows_of};
 use crate::offload::{Layer, Offload, end};
 use crate::sparse::{Sparse, Traits};
+use crate::store::state::views::{LayerViews, PlaneView, Views};
+use crate::store::state::{CellRange, Level, TransferKind, Wanted};
 
 impl Offload {
     /// Keeps K and V of `tokens` tokens of a layer, which go on where those before ended. The
@@ -198,7 +198,7 @@ impl Offload {
         (part, after): (LayerViews, Option<Event>),
         opts: &OpOpts,
     ) -> Result<OpRef> {
-        let rectangle = Rectangle {
+        let rectangle = CellRange {
             first_token: first.into(),
             tokens: part.k.tokens.into(),
             first_layer: layer as usize,
@@ -208,12 +208,17 @@ impl Offload {
             views: Arc::new(Views(vec![part])),
             after,
         };
-        self.submit(Deed::Put, rectangle, opts)
+        self.submit(TransferKind::Put, rectangle, opts)
     }
 
     /// Begins a move of the store's.
-    pub(super) fn submit(&self, deed: Deed, what: Rectangle, opts: &OpOpts) -> Result<OpRef> {
-        let level = if deed == Deed::Put { self.level } else { Level::Ram };
+    pub(super) fn submit(
+        &self,
+        deed: TransferKind,
+        what: CellRange,
+        opts: &OpOpts,
+    ) -> Result<OpRef> {
+        let level = if deed == TransferKind::Put { self.level } else { Level::Ram };
         let ops = self.store.submit(self.session, deed, level, what, opts)?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }

@@ -14,15 +14,17 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Memory;
 use crate::format::keys::{Key, sparse_key};
-use crate::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
-use crate::kv::core::{Core, Deed, Level, Rectangle, SessionOpts, SpaceOpts, Wanted};
-use crate::kv::store::Store;
 use crate::meta::dtype::Dtype;
 use crate::meta::layout::{Group, Layout};
 use crate::offload::end;
 use crate::offload::opts::{Geometry, Policies};
 use crate::offload::source::{canonical, rows_of};
 use crate::sparse::{Sparse, needs};
+use crate::store::handle::Store;
+use crate::store::state::views::{LayerViews, PlaneView, Tokens, Views};
+use crate::store::state::{
+    CellRange, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
+};
 
 const MAGIC: [u8; 4] = *b"KVTS";
 const WORD: usize = 4;
@@ -73,15 +75,15 @@ impl Saved {
         store.with(|core| {
             let Some(space) = core.space(self.space) else { return Err(Status::NotFound.into()) };
             let (key, holes) = (space.key, space.holes);
-            let Some(board) = core.board_of(self.space) else {
+            let Some(table) = core.table_of(self.space) else {
                 return Err(Status::NotFound.into());
             };
-            let opts = SpaceOpts { key, layout: board.layout.clone(), holes };
+            let opts = SpaceOpts { key, layout: table.layout.clone(), holes };
             Saved::open_in(core, &opts, self.row_bytes)
         })
     }
 
-    fn open_in(core: &mut Core, opts: &SpaceOpts, row_bytes: usize) -> Result<Saved> {
+    fn open_in(core: &mut StoreState, opts: &SpaceOpts, row_bytes: usize) -> Result<Saved> {
         let space = core.open_space(opts)?;
         let session = match core.open_session(space, &SessionOpts::default()) {
             Ok(session) => session,
@@ -123,7 +125,7 @@ impl Saved {
             rows.resize(start + self.row_bytes, 0);
         }
         self.follow(store, of, first + tokens)?;
-        let op = self.submit(store, Deed::Put, (layer, first, tokens), count, &mut rows)?;
+        let op = self.submit(store, TransferKind::Put, (layer, first, tokens), count, &mut rows)?;
         self.reap(MOST_PUTS);
         self.puts.push((op, rows));
         Ok(())
@@ -143,7 +145,7 @@ impl Saved {
         rows.try_reserve_exact(count * self.row_bytes).map_err(|_| Status::NoMem)?;
         rows.resize(count * self.row_bytes, 0);
         self.follow(store, of, tokens)?;
-        let op = self.submit(store, Deed::Get, (layer, 0, tokens), count, &mut rows)?;
+        let op = self.submit(store, TransferKind::Get, (layer, 0, tokens), count, &mut rows)?;
         // What does not come stays zero.
         let _ = end(&op);
         let mut unknown = Vec::new();
@@ -197,7 +199,7 @@ impl Saved {
     fn submit(
         &self,
         store: &Store,
-        deed: Deed,
+        deed: TransferKind,
         (layer, first, tokens): (u32, u32, u32),
         count: usize,
         rows: &mut [u8],
@@ -212,7 +214,7 @@ impl Saved {
             head_stride_bytes: bytes,
             memory: Memory::Host,
         };
-        let what = Rectangle {
+        let what = CellRange {
             first_token: first.into(),
             tokens: tokens.into(),
             first_layer: layer as usize,

@@ -5,9 +5,9 @@ use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::device::Memory;
 use crate::fail;
-use crate::kv::core::views::{LayerViews, PlaneView, Tokens};
 use crate::offload::home::Own;
 use crate::offload::opts::Geometry;
+use crate::store::state::views::{LayerViews, PlaneView, Tokens};
 
 /// K and V of some tokens of a layer.
 pub(super) struct Source {

@@ -8,15 +8,15 @@ use kvtier::base::op::OpOpts;
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::spec::Spec;
 use kvtier::base::sync::Arc;
-use kvtier::kv::core::views::{LayerViews, PlaneView};
-use kvtier::kv::core::{Level, SessionOpts, SpaceOpts};
-use kvtier::kv::spec::StoreSpec;
-use kvtier::kv::store::Store;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::offload::{Home, Offload, Opts, Policies};
 use kvtier::sparse::{Context, Kind, Shape, registry};
+use kvtier::store::handle::Store;
+use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::views::{LayerViews, PlaneView};
+use kvtier::store::state::{Level, SessionOpts, SpaceOpts};
 
 use crate::{BYTES, alone};
 

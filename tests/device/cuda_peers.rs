@@ -15,9 +15,9 @@ use kvtier::device::call::{Call, Kind};
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts, CudaWindow, Means};
 use kvtier::device::window::Window;
 use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::store::Store;
 use kvtier::meta::view::{Place, View};
+use kvtier::store::handle::Store;
+use kvtier::store::state::transfer::{Level, TransferKind};
 use mirror::Mirror;
 use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
 
@@ -328,7 +328,8 @@ fn a_store_takes_moves_of_views_on_other_devices() {
             engine.compute(&marks_of(0, &tokens));
             let from = Mirror::new(&others[0], engine);
             let mut to = Mirror::new(&others[1], Engine::new(MODEL, SHAPES[0], TOKENS));
-            for (deed, what) in [(Deed::Put, from.whole()), (Deed::Get, to.whole())] {
+            for (deed, what) in [(TransferKind::Put, from.whole()), (TransferKind::Get, to.whole())]
+            {
                 let ops = home.submit(session, deed, Level::Ram, what).expect("taken");
                 let right = Done { status: Status::Ok, tokens: TOKENS };
                 assert_eq!(wait(&ops[0]), right, "{spec}, {reaches}, {means}");

@@ -14,9 +14,9 @@ use kvtier::base::status::{Result, Status};
 use kvtier::device::cuda::{Cuda, CudaOpts};
 use kvtier::device::until::hold_until_released;
 use kvtier::device::{Copy, Device, Event, MAX_LENT, Memory, State, Stream, Way};
-use kvtier::kv::core::Rectangle;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::state::CellRange;
+use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{Engine, Shape};
 
 /// Longer than anything takes.
@@ -248,7 +248,7 @@ fn a_store_stands_between_the_engines_kernels() {
             let marks = support::marks_of(0, &tokens);
             let session = store.session(space, &tokens);
             let mut engine = Engine::new(MODEL, Shape::Heads, TOKENS);
-            for deed in [Deed::Put, Deed::Get] {
+            for deed in [TransferKind::Put, TransferKind::Get] {
                 // The engine's kernels before: they end when the gate opens.
                 fake.hold_back(gate, true);
                 fake.stand(context, before, gate);
@@ -256,7 +256,7 @@ fn a_store_stands_between_the_engines_kernels() {
                 // SAFETY: an event that was recorded.
                 let event = unsafe { cuda.adopt(ready) }.expect("an event");
                 let what = engine.rectangle(0, TOKENS, 0..MODEL.layers, by_layer);
-                let what = Rectangle { after: Some(event), ..what };
+                let what = CellRange { after: Some(event), ..what };
                 let ops = store.submit(session, deed, Level::Ram, what).expect("taken");
                 let device: Arc<dyn Device> = cuda.clone();
                 for op in &ops {
@@ -267,7 +267,7 @@ fn a_store_stands_between_the_engines_kernels() {
                 fake.run();
                 assert!(!fake.has_come(context, after) && !fake.has_come(context, ready));
                 assert!(ops.iter().all(|op| op.state() & RELEASED == 0));
-                if deed == Deed::Put {
+                if deed == TransferKind::Put {
                     engine.compute(&marks);
                 } else {
                     assert!(engine.is_untouched());
@@ -437,7 +437,7 @@ fn memory_of_cells_is_registered_and_given_back() {
         let session = home.session(space, &tokens);
         let mut engine = Engine::new(MODEL, Shape::Heads, TOKENS);
         engine.compute(&support::marks_of(0, &tokens));
-        for deed in [Deed::Put, Deed::Get] {
+        for deed in [TransferKind::Put, TransferKind::Get] {
             let ops = home.submit(session, deed, Level::Ram, engine.whole()).expect("taken");
             assert_eq!(support::wait(&ops[0]).status, Status::Ok);
         }

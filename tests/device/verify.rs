@@ -16,10 +16,10 @@ use kvtier::device::conformance::{self, ConformanceOpts, Verdict};
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Copy, Device, Memory, Stream, Way};
-use kvtier::kv::core::Rectangle;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::store::Store;
 use kvtier::meta::view::{Place, View};
+use kvtier::store::handle::Store;
+use kvtier::store::state::CellRange;
+use kvtier::store::state::transfer::{Level, TransferKind};
 use mirror::Mirror;
 use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
 
@@ -269,7 +269,7 @@ impl Rig {
         Rig { device, home, session, tokens }
     }
 
-    fn move_all(&self, deed: Deed, mirror: &Mirror<'_>) -> Done {
+    fn move_all(&self, deed: TransferKind, mirror: &Mirror<'_>) -> Done {
         let ops = self.home.submit(self.session, deed, Level::Ram, mirror.whole()).expect("taken");
         let done = wait(&ops[0]);
         self.home.rest();
@@ -277,9 +277,9 @@ impl Rig {
     }
 
     /// The same behind an event that comes once all of it was submitted.
-    fn move_behind(&self, deed: Deed, mirror: &Mirror<'_>) -> Done {
+    fn move_behind(&self, deed: TransferKind, mirror: &Mirror<'_>) -> Done {
         let event = self.device.promise().expect("one");
-        let rectangle = Rectangle { after: Some(event), ..mirror.whole() };
+        let rectangle = CellRange { after: Some(event), ..mirror.whole() };
         let ops = self.home.submit(self.session, deed, Level::Ram, rectangle).expect("taken");
         while self.home.store.look(|core| core.cells_behind() > 0).expect("open") {
             std::thread::yield_now();
@@ -326,7 +326,7 @@ fn a_bit_that_changes_on_the_bus_is_noticed() {
             let rig = Rig::open(cuda(means, true), spec);
             let (from, mut to) = (rig.full(), rig.empty());
             fake.flip(true, nth);
-            assert_eq!(rig.move_all(Deed::Put, &from), RIGHT, "{spec}, {means}, {nth}");
+            assert_eq!(rig.move_all(TransferKind::Put, &from), RIGHT, "{spec}, {means}, {nth}");
             fake.flip(true, 0);
             assert_eq!(rig.damaged(), 1, "{spec}, {means}, {nth}: on its way here");
             if spec.contains("device=") {
@@ -339,7 +339,7 @@ fn a_bit_that_changes_on_the_bus_is_noticed() {
                 rig.home.rest();
             }
             fake.flip(false, nth);
-            assert_eq!(rig.move_all(Deed::Get, &to), RIGHT, "{spec}, {means}, {nth}");
+            assert_eq!(rig.move_all(TransferKind::Get, &to), RIGHT, "{spec}, {means}, {nth}");
             fake.flip(false, 0);
             assert_eq!(rig.damaged(), 2, "{spec}, {means}, {nth}: on its way there");
             assert!(rig.is_right(&mut to), "{spec}, {means}, {nth}");
@@ -358,12 +358,12 @@ fn a_tier_that_changes_is_noticed_when_it_is_read() {
     for verify in [true, false] {
         let rig = Rig::open(cuda(Means::Plain, verify), SPECS[1]);
         let from = rig.full();
-        assert_eq!(rig.move_all(Deed::Put, &from), RIGHT);
+        assert_eq!(rig.move_all(TransferKind::Put, &from), RIGHT);
         let cells = rig.home.store.with(|core| Ok(core.device_cells())).expect("open");
         assert!(cells > 0);
         fake.rot();
         let mut to = rig.empty();
-        assert_eq!(rig.move_all(Deed::Get, &to), RIGHT);
+        assert_eq!(rig.move_all(TransferKind::Get, &to), RIGHT);
         assert_eq!(rig.is_right(&mut to), verify, "wrong bytes come where nobody looks");
         // All planes that have as much as a KiB, twice each.
         assert_eq!(rig.damaged() > 0, verify);
@@ -384,17 +384,25 @@ fn a_bus_that_always_changes_bits_stores_nothing() {
         let rig = Rig::open(cuda(means, true), spec);
         let (from, mut to) = (rig.full(), rig.empty());
         fake.flip(true, -1);
-        assert_eq!(rig.move_all(Deed::Put, &from).status, Status::Corrupt, "{spec}, {means}");
+        assert_eq!(
+            rig.move_all(TransferKind::Put, &from).status,
+            Status::Corrupt,
+            "{spec}, {means}"
+        );
         fake.flip(true, 0);
-        let got = rig.move_all(Deed::Get, &to);
+        let got = rig.move_all(TransferKind::Get, &to);
         assert_eq!((got.status, got.tokens), (Status::NotFound, 0), "{spec}, {means}");
-        assert_eq!(rig.move_all(Deed::Put, &from), RIGHT);
+        assert_eq!(rig.move_all(TransferKind::Put, &from), RIGHT);
         if !spec.contains("device=") {
             fake.flip(false, -1);
-            assert_eq!(rig.move_all(Deed::Get, &to).status, Status::Corrupt, "{spec}, {means}");
+            assert_eq!(
+                rig.move_all(TransferKind::Get, &to).status,
+                Status::Corrupt,
+                "{spec}, {means}"
+            );
             fake.flip(false, 0);
         }
-        assert_eq!(rig.move_all(Deed::Get, &to), RIGHT);
+        assert_eq!(rig.move_all(TransferKind::Get, &to), RIGHT);
         assert!(rig.is_right(&mut to), "{spec}, {means}");
         drop((from, to));
         rig.home.close();
@@ -412,11 +420,11 @@ fn without_sums_nobody_notices() {
         if from_device {
             fake.flip(true, 1);
         }
-        assert_eq!(rig.move_all(Deed::Put, &from), RIGHT);
+        assert_eq!(rig.move_all(TransferKind::Put, &from), RIGHT);
         if !from_device {
             fake.flip(false, 1);
         }
-        assert_eq!(rig.move_all(Deed::Get, &to), RIGHT);
+        assert_eq!(rig.move_all(TransferKind::Get, &to), RIGHT);
         assert_eq!(rig.damaged(), 0);
         assert!(!rig.is_right(&mut to), "a bit has changed on its way");
         drop((from, to));
@@ -437,9 +445,9 @@ fn damage_of_a_simulated_bus_is_noticed() {
             let device = SimulatedOpts { sums: true, damage_at, ..SimulatedOpts::default() };
             let rig = Rig::open(simulated(device), spec);
             let (from, mut to) = (rig.full(), rig.empty());
-            assert_eq!(moved(&rig, Deed::Put, &from), RIGHT, "{spec}, {nth}");
+            assert_eq!(moved(&rig, TransferKind::Put, &from), RIGHT, "{spec}, {nth}");
             assert_eq!(rig.damaged(), u64::from(nth <= planes), "{spec}, {nth}");
-            assert_eq!(moved(&rig, Deed::Get, &to), RIGHT, "{spec}, {nth}");
+            assert_eq!(moved(&rig, TransferKind::Get, &to), RIGHT, "{spec}, {nth}");
             assert_eq!(rig.damaged(), 1, "{spec}, {nth}");
             assert!(rig.is_right(&mut to), "{spec}, {nth}");
             drop((from, to));

@@ -15,9 +15,9 @@ use kvtier::base::op::RELEASED;
 use kvtier::base::status::Status;
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
 use kvtier::device::{Copy, Device, Memory, State, Stream, Way};
-use kvtier::kv::core::Rectangle;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::state::CellRange;
+use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::stream::plan::Wishes;
 use kvtier::stream::streamer::How;
 use mirror::Mirror;
@@ -50,11 +50,11 @@ fn kv_goes_from_device_memory_to_device_memory() {
             let mut engine = Engine::new(MODEL, shape, tokens.len());
             engine.compute(&marks);
             let from = Mirror::new(&*device, engine);
-            let put = home.submit(session, Deed::Put, Level::Ram, from.whole());
+            let put = home.submit(session, TransferKind::Put, Level::Ram, from.whole());
             assert_eq!(wait(&put.expect("taken")[0]), right, "{spec}, {shape:?}");
             for other in SHAPES {
                 let mut to = Mirror::new(&*device, Engine::new(MODEL, other, tokens.len()));
-                let get = home.submit(session, Deed::Get, Level::Ram, to.whole());
+                let get = home.submit(session, TransferKind::Get, Level::Ram, to.whole());
                 assert_eq!(wait(&get.expect("taken")[0]), right, "{spec}, {shape:?}, {other:?}");
                 to.copy(Way::Gather);
                 to.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
@@ -85,14 +85,14 @@ fn kv_is_behind_what_comes_before_on_the_device() {
             let session = home.session(space, &tokens);
             // Nothing is there yet but poison.
             let mut tensors = Mirror::new(&*device, Engine::new(MODEL, shape, tokens.len()));
-            for deed in [Deed::Put, Deed::Get, Deed::Get] {
+            for deed in [TransferKind::Put, TransferKind::Get, TransferKind::Get] {
                 let promise = device.promise().expect("one");
-                if deed == Deed::Put {
+                if deed == TransferKind::Put {
                     tensors.engine.compute(&marks);
                 }
-                let way = if deed == Deed::Put { Way::Scatter } else { Way::Gather };
+                let way = if deed == TransferKind::Put { Way::Scatter } else { Way::Gather };
                 let before = tensors.begin(Stream(1), Some(promise), way);
-                let what = Rectangle { after: Some(before), ..tensors.whole() };
+                let what = CellRange { after: Some(before), ..tensors.whole() };
                 let ops = home.submit(session, deed, Level::Ram, what).expect("taken");
                 assert_eq!(device.state(before).expect("known"), State::Pending);
                 assert_eq!(ops[0].state() & RELEASED, 0);
@@ -101,7 +101,7 @@ fn kv_is_behind_what_comes_before_on_the_device() {
                 for event in [promise, before] {
                     device.release(event).expect("it has come");
                 }
-                if deed == Deed::Get {
+                if deed == TransferKind::Get {
                     // The copy had read what was there before the get.
                     assert!(tensors.engine.is_untouched(), "{spec}, {shape:?}");
                     tensors.copy(Way::Gather);

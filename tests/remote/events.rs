@@ -10,10 +10,10 @@ use std::net::TcpStream;
 
 use kvtier::base::op::{OpOpts, RELEASED};
 use kvtier::base::status::Status;
-use kvtier::kv::core::Level;
-use kvtier::kv::events::Event;
-use kvtier::kv::spec::StoreSpec;
-use kvtier::kv::store::Store;
+use kvtier::store::events::Event;
+use kvtier::store::handle::Store;
+use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::Level;
 use kvtier::tier::remote::redis::resp::{Reader, Reply, Value, Want};
 use redis::{Server, cluster, is_there, wait_until};
 use support::{Engine, Home, Model, Shape, document, marks_of, wait};

@@ -8,9 +8,9 @@ use kvtier::base::clock::Clock;
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::{Result, Status};
-use kvtier::kv::core::{Deed, Level};
-use kvtier::kv::spec::CustomRemote;
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::spec::CustomRemote;
+use kvtier::store::state::{Level, TransferKind};
 use kvtier::tier::remote::{Asks, Caps, Gets, Lane, Puts, Remote, Server};
 use kvtier_testkit::fixtures::store::{
     Engine, Home, Model, Shape, document, marks_of, spec_of, wait,
@@ -173,7 +173,7 @@ impl World {
         self.home.session(self.home.space(1, &MODEL), tokens)
     }
 
-    fn submit(&self, session: u32, deed: Deed, level: Level, engine: &Engine) -> OpRef {
+    fn submit(&self, session: u32, deed: TransferKind, level: Level, engine: &Engine) -> OpRef {
         self.home.submit(session, deed, level, engine.whole()).expect("submitted").remove(0)
     }
 
@@ -198,28 +198,28 @@ fn gets_miss_what_a_fetch_that_hangs_does_not_bring() {
     }
     world.gate.0.set(Call::Get, true);
     let engines = [0, 1].map(|_| Engine::new(MODEL, Shape::Heads, 64));
-    let first = world.submit(sessions[0], Deed::Get, Level::Ram, &engines[0]);
+    let first = world.submit(sessions[0], TransferKind::Get, Level::Ram, &engines[0]);
     world.gate.0.until(Call::Get, 1);
     // One that waits for the same cells, and one whose turn does not come.
-    let same = world.submit(sessions[0], Deed::Get, Level::Ram, &engines[0]);
-    let other = world.submit(sessions[1], Deed::Get, Level::Ram, &engines[1]);
+    let same = world.submit(sessions[0], TransferKind::Get, Level::Ram, &engines[0]);
+    let other = world.submit(sessions[1], TransferKind::Get, Level::Ram, &engines[1]);
     assert_eq!(first.state() & RELEASED, 0, "its time is not over");
     for op in [&first, &same, &other] {
         assert_eq!(ended(&world.clock, op), Status::NotFound);
     }
     // Who comes later does not wait either; a put of such a cell says so.
-    let later = world.submit(sessions[0], Deed::Get, Level::Ram, &engines[0]);
+    let later = world.submit(sessions[0], TransferKind::Get, Level::Ram, &engines[0]);
     assert_eq!(wait(&later).status, Status::NotFound);
     let from = engine(&documents[0]);
-    let put = world.submit(sessions[0], Deed::Put, Level::Ram, &from);
+    let put = world.submit(sessions[0], TransferKind::Put, Level::Ram, &from);
     assert_eq!(wait(&put).status, Status::Unavailable);
-    let counted = world.home.store.with(|core| Ok(core.far_counters())).expect("open");
+    let counted = world.home.store.with(|core| Ok(core.remote_counters())).expect("open");
     assert_eq!(counted.expect("a remote").hung, 1, "{counted:?}");
     // Once it goes on, all is as it was.
     world.gate.0.set(Call::Get, false);
     world.home.rest();
     for ((session, tokens), mut engine) in sessions.iter().zip(&documents).zip(engines) {
-        let op = world.submit(*session, Deed::Get, Level::Ram, &engine);
+        let op = world.submit(*session, TransferKind::Get, Level::Ram, &engine);
         assert_eq!(wait(&op).status, Status::Ok);
         engine.check(&marks_of(1, tokens), 0..64, 0..MODEL.layers);
         world.home.end(*session);
@@ -253,12 +253,12 @@ fn a_put_ends_whose_object_hangs_on_its_way() {
     let session = world.session(&tokens);
     world.gate.0.set(Call::Put, true);
     let from = engine(&tokens);
-    let op = world.submit(session, Deed::Put, Level::Remote, &from);
+    let op = world.submit(session, TransferKind::Put, Level::Remote, &from);
     world.gate.0.until(Call::Put, 1);
     assert_eq!(ended(&world.clock, &op), Status::Timeout);
     // What is here is not touched by that.
     let mut engine = Engine::new(MODEL, Shape::Heads, 64);
-    let get = world.submit(session, Deed::Get, Level::Ram, &engine);
+    let get = world.submit(session, TransferKind::Get, Level::Ram, &engine);
     assert_eq!(wait(&get).status, Status::Ok);
     engine.check(&marks_of(1, &tokens), 0..64, 0..MODEL.layers);
     world.gate.0.set(Call::Put, false);

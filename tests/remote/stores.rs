@@ -9,11 +9,11 @@ use std::path::{Path, PathBuf};
 
 use kvtier::base::op::OpOpts;
 use kvtier::base::status::Status;
-use kvtier::kv::core::plans::PlanTerms;
-use kvtier::kv::core::{self, FarCounters, Level};
-use kvtier::kv::plan::Deed;
-use kvtier::kv::spec::StoreSpec;
 use kvtier::meta::cost::Cost;
+use kvtier::store::plan::StepKind;
+use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::plans::PlanTerms;
+use kvtier::store::state::{self, Level, RemoteCounters};
 use support::{Engine, Home, Model, Scratch, Shape, document, marks_of, spec_of, wait};
 
 /// Cells of 4 KiB.
@@ -28,8 +28,8 @@ fn spec(folder: &Path, rest: &str) -> StoreSpec {
     StoreSpec::parse(&format!("store(host=8MiB, {remote})")).expect("a sound spec")
 }
 
-fn far(home: &Home) -> FarCounters {
-    home.store.with(|core| Ok(core.far_counters())).expect("open").expect("a remote")
+fn far(home: &Home) -> RemoteCounters {
+    home.store.with(|core| Ok(core.remote_counters())).expect("open").expect("a remote")
 }
 
 /// Puts a document at the level of the remote.
@@ -262,7 +262,8 @@ fn what_has_left_memory_is_no_promise() {
     engine.compute(&marks_of(1, &tokens));
     let put = |layers: std::ops::Range<usize>| {
         let what = engine.rectangle(0, 64, layers, false);
-        let ops = home.submit(session, core::Deed::Put, Level::Remote, what).expect("submitted");
+        let ops =
+            home.submit(session, state::TransferKind::Put, Level::Remote, what).expect("submitted");
         wait(&ops[0]).status
     };
     assert_eq!(put(0..2), Status::Ok);
@@ -285,7 +286,7 @@ fn a_slow_remote_is_not_loaded_from_where_computing_is_faster() {
     let plan = |alpha: f64, beta: f64| {
         let terms = PlanTerms { cost: Some(Cost { alpha, beta }), ..PlanTerms::default() };
         let plan = other.store.with(|core| core.plan(session, &terms).cloned()).expect("planned");
-        plan.legs.iter().filter(|leg| leg.deed == Deed::Load).map(|leg| leg.tokens).sum::<u64>()
+        plan.legs.iter().filter(|leg| leg.kind == StepKind::Load).map(|leg| leg.tokens).sum::<u64>()
     };
     assert_eq!(plan(0.0, 1e9), 64, "a second a token: load");
     assert_eq!(plan(0.0, 1.0), 0, "a nanosecond a token: compute");
@@ -307,7 +308,7 @@ fn without_a_remote_nothing_can_be_put_there() {
     let what = engine.rectangle(0, 32, 0..MODEL.layers, false);
     let refused = home.store.submit(
         session,
-        kvtier::kv::core::Deed::Put,
+        kvtier::store::state::TransferKind::Put,
         Level::Remote,
         what,
         &OpOpts::default(),

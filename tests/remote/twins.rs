@@ -13,14 +13,15 @@ use kvtier::base::sync::{Arc, Mutex};
 use kvtier::device::Stream;
 use kvtier::device::host::Host;
 use kvtier::format::keys::block::BlockKeys;
-use kvtier::kv::core::blocks::BlockMove;
-use kvtier::kv::core::work::{Hands, Work};
-use kvtier::kv::core::{
-    Config, Core, Deed, FarConfig, FarCounters, Finished, Level, SessionOpts, SpaceOpts, Write,
-};
-use kvtier::kv::errands::Errands;
-use kvtier::kv::hands::Tools;
 use kvtier::meta::key::Key;
+use kvtier::store::executor::Tools;
+use kvtier::store::executor::remote::RemoteExecutor;
+use kvtier::store::state::blocks::BlockMove;
+use kvtier::store::state::work::{Work, WorkerKind};
+use kvtier::store::state::{
+    Config, Finished, Level, RemoteConfig, RemoteCounters, SessionOpts, SpaceOpts, StoreState,
+    TransferKind, Write,
+};
 use kvtier::tier::remote::breaker::Way;
 use kvtier::tier::remote::{Asks, Remote, Trouble};
 use kvtier_testkit::remote::simulated::{Fault, Plan, Simulated};
@@ -61,9 +62,9 @@ impl Twin {
         clock: &Clock,
         random: &mut Random,
         (batch, rows): (usize, usize),
-        tune: impl FnOnce(&mut FarConfig),
+        tune: impl FnOnce(&mut RemoteConfig),
     ) -> Twin {
-        let mut far = FarConfig {
+        let mut far = RemoteConfig {
             object_bytes: 8 << 10,
             batch,
             write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
@@ -71,7 +72,7 @@ impl Twin {
             known: 64,
             absent_ns: 1_000_000,
             seed: random.draw(),
-            ..FarConfig::default()
+            ..RemoteConfig::default()
         };
         tune(&mut far);
         let config = Config {
@@ -79,20 +80,20 @@ impl Twin {
             max_chunks: rows,
             max_jobs: 16 + random.below(100) as u32,
             batch_cells: 1 + random.below(8) as usize,
-            far: Some(far),
+            remote: Some(far),
             ..Config::default()
         };
-        let mut core = Core::new(config, None, None).expect("opened");
+        let mut core = StoreState::new(config, None, None).expect("opened");
         core.tick(clock.now_ns());
         let opts = SpaceOpts { key: Key([9; 32]), layout: MODEL.layout(), holes: false };
         let space = core.open_space(&opts).expect("opened");
-        let far = Some(Errands::new(Arc::new(remote.clone()), clock.clone()));
-        let tools = Tools { device: Arc::new(Host::default()), disk: None, far };
+        let far = Some(RemoteExecutor::new(Arc::new(remote.clone()), clock.clone()));
+        let tools = Tools { device: Arc::new(Host::default()), disk: None, remote: far };
         let core = Shared(Arc::new(Mutex::new(core)));
         Twin { core, tools, space, clock: clock.clone() }
     }
 
-    fn with<R>(&self, act: impl FnOnce(&mut Core) -> R) -> R {
+    fn with<R>(&self, act: impl FnOnce(&mut StoreState) -> R) -> R {
         let mut core = self.core.0.lock();
         core.tick(self.clock.now_ns());
         act(&mut core)
@@ -101,7 +102,7 @@ impl Twin {
     fn rest(&self) {
         for _ in 0..10_000 {
             let mut idle = true;
-            for hands in Hands::ALL {
+            for hands in WorkerKind::ALL {
                 while let Some(mut work) = self.with(|core| core.take(hands)) {
                     idle = false;
                     let mut keeper = self.core.clone();
@@ -152,7 +153,7 @@ impl Twin {
         one.outcomes
     }
 
-    fn begin_blocks(&self, deed: Deed, level: Level, names: &[u32], engine: &Engine) {
+    fn begin_blocks(&self, deed: TransferKind, level: Level, names: &[u32], engine: &Engine) {
         let (keys, views) = (keys_of(names), engine.whole().views);
         let (first_layer, layers, after) = (0, MODEL.layers, None);
         let blocks = BlockMove { keys, first_layer, layers, views, after };
@@ -164,14 +165,14 @@ impl Twin {
     fn put_blocks(&self, names: &[u32], level: Level) -> Vec<Status> {
         let mut engine = Engine::new(MODEL, Shape::Tokens, 16 * names.len());
         engine.compute(&marks_in(names));
-        self.begin_blocks(Deed::Put, level, names, &engine);
+        self.begin_blocks(TransferKind::Put, level, names, &engine);
         self.ended_each(names)
     }
 
     /// Which blocks come; each byte of those is right.
     fn get_blocks(&self, names: &[u32]) -> Vec<Status> {
         let mut engine = Engine::new(MODEL, Shape::Tokens, 16 * names.len());
-        self.begin_blocks(Deed::Get, Level::Ram, names, &engine);
+        self.begin_blocks(TransferKind::Get, Level::Ram, names, &engine);
         let each = self.ended_each(names);
         for (at, _) in each.iter().enumerate().filter(|(_, status)| **status == Status::Ok) {
             engine.check(&marks_in(names), 16 * at..16 * (at + 1), 0..MODEL.layers);
@@ -205,7 +206,8 @@ impl Twin {
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(9, tokens));
         let what = engine.whole();
-        self.with(|core| core.submit_rectangle(session, Deed::Put, level, 0, what)).expect("begun");
+        self.with(|core| core.submit_cell_range(session, TransferKind::Put, level, 0, what))
+            .expect("begun");
         let (status, _) = self.ended();
         self.with(|core| core.close_session(session)).expect("open");
         status
@@ -221,8 +223,10 @@ impl Twin {
         if found > 0 {
             let mut engine = Engine::new(MODEL, Shape::Heads, found);
             let what = engine.whole();
-            self.with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
-                .expect("begun");
+            self.with(|core| {
+                core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what)
+            })
+            .expect("begun");
             let came;
             (got, came) = self.ended();
             engine.check(&marks_of(9, tokens), 0..came, 0..MODEL.layers);
@@ -231,8 +235,8 @@ impl Twin {
         (found, got)
     }
 
-    fn far(&self) -> FarCounters {
-        self.with(|core| core.far_counters()).expect("a remote")
+    fn far(&self) -> RemoteCounters {
+        self.with(|core| core.remote_counters()).expect("a remote")
     }
 }
 
@@ -292,7 +296,7 @@ fn what_leaves_memory_comes_back() {
 
 #[test]
 fn whatever_the_remote_does_no_byte_is_wrong() {
-    let mut all = FarCounters::default();
+    let mut all = RemoteCounters::default();
     let (mut located, mut missed) = (0, 0);
     for seed in 0..SEEDS {
         let (mut random, clock) = (Random::new(seed), Clock::manual(1));
@@ -355,7 +359,7 @@ fn whatever_the_remote_does_no_byte_is_wrong() {
     }
     assert!(located > SEEDS as usize && missed > SEEDS as usize, "{located}, {missed}");
     // All of it happened.
-    let FarCounters { fetched, sent, corrupt, absent, late, failed_sends, removed, .. } = all;
+    let RemoteCounters { fetched, sent, corrupt, absent, late, failed_sends, removed, .. } = all;
     for (count, what) in [
         (fetched, "fetched"),
         (sent, "sent"),
@@ -391,15 +395,24 @@ fn who_is_in_a_hurry_does_not_wait_where_a_prefetch_waits() {
         let mut what = engine.whole();
         what.views = Default::default();
         other
-            .with(|core| core.submit_rectangle(session, Deed::Prefetch, Level::Ram, 1, what))
+            .with(|core| {
+                core.submit_cell_range(session, TransferKind::Prefetch, Level::Ram, 1, what)
+            })
             .expect("begun");
     }
     let what = engines[5].whole();
     let get = other
-        .with(|core| core.submit_rectangle(sessions[5], Deed::Get, Level::Ram, 0, what))
+        .with(|core| core.submit_cell_range(sessions[5], TransferKind::Get, Level::Ram, 0, what))
         .expect("begun");
     // Its two objects are the first that are fetched, though five others were wanted before.
-    for hands in [Hands::Fetch, Hands::Fetch, Hands::Copy, Hands::Copy, Hands::Copy, Hands::Copy] {
+    for hands in [
+        WorkerKind::Fetch,
+        WorkerKind::Fetch,
+        WorkerKind::Copy,
+        WorkerKind::Copy,
+        WorkerKind::Copy,
+        WorkerKind::Copy,
+    ] {
         let Some(mut work) = other.with(|core| core.take(hands)) else { continue };
         let mut keeper = other.core.clone();
         // SAFETY: engines outlive this call, and nobody else has the stores' memory.
@@ -502,7 +515,7 @@ fn questions_for_blocks_end_whatever_happens() {
     other.with(|core| core.cancel(number, Status::Timeout));
     assert_eq!(other.ended_each(&names), [Status::Timeout; 100]);
     let (again, number) = other.begin_locating(&names);
-    let work = other.with(|core| core.take(Hands::Ask)).expect("a question");
+    let work = other.with(|core| core.take(WorkerKind::Ask)).expect("a question");
     other.with(|core| core.cancel(number, Status::Cancelled));
     // Another has its number: the answer is none of its business.
     let (_, next) = other.begin_locating(&names[50..]);
@@ -556,7 +569,7 @@ fn what_cannot_be_asked_for_is_refused() {
 }
 
 /// Carries out one batch by hand.
-fn carry_out(twin: &Twin, hands: Hands, change: impl FnOnce(&mut Work)) {
+fn carry_out(twin: &Twin, hands: WorkerKind, change: impl FnOnce(&mut Work)) {
     let mut work = twin.with(|core| core.take(hands)).expect("there is work");
     let mut keeper = twin.core.clone();
     // SAFETY: engines outlive this call, and nobody else has the stores' memory.
@@ -579,9 +592,9 @@ fn what_was_cut_on_its_way_stays_at_the_remote() {
     let engine = Engine::new(MODEL, Shape::Tokens, 64);
     let what = engine.whole();
     other
-        .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+        .with(|core| core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what))
         .expect("begun");
-    carry_out(&other, Hands::Fetch, |work| {
+    carry_out(&other, WorkerKind::Fetch, |work| {
         let Work::Fetches(batch) = work else { panic!("no fetches") };
         batch.fetches.iter_mut().for_each(|one| one.result = Err(Trouble::Nonsense));
     });
@@ -600,13 +613,13 @@ fn what_was_cut_on_its_way_stays_at_the_remote() {
     }
     let (_, third, _, _) = well(256);
     let tools = Tools {
-        far: Some(Errands::new(Arc::new(remote.clone()), third.clock.clone())),
+        remote: Some(RemoteExecutor::new(Arc::new(remote.clone()), third.clock.clone())),
         ..third.tools.clone()
     };
     let third = Twin { tools, ..third };
     assert_eq!(third.find(&tokens).0, 64);
     assert!(third.far().corrupt >= 8, "{:?}", third.far());
-    let opened = third.with(|core| core.far_breaker().map(|breaker| breaker.opened()));
+    let opened = third.with(|core| core.remote_breaker().map(|breaker| breaker.opened()));
     assert_eq!(opened, Some(1));
     assert_eq!((remote.names(), third.far().removed), (vec![], 8));
     // Who has it puts it there again.
@@ -633,7 +646,7 @@ fn a_remote_that_is_well_again_is_found_out_by_whoever_knows_all() {
         assert_eq!((other.locate_blocks(&names), locate()), (vec![OK; 3], 64));
         remote.set_plan(Plan::default().often(Fault::Lost, 1_000_000));
         (0..5).for_each(|n| drop(other.locate_blocks(&[100 + n])));
-        assert!(other.with(|core| !core.far_breaker().expect("one").is_closed(Way::Read)));
+        assert!(other.with(|core| !core.remote_breaker().expect("one").is_closed(Way::Read)));
         assert_eq!((other.locate_blocks(&names), locate()), (vec![NOT_FOUND; 3], 0));
         remote.set_plan(Plan::default());
         clock.advance(5_000_000_000);
@@ -641,7 +654,7 @@ fn a_remote_that_is_well_again_is_found_out_by_whoever_knows_all() {
             true => assert_eq!(other.locate_blocks(&names), [OK; 3]),
             false => assert_eq!(locate(), 64),
         }
-        assert!(other.with(|core| core.far_breaker().expect("one").is_closed(Way::Read)));
+        assert!(other.with(|core| core.remote_breaker().expect("one").is_closed(Way::Read)));
     }
 }
 
@@ -655,10 +668,15 @@ fn names_that_go_have_batches_of_their_own() {
     assert_eq!(remote.names().len(), 120);
     let session = one.session(&[]);
     one.with(|core| core.drop_blocks(session, &keys_of(&names))).expect("open");
-    one.begin_blocks(Deed::Put, Level::Remote, &[500], &Engine::new(MODEL, Shape::Tokens, 16));
+    one.begin_blocks(
+        TransferKind::Put,
+        Level::Remote,
+        &[500],
+        &Engine::new(MODEL, Shape::Tokens, 16),
+    );
     let (mut gone, mut batches) = (0, 0);
     while gone < 120 {
-        carry_out(&one, Hands::Send, |work| {
+        carry_out(&one, WorkerKind::Send, |work| {
             let Work::Sends(batch) = work else { panic!("no sends") };
             assert!(batch.sends.is_empty() && (1..=32).contains(&batch.removals.len()));
             // Of one batch a part came too late.
@@ -673,7 +691,7 @@ fn names_that_go_have_batches_of_their_own() {
         });
     }
     assert_eq!((remote.names(), one.far().removed), (vec![], 120));
-    assert!(one.with(|core| core.far_breaker().expect("one").is_closed(Way::Write)));
+    assert!(one.with(|core| core.remote_breaker().expect("one").is_closed(Way::Write)));
     one.rest();
     assert_eq!(remote.names().len(), 2);
 }
@@ -687,7 +705,7 @@ fn layers_that_come_one_after_the_other_are_sent_together() {
     engine.compute(&marks_of(9, &tokens));
     let put = |session: u32, layers: std::ops::Range<usize>| {
         let what = engine.rectangle(0, 64, layers, false);
-        one.with(|core| core.submit_rectangle(session, Deed::Put, Level::Remote, 0, what))
+        one.with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Remote, 0, what))
             .expect("begun");
         one.ended().0
     };
@@ -741,7 +759,7 @@ fn a_chunk_that_lacks_an_object_is_sent_again() {
         let mut engine = Engine::new(MODEL, Shape::Tokens, 16);
         let what = engine.whole();
         other
-            .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+            .with(|core| core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what))
             .expect("begun");
         assert_eq!(other.ended().1, 0, "{:?}", other.far());
         assert_eq!((locate(), other.far().absent), (0, 1));
@@ -751,7 +769,7 @@ fn a_chunk_that_lacks_an_object_is_sent_again() {
         engine.compute(&marks_of(9, &tokens));
         let what = engine.whole();
         other
-            .with(|core| core.submit_rectangle(session, Deed::Put, Level::Ram, 0, what))
+            .with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Ram, 0, what))
             .expect("begun");
         assert_eq!(other.ended().0, OK);
         assert_eq!(remote.names(), names);
@@ -777,11 +795,11 @@ fn who_gives_up_does_not_wait_for_a_remote() {
     let get = |at: usize| {
         let what = engines[at].whole();
         other
-            .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+            .with(|core| core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what))
             .expect("begun")
     };
     let (first, second) = (get(0), get(1));
-    let mut work = other.with(|core| core.take(Hands::Fetch)).expect("there is work");
+    let mut work = other.with(|core| core.take(WorkerKind::Fetch)).expect("there is work");
     other.with(|core| core.cancel(first, Status::Cancelled));
     let mut ended = Vec::new();
     other.with(|core| core.finished(&mut ended));
@@ -816,7 +834,7 @@ fn what_is_known_of_many_chunks_is_all_noted() {
     for first in (0..tokens.len()).step_by(320) {
         let count = 320.min(tokens.len() - first);
         let what = engine.rectangle(first, count, 0..MODEL.layers, false);
-        one.with(|core| core.submit_rectangle(session, Deed::Put, Level::Remote, 0, what))
+        one.with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Remote, 0, what))
             .expect("begun");
         assert_eq!(one.ended().0, OK);
     }
@@ -866,10 +884,12 @@ fn what_came_in_any_order_makes_room() {
             let mut engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
             let what = engine.whole();
             other
-                .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+                .with(|core| {
+                    core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what)
+                })
                 .expect("begun");
             loop {
-                let take = || other.with(|core| core.take(Hands::Fetch));
+                let take = || other.with(|core| core.take(WorkerKind::Fetch));
                 let mut batches: Vec<Work> = std::iter::from_fn(take).collect();
                 if batches.is_empty() {
                     break;

@@ -11,17 +11,18 @@ use kvtier::base::status::Status;
 use kvtier::base::sync::{Condvar, Mutex};
 use kvtier::device::Stream;
 use kvtier::device::host::Host;
-use kvtier::kv::core::books::{Books, Page};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{
-    Config, Core, Deed, Finished, Level, Rectangle, SessionOpts, SpaceOpts, Wanted, Write,
-};
-use kvtier::kv::hands::Tools;
 use kvtier::meta::chunks::Pin;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
+use kvtier::store::executor::Tools;
+use kvtier::store::state::checkpoint_writer::{CheckpointWriter, Page};
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{
+    CellRange, Config, Finished, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
+    Write,
+};
 use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 use shuttle::scheduler::{PctScheduler, RandomScheduler, Scheduler};
@@ -40,8 +41,8 @@ static FROM_DISK: AtomicU64 = AtomicU64::new(0);
 static GIVEN_UP: AtomicU64 = AtomicU64::new(0);
 
 /// The core as hands, keepers and callers share it.
-struct State {
-    core: Core,
+struct Running {
+    core: StoreState,
     /// What moves that have ended came to, by ticket: numbers are used again.
     finished: BTreeMap<usize, Finished>,
     /// The ticket of the last move of each number.
@@ -50,7 +51,7 @@ struct State {
 }
 
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<Running>,
     changed: Condvar,
     tools: Tools,
 }
@@ -58,7 +59,7 @@ struct Shared {
 #[derive(Clone)]
 struct Asker(Arc<Shared>);
 
-impl Books for Asker {
+impl CheckpointWriter for Asker {
     fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
         self.0.state.lock().core.page(from, page)
     }
@@ -105,21 +106,21 @@ impl Shared {
         let opened = DiskTier::open(Arc::new(files.clone()), options);
         let (disk, found, _) = opened.expect("a sound store");
         let disk = Arc::new(disk);
-        let mut core = Core::new(config, None, Some(disk.clone())).expect("memory");
+        let mut core = StoreState::new(config, None, Some(disk.clone())).expect("memory");
         core.tick(1);
         core.adopt(&found).expect("memory");
         let group =
             Group::gqa(0..LAYERS as u16, 1, (TOKEN / 2) as u32, Dtype::F16).expect("a group");
         let layout = Layout::new(CHUNK as u32, vec![group]).expect("a layout");
         core.open_space(&SpaceOpts { key: Key([1; 32]), layout, holes: false }).expect("room");
-        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), far: None };
+        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), remote: None };
         let (finished, tickets) = (BTreeMap::new(), BTreeMap::new());
-        let state = Mutex::new(State { core, finished, tickets, stop: false });
+        let state = Mutex::new(Running { core, finished, tickets, stop: false });
         Arc::new(Shared { state, changed: Condvar::new(), tools })
     }
 
     /// Does something to the core; whoever waits looks again.
-    fn with<R>(&self, act: impl FnOnce(&mut Core) -> R) -> R {
+    fn with<R>(&self, act: impl FnOnce(&mut StoreState) -> R) -> R {
         let mut state = self.state.lock();
         let result = act(&mut state.core);
         state.collect();
@@ -129,7 +130,7 @@ impl Shared {
     }
 
     /// Begins a move of the whole of a session; its ticket.
-    fn submit(&self, session: u32, deed: Deed, level: Level, engine: &mut Engine) -> usize {
+    fn submit(&self, session: u32, deed: TransferKind, level: Level, engine: &mut Engine) -> usize {
         self.submit_from(session, deed, level, engine, 0)
     }
 
@@ -137,14 +138,14 @@ impl Shared {
     fn submit_from(
         &self,
         session: u32,
-        deed: Deed,
+        deed: TransferKind,
         level: Level,
         engine: &mut Engine,
         first: usize,
     ) -> usize {
         let rectangle = engine.rectangle_from(first);
         let mut state = self.state.lock();
-        let number = state.core.submit_rectangle(session, deed, level, 0, rectangle);
+        let number = state.core.submit_cell_range(session, deed, level, 0, rectangle);
         let ticket = state.tickets.len() + state.finished.len();
         let before = state.tickets.insert(number.expect("room for a move"), ticket);
         assert!(before.is_none(), "a number that is in use");
@@ -155,10 +156,10 @@ impl Shared {
     }
 
     /// The life of hands.
-    fn serve(self: &Arc<Shared>, kinds: &[Hands]) {
+    fn serve(self: &Arc<Shared>, kinds: &[WorkerKind]) {
         let mut keeper = Asker(self.clone());
         loop {
-            let take = |core: &mut Core| kinds.iter().find_map(|&hands| core.take(hands));
+            let take = |core: &mut StoreState| kinds.iter().find_map(|&hands| core.take(hands));
             let Some(mut work) = self.with(take) else {
                 let mut state = self.state.lock();
                 if state.stop {
@@ -189,7 +190,7 @@ impl Shared {
     }
 
     /// Waits until something holds.
-    fn wait(&self, holds: impl Fn(&State) -> bool) {
+    fn wait(&self, holds: impl Fn(&Running) -> bool) {
         let mut state = self.state.lock();
         while !holds(&state) {
             self.changed.wait(&mut state);
@@ -205,7 +206,7 @@ impl Shared {
     }
 }
 
-impl State {
+impl Running {
     fn collect(&mut self) {
         let mut ended = Vec::new();
         self.core.finished(&mut ended);
@@ -241,7 +242,7 @@ impl Engine {
     }
 
     /// All of a session from a token on.
-    fn rectangle_from(&mut self, first: usize) -> Rectangle {
+    fn rectangle_from(&mut self, first: usize) -> CellRange {
         let count = self.planes[0].len() / TOKEN - first;
         let mut views = Vec::new();
         for layer in self.planes.chunks_mut(2) {
@@ -252,7 +253,7 @@ impl Engine {
             let [k, v] = layer else { unreachable!("two planes") };
             views.push(LayerViews { k: view(k), v: Some(view(v)) });
         }
-        Rectangle {
+        CellRange {
             first_token: first as u64,
             tokens: count as u64,
             first_layer: 0,
@@ -291,9 +292,9 @@ fn call(shared: &Shared) -> bool {
     let (first, second) = (session(shared, &a), session(shared, &b));
     let mut puts = [Engine::new(&a, true), Engine::new(&b, true)];
     let mut back = Engine::new(&a, false);
-    let beside = shared.submit(second, Deed::Put, Level::Ram, &mut puts[1]);
-    let put = shared.submit(first, Deed::Put, Level::Disk, &mut puts[0]);
-    let get = shared.submit(first, Deed::Get, Level::Ram, &mut back);
+    let beside = shared.submit(second, TransferKind::Put, Level::Ram, &mut puts[1]);
+    let put = shared.submit(first, TransferKind::Put, Level::Disk, &mut puts[0]);
+    let get = shared.submit(first, TransferKind::Get, Level::Ram, &mut back);
     shared.cancel(beside);
     shared.with(|core| {
         core.pin(first, 0, 4, Pin { priority: 1, until_ns: u64::MAX }).expect("it is there");
@@ -311,10 +312,10 @@ fn call(shared: &Shared) -> bool {
     });
     let third = session(shared, &c);
     let mut last = Engine::new(&c, true);
-    let put = shared.submit(third, Deed::Put, Level::Durable, &mut last);
+    let put = shared.submit(third, TransferKind::Put, Level::Durable, &mut last);
     let again = session(shared, &a);
     let mut back = Engine::new(&a, false);
-    let get = shared.submit(again, Deed::Get, Level::Ram, &mut back);
+    let get = shared.submit(again, TransferKind::Get, Level::Ram, &mut back);
     let put = shared.end_of(put);
     assert!(put.error.is_none(), "{put:?}");
     let get = shared.end_of(get);
@@ -329,16 +330,18 @@ fn call(shared: &Shared) -> bool {
 
 fn run() {
     let shared = Shared::open();
-    let hands: Vec<_> =
-        [&[Hands::Copy, Hands::Read][..], &[Hands::Write, Hands::Sync, Hands::Upkeep]]
-            .into_iter()
-            .map(|kinds| {
-                let shared = shared.clone();
-                thread::spawn(move || shared.serve(kinds))
-            })
-            .collect();
+    let hands: Vec<_> = [
+        &[WorkerKind::Copy, WorkerKind::Read][..],
+        &[WorkerKind::Write, WorkerKind::Sync, WorkerKind::Upkeep],
+    ]
+    .into_iter()
+    .map(|kinds| {
+        let shared = shared.clone();
+        thread::spawn(move || shared.serve(kinds))
+    })
+    .collect();
     let was_given_up = call(&shared);
-    shared.with(Core::write_all_down);
+    shared.with(StoreState::write_all_down);
     shared.wait(|state| state.core.is_quiet());
     shared.state.lock().stop = true;
     shared.changed.notify_all();
@@ -348,7 +351,7 @@ fn run() {
     state.core.check().expect("tables agree with each other and with the tiers");
     state.core.check_prefixes().expect("no chunk without those before it");
     let report = state.core.report();
-    assert_eq!((report.sessions, report.moves, report.jobs, report.hungry), (0, 0, 0, 0));
+    assert_eq!((report.sessions, report.moves, report.jobs, report.memory_waiters), (0, 0, 0, 0));
     let counters = report.counters;
     FROM_DISK.fetch_add(counters.disk_hits, Ordering::Relaxed);
     GIVEN_UP.fetch_add(u64::from(was_given_up), Ordering::Relaxed);
@@ -390,7 +393,7 @@ fn store(shared: &Shared, tokens: &[u32], level: Level) -> Finished {
 fn store_from(shared: &Shared, tokens: &[u32], level: Level, first: usize) -> Finished {
     let number = session(shared, tokens);
     let mut engine = Engine::new(tokens, true);
-    let put = shared.submit_from(number, Deed::Put, level, &mut engine, first);
+    let put = shared.submit_from(number, TransferKind::Put, level, &mut engine, first);
     let put = shared.end_of(put);
     shared.with(|core| core.close_session(number)).expect("it is open");
     put
@@ -415,8 +418,12 @@ fn power_fails() {
     // Nobody has to leave memory: what is before a chunk is there until a put asks for it.
     let config = Config { host_bytes: 256 << 10, high: 0.3, low: 0.3, ..Config::default() };
     let shared = Shared::on(&files, 14, config.clone());
-    let kinds =
-        [&[Hands::Copy, Hands::Read][..], &[Hands::Write], &[Hands::Sync], &[Hands::Upkeep]];
+    let kinds = [
+        &[WorkerKind::Copy, WorkerKind::Read][..],
+        &[WorkerKind::Write],
+        &[WorkerKind::Sync],
+        &[WorkerKind::Upkeep],
+    ];
     let hands = kinds.into_iter().map(|kinds| {
         let shared = shared.clone();
         thread::spawn(move || shared.serve(kinds))
@@ -454,9 +461,9 @@ fn power_fails() {
         }
         let number = session(&shared, tokens);
         let mut back = Engine::new(tokens, false);
-        let get = shared.submit(number, Deed::Get, Level::Ram, &mut back);
+        let get = shared.submit(number, TransferKind::Get, Level::Ram, &mut back);
         while let Some(mut work) =
-            shared.with(|core| Hands::ALL.into_iter().find_map(|hands| core.take(hands)))
+            shared.with(|core| WorkerKind::ALL.into_iter().find_map(|hands| core.take(hands)))
         {
             // SAFETY: as in `serve`.
             let outcome = unsafe { shared.tools.work(&mut work, Stream(0), &mut keeper) };

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use kvtier::base::budget::{Budget, BudgetOpts, Tier};
 use kvtier::base::op::OpOpts;
 use kvtier::base::status::Status;
-use kvtier::kv::core::moves::Level;
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::state::transfer::Level;
 use kvtier::tier::disk::RESERVE_BYTES;
 use support::{
     Done, Engine, Home, LONG_NS, Model, Scratch, Shape, document, marks_of, mix, runtime, wait,

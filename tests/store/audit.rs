@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use kvtier::base::status::{Result, Status};
-use kvtier::kv::core::Counters;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::state::Counters;
+use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
     Done, Engine, Home, Model, POISON, SHAPES, Scratch, Shape, document, marks_of, mix, runtime,
     wait, with_disk,
@@ -159,7 +159,7 @@ fn missing(home: &Home, space: u32, number: u32) -> usize {
     for first in (0..tokens.len()).step_by(16) {
         let mut engine = Engine::new(SMALL, Shape::Tokens, tokens.len());
         let what = engine.rectangle(first, 16, 0..SMALL.layers, true);
-        let ops = home.submit(session, Deed::Get, Level::Ram, what).expect("submitted");
+        let ops = home.submit(session, TransferKind::Get, Level::Ram, what).expect("submitted");
         for (layer, op) in ops.iter().enumerate() {
             let done = wait(op);
             match done.status {

@@ -9,13 +9,13 @@ use kvtier::base::status::{Result, Status};
 use kvtier::device::Memory;
 use kvtier::format::keys::Key;
 use kvtier::format::keys::block::BlockKeys;
-use kvtier::kv::core::blocks::{BlockMove, MAX_BLOCKS};
-use kvtier::kv::core::holds::MAX_HOLDS;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
-use kvtier::kv::core::{SessionOpts, SpaceOpts};
 use kvtier::meta::chunks::WHOLE;
 use kvtier::policy::Hint;
+use kvtier::store::state::block_references::MAX_HOLDS;
+use kvtier::store::state::blocks::{BlockMove, MAX_BLOCKS};
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::views::{LayerViews, PlaneView, Tokens, Views};
+use kvtier::store::state::{SessionOpts, SpaceOpts};
 use kvtier_testkit::fixtures::store::{
     Engine, Home, LONG_NS, Model, POISON, Scratch, Shape, document, marks_of, mix, spec_of,
     with_disk,
@@ -101,7 +101,13 @@ impl Engineer {
         names.iter().map(|name| self.keys.key(&name.to_le_bytes()).expect("a name")).collect()
     }
 
-    fn begin(&self, deed: Deed, level: Level, names: &[u32], views: Views) -> Result<OpRef> {
+    fn begin(
+        &self,
+        deed: TransferKind,
+        level: Level,
+        names: &[u32],
+        views: Views,
+    ) -> Result<OpRef> {
         let blocks = BlockMove {
             keys: self.keys(names),
             first_layer: 0,
@@ -131,7 +137,8 @@ impl Engineer {
 
     fn put(&self, level: Level, names: &[u32]) -> (Status, Vec<Status>) {
         let (pool, order): (Pool, Vec<usize>) = (Pool::of(names), (0..names.len()).collect());
-        let op = self.begin(Deed::Put, level, names, pool.views(&order)).expect("submitted");
+        let op =
+            self.begin(TransferKind::Put, level, names, pool.views(&order)).expect("submitted");
         self.end(&op)
     }
 
@@ -140,7 +147,9 @@ impl Engineer {
         // The last name first in memory: blocks lie in no order.
         let (pool, order): (Pool, Vec<usize>) =
             (Pool::new(names.len()), (0..names.len()).rev().collect());
-        let op = self.begin(Deed::Get, Level::Ram, names, pool.views(&order)).expect("submitted");
+        let op = self
+            .begin(TransferKind::Get, Level::Ram, names, pool.views(&order))
+            .expect("submitted");
         let (_, each) = self.end(&op);
         for ((&name, &at), &status) in names.iter().zip(&order).zip(&each) {
             let (got, right) = (pool.block(at), content(name));
@@ -283,7 +292,8 @@ fn what_was_acknowledged_on_disk_is_there_after_a_restart() {
         let (_, each) = all.put(Level::Durable, &own);
         assert_eq!(each, [Status::Ok; 50]);
         // Prefetched ones are in memory, and those that are not there are named.
-        let op = all.begin(Deed::Prefetch, Level::Ram, &names, Views::default()).expect("begun");
+        let op =
+            all.begin(TransferKind::Prefetch, Level::Ram, &names, Views::default()).expect("begun");
         let (_, each) = all.end(&op);
         assert!(each.iter().zip(&names).all(|(s, n)| (*s == Status::Ok) == (*n < life * 50 + 50)));
         all.close();
@@ -310,15 +320,18 @@ fn what_cannot_be_is_refused_and_leaves_nothing() {
         all.begin(deed, level, names, views).map(|_| ()).unwrap_err().status()
     };
     let (pool, many) = (Pool::new(2), vec![1; MAX_BLOCKS + 1]);
-    assert_eq!(refused(Deed::Prefetch, Level::Ram, &[], Views::default()), Status::Limit);
-    assert_eq!(refused(Deed::Prefetch, Level::Ram, &many, Views::default()), Status::Limit);
+    assert_eq!(refused(TransferKind::Prefetch, Level::Ram, &[], Views::default()), Status::Limit);
+    assert_eq!(refused(TransferKind::Prefetch, Level::Ram, &many, Views::default()), Status::Limit);
     // A view of too few blocks, views of too few layers, a level that needs a disk.
-    assert_eq!(refused(Deed::Put, Level::Ram, &[1, 2, 3], pool.views(&[0, 1])), Status::Invalid);
+    assert_eq!(
+        refused(TransferKind::Put, Level::Ram, &[1, 2, 3], pool.views(&[0, 1])),
+        Status::Invalid
+    );
     let mut one = pool.views(&[0, 1]);
     one.0.pop();
-    assert_eq!(refused(Deed::Get, Level::Ram, &[1, 2], one), Status::Invalid);
+    assert_eq!(refused(TransferKind::Get, Level::Ram, &[1, 2], one), Status::Invalid);
     let both = pool.views(&[0, 1]);
-    assert_eq!(refused(Deed::Put, Level::Durable, &[1, 2], both), Status::Unavailable);
+    assert_eq!(refused(TransferKind::Put, Level::Durable, &[1, 2], both), Status::Unavailable);
     assert_eq!((all.home.counters().stored, all.exists(&[1, 2, 3])), (0, vec![false; 3]));
     all.close();
 }
@@ -335,7 +348,7 @@ fn a_table_that_is_full_makes_room_for_others_only() {
     assert_eq!(all.get(&both), [true; 60]);
     let too_many: Vec<u32> = (200..300).collect();
     let (pool, order): (Pool, Vec<usize>) = (Pool::of(&too_many), (0..100).collect());
-    let refused = all.begin(Deed::Put, Level::Ram, &too_many, pool.views(&order));
+    let refused = all.begin(TransferKind::Put, Level::Ram, &too_many, pool.views(&order));
     assert_eq!(refused.map(|_| ()).unwrap_err().status(), Status::Limit);
     all.close();
 }
@@ -430,7 +443,7 @@ proptest! {
                 Step::Cancel(names) => {
                     let (pool, order): (Pool, Vec<usize>) =
                         (Pool::of(names), (0..names.len()).collect());
-                    let op = all.begin(Deed::Put, Level::Ram, names, pool.views(&order));
+                    let op = all.begin(TransferKind::Put, Level::Ram, names, pool.views(&order));
                     let op = op.expect("begun");
                     op.cancel();
                     let (_, each) = all.end(&op);
@@ -479,7 +492,7 @@ fn a_name_that_comes_often_needs_one_row() {
     assert_eq!(there, 60, "61 of 64 rows are needed");
     let often = [300; 100];
     let (pool, order): (Pool, Vec<usize>) = (Pool::of(&often), (0..100).collect());
-    let op = all.begin(Deed::Put, Level::Ram, &often, pool.views(&order)).expect("one row");
+    let op = all.begin(TransferKind::Put, Level::Ram, &often, pool.views(&order)).expect("one row");
     assert_eq!(all.end(&op).0, Status::Ok);
     all.close();
 }
@@ -516,7 +529,7 @@ fn first_layers(dup: bool) -> usize {
         after: None,
     };
     let opts = OpOpts::default();
-    let how = (Deed::Get, Level::Ram);
+    let how = (TransferKind::Get, Level::Ram);
     let op = all.home.store.submit_blocks(all.session, how, blocks, &opts, None);
     let (_, each) = all.end(&op.expect("begun").remove(0));
     all.close();
@@ -545,7 +558,7 @@ fn what_is_refused_sends_nobody_away() {
     let first: Vec<u32> = (0..60).collect();
     assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
     let (more, order): (Vec<u32>, Vec<usize>) = ((200..250).collect(), (0..50).collect());
-    let refused = all.begin(Deed::Put, Level::Disk, &more, Pool::of(&more).views(&order));
+    let refused = all.begin(TransferKind::Put, Level::Disk, &more, Pool::of(&more).views(&order));
     assert_eq!(refused.map(|_| ()).unwrap_err().status(), Status::Unavailable);
     assert_eq!(all.exists(&first).iter().filter(|one| **one).count(), 60);
     all.close();
@@ -617,7 +630,8 @@ fn what_is_still_being_put_is_not_held() {
         views: Arc::new(pool.views(&[0])),
         after: None,
     };
-    let (ready, how) = (Arc::new(kvtier::kv::ready::Ready::default()), (Deed::Put, Level::Ram));
+    let (ready, how) =
+        (Arc::new(kvtier::store::ready_event::Ready::default()), (TransferKind::Put, Level::Ram));
     let opts = OpOpts::default();
     let op = all.home.store.submit_blocks(all.session, how, blocks, &opts, Some(&*ready));
     let op = op.expect("begun").remove(0);
@@ -666,7 +680,8 @@ fn where_all_is_held_puts_end_and_holds_do_not() {
         let mut own = Vec::new();
         for name in 0..60 {
             let (pool, order) = (Pool::of(&[name]), [0]);
-            let ended = match all.begin(Deed::Put, Level::Ram, &[name], pool.views(&order)) {
+            let ended = match all.begin(TransferKind::Put, Level::Ram, &[name], pool.views(&order))
+            {
                 Ok(op) => all.end(&op).0,
                 Err(error) => error.status(),
             };
@@ -697,7 +712,7 @@ fn where_the_held_leave_too_little_room_nobody_leaves() {
     assert_eq!(all.hold(&names[..30]), [true; 30]);
     let put = |names: &[u32]| {
         let (pool, order): (Pool, Vec<usize>) = (Pool::of(names), (0..names.len()).collect());
-        let op = all.begin(Deed::Put, Level::Ram, names, pool.views(&order));
+        let op = all.begin(TransferKind::Put, Level::Ram, names, pool.views(&order));
         op.map(|op| all.end(&op).0).map_err(|error| error.status())
     };
     assert_eq!(put(&(100..121).collect::<Vec<u32>>()), Err(Status::Limit));
@@ -743,7 +758,7 @@ fn models_of_many_layers_are_hinted_cell_by_cell() {
     assert_eq!(home.put(session, Level::Ram, &engine).status, Status::Ok);
     let hint = Hint { done: true, ..Hint::default() };
     let told = home.store.with(|core| {
-        let board = core.board_of(space).expect("it is open");
+        let board = core.table_of(space).expect("it is open");
         let slot = board.chunks.slots().next().expect("a chunk");
         let keys = vec![*board.chunks.key(slot).expect("it is there"); MAX_BLOCKS];
         core.hint_blocks(session, &keys, &hint)
@@ -815,7 +830,12 @@ const ROUNDS: u64 = 600;
 /// Threads that put, get, prefetch, drop, hold, cancel and are late, with names twice, at all levels,
 /// with words that are given or taken back. What is said to have come is right; items add up; the
 /// tables agree at the end.
-fn storm(spec: &kvtier::kv::spec::StoreSpec, seed: u64, rounds: u64, drops: bool) -> BTreeSet<u32> {
+fn storm(
+    spec: &kvtier::store::spec::StoreSpec,
+    seed: u64,
+    rounds: u64,
+    drops: bool,
+) -> BTreeSet<u32> {
     let acknowledged = Arc::new(std::sync::Mutex::new(BTreeSet::new()));
     let all = Arc::new(Engineer::on(Home::open(spec), 1));
     let threads: Vec<_> = (0..4u64)
@@ -851,20 +871,26 @@ fn storm(spec: &kvtier::kv::spec::StoreSpec, seed: u64, rounds: u64, drops: bool
                         continue;
                     }
                     let deed = match what {
-                        0..4 => Deed::Put,
-                        4..8 => Deed::Get,
-                        _ => Deed::Prefetch,
+                        0..4 => TransferKind::Put,
+                        4..8 => TransferKind::Get,
+                        _ => TransferKind::Prefetch,
                     };
                     let level = match (deed, next(4)) {
-                        (Deed::Put, 1) => Level::Disk,
-                        (Deed::Put, 2) => Level::Durable,
+                        (TransferKind::Put, 1) => Level::Disk,
+                        (TransferKind::Put, 2) => Level::Durable,
                         _ => Level::Ram,
                     };
                     let order: Vec<usize> = (0..names.len()).collect();
-                    let pool =
-                        if deed == Deed::Put { Pool::of(&names) } else { Pool::new(names.len()) };
-                    let views =
-                        if deed == Deed::Prefetch { Views::default() } else { pool.views(&order) };
+                    let pool = if deed == TransferKind::Put {
+                        Pool::of(&names)
+                    } else {
+                        Pool::new(names.len())
+                    };
+                    let views = if deed == TransferKind::Prefetch {
+                        Views::default()
+                    } else {
+                        pool.views(&order)
+                    };
                     let blocks = BlockMove {
                         keys: all.keys(&names),
                         first_layer: 0,
@@ -875,8 +901,8 @@ fn storm(spec: &kvtier::kv::spec::StoreSpec, seed: u64, rounds: u64, drops: bool
                     let deadline_ns =
                         if next(3) == 0 { all.home.now_ns() + next(400_000) } else { 0 };
                     let opts = OpOpts { deadline_ns, ..OpOpts::default() };
-                    let ready =
-                        (next(3) == 0).then(|| Arc::new(kvtier::kv::ready::Ready::default()));
+                    let ready = (next(3) == 0)
+                        .then(|| Arc::new(kvtier::store::ready_event::Ready::default()));
                     let ops = all.home.store.submit_blocks(
                         all.session,
                         (deed, level),
@@ -921,7 +947,7 @@ fn storm(spec: &kvtier::kv::spec::StoreSpec, seed: u64, rounds: u64, drops: bool
                     );
                     let own = info.status.expect("ended");
                     assert!(own != 0 || failed == 0, "{own} of {each:?}");
-                    if deed == Deed::Get {
+                    if deed == TransferKind::Get {
                         for (at, (&name, &status)) in names.iter().zip(&each).enumerate() {
                             assert!(
                                 status != 0 || pool.block(at) == content(name),

@@ -2,21 +2,21 @@
 
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{
-    Config, Core, Deed, Finished, Level, Rectangle, SessionOpts, SpaceOpts, Wanted,
-};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{
+    CellRange, Config, Finished, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
+};
 
 const LAYERS: usize = 4;
 const CHUNK: u32 = 4;
 
 /// A store in memory, in which nothing is copied.
 struct World {
-    core: Core,
+    core: StoreState,
     space: u32,
 }
 
@@ -29,7 +29,7 @@ impl World {
             max_jobs,
             ..Config::default()
         };
-        let mut core = Core::new(config, None, None).expect("a core");
+        let mut core = StoreState::new(config, None, None).expect("a core");
         core.tick(1);
         let group = Group::gqa(0..LAYERS as u16, 1, 2, Dtype::Bf16).expect("a group");
         let layout = Layout::new(CHUNK, vec![group]).expect("a layout");
@@ -48,7 +48,7 @@ impl World {
 
     fn put(&mut self, session: u32, chunks: u32) -> u32 {
         let what = rectangle(chunks);
-        self.core.submit_rectangle(session, Deed::Put, Level::Ram, 0, what).expect("room")
+        self.core.submit_cell_range(session, TransferKind::Put, Level::Ram, 0, what).expect("room")
     }
 
     fn ended(&mut self) -> Vec<Finished> {
@@ -60,18 +60,18 @@ impl World {
 
     /// All copies that can be made.
     fn copy(&mut self) {
-        while let Some(work) = self.core.take(Hands::Copy) {
+        while let Some(work) = self.core.take(WorkerKind::Copy) {
             self.core.check().expect("sound");
             self.core.done(work, Ok(()), 0);
         }
     }
 }
 
-fn rectangle(chunks: u32) -> Rectangle {
+fn rectangle(chunks: u32) -> CellRange {
     let tokens = chunks * CHUNK;
     let plane = || PlaneView::canonical(4096, tokens, 4);
     let views = (0..LAYERS).map(|_| LayerViews { k: plane(), v: Some(plane()) }).collect();
-    Rectangle {
+    CellRange {
         first_token: 0,
         tokens: tokens.into(),
         first_layer: 0,
@@ -117,7 +117,8 @@ fn a_move_does_not_begin_in_the_place_of_another() {
         world.core.cancel(given_up, Status::Cancelled);
         only(&world.ended(), given_up, Status::Cancelled);
         let what = rectangle(8);
-        let submitted = world.core.submit_waiting(sessions[6], Deed::Put, Level::Ram, 0, what);
+        let submitted =
+            world.core.submit_waiting(sessions[6], TransferKind::Put, Level::Ram, 0, what);
         let (waits, ticket) = submitted.expect("room");
         assert_eq!(waits, given_up, "numbers are used again");
         world.copy();

@@ -18,15 +18,17 @@ use kvtier::device::host::Host;
 use kvtier::format::codec::int8::Scales;
 use kvtier::format::codec::{self, Codec, cell};
 use kvtier::io::read_only::ReadOnlyFiles;
-use kvtier::kv::core::books::{Books, Page};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Config, Core, Finished, Rectangle, SessionOpts, SpaceOpts, Wanted, Write};
-use kvtier::kv::hands::Tools;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
+use kvtier::store::executor::Tools;
+use kvtier::store::state::checkpoint_writer::{CheckpointWriter, Page};
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{
+    CellRange, Config, Finished, SessionOpts, SpaceOpts, StoreState, Wanted, Write,
+};
 use kvtier::tier::disk::{
     CellAt, DiskTier, FsckOptions, Keeper, Options, RESERVE_BYTES, Report, Spot, fsck,
 };
@@ -72,14 +74,14 @@ impl Tensors {
         all
     }
 
-    fn whole(&mut self) -> Rectangle {
+    fn whole(&mut self) -> CellRange {
         let tokens = self.0[0][0].len() / ROW;
         let view = |bytes: &mut Vec<u8>| {
             let address = bytes.as_mut_ptr().expose_provenance() as u64;
             PlaneView::canonical(address, tokens as u32, ROW as u64)
         };
         let layer = |[k, v]: &mut [Vec<u8>; 2]| LayerViews { k: view(k), v: Some(view(v)) };
-        Rectangle {
+        CellRange {
             first_token: 0,
             tokens: tokens as u64,
             first_layer: 0,
@@ -143,7 +145,13 @@ fn space(home: &Home, number: u8, codec: Option<Codec>) -> u32 {
     open.expect("opened")
 }
 
-fn moved(home: &Home, session: u32, deed: Deed, level: Level, tensors: &mut Tensors) -> Done {
+fn moved(
+    home: &Home,
+    session: u32,
+    deed: TransferKind,
+    level: Level,
+    tensors: &mut Tensors,
+) -> Done {
     let all = tensors.whole();
     let ops = home.store.submit(session, deed, level, all, &OpOpts::default()).expect("submitted");
     wait(&ops[0])
@@ -153,7 +161,7 @@ fn moved(home: &Home, session: u32, deed: Deed, level: Level, tensors: &mut Tens
 fn put(home: &Home, space: u32, like: Like, tokens: &[u32]) {
     let session = home.session(space, tokens);
     let mut tensors = Tensors::of(like, &marks_of(space, tokens));
-    let done = moved(home, session, Deed::Put, Level::Disk, &mut tensors);
+    let done = moved(home, session, TransferKind::Put, Level::Disk, &mut tensors);
     assert_eq!(done, Done { status: Status::Ok, tokens: tokens.len() });
     home.end(session);
 }
@@ -162,7 +170,7 @@ fn put(home: &Home, space: u32, like: Like, tokens: &[u32]) {
 fn check(home: &Home, space: u32, like: Like, tokens: &[u32], steps: f32) -> usize {
     let session = home.session(space, tokens);
     let mut got = Tensors::new(tokens.len());
-    let done = moved(home, session, Deed::Get, Level::Ram, &mut got);
+    let done = moved(home, session, TransferKind::Get, Level::Ram, &mut got);
     assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
     got.assert_near(&Tensors::of(like, &marks_of(space, tokens)), done.tokens, steps);
     home.end(session);
@@ -283,7 +291,7 @@ fn what_memory_has_no_room_for_goes_down_coded_and_partial_chunks_too() {
             let tokens = document(n, 3 * CHUNK + 1 + n as usize % (CHUNK - 1));
             let session = home.session(space, &tokens);
             let mut tensors = Tensors::of(like, &marks_of(space, &tokens));
-            let done = moved(&home, session, Deed::Put, Level::Ram, &mut tensors);
+            let done = moved(&home, session, TransferKind::Put, Level::Ram, &mut tensors);
             assert_eq!(done.tokens, tokens.len(), "{done:?}");
             open.push((session, space, tokens));
         }
@@ -292,7 +300,7 @@ fn what_memory_has_no_room_for_goes_down_coded_and_partial_chunks_too() {
     for (session, space, tokens) in &open {
         let (_, like, steps) = spaces.into_iter().find(|s| s.0 == *space).expect("one of them");
         let mut got = Tensors::new(tokens.len());
-        let done = moved(&home, *session, Deed::Get, Level::Ram, &mut got);
+        let done = moved(&home, *session, TransferKind::Get, Level::Ram, &mut got);
         assert_eq!(done.tokens, tokens.len(), "{done:?}");
         got.assert_near(&Tensors::of(like, &marks_of(*space, tokens)), tokens.len(), steps);
     }
@@ -437,12 +445,12 @@ impl ByHand {
         let disk = Arc::new(disk);
         let config = Config { host_bytes: 8 << 20, max_chunks: 256, ..Config::default() };
         let config = Config { codec: Codec::Lz4, write: Write::Through, ..config };
-        let mut core = Core::new(config, None, Some(disk.clone())).expect("a core");
+        let mut core = StoreState::new(config, None, Some(disk.clone())).expect("a core");
         let group = Group::gqa(0..LAYERS as u16, 4, 32, Dtype::F16).expect("sound");
         let layout = Layout::new(CHUNK as u32, vec![group]).expect("sound");
         let opts = SpaceOpts { key: Key([1; 32]), layout, holes: false };
         let space = core.open_space(&opts).expect("opened");
-        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), far: None };
+        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), remote: None };
         ByHand {
             core: Shared(Arc::new(Mutex::new(core))),
             tools,
@@ -455,7 +463,7 @@ impl ByHand {
     fn rest(&mut self) {
         loop {
             let mut is_idle = true;
-            for hands in Hands::ALL {
+            for hands in WorkerKind::ALL {
                 let Some(mut work) = self.core.0.lock().take(hands) else { continue };
                 is_idle = false;
                 let mut books = self.core.clone();
@@ -469,13 +477,13 @@ impl ByHand {
         }
     }
 
-    fn turn(&mut self, deed: Deed, tokens: &[u32], tensors: &mut Tensors) -> Finished {
+    fn turn(&mut self, deed: TransferKind, tokens: &[u32], tensors: &mut Tensors) -> Finished {
         let session = {
             let mut core = self.core.0.lock();
             let session = core.open_session(self.space, &SessionOpts::default()).expect("opened");
             core.append(session, tokens).expect("appended");
             let (level, all) = (Level::Ram, tensors.whole());
-            core.submit_rectangle(session, deed, level, 0, all).expect("submitted");
+            core.submit_cell_range(session, deed, level, 0, all).expect("submitted");
             session
         };
         self.rest();
@@ -494,7 +502,7 @@ fn memory_for_coding_is_counted_and_there_is_always_some() {
     for limit_bytes in [64 << 20, RESERVE_BYTES + 65_536] {
         let mut home = ByHand::open(limit_bytes);
         let mut tensors = Tensors::of(Like::Dull, &marks_of(1, &tokens));
-        assert!(home.turn(Deed::Put, &tokens, &mut tensors).error.is_none());
+        assert!(home.turn(TransferKind::Put, &tokens, &mut tensors).error.is_none());
         let counters = home.core.0.lock().counters;
         assert_eq!((counters.written, counters.coded), (cells, cells));
         let held = home.account.held(Tier::Host).committed_bytes;
@@ -505,7 +513,7 @@ fn memory_for_coding_is_counted_and_there_is_always_some() {
         home.core.0.lock().shrink(8 << 20);
         home.rest();
         let mut got = Tensors::new(tokens.len());
-        let done = home.turn(Deed::Get, &tokens, &mut got);
+        let done = home.turn(TransferKind::Get, &tokens, &mut got);
         assert_eq!((done.tokens as usize, done.error.is_none()), (tokens.len(), true));
         got.assert_near(&tensors, tokens.len(), 0.0);
         assert_eq!(home.core.0.lock().counters.disk_hits, cells);
@@ -515,9 +523,9 @@ fn memory_for_coding_is_counted_and_there_is_always_some() {
 
 /// The core as hands and keepers share it.
 #[derive(Clone)]
-struct Shared(Arc<Mutex<Core>>);
+struct Shared(Arc<Mutex<StoreState>>);
 
-impl Books for Shared {
+impl CheckpointWriter for Shared {
     fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
         self.0.lock().page(from, page)
     }

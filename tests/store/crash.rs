@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use kvtier::base::status::Status;
-use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
     Done, Engine, Home, Model, Scratch, Shape, document, marks_of, mix, wait, with_disk,
 };
@@ -65,7 +65,8 @@ fn child() {
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(0, &tokens));
         let level = if number % 2 == 0 { Level::Durable } else { Level::Disk };
-        let mut ops = home.submit(session, Deed::Put, level, engine.whole()).expect("submitted");
+        let mut ops =
+            home.submit(session, TransferKind::Put, level, engine.whole()).expect("submitted");
         under_way.push((number, session, ops.remove(0), engine));
         if under_way.len() > BESIDE {
             tell(under_way.remove(0));
@@ -221,7 +222,7 @@ fn put_from(home: &Home, session: u32, tokens: &[u32], first: usize, level: Leve
     let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
     engine.compute(&marks_of(0, tokens));
     let what = engine.rectangle(first, tokens.len() - first, 0..MODEL.layers, false);
-    let ops = home.submit(session, Deed::Put, level, what).expect("submitted");
+    let ops = home.submit(session, TransferKind::Put, level, what).expect("submitted");
     assert_eq!(wait(&ops[0]), Done { status: Status::Ok, tokens: tokens.len() - first });
 }
 

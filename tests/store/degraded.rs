@@ -13,8 +13,8 @@ use apart::{Group, Loop, apart, become_nobody, fill, longest_file, tmpfs};
 use kvtier::base::budget::{Budget, BudgetOpts, Tier};
 use kvtier::base::op::RELEASED;
 use kvtier::base::status::{Error, Status};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
     Done, Engine, Home, LONG_NS, Model, POISON, Shape, document, marks_of, mix, runtime, spec_of,
     wait, with_disk,
@@ -57,7 +57,7 @@ impl Keep {
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(0, &tokens));
         let what = engine.whole();
-        let op = match self.home.submit(session, Deed::Put, level, what) {
+        let op = match self.home.submit(session, TransferKind::Put, level, what) {
             Ok(mut ops) => ops.remove(0),
             Err(error) => {
                 self.home.end(session);

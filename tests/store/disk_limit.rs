@@ -7,8 +7,8 @@ use kvtier_testkit::fixtures::store as support;
 use by_hand::{MODEL, World};
 use kvtier::base::budget::{Budget, BudgetOpts, Tier};
 use kvtier::base::status::Status;
-use kvtier::kv::core::{Config, Level};
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::state::{Config, Level};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, runtime, with_disk};
 

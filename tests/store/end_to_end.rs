@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use kvtier::base::budget::{Budget, BudgetOpts, Tier};
 use kvtier::base::op::{OpOpts, RELEASED, RESOLVED};
 use kvtier::base::status::Status;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
     Done, Engine, Home, LONG_NS, Model, POISON, SHAPES, Scratch, Shape, document, marks_of, mix,
     runtime, spec_of, wait, with_disk,
@@ -46,7 +46,7 @@ fn every_shape_is_read_as_any_other() {
             assert!(engine.is_untouched(), "{from:?} to {to:?}: more was written");
             // A part of it: chunks 1 to 3 of layers 1 and 2.
             let part = engine.rectangle(16, 48, 1..3, false);
-            let ops = home.submit(session, Deed::Get, Level::Ram, part).unwrap();
+            let ops = home.submit(session, TransferKind::Get, Level::Ram, part).unwrap();
             assert_eq!(wait(&ops[0]), ok(48));
             engine.check(&marks, 16..64, 1..3);
             assert!(engine.is_untouched(), "{from:?} to {to:?}: more was written");
@@ -173,7 +173,7 @@ fn layers_end_one_by_one() {
     for _ in 0..3 {
         let mut engine = Engine::new(WIDE, Shape::Paged, tokens.len());
         let what = engine.rectangle(0, tokens.len(), 0..WIDE.layers, true);
-        let ops = home.submit(session, Deed::Get, Level::Ram, what).unwrap();
+        let ops = home.submit(session, TransferKind::Get, Level::Ram, what).unwrap();
         assert_eq!(ops.len(), WIDE.layers);
         for (layer, op) in ops.iter().enumerate() {
             op.wait(RELEASED, home.now_ns() + LONG_NS).unwrap();
@@ -198,11 +198,11 @@ fn layers_are_put_one_by_one_and_a_missing_one_is_a_miss_of_its_own() {
     let mut engine = Engine::new(WIDE, Shape::Heads, tokens.len());
     engine.compute(&marks);
     let what = engine.rectangle(0, 64, 0..WIDE.layers - 1, true);
-    let ops = home.submit(session, Deed::Put, Level::Ram, what).unwrap();
+    let ops = home.submit(session, TransferKind::Put, Level::Ram, what).unwrap();
     ops.iter().for_each(|op| assert_eq!(wait(op), ok(64)));
     let mut engine = Engine::new(WIDE, Shape::Interleaved, tokens.len());
     let what = engine.rectangle(0, 64, 0..WIDE.layers, true);
-    let ops = home.submit(session, Deed::Get, Level::Ram, what).unwrap();
+    let ops = home.submit(session, TransferKind::Get, Level::Ram, what).unwrap();
     for (layer, op) in ops.iter().enumerate() {
         let missing = Done { status: Status::NotFound, tokens: 0 };
         let is_last = layer + 1 == WIDE.layers;
@@ -231,7 +231,7 @@ fn what_is_late_or_cancelled_leaves_the_memory_alone_once_released() {
         let late = turn % 2 == 0;
         let deadline_ns = if late { home.now_ns() + turn * 200_000 } else { 0 };
         let opts = OpOpts { deadline_ns, ..OpOpts::default() };
-        let ops = home.store.submit(session, Deed::Get, Level::Ram, what, &opts).unwrap();
+        let ops = home.store.submit(session, TransferKind::Get, Level::Ram, what, &opts).unwrap();
         if !late {
             // Somewhere in the middle of it, wherever that is.
             (0..turn * 2_000).for_each(|_| std::hint::spin_loop());
@@ -273,7 +273,7 @@ fn a_put_that_is_given_up_is_not_said_to_be_durable() {
         let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(0, &tokens));
         let before = home.store.disk().unwrap().stats().syncs;
-        let ops = home.submit(session, Deed::Put, Level::Durable, engine.whole()).unwrap();
+        let ops = home.submit(session, TransferKind::Put, Level::Durable, engine.whole()).unwrap();
         (0..turn * 3_000).for_each(|_| std::hint::spin_loop());
         ops[0].cancel();
         let done = wait(&ops[0]);
@@ -300,7 +300,7 @@ fn a_store_that_is_closed_at_work_ends_every_op_once() {
         for (i, &session) in sessions.iter().enumerate() {
             let engine = Engine::new(WIDE, SHAPES[i % SHAPES.len()], tokens.len());
             let what = engine.rectangle(0, tokens.len(), 0..WIDE.layers, i % 2 == 0);
-            ops.extend(home.submit(session, Deed::Get, Level::Ram, what).unwrap());
+            ops.extend(home.submit(session, TransferKind::Get, Level::Ram, what).unwrap());
             engines.push(engine);
         }
         if by_close {
@@ -311,7 +311,7 @@ fn a_store_that_is_closed_at_work_ends_every_op_once() {
             }
             home.store.close(home.now_ns() + LONG_NS).unwrap();
             home.store.close(0).unwrap();
-            let again = home.submit(sessions[0], Deed::Get, Level::Ram, engines[0].whole());
+            let again = home.submit(sessions[0], TransferKind::Get, Level::Ram, engines[0].whole());
             assert_eq!(again.err().map(|e| e.status()), Some(Status::Closed));
             assert_eq!(home.store.with(|_| Ok(())).unwrap_err().status(), Status::Closed);
         } else {
@@ -338,7 +338,7 @@ fn a_runtime_that_closes_ends_the_ops_of_its_stores() {
     let space = home.space(1, &WIDE);
     let session = home.session(space, &tokens);
     let mut engine = Engine::new(WIDE, Shape::Paged, tokens.len());
-    let ops = home.submit(session, Deed::Get, Level::Ram, engine.whole()).unwrap();
+    let ops = home.submit(session, TransferKind::Get, Level::Ram, engine.whole()).unwrap();
     home.runtime.close(home.now_ns() + LONG_NS).unwrap();
     let status = wait(&ops[0]).status;
     assert!(matches!(status, Status::Ok | Status::Cancelled), "{status:?}");

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kvtier::kv::core::{Deed, Level};
+use kvtier::store::state::{Level, TransferKind};
 use kvtier_testkit::fixtures::store::{Engine, Model, Shape, document, marks_of};
 
 use crate::turns::World;
@@ -37,17 +37,17 @@ fn steps(chunks: usize) -> Vec<BTreeMap<String, i64>> {
     let session = world.session(1, &MODEL, &tokens[..chunks * 16]);
     let mut whole = Engine::new(MODEL, Shape::Tokens, chunks * 16);
     whole.compute(&marks_of(1, &tokens[..chunks * 16]));
-    world.submit(session, Deed::Put, &whole);
+    world.submit(session, TransferKind::Put, &whole);
     world.copy_all();
     let mut steps = Vec::new();
     let engine = Engine::new(MODEL, Shape::Tokens, 16);
     for chunk in [chunks, chunks + 1] {
         world.core.append(session, &tokens[chunk * 16..][..16]).expect("room");
-        for deed in [Deed::Put, Deed::Get] {
+        for deed in [TransferKind::Put, TransferKind::Get] {
             let before = counted(&world);
             let mut what = engine.whole();
             what.first_token = chunk as u64 * 16;
-            world.core.submit_rectangle(session, deed, Level::Ram, 0, what).expect("sound");
+            world.core.submit_cell_range(session, deed, Level::Ram, 0, what).expect("sound");
             while world.copy().is_some() {}
             steps.push(more(&before, &counted(&world)));
         }

@@ -6,9 +6,9 @@ use kvtier_testkit::fixtures::store as support;
 use std::path::Path;
 
 use kvtier::base::status::Status;
-use kvtier::kv::core::SpaceOpts;
-use kvtier::kv::core::moves::Level;
 use kvtier::meta::key::Key;
+use kvtier::store::state::SpaceOpts;
+use kvtier::store::state::transfer::Level;
 use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, with_disk};
 
 const MODEL: Model = Model { layers: 2, heads: 2, run: 64, chunk: 16 };

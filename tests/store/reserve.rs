@@ -6,7 +6,7 @@ use kvtier_testkit::fixtures::store as support;
 
 use by_hand::{MODEL, World};
 use kvtier::base::status::Status;
-use kvtier::kv::core::{Config, Deed, Level};
+use kvtier::store::state::{Config, Level, TransferKind};
 use kvtier_testkit::disk::plan::{Fault, Plan};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 use support::{Engine, Shape, document, marks_of};
@@ -34,7 +34,7 @@ fn full() -> (World, Vec<u32>, u32) {
     let session = world.session(&new);
     let mut engine = Engine::new(MODEL, Shape::Tokens, new.len());
     engine.compute(&marks_of(0, &new));
-    assert_eq!(world.ends(session, Deed::Put, Level::Ram, engine.whole()), Status::Ok);
+    assert_eq!(world.ends(session, TransferKind::Put, Level::Ram, engine.whole()), Status::Ok);
     (world, old, session)
 }
 
@@ -63,9 +63,10 @@ fn a_read_that_is_given_up_frees_the_reserve() {
     let session = world.session(&old);
     let engine = Engine::new(MODEL, Shape::Tokens, old.len());
     let what = engine.whole();
-    let number = world
-        .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what).expect("room"));
-    for hands in kvtier::kv::core::work::Hands::ALL {
+    let number = world.with(|core| {
+        core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what).expect("room")
+    });
+    for hands in kvtier::store::state::work::WorkerKind::ALL {
         while world.work(hands) {
             let cells = world.with(|core| core.report()).host_cells;
             assert!(cells <= CELLS as u64 + 1, "{cells} cells");

@@ -11,8 +11,8 @@ use kvtier::base::budget::{Budget, BudgetOpts, Tier};
 use kvtier::base::status::Status;
 use kvtier::device::Memory;
 use kvtier::device::simulated::SimulatedOpts;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
     Done, Engine, Home, Model, Scratch, Shape, document, marks_of, runtime, spec_of, wait,
 };
@@ -109,7 +109,7 @@ fn put(
     let session = home.session(space, &tokens);
     engine.compute(&marks_of(0, &tokens));
     let what = in_memory(engine.whole(), memory);
-    let ops = home.submit(session, Deed::Put, Level::Ram, what).expect("submitted");
+    let ops = home.submit(session, TransferKind::Put, Level::Ram, what).expect("submitted");
     let done = wait(&ops[0]);
     assert_eq!(done, Done { status: Status::Ok, tokens: engine.tokens }, "{number}");
     if number % 3 == 0 && home.get(session, back).status == Status::Ok {

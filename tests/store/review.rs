@@ -9,10 +9,10 @@ use by_hand::{MODEL, World};
 use kvtier::base::budget::{Budget, BudgetOpts, Tier};
 use kvtier::base::op::OpOpts;
 use kvtier::base::status::Status;
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Config, Core, Deed, Level, SessionOpts, SpaceOpts};
-use kvtier::kv::ready::Ready;
 use kvtier::meta::key::Key;
+use kvtier::store::ready_event::Ready;
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{Config, Level, SessionOpts, SpaceOpts, StoreState, TransferKind};
 use kvtier_testkit::disk::plan::{Fault, Plan};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 use support::{Engine, Home, Shape, document, marks_of, runtime, spec_of, wait};
@@ -29,10 +29,10 @@ fn a_put_that_waits_for_its_prefix_ends_whatever_is_cleared() {
     engine.compute(&marks_of(0, &tokens));
     let what = engine.rectangle(16, 16, 0..2, false);
     world
-        .with(|core| core.submit_rectangle(session, Deed::Put, Level::Disk, 0, what))
+        .with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Disk, 0, what))
         .expect("submitted");
     // It is in memory, and nothing was written yet.
-    while world.work(Hands::Copy) {}
+    while world.work(WorkerKind::Copy) {}
     world.with(|core| {
         core.close_session(session).expect("open");
         core.close_space(world.space);
@@ -41,7 +41,7 @@ fn a_put_that_waits_for_its_prefix_ends_whatever_is_cleared() {
         let mut clearing = core.begin_clear(world.space).expect("open");
         while core.clear_more(&mut clearing, 8) {}
     });
-    while Hands::ALL.into_iter().any(|hands| world.work(hands)) {}
+    while WorkerKind::ALL.into_iter().any(|hands| world.work(hands)) {}
     let mut finished = Vec::new();
     world.with(|core| core.finished(&mut finished));
     assert_eq!(finished.len(), 1, "{}", world.with(|core| core.what_waits()));
@@ -84,16 +84,17 @@ fn tables_that_grow_while_others_give_way_are_paid_for() {
         let session = world.session(&tokens);
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         let what = engine.whole();
-        let waits = world.with(|core| core.submit_waiting(session, Deed::Put, Level::Ram, 0, what));
+        let waits =
+            world.with(|core| core.submit_waiting(session, TransferKind::Put, Level::Ram, 0, what));
         engine.compute(&[]);
         (waits.expect("submitted").1, session, engine)
     };
     let first = rows(1000, 1600);
     let back = || world.with(|core| core.host().given_back_bytes());
     let before = back();
-    while back() == before && world.work(Hands::Write) {}
+    while back() == before && world.work(WorkerKind::Write) {}
     let second = rows(1001, 3200);
-    while Hands::ALL.into_iter().any(|hands| world.work(hands)) {}
+    while WorkerKind::ALL.into_iter().any(|hands| world.work(hands)) {}
     let (paid, tables) = world.with(|core| (core.paid_table_bytes(), core.table_bytes()));
     assert!(paid >= tables, "{paid} paid for {tables}, and {} are free", free());
     for (ticket, session, _engine) in [first, second] {
@@ -127,16 +128,16 @@ fn a_note_of_a_batch_that_failed_goes_too() {
         engine.compute(&marks_of(0, &tokens));
         let what = engine.whole();
         world
-            .with(|core| core.submit_rectangle(session, Deed::Put, Level::Disk, 0, what))
+            .with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Disk, 0, what))
             .expect("submitted");
         sessions.push(session);
         engines.push(engine);
     }
-    while world.work(Hands::Copy) {}
+    while world.work(WorkerKind::Copy) {}
     // The second note, each time: where a write has failed a new segment begins.
     for nth in [2, 3, 3] {
         world.files.set_plan(Plan::default().once(Fault::WriteError, nth));
-        assert!(world.work(Hands::Write));
+        assert!(world.work(WorkerKind::Write));
     }
     world.files.set_plan(Plan::default());
     world.rest();
@@ -171,12 +172,14 @@ fn how_long_the_end_of_a_sync_takes() {
         engine.compute(&marks_of(0, &tokens));
         let what = engine.whole();
         world
-            .with(|core| core.submit_rectangle(session, Deed::Put, Level::Durable, 0, what))
+            .with(|core| {
+                core.submit_cell_range(session, TransferKind::Put, Level::Durable, 0, what)
+            })
             .expect("submitted");
-        while [Hands::Copy, Hands::Write].into_iter().any(|hands| world.work(hands)) {}
-        let work = world.with(|core| core.take(Hands::Sync)).expect("a sync");
+        while [WorkerKind::Copy, WorkerKind::Write].into_iter().any(|hands| world.work(hands)) {}
+        let work = world.with(|core| core.take(WorkerKind::Sync)).expect("a sync");
         let began = Instant::now();
-        world.with(|core: &mut Core| core.done(work, Ok(()), 0));
+        world.with(|core: &mut StoreState| core.done(work, Ok(()), 0));
         println!("{chunks} chunks: {:?} under the lock", began.elapsed());
     }
 }
@@ -196,8 +199,14 @@ fn how_long_giving_up_takes() {
             let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
             let what = engine.rectangle(0, 16, 0..2, true);
             let opts = OpOpts::default();
-            let begun =
-                home.store.submit_after(session, Deed::Put, Level::Ram, what, &opts, Some(&ready));
+            let begun = home.store.submit_after(
+                session,
+                TransferKind::Put,
+                Level::Ram,
+                what,
+                &opts,
+                Some(&ready),
+            );
             ops.extend(begun.expect("submitted"));
             engines.push(engine);
         }

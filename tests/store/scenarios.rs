@@ -9,14 +9,14 @@ use kvtier::base::budget::Tier;
 use kvtier::device::Stream;
 use kvtier::device::host::Host;
 use kvtier::format::keys::chain::Chain;
-use kvtier::kv::core::books::{Books, Page};
-use kvtier::kv::core::grain::Grain;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Config, Core, Rectangle, SessionOpts, SpaceOpts};
-use kvtier::kv::hands::Tools;
 use kvtier::meta::index::NONE;
 use kvtier::meta::key::Key;
+use kvtier::store::executor::Tools;
+use kvtier::store::state::checkpoint_writer::{CheckpointWriter, Page};
+use kvtier::store::state::granularity::Granularity;
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{CellRange, Config, SessionOpts, SpaceOpts, StoreState};
 use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 use support::{Engine, Model, Shape, document, marks_of};
@@ -28,7 +28,7 @@ const SECOND_NS: u64 = 1_000_000_000;
 /// Nothing is cleaned here, and no checkpoint is written.
 struct Nobody;
 
-impl Books for Nobody {
+impl CheckpointWriter for Nobody {
     fn page(&mut self, _from: (u32, u32), _page: &mut Page) -> Option<(u32, u32)> {
         None
     }
@@ -50,7 +50,7 @@ impl Keeper for Nobody {
 
 /// A store in one thread, and what time it is there.
 struct World {
-    core: Core,
+    core: StoreState,
     tools: Tools,
     space: u32,
     now_ns: u64,
@@ -66,13 +66,19 @@ struct Talk {
 impl World {
     /// Memory for so many chunks; room is made when it is needed and not before.
     fn open(chunks: u64, policy: &str, with_disk: bool) -> World {
-        World::of_grain(chunks, policy, with_disk, Grain::Chunk, false)
+        World::of_grain(chunks, policy, with_disk, Granularity::Chunk, false)
     }
 
     /// The same with policies that choose something else than chunks.
-    fn of_grain(chunks: u64, policy: &str, with_disk: bool, grain: Grain, cells: bool) -> World {
+    fn of_grain(
+        chunks: u64,
+        policy: &str,
+        with_disk: bool,
+        grain: Granularity,
+        cells: bool,
+    ) -> World {
         let config = Config {
-            grain,
+            granularity: grain,
             drop_cells: cells,
             host_bytes: chunks * MODEL.chunk_bytes(),
             host_policy: policy.into(),
@@ -88,17 +94,19 @@ impl World {
             let opened = DiskTier::open(Arc::new(SimFiles::new(1, opts)), options);
             Arc::new(opened.expect("a new store").0)
         });
-        let mut core = Core::new(config, None, disk.clone()).expect("opened");
+        let mut core = StoreState::new(config, None, disk.clone()).expect("opened");
         // The engine can compute holes: else the end of a conversation goes first.
         let opts = SpaceOpts { key: Key([1; 32]), layout: MODEL.layout(), holes: true };
         let space = core.open_space(&opts).expect("opened");
-        let tools = Tools { device: Arc::new(Host::default()), disk, far: None };
+        let tools = Tools { device: Arc::new(Host::default()), disk, remote: None };
         World { core, tools, space, now_ns: SECOND_NS }
     }
 
     /// Does all there is to do.
     fn rest(&mut self) {
-        while let Some(mut work) = Hands::ALL.into_iter().find_map(|hands| self.core.take(hands)) {
+        while let Some(mut work) =
+            WorkerKind::ALL.into_iter().find_map(|hands| self.core.take(hands))
+        {
             // SAFETY: whoever has submitted keeps its memory until this is over.
             let outcome = unsafe { self.tools.work(&mut work, Stream(0), &mut Nobody) };
             self.core.done(work, outcome, 0);
@@ -125,12 +133,12 @@ impl World {
         let mut engine = Engine::new(MODEL, Shape::Tokens, all.len());
         engine.compute(&marks_of(0, &all));
         let what = engine.rectangle(talk.tokens, MODEL.chunk, 0..layers, false);
-        self.moves(talk, Deed::Put, what);
+        self.moves(talk, TransferKind::Put, what);
         talk.tokens = all.len();
     }
 
-    fn moves(&mut self, talk: &Talk, deed: Deed, what: Rectangle) {
-        let begun = self.core.submit_rectangle(talk.number, deed, Level::Ram, 0, what);
+    fn moves(&mut self, talk: &Talk, deed: TransferKind, what: CellRange) {
+        let begun = self.core.submit_cell_range(talk.number, deed, Level::Ram, 0, what);
         begun.expect("submitted");
         self.rest();
         let mut finished = Vec::new();
@@ -146,7 +154,7 @@ impl World {
         let all = document(talk.document, talk.tokens);
         let mut engine = Engine::new(MODEL, Shape::Tokens, all.len());
         let what = engine.rectangle(0, talk.tokens, 0..MODEL.layers, false);
-        self.moves(talk, Deed::Get, what);
+        self.moves(talk, TransferKind::Get, what);
         engine.check(&marks_of(0, &all), 0..all.len(), 0..MODEL.layers);
     }
 
@@ -168,7 +176,7 @@ impl World {
         let chain = Chain::new(Key([1; 32]), MODEL.chunk as u32);
         let tokens = document(talk.document, talk.tokens);
         chain.expect("chunks").extend(&tokens, &[], &mut keys).expect("hashed");
-        let chunks = &self.core.board_of(self.space).expect("open").chunks;
+        let chunks = &self.core.table_of(self.space).expect("open").chunks;
         let of = |key: &Key| {
             let slot = chunks.find(key).unwrap_or(NONE);
             let marks = chunks.marks(slot).unwrap_or_default();
@@ -243,7 +251,7 @@ fn of_five_turns_the_latest_stay() {
 /// its first layer, which nothing can be computed without, stays longest.
 #[test]
 fn late_layers_leave_before_early_ones() {
-    let mut world = World::of_grain(2, "lru", true, Grain::Cell, false);
+    let mut world = World::of_grain(2, "lru", true, Granularity::Cell, false);
     let mut first = world.talk(1);
     world.turn(&mut first);
     world.turn(&mut first);
@@ -262,7 +270,7 @@ fn late_layers_leave_before_early_ones() {
 /// of the layer before it, the end of the conversation first.
 #[test]
 fn the_last_layer_of_all_chunks_leaves_first() {
-    let mut world = World::of_grain(2, "lru", true, Grain::Cell, false);
+    let mut world = World::of_grain(2, "lru", true, Granularity::Cell, false);
     let mut first = world.talk(1);
     world.turn(&mut first);
     world.turn(&mut first);
@@ -286,7 +294,7 @@ fn the_last_layer_of_all_chunks_leaves_first() {
 /// as `cost / idle` of each cell, and the cheapest leave.
 #[test]
 fn cells_leave_by_their_cost() {
-    let mut world = World::of_grain(2, "pensieve(mode=cell)", true, Grain::Cell, false);
+    let mut world = World::of_grain(2, "pensieve(mode=cell)", true, Granularity::Cell, false);
     let mut first = world.talk(1);
     world.turn(&mut first);
     world.turn(&mut first);
@@ -315,7 +323,7 @@ fn cells_leave_by_their_cost() {
 #[test]
 fn chunks_are_dropped_as_a_whole_unless_cells_are_asked_for() {
     for (cells, right) in [(false, [vec![], ALL.to_vec()]), (true, [vec![0, 1, 2], ALL.to_vec()])] {
-        let mut world = World::of_grain(2, "lru", false, Grain::Cell, cells);
+        let mut world = World::of_grain(2, "lru", false, Granularity::Cell, cells);
         let mut first = world.talk(1);
         world.turn(&mut first);
         world.turn(&mut first);
@@ -332,7 +340,7 @@ fn chunks_are_dropped_as_a_whole_unless_cells_are_asked_for() {
 #[test]
 fn a_session_leaves_as_a_whole() {
     for with_disk in [true, false] {
-        let mut world = World::of_grain(5, "lru", with_disk, Grain::Session, false);
+        let mut world = World::of_grain(5, "lru", with_disk, Granularity::Session, false);
         let mut first = world.talk(1);
         world.turn(&mut first);
         world.turn(&mut first);

@@ -1,6 +1,6 @@
 //! Memory that is given back: only whole segments go, whoever is in them.
 
-use kvtier::kv::core::{Deed, Level};
+use kvtier::store::state::{Level, TransferKind};
 use kvtier_testkit::fixtures::store::{Engine, Model, Shape, document, marks_of};
 
 use crate::turns::World;
@@ -21,7 +21,10 @@ fn by_turns(world: &mut World, documents: &[Vec<u32>]) -> Vec<u32> {
             engine.compute(&marks_of(1, &tokens[..(chunk + 1) * 16])[chunk * 16..]);
             let mut what = engine.whole();
             what.first_token = chunk as u64 * 16;
-            world.core.submit_rectangle(*session, Deed::Put, Level::Ram, 0, what).expect("sound");
+            world
+                .core
+                .submit_cell_range(*session, TransferKind::Put, Level::Ram, 0, what)
+                .expect("sound");
             world.copy_all();
         }
     }
@@ -51,7 +54,7 @@ fn a_store_of_few_long_paths_gives_back_what_is_asked() {
         for tokens in &documents[..held] {
             let session = world.session(1, &MODEL, tokens);
             let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
-            world.submit(session, Deed::Get, &engine);
+            world.submit(session, TransferKind::Get, &engine);
             world.copy_all();
             engine.check(&marks_of(1, tokens), 0..tokens.len(), 0..1);
         }

@@ -8,10 +8,10 @@ use kvtier::base::budget::Tier;
 use kvtier::base::status::Status;
 use kvtier::device::Stream;
 use kvtier::format::keys::chain::Chain;
-use kvtier::kv::core::grain::Grain;
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Config, Core, Deed, Level};
 use kvtier::meta::key::Key;
+use kvtier::store::state::granularity::Granularity;
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{Config, Level, StoreState, TransferKind};
 use kvtier_testkit::disk::plan::Plan;
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 use support::{Engine, Shape, document, marks_of};
@@ -28,7 +28,7 @@ fn what_lasts_outlives_a_failed_sync_of_what_continues_it() {
     world.next_sync_fails();
     assert_eq!(world.put(&long, ALL, Level::Durable), Status::Io);
     world.files.set_plan(Plan::default());
-    world.with(Core::ask_for_checkpoint);
+    world.with(StoreState::ask_for_checkpoint);
     world.rest();
     let world = world.crash();
     assert!(world.is_there(&short), "it was durable");
@@ -43,13 +43,17 @@ fn layers_that_last_outlive_a_failed_sync_of_others() {
     world.next_sync_fails();
     assert_eq!(world.put(&tokens, ALL, Level::Durable), Status::Io);
     world.files.set_plan(Plan::default());
-    world.with(Core::ask_for_checkpoint);
+    world.with(StoreState::ask_for_checkpoint);
     world.rest();
     let world = world.crash();
     let session = world.session(&tokens);
     let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
     let what = engine.rectangle(0, 16, 0..1, false);
-    assert_eq!(world.ends(session, Deed::Get, Level::Ram, what), Status::Ok, "it was durable");
+    assert_eq!(
+        world.ends(session, TransferKind::Get, Level::Ram, what),
+        Status::Ok,
+        "it was durable"
+    );
 }
 
 /// The same of what an earlier life made durable.
@@ -62,7 +66,7 @@ fn what_lasts_since_an_earlier_life_outlives_a_failed_sync() {
     world.next_sync_fails();
     assert_eq!(world.put(&long, ALL, Level::Durable), Status::Io);
     world.files.set_plan(Plan::default());
-    world.with(Core::ask_for_checkpoint);
+    world.with(StoreState::ask_for_checkpoint);
     world.rest();
     let world = world.crash();
     assert!(world.is_there(&short), "it was durable");
@@ -81,14 +85,15 @@ fn who_waits_for_a_sync_hears_of_one_that_failed_before() {
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(0, &tokens));
         let what = engine.whole();
-        let put =
-            |core: &mut Core| core.submit_rectangle(session, Deed::Put, Level::Durable, 0, what);
+        let put = |core: &mut StoreState| {
+            core.submit_cell_range(session, TransferKind::Put, Level::Durable, 0, what)
+        };
         (world.with(put).expect("submitted"), engine)
     };
     let (first, _engine) = submit();
-    while [Hands::Copy, Hands::Write].into_iter().any(|hands| world.work(hands)) {}
+    while [WorkerKind::Copy, WorkerKind::Write].into_iter().any(|hands| world.work(hands)) {}
     world.next_sync_fails();
-    let mut sync = world.with(|core| core.take(Hands::Sync)).expect("a sync");
+    let mut sync = world.with(|core| core.take(WorkerKind::Sync)).expect("a sync");
     // It comes while that is under way, and finds all of it there.
     let (second, _engine) = submit();
     let mut keeper = world.core.clone();
@@ -131,7 +136,7 @@ fn what_left_a_segment_goes_down_again() {
     let mut engine = Engine::new(MODEL, Shape::Tokens, branch.len());
     engine.compute(&marks_of(0, &branch));
     let what = engine.rectangle(32, 16, ALL, false);
-    assert_eq!(world.ends(session, Deed::Put, Level::Durable, what), Status::Ok);
+    assert_eq!(world.ends(session, TransferKind::Put, Level::Durable, what), Status::Ok);
     let mut keys = Vec::new();
     let chain = Chain::new(Key([1; 32]), MODEL.chunk as u32);
     chain.expect("chunks").extend(&branch, &[], &mut keys).expect("hashed");
@@ -190,8 +195,8 @@ fn what_cleaning_made_durable_lasts() {
 /// A put that has to last, and is longer than the disk, cannot, whatever policies choose among.
 #[test]
 fn a_put_longer_than_the_disk_does_not_last() {
-    for grain in [Grain::Chunk, Grain::Cell, Grain::Session] {
-        let config = Config { host_bytes: 8 << 20, grain, ..World::config() };
+    for grain in [Granularity::Chunk, Granularity::Cell, Granularity::Session] {
+        let config = Config { host_bytes: 8 << 20, granularity: grain, ..World::config() };
         let files = SimFiles::new(1, SimOpts { capacity_bytes: 64 << 20, ..SimOpts::default() });
         let world = World::sized(files, config, None, 16 * 4096, 12 * 16 * 4096);
         let tokens = document(1, 100 * 16);

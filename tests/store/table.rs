@@ -3,8 +3,8 @@
 use kvtier_testkit::fixtures::store as support;
 
 use kvtier::base::status::Status;
-use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::meta::chunks::Pin;
+use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
     Done, Engine, Home, Model, Scratch, Shape, document, marks_of, spec_of, wait, with_disk,
 };
@@ -58,7 +58,7 @@ fn who_only_looks_sends_nobody_away() {
         let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         assert_eq!(home.get(session, &engine), MISS);
         assert!(engine.is_untouched());
-        let ops = home.submit(session, Deed::Prefetch, Level::Ram, engine.whole());
+        let ops = home.submit(session, TransferKind::Prefetch, Level::Ram, engine.whole());
         assert_eq!(wait(&ops.expect("submitted")[0]), MISS);
         let pin = Pin { priority: 2, until_ns: u64::MAX };
         let pinned = home.store.with(|core| core.pin(session, 0, tokens.len() as u64, pin));
@@ -111,7 +111,7 @@ fn a_put_that_is_refused_sends_nobody_away() {
         let tokens = document(9, chunks * 16 + 5);
         let session = home.session(space, &tokens);
         let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        let refused = home.submit(session, Deed::Put, level, engine.whole());
+        let refused = home.submit(session, TransferKind::Put, level, engine.whole());
         assert_eq!(refused.map(|_| ()).unwrap_err().status(), status);
         home.end(session);
         home.rest();
@@ -141,7 +141,7 @@ fn a_put_that_the_held_leave_no_room_for_sends_nobody_away() {
         let session = home.session(space, &tokens);
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(0, &tokens));
-        let put = home.submit(session, Deed::Put, Level::Ram, engine.whole());
+        let put = home.submit(session, TransferKind::Put, Level::Ram, engine.whole());
         let put = put.map(|ops| wait(&ops[0]).status).map_err(|error| error.status());
         home.end(session);
         home.rest();
@@ -164,9 +164,9 @@ fn what_is_to_come_can_be_pinned() {
     let tokens = document(1, 4 * 16);
     let session = home.session(space, &tokens);
     let pin = Pin { priority: 2, until_ns: u64::MAX };
-    let pins = |core: &mut kvtier::kv::core::Core| {
+    let pins = |core: &mut kvtier::store::state::StoreState| {
         core.pin(session, 0, 64, pin)?;
-        let board = core.board_of(space).expect("it is open");
+        let board = core.table_of(space).expect("it is open");
         Ok(board.chunks.slots().filter(|&s| board.chunks.chunk(s).unwrap().pin().is_some()).count())
     };
     assert_eq!(home.store.with(pins).expect("room"), 4);

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use kvtier::base::status::Status;
 use kvtier::device::host::Host;
-use kvtier::kv::core::work::{CopyBatch, Hands, Work};
-use kvtier::kv::core::{Config, Core, Deed, Level, SessionOpts, SpaceOpts};
-use kvtier::kv::hands::Tools;
 use kvtier::meta::key::Key;
+use kvtier::store::executor::Tools;
+use kvtier::store::state::work::{CopyBatch, Work, WorkerKind};
+use kvtier::store::state::{Config, Level, SessionOpts, SpaceOpts, StoreState, TransferKind};
 use kvtier_testkit::fixtures::store::{Engine, Model, Shape, document, marks_of};
 
 use crate::device_tier::batches::carry_out;
@@ -22,7 +22,7 @@ const BATCH: u64 = 64 << 10;
 
 /// A store in memory whose copies are made by hand.
 pub struct World {
-    pub core: Core,
+    pub core: StoreState,
     tools: Tools,
 }
 
@@ -34,8 +34,8 @@ impl World {
     pub fn sized(host_bytes: u64) -> World {
         let host_policy = "lru".into();
         let config = Config { host_bytes, copy_bytes: BATCH, host_policy, ..Config::default() };
-        let core = Core::new(config, None, None).expect("sound");
-        World { core, tools: Tools { device: Arc::new(Host::default()), disk: None, far: None } }
+        let core = StoreState::new(config, None, None).expect("sound");
+        World { core, tools: Tools { device: Arc::new(Host::default()), disk: None, remote: None } }
     }
 
     pub fn session(&mut self, number: u8, model: &Model, tokens: &[u32]) -> u32 {
@@ -47,14 +47,14 @@ impl World {
         session
     }
 
-    pub fn submit(&mut self, session: u32, deed: Deed, engine: &Engine) -> u32 {
+    pub fn submit(&mut self, session: u32, deed: TransferKind, engine: &Engine) -> u32 {
         let what = engine.whole();
-        self.core.submit_rectangle(session, deed, Level::Ram, 0, what).expect("submitted")
+        self.core.submit_cell_range(session, deed, Level::Ram, 0, what).expect("submitted")
     }
 
     /// The next copies are made; their bytes by their number of tokens, and whose they are.
     pub fn copy(&mut self) -> Option<Vec<(u32, usize)>> {
-        let work = self.core.take(Hands::Copy)?;
+        let work = self.core.take(WorkerKind::Copy)?;
         let made = match &work {
             Work::Copies(batch) => parts(batch),
             _ => Vec::new(),
@@ -89,14 +89,14 @@ fn a_small_get_goes_between_the_parts_of_a_large_put() {
     let small = world.session(1, &SMALL, &few);
     let large = world.session(2, &LARGE, &many);
     let (from_small, from_large) = (engine(1, SMALL, &few), engine(2, LARGE, &many));
-    world.submit(small, Deed::Put, &from_small);
+    world.submit(small, TransferKind::Put, &from_small);
     world.copy_all();
-    world.submit(large, Deed::Put, &from_large);
+    world.submit(large, TransferKind::Put, &from_large);
     // A quarter of a batch at a time: 64 of 1,024 tokens.
     assert_eq!(world.copy(), Some(vec![(64, 0)]));
     assert_eq!(world.copy(), Some(vec![(64, 0)]));
     let mut to_small = Engine::new(SMALL, Shape::Heads, few.len());
-    world.submit(small, Deed::Get, &to_small);
+    world.submit(small, TransferKind::Get, &to_small);
     // At most one part goes before it.
     let mut before = 0;
     while !world.copy().expect("there is more").contains(&(16, 0)) {
@@ -111,7 +111,7 @@ fn a_small_get_goes_between_the_parts_of_a_large_put() {
     }
     assert!(layers.is_sorted() && layers.len() >= 29, "{layers:?}");
     let mut to_large = Engine::new(LARGE, Shape::Heads, many.len());
-    world.submit(large, Deed::Get, &to_large);
+    world.submit(large, TransferKind::Get, &to_large);
     world.copy_all();
     to_large.check(&marks_of(2, &many), 0..1024, 0..2);
 }
@@ -123,7 +123,7 @@ fn a_put_that_is_given_up_between_two_parts_leaves_nothing() {
     let session = world.session(2, &LARGE, &many);
     let from = engine(2, LARGE, &many);
     for parts in [1, 5, 17] {
-        let number = world.submit(session, Deed::Put, &from);
+        let number = world.submit(session, TransferKind::Put, &from);
         (0..parts).for_each(|_| assert!(world.copy().is_some()));
         world.core.cancel(number, Status::Cancelled);
         world.copy_all();
@@ -135,10 +135,10 @@ fn a_put_that_is_given_up_between_two_parts_leaves_nothing() {
         );
     }
     // And what was left is put as if nothing had been.
-    world.submit(session, Deed::Put, &from);
+    world.submit(session, TransferKind::Put, &from);
     world.copy_all();
     let mut to = Engine::new(LARGE, Shape::Heads, many.len());
-    world.submit(session, Deed::Get, &to);
+    world.submit(session, TransferKind::Get, &to);
     world.copy_all();
     to.check(&marks_of(2, &many), 0..1024, 0..2);
 }

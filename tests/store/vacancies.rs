@@ -10,12 +10,13 @@ use std::path::Path;
 use by_hand::{MODEL, World};
 use kvtier::base::op::{OpOpts, OpRef};
 use kvtier::base::status::{Result, Status};
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{
-    Config, Core, Deed, FarConfig, Level, MAX_BOARDS, MAX_SPACES, SessionOpts, SpaceOpts,
-};
 use kvtier::meta::chunks::Pin;
 use kvtier::meta::key::Key;
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{
+    Config, Level, MAX_CHUNK_TABLES, MAX_SPACES, RemoteConfig, SessionOpts, SpaceOpts, StoreState,
+    TransferKind,
+};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 use support::{
     Done, Engine, Home, Model, Scratch, Shape, document, marks_of, spec_of, wait, with_disk,
@@ -39,8 +40,8 @@ fn opts(number: u32, model: &Model) -> SpaceOpts {
 
 /// A store with a disk, in one thread or with threads.
 trait Place {
-    fn core<R>(&self, act: impl FnOnce(&mut Core) -> Result<R>) -> Result<R>;
-    fn moves(&self, session: u32, deed: Deed, level: Level, engine: &Engine) -> Status;
+    fn core<R>(&self, act: impl FnOnce(&mut StoreState) -> Result<R>) -> Result<R>;
+    fn moves(&self, session: u32, deed: TransferKind, level: Level, engine: &Engine) -> Status;
 
     fn open(&self, number: u32, model: &Model) -> Result<u32> {
         self.core(|core| core.open_space(&opts(number, model)))
@@ -73,7 +74,7 @@ trait Place {
         let session = self.begin(space, &tokens);
         let mut engine = Engine::new(*model, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(mark, &tokens));
-        assert_eq!(self.moves(session, Deed::Put, level, &engine), Status::Ok);
+        assert_eq!(self.moves(session, TransferKind::Put, level, &engine), Status::Ok);
         self.end(session);
     }
 
@@ -83,7 +84,7 @@ trait Place {
         let looked = self.core(|core| core.lookup(space, &tokens).cloned()).expect("open");
         let session = self.begin(space, &tokens);
         let mut engine = Engine::new(*model, Shape::Heads, tokens.len());
-        let status = self.moves(session, Deed::Get, Level::Ram, &engine);
+        let status = self.moves(session, TransferKind::Get, Level::Ram, &engine);
         self.end(session);
         let is_there = status == Status::Ok;
         assert_eq!(looked.soon_tokens > 0, is_there, "{looked:?}");
@@ -109,11 +110,11 @@ trait Place {
 }
 
 impl Place for Home {
-    fn core<R>(&self, act: impl FnOnce(&mut Core) -> Result<R>) -> Result<R> {
+    fn core<R>(&self, act: impl FnOnce(&mut StoreState) -> Result<R>) -> Result<R> {
         self.store.with(act)
     }
 
-    fn moves(&self, session: u32, deed: Deed, level: Level, engine: &Engine) -> Status {
+    fn moves(&self, session: u32, deed: TransferKind, level: Level, engine: &Engine) -> Status {
         let ops = self.submit(session, deed, level, engine.whole()).expect("submitted");
         let Done { status, .. } = wait(&ops[0]);
         status
@@ -121,11 +122,11 @@ impl Place for Home {
 }
 
 impl Place for World {
-    fn core<R>(&self, act: impl FnOnce(&mut Core) -> Result<R>) -> Result<R> {
+    fn core<R>(&self, act: impl FnOnce(&mut StoreState) -> Result<R>) -> Result<R> {
         self.with(act)
     }
 
-    fn moves(&self, session: u32, deed: Deed, level: Level, engine: &Engine) -> Status {
+    fn moves(&self, session: u32, deed: TransferKind, level: Level, engine: &Engine) -> Status {
         self.ends(session, deed, level, engine.whole())
     }
 }
@@ -153,7 +154,7 @@ fn leave_own(world: &World) {
 fn layouts_come_and_go() {
     let scratch = Scratch::new("layouts");
     let mut store = home(&scratch.0);
-    for number in 0..4 * MAX_BOARDS as u32 {
+    for number in 0..4 * MAX_CHUNK_TABLES as u32 {
         let model = model(number);
         let space = store.open(number, &model).expect("one at a time");
         if number % 2 == 0 {
@@ -182,12 +183,12 @@ fn layouts_that_nobody_uses_give_way() {
     let mut store = home(&scratch.0);
     let mut open = store.open(0, &model(0)).expect("the first");
     store.keep(open, &model(0), 0, Level::Durable);
-    let last = 2 * MAX_BOARDS as u32 + 7;
+    let last = 2 * MAX_CHUNK_TABLES as u32 + 7;
     for number in 1..=last {
         let space = store.open(number, &model(number)).expect("others give way");
         store.keep(space, &model(number), number, Level::Durable);
         store.shut(space);
-        if number == MAX_BOARDS as u32 + 20 {
+        if number == MAX_CHUNK_TABLES as u32 + 20 {
             store.rest();
             store.close();
             store = home(&scratch.0);
@@ -199,17 +200,17 @@ fn layouts_that_nobody_uses_give_way() {
         let space = store.core(|core| Ok(core.find_space(&key(number)))).expect("open");
         space.is_some_and(|space| store.has(space, &model(number), number))
     };
-    assert_eq!(store.known().1, MAX_BOARDS as u64);
+    assert_eq!(store.known().1, MAX_CHUNK_TABLES as u64);
     // Of those that were found when it was opened any may have gone first.
-    let since = MAX_BOARDS as u32 + 21;
+    let since = MAX_CHUNK_TABLES as u32 + 21;
     let kept: Vec<u32> = (0..=last).filter(|&number| there(&store, number)).collect();
-    assert_eq!((kept[0], kept.len()), (0, MAX_BOARDS), "{kept:?}");
+    assert_eq!((kept[0], kept.len()), (0, MAX_CHUNK_TABLES), "{kept:?}");
     assert!(kept.ends_with(&(since..=last).collect::<Vec<u32>>()), "{kept:?}");
     store.shut(open);
     store.close();
     // What has left may be found again: there are never more than can be.
     let store = home(&scratch.0);
-    assert!(store.store.opened.adopted.spaces <= MAX_BOARDS as u64);
+    assert!(store.store.opened.adopted.spaces <= MAX_CHUNK_TABLES as u64);
     assert!((since..=last).all(|number| there(&store, number)));
     store.rest();
     store.close();
@@ -346,7 +347,7 @@ fn nothing_of_before_shows_under_a_number() {
         world.core(|core| core.observe_prefill(old, 0, 100, 1_000_000)).expect("open");
         world.core(|core| core.set_tenant(old, 7)).expect("open");
         world.keep(old, &first, 1, Level::Disk);
-        let board = world.core(|core| Ok(core.space(old).expect("open").board)).expect("open");
+        let board = world.core(|core| Ok(core.space(old).expect("open").table)).expect("open");
         let (mut early, mut late) =
             world.core(|core| Ok((core.begin_clear(old)?, core.begin_clear(old)?))).expect("open");
         assert!(!world.core(|core| Ok(core.clear_more(&mut early, 8))).expect("open"));
@@ -359,7 +360,7 @@ fn nothing_of_before_shows_under_a_number() {
         let (at, of, mark) = if kept == old { (kept, other, 3) } else { (again, model(4), 4) };
         let space = world.core(|core| Ok(*core.space(at).expect("open"))).expect("open");
         assert_eq!((space.key, space.tenant, space.handles), (key(mark), 0, 1));
-        assert_eq!(space.board, board);
+        assert_eq!(space.table, board);
         assert_eq!(world.core(|core| Ok(core.prefill(at).observed())).expect("open"), 0);
         assert!(!world.has(at, &of, mark));
         world.keep(at, &of, mark, Level::Disk);
@@ -385,7 +386,8 @@ fn what_is_under_way_keeps_its_place() {
     let session = world.begin(space, &document(1, 16));
     let mut engine = Engine::new(MODEL, Shape::Tokens, 16);
     let what = engine.whole();
-    let waits = world.core(|core| core.submit_waiting(session, Deed::Get, Level::Ram, 0, what));
+    let waits =
+        world.core(|core| core.submit_waiting(session, TransferKind::Get, Level::Ram, 0, what));
     let (_, ticket) = waits.expect("submitted");
     world.end(session);
     world.shut(space);
@@ -426,14 +428,14 @@ fn a_session_keeps_its_namespace() {
 #[test]
 fn blocks_that_are_asked_for_keep_their_namespace() {
     let files = SimFiles::new(1, SimOpts { capacity_bytes: 64 << 20, ..SimOpts::default() });
-    let config = Config { far: Some(FarConfig::default()), ..config(2, 2) };
+    let config = Config { remote: Some(RemoteConfig::default()), ..config(2, 2) };
     let world = World::on(files, config, None);
     let space = world.open(1, &MODEL).expect("room");
     let session = world.begin(space, &[]);
     let number = world.core(|core| core.locate_blocks(session, vec![key(77)])).expect("begun");
     world.end(session);
     world.shut(space);
-    assert!(world.with(|core| core.has_work(Hands::Ask)));
+    assert!(world.with(|core| core.has_work(WorkerKind::Ask)));
     let other = world.open(2, &MODEL).map_err(|error| error.status());
     assert_eq!(other, Err(Status::Limit));
     world
@@ -456,7 +458,7 @@ fn the_remote_keeps_what_gave_way() {
         format!("remote=dir(path=\"{}\", object=4KiB, timeout=20000)", scratch.0.display());
     let spec = spec_of(&format!("store(host=8MiB, chunks=4096, {remote})"));
     let (one, other) = (Home::open(&spec), Home::open(&spec));
-    let last = MAX_BOARDS as u32 + 40;
+    let last = MAX_CHUNK_TABLES as u32 + 40;
     let ends = |op: Result<OpRef>| assert_eq!(wait(&op.expect("begun")).status, Status::Ok);
     for number in 0..last {
         let (model, tokens) = (model(number), document(1, model(number).chunk));
@@ -483,7 +485,7 @@ fn the_remote_keeps_what_gave_way() {
             store.shut(space);
         }
         store.rest();
-        let far = store.core(|core| Ok(core.far_counters())).expect("open").expect("a remote");
+        let far = store.core(|core| Ok(core.remote_counters())).expect("open").expect("a remote");
         assert_eq!((far.removed, far.corrupt, far.absent), (0, 0, 0), "{far:?}");
     }
     one.close();

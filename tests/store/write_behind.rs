@@ -6,8 +6,8 @@ use kvtier_testkit::fixtures::store as support;
 
 use by_hand::{MODEL, World};
 use kvtier::base::status::Status;
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Config, Deed, Level, Write};
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{Config, Level, TransferKind, Write};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 use support::{Engine, Shape, document};
 
@@ -72,13 +72,13 @@ fn reads_of_the_disk_go_first_for_half_of_the_age() {
     let engine = Engine::new(MODEL, Shape::Tokens, old.len());
     let what = engine.whole();
     world
-        .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+        .with(|core| core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what))
         .expect("room");
-    let read = world.with(|core| core.take(Hands::Read)).expect("a read");
+    let read = world.with(|core| core.take(WorkerKind::Read)).expect("a read");
     let is_due = |now_ns| {
         world.with(|core| {
             core.tick(now_ns);
-            core.has_work(Hands::Write)
+            core.has_work(WorkerKind::Write)
         })
     };
     assert!(!is_due(AGE_NS / 2), "a read is under way");

@@ -13,16 +13,16 @@ use kvtier::base::status::{Error, Result, Status};
 use kvtier::device::call::{Call, Kind as Kernel};
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
 use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens};
-use kvtier::kv::core::{Level, SessionOpts, SpaceOpts};
-use kvtier::kv::spec::StoreSpec;
-use kvtier::kv::store::Store;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::meta::view::{Place, View};
 use kvtier::offload::{Home, Offload, Opts, Policies, Which};
 use kvtier::sparse::{Context, Kind, Shape, registry};
+use kvtier::store::handle::Store;
+use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::views::{LayerViews, PlaneView, Tokens};
+use kvtier::store::state::{Level, SessionOpts, SpaceOpts};
 
 use super::{Bar, Better, median};
 

@@ -8,14 +8,14 @@ use kvtier::base::memory::Buffer;
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::{Result, Status};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::{Rectangle, SessionOpts, SpaceOpts, Wanted};
-use kvtier::kv::spec::StoreSpec;
-use kvtier::kv::store::Store;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
+use kvtier::store::handle::Store;
+use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::{CellRange, SessionOpts, SpaceOpts, Wanted};
 
 use super::disk::{Outcome, memory};
 
@@ -50,7 +50,7 @@ impl Tensors {
     }
 
     /// All of it.
-    pub fn whole(&self, by_layer: bool) -> Rectangle {
+    pub fn whole(&self, by_layer: bool) -> CellRange {
         let plane = |number: usize| {
             let offset = number as u64 * self.tokens * self.token_bytes;
             let address = self.memory.address().expose_provenance() as u64 + offset;
@@ -59,7 +59,7 @@ impl Tensors {
         let layer = |l: usize| LayerViews { k: plane(2 * l), v: Some(plane(2 * l + 1)) };
         let views = Arc::new(Views((0..self.layers).map(layer).collect()));
         let (first_layer, layers) = (0, self.layers);
-        Rectangle {
+        CellRange {
             first_token: 0,
             tokens: self.tokens,
             first_layer,
@@ -142,9 +142,9 @@ impl Home {
     pub fn carry(
         &self,
         session: u32,
-        deed: Deed,
+        deed: TransferKind,
         level: Level,
-        what: Rectangle,
+        what: CellRange,
     ) -> Result<Vec<f64>> {
         self.carry_and(session, deed, level, what, |_| ())
     }
@@ -154,9 +154,9 @@ impl Home {
     pub fn carry_and(
         &self,
         session: u32,
-        deed: Deed,
+        deed: TransferKind,
         level: Level,
-        what: Rectangle,
+        what: CellRange,
         mut then: impl FnMut(bool),
     ) -> Result<Vec<f64>> {
         let start = Instant::now();

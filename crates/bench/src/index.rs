@@ -9,14 +9,14 @@ use kvtier::device::Stream;
 use kvtier::device::host::Host;
 use kvtier::format::keys::chain::Chain;
 use kvtier::io::files::{Entry, FileId, Files, Piece};
-use kvtier::kv::core::books::{Books, Page};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::work::{Hands, Work};
-use kvtier::kv::core::{Config, Core, Rectangle, SessionOpts, SpaceOpts, Wanted};
-use kvtier::kv::hands::Tools;
 use kvtier::meta::index::hash;
 use kvtier::meta::key::Key;
+use kvtier::store::executor::Tools;
+use kvtier::store::state::checkpoint_writer::{CheckpointWriter, Page};
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::work::{Work, WorkerKind};
+use kvtier::store::state::{CellRange, Config, SessionOpts, SpaceOpts, StoreState, Wanted};
 use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
 
 use super::home::layout;
@@ -107,7 +107,7 @@ impl Files for Nowhere {
 /// Nothing is cleaned here, and no checkpoint is written.
 struct Nobody;
 
-impl Books for Nobody {
+impl CheckpointWriter for Nobody {
     fn page(&mut self, _from: (u32, u32), _page: &mut Page) -> Option<(u32, u32)> {
         None
     }
@@ -129,7 +129,7 @@ impl Keeper for Nobody {
 
 /// A store's core whose cells are on that disk.
 struct World {
-    core: Core,
+    core: StoreState,
     tools: Tools,
     space: u32,
     views: Arc<Views>,
@@ -152,7 +152,7 @@ impl World {
             max_chunks: chunks as usize,
             ..Config::default()
         };
-        let mut core = Core::new(config, None, Some(disk.clone()))?;
+        let mut core = StoreState::new(config, None, Some(disk.clone()))?;
         let token_bytes = PLANE_BYTES / u64::from(tokens);
         let layout = layout(layers, tokens, token_bytes)?;
         let space = core.open_space(&SpaceOpts { key: NAMESPACE, layout, holes: false })?;
@@ -160,7 +160,7 @@ impl World {
         let plane = PlaneView::canonical(4096, 1 << 24, token_bytes);
         let layer = LayerViews { k: plane.clone(), v: Some(plane) };
         let views = Arc::new(Views(vec![layer; layers]));
-        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), far: None };
+        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), remote: None };
         Ok(World { core, tools, space, views, layers, tokens })
     }
 
@@ -174,7 +174,7 @@ impl World {
         let session = self.core.open_session(self.space, &SessionOpts::default())?;
         self.core.append(session, &tokens)?;
         let keys = self.core.session(session)?.path().keys().to_vec();
-        let what = Rectangle {
+        let what = CellRange {
             first_token: 0,
             tokens: tokens.len() as u64,
             first_layer: 0,
@@ -184,10 +184,14 @@ impl World {
             views: self.views.clone(),
             after: None,
         };
-        self.core.submit_rectangle(session, Deed::Put, Level::Disk, 0, what)?;
-        while let Some(mut work) = Hands::ALL.into_iter().find_map(|hands| self.core.take(hands)) {
+        self.core.submit_cell_range(session, TransferKind::Put, Level::Disk, 0, what)?;
+        while let Some(mut work) =
+            WorkerKind::ALL.into_iter().find_map(|hands| self.core.take(hands))
+        {
             let outcome = match &work {
-                Work::Copies(_) | Work::Slabs(_) | Work::Untold(_) | Work::Upkeep(_) => Ok(()),
+                Work::Copies(_) | Work::Slabs(_) | Work::Unregistered(_) | Work::Upkeep(_) => {
+                    Ok(())
+                }
                 // SAFETY: what is written lies in memory that the core keeps for this.
                 _ => unsafe { self.tools.work(&mut work, Stream(0), &mut Nobody) },
             };
@@ -274,7 +278,7 @@ fn index(cells: u64, rounds: u32, sizes: &mut Bar, asks: &mut Bar) -> Result<()>
         }
         held = keys.capacity() as u64 * 32;
     }
-    let counts = world.core.board_of(world.space).map(|board| board.chunks.counts());
+    let counts = world.core.table_of(world.space).map(|board| board.chunks.counts());
     let known = counts.map_or(0, |counts| counts.cells[2]);
     if known != u64::from(chunks) * LAYERS as u64 {
         return Err(Error::new(Status::State, format!("{known} cells are known")));

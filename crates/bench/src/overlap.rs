@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use kvtier::base::status::Result;
-use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::store::state::transfer::{Level, TransferKind};
 
 use super::disk::{Outcome, Scratch};
 use super::home::{Home, TOKEN_BYTES, Tensors, layout, say};
@@ -19,7 +19,7 @@ const PARTS: [(&str, f64); 3] =
 /// Seconds until the first and the last layer of a restore are there.
 fn load(home: &Home, tensors: &Tensors) -> Result<(f64, f64)> {
     let session = home.session(1, tensors.tokens)?;
-    let took = home.carry(session, Deed::Get, Level::Ram, tensors.whole(true))?;
+    let took = home.carry(session, TransferKind::Get, Level::Ram, tensors.whole(true))?;
     home.end(session)?;
     Ok((took[0], took.iter().copied().fold(0.0, f64::max)))
 }
@@ -30,7 +30,7 @@ fn load_and_compute(home: &Home, tensors: &Tensors, each: Duration) -> Result<f6
     let session = home.session(1, tensors.tokens)?;
     let begun = Instant::now();
     let mut computed = begun;
-    home.carry_and(session, Deed::Get, Level::Ram, tensors.whole(true), |waits| {
+    home.carry_and(session, TransferKind::Get, Level::Ram, tensors.whole(true), |waits| {
         // One that is there begins as soon as the one before it has ended, as on a
         // stream of a device: that this thread wakes late is no part of it.
         computed = if waits { computed.max(Instant::now()) } else { computed } + each;
@@ -54,7 +54,7 @@ fn round(ratios: &mut [Vec<f64>; 3], bytes: u64, tensors: &Tensors) -> Outcome<(
     let measured = || -> Result<[f64; 3]> {
         let home = open()?;
         let session = home.session(1, tensors.tokens)?;
-        home.carry(session, Deed::Put, Level::Durable, tensors.whole(false))?;
+        home.carry(session, TransferKind::Put, Level::Durable, tensors.whole(false))?;
         home.close()?;
         // Once before it counts: the disk reads faster what it has read.
         let home = open()?;

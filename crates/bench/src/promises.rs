@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use kvtier::base::status::{Result, Status};
-use kvtier::kv::core::SpaceOpts;
-use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::meta::key::Key;
+use kvtier::store::state::SpaceOpts;
+use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::trace::generate::{GenOpts, kind_of, make};
 
 use super::disk::Scratch;
@@ -62,7 +62,7 @@ fn churn(disk_bytes: u64, times: u64, layers: usize, write: &str) -> Result<[f64
             let mut what = tensors.whole(false);
             what.tokens = tokens.len() as u64;
             let level = if write == "through" { Level::Disk } else { Level::Ram };
-            home.carry(session, Deed::Put, level, what)?;
+            home.carry(session, TransferKind::Put, level, what)?;
             home.end(session)?;
             let report = home.store.look(|core| core.report())?;
             stored = report.counters.stored / layers as u64;
@@ -144,11 +144,12 @@ fn behind_pairs(rounds: u32) -> Result<Vec<(f64, f64)>> {
         for at in [round as usize % 2, (round as usize + 1) % 2] {
             let home = &homes[at];
             let session = home.session(round, tensors.tokens)?;
-            home.carry(session, Deed::Put, Level::Ram, tensors.whole(false))?;
+            home.carry(session, TransferKind::Put, Level::Ram, tensors.whole(false))?;
             home.end(session)?;
             for _ in 0..3 {
                 let session = home.session(round.saturating_sub(1), tensors.tokens)?;
-                took[at] += home.carry(session, Deed::Get, Level::Ram, tensors.whole(false))?[0];
+                took[at] +=
+                    home.carry(session, TransferKind::Get, Level::Ram, tensors.whole(false))?[0];
                 home.end(session)?;
             }
             // Until nothing is written any more: the other one is alone.
@@ -190,7 +191,7 @@ fn close(sessions: u32, by_polls: bool) -> Result<f64> {
     let tensors = Tensors::of(4096, 1, 512).map_err(failed)?;
     for number in 0..sessions {
         let session = home.session(number, 4)?;
-        home.carry(session, Deed::Put, Level::Ram, tensors.whole(false))?;
+        home.carry(session, TransferKind::Put, Level::Ram, tensors.whole(false))?;
     }
     let start = Instant::now();
     match by_polls {
@@ -237,13 +238,13 @@ fn put_at<const N: usize>(lengths: [u32; N], rounds: u32) -> Result<[f64; N]> {
             let tokens = u64::from(length * CHUNK);
             let session = home.session(document, tokens)?;
             let whole = Tensors::of(tokens * 256, 1, 128).map_err(failed)?;
-            home.carry(session, Deed::Put, Level::Ram, whole.whole(false))?;
+            home.carry(session, TransferKind::Put, Level::Ram, whole.whole(false))?;
             for put in 0..PUTS {
                 let one: Vec<u32> = (0..CHUNK).map(|i| 1 << 31 | document << 8 | i).collect();
                 home.store.with(|core| core.append(session, &one))?;
                 let mut what = tensors.whole(false);
                 what.first_token = tokens + u64::from(put * CHUNK);
-                let ns = home.carry(session, Deed::Put, Level::Ram, what)?[0] * 1e9;
+                let ns = home.carry(session, TransferKind::Put, Level::Ram, what)?[0] * 1e9;
                 took[at].extend((put >= WARM).then_some(ns));
             }
             home.end(session)?;
@@ -284,17 +285,19 @@ fn slowest(gets: u32) -> Result<(f64, f64)> {
     let small = Tensors::new(64 << 10, 1).map_err(failed)?;
     let large = Tensors::new(16 * MIB, 1).map_err(failed)?;
     let session = home.session(1, small.tokens)?;
-    home.carry(session, Deed::Put, Level::Ram, small.whole(false))?;
+    home.carry(session, TransferKind::Put, Level::Ram, small.whole(false))?;
     let put = |document: u32| -> Result<()> {
         let session = home.session_in(space, document, large.tokens)?;
-        home.carry(session, Deed::Put, Level::Ram, large.whole(false))?;
+        home.carry(session, TransferKind::Put, Level::Ram, large.whole(false))?;
         home.end(session)
     };
     (0..FILLS).try_for_each(put)?;
     let time = || -> Result<f64> {
         let mut all = Vec::new();
         for _ in 0..gets {
-            all.push(home.carry(session, Deed::Get, Level::Ram, small.whole(false))?[0] * 1e6);
+            all.push(
+                home.carry(session, TransferKind::Get, Level::Ram, small.whole(false))?[0] * 1e6,
+            );
         }
         all.sort_by(f64::total_cmp);
         Ok(all[all.len() * 999 / 1000])

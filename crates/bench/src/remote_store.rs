@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use kvtier::base::clock::Clock;
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::status::{Result, Status};
-use kvtier::kv::core::plans::PlanTerms;
-use kvtier::kv::core::{Deed, Level};
-use kvtier::kv::plan::Deed as Planned;
-use kvtier::kv::spec::{CustomRemote, MakeRemote, StoreSpec};
 use kvtier::meta::cost::Cost;
+use kvtier::store::plan::StepKind as Planned;
+use kvtier::store::spec::{CustomRemote, MakeRemote, StoreSpec};
+use kvtier::store::state::plans::PlanTerms;
+use kvtier::store::state::{Level, TransferKind};
 use kvtier::tier::remote::dir::{Dir, DirOpts};
 use kvtier::tier::remote::name::Prefix;
 use kvtier::tier::remote::{Asks, Caps, Gets, Lane, Puts, Remote, Server as Said};
@@ -75,8 +75,8 @@ fn round(home: &Home, document: u32, tensors: &Tensors) -> Result<[f64; 4]> {
     let (opened, session) = timed(|| home.session(document, tensors.tokens))?;
     let (located, op) = timed(|| home.store.locate(session, &opts))?;
     wait(&op)?;
-    let put = submit(session, Deed::Put)?;
-    let got = submit(session, Deed::Get)?;
+    let put = submit(session, TransferKind::Put)?;
+    let got = submit(session, TransferKind::Get)?;
     home.end(session)?;
     Ok([opened, located, put, got])
 }
@@ -191,7 +191,7 @@ fn loads(home: &Home, session: u32, token_ns: f64) -> Result<u64> {
     let terms = PlanTerms { cost, ..PlanTerms::default() };
     home.store.with(|core| {
         let plan = core.plan(session, &terms)?;
-        let loads = plan.legs.iter().filter(|leg| leg.deed == Planned::Load);
+        let loads = plan.legs.iter().filter(|leg| leg.kind == Planned::Load);
         Ok(loads.map(|leg| leg.tokens).sum())
     })
 }
@@ -217,7 +217,7 @@ fn plans() -> Outcome<(f64, f64)> {
         let from = store(Arc::new(move |_: &Prefix| Box::new(Dir::new(place.clone()))))?;
         for document in 0..LEARNED + PLANNED {
             let session = from.session(document, tensors.tokens)?;
-            from.carry(session, Deed::Put, Level::Remote, tensors.whole(false))?;
+            from.carry(session, TransferKind::Put, Level::Remote, tensors.whole(false))?;
             from.end(session)?;
         }
         from.close()?;
@@ -232,7 +232,7 @@ fn plans() -> Outcome<(f64, f64)> {
                 return Err(Status::NotFound.into());
             }
             if document < LEARNED {
-                to.carry(session, Deed::Get, Level::Ram, tensors.whole(false))?;
+                to.carry(session, TransferKind::Get, Level::Ram, tensors.whole(false))?;
             } else {
                 sooner += loads(&to, session, token_ns / FACTOR)?;
                 later += loads(&to, session, token_ns * FACTOR)?;

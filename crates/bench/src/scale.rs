@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::io::files::Way;
-use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::meta::index::hash;
+use kvtier::store::state::transfer::{Level, TransferKind};
 
 use super::disk::{self, Outcome, Scratch};
 use super::home::{Home, Tensors, layout, say};
@@ -45,7 +45,7 @@ fn crash(dir: &Path) -> Outcome<()> {
         let home = open(dir)?;
         let put = |number| {
             let session = home.session(number, tensors.tokens)?;
-            home.carry(session, Deed::Put, Level::Disk, tensors.whole(false))?;
+            home.carry(session, TransferKind::Put, Level::Disk, tensors.whole(false))?;
             home.end(session)
         };
         (0..puts).try_for_each(put)?;
@@ -120,7 +120,7 @@ fn talk(
     const DOCUMENTS: u32 = 30;
     for turn in 0u32.. {
         let before = hash(u64::from(turn)) as u32 % (turn + 1).min(DOCUMENTS);
-        for (turn, deed) in [(turn, Deed::Put), (turn - before, Deed::Get)] {
+        for (turn, deed) in [(turn, TransferKind::Put), (turn - before, TransferKind::Get)] {
             let number = turn % DOCUMENTS * 2 + caller;
             let session = home.session(number, tensors.tokens)?;
             home.carry(session, deed, Level::Ram, tensors.whole(false))?;

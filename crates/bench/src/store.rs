@@ -7,11 +7,11 @@ use std::time::Instant;
 use kvtier::base::memory::Buffer;
 use kvtier::base::status::{Result, Status};
 use kvtier::io::files::Way;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Config, Core, Rectangle, SessionOpts, SpaceOpts, Wanted};
 use kvtier::meta::key::Key;
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{CellRange, Config, SessionOpts, SpaceOpts, StoreState, Wanted};
 
 use super::disk::{self, Outcome, Scratch, memory, part_of_raw};
 use super::home::{Home, TOKEN_BYTES, Tensors, layout, say};
@@ -26,12 +26,12 @@ const MOVE_BYTES: u64 = 64 << 20;
 const MOVES: u32 = 6;
 
 /// Seconds of copying planes of so many bytes between the tensors and a part of a pool.
-fn copies(tensors: &Tensors, pool: &Buffer, part: u64, plane: u64, deed: Deed) -> f64 {
+fn copies(tensors: &Tensors, pool: &Buffer, part: u64, plane: u64, deed: TransferKind) -> f64 {
     let start = Instant::now();
     for at in (0..MOVE_BYTES).step_by(plane as usize) {
         let engine = tensors.memory.address().wrapping_add(at as usize);
         let ours = pool.address().wrapping_add((part * MOVE_BYTES + at) as usize);
-        let (from, to) = if deed == Deed::Put { (engine, ours) } else { (ours, engine) };
+        let (from, to) = if deed == TransferKind::Put { (engine, ours) } else { (ours, engine) };
         // SAFETY: inside buffers that are this benchmark's own.
         unsafe { to.copy_from_nonoverlapping(from, plane as usize) };
     }
@@ -51,13 +51,14 @@ fn host_pairs(chunk: u32, rounds: u32, copiers: u32) -> Result<[Vec<(f64, f64)>;
     for round in 0..rounds + MOVES + 3 {
         let session = home.session(round, tensors.tokens)?;
         let part = u64::from(round % MOVES);
-        let raw = copies(&tensors, &pool, part, plane, Deed::Put);
-        let put = home.carry(session, Deed::Put, Level::Ram, tensors.whole(false))?[0];
+        let raw = copies(&tensors, &pool, part, plane, TransferKind::Put);
+        let put = home.carry(session, TransferKind::Put, Level::Ram, tensors.whole(false))?[0];
         home.end(session)?;
         // The one that was put some time ago: nothing of it is in a near cache.
         let session = home.session(round.saturating_sub(2), tensors.tokens)?;
-        let raw_get = copies(&tensors, &pool, u64::from((round + 2) % MOVES), plane, Deed::Get);
-        let get = home.carry(session, Deed::Get, Level::Ram, tensors.whole(false))?[0];
+        let raw_get =
+            copies(&tensors, &pool, u64::from((round + 2) % MOVES), plane, TransferKind::Get);
+        let get = home.carry(session, TransferKind::Get, Level::Ram, tensors.whole(false))?[0];
         home.end(session)?;
         // Once memory is full and known to the machine.
         if round >= MOVES + 3 {
@@ -94,7 +95,7 @@ fn host_bars(quick: bool) -> Vec<Bar> {
 
 /// A core without hands: what is decided costs, and nothing else.
 struct Bare {
-    core: Core,
+    core: StoreState,
     space: u32,
     views: Arc<Views>,
     layers: u32,
@@ -114,7 +115,7 @@ impl Bare {
             max_chunks: (2 * BARE_CELLS / layers) as usize,
             ..Config::default()
         };
-        let mut core = Core::new(config, None, None)?;
+        let mut core = StoreState::new(config, None, None)?;
         let layout = layout(layers as usize, BARE.0, BARE.1)?;
         let space = core.open_space(&SpaceOpts { key: Key([3; 32]), layout, holes: false })?;
         // Never touched: nobody carries the work out.
@@ -125,7 +126,7 @@ impl Bare {
         // Every table is full and was used: from here on what comes sends others away.
         let chunks = 512 / layers;
         for document in 0..BARE_CELLS / 256 {
-            bare.cost(Deed::Put, 1000 + document, chunks, chunks)?;
+            bare.cost(TransferKind::Put, 1000 + document, chunks, chunks)?;
         }
         Ok(bare)
     }
@@ -137,8 +138,8 @@ impl Bare {
         Ok(number)
     }
 
-    fn carry(&mut self, session: u32, deed: Deed, first: u32, chunks: u32) -> Result<()> {
-        let what = Rectangle {
+    fn carry(&mut self, session: u32, deed: TransferKind, first: u32, chunks: u32) -> Result<()> {
+        let what = CellRange {
             first_token: u64::from(first * BARE.0),
             tokens: u64::from(chunks * BARE.0),
             first_layer: 0,
@@ -148,8 +149,8 @@ impl Bare {
             views: self.views.clone(),
             after: None,
         };
-        self.core.submit_rectangle(session, deed, Level::Ram, 0, what)?;
-        while let Some(work) = self.core.take(Hands::Copy) {
+        self.core.submit_cell_range(session, deed, Level::Ram, 0, what)?;
+        while let Some(work) = self.core.take(WorkerKind::Copy) {
             self.core.done(work, Ok(()), 0);
         }
         let mut finished = Vec::new();
@@ -161,10 +162,10 @@ impl Bare {
     }
 
     /// Nanoseconds a cell of moves of so many chunks, for a session of so many.
-    fn cost(&mut self, deed: Deed, document: u32, all: u32, each: u32) -> Result<f64> {
+    fn cost(&mut self, deed: TransferKind, document: u32, all: u32, each: u32) -> Result<f64> {
         let session = self.session(document, all)?;
-        if deed == Deed::Get {
-            self.carry(session, Deed::Put, 0, all)?;
+        if deed == TransferKind::Get {
+            self.carry(session, TransferKind::Put, 0, all)?;
         }
         let start = thread_ns();
         for first in (0..all).step_by(each as usize) {
@@ -178,13 +179,13 @@ impl Bare {
 
 fn bare_bars(quick: bool) -> Vec<Bar> {
     let all = [
-        ("put_cell_single", Deed::Put, 1, 64, 1, Some(500.0)),
-        ("get_cell_single", Deed::Get, 1, 64, 1, Some(500.0)),
-        ("get_cell_single_of_4096", Deed::Get, 1, 4096, 1, None),
-        ("put_cell_by_512", Deed::Put, 1, 512, 512, Some(150.0)),
-        ("get_cell_by_512", Deed::Get, 1, 512, 512, Some(150.0)),
-        ("put_cell_by_512_of_32_layers", Deed::Put, 32, 16, 16, Some(150.0)),
-        ("get_cell_by_512_of_32_layers", Deed::Get, 32, 16, 16, Some(150.0)),
+        ("put_cell_single", TransferKind::Put, 1, 64, 1, Some(500.0)),
+        ("get_cell_single", TransferKind::Get, 1, 64, 1, Some(500.0)),
+        ("get_cell_single_of_4096", TransferKind::Get, 1, 4096, 1, None),
+        ("put_cell_by_512", TransferKind::Put, 1, 512, 512, Some(150.0)),
+        ("get_cell_by_512", TransferKind::Get, 1, 512, 512, Some(150.0)),
+        ("put_cell_by_512_of_32_layers", TransferKind::Put, 32, 16, 16, Some(150.0)),
+        ("get_cell_by_512_of_32_layers", TransferKind::Get, 32, 16, 16, Some(150.0)),
     ];
     let rounds = if quick { 40 } else { 200 };
     let measure = |deed, layers, chunks: u32, each| -> Result<f64> {
@@ -229,7 +230,7 @@ fn lookup_bar(rounds: u32) -> Bar {
     };
     let measure = || -> Result<(f64, f64)> {
         let mut bare = Bare::open(1)?;
-        bare.cost(Deed::Put, 1, CHUNKS, CHUNKS)?;
+        bare.cost(TransferKind::Put, 1, CHUNKS, CHUNKS)?;
         let tokens: Vec<u32> = (0..CHUNKS * BARE.0).map(|i| 1 << 20 | i).collect();
         let (mut all, mut keys) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
@@ -284,14 +285,14 @@ fn restore(out: &mut Restores, turn: u32, bytes: u64, stock: &Buffer) -> Outcome
         Ok(took)
     };
     let depth = disk::DEPTH as usize;
-    let put = || Ok(carry(Deed::Put, Level::Durable, false).map_err(say)?[0]);
+    let put = || Ok(carry(TransferKind::Put, Level::Durable, false).map_err(say)?[0]);
     let write = || disk::raw(&[plain], Way::Write, bytes, stock, depth);
     out.puts.push(disk::in_turn(turn, put, write)?);
     let segments = disk::segments(&dir)?;
-    let get = || Ok(carry(Deed::Get, Level::Ram, false).map_err(say)?[0]);
+    let get = || Ok(carry(TransferKind::Get, Level::Ram, false).map_err(say)?[0]);
     let read = || disk::raw(&segments, Way::Read, bytes, stock, 2 * depth);
     out.gets.push(disk::in_turn(turn, get, read)?);
-    let layers = carry(Deed::Get, Level::Ram, true).map_err(say)?;
+    let layers = carry(TransferKind::Get, Level::Ram, true).map_err(say)?;
     out.first.push((layers[0], layers.iter().copied().fold(0.0, f64::max)));
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! `kvtier plan`: how much memory, disk and remote hold of a model's KV, and the least of each.
 
-use kvtier::kv::capacity::{self, Capacity, Sizes};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::layout::{Group, Layout};
+use kvtier::store::capacity::{self, Capacity, Sizes};
 use serde_json::{Value, json};
 
 use crate::human;

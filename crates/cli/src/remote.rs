@@ -7,9 +7,9 @@ use kvtier::base::clock::Clock;
 use kvtier::base::spec::{Arg, Spec, Value};
 use kvtier::base::status::{Error, Result};
 use kvtier::fail;
-use kvtier::kv::core::FarConfig;
-use kvtier::kv::remote_spec::{RemoteSpec, Secrets};
-use kvtier::kv::spec::StoreSpec;
+use kvtier::store::remote_spec::{RemoteSpec, Secrets};
+use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::RemoteConfig;
 use kvtier::tier::remote::{Remote, Server};
 
 /// Where secrets are taken from: what stands in a command line others see. Keys of S3 are also
@@ -33,7 +33,7 @@ pub struct Opened {
     /// It.
     pub remote: Arc<dyn Remote>,
     /// What a store would do with it.
-    pub config: FarConfig,
+    pub config: RemoteConfig,
     /// What answered.
     pub server: Server,
 }

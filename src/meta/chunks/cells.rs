@@ -47,7 +47,7 @@ impl Marks {
 
     /// Whether the remote has it, as far as is known.
     #[inline]
-    pub fn is_far(self) -> bool {
+    pub fn is_remote(self) -> bool {
         self.bits(0) & FAR != 0
     }
 
@@ -368,7 +368,7 @@ mod tests {
         assert!(cells.marks()[0].is_sent() && cells.marks()[0].arriving() == 0);
         cells.end_wait(0, 3);
         assert!(!cells.place(0, Place::Remote));
-        assert!(cells.marks()[0].is_far() && cells.marks()[0].there() == 2);
+        assert!(cells.marks()[0].is_remote() && cells.marks()[0].there() == 2);
         assert_eq!(cells.take(0, 1), (true, true));
         assert_eq!((cells.marks()[0].there(), cells.marks()[0].nearest()), (0, None));
         assert_eq!(cells.take(0, 3), (false, true));

@@ -68,7 +68,7 @@ impl Chunks {
 
     /// The same, with what the remote is said to have only where that is believed.
     pub fn tiers_believed(&self, slot: Slot) -> u8 {
-        let doubted = u8::from(!self.counts_far()) << Tier::Remote as u8;
+        let doubted = u8::from(!self.counts_remote()) << Tier::Remote as u8;
         self.tiers_of(slot) & !doubted
     }
 

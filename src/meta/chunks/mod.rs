@@ -111,7 +111,7 @@ pub struct Chunks {
     counts: Counts,
     orphans: Orphans<Key>,
     /// What the remote is said to have counts as there for who looks.
-    counts_far: bool,
+    counts_remote: bool,
 }
 
 impl Chunks {
@@ -136,7 +136,7 @@ impl Chunks {
             fresh: 0,
             counts: Counts::default(),
             orphans: Orphans::default(),
-            counts_far: false,
+            counts_remote: false,
         })
     }
 
@@ -146,13 +146,13 @@ impl Chunks {
     }
 
     /// Says whether what the remote is said to have counts for lookups.
-    pub fn count_far(&mut self, counts: bool) {
-        self.counts_far = counts;
+    pub fn count_remote(&mut self, counts: bool) {
+        self.counts_remote = counts;
     }
 
     /// Whether it does.
-    pub fn counts_far(&self) -> bool {
-        self.counts_far
+    pub fn counts_remote(&self) -> bool {
+        self.counts_remote
     }
 
     /// How many chunks there are.

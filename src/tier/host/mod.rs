@@ -3,11 +3,11 @@
 //! asking. A segment that is empty goes back to the budget or to another size.
 
 mod cut;
+mod registration;
 mod reserve;
 mod resize;
 mod segment;
 mod table;
-mod told;
 
 use crate::base::account::Account;
 use crate::base::memory::{MAX_BUFFER_BYTES, Wish};
@@ -16,9 +16,9 @@ use crate::base::sync::Arc;
 use crate::device::Device;
 use crate::fail;
 use crate::meta::index::NONE;
+pub use registration::Registration;
 use segment::{MAX_PIECES, Segment};
 use table::{Entry, List, Table};
-pub use told::Told;
 
 /// Sizes of pieces are multiples of this: direct I/O uses them in place.
 pub const GRAIN_BYTES: u64 = 4096;
@@ -161,7 +161,7 @@ pub struct HostTier {
     /// Who is to know of all memory.
     device: Option<Arc<dyn Device>>,
     /// Segments that it was not told of.
-    untold: Vec<Arc<Told>>,
+    unregistered: Vec<Arc<Registration>>,
 }
 
 impl HostTier {
@@ -185,7 +185,7 @@ impl HostTier {
             given_back_bytes: 0,
             reserve: None,
             device: None,
-            untold: Vec::new(),
+            unregistered: Vec::new(),
         })
     }
 
@@ -434,7 +434,7 @@ impl HostTier {
         }
         let mut segment = mapped?;
         if let Some(device) = &self.device {
-            self.untold.push(segment.tell(device));
+            self.unregistered.push(segment.register(device));
         }
         self.mapped_bytes += segment.mapped_bytes();
         let number = self.table.enter(segment);

@@ -27,7 +27,7 @@ impl HostTier {
         let mut segment = Segment::map(account, piece_bytes, piece_bytes, Wish::No)?;
         segment.cut(piece_bytes, 1);
         if let Some(device) = &self.device {
-            self.untold.push(segment.tell(device));
+            self.unregistered.push(segment.register(device));
         }
         let number = self.table.enter(segment);
         if let Some(old) = self.reserve.replace(number) {

@@ -7,8 +7,8 @@ use crate::base::memory::{Buffer, HUGE_PAGE_BYTES, MemoryWish, Wish};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Device;
+use crate::tier::host::registration::{Registrar, Registration};
 use crate::tier::host::table::Entry;
-use crate::tier::host::told::{Teller, Told};
 
 /// Most pieces of a segment.
 pub const MAX_PIECES: u32 = 1 << 15;
@@ -19,7 +19,7 @@ const SUMMARY: usize = (MAX_PIECES / WORD_BITS / WORD_BITS) as usize;
 /// Its memory and which of its pieces are in use.
 pub struct Segment {
     /// Dropped first: a device that knows the memory forgets it.
-    teller: Option<Teller>,
+    registrar: Option<Registrar>,
     buffer: Buffer,
     /// A bit for each piece in use; those past the last are set for ever.
     words: Vec<u64>,
@@ -80,7 +80,7 @@ impl Segment {
         let buffer = Buffer::map(&wish, faults)?;
         debug_assert_eq!(buffer.charged_bytes(), mapped_bytes, "paid is what was mapped");
         Ok(Segment {
-            teller: None,
+            registrar: None,
             buffer,
             words,
             owners,
@@ -93,11 +93,11 @@ impl Segment {
     }
 
     /// A device is to be told of the memory, by somebody who has time.
-    pub fn tell(&mut self, device: &Arc<dyn Device>) -> Arc<Told> {
-        let teller = Teller::new(device, self.buffer.address(), self.buffer.bytes());
-        let told = teller.0.clone();
-        self.teller = Some(teller);
-        told
+    pub fn register(&mut self, device: &Arc<dyn Device>) -> Arc<Registration> {
+        let registrar = Registrar::new(device, self.buffer.address(), self.buffer.bytes());
+        let registration = registrar.0.clone();
+        self.registrar = Some(registrar);
+        registration
     }
 
     /// What is mapped for a segment of so many bytes, and whether in huge pages: not where

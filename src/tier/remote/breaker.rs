@@ -180,7 +180,7 @@ impl Breaker {
 
     /// Tells what came of a request, and whether that was a probe. Of those that went before it
     /// was opened nothing more is believed.
-    pub fn tell(&mut self, way: Way, heard: Heard, probes: bool, now_ns: u64) {
+    pub fn record(&mut self, way: Way, heard: Heard, probes: bool, now_ns: u64) {
         let line = &mut self.lines[way as usize];
         match (line.state, heard) {
             (State::Open, _) => {}
@@ -233,35 +233,35 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    fn tell(breaker: &mut Breaker, heard: Heard, times: u32) {
-        (0..times).for_each(|_| breaker.tell(Way::Read, heard, false, 0));
+    fn record(breaker: &mut Breaker, heard: Heard, times: u32) {
+        (0..times).for_each(|_| breaker.record(Way::Read, heard, false, 0));
     }
 
     #[test]
     fn failures_in_a_row_open_it_and_one_probe_closes_it() {
         let mut breaker = Breaker::new(1);
-        tell(&mut breaker, Heard::Well, 10);
-        tell(&mut breaker, Heard::Failure, 4);
-        tell(&mut breaker, Heard::Well, 6);
-        tell(&mut breaker, Heard::Failure, 4);
+        record(&mut breaker, Heard::Well, 10);
+        record(&mut breaker, Heard::Failure, 4);
+        record(&mut breaker, Heard::Well, 6);
+        record(&mut breaker, Heard::Failure, 4);
         assert_eq!(breaker.leave(Way::Read, 0), Leave::Go);
-        tell(&mut breaker, Heard::Failure, 1);
+        record(&mut breaker, Heard::Failure, 1);
         assert_eq!(breaker.state(Way::Read), State::Open);
         assert_eq!(breaker.state(Way::Write), State::Closed);
         assert_eq!(breaker.leave(Way::Read, SECOND / 2), Leave::Stay);
         // Late answers change nothing.
-        tell(&mut breaker, Heard::Well, 50);
+        record(&mut breaker, Heard::Well, 50);
         assert_eq!(breaker.leave(Way::Read, 2 * SECOND), Leave::Probe);
         assert_eq!(breaker.leave(Way::Read, 2 * SECOND), Leave::Stay);
         // Nor do they while it is asked whether it is well.
         for late in [Heard::Well, Heard::Failure, Heard::Lie] {
-            breaker.tell(Way::Read, late, false, 2 * SECOND);
+            breaker.record(Way::Read, late, false, 2 * SECOND);
             assert_eq!((breaker.state(Way::Read), breaker.opened()), (State::Half, 1));
         }
-        breaker.tell(Way::Read, Heard::Well, true, 2 * SECOND);
+        breaker.record(Way::Read, Heard::Well, true, 2 * SECOND);
         assert_eq!((breaker.leave(Way::Read, 2 * SECOND), breaker.opened()), (Leave::Go, 1));
         // All is forgotten.
-        tell(&mut breaker, Heard::Failure, 4);
+        record(&mut breaker, Heard::Failure, 4);
         assert!(breaker.is_closed(Way::Read));
     }
 
@@ -269,41 +269,41 @@ mod tests {
     fn half_of_the_last_results_or_lies_in_a_row_open_it() {
         let mut breaker = Breaker::new(2);
         for _ in 0..3 {
-            tell(&mut breaker, Heard::Failure, 1);
-            tell(&mut breaker, Heard::Well, 1);
+            record(&mut breaker, Heard::Failure, 1);
+            record(&mut breaker, Heard::Well, 1);
         }
-        tell(&mut breaker, Heard::Well, 1);
+        record(&mut breaker, Heard::Well, 1);
         assert!(breaker.is_closed(Way::Read), "seven are too few");
-        tell(&mut breaker, Heard::Failure, 1);
+        record(&mut breaker, Heard::Failure, 1);
         assert_eq!(breaker.state(Way::Read), State::Open, "four of eight");
 
         let mut breaker = Breaker::new(3);
-        tell(&mut breaker, Heard::Lie, 7);
-        tell(&mut breaker, Heard::Well, 1);
-        tell(&mut breaker, Heard::Lie, 7);
+        record(&mut breaker, Heard::Lie, 7);
+        record(&mut breaker, Heard::Well, 1);
+        record(&mut breaker, Heard::Lie, 7);
         assert!(breaker.is_closed(Way::Read));
-        tell(&mut breaker, Heard::Lie, 1);
+        record(&mut breaker, Heard::Lie, 1);
         assert_eq!(breaker.state(Way::Read), State::Open);
     }
 
     #[test]
     fn refusals_stop_writing_for_a_while() {
         let mut breaker = Breaker::new(4);
-        breaker.tell(Way::Write, Heard::Refusal, false, 7);
+        breaker.record(Way::Write, Heard::Refusal, false, 7);
         assert_eq!(breaker.leave(Way::Write, 7 + REFUSED_NS - 1), Leave::Stay);
         assert_eq!(breaker.leave(Way::Read, 7), Leave::Go);
         assert_eq!(breaker.leave(Way::Write, 7 + REFUSED_NS), Leave::Probe);
         // Still full: as long again, not longer.
-        breaker.tell(Way::Write, Heard::Refusal, true, 10 * SECOND);
+        breaker.record(Way::Write, Heard::Refusal, true, 10 * SECOND);
         assert_eq!(breaker.leave(Way::Write, 10 * SECOND + REFUSED_NS), Leave::Probe);
-        breaker.tell(Way::Write, Heard::Well, true, 16 * SECOND);
+        breaker.record(Way::Write, Heard::Well, true, 16 * SECOND);
         assert!(breaker.is_closed(Way::Write));
     }
 
     #[test]
     fn a_lost_probe_is_followed_by_another() {
         let mut breaker = Breaker::new(5);
-        tell(&mut breaker, Heard::Failure, 5);
+        record(&mut breaker, Heard::Failure, 5);
         assert_eq!(breaker.leave(Way::Read, 2 * SECOND), Leave::Probe);
         assert_eq!(breaker.leave(Way::Read, 2 * SECOND + PROBE_NS - 1), Leave::Stay);
         assert_eq!(breaker.leave(Way::Read, 2 * SECOND + PROBE_NS), Leave::Probe);
@@ -313,14 +313,14 @@ mod tests {
     fn times_grow_to_a_limit_and_differ_by_seed() {
         let times = |seed: u64| -> Vec<u64> {
             let mut breaker = Breaker::new(seed);
-            tell(&mut breaker, Heard::Failure, 5);
+            record(&mut breaker, Heard::Failure, 5);
             let mut now = 0;
             (0..10)
                 .map(|_| {
                     let open_ns = breaker.lines[0].until_ns - now;
                     now = breaker.lines[0].until_ns;
                     assert_eq!(breaker.leave(Way::Read, now), Leave::Probe);
-                    breaker.tell(Way::Read, Heard::Failure, true, now);
+                    breaker.record(Way::Read, Heard::Failure, true, now);
                     open_ns
                 })
                 .collect()
@@ -359,7 +359,7 @@ mod tests {
     }
 
     impl Model {
-        fn tell(&mut self, way: Way, heard: Heard) {
+        fn record(&mut self, way: Way, heard: Heard) {
             if self.open && !self.probing {
                 return;
             }
@@ -422,8 +422,8 @@ mod tests {
                     }
                     Leave::Stay => prop_assert!(model.open && now < until),
                 }
-                model.tell(way, heard);
-                breaker.tell(way, heard, leave == Leave::Probe, now);
+                model.record(way, heard);
+                breaker.record(way, heard, leave == Leave::Probe, now);
                 prop_assert_eq!(breaker.is_closed(way), !model.open);
                 if model.open {
                     let left = breaker.lines[way as usize].until_ns - now;

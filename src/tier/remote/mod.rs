@@ -125,7 +125,7 @@ impl From<Trouble> for Error {
 }
 
 /// Appends an entry, names and values, to a stream that others read, by a deadline.
-pub type Tell = Box<dyn FnMut(&[(&str, &[u8])], u64) -> std::result::Result<(), Trouble> + Send>;
+pub type Publish = Box<dyn FnMut(&[(&str, &[u8])], u64) -> std::result::Result<(), Trouble> + Send>;
 
 /// What the lanes of a remote did, all together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -11,7 +11,7 @@ use crate::models::WHO;
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Insert(u64, i64),
-    Tell(u64, i64),
+    Publish(u64, i64),
     Hold(u64),
     Free(u64),
     Evict,
@@ -21,7 +21,7 @@ fn step() -> impl Strategy<Value = Step> {
     let next = prop_oneof![3 => 10..1_000_000i64, 1 => Just(i64::MAX)];
     prop_oneof![
         3 => (0..30u64, next.clone()).prop_map(|(id, at)| Step::Insert(id, at)),
-        3 => (0..30u64, next).prop_map(|(id, at)| Step::Tell(id, at)),
+        3 => (0..30u64, next).prop_map(|(id, at)| Step::Publish(id, at)),
         1 => (0..30u64).prop_map(Step::Hold),
         1 => (0..30u64).prop_map(Step::Free),
         3 => Just(Step::Evict),
@@ -43,7 +43,7 @@ fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
                 evictor.insert(now, &WHO, &[new]).expect("room");
                 known.insert(id, (at, id as u32, 0));
             }
-            Step::Tell(id, at) => {
+            Step::Publish(id, at) => {
                 let hint = Hint { next_use: Some((at, 1.0)), ..Hint::default() };
                 evictor.hint(now, &WHO, &[id], &hint).expect("a time");
                 known.entry(id).and_modify(|k| k.0 = at);

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use kvtier::base::op::OpOpts;
 use kvtier::base::status::Status;
-use kvtier::kv::core::{Deed, Level};
-use kvtier::kv::spec::StoreSpec;
+use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::{Level, TransferKind};
 
 use kvtier_testkit::fixtures::store::{Engine, Home, Model, Shape, document, marks_of, wait};
 
@@ -161,7 +161,7 @@ impl Worker {
         engine.compute(&marks_of(3, tokens));
         let began = Instant::now();
         let (store, opts) = (&self.home.store, self.opts());
-        let ops = store.submit(session, Deed::Put, Level::Remote, engine.whole(), &opts);
+        let ops = store.submit(session, TransferKind::Put, Level::Remote, engine.whole(), &opts);
         let status = wait(&ops.expect("begun")[0]).status;
         self.took(began);
         self.done.put += u64::from(status == Status::Ok);
@@ -180,7 +180,7 @@ impl Worker {
         let mut engine = Engine::new(MODEL, Shape::Heads, located.tokens);
         let began = Instant::now();
         let (store, opts) = (&self.home.store, self.opts());
-        let ops = store.submit(session, Deed::Get, Level::Ram, engine.whole(), &opts);
+        let ops = store.submit(session, TransferKind::Get, Level::Ram, engine.whole(), &opts);
         let came = wait(&ops.expect("begun")[0]);
         self.took(began);
         self.done.wrong += engine.wrong_bytes(&marks_of(3, tokens), came.tokens);
@@ -203,7 +203,7 @@ impl Worker {
     /// Everything that is counted.
     fn told(&self) -> String {
         let Done { turns, put, located, got, compared, wrong, over, slowest_ms } = self.done;
-        let far = self.home.store.with(|core| Ok(core.far_counters())).expect("open");
+        let far = self.home.store.with(|core| Ok(core.remote_counters())).expect("open");
         let far = far.expect("a remote");
         let (fetched, corrupt, late) = (far.fetched, far.corrupt, far.late);
         let (sent, failed, avoided) = (far.sent, far.failed_sends, far.avoided);

@@ -84,9 +84,9 @@ proptest! {
             is_dense || unit(head) == free || lists[unit(head)].binary_search(&item).is_ok()
         };
         // What sums are counted by: keys that the last query sees, as they are selected.
-        let sight = (first + queries).min(n);
+        let snapshot = (first + queries).min(n);
         let order = |head: usize| -> Vec<usize> {
-            (0..sight).filter(|&key| sees(0, head, key)).collect()
+            (0..snapshot).filter(|&key| sees(0, head, key)).collect()
         };
         let most = (0..heads).map(|head| order(head).len()).max().expect("heads");
         let problem = Problem { select, ..problem(&q, &k, &v, first) };

@@ -287,7 +287,7 @@ impl Pair {
                 tiers.iter().enumerate().fold(0, |all, (i, t)| all | u8::from(is(t)) << i)
             };
             let places = bits(&|t| t.place.is_some());
-            assert_eq!((marks.there(), marks.is_far()), (places & 7, places & 8 != 0));
+            assert_eq!((marks.there(), marks.is_remote()), (places & 7, places & 8 != 0));
             assert_eq!(marks.leaving(), bits(&|t| t.leaving.is_some()));
             assert_eq!(marks.loading(), bits(&|t| matches!(t.way, Some(Way::Copy(_)))));
             assert_eq!(marks.storing(), bits(&|t| t.way == Some(Way::Store)));

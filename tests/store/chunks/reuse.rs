@@ -69,7 +69,7 @@ impl Board {
         let layers = self.layout.layers();
         let shape = Shape { layers, chunk_tokens: self.layout.chunk_tokens(), max_chunks: 16 };
         let mut table = Chunks::new(shape).expect("small");
-        table.count_far(true);
+        table.count_remote(true);
         let path = (0..self.tokens.len()).map(|at| {
             if self.cells[at].iter().all(|&cell| cell == (0, false)) && at % 2 == 0 {
                 return NONE;

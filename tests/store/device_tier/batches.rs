@@ -5,13 +5,13 @@ use std::sync::Arc;
 use kvtier::base::budget::Tier;
 use kvtier::device::simulated::Simulated;
 use kvtier::device::{Device, Memory, Stream};
-use kvtier::kv::core::books::{Books, Page};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::work::{Hands, Work};
-use kvtier::kv::core::{Core, SessionOpts, SpaceOpts};
-use kvtier::kv::hands::Tools;
 use kvtier::meta::chunks::{Cell, Place};
 use kvtier::meta::key::Key;
+use kvtier::store::executor::Tools;
+use kvtier::store::state::checkpoint_writer::{CheckpointWriter, Page};
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::work::{Work, WorkerKind};
+use kvtier::store::state::{SessionOpts, SpaceOpts, StoreState};
 use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
 use kvtier_testkit::disk::{SimFiles, SimOpts as DiskOpts};
 
@@ -27,13 +27,13 @@ fn what_is_on_the_device_crosses_no_link() {
     // Planes between the engine and host memory, between it and the device, cells that are
     // filled there.
     let mut count = |deed, memory: Memory, what: &str, right: [u64; 3]| {
-        if deed == Deed::Put {
+        if deed == TransferKind::Put {
             engine.compute(&marks_of(0, &tokens));
         }
         let rectangle = in_memory(engine.whole(), memory);
-        core.submit_rectangle(session, deed, Level::Ram, 0, rectangle).expect("submitted");
+        core.submit_cell_range(session, deed, Level::Ram, 0, rectangle).expect("submitted");
         let mut seen = [0; 3];
-        while let Some(work) = core.take(Hands::Copy) {
+        while let Some(work) = core.take(WorkerKind::Copy) {
             if let Work::Copies(batch) = &work {
                 let near = batch.items.iter().filter(|item| item.memory == Memory::Device);
                 let near = near.count() as u64;
@@ -55,22 +55,26 @@ fn what_is_on_the_device_crosses_no_link() {
         }
         core.check().expect("the tables agree");
     };
-    count(Deed::Put, Memory::Device, "a put", [2 * CELLS, 2 * CELLS, 0]);
-    count(Deed::Get, Memory::Device, "a copy", [0, 2 * CELLS, 0]);
-    count(Deed::Get, Memory::Device, "a way up", [0, 2 * CELLS, CELLS]);
-    count(Deed::Get, Memory::Device, "a copy again", [0, 2 * CELLS, 0]);
-    count(Deed::Get, Memory::Host, "a get elsewhere", [2 * CELLS, 0, 0]);
+    count(TransferKind::Put, Memory::Device, "a put", [2 * CELLS, 2 * CELLS, 0]);
+    count(TransferKind::Get, Memory::Device, "a copy", [0, 2 * CELLS, 0]);
+    count(TransferKind::Get, Memory::Device, "a way up", [0, 2 * CELLS, CELLS]);
+    count(TransferKind::Get, Memory::Device, "a copy again", [0, 2 * CELLS, 0]);
+    count(TransferKind::Get, Memory::Host, "a get elsewhere", [2 * CELLS, 0, 0]);
 }
 
 /// A core by hand, with one session that has stored a document.
-pub fn by_hand(device: &Arc<Simulated>, from: Memory, level: Level) -> (Core, Tools, u32, Engine) {
+pub fn by_hand(
+    device: &Arc<Simulated>,
+    from: Memory,
+    level: Level,
+) -> (StoreState, Tools, u32, Engine) {
     let config = spec_of("store(host=8MiB, device=device(capacity=1MiB))").config;
     let disk = (level > Level::Ram).then(|| {
         let files = SimFiles::new(1, DiskOpts { capacity_bytes: 16 << 20, ..Default::default() });
         let options = Options { segment_bytes: 1 << 20, ..Options::new(8 << 20, [7; 16]) };
         Arc::new(DiskTier::open(std::sync::Arc::new(files), options).expect("sound").0)
     });
-    let mut core = Core::new(config, None, disk.clone()).expect("sound");
+    let mut core = StoreState::new(config, None, disk.clone()).expect("sound");
     core.tick(1);
     let device: Arc<dyn Device> = device.clone();
     core.begin_device(&device).expect("memory");
@@ -78,19 +82,19 @@ pub fn by_hand(device: &Arc<Simulated>, from: Memory, level: Level) -> (Core, To
     let space = core.open_space(&opts).expect("opened");
     let session = core.open_session(space, &SessionOpts::default()).expect("opened");
     core.append(session, &document(1, TOKENS)).expect("room");
-    let tools = Tools { device, disk, far: None };
+    let tools = Tools { device, disk, remote: None };
     let mut engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     engine.compute(&marks_of(0, &document(1, TOKENS)));
     let what = in_memory(engine.whole(), from);
-    core.submit_rectangle(session, Deed::Put, level, 0, what).expect("submitted");
-    while let Some(work) = Hands::ALL.into_iter().find_map(|hands| core.take(hands)) {
+    core.submit_cell_range(session, TransferKind::Put, level, 0, what).expect("submitted");
+    while let Some(work) = WorkerKind::ALL.into_iter().find_map(|hands| core.take(hands)) {
         carry_out(&mut core, &tools, work);
     }
     engine.check(&marks_of(0, &document(1, TOKENS)), 0..TOKENS, 0..MODEL.layers);
     (core, tools, session, engine)
 }
 
-pub fn carry_out(core: &mut Core, tools: &Tools, mut work: Work) {
+pub fn carry_out(core: &mut StoreState, tools: &Tools, mut work: Work) {
     // SAFETY: engines of the tests here outlive their moves.
     let outcome = unsafe { tools.work(&mut work, Stream(0), &mut NoBooks) };
     core.done(work, outcome, 1);
@@ -105,17 +109,17 @@ fn slabs_go_when_the_copies_have_ended() {
         let (mut core, tools, session, mut engine) = by_hand(&device, from, Level::Ram);
         assert_eq!(core.device_cells(), if from == Memory::Device { CELLS } else { 0 });
         let what = in_memory(engine.whole(), Memory::Device);
-        core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what).expect("submitted");
-        let batch = core.take(Hands::Copy).expect("a get");
+        core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what).expect("submitted");
+        let batch = core.take(WorkerKind::Copy).expect("a get");
         core.set_device_bytes(0).expect("there is a tier");
         assert_eq!(core.device_cells(), 0);
-        while let Some(work) = core.take(Hands::Copy) {
+        while let Some(work) = core.take(WorkerKind::Copy) {
             assert!(matches!(work, Work::Slabs(_)), "one batch has all of it");
             carry_out(&mut core, &tools, work);
         }
         assert!(device.allocated_bytes() > 0, "what is copied is there still");
         carry_out(&mut core, &tools, batch);
-        while let Some(work) = core.take(Hands::Copy) {
+        while let Some(work) = core.take(WorkerKind::Copy) {
             carry_out(&mut core, &tools, work);
         }
         assert_eq!((core.device_cells(), device.allocated_bytes()), (0, 0), "{from:?}");
@@ -129,15 +133,15 @@ fn slabs_go_when_the_copies_have_ended() {
 fn what_is_lost_on_the_way_to_the_device_does_not_arrive() {
     let (mut core, tools, session, mut engine) = by_hand(&quick(), Memory::Host, Level::Disk);
     let what = in_memory(engine.whole(), Memory::Device);
-    core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what).expect("submitted");
-    let batch = core.take(Hands::Copy).expect("a get");
+    core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what).expect("submitted");
+    let batch = core.take(WorkerKind::Copy).expect("a get");
     assert_eq!(core.demote_range(session, 0, TOKENS as u64).expect("open").freed, 4);
     let (space, slots) = {
         let session = core.session(session).expect("open");
         (session.space(), session.path().slots().to_vec())
     };
     for (slot, layer) in slots.iter().flat_map(|&slot| (0..MODEL.layers).map(move |l| (slot, l))) {
-        let board = core.board_of(space).expect("open");
+        let board = core.table_of(space).expect("open");
         let cell = Cell { chunk: slot, layer };
         let place = board.chunks.place(cell, Tier::Disk).expect("there is a chunk");
         let Some(Place::Disk { spot, seal, coded }) = place else {
@@ -172,7 +176,7 @@ impl Keeper for NoBooks {
     }
 }
 
-impl Books for NoBooks {
+impl CheckpointWriter for NoBooks {
     fn page(&mut self, _from: (u32, u32), _page: &mut Page) -> Option<(u32, u32)> {
         unreachable!("nothing is cleaned")
     }

@@ -5,10 +5,10 @@ use kvtier::base::op::{OpOpts, OpRef, RELEASED, RESOLVED};
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::device::{Copy, Device, Event, Memory, Stream, Way};
-use kvtier::kv::core::Rectangle;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::ready::Ready;
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::ready_event::Ready;
+use kvtier::store::state::CellRange;
+use kvtier::store::state::transfer::{Level, TransferKind};
 
 use crate::device_tier::rig::{CELLS, MODEL, RIGHT, Rig, TOKENS, in_memory, simulated, until};
 use kvtier_testkit::fixtures::store::{
@@ -25,9 +25,15 @@ struct Moving {
 }
 
 impl Moving {
-    fn begin(rig: &Rig, deed: Deed, number: u32, there: (Shape, Memory), after: Event) -> Moving {
+    fn begin(
+        rig: &Rig,
+        deed: TransferKind,
+        number: u32,
+        there: (Shape, Memory),
+        after: Event,
+    ) -> Moving {
         let by_layer = number % 2 == 1;
-        Moving::with(rig, deed, Level::Ram, number, there, |what| Rectangle {
+        Moving::with(rig, deed, Level::Ram, number, there, |what| CellRange {
             after: Some(after),
             by_layer,
             ..what
@@ -36,11 +42,11 @@ impl Moving {
 
     fn with(
         rig: &Rig,
-        deed: Deed,
+        deed: TransferKind,
         level: Level,
         number: u32,
         (shape, memory): (Shape, Memory),
-        change: impl FnOnce(Rectangle) -> Rectangle,
+        change: impl FnOnce(CellRange) -> CellRange,
     ) -> Moving {
         let tokens = document(number, TOKENS);
         let session = rig.home.session(rig.space, &tokens);
@@ -92,7 +98,7 @@ fn nothing_is_read_or_written_before_the_event() {
         let rig = Rig::open(&spec_of(spec));
         for (number, shape) in (0u32..).zip(SHAPES) {
             let event = rig.device.promise().expect("one");
-            let mut put = Moving::begin(&rig, Deed::Put, number, (shape, memory), event);
+            let mut put = Moving::begin(&rig, TransferKind::Put, number, (shape, memory), event);
             until("it was submitted", || {
                 rig.home.store.look(|core| core.cells_behind() == 0) == Ok(true)
             });
@@ -106,7 +112,7 @@ fn nothing_is_read_or_written_before_the_event() {
             // Twice: out of host memory, and of the device's if there is such a tier.
             for _ in 0..2 {
                 let event = rig.device.promise().expect("one");
-                let get = Moving::begin(&rig, Deed::Get, number, (shape, memory), event);
+                let get = Moving::begin(&rig, TransferKind::Get, number, (shape, memory), event);
                 // Others pass.
                 rig.get(number, Memory::Host);
                 rig.put(100 + number, Memory::Device);
@@ -140,8 +146,8 @@ fn an_event_that_fails_fails_its_moves_alone() {
     let event = unsafe { rig.device.submit(Stream(0), Some(promise), &mut [copy.expect("sound")]) };
     let event = event.expect("taken");
     let there = (Shape::Tokens, Memory::Device);
-    let get = Moving::begin(&rig, Deed::Get, 1, there, event);
-    let mut put = Moving::begin(&rig, Deed::Put, 2, there, event);
+    let get = Moving::begin(&rig, TransferKind::Get, 1, there, event);
+    let mut put = Moving::begin(&rig, TransferKind::Put, 2, there, event);
     put.compute();
     keep(&rig, promise);
     let failed = |done: &Done| assert_eq!((done.status, done.tokens), (Status::Io, 0));
@@ -151,7 +157,7 @@ fn an_event_that_fails_fails_its_moves_alone() {
     put.end(&rig).iter().for_each(failed);
     assert_eq!(rig.device.state(event).unwrap_err().status(), Status::Io);
     // Also one that names it now.
-    let late = Moving::begin(&rig, Deed::Put, 2, there, event);
+    let late = Moving::begin(&rig, TransferKind::Put, 2, there, event);
     late.end(&rig).iter().for_each(failed);
     rig.home.rest();
     assert_eq!(rig.report().host_cells, CELLS, "what was put before is there, and no more");
@@ -171,14 +177,14 @@ fn what_cannot_be_behind_an_event_is_refused() {
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     let event = rig.device.promise().expect("one");
     let refused = |home: &Home, session, deed, after| {
-        let what = Rectangle { after: Some(after), ..engine.whole() };
+        let what = CellRange { after: Some(after), ..engine.whole() };
         home.submit(session, deed, Level::Ram, what).map(|_| ()).unwrap_err().status()
     };
-    assert_eq!(refused(&rig.home, session, Deed::Prefetch, event), Status::Invalid);
-    assert_eq!(refused(&rig.home, session, Deed::Get, Event(12345)), Status::Handle);
+    assert_eq!(refused(&rig.home, session, TransferKind::Prefetch, event), Status::Invalid);
+    assert_eq!(refused(&rig.home, session, TransferKind::Get, Event(12345)), Status::Handle);
     keep(&rig, event);
     rig.device.release(event).expect("kept");
-    assert_eq!(refused(&rig.home, session, Deed::Put, event), Status::Handle);
+    assert_eq!(refused(&rig.home, session, TransferKind::Put, event), Status::Handle);
     rig.home.end(session);
     rig.close();
     // A store that was opened without a device knows none of its events.
@@ -187,7 +193,7 @@ fn what_cannot_be_behind_an_event_is_refused() {
     let home = Home { store, runtime };
     let space = home.space(1, &MODEL);
     let session = home.session(space, &tokens);
-    assert_eq!(refused(&home, session, Deed::Get, Event(1)), Status::Unavailable);
+    assert_eq!(refused(&home, session, TransferKind::Get, Event(1)), Status::Unavailable);
     home.end(session);
     home.close();
 }
@@ -202,7 +208,7 @@ fn a_late_event_holds_up_nothing_behind_others() {
     let mut gets: Vec<Option<Moving>> = (0..COUNT)
         .map(|number| {
             let there = (Shape::Heads, Memory::Device);
-            Some(Moving::begin(&rig, Deed::Get, number, there, events[number as usize]))
+            Some(Moving::begin(&rig, TransferKind::Get, number, there, events[number as usize]))
         })
         .collect();
     fill(&rig, 100..104);
@@ -225,7 +231,7 @@ fn moves_that_wait_leave_room_for_others() {
     // Twice what memory has.
     let mut puts: Vec<Moving> = (0..16)
         .map(|number| {
-            Moving::begin(&rig, Deed::Put, number, (Shape::Tokens, Memory::Device), event)
+            Moving::begin(&rig, TransferKind::Put, number, (Shape::Tokens, Memory::Device), event)
         })
         .collect();
     for number in 100..116 {
@@ -253,7 +259,7 @@ fn what_is_on_disk_comes_meanwhile() {
     let rig = Rig::open(&spec);
     assert_eq!(rig.report().host_cells, 0);
     let event = rig.device.promise().expect("one");
-    let get = Moving::begin(&rig, Deed::Get, 1, (Shape::Tokens, Memory::Device), event);
+    let get = Moving::begin(&rig, TransferKind::Get, 1, (Shape::Tokens, Memory::Device), event);
     until("it was read", || rig.report().host_cells == CELLS);
     assert!(get.is_open() && get.engine.is_untouched());
     keep(&rig, event);
@@ -272,11 +278,11 @@ fn both_have_to_come() {
         let session = rig.home.session(rig.space, &document(1, TOKENS));
         let mut engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
         let whole = in_memory(engine.whole(), Memory::Device);
-        let what = Rectangle { after: Some(event), ..whole };
+        let what = CellRange { after: Some(event), ..whole };
         let store = &rig.home.store;
         let opts = OpOpts::default();
         let ram = Level::Ram;
-        let ops = store.submit_after(session, Deed::Get, ram, what, &opts, Some(&word));
+        let ops = store.submit_after(session, TransferKind::Get, ram, what, &opts, Some(&word));
         let op = ops.expect("submitted").remove(0);
         for step in [word_first, !word_first] {
             assert!(engine.is_untouched() && op.state() & RESOLVED == 0);
@@ -306,8 +312,8 @@ fn who_gives_up_has_its_memory_when_the_event_has_come() {
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     let submit = |opts: &OpOpts| {
         let whole = in_memory(engine.whole(), Memory::Device);
-        let what = Rectangle { after: Some(event), ..whole };
-        let ops = rig.home.store.submit(session, Deed::Get, Level::Ram, what, opts);
+        let what = CellRange { after: Some(event), ..whole };
+        let ops = rig.home.store.submit(session, TransferKind::Get, Level::Ram, what, opts);
         ops.expect("submitted").remove(0)
     };
     let all_submitted = || rig.home.store.look(|core| core.cells_behind() == 0) == Ok(true);
@@ -353,7 +359,14 @@ fn cancelled_moves_leave_room_before_the_word() {
     let submit = || {
         let opts = OpOpts::default();
         let store = &rig.home.store;
-        store.submit_after(session, Deed::Put, Level::Ram, engine.whole(), &opts, Some(&ready))
+        store.submit_after(
+            session,
+            TransferKind::Put,
+            Level::Ram,
+            engine.whole(),
+            &opts,
+            Some(&ready),
+        )
     };
     let kept = submit().expect("submitted");
     for _ in 0..=MOST {

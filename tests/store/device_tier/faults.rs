@@ -8,8 +8,8 @@ use kvtier::base::budget::{Budget, Lane, Tier};
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::device::{Device, Memory};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::state::transfer::{Level, TransferKind};
 
 use crate::device_tier::rig::{CELLS, KIB, RIGHT, Rig, limits, quick, simulated, until};
 use kvtier_testkit::fixtures::store::{
@@ -28,7 +28,7 @@ fn a_device_that_is_lost_costs_the_way_and_no_data() {
     let rig = Rig::on(&spec, slow, None);
     for number in 0..24 {
         let there = (Shape::Tokens, Memory::Device);
-        assert_eq!(rig.go(Deed::Put, Level::Durable, number, there), RIGHT);
+        assert_eq!(rig.go(TransferKind::Put, Level::Durable, number, there), RIGHT);
     }
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -41,7 +41,8 @@ fn a_device_that_is_lost_costs_the_way_and_no_data() {
                     let number = chance as u32 % 24;
                     let memory = if chance >> 40 & 1 == 0 { Memory::Host } else { Memory::Device };
                     // What came is compared, whatever became of the rest.
-                    let done = rig.go(Deed::Get, Level::Ram, number, (Shape::Heads, memory));
+                    let done =
+                        rig.go(TransferKind::Get, Level::Ram, number, (Shape::Heads, memory));
                     match (done.status, memory) {
                         (Status::Ok, _) => assert_eq!(done, RIGHT),
                         (Status::Unavailable, Memory::Device) => lost += 1,
@@ -83,9 +84,9 @@ fn copies_that_fail_are_made_again_without_the_tier() {
         let put = (Shape::Tokens, from);
         let ends =
             |done: Done| assert!([Status::Ok, Status::Io].contains(&done.status), "{done:?}");
-        ends(rig.go(Deed::Put, Level::Ram, 1, put));
+        ends(rig.go(TransferKind::Put, Level::Ram, 1, put));
         for _ in 0..30 {
-            let done = rig.go(Deed::Get, Level::Ram, 1, there);
+            let done = rig.go(TransferKind::Get, Level::Ram, 1, there);
             assert!([Status::Ok, Status::Io, Status::NotFound].contains(&done.status), "{done:?}");
         }
         rig.home.rest();
@@ -115,10 +116,10 @@ fn callers_in_each_others_way_get_right_bytes() {
                         let (number, shape) = (chance as u32 % 30, SHAPES[chance as usize % 5]);
                         let memory =
                             if chance >> 40 & 3 == 0 { Memory::Host } else { Memory::Device };
-                        let put = rig.go(Deed::Put, Level::Ram, number, (shape, memory));
+                        let put = rig.go(TransferKind::Put, Level::Ram, number, (shape, memory));
                         assert_eq!(put, RIGHT);
                         let other = (chance >> 44) as u32 % 30;
-                        let got = rig.go(Deed::Get, Level::Ram, other, (shape, memory));
+                        let got = rig.go(TransferKind::Get, Level::Ram, other, (shape, memory));
                         assert!([Status::Ok, Status::NotFound].contains(&got.status), "{got:?}");
                     }
                 })
@@ -225,7 +226,7 @@ fn what_is_lost_elsewhere_does_not_stay_on_the_device() {
     }
     let mut missed = 0;
     for number in 0..16 {
-        let done = rig.go(Deed::Get, Level::Ram, number, (Shape::Tokens, Memory::Host));
+        let done = rig.go(TransferKind::Get, Level::Ram, number, (Shape::Tokens, Memory::Host));
         missed += u64::from(done.status == Status::NotFound);
         rig.home.rest();
     }

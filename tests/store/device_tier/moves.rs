@@ -4,12 +4,12 @@ use kvtier::base::budget::Tier;
 use kvtier::base::clock::Clock;
 use kvtier::base::status::Status;
 use kvtier::device::Memory;
-use kvtier::kv::core::SessionOpts;
-use kvtier::kv::core::audit::Audited;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::plans::PlanTerms;
-use kvtier::kv::plan;
 use kvtier::meta::chunks::Pin;
+use kvtier::store::plan;
+use kvtier::store::state::SessionOpts;
+use kvtier::store::state::audit::Audited;
+use kvtier::store::state::plans::PlanTerms;
+use kvtier::store::state::transfer::{Level, TransferKind};
 
 use crate::device_tier::rig::{CELLS, KIB, MODEL, RIGHT, Rig, TOKENS, in_memory};
 use kvtier_testkit::fixtures::store::{
@@ -22,9 +22,12 @@ fn what_is_put_from_the_device_comes_back_without_the_link() {
     let rig = Rig::open(&spec_of("store(host=8MiB, device=device(capacity=4MiB))"));
     for (number, shape) in SHAPES.into_iter().enumerate() {
         let there = (shape, Memory::Device);
-        assert_eq!(rig.go(Deed::Put, Level::Ram, number as u32, there), RIGHT);
-        assert_eq!(rig.go(Deed::Get, Level::Ram, number as u32, there), RIGHT);
-        assert_eq!(rig.go(Deed::Get, Level::Ram, number as u32, (shape, Memory::Host)), RIGHT);
+        assert_eq!(rig.go(TransferKind::Put, Level::Ram, number as u32, there), RIGHT);
+        assert_eq!(rig.go(TransferKind::Get, Level::Ram, number as u32, there), RIGHT);
+        assert_eq!(
+            rig.go(TransferKind::Get, Level::Ram, number as u32, (shape, Memory::Host)),
+            RIGHT
+        );
     }
     rig.home.rest();
     let (count, all) = (SHAPES.len() as u64, rig.report());
@@ -34,7 +37,7 @@ fn what_is_put_from_the_device_comes_back_without_the_link() {
     assert_eq!((all.device_cells, all.host_cells), (count * CELLS, count * CELLS));
     assert_eq!(rig.audit(), Audited { right: count * CELLS, ..Audited::default() });
     // How fast it was is the machine's affair.
-    assert_ne!(all.near.bytes_per_second, 2e11, "its speed was seen, and is no guess any more");
+    assert_ne!(all.replicas.bytes_per_second, 2e11, "its speed was seen, and is no guess any more");
     let text = rig.home.store.with(|core| Ok(core.metrics_text())).expect("open");
     assert!(text.contains(&format!("kvtier_device_hits_total {}\n", count * CELLS)), "{text}");
     rig.close();
@@ -78,7 +81,7 @@ fn plans_and_lookups_tell_of_the_device() {
         });
         let legs = plan.expect("a plan").legs;
         assert_eq!(legs.len(), 1);
-        assert_eq!((legs[0].deed, legs[0].bytes), (plan::Deed::Load, from));
+        assert_eq!((legs[0].kind, legs[0].bytes), (plan::StepKind::Load, from));
         assert!(legs[0].ns > 0.0);
         let look = rig.home.store.lookup(rig.space, &tokens).expect("a look");
         let tier = if memory == Memory::Device { Tier::Device } else { Tier::Host };
@@ -86,7 +89,8 @@ fn plans_and_lookups_tell_of_the_device() {
         assert_eq!(look.ranges[0].farthest, Some(tier as usize));
         assert!(look.load_ns > 0);
     }
-    let rows = rig.home.store.with(|core| core.board_seen(Some(session), 0, 9)).expect("open").rows;
+    let rows =
+        rig.home.store.with(|core| core.table_snapshot(Some(session), 0, 9)).expect("open").rows;
     assert_eq!(rows, ["GGGG"; MODEL.layers]);
     rig.home.end(session);
     rig.close();
@@ -159,7 +163,7 @@ fn after_a_restart_the_device_is_empty_and_fills_from_disk() {
         with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=8MiB,device=device(capacity=4MiB)");
     let rig = Rig::open(&spec);
     let there = (Shape::Tokens, Memory::Device);
-    assert_eq!(rig.go(Deed::Put, Level::Durable, 1, there), RIGHT);
+    assert_eq!(rig.go(TransferKind::Put, Level::Durable, 1, there), RIGHT);
     assert_eq!(rig.chunks_near(1), 4);
     rig.close();
     let rig = Rig::open(&spec);
@@ -212,7 +216,7 @@ fn a_partial_chunk_comes_back_from_the_device() {
     let session = rig.home.session(rig.space, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
     engine.compute(&marks_of(0, &tokens));
-    for deed in [Deed::Put, Deed::Get] {
+    for deed in [TransferKind::Put, TransferKind::Get] {
         let what = in_memory(engine.whole(), Memory::Device);
         let ops = rig.home.submit(session, deed, Level::Ram, what).expect("submitted");
         assert_eq!(wait(&ops[0]), Done { status: Status::Ok, tokens: tokens.len() });
@@ -247,7 +251,7 @@ fn a_second_model_finds_room() {
         let session = rig.home.session(space, &tokens);
         let mut engine = Engine::new(other, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(0, &tokens));
-        for deed in [Deed::Put, Deed::Get] {
+        for deed in [TransferKind::Put, TransferKind::Get] {
             let what = in_memory(engine.whole(), Memory::Device);
             let ops = rig.home.submit(session, deed, Level::Ram, what).expect("submitted");
             assert_eq!(wait(&ops[0]), RIGHT);

@@ -8,11 +8,11 @@ use std::time::Duration;
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::device::simulated::Simulated;
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Facts, Memory, State, Stream};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Core, Finished, Rectangle, SessionOpts};
-use kvtier::kv::hands::Tools;
-use kvtier::kv::store::Store;
+use kvtier::store::executor::Tools;
+use kvtier::store::handle::Store;
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{CellRange, Finished, SessionOpts, StoreState};
 
 use crate::device_tier::batches::{by_hand, carry_out};
 use crate::device_tier::rig::{CELLS, MODEL, RIGHT, TOKENS, in_memory, quick};
@@ -150,8 +150,8 @@ impl Device for Picky {
     }
 }
 
-fn copies(core: &mut Core, tools: &Tools) -> Vec<Finished> {
-    while let Some(work) = core.take(Hands::Copy) {
+fn copies(core: &mut StoreState, tools: &Tools) -> Vec<Finished> {
+    while let Some(work) = core.take(WorkerKind::Copy) {
         carry_out(core, tools, work);
     }
     let mut finished = Vec::new();
@@ -172,9 +172,10 @@ fn one_bad_pointer_fails_its_own_move_alone() {
     device.forget(&bad);
     copies(&mut core, &tools);
     let what = in_memory(engine.whole(), Memory::Device);
-    let good = core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what).expect("taken");
+    let good =
+        core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what).expect("taken");
     let what = in_memory(bad.whole(), Memory::Device);
-    core.submit_rectangle(other, Deed::Get, Level::Ram, 0, what).expect("taken");
+    core.submit_cell_range(other, TransferKind::Get, Level::Ram, 0, what).expect("taken");
     let ended = copies(&mut core, &tools);
     let last = ended.iter().filter(|one| one.last);
     let how = last.map(|one| (one.number == good, one.error.as_ref().map(Error::status)));
@@ -205,14 +206,20 @@ fn one_bad_pointer_behind_an_event_fails_its_own_move_alone() {
     engines[0] = Engine::new(MODEL, Shape::Tokens, TOKENS);
     device.forget(&engines[1]);
     let event = Device::promise(&*device).expect("one");
-    let after = |engine: &Engine| Rectangle {
+    let after = |engine: &Engine| CellRange {
         after: Some(event),
         ..in_memory(engine.whole(), Memory::Device)
     };
     // Both at once, so that one batch has both.
     let begun = home.store.with(|core| {
         let all = [0, 1].map(|at| {
-            core.submit_rectangle(sessions[at], Deed::Get, Level::Ram, 0, after(&engines[at]))
+            core.submit_cell_range(
+                sessions[at],
+                TransferKind::Get,
+                Level::Ram,
+                0,
+                after(&engines[at]),
+            )
         });
         all.into_iter().collect::<Result<Vec<u32>>>()
     });
@@ -243,7 +250,7 @@ fn a_closed_store_keeps_no_device() {
     let session = home.session(space, &document(1, TOKENS));
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     let what = in_memory(engine.whole(), Memory::Device);
-    let ops = home.submit(session, Deed::Put, Level::Ram, what).expect("submitted");
+    let ops = home.submit(session, TransferKind::Put, Level::Ram, what).expect("submitted");
     assert_eq!(wait(&ops[0]), Done { status: Status::Ok, tokens: TOKENS });
     assert!(Arc::strong_count(&device) > 1);
     home.store.close(0).expect("closed");
@@ -266,7 +273,7 @@ fn an_audit_that_is_refused_forgets_nothing() {
         let session = home.session(space, &document(number, TOKENS));
         let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
         let what = in_memory(engine.whole(), Memory::Device);
-        let ops = home.submit(session, Deed::Put, Level::Ram, what).expect("submitted");
+        let ops = home.submit(session, TransferKind::Put, Level::Ram, what).expect("submitted");
         assert_eq!(wait(&ops[0]), RIGHT);
         home.end(session);
     }
@@ -293,7 +300,7 @@ fn an_audit_outlives_a_defect() {
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     let put = |engine: &Engine| {
         let what = in_memory(engine.whole(), Memory::Device);
-        home.submit(session, Deed::Put, Level::Ram, what).expect("submitted")
+        home.submit(session, TransferKind::Put, Level::Ram, what).expect("submitted")
     };
     assert_eq!(wait(&put(&engine)[0]), RIGHT);
     device.set_next(Next::IsHeldUp);
@@ -303,7 +310,7 @@ fn an_audit_outlives_a_defect() {
         device.set_next(Next::Panics);
         let other = home.session(space, &document(3, TOKENS));
         let what = in_memory(engine.whole(), Memory::Device);
-        let ops = home.submit(other, Deed::Put, Level::Ram, what).expect("submitted");
+        let ops = home.submit(other, TransferKind::Put, Level::Ram, what).expect("submitted");
         assert_eq!(wait(&ops[0]).status, Status::Panic);
         let (told, hears) = std::sync::mpsc::channel();
         let store = &home.store;

@@ -7,13 +7,13 @@ use kvtier::base::clock::Clock;
 use kvtier::base::status::Status;
 use kvtier::device::Memory;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::kv::core::Rectangle;
-use kvtier::kv::core::audit::Audited;
-use kvtier::kv::core::gauge::Report;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::spec::StoreSpec;
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::CellRange;
+use kvtier::store::state::audit::Audited;
+use kvtier::store::state::stats::Report;
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
 
 use kvtier_testkit::fixtures::store::{
     Done, Engine, Home, LONG_NS, Model, Shape, document, marks_of, runtime, wait,
@@ -66,7 +66,7 @@ impl Rig {
     /// Stores or loads a document by tensors in a memory; what was loaded is compared.
     pub fn go(
         &self,
-        deed: Deed,
+        deed: TransferKind,
         level: Level,
         number: u32,
         (shape, memory): (Shape, Memory),
@@ -74,13 +74,13 @@ impl Rig {
         let tokens = document(number, TOKENS);
         let session = self.home.session(self.space, &tokens);
         let mut engine = Engine::new(MODEL, shape, tokens.len());
-        if deed == Deed::Put {
+        if deed == TransferKind::Put {
             engine.compute(&marks_of(0, &tokens));
         }
         let what = in_memory(engine.whole(), memory);
         let ops = self.home.submit(session, deed, level, what).expect("submitted");
         let done = wait(&ops[0]);
-        if deed == Deed::Get {
+        if deed == TransferKind::Get {
             engine.check(&marks_of(0, &tokens), 0..done.tokens, 0..MODEL.layers);
         }
         self.home.end(session);
@@ -88,11 +88,11 @@ impl Rig {
     }
 
     pub fn put(&self, number: u32, memory: Memory) {
-        assert_eq!(self.go(Deed::Put, Level::Ram, number, (Shape::Tokens, memory)), RIGHT);
+        assert_eq!(self.go(TransferKind::Put, Level::Ram, number, (Shape::Tokens, memory)), RIGHT);
     }
 
     pub fn get(&self, number: u32, memory: Memory) {
-        assert_eq!(self.go(Deed::Get, Level::Ram, number, (Shape::Tokens, memory)), RIGHT);
+        assert_eq!(self.go(TransferKind::Get, Level::Ram, number, (Shape::Tokens, memory)), RIGHT);
     }
 
     /// How many chunks of a document are on the device with every layer.
@@ -118,11 +118,11 @@ impl Rig {
 }
 
 /// The same tensors, in another memory.
-pub fn in_memory(what: Rectangle, memory: Memory) -> Rectangle {
+pub fn in_memory(what: CellRange, memory: Memory) -> CellRange {
     let of = |plane: &PlaneView| PlaneView { memory, ..plane.clone() };
     let layer = |layer: &LayerViews| LayerViews { k: of(&layer.k), v: layer.v.as_ref().map(of) };
     let views = Arc::new(Views(what.views.0.iter().map(layer).collect()));
-    Rectangle { views, ..what }
+    CellRange { views, ..what }
 }
 
 /// Something that must come, sooner or later.

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use kvtier::base::status::Status;
 use kvtier::device::{Device, Event, Memory};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Core, SessionOpts, SpaceOpts};
-use kvtier::kv::hands::Tools;
 use kvtier::meta::chunks::Pin;
 use kvtier::meta::key::Key;
+use kvtier::store::executor::Tools;
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{SessionOpts, SpaceOpts, StoreState};
 
 use crate::device_tier::batches::{by_hand, carry_out};
 use crate::device_tier::rig::{CELLS, MODEL, TOKENS, in_memory, quick};
@@ -17,7 +17,7 @@ use kvtier_testkit::fixtures::store::{Engine, Model, Shape, document, spec_of};
 
 /// A core by hand, and documents that its engines compute.
 struct Bench {
-    core: Core,
+    core: StoreState,
     tools: Tools,
     engines: Vec<Engine>,
 }
@@ -25,10 +25,10 @@ struct Bench {
 impl Bench {
     fn new(spec: &str) -> Bench {
         let device: Arc<dyn Device> = quick();
-        let mut core = Core::new(spec_of(spec).config, None, None).expect("sound");
+        let mut core = StoreState::new(spec_of(spec).config, None, None).expect("sound");
         core.tick(5_000_000_000);
         core.begin_device(&device).expect("memory");
-        Bench { core, tools: Tools { device, disk: None, far: None }, engines: Vec::new() }
+        Bench { core, tools: Tools { device, disk: None, remote: None }, engines: Vec::new() }
     }
 
     fn space(&mut self, number: u8, model: &Model) -> u32 {
@@ -43,22 +43,28 @@ impl Bench {
     }
 
     /// Begins a move of a whole document in device memory.
-    fn begin(&mut self, session: u32, deed: Deed, model: Model, after: Option<Event>) -> u32 {
+    fn begin(
+        &mut self,
+        session: u32,
+        deed: TransferKind,
+        model: Model,
+        after: Option<Event>,
+    ) -> u32 {
         let engine = Engine::new(model, Shape::Tokens, TOKENS);
         let mut what = in_memory(engine.whole(), Memory::Device);
         what.after = after;
         self.engines.push(engine);
-        self.core.submit_rectangle(session, deed, Level::Ram, 0, what).expect("submitted")
+        self.core.submit_cell_range(session, deed, Level::Ram, 0, what).expect("submitted")
     }
 
     fn put(&mut self, session: u32, model: Model) {
-        self.begin(session, Deed::Put, model, None);
+        self.begin(session, TransferKind::Put, model, None);
         self.go();
         assert_eq!(self.ended(), [Status::Ok]);
     }
 
     fn go(&mut self) {
-        while let Some(work) = self.core.take(Hands::Copy) {
+        while let Some(work) = self.core.take(WorkerKind::Copy) {
             carry_out(&mut self.core, &self.tools, work);
         }
     }
@@ -85,10 +91,10 @@ fn who_needs_memory_waits_for_copies_out_of_the_device() {
     sessions[..2].iter().for_each(|&session| bench.put(session, MODEL));
     assert_eq!(bench.core.device_cells(), 2 * CELLS);
     for &session in &sessions[..2] {
-        bench.begin(session, Deed::Get, MODEL, None);
+        bench.begin(session, TransferKind::Get, MODEL, None);
         bench.core.close_session(session).expect("closed");
     }
-    bench.begin(sessions[2], Deed::Put, MODEL, None);
+    bench.begin(sessions[2], TransferKind::Put, MODEL, None);
     assert_eq!((bench.ended(), bench.core.counters.no_room), (vec![], 0));
     bench.go();
     assert_eq!(bench.ended(), [Status::Ok; 3]);
@@ -103,14 +109,14 @@ fn who_needs_memory_waits_for_copies_behind_an_event_that_has_come() {
     let sessions = [1, 2, 3].map(|number| bench.session(space, number));
     sessions[..2].iter().for_each(|&session| bench.put(session, MODEL));
     let event = Event(77);
-    bench.begin(sessions[0], Deed::Get, MODEL, Some(event));
+    bench.begin(sessions[0], TransferKind::Get, MODEL, Some(event));
     bench.core.close_session(sessions[0]).expect("closed");
     let batch = bench.core.take_behind(event).expect("copies");
     assert!(bench.core.take_behind(event).is_none(), "one batch has all that may begin");
     bench.core.event_ended(event, Ok(()));
     bench.go();
     // Its memory comes free when the batch has ended; the second document is held.
-    bench.begin(sessions[2], Deed::Put, MODEL, None);
+    bench.begin(sessions[2], TransferKind::Put, MODEL, None);
     bench.go();
     assert_eq!((bench.ended(), bench.core.counters.no_room), (vec![], 0));
     bench.core.done_behind(batch, &Ok(()), false);
@@ -157,10 +163,10 @@ fn a_cell_of_another_size_sends_nobody_away_for_nothing() {
 fn a_cell_is_hit_once() {
     let (mut core, tools, session, engine) = by_hand(&quick(), Memory::Host, Level::Ram);
     let what = in_memory(engine.whole(), Memory::Device);
-    core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what).expect("submitted");
-    let work = core.take(Hands::Copy).expect("a get");
+    core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what).expect("submitted");
+    let work = core.take(WorkerKind::Copy).expect("a get");
     core.done(work, Err(Status::Io.into()), 1);
-    while let Some(work) = core.take(Hands::Copy) {
+    while let Some(work) = core.take(WorkerKind::Copy) {
         carry_out(&mut core, &tools, work);
     }
     let counters = &core.counters;

@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kvtier::base::status::Status;
-use kvtier::kv::admission::REFUSALS;
-use kvtier::kv::core::Deed;
-use kvtier::kv::core::tenants::MAX_TENANTS;
-use kvtier::kv::core::times::{Latency, TIMED};
-use kvtier::kv::core::work::Hands;
+use kvtier::store::admission::REFUSALS;
+use kvtier::store::state::TransferKind;
+use kvtier::store::state::latency::{Latency, TIMED};
+use kvtier::store::state::tenants::MAX_TENANTS;
+use kvtier::store::state::work::WorkerKind;
 
 use crate::look::world::World;
 
@@ -129,7 +129,7 @@ fn the_text_is_sound_and_says_what_the_report_says() {
             let report = core.report();
             let counters = report.counters;
             let wanted = [
-                ("kvtier_moves_total{deed=\"put\"}", counters.moves[Deed::Put as usize]),
+                ("kvtier_moves_total{deed=\"put\"}", counters.moves[TransferKind::Put as usize]),
                 ("kvtier_cells_read_total{from=\"host\"}", counters.host_hits),
                 ("kvtier_cells_read_total{from=\"nowhere\"}", counters.misses),
                 ("kvtier_cells_stored_total", counters.stored),
@@ -189,10 +189,10 @@ fn moves_are_timed_by_the_farthest_tier_that_they_needed() {
     let at = world.open(0, 1);
     world.grow(at, 1, 8);
     // Nothing is there: a get that brought less than it was asked for is not timed.
-    assert!(world.submit_part(at, Deed::Get, 0, 0, 8, 0..3));
+    assert!(world.submit_part(at, TransferKind::Get, 0, 0, 8, 0..3));
     world.rest(0);
     assert!(times(&world).values().all(|one| one.count == 0));
-    for deed in [Deed::Put, Deed::Get, Deed::Prefetch] {
+    for deed in [TransferKind::Put, TransferKind::Get, TransferKind::Prefetch] {
         assert!(world.submit_part(at, deed, 0, 4, 4, 1..2));
         world.rest(700);
     }
@@ -206,7 +206,7 @@ fn moves_are_timed_by_the_farthest_tier_that_they_needed() {
     for document in 2.. {
         let other = world.open(4, 1);
         world.grow(other, document, 24);
-        assert!(world.submit_part(other, Deed::Put, 0, 0, 24, 0..2));
+        assert!(world.submit_part(other, TransferKind::Put, 0, 0, 24, 0..2));
         world.rest(0);
         let session = world.sessions.swap_remove(other);
         let mut core = world.core.0.lock();
@@ -217,19 +217,19 @@ fn moves_are_timed_by_the_farthest_tier_that_they_needed() {
     }
     // Reads that are given up, or come too late, before they begin: none has failed.
     for status in [Status::Cancelled, Status::Timeout] {
-        assert!(world.submit_part(at, Deed::Get, 0, 4, 4, 1..2));
+        assert!(world.submit_part(at, TransferKind::Get, 0, 4, 4, 1..2));
         // Memory is made for it first.
-        for hands in Hands::ALL.into_iter().filter(|&hands| hands != Hands::Read) {
+        for hands in WorkerKind::ALL.into_iter().filter(|&hands| hands != WorkerKind::Read) {
             let work = world.core.0.lock().take(hands);
             work.into_iter().for_each(|work| world.carry_out(work, 0));
         }
-        assert!(world.core.0.lock().has_work(Hands::Read));
+        assert!(world.core.0.lock().has_work(WorkerKind::Read));
         world.core.0.lock().cancel(0, status);
         world.rest(0);
     }
     assert_eq!(world.core.0.lock().counters.failed_reads, 0);
     let began_ns = world.core.0.lock().now_ns();
-    assert!(world.submit_part(at, Deed::Get, 0, 4, 4, 1..2));
+    assert!(world.submit_part(at, TransferKind::Get, 0, 4, 4, 1..2));
     world.rest(700);
     let took_ns = world.core.0.lock().now_ns() - began_ns;
     let seen = times(&world);
@@ -237,7 +237,7 @@ fn moves_are_timed_by_the_farthest_tier_that_they_needed() {
     assert_eq!((below.count, reads.count, reads.max_ns, seen["get_host"]), (1, 1, 700, one));
     assert!((2000..=took_ns).contains(&below.max_ns), "{below:?} in {took_ns}");
     // One that is given up is not timed.
-    assert!(world.submit_part(at, Deed::Get, 0, 0, 8, 0..3));
+    assert!(world.submit_part(at, TransferKind::Get, 0, 0, 8, 0..3));
     world.core.0.lock().cancel(0, Status::Cancelled);
     world.rest(0);
     assert_eq!((times(&world)["get_disk"], times(&world)["get_host"]), (below, one));
@@ -299,8 +299,13 @@ fn the_report_adds_up() {
     }
     world.rest(0);
     let report = world.core.0.lock().report();
-    let busy =
-        [report.moves, report.jobs, report.hungry, report.hungry_bytes, report.leaving_bytes];
+    let busy = [
+        report.moves,
+        report.jobs,
+        report.memory_waiters,
+        report.memory_waiter_bytes,
+        report.leaving_bytes,
+    ];
     assert_eq!(busy, [0; 5]);
     assert_eq!((report.copies.cells, report.reads.cells), ([0; 3], [0; 3]));
     assert_eq!(
@@ -318,11 +323,11 @@ fn tenants_have_what_they_moved() {
     for tenant in [7, 3] {
         let at = world.open(0, tenant);
         world.grow(at, tenant, 96);
-        assert!(world.submit_part(at, Deed::Get, 0, 0, 96, 0..3));
+        assert!(world.submit_part(at, TransferKind::Get, 0, 0, 96, 0..3));
         world.rest(0);
-        assert!(world.submit_part(at, Deed::Put, 0, 0, 96, 0..3));
+        assert!(world.submit_part(at, TransferKind::Put, 0, 0, 96, 0..3));
         world.rest(0);
-        assert!(world.submit_part(at, Deed::Get, 0, 0, 48, 0..3));
+        assert!(world.submit_part(at, TransferKind::Get, 0, 0, 48, 0..3));
         world.rest(0);
     }
     let core = world.core.0.lock();

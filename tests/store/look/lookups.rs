@@ -3,10 +3,10 @@
 use kvtier::base::budget::Tier;
 use kvtier::base::status::Status;
 use kvtier::format::keys::chain::Chain;
-use kvtier::kv::core::look::Look;
-use kvtier::kv::plan::Route;
 use kvtier::meta::chunks::PLACES;
 use kvtier::meta::reuse::State;
+use kvtier::store::plan::Route;
+use kvtier::store::state::lookup::Look;
 
 use crate::look::naive::{Chosen, Rows};
 use crate::look::world::World;

@@ -6,13 +6,15 @@ use std::time::Instant;
 
 use kvtier::base::sync::Arc;
 use kvtier::format::keys::chain::Chain;
-use kvtier::kv::core::plans::PlanTerms;
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Config, Core, Deed, Level, Rectangle, SessionOpts, SpaceOpts, Wanted};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
+use kvtier::store::state::plans::PlanTerms;
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::work::WorkerKind;
+use kvtier::store::state::{
+    CellRange, Config, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
+};
 
 fn best_ns(mut body: impl FnMut()) -> f64 {
     let mut best = f64::MAX;
@@ -25,10 +27,10 @@ fn best_ns(mut body: impl FnMut()) -> f64 {
 }
 
 /// Stores the layers of a session; nobody copies anything.
-fn store(core: &mut Core, session: u32, tokens: u32, layers: std::ops::Range<usize>) {
+fn store(core: &mut StoreState, session: u32, tokens: u32, layers: std::ops::Range<usize>) {
     let plane = || PlaneView::canonical(4096, tokens, 4);
     let views = layers.clone().map(|_| LayerViews { k: plane(), v: Some(plane()) }).collect();
-    let rectangle = Rectangle {
+    let rectangle = CellRange {
         first_token: 0,
         tokens: u64::from(tokens),
         first_layer: layers.start,
@@ -38,8 +40,8 @@ fn store(core: &mut Core, session: u32, tokens: u32, layers: std::ops::Range<usi
         views: Arc::new(Views(views)),
         after: None,
     };
-    core.submit_rectangle(session, Deed::Put, Level::Ram, 0, rectangle).unwrap();
-    while let Some(work) = core.take(Hands::Copy) {
+    core.submit_cell_range(session, TransferKind::Put, Level::Ram, 0, rectangle).unwrap();
+    while let Some(work) = core.take(WorkerKind::Copy) {
         core.done(work, Ok(()), 0);
     }
     assert!(core.is_idle());
@@ -50,7 +52,7 @@ fn store(core: &mut Core, session: u32, tokens: u32, layers: std::ops::Range<usi
 fn measure_a_lookup_of_128k_tokens() {
     const TOKENS: u32 = 131_072;
     let config = Config { host_bytes: 1 << 28, host_policy: "lru".into(), ..Config::default() };
-    let mut core = Core::new(config, None, None).unwrap();
+    let mut core = StoreState::new(config, None, None).unwrap();
     let layout = Layout::new(256, vec![Group::gqa(0..32, 1, 2, Dtype::Bf16).unwrap()]).unwrap();
     let key = Key([1; 32]);
     let space = core.open_space(&SpaceOpts { key, layout, holes: false }).unwrap();

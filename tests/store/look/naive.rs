@@ -1,12 +1,12 @@
 //! The rules of reuse, read token by token.
 
 use kvtier::format::keys::chain::Chain;
-use kvtier::kv::core::Core;
 use kvtier::meta::chunks::PLACES;
 use kvtier::meta::index::Slot;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Layout, Rule};
 use kvtier::meta::reuse::State;
+use kvtier::store::state::StoreState;
 
 use crate::look::world::Space;
 
@@ -31,12 +31,12 @@ pub struct Chosen {
 
 impl Rows {
     /// What the table says of a sequence, and of the chunk behind its full ones.
-    pub fn of(core: &Core, space: &Space, tokens: &[u32], tail: Option<Slot>) -> Rows {
+    pub fn of(core: &StoreState, space: &Space, tokens: &[u32], tail: Option<Slot>) -> Rows {
         let layout = space.layout.clone();
         let each = layout.chunk_tokens();
         let mut keys: Vec<Key> = Vec::new();
         Chain::new(space.key, each).unwrap().extend(tokens, &[], &mut keys).unwrap();
-        let chunks = &core.board_of(space.number).unwrap().chunks;
+        let chunks = &core.table_of(space.number).unwrap().chunks;
         let facts = |slot: Option<Slot>| match slot.and_then(|slot| chunks.marks(slot)) {
             Some(marks) => marks.iter().map(|m| (m.nearest(), m.arriving() != 0)).collect(),
             None => vec![(None, false); layout.layers()],

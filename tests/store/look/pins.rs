@@ -1,7 +1,7 @@
 //! Pins: what is given up first when nothing else may leave.
 
-use kvtier::kv::core::Deed;
 use kvtier::meta::chunks::Pin;
+use kvtier::store::state::TransferKind;
 
 use crate::look::world::World;
 
@@ -13,7 +13,7 @@ const SECOND: u64 = 1_000_000_000;
 fn pinned(world: &mut World, document: u32, pin: Pin) {
     let at = world.open(0, 0);
     world.grow(at, document, TOKENS);
-    assert!(world.submit_part(at, Deed::Put, 0, 0, TOKENS, 0..3));
+    assert!(world.submit_part(at, TransferKind::Put, 0, 0, TOKENS, 0..3));
     world.rest(0);
     let session = world.sessions.swap_remove(at);
     let mut core = world.core.0.lock();
@@ -27,7 +27,7 @@ fn left(world: &mut World, document: u32) -> usize {
     world.grow(at, document, TOKENS);
     let session = world.sessions.swap_remove(at);
     let mut core = world.core.0.lock();
-    let board = core.board_seen(Some(session.number), 0, CHUNKS).expect("it is open");
+    let board = core.table_snapshot(Some(session.number), 0, CHUNKS).expect("it is open");
     core.close_session(session.number).expect("it is open");
     let row = &board.rows[0];
     let count = row.chars().take_while(|&cell| cell == 'M').count();
@@ -55,7 +55,7 @@ fn the_pin_that_ends_soonest_is_given_up_first_and_one_without_an_end_last() {
     let mut order: Vec<usize> = Vec::new();
     for chunk in 0..100 {
         world.grow(held, 100, 4);
-        assert!(world.submit_part(held, Deed::Put, 0, chunk * 4, 4, 0..3));
+        assert!(world.submit_part(held, TransferKind::Put, 0, chunk * 4, 4, 0..3));
         world.rest(0);
         let all: Vec<usize> = (0..pins.len() as u32).map(|n| left(&mut world, n)).collect();
         let now: Vec<usize> = (0..pins.len()).filter(|&n| all[n] < CHUNKS).collect();

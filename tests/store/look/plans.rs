@@ -1,14 +1,14 @@
-//! Plans against `kv/plan` where that is exact, and against what they promise
+//! Plans against `store/plan` where that is exact, and against what they promise
 //! elsewhere.
 
 use kvtier::base::budget::Tier;
 use kvtier::base::status::Status;
-use kvtier::kv::core::plans::{PlanTerms, SessionPlan};
-use kvtier::kv::core::{Core, Wanted};
-use kvtier::kv::plan::{Deed, Need, Part, Plan, SOURCES, Terms};
 use kvtier::meta::cost::Cost;
 use kvtier::meta::layout::Rule;
 use kvtier::meta::reuse::State;
+use kvtier::store::plan::{Need, Part, Plan, SOURCES, StepKind, Terms};
+use kvtier::store::state::plans::{PlanTerms, SessionPlan};
+use kvtier::store::state::{StoreState, Wanted};
 
 use crate::look::naive::{Chosen, Rows};
 
@@ -27,7 +27,7 @@ fn part_of(rows: &Rows, chunk: usize, one: &Chosen) -> Part {
     Part { tokens: rows.tokens[chunk] as u32, need }
 }
 
-fn terms_of(core: &Core, space: &Space, terms: &PlanTerms) -> Terms {
+fn terms_of(core: &StoreState, space: &Space, terms: &PlanTerms) -> Terms {
     Terms {
         cost: terms.cost.unwrap_or(core.prefill(space.number).cost()),
         routes: core.routes(space.number, terms.lane).unwrap(),
@@ -65,14 +65,14 @@ fn close(a: f64, b: f64) -> bool {
 }
 
 /// The deed of each chunk; legs cover them exactly.
-fn deeds_of(rows: &Rows, plan: &SessionPlan) -> Vec<Deed> {
+fn deeds_of(rows: &Rows, plan: &SessionPlan) -> Vec<StepKind> {
     let (mut deeds, mut at) = (Vec::new(), 0);
     for (i, leg) in plan.legs.iter().enumerate() {
         assert_eq!(leg.first_token, at);
-        assert!(i == 0 || plan.legs[i - 1].deed != leg.deed, "two legs of a kind");
+        assert!(i == 0 || plan.legs[i - 1].kind != leg.kind, "two legs of a kind");
         at += leg.tokens;
         while deeds.len() < rows.tokens.len() && rows.start(deeds.len() + 1) <= at {
-            deeds.push(leg.deed);
+            deeds.push(leg.kind);
         }
         assert_eq!(rows.start(deeds.len()), at, "a leg ends inside of a chunk");
     }
@@ -83,11 +83,11 @@ fn deeds_of(rows: &Rows, plan: &SessionPlan) -> Vec<Deed> {
 /// What is done suffices, is what is said, and is no more than that.
 fn check_sound(rows: &Rows, plan: &SessionPlan, wait: bool, terms: &Terms) {
     let deeds = deeds_of(rows, plan);
-    let is_computed = |chunk: usize| deeds[chunk] == Deed::Recompute;
+    let is_computed = |chunk: usize| deeds[chunk] == StepKind::Recompute;
     let starts = (0..deeds.len()).filter(|&chunk| is_computed(chunk)).map(|c| rows.start(c));
     let points: Vec<u64> = starts.chain([rows.start(deeds.len())]).collect();
     if !terms.holes {
-        assert!(deeds.windows(2).all(|pair| pair[0] != Deed::Recompute || pair[1] == pair[0]));
+        assert!(deeds.windows(2).all(|pair| pair[0] != StepKind::Recompute || pair[1] == pair[0]));
     }
     let (mut legs, mut sums) = (plan.legs.iter(), [0; SOURCES]);
     let mut leg = legs.next();
@@ -96,9 +96,9 @@ fn check_sound(rows: &Rows, plan: &SessionPlan, wait: bool, terms: &Terms) {
         let needed = layers.filter(|&l| points.iter().any(|&p| rows.needs(l, p, chunk)));
         let needed: Vec<usize> = needed.collect();
         match deed {
-            Deed::Recompute => {}
-            Deed::Resident => assert!(needed.is_empty(), "chunk {chunk} is needed"),
-            Deed::Load => {
+            StepKind::Recompute => {}
+            StepKind::Resident => assert!(needed.is_empty(), "chunk {chunk} is needed"),
+            StepKind::Load => {
                 assert!(needed.iter().all(|&layer| rows.has(chunk, layer, wait)));
                 let (bytes, pending) = rows.load(chunk, &points);
                 sums[0] += bytes[HOST] + pending;
@@ -107,20 +107,26 @@ fn check_sound(rows: &Rows, plan: &SessionPlan, wait: bool, terms: &Terms) {
         }
         if let Some(one) = leg.filter(|one| rows.start(chunk + 1) == one.first_token + one.tokens) {
             assert_eq!(one.bytes, sums);
-            if one.deed == Deed::Recompute {
+            if one.kind == StepKind::Recompute {
                 assert!(close(one.ns, terms.cost.of(one.first_token, one.tokens)));
             }
             (leg, sums) = (legs.next(), [0; SOURCES]);
         }
     }
-    let computed = plan.legs.iter().filter(|leg| leg.deed == Deed::Recompute);
+    let computed = plan.legs.iter().filter(|leg| leg.kind == StepKind::Recompute);
     let compute_ns: f64 = computed.map(|leg| leg.ns).sum();
     assert!(close(plan.compute_ns, compute_ns));
     assert!(close(plan.without_ns, terms.cost.of(0, points[points.len() - 1])));
     assert!(plan.total_ns <= plan.without_ns * 1.000001 + 1.0);
 }
 
-fn check(core: &mut Core, space: &Space, session: u32, rows: &Rows, asked: &PlanTerms) -> bool {
+fn check(
+    core: &mut StoreState,
+    space: &Space,
+    session: u32,
+    rows: &Rows,
+    asked: &PlanTerms,
+) -> bool {
     let terms = terms_of(core, space, asked);
     let plan = core.plan(session, asked).unwrap();
     check_sound(rows, plan, asked.wait, &terms);
@@ -134,8 +140,8 @@ fn check(core: &mut Core, space: &Space, session: u32, rows: &Rows, asked: &Plan
         let parts: Vec<Part> = parts.collect();
         let mut same = Plan::default();
         same.make(&parts, &terms).unwrap();
-        let want: Vec<_> = same.segments.iter().map(|s| (s.deed, s.tokens)).collect();
-        assert_eq!(plan.legs.iter().map(|leg| (leg.deed, leg.tokens)).collect::<Vec<_>>(), want);
+        let want: Vec<_> = same.segments.iter().map(|s| (s.kind, s.tokens)).collect();
+        assert_eq!(plan.legs.iter().map(|leg| (leg.kind, leg.tokens)).collect::<Vec<_>>(), want);
         assert!(close(plan.total_ns, same.total_ns) && close(plan.load_ns, same.load_ns));
     } else if !space.holes {
         // No point that can be gone on from is much better.
@@ -175,7 +181,7 @@ fn plans_cover_the_path_and_are_the_cheapest() {
                 let rows = Rows::of(&core, space, &session.tokens, tail);
                 mixed += u32::from(check(&mut core, space, session.number, &rows, &asked));
                 let plan = core.plan(session.number, &asked).unwrap();
-                plan.legs.iter().for_each(|leg| deeds[leg.deed as usize] += 1);
+                plan.legs.iter().for_each(|leg| deeds[leg.kind as usize] += 1);
             }
             assert_eq!(core.report(), before, "a plan is no use");
         }
@@ -201,15 +207,15 @@ fn what_is_planned_can_be_got() {
             let reach = layout.group(layer).unwrap().rule.reach_tokens().min(all as u64);
             let first = (all - reach as usize) / each * each;
             partial |= first > 0;
-            let put = kvtier::kv::core::Deed::Put;
+            let put = kvtier::store::state::TransferKind::Put;
             assert!(world.submit_part(at, put, 0, first, all - first, layer..layer + 1));
             world.rest(0);
         }
         let plan = world.core.0.lock().plan(world.sessions[at].number, &terms).unwrap().clone();
-        let loads = plan.legs.iter().filter(|leg| leg.deed == Deed::Load);
+        let loads = plan.legs.iter().filter(|leg| leg.kind == StepKind::Load);
         let loads: Vec<_> = loads.map(|leg| (leg.first_token, leg.tokens)).collect();
-        assert!(plan.legs.iter().all(|leg| leg.deed != Deed::Recompute));
-        let (mut missed, get) = ([0; 2], kvtier::kv::core::Deed::Get);
+        assert!(plan.legs.iter().all(|leg| leg.kind != StepKind::Recompute));
+        let (mut missed, get) = ([0; 2], kvtier::store::state::TransferKind::Get);
         for (first, tokens) in loads {
             for (i, wanted) in [Wanted::All, Wanted::Needed].into_iter().enumerate() {
                 (world.wanted, world.missed) = (wanted, 0);
@@ -230,24 +236,24 @@ fn a_prefill_that_was_observed_decides() {
     let mut world = World::new(3, 4 << 20, 0);
     let at = world.open(0, 0);
     world.grow(at, 1, 64);
-    assert!(world.submit_part(at, kvtier::kv::core::Deed::Put, 0, 0, 64, 0..3));
+    assert!(world.submit_part(at, kvtier::store::state::TransferKind::Put, 0, 0, 64, 0..3));
     world.rest(0);
     let (number, space) = (world.sessions[at].number, world.spaces[0].number);
     let mut core = world.core.0.lock();
     let terms = PlanTerms { overlap: false, ..PlanTerms::default() };
-    let deeds = |core: &mut Core| {
-        core.plan(number, &terms).unwrap().legs.iter().map(|leg| leg.deed).collect::<Vec<_>>()
+    let deeds = |core: &mut StoreState| {
+        core.plan(number, &terms).unwrap().legs.iter().map(|leg| leg.kind).collect::<Vec<_>>()
     };
     for _ in 0..50 {
         core.observe_prefill(space, 0, 1000, 1_000_000_000).unwrap();
     }
-    assert_eq!(deeds(&mut core), [Deed::Load], "a millisecond a token");
+    assert_eq!(deeds(&mut core), [StepKind::Load], "a millisecond a token");
     for _ in 0..400 {
         core.observe_prefill(space, 0, 1000, 10_000).unwrap();
     }
-    assert_eq!(deeds(&mut core), [Deed::Recompute], "ten nanoseconds a token");
+    assert_eq!(deeds(&mut core), [StepKind::Recompute], "ten nanoseconds a token");
     core.fix_prefill(space, Some(Cost { alpha: 0.0, beta: 1e6 })).unwrap();
-    assert_eq!(deeds(&mut core), [Deed::Load]);
+    assert_eq!(deeds(&mut core), [StepKind::Load]);
     assert_eq!(core.prefill(world.spaces[1].number).observed(), 0, "each has its own");
     let none = core.observe_prefill(99, 0, 1, 1).unwrap_err();
     assert_eq!(none.status(), Status::NotFound);

@@ -1,16 +1,16 @@
 //! What a store learns of its ways.
 
 use kvtier::base::sync::Arc;
-use kvtier::kv::core::Deed;
-use kvtier::kv::core::look::Look;
-use kvtier::kv::core::work::{Hands, Work};
+use kvtier::store::state::TransferKind;
+use kvtier::store::state::lookup::Look;
+use kvtier::store::state::work::{Work, WorkerKind};
 
 use crate::look::world::World;
 
 /// Puts and gets of a session, each batch as if it had taken so long.
 fn rounds(world: &mut World, at: usize, count: usize, elapsed_ns: u64) {
     for _ in 0..count {
-        assert!(world.submit_part(at, Deed::Get, 0, 0, 96, 0..3));
+        assert!(world.submit_part(at, TransferKind::Get, 0, 0, 96, 0..3));
         world.rest(elapsed_ns);
     }
 }
@@ -18,7 +18,7 @@ fn rounds(world: &mut World, at: usize, count: usize, elapsed_ns: u64) {
 fn whole(world: &mut World) -> usize {
     let at = world.open(0, 0);
     world.grow(at, 1, 96);
-    assert!(world.submit_part(at, Deed::Put, 0, 0, 96, 0..3));
+    assert!(world.submit_part(at, TransferKind::Put, 0, 0, 96, 0..3));
     world.rest(0);
     at
 }
@@ -47,7 +47,7 @@ fn speeds_become_what_was_seen() {
     }
 }
 
-fn first_reads() -> kvtier::kv::core::gauge::QueueGauge {
+fn first_reads() -> kvtier::store::state::stats::QueueGauge {
     World::new(1, 1 << 20, 0).core.0.lock().report().reads
 }
 
@@ -61,12 +61,12 @@ fn what_waits_and_what_is_under_way_is_waited_for() {
     let alone = look(&world).load_ns;
     assert!(alone > 0);
     for (lane, counts) in [(0, true), (2, false)] {
-        assert!(world.submit_part(at, Deed::Get, lane, 0, 96, 0..3));
+        assert!(world.submit_part(at, TransferKind::Get, lane, 0, 96, 0..3));
         let report = world.core.0.lock().report();
         let bytes = 24 * world.spaces[0].layout.chunk_bytes(4);
         assert_eq!((report.copies.bytes[lane], report.copies.cells[lane]), (bytes, 72));
         assert_eq!(look(&world).load_ns > alone, counts, "lane {lane}");
-        let taken = world.core.0.lock().take(Hands::Copy).unwrap();
+        let taken = world.core.0.lock().take(WorkerKind::Copy).unwrap();
         let under_way = world.core.0.lock().report().copies;
         assert_eq!(under_way.batches, 1);
         assert_eq!(under_way.batch_bytes + under_way.bytes[lane], bytes);
@@ -86,11 +86,11 @@ fn batches_beside_each_other_share_the_way() {
         let mut world = World::new(7, 4 << 20, 0);
         let at = whole(&mut world);
         for _ in 0..80 {
-            assert!(world.submit_part(at, Deed::Get, 0, 0, 96, 0..3));
+            assert!(world.submit_part(at, TransferKind::Get, 0, 0, 96, 0..3));
             let core = Arc::clone(&world.core.0);
             loop {
                 let taken: Vec<Work> =
-                    (0..together).map_while(|_| core.lock().take(Hands::Copy)).collect();
+                    (0..together).map_while(|_| core.lock().take(WorkerKind::Copy)).collect();
                 if taken.is_empty() {
                     break;
                 }
@@ -115,14 +115,14 @@ fn reads_are_timed_too() {
     let sessions: Vec<usize> = (0..6).map(|_| world.open(0, 0)).collect();
     for (i, &at) in sessions.iter().enumerate() {
         world.grow(at, 1 + i as u32, 96);
-        assert!(world.submit_part(at, Deed::Put, 0, 0, 96, 0..3));
+        assert!(world.submit_part(at, TransferKind::Put, 0, 0, 96, 0..3));
         world.rest(0);
     }
     let before = world.core.0.lock().report();
     let mut batches = 0;
     for _ in 0..20 {
         for &at in &sessions {
-            assert!(world.submit_part(at, Deed::Get, 0, 0, 96, 0..3));
+            assert!(world.submit_part(at, TransferKind::Get, 0, 0, 96, 0..3));
             batches += world.rest_reading(700_000);
         }
     }

@@ -2,7 +2,7 @@
 
 use kvtier::base::status::{Error, Status};
 use kvtier::base::sync::Mutex;
-use kvtier::kv::core::work::{Hands, Upkeep, Work};
+use kvtier::store::state::work::{Upkeep, Work, WorkerKind};
 
 use crate::look::world::World;
 
@@ -31,7 +31,7 @@ fn clean(seed: u64, ended: &Error) -> u64 {
     let mut world = World::new(seed, 600 << 10, 20 * 131_072);
     for _ in 0..100_000 {
         world.step();
-        let work = world.core.0.lock().take(Hands::Upkeep);
+        let work = world.core.0.lock().take(WorkerKind::Upkeep);
         match work {
             Some(Work::Upkeep(Upkeep::Clean(number))) => {
                 let work = Work::Upkeep(Upkeep::Clean(number));

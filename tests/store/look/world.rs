@@ -10,13 +10,15 @@ use kvtier::base::status::Status;
 use kvtier::base::sync::{Arc, Mutex};
 use kvtier::device::Stream;
 use kvtier::device::host::Host;
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::work::{Hands, Work};
-use kvtier::kv::core::{Config, Core, Deed, Level, Rectangle, SessionOpts, SpaceOpts, Wanted};
-use kvtier::kv::hands::Tools;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout, Rule};
+use kvtier::store::executor::Tools;
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::work::{Work, WorkerKind};
+use kvtier::store::state::{
+    CellRange, Config, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
+};
 use kvtier::tier::disk::{DiskTier, Options};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 
@@ -108,7 +110,7 @@ impl World {
             };
             Arc::new(DiskTier::open(Arc::new(files), options).unwrap().0)
         });
-        let mut core = Core::new(config, None, disk.clone()).unwrap();
+        let mut core = StoreState::new(config, None, disk.clone()).unwrap();
         core.tick(1);
         let mut spaces = Vec::new();
         for (i, layout) in layouts().into_iter().enumerate() {
@@ -128,7 +130,7 @@ impl World {
             batch_cells,
             wanted: Wanted::All,
             missed: 0,
-            tools: Tools { device: Arc::new(Host::default()), disk, far: None },
+            tools: Tools { device: Arc::new(Host::default()), disk, remote: None },
             clock,
             pending: Vec::new(),
             memory: vec![0; 1 << 19],
@@ -141,9 +143,9 @@ impl World {
         match self.random.below(20) {
             0..=1 => self.open_session(),
             2..=3 => self.append(),
-            4..=6 => self.submit(Deed::Put),
-            7..=8 => self.submit(Deed::Get),
-            9 => self.submit(Deed::Prefetch),
+            4..=6 => self.submit(TransferKind::Put),
+            7..=8 => self.submit(TransferKind::Get),
+            9 => self.submit(TransferKind::Prefetch),
             10 if self.sessions.len() > 6 => {
                 let at = self.random.below(self.sessions.len() as u64) as usize;
                 let session = self.sessions.swap_remove(at);
@@ -194,7 +196,7 @@ impl World {
         session.tokens.extend(tokens);
     }
 
-    fn submit(&mut self, deed: Deed) {
+    fn submit(&mut self, deed: TransferKind) {
         if self.sessions.is_empty() {
             return;
         }
@@ -225,7 +227,7 @@ impl World {
     pub fn submit_part(
         &mut self,
         at: usize,
-        deed: Deed,
+        deed: TransferKind,
         lane: usize,
         first: usize,
         tokens: usize,
@@ -234,7 +236,7 @@ impl World {
         let session = &self.sessions[at];
         let layout = &self.spaces[session.space].layout;
         let views = layers.clone().map(|layer| self.views(layout, layer, tokens));
-        let rectangle = Rectangle {
+        let rectangle = CellRange {
             first_token: first as u64,
             tokens: tokens as u64,
             first_layer: layers.start,
@@ -245,11 +247,11 @@ impl World {
             after: None,
         };
         let mut core = self.core.0.lock();
-        match core.submit_rectangle(session.number, deed, Level::Ram, lane, rectangle) {
+        match core.submit_cell_range(session.number, deed, Level::Ram, lane, rectangle) {
             Ok(number) => {
                 // The first chunk is named by its prefix, and the others by longer ones.
                 let tokens = session.tokens[..first + tokens].to_vec();
-                let from = if deed == Deed::Put { first } else { tokens.len() };
+                let from = if deed == TransferKind::Put { first } else { tokens.len() };
                 self.asked.push((
                     number,
                     session.space,
@@ -282,7 +284,7 @@ impl World {
 
     /// Takes some work that is not carried out yet.
     pub fn take(&mut self) {
-        let hands = Hands::ALL[self.random.below(Hands::ALL.len() as u64) as usize];
+        let hands = WorkerKind::ALL[self.random.below(WorkerKind::ALL.len() as u64) as usize];
         let work = self.core.0.lock().take(hands);
         self.pending.extend(work);
     }
@@ -331,13 +333,14 @@ impl World {
     /// Carries everything out.
     pub fn rest(&mut self, elapsed_ns: u64) {
         for _ in 0..100_000 {
-            for hands in Hands::ALL {
+            for hands in WorkerKind::ALL {
                 let work = self.core.0.lock().take(hands);
                 self.pending.extend(work);
             }
             self.collect();
             let core = self.core.0.lock();
-            if self.pending.is_empty() && Hands::ALL.iter().all(|&hands| !core.has_work(hands)) {
+            if self.pending.is_empty() && WorkerKind::ALL.iter().all(|&hands| !core.has_work(hands))
+            {
                 assert!(core.is_idle(), "{}", core.what_waits());
                 return;
             }
@@ -353,7 +356,7 @@ impl World {
         let mut reads = 0;
         loop {
             let mut idle = true;
-            for hands in Hands::ALL {
+            for hands in WorkerKind::ALL {
                 let Some(work) = self.core.0.lock().take(hands) else { continue };
                 let is_read = matches!(work, Work::Reads(_));
                 reads += u64::from(is_read);

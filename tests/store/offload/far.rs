@@ -8,8 +8,8 @@ use kvtier::base::sync::Arc;
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens};
 use kvtier::offload::Home;
+use kvtier::store::state::views::{LayerViews, PlaneView, Tokens};
 
 use super::fake_cuda;
 
@@ -26,8 +26,9 @@ pub fn ground() -> Option<Arc<dyn Device>> {
 
 /// Where their rings are.
 pub fn home() -> Home {
-    let is_far = GROUND.with(|ground| ground.borrow().as_ref().is_some_and(|(_, is_far)| *is_far));
-    if is_far { Home::Device } else { Home::Host }
+    let is_remote =
+        GROUND.with(|ground| ground.borrow().as_ref().is_some_and(|(_, is_remote)| *is_remote));
+    if is_remote { Home::Device } else { Home::Host }
 }
 
 /// A device that takes its time.

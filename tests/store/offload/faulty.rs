@@ -49,8 +49,8 @@ impl Faulty {
 /// One by one, those count that touch memory of the device: what policies know of blocks is put
 /// in the store from the host's, by a thread that nobody waits for.
 fn counts(copy: &Copy<'_>, gather: u64) -> bool {
-    let is_far = copy.memory == Memory::Device || copy.plane_memory == Memory::Device;
-    is_far || gather == ALL
+    let is_remote = copy.memory == Memory::Device || copy.plane_memory == Memory::Device;
+    is_remote || gather == ALL
 }
 
 impl Device for Faulty {

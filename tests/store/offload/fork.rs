@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
-use kvtier::kv::core::SessionOpts;
-use kvtier::kv::core::views::{LayerViews, PlaneView};
 use kvtier::offload::Which;
 use kvtier::sparse::{Context, Kind, Shape};
+use kvtier::store::state::SessionOpts;
+use kvtier::store::state::views::{LayerViews, PlaneView};
 
 use super::faulty::{ALL, Faulty};
 use super::{BLOCK, Kept, Numbers, Random, World, decode_context, policy, rows, shape};
@@ -153,14 +153,14 @@ pub fn another_sequence_is_refused() {
     let mut world = World::open(47, Kind::Split, "store(host=4MiB)", "quest(budget=48)");
     world.put(70);
     let of = world.session;
-    let fork = |world: &World, change: &dyn Fn(u32, &Arc<kvtier::kv::store::Store>)| {
+    let fork = |world: &World, change: &dyn Fn(u32, &Arc<kvtier::store::handle::Store>)| {
         let session = world.store.with(|core| core.fork(of, &SessionOpts::default()));
         let session = session.expect("a session");
         change(session, &world.store);
         session
     };
     let cut = |to: u64, tokens: &'static [u32]| {
-        move |session, store: &Arc<kvtier::kv::store::Store>| {
+        move |session, store: &Arc<kvtier::store::handle::Store>| {
             store.with(|core| core.truncate(session, to)).expect("cut");
             store.with(|core| core.append(session, tokens)).expect("room");
         }

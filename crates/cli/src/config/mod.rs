@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use kvtier::base::spec::{Arg, Spec, Value};
-use kvtier::kv::spec::StoreSpec;
+use kvtier::store::spec::StoreSpec;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 

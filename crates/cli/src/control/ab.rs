@@ -15,17 +15,17 @@ pub fn run(at: &Where, policies: &Spec, seconds: u64, tier: Tier) -> Outcome<()>
     let tier = tier.name();
     let request = format!("ab(policies={policies},seconds={seconds},tier={tier})");
     let mut client = Client::connect(&at.socket)?;
-    let mut sight: Value = serde_json::from_str(&client.ask(&request)?)?;
+    let mut snapshot: Value = serde_json::from_str(&client.ask(&request)?)?;
     let shows = !at.json && std::io::stderr().is_terminal();
-    while sight.get("running").and_then(Value::as_bool) == Some(true) {
-        let left = Duration::from_nanos(number(&sight, "left_ns"));
+    while snapshot.get("running").and_then(Value::as_bool) == Some(true) {
+        let left = Duration::from_nanos(number(&snapshot, "left_ns"));
         if shows {
             eprint!("\r{} left \x1b[K", time(left.as_nanos() as f64));
             std::io::stderr().flush()?;
         }
         // A little more than it says: then the last look finds it ended.
         std::thread::sleep((left + Duration::from_millis(5)).min(Duration::from_secs(1)));
-        sight = serde_json::from_str(&client.ask(&format!("ab-read(tier={tier})"))?)?;
+        snapshot = serde_json::from_str(&client.ask(&format!("ab-read(tier={tier})"))?)?;
     }
     if shows {
         eprint!("\r\x1b[K");

@@ -13,10 +13,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
-use kvtier::kv::core::SpaceOpts;
-use kvtier::kv::spec::StoreSpec;
-use kvtier::kv::store::Store;
 use kvtier::meta::key::Key;
+use kvtier::store::handle::Store;
+use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::SpaceOpts;
 
 use model::Model;
 use show::Screen;

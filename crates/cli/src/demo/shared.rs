@@ -10,9 +10,9 @@ use kvtier::base::machine::random_bytes;
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::Status;
-use kvtier::kv::core::{Deed, FarCounters, Level, SessionOpts, SpaceOpts};
-use kvtier::kv::store::Store;
 use kvtier::meta::key::Key;
+use kvtier::store::handle::Store;
+use kvtier::store::state::{Level, RemoteCounters, SessionOpts, SpaceOpts, TransferKind};
 use serde_json::{Value, json};
 
 use super::Outcome;
@@ -179,7 +179,13 @@ impl End {
         Ok(self.store.with(|core| core.close_session(session))?)
     }
 
-    fn move_all(&mut self, session: u32, deed: Deed, level: Level, tokens: u64) -> Outcome<u64> {
+    fn move_all(
+        &mut self,
+        session: u32,
+        deed: TransferKind,
+        level: Level,
+        tokens: u64,
+    ) -> Outcome<u64> {
         let what = self.tensors.rectangle(&self.model, tokens, false);
         let mut least = tokens;
         for op in self.store.submit(session, deed, level, what, &OpOpts::default())? {
@@ -197,7 +203,7 @@ impl End {
             let all = marks.len() as u64;
             self.tensors.compute(&self.model, marks, 0);
             let start = Instant::now();
-            self.move_all(session, Deed::Put, Level::Remote, all)?;
+            self.move_all(session, TransferKind::Put, Level::Remote, all)?;
             took += start.elapsed();
             tokens += all;
             self.close(session)?;
@@ -218,12 +224,13 @@ impl End {
         for at in 0..self.documents.len() {
             let start = Instant::now();
             let session = self.session(at)?;
-            let found = value(&self.store.locate(session, &OpOpts::default())?, Deed::Prefetch)?;
+            let found =
+                value(&self.store.locate(session, &OpOpts::default())?, TransferKind::Prefetch)?;
             locating += start.elapsed();
             let start = Instant::now();
             let came = match found {
                 0 => 0,
-                found => self.move_all(session, Deed::Get, Level::Ram, found)?,
+                found => self.move_all(session, TransferKind::Get, Level::Ram, found)?,
             };
             loading += start.elapsed();
             let marks = &self.documents[at].marks;
@@ -259,14 +266,14 @@ impl End {
 }
 
 /// Waits for an op; how many tokens it is about.
-fn value(op: &OpRef, deed: Deed) -> Outcome<u64> {
+fn value(op: &OpRef, deed: TransferKind) -> Outcome<u64> {
     op.wait(RELEASED, 0)?;
     let (tokens, status) = (op.value(), op.info().status.and_then(Status::from_code));
     op.remove();
     match status {
         Some(Status::Ok) => Ok(tokens),
         // It says how far what came goes.
-        Some(Status::NotFound) if deed == Deed::Get => Ok(tokens),
+        Some(Status::NotFound) if deed == TransferKind::Get => Ok(tokens),
         status => {
             let status = status.map_or("nothing".to_string(), |status| format!("{status:?}"));
             Err(format!("a {deed:?} ended with {status}").into())
@@ -283,8 +290,8 @@ fn key(hex: &str) -> Outcome<Key> {
     Ok(Key(key))
 }
 
-fn far(store: &Store) -> Outcome<FarCounters> {
-    Ok(store.with(|core| Ok(core.far_counters()))?.unwrap_or_default())
+fn far(store: &Store) -> Outcome<RemoteCounters> {
+    Ok(store.with(|core| Ok(core.remote_counters()))?.unwrap_or_default())
 }
 
 fn counters(store: &Store) -> Outcome<Value> {

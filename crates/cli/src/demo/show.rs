@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use kvtier::base::budget::Tier;
-use kvtier::kv::core::SessionOpts;
-use kvtier::kv::spec::StoreSpec;
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::SessionOpts;
 
 use super::model::{Model, TOKENS_PER_SECOND};
 use super::talk::{Talk, Tally};
@@ -102,7 +102,7 @@ fn board(store: &Store, space: u32, talk: &Talk) -> Outcome<String> {
             text += &format!(", disk {} of {}", human(stats.used_bytes), human(stats.budget_bytes));
         }
         text += "\nthe conversation that spoke last, layers down, chunks across:\n";
-        let Some(rows) = core.board_of(space) else { return Ok(text) };
+        let Some(rows) = core.table_of(space) else { return Ok(text) };
         for layer in 0..rows.layout.layers() {
             for &slot in slots.iter().take(BOARD_CHUNKS) {
                 let marks = rows.chunks.marks(slot).and_then(|all| all.get(layer));

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use kvtier::base::op::{OpOpts, RELEASED};
-use kvtier::kv::core::{Counters, Deed, Level, SessionOpts};
-use kvtier::kv::store::Store;
+use kvtier::store::handle::Store;
+use kvtier::store::state::{Counters, Level, SessionOpts, TransferKind};
 
 use super::model::{Model, SYSTEM_TOKENS, TURN_TOKENS, TURNS};
 use super::show::Screen;
@@ -171,7 +171,7 @@ impl<'a> Talk<'a> {
         let start = Instant::now();
         let rectangle = self.tensors.rectangle(self.model, full, true);
         let opts = OpOpts::default();
-        let ops = self.store.submit(session, Deed::Get, Level::Ram, rectangle, &opts)?;
+        let ops = self.store.submit(session, TransferKind::Get, Level::Ram, rectangle, &opts)?;
         let mut tokens = full;
         for op in ops {
             op.wait(RELEASED, 0)?;
@@ -201,7 +201,7 @@ impl<'a> Talk<'a> {
         let full = self.all[at].tokens.len() as u64 / each * each;
         let rectangle = self.tensors.rectangle(self.model, full, false);
         let opts = OpOpts::default();
-        for op in self.store.submit(session, Deed::Put, Level::Ram, rectangle, &opts)? {
+        for op in self.store.submit(session, TransferKind::Put, Level::Ram, rectangle, &opts)? {
             op.wait(RELEASED, 0)?;
             if let Some(status) = op.info().status.filter(|&status| status != 0) {
                 return Err(format!("a put ended with {status}").into());

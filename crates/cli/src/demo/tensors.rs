@@ -1,8 +1,8 @@
 //! The engine's tensors: what the model computes, what comes back, and whether that is the same.
 
 use kvtier::base::sync::Arc;
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::{Rectangle, Wanted};
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::{CellRange, Wanted};
 
 use super::model::Model;
 
@@ -17,7 +17,7 @@ impl Tensors {
     }
 
     /// The first tokens of them.
-    pub fn rectangle(&mut self, model: &Model, tokens: u64, by_layer: bool) -> Rectangle {
+    pub fn rectangle(&mut self, model: &Model, tokens: u64, by_layer: bool) -> CellRange {
         let token_bytes = model.token_bytes();
         let plane = |bytes: &mut Vec<u8>| {
             PlaneView::canonical(bytes.as_mut_ptr() as u64, tokens as u32, token_bytes)
@@ -28,7 +28,7 @@ impl Tensors {
         let (first_token, first_layer) = (0, 0);
         let views = Arc::new(Views(views));
         let (wanted, after) = (Wanted::All, None);
-        Rectangle { first_token, tokens, first_layer, layers, by_layer, wanted, views, after }
+        CellRange { first_token, tokens, first_layer, layers, by_layer, wanted, views, after }
     }
 
     /// The forward pass: the KV of tokens from one on.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvtier::base::clock::Clock;
 use kvtier::base::machine::random_bytes;
 use kvtier::base::status::{Error, Status};
-use kvtier::kv::core::Config;
+use kvtier::store::state::Config;
 use kvtier::tier::remote::name::HASH_BYTES;
 use kvtier::tier::remote::{Asks, Gets, Lane, Name, Puts, Trouble};
 

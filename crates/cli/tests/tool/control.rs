@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier::base::status::Status;
-use kvtier::kv::control::{MAX_CONNECTIONS, MAX_LINE_BYTES};
-use kvtier::kv::core::moves::Level;
-use kvtier::kv::store::Store;
+use kvtier::store::control::{MAX_CONNECTIONS, MAX_LINE_BYTES};
+use kvtier::store::handle::Store;
+use kvtier::store::state::transfer::Level;
 use serde_json::Value;
 use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, mix, spec_of};
 

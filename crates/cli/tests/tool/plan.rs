@@ -29,7 +29,7 @@ fn a_model_and_sizes_say_what_they_hold() {
     assert_eq!((chunks.len(), chunks[0], chunks[2]), (3, 1024, 131_072));
     assert!((23_000..25_600).contains(&chunks[1]), "{chunks:?}");
     let spec = all["spec"].as_str().expect("a spec");
-    kvtier::kv::spec::StoreSpec::parse(spec).expect("one that opens");
+    kvtier::store::spec::StoreSpec::parse(spec).expect("one that opens");
 
     let (code, out, _) = run(&format!("{MODEL} --host 8GiB --disk 200GiB"));
     assert_eq!(code, 0);

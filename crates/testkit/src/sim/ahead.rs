@@ -6,10 +6,10 @@ use crate::sim::world::{Asked, Outcome, POISON, Shared, World, wrong};
 use kvtier::base::random::Random;
 use kvtier::base::sync::Arc;
 use kvtier::device::{Device, Event, State, Stream};
-use kvtier::kv::behind::{Crew, Desk};
-use kvtier::kv::core::Core;
-use kvtier::kv::core::moves::Deed;
-use kvtier::kv::hands::Tools;
+use kvtier::store::executor::Tools;
+use kvtier::store::executor::device_batches::{Crew, Desk};
+use kvtier::store::state::StoreState;
+use kvtier::store::state::transfer::TransferKind;
 
 /// Most events that are open at once: more than there are streams to lend.
 const MOST_OPEN: usize = 24;
@@ -28,7 +28,7 @@ pub(super) struct Behind {
 }
 
 impl Desk for Shared {
-    fn with(&mut self, act: &mut dyn FnMut(&mut Core)) {
+    fn with(&mut self, act: &mut dyn FnMut(&mut StoreState)) {
         act(&mut self.0.lock());
     }
 }
@@ -68,14 +68,15 @@ impl Behind {
 
 impl World {
     /// The event that the next move is to be behind.
-    pub(super) fn name_event(&mut self, deed: Deed) -> Option<Event> {
-        let behind = self.behind.as_mut().filter(|_| deed != Deed::Prefetch)?;
+    pub(super) fn name_event(&mut self, deed: TransferKind) -> Option<Event> {
+        let behind = self.behind.as_mut().filter(|_| deed != TransferKind::Prefetch)?;
         behind.name(&self.tools.device)
     }
 
     /// What a put that is behind an event stores is not there yet.
     pub(super) fn hide(&self, asked: &mut Asked) {
-        if asked.deed != Deed::Put || !asked.after.is_some_and(|event| self.is_open(event)) {
+        if asked.deed != TransferKind::Put || !asked.after.is_some_and(|event| self.is_open(event))
+        {
             return;
         }
         for planes in &mut asked.planes {
@@ -194,7 +195,7 @@ impl World {
 impl Asked {
     /// What is to be put is there from now on; what a get brings was not.
     fn show(&mut self) -> Outcome<()> {
-        if self.deed == Deed::Get {
+        if self.deed == TransferKind::Get {
             let mut planes = self.planes.iter().flat_map(|planes| [&planes.k, &planes.v]);
             if planes.any(|plane| plane.iter().any(|&byte| byte != POISON)) {
                 return Err(wrong("a get wrote before its event came".into()));

@@ -12,12 +12,12 @@ use kvtier::base::sync::Arc;
 use kvtier::device::Memory;
 use kvtier::format::keys::Key;
 use kvtier::format::keys::block::BlockKeys;
-use kvtier::kv::core::blocks::BlockMove;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::views::Views;
-use kvtier::kv::core::{Finished, SessionOpts};
 use kvtier::meta::chunks::WHOLE;
 use kvtier::policy::Hint;
+use kvtier::store::state::blocks::BlockMove;
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::views::Views;
+use kvtier::store::state::{Finished, SessionOpts};
 
 /// Few names: they come again and again.
 const NAMES: u64 = 40;
@@ -25,7 +25,7 @@ const MOST: u64 = 12;
 
 /// A move of blocks under way.
 pub(super) struct AskedBlocks {
-    deed: Deed,
+    deed: TransferKind,
     level: Level,
     space: u32,
     names: Vec<u32>,
@@ -97,9 +97,9 @@ impl World {
         let level = [Level::Ram, Level::Ram, Level::Disk, Level::Durable];
         let level = level[blocks.random.below(4) as usize];
         match what {
-            0..=6 => self.move_blocks(Deed::Put, level, space, names, false),
-            7..=12 => self.move_blocks(Deed::Get, Level::Ram, space, names, false),
-            13..=14 => self.move_blocks(Deed::Prefetch, Level::Ram, space, names, false),
+            0..=6 => self.move_blocks(TransferKind::Put, level, space, names, false),
+            7..=12 => self.move_blocks(TransferKind::Get, Level::Ram, space, names, false),
+            13..=14 => self.move_blocks(TransferKind::Prefetch, Level::Ram, space, names, false),
             15 => self.drop_blocks(space, &names),
             16 => {
                 if let Some(&number) = blocks.asked.keys().next() {
@@ -135,7 +135,7 @@ impl World {
 
     fn move_blocks(
         &mut self,
-        deed: Deed,
+        deed: TransferKind,
         level: Level,
         space: u32,
         names: Vec<u32>,
@@ -150,14 +150,14 @@ impl World {
         for layer in 0..layout.layers() {
             let Some(group) = layout.group(layer) else { continue };
             planes.push(match deed {
-                Deed::Put => Planes::of(group, layer, &marks, each),
+                TransferKind::Put => Planes::of(group, layer, &marks, each),
                 _ => {
                     let (k, v) = Planes::lengths(group, marks.len(), each);
                     Planes { k: vec![POISON; k], v: vec![POISON; v] }
                 }
             });
         }
-        if deed != Deed::Prefetch {
+        if deed != TransferKind::Prefetch {
             for (layer, planes) in planes.iter_mut().enumerate() {
                 let Some(group) = layout.group(layer) else { continue };
                 views.push(views_of(group, planes, marks.len(), each, Memory::Host));
@@ -179,7 +179,7 @@ impl World {
         drop(core);
         match begun {
             Ok(number) => {
-                if deed == Deed::Put {
+                if deed == TransferKind::Put {
                     blocks.begun.extend(names.iter().map(|&name| (space, name)));
                 }
                 let locates = false;
@@ -207,7 +207,8 @@ impl World {
         drop(core);
         match (begun, &mut self.blocks) {
             (Ok(number), Some(blocks)) => {
-                let (deed, planes, must, locates) = (Deed::Prefetch, Vec::new(), false, true);
+                let (deed, planes, must, locates) =
+                    (TransferKind::Prefetch, Vec::new(), false, true);
                 let asked = AskedBlocks { deed, level, space, names, planes, must, locates };
                 blocks.asked.insert(number, asked);
                 Ok(())
@@ -373,15 +374,15 @@ impl World {
                 return ended("a status that cannot be");
             }
             match (asked.deed, *status) {
-                (Deed::Put, Status::Ok) if asked.level == Level::Durable => {
+                (TransferKind::Put, Status::Ok) if asked.level == Level::Durable => {
                     if let Some(blocks) = &mut self.blocks {
                         blocks.lasting.insert((asked.space, name));
                     }
                 }
-                (Deed::Get, Status::Ok) => {
+                (TransferKind::Get, Status::Ok) => {
                     self.check_block(&asked, at, &marks_of(asked.space, name, each))?
                 }
-                (Deed::Get, _) if asked.must => {
+                (TransferKind::Get, _) if asked.must => {
                     let counters = self.core.0.lock().counters;
                     if counters.disk_evicted + counters.disk_parted == 0 {
                         return ended("it was durable, and is gone");
@@ -422,7 +423,7 @@ impl World {
             return Ok(());
         }
         for (space, name) in blocks.lasting.clone() {
-            self.move_blocks(Deed::Get, Level::Ram, space, vec![name], true)?;
+            self.move_blocks(TransferKind::Get, Level::Ram, space, vec![name], true)?;
             self.rest()?;
             if self.forgets {
                 // The disk is nearly full: whom it sent away is not missed.

@@ -9,12 +9,12 @@ use kvtier::base::sync::Arc;
 use kvtier::device::Memory;
 use kvtier::format::codec::int8::Scales;
 use kvtier::format::codec::{Codec, Shape};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::{Finished, Rectangle, SessionOpts, Wanted};
 use kvtier::meta::chunks::Pin;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::layout::{Group, Rule};
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::{CellRange, Finished, SessionOpts, Wanted};
 
 impl World {
     pub(super) fn any_session(&mut self) -> Option<usize> {
@@ -53,7 +53,11 @@ impl World {
     }
 
     /// A rectangle of a session, with the engine's memory for it.
-    pub(super) fn rectangle(&mut self, at: usize, deed: Deed) -> Option<(Rectangle, Asked)> {
+    pub(super) fn rectangle(
+        &mut self,
+        at: usize,
+        deed: TransferKind,
+    ) -> Option<(CellRange, Asked)> {
         let (memory, after) = (self.memory(), self.name_event(deed));
         let session = &self.sessions[at];
         let layout = &self.layouts[session.space as usize];
@@ -77,7 +81,7 @@ impl World {
             _ => (0, layout.layers()),
         };
         let (marks, wanted) = match deed {
-            Deed::Put => (session.marks[first..first + tokens].to_vec(), Wanted::All),
+            TransferKind::Put => (session.marks[first..first + tokens].to_vec(), Wanted::All),
             _ => picked(&mut self.picks, &session.marks[first..first + tokens], each),
         };
         let count = marks.len();
@@ -85,7 +89,7 @@ impl World {
         for layer in first_layer..first_layer + layers {
             let group = layout.group(layer)?;
             planes.push(match deed {
-                Deed::Put => Planes::of(group, layer, &marks, each),
+                TransferKind::Put => Planes::of(group, layer, &marks, each),
                 _ => {
                     let (k, v) = Planes::lengths(group, count, each);
                     Planes { k: vec![POISON; k], v: vec![POISON; v] }
@@ -98,7 +102,7 @@ impl World {
         });
         let views = Arc::new(Views(views.collect::<Option<Vec<_>>>()?));
         let by_layer = self.random.coin();
-        let rectangle = Rectangle {
+        let rectangle = CellRange {
             first_token: first as u64,
             tokens: tokens as u64,
             first_layer,
@@ -110,7 +114,7 @@ impl World {
         };
         // What comes lies one after the other.
         let (marks, first) = match deed {
-            Deed::Put => (session.marks.clone(), first),
+            TransferKind::Put => (session.marks.clone(), first),
             _ => (marks, 0),
         };
         let mut asked = Asked {
@@ -132,7 +136,7 @@ impl World {
         Some((rectangle, asked))
     }
 
-    pub(super) fn submit(&mut self, at: usize, deed: Deed, level: Level) -> Outcome<()> {
+    pub(super) fn submit(&mut self, at: usize, deed: TransferKind, level: Level) -> Outcome<()> {
         let Some((rectangle, asked)) = self.rectangle(at, deed) else { return Ok(()) };
         let lane = self.random.below(3) as usize;
         let number = self.sessions[at].number;
@@ -140,7 +144,7 @@ impl World {
         let mut core = self.core.0.lock();
         let begun = match waits {
             true => core.submit_waiting(number, deed, level, lane, rectangle),
-            false => core.submit_rectangle(number, deed, level, lane, rectangle).map(|n| (n, 0)),
+            false => core.submit_cell_range(number, deed, level, lane, rectangle).map(|n| (n, 0)),
         };
         drop(core);
         match begun {
@@ -148,7 +152,7 @@ impl World {
                 if waits {
                     self.waits(ticket);
                 }
-                if deed == Deed::Put {
+                if deed == TransferKind::Put {
                     self.note_put(&asked);
                 }
                 self.asked.insert(number, Asked { level, ..asked });
@@ -164,12 +168,13 @@ impl World {
         let Some(at) = self.any_session() else { return Ok(()) };
         let level = [Level::Ram, Level::Ram, Level::Disk, Level::Durable];
         let level = level[self.random.below(4) as usize];
-        self.submit(at, Deed::Put, level)
+        self.submit(at, TransferKind::Put, level)
     }
 
     pub(super) fn get(&mut self) -> Outcome<()> {
         let Some(at) = self.any_session() else { return Ok(()) };
-        let deed = if self.random.below(5) == 0 { Deed::Prefetch } else { Deed::Get };
+        let deed =
+            if self.random.below(5) == 0 { TransferKind::Prefetch } else { TransferKind::Get };
         self.submit(at, deed, Level::Ram)
     }
 
@@ -274,7 +279,7 @@ impl World {
         if let Some(error) = one.error.as_ref().filter(|e| !is_known(e.status())) {
             return Err(wrong(format!("{:?} ended with {error}", asked.deed)));
         }
-        if asked.deed == Deed::Put {
+        if asked.deed == TransferKind::Put {
             if one.error.is_none() && asked.level == Level::Durable {
                 for layer in layers {
                     self.now_lasts(asked, asked.first_layer + layer, each);
@@ -282,7 +287,7 @@ impl World {
             }
             return Ok(());
         }
-        if asked.deed == Deed::Prefetch {
+        if asked.deed == TransferKind::Prefetch {
             return Ok(());
         }
         let marks = &asked.marks[asked.first..asked.first + tokens];
@@ -312,7 +317,7 @@ impl World {
     /// What the planes of a layer are, and what they are coded with.
     pub(super) fn coding_of(&self, space: u32, layer: usize) -> ([Shape; 2], Codec) {
         let core = self.core.0.lock();
-        let shapes = core.board_of(self.spaces[space as usize]).map(|board| board.shapes(layer));
+        let shapes = core.table_of(self.spaces[space as usize]).map(|board| board.shapes(layer));
         let plain = Shape { dtype: Dtype::Bytes, row_bytes: 1, scales: Scales::Token };
         let codec = self.codecs[space as usize].unwrap_or(self.config.codec);
         (shapes.unwrap_or([plain; 2]), codec)

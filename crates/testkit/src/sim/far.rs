@@ -5,15 +5,15 @@ use crate::sim::world::{Asked, Outcome, World};
 use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
 use kvtier::base::sync::Arc;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::{FarConfig, SessionOpts, Write};
-use kvtier::kv::errands::Errands;
+use kvtier::store::executor::remote::RemoteExecutor;
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::{RemoteConfig, SessionOpts, Write};
 
 /// What is drawn of that.
 pub(super) struct Far {
     random: Random,
     remote: Simulated,
-    config: FarConfig,
+    config: RemoteConfig,
 }
 
 impl Far {
@@ -21,7 +21,7 @@ impl Far {
     pub(super) fn of(seed: u64, clock: &Clock) -> Option<Far> {
         let mut random = Random::new(seed ^ 0xFA27);
         (seed % 3 == 1).then(|| {
-            let config = FarConfig {
+            let config = RemoteConfig {
                 object_bytes: 4096 << random.below(5),
                 max_bytes: 64 << 20,
                 batch: 1 + random.below(8) as usize,
@@ -34,20 +34,20 @@ impl Far {
                 asks: random.below(4) > 0,
                 fetches: random.below(3) == 0,
                 seed,
-                ..FarConfig::default()
+                ..RemoteConfig::default()
             };
             let remote = Simulated::new(seed, plan(&mut random), clock.clone());
             Far { random, remote, config }
         })
     }
 
-    pub(super) fn config(&self) -> FarConfig {
+    pub(super) fn config(&self) -> RemoteConfig {
         self.config.clone()
     }
 
     /// What a life's hands reach it with.
-    pub(super) fn errands(&self, clock: &Clock) -> Errands {
-        Errands::new(Arc::new(self.remote.clone()), clock.clone())
+    pub(super) fn errands(&self, clock: &Clock) -> RemoteExecutor {
+        RemoteExecutor::new(Arc::new(self.remote.clone()), clock.clone())
     }
 }
 
@@ -79,12 +79,12 @@ impl World {
             }
             1..=4 => self.locate(),
             5..=7 => match self.any_session() {
-                Some(at) => self.submit(at, Deed::Put, Level::Remote),
+                Some(at) => self.submit(at, TransferKind::Put, Level::Remote),
                 None => Ok(()),
             },
             8..=10 => self.come_again(),
             11..=13 => match self.any_session() {
-                Some(at) => self.submit(at, Deed::Get, Level::Ram),
+                Some(at) => self.submit(at, TransferKind::Get, Level::Ram),
                 None => Ok(()),
             },
             14..=17 => self.locate_blocks(),
@@ -115,7 +115,7 @@ impl World {
         let begun = self.core.0.lock().locate(number);
         let Ok(number) = begun else { return Ok(()) };
         let asked = Asked {
-            deed: Deed::Prefetch,
+            deed: TransferKind::Prefetch,
             level: Level::Ram,
             space: self.sessions[at].space,
             tokens,

@@ -13,10 +13,10 @@ use kvtier::base::sync::{Arc, Mutex};
 use kvtier::device::host::Host;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Device, Memory};
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::views::Views;
-use kvtier::kv::core::{Config, Core, Counters, Rectangle, SessionOpts, Wanted};
-use kvtier::kv::hands::Tools;
+use kvtier::store::executor::Tools;
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::views::Views;
+use kvtier::store::state::{CellRange, Config, Counters, SessionOpts, StoreState, Wanted};
 use kvtier::tier::disk::{DiskTier, Options};
 
 impl World {
@@ -46,7 +46,7 @@ impl World {
         let device = self.next_device()?;
         let (core, mut tools, dropped) =
             open_store(&again, &self.config, self.disk_bytes, &self.clock, device)?;
-        tools.far = self.far.as_ref().map(|far| far.errands(&self.clock));
+        tools.remote = self.far.as_ref().map(|far| far.errands(&self.clock));
         (self.files, self.core, self.tools) = (again, core, tools);
         self.behind = Behind::of(self.report.crashes.into(), &self.tools);
         // More may be found than a small table has rows for.
@@ -66,7 +66,7 @@ impl World {
     }
 
     fn add_counters(&mut self) {
-        let far = self.core.0.lock().far_counters();
+        let far = self.core.0.lock().remote_counters();
         self.report.far.add(&far.unwrap_or_default());
         let now = self.core.0.lock().counters;
         let all = &mut self.report.counters;
@@ -139,7 +139,7 @@ impl World {
         let (k, v) = Planes::lengths(group, each, each);
         let mut planes = Planes { k: vec![POISON; k], v: vec![POISON; v] };
         let views = Arc::new(Views(vec![views_of(group, &mut planes, each, each, Memory::Host)]));
-        let rectangle = Rectangle {
+        let rectangle = CellRange {
             first_token: first as u64,
             tokens: each as u64,
             first_layer: layer,
@@ -151,9 +151,9 @@ impl World {
         };
         let ram = Level::Ram;
         let number_of_move =
-            self.core.0.lock().submit_rectangle(number, Deed::Get, ram, 0, rectangle)?;
+            self.core.0.lock().submit_cell_range(number, TransferKind::Get, ram, 0, rectangle)?;
         let asked = Asked {
-            deed: Deed::Get,
+            deed: TransferKind::Get,
             level: ram,
             space,
             tokens: tokens.to_vec(),
@@ -206,10 +206,10 @@ pub(super) fn open_store(
     };
     let (disk, recovered, _) = DiskTier::open(Arc::new(files.clone()), options)?;
     let disk = Arc::new(disk);
-    let mut core = Core::new(config.clone(), None, Some(disk.clone()))?;
+    let mut core = StoreState::new(config.clone(), None, Some(disk.clone()))?;
     core.tick(clock.now_ns());
     let adopted = core.adopt(&recovered)?;
-    let tools = Tools { device, disk: Some(disk), far: None };
+    let tools = Tools { device, disk: Some(disk), remote: None };
     Ok((Shared(Arc::new(Mutex::new(core))), tools, adopted.dropped))
 }
 

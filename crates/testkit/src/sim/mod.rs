@@ -16,7 +16,7 @@ mod world;
 use std::fmt;
 
 use kvtier::base::status::Error;
-use kvtier::kv::core::{Counters, FarCounters};
+use kvtier::store::state::{Counters, RemoteCounters};
 
 /// How a simulation is run.
 #[derive(Clone, Copy, Debug)]
@@ -47,7 +47,7 @@ pub struct Report {
     /// Parts of moves that came behind an event of the device.
     pub behind: u64,
     /// What the stores counted of their remotes, all together.
-    pub far: FarCounters,
+    pub far: RemoteCounters,
     /// A mark of everything that happened: equal for equal seeds.
     pub mark: u64,
     /// What the stores counted, all together.

@@ -10,10 +10,10 @@ use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Device, Memory, Stream};
-use kvtier::kv::core::DeviceConfig;
-use kvtier::kv::core::audit::Audited;
 use kvtier::meta::chunks::{Cell, Place};
 use kvtier::meta::index::Slot;
+use kvtier::store::state::DeviceConfig;
+use kvtier::store::state::audit::Audited;
 use kvtier::tier::disk::{CellAt, Spot};
 
 const POLICIES: [&str; 4] = ["lru", "s3fifo", "sieve", "horizon"];
@@ -113,11 +113,11 @@ impl World {
             2 => core.set_policy(Tier::Device, policy)?,
             _ => {}
         }
-        core.check_near()?;
+        core.check_replicas()?;
         drop(core);
         if what < 12 {
             self.damage(what as usize);
-            self.core.0.lock().check_near()?;
+            self.core.0.lock().check_replicas()?;
         }
         if what == 3 {
             self.report.audited += self.audit()?;
@@ -130,7 +130,7 @@ impl World {
         let Some(session) = self.sessions.get(draw % self.sessions.len().max(1)) else { return };
         let mut core = self.core.0.lock();
         let found = core.session(session.number).ok().and_then(|one| {
-            let (board, space) = (core.board_of(one.space())?, core.space(one.space())?);
+            let (board, space) = (core.table_of(one.space())?, core.space(one.space())?);
             let layer = draw % board.layout.layers();
             // One that is on its way to the device, if there is one.
             let is_filled = |slot: &Slot| {

@@ -18,15 +18,15 @@ use kvtier::base::random::Random;
 use kvtier::base::sync::{Arc, Mutex};
 use kvtier::device::{Event, Stream};
 use kvtier::format::codec::Codec;
-use kvtier::kv::core::books::{Books, Page};
-use kvtier::kv::core::grain::Grain;
-use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::work::{Hands, Work};
-use kvtier::kv::core::{Config, Core, SpaceOpts, Write};
-use kvtier::kv::hands::Tools;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
+use kvtier::store::executor::Tools;
+use kvtier::store::state::checkpoint_writer::{CheckpointWriter, Page};
+use kvtier::store::state::granularity::Granularity;
+use kvtier::store::state::transfer::{Level, TransferKind};
+use kvtier::store::state::work::{Work, WorkerKind};
+use kvtier::store::state::{Config, SpaceOpts, StoreState, Write};
 use kvtier::tier::disk::{CellAt, Keeper, Spot};
 
 pub(super) type Outcome<T> = std::result::Result<T, Failure>;
@@ -53,7 +53,7 @@ pub(super) struct Session {
 
 /// A move, with the engine's memory.
 pub(super) struct Asked {
-    pub(super) deed: Deed,
+    pub(super) deed: TransferKind,
     pub(super) level: Level,
     pub(super) space: u32,
     pub(super) tokens: Vec<u32>,
@@ -71,9 +71,9 @@ pub(super) struct Asked {
 
 /// A store's core behind the lock that hands and keepers share.
 #[derive(Clone)]
-pub(super) struct Shared(pub(super) Arc<Mutex<Core>>);
+pub(super) struct Shared(pub(super) Arc<Mutex<StoreState>>);
 
-impl Books for Shared {
+impl CheckpointWriter for Shared {
     fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
         self.0.lock().page(from, page)
     }
@@ -142,12 +142,12 @@ fn layouts() -> Outcome<Vec<Layout>> {
 }
 
 /// What policies choose among, and whether cells are dropped alone.
-fn grain(seed: u64) -> (Grain, bool) {
+fn grain(seed: u64) -> (Granularity, bool) {
     match Random::new(seed ^ 0x6AA1).below(6) {
-        0 => (Grain::Cell, false),
-        1 => (Grain::Cell, true),
-        2 => (Grain::Session, false),
-        _ => (Grain::Chunk, false),
+        0 => (Granularity::Cell, false),
+        1 => (Granularity::Cell, true),
+        2 => (Granularity::Session, false),
+        _ => (Granularity::Chunk, false),
     }
 }
 
@@ -170,7 +170,7 @@ fn config(
     let (grain, drop_cells) = grain(seed);
     Config {
         device: near.as_ref().map(Near::config).unwrap_or_default(),
-        far: far.as_ref().map(Far::config),
+        remote: far.as_ref().map(Far::config),
         host_bytes: (4 + random.below(40)) << 16,
         host_policy: POLICIES[random.below(6) as usize].into(),
         disk_policy: POLICIES[random.below(6) as usize].into(),
@@ -182,7 +182,7 @@ fn config(
         write_age_ns: [0, 1_000_000, 1_000_000_000][seed as usize % 3],
         unwritten_bytes: [0, 64 << 10, u64::MAX][seed as usize / 3 % 3],
         admission: "all".into(),
-        grain,
+        granularity: grain,
         drop_cells,
         codec,
         max_chunks: [4096, FEW_CHUNKS][random.below(2) as usize],
@@ -215,7 +215,7 @@ impl World {
             None => device(seed, &clock)?,
         };
         let (core, mut tools, _) = open_store(&files, &config, disk_bytes, &clock, device)?;
-        tools.far = far.as_ref().map(|far| far.errands(&clock));
+        tools.remote = far.as_ref().map(|far| far.errands(&clock));
         let forgets = plan.per_million[Fault::LostSync as usize] > 0
             || plan.per_million[Fault::BitRot as usize] > 0
             || plan.per_million[Fault::Misdirected as usize] > 0;
@@ -324,8 +324,9 @@ impl World {
     /// Some hands take work, and will carry it out later.
     fn take(&mut self) {
         // The last ones are for stores with a remote.
-        let kinds = if self.far.is_some() { Hands::ALL.len() } else { Hands::Fetch as usize };
-        let hands = Hands::ALL[self.random.below(kinds as u64) as usize];
+        let kinds =
+            if self.far.is_some() { WorkerKind::ALL.len() } else { WorkerKind::Fetch as usize };
+        let hands = WorkerKind::ALL[self.random.below(kinds as u64) as usize];
         let work = self.core.0.lock().take(hands);
         self.pending.extend(work);
     }
@@ -355,14 +356,14 @@ impl World {
         self.give_all_words();
         self.keep_all()?;
         for _ in 0..MOST_TURNS {
-            for hands in Hands::ALL {
+            for hands in WorkerKind::ALL {
                 let work = self.core.0.lock().take(hands);
                 self.pending.extend(work);
             }
             let is_behind = self.rest_behind();
             if self.pending.is_empty()
                 && !is_behind
-                && Hands::ALL.iter().all(|&h| !self.core.0.lock().has_work(h))
+                && WorkerKind::ALL.iter().all(|&h| !self.core.0.lock().has_work(h))
             {
                 self.collect()?;
                 let core = self.core.0.lock();
@@ -395,7 +396,7 @@ impl World {
     }
 
     /// Whether nothing has kept from the disk what was to go there, or sent it away.
-    fn all_went_well(&self, core: &Core) -> bool {
+    fn all_went_well(&self, core: &StoreState) -> bool {
         let counters = core.counters;
         let failures = counters.failed_writes + counters.refused + counters.corrupt;
         let stats = self.tools.disk.as_ref().map(|disk| disk.stats()).unwrap_or_default();

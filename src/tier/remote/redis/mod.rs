@@ -31,7 +31,7 @@ use crate::tier::remote::redis::lane::RedisLane;
 use crate::tier::remote::redis::slots::Map;
 use crate::tier::remote::redis::url::{Address, Url};
 use crate::tier::remote::secret::Secret;
-use crate::tier::remote::{Caps, Lane, Remote, Tally, Tell};
+use crate::tier::remote::{Caps, Lane, Publish, Remote, Tally};
 
 /// Most bytes of an object.
 const MAX_BYTES: u64 = 8 << 20;
@@ -191,7 +191,7 @@ impl Redis {
 
     /// What appends entries to the stream of events, by a deadline each; about so many are kept
     /// there.
-    pub fn teller(&self, most: u64) -> Tell {
+    pub fn publisher(&self, most: u64) -> Publish {
         let mut lane = RedisLane::new(self.0.clone());
         Box::new(move |fields, deadline_ns| lane.tell(fields, most, deadline_ns))
     }

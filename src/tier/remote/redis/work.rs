@@ -46,7 +46,7 @@ pub enum Work<'a> {
     /// What the server says of itself.
     Greet(&'a mut Result<Vec<u8>, Trouble>),
     /// To be appended to the stream of events.
-    Tell(Entry<'a>),
+    Publish(Entry<'a>),
 }
 
 /// An entry of a stream.
@@ -93,7 +93,7 @@ impl Work<'_> {
             Work::Get(gets) => gets.items.len(),
             Work::Put(puts) => puts.items.len(),
             Work::Ask(asks) | Work::Remove(asks) => asks.items.len(),
-            Work::Greet(_) | Work::Tell(_) => 1,
+            Work::Greet(_) | Work::Publish(_) => 1,
         }
     }
 
@@ -105,7 +105,7 @@ impl Work<'_> {
             Work::Put(puts) => puts.items.get(item).map(|put| &put.name),
             Work::Ask(asks) | Work::Remove(asks) => asks.items.get(item).map(|ask| &ask.name),
             Work::Greet(_) => None,
-            Work::Tell(_) => {
+            Work::Publish(_) => {
                 prefix.write_stream(out);
                 return true;
             }
@@ -137,7 +137,7 @@ impl Work<'_> {
         match self {
             Work::Get(gets) => gets.room_of(item).min(MAX_BYTES),
             Work::Put(puts) => puts.bytes_of(item),
-            Work::Ask(_) | Work::Remove(_) | Work::Greet(_) | Work::Tell(_) => 0,
+            Work::Ask(_) | Work::Remove(_) | Work::Greet(_) | Work::Publish(_) => 0,
         }
     }
 
@@ -151,7 +151,9 @@ impl Work<'_> {
                 let most = if items == 1 { MOST_WINDOW_BYTES } else { window };
                 items == 0 || (items < WINDOW_ITEMS && sum <= most)
             }
-            Work::Ask(_) | Work::Remove(_) | Work::Greet(_) | Work::Tell(_) => items < WINDOW_ASKS,
+            Work::Ask(_) | Work::Remove(_) | Work::Greet(_) | Work::Publish(_) => {
+                items < WINDOW_ASKS
+            }
         }
     }
 
@@ -188,7 +190,7 @@ impl Work<'_> {
             Work::Remove(_) if wording.is_old => words(out, &[b"DEL", key]),
             Work::Remove(_) => words(out, &[b"UNLINK", key]),
             Work::Greet(_) => words(out, &[b"INFO"]),
-            Work::Tell(entry) => {
+            Work::Publish(entry) => {
                 out.command(6 + 2 * entry.fields.len());
                 [b"XADD", key, b"MAXLEN", b"~"].iter().for_each(|word| out.word(word));
                 out.number(entry.most);
@@ -213,7 +215,7 @@ impl Work<'_> {
                 }
             }
             Work::Put(_) | Work::Ask(_) | Work::Remove(_) => Want::Word,
-            Work::Tell(_) => Want::Value(MAX_ID_BYTES),
+            Work::Publish(_) => Want::Value(MAX_ID_BYTES),
             Work::Greet(_) => Want::Value(MAX_INFO_BYTES),
         }
     }
@@ -285,7 +287,7 @@ impl Work<'_> {
                 asks.items[item].result = Ok(0);
             }
             (Work::Greet(said), Came::Value(Value::Text(text))) => **said = Ok(text),
-            (Work::Tell(entry), Came::Value(Value::Text(_))) => *entry.result = Ok(()),
+            (Work::Publish(entry), Came::Value(Value::Text(_))) => *entry.result = Ok(()),
             _ => return Outcome::Nonsense,
         }
         Outcome::Done
@@ -298,7 +300,7 @@ impl Work<'_> {
             Work::Put(puts) => puts.items[item].result = Err(trouble),
             Work::Ask(asks) | Work::Remove(asks) => asks.items[item].result = Err(trouble),
             Work::Greet(said) => **said = Err(trouble),
-            Work::Tell(entry) => *entry.result = Err(trouble),
+            Work::Publish(entry) => *entry.result = Err(trouble),
         }
     }
 }

@@ -14,11 +14,13 @@ fn passes_read_what_does_not_stay() {
     let said = json(&run(&path, &["--host", "8M", "--passes", "4", "--json"]).fine());
     let passes = said["passes"].as_array().expect("passes");
     assert_eq!(passes.len(), 4);
-    // What is away is read once a pass, but for what the slots have before and after.
+    // A unit without a home is read at most once a pass, and what the slots have after the last.
+    // It is not read where it still is in a slot: at the start, and when readers come late.
     let away = number(&said, "/plan/homes/file/bytes");
     let slots = number(&said, "/plan/slots/count") * number(&said, "/plan/slots/slot_bytes");
     let read: u64 = passes.iter().map(|pass| number(pass, "/read_bytes")).sum();
-    assert!(away > 4 << 20 && read.abs_diff(4 * away) <= slots + (1 << 20), "{read} {away}");
+    assert!(away > 4 << 20 && read <= 4 * away + slots, "{read} {away}");
+    assert!(read >= 3 * away, "{read} {away}");
     for pass in passes {
         assert_eq!(number(pass, "/acquires"), 16, "{pass}");
         let parts = ["/compute_ns", "/wait_read_ns", "/wait_copy_ns", "/wait_slot_ns"];

@@ -104,7 +104,7 @@ impl RedisLane {
         deadline_ns: u64,
     ) -> std::result::Result<(), Trouble> {
         let mut result = Err(Trouble::Later);
-        self.drive(&mut Work::Tell(Entry { fields, most, result: &mut result }), deadline_ns);
+        self.drive(&mut Work::Publish(Entry { fields, most, result: &mut result }), deadline_ns);
         result
     }
 

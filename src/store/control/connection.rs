@@ -1,0 +1,130 @@
+//! One connection: a request comes in pieces, its answer goes out in pieces. It has
+//! so long for each, and is dropped when that is over.
+
+use crate::base::status::{Error, Result, Status};
+use crate::io::socket::{Stream, Watched};
+use crate::store::control::MAX_LINE_BYTES;
+
+/// How long a client may take from the first byte of a request to its end, and for
+/// taking an answer.
+pub const PATIENCE_NS: u64 = 10_000_000_000;
+/// How long one may say nothing.
+pub const IDLE_NS: u64 = 120_000_000_000;
+
+/// A connection.
+pub struct Connection {
+    stream: Stream,
+    got: Vec<u8>,
+    out: Vec<u8>,
+    sent: usize,
+    /// When it is dropped unless something ends before.
+    pub until_ns: u64,
+    /// It ends when the answer is out.
+    last: bool,
+}
+
+impl Connection {
+    /// A client that has said nothing yet.
+    pub fn new(stream: Stream, now_ns: u64) -> Connection {
+        let until_ns = now_ns.saturating_add(IDLE_NS);
+        Connection { stream, got: Vec::new(), out: Vec::new(), sent: 0, until_ns, last: false }
+    }
+
+    /// What it waits for.
+    pub fn watched(&self) -> Watched {
+        self.stream.watched(self.sent < self.out.len())
+    }
+
+    /// Goes on as far as it can; whether it is still wanted.
+    pub fn go_on(&mut self, now_ns: u64, answer: &mut dyn FnMut(&str) -> Result<String>) -> bool {
+        if self.sent < self.out.len() {
+            return self.send(now_ns);
+        }
+        if !self.receive(now_ns) {
+            return false;
+        }
+        let Some(line) = self.next_line() else { return true };
+        let reply = match line {
+            Ok(line) => answer(&line),
+            Err(error) => {
+                self.last = true;
+                Err(error)
+            }
+        };
+        self.out = framed(&reply);
+        self.until_ns = now_ns.saturating_add(PATIENCE_NS);
+        self.send(now_ns)
+    }
+
+    /// Refuses a client; as much of that as it takes at once.
+    pub fn turn_away(stream: &Stream) {
+        let text = Error::new(Status::Again, "as many as may be are connected: try again");
+        // It is dropped in any case.
+        let _ = stream.write(&framed(&Err(text)));
+    }
+
+    /// Takes what has come; false when no more will.
+    fn receive(&mut self, now_ns: u64) -> bool {
+        let mut bytes = [0; MAX_LINE_BYTES];
+        let room = MAX_LINE_BYTES.saturating_sub(self.got.len());
+        if room == 0 || self.got.contains(&b'\n') {
+            return true;
+        }
+        match self.stream.read(&mut bytes[..room]) {
+            Ok(Some(count)) if count > 0 => {
+                if self.got.is_empty() {
+                    self.until_ns = now_ns.saturating_add(PATIENCE_NS);
+                }
+                self.got.extend_from_slice(&bytes[..count]);
+                true
+            }
+            Ok(None) => true,
+            Ok(Some(_)) | Err(_) => false,
+        }
+    }
+
+    /// The next request, if all of it is there; an error is the last thing it hears.
+    fn next_line(&mut self) -> Option<Result<String>> {
+        let Some(end) = self.got.iter().position(|&byte| byte == b'\n') else {
+            let too_long = self.got.len() >= MAX_LINE_BYTES;
+            let words = || format!("a request has at most {MAX_LINE_BYTES} bytes");
+            return too_long.then(|| Err(Error::new(Status::Limit, words())));
+        };
+        let rest = self.got.split_off(end + 1);
+        let mut line = std::mem::replace(&mut self.got, rest);
+        line.truncate(end);
+        let words = "a request is text";
+        Some(String::from_utf8(line).map_err(|_| Error::new(Status::Invalid, words)))
+    }
+
+    fn send(&mut self, now_ns: u64) -> bool {
+        match self.stream.write(&self.out[self.sent..]) {
+            Ok(Some(count)) => self.sent += count,
+            Ok(None) => return true,
+            Err(_) => return false,
+        }
+        if self.sent == self.out.len() {
+            (self.out, self.sent) = (Vec::new(), 0);
+            let patience = if self.got.is_empty() { IDLE_NS } else { PATIENCE_NS };
+            self.until_ns = now_ns.saturating_add(patience);
+            return !self.last;
+        }
+        true
+    }
+
+    /// Whether a whole request is there that was not answered yet.
+    pub fn has_more(&self) -> bool {
+        self.out.is_empty() && self.got.contains(&b'\n')
+    }
+}
+
+fn framed(reply: &Result<String>) -> Vec<u8> {
+    let text = match reply {
+        Ok(body) => format!("ok {}\n{body}", body.len()),
+        Err(error) => {
+            let words = error.message();
+            format!("error {} {}\n{words}", error.status().name(), words.len())
+        }
+    };
+    text.into_bytes()
+}

@@ -1,0 +1,231 @@
+//! Requests: what may be asked, read by the one grammar for specs.
+
+use crate::base::budget::Tier;
+use crate::base::spec::{Reader, Spec, Value};
+use crate::base::status::Result;
+use crate::fail;
+use crate::store::state::shadow::{MAX_POLICIES, MAX_SECONDS};
+use crate::store::state::snapshot::{MOST_CHUNKS, MOST_EVICTIONS, MOST_SESSIONS};
+
+/// What may be asked.
+const NAMES: [&str; 10] = [
+    "stats",
+    "metrics",
+    "sessions",
+    "board",
+    "evictions",
+    "set-policy",
+    "budget",
+    "ab",
+    "ab-read",
+    "ab-end",
+];
+
+/// What is asked.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Request {
+    /// What the store counts and has.
+    Stats,
+    /// The same as text for Prometheus.
+    Metrics,
+    /// Sessions that are open.
+    Sessions {
+        /// Most of them.
+        most: usize,
+    },
+    /// Where the cells of a session are.
+    ChunkTable {
+        /// Its number; None = the one that was opened last.
+        session: Option<u32>,
+        /// The first chunk.
+        first: u64,
+        /// Most chunks.
+        chunks: usize,
+    },
+    /// Who left.
+    Evictions {
+        /// Which tier; None = all.
+        tier: Option<Tier>,
+        /// Most of them.
+        tail: usize,
+    },
+    /// Another policy decides from now on.
+    SetPolicy {
+        /// For which tier.
+        tier: Tier,
+        /// Its spec.
+        policy: String,
+    },
+    /// The budgets of the tiers, changed first where a number is given.
+    Budget {
+        /// Bytes of cells in memory.
+        host: Option<u64>,
+        /// Bytes of files.
+        disk: Option<u64>,
+    },
+    /// Copies of policies run beside the live one.
+    Ab {
+        /// For which tier.
+        tier: Tier,
+        /// Which.
+        policies: Vec<Spec>,
+        /// For how long.
+        seconds: u64,
+    },
+    /// What they came to so far.
+    AbRead {
+        /// For which tier.
+        tier: Tier,
+    },
+    /// They end.
+    AbEnd {
+        /// For which tier.
+        tier: Tier,
+    },
+}
+
+impl Request {
+    /// Reads a request.
+    pub fn parse(line: &str) -> Result<Request> {
+        let spec = Spec::parse(line)?;
+        let mut reader = Reader::new(&spec);
+        let request = match spec.name.as_str() {
+            "stats" => Request::Stats,
+            "metrics" => Request::Metrics,
+            "sessions" => {
+                Request::Sessions { most: count(&mut reader, "most", 64, MOST_SESSIONS)? }
+            }
+            "board" => Request::ChunkTable {
+                session: given(&spec, "session", reader.u64("session", 0, 0..=u32::MAX.into())?)
+                    .map(|number| number as u32),
+                first: reader.u64("first", 0, 0..=1 << 40)?,
+                chunks: count(&mut reader, "chunks", 64, MOST_CHUNKS)?,
+            },
+            "evictions" => Request::Evictions {
+                tier: tier(&mut reader)?,
+                tail: count(&mut reader, "tail", 20, MOST_EVICTIONS)?,
+            },
+            "set-policy" => {
+                let Some(policy) = reader.spec("policy")? else {
+                    fail!(Spec, "set-policy needs policy=...");
+                };
+                let tier = tier(&mut reader)?.unwrap_or(Tier::Host);
+                Request::SetPolicy { tier, policy: policy.to_string() }
+            }
+            "budget" => Request::Budget {
+                host: given(&spec, "host", reader.bytes("host", 0)?),
+                disk: given(&spec, "disk", reader.bytes("disk", 0)?),
+            },
+            "ab" => {
+                let policies = policies(&mut reader)?;
+                let tier = tier(&mut reader)?.unwrap_or(Tier::Host);
+                Request::Ab { tier, policies, seconds: reader.u64("seconds", 60, 1..=MAX_SECONDS)? }
+            }
+            "ab-read" => Request::AbRead { tier: tier(&mut reader)?.unwrap_or(Tier::Host) },
+            "ab-end" => Request::AbEnd { tier: tier(&mut reader)?.unwrap_or(Tier::Host) },
+            _ => return Err(spec.unknown_name(&NAMES)),
+        };
+        reader.finish()?;
+        Ok(request)
+    }
+}
+
+/// A value, if its parameter was given.
+fn given<T>(spec: &Spec, key: &str, value: T) -> Option<T> {
+    spec.args.iter().any(|arg| arg.key == key).then_some(value)
+}
+
+fn count(reader: &mut Reader, key: &'static str, usual: u64, most: usize) -> Result<usize> {
+    Ok(reader.u64(key, usual, 1..=most as u64)? as usize)
+}
+
+fn tier(reader: &mut Reader) -> Result<Option<Tier>> {
+    Ok(match reader.choice("tier", &["host", "disk", "device"])? {
+        Some(0) => Some(Tier::Host),
+        Some(1) => Some(Tier::Disk),
+        Some(_) => Some(Tier::Device),
+        None => None,
+    })
+}
+
+fn policies(reader: &mut Reader) -> Result<Vec<Spec>> {
+    const SHAPE: &str = "policies=any(...): a list of policies, such as any(lru,arc)";
+    let Some(list) = reader.spec("policies")?.filter(|list| list.name == "any") else {
+        fail!(Spec, "ab needs {SHAPE}");
+    };
+    let mut specs = Vec::new();
+    for arg in &list.args {
+        match &arg.value {
+            Value::Spec(spec) if arg.key.is_empty() => specs.push(spec.clone()),
+            _ => fail!(Spec, "'policies' at offset {} takes {SHAPE}", arg.offset),
+        }
+    }
+    if specs.is_empty() || specs.len() > MAX_POLICIES {
+        fail!(Limit, "{} policies; 1 to {MAX_POLICIES} can be compared", specs.len());
+    }
+    Ok(specs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn requests_are_specs() {
+        for (line, wanted) in [
+            ("stats", Request::Stats),
+            (" stats ( ) ", Request::Stats),
+            ("sessions(most=3)", Request::Sessions { most: 3 }),
+            ("board", Request::ChunkTable { session: None, first: 0, chunks: 64 }),
+            (
+                "board(session=0,first=9)",
+                Request::ChunkTable { session: Some(0), first: 9, chunks: 64 },
+            ),
+            ("evictions(tail=7)", Request::Evictions { tier: None, tail: 7 }),
+            (
+                "set-policy(policy=qos(inner=lru),tier=disk)",
+                Request::SetPolicy { tier: Tier::Disk, policy: "qos(inner=lru)".into() },
+            ),
+            ("budget", Request::Budget { host: None, disk: None }),
+            ("budget(host=2GiB)", Request::Budget { host: Some(2 << 30), disk: None }),
+            ("ab-end(tier=disk)", Request::AbEnd { tier: Tier::Disk }),
+        ] {
+            assert_eq!(Request::parse(line), Ok(wanted), "{line}");
+        }
+        let ab = Request::parse("ab(policies=any(lru,slru(segments=3)),seconds=5)").expect("one");
+        let Request::Ab { tier: Tier::Host, policies, seconds: 5 } = ab else { panic!("{ab:?}") };
+        let words: Vec<String> = policies.iter().map(Spec::to_string).collect();
+        assert_eq!(words, ["lru", "slru(segments=3)"]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_the_nearest_name() {
+        for (line, word) in [
+            ("", "a name"),
+            ("stat", "stats"),
+            ("board(sesion=1)", "session"),
+            ("board(session=5000000000)", "0 to 4294967295"),
+            ("board(chunks=0)", "1 to 1024"),
+            ("evictions(tail=1000000)", "4096"),
+            ("evictions(tier=hots)", "host"),
+            ("set-policy", "policy="),
+            ("budget(host=2Gib)", "GiB"),
+            ("ab(policies=lru)", "any(lru,arc)"),
+            ("ab(policies=any(3))", "any(lru,arc)"),
+            ("ab(policies=any(lru),seconds=0)", "1 to 86400"),
+            ("ab", "policies="),
+            ("stats()x", "offset 7"),
+        ] {
+            let error = Request::parse(line).expect_err(line);
+            assert!(error.message().contains(word), "{line}: {error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn anything_is_read_or_refused(line in "[ -~]{0,80}") {
+            let _ = Request::parse(&line);
+        }
+    }
+}

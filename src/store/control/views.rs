@@ -1,0 +1,293 @@
+//! Views of a store, written down as JSON.
+
+use crate::base::json_out::Json;
+use crate::policy::log::Entry;
+use crate::policy::registry;
+use crate::store::admission::REFUSALS;
+use crate::store::state::Counters;
+use crate::store::state::latency::{Latency, TIMED};
+use crate::store::state::shadow::Score;
+use crate::store::state::snapshot::{SessionSnapshot, ShadowSnapshot, TableSnapshot, TierSnapshot};
+use crate::store::state::stats::{DiskGauge, PolicyGauge, QueueGauge, Report};
+use crate::store::state::tenants::Tenant;
+
+/// What a tier may use and uses, by its name; and who decides there.
+pub(super) type Tiers = Vec<(&'static str, TierSnapshot, String)>;
+
+/// What tiers may use and use.
+pub(super) fn budget(json: &mut Json, all: &Tiers) {
+    for (name, tier, policy) in all {
+        json.key(name).object(|json| {
+            json.key("policy").text(policy);
+            json.key("limit_bytes").whole(tier.limit_bytes);
+            json.key("used_bytes").whole(tier.used_bytes);
+            json.key("live_bytes").whole(tier.live_bytes);
+            json.key("high_bytes").whole(tier.marks_bytes[0]);
+            json.key("low_bytes").whole(tier.marks_bytes[1]);
+        });
+    }
+}
+
+/// What a store counts and has.
+pub(super) fn stats(
+    json: &mut Json,
+    all: &Report,
+    (tenants, others): (&[Tenant], Tenant),
+    seen: &Tiers,
+) {
+    json.object(|json| {
+        json.key("version").text(env!("CARGO_PKG_VERSION"));
+        json.key("pid").whole(std::process::id());
+        json.key("hit_ratio").real(all.hit_ratio());
+        json.key("host_hit_ratio").real(all.host_hit_ratio());
+        json.key("counters").object(|json| counters(json, &all.counters));
+        json.key("admission").object(|json| admission(json, all));
+        json.key("latencies").object(|json| {
+            for ((name, _), one) in TIMED.iter().zip(&all.latencies) {
+                json.key(name).object(|json| latency(json, one));
+            }
+        });
+        json.key("tiers").object(|json| budget(json, seen));
+        for (name, value) in [
+            ("layouts", all.layouts),
+            ("namespaces", all.namespaces),
+            ("sessions", all.sessions),
+            ("chunks", all.chunks),
+            ("host_cells", all.host_cells),
+            ("disk_cells", all.disk_cells),
+            ("device_cells", all.device_cells),
+            ("pins", all.pins),
+            ("moves", all.moves),
+            ("jobs", all.jobs),
+            ("hungry", all.memory_waiters),
+            ("hungry_bytes", all.memory_waiter_bytes),
+            ("leaving_bytes", all.leaving_bytes),
+            ("downs", all.writebacks),
+            ("unwritten_bytes", all.unwritten_bytes),
+            ("unwritten_age_ns", all.unwritten_age_ns),
+            ("sync_waits", all.syncs),
+            ("events", all.events),
+        ] {
+            json.key(name).whole(value);
+        }
+        json.key("queues").object(|json| {
+            json.key("copies").object(|json| queue(json, &all.copies));
+            json.key("reads").object(|json| queue(json, &all.reads));
+        });
+        json.key("policies").object(|json| {
+            json.key("host").object(|json| policy(json, &all.host_policy));
+            if !all.disk_policy.name.is_empty() {
+                json.key("disk").object(|json| policy(json, &all.disk_policy));
+            }
+            if !all.device_policy.name.is_empty() {
+                json.key("device").object(|json| policy(json, &all.device_policy));
+            }
+        });
+        if all.disk.budget_bytes > 0 {
+            json.key("disk").object(|json| disk(json, &all.disk));
+        }
+        json.key("tenants").list(|json| {
+            for row in tenants {
+                json.object(|json| {
+                    json.key("tenant").whole(row.id);
+                    tenant(json, row);
+                });
+            }
+        });
+        json.key("other_tenants").object(|json| tenant(json, &others));
+    });
+}
+
+fn counters(json: &mut Json, all: &Counters) {
+    let [puts, gets, prefetches] = all.moves;
+    for (name, value) in [
+        ("puts", puts),
+        ("gets", gets),
+        ("prefetches", prefetches),
+        ("stored_cells", all.stored),
+        ("known_cells", all.known),
+        ("host_hit_cells", all.host_hits),
+        ("disk_hit_cells", all.disk_hits),
+        ("device_hit_cells", all.device_hits),
+        ("device_promoted_cells", all.promoted),
+        ("device_evicted_chunks", all.device_evicted),
+        ("device_lost_cells", all.device_lost),
+        ("missed_cells", all.misses),
+        ("corrupt_cells", all.corrupt),
+        ("damaged_copies", all.damaged),
+        ("written_cells", all.written),
+        ("written_bytes", all.written_bytes),
+        ("loaded_bytes", all.loaded_bytes),
+        ("demoted_chunks", all.demoted),
+        ("dropped_chunks", all.dropped),
+        ("evicted_chunks", all.disk_evicted),
+        ("parted_chunks", all.disk_parted),
+        ("refused_chunks", all.refused),
+        ("no_room_cells", all.no_room),
+        ("failed_writes", all.failed_writes),
+        ("failed_reads", all.failed_reads),
+    ] {
+        json.key(name).whole(value);
+    }
+}
+
+fn admission(json: &mut Json, all: &Report) {
+    json.key("admitted_chunks").whole(all.admission_admitted);
+    json.key("admitted_bytes").whole(all.admission_admitted_bytes);
+    json.key("refused_chunks").object(|json| {
+        for (reason, count) in REFUSALS.into_iter().zip(all.admission_refused) {
+            json.key(reason).whole(count);
+        }
+    });
+}
+
+fn latency(json: &mut Json, all: &Latency) {
+    for (name, value) in [
+        ("count", all.count),
+        ("mean_ns", all.mean_ns),
+        ("p50_ns", all.p50_ns),
+        ("p99_ns", all.p99_ns),
+        ("max_ns", all.max_ns),
+    ] {
+        json.key(name).whole(value);
+    }
+}
+
+fn queue(json: &mut Json, all: &QueueGauge) {
+    json.key("cells").list(|json| all.cells.iter().for_each(|&n| json.whole(n)));
+    json.key("bytes").list(|json| all.bytes.iter().for_each(|&n| json.whole(n)));
+    json.key("batches").whole(all.batches);
+    json.key("batch_bytes").whole(all.batch_bytes);
+    json.key("bytes_per_second").real(all.bytes_per_second);
+    json.key("delay_ns").real(all.delay_ns);
+}
+
+fn policy(json: &mut Json, all: &PolicyGauge) {
+    json.key("name").text(all.name);
+    json.key("hit_ratio").real(all.hit_ratio());
+    for (name, value) in [
+        ("objects", all.objects),
+        ("references", all.references),
+        ("hits", all.hits),
+        ("evictions", all.evictions),
+        ("decisions", all.decisions),
+        ("shortfalls", all.shortfalls),
+    ] {
+        json.key(name).whole(value);
+    }
+    json.key("decision").object(|json| latency(json, &all.decision));
+}
+
+fn disk(json: &mut Json, all: &DiskGauge) {
+    json.key("wear").real(all.wear());
+    for (name, value) in [
+        ("segments", all.segments),
+        ("dead_bytes", all.dead_bytes),
+        ("appended_bytes", all.stats.appended_bytes),
+        ("cleaned_bytes", all.stats.cleaned_bytes),
+        ("overhead_bytes", all.stats.overhead_bytes),
+        ("read_bytes", all.stats.read_bytes),
+        ("syncs", all.stats.syncs),
+        ("failed_syncs", all.stats.failed_syncs),
+        ("cleanings", all.stats.cleanings),
+        ("checkpoints", all.stats.checkpoints),
+        ("refused", all.stats.refused),
+    ] {
+        json.key(name).whole(value);
+    }
+}
+
+fn tenant(json: &mut Json, row: &Tenant) {
+    json.key("put_bytes").whole(row.put_bytes);
+    json.key("got_bytes").whole(row.got_bytes);
+    json.key("hits").whole(row.hits);
+    json.key("misses").whole(row.misses);
+}
+
+/// A session.
+pub(super) fn session(json: &mut Json, one: &SessionSnapshot) {
+    json.object(|json| {
+        json.key("session").whole(one.number);
+        json.key("serial").whole(one.serial);
+        json.key("namespace").whole(one.space);
+        json.key("tenant").whole(one.tenant);
+        match one.priority {
+            Some(priority) => json.key("priority").whole(priority),
+            None => json.key("priority").null(),
+        }
+        json.key("tokens").whole(one.tokens);
+        json.key("chunks").whole(one.chunks);
+        json.key("layers").whole(one.layers);
+    });
+}
+
+/// Where the cells of a session are.
+pub(super) fn table(json: &mut Json, snapshot: &TableSnapshot) {
+    json.object(|json| {
+        session(json.key("session"), &snapshot.session);
+        json.key("first_chunk").whole(snapshot.first_chunk);
+        json.key("rows").list(|json| snapshot.rows.iter().for_each(|row| json.text(row)));
+    });
+}
+
+/// Who left which tier.
+pub(super) fn evictions(json: &mut Json, all: &[(&'static str, Vec<Entry>)], now_ns: u64) {
+    let now_ns = i64::try_from(now_ns).unwrap_or(i64::MAX);
+    for (tier, entries) in all {
+        json.key(tier).list(|json| {
+            for entry in entries {
+                let by = registry::ENTRIES.get(entry.policy as usize);
+                json.object(|json| {
+                    json.key("number").whole(entry.number);
+                    json.key("ago_ns").signed(now_ns.saturating_sub(entry.at_ns));
+                    json.key("chunk").text(&format!("{:016x}", entry.id));
+                    match entry.has_session {
+                        0 => json.key("session_serial").null(),
+                        _ => json.key("session_serial").whole(entry.session),
+                    }
+                    json.key("unused_ns").signed(entry.at_ns.saturating_sub(entry.stamp_ns));
+                    json.key("score").real(entry.score);
+                    json.key("blocks").whole(entry.units);
+                    json.key("uses").whole(entry.hits);
+                    json.key("policy").text(by.map_or("", |by| by.name));
+                });
+            }
+        });
+    }
+}
+
+/// What copies of policies came to.
+pub(super) fn ab(json: &mut Json, tier: &str, snapshot: &ShadowSnapshot) {
+    json.key("tier").text(tier);
+    json.key("running").flag(snapshot.is_on);
+    json.key("elapsed_ns").whole(snapshot.elapsed_ns);
+    json.key("left_ns").whole(snapshot.left_ns);
+    json.key("policies").list(|json| snapshot.scores.iter().for_each(|one| score(json, one)));
+}
+
+fn score(json: &mut Json, one: &Score) {
+    json.object(|json| {
+        let counts = &one.counts;
+        json.key("policy").text(&one.spec);
+        json.key("live").flag(one.is_live);
+        json.key("hit_ratio").real(counts.hit_ratio());
+        json.key("token_hit_ratio").real(counts.token_hit_ratio());
+        json.key("re_prefill_rate").real(counts.re_prefill_rate());
+        json.key("session_fairness").real(one.fairness[0]);
+        json.key("tenant_fairness").real(one.fairness[1]);
+        for (name, value) in [
+            ("requests", counts.requests),
+            ("references", counts.references),
+            ("hits", counts.hits),
+            ("evicted_references", counts.evicted_references),
+            ("evictions", counts.evictions),
+            ("chunks", one.objects),
+            ("decisions", counts.decisions),
+            ("timed_decisions", one.timed),
+            ("decision_mean_ns", one.mean_ns),
+            ("decision_p99_ns", one.p99_ns),
+        ] {
+            json.key(name).whole(value);
+        }
+    });
+}

@@ -1,0 +1,310 @@
+//! Copies behind events of the device that have not come: they are submitted behind them, on
+//! streams that nobody else uses, and looked after. No thread waits for one of them alone.
+
+use std::collections::VecDeque;
+
+use crate::base::status::{Error, Result, Status};
+use crate::device::{Copy, Event, MAX_COPIES, State, Stream};
+use crate::store::executor::Tools;
+use crate::store::executor::verify::{self, Held, Made, Summed};
+use crate::store::state::StoreState;
+use crate::store::state::work::CopyBatch;
+
+/// Where a core is to be found, behind whatever lock it has.
+pub trait Desk {
+    /// Does something to it.
+    fn with(&mut self, act: &mut dyn FnMut(&mut StoreState));
+}
+
+/// A batch that was submitted.
+struct Begun {
+    batch: CopyBatch,
+    after: Event,
+    /// Events of its parts that were not seen to end, and how many sums the device makes in
+    /// each.
+    parts: VecDeque<(Event, usize)>,
+    /// What those are of, in their order.
+    summed: VecDeque<Summed>,
+    /// What was found of them.
+    held: Vec<Held>,
+    outcome: Result<()>,
+    /// It is submitted when its event has come: the device would keep this thread until then.
+    is_parked: bool,
+}
+
+/// Who looks after such copies: one of a store.
+pub struct Crew {
+    tools: Tools,
+    /// Streams that were lent, and the event that all on each is behind.
+    streams: Vec<(Event, Stream)>,
+    begun: Vec<Begun>,
+}
+
+impl Crew {
+    /// Nothing is begun.
+    pub fn new(tools: Tools) -> Crew {
+        Crew { tools, streams: Vec::new(), begun: Vec::new() }
+    }
+
+    /// Whether nothing was begun that has not ended.
+    pub fn is_idle(&self) -> bool {
+        self.begun.is_empty()
+    }
+
+    /// Tells the core of what has ended, and begins what can be begun; whether there was
+    /// anything of that. Never waits.
+    ///
+    /// # Safety
+    /// The engine's memory is what the views of moves say until they have ended, and the core's
+    /// is what it was until it hears of their end from here.
+    pub unsafe fn turn(&mut self, desk: &mut dyn Desk) -> bool {
+        // SAFETY: the caller's promise.
+        let mut ended = unsafe { self.ended() };
+        let mut ahead = Vec::new();
+        let mut did = !ended.is_empty();
+        desk.with(&mut |core| {
+            for (batch, outcome, is_spent) in ended.drain(..) {
+                core.done_behind(batch, &outcome, is_spent);
+            }
+            core.events_ahead(&mut ahead);
+        });
+        let mut notified = Vec::new();
+        let mut ready = Vec::new();
+        for &(event, has_copies) in &ahead {
+            match self.tools.device.state(event) {
+                Ok(State::Done) => notified.push((event, Ok(()))),
+                Ok(State::Pending) if has_copies => {
+                    ready.extend(self.stream_for(event).map(|stream| (event, stream)));
+                }
+                Ok(State::Pending) => {}
+                Err(error) => notified.push((event, Err(error.status()))),
+            }
+        }
+        let mut taken = Vec::new();
+        desk.with(&mut |core| {
+            notified.iter().for_each(|&(event, outcome)| core.event_ended(event, outcome));
+            for &(event, stream) in &ready {
+                while let Some(batch) = core.take_behind(event) {
+                    taken.push((batch, event, stream));
+                }
+            }
+        });
+        did |= !notified.is_empty() || !taken.is_empty();
+        for (batch, event, stream) in taken {
+            // SAFETY: the caller's promise.
+            unsafe { self.begin(batch, event, stream) };
+        }
+        self.give_streams_back(&ahead);
+        did
+    }
+
+    /// Waits until the first of what was begun has ended, or until a deadline.
+    pub fn rest(&self, deadline_ns: u64) {
+        let next = |one: &Begun| match one.is_parked {
+            true => Some(one.after),
+            false => one.parts.front().map(|(event, _)| *event),
+        };
+        if let Some(event) = self.begun.iter().find_map(next) {
+            let _ = self.tools.device.wait(event, deadline_ns); // how it ended is asked again
+        }
+    }
+
+    /// Waits until nothing that was begun touches memory any more: nobody is told.
+    pub fn finish(&mut self) {
+        for one in self.begun.drain(..) {
+            for (event, _) in one.parts {
+                let _ = self.tools.end(event, &mut []); // nobody is left to hear of it
+            }
+        }
+    }
+
+    /// What has ended, how, and whether that is because its event failed.
+    ///
+    /// # Safety
+    /// As [`Crew::turn`].
+    unsafe fn ended(&mut self) -> Vec<(CopyBatch, Result<()>, bool)> {
+        let mut ended = Vec::new();
+        let mut at = 0;
+        while at < self.begun.len() {
+            if self.begun[at].is_parked {
+                let after = self.begun[at].after;
+                if matches!(self.tools.device.state(after), Ok(State::Pending)) {
+                    at += 1;
+                    continue;
+                }
+                let Begun { batch, .. } = self.begun.remove(at);
+                let stream = self.stream_for(after).unwrap_or(Stream(0));
+                // SAFETY: the caller's promise.
+                unsafe { self.begin(batch, after, stream) };
+                continue;
+            }
+            // SAFETY: the caller's promise.
+            if !unsafe { self.begun[at].has_ended(&self.tools) } {
+                at += 1;
+                continue;
+            }
+            let Begun { mut batch, after, mut outcome, held, .. } = self.begun.remove(at);
+            let bad = verify::note(&mut batch, &held);
+            let failure = self.failed(after);
+            if failure.is_none() && fails_together(&batch, &outcome) {
+                // SAFETY: the caller's promise.
+                unsafe { self.begin_alone(batch, after) };
+                continue;
+            }
+            if failure.is_none() && outcome.is_ok() && !bad.is_empty() {
+                // Its event has come: a copy made again waits for nobody.
+                let stream = self.streams.iter().find(|(of, _)| *of == after);
+                let stream = stream.map_or(Stream(0), |(_, stream)| *stream);
+                // SAFETY: the caller's promise.
+                outcome = unsafe { verify::again(&self.tools, &mut batch, stream, bad) };
+            }
+            let (outcome, is_spent) = match failure {
+                Some(error) => (Err(error), true),
+                None => (outcome, false),
+            };
+            ended.push((batch, outcome, is_spent));
+        }
+        ended
+    }
+
+    /// What an event has failed with. One that its owner has released has come before, if what
+    /// was behind it has.
+    fn failed(&self, event: Event) -> Option<Error> {
+        self.tools.device.state(event).err().filter(|error| error.status() != Status::Handle)
+    }
+
+    /// The stream of an event: nothing else is on it.
+    fn stream_for(&mut self, event: Event) -> Option<Stream> {
+        if let Some((_, stream)) = self.streams.iter().find(|(of, _)| *of == event) {
+            return Some(*stream);
+        }
+        // Where none is to be had its copies begin when it has come.
+        let stream = self.tools.device.lend().ok()?;
+        self.streams.push((event, stream));
+        Some(stream)
+    }
+
+    /// Gives streams back on which nothing is, of events that nothing more is put behind.
+    fn give_streams_back(&mut self, ahead: &[(Event, bool)]) {
+        let (begun, device) = (&self.begun, &self.tools.device);
+        self.streams.retain(|(event, stream)| {
+            let is_used = begun.iter().any(|one| one.after == *event)
+                || ahead.iter().any(|(other, has)| other == event && *has);
+            if !is_used {
+                device.take_back(*stream);
+            }
+            is_used
+        });
+    }
+
+    /// Begins the jobs of a batch one by one: one that is refused, or fails, may not be of the
+    /// caller of another.
+    ///
+    /// # Safety
+    /// As [`Crew::turn`].
+    unsafe fn begin_alone(&mut self, batch: CopyBatch, after: Event) {
+        let stream = self.stream_for(after).unwrap_or(Stream(0));
+        for one in batch.split() {
+            // SAFETY: the caller's promise.
+            unsafe { self.begin(one, after, stream) };
+        }
+    }
+
+    /// # Safety
+    /// As [`Crew::turn`].
+    unsafe fn begin(&mut self, mut batch: CopyBatch, after: Event, stream: Stream) {
+        let (mut parts, mut summed) = (VecDeque::new(), VecDeque::new());
+        // One that has come may have been released.
+        let state = self.tools.device.state(after);
+        let is_known = !state.as_ref().is_err_and(|error| error.status() == Status::Handle);
+        let is_ahead = matches!(state, Ok(State::Pending));
+        let mut is_parked = false;
+        let behind = Some(after).filter(|_| is_known);
+        let outcome = Made::of(&self.tools, &batch, None).and_then(|mut made| {
+            is_parked = is_ahead && self.tools.device.keeps_caller(&made.copies);
+            if is_parked {
+                return Ok(());
+            }
+            summed.extend(made.summed());
+            // Into the device tier they may go at once: the engine has no part in that. What
+            // reads them there is behind them on the stream.
+            // SAFETY: the caller's promise; planes are pieces that are kept for this.
+            unsafe {
+                self.submit(stream, None, &mut made.fills, &mut parts)?;
+                self.submit(stream, behind, &mut made.copies, &mut parts)
+            }
+        });
+        if outcome.is_err() {
+            batch.refused.extend(0..batch.jobs().count());
+        }
+        self.begun.push(Begun {
+            batch,
+            after,
+            parts,
+            summed,
+            held: Vec::new(),
+            outcome,
+            is_parked,
+        });
+    }
+
+    /// # Safety
+    /// As [`crate::device::Device::submit`].
+    unsafe fn submit(
+        &self,
+        stream: Stream,
+        after: Option<Event>,
+        copies: &mut [Copy<'_>],
+        parts: &mut VecDeque<(Event, usize)>,
+    ) -> Result<()> {
+        for part in copies.chunks_mut(MAX_COPIES) {
+            // SAFETY: the caller's promise.
+            let event = unsafe { self.tools.device.submit(stream, after, part)? };
+            parts.push_back((event, part.iter().filter(|copy| copy.wants_sum).count()));
+        }
+        Ok(())
+    }
+}
+
+/// Whether jobs of a batch may be done where together they were not.
+fn fails_together(batch: &CopyBatch, outcome: &Result<()>) -> bool {
+    let is_notified = |error: &Error| error.status() != Status::Unavailable;
+    batch.jobs().nth(1).is_some() && outcome.as_ref().is_err_and(is_notified)
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        self.finish();
+        self.streams.drain(..).for_each(|(_, stream)| self.tools.device.take_back(stream));
+    }
+}
+
+impl Begun {
+    /// Whether all parts have; how is noted.
+    ///
+    /// # Safety
+    /// As [`Crew::turn`].
+    unsafe fn has_ended(&mut self, tools: &Tools) -> bool {
+        while let Some(&(part, sums)) = self.parts.front() {
+            if matches!(tools.device.state(part), Ok(State::Pending)) {
+                return false;
+            }
+            self.parts.pop_front();
+            let notified = match tools.device.state(part) {
+                Ok(_) => verify::sums_of(&*tools.device, part, sums),
+                Err(error) => Err(error),
+            };
+            let ended = tools.end(part, &mut []);
+            let summed = self.summed.drain(..sums.min(self.summed.len()));
+            match notified.and_then(|sums| ended.map(|()| sums)) {
+                // SAFETY: the caller's promise: the batch has ended, its core has not heard.
+                Ok(sums) => unsafe {
+                    self.held.extend(summed.zip(sums).map(|(one, sum)| one.hold(sum)));
+                },
+                Err(error) if self.outcome.is_ok() => self.outcome = Err(error),
+                Err(_) => {}
+            }
+        }
+        true
+    }
+}

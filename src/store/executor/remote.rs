@@ -1,0 +1,229 @@
+//! Errands: what hands do at the remote for the core. Each thread has a way of its own to it, and
+//! memory for headers; cells go from and to where they are.
+
+use crate::base::clock::Clock;
+use crate::base::status::Result;
+use crate::base::sync::{Arc, Mutex};
+use crate::format::codec::Codec;
+use crate::store::state::remote_fetch::{Fetch, FetchBatch};
+use crate::store::state::remote_lookup::AskBatch;
+use crate::store::state::remote_upload::{Send, SendBatch};
+use crate::tier::remote::object::{CellFrom, Object, Sink};
+use crate::tier::remote::{Asks, Gets, Lane, Puts, Remote, Trouble};
+
+/// Memory for what comes and is not wanted.
+const SINK_BYTES: usize = 256 << 10;
+
+/// A way to the remote, and the memory of its batches.
+struct RemoteJob {
+    lane: Box<dyn Lane>,
+    gets: Gets,
+    puts: Puts,
+    asks: Asks,
+    headers: Vec<u8>,
+    sink: Vec<u8>,
+}
+
+/// What errands are run with. A copy has a way of its own, made when it is first used.
+pub struct RemoteExecutor {
+    remote: Arc<dyn Remote>,
+    clock: Clock,
+    mine: Mutex<Option<Box<RemoteJob>>>,
+}
+
+impl Clone for RemoteExecutor {
+    fn clone(&self) -> RemoteExecutor {
+        RemoteExecutor::new(self.remote.clone(), self.clock.clone())
+    }
+}
+
+impl RemoteExecutor {
+    /// To a remote.
+    pub fn new(remote: Arc<dyn Remote>, clock: Clock) -> RemoteExecutor {
+        RemoteExecutor { remote, clock, mine: Mutex::new(None) }
+    }
+
+    /// Memory that one who runs errands to a remote keeps, about.
+    pub fn bytes_of(remote: &dyn Remote) -> u64 {
+        SINK_BYTES as u64 + remote.caps().lane_bytes
+    }
+
+    /// The remote.
+    pub fn remote(&self) -> &Arc<dyn Remote> {
+        &self.remote
+    }
+
+    fn run<R>(&self, timeout_ns: u64, act: impl FnOnce(&mut RemoteJob, u64) -> R) -> R {
+        // No lock is held meanwhile: the remote may be the engine's own.
+        let mine = self.mine.lock().take();
+        let mut remote_job = mine.unwrap_or_else(|| {
+            Box::new(RemoteJob {
+                lane: self.remote.lane(),
+                gets: Gets::default(),
+                puts: Puts::default(),
+                asks: Asks::default(),
+                headers: Vec::new(),
+                sink: vec![0; SINK_BYTES],
+            })
+        });
+        let result = act(&mut remote_job, self.clock.now_ns().saturating_add(timeout_ns));
+        *self.mine.lock() = Some(remote_job);
+        result
+    }
+
+    /// Fetches objects.
+    ///
+    /// # Safety
+    /// Their places are memory that is nobody else's until the core hears of the end.
+    pub unsafe fn fetch(&self, batch: &mut FetchBatch) {
+        self.run(batch.timeout_ns, |remote_job, deadline_ns| {
+            // SAFETY: the caller's promise.
+            unsafe { remote_job.fetch(batch, deadline_ns) }
+        });
+    }
+
+    /// Sends objects, and has names taken away.
+    ///
+    /// # Safety
+    /// Their planes stay as they are until the core hears of the end.
+    pub unsafe fn send(&self, batch: &mut SendBatch) {
+        self.run(batch.timeout_ns, |remote_job, deadline_ns| {
+            // SAFETY: the caller's promise.
+            unsafe { remote_job.send(batch, deadline_ns) }
+        });
+    }
+
+    /// Asks which names are there.
+    pub fn ask(&self, batch: &mut AskBatch) {
+        if batch.asked.is_empty() {
+            return;
+        }
+        self.run(batch.timeout_ns, |remote_job, deadline_ns| remote_job.ask(batch, deadline_ns));
+    }
+}
+
+/// An object of a fetch.
+fn fetched(fetch: &Fetch) -> Result<Object<'_>> {
+    Object::new(&fetch.shape, fetch.object(), fetch.chunk, Codec::None)
+}
+
+fn sent(send: &Send) -> Result<Object<'_>> {
+    Object::new(&send.shape, send.object(), send.chunk, send.codec())
+}
+
+impl RemoteJob {
+    /// Memory for the headers of a batch; where each begins.
+    fn room(&mut self, headers: impl Iterator<Item = Result<usize>>) -> Vec<usize> {
+        let mut at = 0;
+        let mut starts = Vec::new();
+        for bytes in headers {
+            starts.push(at);
+            at += bytes.unwrap_or(0);
+        }
+        self.headers.clear();
+        self.headers.resize(at, 0);
+        starts
+    }
+
+    /// # Safety
+    /// As [`RemoteExecutor::fetch`].
+    unsafe fn fetch(&mut self, batch: &mut FetchBatch, deadline_ns: u64) {
+        let sizes =
+            batch.fetches.iter().map(|one| fetched(one).map(|object| object.header_bytes()));
+        let starts = self.room(sizes);
+        self.gets.clear();
+        let sink = Sink { address: self.sink.as_mut_ptr(), bytes: self.sink.len() as u64 };
+        let headers = self.headers.as_mut_ptr();
+        // Which of the batch's is which of the request's.
+        let (mut which, mut unfit) = (Vec::with_capacity(starts.len()), Vec::new());
+        for (i, (fetch, &start)) in batch.fetches.iter().zip(&starts).enumerate() {
+            let header = headers.wrapping_add(start);
+            let added = fetched(fetch).and_then(|object| {
+                object.get(fetch.name, header, &fetch.places, sink, &mut self.gets)
+            });
+            match added {
+                Ok(()) => which.push(i),
+                Err(error) => {
+                    log::error!("an object cannot be fetched: {error}");
+                    unfit.push(i);
+                }
+            }
+        }
+        // That is none of the remote's troubles.
+        unfit.into_iter().for_each(|i| batch.fetches[i].result = Err(Trouble::TooLong));
+        // SAFETY: headers and the sink are this errand's, places by the caller's promise.
+        unsafe { self.lane.get(&mut self.gets, deadline_ns) };
+        for (get, &i) in self.gets.items.iter().zip(&which) {
+            let fetch = &mut batch.fetches[i];
+            let mut verdicts = std::mem::take(&mut fetch.verdicts);
+            fetch.result = match (get.result, fetched(fetch)) {
+                (Ok(came), Ok(object)) => {
+                    let header = &self.headers[starts[i]..starts[i] + object.header_bytes()];
+                    // SAFETY: the caller's promise; nobody writes there any more.
+                    unsafe { object.verify(header, came, &fetch.places, &mut verdicts) }
+                }
+                (Err(trouble), _) => Err(trouble),
+                (_, Err(_)) => Err(Trouble::TooLong),
+            };
+            fetch.verdicts = verdicts;
+        }
+    }
+
+    /// # Safety
+    /// As [`RemoteExecutor::send`].
+    unsafe fn send(&mut self, batch: &mut SendBatch, deadline_ns: u64) {
+        let sizes = batch.sends.iter().map(|one| sent(one).map(|object| object.header_bytes()));
+        let starts = self.room(sizes);
+        self.puts.clear();
+        let mut which = Vec::with_capacity(starts.len());
+        let mut rest = &mut self.headers[..];
+        for (i, send) in batch.sends.iter().enumerate() {
+            let Ok(object) = sent(send) else { continue };
+            let (header, after) = std::mem::take(&mut rest).split_at_mut(object.header_bytes());
+            rest = after;
+            let mut planes = &send.planes[..];
+            let cells: Vec<CellFrom<'_>> = (send.shape.cells(send.object()).iter())
+                .map(|shape| {
+                    let (mine, others) = planes.split_at(shape.planes().len().min(planes.len()));
+                    planes = others;
+                    CellFrom { codec: send.codec(), planes: mine }
+                })
+                .collect();
+            // SAFETY: the caller's promise; the header is not touched before the put has ended.
+            match unsafe { object.put(send.name, &cells, header, &mut self.puts) } {
+                Ok(_) => which.push(i),
+                Err(error) => log::error!("an object cannot be sent: {error}"),
+            }
+        }
+        if !batch.removals.is_empty() {
+            self.asks.items.clear();
+            batch.removals.iter().for_each(|&name| self.asks.name(name));
+            self.lane.remove(&mut self.asks, deadline_ns);
+            let items = &self.asks.items;
+            batch.trouble = items.iter().find_map(|ask| ask.result.err());
+            batch.removed = items.iter().filter(|ask| ask.result.is_ok()).count() as u64;
+            let late = items.iter().filter(|ask| ask.result == Err(Trouble::Late));
+            batch.late.extend(late.map(|ask| ask.name));
+        }
+        if !which.is_empty() {
+            // SAFETY: as above.
+            unsafe { self.lane.put(&mut self.puts, deadline_ns) };
+        }
+        for (put, &i) in self.puts.items.iter().zip(&which) {
+            batch.sends[i].result = put.result;
+        }
+    }
+
+    fn ask(&mut self, batch: &mut AskBatch, deadline_ns: u64) {
+        self.asks.items.clear();
+        batch.asked.iter().for_each(|one| self.asks.name(one.name));
+        self.lane.ask(&mut self.asks, deadline_ns);
+        for (one, ask) in batch.asked.iter_mut().zip(&self.asks.items) {
+            one.result = match ask.result {
+                Ok(bytes) => Ok(bytes > 0),
+                Err(Trouble::Absent) => Ok(false),
+                Err(trouble) => Err(trouble),
+            };
+        }
+    }
+}

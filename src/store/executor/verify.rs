@@ -1,0 +1,277 @@
+//! Copies of a device that sums, held against what their bytes have to be: a byte that changes on
+//! the way would else be stored, and summed as if it were right. Over the bus that is what is in
+//! host memory; out of the device tier what came there.
+
+use crate::base::checksum::checksum;
+use crate::base::status::{Result, Status};
+use crate::device::{Copy, Device, Event, Memory, Stream, Way};
+use crate::fail;
+use crate::store::executor::{Failed, Tools, copy_of};
+use crate::store::state::work::CopyBatch;
+
+/// What a copy is of: the job, which of its planes, and what the sum of that is, if it is known.
+#[derive(Clone, Copy)]
+struct Of {
+    job: usize,
+    is_v: bool,
+    sum: Option<u64>,
+}
+
+/// Carries copies out. Where the device sums, what comes damaged is copied once more; jobs that
+/// are no better then are noted. What fails together is copied job by job, since the jobs may be
+/// of callers who have nothing to do with each other: how each went is noted.
+///
+/// # Safety
+/// As [`Tools::work`].
+pub unsafe fn copy(tools: &Tools, batch: &mut CopyBatch, stream: Stream) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let Err(failed) = (unsafe { copy_jobs(tools, batch, stream, None) }) else { return Ok(()) };
+    let jobs = batch.jobs().count();
+    if failed.is_lost() {
+        return Err(failed.error);
+    }
+    if jobs <= 1 {
+        batch.refused.extend(failed.is_refused.then_some(0));
+        return Err(failed.error);
+    }
+    log::warn!("{jobs} copies are made one by one: together {}", failed.error);
+    let mut alone = Vec::new();
+    alone.try_reserve_exact(jobs).map_err(|_| Status::NoMem)?;
+    for at in 0..jobs {
+        // SAFETY: the caller's promise.
+        let notified = unsafe { copy_jobs(tools, batch, stream, Some(&[at])) };
+        alone.push(match notified {
+            Err(failed) if failed.is_lost() => return Err(failed.error),
+            Err(failed) => {
+                batch.refused.extend(failed.is_refused.then_some(at));
+                Err(failed.error)
+            }
+            Ok(()) => Ok(()),
+        });
+    }
+    batch.alone = alone;
+    Ok(())
+}
+
+/// Copies all jobs of a batch, or these, and what comes damaged once more.
+///
+/// # Safety
+/// As [`Tools::work`].
+unsafe fn copy_jobs(
+    tools: &Tools,
+    batch: &mut CopyBatch,
+    stream: Stream,
+    only: Option<&[usize]>,
+) -> std::result::Result<(), Failed> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let bad = copy_some(tools, batch, stream, only)?;
+        again(tools, batch, stream, bad).map_err(Failed::from)
+    }
+}
+
+/// Makes those copies again that came damaged, once.
+///
+/// # Safety
+/// As [`Tools::work`].
+pub unsafe fn again(
+    tools: &Tools,
+    batch: &mut CopyBatch,
+    stream: Stream,
+    mut bad: Vec<usize>,
+) -> Result<()> {
+    if bad.is_empty() {
+        return Ok(());
+    }
+    let mut seen = bad.len() as u64;
+    log::warn!("{seen} copies of a device came damaged, and are made again");
+    sort(&mut bad);
+    // SAFETY: the caller's promise.
+    let worse = unsafe { copy_some(tools, batch, stream, Some(&bad)) };
+    let mut worse = worse.map_err(|failed| failed.error)?;
+    seen += worse.len() as u64;
+    if !worse.is_empty() {
+        log::error!("{} copies of a device came damaged twice", worse.len());
+    }
+    sort(&mut worse);
+    batch.damage.seen += seen;
+    batch.damage.jobs.append(&mut worse);
+    Ok(())
+}
+
+fn sort(jobs: &mut Vec<usize>) {
+    jobs.sort_unstable();
+    jobs.dedup();
+}
+
+/// The copies of a batch.
+#[derive(Default)]
+pub struct Made<'a> {
+    /// Those into the device tier.
+    pub fills: Vec<Copy<'static>>,
+    /// Those that may read them there.
+    pub copies: Vec<Copy<'a>>,
+    of_fills: Vec<Of>,
+    of_copies: Vec<Of>,
+}
+
+/// A plane that the device sums.
+pub struct Summed {
+    of: Of,
+    plane: u64,
+    bytes: u64,
+}
+
+/// What was found of one.
+pub struct Held {
+    of: Of,
+    right: u64,
+    is_damaged: bool,
+}
+
+impl<'a> Made<'a> {
+    /// The copies of all jobs of a batch, or of these.
+    pub fn of(tools: &Tools, batch: &'a CopyBatch, only: Option<&[usize]>) -> Result<Made<'a>> {
+        let facts = tools.device.facts();
+        let verifies = facts.sums && facts.asynchronous;
+        let is_due = |job| only.is_none_or(|jobs| jobs.binary_search(&job).is_ok());
+        let mut made = Made::default();
+        made.copies.reserve(if only.is_none() { batch.items.len() } else { 0 });
+        for item in batch.items.iter().filter(|item| is_due(item.job)) {
+            let mut copy = copy_of(batch, item)?;
+            copy.wants_sum = verifies && (crosses(&copy) || item.sum.is_some());
+            made.copies.push(copy);
+            made.of_copies.push(Of { job: item.job, is_v: item.is_v, sum: item.sum });
+        }
+        for fill in batch.fills.iter().filter(|fill| is_due(fill.job)) {
+            // Sums are those of planes; else a cell goes as a whole.
+            let k_bytes = if verifies { fill.k_bytes } else { fill.bytes };
+            let parts = [(false, 0, k_bytes), (true, k_bytes, fill.bytes - k_bytes)];
+            for (is_v, at, bytes) in parts.into_iter().filter(|(.., bytes)| *bytes > 0) {
+                let (host, to) = ((fill.host + at as usize) as *mut u8, fill.device + at);
+                let copy = Copy::bytes(host, to, bytes, Way::Scatter, Memory::Device)?;
+                made.fills.push(Copy { wants_sum: verifies && crosses(&copy), ..copy });
+                made.of_fills.push(Of { job: fill.job, is_v, sum: None });
+            }
+        }
+        Ok(made)
+    }
+
+    /// What the device sums, in the order in which it is told.
+    pub fn summed(&self) -> Vec<Summed> {
+        let fills = self.fills.iter().zip(&self.of_fills);
+        let all = fills.chain(self.copies.iter().zip(&self.of_copies));
+        let wanted = all.filter(|(copy, _)| copy.wants_sum);
+        wanted.map(|(copy, of)| Summed::of(copy, *of)).collect()
+    }
+
+    fn sums(&self) -> impl Iterator<Item = u64> {
+        self.fills.iter().chain(&self.copies).filter(|copy| copy.wants_sum).map(|copy| copy.sum)
+    }
+}
+
+impl Summed {
+    fn of(copy: &Copy<'_>, of: Of) -> Summed {
+        let plane = copy.plane.expose_provenance() as u64;
+        Summed { of, plane, bytes: copy.tensor.bytes() }
+    }
+
+    /// Holds what the device says against what is known of the plane, or is here.
+    ///
+    /// # Safety
+    /// Unless its sum is known the plane is in host memory; nobody changes it.
+    pub unsafe fn hold(&self, notified: u64) -> Held {
+        let right = self.of.sum.unwrap_or_else(|| {
+            let plane = std::ptr::with_exposed_provenance(self.plane as usize);
+            // SAFETY: the caller's promise: a plane is as long as its tensor's tokens.
+            let plane: &[u8] = unsafe { std::slice::from_raw_parts(plane, self.bytes as usize) };
+            checksum(plane)
+        });
+        Held { of: self.of, right, is_damaged: right != notified }
+    }
+}
+
+/// Copies all jobs of a batch, or these. Of which came damaged, each as often as it did.
+///
+/// # Safety
+/// As [`Tools::work`].
+unsafe fn copy_some(
+    tools: &Tools,
+    batch: &mut CopyBatch,
+    stream: Stream,
+    only: Option<&[usize]>,
+) -> std::result::Result<Vec<usize>, Failed> {
+    let mut made = Made::of(tools, batch, only).map_err(Failed::refused)?;
+    // SAFETY: the caller's promise; planes are pieces that are kept for this.
+    unsafe { tools.submit_all(stream, &mut made.fills, &mut made.copies)? };
+    let summed = made.summed();
+    // SAFETY: as above; nothing is under way any more.
+    let hold = |(one, sum): (&Summed, u64)| unsafe { one.hold(sum) };
+    let held: Vec<Held> = summed.iter().zip(made.sums()).map(hold).collect();
+    drop(made);
+    Ok(note(batch, &held))
+}
+
+/// Copies from a tensor in device memory to a plane in the host's; whether it came as it was, as
+/// far as the device says so.
+///
+/// # Safety
+/// As [`Device::submit`].
+pub unsafe fn copy_one(
+    tools: &Tools,
+    copy: Copy<'_>,
+    stream: Stream,
+) -> std::result::Result<bool, Failed> {
+    let facts = tools.device.facts();
+    let mut copies = [Copy { wants_sum: facts.sums && facts.asynchronous, ..copy }];
+    // SAFETY: the caller's promise; nothing is under way any more then.
+    unsafe {
+        tools.submit_parts(stream, None, &mut copies)?;
+        let [copy] = &copies;
+        let of = Of { job: 0, is_v: false, sum: None };
+        Ok(!copy.wants_sum || !Summed::of(copy, of).hold(copy.sum).is_damaged)
+    }
+}
+
+/// Notes the sums of planes for who has them on the device. The jobs that came damaged, each as
+/// often as it did.
+pub fn note(batch: &mut CopyBatch, held: &[Held]) -> Vec<usize> {
+    if !held.is_empty() && batch.rescued.is_some() {
+        let jobs = batch.jobs().count();
+        batch.sums.resize(jobs, [0; 2]);
+        for one in held {
+            batch.sums[one.of.job][usize::from(one.of.is_v)] = one.right;
+        }
+    }
+    held.iter().filter(|one| one.is_damaged).map(|one| one.of.job).collect()
+}
+
+/// Whether a copy goes between a plane in host memory and a tensor in the device's. The store's
+/// planes are on the other side only where both are there.
+fn crosses(copy: &Copy<'_>) -> bool {
+    copy.memory == Memory::Device && copy.plane_memory == Memory::Host
+}
+
+/// Takes the sums of a batch that has ended over into its copies.
+pub fn take_sums(device: &dyn Device, event: Event, copies: &mut [Copy<'_>]) -> Result<()> {
+    let wanted = copies.iter().filter(|copy| copy.wants_sum).count();
+    if wanted == 0 {
+        return Ok(());
+    }
+    let sums = sums_of(device, event, wanted)?;
+    let wants = copies.iter_mut().filter(|copy| copy.wants_sum);
+    wants.zip(sums).for_each(|(copy, sum)| copy.sum = sum);
+    Ok(())
+}
+
+/// The sums of a batch that has ended, so many.
+pub fn sums_of(device: &dyn Device, event: Event, wanted: usize) -> Result<Vec<u64>> {
+    let mut sums = Vec::new();
+    sums.try_reserve_exact(wanted).map_err(|_| Status::NoMem)?;
+    sums.resize(wanted, 0);
+    let notified = if wanted == 0 { 0 } else { device.sums(event, &mut sums)? };
+    if notified != wanted {
+        fail!(Io, "the device told {notified} sums of {wanted}");
+    }
+    Ok(sums)
+}

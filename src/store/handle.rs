@@ -1,0 +1,442 @@
+//! A store at work: the core behind one lock, threads that carry its work out, ops
+//! that tell callers of its end.
+
+use crate::base::account::Account;
+use crate::base::budget::Budget;
+use crate::base::core::Core as RuntimeCore;
+use crate::base::op::{Op, OpRef, RELEASED};
+use crate::base::owner::Owner;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak};
+use crate::device::Device;
+use crate::device::host::Host;
+use crate::io::real::RealFiles;
+use crate::io::socket::{Bell, Listener};
+use crate::store::executor::Tools;
+use crate::store::executor::remote::RemoteExecutor;
+use crate::store::handle::watch::Watches;
+use crate::store::spec::{DiskSpec, StoreSpec};
+use crate::store::state::checkpoint_writer::{CheckpointWriter, Page};
+use crate::store::state::work::{KINDS, WorkerKind};
+use crate::store::state::{Adopted, Config, Finished, StoreState};
+use crate::tier::disk::{CellAt, DiskTier, Keeper, OpenReport, Options, Recovered, Spot};
+use crate::tier::remote::Server;
+
+mod audit;
+mod clear;
+mod close;
+mod device_events;
+mod lookup;
+mod publisher;
+mod ready_transfers;
+mod reclaimer;
+mod submit;
+mod watch;
+mod workers;
+
+/// What the lock guards.
+struct Guarded {
+    core: StoreState,
+    /// The ops of each move, by its number.
+    ops: Vec<Vec<OpRef>>,
+    /// Those that wait for events.
+    watches: Watches,
+    /// Whoever tells a remote of events sleeps, and has told of those before this one.
+    published_until: u64,
+    /// Hands that sleep.
+    sleeping: [u32; KINDS],
+    /// One of these hands sleeps until something is due.
+    has_alarm: [bool; KINDS],
+    /// Whoever looks after copies behind events sleeps.
+    crew_sleeps: bool,
+    /// It closes: nothing new is begun.
+    closing: bool,
+    /// How many steps of putting all away on disk have begun: a close that is asked for again
+    /// goes on from there.
+    away: usize,
+    stop: bool,
+    /// A hand has panicked: nothing more is begun.
+    broken: bool,
+}
+
+/// What threads share.
+struct Inner {
+    runtime: Arc<RuntimeCore>,
+    state: Mutex<Guarded>,
+    /// There is work for hands.
+    work: [Condvar; KINDS],
+    /// There are events of the device to look after.
+    behind: Condvar,
+    /// There are events to be told.
+    feed: Condvar,
+    /// Something has ended.
+    ended: Condvar,
+    tools: Mutex<Tools>,
+    /// Ends the thread that answers at the control socket, where there is one.
+    bell: Option<Bell>,
+    this: Weak<Inner>,
+}
+
+/// A store.
+pub struct Store {
+    inner: Arc<Inner>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    account: Option<Arc<Account>>,
+    /// Held while cells in device memory are looked at: the core stays meanwhile.
+    auditing: Mutex<()>,
+    /// It was opened with a device, whose events can be named.
+    has_device: bool,
+    /// What opening found.
+    pub opened: Opened,
+    /// Who answered at the remote then, if there is one and somebody did.
+    pub server: Option<Server>,
+}
+
+/// What opening a store found.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Opened {
+    /// On disk.
+    pub disk: Option<OpenReport>,
+    /// Of that, what is of use.
+    pub adopted: Adopted,
+}
+
+impl Store {
+    /// Opens a store, with its disk if it has one, and starts its hands.
+    pub fn open(
+        runtime: &Arc<RuntimeCore>,
+        budget: Option<&Arc<Budget>>,
+        spec: &StoreSpec,
+    ) -> Result<Store> {
+        let mut store = Store::open_with(runtime, budget, spec, Arc::new(Host::default()))?;
+        store.has_device = false;
+        Ok(store)
+    }
+
+    /// The same, with copies made by a device.
+    pub fn open_with(
+        runtime: &Arc<RuntimeCore>,
+        budget: Option<&Arc<Budget>>,
+        spec: &StoreSpec,
+        device: Arc<dyn Device>,
+    ) -> Result<Store> {
+        let slot: Arc<Mutex<Weak<Inner>>> = Arc::new(Mutex::new(Weak::new()));
+        // Without one it still takes no more than can be had.
+        let budget = match budget {
+            Some(budget) => budget.clone(),
+            None => Budget::of_machine(runtime, spec.config.host_bytes)?,
+        };
+        let account = Some(budget.account("store", 0, Some(reclaimer::reclaimer(&slot)))?);
+        let store = Store::open_on(runtime, account.clone(), &slot, spec, device);
+        if let (Err(_), Some(account)) = (&store, account)
+            && let Err(error) = account.close()
+        {
+            log::warn!("the account of a store that was not opened stays open: {error}");
+        }
+        store
+    }
+
+    /// The same, on an account.
+    fn open_on(
+        runtime: &Arc<RuntimeCore>,
+        account: Option<Arc<Account>>,
+        slot: &Mutex<Weak<Inner>>,
+        spec: &StoreSpec,
+        device: Arc<dyn Device>,
+    ) -> Result<Store> {
+        // Before the disk: a path that is in use must not cost an opening.
+        let listener = spec.control.as_deref().map(Listener::bind).transpose()?;
+        let bell = listener.as_ref().map(|_| Bell::new()).transpose()?;
+        let found = match &spec.disk {
+            Some(disk) => Some(open_disk(runtime, account.clone(), disk)?),
+            None => None,
+        };
+        let is_new = |(_, _, report): &&Found| report.is_new;
+        let made = found.as_ref().filter(is_new).map(|(disk, ..)| disk.clone());
+        let opened =
+            Store::open_over(runtime, account, slot, spec, device, (listener, bell), found);
+        if let (Err(_), Some(disk)) = (&opened, made) {
+            disk.undo_open();
+        }
+        opened
+    }
+
+    /// The same, over what is on disk.
+    fn open_over(
+        runtime: &Arc<RuntimeCore>,
+        account: Option<Arc<Account>>,
+        slot: &Mutex<Weak<Inner>>,
+        spec: &StoreSpec,
+        device: Arc<dyn Device>,
+        (listener, bell): (Option<Listener>, Option<Bell>),
+        found: Option<Found>,
+    ) -> Result<Store> {
+        let (disk, recovered, report) = match found {
+            Some((disk, recovered, report)) => (Some(disk), Some(recovered), Some(report)),
+            None => (None, None, None),
+        };
+        let (config, remote, server) = open_remote(runtime, spec)?;
+        let mut core = StoreState::new(config, account.clone(), disk.clone())?;
+        core.tick(runtime.clock().now_ns());
+        core.begin_device(&device)?;
+        let adopted = match &recovered {
+            Some(recovered) => core.adopt(recovered)?,
+            None => Adopted::default(),
+        };
+        let state = Guarded {
+            core,
+            ops: Vec::new(),
+            watches: Watches::default(),
+            published_until: u64::MAX,
+            sleeping: [0; KINDS],
+            has_alarm: [false; KINDS],
+            crew_sleeps: false,
+            closing: false,
+            away: 0,
+            stop: false,
+            broken: false,
+        };
+        let inner = Arc::new_cyclic(|this| Inner {
+            runtime: runtime.clone(),
+            state: Mutex::new(state),
+            work: std::array::from_fn(|_| Condvar::new()),
+            behind: Condvar::new(),
+            feed: Condvar::new(),
+            ended: Condvar::new(),
+            tools: Mutex::new(Tools { device, disk, remote }),
+            bell,
+            this: this.clone(),
+        });
+        *slot.lock() = Arc::downgrade(&inner);
+        runtime.add_owner(inner.this.clone());
+        let threads = workers::start(&inner, spec, listener).inspect_err(|_| inner.stop())?;
+        let threads = Mutex::new(threads);
+        let opened = Opened { disk: report, adopted };
+        let auditing = Mutex::new(());
+        Ok(Store { inner, threads, account, auditing, has_device: true, opened, server })
+    }
+
+    /// Whether its device has memory that only it reaches.
+    pub fn reaches_device(&self) -> bool {
+        self.inner.tools.lock().device.facts().reaches_device
+    }
+
+    /// Does something to the core: what needs no hands is done when this returns.
+    pub fn with<R>(&self, act: impl FnOnce(&mut StoreState) -> Result<R>) -> Result<R> {
+        self.inner.runtime.check_open()?;
+        let mut state = self.inner.state.lock();
+        state.check_open()?;
+        state.core.tick(self.inner.runtime.clock().now_ns());
+        let result = act(&mut state.core);
+        let news = self.inner.news(&mut state);
+        drop(state);
+        finish(news);
+        result
+    }
+
+    /// Who pays for its memory.
+    pub fn account(&self) -> Option<&Arc<Account>> {
+        self.account.as_ref()
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        self.inner.cancel_all(Status::Closed);
+        if let Err(error) = self.settle(0) {
+            log::error!("a store is given up with work under way: {error}");
+        }
+        self.inner.stop();
+        for thread in self.threads.lock().drain(..) {
+            if thread.join().is_err() {
+                log::error!("a thread of the store has panicked");
+            }
+        }
+    }
+}
+
+impl Guarded {
+    fn check_open(&self) -> Result<()> {
+        match (self.broken, self.closing || self.stop) {
+            (true, _) => Err(Status::Panic.into()),
+            (_, true) => Err(Status::Closed.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// The ops of what has ended since this was last asked.
+    fn ended(&mut self) -> News {
+        let mut finished = Vec::new();
+        self.core.finished(&mut finished);
+        let mut news = Vec::with_capacity(finished.len());
+        for one in finished {
+            let Some(ops) = self.ops.get_mut(one.number as usize) else { continue };
+            let (last, op) = (one.last, ops.get(one.part as usize));
+            if let Some(op) = op.cloned() {
+                news.push((op, one));
+            }
+            if last {
+                ops.clear();
+            }
+        }
+        news
+    }
+}
+
+/// Ops that end, and how.
+type News = Vec<(OpRef, Finished)>;
+
+impl Inner {
+    /// After anything was done to the core: wakes hands that have work, and collects
+    /// what has ended, to be told without the lock.
+    fn news(&self, state: &mut Guarded) -> News {
+        for workers in WorkerKind::ALL {
+            let at = workers as usize;
+            let is_called = workers == WorkerKind::Ask && state.core.is_answer_awaited();
+            // Hands that sleep without an end have to learn that there is one now.
+            let is_timed = !state.has_alarm[at] && workers::due_ns(&state.core, workers).is_some();
+            let is_wanted = || is_timed || state.core.has_work(workers);
+            if is_called || state.sleeping[at] > 0 && is_wanted() {
+                self.work[at].notify_one();
+            }
+        }
+        if state.crew_sleeps && state.core.has_events_ahead() {
+            self.behind.notify_one();
+        }
+        if state.published_until < state.core.events.next_number() {
+            self.feed.notify_one();
+        }
+        let mut news = state.ended();
+        state.watches.notify(state.core.events.next_number(), &mut news);
+        if !news.is_empty() || state.core.is_idle() || state.core.turn_has_come() {
+            self.ended.notify_all();
+        }
+        news
+    }
+
+    /// Ends a move if its callers have given it up. Its number may be another's by now,
+    /// whose ops are asked then.
+    fn drop_given_up(&self, state: &mut Guarded, number: u32) {
+        if let Some(status) = state.ops.get(number as usize).and_then(|ops| given_up(ops)) {
+            state.core.cancel(number, status);
+        }
+    }
+
+    fn cancel_all(&self, status: Status) {
+        let mut state = self.state.lock();
+        let open: Vec<u32> = (0..state.ops.len() as u32)
+            .filter(|&number| !state.ops[number as usize].is_empty())
+            .collect();
+        for number in open {
+            state.core.cancel(number, status);
+        }
+        state.core.cancel_prefetch(None);
+        let mut news = self.news(&mut state);
+        state.watches.end_all(status, &mut news);
+        drop(state);
+        finish(news);
+    }
+
+    fn stop(&self) {
+        self.state.lock().stop = true;
+        self.work.iter().for_each(|work| work.notify_all());
+        self.behind.notify_all();
+        self.feed.notify_all();
+        self.bell.iter().for_each(Bell::ring);
+    }
+}
+
+/// Why a move is not waited for: all of its ops that are open were given up.
+fn given_up(ops: &[OpRef]) -> Option<Status> {
+    let open = ops.iter().filter(|op| op.state() & RELEASED == 0);
+    open.map(|op| op.was_given_up()).reduce(|a, b| match (a?, b?) {
+        (Status::Cancelled, _) | (_, Status::Cancelled) => Some(Status::Cancelled),
+        (status, _) => Some(status),
+    })?
+}
+
+impl Owner for Inner {
+    fn abandoned(&self, op: &Op) {
+        let mut state = self.state.lock();
+        // One that has no place yet is looked at when it gets one.
+        let Some(number) = op.place() else { return };
+        let mut news = News::new();
+        match Watches::has(number) {
+            true => state.watches.drop_given_up(number, &mut news),
+            false => self.drop_given_up(&mut state, number),
+        }
+        news.extend(self.news(&mut state));
+        drop(state);
+        finish(news);
+    }
+
+    fn shut(&self, status: Status) {
+        self.cancel_all(status);
+    }
+
+    fn serve(&self) {}
+}
+
+impl CheckpointWriter for &Inner {
+    fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
+        self.state.lock().core.page(from, page)
+    }
+}
+
+impl Keeper for &Inner {
+    fn wants(&mut self, cell: &CellAt) -> bool {
+        self.state.lock().core.wants(cell)
+    }
+
+    fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
+        self.state.lock().core.moved(cell, to)
+    }
+
+    fn lost(&mut self, cell: &CellAt) -> bool {
+        self.state.lock().core.lost(cell)
+    }
+}
+
+/// Tells callers; with no lock held.
+fn finish(news: News) {
+    for (op, one) in news {
+        op.report(one.tokens, one.bytes);
+        op.report_items(&one.outcomes);
+        let status = one.error.as_ref().map_or(Status::Ok, Error::status);
+        op.finish(status, one.error, None);
+    }
+}
+
+/// The remote of a store, and what it is to decide by then.
+fn open_remote(
+    runtime: &Arc<RuntimeCore>,
+    spec: &StoreSpec,
+) -> Result<(Config, Option<RemoteExecutor>, Option<Server>)> {
+    let mut config = spec.config.clone();
+    let Some(remote) = &spec.remote else { return Ok((config, None, None)) };
+    let custom = spec.custom_remote.as_ref();
+    let (remote, asked, server) = remote.open(&spec.secrets, custom, runtime.clock())?;
+    config.remote = Some(asked);
+    Ok((config, Some(RemoteExecutor::new(remote, runtime.clock().clone())), server))
+}
+
+/// A disk tier, and what was found on it.
+type Found = (Arc<DiskTier>, Recovered, OpenReport);
+
+fn open_disk(
+    runtime: &Arc<RuntimeCore>,
+    account: Option<Arc<Account>>,
+    spec: &DiskSpec,
+) -> Result<Found> {
+    let files = RealFiles::open(&spec.path, &spec.files)
+        .map_err(|e| e.within(&format!("disk tier {}", spec.path.display())))?;
+    let options = Options {
+        segment_bytes: spec.segment_bytes,
+        account,
+        clock: runtime.clock().clone(),
+        ..Options::new(spec.bytes, crate::base::machine::random_bytes()?)
+    };
+    DiskTier::open(Arc::new(files), options)
+        .map(|(disk, recovered, report)| (Arc::new(disk), recovered, report))
+        .map_err(|e| e.within(&format!("disk tier {}", spec.path.display())))
+}

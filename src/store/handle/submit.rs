@@ -1,0 +1,187 @@
+//! How moves begin: ops are promised, and the core is told.
+
+use crate::base::op::{OpOpts, OpRef};
+use crate::base::status::{Error, Result, Status};
+use crate::format::keys::Key;
+use crate::store::handle::{Store, finish, given_up};
+use crate::store::ready_event::Ready;
+use crate::store::state::blocks::BlockMove;
+use crate::store::state::transfer::{Level, TransferKind};
+use crate::store::state::{CellRange, StoreState};
+
+/// How many ops stand for a move.
+enum Ops {
+    /// One, or one a layer.
+    Each(usize),
+    /// One with so many items.
+    Items(usize),
+}
+
+impl Store {
+    /// Begins a put, a get or a prefetch of a session's rectangle: one op, or one a
+    /// layer, with tags that count up.
+    pub fn submit(
+        &self,
+        session: u32,
+        kind: TransferKind,
+        level: Level,
+        cell_range: CellRange,
+        opts: &OpOpts,
+    ) -> Result<Vec<OpRef>> {
+        self.submit_after(session, kind, level, cell_range, opts, None)
+    }
+
+    /// The same; where the engine gives its word later, nothing begins before that.
+    pub fn submit_after(
+        &self,
+        session: u32,
+        kind: TransferKind,
+        level: Level,
+        mut cell_range: CellRange,
+        opts: &OpOpts,
+        ready: Option<&Ready>,
+    ) -> Result<Vec<OpRef>> {
+        cell_range.after = self.check_after(kind, cell_range.after)?;
+        let ops = Ops::Each(if cell_range.by_layer { cell_range.layers } else { 1 });
+        let lane = opts.lane;
+        self.begin(ops, opts, ready, |core| match ready {
+            Some(_) => core.submit_waiting(session, kind, level, lane, cell_range),
+            None => {
+                let number = core.submit_cell_range(session, kind, level, lane, cell_range)?;
+                Ok((number, 0))
+            }
+        })
+    }
+
+    /// Begins to find out how far a session can go on with what is here and at the remote: one
+    /// op, whose result is so many tokens.
+    pub fn locate(&self, session: u32, opts: &OpOpts) -> Result<OpRef> {
+        let ops = self.begin(Ops::Each(1), opts, None, |core| Ok((core.locate(session)?, 0)))?;
+        ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
+    }
+
+    /// Begins to find out which of some blocks are here or at the remote: one op, with an item a
+    /// block.
+    pub fn locate_blocks(&self, session: u32, keys: Vec<Key>, opts: &OpOpts) -> Result<OpRef> {
+        let ops = Ops::Items(keys.len());
+        let submit = |core: &mut StoreState| Ok((core.locate_blocks(session, keys)?, 0));
+        let ops = self.begin(ops, opts, None, submit)?;
+        ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
+    }
+
+    /// Begins a put, a get or a prefetch of blocks: one op, with an item a block.
+    pub fn submit_blocks(
+        &self,
+        session: u32,
+        (kind, level): (TransferKind, Level),
+        mut blocks: BlockMove,
+        opts: &OpOpts,
+        ready: Option<&Ready>,
+    ) -> Result<Vec<OpRef>> {
+        blocks.after = self.check_after(kind, blocks.after)?;
+        let (ops, how) = (Ops::Items(blocks.keys.len()), (kind, level, opts.lane));
+        self.begin(ops, opts, ready, |core| match ready {
+            Some(_) => core.submit_blocks_waiting(session, how, blocks),
+            None => Ok((core.submit_blocks(session, how, blocks)?, 0)),
+        })
+    }
+
+    /// Begins a move; `submit` says its number, and the ticket of one that waits.
+    fn begin(
+        &self,
+        ops: Ops,
+        opts: &OpOpts,
+        ready: Option<&Ready>,
+        submit: impl FnOnce(&mut StoreState) -> Result<(u32, u64)>,
+    ) -> Result<Vec<OpRef>> {
+        ready.map_or(Ok(()), Ready::check_room)?;
+        let ops = self.promise_ops(ops, opts)?;
+        // A deadline that has passed, or a close beside this, may have ended some.
+        let begun: Vec<bool> = ops.iter().map(|op| op.begin()).collect();
+        if begun.contains(&false) {
+            let rest = ops.iter().zip(&begun).filter(|(_, begun)| **begun);
+            let late = opts.deadline_ns != 0 && !self.inner.runtime.is_closing();
+            let status = if late { Status::Timeout } else { Status::Cancelled };
+            rest.for_each(|(op, _)| op.finish(status, None, None));
+            return Ok(ops);
+        }
+        let kept = ops.clone();
+        let mut state = self.inner.state.lock();
+        if let Err(error) = state.check_open() {
+            drop(state);
+            return Err(undo(ops, error));
+        }
+        state.core.tick(self.inner.runtime.clock().now_ns());
+        // What has ended by that has given its number back: the ops that go with it are found
+        // before the number is another's.
+        let mut news = state.ended();
+        if !news.is_empty() {
+            self.inner.ended.notify_all();
+        }
+        match submit(&mut state.core) {
+            Ok((number, ticket)) => {
+                // Whoever gives one up from here on, and has waited for the lock, finds it.
+                kept.iter().for_each(|op| op.note_place(number));
+                let number = number as usize;
+                if state.ops.len() <= number {
+                    state.ops.resize_with(number + 1, Vec::new);
+                }
+                debug_assert!(state.ops[number].is_empty(), "a number that is in use");
+                state.ops[number] = kept;
+                // A cancel or a deadline from before this found nobody to tell.
+                if let Some(status) = given_up(&ops) {
+                    state.core.cancel(number as u32, status);
+                }
+                news.extend(self.inner.news(&mut state));
+                drop(state);
+                ops.iter().for_each(|op| op.announce());
+                finish(news);
+                if let Some(ready) = ready {
+                    ready.join(self.inner.this.clone(), ticket);
+                }
+                Ok(ops)
+            }
+            Err(error) => {
+                // That time has passed may have made work.
+                news.extend(self.inner.news(&mut state));
+                drop(state);
+                finish(news);
+                Err(undo(ops, error))
+            }
+        }
+    }
+
+    /// Ops of a move, with tags that count up.
+    fn promise_ops(&self, ops: Ops, opts: &OpOpts) -> Result<Vec<OpRef>> {
+        let (runtime, owner) = (&self.inner.runtime, self.inner.clone());
+        let count = match ops {
+            Ops::Items(items) => return Ok(vec![runtime.promise_each(opts, items, owner)?]),
+            Ops::Each(count) => count,
+        };
+        let mut ops: Vec<OpRef> = Vec::new();
+        ops.try_reserve_exact(count).map_err(|_| Status::NoMem)?;
+        for layer in 0..count as u64 {
+            let opts = OpOpts { tag: opts.tag.wrapping_add(layer), ..opts.clone() };
+            match runtime.promise(&opts, owner.clone()) {
+                Ok(op) => ops.push(op),
+                Err(error) => {
+                    for op in ops {
+                        op.discard();
+                        op.remove();
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(ops)
+    }
+}
+
+/// Ops of a call that was refused, and were begun: nobody hears of them.
+pub(super) fn undo(ops: Vec<OpRef>, error: Error) -> Error {
+    for op in ops {
+        op.take_back();
+        op.remove();
+    }
+    error
+}

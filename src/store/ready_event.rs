@@ -1,0 +1,193 @@
+//! The engine's word that its memory may be touched. Moves can wait for it; it is given
+//! once, or taken back.
+
+use crate::base::status::Result;
+use crate::base::sync::{Mutex, Weak};
+use crate::fail;
+
+/// Most moves that wait for one word.
+const MOST_WAITING: usize = 1 << 16;
+
+/// What became of a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Word {
+    /// It was given.
+    Given,
+    /// It will never be.
+    TakenBack,
+}
+
+/// Who has moves that wait.
+pub trait Listener: Send + Sync {
+    /// The word that the move of a ticket waits for. Called with no lock held.
+    fn notified(&self, ticket: u64, word: Word);
+
+    /// Whether the move of a ticket waits still: it may have been cancelled. Called with no lock
+    /// held.
+    fn waits(&self, ticket: u64) -> bool;
+}
+
+/// A word.
+pub struct Ready {
+    state: Mutex<State>,
+}
+
+/// Moves that wait, by whose they are.
+type Waiting = Vec<(Weak<dyn Listener>, u64)>;
+
+#[derive(Default)]
+struct State {
+    word: Option<Word>,
+    waiting: Waiting,
+}
+
+/// Tells all of the word, with no lock held.
+fn notify(waiting: Waiting, word: Word) {
+    for (listener, ticket) in waiting {
+        if let Some(listener) = listener.upgrade() {
+            listener.notified(ticket, word);
+        }
+    }
+}
+
+impl Default for Ready {
+    fn default() -> Ready {
+        Ready { state: Mutex::new(State::default()) }
+    }
+}
+
+impl Ready {
+    /// What became of it; `None` = nothing yet.
+    pub fn word(&self) -> Option<Word> {
+        self.state.lock().word
+    }
+
+    /// Gives the word: what waits for it begins. Only the first word counts.
+    pub fn give(&self) {
+        self.say(Word::Given);
+    }
+
+    /// Takes it back: what waits for it will not begin.
+    pub fn take_back(&self) {
+        self.say(Word::TakenBack);
+    }
+
+    fn say(&self, word: Word) {
+        let waiting = {
+            let mut state = self.state.lock();
+            if state.word.is_some() {
+                return;
+            }
+            state.word = Some(word);
+            std::mem::take(&mut state.waiting)
+        };
+        notify(waiting, word);
+    }
+
+    /// Whether one more may wait.
+    pub fn check_room(&self) -> Result<()> {
+        if self.state.lock().waiting.len() >= MOST_WAITING {
+            self.forget_ended();
+        }
+        let waiting = self.state.lock().waiting.len();
+        if waiting >= MOST_WAITING {
+            fail!(Again, "{waiting} moves wait for one event, as many as may");
+        }
+        Ok(())
+    }
+
+    /// Forgets moves that have ended before the word.
+    fn forget_ended(&self) {
+        let mut kept = std::mem::take(&mut self.state.lock().waiting);
+        kept.retain(|(all, ticket)| all.upgrade().is_some_and(|all| all.waits(*ticket)));
+        let word = {
+            let mut state = self.state.lock();
+            if state.word.is_none() {
+                kept.append(&mut state.waiting);
+                state.waiting = std::mem::take(&mut kept);
+            }
+            state.word
+        };
+        if let Some(word) = word {
+            notify(kept, word); // it came meanwhile
+        }
+    }
+
+    /// Has a move wait. Its listener is told at once when the word is known.
+    pub fn join(&self, listener: Weak<dyn Listener>, ticket: u64) {
+        let word = {
+            let mut state = self.state.lock();
+            if state.word.is_none() {
+                state.waiting.push((listener.clone(), ticket));
+            }
+            state.word
+        };
+        if let (Some(word), Some(listener)) = (word, listener.upgrade()) {
+            listener.notified(ticket, word);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::sync::Arc;
+
+    struct Ears(Mutex<Vec<(u64, Word)>>);
+
+    fn ears() -> Arc<Ears> {
+        Arc::new(Ears(Mutex::new(Vec::new())))
+    }
+
+    impl Listener for Ears {
+        fn notified(&self, ticket: u64, word: Word) {
+            self.0.lock().push((ticket, word));
+        }
+
+        fn waits(&self, _: u64) -> bool {
+            true
+        }
+    }
+
+    fn weak(ears: &Arc<Ears>) -> Weak<dyn Listener> {
+        let all: Arc<dyn Listener> = ears.clone();
+        Arc::downgrade(&all)
+    }
+
+    #[test]
+    fn the_first_word_counts_and_everyone_hears_it_once() {
+        let ears = ears();
+        let ready = Ready::default();
+        ready.join(weak(&ears), 1);
+        ready.join(weak(&ears), 2);
+        let deaf = self::ears();
+        ready.join(weak(&deaf), 3);
+        drop(deaf);
+        assert!(ears.0.lock().is_empty() && ready.word().is_none());
+        ready.give();
+        ready.give();
+        ready.take_back();
+        ready.join(weak(&ears), 4);
+        let heard = [1, 2, 4].map(|ticket| (ticket, Word::Given));
+        assert_eq!((&ears.0.lock()[..], ready.word()), (&heard[..], Some(Word::Given)));
+
+        let other = Ready::default();
+        other.join(weak(&ears), 5);
+        other.take_back();
+        other.give();
+        assert_eq!(ears.0.lock().last(), Some(&(5, Word::TakenBack)));
+    }
+
+    #[test]
+    fn so_many_may_wait() {
+        let (ears, ready) = (ears(), Ready::default());
+        for ticket in 0..MOST_WAITING as u64 {
+            ready.check_room().unwrap();
+            ready.join(weak(&ears), ticket);
+        }
+        assert!(ready.check_room().is_err());
+        ready.give();
+        assert!(ready.check_room().is_ok());
+        assert_eq!(ears.0.lock().len(), MOST_WAITING);
+    }
+}

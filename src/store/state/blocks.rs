@@ -1,0 +1,206 @@
+//! Blocks: chunks that an engine names itself. Each is there for itself: none continues
+//! another, so they leave and come in any order.
+
+use std::collections::BTreeSet;
+
+use crate::base::item::MAX_ITEMS;
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
+use crate::device::Event;
+use crate::fail;
+use crate::format::keys::Key;
+use crate::meta::chunks::{NewChunk, id_of};
+use crate::meta::index::{NONE, Slot};
+use crate::policy::Hint;
+use crate::policy::evictor::Who;
+use crate::store::state::clear::Cleared;
+use crate::store::state::transfer::{Level, MoveSpec, TransferKind};
+use crate::store::state::views::Views;
+use crate::store::state::{Space, StoreState};
+
+/// Most blocks of one call.
+pub const MAX_BLOCKS: usize = MAX_ITEMS;
+
+/// Blocks, and where the engine has them.
+pub struct BlockMove {
+    /// Their keys; one that is there twice is moved twice.
+    pub keys: Vec<Key>,
+    /// The first layer.
+    pub first_layer: usize,
+    /// How many.
+    pub layers: usize,
+    /// Where the engine has them, one after the other.
+    pub views: Arc<Views>,
+    /// An event of the store's device that the copies are behind.
+    pub after: Option<Event>,
+}
+
+impl StoreState {
+    /// Begins a move of blocks for a session, which says who asks; the number of the move.
+    /// With a ticket it waits.
+    fn begin_blocks(
+        &mut self,
+        at: u32,
+        (kind, level, lane): (TransferKind, Level, usize),
+        blocks: BlockMove,
+        ticket: Option<u64>,
+    ) -> Result<u32> {
+        let session = self.session(at)?;
+        let (space, who) = (session.space, session.who);
+        let table = self.spaces[space as usize].table;
+        let BlockMove { keys, first_layer, layers, views, after } = blocks;
+        if keys.is_empty() || keys.len() > MAX_BLOCKS {
+            fail!(Limit, "{} blocks; a move has 1 to {MAX_BLOCKS}", keys.len());
+        }
+        let (chunks, each) = (keys.len() as u32, self.tables[table as usize].layout.chunk_tokens());
+        let Some(tokens) = chunks.checked_mul(each) else {
+            fail!(Limit, "{chunks} blocks of {each} tokens");
+        };
+        self.check_views((table, kind), &views, first_layer, tokens, chunks)?;
+        let slots = self.find_blocks(space, &keys)?;
+        let asked = match kind == TransferKind::Get && slots.contains(&NONE) {
+            true => keys.iter().map(id_of).collect(),
+            false => Vec::new(),
+        };
+        let mut spec = MoveSpec {
+            table,
+            flow: at,
+            who,
+            lane,
+            kind,
+            level,
+            slots,
+            by_chunk: true,
+            asked,
+            first_layer,
+            layers,
+            by_layer: false,
+            needed_from: Vec::new(),
+            views,
+            after,
+            ticket,
+        };
+        // What is refused sends nobody away.
+        self.check_move(&spec, spec.slots.len())?;
+        let mut held = Vec::new();
+        let holds = match kind {
+            TransferKind::Put => self.hold_blocks(space, &keys, &spec.slots, &mut held),
+            _ => Ok(()),
+        };
+        if holds.is_ok() && kind == TransferKind::Put {
+            spec.slots.clone_from(&held);
+        }
+        let begun = holds.and_then(|()| self.submit(spec));
+        // The move holds them now; where there is none, rows without cells go again.
+        for &slot in held.iter().filter(|&&slot| slot != NONE) {
+            self.let_go(table, slot);
+        }
+        begun
+    }
+
+    /// Begins a move of blocks; its number.
+    pub fn submit_blocks(
+        &mut self,
+        at: u32,
+        how: (TransferKind, Level, usize),
+        blocks: BlockMove,
+    ) -> Result<u32> {
+        self.begin_blocks(at, how, blocks, None)
+    }
+
+    /// The same, as [`StoreState::submit_waiting`] does.
+    pub fn submit_blocks_waiting(
+        &mut self,
+        at: u32,
+        how: (TransferKind, Level, usize),
+        blocks: BlockMove,
+    ) -> Result<(u32, u64)> {
+        let ticket = self.next_ticket();
+        let number = self.begin_blocks(at, how, blocks, Some(ticket))?;
+        Ok((number, ticket))
+    }
+
+    /// The rows of blocks that are there, NONE for the others.
+    pub(super) fn find_blocks(&self, space: u32, keys: &[Key]) -> Result<Vec<Slot>> {
+        let table = self.spaces[space as usize].table;
+        let chunks = &self.tables[table as usize].chunks;
+        let mut slots = Vec::new();
+        slots.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
+        slots.resize(keys.len(), NONE);
+        chunks.find_many(keys, &mut slots);
+        for slot in &mut slots {
+            if chunks.chunk(*slot).is_none_or(|row| row.namespace() != space) {
+                *slot = NONE;
+            }
+        }
+        Ok(slots)
+    }
+
+    /// Makes rows for blocks that were not found, and holds all. Those that are held when it
+    /// fails are in `held`.
+    fn hold_blocks(
+        &mut self,
+        space: u32,
+        keys: &[Key],
+        found: &[Slot],
+        held: &mut Vec<Slot>,
+    ) -> Result<()> {
+        let table = self.spaces[space as usize].table;
+        held.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
+        held.resize(keys.len(), NONE);
+        let rows = &mut self.tables[table as usize];
+        for (held, &found) in held.iter_mut().zip(found).filter(|(_, found)| **found != NONE) {
+            rows.chunks.retain(found)?;
+            *held = found;
+        }
+        // Whoever has to make room is not to choose those.
+        found.iter().filter(|&&slot| slot != NONE).for_each(|&slot| self.note_held(table, slot));
+        let unknown = keys.iter().zip(found).filter(|(_, found)| **found == NONE);
+        let unknown: BTreeSet<&Key> = unknown.map(|(key, _)| key).collect();
+        self.rows_for(unknown.len())?;
+        for (held, key) in held.iter_mut().zip(keys).filter(|(held, _)| **held == NONE) {
+            let slot = self.add_block(space, key)?;
+            self.tables[table as usize].chunks.retain(slot)?;
+            *held = slot;
+        }
+        Ok(())
+    }
+
+    /// The row of a block, made where there is none.
+    pub(super) fn add_block(&mut self, space: u32, key: &Key) -> Result<Slot> {
+        let Space { table, holes, .. } = self.spaces[space as usize];
+        let rows = &mut self.tables[table as usize];
+        let new = NewChunk {
+            key: *key,
+            namespace: space,
+            parent: NONE,
+            position: 0,
+            valid_tokens: rows.layout.chunk_tokens(),
+            owner: NONE,
+            holes,
+        };
+        let added = rows.chunks.add(&new)?;
+        self.row_came(space, added);
+        Ok(added.slot())
+    }
+
+    /// Lets blocks go that nobody holds: they leave all tiers.
+    pub fn drop_blocks(&mut self, at: u32, keys: &[Key]) -> Result<Cleared> {
+        let (table, mut slots) = self.named(at, keys)?;
+        slots.retain(|&slot| slot != NONE);
+        // One that is named twice is counted once.
+        slots.sort_unstable();
+        slots.dedup();
+        let cleared = self.take_away(table, &slots, Cleared::default());
+        self.settle();
+        Ok(cleared)
+    }
+
+    /// Passes on to the policies what the engine says of the future of blocks. It is not said
+    /// of the session: that may have others.
+    pub fn hint_blocks(&mut self, at: u32, keys: &[Key], hint: &Hint) -> Result<()> {
+        let (table, slots) = self.named(at, keys)?;
+        let who = Who { session: None, ..self.session(at)?.who };
+        self.notify_hint(table, &slots, &who, hint)
+    }
+}

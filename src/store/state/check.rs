@@ -1,0 +1,170 @@
+//! What must hold whenever nothing is under way; for tests and simulations.
+
+use std::collections::BTreeMap;
+
+use crate::base::budget::Tier;
+use crate::base::status::Result;
+use crate::fail;
+use crate::format::segment::BLOCK_BYTES;
+use crate::meta::chunks::{Cell, Place};
+use crate::store::state::granularity::{Granularity, cell_id};
+use crate::store::state::policy_notifications::flag_of;
+use crate::store::state::{At, StoreState};
+
+impl StoreState {
+    /// What is not at rest, in words.
+    pub fn what_waits(&self) -> String {
+        format!(
+            "{} moves, {} jobs, {} hungry, {} cells waited for, {} chunks to go down, {} leaving, \
+             {} behind events, {:?} batches, {} to be synced, {}, {}",
+            self.moves.len(),
+            self.jobs.len(),
+            self.memory_waiters.len(),
+            self.waiting.len(),
+            self.writebacks.len(),
+            self.leaving.len(),
+            self.cells_behind(),
+            self.under_way,
+            self.commits.len(),
+            self.upkeep.words(),
+            self.remote.as_ref().map_or("no remote".into(), |remote| remote.words()),
+        )
+    }
+
+    /// Checks the tables against each other and against the tiers.
+    pub fn check(&self) -> Result<()> {
+        self.check_lines()?;
+        self.check_replicas()?;
+        self.check_holds()?;
+        self.check_spaces()?;
+        let (mut pieces, mut blocks) = (0, 0);
+        for (number, table) in self.tables.iter().enumerate() {
+            let (p, b) = self.check_table(number)?;
+            (pieces, blocks) = (pieces + p, blocks + b);
+            if self.is_idle() && table.chunks.counts().moving != 0 {
+                fail!(State, "{} ways of board {number} never ended", table.chunks.counts().moving);
+            }
+        }
+        if !self.is_idle() {
+            return Ok(());
+        }
+        let stats = self.host.stats();
+        if stats.live_pieces != pieces {
+            fail!(State, "{} pieces are in use, {pieces} cells are in memory", stats.live_pieces);
+        }
+        if let Some(disk) = &self.disk {
+            let live: u64 = disk.segments().iter().map(|s| u64::from(s.live_blocks)).sum();
+            if live != blocks {
+                fail!(State, "{live} blocks of the disk live, cells there have {blocks}");
+            }
+        }
+        self.check_nothing_behind()?;
+        if let Some(remote) = self.remote.as_ref().filter(|remote| !remote.is_bare()) {
+            fail!(State, "something of the remote never ended: {}", remote.words());
+        }
+        let waits =
+            (self.jobs.len(), self.memory_waiters.len(), self.waiting.len(), self.woken.len());
+        if waits != (0, 0, 0, 0) || self.memory_waiter_bytes != 0 {
+            fail!(State, "jobs {waits:?} are left, for {} bytes", self.memory_waiter_bytes);
+        }
+        if !self.leaving.is_empty() || self.leaving_bytes != 0 || !self.chunk_waits.is_empty() {
+            fail!(State, "{} chunks leave for ever", self.leaving.len());
+        }
+        Ok(())
+    }
+
+    /// Pieces of memory and blocks of the disk that a board's cells have.
+    fn check_table(&self, number: usize) -> Result<(u64, u64)> {
+        let table = &self.tables[number];
+        let (mut pieces, mut blocks) = (0, 0);
+        let is_held = |&slot: &u32| table.chunks.chunk(slot).is_some_and(|row| row.refs() > 0);
+        let (held, counted) = (table.chunks.slots().filter(is_held), table.chunks.counts().held);
+        let held = held.count() as u64;
+        if held != counted {
+            fail!(State, "{held} chunks of board {number} are held, {counted} are counted");
+        }
+        for slot in table.chunks.slots() {
+            for layer in 0..table.layout.layers() {
+                let cell = Cell { chunk: slot, layer };
+                pieces += u64::from(table.chunks.place(cell, Tier::Host)?.is_some());
+                if let Some(Place::Disk { coded, .. }) = table.chunks.place(cell, Tier::Disk)? {
+                    blocks += table.disk_bytes(cell, coded).div_ceil(BLOCK_BYTES as u64);
+                }
+            }
+            let Some(row) = table.chunks.chunk(slot) else { continue };
+            let is_kept = self.is_kept_by_hint(At { table: number as u32, slot });
+            if row.cells_somewhere() == 0 && table.chunks.may_leave(slot) && !is_kept {
+                fail!(State, "chunk {slot} of board {number} has no cells, and nobody needs it");
+            }
+            for tier in [Tier::Device, Tier::Host, Tier::Disk] {
+                if row.cells()[tier as usize] > 0 {
+                    self.check_known(At { table: number as u32, slot }, tier)?;
+                }
+            }
+        }
+        Ok((pieces, blocks))
+    }
+
+    /// Whether what is counted of namespaces is so.
+    fn check_spaces(&self) -> Result<()> {
+        let (mut rows, mut tables) = (BTreeMap::new(), vec![0; self.tables.len()]);
+        for (number, table) in (0u32..).zip(&self.tables) {
+            for row in table.chunks.slots().filter_map(|slot| table.chunks.chunk(slot)) {
+                *rows.entry((row.namespace(), number)).or_insert(0u32) += 1;
+            }
+        }
+        let mut sessions: BTreeMap<u32, u32> = BTreeMap::new();
+        for (_, session) in self.sessions.iter() {
+            *sessions.entry(session.space).or_default() += 1;
+        }
+        let mut known = 0;
+        for (at, space) in self.spaces.known() {
+            known += 1;
+            tables[space.table as usize] += 1;
+            let has = rows.remove(&(at, space.table)).unwrap_or(0);
+            let open = sessions.remove(&at).unwrap_or(0);
+            if (has, open) != (space.rows, space.sessions) {
+                fail!(State, "namespace {at} has {has} chunks and {open} sessions: {space:?}");
+            }
+            if self.spaces.find(&space.key) != Some(at) || space.is_bare() && !space.is_listed {
+                fail!(State, "namespace {at} is lost: {space:?}");
+            }
+        }
+        if !rows.is_empty() || !sessions.is_empty() {
+            fail!(State, "chunks {rows:?}, sessions {sessions:?} of no namespace");
+        }
+        let counted = self.tables.iter().map(|table| table.spaces);
+        if known != self.spaces.len() || !counted.eq(tables) {
+            fail!(State, "{known} namespaces, and {} by their keys", self.spaces.len());
+        }
+        Ok(())
+    }
+
+    /// Whether a tier's policy knows what is there of a chunk, or it leaves.
+    fn check_known(&self, at: At, tier: Tier) -> Result<()> {
+        let table = &self.tables[at.table as usize];
+        let cache = match tier {
+            Tier::Host => Some(&self.host_cache),
+            Tier::Device => self.replicas.as_ref().map(|replicas| &replicas.cache),
+            _ => self.disk_cache.as_ref(),
+        };
+        let Some(cache) = cache else { return Ok(()) };
+        let is_known = table.has(at.slot, flag_of(tier));
+        let in_its_granularity = |layer| match cache.granularity {
+            Granularity::Chunk => is_known,
+            Granularity::Cell => is_known && cache.knows(cell_id(table.id(at.slot), layer)),
+            Granularity::Session => {
+                is_known && cache.groups.of(at).is_some_and(|id| cache.knows(id))
+            }
+        };
+        for (layer, marks) in table.chunks.marks(at.slot).unwrap_or_default().iter().enumerate() {
+            let is_there = marks.there() & 1 << tier as u8 != 0;
+            let leaves =
+                tier != Tier::Device && self.leaving.get(&at).is_some_and(|leave| leave.has(layer));
+            if is_there && !leaves && !in_its_granularity(layer) {
+                fail!(State, "layer {layer} of {at:?} is in {}, and no policy knows", tier.name());
+            }
+        }
+        Ok(())
+    }
+}

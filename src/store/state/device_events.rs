@@ -1,0 +1,256 @@
+//! Moves behind an event of the device: none of their copies between the engine's tensors and
+//! the store runs before it has come. What they need from disk comes meanwhile. Their copies
+//! are taken apart from all others, event by event, so that they can be submitted behind it and
+//! be left alone; once it has come they are like any.
+//!
+//! What waits so holds memory. It gets a part of it, so that an event which comes only after
+//! other moves does not keep those from coming.
+
+use std::collections::BTreeMap;
+
+use crate::base::status::{Result, Status};
+use crate::device::Event;
+use crate::fail;
+use crate::store::state::jobs::Step;
+use crate::store::state::transfer::{MoveSpec, TransferKind};
+use crate::store::state::wait_list::{Line, Of};
+use crate::store::state::work::CopyBatch;
+use crate::store::state::{Job, StoreState};
+
+/// Cells that wait have one part in so many of all memory, and of all jobs.
+const SHARE: u64 = 4;
+
+/// What is behind one event.
+#[derive(Default)]
+pub(super) struct Ahead {
+    /// Moves that name it.
+    moves: u32,
+    /// Jobs that wait for their turn to be submitted.
+    pub(super) line: Line,
+    has_come: bool,
+    /// Jobs that were taken to be submitted behind it and have not ended.
+    taken: usize,
+    /// It has come, or failed.
+    has_ended: bool,
+}
+
+/// All events that moves are behind.
+#[derive(Default)]
+pub(super) struct Behind {
+    events: BTreeMap<u64, Ahead>,
+    /// Jobs whose event had not come when they began, and their bytes.
+    jobs: u64,
+    bytes: u64,
+    /// Moves that begin no more cells until some have ended.
+    parked: Vec<u32>,
+}
+
+impl Behind {
+    /// The jobs that wait, event by event.
+    pub(super) fn lines(&self) -> impl Iterator<Item = &Line> {
+        self.events.values().map(|ahead| &ahead.line)
+    }
+
+    fn is_open(&self, event: u64) -> bool {
+        self.events.get(&event).is_some_and(|ahead| !ahead.has_come)
+    }
+}
+
+impl StoreState {
+    /// Events that have not come as far as is known, and whether something waits to be
+    /// submitted behind each.
+    pub fn events_ahead(&self, out: &mut Vec<(Event, bool)>) {
+        let open = self.behind.events.iter().filter(|(_, ahead)| !ahead.has_come);
+        out.extend(open.map(|(&event, ahead)| (Event(event), !ahead.line.is_empty())));
+    }
+
+    /// Whether there are any.
+    pub fn has_events_ahead(&self) -> bool {
+        self.behind.events.values().any(|ahead| !ahead.has_come)
+    }
+
+    /// An event has come, or never will: then its moves fail.
+    pub fn event_ended(&mut self, event: Event, outcome: std::result::Result<(), Status>) {
+        if let Some(ahead) = self.behind.events.get_mut(&event.0) {
+            ahead.has_ended = true;
+        }
+        match outcome {
+            Ok(()) => self.event_came(event.0),
+            Err(status) => {
+                let is_its = |spec: &MoveSpec| spec.after == Some(event);
+                let all = self.moves.iter().filter(|(_, one)| is_its(&one.spec));
+                let numbers: Vec<u32> = all.map(|(number, _)| number).collect();
+                numbers.into_iter().for_each(|number| self.cancel(number, status));
+            }
+        }
+        self.settle();
+    }
+
+    fn event_came(&mut self, event: u64) {
+        let Some(ahead) = self.behind.events.get_mut(&event) else { return };
+        ahead.has_come = true;
+        while let Some(id) = self.first_behind(event) {
+            self.unqueue_behind(event, id);
+            self.count_behind(id, 0);
+            let (table, cell) = self.cell_of(&self.jobs[id]);
+            self.queue_copy(id, table, cell);
+        }
+        self.feed_parked();
+    }
+
+    /// Copies to be submitted behind an event, up to a batch.
+    pub fn take_behind(&mut self, event: Event) -> Option<CopyBatch> {
+        let (mut batch, mut bytes) = (CopyBatch::default(), 0);
+        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
+            let Some(id) = self.first_behind(event.0) else { break };
+            self.unqueue_behind(event.0, id);
+            if !self.turn_away(id) {
+                bytes += self.take_copy(id, u64::MAX, &mut batch);
+            }
+        }
+        if let Some(ahead) = self.behind.events.get_mut(&event.0) {
+            ahead.taken += batch.jobs.len();
+        }
+        // One that was turned away may have to be read, or may be nowhere.
+        self.settle();
+        (!batch.jobs.is_empty()).then_some(batch)
+    }
+
+    /// Whether copies end soon, since what they are behind has: their memory comes free. An
+    /// event that has not come may come after the very moves that wait for memory, so nobody
+    /// waits for what is behind that.
+    pub(super) fn is_ending_behind(&self) -> bool {
+        self.behind.events.values().any(|ahead| ahead.has_ended && ahead.taken > 0)
+    }
+
+    /// Such a batch has ended, well or not. `is_spent`: because its event will not come.
+    pub fn done_behind(&mut self, mut batch: CopyBatch, outcome: &Result<()>, is_spent: bool) {
+        batch.is_spent = is_spent;
+        let event = batch.jobs.first().and_then(|&id| self.moves[self.jobs[id].number].spec.after);
+        if let Some(ahead) = event.and_then(|event| self.behind.events.get_mut(&event.0)) {
+            ahead.taken -= batch.jobs.len();
+        }
+        self.done_copies(&batch, outcome);
+        self.settle();
+    }
+
+    /// What all moves must keep to that have an event.
+    pub(super) fn check_behind(&self, spec: &MoveSpec) -> Result<()> {
+        if spec.after.is_some() && spec.kind == TransferKind::Prefetch {
+            fail!(Invalid, "a prefetch has no tensors: nothing of it can be behind an event");
+        }
+        Ok(())
+    }
+
+    /// A move is behind an event from now on.
+    pub(super) fn join_behind(&mut self, event: Option<Event>) {
+        if let Some(event) = event {
+            self.behind.events.entry(event.0).or_default().moves += 1;
+        }
+    }
+
+    /// It has ended.
+    pub(super) fn leave_behind(&mut self, event: Option<Event>) {
+        let Some(event) = event else { return };
+        if let Some(ahead) = self.behind.events.get_mut(&event.0) {
+            ahead.moves -= 1;
+            if ahead.moves == 0 {
+                self.behind.events.remove(&event.0);
+            }
+        }
+    }
+
+    /// The event that copies of a move still have to be put behind.
+    pub(super) fn event_of(&self, number: u32) -> Option<u64> {
+        let event = self.moves[number].spec.after?.0;
+        self.behind.is_open(event).then_some(event)
+    }
+
+    /// Whether a move begins no more cells for now: then it is told when it may.
+    pub(super) fn is_parked(&mut self, number: u32) -> bool {
+        let most_jobs = u64::from(self.config.max_jobs) / SHARE;
+        let most_bytes = self.config.host_bytes / SHARE;
+        let Behind { jobs, bytes, .. } = self.behind;
+        let is_full = jobs > 0 && (jobs >= most_jobs || bytes >= most_bytes);
+        let parks = is_full && self.event_of(number).is_some();
+        if parks {
+            self.behind.parked.push(number);
+        }
+        parks
+    }
+
+    /// A job begins: it counts if its event has not come.
+    pub(super) fn begin_behind(&mut self, id: u32) {
+        if self.event_of(self.jobs[id].number).is_some() {
+            let (table, cell) = self.cell_of(&self.jobs[id]);
+            self.count_behind(id, self.tables[table as usize].planes(cell).bytes());
+        }
+    }
+
+    /// A job counts with these bytes from now on, or not any more.
+    fn count_behind(&mut self, id: u32, bytes: u64) {
+        let before = std::mem::replace(&mut self.jobs[id].behind_bytes, bytes);
+        let count = |bytes: u64| u64::from(bytes > 0);
+        self.behind.jobs = self.behind.jobs + count(bytes) - count(before);
+        self.behind.bytes = self.behind.bytes + bytes - before;
+    }
+
+    /// A job that has ended does not count.
+    pub(super) fn end_behind(&mut self, job: &Job) {
+        if job.behind_bytes > 0 {
+            self.behind.jobs -= 1;
+            self.behind.bytes -= job.behind_bytes;
+            self.feed_parked();
+        }
+    }
+
+    fn feed_parked(&mut self) {
+        for number in std::mem::take(&mut self.behind.parked) {
+            // One that has ended meanwhile, or another of its number, has nothing to begin.
+            if self.moves.get(number).is_some() {
+                self.feed_later(number);
+            }
+        }
+    }
+
+    /// Has a job that is to be copied wait behind its move's event, if that has not come.
+    pub(super) fn queue_behind(&mut self, id: u32) -> bool {
+        let Some(event) = self.event_of(self.jobs[id].number) else { return false };
+        let Some(ahead) = self.behind.events.get_mut(&event) else { return false };
+        self.jobs[id].step = Step::Behind;
+        ahead.line.push_back(&mut self.jobs, Of::Wait, id);
+        true
+    }
+
+    /// Takes it out of that line.
+    pub(super) fn withdraw_behind(&mut self, job: &Job, id: u32) {
+        if let Some(event) = self.moves[job.number].spec.after {
+            self.unqueue_behind(event.0, id);
+        }
+    }
+
+    fn unqueue_behind(&mut self, event: u64, id: u32) {
+        if let Some(ahead) = self.behind.events.get_mut(&event) {
+            ahead.line.remove(&mut self.jobs, Of::Wait, id);
+            self.jobs[id].step = Step::Fresh;
+        }
+    }
+
+    fn first_behind(&self, event: u64) -> Option<u32> {
+        self.behind.events.get(&event)?.line.first()
+    }
+
+    /// That nothing is left of it, for [`StoreState::check`] of a store that rests.
+    pub(super) fn check_nothing_behind(&self) -> Result<()> {
+        let Behind { events, jobs, bytes, .. } = &self.behind;
+        if !events.is_empty() || *jobs + *bytes != 0 {
+            fail!(State, "{} events ahead of nothing, {jobs} jobs, {bytes} bytes", events.len());
+        }
+        Ok(())
+    }
+
+    /// Cells that wait to be submitted behind an event.
+    pub fn cells_behind(&self) -> usize {
+        self.behind.lines().map(Line::len).sum()
+    }
+}

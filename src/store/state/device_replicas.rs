@@ -1,0 +1,420 @@
+//! Copies of cells in device memory: for who computes there they come without a crossing of
+//! the link. Nothing is there alone: host memory or the disk has it, too. So who leaves is
+//! forgotten, and a device that is lost costs nothing but the way.
+
+use std::collections::HashMap;
+
+use crate::base::account::Account;
+use crate::base::budget::Tier;
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
+use crate::device::Memory;
+use crate::fail;
+use crate::meta::chunks::{Arrival, Begin, Cell, Gone, Place};
+use crate::store::admission::{Admission, Candidate};
+use crate::store::job_queues::{LANES, Queues};
+use crate::store::state::chunk_table::note;
+use crate::store::state::granularity::Granularity;
+use crate::store::state::jobs::{Job, Step};
+use crate::store::state::reclaim::{cell_of_owner, owner_of};
+use crate::store::state::tier_cache::TierCache;
+use crate::store::state::transfer::TransferKind;
+use crate::store::state::{At, Config, StoreState};
+use crate::tier::device::{DeviceStats, DeviceTier, Piece};
+
+const DEVICE: u8 = 1 << Tier::Device as u8;
+const HOST: u8 = 1 << Tier::Host as u8;
+/// Chunks that leave for one cell, at most: then it stays away.
+const MOST_VICTIMS: u32 = 8;
+/// Cells of another size get a slab of their own so often.
+const VACATE_NS: u64 = 1_000_000_000;
+
+/// The device tier: what is there, who leaves, and what waits to be copied from there.
+pub struct Replicas {
+    pub(super) tier: DeviceTier,
+    /// Its policy. It chooses chunks, in any order.
+    pub(super) cache: TierCache,
+    admission: Admission,
+    queue: Queues,
+    pub(super) account: Option<Arc<Account>>,
+    /// The device is lost: nothing comes any more.
+    is_lost: bool,
+    /// Slabs are being taken.
+    pub(super) is_taking: bool,
+    /// Before this no slab is asked for.
+    pub(super) asks_ns: u64,
+    /// When a slab was last made free for another size.
+    vacated_ns: u64,
+    /// Copies from here were taken last.
+    had_turn: bool,
+    /// The checksums of pieces' planes, where the device sums.
+    sums: HashMap<u32, [u64; 2]>,
+}
+
+impl Replicas {
+    /// One without memory, if a store is to have one.
+    pub(super) fn open(
+        config: &Config,
+        account: Option<Arc<Account>>,
+    ) -> Result<Option<Box<Replicas>>> {
+        let device = &config.device;
+        if device.bytes == 0 {
+            return Ok(None);
+        }
+        let objects = config.chunk_objects();
+        Ok(Some(Box::new(Replicas {
+            tier: DeviceTier::new(account.clone(), device.bytes)?,
+            cache: TierCache::open(
+                &device.policy,
+                Granularity::Chunk,
+                objects,
+                device.bytes,
+                true,
+            )?,
+            admission: Admission::open(&device.admission, 0)?,
+            queue: Queues::new(config.max_jobs, config.max_sessions + 1)?,
+            account,
+            is_lost: false,
+            is_taking: false,
+            asks_ns: 0,
+            vacated_ns: 0,
+            had_turn: false,
+            sums: HashMap::new(),
+        })))
+    }
+
+    /// What waits to be copied from there.
+    pub(super) fn queue(&self) -> &Queues {
+        &self.queue
+    }
+
+    /// The same, to change it.
+    pub(super) fn queue_mut(&mut self) -> &mut Queues {
+        &mut self.queue
+    }
+
+    /// What its memory has.
+    pub fn stats(&self) -> DeviceStats {
+        self.tier.stats()
+    }
+
+    /// Whose its pieces in use are.
+    pub(super) fn owners(&self) -> Vec<u64> {
+        self.tier.owners().collect()
+    }
+
+    /// Whether its device is lost.
+    pub fn is_lost(&self) -> bool {
+        self.is_lost
+    }
+
+    /// Where a piece is.
+    pub(super) fn address(&self, piece: Piece) -> Result<u64> {
+        self.tier.address(piece)
+    }
+
+    /// A piece is nobody's any more.
+    pub(super) fn free(&mut self, piece: Piece) -> Result<()> {
+        self.sums.remove(&piece.0);
+        self.tier.free(piece)
+    }
+
+    pub(super) fn wants_slabs(&self, now_ns: u64) -> bool {
+        !self.is_lost && !self.is_taking && now_ns >= self.asks_ns && self.tier.missing_slabs() > 0
+    }
+
+    pub(super) fn waiting(&self) -> bool {
+        (0..LANES).any(|lane| self.queue.waiting(lane).0 > 0)
+    }
+}
+
+impl StoreState {
+    /// Forgets the copy of a cell in device memory. Nothing is lost: it is elsewhere, too.
+    /// Whether it was there.
+    pub(super) fn forget_replica(&mut self, table: u32, cell: Cell) -> bool {
+        match self.tables[table as usize].chunks.begin_drop(cell, Tier::Device) {
+            Ok(Gone::Now(place)) => self.free_place(table, cell, place),
+            Ok(Gone::Later) => {}
+            Ok(Gone::Not) | Err(_) => return false,
+        }
+        self.departed(table, cell, Tier::Device);
+        true
+    }
+
+    /// The same, where a cell was found lost everywhere else.
+    pub(super) fn forget_if_alone(&mut self, table: u32, cell: Cell) {
+        let marks = self.tables[table as usize].chunks.marks(cell.chunk);
+        let there = marks.and_then(|all| all.get(cell.layer)).map_or(0, |marks| marks.there());
+        if there != DEVICE {
+            return;
+        }
+        if let Ok(Gone::Now(place)) = self.tables[table as usize].chunks.lose(cell, Tier::Device) {
+            self.free_place(table, cell, place);
+        }
+        self.departed(table, cell, Tier::Device);
+    }
+
+    /// The device is lost: whatever was there is forgotten, and nothing comes any more.
+    pub(super) fn lose_device(&mut self) {
+        let Some(replicas) = self.replicas.as_mut().filter(|replicas| !replicas.is_lost) else {
+            return;
+        };
+        replicas.is_lost = true;
+        let owners = replicas.owners();
+        let before = self.device_cells();
+        self.vacate_replica(&owners);
+        if let Some(replicas) = self.replicas.as_mut() {
+            replicas.tier.drain(u64::MAX);
+        }
+        self.counters.device_lost += before - self.device_cells();
+        log::warn!("the device has failed: {before} cells there are forgotten, its tier closes");
+    }
+
+    /// Cells in device memory.
+    pub fn device_cells(&self) -> u64 {
+        let counts = self.tables.iter().map(|table| table.chunks.counts());
+        counts.map(|counts| counts.cells[Tier::Device as usize]).sum()
+    }
+
+    /// Whether a job's copy may have to do with device memory: the engine has the layer there.
+    fn may_use_replica(&self, job: &Job) -> bool {
+        let one = &self.moves[job.number].spec;
+        let layer = one.views.0.get(job.cell.layer.wrapping_sub(one.first_layer));
+        let on_device = layer.is_some_and(|layer| {
+            layer.k.memory == Memory::Device
+                && layer.v.as_ref().is_none_or(|v| v.memory == Memory::Device)
+        });
+        on_device && !job.plain && self.replicas.as_ref().is_some_and(|replicas| !replicas.is_lost)
+    }
+
+    /// Has a get's cell copied from device memory, if it is there and wanted there. A
+    /// prefetch of such a cell has ended. Whether that was so.
+    pub(super) fn route_replica(
+        &mut self,
+        id: u32,
+        kind: TransferKind,
+        table: u32,
+        cell: Cell,
+    ) -> bool {
+        if kind == TransferKind::Prefetch {
+            self.end_job(id, 0, None);
+            return true;
+        }
+        if !self.may_use_replica(&self.jobs[id]) {
+            return false;
+        }
+        if self.tables[table as usize].chunks.begin_read(cell, Tier::Device).is_err() {
+            return false;
+        }
+        self.jobs[id].uses_device = true;
+        self.queue_copy(id, table, cell);
+        true
+    }
+
+    /// Whether the next copies are out of device memory: they take turns with the others.
+    pub(super) fn is_nears_turn(&mut self) -> bool {
+        let others_wait = (0..LANES).any(|lane| self.copies.waiting(lane).0 > 0);
+        let Some(replicas) = self.replicas.as_mut() else { return false };
+        let is = replicas.waiting() && !(others_wait && replicas.had_turn);
+        replicas.had_turn = is;
+        is
+    }
+
+    /// A job whose copy would be out of a lost device looks again.
+    pub(super) fn turn_away(&mut self, id: u32) -> bool {
+        let is_lost = self.replicas.as_ref().is_some_and(|replicas| replicas.is_lost);
+        if is_lost && self.jobs[id].uses_device {
+            self.end_copying(id, false);
+            self.look_again(id);
+            return true;
+        }
+        false
+    }
+
+    /// A job begins anew, and leaves device memory alone.
+    pub(super) fn look_again(&mut self, id: u32) {
+        let job = &mut self.jobs[id];
+        (job.plain, job.step) = (true, Step::Fresh);
+        self.woken.push(id);
+    }
+
+    /// Device memory for a job's cell, if that is to be had there from now on.
+    pub(super) fn replica_for(&mut self, id: u32) -> Option<Piece> {
+        let job = self.jobs[id];
+        if !self.may_use_replica(&job) {
+            return None;
+        }
+        let (table, cell) = self.cell_of(&job);
+        let is_put = self.moves[job.number].spec.kind == TransferKind::Put;
+        let marks = *self.tables[table as usize].chunks.marks(cell.chunk)?.get(cell.layer)?;
+        let is_free = (marks.there() | marks.arriving() | marks.leaving()) & DEVICE == 0;
+        if !is_free || !is_put && marks.there() & HOST == 0 {
+            return None;
+        }
+        let piece = self.find_replica_piece(table, cell)?;
+        let chunks = &mut self.tables[table as usize].chunks;
+        if !is_put && !matches!(chunks.begin_copy(cell, Tier::Host, Tier::Device), Ok(Begin::Begun))
+        {
+            self.free_replica(piece);
+            return None;
+        }
+        Some(piece)
+    }
+
+    /// A piece for a cell, if it is admitted: others leave for it.
+    fn find_replica_piece(&mut self, table: u32, cell: Cell) -> Option<Piece> {
+        let rows = &self.tables[table as usize];
+        let bytes = rows.full_bytes(cell.layer);
+        let one = Candidate {
+            bytes,
+            hits: u32::from(rows.uses[cell.chunk as usize]),
+            priority: rows.classes[cell.chunk as usize],
+        };
+        let now_ns = self.now_ns;
+        let replicas = self.replicas.as_mut()?;
+        let stats = replicas.tier.stats();
+        let free = 1.0 - stats.live_bytes as f64 / stats.slab_bytes.max(1) as f64;
+        if bytes > replicas.tier.each_bytes()
+            || replicas.admission.admit(&one, free, now_ns).is_err()
+        {
+            return None;
+        }
+        for _ in 0..MOST_VICTIMS {
+            let replicas = self.replicas.as_mut()?;
+            if let Some(piece) = replicas.tier.alloc(bytes, owner_of(table, cell)) {
+                return Some(piece);
+            }
+            if replicas.tier.has_empty() {
+                return None; // no host memory for what is to be known of its pieces
+            }
+            if replicas.tier.has_size(bytes) {
+                if !self.evict_replicas(bytes) {
+                    return None;
+                }
+            } else if now_ns >= replicas.vacated_ns + VACATE_NS {
+                self.vacate_one();
+            } else {
+                return None; // whoever leaves makes no room for this size
+            }
+        }
+        None
+    }
+
+    /// Whoever is in the emptiest slab is forgotten, unless something there is pinned: then it
+    /// would not come free.
+    fn vacate_one(&mut self) {
+        let now_ns = self.now_ns;
+        let Some(replicas) = self.replicas.as_mut() else { return };
+        replicas.vacated_ns = now_ns;
+        let slab = replicas.tier.emptiest();
+        let owners: Vec<u64> =
+            slab.into_iter().flat_map(|at| replicas.tier.owners_in(at)).collect();
+        let is_pinned = owners.iter().any(|&owner| {
+            let (table, cell) = cell_of_owner(owner);
+            let row = self.tables[table as usize].chunks.chunk(cell.chunk);
+            row.is_some_and(|row| row.pin().is_some())
+        });
+        if !is_pinned {
+            self.vacate_replica(&owners);
+        }
+    }
+
+    /// The chunk that the policy chooses is forgotten; whether it chose one.
+    fn evict_replicas(&mut self, bytes: u64) -> bool {
+        let now_ns = self.now_ns;
+        let Some(replicas) = self.replicas.as_mut() else { return false };
+        let mut victims = Vec::new();
+        replicas.cache.choose(now_ns, bytes, 1, &mut victims);
+        for &victim in &victims {
+            let Some((at, _)) = self.chosen(victim) else { continue };
+            self.tables[at.table as usize].clear(at.slot, note::IN_DEVICE | note::PINNED);
+            let freed = self.drop_where(at, Tier::Device as usize, |_, _| true);
+            self.counters.device_evicted += u64::from(freed > 0);
+        }
+        !victims.is_empty()
+    }
+
+    /// The copy of a cell into device memory has ended, or does not begin. A put's is noted
+    /// when the cell is in host memory.
+    pub(super) fn end_filling(
+        &mut self,
+        table: u32,
+        cell: Cell,
+        kind: TransferKind,
+        one: (Piece, bool),
+    ) {
+        let (piece, mut came) = one;
+        let stays = self
+            .replicas
+            .as_ref()
+            .is_some_and(|replicas| !replicas.is_lost && !replicas.tier.drains(piece));
+        let chunks = &mut self.tables[table as usize].chunks;
+        if kind == TransferKind::Put {
+            let begun = chunks.begin_copy(cell, Tier::Host, Tier::Device);
+            if !came || !matches!(begun, Ok(Begin::Begun)) {
+                return self.free_replica(piece);
+            }
+        }
+        // It may have left host memory meanwhile, and be nowhere else.
+        let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
+        let is_elsewhere = marks.is_some_and(|marks| marks.there() & !DEVICE != 0);
+        came &= is_elsewhere && stays;
+        let arrival = if came { Arrival::Here(Place::Device) } else { Arrival::Failed };
+        match chunks.end_copy(cell, Tier::Device, arrival) {
+            Ok(Some(place)) => self.free_place(table, cell, place),
+            Ok(None) => {}
+            Err(error) => log::error!("a way to the device could not be ended: {error}"),
+        }
+        if !came {
+            return self.free_replica(piece);
+        }
+        self.tables[table as usize].set_piece(cell, piece);
+        self.counters.promoted += 1;
+        self.arrived(table, cell, Tier::Device);
+    }
+
+    /// Notes what the planes of a piece have to be, for who reads it.
+    pub(super) fn note_replica_sums(&mut self, piece: Piece, sums: [u64; 2]) {
+        if let Some(replicas) = self.replicas.as_mut()
+            && replicas.sums.try_reserve(1).is_ok()
+        {
+            replicas.sums.insert(piece.0, sums);
+        }
+    }
+
+    /// That, if it is known.
+    pub(super) fn replica_sums(&self, table: u32, cell: Cell) -> Option<[u64; 2]> {
+        let piece = self.tables[table as usize].piece(cell);
+        self.replicas.as_ref()?.sums.get(&piece.0).copied()
+    }
+
+    /// Where the copy of a cell in device memory is, for who reads it.
+    pub(super) fn replica_address(&self, table: u32, cell: Cell) -> Result<u64> {
+        match &self.replicas {
+            Some(replicas) => replicas.address(self.tables[table as usize].piece(cell)),
+            None => Err(Status::NotFound.into()),
+        }
+    }
+
+    /// Whether what is in device memory is what the tables say, for [`StoreState::check`].
+    pub fn check_replicas(&self) -> Result<()> {
+        let Some(replicas) = &self.replicas else { return Ok(()) };
+        let (cells, stats) = (self.device_cells(), replicas.tier.stats());
+        if self.is_idle() && stats.live_pieces != cells {
+            fail!(State, "{} pieces of device memory for {cells} cells", stats.live_pieces);
+        }
+        if self.is_idle() && replicas.is_lost && stats.slabs > 0 {
+            fail!(State, "{} slabs of a device that is lost", stats.slabs);
+        }
+        for (number, table) in self.tables.iter().enumerate() {
+            for slot in table.chunks.slots() {
+                let marks = table.chunks.marks(slot).unwrap_or_default();
+                if let Some(layer) = marks.iter().position(|marks| marks.there() == DEVICE) {
+                    let at = At { table: number as u32, slot };
+                    fail!(State, "layer {layer} of {at:?} is on the device alone");
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,409 @@
+//! What decides in a store: which cell is where, what moves next, who leaves. It
+//! touches no bytes and never blocks. Whoever carries work out asks for it with
+//! [`StoreState::take`] and says with [`StoreState::done`] how it went; between the two nothing
+//! is locked. So one thread can drive it as well as many, in an order that a seed
+//! chooses.
+
+pub mod audit;
+mod bandwidth;
+pub mod block_references;
+pub mod blocks;
+mod cell_range;
+mod check;
+pub mod checkpoint_writer;
+pub mod chunk_table;
+pub mod clear;
+mod config;
+pub mod demote;
+pub mod device_events;
+pub mod device_replicas;
+pub mod device_slabs;
+mod disk_gc;
+mod disk_reads;
+mod eviction;
+pub mod granularity;
+mod group_commit;
+mod host_copies;
+mod jobs;
+pub mod latency;
+mod limits;
+pub mod lookup;
+mod metadata_account;
+mod metrics;
+mod namespace_notes;
+mod namespaces;
+mod pins;
+pub mod plans;
+mod policy_notifications;
+mod policy_objects;
+mod read_reserve;
+mod ready_waits;
+mod reclaim;
+mod recovery;
+mod references;
+pub mod remote;
+mod remote_blocks;
+pub mod remote_fetch;
+mod remote_index;
+pub mod remote_lookup;
+mod remote_prefetch;
+mod remote_timeouts;
+pub mod remote_upload;
+mod session;
+pub mod shadow;
+mod slot_reclamation;
+pub mod slot_table;
+pub mod snapshot;
+pub mod stats;
+pub mod tenants;
+pub mod tier_cache;
+pub mod transfer;
+pub mod transfer_kind;
+pub mod views;
+mod wait_list;
+pub mod work;
+mod write_behind;
+mod writeback;
+mod writeback_prefix;
+
+pub use cell_range::{CellRange, TO_THE_END, Wanted};
+pub use chunk_table::ChunkTable;
+pub use config::{Config, Counters, DeviceConfig, Write};
+pub use disk_gc::disk_room;
+pub use jobs::Job;
+pub use metadata_account::BESIDE_BYTES as ROW_BESIDE_BYTES;
+pub use namespaces::{MAX_CHUNK_TABLES, MAX_SPACES, Space, SpaceOpts};
+pub use recovery::Adopted;
+pub use remote::{RemoteConfig, RemoteCounters};
+pub use session::{SessionOpts, Truncated};
+pub use transfer::{Finished, Level, MoveSpec, TransferKind};
+pub use writeback::RECORD_CELLS;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use crate::base::account::Account;
+use crate::base::budget::Tier;
+use crate::base::status::Result;
+use crate::base::sync::Arc;
+use crate::format::keys::Key;
+use crate::format::record;
+use crate::meta::chunks::{Cell, Place};
+use crate::meta::index::Slot;
+use crate::store::admission::Admission;
+use crate::store::events::{Event, Events, Kind};
+use crate::store::job_queues::Queues;
+use crate::store::state::granularity::Leave;
+use crate::store::state::namespaces::Spaces;
+use crate::store::state::session::Session;
+use crate::store::state::slot_table::Table;
+use crate::store::state::tier_cache::TierCache;
+use crate::store::state::transfer::Move;
+use crate::store::state::wait_list::Line;
+use crate::store::state::work::WorkerKind;
+use crate::tier::disk::{DiskTier, Spot};
+use crate::tier::host::{HostTier, Piece};
+
+/// A chunk of a board.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct At {
+    pub table: u32,
+    pub slot: Slot,
+}
+
+/// What decides.
+pub struct StoreState {
+    pub(super) config: Config,
+    pub(super) now_ns: u64,
+    pub(super) host: HostTier,
+    pub(super) disk: Option<Arc<DiskTier>>,
+    pub(super) tables: Vec<ChunkTable>,
+    spaces: Spaces,
+    pub(super) sessions: Table<Session>,
+    pub(super) moves: Table<Move>,
+    pub(super) jobs: Table<Job>,
+    pub(super) host_cache: TierCache,
+    pub(super) disk_cache: Option<TierCache>,
+    /// Copies of cells in device memory.
+    pub(super) replicas: Option<Box<device_replicas::Replicas>>,
+    /// The remote, if there is one.
+    remote: Option<Box<remote::RemoteTier>>,
+    pub(super) admission: Admission,
+    copies: Queues,
+    reads: Queues,
+    feeding: VecDeque<u32>,
+    /// Jobs whose cell can be looked at again.
+    woken: Vec<u32>,
+    /// Jobs that wait for memory.
+    memory_waiters: Line,
+    memory_waiter_bytes: u64,
+    /// The one of them that tries again now.
+    served: Option<u32>,
+    /// The one that may take the reserve.
+    reserved: Option<u32>,
+    /// Jobs that wait for what others do with a cell.
+    waiting: BTreeMap<(At, usize), Line>,
+    /// Chunks to be written down.
+    writebacks: VecDeque<At>,
+    /// Chunks whose memory is given back once they are on disk, and what of it.
+    leaving: BTreeMap<At, Leave>,
+    leaving_bytes: u64,
+    /// Chunks in a row that were to leave memory, and could not.
+    refusals: u32,
+    /// When the last of them was.
+    refused_ns: u64,
+    /// Puts that wait for a chunk to be on disk, and which of theirs it is: NONE = it is
+    /// only taken along.
+    chunk_waits: BTreeMap<At, Vec<(u32, u32)>>,
+    /// Writes of chunks that were not made durable yet.
+    fresh: BTreeMap<At, Vec<group_commit::Fresh>>,
+    /// With so many all are synced, whoever waits.
+    flush_at: usize,
+    /// Puts that wait for that.
+    commits: Vec<u32>,
+    /// Pins, the weakest first.
+    pins: BTreeSet<pins::Hold>,
+    /// The same, by when they end.
+    ends: BTreeSet<(u64, u8, At)>,
+    /// Sessions opened so far.
+    names: u64,
+    write_behind: write_behind::WriteBehind,
+    upkeep: disk_gc::Upkeep,
+    reclaim_targets: reclaim::ReclaimTargets,
+    metadata: metadata_account::MetadataAccount,
+    limits: limits::Limits,
+    /// Batches under way, by kind.
+    pub(super) under_way: [u32; work::KINDS],
+    speeds: bandwidth::Speeds,
+    times: latency::Times,
+    tenants: tenants::Tenants,
+    scratch: lookup::Scratch,
+    drafts: plans::Drafts,
+    waits: ready_waits::Waits,
+    behind: device_events::Behind,
+    turns: clear::Turns,
+    finished: Vec<Finished>,
+    /// What is counted.
+    pub counters: Counters,
+    /// What changed.
+    pub events: Events,
+}
+
+impl StoreState {
+    /// A store without namespaces.
+    pub fn new(
+        config: Config,
+        account: Option<Arc<Account>>,
+        disk: Option<Arc<DiskTier>>,
+    ) -> Result<StoreState> {
+        config.check()?;
+        let disk_bytes = disk.as_deref().map(|disk| disk.stats().budget_bytes);
+        let opts = config.host_opts();
+        let (host_cache, disk_cache) = config.open_caches(disk_bytes)?;
+        let mut copies = Queues::new(config.max_jobs, config.max_sessions + 1)?;
+        copies.in_parts_of(config.copy_bytes / host_copies::PARTS);
+        Ok(StoreState {
+            now_ns: 0,
+            host: HostTier::new(account.clone(), &opts)?,
+            replicas: device_replicas::Replicas::open(&config, account.clone())?,
+            remote: remote::RemoteTier::open(&config)?,
+            metadata: metadata_account::MetadataAccount::new(account),
+            limits: limits::Limits::default(),
+            tables: Vec::new(),
+            spaces: Spaces::default(),
+            sessions: Table::new(config.max_sessions as usize),
+            moves: Table::new(config.max_moves as usize),
+            jobs: Table::new(config.max_jobs as usize),
+            host_cache,
+            disk_cache,
+            admission: Admission::open(&config.admission, 0)?,
+            copies,
+            reads: Queues::new(config.max_jobs, config.max_sessions + 1)?,
+            feeding: VecDeque::new(),
+            woken: Vec::new(),
+            memory_waiters: Line::default(),
+            memory_waiter_bytes: 0,
+            served: None,
+            reserved: None,
+            waiting: BTreeMap::new(),
+            writebacks: VecDeque::new(),
+            leaving: BTreeMap::new(),
+            leaving_bytes: 0,
+            refusals: 0,
+            refused_ns: 0,
+            chunk_waits: BTreeMap::new(),
+            fresh: BTreeMap::new(),
+            flush_at: group_commit::MOST_FRESH,
+            commits: Vec::new(),
+            pins: BTreeSet::new(),
+            ends: BTreeSet::new(),
+            names: 0,
+            write_behind: write_behind::WriteBehind::default(),
+            upkeep: disk_gc::Upkeep::default(),
+            reclaim_targets: reclaim::ReclaimTargets::default(),
+            under_way: [0; work::KINDS],
+            speeds: bandwidth::Speeds::default(),
+            times: latency::Times::default(),
+            tenants: tenants::Tenants::default(),
+            scratch: lookup::Scratch::default(),
+            drafts: plans::Drafts::default(),
+            waits: ready_waits::Waits::default(),
+            behind: device_events::Behind::default(),
+            turns: clear::Turns::default(),
+            finished: Vec::new(),
+            counters: Counters::default(),
+            events: Events::new(config.events)?,
+            disk,
+            config,
+        })
+    }
+
+    /// Says what time it is. It does not go back.
+    pub fn tick(&mut self, now_ns: u64) {
+        self.now_ns = self.now_ns.max(now_ns);
+        self.end_pins();
+        self.leave_overdue();
+        self.settle();
+    }
+
+    /// The host tier, to be looked at.
+    pub fn host(&self) -> &HostTier {
+        &self.host
+    }
+
+    /// Parts of moves that have ended since this was last asked.
+    pub fn finished(&mut self, out: &mut Vec<Finished>) {
+        out.append(&mut self.finished);
+    }
+
+    /// Whether nothing is under way or waits.
+    pub fn is_idle(&self) -> bool {
+        let none_goes_down = self.writebacks.is_empty() && !self.upkeep.has_parked();
+        let none_goes_out = self.remote.as_ref().is_none_or(|remote| remote.is_quiet());
+        self.moves.is_empty()
+            && self.under_way.iter().all(|&n| n == 0)
+            && none_goes_down
+            && none_goes_out
+    }
+
+    /// Whether there is nothing to do either.
+    pub fn is_quiet(&self) -> bool {
+        self.is_idle() && WorkerKind::ALL.iter().all(|&workers| !self.has_work(workers))
+    }
+
+    /// Does all that has become possible, until nothing has.
+    pub(super) fn settle(&mut self) {
+        self.leave_queues();
+        for turn in 0u64.. {
+            debug_assert!(turn < 1 << 22, "a store that never settles: {}", self.what_waits());
+            if let Some(job) = self.woken.pop() {
+                self.route(job);
+                continue;
+            }
+            self.pay_again();
+            if !self.feed()
+                && !self.feed_memory_waiters()
+                && !self.make_room()
+                && !self.pay()
+                && !self.fetch_ahead()
+            {
+                break;
+            }
+        }
+    }
+
+    /// A place is free.
+    pub(super) fn free_place(&mut self, table: u32, cell: Cell, place: Place) {
+        match place {
+            Place::Host(piece) => {
+                if let Err(error) = self.host.free(Piece(piece)) {
+                    log::error!("a piece of memory was not in use: {error}");
+                }
+            }
+            Place::Disk { spot, coded, .. } => {
+                let bytes = self.tables[table as usize].disk_bytes(cell, coded);
+                if let Some(disk) = &self.disk {
+                    disk.drop_cells([(Spot(spot), bytes)]);
+                    self.upkeep.dropped(Spot(spot), bytes);
+                }
+            }
+            Place::Device => {
+                let piece = self.tables[table as usize].piece(cell);
+                self.free_replica(piece);
+            }
+            Place::Remote => {}
+        }
+    }
+
+    /// One less holds a chunk; a row that nobody needs goes.
+    pub(super) fn let_go(&mut self, table: u32, slot: Slot) {
+        let may_leave = self.tables[table as usize].chunks.release(slot);
+        debug_assert!(may_leave.is_ok(), "{may_leave:?}");
+        self.reclaim_targets.released();
+        self.note_held(table, slot);
+        self.tidy(table, slot);
+    }
+
+    /// Removes a row without cells that nobody holds, and those before it that are
+    /// like that.
+    pub(super) fn tidy(&mut self, table: u32, slot: Slot) {
+        let mut next = Some(slot);
+        while let Some(slot) = next.take() {
+            let chunks = &self.tables[table as usize].chunks;
+            let Some(row) = chunks.chunk(slot) else { return };
+            let (is_bare, space) = (row.cells_somewhere() == 0, row.namespace());
+            let at = At { table, slot };
+            if !is_bare || !chunks.may_leave(slot) || self.is_kept_by_hint(at) {
+                return;
+            }
+            self.forget_chunk(at);
+            match self.tables[table as usize].chunks.remove(slot, |_, _| ()) {
+                Ok(above) => {
+                    self.row_left(space);
+                    // Nobody continues it any more: policies may choose it.
+                    above.into_iter().for_each(|above| self.note_held(table, above));
+                    next = above;
+                }
+                Err(error) => log::error!("a chunk without cells stays: {error}"),
+            }
+        }
+    }
+
+    /// Nothing is noted of a chunk any more.
+    fn forget_chunk(&mut self, at: At) {
+        self.untell(at, Tier::Host);
+        self.untell(at, Tier::Disk);
+        self.untell(at, Tier::Device);
+        let table = &mut self.tables[at.table as usize];
+        table.notes[at.slot as usize] = 0;
+        table.uses[at.slot as usize] = 0;
+        if table.users[at.slot as usize] != 0 {
+            table.users[at.slot as usize] = 0;
+        }
+        self.fresh.remove(&at);
+        self.stop_leaving(at);
+    }
+
+    /// Writes an event.
+    pub(super) fn say(&mut self, kind: Kind, tier: Tier, at: At) {
+        let record = self.record_of(at);
+        self.events.add(Event {
+            number: 0,
+            at_ns: self.now_ns,
+            kind: kind as u32,
+            tier: tier as u32,
+            tokens: record.valid_tokens,
+            position: record.position,
+            key: record.key.0,
+            parent: record.parent.0,
+            namespace: record.namespace.0,
+        });
+    }
+
+    /// What a chunk is called in records.
+    pub(super) fn record_of(&self, at: At) -> record::Chunk {
+        let table = &self.tables[at.table as usize];
+        let row = table.chunks.chunk(at.slot);
+        let space = row.and_then(|row| self.spaces.get(row.namespace() as usize));
+        table.record_of(at.slot, space.map_or(Key::default(), |space| space.key))
+    }
+}

@@ -1,0 +1,419 @@
+//! Fetches: objects that come from the remote. All jobs for cells of an object wait for one
+//! request, and what else is in it comes along where there is room.
+
+use crate::base::budget::Tier;
+use crate::base::status::Status;
+use crate::base::sync::Arc;
+use crate::format::record;
+use crate::meta::chunks::{Arrival, Begin, Cell, Place};
+use crate::store::state::bandwidth::Burden;
+use crate::store::state::chunk_table::note;
+use crate::store::state::jobs::Step;
+use crate::store::state::reclaim::owner_of;
+use crate::store::state::remote::{RemoteTier, time_of};
+use crate::store::state::remote_timeouts::{Ticket, What};
+use crate::store::state::work::WorkerKind;
+use crate::store::state::{At, StoreState};
+use crate::tier::host::Piece;
+use crate::tier::remote::breaker::{Leave, Way};
+use crate::tier::remote::object::{Place as Goal, Verdict};
+use crate::tier::remote::shape::Shape;
+use crate::tier::remote::{Name, Trouble};
+
+/// An object that jobs wait for: one of them stands in the queue for all.
+#[derive(Default)]
+pub(super) struct Wanted {
+    pub jobs: Vec<u32>,
+    /// In which lane that one stands.
+    lane: usize,
+    /// Somebody waits for a cell of one of them: in which lane, and whose it is.
+    hurry: Option<(usize, u32)>,
+}
+
+/// A cell of an object that has memory to come to.
+#[derive(Clone, Copy, Debug)]
+struct Comer {
+    layer: u32,
+    piece: Piece,
+}
+
+/// An object that is to be fetched.
+pub struct Fetch {
+    at: At,
+    object: u32,
+    comers: Vec<Comer>,
+    /// What it is called.
+    pub name: Name,
+    /// How its chunk is cut.
+    pub shape: Arc<Shape>,
+    /// Whose it is.
+    pub chunk: record::Chunk,
+    /// Where each of its cells goes.
+    pub places: Vec<Goal>,
+    /// How it went.
+    pub result: Result<(), Trouble>,
+    /// And each of its cells.
+    pub verdicts: Vec<Verdict>,
+}
+
+// SAFETY: memory of places is named, not owned; whoever carries a fetch out promises that it is
+// valid then.
+unsafe impl Send for Fetch {}
+
+impl Fetch {
+    /// Its number in its chunk.
+    pub fn object(&self) -> usize {
+        self.object as usize
+    }
+
+    /// Whether it came whole, and is not what it should be.
+    fn is_damaged(&self) -> bool {
+        self.result == Err(Trouble::Damaged) || self.verdicts.contains(&Verdict::Damaged)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.shape.cells(self.object()).iter().map(|cell| cell.bytes()).sum()
+    }
+}
+
+/// Objects that are fetched together.
+#[derive(Default)]
+pub struct FetchBatch {
+    pub(super) burden: Burden,
+    /// Each of them.
+    pub fetches: Vec<Fetch>,
+    /// They are to see if the remote is well again.
+    probes: bool,
+    ticket: Ticket,
+    /// How long they may take together.
+    pub timeout_ns: u64,
+}
+
+impl FetchBatch {
+    pub(super) fn bytes(&self) -> u64 {
+        self.fetches.iter().map(Fetch::bytes).sum()
+    }
+
+    pub(super) fn all_came(&self) -> bool {
+        self.fetches.iter().all(|one| matches!(one.result, Ok(()) | Err(Trouble::Absent)))
+    }
+}
+
+impl StoreState {
+    /// Whether a cell that is nowhere here may come from the remote.
+    pub(super) fn may_fetch(&self, table: u32, cell: Cell) -> bool {
+        let chunks = &self.tables[table as usize].chunks;
+        let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
+        let hangs = self.all_hang(WorkerKind::Fetch);
+        let goes = |remote: &RemoteTier| !hangs && remote.breaker.may_go(Way::Read, self.now_ns);
+        self.remote.as_deref().is_some_and(goes) && marks.is_some_and(|marks| marks.is_remote())
+    }
+
+    /// Has a cell brought from the remote, as a job wants it.
+    pub(super) fn fetch(&mut self, id: u32, table: u32, cell: Cell) {
+        let Some(shape) = self.remote_shape(table) else {
+            return self.end_job(id, 0, Some(Status::NotFound.into()));
+        };
+        let Some(object) = shape.object_of(cell.layer as u32) else { return };
+        let Some(piece) = self.get_memory(id, table, cell) else { return };
+        let begun = self.tables[table as usize].chunks.begin_copy(cell, Tier::Remote, Tier::Host);
+        if !matches!(begun, Ok(Begin::Begun)) {
+            self.give_back(piece);
+            return self.end_job(id, 0, Some(Status::NotFound.into()));
+        }
+        let job = &mut self.jobs[id];
+        (job.piece, job.step) = (Some(piece), Step::Fetches);
+        let at = At { table, slot: cell.chunk };
+        self.want(at, object as u32, id, &shape);
+    }
+
+    /// A job waits for an object, with others or as the first one.
+    fn want(&mut self, at: At, object: u32, id: u32, shape: &Shape) {
+        let Some(remote) = &mut self.remote else { return };
+        remote.wanted.entry((at, object)).or_default().jobs.push(id);
+        self.line_up(at, object, shape);
+    }
+
+    /// A job does not wait for its object any more; another may stand in the queue then.
+    pub(super) fn unwant(&mut self, id: u32, table: u32, cell: Cell) {
+        let Some(shape) = self.remote_shape(table) else { return };
+        let Some(object) = shape.object_of(cell.layer as u32) else { return };
+        let (at, object) = (At { table, slot: cell.chunk }, object as u32);
+        let Some(remote) = &mut self.remote else { return };
+        let Some(wanted) = remote.wanted.get_mut(&(at, object)) else { return };
+        wanted.jobs.retain(|&job| job != id);
+        remote.fetches.remove(id);
+        match wanted.jobs.is_empty() {
+            true => drop(remote.wanted.remove(&(at, object))),
+            false => self.line_up(at, object, &shape),
+        }
+    }
+
+    /// A job waits for a cell that is on its way. If that is in the queue with its object, it waits
+    /// no longer than the job may.
+    pub(super) fn hurry_fetch(&mut self, id: u32, at: At, layer: usize) {
+        if self.remote.as_ref().is_none_or(|remote| remote.wanted.is_empty()) {
+            return;
+        }
+        let Some(shape) = self.remote_shape(at.table) else { return };
+        let Some(object) = shape.object_of(layer as u32) else { return };
+        let one = &self.moves[self.jobs[id].number].spec;
+        let (lane, flow, object) = (one.lane, one.flow, object as u32);
+        let Some(remote) = &mut self.remote else { return };
+        let Some(wanted) = remote.wanted.get_mut(&(at, object)) else { return };
+        if wanted.lane > lane {
+            wanted.hurry = Some((lane, flow));
+            self.line_up(at, object, &shape);
+        }
+    }
+
+    /// One of the jobs that wait for an object stands in the queue, where the most urgent one of
+    /// all may.
+    fn line_up(&mut self, at: At, object: u32, shape: &Shape) {
+        let Some(remote) = &mut self.remote else { return };
+        let Some(wanted) = remote.wanted.get_mut(&(at, object)) else { return };
+        let of = |&id: &u32| &self.moves[self.jobs[id].number].spec;
+        let Some(&first) = wanted.jobs.iter().min_by_key(|&id| of(id).lane) else { return };
+        let own = (of(&first).lane, of(&first).flow);
+        let (lane, flow) = wanted.hurry.filter(|hurry| hurry.0 < own.0).unwrap_or(own);
+        if wanted.lane == lane && wanted.jobs.iter().any(|&id| remote.fetches.waits(id)) {
+            return;
+        }
+        for &id in &wanted.jobs {
+            remote.fetches.remove(id);
+        }
+        wanted.lane = lane;
+        let bytes = shape.cells(object as usize).iter().map(|cell| cell.bytes()).sum();
+        remote.fetches.push(lane, flow, first, bytes);
+    }
+
+    /// The next objects to be fetched, up to a batch. From a remote that is left alone nothing
+    /// comes.
+    pub(super) fn take_fetches(&mut self) -> Option<FetchBatch> {
+        let remote = self.remote.as_mut()?;
+        let leave = match remote.is_quiet_to_fetch() {
+            true => return None,
+            false => remote.breaker.leave(Way::Read, self.now_ns),
+        };
+        let most = if leave == Leave::Go { remote.config.batch } else { 1 };
+        let timeout_ns = remote.config.timeout_ns;
+        let probes = leave == Leave::Probe;
+        let (mut batch, mut bytes) =
+            (FetchBatch { timeout_ns, probes, ..FetchBatch::default() }, 0);
+        while batch.fetches.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
+            let Some((_, id)) = self.remote.as_mut().and_then(|remote| remote.fetches.pop()) else {
+                break;
+            };
+            let (table, cell) = self.cell_of(&self.jobs[id]);
+            let Some(fetch) = self.begin_fetch(At { table, slot: cell.chunk }, cell.layer) else {
+                log::error!("an object that is wanted has no name");
+                continue;
+            };
+            if leave == Leave::Stay {
+                if let Some(remote) = &mut self.remote {
+                    remote.counters.avoided += 1;
+                }
+                self.end_fetch(&fetch);
+                continue;
+            }
+            bytes += fetch.bytes();
+            batch.fetches.push(fetch);
+        }
+        batch.timeout_ns += time_of(bytes);
+        if batch.fetches.is_empty() {
+            return None;
+        }
+        let cells = batch.fetches.iter().flat_map(|one| {
+            one.comers.iter().map(|comer| (one.at, comer.layer)).collect::<Vec<_>>()
+        });
+        let what = What::Fetch(cells.collect());
+        let watch = &mut self.remote.as_mut()?.watch;
+        batch.ticket = watch.begin(self.now_ns, batch.timeout_ns, what, probes);
+        Some(batch)
+    }
+
+    /// Ends all queued fetches as misses.
+    pub(super) fn avoid_fetches(&mut self) {
+        while let Some(remote) = &mut self.remote {
+            let Some((_, id)) = remote.fetches.pop() else { break };
+            remote.counters.avoided += 1;
+            let (table, cell) = self.cell_of(&self.jobs[id]);
+            if let Some(fetch) = self.begin_fetch(At { table, slot: cell.chunk }, cell.layer) {
+                self.end_fetch(&fetch);
+            }
+        }
+    }
+
+    /// All that waits for an object, and what comes along.
+    fn begin_fetch(&mut self, at: At, layer: usize) -> Option<Fetch> {
+        let shape = self.remote_shape(at.table)?;
+        let object = shape.object_of(layer as u32)? as u32;
+        let name = self.remote_name(at, &shape, object)?;
+        let wanted = self.remote.as_mut()?.wanted.remove(&(at, object))?;
+        let layers = shape.layers(object as usize);
+        let mut comers: Vec<Comer> = Vec::with_capacity(layers.len());
+        for &id in &wanted.jobs {
+            let job = &mut self.jobs[id];
+            job.step = Step::Fetching;
+            if let Some(piece) = job.piece {
+                let layer = job.cell.layer as u32;
+                comers.push(Comer { layer, piece });
+                self.remote.as_mut()?.awaited.insert((at, layer), id);
+            }
+        }
+        for layer in layers.clone() {
+            if comers.iter().all(|comer| comer.layer != layer)
+                && let Some(piece) = self.promote_too(at, layer as usize)
+            {
+                comers.push(Comer { layer, piece });
+            }
+        }
+        let mut places = vec![Goal::NOWHERE; layers.len()];
+        for comer in &comers {
+            let place = &mut places[(comer.layer - layers.start) as usize];
+            let cell = Cell { chunk: at.slot, layer: comer.layer as usize };
+            let planes = self.tables[at.table as usize].planes(cell);
+            if let Ok(address) = self.host.address(comer.piece) {
+                place.planes = [address, address.wrapping_add(planes.k_bytes as usize)];
+            }
+        }
+        let (result, verdicts, chunk) = (Err(Trouble::Later), Vec::new(), self.remote_record(at));
+        Some(Fetch { at, object, comers, name, shape, chunk, places, result, verdicts })
+    }
+
+    /// Memory for a cell that nobody waits for, if that sends nobody away.
+    fn promote_too(&mut self, at: At, layer: usize) -> Option<Piece> {
+        let cell = Cell { chunk: at.slot, layer };
+        let rows = &mut self.tables[at.table as usize];
+        let marks = *rows.chunks.marks(at.slot)?.get(layer)?;
+        let host = 1 << Tier::Host as u8;
+        let is_free = (marks.there() | marks.arriving() | marks.leaving()) & host == 0;
+        let bytes = rows.planes(cell).bytes();
+        let most = (self.config.host_bytes as f64 * self.config.low) as u64;
+        if !is_free
+            || !marks.is_remote()
+            || !self.memory_waiters.is_empty()
+            || self.host.live_bytes() + bytes > most
+        {
+            return None;
+        }
+        let piece = self.host.alloc_for(bytes, owner_of(at.table, cell)).ok()?;
+        match self.tables[at.table as usize].chunks.begin_copy(cell, Tier::Remote, Tier::Host) {
+            Ok(Begin::Begun) => Some(piece),
+            _ => {
+                self.give_back(piece);
+                None
+            }
+        }
+    }
+
+    pub(super) fn done_fetches(&mut self, batch: &FetchBatch) {
+        let in_time = self.remote.as_mut().is_some_and(|remote| remote.watch.end(batch.ticket));
+        for fetch in &batch.fetches {
+            let heard = if fetch.is_damaged() { Err(Trouble::Damaged) } else { fetch.result };
+            if let Some(remote) = self.remote.as_mut().filter(|_| in_time) {
+                remote.heard(Way::Read, &heard, batch.probes, self.now_ns);
+            }
+            self.end_fetch(fetch);
+        }
+        self.follow_breaker();
+    }
+
+    /// What became of an object, and of all that waited for it.
+    fn end_fetch(&mut self, fetch: &Fetch) {
+        let (at, now_ns) = (fetch.at, self.now_ns);
+        let layers = fetch.shape.layers(fetch.object());
+        // What came whole and is damaged is of no use to anybody. A reply that means nothing, or
+        // was cut on its way, says nothing of what is there.
+        let is_damaged = fetch.is_damaged();
+        let is_gone = is_damaged || matches!(fetch.result, Err(Trouble::Absent | Trouble::TooLong));
+        let (mut used, before) = (0, self.remote_cells(at));
+        for comer in &fetch.comers {
+            let verdict = fetch.verdicts.get((comer.layer - layers.start) as usize);
+            let arrival = match (&fetch.result, verdict) {
+                (Ok(()), Some(Verdict::Sound)) => Arrival::Here(Place::Host(comer.piece.0)),
+                (Ok(()), _) => Arrival::BadSource,
+                (Err(_), _) if is_gone => Arrival::BadSource,
+                (Err(_), _) => Arrival::Failed,
+            };
+            used += self.end_comer(at, comer, arrival);
+        }
+        if let Some(remote) = &mut self.remote {
+            match fetch.result {
+                Ok(()) => {
+                    remote.counters.fetched += 1;
+                    remote.counters.fetched_bytes += used;
+                    remote.counters.wasted_bytes += fetch.bytes() - used;
+                }
+                Err(Trouble::Absent) => remote.counters.absent += 1,
+                Err(_) => {}
+            }
+            if is_gone {
+                remote.known.put(&fetch.name, false, now_ns);
+            }
+            if is_damaged {
+                remote.take_away(fetch.name);
+            }
+        }
+        if is_gone {
+            self.unhint(at, layers);
+            self.note_gap(at, &fetch.shape);
+        }
+        self.note_remote_index(at, before);
+        if used > 0 && self.disk.is_some() && self.is_wanted_below(at) {
+            // What continues it is on disk, and needs it there.
+            self.tables[at.table as usize].set(at.slot, note::FORCED);
+            self.queue_down(at);
+        }
+        self.tidy(at.table, at.slot);
+    }
+
+    /// An object of a chunk is missing. Who asks is told so for a while, although the object that
+    /// stands for all may be there, and the next put sends them all.
+    fn note_gap(&mut self, at: At, shape: &Shape) {
+        if shape.objects() == 1 {
+            return; // it stands for itself
+        }
+        let last = self.remote_name(at, shape, shape.objects() as u32 - 1);
+        if let (Some(name), Some(remote)) = (last, &mut self.remote) {
+            remote.known.put(&name, false, self.now_ns);
+            self.tables[at.table as usize].set(at.slot, note::GAPPED);
+        }
+    }
+
+    /// A job that waits for the remote is given up; its cell comes without it.
+    pub(super) fn leave_fetch(&mut self, id: u32, at: At, layer: usize) {
+        self.jobs[id].piece = None;
+        if let Some(remote) = &mut self.remote {
+            remote.awaited.remove(&(at, layer as u32));
+        }
+    }
+
+    /// The way of one cell has ended; its bytes, if it came.
+    fn end_comer(&mut self, at: At, comer: &Comer, arrival: Arrival) -> u64 {
+        let cell = Cell { chunk: at.slot, layer: comer.layer as usize };
+        let rows = &mut self.tables[at.table as usize];
+        let bytes = rows.planes(cell).bytes();
+        if let Err(error) = rows.chunks.end_copy(cell, Tier::Host, arrival) {
+            log::error!("a way from the remote could not be ended: {error}");
+        }
+        let came = matches!(arrival, Arrival::Here(_));
+        match came {
+            true => self.arrived(at.table, cell, Tier::Host),
+            false => self.give_back(comer.piece),
+        }
+        let job = self.remote.as_mut().and_then(|remote| {
+            remote.counters.cells += u64::from(came);
+            remote.awaited.remove(&(at, comer.layer))
+        });
+        if let Some(id) = job {
+            let job = &mut self.jobs[id];
+            (job.piece, job.step) = (None, Step::Fresh);
+            // One that did not come is a miss, and not asked for twice.
+            job.gave_up_remote |= !came;
+            self.woken.push(id);
+        }
+        self.wake(at.table, cell);
+        if came { bytes } else { 0 }
+    }
+}

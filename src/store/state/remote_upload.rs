@@ -1,0 +1,436 @@
+//! Sends: objects that go to the remote. The cells of an object are read until it is there, so
+//! that their memory comes free then and not before, also where they leave meanwhile.
+
+use crate::base::budget::Tier;
+use crate::base::status::{Error, Status};
+use crate::base::sync::Arc;
+use crate::format::codec::Codec;
+use crate::format::record;
+use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
+use crate::meta::index::NONE;
+use crate::store::admission::Candidate;
+use crate::store::state::chunk_table::note;
+use crate::store::state::remote::time_of;
+use crate::store::state::remote_timeouts::{Ticket, What};
+use crate::store::state::transfer::Level;
+use crate::store::state::{At, StoreState, Write};
+use crate::tier::host::Piece;
+use crate::tier::remote::breaker::{Leave, Way};
+use crate::tier::remote::object::PlaneFrom;
+use crate::tier::remote::shape::Shape;
+use crate::tier::remote::{Name, Trouble};
+
+/// Names that are taken away together, about as many as a slow remote does in the time of a batch.
+const REMOVALS: usize = 32;
+/// The share of memory that may wait to be sent, where nobody waits for that: one part in so many.
+const OUT_SHARE: u64 = 8;
+
+/// An object that is to be sent.
+pub struct Send {
+    at: At,
+    object: u32,
+    /// What it is called.
+    pub name: Name,
+    /// How its chunk is cut.
+    pub shape: Arc<Shape>,
+    /// Whose it is.
+    pub chunk: record::Chunk,
+    /// The planes of its cells, one cell after the other.
+    pub planes: Vec<PlaneFrom>,
+    /// Whether it was there before.
+    pub result: Result<bool, Trouble>,
+}
+
+// SAFETY: memory of planes is named, not owned; whoever carries a send out promises that it is
+// valid then.
+unsafe impl std::marker::Send for Send {}
+
+impl Send {
+    /// Its number in its chunk.
+    pub fn object(&self) -> usize {
+        self.object as usize
+    }
+
+    /// What its cells are coded with.
+    pub fn codec(&self) -> Codec {
+        Codec::None
+    }
+
+    fn bytes(&self) -> u64 {
+        bytes_of(&self.shape, self.object)
+    }
+}
+
+/// Objects that are sent together.
+#[derive(Default)]
+pub struct SendBatch {
+    /// Each of them.
+    pub sends: Vec<Send>,
+    /// Names that are taken away, before anything is sent: of those nothing is.
+    pub removals: Vec<Name>,
+    /// How many of them are gone.
+    pub removed: u64,
+    /// Those that there was no time for.
+    pub late: Vec<Name>,
+    /// Why others may not be.
+    pub trouble: Option<Trouble>,
+    /// How long they may take together.
+    pub timeout_ns: u64,
+    /// It is to see if the remote is well again.
+    probes: bool,
+    ticket: Ticket,
+}
+
+fn bytes_of(shape: &Shape, object: u32) -> u64 {
+    shape.cells(object as usize).iter().map(|cell| cell.bytes()).sum()
+}
+
+impl StoreState {
+    /// A chunk of a put is in memory: it is sent, if its level or the store says so. What has to
+    /// be there is waited for.
+    pub(super) fn send_put(&mut self, number: u32, chunk: u32, at: At) {
+        let level = self.moves[number].spec.level;
+        let Some(remote) = &self.remote else { return };
+        if level != Level::Remote && remote.config.write != Write::Through {
+            return;
+        }
+        let is_full = self.is_full(at);
+        if level != Level::Remote {
+            if is_full && self.may_go_out(at) {
+                self.begin_send(at, false);
+            }
+            return;
+        }
+        if self.lacks_layers(number, at) {
+            return; // the put that brings the rest of its layers sends it
+        }
+        let begun = self.moves[number].sent.get_mut(chunk as usize);
+        // What does not fill a chunk is of no use to others.
+        if !is_full || begun.is_none_or(|begun| std::mem::replace(begun, true)) {
+            return;
+        }
+        if self.begin_send(at, true) {
+            self.moves[number].waits += 1;
+            if let Some(remote) = &mut self.remote {
+                remote.waits.entry(at).or_default().push((number, chunk));
+            }
+        } else {
+            let (status, words) = match self.remote_shape(at.table) {
+                Some(_) => (Status::Again, "not all layers of a chunk are in memory to be sent"),
+                None => (Status::Limit, "the remote takes no objects as long as these layers"),
+            };
+            self.moves[number].blame(chunk, &Error::new(status, words));
+        }
+    }
+
+    /// A put is in memory: what of it goes to the remote.
+    pub(super) fn send_out(&mut self, number: u32) {
+        if self.remote.is_none() || self.moves[number].stopped().is_some() {
+            return;
+        }
+        let (table, chunks) = (self.moves[number].spec.table, self.moves[number].spec.slots.len());
+        for chunk in 0..chunks as u32 {
+            let slot = self.moves[number].spec.slots[chunk as usize];
+            if slot != NONE {
+                self.send_put(number, chunk, At { table, slot });
+            }
+        }
+    }
+
+    /// A chunk leaves memory: it is sent before, where the store says so.
+    pub(super) fn send_leaving(&mut self, at: At) {
+        let sends = self.remote.as_ref().is_some_and(|remote| remote.config.write == Write::Back);
+        let row = self.tables[at.table as usize].chunks.chunk(at.slot);
+        // One that has to stay, and has nowhere to stay but here, does not leave.
+        let stays = self.disk.is_none() && row.is_some_and(|row| row.is_blocked());
+        if sends && !stays && self.is_full(at) && self.may_go_out(at) {
+            self.begin_send(at, false);
+        }
+    }
+
+    /// Whether a put has brought some layers of a chunk, and others are still to come: they are
+    /// nowhere here, or on their way into memory. What has left memory already does not come.
+    fn lacks_layers(&self, number: u32, at: At) -> bool {
+        let rows = &self.tables[at.table as usize];
+        let marks = rows.chunks.marks(at.slot).unwrap_or_default();
+        let host = 1 << Tier::Host as u8;
+        let comes = |marks: &Marks| marks.there() == 0 || marks.arriving() & host != 0;
+        self.moves[number].spec.layers < rows.layout.layers() && marks.iter().any(comes)
+    }
+
+    /// Whether all layers of a chunk are in memory.
+    fn is_whole_up(&self, at: At) -> bool {
+        let rows = &self.tables[at.table as usize];
+        let row = rows.chunks.chunk(at.slot);
+        let up = row.map_or(0, |row| usize::from(row.cells()[Tier::Host as usize]));
+        up == rows.layout.layers()
+    }
+
+    pub(super) fn is_full(&self, at: At) -> bool {
+        let rows = &self.tables[at.table as usize];
+        let each = rows.layout.chunk_tokens();
+        rows.chunks.chunk(at.slot).is_some_and(|row| row.valid_tokens() == each)
+    }
+
+    /// Whether a chunk that nobody waits for may be sent.
+    fn may_go_out(&mut self, at: At) -> bool {
+        let rows = &self.tables[at.table as usize];
+        let layers = rows.layout.layers();
+        let Some(row) = rows.chunks.chunk(at.slot) else { return false };
+        let [up, remote] = [Tier::Host, Tier::Remote].map(|tier| row.cells()[tier as usize]);
+        let is_there = usize::from(remote) == layers && !rows.has(at.slot, note::GAPPED);
+        if usize::from(up) < layers || is_there {
+            return false;
+        }
+        let one = Candidate {
+            bytes: rows.chunk_bytes(at.slot),
+            hits: u32::from(rows.uses[at.slot as usize]),
+            priority: rows.classes[at.slot as usize],
+        };
+        let (now_ns, most) = (self.now_ns, self.config.host_bytes / OUT_SHARE);
+        let Some(remote) = &mut self.remote else { return false };
+        let goes = remote.breaker.may_go(Way::Write, now_ns);
+        let goes = goes
+            && remote.out_bytes + one.bytes <= most
+            && remote.admission.admit(&one, 0.0, now_ns).is_ok();
+        remote.counters.refused += u64::from(!goes);
+        goes
+    }
+
+    /// Begins to send all objects of a chunk that are not there, as far as is known; with `must`
+    /// those too, since only the remote's own word counts, and where one was missed. Whether
+    /// anything of it is on its way.
+    fn begin_send(&mut self, at: At, must: bool) -> bool {
+        let Some(shape) = self.remote_shape(at.table) else { return false };
+        if !self.is_whole_up(at) {
+            return false;
+        }
+        let before = self.remote_cells(at);
+        let is_gapped = self.tables[at.table as usize].has(at.slot, note::GAPPED);
+        self.tables[at.table as usize].clear(at.slot, note::GAPPED);
+        let (mut is_under_way, mut all_begun) = (false, true);
+        for object in 0..shape.objects() as u32 {
+            let of = shape.layers(object as usize);
+            let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
+            let of_it = marks.get(of.start as usize..of.end as usize).unwrap_or_default();
+            let is_sent = of_it.iter().any(|marks| marks.is_sent());
+            is_under_way |= is_sent;
+            let is_asked_for = must || is_gapped;
+            if is_sent || !is_asked_for && of_it.iter().all(|marks| marks.is_remote()) {
+                continue;
+            }
+            self.unhint(at, of.clone());
+            let chunks = &mut self.tables[at.table as usize].chunks;
+            let begins = |layer: u32| {
+                let cell = Cell { chunk: at.slot, layer: layer as usize };
+                matches!(chunks.begin_copy(cell, Tier::Host, Tier::Remote), Ok(Begin::Begun))
+            };
+            let begun = of.clone().map(begins).take_while(|&begun| begun).count() as u32;
+            if begun < of.len() as u32 {
+                // A hint is still read: somebody fetches it, and has it then.
+                self.end_cells(at, of.start..of.start + begun, Arrival::Failed);
+                all_begun = false;
+                continue;
+            }
+            let Some(remote) = &mut self.remote else { return false };
+            remote.out_bytes += bytes_of(&shape, object);
+            remote.outs.push_back((at, object));
+            is_under_way = true;
+        }
+        self.note_remote_index(at, before);
+        is_under_way && (all_begun || !must)
+    }
+
+    /// The next objects to be sent, up to a batch. To a remote that is left alone nothing goes.
+    pub(super) fn take_sends(&mut self) -> Option<SendBatch> {
+        let remote = self.remote.as_mut()?;
+        if !remote.has_to_send() {
+            return None;
+        }
+        let leave = remote.breaker.leave(Way::Write, self.now_ns);
+        let most = if leave == Leave::Go { remote.config.batch } else { 1 };
+        let (timeout_ns, probes) = (remote.config.timeout_ns, leave == Leave::Probe);
+        let mut batch = SendBatch { timeout_ns, probes, ..SendBatch::default() };
+        if leave == Leave::Stay {
+            remote.removals.clear();
+        }
+        // Names that go, go first, and have the time of a batch for themselves: one that was
+        // dropped may be put again.
+        if !remote.removals.is_empty() {
+            let count = remote.removals.len().min(most.min(REMOVALS));
+            batch.removals.extend(remote.removals.drain(..count));
+            remote.removing += 1;
+            let what = What::Send(Vec::new());
+            batch.ticket = remote.watch.begin(self.now_ns, batch.timeout_ns, what, probes);
+            return Some(batch);
+        }
+        let mut bytes = 0;
+        while batch.sends.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
+            let Some((at, object)) =
+                self.remote.as_mut().and_then(|remote| remote.outs.pop_front())
+            else {
+                break;
+            };
+            let Some(send) = self.make_send(at, object) else {
+                self.give_up_send(at, object);
+                continue;
+            };
+            if leave == Leave::Stay {
+                self.end_send(&Send { result: Err(Trouble::Gone), ..send });
+                continue;
+            }
+            bytes += send.bytes();
+            batch.sends.push(send);
+        }
+        batch.timeout_ns += time_of(bytes);
+        if batch.sends.is_empty() {
+            return None;
+        }
+        let what = What::Send(batch.sends.iter().map(|send| send.at).collect());
+        let watch = &mut self.remote.as_mut()?.watch;
+        batch.ticket = watch.begin(self.now_ns, batch.timeout_ns, what, probes);
+        Some(batch)
+    }
+
+    /// After a defect: nobody waits for an object that cannot be made.
+    fn give_up_send(&mut self, at: At, object: u32) {
+        log::error!("an object could not be made of cells that are held for it");
+        let Some(shape) = self.remote_shape(at.table) else { return };
+        if let Some(remote) = &mut self.remote {
+            remote.out_bytes -= bytes_of(&shape, object);
+        }
+        self.end_cells(at, shape.layers(object as usize), Arrival::Failed);
+        self.blame_sends(at, Trouble::TooLong);
+        self.end_if_sent(at);
+    }
+
+    fn make_send(&mut self, at: At, object: u32) -> Option<Send> {
+        let shape = self.remote_shape(at.table)?;
+        let name = self.remote_name(at, &shape, object)?;
+        let chunk = self.remote_record(at);
+        let rows = &self.tables[at.table as usize];
+        let mut planes = Vec::new();
+        for layer in shape.layers(object as usize) {
+            let cell = Cell { chunk: at.slot, layer: layer as usize };
+            // It may have left the table of what is there: it is read until it is sent.
+            let Place::Host(piece) = rows.chunks.place_read(cell, Tier::Host).ok()? else {
+                return None;
+            };
+            let address = self.host.address(Piece(piece)).ok()?;
+            let mut offset = 0;
+            for (_, bytes) in rows.stored_planes(cell) {
+                let address = address.wrapping_add(offset as usize).cast_const();
+                planes.push(PlaneFrom { address, bytes, sum: None });
+                offset += bytes;
+            }
+        }
+        let result = Err(Trouble::Later);
+        Some(Send { at, object, name, shape, chunk, planes, result })
+    }
+
+    pub(super) fn done_sends(&mut self, batch: &SendBatch) {
+        let in_time = self.remote.as_mut().is_some_and(|remote| remote.watch.end(batch.ticket));
+        for send in &batch.sends {
+            if let Some(remote) = self.remote.as_mut().filter(|_| in_time) {
+                remote.heard(Way::Write, &send.result, batch.probes, self.now_ns);
+            }
+            self.end_send(send);
+        }
+        let Some(remote) = &mut self.remote else { return };
+        if !batch.removals.is_empty() {
+            remote.removing -= 1;
+            remote.counters.removed += batch.removed;
+            // A remote that forbids that, or cannot, is as well as others; one that takes its time
+            // goes on with what is left.
+            let heard = match batch.trouble {
+                Some(Trouble::Late) if batch.removed > 0 => {
+                    batch.late.iter().rev().for_each(|&name| remote.removals.push_front(name));
+                    Ok(())
+                }
+                Some(trouble @ (Trouble::Late | Trouble::Gone | Trouble::Later)) => Err(trouble),
+                _ => Ok(()),
+            };
+            if in_time {
+                remote.heard(Way::Write, &heard, batch.probes, self.now_ns);
+            }
+        }
+    }
+
+    /// What became of an object that was sent.
+    fn end_send(&mut self, send: &Send) {
+        let (at, now_ns) = (send.at, self.now_ns);
+        if let Some(remote) = &mut self.remote {
+            remote.out_bytes -= send.bytes();
+            match send.result {
+                Ok(was_there) => {
+                    remote.counters.known_there += u64::from(was_there);
+                    remote.counters.sent += u64::from(!was_there);
+                    remote.counters.sent_bytes += u64::from(!was_there) * send.bytes();
+                    remote.known.put(&send.name, true, now_ns);
+                }
+                Err(_) => remote.counters.failed_sends += 1,
+            }
+        }
+        let before = self.remote_cells(at);
+        let arrival = match send.result {
+            Ok(_) => Arrival::Here(Place::Remote),
+            Err(_) => Arrival::Failed,
+        };
+        self.end_cells(at, send.shape.layers(send.object()), arrival);
+        self.note_remote_index(at, before);
+        if let Err(trouble) = send.result {
+            if send.shape.objects() > 1 {
+                self.tables[at.table as usize].set(at.slot, note::GAPPED);
+            }
+            self.blame_sends(at, trouble);
+        }
+        self.end_if_sent(at);
+        self.tidy(at.table, at.slot);
+    }
+
+    /// Cells are not read for the remote any more.
+    fn end_cells(&mut self, at: At, layers: std::ops::Range<u32>, arrival: Arrival) {
+        for layer in layers {
+            let cell = Cell { chunk: at.slot, layer: layer as usize };
+            match self.tables[at.table as usize].chunks.end_copy(cell, Tier::Remote, arrival) {
+                Ok(Some(place)) => self.free_place(at.table, cell, place),
+                Ok(None) => {}
+                Err(error) => log::error!("a way to the remote could not be ended: {error}"),
+            }
+            self.wake(at.table, cell);
+        }
+    }
+
+    /// Puts that wait for a chunk to be at the remote will not see it there.
+    fn blame_sends(&mut self, at: At, trouble: Trouble) {
+        let Some(remote) = &self.remote else { return };
+        let waits = remote.waits.get(&at).cloned().unwrap_or_default();
+        for (number, chunk) in waits {
+            self.moves[number].blame(chunk, &Error::from(trouble));
+        }
+    }
+
+    /// Nothing of a chunk is on its way: who waits for that goes on.
+    fn end_if_sent(&mut self, at: At) {
+        let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
+        if !marks.iter().any(|marks| marks.is_sent()) {
+            self.end_waits(at);
+        }
+    }
+
+    /// Puts that wait for a chunk which does not go are over; its memory is read until it has.
+    pub(super) fn leave_send(&mut self, at: At) {
+        self.blame_sends(at, Trouble::Late);
+        self.end_waits(at);
+    }
+
+    fn end_waits(&mut self, at: At) {
+        let Some(remote) = &mut self.remote else { return };
+        for (number, _) in remote.waits.remove(&at).unwrap_or_default() {
+            self.moves[number].waits -= 1;
+            if self.moves[number].waits == 0 && self.moves[number].is_over() {
+                self.end_move(number);
+            }
+        }
+    }
+}

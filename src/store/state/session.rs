@@ -1,0 +1,385 @@
+//! Sessions: a path of tokens in a namespace, who asks, and what may be asked of it.
+
+use std::ops::Range;
+
+use crate::base::status::{Result, Status};
+use crate::fail;
+use crate::format::keys::media::Medium;
+use crate::meta::chunks::id_of;
+use crate::meta::index::{NONE, Slot};
+use crate::policy::Hint;
+use crate::policy::evictor::Who;
+use crate::store::state::block_references::Holds;
+use crate::store::state::{At, StoreState};
+use crate::store::token_path::{Home, Path};
+
+/// Longest name of a session.
+pub const MAX_NAME_BYTES: usize = 256;
+
+/// Who asks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SessionOpts<'a> {
+    /// What it is called; empty = nobody will ask for it by name.
+    pub name: &'a [u8],
+    /// Its tenant.
+    pub tenant: u32,
+    /// Its class, 0 leaves first.
+    pub priority: Option<u8>,
+    /// Most tokens it can have; 0 = not known.
+    pub max_tokens: u32,
+}
+
+/// A session.
+pub struct Session {
+    pub(super) path: Path,
+    pub(super) space: u32,
+    pub(super) who: Who,
+    /// Blocks that it holds by name.
+    pub(super) holds: Holds,
+    /// So many chunks from its front were looked for at the remote.
+    pub(super) asked: usize,
+}
+
+/// What became of a path that was cut.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Truncated {
+    /// Its tokens now.
+    pub tokens: u64,
+}
+
+impl StoreState {
+    /// Opens a session without tokens; its number.
+    pub fn open_session(&mut self, space: u32, opts: &SessionOpts<'_>) -> Result<u32> {
+        self.open_session_behind(space, opts, None)
+    }
+
+    /// The same, with all tokens of another.
+    fn open_session_behind(
+        &mut self,
+        space: u32,
+        opts: &SessionOpts<'_>,
+        other: Option<u32>,
+    ) -> Result<u32> {
+        let Some(home) = self.spaces.get(space as usize).copied() else {
+            fail!(NotFound, "there is no namespace {space}");
+        };
+        if opts.name.len() > MAX_NAME_BYTES {
+            fail!(Limit, "a name of {} bytes; {MAX_NAME_BYTES} can be", opts.name.len());
+        }
+        if !self.sessions.has_room() {
+            fail!(
+                Again,
+                "{} sessions are open, as many as may be: close some, or raise sessions= in the \
+                 store's spec",
+                self.sessions.len()
+            );
+        }
+        self.names += 1;
+        let serial = self.names.to_le_bytes();
+        // Names of private chunks: two sessions of one name have different tails.
+        let name = [opts.name, &[0], &serial].concat();
+        let rows = &mut self.tables[home.table as usize];
+        let chunk_tokens = rows.layout.chunk_tokens();
+        let mut who = Who {
+            session: Some(self.names),
+            tenant: opts.tenant,
+            priority: opts.priority,
+            length: 0,
+            max_length: opts.max_tokens,
+            tokens_each: chunk_tokens,
+        };
+        let session = self.sessions.vacant();
+        let (key, namespace, holes) = (home.key, space, home.holes);
+        let path = match other.and_then(|other| self.sessions.get(other)) {
+            Some(other) => other.path.fork(&mut rows.chunks, session, &name)?,
+            None => Path::new(Home { key, namespace, chunk_tokens, holes, session }, &name)?,
+        };
+        who.length = u32::try_from(path.tokens().len()).unwrap_or(u32::MAX);
+        let added =
+            self.sessions.add(Session { path, space, who, holds: Holds::default(), asked: 0 })?;
+        self.session_came(space);
+        Ok(added)
+    }
+
+    pub(super) fn session_mut(&mut self, at: u32) -> Result<&mut Session> {
+        match self.sessions.get_mut(at) {
+            Some(session) => Ok(session),
+            None => fail!(NotFound, "there is no session {at}"),
+        }
+    }
+
+    /// A session.
+    pub fn session(&self, at: u32) -> Result<&Session> {
+        match self.sessions.get(at) {
+            Some(session) => Ok(session),
+            None => fail!(NotFound, "there is no session {at}"),
+        }
+    }
+
+    /// Adds tokens to a session.
+    pub fn append(&mut self, at: u32, tokens: &[u32]) -> Result<()> {
+        self.append_media(at, tokens, &[])
+    }
+
+    /// The same, with media that start in them, by the session's tokens.
+    pub fn append_media(&mut self, at: u32, tokens: &[u32], media: &[Medium]) -> Result<()> {
+        let new = self.session(at)?.path.keys().len()..usize::MAX;
+        self.with_path(at, new, |path, rows| path.append_media(&mut rows.chunks, tokens, media))?;
+        let session = self.session_mut(at)?;
+        session.who.length = u32::try_from(session.path.tokens().len()).unwrap_or(u32::MAX);
+        self.inquire_after(at, tokens.len());
+        Ok(())
+    }
+
+    /// Does something to some chunks of a path, and tells the policies which of those are in
+    /// use now.
+    pub(super) fn with_path<R>(
+        &mut self,
+        at: u32,
+        chunks: Range<usize>,
+        act: impl FnOnce(&mut Path, &mut super::ChunkTable) -> Result<R>,
+    ) -> Result<R> {
+        let space = self.session(at)?.space;
+        let table = self.spaces[space as usize].table;
+        let session = &mut self.sessions[at];
+        let rows = &mut self.tables[table as usize];
+        let before = rows.chunks.len();
+        let result = act(&mut session.path, rows);
+        let more = rows.chunks.len() - before;
+        self.spaces[space as usize].rows += more as u32;
+        for i in chunks.start..chunks.end.min(self.sessions[at].path.slots().len()) {
+            let slot = self.sessions[at].path.slots()[i];
+            if slot != NONE {
+                self.note_held(table, slot);
+            }
+        }
+        result
+    }
+
+    /// Looks again for some chunks of a path that were not in the table.
+    pub(super) fn refresh(&mut self, at: u32, chunks: Range<usize>) -> Result<()> {
+        let first = self.session_mut(at)?.path.known().max(chunks.start);
+        let chunks = first..chunks.end;
+        if chunks.is_empty() {
+            return Ok(());
+        }
+        self.with_path(at, chunks.clone(), |path, rows| path.refresh(&mut rows.chunks, chunks))
+    }
+
+    /// Makes rows for the full chunks of a path before one that have none.
+    pub(super) fn make_chunks(&mut self, at: u32, end: usize) -> Result<()> {
+        let first = self.session_mut(at)?.path.known();
+        self.with_path(at, first..end, |path, rows| path.make(&mut rows.chunks, end))
+    }
+
+    /// Cuts a session to so many tokens.
+    pub fn truncate(&mut self, at: u32, tokens: u64) -> Result<Truncated> {
+        let tokens = usize::try_from(tokens).map_err(|_| Status::Invalid)?;
+        let table = self.spaces[self.session(at)?.space as usize].table;
+        let session = &mut self.sessions[at];
+        let old = session.path.held_behind(tokens);
+        let mut freed = Vec::new();
+        let chunks = &mut self.tables[table as usize].chunks;
+        session.path.truncate(chunks, tokens, &mut |slot| freed.push(slot))?;
+        session.who.length = u32::try_from(tokens).unwrap_or(u32::MAX);
+        let chunks = session.path.keys().len();
+        session.asked = session.asked.min(chunks);
+        self.cut_inquiry(at, chunks);
+        self.were_held(table, &freed);
+        self.were_held(table, &old);
+        self.settle();
+        Ok(Truncated { tokens: tokens as u64 })
+    }
+
+    /// Another session that goes on from where one is.
+    pub fn fork(&mut self, at: u32, opts: &SessionOpts<'_>) -> Result<u32> {
+        let space = self.session(at)?.space;
+        let other = self.open_session_behind(space, opts, Some(at))?;
+        self.with_path(other, 0..usize::MAX, |path, rows| {
+            path.refresh(&mut rows.chunks, 0..usize::MAX)
+        })?;
+        self.inquire_after(other, self.sessions[other].path.tokens().len());
+        Ok(other)
+    }
+
+    /// Ends a session: its chunks may leave. Its moves go on.
+    pub fn close_session(&mut self, at: u32) -> Result<()> {
+        let table = self.spaces[self.session(at)?.space as usize].table;
+        self.forget_inquiry(at);
+        let Some(session) = self.sessions.remove(at) else { return Ok(()) };
+        let old = session.path.held_behind(0);
+        let mut freed = Vec::new();
+        let chunks = &mut self.tables[table as usize].chunks;
+        let closed = session.path.close(chunks, &mut |slot| freed.push(slot));
+        // Those are the ones that may go now; one of an older tail is only there.
+        self.were_held(table, &freed);
+        self.were_held(table, &old);
+        self.end_holds(table, session.holds);
+        self.session_left(session.space);
+        self.settle();
+        closed
+    }
+
+    /// Chunks are held once less; from the end, so that what continues one goes first.
+    fn were_held(&mut self, table: u32, slots: &[Slot]) {
+        for &slot in slots.iter().rev() {
+            self.note_held(table, slot);
+            self.tidy(table, slot);
+        }
+    }
+
+    /// The full chunks of a range of tokens, and whether the tail belongs to it.
+    pub(super) fn chunks_of(
+        &self,
+        at: u32,
+        first: u64,
+        tokens: u64,
+    ) -> Result<(usize, usize, bool)> {
+        let session = self.session(at)?;
+        let table = self.spaces[session.space as usize].table;
+        let each = u64::from(self.tables[table as usize].layout.chunk_tokens());
+        let all = session.path.tokens().len() as u64;
+        let Some(end) = first.checked_add(tokens).filter(|&end| end <= all && tokens > 0) else {
+            if all == 0 {
+                fail!(Invalid, "the session has no tokens yet: append those of the KV first");
+            }
+            fail!(
+                Invalid,
+                "{tokens} tokens from {first} on are asked of a session that has {all}: at least 1, \
+                 and no more than it has; append the others first"
+            );
+        };
+        if first % each != 0 || (end % each != 0 && end != all) {
+            fail!(
+                Invalid,
+                "tokens {first} to {end}: both must be multiples of the {each} of a chunk, or the \
+                 end of the session ({all})"
+            );
+        }
+        Ok(((first / each) as usize, (end / each) as usize, end % each != 0))
+    }
+
+    /// The rows of chunks of a path, NONE where there is none: who only looks for chunks
+    /// sends nobody away for those that are not there.
+    pub(super) fn rows_there(
+        &mut self,
+        at: u32,
+        first: usize,
+        end: usize,
+        tail: bool,
+    ) -> Result<Vec<Slot>> {
+        self.refresh(at, first..end)?;
+        let path = &self.sessions[at].path;
+        let mut slots = Vec::new();
+        slots.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
+        slots.extend_from_slice(&path.slots()[first..end]);
+        slots.extend(tail.then(|| path.tail().unwrap_or(NONE)));
+        Ok(slots)
+    }
+
+    /// What policies call chunks of a path, also those that are not there.
+    pub(super) fn ids_of(&self, at: u32, first: usize, end: usize, tail: bool) -> Result<Vec<u64>> {
+        let session = self.session(at)?;
+        let rows = &self.tables[self.spaces[session.space as usize].table as usize];
+        let mut ids = Vec::new();
+        ids.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
+        ids.extend(session.path.keys()[first..end].iter().map(id_of));
+        ids.extend(session.path.tail().filter(|_| tail).map(|slot| rows.id(slot)));
+        Ok(ids)
+    }
+
+    /// The rows of chunks of a path, made where there are none if nobody has to leave for
+    /// that; else those that are there.
+    pub(super) fn rows_if_free(&mut self, at: u32, first: u64, tokens: u64) -> Result<Vec<Slot>> {
+        let (from, end, tail) = self.chunks_of(at, first, tokens)?;
+        let known = self.known_chunks(at, first, tokens)?;
+        let missing = self.missing_before(at, end)?;
+        match missing + usize::from(tail) <= self.free_rows() {
+            true => self.rows_of(at, from, end, tail),
+            false => Ok(known.into_iter().map(|at| at.slot).collect()),
+        }
+    }
+
+    /// How many of a path's chunks before one are not in the table.
+    pub(super) fn missing_before(&mut self, at: u32, end: usize) -> Result<usize> {
+        let path = &mut self.session_mut(at)?.path;
+        let known = path.known().min(end);
+        Ok(path.slots()[known..end].iter().filter(|&&slot| slot == NONE).count())
+    }
+
+    /// The rows of chunks of a path, made where there are none.
+    pub(super) fn rows_of(
+        &mut self,
+        at: u32,
+        first: usize,
+        end: usize,
+        tail: bool,
+    ) -> Result<Vec<Slot>> {
+        self.refresh(at, 0..end)?;
+        let missing = self.missing_before(at, end)?;
+        self.rows_for(missing + usize::from(tail))?;
+        self.make_chunks(at, end)?;
+        let mut slots = Vec::new();
+        slots.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
+        slots.extend_from_slice(&self.sessions[at].path.slots()[first..end]);
+        if tail {
+            let table = self.spaces[self.sessions[at].space as usize].table;
+            let mut freed = Vec::new();
+            let made = self.with_path(at, end..end, |path, rows| {
+                path.make_tail(&mut rows.chunks, &mut |slot| freed.push(slot))
+            });
+            self.were_held(table, &freed);
+            slots.extend(made?);
+        }
+        Ok(slots)
+    }
+
+    /// The chunks of a range of tokens that are in the table, in their order.
+    pub(super) fn known_chunks(&mut self, at: u32, first: u64, tokens: u64) -> Result<Vec<At>> {
+        let (first, end, tail) = self.chunks_of(at, first, tokens)?;
+        self.refresh(at, first..end)?;
+        let session = self.session(at)?;
+        let table = self.spaces[session.space as usize].table;
+        let slots = session.path.slots()[first..end].iter().copied().filter(|&slot| slot != NONE);
+        let slots = slots.chain(session.path.tail().filter(|_| tail));
+        Ok(slots.map(|slot| At { table, slot }).collect())
+    }
+
+    /// Lets the chunks of a part of a path go, the last one first; what they were.
+    /// The session finds those again that stay.
+    pub(super) fn let_go_range(
+        &mut self,
+        at: u32,
+        chunks: Range<usize>,
+        tail: bool,
+    ) -> Result<Vec<Slot>> {
+        self.refresh(at, chunks.clone())?;
+        let path = &self.sessions[at].path;
+        let mut slots: Vec<Slot> = path.tail().filter(|_| tail).into_iter().collect();
+        slots.extend(path.slots()[chunks.clone()].iter().rev().filter(|&&slot| slot != NONE));
+        self.with_path(at, 0..0, |path, rows| path.let_go(&mut rows.chunks, chunks, tail))?;
+        let table = self.spaces[self.session(at)?.space as usize].table;
+        slots.iter().for_each(|&slot| self.note_held(table, slot));
+        Ok(slots)
+    }
+
+    /// Passes on to the policies what the engine says of the future of a session.
+    pub fn hint(&mut self, at: u32, hint: &Hint) -> Result<()> {
+        let session = self.session(at)?;
+        let table = self.spaces[session.space as usize].table;
+        let (who, slots) = (session.who, session.path.slots().to_vec());
+        self.notify_hint(table, &slots, &who, hint)
+    }
+}
+
+impl Session {
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its namespace.
+    pub fn space(&self) -> u32 {
+        self.space
+    }
+}

@@ -1,0 +1,340 @@
+//! A trial of policies: copies of several decide on metadata alone, beside the live
+//! one and on what is asked of it, for a while. What they come to can be compared: all
+//! begin with what was in use last, and have the same room.
+//!
+//! A copy sees what the tier's policy is told, less references and pins. What it does
+//! not have, and the live one has, comes at once; what neither has comes when the live
+//! one gets it.
+
+use crate::base::spec::Spec;
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::index::{NONE, Slot};
+use crate::meta::objects::Facts;
+use crate::policy::Hint;
+use crate::policy::custom;
+use crate::policy::evict::Victim;
+use crate::policy::evictor::{Evictor, New, Options, Who};
+use crate::policy::handover::by_last_use;
+use crate::policy::metrics::{Counts, Metrics, session_fairness};
+
+/// Most policies beside the live one.
+pub const MAX_POLICIES: usize = 8;
+/// Longest trial.
+pub const MAX_SECONDS: u64 = 24 * 3600;
+/// Most chunks that copies begin with: those used last. Whoever closes the store waits
+/// until copies are made.
+const MOST_SEEDED: usize = 1 << 18;
+/// Objects that use a copy's memory before it begins; fewer than any table holds.
+const WARM_UP: u64 = 60;
+
+/// What copies begin with, and how they are to be.
+pub struct Plan {
+    /// The live policy.
+    pub live: String,
+    /// How the tier's policy was opened.
+    pub options: Options,
+    /// Units that copies may hold.
+    pub units: u64,
+    /// The last used one first.
+    pub seed: Vec<New>,
+}
+
+/// What one copy came to.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Score {
+    /// Its policy.
+    pub spec: String,
+    /// It is a copy of the live one.
+    pub is_live: bool,
+    /// What it was asked for, and had.
+    pub counts: Counts,
+    /// Jain's index over sessions, and over tenants.
+    pub fairness: [f64; 2],
+    /// Chunks it has.
+    pub objects: u64,
+    /// Decisions that were timed: one in some.
+    pub timed: u64,
+    /// The mean of their times.
+    pub mean_ns: u64,
+    /// What 99 of 100 do not exceed.
+    pub p99_ns: u64,
+}
+
+/// A trial under way, or one that has ended.
+pub struct Shadow {
+    copies: Vec<Evictor>,
+    units: u64,
+    /// When it began, and ends.
+    pub span_ns: (u64, u64),
+    /// What came of it, once it has ended.
+    scores: Option<Vec<Score>>,
+    new: Vec<New>,
+    victims: Vec<Victim>,
+}
+
+impl Plan {
+    /// What a trial beside an evictor begins with.
+    pub fn of(live: &Evictor, high: f64) -> Result<Plan> {
+        let options = Options { log_entries: 0, ..*live.options() };
+        let units = (options.capacity_units as f64 * high) as u64;
+        let objects = live.objects();
+        let order = by_last_use(objects, live.now_ns(), |_| true)?;
+        let mut seed = Vec::new();
+        let count = order.len().min(MOST_SEEDED);
+        if seed.try_reserve_exact(count).is_err() {
+            fail!(NoMem, "no memory for {count} chunks that a trial begins with");
+        }
+        let mut room = units;
+        for &(_, slot) in order.iter().rev().take(count) {
+            let new = known(live, slot);
+            if new.units > room {
+                break;
+            }
+            room -= new.units;
+            seed.push(new);
+        }
+        Ok(Plan { live: live.spec().to_string(), options, units, seed })
+    }
+}
+
+/// An object of the live table.
+fn known(live: &Evictor, slot: Slot) -> New {
+    let objects = live.objects();
+    let node = objects.node(slot);
+    let parent = (node.parent != NONE).then(|| objects.node(node.parent).id);
+    New { id: node.id, parent, units: u64::from(node.units), facts: objects.facts(slot) }
+}
+
+impl Shadow {
+    /// Begins one of the live policy and others, for so many seconds. What takes long is
+    /// done here, so that nobody need hold a lock meanwhile.
+    pub fn open(plan: &Plan, policies: &[Spec], seconds: u64) -> Result<Shadow> {
+        if policies.is_empty() || policies.len() > MAX_POLICIES {
+            fail!(Limit, "{} policies; 1 to {MAX_POLICIES} can be compared", policies.len());
+        }
+        if seconds == 0 || seconds > MAX_SECONDS {
+            fail!(Limit, "a trial of {seconds} seconds; 1 to {MAX_SECONDS} can be");
+        }
+        policies.iter().try_for_each(|spec| custom::refuse(spec, "a store"))?;
+        let specs = std::iter::once(plan.live.clone()).chain(policies.iter().map(Spec::to_string));
+        let mut copies = Vec::new();
+        for spec in specs {
+            let mut copy = Evictor::open(&spec, &plan.options)?;
+            // Some come and go, so that no decision is timed with memory that is new.
+            let new = |id| New { id, units: 1, ..New::default() };
+            let some: Vec<New> = (0..WARM_UP).map(|n| new(u64::MAX - n)).collect();
+            copy.insert(1, &Who::default(), &some)?;
+            copy.evict(1, WARM_UP, &mut Vec::new())?;
+            copy.insert(1, &Who::default(), &plan.seed)?;
+            copy.metrics = Metrics::default();
+            copies.push(copy);
+        }
+        let span_ns = (0, seconds.saturating_mul(1_000_000_000));
+        let (units, scores, new, victims) = (plan.units, None, Vec::new(), Vec::new());
+        Ok(Shadow { copies, units, span_ns, scores, new, victims })
+    }
+
+    /// It is now that it begins.
+    pub fn begin(&mut self, now_ns: u64) {
+        self.span_ns = (now_ns, now_ns.saturating_add(self.span_ns.1));
+    }
+
+    /// Whether it still looks.
+    pub fn is_on(&self) -> bool {
+        self.scores.is_none()
+    }
+
+    /// Ends it when its time has come.
+    pub fn tick(&mut self, now_ns: u64) {
+        if now_ns >= self.span_ns.1 {
+            self.end(self.span_ns.1);
+        }
+    }
+
+    /// Ends it: the copies go, and what they came to stays.
+    pub fn end(&mut self, now_ns: u64) {
+        if self.is_on() {
+            self.scores = Some(self.scores());
+            self.copies = Vec::new();
+            self.span_ns.1 = self.span_ns.1.min(now_ns);
+        }
+    }
+
+    /// Chunks of a path are asked for.
+    pub fn look(&mut self, now: i64, live: &Evictor, who: &Who, ids: &[u64]) {
+        let mut here = std::mem::take(&mut self.new);
+        here.clear();
+        for (at, &id) in ids.iter().enumerate() {
+            let Some(slot) = live.objects().find(id) else { continue };
+            let mut new = known(live, slot);
+            if !live.objects().has_facts() {
+                let tokens = who.tokens_each;
+                let context = (at as u32).saturating_mul(tokens);
+                new.facts = Facts { tokens, context, ..Facts::default() };
+            }
+            here.push(new);
+        }
+        for copy in &mut self.copies {
+            // What a copy refuses it does not have: that counts against it.
+            let _ = copy.lookup(now, who, ids, &mut []);
+        }
+        self.take_in(now, who, &here);
+        self.new = here;
+    }
+
+    /// Chunks come.
+    pub fn take_in(&mut self, now: i64, who: &Who, new: &[New]) {
+        let mut missing = Vec::new();
+        for copy in &mut self.copies {
+            missing.clear();
+            missing.extend(new.iter().filter(|one| copy.objects().find(one.id).is_none()));
+            if missing.is_empty() {
+                continue;
+            }
+            let _ = copy.insert(now, who, &missing);
+            let over = copy.objects().units().saturating_sub(self.units);
+            if over > 0 {
+                self.victims.clear();
+                let _ = copy.evict(now, over, &mut self.victims);
+            }
+        }
+    }
+
+    /// A chunk was taken away, by nobody's choice.
+    pub fn forget(&mut self, now: i64, id: u64) {
+        for copy in &mut self.copies {
+            let _ = copy.remove(now, &[id]);
+        }
+    }
+
+    /// The engine says something of the future.
+    pub fn hint(&mut self, now: i64, who: &Who, ids: &[u64], hint: &Hint) {
+        for copy in &mut self.copies {
+            let _ = copy.hint(now, who, ids, hint);
+        }
+    }
+
+    /// The tier has another size.
+    pub fn set_capacity(&mut self, units: u64, high: f64) {
+        self.units = (units as f64 * high) as u64;
+        self.copies.iter_mut().for_each(|copy| copy.set_capacity(units));
+    }
+
+    /// What the copies came to so far; the live one's first.
+    pub fn scores(&self) -> Vec<Score> {
+        if let Some(scores) = &self.scores {
+            return scores.clone();
+        }
+        let score = |(at, copy): (usize, &Evictor)| {
+            let metrics = &copy.metrics;
+            Score {
+                spec: copy.spec().to_string(),
+                is_live: at == 0,
+                counts: metrics.counts,
+                fairness: [session_fairness(&copy.objects().sessions), metrics.tenant_fairness()],
+                objects: copy.objects().len() as u64,
+                timed: metrics.decision.total(),
+                mean_ns: metrics.decision.mean_ns(),
+                p99_ns: metrics.decision.quantile_ns(0.99),
+            }
+        };
+        self.copies.iter().enumerate().map(score).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::state::granularity::Granularity;
+    use crate::store::state::tier_cache::TierCache;
+
+    const ROOM: u64 = 32;
+    const HOT: u64 = 8;
+    /// What a round asks for.
+    const ASKED: u64 = 2 * HOT + 40;
+
+    /// Some chunks are asked for twice a round, and more than fit once ever: lru loses
+    /// the former each time, lfu does not.
+    fn work(cache: &mut TierCache, rounds: std::ops::Range<u64>) {
+        let mut victims = Vec::new();
+        for at in rounds.start * ASKED..rounds.end * ASKED {
+            let id = if at % ASKED < 2 * HOT { 1 + at % HOT } else { 1000 + at };
+            let who = Who { session: Some(id), tokens_each: 16, ..Who::default() };
+            let now = (1 + at) * 1_000;
+            cache.look(now, &who, &[id]);
+            if cache.evictor.objects().find(id).is_none() {
+                let facts = Facts { tokens: 16, ..Facts::default() };
+                assert!(cache.insert(now, &who, &[New { id, parent: None, units: 1, facts }]));
+            }
+            let over = cache.evictor.objects().units().saturating_sub(ROOM);
+            if over > 0 {
+                cache.choose(now, over * 4096, usize::MAX, &mut victims);
+            }
+        }
+    }
+
+    fn specs(text: &[&str]) -> Vec<Spec> {
+        text.iter().map(|text| Spec::parse(text).expect("a spec")).collect()
+    }
+
+    #[test]
+    fn copies_do_as_they_would_have_and_the_live_ones_copy_as_it_did() {
+        let mut cache =
+            TierCache::open("lru", Granularity::Chunk, 256, ROOM * 4096, true).expect("known");
+        work(&mut cache, 0..2);
+        let plan = Plan::of(&cache.evictor, 1.0).expect("small");
+        assert_eq!((plan.units, plan.seed.len()), (ROOM, ROOM as usize));
+        let before = cache.evictor.metrics.counts;
+        let shadow = Shadow::open(&plan, &specs(&["lfu", "lru"]), 100).expect("known");
+        cache.begin_shadow(0, shadow).expect("none yet");
+        work(&mut cache, 2..22);
+        let scores = cache.shadow().expect("begun").scores();
+        let found: Vec<(bool, &str)> =
+            scores.iter().map(|score| (score.is_live, score.spec.as_str())).collect();
+        assert_eq!(found, [(true, "lru"), (false, "lfu"), (false, "lru")]);
+        assert_eq!(scores[0].counts, scores[2].counts, "two of one kind do alike");
+        let after = cache.evictor.metrics.counts;
+        assert_eq!(scores[0].counts.references, after.references - before.references);
+        assert_eq!(scores[0].counts.hits, after.hits - before.hits);
+        assert_eq!(scores[0].counts.hits, 20 * HOT, "the second time");
+        assert!(scores[1].counts.hits >= 38 * HOT, "{:?}", scores[1]);
+        assert_eq!(scores[0].counts.evicted_references, 20 * HOT - HOT, "the first time");
+        assert!(scores[0].timed > 0 && scores[0].counts.decisions > 0);
+        assert!(scores[1].fairness[0] >= scores[0].fairness[0], "{scores:?}");
+    }
+
+    #[test]
+    fn it_ends_when_its_time_has_come_and_what_it_found_stays() {
+        let mut cache =
+            TierCache::open("lru", Granularity::Chunk, 256, ROOM * 4096, true).expect("known");
+        work(&mut cache, 0..1);
+        let plan = Plan::of(&cache.evictor, 1.0).expect("small");
+        let shadow = || Shadow::open(&plan, &specs(&["fifo"]), 1).expect("known");
+        cache.begin_shadow(0, shadow()).expect("none yet");
+        assert!(cache.begin_shadow(0, shadow()).is_err(), "one at a time");
+        work(&mut cache, 1..2);
+        let scores = cache.shadow().expect("begun").scores();
+        assert_eq!(scores[1].counts.references, ASKED);
+        let who = Who::default();
+        cache.look(2_000_000_000, &who, &[1, 2, 3]);
+        let ended = cache.shadow().expect("still there");
+        assert!(!ended.is_on());
+        assert_eq!((ended.scores(), ended.span_ns), (scores, (0, 1_000_000_000)));
+        cache.begin_shadow(0, shadow()).expect("the other has ended");
+        assert!(cache.end_shadow(7).is_some_and(|ended| !ended.is_on()));
+        assert!(cache.shadow().is_none());
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let cache = TierCache::open("lru", Granularity::Chunk, 64, 16 * 4096, true).expect("known");
+        let plan = Plan::of(&cache.evictor, 0.9).expect("small");
+        let most: Vec<&str> = vec!["lru"; MAX_POLICIES + 1];
+        for (policies, seconds) in
+            [(&most[..], 1), (&[], 1), (&["lru"], 0), (&["lru"], MAX_SECONDS + 1), (&["lur"], 1)]
+        {
+            assert!(Shadow::open(&plan, &specs(policies), seconds).is_err());
+        }
+    }
+}

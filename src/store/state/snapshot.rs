@@ -1,0 +1,327 @@
+//! What may be seen and changed of a store at work: where a session's cells are, who
+//! left, who decides, and how much there is to decide about.
+
+use crate::base::budget::Tier;
+use crate::base::spec::Spec;
+use crate::base::status::{Result, Status};
+use crate::fail;
+use crate::meta::chunks::Marks;
+use crate::meta::index::{NONE, Slot};
+use crate::policy::custom;
+use crate::policy::log::Entry;
+use crate::store::state::session::Session;
+use crate::store::state::shadow::{Plan, Score, Shadow};
+use crate::store::state::tier_cache::TierCache;
+use crate::store::state::{Space, StoreState};
+
+/// Most sessions that are listed at once.
+pub const MOST_SESSIONS: usize = 1024;
+/// Most chunks that a board shows.
+pub const MOST_CHUNKS: usize = 1024;
+/// Most cells that a board shows.
+pub const MOST_CELLS: usize = 1 << 18;
+/// Most evictions that are listed at once.
+pub const MOST_EVICTIONS: usize = 4096;
+/// Least bytes of cells in memory.
+pub const LEAST_HOST_BYTES: u64 = 64 << 10;
+
+const HOST: u8 = 1 << Tier::Host as u8;
+const DISK: u8 = 1 << Tier::Disk as u8;
+const DEVICE: u8 = 1 << Tier::Device as u8;
+
+/// A session that is open.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SessionSnapshot {
+    /// Its number.
+    pub number: u32,
+    /// Counts sessions: the largest was opened last.
+    pub serial: u64,
+    /// Its namespace.
+    pub space: u32,
+    /// Its tenant.
+    pub tenant: u32,
+    /// Its class, if it was given one.
+    pub priority: Option<u8>,
+    /// Its tokens.
+    pub tokens: u64,
+    /// Its chunks, that which is not full included.
+    pub chunks: u64,
+    /// Layers of its layout.
+    pub layers: u64,
+}
+
+/// Where the cells of a session are: a letter a cell. `G` in device memory too, `M` in memory, `D` on disk, `B` in
+/// both, `~` on its way, `.` nowhere.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TableSnapshot {
+    /// The session.
+    pub session: SessionSnapshot,
+    /// The first chunk that is shown.
+    pub first_chunk: u64,
+    /// A row a layer, a letter a chunk.
+    pub rows: Vec<String>,
+}
+
+/// A trial of policies.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ShadowSnapshot {
+    /// It is under way.
+    pub is_on: bool,
+    /// Since when, or how long it went.
+    pub elapsed_ns: u64,
+    /// Until it ends.
+    pub left_ns: u64,
+    /// What each policy came to; a copy of the live one first.
+    pub scores: Vec<Score>,
+}
+
+/// The budget of a tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierSnapshot {
+    /// Bytes that may be used.
+    pub limit_bytes: u64,
+    /// Bytes that are used.
+    pub used_bytes: u64,
+    /// Of those, bytes of cells.
+    pub live_bytes: u64,
+    /// The use at which room is made ahead of need, and at which that ends.
+    pub marks_bytes: [u64; 2],
+}
+
+impl StoreState {
+    /// What time it was when it was last said.
+    pub fn now_ns(&self) -> u64 {
+        self.now_ns
+    }
+
+    fn cache(&self, tier: Tier) -> Result<&TierCache> {
+        match (tier, &self.disk_cache) {
+            (Tier::Host, _) => Ok(&self.host_cache),
+            (Tier::Disk, Some(cache)) => Ok(cache),
+            (Tier::Disk, None) => fail!(NotFound, "this store has no disk"),
+            (Tier::Device, _) => match &self.replicas {
+                Some(replicas) => Ok(&replicas.cache),
+                None => fail!(NotFound, "this store has no device tier"),
+            },
+            _ => fail!(Unsupported, "nobody chooses who leaves {}", tier.name()),
+        }
+    }
+
+    fn cache_mut(&mut self, tier: Tier) -> Result<&mut TierCache> {
+        self.cache(tier)?;
+        Ok(match (tier, &mut self.disk_cache, &mut self.replicas) {
+            (Tier::Disk, Some(cache), _) => cache,
+            (Tier::Device, _, Some(replicas)) => &mut replicas.cache,
+            _ => &mut self.host_cache,
+        })
+    }
+
+    /// Sessions that are open, up to [`MOST_SESSIONS`]: those opened last first.
+    pub fn sessions_seen(&self, most: usize) -> Result<Vec<SessionSnapshot>> {
+        let mut all = Vec::new();
+        all.try_reserve_exact(self.sessions.len()).map_err(|_| Status::NoMem)?;
+        all.extend(self.sessions.iter().filter_map(|(at, one)| self.session_seen(at, one)));
+        all.sort_unstable_by_key(|one: &SessionSnapshot| std::cmp::Reverse(one.serial));
+        all.truncate(most.min(MOST_SESSIONS));
+        Ok(all)
+    }
+
+    fn session_seen(&self, number: u32, one: &Session) -> Option<SessionSnapshot> {
+        let Space { table, .. } = *self.spaces.get(one.space as usize)?;
+        let layout = &self.tables.get(table as usize)?.layout;
+        let tokens = one.path().tokens().len() as u64;
+        Some(SessionSnapshot {
+            number,
+            serial: one.who.session.unwrap_or(0),
+            space: one.space,
+            tenant: one.who.tenant,
+            priority: one.who.priority,
+            tokens,
+            chunks: tokens.div_ceil(u64::from(layout.chunk_tokens().max(1))),
+            layers: layout.layers() as u64,
+        })
+    }
+
+    /// The board of a session, or of the one that was opened last: up to
+    /// [`MOST_CHUNKS`] chunks and [`MOST_CELLS`] cells from one chunk on.
+    pub fn table_snapshot(
+        &self,
+        session: Option<u32>,
+        first: u64,
+        most: usize,
+    ) -> Result<TableSnapshot> {
+        let newest = || {
+            let serial = |(_, one): &(u32, &Session)| one.who.session;
+            self.sessions.iter().max_by_key(serial).map(|(number, _)| number)
+        };
+        let Some(number) = session.or_else(newest) else {
+            fail!(NotFound, "no session is open");
+        };
+        let one = self.session(number)?;
+        let Some(snapshot) = self.session_seen(number, one) else {
+            return Err(Status::State.into());
+        };
+        let layers = snapshot.layers as usize;
+        let most = most.min(MOST_CHUNKS).min(MOST_CELLS / layers.max(1));
+        let slots = self.slots_seen(one, usize::try_from(first).unwrap_or(usize::MAX), most)?;
+        let Some(rows) = self.table_of(one.space) else { return Err(Status::State.into()) };
+        let mut sheet = Vec::new();
+        sheet.try_reserve_exact(layers).map_err(|_| Status::NoMem)?;
+        for layer in 0..layers {
+            let marks = |&slot: &Slot| rows.chunks.marks(slot).and_then(|all| all.get(layer));
+            let mut row = String::new();
+            row.try_reserve_exact(slots.len()).map_err(|_| Status::NoMem)?;
+            row.extend(slots.iter().map(|slot| letter(marks(slot).copied())));
+            sheet.push(row);
+        }
+        Ok(TableSnapshot { session: snapshot, first_chunk: first, rows: sheet })
+    }
+
+    /// The chunks of a session from one on; those too that others have stored since it
+    /// looked.
+    fn slots_seen(&self, one: &Session, first: usize, most: usize) -> Result<Vec<Slot>> {
+        let path = one.path();
+        let Some(rows) = self.table_of(one.space) else { return Err(Status::State.into()) };
+        let end = first.saturating_add(most).min(path.slots().len());
+        let mut slots: Vec<Slot> = Vec::new();
+        slots.try_reserve_exact(most).map_err(|_| Status::NoMem)?;
+        slots.extend_from_slice(path.slots().get(first..end).unwrap_or_default());
+        for (slot, key) in slots.iter_mut().zip(path.keys().get(first..end).unwrap_or_default()) {
+            if *slot == NONE {
+                *slot = rows.chunks.find(key).unwrap_or(NONE);
+            }
+        }
+        let each = rows.layout.chunk_tokens().max(1) as usize;
+        let has_tail = path.tokens().len() % each != 0;
+        if slots.len() < most && end == path.slots().len() && first <= end && has_tail {
+            slots.push(path.tail().unwrap_or(NONE));
+        }
+        Ok(slots)
+    }
+
+    /// The last evictions of a tier, up to [`MOST_EVICTIONS`], the oldest first.
+    pub fn evictions(&self, tier: Tier, tail: usize) -> Result<Vec<Entry>> {
+        let log = &self.cache(tier)?.evictor.log;
+        let tail = tail.min(MOST_EVICTIONS);
+        let mut entries = Vec::new();
+        entries.try_reserve_exact(tail).map_err(|_| Status::NoMem)?;
+        entries.extend(log.since(log.next_number().saturating_sub(tail as u64)).copied());
+        Ok(entries)
+    }
+
+    /// The policy of a tier, in canonical form.
+    pub fn policy(&self, tier: Tier) -> Result<&str> {
+        Ok(self.cache(tier)?.evictor.spec())
+    }
+
+    /// Goes on with another policy. It is told of every chunk with its last use and its
+    /// uses, and of what the one before has learned if it is of its kind. On failure
+    /// nothing changes.
+    pub fn set_policy(&mut self, tier: Tier, spec: &str) -> Result<()> {
+        custom::refuse(&Spec::parse(spec)?, "a store")?;
+        self.cache_mut(tier)?.evictor.switch(spec)
+    }
+
+    /// What a tier may use, and uses.
+    pub fn tier_seen(&self, tier: Tier) -> Result<TierSnapshot> {
+        self.cache(tier)?;
+        let report = self.report();
+        let (limit_bytes, used_bytes, live_bytes) = match tier {
+            Tier::Disk => {
+                (report.disk.budget_bytes, report.disk.used_bytes, report.disk.live_bytes)
+            }
+            Tier::Device => {
+                let device = report.device;
+                (device.limit_bytes, device.used_bytes, device.live_bytes)
+            }
+            _ => (report.host.limit_bytes, report.host.cost_bytes, report.host.live_bytes),
+        };
+        let share = |part: f64| (limit_bytes as f64 * part) as u64;
+        let marks_bytes = [share(self.config.high), share(self.config.low)];
+        Ok(TierSnapshot { limit_bytes, used_bytes, live_bytes, marks_bytes })
+    }
+
+    /// Changes how many bytes of cells may be in memory. What is more than that leaves
+    /// as it would have for want of room, sooner or later: nothing waits for it.
+    pub fn set_host_bytes(&mut self, bytes: u64) -> Result<()> {
+        if bytes < LEAST_HOST_BYTES {
+            fail!(Invalid, "{bytes} bytes of memory; at least {LEAST_HOST_BYTES} are needed");
+        }
+        self.host.set_max_bytes(bytes)?;
+        let high = self.config.high;
+        self.config.host_bytes = bytes;
+        self.host_cache.set_bytes(bytes, high);
+        // Room that could not be made before may be there now; and who is in a segment
+        // that goes has to leave it.
+        self.refusals = 0;
+        self.reclaim_targets.begin();
+        self.settle();
+        Ok(())
+    }
+
+    /// Changes how many bytes the disk may use. What is more than that leaves, and
+    /// comes free when segments are swept and cleaned.
+    pub fn set_disk_bytes(&mut self, bytes: u64) -> Result<()> {
+        let (Some(disk), Some(cache)) = (self.disk.clone(), &mut self.disk_cache) else {
+            fail!(NotFound, "this store has no disk");
+        };
+        disk.set_budget(bytes)?;
+        cache.set_bytes(bytes, self.config.high);
+        self.look_at_disk();
+        self.settle();
+        Ok(())
+    }
+
+    /// What a trial of policies for a tier begins with.
+    pub fn plan_shadow(&self, tier: Tier) -> Result<Plan> {
+        Plan::of(&self.cache(tier)?.evictor, self.config.high)
+    }
+
+    /// Begins a trial of policies for a tier.
+    pub fn begin_shadow(&mut self, tier: Tier, shadow: Shadow) -> Result<()> {
+        let now_ns = self.now_ns;
+        self.cache_mut(tier)?.begin_shadow(now_ns, shadow)
+    }
+
+    /// What a trial came to so far, or at its end.
+    pub fn shadow_snapshot(&mut self, tier: Tier) -> Result<ShadowSnapshot> {
+        let now_ns = self.now_ns;
+        let cache = self.cache_mut(tier)?;
+        cache.tick(now_ns);
+        match cache.shadow() {
+            Some(shadow) => Ok(shadow_snapshot(shadow, now_ns)),
+            None => fail!(NotFound, "no policies are being compared"),
+        }
+    }
+
+    /// Ends a trial; what it came to.
+    pub fn end_shadow(&mut self, tier: Tier) -> Result<ShadowSnapshot> {
+        let now_ns = self.now_ns;
+        match self.cache_mut(tier)?.end_shadow(now_ns) {
+            Some(shadow) => Ok(shadow_snapshot(&shadow, now_ns)),
+            None => fail!(NotFound, "no policies are being compared"),
+        }
+    }
+}
+
+fn shadow_snapshot(shadow: &Shadow, now_ns: u64) -> ShadowSnapshot {
+    let (began_ns, end_ns) = shadow.span_ns;
+    ShadowSnapshot {
+        is_on: shadow.is_on(),
+        elapsed_ns: now_ns.min(end_ns).saturating_sub(began_ns),
+        left_ns: if shadow.is_on() { end_ns.saturating_sub(now_ns) } else { 0 },
+        scores: shadow.scores(),
+    }
+}
+
+fn letter(marks: Option<Marks>) -> char {
+    let Some(marks) = marks else { return '.' };
+    match marks.there() {
+        there if there & DEVICE != 0 => 'G',
+        there if there & (HOST | DISK) == HOST | DISK => 'B',
+        there if there & HOST != 0 => 'M',
+        there if there & DISK != 0 => 'D',
+        _ if marks.arriving() != 0 => '~',
+        _ => '.',
+    }
+}
