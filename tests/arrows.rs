@@ -1,6 +1,7 @@
 //! Rules that a reader of the sources relies on, checked by reading them: imports inside the
-//! library point down, system facilities are reached through `base` and `io`, files and
-//! functions stay readable. The dependencies between packages are cargo's.
+//! library point down, inside the store too; system facilities are reached through `base` and
+//! `io`; functions stay readable; the store speaks the glossary's words. The dependencies between
+//! packages are cargo's.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +22,44 @@ const BESIDE: [(&str, &str); 2] = [("offload", "store"), ("stream", "store")];
 const SYSTEM: [&str; 6] =
     ["std::sync::Mutex", "std::thread", "parking_lot", "std::fs", "Instant", "SystemTime"];
 
-const MAX_FILE_LINES: usize = 500;
+/// The store's modules from the top down; one may use modules of lower levels, and those beside
+/// it.
+const STORE: [&[&str]; 5] = [
+    &["control", "handle"],
+    &["capacity", "spec"],
+    &["executor"],
+    &["state"],
+    &["admission", "events", "job_queues", "plan", "ready_event", "token_path"],
+];
+
+/// Words that the glossary replaces: no part of an identifier of the store.
+const RETIRED: [&str; 24] = [
+    "along",
+    "board",
+    "boards",
+    "books",
+    "debt",
+    "deed",
+    "downs",
+    "early",
+    "errand",
+    "errands",
+    "far",
+    "grain",
+    "hands",
+    "hungry",
+    "ledger",
+    "near",
+    "rectangle",
+    "shelf",
+    "sight",
+    "starve",
+    "tell",
+    "told",
+    "trial",
+    "vacancies",
+];
+
 const MAX_FUNCTION_LINES: usize = 70;
 
 /// The sources of the library.
@@ -47,11 +85,6 @@ fn sources_below(folder: &str) -> Vec<(PathBuf, String)> {
     walk(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), &mut out);
     assert!(!out.is_empty(), "no sources below {folder}");
     out
-}
-
-/// The folder of the C boundary.
-fn ffi() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi")
 }
 
 fn room(path: &Path) -> String {
@@ -113,6 +146,84 @@ fn the_check_sees_an_arrow_that_points_up() {
     assert!(allowed("ffi", "base") && allowed("offload", "store") && !allowed("store", "offload"));
 }
 
+/// The level of a module of the store.
+fn store_level(module: &str) -> Option<usize> {
+    STORE.iter().position(|modules| modules.contains(&module))
+}
+
+/// Modules of the store that a text names.
+fn named_in_store(code: &str) -> Vec<String> {
+    let name = |rest: &str| -> String {
+        rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
+    };
+    let names = code.split("crate::store::").skip(1).map(name);
+    names.filter(|name| !name.is_empty()).collect()
+}
+
+#[test]
+fn imports_inside_the_store_point_down() {
+    let mut wrong = Vec::new();
+    for (path, text) in sources_below("src/store") {
+        let below = path.strip_prefix(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/store"));
+        let first = below.expect("in the store").components().next().expect("a name");
+        let here = first.as_os_str().to_string_lossy().trim_end_matches(".rs").to_string();
+        if here == "mod" {
+            continue;
+        }
+        let Some(level) = store_level(&here) else { panic!("{here} is on no level of the store") };
+        for (i, line) in production(&text).lines().enumerate() {
+            for there in named_in_store(line.split("//").next().unwrap_or("")) {
+                if store_level(&there).is_none_or(|below| below < level) {
+                    wrong.push(format!("{}:{}: {here} -> {there}", path.display(), i + 1));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "imports that point up:\n{}", wrong.join("\n"));
+}
+
+/// The words of an identifier: of `told_far` and `ToldFar` *told* and *far*.
+fn words_of(identifier: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let mut was_lower = false;
+    for c in identifier.chars() {
+        if c == '_' || c.is_uppercase() && was_lower {
+            words.push(String::new());
+        }
+        was_lower = c.is_lowercase() || c.is_numeric();
+        if c != '_' {
+            words.last_mut().expect("one").extend(c.to_lowercase());
+        }
+    }
+    words
+}
+
+#[test]
+fn the_store_speaks_the_words_of_the_glossary() {
+    let mut wrong = Vec::new();
+    for (path, text) in sources_below("src/store") {
+        for (i, line) in text.lines().enumerate() {
+            let code = line.split("//").next().unwrap_or("");
+            // Outside of strings: what a program reads there has names of its own.
+            let code: String = code.split('"').step_by(2).collect();
+            let names = code.split(|c: char| !(c.is_alphanumeric() || c == '_'));
+            for name in names.filter(|name| !name.ends_with("so_far")) {
+                if words_of(name).iter().any(|word| RETIRED.contains(&word.as_str())) {
+                    wrong.push(format!("{}:{}: {name}", path.display(), i + 1));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "retired words, see docs/glossary.md:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn retired_words_are_found_inside_names() {
+    assert_eq!(words_of("told_far"), ["told", "far"]);
+    assert_eq!(words_of("ToldFar"), ["told", "far"]);
+    assert_eq!(words_of("threshold"), ["threshold"]);
+}
+
 #[test]
 fn system_facilities_are_reached_through_base_and_io() {
     let mut wrong = Vec::new();
@@ -134,7 +245,7 @@ fn system_facilities_are_reached_through_base_and_io() {
 }
 
 #[test]
-fn files_and_functions_stay_readable() {
+fn functions_stay_readable() {
     let mut wrong = Vec::new();
     let mut all = sources();
     for package in ["testkit", "lab", "cli", "bench"] {
@@ -143,12 +254,6 @@ fn files_and_functions_stay_readable() {
     // Fixtures are tests, which may be as long as what they show.
     all.retain(|(path, _)| !path.to_string_lossy().contains("/fixtures/"));
     for (path, text) in all {
-        // Two thirds of a boundary file are the header's comments.
-        let code = |l: &&str| !path.starts_with(ffi()) || !l.trim_start().starts_with("///");
-        let lines = production(&text).lines().filter(code).count();
-        if lines > MAX_FILE_LINES {
-            wrong.push(format!("{}: {lines} lines", path.display()));
-        }
         wrong.extend(long_functions(&text).map(|f| format!("{}: {f}", path.display())));
     }
     assert!(wrong.is_empty(), "too long:\n{}", wrong.join("\n"));

@@ -500,7 +500,7 @@ static void reads(void) {
 static void counts(void) {
     enum { CHUNKS = 1200 };
     rig_t rig;
-    begin(&rig, "store(host=1MiB, grain=cell, drop=cell, write=through, disk=disk(bytes=16MiB, segment=1MiB))", 1);
+    begin(&rig, "store(host=1MiB, granularity=cell, drop=cell, write=through, disk=disk(bytes=16MiB, segment=1MiB))", 1);
     store_sessions(&rig, 0, CHUNKS / 4, 4 * CHUNK);
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
     MUST(kvt_store_stats(rig.store, &stats));

@@ -9,7 +9,7 @@ use crate::ffi::structs::{Plain, Sized_, read};
 use crate::ffi::view::{kvt_view_t, plane_alone};
 use crate::meta::dtype::Dtype;
 use crate::sparse::{Context, Kind, Shape};
-use crate::store::state::views::PlaneView;
+use crate::store::state::session::PlaneView;
 
 /// Keys and values apart, by head.
 pub const KVT_ATTENTION_SPLIT: u32 = 0;

@@ -10,7 +10,7 @@ use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, write};
 use crate::store::state::StoreState;
-use crate::store::state::clear::Cleared;
+use crate::store::state::disk_gc::Cleared;
 
 /// What became of chunks that were to go.
 #[repr(C)]

@@ -12,7 +12,7 @@ use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, read, write};
 use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, memory_of, plane_anywhere};
-use crate::store::state::views::PlaneView;
+use crate::store::state::session::PlaneView;
 
 /// Memory that a device has set aside.
 #[repr(C)]

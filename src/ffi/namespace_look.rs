@@ -13,7 +13,7 @@ use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, write};
 use crate::meta::chunks::WHOLE;
 use crate::meta::key::Key;
 use crate::meta::reuse::State;
-use crate::store::state::lookup::{Look, Stretch};
+use crate::store::state::plans::{Look, Stretch};
 use crate::store::token_path::MAX_TOKENS;
 
 /// No tier.

@@ -18,7 +18,7 @@ use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, write};
 use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, plane_anywhere};
 use crate::offload::{Loaded, Offload, Which};
-use crate::store::state::views::{LayerViews, PlaneView, Tokens};
+use crate::store::state::session::{LayerViews, PlaneView, Tokens};
 
 /// Of a load: these blocks were chosen by somebody else. They come as they are, no policy is
 /// asked, and the tail comes behind them. A query serves audits alone.

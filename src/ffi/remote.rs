@@ -14,7 +14,7 @@ use crate::ffi::slice::{text, text_bytes};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::{StoreNoun, kvt_store_t};
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
-use crate::store::remote_spec::Secrets;
+use crate::store::spec::Secrets;
 use crate::store::state::RemoteCounters;
 use crate::tier::remote::breaker::{Breaker, State, Way};
 

@@ -16,7 +16,7 @@ use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Sized_, known_flags, read};
 use crate::ffi::view::{check_memory, kvt_view_t, views_of};
 use crate::store::ready_event::Ready;
-use crate::store::state::views::Views;
+use crate::store::state::session::Views;
 use crate::store::state::{Level, TransferKind};
 
 /// A struct that says what is moved.

@@ -9,9 +9,9 @@ use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::{StoreNoun, kvt_store_t};
 use crate::ffi::structs::{Plain, Strided, give};
-use crate::store::state::latency::{Latency, TIMED};
 use crate::store::state::snapshot::MOST_EVICTIONS;
-use crate::store::state::tenants::Tenant;
+use crate::store::state::stats::Tenant;
+use crate::store::state::stats::{Latency, TIMED};
 
 /// Gets of which all was in memory.
 pub const KVT_TIMED_GET_HOST: u32 = 1;

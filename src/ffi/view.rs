@@ -9,7 +9,7 @@ use crate::fail;
 use crate::ffi::policy_use::numbers;
 use crate::ffi::structs::{Plain, Strided};
 use crate::store::handle::Store;
-use crate::store::state::views::{LayerViews, PlaneView, Tokens, Views};
+use crate::store::state::session::{LayerViews, PlaneView, Tokens, Views};
 
 /// The processor reaches it.
 pub const KVT_MEMORY_HOST: u32 = 0;

@@ -9,7 +9,7 @@ use crate::device::host::Host;
 use crate::device::{Copy, Device, Event, Memory, State, Stream, Way};
 use crate::offload::opts::Geometry;
 use crate::offload::source::canonical;
-use crate::store::state::views::{PlaneView, Tokens};
+use crate::store::state::session::{PlaneView, Tokens};
 
 /// Least memory for keys: it is told to the device, which takes its time.
 const LEAST_BYTES: u64 = 64 << 10;

@@ -5,7 +5,7 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::offload::ring::State;
 use crate::offload::{Offload, end};
-use crate::store::state::views::Views;
+use crate::store::state::session::Views;
 use crate::store::state::{CellRange, TransferKind, Wanted};
 
 impl Offload {

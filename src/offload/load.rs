@@ -12,7 +12,7 @@ use crate::offload::carry::{address_of, bytes_to};
 use crate::offload::ring::State;
 use crate::offload::{Offload, end};
 use crate::sparse::{Context, Kind, caps};
-use crate::store::state::views::{LayerViews, PlaneView, Views};
+use crate::store::state::session::{LayerViews, PlaneView, Views};
 use crate::store::state::{CellRange, TransferKind, Wanted};
 
 /// Which blocks are wanted.

@@ -10,7 +10,7 @@ use crate::offload::carry::{address_of, rows_to};
 use crate::offload::source::{Source, part_of, rows_of};
 use crate::offload::{Layer, Offload, end};
 use crate::sparse::{Sparse, Traits};
-use crate::store::state::views::{LayerViews, PlaneView, Views};
+use crate::store::state::session::{LayerViews, PlaneView, Views};
 use crate::store::state::{CellRange, Level, TransferKind, Wanted};
 
 impl Offload {

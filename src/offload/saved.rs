@@ -21,7 +21,7 @@ use crate::offload::opts::{Geometry, Policies};
 use crate::offload::source::{canonical, rows_of};
 use crate::sparse::{Sparse, needs};
 use crate::store::handle::Store;
-use crate::store::state::views::{LayerViews, PlaneView, Tokens, Views};
+use crate::store::state::session::{LayerViews, PlaneView, Tokens, Views};
 use crate::store::state::{
     CellRange, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
 };

@@ -7,7 +7,7 @@ use crate::device::Memory;
 use crate::fail;
 use crate::offload::home::Own;
 use crate::offload::opts::Geometry;
-use crate::store::state::views::{LayerViews, PlaneView, Tokens};
+use crate::store::state::session::{LayerViews, PlaneView, Tokens};
 
 /// K and V of some tokens of a layer.
 pub(super) struct Source {

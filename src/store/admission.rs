@@ -1,6 +1,6 @@
-//! What may go down to a slower tier, and how much of it: disks wear out, and what
-//! is never asked for again only takes the place of what is. Every refusal is
-//! counted by its reason.
+//! Admission to a slower tier: which chunks may be written, and how much. Disks wear out, and KV
+//! that is never requested again takes the space of KV that is. Every rejection is counted by its
+//! reason.
 //!
 //! | spec | meaning |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! How much a store holds: what `kvtier plan` prints, from the rules by which tiers are cut.
+//! How much a store holds: the calculation of `kvtier plan`.
 
 use crate::base::status::Result;
 use crate::fail;

@@ -1,5 +1,5 @@
-//! A store at work: the core behind one lock, threads that carry its work out, ops
-//! that tell callers of its end.
+//! An open store: the state machine behind one lock, worker threads that execute its work, and ops
+//! that tell callers about completion.
 
 use crate::base::account::Account;
 use crate::base::budget::Budget;
@@ -16,20 +16,13 @@ use crate::store::executor::Tools;
 use crate::store::executor::remote::RemoteExecutor;
 use crate::store::handle::watch::Watches;
 use crate::store::spec::{DiskSpec, StoreSpec};
-use crate::store::state::checkpoint_writer::{CheckpointWriter, Page};
+use crate::store::state::disk_gc::{CheckpointWriter, Page};
 use crate::store::state::work::{KINDS, WorkerKind};
 use crate::store::state::{Adopted, Config, Finished, StoreState};
 use crate::tier::disk::{CellAt, DiskTier, Keeper, OpenReport, Options, Recovered, Spot};
 use crate::tier::remote::Server;
 
-mod audit;
-mod clear;
 mod close;
-mod device_events;
-mod lookup;
-mod publisher;
-mod ready_transfers;
-mod reclaimer;
 mod submit;
 mod watch;
 mod workers;
@@ -126,7 +119,7 @@ impl Store {
             Some(budget) => budget.clone(),
             None => Budget::of_machine(runtime, spec.config.host_bytes)?,
         };
-        let account = Some(budget.account("store", 0, Some(reclaimer::reclaimer(&slot)))?);
+        let account = Some(budget.account("store", 0, Some(close::reclaimer(&slot)))?);
         let store = Store::open_on(runtime, account.clone(), &slot, spec, device);
         if let (Err(_), Some(account)) = (&store, account)
             && let Err(error) = account.close()

@@ -1,10 +1,9 @@
-//! Work that waits: by urgency, and fair between sessions. One session that asks
-//! for much does not keep the others waiting, and what is not urgent is not
-//! starved by what is.
+//! Fair queues of cell jobs: by urgency (lane), and by session within a lane.
 //!
-//! Within a lane, sessions take turns by bytes (deficit round robin): each turn
-//! allows so many, and what a session did not use it keeps as long as it waits. Who comes new
-//! is served when its turn comes, not only a round later.
+//! A lane is served before the next one, but a less urgent lane is not starved. Within a lane,
+//! sessions take turns by bytes (deficit round robin): each turn allows a number of bytes, and a
+//! session keeps what it did not use as long as it has jobs. A session that joins is served when its
+//! turn comes, not a round later.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};

@@ -1,5 +1,5 @@
-//! The engine's word that its memory may be touched. Moves can wait for it; it is given
-//! once, or taken back.
+//! Ready events: the engine signals that the memory of a transfer may be touched. An event is
+//! signalled once, or cancelled.
 
 use crate::base::status::Result;
 use crate::base::sync::{Mutex, Weak};

@@ -1,14 +1,14 @@
-//! How a store is described: one spec, for the struct of a C caller and for the tool.
+//! The spec string of a store, for C callers and for the tool.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `host` | 1GiB | most bytes of cells in memory |
 //! | `disk` | none | `disk(path="...", bytes=...)`: the disk tier |
-//! | `remote` | none | `redis(url="...")`, `dir(path="...")`, `custom()`: a remote that engines share, see [`remote_spec`](crate::store::remote_spec) |
+//! | `remote` | none | `redis(url="...")`, `dir(path="...")`, `custom()`: a remote that engines share, see [`remote_spec`](crate::store::spec) |
 //! | `device` | none | `device(capacity=...)`: copies in device memory; needs a device with memory of its own |
-//! | `policy` | `horizon` | who leaves memory: any policy |
-//! | `disk_policy` | `lru` | who leaves the disk |
-//! | `granularity` | `chunk` | what policies choose among: `chunk`; `cell`: late layers leave memory before early ones; `session`: what a session was the last to use leaves together |
+//! | `policy` | `horizon` | eviction policy of host memory |
+//! | `disk_policy` | `lru` | eviction policy of the disk |
+//! | `granularity` | `chunk` | what policies choose among: `chunk`; `cell`: late layers are evicted before early ones; `session`: chunks that a session used last are evicted together |
 //! | `drop` | `chunk` | what is gone from the last tier goes with all its layers; `cell` (with `granularity=cell`): cell by cell |
 //! | `write` | `behind` | `behind`: to disk in the background, a bounded time after a put has ended; `through`: as soon as it has ended; `back`: when its memory is needed; `never`: only when a put asks for it |
 //! | `codec` | `none` | `lz4`: cells are smaller on disk, and lose nothing; a namespace's recipe may say otherwise, also `int8` (see `docs/keys.md`) |
@@ -41,20 +41,36 @@
 //! | `policy` | `s3fifo` | who leaves it |
 //! | `admission` | `all` | what may come: `all`, `none`, `select(...)` |
 
-use std::path::PathBuf;
-
-use crate::base::spec::{Reader, Spec};
+use crate::base::clock::Clock;
+use crate::base::spec::Arg;
+use crate::base::spec::Reader;
+use crate::base::spec::Spec;
+use crate::base::spec::Value;
+use crate::base::status::Error;
 use crate::base::status::Result;
+use crate::base::status::Status;
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::io::real::RealOpts;
+use crate::io::tls_opts::TlsOpts;
 use crate::policy::custom;
-use crate::store::remote_spec::{RemoteSpec, Secrets};
-use crate::store::state::granularity::Granularity;
-use crate::store::state::{Config, DeviceConfig, Write};
+use crate::store::executor::remote::RemoteExecutor;
+use crate::store::state::Config;
+use crate::store::state::DeviceConfig;
+use crate::store::state::RemoteConfig;
+use crate::store::state::Write;
+use crate::store::state::eviction::Granularity;
+use crate::tier::remote::Publish;
 use crate::tier::remote::Remote;
+use crate::tier::remote::Server;
 use crate::tier::remote::name::Prefix;
+#[cfg(feature = "redis")]
+use crate::tier::remote::redis::Redis;
+use crate::tier::remote::secret::Secret;
+use crate::tier::remote::shape::MAX_OBJECT_BYTES;
+use crate::tier::remote::shape::MIN_OBJECT_BYTES;
+use std::path::PathBuf;
 
 /// A disk tier as described.
 #[derive(Clone, Debug)]
@@ -121,7 +137,7 @@ impl StoreSpec {
         }
         let mut reader = Reader::new(spec);
         let usual = Config::default();
-        let granularity = reader.choice("grain", &["chunk", "cell", "session"])?;
+        let granularity = reader.choice("granularity", &["chunk", "cell", "session"])?;
         let drops = reader.choice("drop", &["chunk", "cell"])?;
         let (write, write_age_ns, unwritten_bytes) = match reader.spec("write")? {
             Some(write) => read_write(write, &usual)?,
@@ -251,6 +267,548 @@ fn read_disk(spec: &Spec) -> Result<Option<DiskSpec>> {
     Ok(Some(DiskSpec { path, bytes, segment_bytes, files }))
 }
 
+// ---------- fields
+//
+// What a caller's struct says beside the spec of a store: fields that are set count instead
+// of the parameters of the same name, and are read by the same rules.
+
+/// The fields; empty, 0 or none = as the spec says.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Fields<'a> {
+    /// Most bytes of cells in memory.
+    pub host_bytes: u64,
+    /// Most bytes of all files.
+    pub disk_bytes: u64,
+    /// The directory of the disk tier.
+    pub disk_path: &'a str,
+    /// Who leaves memory.
+    pub policy: &'a str,
+    /// Who leaves the disk.
+    pub disk_policy: &'a str,
+    /// When cells go to disk.
+    pub write: Option<Write>,
+}
+
+impl Fields<'_> {
+    /// Reads a spec with these fields in it.
+    pub fn over(&self, text: &str) -> Result<StoreSpec> {
+        let mut spec = Spec::parse(if text.trim().is_empty() { "store()" } else { text })?;
+        if self.host_bytes > 0 {
+            set(&mut spec, "host", bytes(self.host_bytes));
+        }
+        for (key, policy) in [("policy", self.policy), ("disk_policy", self.disk_policy)] {
+            if !policy.is_empty() {
+                let policy = Spec::parse(policy).map_err(|error| error.within(key))?;
+                set(&mut spec, key, Value::Spec(policy));
+            }
+        }
+        if let Some(write) = self.write {
+            let word = match write {
+                Write::Through => "through",
+                Write::Behind => "behind",
+                Write::Back => "back",
+                Write::Never => "never",
+            };
+            let is_said = |arg: &Arg| matches!(&arg.value, Value::Spec(said) if said.name == word);
+            // What the spec says of the same mode stays.
+            if !spec.args.iter().any(|arg| arg.key == "write" && is_said(arg)) {
+                set(&mut spec, "write", Value::Spec(word_of(word)));
+            }
+        }
+        if self.disk_bytes > 0 || !self.disk_path.is_empty() {
+            self.set_disk(&mut spec);
+        }
+        StoreSpec::read(&spec)
+    }
+
+    fn set_disk(&self, spec: &mut Spec) {
+        let given = spec.args.iter().find(|arg| arg.key == "disk").map(|arg| arg.value.clone());
+        let mut disk = match given {
+            Some(Value::Spec(disk)) if disk.name != "none" => disk,
+            None | Some(Value::Spec(_)) => word_of("disk"),
+            // What is wrong there is said when it is read.
+            Some(_) => return,
+        };
+        if self.disk_bytes > 0 {
+            set(&mut disk, "bytes", bytes(self.disk_bytes));
+        }
+        if !self.disk_path.is_empty() {
+            set(&mut disk, "path", Value::Text(self.disk_path.to_string()));
+        }
+        set(spec, "disk", Value::Spec(disk));
+    }
+}
+
+fn word_of(name: &str) -> Spec {
+    Spec { name: name.to_string(), args: Vec::new(), offset: 0 }
+}
+
+fn bytes(bytes: u64) -> Value {
+    Value::Number(bytes as f64, "B".to_string())
+}
+
+/// Sets a parameter, in place of what is there.
+fn set(spec: &mut Spec, key: &str, value: Value) {
+    match spec.args.iter_mut().find(|arg| arg.key == key) {
+        Some(arg) => arg.value = value,
+        None => spec.args.push(Arg { key: key.to_string(), value, offset: spec.offset }),
+    }
+}
+
+// ---------- remote spec
+//
+// How a store's remote is described, and opened.
+//
+// | remote | |
+// |---|---|
+// | `redis(url="redis://host:6379", ...)` | a Redis or Valkey server |
+// | `s3(url="https://host", bucket="...", ...)` | a bucket of S3, or of what speaks as it does |
+// | `dir(path="...", ...)` | a directory that machines share |
+// | `custom(...)` | the engine's own, given beside the spec |
+// | `none` | |
+//
+// | parameter of all | default | meaning |
+// |---|---|---|
+// | `prefix` | `kvt` | what all names begin with |
+// | `object` | as the remote likes | bytes up to which layers of a chunk are put together |
+// | `write` | `through` | `through`: sent when a put has ended; `back`: when it leaves memory; `never`: only when a put asks for it |
+// | `admission` | `all` | what is sent: `all`, `none`, `select(...)` |
+// | `timeout` | 250, 2000 with S3 | milliseconds that a request may take, and one more for every 16 KiB that it moves |
+// | `connect` | 1000 | milliseconds until a connection can be used |
+// | `ask` | `append` | sessions ask as soon as they have tokens; `fetch`: and fetch what comes sooner than it is computed; `locate`: when they are told to |
+// | `fresh`, `absent` | 60000, 5000 | milliseconds for which an answer counts: it was there; it was not |
+// | `known` | 65536 | names of which the answer is remembered |
+// | `fetchers`, `senders` | 2, 1 | threads |
+// | `require` | false | a store is not opened while its remote cannot be reached |
+// | `ca`, `insecure` | none, false | with TLS: a file of authorities (PEM), else the system's; nobody is asked who he is |
+// | `cert`, `cert_key` | none, as `cert` | files (PEM) of a certificate that servers are shown which ask for one, and of its key |
+//
+// | parameter of `redis` | default | meaning |
+// |---|---|---|
+// | `url` | | `redis://[user@]host[:port][/db]`, several hosts of a cluster with commas between; `rediss://` with TLS |
+// | `user` | none | whom to connect as, unless the URL says so |
+// | `cluster` | false | it is a cluster |
+// | `replicas` | `never` | `read`: nodes that follow others are read, too |
+// | `ttl` | 0 | seconds after which objects go; 0: when the server needs the room |
+// | `wait` | 0 | replicas that must have an object before it counts as stored |
+// | `events` | none | what changes is told in the stream `prefix/events`, under this name of the engine's |
+// | `events_kept` | 10000 | about so many entries are kept there, of up to 256 events each |
+//
+// | parameter of `s3` | default | meaning |
+// |---|---|---|
+// | `url`, `bucket` | | the endpoint without the bucket, and that |
+// | `region` | `us-east-1` | where it is, as signatures say it |
+// | `style` | `path` | where the bucket's name stands: `path`, or `virtual` |
+// | `connections` | 4 | of each thread |
+//
+// | parameter of `dir` | default | meaning |
+// |---|---|---|
+// | `path` | | where it is; it must be there |
+// | `fsync` | false | objects are on the server's disks before they count as stored |
+//
+// Passwords are no part of a spec, which is shown to who asks: they are given beside it, as
+// secrets: `password` of Redis, `s3.key`, `s3.secret` and `s3.token` of S3, and `seal`, with which
+// objects are sealed and names keyed.
+
+const MS: u64 = 1_000_000;
+/// Longest name of an engine in a stream of events.
+const MAX_NODE_BYTES: usize = 128;
+
+/// What nobody but the remote's server is to see, by name.
+#[derive(Clone, Debug, Default)]
+pub struct Secrets(Vec<(String, Secret)>);
+
+impl Secrets {
+    /// Names of secrets that are known.
+    pub const NAMES: [&'static str; 5] = ["password", "s3.key", "s3.secret", "s3.token", "seal"];
+
+    /// Adds one; INVALID = nobody wants one of that name, or it is there already.
+    pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        if !Self::NAMES.contains(&name) {
+            let all = Self::NAMES.join(", ");
+            // What it says may be the secret itself, by mistake.
+            fail!(Invalid, "a secret has a name that nobody asks for: there are {all}");
+        }
+        if self.get(name).is_some() {
+            fail!(Invalid, "the secret '{name}' is given twice");
+        }
+        self.0.push((name.to_string(), Secret::new(bytes)?));
+        Ok(())
+    }
+
+    /// One of them.
+    pub fn get(&self, name: &str) -> Option<Secret> {
+        self.0.iter().find(|(known, _)| known == name).map(|(_, secret)| secret.clone())
+    }
+}
+
+/// What kind it is.
+// What is not built in is read all the same: mistakes are found, and it is said what is missing.
+#[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
+#[derive(Clone, Debug)]
+pub(super) enum Kind {
+    Redis {
+        url: String,
+        user: Option<String>,
+        cluster: bool,
+        replicas: bool,
+        ttl_s: u64,
+        wait: u32,
+        events: Option<String>,
+        events_kept: u64,
+    },
+    S3 {
+        url: String,
+        bucket: String,
+        region: String,
+        is_virtual: bool,
+        connections: u32,
+    },
+    Dir {
+        path: PathBuf,
+        fsync: bool,
+    },
+    Custom,
+}
+
+/// A remote as described.
+// What is not built in is read all the same: mistakes are found, and it is said what is missing.
+#[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
+#[derive(Clone, Debug)]
+pub struct RemoteSpec {
+    pub(super) kind: Kind,
+    pub(super) prefix: Prefix,
+    pub(super) tls: TlsOpts,
+    pub(super) connect_ns: u64,
+    object_bytes: u64,
+    require: bool,
+    /// What the store decides by; sizes are the remote's, once it is open.
+    pub config: RemoteConfig,
+    /// Threads that fetch.
+    pub fetchers: u32,
+    /// Threads that send.
+    pub senders: u32,
+}
+
+impl RemoteSpec {
+    /// Reads one; none where the spec is `none`.
+    pub fn read(spec: &Spec) -> Result<Option<RemoteSpec>> {
+        let mut reader = Reader::new(spec);
+        let Some(kind) = read_kind(spec, &mut reader)? else {
+            return reader.finish().map(|()| None);
+        };
+        let tls = TlsOpts {
+            ca: reader.text("ca")?.map(PathBuf::from),
+            insecure: reader.bool("insecure", false)?,
+            cert: reader.text("cert")?.map(PathBuf::from),
+            cert_key: reader.text("cert_key")?.map(PathBuf::from),
+        };
+        let usual = RemoteConfig::default();
+        let prefix = reader.text("prefix")?;
+        let object_bytes = reader.bytes("object", 0)?;
+        if object_bytes != 0 && !(MIN_OBJECT_BYTES..=MAX_OBJECT_BYTES).contains(&object_bytes) {
+            fail!(Spec, "object={object_bytes}: {MIN_OBJECT_BYTES} to {MAX_OBJECT_BYTES} can be");
+        }
+        let write = reader.choice("write", &["through", "back", "never"])?;
+        let ask = reader.choice("ask", &["append", "locate", "fetch"])?;
+        // Objects there are long, and come from afar.
+        let usual_ms = if matches!(kind, Kind::S3 { .. }) { 2000 } else { 250 };
+        let mut ms = |key, usual| reader.u64(key, usual, 1..=86_400_000).map(|ms: u64| ms * MS);
+        let (timeout_ns, connect_ns) = (ms("timeout", usual_ms)?, ms("connect", 1000)?);
+        let (fresh_ns, absent_ns) = (ms("fresh", 60_000)?, ms("absent", 5000)?);
+        let config = RemoteConfig {
+            write: match write {
+                Some(1) => Write::Back,
+                Some(2) => Write::Never,
+                _ => Write::Through,
+            },
+            admission: reader
+                .spec("admission")?
+                .map_or_else(|| usual.admission.clone(), |spec| spec.to_string()),
+            timeout_ns,
+            fresh_ns,
+            absent_ns,
+            known: reader.u64("known", usual.known as u64, 4..=1 << 24)? as usize,
+            asks: ask != Some(1),
+            fetches: ask == Some(2),
+            ..usual
+        };
+        let (fetchers, senders) =
+            (reader.u64("fetchers", 2, 1..=64)? as u32, reader.u64("senders", 1, 1..=64)? as u32);
+        let require = reader.bool("require", false)?;
+        reader.finish()?;
+        let prefix = Prefix::new(prefix.unwrap_or("kvt"))?;
+        Ok(Some(RemoteSpec {
+            kind,
+            prefix,
+            tls,
+            connect_ns,
+            object_bytes,
+            require,
+            config,
+            fetchers,
+            senders,
+        }))
+    }
+
+    /// Whether it is the engine's own.
+    pub fn is_custom(&self) -> bool {
+        matches!(self.kind, Kind::Custom)
+    }
+
+    /// As whom, and by what, it is told what changes in a store, if it is. It is not connected yet.
+    pub fn publisher(&self, secrets: &Secrets, clock: &Clock) -> Result<Option<(String, Publish)>> {
+        let Kind::Redis { events: Some(node), .. } = &self.kind else { return Ok(None) };
+        if secrets.get("seal").is_some() {
+            fail!(
+                Spec,
+                "events=\"...\" tells the server what chunks are called, and seal keeps that from \
+                 it: one or the other"
+            );
+        }
+        Ok(Some((node.clone(), publisher(self, secrets, clock)?)))
+    }
+
+    /// Opens it, and asks who is there. One that cannot be reached is none of the store's
+    /// troubles, unless it is required; one that refuses us is.
+    pub fn open(
+        &self,
+        secrets: &Secrets,
+        custom: Option<&CustomRemote>,
+        clock: &Clock,
+    ) -> Result<(Arc<dyn Remote>, RemoteConfig, Option<Server>)> {
+        let remote = open(self, secrets, custom, clock)?;
+        let caps = remote.caps();
+        // Room for headers, and for cells that begin at whole blocks.
+        let most = (caps.max_bytes - caps.max_bytes / 16).clamp(MIN_OBJECT_BYTES, MAX_OBJECT_BYTES);
+        let object_bytes = match self.object_bytes {
+            0 => caps.preferred_bytes.clamp(MIN_OBJECT_BYTES, most),
+            bytes if bytes > most => {
+                fail!(Spec, "object={bytes}: up to {most} fit into what this remote takes")
+            }
+            bytes => bytes,
+        };
+        let seed = crate::base::machine::random_bytes()?;
+        let config = RemoteConfig {
+            object_bytes,
+            max_bytes: caps.max_bytes,
+            batch: caps.batch.max(1),
+            fetchers: self.fetchers,
+            secret: secrets.get("seal"),
+            seed: u64::from_le_bytes(seed),
+            // And one who asks.
+            beside_bytes: u64::from(self.fetchers + self.senders + 1)
+                * RemoteExecutor::bytes_of(&*remote),
+            ..self.config.clone()
+        };
+        let deadline_ns = clock.now_ns() + self.connect_ns + self.config.timeout_ns;
+        let server = match remote.lane().greet(deadline_ns) {
+            Ok(server) => {
+                for warning in &server.warnings {
+                    log::warn!("the remote ({}): {warning}", server.words);
+                }
+                Some(server)
+            }
+            Err(error) if self.require || !is_passing(&error) => {
+                return Err(error.within("the remote"));
+            }
+            Err(error) => {
+                log::warn!("the remote cannot be reached, and is tried again later: {error}");
+                None
+            }
+        };
+        Ok((remote, config, server))
+    }
+}
+
+/// What kind a spec names; none = there is no remote.
+fn read_kind(spec: &Spec, reader: &mut Reader) -> Result<Option<Kind>> {
+    Ok(Some(match spec.name.as_str() {
+        "none" => return Ok(None),
+        "redis" => Kind::Redis {
+            url: text(reader, "url", "redis(...) needs url=\"redis://host:6379\"")?,
+            user: reader.text("user")?.map(str::to_string),
+            cluster: reader.bool("cluster", false)?,
+            replicas: reader.choice("replicas", &["never", "read"])? == Some(1),
+            ttl_s: reader.u64("ttl", 0, 0..=u64::from(u32::MAX))?,
+            wait: reader.u64("wait", 0, 0..=64)? as u32,
+            events: events(reader)?,
+            events_kept: reader.u64("events_kept", 10_000, 1..=1 << 32)?,
+        },
+        "s3" => Kind::S3 {
+            url: text(reader, "url", "s3(...) needs url=\"https://host\": the endpoint")?,
+            bucket: text(reader, "bucket", "s3(...) needs bucket=\"...\"")?,
+            region: reader.text("region")?.unwrap_or("us-east-1").to_string(),
+            is_virtual: reader.choice("style", &["path", "virtual"])? == Some(1),
+            connections: reader.u64("connections", 4, 1..=64)? as u32,
+        },
+        "dir" => Kind::Dir {
+            path: text(reader, "path", "dir(...) needs path=\"...\": a directory")?.into(),
+            fsync: reader.bool("fsync", false)?,
+        },
+        "custom" => Kind::Custom,
+        _ => return Err(spec.unknown_name(&["redis", "s3", "dir", "custom", "none"])),
+    }))
+}
+
+/// As whom events are told.
+fn events(reader: &mut Reader) -> Result<Option<String>> {
+    let Some(node) = reader.text("events")?.filter(|node| !node.is_empty()) else {
+        return Ok(None);
+    };
+    if node.len() > MAX_NODE_BYTES || !node.bytes().all(|byte| byte.is_ascii_graphic()) {
+        fail!(
+            Spec,
+            "events=\"...\" is a name, or an address, of 1 to {MAX_NODE_BYTES} plain characters"
+        );
+    }
+    Ok(Some(node.to_string()))
+}
+
+/// Whether it may go well at another time.
+fn is_passing(error: &Error) -> bool {
+    matches!(error.status(), Status::Timeout | Status::Unavailable | Status::Again)
+}
+
+/// A text that must be there.
+fn text(reader: &mut Reader, key: &'static str, missing: &str) -> Result<String> {
+    match reader.text(key)?.filter(|text| !text.is_empty()) {
+        Some(text) => Ok(text.to_string()),
+        None => Err(Error::new(Status::Spec, missing)),
+    }
+}
+
+// ---------- remote open
+//
+// From what is said of a remote to the remote, as far as it is built in.
+
+/// The remote of a spec. UNSUPPORTED = it is not built in.
+pub(super) fn open(
+    spec: &RemoteSpec,
+    secrets: &Secrets,
+    custom: Option<&CustomRemote>,
+    clock: &Clock,
+) -> Result<Arc<dyn Remote>> {
+    let remote = match &spec.kind {
+        Kind::Redis { .. } => redis(spec, secrets, clock)?,
+        Kind::S3 { .. } => s3(spec, secrets, clock)?,
+        Kind::Dir { .. } => dir(spec, clock)?,
+        Kind::Custom => match custom {
+            Some(custom) => (custom.0)(&spec.prefix),
+            None => fail!(Invalid, "remote=custom(...) needs the remote itself, in the options"),
+        },
+    };
+    match secrets.get("seal") {
+        Some(secret) => seal(remote, &secret),
+        None => Ok(Arc::from(remote)),
+    }
+}
+
+/// Nobody asked for it when this was built.
+#[allow(dead_code, reason = "a library may have all of them")]
+fn missing<T>(feature: &str) -> Result<T> {
+    crate::tier::remote::need(feature)?;
+    fail!(Unsupported, "built without {feature}")
+}
+
+/// What tells a remote of events. UNSUPPORTED = it is not built in.
+#[cfg(feature = "redis")]
+pub(super) fn publisher(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Publish> {
+    let Kind::Redis { events_kept, .. } = &spec.kind else { fail!(Invalid, "not a Redis server") };
+    Ok(open_redis(spec, secrets, clock)?.publisher(*events_kept))
+}
+
+#[cfg(not(feature = "redis"))]
+pub(super) fn publisher(_: &RemoteSpec, _: &Secrets, _: &Clock) -> Result<Publish> {
+    missing("redis")
+}
+
+#[cfg(feature = "redis")]
+fn open_redis(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Redis> {
+    use crate::tier::remote::redis::RedisOpts;
+
+    let Kind::Redis { url, user, cluster, replicas, ttl_s, wait, .. } = &spec.kind else {
+        fail!(Invalid, "not a Redis server");
+    };
+    let opts = RedisOpts {
+        user: user.clone(),
+        password: secrets.get("password"),
+        cluster: *cluster,
+        replicas: *replicas,
+        ttl_s: *ttl_s,
+        wait: *wait,
+        connect_ns: spec.connect_ns,
+        tls: spec.tls.clone(),
+        ..RedisOpts::new(url, spec.prefix.clone())
+    };
+    Redis::open(&opts, clock.clone())
+}
+
+#[cfg(feature = "redis")]
+fn redis(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Box<dyn Remote>> {
+    Ok(Box::new(open_redis(spec, secrets, clock)?))
+}
+
+#[cfg(not(feature = "redis"))]
+fn redis(_: &RemoteSpec, _: &Secrets, _: &Clock) -> Result<Box<dyn Remote>> {
+    missing("redis")
+}
+
+#[cfg(feature = "s3")]
+fn s3(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Box<dyn Remote>> {
+    use crate::tier::remote::s3::{S3, S3Opts, Style};
+
+    let Kind::S3 { url, bucket, region, is_virtual, connections } = &spec.kind else {
+        fail!(Invalid, "not a bucket");
+    };
+    let opts = S3Opts {
+        url: url.clone(),
+        bucket: bucket.clone(),
+        region: region.clone(),
+        style: if *is_virtual { Style::Virtual } else { Style::Path },
+        prefix: spec.prefix.clone(),
+        key: secrets.get("s3.key"),
+        secret: secrets.get("s3.secret"),
+        token: secrets.get("s3.token"),
+        connect_ns: spec.connect_ns,
+        connections: *connections,
+        tls: spec.tls.clone(),
+    };
+    Ok(Box::new(S3::open(&opts, clock.clone())?))
+}
+
+#[cfg(not(feature = "s3"))]
+fn s3(_: &RemoteSpec, _: &Secrets, _: &Clock) -> Result<Box<dyn Remote>> {
+    missing("s3")
+}
+
+#[cfg(feature = "dir")]
+fn dir(spec: &RemoteSpec, clock: &Clock) -> Result<Box<dyn Remote>> {
+    use crate::tier::remote::dir::{Dir, DirOpts};
+
+    let Kind::Dir { path, fsync } = &spec.kind else { fail!(Invalid, "not a directory") };
+    let (path, prefix, clock) = (path.clone(), spec.prefix.clone(), clock.clone());
+    Ok(Box::new(Dir::new(DirOpts { path, prefix, fsync: *fsync, clock })))
+}
+
+#[cfg(not(feature = "dir"))]
+fn dir(_: &RemoteSpec, _: &Clock) -> Result<Box<dyn Remote>> {
+    missing("dir")
+}
+
+#[cfg(feature = "seal")]
+fn seal(
+    remote: Box<dyn Remote>,
+    secret: &crate::tier::remote::secret::Secret,
+) -> Result<Arc<dyn Remote>> {
+    Ok(Arc::new(crate::tier::remote::seal::Sealed::new(remote, secret)?))
+}
+
+#[cfg(not(feature = "seal"))]
+fn seal(_: Box<dyn Remote>, _: &crate::tier::remote::secret::Secret) -> Result<Arc<dyn Remote>> {
+    missing("seal")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -298,5 +856,122 @@ mod tests {
             let error = StoreSpec::parse(bad).unwrap_err();
             assert!(error.message().contains(word), "{bad}: {error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod fields_tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn fields_count_instead_of_parameters() {
+        let none = Fields::default();
+        let text = "store(host=1GiB,disk=disk(path=\"a\",bytes=1GiB,segment=1MiB),policy=lru)";
+        let plain = none.over(text).expect("sound");
+        assert_eq!((plain.config.host_bytes, plain.config.host_policy.as_str()), (1 << 30, "lru"));
+        let fields = Fields {
+            host_bytes: (5 << 20) + 1,
+            disk_bytes: 7 << 20,
+            disk_path: "b c\"(,",
+            policy: "slru(segments=3)",
+            disk_policy: "arc",
+            write: Some(Write::Never),
+        };
+        for text in ["", "store", text, "store(disk=none)"] {
+            let spec = fields.over(text).expect(text);
+            let disk = spec.disk.expect("one");
+            assert_eq!((spec.config.host_bytes, disk.bytes), ((5 << 20) + 1, 7 << 20));
+            assert_eq!(disk.path, Path::new("b c\"(,"));
+            assert_eq!(spec.config.host_policy, "slru(segments=3)");
+            assert_eq!(
+                (spec.config.disk_policy.as_str(), spec.config.write),
+                ("arc", Write::Never)
+            );
+            assert_eq!(disk.segment_bytes == 1 << 20, text.contains("segment"));
+        }
+        let behind = Fields { write: Some(Write::Behind), ..none };
+        let config = behind.over("store(write=behind(age=3s))").expect("sound").config;
+        assert_eq!((config.write, config.write_age_ns), (Write::Behind, 3_000_000_000));
+        let config = behind.over("store(write=never)").expect("sound").config;
+        assert_eq!((config.write, config.write_age_ns), (Write::Behind, 1_000_000_000));
+        let half = Fields { disk_bytes: 9, ..none }.over(text).expect("sound").disk.expect("one");
+        assert_eq!((half.bytes, half.path.as_path()), (9, Path::new("a")));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_as_for_parameters() {
+        let none = Fields::default();
+        for (fields, text, word) in [
+            (Fields { disk_bytes: 1, ..none }, "", "path="),
+            (Fields { disk_path: "a", ..none }, "store", "bytes="),
+            (Fields { disk_path: "a", ..none }, "store(disk=disc(bytes=1GiB))", "'disk'"),
+            (Fields { disk_path: "a", ..none }, "store(disk=3)", "'disk'"),
+            (Fields { policy: "lru(", ..none }, "", "policy"),
+            (Fields { host_bytes: 1, ..none }, "shop", "'store'"),
+            (Fields { host_bytes: 1, ..none }, "store(hots=1)", "'host'"),
+        ] {
+            let error = fields.over(text).expect_err(text);
+            assert!(error.message().contains(word), "{text}: {error}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod remote_spec_tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Option<RemoteSpec>> {
+        RemoteSpec::read(&Spec::parse(text).unwrap())
+    }
+
+    #[test]
+    fn a_remote_is_described() {
+        let text =
+            "redis(url=\"redis://a:1\", write=through, timeout=100, ask=locate, prefix=\"p\")";
+        let spec = read(text).unwrap().unwrap();
+        assert_eq!((spec.config.write, spec.config.timeout_ns), (Write::Through, 100 * MS));
+        assert!(!spec.config.asks && !spec.require && spec.fetchers == 2);
+        let spec = read("dir(path=\"x\", fetchers=3, object=64KiB)").unwrap().unwrap();
+        assert_eq!((spec.fetchers, spec.object_bytes), (3, 64 << 10));
+        assert!(read("none").unwrap().is_none());
+        for (bad, word) in [
+            ("redis()", "url="),
+            ("dir()", "path="),
+            ("rediss(url=\"x\")", "redis"),
+            ("redis(url=\"redis://a\", ur=1)", "url"),
+            ("dir(path=\"x\", prefix=\"a/b\")", "prefix"),
+            ("dir(path=\"x\", object=1KiB)", "object="),
+            ("dir(path=\"x\", write=thru)", "through"),
+            ("dir(path=\"x\", timeout=0)", "timeout"),
+            ("redis(url=\"redis://a\", events=\"a b\")", "events="),
+            ("dir(path=\"x\", events=\"a\")", "events"),
+        ] {
+            let error = read(bad).unwrap_err();
+            assert!(error.message().contains(word), "{bad}: {error}");
+        }
+    }
+
+    #[test]
+    fn secrets_have_names() {
+        let mut secrets = Secrets::default();
+        secrets.add("password", b"hunter2").unwrap();
+        assert!(!format!("{secrets:?}").contains("hunter2"));
+        assert_eq!(secrets.add("password", b"x").unwrap_err().status(), Status::Invalid);
+        assert!(secrets.add("passwort", b"x").unwrap_err().message().contains("password"));
+    }
+
+    #[test]
+    fn a_remote_that_cannot_be_reached_costs_nothing_unless_it_is_required() {
+        let clock = Clock::real();
+        let spec = read("redis(url=\"redis://127.0.0.1:1\", connect=200)").unwrap().unwrap();
+        let (_, config, server) = spec.open(&Secrets::default(), None, &clock).unwrap();
+        assert!(server.is_none() && config.object_bytes > 0);
+        let text = "redis(url=\"redis://127.0.0.1:1\", connect=200, require=true)";
+        let spec = read(text).unwrap().unwrap();
+        assert!(spec.open(&Secrets::default(), None, &clock).is_err());
+        let spec = read("custom()").unwrap().unwrap();
+        let error = spec.open(&Secrets::default(), None, &clock).err().unwrap();
+        assert_eq!(error.status(), Status::Invalid);
     }
 }

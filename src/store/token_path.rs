@@ -1,6 +1,6 @@
-//! The path of a session: its tokens, the keys of its chunks, and which of them
-//! are in the table. A path holds a reference to each chunk that it has found or
-//! made, so that none leaves while the session lives.
+//! The token path of a session: its tokens, the keys of its chunks, and their rows in the chunk
+//! table. A path references each chunk that it has found or made, so that none is dropped while the
+//! session is open.
 
 use std::ops::Range;
 

@@ -15,7 +15,7 @@ use kvtier::offload::{Home, Offload, Opts, Policies};
 use kvtier::sparse::{Context, Kind, Shape, registry};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
-use kvtier::store::state::views::{LayerViews, PlaneView};
+use kvtier::store::state::session::{LayerViews, PlaneView};
 use kvtier::store::state::{Level, SessionOpts, SpaceOpts};
 
 use crate::{BYTES, alone};

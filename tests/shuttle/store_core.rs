@@ -16,8 +16,8 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::store::executor::Tools;
-use kvtier::store::state::checkpoint_writer::{CheckpointWriter, Page};
-use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::disk_gc::{CheckpointWriter, Page};
+use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{
     CellRange, Config, Finished, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,

@@ -11,10 +11,10 @@ use kvtier::format::keys::Key;
 use kvtier::format::keys::block::BlockKeys;
 use kvtier::meta::chunks::WHOLE;
 use kvtier::policy::Hint;
-use kvtier::store::state::block_references::MAX_HOLDS;
+use kvtier::store::state::blocks::MAX_HOLDS;
 use kvtier::store::state::blocks::{BlockMove, MAX_BLOCKS};
+use kvtier::store::state::session::{LayerViews, PlaneView, Tokens, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::views::{LayerViews, PlaneView, Tokens, Views};
 use kvtier::store::state::{SessionOpts, SpaceOpts};
 use kvtier_testkit::fixtures::store::{
     Engine, Home, LONG_NS, Model, POISON, Scratch, Shape, document, marks_of, mix, spec_of,
@@ -511,7 +511,8 @@ fn blocks_that_found_room_on_disk_are_not_blamed_for_others() {
 }
 
 fn first_layers(dup: bool) -> usize {
-    let all = Engineer::new(&format!("store(host={},policy=lru,grain=cell,drop=cell)", 512 << 10));
+    let all =
+        Engineer::new(&format!("store(host={},policy=lru,granularity=cell,drop=cell)", 512 << 10));
     let mut names: Vec<u32> = (0..30).collect();
     if dup {
         names.push(0);
@@ -544,7 +545,7 @@ fn cells_of_a_batch_with_a_name_twice_are_told_like_any() {
 
 #[test]
 fn with_sessions_as_objects_blocks_do_not_all_leave_at_once() {
-    let all = Engineer::new(&format!("store(host={},policy=lru,grain=session)", 512 << 10));
+    let all = Engineer::new(&format!("store(host={},policy=lru,granularity=session)", 512 << 10));
     assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
     all.put(Level::Ram, &(100..112).collect::<Vec<u32>>());
     let left = all.exists(&(0..30).collect::<Vec<u32>>()).iter().filter(|one| **one).count();
@@ -566,7 +567,7 @@ fn what_is_refused_sends_nobody_away() {
 
 #[test]
 fn what_is_held_stays_while_others_come_and_go() {
-    for rest in ["", ",grain=cell", ",grain=cell,drop=cell", ",grain=session"] {
+    for rest in ["", ",granularity=cell", ",granularity=cell,drop=cell", ",granularity=session"] {
         // Room for some forty.
         let all = Engineer::new(&format!("store(host={},policy=lru{rest})", 512 << 10));
         assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
@@ -728,7 +729,7 @@ fn where_the_held_leave_too_little_room_nobody_leaves() {
 
 #[test]
 fn as_many_as_may_be_are_held_and_hinted_at_once() {
-    for rest in ["", ",grain=cell", ",grain=session"] {
+    for rest in ["", ",granularity=cell", ",granularity=session"] {
         let all = Engineer::new(&format!("store(host=64MiB,policy=predictive{rest})"));
         let names: Vec<u32> = (0..1000).collect();
         assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
@@ -749,7 +750,7 @@ fn as_many_as_may_be_are_held_and_hinted_at_once() {
 #[test]
 fn models_of_many_layers_are_hinted_cell_by_cell() {
     let model = Model { layers: 300, heads: 1, run: 8, chunk: 4 };
-    let home = Home::open(&spec_of("store(host=64MiB,policy=predictive,grain=cell)"));
+    let home = Home::open(&spec_of("store(host=64MiB,policy=predictive,granularity=cell)"));
     let space = home.space(1, &model);
     let tokens = document(1, 4);
     let session = home.session(space, &tokens);
@@ -814,7 +815,7 @@ fn policies_go_by_what_is_said_of_blocks() {
     let now_ns = kvtier::base::clock::Clock::real().now_ns() as i64;
     let late = Hint { next_use: Some((now_ns + 1_000_000_000_000, 1.0)), ..Hint::default() };
     let never = Hint { done: true, ..Hint::default() };
-    for rest in ["", ",grain=cell,drop=cell", ",grain=session"] {
+    for rest in ["", ",granularity=cell,drop=cell", ",granularity=session"] {
         let silent = left_after(rest, None);
         assert!(silent < 15, "{rest}: without a word {silent} stay");
         for hint in [late, never] {
@@ -976,9 +977,9 @@ fn a_storm() {
         (1, "host=600KiB"),
         (2, "host=600KiB,write=back"),
         (3, "host=2MiB,chunks=90,policy=lru"),
-        (4, "host=600KiB,grain=cell"),
-        (5, "host=600KiB,grain=session,write=through"),
-        (6, "host=600KiB,grain=cell,drop=cell"),
+        (4, "host=600KiB,granularity=cell"),
+        (5, "host=600KiB,granularity=session,write=through"),
+        (6, "host=600KiB,granularity=cell,drop=cell"),
     ] {
         let scratch = Scratch::new("blocks-storm");
         let disk = if seed % 2 == 0 {
@@ -989,7 +990,7 @@ fn a_storm() {
         storm(&with_disk(&scratch.0, disk, rest), seed, ROUNDS, true);
     }
     storm(&spec_of("store(host=600KiB,chunks=100)"), 7, ROUNDS, true);
-    storm(&spec_of("store(host=600KiB,chunks=100,grain=cell,drop=cell)"), 8, ROUNDS, true);
+    storm(&spec_of("store(host=600KiB,chunks=100,granularity=cell,drop=cell)"), 8, ROUNDS, true);
 }
 
 #[test]

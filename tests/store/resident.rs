@@ -59,7 +59,7 @@ const SETUPS: [Setup; 9] = [
     setup("small", [16, 64, 0, 200], (4 * KIB, 4), ""),
     setup("usual", [64, 128, 0, 500], (4 * KIB, 4), ""),
     setup("large_cells", [64, 128, 0, 500], (1024 * KIB, 2), ""),
-    setup("by_cells", [32, 128, 96, 200], (4 * KIB, 8), ",grain=cell"),
+    setup("by_cells", [32, 128, 96, 200], (4 * KIB, 8), ",granularity=cell"),
     setup("on_disk", [32, 128, 96, 300], (4 * KIB, 1), ""),
     setup("auto", [32, 160, 0, 300], (4 * KIB, 2), ",policy=auto"),
     setup("few_chunks", [64, 128, 96, 300], (16 * KIB, 2), ",chunks=2048"),
@@ -71,7 +71,7 @@ const SETUPS: [Setup; 9] = [
 const LARGE: [Setup; 6] = [
     setup("half_a_gib", [512, 768, 0, 1200], (4 * KIB, 4), ""),
     setup("half_a_gib_on_disk", [512, 768, 1024, 3000], (64 * KIB, 4), ""),
-    setup("two_gib", [2048, 2560, 4096, 6000], (16 * KIB, 8), ",grain=cell"),
+    setup("two_gib", [2048, 2560, 4096, 6000], (16 * KIB, 8), ",granularity=cell"),
     setup(
         "two_gib_and_a_remote",
         [2048, 2560, 0, 2500],

@@ -13,8 +13,8 @@ use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
+use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::views::{LayerViews, PlaneView, Views};
 use kvtier::store::state::{CellRange, SessionOpts, SpaceOpts, Wanted};
 
 use super::disk::{Outcome, memory};

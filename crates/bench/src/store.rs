@@ -8,8 +8,8 @@ use kvtier::base::memory::Buffer;
 use kvtier::base::status::{Result, Status};
 use kvtier::io::files::Way;
 use kvtier::meta::key::Key;
+use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::views::{LayerViews, PlaneView, Views};
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{CellRange, Config, SessionOpts, SpaceOpts, StoreState, Wanted};
 

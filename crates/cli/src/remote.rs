@@ -7,8 +7,8 @@ use kvtier::base::clock::Clock;
 use kvtier::base::spec::{Arg, Spec, Value};
 use kvtier::base::status::{Error, Result};
 use kvtier::fail;
-use kvtier::store::remote_spec::{RemoteSpec, Secrets};
 use kvtier::store::spec::StoreSpec;
+use kvtier::store::spec::{RemoteSpec, Secrets};
 use kvtier::store::state::RemoteConfig;
 use kvtier::tier::remote::{Remote, Server};
 

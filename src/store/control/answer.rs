@@ -1,5 +1,4 @@
-//! Answers: what is seen of a store, as JSON. Views are taken under the store's lock
-//! and written down without it.
+//! Answers to requests, as JSON. A view is taken under the store's lock and written without it.
 
 use crate::base::budget::Tier;
 use crate::base::json_out::Json;

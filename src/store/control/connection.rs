@@ -1,5 +1,4 @@
-//! One connection: a request comes in pieces, its answer goes out in pieces. It has
-//! so long for each, and is dropped when that is over.
+//! One connection: reads a request and writes its answer, each within a deadline.
 
 use crate::base::status::{Error, Result, Status};
 use crate::io::socket::{Stream, Watched};

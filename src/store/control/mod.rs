@@ -1,7 +1,8 @@
-//! What people ask a running store, and tell it: requests and answers over a local
-//! socket. A request is one line, a spec such as `table(session=3)`; an answer is
-//! `ok BYTES` or `error STATUS BYTES` on a line, then so many bytes. What comes from
-//! the socket is trusted in nothing, and nobody there is waited for.
+//! The control socket: people and programs inspect and change a running store.
+//!
+//! A request is one line, a spec string such as `board(session=3)`. An answer is `ok BYTES` or
+//! `error STATUS BYTES` on a line, followed by so many bytes. Input is untrusted, and a slow client
+//! delays nobody else.
 
 mod answer;
 mod connection;

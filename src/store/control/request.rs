@@ -1,4 +1,4 @@
-//! Requests: what may be asked, read by the one grammar for specs.
+//! Requests of the control socket, parsed by the grammar of spec strings.
 
 use crate::base::budget::Tier;
 use crate::base::spec::{Reader, Spec, Value};

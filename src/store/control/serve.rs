@@ -1,4 +1,4 @@
-//! The life of the thread that answers.
+//! The thread that serves the control socket.
 
 use crate::base::clock::Clock;
 use crate::base::status::Result;

@@ -1,15 +1,15 @@
-//! Views of a store, written down as JSON.
+//! Views of a store as JSON.
 
 use crate::base::json_out::Json;
 use crate::policy::log::Entry;
 use crate::policy::registry;
 use crate::store::admission::REFUSALS;
 use crate::store::state::Counters;
-use crate::store::state::latency::{Latency, TIMED};
 use crate::store::state::shadow::Score;
 use crate::store::state::snapshot::{SessionSnapshot, ShadowSnapshot, TableSnapshot, TierSnapshot};
+use crate::store::state::stats::Tenant;
 use crate::store::state::stats::{DiskGauge, PolicyGauge, QueueGauge, Report};
-use crate::store::state::tenants::Tenant;
+use crate::store::state::stats::{Latency, TIMED};
 
 /// What a tier may use and uses, by its name; and who decides there.
 pub(super) type Tiers = Vec<(&'static str, TierSnapshot, String)>;

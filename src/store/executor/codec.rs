@@ -1,6 +1,5 @@
-//! Cells on their way to disk and back are coded in memory that the disk tier lends,
-//! batch by batch: as much as there is, or one record or cell, at once. Nothing is locked
-//! meanwhile.
+//! Encodes cells on their way to disk and decodes them on their way back, in scratch memory that
+//! the disk tier lends: a batch at a time, or a single record or cell when memory is short.
 
 use std::ops::Range;
 

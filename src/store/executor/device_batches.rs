@@ -1,5 +1,5 @@
-//! Copies behind events of the device that have not come: they are submitted behind them, on
-//! streams that nobody else uses, and looked after. No thread waits for one of them alone.
+//! Device copies that wait for device events. Batches are submitted behind the event on streams
+//! that nothing else uses; one thread polls all of them.
 
 use std::collections::VecDeque;
 

@@ -1,5 +1,5 @@
-//! The hands of a store: they carry out what the core decides. No lock is held while
-//! they work.
+//! Executes batches of work: copies, disk reads and writes, syncs, compaction, remote requests.
+//! Workers call it without the store's lock.
 
 mod codec;
 pub mod device_batches;
@@ -11,8 +11,8 @@ use crate::base::sync::Arc;
 use crate::device::host::Host;
 use crate::device::{Copy, Device, Event, Memory, Stream, Way};
 use crate::store::executor::remote::RemoteExecutor;
-use crate::store::state::audit::Audit;
-use crate::store::state::checkpoint_writer::CheckpointWriter;
+use crate::store::state::device_tier::Audit;
+use crate::store::state::disk_gc::CheckpointWriter;
 use crate::store::state::work::{CopyBatch, CopyItem, SyncBatch, Upkeep, Work};
 
 use crate::tier::disk::DiskTier;

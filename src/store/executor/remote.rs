@@ -1,5 +1,5 @@
-//! Errands: what hands do at the remote for the core. Each thread has a way of its own to it, and
-//! memory for headers; cells go from and to where they are.
+//! Remote requests of the workers: lookups, fetches, uploads. Each worker has its own connection
+//! and memory for headers; cells are read from and written to host memory directly.
 
 use crate::base::clock::Clock;
 use crate::base::status::Result;

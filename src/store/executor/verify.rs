@@ -1,6 +1,6 @@
-//! Copies of a device that sums, held against what their bytes have to be: a byte that changes on
-//! the way would else be stored, and summed as if it were right. Over the bus that is what is in
-//! host memory; out of the device tier what came there.
+//! Verification of device copies. A device may compute checksums of what it copies; they are
+//! compared with checksums of the same bytes in host memory, so that a byte that changes on the
+//! link is neither stored nor delivered.
 
 use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};

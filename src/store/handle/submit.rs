@@ -1,13 +1,31 @@
-//! How moves begin: ops are promised, and the core is told.
+//! Submitting transfers: reserve the ops, then hand the transfer to the state machine. A transfer
+//! with a ready event or a device event waits for it without a thread.
 
-use crate::base::op::{OpOpts, OpRef};
-use crate::base::status::{Error, Result, Status};
+use crate::base::op::OpOpts;
+use crate::base::op::OpRef;
+use crate::base::panic;
+use crate::base::status::Error;
+use crate::base::status::Result;
+use crate::base::status::Status;
+use crate::device::Event;
+use crate::device::State;
+use crate::fail;
 use crate::format::keys::Key;
-use crate::store::handle::{Store, finish, given_up};
+use crate::store::executor::Tools;
+use crate::store::executor::device_batches::Crew;
+use crate::store::executor::device_batches::Desk;
+use crate::store::handle::Inner;
+use crate::store::handle::Store;
+use crate::store::handle::finish;
+use crate::store::handle::given_up;
+use crate::store::ready_event::Listener;
 use crate::store::ready_event::Ready;
+use crate::store::ready_event::Word;
+use crate::store::state::CellRange;
+use crate::store::state::StoreState;
+use crate::store::state::TransferKind;
 use crate::store::state::blocks::BlockMove;
-use crate::store::state::transfer::{Level, TransferKind};
-use crate::store::state::{CellRange, StoreState};
+use crate::store::state::transfer::Level;
 
 /// How many ops stand for a move.
 enum Ops {
@@ -184,4 +202,124 @@ pub(super) fn undo(ops: Vec<OpRef>, error: Error) -> Error {
         op.remove();
     }
     error
+}
+
+// ---------- ready transfers
+//
+// Moves of a store that wait for the engine's word.
+
+impl Listener for Inner {
+    fn notified(&self, ticket: u64, word: Word) {
+        let mut state = self.state.lock();
+        if state.stop || state.broken {
+            return;
+        }
+        state.core.tick(self.runtime.clock().now_ns());
+        match word {
+            Word::Given => state.core.begin_waiting(ticket),
+            Word::TakenBack => state.core.give_up_waiting(ticket, Status::Cancelled),
+        }
+        let news = self.news(&mut state);
+        drop(state);
+        finish(news);
+    }
+
+    fn waits(&self, ticket: u64) -> bool {
+        self.state.lock().core.is_waiting(ticket)
+    }
+}
+
+// ---------- device events
+//
+// The thread that looks after copies behind events of the device.
+
+/// How long nobody looks while nothing happens.
+const LOOK_NS: u64 = 250_000;
+
+impl Desk for &Inner {
+    fn with(&mut self, act: &mut dyn FnMut(&mut StoreState)) {
+        let mut state = self.state.lock();
+        state.core.tick(self.runtime.clock().now_ns());
+        act(&mut state.core);
+        let news = self.news(&mut state);
+        drop(state);
+        finish(news);
+    }
+}
+
+impl Inner {
+    /// The life of that thread.
+    pub(super) fn serve_behind(&self, tools: Tools) {
+        let mut crew = Crew::new(tools);
+        while self.wait_for_events(&crew) {
+            // SAFETY: the core hears of the end of what is begun from here; views are of memory
+            // that the caller promised to keep until the op is released, which follows that.
+            let did = panic::catch(|| unsafe { crew.turn(&mut &*self) });
+            match did {
+                Ok(true) => {}
+                Ok(false) => self.rest_behind(&crew),
+                Err(text) => {
+                    self.runtime.poison(&text);
+                    self.state.lock().broken = true;
+                    self.give_up();
+                }
+            }
+        }
+    }
+
+    /// Sleeps until there are events to look after; false when there never will be.
+    fn wait_for_events(&self, crew: &Crew) -> bool {
+        let mut state = self.state.lock();
+        while !state.broken && crew.is_idle() && !state.core.has_events_ahead() {
+            if state.stop {
+                return false;
+            }
+            state.crew_sleeps = true;
+            self.behind.wait(&mut state);
+            state.crew_sleeps = false;
+        }
+        !state.broken
+    }
+
+    fn rest_behind(&self, crew: &Crew) {
+        let until_ns = self.runtime.clock().now_ns().saturating_add(LOOK_NS);
+        match crew.is_idle() {
+            false => crew.rest(until_ns),
+            true => {
+                let mut state = self.state.lock();
+                if !state.stop {
+                    self.behind.wait_for(&mut state, LOOK_NS);
+                }
+            }
+        }
+    }
+}
+
+impl Store {
+    /// What a move is behind: nothing, if its event has come already. What can be seen of a
+    /// wrong one is said here.
+    pub(super) fn check_after(
+        &self,
+        kind: TransferKind,
+        after: Option<Event>,
+    ) -> Result<Option<Event>> {
+        let Some(event) = after else { return Ok(None) };
+        if !self.has_device {
+            fail!(
+                Unavailable,
+                "the store was opened without a device, and knows no event {:#x}: wait for it, or \
+                 name a ready event",
+                event.0
+            );
+        }
+        if kind == TransferKind::Prefetch {
+            fail!(Invalid, "a prefetch has no tensors: nothing of it can be behind an event");
+        }
+        let device = self.inner.tools.lock().device.clone();
+        match device.state(event) {
+            Ok(State::Done) => Ok(None),
+            Err(error) if error.status() == Status::Handle => Err(error.within("after")),
+            _ => Ok(Some(event)),
+        }
+    }
 }

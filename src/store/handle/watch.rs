@@ -1,12 +1,34 @@
-//! Ops that end when something has changed: what readers of events wait for, on a queue of
-//! theirs.
+//! Ops that complete when an event is published, and read-only calls: lookup and audit.
 
-use crate::base::op::{OpOpts, OpRef};
-use crate::base::status::{Result, Status};
+use crate::base::op::OpOpts;
+use crate::base::op::OpRef;
+use crate::base::status::Result;
+use crate::base::status::Status;
+use crate::base::sync::Arc;
+use crate::device::Device;
+use crate::device::Stream;
 use crate::fail;
+use crate::format::keys::Key;
+use crate::format::keys::chain::Chain;
+use crate::format::keys::media;
+use crate::format::keys::media::Medium;
+use crate::store::events::Entries;
+use crate::store::events::Event;
+use crate::store::events::MOST;
+use crate::store::events::Stage;
+use crate::store::handle::Guarded;
+use crate::store::handle::Inner;
+use crate::store::handle::News;
+use crate::store::handle::Store;
+use crate::store::handle::finish;
+use crate::store::handle::given_up;
 use crate::store::handle::submit::undo;
-use crate::store::handle::{Guarded, News, Store, finish, given_up};
 use crate::store::state::Finished;
+use crate::store::state::device_tier::Audited;
+use crate::store::state::plans::Look;
+use crate::store::token_path::MAX_TOKENS;
+use crate::tier::remote::Publish;
+use crate::tier::remote::Trouble;
 
 /// Most that wait.
 const MAX_WATCHES: usize = 1024;
@@ -124,5 +146,186 @@ impl Store {
         op.announce();
         finish(news);
         Ok(op)
+    }
+}
+
+// ---------- publisher
+//
+// The thread that tells a remote what changes. It reads events as any other reader does: it holds
+// nobody up, and what it was too slow for is missed, and said to be.
+
+/// How long nothing is said to a remote that did not take it, at first and at most.
+const PAUSE_NS: [u64; 2] = [100_000_000, 5_000_000_000];
+
+/// What that thread has.
+pub(super) struct Feed {
+    notify: Publish,
+    entries: Entries,
+    timeout_ns: u64,
+}
+
+/// What is to be told next.
+struct Turn {
+    stage: Stage,
+    missed: u64,
+    count: usize,
+}
+
+impl Feed {
+    /// As whom it tells what; a request takes no longer than that.
+    pub fn new(node: &str, notify: Publish, timeout_ns: u64) -> Result<Feed> {
+        let run = u64::from_le_bytes(crate::base::machine::random_bytes()?);
+        Ok(Feed { notify, entries: Entries::new(node, run), timeout_ns })
+    }
+}
+
+impl Inner {
+    /// The life of that thread.
+    pub(super) fn serve_feed(&self, mut feed: Feed) {
+        let mut events = vec![Event::default(); MOST];
+        let (mut from, mut missed) = (0, 0);
+        let (mut stage, mut pause_ns) = (Stage::Opened, 0);
+        loop {
+            if pause_ns > 0 && self.rest_feed(pause_ns) {
+                return;
+            }
+            let turn = self.next_turn(from, stage, &mut events);
+            (from, missed) = (from + turn.missed, missed + turn.missed);
+            let notified = self.notify(&mut feed, &turn, (from, missed), &events[..turn.count]);
+            match notified {
+                Ok(()) => {
+                    (from, missed, pause_ns) = (from + turn.count as u64, 0, 0);
+                    stage = Stage::Open;
+                }
+                Err(trouble) => {
+                    if pause_ns == 0 {
+                        let why = crate::base::status::Error::from(trouble);
+                        log::warn!("events cannot be told, and are tried again: {why}");
+                    }
+                    pause_ns = (pause_ns * 2).clamp(PAUSE_NS[0], PAUSE_NS[1]);
+                }
+            }
+            if turn.stage == Stage::Closed {
+                return;
+            }
+        }
+    }
+
+    fn notify(
+        &self,
+        feed: &mut Feed,
+        turn: &Turn,
+        (from, missed): (u64, u64),
+        events: &[Event],
+    ) -> std::result::Result<(), Trouble> {
+        let fields = feed.entries.make(turn.stage, from, missed, events);
+        (feed.notify)(&fields, self.runtime.clock().now_ns().saturating_add(feed.timeout_ns))
+    }
+
+    /// Waits until there is something to tell.
+    fn next_turn(&self, from: u64, stage: Stage, events: &mut [Event]) -> Turn {
+        let mut state = self.state.lock();
+        let is_over = |state: &super::Guarded| state.stop || state.broken;
+        while stage != Stage::Opened && state.core.events.next_number() <= from && !is_over(&state)
+        {
+            state.published_until = from;
+            self.feed.wait(&mut state);
+        }
+        state.published_until = u64::MAX;
+        let (count, missed) = state.core.events.read(from, events);
+        // What is left comes before the end.
+        let rest = state.core.events.next_number() - from - missed - count as u64;
+        let stage = if is_over(&state) && rest == 0 { Stage::Closed } else { stage };
+        Turn { stage, missed, count }
+    }
+
+    /// Waits a while; whether the store has ended meanwhile.
+    fn rest_feed(&self, pause_ns: u64) -> bool {
+        let mut state = self.state.lock();
+        if !state.stop && !state.broken {
+            self.feed.wait_for(&mut state, pause_ns);
+        }
+        state.stop || state.broken
+    }
+}
+
+// ---------- lookup
+//
+// Lookups of a store. Keys are made before its lock is taken.
+
+impl Store {
+    /// Its device.
+    pub fn device(&self) -> Arc<dyn Device> {
+        self.inner.tools.lock().device.clone()
+    }
+
+    /// Looks a sequence up in a namespace.
+    pub fn lookup(&self, space: u32, tokens: &[u32]) -> Result<Look> {
+        self.lookup_media(space, tokens, &[])
+    }
+
+    /// The same with media that start in it.
+    pub fn lookup_media(&self, space: u32, tokens: &[u32], media: &[Medium]) -> Result<Look> {
+        let keys = self.chunk_keys(space, tokens, media)?;
+        self.lookup_keys(space, &keys, tokens.len() as u64)
+    }
+
+    /// What the full chunks of a sequence are called.
+    pub fn chunk_keys(&self, space: u32, tokens: &[u32], media: &[Medium]) -> Result<Vec<Key>> {
+        if tokens.len() > MAX_TOKENS {
+            fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
+        }
+        media::check(media, 0..tokens.len() as u64)?;
+        let home = self.look(|core| {
+            let key = core.space(space).map(|space| space.key);
+            Some((key?, core.table_of(space)?.layout.chunk_tokens()))
+        })?;
+        let Some((key, each)) = home else { fail!(NotFound, "there is no namespace {space}") };
+        let mut keys = Vec::new();
+        Chain::new(key, each)?.extend(tokens, &media::extras(media, each)?, &mut keys)?;
+        Ok(keys)
+    }
+
+    /// Looks up the keys of the full chunks of a sequence of so many tokens.
+    pub fn lookup_keys(&self, space: u32, keys: &[Key], tokens: u64) -> Result<Look> {
+        self.with(|core| core.lookup_keys(space, keys, tokens).cloned())
+    }
+}
+
+// ---------- audit
+//
+// An audit of the cells of a store that are in device memory.
+
+/// So many are looked at together: they cannot leave meanwhile.
+const TURN: usize = 64;
+
+impl Store {
+    /// Reads all cells in device memory back, and holds them against what the store has
+    /// elsewhere. What is wrong is forgotten.
+    pub fn audit_device(&self) -> Result<Audited> {
+        let list = self.with(|core| Ok(core.audit_list()))?;
+        let mut audited = Audited::default();
+        for some in list.chunks(TURN) {
+            self.audit_some(some, &mut audited)?;
+        }
+        Ok(audited)
+    }
+
+    fn audit_some(&self, list: &[u64], audited: &mut Audited) -> Result<()> {
+        // Before the core: a close after a defect waits for nothing that is under way, but for
+        // this.
+        let _auditing = self.auditing.lock();
+        let all = self.with(|core| Ok(core.begin_audit(list)))?;
+        let tools = self.inner.tools.lock().clone();
+        for one in all {
+            // SAFETY: the audit is ended below.
+            let found = unsafe { tools.audit(&one, Stream(0)) };
+            let mut state = self.inner.state.lock();
+            state.core.end_audit(one, found, audited);
+            let news = self.inner.news(&mut state);
+            drop(state);
+            super::finish(news);
+        }
+        Ok(())
     }
 }

@@ -1,5 +1,4 @@
-//! The threads of a store: hands that carry work out, and one that answers at the
-//! control socket.
+//! Worker threads of a store, and the thread that serves the control socket.
 
 use crate::base::op::OpRef;
 use crate::base::panic;
@@ -10,7 +9,7 @@ use crate::device::Stream;
 use crate::io::socket::Listener;
 use crate::store::control::{self, Subject};
 use crate::store::executor::Tools;
-use crate::store::handle::publisher::Feed;
+use crate::store::handle::watch::Feed;
 use crate::store::handle::{Guarded, Inner, finish};
 use crate::store::spec::StoreSpec;
 use crate::store::state::StoreState;

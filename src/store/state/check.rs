@@ -1,4 +1,4 @@
-//! What must hold whenever nothing is under way; for tests and simulations.
+//! Consistency checks for tests and simulations: what holds whenever no work is in flight.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +7,8 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
 use crate::meta::chunks::{Cell, Place};
-use crate::store::state::granularity::{Granularity, cell_id};
-use crate::store::state::policy_notifications::flag_of;
+use crate::store::state::eviction::flag_of;
+use crate::store::state::eviction::{Granularity, cell_id};
 use crate::store::state::{At, StoreState};
 
 impl StoreState {

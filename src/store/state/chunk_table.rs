@@ -1,4 +1,4 @@
-//! A board: what cells of one layout are, and the table of their chunks. Namespaces of
+//! The chunk table of one layout: shapes of its cells, and the rows of its chunks. Namespaces of
 //! equal layouts share one.
 
 use crate::base::status::Result;
@@ -13,7 +13,7 @@ use crate::meta::chunks::{Cell, Chunks, Coded, Shape};
 use crate::meta::dtype::Dtype;
 use crate::meta::index::Slot;
 use crate::meta::layout::{Layout, Planes, Rule};
-use crate::store::state::granularity::Part;
+use crate::store::state::eviction::Part;
 use crate::tier::device::Piece;
 
 /// What is noted of a chunk beside its row.

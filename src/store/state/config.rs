@@ -1,4 +1,4 @@
-//! What a store is to be like, and what it counts.
+//! Configuration of a store, and its counters.
 
 use crate::base::memory::Wish;
 use crate::base::spec::Spec;
@@ -8,12 +8,12 @@ use crate::format::codec::Codec;
 use crate::format::codec::int8::Quality;
 use crate::policy::custom;
 use crate::policy::evictor::MAX_OBJECTS;
-use crate::store::state::granularity::Granularity;
+use crate::store::state::eviction::Granularity;
+use crate::store::state::eviction::PIECE_BYTES;
+use crate::store::state::eviction::TierCache;
 use crate::store::state::namespaces::{MAX_CHUNK_TABLES, MAX_SPACES};
-use crate::store::state::policy_notifications::PIECE_BYTES;
 use crate::store::state::remote::RemoteConfig;
 use crate::store::state::snapshot::LEAST_HOST_BYTES;
-use crate::store::state::tier_cache::TierCache;
 use crate::tier::host::HostOpts;
 
 /// When what is in memory is written to disk.
@@ -150,7 +150,7 @@ impl Config {
         if self.drop_cells && self.granularity != Granularity::Cell {
             fail!(
                 Invalid,
-                "drop=cell: cells can be dropped where policies choose cells, grain=cell"
+                "drop=cell: cells can be dropped where policies choose cells, granularity=cell"
             );
         }
         if !(0.0..=1.0).contains(&self.high) || !(0.0..=self.high).contains(&self.low) {

@@ -1,19 +1,54 @@
-//! Room on disk: who leaves it, which segment is cleaned, and what waits for that.
-
-use std::collections::{BTreeMap, BTreeSet};
+//! Space on disk: eviction from the disk tier, the choice of segments to compact, checkpoints,
+//! recovery at opening, and clearing of namespaces.
 
 use crate::base::budget::Tier;
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::Error;
+use crate::base::status::Result;
+use crate::base::status::Status;
+use crate::base::sync::Arc;
 use crate::fail;
+use crate::format::checkpoint::Place;
+use crate::format::codec::Codec;
+use crate::format::record;
+use crate::format::record::Chunk;
+use crate::format::record::blocks_of;
 use crate::format::segment::BLOCK_BYTES;
-use crate::meta::chunks::{Cell, Gone};
+use crate::meta::chunks::Begin;
+use crate::meta::chunks::Cell;
+use crate::meta::chunks::Coded;
+use crate::meta::chunks::Gone;
+use crate::meta::chunks::NewChunk;
+use crate::meta::chunks::Place as Where;
+use crate::meta::index::NONE;
+use crate::meta::index::Slot;
+use crate::meta::key::Key;
+use crate::meta::layout::Layout;
+use crate::store::events::Event;
+use crate::store::events::Kind;
+use crate::store::state::At;
+use crate::store::state::HOST_MASK;
+use crate::store::state::SpaceOpts;
+use crate::store::state::StoreState;
 use crate::store::state::chunk_table::note;
-use crate::store::state::granularity::{Granularity, Part};
-use crate::store::state::work::{self, WorkerKind};
-use crate::store::state::{At, StoreState};
-use crate::tier::disk::{CellAt, SegmentInfo, Spot};
+use crate::store::state::eviction::Granularity;
+use crate::store::state::eviction::Part;
+use crate::store::state::namespaces::Noted;
+use crate::store::state::namespaces::Unsure;
+use crate::store::state::work;
+use crate::store::state::work::Work;
+use crate::store::state::work::WorkerKind;
+use crate::tier::disk::CellAt;
+use crate::tier::disk::Cover;
+use crate::tier::disk::DiskTier;
+use crate::tier::disk::Keeper;
+use crate::tier::disk::Mark;
+use crate::tier::disk::Recovered;
+use crate::tier::disk::SegmentInfo;
+use crate::tier::disk::Spot;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
-const HOST: u8 = 1 << Tier::Host as u8;
 /// How often a chunk is written again after a failure.
 const TRIES: u8 = 3;
 /// A segment is cleaned when at least this part of it is dead.
@@ -331,7 +366,7 @@ impl StoreState {
         if self.host_cache.granularity != Granularity::Cell {
             self.tables[at.table as usize].clear(at.slot, gone);
         }
-        let all = self.drop_where(at, Tier::Host as usize, |_, there| there == HOST);
+        let all = self.drop_where(at, Tier::Host as usize, |_, there| there == HOST_MASK);
         if self.is_in_host(at, Part::All) {
             self.enter_cache(at, Tier::Host, Part::All);
         }
@@ -462,4 +497,641 @@ pub fn disk_room(bytes: u64, share: f64, beside: u64) -> u64 {
 
 fn bytes_of(blocks: u32) -> u64 {
     u64::from(blocks) * BLOCK_BYTES as u64
+}
+
+// ---------- clear
+//
+// What leaves at the engine's wish: everything of a namespace, or a part of a
+// session.
+
+/// What became of chunks that were to go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cleared {
+    /// They are in no tier any more.
+    pub gone: u64,
+    /// They stay: sessions, moves or pins hold them, or others that stay continue them.
+    pub held: u64,
+    /// They stay: the store was at them. Later they can be asked for again.
+    pub moving: u64,
+}
+
+/// What clears a namespace, some chunks at a time.
+pub struct Clearing {
+    space: u32,
+    /// Which namespace that is: the number may be another's by then.
+    serial: u64,
+    table: u32,
+    /// The chunks, those behind others first, and which use of its slot each is.
+    chunks: Vec<(Slot, u32)>,
+    at: usize,
+    /// What became of them so far.
+    pub cleared: Cleared,
+}
+
+impl Clearing {
+    /// Begins anew with those that stayed; what has gone counts.
+    pub fn again(&mut self) {
+        self.at = 0;
+        self.cleared = Cleared { gone: self.cleared.gone, ..Cleared::default() };
+    }
+}
+
+/// What became of one chunk.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    /// It was nowhere.
+    Nothing,
+    Gone,
+    Held,
+    Moving,
+}
+
+/// Who waits for what left to stay away: for a checkpoint that was begun after it.
+#[derive(Default)]
+pub(super) struct Turns {
+    asked: u64,
+    /// What the checkpoint that is being written will do.
+    begun: u64,
+    lasting: u64,
+    /// Up to which turn it failed, and how.
+    failed: Option<(u64, Error)>,
+    /// Who waits has to look again.
+    news: bool,
+}
+
+impl StoreState {
+    /// Begins to clear a namespace of the chunks that it has now.
+    pub fn begin_clear(&self, space: u32) -> Result<Clearing> {
+        let Some(home) = self.space(space) else {
+            fail!(NotFound, "there is no namespace {space}");
+        };
+        let chunks = &self.tables[home.table as usize].chunks;
+        let mut rows: Vec<(u32, Slot, u32)> = Vec::new();
+        for slot in chunks.slots() {
+            let Some(row) = chunks.chunk(slot).filter(|row| row.namespace() == space) else {
+                continue;
+            };
+            if rows.try_reserve(1).is_err() {
+                fail!(NoMem, "no memory to clear {} chunks", rows.len());
+            }
+            rows.push((row.position(), slot, row.generation()));
+        }
+        rows.sort_unstable_by_key(|&(position, slot, _)| (std::cmp::Reverse(position), slot));
+        let chunks = rows.into_iter().map(|(_, slot, generation)| (slot, generation)).collect();
+        let (serial, table, cleared) = (home.serial, home.table, Cleared::default());
+        Ok(Clearing { space, serial, table, chunks, at: 0, cleared })
+    }
+
+    /// How many cells were written so far, or could not be; None = none is on its way down.
+    pub fn writes_so_far(&self) -> Option<u64> {
+        let is_writing =
+            self.under_way[WorkerKind::Write as usize] > 0 || !self.writebacks.is_empty();
+        is_writing.then_some(self.counters.written + self.counters.failed_writes)
+    }
+
+    /// Clears up to `most` chunks more; whether some are left.
+    pub fn clear_more(&mut self, clearing: &mut Clearing, most: usize) -> bool {
+        let table = clearing.table;
+        if self.space(clearing.space).is_none_or(|space| space.serial != clearing.serial) {
+            return false; // nothing was left of it
+        }
+        let end = clearing.chunks.len().min(clearing.at.saturating_add(most));
+        let rows = &self.tables[table as usize].chunks;
+        let same = |&&(slot, generation): &&(Slot, u32)| rows.chunk_of(slot, generation).is_some();
+        let part = &clearing.chunks[clearing.at..end];
+        let slots: Vec<Slot> = part.iter().filter(same).map(|&(slot, _)| slot).collect();
+        clearing.cleared = self.take_away(table, &slots, clearing.cleared);
+        clearing.at = end;
+        let is_over = end == clearing.chunks.len();
+        if is_over && self.spaces[clearing.space as usize].rows == 0 {
+            self.say_cleared(clearing.space);
+        }
+        self.settle();
+        !is_over
+    }
+
+    /// Lets the chunks of a range of a session's tokens go; those that nobody else
+    /// holds leave all tiers.
+    pub fn drop_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<Cleared> {
+        let (first, end, tail) = self.chunks_of(at, first, tokens)?;
+        let slots = self.let_go_range(at, first..end, tail)?;
+        let table = self.spaces[self.session(at)?.space as usize].table;
+        let cleared = self.take_away(table, &slots, Cleared::default());
+        self.settle();
+        Ok(cleared)
+    }
+
+    /// Takes chunks away, those that continue others before them.
+    pub(super) fn take_away(&mut self, table: u32, slots: &[Slot], before: Cleared) -> Cleared {
+        self.take_all(table, slots, before, StoreState::drop_remote)
+    }
+
+    /// The same where they leave for others: the remote keeps what it has.
+    pub(super) fn send_all_away(&mut self, table: u32, slots: &[Slot]) -> Cleared {
+        self.take_all(table, slots, Cleared::default(), StoreState::forget_remote)
+    }
+
+    fn take_all(
+        &mut self,
+        table: u32,
+        slots: &[Slot],
+        before: Cleared,
+        remote: fn(&mut StoreState, At),
+    ) -> Cleared {
+        let mut cleared = before;
+        let stopped = self.stop_on_the_way_down(table, slots);
+        for &slot in slots {
+            match self.take_one_away(At { table, slot }, remote) {
+                Fate::Nothing => {}
+                Fate::Gone => cleared.gone += 1,
+                Fate::Held => cleared.held += 1,
+                Fate::Moving => cleared.moving += 1,
+            }
+        }
+        for at in stopped {
+            let row = self.tables[table as usize].chunks.chunk(at.slot);
+            if row.is_some_and(|row| row.cells()[Tier::Host as usize] > 0) {
+                self.enter_cache(at, Tier::Host, Part::All);
+            }
+        }
+        cleared
+    }
+
+    /// Chunks that the store alone holds, for their turn to be written, need not be if
+    /// they will go.
+    fn stop_on_the_way_down(&mut self, table: u32, slots: &[Slot]) -> BTreeSet<At> {
+        let mut own = BTreeSet::new();
+        // How many of those that continue a chunk go.
+        let mut behind: BTreeMap<Slot, u32> = BTreeMap::new();
+        let rows = &self.tables[table as usize];
+        for &slot in slots {
+            let Some(row) = rows.chunks.chunk(slot) else { continue };
+            let is_queued = rows.has(slot, note::QUEUED);
+            let is_free = row.refs() == u32::from(is_queued)
+                && row.pin().is_none()
+                // A put that goes on from here may wait for it, and hears of its end alone.
+                && !self.chunk_waits.contains_key(&At { table, slot });
+            let holes = self.space(row.namespace()).is_some_and(|space| space.holes);
+            let is_last = row.children() == behind.get(&slot).copied().unwrap_or(0);
+            if !is_free || row.is_moving() || !(is_last || holes) {
+                continue;
+            }
+            if let Some(parent) = rows.chunks.parent(slot) {
+                *behind.entry(parent).or_default() += 1;
+            }
+            if is_queued {
+                own.insert(At { table, slot });
+            }
+        }
+        if own.is_empty() {
+            return own;
+        }
+        self.writebacks.retain(|at| !own.contains(at));
+        for &at in &own {
+            let rows = &mut self.tables[table as usize];
+            rows.clear(at.slot, note::QUEUED | note::FORCED);
+            if let Err(error) = rows.chunks.release(at.slot) {
+                log::error!("a chunk that waited to be written was not held: {error}");
+            }
+            self.stop_leaving(at);
+        }
+        own
+    }
+
+    fn take_one_away(&mut self, at: At, remote: fn(&mut StoreState, At)) -> Fate {
+        let rows = &self.tables[at.table as usize];
+        // One without cells may have gone with those behind it.
+        let Some(row) = rows.chunks.chunk(at.slot) else { return Fate::Nothing };
+        let on_its_way = note::QUEUED | note::FORCED | note::LEAVES;
+        if row.is_moving() || rows.has(at.slot, on_its_way) {
+            return Fate::Moving;
+        }
+        if row.is_blocked() {
+            return Fate::Held;
+        }
+        let fate = if row.cells_somewhere() == 0 { Fate::Nothing } else { Fate::Gone };
+        remote(self, at);
+        self.drop_where(at, Tier::Host as usize, |_, _| true);
+        self.drop_where(at, Tier::Disk as usize, |_, _| true);
+        self.tidy(at.table, at.slot);
+        fate
+    }
+
+    fn say_cleared(&mut self, space: u32) {
+        let Some(key) = self.space(space).map(|space| space.key.0) else { return };
+        self.events.add(Event {
+            at_ns: self.now_ns,
+            kind: Kind::Cleared as u32,
+            parent: key,
+            namespace: key,
+            ..Event::default()
+        });
+    }
+
+    /// Asks that what has left so far stays away when the store is opened again; the
+    /// turn to wait for. The cells are in the log still: a checkpoint says that they
+    /// do not count.
+    pub fn ask_to_last(&mut self) -> u64 {
+        if self.disk.is_none() {
+            return 0;
+        }
+        self.turns.asked += 1;
+        self.upkeep.sweep_soon();
+        self.ask_for_checkpoint();
+        self.turns.asked
+    }
+
+    /// The same for a namespace that was cleared. Where nothing left that an earlier call did
+    /// not wait for to the end, its turn is waited for.
+    pub fn ask_to_last_cleared(&mut self, clearing: &mut Clearing) -> u64 {
+        let gone = clearing.cleared.gone;
+        let space = self.spaces.get_mut(clearing.space as usize);
+        let Some(space) = space.filter(|space| space.serial == clearing.serial) else {
+            return self.ask_to_last();
+        };
+        let before = std::mem::take(&mut space.unsure);
+        clearing.cleared.gone += before.gone;
+        let failed = matches!(self.lasts(before.turn), Some(Err(_)));
+        let turn = match gone == 0 && before.turn > 0 && !failed {
+            true => before.turn,
+            false => self.ask_to_last(),
+        };
+        if let Some(space) = self.spaces.get_mut(clearing.space as usize) {
+            space.unsure = Unsure { turn, gone: clearing.cleared.gone };
+        }
+        turn
+    }
+
+    /// Its caller knows that what was cleared stays away, or that this cannot be had.
+    pub fn end_clear(&mut self, clearing: &Clearing) {
+        let space = self.spaces.get_mut(clearing.space as usize);
+        if let Some(space) = space.filter(|space| space.serial == clearing.serial) {
+            space.unsure = Unsure::default();
+        }
+    }
+
+    /// Whether what had left when a turn was given stays away; `None` = that is not
+    /// known yet.
+    pub fn lasts(&self, turn: u64) -> Option<Result<()>> {
+        if turn <= self.turns.lasting {
+            return Some(Ok(()));
+        }
+        let failed = self.turns.failed.as_ref().filter(|(until, _)| turn <= *until);
+        failed.map(|(_, error)| Err(error.clone()))
+    }
+
+    /// Whether more is known of turns than when this was last asked.
+    pub fn turn_has_come(&mut self) -> bool {
+        std::mem::take(&mut self.turns.news)
+    }
+
+    /// A checkpoint begins: what has left by now is not in it.
+    pub(super) fn turn_begins(&mut self, work: &Work) {
+        if work.is_checkpoint() {
+            self.turns.begun = self.turns.asked;
+        }
+    }
+
+    /// A checkpoint is written, or not.
+    pub(super) fn turn_ends(&mut self, work: &Work, outcome: &Result<()>) {
+        let begun = self.turns.begun;
+        if !work.is_checkpoint() || begun <= self.turns.lasting {
+            return;
+        }
+        self.turns.news = true;
+        match outcome {
+            Ok(()) => (self.turns.lasting, self.turns.failed) = (begun, None),
+            Err(error) => self.turns.failed = Some((begun, error.clone())),
+        }
+    }
+}
+
+// ---------- checkpoint writer
+//
+// What a checkpoint says: the cells on disk, page by page, so that the core's lock
+// is held for short times only.
+
+/// Chunks of a page.
+const PAGE_CHUNKS: usize = 256;
+/// Records after which a new checkpoint is worth writing.
+const RECORDS: u64 = 1 << 15;
+
+/// What those ask the core who carry out upkeep.
+pub trait CheckpointWriter: Keeper {
+    /// Fills a page, from a bookmark on; where the next one begins.
+    fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)>;
+}
+
+/// Some chunks and their cells.
+#[derive(Default)]
+pub struct Page {
+    chunks: Vec<(Chunk, usize)>,
+    cells: Vec<Place>,
+}
+
+/// A checkpoint to be written.
+pub struct Checkpoint {
+    cover: Cover,
+    chunks: usize,
+    cells: usize,
+}
+
+impl Checkpoint {
+    /// Writes it.
+    pub fn write(
+        &self,
+        disk: &Arc<DiskTier>,
+        checkpoint_writer: &mut dyn CheckpointWriter,
+    ) -> Result<()> {
+        disk.checkpoint(&self.cover, self.chunks, self.cells, &mut |sink| {
+            let (mut page, mut next) = (Page::default(), Some((0, 0)));
+            while let Some(from) = next {
+                next = checkpoint_writer.page(from, &mut page);
+                let mut first = 0;
+                for (chunk, cells) in &page.chunks {
+                    sink.chunk(chunk, &page.cells[first..first + cells])?;
+                    first += cells;
+                }
+            }
+            Ok(())
+        })
+    }
+}
+
+impl StoreState {
+    /// Whether so much was written since the last checkpoint that a new one is due.
+    pub(super) fn is_checkpoint_due(&self) -> bool {
+        self.upkeep.wants_checkpoint || self.upkeep.records >= RECORDS
+    }
+
+    /// Asks for a checkpoint soon: the next opening is faster.
+    pub fn ask_for_checkpoint(&mut self) {
+        self.upkeep.wants_checkpoint = true;
+        self.settle();
+    }
+
+    /// Begins a checkpoint. No write may be under way: what was appended before is in
+    /// the tables then.
+    pub(super) fn begin_checkpoint(&mut self, disk: &Arc<DiskTier>) -> Checkpoint {
+        self.upkeep.wants_checkpoint = false;
+        self.upkeep.records = 0;
+        let counts = self.tables.iter().map(|table| table.chunks.counts());
+        let (mut chunks, mut cells) = (0, 0);
+        for count in counts {
+            chunks += count.chunks as usize;
+            cells += count.cells[Tier::Disk as usize] as usize;
+        }
+        // What comes meanwhile is covered by the log, and may be in both.
+        let more = |n: usize| n + n / 8 + 256;
+        Checkpoint { cover: disk.cover(), chunks: more(chunks), cells: more(cells) }
+    }
+
+    /// Fills a page of a checkpoint, from a bookmark (board, slot) on; where the next
+    /// one begins.
+    pub fn page(&self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
+        page.chunks.clear();
+        page.cells.clear();
+        let (number, first) = from;
+        let table = self.tables.get(number as usize)?;
+        for slot in table.chunks.slots_from(first) {
+            if page.chunks.len() == PAGE_CHUNKS {
+                return Some((number, slot));
+            }
+            let before = page.cells.len();
+            for layer in 0..table.layout.layers() {
+                let cell = Cell { chunk: slot, layer };
+                let place = table.chunks.place(cell, Tier::Disk);
+                let Ok(Some(Where::Disk { spot, seal, coded })) = place else { continue };
+                let planes = table.stored_planes(cell).count() as u16;
+                let stored_bytes = table.disk_bytes(cell, coded) as u32;
+                let (layer, codec) = (layer as u32, coded.codec());
+                page.cells.push(Place { spot, seal, stored_bytes, layer, codec, planes });
+            }
+            let cells = page.cells.len() - before;
+            if cells > 0 {
+                page.chunks.push((self.record_of(At { table: number, slot }), cells));
+            }
+        }
+        Some((number + 1, 0))
+    }
+}
+
+// ---------- recovery
+//
+// What an opening finds on disk becomes rows again.
+
+/// What the name of a namespace's note starts with.
+pub(super) const NOTE: &[u8] = b"namespace ";
+const VERSION: u8 = 1;
+
+/// What became of what was found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Adopted {
+    /// Namespaces.
+    pub spaces: u64,
+    /// Chunks.
+    pub chunks: u64,
+    /// Cells.
+    pub cells: u64,
+    /// Cells that were of no use: of unknown namespaces, parts of chunks that are not
+    /// full, there twice, or too many.
+    pub dropped: u64,
+}
+
+impl StoreState {
+    /// Takes over what the disk tier has found. Before anything else is done.
+    pub fn adopt(&mut self, recovered: &Recovered) -> Result<Adopted> {
+        self.check_limits(recovered)?;
+        let spaces = self.adopt_spaces(recovered)?;
+        let mut adopted = Adopted { spaces: spaces.len() as u64, ..Adopted::default() };
+        let mut unwanted: Vec<(Spot, u64)> = Vec::new();
+        for (chunk, cells) in oldest_first(recovered, self.free_rows()) {
+            let added = self.adopt_chunk(chunk);
+            for place in cells {
+                let layer = place.layer as usize;
+                let came = added.is_some_and(|(table, slot)| {
+                    let cell = Cell { chunk: slot, layer };
+                    let bytes = self.tables[table as usize].planes(cell).bytes();
+                    let (spot, seal) = (place.spot, place.seal);
+                    form_of(place, bytes).is_some_and(|coded| {
+                        self.adopt_cell(table, cell, Where::Disk { spot, seal, coded })
+                    })
+                });
+                match came {
+                    true => adopted.cells += 1,
+                    false => unwanted.push((Spot(place.spot), u64::from(place.stored_bytes))),
+                }
+            }
+            if let Some((table, slot)) = added {
+                adopted.chunks += 1;
+                self.note_below(At { table, slot });
+                self.tidy(table, slot);
+            }
+        }
+        adopted.dropped = unwanted.len() as u64;
+        // Those of which nothing was of use.
+        self.look_at_spaces(&spaces);
+        self.pay_for_rows(0);
+        if let Some(disk) = &self.disk {
+            disk.drop_cells(unwanted);
+            self.upkeep.recovered(&disk.segments());
+        }
+        // The disk may be smaller than it was.
+        self.look_at_disk();
+        Ok(adopted)
+    }
+
+    /// Takes over the namespaces of what was found; their numbers, those first that were written
+    /// to last. What is noted of others goes.
+    fn adopt_spaces(&mut self, recovered: &Recovered) -> Result<Vec<u32>> {
+        let (mut unknown, mut first) = (0, None);
+        let (mut fit, mut layouts) = (Vec::new(), BTreeSet::new());
+        for (newest, at, key) in newest_first(recovered) {
+            let session = &recovered.sessions[at];
+            if newest == 0 {
+                self.drop_found_note(&session.name);
+                continue;
+            }
+            let opts = match read_note(key, &session.payload) {
+                Ok(opts) => opts,
+                Err(error) => {
+                    (unknown, first) = (unknown + 1, first.or(Some(error)));
+                    continue;
+                }
+            };
+            // What was given up for others may be there again.
+            let layout = opts.layout.encode();
+            let is_new = !layouts.contains(&layout);
+            if fit.len() >= self.config.max_spaces
+                || is_new && layouts.len() >= self.config.max_layouts
+            {
+                self.drop_found_note(&session.name);
+                continue;
+            }
+            layouts.insert(layout);
+            fit.push((at, fit.len(), opts));
+        }
+        // In the order of their names: what is there decides their numbers, not when it came.
+        fit.sort_unstable_by_key(|&(at, ..)| at);
+        let mut numbers = vec![0; fit.len()];
+        for (at, age, opts) in &fit {
+            let number = self.add_space(opts)?;
+            numbers[*age] = number;
+            let disk = self.disk.as_ref();
+            let name = &recovered.sessions[*at].name;
+            let mark = disk.and_then(|disk| disk.segment_of_session(name)).map(Mark::found);
+            self.spaces[number as usize].below.noted = mark.map_or(Noted::No, Noted::Written);
+        }
+        if let Some(error) = first {
+            log::warn!("{unknown} namespaces on disk are not understood: {error}");
+        }
+        Ok(numbers)
+    }
+
+    fn drop_found_note(&mut self, name: &[u8]) {
+        if let Some(disk) = &self.disk {
+            disk.drop_session(name);
+            self.upkeep.sweep_soon();
+        }
+    }
+
+    fn adopt_chunk(&mut self, chunk: &record::Chunk) -> Option<(u32, Slot)> {
+        let number = self.find_space(&chunk.namespace)?;
+        let space = self.spaces[number as usize];
+        let is_known = self.tables[space.table as usize].chunks.find(&chunk.key).is_some();
+        if !is_known && self.free_rows() == 0 {
+            return None;
+        }
+        let rows = &mut self.tables[space.table as usize];
+        // A partial chunk is a session's own, and that session is gone.
+        if rows.fingerprint != chunk.fingerprint || chunk.valid_tokens != rows.layout.chunk_tokens()
+        {
+            return None;
+        }
+        let new = NewChunk {
+            key: chunk.key,
+            namespace: number,
+            parent: NONE,
+            position: chunk.position,
+            valid_tokens: chunk.valid_tokens,
+            owner: NONE,
+            holes: space.holes,
+        };
+        // What was before it may have been in memory only, and come again.
+        let added = rows.chunks.add_behind(&new, &chunk.parent).ok()?;
+        self.row_came(number, added);
+        Some((space.table, added.slot()))
+    }
+
+    fn adopt_cell(&mut self, table: u32, cell: Cell, place: Where) -> bool {
+        let chunks = &mut self.tables[table as usize].chunks;
+        if !matches!(chunks.begin_store(cell, Tier::Disk), Ok(Begin::Begun)) {
+            return false;
+        }
+        let came = chunks.end_store(cell, Tier::Disk, Some(place)).is_ok();
+        if came {
+            self.tables[table as usize].set(cell.chunk, note::UNREAD);
+            self.arrived(table, cell, Tier::Disk);
+        }
+        came
+    }
+
+    /// What is noted on disk of a namespace.
+    pub(super) fn space_note(&self, at: u32) -> (Vec<u8>, Vec<u8>) {
+        let space = &self.spaces[at as usize];
+        let name = [NOTE, &space.key.0].concat();
+        let layout = self.tables[space.table as usize].layout.encode();
+        (name, [&[VERSION, u8::from(space.holes)], layout.as_slice()].concat())
+    }
+}
+
+/// The notes of namespaces that were found, by their places, and the keys in their names: those of
+/// which something was written last first, should there be too many; 0 = nothing is there of them.
+fn newest_first(recovered: &Recovered) -> Vec<(u64, usize, &[u8])> {
+    let mut newest: BTreeMap<Key, u64> = BTreeMap::new();
+    for (chunk, cells) in recovered.chunks() {
+        // Places in the log grow, by segments and then by blocks.
+        let spots = cells.iter().map(|place| place.spot.saturating_add(1));
+        let last = newest.entry(chunk.namespace).or_default();
+        *last = spots.fold(*last, u64::max);
+    }
+    let of = |key| <[u8; 32]>::try_from(key).ok().and_then(|key| newest.get(&Key(key)).copied());
+    let notes = recovered.sessions.iter().enumerate().filter_map(|(at, session)| {
+        let key = session.name.strip_prefix(NOTE)?;
+        Some((of(key).unwrap_or(0), at, key))
+    });
+    let mut notes: Vec<(u64, usize, &[u8])> = notes.collect();
+    notes.sort_by_key(|&(newest, ..)| Reverse(newest));
+    notes
+}
+
+/// The chunks that were found, each after those before it: as they were written, so that policies
+/// know who came last. Where there are too many the newest come before the others.
+fn oldest_first(recovered: &Recovered, rows: usize) -> Vec<(&record::Chunk, &[Place])> {
+    let mut all: Vec<(&record::Chunk, &[Place])> = recovered.chunks().collect();
+    // They come by position, of one the newest first.
+    let fit = all.len().min(rows);
+    all[..fit].chunk_by_mut(|a, b| a.0.position == b.0.position).for_each(<[_]>::reverse);
+    all
+}
+
+/// How a cell of `raw_bytes` was stored, if that can be.
+fn form_of(place: &Place, raw_bytes: u64) -> Option<Coded> {
+    let (stored, codec) = (u64::from(place.stored_bytes), place.codec);
+    if codec == 0 {
+        return (stored == raw_bytes).then_some(Coded::PLAIN);
+    }
+    let is_known = u8::try_from(codec).ok().and_then(Codec::from_code).is_some();
+    let is_shorter = blocks_of(stored) < blocks_of(raw_bytes);
+    Coded::new(codec, blocks_of(stored)).filter(|_| is_known && is_shorter)
+}
+
+fn read_note(key: &[u8], content: &[u8]) -> Result<SpaceOpts> {
+    let (Ok(key), [VERSION, holes, layout @ ..]) = (<[u8; 32]>::try_from(key), content) else {
+        fail!(Unsupported, "a note of {} bytes", content.len());
+    };
+    if *holes > 1 {
+        return Err(Status::Corrupt.into());
+    }
+    Ok(SpaceOpts { key: Key(key), layout: Layout::decode(layout)?, holes: *holes == 1 })
 }

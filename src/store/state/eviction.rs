@@ -1,12 +1,1129 @@
-//! Room in memory: who leaves, and where to.
+//! Eviction from host memory and reclaim: victim choice, policy notifications, references, pins, and
+//! what other owners of the budget ask for.
 
-use crate::base::budget::{ALL_TIERS, Tier};
-use crate::meta::chunks::{Cell, Gone};
+use crate::base::budget::ALL_TIERS;
+use crate::base::budget::Tier;
+use crate::base::status::Result;
+use crate::base::zeroed::Zeroed;
+use crate::fail;
+use crate::meta::chunks::Cell;
+use crate::meta::chunks::Chunk;
+use crate::meta::chunks::Chunks;
+use crate::meta::chunks::Gone;
+use crate::meta::chunks::Pin;
+use crate::meta::index::NONE;
+use crate::meta::index::Slot;
+use crate::meta::objects::Facts;
+use crate::meta::objects::MAX_UNITS;
+use crate::policy::Hint;
+use crate::policy::evict::Victim;
+use crate::policy::evictor::Evictor;
+use crate::policy::evictor::New;
+use crate::policy::evictor::Options;
+use crate::policy::evictor::Who;
 use crate::store::admission::Candidate;
+use crate::store::events::Kind;
+use crate::store::state::At;
+use crate::store::state::ChunkTable;
+use crate::store::state::DEVICE_MASK;
+use crate::store::state::DISK;
+use crate::store::state::HOST;
+use crate::store::state::HOST_MASK;
+use crate::store::state::Spaces;
+use crate::store::state::StoreState;
+use crate::store::state::Write;
 use crate::store::state::chunk_table::note;
-use crate::store::state::granularity::{Granularity, Leave, Part};
+use crate::store::state::device_tier::Replicas;
+use crate::store::state::shadow::Shadow;
+use crate::store::state::transfer::TransferKind;
 use crate::store::state::work::WorkerKind;
-use crate::store::state::{At, StoreState, Write};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::collections::BTreeSet;
+
+// ---------- granularity
+//
+// What an object of a tier's policy stands for: a chunk, a cell of one, or a session with
+// all that it was the last to use.
+
+/// What policies choose among.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Granularity {
+    /// Chunks, with all their layers.
+    #[default]
+    Chunk,
+    /// Cells: late layers leave memory before early ones.
+    Cell,
+    /// Sessions: what one was the last to use leaves together.
+    Session,
+}
+
+/// Which cells of a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// All.
+    All,
+    /// That of one layer.
+    Layer(usize),
+}
+
+impl Part {
+    /// Whether it has a layer.
+    pub fn has(self, layer: usize) -> bool {
+        self == Part::All || self == Part::Layer(layer)
+    }
+}
+
+/// What policies call a cell: as spread out as what they call its chunk.
+pub fn cell_id(chunk: u64, layer: usize) -> u64 {
+    chunk ^ (layer as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
+/// Cells of a chunk that leave memory once they are on disk.
+#[derive(Default)]
+pub(super) struct Leave {
+    /// What they have.
+    pub bytes: u64,
+    is_all: bool,
+    layers: BTreeSet<usize>,
+}
+
+impl Leave {
+    /// More of the chunk leaves.
+    pub fn add(&mut self, part: Part, bytes: u64) {
+        self.bytes += bytes;
+        match part {
+            Part::All => self.is_all = true,
+            Part::Layer(layer) => drop(self.layers.insert(layer)),
+        }
+    }
+
+    /// Whether all layers are among them.
+    pub fn is_whole(&self) -> bool {
+        self.is_all
+    }
+
+    /// Whether a layer is among them.
+    pub fn has(&self, layer: usize) -> bool {
+        self.is_all || self.layers.contains(&layer)
+    }
+}
+
+/// A chunk of a session's object.
+#[derive(Clone, Copy, Debug)]
+pub struct Member {
+    /// Where it is.
+    pub(crate) at: At,
+    /// Its position in its sequence.
+    pub position: u32,
+    /// What it has.
+    pub units: u64,
+    /// Its tokens.
+    pub tokens: u32,
+}
+
+/// What a session's object has.
+#[derive(Default)]
+struct Group {
+    units: u64,
+    tokens: u64,
+    members: BTreeMap<(u32, At), Member>,
+}
+
+/// Which chunks each session's object has. A chunk is with the session that used it last;
+/// one that nobody has used yet, or that had to stay when its session left, is alone.
+#[derive(Default)]
+pub struct Groups {
+    of: BTreeMap<At, (u64, u32)>,
+    groups: BTreeMap<u64, Group>,
+}
+
+impl Groups {
+    /// The object that a chunk is of.
+    pub(crate) fn of(&self, at: At) -> Option<u64> {
+        self.of.get(&at).map(|&(id, _)| id)
+    }
+
+    /// Units and tokens of an object.
+    pub fn size(&self, id: u64) -> Option<(u64, u64)> {
+        self.groups.get(&id).map(|group| (group.units, group.tokens))
+    }
+
+    /// A chunk is of an object from now on; of which it was, if that is another.
+    pub fn join(&mut self, member: Member, id: u64) -> Option<u64> {
+        if self.of(member.at) == Some(id) {
+            return None;
+        }
+        let before = self.leave(member.at);
+        self.of.insert(member.at, (id, member.position));
+        let group = self.groups.entry(id).or_default();
+        group.units += member.units;
+        group.tokens += u64::from(member.tokens);
+        group.members.insert((member.position, member.at), member);
+        before
+    }
+
+    /// A chunk is of none any more; of which it was.
+    pub(crate) fn leave(&mut self, at: At) -> Option<u64> {
+        let (id, position) = self.of.remove(&at)?;
+        let group = self.groups.get_mut(&id)?;
+        if let Some(member) = group.members.remove(&(position, at)) {
+            group.units -= member.units;
+            group.tokens -= u64::from(member.tokens);
+        }
+        if group.members.is_empty() {
+            self.groups.remove(&id);
+        }
+        Some(id)
+    }
+
+    /// Takes an object apart: its chunks, those behind others first.
+    pub(crate) fn take(&mut self, id: u64) -> impl Iterator<Item = At> {
+        let members = self.groups.remove(&id).map(|group| group.members).unwrap_or_default();
+        for member in members.values() {
+            self.of.remove(&member.at);
+        }
+        members.into_values().rev().map(|member| member.at)
+    }
+}
+
+// ---------- tier cache
+//
+// What a tier's policy is told. Its objects are chunks, cells or sessions; a unit is a
+// block of 4 KiB.
+
+/// Bytes of a unit.
+pub const UNIT_BYTES: u64 = 4096;
+
+/// Units that some bytes take.
+pub fn units_of(bytes: u64) -> u64 {
+    bytes.div_ceil(UNIT_BYTES).max(1)
+}
+
+/// Whom a policy chose to leave; it does not know them any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Chosen {
+    /// A chunk, by what policies call it.
+    Chunk(u64),
+    /// A cell, by what policies call it, and where it was.
+    Cell(u64, u64),
+    /// A chunk of a session that leaves.
+    Member(At),
+}
+
+/// A policy at work for one tier.
+pub struct TierCache {
+    /// The policy.
+    pub evictor: Evictor,
+    /// What its objects are.
+    pub granularity: Granularity,
+    /// Of cells: where the cell of each object is.
+    cells_of: Zeroed<u64>,
+    /// Of sessions: the chunks of each.
+    pub(super) groups: Groups,
+    shadow: Option<Shadow>,
+    victims: Vec<Victim>,
+}
+
+impl TierCache {
+    /// Opens one for up to `max_objects` objects and `bytes` bytes.
+    pub fn open(
+        spec: &str,
+        granularity: Granularity,
+        max_objects: usize,
+        bytes: u64,
+        holes: bool,
+    ) -> Result<TierCache> {
+        let options = Options {
+            max_objects,
+            capacity_units: bytes / UNIT_BYTES,
+            holes,
+            log_entries: LOG_ENTRIES,
+            remember: max_objects.min(1 << 20),
+            ..Options::default()
+        };
+        Ok(TierCache {
+            evictor: Evictor::open(spec, &options)?,
+            granularity,
+            cells_of: Zeroed::new(if granularity == Granularity::Cell { max_objects } else { 0 })?,
+            groups: Groups::default(),
+            shadow: None,
+            victims: Vec::new(),
+        })
+    }
+
+    /// Bytes of its tables that were used so far.
+    pub fn used_bytes(&self) -> u64 {
+        let most = self.evictor.objects().most();
+        self.evictor.used_bytes() + self.cells_of.front_bytes(most)
+    }
+
+    /// The time that the policy can be told: it does not go back.
+    fn time(&self, now_ns: u64) -> i64 {
+        self.evictor.now_ns().max(i64::try_from(now_ns).unwrap_or(i64::MAX / 2))
+    }
+
+    /// Whether the policy has an object.
+    pub fn knows(&self, id: u64) -> bool {
+        self.evictor.objects().find(id).is_some()
+    }
+
+    /// Whether that many objects more can be told of, and `spare` others after them.
+    pub fn has_room(&self, more: usize, spare: u64) -> bool {
+        let objects = self.evictor.objects();
+        (objects.len() as u64).saturating_add(more as u64 + spare) <= objects.limit() as u64
+    }
+
+    /// Objects of a path are asked for.
+    pub fn look(&mut self, now_ns: u64, who: &Who, ids: &[u64]) {
+        let now = self.time(now_ns);
+        if let Err(error) = self.evictor.lookup(now, who, ids, &mut []) {
+            log::debug!("a policy refused a lookup: {error}");
+        }
+        if let Some(shadow) = watching(&mut self.shadow, now_ns) {
+            shadow.look(now, &self.evictor, who, ids);
+        }
+    }
+
+    /// Objects come. False when the policy has no room for them.
+    pub fn insert(&mut self, now_ns: u64, who: &Who, new: &[New]) -> bool {
+        let now = self.time(now_ns);
+        let entered = self.evictor.insert(now, who, new);
+        if let Err(error) = &entered {
+            log::debug!("a policy refused {} objects: {error}", new.len());
+        }
+        if let Some(shadow) = watching(&mut self.shadow, now_ns) {
+            shadow.take_in(now, who, new);
+        }
+        // One that has left the tier, and that others continue, is known still.
+        entered.is_ok() || new.iter().all(|one| self.knows(one.id))
+    }
+
+    /// Says where a cell is; whether the policy knows it.
+    pub fn set_home(&mut self, id: u64, home: u64) -> bool {
+        let slot = self.evictor.objects().find(id);
+        if let Some(slot) = slot {
+            self.cells_of[slot as usize] = home;
+        }
+        slot.is_some()
+    }
+
+    /// Chunks are a session's from now on, or one is alone.
+    pub fn join(&mut self, now_ns: u64, who: &Who, id: u64, members: &[Member]) -> bool {
+        let before = members.iter().filter_map(|&member| self.groups.join(member, id));
+        let before: BTreeSet<u64> = before.collect();
+        for other in before {
+            self.adjust(now_ns, other);
+        }
+        if self.knows(id) {
+            self.adjust(now_ns, id);
+            return true;
+        }
+        let Some((units, facts)) = self.sized(id) else { return true };
+        if self.insert(now_ns, who, &[New { id, parent: None, units, facts }]) {
+            return true;
+        }
+        for member in members {
+            self.groups.leave(member.at);
+        }
+        false
+    }
+
+    /// A chunk is of no session any more.
+    pub(super) fn leave(&mut self, now_ns: u64, at: At) {
+        if let Some(id) = self.groups.leave(at) {
+            self.adjust(now_ns, id);
+        }
+    }
+
+    /// What a session's object has, as policies count.
+    fn sized(&self, id: u64) -> Option<(u64, Facts)> {
+        let (units, tokens) = self.groups.size(id)?;
+        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+        Some((units.min(MAX_UNITS), Facts { tokens, ..Facts::default() }))
+    }
+
+    /// A session's object has another size, or is gone.
+    fn adjust(&mut self, now_ns: u64, id: u64) {
+        let Some((units, facts)) = self.sized(id) else {
+            self.remove(now_ns, id);
+            return;
+        };
+        if let Err(error) = self.evictor.describe(id, units, &facts) {
+            log::debug!("a policy does not know a session: {error}");
+        }
+    }
+
+    /// An object is gone, and not by the policy's choice. False when others continue
+    /// it: then it stays, and frees nothing when it is chosen.
+    pub fn remove(&mut self, now_ns: u64, id: u64) -> bool {
+        let now = self.time(now_ns);
+        if let Some(shadow) = watching(&mut self.shadow, now_ns) {
+            shadow.forget(now, id);
+        }
+        self.evictor.remove(now, &[id]).is_ok()
+    }
+
+    /// An object is in use, or no longer.
+    pub fn hold(&mut self, id: u64, held: bool) -> bool {
+        let ids = [id];
+        let notified = if held { self.evictor.acquire(&ids) } else { self.evictor.release(&ids) };
+        notified.is_ok()
+    }
+
+    /// What the engine says of the future of objects.
+    pub fn hint(&mut self, now_ns: u64, who: &Who, ids: &[u64], hint: &Hint) -> Result<()> {
+        let now = self.time(now_ns);
+        if let Some(shadow) = watching(&mut self.shadow, now_ns) {
+            shadow.hint(now, who, ids, hint);
+        }
+        self.evictor.hint(now, who, ids, hint).map(|_| ())
+    }
+
+    /// Chooses who leaves, up to `most` objects; they are gone from the policy.
+    pub(crate) fn choose(&mut self, now_ns: u64, bytes: u64, most: usize, out: &mut Vec<Chosen>) {
+        let now = self.time(now_ns);
+        self.victims.clear();
+        let units = units_of(bytes);
+        if let Err(error) = self.evictor.evict_most(now, units, most, &mut self.victims) {
+            log::debug!("a policy chose nobody: {error}");
+        }
+        self.evictor.bound_history(REMEMBERED);
+        let ids = self.victims.iter().map(|victim| victim.id);
+        match self.granularity {
+            Granularity::Chunk => out.extend(ids.map(Chosen::Chunk)),
+            Granularity::Cell => {
+                let cells_of = self.evictor.victim_slots().map(|slot| self.cells_of[slot as usize]);
+                out.extend(ids.zip(cells_of).map(|(id, home)| Chosen::Cell(id, home)));
+            }
+            Granularity::Session => {
+                for id in ids {
+                    out.extend(self.groups.take(id).map(Chosen::Member));
+                }
+            }
+        }
+    }
+
+    /// The tier has another size; room is made ahead of need at a share of it.
+    pub fn set_bytes(&mut self, bytes: u64, high: f64) {
+        self.evictor.set_capacity(bytes / UNIT_BYTES);
+        if let Some(shadow) = &mut self.shadow {
+            shadow.set_capacity(bytes / UNIT_BYTES, high);
+        }
+    }
+
+    /// Begins a trial of other policies. BUSY = one is under way.
+    pub fn begin_shadow(&mut self, now_ns: u64, mut shadow: Shadow) -> Result<()> {
+        self.tick(now_ns);
+        if self.shadow.as_ref().is_some_and(Shadow::is_on) {
+            fail!(Busy, "policies are being compared already: wait for that, or end it");
+        }
+        shadow.begin(now_ns);
+        self.shadow = Some(shadow);
+        Ok(())
+    }
+
+    /// The trial, also one that has ended.
+    pub fn shadow(&self) -> Option<&Shadow> {
+        self.shadow.as_ref()
+    }
+
+    /// Sees to it that a trial has ended whose time has come.
+    pub fn tick(&mut self, now_ns: u64) {
+        watching(&mut self.shadow, now_ns);
+    }
+
+    /// Ends the trial; what it came to is forgotten here.
+    pub fn end_shadow(&mut self, now_ns: u64) -> Option<Shadow> {
+        let mut shadow = self.shadow.take()?;
+        shadow.end(now_ns);
+        Some(shadow)
+    }
+}
+
+/// A trial that still looks.
+fn watching(shadow: &mut Option<Shadow>, now_ns: u64) -> Option<&mut Shadow> {
+    let shadow = shadow.as_mut().filter(|shadow| shadow.is_on())?;
+    shadow.tick(now_ns);
+    shadow.is_on().then_some(shadow)
+}
+
+/// Evictions that can be read afterwards.
+const LOG_ENTRIES: usize = 4096;
+/// Evicted ids that are remembered for each object that there is room for.
+const REMEMBERED: usize = 4;
+
+// ---------- policy objects
+//
+// Chunks and cells as policies know them.
+
+/// Whether a move brings a chunk to memory.
+pub(super) fn comes(rows: &ChunkTable, slot: Slot, kind: TransferKind) -> bool {
+    kind == TransferKind::Put || rows.chunks.chunk(slot).is_some_and(|row| row.cells()[DISK] > 0)
+}
+
+pub(super) fn member(rows: &ChunkTable, at: At) -> Member {
+    let row = rows.chunks.chunk(at.slot);
+    Member {
+        at,
+        position: row.map_or(0, |row| row.position()),
+        units: units_of(rows.chunk_bytes(at.slot)),
+        tokens: row.map_or(0, |row| row.valid_tokens()),
+    }
+}
+
+/// A chunk as policies know it. Where holes can be computed it stands for itself: it may
+/// leave before those that continue it.
+pub(super) fn new_object(spaces: &Spaces, rows: &ChunkTable, slot: Slot) -> New {
+    let row = rows.chunks.chunk(slot);
+    let space = row.and_then(|row| spaces.get(row.namespace() as usize));
+    let holes = space.is_some_and(|space| space.holes);
+    let parent = rows.chunks.parent(slot).filter(|&parent| parent != NONE && !holes);
+    let tokens = row.map_or(0, |row| row.valid_tokens());
+    let context = row.map_or(0, |row| row.position()).saturating_mul(rows.layout.chunk_tokens());
+    New {
+        id: rows.id(slot),
+        parent: parent.map(|parent| rows.id(parent)),
+        units: units_of(rows.chunk_bytes(slot)),
+        facts: Facts { tokens, context, ..Facts::default() },
+    }
+}
+
+/// The same of a cell: it continues that of its layer in the chunk before.
+pub(super) fn new_cell(spaces: &Spaces, rows: &ChunkTable, cell: Cell) -> New {
+    let chunk = new_object(spaces, rows, cell.chunk);
+    let small = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
+    New {
+        id: cell_id(chunk.id, cell.layer),
+        parent: chunk.parent.map(|parent| cell_id(parent, cell.layer)),
+        units: units_of(rows.planes(cell).bytes()),
+        facts: Facts {
+            layer: small(cell.layer),
+            layers: small(rows.layout.layers()),
+            chunk: rows.chunks.chunk(cell.chunk).map_or(0, |row| row.position()),
+            ..chunk.facts
+        },
+    }
+}
+
+// ---------- policy notifications
+//
+// What policies are told: who is asked for, comes, is in use, has left; and what they
+// mean when they choose.
+
+/// Cells that come.
+#[derive(Default)]
+struct News {
+    /// Those that the policy does not know.
+    new: Vec<New>,
+    all: Vec<Comer>,
+}
+
+/// One of them: what policies call it, where it is, and whether it was known.
+struct Comer {
+    id: u64,
+    home: u64,
+    is_known: bool,
+}
+
+impl News {
+    /// Notes a cell. One that had left, and that others continue, is known still.
+    fn add(&mut self, cache: &TierCache, new: New, home: u64) {
+        let is_known = cache.knows(new.id);
+        self.all.push(Comer { id: new.id, home, is_known });
+        if !is_known {
+            self.new.push(new);
+        }
+    }
+}
+
+impl StoreState {
+    /// Tells the policies of the chunks of a move: they are asked for, and come.
+    pub(super) fn notify_policies(&mut self, number: u32) {
+        let one = &mut self.moves[number].spec;
+        let (who, kind, by_chunk) = (one.who, one.kind, one.by_chunk);
+        let all = std::mem::take(&mut one.slots);
+        let once = if by_chunk { each_once(&all) } else { None };
+        let slots = once.as_deref().unwrap_or(&all);
+        let rows = &mut self.tables[one.table as usize];
+        for slot in slots.iter().filter(|&&slot| slot != NONE).map(|&slot| slot as usize) {
+            match kind {
+                TransferKind::Get => rows.uses[slot] = rows.uses[slot].saturating_add(1),
+                TransferKind::Put => rows.classes[slot] = who.priority.unwrap_or(1),
+                _ => {}
+            }
+        }
+        if kind == TransferKind::Get {
+            for tier in [Tier::Device, Tier::Host, Tier::Disk] {
+                self.notify_access(number, slots, tier);
+            }
+        }
+        match self.host_cache.granularity {
+            Granularity::Chunk => self.notify_chunks(number, slots),
+            Granularity::Cell => self.notify_cells(number, slots),
+            // Blocks have nothing to do with each other: they go one by one.
+            Granularity::Session if by_chunk => self.notify_each(number, slots),
+            Granularity::Session => self.notify_session(number, slots),
+        }
+        self.moves[number].spec.slots = all;
+    }
+
+    /// A move asks a tier's policy for what it is to get.
+    fn notify_access(&mut self, number: u32, slots: &[Slot], tier: Tier) {
+        let one = &self.moves[number].spec;
+        let rows = &self.tables[one.table as usize];
+        let Some(cache) =
+            cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier)
+        else {
+            return;
+        };
+        // Chunks that are all there are asked for by their rows.
+        let there = slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
+        let chunks = || there.clone().take(if one.asked.is_empty() { usize::MAX } else { 0 });
+        let chunks = || chunks().chain(one.asked.iter().copied());
+        let (mut who, mut ids) = (one.who, Vec::with_capacity(slots.len()));
+        match cache.granularity {
+            Granularity::Session if one.by_chunk => {
+                who.session = None;
+                ids.extend(chunks());
+            }
+            Granularity::Chunk => ids.extend(chunks()),
+            Granularity::Cell => {
+                let layers = one.first_layer..one.first_layer + one.layers;
+                let of = |layer| chunks().map(move |id| cell_id(id, layer));
+                // Who is last in a path leaves first: late layers, and of those the end.
+                ids.extend(layers.flat_map(of));
+                who.tokens_each = (who.tokens_each / rows.layout.layers() as u32).max(1);
+            }
+            Granularity::Session => {
+                ids.extend(who.session);
+                who.tokens_each = who.tokens_each.saturating_mul(slots.len() as u32);
+            }
+        }
+        if one.by_chunk {
+            // Behind one that is missing policies see nothing: those that they know go first.
+            ids = each_once(&ids).unwrap_or(ids);
+            ids.sort_by_key(|&id| !cache.knows(id));
+        }
+        cache.look(self.now_ns, &who, &ids);
+    }
+
+    /// Chunks of a move that come to memory.
+    fn notify_chunks(&mut self, number: u32, slots: &[Slot]) {
+        let one = &self.moves[number].spec;
+        let (who, kind, table) = (one.who, one.kind, one.table);
+        let rows = &mut self.tables[table as usize];
+        let mut new = Vec::new();
+        for &slot in slots {
+            if comes(rows, slot, kind) && !rows.has(slot, note::IN_HOST) {
+                rows.set(slot, note::IN_HOST);
+                new.push(new_object(&self.spaces, rows, slot));
+            }
+        }
+        if new.is_empty() || self.host_cache.insert(self.now_ns, &who, &new) {
+            slots.iter().for_each(|&slot| self.note_held(table, slot));
+            return;
+        }
+        // One by one, then, when cells have come.
+        let rows = &mut self.tables[table as usize];
+        for id in new {
+            if let Some(slot) = rows.chunks.find_id(id.id) {
+                rows.clear(slot, note::IN_HOST);
+            }
+        }
+    }
+
+    /// Cells of a move that come to memory.
+    fn notify_cells(&mut self, number: u32, slots: &[Slot]) {
+        let one = &self.moves[number].spec;
+        let (who, table) = (one.who, one.table);
+        let mut news = News::default();
+        for layer in one.first_layer..one.first_layer + one.layers {
+            for &slot in slots {
+                let rows = &self.tables[table as usize];
+                let below = rows.chunks.marks(slot).and_then(|marks| marks.get(layer));
+                let is_below = below.is_some_and(|marks| marks.there() & 1 << DISK != 0);
+                if one.kind == TransferKind::Put || is_below {
+                    let cell = Cell { chunk: slot, layer };
+                    let new = new_cell(&self.spaces, rows, cell);
+                    news.add(&self.host_cache, new, owner_of(table, cell));
+                }
+            }
+        }
+        // Each that comes later, and was not told of now, must find room.
+        let pieces = (self.config.host_bytes.saturating_sub(self.host.live_bytes())) / PIECE_BYTES;
+        let spare = pieces + self.config.max_jobs as u64;
+        if self.host_cache.has_room(news.new.len(), spare) {
+            self.enter_cells(table, Tier::Host, &who, &news);
+        }
+        slots.iter().for_each(|&slot| self.note_held(table, slot));
+    }
+
+    /// Chunks of a move are its session's from now on, in all tiers.
+    fn notify_session(&mut self, number: u32, slots: &[Slot]) {
+        let one = &self.moves[number].spec;
+        let (who, kind, table) = (one.who, one.kind, one.table);
+        let Some(id) = who.session else { return self.notify_each(number, slots) };
+        for tier in [Tier::Host, Tier::Disk] {
+            let rows = &mut self.tables[table as usize];
+            let is_last = self.disk_cache.is_none() || tier == Tier::Disk;
+            let cache =
+                cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier);
+            let Some(cache) = cache.filter(|cache| cache.granularity == Granularity::Session)
+            else {
+                continue;
+            };
+            let mut members = Vec::with_capacity(slots.len());
+            for &slot in slots.iter().filter(|&&slot| slot != NONE) {
+                rows.users[slot as usize] = id;
+                let will_be = tier == Tier::Host && comes(rows, slot, kind);
+                if !will_be && !rows.has(slot, flag_of(tier)) {
+                    continue;
+                }
+                // Alone it was told to be in use; a session's object never is.
+                if is_last && rows.has(slot, note::HELD) {
+                    cache.hold(rows.id(slot), false);
+                    rows.clear(slot, note::HELD);
+                }
+                rows.set(slot, flag_of(tier));
+                members.push(member(rows, At { table, slot }));
+            }
+            if !members.is_empty() && !cache.join(self.now_ns, &who, id, &members) {
+                members.iter().for_each(|member| rows.clear(member.at.slot, flag_of(tier)));
+            }
+        }
+    }
+
+    /// Each chunk of a move by itself.
+    fn notify_each(&mut self, number: u32, slots: &[Slot]) {
+        let one = &self.moves[number].spec;
+        let (table, kind) = (one.table, one.kind);
+        for &slot in slots {
+            let at = At { table, slot };
+            if comes(&self.tables[table as usize], slot, kind) {
+                self.enter_cache(at, Tier::Host, Part::All);
+            }
+        }
+    }
+
+    /// Tells a tier's policy of cells.
+    fn enter_cells(&mut self, table: u32, tier: Tier, who: &Who, news: &News) {
+        let is_last = self.is_last(tier);
+        let Some(cache) =
+            cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier)
+        else {
+            return;
+        };
+        if !news.new.is_empty() {
+            cache.insert(self.now_ns, who, &news.new);
+        }
+        let rows = &mut self.tables[table as usize];
+        for comer in &news.all {
+            if !cache.set_home(comer.id, comer.home) {
+                continue;
+            }
+            let slot = cell_of_owner(comer.home).1.chunk;
+            rows.set(slot, flag_of(tier));
+            if is_last && !comer.is_known && rows.has(slot, note::HELD) {
+                cache.hold(comer.id, true);
+            }
+        }
+    }
+
+    /// A cell has come to a tier.
+    pub(super) fn arrived(&mut self, table: u32, cell: Cell, tier: Tier) {
+        let at = At { table, slot: cell.chunk };
+        self.enter_cache(at, tier, Part::Layer(cell.layer));
+        let rows = &self.tables[table as usize];
+        let cells = rows.chunks.chunk(cell.chunk).map_or(0, |row| row.cells()[tier as usize]);
+        if usize::from(cells) == rows.layout.layers() {
+            self.say(Kind::Stored, tier, at);
+        }
+        if tier == Tier::Disk && cells == 1 {
+            self.came_below(at);
+        }
+    }
+
+    /// Sees to it that a tier's policy knows a part of a chunk that is there: a cell that has
+    /// come, or what is left when the rest had to go. Such a rest is of no session.
+    pub(super) fn enter_cache(&mut self, at: At, tier: Tier, part: Part) {
+        let rows = &self.tables[at.table as usize];
+        let priority = Some(rows.classes[at.slot as usize].min(2));
+        let who = Who { priority, ..Who::default() };
+        let Some(cache) =
+            cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier)
+        else {
+            return;
+        };
+        let entered = match cache.granularity {
+            Granularity::Cell => return self.enter_part(at, tier, part, &who),
+            _ if rows.has(at.slot, flag_of(tier)) => return,
+            Granularity::Chunk => {
+                cache.insert(self.now_ns, &who, &[new_object(&self.spaces, rows, at.slot)])
+            }
+            Granularity::Session => {
+                let (alone, user) = (rows.id(at.slot), rows.users[at.slot as usize]);
+                let id = if part == Part::All || user == 0 { alone } else { user };
+                cache.join(self.now_ns, &who, id, &[member(rows, at)])
+            }
+        };
+        if entered {
+            self.tables[at.table as usize].set(at.slot, flag_of(tier));
+            self.note_held(at.table, at.slot);
+        }
+    }
+
+    fn enter_part(&mut self, at: At, tier: Tier, part: Part, who: &Who) {
+        let rows = &self.tables[at.table as usize];
+        let Some(marks) = rows.chunks.marks(at.slot) else { return };
+        let Some(cache) =
+            cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier)
+        else {
+            return;
+        };
+        let mut news = News::default();
+        let layers = match part {
+            Part::All => 0..marks.len(),
+            Part::Layer(layer) => layer..layer + 1,
+        };
+        for layer in layers {
+            let cell = Cell { chunk: at.slot, layer };
+            let is_there = marks.get(layer).is_some_and(|m| m.there() & 1 << tier as u8 != 0);
+            if is_there {
+                news.add(cache, new_cell(&self.spaces, rows, cell), owner_of(at.table, cell));
+            }
+        }
+        if !news.all.is_empty() {
+            self.enter_cells(at.table, tier, who, &news);
+            self.note_held(at.table, at.slot);
+        }
+    }
+
+    /// A cell has left a tier.
+    pub(super) fn departed(&mut self, table: u32, cell: Cell, tier: Tier) {
+        let at = At { table, slot: cell.chunk };
+        let rows = &self.tables[table as usize];
+        let layers = rows.layout.layers();
+        let Some(row) = rows.chunks.chunk(cell.chunk) else { return };
+        let left = usize::from(row.cells()[tier as usize]);
+        if left + 1 == layers {
+            self.say(Kind::Removed, tier, at);
+        }
+        if left == 0 {
+            if tier == Tier::Disk {
+                self.left_below(at);
+            }
+            return self.untell(at, tier);
+        }
+        let id = cell_id(self.tables[table as usize].id(cell.chunk), cell.layer);
+        let cache = cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier);
+        if let Some(cache) =
+            cache.filter(|cache| cache.granularity == Granularity::Cell && cache.knows(id))
+        {
+            cache.remove(self.now_ns, id);
+        }
+    }
+
+    /// Nothing of a chunk is in a tier any more: its policy need not know it.
+    pub(super) fn untell(&mut self, at: At, tier: Tier) {
+        let is_last = self.is_last(tier);
+        let rows = &mut self.tables[at.table as usize];
+        if !rows.has(at.slot, flag_of(tier)) {
+            return;
+        }
+        let (id, layers) = (rows.id(at.slot), rows.layout.layers());
+        let Some(cache) =
+            cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier)
+        else {
+            return;
+        };
+        let is_out = match cache.granularity {
+            // One that others continue stays, and frees nothing when it is chosen.
+            Granularity::Chunk => cache.remove(self.now_ns, id),
+            Granularity::Cell => {
+                for id in (0..layers).map(|layer| cell_id(id, layer)) {
+                    if cache.knows(id) {
+                        cache.remove(self.now_ns, id);
+                    }
+                }
+                true
+            }
+            Granularity::Session => {
+                cache.leave(self.now_ns, at);
+                true
+            }
+        };
+        if is_out {
+            let held = match tier {
+                Tier::Device => note::PINNED,
+                _ if is_last => note::HELD,
+                _ => 0,
+            };
+            rows.clear(at.slot, flag_of(tier) | held);
+        }
+    }
+
+    /// Tells the policies what the engine says of the future of a session's chunks; of each
+    /// by itself where `who` names no session.
+    pub(super) fn notify_hint(
+        &mut self,
+        table: u32,
+        slots: &[Slot],
+        who: &Who,
+        hint: &Hint,
+    ) -> Result<()> {
+        let rows = &self.tables[table as usize];
+        let chunks = || slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
+        let layers = rows.layout.layers();
+        let replicas = self.replicas.as_mut().map(|replicas| &mut replicas.cache);
+        let caches = [replicas, Some(&mut self.host_cache), self.disk_cache.as_mut()];
+        let mut some = Vec::with_capacity(MOST_HINTS);
+        for cache in caches.into_iter().flatten() {
+            let of = |layer| chunks().map(move |id| cell_id(id, layer));
+            let mut ids: Box<dyn Iterator<Item = u64>> = match (cache.granularity, who.session) {
+                (Granularity::Session, Some(session)) => Box::new(std::iter::once(session)),
+                (Granularity::Chunk | Granularity::Session, _) => Box::new(chunks()),
+                (Granularity::Cell, _) => Box::new((0..layers).flat_map(of)),
+            };
+            // Also where there are none: it is said of the session as well.
+            loop {
+                some.clear();
+                some.extend(ids.by_ref().take(MOST_HINTS));
+                cache.hint(self.now_ns, who, &some, hint)?;
+                if some.len() < MOST_HINTS {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whom a policy means.
+    pub(super) fn chosen(&self, chosen: Chosen) -> Option<(At, Part)> {
+        match chosen {
+            Chosen::Chunk(id) => Some((self.chunk_of_id(id)?, Part::All)),
+            Chosen::Member(at) => Some((at, Part::All)),
+            Chosen::Cell(id, home) => {
+                let (table, cell) = cell_of_owner(home);
+                let rows = self.tables.get(table as usize)?;
+                // Its row may be another chunk's by now.
+                let is_it = rows.chunks.chunk(cell.chunk).is_some()
+                    && cell_id(rows.id(cell.chunk), cell.layer) == id;
+                let at = At { table, slot: cell.chunk };
+                is_it.then_some((at, Part::Layer(cell.layer)))
+            }
+        }
+    }
+
+    /// The chunk of an id that a policy gave.
+    fn chunk_of_id(&self, id: u64) -> Option<At> {
+        let mut tables = self.tables.iter().enumerate();
+        tables.find_map(|(at, table)| {
+            let slot = table.chunks.find_id(id)?;
+            Some(At { table: at as u32, slot })
+        })
+    }
+}
+
+/// Objects that a policy is told of at once: a path, or blocks, may have millions of cells.
+const MOST_HINTS: usize = 4096;
+/// The smallest piece of memory that a cell can have.
+pub(super) const PIECE_BYTES: u64 = 4096;
+
+/// The shelf of a tier, where it has one.
+fn cache_of<'a>(
+    host: &'a mut TierCache,
+    disk: &'a mut Option<TierCache>,
+    replicas: &'a mut Option<Box<Replicas>>,
+    tier: Tier,
+) -> Option<&'a mut TierCache> {
+    match tier {
+        Tier::Device => replicas.as_mut().map(|replicas| &mut replicas.cache),
+        Tier::Disk => disk.as_mut(),
+        _ => Some(host),
+    }
+}
+
+/// What is noted of a chunk that a tier's policy knows.
+pub(super) fn flag_of(tier: Tier) -> u16 {
+    match tier {
+        Tier::Device => note::IN_DEVICE,
+        Tier::Disk => note::IN_DISK,
+        _ => note::IN_HOST,
+    }
+}
+
+/// All of a list in their order, none twice; none where none is.
+fn each_once<T: Ord + Copy>(all: &[T]) -> Option<Vec<T>> {
+    let mut seen = BTreeSet::new();
+    let once: Vec<T> = all.iter().copied().filter(|&one| seen.insert(one)).collect();
+    (once.len() < all.len()).then_some(once)
+}
+
+// ---------- references
+//
+// What policies are told of who is in use.
+
+impl StoreState {
+    /// Whether cells can go nowhere from a tier.
+    pub(super) fn is_last(&self, tier: Tier) -> bool {
+        tier == if self.disk_cache.is_some() { Tier::Disk } else { Tier::Host }
+    }
+
+    /// Tells the policy of the last tier whether a chunk is in use: it cannot go
+    /// anywhere from there.
+    pub(super) fn note_held(&mut self, table: u32, slot: Slot) {
+        self.note_pinned(table, slot);
+        let Some(row) = self.tables[table as usize].chunks.chunk(slot) else { return };
+        let is_held = row.refs() > 0 || row.pin().is_some();
+        self.notify_held(table, slot, is_held);
+    }
+
+    /// Tells it that a chunk which it chose in a tier must stay there: others continue it whose KV
+    /// is not in that tier, but in memory that is not written down yet or at a remote, and a policy
+    /// knows of those in its own. It is not chosen again until they have left. Whether that holds now.
+    pub(super) fn note_continued(&mut self, at: At, tier: Tier) -> bool {
+        let is_continued = |row: &Chunk| row.is_blocked() && row.refs() == 0 && row.pin().is_none();
+        let row = self.tables[at.table as usize].chunks.chunk(at.slot);
+        if !row.is_some_and(is_continued) || !self.is_last(tier) {
+            return false;
+        }
+        self.notify_held(at.table, at.slot, true);
+        self.tables[at.table as usize].has(at.slot, note::HELD)
+    }
+
+    fn notify_held(&mut self, table: u32, slot: Slot, is_held: bool) {
+        let rows = &mut self.tables[table as usize];
+        let (cache, there) = match &mut self.disk_cache {
+            Some(cache) => (cache, note::IN_DISK),
+            None => (&mut self.host_cache, note::IN_HOST),
+        };
+        if is_held == rows.has(slot, note::HELD) || !rows.has(slot, there) {
+            return;
+        }
+        let id = rows.id(slot);
+        let is_notified = match cache.granularity {
+            Granularity::Chunk => cache.hold(id, is_held),
+            Granularity::Cell => {
+                let all = (0..rows.layout.layers()).map(|layer| cell_id(id, layer));
+                all.fold(false, |any, id| (cache.knows(id) && cache.hold(id, is_held)) | any)
+            }
+            Granularity::Session => {
+                cache.groups.of(At { table, slot }) == Some(id) && cache.hold(id, is_held)
+            }
+        };
+        if is_notified {
+            let change = if is_held { ChunkTable::set } else { ChunkTable::clear };
+            change(rows, slot, note::HELD);
+        }
+    }
+
+    /// Tells the policy of device memory whether a chunk is pinned.
+    fn note_pinned(&mut self, table: u32, slot: Slot) {
+        let Some(replicas) = self.replicas.as_mut() else { return };
+        let rows = &mut self.tables[table as usize];
+        let Some(row) = rows.chunks.chunk(slot) else { return };
+        let is_pinned = row.pin().is_some();
+        if !rows.has(slot, note::IN_DEVICE) || is_pinned == rows.has(slot, note::PINNED) {
+            return;
+        }
+        if replicas.cache.hold(rows.id(slot), is_pinned) {
+            match is_pinned {
+                true => rows.set(slot, note::PINNED),
+                false => rows.clear(slot, note::PINNED),
+            }
+        }
+    }
+}
+
+// ---------- pins
+//
+// Pins: chunks that stay although nobody uses them, as long as the budget allows. A pin
+// holds less the less time it has left: where nothing else may leave, that of the lowest
+// class that ends first is given up, and one without an end is the last of its class.
+
+/// How firmly a pin holds: its class, when it ends, and where the chunk stands. Of those
+/// that are alike the last one of a path goes first: without it the others are of use.
+pub(super) type Hold = (u8, u64, Reverse<u32>, At);
+
+/// The pin of a chunk.
+fn hold_of(chunks: &Chunks, at: At) -> Option<Hold> {
+    let row = chunks.chunk(at.slot)?;
+    row.pin().map(|pin| (pin.priority, pin.until_ns, Reverse(row.position()), at))
+}
+
+impl StoreState {
+    /// Keeps the chunks of a range of tokens, as long as the budget allows, until a
+    /// time. Those that are to come are kept, too, if the table has room for all of them.
+    pub fn pin(&mut self, at: u32, first: u64, tokens: u64, pin: Pin) -> Result<()> {
+        let slots = self.rows_if_free(at, first, tokens)?;
+        let table = self.spaces[self.session(at)?.space as usize].table;
+        for slot in slots {
+            let chunks = &mut self.tables[table as usize].chunks;
+            let place = At { table, slot };
+            let old = hold_of(chunks, place);
+            chunks.pin(slot, pin)?;
+            let new = hold_of(chunks, place);
+            if let Some(old) = old {
+                self.pins.remove(&old);
+                self.ends.remove(&(old.1, old.0, place));
+            }
+            if let Some(new) = new {
+                self.pins.insert(new);
+                self.ends.insert((new.1, new.0, place));
+            }
+            self.note_held(table, slot);
+        }
+        Ok(())
+    }
+
+    /// Takes the pins of the chunks of a range of tokens away, whoever has set them.
+    pub fn unpin_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<()> {
+        for At { table, slot } in self.known_chunks(at, first, tokens)? {
+            let place = At { table, slot };
+            if let Some(hold) = hold_of(&self.tables[table as usize].chunks, place) {
+                self.pins.remove(&hold);
+                self.ends.remove(&(hold.1, hold.0, place));
+                self.unpin(place);
+            }
+        }
+        self.settle();
+        Ok(())
+    }
+
+    /// Ends pins whose time has come.
+    pub(super) fn end_pins(&mut self) {
+        while let Some(&(until, _, at)) = self.ends.first() {
+            if until > self.now_ns {
+                return;
+            }
+            self.ends.pop_first();
+            if let Some(hold) = hold_of(&self.tables[at.table as usize].chunks, at) {
+                self.pins.remove(&hold);
+                self.unpin(at);
+            }
+        }
+    }
+
+    /// Gives up the weakest pin, when nothing else may leave: of the lowest class that which
+    /// ends first, since a pin holds less the less time it has left. One without an end is
+    /// the last of its class.
+    pub(super) fn drop_weakest_pin(&mut self) -> bool {
+        let Some((priority, until, _, at)) = self.pins.pop_first() else { return false };
+        self.ends.remove(&(until, priority, at));
+        self.unpin(at);
+        true
+    }
+
+    fn unpin(&mut self, at: At) {
+        if let Err(error) = self.tables[at.table as usize].chunks.unpin(at.slot) {
+            log::error!("a pinned chunk is gone: {error}");
+        }
+        self.reclaim_targets.released();
+        self.note_held(at.table, at.slot);
+        self.tidy(at.table, at.slot);
+    }
+}
 
 /// Most chunks that leave at once: then it is looked again how much is free.
 pub(super) const MOST_VICTIMS: usize = 64;
@@ -15,9 +1132,6 @@ pub(super) const MOST_VICTIMS: usize = 64;
 const MOST_REFUSALS: u32 = 16;
 /// After that, no room is made ahead of need for so long.
 const PAUSE_NS: u64 = 1_000_000_000;
-const HOST: usize = Tier::Host as usize;
-const DISK: usize = Tier::Disk as usize;
-const DEVICE: u8 = 1 << Tier::Device as u8;
 
 impl StoreState {
     /// Bytes that should come free now.
@@ -156,13 +1270,14 @@ impl StoreState {
     pub(super) fn only_in_host(&self, at: At, part: Part) -> u64 {
         let rows = &self.tables[at.table as usize];
         let Some(marks) = rows.chunks.marks(at.slot) else { return 0 };
-        let only =
-            |(layer, marks): (usize, &crate::meta::chunks::Marks)| match marks.there() & !DEVICE {
-                there if there == 1 << HOST && part.has(layer) => {
-                    rows.planes(Cell { chunk: at.slot, layer }).bytes()
-                }
-                _ => 0,
-            };
+        let only = |(layer, marks): (usize, &crate::meta::chunks::Marks)| match marks.there()
+            & !DEVICE_MASK
+        {
+            there if there == 1 << HOST && part.has(layer) => {
+                rows.planes(Cell { chunk: at.slot, layer }).bytes()
+            }
+            _ => 0,
+        };
         marks.iter().enumerate().map(only).sum()
     }
 
@@ -210,10 +1325,10 @@ impl StoreState {
                 return freed;
             };
             let there = marks.there();
-            if there & 1 << tier == 0 || !may(layer, there & !DEVICE) {
+            if there & 1 << tier == 0 || !may(layer, there & !DEVICE_MASK) {
                 continue;
             }
-            if there == DEVICE | 1 << tier {
+            if there == DEVICE_MASK | 1 << tier {
                 if rows.chunks.chunk(at.slot).is_some_and(|row| row.is_blocked()) {
                     continue;
                 }
@@ -258,5 +1373,286 @@ impl StoreState {
         self.leaving_bytes -= leave.bytes;
         self.tables[at.table as usize].clear(at.slot, note::LEAVES);
         Some(leave)
+    }
+}
+
+// ---------- reclaim
+//
+// Memory that others need, or a smaller store has too much: only whole segments go
+// back, so whoever is in one that drains has to leave, or to go down.
+
+/// What is owed to others.
+#[derive(Default)]
+pub(super) struct ReclaimTargets {
+    /// Segments that drain for this.
+    draining: Vec<u32>,
+    /// It is paid when so much has gone back in all.
+    until_bytes: u64,
+    /// Segments drain, or more of them should.
+    is_open: bool,
+    /// Something has changed since it was last seen what can be paid.
+    looks: bool,
+    /// A chunk may leave that could not: other segments can be drained now.
+    seeks: bool,
+    /// Whose the pieces of a segment are.
+    owners: Vec<u64>,
+}
+
+impl ReclaimTargets {
+    /// Cells have moved, or come free.
+    pub(super) fn changed(&mut self) {
+        self.looks = self.is_open;
+    }
+
+    /// A chunk is held by nobody any more.
+    pub(super) fn released(&mut self) {
+        (self.looks, self.seeks) = (self.is_open, self.is_open);
+    }
+
+    /// Segments may drain.
+    pub(super) fn begin(&mut self) {
+        (self.is_open, self.looks, self.seeks) = (true, true, true);
+    }
+}
+
+/// A cell, as the host tier notes it beside a piece.
+pub(super) fn owner_of(table: u32, cell: Cell) -> u64 {
+    u64::from(table) << 48 | (cell.layer as u64) << 32 | u64::from(cell.chunk)
+}
+
+pub(super) fn cell_of_owner(owner: u64) -> (u32, Cell) {
+    let layer = (owner >> 32 & 0xFFFF) as usize;
+    ((owner >> 48) as u32, Cell { chunk: owner as u32, layer })
+}
+
+impl StoreState {
+    /// Gives memory back that others need more; how much went, or will. The policy's
+    /// choice leaves first, then whoever is left in the emptiest segments.
+    pub fn shrink(&mut self, bytes: u64) -> u64 {
+        let before = self.host.given_back_bytes();
+        let bytes = bytes.min(self.host.stats().cost_bytes);
+        self.host.trim();
+        let mut left = bytes.saturating_sub(self.host.given_back_bytes() - before);
+        let mut victims = Vec::new();
+        while left > 0 {
+            self.host_cache.choose(self.now_ns, left, MOST_VICTIMS, &mut victims);
+            if victims.is_empty() {
+                break;
+            }
+            for victim in victims.drain(..) {
+                let Some((at, part)) = self.chosen(victim) else { continue };
+                // Its row may go with it.
+                let bytes = self.tables[at.table as usize].part_bytes(at.slot, part);
+                if self.leave_host(at, part) {
+                    left = left.saturating_sub(bytes);
+                } else {
+                    self.note_continued(at, Tier::Host);
+                }
+            }
+        }
+        self.host.trim();
+        self.owe_since(before, bytes);
+        self.settle();
+        let went = self.host.given_back_bytes() - before;
+        let goes = self.host.segments().filter(|segment| segment.drains);
+        bytes.min(went + goes.map(|segment| segment.cost_bytes).sum::<u64>())
+    }
+
+    /// So many bytes more have to go back.
+    pub(super) fn owe(&mut self, bytes: u64) {
+        self.owe_since(self.host.given_back_bytes(), bytes);
+    }
+
+    fn owe_since(&mut self, before: u64, bytes: u64) {
+        self.reclaim_targets.until_bytes =
+            self.reclaim_targets.until_bytes.max(before).saturating_add(bytes);
+        self.reclaim_targets.begin();
+    }
+
+    /// What is still owed.
+    pub fn reclaim_target_bytes(&self) -> u64 {
+        self.reclaim_targets.until_bytes.saturating_sub(self.host.given_back_bytes())
+    }
+
+    /// Has cells leave segments that drain; whether something came of it.
+    pub(super) fn pay(&mut self) -> bool {
+        // What the disk has just refused it would refuse again.
+        if !self.reclaim_targets.looks || self.is_vain() {
+            return false;
+        }
+        self.reclaim_targets.looks = false;
+        self.drain_to_target();
+        let drains = self.host.segments().filter(|segment| segment.drains);
+        let numbers: Vec<u32> = drains.map(|segment| segment.number).collect();
+        self.reclaim_targets.is_open = !numbers.is_empty() || self.reclaim_target_bytes() > 0;
+        let mut came = false;
+        let mut owners = std::mem::take(&mut self.reclaim_targets.owners);
+        for number in numbers {
+            owners.clear();
+            owners.extend(self.host.live_pieces(number).map(|(_, owner)| owner));
+            for &owner in &owners {
+                came |= self.vacate(owner);
+            }
+        }
+        self.reclaim_targets.owners = owners;
+        came
+    }
+
+    /// Has as many segments drain as are owed, those first that have least in use.
+    fn drain_to_target(&mut self) {
+        let reclaim_target = self.reclaim_target_bytes();
+        let still = |number: &u32| self.host.segments().any(|s| s.number == *number && s.drains);
+        self.reclaim_targets.draining.retain(still);
+        if reclaim_target == 0 {
+            for number in std::mem::take(&mut self.reclaim_targets.draining) {
+                if let Err(error) = self.host.drain(number, false) {
+                    log::error!("a segment could not be used again: {error}");
+                }
+            }
+            return;
+        }
+        if !std::mem::take(&mut self.reclaim_targets.seeks) {
+            return;
+        }
+        // Where that is not enough, those too that others elsewhere continue.
+        for clears in [false, true] {
+            let drains = self.host.segments().filter(|segment| segment.drains);
+            let mut goes: u64 = drains.map(|segment| segment.cost_bytes).sum();
+            let mut others: Vec<_> = self.host.segments().filter(|s| !s.drains).collect();
+            others.sort_by_key(|s| (u64::from(s.live_pieces) * s.piece_bytes, s.number));
+            if clears {
+                // Little continues what stands at the ends of paths.
+                others.sort_by_key(|s| std::cmp::Reverse(self.first_position(s.number)));
+            }
+            for segment in others {
+                if goes >= reclaim_target {
+                    return;
+                }
+                if clears {
+                    self.clear_paths(segment.number);
+                }
+                let mut all = self.host.live_pieces(segment.number);
+                let may_empty = all.all(|(_, owner)| self.may_vacate(owner));
+                drop(all);
+                if may_empty && self.host.drain(segment.number, true).is_ok() {
+                    self.reclaim_targets.draining.push(segment.number);
+                    goes += segment.cost_bytes;
+                }
+            }
+        }
+    }
+
+    /// How many chunks are before the first one that has something in a segment.
+    fn first_position(&self, segment: u32) -> u32 {
+        let owners = self.host.live_pieces(segment).map(|(_, owner)| cell_of_owner(owner));
+        let rows = owners.map(|(table, cell)| self.tables[table as usize].chunks.chunk(cell.chunk));
+        rows.map(|row| row.map_or(0, |row| row.position())).min().unwrap_or(u32::MAX)
+    }
+
+    /// The chunks of a segment and what continues them leave memory, from the ends on, if all of
+    /// them may.
+    fn clear_paths(&mut self, segment: u32) {
+        let mut first: BTreeMap<u32, Vec<Slot>> = BTreeMap::new();
+        for (_, owner) in self.host.live_pieces(segment) {
+            let (table, cell) = cell_of_owner(owner);
+            let row = self.tables[table as usize].chunks.chunk(cell.chunk);
+            if row.is_none_or(|row| row.refs() > 0 || row.pin().is_some()) {
+                return;
+            }
+            first.entry(table).or_default().push(cell.chunk);
+        }
+        for (table, slots) in first {
+            let behind = self.tables[table as usize].chunks.with_behind(&slots);
+            let rows = &self.tables[table as usize].chunks;
+            let is_free = |slot: &Slot| rows.chunk(*slot).is_some_and(|row| row.is_free());
+            if !behind.iter().all(is_free) {
+                return;
+            }
+            let layers = self.tables[table as usize].layout.layers();
+            for (chunk, layer) in behind.iter().flat_map(|&s| (0..layers).map(move |l| (s, l))) {
+                self.vacate(owner_of(table, Cell { chunk, layer }));
+            }
+        }
+    }
+
+    /// Whether a cell can leave memory, sooner or later.
+    fn may_vacate(&self, owner: u64) -> bool {
+        let (table, cell) = cell_of_owner(owner);
+        let rows = &self.tables[table as usize].chunks;
+        let is_blocked = rows.chunk(cell.chunk).is_some_and(|row| row.is_blocked());
+        let there = rows.marks(cell.chunk).and_then(|all| all.get(cell.layer));
+        let is_below = there.is_some_and(|marks| marks.there() & !(HOST_MASK | DEVICE_MASK) != 0);
+        !is_blocked || is_below || self.disk.is_some() && self.config.write != Write::Never
+    }
+
+    /// A cell leaves memory, and the rest of its chunk with it where policies choose chunks.
+    fn vacate(&mut self, owner: u64) -> bool {
+        let (table, cell) = cell_of_owner(owner);
+        let at = At { table, slot: cell.chunk };
+        let rows = &self.tables[table as usize];
+        let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
+        // One that is coming or going is seen again when it has.
+        let is_there = marks.is_some_and(|marks| marks.there() & HOST_MASK != 0);
+        let leaves = self.leaving.get(&at).is_some_and(|leave| leave.has(cell.layer));
+        if !is_there || leaves || !self.may_vacate(owner) {
+            return false;
+        }
+        let id = rows.id(at.slot);
+        let part = match self.host_cache.granularity {
+            Granularity::Chunk => {
+                if rows.has(at.slot, note::IN_HOST) {
+                    self.host_cache.remove(self.now_ns, id);
+                }
+                Part::All
+            }
+            Granularity::Cell => {
+                self.host_cache.remove(self.now_ns, cell_id(id, cell.layer));
+                Part::Layer(cell.layer)
+            }
+            Granularity::Session => {
+                self.host_cache.leave(self.now_ns, at);
+                Part::All
+            }
+        };
+        self.leave_host(at, part)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn member(slot: u32, position: u32) -> Member {
+        Member { at: At { table: 0, slot }, position, units: 3, tokens: 16 }
+    }
+
+    #[test]
+    fn a_chunk_is_with_who_used_it_last_and_leaves_from_the_end() {
+        let mut groups = Groups::default();
+        for slot in 0..4 {
+            assert_eq!(groups.join(member(slot, slot), 7), None);
+        }
+        assert_eq!(groups.size(7), Some((12, 64)));
+        assert_eq!(groups.join(member(0, 0), 8), Some(7));
+        assert_eq!(groups.join(member(0, 0), 8), None);
+        assert_eq!(groups.leave(At { table: 0, slot: 2 }), Some(7));
+        assert_eq!((groups.size(7), groups.size(8)), (Some((6, 32)), Some((3, 16))));
+        let left: Vec<u32> = groups.take(7).map(|at| at.slot).collect();
+        assert_eq!((left, groups.size(7)), (vec![3, 1], None));
+        assert_eq!(groups.of(At { table: 0, slot: 3 }), None);
+        assert_eq!(groups.leave(At { table: 0, slot: 0 }), Some(8));
+        assert_eq!(groups.size(8), None);
+    }
+
+    #[test]
+    fn what_leaves_adds_up() {
+        let mut leave = Leave::default();
+        leave.add(Part::Layer(3), 5);
+        leave.add(Part::Layer(1), 5);
+        assert_eq!((leave.bytes, leave.has(3), leave.has(2)), (10, true, false));
+        leave.add(Part::All, 0);
+        assert!(leave.has(2));
+        assert!(Part::All.has(9) && Part::Layer(9).has(9) && !Part::Layer(9).has(8));
+        assert_ne!(cell_id(1, 0), cell_id(1, 1));
     }
 }

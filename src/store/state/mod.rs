@@ -1,81 +1,44 @@
-//! What decides in a store: which cell is where, what moves next, who leaves. It
-//! touches no bytes and never blocks. Whoever carries work out asks for it with
-//! [`StoreState::take`] and says with [`StoreState::done`] how it went; between the two nothing
-//! is locked. So one thread can drive it as well as many, in an order that a seed
-//! chooses.
+//! The state machine of a store. It decides which cell is resident where, what moves next, and what
+//! is evicted. It touches no bytes and never blocks.
+//!
+//! A worker takes a batch with [`StoreState::take`], executes it without the lock, and reports the
+//! outcome with [`StoreState::done`]. One thread can drive the state machine as well as many, so a
+//! simulation chooses the order by a seed. The states of a cell's transfer are drawn at the top of
+//! [`transfer`].
 
-pub mod audit;
-mod bandwidth;
-pub mod block_references;
 pub mod blocks;
-mod cell_range;
 mod check;
-pub mod checkpoint_writer;
 pub mod chunk_table;
-pub mod clear;
 mod config;
-pub mod demote;
-pub mod device_events;
-pub mod device_replicas;
-pub mod device_slabs;
-mod disk_gc;
-mod disk_reads;
-mod eviction;
-pub mod granularity;
-mod group_commit;
-mod host_copies;
-mod jobs;
-pub mod latency;
-mod limits;
-pub mod lookup;
-mod metadata_account;
-mod metrics;
-mod namespace_notes;
+pub mod dependency;
+pub mod device_tier;
+pub mod disk_gc;
+pub mod eviction;
 mod namespaces;
-mod pins;
 pub mod plans;
-mod policy_notifications;
-mod policy_objects;
-mod read_reserve;
-mod ready_waits;
-mod reclaim;
-mod recovery;
-mod references;
 pub mod remote;
-mod remote_blocks;
 pub mod remote_fetch;
-mod remote_index;
 pub mod remote_lookup;
-mod remote_prefetch;
-mod remote_timeouts;
 pub mod remote_upload;
-mod session;
+pub mod session;
 pub mod shadow;
-mod slot_reclamation;
 pub mod slot_table;
 pub mod snapshot;
 pub mod stats;
-pub mod tenants;
-pub mod tier_cache;
 pub mod transfer;
-pub mod transfer_kind;
-pub mod views;
-mod wait_list;
 pub mod work;
-mod write_behind;
-mod writeback;
-mod writeback_prefix;
+pub mod writeback;
 
-pub use cell_range::{CellRange, TO_THE_END, Wanted};
 pub use chunk_table::ChunkTable;
 pub use config::{Config, Counters, DeviceConfig, Write};
+pub use disk_gc::Adopted;
 pub use disk_gc::disk_room;
-pub use jobs::Job;
-pub use metadata_account::BESIDE_BYTES as ROW_BESIDE_BYTES;
 pub use namespaces::{MAX_CHUNK_TABLES, MAX_SPACES, Space, SpaceOpts};
-pub use recovery::Adopted;
 pub use remote::{RemoteConfig, RemoteCounters};
+pub use session::{CellRange, TO_THE_END, Wanted};
 pub use session::{SessionOpts, Truncated};
+pub use stats::BESIDE_BYTES as ROW_BESIDE_BYTES;
+pub use transfer::Job;
 pub use transfer::{Finished, Level, MoveSpec, TransferKind};
 pub use writeback::RECORD_CELLS;
 
@@ -92,16 +55,25 @@ use crate::meta::index::Slot;
 use crate::store::admission::Admission;
 use crate::store::events::{Event, Events, Kind};
 use crate::store::job_queues::Queues;
-use crate::store::state::granularity::Leave;
+use crate::store::state::eviction::Leave;
+use crate::store::state::eviction::TierCache;
 use crate::store::state::namespaces::Spaces;
 use crate::store::state::session::Session;
 use crate::store::state::slot_table::Table;
-use crate::store::state::tier_cache::TierCache;
+use crate::store::state::transfer::Line;
 use crate::store::state::transfer::Move;
-use crate::store::state::wait_list::Line;
 use crate::store::state::work::WorkerKind;
 use crate::tier::disk::{DiskTier, Spot};
 use crate::tier::host::{HostTier, Piece};
+
+/// Tiers as indices of arrays, and as bits of a mask.
+pub(crate) const HOST: usize = Tier::Host as usize;
+pub(crate) const DISK: usize = Tier::Disk as usize;
+pub(crate) const DEVICE: usize = Tier::Device as usize;
+pub(crate) const REMOTE: usize = Tier::Remote as usize;
+pub(crate) const HOST_MASK: u8 = 1 << Tier::Host as u8;
+pub(crate) const DISK_MASK: u8 = 1 << Tier::Disk as u8;
+pub(crate) const DEVICE_MASK: u8 = 1 << Tier::Device as u8;
 
 /// A chunk of a board.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -124,7 +96,7 @@ pub struct StoreState {
     pub(super) host_cache: TierCache,
     pub(super) disk_cache: Option<TierCache>,
     /// Copies of cells in device memory.
-    pub(super) replicas: Option<Box<device_replicas::Replicas>>,
+    pub(super) replicas: Option<Box<device_tier::Replicas>>,
     /// The remote, if there is one.
     remote: Option<Box<remote::RemoteTier>>,
     pub(super) admission: Admission,
@@ -155,32 +127,32 @@ pub struct StoreState {
     /// only taken along.
     chunk_waits: BTreeMap<At, Vec<(u32, u32)>>,
     /// Writes of chunks that were not made durable yet.
-    fresh: BTreeMap<At, Vec<group_commit::Fresh>>,
+    fresh: BTreeMap<At, Vec<writeback::Fresh>>,
     /// With so many all are synced, whoever waits.
     flush_at: usize,
     /// Puts that wait for that.
     commits: Vec<u32>,
     /// Pins, the weakest first.
-    pins: BTreeSet<pins::Hold>,
+    pins: BTreeSet<eviction::Hold>,
     /// The same, by when they end.
     ends: BTreeSet<(u64, u8, At)>,
     /// Sessions opened so far.
     names: u64,
-    write_behind: write_behind::WriteBehind,
+    write_behind: writeback::WriteBehind,
     upkeep: disk_gc::Upkeep,
-    reclaim_targets: reclaim::ReclaimTargets,
-    metadata: metadata_account::MetadataAccount,
-    limits: limits::Limits,
+    reclaim_targets: eviction::ReclaimTargets,
+    metadata: stats::MetadataAccount,
+    limits: namespaces::Limits,
     /// Batches under way, by kind.
     pub(super) under_way: [u32; work::KINDS],
-    speeds: bandwidth::Speeds,
-    times: latency::Times,
-    tenants: tenants::Tenants,
-    scratch: lookup::Scratch,
+    speeds: plans::Speeds,
+    times: stats::Times,
+    tenants: stats::Tenants,
+    scratch: plans::Scratch,
     drafts: plans::Drafts,
-    waits: ready_waits::Waits,
-    behind: device_events::Behind,
-    turns: clear::Turns,
+    waits: dependency::Waits,
+    behind: dependency::Behind,
+    turns: disk_gc::Turns,
     finished: Vec<Finished>,
     /// What is counted.
     pub counters: Counters,
@@ -200,14 +172,14 @@ impl StoreState {
         let opts = config.host_opts();
         let (host_cache, disk_cache) = config.open_caches(disk_bytes)?;
         let mut copies = Queues::new(config.max_jobs, config.max_sessions + 1)?;
-        copies.in_parts_of(config.copy_bytes / host_copies::PARTS);
+        copies.in_parts_of(config.copy_bytes / transfer::PARTS);
         Ok(StoreState {
             now_ns: 0,
             host: HostTier::new(account.clone(), &opts)?,
-            replicas: device_replicas::Replicas::open(&config, account.clone())?,
+            replicas: device_tier::Replicas::open(&config, account.clone())?,
             remote: remote::RemoteTier::open(&config)?,
-            metadata: metadata_account::MetadataAccount::new(account),
-            limits: limits::Limits::default(),
+            metadata: stats::MetadataAccount::new(account),
+            limits: namespaces::Limits::default(),
             tables: Vec::new(),
             spaces: Spaces::default(),
             sessions: Table::new(config.max_sessions as usize),
@@ -232,23 +204,23 @@ impl StoreState {
             refused_ns: 0,
             chunk_waits: BTreeMap::new(),
             fresh: BTreeMap::new(),
-            flush_at: group_commit::MOST_FRESH,
+            flush_at: writeback::MOST_FRESH,
             commits: Vec::new(),
             pins: BTreeSet::new(),
             ends: BTreeSet::new(),
             names: 0,
-            write_behind: write_behind::WriteBehind::default(),
+            write_behind: writeback::WriteBehind::default(),
             upkeep: disk_gc::Upkeep::default(),
-            reclaim_targets: reclaim::ReclaimTargets::default(),
+            reclaim_targets: eviction::ReclaimTargets::default(),
             under_way: [0; work::KINDS],
-            speeds: bandwidth::Speeds::default(),
-            times: latency::Times::default(),
-            tenants: tenants::Tenants::default(),
-            scratch: lookup::Scratch::default(),
+            speeds: plans::Speeds::default(),
+            times: stats::Times::default(),
+            tenants: stats::Tenants::default(),
+            scratch: plans::Scratch::default(),
             drafts: plans::Drafts::default(),
-            waits: ready_waits::Waits::default(),
-            behind: device_events::Behind::default(),
-            turns: clear::Turns::default(),
+            waits: dependency::Waits::default(),
+            behind: dependency::Behind::default(),
+            turns: disk_gc::Turns::default(),
             finished: Vec::new(),
             counters: Counters::default(),
             events: Events::new(config.events)?,

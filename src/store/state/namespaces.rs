@@ -1,20 +1,32 @@
-//! Namespaces and the boards of their layouts: how they are found, and how they are forgotten.
-//! One of which nothing is left is forgotten when others need its place, and its number is
-//! another's then. So nothing may remember a number longer than what is counted here: handles,
-//! sessions, rows of chunks, and blocks that are asked for.
+//! Namespaces and their chunk tables: opening, finding, and reuse of their numbers.
+//!
+//! The number of a namespace without handles, sessions, rows and requested blocks may be given to
+//! another one, so nothing else may remember it.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::ops::{Index, IndexMut};
-
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
+use crate::base::status::Status;
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::keys::Key;
 use crate::meta::chunks::Added;
+use crate::meta::index::Slot;
 use crate::meta::layout::Layout;
+use crate::store::state::At;
 use crate::store::state::StoreState;
 use crate::store::state::chunk_table::ChunkTable;
-use crate::store::state::namespace_notes::Below;
+use crate::store::state::chunk_table::note;
+use crate::store::state::disk_gc::NOTE;
+use crate::store::state::work::SpaceNote;
+use crate::store::state::work::SyncBatch;
+use crate::store::state::work::WriteBatch;
+use crate::tier::disk::Mark;
+use crate::tier::disk::Recovered;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::collections::BTreeSet;
+use std::collections::VecDeque;
+use std::ops::Index;
+use std::ops::IndexMut;
 
 /// Most namespaces.
 pub const MAX_SPACES: usize = 1 << 16;
@@ -337,5 +349,400 @@ impl StoreState {
     pub(super) fn new_table(&self, layout: &Layout) -> Result<ChunkTable> {
         let table = ChunkTable::new(layout, self.config.max_chunks)?;
         if self.replicas.is_some() { table.with_pieces() } else { Ok(table) }
+    }
+}
+
+// ---------- limits
+//
+// Limits: that of moves, and that of chunks. The latter is noted on the disk: whoever opens a store
+// with a smaller one than it had would forget chunks for good, and has to say so.
+
+/// The name of the note.
+const NAME: &[u8] = b"limits";
+const VERSION: u8 = 1;
+/// What stands in a note that is of no namespace.
+pub(super) const NO_SPACE: u32 = u32::MAX;
+
+/// What the disk's note says.
+#[derive(Default)]
+pub(super) struct Limits {
+    /// 0 = there is none.
+    noted_chunks: u64,
+}
+
+impl StoreState {
+    /// Whether another move can begin.
+    pub(super) fn has_room_for_move(&self) -> Result<()> {
+        if !self.moves.has_room() {
+            let all = self.moves.len();
+            fail!(Again, "{all} moves are under way, as many as may be: wait for one of them");
+        }
+        Ok(())
+    }
+
+    /// Whether the chunks that were found fit, or may be forgotten. What has left may be found
+    /// again after a crash, so it is only asked where the limit was larger.
+    pub(super) fn check_limits(&mut self, recovered: &Recovered) -> Result<()> {
+        let note = recovered.sessions.iter().find(|session| *session.name == *NAME);
+        let before = note.map_or(0, |note| read(&note.payload));
+        self.limits.noted_chunks = before;
+        let most = self.config.max_chunks as u64;
+        if before <= most || self.config.forgets {
+            return Ok(());
+        }
+        // A chunk that was written in parts is found in several places.
+        let keys: BTreeSet<&Key> = recovered.chunks().map(|(chunk, _)| &chunk.key).collect();
+        let found = keys.len() as u64;
+        if found > most {
+            let lost = found - most;
+            fail!(
+                Limit,
+                "the disk has {found} chunks and was opened with chunks={before} before; \
+                 chunks={most} would forget {lost} of them for good: open it with chunks={found} at \
+                 least, or with forget=true"
+            );
+        }
+        Ok(())
+    }
+
+    /// Adds the note to a batch of writes, if what the disk says is not so.
+    pub(super) fn note_limits(&self, batch: &mut WriteBatch) {
+        let chunks = self.config.max_chunks as u64;
+        if self.limits.noted_chunks != chunks {
+            let content = [&[VERSION][..], &chunks.to_le_bytes()].concat();
+            let (space, name) = (NO_SPACE, NAME.to_vec());
+            batch.notes.push(SpaceNote { space, name, content, mark: None });
+        }
+    }
+
+    /// The note is written.
+    pub(super) fn limits_noted(&mut self) {
+        self.limits.noted_chunks = self.config.max_chunks as u64;
+    }
+}
+
+/// The chunks of a note; 0 where it is none that can be read.
+fn read(content: &[u8]) -> u64 {
+    match content {
+        [VERSION, chunks @ ..] => chunks.try_into().map_or(0, u64::from_le_bytes),
+        _ => 0,
+    }
+}
+
+// ---------- namespace notes
+//
+// Notes of namespaces on disk: what is found of one is of no use to an opening that
+// does not know its layout. One is written with the first chunk that goes down, and
+// is dropped with the last that has left: who opens namespaces and stores nothing takes
+// no room.
+
+/// What is on disk of a namespace.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Below {
+    /// Chunks of which something is there.
+    chunks: u32,
+    /// Records under way.
+    writing: u32,
+    pub(super) noted: Noted,
+}
+
+impl Below {
+    /// Whether nothing is there, or on its way.
+    pub(super) fn is_bare(&self) -> bool {
+        self.chunks + self.writing == 0
+    }
+}
+
+/// Whether what a namespace is can be found on disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Noted {
+    #[default]
+    No,
+    /// It is written, and may not be durable.
+    Written(Mark),
+    /// It never will be durable: it has to be written anew.
+    Lost(Mark),
+    Lasts,
+}
+
+impl StoreState {
+    /// A record of a chunk is in a batch: with what its namespace is, unless that is known.
+    pub(super) fn note_with(&mut self, at: At, batch: &mut WriteBatch) {
+        let Some(number) = self.space_of(at) else { return };
+        let below = &mut self.spaces[number as usize].below;
+        below.writing += 1;
+        let is_known = matches!(below.noted, Noted::Written(_) | Noted::Lasts);
+        if !is_known && batch.notes.iter().all(|note| note.space != number) {
+            let (name, content) = self.space_note(number);
+            batch.notes.push(SpaceNote { space: number, name, content, mark: None });
+        }
+    }
+
+    /// A batch has ended: notes are written, or not; namespaces may have nothing on disk
+    /// after all.
+    pub(super) fn noted_with(&mut self, batch: &WriteBatch) {
+        for note in &batch.notes {
+            // Also where another of the batch was not, and so no chunk.
+            let Some(mark) = note.mark else { continue };
+            if note.space == NO_SPACE {
+                self.limits_noted();
+            } else {
+                self.spaces[note.space as usize].below.noted = Noted::Written(mark);
+            }
+        }
+        let mut spaces = BTreeSet::new();
+        for &at in &batch.chunks {
+            let Some(number) = self.space_of(at) else { continue };
+            self.spaces[number as usize].below.writing -= 1;
+            spaces.insert(number);
+        }
+        spaces.into_iter().for_each(|number| self.drop_note(number));
+    }
+
+    /// Something of a chunk is on disk, and nothing was before.
+    pub(super) fn came_below(&mut self, at: At) {
+        if let Some(number) = self.space_of(at) {
+            self.spaces[number as usize].below.chunks += 1;
+        }
+    }
+
+    /// Nothing of a chunk is on disk any more.
+    pub(super) fn left_below(&mut self, at: At) {
+        if let Some(number) = self.space_of(at) {
+            self.spaces[number as usize].below.chunks -= 1;
+            self.drop_note(number);
+        }
+    }
+
+    /// What a namespace is need not be known of one that has nothing on disk.
+    pub(super) fn drop_note(&mut self, number: u32) {
+        let below = &mut self.spaces[number as usize].below;
+        if !below.is_bare() || below.noted == Noted::No {
+            return;
+        }
+        below.noted = Noted::No;
+        let name = [NOTE, &self.spaces[number as usize].key.0].concat();
+        if let Some(disk) = &self.disk {
+            disk.drop_session(&name);
+            self.upkeep.sweep_soon();
+        }
+    }
+
+    /// What has to be durable beside the chunks of a put.
+    pub(super) fn mark_of_note(&self, number: u32) -> Option<Mark> {
+        let one = &self.moves[number].spec;
+        let slot = *one.slots.first()?;
+        let space = self.space_of(At { table: one.table, slot })?;
+        match self.spaces[space as usize].below.noted {
+            Noted::Written(mark) => Some(mark),
+            Noted::Lost(mark) => Some(self.mark_of_moved(space, mark)),
+            Noted::No | Noted::Lasts => None,
+        }
+    }
+
+    /// A note that could not be made durable where it was: cleaning may have taken it
+    /// elsewhere.
+    fn mark_of_moved(&self, space: u32, lost: Mark) -> Mark {
+        let name = [NOTE, &self.spaces[space as usize].key.0].concat();
+        let segment = self.disk.as_ref().and_then(|disk| disk.segment_of_session(&name));
+        segment.filter(|&segment| segment != lost.segment()).map_or(lost, Mark::so_far)
+    }
+
+    /// Notes were synced for a put, or not.
+    pub(super) fn note_synced(&mut self, number: u32, batch: &SyncBatch) {
+        let Some(mark) = self.mark_of_note(number) else { return };
+        let how = batch.marks.iter().find(|(n, m, _)| (*n, *m) == (number, mark));
+        let Some((.., how)) = how else { return };
+        let one = &self.moves[number].spec;
+        let first = one.slots.first().map(|&slot| At { table: one.table, slot });
+        if let Some(space) = first.and_then(|at| self.space_of(at)) {
+            let noted = if how.is_ok() { Noted::Lasts } else { Noted::Lost(mark) };
+            self.spaces[space as usize].below.noted = noted;
+        }
+    }
+
+    fn space_of(&self, at: At) -> Option<u32> {
+        let row = self.tables[at.table as usize].chunks.chunk(at.slot)?;
+        Some(row.namespace()).filter(|&number| self.spaces.get(number as usize).is_some())
+    }
+}
+
+impl WriteBatch {
+    /// Says what became of its notes: before anything else of it is written. Where one could
+    /// not be written nothing is.
+    pub(in crate::store) fn write_notes(
+        &mut self,
+        mut write: impl FnMut(&[u8], &[u8]) -> Result<Mark>,
+    ) -> bool {
+        for note in &mut self.notes {
+            match write(&note.name, &note.content) {
+                Ok(mark) => note.mark = Some(mark),
+                Err(error) => {
+                    self.refused = Some(error);
+                    return false;
+                }
+            }
+        }
+        true
+    }
+}
+
+// ---------- slot reclamation
+//
+// Places of namespaces and boards that others have had: who is forgotten, and who is sent away,
+// where as many are known as may be.
+
+/// Namespaces of which nothing is left are known so long, for what was learned of them.
+const MOST_IDLE: usize = 1024;
+/// Where all that there may be have chunks, this part of them is given up at once: looking for
+/// them takes time.
+const GIVEN_UP: usize = 16;
+
+impl StoreState {
+    /// A board that is nobody's. Moves may outlive their sessions, and have no chunks at all:
+    /// what they count in are the layers of theirs.
+    fn vacant_table(&self) -> Option<usize> {
+        let is_moved = |at: usize| self.moves.iter().any(|(_, one)| one.spec.table == at as u32);
+        let is_vacant = |table: &ChunkTable| table.spaces == 0 && table.chunks.is_empty();
+        (0..self.tables.len()).find(|&at| is_vacant(&self.tables[at]) && !is_moved(at))
+    }
+
+    /// Gives a board a number, which may have been that of another.
+    pub(super) fn seat(&mut self, table: ChunkTable) -> Result<usize> {
+        if let Some(at) = self.vacant_table() {
+            let number = at as u32;
+            // Rows are what all else goes by; this is remembered without.
+            self.forget_remote_shape(number);
+            self.forget_located_of(number);
+            self.upkeep.forget_table(number);
+            self.tables[at] = table;
+            return Ok(at);
+        }
+        let most = self.config.max_layouts;
+        if self.tables.len() >= most {
+            fail!(
+                Limit,
+                "{most} layouts are as many as can be, and namespaces of each are open or have \
+                 chunks that stay: close some, or end their pins"
+            );
+        }
+        self.tables.push(table);
+        Ok(self.tables.len() - 1)
+    }
+
+    /// Sees to it that there can be a namespace more. Where all that there may be have chunks,
+    /// those leave that nobody has used for longest.
+    pub(super) fn make_room_for(&mut self, layout: &Layout) -> Result<()> {
+        let is_new = self.table_for(layout).is_none();
+        let is_full = self.spaces.len() >= self.config.max_spaces;
+        self.forget_idle(if is_new || is_full { 0 } else { MOST_IDLE });
+        let lacks_space = self.spaces.len() >= self.config.max_spaces;
+        if is_new && (lacks_space || self.lacks_table()) {
+            // One that can have no table sends nobody away.
+            drop(self.new_table(layout)?);
+        }
+        if lacks_space {
+            self.give_up_spaces();
+        }
+        let lacks_table = is_new && self.lacks_table();
+        if lacks_table {
+            self.give_up_table();
+        }
+        if lacks_space || lacks_table {
+            self.settle(); // what came free may be waited for
+        }
+        Ok(())
+    }
+
+    fn lacks_table(&self) -> bool {
+        self.tables.len() >= self.config.max_layouts && self.vacant_table().is_none()
+    }
+
+    /// Forgets namespaces of which nothing is left, but for the last ones.
+    fn forget_idle(&mut self, most: usize) {
+        for _ in most..self.spaces.idle() {
+            let Some(at) = self.spaces.next_idle() else { break };
+            if !self.spaces[at as usize].is_bare() {
+                continue; // it is listed again when that is over
+            }
+            match self.is_asked_for(at) {
+                true => self.spaces.look_at(at),
+                false => self.forget_space(at),
+            }
+        }
+    }
+
+    /// Nothing is left of a namespace: its number may be another's from now on.
+    fn forget_space(&mut self, at: u32) {
+        self.drop_note(at);
+        self.speeds.forget_space(at);
+        self.forget_remote_names(at);
+        let table = self.spaces[at as usize].table;
+        self.tables[table as usize].spaces -= 1;
+        self.spaces.remove(at);
+    }
+
+    /// All chunks of namespaces that nobody has open leave, of as many as are worth it.
+    fn give_up_spaces(&mut self) {
+        let most = self.config.max_spaces;
+        let closed = self.spaces.known().filter(|(_, space)| !space.is_open());
+        let mut closed: Vec<(u64, u32)> = closed.map(|(at, space)| (space.used, at)).collect();
+        closed.sort_unstable();
+        for part in closed.chunks((most / GIVEN_UP).max(1)) {
+            let goes: BTreeSet<u32> = part.iter().map(|&(_, at)| at).collect();
+            let tables = goes.iter().map(|&at| self.spaces[at as usize].table);
+            for table in tables.collect::<BTreeSet<u32>>() {
+                self.send_away(table, |space| goes.contains(&space));
+            }
+            self.forget_idle(0);
+            if self.spaces.len() < most {
+                break;
+            }
+        }
+    }
+
+    /// All chunks of a layout leave of which nobody has a namespace open, if all of them may.
+    fn give_up_table(&mut self) {
+        let mut last = vec![Some(0); self.tables.len()];
+        for (_, space) in self.spaces.known() {
+            let used = &mut last[space.table as usize];
+            *used = used.filter(|_| !space.is_open()).map(|used: u64| used.max(space.used));
+        }
+        let closed = (0u32..).zip(last).filter_map(|(at, used)| Some((used?, at)));
+        let mut closed: Vec<(u64, u32)> = closed.collect();
+        closed.sort_unstable();
+        for (_, table) in closed {
+            if self.tables[table as usize].chunks.slots().all(|slot| self.may_go(table, slot)) {
+                self.send_away(table, |_| true);
+                self.forget_idle(0);
+            }
+            if self.vacant_table().is_some() {
+                break;
+            }
+        }
+    }
+
+    /// Whether a chunk is held by the store alone, for its turn to be written, and at rest.
+    fn may_go(&self, table: u32, slot: Slot) -> bool {
+        let rows = &self.tables[table as usize];
+        let Some(row) = rows.chunks.chunk(slot) else { return true };
+        !row.is_moving()
+            && row.pin().is_none()
+            && row.refs() == u32::from(rows.has(slot, note::QUEUED))
+            && !self.chunk_waits.contains_key(&At { table, slot })
+    }
+
+    /// Chunks of some namespaces of a board leave all tiers, as far as they may. The remote
+    /// keeps what it has.
+    fn send_away(&mut self, table: u32, goes: impl Fn(u32) -> bool) {
+        let rows = &self.tables[table as usize].chunks;
+        let of = |slot: Slot| rows.chunk(slot).filter(|row| goes(row.namespace()));
+        let slots = rows.slots().filter_map(|slot| Some((Reverse(of(slot)?.position()), slot)));
+        // Those first that continue others.
+        let mut slots: Vec<(Reverse<u32>, Slot)> = slots.collect();
+        slots.sort_unstable();
+        let slots: Vec<Slot> = slots.into_iter().map(|(_, slot)| slot).collect();
+        let left = self.send_all_away(table, &slots);
+        log::info!("{} chunks of namespaces that nobody has open left for others", left.gone);
     }
 }

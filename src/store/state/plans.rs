@@ -1,16 +1,331 @@
-//! What it takes to run a session again, from what is where and how fast it comes.
+//! Lookups and plans of sessions, from residency and measured bandwidth.
 
 use crate::base::budget::Tier;
 use crate::base::status::Result;
+use crate::base::status::Status;
 use crate::fail;
+use crate::format::keys::chain::Chain;
 use crate::meta::chunks::Chunks;
+use crate::meta::chunks::PLACES;
 use crate::meta::cost::Cost;
+use crate::meta::index::NONE;
 use crate::meta::index::Slot;
-use crate::meta::layout::{Layout, Rule};
-use crate::meta::reuse::{self, Found, Reach, State};
-use crate::store::plan::{Need, Part, Plan, SOURCES, StepKind, Terms};
+use crate::meta::key::Key;
+use crate::meta::layout::Layout;
+use crate::meta::layout::Rule;
+use crate::meta::reuse;
+use crate::meta::reuse::Found;
+use crate::meta::reuse::Reach;
+use crate::meta::reuse::State;
+use crate::store::job_queues::LANES;
+use crate::store::job_queues::Queues;
+use crate::store::plan::Need;
+use crate::store::plan::Part;
+use crate::store::plan::Plan;
+use crate::store::plan::Prefill;
+use crate::store::plan::Route;
+use crate::store::plan::SOURCES;
+use crate::store::plan::Speed;
+use crate::store::plan::StepKind;
+use crate::store::plan::Terms;
+use crate::store::state::ChunkTable;
+use crate::store::state::DEVICE;
+use crate::store::state::DISK;
+use crate::store::state::HOST;
+use crate::store::state::REMOTE;
 use crate::store::state::StoreState;
-use crate::store::state::lookup::{MOST_KEPT, pending_bytes};
+use crate::store::state::work::Outcome;
+use crate::store::state::work::Work;
+use crate::store::state::work::WorkerKind;
+use crate::store::token_path::MAX_TOKENS;
+use std::collections::BTreeMap;
+
+// ---------- lookup
+//
+// Lookups: how far a sequence could go on with what is there, and what that takes.
+// Nobody's use is counted: whoever chooses between places asks many and takes one.
+
+/// Chunks for which memory is kept between lookups.
+pub(super) const MOST_KEPT: usize = 1 << 17;
+
+/// Tokens in a row of which the same can be said.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Stretch {
+    /// The first one.
+    pub first_token: u64,
+    /// How many.
+    pub tokens: u64,
+    /// What they are good for.
+    pub state: State,
+    /// The farthest tier that something of them must be read from.
+    pub farthest: Option<usize>,
+    /// Bytes to be read from each tier.
+    pub bytes: [u64; PLACES],
+    /// Bytes that are on their way from outside, and in no tier yet.
+    pub pending_bytes: u64,
+    /// How long loading them takes by itself.
+    pub load_ns: u64,
+}
+
+/// What a lookup has found.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Look {
+    /// Tokens that were asked for.
+    pub tokens: u64,
+    /// The longest prefix that can be gone on from now.
+    pub now_tokens: u64,
+    /// The same, once what is on its way has come.
+    pub soon_tokens: u64,
+    /// All tokens, in their order: what has to be loaded to go on after
+    /// `soon_tokens`, or after all of them where holes can be computed. Those of
+    /// chunks that are not full are misses, but for a session's own.
+    pub ranges: Vec<Stretch>,
+    /// Bytes to be read from each tier.
+    pub bytes: [u64; PLACES],
+    /// Bytes that are on their way from outside.
+    pub pending_bytes: u64,
+    /// How long loading all that takes, and what waits before it.
+    pub load_ns: u64,
+}
+
+/// Memory of lookups, used again.
+#[derive(Default)]
+pub(super) struct Scratch {
+    keys: Vec<Key>,
+    pub(super) slots: Vec<Slot>,
+    pub(super) found: Vec<Found>,
+    look: Look,
+}
+
+impl StoreState {
+    /// Looks a sequence up in a namespace.
+    pub fn lookup(&mut self, space: u32, tokens: &[u32]) -> Result<&Look> {
+        let (home, _) = self.home_of(space)?;
+        let each = self.tables[home.table as usize].layout.chunk_tokens();
+        if tokens.len() > MAX_TOKENS {
+            fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
+        }
+        let mut keys = std::mem::take(&mut self.scratch.keys);
+        room(&mut keys, tokens.len() / each as usize)?;
+        let hashed = Chain::new(home.key, each)?.extend(tokens, &[], &mut keys);
+        let looked = match hashed {
+            Ok(_) => self.look_up(space, &keys, tokens.len() as u64),
+            Err(error) => Err(error),
+        };
+        self.scratch.keys = keys;
+        looked.map(|()| &self.scratch.look)
+    }
+
+    /// Looks up the keys of a sequence's full chunks; `tokens` is its length. Who has
+    /// hashed them before need not keep the store waiting meanwhile.
+    pub fn lookup_keys(&mut self, space: u32, keys: &[Key], tokens: u64) -> Result<&Look> {
+        let (home, _) = self.home_of(space)?;
+        let each = u64::from(self.tables[home.table as usize].layout.chunk_tokens());
+        if tokens > MAX_TOKENS as u64 || keys.len() as u64 != tokens / each {
+            let many = keys.len();
+            fail!(Invalid, "{many} keys are not those of {tokens} tokens, {each} a chunk");
+        }
+        self.look_up(space, keys, tokens)?;
+        Ok(&self.scratch.look)
+    }
+
+    /// For each key, the tiers that have every cell of that chunk of a namespace (bit 0
+    /// the device), and [`WHOLE`](crate::meta::chunks::WHOLE) if every cell is in some of
+    /// this store; the remote's bit is a hint.
+    pub fn exists(&self, space: u32, keys: &[Key], found: &mut [u8]) -> Result<()> {
+        const GROUP: usize = 64;
+        let chunks = &self.home_of(space)?.1.chunks;
+        let mut slots = [NONE; GROUP];
+        for (keys, found) in keys.chunks(GROUP).zip(found.chunks_mut(GROUP)) {
+            let slots = &mut slots[..keys.len()];
+            chunks.find_many(keys, slots);
+            for (found, &slot) in found.iter_mut().zip(&*slots) {
+                // Keys may be anyone's.
+                let is_it = chunks
+                    .chunk(slot)
+                    .is_some_and(|row| row.namespace() == space && row.owner().is_none());
+                *found = if is_it { chunks.tiers_believed(slot) } else { 0 };
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at the path of a session: with what others have stored since.
+    pub fn look_session(&mut self, session: u32) -> Result<&Look> {
+        let (space, tokens, reach) = self.find_path(session)?;
+        self.describe(space, tokens, reach)?;
+        Ok(&self.scratch.look)
+    }
+
+    fn home_of(&self, space: u32) -> Result<(super::Space, &super::ChunkTable)> {
+        let Some(&home) = self.spaces.get(space as usize) else {
+            fail!(NotFound, "there is no namespace {space}");
+        };
+        Ok((home, &self.tables[home.table as usize]))
+    }
+
+    fn look_up(&mut self, space: u32, keys: &[Key], tokens: u64) -> Result<()> {
+        let table = self.home_of(space)?.0.table as usize;
+        let scratch = &mut self.scratch;
+        room(&mut scratch.slots, keys.len())?;
+        scratch.slots.resize(keys.len(), NONE);
+        let rows = &self.tables[table];
+        rows.chunks.find_many(keys, &mut scratch.slots);
+        // Keys may be anyone's.
+        let each = rows.layout.chunk_tokens();
+        for (at, slot) in scratch.slots.iter_mut().enumerate() {
+            let is_it = rows.chunks.chunk(*slot).is_some_and(|row| {
+                (row.namespace(), row.position() as usize) == (space, at)
+                    && row.valid_tokens() == each
+            });
+            *slot = if is_it { *slot } else { NONE };
+        }
+        let reach = scratch.look(&rows.chunks, &rows.layout)?;
+        self.describe(space, tokens, reach)
+    }
+
+    /// Finds the chunks of a session: its namespace, its tokens, how far they reach.
+    pub(super) fn find_path(&mut self, session: u32) -> Result<(u32, u64, Reach)> {
+        let space = self.session(session)?.space;
+        let rows = &self.tables[self.home_of(space)?.0.table as usize];
+        let (path, scratch) = (&self.sessions[session].path, &mut self.scratch);
+        room(&mut scratch.slots, path.slots().len() + 1)?;
+        scratch.slots.extend_from_slice(path.slots());
+        if let Some(first) = path.slots().iter().position(|&slot| slot == NONE) {
+            rows.chunks.find_many(&path.keys()[first..], &mut scratch.slots[first..]);
+        }
+        scratch.slots.extend(path.tail());
+        let tokens = path.tokens().len() as u64;
+        let reach = scratch.look(&rows.chunks, &rows.layout)?;
+        Ok((space, tokens, reach))
+    }
+
+    /// Says what was found.
+    fn describe(&mut self, space: u32, tokens: u64, reach: Reach) -> Result<()> {
+        let home = self.home_of(space)?.0;
+        let rows = &self.tables[home.table as usize];
+        let routes = self.routes(space, 0)?;
+        let scratch = &mut self.scratch;
+        let (slots, found) = (&scratch.slots, &mut scratch.found);
+        let until = if home.holes { slots.len() } else { reach.soon_chunks };
+        let moves = reuse::choose(&rows.chunks, &rows.layout, slots, until, true, found)?;
+        let look = &mut scratch.look;
+        (look.tokens, look.bytes, look.pending_bytes) = (tokens, moves.bytes, 0);
+        (look.now_tokens, look.soon_tokens) = (reach.tokens, reach.soon_tokens);
+        look.ranges.clear();
+        let (mut counts, mut at) = ([0; SOURCES], 0);
+        for range in reuse::ranges(found) {
+            let parts = &found[range.first..range.first + range.chunks];
+            let pending = parts.iter().map(|one| pending_bytes(&rows.layout, one)).sum();
+            let of = |tier: usize| parts.iter().filter(|one| one.bytes[tier] > 0).count();
+            let copies = parts.iter().filter(|one| loads(one)).count();
+            let these = [copies, of(DISK), of(REMOTE), of(DEVICE)];
+            let load_ns = time(&routes, &range.bytes, pending, these, false);
+            look.pending_bytes += pending;
+            counts.iter_mut().zip(these).for_each(|(sum, n)| *sum += n);
+            let stretch = Stretch {
+                first_token: at,
+                tokens: range.tokens,
+                state: range.state,
+                farthest: range.farthest,
+                bytes: range.bytes,
+                pending_bytes: pending,
+                load_ns,
+            };
+            at += range.tokens;
+            add(&mut look.ranges, stretch)?;
+        }
+        look.load_ns = time(&routes, &look.bytes, look.pending_bytes, counts, true);
+        if tokens > at {
+            let rest = Stretch { first_token: at, tokens: tokens - at, ..MISS };
+            add(&mut look.ranges, rest)?;
+        }
+        Ok(())
+    }
+}
+
+const MISS: Stretch = Stretch {
+    first_token: 0,
+    tokens: 0,
+    state: State::Miss,
+    farthest: None,
+    bytes: [0; PLACES],
+    pending_bytes: 0,
+    load_ns: 0,
+};
+
+impl Scratch {
+    fn look(&mut self, chunks: &Chunks, layout: &Layout) -> Result<Reach> {
+        room(&mut self.found, self.slots.len())?;
+        self.found.resize(self.slots.len(), Found::default());
+        reuse::look(chunks, layout, &self.slots, &mut self.found)
+    }
+}
+
+/// Empties a list, and sees to it that so many fit. What a very long sequence needed
+/// is not kept for short ones.
+fn room<T>(list: &mut Vec<T>, count: usize) -> Result<()> {
+    list.clear();
+    if list.capacity() > count.max(MOST_KEPT) {
+        *list = Vec::new();
+    }
+    if list.try_reserve(count).is_err() {
+        fail!(NoMem, "no memory to look at {count} chunks");
+    }
+    Ok(())
+}
+
+/// Adds a range, or lengthens the last one where that is a miss, too.
+fn add(ranges: &mut Vec<Stretch>, next: Stretch) -> Result<()> {
+    if let Some(last) =
+        ranges.last_mut().filter(|last| (last.state, next.state) == (State::Miss, State::Miss))
+    {
+        last.tokens += next.tokens;
+        return Ok(());
+    }
+    if ranges.try_reserve(1).is_err() {
+        fail!(NoMem, "no memory for another range");
+    }
+    ranges.push(next);
+    Ok(())
+}
+
+/// Whether something of a chunk has to be copied that is not on the device.
+fn loads(one: &Found) -> bool {
+    let uses_device =
+        one.bytes[DEVICE] > 0 && one.bytes[HOST] + one.bytes[DISK] + one.bytes[REMOTE] == 0;
+    matches!(one.state, State::Hit | State::Pending) && !uses_device
+}
+
+/// Bytes that are needed of a chunk and in no tier yet.
+pub(super) fn pending_bytes(layout: &Layout, one: &Found) -> u64 {
+    if one.state != State::Pending {
+        return 0;
+    }
+    let groups = layout.groups().iter().enumerate().filter(|(g, _)| one.needed >> g & 1 != 0);
+    let bytes =
+        groups.map(|(_, group)| group.planes(one.tokens).bytes() * group.layers.len() as u64);
+    bytes.sum::<u64>().saturating_sub(one.bytes.iter().sum())
+}
+
+/// How long so many chunks take to be copied, and those of them on disk to be read
+/// beside that, those at the remote to be fetched, and those on the device to be copied there.
+fn time(
+    routes: &[Route; SOURCES],
+    bytes: &[u64; PLACES],
+    pending_bytes: u64,
+    counts: [usize; SOURCES],
+    queued: bool,
+) -> u64 {
+    let above = bytes[HOST] + bytes[DISK] + bytes[REMOTE] + pending_bytes;
+    let moved = [above, bytes[DISK], bytes[REMOTE], bytes[DEVICE]];
+    let ways = routes.iter().zip(moved).zip(counts);
+    let ns = ways.filter(|((_, bytes), _)| *bytes > 0).map(|((route, bytes), chunks)| {
+        let waits = if queued { route.queued_ns } else { 0.0 };
+        route.speed.ns(bytes, chunks as u64) + waits
+    });
+    ns.fold(0.0, f64::max) as u64
+}
 
 /// Plans that are compared where what a chunk needs hangs on the plan.
 const TURNS: usize = 16;
@@ -260,4 +575,208 @@ fn part(layout: &Layout, one: &Found) -> Part {
         _ => Need::Load([copied, disk, remote, replicas]),
     };
     Part { tokens: one.tokens, need }
+}
+
+// ---------- bandwidth
+//
+// How fast this store is, learned while it works: copies, reads, and the engine's
+// prefill.
+
+/// What a batch is before any was seen: its delay in ns, and bytes a second.
+const COPIES: (f64, f64) = (20_000.0, 8e9);
+const READS: (f64, f64) = (150_000.0, 2e9);
+/// The same from the remote, which may be far.
+const FETCHES: (f64, f64) = (2_000_000.0, 2e8);
+/// The same out of device memory.
+const REPLICAS: (f64, f64) = (10_000.0, 2e11);
+
+/// What a batch moves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Burden {
+    /// Bytes of its cells.
+    bytes: u64,
+    /// Batches of its kind that were under way when it was taken, itself among them.
+    beside: u32,
+}
+
+/// One way that bytes go.
+pub(super) struct Flow {
+    pub(super) speed: Speed,
+    /// Bytes of batches under way.
+    pub(super) under_way: u64,
+}
+
+impl Flow {
+    fn new((delay_ns, rate): (f64, f64)) -> Flow {
+        Flow { speed: Speed::guess(delay_ns, rate), under_way: 0 }
+    }
+}
+
+/// What was learned.
+pub(super) struct Speeds {
+    pub(super) copies: Flow,
+    pub(super) reads: Flow,
+    /// From the remote.
+    pub(super) fetches: Flow,
+    /// Out of device memory.
+    pub(super) replicas: Flow,
+    /// By namespace; those of which nothing was seen are not here.
+    prefills: BTreeMap<u32, Prefill>,
+}
+
+impl Default for Speeds {
+    fn default() -> Speeds {
+        let [copies, reads, fetches, replicas] = [COPIES, READS, FETCHES, REPLICAS].map(Flow::new);
+        Speeds { copies, reads, fetches, replicas, prefills: BTreeMap::new() }
+    }
+}
+
+impl Speeds {
+    /// A namespace is forgotten: its number will be another's.
+    pub(super) fn forget_space(&mut self, space: u32) {
+        self.prefills.remove(&space);
+    }
+
+    /// The way that work takes.
+    fn flow(&mut self, work: &Work) -> &mut Flow {
+        match work {
+            Work::Reads(_) => &mut self.reads,
+            Work::Fetches(_) => &mut self.fetches,
+            Work::Copies(batch) if batch.uses_device => &mut self.replicas,
+            _ => &mut self.copies,
+        }
+    }
+}
+
+impl StoreState {
+    /// A batch begins.
+    pub(super) fn weigh(&mut self, work: &mut Work) {
+        let workers = work.workers();
+        let beside = self.under_way[workers as usize];
+        if let Work::Fetches(batch) = work {
+            let bytes = batch.bytes();
+            batch.burden = Burden { bytes, beside };
+            self.speeds.fetches.under_way += bytes;
+            return;
+        }
+        let of = |id: &u32| {
+            let (table, cell) = self.cell_of(&self.jobs[*id]);
+            self.tables[table as usize].planes(cell).bytes()
+        };
+        let (bytes, burden) = match work {
+            Work::Copies(batch) => {
+                let bytes = batch.jobs.iter().map(|&id| self.part_bytes(&self.jobs[id]));
+                (bytes.sum(), &mut batch.burden)
+            }
+            Work::Reads(batch) => (batch.jobs.iter().map(of).sum(), &mut batch.burden),
+            _ => return,
+        };
+        *burden = Burden { bytes, beside };
+        self.speeds.flow(work).under_way += bytes;
+    }
+
+    /// A batch has ended, and is still counted as under way.
+    pub(super) fn observe(&mut self, work: &Work, outcome: &Outcome, elapsed_ns: u64) {
+        let workers = work.workers();
+        if matches!(work, Work::Slabs(_) | Work::Unregistered(_)) {
+            return;
+        }
+        self.times.batch(workers as usize, elapsed_ns);
+        let (burden, sound) = match work {
+            Work::Copies(batch) => (batch.burden, outcome.is_ok()),
+            // One that failed says nothing of the speed; one whose bytes were wrong does.
+            Work::Reads(batch) => {
+                (batch.burden, batch.gets.iter().all(|get| has_come(&get.result)))
+            }
+            Work::Fetches(batch) => (batch.burden, batch.all_came()),
+            _ => return,
+        };
+        // Those that went beside it had their part of the way.
+        let beside =
+            (u64::from(burden.beside) + u64::from(self.under_way[workers as usize])).max(2);
+        let flow = self.speeds.flow(work);
+        flow.under_way -= burden.bytes;
+        if sound {
+            flow.speed.observe(burden.bytes, 1, elapsed_ns.saturating_mul(2) / beside);
+        }
+    }
+
+    /// The engine computed `tokens` after `context` in `ns`.
+    pub fn observe_prefill(
+        &mut self,
+        space: u32,
+        context: u64,
+        tokens: u64,
+        ns: u64,
+    ) -> Result<()> {
+        self.prefill_mut(space)?.observe(context, tokens, ns)
+    }
+
+    /// Goes by this prefill cost, in ns, whatever is observed; `None`: by what is.
+    pub fn fix_prefill(&mut self, space: u32, cost: Option<Cost>) -> Result<()> {
+        self.prefill_mut(space)?.fix(cost)
+    }
+
+    fn prefill_mut(&mut self, space: u32) -> Result<&mut Prefill> {
+        if self.spaces.get(space as usize).is_none() {
+            fail!(NotFound, "there is no namespace {space}");
+        }
+        Ok(self.speeds.prefills.entry(space).or_default())
+    }
+
+    /// What computing costs in a namespace.
+    pub fn prefill(&self, space: u32) -> Prefill {
+        self.speeds.prefills.get(&space).copied().unwrap_or_default()
+    }
+
+    /// The ways that chunks of a namespace come: everything is copied from memory, and
+    /// what is on disk is read before. Their speeds are those of whole chunks. Waits of
+    /// lanes that are less urgent than `lane` do not count.
+    pub fn routes(&self, space: u32, lane: usize) -> Result<[Route; SOURCES]> {
+        let Some(table) = self.table_of(space) else {
+            fail!(NotFound, "there is no namespace {space}");
+        };
+        let [copying, reading, fetching] = [WorkerKind::Copy, WorkerKind::Read, WorkerKind::Fetch]
+            .map(|h| self.under_way[h as usize]);
+        let copies = self.route_of((&self.speeds.copies, &self.copies), copying, table, lane);
+        let reads = self.route_of((&self.speeds.reads, &self.reads), reading, table, lane);
+        let replicas = self.replicas.as_ref().map_or(copies, |replicas| {
+            self.route_of((&self.speeds.replicas, replicas.queue()), copying, table, lane)
+        });
+        let fetches = self.remote.as_ref().map_or(reads, |remote| {
+            self.route_of((&self.speeds.fetches, &remote.fetches), fetching, table, lane)
+        });
+        Ok([copies, reads, fetches, replicas])
+    }
+
+    fn route_of(
+        &self,
+        (flow, queues): (&Flow, &Queues),
+        begun: u32,
+        table: &ChunkTable,
+        lane: usize,
+    ) -> Route {
+        let layout = &table.layout;
+        let share = self.batches(layout.layers() as f64, layout.chunk_bytes(layout.chunk_tokens()));
+        let speed = Speed::guess(flow.speed.ns(0, 1) * share, flow.speed.bytes_per_second());
+        let (mut cells, mut bytes) = (0, flow.under_way);
+        for lane in 0..=lane.min(LANES - 1) {
+            let waiting = queues.waiting(lane);
+            (cells, bytes) = (cells + u64::from(waiting.0), bytes + waiting.1);
+        }
+        let batches = self.batches(cells as f64, bytes).ceil() as u64 + u64::from(begun);
+        let queued_ns = if bytes > 0 { flow.speed.ns(bytes, batches) } else { 0.0 };
+        Route { speed, queued_ns }
+    }
+
+    /// How many batches cells are.
+    fn batches(&self, cells: f64, bytes: u64) -> f64 {
+        let by_cells = cells / self.config.batch_cells as f64;
+        by_cells.max(bytes as f64 / self.config.batch_bytes.max(1) as f64)
+    }
+}
+
+fn has_come(result: &Result<()>) -> bool {
+    let status = result.as_ref().map_or_else(|error| error.status(), |()| Status::Ok);
+    matches!(status, Status::Ok | Status::Corrupt | Status::NotFound)
 }

@@ -1,31 +1,56 @@
-//! The remote, as the core sees it: what is believed of it, what waits for it, what is counted.
-//! Nothing here is certain: a hint says that an object was there when it was last heard of.
-
-use std::collections::{BTreeMap, VecDeque};
+//! The remote as the store sees it: hints, the index of named blocks, request timeouts, counters.
+//!
+//! A hint says that the remote had an object when it was last asked. It may be stale; a stale hint
+//! costs one miss.
 
 use crate::base::budget::Tier;
+use crate::base::status::Error;
 use crate::base::status::Result;
+use crate::base::status::Status;
 use crate::base::sync::Arc;
+use crate::base::zeroed::Zeroable;
+use crate::base::zeroed::Zeroed;
 use crate::fail;
 use crate::format::codec::Codec;
+use crate::format::keys::Key;
 use crate::format::keys::object::ObjectKeys;
 use crate::format::record;
 use crate::meta::chunks::Cell;
+use crate::meta::index::NONE;
+use crate::meta::index::Slot;
 use crate::store::admission::Admission;
 use crate::store::events::Kind;
-use crate::store::job_queues::{LANES, Queues};
-use crate::store::state::remote_blocks::Located;
-use crate::store::state::remote_fetch::Wanted;
-use crate::store::state::remote_index::Known;
+use crate::store::job_queues::LANES;
+use crate::store::job_queues::Queues;
+use crate::store::state::At;
+use crate::store::state::Config;
+use crate::store::state::StoreState;
+use crate::store::state::Write;
+use crate::store::state::blocks::MAX_BLOCKS;
+use crate::store::state::chunk_table::note;
+use crate::store::state::remote_fetch::RemotePrefetch;
+use crate::store::state::remote_fetch::WantedObject;
+use crate::store::state::remote_lookup::Asked;
+use crate::store::state::remote_lookup::Asker;
 use crate::store::state::remote_lookup::Asking;
-use crate::store::state::remote_prefetch::RemotePrefetch;
-use crate::store::state::remote_timeouts::Watch;
-use crate::store::state::{At, Config, StoreState, Write};
-use crate::tier::remote::breaker::{Breaker, Heard, Way};
+use crate::store::state::remote_lookup::Inquiry;
+use crate::store::state::remote_lookup::WINDOW;
+use crate::store::state::remote_lookup::Window;
+use crate::store::state::remote_lookup::noted_chunks;
+use crate::store::state::transfer::Of;
+use crate::store::state::transfer::TransferKind;
+use crate::store::state::work::WorkerKind;
+use crate::tier::remote::Name;
+use crate::tier::remote::Trouble;
+use crate::tier::remote::breaker::Breaker;
+use crate::tier::remote::breaker::Heard;
+use crate::tier::remote::breaker::Way;
 use crate::tier::remote::name::Names;
 use crate::tier::remote::secret::Secret;
 use crate::tier::remote::shape::Shape;
-use crate::tier::remote::{Name, Trouble};
+use std::collections::BTreeMap;
+use std::collections::BTreeSet;
+use std::collections::VecDeque;
 
 /// Names that are to be taken away at the remote, at most: more are forgotten.
 const MOST_REMOVALS: usize = 1024;
@@ -171,7 +196,7 @@ pub(super) struct RemoteTier {
     /// The first job of each object that is to be fetched.
     pub fetches: Queues,
     /// All objects that jobs wait for.
-    pub wanted: BTreeMap<(At, u32), Wanted>,
+    pub wanted: BTreeMap<(At, u32), WantedObject>,
     /// The jobs that wait for cells which are under way.
     pub awaited: BTreeMap<(At, u32), u32>,
     /// Objects that are to be sent, whose cells are held.
@@ -432,5 +457,559 @@ impl StoreState {
         } else if before == layers && after < layers {
             self.say(Kind::Removed, Tier::Remote, at);
         }
+    }
+}
+
+// ---------- remote index
+//
+// What was heard of names lately. It may be stale, and a few names may be taken for others:
+// that costs a request, or a miss.
+
+/// Names that share a place.
+const WAYS: usize = 4;
+/// The nanoseconds of a tick: a name's age is counted in these.
+const TICK_NS: u64 = 1 << 26;
+
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct Entry {
+    tag: u64,
+    /// When it was heard, in ticks plus one; 0 = never.
+    tick: u32,
+    is_there: u32,
+}
+
+// SAFETY: integers only.
+unsafe impl Zeroable for Entry {}
+
+/// A table of names.
+pub(super) struct Known {
+    entries: Zeroed<Entry>,
+    sets: usize,
+}
+
+impl Known {
+    /// For about so many names.
+    pub fn new(names: usize) -> Result<Known> {
+        let sets = (names / WAYS).max(1).next_power_of_two();
+        Ok(Known { entries: Zeroed::new(sets * WAYS)?, sets })
+    }
+
+    /// Its memory.
+    pub fn bytes(&self) -> u64 {
+        (self.entries.len() * size_of::<Entry>()) as u64
+    }
+
+    /// What was heard of a name not longer ago than that: there, or not.
+    pub fn get(&self, name: &Name, now_ns: u64, fresh_ns: u64, absent_ns: u64) -> Option<bool> {
+        let (first, tag) = self.place(name);
+        let entry = self.entries[first..first + WAYS].iter().find(|one| one.tag == tag)?;
+        let heard = u64::from(entry.tick.checked_sub(1)?);
+        let age_ns = (now_ns / TICK_NS).saturating_sub(heard) * TICK_NS;
+        let is_there = entry.is_there != 0;
+        (age_ns <= if is_there { fresh_ns } else { absent_ns }).then_some(is_there)
+    }
+
+    /// Whether a name was heard to be there at that time or later.
+    pub fn was_there_since(&self, name: &Name, since_ns: u64) -> bool {
+        let (first, tag) = self.place(name);
+        let entry = self.entries[first..first + WAYS].iter().find(|one| one.tag == tag);
+        entry.is_some_and(|one| one.is_there != 0 && u64::from(one.tick) > since_ns / TICK_NS)
+    }
+
+    /// Notes what was heard; the oldest of its place is forgotten.
+    pub fn put(&mut self, name: &Name, is_there: bool, now_ns: u64) {
+        let (first, tag) = self.place(name);
+        let set = &mut self.entries[first..first + WAYS];
+        let at = match set.iter().position(|one| one.tag == tag) {
+            Some(at) => at,
+            None => (0..WAYS).min_by_key(|&at| set[at].tick).unwrap_or(0),
+        };
+        let tick = u32::try_from(now_ns / TICK_NS).unwrap_or(u32::MAX - 1).saturating_add(1);
+        set[at] = Entry { tag, tick, is_there: u32::from(is_there) };
+    }
+
+    /// The first entry of a name's place, and what stands for it there.
+    fn place(&self, name: &Name) -> (usize, u64) {
+        let word = |at: usize| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(&name.hash[at..at + 8]);
+            u64::from_le_bytes(bytes)
+        };
+        let tag = word(8) ^ name.tenant.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        ((word(0) as usize & (self.sets - 1)) * WAYS, tag)
+    }
+}
+
+// ---------- remote blocks
+//
+// Blocks at the remote: asked for by the names that engines give them. What is there gets a row
+// that nobody holds: the hint alone keeps it, until rows are needed for others.
+
+/// Blocks that moves ask for at once, at most.
+const MOST_ASKED: usize = 1 << 20;
+
+/// Blocks that a move asks for.
+#[derive(Default)]
+pub(super) struct Named {
+    space: u32,
+    keys: Vec<Key>,
+}
+
+/// Rows of blocks that were located, the earliest first, and which use of its slot each is.
+#[derive(Default)]
+pub(super) struct Located(VecDeque<(At, u32)>);
+
+impl StoreState {
+    /// Begins a move that ends when it is known which of some blocks are here or at the remote.
+    /// It says of each how that went, NOT_FOUND for one that is in neither, and goes on when the
+    /// session is closed.
+    pub fn locate_blocks(&mut self, at: u32, keys: Vec<Key>) -> Result<u32> {
+        let space = self.session(at)?.space;
+        if keys.is_empty() || keys.len() > MAX_BLOCKS {
+            fail!(Limit, "{} blocks; a move has 1 to {MAX_BLOCKS}", keys.len());
+        }
+        let table = self.spaces[space as usize].table;
+        let mut slots = self.find_blocks(space, &keys)?;
+        let asks = slots.iter().any(|&slot| !self.is_found(table, slot));
+        let asking = self.remote.as_ref().filter(|_| asks).map(|remote| &remote.asking);
+        let waiting: usize = asking
+            .iter()
+            .flat_map(|all| all.inquiries.values())
+            .map(|one| one.named.keys.len())
+            .sum();
+        if waiting + keys.len() > MOST_ASKED {
+            fail!(
+                Again,
+                "{waiting} blocks are asked for, and {} more; {MOST_ASKED} can be",
+                keys.len()
+            );
+        }
+        slots.fill(NONE);
+        let number = self.begin_locating(at, slots)?;
+        match self.remote.as_mut().filter(|_| asks) {
+            Some(remote) => {
+                remote.asking.serial += 1;
+                let (serial, named) = (remote.asking.serial, Named { space, keys });
+                let inquiry = Inquiry { serial, is_busy: true, named, ..Inquiry::default() };
+                remote.asking.inquiries.insert(Asker::Blocks(number), inquiry);
+                remote.asking.line.push_back(Asker::Blocks(number));
+                remote.asking.is_urgent = true;
+            }
+            None => self.end_locating(number, &Named { space, keys }, Status::NotFound),
+        }
+        self.settle();
+        Ok(number)
+    }
+
+    /// Whether all of a chunk is here or, where that counts, at the remote as far as is known.
+    pub(super) fn is_found(&self, table: u32, slot: Slot) -> bool {
+        let rows = &self.tables[table as usize];
+        let marks = rows.chunks.marks(slot).unwrap_or_default();
+        marks.len() == rows.layout.layers()
+            && marks
+                .iter()
+                .all(|one| one.there() != 0 || one.is_remote() && rows.chunks.counts_remote())
+    }
+
+    /// The row of a block, NONE where there is none.
+    fn find_block(&self, space: u32, key: &Key) -> Slot {
+        let chunks = &self.tables[self.spaces[space as usize].table as usize].chunks;
+        let is_it = |slot: &Slot| chunks.chunk(*slot).is_some_and(|row| row.namespace() == space);
+        chunks.find(key).filter(is_it).unwrap_or(NONE)
+    }
+
+    fn named_by(&self, number: u32) -> Option<&Inquiry> {
+        self.remote.as_ref()?.asking.inquiries.get(&Asker::Blocks(number))
+    }
+
+    /// Whether a move asks for blocks of a namespace, whose session may be closed.
+    pub(super) fn is_asked_for(&self, space: u32) -> bool {
+        let first = Asker::Blocks(0);
+        self.remote.as_ref().is_some_and(|remote| {
+            remote.asking.inquiries.range(first..).any(|(_, one)| one.named.space == space)
+        })
+    }
+
+    /// A chunk leaves the table: what the remote has of it is asked for when it is wanted again.
+    pub(super) fn forget_remote(&mut self, at: At) {
+        let before = self.remote_cells(at);
+        if before > 0 {
+            self.unhint(at, 0..self.tables[at.table as usize].layout.layers() as u32);
+            self.note_remote_index(at, before);
+        }
+    }
+
+    /// A board will be another layout's: what was located of this one is gone.
+    pub(super) fn forget_located_of(&mut self, table: u32) {
+        if let Some(remote) = &mut self.remote {
+            remote.located.0.retain(|(at, _)| at.table != table);
+        }
+    }
+
+    /// The next blocks of a move: which to ask for.
+    pub(super) fn window_of_blocks(&mut self, number: u32) -> Option<Window> {
+        let space = self.named_by(number)?.named.space;
+        let table = self.spaces[space as usize].table;
+        let (shape, names) = (self.remote_shape(table)?, self.remote_names(space)?);
+        let (remote, inquiry) = (self.remote.as_ref()?, self.named_by(number)?);
+        let (config, cut) = (&remote.config, shape.cut(shape.objects() - 1));
+        let mut window = Window { end: inquiry.next, ..Window::default() };
+        let most_there = noted_chunks(self.tables[table as usize].layout.layers());
+        for (chunk, key) in inquiry.named.keys.iter().enumerate().skip(inquiry.next) {
+            if window.asked.len() >= WINDOW || window.there.len() >= most_there {
+                window.is_cut = true;
+                break;
+            }
+            window.end = chunk + 1;
+            let is_known = self.is_found(table, self.find_block(space, key));
+            // One that is named twice is asked for once.
+            if is_known || window.asked.iter().any(|one| one.key == *key) {
+                continue;
+            }
+            let name = names.name(key, &cut);
+            match remote.known.get(&name, self.now_ns, config.fresh_ns, config.absent_ns) {
+                Some(true) if remote.is_well() => window.there.push(chunk),
+                Some(false) => {}
+                _ => {
+                    window.asked.push(Asked { chunk, key: *key, name, result: Err(Trouble::Later) })
+                }
+            }
+        }
+        Some(window)
+    }
+
+    /// What was heard of blocks of a move; whether more are to be asked for.
+    pub(super) fn heard_of_blocks(&mut self, number: u32, asked: &[Asked]) -> bool {
+        let there = asked.iter().filter(|one| one.result == Ok(true)).map(|one| one.chunk);
+        let there: Vec<usize> = there.collect();
+        self.note_blocks(number, &there);
+        let remote = self.remote.as_mut();
+        let inquiry =
+            remote.and_then(|remote| remote.asking.inquiries.get_mut(&Asker::Blocks(number)));
+        let (Some(inquiry), Some(last)) = (inquiry, asked.last()) else { return false };
+        inquiry.next = last.chunk + 1;
+        inquiry.next < inquiry.named.keys.len()
+    }
+
+    /// The remote has some blocks of a move, as far as is known: they get rows, if nobody has to
+    /// leave for those but others that were located.
+    pub(super) fn note_blocks(&mut self, number: u32, chunks: &[usize]) {
+        for &chunk in chunks {
+            let Some(Named { space, keys }) = self.named_by(number).map(|one| &one.named) else {
+                return;
+            };
+            let (space, Some(key)) = (*space, keys.get(chunk).copied()) else { return };
+            let table = self.spaces[space as usize].table;
+            let slot = match self.find_block(space, &key) {
+                NONE if !self.rows_for_hints(1) => return,
+                NONE => self.add_block(space, &key),
+                slot => Ok(slot),
+            };
+            match slot {
+                Ok(slot) => self.keep_by_hint(At { table, slot }),
+                Err(error) => log::error!("a block at the remote gets no row: {error}"),
+            }
+        }
+    }
+
+    /// Sees to it that so many rows can be added, if nobody has to leave for them but blocks that
+    /// were located; whether they can.
+    pub(super) fn rows_for_hints(&mut self, rows: usize) -> bool {
+        self.forget_located(rows);
+        rows <= self.free_rows() && self.rows_for(rows).is_ok()
+    }
+
+    /// The remote has a block, as far as is known, and its row stays for that.
+    fn keep_by_hint(&mut self, at: At) {
+        self.hint_remote(at);
+        let rows = &mut self.tables[at.table as usize];
+        let (Some(row), Some(remote)) = (rows.chunks.chunk(at.slot), &mut self.remote) else {
+            return;
+        };
+        if rows.has(at.slot, note::LOCATED) {
+            return;
+        }
+        remote.located.0.push_back((at, row.generation()));
+        rows.set(at.slot, note::LOCATED);
+        if remote.located.0.len() > remote.config.known.max(1) {
+            self.forget_first_located();
+        }
+    }
+
+    /// Whether a row stays although nobody holds it and none of its cells is here.
+    pub(super) fn is_kept_by_hint(&self, at: At) -> bool {
+        self.tables[at.table as usize].has(at.slot, note::LOCATED) && self.remote_cells(at) > 0
+    }
+
+    /// Forgets blocks that were located until so many rows are free, or no such block is left.
+    pub(super) fn forget_located(&mut self, rows: usize) {
+        while self.free_rows() < rows && self.forget_first_located() {}
+    }
+
+    /// Forgets the block that was located before all others; whether there was one.
+    fn forget_first_located(&mut self) -> bool {
+        let first = self.remote.as_mut().and_then(|remote| remote.located.0.pop_front());
+        let Some((at, generation)) = first else { return false };
+        let rows = &mut self.tables[at.table as usize];
+        if rows.chunks.chunk_of(at.slot, generation).is_some() {
+            rows.clear(at.slot, note::LOCATED);
+            self.tidy(at.table, at.slot);
+        }
+        true
+    }
+
+    /// Nothing more is asked for a move. Blocks that are not known to be anywhere end with this
+    /// status.
+    pub(super) fn located_blocks(&mut self, number: u32, status: Status) {
+        let Some(remote) = &mut self.remote else { return };
+        let asker = Asker::Blocks(number);
+        remote.asking.line.retain(|&other| other != asker);
+        if let Some(inquiry) = remote.asking.inquiries.remove(&asker) {
+            self.end_locating(number, &inquiry.named, status);
+        }
+    }
+
+    fn end_locating(&mut self, number: u32, named: &Named, status: Status) {
+        let table = self.spaces[named.space as usize].table;
+        let error = Error::from(status);
+        for (chunk, key) in named.keys.iter().enumerate() {
+            let slot = self.find_block(named.space, key);
+            if !self.is_found(table, slot) {
+                self.moves[number].blame(chunk as u32, &error);
+            }
+        }
+        self.end_move(number);
+    }
+}
+
+// ---------- remote timeouts
+//
+// Watches remote requests that do not return: a directory on a dead mount, a callback of the
+// engine, a name resolver. Connections keep their deadlines, so most requests never get here. After
+// twice its timeout the core stops waiting for a request: gets miss, lookups end without an answer,
+// puts of level remote fail. The request keeps its memory until it returns.
+
+/// The time at which the core stops waiting for a request, and the number of the request.
+pub(super) type Ticket = (u64, u64);
+
+/// What a request transfers or asks.
+pub(super) enum What {
+    /// These cells are fetched.
+    Fetch(Vec<(At, u32)>),
+    /// This is asked for somebody, of this serial.
+    Ask(Asker, u64),
+    /// Objects of these chunks are sent.
+    Send(Vec<At>),
+}
+
+impl What {
+    fn workers(&self) -> WorkerKind {
+        match self {
+            What::Fetch(_) => WorkerKind::Fetch,
+            What::Ask(..) => WorkerKind::Ask,
+            What::Send(_) => WorkerKind::Send,
+        }
+    }
+}
+
+struct Request {
+    what: What,
+    /// It is to see if the remote is well again.
+    probes: bool,
+}
+
+/// The requests that are under way.
+#[derive(Default)]
+pub(super) struct Watch {
+    begun: u64,
+    open: BTreeMap<Ticket, Request>,
+    /// Requests that the core no longer waits for.
+    hung: BTreeMap<Ticket, What>,
+    /// The cells that hung fetches would bring.
+    cells: BTreeSet<(At, u32)>,
+}
+
+impl Watch {
+    /// A request begins that has so long by itself.
+    pub fn begin(&mut self, now_ns: u64, timeout_ns: u64, what: What, probes: bool) -> Ticket {
+        self.begun += 1;
+        let ticket = (now_ns.saturating_add(timeout_ns.saturating_mul(2)), self.begun);
+        self.open.insert(ticket, Request { what, probes });
+        ticket
+    }
+
+    /// Ends the watch of a request that has returned. Returns false if the core had stopped waiting:
+    /// the breaker has counted such a request already.
+    pub fn end(&mut self, ticket: Ticket) -> bool {
+        let in_time = self.open.remove(&ticket).is_some();
+        if let Some(What::Fetch(cells)) = self.hung.remove(&ticket) {
+            self.cells.retain(|cell| !cells.contains(cell));
+        }
+        in_time
+    }
+
+    fn hung_of(&self, workers: WorkerKind) -> u32 {
+        self.hung.values().filter(|what| what.workers() == workers).count() as u32
+    }
+}
+
+impl StoreState {
+    /// When the next request becomes overdue.
+    pub fn watch_ns(&self) -> Option<u64> {
+        let (ticket, _) = self.remote.as_ref()?.watch.open.first_key_value()?;
+        Some(ticket.0)
+    }
+
+    /// How many requests of a worker kind hang.
+    pub(super) fn hung(&self, workers: WorkerKind) -> u32 {
+        self.remote.as_ref().map_or(0, |remote| remote.watch.hung_of(workers))
+    }
+
+    /// Whether all workers of a kind hang.
+    pub(super) fn all_hang(&self, workers: WorkerKind) -> bool {
+        let count = self.remote.as_ref().map_or(0, |remote| match workers {
+            WorkerKind::Fetch => remote.config.fetchers,
+            _ => 1,
+        });
+        count > 0 && self.hung(workers) >= count
+    }
+
+    /// Stops waiting for every request that is overdue.
+    pub(super) fn leave_overdue(&mut self) {
+        while let Some(remote) = &mut self.remote {
+            let Some(first) = remote.watch.open.first_entry() else { break };
+            let ticket = *first.key();
+            if ticket.0 > self.now_ns {
+                break;
+            }
+            let Request { what, probes } = first.remove();
+            remote.counters.hung += 1;
+            let way = if what.workers() == WorkerKind::Send { Way::Write } else { Way::Read };
+            log::warn!(
+                "a remote request ({:?}) has not returned after twice its timeout: the store no \
+                 longer waits for it. Check the remote's mount, server or callback",
+                what.workers()
+            );
+            remote.heard(way, &Err::<(), _>(Trouble::Late), probes, self.now_ns);
+            if let What::Fetch(cells) = &what {
+                remote.watch.cells.extend(cells.iter().copied());
+            }
+            self.follow_breaker();
+            match &what {
+                What::Fetch(cells) => cells.iter().for_each(|&(at, layer)| self.miss(at, layer)),
+                What::Ask(asker, serial) => self.leave_question(*asker, *serial),
+                What::Send(chunks) => chunks.iter().for_each(|&at| self.leave_send(at)),
+            }
+            if let Some(remote) = &mut self.remote {
+                remote.watch.hung.insert(ticket, what);
+            }
+        }
+        self.leave_queues();
+    }
+
+    /// Ends queued requests of a kind whose workers all hang.
+    pub(super) fn leave_queues(&mut self) {
+        if self.remote.as_ref().is_none_or(|remote| remote.watch.hung.is_empty()) {
+            return;
+        }
+        if self.all_hang(WorkerKind::Fetch) {
+            self.avoid_fetches();
+        }
+        if self.all_hang(WorkerKind::Ask) {
+            self.avoid_questions();
+        }
+    }
+
+    /// Ends a lookup without an answer.
+    fn leave_question(&mut self, asker: Asker, serial: u64) {
+        let Some(remote) = &mut self.remote else { return };
+        if remote.asking.inquiries.get(&asker).is_some_and(|one| one.serial == serial) {
+            self.end_inquiry(asker);
+        }
+    }
+
+    /// Ends all queued lookups without an answer.
+    fn avoid_questions(&mut self) {
+        while let Some(asker) =
+            self.remote.as_mut().and_then(|remote| remote.asking.line.pop_front())
+        {
+            self.end_inquiry(asker);
+        }
+    }
+
+    /// Whether a hung fetch would bring a cell.
+    pub(super) fn is_hung(&self, at: At, layer: usize) -> bool {
+        let remote = self.remote.as_ref();
+        remote.is_some_and(|remote| remote.watch.cells.contains(&(at, layer as u32)))
+    }
+
+    /// Ends a job that waits for a cell of a hung fetch.
+    pub(super) fn end_hung(&mut self, id: u32) {
+        let number = self.jobs[id].number;
+        let error = match self.moves[number].spec.kind {
+            TransferKind::Put => Error::new(
+                Status::Unavailable,
+                "the remote is fetching that cell, and does not answer: put it again later",
+            ),
+            TransferKind::Get | TransferKind::Prefetch => {
+                self.counters.misses += u64::from(!self.is_prefetch(number));
+                Status::NotFound.into()
+            }
+        };
+        self.end_job(id, 0, Some(error));
+    }
+
+    /// Ends every job that waits for a cell of a hung fetch.
+    fn miss(&mut self, at: At, layer: u32) {
+        let own = self.remote.as_mut().and_then(|remote| remote.awaited.remove(&(at, layer)));
+        if let Some(id) = own {
+            self.jobs[id].piece = None;
+            self.end_hung(id);
+        }
+        let cell = Cell { chunk: at.slot, layer: layer as usize };
+        let Some(mut line) = self.waiting.remove(&(at, cell.layer)) else { return };
+        while let Some(id) = line.pop_back(&mut self.jobs, Of::Wait) {
+            self.end_hung(id);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(n: u64) -> Name {
+        let mut hash = [0; 20];
+        hash[..8].copy_from_slice(&n.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
+        hash[8..16].copy_from_slice(&n.to_le_bytes());
+        Name { tenant: 0, hash }
+    }
+
+    #[test]
+    fn what_was_heard_is_known_until_it_is_old() {
+        let mut known = Known::new(64).expect("small");
+        let (second, fresh, absent) = (1_000_000_000, 60_000_000_000, 5_000_000_000);
+        known.put(&name(1), true, second);
+        known.put(&name(2), false, second);
+        let get = |known: &Known, n, now| known.get(&name(n), now, fresh, absent);
+        assert_eq!((get(&known, 1, second), get(&known, 2, second)), (Some(true), Some(false)));
+        assert_eq!(get(&known, 3, second), None);
+        assert_eq!((get(&known, 1, 10 * second), get(&known, 2, 10 * second)), (Some(true), None));
+        assert_eq!(get(&known, 1, 70 * second), None);
+        let since = |n, at| known.was_there_since(&name(n), at);
+        assert!(since(1, second) && !since(1, 2 * second) && !since(2, 0) && !since(3, 0));
+        known.put(&name(1), false, 70 * second);
+        assert_eq!(get(&known, 1, 70 * second), Some(false));
+        let of_another = Name { tenant: 5, ..name(1) };
+        assert_eq!(known.get(&of_another, 70 * second, fresh, absent), None);
+    }
+
+    #[test]
+    fn the_oldest_is_forgotten() {
+        let mut known = Known::new(4).expect("small");
+        (0..5).for_each(|n| known.put(&name(n), true, (n + 1) << 30));
+        let get = |n| known.get(&name(n), 5 << 30, u64::MAX, 0);
+        assert_eq!((get(0), get(1), get(4)), (None, Some(true), Some(true)));
     }
 }

@@ -1,6 +1,5 @@
-//! Asks: which chunks the remote has. A session is asked for from its front, some chunks at a
-//! time, as long as they are there; blocks that were named are all asked for. What is heard is
-//! noted as hints in the table.
+//! Remote lookups: which chunks the remote has. A session asks from its front, some chunks at a
+//! time, until one is missing; all blocks of a request are asked for. Answers become hints.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -9,10 +8,10 @@ use crate::base::sync::Arc;
 use crate::meta::chunks::Cell;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
-use crate::store::state::remote_blocks::Named;
-use crate::store::state::remote_timeouts::{Ticket, What};
+use crate::store::state::remote::Named;
+use crate::store::state::remote::{Ticket, What};
+use crate::store::state::session::Views;
 use crate::store::state::transfer::{Level, Move, MoveSpec, TransferKind};
-use crate::store::state::views::Views;
 use crate::store::state::{At, StoreState};
 use crate::tier::remote::breaker::{Leave, Way};
 use crate::tier::remote::{Name, Trouble};

@@ -1,5 +1,5 @@
-//! Sends: objects that go to the remote. The cells of an object are read until it is there, so
-//! that their memory comes free then and not before, also where they leave meanwhile.
+//! Remote uploads. The cells of an object are referenced until the upload completes, so their
+//! memory is not freed before, even when they are evicted meanwhile.
 
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Status};
@@ -11,7 +11,7 @@ use crate::meta::index::NONE;
 use crate::store::admission::Candidate;
 use crate::store::state::chunk_table::note;
 use crate::store::state::remote::time_of;
-use crate::store::state::remote_timeouts::{Ticket, What};
+use crate::store::state::remote::{Ticket, What};
 use crate::store::state::transfer::Level;
 use crate::store::state::{At, StoreState, Write};
 use crate::tier::host::Piece;

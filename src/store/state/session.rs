@@ -1,17 +1,33 @@
-//! Sessions: a path of tokens in a namespace, who asks, and what may be asked of it.
+//! Sessions: a token path in a namespace, its owner, and the cell ranges that may be requested of
+//! it.
 
-use std::ops::Range;
-
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
+use crate::base::status::Status;
+use crate::base::sync::Arc;
+use crate::device::Event;
+use crate::device::Memory;
+use crate::device::Way;
 use crate::fail;
 use crate::format::keys::media::Medium;
 use crate::meta::chunks::id_of;
-use crate::meta::index::{NONE, Slot};
+use crate::meta::index::NONE;
+use crate::meta::index::Slot;
+use crate::meta::layout::Layout;
+use crate::meta::layout::Rule;
+use crate::meta::view::Place;
+use crate::meta::view::Side;
+use crate::meta::view::View;
 use crate::policy::Hint;
 use crate::policy::evictor::Who;
-use crate::store::state::block_references::Holds;
-use crate::store::state::{At, StoreState};
-use crate::store::token_path::{Home, Path};
+use crate::store::state::At;
+use crate::store::state::StoreState;
+use crate::store::state::blocks::Holds;
+use crate::store::state::transfer::Level;
+use crate::store::state::transfer::MoveSpec;
+use crate::store::state::transfer::TransferKind;
+use crate::store::token_path::Home;
+use crate::store::token_path::Path;
+use std::ops::Range;
 
 /// Longest name of a session.
 pub const MAX_NAME_BYTES: usize = 256;
@@ -382,4 +398,320 @@ impl Session {
     pub fn space(&self) -> u32 {
         self.space
     }
+}
+
+// ---------- cell range
+//
+// Rectangles of a session: tokens by layers, and where the engine has them.
+
+/// As the tokens of a rectangle: as many as the session has when the move begins.
+pub const TO_THE_END: u64 = u64::MAX;
+
+/// What of a rectangle is wanted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Wanted {
+    /// All.
+    #[default]
+    All,
+    /// Only what going on after its last token needs. Windows and states need the end;
+    /// other cells of their layers are left alone, and are no misses.
+    Needed,
+    /// Some of its chunks, by their places in it, ascending. Views have their tokens one
+    /// after the other.
+    Chunks(Vec<u32>),
+}
+
+/// A rectangle of a session's cells, and where the engine has them.
+pub struct CellRange {
+    /// The first token: a multiple of a chunk's tokens.
+    pub first_token: u64,
+    /// How many; a multiple too, unless they go to the end of the session, as they do with
+    /// [`TO_THE_END`].
+    pub tokens: u64,
+    /// The first layer.
+    pub first_layer: usize,
+    /// How many.
+    pub layers: usize,
+    /// One result a layer.
+    pub by_layer: bool,
+    /// What of it; all of it, for a put.
+    pub wanted: Wanted,
+    /// Where the engine has them.
+    pub views: Arc<Views>,
+    /// An event of the store's device: no copy to or from the views runs before it has come.
+    /// It stays known until the move has ended.
+    pub after: Option<Event>,
+}
+
+impl StoreState {
+    /// Begins a put or a get of a rectangle; the number of its move.
+    pub fn submit_cell_range(
+        &mut self,
+        at: u32,
+        kind: TransferKind,
+        level: Level,
+        lane: usize,
+        cell_range: CellRange,
+    ) -> Result<u32> {
+        self.begin_cell_range(at, (kind, level, lane), cell_range, None)
+    }
+
+    /// The same; with a ticket it waits.
+    pub(super) fn begin_cell_range(
+        &mut self,
+        at: u32,
+        (kind, level, lane): (TransferKind, Level, usize),
+        mut cell_range: CellRange,
+        ticket: Option<u64>,
+    ) -> Result<u32> {
+        if cell_range.tokens == TO_THE_END {
+            let all = self.session(at)?.path.tokens().len() as u64;
+            cell_range.tokens = all.saturating_sub(cell_range.first_token);
+        }
+        let (first, end, tail) = self.chunks_of(at, cell_range.first_token, cell_range.tokens)?;
+        let space = self.session(at)?.space;
+        let table = self.spaces[space as usize].table;
+        if kind == TransferKind::Put && cell_range.wanted != Wanted::All {
+            fail!(Invalid, "a put needs all cells of its layers and tokens: Wanted::All");
+        }
+        let all = (end - first + usize::from(tail)) as u32;
+        let picked = match &cell_range.wanted {
+            Wanted::Chunks(picked) => Some(&picked[..]),
+            _ => None,
+        };
+        let each = u64::from(self.tables[table as usize].layout.chunk_tokens());
+        let tokens = match picked {
+            Some(picked) => tokens_of(picked, all, cell_range.tokens, each)?,
+            None => cell_range.tokens,
+        };
+        let tokens = u32::try_from(tokens).map_err(|_| Status::Limit)?;
+        let chunks = picked.map_or(all, |picked| picked.len() as u32);
+        let CellRange { first_layer, layers, by_layer, wanted, views, after, .. } = &cell_range;
+        self.check_views((table, kind), views, *first_layer, tokens, chunks)?;
+        let who = self.session(at)?.who;
+        let mut spec = MoveSpec {
+            table,
+            flow: at,
+            who,
+            lane,
+            kind,
+            level,
+            slots: Vec::new(),
+            asked: Vec::new(),
+            first_layer: *first_layer,
+            layers: *layers,
+            by_layer: *by_layer,
+            by_chunk: false,
+            needed_from: Vec::new(),
+            views: views.clone(),
+            after: *after,
+            ticket,
+        };
+        // What is refused sends nobody away.
+        self.check_move(&spec, chunks as usize)?;
+        spec.slots = match kind {
+            TransferKind::Put => self.rows_of(at, first, end, tail)?,
+            TransferKind::Get | TransferKind::Prefetch => self.rows_there(at, first, end, tail)?,
+        };
+        pick(&mut spec.slots, picked);
+        if kind == TransferKind::Get && spec.slots.contains(&NONE) {
+            spec.asked = self.ids_of(at, first, end, tail)?;
+        }
+        pick(&mut spec.asked, picked);
+        if *wanted == Wanted::Needed {
+            let layout = &self.tables[table as usize].layout;
+            let end = cell_range.first_token + cell_range.tokens;
+            let of = *first_layer..first_layer + layers;
+            spec.needed_from = needed_from(layout, of, first as u64, end);
+        }
+        self.submit(spec)
+    }
+}
+
+/// Leaves those of a rectangle's chunks that were picked.
+fn pick<T: Copy>(all: &mut Vec<T>, picked: Option<&[u32]>) {
+    let Some(picked) = picked.filter(|_| !all.is_empty()) else { return };
+    let mut kept = 0;
+    // They ascend, so none is read after it was written over. A tail that is not there has
+    // no name yet.
+    for &from in picked {
+        if let Some(&one) = all.get(from as usize) {
+            all[kept] = one;
+            kept += 1;
+        }
+    }
+    all.truncate(kept);
+}
+
+/// The tokens of some of `all` chunks, which have `tokens` together, each as many as any
+/// other but the last.
+fn tokens_of(picked: &[u32], all: u32, tokens: u64, each: u64) -> Result<u64> {
+    let ascend = picked.is_sorted_by(|a, b| a < b);
+    let Some(&last) = picked.last().filter(|&&last| ascend && last < all) else {
+        fail!(
+            Invalid,
+            "chunks of a move: one or more, ascending, each once, below the {all} of its tokens"
+        );
+    };
+    let missing = if last + 1 == all { u64::from(all) * each - tokens } else { 0 };
+    Ok(picked.len() as u64 * each - missing)
+}
+
+/// For each layer of some, the first chunk after `first` that going on at a token needs.
+fn needed_from(layout: &Layout, layers: Range<usize>, first: u64, end: u64) -> Vec<u32> {
+    let each = u64::from(layout.chunk_tokens());
+    let from = |layer| {
+        let reach = layout.group(layer).map_or(u64::MAX, |group| group.rule.reach_tokens());
+        (end.saturating_sub(reach) / each).saturating_sub(first) as u32
+    };
+    layers.map(from).collect()
+}
+
+// ---------- views
+//
+// The engine's side of a move: where each plane of each layer is, copied from the
+// caller's structs, so that those need not outlive the call.
+
+/// Where the tokens of a plane are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Tokens {
+    /// From one address on.
+    At(u64),
+    /// In pages.
+    Pages {
+        /// Where each page is; one table serves K, V and all layers.
+        addresses: Arc<Vec<u64>>,
+        /// Tokens of a page.
+        page_tokens: u32,
+        /// Added to each address.
+        shift_bytes: i64,
+    },
+}
+
+/// One plane of one layer, as its engine keeps it: as in [`View`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlaneView {
+    /// Where.
+    pub place: Tokens,
+    /// Tokens it has; for a state, how many states.
+    pub tokens: u32,
+    /// Heads of a token.
+    pub heads: u32,
+    /// Bytes of a head and token.
+    pub run_bytes: u64,
+    /// From a token to the next.
+    pub token_stride_bytes: u64,
+    /// From a head to the next.
+    pub head_stride_bytes: u64,
+    /// Who reaches it.
+    pub memory: Memory,
+}
+
+impl PlaneView {
+    /// Tokens that lie in canonical order from an address of host memory on.
+    pub fn canonical(address: u64, tokens: u32, token_bytes: u64) -> PlaneView {
+        PlaneView {
+            place: Tokens::At(address),
+            tokens,
+            heads: 1,
+            run_bytes: token_bytes,
+            token_stride_bytes: token_bytes,
+            head_stride_bytes: token_bytes,
+            memory: Memory::Host,
+        }
+    }
+
+    /// As those who copy want it.
+    pub fn view(&self) -> View<'_> {
+        View {
+            place: match &self.place {
+                Tokens::At(address) => Place::At(*address),
+                Tokens::Pages { addresses, page_tokens, shift_bytes } => {
+                    Place::Pages { addresses, page_tokens: *page_tokens, shift_bytes: *shift_bytes }
+                }
+            },
+            tokens: self.tokens,
+            heads: self.heads,
+            run_bytes: self.run_bytes,
+            token_stride_bytes: self.token_stride_bytes,
+            head_stride_bytes: self.head_stride_bytes,
+        }
+    }
+}
+
+/// The planes of one layer: K (or the latent, or the states), and V.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerViews {
+    /// K.
+    pub k: PlaneView,
+    /// V, where the layout has it.
+    pub v: Option<PlaneView>,
+}
+
+/// The planes of the layers of a move, the first one's first.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Views(pub Vec<LayerViews>);
+
+impl Views {
+    /// The first plane that is where only a device reaches it: its name, and of which layer.
+    pub fn on_device(&self) -> Option<(&'static str, usize)> {
+        let is_there = |plane: &PlaneView| plane.memory == Memory::Device;
+        self.0.iter().enumerate().find_map(|(at, layer)| match &layer.v {
+            _ if is_there(&layer.k) => Some(("K", at)),
+            Some(v) if is_there(v) => Some(("V", at)),
+            _ => None,
+        })
+    }
+
+    /// Checks them against the layout, for a move of `tokens` tokens in `chunks`
+    /// chunks.
+    pub fn check(
+        &self,
+        layout: &Layout,
+        first_layer: usize,
+        tokens: u32,
+        chunks: u32,
+        way: Way,
+    ) -> Result<()> {
+        let side = if way == Way::Gather { Side::Source } else { Side::Target };
+        for (i, layer) in self.0.iter().enumerate() {
+            let at = first_layer + i;
+            let Some(group) = layout.group(at) else {
+                fail!(Invalid, "there is no layer {at}: the layout has {}", layout.layers());
+            };
+            let is_state = group.rule == Rule::State;
+            let (count, k_bytes) =
+                if is_state { (chunks, group.state_bytes) } else { (tokens, group.k_bytes) };
+            check_plane(&layer.k, "K", at, count, k_bytes, side)?;
+            let has_v = !is_state && group.v_bytes > 0;
+            match &layer.v {
+                Some(v) if has_v => check_plane(v, "V", at, count, group.v_bytes, side)?,
+                None if !has_v => {}
+                Some(_) => fail!(Invalid, "layer {at} has no V in its layout, and a view of it"),
+                None => fail!(Invalid, "layer {at}: the view of V is missing"),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_plane(
+    plane: &PlaneView,
+    name: &str,
+    layer: usize,
+    tokens: u32,
+    token_bytes: u64,
+    side: Side,
+) -> Result<()> {
+    let view = plane.view();
+    if view.token_bytes() != token_bytes {
+        fail!(
+            Invalid,
+            "{name} of layer {layer}: heads x bytes of a head are {}, the layout says {token_bytes}",
+            view.token_bytes()
+        );
+    }
+    view.span(0, tokens, side)
+        .map(|_| ())
+        .map_err(|e| e.within(&format!("{name} of layer {layer}")))
 }

@@ -1,10 +1,9 @@
-//! A trial of policies: copies of several decide on metadata alone, beside the live
-//! one and on what is asked of it, for a while. What they come to can be compared: all
-//! begin with what was in use last, and have the same room.
+//! Shadow evaluation: several policies decide on metadata beside the live one, on the same requests
+//! and with the same capacity, so that their hit rates can be compared.
 //!
-//! A copy sees what the tier's policy is told, less references and pins. What it does
-//! not have, and the live one has, comes at once; what neither has comes when the live
-//! one gets it.
+//! A shadow receives the notifications of the tier's policy, without references and pins. An object
+//! that the live policy has is inserted at once; one that neither has is inserted when the live
+//! policy inserts it.
 
 use crate::base::spec::Spec;
 use crate::base::status::Result;
@@ -246,8 +245,8 @@ impl Shadow {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::state::granularity::Granularity;
-    use crate::store::state::tier_cache::TierCache;
+    use crate::store::state::eviction::Granularity;
+    use crate::store::state::eviction::TierCache;
 
     const ROOM: u64 = 32;
     const HOT: u64 = 8;

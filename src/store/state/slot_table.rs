@@ -1,4 +1,4 @@
-//! Rows with numbers, used again: moves, jobs, sessions.
+//! Rows with small numbers that are reused: transfers, jobs, sessions.
 
 use crate::base::status::{Result, Status};
 

@@ -1,5 +1,5 @@
-//! What may be seen and changed of a store at work: where a session's cells are, who
-//! left, who decides, and how much there is to decide about.
+//! Inspection and control of a running store: where the cells of a session are, recent evictions,
+//! the policies, and how much memory their tables take.
 
 use crate::base::budget::Tier;
 use crate::base::spec::Spec;
@@ -9,9 +9,10 @@ use crate::meta::chunks::Marks;
 use crate::meta::index::{NONE, Slot};
 use crate::policy::custom;
 use crate::policy::log::Entry;
+use crate::store::state::eviction::TierCache;
 use crate::store::state::session::Session;
 use crate::store::state::shadow::{Plan, Score, Shadow};
-use crate::store::state::tier_cache::TierCache;
+use crate::store::state::{DEVICE_MASK, DISK_MASK, HOST_MASK};
 use crate::store::state::{Space, StoreState};
 
 /// Most sessions that are listed at once.
@@ -24,10 +25,6 @@ pub const MOST_CELLS: usize = 1 << 18;
 pub const MOST_EVICTIONS: usize = 4096;
 /// Least bytes of cells in memory.
 pub const LEAST_HOST_BYTES: u64 = 64 << 10;
-
-const HOST: u8 = 1 << Tier::Host as u8;
-const DISK: u8 = 1 << Tier::Disk as u8;
-const DEVICE: u8 = 1 << Tier::Device as u8;
 
 /// A session that is open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -317,10 +314,10 @@ fn shadow_snapshot(shadow: &Shadow, now_ns: u64) -> ShadowSnapshot {
 fn letter(marks: Option<Marks>) -> char {
     let Some(marks) = marks else { return '.' };
     match marks.there() {
-        there if there & DEVICE != 0 => 'G',
-        there if there & (HOST | DISK) == HOST | DISK => 'B',
-        there if there & HOST != 0 => 'M',
-        there if there & DISK != 0 => 'D',
+        there if there & DEVICE_MASK != 0 => 'G',
+        there if there & (HOST_MASK | DISK_MASK) == HOST_MASK | DISK_MASK => 'B',
+        there if there & HOST_MASK != 0 => 'M',
+        there if there & DISK_MASK != 0 => 'D',
         _ if marks.arriving() != 0 => '~',
         _ => '.',
     }

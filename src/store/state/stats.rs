@@ -1,18 +1,35 @@
-//! What a store counts and has, as plain numbers.
+//! Statistics of a store: gauges, counters, Prometheus text, per-tenant counts, latency histograms,
+//! and accounting of metadata bytes.
 
+use crate::base::account::Account;
 use crate::base::budget::Tier;
+use crate::base::exposition::Exposition;
+use crate::base::exposition::Kind;
+use crate::base::exposition::Labels;
+use crate::base::status::Error;
+use crate::base::status::Status;
+use crate::base::sync::Arc;
 use crate::format::segment::BLOCK_BYTES;
+use crate::meta::chunks::CELL_BYTES;
+use crate::meta::chunks::CHUNK_BYTES;
+use crate::policy::metrics::Histogram;
 use crate::store::admission::REFUSALS;
-use crate::store::job_queues::{LANES, Queues};
-use crate::store::state::bandwidth::Flow;
-use crate::store::state::device_replicas::Replicas;
-use crate::store::state::latency::{Latency, TIMED};
-use crate::store::state::tenants::Tenant;
-use crate::store::state::tier_cache::TierCache;
-use crate::store::state::work::{KINDS, WorkerKind};
-use crate::store::state::{Counters, StoreState};
+use crate::store::job_queues::LANES;
+use crate::store::job_queues::Queues;
+use crate::store::state::ChunkTable;
+use crate::store::state::Counters;
+use crate::store::state::StoreState;
+use crate::store::state::device_tier::Replicas;
+use crate::store::state::eviction::TierCache;
+use crate::store::state::plans::Flow;
+use crate::store::state::transfer::Level;
+use crate::store::state::transfer::Move;
+use crate::store::state::transfer::TransferKind;
+use crate::store::state::work::KINDS;
+use crate::store::state::work::WorkerKind;
 use crate::tier::device::DeviceStats;
-use crate::tier::disk::{DiskTier, Stats};
+use crate::tier::disk::DiskTier;
+use crate::tier::disk::Stats;
 
 /// What the memory of a store has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -349,5 +366,684 @@ impl StoreState {
     /// All other tenants together.
     pub fn other_tenants(&self) -> Tenant {
         self.tenants.others()
+    }
+}
+
+// ---------- metrics
+//
+// What a store counts and has, as text for Prometheus.
+
+/// What urgencies are called.
+const LANE_NAMES: [&str; crate::store::job_queues::LANES] = ["demand", "prefetch", "demotion"];
+
+/// Levels of puts, and tiers that gets need.
+const LEVELS: [&str; PUTS] = ["ram", "disk", "durable"];
+const TIERS: [&str; GETS] = ["host", "disk"];
+
+/// Bounds of buckets, as powers of two of a nanosecond: 1 us to 34 s.
+const OCTAVES: std::ops::RangeInclusive<usize> = 10..=35;
+
+/// The name of a family, where its values are, and what they say.
+type Family<T> = (&'static str, fn(&T) -> u64, &'static str);
+
+impl StoreState {
+    /// The metrics of the store.
+    pub fn metrics_text(&self) -> String {
+        let mut out = Exposition::default();
+        let report = self.report();
+        counters(&mut out, &report.counters);
+        admission(&mut out, &report);
+        losses(&mut out, &report.counters);
+        tiers(&mut out, &report);
+        self.engine(&mut out);
+        device(&mut out, &report);
+        wear(&mut out, &report);
+        numbers(&mut out, &report);
+        let mut ways = vec![("copies", &report.copies), ("reads", &report.reads)];
+        ways.extend(self.replicas.as_ref().map(|_| ("device", &report.replicas)));
+        queues(&mut out, &ways);
+        batches(&mut out, &report);
+        times(&mut out, self.times());
+        policies(&mut out, &report);
+        self.decisions(&mut out);
+        tenants(&mut out, self.tenants(), self.other_tenants());
+        out.into_text()
+    }
+
+    /// How the disk is read and written, and why no better way is used.
+    fn engine(&self, out: &mut Exposition) {
+        let Some(disk) = &self.disk else { return };
+        let help = "How files are read and written, and why not in a better way.";
+        out.family("kvtier_disk_engine_info", Kind::Gauge, help);
+        let files = disk.files();
+        let reason = files.fallback().unwrap_or_default();
+        out.sample(&[("engine", files.engine()), ("reason", reason)], 1.0);
+    }
+
+    fn decisions(&self, out: &mut Exposition) {
+        let help = "Time in which a policy said who leaves, of one decision in 16.";
+        out.family("kvtier_policy_decision_seconds", Kind::Histogram, help);
+        let replicas = self.replicas.as_ref().map(|replicas| &replicas.cache);
+        let caches = [Some(&self.host_cache), self.disk_cache.as_ref(), replicas];
+        for (tier, cache) in ["host", "disk", "device"].into_iter().zip(caches) {
+            let Some(cache) = cache else { continue };
+            let labels = [("tier", tier), ("policy", cache.evictor.name())];
+            histogram(out, &labels, &cache.evictor.metrics.decision);
+        }
+    }
+}
+
+fn family(out: &mut Exposition, name: &str, kind: Kind, help: &str, samples: &[(Labels, f64)]) {
+    out.family(name, kind, help);
+    for (labels, value) in samples {
+        out.sample(labels, *value);
+    }
+}
+
+fn counters(out: &mut Exposition, all: &Counters) {
+    let [puts, gets, prefetches] = all.moves.map(|n| n as f64);
+    let samples: [(Labels, f64); 3] = [
+        (&[("deed", "put")], puts),
+        (&[("deed", "get")], gets),
+        (&[("deed", "prefetch")], prefetches),
+    ];
+    family(out, "kvtier_moves_total", Kind::Counter, "Moves begun.", &samples);
+    let samples: [(Labels, f64); 4] = [
+        (&[("from", "device")], all.device_hits as f64),
+        (&[("from", "host")], all.host_hits as f64),
+        (&[("from", "disk")], all.disk_hits as f64),
+        (&[("from", "nowhere")], all.misses as f64),
+    ];
+    let help = "Cells that were asked for, by where they were.";
+    family(out, "kvtier_cells_read_total", Kind::Counter, help, &samples);
+    let plain = [
+        ("cells_stored", all.stored, "Cells stored from outside."),
+        ("cells_known", all.known, "Cells that were there when they were to be stored."),
+        ("cells_corrupt", all.corrupt, "Cells whose bytes were wrong, and that became misses."),
+        ("copies_damaged", all.damaged, "Copies that came damaged over a device's bus."),
+        ("cells_written", all.written, "Cells written to disk."),
+        ("written_bytes", all.written_bytes, "Bytes of cells written to disk."),
+        ("coded_cells", all.coded, "Of those, cells that were coded."),
+        ("coded_raw_bytes", all.coded_raw_bytes, "Bytes of these before they were coded."),
+        ("coded_bytes", all.coded_bytes, "Bytes of these on disk."),
+        ("lossy_numbers", all.lost.count, "Numbers written by a codec that loses something."),
+        ("loaded_bytes", all.loaded_bytes, "Bytes of cells loaded from disk."),
+        ("chunks_demoted", all.demoted, "Chunks that left memory and are on disk."),
+        ("chunks_dropped", all.dropped, "Chunks that left memory and are gone."),
+        ("chunks_evicted", all.disk_evicted, "Chunks that left the disk as a whole."),
+        ("chunks_parted", all.disk_parted, "Times that a part of a chunk left the disk."),
+        ("chunks_refused", all.refused, "Chunks that the disk had no room for."),
+        ("cells_without_room", all.no_room, "Cells of moves that found no memory."),
+        ("failed_writes", all.failed_writes, "Writes that failed."),
+        ("failed_reads", all.failed_reads, "Reads that failed."),
+    ];
+    for (name, value, help) in plain {
+        let name = format!("kvtier_{name}_total");
+        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
+    }
+}
+
+/// What admission let go to disk, and why it did not let others.
+fn admission(out: &mut Exposition, all: &Report) {
+    let (count, bytes) = (all.admission_admitted, all.admission_admitted_bytes);
+    let plain = [
+        ("admitted", count, "Times that admission let a chunk go to disk."),
+        ("admitted_bytes", bytes, "Bytes of these."),
+    ];
+    for (name, value, help) in plain {
+        let name = format!("kvtier_admission_{name}_total");
+        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
+    }
+    let help = "Times that admission kept a chunk from the disk, by why.";
+    out.family("kvtier_admission_refused_total", Kind::Counter, help);
+    for (reason, count) in REFUSALS.into_iter().zip(all.admission_refused) {
+        out.sample(&[("reason", reason)], count as f64);
+    }
+}
+
+/// What lossy codecs have lost in all that was written.
+fn losses(out: &mut Exposition, all: &Counters) {
+    let values = [
+        ("max", all.lost.most, "Largest error of a number that a lossy codec has written."),
+        ("mean", all.lost.mean(), "Mean error of the numbers that lossy codecs have written."),
+        (
+            "relative",
+            all.lost.relative(),
+            "Root of the mean square of these errors, in parts of that of the numbers.",
+        ),
+    ];
+    for (name, value, help) in values {
+        family(out, &format!("kvtier_lossy_error_{name}"), Kind::Gauge, help, &[(&[], value)]);
+    }
+}
+
+fn tiers(out: &mut Exposition, all: &Report) {
+    let (host, disk) = (&all.host, &all.disk);
+    let families = [
+        ("limit_bytes", [host.limit_bytes, disk.budget_bytes], "Most bytes that may be used."),
+        ("used_bytes", [host.cost_bytes, disk.used_bytes], "Bytes that are used."),
+        ("live_bytes", [host.live_bytes, disk.live_bytes], "Bytes of cells."),
+        ("cells", [all.host_cells, all.disk_cells], "Cells."),
+        ("segments", [u64::from(host.segments), disk.segments], "Segments."),
+    ];
+    for (name, values, help) in families {
+        let [host, disk] = values.map(|n| n as f64);
+        let samples: [(Labels, f64); 2] =
+            [(&[("tier", "host")], host), (&[("tier", "disk")], disk)];
+        family(out, &format!("kvtier_{name}"), Kind::Gauge, help, &samples);
+    }
+}
+
+/// What is in device memory, where the store has some.
+fn device(out: &mut Exposition, all: &Report) {
+    if all.device_policy.name.is_empty() {
+        return;
+    }
+    let (device, counters) = (&all.device, &all.counters);
+    let gauges = [
+        ("limit_bytes", device.limit_bytes, "Most bytes of device memory."),
+        ("used_bytes", device.used_bytes, "Bytes of device memory that are taken."),
+        ("live_bytes", device.live_bytes, "Bytes of cells there."),
+        ("cells", all.device_cells, "Cells there."),
+        ("is_lost", u64::from(device.is_lost), "The device has failed, and the tier is closed."),
+    ];
+    for (name, value, help) in gauges {
+        family(out, &format!("kvtier_device_{name}"), Kind::Gauge, help, &[(&[], value as f64)]);
+    }
+    let totals = [
+        ("hits", counters.device_hits, "Cells that were asked for and copied from there."),
+        ("promoted", counters.promoted, "Cells that have come there."),
+        ("evicted", counters.device_evicted, "Chunks that the policy has sent away from there."),
+        ("lost", counters.device_lost, "Cells that were forgotten there with the device."),
+    ];
+    for (name, value, help) in totals {
+        let name = format!("kvtier_device_{name}_total");
+        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
+    }
+}
+
+fn wear(out: &mut Exposition, all: &Report) {
+    let stats = &all.disk.stats;
+    let samples: [(Labels, f64); 3] = [
+        (&[("for", "callers")], stats.appended_bytes as f64),
+        (&[("for", "cleaning")], stats.cleaned_bytes as f64),
+        (&[("for", "headers")], stats.overhead_bytes as f64),
+    ];
+    let help = "Bytes written to the disk, by what for.";
+    family(out, "kvtier_disk_written_bytes_total", Kind::Counter, help, &samples);
+    let plain = [
+        ("syncs", stats.syncs, "Syncs of segments."),
+        ("failed_syncs", stats.failed_syncs, "Syncs that failed."),
+        ("cleanings", stats.cleanings, "Segments that were cleaned."),
+    ];
+    for (name, value, help) in plain {
+        let name = format!("kvtier_disk_{name}_total");
+        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
+    }
+    let help = "Memory in which cells are coded.";
+    let scratch = stats.scratch_bytes as f64;
+    family(out, "kvtier_scratch_bytes", Kind::Gauge, help, &[(&[], scratch)]);
+    let help = "Bytes that cleaning the disk would free.";
+    let dead = all.disk.dead_bytes as f64;
+    family(out, "kvtier_disk_dead_bytes", Kind::Gauge, help, &[(&[], dead)]);
+}
+
+fn numbers(out: &mut Exposition, all: &Report) {
+    let plain = [
+        ("namespaces", all.namespaces, "Namespaces."),
+        ("sessions", all.sessions, "Sessions that are open."),
+        ("chunks", all.chunks, "Chunks, of all layouts."),
+        ("pins", all.pins, "Chunks that are pinned."),
+        ("moves", all.moves, "Moves under way."),
+        ("jobs", all.jobs, "Cells of moves under way."),
+        ("hungry", all.memory_waiters, "Cells that wait for memory."),
+        ("hungry_bytes", all.memory_waiter_bytes, "Memory that is waited for."),
+        ("leaving_bytes", all.leaving_bytes, "Bytes that leave memory once they are on disk."),
+        ("downs", all.writebacks, "Chunks that wait to be written."),
+        (
+            "unwritten_bytes",
+            all.unwritten_bytes,
+            "Bytes of chunks that write-behind has not begun to write.",
+        ),
+        (
+            "unwritten_age_ns",
+            all.unwritten_age_ns,
+            "For how long the oldest of those chunks has waited, in nanoseconds.",
+        ),
+        ("sync_waits", all.syncs, "Puts that wait for a sync."),
+    ];
+    for (name, value, help) in plain {
+        family(out, &format!("kvtier_{name}"), Kind::Gauge, help, &[(&[], value as f64)]);
+    }
+    let events = all.events as f64;
+    family(out, "kvtier_events_total", Kind::Counter, "Events written.", &[(&[], events)]);
+}
+
+fn queues(out: &mut Exposition, queues: &[(&str, &QueueGauge)]) {
+    out.family("kvtier_queue_cells", Kind::Gauge, "Cells that wait, by way and urgency.");
+    for &(way, gauge) in queues {
+        for (lane, cells) in LANE_NAMES.into_iter().zip(gauge.cells) {
+            out.sample(&[("way", way), ("lane", lane)], cells as f64);
+        }
+    }
+    out.family("kvtier_queue_bytes", Kind::Gauge, "Bytes that wait, by way and urgency.");
+    for &(way, gauge) in queues {
+        for (lane, bytes) in LANE_NAMES.into_iter().zip(gauge.bytes) {
+            out.sample(&[("way", way), ("lane", lane)], bytes as f64);
+        }
+    }
+    out.family("kvtier_batch_bytes", Kind::Gauge, "Bytes of batches under way.");
+    for &(way, gauge) in queues {
+        out.sample(&[("way", way)], gauge.batch_bytes as f64);
+    }
+    out.family("kvtier_speed_bytes_per_second", Kind::Gauge, "What is known of a way's rate.");
+    for &(way, gauge) in queues {
+        out.sample(&[("way", way)], gauge.bytes_per_second);
+    }
+    out.family("kvtier_delay_seconds", Kind::Gauge, "What is known of a batch's delay.");
+    for &(way, gauge) in queues {
+        out.sample(&[("way", way)], gauge.delay_ns / 1e9);
+    }
+}
+
+fn batches(out: &mut Exposition, all: &Report) {
+    out.family("kvtier_batches", Kind::Gauge, "Batches under way.");
+    for workers in WorkerKind::ALL {
+        out.sample(&[("kind", name_of(workers))], f64::from(all.batches[workers as usize]));
+    }
+}
+
+fn name_of(workers: WorkerKind) -> &'static str {
+    match workers {
+        WorkerKind::Copy => "copy",
+        WorkerKind::Read => "read",
+        WorkerKind::Write => "write",
+        WorkerKind::Sync => "sync",
+        WorkerKind::Upkeep => "upkeep",
+        WorkerKind::Fetch => "fetch",
+        WorkerKind::Send => "send",
+        WorkerKind::Ask => "ask",
+    }
+}
+
+/// How long moves and batches took.
+fn times(out: &mut Exposition, all: &[Histogram; TIMED.len()]) {
+    let (gets, rest) = all.split_at(GETS);
+    let (puts, batches) = rest.split_at(PUTS);
+    let help = "Time of gets that brought all, by the farthest tier that was needed.";
+    out.family("kvtier_get_seconds", Kind::Histogram, help);
+    for (tier, one) in TIERS.into_iter().zip(gets) {
+        histogram(out, &[("tier", tier)], one);
+    }
+    let help = "Time of puts that stored all, by what they waited for.";
+    out.family("kvtier_put_seconds", Kind::Histogram, help);
+    for (level, one) in LEVELS.into_iter().zip(puts) {
+        histogram(out, &[("level", level)], one);
+    }
+    let help = "Time of batches, by kind.";
+    out.family("kvtier_batch_seconds", Kind::Histogram, help);
+    for (workers, one) in WorkerKind::ALL.into_iter().zip(batches) {
+        histogram(out, &[("kind", name_of(workers))], one);
+    }
+}
+
+fn histogram(out: &mut Exposition, labels: Labels, times: &Histogram) {
+    let seconds = |octave: usize| (1u64 << octave) as f64 / 1e9;
+    let buckets = OCTAVES.map(|octave| (seconds(octave), times.below(octave)));
+    let buckets: Vec<(f64, u64)> = buckets.collect();
+    out.histogram(labels, &buckets, times.total(), times.sum_ns() as f64 / 1e9);
+}
+
+fn policies(out: &mut Exposition, all: &Report) {
+    let tiers =
+        [("host", &all.host_policy), ("disk", &all.disk_policy), ("device", &all.device_policy)];
+    let there = || tiers.iter().filter(|(_, policy)| !policy.name.is_empty());
+    out.family("kvtier_policy_objects", Kind::Gauge, "Chunks that a policy knows.");
+    for (tier, policy) in there() {
+        out.sample(&[("tier", tier), ("policy", policy.name)], policy.objects as f64);
+    }
+    let families: [Family<PolicyGauge>; 5] = [
+        ("references", |policy| policy.references, "Chunks that a policy was asked for."),
+        ("hits", |policy| policy.hits, "Of those, chunks that it knew."),
+        ("evictions", |policy| policy.evictions, "Chunks that a policy has sent away."),
+        ("decisions", |policy| policy.decisions, "Times that a policy was asked whom."),
+        ("shortfalls", |policy| policy.shortfalls, "Times that it found fewer than wanted."),
+    ];
+    for (name, value, help) in families {
+        out.family(&format!("kvtier_policy_{name}_total"), Kind::Counter, help);
+        for (tier, policy) in there() {
+            out.sample(&[("tier", tier), ("policy", policy.name)], value(policy) as f64);
+        }
+    }
+}
+
+fn tenants(out: &mut Exposition, rows: &[Tenant], others: Tenant) {
+    let names: Vec<String> = rows.iter().map(|row| row.id.to_string()).collect();
+    let all = || names.iter().map(String::as_str).zip(rows).chain([("others", &others)]);
+    let families: [Family<Tenant>; 4] = [
+        ("put_bytes", |row| row.put_bytes, "Bytes that a tenant has stored."),
+        ("got_bytes", |row| row.got_bytes, "Bytes that a tenant was given back."),
+        ("hits", |row| row.hits, "Cells that a tenant has asked for and got."),
+        ("misses", |row| row.misses, "Cells that a tenant has asked for and were nowhere."),
+    ];
+    for (name, value, help) in families {
+        out.family(&format!("kvtier_tenant_{name}_total"), Kind::Counter, help);
+        for (tenant, row) in all() {
+            out.sample(&[("tenant", tenant)], value(row) as f64);
+        }
+    }
+}
+
+// ---------- tenants
+//
+// What each tenant has moved. So many tenants are told apart; the rest are one.
+
+/// Most tenants that are told apart.
+pub const MAX_TENANTS: usize = 1024;
+
+/// What a tenant has moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tenant {
+    /// Its number; of no meaning for the rest.
+    pub id: u32,
+    /// Bytes it has stored.
+    pub put_bytes: u64,
+    /// Bytes it was given back.
+    pub got_bytes: u64,
+    /// Cells it has asked for, and got.
+    pub hits: u64,
+    /// Cells it has asked for that were nowhere.
+    pub misses: u64,
+}
+
+/// All of them.
+#[derive(Default)]
+pub(super) struct Tenants {
+    /// By number.
+    rows: Vec<Tenant>,
+    others: Tenant,
+}
+
+impl Tenants {
+    /// A cell of a tenant's move has ended.
+    pub(super) fn count(&mut self, id: u32, kind: TransferKind, bytes: u64, error: Option<&Error>) {
+        let status = error.map_or(Status::Ok, Error::status);
+        if kind == TransferKind::Prefetch || !matches!(status, Status::Ok | Status::NotFound) {
+            return;
+        }
+        let row = self.row(id);
+        match kind {
+            TransferKind::Put => row.put_bytes += bytes,
+            _ if status == Status::Ok => {
+                row.hits += 1;
+                row.got_bytes += bytes;
+            }
+            _ => row.misses += 1,
+        }
+    }
+
+    fn row(&mut self, id: u32) -> &mut Tenant {
+        match self.rows.binary_search_by_key(&id, |row| row.id) {
+            Ok(at) => &mut self.rows[at],
+            Err(at) if self.rows.len() < MAX_TENANTS && self.rows.try_reserve(1).is_ok() => {
+                self.rows.insert(at, Tenant { id, ..Tenant::default() });
+                &mut self.rows[at]
+            }
+            Err(_) => &mut self.others,
+        }
+    }
+
+    /// Those that are told apart, by number.
+    pub(super) fn rows(&self) -> &[Tenant] {
+        &self.rows
+    }
+
+    /// The rest.
+    pub(super) fn others(&self) -> Tenant {
+        self.others
+    }
+}
+
+// ---------- latency
+//
+// How long moves and batches take, in histograms. A move is counted once, however many
+// cells it has.
+
+/// What is timed: what each is called in views, and what it is. The first two are gets, the
+/// next three puts by [`Level`](crate::store::state::Level), the rest batches by
+/// [`WorkerKind`](crate::store::state::work::Hands).
+pub const TIMED: [(&str, &str); GETS + PUTS + KINDS] = [
+    ("get_host", "Gets of which all was in memory."),
+    ("get_disk", "Gets of which something had to be read from disk."),
+    ("put_ram", "Puts until they are in memory."),
+    ("put_disk", "Puts until they are on disk."),
+    ("put_durable", "Puts until they are durable."),
+    ("copy_batch", "Batches of copies between tensors and memory."),
+    ("read_batch", "Batches of reads of the disk."),
+    ("write_batch", "Batches of writes to it."),
+    ("sync_batch", "Syncs."),
+    ("upkeep_batch", "Cleanings, sweeps, checkpoints and notes."),
+    ("fetch_batch", "Batches of objects that come from the remote."),
+    ("send_batch", "Batches of objects that go there."),
+    ("ask_batch", "Questions what it has."),
+];
+
+/// Gets: from memory, and from disk.
+pub const GETS: usize = 2;
+/// Puts: in memory, on disk, durable.
+pub const PUTS: usize = 3;
+
+/// Times of one kind, in short.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Latency {
+    /// How many were timed.
+    pub count: u64,
+    /// The mean.
+    pub mean_ns: u64,
+    /// What half of them did not exceed, a fourth more at most.
+    pub p50_ns: u64,
+    /// The same of 99 in 100.
+    pub p99_ns: u64,
+    /// The longest.
+    pub max_ns: u64,
+}
+
+impl Latency {
+    /// A histogram in short.
+    pub fn of(times: &Histogram) -> Latency {
+        Latency {
+            count: times.total(),
+            mean_ns: times.mean_ns(),
+            p50_ns: times.quantile_ns(0.5),
+            p99_ns: times.quantile_ns(0.99),
+            max_ns: times.max_ns(),
+        }
+    }
+}
+
+/// All times.
+pub(super) struct Times([Histogram; TIMED.len()]);
+
+impl Default for Times {
+    fn default() -> Times {
+        Times(std::array::from_fn(|_| Histogram::default()))
+    }
+}
+
+impl Times {
+    /// A batch of this kind took so long; 0 = nobody knows.
+    pub(super) fn batch(&mut self, workers: usize, elapsed_ns: u64) {
+        if elapsed_ns > 0 {
+            self.0[GETS + PUTS + workers].add(elapsed_ns);
+        }
+    }
+
+    /// A move has ended. One that did not bring all says nothing: it may have ended early.
+    pub(super) fn moved(&mut self, one: &Move, now_ns: u64) {
+        // One that was behind an event took as long as that.
+        if !one.is_sound() || one.spec.slots.is_empty() || one.spec.after.is_some() {
+            return;
+        }
+        let at = match one.spec.kind {
+            TransferKind::Get => usize::from(one.was_below),
+            // The remote's own times are counted with it.
+            TransferKind::Put if one.spec.level == Level::Remote => return,
+            TransferKind::Put => GETS + one.spec.level as usize,
+            TransferKind::Prefetch => return,
+        };
+        self.0[at].add(now_ns.saturating_sub(one.began_ns));
+    }
+}
+
+impl StoreState {
+    /// What was timed, in the order of [`TIMED`].
+    pub fn times(&self) -> &[Histogram; TIMED.len()] {
+        &self.times.0
+    }
+}
+
+// ---------- metadata account
+//
+// What the store's tables take, and who pays: the account that pays for cells, too. Tables
+// grow as chunks come, and never shrink; they are paid for in steps, ahead of their growth.
+// Where the account has nothing left cells have to give way.
+
+const STEP_BYTES: u64 = 1 << 20;
+/// Of a chunk, beside its row and cells: indexes, notes, and what policies keep.
+pub const BESIDE_BYTES: u64 = 512;
+
+/// What is paid.
+pub(super) struct MetadataAccount {
+    account: Option<Arc<Account>>,
+    paid_bytes: u64,
+    /// What is missing, and cells were asked to make room for; how much had been given back
+    /// when that was last looked at.
+    missing: Option<(u64, u64)>,
+    /// Rows that may come before it is looked again.
+    ahead: usize,
+}
+
+impl MetadataAccount {
+    pub(super) fn new(account: Option<Arc<Account>>) -> MetadataAccount {
+        MetadataAccount { account, paid_bytes: 0, missing: None, ahead: 0 }
+    }
+}
+
+impl Drop for MetadataAccount {
+    fn drop(&mut self) {
+        if let Some(account) = &self.account {
+            account.give_back(Tier::Host, self.paid_bytes);
+        }
+    }
+}
+
+impl StoreState {
+    /// Bytes of tables so far: chunks, cells, what policies know, and of a remote's.
+    pub fn table_bytes(&self) -> u64 {
+        let tables = self.tables.iter().map(ChunkTable::used_bytes);
+        let replicas = self.replicas.as_ref().map(|replicas| &replicas.cache);
+        let caches = [Some(&self.host_cache), self.disk_cache.as_ref(), replicas];
+        let caches = caches.into_iter().flatten().map(TierCache::used_bytes);
+        let remote =
+            self.remote.as_ref().map(|remote| remote.known.bytes() + remote.config.beside_bytes);
+        tables.sum::<u64>() + caches.sum::<u64>() + remote.unwrap_or(0)
+    }
+
+    /// So many chunks are about to come: their rows are paid for.
+    pub(super) fn pay_for_rows(&mut self, chunks: usize) {
+        if self.metadata.account.is_none() {
+            return;
+        }
+        if chunks <= self.metadata.ahead {
+            self.metadata.ahead -= chunks;
+            return;
+        }
+        self.metadata.ahead = 0;
+        let layers = self.tables.iter().map(|table| table.layout.layers()).max().unwrap_or(0);
+        let piece = if self.replicas.is_some() { size_of::<u32>() } else { 0 };
+        let each = (CHUNK_BYTES + layers * (CELL_BYTES + piece)) as u64 + BESIDE_BYTES;
+        let needed = self.table_bytes() + chunks as u64 * each;
+        let asked = self.metadata.missing.map_or(0, |(bytes, _)| bytes);
+        let missing = needed.saturating_sub(self.metadata.paid_bytes);
+        if missing > asked {
+            let bytes = missing.next_multiple_of(STEP_BYTES);
+            if !self.pay_tables(bytes) {
+                return self.owe(bytes - asked);
+            }
+        }
+        self.metadata.ahead = (self.metadata.paid_bytes.saturating_sub(needed) / each) as usize;
+    }
+
+    /// What has come free pays for what is missing. This is before anyone who waits for
+    /// memory gets it.
+    pub(super) fn pay_again(&mut self) {
+        let Some((missing, since_bytes)) = self.metadata.missing else { return };
+        let now_bytes = self.host.given_back_bytes();
+        let part = missing.min(now_bytes - since_bytes);
+        if part == 0 {
+            return;
+        }
+        if self.take_for_tables(part) {
+            let left = missing - part;
+            self.metadata.missing = (left > 0).then_some((left, now_bytes));
+        } else {
+            // Others were faster.
+            self.metadata.missing = Some((missing, now_bytes));
+            self.owe(part);
+        }
+    }
+
+    /// Bytes of tables that are paid for.
+    pub fn paid_table_bytes(&self) -> u64 {
+        self.metadata.paid_bytes
+    }
+
+    fn pay_tables(&mut self, bytes: u64) -> bool {
+        let since_bytes = self.host.given_back_bytes();
+        let is_paid =
+            self.take_for_tables(bytes) || self.host.trim() > 0 && self.take_for_tables(bytes);
+        // What was trimmed and is too little pays for a part.
+        self.metadata.missing = (!is_paid).then_some((bytes, since_bytes));
+        is_paid
+    }
+
+    fn take_for_tables(&mut self, bytes: u64) -> bool {
+        let Some(account) = &self.metadata.account else { return true };
+        let is_paid = account.take(Tier::Host, bytes).is_ok();
+        if is_paid {
+            self.metadata.paid_bytes += bytes;
+        }
+        is_paid
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_of_many_tenants_is_counted_and_the_rest_together() {
+        let mut tenants = Tenants::default();
+        let most = MAX_TENANTS as u32;
+        let miss: Error = Status::NotFound.into();
+        let failed: Error = Status::Io.into();
+        for round in 0..2 {
+            for id in (0..most + 3).rev() {
+                tenants.count(id, TransferKind::Put, u64::from(id), None);
+                tenants.count(id, TransferKind::Get, 10, None);
+                tenants.count(id, TransferKind::Get, 0, Some(&miss));
+                tenants.count(id, TransferKind::Get, 0, Some(&failed));
+                tenants.count(id, TransferKind::Prefetch, 5, None);
+            }
+            let rows = tenants.rows();
+            assert_eq!(rows.len(), MAX_TENANTS);
+            assert!(rows.is_sorted_by(|a, b| a.id < b.id));
+            let (n, put_bytes) = (round + 1, u64::from(rows[7].id) * (round + 1));
+            let want = Tenant { id: 10, put_bytes, got_bytes: 10 * n, hits: n, misses: n };
+            assert_eq!(rows[7], want, "the first three came last");
+            let rest =
+                Tenant { id: 0, put_bytes: 3 * n, got_bytes: 30 * n, hits: 3 * n, misses: 3 * n };
+            assert_eq!(tenants.others(), rest);
+        }
     }
 }

@@ -1,17 +1,94 @@
-//! Moves: rectangles of the board, tokens by layers, on their way in or out.
+//! Transfers: layers × tokens of a session, moved into or out of the store cell by cell.
+//!
+//! A job is one cell of one transfer. Its states ([`Step`]):
+//!
+//! ```text
+//!                       .-- no host memory -----> WaitsForMemory -----------.
+//!                       |-- another job has it -> Waiting ------------------+--> Fresh
+//!  Fresh: route the job-+-- on disk only -------> Reads ---> Reading -------+
+//!                       |-- at the remote ------> Fetches -> Fetching ------'
+//!                       |-- resident (put: new) -> Copies ---> Copying ------> end
+//!                       |                          Behind -----^   (a device event comes first)
+//!                       `-- resident nowhere ----> end: a miss   (put: end if resident already)
+//! ```
+//!
+//! `Fresh` is also the state of a job that was woken: `route` reads the residency again.
 
-use crate::base::status::{Error, Result, Status};
+use crate::base::budget::Tier;
+use crate::base::status::Error;
+use crate::base::status::Result;
+use crate::base::status::Status;
 use crate::base::sync::Arc;
-use crate::device::{Event, Way};
+use crate::device::Event;
+use crate::device::Memory;
+use crate::device::Way;
 use crate::fail;
+use crate::format::codec::Codec;
+use crate::meta::chunks::Arrival;
+use crate::meta::chunks::Begin;
 use crate::meta::chunks::Cell;
-use crate::meta::index::{NONE, Slot};
+use crate::meta::chunks::Marks;
+use crate::meta::chunks::Place;
+use crate::meta::index::NONE;
+use crate::meta::index::Slot;
 use crate::policy::evictor::Who;
-use crate::store::state::views::Views;
-use crate::store::state::wait_list::{Line, Of};
-use crate::store::state::{Job, StoreState};
+use crate::store::job_queues::Queues;
+use crate::store::state::At;
+use crate::store::state::ChunkTable;
+use crate::store::state::DEVICE_MASK;
+use crate::store::state::DISK_MASK;
+use crate::store::state::HOST_MASK;
+use crate::store::state::StoreState;
+use crate::store::state::chunk_table::note;
+use crate::store::state::eviction::cell_of_owner;
+use crate::store::state::eviction::owner_of;
+use crate::store::state::session::Views;
+use crate::store::state::slot_table::Table;
+use crate::store::state::work::CopyBatch;
+use crate::store::state::work::CopyItem;
+use crate::store::state::work::Decoding;
+use crate::store::state::work::Fill;
+use crate::store::state::work::ReadBatch;
+use crate::tier::device;
+use crate::tier::disk::GetPlane;
+use crate::tier::disk::Spot;
+use crate::tier::host::Piece;
+use std::collections::btree_map::Entry;
 
-pub use crate::store::state::transfer_kind::{Level, TransferKind};
+// ---------- transfer kind
+//
+// What moves do, and when they have ended.
+
+/// What is done with the cells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TransferKind {
+    /// The engine's tensors into the store.
+    Put,
+    /// The store into the engine's tensors.
+    Get,
+    /// Into the host tier, for a get to come.
+    Prefetch,
+}
+
+/// When a put has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// The cells are in memory.
+    Ram = 0,
+    /// They are written.
+    Disk = 1,
+    /// They outlive the machine's end.
+    Durable = 2,
+    /// The remote has said that it has them; here they are in memory.
+    Remote = 3,
+}
+
+impl Level {
+    /// Whether the disk has to have the cells.
+    pub fn is_on_disk(self) -> bool {
+        matches!(self, Level::Disk | Level::Durable)
+    }
+}
 
 /// Jobs that one move has under way at once.
 const WINDOW: u32 = 1024;
@@ -493,5 +570,1049 @@ impl StoreState {
     /// The cell of a job.
     pub(super) fn cell_of(&self, job: &Job) -> (u32, Cell) {
         (self.moves[job.number].spec.table, job.cell)
+    }
+}
+
+// ---------- jobs
+//
+// Jobs: one cell of a move, and what it waits for.
+
+/// What a job waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// To be looked at: that is under way, or it stands among those that were woken.
+    Fresh,
+    /// For memory.
+    WaitsForMemory,
+    /// For what others do with its cell.
+    Waiting,
+    /// For its turn to be copied.
+    Copies,
+    /// For an event that is ahead of the copy.
+    Behind,
+    /// For the copy.
+    Copying,
+    /// For its turn to be read.
+    Reads,
+    /// For the disk.
+    Reading,
+    /// For its turn to be fetched, with all of its object.
+    Fetches,
+    /// For the remote.
+    Fetching,
+}
+
+/// One cell of a move.
+#[derive(Clone, Copy, Debug)]
+pub struct Job {
+    /// The move.
+    pub(super) number: u32,
+    /// Which of its cells.
+    pub(super) at: u64,
+    /// That cell, of the move's board.
+    pub(super) cell: Cell,
+    /// The cell's memory, while the job fills or reads it.
+    pub(super) piece: Option<Piece>,
+    pub(super) step: Step,
+    pub(super) retries: u8,
+    /// It had to be read from disk.
+    pub(super) was_below: bool,
+    /// It reads the cell's copy in device memory.
+    pub(super) uses_device: bool,
+    /// Device memory that it fills.
+    pub(super) replica: Option<device::Piece>,
+    /// Its bytes, if it counts among those that are behind an event.
+    pub(super) behind_bytes: u64,
+    /// It has nothing to do with device memory any more.
+    pub(super) plain: bool,
+    /// The remote had nothing for it.
+    pub(super) gave_up_remote: bool,
+    /// Tokens of it that are copied already, where it is copied in parts.
+    pub(super) copied: u32,
+    /// Tokens that are being copied.
+    pub(super) part: u32,
+    /// Its neighbours in the lines that it stands in.
+    pub(super) links: [Link; 2],
+}
+
+impl Job {
+    pub(super) fn new(number: u32, at: u64, cell: Cell) -> Job {
+        let (piece, step, links) = (None, Step::Fresh, [Link::NONE; 2]);
+        Job {
+            number,
+            at,
+            cell,
+            piece,
+            step,
+            retries: 0,
+            was_below: false,
+            uses_device: false,
+            replica: None,
+            behind_bytes: 0,
+            plain: false,
+            gave_up_remote: false,
+            copied: 0,
+            part: 0,
+            links,
+        }
+    }
+}
+
+impl StoreState {
+    /// Finds out what a job needs next.
+    pub(super) fn route(&mut self, id: u32) {
+        let Some(job) = self.jobs.get(id).copied() else { return };
+        let one = &self.moves[job.number];
+        if let Some(status) = one.stopped() {
+            return self.end_job(id, 0, Some(status.into()));
+        }
+        let kind = one.spec.kind;
+        let (table, cell) = self.cell_of(&job);
+        let marks = self.tables[table as usize].chunks.marks(cell.chunk);
+        let marks = marks.and_then(|all| all.get(cell.layer)).copied().unwrap_or_default();
+        match kind {
+            TransferKind::Put => self.route_put(id, table, cell, marks),
+            TransferKind::Get | TransferKind::Prefetch => {
+                self.route_get(id, kind, table, cell, marks)
+            }
+        }
+    }
+
+    fn route_put(&mut self, id: u32, table: u32, cell: Cell, marks: Marks) {
+        if marks.there() != 0 {
+            // A crash may have left a record whose bytes never came: before it is said to be
+            // on disk it is read.
+            let number = self.jobs[id].number;
+            let level = self.moves[number].spec.level;
+            let is_above = marks.there() & HOST_MASK != 0;
+            let is_known = !level.is_on_disk() || is_above;
+            if !is_known && self.tables[table as usize].has(cell.chunk, note::UNREAD) {
+                return self.bring_up(id, table, cell, marks);
+            }
+            if level == Level::Remote {
+                // It goes from memory there.
+                if !is_above && marks.there() & DISK_MASK != 0 {
+                    return self.bring_up(id, table, cell, marks);
+                }
+                let (chunk, _) = self.moves[number].place(self.jobs[id].at);
+                self.write_ahead(number, chunk as u32, At { table, slot: cell.chunk });
+            }
+            self.counters.known += 1;
+            return self.end_job(id, 0, None);
+        }
+        if marks.arriving() != 0 || marks.leaving() & HOST_MASK != 0 {
+            return self.wait_for_cell(id, table, cell);
+        }
+        let Some(piece) = self.get_memory(id, table, cell) else { return };
+        match self.tables[table as usize].chunks.begin_store(cell, Tier::Host) {
+            Ok(Begin::Begun) => {
+                self.jobs[id].piece = Some(piece);
+                self.queue_copy(id, table, cell);
+            }
+            begun => {
+                self.give_back(piece);
+                self.end_job(id, 0, Some(unexpected(begun)));
+            }
+        }
+    }
+
+    fn route_get(&mut self, id: u32, kind: TransferKind, table: u32, cell: Cell, marks: Marks) {
+        if marks.there() & DEVICE_MASK != 0 && self.route_replica(id, kind, table, cell) {
+            return;
+        }
+        if marks.there() & HOST_MASK != 0 {
+            if kind == TransferKind::Prefetch {
+                return self.end_job(id, 0, None);
+            }
+            return match self.tables[table as usize].chunks.begin_read(cell, Tier::Host) {
+                Ok(place) => {
+                    // It may leave meanwhile: then the table names it no more.
+                    self.jobs[id].piece = match place {
+                        Place::Host(piece) => Some(Piece(piece)),
+                        _ => None,
+                    };
+                    self.queue_copy(id, table, cell);
+                }
+                Err(error) => self.end_job(id, 0, Some(error)),
+            };
+        }
+        if marks.there() & DISK_MASK == 0 && (marks.arriving() | marks.leaving()) & HOST_MASK == 0 {
+            if !self.jobs[id].gave_up_remote && self.may_fetch(table, cell) {
+                return self.fetch(id, table, cell);
+            }
+            // What nobody asked for is missed by nobody.
+            self.counters.misses += u64::from(!self.is_prefetch(self.jobs[id].number));
+            return self.end_job(id, 0, Some(Status::NotFound.into()));
+        }
+        self.bring_up(id, table, cell, marks);
+    }
+
+    /// Has a cell that is not in memory read from disk.
+    fn bring_up(&mut self, id: u32, table: u32, cell: Cell, marks: Marks) {
+        let number = self.jobs[id].number;
+        self.moves[number].was_below |= marks.there() & DISK_MASK != 0;
+        if (marks.arriving() | marks.leaving()) & HOST_MASK != 0 {
+            return self.wait_for_cell(id, table, cell);
+        }
+        let Some(piece) = self.get_memory(id, table, cell) else { return };
+        match self.tables[table as usize].chunks.begin_copy(cell, Tier::Disk, Tier::Host) {
+            Ok(Begin::Begun) => {
+                let one = &self.moves[self.jobs[id].number].spec;
+                let (lane, flow) = (one.lane, one.flow);
+                let bytes = self.tables[table as usize].planes(cell).bytes();
+                let job = &mut self.jobs[id];
+                (job.piece, job.step, job.was_below) = (Some(piece), Step::Reads, true);
+                self.reads.push(lane, flow, id, bytes);
+            }
+            begun => {
+                self.give_back(piece);
+                self.end_job(id, 0, Some(unexpected(begun)));
+            }
+        }
+    }
+
+    pub(super) fn queue_copy(&mut self, id: u32, table: u32, cell: Cell) {
+        if self.queue_behind(id) {
+            return;
+        }
+        let one = &self.moves[self.jobs[id].number].spec;
+        let (lane, flow) = (one.lane, one.flow);
+        let bytes = self.tables[table as usize].planes(cell).bytes();
+        self.jobs[id].step = Step::Copies;
+        self.copies_of(self.jobs[id].uses_device).push(lane, flow, id, bytes);
+    }
+
+    fn wait_for_cell(&mut self, id: u32, table: u32, cell: Cell) {
+        let at = At { table, slot: cell.chunk };
+        if self.is_hung(at, cell.layer) {
+            return self.end_hung(id);
+        }
+        self.jobs[id].step = Step::Waiting;
+        let line = self.waiting.entry((at, cell.layer)).or_default();
+        line.push_back(&mut self.jobs, Of::Wait, id);
+        self.hurry_fetch(id, at, cell.layer);
+    }
+
+    /// Something has become of a cell: whoever waits for it looks again.
+    pub(super) fn wake(&mut self, table: u32, cell: Cell) {
+        self.reclaim_targets.changed();
+        if self.waiting.is_empty() {
+            return;
+        }
+        let at = At { table, slot: cell.chunk };
+        let Some(mut line) = self.waiting.remove(&(at, cell.layer)) else { return };
+        while let Some(id) = line.pop_back(&mut self.jobs, Of::Wait) {
+            self.jobs[id].step = Step::Fresh;
+            self.woken.push(id);
+        }
+    }
+
+    /// Memory for a job's cell; where there is none the job waits for it.
+    pub(super) fn get_memory(&mut self, id: u32, table: u32, cell: Cell) -> Option<Piece> {
+        let bytes = self.tables[table as usize].planes(cell).bytes();
+        // Who came first is served first: a large cell is not passed by small ones.
+        let is_first = self.memory_waiters.is_empty() || self.served == Some(id);
+        if let Some(piece) =
+            is_first.then(|| self.host.alloc_for(bytes, owner_of(table, cell)).ok()).flatten()
+        {
+            self.refusals = 0;
+            return Some(piece);
+        }
+        if self.reserved == Some(id)
+            && let Some(piece) = self.host.take_reserve(bytes, owner_of(table, cell))
+        {
+            return Some(piece);
+        }
+        self.jobs[id].step = Step::WaitsForMemory;
+        self.memory_waiter_bytes += bytes;
+        match is_first {
+            true => self.memory_waiters.push_front(&mut self.jobs, Of::Wait, id),
+            false => self.memory_waiters.push_back(&mut self.jobs, Of::Wait, id),
+        }
+        None
+    }
+
+    /// Memory came free: the first that waits for some tries again.
+    pub(super) fn feed_memory_waiters(&mut self) -> bool {
+        let Some(id) = self.memory_waiters.first() else { return false };
+        self.unqueue_memory_waiter(id);
+        self.served = Some(id);
+        self.route(id);
+        self.served = None;
+        self.memory_waiters.first() != Some(id)
+    }
+
+    /// The first that waits for memory will not get any.
+    pub(super) fn fail_memory_waiters(&mut self) {
+        let Some(id) = self.memory_waiters.first() else { return };
+        self.counters.no_room += 1;
+        let (table, cell) = self.cell_of(&self.jobs[id]);
+        let bytes = self.tables[table as usize].planes(cell).bytes();
+        let message = format!(
+            "no memory for a cell of {bytes} bytes (layer {}), and nothing may leave the {} bytes of \
+             host=: all is held, pinned or in motion. Close sessions, or give the store more",
+            cell.layer, self.config.host_bytes
+        );
+        self.unqueue_memory_waiter(id);
+        self.end_job(id, 0, Some(Error::new(Status::Budget, message)));
+    }
+
+    pub(super) fn unqueue_memory_waiter(&mut self, id: u32) {
+        let (table, cell) = self.cell_of(&self.jobs[id]);
+        self.memory_waiter_bytes -= self.tables[table as usize].planes(cell).bytes();
+        self.jobs[id].step = Step::Fresh;
+        self.memory_waiters.remove(&mut self.jobs, Of::Wait, id);
+    }
+
+    pub(super) fn give_back(&mut self, piece: Piece) {
+        if let Err(error) = self.host.free(piece) {
+            log::error!("a piece of memory was not in use: {error}");
+        }
+    }
+
+    /// Ends a job that is nowhere any more.
+    pub(super) fn end_job(&mut self, id: u32, bytes: u64, error: Option<Error>) {
+        let Some(number) = self.jobs.get(id).map(|job| job.number) else { return };
+        self.moves[number].jobs.remove(&mut self.jobs, Of::Move, id);
+        if let Some(job) = self.jobs.remove(id) {
+            self.end_behind(&job);
+            self.count(job.number, job.at, bytes, error);
+        }
+    }
+
+    /// Withdraws all jobs of a move.
+    pub(super) fn withdraw_all(&mut self, number: u32, status: Status) {
+        let mut next = self.moves.get(number).and_then(|one| one.jobs.first());
+        while let Some(id) = next {
+            // A job that is withdrawn ends no other.
+            next = Line::after(&self.jobs, Of::Move, id);
+            self.withdraw(id, status);
+        }
+    }
+
+    /// Takes a job out of whatever it waits in; what is under way goes on.
+    fn withdraw(&mut self, id: u32, status: Status) {
+        let Some(job) = self.jobs.get(id).copied() else { return };
+        let (table, cell) = self.cell_of(&job);
+        match job.step {
+            // One that was woken ends when it is looked at, as its move was given up.
+            Step::Fresh | Step::Copying | Step::Reading => return,
+            // A remote may take longer than anybody waits, and has none of the caller's memory.
+            Step::Fetching => {
+                self.leave_fetch(id, At { table, slot: cell.chunk }, cell.layer);
+            }
+            Step::WaitsForMemory => self.unqueue_memory_waiter(id),
+            Step::Waiting => {
+                let key = (At { table, slot: cell.chunk }, cell.layer);
+                if let Entry::Occupied(mut entry) = self.waiting.entry(key) {
+                    entry.get_mut().remove(&mut self.jobs, Of::Wait, id);
+                    if entry.get().is_empty() {
+                        entry.remove();
+                    }
+                }
+            }
+            Step::Copies => {
+                self.copies_of(job.uses_device).remove(id);
+                self.end_copying(id, false);
+            }
+            Step::Behind => {
+                self.withdraw_behind(&job, id);
+                self.end_copying(id, false);
+            }
+            Step::Reads => {
+                self.reads.remove(id);
+                // Nothing was tried, so nothing has failed.
+                self.end_reading(&job, table, cell, Err(Status::Again.into()));
+            }
+            Step::Fetches => {
+                self.unwant(id, table, cell);
+                self.end_reading(&job, table, cell, Err(Status::Again.into()));
+            }
+        }
+        self.end_job(id, 0, Some(status.into()));
+    }
+}
+
+fn unexpected(begun: Result<Begin>) -> Error {
+    match begun {
+        Err(error) => error,
+        Ok(begun) => Error::new(Status::State, format!("a way that was free is {begun:?}")),
+    }
+}
+
+// ---------- wait list
+//
+// Lines of jobs: those of a move, and those that wait for the same. A job stands in one
+// of each kind at most, and leaves it in one step, wherever it stands.
+
+/// Nobody.
+
+/// What a line is of.
+#[derive(Clone, Copy)]
+pub(super) enum Of {
+    /// All jobs of a move, in the order in which they were begun.
+    Move = 0,
+    /// Those that wait for memory, or for one cell.
+    Wait = 1,
+}
+
+/// The neighbours of a job in a line.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Link {
+    before: u32,
+    after: u32,
+}
+
+/// A line.
+#[derive(Debug)]
+pub(super) struct Line {
+    first: u32,
+    last: u32,
+    count: usize,
+}
+
+impl Link {
+    /// Of a job that stands in no line.
+    pub const NONE: Link = Link { before: NONE, after: NONE };
+}
+
+impl Default for Line {
+    fn default() -> Line {
+        Line { first: NONE, last: NONE, count: 0 }
+    }
+}
+
+impl Line {
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    pub fn first(&self) -> Option<u32> {
+        Some(self.first).filter(|&id| id != NONE)
+    }
+
+    /// Those in it, the first one first.
+    pub fn all(&self, jobs: &Table<Job>, of: Of) -> impl Iterator<Item = u32> {
+        std::iter::successors(self.first(), move |&id| Line::after(jobs, of, id))
+    }
+
+    /// The one behind a job.
+    pub fn after(jobs: &Table<Job>, of: Of, id: u32) -> Option<u32> {
+        Some(jobs[id].links[of as usize].after).filter(|&id| id != NONE)
+    }
+
+    pub fn push_back(&mut self, jobs: &mut Table<Job>, of: Of, id: u32) {
+        self.put(jobs, of, id, Link { before: self.last, after: NONE });
+    }
+
+    pub fn push_front(&mut self, jobs: &mut Table<Job>, of: Of, id: u32) {
+        self.put(jobs, of, id, Link { before: NONE, after: self.first });
+    }
+
+    fn put(&mut self, jobs: &mut Table<Job>, of: Of, id: u32, link: Link) {
+        jobs[id].links[of as usize] = link;
+        self.join(jobs, of, link, Link { before: id, after: id });
+        self.count += 1;
+    }
+
+    /// Takes a job out that stands in it.
+    pub fn remove(&mut self, jobs: &mut Table<Job>, of: Of, id: u32) {
+        let link = std::mem::replace(&mut jobs[id].links[of as usize], Link::NONE);
+        self.join(jobs, of, link, Link { before: link.before, after: link.after });
+        self.count -= 1;
+    }
+
+    pub fn pop_back(&mut self, jobs: &mut Table<Job>, of: Of) -> Option<u32> {
+        let id = Some(self.last).filter(|&id| id != NONE)?;
+        self.remove(jobs, of, id);
+        Some(id)
+    }
+
+    /// Has the neighbours of a place name others: the one before it `to.after` as the
+    /// next, the one after it `to.before` as the one before.
+    fn join(&mut self, jobs: &mut Table<Job>, of: Of, at: Link, to: Link) {
+        match at.before {
+            NONE => self.first = to.after,
+            before => jobs[before].links[of as usize].after = to.after,
+        }
+        match at.after {
+            NONE => self.last = to.before,
+            after => jobs[after].links[of as usize].before = to.before,
+        }
+    }
+}
+
+impl StoreState {
+    /// That every job stands in the lines it should, and in no other.
+    pub(super) fn check_lines(&self) -> Result<()> {
+        let (mut found, mut waiting) = (0, 0);
+        for (number, one) in self.moves.iter() {
+            let is_its = |id: &u32| self.jobs.get(*id).is_some_and(|job| job.number == number);
+            let count = one.jobs.all(&self.jobs, Of::Move).filter(is_its).count();
+            if count != one.jobs.len() || count != one.under_way as usize {
+                fail!(State, "move {number} has {} cells under way, {count} jobs", one.under_way);
+            }
+            found += count;
+        }
+        let behind = self.behind.lines().map(|line| (line, Step::Behind));
+        let lines = self.waiting.values().map(|line| (line, Step::Waiting));
+        for (line, step) in
+            lines.chain([(&self.memory_waiters, Step::WaitsForMemory)]).chain(behind)
+        {
+            let is_so = |id: &u32| self.jobs.get(*id).is_some_and(|job| job.step == step);
+            let count = line.all(&self.jobs, Of::Wait).filter(is_so).count();
+            if count != line.len() {
+                fail!(State, "{} jobs are {step:?}, {count} of them in line", line.len());
+            }
+            waiting += count;
+        }
+        let waits =
+            |job: &Job| matches!(job.step, Step::Waiting | Step::WaitsForMemory | Step::Behind);
+        let wait = self.jobs.iter().filter(|(_, job)| waits(job)).count();
+        if (found, waiting) != (self.jobs.len(), wait) {
+            fail!(
+                State,
+                "{found} of {} jobs have a move, {waiting} of {wait} a line",
+                self.jobs.len()
+            );
+        }
+        Ok(())
+    }
+}
+
+// ---------- host copies
+//
+// Copies between the engine's tensors and the store: what goes into a batch, and what
+// becomes of it. A large cell is copied in parts, so that whoever came meanwhile goes between them.
+
+/// A cell that is longer than a batch is copied in parts, each one so manyth of a batch.
+pub(super) const PARTS: u64 = 4;
+
+/// Where the store has a cell.
+struct Side {
+    address: usize,
+    memory: Memory,
+    /// The checksums of its planes, where the device tier has it and they are known.
+    sums: Option<[u64; 2]>,
+}
+
+impl Side {
+    fn on_device(address: usize) -> Side {
+        Side { address, memory: Memory::Device, sums: None }
+    }
+}
+
+impl StoreState {
+    /// The queue of copies: out of device memory, or all others.
+    pub(super) fn copies_of(&mut self, uses_device: bool) -> &mut Queues {
+        match &mut self.replicas {
+            Some(replicas) if uses_device => replicas.queue_mut(),
+            _ => &mut self.copies,
+        }
+    }
+
+    /// The next copies, up to a batch. Those out of device memory have their own: that is
+    /// another way, with a speed of its own.
+    pub(super) fn take_copies(&mut self) -> Option<CopyBatch> {
+        let uses_device = self.is_nears_turn();
+        let rescued = self.replicas.as_ref().map(|_| Vec::new());
+        let (mut batch, mut bytes) =
+            (CopyBatch { uses_device, rescued, ..CopyBatch::default() }, 0);
+        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.copy_bytes {
+            let Some((_, id)) = self.copies_of(uses_device).pop() else { break };
+            if self.turn_away(id) {
+                continue;
+            }
+            bytes += self.take_copy(id, self.config.copy_bytes, &mut batch);
+        }
+        (!batch.jobs.is_empty()).then_some(batch)
+    }
+
+    /// A job is copied from now on, or a part of it; how much of a batch that is: a part is all.
+    pub(super) fn take_copy(&mut self, id: u32, batch_bytes: u64, batch: &mut CopyBatch) -> u64 {
+        self.jobs[id].step = Step::Copying;
+        if self.jobs[id].copied == 0 {
+            self.jobs[id].replica = self.replica_for(id);
+        }
+        let is_cut = self.cut(id, batch_bytes);
+        self.add_copies(id, batch);
+        batch.jobs.push(id);
+        if is_cut { batch_bytes } else { self.part_bytes(&self.jobs[id]) }
+    }
+
+    /// Chooses which of its tokens a job copies now: of a large cell between places in host memory
+    /// so many that others do not wait for long, else all. Whether some are left.
+    fn cut(&mut self, id: u32, batch_bytes: u64) -> bool {
+        let job = self.jobs[id];
+        let (tokens, bytes) = self.extent(&job);
+        let left = tokens - job.copied;
+        let is_plain = !job.uses_device && job.replica.is_none();
+        let part = match is_plain && bytes > batch_bytes {
+            true => (u64::from(tokens) * (batch_bytes / PARTS) / bytes).max(1) as u32,
+            false => left,
+        };
+        self.jobs[id].part = part.min(left);
+        part < left
+    }
+
+    /// Rows of a job's cell, and its bytes: of a state it is one.
+    fn extent(&self, job: &Job) -> (u32, u64) {
+        let (table, cell) = self.cell_of(job);
+        let rows = &self.tables[table as usize];
+        let tokens = match rows.is_state(cell.layer) {
+            true => 1,
+            false => rows.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens()),
+        };
+        (tokens, rows.planes(cell).bytes())
+    }
+
+    /// Bytes of the part of a job's cell that is copied.
+    pub(super) fn part_bytes(&self, job: &Job) -> u64 {
+        let (tokens, bytes) = self.extent(job);
+        bytes / u64::from(tokens.max(1)) * u64::from(job.part)
+    }
+
+    /// A part of a cell is copied; whether there is more: then the job waits for its next turn.
+    fn goes_on(&mut self, id: u32) -> bool {
+        let job = &mut self.jobs[id];
+        job.copied += job.part;
+        let (number, copied) = (job.number, job.copied);
+        let (tokens, bytes) = self.extent(&self.jobs[id]);
+        let one = &self.moves[number];
+        if copied >= tokens || one.stopped().is_some() {
+            return false;
+        }
+        let (lane, flow) = (one.spec.lane, one.spec.flow);
+        let left = bytes / u64::from(tokens) * u64::from(tokens - copied);
+        self.jobs[id].step = Step::Copies;
+        self.copies.put_back(lane, flow, id, left);
+        true
+    }
+
+    /// Adds the copies of a job to a batch.
+    fn add_copies(&self, id: u32, batch: &mut CopyBatch) {
+        let job = &self.jobs[id];
+        let one = &self.moves[job.number];
+        let (table, cell) = self.cell_of(job);
+        let planes = self.tables[table as usize].planes(cell);
+        let (bytes, k_bytes) = (planes.bytes(), planes.k_bytes);
+        let replica = job.replica.and_then(|piece| self.replicas.as_ref()?.address(piece).ok());
+        if job.uses_device {
+            let address = self.replica_address(table, cell);
+            let address = address.expect("what is read stays where it is") as usize;
+            let sums = self.replica_sums(table, cell);
+            return self.add_planes(id, &Side { sums, ..Side::on_device(address) }, batch);
+        }
+        let address = job.piece.and_then(|piece| self.host.address(piece).ok());
+        let host = address.expect("a copy has its memory from when it was queued") as usize;
+        let in_host = Side { address: host, memory: Memory::Host, sums: None };
+        match replica {
+            // Over the link once: on the device it is passed on.
+            Some(device) if one.spec.kind == TransferKind::Get => {
+                batch.fills.push(Fill { host, device, bytes, k_bytes, job: batch.jobs.len() });
+                self.add_planes(id, &Side::on_device(device as usize), batch);
+            }
+            Some(device) => {
+                self.add_planes(id, &in_host, batch);
+                self.add_planes(id, &Side::on_device(device as usize), batch);
+            }
+            None => self.add_planes(id, &in_host, batch),
+        }
+    }
+
+    /// Adds the copies between the engine's planes of a job's cell and one place of it.
+    fn add_planes(&self, id: u32, side: &Side, batch: &mut CopyBatch) {
+        let job = &self.jobs[id];
+        let one = &self.moves[job.number];
+        let (table, cell) = self.cell_of(job);
+        let rows = &self.tables[table as usize];
+        let planes = rows.planes(cell);
+        let all = u64::from(self.extent(job).0);
+        let (chunk, layer) = one.place(job.at);
+        let (copied, tokens) = (job.copied, job.part);
+        let first = match rows.is_state(cell.layer) {
+            true => chunk as u32,
+            false => chunk as u32 * rows.layout.chunk_tokens() + copied,
+        };
+        let before = |plane_bytes: u64| plane_bytes / all.max(1) * u64::from(copied);
+        // One after the other they are of one move, mostly.
+        if batch.views.last().is_none_or(|last| !Arc::ptr_eq(last, &one.spec.views)) {
+            batch.views.push(one.spec.views.clone());
+        }
+        let (views, job) = (batch.views.len() - 1, batch.jobs.len());
+        let (memory, way) = (side.memory, one.way());
+        let mut add = |is_v: bool, offset: u64| {
+            let address = side.address.wrapping_add(offset as usize);
+            let sum = side.sums.map(|sums| sums[usize::from(is_v)]);
+            let item =
+                CopyItem { views, layer, is_v, first, tokens, address, memory, job, way, sum };
+            batch.items.push(item);
+        };
+        if planes.k_bytes > 0 {
+            add(false, before(planes.k_bytes));
+        }
+        if planes.v_bytes > 0 {
+            add(true, planes.k_bytes + before(planes.v_bytes));
+        }
+    }
+
+    pub(super) fn done_copies(&mut self, batch: &CopyBatch, result: &Result<()>) {
+        if result.as_ref().is_err_and(|error| error.status() == Status::Unavailable) {
+            self.lose_device();
+        }
+        self.counters.damaged += batch.damage.seen;
+        let damaged = Err(Status::Corrupt.into());
+        for (at, &id) in batch.jobs.iter().enumerate() {
+            let result = batch.alone.get(at).unwrap_or(result);
+            let result = if batch.damage.jobs.contains(&at) { &damaged } else { result };
+            let is_rescued = batch.rescued.as_ref().and_then(|all| all.get(at)) == Some(&true);
+            let job = self.jobs[id];
+            let (table, cell) = self.cell_of(&job);
+            let bytes = self.tables[table as usize].planes(cell).bytes();
+            let came = result.is_ok() || is_rescued;
+            if came && self.goes_on(id) {
+                continue;
+            }
+            // One that was given up meanwhile ends between two parts.
+            let is_whole = self.jobs[id].copied >= self.extent(&job).0;
+            let given_up = self.moves[job.number].stopped().filter(|_| came && !is_whole);
+            let given_up = given_up.map(|status| Err(status.into()));
+            let (result, came) = (given_up.as_ref().unwrap_or(result), came && is_whole);
+            if let (Some(piece), Some(sums)) = (job.replica, batch.sums.get(at)) {
+                self.note_replica_sums(piece, *sums);
+            }
+            self.end_copying(id, came);
+            match result {
+                Err(_)
+                    if !came && !batch.is_spent && (job.uses_device || job.replica.is_some()) =>
+                {
+                    // What is there may be no good; it is elsewhere, too. What the device has
+                    // refused it has not touched.
+                    if job.uses_device && !batch.refused.contains(&at) {
+                        self.counters.device_lost += u64::from(self.forget_replica(table, cell));
+                    }
+                    self.look_again(id);
+                }
+                Err(error) if !came => self.end_job(id, 0, Some(error.clone())),
+                _ => self.end_job(id, bytes, None),
+            }
+        }
+    }
+
+    /// A copy has ended, or does not begin.
+    pub(super) fn end_copying(&mut self, id: u32, came: bool) {
+        let job = self.jobs[id];
+        let (table, cell) = self.cell_of(&job);
+        let kind = self.moves[job.number].spec.kind;
+        (self.jobs[id].uses_device, self.jobs[id].replica, self.jobs[id].copied) = (false, None, 0);
+        let filled = job.replica.map(|piece| (piece, came));
+        if kind != TransferKind::Put {
+            let tier = if job.uses_device { Tier::Device } else { Tier::Host };
+            let counter = match (job.uses_device, job.was_below) {
+                (true, _) => &mut self.counters.device_hits,
+                (false, true) => &mut self.counters.disk_hits,
+                (false, false) => &mut self.counters.host_hits,
+            };
+            *counter += u64::from(came); // one that is tried again is counted then
+            if let Some(filled) = filled {
+                self.end_filling(table, cell, kind, filled);
+            }
+            let mut is_news = filled.is_some();
+            match self.tables[table as usize].chunks.end_read(cell, tier) {
+                Ok(Some(place)) => {
+                    self.free_place(table, cell, place);
+                    is_news = true;
+                }
+                Ok(None) => {}
+                Err(error) => log::error!("a read could not be ended: {error}"),
+            }
+            self.end_reserved(self.jobs[id].piece.filter(|_| !job.uses_device), table, cell);
+            if is_news {
+                self.wake(table, cell);
+            }
+            return;
+        }
+        if let Some(piece) = self.jobs[id].piece.take() {
+            self.end_storing(id, table, cell, came.then_some(Place::Host(piece.0)));
+            if !came {
+                self.give_back(piece);
+            }
+        }
+        if let Some(filled) = filled {
+            self.end_filling(table, cell, kind, filled);
+        }
+        self.wake(table, cell);
+    }
+
+    /// A put's cell is in host memory, or will not be.
+    fn end_storing(&mut self, id: u32, table: u32, cell: Cell, place: Option<Place>) {
+        let chunks = &mut self.tables[table as usize].chunks;
+        if let Err(error) = chunks.end_store(cell, Tier::Host, place) {
+            log::error!("a store could not be ended: {error}");
+        }
+        if place.is_some() {
+            self.counters.stored += 1;
+            self.arrived(table, cell, Tier::Host);
+            let (number, at) = (self.jobs[id].number, self.jobs[id].at);
+            let (chunk, _) = self.moves[number].place(at);
+            self.write_ahead(number, chunk as u32, At { table, slot: cell.chunk });
+        }
+    }
+}
+
+// ---------- disk reads
+//
+// Reads: cells that come from disk, and what becomes of those that cannot.
+
+/// How often a cell is read again after the disk failed.
+const RETRIES: u8 = 2;
+
+impl StoreState {
+    /// The next cells to be read, up to a batch.
+    pub(super) fn take_reads(&mut self) -> Option<ReadBatch> {
+        let (mut batch, mut bytes) = (ReadBatch::default(), 0);
+        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
+            let Some((_, id)) = self.reads.pop() else { break };
+            let job = &mut self.jobs[id];
+            job.step = Step::Reading;
+            let piece = job.piece;
+            let (table, cell) = self.cell_of(&self.jobs[id]);
+            let rows = &self.tables[table as usize];
+            // What was begun stays where it is: it is being read.
+            let place = rows.chunks.place(cell, Tier::Disk);
+            let address = piece.and_then(|piece| self.host.address(piece).ok());
+            let (Ok(Some(place)), Some(address)) = (place, address) else {
+                // It left the disk while it waited for its turn.
+                let job = self.jobs[id];
+                self.end_reading(&job, table, cell, Err(Status::Again.into()));
+                let job = &mut self.jobs[id];
+                (job.piece, job.step) = (None, Step::Fresh);
+                self.woken.push(id);
+                continue;
+            };
+            add_read(rows, cell, place, address, &mut batch);
+            bytes += rows.planes(cell).bytes();
+            batch.jobs.push(id);
+        }
+        (!batch.jobs.is_empty()).then_some(batch)
+    }
+
+    pub(super) fn done_reads(&mut self, batch: &ReadBatch) {
+        for (&id, get) in batch.jobs.iter().zip(batch.gets.iter()) {
+            let job = self.jobs[id];
+            let (table, cell) = self.cell_of(&job);
+            let place = self.tables[table as usize].chunks.place(cell, Tier::Disk);
+            let has_moved =
+                !matches!(place, Ok(Some(Place::Disk { spot, .. })) if spot == get.spot.0);
+            let result = match &get.result {
+                // Cleaning was faster: it is elsewhere by now.
+                Err(_) if has_moved => Err(Status::Again.into()),
+                result => result.clone(),
+            };
+            let status = result.as_ref().err().map(|error| error.status());
+            self.end_reading(&job, table, cell, result);
+            let job = &mut self.jobs[id];
+            (job.piece, job.step) = (None, Step::Fresh);
+            match status {
+                None | Some(Status::Corrupt | Status::NotFound | Status::Again) => {
+                    self.woken.push(id);
+                }
+                Some(_) if job.retries < RETRIES => {
+                    job.retries += 1;
+                    self.woken.push(id);
+                }
+                Some(status) => {
+                    let words = "the disk could not be read, again and again";
+                    self.end_job(id, 0, Some(Error::new(status, words)));
+                }
+            }
+        }
+    }
+
+    /// A way from disk has ended.
+    pub(super) fn end_reading(&mut self, job: &Job, table: u32, cell: Cell, result: Result<()>) {
+        let Some(piece) = job.piece else { return };
+        let bytes = self.tables[table as usize].planes(cell).bytes();
+        let arrival = match result.map_err(|error| error.status()) {
+            Ok(()) => Arrival::Here(Place::Host(piece.0)),
+            Err(Status::Corrupt | Status::NotFound) => {
+                self.counters.corrupt += 1;
+                Arrival::BadSource
+            }
+            Err(Status::Again) => Arrival::Failed,
+            Err(_) => {
+                self.counters.failed_reads += 1;
+                Arrival::Failed
+            }
+        };
+        let came = matches!(arrival, Arrival::Here(_));
+        match self.tables[table as usize].chunks.end_copy(cell, Tier::Host, arrival) {
+            Ok(Some(place)) => self.free_place(table, cell, place),
+            Ok(None) => {}
+            Err(error) => log::error!("a way could not be ended: {error}"),
+        }
+        if came {
+            self.counters.loaded_bytes += bytes;
+            self.arrived(table, cell, Tier::Host);
+        } else {
+            self.give_back(piece);
+            if arrival == Arrival::BadSource {
+                self.departed(table, cell, Tier::Disk);
+                self.forget_if_alone(table, cell);
+            }
+        }
+        self.wake(table, cell);
+    }
+}
+
+/// Adds the read of a cell to a batch: into its memory, or, if it is coded, into
+/// memory that the hands have for that.
+fn add_read(rows: &ChunkTable, cell: Cell, place: Place, address: *mut u8, batch: &mut ReadBatch) {
+    let Place::Disk { spot, seal, coded } = place else { return };
+    let (spot, who) = (Spot(spot), rows.identity_of(cell, coded));
+    let (id, version) = (0, 0);
+    match coded.blocks() {
+        None => batch.gets.cell(spot, who, seal, true),
+        Some(blocks) => {
+            batch.decodings.push(Decoding {
+                get: batch.gets.len(),
+                codec: Codec::from_code(coded.codec() as u8).unwrap_or_default(),
+                shapes: rows.shapes(cell.layer),
+                planes: rows.planes(cell),
+                address,
+            });
+            batch.gets.coded(spot, who, seal, blocks as u32);
+        }
+    }
+    let mut offset = 0;
+    for (kind, plane_bytes) in rows.stored_planes(cell) {
+        let (address, bytes) = match coded.blocks() {
+            None => (address.wrapping_add(offset as usize), plane_bytes),
+            Some(_) => (std::ptr::null_mut(), 0),
+        };
+        batch.gets.plane(GetPlane { kind, id, version, bytes, address });
+        offset += plane_bytes;
+    }
+}
+
+// ---------- read reserve
+//
+// The reserve of host memory: what is on disk can be read although all other memory is taken by
+// what has to stay. It holds one cell, which leaves when it was read; so such reads are slow, one
+// cell after the other, and end.
+
+impl StoreState {
+    /// Keeps a reserve for the largest cell of a board, if there is a disk to read it from.
+    pub(super) fn keep_reserve(&mut self, table: usize) {
+        if self.disk.is_none() {
+            return;
+        }
+        let rows = &self.tables[table];
+        let all = (0..rows.layout.layers()).map(|layer| rows.full_bytes(layer));
+        if let Err(error) = self.host.keep_reserve(all.max().unwrap_or(0)) {
+            log::debug!("there is no reserve for reads until it is needed: {error}");
+        }
+    }
+
+    /// No memory can be had for the first job that waits for some: where it gets a cell that is
+    /// on disk it takes the reserve. Some(false) = the reserve is in use, and comes free; None =
+    /// it is of no use to the job.
+    pub(super) fn serve_from_reserve(&mut self) -> Option<bool> {
+        let id = self.memory_waiters.first()?;
+        let job = self.jobs[id];
+        let (table, cell) = self.cell_of(&job);
+        let rows = &self.tables[table as usize];
+        let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
+        let is_below =
+            marks.is_some_and(|marks| marks.there() & (HOST_MASK | DISK_MASK) == DISK_MASK);
+        let is_get = self.moves[job.number].spec.kind == TransferKind::Get;
+        // What is behind an event may keep its memory for long.
+        if !is_get || !is_below || self.event_of(job.number).is_some() {
+            return None;
+        }
+        let bytes = rows.planes(cell).bytes();
+        if let Some(owner) = self.host.reserve_owner() {
+            let (table, other) = cell_of_owner(owner);
+            self.leave_reserve(table, other);
+            if self.host.reserve_owner().is_some() {
+                let row = self.tables[table as usize].chunks.chunk(other.chunk);
+                return row.is_some_and(|row| row.is_moving()).then_some(false);
+            }
+        }
+        if let Err(error) = self.host.keep_reserve(bytes) {
+            log::debug!("there is no reserve for a read: {error}");
+            return None;
+        }
+        self.unqueue_memory_waiter(id);
+        (self.served, self.reserved) = (Some(id), Some(id));
+        self.route(id);
+        (self.served, self.reserved) = (None, None);
+        (self.memory_waiters.first() != Some(id)).then_some(true)
+    }
+
+    /// A job has read its cell in this memory: from the reserve it leaves at once.
+    pub(super) fn end_reserved(&mut self, piece: Option<Piece>, table: u32, cell: Cell) {
+        if piece.is_some_and(|piece| self.host.is_reserve(piece)) {
+            self.leave_reserve(table, cell);
+        }
+    }
+
+    fn leave_reserve(&mut self, table: u32, cell: Cell) {
+        self.drop_copies(At { table, slot: cell.chunk }, |layer| layer == cell.layer);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::meta::chunks::Cell;
+    use proptest::prelude::*;
+    use std::collections::VecDeque;
+
+    proptest! {
+        /// Two kinds of lines over the same jobs, beside plain queues.
+        #[test]
+        fn lines_are_queues_that_can_be_left_anywhere(
+            steps in prop::collection::vec((0..4u8, 0..3usize, any::<u16>()), 1..400),
+        ) {
+            const OF: [Of; 3] = [Of::Wait, Of::Wait, Of::Move];
+            let mut jobs = Table::new(64);
+            for number in 0..64 {
+                jobs.add(Job::new(0, number, Cell { chunk: 0, layer: 0 })).unwrap();
+            }
+            let mut lines: [Line; 3] = Default::default();
+            let mut queues: [VecDeque<u32>; 3] = Default::default();
+            for (what, at, choice) in steps {
+                let (of, line) = (OF[at], &mut lines[at]);
+                let id = u32::from(choice) % 64;
+                let others = if at == 2 { 2..3 } else { 0..2 };
+                let is_free = queues[others].iter().all(|queue| !queue.contains(&id));
+                let queue = &mut queues[at];
+                match what {
+                    0 if is_free => {
+                        line.push_back(&mut jobs, of, id);
+                        queue.push_back(id);
+                    }
+                    1 if is_free => {
+                        line.push_front(&mut jobs, of, id);
+                        queue.push_front(id);
+                    }
+                    2 if !queue.is_empty() => {
+                        let id = queue.remove(usize::from(choice) % queue.len()).unwrap();
+                        line.remove(&mut jobs, of, id);
+                    }
+                    _ => prop_assert_eq!(line.pop_back(&mut jobs, of), queue.pop_back()),
+                }
+                for ((line, queue), of) in lines.iter().zip(&queues).zip(OF) {
+                    let all: Vec<u32> = line.all(&jobs, of).collect();
+                    prop_assert_eq!(queue, &all);
+                    prop_assert_eq!((line.len(), line.is_empty()), (queue.len(), queue.is_empty()));
+                }
+            }
+        }
     }
 }

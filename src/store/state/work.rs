@@ -1,4 +1,5 @@
-//! Work to be carried out: what [`StoreState::take`] gives and [`StoreState::done`] takes back.
+//! Batches of work for the workers: [`StoreState::take`] hands one out, [`StoreState::done`] takes
+//! its outcome.
 
 use crate::base::status::{Error, Result};
 use crate::base::sync::Arc;
@@ -7,14 +8,14 @@ use crate::format::codec::int8::Quality;
 use crate::format::codec::{Codec, Shape};
 use crate::meta::layout::Planes;
 use crate::store::job_queues::LANES;
-use crate::store::state::bandwidth::Burden;
-use crate::store::state::checkpoint_writer::Checkpoint;
-use crate::store::state::device_slabs::SlabWork;
+use crate::store::state::device_tier::SlabWork;
+use crate::store::state::disk_gc::Checkpoint;
+use crate::store::state::plans::Burden;
 use crate::store::state::remote::RemoteTier;
 use crate::store::state::remote_fetch::FetchBatch;
 use crate::store::state::remote_lookup::AskBatch;
 use crate::store::state::remote_upload::SendBatch;
-use crate::store::state::views::Views;
+use crate::store::state::session::Views;
 use crate::store::state::{At, StoreState};
 use crate::tier::disk::{Gets, Mark, Puts};
 use crate::tier::host::Registration;

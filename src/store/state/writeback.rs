@@ -1,23 +1,47 @@
-//! The way down: from memory to disk.
+//! Write-back from host memory to disk: which chunks, in which order, with which ancestors, and the
+//! group commit that makes them durable.
 
 use crate::base::budget::Tier;
-use crate::base::status::{Error, Status};
+use crate::base::status::Error;
+use crate::base::status::Result;
+use crate::base::status::Status;
+use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::codec::int8::Quality;
 use crate::format::record::blocks_of;
-use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Place};
+use crate::meta::chunks::Arrival;
+use crate::meta::chunks::Begin;
+use crate::meta::chunks::Cell;
+use crate::meta::chunks::Coded;
+use crate::meta::chunks::Gone;
+use crate::meta::chunks::Place;
 use crate::meta::index::NONE;
+use crate::meta::index::Slot;
+use crate::store::job_queues::LANES;
+use crate::store::state::At;
+use crate::store::state::DEVICE_MASK;
+use crate::store::state::DISK_MASK;
+use crate::store::state::HOST_MASK;
+use crate::store::state::StoreState;
+use crate::store::state::Write;
 use crate::store::state::chunk_table::note;
-use crate::store::state::granularity::{Leave, Part};
-use crate::store::state::group_commit::Fresh;
+use crate::store::state::eviction::Leave;
+use crate::store::state::eviction::Part;
 use crate::store::state::transfer::Level;
-use crate::store::state::work::{Coding, WriteBatch};
-use crate::store::state::{At, StoreState, Write};
-use crate::tier::disk::{PutPlane, usual_record_bytes};
+use crate::store::state::transfer::Move;
+use crate::store::state::work::Coding;
+use crate::store::state::work::SyncBatch;
+use crate::store::state::work::WorkerKind;
+use crate::store::state::work::WriteBatch;
+use crate::tier::disk::Mark;
+use crate::tier::disk::PutPlane;
+use crate::tier::disk::Spot;
+use crate::tier::disk::usual_record_bytes;
 use crate::tier::host::Piece;
+use std::collections::BTreeMap;
+use std::collections::BTreeSet;
+use std::collections::VecDeque;
 
-const HOST: u8 = 1 << Tier::Host as u8;
-const DISK: u8 = 1 << Tier::Disk as u8;
 /// Cells of a record.
 pub const RECORD_CELLS: usize = 512;
 
@@ -161,7 +185,8 @@ impl StoreState {
         for layer in 0..rows.layout.layers() {
             let cell = Cell { chunk: at.slot, layer };
             let Some(marks) = rows.chunks.marks(at.slot).map(|marks| marks[layer]) else { break };
-            if marks.there() & HOST == 0 || (marks.there() | marks.arriving()) & DISK != 0 {
+            if marks.there() & HOST_MASK == 0 || (marks.there() | marks.arriving()) & DISK_MASK != 0
+            {
                 continue;
             }
             let place = rows.chunks.place(cell, Tier::Host);
@@ -288,7 +313,7 @@ impl StoreState {
     /// Whether a batch that has cells of a chunk is under way.
     fn is_writing(&self, at: At) -> bool {
         let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
-        marks.iter().any(|marks| marks.arriving() & DISK != 0)
+        marks.iter().any(|marks| marks.arriving() & DISK_MASK != 0)
     }
 
     /// All that a chunk has in memory is on disk: who waited for that goes on, and if
@@ -345,7 +370,7 @@ impl StoreState {
         let rows = &mut self.tables[at.table as usize];
         let was_held = rows.chunks.release(at.slot).is_ok();
         let is_all = !self.config.drop_cells;
-        let goes = |layer, there| there == HOST && (is_all || leave.has(layer));
+        let goes = |layer, there| there == HOST_MASK && (is_all || leave.has(layer));
         let freed = self.drop_where(at, Tier::Host as usize, goes);
         self.refusals = if freed > 0 { 0 } else { self.refusals + 1 };
         self.refused_ns = self.now_ns;
@@ -357,6 +382,543 @@ impl StoreState {
         self.counters.dropped += u64::from(freed > 0 && !is_up);
         if is_up {
             self.enter_cache(at, Tier::Host, Part::All);
+        }
+    }
+}
+
+// ---------- writeback prefix
+//
+// What goes down takes along what is before it: where holes cannot be computed it is of
+// no use without that when the store is opened again.
+
+impl StoreState {
+    /// Queues a chunk to be written down, behind those before it that are in memory only.
+    /// Those stay where they are, too.
+    pub(super) fn queue_down(&mut self, at: At) {
+        let rows = &self.tables[at.table as usize];
+        if rows.has(at.slot, note::QUEUED) {
+            return;
+        }
+        // Where nothing is written of itself all that goes down was asked for, but what has
+        // to make room.
+        if self.config.write != Write::Never || rows.has(at.slot, note::FORCED) {
+            self.queue_before(at);
+        }
+        self.queue_one(at);
+    }
+
+    fn queue_before(&mut self, at: At) {
+        for slot in self.up_before(at).into_iter().rev() {
+            // No rule of admission counts: it goes for the sake of another.
+            self.tables[at.table as usize].set(slot, note::FORCED);
+            self.queue_one(At { slot, ..at });
+        }
+    }
+
+    /// Queues a chunk alone: one whose turn has come before, with all before it.
+    pub(super) fn queue_one(&mut self, at: At) {
+        let rows = &mut self.tables[at.table as usize];
+        if !rows.has(at.slot, note::QUEUED) {
+            rows.set(at.slot, note::QUEUED);
+            // Queued chunks stay where they are until their turn.
+            if rows.chunks.retain(at.slot).is_ok() {
+                self.writebacks.push_back(at);
+            } else {
+                rows.clear(at.slot, note::QUEUED);
+            }
+        }
+    }
+
+    /// Whether a chunk needs those before it when the store is opened again. A session's own
+    /// is of use to nobody then.
+    fn needs_all_before(&self, at: At) -> bool {
+        let row = self.tables[at.table as usize].chunks.chunk(at.slot);
+        row.is_some_and(|row| {
+            let space = self.spaces.get(row.namespace() as usize);
+            row.owner().is_none() && space.is_some_and(|space| !space.holes)
+        })
+    }
+
+    /// Chunks before one that have something in memory only, and do not go down yet; the
+    /// nearest first. What is noted of them ends the search next time: each chunk is found
+    /// once, and its cells that come later go down as well.
+    fn up_before(&mut self, at: At) -> Vec<Slot> {
+        let mut found = Vec::new();
+        if !self.needs_all_before(at) {
+            return found;
+        }
+        let mut next = self.tables[at.table as usize].chunks.parent(at.slot);
+        while let Some(slot) = next {
+            let rows = &self.tables[at.table as usize];
+            let (one, is_known) = (At { slot, ..at }, rows.has(slot, note::BELOW));
+            let is_up = !rows.has(slot, note::QUEUED) && self.is_unwritten(one);
+            if is_known && !is_up {
+                break;
+            }
+            if is_up {
+                found.push(slot);
+            }
+            let rows = &mut self.tables[at.table as usize];
+            rows.set(slot, note::BELOW);
+            next = rows.chunks.parent(slot);
+        }
+        found
+    }
+
+    /// Whether a chunk has something that is in memory only, and in no batch.
+    fn is_unwritten(&self, at: At) -> bool {
+        let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
+        marks.iter().any(|marks| {
+            marks.there() & !DEVICE_MASK == HOST_MASK && marks.arriving() & DISK_MASK == 0
+        })
+    }
+
+    fn is_up_only(&self, at: At) -> bool {
+        self.only_in_host(at, Part::All) > 0
+    }
+
+    /// Whether what continues a chunk is on disk or goes there: what comes of it goes there,
+    /// too.
+    pub(super) fn is_wanted_below(&self, at: At) -> bool {
+        let rows = &self.tables[at.table as usize];
+        let is_rejoined = rows.chunks.chunk(at.slot).is_some_and(|row| row.is_rejoined());
+        let is_wanted = rows.has(at.slot, note::BELOW)
+            // That was not asked for in this life.
+            || is_rejoined && self.config.write != Write::Never;
+        is_wanted && self.needs_all_before(at)
+    }
+
+    /// A chunk was found on disk: so much is known of the one before it.
+    pub(super) fn note_below(&mut self, at: At) {
+        if let Some(parent) = self.tables[at.table as usize].chunks.parent(at.slot) {
+            self.tables[at.table as usize].set(parent, note::BELOW);
+        }
+    }
+
+    /// A put that has to be on disk waits for those before its chunks, too.
+    pub(super) fn wait_for_those_before(&mut self, number: u32) {
+        let one = &self.moves[number].spec;
+        let Some(&first) = one.slots.first() else { return };
+        let at = At { table: one.table, slot: first };
+        if !self.needs_all_before(at) {
+            return;
+        }
+        // Its own may be on disk already.
+        self.queue_before(at);
+        let mut next = self.tables[at.table as usize].chunks.parent(first);
+        while let Some(slot) = next {
+            let one = At { slot, ..at };
+            if !self.is_up_only(one) {
+                break;
+            }
+            self.tables[at.table as usize].set(slot, note::FORCED);
+            self.queue_one(one);
+            self.chunk_waits.entry(one).or_default().push((number, NONE));
+            let waiting = &mut self.moves[number];
+            waiting.waits += 1;
+            waiting.ahead.push(slot);
+            next = self.tables[at.table as usize].chunks.parent(slot);
+        }
+    }
+
+    /// Checks that what is on disk has what is before it there, unless that is nowhere, or
+    /// something could not be written. For tests and simulations in which nobody has left
+    /// the disk.
+    pub fn check_prefixes(&self) -> Result<()> {
+        if self.upkeep.given_up > 0 {
+            return Ok(());
+        }
+        for (number, rows) in self.tables.iter().enumerate() {
+            for slot in rows.chunks.slots() {
+                let at = At { table: number as u32, slot };
+                let row = rows.chunks.chunk(slot);
+                let is_below = row.is_some_and(|row| row.cells()[Tier::Disk as usize] > 0);
+                let Some(parent) = rows.chunks.parent(slot).filter(|_| is_below) else { continue };
+                if self.needs_all_before(at) && self.is_up_only(At { slot: parent, ..at }) {
+                    fail!(State, "chunk {slot} is on disk, and {parent} before it is not");
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+// ---------- demote
+//
+// What goes down at the engine's wish.
+
+/// What becomes of chunks in memory that were to go down.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Demoted {
+    /// They were on disk, too: their memory is given back.
+    pub freed: u64,
+    /// Their memory is given back once they are on disk.
+    pub leaving: u64,
+    /// They stay: there is no disk.
+    pub staying: u64,
+}
+
+impl StoreState {
+    /// Sends the chunks of a range of a session's tokens down. Who holds or has pinned them
+    /// finds them on disk; what cannot be written stays where it is.
+    pub fn demote_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<Demoted> {
+        let mut demoted = Demoted::default();
+        // From the end, so that policies hear of what continues a chunk before it.
+        for at in self.known_chunks(at, first, tokens)?.into_iter().rev() {
+            self.send_down(at, &mut demoted);
+        }
+        self.settle();
+        Ok(demoted)
+    }
+
+    /// One chunk: as if the policy had chosen it, but that the policy knows it until its
+    /// cells have left.
+    fn send_down(&mut self, at: At, demoted: &mut Demoted) {
+        if !self.is_in_host(at, Part::All) {
+            self.drop_where(at, Tier::Device as usize, |_, _| true);
+            return;
+        }
+        // Its session holds it: what admission says does not count.
+        let left = self.only_in_host(at, Part::All);
+        if left > 0 && !self.may_go_down(at, left, true) {
+            demoted.staying += 1;
+            return;
+        }
+        self.drop_where(at, Tier::Device as usize, |_, _| true);
+        let freed = self.drop_copies(at, |_| true);
+        if left == 0 {
+            demoted.freed += 1;
+            self.counters.demoted += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
+            return;
+        }
+        demoted.leaving += 1;
+        let leave = self.leaving.entry(at).or_default();
+        if !leave.is_whole() {
+            leave.add(Part::All, left);
+            self.leaving_bytes += left;
+        }
+        self.tables[at.table as usize].set(at.slot, note::LEAVES);
+        self.queue_down(at);
+    }
+}
+
+// ---------- write behind
+//
+// Write-behind: chunks of puts are written to the disk a bounded time after they came, so that
+// a process that is killed loses little.
+//
+// A chunk is written after a quarter of the configured age while no read of the disk is under
+// way, and after half of it in any case: the other half is the disk's time. When more bytes wait
+// than the configuration allows, the oldest are written at once. What is truncated, cleared or
+// evicted before that costs the disk nothing.
+
+/// Without a limit of its own, unwritten bytes may take one part in so many of host memory.
+const HOST_SHARE: u64 = 8;
+/// The line is swept of chunks that have left when it is at least so long.
+const LEAST_SWEEP: usize = 1024;
+
+/// A chunk that waits for its time.
+struct Unwritten {
+    at: At,
+    generation: u32,
+    since_ns: u64,
+    bytes: u64,
+}
+
+/// Chunks that wait to be written, the oldest first.
+#[derive(Default)]
+pub(super) struct WriteBehind {
+    line: VecDeque<Unwritten>,
+    bytes: u64,
+    sweep_at: usize,
+}
+
+impl WriteBehind {
+    fn pop(&mut self) -> Option<Unwritten> {
+        let first = self.line.pop_front()?;
+        self.bytes -= first.bytes;
+        Some(first)
+    }
+}
+
+impl StoreState {
+    /// A chunk of a put is in memory: it is written in time, if it can be found after a restart.
+    pub(super) fn write_later(&mut self, at: At) {
+        if !self.is_full(at) {
+            return;
+        }
+        let rows = &mut self.tables[at.table as usize];
+        let bytes = rows.chunk_bytes(at.slot);
+        let Some(row) = rows.chunks.chunk(at.slot) else { return };
+        if row.owner().is_some() || rows.has(at.slot, note::UNWRITTEN) {
+            return;
+        }
+        let (generation, since_ns) = (row.generation(), self.now_ns);
+        rows.set(at.slot, note::UNWRITTEN);
+        self.sweep_unwritten();
+        self.write_behind.line.push_back(Unwritten { at, generation, since_ns, bytes });
+        self.write_behind.bytes += bytes;
+    }
+
+    /// Queues the oldest chunk that is due; false when none is.
+    pub(super) fn queue_due(&mut self) -> bool {
+        while self.has_due() {
+            let Some(one) = self.write_behind.pop() else { break };
+            if !self.is_unwritten_still(&one) {
+                continue;
+            }
+            self.tables[one.at.table as usize].clear(one.at.slot, note::UNWRITTEN);
+            let bytes = self.only_in_host(one.at, Part::All);
+            if bytes > 0 && self.may_go_down(one.at, bytes, false) {
+                self.queue_down(one.at);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Whether the oldest chunk is to be written now.
+    pub(super) fn has_due(&self) -> bool {
+        let limit = match self.config.unwritten_bytes {
+            0 => self.config.host_bytes / HOST_SHARE,
+            bytes => bytes,
+        };
+        self.write_behind.bytes > limit || self.due_ns().is_some_and(|due| due <= self.now_ns)
+    }
+
+    /// When the hands that write have to look again although nothing happens.
+    pub fn due_ns(&self) -> Option<u64> {
+        let first = self.write_behind.line.front()?;
+        let is_reading = self.under_way[WorkerKind::Read as usize] > 0
+            || (0..LANES).any(|lane| self.reads.waiting(lane).0 > 0);
+        let wait_ns = self.config.write_age_ns / if is_reading { 2 } else { 4 };
+        Some(first.since_ns.saturating_add(wait_ns))
+    }
+
+    /// Bytes that wait for their time to be written, and for how long the oldest has waited.
+    pub fn unwritten(&self) -> (u64, u64) {
+        let first = self.write_behind.line.front();
+        let age_ns = first.map_or(0, |one| self.now_ns.saturating_sub(one.since_ns));
+        (self.write_behind.bytes, age_ns)
+    }
+
+    /// Whether a chunk is still the one that was to be written.
+    fn is_unwritten_still(&self, one: &Unwritten) -> bool {
+        self.tables.get(one.at.table as usize).is_some_and(|rows| {
+            rows.has(one.at.slot, note::UNWRITTEN)
+                && rows.chunks.chunk_of(one.at.slot, one.generation).is_some()
+        })
+    }
+
+    /// Takes chunks out of the line that have left, once they may be half of it.
+    fn sweep_unwritten(&mut self) {
+        let length = self.write_behind.line.len();
+        if length < self.write_behind.sweep_at.max(LEAST_SWEEP) {
+            return;
+        }
+        let mut line = std::mem::take(&mut self.write_behind.line);
+        line.retain(|one| self.is_unwritten_still(one));
+        self.write_behind.bytes = line.iter().map(|one| one.bytes).sum();
+        self.write_behind.sweep_at = 2 * line.len();
+        self.write_behind.line = line;
+    }
+}
+
+impl Write {
+    /// Whether what is put goes to the disk although its memory is not needed.
+    pub(super) fn is_eager(self) -> bool {
+        matches!(self, Write::Through | Write::Behind)
+    }
+}
+
+// ---------- group commit
+//
+// Syncs: what is written becomes durable, and who waits for that is told.
+
+/// Writes that nobody waits for are synced when there are so many.
+pub(super) const MOST_FRESH: usize = 1 << 16;
+/// No move.
+const NOBODY: u32 = u32::MAX;
+
+/// A record of a chunk that was written, and may not be durable.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fresh {
+    pub mark: Mark,
+    /// The block of the mark's segment at which it starts.
+    pub record: Option<u32>,
+}
+
+/// For each move, which of its marks are durable now, and which never will be.
+type Synced = BTreeMap<(u32, Mark), bool>;
+
+impl StoreState {
+    /// Whether a move that has ended otherwise has to wait for a sync.
+    pub(super) fn commits_before_end(&mut self, number: u32) -> bool {
+        let one = &self.moves[number];
+        if one.spec.level != Level::Durable {
+            return false;
+        }
+        if let Some(status) = one.stopped() {
+            // Nobody waits for the sync: then nothing is promised either.
+            self.blame(number, &status.into());
+            return false;
+        }
+        self.commits.push(number);
+        true
+    }
+
+    /// What is to be synced.
+    pub(super) fn take_syncs(&mut self) -> Option<SyncBatch> {
+        if self.commits.is_empty() && self.fresh.len() < self.flush_at || self.disk.is_none() {
+            return None;
+        }
+        let mut batch =
+            SyncBatch { moves: std::mem::take(&mut self.commits), ..SyncBatch::default() };
+        for &number in &batch.moves {
+            for at in self.relied_on(number) {
+                self.forget_stale(at);
+                let marks = self.fresh.get(&at).into_iter().flatten();
+                batch.marks.extend(marks.map(|fresh| (number, fresh.mark, Ok(()))));
+            }
+            let found = self.found_marks(number).into_iter().chain(self.mark_of_note(number));
+            batch.marks.extend(found.map(|mark| (number, mark, Ok(()))));
+        }
+        if self.fresh.len() >= self.flush_at {
+            self.flush_at = usize::MAX; // until this one is done
+            let nobody = |fresh: &Fresh| (NOBODY, fresh.mark, Ok(()));
+            batch.marks.extend(self.fresh.values().flatten().map(nobody));
+        }
+        if self.upkeep.takes_recovered() {
+            batch.everything = Some(Ok(()));
+        }
+        Some(batch)
+    }
+
+    /// Syncs of what a put found on disk, in segments of earlier lives: until all of those
+    /// are known to be durable.
+    fn found_marks(&self, number: u32) -> BTreeSet<Mark> {
+        let one = &self.moves[number].spec;
+        let rows = &self.tables[one.table as usize];
+        let layers = one.first_layer..one.first_layer + one.layers;
+        let cells = one
+            .slots
+            .iter()
+            .flat_map(|&chunk| layers.clone().map(move |layer| Cell { chunk, layer }));
+        let segments = cells.filter_map(|cell| match rows.chunks.place(cell, Tier::Disk) {
+            Ok(Some(Place::Disk { spot, .. })) => Some(Spot(spot).segment()),
+            _ => None,
+        });
+        match self.upkeep.found_until {
+            0 => BTreeSet::new(),
+            until => segments.filter(|&s| s <= until).map(Mark::found).collect(),
+        }
+    }
+
+    pub(super) fn done_syncs(&mut self, batch: &SyncBatch) {
+        match &batch.everything {
+            Some(Err(error)) => {
+                log::warn!("not all that was found on disk could be made durable: {error}");
+            }
+            Some(Ok(())) => self.upkeep.found_until = 0,
+            None => {}
+        }
+        let failed =
+            batch.marks.iter().filter_map(|(n, _, result)| Some((*n, result.as_ref().err()?)));
+        let failed: BTreeMap<u32, &Error> = failed.collect();
+        for (&number, error) in failed.iter().filter(|(n, _)| **n != NOBODY) {
+            self.blame(number, error);
+        }
+        if self.flush_at == usize::MAX {
+            self.flush_at = MOST_FRESH.max(2 * self.fresh.len());
+        }
+        let nobodys = batch.marks.iter().filter(|(number, ..)| *number == NOBODY);
+        let lasting: BTreeSet<Mark> =
+            nobodys.filter(|(.., result)| result.is_ok()).map(|&(_, mark, _)| mark).collect();
+        if !lasting.is_empty() {
+            self.fresh.retain(|_, marks| {
+                marks.retain(|fresh| !lasting.contains(&fresh.mark));
+                !marks.is_empty()
+            });
+        }
+        let synced = batch.marks.iter().map(|(n, mark, result)| ((*n, *mark), result.is_ok()));
+        let synced: Synced = synced.collect();
+        for &number in &batch.moves {
+            self.forget_marks(number, &synced);
+            self.note_synced(number, batch);
+            self.conclude(number);
+        }
+    }
+
+    /// The chunks that a durable put has to have on disk.
+    fn relied_on(&self, number: u32) -> Vec<At> {
+        let Move { spec: one, ahead, .. } = &self.moves[number];
+        let at = |&slot: &Slot| At { table: one.table, slot };
+        one.slots.iter().chain(ahead).map(at).collect()
+    }
+
+    /// What was synced need not be synced again. What never can be stays noted, so
+    /// that nobody is told that it lasts, also who waits for the same now; where it is in
+    /// memory, too, it leaves that record, and is written anew.
+    fn forget_marks(&mut self, number: u32, synced: &Synced) {
+        for at in self.relied_on(number) {
+            let Some(mut marks) = self.fresh.remove(&at) else { continue };
+            let how = |fresh: &Fresh| synced.get(&(number, fresh.mark)).copied();
+            for fresh in marks.iter().filter(|fresh| how(fresh) == Some(false)) {
+                self.leave_record(at, fresh);
+            }
+            marks.retain(|fresh| how(fresh) != Some(true));
+            if !marks.is_empty() {
+                self.fresh.insert(at, marks);
+            }
+        }
+    }
+
+    /// Records in which nothing of a chunk lies any more need not be synced: what cleaning
+    /// moves is durable where it went. While a part of the chunk is in memory only they may
+    /// be what that has left.
+    pub(super) fn forget_stale(&mut self, at: At) {
+        if !self.fresh.contains_key(&at) || self.only_in_host(at, Part::All) > 0 {
+            return;
+        }
+        let mut marks = self.fresh.remove(&at).unwrap_or_default();
+        marks.retain(|fresh| {
+            let layers = self.tables[at.table as usize].layout.layers();
+            (0..layers).any(|layer| self.is_of(at, layer, fresh))
+        });
+        if !marks.is_empty() {
+            self.fresh.insert(at, marks);
+        }
+    }
+
+    /// Whether a layer of a chunk is on disk where a record has it.
+    fn is_of(&self, at: At, layer: usize, fresh: &Fresh) -> bool {
+        let cell = Cell { chunk: at.slot, layer };
+        match self.tables[at.table as usize].chunks.place(cell, Tier::Disk) {
+            Ok(Some(Place::Disk { spot, .. })) => {
+                let spot = Spot(spot);
+                (spot.segment(), spot.record()) == (fresh.mark.segment(), fresh.record)
+            }
+            _ => false,
+        }
+    }
+
+    /// Cells that are in memory leave a record that cannot be synced, and are written anew:
+    /// what continues them is of no use without. Others stay where they are, also in the same
+    /// segment: they may have been durable before.
+    fn leave_record(&mut self, at: At, fresh: &Fresh) {
+        for layer in 0..self.tables[at.table as usize].layout.layers() {
+            let cell = Cell { chunk: at.slot, layer };
+            let is_its = self.is_of(at, layer, fresh);
+            let chunks = &mut self.tables[at.table as usize].chunks;
+            if !is_its || !matches!(chunks.place(cell, Tier::Host), Ok(Some(_))) {
+                continue;
+            }
+            if let Ok(Gone::Now(place)) = chunks.begin_drop(cell, Tier::Disk) {
+                self.free_place(at.table, cell, place);
+                self.departed(at.table, cell, Tier::Disk);
+                self.tables[at.table as usize].set(at.slot, note::FORCED);
+                self.queue_one(at);
+            }
         }
     }
 }

@@ -17,7 +17,7 @@ use kvtier::offload::{Home, Offload, Opts, Policies as Loads, Which};
 use kvtier::sparse::{Context, Keep, Kind, Shape};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
-use kvtier::store::state::views::{LayerViews, PlaneView};
+use kvtier::store::state::session::{LayerViews, PlaneView};
 use kvtier::store::state::{Level, SessionOpts, SpaceOpts};
 
 use crate::reference::cache::{Cache, InMemory, Lent, Wanted};

@@ -8,7 +8,7 @@ use kvtier::device::{Device, Memory, Stream};
 use kvtier::meta::chunks::{Cell, Place};
 use kvtier::meta::key::Key;
 use kvtier::store::executor::Tools;
-use kvtier::store::state::checkpoint_writer::{CheckpointWriter, Page};
+use kvtier::store::state::disk_gc::{CheckpointWriter, Page};
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{SessionOpts, SpaceOpts, StoreState};

@@ -7,7 +7,7 @@ use kvtier::device::Memory;
 use kvtier::meta::chunks::Pin;
 use kvtier::store::plan;
 use kvtier::store::state::SessionOpts;
-use kvtier::store::state::audit::Audited;
+use kvtier::store::state::device_tier::Audited;
 use kvtier::store::state::plans::PlanTerms;
 use kvtier::store::state::transfer::{Level, TransferKind};
 

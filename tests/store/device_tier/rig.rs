@@ -10,10 +10,10 @@ use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::CellRange;
-use kvtier::store::state::audit::Audited;
+use kvtier::store::state::device_tier::Audited;
+use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::stats::Report;
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::views::{LayerViews, PlaneView, Views};
 
 use kvtier_testkit::fixtures::store::{
     Done, Engine, Home, LONG_NS, Model, Shape, document, marks_of, runtime, wait,

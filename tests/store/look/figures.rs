@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use kvtier::base::status::Status;
 use kvtier::store::admission::REFUSALS;
 use kvtier::store::state::TransferKind;
-use kvtier::store::state::latency::{Latency, TIMED};
-use kvtier::store::state::tenants::MAX_TENANTS;
+use kvtier::store::state::stats::MAX_TENANTS;
+use kvtier::store::state::stats::{Latency, TIMED};
 use kvtier::store::state::work::WorkerKind;
 
 use crate::look::world::World;

@@ -6,7 +6,7 @@ use kvtier::format::keys::chain::Chain;
 use kvtier::meta::chunks::PLACES;
 use kvtier::meta::reuse::State;
 use kvtier::store::plan::Route;
-use kvtier::store::state::lookup::Look;
+use kvtier::store::state::plans::Look;
 
 use crate::look::naive::{Chosen, Rows};
 use crate::look::world::World;

@@ -10,7 +10,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::store::state::plans::PlanTerms;
-use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{
     CellRange, Config, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,

@@ -2,7 +2,7 @@
 
 use kvtier::base::sync::Arc;
 use kvtier::store::state::TransferKind;
-use kvtier::store::state::lookup::Look;
+use kvtier::store::state::plans::Look;
 use kvtier::store::state::work::{Work, WorkerKind};
 
 use crate::look::world::World;

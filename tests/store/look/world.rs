@@ -14,7 +14,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout, Rule};
 use kvtier::store::executor::Tools;
-use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{
     CellRange, Config, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,

@@ -11,7 +11,7 @@ use kvtier::device::{Device, Event, Memory};
 use kvtier::offload::Which;
 use kvtier::sparse::{Context, Kind, Shape};
 use kvtier::store::state::SessionOpts;
-use kvtier::store::state::views::{LayerViews, Tokens};
+use kvtier::store::state::session::{LayerViews, Tokens};
 
 use super::far::{self, Far, on_devices};
 use super::faulty::Faulty;
@@ -239,7 +239,7 @@ fn loads_are_begun_behind_a_promise() {
         let mut views = plane(&numbers, 16, 2, 8, Kept::Plain).view;
         (views.place, views.memory) = (Tokens::At(far.address()), Memory::Device);
         let v = plane(&numbers, 16, 2, 6, Kept::Plain).view;
-        let v = kvtier::store::state::views::PlaneView {
+        let v = kvtier::store::state::session::PlaneView {
             place: Tokens::At(far.address()),
             memory: Memory::Device,
             ..v

@@ -9,7 +9,7 @@ use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
 use kvtier::offload::Home;
-use kvtier::store::state::views::{LayerViews, PlaneView, Tokens};
+use kvtier::store::state::session::{LayerViews, PlaneView, Tokens};
 
 use super::fake_cuda;
 

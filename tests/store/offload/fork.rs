@@ -8,7 +8,7 @@ use kvtier::base::sync::Arc;
 use kvtier::offload::Which;
 use kvtier::sparse::{Context, Kind, Shape};
 use kvtier::store::state::SessionOpts;
-use kvtier::store::state::views::{LayerViews, PlaneView};
+use kvtier::store::state::session::{LayerViews, PlaneView};
 
 use super::faulty::{ALL, Faulty};
 use super::{BLOCK, Kept, Numbers, Random, World, decode_context, policy, rows, shape};

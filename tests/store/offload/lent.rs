@@ -15,7 +15,7 @@ use kvtier::offload::{Home, Lent, Offload, Opts, Policies};
 use kvtier::sparse::Kind;
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
-use kvtier::store::state::views::LayerViews;
+use kvtier::store::state::session::LayerViews;
 use kvtier::store::state::{Level, SessionOpts, SpaceOpts};
 
 use super::far::{self, Far};

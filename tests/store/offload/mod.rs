@@ -17,7 +17,7 @@ use kvtier::offload::{Home, Offload, Opts, Policies, Which};
 use kvtier::sparse::{Context, Index, Kind, Shape, Sparse, registry};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
-use kvtier::store::state::views::{LayerViews, PlaneView, Tokens};
+use kvtier::store::state::session::{LayerViews, PlaneView, Tokens};
 use kvtier::store::state::{Level, SessionOpts, SpaceOpts, StoreState};
 
 mod audit;

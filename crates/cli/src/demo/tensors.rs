@@ -1,7 +1,7 @@
 //! The engine's tensors: what the model computes, what comes back, and whether that is the same.
 
 use kvtier::base::sync::Arc;
-use kvtier::store::state::views::{LayerViews, PlaneView, Views};
+use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::{CellRange, Wanted};
 
 use super::model::Model;

@@ -15,8 +15,8 @@ use kvtier::format::keys::block::BlockKeys;
 use kvtier::meta::chunks::WHOLE;
 use kvtier::policy::Hint;
 use kvtier::store::state::blocks::BlockMove;
+use kvtier::store::state::session::Views;
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::views::Views;
 use kvtier::store::state::{Finished, SessionOpts};
 
 /// Few names: they come again and again.

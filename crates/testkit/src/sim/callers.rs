@@ -12,8 +12,8 @@ use kvtier::format::codec::{Codec, Shape};
 use kvtier::meta::chunks::Pin;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::layout::{Group, Rule};
+use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::views::{LayerViews, PlaneView, Views};
 use kvtier::store::state::{CellRange, Finished, SessionOpts, Wanted};
 
 impl World {

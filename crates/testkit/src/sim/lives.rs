@@ -14,8 +14,8 @@ use kvtier::device::host::Host;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Device, Memory};
 use kvtier::store::executor::Tools;
+use kvtier::store::state::session::Views;
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::views::Views;
 use kvtier::store::state::{CellRange, Config, Counters, SessionOpts, StoreState, Wanted};
 use kvtier::tier::disk::{DiskTier, Options};
 

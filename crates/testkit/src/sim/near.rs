@@ -13,7 +13,7 @@ use kvtier::device::{Device, Memory, Stream};
 use kvtier::meta::chunks::{Cell, Place};
 use kvtier::meta::index::Slot;
 use kvtier::store::state::DeviceConfig;
-use kvtier::store::state::audit::Audited;
+use kvtier::store::state::device_tier::Audited;
 use kvtier::tier::disk::{CellAt, Spot};
 
 const POLICIES: [&str; 4] = ["lru", "s3fifo", "sieve", "horizon"];

@@ -1,29 +1,59 @@
-//! Copies of cells in device memory: for who computes there they come without a crossing of
-//! the link. Nothing is there alone: host memory or the disk has it, too. So who leaves is
-//! forgotten, and a device that is lost costs nothing but the way.
-
-use std::collections::HashMap;
+//! Device replicas: copies of cells in device memory, which save a crossing of the link.
+//!
+//! A replica is never the only copy: host memory or the disk has the cell, too. So eviction of a
+//! replica drops it, and a lost device costs bandwidth only.
 
 use crate::base::account::Account;
 use crate::base::budget::Tier;
-use crate::base::status::{Result, Status};
+use crate::base::checksum::checksum;
+use crate::base::status::Error;
+use crate::base::status::Result;
+use crate::base::status::Status;
 use crate::base::sync::Arc;
+use crate::device::Device;
 use crate::device::Memory;
 use crate::fail;
-use crate::meta::chunks::{Arrival, Begin, Cell, Gone, Place};
-use crate::store::admission::{Admission, Candidate};
-use crate::store::job_queues::{LANES, Queues};
+use crate::format::seal::Identity;
+use crate::format::seal::Plane;
+use crate::format::seal::seal;
+use crate::meta::chunks::Arrival;
+use crate::meta::chunks::Begin;
+use crate::meta::chunks::Cell;
+use crate::meta::chunks::Coded;
+use crate::meta::chunks::Gone;
+use crate::meta::chunks::Place;
+use crate::store::admission::Admission;
+use crate::store::admission::Candidate;
+use crate::store::job_queues::LANES;
+use crate::store::job_queues::Queues;
+use crate::store::state::At;
+use crate::store::state::Config;
+use crate::store::state::DEVICE_MASK;
+use crate::store::state::HOST_MASK;
+use crate::store::state::StoreState;
 use crate::store::state::chunk_table::note;
-use crate::store::state::granularity::Granularity;
-use crate::store::state::jobs::{Job, Step};
-use crate::store::state::reclaim::{cell_of_owner, owner_of};
-use crate::store::state::tier_cache::TierCache;
+use crate::store::state::eviction::Granularity;
+use crate::store::state::eviction::TierCache;
+use crate::store::state::eviction::cell_of_owner;
+use crate::store::state::eviction::owner_of;
+use crate::store::state::transfer::Job;
+use crate::store::state::transfer::PARTS;
+use crate::store::state::transfer::Step;
 use crate::store::state::transfer::TransferKind;
-use crate::store::state::{At, Config, StoreState};
-use crate::tier::device::{DeviceStats, DeviceTier, Piece};
+use crate::store::state::work::WorkerKind;
+use crate::tier::device::DeviceStats;
+use crate::tier::device::DeviceTier;
+use crate::tier::device::Piece;
+use crate::tier::device::Slab;
+use crate::tier::host::Piece as HostPiece;
+use std::collections::HashMap;
 
-const DEVICE: u8 = 1 << Tier::Device as u8;
-const HOST: u8 = 1 << Tier::Host as u8;
+// ---------- device replicas
+//
+// Copies of cells in device memory: for who computes there they come without a crossing of
+// the link. Nothing is there alone: host memory or the disk has it, too. So who leaves is
+// forgotten, and a device that is lost costs nothing but the way.
+
 /// Chunks that leave for one cell, at most: then it stays away.
 const MOST_VICTIMS: u32 = 8;
 /// Cells of another size get a slab of their own so often.
@@ -145,7 +175,7 @@ impl StoreState {
     pub(super) fn forget_if_alone(&mut self, table: u32, cell: Cell) {
         let marks = self.tables[table as usize].chunks.marks(cell.chunk);
         let there = marks.and_then(|all| all.get(cell.layer)).map_or(0, |marks| marks.there());
-        if there != DEVICE {
+        if there != DEVICE_MASK {
             return;
         }
         if let Ok(Gone::Now(place)) = self.tables[table as usize].chunks.lose(cell, Tier::Device) {
@@ -247,8 +277,8 @@ impl StoreState {
         let (table, cell) = self.cell_of(&job);
         let is_put = self.moves[job.number].spec.kind == TransferKind::Put;
         let marks = *self.tables[table as usize].chunks.marks(cell.chunk)?.get(cell.layer)?;
-        let is_free = (marks.there() | marks.arriving() | marks.leaving()) & DEVICE == 0;
-        if !is_free || !is_put && marks.there() & HOST == 0 {
+        let is_free = (marks.there() | marks.arriving() | marks.leaving()) & DEVICE_MASK == 0;
+        if !is_free || !is_put && marks.there() & HOST_MASK == 0 {
             return None;
         }
         let piece = self.find_replica_piece(table, cell)?;
@@ -357,7 +387,7 @@ impl StoreState {
         }
         // It may have left host memory meanwhile, and be nowhere else.
         let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
-        let is_elsewhere = marks.is_some_and(|marks| marks.there() & !DEVICE != 0);
+        let is_elsewhere = marks.is_some_and(|marks| marks.there() & !DEVICE_MASK != 0);
         came &= is_elsewhere && stays;
         let arrival = if came { Arrival::Here(Place::Device) } else { Arrival::Failed };
         match chunks.end_copy(cell, Tier::Device, arrival) {
@@ -409,12 +439,298 @@ impl StoreState {
         for (number, table) in self.tables.iter().enumerate() {
             for slot in table.chunks.slots() {
                 let marks = table.chunks.marks(slot).unwrap_or_default();
-                if let Some(layer) = marks.iter().position(|marks| marks.there() == DEVICE) {
+                if let Some(layer) = marks.iter().position(|marks| marks.there() == DEVICE_MASK) {
                     let at = At { table: number as u32, slot };
                     fail!(State, "layer {layer} of {at:?} is on the device alone");
                 }
             }
         }
         Ok(())
+    }
+}
+
+// ---------- device slabs
+//
+// The memory of the device tier: how it is had, and goes back.
+
+/// After memory was refused, or others wanted it, no more is asked for so long.
+const PAUSE_NS: u64 = 10_000_000_000;
+
+/// Device memory to be taken, or to be given back.
+#[derive(Default)]
+pub struct SlabWork {
+    count: u64,
+    bytes: u64,
+    account: Option<Arc<Account>>,
+    taken: Vec<Slab>,
+    gone: Vec<Slab>,
+    refused: Option<Error>,
+}
+
+impl SlabWork {
+    /// Does it.
+    pub fn carry_out(&mut self, device: &Arc<dyn Device>) {
+        self.gone.clear();
+        while self.refused.is_none() && (self.taken.len() as u64) < self.count {
+            match Slab::take(device, self.account.as_ref(), self.bytes) {
+                Ok(slab) => self.taken.push(slab),
+                Err(error) => self.refused = Some(error),
+            }
+        }
+    }
+}
+
+impl StoreState {
+    /// The device tier, to be looked at.
+    pub fn replicas(&self) -> Option<&Replicas> {
+        self.replicas.as_deref()
+    }
+
+    /// Begins with a device: takes the memory of the device tier, where there is to be one, and
+    /// tells the device of all memory of cells, if it wants that; before anything else is done. As much as can be had: an error only where that is none.
+    pub fn begin_device(&mut self, device: &Arc<dyn Device>) -> Result<()> {
+        if device.facts().asynchronous {
+            // It is told of many copies at once, and each time costs.
+            self.config.copy_bytes = self.config.batch_bytes;
+            self.copies.in_parts_of(self.config.copy_bytes / PARTS);
+        }
+        if device.facts().wants_pinned {
+            self.host.make_known_to(device.clone());
+        }
+        let Some(mut work) = self.take_slabs() else { return Ok(()) };
+        work.carry_out(device);
+        let refused = work.refused.clone();
+        self.done_slabs(work);
+        let has = self.replicas.as_ref().map_or(0, |replicas| replicas.tier.stats().slab_bytes);
+        match refused {
+            Some(error) if has == 0 => Err(error.within("the device tier")),
+            Some(error) => {
+                log::warn!("the device tier has {has} bytes, and no more: {error}");
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Whether hands that copy may find something here.
+    pub(super) fn has_device_work(&self) -> bool {
+        self.replicas.as_ref().is_some_and(|replicas| {
+            replicas.waiting() || replicas.tier.has_leaving() || replicas.wants_slabs(self.now_ns)
+        })
+    }
+
+    pub(super) fn take_slabs(&mut self) -> Option<SlabWork> {
+        let now_ns = self.now_ns;
+        let replicas = self.replicas.as_mut()?;
+        let takes = replicas.wants_slabs(now_ns);
+        if !takes && !replicas.tier.has_leaving() {
+            return None;
+        }
+        replicas.is_taking |= takes;
+        Some(SlabWork {
+            count: if takes { replicas.tier.missing_slabs() } else { 0 },
+            bytes: replicas.tier.each_bytes(),
+            account: replicas.account.clone(),
+            gone: replicas.tier.take_leaving(),
+            ..SlabWork::default()
+        })
+    }
+
+    pub(super) fn done_slabs(&mut self, work: SlabWork) {
+        let now_ns = self.now_ns;
+        let Some(replicas) = self.replicas.as_mut() else { return };
+        if work.count > 0 {
+            replicas.is_taking = false;
+        }
+        if work.refused.is_some() {
+            replicas.asks_ns = now_ns.saturating_add(PAUSE_NS);
+        }
+        work.taken.into_iter().for_each(|slab| replicas.tier.add(slab));
+        if replicas.is_lost() {
+            replicas.tier.drain(u64::MAX);
+        }
+    }
+
+    /// Gives device memory back that others need more; how much went, or will: as soon as
+    /// copies from there have ended.
+    pub fn shrink_device(&mut self, bytes: u64) -> u64 {
+        let now_ns = self.now_ns;
+        let Some(replicas) = self.replicas.as_mut() else { return 0 };
+        replicas.asks_ns = now_ns.saturating_add(PAUSE_NS);
+        let (owners, goes) = replicas.tier.drain(bytes);
+        self.vacate_replica(&owners);
+        self.settle();
+        goes
+    }
+
+    /// Changes how many bytes of device memory cells may have; 0 = none. What is more than
+    /// that is forgotten at once, and goes back when copies from there have ended.
+    pub fn set_device_bytes(&mut self, bytes: u64) -> Result<()> {
+        let high = self.config.high;
+        let Some(replicas) = self.replicas.as_mut() else {
+            fail!(NotFound, "this store has no device tier");
+        };
+        let owners = replicas.tier.set_limit(bytes)?;
+        replicas.cache.set_bytes(bytes, high);
+        replicas.asks_ns = 0;
+        self.config.device.bytes = bytes;
+        self.vacate_replica(&owners);
+        self.settle();
+        Ok(())
+    }
+
+    /// Whoever is in some pieces is forgotten.
+    pub(super) fn vacate_replica(&mut self, owners: &[u64]) {
+        for &owner in owners {
+            let (table, cell) = cell_of_owner(owner);
+            self.forget_replica(table, cell);
+        }
+    }
+
+    pub(super) fn free_replica(&mut self, piece: Piece) {
+        let Some(replicas) = self.replicas.as_mut() else { return };
+        if let Err(error) = replicas.free(piece) {
+            log::error!("a piece of device memory was not in use: {error}");
+        }
+    }
+}
+
+// ---------- audit
+//
+// Whether what is in device memory is what it should be: read back, and held against what
+// host memory has, or against the seal of what is on disk.
+
+/// What an audit has found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Audited {
+    /// Cells that are what they should be.
+    pub right: u64,
+    /// Cells that were not, and are forgotten.
+    pub wrong: u64,
+    /// Cells that nothing could be said of: they are not in host memory, and coded on disk; or
+    /// their codec loses something, and host memory may have what came back from there; or they
+    /// could not be read back for now.
+    pub unknown: u64,
+}
+
+/// What a cell must be.
+enum Right {
+    /// As it is there, in host memory.
+    Bytes(usize),
+    /// Planes of these kinds and lengths, with this seal.
+    Sealed(Identity, u64, Vec<(u16, u64)>),
+    Unknown,
+}
+
+/// A cell to be looked at. It stays where it is until that is over.
+pub struct Audit {
+    table: u32,
+    cell: Cell,
+    /// Host memory is read, too.
+    holds_host: bool,
+    right: Right,
+    /// Where it is on the device.
+    pub device: u64,
+    /// How long it is.
+    pub bytes: u64,
+}
+
+impl Audit {
+    /// Whether the bytes that were read back are right, if that can be said.
+    ///
+    /// # Safety
+    /// The core that has begun this audit has not ended it yet.
+    pub unsafe fn is_right(&self, bytes: &[u8]) -> Option<bool> {
+        match &self.right {
+            Right::Bytes(address) => {
+                let address = *address as *const u8;
+                // SAFETY: a piece of host memory that is read until the audit has ended.
+                let host = unsafe { std::slice::from_raw_parts(address, bytes.len()) };
+                Some(host == bytes)
+            }
+            Right::Sealed(who, right, kinds) => {
+                let mut at = 0;
+                let planes: Vec<Plane> = kinds
+                    .iter()
+                    .map(|&(kind, plane_bytes)| {
+                        let end = (at + plane_bytes as usize).min(bytes.len());
+                        let sum = checksum(&bytes[at..end]);
+                        at = end;
+                        Plane { kind, bytes: plane_bytes, sum, ..Plane::default() }
+                    })
+                    .collect();
+                Some(seal(who, planes.into_iter()) == *right)
+            }
+            Right::Unknown => None,
+        }
+    }
+}
+
+impl StoreState {
+    /// The cells that are in device memory now, for [`StoreState::begin_audit`].
+    pub fn audit_list(&self) -> Vec<u64> {
+        let replicas = self.replicas().filter(|replicas| !replicas.is_lost());
+        replicas.map(|replicas| replicas.owners()).unwrap_or_default()
+    }
+
+    /// Begins to look at some of these, as far as they are there still. Each must be ended; until
+    /// then it stays where it is, so that few are begun at once.
+    pub fn begin_audit(&mut self, owners: &[u64]) -> Vec<Audit> {
+        let all: Vec<Audit> = owners.iter().filter_map(|&owner| self.begin_one(owner)).collect();
+        // Whoever waits for the store to come to rest waits for these, too.
+        self.under_way[WorkerKind::Copy as usize] += all.len() as u32;
+        all
+    }
+
+    /// None: it is being filled, and not there yet.
+    fn begin_one(&mut self, owner: u64) -> Option<Audit> {
+        let (table, cell) = cell_of_owner(owner);
+        let is_lossy = self.codec_of(At { table, slot: cell.chunk }).is_lossy();
+        let rows = &mut self.tables[table as usize];
+        rows.chunks.begin_read(cell, Tier::Device).ok()?;
+        let bytes = rows.planes(cell).bytes();
+        let place = rows.chunks.begin_read(cell, Tier::Host);
+        let in_host = match place {
+            Ok(Place::Host(piece)) => self.host.address(HostPiece(piece)).ok(),
+            _ => None,
+        };
+        let right = match (in_host, rows.chunks.place(cell, Tier::Disk)) {
+            _ if is_lossy => Right::Unknown,
+            (Some(address), _) => Right::Bytes(address as usize),
+            (_, Ok(Some(Place::Disk { seal, coded: Coded::PLAIN, .. }))) => {
+                let who = rows.identity_of(cell, Coded::PLAIN);
+                Right::Sealed(who, seal, rows.stored_planes(cell).collect())
+            }
+            _ => Right::Unknown,
+        };
+        let device = self.replica_address(table, cell).expect("what is read stays where it is");
+        Some(Audit { table, cell, holds_host: in_host.is_some(), right, device, bytes })
+    }
+
+    /// Says what came of it. An error: it could not be read back.
+    pub fn end_audit(&mut self, one: Audit, found: Result<Option<bool>>, all: &mut Audited) {
+        self.under_way[WorkerKind::Copy as usize] -= 1;
+        let Audit { table, cell, holds_host, .. } = one;
+        let held = holds_host.then_some(Tier::Host);
+        for tier in [Some(Tier::Device), held].into_iter().flatten() {
+            match self.tables[table as usize].chunks.end_read(cell, tier) {
+                Ok(Some(place)) => self.free_place(table, cell, place),
+                Ok(None) => {}
+                Err(error) => log::error!("an audit could not be ended: {error}"),
+            }
+        }
+        match found {
+            Ok(Some(true)) => all.right += 1,
+            Ok(Some(false)) => {
+                all.wrong += 1;
+                self.forget_replica(table, cell);
+            }
+            Ok(None) => all.unknown += 1,
+            Err(error) if error.status() == Status::Unavailable => self.lose_device(),
+            Err(_) => drop(self.forget_replica(table, cell)),
+        }
+        self.wake(table, cell);
+        self.tidy(table, cell.chunk);
+        self.settle();
     }
 }

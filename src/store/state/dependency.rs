@@ -1,21 +1,103 @@
-//! Moves behind an event of the device: none of their copies between the engine's tensors and
-//! the store runs before it has come. What they need from disk comes meanwhile. Their copies
-//! are taken apart from all others, event by event, so that they can be submitted behind it and
-//! be left alone; once it has come they are like any.
-//!
-//! What waits so holds memory. It gets a part of it, so that an event which comes only after
-//! other moves does not keep those from coming.
+//! Transfers that wait for a ready event or a device event. They reference their chunks and hold no
+//! memory.
 
-use std::collections::BTreeMap;
-
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
+use crate::base::status::Status;
 use crate::device::Event;
 use crate::fail;
-use crate::store::state::jobs::Step;
-use crate::store::state::transfer::{MoveSpec, TransferKind};
-use crate::store::state::wait_list::{Line, Of};
+use crate::store::state::CellRange;
+use crate::store::state::Job;
+use crate::store::state::StoreState;
+use crate::store::state::transfer::Level;
+use crate::store::state::transfer::Line;
+use crate::store::state::transfer::MoveSpec;
+use crate::store::state::transfer::Of;
+use crate::store::state::transfer::Step;
+use crate::store::state::transfer::TransferKind;
 use crate::store::state::work::CopyBatch;
-use crate::store::state::{Job, StoreState};
+use std::collections::BTreeMap;
+
+// ---------- ready waits
+//
+// Moves that wait for the engine's word: nothing of them is begun before it is given.
+// They hold their chunks meanwhile, and no memory.
+
+/// Moves that wait, by ticket: numbers of moves are used again, tickets are not.
+#[derive(Default)]
+pub(super) struct Waits {
+    tickets: u64,
+    moves: BTreeMap<u64, u32>,
+}
+
+impl StoreState {
+    /// As [`StoreState::submit_cell_range`], but that nothing begins before
+    /// [`StoreState::begin_waiting`]; the move's number, and the ticket for that.
+    pub fn submit_waiting(
+        &mut self,
+        at: u32,
+        kind: TransferKind,
+        level: Level,
+        lane: usize,
+        cell_range: CellRange,
+    ) -> Result<(u32, u64)> {
+        let ticket = self.next_ticket();
+        let number = self.begin_cell_range(at, (kind, level, lane), cell_range, Some(ticket))?;
+        Ok((number, ticket))
+    }
+
+    pub(super) fn next_ticket(&mut self) -> u64 {
+        self.waits.tickets += 1;
+        self.waits.tickets
+    }
+
+    /// A move waits from now on.
+    pub(super) fn hold_back(&mut self, number: u32, ticket: u64) {
+        self.waits.moves.insert(ticket, number);
+    }
+
+    /// A move waits no more, or has ended.
+    pub(super) fn stop_waiting(&mut self, ticket: Option<u64>) {
+        if let Some(ticket) = ticket {
+            self.waits.moves.remove(&ticket);
+        }
+    }
+
+    /// The word is given: the move begins. One that has ended meanwhile does not.
+    pub fn begin_waiting(&mut self, ticket: u64) {
+        if let Some(number) = self.waits.moves.remove(&ticket) {
+            self.moves[number].began_ns = self.now_ns;
+            self.feed_later(number);
+            self.settle();
+        }
+    }
+
+    /// The word will never be given: the move ends with this status.
+    pub fn give_up_waiting(&mut self, ticket: u64, status: Status) {
+        if let Some(&number) = self.waits.moves.get(&ticket) {
+            self.cancel(number, status);
+        }
+    }
+
+    /// Whether the move of a ticket waits still.
+    pub fn is_waiting(&self, ticket: u64) -> bool {
+        self.waits.moves.contains_key(&ticket)
+    }
+
+    /// Moves that wait.
+    pub fn waiting_moves(&self) -> usize {
+        self.waits.moves.len()
+    }
+}
+
+// ---------- device events
+//
+// Moves behind an event of the device: none of their copies between the engine's tensors and
+// the store runs before it has come. What they need from disk comes meanwhile. Their copies
+// are taken apart from all others, event by event, so that they can be submitted behind it and
+// be left alone; once it has come they are like any.
+//
+// What waits so holds memory. It gets a part of it, so that an event which comes only after
+// other moves does not keep those from coming.
 
 /// Cells that wait have one part in so many of all memory, and of all jobs.
 const SHARE: u64 = 4;
