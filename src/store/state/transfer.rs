@@ -945,8 +945,6 @@ fn unexpected(begun: Result<Begin>) -> Error {
 // Lines of jobs: those of a move, and those that wait for the same. A job stands in one
 // of each kind at most, and leaves it in one step, wherever it stands.
 
-/// Nobody.
-
 /// What a line is of.
 #[derive(Clone, Copy)]
 pub(super) enum Of {
