@@ -97,8 +97,7 @@ impl Events {
 
 // ---------- event feed
 //
-// What changed in a store, as entries of a stream that routers on other machines read
-// (docs/remote.md, "Events").
+// Entries of a stream that routers on other machines read (docs/remote.md, "Events").
 
 /// Most events of an entry.
 pub const MOST: usize = 256;

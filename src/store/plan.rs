@@ -312,11 +312,11 @@ fn each(parts: &[Part]) -> impl Iterator<Item = (u64, u64)> + '_ {
 
 // ---------- prefill
 //
-// What computing a token costs, learned from what the engine says of its prefills.
+// The cost of computing a token, fitted to what the engine reports of its prefills.
 //
-// The engine's word is not checked against anything: a clock that stood still, or a machine that
-// slept, gives figures that are off by orders of magnitude. So the fit goes by most of the last
-// observations, each of which counts for as much as any other, and not by those far off.
+// Reports are not checked: a clock that stood still, or a machine that slept, yields figures that are
+// off by orders of magnitude. The fit therefore goes by most of the last observations, with equal
+// weight, and ignores outliers.
 
 /// Nanoseconds a token before anything was observed: 10,000 tokens a second.
 pub const GUESSED_TOKEN_NS: f64 = 100_000.0;
@@ -495,7 +495,7 @@ fn least_squares<'a>(seen: impl Iterator<Item = &'a Seen>, guess: Cost) -> Cost 
 
 // ---------- calibration
 //
-// How long it takes on this machine to bring bytes from a tier, learned while it happens.
+// The measured time to bring bytes from a tier.
 
 /// What is kept of earlier observations at each new one.
 const KEEP: f64 = 0.95;

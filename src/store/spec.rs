@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `host` | 1GiB | most bytes of cells in memory |
 //! | `disk` | none | `disk(path="...", bytes=...)`: the disk tier |
-//! | `remote` | none | `redis(url="...")`, `dir(path="...")`, `custom()`: a remote that engines share, see [`remote_spec`](crate::store::spec) |
+//! | `remote` | none | `redis(url="...")`, `dir(path="...")`, `custom()`: a remote that engines share, see below |
 //! | `device` | none | `device(capacity=...)`: copies in device memory; needs a device with memory of its own |
 //! | `policy` | `horizon` | eviction policy of host memory |
 //! | `disk_policy` | `lru` | eviction policy of the disk |
@@ -40,6 +40,58 @@
 //! | `capacity` | | most bytes of device memory |
 //! | `policy` | `s3fifo` | who leaves it |
 //! | `admission` | `all` | what may come: `all`, `none`, `select(...)` |
+//!
+//! # Remotes
+//!
+//! | remote | |
+//! |---|---|
+//! | `redis(url="redis://host:6379", ...)` | a Redis or Valkey server |
+//! | `s3(url="https://host", bucket="...", ...)` | a bucket of S3 or of a compatible server |
+//! | `dir(path="...", ...)` | a directory that machines share |
+//! | `custom(...)` | the engine's own backend, given beside the spec |
+//! | `none` | |
+//!
+//! | parameter of all | default | meaning |
+//! |---|---|---|
+//! | `prefix` | `kvt` | prefix of all object names |
+//! | `object` | as the backend prefers | bytes up to which layers of a chunk share an object |
+//! | `write` | `through` | `through`: uploaded when a put has ended; `back`: when evicted from memory; `never`: only when a put asks for it |
+//! | `admission` | `all` | what is uploaded: `all`, `none`, `select(...)` |
+//! | `timeout` | 250, 2000 with S3 | milliseconds for a request, and one more for every 16 KiB that it moves |
+//! | `connect` | 1000 | milliseconds until a connection is usable |
+//! | `ask` | `append` | `append`: sessions look up the remote as soon as they have tokens; `fetch`: and fetch what arrives sooner than it is computed; `locate`: only on request |
+//! | `fresh`, `absent` | 60000, 5000 | milliseconds for which an answer is valid: present, absent |
+//! | `known` | 65536 | names of which the answer is remembered |
+//! | `fetchers`, `senders` | 2, 1 | threads |
+//! | `require` | false | an unreachable remote fails the opening of the store |
+//! | `ca`, `insecure` | none, false | with TLS: a file of authorities (PEM), default the system's; `insecure` disables certificate verification |
+//! | `cert`, `cert_key` | none, as `cert` | files (PEM) of a client certificate and its key |
+//!
+//! | parameter of `redis` | default | meaning |
+//! |---|---|---|
+//! | `url` | | `redis://[user@]host[:port][/db]`, several hosts of a cluster separated by commas; `rediss://` with TLS |
+//! | `user` | none | user name, unless the URL has one |
+//! | `cluster` | false | the server is a cluster |
+//! | `replicas` | `never` | `read`: replicas of the servers are read, too |
+//! | `ttl` | 0 | seconds until objects expire; 0: the server evicts |
+//! | `wait` | 0 | replicas that must have an object before an upload completes |
+//! | `events` | none | events are published in the stream `prefix/events`, under this name of the engine |
+//! | `events_kept` | 10000 | approximate number of entries kept there, each of up to 256 events |
+//!
+//! | parameter of `s3` | default | meaning |
+//! |---|---|---|
+//! | `url`, `bucket` | | the endpoint without the bucket, and the bucket |
+//! | `region` | `us-east-1` | region for signatures |
+//! | `style` | `path` | address style: `path` or `virtual` |
+//! | `connections` | 4 | of each thread |
+//!
+//! | parameter of `dir` | default | meaning |
+//! |---|---|---|
+//! | `path` | | an existing directory |
+//! | `fsync` | false | an upload completes when the object is on the server's disk |
+//!
+//! Passwords are not part of a spec, which anyone may be shown. They are given beside it as secrets: `password` of Redis;
+//! `s3.key`, `s3.secret` and `s3.token` of S3; and `seal`, which encrypts objects and keys their names.
 
 use crate::base::clock::Clock;
 use crate::base::spec::Arg;
@@ -269,8 +321,8 @@ fn read_disk(spec: &Spec) -> Result<Option<DiskSpec>> {
 
 // ---------- fields
 //
-// What a caller's struct says beside the spec of a store: fields that are set count instead
-// of the parameters of the same name, and are read by the same rules.
+// Fields of the C options that override parameters of the spec string. They are parsed by the same
+// rules.
 
 /// The fields; empty, 0 or none = as the spec says.
 #[derive(Clone, Copy, Debug, Default)]
@@ -355,60 +407,7 @@ fn set(spec: &mut Spec, key: &str, value: Value) {
     }
 }
 
-// ---------- remote spec
-//
-// How a store's remote is described, and opened.
-//
-// | remote | |
-// |---|---|
-// | `redis(url="redis://host:6379", ...)` | a Redis or Valkey server |
-// | `s3(url="https://host", bucket="...", ...)` | a bucket of S3, or of what speaks as it does |
-// | `dir(path="...", ...)` | a directory that machines share |
-// | `custom(...)` | the engine's own, given beside the spec |
-// | `none` | |
-//
-// | parameter of all | default | meaning |
-// |---|---|---|
-// | `prefix` | `kvt` | what all names begin with |
-// | `object` | as the remote likes | bytes up to which layers of a chunk are put together |
-// | `write` | `through` | `through`: sent when a put has ended; `back`: when it leaves memory; `never`: only when a put asks for it |
-// | `admission` | `all` | what is sent: `all`, `none`, `select(...)` |
-// | `timeout` | 250, 2000 with S3 | milliseconds that a request may take, and one more for every 16 KiB that it moves |
-// | `connect` | 1000 | milliseconds until a connection can be used |
-// | `ask` | `append` | sessions ask as soon as they have tokens; `fetch`: and fetch what comes sooner than it is computed; `locate`: when they are told to |
-// | `fresh`, `absent` | 60000, 5000 | milliseconds for which an answer counts: it was there; it was not |
-// | `known` | 65536 | names of which the answer is remembered |
-// | `fetchers`, `senders` | 2, 1 | threads |
-// | `require` | false | a store is not opened while its remote cannot be reached |
-// | `ca`, `insecure` | none, false | with TLS: a file of authorities (PEM), else the system's; nobody is asked who he is |
-// | `cert`, `cert_key` | none, as `cert` | files (PEM) of a certificate that servers are shown which ask for one, and of its key |
-//
-// | parameter of `redis` | default | meaning |
-// |---|---|---|
-// | `url` | | `redis://[user@]host[:port][/db]`, several hosts of a cluster with commas between; `rediss://` with TLS |
-// | `user` | none | whom to connect as, unless the URL says so |
-// | `cluster` | false | it is a cluster |
-// | `replicas` | `never` | `read`: nodes that follow others are read, too |
-// | `ttl` | 0 | seconds after which objects go; 0: when the server needs the room |
-// | `wait` | 0 | replicas that must have an object before it counts as stored |
-// | `events` | none | what changes is told in the stream `prefix/events`, under this name of the engine's |
-// | `events_kept` | 10000 | about so many entries are kept there, of up to 256 events each |
-//
-// | parameter of `s3` | default | meaning |
-// |---|---|---|
-// | `url`, `bucket` | | the endpoint without the bucket, and that |
-// | `region` | `us-east-1` | where it is, as signatures say it |
-// | `style` | `path` | where the bucket's name stands: `path`, or `virtual` |
-// | `connections` | 4 | of each thread |
-//
-// | parameter of `dir` | default | meaning |
-// |---|---|---|
-// | `path` | | where it is; it must be there |
-// | `fsync` | false | objects are on the server's disks before they count as stored |
-//
-// Passwords are no part of a spec, which is shown to who asks: they are given beside it, as
-// secrets: `password` of Redis, `s3.key`, `s3.secret` and `s3.token` of S3, and `seal`, with which
-// objects are sealed and names keyed.
+// ---------- remote
 
 const MS: u64 = 1_000_000;
 /// Longest name of an engine in a stream of events.
@@ -680,7 +679,7 @@ fn text(reader: &mut Reader, key: &'static str, missing: &str) -> Result<String>
 
 // ---------- remote open
 //
-// From what is said of a remote to the remote, as far as it is built in.
+// Opens a remote from its spec, as far as its backend is built in.
 
 /// The remote of a spec. UNSUPPORTED = it is not built in.
 pub(super) fn open(

@@ -149,7 +149,7 @@ impl Store {
 
 // ---------- clear
 //
-// Clearing a namespace of a store, and waiting until that lasts.
+// Clears a namespace, and waits until that is durable.
 
 /// Chunks that leave while the lock is held: others wait for no more.
 const AT_ONCE: usize = 512;
@@ -234,7 +234,7 @@ impl Store {
 
 // ---------- reclaimer
 //
-// Memory that others need more.
+// Gives memory back when another owner of the budget needs it.
 
 /// Gives memory back when others need it.
 pub(super) fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {

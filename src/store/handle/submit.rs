@@ -206,7 +206,7 @@ pub(super) fn undo(ops: Vec<OpRef>, error: Error) -> Error {
 
 // ---------- ready transfers
 //
-// Moves of a store that wait for the engine's word.
+// Transfers that wait for a ready event of the engine.
 
 impl Listener for Inner {
     fn notified(&self, ticket: u64, word: Word) {
@@ -231,7 +231,7 @@ impl Listener for Inner {
 
 // ---------- device events
 //
-// The thread that looks after copies behind events of the device.
+// The thread that polls copies behind device events.
 
 /// How long nobody looks while nothing happens.
 const LOOK_NS: u64 = 250_000;

@@ -151,8 +151,8 @@ impl Store {
 
 // ---------- publisher
 //
-// The thread that tells a remote what changes. It reads events as any other reader does: it holds
-// nobody up, and what it was too slow for is missed, and said to be.
+// The thread that publishes events to a remote. It reads events like any other reader: it delays
+// nobody, and reports events that it was too slow for as missed.
 
 /// How long nothing is said to a remote that did not take it, at first and at most.
 const PAUSE_NS: [u64; 2] = [100_000_000, 5_000_000_000];
@@ -251,7 +251,7 @@ impl Inner {
 
 // ---------- lookup
 //
-// Lookups of a store. Keys are made before its lock is taken.
+// Lookups. Keys are hashed before the store's lock is taken.
 
 impl Store {
     /// Its device.
@@ -294,7 +294,7 @@ impl Store {
 
 // ---------- audit
 //
-// An audit of the cells of a store that are in device memory.
+// Audits of device replicas.
 
 /// So many are looked at together: they cannot leave meanwhile.
 const TURN: usize = 64;

@@ -214,9 +214,8 @@ impl StoreState {
 
 // ---------- block references
 //
-// Holds: blocks that a session keeps from leaving, by their names, until it lets them go. A
-// hold is a reference as those of paths and moves are, so what is held may go from one tier
-// to another, and is in some all the time.
+// References to named blocks: a session keeps blocks resident in some tier until it releases them. A
+// referenced block may move between tiers.
 
 /// Most holds of a session; a block that is held twice has two.
 pub const MAX_HOLDS: usize = 1 << 20;

@@ -18,9 +18,6 @@ use crate::store::state::work::CopyBatch;
 use std::collections::BTreeMap;
 
 // ---------- ready waits
-//
-// Moves that wait for the engine's word: nothing of them is begun before it is given.
-// They hold their chunks meanwhile, and no memory.
 
 /// Moves that wait, by ticket: numbers of moves are used again, tickets are not.
 #[derive(Default)]
@@ -91,13 +88,12 @@ impl StoreState {
 
 // ---------- device events
 //
-// Moves behind an event of the device: none of their copies between the engine's tensors and
-// the store runs before it has come. What they need from disk comes meanwhile. Their copies
-// are taken apart from all others, event by event, so that they can be submitted behind it and
-// be left alone; once it has come they are like any.
+// Transfers behind a device event: none of their copies between the engine's tensors and the store run
+// before the event fires. Reads from disk go on meanwhile. Their copies are queued by event, apart from
+// all others, so that they can be submitted behind it; once the event has fired they are ordinary.
 //
-// What waits so holds memory. It gets a part of it, so that an event which comes only after
-// other moves does not keep those from coming.
+// These transfers hold memory while they wait. They get a limited part of it, so that an event that
+// fires only after other transfers does not block those.
 
 /// Cells that wait have one part in so many of all memory, and of all jobs.
 const SHARE: u64 = 4;

@@ -49,10 +49,6 @@ use crate::tier::host::Piece as HostPiece;
 use std::collections::HashMap;
 
 // ---------- device replicas
-//
-// Copies of cells in device memory: for who computes there they come without a crossing of
-// the link. Nothing is there alone: host memory or the disk has it, too. So who leaves is
-// forgotten, and a device that is lost costs nothing but the way.
 
 /// Chunks that leave for one cell, at most: then it stays away.
 const MOST_VICTIMS: u32 = 8;
@@ -451,7 +447,7 @@ impl StoreState {
 
 // ---------- device slabs
 //
-// The memory of the device tier: how it is had, and goes back.
+// Memory of the device tier: slabs are allocated, cut, and given back.
 
 /// After memory was refused, or others wanted it, no more is asked for so long.
 const PAUSE_NS: u64 = 10_000_000_000;
@@ -597,8 +593,7 @@ impl StoreState {
 
 // ---------- audit
 //
-// Whether what is in device memory is what it should be: read back, and held against what
-// host memory has, or against the seal of what is on disk.
+// Audits read replicas back and compare them with the cells in host memory, or with the seals on disk.
 
 /// What an audit has found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

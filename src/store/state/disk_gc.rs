@@ -501,8 +501,7 @@ fn bytes_of(blocks: u32) -> u64 {
 
 // ---------- clear
 //
-// What leaves at the engine's wish: everything of a namespace, or a part of a
-// session.
+// Clearing: removes all chunks of a namespace, or of a part of a session.
 
 /// What became of chunks that were to go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -808,8 +807,8 @@ impl StoreState {
 
 // ---------- checkpoint writer
 //
-// What a checkpoint says: the cells on disk, page by page, so that the core's lock
-// is held for short times only.
+// Contents of a checkpoint: the cells on disk, page by page, so that the lock is held for short times
+// only.
 
 /// Chunks of a page.
 const PAGE_CHUNKS: usize = 256;
@@ -918,7 +917,7 @@ impl StoreState {
 
 // ---------- recovery
 //
-// What an opening finds on disk becomes rows again.
+// Recovery: cells that an opening finds on disk become rows again.
 
 /// What the name of a namespace's note starts with.
 pub(super) const NOTE: &[u8] = b"namespace ";

@@ -43,8 +43,7 @@ use std::collections::BTreeSet;
 
 // ---------- granularity
 //
-// What an object of a tier's policy stands for: a chunk, a cell of one, or a session with
-// all that it was the last to use.
+// The objects of a tier's policy: chunks, cells, or sessions with the chunks that they used last.
 
 /// What policies choose among.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -189,8 +188,7 @@ impl Groups {
 
 // ---------- tier cache
 //
-// What a tier's policy is told. Its objects are chunks, cells or sessions; a unit is a
-// block of 4 KiB.
+// A tier's policy with its table of objects. A unit of size is a block of 4 KiB.
 
 /// Bytes of a unit.
 pub const UNIT_BYTES: u64 = 4096;
@@ -455,7 +453,7 @@ const REMEMBERED: usize = 4;
 
 // ---------- policy objects
 //
-// Chunks and cells as policies know them.
+// Descriptions of chunks and cells for policies.
 
 /// Whether a move brings a chunk to memory.
 pub(super) fn comes(rows: &ChunkTable, slot: Slot, kind: TransferKind) -> bool {
@@ -508,8 +506,7 @@ pub(super) fn new_cell(spaces: &Spaces, rows: &ChunkTable, cell: Cell) -> New {
 
 // ---------- policy notifications
 //
-// What policies are told: who is asked for, comes, is in use, has left; and what they
-// mean when they choose.
+// Notifications to policies: access, insert, remove, reference; and the meaning of their victims.
 
 /// Cells that come.
 #[derive(Default)]
@@ -962,7 +959,7 @@ fn each_once<T: Ord + Copy>(all: &[T]) -> Option<Vec<T>> {
 
 // ---------- references
 //
-// What policies are told of who is in use.
+// Notifications to policies about references.
 
 impl StoreState {
     /// Whether cells can go nowhere from a tier.
@@ -1038,9 +1035,9 @@ impl StoreState {
 
 // ---------- pins
 //
-// Pins: chunks that stay although nobody uses them, as long as the budget allows. A pin
-// holds less the less time it has left: where nothing else may leave, that of the lowest
-// class that ends first is given up, and one without an end is the last of its class.
+// Pins keep chunks resident without a reference, as long as the budget allows. When nothing else can
+// be evicted, the weakest pin is given up: of the lowest class the one that expires first; a pin
+// without expiry is the last of its class.
 
 /// How firmly a pin holds: its class, when it ends, and where the chunk stands. Of those
 /// that are alike the last one of a path goes first: without it the others are of use.
@@ -1378,8 +1375,8 @@ impl StoreState {
 
 // ---------- reclaim
 //
-// Memory that others need, or a smaller store has too much: only whole segments go
-// back, so whoever is in one that drains has to leave, or to go down.
+// Memory that another owner needs, or that a smaller limit takes away. Only whole segments are given
+// back, so all cells of a draining segment are evicted or written back.
 
 /// What is owed to others.
 #[derive(Default)]

@@ -354,8 +354,8 @@ impl StoreState {
 
 // ---------- limits
 //
-// Limits: that of moves, and that of chunks. The latter is noted on the disk: whoever opens a store
-// with a smaller one than it had would forget chunks for good, and has to say so.
+// Limits on transfers and chunks. The limit of chunks is recorded on disk: opening with a smaller one
+// would drop chunks for good, and must be confirmed (`forget=true`).
 
 /// The name of the note.
 const NAME: &[u8] = b"limits";
@@ -431,10 +431,8 @@ fn read(content: &[u8]) -> u64 {
 
 // ---------- namespace notes
 //
-// Notes of namespaces on disk: what is found of one is of no use to an opening that
-// does not know its layout. One is written with the first chunk that goes down, and
-// is dropped with the last that has left: who opens namespaces and stores nothing takes
-// no room.
+// Namespace records on disk: without its layout, recovered cells of a namespace are useless. A record is
+// written with the first chunk of a namespace and dropped with the last one.
 
 /// What is on disk of a namespace.
 #[derive(Clone, Copy, Debug, Default)]
@@ -589,8 +587,7 @@ impl WriteBatch {
 
 // ---------- slot reclamation
 //
-// Places of namespaces and boards that others have had: who is forgotten, and who is sent away,
-// where as many are known as may be.
+// Reuse of the numbers of namespaces and chunk tables: which one is forgotten when all are taken.
 
 /// Namespaces of which nothing is left are known so long, for what was learned of them.
 const MOST_IDLE: usize = 1024;

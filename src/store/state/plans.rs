@@ -42,8 +42,8 @@ use std::collections::BTreeMap;
 
 // ---------- lookup
 //
-// Lookups: how far a sequence could go on with what is there, and what that takes.
-// Nobody's use is counted: whoever chooses between places asks many and takes one.
+// Lookups: how much of a sequence is reusable, and what loading it takes. A lookup counts no access,
+// because a router asks several stores and uses one.
 
 /// Chunks for which memory is kept between lookups.
 pub(super) const MOST_KEPT: usize = 1 << 17;
@@ -579,8 +579,7 @@ fn part(layout: &Layout, one: &Found) -> Part {
 
 // ---------- bandwidth
 //
-// How fast this store is, learned while it works: copies, reads, and the engine's
-// prefill.
+// Measured bandwidth of copies and reads, and of the engine's prefill.
 
 /// What a batch is before any was seen: its delay in ns, and bytes a second.
 const COPIES: (f64, f64) = (20_000.0, 8e9);

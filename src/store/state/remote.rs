@@ -462,8 +462,8 @@ impl StoreState {
 
 // ---------- remote index
 //
-// What was heard of names lately. It may be stale, and a few names may be taken for others:
-// that costs a request, or a miss.
+// Recent answers about names. An answer may be stale, and few names may be confused with others: that
+// costs a request, or a miss.
 
 /// Names that share a place.
 const WAYS: usize = 4;
@@ -543,8 +543,8 @@ impl Known {
 
 // ---------- remote blocks
 //
-// Blocks at the remote: asked for by the names that engines give them. What is there gets a row
-// that nobody holds: the hint alone keeps it, until rows are needed for others.
+// Named blocks at the remote. A block that the remote has gets a row without a reference; the hint
+// keeps it until rows are needed.
 
 /// Blocks that moves ask for at once, at most.
 const MOST_ASKED: usize = 1 << 20;
@@ -785,10 +785,10 @@ impl StoreState {
 
 // ---------- remote timeouts
 //
-// Watches remote requests that do not return: a directory on a dead mount, a callback of the
-// engine, a name resolver. Connections keep their deadlines, so most requests never get here. After
-// twice its timeout the core stops waiting for a request: gets miss, lookups end without an answer,
-// puts of level remote fail. The request keeps its memory until it returns.
+// Watches remote requests that do not return: a directory on a dead mount, a callback of the engine, a
+// name resolver. Connections have deadlines, so most requests never get here. After twice its timeout
+// the store stops waiting for a request: gets miss, lookups end without an answer, puts of level
+// *remote* fail. The request keeps its memory until it returns.
 
 /// The time at which the core stops waiting for a request, and the number of the request.
 pub(super) type Ticket = (u64, u64);

@@ -437,8 +437,8 @@ impl StoreState {
 
 // ---------- remote prefetch
 //
-// What is fetched before anybody asks for it: once it is known what the remote has of a session,
-// whatever comes from there sooner than it is computed.
+// Prefetches from the remote: once a lookup says what the remote has of a session, everything that
+// arrives sooner than it could be computed is fetched.
 
 /// The lane of what will be wanted soon.
 const LANE: usize = 1;

@@ -402,7 +402,7 @@ impl Session {
 
 // ---------- cell range
 //
-// Rectangles of a session: tokens by layers, and where the engine has them.
+// Cell ranges of a session: tokens × layers, and the engine's tensors for them.
 
 /// As the tokens of a rectangle: as many as the session has when the move begins.
 pub const TO_THE_END: u64 = u64::MAX;
@@ -569,8 +569,8 @@ fn needed_from(layout: &Layout, layers: Range<usize>, first: u64, end: u64) -> V
 
 // ---------- views
 //
-// The engine's side of a move: where each plane of each layer is, copied from the
-// caller's structs, so that those need not outlive the call.
+// The engine's tensors of a transfer, copied from the caller's structs, which need not outlive the
+// call.
 
 /// Where the tokens of a plane are.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -371,7 +371,7 @@ impl StoreState {
 
 // ---------- metrics
 //
-// What a store counts and has, as text for Prometheus.
+// Gauges and counters as Prometheus text.
 
 /// What urgencies are called.
 const LANE_NAMES: [&str; crate::store::job_queues::LANES] = ["demand", "prefetch", "demotion"];
@@ -736,7 +736,7 @@ fn tenants(out: &mut Exposition, rows: &[Tenant], others: Tenant) {
 
 // ---------- tenants
 //
-// What each tenant has moved. So many tenants are told apart; the rest are one.
+// Bytes moved for each tenant. A limited number of tenants is counted separately, the rest together.
 
 /// Most tenants that are told apart.
 pub const MAX_TENANTS: usize = 1024;
@@ -806,8 +806,7 @@ impl Tenants {
 
 // ---------- latency
 //
-// How long moves and batches take, in histograms. A move is counted once, however many
-// cells it has.
+// Latency histograms of transfers and batches. A transfer counts once, however many cells it has.
 
 /// What is timed: what each is called in views, and what it is. The first two are gets, the
 /// next three puts by [`Level`](crate::store::state::Level), the rest batches by
@@ -904,9 +903,9 @@ impl StoreState {
 
 // ---------- metadata account
 //
-// What the store's tables take, and who pays: the account that pays for cells, too. Tables
-// grow as chunks come, and never shrink; they are paid for in steps, ahead of their growth.
-// Where the account has nothing left cells have to give way.
+// Accounting of table bytes to the account that pays for cells. Tables grow with the number of chunks
+// and never shrink. They are charged in steps, ahead of their growth; when the account is exhausted,
+// cells are evicted.
 
 const STEP_BYTES: u64 = 1 << 20;
 /// Of a chunk, beside its row and cells: indexes, notes, and what policies keep.

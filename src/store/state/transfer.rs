@@ -57,7 +57,7 @@ use std::collections::btree_map::Entry;
 
 // ---------- transfer kind
 //
-// What moves do, and when they have ended.
+// Kinds of transfers, and when they complete.
 
 /// What is done with the cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -575,7 +575,7 @@ impl StoreState {
 
 // ---------- jobs
 //
-// Jobs: one cell of a move, and what it waits for.
+// A job: one cell of a transfer.
 
 /// What a job waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -942,8 +942,8 @@ fn unexpected(begun: Result<Begin>) -> Error {
 
 // ---------- wait list
 //
-// Lines of jobs: those of a move, and those that wait for the same. A job stands in one
-// of each kind at most, and leaves it in one step, wherever it stands.
+// Linked lists of jobs: those of one transfer, and those that wait for the same thing. A job is in at
+// most one list of each kind, and is unlinked in constant time.
 
 /// What a line is of.
 #[derive(Clone, Copy)]
@@ -1084,8 +1084,8 @@ impl StoreState {
 
 // ---------- host copies
 //
-// Copies between the engine's tensors and the store: what goes into a batch, and what
-// becomes of it. A large cell is copied in parts, so that whoever came meanwhile goes between them.
+// Copies between the engine's tensors and the store: batches, and their outcome. A large cell is copied
+// in parts, so that other sessions are served in between.
 
 /// A cell that is longer than a batch is copied in parts, each one so manyth of a batch.
 pub(super) const PARTS: u64 = 4;
@@ -1364,7 +1364,7 @@ impl StoreState {
 
 // ---------- disk reads
 //
-// Reads: cells that come from disk, and what becomes of those that cannot.
+// Reads from disk: batches, and what becomes of cells that cannot be read.
 
 /// How often a cell is read again after the disk failed.
 const RETRIES: u8 = 2;
@@ -1499,9 +1499,8 @@ fn add_read(rows: &ChunkTable, cell: Cell, place: Place, address: *mut u8, batch
 
 // ---------- read reserve
 //
-// The reserve of host memory: what is on disk can be read although all other memory is taken by
-// what has to stay. It holds one cell, which leaves when it was read; so such reads are slow, one
-// cell after the other, and end.
+// The read reserve of one cell: disk reads can go on while all other memory is referenced. Such reads
+// are slow, one cell after the other, but they complete.
 
 impl StoreState {
     /// Keeps a reserve for the largest cell of a board, if there is a disk to read it from.

@@ -388,8 +388,8 @@ impl StoreState {
 
 // ---------- writeback prefix
 //
-// What goes down takes along what is before it: where holes cannot be computed it is of
-// no use without that when the store is opened again.
+// Writing a chunk also writes its ancestors. Without them it could not be used after a restart, unless
+// the namespace allows holes.
 
 impl StoreState {
     /// Queues a chunk to be written down, behind those before it that are in memory only.
@@ -545,7 +545,7 @@ impl StoreState {
 
 // ---------- demote
 //
-// What goes down at the engine's wish.
+// Demotions that the engine requests.
 
 /// What becomes of chunks in memory that were to go down.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -604,13 +604,13 @@ impl StoreState {
 
 // ---------- write behind
 //
-// Write-behind: chunks of puts are written to the disk a bounded time after they came, so that
-// a process that is killed loses little.
+// Write-behind: chunks of puts are written to disk within a bounded time, so that a killed process
+// loses little.
 //
-// A chunk is written after a quarter of the configured age while no read of the disk is under
-// way, and after half of it in any case: the other half is the disk's time. When more bytes wait
-// than the configuration allows, the oldest are written at once. What is truncated, cleared or
-// evicted before that costs the disk nothing.
+// A chunk is written after a quarter of the configured age while the disk has no reads in flight, and
+// after half of it in any case; the other half is the disk's time. When more bytes are queued than
+// configured, the oldest are written at once. Chunks that are truncated, cleared or evicted before
+// that are never written.
 
 /// Without a limit of its own, unwritten bytes may take one part in so many of host memory.
 const HOST_SHARE: u64 = 8;
@@ -733,7 +733,8 @@ impl Write {
 
 // ---------- group commit
 //
-// Syncs: what is written becomes durable, and who waits for that is told.
+// Group commit: one sync makes all earlier writes of a segment durable, and completes all puts that
+// wait for them.
 
 /// Writes that nobody waits for are synced when there are so many.
 pub(super) const MOST_FRESH: usize = 1 << 16;
