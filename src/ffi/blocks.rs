@@ -233,7 +233,7 @@ pub unsafe extern "C" fn kvt_namespace_find_blocks(
 /// As the exported functions that call it.
 unsafe fn move_blocks(
     session: *const kvt_session_t,
-    deed: TransferKind,
+    kind: TransferKind,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
     op_out: *mut *mut kvt_op_t,
@@ -250,14 +250,14 @@ unsafe fn move_blocks(
             first_layer: given.first_layer as usize,
             layers,
             // SAFETY: the caller's promise.
-            views: unsafe { common.views(noun, deed, (layers, Some(tokens)))? },
+            views: unsafe { common.views(noun, kind, (layers, Some(tokens)))? },
             after: common.after(),
         };
         let (store, How { level, opts, ready, .. }) = (&noun.space.store, how);
-        store.submit_blocks(noun.number, (deed, *level), blocks, opts, *ready)
+        store.submit_blocks(noun.number, (kind, *level), blocks, opts, *ready)
     };
     // SAFETY: the caller's promise; there is one op.
-    unsafe { submit(session, deed, blocks, opts, (op_out, err), begin) }
+    unsafe { submit(session, kind, blocks, opts, (op_out, err), begin) }
 }
 
 /// Stores blocks that the engine has named: from its tensors into memory, and down from

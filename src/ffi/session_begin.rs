@@ -63,10 +63,10 @@ impl Common {
     pub(crate) unsafe fn views(
         &self,
         noun: &SessionNoun,
-        deed: TransferKind,
+        kind: TransferKind,
         (layers, tokens): (usize, Option<u64>),
     ) -> Result<Arc<Views>> {
-        let views = match deed {
+        let views = match kind {
             TransferKind::Prefetch if self.k.is_null() && self.v.is_null() => Views::default(),
             TransferKind::Prefetch => fail!(Invalid, "a prefetch has no views"),
             // SAFETY: the caller's promise.
@@ -86,7 +86,7 @@ impl Common {
 /// ops as `begin` gives.
 pub(crate) unsafe fn submit<M: Moved>(
     session: *const kvt_session_t,
-    deed: TransferKind,
+    kind: TransferKind,
     moved: *const M,
     opts: *const kvt_submit_opts_t,
     (ops_out, err): (*mut *mut kvt_op_t, *mut *mut kvt_error_t),
@@ -104,7 +104,7 @@ pub(crate) unsafe fn submit<M: Moved>(
         if common.reserved != 0 {
             fail!(Invalid, "reserved is {}", common.reserved);
         }
-        let level = level_of(common.level, deed)?;
+        let level = level_of(common.level, kind)?;
         let ready = match common.ready.is_null() {
             true => None,
             false => Some(pin::<EventNoun>(common.ready, Access::Use)?.0.clone()),

@@ -98,7 +98,7 @@ impl Offload {
         let block = self.geometry.shape.block_tokens;
         let at = self.tail_place(layer, !self.layer(layer)?.tail.is_second);
         let views = self.geometry.tail_views(&self.memory, at, (0, block))?;
-        let rectangle = CellRange {
+        let cell_range = CellRange {
             first_token: u64::from(id) * u64::from(block),
             tokens: block.into(),
             first_layer: layer as usize,
@@ -108,6 +108,6 @@ impl Offload {
             views: Arc::new(Views(vec![views])),
             after: None,
         };
-        self.submit(TransferKind::Get, rectangle, &OpOpts::default())
+        self.submit(TransferKind::Get, cell_range, &OpOpts::default())
     }
 }

@@ -329,7 +329,7 @@ impl Offload {
         views: LayerViews,
         after: Option<Event>,
     ) -> Result<OpRef> {
-        let rectangle = CellRange {
+        let cell_range = CellRange {
             first_token: 0,
             tokens: self.layer(layer)?.stored.into(),
             first_layer: layer as usize,
@@ -339,7 +339,7 @@ impl Offload {
             views: Arc::new(Views(vec![views])),
             after,
         };
-        self.submit(TransferKind::Get, rectangle, &OpOpts::default())
+        self.submit(TransferKind::Get, cell_range, &OpOpts::default())
     }
 
     /// Rows of a buffer.

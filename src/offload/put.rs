@@ -198,7 +198,7 @@ impl Offload {
         (part, after): (LayerViews, Option<Event>),
         opts: &OpOpts,
     ) -> Result<OpRef> {
-        let rectangle = CellRange {
+        let cell_range = CellRange {
             first_token: first.into(),
             tokens: part.k.tokens.into(),
             first_layer: layer as usize,
@@ -208,18 +208,18 @@ impl Offload {
             views: Arc::new(Views(vec![part])),
             after,
         };
-        self.submit(TransferKind::Put, rectangle, opts)
+        self.submit(TransferKind::Put, cell_range, opts)
     }
 
     /// Begins a move of the store's.
     pub(super) fn submit(
         &self,
-        deed: TransferKind,
+        kind: TransferKind,
         what: CellRange,
         opts: &OpOpts,
     ) -> Result<OpRef> {
-        let level = if deed == TransferKind::Put { self.level } else { Level::Ram };
-        let ops = self.store.submit(self.session, deed, level, what, opts)?;
+        let level = if kind == TransferKind::Put { self.level } else { Level::Ram };
+        let ops = self.store.submit(self.session, kind, level, what, opts)?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 

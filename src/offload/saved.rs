@@ -199,7 +199,7 @@ impl Saved {
     fn submit(
         &self,
         store: &Store,
-        deed: TransferKind,
+        kind: TransferKind,
         (layer, first, tokens): (u32, u32, u32),
         count: usize,
         rows: &mut [u8],
@@ -224,7 +224,7 @@ impl Saved {
             views: Arc::new(Views(vec![LayerViews { k, v: None }])),
             after: None,
         };
-        let ops = store.submit(self.session, deed, Level::Ram, what, &OpOpts::default())?;
+        let ops = store.submit(self.session, kind, Level::Ram, what, &OpOpts::default())?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 

@@ -328,9 +328,9 @@ fn a_store_takes_moves_of_views_on_other_devices() {
             engine.compute(&marks_of(0, &tokens));
             let from = Mirror::new(&others[0], engine);
             let mut to = Mirror::new(&others[1], Engine::new(MODEL, SHAPES[0], TOKENS));
-            for (deed, what) in [(TransferKind::Put, from.whole()), (TransferKind::Get, to.whole())]
+            for (kind, what) in [(TransferKind::Put, from.whole()), (TransferKind::Get, to.whole())]
             {
-                let ops = home.submit(session, deed, Level::Ram, what).expect("taken");
+                let ops = home.submit(session, kind, Level::Ram, what).expect("taken");
                 let right = Done { status: Status::Ok, tokens: TOKENS };
                 assert_eq!(wait(&ops[0]), right, "{spec}, {reaches}, {means}");
             }

@@ -248,16 +248,16 @@ fn a_store_stands_between_the_engines_kernels() {
             let marks = support::marks_of(0, &tokens);
             let session = store.session(space, &tokens);
             let mut engine = Engine::new(MODEL, Shape::Heads, TOKENS);
-            for deed in [TransferKind::Put, TransferKind::Get] {
+            for kind in [TransferKind::Put, TransferKind::Get] {
                 // The engine's kernels before: they end when the gate opens.
                 fake.hold_back(gate, true);
                 fake.stand(context, before, gate);
                 fake.record(context, ready, before);
                 // SAFETY: an event that was recorded.
                 let event = unsafe { cuda.adopt(ready) }.expect("an event");
-                let what = engine.rectangle(0, TOKENS, 0..MODEL.layers, by_layer);
+                let what = engine.cell_range(0, TOKENS, 0..MODEL.layers, by_layer);
                 let what = CellRange { after: Some(event), ..what };
-                let ops = store.submit(session, deed, Level::Ram, what).expect("taken");
+                let ops = store.submit(session, kind, Level::Ram, what).expect("taken");
                 let device: Arc<dyn Device> = cuda.clone();
                 for op in &ops {
                     // SAFETY: a stream of the device's context.
@@ -267,7 +267,7 @@ fn a_store_stands_between_the_engines_kernels() {
                 fake.run();
                 assert!(!fake.has_come(context, after) && !fake.has_come(context, ready));
                 assert!(ops.iter().all(|op| op.state() & RELEASED == 0));
-                if deed == TransferKind::Put {
+                if kind == TransferKind::Put {
                     engine.compute(&marks);
                 } else {
                     assert!(engine.is_untouched());
@@ -437,8 +437,8 @@ fn memory_of_cells_is_registered_and_given_back() {
         let session = home.session(space, &tokens);
         let mut engine = Engine::new(MODEL, Shape::Heads, TOKENS);
         engine.compute(&support::marks_of(0, &tokens));
-        for deed in [TransferKind::Put, TransferKind::Get] {
-            let ops = home.submit(session, deed, Level::Ram, engine.whole()).expect("taken");
+        for kind in [TransferKind::Put, TransferKind::Get] {
+            let ops = home.submit(session, kind, Level::Ram, engine.whole()).expect("taken");
             assert_eq!(support::wait(&ops[0]).status, Status::Ok);
         }
         home.rest();

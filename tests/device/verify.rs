@@ -269,18 +269,18 @@ impl Rig {
         Rig { device, home, session, tokens }
     }
 
-    fn move_all(&self, deed: TransferKind, mirror: &Mirror<'_>) -> Done {
-        let ops = self.home.submit(self.session, deed, Level::Ram, mirror.whole()).expect("taken");
+    fn move_all(&self, kind: TransferKind, mirror: &Mirror<'_>) -> Done {
+        let ops = self.home.submit(self.session, kind, Level::Ram, mirror.whole()).expect("taken");
         let done = wait(&ops[0]);
         self.home.rest();
         done
     }
 
     /// The same behind an event that comes once all of it was submitted.
-    fn move_behind(&self, deed: TransferKind, mirror: &Mirror<'_>) -> Done {
+    fn move_behind(&self, kind: TransferKind, mirror: &Mirror<'_>) -> Done {
         let event = self.device.promise().expect("one");
-        let rectangle = CellRange { after: Some(event), ..mirror.whole() };
-        let ops = self.home.submit(self.session, deed, Level::Ram, rectangle).expect("taken");
+        let cell_range = CellRange { after: Some(event), ..mirror.whole() };
+        let ops = self.home.submit(self.session, kind, Level::Ram, cell_range).expect("taken");
         while self.home.store.look(|core| core.cells_behind() > 0).expect("open") {
             std::thread::yield_now();
         }

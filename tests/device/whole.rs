@@ -85,23 +85,23 @@ fn kv_is_behind_what_comes_before_on_the_device() {
             let session = home.session(space, &tokens);
             // Nothing is there yet but poison.
             let mut tensors = Mirror::new(&*device, Engine::new(MODEL, shape, tokens.len()));
-            for deed in [TransferKind::Put, TransferKind::Get, TransferKind::Get] {
+            for kind in [TransferKind::Put, TransferKind::Get, TransferKind::Get] {
                 let promise = device.promise().expect("one");
-                if deed == TransferKind::Put {
+                if kind == TransferKind::Put {
                     tensors.engine.compute(&marks);
                 }
-                let way = if deed == TransferKind::Put { Way::Scatter } else { Way::Gather };
+                let way = if kind == TransferKind::Put { Way::Scatter } else { Way::Gather };
                 let before = tensors.begin(Stream(1), Some(promise), way);
                 let what = CellRange { after: Some(before), ..tensors.whole() };
-                let ops = home.submit(session, deed, Level::Ram, what).expect("taken");
+                let ops = home.submit(session, kind, Level::Ram, what).expect("taken");
                 assert_eq!(device.state(before).expect("known"), State::Pending);
                 assert_eq!(ops[0].state() & RELEASED, 0);
                 device.keep(promise).expect("a promise");
-                assert_eq!(wait(&ops[0]), right, "{spec}, {shape:?}, {deed:?}");
+                assert_eq!(wait(&ops[0]), right, "{spec}, {shape:?}, {kind:?}");
                 for event in [promise, before] {
                     device.release(event).expect("it has come");
                 }
-                if deed == TransferKind::Get {
+                if kind == TransferKind::Get {
                     // The copy had read what was there before the get.
                     assert!(tensors.engine.is_untouched(), "{spec}, {shape:?}");
                     tensors.copy(Way::Gather);

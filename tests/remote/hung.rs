@@ -173,8 +173,8 @@ impl World {
         self.home.session(self.home.space(1, &MODEL), tokens)
     }
 
-    fn submit(&self, session: u32, deed: TransferKind, level: Level, engine: &Engine) -> OpRef {
-        self.home.submit(session, deed, level, engine.whole()).expect("submitted").remove(0)
+    fn submit(&self, session: u32, kind: TransferKind, level: Level, engine: &Engine) -> OpRef {
+        self.home.submit(session, kind, level, engine.whole()).expect("submitted").remove(0)
     }
 
     fn close(self) {

@@ -261,7 +261,7 @@ fn what_has_left_memory_is_no_promise() {
     let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
     engine.compute(&marks_of(1, &tokens));
     let put = |layers: std::ops::Range<usize>| {
-        let what = engine.rectangle(0, 64, layers, false);
+        let what = engine.cell_range(0, 64, layers, false);
         let ops =
             home.submit(session, state::TransferKind::Put, Level::Remote, what).expect("submitted");
         wait(&ops[0]).status
@@ -305,7 +305,7 @@ fn without_a_remote_nothing_can_be_put_there() {
     };
     assert_eq!(found, 0);
     let engine = Engine::new(MODEL, Shape::Tokens, 32);
-    let what = engine.rectangle(0, 32, 0..MODEL.layers, false);
+    let what = engine.cell_range(0, 32, 0..MODEL.layers, false);
     let refused = home.store.submit(
         session,
         kvtier::store::state::TransferKind::Put,

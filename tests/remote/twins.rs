@@ -153,12 +153,12 @@ impl Twin {
         one.outcomes
     }
 
-    fn begin_blocks(&self, deed: TransferKind, level: Level, names: &[u32], engine: &Engine) {
+    fn begin_blocks(&self, kind: TransferKind, level: Level, names: &[u32], engine: &Engine) {
         let (keys, views) = (keys_of(names), engine.whole().views);
         let (first_layer, layers, after) = (0, MODEL.layers, None);
         let blocks = BlockMove { keys, first_layer, layers, views, after };
         let session = self.session(&[]);
-        self.with(|core| core.submit_blocks(session, (deed, level, 0), blocks)).expect("begun");
+        self.with(|core| core.submit_blocks(session, (kind, level, 0), blocks)).expect("begun");
         self.with(|core| core.close_session(session)).expect("open");
     }
 
@@ -704,7 +704,7 @@ fn layers_that_come_one_after_the_other_are_sent_together() {
     let mut engine = Engine::new(MODEL, Shape::Tokens, 64);
     engine.compute(&marks_of(9, &tokens));
     let put = |session: u32, layers: std::ops::Range<usize>| {
-        let what = engine.rectangle(0, 64, layers, false);
+        let what = engine.cell_range(0, 64, layers, false);
         one.with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Remote, 0, what))
             .expect("begun");
         one.ended().0
@@ -833,7 +833,7 @@ fn what_is_known_of_many_chunks_is_all_noted() {
     engine.compute(&marks_of(9, &tokens));
     for first in (0..tokens.len()).step_by(320) {
         let count = 320.min(tokens.len() - first);
-        let what = engine.rectangle(first, count, 0..MODEL.layers, false);
+        let what = engine.cell_range(first, count, 0..MODEL.layers, false);
         one.with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Remote, 0, what))
             .expect("begun");
         assert_eq!(one.ended().0, OK);

@@ -130,22 +130,22 @@ impl Shared {
     }
 
     /// Begins a move of the whole of a session; its ticket.
-    fn submit(&self, session: u32, deed: TransferKind, level: Level, engine: &mut Engine) -> usize {
-        self.submit_from(session, deed, level, engine, 0)
+    fn submit(&self, session: u32, kind: TransferKind, level: Level, engine: &mut Engine) -> usize {
+        self.submit_from(session, kind, level, engine, 0)
     }
 
     /// The same from a token on.
     fn submit_from(
         &self,
         session: u32,
-        deed: TransferKind,
+        kind: TransferKind,
         level: Level,
         engine: &mut Engine,
         first: usize,
     ) -> usize {
-        let rectangle = engine.rectangle_from(first);
+        let cell_range = engine.rectangle_from(first);
         let mut state = self.state.lock();
-        let number = state.core.submit_cell_range(session, deed, level, 0, rectangle);
+        let number = state.core.submit_cell_range(session, kind, level, 0, cell_range);
         let ticket = state.tickets.len() + state.finished.len();
         let before = state.tickets.insert(number.expect("room for a move"), ticket);
         assert!(before.is_none(), "a number that is in use");

@@ -158,7 +158,7 @@ fn missing(home: &Home, space: u32, number: u32) -> usize {
     let mut gone = 0;
     for first in (0..tokens.len()).step_by(16) {
         let mut engine = Engine::new(SMALL, Shape::Tokens, tokens.len());
-        let what = engine.rectangle(first, 16, 0..SMALL.layers, true);
+        let what = engine.cell_range(first, 16, 0..SMALL.layers, true);
         let ops = home.submit(session, TransferKind::Get, Level::Ram, what).expect("submitted");
         for (layer, op) in ops.iter().enumerate() {
             let done = wait(op);

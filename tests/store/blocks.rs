@@ -103,7 +103,7 @@ impl Engineer {
 
     fn begin(
         &self,
-        deed: TransferKind,
+        kind: TransferKind,
         level: Level,
         names: &[u32],
         views: Views,
@@ -116,7 +116,7 @@ impl Engineer {
             after: None,
         };
         let opts = OpOpts::default();
-        let ops = self.home.store.submit_blocks(self.session, (deed, level), blocks, &opts, None);
+        let ops = self.home.store.submit_blocks(self.session, (kind, level), blocks, &opts, None);
         Ok(ops?.remove(0))
     }
 
@@ -316,8 +316,8 @@ fn dropped_blocks_are_gone_and_can_come_again() {
 #[test]
 fn what_cannot_be_is_refused_and_leaves_nothing() {
     let all = Engineer::new("store(host=16MiB)");
-    let refused = |deed, level, names: &[u32], views| {
-        all.begin(deed, level, names, views).map(|_| ()).unwrap_err().status()
+    let refused = |kind, level, names: &[u32], views| {
+        all.begin(kind, level, names, views).map(|_| ()).unwrap_err().status()
     };
     let (pool, many) = (Pool::new(2), vec![1; MAX_BLOCKS + 1]);
     assert_eq!(refused(TransferKind::Prefetch, Level::Ram, &[], Views::default()), Status::Limit);
@@ -759,9 +759,9 @@ fn models_of_many_layers_are_hinted_cell_by_cell() {
     assert_eq!(home.put(session, Level::Ram, &engine).status, Status::Ok);
     let hint = Hint { done: true, ..Hint::default() };
     let told = home.store.with(|core| {
-        let board = core.table_of(space).expect("it is open");
-        let slot = board.chunks.slots().next().expect("a chunk");
-        let keys = vec![*board.chunks.key(slot).expect("it is there"); MAX_BLOCKS];
+        let table = core.table_of(space).expect("it is open");
+        let slot = table.chunks.slots().next().expect("a chunk");
+        let keys = vec![*table.chunks.key(slot).expect("it is there"); MAX_BLOCKS];
         core.hint_blocks(session, &keys, &hint)
     });
     assert_eq!(told.map_err(|error| error.status()), Ok(()));
@@ -871,23 +871,23 @@ fn storm(
                             .expect("ok");
                         continue;
                     }
-                    let deed = match what {
+                    let kind = match what {
                         0..4 => TransferKind::Put,
                         4..8 => TransferKind::Get,
                         _ => TransferKind::Prefetch,
                     };
-                    let level = match (deed, next(4)) {
+                    let level = match (kind, next(4)) {
                         (TransferKind::Put, 1) => Level::Disk,
                         (TransferKind::Put, 2) => Level::Durable,
                         _ => Level::Ram,
                     };
                     let order: Vec<usize> = (0..names.len()).collect();
-                    let pool = if deed == TransferKind::Put {
+                    let pool = if kind == TransferKind::Put {
                         Pool::of(&names)
                     } else {
                         Pool::new(names.len())
                     };
-                    let views = if deed == TransferKind::Prefetch {
+                    let views = if kind == TransferKind::Prefetch {
                         Views::default()
                     } else {
                         pool.views(&order)
@@ -906,7 +906,7 @@ fn storm(
                         .then(|| Arc::new(kvtier::store::ready_event::Ready::default()));
                     let ops = all.home.store.submit_blocks(
                         all.session,
-                        (deed, level),
+                        (kind, level),
                         blocks,
                         &opts,
                         ready.as_deref(),
@@ -948,7 +948,7 @@ fn storm(
                     );
                     let own = info.status.expect("ended");
                     assert!(own != 0 || failed == 0, "{own} of {each:?}");
-                    if deed == TransferKind::Get {
+                    if kind == TransferKind::Get {
                         for (at, (&name, &status)) in names.iter().zip(&each).enumerate() {
                             assert!(
                                 status != 0 || pool.block(at) == content(name),

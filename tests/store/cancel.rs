@@ -47,7 +47,7 @@ impl World {
     }
 
     fn put(&mut self, session: u32, chunks: u32) -> u32 {
-        let what = rectangle(chunks);
+        let what = cell_range(chunks);
         self.core.submit_cell_range(session, TransferKind::Put, Level::Ram, 0, what).expect("room")
     }
 
@@ -67,7 +67,7 @@ impl World {
     }
 }
 
-fn rectangle(chunks: u32) -> CellRange {
+fn cell_range(chunks: u32) -> CellRange {
     let tokens = chunks * CHUNK;
     let plane = || PlaneView::canonical(4096, tokens, 4);
     let views = (0..LAYERS).map(|_| LayerViews { k: plane(), v: Some(plane()) }).collect();
@@ -116,7 +116,7 @@ fn a_move_does_not_begin_in_the_place_of_another() {
         let given_up = moves.remove(at);
         world.core.cancel(given_up, Status::Cancelled);
         only(&world.ended(), given_up, Status::Cancelled);
-        let what = rectangle(8);
+        let what = cell_range(8);
         let submitted =
             world.core.submit_waiting(sessions[6], TransferKind::Put, Level::Ram, 0, what);
         let (waits, ticket) = submitted.expect("room");

@@ -148,12 +148,12 @@ fn space(home: &Home, number: u8, codec: Option<Codec>) -> u32 {
 fn moved(
     home: &Home,
     session: u32,
-    deed: TransferKind,
+    kind: TransferKind,
     level: Level,
     tensors: &mut Tensors,
 ) -> Done {
     let all = tensors.whole();
-    let ops = home.store.submit(session, deed, level, all, &OpOpts::default()).expect("submitted");
+    let ops = home.store.submit(session, kind, level, all, &OpOpts::default()).expect("submitted");
     wait(&ops[0])
 }
 
@@ -477,13 +477,13 @@ impl ByHand {
         }
     }
 
-    fn turn(&mut self, deed: TransferKind, tokens: &[u32], tensors: &mut Tensors) -> Finished {
+    fn turn(&mut self, kind: TransferKind, tokens: &[u32], tensors: &mut Tensors) -> Finished {
         let session = {
             let mut core = self.core.0.lock();
             let session = core.open_session(self.space, &SessionOpts::default()).expect("opened");
             core.append(session, tokens).expect("appended");
             let (level, all) = (Level::Ram, tensors.whole());
-            core.submit_cell_range(session, deed, level, 0, all).expect("submitted");
+            core.submit_cell_range(session, kind, level, 0, all).expect("submitted");
             session
         };
         self.rest();

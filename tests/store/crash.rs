@@ -221,7 +221,7 @@ fn what_write_behind_has_written_outlives_the_process() {
 fn put_from(home: &Home, session: u32, tokens: &[u32], first: usize, level: Level) {
     let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
     engine.compute(&marks_of(0, tokens));
-    let what = engine.rectangle(first, tokens.len() - first, 0..MODEL.layers, false);
+    let what = engine.cell_range(first, tokens.len() - first, 0..MODEL.layers, false);
     let ops = home.submit(session, TransferKind::Put, level, what).expect("submitted");
     assert_eq!(wait(&ops[0]), Done { status: Status::Ok, tokens: tokens.len() - first });
 }

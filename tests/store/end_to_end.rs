@@ -45,7 +45,7 @@ fn every_shape_is_read_as_any_other() {
             engine.check(&marks, 0..tokens.len(), 0..SMALL.layers);
             assert!(engine.is_untouched(), "{from:?} to {to:?}: more was written");
             // A part of it: chunks 1 to 3 of layers 1 and 2.
-            let part = engine.rectangle(16, 48, 1..3, false);
+            let part = engine.cell_range(16, 48, 1..3, false);
             let ops = home.submit(session, TransferKind::Get, Level::Ram, part).unwrap();
             assert_eq!(wait(&ops[0]), ok(48));
             engine.check(&marks, 16..64, 1..3);
@@ -172,7 +172,7 @@ fn layers_end_one_by_one() {
     // The first time from disk, then from memory.
     for _ in 0..3 {
         let mut engine = Engine::new(WIDE, Shape::Paged, tokens.len());
-        let what = engine.rectangle(0, tokens.len(), 0..WIDE.layers, true);
+        let what = engine.cell_range(0, tokens.len(), 0..WIDE.layers, true);
         let ops = home.submit(session, TransferKind::Get, Level::Ram, what).unwrap();
         assert_eq!(ops.len(), WIDE.layers);
         for (layer, op) in ops.iter().enumerate() {
@@ -197,11 +197,11 @@ fn layers_are_put_one_by_one_and_a_missing_one_is_a_miss_of_its_own() {
     let session = home.session(space, &tokens);
     let mut engine = Engine::new(WIDE, Shape::Heads, tokens.len());
     engine.compute(&marks);
-    let what = engine.rectangle(0, 64, 0..WIDE.layers - 1, true);
+    let what = engine.cell_range(0, 64, 0..WIDE.layers - 1, true);
     let ops = home.submit(session, TransferKind::Put, Level::Ram, what).unwrap();
     ops.iter().for_each(|op| assert_eq!(wait(op), ok(64)));
     let mut engine = Engine::new(WIDE, Shape::Interleaved, tokens.len());
-    let what = engine.rectangle(0, 64, 0..WIDE.layers, true);
+    let what = engine.cell_range(0, 64, 0..WIDE.layers, true);
     let ops = home.submit(session, TransferKind::Get, Level::Ram, what).unwrap();
     for (layer, op) in ops.iter().enumerate() {
         let missing = Done { status: Status::NotFound, tokens: 0 };
@@ -227,7 +227,7 @@ fn what_is_late_or_cancelled_leaves_the_memory_alone_once_released() {
     for turn in 0..24u64 {
         let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
         let by_layer = turn % 3 == 2;
-        let what = engine.rectangle(0, tokens.len(), 0..WIDE.layers, by_layer);
+        let what = engine.cell_range(0, tokens.len(), 0..WIDE.layers, by_layer);
         let late = turn % 2 == 0;
         let deadline_ns = if late { home.now_ns() + turn * 200_000 } else { 0 };
         let opts = OpOpts { deadline_ns, ..OpOpts::default() };
@@ -299,7 +299,7 @@ fn a_store_that_is_closed_at_work_ends_every_op_once() {
         let mut ops = Vec::new();
         for (i, &session) in sessions.iter().enumerate() {
             let engine = Engine::new(WIDE, SHAPES[i % SHAPES.len()], tokens.len());
-            let what = engine.rectangle(0, tokens.len(), 0..WIDE.layers, i % 2 == 0);
+            let what = engine.cell_range(0, tokens.len(), 0..WIDE.layers, i % 2 == 0);
             ops.extend(home.submit(session, TransferKind::Get, Level::Ram, what).unwrap());
             engines.push(engine);
         }

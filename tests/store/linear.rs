@@ -43,11 +43,11 @@ fn steps(chunks: usize) -> Vec<BTreeMap<String, i64>> {
     let engine = Engine::new(MODEL, Shape::Tokens, 16);
     for chunk in [chunks, chunks + 1] {
         world.core.append(session, &tokens[chunk * 16..][..16]).expect("room");
-        for deed in [TransferKind::Put, TransferKind::Get] {
+        for kind in [TransferKind::Put, TransferKind::Get] {
             let before = counted(&world);
             let mut what = engine.whole();
             what.first_token = chunk as u64 * 16;
-            world.core.submit_cell_range(session, deed, Level::Ram, 0, what).expect("sound");
+            world.core.submit_cell_range(session, kind, Level::Ram, 0, what).expect("sound");
             while world.copy().is_some() {}
             steps.push(more(&before, &counted(&world)));
         }

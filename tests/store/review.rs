@@ -27,7 +27,7 @@ fn a_put_that_waits_for_its_prefix_ends_whatever_is_cleared() {
     let session = world.session(&tokens);
     let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
     engine.compute(&marks_of(0, &tokens));
-    let what = engine.rectangle(16, 16, 0..2, false);
+    let what = engine.cell_range(16, 16, 0..2, false);
     world
         .with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Disk, 0, what))
         .expect("submitted");
@@ -197,7 +197,7 @@ fn how_long_giving_up_takes() {
             let tokens = document(number, 16);
             let session = home.session(space, &tokens);
             let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-            let what = engine.rectangle(0, 16, 0..2, true);
+            let what = engine.cell_range(0, 16, 0..2, true);
             let opts = OpOpts::default();
             let begun = home.store.submit_after(
                 session,

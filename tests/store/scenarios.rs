@@ -132,13 +132,13 @@ impl World {
         self.core.append(talk.number, &all[talk.tokens..]).expect("appended");
         let mut engine = Engine::new(MODEL, Shape::Tokens, all.len());
         engine.compute(&marks_of(0, &all));
-        let what = engine.rectangle(talk.tokens, MODEL.chunk, 0..layers, false);
+        let what = engine.cell_range(talk.tokens, MODEL.chunk, 0..layers, false);
         self.moves(talk, TransferKind::Put, what);
         talk.tokens = all.len();
     }
 
-    fn moves(&mut self, talk: &Talk, deed: TransferKind, what: CellRange) {
-        let begun = self.core.submit_cell_range(talk.number, deed, Level::Ram, 0, what);
+    fn moves(&mut self, talk: &Talk, kind: TransferKind, what: CellRange) {
+        let begun = self.core.submit_cell_range(talk.number, kind, Level::Ram, 0, what);
         begun.expect("submitted");
         self.rest();
         let mut finished = Vec::new();
@@ -153,7 +153,7 @@ impl World {
         self.core.tick(self.now_ns);
         let all = document(talk.document, talk.tokens);
         let mut engine = Engine::new(MODEL, Shape::Tokens, all.len());
-        let what = engine.rectangle(0, talk.tokens, 0..MODEL.layers, false);
+        let what = engine.cell_range(0, talk.tokens, 0..MODEL.layers, false);
         self.moves(talk, TransferKind::Get, what);
         engine.check(&marks_of(0, &all), 0..all.len(), 0..MODEL.layers);
     }

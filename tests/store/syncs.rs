@@ -48,7 +48,7 @@ fn layers_that_last_outlive_a_failed_sync_of_others() {
     let world = world.crash();
     let session = world.session(&tokens);
     let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-    let what = engine.rectangle(0, 16, 0..1, false);
+    let what = engine.cell_range(0, 16, 0..1, false);
     assert_eq!(
         world.ends(session, TransferKind::Get, Level::Ram, what),
         Status::Ok,
@@ -135,7 +135,7 @@ fn what_left_a_segment_goes_down_again() {
     let session = world.session(&branch);
     let mut engine = Engine::new(MODEL, Shape::Tokens, branch.len());
     engine.compute(&marks_of(0, &branch));
-    let what = engine.rectangle(32, 16, ALL, false);
+    let what = engine.cell_range(32, 16, ALL, false);
     assert_eq!(world.ends(session, TransferKind::Put, Level::Durable, what), Status::Ok);
     let mut keys = Vec::new();
     let chain = Chain::new(Key([1; 32]), MODEL.chunk as u32);

@@ -166,8 +166,8 @@ fn what_is_to_come_can_be_pinned() {
     let pin = Pin { priority: 2, until_ns: u64::MAX };
     let pins = |core: &mut kvtier::store::state::StoreState| {
         core.pin(session, 0, 64, pin)?;
-        let board = core.table_of(space).expect("it is open");
-        Ok(board.chunks.slots().filter(|&s| board.chunks.chunk(s).unwrap().pin().is_some()).count())
+        let table = core.table_of(space).expect("it is open");
+        Ok(table.chunks.slots().filter(|&s| table.chunks.chunk(s).unwrap().pin().is_some()).count())
     };
     assert_eq!(home.store.with(pins).expect("room"), 4);
     home.end(session);

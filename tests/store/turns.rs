@@ -47,9 +47,9 @@ impl World {
         session
     }
 
-    pub fn submit(&mut self, session: u32, deed: TransferKind, engine: &Engine) -> u32 {
+    pub fn submit(&mut self, session: u32, kind: TransferKind, engine: &Engine) -> u32 {
         let what = engine.whole();
-        self.core.submit_cell_range(session, deed, Level::Ram, 0, what).expect("submitted")
+        self.core.submit_cell_range(session, kind, Level::Ram, 0, what).expect("submitted")
     }
 
     /// The next copies are made; their bytes by their number of tokens, and whose they are.

@@ -142,11 +142,11 @@ impl Home {
     pub fn carry(
         &self,
         session: u32,
-        deed: TransferKind,
+        kind: TransferKind,
         level: Level,
         what: CellRange,
     ) -> Result<Vec<f64>> {
-        self.carry_and(session, deed, level, what, |_| ())
+        self.carry_and(session, kind, level, what, |_| ())
     }
 
     /// The same, and does something with each part when it is there; it is told whether
@@ -154,13 +154,13 @@ impl Home {
     pub fn carry_and(
         &self,
         session: u32,
-        deed: TransferKind,
+        kind: TransferKind,
         level: Level,
         what: CellRange,
         mut then: impl FnMut(bool),
     ) -> Result<Vec<f64>> {
         let start = Instant::now();
-        let ops = self.store.submit(session, deed, level, what, &OpOpts::default())?;
+        let ops = self.store.submit(session, kind, level, what, &OpOpts::default())?;
         let wait = |op: OpRef| {
             let waits = op.state() & RELEASED == 0;
             op.wait(RELEASED, 0)?;

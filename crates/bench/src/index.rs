@@ -278,7 +278,7 @@ fn index(cells: u64, rounds: u32, sizes: &mut Bar, asks: &mut Bar) -> Result<()>
         }
         held = keys.capacity() as u64 * 32;
     }
-    let counts = world.core.table_of(world.space).map(|board| board.chunks.counts());
+    let counts = world.core.table_of(world.space).map(|table| table.chunks.counts());
     let known = counts.map_or(0, |counts| counts.cells[2]);
     if known != u64::from(chunks) * LAYERS as u64 {
         return Err(Error::new(Status::State, format!("{known} cells are known")));

@@ -66,9 +66,9 @@ fn timed<R>(call: impl FnOnce() -> Result<R>) -> Result<(f64, R)> {
 /// Microseconds of each call for one document.
 fn round(home: &Home, document: u32, tensors: &Tensors) -> Result<[f64; 4]> {
     let opts = OpOpts::default();
-    let submit = |session, deed| -> Result<f64> {
+    let submit = |session, kind| -> Result<f64> {
         let what = tensors.whole(false);
-        let (took, ops) = timed(|| home.store.submit(session, deed, Level::Ram, what, &opts))?;
+        let (took, ops) = timed(|| home.store.submit(session, kind, Level::Ram, what, &opts))?;
         ops.iter().try_for_each(|op| wait(op).map(drop))?;
         Ok(took)
     };

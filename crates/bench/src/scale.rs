@@ -120,10 +120,10 @@ fn talk(
     const DOCUMENTS: u32 = 30;
     for turn in 0u32.. {
         let before = hash(u64::from(turn)) as u32 % (turn + 1).min(DOCUMENTS);
-        for (turn, deed) in [(turn, TransferKind::Put), (turn - before, TransferKind::Get)] {
+        for (turn, kind) in [(turn, TransferKind::Put), (turn - before, TransferKind::Get)] {
             let number = turn % DOCUMENTS * 2 + caller;
             let session = home.session(number, tensors.tokens)?;
-            home.carry(session, deed, Level::Ram, tensors.whole(false))?;
+            home.carry(session, kind, Level::Ram, tensors.whole(false))?;
             home.end(session)?;
             moved.fetch_add(STORM_BYTES, Ordering::Relaxed);
         }

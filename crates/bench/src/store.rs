@@ -26,12 +26,12 @@ const MOVE_BYTES: u64 = 64 << 20;
 const MOVES: u32 = 6;
 
 /// Seconds of copying planes of so many bytes between the tensors and a part of a pool.
-fn copies(tensors: &Tensors, pool: &Buffer, part: u64, plane: u64, deed: TransferKind) -> f64 {
+fn copies(tensors: &Tensors, pool: &Buffer, part: u64, plane: u64, kind: TransferKind) -> f64 {
     let start = Instant::now();
     for at in (0..MOVE_BYTES).step_by(plane as usize) {
         let engine = tensors.memory.address().wrapping_add(at as usize);
         let ours = pool.address().wrapping_add((part * MOVE_BYTES + at) as usize);
-        let (from, to) = if deed == TransferKind::Put { (engine, ours) } else { (ours, engine) };
+        let (from, to) = if kind == TransferKind::Put { (engine, ours) } else { (ours, engine) };
         // SAFETY: inside buffers that are this benchmark's own.
         unsafe { to.copy_from_nonoverlapping(from, plane as usize) };
     }
@@ -138,7 +138,7 @@ impl Bare {
         Ok(number)
     }
 
-    fn carry(&mut self, session: u32, deed: TransferKind, first: u32, chunks: u32) -> Result<()> {
+    fn carry(&mut self, session: u32, kind: TransferKind, first: u32, chunks: u32) -> Result<()> {
         let what = CellRange {
             first_token: u64::from(first * BARE.0),
             tokens: u64::from(chunks * BARE.0),
@@ -149,7 +149,7 @@ impl Bare {
             views: self.views.clone(),
             after: None,
         };
-        self.core.submit_cell_range(session, deed, Level::Ram, 0, what)?;
+        self.core.submit_cell_range(session, kind, Level::Ram, 0, what)?;
         while let Some(work) = self.core.take(WorkerKind::Copy) {
             self.core.done(work, Ok(()), 0);
         }
@@ -162,14 +162,14 @@ impl Bare {
     }
 
     /// Nanoseconds a cell of moves of so many chunks, for a session of so many.
-    fn cost(&mut self, deed: TransferKind, document: u32, all: u32, each: u32) -> Result<f64> {
+    fn cost(&mut self, kind: TransferKind, document: u32, all: u32, each: u32) -> Result<f64> {
         let session = self.session(document, all)?;
-        if deed == TransferKind::Get {
+        if kind == TransferKind::Get {
             self.carry(session, TransferKind::Put, 0, all)?;
         }
         let start = thread_ns();
         for first in (0..all).step_by(each as usize) {
-            self.carry(session, deed, first, each)?;
+            self.carry(session, kind, first, each)?;
         }
         let took = thread_ns() - start;
         self.core.close_session(session)?;
@@ -188,12 +188,12 @@ fn bare_bars(quick: bool) -> Vec<Bar> {
         ("get_cell_by_512_of_32_layers", TransferKind::Get, 32, 16, 16, Some(150.0)),
     ];
     let rounds = if quick { 40 } else { 200 };
-    let measure = |deed, layers, chunks: u32, each| -> Result<f64> {
+    let measure = |kind, layers, chunks: u32, each| -> Result<f64> {
         let mut bare = Bare::open(layers)?;
-        let costs = (0..rounds).map(|number| bare.cost(deed, number, chunks, each));
+        let costs = (0..rounds).map(|number| bare.cost(kind, number, chunks, each));
         Ok(median(&mut costs.collect::<Result<Vec<f64>>>()?))
     };
-    let of = |(bar, deed, layers, chunks, each, goal)| {
+    let of = |(bar, kind, layers, chunks, each, goal)| {
         let mut bar = Bar {
             bar,
             value: None,
@@ -204,7 +204,7 @@ fn bare_bars(quick: bool) -> Vec<Bar> {
             better: Better::Lower,
             note: String::new(),
         };
-        match measure(deed, layers, chunks, each) {
+        match measure(kind, layers, chunks, each) {
             Ok(cost) => bar.value = Some(cost),
             Err(error) => bar.note = say(error),
         }
@@ -277,10 +277,10 @@ fn restore(out: &mut Restores, turn: u32, bytes: u64, stock: &Buffer) -> Outcome
         dir.display()
     );
     // Cells of 1 MiB; seconds of each part.
-    let carry = |deed, level, by_layer| -> Result<Vec<f64>> {
+    let carry = |kind, level, by_layer| -> Result<Vec<f64>> {
         let home = Home::open(&spec, layout(RESTORED_LAYERS, 256, TOKEN_BYTES)?, None)?;
         let session = home.session(1, tensors.tokens)?;
-        let took = home.carry(session, deed, level, tensors.whole(by_layer))?;
+        let took = home.carry(session, kind, level, tensors.whole(by_layer))?;
         home.close()?;
         Ok(took)
     };

@@ -26,12 +26,12 @@ fn what_is_on_the_device_crosses_no_link() {
     let tokens = document(1, TOKENS);
     // Planes between the engine and host memory, between it and the device, cells that are
     // filled there.
-    let mut count = |deed, memory: Memory, what: &str, right: [u64; 3]| {
-        if deed == TransferKind::Put {
+    let mut count = |kind, memory: Memory, what: &str, right: [u64; 3]| {
+        if kind == TransferKind::Put {
             engine.compute(&marks_of(0, &tokens));
         }
-        let rectangle = in_memory(engine.whole(), memory);
-        core.submit_cell_range(session, deed, Level::Ram, 0, rectangle).expect("submitted");
+        let cell_range = in_memory(engine.whole(), memory);
+        core.submit_cell_range(session, kind, Level::Ram, 0, cell_range).expect("submitted");
         let mut seen = [0; 3];
         while let Some(work) = core.take(WorkerKind::Copy) {
             if let Work::Copies(batch) = &work {
@@ -141,14 +141,14 @@ fn what_is_lost_on_the_way_to_the_device_does_not_arrive() {
         (session.space(), session.path().slots().to_vec())
     };
     for (slot, layer) in slots.iter().flat_map(|&slot| (0..MODEL.layers).map(move |l| (slot, l))) {
-        let board = core.table_of(space).expect("open");
+        let table = core.table_of(space).expect("open");
         let cell = Cell { chunk: slot, layer };
-        let place = board.chunks.place(cell, Tier::Disk).expect("there is a chunk");
+        let place = table.chunks.place(cell, Tier::Disk).expect("there is a chunk");
         let Some(Place::Disk { spot, seal, coded }) = place else {
             panic!("not on disk: {cell:?}")
         };
-        let chunk = board.record_of(slot, Key([1; 32]));
-        let (spot, stored_bytes) = (Spot(spot), board.disk_bytes(cell, coded));
+        let chunk = table.record_of(slot, Key([1; 32]));
+        let (spot, stored_bytes) = (Spot(spot), table.disk_bytes(cell, coded));
         if core.lost(&CellAt { chunk, layer: layer as u32, spot, seal, stored_bytes }) {
             tools.disk.as_ref().expect("there is one").drop_cells([(spot, stored_bytes)]);
         }

@@ -27,13 +27,13 @@ struct Moving {
 impl Moving {
     fn begin(
         rig: &Rig,
-        deed: TransferKind,
+        kind: TransferKind,
         number: u32,
         there: (Shape, Memory),
         after: Event,
     ) -> Moving {
         let by_layer = number % 2 == 1;
-        Moving::with(rig, deed, Level::Ram, number, there, |what| CellRange {
+        Moving::with(rig, kind, Level::Ram, number, there, |what| CellRange {
             after: Some(after),
             by_layer,
             ..what
@@ -42,7 +42,7 @@ impl Moving {
 
     fn with(
         rig: &Rig,
-        deed: TransferKind,
+        kind: TransferKind,
         level: Level,
         number: u32,
         (shape, memory): (Shape, Memory),
@@ -52,7 +52,7 @@ impl Moving {
         let session = rig.home.session(rig.space, &tokens);
         let engine = Engine::new(MODEL, shape, tokens.len());
         let what = change(in_memory(engine.whole(), memory));
-        let ops = rig.home.submit(session, deed, level, what).expect("submitted");
+        let ops = rig.home.submit(session, kind, level, what).expect("submitted");
         Moving { engine, session, ops, marks: marks_of(0, &tokens) }
     }
 
@@ -176,9 +176,9 @@ fn what_cannot_be_behind_an_event_is_refused() {
     let session = rig.home.session(rig.space, &tokens);
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     let event = rig.device.promise().expect("one");
-    let refused = |home: &Home, session, deed, after| {
+    let refused = |home: &Home, session, kind, after| {
         let what = CellRange { after: Some(after), ..engine.whole() };
-        home.submit(session, deed, Level::Ram, what).map(|_| ()).unwrap_err().status()
+        home.submit(session, kind, Level::Ram, what).map(|_| ()).unwrap_err().status()
     };
     assert_eq!(refused(&rig.home, session, TransferKind::Prefetch, event), Status::Invalid);
     assert_eq!(refused(&rig.home, session, TransferKind::Get, Event(12345)), Status::Handle);

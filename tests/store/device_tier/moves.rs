@@ -216,9 +216,9 @@ fn a_partial_chunk_comes_back_from_the_device() {
     let session = rig.home.session(rig.space, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
     engine.compute(&marks_of(0, &tokens));
-    for deed in [TransferKind::Put, TransferKind::Get] {
+    for kind in [TransferKind::Put, TransferKind::Get] {
         let what = in_memory(engine.whole(), Memory::Device);
-        let ops = rig.home.submit(session, deed, Level::Ram, what).expect("submitted");
+        let ops = rig.home.submit(session, kind, Level::Ram, what).expect("submitted");
         assert_eq!(wait(&ops[0]), Done { status: Status::Ok, tokens: tokens.len() });
         engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..MODEL.layers);
     }
@@ -251,9 +251,9 @@ fn a_second_model_finds_room() {
         let session = rig.home.session(space, &tokens);
         let mut engine = Engine::new(other, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(0, &tokens));
-        for deed in [TransferKind::Put, TransferKind::Get] {
+        for kind in [TransferKind::Put, TransferKind::Get] {
             let what = in_memory(engine.whole(), Memory::Device);
-            let ops = rig.home.submit(session, deed, Level::Ram, what).expect("submitted");
+            let ops = rig.home.submit(session, kind, Level::Ram, what).expect("submitted");
             assert_eq!(wait(&ops[0]), RIGHT);
             engine.check(&marks_of(0, &tokens), 0..TOKENS, 0..other.layers);
         }

@@ -66,7 +66,7 @@ impl Rig {
     /// Stores or loads a document by tensors in a memory; what was loaded is compared.
     pub fn go(
         &self,
-        deed: TransferKind,
+        kind: TransferKind,
         level: Level,
         number: u32,
         (shape, memory): (Shape, Memory),
@@ -74,13 +74,13 @@ impl Rig {
         let tokens = document(number, TOKENS);
         let session = self.home.session(self.space, &tokens);
         let mut engine = Engine::new(MODEL, shape, tokens.len());
-        if deed == TransferKind::Put {
+        if kind == TransferKind::Put {
             engine.compute(&marks_of(0, &tokens));
         }
         let what = in_memory(engine.whole(), memory);
-        let ops = self.home.submit(session, deed, level, what).expect("submitted");
+        let ops = self.home.submit(session, kind, level, what).expect("submitted");
         let done = wait(&ops[0]);
-        if deed == TransferKind::Get {
+        if kind == TransferKind::Get {
             engine.check(&marks_of(0, &tokens), 0..done.tokens, 0..MODEL.layers);
         }
         self.home.end(session);

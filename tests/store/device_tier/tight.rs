@@ -46,7 +46,7 @@ impl Bench {
     fn begin(
         &mut self,
         session: u32,
-        deed: TransferKind,
+        kind: TransferKind,
         model: Model,
         after: Option<Event>,
     ) -> u32 {
@@ -54,7 +54,7 @@ impl Bench {
         let mut what = in_memory(engine.whole(), Memory::Device);
         what.after = after;
         self.engines.push(engine);
-        self.core.submit_cell_range(session, deed, Level::Ram, 0, what).expect("submitted")
+        self.core.submit_cell_range(session, kind, Level::Ram, 0, what).expect("submitted")
     }
 
     fn put(&mut self, session: u32, model: Model) {

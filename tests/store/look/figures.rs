@@ -192,8 +192,8 @@ fn moves_are_timed_by_the_farthest_tier_that_they_needed() {
     assert!(world.submit_part(at, TransferKind::Get, 0, 0, 8, 0..3));
     world.rest(0);
     assert!(times(&world).values().all(|one| one.count == 0));
-    for deed in [TransferKind::Put, TransferKind::Get, TransferKind::Prefetch] {
-        assert!(world.submit_part(at, deed, 0, 4, 4, 1..2));
+    for kind in [TransferKind::Put, TransferKind::Get, TransferKind::Prefetch] {
+        assert!(world.submit_part(at, kind, 0, 4, 4, 1..2));
         world.rest(700);
     }
     let one = Latency { count: 1, mean_ns: 1000, p50_ns: 1000, p99_ns: 1000, max_ns: 1000 };

@@ -30,7 +30,7 @@ fn best_ns(mut body: impl FnMut()) -> f64 {
 fn store(core: &mut StoreState, session: u32, tokens: u32, layers: std::ops::Range<usize>) {
     let plane = || PlaneView::canonical(4096, tokens, 4);
     let views = layers.clone().map(|_| LayerViews { k: plane(), v: Some(plane()) }).collect();
-    let rectangle = CellRange {
+    let cell_range = CellRange {
         first_token: 0,
         tokens: u64::from(tokens),
         first_layer: layers.start,
@@ -40,7 +40,7 @@ fn store(core: &mut StoreState, session: u32, tokens: u32, layers: std::ops::Ran
         views: Arc::new(Views(views)),
         after: None,
     };
-    core.submit_cell_range(session, TransferKind::Put, Level::Ram, 0, rectangle).unwrap();
+    core.submit_cell_range(session, TransferKind::Put, Level::Ram, 0, cell_range).unwrap();
     while let Some(work) = core.take(WorkerKind::Copy) {
         core.done(work, Ok(()), 0);
     }

@@ -27,9 +27,9 @@ fn left(world: &mut World, document: u32) -> usize {
     world.grow(at, document, TOKENS);
     let session = world.sessions.swap_remove(at);
     let mut core = world.core.0.lock();
-    let board = core.table_snapshot(Some(session.number), 0, CHUNKS).expect("it is open");
+    let table = core.table_snapshot(Some(session.number), 0, CHUNKS).expect("it is open");
     core.close_session(session.number).expect("it is open");
-    let row = &board.rows[0];
+    let row = &table.rows[0];
     let count = row.chars().take_while(|&cell| cell == 'M').count();
     assert_eq!(row.matches('M').count(), count, "a path is given up from its end: {row}");
     count

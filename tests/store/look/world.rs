@@ -196,7 +196,7 @@ impl World {
         session.tokens.extend(tokens);
     }
 
-    fn submit(&mut self, deed: TransferKind) {
+    fn submit(&mut self, kind: TransferKind) {
         if self.sessions.is_empty() {
             return;
         }
@@ -219,7 +219,7 @@ impl World {
         };
         let lane = self.random.below(3) as usize;
         if first < all && tokens > 0 && first + tokens <= all {
-            self.submit_part(at, deed, lane, first, tokens, layers);
+            self.submit_part(at, kind, lane, first, tokens, layers);
         }
     }
 
@@ -227,7 +227,7 @@ impl World {
     pub fn submit_part(
         &mut self,
         at: usize,
-        deed: TransferKind,
+        kind: TransferKind,
         lane: usize,
         first: usize,
         tokens: usize,
@@ -236,7 +236,7 @@ impl World {
         let session = &self.sessions[at];
         let layout = &self.spaces[session.space].layout;
         let views = layers.clone().map(|layer| self.views(layout, layer, tokens));
-        let rectangle = CellRange {
+        let cell_range = CellRange {
             first_token: first as u64,
             tokens: tokens as u64,
             first_layer: layers.start,
@@ -247,11 +247,11 @@ impl World {
             after: None,
         };
         let mut core = self.core.0.lock();
-        match core.submit_cell_range(session.number, deed, Level::Ram, lane, rectangle) {
+        match core.submit_cell_range(session.number, kind, Level::Ram, lane, cell_range) {
             Ok(number) => {
                 // The first chunk is named by its prefix, and the others by longer ones.
                 let tokens = session.tokens[..first + tokens].to_vec();
-                let from = if deed == TransferKind::Put { first } else { tokens.len() };
+                let from = if kind == TransferKind::Put { first } else { tokens.len() };
                 self.asked.push((
                     number,
                     session.space,

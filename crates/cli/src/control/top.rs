@@ -40,7 +40,7 @@ pub fn run(at: &Where, opts: &Opts) -> Outcome<()> {
     let mut before: Option<(Instant, Value)> = None;
     loop {
         let stats: Value = serde_json::from_str(&client.ask("stats")?)?;
-        let board = match client.ask(&request) {
+        let table = match client.ask(&request) {
             Ok(text) => Ok(serde_json::from_str(&text)?),
             // It has closed, or there is none.
             Err(refusal) if refusal.status == "KVT_E_NOT_FOUND" => Err(refusal),
@@ -49,11 +49,11 @@ pub fn run(at: &Where, opts: &Opts) -> Outcome<()> {
         let now = Instant::now();
         let mut out = std::io::stdout().lock();
         if at.json {
-            let board = board.unwrap_or(Value::Null);
-            writeln!(out, "{}", json!({ "stats": stats, "board": board }))?;
+            let table = table.unwrap_or(Value::Null);
+            writeln!(out, "{}", json!({ "stats": stats, "board": table }))?;
         } else {
             let since = before.as_ref().map(|(then, old)| (now - *then, old));
-            let frame = frame(&stats, since, &board, colours);
+            let frame = frame(&stats, since, &table, colours);
             let clear = if opts.once { "" } else { "\x1b[H\x1b[J" };
             write!(out, "{clear}{frame}")?;
         }
@@ -70,7 +70,7 @@ pub fn run(at: &Where, opts: &Opts) -> Outcome<()> {
 fn frame(
     stats: &Value,
     since: Option<(Duration, &Value)>,
-    board: &Result<Value, Refusal>,
+    table: &Result<Value, Refusal>,
     colours: bool,
 ) -> String {
     let mut out = String::new();
@@ -113,8 +113,8 @@ fn frame(
         let _ = writeln!(out, "rates   {}", rates(stats, old, time.as_secs_f64().max(1e-3)));
     }
     times(&mut out, stats);
-    match board {
-        Ok(board) => sheet(&mut out, board, colours),
+    match table {
+        Ok(table) => sheet(&mut out, table, colours),
         Err(refusal) => {
             let _ = writeln!(out, "\n{refusal}");
         }
@@ -160,9 +160,9 @@ fn times(out: &mut String, stats: &Value) {
     }
 }
 
-fn sheet(out: &mut String, board: &Value, colours: bool) {
-    let session = board.get("session").unwrap_or(&Value::Null);
-    let rows = board.get("rows").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+fn sheet(out: &mut String, table: &Value, colours: bool) {
+    let session = table.get("session").unwrap_or(&Value::Null);
+    let rows = table.get("rows").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
     let each = rows.len().div_ceil(ROWS).max(1);
     let shown = rows.first().and_then(Value::as_str).map_or(0, str::len);
     let _ = writeln!(
@@ -172,8 +172,8 @@ fn sheet(out: &mut String, board: &Value, colours: bool) {
         number(session, "session"),
         number(session, "tenant"),
         number(session, "tokens"),
-        number(board, "first_chunk"),
-        number(board, "first_chunk") + shown as u64,
+        number(table, "first_chunk"),
+        number(table, "first_chunk") + shown as u64,
         number(session, "chunks"),
         number(session, "layers"),
         if each > 1 { format!(" (one in {each})") } else { String::new() },
@@ -215,12 +215,12 @@ mod tests {
                 "tiers": { "host": { "limit_bytes": 4096, "used_bytes": 2048, "live_bytes": 1024 } },
             })
         };
-        let board = json!({
+        let table = json!({
             "session": { "session": 5, "tenant": 2, "tokens": 70, "chunks": 3, "layers": 2 },
             "first_chunk": 0, "rows": ["MB.", "MD~"],
         });
         let (old, new) = (stats(10), stats(30));
-        let text = frame(&new, Some((Duration::from_secs(2), &old)), &Ok(board), false);
+        let text = frame(&new, Some((Duration::from_secs(2), &old)), &Ok(table), false);
         for part in [
             "50.0 % of cells found, 25.0 % in memory",
             &format!("memory  [{}{}{}]", "#".repeat(10), "+".repeat(10), ".".repeat(20)),

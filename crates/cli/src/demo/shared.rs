@@ -182,14 +182,14 @@ impl End {
     fn move_all(
         &mut self,
         session: u32,
-        deed: TransferKind,
+        kind: TransferKind,
         level: Level,
         tokens: u64,
     ) -> Outcome<u64> {
-        let what = self.tensors.rectangle(&self.model, tokens, false);
+        let what = self.tensors.cell_range(&self.model, tokens, false);
         let mut least = tokens;
-        for op in self.store.submit(session, deed, level, what, &OpOpts::default())? {
-            least = least.min(value(&op, deed)?);
+        for op in self.store.submit(session, kind, level, what, &OpOpts::default())? {
+            least = least.min(value(&op, kind)?);
         }
         Ok(least)
     }
@@ -266,17 +266,17 @@ impl End {
 }
 
 /// Waits for an op; how many tokens it is about.
-fn value(op: &OpRef, deed: TransferKind) -> Outcome<u64> {
+fn value(op: &OpRef, kind: TransferKind) -> Outcome<u64> {
     op.wait(RELEASED, 0)?;
     let (tokens, status) = (op.value(), op.info().status.and_then(Status::from_code));
     op.remove();
     match status {
         Some(Status::Ok) => Ok(tokens),
         // It says how far what came goes.
-        Some(Status::NotFound) if deed == TransferKind::Get => Ok(tokens),
+        Some(Status::NotFound) if kind == TransferKind::Get => Ok(tokens),
         status => {
             let status = status.map_or("nothing".to_string(), |status| format!("{status:?}"));
-            Err(format!("a {deed:?} ended with {status}").into())
+            Err(format!("a {kind:?} ended with {status}").into())
         }
     }
 }

@@ -77,7 +77,7 @@ impl Screen {
         self.drawn.set(Instant::now());
         self.bar.set_length(turns);
         self.bar.set_position(turn);
-        self.bar.set_message(board(store, space, talk)?);
+        self.bar.set_message(table(store, space, talk)?);
         Ok(())
     }
 
@@ -88,7 +88,7 @@ impl Screen {
 }
 
 /// One letter a cell: M in memory, D on disk, B in both, . nowhere.
-fn board(store: &Store, space: u32, talk: &Talk) -> Outcome<String> {
+fn table(store: &Store, space: u32, talk: &Talk) -> Outcome<String> {
     let tokens = talk.tokens(talk.last);
     Ok(store.with(|core| {
         let session = core.open_session(space, &SessionOpts::default())?;

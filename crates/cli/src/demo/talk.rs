@@ -169,9 +169,9 @@ impl<'a> Talk<'a> {
             return Ok(0);
         }
         let start = Instant::now();
-        let rectangle = self.tensors.rectangle(self.model, full, true);
+        let cell_range = self.tensors.cell_range(self.model, full, true);
         let opts = OpOpts::default();
-        let ops = self.store.submit(session, TransferKind::Get, Level::Ram, rectangle, &opts)?;
+        let ops = self.store.submit(session, TransferKind::Get, Level::Ram, cell_range, &opts)?;
         let mut tokens = full;
         for op in ops {
             op.wait(RELEASED, 0)?;
@@ -199,9 +199,9 @@ impl<'a> Talk<'a> {
     fn keep(&mut self, session: u32, at: usize) -> Outcome<()> {
         let each = u64::from(self.model.layout.chunk_tokens());
         let full = self.all[at].tokens.len() as u64 / each * each;
-        let rectangle = self.tensors.rectangle(self.model, full, false);
+        let cell_range = self.tensors.cell_range(self.model, full, false);
         let opts = OpOpts::default();
-        for op in self.store.submit(session, TransferKind::Put, Level::Ram, rectangle, &opts)? {
+        for op in self.store.submit(session, TransferKind::Put, Level::Ram, cell_range, &opts)? {
             op.wait(RELEASED, 0)?;
             if let Some(status) = op.info().status.filter(|&status| status != 0) {
                 return Err(format!("a put ended with {status}").into());

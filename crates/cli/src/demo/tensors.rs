@@ -17,7 +17,7 @@ impl Tensors {
     }
 
     /// The first tokens of them.
-    pub fn rectangle(&mut self, model: &Model, tokens: u64, by_layer: bool) -> CellRange {
+    pub fn cell_range(&mut self, model: &Model, tokens: u64, by_layer: bool) -> CellRange {
         let token_bytes = model.token_bytes();
         let plane = |bytes: &mut Vec<u8>| {
             PlaneView::canonical(bytes.as_mut_ptr() as u64, tokens as u32, token_bytes)

@@ -163,10 +163,10 @@ fn every_request_is_answered_and_the_path_is_the_owners() {
     let mut tokens = document(39, 64);
     tokens.extend(document(500, 20));
     let session = home.session(space, &tokens);
-    let board = ask_ok(&path, "board");
-    assert_eq!(number(&board, "/session/session"), u64::from(session));
-    assert_eq!((number(&board, "/session/tokens"), number(&board, "/session/chunks")), (84, 6));
-    let rows = board["rows"].as_array().expect("rows");
+    let table = ask_ok(&path, "board");
+    assert_eq!(number(&table, "/session/session"), u64::from(session));
+    assert_eq!((number(&table, "/session/tokens"), number(&table, "/session/chunks")), (84, 6));
+    let rows = table["rows"].as_array().expect("rows");
     assert_eq!(rows.len(), SMALL.layers);
     for row in rows.iter().map(|row| row.as_str().expect("text")) {
         assert!(row.len() == 6 && row.ends_with(".."), "{row}");

@@ -214,16 +214,16 @@ enum Target<'a> {
 }
 
 impl Target<'_> {
-    fn real(&self, deed: impl FnOnce(std::fs::File, &PathBuf)) {
+    fn real(&self, act: impl FnOnce(std::fs::File, &PathBuf)) {
         if let Target::Real(path) = self {
             let file = std::fs::OpenOptions::new().write(true).open(path).expect("opened");
-            deed(file, path);
+            act(file, path);
         }
     }
 
-    fn simulated(&self, deed: impl FnOnce(&SimFixed)) {
+    fn simulated(&self, act: impl FnOnce(&SimFixed)) {
         if let Target::Simulated(files) = self {
-            deed(files);
+            act(files);
         }
     }
 }
@@ -291,8 +291,8 @@ const DEEDS: [Deed; 6] = [
 
 #[test]
 fn what_is_done_to_a_file_shows() {
-    let judge = |files: &dyn FixedFiles, target: &Target, deed: &Deed| {
-        let (what, run, check, reads) = deed;
+    let judge = |files: &dyn FixedFiles, target: &Target, act: &Deed| {
+        let (what, run, check, reads) = act;
         run(target);
         let found = files.check(0);
         assert_eq!(status(found.clone()), *check, "{what}, {}: {found:?}", files.engine());
@@ -312,13 +312,13 @@ fn what_is_done_to_a_file_shows() {
             assert!(end == expected, "{what}: zeros, whatever is there now");
         }
     };
-    for deed in &DEEDS {
+    for act in &DEEDS {
         for opts in ways() {
             let model = Model::new(&[300_000]);
-            judge(&model.open(&opts), &Target::Real(&model.paths[0]), deed);
+            judge(&model.open(&opts), &Target::Real(&model.paths[0]), act);
         }
         let files = simulated(&[300_000], SimFixedOpts::default());
-        judge(&files, &Target::Simulated(&files), deed);
+        judge(&files, &Target::Simulated(&files), act);
     }
 }
 

@@ -68,14 +68,14 @@ impl Behind {
 
 impl World {
     /// The event that the next move is to be behind.
-    pub(super) fn name_event(&mut self, deed: TransferKind) -> Option<Event> {
-        let behind = self.behind.as_mut().filter(|_| deed != TransferKind::Prefetch)?;
+    pub(super) fn name_event(&mut self, kind: TransferKind) -> Option<Event> {
+        let behind = self.behind.as_mut().filter(|_| kind != TransferKind::Prefetch)?;
         behind.name(&self.tools.device)
     }
 
     /// What a put that is behind an event stores is not there yet.
     pub(super) fn hide(&self, asked: &mut Asked) {
-        if asked.deed != TransferKind::Put || !asked.after.is_some_and(|event| self.is_open(event))
+        if asked.kind != TransferKind::Put || !asked.after.is_some_and(|event| self.is_open(event))
         {
             return;
         }
@@ -195,7 +195,7 @@ impl World {
 impl Asked {
     /// What is to be put is there from now on; what a get brings was not.
     fn show(&mut self) -> Outcome<()> {
-        if self.deed == TransferKind::Get {
+        if self.kind == TransferKind::Get {
             let mut planes = self.planes.iter().flat_map(|planes| [&planes.k, &planes.v]);
             if planes.any(|plane| plane.iter().any(|&byte| byte != POISON)) {
                 return Err(wrong("a get wrote before its event came".into()));

@@ -25,7 +25,7 @@ const MOST: u64 = 12;
 
 /// A move of blocks under way.
 pub(super) struct AskedBlocks {
-    deed: TransferKind,
+    kind: TransferKind,
     level: Level,
     space: u32,
     names: Vec<u32>,
@@ -135,7 +135,7 @@ impl World {
 
     fn move_blocks(
         &mut self,
-        deed: TransferKind,
+        kind: TransferKind,
         level: Level,
         space: u32,
         names: Vec<u32>,
@@ -149,7 +149,7 @@ impl World {
         let (mut planes, mut views) = (Vec::new(), Vec::new());
         for layer in 0..layout.layers() {
             let Some(group) = layout.group(layer) else { continue };
-            planes.push(match deed {
+            planes.push(match kind {
                 TransferKind::Put => Planes::of(group, layer, &marks, each),
                 _ => {
                     let (k, v) = Planes::lengths(group, marks.len(), each);
@@ -157,7 +157,7 @@ impl World {
                 }
             });
         }
-        if deed != TransferKind::Prefetch {
+        if kind != TransferKind::Prefetch {
             for (layer, planes) in planes.iter_mut().enumerate() {
                 let Some(group) = layout.group(layer) else { continue };
                 views.push(views_of(group, planes, marks.len(), each, Memory::Host));
@@ -172,18 +172,18 @@ impl World {
         };
         let Some(asker) = self.asker(space)? else { return Ok(()) };
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
-        let how = (deed, level, blocks.random.below(3) as usize);
+        let how = (kind, level, blocks.random.below(3) as usize);
         let mut core = self.core.0.lock();
         let begun = core.submit_blocks(asker, how, moved);
         core.close_session(asker)?;
         drop(core);
         match begun {
             Ok(number) => {
-                if deed == TransferKind::Put {
+                if kind == TransferKind::Put {
                     blocks.begun.extend(names.iter().map(|&name| (space, name)));
                 }
                 let locates = false;
-                let asked = AskedBlocks { deed, level, space, names, planes, must, locates };
+                let asked = AskedBlocks { kind, level, space, names, planes, must, locates };
                 blocks.asked.insert(number, asked);
                 Ok(())
             }
@@ -207,9 +207,9 @@ impl World {
         drop(core);
         match (begun, &mut self.blocks) {
             (Ok(number), Some(blocks)) => {
-                let (deed, planes, must, locates) =
+                let (kind, planes, must, locates) =
                     (TransferKind::Prefetch, Vec::new(), false, true);
-                let asked = AskedBlocks { deed, level, space, names, planes, must, locates };
+                let asked = AskedBlocks { kind, level, space, names, planes, must, locates };
                 blocks.asked.insert(number, asked);
                 Ok(())
             }
@@ -373,7 +373,7 @@ impl World {
             if !is_known {
                 return ended("a status that cannot be");
             }
-            match (asked.deed, *status) {
+            match (asked.kind, *status) {
                 (TransferKind::Put, Status::Ok) if asked.level == Level::Durable => {
                     if let Some(blocks) = &mut self.blocks {
                         blocks.lasting.insert((asked.space, name));

@@ -53,12 +53,12 @@ impl World {
     }
 
     /// A rectangle of a session, with the engine's memory for it.
-    pub(super) fn rectangle(
+    pub(super) fn cell_range(
         &mut self,
         at: usize,
-        deed: TransferKind,
+        kind: TransferKind,
     ) -> Option<(CellRange, Asked)> {
-        let (memory, after) = (self.memory(), self.name_event(deed));
+        let (memory, after) = (self.memory(), self.name_event(kind));
         let session = &self.sessions[at];
         let layout = &self.layouts[session.space as usize];
         let each = layout.chunk_tokens() as usize;
@@ -80,7 +80,7 @@ impl World {
             }
             _ => (0, layout.layers()),
         };
-        let (marks, wanted) = match deed {
+        let (marks, wanted) = match kind {
             TransferKind::Put => (session.marks[first..first + tokens].to_vec(), Wanted::All),
             _ => picked(&mut self.picks, &session.marks[first..first + tokens], each),
         };
@@ -88,7 +88,7 @@ impl World {
         let mut planes: Vec<Planes> = Vec::new();
         for layer in first_layer..first_layer + layers {
             let group = layout.group(layer)?;
-            planes.push(match deed {
+            planes.push(match kind {
                 TransferKind::Put => Planes::of(group, layer, &marks, each),
                 _ => {
                     let (k, v) = Planes::lengths(group, count, each);
@@ -102,7 +102,7 @@ impl World {
         });
         let views = Arc::new(Views(views.collect::<Option<Vec<_>>>()?));
         let by_layer = self.random.coin();
-        let rectangle = CellRange {
+        let cell_range = CellRange {
             first_token: first as u64,
             tokens: tokens as u64,
             first_layer,
@@ -113,12 +113,12 @@ impl World {
             after,
         };
         // What comes lies one after the other.
-        let (marks, first) = match deed {
+        let (marks, first) = match kind {
             TransferKind::Put => (session.marks.clone(), first),
             _ => (marks, 0),
         };
         let mut asked = Asked {
-            deed,
+            kind,
             level: Level::Ram,
             space: session.space,
             tokens: session.tokens.clone(),
@@ -129,22 +129,22 @@ impl World {
             by_layer,
             planes,
             parts_left: if by_layer { layers } else { 1 },
-            after: rectangle.after,
+            after: cell_range.after,
             hidden: Vec::new(),
         };
         self.hide(&mut asked);
-        Some((rectangle, asked))
+        Some((cell_range, asked))
     }
 
-    pub(super) fn submit(&mut self, at: usize, deed: TransferKind, level: Level) -> Outcome<()> {
-        let Some((rectangle, asked)) = self.rectangle(at, deed) else { return Ok(()) };
+    pub(super) fn submit(&mut self, at: usize, kind: TransferKind, level: Level) -> Outcome<()> {
+        let Some((cell_range, asked)) = self.cell_range(at, kind) else { return Ok(()) };
         let lane = self.random.below(3) as usize;
         let number = self.sessions[at].number;
         let waits = self.wants_to_wait();
         let mut core = self.core.0.lock();
         let begun = match waits {
-            true => core.submit_waiting(number, deed, level, lane, rectangle),
-            false => core.submit_cell_range(number, deed, level, lane, rectangle).map(|n| (n, 0)),
+            true => core.submit_waiting(number, kind, level, lane, cell_range),
+            false => core.submit_cell_range(number, kind, level, lane, cell_range).map(|n| (n, 0)),
         };
         drop(core);
         match begun {
@@ -152,7 +152,7 @@ impl World {
                 if waits {
                     self.waits(ticket);
                 }
-                if deed == TransferKind::Put {
+                if kind == TransferKind::Put {
                     self.note_put(&asked);
                 }
                 self.asked.insert(number, Asked { level, ..asked });
@@ -173,9 +173,9 @@ impl World {
 
     pub(super) fn get(&mut self) -> Outcome<()> {
         let Some(at) = self.any_session() else { return Ok(()) };
-        let deed =
+        let kind =
             if self.random.below(5) == 0 { TransferKind::Prefetch } else { TransferKind::Get };
-        self.submit(at, deed, Level::Ram)
+        self.submit(at, kind, Level::Ram)
     }
 
     pub(super) fn close_session(&mut self) -> Outcome<()> {
@@ -277,9 +277,9 @@ impl World {
                 || self.may_fail_far(asked)
         };
         if let Some(error) = one.error.as_ref().filter(|e| !is_known(e.status())) {
-            return Err(wrong(format!("{:?} ended with {error}", asked.deed)));
+            return Err(wrong(format!("{:?} ended with {error}", asked.kind)));
         }
-        if asked.deed == TransferKind::Put {
+        if asked.kind == TransferKind::Put {
             if one.error.is_none() && asked.level == Level::Durable {
                 for layer in layers {
                     self.now_lasts(asked, asked.first_layer + layer, each);
@@ -287,7 +287,7 @@ impl World {
             }
             return Ok(());
         }
-        if asked.deed == TransferKind::Prefetch {
+        if asked.kind == TransferKind::Prefetch {
             return Ok(());
         }
         let marks = &asked.marks[asked.first..asked.first + tokens];
@@ -317,7 +317,7 @@ impl World {
     /// What the planes of a layer are, and what they are coded with.
     pub(super) fn coding_of(&self, space: u32, layer: usize) -> ([Shape; 2], Codec) {
         let core = self.core.0.lock();
-        let shapes = core.table_of(self.spaces[space as usize]).map(|board| board.shapes(layer));
+        let shapes = core.table_of(self.spaces[space as usize]).map(|table| table.shapes(layer));
         let plain = Shape { dtype: Dtype::Bytes, row_bytes: 1, scales: Scales::Token };
         let codec = self.codecs[space as usize].unwrap_or(self.config.codec);
         (shapes.unwrap_or([plain; 2]), codec)

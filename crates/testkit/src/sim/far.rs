@@ -115,7 +115,7 @@ impl World {
         let begun = self.core.0.lock().locate(number);
         let Ok(number) = begun else { return Ok(()) };
         let asked = Asked {
-            deed: TransferKind::Prefetch,
+            kind: TransferKind::Prefetch,
             level: Level::Ram,
             space: self.sessions[at].space,
             tokens,

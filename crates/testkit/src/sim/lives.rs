@@ -139,7 +139,7 @@ impl World {
         let (k, v) = Planes::lengths(group, each, each);
         let mut planes = Planes { k: vec![POISON; k], v: vec![POISON; v] };
         let views = Arc::new(Views(vec![views_of(group, &mut planes, each, each, Memory::Host)]));
-        let rectangle = CellRange {
+        let cell_range = CellRange {
             first_token: first as u64,
             tokens: each as u64,
             first_layer: layer,
@@ -151,9 +151,9 @@ impl World {
         };
         let ram = Level::Ram;
         let number_of_move =
-            self.core.0.lock().submit_cell_range(number, TransferKind::Get, ram, 0, rectangle)?;
+            self.core.0.lock().submit_cell_range(number, TransferKind::Get, ram, 0, cell_range)?;
         let asked = Asked {
-            deed: TransferKind::Get,
+            kind: TransferKind::Get,
             level: ram,
             space,
             tokens: tokens.to_vec(),

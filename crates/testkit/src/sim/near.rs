@@ -130,20 +130,20 @@ impl World {
         let Some(session) = self.sessions.get(draw % self.sessions.len().max(1)) else { return };
         let mut core = self.core.0.lock();
         let found = core.session(session.number).ok().and_then(|one| {
-            let (board, space) = (core.table_of(one.space())?, core.space(one.space())?);
-            let layer = draw % board.layout.layers();
+            let (table, space) = (core.table_of(one.space())?, core.space(one.space())?);
+            let layer = draw % table.layout.layers();
             // One that is on its way to the device, if there is one.
             let is_filled = |slot: &Slot| {
-                let marks = board.chunks.marks(*slot).and_then(|all| all.get(layer));
+                let marks = table.chunks.marks(*slot).and_then(|all| all.get(layer));
                 marks.is_some_and(|marks| marks.arriving() & 1 != 0)
             };
             let slots = one.path().slots();
             let slot = *slots.iter().find(|slot| is_filled(slot)).or(slots.first())?;
             let cell = Cell { chunk: slot, layer };
-            let place = board.chunks.place(cell, Tier::Disk).ok()?;
+            let place = table.chunks.place(cell, Tier::Disk).ok()?;
             let Some(Place::Disk { spot, seal, coded }) = place else { return None };
-            let chunk = board.record_of(slot, space.key);
-            let (spot, stored_bytes) = (Spot(spot), board.disk_bytes(cell, coded));
+            let chunk = table.record_of(slot, space.key);
+            let (spot, stored_bytes) = (Spot(spot), table.disk_bytes(cell, coded));
             Some(CellAt { chunk, layer: layer as u32, spot, seal, stored_bytes })
         });
         let Some(cell) = found else { return };

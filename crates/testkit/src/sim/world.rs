@@ -53,7 +53,7 @@ pub(super) struct Session {
 
 /// A move, with the engine's memory.
 pub(super) struct Asked {
-    pub(super) deed: TransferKind,
+    pub(super) kind: TransferKind,
     pub(super) level: Level,
     pub(super) space: u32,
     pub(super) tokens: Vec<u32>,
