@@ -9,7 +9,7 @@ use crate::meta::index::{Index, NONE, Slot};
 /// Most sessions that are known at once.
 pub const MAX_SESSIONS: usize = 1 << 20;
 
-/// Sessions without objects that are remembered in any case.
+/// Sessions without objects that are always remembered.
 const LEAST_IDLE: usize = 1 << 14;
 
 /// Sessions without objects that are remembered for each one with objects.
@@ -82,10 +82,10 @@ pub struct Session {
 // SAFETY: integers only.
 unsafe impl Zeroable for Session {}
 
-/// The table of sessions. Those without objects are remembered as long as they are
-/// few beside those with objects, so that the table is as large as what is stored,
-/// not as all that ever was. The one without objects that asked least recently makes
-/// room for a newcomer; when a full table has none, the newcomer goes unknown.
+/// The table of sessions. Its size follows the sessions with objects, not the sessions that
+/// ever were: it remembers [`IDLE_EACH`] sessions without objects for each with objects, and
+/// [`LEAST_IDLE`] in any case. A new session then takes the row of the session without objects
+/// that asked least recently. When all rows have objects, a new session gets no row.
 pub struct Sessions {
     rows: Zeroed<Session>,
     index: Index,
@@ -173,7 +173,7 @@ impl Sessions {
         slot
     }
 
-    /// Whether as many are without objects as may be remembered.
+    /// Whether no more sessions without objects may be remembered.
     fn remembers_enough(&self) -> bool {
         self.idle >= LEAST_IDLE.max(IDLE_EACH * (self.fresh - self.idle))
     }

@@ -3,8 +3,7 @@
 //! many events it missed, and reads the state again.
 
 use crate::base::status::Result;
-use crate::base::zeroed::Zeroable;
-use crate::base::zeroed::Zeroed;
+use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::fail;
 
 /// What happened.

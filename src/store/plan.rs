@@ -180,7 +180,7 @@ impl Plan {
         self.load_ns = load.loading(terms);
         self.compute_ns = load.compute_ns;
         self.total_ns = load.total(terms);
-        self.notify(parts, terms)
+        self.join_chunks(parts, terms)
     }
 
     /// The best place where loading ends: behind it all is computed.
@@ -265,8 +265,8 @@ impl Plan {
         None
     }
 
-    /// Joins chunks with the same deed.
-    fn notify(&mut self, parts: &[Part], terms: &Terms) -> Result<()> {
+    /// Joins neighbouring chunks of the same kind to steps.
+    fn join_chunks(&mut self, parts: &[Part], terms: &Terms) -> Result<()> {
         self.segments.clear();
         self.without_ns = 0.0;
         for (i, ((at, n), part)) in each(parts).zip(parts).enumerate() {

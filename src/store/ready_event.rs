@@ -20,7 +20,7 @@ pub enum Word {
 /// Who has moves that wait.
 pub trait Listener: Send + Sync {
     /// The word that the move of a ticket waits for. Called with no lock held.
-    fn notified(&self, ticket: u64, word: Word);
+    fn signalled(&self, ticket: u64, word: Word);
 
     /// Whether the move of a ticket waits still: it may have been cancelled. Called with no lock
     /// held.
@@ -42,10 +42,10 @@ struct State {
 }
 
 /// Tells all of the word, with no lock held.
-fn notify(waiting: Waiting, word: Word) {
+fn signal_all(waiting: Waiting, word: Word) {
     for (listener, ticket) in waiting {
         if let Some(listener) = listener.upgrade() {
-            listener.notified(ticket, word);
+            listener.signalled(ticket, word);
         }
     }
 }
@@ -81,7 +81,7 @@ impl Ready {
             state.word = Some(word);
             std::mem::take(&mut state.waiting)
         };
-        notify(waiting, word);
+        signal_all(waiting, word);
     }
 
     /// Whether one more may wait.
@@ -109,7 +109,7 @@ impl Ready {
             state.word
         };
         if let Some(word) = word {
-            notify(kept, word); // it came meanwhile
+            signal_all(kept, word); // it came meanwhile
         }
     }
 
@@ -123,7 +123,7 @@ impl Ready {
             state.word
         };
         if let (Some(word), Some(listener)) = (word, listener.upgrade()) {
-            listener.notified(ticket, word);
+            listener.signalled(ticket, word);
         }
     }
 }
@@ -140,7 +140,7 @@ mod tests {
     }
 
     impl Listener for Ears {
-        fn notified(&self, ticket: u64, word: Word) {
+        fn signalled(&self, ticket: u64, word: Word) {
             self.0.lock().push((ticket, word));
         }
 

@@ -94,13 +94,8 @@
 //! `s3.key`, `s3.secret` and `s3.token` of S3; and `seal`, which encrypts objects and keys their names.
 
 use crate::base::clock::Clock;
-use crate::base::spec::Arg;
-use crate::base::spec::Reader;
-use crate::base::spec::Spec;
-use crate::base::spec::Value;
-use crate::base::status::Error;
-use crate::base::status::Result;
-use crate::base::status::Status;
+use crate::base::spec::{Arg, Reader, Spec, Value};
+use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::format::codec::Codec;
@@ -108,20 +103,14 @@ use crate::io::real::RealOpts;
 use crate::io::tls_opts::TlsOpts;
 use crate::policy::custom;
 use crate::store::executor::remote::RemoteExecutor;
-use crate::store::state::Config;
-use crate::store::state::DeviceConfig;
-use crate::store::state::RemoteConfig;
-use crate::store::state::Write;
 use crate::store::state::eviction::Granularity;
-use crate::tier::remote::Publish;
-use crate::tier::remote::Remote;
-use crate::tier::remote::Server;
+use crate::store::state::{Config, DeviceConfig, RemoteConfig, Write};
 use crate::tier::remote::name::Prefix;
 #[cfg(feature = "redis")]
 use crate::tier::remote::redis::Redis;
 use crate::tier::remote::secret::Secret;
-use crate::tier::remote::shape::MAX_OBJECT_BYTES;
-use crate::tier::remote::shape::MIN_OBJECT_BYTES;
+use crate::tier::remote::shape::{MAX_OBJECT_BYTES, MIN_OBJECT_BYTES};
+use crate::tier::remote::{Publish, Remote, Server};
 use std::path::PathBuf;
 
 /// A disk tier as described.

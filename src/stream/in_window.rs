@@ -154,12 +154,12 @@ impl InWindow {
         Ok(())
     }
 
-    /// One more slot for experts.
+    /// Adds an expert slot.
     pub fn add_expert_slot(&mut self) -> Result<()> {
         self.add_slot(self.slot_bytes[1])
     }
 
-    /// Lets the last slot for experts go, which nobody uses: whoever maps gives it back.
+    /// Removes the last expert slot, which is unused. The thread that maps memory frees it.
     pub fn drop_expert_slot(&mut self) {
         let last = self.slots.len().checked_sub(1).filter(|&last| last >= self.line as usize);
         let Some(slot) = last.and_then(|last| self.slots.drain(last..).next()) else { return };

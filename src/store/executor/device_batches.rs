@@ -68,28 +68,28 @@ impl Crew {
             }
             core.events_ahead(&mut ahead);
         });
-        let mut notified = Vec::new();
+        let mut outcomes = Vec::new();
         let mut ready = Vec::new();
         for &(event, has_copies) in &ahead {
             match self.tools.device.state(event) {
-                Ok(State::Done) => notified.push((event, Ok(()))),
+                Ok(State::Done) => outcomes.push((event, Ok(()))),
                 Ok(State::Pending) if has_copies => {
                     ready.extend(self.stream_for(event).map(|stream| (event, stream)));
                 }
                 Ok(State::Pending) => {}
-                Err(error) => notified.push((event, Err(error.status()))),
+                Err(error) => outcomes.push((event, Err(error.status()))),
             }
         }
         let mut taken = Vec::new();
         desk.with(&mut |core| {
-            notified.iter().for_each(|&(event, outcome)| core.event_ended(event, outcome));
+            outcomes.iter().for_each(|&(event, outcome)| core.event_ended(event, outcome));
             for &(event, stream) in &ready {
                 while let Some(batch) = core.take_behind(event) {
                     taken.push((batch, event, stream));
                 }
             }
         });
-        did |= !notified.is_empty() || !taken.is_empty();
+        did |= !outcomes.is_empty() || !taken.is_empty();
         for (batch, event, stream) in taken {
             // SAFETY: the caller's promise.
             unsafe { self.begin(batch, event, stream) };
@@ -290,13 +290,13 @@ impl Begun {
                 return false;
             }
             self.parts.pop_front();
-            let notified = match tools.device.state(part) {
+            let reported = match tools.device.state(part) {
                 Ok(_) => verify::sums_of(&*tools.device, part, sums),
                 Err(error) => Err(error),
             };
             let ended = tools.end(part, &mut []);
             let summed = self.summed.drain(..sums.min(self.summed.len()));
-            match notified.and_then(|sums| ended.map(|()| sums)) {
+            match reported.and_then(|sums| ended.map(|()| sums)) {
                 // SAFETY: the caller's promise: the batch has ended, its core has not heard.
                 Ok(sums) => unsafe {
                     self.held.extend(summed.zip(sums).map(|(one, sum)| one.hold(sum)));

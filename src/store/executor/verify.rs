@@ -39,8 +39,8 @@ pub unsafe fn copy(tools: &Tools, batch: &mut CopyBatch, stream: Stream) -> Resu
     alone.try_reserve_exact(jobs).map_err(|_| Status::NoMem)?;
     for at in 0..jobs {
         // SAFETY: the caller's promise.
-        let notified = unsafe { copy_jobs(tools, batch, stream, Some(&[at])) };
-        alone.push(match notified {
+        let copied = unsafe { copy_jobs(tools, batch, stream, Some(&[at])) };
+        alone.push(match copied {
             Err(failed) if failed.is_lost() => return Err(failed.error),
             Err(failed) => {
                 batch.refused.extend(failed.is_refused.then_some(at));
@@ -180,14 +180,14 @@ impl Summed {
     ///
     /// # Safety
     /// Unless its sum is known the plane is in host memory; nobody changes it.
-    pub unsafe fn hold(&self, notified: u64) -> Held {
+    pub unsafe fn hold(&self, reported: u64) -> Held {
         let right = self.of.sum.unwrap_or_else(|| {
             let plane = std::ptr::with_exposed_provenance(self.plane as usize);
             // SAFETY: the caller's promise: a plane is as long as its tensor's tokens.
             let plane: &[u8] = unsafe { std::slice::from_raw_parts(plane, self.bytes as usize) };
             checksum(plane)
         });
-        Held { of: self.of, right, is_damaged: right != notified }
+        Held { of: self.of, right, is_damaged: right != reported }
     }
 }
 
@@ -269,9 +269,9 @@ pub fn sums_of(device: &dyn Device, event: Event, wanted: usize) -> Result<Vec<u
     let mut sums = Vec::new();
     sums.try_reserve_exact(wanted).map_err(|_| Status::NoMem)?;
     sums.resize(wanted, 0);
-    let notified = if wanted == 0 { 0 } else { device.sums(event, &mut sums)? };
-    if notified != wanted {
-        fail!(Io, "the device told {notified} sums of {wanted}");
+    let reported = if wanted == 0 { 0 } else { device.sums(event, &mut sums)? };
+    if reported != wanted {
+        fail!(Io, "the device reported {reported} of {wanted} checksums");
     }
     Ok(sums)
 }

@@ -1,23 +1,15 @@
 //! Closing a store, clearing a namespace, and reclaiming memory for other owners of the budget.
 //! Each call remembers how far it came, so that it may be repeated with any deadline.
 
-use crate::base::budget::Reclaim;
-use crate::base::budget::Tier;
-use crate::base::status::Result;
-use crate::base::status::Status;
-use crate::base::sync::Arc;
-use crate::base::sync::Mutex;
-use crate::base::sync::Weak;
+use crate::base::budget::{Reclaim, Tier};
+use crate::base::status::{Result, Status};
+use crate::base::sync::{Arc, Mutex, Weak};
 use crate::device::host::Host;
 use crate::fail;
 use crate::store::executor::Tools;
-use crate::store::handle::Inner;
-use crate::store::handle::Store;
-use crate::store::handle::finish;
-use crate::store::state::Config;
-use crate::store::state::StoreState;
-use crate::store::state::disk_gc::Cleared;
-use crate::store::state::disk_gc::Clearing;
+use crate::store::handle::{Inner, Store, finish};
+use crate::store::state::disk_gc::{Cleared, Clearing};
+use crate::store::state::{Config, StoreState};
 use crate::tier::disk::DiskTier;
 
 impl Store {

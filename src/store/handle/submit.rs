@@ -1,31 +1,19 @@
 //! Submitting transfers: reserve the ops, then hand the transfer to the state machine. A transfer
 //! with a ready event or a device event waits for it without a thread.
 
-use crate::base::op::OpOpts;
-use crate::base::op::OpRef;
+use crate::base::op::{OpOpts, OpRef};
 use crate::base::panic;
-use crate::base::status::Error;
-use crate::base::status::Result;
-use crate::base::status::Status;
-use crate::device::Event;
-use crate::device::State;
+use crate::base::status::{Error, Result, Status};
+use crate::device::{Event, State};
 use crate::fail;
 use crate::format::keys::Key;
 use crate::store::executor::Tools;
-use crate::store::executor::device_batches::Crew;
-use crate::store::executor::device_batches::Desk;
-use crate::store::handle::Inner;
-use crate::store::handle::Store;
-use crate::store::handle::finish;
-use crate::store::handle::given_up;
-use crate::store::ready_event::Listener;
-use crate::store::ready_event::Ready;
-use crate::store::ready_event::Word;
-use crate::store::state::CellRange;
-use crate::store::state::StoreState;
-use crate::store::state::TransferKind;
+use crate::store::executor::device_batches::{Crew, Desk};
+use crate::store::handle::{Inner, Store, finish, given_up};
+use crate::store::ready_event::{Listener, Ready, Word};
 use crate::store::state::blocks::BlockMove;
 use crate::store::state::transfer::Level;
+use crate::store::state::{CellRange, StoreState, TransferKind};
 
 /// How many ops stand for a move.
 enum Ops {
@@ -209,7 +197,7 @@ pub(super) fn undo(ops: Vec<OpRef>, error: Error) -> Error {
 // Transfers that wait for a ready event of the engine.
 
 impl Listener for Inner {
-    fn notified(&self, ticket: u64, word: Word) {
+    fn signalled(&self, ticket: u64, word: Word) {
         let mut state = self.state.lock();
         if state.stop || state.broken {
             return;

@@ -1,34 +1,21 @@
 //! Ops that complete when an event is published, and read-only calls: lookup and audit.
 
-use crate::base::op::OpOpts;
-use crate::base::op::OpRef;
-use crate::base::status::Result;
-use crate::base::status::Status;
+use crate::base::op::{OpOpts, OpRef};
+use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
-use crate::device::Device;
-use crate::device::Stream;
+use crate::device::{Device, Stream};
 use crate::fail;
 use crate::format::keys::Key;
 use crate::format::keys::chain::Chain;
-use crate::format::keys::media;
-use crate::format::keys::media::Medium;
-use crate::store::events::Entries;
-use crate::store::events::Event;
-use crate::store::events::MOST;
-use crate::store::events::Stage;
-use crate::store::handle::Guarded;
-use crate::store::handle::Inner;
-use crate::store::handle::News;
-use crate::store::handle::Store;
-use crate::store::handle::finish;
-use crate::store::handle::given_up;
+use crate::format::keys::media::{self, Medium};
+use crate::store::events::{Entries, Event, MOST, Stage};
 use crate::store::handle::submit::undo;
+use crate::store::handle::{Guarded, Inner, News, Store, finish, given_up};
 use crate::store::state::Finished;
 use crate::store::state::device_tier::Audited;
 use crate::store::state::plans::Look;
 use crate::store::token_path::MAX_TOKENS;
-use crate::tier::remote::Publish;
-use crate::tier::remote::Trouble;
+use crate::tier::remote::{Publish, Trouble};
 
 /// Most that wait.
 const MAX_WATCHES: usize = 1024;
@@ -159,7 +146,7 @@ const PAUSE_NS: [u64; 2] = [100_000_000, 5_000_000_000];
 
 /// What that thread has.
 pub(super) struct Feed {
-    notify: Publish,
+    publish: Publish,
     entries: Entries,
     timeout_ns: u64,
 }
@@ -173,9 +160,9 @@ struct Turn {
 
 impl Feed {
     /// As whom it tells what; a request takes no longer than that.
-    pub fn new(node: &str, notify: Publish, timeout_ns: u64) -> Result<Feed> {
+    pub fn new(node: &str, publish: Publish, timeout_ns: u64) -> Result<Feed> {
         let run = u64::from_le_bytes(crate::base::machine::random_bytes()?);
-        Ok(Feed { notify, entries: Entries::new(node, run), timeout_ns })
+        Ok(Feed { publish, entries: Entries::new(node, run), timeout_ns })
     }
 }
 
@@ -191,8 +178,8 @@ impl Inner {
             }
             let turn = self.next_turn(from, stage, &mut events);
             (from, missed) = (from + turn.missed, missed + turn.missed);
-            let notified = self.notify(&mut feed, &turn, (from, missed), &events[..turn.count]);
-            match notified {
+            let published = self.publish(&mut feed, &turn, (from, missed), &events[..turn.count]);
+            match published {
                 Ok(()) => {
                     (from, missed, pause_ns) = (from + turn.count as u64, 0, 0);
                     stage = Stage::Open;
@@ -211,7 +198,7 @@ impl Inner {
         }
     }
 
-    fn notify(
+    fn publish(
         &self,
         feed: &mut Feed,
         turn: &Turn,
@@ -219,7 +206,7 @@ impl Inner {
         events: &[Event],
     ) -> std::result::Result<(), Trouble> {
         let fields = feed.entries.make(turn.stage, from, missed, events);
-        (feed.notify)(&fields, self.runtime.clock().now_ns().saturating_add(feed.timeout_ns))
+        (feed.publish)(&fields, self.runtime.clock().now_ns().saturating_add(feed.timeout_ns))
     }
 
     /// Waits until there is something to tell.

@@ -209,8 +209,8 @@ pub(super) fn start(
             inner.serve_behind(tools);
         })?);
     }
-    if let (Some((node, notify)), Some(remote)) = (publisher, &spec.remote) {
-        let feed = Feed::new(&node, notify, remote.config.timeout_ns)?;
+    if let (Some((node, publish)), Some(remote)) = (publisher, &spec.remote) {
+        let feed = Feed::new(&node, publish, remote.config.timeout_ns)?;
         let inner = inner.clone();
         let number = threads.len() as u32;
         threads.push(spawn("kvt-feed".into(), move || {

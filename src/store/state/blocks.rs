@@ -1,29 +1,22 @@
 //! Named blocks: chunks that the engine names itself. A block continues no other block, so blocks
 //! are evicted and stored in any order.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use crate::base::item::MAX_ITEMS;
-use crate::base::status::Result;
-use crate::base::status::Status;
+use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Event;
 use crate::fail;
 use crate::format::keys::Key;
-use crate::meta::chunks::NewChunk;
-use crate::meta::chunks::WHOLE;
-use crate::meta::chunks::id_of;
-use crate::meta::index::NONE;
-use crate::meta::index::Slot;
+use crate::meta::chunks::{NewChunk, WHOLE, id_of};
+use crate::meta::index::{NONE, Slot};
 use crate::policy::Hint;
 use crate::policy::evictor::Who;
-use crate::store::state::Space;
-use crate::store::state::StoreState;
 use crate::store::state::disk_gc::Cleared;
 use crate::store::state::session::Views;
-use crate::store::state::transfer::Level;
-use crate::store::state::transfer::MoveSpec;
-use crate::store::state::transfer::TransferKind;
-use std::collections::BTreeMap;
-use std::collections::BTreeSet;
+use crate::store::state::transfer::{Level, MoveSpec, TransferKind};
+use crate::store::state::{Space, StoreState};
 
 /// Most blocks of one call.
 pub const MAX_BLOCKS: usize = MAX_ITEMS;

@@ -1,21 +1,14 @@
 //! Transfers that wait for a ready event or a device event. They reference their chunks and hold no
 //! memory.
 
-use crate::base::status::Result;
-use crate::base::status::Status;
+use std::collections::BTreeMap;
+
+use crate::base::status::{Result, Status};
 use crate::device::Event;
 use crate::fail;
-use crate::store::state::CellRange;
-use crate::store::state::Job;
-use crate::store::state::StoreState;
-use crate::store::state::transfer::Level;
-use crate::store::state::transfer::Line;
-use crate::store::state::transfer::MoveSpec;
-use crate::store::state::transfer::Of;
-use crate::store::state::transfer::Step;
-use crate::store::state::transfer::TransferKind;
+use crate::store::state::transfer::{Level, Line, MoveSpec, Of, Step, TransferKind};
 use crate::store::state::work::CopyBatch;
-use std::collections::BTreeMap;
+use crate::store::state::{CellRange, Job, StoreState};
 
 // ---------- ready waits
 

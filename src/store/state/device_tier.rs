@@ -3,50 +3,26 @@
 //! A replica is never the only copy: host memory or the disk has the cell, too. So eviction of a
 //! replica drops it, and a lost device costs bandwidth only.
 
+use std::collections::HashMap;
+
 use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::checksum::checksum;
-use crate::base::status::Error;
-use crate::base::status::Result;
-use crate::base::status::Status;
+use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
-use crate::device::Device;
-use crate::device::Memory;
+use crate::device::{Device, Memory};
 use crate::fail;
-use crate::format::seal::Identity;
-use crate::format::seal::Plane;
-use crate::format::seal::seal;
-use crate::meta::chunks::Arrival;
-use crate::meta::chunks::Begin;
-use crate::meta::chunks::Cell;
-use crate::meta::chunks::Coded;
-use crate::meta::chunks::Gone;
-use crate::meta::chunks::Place;
-use crate::store::admission::Admission;
-use crate::store::admission::Candidate;
-use crate::store::job_queues::LANES;
-use crate::store::job_queues::Queues;
-use crate::store::state::At;
-use crate::store::state::Config;
-use crate::store::state::DEVICE_MASK;
-use crate::store::state::HOST_MASK;
-use crate::store::state::StoreState;
+use crate::format::seal::{Identity, Plane, seal};
+use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Gone, Place};
+use crate::store::admission::{Admission, Candidate};
+use crate::store::job_queues::{LANES, Queues};
 use crate::store::state::chunk_table::note;
-use crate::store::state::eviction::Granularity;
-use crate::store::state::eviction::TierCache;
-use crate::store::state::eviction::cell_of_owner;
-use crate::store::state::eviction::owner_of;
-use crate::store::state::transfer::Job;
-use crate::store::state::transfer::PARTS;
-use crate::store::state::transfer::Step;
-use crate::store::state::transfer::TransferKind;
+use crate::store::state::eviction::{Granularity, TierCache, cell_of_owner, owner_of};
+use crate::store::state::transfer::{Job, PARTS, Step, TransferKind};
 use crate::store::state::work::WorkerKind;
-use crate::tier::device::DeviceStats;
-use crate::tier::device::DeviceTier;
-use crate::tier::device::Piece;
-use crate::tier::device::Slab;
+use crate::store::state::{At, Config, DEVICE_MASK, HOST_MASK, StoreState};
+use crate::tier::device::{DeviceStats, DeviceTier, Piece, Slab};
 use crate::tier::host::Piece as HostPiece;
-use std::collections::HashMap;
 
 // ---------- device replicas
 

@@ -1,53 +1,28 @@
 //! Space on disk: eviction from the disk tier, the choice of segments to compact, checkpoints,
 //! recovery at opening, and clearing of namespaces.
 
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
 use crate::base::budget::Tier;
-use crate::base::status::Error;
-use crate::base::status::Result;
-use crate::base::status::Status;
+use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::format::checkpoint::Place;
 use crate::format::codec::Codec;
-use crate::format::record;
-use crate::format::record::Chunk;
-use crate::format::record::blocks_of;
+use crate::format::record::{self, Chunk, blocks_of};
 use crate::format::segment::BLOCK_BYTES;
-use crate::meta::chunks::Begin;
-use crate::meta::chunks::Cell;
-use crate::meta::chunks::Coded;
-use crate::meta::chunks::Gone;
-use crate::meta::chunks::NewChunk;
-use crate::meta::chunks::Place as Where;
-use crate::meta::index::NONE;
-use crate::meta::index::Slot;
+use crate::meta::chunks::{Begin, Cell, Coded, Gone, NewChunk, Place as Where};
+use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::Layout;
-use crate::store::events::Event;
-use crate::store::events::Kind;
-use crate::store::state::At;
-use crate::store::state::HOST_MASK;
-use crate::store::state::SpaceOpts;
-use crate::store::state::StoreState;
+use crate::store::events::{Event, Kind};
 use crate::store::state::chunk_table::note;
-use crate::store::state::eviction::Granularity;
-use crate::store::state::eviction::Part;
-use crate::store::state::namespaces::Noted;
-use crate::store::state::namespaces::Unsure;
-use crate::store::state::work;
-use crate::store::state::work::Work;
-use crate::store::state::work::WorkerKind;
-use crate::tier::disk::CellAt;
-use crate::tier::disk::Cover;
-use crate::tier::disk::DiskTier;
-use crate::tier::disk::Keeper;
-use crate::tier::disk::Mark;
-use crate::tier::disk::Recovered;
-use crate::tier::disk::SegmentInfo;
-use crate::tier::disk::Spot;
-use std::cmp::Reverse;
-use std::collections::BTreeMap;
-use std::collections::BTreeSet;
+use crate::store::state::eviction::{Granularity, Part};
+use crate::store::state::namespaces::{Noted, Unsure};
+use crate::store::state::work::{self, Work, WorkerKind};
+use crate::store::state::{At, HOST_MASK, SpaceOpts, StoreState};
+use crate::tier::disk::{CellAt, Cover, DiskTier, Keeper, Mark, Recovered, SegmentInfo, Spot};
 
 /// How often a chunk is written again after a failure.
 const TRIES: u8 = 3;

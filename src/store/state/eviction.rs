@@ -1,45 +1,29 @@
 //! Eviction from host memory and reclaim: victim choice, policy notifications, references, pins, and
 //! what other owners of the budget ask for.
 
-use crate::base::budget::ALL_TIERS;
-use crate::base::budget::Tier;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::base::budget::{ALL_TIERS, Tier};
 use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
 use crate::fail;
-use crate::meta::chunks::Cell;
-use crate::meta::chunks::Chunk;
-use crate::meta::chunks::Chunks;
-use crate::meta::chunks::Gone;
-use crate::meta::chunks::Pin;
-use crate::meta::index::NONE;
-use crate::meta::index::Slot;
-use crate::meta::objects::Facts;
-use crate::meta::objects::MAX_UNITS;
+use crate::meta::chunks::{Cell, Chunk, Chunks, Gone, Pin};
+use crate::meta::index::{NONE, Slot};
+use crate::meta::objects::{Facts, MAX_UNITS};
 use crate::policy::Hint;
 use crate::policy::evict::Victim;
-use crate::policy::evictor::Evictor;
-use crate::policy::evictor::New;
-use crate::policy::evictor::Options;
-use crate::policy::evictor::Who;
+use crate::policy::evictor::{Evictor, New, Options, Who};
 use crate::store::admission::Candidate;
 use crate::store::events::Kind;
-use crate::store::state::At;
-use crate::store::state::ChunkTable;
-use crate::store::state::DEVICE_MASK;
-use crate::store::state::DISK;
-use crate::store::state::HOST;
-use crate::store::state::HOST_MASK;
-use crate::store::state::Spaces;
-use crate::store::state::StoreState;
-use crate::store::state::Write;
 use crate::store::state::chunk_table::note;
 use crate::store::state::device_tier::Replicas;
 use crate::store::state::shadow::Shadow;
 use crate::store::state::transfer::TransferKind;
 use crate::store::state::work::WorkerKind;
-use std::cmp::Reverse;
-use std::collections::BTreeMap;
-use std::collections::BTreeSet;
+use crate::store::state::{
+    At, ChunkTable, DEVICE_MASK, DISK, HOST, HOST_MASK, Spaces, StoreState, Write,
+};
 
 // ---------- granularity
 //
@@ -365,8 +349,8 @@ impl TierCache {
     /// An object is in use, or no longer.
     pub fn hold(&mut self, id: u64, held: bool) -> bool {
         let ids = [id];
-        let notified = if held { self.evictor.acquire(&ids) } else { self.evictor.release(&ids) };
-        notified.is_ok()
+        let accepted = if held { self.evictor.acquire(&ids) } else { self.evictor.release(&ids) };
+        accepted.is_ok()
     }
 
     /// What the engine says of the future of objects.

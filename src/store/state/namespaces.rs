@@ -3,30 +3,22 @@
 //! The number of a namespace without handles, sessions, rows and requested blocks may be given to
 //! another one, so nothing else may remember it.
 
-use crate::base::status::Result;
-use crate::base::status::Status;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::{Index, IndexMut};
+
+use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::keys::Key;
 use crate::meta::chunks::Added;
 use crate::meta::index::Slot;
 use crate::meta::layout::Layout;
-use crate::store::state::At;
-use crate::store::state::StoreState;
-use crate::store::state::chunk_table::ChunkTable;
-use crate::store::state::chunk_table::note;
+use crate::store::state::chunk_table::{ChunkTable, note};
 use crate::store::state::disk_gc::NOTE;
-use crate::store::state::work::SpaceNote;
-use crate::store::state::work::SyncBatch;
-use crate::store::state::work::WriteBatch;
-use crate::tier::disk::Mark;
-use crate::tier::disk::Recovered;
-use std::cmp::Reverse;
-use std::collections::BTreeMap;
-use std::collections::BTreeSet;
-use std::collections::VecDeque;
-use std::ops::Index;
-use std::ops::IndexMut;
+use crate::store::state::work::{SpaceNote, SyncBatch, WriteBatch};
+use crate::store::state::{At, StoreState};
+use crate::tier::disk::{Mark, Recovered};
 
 /// Most namespaces.
 pub const MAX_SPACES: usize = 1 << 16;

@@ -1,44 +1,22 @@
 //! Lookups and plans of sessions, from residency and measured bandwidth.
 
+use std::collections::BTreeMap;
+
 use crate::base::budget::Tier;
-use crate::base::status::Result;
-use crate::base::status::Status;
+use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::format::keys::chain::Chain;
-use crate::meta::chunks::Chunks;
-use crate::meta::chunks::PLACES;
+use crate::meta::chunks::{Chunks, PLACES};
 use crate::meta::cost::Cost;
-use crate::meta::index::NONE;
-use crate::meta::index::Slot;
+use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
-use crate::meta::layout::Layout;
-use crate::meta::layout::Rule;
-use crate::meta::reuse;
-use crate::meta::reuse::Found;
-use crate::meta::reuse::Reach;
-use crate::meta::reuse::State;
-use crate::store::job_queues::LANES;
-use crate::store::job_queues::Queues;
-use crate::store::plan::Need;
-use crate::store::plan::Part;
-use crate::store::plan::Plan;
-use crate::store::plan::Prefill;
-use crate::store::plan::Route;
-use crate::store::plan::SOURCES;
-use crate::store::plan::Speed;
-use crate::store::plan::StepKind;
-use crate::store::plan::Terms;
-use crate::store::state::ChunkTable;
-use crate::store::state::DEVICE;
-use crate::store::state::DISK;
-use crate::store::state::HOST;
-use crate::store::state::REMOTE;
-use crate::store::state::StoreState;
-use crate::store::state::work::Outcome;
-use crate::store::state::work::Work;
-use crate::store::state::work::WorkerKind;
+use crate::meta::layout::{Layout, Rule};
+use crate::meta::reuse::{self, Found, Reach, State};
+use crate::store::job_queues::{LANES, Queues};
+use crate::store::plan::{Need, Part, Plan, Prefill, Route, SOURCES, Speed, StepKind, Terms};
+use crate::store::state::work::{Outcome, Work, WorkerKind};
+use crate::store::state::{ChunkTable, DEVICE, DISK, HOST, REMOTE, StoreState};
 use crate::store::token_path::MAX_TOKENS;
-use std::collections::BTreeMap;
 
 // ---------- lookup
 //
@@ -446,7 +424,7 @@ impl Drafts {
         self.fill(ground, found)?;
         if ground.layout.groups().iter().all(|group| group.rule == Rule::Full) {
             self.plan.make(&self.parts, &ground.terms)?;
-            return self.notify(ground);
+            return self.write_steps(ground);
         }
         // What is computed reaches back over chunks that else nobody needs.
         self.session.total_ns = f64::INFINITY;
@@ -525,7 +503,7 @@ impl Drafts {
             false => load_ns + compute_ns,
         };
         (self.plan.compute_ns, self.plan.total_ns) = (compute_ns, total_ns);
-        if total_ns < self.session.total_ns { self.notify(ground) } else { Ok(()) }
+        if total_ns < self.session.total_ns { self.write_steps(ground) } else { Ok(()) }
     }
 
     /// Notes what the plan would rather compute than load; false when that was known.
@@ -542,7 +520,7 @@ impl Drafts {
     }
 
     /// Writes the plan down in tokens.
-    fn notify(&mut self, ground: &Ground) -> Result<()> {
+    fn write_steps(&mut self, ground: &Ground) -> Result<()> {
         let (plan, session, cost) = (&self.plan, &mut self.session, ground.terms.cost);
         (session.total_ns, session.load_ns) = (plan.total_ns, plan.load_ns);
         (session.compute_ns, session.without_ns) = (plan.compute_ns, cost.of(0, ground.tokens));
@@ -552,8 +530,8 @@ impl Drafts {
         }
         let mut at = 0;
         session.legs.extend(plan.segments.iter().map(|one| {
-            let [all, disk, remote, replicas] = one.bytes;
-            let bytes = [all.saturating_sub(disk).saturating_sub(remote), disk, remote, replicas];
+            let [all, disk, remote, device] = one.bytes;
+            let bytes = [all.saturating_sub(disk).saturating_sub(remote), disk, remote, device];
             let (kind, tokens, first_token) = (one.kind, one.tokens, at);
             at += tokens;
             let ns =
@@ -567,12 +545,12 @@ impl Drafts {
 /// What a chunk needs: all of it is copied, and what is below memory is read first.
 fn part(layout: &Layout, one: &Found) -> Part {
     let bytes = |tier: Tier| one.bytes[tier as usize];
-    let (disk, remote, replicas) = (bytes(Tier::Disk), bytes(Tier::Remote), bytes(Tier::Device));
+    let (disk, remote, device) = (bytes(Tier::Disk), bytes(Tier::Remote), bytes(Tier::Device));
     let copied = bytes(Tier::Host) + disk + remote + pending_bytes(layout, one);
     let need = match one.state {
         State::Miss => Need::Compute,
-        _ if copied + replicas == 0 => Need::Nothing,
-        _ => Need::Load([copied, disk, remote, replicas]),
+        _ if copied + device == 0 => Need::Nothing,
+        _ => Need::Load([copied, disk, remote, device]),
     };
     Part { tokens: one.tokens, need }
 }

@@ -3,54 +3,36 @@
 //! A hint says that the remote had an object when it was last asked. It may be stale; a stale hint
 //! costs one miss.
 
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
 use crate::base::budget::Tier;
-use crate::base::status::Error;
-use crate::base::status::Result;
-use crate::base::status::Status;
+use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
-use crate::base::zeroed::Zeroable;
-use crate::base::zeroed::Zeroed;
+use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::keys::Key;
 use crate::format::keys::object::ObjectKeys;
 use crate::format::record;
 use crate::meta::chunks::Cell;
-use crate::meta::index::NONE;
-use crate::meta::index::Slot;
+use crate::meta::index::{NONE, Slot};
 use crate::store::admission::Admission;
 use crate::store::events::Kind;
-use crate::store::job_queues::LANES;
-use crate::store::job_queues::Queues;
-use crate::store::state::At;
-use crate::store::state::Config;
-use crate::store::state::StoreState;
-use crate::store::state::Write;
+use crate::store::job_queues::{LANES, Queues};
 use crate::store::state::blocks::MAX_BLOCKS;
 use crate::store::state::chunk_table::note;
-use crate::store::state::remote_fetch::RemotePrefetch;
-use crate::store::state::remote_fetch::WantedObject;
-use crate::store::state::remote_lookup::Asked;
-use crate::store::state::remote_lookup::Asker;
-use crate::store::state::remote_lookup::Asking;
-use crate::store::state::remote_lookup::Inquiry;
-use crate::store::state::remote_lookup::WINDOW;
-use crate::store::state::remote_lookup::Window;
-use crate::store::state::remote_lookup::noted_chunks;
-use crate::store::state::transfer::Of;
-use crate::store::state::transfer::TransferKind;
+use crate::store::state::remote_fetch::{RemotePrefetch, WantedObject};
+use crate::store::state::remote_lookup::{
+    Asked, Asker, Asking, Inquiry, WINDOW, Window, noted_chunks,
+};
+use crate::store::state::transfer::{Of, TransferKind};
 use crate::store::state::work::WorkerKind;
-use crate::tier::remote::Name;
-use crate::tier::remote::Trouble;
-use crate::tier::remote::breaker::Breaker;
-use crate::tier::remote::breaker::Heard;
-use crate::tier::remote::breaker::Way;
+use crate::store::state::{At, Config, StoreState, Write};
+use crate::tier::remote::breaker::{Breaker, Heard, Way};
 use crate::tier::remote::name::Names;
 use crate::tier::remote::secret::Secret;
 use crate::tier::remote::shape::Shape;
-use std::collections::BTreeMap;
-use std::collections::BTreeSet;
-use std::collections::VecDeque;
+use crate::tier::remote::{Name, Trouble};
 
 /// Names that are to be taken away at the remote, at most: more are forgotten.
 const MOST_REMOVALS: usize = 1024;

@@ -1,41 +1,27 @@
 //! Remote fetches. Jobs for cells of one object share one request; other cells of the object are
 //! kept where there is memory. Also prefetches KV that a session will need.
 
+use std::collections::VecDeque;
+
 use crate::base::budget::Tier;
 use crate::base::status::Status;
 use crate::base::sync::Arc;
 use crate::format::record;
-use crate::meta::chunks::Arrival;
-use crate::meta::chunks::Begin;
-use crate::meta::chunks::Cell;
-use crate::meta::chunks::Place;
+use crate::meta::chunks::{Arrival, Begin, Cell, Place};
 use crate::store::plan;
-use crate::store::state::At;
-use crate::store::state::StoreState;
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::owner_of;
-use crate::store::state::plans::Burden;
-use crate::store::state::plans::PlanTerms;
-use crate::store::state::remote::RemoteTier;
-use crate::store::state::remote::Ticket;
-use crate::store::state::remote::What;
-use crate::store::state::remote::time_of;
-use crate::store::state::session::CellRange;
-use crate::store::state::session::Views;
-use crate::store::state::session::Wanted;
-use crate::store::state::transfer::Level;
-use crate::store::state::transfer::Step;
-use crate::store::state::transfer::TransferKind;
+use crate::store::state::plans::{Burden, PlanTerms};
+use crate::store::state::remote::{RemoteTier, Ticket, What, time_of};
+use crate::store::state::session::{CellRange, Views, Wanted};
+use crate::store::state::transfer::{Level, Step, TransferKind};
 use crate::store::state::work::WorkerKind;
+use crate::store::state::{At, StoreState};
 use crate::tier::host::Piece;
-use crate::tier::remote::Name;
-use crate::tier::remote::Trouble;
-use crate::tier::remote::breaker::Leave;
-use crate::tier::remote::breaker::Way;
-use crate::tier::remote::object::Place as Goal;
-use crate::tier::remote::object::Verdict;
+use crate::tier::remote::breaker::{Leave, Way};
+use crate::tier::remote::object::{Place as Goal, Verdict};
 use crate::tier::remote::shape::Shape;
-use std::collections::VecDeque;
+use crate::tier::remote::{Name, Trouble};
 
 /// An object that jobs wait for: one of them stands in the queue for all.
 #[derive(Default)]

@@ -1,33 +1,23 @@
 //! Sessions: a token path in a namespace, its owner, and the cell ranges that may be requested of
 //! it.
 
-use crate::base::status::Result;
-use crate::base::status::Status;
+use std::ops::Range;
+
+use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
-use crate::device::Event;
-use crate::device::Memory;
-use crate::device::Way;
+use crate::device::{Event, Memory, Way};
 use crate::fail;
 use crate::format::keys::media::Medium;
 use crate::meta::chunks::id_of;
-use crate::meta::index::NONE;
-use crate::meta::index::Slot;
-use crate::meta::layout::Layout;
-use crate::meta::layout::Rule;
-use crate::meta::view::Place;
-use crate::meta::view::Side;
-use crate::meta::view::View;
+use crate::meta::index::{NONE, Slot};
+use crate::meta::layout::{Layout, Rule};
+use crate::meta::view::{Place, Side, View};
 use crate::policy::Hint;
 use crate::policy::evictor::Who;
-use crate::store::state::At;
-use crate::store::state::StoreState;
 use crate::store::state::blocks::Holds;
-use crate::store::state::transfer::Level;
-use crate::store::state::transfer::MoveSpec;
-use crate::store::state::transfer::TransferKind;
-use crate::store::token_path::Home;
-use crate::store::token_path::Path;
-use std::ops::Range;
+use crate::store::state::transfer::{Level, MoveSpec, TransferKind};
+use crate::store::state::{At, StoreState};
+use crate::store::token_path::{Home, Path};
 
 /// Longest name of a session.
 pub const MAX_NAME_BYTES: usize = 256;

@@ -10,12 +10,11 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Facts;
-use crate::policy::Hint;
-use crate::policy::custom;
 use crate::policy::evict::Victim;
 use crate::policy::evictor::{Evictor, New, Options, Who};
 use crate::policy::handover::by_last_use;
 use crate::policy::metrics::{Counts, Metrics, session_fairness};
+use crate::policy::{Hint, custom};
 
 /// Most policies beside the live one.
 pub const MAX_POLICIES: usize = 8;

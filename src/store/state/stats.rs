@@ -3,33 +3,22 @@
 
 use crate::base::account::Account;
 use crate::base::budget::Tier;
-use crate::base::exposition::Exposition;
-use crate::base::exposition::Kind;
-use crate::base::exposition::Labels;
-use crate::base::status::Error;
-use crate::base::status::Status;
+use crate::base::exposition::{Exposition, Kind, Labels};
+use crate::base::status::{Error, Status};
 use crate::base::sync::Arc;
 use crate::format::segment::BLOCK_BYTES;
-use crate::meta::chunks::CELL_BYTES;
-use crate::meta::chunks::CHUNK_BYTES;
+use crate::meta::chunks::{CELL_BYTES, CHUNK_BYTES};
 use crate::policy::metrics::Histogram;
 use crate::store::admission::REFUSALS;
-use crate::store::job_queues::LANES;
-use crate::store::job_queues::Queues;
-use crate::store::state::ChunkTable;
-use crate::store::state::Counters;
-use crate::store::state::StoreState;
+use crate::store::job_queues::{LANES, Queues};
 use crate::store::state::device_tier::Replicas;
 use crate::store::state::eviction::TierCache;
 use crate::store::state::plans::Flow;
-use crate::store::state::transfer::Level;
-use crate::store::state::transfer::Move;
-use crate::store::state::transfer::TransferKind;
-use crate::store::state::work::KINDS;
-use crate::store::state::work::WorkerKind;
+use crate::store::state::transfer::{Level, Move, TransferKind};
+use crate::store::state::work::{KINDS, WorkerKind};
+use crate::store::state::{ChunkTable, Counters, StoreState};
 use crate::tier::device::DeviceStats;
-use crate::tier::disk::DiskTier;
-use crate::tier::disk::Stats;
+use crate::tier::disk::{DiskTier, Stats};
 
 /// What the memory of a store has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

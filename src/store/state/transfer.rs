@@ -14,46 +14,27 @@
 //!
 //! `Fresh` is also the state of a job that was woken: `route` reads the residency again.
 
+use std::collections::btree_map::Entry;
+
 use crate::base::budget::Tier;
-use crate::base::status::Error;
-use crate::base::status::Result;
-use crate::base::status::Status;
+use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
-use crate::device::Event;
-use crate::device::Memory;
-use crate::device::Way;
+use crate::device::{Event, Memory, Way};
 use crate::fail;
 use crate::format::codec::Codec;
-use crate::meta::chunks::Arrival;
-use crate::meta::chunks::Begin;
-use crate::meta::chunks::Cell;
-use crate::meta::chunks::Marks;
-use crate::meta::chunks::Place;
-use crate::meta::index::NONE;
-use crate::meta::index::Slot;
+use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
+use crate::meta::index::{NONE, Slot};
 use crate::policy::evictor::Who;
 use crate::store::job_queues::Queues;
-use crate::store::state::At;
-use crate::store::state::ChunkTable;
-use crate::store::state::DEVICE_MASK;
-use crate::store::state::DISK_MASK;
-use crate::store::state::HOST_MASK;
-use crate::store::state::StoreState;
 use crate::store::state::chunk_table::note;
-use crate::store::state::eviction::cell_of_owner;
-use crate::store::state::eviction::owner_of;
+use crate::store::state::eviction::{cell_of_owner, owner_of};
 use crate::store::state::session::Views;
 use crate::store::state::slot_table::Table;
-use crate::store::state::work::CopyBatch;
-use crate::store::state::work::CopyItem;
-use crate::store::state::work::Decoding;
-use crate::store::state::work::Fill;
-use crate::store::state::work::ReadBatch;
+use crate::store::state::work::{CopyBatch, CopyItem, Decoding, Fill, ReadBatch};
+use crate::store::state::{At, ChunkTable, DEVICE_MASK, DISK_MASK, HOST_MASK, StoreState};
 use crate::tier::device;
-use crate::tier::disk::GetPlane;
-use crate::tier::disk::Spot;
+use crate::tier::disk::{GetPlane, Spot};
 use crate::tier::host::Piece;
-use std::collections::btree_map::Entry;
 
 // ---------- transfer kind
 //
@@ -485,7 +466,7 @@ impl StoreState {
         let over = one.under_way == 0 && one.cursor == one.cells();
         let wants_more = one.under_way < WINDOW / 2 && one.cursor < one.cells();
         if ends && one.spec.by_layer {
-            self.notify(number, index, false);
+            self.complete_part(number, index, false);
         }
         if over {
             self.end_first_phase(number);
@@ -528,7 +509,7 @@ impl StoreState {
         let is_own = self.is_prefetch(number);
         for part in 0..parts {
             if !reported && !is_own {
-                self.notify(number, part, part + 1 == parts);
+                self.complete_part(number, part, part + 1 == parts);
             }
         }
         if reported {
@@ -547,7 +528,7 @@ impl StoreState {
         }
     }
 
-    fn notify(&mut self, number: u32, index: usize, last: bool) {
+    fn complete_part(&mut self, number: u32, index: usize, last: bool) {
         let one = &mut self.moves[number];
         let table = &self.tables[one.spec.table as usize];
         let part = &mut one.parts[index];

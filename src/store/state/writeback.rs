@@ -1,46 +1,24 @@
 //! Write-back from host memory to disk: which chunks, in which order, with which ancestors, and the
 //! group commit that makes them durable.
 
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
 use crate::base::budget::Tier;
-use crate::base::status::Error;
-use crate::base::status::Result;
-use crate::base::status::Status;
+use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::codec::int8::Quality;
 use crate::format::record::blocks_of;
-use crate::meta::chunks::Arrival;
-use crate::meta::chunks::Begin;
-use crate::meta::chunks::Cell;
-use crate::meta::chunks::Coded;
-use crate::meta::chunks::Gone;
-use crate::meta::chunks::Place;
-use crate::meta::index::NONE;
-use crate::meta::index::Slot;
+use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Gone, Place};
+use crate::meta::index::{NONE, Slot};
 use crate::store::job_queues::LANES;
-use crate::store::state::At;
-use crate::store::state::DEVICE_MASK;
-use crate::store::state::DISK_MASK;
-use crate::store::state::HOST_MASK;
-use crate::store::state::StoreState;
-use crate::store::state::Write;
 use crate::store::state::chunk_table::note;
-use crate::store::state::eviction::Leave;
-use crate::store::state::eviction::Part;
-use crate::store::state::transfer::Level;
-use crate::store::state::transfer::Move;
-use crate::store::state::work::Coding;
-use crate::store::state::work::SyncBatch;
-use crate::store::state::work::WorkerKind;
-use crate::store::state::work::WriteBatch;
-use crate::tier::disk::Mark;
-use crate::tier::disk::PutPlane;
-use crate::tier::disk::Spot;
-use crate::tier::disk::usual_record_bytes;
+use crate::store::state::eviction::{Leave, Part};
+use crate::store::state::transfer::{Level, Move};
+use crate::store::state::work::{Coding, SyncBatch, WorkerKind, WriteBatch};
+use crate::store::state::{At, DEVICE_MASK, DISK_MASK, HOST_MASK, StoreState, Write};
+use crate::tier::disk::{Mark, PutPlane, Spot, usual_record_bytes};
 use crate::tier::host::Piece;
-use std::collections::BTreeMap;
-use std::collections::BTreeSet;
-use std::collections::VecDeque;
 
 /// Cells of a record.
 pub const RECORD_CELLS: usize = 512;

@@ -13,7 +13,7 @@ pub const PINNED_PERCENT: u32 = 50;
 
 /// Who is used most.
 pub(super) struct Favourites {
-    /// Most that are pinned: so many of a hundred slots.
+    /// Most experts that are pinned: `percent` of the slots.
     most: usize,
     percent: u32,
     review: u64,
@@ -26,7 +26,7 @@ pub(super) struct Favourites {
     ranking: Vec<u32>,
 }
 
-/// How many of the slots those used most have for themselves: never all.
+/// Slots reserved for the experts used most: never all.
 fn most_of(slots: u32, percent: u32) -> usize {
     let most = u64::from(slots) * u64::from(percent) / 100;
     most.min(u64::from(slots.saturating_sub(1))) as usize
@@ -49,7 +49,7 @@ impl Favourites {
         Ok(all)
     }
 
-    /// There are so many slots from now on.
+    /// Sets the number of slots.
     fn set_slots(&mut self, slots: u32) {
         self.most = if self.counts.is_empty() { 0 } else { most_of(slots, self.percent) };
         self.review = REVIEW_USES * u64::from(slots.max(1));
@@ -110,18 +110,18 @@ impl Core {
         if slot == NONE { Ok(()) } else { self.experts.pin(slot, pinned) }
     }
 
-    /// Slots for experts.
+    /// Number of expert slots in use.
     pub fn expert_slots(&self) -> u32 {
         self.experts.len()
     }
 
-    /// The most that there can be.
+    /// Most expert slots.
     pub fn most_expert_slots(&self) -> u32 {
         self.experts.most()
     }
 
-    /// Only the first `count` slots take experts from now on. Who is in the others leaves when
-    /// nobody needs them there ([`Core::empty_expert_slots`]).
+    /// From now on only the first `count` slots take experts. [`Core::empty_expert_slots`] evicts the
+    /// experts in the other slots once they are unused.
     pub fn set_expert_slots(&mut self, count: u32, now_ns: u64) -> Result<()> {
         self.favourites.set_slots(count);
         if self.favourites.list.len() > self.favourites.most {
@@ -131,8 +131,8 @@ impl Core {
         self.advance(now_ns)
     }
 
-    /// Empties those slots that take nobody any more, from the last on. From which on nobody
-    /// needs them: their memory may go to others.
+    /// Evicts unused experts from slots that take no more. Returns the first slot from which on all
+    /// are empty and unused by the device: their memory may be freed.
     pub fn empty_expert_slots(&mut self) -> Result<u32> {
         let mut in_use = self.experts.len();
         for slot in self.experts.len()..self.experts.most() {
@@ -147,8 +147,8 @@ impl Core {
         Ok(in_use)
     }
 
-    /// Whose memory a slot left behind that takes nobody any more, where each unit has its own:
-    /// it is to be given back. Told once.
+    /// The unit whose memory a closed slot last filled, when units are in place: the caller frees
+    /// that memory. Returned once.
     pub fn take_dirty(&mut self, slot: u32) -> Option<u32> {
         let unit = self.experts.dirty(slot);
         self.experts.set_dirty(slot, NONE);

@@ -23,7 +23,7 @@ struct Slot {
 /// Slots, and a policy.
 pub(super) struct Pool {
     slots: Vec<Slot>,
-    /// So many of them take units. Who is in another is held until it leaves it.
+    /// The first `open` slots take units. A unit in another slot is held until it is evicted.
     open: u32,
     free: Vec<u32>,
     evictor: Option<Evictor>,
@@ -59,17 +59,17 @@ impl Pool {
         })
     }
 
-    /// How many take units.
+    /// Slots that take units.
     pub fn len(&self) -> u32 {
         self.open
     }
 
-    /// How many there are.
+    /// All slots.
     pub fn most(&self) -> u32 {
         self.slots.len() as u32
     }
 
-    /// From now on so many take units, the first of them.
+    /// From now on only the first `count` slots take units.
     pub fn set_len(&mut self, count: u32) -> Result<()> {
         let (before, count) = (self.open, count.min(self.most()));
         self.open = count;
@@ -88,7 +88,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Whose bytes were the last to come to a slot, or [`NONE`].
+    /// The unit whose bytes a slot last received, or [`NONE`].
     pub fn dirty(&self, slot: u32) -> u32 {
         self.slots.get(slot as usize).map_or(NONE, |slot| slot.dirty)
     }

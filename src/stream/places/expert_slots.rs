@@ -1,4 +1,4 @@
-//! Slots for experts. They follow the memory that there is: the last ones go first.
+//! Memory of the expert slots. Slots are added and freed at the end.
 
 use crate::base::budget::Tier;
 use crate::base::status::{Result, Status};
@@ -6,14 +6,14 @@ use crate::stream::places::{Block, Places, Source, Spent, slots};
 use crate::stream::plan::{Plan, Seat};
 use crate::stream::units::NONE;
 
-/// Slots of one size in blocks of some, each of which is given back as a whole. Where units are
-/// in place, slots have no addresses of their own and there are no blocks.
+/// Slots of one size, in blocks of `step` slots that are freed as a whole. When units are in place,
+/// slots have no addresses of their own, and there are no blocks.
 #[derive(Default)]
 pub(super) struct ExpertSlots {
     pub blocks: Vec<Block>,
     slot_bytes: u64,
     count: u32,
-    /// How many there can be, and in a block.
+    /// Most slots, and slots of a block.
     most: u32,
     step: u32,
 }
@@ -29,7 +29,7 @@ impl ExpertSlots {
         }
     }
 
-    /// How many the next block has: the last one may be smaller.
+    /// Slots of the next block; the last block may be smaller.
     fn next(&self) -> u32 {
         (self.most - self.count).min(self.step)
     }
@@ -39,7 +39,7 @@ impl ExpertSlots {
         u64::from(self.next()) * self.slot_bytes
     }
 
-    /// The block of a slot, and where in it that begins.
+    /// The block of a slot, and the offset of the slot in it.
     pub fn at(&self, slot: u32) -> (Option<&Block>, u64) {
         let step = self.step.max(1);
         (self.blocks.get((slot / step) as usize), u64::from(slot % step) * self.slot_bytes)
@@ -47,12 +47,12 @@ impl ExpertSlots {
 }
 
 impl Places {
-    /// Slots for experts that there is memory for.
+    /// Expert slots with memory.
     pub fn expert_slots(&self) -> u32 {
         self.experts.count
     }
 
-    /// Takes memory for some more. False: there will be some later, the copier asks for it.
+    /// Allocates one more block.
     pub fn add_expert_slots(&mut self, seat: Seat, source: &Source) -> Result<bool> {
         let (more, bytes) = (self.experts.next(), self.experts.next_bytes());
         if let Some(in_place) = &mut self.in_place {
@@ -74,19 +74,18 @@ impl Places {
         Ok(true)
     }
 
-    /// The same while others look at the streamer: what a device gives is asked for first, with
-    /// no lock held. False: not yet.
+    /// Allocates one more block of an open streamer. Returns false while the copier thread, which
+    /// holds no lock, still asks the device for the memory.
     pub fn add_expert_slots_later(&mut self, seat: Seat, source: &Source) -> Result<bool> {
         let is_ready = seat == Seat::Host || self.has_memory_for(NONE);
         if is_ready { self.add_expert_slots(seat, source) } else { Ok(false) }
     }
 
-    /// Gives the memory of slots back, from the last on, but for the first `count` and those that
-    /// share a block with one of these. `dirty`: whose memory a slot left behind, where units
-    /// are in place.
+    /// Frees slots from the end, except the first `count` and slots that share a block with one of
+    /// these. `dirty` names the unit whose memory a slot last filled, when units are in place.
     ///
     /// # Safety
-    /// Nobody uses these slots, and nothing that does is under way.
+    /// The freed slots are unused, and no read or copy to or from them is in flight.
     pub unsafe fn drop_expert_slots(
         &mut self,
         count: u32,

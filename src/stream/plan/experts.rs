@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::stream::plan::{Home, Inputs, Plan, Seat, taken_by};
 use crate::stream::units::{Role, Unit};
 
-/// Slots for experts are given back by so many bytes, or by one part in so many of them.
+/// Expert slots are freed in blocks of so many bytes, or of one part in [`STEPS`] of all slots.
 const STEP_BYTES: u64 = 64 << 20;
 const STEPS: u32 = 16;
 
@@ -51,8 +51,9 @@ impl Experts {
         f64::from(self.used.min(of)) / f64::from(of)
     }
 
-    /// Of so many slots: how many always stay, and how many of the others come and go together.
-    /// A device gives memory in grains, and a process has so many mappings: slots share them.
+    /// Of `slots` expert slots: how many are never freed, and how many are added and freed together.
+    /// Slots share allocations, because a device rounds each one up and a process has a limited
+    /// number of mappings.
     pub fn least_and_step(&self, slots: u32, grain_bytes: u64) -> (u32, u32) {
         let at_once = STEP_BYTES / self.slot_bytes.max(1);
         let step = match grain_bytes {

@@ -19,7 +19,7 @@ pub struct Floor {
 }
 
 impl Plan {
-    /// Bytes of the slots that stay.
+    /// Bytes of the slots that are never freed.
     fn least_slots_bytes(&self) -> u64 {
         let experts = self.expert_slots_least.min(self.expert_slots);
         u64::from(self.slots) * self.slot_bytes + u64::from(experts) * self.expert_slot_bytes

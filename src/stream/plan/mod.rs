@@ -224,9 +224,9 @@ pub struct Plan {
     pub slot_bytes: u64,
     /// Slots for experts.
     pub expert_slots: u32,
-    /// Of them, those that stay when memory is given back.
+    /// Expert slots that are never freed.
     pub expert_slots_least: u32,
-    /// How many of the others come and go together.
+    /// Expert slots that are added and freed together.
     pub expert_slots_step: u32,
     /// The size of one.
     pub expert_slot_bytes: u64,

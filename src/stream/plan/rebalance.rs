@@ -7,7 +7,7 @@ use crate::stream::plan::place::{self, Item, Spread};
 use crate::stream::plan::room::Room;
 use crate::stream::plan::{Inputs, Mode, Plan, Wishes};
 
-/// How many numbers of slots for experts are tried, beside the least.
+/// Numbers of expert slots that are tried, beside the least one.
 const TRIED: u32 = 8;
 
 impl Plan {
@@ -22,8 +22,8 @@ impl Plan {
             let wishes = Wishes { expert_slots: slots, ..inputs_now.wishes.clone() };
             let inputs = Inputs { wishes: &wishes, ..*inputs_now };
             let Some(one) = self.with_slots_kept(&inputs)? else { continue };
-            // The largest is the first: slots follow what is used, so fewer have to be clearly
-            // better.
+            // The largest is the first: slots adapt to the experts in use, so a smaller number
+            // must be clearly better.
             let is_better = |(key, _): &(Key, Plan)| one.0.pass < key.pass - key.pass / NEAR;
             if best.as_ref().is_none_or(is_better) {
                 best = Some(one);
@@ -39,8 +39,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Numbers of slots for experts to be tried, the largest first; where it cannot change, what
-    /// was wished.
+    /// Numbers of expert slots to try, the largest first; the wished one if it cannot change.
     fn slot_counts(&self, wishes: &Wishes) -> Vec<Option<u32>> {
         let (least, step) = (self.expert_slots_least, self.expert_slots_step.max(1));
         let may_change = |most: &u32| self.expert_slots > 0 && *most > least;

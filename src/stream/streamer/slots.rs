@@ -1,10 +1,11 @@
-//! Slots for experts, which become fewer when memory is needed elsewhere, and more again.
+//! Changes the number of expert slots: fewer when another owner needs memory, more when memory is
+//! free again.
 
 use crate::stream::plan::Seat;
 use crate::stream::streamer::{Shared, State};
 
 impl State {
-    /// Whether there are not yet as many slots for experts as the plan says.
+    /// Whether the number of expert slots differs from the plan.
     pub(super) fn slots_change(&self) -> bool {
         let wanted = self.plan.expert_slots;
         self.places.expert_slots() != wanted || self.core.expert_slots() != wanted
@@ -12,32 +13,32 @@ impl State {
 }
 
 impl Shared {
-    /// Gives the memory of slots back that the plan has no more, as soon as nobody uses them.
-    /// Whether some are left.
+    /// Frees slots beyond those of the plan, as soon as they are unused. Returns whether some are
+    /// still in use.
     pub(super) fn give_slots_back(&self, state: &mut State) -> bool {
         if !state.slots_change() {
             return false;
         }
         let wanted = state.plan.expert_slots;
-        let told = (|| {
+        let freed = (|| {
             let open = wanted.min(state.places.expert_slots());
             if open != state.core.expert_slots() {
                 state.core.set_expert_slots(open, self.now_ns())?;
             }
             let in_use = state.core.empty_expert_slots()?.max(wanted);
             let (core, places) = (&mut state.core, &mut state.places);
-            // SAFETY: the core says that nobody needs slots from there on, and what the device
-            // does with them has ended.
+            // SAFETY: from `in_use` on the core has emptied all slots, no load uses them, and the
+            // device events behind which they were used have passed.
             unsafe { places.drop_expert_slots(in_use, |slot| core.take_dirty(slot)) }
         })();
-        if let Err(error) = told {
-            state.note = Some(format!("slots for experts stay: {error}"));
+        if let Err(error) = freed {
+            state.note = Some(format!("expert slots were not freed: {error}"));
         }
         state.places.expert_slots() > wanted
     }
 
-    /// Takes memory for slots that the plan has again. Where there is none, the plan is for those
-    /// that there are.
+    /// Allocates slots up to the number of the plan. When memory is missing, the plan is reduced to
+    /// the slots that exist.
     pub(super) fn take_slots_again(&self, state: &mut State) {
         let seat = state.plan.seat;
         while state.places.expert_slots() < state.plan.expert_slots {
@@ -48,7 +49,7 @@ impl Shared {
                 Ok(true) => {}
                 Ok(false) => return,
                 Err(error) => {
-                    state.note = Some(format!("slots for experts do not come again: {error}"));
+                    state.note = Some(format!("no memory for more expert slots: {error}"));
                     forget_slots(state);
                 }
             }
@@ -57,12 +58,12 @@ impl Shared {
         if state.core.expert_slots() != count
             && let Err(error) = state.core.set_expert_slots(count, self.now_ns())
         {
-            state.note = Some(format!("slots for experts are not used again: {error}"));
+            state.note = Some(format!("new expert slots are not used: {error}"));
         }
     }
 }
 
-/// The plan has no more slots than there are.
+/// Reduces the plan to the slots that exist.
 fn forget_slots(state: &mut State) {
     let plan = &mut state.plan;
     let less = plan.expert_slots.saturating_sub(state.places.expert_slots());

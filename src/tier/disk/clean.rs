@@ -147,7 +147,7 @@ impl DiskTier {
         Ok(())
     }
 
-    /// Something in a segment need not be kept any more.
+    /// Changes a segment, which may be empty afterwards.
     fn change(&self, number: u64, change: impl FnOnce(&mut Segment)) {
         let mut state = self.state.lock();
         if let Some(segment) = state.segments.get_mut(&number) {

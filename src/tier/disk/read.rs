@@ -42,7 +42,7 @@ impl DiskTier {
             let segment = gets.gets[owner].spot.segment();
             let is_another = pins.last().is_some_and(|pinned: &Pinned| pinned.segment != segment);
             if is_another && self.state.lock().in_use() >= self.options.max_open {
-                // Descriptors are few: what was collected is read, and its files may be closed.
+                // As many files are in use as may be open: read the collected cells first.
                 // SAFETY: as above.
                 unsafe { gather.flush() };
                 pins.clear();

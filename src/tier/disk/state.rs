@@ -9,7 +9,7 @@ use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::FileId;
 use crate::tier::disk::stats::Stats;
 
-/// Of more segments tests do not look at all whenever one is made.
+/// Up to so many segments, debug builds check [`State::maybe_empty`] against all segments.
 const MANY: usize = 1 << 10;
 
 /// Who appends: each has a segment of its own to write at, so that what is moved,
@@ -116,8 +116,8 @@ pub(super) struct Grant {
 #[derive(Default)]
 pub(super) struct State {
     pub segments: BTreeMap<u64, Segment>,
-    /// Segments that may be empty: all that are, and few others. A large disk has too many to
-    /// look at all whenever one is made.
+    /// A superset of the empty segments. A large disk has too many segments to scan all of them
+    /// for each new one.
     pub maybe_empty: BTreeSet<u64>,
     pub fronts: [Option<u64>; 2],
     /// Segments that are gone and of which a sync failed: so many of their writes
@@ -189,13 +189,13 @@ impl State {
         self.fronts.iter_mut().filter(|f| **f == Some(segment)).for_each(|f| *f = None);
     }
 
-    /// A segment is there.
+    /// Adds a segment.
     pub fn add_segment(&mut self, number: u64, segment: Segment) {
         self.segments.insert(number, segment);
         self.maybe_empty.insert(number);
     }
 
-    /// A segment in which less lives than did.
+    /// Notes that a segment may have become empty.
     pub fn may_be_empty(&mut self, number: u64) {
         if self.segments.get(&number).is_some_and(Segment::is_empty) {
             self.maybe_empty.insert(number);
@@ -216,7 +216,7 @@ impl State {
         maybe_empty.iter().filter(can_go).copied().collect()
     }
 
-    /// What sessions were is in a checkpoint: no segment is held for that.
+    /// A checkpoint has all sessions: no segment is held for their earlier records.
     pub fn let_held_go(&mut self) {
         let held = self.segments.iter_mut().filter(|(_, segment)| segment.held);
         let numbers = held.map(|(&number, segment)| {
@@ -226,7 +226,7 @@ impl State {
         self.maybe_empty.extend(numbers);
     }
 
-    /// How many open segments are in use.
+    /// Number of open segments in use.
     pub fn in_use(&self) -> usize {
         let used = |number: &&u64| self.segments.get(number).is_some_and(|s| s.users > 0);
         self.open.iter().filter(used).count()

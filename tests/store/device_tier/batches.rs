@@ -96,7 +96,7 @@ pub fn by_hand(
 
 pub fn carry_out(core: &mut StoreState, tools: &Tools, mut work: Work) {
     // SAFETY: engines of the tests here outlive their moves.
-    let outcome = unsafe { tools.work(&mut work, Stream(0), &mut NoBooks) };
+    let outcome = unsafe { tools.work(&mut work, Stream(0), &mut NoCheckpoint) };
     core.done(work, outcome, 1);
 }
 
@@ -160,9 +160,9 @@ fn what_is_lost_on_the_way_to_the_device_does_not_arrive() {
 }
 
 /// Nothing here has the disk cleaned, and nobody asks these.
-struct NoBooks;
+struct NoCheckpoint;
 
-impl Keeper for NoBooks {
+impl Keeper for NoCheckpoint {
     fn wants(&mut self, _cell: &CellAt) -> bool {
         unreachable!("nothing is cleaned")
     }
@@ -176,7 +176,7 @@ impl Keeper for NoBooks {
     }
 }
 
-impl CheckpointWriter for NoBooks {
+impl CheckpointWriter for NoCheckpoint {
     fn page(&mut self, _from: (u32, u32), _page: &mut Page) -> Option<(u32, u32)> {
         unreachable!("nothing is cleaned")
     }

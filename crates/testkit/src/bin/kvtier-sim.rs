@@ -74,18 +74,21 @@ fn main() -> ExitCode {
     println!("durable, found   {}", report.kept);
     println!("cells stored     {}", counted.stored);
     println!("loaded from disk {}", counted.disk_hits);
-    println!("left memory      {}", counted.demoted + counted.dropped);
-    println!("left the disk    {}", counted.disk_evicted);
+    println!("evicted (host)   {}", counted.demoted + counted.dropped);
+    println!("evicted (disk)   {}", counted.disk_evicted);
     println!("damage found     {}", counted.corrupt);
-    let far = &report.far;
-    println!("sent             {} objects, {} not", far.sent, far.failed_sends);
-    println!("not to be sent   {} chunks", far.refused);
-    println!("fetched          {} objects, {} cells", far.fetched, far.cells);
-    println!("asked            {} names, {} there, {} late", far.asked, far.found, far.late);
-    println!("hung             {} requests", far.hung);
-    println!("remembered       {} names", far.remembered);
-    println!("far, not there   {} objects", far.absent);
-    println!("far, damaged     {}", far.corrupt);
+    let remote = &report.remote;
+    println!("uploaded         {} objects, {} failed", remote.sent, remote.failed_sends);
+    println!("rejected         {} chunks", remote.refused);
+    println!("fetched          {} objects, {} cells", remote.fetched, remote.cells);
+    println!(
+        "looked up        {} names, {} found, {} late",
+        remote.asked, remote.found, remote.late
+    );
+    println!("hung             {} requests", remote.hung);
+    println!("remembered       {} names", remote.remembered);
+    println!("remote misses    {} objects", remote.absent);
+    println!("remote damaged   {}", remote.corrupt);
     ExitCode::SUCCESS
 }
 
@@ -94,7 +97,7 @@ fn add(all: &mut Report, one: &Report) {
     all.checked_bytes += one.checked_bytes;
     all.crashes += one.crashes;
     all.kept += one.kept;
-    all.far.add(&one.far);
+    all.remote.add(&one.remote);
     let (all, one) = (&mut all.counters, &one.counters);
     all.stored += one.stored;
     all.disk_hits += one.disk_hits;

@@ -206,7 +206,7 @@ proptest! {
 }
 
 /// What can be done to a file, and what `check` and reads of its start and end say then.
-type Deed = (&'static str, fn(&Target), Status, [Status; 2]);
+type Act = (&'static str, fn(&Target), Status, [Status; 2]);
 
 enum Target<'a> {
     Real(&'a PathBuf),
@@ -234,7 +234,7 @@ fn later(file: &std::fs::File) {
     file.set_modified(time).expect("set");
 }
 
-const DEEDS: [Deed; 6] = [
+const DEEDS: [Act; 6] = [
     ("nothing", |_| {}, Status::Ok, [Status::Ok, Status::Ok]),
     (
         "cut",
@@ -291,7 +291,7 @@ const DEEDS: [Deed; 6] = [
 
 #[test]
 fn what_is_done_to_a_file_shows() {
-    let judge = |files: &dyn FixedFiles, target: &Target, act: &Deed| {
+    let judge = |files: &dyn FixedFiles, target: &Target, act: &Act| {
         let (what, run, check, reads) = act;
         run(target);
         let found = files.check(0);

@@ -46,7 +46,7 @@ impl World {
         let device = self.next_device()?;
         let (core, mut tools, dropped) =
             open_store(&again, &self.config, self.disk_bytes, &self.clock, device)?;
-        tools.remote = self.far.as_ref().map(|far| far.errands(&self.clock));
+        tools.remote = self.remote_sim.as_ref().map(|remote_sim| remote_sim.executor(&self.clock));
         (self.files, self.core, self.tools) = (again, core, tools);
         self.behind = Behind::of(self.report.crashes.into(), &self.tools);
         // More may be found than a small table has rows for.
@@ -66,8 +66,8 @@ impl World {
     }
 
     fn add_counters(&mut self) {
-        let far = self.core.0.lock().remote_counters();
-        self.report.far.add(&far.unwrap_or_default());
+        let remote = self.core.0.lock().remote_counters();
+        self.report.remote.add(&remote.unwrap_or_default());
         let now = self.core.0.lock().counters;
         let all = &mut self.report.counters;
         let sums = |a: &mut Counters, b: &Counters| {

@@ -7,9 +7,9 @@ mod ahead;
 mod blocks;
 mod callers;
 mod content;
-mod far;
+mod device_sim;
 mod lives;
-mod near;
+mod remote_sim;
 mod wishes;
 mod world;
 
@@ -47,7 +47,7 @@ pub struct Report {
     /// Parts of moves that came behind an event of the device.
     pub behind: u64,
     /// What the stores counted of their remotes, all together.
-    pub far: RemoteCounters,
+    pub remote: RemoteCounters,
     /// A mark of everything that happened: equal for equal seeds.
     pub mark: u64,
     /// What the stores counted, all together.

@@ -200,7 +200,7 @@ impl World {
 
     fn all_are_gone(&self, ends: &Ends) -> Outcome<()> {
         // What others have sent to a remote comes back from there.
-        if self.far.is_some() {
+        if self.remote_sim.is_some() {
             return Ok(());
         }
         for (&(space, _), tokens) in ends {

@@ -7,9 +7,9 @@ use crate::disk::{SimFiles, SimOpts as DiskOpts};
 use crate::sim::ahead::Behind;
 use crate::sim::blocks::Blocks;
 use crate::sim::content::Planes;
-use crate::sim::far::Far;
+use crate::sim::device_sim::DeviceSim;
 use crate::sim::lives::{FEW_CHUNKS, SEGMENT, device, open_store, plan};
-use crate::sim::near::Near;
+use crate::sim::remote_sim::RemoteSim;
 use crate::sim::wishes::Wishes;
 use crate::sim::{Failure, Report};
 use kvtier::base::budget::Tier;
@@ -122,9 +122,9 @@ pub(super) struct World {
     pub(super) untold: bool,
     pub(super) wishes: Option<Wishes>,
     pub(super) blocks: Option<Blocks>,
-    pub(super) near: Option<Near>,
+    pub(super) device_sim: Option<DeviceSim>,
     pub(super) behind: Option<Behind>,
-    pub(super) far: Option<Far>,
+    pub(super) remote_sim: Option<RemoteSim>,
     pub(super) report: Report,
 }
 
@@ -164,19 +164,19 @@ fn codecs(seed: u64) -> (Codec, [Option<Codec>; SPACES as usize]) {
 fn config(
     seed: u64,
     random: &mut Random,
-    (near, far): (&Option<Near>, &Option<Far>),
+    (device_sim, remote_sim): (&Option<DeviceSim>, &Option<RemoteSim>),
     codec: Codec,
 ) -> Config {
     let (grain, drop_cells) = grain(seed);
     Config {
-        device: near.as_ref().map(Near::config).unwrap_or_default(),
-        remote: far.as_ref().map(Far::config),
+        device: device_sim.as_ref().map(DeviceSim::config).unwrap_or_default(),
+        remote: remote_sim.as_ref().map(RemoteSim::config),
         host_bytes: (4 + random.below(40)) << 16,
         host_policy: POLICIES[random.below(6) as usize].into(),
         disk_policy: POLICIES[random.below(6) as usize].into(),
         write: match WRITES[random.below(WRITES.len() as u64) as usize] {
             // What leaves memory and is on no disk is what a remote is for.
-            _ if far.is_some() && seed % 2 == 0 => Write::Never,
+            _ if remote_sim.is_some() && seed % 2 == 0 => Write::Never,
             write => write,
         },
         write_age_ns: [0, 1_000_000, 1_000_000_000][seed as usize % 3],
@@ -206,16 +206,16 @@ impl World {
         let files = SimFiles::new(random.draw(), opts);
         let disk_bytes = (8 + random.below(40)) * SEGMENT + 400_000;
         let (codec, codecs) = codecs(seed);
-        let near = Near::of(seed);
+        let device_sim = DeviceSim::of(seed);
         let clock = Clock::manual(1);
-        let far = Far::of(seed, &clock);
-        let config = config(seed, &mut random, (&near, &far), codec);
-        let device = match &near {
-            Some(near) => near.device(&clock)?,
+        let remote_sim = RemoteSim::of(seed, &clock);
+        let config = config(seed, &mut random, (&device_sim, &remote_sim), codec);
+        let device = match &device_sim {
+            Some(device_sim) => device_sim.device(&clock)?,
             None => device(seed, &clock)?,
         };
         let (core, mut tools, _) = open_store(&files, &config, disk_bytes, &clock, device)?;
-        tools.remote = far.as_ref().map(|far| far.errands(&clock));
+        tools.remote = remote_sim.as_ref().map(|remote_sim| remote_sim.executor(&clock));
         let forgets = plan.per_million[Fault::LostSync as usize] > 0
             || plan.per_million[Fault::BitRot as usize] > 0
             || plan.per_million[Fault::Misdirected as usize] > 0;
@@ -242,9 +242,9 @@ impl World {
             untold: false,
             wishes: Wishes::of(seed),
             blocks: Blocks::of(seed),
-            near,
+            device_sim,
             behind,
-            far,
+            remote_sim,
             report: Report::default(),
         };
         world.open_spaces()?;
@@ -324,8 +324,11 @@ impl World {
     /// Some hands take work, and will carry it out later.
     fn take(&mut self) {
         // The last ones are for stores with a remote.
-        let kinds =
-            if self.far.is_some() { WorkerKind::ALL.len() } else { WorkerKind::Fetch as usize };
+        let kinds = if self.remote_sim.is_some() {
+            WorkerKind::ALL.len()
+        } else {
+            WorkerKind::Fetch as usize
+        };
         let hands = WorkerKind::ALL[self.random.below(kinds as u64) as usize];
         let work = self.core.0.lock().take(hands);
         self.pending.extend(work);

@@ -20,7 +20,7 @@ const POLICIES: [&str; 4] = ["lru", "s3fifo", "sieve", "horizon"];
 const LEAST_BYTES: u64 = 64 << 10;
 
 /// What is drawn of that.
-pub(super) struct Near {
+pub(super) struct DeviceSim {
     random: Random,
     seed: u64,
     lives: u64,
@@ -29,10 +29,10 @@ pub(super) struct Near {
     loses: bool,
 }
 
-impl Near {
+impl DeviceSim {
     /// That of a seed: half of those that have a device that takes its time. All others do as
     /// they would without.
-    pub(super) fn of(seed: u64) -> Option<Near> {
+    pub(super) fn of(seed: u64) -> Option<DeviceSim> {
         let mut random = Random::new(seed ^ 0x4EA2);
         let has = seed % 2 == 0 && random.coin();
         has.then(|| {
@@ -42,7 +42,7 @@ impl Near {
                 admission: ["all", "all", "select(hits=2)"][random.below(3) as usize].into(),
             };
             let loses = random.coin();
-            Near { random, seed, lives: 0, config, loses }
+            DeviceSim { random, seed, lives: 0, config, loses }
         })
     }
 
@@ -76,25 +76,25 @@ impl Near {
 impl World {
     /// Where the engine has the tensors of the next move.
     pub(super) fn memory(&mut self) -> Memory {
-        let draws = self.near.as_mut().map(|near| near.random.below(4));
+        let draws = self.device_sim.as_mut().map(|device_sim| device_sim.random.below(4));
         if draws.is_some_and(|n| n > 0) { Memory::Device } else { Memory::Host }
     }
 
     /// Copies may come damaged twice.
     pub(super) fn may_damage(&self) -> bool {
-        self.near.as_ref().is_some_and(|near| near.damage_permille() > 0)
+        self.device_sim.as_ref().is_some_and(|device_sim| device_sim.damage_permille() > 0)
     }
 
     pub(super) fn may_lose_device(&self) -> bool {
-        self.near.as_ref().is_some_and(|near| near.loses)
+        self.device_sim.as_ref().is_some_and(|device_sim| device_sim.loses)
     }
 
     /// The device of the next life: one that was lost does not come back.
     pub(super) fn next_device(&mut self) -> Outcome<Arc<dyn Device>> {
-        match &mut self.near {
-            Some(near) => {
-                near.lives += 1;
-                near.device(&self.clock)
+        match &mut self.device_sim {
+            Some(device_sim) => {
+                device_sim.lives += 1;
+                device_sim.device(&self.clock)
             }
             None => Ok(self.tools.device.clone()),
         }
@@ -102,10 +102,10 @@ impl World {
 
     /// Something happens to the device tier, or nothing.
     pub(super) fn near_wish(&mut self) -> Outcome<()> {
-        let Some(near) = &mut self.near else { return Ok(()) };
-        let bytes = near.random.below(9) * LEAST_BYTES;
-        let policy = POLICIES[near.random.below(4) as usize];
-        let what = near.random.below(120);
+        let Some(device_sim) = &mut self.device_sim else { return Ok(()) };
+        let bytes = device_sim.random.below(9) * LEAST_BYTES;
+        let policy = POLICIES[device_sim.random.below(4) as usize];
+        let what = device_sim.random.below(120);
         let mut core = self.core.0.lock();
         match what {
             0 => core.set_device_bytes(bytes)?,

@@ -10,15 +10,15 @@ use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::{RemoteConfig, SessionOpts, Write};
 
 /// What is drawn of that.
-pub(super) struct Far {
+pub(super) struct RemoteSim {
     random: Random,
     remote: Simulated,
     config: RemoteConfig,
 }
 
-impl Far {
+impl RemoteSim {
     /// That of a seed: every third has a remote. All others do as they would without.
-    pub(super) fn of(seed: u64, clock: &Clock) -> Option<Far> {
+    pub(super) fn of(seed: u64, clock: &Clock) -> Option<RemoteSim> {
         let mut random = Random::new(seed ^ 0xFA27);
         (seed % 3 == 1).then(|| {
             let config = RemoteConfig {
@@ -37,7 +37,7 @@ impl Far {
                 ..RemoteConfig::default()
             };
             let remote = Simulated::new(seed, plan(&mut random), clock.clone());
-            Far { random, remote, config }
+            RemoteSim { random, remote, config }
         })
     }
 
@@ -46,7 +46,7 @@ impl Far {
     }
 
     /// What a life's hands reach it with.
-    pub(super) fn errands(&self, clock: &Clock) -> RemoteExecutor {
+    pub(super) fn executor(&self, clock: &Clock) -> RemoteExecutor {
         RemoteExecutor::new(Arc::new(self.remote.clone()), clock.clone())
     }
 }
@@ -70,11 +70,11 @@ impl World {
     pub(super) fn far_wish(&mut self) -> Outcome<()> {
         // The numbers of moves that have ended are used again.
         self.collect()?;
-        let Some(far) = &mut self.far else { return Ok(()) };
-        match far.random.below(40) {
+        let Some(remote_sim) = &mut self.remote_sim else { return Ok(()) };
+        match remote_sim.random.below(40) {
             0 => {
-                let plan = plan(&mut far.random);
-                far.remote.set_plan(plan);
+                let plan = plan(&mut remote_sim.random);
+                remote_sim.remote.set_plan(plan);
                 Ok(())
             }
             1..=4 => self.locate(),
@@ -135,7 +135,9 @@ impl World {
 
     /// Whether something may be said to be there that never was: an answer was another's.
     pub(super) fn may_hear_wrong(&self) -> bool {
-        self.far.as_ref().is_none_or(|far| far.remote.struck(Fault::Reorder) > 0)
+        self.remote_sim
+            .as_ref()
+            .is_none_or(|remote_sim| remote_sim.remote.struck(Fault::Reorder) > 0)
     }
 
     /// What the remote's troubles may do to a put that waits for it.
