@@ -53,7 +53,7 @@ struct device_info {
     bool sums = false;
     /// It has memory that only it reaches.
     bool has_memory = false;
-    /// Host memory that copies use is to be made known: device::know_host.
+    /// Host memory that copies use is to be made known: device::register_host.
     bool wants_pinned = false;
     /// How many it has: work on one is in order.
     std::uint32_t streams = 0;
@@ -131,15 +131,15 @@ public:
     virtual std::optional<std::uint64_t> free_bytes() { return std::nullopt; }
 
     /// Host memory that copies use again and again; with 0 bytes: that it goes.
-    virtual kvt_status_t know_host(std::uint64_t, std::uint64_t) { return KVT_OK; }
+    virtual kvt_status_t register_host(std::uint64_t, std::uint64_t) { return KVT_OK; }
     /// An event of its own that comes with one that the engine names.
-    virtual kvt_status_t adopt(std::uint64_t, std::uint64_t &) { return KVT_E_UNSUPPORTED; }
+    virtual kvt_status_t import_event(std::uint64_t, std::uint64_t &) { return KVT_E_UNSUPPORTED; }
     /// A stream that the engine names goes on only after an event.
-    virtual kvt_status_t hold(std::uint64_t, std::uint64_t) { return KVT_E_UNSUPPORTED; }
-    /// An event of its own that comes when `keep` says so.
-    virtual kvt_status_t promise(std::uint64_t &) { return KVT_E_UNSUPPORTED; }
+    virtual kvt_status_t stream_wait(std::uint64_t, std::uint64_t) { return KVT_E_UNSUPPORTED; }
+    /// An event of its own that comes when `signal_event` says so.
+    virtual kvt_status_t create_event(std::uint64_t &) { return KVT_E_UNSUPPORTED; }
     /// Has such an event come; it must not wait.
-    virtual kvt_status_t keep(std::uint64_t) { return KVT_E_UNSUPPORTED; }
+    virtual kvt_status_t signal_event(std::uint64_t) { return KVT_E_UNSUPPORTED; }
     /// Puts kernels on a stream, as copies.
     virtual kvt_status_t launch(std::uint32_t, std::uint64_t, span<const kvt_kernel_t>,
                                 std::uint64_t &) {
@@ -207,22 +207,22 @@ struct device_box {
             return KVT_OK;
         });
     }
-    static kvt_status_t know_host(void *user_data, std::uint64_t address,
+    static kvt_status_t register_host(void *user_data, std::uint64_t address,
                                   std::uint64_t bytes) noexcept {
         return call(user_data,
-                    [&](custom_device &own) { return own.know_host(address, bytes); });
+                    [&](custom_device &own) { return own.register_host(address, bytes); });
     }
-    static kvt_status_t adopt(void *user_data, std::uint64_t raw, std::uint64_t *event) noexcept {
-        return call(user_data, [&](custom_device &own) { return own.adopt(raw, *event); });
+    static kvt_status_t import_event(void *user_data, std::uint64_t raw, std::uint64_t *event) noexcept {
+        return call(user_data, [&](custom_device &own) { return own.import_event(raw, *event); });
     }
-    static kvt_status_t hold(void *user_data, std::uint64_t raw, std::uint64_t event) noexcept {
-        return call(user_data, [&](custom_device &own) { return own.hold(raw, event); });
+    static kvt_status_t stream_wait(void *user_data, std::uint64_t raw, std::uint64_t event) noexcept {
+        return call(user_data, [&](custom_device &own) { return own.stream_wait(raw, event); });
     }
-    static kvt_status_t promise(void *user_data, std::uint64_t *event) noexcept {
-        return call(user_data, [&](custom_device &own) { return own.promise(*event); });
+    static kvt_status_t create_event(void *user_data, std::uint64_t *event) noexcept {
+        return call(user_data, [&](custom_device &own) { return own.create_event(*event); });
     }
-    static kvt_status_t keep(void *user_data, std::uint64_t event) noexcept {
-        return call(user_data, [&](custom_device &own) { return own.keep(event); });
+    static kvt_status_t signal_event(void *user_data, std::uint64_t event) noexcept {
+        return call(user_data, [&](custom_device &own) { return own.signal_event(event); });
     }
     static kvt_status_t launch(void *user_data, std::uint32_t stream, std::uint64_t after,
                                const kvt_kernel_t *kernels, std::uint64_t count,
@@ -246,11 +246,11 @@ struct device_box {
         c.allocate = &device_box::allocate;
         c.free = &device_box::free;
         c.free_bytes = &device_box::free_bytes;
-        c.know_host = &device_box::know_host;
-        c.adopt = &device_box::adopt;
-        c.hold = &device_box::hold;
-        c.promise = &device_box::promise;
-        c.keep = &device_box::keep;
+        c.register_host = &device_box::register_host;
+        c.import_event = &device_box::import_event;
+        c.stream_wait = &device_box::stream_wait;
+        c.create_event = &device_box::create_event;
+        c.signal_event = &device_box::signal_event;
         if (c.kernels != 0) c.launch = &device_box::launch;
         c.user_data = this;
         c.destroy = &unbox<device_box>;
@@ -283,13 +283,13 @@ public:
     device_event() noexcept = default;
     device_event(device_event &&other) noexcept
         : device_(other.device_), number_(std::exchange(other.number_, 0)),
-          promised_(other.promised_) {}
+          created_(other.created_) {}
     device_event &operator=(device_event &&other) noexcept {
         if (this != &other) {
             reset();
             device_ = other.device_;
             number_ = std::exchange(other.number_, 0);
-            promised_ = other.promised_;
+            created_ = other.created_;
         }
         return *this;
     }
@@ -313,10 +313,10 @@ public:
         const kvt_status_t status = kvt_device_wait(device_, number_, by.ns, f.out());
         return detail::check(status, f);
     }
-    /// Of one that device::promise made: it comes, if it has not.
-    ret<void> keep() const {
+    /// Of one that device::create_event made: it comes, if it has not.
+    ret<void> signal() const {
         detail::failure f;
-        const kvt_status_t status = kvt_device_keep(device_, number_, f.out());
+        const kvt_status_t status = kvt_device_signal_event(device_, number_, f.out());
         return detail::check(status, f);
     }
     /// The checksums of its copies that wanted one, once it has come: of asynchronous devices that
@@ -334,7 +334,7 @@ public:
     void reset() noexcept {
         if (number_ == 0) return;
         const std::uint64_t number = release();
-        if (promised_) (void)kvt_device_keep(device_, number, nullptr);
+        if (created_) (void)kvt_device_signal_event(device_, number, nullptr);
         (void)kvt_device_wait(device_, number, 0, nullptr);
         const kvt_status_t status = kvt_device_release(device_, &number, 1, nullptr);
         if (!detail::ended(status)) detail::report("kvt::device_event", status);
@@ -342,11 +342,11 @@ public:
 
 private:
     friend class device;
-    device_event(const kvt_device_t *device, std::uint64_t number, bool promised = false) noexcept
-        : device_(device), number_(number), promised_(promised) {}
+    device_event(const kvt_device_t *device, std::uint64_t number, bool created = false) noexcept
+        : device_(device), number_(number), created_(created) {}
     const kvt_device_t *device_ = nullptr;
     std::uint64_t number_ = 0;
-    bool promised_ = false;
+    bool created_ = false;
 };
 
 /// Memory of a device, given back when this goes; before that, who uses it has to end.
@@ -407,14 +407,14 @@ inline kvt_copy_t gather(const kvt_view_t &view, void *plane,
     copy.view = view;
     copy.plane = plane;
     copy.plane_memory = where;
-    copy.way = KVT_COPY_GATHER;
+    copy.direction = KVT_COPY_GATHER;
     return copy;
 }
 /// From a plane to the engine's tokens.
 inline kvt_copy_t scatter(const kvt_view_t &view, const void *plane,
                           std::uint32_t where = KVT_MEMORY_HOST) noexcept {
     kvt_copy_t copy = gather(view, const_cast<void *>(plane), where);
-    copy.way = KVT_COPY_SCATTER;
+    copy.direction = KVT_COPY_SCATTER;
     return copy;
 }
 /// Plain bytes, from host memory to where `where` says.
@@ -431,7 +431,7 @@ inline kvt_copy_t upload(const void *host, void *to, std::uint64_t bytes,
 inline kvt_copy_t download(const void *from, void *host, std::uint64_t bytes,
                            std::uint32_t where = KVT_MEMORY_DEVICE) noexcept {
     kvt_copy_t copy = upload(host, const_cast<void *>(from), bytes, where);
-    copy.way = KVT_COPY_GATHER;
+    copy.direction = KVT_COPY_GATHER;
     return copy;
 }
 
@@ -522,10 +522,10 @@ public:
         return detail::give(status, about);
     }
     /// For logs.
-    ret<std::string> words() const {
+    ret<std::string> describe() const {
         std::string text;
         const kvt_status_t status = detail::words(text, [&](char *to, auto room, auto *bytes) {
-            return kvt_device_words(raw_, to, room, bytes);
+            return kvt_device_describe(raw_, to, room, bytes);
         });
         return detail::give(status, std::move(text));
     }
@@ -536,16 +536,16 @@ public:
         return detail::give(status, f, device_memory(status == KVT_OK ? raw_ : nullptr, c));
     }
     /// Host memory that copies will use again and again. Where CUDA cannot pin it, they are
-    /// slower, and `words` says so.
-    ret<void> know_host(void *address, std::uint64_t bytes) const {
+    /// slower, and `describe` says so.
+    ret<void> register_host(void *address, std::uint64_t bytes) const {
         detail::failure f;
-        const kvt_status_t status = kvt_device_know_host(raw_, address, bytes, f.out());
+        const kvt_status_t status = kvt_device_register_host(raw_, address, bytes, f.out());
         return detail::check(status, f);
     }
     /// Before the memory goes.
-    ret<void> forget_host(void *address) const {
+    ret<void> unregister_host(void *address) const {
         detail::failure f;
-        const kvt_status_t status = kvt_device_forget_host(raw_, address, f.out());
+        const kvt_status_t status = kvt_device_unregister_host(raw_, address, f.out());
         return detail::check(status, f);
     }
     /// Puts copies on a stream, behind the event `after` if that is not 0; none: marks the
@@ -582,29 +582,29 @@ public:
         return detail::give(status, std::move(events));
     }
     /// An event that comes with one of the engine's own: for CUDA a CUevent that was recorded.
-    ret<device_event> adopt_event(std::uint64_t raw_event) const {
+    ret<device_event> import_event(std::uint64_t raw_event) const {
         detail::failure f;
         std::uint64_t event = 0;
-        const kvt_status_t status = kvt_device_adopt(raw_, raw_event, &event, f.out());
+        const kvt_status_t status = kvt_device_import_event(raw_, raw_event, &event, f.out());
         return detail::give(status, f, device_event(raw_, event));
     }
     /// A stream of the engine's own (for CUDA a CUstream) goes on only when an event has come.
-    ret<void> hold(std::uint64_t raw_stream, std::uint64_t event) const {
+    ret<void> stream_wait(std::uint64_t raw_stream, std::uint64_t event) const {
         detail::failure f;
-        const kvt_status_t status = kvt_device_hold(raw_, raw_stream, event, f.out());
+        const kvt_status_t status = kvt_device_stream_wait(raw_, raw_stream, event, f.out());
         return detail::check(status, f);
     }
     /// A stream of the engine's own goes on only when an op was released, well or not.
-    ret<void> hold(std::uint64_t raw_stream, const op &until) const {
+    ret<void> stream_wait(std::uint64_t raw_stream, const op &until) const {
         detail::failure f;
-        const kvt_status_t status = kvt_device_hold_op(raw_, raw_stream, until.get(), f.out());
+        const kvt_status_t status = kvt_device_stream_wait_op(raw_, raw_stream, until.get(), f.out());
         return detail::check(status, f);
     }
-    /// An event that comes when its `keep` says so: what is behind it waits until then.
-    ret<device_event> promise() const {
+    /// An event that comes when its `signal_event` says so: what is behind it waits until then.
+    ret<device_event> create_event() const {
         detail::failure f;
         std::uint64_t event = 0;
-        const kvt_status_t status = kvt_device_promise(raw_, &event, f.out());
+        const kvt_status_t status = kvt_device_create_event(raw_, &event, f.out());
         return detail::give(status, f, device_event(raw_, event, true));
     }
     /// Puts it to the test; nothing else should use it meanwhile.

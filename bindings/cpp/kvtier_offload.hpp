@@ -327,9 +327,9 @@ public:
         return detail::give(status, std::move(lists));
     }
     /// Rows of a policy's own, of tokens from a position on; before the put of these tokens.
-    ret<void> tell_keys(std::uint32_t layer, std::uint32_t first, const kvt_rows_t &keys) const {
+    ret<void> append_keys(std::uint32_t layer, std::uint32_t first, const kvt_rows_t &keys) const {
         detail::failure f;
-        const kvt_status_t status = kvt_offload_tell_keys(raw_, layer, first, &keys, f.out());
+        const kvt_status_t status = kvt_offload_append_keys(raw_, layer, first, &keys, f.out());
         return detail::check(status, f);
     }
     /// The engine's numbers for the next load of a layer.

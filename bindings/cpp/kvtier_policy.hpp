@@ -11,7 +11,7 @@ namespace kvt {
 inline namespace KVTIER_FACE_ {
 
 /// Who asks. All of it is optional.
-struct policy_who {
+struct policy_context {
     std::optional<std::uint64_t> session;
     std::optional<std::uint8_t> priority;
     std::uint32_t tenant = 0;
@@ -104,10 +104,10 @@ struct policy_info {
 };
 
 namespace detail {
-inline kvt_policy_who_t lower(const policy_who &who) noexcept {
-    kvt_policy_who_t c = KVT_POLICY_WHO_INIT;
-    if (who.session) c.flags |= KVT_WHO_SESSION;
-    if (who.priority) c.flags |= KVT_WHO_PRIORITY;
+inline kvt_policy_context_t lower(const policy_context &who) noexcept {
+    kvt_policy_context_t c = KVT_POLICY_CONTEXT_INIT;
+    if (who.session) c.flags |= KVT_CONTEXT_SESSION;
+    if (who.priority) c.flags |= KVT_CONTEXT_PRIORITY;
     c.session = who.session.value_or(0);
     c.priority = who.priority.value_or(0);
     c.tenant = who.tenant;
@@ -200,50 +200,50 @@ public:
     ret<void> close() { return detail::check(kvt_policy_close(&raw_)); }
 
     /// How many from the start on are there; `found`, if not empty, says it for each.
-    ret<std::uint64_t> lookup(span<const std::uint64_t> ids, const policy_who &who = {},
+    ret<std::uint64_t> lookup(span<const std::uint64_t> ids, const policy_context &who = {},
                               std::int64_t now_ns = 0, span<std::uint8_t> found = {}) const {
         detail::failure f;
         if (!found.empty() && found.size() != ids.size())
             return detail::fail<std::uint64_t>(error(KVT_E_INVALID));
-        const kvt_policy_who_t w = detail::lower(who);
+        const kvt_policy_context_t w = detail::lower(who);
         std::uint64_t n = 0;
         const kvt_status_t status =
             kvt_policy_lookup(raw_, now_ns, &w, ids.data(), ids.size(),
                               found.empty() ? nullptr : found.data(), &n, f.out());
         return detail::give(status, f, n);
     }
-    ret<std::uint64_t> touch(span<const std::uint64_t> ids, const policy_who &who = {},
+    ret<std::uint64_t> touch(span<const std::uint64_t> ids, const policy_context &who = {},
                              std::int64_t now_ns = 0) const {
         detail::failure f;
-        const kvt_policy_who_t w = detail::lower(who);
+        const kvt_policy_context_t w = detail::lower(who);
         std::uint64_t n = 0;
         const kvt_status_t status =
             kvt_policy_touch(raw_, now_ns, &w, ids.data(), ids.size(), &n, f.out());
         return detail::give(status, f, n);
     }
     /// Touches what is there and inserts the rest; `units` empty: 1 each.
-    ret<std::uint64_t> record(span<const std::uint64_t> ids, const policy_who &who = {},
+    ret<std::uint64_t> record(span<const std::uint64_t> ids, const policy_context &who = {},
                               std::int64_t now_ns = 0,
                               span<const std::uint64_t> units = {}) const {
         detail::failure f;
         if (!units.empty() && units.size() != ids.size())
             return detail::fail<std::uint64_t>(error(KVT_E_INVALID));
-        const kvt_policy_who_t w = detail::lower(who);
+        const kvt_policy_context_t w = detail::lower(who);
         std::uint64_t n = 0;
         const kvt_status_t status =
             kvt_policy_record(raw_, now_ns, &w, ids.data(), units.empty() ? nullptr : units.data(),
                               ids.size(), &n, f.out());
         return detail::give(status, f, n);
     }
-    ret<void> insert(span<const kvt_policy_row_t> rows, const policy_who &who = {},
+    ret<void> insert(span<const kvt_policy_row_t> rows, const policy_context &who = {},
                      std::int64_t now_ns = 0) const {
         detail::failure f;
-        const kvt_policy_who_t w = detail::lower(who);
+        const kvt_policy_context_t w = detail::lower(who);
         const kvt_status_t status = kvt_policy_insert(raw_, now_ns, &w, rows.data(), rows.size(),
                                                       sizeof(kvt_policy_row_t), f.out());
         return detail::check(status, f);
     }
-    ret<void> insert(const kvt_policy_row_t &row, const policy_who &who = {},
+    ret<void> insert(const kvt_policy_row_t &row, const policy_context &who = {},
                      std::int64_t now_ns = 0) const {
         return insert(span<const kvt_policy_row_t>(&row, 1), who, now_ns);
     }
@@ -288,9 +288,9 @@ public:
         return detail::check(status, f);
     }
     ret<std::uint64_t> hint(span<const std::uint64_t> ids, const policy_hint &told,
-                            const policy_who &who = {}, std::int64_t now_ns = 0) const {
+                            const policy_context &who = {}, std::int64_t now_ns = 0) const {
         detail::failure f;
-        const kvt_policy_who_t w = detail::lower(who);
+        const kvt_policy_context_t w = detail::lower(who);
         kvt_policy_hint_t c = KVT_POLICY_HINT_INIT;
         c.flags = KVT_HINT_CONFIDENCE | (told.done ? KVT_HINT_DONE : 0);
         c.stop = told.stop;

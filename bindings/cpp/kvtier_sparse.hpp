@@ -39,7 +39,7 @@ struct sparse_index {
 
 /// What is to be computed. Rows are those of kvt::rows; what they lead to, and `select`, stay
 /// as they are until the job is closed.
-struct attention_problem {
+struct attention_args {
     kvt_rows_t queries = KVT_ROWS_INIT;
     kvt_rows_t keys = KVT_ROWS_INIT;
     kvt_rows_t values = KVT_ROWS_INIT;
@@ -92,11 +92,11 @@ namespace detail {
 inline kvt_index_t lower(const sparse_index &of) noexcept {
     kvt_index_t c = KVT_INDEX_INIT;
     c.heads = const_cast<kvt_index_head_t *>(of.heads.data()); // read, where `of` is const
-    c.head_room = c.head_count = of.heads.size();
+    c.head_capacity = c.head_count = of.heads.size();
     c.starts = const_cast<std::uint32_t *>(of.starts.data());
-    c.start_room = c.start_count = of.starts.size();
+    c.start_capacity = c.start_count = of.starts.size();
     c.items = const_cast<std::uint32_t *>(of.items.data());
-    c.item_room = c.item_count = of.items.size();
+    c.item_capacity = c.item_count = of.items.size();
     return c;
 }
 
@@ -122,17 +122,17 @@ struct flat_lists {
             starts.push_back(static_cast<std::uint32_t>(items.size()));
         }
     }
-    kvt_keep_t lower() noexcept {
-        kvt_keep_t c = KVT_KEEP_INIT;
+    kvt_token_lists_t lower() noexcept {
+        kvt_token_lists_t c = KVT_TOKEN_LISTS_INIT;
         c.starts = starts.data();
-        c.start_room = c.start_count = starts.size();
+        c.start_capacity = c.start_count = starts.size();
         c.items = items.data();
-        c.item_room = c.item_count = items.size();
+        c.item_capacity = c.item_count = items.size();
         return c;
     }
 };
 
-inline kept_tokens lift(const kvt_keep_t &from) {
+inline kept_tokens lift(const kvt_token_lists_t &from) {
     kept_tokens lists;
     for (std::uint64_t i = 0; i + 1 < from.start_count; i++)
         lists.emplace_back(from.items + from.starts[i], from.items + from.starts[i + 1]);
@@ -240,12 +240,12 @@ struct sparse_box {
         });
     }
     static kvt_status_t evict(void *user_data, std::uint32_t layer,
-                              const kvt_sparse_context_t *context, kvt_keep_t *out) noexcept {
+                              const kvt_sparse_context_t *context, kvt_token_lists_t *out) noexcept {
         return call(user_data, [&](sparse_box &box) {
             kept_tokens stays;
             const kvt_status_t status = box.own.evict(layer, lift(*context), stays);
             box.kept.set(stays);
-            const kvt_keep_t answer = box.kept.lower();
+            const kvt_token_lists_t answer = box.kept.lower();
             out->starts = answer.starts;
             out->start_count = answer.start_count;
             out->items = answer.items;
@@ -254,7 +254,7 @@ struct sparse_box {
         });
     }
     static kvt_status_t evicted(void *user_data, std::uint32_t layer,
-                                const kvt_keep_t *kept) noexcept {
+                                const kvt_token_lists_t *kept) noexcept {
         return call(user_data,
                     [&](sparse_box &box) { return box.own.evicted(layer, lift(*kept)); });
     }
@@ -326,11 +326,11 @@ inline ret<std::vector<std::uint8_t>> launch_index(const sparse_index &index, kv
 
 namespace detail {
 /// A problem as C has it, with the structs that it leads to.
-struct lowered_problem {
+struct lowered_args {
     kvt_index_t select = KVT_INDEX_INIT;
-    kvt_problem_t c = KVT_PROBLEM_INIT;
+    kvt_attention_args_t c = KVT_ATTENTION_ARGS_INIT;
 
-    explicit lowered_problem(const attention_problem &of) noexcept {
+    explicit lowered_args(const attention_args &of) noexcept {
         c.queries = &of.queries;
         c.keys = &of.keys;
         c.values = &of.values;
@@ -342,8 +342,8 @@ struct lowered_problem {
         c.first_key = of.first_key;
         c.scale = of.scale;
     }
-    lowered_problem(const lowered_problem &) = delete;
-    lowered_problem &operator=(const lowered_problem &) = delete;
+    lowered_args(const lowered_args &) = delete;
+    lowered_args &operator=(const lowered_args &) = delete;
 };
 
 /// An array that may be absent: an empty span is.
@@ -538,14 +538,14 @@ public:
     ret<kept_tokens> evict(std::uint32_t layer, const sparse_context &at) const {
         const kvt_sparse_context_t c = detail::lower(at);
         std::uint32_t some = 0;
-        return keep([&](kvt_keep_t *to, kvt_error_t **err) {
+        return keep([&](kvt_token_lists_t *to, kvt_error_t **err) {
             return kvt_sparse_evict(raw_, layer, &c, to, &some, err);
         });
     }
     /// What evict() answered last, again.
-    ret<kept_tokens> last_keep() const {
-        return keep([&](kvt_keep_t *to, kvt_error_t **err) {
-            return kvt_sparse_last_keep(raw_, to, err);
+    ret<kept_tokens> last_kept() const {
+        return keep([&](kvt_token_lists_t *to, kvt_error_t **err) {
+            return kvt_sparse_last_kept(raw_, to, err);
         });
     }
     /// These tokens are all there is now of a layer.
@@ -553,7 +553,7 @@ public:
         detail::failure f;
         detail::flat_lists lists;
         lists.set(kept);
-        const kvt_keep_t c = lists.lower();
+        const kvt_token_lists_t c = lists.lower();
         const kvt_status_t status = kvt_sparse_evicted(raw_, layer, &c, f.out());
         return detail::check(status, f);
     }
@@ -594,13 +594,13 @@ private:
         detail::flat_lists lists;
         lists.starts.resize(65);
         lists.items.resize(4096);
-        kvt_keep_t to = lists.lower();
+        kvt_token_lists_t to = lists.lower();
         kvt_status_t status = call(&to, f.out());
         while (status == KVT_E_TOO_SMALL) {
             lists.starts.resize(static_cast<std::size_t>(to.start_count));
             lists.items.resize(static_cast<std::size_t>(to.item_count));
             to = lists.lower();
-            status = kvt_sparse_last_keep(raw_, &to, f.out());
+            status = kvt_sparse_last_kept(raw_, &to, f.out());
         }
         return detail::give(status, f, status == KVT_OK ? detail::lift(to) : kept_tokens());
     }
@@ -635,30 +635,30 @@ class job : public detail::owner<job, kvt_job_t> {
 public:
     /// Attention of a prompt, or of a part of one: [queries, query heads, value dim], and
     /// [queries, query heads] log-sum-exps unless that is empty.
-    static ret<job> prefill(const attention_problem &problem, span<float> out,
+    static ret<job> prefill(const attention_args &problem, span<float> out,
                             span<float> lse = {}) {
         detail::failure f;
-        const detail::lowered_problem p(problem);
+        const detail::lowered_args p(problem);
         kvt_job_t *raw = nullptr;
         const kvt_status_t status = kvt_prefill_open(
             &p.c, out.data(), out.size(), detail::or_null(lse), lse.size(), &raw, f.out());
         return detail::give(status, f, job::adopt(raw));
     }
     /// How many numbers of memory a decode needs.
-    static ret<std::size_t> decode_memory(const attention_problem &problem,
+    static ret<std::size_t> decode_memory(const attention_args &problem,
                                           bool keeps_scores = false) {
         detail::failure f;
-        const detail::lowered_problem p(problem);
+        const detail::lowered_args p(problem);
         std::uint64_t count = 0;
         const kvt_status_t status = kvt_decode_memory(&p.c, flags(keeps_scores), &count, f.out());
         return detail::give(status, f, static_cast<std::size_t>(count));
     }
     /// Attention of the next token, or of a few, in two steps. With scores add_sums() says
     /// what each key got.
-    static ret<job> decode(const attention_problem &problem, span<float> out, span<float> lse,
+    static ret<job> decode(const attention_args &problem, span<float> out, span<float> lse,
                            span<float> memory, bool keeps_scores = false) {
         detail::failure f;
-        const detail::lowered_problem p(problem);
+        const detail::lowered_args p(problem);
         kvt_job_t *raw = nullptr;
         const kvt_status_t status =
             kvt_decode_open(&p.c, flags(keeps_scores), out.data(), out.size(), lse.data(),
@@ -667,10 +667,10 @@ public:
     }
     /// What each key got of the attention of a prompt's queries from `first` on, by the
     /// log-sum-exps that came out: [query heads, keys], or [keys].
-    static ret<job> sums(const attention_problem &problem, span<const float> lse,
+    static ret<job> sums(const attention_args &problem, span<const float> lse,
                          span<float> sums, bool by_head = true, std::uint32_t first = 0) {
         detail::failure f;
-        const detail::lowered_problem p(problem);
+        const detail::lowered_args p(problem);
         kvt_job_t *raw = nullptr;
         const kvt_status_t status =
             kvt_sums_open(&p.c, lse.data(), lse.size(), first, by_head ? KVT_SUMS_BY_HEAD : 0,
@@ -753,7 +753,7 @@ inline ret<void> merge_attention(span<float> out, span<float> lse, span<const fl
 }
 
 /// Tokens in a buffer: some blocks, ascending, and the last tokens behind them.
-struct placed_tokens {
+struct block_placement {
     span<const std::uint32_t> blocks;
     std::uint32_t block_tokens = 0;
     /// The position of the first of the last tokens.
@@ -768,8 +768,8 @@ struct placed_index {
 };
 
 namespace detail {
-inline kvt_placed_t lower(const placed_tokens &of) noexcept {
-    kvt_placed_t c = KVT_PLACED_INIT;
+inline kvt_block_placement_t lower(const block_placement &of) noexcept {
+    kvt_block_placement_t c = KVT_BLOCK_PLACEMENT_INIT;
     c.blocks = of.blocks.data();
     c.block_count = of.blocks.size();
     c.block_tokens = of.block_tokens;
@@ -781,12 +781,12 @@ inline kvt_placed_t lower(const placed_tokens &of) noexcept {
 
 /// Says of the rows of a buffer what an index (null = all keys) says of positions, for `count`
 /// queries from position `first` on.
-inline ret<placed_index> place_index(const attention &shape, const placed_tokens &placed,
+inline ret<placed_index> place_index(const attention &shape, const block_placement &placed,
                                      const sparse_index *index, std::uint32_t first,
                                      std::uint32_t count) {
     detail::failure f;
     const kvt_attention_t of = detail::lower(shape);
-    const kvt_placed_t in = detail::lower(placed);
+    const kvt_block_placement_t in = detail::lower(placed);
     const kvt_index_t wanted = index == nullptr ? kvt_index_t{} : detail::lower(*index);
     placed_index out;
     kvt_index_t to = detail::lower(out.index);
@@ -807,16 +807,16 @@ inline ret<placed_index> place_index(const attention &shape, const placed_tokens
 /// wants them. `kept` are lists of evicted(), tokens from `from` on came after it; with
 /// `select` sums are those of add_sums() of a decode.
 inline ret<void> place_sums(const attention &shape, std::uint32_t tokens,
-                            const placed_tokens &placed, span<const float> sums, span<float> out,
+                            const block_placement &placed, span<const float> sums, span<float> out,
                             const placed_index *select = nullptr, std::uint32_t queries = 0,
                             const kept_tokens &kept = {}, std::uint32_t from = 0) {
     detail::failure f;
     const kvt_attention_t of = detail::lower(shape);
-    const kvt_placed_t in = detail::lower(placed);
+    const kvt_block_placement_t in = detail::lower(placed);
     detail::flat_lists lists;
     lists.set(kept);
-    const kvt_keep_t stayed = lists.lower();
-    kvt_there_t there = KVT_THERE_INIT;
+    const kvt_token_lists_t stayed = lists.lower();
+    kvt_resident_tokens_t there = KVT_RESIDENT_TOKENS_INIT;
     there.attention = &of;
     there.kept = kept.empty() ? nullptr : &stayed;
     there.since = from;

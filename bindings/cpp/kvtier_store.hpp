@@ -88,7 +88,7 @@ public:
 };
 
 /// Tokens by layers of a session, and where the engine has them: as many views as layers.
-struct rectangle {
+struct transfer {
     std::uint64_t first_token = 0;
     /// 0 = to the end.
     std::uint64_t tokens = 0;
@@ -160,7 +160,7 @@ struct plan_terms {
 };
 
 struct session_plan {
-    std::vector<kvt_plan_segment_t> segments;
+    std::vector<kvt_plan_step_t> steps;
     kvt_plan_t sum = KVT_PLAN_INIT;
 };
 
@@ -239,9 +239,9 @@ inline void field(const std::optional<std::string_view> &from, const void *&data
     bytes = from->size();
 }
 
-inline kvt_move_t lower(const rectangle &r, std::uint64_t flags) noexcept {
-    kvt_move_t c = KVT_MOVE_INIT;
-    c.flags = flags | (r.reuse ? KVT_MOVE_REUSE : 0);
+inline kvt_transfer_t lower(const transfer &r, std::uint64_t flags) noexcept {
+    kvt_transfer_t c = KVT_TRANSFER_INIT;
+    c.flags = flags | (r.reuse ? KVT_TRANSFER_REUSE : 0);
     c.first_token = r.first_token;
     c.tokens = r.tokens;
     c.first_layer = r.first_layer;
@@ -476,7 +476,7 @@ public:
         detail::failure f;
         session_plan plan;
         const kvt_status_t status = detail::all_rows(
-            plan.segments, [&](kvt_plan_segment_t *rows, std::uint64_t capacity,
+            plan.steps, [&](kvt_plan_step_t *rows, std::uint64_t capacity,
                                std::uint64_t stride, std::uint64_t *count) {
                 return kvt_session_plan(raw_, &c, rows, capacity, stride, count, &plan.sum,
                                         f.out());
@@ -497,15 +497,15 @@ public:
     }
 
     /// Stores; info().value of the op is how many tokens without a gap.
-    ret<op> put(const rectangle &what, const submit_opts &opts = {}) const {
+    ret<op> put(const transfer &what, const submit_opts &opts = {}) const {
         return one(&kvt_session_put, what, opts, true);
     }
     /// Loads; the op fails with KVT_E_NOT_FOUND when something was missing.
-    ret<op> get(const rectangle &what, const submit_opts &opts = {}) const {
+    ret<op> get(const transfer &what, const submit_opts &opts = {}) const {
         return one(&kvt_session_get, what, opts, true);
     }
     /// Into memory, for a get to come; without views.
-    ret<op> prefetch(const rectangle &what, const submit_opts &opts = {}) const {
+    ret<op> prefetch(const transfer &what, const submit_opts &opts = {}) const {
         return one(&kvt_session_prefetch, what, opts, false);
     }
     /// Finds out how far it can go on with what is here and at the remote: the op's value.
@@ -572,21 +572,21 @@ public:
         return detail::check(status, f);
     }
     /// The same with an op for each layer, whose tags count up.
-    ret<std::vector<op>> put_each(const rectangle &what, const submit_opts &opts = {}) const {
+    ret<std::vector<op>> put_each(const transfer &what, const submit_opts &opts = {}) const {
         return each(&kvt_session_put, what, opts, true);
     }
-    ret<std::vector<op>> get_each(const rectangle &what, const submit_opts &opts = {}) const {
+    ret<std::vector<op>> get_each(const transfer &what, const submit_opts &opts = {}) const {
         return each(&kvt_session_get, what, opts, true);
     }
 
 private:
-    using call = kvt_status_t (*)(const kvt_session_t *, const kvt_move_t *,
+    using call = kvt_status_t (*)(const kvt_session_t *, const kvt_transfer_t *,
                                   const kvt_submit_opts_t *, kvt_op_t **, kvt_error_t **);
 
-    ret<op> one(call move, const rectangle &what, const submit_opts &opts, bool views) const {
+    ret<op> one(call move, const transfer &what, const submit_opts &opts, bool views) const {
         if (!detail::fits(what, views)) return detail::fail<op>(kvt::error(KVT_E_INVALID));
         detail::failure f;
-        const kvt_move_t m = detail::lower(what, 0);
+        const kvt_transfer_t m = detail::lower(what, 0);
         const kvt_submit_opts_t c = detail::lower(opts);
         kvt_op_t *raw = nullptr;
         const kvt_status_t status = move(raw_, &m, &c, &raw, f.out());
@@ -615,12 +615,12 @@ private:
         const kvt_status_t status = move(raw_, &b, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
-    ret<std::vector<op>> each(call move, const rectangle &what, const submit_opts &opts,
+    ret<std::vector<op>> each(call move, const transfer &what, const submit_opts &opts,
                               bool views) const {
         if (!detail::fits(what, views))
             return detail::fail<std::vector<op>>(kvt::error(KVT_E_INVALID));
         detail::failure f;
-        const kvt_move_t m = detail::lower(what, KVT_MOVE_EACH_LAYER);
+        const kvt_transfer_t m = detail::lower(what, KVT_TRANSFER_EACH_LAYER);
         const kvt_submit_opts_t c = detail::lower(opts);
         std::vector<kvt_op_t *> raw(m.layers, nullptr);
         std::vector<op> ops;

@@ -26,7 +26,7 @@ struct stream_plan {
     kvt_stream_plan_t numbers = KVT_STREAM_PLAN_INIT;
     kvt_forecast_t forecast = KVT_FORECAST_INIT;
     /// By unit.
-    std::vector<kvt_unit_home_t> homes;
+    std::vector<kvt_unit_residency_t> residency;
 };
 
 struct stream_opts {
@@ -54,10 +54,10 @@ struct stream_opts {
 };
 
 namespace detail {
-inline std::vector<kvt_text_t> texts(span<const std::string> all) {
-    std::vector<kvt_text_t> list;
+inline std::vector<kvt_str_t> texts(span<const std::string> all) {
+    std::vector<kvt_str_t> list;
     list.reserve(all.size());
-    for (const std::string &one : all) list.push_back(kvt_text_t{one.data(), one.size()});
+    for (const std::string &one : all) list.push_back(kvt_str_t{one.data(), one.size()});
     return list;
 }
 
@@ -87,10 +87,10 @@ public:
     /// split GGUF model; or all its files.
     static ret<model> open(span<const std::string> paths) {
         detail::failure f;
-        const std::vector<kvt_text_t> c = detail::texts(paths);
+        const std::vector<kvt_str_t> c = detail::texts(paths);
         kvt_model_t *raw = nullptr;
         const kvt_status_t status =
-            kvt_model_open(c.data(), c.size(), sizeof(kvt_text_t), &raw, f.out());
+            kvt_model_open(c.data(), c.size(), sizeof(kvt_str_t), &raw, f.out());
         return detail::give(status, f, model::adopt(raw));
     }
     static ret<model> open(const std::string &path) {
@@ -99,7 +99,7 @@ public:
     /// Units that the engine names.
     static ret<model> table(span<const std::string> paths, span<const unit_entry> units) {
         detail::failure f;
-        const std::vector<kvt_text_t> files = detail::texts(paths);
+        const std::vector<kvt_str_t> files = detail::texts(paths);
         std::vector<kvt_unit_entry_t> entries;
         entries.reserve(units.size());
         for (const unit_entry &unit : units) {
@@ -115,7 +115,7 @@ public:
         kvt_model_table_t c = KVT_MODEL_TABLE_INIT;
         c.paths = files.data();
         c.path_count = files.size();
-        c.path_stride_bytes = sizeof(kvt_text_t);
+        c.path_stride_bytes = sizeof(kvt_str_t);
         c.units = entries.data();
         c.unit_count = entries.size();
         c.unit_stride_bytes = sizeof(kvt_unit_entry_t);
@@ -180,20 +180,20 @@ public:
         stream_plan p;
         kvt_model_info_t about = KVT_MODEL_INFO_INIT;
         kvt_status_t status = kvt_model_info(raw_, &about);
-        p.homes.resize(about.units);
+        p.residency.resize(about.units);
         if (status == KVT_OK)
-            status = kvt_model_plan(raw_, &terms, memory, &p.numbers, &p.forecast, p.homes.data(),
-                                    p.homes.size(), sizeof(kvt_unit_home_t), f.out());
+            status = kvt_model_plan(raw_, &terms, memory, &p.numbers, &p.forecast, p.residency.data(),
+                                    p.residency.size(), sizeof(kvt_unit_residency_t), f.out());
         return detail::give(status, f, std::move(p));
     }
     /// The plan in words: KVT_PLAN_TEXT or KVT_PLAN_JSON.
-    ret<std::string> plan_words(const kvt_stream_terms_t &terms,
+    ret<std::string> plan_describe(const kvt_stream_terms_t &terms,
                                 const kvt_stream_memory_t *memory = nullptr,
                                 std::uint32_t kind = KVT_PLAN_TEXT) const {
         detail::failure f;
         std::string text;
         const kvt_status_t status = detail::words(text, [&](char *to, auto room, auto *bytes) {
-            return kvt_model_plan_words(raw_, &terms, memory, kind, to, room, bytes, f.out());
+            return kvt_model_plan_describe(raw_, &terms, memory, kind, to, room, bytes, f.out());
         });
         return detail::give(status, f, std::move(text));
     }
@@ -272,10 +272,10 @@ public:
 
 private:
     friend class streamer;
-    held(const kvt_stream_t *stream, const kvt_held_t &raw) noexcept
+    held(const kvt_stream_t *stream, const kvt_unit_lease_t &raw) noexcept
         : stream_(stream), raw_(raw) {}
     const kvt_stream_t *stream_ = nullptr;
-    kvt_held_t raw_ = KVT_HELD_INIT;
+    kvt_unit_lease_t raw_ = KVT_UNIT_LEASE_INIT;
 };
 
 /// Weights that come as the engine computes. Any thread may use it.
@@ -352,7 +352,7 @@ public:
     }
     /// The unit if it is there, else nothing: it is on its way.
     ret<held> try_acquire(std::uint32_t unit) const {
-        kvt_held_t c = KVT_HELD_INIT;
+        kvt_unit_lease_t c = KVT_UNIT_LEASE_INIT;
         kvt_status_t status = kvt_stream_acquire(raw_, unit, KVT_ACQUIRE_POLL, 0, &c, nullptr);
         const bool there = status == KVT_OK;
         if (status == KVT_E_AGAIN) status = KVT_OK;
@@ -364,8 +364,8 @@ public:
         const kvt_status_t status = kvt_stream_hint(raw_, units.data(), units.size(), f.out());
         return detail::check(status, f);
     }
-    /// Other memory for weights; start with KVT_STREAM_ROOM_INIT.
-    ret<kvt_stream_plan_t> rebalance(const kvt_stream_room_t &room) const {
+    /// Other memory for weights; start with KVT_STREAM_LIMITS_INIT.
+    ret<kvt_stream_plan_t> rebalance(const kvt_stream_limits_t &room) const {
         detail::failure f;
         kvt_stream_plan_t c = KVT_STREAM_PLAN_INIT;
         const kvt_status_t status = kvt_stream_rebalance(raw_, &room, &c, f.out());
@@ -373,7 +373,7 @@ public:
     }
     ret<stream_plan> plan() const {
         stream_plan p;
-        const kvt_status_t status = detail::rows(p.homes, [&](auto *to, auto room, auto each,
+        const kvt_status_t status = detail::rows(p.residency, [&](auto *to, auto room, auto each,
                                                               auto *n) {
             kvt_stream_plan_t c = KVT_STREAM_PLAN_INIT;
             const kvt_status_t known = kvt_stream_plan(raw_, &c, nullptr, nullptr, 0, each);
@@ -384,10 +384,10 @@ public:
         return detail::give(status, std::move(p));
     }
     /// The plan in words: KVT_PLAN_TEXT or KVT_PLAN_JSON.
-    ret<std::string> plan_words(std::uint32_t kind = KVT_PLAN_TEXT) const {
+    ret<std::string> plan_describe(std::uint32_t kind = KVT_PLAN_TEXT) const {
         std::string text;
         const kvt_status_t status = detail::words(text, [&](char *to, auto room, auto *bytes) {
-            return kvt_stream_plan_words(raw_, kind, to, room, bytes);
+            return kvt_stream_plan_describe(raw_, kind, to, room, bytes);
         });
         return detail::give(status, std::move(text));
     }
@@ -451,7 +451,7 @@ public:
 private:
     ret<held> acquire_as(std::uint32_t unit, std::uint64_t flags, deadline by) const {
         detail::failure f;
-        kvt_held_t c = KVT_HELD_INIT;
+        kvt_unit_lease_t c = KVT_UNIT_LEASE_INIT;
         const kvt_status_t status = kvt_stream_acquire(raw_, unit, flags, by.ns, &c, f.out());
         return detail::give(status, f, held(status == KVT_OK ? raw_ : nullptr, c));
     }

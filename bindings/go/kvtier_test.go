@@ -128,7 +128,7 @@ func TestThereAndBack(t *testing.T) {
 		}
 		plan, err := session.Plan(&Cost{Alpha: 1, Beta: 1e9})
 		must(t, err)
-		if len(plan) != 1 || plan[0].Deed != Load || plan[0].Tokens != 64 {
+		if len(plan) != 1 || plan[0].StepKind != Load || plan[0].Tokens != 64 {
 			t.Fatal(plan)
 		}
 		op, err := session.Get(viewsOf(to))

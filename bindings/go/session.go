@@ -37,22 +37,22 @@ func (s *Session) Close() error {
 	return s.shut("session close", func(h C.handle) C.outcome { return C.session_close(h) })
 }
 
-// Deed is what a segment of a plan asks for.
-type Deed uint32
+// StepKind is what to do with one step of a plan.
+type StepKind uint32
 
-// The deeds.
+// Kinds of steps.
 const (
-	Resident  Deed = C.KVT_PLAN_RESIDENT
-	Load      Deed = C.KVT_PLAN_LOAD
-	Recompute Deed = C.KVT_PLAN_RECOMPUTE
+	Resident  StepKind = C.KVT_PLAN_RESIDENT
+	Load      StepKind = C.KVT_PLAN_LOAD
+	Recompute StepKind = C.KVT_PLAN_RECOMPUTE
 )
 
-func (d Deed) String() string { return [...]string{"resident", "load", "recompute"}[d] }
+func (d StepKind) String() string { return [...]string{"resident", "load", "recompute"}[d] }
 
-// Segment is a part of a plan.
-type Segment struct {
+// Step is one step of a plan.
+type Step struct {
 	First, Tokens int
-	Deed          Deed
+	StepKind      StepKind
 	Tier          Tier
 	Predicted     time.Duration
 }
@@ -61,31 +61,31 @@ type Segment struct {
 type Cost struct{ Alpha, Beta float64 }
 
 // Plan is the cheapest way to have all of the session's KV. A nil cost is what was observed.
-func (s *Session) Plan(cost *Cost) ([]Segment, error) {
+func (s *Session) Plan(cost *Cost) ([]Step, error) {
 	var alpha, beta C.double
 	var has C.int
 	if cost != nil {
 		alpha, beta, has = C.double(cost.Alpha), C.double(cost.Beta), 1
 	}
-	rows := make([]C.kvt_plan_segment_t, 16)
+	rows := make([]C.kvt_plan_step_t, 16)
 	for {
 		var count C.uint64_t
 		var sum C.kvt_plan_t
 		o := C.session_plan(s.get(), alpha, beta, has, &rows[0], C.uint64_t(len(rows)), &count, &sum)
 		if o.status == C.KVT_E_TOO_SMALL {
 			C.kvt_error_free(&o.error)
-			rows = make([]C.kvt_plan_segment_t, int(count))
+			rows = make([]C.kvt_plan_step_t, int(count))
 			continue
 		}
 		if err := check("plan", o); err != nil {
 			return nil, err
 		}
-		segments := make([]Segment, count)
+		steps := make([]Step, count)
 		for i, r := range rows[:count] {
-			segments[i] = Segment{int(r.first_token), int(r.tokens), Deed(r.deed), Tier(r.tier),
+			steps[i] = Step{int(r.first_token), int(r.tokens), StepKind(r.kind), Tier(r.tier),
 				time.Duration(r.predicted_ns)}
 		}
-		return segments, nil
+		return steps, nil
 	}
 }
 
@@ -98,9 +98,9 @@ type View struct {
 	TokenStride, HeadStride int
 }
 
-// Move is a rectangle of tokens and layers, with as many views as layers. V is empty where layers
+// Transfer is a range of tokens by a range of layers, with as many views as layers. V is empty where layers
 // have none. Tokens 0: to the end.
-type Move struct {
+type Transfer struct {
 	FirstToken, Tokens int
 	FirstLayer         int
 	K, V               []View
@@ -108,10 +108,10 @@ type Move struct {
 }
 
 // Put stores; the value of the op is how many tokens from the first on are there without a gap.
-func (s *Session) Put(m Move) (*Op, error) { return s.move("put", m, 1) }
+func (s *Session) Put(m Transfer) (*Op, error) { return s.move("put", m, 1) }
 
 // Get loads into the buffers. It ends with NotFound where something is missing; the rest came.
-func (s *Session) Get(m Move) (*Op, error) { return s.move("get", m, 0) }
+func (s *Session) Get(m Transfer) (*Op, error) { return s.move("get", m, 0) }
 
 // fits says whether so many tokens lie within so many bytes. Nothing of it can overflow.
 func (v View) fits(tokens, size int) bool {
@@ -164,7 +164,7 @@ func first(rows []C.kvt_view_t) *C.kvt_view_t {
 	return &rows[0]
 }
 
-func (s *Session) move(call string, m Move, isPut C.int) (*Op, error) {
+func (s *Session) move(call string, m Transfer, isPut C.int) (*Op, error) {
 	tokens := m.Tokens
 	if tokens == 0 {
 		all, err := s.Len()

@@ -185,7 +185,7 @@ static inline outcome session_info(handle h, kvt_session_info_t *out) {
     return o;
 }
 static inline outcome session_plan(handle h, double alpha_ns, double beta_ns, int has_cost,
-                                   kvt_plan_segment_t *rows, uint64_t room, uint64_t *count,
+                                   kvt_plan_step_t *rows, uint64_t room, uint64_t *count,
                                    kvt_plan_t *out) {
     outcome o = {KVT_OK, NULL};
     kvt_plan_terms_t c = KVT_PLAN_TERMS_INIT;
@@ -202,7 +202,7 @@ static inline outcome session_move(handle h, int is_put, uint64_t first_token, u
                                    uint32_t first_layer, const kvt_view_t *k, const kvt_view_t *v,
                                    uint32_t layers, uint32_t level, handle *out) {
     outcome o = {KVT_OK, NULL};
-    kvt_move_t m = KVT_MOVE_INIT;
+    kvt_transfer_t m = KVT_TRANSFER_INIT;
     kvt_op_t *raw = NULL;
     m.first_token = first_token;
     m.tokens = tokens;

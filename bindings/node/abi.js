@@ -84,7 +84,7 @@ const FIELDS = {
     page_tokens: 'uint32_t', tokens: 'uint32_t', heads: 'uint32_t', memory: 'uint32_t',
     run_bytes: 'uint64_t', token_stride_bytes: 'uint64_t', head_stride_bytes: 'uint64_t',
   },
-  kvt_move_t: {
+  kvt_transfer_t: {
     struct_size: 'uint64_t', flags: 'uint64_t', first_token: 'uint64_t', tokens: 'uint64_t',
     first_layer: 'uint32_t', layers: 'uint32_t', k: 'kvt_view_t *', v: 'kvt_view_t *',
     stride_bytes: 'uint64_t', level: 'uint32_t', reserved: 'uint32_t', ready: 'void *',
@@ -94,8 +94,8 @@ const FIELDS = {
     struct_size: 'uint64_t', flags: 'uint64_t', alpha_ns: 'double', beta_ns: 'double',
     priority: 'uint32_t', reserved: 'uint32_t',
   },
-  kvt_plan_segment_t: {
-    first_token: 'uint64_t', tokens: 'uint64_t', deed: 'uint32_t', tier: 'uint32_t',
+  kvt_plan_step_t: {
+    first_token: 'uint64_t', tokens: 'uint64_t', kind: 'uint32_t', tier: 'uint32_t',
     host_bytes: 'uint64_t', disk_bytes: 'uint64_t', remote_bytes: 'uint64_t',
     predicted_ns: 'uint64_t', device_bytes: 'uint64_t',
   },
@@ -169,9 +169,9 @@ const FUNCTIONS = [
   `int32_t kvt_session_append(void *h, void *tokens, uint64_t count, ${ERR})`,
   `int32_t kvt_session_truncate(void *h, uint64_t tokens, ${ERR})`,
   'int32_t kvt_session_info(void *h, _Inout_ kvt_session_info_t *out)',
-  'int32_t kvt_session_put(void *h, kvt_move_t *move, kvt_submit_opts_t *opts, ' +
+  'int32_t kvt_session_put(void *h, kvt_transfer_t *move, kvt_submit_opts_t *opts, ' +
     `_Inout_ void **op, ${ERR})`,
-  'int32_t kvt_session_get(void *h, kvt_move_t *move, kvt_submit_opts_t *opts, ' +
+  'int32_t kvt_session_get(void *h, kvt_transfer_t *move, kvt_submit_opts_t *opts, ' +
     `_Inout_ void **op, ${ERR})`,
   'int32_t kvt_session_plan(void *h, kvt_plan_terms_t *terms, void *rows, ' +
     'uint64_t capacity, uint64_t stride, _Out_ uint64_t *count, _Inout_ kvt_plan_t *out, ' +

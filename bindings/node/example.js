@@ -25,8 +25,8 @@ async function turn(runtime, folder, prompt) {
   const tensors = Buffer.alloc(2 * LAYERS * PLANE);
   const move = { k: views(tensors, 0), v: views(tensors, 1) };
   for (const part of session.plan({ alphaNs: 1e3, betaNs: 1e6 })) {
-    console.log(`  tokens ${part.firstToken} to ${part.firstToken + part.tokens}: ${part.deed}`);
-    if (part.deed === 'load') {
+    console.log(`  tokens ${part.firstToken} to ${part.firstToken + part.tokens}: ${part.kind}`);
+    if (part.kind === 'load') {
       await session.get({ ...move, tokens: part.tokens });
       if (!tensors.every((byte, i) => byte === (i * 31) % 256)) throw new Error('other bytes');
       console.log('  loaded: every byte is as it was');

@@ -9,7 +9,7 @@ const { Policy } = require('./policy');
 const TIER = Object.freeze({ HOST: 1, DISK: 2 });
 const LEVEL = Object.freeze({ RAM: 0, DISK: 1, DURABLE: 2 });
 const DTYPE = Object.freeze({ BYTES: 0, F32: 1, F16: 2, BF16: 3 });
-const DEEDS = ['resident', 'load', 'recompute'];
+const STEP_KINDS = ['resident', 'load', 'recompute'];
 const COMPLETIONS = 64;
 const CLOSED = -9; // KVT_E_CLOSED
 
@@ -244,7 +244,7 @@ class Session {
   plan(cost) {
     const terms = make('kvt_plan_terms_t', cost
       ? { flags: PLAN_COST, alpha_ns: cost.alphaNs, beta_ns: cost.betaNs } : {});
-    const size = koffi.sizeof(TYPES.kvt_plan_segment_t);
+    const size = koffi.sizeof(TYPES.kvt_plan_step_t);
     for (let room = 16; ;) {
       const rows = Buffer.alloc(size * room);
       const count = [0];
@@ -257,13 +257,13 @@ class Session {
         continue;
       }
       check('plan', status, err);
-      const segments = [];
+      const steps = [];
       for (let i = 0; i < Number(count[0]); i++) {
-        const r = koffi.decode(rows, i * size, 'kvt_plan_segment_t');
-        segments.push({ firstToken: Number(r.first_token), tokens: Number(r.tokens),
-          deed: DEEDS[r.deed], predictedNs: Number(r.predicted_ns) });
+        const r = koffi.decode(rows, i * size, 'kvt_plan_step_t');
+        steps.push({ firstToken: Number(r.first_token), tokens: Number(r.tokens),
+          kind: STEP_KINDS[r.kind], predictedNs: Number(r.predicted_ns) });
       }
-      return segments;
+      return steps;
     }
   }
 
@@ -287,7 +287,7 @@ class Session {
     const lower = (bytes) => (view) => viewOf(call, view, bytes, count, memory.held);
     const rows = k.map(lower(this._tokenBytes.k));
     const values = v.map(lower(this._tokenBytes.v));
-    const c = make('kvt_move_t', { first_token: firstToken, tokens: count, first_layer: firstLayer,
+    const c = make('kvt_transfer_t', { first_token: firstToken, tokens: count, first_layer: firstLayer,
       layers: rows.length, k: rows, v: values.length > 0 ? values : null,
       stride_bytes: koffi.sizeof(TYPES.kvt_view_t), level });
     return this._runtime._submit(call, (opts, op, err) => native(this.raw[0], c, opts, op, err),

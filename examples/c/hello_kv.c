@@ -69,7 +69,7 @@ static void transfer(kvt_session_t *session, int is_put, tensors_t *kv, uint32_t
     kvt_view_t k[LAYERS], v[LAYERS];
     for (uint32_t i = 0; i < count; i++)
         k[i] = view_of(kv->k[first + i][0][0]), v[i] = view_of(kv->v[first + i][0][0]);
-    kvt_move_t move = KVT_MOVE_INIT;
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.tokens = TOKENS, move.first_layer = first, move.layers = count;
     move.k = k, move.v = v, move.stride_bytes = sizeof k[0];
     if (is_put) move.level = KVT_LEVEL_DURABLE; /* survives kill -9 and power loss */

@@ -303,12 +303,12 @@ static kvt_device_custom_t table_of(accelerator_t *home) {
     table.allocate = allocate;
     table.free = give_back;
     table.free_bytes = free_bytes;
-    table.adopt = adopt;
-    table.hold = hold;
+    table.import_event = adopt;
+    table.stream_wait = hold;
     table.kernels = UINT64_C(1) << KVT_LAUNCH_MOVE;
     table.launch = launch;
-    table.promise = promise;
-    table.keep = keep;
+    table.create_event = promise;
+    table.signal_event = keep;
     table.user_data = home;
     table.destroy = destroyed;
     return table;

@@ -305,12 +305,12 @@ static void going(void) {
     const kvt_names_t names = names_of(30, 40);
     kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
     CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
-    CHECK_EQ(report.gone_chunks, 20);
-    CHECK_EQ(report.held_chunks + report.moving_chunks, 0);
+    CHECK_EQ(report.removed_chunks, 20);
+    CHECK_EQ(report.referenced_chunks + report.transferring_chunks, 0);
     get(session, 0, 60, 30);
     /* What is cleared is cleared of blocks, too. */
     CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
-    CHECK_EQ(report.gone_chunks, 30);
+    CHECK_EQ(report.removed_chunks, 30);
     get(session, 0, 60, 0);
     close_all(&session, &space, &store);
 }
@@ -331,26 +331,26 @@ static void holding(void) {
     CHECK_OK(kvt_session_hold_blocks(other, &last, NULL, NULL));
     kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
     CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
-    CHECK_EQ(report.gone_chunks, 0);
-    CHECK_EQ(report.held_chunks, 20);
+    CHECK_EQ(report.removed_chunks, 0);
+    CHECK_EQ(report.referenced_chunks, 20);
     CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
-    CHECK_EQ(report.gone_chunks, 30);
-    CHECK_EQ(report.held_chunks, 20);
+    CHECK_EQ(report.removed_chunks, 30);
+    CHECK_EQ(report.referenced_chunks, 20);
     /* Some of these were never held: nothing is let go. */
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_session_release_blocks(session, &names, &err), KVT_E_INVALID);
     CHECK(err != NULL && *kvt_error_message(err) != 0);
     kvt_error_free(&err);
     CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
-    CHECK_EQ(report.held_chunks, 20);
+    CHECK_EQ(report.referenced_chunks, 20);
     CHECK_OK(kvt_session_release_blocks(session, &there, NULL));
     CHECK_IS(kvt_session_release_blocks(session, &last, NULL), KVT_E_INVALID);
     CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
-    CHECK_EQ(report.gone_chunks, 19);
-    CHECK_EQ(report.held_chunks, 1);
+    CHECK_EQ(report.removed_chunks, 19);
+    CHECK_EQ(report.referenced_chunks, 1);
     CHECK_OK(kvt_session_close(&other));
     CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
-    CHECK_EQ(report.gone_chunks, 1);
+    CHECK_EQ(report.removed_chunks, 1);
     /* Of those that are not there nothing is held, and nothing can be said. */
     kvt_policy_hint_t told = KVT_POLICY_HINT_INIT;
     told.next_use_ns = 1;

@@ -47,7 +47,7 @@ static void check_tables(void) {
         if (wrong == 4) table.launch = NULL;
         if (wrong == 5) table.flags = 1u << 20;
         if (wrong == 6) table.streams = 0;
-        if (wrong == 7) table.keep = NULL;
+        if (wrong == 7) table.signal_event = NULL;
         CHECK_IS(kvt_device_open(runtime, &opts, &device, &error), KVT_E_INVALID);
         CHECK(strlen(kvt_error_message(error)) > 5);
     }
@@ -72,10 +72,10 @@ static void check_tables(void) {
     table.wait = NULL;
     table.allocate = NULL;
     table.free = NULL;
-    table.adopt = NULL;
-    table.hold = NULL;
-    table.promise = NULL;
-    table.keep = NULL;
+    table.import_event = NULL;
+    table.stream_wait = NULL;
+    table.create_event = NULL;
+    table.signal_event = NULL;
     table.flags = 0;
     table.kernels = 0;
     table.launch = NULL;
@@ -83,10 +83,10 @@ static void check_tables(void) {
     kvt_device_memory_t memory = KVT_DEVICE_MEMORY_INIT;
     uint64_t event = 0;
     CHECK_IS(kvt_device_alloc(device, 100, &memory, NULL), KVT_E_UNSUPPORTED);
-    CHECK_IS(kvt_device_adopt(device, 1, &event, NULL), KVT_E_UNSUPPORTED);
-    CHECK_IS(kvt_device_promise(device, &event, NULL), KVT_E_UNSUPPORTED);
+    CHECK_IS(kvt_device_import_event(device, 1, &event, NULL), KVT_E_UNSUPPORTED);
+    CHECK_IS(kvt_device_create_event(device, &event, NULL), KVT_E_UNSUPPORTED);
     CHECK_OK(kvt_device_copy(device, 0, 0, NULL, 0, sizeof(kvt_copy_t), &event, NULL));
-    CHECK_IS(kvt_device_hold(device, 1, event, NULL), KVT_E_UNSUPPORTED);
+    CHECK_IS(kvt_device_stream_wait(device, 1, event, NULL), KVT_E_UNSUPPORTED);
     CHECK_OK(kvt_device_wait(device, event, hang_guard(), NULL));
     CHECK_OK(kvt_device_release(device, &event, 1, NULL));
     conforms(device, 3);
@@ -105,7 +105,7 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     CHECK_EQ(info.free_bytes, UINT64_C(1) << 30);
     char words[64];
     uint64_t words_bytes = 0;
-    CHECK_OK(kvt_device_words(device, words, sizeof words, &words_bytes));
+    CHECK_OK(kvt_device_describe(device, words, sizeof words, &words_bytes));
     CHECK(words_bytes == 6 && memcmp(words, "custom", 6) == 0);
 
     kvt_device_memory_t memory = KVT_DEVICE_MEMORY_INIT;
@@ -125,11 +125,11 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     copy.view.token_stride_bytes = RUN;
     copy.view.head_stride_bytes = TOKENS * RUN;
     copy.plane = there;
-    copy.way = KVT_COPY_SCATTER;
+    copy.direction = KVT_COPY_SCATTER;
     uint64_t up = 0, down = 0, own = 0, adopted = 0;
     CHECK_OK(kvt_device_copy(device, 1, 0, &copy, 1, sizeof copy, &up, NULL));
     copy.plane = back;
-    copy.way = KVT_COPY_GATHER;
+    copy.direction = KVT_COPY_GATHER;
     CHECK_OK(kvt_device_copy(device, 2, up, &copy, 1, sizeof copy, &down, NULL));
     CHECK_OK(kvt_device_wait(device, down, hang_guard(), NULL));
     CHECK_OK(kvt_device_query(device, down));
@@ -147,14 +147,14 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     rows.runs = 1;
     rows.from_memory = rows.to_memory = KVT_MEMORY_DEVICE;
     CHECK_OK(put_work(home, 0, 0, &rows, 1, sizeof rows, &own));
-    CHECK_OK(kvt_device_adopt(device, own, &adopted, NULL));
+    CHECK_OK(kvt_device_import_event(device, own, &adopted, NULL));
     copy.view.address = (void *)(uintptr_t)(memory.address + BYTES);
     copy.view.heads = 1;
     copy.view.run_bytes = copy.view.token_stride_bytes = HEADS * RUN;
     copy.view.head_stride_bytes = 0;
     uint64_t behind = 0;
     CHECK_OK(kvt_device_copy(device, 1, adopted, &copy, 1, sizeof copy, &behind, NULL));
-    CHECK_OK(kvt_device_hold(device, 0, behind, NULL));
+    CHECK_OK(kvt_device_stream_wait(device, 0, behind, NULL));
     CHECK_OK(kvt_device_wait(device, behind, hang_guard(), NULL));
     CHECK(memcmp(back, raw, BYTES) == 0);
 
@@ -174,9 +174,9 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     copy.plane = NULL;
     CHECK_IS(kvt_device_copy(device, 1, 0, &copy, 1, sizeof copy, &up, &error), KVT_E_INVALID);
     copy.plane = back;
-    copy.way = 2;
+    copy.direction = 2;
     CHECK_IS(kvt_device_copy(device, 1, 0, &copy, 1, sizeof copy, &up, &error), KVT_E_INVALID);
-    copy.way = KVT_COPY_GATHER;
+    copy.direction = KVT_COPY_GATHER;
     copy.plane_memory = 7;
     CHECK_IS(kvt_device_copy(device, 1, 0, &copy, 1, sizeof copy, &up, &error), KVT_E_INVALID);
     copy.plane_memory = KVT_MEMORY_HOST;
@@ -189,9 +189,9 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     kernel.kind = KVT_LAUNCH_SUM;
     CHECK_IS(kvt_device_launch(device, 0, 0, &kernel, 1, sizeof kernel, &up, NULL),
              KVT_E_UNSUPPORTED);
-    CHECK_IS(kvt_device_know_host(device, NULL, 5, NULL), KVT_E_INVALID);
-    CHECK_OK(kvt_device_know_host(device, back, sizeof back, NULL));
-    CHECK_OK(kvt_device_forget_host(device, back, NULL));
+    CHECK_IS(kvt_device_register_host(device, NULL, 5, NULL), KVT_E_INVALID);
+    CHECK_OK(kvt_device_register_host(device, back, sizeof back, NULL));
+    CHECK_OK(kvt_device_unregister_host(device, back, NULL));
     CHECK_OK(kvt_device_free(device, &memory, NULL));
     CHECK_IS(kvt_device_free(device, &memory, NULL), KVT_E_HANDLE);
     CHECK_OK(kvt_error_free(&error));
@@ -283,8 +283,8 @@ static void open_engine(kvt_device_t *device, engine_t *engine, uint64_t seed) {
     }
 }
 
-static kvt_move_t move_of(const engine_t *engine) {
-    kvt_move_t move = KVT_MOVE_INIT;
+static kvt_transfer_t move_of(const engine_t *engine) {
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.tokens = TOKENS;
     move.k = engine->k;
     move.v = engine->v;
@@ -328,9 +328,9 @@ static void check_order(kvt_device_t *device, accelerator_t *home, kvt_namespace
     kvt_copy_rows_t rows = all_of((uint64_t)(uintptr_t)fresh, KVT_MEMORY_HOST, there,
                                   KVT_MEMORY_DEVICE, BYTES);
     CHECK_OK(put_work(home, 0, gate, &rows, 1, sizeof rows, &kernel));
-    CHECK_OK(kvt_device_adopt(device, kernel, &filled, NULL));
+    CHECK_OK(kvt_device_import_event(device, kernel, &filled, NULL));
     kvt_op_t *put = NULL, *get = NULL;
-    kvt_move_t move = move_of(tensors);
+    kvt_transfer_t move = move_of(tensors);
     move.after = filled;
     CHECK_OK(kvt_session_put(session, &move, NULL, &put, NULL));
     CHECK_IS(kvt_op_wait(put, KVT_OP_RELEASED, in_ms(20)), KVT_E_TIMEOUT);
@@ -340,33 +340,33 @@ static void check_order(kvt_device_t *device, accelerator_t *home, kvt_namespace
 
     /* The second reads what is there, and then it is filled with something else. */
     memset(raw, 0x3C, BYTES);
-    CHECK_OK(kvt_device_promise(device, &second_gate, NULL));
-    CHECK_OK(kvt_device_hold(device, 0, second_gate, NULL));
+    CHECK_OK(kvt_device_create_event(device, &second_gate, NULL));
+    CHECK_OK(kvt_device_stream_wait(device, 0, second_gate, NULL));
     rows = all_of(there, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)before, KVT_MEMORY_HOST, BYTES);
     CHECK_OK(put_work(home, 0, 0, &rows, 1, sizeof rows, &reader));
     uint64_t read = 0;
-    CHECK_OK(kvt_device_adopt(device, reader, &read, NULL));
+    CHECK_OK(kvt_device_import_event(device, reader, &read, NULL));
     move.after = read;
     CHECK_OK(kvt_session_get(session, &move, NULL, &get, NULL));
-    CHECK_OK(kvt_device_hold_op(device, 0, get, NULL));
+    CHECK_OK(kvt_device_stream_wait_op(device, 0, get, NULL));
     rows = all_of(there, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)back, KVT_MEMORY_HOST, BYTES);
     CHECK_OK(put_work(home, 0, 0, &rows, 1, sizeof rows, &last));
     CHECK_IS(kvt_op_wait(get, KVT_OP_RELEASED, in_ms(20)), KVT_E_TIMEOUT);
     CHECK(raw[0] == 0x3C && raw[BYTES - 1] == 0x3C);
     CHECK_IS(query(home, last), KVT_E_AGAIN);
-    CHECK_OK(kvt_device_keep(device, second_gate, NULL));
+    CHECK_OK(kvt_device_signal_event(device, second_gate, NULL));
     CHECK_OK(wait_for(home, last, hang_guard()));
     CHECK_OK(query(home, last));
     for (int i = 0; i < BYTES; i++) CHECK(before[i] == 0x3C);
     CHECK(memcmp(back, fresh, BYTES) == 0);
     /* It has released the op: there is nothing to wait for. */
-    CHECK_OK(kvt_device_hold_op(device, 0, get, NULL));
+    CHECK_OK(kvt_device_stream_wait_op(device, 0, get, NULL));
     CHECK_OK(finish_op(&get));
-    CHECK_IS(kvt_device_hold_op(device, 0, get, NULL), KVT_E_HANDLE);
+    CHECK_IS(kvt_device_stream_wait_op(device, 0, get, NULL), KVT_E_HANDLE);
 
     /* What cannot be. */
-    CHECK_IS(kvt_device_keep(device, read, NULL), KVT_E_HANDLE);
-    CHECK_OK(kvt_device_keep(device, second_gate, NULL));
+    CHECK_IS(kvt_device_signal_event(device, read, NULL), KVT_E_HANDLE);
+    CHECK_OK(kvt_device_signal_event(device, second_gate, NULL));
     const uint64_t events[] = {filled, read, second_gate};
     CHECK_OK(kvt_device_release(device, events, 3, NULL));
     CHECK_IS(kvt_session_put(session, &move, NULL, &put, NULL), KVT_E_HANDLE);
@@ -410,7 +410,7 @@ static void check_store(kvt_device_t *device, accelerator_t *home) {
     open_engine(device, &from, 7);
     open_engine(device, &to, 0);
     kvt_op_t *op = NULL;
-    kvt_move_t move = move_of(&from);
+    kvt_transfer_t move = move_of(&from);
     CHECK_OK(kvt_session_put(session, &move, NULL, &op, NULL));
     CHECK_OK(finish_op(&op));
     move = move_of(&to);
@@ -423,13 +423,13 @@ static void check_store(kvt_device_t *device, accelerator_t *home) {
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
     CHECK_OK(kvt_store_stats(store, &stats));
     CHECK_EQ(stats.device_hit_cells, LAYERS * TOKENS / CHUNK);
-    kvt_plan_segment_t segment;
+    kvt_plan_step_t segment;
     kvt_plan_terms_t terms = KVT_PLAN_TERMS_INIT;
     terms.flags = KVT_PLAN_COST;
     terms.beta_ns = 1e9;
     uint64_t segments = 0;
     CHECK_OK(kvt_session_plan(session, &terms, &segment, 1, sizeof segment, &segments, NULL, NULL));
-    CHECK(segments == 1 && segment.deed == KVT_PLAN_LOAD && segment.tier == KVT_TIER_DEVICE);
+    CHECK(segments == 1 && segment.kind == KVT_PLAN_LOAD && segment.tier == KVT_TIER_DEVICE);
     CHECK_EQ(segment.device_bytes, (uint64_t)2 * LAYERS * TOKENS * TOKEN_BYTES);
     CHECK_EQ(segment.host_bytes + segment.disk_bytes + segment.remote_bytes, 0);
     CHECK_EQ(stats.device_cells, LAYERS * TOKENS / CHUNK);
@@ -486,7 +486,7 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
     char final_path[64];
     snprintf(final_path, sizeof final_path, "%s.safetensors", path);
     CHECK(rename(path, final_path) == 0);
-    const kvt_text_t text = {final_path, strlen(final_path)};
+    const kvt_str_t text = {final_path, strlen(final_path)};
     kvt_model_t *model = NULL;
     CHECK_OK(kvt_model_open(&text, 1, sizeof text, &model, NULL));
 
@@ -519,14 +519,14 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
             uint64_t parts = 0;
             CHECK_OK(kvt_model_unit_parts(model, unit, &part, 1, sizeof part, &parts));
             CHECK_EQ(part.bytes, WEIGHTS);
-            kvt_held_t held = KVT_HELD_INIT;
+            kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
             CHECK_OK(kvt_stream_acquire(stream, unit, KVT_ACQUIRE_EARLY, hang_guard(), &held,
                                         NULL));
             CHECK_EQ(held.memory, KVT_MEMORY_DEVICE);
             /* The engine's own stream computes: here it copies what it sees. */
             static uint8_t seen[WEIGHTS];
             memset(seen, 0, sizeof seen);
-            if (held.event != 0) CHECK_OK(kvt_device_hold(device, 2, held.event, NULL));
+            if (held.event != 0) CHECK_OK(kvt_device_stream_wait(device, 2, held.event, NULL));
             kvt_copy_rows_t rows = {0};
             rows.from = (uint64_t)(uintptr_t)held.address + part.at;
             rows.to = (uint64_t)(uintptr_t)seen;
@@ -535,7 +535,7 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
             rows.from_memory = KVT_MEMORY_DEVICE;
             uint64_t computed = 0, after = 0;
             CHECK_OK(put_work(home, 2, 0, &rows, 1, sizeof rows, &computed));
-            CHECK_OK(kvt_device_adopt(device, computed, &after, NULL));
+            CHECK_OK(kvt_device_import_event(device, computed, &after, NULL));
             CHECK_OK(kvt_stream_release(stream, &held, after, NULL));
             CHECK_OK(wait_for(home, computed, hang_guard()));
             CHECK(memcmp(seen, weights + (size_t)layer * WEIGHTS, WEIGHTS) == 0);
@@ -592,14 +592,14 @@ static void check_sums(void) {
         copies[i].view.memory = memory.memory;
         copies[i].view.run_bytes = 2500;
         copies[i].plane = from + i * 2500;
-        copies[i].way = KVT_COPY_SCATTER;
+        copies[i].direction = KVT_COPY_SCATTER;
     }
     copies[1].flags = KVT_COPY_SUM;
     uint64_t event = 0, before = 0, sums[2] = {1, 1}, count = 7, right = 0;
-    CHECK_OK(kvt_device_promise(device, &before, NULL)); /* the copy waits for it */
+    CHECK_OK(kvt_device_create_event(device, &before, NULL)); /* the copy waits for it */
     CHECK_OK(kvt_device_copy(device, 0, before, copies, 2, sizeof copies[0], &event, NULL));
     CHECK_IS(kvt_device_sums(device, event, sums, 2, &count, NULL), KVT_E_BUSY);
-    CHECK_OK(kvt_device_keep(device, before, NULL));
+    CHECK_OK(kvt_device_signal_event(device, before, NULL));
     CHECK_OK(kvt_device_wait(device, event, hang_guard(), NULL));
     CHECK_IS(kvt_device_sums(device, event, NULL, 2, &count, NULL), KVT_E_LIMIT);
     CHECK_IS(kvt_device_sums(device, event, sums, 2, NULL, NULL), KVT_E_INVALID);
@@ -622,7 +622,7 @@ static void check_runtime_end(void) {
     const kvt_device_custom_t table = table_of(&home);
     kvt_device_t *device = open_custom(&table);
     uint64_t events[2] = {0, 0};
-    CHECK_OK(kvt_device_promise(device, &events[0], NULL));
+    CHECK_OK(kvt_device_create_event(device, &events[0], NULL));
     CHECK_OK(kvt_device_copy(device, 1, events[0], NULL, 0, sizeof(kvt_copy_t), &events[1], NULL));
     CHECK_IS(kvt_device_wait(device, events[1], in_ms(5), NULL), KVT_E_TIMEOUT);
     kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
@@ -630,7 +630,7 @@ static void check_runtime_end(void) {
     CHECK_EQ(report.devices, 1);
     runtime = first;
     CHECK_OK(kvt_device_wait(device, events[1], hang_guard(), NULL));
-    CHECK_IS(kvt_device_promise(device, &events[0], NULL), KVT_E_CLOSED);
+    CHECK_IS(kvt_device_create_event(device, &events[0], NULL), KVT_E_CLOSED);
     CHECK_OK(kvt_device_release(device, events, 2, NULL));
     CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
     stop(&home);

@@ -45,7 +45,7 @@ static void run_rows(uint64_t from, uint32_t from_memory, uint64_t to, uint32_t 
     uint64_t *own = &engine.own[engine.events], *adopted = &engine.adopted[engine.events];
     engine.events++;
     CHECK_OK(put_work(&engine.home, ENGINE, 0, &rows, 1, sizeof rows, own));
-    CHECK_OK(kvt_device_adopt(engine.device, *own, adopted, NULL));
+    CHECK_OK(kvt_device_import_event(engine.device, *own, adopted, NULL));
     CHECK_OK(kvt_offload_after(engine.offload, *adopted, NULL));
 }
 

@@ -644,7 +644,7 @@ static void selecting(void) {
         /* Only block 3 looks like what is asked for. */
         for (int i = 0; i < 96 * 4; i++) own[layer][i] = i % 4 == 0 && i / 64 == 3 ? 1 : -0.1f;
         const kvt_rows_t keys = rows_of(own[layer], 96, 1, 4);
-        CHECK_OK(kvt_offload_tell_keys(engine.offload, layer, 0, &keys, NULL));
+        CHECK_OK(kvt_offload_append_keys(engine.offload, layer, 0, &keys, NULL));
         put(layer, 96, PLAIN);
     }
     const kvt_rows_t query = rows_of(asked, 1, 2, 4);
@@ -983,7 +983,7 @@ static void refusing_handles(const kvt_offload_t *bad) {
     CHECK_IS(kvt_offload_observe(bad, 0, 1, numbers, 1, 1, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_evict(bad, 0, &where, &a, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_kept(bad, 0, 0, &a, 1, &count, &b), KVT_E_HANDLE);
-    CHECK_IS(kvt_offload_tell_keys(bad, 0, 0, &rows, &err), KVT_E_HANDLE);
+    CHECK_IS(kvt_offload_append_keys(bad, 0, 0, &rows, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_score(bad, 0, 0, numbers, 1, &err), KVT_E_HANDLE);
     CHECK(a == 7 && b == 7 && count == 7 && op == NULL);
     CHECK_OK(kvt_error_free(&err));
@@ -1169,8 +1169,8 @@ static void refusing(void) {
     CHECK_IS(kvt_offload_score(engine.offload, 0, 2, sums, 1, &err), KVT_E_INVALID);
     CHECK_IS(kvt_offload_score(engine.offload, 0, 0, NULL, 1, &err), KVT_E_INVALID);
     CHECK_IS(kvt_offload_score(engine.offload, 9, 0, sums, 1, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_offload_tell_keys(engine.offload, 0, 0, NULL, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_offload_tell_keys(engine.offload, 9, 0, &query, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_offload_append_keys(engine.offload, 0, 0, NULL, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_offload_append_keys(engine.offload, 9, 0, &query, &err), KVT_E_INVALID);
     CHECK_IS(kvt_offload_observe(engine.offload, 9, 1, sums, 40, 40, &err), KVT_E_INVALID);
     CHECK_IS(kvt_offload_observe(engine.offload, 0, 1, NULL, 40, 40, &err), KVT_E_INVALID);
     CHECK_IS(kvt_offload_observe(engine.offload, 0, 1, sums, UINT64_MAX, 40, &err), KVT_E_LIMIT);

@@ -136,7 +136,7 @@ static kvt_status_t move_all(const kvt_session_t *session, int is_put, void *ten
         k[i].run_bytes = TOKEN_BYTES;
         v[i] = k[i];
     }
-    kvt_move_t move = KVT_MOVE_INIT;
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.tokens = tokens;
     move.k = k;
     move.v = v;
@@ -206,7 +206,7 @@ static void polls(void) {
             if (status == KVT_E_TIMEOUT) kvt_error_free(&err);
         }
         MUST(status);
-        EXPECT(report.gone_chunks == 200);
+        EXPECT(report.removed_chunks == 200);
         store_sessions(&rig, 100, 100, 2 * CHUNK);
         MUST(kvt_namespace_close(&rig.space));
         status = KVT_E_BUSY;

@@ -110,8 +110,8 @@ static void using(const char *spec) {
     kvt_policy_t *policy = open_policy(spec, 64, 0);
     insert_path(policy, 10, 1, 4, 1);
     insert_path(policy, 20, 11, 3, 0);
-    kvt_policy_who_t who = KVT_POLICY_WHO_INIT;
-    who.flags = KVT_WHO_SESSION | KVT_WHO_PRIORITY;
+    kvt_policy_context_t who = KVT_POLICY_CONTEXT_INIT;
+    who.flags = KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY;
     who.session = 5;
     who.priority = 2;
     who.tokens_each = 16;
@@ -279,7 +279,7 @@ static void bad_calls(void) {
              KVT_E_INVALID);
     CHECK_OK(kvt_policy_touch(policy, 100, NULL, NULL, 0, &n, NULL));
     CHECK_EQ(n, 0);
-    kvt_policy_who_t who = KVT_POLICY_WHO_INIT;
+    kvt_policy_context_t who = KVT_POLICY_CONTEXT_INIT;
     who.priority = 256;
     CHECK_IS(kvt_policy_touch(policy, 100, &who, ids, 1, &n, NULL), KVT_E_INVALID);
     who.priority = 0;
@@ -574,8 +574,8 @@ static void customs(void) {
     CHECK_IS(kvt_policy_select(policy, 0, &columns, 5, 0, &chosen, NULL), KVT_E_INVALID);
     own.bad = 0;
     other.bad = 0;
-    kvt_policy_who_t who = KVT_POLICY_WHO_INIT;
-    who.flags = KVT_WHO_SESSION;
+    kvt_policy_context_t who = KVT_POLICY_CONTEXT_INIT;
+    who.flags = KVT_CONTEXT_SESSION;
     who.session = 3;
     const uint64_t one = 1;
     other.calls = 0;

@@ -86,8 +86,8 @@ static void compute(engine_t *engine) {
             engine->rows[layer][i] = (uint8_t)(i * 31 + layer * 7 + i / 251);
 }
 
-static kvt_move_t all_of(engine_t *engine, uint32_t level, uint64_t tokens) {
-    kvt_move_t move = KVT_MOVE_INIT;
+static kvt_transfer_t all_of(engine_t *engine, uint32_t level, uint64_t tokens) {
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.tokens = tokens;
     move.layers = LAYERS;
     move.level = level;
@@ -114,7 +114,7 @@ static uint64_t locate(engine_t *engine) {
 }
 
 static kvt_status_t put(engine_t *engine, uint32_t level) {
-    const kvt_move_t move = all_of(engine, level, TOKENS);
+    const kvt_transfer_t move = all_of(engine, level, TOKENS);
     kvt_op_t *op = NULL;
     uint64_t tokens = 0;
     CHECK_OK(kvt_session_put(engine->session, &move, NULL, &op, NULL));
@@ -122,7 +122,7 @@ static kvt_status_t put(engine_t *engine, uint32_t level) {
 }
 
 static kvt_status_t get(engine_t *engine) {
-    const kvt_move_t move = all_of(engine, 0, FULL);
+    const kvt_transfer_t move = all_of(engine, 0, FULL);
     kvt_op_t *op = NULL;
     uint64_t tokens = 0;
     CHECK_OK(kvt_session_get(engine->session, &move, NULL, &op, NULL));
@@ -170,8 +170,8 @@ static void sharing(void) {
     CHECK_OK(put(&one, KVT_LEVEL_REMOTE));
     kvt_remote_stats_t s = stats(&one);
     CHECK_EQ(s.sent_objects, FULL / CHUNK);
-    CHECK_EQ(s.reads, KVT_REMOTE_WELL);
-    CHECK_EQ(s.writes, KVT_REMOTE_WELL);
+    CHECK_EQ(s.reads, KVT_REMOTE_CIRCUIT_CLOSED);
+    CHECK_EQ(s.writes, KVT_REMOTE_CIRCUIT_CLOSED);
     CHECK_EQ(s.failed_sends + s.refused_chunks + s.late_requests, 0);
 
     /* It asked before anything was there: what it heard counts for some seconds. */

@@ -194,7 +194,7 @@ static void close_engine(engine_t *engine) {
 }
 
 static kvt_status_t moved(engine_t *engine, int is_put, uint64_t *tokens) {
-    kvt_move_t move = KVT_MOVE_INIT;
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.layers = LAYERS;
     move.level = is_put ? KVT_LEVEL_REMOTE : 0;
     move.k = engine->views;

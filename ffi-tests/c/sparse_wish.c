@@ -69,11 +69,11 @@ static void room(lists_t *lists) {
     const kvt_index_t none = KVT_INDEX_INIT;
     lists->index = none;
     lists->index.heads = lists->heads;
-    lists->index.head_room = QUERY_HEADS;
+    lists->index.head_capacity = QUERY_HEADS;
     lists->index.starts = lists->starts;
-    lists->index.start_room = sizeof lists->starts / sizeof lists->starts[0];
+    lists->index.start_capacity = sizeof lists->starts / sizeof lists->starts[0];
     lists->index.items = lists->items;
-    lists->index.item_room = sizeof lists->items / sizeof lists->items[0];
+    lists->index.item_capacity = sizeof lists->items / sizeof lists->items[0];
 }
 
 static int has(const kvt_index_t *index, uint32_t list, uint32_t item) {
@@ -183,10 +183,10 @@ static void run_job(kvt_job_t *job) {
     CHECK_IS(kvt_job_run(job, 0, info.items + 1, 1, NULL, 0, NULL), KVT_E_INVALID);
 }
 
-static kvt_problem_t problem_of(const kvt_rows_t *queries, const kvt_rows_t *keys,
+static kvt_attention_args_t problem_of(const kvt_rows_t *queries, const kvt_rows_t *keys,
                                 const kvt_rows_t *values, const kvt_index_t *index,
                                 uint32_t first) {
-    kvt_problem_t problem = KVT_PROBLEM_INIT;
+    kvt_attention_args_t problem = KVT_ATTENTION_ARGS_INIT;
     problem.queries = queries;
     problem.keys = keys;
     problem.values = values;
@@ -199,7 +199,7 @@ static kvt_problem_t problem_of(const kvt_rows_t *queries, const kvt_rows_t *key
 static void prefill(const kvt_index_t *index, uint32_t first, uint32_t tokens) {
     const kvt_rows_t queries = rows(q + first * QUERY_HEADS * DIM, tokens - first, QUERY_HEADS, DIM);
     const kvt_rows_t keys = rows(k, tokens, HEADS, DIM), values = rows(v, tokens, HEADS, VALUES);
-    const kvt_problem_t problem = problem_of(&queries, &keys, &values, index, first);
+    const kvt_attention_args_t problem = problem_of(&queries, &keys, &values, index, first);
     kvt_job_t *job = NULL;
     const uint64_t n = (tokens - first) * QUERY_HEADS;
     CHECK_IS(kvt_prefill_open(&problem, out, n * VALUES - 1, lse, n, &job, NULL), KVT_E_TOO_SMALL);
@@ -257,7 +257,7 @@ static void pieces(void) {
         const uint32_t first = cuts[i], n = cuts[i + 1] - first;
         const kvt_rows_t keys = rows(k + first * HEADS * DIM, n, HEADS, DIM);
         const kvt_rows_t values = rows(v + first * HEADS * VALUES, n, HEADS, VALUES);
-        kvt_problem_t problem = problem_of(&queries, &keys, &values, NULL, 0);
+        kvt_attention_args_t problem = problem_of(&queries, &keys, &values, NULL, 0);
         problem.first_key = first;
         kvt_job_t *job = NULL;
         CHECK_OK(kvt_prefill_open(&problem, i == 0 ? out : part, rows_of * VALUES,
@@ -291,7 +291,7 @@ static void evicts(void) {
     prefill(NULL, 0, TOKENS);
     const kvt_rows_t queries = rows(q, TOKENS, QUERY_HEADS, DIM), keys = rows(k, TOKENS, HEADS, DIM);
     const kvt_rows_t values = rows(v, TOKENS, HEADS, VALUES);
-    const kvt_problem_t problem = problem_of(&queries, &keys, &values, NULL, 0);
+    const kvt_attention_args_t problem = problem_of(&queries, &keys, &values, NULL, 0);
     kvt_job_t *job = NULL;
     CHECK_OK(kvt_sums_open(&problem, lse, TOKENS * QUERY_HEADS, 0, KVT_SUMS_BY_HEAD, sums,
                            QUERY_HEADS * TOKENS, &job, NULL));
@@ -314,15 +314,15 @@ static void evicts(void) {
 
     const kvt_sparse_context_t context = at(1, 0, TOKENS);
     uint32_t starts[HEADS + 1], items[HEADS * TOKENS], evicted = 9;
-    kvt_keep_t keep = KVT_KEEP_INIT;
+    kvt_token_lists_t keep = KVT_TOKEN_LISTS_INIT;
     CHECK_IS(kvt_sparse_evict(policy, 0, &context, &keep, &evicted, NULL), KVT_E_TOO_SMALL);
     CHECK_EQ(keep.start_count, HEADS + 1);
     CHECK_EQ(evicted, 9);
-    CHECK_IS(kvt_sparse_last_keep(policy, &keep, NULL), KVT_E_TOO_SMALL);
+    CHECK_IS(kvt_sparse_last_kept(policy, &keep, NULL), KVT_E_TOO_SMALL);
     keep.starts = starts;
-    keep.start_room = HEADS + 1;
+    keep.start_capacity = HEADS + 1;
     keep.items = items;
-    keep.item_room = HEADS * TOKENS;
+    keep.item_capacity = HEADS * TOKENS;
     CHECK_OK(kvt_sparse_evict(policy, 0, &context, &keep, &evicted, NULL));
     CHECK_EQ(evicted, 1);
     CHECK_EQ(keep.item_count, HEADS * 32);
@@ -343,7 +343,7 @@ static void evicts(void) {
     }
     uint32_t again[HEADS * TOKENS];
     keep.items = again;
-    CHECK_OK(kvt_sparse_last_keep(policy, &keep, NULL));
+    CHECK_OK(kvt_sparse_last_kept(policy, &keep, NULL));
     CHECK(memcmp(again, items, HEADS * 32 * sizeof *items) == 0);
     keep.items = items;
     items[0] = items[1];
@@ -405,7 +405,7 @@ static void pages(void) {
                 CHECK(i < count);
             }
     const kvt_rows_t keys = rows(k, TOKENS, HEADS, DIM), values = rows(v, TOKENS, HEADS, VALUES);
-    const kvt_problem_t problem = problem_of(&query, &keys, &values, &lists.index, last);
+    const kvt_attention_args_t problem = problem_of(&query, &keys, &values, &lists.index, last);
     uint64_t need = 0;
     CHECK_OK(kvt_decode_memory(&problem, KVT_DECODE_SCORES, &need, NULL));
     float *memory = malloc(need * sizeof(float));
@@ -466,7 +466,7 @@ static void placed(void) {
     static float some_k[TOKENS * HEADS * DIM], some_v[TOKENS * HEADS * VALUES];
     static float sums[QUERY_HEADS * TOKENS], told[QUERY_HEADS * TOKENS];
     const uint32_t ids[] = {0, 3, 7, 9}, tail = 5, tokens = 165, last = tokens - 1;
-    kvt_placed_t buffer = KVT_PLACED_INIT;
+    kvt_block_placement_t buffer = KVT_BLOCK_PLACEMENT_INIT;
     buffer.blocks = ids;
     buffer.block_count = 4;
     buffer.block_tokens = BLOCK;
@@ -510,7 +510,7 @@ static void placed(void) {
 
     const kvt_rows_t query = rows(q + last * QUERY_HEADS * DIM, 1, QUERY_HEADS, DIM);
     const kvt_rows_t keys = rows(some_k, n, HEADS, DIM), values = rows(some_v, n, HEADS, VALUES);
-    const kvt_problem_t problem = problem_of(&query, &keys, &values, &of_rows.index, first);
+    const kvt_attention_args_t problem = problem_of(&query, &keys, &values, &of_rows.index, first);
     kvt_kernel_limits_t limits = KVT_KERNEL_LIMITS_INIT;
     limits.flags = KVT_DECODE_SCORES;
     limits.queries = 2;
@@ -544,7 +544,7 @@ static void placed(void) {
     CHECK_OK(kvt_decode_sums(job, KVT_SUMS_BY_HEAD, sums, QUERY_HEADS * longest, NULL));
     CHECK_OK(kvt_job_close(&job));
     free(memory);
-    kvt_there_t there = KVT_THERE_INIT;
+    kvt_resident_tokens_t there = KVT_RESIDENT_TOKENS_INIT;
     there.attention = &shape;
     there.tokens = tokens;
     memset(told, 0, sizeof told);
@@ -781,7 +781,7 @@ static void every_name(void) {
             CHECK_IS(kvt_sparse_select(policy, 0, &query, &id, 1, &context, &chosen, 1, &n, NULL),
                      KVT_E_UNSUPPORTED);
         if (!(traits.caps & KVT_SPARSE_EVICT_DECODE)) {
-            kvt_keep_t keep = KVT_KEEP_INIT;
+            kvt_token_lists_t keep = KVT_TOKEN_LISTS_INIT;
             CHECK_IS(kvt_sparse_evict(policy, 0, &context, &keep, &chosen, NULL),
                      KVT_E_UNSUPPORTED);
         }
@@ -808,7 +808,7 @@ static void refused(void) {
     const kvt_rows_t queries = rows(q, 1, QUERY_HEADS, DIM), keys = rows(k, TOKENS, HEADS, DIM);
     const kvt_rows_t short_values = rows(v, TOKENS - 1, HEADS, VALUES);
     const kvt_rows_t values = rows(v, TOKENS, HEADS, VALUES);
-    kvt_problem_t problem = problem_of(&queries, &keys, &short_values, NULL, TOKENS - 1);
+    kvt_attention_args_t problem = problem_of(&queries, &keys, &short_values, NULL, TOKENS - 1);
     kvt_job_t *job = NULL;
     CHECK_IS(kvt_prefill_open(&problem, out, 1000, lse, 1000, &job, NULL), KVT_E_INVALID);
     problem.values = NULL;

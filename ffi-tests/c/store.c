@@ -277,8 +277,8 @@ static void close_space(kvt_namespace_t **space) {
     CHECK(*space == NULL);
 }
 
-static kvt_move_t move_of(const engine_t *engine, uint32_t first, uint32_t tokens) {
-    kvt_move_t move = KVT_MOVE_INIT;
+static kvt_transfer_t move_of(const engine_t *engine, uint32_t first, uint32_t tokens) {
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.first_token = first;
     move.tokens = tokens;
     if (engine != NULL) {
@@ -301,7 +301,7 @@ static void put_all(const kvt_session_t *session, const text_t *text, enum shape
     engine_t engine;
     open_engine(&engine, shape);
     each_byte(&engine, text, 0, text->count, FILL);
-    kvt_move_t move = move_of(&engine, 0, 0);
+    kvt_transfer_t move = move_of(&engine, 0, 0);
     move.level = level;
     kvt_op_t *op = NULL;
     uint64_t value = 0;
@@ -315,7 +315,7 @@ static void get_and_compare(const kvt_session_t *session, const text_t *text, en
                             uint32_t first, uint32_t tokens) {
     engine_t engine;
     open_engine(&engine, shape);
-    const kvt_move_t move = move_of(&engine, first, tokens);
+    const kvt_transfer_t move = move_of(&engine, first, tokens);
     kvt_op_t *op = NULL;
     uint64_t value = 0;
     CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
@@ -373,7 +373,7 @@ static void round_trip(void) {
     sessions[0] = open_session(other, &texts[0]);
     engine_t engine;
     open_engine(&engine, PLAIN);
-    const kvt_move_t move = move_of(&engine, 0, FULL);
+    const kvt_transfer_t move = move_of(&engine, 0, FULL);
     kvt_op_t *op = NULL;
     uint64_t value = 9;
     CHECK_OK(kvt_session_get(sessions[0], &move, NULL, &op, NULL));
@@ -402,8 +402,8 @@ static void moving(void) {
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
     opts.tag = 100;
-    kvt_move_t move = move_of(&engine, 0, 40);
-    move.flags = KVT_MOVE_EACH_LAYER;
+    kvt_transfer_t move = move_of(&engine, 0, 40);
+    move.flags = KVT_TRANSFER_EACH_LAYER;
     CHECK_OK(kvt_session_put(session, &move, &opts, NULL, NULL));
     uint32_t seen = 0;
     while (seen != (1u << LAYERS) - 1) {
@@ -423,7 +423,7 @@ static void moving(void) {
     /* Handles, one a layer, of layers 1 to 3. */
     open_engine(&engine, BY_HEAD);
     move = move_of(&engine, 0, 0);
-    move.flags = KVT_MOVE_EACH_LAYER;
+    move.flags = KVT_TRANSFER_EACH_LAYER;
     move.first_layer = 1;
     move.layers = 3;
     move.k = engine.k + 1;
@@ -492,7 +492,7 @@ static void giving_up(void) {
 
     engine_t engine;
     open_engine(&engine, PLAIN);
-    kvt_move_t move = move_of(&engine, 0, 0);
+    kvt_transfer_t move = move_of(&engine, 0, 0);
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.deadline_ns = 1;
     kvt_op_t *op = NULL;
@@ -504,7 +504,7 @@ static void giving_up(void) {
     opts.deadline_ns = 0;
     enum { MANY = 64 };
     kvt_op_t *ops[MANY];
-    kvt_move_t ahead = move_of(NULL, 0, 0);
+    kvt_transfer_t ahead = move_of(NULL, 0, 0);
     for (int i = 0; i < MANY; i++) {
         CHECK_OK(kvt_session_prefetch(session, &ahead, NULL, &ops[i], NULL));
         CHECK_OK(kvt_op_cancel(ops[i]));
@@ -728,8 +728,8 @@ static void mistakes(void) {
     engine_t engine;
     open_engine(&engine, PAGED);
     kvt_op_t *op = NULL;
-    kvt_move_t move = move_of(&engine, 0, 0);
-    const kvt_move_t good = move;
+    kvt_transfer_t move = move_of(&engine, 0, 0);
+    const kvt_transfer_t good = move;
     const kvt_view_t view = engine.k[0];
 #define WRONG(change, status, word)                                                           \
     do {                                                                                      \
@@ -819,7 +819,7 @@ static void closing(void) {
     each_byte(&engine, &text, 0, 64, FILL);
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
-    kvt_move_t move = move_of(&engine, 0, 0);
+    kvt_transfer_t move = move_of(&engine, 0, 0);
     move.level = KVT_LEVEL_DURABLE;
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_put(session, &move, &opts, &op, NULL));
@@ -878,7 +878,7 @@ static void forking(void) {
         kvt_session_t *who = session;
         kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
         kvt_session_info_t info = KVT_SESSION_INFO_INIT;
-        const kvt_move_t move = KVT_MOVE_INIT;
+        const kvt_transfer_t move = KVT_TRANSFER_INIT;
         kvt_policy_hint_t hint = KVT_POLICY_HINT_INIT;
         uint8_t key[KVT_KEY_BYTES];
         uint64_t bytes = 0;

@@ -108,8 +108,8 @@ static kvt_session_t *open_session(const kvt_namespace_t *space, uint32_t tokens
     return session;
 }
 
-static kvt_move_t move_of(const engine_t *engine, uint32_t tokens) {
-    kvt_move_t move = KVT_MOVE_INIT;
+static kvt_transfer_t move_of(const engine_t *engine, uint32_t tokens) {
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.tokens = tokens;
     move.k = engine->k;
     move.v = engine->v;
@@ -119,7 +119,7 @@ static kvt_move_t move_of(const engine_t *engine, uint32_t tokens) {
 
 static void put(const kvt_session_t *session, const engine_t *engine, uint32_t tokens,
                 uint32_t level) {
-    kvt_move_t move = move_of(engine, tokens);
+    kvt_transfer_t move = move_of(engine, tokens);
     move.level = level;
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_put(session, &move, NULL, &op, NULL));
@@ -264,17 +264,17 @@ static void planning(void) {
     kvt_plan_terms_t terms = KVT_PLAN_TERMS_INIT;
     terms.flags = KVT_PLAN_COST;
     terms.beta_ns = 1e9; /* a second a token: whatever is there is loaded */
-    kvt_plan_segment_t segments[4];
+    kvt_plan_step_t segments[4];
     kvt_plan_t plan = KVT_PLAN_INIT;
     uint64_t count = 0;
     CHECK_OK(kvt_session_plan(session, &terms, segments, 4, sizeof *segments, &count, &plan, NULL));
     CHECK_EQ(count, 2);
-    CHECK_EQ(segments[0].deed, KVT_PLAN_LOAD);
+    CHECK_EQ(segments[0].kind, KVT_PLAN_LOAD);
     CHECK_EQ(segments[0].tier, KVT_TIER_HOST);
     CHECK_EQ(segments[0].tokens, 40);
     CHECK_EQ(segments[0].host_bytes, 40 * LAYERS * (K + V));
     CHECK(segments[0].predicted_ns > 0);
-    CHECK_EQ(segments[1].deed, KVT_PLAN_RECOMPUTE);
+    CHECK_EQ(segments[1].kind, KVT_PLAN_RECOMPUTE);
     CHECK_EQ(segments[1].tier, KVT_TIER_NONE);
     CHECK_EQ(segments[1].first_token, 40);
     CHECK_EQ(segments[1].tokens, 10);
@@ -403,7 +403,7 @@ static void watching(void) {
         CHECK_EQ(events[i].kind, KVT_STORE_STORED);
         CHECK_EQ(events[i].tier, KVT_TIER_HOST);
         CHECK_EQ(events[i].position, i);
-        CHECK(memcmp(events[i].space, name, sizeof name) == 0);
+        CHECK(memcmp(events[i].namespace_key, name, sizeof name) == 0);
         if (i > 0) CHECK(memcmp(events[i].parent, events[i - 1].key, sizeof name) == 0);
     }
 
@@ -416,15 +416,15 @@ static void watching(void) {
         kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
         CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
         CHECK_EQ(report.struct_size, sizeof report);
-        CHECK_EQ(report.gone_chunks, 4);
-        CHECK_EQ(report.held_chunks + report.moving_chunks, 0);
+        CHECK_EQ(report.removed_chunks, 4);
+        CHECK_EQ(report.referenced_chunks + report.transferring_chunks, 0);
     }
     CHECK_EQ(stats_of(store).chunks, 0);
     CHECK_OK(kvt_store_events(store, &cursor, events, 20, sizeof *events, &count, &missed));
     CHECK_EQ(count, 16);
     CHECK_EQ(missed, 5 + 9 + 9 - 16);
     CHECK_EQ(events[15].kind, KVT_STORE_CLEARED);
-    CHECK(memcmp(events[15].space, name, sizeof name) == 0);
+    CHECK(memcmp(events[15].namespace_key, name, sizeof name) == 0);
     CHECK_EQ(events[14].kind, KVT_STORE_REMOVED);
     CHECK_OK(kvt_store_events(store, &cursor, events, 20, sizeof *events, &count, &missed));
     CHECK_EQ(count + missed, 0);
@@ -462,16 +462,16 @@ static void die(void) {
     CHECK_OK(kvt_session_truncate(session, 8, NULL));
     CHECK_OK(kvt_session_pin(session, 0, 4, 1, 0, NULL));
     CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
-    CHECK_EQ(report.held_chunks, 2);
+    CHECK_EQ(report.referenced_chunks, 2);
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
-    CHECK_EQ(report.held_chunks, 1); /* the pin */
+    CHECK_EQ(report.referenced_chunks, 1); /* the pin */
     session = open_session(space, 4);
     CHECK_OK(kvt_session_unpin(session, 0, 0, NULL));
     CHECK_OK(kvt_session_unpin(session, 0, 4, NULL));
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_clear(space, 0, &report, NULL));
-    CHECK_EQ(report.gone_chunks, 1);
+    CHECK_EQ(report.removed_chunks, 1);
     CHECK_EQ(look(space, 30).reusable_tokens, 0);
     CHECK_EQ(look(kept, 30).reusable_tokens, 28);
     _exit(0);
@@ -506,10 +506,10 @@ static void clearing(void) {
     kvt_session_t *other = open_session(space, 12);
     kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
     CHECK_OK(kvt_session_drop(session, 8, 0, &report, NULL));
-    CHECK_EQ(report.gone_chunks, 5); /* the tail is one of them */
-    CHECK_EQ(report.held_chunks, 1); /* the other session's third */
+    CHECK_EQ(report.removed_chunks, 5); /* the tail is one of them */
+    CHECK_EQ(report.referenced_chunks, 1); /* the other session's third */
     CHECK_EQ(look(space, 30).reusable_tokens, 12);
-    kvt_move_t move = move_of(&back, 30);
+    kvt_transfer_t move = move_of(&back, 30);
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
@@ -571,7 +571,7 @@ static void waiting(void) {
     /* The source is written after the submission, and before the word. */
     kvt_event_t *event = open_event();
     CHECK_EQ(state_of(event), KVT_EVENT_PENDING);
-    kvt_move_t move = move_of(&engine, 32);
+    kvt_transfer_t move = move_of(&engine, 32);
     move.ready = event;
     kvt_op_t *op = NULL, *next = NULL;
     CHECK_OK(kvt_session_put(session, &move, NULL, &op, NULL));
@@ -632,9 +632,9 @@ static void waiting(void) {
     event = open_event();
     move = move_of(&first, 32);
     move.ready = event;
-    move.flags = KVT_MOVE_EACH_LAYER;
+    move.flags = KVT_TRANSFER_EACH_LAYER;
     CHECK_OK(kvt_session_get(session, &move, NULL, ops, NULL));
-    kvt_move_t ahead = KVT_MOVE_INIT;
+    kvt_transfer_t ahead = KVT_TRANSFER_INIT;
     ahead.ready = event;
     CHECK_OK(kvt_session_prefetch(session, &ahead, NULL, &op, NULL));
     CHECK_OK(kvt_event_signal(event));
@@ -679,7 +679,7 @@ static void outliving(void) {
     open_engine(&back, 0);
     put(session, &engine, 64, KVT_LEVEL_RAM);
     kvt_event_t *event = open_event();
-    kvt_move_t move = move_of(&back, 64);
+    kvt_transfer_t move = move_of(&back, 64);
     move.ready = event;
     kvt_op_t *waits = NULL, *runs = NULL;
     CHECK_OK(kvt_session_get(session, &move, NULL, &waits, NULL));
@@ -733,7 +733,7 @@ static void in_callbacks(void) {
     opts.queue = queue;
     engine_t engine;
     open_engine(&engine, 8);
-    const kvt_move_t move = move_of(&engine, 8);
+    const kvt_transfer_t move = move_of(&engine, 8);
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_put(session, &move, &opts, &op, NULL));
     CHECK_OK(finish_op(&op));

@@ -86,7 +86,7 @@ static int went(worker_t *worker, kvt_status_t status) {
     return status == KVT_OK;
 }
 
-typedef kvt_status_t (*call_t)(const kvt_session_t *, const kvt_move_t *,
+typedef kvt_status_t (*call_t)(const kvt_session_t *, const kvt_transfer_t *,
                                const kvt_submit_opts_t *, kvt_op_t **, kvt_error_t **);
 
 /* Some of a session's chunks; whether there are any. */
@@ -101,7 +101,7 @@ static int pick_chunks(worker_t *worker, const kvt_session_t *session, uint32_t 
 
 /* Moves a session, all or some of it; some moves are given up, some sessions closed meanwhile. */
 static void move(worker_t *worker, kvt_session_t **session, call_t call, uint32_t document) {
-    kvt_move_t what = KVT_MOVE_INIT;
+    kvt_transfer_t what = KVT_TRANSFER_INIT;
     if (call != kvt_session_prefetch) {
         what.k = worker->engine.k;
         what.v = worker->engine.v;
@@ -111,7 +111,7 @@ static void move(worker_t *worker, kvt_session_t **session, call_t call, uint32_
     uint32_t chunks[MAX_TOKENS / CHUNK];
     if (call != kvt_session_put) {
         const uint64_t kind = dice(worker, 4);
-        if (kind == 0) what.flags = KVT_MOVE_REUSE;
+        if (kind == 0) what.flags = KVT_TRANSFER_REUSE;
         if (kind == 1 && pick_chunks(worker, *session, chunks, &what.chunk_count))
             what.chunks = chunks;
     }

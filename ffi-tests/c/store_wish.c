@@ -128,7 +128,7 @@ static kvt_session_t *open_session(const kvt_namespace_t *space, uint32_t tenant
 }
 
 /* A rectangle; its views begin with token `first`. */
-static kvt_move_t move_of(engine_t *views, const engine_t *engine, uint32_t first,
+static kvt_transfer_t move_of(engine_t *views, const engine_t *engine, uint32_t first,
                           uint32_t tokens, uint32_t first_layer, uint32_t layers) {
     *views = *engine;
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
@@ -137,7 +137,7 @@ static kvt_move_t move_of(engine_t *views, const engine_t *engine, uint32_t firs
         views->k[layer].address = start + at * views->k[layer].run_bytes;
         if (layer != 4) views->v[layer].address = start + MAX_TOKENS * K + at * V;
     }
-    kvt_move_t move = KVT_MOVE_INIT;
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.first_token = first;
     move.tokens = tokens;
     move.first_layer = first_layer;
@@ -151,7 +151,7 @@ static kvt_move_t move_of(engine_t *views, const engine_t *engine, uint32_t firs
 static void put(const kvt_session_t *session, const engine_t *engine, uint32_t first,
                 uint32_t tokens, uint32_t first_layer, uint32_t layers) {
     engine_t views;
-    const kvt_move_t move = move_of(&views, engine, first, tokens, first_layer, layers);
+    const kvt_transfer_t move = move_of(&views, engine, first, tokens, first_layer, layers);
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_put(session, &move, NULL, &op, NULL));
     CHECK_OK(finish_op(&op));
@@ -160,7 +160,7 @@ static void put(const kvt_session_t *session, const engine_t *engine, uint32_t f
 static kvt_status_t get(const kvt_session_t *session, engine_t *engine, uint32_t tokens,
                         uint64_t flags, uint64_t *value) {
     engine_t views;
-    kvt_move_t move = move_of(&views, engine, 0, tokens, 0, LAYERS);
+    kvt_transfer_t move = move_of(&views, engine, 0, tokens, 0, LAYERS);
     move.flags = flags;
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
@@ -205,16 +205,16 @@ static void demoting(void) {
 
     CHECK_OK(kvt_session_pin(session, 8, 8, 9, 0, NULL));
     kvt_demote_report_t report = demote(session, 8, 24);
-    CHECK_EQ(report.leaving_chunks, 3);
-    CHECK_EQ(report.freed_chunks + report.staying_chunks, 0);
+    CHECK_EQ(report.pending_chunks, 3);
+    CHECK_EQ(report.freed_chunks + report.kept_chunks, 0);
     wait_for_host_cells(store, (chunks - 3) * LAYERS);
     CHECK_EQ(stats_of(store).disk_cells, 3 * LAYERS);
     CHECK_EQ(stats_of(store).demoted_chunks, 3);
     CHECK_EQ(stats_of(store).pins, 1);
     report = demote(session, 8, 24);
-    CHECK_EQ(report.leaving_chunks + report.freed_chunks + report.staying_chunks, 0);
+    CHECK_EQ(report.pending_chunks + report.freed_chunks + report.kept_chunks, 0);
     report = demote(session, 0, 0);
-    CHECK_EQ(report.leaving_chunks, chunks - 3);
+    CHECK_EQ(report.pending_chunks, chunks - 3);
     wait_for_host_cells(store, 0);
 
     /* It comes back as it was; what is in both places leaves at once. */
@@ -225,7 +225,7 @@ static void demoting(void) {
     CHECK_EQ(stats_of(store).host_cells, chunks * LAYERS);
     report = demote(session, 0, 16);
     CHECK_EQ(report.freed_chunks, 2);
-    CHECK_EQ(report.leaving_chunks, 0);
+    CHECK_EQ(report.pending_chunks, 0);
     CHECK_EQ(stats_of(store).host_cells, (chunks - 2) * LAYERS);
     CHECK_OK(kvt_session_demote(session, 0, 0, NULL, NULL));
     CHECK_EQ(stats_of(store).host_cells, 0);
@@ -245,9 +245,9 @@ static void demoting(void) {
     store = open_store("store(host=4MiB)");
     space = open_space(store);
     session = open_session(space, 0, tokens_of_all, 16);
-    CHECK_EQ(demote(session, 0, 0).staying_chunks, 0); /* nothing is there yet */
+    CHECK_EQ(demote(session, 0, 0).kept_chunks, 0); /* nothing is there yet */
     put(session, &engine, 0, 16, 0, LAYERS);
-    CHECK_EQ(demote(session, 0, 0).staying_chunks, 2);
+    CHECK_EQ(demote(session, 0, 0).kept_chunks, 2);
     CHECK_EQ(stats_of(store).host_cells, 2 * LAYERS);
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
@@ -270,18 +270,18 @@ static void reusing(void) {
     kvt_plan_terms_t terms = KVT_PLAN_TERMS_INIT;
     terms.flags = KVT_PLAN_COST;
     terms.beta_ns = 1e9;
-    kvt_plan_segment_t segments[4];
+    kvt_plan_step_t segments[4];
     uint64_t count = 0;
     CHECK_OK(kvt_session_plan(session, &terms, segments, 4, sizeof *segments, &count, NULL, NULL));
     uint64_t loads = 0;
     for (uint64_t i = 0; i < count; i++) {
-        CHECK_EQ(segments[i].deed, KVT_PLAN_LOAD);
+        CHECK_EQ(segments[i].kind, KVT_PLAN_LOAD);
         loads += segments[i].tokens;
     }
     CHECK_EQ(loads, 64);
 
     open_engine(&back, 0);
-    CHECK_OK(get(session, &back, 64, KVT_MOVE_REUSE, &value));
+    CHECK_OK(get(session, &back, 64, KVT_TRANSFER_REUSE, &value));
     CHECK_EQ(value, 64);
     for (int layer = 0; layer < LAYERS; layer++) {
         const uint32_t from = layer < 2 ? 0 : layer < 4 ? 40 : 56;
@@ -292,20 +292,20 @@ static void reusing(void) {
     CHECK_IS(get(session, &back, 64, 0, &value), KVT_E_NOT_FOUND);
     CHECK_EQ(value, 0);
     /* After 48 tokens the window begins with 28, and the state is that of the sixth chunk. */
-    CHECK_IS(get(session, &back, 48, KVT_MOVE_REUSE, &value), KVT_E_NOT_FOUND);
-    kvt_move_t ahead = KVT_MOVE_INIT;
-    ahead.flags = KVT_MOVE_REUSE;
+    CHECK_IS(get(session, &back, 48, KVT_TRANSFER_REUSE, &value), KVT_E_NOT_FOUND);
+    kvt_transfer_t ahead = KVT_TRANSFER_INIT;
+    ahead.flags = KVT_TRANSFER_REUSE;
     kvt_op_t *op = NULL, *ops[LAYERS];
     CHECK_OK(kvt_session_prefetch(session, &ahead, NULL, &op, NULL));
     CHECK_OK(finish_op(&op));
     engine_t views;
-    kvt_move_t move = move_of(&views, &back, 0, 64, 0, LAYERS);
-    move.flags = KVT_MOVE_REUSE | KVT_MOVE_EACH_LAYER;
+    kvt_transfer_t move = move_of(&views, &back, 0, 64, 0, LAYERS);
+    move.flags = KVT_TRANSFER_REUSE | KVT_TRANSFER_EACH_LAYER;
     CHECK_OK(kvt_session_get(session, &move, NULL, ops, NULL));
     for (int layer = 0; layer < LAYERS; layer++) CHECK_OK(finish_op(&ops[layer]));
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_session_put(session, &move, NULL, ops, &err), KVT_E_INVALID);
-    CHECK(strstr(kvt_error_message(err), "KVT_MOVE_REUSE") != NULL);
+    CHECK(strstr(kvt_error_message(err), "KVT_TRANSFER_REUSE") != NULL);
     CHECK_OK(kvt_error_free(&err));
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
@@ -366,7 +366,7 @@ typedef struct {
 /* Gets chunks of a session of so many tokens, and demands that those which each layer has (a
  * bit a chunk) came one after the other, and nothing else. */
 static void pick(const kvt_session_t *session, uint32_t tokens, const engine_t *from,
-                 const uint8_t *there, kvt_move_t move, int paged) {
+                 const uint8_t *there, kvt_transfer_t move, int paged) {
     static engine_t back, want;
     static void *pages[2 * LAYERS][PAGES];
     outcome_t due[LAYERS] = {{0, 0, KVT_OK}};
@@ -374,7 +374,7 @@ static void pick(const kvt_session_t *session, uint32_t tokens, const engine_t *
     open_engine(&want, 0);
     if (paged) lay_pages(&back, pages);
     const uint32_t first = (uint32_t)(move.first_token / CHUNK);
-    const int each = (move.flags & KVT_MOVE_EACH_LAYER) != 0;
+    const int each = (move.flags & KVT_TRANSFER_EACH_LAYER) != 0;
     for (uint32_t i = 0; i < move.layers; i++) {
         const uint32_t layer = move.first_layer + i;
         outcome_t *one = &due[each ? i : 0];
@@ -403,8 +403,8 @@ static void pick(const kvt_session_t *session, uint32_t tokens, const engine_t *
     CHECK(memcmp(back.memory, want.memory, sizeof back.memory) == 0);
 }
 
-static kvt_move_t some(const uint32_t *chunks, uint64_t count) {
-    kvt_move_t move = KVT_MOVE_INIT;
+static kvt_transfer_t some(const uint32_t *chunks, uint64_t count) {
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.layers = LAYERS;
     move.chunks = chunks;
     move.chunk_count = count;
@@ -412,11 +412,11 @@ static kvt_move_t some(const uint32_t *chunks, uint64_t count) {
 }
 
 /* A get that must be refused, as a prefetch of the same; nothing is moved. */
-static void refuse_picks(const kvt_session_t *session, const kvt_move_t *what,
+static void refuse_picks(const kvt_session_t *session, const kvt_transfer_t *what,
                          kvt_status_t status, const char *word) {
     engine_t back;
     open_engine(&back, 0);
-    kvt_move_t move = *what;
+    kvt_transfer_t move = *what;
     kvt_error_t *err = NULL;
     kvt_op_t *ops[LAYERS] = {NULL};
     for (int turn = 0; turn < 2; turn++) {
@@ -442,7 +442,7 @@ static void picking_wrongly(const kvt_store_t *store, const kvt_session_t *sessi
     const uint32_t down[] = {2, 1}, twice[] = {1, 1}, behind[] = {0, 8}, far[] = {UINT32_MAX};
     const uint32_t good[] = {0, 1, 2};
     const uint64_t begun = stats_of(store).host_hit_cells + stats_of(store).missed_cells;
-    kvt_move_t move = some(down, 2);
+    kvt_transfer_t move = some(down, 2);
     refuse_picks(session, &move, KVT_E_INVALID, "ascending");
     move.chunks = twice;
     refuse_picks(session, &move, KVT_E_INVALID, "each once");
@@ -463,8 +463,8 @@ static void picking_wrongly(const kvt_store_t *store, const kvt_session_t *sessi
     move = some(good, UINT64_MAX);
     refuse_picks(session, &move, KVT_E_LIMIT, "at most");
     move = some(good, 3);
-    move.flags = KVT_MOVE_REUSE;
-    refuse_picks(session, &move, KVT_E_INVALID, "KVT_MOVE_REUSE");
+    move.flags = KVT_TRANSFER_REUSE;
+    refuse_picks(session, &move, KVT_E_INVALID, "KVT_TRANSFER_REUSE");
     CHECK_EQ(stats_of(store).host_hit_cells + stats_of(store).missed_cells, begun);
 
     /* A put is one of all; also where the list makes no sense. */
@@ -522,8 +522,8 @@ static void picking(void) {
         pick(session, 60, &engine, all, some(last, 1), paged);
         pick(session, 60, &engine, all, some(late, 3), paged);
         pick(session, 60, &engine, all, some(every, 8), paged);
-        kvt_move_t move = some(two, 2); /* chunks 3 and 5 of a window and the state */
-        move.flags = KVT_MOVE_EACH_LAYER;
+        kvt_transfer_t move = some(two, 2); /* chunks 3 and 5 of a window and the state */
+        move.flags = KVT_TRANSFER_EACH_LAYER;
         move.first_token = 24;
         move.tokens = 24;
         move.first_layer = 3;
@@ -540,7 +540,7 @@ static void picking(void) {
     kvt_op_t *op = NULL;
     uint32_t list[] = {1, 7};
     open_engine(&back, 0);
-    kvt_move_t move = some(list, 2);
+    kvt_transfer_t move = some(list, 2);
     CHECK_OK(kvt_event_open(0, &event, NULL));
     move.ready = event;
     move.k = back.k;
@@ -600,7 +600,7 @@ static void picking_with_gaps(void) {
     CHECK_EQ(stats_of(store).missed_cells, 2 * LAYERS);
     pick(session, 60, &engine, there, some(none, 2), 0);
     kvt_op_t *op = NULL;
-    kvt_move_t move = some(known, 3);
+    kvt_transfer_t move = some(known, 3);
     CHECK_OK(kvt_session_prefetch(session, &move, NULL, &op, NULL));
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     CHECK_EQ(info_of(op).value, 16);
@@ -635,7 +635,7 @@ static void picking_with_gaps(void) {
             move.tokens = reach - first * CHUNK;
             move.first_layer = layer;
             move.layers = layers;
-            if (next_random(&seed) % 2 == 0) move.flags = KVT_MOVE_EACH_LAYER;
+            if (next_random(&seed) % 2 == 0) move.flags = KVT_TRANSFER_EACH_LAYER;
             pick(session, count, &engine, there, move, next_random(&seed) % 2 == 0);
         }
         CHECK_OK(kvt_session_close(&session));
@@ -814,7 +814,7 @@ static void counting_tenants(void) {
     /* What was whole was timed: as many puts as there were, one get; the other missed. */
     kvt_latency_t times[16];
     CHECK_OK(kvt_store_latencies(store, NULL, 0, 0, &count));
-    CHECK_EQ(count, KVT_TIMED_ASK_BATCH);
+    CHECK_EQ(count, KVT_TIMED_LOOKUP_BATCH);
     CHECK_IS(kvt_store_latencies(store, times, 3, sizeof *times, &count), KVT_E_TOO_SMALL);
     CHECK_OK(kvt_store_latencies(store, times, 16, sizeof *times, &count));
     for (uint32_t i = 0; i < count; i++) CHECK_EQ(times[i].kind, i + 1);
@@ -1109,7 +1109,7 @@ static void known_answer(void) {
         CHECK_OK(kvt_session_open(space, NULL, &session, NULL));
         const kvt_sequence_t sequence = sequence_of(tokens, 40, media, count);
         CHECK_OK(kvt_session_append_media(session, &sequence, NULL));
-        kvt_move_t move = KVT_MOVE_INIT;
+        kvt_transfer_t move = KVT_TRANSFER_INIT;
         move.tokens = 32;
         move.k = views;
         move.v = views + 4;

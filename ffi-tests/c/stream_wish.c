@@ -89,13 +89,13 @@ static void write_model(void) {
     write_all(file_path, image, image_bytes);
 }
 
-static kvt_text_t as_text(const char *text) {
-    const kvt_text_t value = {text, strlen(text)};
+static kvt_str_t as_text(const char *text) {
+    const kvt_str_t value = {text, strlen(text)};
     return value;
 }
 
 static kvt_model_t *open_model(const char *path) {
-    const kvt_text_t text = as_text(path);
+    const kvt_str_t text = as_text(path);
     kvt_model_t *opened = NULL;
     CHECK_OK(kvt_model_open(&text, 1, sizeof text, &opened, NULL));
     CHECK(opened != NULL);
@@ -179,7 +179,7 @@ static void learn_model(void) {
 static void check_bad_models(void) {
     kvt_model_t *none = NULL;
     kvt_error_t *error = NULL;
-    kvt_text_t text = as_text(other_path);
+    kvt_str_t text = as_text(other_path);
     CHECK_IS(kvt_model_open(&text, 1, sizeof text, &none, NULL), KVT_E_NOT_FOUND);
     write_all(other_path, image, image_bytes / 2);
     CHECK_IS(kvt_model_open(&text, 1, sizeof text, &none, &error), KVT_E_CORRUPT);
@@ -206,15 +206,15 @@ static void check_bad_models(void) {
 
 /* ---- plans ---------------------------------------------------------------- */
 
-static char *plan_words(const kvt_stream_terms_t *terms, const kvt_stream_memory_t *memory,
+static char *plan_describe(const kvt_stream_terms_t *terms, const kvt_stream_memory_t *memory,
                         uint32_t kind) {
     uint64_t bytes = 0;
-    CHECK_OK(kvt_model_plan_words(model, terms, memory, kind, NULL, 0, &bytes, NULL));
+    CHECK_OK(kvt_model_plan_describe(model, terms, memory, kind, NULL, 0, &bytes, NULL));
     char *words = calloc(1, bytes + 1);
     CHECK(words != NULL && bytes > 0);
-    CHECK_IS(kvt_model_plan_words(model, terms, memory, kind, words, bytes - 1, &bytes, NULL),
+    CHECK_IS(kvt_model_plan_describe(model, terms, memory, kind, words, bytes - 1, &bytes, NULL),
              KVT_E_TOO_SMALL);
-    CHECK_OK(kvt_model_plan_words(model, terms, memory, kind, words, bytes, &bytes, NULL));
+    CHECK_OK(kvt_model_plan_describe(model, terms, memory, kind, words, bytes, &bytes, NULL));
     return words;
 }
 
@@ -223,21 +223,21 @@ static void check_plans(void) {
     kvt_stream_memory_t memory = KVT_STREAM_MEMORY_INIT;
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
     kvt_forecast_t forecast = KVT_FORECAST_INIT;
-    kvt_unit_home_t homes[MOST_UNITS];
+    kvt_unit_residency_t residency[MOST_UNITS];
     memory.host_free_bytes = memory.host_total_bytes = UINT64_C(1) << 40;
     memory.lockable_bytes = UINT64_MAX;
-    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, homes, MOST_UNITS,
-                            sizeof *homes, NULL));
-    CHECK_EQ(plan.seat, KVT_SEAT_HOST);
+    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, residency, MOST_UNITS,
+                            sizeof *residency, NULL));
+    CHECK_EQ(plan.compute, KVT_COMPUTE_HOST);
     CHECK_EQ(plan.host_units, info.units);
     CHECK_EQ(forecast.disk_bytes, 0);
-    for (uint32_t i = 0; i < info.units; i++) CHECK_EQ(homes[i].home, KVT_HOME_HOST);
+    for (uint32_t i = 0; i < info.units; i++) CHECK_EQ(residency[i].residency, KVT_RESIDENT_HOST);
 
     terms.host_ceiling_bytes = model_image_bytes / 2;
     terms.flags = KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
     terms.disk_bytes_per_s = UINT64_C(1000000000);
-    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, homes, MOST_UNITS,
-                            sizeof *homes, NULL));
+    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, residency, MOST_UNITS,
+                            sizeof *residency, NULL));
     CHECK(plan.file_units > 0 && plan.host_bytes <= model_image_bytes / 2);
     CHECK_EQ(plan.file_units + plan.host_units, info.units);
     CHECK(forecast.pass_ns >= forecast.bound_ns && forecast.disk_bytes > 0);
@@ -251,25 +251,25 @@ static void check_plans(void) {
     CHECK_OK(kvt_error_info(error, &why));
     CHECK_EQ(why.offset, 0);
 
-    char *text = plan_words(&terms, &memory, KVT_PLAN_TEXT);
-    char *json = plan_words(&terms, &memory, KVT_PLAN_JSON);
+    char *text = plan_describe(&terms, &memory, KVT_PLAN_TEXT);
+    char *json = plan_describe(&terms, &memory, KVT_PLAN_JSON);
     CHECK(json[0] == '{' && strstr(json, "\"figures\"") != NULL && strstr(text, "host") != NULL);
     free(text);
     free(json);
-    CHECK_IS(kvt_model_plan_words(model, &terms, &memory, 2, NULL, 0, NULL, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_model_plan_describe(model, &terms, &memory, 2, NULL, 0, NULL, NULL), KVT_E_INVALID);
 
     /* A device that is not here. */
     memory.device_free_bytes = model_image_bytes / 2;
     terms.flags |= KVT_TERMS_DEVICE_SAFETY;
-    terms.seat = KVT_SEAT_DEVICE;
+    terms.compute = KVT_COMPUTE_DEVICE;
     terms.host_ceiling_bytes = 0;
     terms.device_bytes_per_s = UINT64_C(13000000000);
-    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, homes, MOST_UNITS,
-                            sizeof *homes, NULL));
+    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, residency, MOST_UNITS,
+                            sizeof *residency, NULL));
     CHECK(plan.device_units > 0 && plan.host_units > 0 && forecast.device_bytes > 0);
 
     /* Too little: the message says what is needed. */
-    terms.seat = KVT_SEAT_HOST;
+    terms.compute = KVT_COMPUTE_HOST;
     terms.host_ceiling_bytes = 5000;
     CHECK_IS(kvt_model_plan(model, &terms, &memory, &plan, NULL, NULL, 0, 0, &error), KVT_E_BUDGET);
     CHECK(strstr(kvt_error_message(error), "at least") != NULL);
@@ -279,7 +279,7 @@ static void check_plans(void) {
     terms.flags = 1u << 20;
     CHECK_IS(kvt_model_plan(model, &terms, &memory, &plan, NULL, NULL, 0, 0, NULL), KVT_E_INVALID);
     terms.flags = 0;
-    terms.seat = 3;
+    terms.compute = 3;
     CHECK_IS(kvt_model_plan(model, &terms, &memory, &plan, NULL, NULL, 0, 0, NULL), KVT_E_INVALID);
     CHECK_OK(kvt_error_free(&error));
     /* What memory there is can be looked up. */
@@ -318,7 +318,7 @@ static void close_stream(kvt_stream_t **stream) {
 }
 
 /* What is in memory is what is in the file. */
-static void check_unit(const kvt_held_t *held) {
+static void check_unit(const kvt_unit_lease_t *held) {
     CHECK_EQ(held->memory, KVT_MEMORY_HOST);
     CHECK_EQ(held->event, 0);
     CHECK_EQ((uintptr_t)held->address % GRAIN, 0);
@@ -330,21 +330,21 @@ static void check_unit(const kvt_held_t *held) {
     }
 }
 
-static kvt_held_t acquire(const kvt_stream_t *stream, uint32_t unit) {
-    kvt_held_t held = KVT_HELD_INIT;
+static kvt_unit_lease_t acquire(const kvt_stream_t *stream, uint32_t unit) {
+    kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
     CHECK_OK(kvt_stream_acquire(stream, unit, 0, hang_guard(), &held, NULL));
     CHECK_EQ(held.unit, unit);
     check_unit(&held);
     return held;
 }
 
-static void release(const kvt_stream_t *stream, kvt_held_t *held) {
+static void release(const kvt_stream_t *stream, kvt_unit_lease_t *held) {
     CHECK_OK(kvt_stream_release(stream, held, 0, NULL));
     CHECK(held->address == NULL && held->place == 0);
 }
 
 static void use_unit(const kvt_stream_t *stream, uint32_t unit) {
-    kvt_held_t held = acquire(stream, unit);
+    kvt_unit_lease_t held = acquire(stream, unit);
     release(stream, &held);
 }
 
@@ -353,13 +353,13 @@ static void one_pass(const kvt_stream_t *stream) {
     CHECK_OK(kvt_stream_pass_begin(stream, NULL));
     use_unit(stream, 0);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
-        kvt_held_t held = acquire(stream, layer_unit[layer]);
+        kvt_unit_lease_t held = acquire(stream, layer_unit[layer]);
         if (layer == 2 || layer == 4) {
             const uint32_t first = (uint32_t)next_random(&seed) % EXPERTS;
             const uint32_t routed[2] = {expert_unit[layer][first],
                                         expert_unit[layer][(first + 1) % EXPERTS]};
             CHECK_OK(kvt_stream_hint(stream, routed, 2, NULL));
-            kvt_held_t one = acquire(stream, routed[0]);
+            kvt_unit_lease_t one = acquire(stream, routed[0]);
             use_unit(stream, routed[1]);
             release(stream, &one);
         }
@@ -387,11 +387,11 @@ static void check_passes(uint64_t host_bytes, uint64_t flags, uint32_t marks) {
     CHECK_EQ(progress.missing, 0);
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
     kvt_forecast_t forecast = KVT_FORECAST_INIT;
-    kvt_unit_home_t homes[MOST_UNITS];
-    CHECK_OK(kvt_stream_plan(stream, &plan, &forecast, homes, MOST_UNITS, sizeof *homes));
-    CHECK_EQ(plan.host_units, progress.homes);
+    kvt_unit_residency_t residency[MOST_UNITS];
+    CHECK_OK(kvt_stream_plan(stream, &plan, &forecast, residency, MOST_UNITS, sizeof *residency));
+    CHECK_EQ(plan.host_units, progress.resident_units);
     CHECK(plan.host_bytes <= host_bytes);
-    CHECK_IS(kvt_stream_plan(stream, &plan, NULL, homes, info.units - 1, sizeof *homes),
+    CHECK_IS(kvt_stream_plan(stream, &plan, NULL, residency, info.units - 1, sizeof *residency),
              KVT_E_TOO_SMALL);
     for (int pass = 0; pass < 4; pass++) one_pass(stream);
 
@@ -417,7 +417,7 @@ static void check_passes(uint64_t host_bytes, uint64_t flags, uint32_t marks) {
     uint64_t bytes = 0;
     CHECK_OK(kvt_stream_engine(stream, words, sizeof words, &bytes));
     CHECK(bytes > 0);
-    CHECK_OK(kvt_stream_plan_words(stream, KVT_PLAN_JSON, NULL, 0, &bytes));
+    CHECK_OK(kvt_stream_plan_describe(stream, KVT_PLAN_JSON, NULL, 0, &bytes));
     CHECK(bytes > 100);
     if (plan.file_units > 0)
         CHECK_OK(kvt_stream_what_if(stream, "disk=1", 6, &forecast, NULL));
@@ -434,7 +434,7 @@ static void check_mistakes(void) {
     kvt_stream_opts_t opts = opts_of(&terms);
     kvt_stream_t *stream = open_stream(&opts);
     kvt_error_t *error = NULL;
-    kvt_held_t held = KVT_HELD_INIT;
+    kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
     CHECK_IS(kvt_stream_acquire(stream, info.units, 0, 0, &held, &error), KVT_E_INVALID);
     CHECK_IS(kvt_stream_acquire(stream, KVT_NONE, 0, 0, &held, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_stream_acquire(stream, 0, 64, 0, &held, NULL), KVT_E_INVALID);
@@ -444,9 +444,9 @@ static void check_mistakes(void) {
     CHECK_IS(kvt_stream_hint(stream, &beyond, 1, NULL), KVT_E_INVALID);
 
     /* Twice: both have the same bytes, and both give back. */
-    kvt_held_t first = acquire(stream, layer_unit[1]), again = acquire(stream, layer_unit[1]);
+    kvt_unit_lease_t first = acquire(stream, layer_unit[1]), again = acquire(stream, layer_unit[1]);
     CHECK(first.address == again.address);
-    kvt_held_t copy = first;
+    kvt_unit_lease_t copy = first;
     release(stream, &first);
     check_unit(&again);
     CHECK_IS(kvt_stream_release(stream, &first, 0, &error), KVT_E_STATE);
@@ -464,14 +464,14 @@ static void check_mistakes(void) {
 
     /* All slots are the engine's: waiting would be for ever. */
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
-    kvt_unit_home_t homes[MOST_UNITS];
-    CHECK_OK(kvt_stream_plan(stream, &plan, NULL, homes, MOST_UNITS, sizeof *homes));
-    kvt_held_t all[MOST_UNITS];
+    kvt_unit_residency_t residency[MOST_UNITS];
+    CHECK_OK(kvt_stream_plan(stream, &plan, NULL, residency, MOST_UNITS, sizeof *residency));
+    kvt_unit_lease_t all[MOST_UNITS];
     uint32_t had = 0;
     kvt_status_t last = KVT_OK;
     for (uint32_t layer = 0; layer < LAYERS && last == KVT_OK; layer++) {
-        if (homes[layer_unit[layer]].home != KVT_HOME_FILE) continue;
-        all[had] = (kvt_held_t)KVT_HELD_INIT;
+        if (residency[layer_unit[layer]].residency != KVT_RESIDENT_FILE) continue;
+        all[had] = (kvt_unit_lease_t)KVT_UNIT_LEASE_INIT;
         last = kvt_stream_acquire(stream, layer_unit[layer], 0, 0, &all[had], &error);
         if (last == KVT_OK) check_unit(&all[had++]);
     }
@@ -509,9 +509,9 @@ static void check_bad_openings(void) {
     CHECK_IS(kvt_stream_open(runtime, &opts, &none, &error), KVT_E_BUDGET);
     CHECK(strstr(kvt_error_message(error), "at least") != NULL);
     terms = terms_of(least_bytes());
-    terms.seat = KVT_SEAT_DEVICE;
+    terms.compute = KVT_COMPUTE_DEVICE;
     CHECK_IS(kvt_stream_open(runtime, &opts, &none, NULL), KVT_E_UNSUPPORTED);
-    terms.seat = KVT_SEAT_HOST;
+    terms.compute = KVT_COMPUTE_HOST;
     opts.expert_policy = "slru(";
     opts.expert_policy_bytes = 5;
     CHECK_IS(kvt_stream_open(runtime, &opts, &none, NULL), KVT_E_SPEC);
@@ -591,7 +591,7 @@ static void check_in_place(void) {
     for (int pass = 0; pass < 3; pass++) {
         one_pass(stream);
         for (uint32_t i = 0; i < info.units; i++) {
-            kvt_held_t held = acquire(stream, i);
+            kvt_unit_lease_t held = acquire(stream, i);
             CHECK(held.address == fixed[i]);
             release(stream, &held);
         }
@@ -600,7 +600,7 @@ static void check_in_place(void) {
 }
 
 /* The unit's bytes, copied off the device from where it was from the beginning. */
-static void check_on_device(kvt_device_t *device, const kvt_held_t *held) {
+static void check_on_device(kvt_device_t *device, const kvt_unit_lease_t *held) {
     static uint8_t seen[1 << 20];
     CHECK(held->bytes <= sizeof seen);
     memset(seen, 0, sizeof seen);
@@ -611,7 +611,7 @@ static void check_on_device(kvt_device_t *device, const kvt_held_t *held) {
     copy.view.run_bytes = copy.view.token_stride_bytes = copy.view.head_stride_bytes = held->bytes;
     copy.plane = seen;
     copy.plane_memory = KVT_MEMORY_HOST;
-    copy.way = KVT_COPY_GATHER;
+    copy.direction = KVT_COPY_GATHER;
     uint64_t event = 0;
     CHECK_OK(kvt_device_copy(device, 1, held->event, &copy, 1, sizeof copy, &event, NULL));
     CHECK_OK(kvt_device_wait(device, event, hang_guard(), NULL));
@@ -648,7 +648,7 @@ static void check_in_place_on_device(void) {
     for (int pass = 0; pass < 3; pass++) {
         CHECK_OK(kvt_stream_pass_begin(stream, NULL));
         for (uint32_t i = 0; i < info.units; i++) {
-            kvt_held_t held = KVT_HELD_INIT;
+            kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
             const uint64_t how = pass == 1 ? KVT_ACQUIRE_EARLY : 0;
             CHECK_OK(kvt_stream_acquire(stream, i, how, hang_guard(), &held, NULL));
             CHECK(held.address == fixed[i]);
@@ -682,9 +682,9 @@ static void check_rebalance(void) {
     one_pass(stream);
     const uint32_t before = homes_of(stream);
     CHECK(before > 0);
-    kvt_stream_room_t room = KVT_STREAM_ROOM_INIT;
+    kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
-    kvt_held_t held = acquire(stream, layer_unit[0]);
+    kvt_unit_lease_t held = acquire(stream, layer_unit[0]);
     room.host_bytes = model_image_bytes * 6 / 10;
     CHECK_OK(kvt_stream_rebalance(stream, &room, &plan, NULL));
     CHECK(plan.host_units < before && plan.host_bytes <= room.host_bytes);
@@ -713,14 +713,14 @@ static void check_shrinks(void) {
     CHECK_OK(kvt_model_plan(model, &terms, NULL, &plan, NULL, NULL, 0, 0, NULL));
     CHECK_EQ(plan.host_units, info.units);
     CHECK_EQ(plan.slots, 2);
-    char *text = plan_words(&terms, NULL, KVT_PLAN_TEXT);
+    char *text = plan_describe(&terms, NULL, KVT_PLAN_TEXT);
     CHECK(strstr(text, "host floor") != NULL);
     free(text);
 
     kvt_stream_opts_t opts = opts_of(&terms);
     kvt_stream_t *stream = open_stream(&opts);
     one_pass(stream);
-    kvt_stream_room_t room = KVT_STREAM_ROOM_INIT;
+    kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
     room.host_bytes = model_image_bytes * 6 / 10;
     CHECK_OK(kvt_stream_rebalance(stream, &room, &plan, NULL));
     CHECK(plan.host_units < info.units && plan.host_bytes <= room.host_bytes);
@@ -785,7 +785,7 @@ static void check_budget(void) {
 /* ---- ranges that the engine names ----------------------------------------- */
 
 static void check_table(void) {
-    const kvt_text_t path = as_text(file_path);
+    const kvt_str_t path = as_text(file_path);
     const kvt_file_range_t ranges[3] = {{0, 0, 100000, 5000}, {0, 0, 10, 4096}, {0, 0, 200001, 777}};
     kvt_unit_entry_t entries[2];
     memset(entries, 0, sizeof entries);
@@ -816,7 +816,7 @@ static void check_table(void) {
     opts.model = own;
     kvt_stream_t *stream = open_stream(&opts);
     for (uint32_t i = 0; i < 2; i++) {
-        kvt_held_t held = KVT_HELD_INIT;
+        kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
         CHECK_OK(kvt_stream_acquire(stream, i, 0, hang_guard(), &held, NULL));
         kvt_part_t rows[4];
         uint64_t count = 0;
@@ -883,7 +883,7 @@ static void check_sums(void) {
     CHECK_OK(kvt_stream_sum(stream, layer_unit[3], &same));
     CHECK_EQ(sum, same);
     use_unit(stream, layer_unit[1]);
-    kvt_held_t held = KVT_HELD_INIT;
+    kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
     kvt_error_t *error = NULL;
     CHECK_IS(kvt_stream_acquire(stream, layer_unit[3], 0, hang_guard(), &held, &error),
              KVT_E_CORRUPT);
@@ -921,7 +921,7 @@ static void *use_some(void *data) {
     uint64_t own = 7 + *(uint64_t *)data;
     for (int i = 0; i < 120; i++) {
         const uint32_t unit = (uint32_t)(next_random(&own) % info.units);
-        kvt_held_t held = KVT_HELD_INIT;
+        kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
         const kvt_status_t status =
             kvt_stream_acquire(shared, unit, 0, hang_guard(), &held, NULL);
         if (status == KVT_E_BUSY) continue;
@@ -943,7 +943,7 @@ static void check_threads(void) {
         numbers[i] = i;
         threads[i] = start_thread(use_some, &numbers[i]);
     }
-    kvt_stream_room_t room = KVT_STREAM_ROOM_INIT;
+    kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
     for (uint64_t i = 0; i < 6; i++) {
         room.host_bytes = model_image_bytes * (i % 2 == 0 ? 65 : 80) / 100;
         const kvt_status_t status = kvt_stream_rebalance(shared, &room, NULL, NULL);
@@ -962,11 +962,11 @@ static void check_end_of_runtime(void) {
     kvt_stream_opts_t opts = opts_of(&terms);
     kvt_stream_t *stream = open_stream(&opts);
     CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
-    kvt_held_t held = acquire(stream, layer_unit[2]);
+    kvt_unit_lease_t held = acquire(stream, layer_unit[2]);
     kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
     CHECK_OK(kvt_runtime_close(&runtime, hang_guard(), &report, NULL));
     CHECK_EQ(report.streamers, 1);
-    kvt_held_t other = KVT_HELD_INIT;
+    kvt_unit_lease_t other = KVT_UNIT_LEASE_INIT;
     CHECK_IS(kvt_stream_acquire(stream, layer_unit[1], 0, 0, &other, NULL), KVT_E_CLOSED);
     CHECK_IS(kvt_stream_load(stream, 0, NULL), KVT_E_CLOSED);
     check_unit(&held);

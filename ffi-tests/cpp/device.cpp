@@ -130,21 +130,21 @@ public:
         const std::lock_guard<std::mutex> locked(lock_);
         return MEMORY - used_;
     }
-    kvt_status_t know_host(std::uint64_t address, std::uint64_t bytes) override {
+    kvt_status_t register_host(std::uint64_t address, std::uint64_t bytes) override {
         const std::lock_guard<std::mutex> locked(lock_);
         if (bytes != 0) return pinned_.insert(address), KVT_OK;
         return pinned_.erase(address) != 0 ? KVT_OK : KVT_E_NOT_FOUND;
     }
-    kvt_status_t adopt(std::uint64_t raw, std::uint64_t &event) override {
+    kvt_status_t import_event(std::uint64_t raw, std::uint64_t &event) override {
         // A copy of its own: the engine's may be released before.
         return put(STREAMS - 1, raw, work{}, event);
     }
-    kvt_status_t hold(std::uint64_t raw_stream, std::uint64_t event) override {
+    kvt_status_t stream_wait(std::uint64_t raw_stream, std::uint64_t event) override {
         std::uint64_t mark = 0;
         return put(static_cast<std::uint32_t>(raw_stream), event, work{}, mark, true);
     }
-    kvt_status_t promise(std::uint64_t &event) override { return event = later(), KVT_OK; }
-    kvt_status_t keep(std::uint64_t event) override { return come(event), KVT_OK; }
+    kvt_status_t create_event(std::uint64_t &event) override { return event = later(), KVT_OK; }
+    kvt_status_t signal_event(std::uint64_t event) override { return come(event), KVT_OK; }
 
 private:
     struct work {
@@ -341,10 +341,10 @@ void engine_events(const rig &on) {
     std::vector<std::uint8_t> host(4096, 7), back(4096, 0);
     const kvt::device_memory memory = on.device.alloc(host.size());
     const std::uint64_t computed = on.engine->later();
-    const kvt::device_event adopted = on.device.adopt_event(computed);
+    const kvt::device_event adopted = on.device.import_event(computed);
     kvt::device_event there = on.device.copy(
         kvt::upload(host.data(), memory.data(), host.size()), 0, adopted.number());
-    on.device.hold(1, there.number());
+    on.device.stream_wait(1, there.number());
     const kvt::device_event home =
         on.device.copy(kvt::download(memory.data(), back.data(), back.size()), 1);
     CHECK(!adopted.is_done() && !there.is_done() && !home.is_done());
@@ -352,31 +352,31 @@ void engine_events(const rig &on) {
     on.engine->come(computed);
     home.wait(soon());
     CHECK(back == host && there.is_done());
-    CHECK_THROWS(on.device.adopt_event(1 << 30), KVT_E_HANDLE);
+    CHECK_THROWS(on.device.import_event(1 << 30), KVT_E_HANDLE);
     on.engine->release(computed);
 
     /* One that the library makes, and one that goes before it was kept: then it is. */
     std::vector<std::uint8_t> once(4096, 0), twice(4096, 0);
-    const kvt::device_event first = on.device.promise();
-    kvt::device_event second = on.device.promise();
+    const kvt::device_event first = on.device.create_event();
+    kvt::device_event second = on.device.create_event();
     const kvt::device_event early = on.device.copy(
         kvt::download(memory.data(), once.data(), once.size()), 0, first.number());
     const kvt::device_event late = on.device.copy(
         kvt::download(memory.data(), twice.data(), twice.size()), 1, second.number());
     CHECK(!first.is_done() && !early.is_done() && !late.is_done());
-    first.keep();
+    first.signal();
     early.wait(soon());
     CHECK(once == host && !late.is_done());
     second.reset();
     late.wait(soon());
     CHECK(twice == host);
-    CHECK_THROWS(early.keep(), KVT_E_HANDLE);
+    CHECK_THROWS(early.signal(), KVT_E_HANDLE);
     std::set<std::uint64_t> told;
     for (const std::uint64_t event : on.device.poll()) told.insert(event);
     CHECK(told.count(there.number()) == 1 && told.count(home.number()) == 1);
-    on.device.know_host(host.data(), host.size());
-    on.device.forget_host(host.data());
-    CHECK_THROWS(on.device.forget_host(host.data()), KVT_E_NOT_FOUND);
+    on.device.register_host(host.data(), host.size());
+    on.device.unregister_host(host.data());
+    CHECK_THROWS(on.device.unregister_host(host.data()), KVT_E_NOT_FOUND);
 }
 
 std::atomic<int> &defects() {
@@ -438,7 +438,7 @@ void stores(const kvt::runtime &runtime, rig &on) {
         plane.memory = cache.memory();
         (i % 2 == 0 ? k : v).push_back(plane);
     }
-    kvt::rectangle all;
+    kvt::transfer all;
     all.k = k;
     all.v = v;
     on.device.copy(kvt::upload(image.data(), cache.data(), image.size())).wait(soon());
@@ -489,7 +489,7 @@ void streams(const kvt::runtime &runtime, rig &on) {
             read.wait(soon());
             CHECK(std::memcmp(found.data(), &image[unit * BYTES], BYTES) == 0);
             const std::uint64_t computed = on.engine->later();
-            kvt::device_event after = on.device.adopt_event(computed);
+            kvt::device_event after = on.device.import_event(computed);
             held.release(std::move(after));
             CHECK(!held && !after);
             on.engine->come(computed);
@@ -513,7 +513,7 @@ void kinds(const kvt::runtime &runtime) {
     CHECK(host.copy(kvt::span<kvt_copy_t>(&copy, 1)).is_done() && to == from);
     CHECK(copy.sum ==
           kvt::checksum({reinterpret_cast<const std::byte *>(to.data()), to.size()}));
-    CHECK(!host.words().empty());
+    CHECK(!host.describe().empty());
 
     {
         kvt::simulated_opts sums;

@@ -148,7 +148,7 @@ void writing(const kvt::store &store) {
     CHECK_THROWS(offload.resume(16), KVT_E_BUSY);
     CHECK_THROWS(offload.take(9), KVT_E_STATE);
     CHECK_THROWS(offload.score(0, false, asked), KVT_E_UNSUPPORTED);
-    CHECK_THROWS(offload.tell_keys(9, 0, query), KVT_E_INVALID);
+    CHECK_THROWS(offload.append_keys(9, 0, query), KVT_E_INVALID);
 }
 
 void forking(const kvt::store &store) {

@@ -22,7 +22,7 @@ static void objects() {
                                                 kvt::policy_row(3, 2, 2)};
     p.insert(rows);
     p.insert(kvt::policy_row(9, 5));
-    kvt::policy_who who;
+    kvt::policy_context who;
     who.session = 4;
     who.tokens_each = 16;
     const std::vector<std::uint64_t> path = {1, 2, 3, 4};
@@ -99,7 +99,7 @@ static void callables() {
     CHECK_THROWS(p.evict(1), KVT_E_STATE);
     bad = false;
     CHECK(p.stats().objects == 2);
-    kvt::policy_who who;
+    kvt::policy_context who;
     who.session = 1;
     calls = 0;
     p.lookup(std::vector<std::uint64_t>{1}, who);

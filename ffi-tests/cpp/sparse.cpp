@@ -55,8 +55,8 @@ kvt_rows_t queries_from(std::uint32_t first) {
     return rows(q, first, TOKENS - first, QUERY_HEADS, DIM);
 }
 
-kvt::attention_problem problem(std::uint32_t first, const kvt::sparse_index *select) {
-    kvt::attention_problem p;
+kvt::attention_args problem(std::uint32_t first, const kvt::sparse_index *select) {
+    kvt::attention_args p;
     p.queries = queries_from(first);
     p.keys = rows(k, 0, TOKENS, HEADS, DIM);
     p.values = rows(v, 0, TOKENS, HEADS, VALUES);
@@ -162,7 +162,7 @@ void prompts(const char *spec) {
     const kvt::sparse policy = kvt::sparse::open(model(), spec);
     const kvt_sparse_traits_t traits = policy.traits();
     CHECK((traits.caps & KVT_SPARSE_INDEX_PREFILL) != 0);
-    const kvt::attention_problem all = problem(0, nullptr);
+    const kvt::attention_args all = problem(0, nullptr);
     const bool wants_keys = (traits.needs & KVT_NEEDS_ALL_KEYS) != 0;
     const kvt::sparse_index index =
         policy.index(1, all.queries, wants_keys ? &all.keys : nullptr, at(true, 0));
@@ -170,7 +170,7 @@ void prompts(const char *spec) {
     CHECK(again.items == index.items && again.starts == index.starts);
 
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES), lse(TOKENS * QUERY_HEADS);
-    const kvt::attention_problem p = problem(0, &index);
+    const kvt::attention_args p = problem(0, &index);
     kvt::job job = kvt::job::prefill(p, out, lse);
     run_on_threads(job);
     job.close();
@@ -193,7 +193,7 @@ void pieces() {
     std::vector<float> part(out.size()), part_lse(lse.size());
     const std::uint32_t cuts[] = {0, 50, 53, TOKENS};
     for (std::uint32_t i = 0; i < 3; i++) {
-        kvt::attention_problem p = problem(0, nullptr);
+        kvt::attention_args p = problem(0, nullptr);
         p.keys = rows(k, cuts[i], cuts[i + 1] - cuts[i], HEADS, DIM);
         p.values = rows(v, cuts[i], cuts[i + 1] - cuts[i], HEADS, VALUES);
         p.first_key = cuts[i];
@@ -210,7 +210,7 @@ void evicting(const kvt::runtime &runtime) {
     money.host_bytes = 1 << 24;
     const kvt::budget budget = runtime.open_budget(money);
     const kvt::account account = budget.open_account();
-    const kvt::attention_problem p = problem(0, nullptr);
+    const kvt::attention_args p = problem(0, nullptr);
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES), lse(TOKENS * QUERY_HEADS);
     std::vector<float> sums(QUERY_HEADS * TOKENS);
     kvt::job::prefill(p, out, lse).run();
@@ -281,13 +281,13 @@ void text_by_pages() {
             CHECK(!sees(index, head, last, last, key) ||
                   std::binary_search(ids.begin(), ids.end(), key / BLOCK));
     std::vector<float> out(QUERY_HEADS * VALUES), lse(QUERY_HEADS);
-    const kvt::attention_problem p = problem(last, &index);
+    const kvt::attention_args p = problem(last, &index);
     std::vector<float> memory(kvt::job::decode_memory(p));
     run_on_threads(kvt::job::decode(p, out, lse, memory));
     CHECK(right(index, last, out, lse));
 
     // All keys, and what each of them got.
-    const kvt::attention_problem all = problem(last, nullptr);
+    const kvt::attention_args all = problem(last, nullptr);
     memory.resize(kvt::job::decode_memory(all, true));
     const kvt::job job = kvt::job::decode(all, out, lse, memory, true);
     job.run();
@@ -330,7 +330,7 @@ void text_by_pages() {
 void in_a_buffer() {
     const std::vector<std::uint32_t> blocks = {0, 2, 5};
     const std::uint32_t last = TOKENS - 1;
-    kvt::placed_tokens placed;
+    kvt::block_placement placed;
     placed.blocks = blocks;
     placed.block_tokens = BLOCK;
     placed.tail_first = TOKENS - 5;
@@ -365,7 +365,7 @@ void in_a_buffer() {
         some_v.insert(some_v.end(), &v[at * HEADS * VALUES],
                       &v[at * HEADS * VALUES] + HEADS * VALUES);
     }
-    kvt::attention_problem p;
+    kvt::attention_args p;
     p.queries = queries_from(last);
     p.keys = rows(some_k, 0, n, HEADS, DIM);
     p.values = rows(some_v, 0, n, HEADS, VALUES);
@@ -520,7 +520,7 @@ void of_the_engines_own() {
     kvt::set_defect_hook(former);
     CHECK(told == "no query");
 
-    const kvt::attention_problem p = problem(0, nullptr);
+    const kvt::attention_args p = problem(0, nullptr);
     const kvt::sparse_index index = policy.index(0, p.queries, nullptr, at(true, 0));
     CHECK(index.items.size() == 9 && index.heads.size() == 1);
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES), lse(TOKENS * QUERY_HEADS);
@@ -535,7 +535,7 @@ void of_the_engines_own() {
     CHECK(static_cast<kvt::kept_tokens>(policy.evict(0, now)).empty());
     const kvt::kept_tokens kept = policy.evict(1, now), two = {{0, 5}, {1, 2, 3}};
     CHECK(kept == two);
-    CHECK(static_cast<kvt::kept_tokens>(policy.last_keep()) == two);
+    CHECK(static_cast<kvt::kept_tokens>(policy.last_kept()) == two);
     policy.evicted(1, kept);
     CHECK(own->evicted == two);
     policy.truncate(5);
@@ -586,7 +586,7 @@ void wrong() {
     CHECK_THROWS(none.restart(), KVT_E_HANDLE);
     CHECK_THROWS(kvt::job().info(), KVT_E_HANDLE);
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES);
-    kvt::attention_problem p = problem(0, nullptr);
+    kvt::attention_args p = problem(0, nullptr);
     p.values = rows(v, 0, TOKENS - 1, HEADS, VALUES);
     CHECK_THROWS(kvt::job::prefill(p, out), KVT_E_INVALID);
     kvt::sparse_index nonsense;

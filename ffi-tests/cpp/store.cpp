@@ -25,8 +25,8 @@ struct tensors {
             v.push_back(kvt::view(&bytes[(2 * i + 1) * plane], RUN, HEADS, tokens));
         }
     }
-    kvt::rectangle all() const {
-        kvt::rectangle r;
+    kvt::transfer all() const {
+        kvt::transfer r;
         r.k = k;
         r.v = v;
         return r;
@@ -66,7 +66,7 @@ void there_and_back(const kvt::runtime &runtime, const std::string &folder) {
         kvt::store store = kvt::store::open(runtime, spec);
         kvt::session session = store.open_name_space(who("a"), model()).open_session();
         session.append(tokens);
-        kvt::rectangle what = from.all();
+        kvt::transfer what = from.all();
         what.level = KVT_LEVEL_DURABLE;
         CHECK(session.put(what).finish().value == 16);
         CHECK(store.stats().stored_cells == 4 * LAYERS);
@@ -91,7 +91,7 @@ void there_and_back(const kvt::runtime &runtime, const std::string &folder) {
     CHECK(ops.size() == LAYERS);
     for (kvt::op &op : ops) CHECK(op.finish().value == 16);
     CHECK(to.bytes == from.bytes);
-    kvt::rectangle ahead;
+    kvt::transfer ahead;
     ahead.tokens = 8;
     CHECK(session.prefetch(ahead).finish().value == 8);
 
@@ -118,7 +118,7 @@ void blocks(const kvt::runtime &runtime) {
     kvt::blocks what;
     what.called.bytes = {called.data(), 3};
     what.called.each_bytes = 1;
-    const kvt::rectangle all = from.all(), room = to.all();
+    const kvt::transfer all = from.all(), room = to.all();
     what.k = all.k;
     what.v = all.v;
     kvt::op stored = session.put_blocks(what);
@@ -148,11 +148,11 @@ void blocks(const kvt::runtime &runtime) {
         kvt::held_blocks held = session.hold_blocks(back.called);
         CHECK(held.found().size() == 4 && held.found()[2] != 0 && held.found()[3] == 0);
         kvt::held_blocks again = session.hold_blocks(what.called);
-        CHECK(session.drop_blocks(what.called).held_chunks == 3);
+        CHECK(session.drop_blocks(what.called).referenced_chunks == 3);
         again.release();
         again.release();
         again = std::move(held);
-        CHECK(session.drop_blocks(what.called).held_chunks == 3);
+        CHECK(session.drop_blocks(what.called).referenced_chunks == 3);
         kvt::policy_hint told;
         told.done = true;
         session.hint_blocks(back.called, told);
@@ -163,10 +163,10 @@ void blocks(const kvt::runtime &runtime) {
     {
         kvt::session other = space.open_session();
         outlives = other.hold_blocks(what.called);
-        CHECK(session.drop_blocks(what.called).held_chunks == 3);
+        CHECK(session.drop_blocks(what.called).referenced_chunks == 3);
     }
     outlives.release();
-    CHECK(session.drop_blocks(what.called).gone_chunks == 3);
+    CHECK(session.drop_blocks(what.called).removed_chunks == 3);
     CHECK(session.hold_blocks(what.called).found() == std::vector<std::uint8_t>(3, 0));
     CHECK(space.find_blocks(what.called) == std::vector<std::uint8_t>(3, 0));
     // Names that do not fill their bytes, or end behind them, are not read.
@@ -194,7 +194,7 @@ void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
 
     tensors from(24), to(24);
     kvt::event event = kvt::event::open();
-    kvt::rectangle what = from.all();
+    kvt::transfer what = from.all();
     what.ready = &event;
     what.tokens = 16;
     kvt::op put = session.put(what);
@@ -235,8 +235,8 @@ void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
     kvt::plan_terms terms;
     terms.costs = kvt::plan_terms::cost{0, 1e9};
     kvt::session_plan plan = session.plan(terms);
-    CHECK(plan.segments.size() == 2 && plan.sum.load_tokens == 16);
-    CHECK(plan.segments[1].deed == KVT_PLAN_RECOMPUTE && plan.segments[1].tokens == 8);
+    CHECK(plan.steps.size() == 2 && plan.sum.load_tokens == 16);
+    CHECK(plan.steps[1].kind == KVT_PLAN_RECOMPUTE && plan.steps[1].tokens == 8);
     space.fix_prefill(kvt::plan_terms::cost{0, 0});
     CHECK(session.plan().sum.recompute_tokens == 24);
     CHECK(space.prefill().fixed == 1);
@@ -249,10 +249,10 @@ void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
     CHECK(store.stats().pins == 4);
     session.unpin();
     CHECK(store.stats().pins == 0);
-    CHECK(session.drop_chunks(12).gone_chunks == 1);
-    CHECK(space.clear().held_chunks == 3);
+    CHECK(session.drop_chunks(12).removed_chunks == 1);
+    CHECK(space.clear().referenced_chunks == 3);
     session.close();
-    CHECK(space.clear(kvt::deadline{}).gone_chunks == 3 && store.stats().chunks == 0);
+    CHECK(space.clear(kvt::deadline{}).removed_chunks == 3 && store.stats().chunks == 0);
 }
 
 /// Some chunks of a session, into tensors that have room for those alone.
@@ -266,7 +266,7 @@ void picks(const kvt::runtime &runtime) {
     session.put(from.all()).finish();
 
     const std::vector<std::uint32_t> list = {1, 3, 5}; // the last one has two tokens
-    kvt::rectangle what = to.all();
+    kvt::transfer what = to.all();
     what.chunks = list;
     CHECK(session.get(what).finish().value == 10);
     const std::size_t token = HEADS * RUN;
@@ -276,7 +276,7 @@ void picks(const kvt::runtime &runtime) {
             CHECK(to.bytes[plane * 10 * token + i] == from.bytes[plane * 22 * token + at]);
         }
     for (kvt::op &op : session.get_each(what)) CHECK(op.finish().value == 10);
-    kvt::rectangle ahead;
+    kvt::transfer ahead;
     ahead.first_token = 8;
     ahead.chunks = kvt::span<const std::uint32_t>(list.data(), 2);
     CHECK(session.prefetch(ahead).finish().value == 6); // chunks 3 and 5 of all
@@ -296,7 +296,7 @@ void picks(const kvt::runtime &runtime) {
     what.chunks = twice;
     CHECK_THROWS(session.get(what), KVT_E_INVALID);
     CHECK(to.bytes == clean.bytes);
-    CHECK(session.drop_chunks(12).gone_chunks == 3);
+    CHECK(session.drop_chunks(12).removed_chunks == 3);
     what.chunks = list;
     kvt::op missing = session.get(what);
     CHECK_THROWS(missing.finish(), KVT_E_NOT_FOUND);
@@ -336,16 +336,16 @@ void wishes(const kvt::runtime &runtime, const std::string &folder) {
     CHECK(space.lookup(tokens).sum.reusable_tokens == 4);
     CHECK_THROWS(session.append(tokens, std::vector<kvt_media_t>{image(16, 1)}), KVT_E_INVALID);
 
-    CHECK(session.demote().leaving_chunks == 4);
-    kvt::rectangle what = to.all();
+    CHECK(session.demote().pending_chunks == 4);
+    kvt::transfer what = to.all();
     what.reuse = true;
     CHECK(session.get(what).finish().value == 16 && to.bytes == from.bytes);
     CHECK_THROWS(session.put(what), KVT_E_INVALID);
-    CHECK(session.demote(0, 4).staying_chunks == 0);
+    CHECK(session.demote(0, 4).kept_chunks == 0);
     const std::vector<kvt_tenant_t> tenants = store.tenants();
     CHECK(tenants.size() == 1 && tenants[0].tenant == 7);
     const std::vector<kvt_latency_t> times = store.latencies();
-    CHECK(times.size() == KVT_TIMED_ASK_BATCH);
+    CHECK(times.size() == KVT_TIMED_LOOKUP_BATCH);
     const kvt_latency_t &host = times[KVT_TIMED_GET_HOST - 1];
     const kvt_latency_t &disk = times[KVT_TIMED_GET_DISK - 1];
     CHECK(host.kind == KVT_TIMED_GET_HOST && disk.kind == KVT_TIMED_GET_DISK);
@@ -381,11 +381,11 @@ void remote(const kvt::runtime &runtime, const std::string &path) {
     };
     kvt::session first = open(one);
     tensors t(64);
-    kvt::rectangle r = t.all();
+    kvt::transfer r = t.all();
     r.level = KVT_LEVEL_REMOTE;
     first.put(r).wait(KVT_OP_RELEASED);
     CHECK(one.remote_stats().sent_objects > 0);
-    CHECK(one.remote_stats().writes == KVT_REMOTE_WELL);
+    CHECK(one.remote_stats().writes == KVT_REMOTE_CIRCUIT_CLOSED);
     kvt::session second = open(other);
     kvt::op located = second.locate();
     located.wait(KVT_OP_RELEASED);
@@ -419,7 +419,7 @@ void mistakes(const kvt::runtime &runtime) {
     const std::uint32_t tokens[] = {1, 2, 3, 4, 5};
     session.append(tokens);
     tensors t(5);
-    kvt::rectangle r = t.all();
+    kvt::transfer r = t.all();
     r.layers = 2; // three views: the library would read two, and v as many
     CHECK_THROWS(session.put(r), KVT_E_INVALID);
     r = t.all();

@@ -73,9 +73,9 @@ void look(const kvt::model &model, std::size_t image_bytes) {
 
     kvt::stream_opts opts = half();
     const kvt::stream_plan plan = model.plan(opts.terms);
-    CHECK(plan.homes.size() == info.units && plan.numbers.file_units > 0);
-    CHECK(model.plan_words(opts.terms).find("host") != std::string::npos);
-    CHECK(model.plan_words(opts.terms, nullptr, KVT_PLAN_JSON).front() == '{');
+    CHECK(plan.residency.size() == info.units && plan.numbers.file_units > 0);
+    CHECK(model.plan_describe(opts.terms).find("host") != std::string::npos);
+    CHECK(model.plan_describe(opts.terms, nullptr, KVT_PLAN_JSON).front() == '{');
     const kvt_forecast_t slow = model.what_if(opts.terms, "disk=1");
     const kvt_forecast_t fast = model.what_if(opts.terms, "disk=2");
     CHECK(fast.pass_ns < slow.pass_ns);
@@ -95,9 +95,9 @@ void passes(const kvt::runtime &runtime, const kvt::model &model, const std::vec
     }
     CHECK(streamer.stats().passes == 3 && streamer.stats().acquires == 3 * (LAYERS + 1));
     CHECK(streamer.layers().empty() && streamer.marks().empty());
-    CHECK(!streamer.engine().empty() && !streamer.plan_words().empty());
+    CHECK(!streamer.engine().empty() && !streamer.plan_describe().empty());
     const kvt::stream_plan plan = streamer.plan();
-    CHECK(plan.homes.size() == LAYERS + 1);
+    CHECK(plan.residency.size() == LAYERS + 1);
 
     kvt::held one = streamer.acquire(1);
     kvt::held other = std::move(one);
@@ -114,7 +114,7 @@ void passes(const kvt::runtime &runtime, const kvt::model &model, const std::vec
     const std::vector<std::uint32_t> next = {1, 2};
     streamer.hint(next);
 
-    kvt_stream_room_t room = KVT_STREAM_ROOM_INIT;
+    kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
     room.host_bytes = 4 * 73728 + 24576;
     CHECK(streamer.rebalance(room).host_units < plan.numbers.host_units);
     CHECK(same(model, streamer.acquire(2), image));
@@ -142,7 +142,7 @@ void shrinks(const kvt::runtime &runtime, const kvt::model &model,
     opts.terms.host_ceiling_bytes = 4 * image.size();
     opts.terms.flags |= KVT_STREAM_SHRINKS;
     const kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
-    kvt_stream_room_t room = KVT_STREAM_ROOM_INIT;
+    kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
     room.host_bytes = half().terms.host_ceiling_bytes;
     CHECK(model.plan(opts.terms).numbers.slots == 2);
     CHECK(streamer.rebalance(room).host_units < LAYERS);

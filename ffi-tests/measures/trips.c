@@ -62,7 +62,7 @@ static void transfer(kvt_session_t *session, int is_put, uint32_t level, int col
         views[i].address = memory[i], views[i].tokens = CHUNK, views[i].heads = 1;
         views[i].run_bytes = RUN;
     }
-    kvt_move_t move = KVT_MOVE_INIT;
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.tokens = CHUNK, move.layers = LAYERS, move.level = level;
     move.k = views, move.v = views + LAYERS, move.stride_bytes = sizeof views[0];
     kvt_op_t *op = NULL;

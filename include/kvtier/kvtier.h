@@ -46,25 +46,25 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_ERROR_INFO_INIT KVT_INIT_(kvt_error_info_t)
 #define KVT_FEATURE_INIT KVT_INIT_(kvt_feature_t)
 #define KVT_FORECAST_INIT KVT_INIT_(kvt_forecast_t)
-#define KVT_HELD_INIT KVT_INIT_(kvt_held_t)
+#define KVT_UNIT_LEASE_INIT KVT_INIT_(kvt_unit_lease_t)
 #define KVT_IDENTITY_INIT KVT_INIT_(kvt_identity_t)
 #define KVT_INDEX_INIT KVT_INIT_(kvt_index_t)
 #define KVT_JOB_INFO_INIT KVT_INIT_(kvt_job_info_t)
-#define KVT_KEEP_INIT KVT_INIT_(kvt_keep_t)
+#define KVT_TOKEN_LISTS_INIT KVT_INIT_(kvt_token_lists_t)
 #define KVT_KERNEL_LIMITS_INIT KVT_INIT_(kvt_kernel_limits_t)
 #define KVT_LAYOUT_INIT KVT_INIT_(kvt_layout_t)
 #define KVT_LOOKUP_INIT KVT_INIT_(kvt_lookup_t)
 #define KVT_MODEL_FILE_INIT KVT_INIT_(kvt_model_file_t)
 #define KVT_MODEL_INFO_INIT KVT_INIT_(kvt_model_info_t)
 #define KVT_MODEL_TABLE_INIT KVT_INIT_(kvt_model_table_t)
-#define KVT_MOVE_INIT KVT_INIT_(kvt_move_t)
+#define KVT_TRANSFER_INIT KVT_INIT_(kvt_transfer_t)
 #define KVT_NAMES_INIT KVT_INIT_(kvt_names_t)
 #define KVT_BLOCKS_INIT KVT_INIT_(kvt_blocks_t)
 #define KVT_OFFLOAD_KV_INIT KVT_INIT_(kvt_offload_kv_t)
 #define KVT_OFFLOAD_OPTS_INIT KVT_INIT_(kvt_offload_opts_t)
 #define KVT_OFFLOAD_STATS_INIT KVT_INIT_(kvt_offload_stats_t)
 #define KVT_OP_INFO_INIT KVT_INIT_(kvt_op_info_t)
-#define KVT_PLACED_INIT KVT_INIT_(kvt_placed_t)
+#define KVT_BLOCK_PLACEMENT_INIT KVT_INIT_(kvt_block_placement_t)
 #define KVT_PLAN_INIT KVT_INIT_(kvt_plan_t)
 #define KVT_PLAN_TERMS_INIT KVT_INIT_(kvt_plan_terms_t)
 #define KVT_POLICY_ADVICE_INIT KVT_INIT_(kvt_policy_advice_t)
@@ -78,9 +78,9 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_POLICY_RULES_INIT KVT_INIT_(kvt_policy_rules_t)
 #define KVT_POLICY_SELECTION_INIT KVT_INIT_(kvt_policy_selection_t)
 #define KVT_POLICY_STATS_INIT KVT_INIT_(kvt_policy_stats_t)
-#define KVT_POLICY_WHO_INIT KVT_INIT_(kvt_policy_who_t)
+#define KVT_POLICY_CONTEXT_INIT KVT_INIT_(kvt_policy_context_t)
 #define KVT_PREFILL_INIT KVT_INIT_(kvt_prefill_t)
-#define KVT_PROBLEM_INIT KVT_INIT_(kvt_problem_t)
+#define KVT_ATTENTION_ARGS_INIT KVT_INIT_(kvt_attention_args_t)
 #define KVT_QUEUE_OPTS_INIT KVT_INIT_(kvt_queue_opts_t)
 #define KVT_QUEUE_STATS_INIT KVT_INIT_(kvt_queue_stats_t)
 #define KVT_REMOTE_CUSTOM_INIT KVT_INIT_(kvt_remote_custom_t)
@@ -105,12 +105,12 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_STREAM_OPTS_INIT KVT_INIT_(kvt_stream_opts_t)
 #define KVT_STREAM_PLAN_INIT KVT_INIT_(kvt_stream_plan_t)
 #define KVT_STREAM_PROGRESS_INIT KVT_INIT_(kvt_stream_progress_t)
-#define KVT_STREAM_ROOM_INIT KVT_INIT_(kvt_stream_room_t)
+#define KVT_STREAM_LIMITS_INIT KVT_INIT_(kvt_stream_limits_t)
 #define KVT_STREAM_STATS_INIT KVT_INIT_(kvt_stream_stats_t)
 #define KVT_STREAM_TERMS_INIT KVT_INIT_(kvt_stream_terms_t)
 #define KVT_SUBMIT_OPTS_INIT KVT_INIT_(kvt_submit_opts_t)
 #define KVT_TENSOR_INIT KVT_INIT_(kvt_tensor_t)
-#define KVT_THERE_INIT KVT_INIT_(kvt_there_t)
+#define KVT_RESIDENT_TOKENS_INIT KVT_INIT_(kvt_resident_tokens_t)
 #define KVT_TIER_REPORT_INIT KVT_INIT_(kvt_tier_report_t)
 #define KVT_TRACE_INFO_INIT KVT_INIT_(kvt_trace_info_t)
 #define KVT_TRACE_OPTS_INIT KVT_INIT_(kvt_trace_opts_t)
@@ -376,7 +376,7 @@ template <typename T> inline T kvt_sized_() {
 
 /**
  * Copies are slow, and not asynchronous, unless host memory is pinned: see
- * kvt_device_know_host.
+ * kvt_device_register_host.
  */
 #define KVT_DEVICE_WANTS_PINNED 8
 
@@ -502,12 +502,12 @@ template <typename T> inline T kvt_sized_() {
 /**
  * `session` is given.
  */
-#define KVT_WHO_SESSION 1
+#define KVT_CONTEXT_SESSION 1
 
 /**
  * `priority` is given, also when it is 0.
  */
-#define KVT_WHO_PRIORITY 2
+#define KVT_CONTEXT_PRIORITY 2
 
 /**
  * `parent` is given.
@@ -809,12 +809,12 @@ template <typename T> inline T kvt_sized_() {
 /**
  * Batches of objects that go there.
  */
-#define KVT_TIMED_SEND_BATCH 14
+#define KVT_TIMED_UPLOAD_BATCH 14
 
 /**
  * Questions what the remote has.
  */
-#define KVT_TIMED_ASK_BATCH 15
+#define KVT_TIMED_LOOKUP_BATCH 15
 
 /**
  * `priority` is given, also when it is 0.
@@ -836,7 +836,7 @@ template <typename T> inline T kvt_sized_() {
  * tag of layer i of the move is the given one plus i. The move is given up once all
  * of them were cancelled.
  */
-#define KVT_MOVE_EACH_LAYER 1
+#define KVT_TRANSFER_EACH_LAYER 1
 
 /**
  * Of a get or a prefetch: only what going on after its last token needs. Of layers with a
@@ -844,7 +844,7 @@ template <typename T> inline T kvt_sized_() {
  * state the last chunk; their other cells are left alone, and are no misses. So a segment
  * of a plan can be got as it is planned. Views describe all tokens of the move.
  */
-#define KVT_MOVE_REUSE 2
+#define KVT_TRANSFER_REUSE 2
 
 /**
  * A put has ended when the cells are in memory.
@@ -1149,12 +1149,12 @@ template <typename T> inline T kvt_sized_() {
 /**
  * kvt_stream_terms_t.seat: the engine computes on the processor, with weights in host memory.
  */
-#define KVT_SEAT_HOST 1
+#define KVT_COMPUTE_HOST 1
 
 /**
  * kvt_stream_terms_t.seat: the engine computes on a device: kvt_stream_opts_t.device.
  */
-#define KVT_SEAT_DEVICE 2
+#define KVT_COMPUTE_DEVICE 2
 
 /**
  * kvt_stream_terms_t.mode: residents stay, the others pass through a few slots.
@@ -1290,19 +1290,19 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_VERIFY_ALWAYS 2
 
 /**
- * kvt_unit_home_t.home: the file alone.
+ * kvt_unit_residency_t.home: the file alone.
  */
-#define KVT_HOME_FILE 1
+#define KVT_RESIDENT_FILE 1
 
 /**
- * kvt_unit_home_t.home: host memory.
+ * kvt_unit_residency_t.home: host memory.
  */
-#define KVT_HOME_HOST 2
+#define KVT_RESIDENT_HOST 2
 
 /**
- * kvt_unit_home_t.home: memory of the device.
+ * kvt_unit_residency_t.home: memory of the device.
  */
-#define KVT_HOME_DEVICE 3
+#define KVT_RESIDENT_DEVICE 3
 
 /**
  * kvt_forecast_t.binding: computing.
@@ -1336,19 +1336,19 @@ template <typename T> inline T kvt_sized_() {
 
 /**
  * kvt_stream_acquire, on a device: does not wait for copies that are on their way:
- * kvt_held_t.event says when the bytes are there. kvt_device_hold has a stream wait for it.
+ * kvt_unit_lease_t.event says when the bytes are there. kvt_device_stream_wait has a stream wait for it.
  */
 #define KVT_ACQUIRE_EARLY 2
 
 /**
  * host_bytes is meant as it is, also when it is 0.
  */
-#define KVT_ROOM_HOST 1
+#define KVT_LIMIT_HOST 1
 
 /**
  * device_bytes is meant as it is, also when it is 0.
  */
-#define KVT_ROOM_DEVICE 2
+#define KVT_LIMIT_DEVICE 2
 
 /**
  * kvt_stream_mark_t.stage: a chunk was read.
@@ -1373,17 +1373,17 @@ template <typename T> inline T kvt_sized_() {
 /**
  * Requests go to the remote.
  */
-#define KVT_REMOTE_WELL 1
+#define KVT_REMOTE_CIRCUIT_CLOSED 1
 
 /**
  * The remote is left alone for a while: it did not answer, or answered nonsense.
  */
-#define KVT_REMOTE_LEFT_ALONE 2
+#define KVT_REMOTE_CIRCUIT_OPEN 2
 
 /**
  * One request goes there, to see whether it is well again.
  */
-#define KVT_REMOTE_PROBED 3
+#define KVT_REMOTE_CIRCUIT_PROBING 3
 
 /**
  * A put does nothing where there is an object of that name; without it the last writer wins.
@@ -1438,7 +1438,7 @@ typedef struct kvt_device_t kvt_device_t;
 typedef struct kvt_error_t kvt_error_t;
 
 /**
- * A moment that comes once: memory is ready. Moves wait for it (kvt_move_t.ready).
+ * A moment that comes once: memory is ready. Moves wait for it (kvt_transfer_t.ready).
  * Internally locked: any thread may use it.
  */
 typedef struct kvt_event_t kvt_event_t;
@@ -2371,19 +2371,25 @@ typedef kvt_status_t (*kvt_device_free_bytes_fn)(void *user_data, uint64_t *byte
 /**
  * Learns of host memory that copies use again and again; with 0 bytes: that it goes.
  */
-typedef kvt_status_t (*kvt_device_know_host_fn)(void *user_data, uint64_t address, uint64_t bytes);
+typedef kvt_status_t (*kvt_device_register_host_fn)(void *user_data,
+                                                    uint64_t address,
+                                                    uint64_t bytes);
 
 /**
- * Makes an event of its own that comes with one that the engine names: see kvt_device_adopt.
+ * Makes an event of its own that comes with one that the engine names: see kvt_device_import_event.
  * The one that is named stays the engine's.
  */
-typedef kvt_status_t (*kvt_device_adopt_fn)(void *user_data, uint64_t raw, uint64_t *event_out);
+typedef kvt_status_t (*kvt_device_import_event_fn)(void *user_data,
+                                                   uint64_t raw,
+                                                   uint64_t *event_out);
 
 /**
- * Has a stream that the engine names go on only after an event: see kvt_device_hold. It is not
+ * Has a stream that the engine names go on only after an event: see kvt_device_stream_wait. It is not
  * called for an event that has come already.
  */
-typedef kvt_status_t (*kvt_device_hold_fn)(void *user_data, uint64_t raw_stream, uint64_t event);
+typedef kvt_status_t (*kvt_device_stream_wait_fn)(void *user_data,
+                                                  uint64_t raw_stream,
+                                                  uint64_t event);
 
 /**
  * One kernel: 256 bytes, the same for all. Addresses are the device's, strides are bytes, 0 =
@@ -2563,13 +2569,13 @@ typedef kvt_status_t (*kvt_device_launch_fn)(void *user_data,
 /**
  * Makes an event that comes when `keep` says so: what is put behind it waits until then.
  */
-typedef kvt_status_t (*kvt_device_promise_fn)(void *user_data, uint64_t *event_out);
+typedef kvt_status_t (*kvt_device_create_event_fn)(void *user_data, uint64_t *event_out);
 
 /**
  * Has such an event come, if it has not. It must not wait. Any thread may say so: that which ends
  * an op, too.
  */
-typedef kvt_status_t (*kvt_device_keep_fn)(void *user_data, uint64_t event);
+typedef kvt_status_t (*kvt_device_signal_event_fn)(void *user_data, uint64_t event);
 
 /**
  * A device of the engine's own. `submit` and `query` must be there; each of the others may be
@@ -2632,15 +2638,15 @@ typedef struct kvt_device_custom_t {
     /**
      * Host memory that is used again and again.
      */
-    kvt_device_know_host_fn know_host;
+    kvt_device_register_host_fn register_host;
     /**
      * Events of the engine's.
      */
-    kvt_device_adopt_fn adopt;
+    kvt_device_import_event_fn import_event;
     /**
      * Streams of the engine's.
      */
-    kvt_device_hold_fn hold;
+    kvt_device_stream_wait_fn stream_wait;
     /**
      * Kernels.
      */
@@ -2657,11 +2663,11 @@ typedef struct kvt_device_custom_t {
      * Events that come when they are told to; null = there are none, and no stream can wait for
      * an op.
      */
-    kvt_device_promise_fn promise;
+    kvt_device_create_event_fn create_event;
     /**
      * Tells them: there with `promise` alone.
      */
-    kvt_device_keep_fn keep;
+    kvt_device_signal_event_fn signal_event;
 } kvt_device_custom_t;
 
 /**
@@ -2893,7 +2899,7 @@ typedef struct kvt_copy_t {
     /**
      * KVT_COPY_GATHER or KVT_COPY_SCATTER.
      */
-    uint32_t way;
+    uint32_t direction;
     /**
      * The first token that is copied.
      */
@@ -2958,7 +2964,7 @@ typedef struct kvt_index_t {
     /**
      * Room there, when an answer is wanted.
      */
-    uint64_t head_room;
+    uint64_t head_capacity;
     /**
      * How many there are; the number needed with KVT_E_TOO_SMALL.
      */
@@ -2970,7 +2976,7 @@ typedef struct kvt_index_t {
     /**
      * Room there.
      */
-    uint64_t start_room;
+    uint64_t start_capacity;
     /**
      * How many there are.
      */
@@ -2982,7 +2988,7 @@ typedef struct kvt_index_t {
     /**
      * Room there.
      */
-    uint64_t item_room;
+    uint64_t item_capacity;
     /**
      * How many there are.
      */
@@ -3327,13 +3333,13 @@ typedef struct kvt_policy_info_t {
 /**
  * Who asks. All of it is optional.
  */
-typedef struct kvt_policy_who_t {
+typedef struct kvt_policy_context_t {
     /**
      * sizeof of this struct.
      */
     uint64_t struct_size;
     /**
-     * KVT_WHO_*.
+     * KVT_CONTEXT_*.
      */
     uint64_t flags;
     /**
@@ -3341,12 +3347,12 @@ typedef struct kvt_policy_who_t {
      */
     uint64_t session;
     /**
-     * Its tenant. Kept with the session: without KVT_WHO_SESSION it must be 0.
+     * Its tenant. Kept with the session: without KVT_CONTEXT_SESSION it must be 0.
      */
     uint32_t tenant;
     /**
-     * Its class, at most 255: 0 leaves first; without KVT_WHO_PRIORITY as before,
-     * at first 1. KVT_WHO_PRIORITY needs KVT_WHO_SESSION too.
+     * Its class, at most 255: 0 leaves first; without KVT_CONTEXT_PRIORITY as before,
+     * at first 1. KVT_CONTEXT_PRIORITY needs KVT_CONTEXT_SESSION too.
      */
     uint32_t priority;
     /**
@@ -3365,7 +3371,7 @@ typedef struct kvt_policy_who_t {
      * Always 0.
      */
     uint32_t reserved;
-} kvt_policy_who_t;
+} kvt_policy_context_t;
 
 /**
  * An object to be inserted. Stands in arrays only.
@@ -4914,7 +4920,7 @@ typedef struct kvt_store_event_t {
     /**
      * The namespace's key.
      */
-    uint8_t space[32];
+    uint8_t namespace_key[32];
 } kvt_store_event_t;
 
 /**
@@ -5046,15 +5052,15 @@ typedef struct kvt_session_info_t {
 } kvt_session_info_t;
 
 /**
- * A rectangle of a session: tokens by layers, and where the engine has them.
+ * A transfer of a session: tokens by layers, and where the engine has them.
  */
-typedef struct kvt_move_t {
+typedef struct kvt_transfer_t {
     /**
      * sizeof of this struct.
      */
     uint64_t struct_size;
     /**
-     * KVT_MOVE_*.
+     * KVT_TRANSFER_*.
      */
     uint64_t flags;
     /**
@@ -5112,8 +5118,8 @@ typedef struct kvt_move_t {
      */
     uint64_t chunk_count;
     /**
-     * An event of the store's device (kvt_device_copy, kvt_device_launch, kvt_device_adopt,
-     * kvt_device_promise); 0 = none. No copy between the tensors and the store runs before it
+     * An event of the store's device (kvt_device_copy, kvt_device_launch, kvt_device_import_event,
+     * kvt_device_create_event); 0 = none. No copy between the tensors and the store runs before it
      * has come: they are put behind it on the device, and no thread waits. What they need from
      * disk comes meanwhile. It stays yours, several moves may name it, and it is not to be
      * released before the last of their ops was. One that fails, or is released before it was
@@ -5121,7 +5127,7 @@ typedef struct kvt_move_t {
      * With `ready` both have to come. Not for prefetches.
      */
     uint64_t after;
-} kvt_move_t;
+} kvt_transfer_t;
 
 /**
  * How the engine will run. Zero is the default everywhere.
@@ -5157,7 +5163,7 @@ typedef struct kvt_plan_terms_t {
 /**
  * Tokens in a row with which the same is to be done. Stands in arrays only.
  */
-typedef struct kvt_plan_segment_t {
+typedef struct kvt_plan_step_t {
     /**
      * The first one.
      */
@@ -5169,7 +5175,7 @@ typedef struct kvt_plan_segment_t {
     /**
      * KVT_PLAN_RESIDENT, KVT_PLAN_LOAD or KVT_PLAN_RECOMPUTE.
      */
-    uint32_t deed;
+    uint32_t kind;
     /**
      * The farthest tier that something of them is loaded from, KVT_TIER_*; or
      * KVT_TIER_NONE.
@@ -5195,7 +5201,7 @@ typedef struct kvt_plan_segment_t {
      * Bytes to be copied from the device tier, on the device.
      */
     uint64_t device_bytes;
-} kvt_plan_segment_t;
+} kvt_plan_step_t;
 
 /**
  * What a plan comes to.
@@ -5294,16 +5300,16 @@ typedef struct kvt_clear_report_t {
     /**
      * Chunks that are in no tier any more.
      */
-    uint64_t gone_chunks;
+    uint64_t removed_chunks;
     /**
      * Chunks that stay: sessions, moves or pins hold them, or others that stay
      * continue them.
      */
-    uint64_t held_chunks;
+    uint64_t referenced_chunks;
     /**
      * Chunks that stay, since they were on their way between tiers: call again.
      */
-    uint64_t moving_chunks;
+    uint64_t transferring_chunks;
 } kvt_clear_report_t;
 
 /**
@@ -5321,11 +5327,11 @@ typedef struct kvt_demote_report_t {
     /**
      * Chunks whose memory is given back as soon as they are on disk.
      */
-    uint64_t leaving_chunks;
+    uint64_t pending_chunks;
     /**
      * Chunks that stay: there is no disk.
      */
-    uint64_t staying_chunks;
+    uint64_t kept_chunks;
 } kvt_demote_report_t;
 
 /**
@@ -5573,7 +5579,7 @@ typedef kvt_status_t (*kvt_sparse_observe_fn)(void *user_data,
  * Lists of positions of tokens, ascending: what each head of keys keeps, or each query head, or
  * one list for all. No list is an answer that all stay, and none that can be told.
  */
-typedef struct kvt_keep_t {
+typedef struct kvt_token_lists_t {
     /**
      * sizeof of this struct.
      */
@@ -5586,7 +5592,7 @@ typedef struct kvt_keep_t {
     /**
      * Room there, when an answer is wanted.
      */
-    uint64_t start_room;
+    uint64_t start_capacity;
     /**
      * How many there are; the number needed with KVT_E_TOO_SMALL.
      */
@@ -5598,12 +5604,12 @@ typedef struct kvt_keep_t {
     /**
      * Room there.
      */
-    uint64_t item_room;
+    uint64_t item_capacity;
     /**
      * How many there are.
      */
     uint64_t item_count;
-} kvt_keep_t;
+} kvt_token_lists_t;
 
 /**
  * Says which tokens of a layer stay, as an index is said; counts left at 0 = all stay.
@@ -5611,14 +5617,14 @@ typedef struct kvt_keep_t {
 typedef kvt_status_t (*kvt_sparse_evict_fn)(void *user_data,
                                             uint32_t layer,
                                             const struct kvt_sparse_context_t *context,
-                                            struct kvt_keep_t *out);
+                                            struct kvt_token_lists_t *out);
 
 /**
  * Is told that these tokens of a layer are all there is now.
  */
 typedef kvt_status_t (*kvt_sparse_evicted_fn)(void *user_data,
                                               uint32_t layer,
-                                              const struct kvt_keep_t *kept);
+                                              const struct kvt_token_lists_t *kept);
 
 /**
  * Is told that the sequence has so many tokens now; 0 = it begins anew.
@@ -5836,7 +5842,7 @@ typedef struct kvt_job_info_t {
  * What is to be computed: queries are at `first_query` and the positions after it, and see
  * keys up to their own position.
  */
-typedef struct kvt_problem_t {
+typedef struct kvt_attention_args_t {
     /**
      * sizeof of this struct.
      */
@@ -5876,13 +5882,13 @@ typedef struct kvt_problem_t {
      * Always 0.
      */
     uint32_t reserved;
-} kvt_problem_t;
+} kvt_attention_args_t;
 
 /**
  * Tokens in a buffer, in the order of their positions: some blocks of a sequence, and its
  * last tokens behind them.
  */
-typedef struct kvt_placed_t {
+typedef struct kvt_block_placement_t {
     /**
      * sizeof of this struct.
      */
@@ -5911,12 +5917,12 @@ typedef struct kvt_placed_t {
      * Always 0.
      */
     uint32_t reserved;
-} kvt_placed_t;
+} kvt_block_placement_t;
 
 /**
  * Tokens of a layer that are there, as policies count them.
  */
-typedef struct kvt_there_t {
+typedef struct kvt_resident_tokens_t {
     /**
      * sizeof of this struct.
      */
@@ -5928,7 +5934,7 @@ typedef struct kvt_there_t {
     /**
      * What has stayed: the lists of kvt_sparse_evicted. Null = nothing was evicted.
      */
-    const struct kvt_keep_t *kept;
+    const struct kvt_token_lists_t *kept;
     /**
      * Tokens from this position on came after that; 0 without lists.
      */
@@ -5937,7 +5943,7 @@ typedef struct kvt_there_t {
      * Tokens of the sequence.
      */
     uint32_t tokens;
-} kvt_there_t;
+} kvt_resident_tokens_t;
 
 /**
  * The largest that problems become, each of its own.
@@ -6217,7 +6223,7 @@ typedef struct kvt_offload_kv_t {
 /**
  * A text, or a path. Stands in arrays only.
  */
-typedef struct kvt_text_t {
+typedef struct kvt_str_t {
     /**
      * It.
      */
@@ -6226,7 +6232,7 @@ typedef struct kvt_text_t {
      * Its length.
      */
     uint64_t bytes;
-} kvt_text_t;
+} kvt_str_t;
 
 /**
  * What a model is; numbers that its files do not say are 0.
@@ -6446,7 +6452,7 @@ typedef struct kvt_part_t {
      */
     uint32_t unit;
     /**
-     * Where in the unit: kvt_held_t.address + at is its first byte.
+     * Where in the unit: kvt_unit_lease_t.address + at is its first byte.
      */
     uint64_t at;
     /**
@@ -6534,13 +6540,13 @@ typedef struct kvt_model_table_t {
     /**
      * The files.
      */
-    const struct kvt_text_t *paths;
+    const struct kvt_str_t *paths;
     /**
      * How many.
      */
     uint64_t path_count;
     /**
-     * sizeof(kvt_text_t).
+     * sizeof(kvt_str_t).
      */
     uint64_t path_stride_bytes;
     /**
@@ -6575,9 +6581,9 @@ typedef struct kvt_stream_terms_t {
      */
     uint64_t flags;
     /**
-     * KVT_SEAT_*; 0 = on the device, if it has memory.
+     * KVT_COMPUTE_*; 0 = on the device, if it has memory.
      */
-    uint32_t seat;
+    uint32_t compute;
     /**
      * KVT_STREAM_TIERED or KVT_STREAM_RING.
      */
@@ -6705,9 +6711,9 @@ typedef struct kvt_stream_plan_t {
      */
     uint64_t struct_size;
     /**
-     * KVT_SEAT_*: where the engine computes.
+     * KVT_COMPUTE_*: where the engine computes.
      */
-    uint32_t seat;
+    uint32_t compute;
     /**
      * KVT_STREAM_TIERED or KVT_STREAM_RING.
      */
@@ -6823,16 +6829,16 @@ typedef struct kvt_forecast_t {
 /**
  * Where a unit lives. Stands in arrays only.
  */
-typedef struct kvt_unit_home_t {
+typedef struct kvt_unit_residency_t {
     /**
-     * KVT_HOME_*.
+     * KVT_RESIDENT_*.
      */
-    uint32_t home;
+    uint32_t residency;
     /**
      * 1: it is used in host memory though the engine computes on a device, else 0.
      */
     uint32_t on_processor;
-} kvt_unit_home_t;
+} kvt_unit_residency_t;
 
 /**
  * How to open a streamer.
@@ -6932,7 +6938,7 @@ typedef struct kvt_stream_opts_t {
  * A unit that the engine has until it gives it back. Nobody but the library writes
  * into it; copies of it are not given back on their own.
  */
-typedef struct kvt_held_t {
+typedef struct kvt_unit_lease_t {
     /**
      * sizeof of this struct.
      */
@@ -6967,7 +6973,7 @@ typedef struct kvt_held_t {
      * When it was had, where that is noted; else 0.
      */
     uint64_t since_ns;
-} kvt_held_t;
+} kvt_unit_lease_t;
 
 /**
  * How far the residents are.
@@ -6984,7 +6990,7 @@ typedef struct kvt_stream_progress_t {
     /**
      * Units whose home is in memory.
      */
-    uint64_t homes;
+    uint64_t resident_units;
     /**
      * Bytes read so far, for whatever.
      */
@@ -6994,13 +7000,13 @@ typedef struct kvt_stream_progress_t {
 /**
  * What weights may have from now on.
  */
-typedef struct kvt_stream_room_t {
+typedef struct kvt_stream_limits_t {
     /**
      * sizeof of this struct.
      */
     uint64_t struct_size;
     /**
-     * KVT_ROOM_*.
+     * KVT_LIMIT_*.
      */
     uint64_t flags;
     /**
@@ -7019,7 +7025,7 @@ typedef struct kvt_stream_room_t {
      * Always 0.
      */
     uint32_t reserved;
-} kvt_stream_room_t;
+} kvt_stream_limits_t;
 
 /**
  * What a streamer has done.
@@ -7237,11 +7243,11 @@ typedef struct kvt_blocks_t {
      */
     uint32_t reserved;
     /**
-     * See kvt_move_t.
+     * See kvt_transfer_t.
      */
     const struct kvt_event_t *ready;
     /**
-     * See kvt_move_t.
+     * See kvt_transfer_t.
      */
     uint64_t after;
 } kvt_blocks_t;
@@ -8274,10 +8280,10 @@ kvt_status_t kvt_device_info(const struct kvt_device_t *device, struct kvt_devic
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_words(const struct kvt_device_t *device,
-                              char *out,
-                              uint64_t out_capacity,
-                              uint64_t *out_bytes);
+kvt_status_t kvt_device_describe(const struct kvt_device_t *device,
+                                 char *out,
+                                 uint64_t out_capacity,
+                                 uint64_t *out_bytes);
 
 /**
  * Sets memory of a device aside.
@@ -8317,7 +8323,7 @@ kvt_status_t kvt_device_free(const struct kvt_device_t *device,
 /**
  * Tells a device of host memory that copies will use again and again, so that they are as fast
  * as they can be: CUDA pins it. Where it cannot, copies work, are slower, and wait in the call;
- * kvt_device_words says how much memory that is. A device to which all host memory is the same
+ * kvt_device_describe says how much memory that is. A device to which all host memory is the same
  * does nothing.
  *
  * @param device   The device.
@@ -8330,10 +8336,10 @@ kvt_status_t kvt_device_free(const struct kvt_device_t *device,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_know_host(const struct kvt_device_t *device,
-                                  void *address,
-                                  uint64_t bytes,
-                                  struct kvt_error_t **err);
+kvt_status_t kvt_device_register_host(const struct kvt_device_t *device,
+                                      void *address,
+                                      uint64_t bytes,
+                                      struct kvt_error_t **err);
 
 /**
  * Takes that back, before the memory goes.
@@ -8346,14 +8352,14 @@ kvt_status_t kvt_device_know_host(const struct kvt_device_t *device,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_forget_host(const struct kvt_device_t *device,
-                                    void *address,
-                                    struct kvt_error_t **err);
+kvt_status_t kvt_device_unregister_host(const struct kvt_device_t *device,
+                                        void *address,
+                                        struct kvt_error_t **err);
 
 /**
  * Puts copies on a stream, behind an event if one is given, and behind what is there. Without
  * copies it marks the place. CUDA waits in the call for what they are behind where they go from
- * host to host memory, or use any that was not told of (kvt_device_know_host) or not pinned.
+ * host to host memory, or use any that was not told of (kvt_device_register_host) or not pinned.
  *
  * @param device        The device.
  * @param stream        0 to kvt_device_info_t.streams - 1.
@@ -8489,10 +8495,10 @@ kvt_status_t kvt_device_release(const struct kvt_device_t *device,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_adopt(const struct kvt_device_t *device,
-                              uint64_t raw,
-                              uint64_t *out_event,
-                              struct kvt_error_t **err);
+kvt_status_t kvt_device_import_event(const struct kvt_device_t *device,
+                                     uint64_t raw,
+                                     uint64_t *out_event,
+                                     struct kvt_error_t **err);
 
 /**
  * Has a stream of the engine's own go on only when an event has come. No thread waits.
@@ -8507,13 +8513,13 @@ kvt_status_t kvt_device_adopt(const struct kvt_device_t *device,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_hold(const struct kvt_device_t *device,
-                             uint64_t raw_stream,
-                             uint64_t event,
-                             struct kvt_error_t **err);
+kvt_status_t kvt_device_stream_wait(const struct kvt_device_t *device,
+                                    uint64_t raw_stream,
+                                    uint64_t event,
+                                    struct kvt_error_t **err);
 
 /**
- * Makes an event that comes when kvt_device_keep says so: batches, moves and streams can be put
+ * Makes an event that comes when kvt_device_signal_event says so: batches, moves and streams can be put
  * behind it before. Closing the device or its runtime keeps it, too. A copy that the device can
  * only make in its call (CUDA: within host memory, or of host memory that is not registered)
  * waits there for what it is behind: then another thread has to keep it.
@@ -8527,12 +8533,12 @@ kvt_status_t kvt_device_hold(const struct kvt_device_t *device,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_promise(const struct kvt_device_t *device,
-                                uint64_t *out_event,
-                                struct kvt_error_t **err);
+kvt_status_t kvt_device_create_event(const struct kvt_device_t *device,
+                                     uint64_t *out_event,
+                                     struct kvt_error_t **err);
 
 /**
- * Has an event of kvt_device_promise come: what is behind it goes on. One that has come already
+ * Has an event of kvt_device_create_event come: what is behind it goes on. One that has come already
  * stays as it is.
  *
  * @param device  The device.
@@ -8543,9 +8549,9 @@ kvt_status_t kvt_device_promise(const struct kvt_device_t *device,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_device_keep(const struct kvt_device_t *device,
-                             uint64_t event,
-                             struct kvt_error_t **err);
+kvt_status_t kvt_device_signal_event(const struct kvt_device_t *device,
+                                     uint64_t event,
+                                     struct kvt_error_t **err);
 
 /**
  * Has a stream of the engine's own go on only when an op was released, well or not: ask the op
@@ -8566,10 +8572,10 @@ kvt_status_t kvt_device_keep(const struct kvt_device_t *device,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_device_hold_op(const struct kvt_device_t *device,
-                                uint64_t raw_stream,
-                                const struct kvt_op_t *op,
-                                struct kvt_error_t **err);
+kvt_status_t kvt_device_stream_wait_op(const struct kvt_device_t *device,
+                                       uint64_t raw_stream,
+                                       const struct kvt_op_t *op,
+                                       struct kvt_error_t **err);
 
 /**
  * Puts kernels on a stream, behind an event if one is given, and behind what is there.
@@ -8609,7 +8615,7 @@ kvt_status_t kvt_device_launch(const struct kvt_device_t *device,
  *                    are written.
  * @param address     Where the bytes will be for the device: a multiple of 4, not 0.
  * @param to          Receives the bytes.
- * @param room_bytes  How many it has room for.
+ * @param out_capacity  How many it has room for.
  * @param out_bytes   Receives how many there are, also with KVT_E_TOO_SMALL.
  * @param err         Explains a failure; may be null.
  * @return KVT_OK; KVT_E_TOO_SMALL (the kernel stays as it is), KVT_E_INVALID (an index that is not
@@ -8621,7 +8627,7 @@ kvt_status_t kvt_launch_index(const struct kvt_index_t *index,
                               struct kvt_kernel_t *kernel,
                               uint64_t address,
                               void *to,
-                              uint64_t room_bytes,
+                              uint64_t out_capacity,
                               uint64_t *out_bytes,
                               struct kvt_error_t **err);
 
@@ -8737,7 +8743,7 @@ kvt_status_t kvt_policy_info(uint64_t index, struct kvt_policy_info_t *out);
  * @param policy       The policy.
  * @param now_ns       The caller's clock, which must not go back; 0 = the
  *                     library's (CLOCK_MONOTONIC).
- * @param who          Who asks; may be null.
+ * @param context          Who asks; may be null.
  * @param ids          The path.
  * @param count        How many, at most 2^24.
  * @param out_found    1 or 0 for each id; may be null.
@@ -8750,7 +8756,7 @@ kvt_status_t kvt_policy_info(uint64_t index, struct kvt_policy_info_t *out);
  */
 kvt_status_t kvt_policy_lookup(const struct kvt_policy_t *policy,
                                int64_t now_ns,
-                               const struct kvt_policy_who_t *who,
+                               const struct kvt_policy_context_t *context,
                                const uint64_t *ids,
                                uint64_t count,
                                uint8_t *out_found,
@@ -8763,7 +8769,7 @@ kvt_status_t kvt_policy_lookup(const struct kvt_policy_t *policy,
  *
  * @param policy       The policy.
  * @param now_ns       See kvt_policy_lookup.
- * @param who          Who uses them; may be null.
+ * @param context          Who uses them; may be null.
  * @param ids          The objects.
  * @param count        How many.
  * @param out_touched  How many were there; may be null.
@@ -8774,7 +8780,7 @@ kvt_status_t kvt_policy_lookup(const struct kvt_policy_t *policy,
  */
 kvt_status_t kvt_policy_touch(const struct kvt_policy_t *policy,
                               int64_t now_ns,
-                              const struct kvt_policy_who_t *who,
+                              const struct kvt_policy_context_t *context,
                               const uint64_t *ids,
                               uint64_t count,
                               uint64_t *out_touched,
@@ -8787,7 +8793,7 @@ kvt_status_t kvt_policy_touch(const struct kvt_policy_t *policy,
  *
  * @param policy     The policy.
  * @param now_ns     See kvt_policy_lookup.
- * @param who        Who uses them; may be null.
+ * @param context        Who uses them; may be null.
  * @param ids        The objects.
  * @param units      Sizes of those that are new; null = 1 each.
  * @param count      How many.
@@ -8799,7 +8805,7 @@ kvt_status_t kvt_policy_touch(const struct kvt_policy_t *policy,
  */
 kvt_status_t kvt_policy_record(const struct kvt_policy_t *policy,
                                int64_t now_ns,
-                               const struct kvt_policy_who_t *who,
+                               const struct kvt_policy_context_t *context,
                                const uint64_t *ids,
                                const uint64_t *units,
                                uint64_t count,
@@ -8811,7 +8817,7 @@ kvt_status_t kvt_policy_record(const struct kvt_policy_t *policy,
  *
  * @param policy        The policy.
  * @param now_ns        See kvt_policy_lookup.
- * @param who           Who brought them; may be null.
+ * @param context           Who brought them; may be null.
  * @param rows          The objects; a parent stands before what continues it.
  * @param count         How many.
  * @param stride_bytes  sizeof(kvt_policy_row_t).
@@ -8824,7 +8830,7 @@ kvt_status_t kvt_policy_record(const struct kvt_policy_t *policy,
  */
 kvt_status_t kvt_policy_insert(const struct kvt_policy_t *policy,
                                int64_t now_ns,
-                               const struct kvt_policy_who_t *who,
+                               const struct kvt_policy_context_t *context,
                                const struct kvt_policy_row_t *rows,
                                uint64_t count,
                                uint64_t stride_bytes,
@@ -8970,10 +8976,10 @@ kvt_status_t kvt_policy_unpin(const struct kvt_policy_t *policy,
  *
  * @param policy     The policy.
  * @param now_ns     See kvt_policy_lookup.
- * @param who        Whose they are; may be null.
+ * @param context        Whose they are; may be null.
  * @param ids        The objects.
  * @param count      How many.
- * @param told       The hint.
+ * @param hint       The hint.
  * @param out_known  How many were there; may be null.
  * @param err        Explains a failure; may be null.
  * @return As kvt_policy_lookup.
@@ -8982,10 +8988,10 @@ kvt_status_t kvt_policy_unpin(const struct kvt_policy_t *policy,
  */
 kvt_status_t kvt_policy_hint(const struct kvt_policy_t *policy,
                              int64_t now_ns,
-                             const struct kvt_policy_who_t *who,
+                             const struct kvt_policy_context_t *context,
                              const uint64_t *ids,
                              uint64_t count,
-                             const struct kvt_policy_hint_t *told,
+                             const struct kvt_policy_hint_t *hint,
                              uint64_t *out_known,
                              struct kvt_error_t **err);
 
@@ -9380,31 +9386,31 @@ kvt_status_t kvt_namespace_open(const struct kvt_store_t *store,
 /**
  * The key of a namespace: what its identity and layout come to.
  *
- * @param space    The namespace.
+ * @param ns    The namespace.
  * @param out_key  Receives KVT_KEY_BYTES bytes.
  * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_namespace_key(const struct kvt_namespace_t *space, uint8_t *out_key);
+kvt_status_t kvt_namespace_key(const struct kvt_namespace_t *ns, uint8_t *out_key);
 
 /**
  * Closes a namespace. Its chunks stay in the store, its sessions stay open.
  *
- * @param space  Pointer to the handle, cleared on success; null, or a null
+ * @param ns  Pointer to the handle, cleared on success; null, or a null
  *               handle, is fine.
  * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_close(struct kvt_namespace_t **space);
+kvt_status_t kvt_namespace_close(struct kvt_namespace_t **ns);
 
 /**
  * Says how far a sequence could go on with what a namespace has, and what that
  * takes: for schedulers that choose between places. No use is counted, nothing is
  * held: what is there now may be gone at the next call.
  *
- * @param space         The namespace.
+ * @param ns         The namespace.
  * @param tokens        The sequence.
  * @param token_count   How many, at most 2^27.
  * @param ranges        Receives all tokens as ranges, in their order; may be null
@@ -9420,7 +9426,7 @@ kvt_status_t kvt_namespace_close(struct kvt_namespace_t **space);
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_lookup(const struct kvt_namespace_t *space,
+kvt_status_t kvt_namespace_lookup(const struct kvt_namespace_t *ns,
                                   const uint32_t *tokens,
                                   uint64_t token_count,
                                   struct kvt_range_t *ranges,
@@ -9434,7 +9440,7 @@ kvt_status_t kvt_namespace_lookup(const struct kvt_namespace_t *space,
  * The same for a sequence whose chunks' keys are known (docs/keys.md says how they
  * are made).
  *
- * @param space         The namespace.
+ * @param ns         The namespace.
  * @param keys          The keys of its full chunks, KVT_KEY_BYTES each.
  * @param key_count     How many.
  * @param token_count   Tokens of the sequence: as many as the keys stand for, or
@@ -9449,7 +9455,7 @@ kvt_status_t kvt_namespace_lookup(const struct kvt_namespace_t *space,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_lookup_keys(const struct kvt_namespace_t *space,
+kvt_status_t kvt_namespace_lookup_keys(const struct kvt_namespace_t *ns,
                                        const uint8_t *keys,
                                        uint64_t key_count,
                                        uint64_t token_count,
@@ -9464,7 +9470,7 @@ kvt_status_t kvt_namespace_lookup_keys(const struct kvt_namespace_t *space,
  * Says of chunks whether a namespace has them, and where. No use is counted, nothing
  * is held.
  *
- * @param space      The namespace.
+ * @param ns      The namespace.
  * @param keys       Keys of full chunks, KVT_KEY_BYTES each.
  * @param key_count  How many, at most 2^27.
  * @param out        Receives a byte for each: KVT_EXISTS_WHOLE when every layer of it
@@ -9477,7 +9483,7 @@ kvt_status_t kvt_namespace_lookup_keys(const struct kvt_namespace_t *space,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_exists(const struct kvt_namespace_t *space,
+kvt_status_t kvt_namespace_exists(const struct kvt_namespace_t *ns,
                                   const uint8_t *keys,
                                   uint64_t key_count,
                                   uint8_t *out);
@@ -9485,26 +9491,26 @@ kvt_status_t kvt_namespace_exists(const struct kvt_namespace_t *space,
 /**
  * Tells what the engine took to compute tokens: plans go by what was observed.
  *
- * @param space           The namespace.
+ * @param ns           The namespace.
  * @param context_tokens  Tokens before the first one that was computed.
  * @param tokens          How many were computed, at least 1.
- * @param ns              How long that took, 1 to an hour.
+ * @param duration_ns              How long that took, 1 to an hour.
  * @param err             Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
  *         KVT_E_PANIC.
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_observe_prefill(const struct kvt_namespace_t *space,
+kvt_status_t kvt_namespace_observe_prefill(const struct kvt_namespace_t *ns,
                                            uint64_t context_tokens,
                                            uint64_t tokens,
-                                           uint64_t ns,
+                                           uint64_t duration_ns,
                                            struct kvt_error_t **err);
 
 /**
  * Fixes what computing costs, whatever is observed.
  *
- * @param space  The namespace.
+ * @param ns  The namespace.
  * @param cost   alpha_ns and beta_ns of it, 0 to 1e15 each, are read; null = go by
  *               what is observed again.
  * @param err    Explains a failure; may be null.
@@ -9513,20 +9519,20 @@ kvt_status_t kvt_namespace_observe_prefill(const struct kvt_namespace_t *space,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_fix_prefill(const struct kvt_namespace_t *space,
+kvt_status_t kvt_namespace_fix_prefill(const struct kvt_namespace_t *ns,
                                        const struct kvt_prefill_t *cost,
                                        struct kvt_error_t **err);
 
 /**
  * What computing costs, as plans see it now.
  *
- * @param space  The namespace.
+ * @param ns  The namespace.
  * @param out    Filled in; start it with KVT_PREFILL_INIT.
  * @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_prefill(const struct kvt_namespace_t *space, struct kvt_prefill_t *out);
+kvt_status_t kvt_namespace_prefill(const struct kvt_namespace_t *ns, struct kvt_prefill_t *out);
 
 /**
  * Reads what changed in a store, the oldest first. The store keeps the newest events
@@ -9703,7 +9709,7 @@ kvt_status_t kvt_store_latencies(const struct kvt_store_t *store,
 /**
  * Opens a session without tokens.
  *
- * @param space  Its namespace, which it keeps.
+ * @param ns  Its namespace, which it keeps.
  * @param opts   Who asks; null for nothing.
  * @param out    The session; close it with kvt_session_close.
  * @param err    Explains a failure; may be null.
@@ -9713,7 +9719,7 @@ kvt_status_t kvt_store_latencies(const struct kvt_store_t *store,
  *
  * Ownership: the caller owns the session. Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_session_open(const struct kvt_namespace_t *space,
+kvt_status_t kvt_session_open(const struct kvt_namespace_t *ns,
                               const struct kvt_session_opts_t *opts,
                               struct kvt_session_t **out,
                               struct kvt_error_t **err);
@@ -9796,7 +9802,7 @@ kvt_status_t kvt_session_pin(const struct kvt_session_t *session,
  * when a request of it has ended.
  *
  * @param session  The session.
- * @param told     The hint; its times are CLOCK_MONOTONIC.
+ * @param hint     The hint; its times are CLOCK_MONOTONIC.
  * @param err      Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
  *         KVT_E_FORKED, KVT_E_PANIC.
@@ -9804,7 +9810,7 @@ kvt_status_t kvt_session_pin(const struct kvt_session_t *session,
  * Threading: any thread. Since 0.1.
  */
 kvt_status_t kvt_session_hint(const struct kvt_session_t *session,
-                              const struct kvt_policy_hint_t *told,
+                              const struct kvt_policy_hint_t *hint,
                               struct kvt_error_t **err);
 
 /**
@@ -9878,7 +9884,7 @@ kvt_status_t kvt_event_query(const struct kvt_event_t *event, uint32_t *out_stat
 kvt_status_t kvt_event_close(struct kvt_event_t **event);
 
 /**
- * Stores the KV of a rectangle: from the engine's tensors into memory, and down
+ * Stores the KV of a transfer: from the engine's tensors into memory, and down
  * from there as the spec says. Cells that are there already are not stored again.
  * Never waits.
  *
@@ -9888,9 +9894,9 @@ kvt_status_t kvt_event_close(struct kvt_event_t **event);
  * other cells are stored all the same.
  *
  * @param session    The session; closing it does not end its moves.
- * @param rectangle  What, and where it is; copied, tables of pages too.
+ * @param transfer  What, and where it is; copied, tables of pages too.
  * @param opts       Queue, tag, deadline, priority; null for none.
- * @param ops_out    Receives the op (one per layer with KVT_MOVE_EACH_LAYER), to
+ * @param ops_out    Receives the op (one per layer with KVT_TRANSFER_EACH_LAYER), to
  *                   be freed by you; null when the queue alone tells of the end.
  * @param err        Explains a failure; may be null.
  * @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
@@ -9903,13 +9909,13 @@ kvt_status_t kvt_event_close(struct kvt_event_t **event);
  * release. Threading: any thread, also in callbacks. Since 0.1.
  */
 kvt_status_t kvt_session_put(const struct kvt_session_t *session,
-                             const struct kvt_move_t *rectangle,
+                             const struct kvt_transfer_t *transfer,
                              const struct kvt_submit_opts_t *opts,
                              struct kvt_op_t **ops_out,
                              struct kvt_error_t **err);
 
 /**
- * Loads the KV of a rectangle into the engine's tensors, from whatever tier has
+ * Loads the KV of a transfer into the engine's tensors, from whatever tier has
  * it. Never waits.
  *
  * The op's value is how many tokens from the first on came without a gap. It ends
@@ -9918,7 +9924,7 @@ kvt_status_t kvt_session_put(const struct kvt_session_t *session,
  * into a miss.
  *
  * @param session    See kvt_session_put.
- * @param rectangle  See kvt_session_put.
+ * @param transfer  See kvt_session_put.
  * @param opts       See kvt_session_put.
  * @param ops_out    See kvt_session_put.
  * @param err        Explains a failure; may be null.
@@ -9927,17 +9933,17 @@ kvt_status_t kvt_session_put(const struct kvt_session_t *session,
  * Ownership: as kvt_session_put. Threading: any thread, also in callbacks. Since 0.1.
  */
 kvt_status_t kvt_session_get(const struct kvt_session_t *session,
-                             const struct kvt_move_t *rectangle,
+                             const struct kvt_transfer_t *transfer,
                              const struct kvt_submit_opts_t *opts,
                              struct kvt_op_t **ops_out,
                              struct kvt_error_t **err);
 
 /**
- * Brings the KV of a rectangle into memory, for a get to come. Never waits. The
+ * Brings the KV of a transfer into memory, for a get to come. Never waits. The
  * op's value and result are those of a get.
  *
  * @param session    See kvt_session_put.
- * @param rectangle  What; without views.
+ * @param transfer  What; without views.
  * @param opts       See kvt_session_put; KVT_PRIORITY_PREFETCH is what it is for.
  * @param ops_out    See kvt_session_put.
  * @param err        Explains a failure; may be null.
@@ -9947,7 +9953,7 @@ kvt_status_t kvt_session_get(const struct kvt_session_t *session,
  * Since 0.1.
  */
 kvt_status_t kvt_session_prefetch(const struct kvt_session_t *session,
-                                  const struct kvt_move_t *rectangle,
+                                  const struct kvt_transfer_t *transfer,
                                   const struct kvt_submit_opts_t *opts,
                                   struct kvt_op_t **ops_out,
                                   struct kvt_error_t **err);
@@ -9962,11 +9968,11 @@ kvt_status_t kvt_session_prefetch(const struct kvt_session_t *session,
  *
  * @param session       The session.
  * @param terms         How the engine will run; null for defaults.
- * @param segments      Receives all tokens as segments, in their order; may be null
+ * @param steps      Receives all tokens as steps, in their order; may be null
  *                      with capacity 0 to learn how many there are.
  * @param capacity      Room there, in entries, at most 2^24.
- * @param stride_bytes  sizeof(kvt_plan_segment_t).
- * @param out_count     How many segments there are; also written with
+ * @param stride_bytes  sizeof(kvt_plan_step_t).
+ * @param out_count     How many steps there are; also written with
  *                      KVT_E_TOO_SMALL. May be null.
  * @param out           The sum of it; start it with KVT_PLAN_INIT. May be null.
  * @param err           Explains a failure; may be null.
@@ -9977,7 +9983,7 @@ kvt_status_t kvt_session_prefetch(const struct kvt_session_t *session,
  */
 kvt_status_t kvt_session_plan(const struct kvt_session_t *session,
                               const struct kvt_plan_terms_t *terms,
-                              struct kvt_plan_segment_t *segments,
+                              struct kvt_plan_step_t *steps,
                               uint64_t capacity,
                               uint64_t stride_bytes,
                               uint64_t *out_count,
@@ -10004,7 +10010,7 @@ kvt_status_t kvt_session_append_media(const struct kvt_session_t *session,
 /**
  * kvt_namespace_lookup for a sequence with media.
  *
- * @param space         The namespace.
+ * @param ns         The namespace.
  * @param sequence      The sequence.
  * @param ranges        See kvt_namespace_lookup.
  * @param capacity      See kvt_namespace_lookup.
@@ -10016,7 +10022,7 @@ kvt_status_t kvt_session_append_media(const struct kvt_session_t *session,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_lookup_media(const struct kvt_namespace_t *space,
+kvt_status_t kvt_namespace_lookup_media(const struct kvt_namespace_t *ns,
                                         const struct kvt_sequence_t *sequence,
                                         struct kvt_range_t *ranges,
                                         uint64_t capacity,
@@ -10030,7 +10036,7 @@ kvt_status_t kvt_namespace_lookup_media(const struct kvt_namespace_t *space,
  * docs/keys.md defines. A router that knows who has which keys finds by them where a prompt's
  * prefix is.
  *
- * @param space      The namespace.
+ * @param ns      The namespace.
  * @param sequence   The sequence.
  * @param keys       Receives KVT_KEY_BYTES for each, in their order; may be null with
  *                   capacity 0 to learn how many there are.
@@ -10042,7 +10048,7 @@ kvt_status_t kvt_namespace_lookup_media(const struct kvt_namespace_t *space,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_chunk_keys(const struct kvt_namespace_t *space,
+kvt_status_t kvt_namespace_chunk_keys(const struct kvt_namespace_t *ns,
                                       const struct kvt_sequence_t *sequence,
                                       uint8_t *keys,
                                       uint64_t capacity,
@@ -10055,7 +10061,7 @@ kvt_status_t kvt_namespace_chunk_keys(const struct kvt_namespace_t *space,
  * chunks that are stored meanwhile nothing is said. Their bytes stay in files until
  * those are used again; nobody finds them there.
  *
- * @param space        The namespace, which stays open.
+ * @param ns        The namespace, which stays open.
  * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
  * @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
  *                     be null.
@@ -10067,7 +10073,7 @@ kvt_status_t kvt_namespace_chunk_keys(const struct kvt_namespace_t *space,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_namespace_clear(const struct kvt_namespace_t *space,
+kvt_status_t kvt_namespace_clear(const struct kvt_namespace_t *ns,
                                  uint64_t deadline_ns,
                                  struct kvt_clear_report_t *out,
                                  struct kvt_error_t **err);
@@ -10367,7 +10373,7 @@ kvt_status_t kvt_sparse_reset(const struct kvt_sparse_t *policy);
  * @param layer      The layer.
  * @param id         The block, as it was sealed.
  * @param data       Receives the bytes; null = only their number is wanted.
- * @param room       How many it has room for.
+ * @param capacity       How many it has room for.
  * @param count_out  Receives how many there are, also when there is no room; 0 = the policy
  *                   keeps nothing with blocks.
  * @param err        Explains a failure; may be null.
@@ -10380,7 +10386,7 @@ kvt_status_t kvt_sparse_save(const struct kvt_sparse_t *policy,
                              uint32_t layer,
                              uint32_t id,
                              uint8_t *data,
-                             uint64_t room,
+                             uint64_t capacity,
                              uint64_t *count_out,
                              struct kvt_error_t **err);
 
@@ -10420,7 +10426,7 @@ kvt_status_t kvt_sparse_load(const struct kvt_sparse_t *policy,
  * @param context          Where in the sequence that is.
  * @param ids              Receives the ids that are chosen, ascending, and KVT_SPARSE_NO_ID
  *                         behind them.
- * @param room             How many it has room for: as many as there are candidates, or the
+ * @param capacity             How many it has room for: as many as there are candidates, or the
  *                         call is refused before the policy is asked.
  * @param count_out        Receives how many are chosen; with KVT_E_TOO_SMALL how much room is
  *                         needed.
@@ -10439,7 +10445,7 @@ kvt_status_t kvt_sparse_select(const struct kvt_sparse_t *policy,
                                uint64_t candidate_count,
                                const struct kvt_sparse_context_t *context,
                                uint32_t *ids,
-                               uint64_t room,
+                               uint64_t capacity,
                                uint64_t *count_out,
                                struct kvt_error_t **err);
 
@@ -10522,12 +10528,12 @@ kvt_status_t kvt_sparse_prefill_attention(const struct kvt_sparse_t *policy,
 /**
  * Which tokens of a layer stay, if some have to go. Nothing has gone until it is told with
  * kvt_sparse_evicted: to ask again is fine. With KVT_E_TOO_SMALL the answer is kept:
- * kvt_sparse_last_keep has it.
+ * kvt_sparse_last_kept has it.
  *
  * @param policy       The policy.
  * @param layer        The layer.
  * @param context      Where in the sequence that is.
- * @param out          Start it with KVT_KEEP_INIT, and set arrays and their room. Counts are 0
+ * @param out          Start it with KVT_TOKEN_LISTS_INIT, and set arrays and their room. Counts are 0
  *                     where all stay.
  * @param evicted_out  Receives 1 when some have to go, else 0.
  * @param err          Explains a failure; may be null.
@@ -10540,7 +10546,7 @@ kvt_status_t kvt_sparse_prefill_attention(const struct kvt_sparse_t *policy,
 kvt_status_t kvt_sparse_evict(const struct kvt_sparse_t *policy,
                               uint32_t layer,
                               const struct kvt_sparse_context_t *context,
-                              struct kvt_keep_t *out,
+                              struct kvt_token_lists_t *out,
                               uint32_t *evicted_out,
                               struct kvt_error_t **err);
 
@@ -10555,8 +10561,8 @@ kvt_status_t kvt_sparse_evict(const struct kvt_sparse_t *policy,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_sparse_last_keep(const struct kvt_sparse_t *policy,
-                                  struct kvt_keep_t *out,
+kvt_status_t kvt_sparse_last_kept(const struct kvt_sparse_t *policy,
+                                  struct kvt_token_lists_t *out,
                                   struct kvt_error_t **err);
 
 /**
@@ -10574,7 +10580,7 @@ kvt_status_t kvt_sparse_last_keep(const struct kvt_sparse_t *policy,
  */
 kvt_status_t kvt_sparse_evicted(const struct kvt_sparse_t *policy,
                                 uint32_t layer,
-                                const struct kvt_keep_t *kept,
+                                const struct kvt_token_lists_t *kept,
                                 struct kvt_error_t **err);
 
 /**
@@ -10625,7 +10631,7 @@ kvt_status_t kvt_job_close(struct kvt_job_t **job);
 /**
  * Opens a job that computes the attention of a prompt, or of a part of one.
  *
- * @param problem    What is to be computed.
+ * @param args    What is to be computed.
  * @param out        Receives [queries, query heads, value dim]; zeros where a query sees no
  *                   key.
  * @param out_count  How many numbers it has room for.
@@ -10641,7 +10647,7 @@ kvt_status_t kvt_job_close(struct kvt_job_t **job);
  * Ownership: the caller owns the job, and all that it was opened with. Threading: any thread.
  * Since 0.1.
  */
-kvt_status_t kvt_prefill_open(const struct kvt_problem_t *problem,
+kvt_status_t kvt_prefill_open(const struct kvt_attention_args_t *args,
                               float *out,
                               uint64_t out_count,
                               float *lse,
@@ -10652,7 +10658,7 @@ kvt_status_t kvt_prefill_open(const struct kvt_problem_t *problem,
 /**
  * How many numbers of memory a decode of this problem needs beside scratch.
  *
- * @param problem    What is to be computed.
+ * @param args    What is to be computed.
  * @param flags      KVT_DECODE_*.
  * @param count_out  Receives the number.
  * @param err        Explains a failure; may be null.
@@ -10660,7 +10666,7 @@ kvt_status_t kvt_prefill_open(const struct kvt_problem_t *problem,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_decode_memory(const struct kvt_problem_t *problem,
+kvt_status_t kvt_decode_memory(const struct kvt_attention_args_t *args,
                                uint64_t flags,
                                uint64_t *count_out,
                                struct kvt_error_t **err);
@@ -10668,7 +10674,7 @@ kvt_status_t kvt_decode_memory(const struct kvt_problem_t *problem,
 /**
  * Opens a job that computes the attention of the next token, or of a few. It has two steps.
  *
- * @param problem       What is to be computed; rows of an index are for all of its queries.
+ * @param args       What is to be computed; rows of an index are for all of its queries.
  * @param flags         KVT_DECODE_*.
  * @param out           Receives [queries, query heads, value dim].
  * @param out_count     How many numbers it has room for.
@@ -10682,7 +10688,7 @@ kvt_status_t kvt_decode_memory(const struct kvt_problem_t *problem,
  *
  * Ownership: as kvt_prefill_open. Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_decode_open(const struct kvt_problem_t *problem,
+kvt_status_t kvt_decode_open(const struct kvt_attention_args_t *args,
                              uint64_t flags,
                              float *out,
                              uint64_t out_count,
@@ -10697,7 +10703,7 @@ kvt_status_t kvt_decode_open(const struct kvt_problem_t *problem,
  * Opens a job that says what each key got of the attention of a prompt's queries, after a
  * kvt_prefill_open job of the same problem has ended.
  *
- * @param problem    The problem.
+ * @param args    The problem.
  * @param lse        The log-sum-exps that came out, over all keys.
  * @param lse_count  How many.
  * @param first      Sums are of the queries from this one on, counted from the problem's first.
@@ -10710,7 +10716,7 @@ kvt_status_t kvt_decode_open(const struct kvt_problem_t *problem,
  *
  * Ownership: as kvt_prefill_open. Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_sums_open(const struct kvt_problem_t *problem,
+kvt_status_t kvt_sums_open(const struct kvt_attention_args_t *args,
                            const float *lse,
                            uint64_t lse_count,
                            uint32_t first,
@@ -10833,7 +10839,7 @@ kvt_status_t kvt_rows_check(const struct kvt_rows_t *rows, struct kvt_error_t **
  * left out. No token may be missing between a query and those behind it.
  *
  * @param attention        The model's attention.
- * @param placed           What is in the buffer.
+ * @param placement           What is in the buffer.
  * @param index            The index, of positions; null = all keys.
  * @param first            The position of the first query.
  * @param count            How many queries.
@@ -10847,7 +10853,7 @@ kvt_status_t kvt_rows_check(const struct kvt_rows_t *rows, struct kvt_error_t **
  * Threading: any thread. Since 0.1.
  */
 kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
-                             const struct kvt_placed_t *placed,
+                             const struct kvt_block_placement_t *placement,
                              const struct kvt_index_t *index,
                              uint32_t first,
                              uint32_t count,
@@ -10859,8 +10865,8 @@ kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
  * Adds sums of attention over the rows of a buffer to sums of the tokens that are there, as
  * kvt_sparse_observe wants them: tokens that were not loaded got nothing.
  *
- * @param there        Which tokens are there.
- * @param placed       What is in the buffer.
+ * @param resident        Which tokens are there.
+ * @param placement       What is in the buffer.
  * @param select       The index of rows that a decode went by, whose sums are those of
  *                     kvt_decode_sums; null = sums of all rows.
  * @param first_query  The row of the first query, with `select`.
@@ -10874,8 +10880,8 @@ kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_sums_place(const struct kvt_there_t *there,
-                            const struct kvt_placed_t *placed,
+kvt_status_t kvt_sums_place(const struct kvt_resident_tokens_t *resident,
+                            const struct kvt_block_placement_t *placement,
                             const struct kvt_index_t *select,
                             uint32_t first_query,
                             uint32_t queries,
@@ -11197,7 +11203,7 @@ kvt_status_t kvt_offload_give_back(const struct kvt_offload_t *offload,
  * @param offload    The offload.
  * @param buffer     The buffer.
  * @param blocks     Receives them; null = only the count is wanted.
- * @param room       How many it has room for.
+ * @param capacity       How many it has room for.
  * @param count_out  Receives how many there are, also when there is no room for them.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
@@ -11206,7 +11212,7 @@ kvt_status_t kvt_offload_give_back(const struct kvt_offload_t *offload,
 kvt_status_t kvt_offload_blocks(const struct kvt_offload_t *offload,
                                 uint32_t buffer,
                                 uint32_t *blocks,
-                                uint64_t room,
+                                uint64_t capacity,
                                 uint64_t *count_out);
 
 /**
@@ -11285,7 +11291,7 @@ kvt_status_t kvt_offload_evict(const struct kvt_offload_t *offload,
  * @param head       Of which list: there are `heads_out` of them, one for each head of keys
  *                   (or of queries), or one for all.
  * @param positions  Receives positions, ascending; null = only counts are wanted.
- * @param room       How many it has room for.
+ * @param capacity       How many it has room for.
  * @param count_out  Receives how many there are, also when there is no room for them.
  * @param heads_out  Receives how many lists there are; 0 = all tokens are left. May be null.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -11296,7 +11302,7 @@ kvt_status_t kvt_offload_kept(const struct kvt_offload_t *offload,
                               uint32_t layer,
                               uint32_t head,
                               uint32_t *positions,
-                              uint64_t room,
+                              uint64_t capacity,
                               uint64_t *count_out,
                               uint32_t *heads_out);
 
@@ -11314,11 +11320,11 @@ kvt_status_t kvt_offload_kept(const struct kvt_offload_t *offload,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_offload_tell_keys(const struct kvt_offload_t *offload,
-                                   uint32_t layer,
-                                   uint32_t first,
-                                   const struct kvt_rows_t *keys,
-                                   struct kvt_error_t **err);
+kvt_status_t kvt_offload_append_keys(const struct kvt_offload_t *offload,
+                                     uint32_t layer,
+                                     uint32_t first,
+                                     const struct kvt_rows_t *keys,
+                                     struct kvt_error_t **err);
 
 /**
  * Gives a policy numbers of the engine's for the next load of a layer: a score for each
@@ -11374,7 +11380,7 @@ kvt_status_t kvt_offload_fork(const struct kvt_offload_t *offload,
  *                      the directory of a model, any one file of a split GGUF model. Or
  *                      all its files.
  * @param path_count    How many.
- * @param stride_bytes  sizeof(kvt_text_t).
+ * @param stride_bytes  sizeof(kvt_str_t).
  * @param out           The model; close it with kvt_model_close.
  * @param err           Explains a failure; may be null.
  * @return KVT_OK; KVT_E_CORRUPT (files that are not what they say, with the reason),
@@ -11383,7 +11389,7 @@ kvt_status_t kvt_offload_fork(const struct kvt_offload_t *offload,
  *
  * Ownership: the caller owns the model. Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_model_open(const struct kvt_text_t *paths,
+kvt_status_t kvt_model_open(const struct kvt_str_t *paths,
                             uint64_t path_count,
                             uint64_t stride_bytes,
                             struct kvt_model_t **out,
@@ -11459,7 +11465,7 @@ kvt_status_t kvt_model_tensor(const struct kvt_model_t *model,
  * @param model         The model.
  * @param unit          The unit.
  * @param parts         Receives its parts; null with room for 0 asks for the count alone.
- * @param room          How many it has room for.
+ * @param capacity          How many it has room for.
  * @param stride_bytes  sizeof(kvt_part_t).
  * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
@@ -11470,7 +11476,7 @@ kvt_status_t kvt_model_tensor(const struct kvt_model_t *model,
 kvt_status_t kvt_model_unit_parts(const struct kvt_model_t *model,
                                   uint32_t unit,
                                   struct kvt_part_t *parts,
-                                  uint64_t room,
+                                  uint64_t capacity,
                                   uint64_t stride_bytes,
                                   uint64_t *count_out);
 
@@ -11480,7 +11486,7 @@ kvt_status_t kvt_model_unit_parts(const struct kvt_model_t *model,
  * @param model         The model.
  * @param tensor        The tensor.
  * @param parts         Receives its parts; null with room for 0 asks for the count alone.
- * @param room          How many it has room for.
+ * @param capacity          How many it has room for.
  * @param stride_bytes  sizeof(kvt_part_t).
  * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
  * @return As kvt_model_unit_parts.
@@ -11490,7 +11496,7 @@ kvt_status_t kvt_model_unit_parts(const struct kvt_model_t *model,
 kvt_status_t kvt_model_tensor_parts(const struct kvt_model_t *model,
                                     uint32_t tensor,
                                     struct kvt_part_t *parts,
-                                    uint64_t room,
+                                    uint64_t capacity,
                                     uint64_t stride_bytes,
                                     uint64_t *count_out);
 
@@ -11556,9 +11562,9 @@ kvt_status_t kvt_model_table(const struct kvt_model_table_t *table,
  * @param out           Receives it in numbers; start it with KVT_STREAM_PLAN_INIT. May be null.
  * @param forecast      Receives what a pass takes; start it with KVT_FORECAST_INIT. May be
  *                      null.
- * @param homes         Receives the home of each unit; may be null with room for 0.
- * @param home_room     How many it has room for: kvt_model_info_t.units.
- * @param stride_bytes  sizeof(kvt_unit_home_t).
+ * @param residency         Receives the home of each unit; may be null with room for 0.
+ * @param capacity     How many it has room for: kvt_model_info_t.units.
+ * @param stride_bytes  sizeof(kvt_unit_residency_t).
  * @param err           Explains a failure; may be null.
  * @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
  *         it takes at least), KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM,
@@ -11571,8 +11577,8 @@ kvt_status_t kvt_model_plan(const struct kvt_model_t *model,
                             const struct kvt_stream_memory_t *memory,
                             struct kvt_stream_plan_t *out,
                             struct kvt_forecast_t *forecast,
-                            struct kvt_unit_home_t *homes,
-                            uint64_t home_room,
+                            struct kvt_unit_residency_t *residency,
+                            uint64_t capacity,
                             uint64_t stride_bytes,
                             struct kvt_error_t **err);
 
@@ -11592,14 +11598,14 @@ kvt_status_t kvt_model_plan(const struct kvt_model_t *model,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_model_plan_words(const struct kvt_model_t *model,
-                                  const struct kvt_stream_terms_t *terms,
-                                  const struct kvt_stream_memory_t *memory,
-                                  uint32_t kind,
-                                  char *out,
-                                  uint64_t out_capacity,
-                                  uint64_t *out_bytes,
-                                  struct kvt_error_t **err);
+kvt_status_t kvt_model_plan_describe(const struct kvt_model_t *model,
+                                     const struct kvt_stream_terms_t *terms,
+                                     const struct kvt_stream_memory_t *memory,
+                                     uint32_t kind,
+                                     char *out,
+                                     uint64_t out_capacity,
+                                     uint64_t *out_bytes,
+                                     struct kvt_error_t **err);
 
 /**
  * What a pass would take over other links, with the homes of the plan for these terms.
@@ -11674,7 +11680,7 @@ kvt_status_t kvt_stream_close(struct kvt_stream_t **stream,
  * @param unit         The unit.
  * @param flags        KVT_ACQUIRE_POLL or 0.
  * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
- * @param out          Receives where it is; start it with KVT_HELD_INIT.
+ * @param out          Receives where it is; start it with KVT_UNIT_LEASE_INIT.
  * @param err          Explains a failure; may be null, which costs less where KVT_E_AGAIN is
  *                     expected.
  * @return KVT_OK; KVT_E_AGAIN (poll: it is on its way), KVT_E_TIMEOUT, KVT_E_BUSY when all
@@ -11690,16 +11696,16 @@ kvt_status_t kvt_stream_acquire(const struct kvt_stream_t *stream,
                                 uint32_t unit,
                                 uint64_t flags,
                                 uint64_t deadline_ns,
-                                struct kvt_held_t *out,
+                                struct kvt_unit_lease_t *out,
                                 struct kvt_error_t **err);
 
 /**
  * Gives a unit back, and clears what it was held by. Allowed while a streamer closes.
  *
  * @param stream  The streamer.
- * @param held    What kvt_stream_acquire wrote.
+ * @param lease    What kvt_stream_acquire wrote.
  * @param after   The device's event after which its memory may be used for another; 0 = now.
- *                The streamer takes it over, and releases it. kvt_device_adopt makes one of an
+ *                The streamer takes it over, and releases it. kvt_device_import_event makes one of an
  *                event of the engine's.
  * @param err     Explains a failure; may be null.
  * @return KVT_OK; KVT_E_STATE when it was given back before, KVT_E_INVALID,
@@ -11711,7 +11717,7 @@ kvt_status_t kvt_stream_acquire(const struct kvt_stream_t *stream,
  * Threading: any thread, also another one than had it. Since 0.1.
  */
 kvt_status_t kvt_stream_release(const struct kvt_stream_t *stream,
-                                struct kvt_held_t *held,
+                                struct kvt_unit_lease_t *lease,
                                 uint64_t after,
                                 struct kvt_error_t **err);
 
@@ -11793,7 +11799,7 @@ kvt_status_t kvt_stream_hint(const struct kvt_stream_t *stream,
  * experts: with less memory there may be fewer, with more as many as at opening.
  *
  * @param stream  The streamer.
- * @param room    What there is from now on.
+ * @param limits    What there is from now on.
  * @param out     Receives the new plan; start it with KVT_STREAM_PLAN_INIT. May be null.
  * @param err     Explains a failure; may be null.
  * @return KVT_OK; KVT_E_BUDGET when the slots do not fit any more (nothing was changed),
@@ -11803,7 +11809,7 @@ kvt_status_t kvt_stream_hint(const struct kvt_stream_t *stream,
  * Threading: any thread. Since 0.1.
  */
 kvt_status_t kvt_stream_rebalance(const struct kvt_stream_t *stream,
-                                  const struct kvt_stream_room_t *room,
+                                  const struct kvt_stream_limits_t *limits,
                                   struct kvt_stream_plan_t *out,
                                   struct kvt_error_t **err);
 
@@ -11814,9 +11820,9 @@ kvt_status_t kvt_stream_rebalance(const struct kvt_stream_t *stream,
  * @param out           Receives it in numbers; start it with KVT_STREAM_PLAN_INIT. May be null.
  * @param forecast      Receives what a pass takes; start it with KVT_FORECAST_INIT. May be
  *                      null.
- * @param homes         Receives the home of each unit; may be null with room for 0.
- * @param home_room     How many it has room for.
- * @param stride_bytes  sizeof(kvt_unit_home_t).
+ * @param residency         Receives the home of each unit; may be null with room for 0.
+ * @param capacity     How many it has room for.
+ * @param stride_bytes  sizeof(kvt_unit_residency_t).
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
  *         KVT_E_PANIC.
  *
@@ -11825,8 +11831,8 @@ kvt_status_t kvt_stream_rebalance(const struct kvt_stream_t *stream,
 kvt_status_t kvt_stream_plan(const struct kvt_stream_t *stream,
                              struct kvt_stream_plan_t *out,
                              struct kvt_forecast_t *forecast,
-                             struct kvt_unit_home_t *homes,
-                             uint64_t home_room,
+                             struct kvt_unit_residency_t *residency,
+                             uint64_t capacity,
                              uint64_t stride_bytes);
 
 /**
@@ -11842,11 +11848,11 @@ kvt_status_t kvt_stream_plan(const struct kvt_stream_t *stream,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_stream_plan_words(const struct kvt_stream_t *stream,
-                                   uint32_t kind,
-                                   char *out,
-                                   uint64_t out_capacity,
-                                   uint64_t *out_bytes);
+kvt_status_t kvt_stream_plan_describe(const struct kvt_stream_t *stream,
+                                      uint32_t kind,
+                                      char *out,
+                                      uint64_t out_capacity,
+                                      uint64_t *out_bytes);
 
 /**
  * What a pass would take over other links.
@@ -11885,7 +11891,7 @@ kvt_status_t kvt_stream_stats(const struct kvt_stream_t *stream, struct kvt_stre
  * @param stream        The streamer.
  * @param rows          Receives a row for each layer that has experts; null with room for 0
  *                      asks for the count alone.
- * @param room          How many it has room for.
+ * @param capacity          How many it has room for.
  * @param stride_bytes  sizeof(kvt_layer_count_t).
  * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
@@ -11895,7 +11901,7 @@ kvt_status_t kvt_stream_stats(const struct kvt_stream_t *stream, struct kvt_stre
  */
 kvt_status_t kvt_stream_layers(const struct kvt_stream_t *stream,
                                struct kvt_layer_count_t *rows,
-                               uint64_t room,
+                               uint64_t capacity,
                                uint64_t stride_bytes,
                                uint64_t *count_out);
 
@@ -11905,7 +11911,7 @@ kvt_status_t kvt_stream_layers(const struct kvt_stream_t *stream,
  *
  * @param stream        The streamer.
  * @param rows          Receives them; null with room for 0 asks for the count alone.
- * @param room          How many it has room for.
+ * @param capacity          How many it has room for.
  * @param stride_bytes  sizeof(kvt_stream_mark_t).
  * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
  * @return As kvt_stream_layers.
@@ -11914,7 +11920,7 @@ kvt_status_t kvt_stream_layers(const struct kvt_stream_t *stream,
  */
 kvt_status_t kvt_stream_marks(const struct kvt_stream_t *stream,
                               struct kvt_stream_mark_t *rows,
-                              uint64_t room,
+                              uint64_t capacity,
                               uint64_t stride_bytes,
                               uint64_t *count_out);
 
@@ -11970,7 +11976,7 @@ kvt_status_t kvt_stream_sum(const struct kvt_stream_t *stream, uint32_t unit, ui
  * an engine can set its pointers to weights once. There is memory only while the unit is had:
  * reading there at another time reads zeros, or what is being brought; on a device it may be an
  * error after which the device is lost. With a device the address is the device's, but for
- * units that the processor uses (kvt_held_t.memory says so): theirs are outside of the range.
+ * units that the processor uses (kvt_unit_lease_t.memory says so): theirs are outside of the range.
  *
  * @param stream       The streamer.
  * @param unit         The unit; KVT_NONE = the whole range of addresses.
@@ -11990,7 +11996,7 @@ kvt_status_t kvt_stream_fixed(const struct kvt_stream_t *stream,
 /**
  * Says what blocks are called in events and files: the keys that docs/keys.md defines.
  *
- * @param space  The namespace.
+ * @param ns  The namespace.
  * @param names  The names.
  * @param out    Receives KVT_KEY_BYTES for each.
  * @param err    Explains a failure; may be null.
@@ -11999,7 +12005,7 @@ kvt_status_t kvt_stream_fixed(const struct kvt_stream_t *stream,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *space,
+kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *ns,
                                       const struct kvt_names_t *names,
                                       uint8_t *out,
                                       struct kvt_error_t **err);
@@ -12010,7 +12016,7 @@ kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *space,
  * there has 1 << KVT_TIER_REMOTE alone; without KVT_EXISTS_WHOLE it is not here, but gets and
  * prefetches bring it.
  *
- * @param space  The namespace.
+ * @param ns  The namespace.
  * @param names  The names.
  * @param out    Receives a byte for each, as kvt_namespace_exists gives.
  * @param err    Explains a failure; may be null.
@@ -12018,7 +12024,7 @@ kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *space,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_find_blocks(const struct kvt_namespace_t *space,
+kvt_status_t kvt_namespace_find_blocks(const struct kvt_namespace_t *ns,
                                        const struct kvt_names_t *names,
                                        uint8_t *out,
                                        struct kvt_error_t **err);
@@ -12169,7 +12175,7 @@ kvt_status_t kvt_session_release_blocks(const struct kvt_session_t *session,
  *
  * @param session  The session; says whose words these are. Nothing is told of it.
  * @param names    The names, at most 65536.
- * @param told     The hint; its times are CLOCK_MONOTONIC.
+ * @param hint     The hint; its times are CLOCK_MONOTONIC.
  * @param err      Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
  *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -12178,7 +12184,7 @@ kvt_status_t kvt_session_release_blocks(const struct kvt_session_t *session,
  */
 kvt_status_t kvt_session_hint_blocks(const struct kvt_session_t *session,
                                      const struct kvt_names_t *names,
-                                     const struct kvt_policy_hint_t *told,
+                                     const struct kvt_policy_hint_t *hint,
                                      struct kvt_error_t **err);
 
 /**

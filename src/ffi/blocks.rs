@@ -72,9 +72,9 @@ pub struct kvt_blocks_t {
     pub level: u32,
     /// Always 0.
     pub reserved: u32,
-    /// See kvt_move_t.
+    /// See kvt_transfer_t.
     pub ready: *const kvt_event_t,
-    /// See kvt_move_t.
+    /// See kvt_transfer_t.
     pub after: u64,
 }
 
@@ -102,7 +102,7 @@ impl Moved for kvt_blocks_t {
 ///
 /// # Safety
 /// `names` is valid for the size it states, and what it leads to for reads.
-pub(crate) unsafe fn keys_of(space: &Space, names: *const kvt_names_t) -> Result<Vec<Key>> {
+pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_names_t) -> Result<Vec<Key>> {
     if names.is_null() {
         fail!(Invalid, "names is null");
     }
@@ -111,7 +111,7 @@ pub(crate) unsafe fn keys_of(space: &Space, names: *const kvt_names_t) -> Result
     if given.count > MAX_NAMES as u64 {
         fail!(Limit, "{} names; a call has at most {MAX_NAMES}", given.count);
     }
-    let keys = BlockKeys::new(&space.key);
+    let keys = BlockKeys::new(&ns.key);
     if given.ends.is_null() {
         let Some(all) = given.each_bytes.checked_mul(given.count) else {
             fail!(Limit, "{} names of {} bytes", given.count, given.each_bytes);
@@ -146,7 +146,7 @@ pub(crate) unsafe fn keys_of(space: &Space, names: *const kvt_names_t) -> Result
 
 /// Says what blocks are called in events and files: the keys that docs/keys.md defines.
 ///
-/// @param space  The namespace.
+/// @param ns  The namespace.
 /// @param names  The names.
 /// @param out    Receives KVT_KEY_BYTES for each.
 /// @param err    Explains a failure; may be null.
@@ -159,13 +159,13 @@ pub(crate) unsafe fn keys_of(space: &Space, names: *const kvt_names_t) -> Result
 /// Pointers are null or valid for their lengths; structs for the size they state.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_block_keys(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     names: *const kvt_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
-        with::<NamespaceNoun, ()>(space, Access::Use, |noun| {
+        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
             // SAFETY: the caller's promise.
             unsafe {
                 let keys = keys_of(&noun.0, names)?;
@@ -189,7 +189,7 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
 /// there has 1 << KVT_TIER_REMOTE alone; without KVT_EXISTS_WHOLE it is not here, but gets and
 /// prefetches bring it.
 ///
-/// @param space  The namespace.
+/// @param ns  The namespace.
 /// @param names  The names.
 /// @param out    Receives a byte for each, as kvt_namespace_exists gives.
 /// @param err    Explains a failure; may be null.
@@ -201,13 +201,13 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
 /// As kvt_namespace_block_keys.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_find_blocks(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     names: *const kvt_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
-        with::<NamespaceNoun, ()>(space, Access::Use, |noun| {
+        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
             // SAFETY: the caller's promise.
             let keys = unsafe { keys_of(&noun.0, names)? };
             if !keys.is_empty() {
@@ -240,10 +240,10 @@ unsafe fn move_blocks(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let begin = |noun: &SessionNoun, given: &kvt_blocks_t, how: &How<'_>| {
-        let layers = layers_of(noun.space.layers, given.first_layer, given.layers)?;
+        let layers = layers_of(noun.ns.layers, given.first_layer, given.layers)?;
         // SAFETY: the caller's promise.
-        let keys = unsafe { keys_of(&noun.space, given.names)? };
-        let tokens = keys.len() as u64 * u64::from(noun.space.chunk_tokens);
+        let keys = unsafe { keys_of(&noun.ns, given.names)? };
+        let tokens = keys.len() as u64 * u64::from(noun.ns.chunk_tokens);
         let common = given.common();
         let blocks = BlockMove {
             keys,
@@ -253,7 +253,7 @@ unsafe fn move_blocks(
             views: unsafe { common.views(noun, kind, (layers, Some(tokens)))? },
             after: common.after(),
         };
-        let (store, How { level, opts, ready, .. }) = (&noun.space.store, how);
+        let (store, How { level, opts, ready, .. }) = (&noun.ns.store, how);
         store.submit_blocks(noun.number, (kind, *level), blocks, opts, *ready)
     };
     // SAFETY: the caller's promise; there is one op.
@@ -382,8 +382,8 @@ pub unsafe extern "C" fn kvt_session_drop_blocks(
         unsafe { check(out)? };
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
             // SAFETY: the caller's promise.
-            let keys = unsafe { keys_of(&noun.space, names)? };
-            let cleared = noun.space.store.with(|core| core.drop_blocks(noun.number, &keys))?;
+            let keys = unsafe { keys_of(&noun.ns, names)? };
+            let cleared = noun.ns.store.with(|core| core.drop_blocks(noun.number, &keys))?;
             // SAFETY: checked above.
             unsafe { tell(out, &cleared) };
             Ok(())

@@ -49,11 +49,11 @@ pub unsafe extern "C" fn kvt_session_hold_blocks(
     let body = || {
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
             // SAFETY: the caller's promise.
-            let keys = unsafe { keys_of(&noun.space, names)? };
+            let keys = unsafe { keys_of(&noun.ns, names)? };
             let mut found = Vec::new();
             found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
             found.resize(keys.len(), 0);
-            let store = &noun.space.store;
+            let store = &noun.ns.store;
             store.with(|core| core.hold_names(noun.number, &keys, &mut found))?;
             if !out.is_null() {
                 // SAFETY: room for a byte a name, by the caller's promise.
@@ -91,8 +91,8 @@ pub unsafe extern "C" fn kvt_session_release_blocks(
     let body = || {
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
             // SAFETY: the caller's promise.
-            let keys = unsafe { keys_of(&noun.space, names)? };
-            noun.space.store.with(|core| core.release_names(noun.number, &keys))
+            let keys = unsafe { keys_of(&noun.ns, names)? };
+            noun.ns.store.with(|core| core.release_names(noun.number, &keys))
         })
     };
     // SAFETY: the caller's promise about `err`.
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn kvt_session_release_blocks(
 ///
 /// @param session  The session; says whose words these are. Nothing is told of it.
 /// @param names    The names, at most 65536.
-/// @param told     The hint; its times are CLOCK_MONOTONIC.
+/// @param hint     The hint; its times are CLOCK_MONOTONIC.
 /// @param err      Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
 ///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -118,24 +118,24 @@ pub unsafe extern "C" fn kvt_session_release_blocks(
 pub unsafe extern "C" fn kvt_session_hint_blocks(
     session: *const kvt_session_t,
     names: *const kvt_names_t,
-    told: *const kvt_policy_hint_t,
+    hint: *const kvt_policy_hint_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let hint = unsafe { hint(told)? };
+        let hint = unsafe { self::hint(hint)? };
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
             // SAFETY: the caller's promise.
-            let keys = unsafe { keys_of(&noun.space, names)? };
+            let keys = unsafe { keys_of(&noun.ns, names)? };
             if keys.len() > MAX_BLOCKS {
                 fail!(Limit, "{} names; a call has at most {MAX_BLOCKS}", keys.len());
             }
             // Others have their turn between: policies may be told of each layer of each.
-            let at_once = (CELLS_AT_ONCE / noun.space.layers.max(1)).max(1);
+            let at_once = (CELLS_AT_ONCE / noun.ns.layers.max(1)).max(1);
             let mut rest = &keys[..];
             loop {
                 let (some, others) = rest.split_at(rest.len().min(at_once));
-                noun.space.store.with(|core| core.hint_blocks(noun.number, some, &hint))?;
+                noun.ns.store.with(|core| core.hint_blocks(noun.number, some, &hint))?;
                 if others.is_empty() {
                     return Ok(());
                 }

@@ -19,12 +19,12 @@ pub struct kvt_clear_report_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// Chunks that are in no tier any more.
-    pub gone_chunks: u64,
+    pub removed_chunks: u64,
     /// Chunks that stay: sessions, moves or pins hold them, or others that stay
     /// continue them.
-    pub held_chunks: u64,
+    pub referenced_chunks: u64,
     /// Chunks that stay, since they were on their way between tiers: call again.
-    pub moving_chunks: u64,
+    pub transferring_chunks: u64,
 }
 
 /// What becomes of chunks in memory that are to go down.
@@ -36,9 +36,9 @@ pub struct kvt_demote_report_t {
     /// Chunks that were on disk, too: their memory is given back.
     pub freed_chunks: u64,
     /// Chunks whose memory is given back as soon as they are on disk.
-    pub leaving_chunks: u64,
+    pub pending_chunks: u64,
     /// Chunks that stay: there is no disk.
-    pub staying_chunks: u64,
+    pub kept_chunks: u64,
 }
 
 // SAFETY: integers alone; the first field is the size.
@@ -53,9 +53,9 @@ unsafe impl Sized_ for kvt_demote_report_t {}
 fn report(cleared: &Cleared) -> kvt_clear_report_t {
     kvt_clear_report_t {
         struct_size: 0,
-        gone_chunks: cleared.gone,
-        held_chunks: cleared.held,
-        moving_chunks: cleared.moving,
+        removed_chunks: cleared.gone,
+        referenced_chunks: cleared.held,
+        transferring_chunks: cleared.moving,
     }
 }
 
@@ -80,7 +80,7 @@ pub(crate) unsafe fn check<T: Sized_>(out: *mut T) -> Result<()> {
 /// chunks that are stored meanwhile nothing is said. Their bytes stay in files until
 /// those are used again; nobody finds them there.
 ///
-/// @param space        The namespace, which stays open.
+/// @param ns        The namespace, which stays open.
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
 /// @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
 ///                     be null.
@@ -96,7 +96,7 @@ pub(crate) unsafe fn check<T: Sized_>(out: *mut T) -> Result<()> {
 /// Pointers are null or valid; `out` is valid for the size it states.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_clear(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     deadline_ns: u64,
     out: *mut kvt_clear_report_t,
     err: *mut *mut kvt_error_t,
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn kvt_namespace_clear(
     let body = || {
         // SAFETY: the caller's promise.
         unsafe { check(out)? };
-        with::<NamespaceNoun, ()>(space, Access::Use, |noun| {
+        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
             refuse_reentry()?;
             let cleared = noun.0.store.clear(noun.0.number, deadline_ns)?;
             // SAFETY: checked above.
@@ -152,7 +152,7 @@ pub unsafe extern "C" fn kvt_session_drop(
         // SAFETY: the caller's promise.
         unsafe { check(out)? };
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            let cleared = noun.space.store.with(|core| {
+            let cleared = noun.ns.store.with(|core| {
                 let tokens = extent(core, noun.number, first_token, tokens)?;
                 core.drop_range(noun.number, first_token, tokens)
             })?;
@@ -196,15 +196,15 @@ pub unsafe extern "C" fn kvt_session_demote(
         // SAFETY: the caller's promise.
         unsafe { check(out)? };
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            let demoted = noun.space.store.with(|core| {
+            let demoted = noun.ns.store.with(|core| {
                 let tokens = extent(core, noun.number, first_token, tokens)?;
                 core.demote_range(noun.number, first_token, tokens)
             })?;
             let filled = kvt_demote_report_t {
                 struct_size: 0,
                 freed_chunks: demoted.freed,
-                leaving_chunks: demoted.leaving,
-                staying_chunks: demoted.staying,
+                pending_chunks: demoted.leaving,
+                kept_chunks: demoted.staying,
             };
             if !out.is_null() {
                 // SAFETY: checked above.
@@ -239,7 +239,7 @@ pub unsafe extern "C" fn kvt_session_unpin(
 ) -> kvt_status_t {
     let body = || {
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.space.store.with(|core| {
+            noun.ns.store.with(|core| {
                 let tokens = extent(core, noun.number, first_token, tokens)?;
                 core.unpin_range(noun.number, first_token, tokens)
             })

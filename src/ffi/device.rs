@@ -45,7 +45,7 @@ pub const KVT_DEVICE_SUMS: u64 = 2;
 /// It has memory that only it reaches: KVT_MEMORY_DEVICE.
 pub const KVT_DEVICE_HAS_MEMORY: u64 = 4;
 /// Copies are slow, and not asynchronous, unless host memory is pinned: see
-/// kvt_device_know_host.
+/// kvt_device_register_host.
 pub const KVT_DEVICE_WANTS_PINNED: u64 = 8;
 
 /// CUDA and simulated: the device sums what it copies, where it lies in its memory, and stores
@@ -428,7 +428,7 @@ pub unsafe extern "C" fn kvt_device_info(
 /// # Safety
 /// `out` is null or has room for `out_capacity` bytes; `out_bytes` is null or valid for a write.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_device_words(
+pub unsafe extern "C" fn kvt_device_describe(
     device: *const kvt_device_t,
     out: *mut c_char,
     out_capacity: u64,

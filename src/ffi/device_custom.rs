@@ -107,28 +107,28 @@ pub type kvt_device_free_bytes_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, bytes_out: *mut u64) -> kvt_status_t>;
 
 /// Learns of host memory that copies use again and again; with 0 bytes: that it goes.
-pub type kvt_device_know_host_fn =
+pub type kvt_device_register_host_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, address: u64, bytes: u64) -> kvt_status_t>;
 
-/// Makes an event of its own that comes with one that the engine names: see kvt_device_adopt.
+/// Makes an event of its own that comes with one that the engine names: see kvt_device_import_event.
 /// The one that is named stays the engine's.
-pub type kvt_device_adopt_fn = Option<
+pub type kvt_device_import_event_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, raw: u64, event_out: *mut u64) -> kvt_status_t,
 >;
 
-/// Has a stream that the engine names go on only after an event: see kvt_device_hold. It is not
+/// Has a stream that the engine names go on only after an event: see kvt_device_stream_wait. It is not
 /// called for an event that has come already.
-pub type kvt_device_hold_fn = Option<
+pub type kvt_device_stream_wait_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, raw_stream: u64, event: u64) -> kvt_status_t,
 >;
 
 /// Makes an event that comes when `keep` says so: what is put behind it waits until then.
-pub type kvt_device_promise_fn =
+pub type kvt_device_create_event_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, event_out: *mut u64) -> kvt_status_t>;
 
 /// Has such an event come, if it has not. It must not wait. Any thread may say so: that which ends
 /// an op, too.
-pub type kvt_device_keep_fn =
+pub type kvt_device_signal_event_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, event: u64) -> kvt_status_t>;
 
 /// Puts kernels on a stream, as copies.
@@ -179,11 +179,11 @@ pub struct kvt_device_custom_t {
     /// What is left.
     pub free_bytes: kvt_device_free_bytes_fn,
     /// Host memory that is used again and again.
-    pub know_host: kvt_device_know_host_fn,
+    pub register_host: kvt_device_register_host_fn,
     /// Events of the engine's.
-    pub adopt: kvt_device_adopt_fn,
+    pub import_event: kvt_device_import_event_fn,
     /// Streams of the engine's.
-    pub hold: kvt_device_hold_fn,
+    pub stream_wait: kvt_device_stream_wait_fn,
     /// Kernels.
     pub launch: kvt_device_launch_fn,
     /// Handed to all of them; taken over on success only.
@@ -192,9 +192,9 @@ pub struct kvt_device_custom_t {
     pub destroy: kvt_destroy_fn,
     /// Events that come when they are told to; null = there are none, and no stream can wait for
     /// an op.
-    pub promise: kvt_device_promise_fn,
+    pub create_event: kvt_device_create_event_fn,
     /// Tells them: there with `promise` alone.
-    pub keep: kvt_device_keep_fn,
+    pub signal_event: kvt_device_signal_event_fn,
 }
 
 // SAFETY: integers, raw pointers and nullable functions; the first field is the size.
@@ -212,12 +212,12 @@ struct Table {
     allocate: kvt_device_allocate_fn,
     free: kvt_device_free_fn,
     free_bytes: kvt_device_free_bytes_fn,
-    know_host: kvt_device_know_host_fn,
-    adopt: kvt_device_adopt_fn,
-    hold: kvt_device_hold_fn,
+    register_host: kvt_device_register_host_fn,
+    import_event: kvt_device_import_event_fn,
+    stream_wait: kvt_device_stream_wait_fn,
     launch: kvt_device_launch_fn,
-    promise: kvt_device_promise_fn,
-    keep: kvt_device_keep_fn,
+    create_event: kvt_device_create_event_fn,
+    signal_event: kvt_device_signal_event_fn,
 }
 
 /// What a callback came to.
@@ -337,7 +337,7 @@ impl Engine for Called {
     }
 
     fn know_host(&self, address: u64, bytes: u64) -> Result<()> {
-        self.call(|table, user_data| match table.know_host {
+        self.call(|table, user_data| match table.register_host {
             // SAFETY: function and data came together.
             Some(know) => result("know_host", unsafe { know(user_data, address, bytes) }),
             None => Ok(()),
@@ -350,7 +350,7 @@ impl Engine for Called {
 
     fn adopt(&self, raw: u64) -> Result<u64> {
         self.call(|table, user_data| {
-            let Some(adopt) = table.adopt else { return none("adopt") };
+            let Some(adopt) = table.import_event else { return none("adopt") };
             let mut event = 0;
             // SAFETY: function and data came together; a place for a number.
             let status = unsafe { adopt(user_data, raw, &raw mut event) };
@@ -360,7 +360,7 @@ impl Engine for Called {
 
     fn hold(&self, raw_stream: u64, event: u64) -> Result<()> {
         self.call(|table, user_data| {
-            let Some(hold) = table.hold else { return none("hold") };
+            let Some(hold) = table.stream_wait else { return none("hold") };
             // SAFETY: function and data came together.
             result("hold", unsafe { hold(user_data, raw_stream, event) })
         })
@@ -368,7 +368,7 @@ impl Engine for Called {
 
     fn promise(&self) -> Result<u64> {
         self.call(|table, user_data| {
-            let Some(promise) = table.promise else { return none("promise") };
+            let Some(promise) = table.create_event else { return none("promise") };
             let mut event = 0;
             // SAFETY: function and data came together; a place for a number.
             let status = unsafe { promise(user_data, &raw mut event) };
@@ -378,7 +378,7 @@ impl Engine for Called {
 
     fn keep(&self, event: u64) -> Result<()> {
         self.call(|table, user_data| {
-            let Some(keep) = table.keep else { return none("keep") };
+            let Some(keep) = table.signal_event else { return none("keep") };
             // SAFETY: function and data came together.
             result("keep", unsafe { keep(user_data, event) })
         })
@@ -422,7 +422,7 @@ pub(crate) unsafe fn with_custom<R>(
     if (given.kernels != 0) != given.launch.is_some() {
         fail!(Invalid, "kernels without launch, or launch without kernels");
     }
-    if given.promise.is_some() != given.keep.is_some() {
+    if given.create_event.is_some() != given.signal_event.is_some() {
         fail!(Invalid, "one of promise and keep without the other");
     }
     let table = Table {
@@ -433,12 +433,12 @@ pub(crate) unsafe fn with_custom<R>(
         allocate: given.allocate,
         free: given.free,
         free_bytes: given.free_bytes,
-        know_host: given.know_host,
-        adopt: given.adopt,
-        hold: given.hold,
+        register_host: given.register_host,
+        import_event: given.import_event,
+        stream_wait: given.stream_wait,
         launch: given.launch,
-        promise: given.promise,
-        keep: given.keep,
+        create_event: given.create_event,
+        signal_event: given.signal_event,
     };
     let facts = Facts {
         name: "custom",

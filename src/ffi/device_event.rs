@@ -215,7 +215,7 @@ pub unsafe extern "C" fn kvt_device_release(
 /// # Safety
 /// It is such an event, and stays so until the one made of it has ended.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_device_adopt(
+pub unsafe extern "C" fn kvt_device_import_event(
     device: *const kvt_device_t,
     raw: u64,
     out_event: *mut u64,
@@ -249,7 +249,7 @@ pub unsafe extern "C" fn kvt_device_adopt(
 /// # Safety
 /// It is such a stream.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_device_hold(
+pub unsafe extern "C" fn kvt_device_stream_wait(
     device: *const kvt_device_t,
     raw_stream: u64,
     event: u64,
@@ -263,7 +263,7 @@ pub unsafe extern "C" fn kvt_device_hold(
     unsafe { guard_err(err, body) }
 }
 
-/// Makes an event that comes when kvt_device_keep says so: batches, moves and streams can be put
+/// Makes an event that comes when kvt_device_signal_event says so: batches, moves and streams can be put
 /// behind it before. Closing the device or its runtime keeps it, too. A copy that the device can
 /// only make in its call (CUDA: within host memory, or of host memory that is not registered)
 /// waits there for what it is behind: then another thread has to keep it.
@@ -281,7 +281,7 @@ pub unsafe extern "C" fn kvt_device_hold(
 /// `out_event` is null or valid for a write, `err` is null or points to a handle that is null or
 /// an error's.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_device_promise(
+pub unsafe extern "C" fn kvt_device_create_event(
     device: *const kvt_device_t,
     out_event: *mut u64,
     err: *mut *mut kvt_error_t,
@@ -298,7 +298,7 @@ pub unsafe extern "C" fn kvt_device_promise(
     unsafe { guard_err(err, body) }
 }
 
-/// Has an event of kvt_device_promise come: what is behind it goes on. One that has come already
+/// Has an event of kvt_device_create_event come: what is behind it goes on. One that has come already
 /// stays as it is.
 ///
 /// @param device  The device.
@@ -312,7 +312,7 @@ pub unsafe extern "C" fn kvt_device_promise(
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_device_keep(
+pub unsafe extern "C" fn kvt_device_signal_event(
     device: *const kvt_device_t,
     event: u64,
     err: *mut *mut kvt_error_t,
@@ -343,7 +343,7 @@ pub unsafe extern "C" fn kvt_device_keep(
 /// # Safety
 /// It is such a stream.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_device_hold_op(
+pub unsafe extern "C" fn kvt_device_stream_wait_op(
     device: *const kvt_device_t,
     raw_stream: u64,
     op: *const kvt_op_t,

@@ -253,7 +253,7 @@ fn told(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
 ///                    are written.
 /// @param address     Where the bytes will be for the device: a multiple of 4, not 0.
 /// @param to          Receives the bytes.
-/// @param room_bytes  How many it has room for.
+/// @param out_capacity  How many it has room for.
 /// @param out_bytes   Receives how many there are, also with KVT_E_TOO_SMALL.
 /// @param err         Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL (the kernel stays as it is), KVT_E_INVALID (an index that is not
@@ -270,7 +270,7 @@ pub unsafe extern "C" fn kvt_launch_index(
     kernel: *mut kvt_kernel_t,
     address: u64,
     to: *mut std::ffi::c_void,
-    room_bytes: u64,
+    out_capacity: u64,
     out_bytes: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -286,7 +286,7 @@ pub unsafe extern "C" fn kvt_launch_index(
         let bytes = if keys.heads.is_empty() { 0 } else { parts.end };
         // SAFETY: not null, and the caller's promise.
         unsafe { out_bytes.write(bytes) };
-        if bytes > room_bytes || (bytes > 0 && to.is_null()) {
+        if bytes > out_capacity || (bytes > 0 && to.is_null()) {
             return Err(too_small("the bytes of the index"));
         }
         let to = to.cast::<u8>();

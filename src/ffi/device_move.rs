@@ -54,7 +54,7 @@ pub struct kvt_copy_t {
     /// KVT_MEMORY_*: where that is.
     pub plane_memory: u32,
     /// KVT_COPY_GATHER or KVT_COPY_SCATTER.
-    pub way: u32,
+    pub direction: u32,
     /// The first token that is copied.
     pub first_token: u32,
     /// How many; 0 = all from there on.
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn kvt_device_free(
 
 /// Tells a device of host memory that copies will use again and again, so that they are as fast
 /// as they can be: CUDA pins it. Where it cannot, copies work, are slower, and wait in the call;
-/// kvt_device_words says how much memory that is. A device to which all host memory is the same
+/// kvt_device_describe says how much memory that is. A device to which all host memory is the same
 /// does nothing.
 ///
 /// @param device   The device.
@@ -171,9 +171,9 @@ pub unsafe extern "C" fn kvt_device_free(
 /// Threading: any thread. Since 0.1.
 ///
 /// # Safety
-/// The memory stays until kvt_device_forget_host.
+/// The memory stays until kvt_device_unregister_host.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_device_know_host(
+pub unsafe extern "C" fn kvt_device_register_host(
     device: *const kvt_device_t,
     address: *mut c_void,
     bytes: u64,
@@ -204,7 +204,7 @@ pub unsafe extern "C" fn kvt_device_know_host(
 /// # Safety
 /// No work under way uses the memory.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_device_forget_host(
+pub unsafe extern "C" fn kvt_device_unregister_host(
     device: *const kvt_device_t,
     address: *mut c_void,
     err: *mut *mut kvt_error_t,
@@ -222,14 +222,14 @@ fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
     if given.flags & !KVT_COPY_SUM != 0 {
         fail!(Invalid, "flags {:#x} of a copy", given.flags);
     }
-    let way = match given.way {
+    let direction = match given.direction {
         KVT_COPY_GATHER => Way::Gather,
         KVT_COPY_SCATTER => Way::Scatter,
         other => fail!(Invalid, "way {other} is neither KVT_COPY_GATHER nor _SCATTER"),
     };
     let all = plane.tokens.saturating_sub(given.first_token);
     let tokens = if given.tokens == 0 { all } else { given.tokens };
-    let copy = Copy::new(&plane.view(), given.first_token, tokens, given.plane.cast(), way)?;
+    let copy = Copy::new(&plane.view(), given.first_token, tokens, given.plane.cast(), direction)?;
     Ok(Copy {
         memory: plane.memory,
         plane_memory: memory_of(given.plane_memory)?,
@@ -240,7 +240,7 @@ fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
 
 /// Puts copies on a stream, behind an event if one is given, and behind what is there. Without
 /// copies it marks the place. CUDA waits in the call for what they are behind where they go from
-/// host to host memory, or use any that was not told of (kvt_device_know_host) or not pinned.
+/// host to host memory, or use any that was not told of (kvt_device_register_host) or not pinned.
 ///
 /// @param device        The device.
 /// @param stream        0 to kvt_device_info_t.streams - 1.

@@ -11,7 +11,7 @@ use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::known_flags;
 use crate::store::ready_event::{Ready, Word};
 
-/// A moment that comes once: memory is ready. Moves wait for it (kvt_move_t.ready).
+/// A moment that comes once: memory is ready. Moves wait for it (kvt_transfer_t.ready).
 /// Internally locked: any thread may use it.
 pub struct kvt_event_t(());
 

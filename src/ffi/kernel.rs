@@ -26,7 +26,7 @@ const MAX_NUMBERS: usize = 1 << 40;
 /// keys up to their own position.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_problem_t {
+pub struct kvt_attention_args_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// [tokens, query heads, key dim]
@@ -51,15 +51,15 @@ pub struct kvt_problem_t {
 }
 
 // SAFETY: integers, floats and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_problem_t {}
+unsafe impl Plain for kvt_attention_args_t {}
 // SAFETY: as above.
-unsafe impl Sized_ for kvt_problem_t {}
+unsafe impl Sized_ for kvt_attention_args_t {}
 /// Reads a problem. It is checked by whoever makes a kernel of it.
 ///
 /// # Safety
 /// `given` is null or valid for the size it states. What it leads to can be read, and nobody
 /// writes it, as long as the problem lives; that is not longer than the planes.
-unsafe fn problem_of(given: *const kvt_problem_t) -> Result<(Problem<'static>, Planes)> {
+unsafe fn problem_of(given: *const kvt_attention_args_t) -> Result<(Problem<'static>, Planes)> {
     if given.is_null() {
         fail!(Invalid, "the problem is null");
     }
@@ -81,7 +81,7 @@ unsafe fn problem_of(given: *const kvt_problem_t) -> Result<(Problem<'static>, P
             plane("values", given.values)?,
         ]);
         let [queries, keys, values] = planes.all();
-        let problem = Problem {
+        let args = Problem {
             queries: queries.rows("queries")?,
             keys: keys.rows("keys")?,
             values: values.rows("values")?,
@@ -90,7 +90,7 @@ unsafe fn problem_of(given: *const kvt_problem_t) -> Result<(Problem<'static>, P
             scale: given.scale,
             select: keys_of(given.select)?,
         };
-        Ok((problem, planes))
+        Ok((args, planes))
     }
 }
 
@@ -112,7 +112,7 @@ pub(crate) unsafe fn numbers_mut<'a>(data: *mut f32, count: u64) -> Result<&'a m
 
 /// Opens a job that computes the attention of a prompt, or of a part of one.
 ///
-/// @param problem    What is to be computed.
+/// @param args    What is to be computed.
 /// @param out        Receives [queries, query heads, value dim]; zeros where a query sees no
 ///                   key.
 /// @param out_count  How many numbers it has room for.
@@ -133,7 +133,7 @@ pub(crate) unsafe fn numbers_mut<'a>(data: *mut f32, count: u64) -> Result<&'a m
 /// but the structs until the job is closed. What is written overlaps nothing else.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_prefill_open(
-    problem: *const kvt_problem_t,
+    args: *const kvt_attention_args_t,
     out: *mut f32,
     out_count: u64,
     lse: *mut f32,
@@ -145,10 +145,10 @@ pub unsafe extern "C" fn kvt_prefill_open(
         // SAFETY: the caller's promise.
         unsafe {
             require(job_out)?;
-            let (problem, planes) = problem_of(problem)?;
+            let (args, planes) = problem_of(args)?;
             let (out, logs) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
             let lse = if lse.is_null() { None } else { Some(logs) };
-            let kernel = Kernel::Prefill(Prefill::new(problem, out, lse)?);
+            let kernel = Kernel::Prefill(Prefill::new(args, out, lse)?);
             open(kernel, planes, job_out)
         }
     };
@@ -158,7 +158,7 @@ pub unsafe extern "C" fn kvt_prefill_open(
 
 /// How many numbers of memory a decode of this problem needs beside scratch.
 ///
-/// @param problem    What is to be computed.
+/// @param args    What is to be computed.
 /// @param flags      KVT_DECODE_*.
 /// @param count_out  Receives the number.
 /// @param err        Explains a failure; may be null.
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn kvt_prefill_open(
 /// As of kvt_decode_open, during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_decode_memory(
-    problem: *const kvt_problem_t,
+    args: *const kvt_attention_args_t,
     flags: u64,
     count_out: *mut u64,
     err: *mut *mut kvt_error_t,
@@ -180,9 +180,9 @@ pub unsafe extern "C" fn kvt_decode_memory(
         // SAFETY: the caller's promise.
         unsafe {
             require(count_out)?;
-            let (problem, _planes) = problem_of(problem)?;
-            problem.check()?;
-            count_out.write(Decode::memory(&problem, flags & KVT_DECODE_SCORES != 0)? as u64);
+            let (args, _planes) = problem_of(args)?;
+            args.check()?;
+            count_out.write(Decode::memory(&args, flags & KVT_DECODE_SCORES != 0)? as u64);
         }
         Ok(())
     };
@@ -192,7 +192,7 @@ pub unsafe extern "C" fn kvt_decode_memory(
 
 /// Opens a job that computes the attention of the next token, or of a few. It has two steps.
 ///
-/// @param problem       What is to be computed; rows of an index are for all of its queries.
+/// @param args       What is to be computed; rows of an index are for all of its queries.
 /// @param flags         KVT_DECODE_*.
 /// @param out           Receives [queries, query heads, value dim].
 /// @param out_count     How many numbers it has room for.
@@ -210,7 +210,7 @@ pub unsafe extern "C" fn kvt_decode_memory(
 /// As of kvt_prefill_open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_decode_open(
-    problem: *const kvt_problem_t,
+    args: *const kvt_attention_args_t,
     flags: u64,
     out: *mut f32,
     out_count: u64,
@@ -226,11 +226,11 @@ pub unsafe extern "C" fn kvt_decode_open(
         // SAFETY: the caller's promise.
         unsafe {
             require(job_out)?;
-            let (problem, planes) = problem_of(problem)?;
+            let (args, planes) = problem_of(args)?;
             let (out, lse) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
             let memory = numbers_mut(memory, memory_count)?;
             let keeps = flags & KVT_DECODE_SCORES != 0;
-            open(Kernel::Decode(Decode::new(problem, out, lse, memory, keeps)?), planes, job_out)
+            open(Kernel::Decode(Decode::new(args, out, lse, memory, keeps)?), planes, job_out)
         }
     };
     // SAFETY: the caller's promise about `err`.
@@ -240,7 +240,7 @@ pub unsafe extern "C" fn kvt_decode_open(
 /// Opens a job that says what each key got of the attention of a prompt's queries, after a
 /// kvt_prefill_open job of the same problem has ended.
 ///
-/// @param problem    The problem.
+/// @param args    The problem.
 /// @param lse        The log-sum-exps that came out, over all keys.
 /// @param lse_count  How many.
 /// @param first      Sums are of the queries from this one on, counted from the problem's first.
@@ -257,7 +257,7 @@ pub unsafe extern "C" fn kvt_decode_open(
 /// As of kvt_prefill_open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_sums_open(
-    problem: *const kvt_problem_t,
+    args: *const kvt_attention_args_t,
     lse: *const f32,
     lse_count: u64,
     first: u32,
@@ -272,11 +272,11 @@ pub unsafe extern "C" fn kvt_sums_open(
         // SAFETY: the caller's promise.
         unsafe {
             require(job_out)?;
-            let (problem, planes) = problem_of(problem)?;
+            let (args, planes) = problem_of(args)?;
             let (lse, sums) =
                 (numbers(lse, lse_count, MAX_NUMBERS)?, numbers_mut(sums, sum_count)?);
             let by_head = flags & KVT_SUMS_BY_HEAD != 0;
-            open(Kernel::Sums(Sums::new(problem, lse, first, by_head, sums)?), planes, job_out)
+            open(Kernel::Sums(Sums::new(args, lse, first, by_head, sums)?), planes, job_out)
         }
     };
     // SAFETY: the caller's promise about `err`.

@@ -97,7 +97,7 @@ pub unsafe extern "C" fn kvt_session_append_media(
             (numbers(given.tokens, given.token_count, MAX_TOKENS)?, media_of(&given)?)
         };
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.space.store.with(|core| {
+            noun.ns.store.with(|core| {
                 let before = core.session(noun.number)?.path().tokens().len() as u64;
                 media.iter_mut().for_each(|one| one.token += before);
                 core.append_media(noun.number, tokens, &media)
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn kvt_session_append_media(
 
 /// kvt_namespace_lookup for a sequence with media.
 ///
-/// @param space         The namespace.
+/// @param ns         The namespace.
 /// @param sequence      The sequence.
 /// @param ranges        See kvt_namespace_lookup.
 /// @param capacity      See kvt_namespace_lookup.
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn kvt_session_append_media(
 /// for their lengths.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_lookup_media(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     sequence: *const kvt_sequence_t,
     ranges: *mut kvt_range_t,
     capacity: u64,
@@ -143,7 +143,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup_media(
             let given = read(sequence)?;
             let tokens = numbers(given.tokens, given.token_count, MAX_TOKENS)?;
             let media = media_of(&given)?;
-            answer(space, &to, |space| space.store.lookup_media(space.number, tokens, &media))
+            answer(ns, &to, |ns| ns.store.lookup_media(ns.number, tokens, &media))
         }
     };
     // SAFETY: the caller's promise about `err`.
@@ -154,7 +154,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup_media(
 /// docs/keys.md defines. A router that knows who has which keys finds by them where a prompt's
 /// prefix is.
 ///
-/// @param space      The namespace.
+/// @param ns      The namespace.
 /// @param sequence   The sequence.
 /// @param keys       Receives KVT_KEY_BYTES for each, in their order; may be null with
 ///                   capacity 0 to learn how many there are.
@@ -171,7 +171,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup_media(
 /// its arrays for their lengths.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_chunk_keys(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     sequence: *const kvt_sequence_t,
     keys: *mut u8,
     capacity: u64,
@@ -188,7 +188,7 @@ pub unsafe extern "C" fn kvt_namespace_chunk_keys(
         if keys.is_null() && capacity > 0 {
             fail!(Invalid, "keys is null, and capacity {capacity}");
         }
-        with::<NamespaceNoun, ()>(space, Access::Use, |noun| {
+        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
             let made = noun.0.store.chunk_keys(noun.0.number, tokens, &media)?;
             // SAFETY: checked above.
             unsafe { out_count.write(made.len() as u64) };

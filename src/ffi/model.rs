@@ -34,7 +34,7 @@ pub const KVT_FORMAT_TABLE: u32 = 3;
 /// A text, or a path. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_text_t {
+pub struct kvt_str_t {
     /// It.
     pub text: *const c_char,
     /// Its length.
@@ -101,7 +101,7 @@ pub struct kvt_model_file_t {
 }
 
 // SAFETY: an integer and a raw pointer.
-unsafe impl Plain for kvt_text_t {}
+unsafe impl Plain for kvt_str_t {}
 // SAFETY: integers and a raw pointer; the first field is the size.
 unsafe impl Plain for kvt_model_info_t {}
 // SAFETY: as above.
@@ -173,7 +173,7 @@ pub(crate) unsafe fn path(text: *const c_char, length: u64) -> Result<PathBuf> {
 /// # Safety
 /// `texts` is null with a count of 0, or valid for its entries, and they for their lengths.
 pub(crate) unsafe fn paths(
-    texts: *const kvt_text_t,
+    texts: *const kvt_str_t,
     count: u64,
     stride_bytes: u64,
 ) -> Result<Vec<PathBuf>> {
@@ -196,7 +196,7 @@ pub(crate) unsafe fn paths(
 ///                      the directory of a model, any one file of a split GGUF model. Or
 ///                      all its files.
 /// @param path_count    How many.
-/// @param stride_bytes  sizeof(kvt_text_t).
+/// @param stride_bytes  sizeof(kvt_str_t).
 /// @param out           The model; close it with kvt_model_close.
 /// @param err           Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_CORRUPT (files that are not what they say, with the reason),
@@ -209,7 +209,7 @@ pub(crate) unsafe fn paths(
 /// Pointers are null or valid; texts are valid for their lengths.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_model_open(
-    paths: *const kvt_text_t,
+    paths: *const kvt_str_t,
     path_count: u64,
     stride_bytes: u64,
     out: *mut *mut kvt_model_t,

@@ -90,7 +90,7 @@ pub struct kvt_part_t {
     pub tensor: u32,
     /// Which unit.
     pub unit: u32,
-    /// Where in the unit: kvt_held_t.address + at is its first byte.
+    /// Where in the unit: kvt_unit_lease_t.address + at is its first byte.
     pub at: u64,
     /// Where in the tensor: 0 unless it is divided between experts.
     pub from: u64,
@@ -238,14 +238,14 @@ pub unsafe extern "C" fn kvt_model_tensor(
 unsafe fn give_parts(
     model: *const kvt_model_t,
     rows: *mut kvt_part_t,
-    room: u64,
+    capacity: u64,
     stride_bytes: u64,
     count_out: *mut u64,
     of: impl FnOnce(&Parts) -> Result<&[Part]>,
 ) -> kvt_status_t {
     guard(|| {
         // SAFETY: the caller's promise.
-        let array = unsafe { Strided::new(rows, room, stride_bytes, MAX_PARTS as u64)? };
+        let array = unsafe { Strided::new(rows, capacity, stride_bytes, MAX_PARTS as u64)? };
         with_model(model, |parts| {
             let found = of(parts)?;
             // SAFETY: the caller's promise.
@@ -259,7 +259,7 @@ unsafe fn give_parts(
 /// @param model         The model.
 /// @param unit          The unit.
 /// @param parts         Receives its parts; null with room for 0 asks for the count alone.
-/// @param room          How many it has room for.
+/// @param capacity          How many it has room for.
 /// @param stride_bytes  sizeof(kvt_part_t).
 /// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
@@ -274,13 +274,13 @@ pub unsafe extern "C" fn kvt_model_unit_parts(
     model: *const kvt_model_t,
     unit: u32,
     parts: *mut kvt_part_t,
-    room: u64,
+    capacity: u64,
     stride_bytes: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
     unsafe {
-        give_parts(model, parts, room, stride_bytes, count_out, |all| {
+        give_parts(model, parts, capacity, stride_bytes, count_out, |all| {
             if unit as usize >= all.units.units.len() {
                 fail!(Invalid, "unit {unit} of {}", all.units.units.len());
             }
@@ -294,7 +294,7 @@ pub unsafe extern "C" fn kvt_model_unit_parts(
 /// @param model         The model.
 /// @param tensor        The tensor.
 /// @param parts         Receives its parts; null with room for 0 asks for the count alone.
-/// @param room          How many it has room for.
+/// @param capacity          How many it has room for.
 /// @param stride_bytes  sizeof(kvt_part_t).
 /// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return As kvt_model_unit_parts.
@@ -308,13 +308,13 @@ pub unsafe extern "C" fn kvt_model_tensor_parts(
     model: *const kvt_model_t,
     tensor: u32,
     parts: *mut kvt_part_t,
-    room: u64,
+    capacity: u64,
     stride_bytes: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
     unsafe {
-        give_parts(model, parts, room, stride_bytes, count_out, |all| {
+        give_parts(model, parts, capacity, stride_bytes, count_out, |all| {
             if tensor as usize >= all.model.tensors.len() {
                 fail!(Invalid, "tensor {tensor} of {}", all.model.tensors.len());
             }

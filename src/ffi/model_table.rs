@@ -8,7 +8,7 @@ use crate::fail;
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::guard_err;
 use crate::ffi::handle::insert;
-use crate::ffi::model::{KVT_NONE, ModelNoun, Parts, kvt_model_t, kvt_text_t, paths};
+use crate::ffi::model::{KVT_NONE, ModelNoun, Parts, kvt_model_t, kvt_str_t, paths};
 use crate::ffi::model_look::role_of;
 use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
@@ -61,10 +61,10 @@ pub struct kvt_model_table_t {
     /// None are defined yet: 0.
     pub flags: u64,
     /// The files.
-    pub paths: *const kvt_text_t,
+    pub paths: *const kvt_str_t,
     /// How many.
     pub path_count: u64,
-    /// sizeof(kvt_text_t).
+    /// sizeof(kvt_str_t).
     pub path_stride_bytes: u64,
     /// The units, in the order in which a pass needs them.
     pub units: *const kvt_unit_entry_t,

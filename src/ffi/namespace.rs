@@ -372,7 +372,7 @@ pub unsafe extern "C" fn kvt_namespace_open(
         };
         let (layers, chunk_tokens) = (layout.layers(), layout.chunk_tokens());
         let opts = SpaceOpts { key, layout, holes: flags & KVT_NAMESPACE_HOLES != 0 };
-        let space = with::<StoreNoun, _>(store, Access::Use, |noun| {
+        let ns = with::<StoreNoun, _>(store, Access::Use, |noun| {
             let number = noun.store.with(|core| {
                 let number = core.open_space(&opts)?;
                 core.set_codec(number, codec);
@@ -385,7 +385,7 @@ pub unsafe extern "C" fn kvt_namespace_open(
             let (core, store) = (noun.core.clone(), noun.store.clone());
             Ok(Space { core, store, number, layers, chunk_tokens, key })
         })?;
-        let handle = insert(NamespaceNoun(Arc::new(space)))?;
+        let handle = insert(NamespaceNoun(Arc::new(ns)))?;
         // SAFETY: not null, and the caller's promise.
         unsafe { out.write(handle) };
         Ok(())
@@ -396,7 +396,7 @@ pub unsafe extern "C" fn kvt_namespace_open(
 
 /// The key of a namespace: what its identity and layout come to.
 ///
-/// @param space    The namespace.
+/// @param ns    The namespace.
 /// @param out_key  Receives KVT_KEY_BYTES bytes.
 /// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
 ///
@@ -406,13 +406,13 @@ pub unsafe extern "C" fn kvt_namespace_open(
 /// `out_key` is null or valid for writes of 32 bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_key(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     out_key: *mut u8,
 ) -> kvt_status_t {
     guard(|| {
         // SAFETY: a check of the pointer alone.
         unsafe { require(out_key)? };
-        with::<NamespaceNoun, ()>(space, Access::Salvage, |noun| {
+        with::<NamespaceNoun, ()>(ns, Access::Salvage, |noun| {
             let key = noun.0.key.0;
             // SAFETY: room for the whole key, by the caller's promise.
             unsafe { std::ptr::copy_nonoverlapping(key.as_ptr(), out_key, key.len()) };
@@ -423,7 +423,7 @@ pub unsafe extern "C" fn kvt_namespace_key(
 
 /// Closes a namespace. Its chunks stay in the store, its sessions stay open.
 ///
-/// @param space  Pointer to the handle, cleared on success; null, or a null
+/// @param ns  Pointer to the handle, cleared on success; null, or a null
 ///               handle, is fine.
 /// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
 ///
@@ -432,7 +432,7 @@ pub unsafe extern "C" fn kvt_namespace_key(
 /// # Safety
 /// `space` is null or valid for reads and writes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_namespace_close(space: *mut *mut kvt_namespace_t) -> kvt_status_t {
+pub unsafe extern "C" fn kvt_namespace_close(ns: *mut *mut kvt_namespace_t) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    guard(|| unsafe { free::<NamespaceNoun>(space, |_| Ok(())) })
+    guard(|| unsafe { free::<NamespaceNoun>(ns, |_| Ok(())) })
 }

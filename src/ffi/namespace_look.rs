@@ -146,7 +146,7 @@ pub(crate) struct Target {
 /// # Safety
 /// As the exported functions that call it.
 pub(crate) unsafe fn answer(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     to: &Target,
     look: impl FnOnce(&Space) -> Result<Look>,
 ) -> Result<()> {
@@ -157,7 +157,7 @@ pub(crate) unsafe fn answer(
         }
         Strided::new(to.ranges, to.capacity, to.stride_bytes, MAX_ROWS)?
     };
-    with::<NamespaceNoun, ()>(space, Access::Use, |noun| {
+    with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
         let look = look(&noun.0)?;
         // SAFETY: the caller's promise.
         unsafe {
@@ -174,7 +174,7 @@ pub(crate) unsafe fn answer(
 /// takes: for schedulers that choose between places. No use is counted, nothing is
 /// held: what is there now may be gone at the next call.
 ///
-/// @param space         The namespace.
+/// @param ns         The namespace.
 /// @param tokens        The sequence.
 /// @param token_count   How many, at most 2^27.
 /// @param ranges        Receives all tokens as ranges, in their order; may be null
@@ -194,7 +194,7 @@ pub(crate) unsafe fn answer(
 /// Pointers are null or valid for their lengths; `out` is valid for the size it states.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_lookup(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     tokens: *const u32,
     token_count: u64,
     ranges: *mut kvt_range_t,
@@ -209,7 +209,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup(
         // SAFETY: the caller's promise.
         unsafe {
             let tokens = numbers(tokens, token_count, MAX_TOKENS)?;
-            answer(space, &to, |space| space.store.lookup(space.number, tokens))
+            answer(ns, &to, |ns| ns.store.lookup(ns.number, tokens))
         }
     };
     // SAFETY: the caller's promise about `err`.
@@ -219,7 +219,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup(
 /// The same for a sequence whose chunks' keys are known (docs/keys.md says how they
 /// are made).
 ///
-/// @param space         The namespace.
+/// @param ns         The namespace.
 /// @param keys          The keys of its full chunks, KVT_KEY_BYTES each.
 /// @param key_count     How many.
 /// @param token_count   Tokens of the sequence: as many as the keys stand for, or
@@ -238,7 +238,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup(
 /// As kvt_namespace_lookup.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_lookup_keys(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     keys: *const u8,
     key_count: u64,
     token_count: u64,
@@ -254,7 +254,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup_keys(
         // SAFETY: the caller's promise.
         unsafe {
             let keys = keys_of(keys, key_count)?;
-            answer(space, &to, |space| space.store.lookup_keys(space.number, keys, token_count))
+            answer(ns, &to, |ns| ns.store.lookup_keys(ns.number, keys, token_count))
         }
     };
     // SAFETY: the caller's promise about `err`.
@@ -275,7 +275,7 @@ unsafe fn keys_of<'a>(keys: *const u8, count: u64) -> Result<&'a [Key]> {
 /// Says of chunks whether a namespace has them, and where. No use is counted, nothing
 /// is held.
 ///
-/// @param space      The namespace.
+/// @param ns      The namespace.
 /// @param keys       Keys of full chunks, KVT_KEY_BYTES each.
 /// @param key_count  How many, at most 2^27.
 /// @param out        Receives a byte for each: KVT_EXISTS_WHOLE when every layer of it
@@ -292,7 +292,7 @@ unsafe fn keys_of<'a>(keys: *const u8, count: u64) -> Result<&'a [Key]> {
 /// `keys` and `out` are null with a count of 0, or valid for their lengths.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_exists(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     keys: *const u8,
     key_count: u64,
     out: *mut u8,
@@ -303,7 +303,7 @@ pub unsafe extern "C" fn kvt_namespace_exists(
         if out.is_null() && !keys.is_empty() {
             fail!(Invalid, "the output pointer is null");
         }
-        with::<NamespaceNoun, ()>(space, Access::Use, |noun| {
+        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
             let mut found = [0; GROUP];
             for (at, keys) in keys.chunks(GROUP).enumerate() {
                 noun.0.store.look(|core| core.exists(noun.0.number, keys, &mut found))??;

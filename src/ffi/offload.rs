@@ -293,7 +293,7 @@ pub unsafe extern "C" fn kvt_offload_open(
         let session = pin::<SessionNoun>(given.session, Access::Use)?;
         // SAFETY: the caller's promise.
         let (opts, taken) = unsafe { options(&given, session.number)? };
-        let store: &Arc<_> = &session.space.store;
+        let store: &Arc<_> = &session.ns.store;
         let mut offload = Offload::open(store, opts)?;
         offload.audit(given.audit_every)?;
         let handle = insert(OffloadNoun::new(offload, session))?;

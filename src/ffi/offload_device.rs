@@ -39,7 +39,7 @@ pub unsafe extern "C" fn kvt_offload_memory_bytes(
         let session = pin::<SessionNoun>(given.session, Access::Use)?;
         // SAFETY: the caller's promise; policies of the engine's are not kept.
         let (opts, _) = unsafe { options(&given, session.number)? };
-        let bytes = Offload::memory_bytes(&session.space.store, &opts)?;
+        let bytes = Offload::memory_bytes(&session.ns.store, &opts)?;
         // SAFETY: not null, and the caller's promise.
         unsafe { bytes_out.write(bytes) };
         Ok(())

@@ -40,7 +40,7 @@ pub unsafe extern "C" fn kvt_offload_fork(
         unsafe { require(out)? };
         let session = pin::<SessionNoun>(session, Access::Use)?;
         let other =
-            with_offload(offload, |offload| offload.fork(&session.space.store, session.number))?;
+            with_offload(offload, |offload| offload.fork(&session.ns.store, session.number))?;
         let handle = insert(OffloadNoun::new(other, session))?;
         // SAFETY: not null, and the caller's promise.
         unsafe { out.write(handle) };

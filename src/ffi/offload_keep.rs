@@ -97,7 +97,7 @@ pub unsafe extern "C" fn kvt_offload_evict(
 /// @param head       Of which list: there are `heads_out` of them, one for each head of keys
 ///                   (or of queries), or one for all.
 /// @param positions  Receives positions, ascending; null = only counts are wanted.
-/// @param room       How many it has room for.
+/// @param capacity       How many it has room for.
 /// @param count_out  Receives how many there are, also when there is no room for them.
 /// @param heads_out  Receives how many lists there are; 0 = all tokens are left. May be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -112,7 +112,7 @@ pub unsafe extern "C" fn kvt_offload_kept(
     layer: u32,
     head: u32,
     positions: *mut u32,
-    room: u64,
+    capacity: u64,
     count_out: *mut u64,
     heads_out: *mut u32,
 ) -> kvt_status_t {
@@ -134,7 +134,7 @@ pub unsafe extern "C" fn kvt_offload_kept(
                 None => (0, None),
             };
             // SAFETY: the caller's promise.
-            unsafe { fill(count, list.into_iter().flatten(), positions, room, count_out) }
+            unsafe { fill(count, list.into_iter().flatten(), positions, capacity, count_out) }
         })
     })
 }
@@ -156,7 +156,7 @@ pub unsafe extern "C" fn kvt_offload_kept(
 /// Pointers are null or valid; `keys` is valid for the size it states, and its view leads to
 /// memory that can be read during the call.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_offload_tell_keys(
+pub unsafe extern "C" fn kvt_offload_append_keys(
     offload: *const kvt_offload_t,
     layer: u32,
     first: u32,

@@ -386,7 +386,7 @@ pub unsafe extern "C" fn kvt_offload_give_back(
 /// @param offload    The offload.
 /// @param buffer     The buffer.
 /// @param blocks     Receives them; null = only the count is wanted.
-/// @param room       How many it has room for.
+/// @param capacity       How many it has room for.
 /// @param count_out  Receives how many there are, also when there is no room for them.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
@@ -399,7 +399,7 @@ pub unsafe extern "C" fn kvt_offload_blocks(
     offload: *const kvt_offload_t,
     buffer: u32,
     blocks: *mut u32,
-    room: u64,
+    capacity: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
     crate::ffi::guard::guard(|| {
@@ -407,7 +407,7 @@ pub unsafe extern "C" fn kvt_offload_blocks(
             // SAFETY: the caller's promise.
             unsafe {
                 let all = offload.blocks(buffer)?;
-                fill(all.len(), all.iter().copied(), blocks, room, count_out)
+                fill(all.len(), all.iter().copied(), blocks, capacity, count_out)
             }
         })
     })
@@ -464,7 +464,7 @@ pub(crate) unsafe fn fill(
     count: usize,
     from: impl IntoIterator<Item = u32>,
     to: *mut u32,
-    room: u64,
+    capacity: u64,
     count_out: *mut u64,
 ) -> Result<()> {
     if !count_out.is_null() {
@@ -474,8 +474,8 @@ pub(crate) unsafe fn fill(
     if to.is_null() {
         return Ok(());
     }
-    if count as u64 > room {
-        let text = format!("{count} numbers, and room for {room}");
+    if count as u64 > capacity {
+        let text = format!("{count} numbers, and room for {capacity}");
         return Err(Error::new(Status::TooSmall, text));
     }
     for (at, number) in from.into_iter().take(count).enumerate() {

@@ -8,7 +8,8 @@ use crate::ffi::guard::guard_err;
 use crate::ffi::handle::{Access, with};
 use crate::ffi::policy::{PolicyNoun, kvt_policy_t};
 use crate::ffi::policy_use::{
-    KVT_HINT_CONFIDENCE, KVT_HINT_DONE, ids, kvt_policy_hint_t, kvt_policy_who_t, sizes, who,
+    KVT_HINT_CONFIDENCE, KVT_HINT_DONE, context, ids, kvt_policy_context_t, kvt_policy_hint_t,
+    sizes,
 };
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{known_flags, read};
@@ -255,10 +256,10 @@ pub(crate) unsafe fn hint(hint: *const kvt_policy_hint_t) -> Result<Hint> {
 ///
 /// @param policy     The policy.
 /// @param now_ns     See kvt_policy_lookup.
-/// @param who        Whose they are; may be null.
+/// @param context        Whose they are; may be null.
 /// @param ids        The objects.
 /// @param count      How many.
-/// @param told       The hint.
+/// @param hint       The hint.
 /// @param out_known  How many were there; may be null.
 /// @param err        Explains a failure; may be null.
 /// @return As kvt_policy_lookup.
@@ -271,17 +272,17 @@ pub(crate) unsafe fn hint(hint: *const kvt_policy_hint_t) -> Result<Hint> {
 pub unsafe extern "C" fn kvt_policy_hint(
     policy: *const kvt_policy_t,
     now_ns: i64,
-    who: *const kvt_policy_who_t,
+    context: *const kvt_policy_context_t,
     ids: *const u64,
     count: u64,
-    told: *const kvt_policy_hint_t,
+    hint: *const kvt_policy_hint_t,
     out_known: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let tell = |evictor: &mut Evictor, ids: &[u64]| {
         // SAFETY: the caller's promise.
-        let (who, hint) = unsafe { (self::who(who)?, self::hint(told)?) };
-        let known = evictor.hint(now_ns, &who, ids, &hint)?;
+        let (context, hint) = unsafe { (self::context(context)?, self::hint(hint)?) };
+        let known = evictor.hint(now_ns, &context, ids, &hint)?;
         if !out_known.is_null() {
             // SAFETY: not null, and the caller's promise.
             unsafe { out_known.write(known as u64) };

@@ -13,9 +13,9 @@ use crate::policy::Hint;
 use crate::policy::evictor::{MAX_BATCH, New, Who};
 
 /// `session` is given.
-pub const KVT_WHO_SESSION: u64 = 1;
+pub const KVT_CONTEXT_SESSION: u64 = 1;
 /// `priority` is given, also when it is 0.
-pub const KVT_WHO_PRIORITY: u64 = 2;
+pub const KVT_CONTEXT_PRIORITY: u64 = 2;
 /// `parent` is given.
 pub const KVT_ROW_PARENT: u64 = 1;
 /// It will not be used again.
@@ -37,17 +37,17 @@ pub const KVT_STOP_CANCELLED: u32 = 4;
 /// Who asks. All of it is optional.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_policy_who_t {
+pub struct kvt_policy_context_t {
     /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_WHO_*.
+    /// KVT_CONTEXT_*.
     pub flags: u64,
     /// The session: the caller's number for a sequence.
     pub session: u64,
-    /// Its tenant. Kept with the session: without KVT_WHO_SESSION it must be 0.
+    /// Its tenant. Kept with the session: without KVT_CONTEXT_SESSION it must be 0.
     pub tenant: u32,
-    /// Its class, at most 255: 0 leaves first; without KVT_WHO_PRIORITY as before,
-    /// at first 1. KVT_WHO_PRIORITY needs KVT_WHO_SESSION too.
+    /// Its class, at most 255: 0 leaves first; without KVT_CONTEXT_PRIORITY as before,
+    /// at first 1. KVT_CONTEXT_PRIORITY needs KVT_CONTEXT_SESSION too.
     pub priority: u32,
     /// Tokens of the whole request; 0 = tokens_each for each id.
     pub length: u32,
@@ -109,9 +109,9 @@ pub struct kvt_policy_hint_t {
 }
 
 // SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_policy_who_t {}
+unsafe impl Plain for kvt_policy_context_t {}
 // SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_who_t {}
+unsafe impl Sized_ for kvt_policy_context_t {}
 // SAFETY: integers and a float, of which all zero is a value.
 unsafe impl Plain for kvt_policy_row_t {}
 // SAFETY: integers and a float, of which all zero is a value; the first field is the size.
@@ -147,26 +147,26 @@ pub(crate) unsafe fn ids<'a>(data: *const u64, count: u64) -> Result<&'a [u64]> 
 
 /// # Safety
 /// `who` is null or valid for the size it states.
-pub(crate) unsafe fn who(who: *const kvt_policy_who_t) -> Result<Who> {
+pub(crate) unsafe fn context(context: *const kvt_policy_context_t) -> Result<Who> {
     // SAFETY: the caller's promise.
-    let given = unsafe { read(who)? };
-    known_flags(given.flags, KVT_WHO_SESSION | KVT_WHO_PRIORITY)?;
+    let given = unsafe { read(context)? };
+    known_flags(given.flags, KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY)?;
     if given.reserved != 0 {
         fail!(Invalid, "reserved is {}", given.reserved);
     }
     let Ok(priority) = u8::try_from(given.priority) else {
         fail!(Invalid, "priority {} is above 255", given.priority);
     };
-    if given.flags & KVT_WHO_SESSION == 0 && given.tenant != 0 {
+    if given.flags & KVT_CONTEXT_SESSION == 0 && given.tenant != 0 {
         fail!(Invalid, "tenant {} without a session: it is kept with that", given.tenant);
     }
-    if given.flags & (KVT_WHO_SESSION | KVT_WHO_PRIORITY) == KVT_WHO_PRIORITY {
+    if given.flags & (KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY) == KVT_CONTEXT_PRIORITY {
         fail!(Invalid, "priority {priority} without a session: it is kept with that");
     }
     Ok(Who {
-        session: (given.flags & KVT_WHO_SESSION != 0).then_some(given.session),
+        session: (given.flags & KVT_CONTEXT_SESSION != 0).then_some(given.session),
         tenant: given.tenant,
-        priority: (given.flags & KVT_WHO_PRIORITY != 0).then_some(priority),
+        priority: (given.flags & KVT_CONTEXT_PRIORITY != 0).then_some(priority),
         length: given.length,
         max_length: given.max_length,
         tokens_each: given.tokens_each,
@@ -182,14 +182,14 @@ pub(crate) fn sizes(units: &[u64]) -> Result<()> {
 
 impl PolicyNoun {
     /// After a call for a session: what the engine's predictor says of it.
-    fn foresee(&self, who: &Who, ids: &[u64]) -> Result<()> {
-        let Some(session) = who.session else { return Ok(()) };
-        let (length, max_length) = (u64::from(who.length), u64::from(who.max_length));
+    fn foresee(&self, context: &Who, ids: &[u64]) -> Result<()> {
+        let Some(session) = context.session else { return Ok(()) };
+        let (length, max_length) = (u64::from(context.length), u64::from(context.max_length));
         if let Some((ahead_ns, confidence)) = self.predict(session, length, max_length) {
             let evictor = &mut self.state.lock().evictor;
             let now = evictor.now_ns();
             let next_use = Some((now.saturating_add(ahead_ns), confidence));
-            evictor.hint(now, who, ids, &Hint { next_use, ..Hint::default() })?;
+            evictor.hint(now, context, ids, &Hint { next_use, ..Hint::default() })?;
         }
         Ok(())
     }
@@ -202,7 +202,7 @@ impl PolicyNoun {
 /// @param policy       The policy.
 /// @param now_ns       The caller's clock, which must not go back; 0 = the
 ///                     library's (CLOCK_MONOTONIC).
-/// @param who          Who asks; may be null.
+/// @param context          Who asks; may be null.
 /// @param ids          The path.
 /// @param count        How many, at most 2^24.
 /// @param out_found    1 or 0 for each id; may be null.
@@ -219,7 +219,7 @@ impl PolicyNoun {
 pub unsafe extern "C" fn kvt_policy_lookup(
     policy: *const kvt_policy_t,
     now_ns: i64,
-    who: *const kvt_policy_who_t,
+    context: *const kvt_policy_context_t,
     ids: *const u64,
     count: u64,
     out_found: *mut u8,
@@ -228,15 +228,15 @@ pub unsafe extern "C" fn kvt_policy_lookup(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let (who, ids) = unsafe { (self::who(who)?, self::ids(ids, count)?) };
+        let (context, ids) = unsafe { (self::context(context)?, self::ids(ids, count)?) };
         let found = match out_found.is_null() {
             true => &mut [][..],
             // SAFETY: not null, with room for `count` bytes, by the caller's promise.
             false => unsafe { std::slice::from_raw_parts_mut(out_found, ids.len()) },
         };
         let leading = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
-            let leading = noun.state.lock().evictor.lookup(now_ns, &who, ids, found)?;
-            noun.foresee(&who, ids)?;
+            let leading = noun.state.lock().evictor.lookup(now_ns, &context, ids, found)?;
+            noun.foresee(&context, ids)?;
             Ok(leading)
         })?;
         if !out_leading.is_null() {
@@ -254,7 +254,7 @@ pub unsafe extern "C" fn kvt_policy_lookup(
 ///
 /// @param policy       The policy.
 /// @param now_ns       See kvt_policy_lookup.
-/// @param who          Who uses them; may be null.
+/// @param context          Who uses them; may be null.
 /// @param ids          The objects.
 /// @param count        How many.
 /// @param out_touched  How many were there; may be null.
@@ -269,7 +269,7 @@ pub unsafe extern "C" fn kvt_policy_lookup(
 pub unsafe extern "C" fn kvt_policy_touch(
     policy: *const kvt_policy_t,
     now_ns: i64,
-    who: *const kvt_policy_who_t,
+    context: *const kvt_policy_context_t,
     ids: *const u64,
     count: u64,
     out_touched: *mut u64,
@@ -277,9 +277,9 @@ pub unsafe extern "C" fn kvt_policy_touch(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let (who, ids) = unsafe { (self::who(who)?, self::ids(ids, count)?) };
+        let (context, ids) = unsafe { (self::context(context)?, self::ids(ids, count)?) };
         let touched = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
-            noun.state.lock().evictor.touch(now_ns, &who, ids)
+            noun.state.lock().evictor.touch(now_ns, &context, ids)
         })?;
         if !out_touched.is_null() {
             // SAFETY: not null, and the caller's promise.
@@ -297,7 +297,7 @@ pub unsafe extern "C" fn kvt_policy_touch(
 ///
 /// @param policy     The policy.
 /// @param now_ns     See kvt_policy_lookup.
-/// @param who        Who uses them; may be null.
+/// @param context        Who uses them; may be null.
 /// @param ids        The objects.
 /// @param units      Sizes of those that are new; null = 1 each.
 /// @param count      How many.
@@ -313,7 +313,7 @@ pub unsafe extern "C" fn kvt_policy_touch(
 pub unsafe extern "C" fn kvt_policy_record(
     policy: *const kvt_policy_t,
     now_ns: i64,
-    who: *const kvt_policy_who_t,
+    context: *const kvt_policy_context_t,
     ids: *const u64,
     units: *const u64,
     count: u64,
@@ -322,14 +322,14 @@ pub unsafe extern "C" fn kvt_policy_record(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let (who, ids, units) = unsafe {
+        let (context, ids, units) = unsafe {
             let units_there = if units.is_null() { 0 } else { count };
-            (self::who(who)?, self::ids(ids, count)?, self::ids(units, units_there)?)
+            (self::context(context)?, self::ids(ids, count)?, self::ids(units, units_there)?)
         };
         sizes(units)?;
         let added = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
-            let added = noun.state.lock().evictor.record(now_ns, &who, ids, units)?;
-            noun.foresee(&who, ids)?;
+            let added = noun.state.lock().evictor.record(now_ns, &context, ids, units)?;
+            noun.foresee(&context, ids)?;
             Ok(added)
         })?;
         if !out_added.is_null() {
@@ -372,7 +372,7 @@ fn new_row(row: &kvt_policy_row_t) -> Result<New> {
 ///
 /// @param policy        The policy.
 /// @param now_ns        See kvt_policy_lookup.
-/// @param who           Who brought them; may be null.
+/// @param context           Who brought them; may be null.
 /// @param rows          The objects; a parent stands before what continues it.
 /// @param count         How many.
 /// @param stride_bytes  sizeof(kvt_policy_row_t).
@@ -389,7 +389,7 @@ fn new_row(row: &kvt_policy_row_t) -> Result<New> {
 pub unsafe extern "C" fn kvt_policy_insert(
     policy: *const kvt_policy_t,
     now_ns: i64,
-    who: *const kvt_policy_who_t,
+    context: *const kvt_policy_context_t,
     rows: *const kvt_policy_row_t,
     count: u64,
     stride_bytes: u64,
@@ -397,7 +397,7 @@ pub unsafe extern "C" fn kvt_policy_insert(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let who = unsafe { self::who(who)? };
+        let context = unsafe { self::context(context)? };
         // SAFETY: as above; the entries are only read.
         let rows = unsafe { Strided::new(rows.cast_mut(), count, stride_bytes, MAX_BATCH as u64)? };
         with::<PolicyNoun, ()>(policy, Access::Use, |noun| {
@@ -410,7 +410,7 @@ pub unsafe extern "C" fn kvt_policy_insert(
             for at in 0..rows.len() {
                 news.push(new_row(&rows.get(at)?)?);
             }
-            evictor.insert(now_ns, &who, news)
+            evictor.insert(now_ns, &context, news)
         })
     };
     // SAFETY: the caller's promise about `err`.
@@ -424,8 +424,8 @@ mod tests {
     #[test]
     fn what_is_kept_with_a_session_is_refused_without_one() {
         let given = |flags, tenant, priority| {
-            let who = kvt_policy_who_t {
-                struct_size: size_of::<kvt_policy_who_t>() as u64,
+            let context = kvt_policy_context_t {
+                struct_size: size_of::<kvt_policy_context_t>() as u64,
                 flags,
                 session: 7,
                 tenant,
@@ -436,15 +436,17 @@ mod tests {
                 reserved: 0,
             };
             // SAFETY: a whole struct.
-            unsafe { self::who(&who) }
+            unsafe { self::context(&context) }
         };
-        let both = KVT_WHO_SESSION | KVT_WHO_PRIORITY;
+        let both = KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY;
         let whole = (Some(7), 5, Some(2));
-        let told = |who: Who| (who.session, who.tenant, who.priority);
+        let told = |context: Who| (context.session, context.tenant, context.priority);
         assert_eq!(given(both, 5, 2).map(told).ok(), Some(whole));
-        assert!(given(KVT_WHO_SESSION, 5, 2).is_ok_and(|who| who.priority.is_none()));
-        assert!(given(0, 0, 2).is_ok_and(|who| who.session.is_none() && who.length == 64));
-        for (flags, tenant, word) in [(0, 5, "tenant 5"), (KVT_WHO_PRIORITY, 0, "priority 2")] {
+        assert!(given(KVT_CONTEXT_SESSION, 5, 2).is_ok_and(|context| context.priority.is_none()));
+        assert!(
+            given(0, 0, 2).is_ok_and(|context| context.session.is_none() && context.length == 64)
+        );
+        for (flags, tenant, word) in [(0, 5, "tenant 5"), (KVT_CONTEXT_PRIORITY, 0, "priority 2")] {
             let error = given(flags, tenant, 2).err().map(|error| error.to_string());
             assert!(error.as_ref().is_some_and(|text| text.contains(word)), "{error:?}");
         }

@@ -35,10 +35,10 @@ unsafe impl Sized_ for kvt_prefill_t {}
 
 /// Tells what the engine took to compute tokens: plans go by what was observed.
 ///
-/// @param space           The namespace.
+/// @param ns           The namespace.
 /// @param context_tokens  Tokens before the first one that was computed.
 /// @param tokens          How many were computed, at least 1.
-/// @param ns              How long that took, 1 to an hour.
+/// @param duration_ns              How long that took, 1 to an hour.
 /// @param err             Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
 ///         KVT_E_PANIC.
@@ -49,16 +49,17 @@ unsafe impl Sized_ for kvt_prefill_t {}
 /// `err` is null or points to a handle that is null or an error's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_observe_prefill(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     context_tokens: u64,
     tokens: u64,
-    ns: u64,
+    duration_ns: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
-        with::<NamespaceNoun, ()>(space, Access::Use, |noun| {
-            let space = &noun.0;
-            space.store.with(|core| core.observe_prefill(space.number, context_tokens, tokens, ns))
+        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
+            let ns = &noun.0;
+            ns.store
+                .with(|core| core.observe_prefill(ns.number, context_tokens, tokens, duration_ns))
         })
     };
     // SAFETY: the caller's promise about `err`.
@@ -67,7 +68,7 @@ pub unsafe extern "C" fn kvt_namespace_observe_prefill(
 
 /// Fixes what computing costs, whatever is observed.
 ///
-/// @param space  The namespace.
+/// @param ns  The namespace.
 /// @param cost   alpha_ns and beta_ns of it, 0 to 1e15 each, are read; null = go by
 ///               what is observed again.
 /// @param err    Explains a failure; may be null.
@@ -80,7 +81,7 @@ pub unsafe extern "C" fn kvt_namespace_observe_prefill(
 /// Pointers are null or valid; `cost` is valid for the size it states.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_fix_prefill(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     cost: *const kvt_prefill_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -93,9 +94,9 @@ pub unsafe extern "C" fn kvt_namespace_fix_prefill(
                 Some(Cost { alpha: given.alpha_ns, beta: given.beta_ns })
             }
         };
-        with::<NamespaceNoun, ()>(space, Access::Use, |noun| {
-            let space = &noun.0;
-            space.store.with(|core| core.fix_prefill(space.number, cost))
+        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
+            let ns = &noun.0;
+            ns.store.with(|core| core.fix_prefill(ns.number, cost))
         })
     };
     // SAFETY: the caller's promise about `err`.
@@ -104,7 +105,7 @@ pub unsafe extern "C" fn kvt_namespace_fix_prefill(
 
 /// What computing costs, as plans see it now.
 ///
-/// @param space  The namespace.
+/// @param ns  The namespace.
 /// @param out    Filled in; start it with KVT_PREFILL_INIT.
 /// @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
 ///
@@ -114,13 +115,13 @@ pub unsafe extern "C" fn kvt_namespace_fix_prefill(
 /// `out` is null or valid for the size it states.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_namespace_prefill(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     out: *mut kvt_prefill_t,
 ) -> kvt_status_t {
     guard(|| {
         // SAFETY: the caller's promise.
         unsafe { check_out(out)? };
-        with::<NamespaceNoun, ()>(space, Access::Salvage, |noun| {
+        with::<NamespaceNoun, ()>(ns, Access::Salvage, |noun| {
             let prefill = noun.0.store.look(|core| core.prefill(noun.0.number))?;
             let Cost { alpha, beta } = prefill.cost();
             let filled = kvt_prefill_t {

@@ -19,11 +19,11 @@ use crate::store::state::RemoteCounters;
 use crate::tier::remote::breaker::{Breaker, State, Way};
 
 /// Requests go to the remote.
-pub const KVT_REMOTE_WELL: u32 = 1;
+pub const KVT_REMOTE_CIRCUIT_CLOSED: u32 = 1;
 /// The remote is left alone for a while: it did not answer, or answered nonsense.
-pub const KVT_REMOTE_LEFT_ALONE: u32 = 2;
+pub const KVT_REMOTE_CIRCUIT_OPEN: u32 = 2;
 /// One request goes there, to see whether it is well again.
-pub const KVT_REMOTE_PROBED: u32 = 3;
+pub const KVT_REMOTE_CIRCUIT_PROBING: u32 = 3;
 
 /// Most secrets.
 const MAX_SECRETS: u64 = 16;
@@ -125,9 +125,9 @@ unsafe impl Sized_ for kvt_remote_stats_t {}
 
 fn state_of(breaker: &Breaker, way: Way) -> u32 {
     match breaker.state(way) {
-        State::Closed => KVT_REMOTE_WELL,
-        State::Open => KVT_REMOTE_LEFT_ALONE,
-        State::Half => KVT_REMOTE_PROBED,
+        State::Closed => KVT_REMOTE_CIRCUIT_CLOSED,
+        State::Open => KVT_REMOTE_CIRCUIT_OPEN,
+        State::Half => KVT_REMOTE_CIRCUIT_PROBING,
     }
 }
 
@@ -219,7 +219,7 @@ pub unsafe extern "C" fn kvt_session_locate(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let begin = |noun: &SessionNoun, opts: &OpOpts| noun.space.store.locate(noun.number, opts);
+    let begin = |noun: &SessionNoun, opts: &OpOpts| noun.ns.store.locate(noun.number, opts);
     // SAFETY: the caller's promise.
     unsafe { locate(session, opts, (op_out, err), begin) }
 }
@@ -263,8 +263,8 @@ pub unsafe extern "C" fn kvt_session_locate_blocks(
 ) -> kvt_status_t {
     let begin = |noun: &SessionNoun, opts: &OpOpts| {
         // SAFETY: the caller's promise.
-        let keys = unsafe { keys_of(&noun.space, names)? };
-        noun.space.store.locate_blocks(noun.number, keys, opts)
+        let keys = unsafe { keys_of(&noun.ns, names)? };
+        noun.ns.store.locate_blocks(noun.number, keys, opts)
     };
     // SAFETY: the caller's promise.
     unsafe { locate(session, opts, (op_out, err), begin) }

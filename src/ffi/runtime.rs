@@ -303,8 +303,8 @@ fn census(core: &Arc<Core>) -> kvt_close_report_t {
     ops().visit(|op| left.ops += same(&op.core));
     StoreNoun::table().visit(|n| left.stores += same(&n.core));
     NamespaceNoun::table().visit(|n| left.namespaces += same(&n.0.core));
-    SessionNoun::table().visit(|n| left.sessions += same(&n.space.core));
-    OffloadNoun::table().visit(|n| left.offloads += same(&n.session.space.core));
+    SessionNoun::table().visit(|n| left.sessions += same(&n.ns.core));
+    OffloadNoun::table().visit(|n| left.offloads += same(&n.session.ns.core));
     StreamNoun::table().visit(|n| left.streamers += same(&n.core));
     DeviceNoun::table().visit(|n| left.devices += same(&n.core));
     left

@@ -76,7 +76,7 @@ unsafe impl Sized_ for kvt_session_info_t {}
 /// A session, by its number in the store's core. The number is free again when
 /// nobody is inside a call on the handle any more.
 pub(crate) struct SessionNoun {
-    pub(crate) space: Arc<Space>,
+    pub(crate) ns: Arc<Space>,
     pub(crate) number: u32,
 }
 
@@ -86,13 +86,13 @@ impl SessionNoun {
         let tokens = |core: &StoreState| -> Result<u64> {
             Ok(core.session(self.number)?.path().tokens().len() as u64)
         };
-        self.space.store.look(tokens)?
+        self.ns.store.look(tokens)?
     }
 }
 
 impl Drop for SessionNoun {
     fn drop(&mut self) {
-        if let Err(error) = self.space.store.let_go(|core| core.close_session(self.number)) {
+        if let Err(error) = self.ns.store.let_go(|core| core.close_session(self.number)) {
             log::error!("a session was not closed in its store: {error}");
         }
     }
@@ -129,7 +129,7 @@ unsafe fn options<'a>(given: &kvt_session_opts_t) -> Result<SessionOpts<'a>> {
 
 /// Opens a session without tokens.
 ///
-/// @param space  Its namespace, which it keeps.
+/// @param ns  Its namespace, which it keeps.
 /// @param opts   Who asks; null for nothing.
 /// @param out    The session; close it with kvt_session_close.
 /// @param err    Explains a failure; may be null.
@@ -143,7 +143,7 @@ unsafe fn options<'a>(given: &kvt_session_opts_t) -> Result<SessionOpts<'a>> {
 /// Pointers are null or valid; `opts` is valid for the size it states.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_session_open(
-    space: *const kvt_namespace_t,
+    ns: *const kvt_namespace_t,
     opts: *const kvt_session_opts_t,
     out: *mut *mut kvt_session_t,
     err: *mut *mut kvt_error_t,
@@ -154,10 +154,10 @@ pub unsafe extern "C" fn kvt_session_open(
             require(out)?;
             options(&read(opts)?)?
         };
-        let noun = with::<NamespaceNoun, _>(space, Access::Use, |noun| {
-            let space = noun.0.clone();
-            let number = space.store.with(|core| core.open_session(space.number, &opts))?;
-            Ok(SessionNoun { space, number })
+        let noun = with::<NamespaceNoun, _>(ns, Access::Use, |noun| {
+            let ns = noun.0.clone();
+            let number = ns.store.with(|core| core.open_session(ns.number, &opts))?;
+            Ok(SessionNoun { ns, number })
         })?;
         let handle = insert(noun)?;
         // SAFETY: not null, and the caller's promise.
@@ -195,9 +195,9 @@ pub unsafe extern "C" fn kvt_session_fork(
             options(&read(opts)?)?
         };
         let noun = with::<SessionNoun, _>(session, Access::Use, |noun| {
-            let space = noun.space.clone();
-            let number = space.store.with(|core| core.fork(noun.number, &opts))?;
-            Ok(SessionNoun { space, number })
+            let ns = noun.ns.clone();
+            let number = ns.store.with(|core| core.fork(noun.number, &opts))?;
+            Ok(SessionNoun { ns, number })
         })?;
         let handle = insert(noun)?;
         // SAFETY: not null, and the caller's promise.
@@ -233,7 +233,7 @@ pub unsafe extern "C" fn kvt_session_append(
         // SAFETY: the caller's promise.
         let tokens = unsafe { numbers(tokens, count, MAX_TOKENS)? };
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.space.store.with(|core| core.append(noun.number, tokens))
+            noun.ns.store.with(|core| core.append(noun.number, tokens))
         })
     };
     // SAFETY: the caller's promise about `err`.
@@ -260,7 +260,7 @@ pub unsafe extern "C" fn kvt_session_truncate(
 ) -> kvt_status_t {
     let body = || {
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.space.store.with(|core| core.truncate(noun.number, tokens).map(|_| ()))
+            noun.ns.store.with(|core| core.truncate(noun.number, tokens).map(|_| ()))
         })
     };
     // SAFETY: the caller's promise about `err`.
@@ -299,7 +299,7 @@ pub unsafe extern "C" fn kvt_session_pin(
         };
         let pin = Pin { priority, until_ns: if until_ns == 0 { u64::MAX } else { until_ns } };
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.space.store.with(|core| {
+            noun.ns.store.with(|core| {
                 let tokens = match tokens {
                     0 => (core.session(noun.number)?.path().tokens().len() as u64)
                         .saturating_sub(first_token),
@@ -317,7 +317,7 @@ pub unsafe extern "C" fn kvt_session_pin(
 /// when a request of it has ended.
 ///
 /// @param session  The session.
-/// @param told     The hint; its times are CLOCK_MONOTONIC.
+/// @param hint     The hint; its times are CLOCK_MONOTONIC.
 /// @param err      Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
 ///         KVT_E_FORKED, KVT_E_PANIC.
@@ -329,14 +329,14 @@ pub unsafe extern "C" fn kvt_session_pin(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_session_hint(
     session: *const kvt_session_t,
-    told: *const kvt_policy_hint_t,
+    hint: *const kvt_policy_hint_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let hint = unsafe { hint(told)? };
+        let hint = unsafe { self::hint(hint)? };
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.space.store.with(|core| core.hint(noun.number, &hint))
+            noun.ns.store.with(|core| core.hint(noun.number, &hint))
         })
     };
     // SAFETY: the caller's promise about `err`.
@@ -362,14 +362,14 @@ pub unsafe extern "C" fn kvt_session_info(
         // SAFETY: the caller's promise.
         unsafe { check_out(out)? };
         with::<SessionNoun, ()>(session, Access::Salvage, |noun| {
-            let space = &noun.space;
+            let ns = &noun.ns;
             let tokens = noun.tokens()?;
             let filled = kvt_session_info_t {
                 struct_size: 0,
                 tokens,
-                full_chunks: tokens / u64::from(space.chunk_tokens),
-                chunk_tokens: space.chunk_tokens,
-                layers: space.layers as u32,
+                full_chunks: tokens / u64::from(ns.chunk_tokens),
+                chunk_tokens: ns.chunk_tokens,
+                layers: ns.layers as u32,
             };
             // SAFETY: checked above.
             unsafe { write(out, &filled) };

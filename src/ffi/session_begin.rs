@@ -74,7 +74,7 @@ impl Common {
                 views_of((self.k, self.v, self.stride_bytes), self.first_layer, layers, tokens)?
             },
         };
-        check_memory(&noun.space.store, &views, self.first_layer)?;
+        check_memory(&noun.ns.store, &views, self.first_layer)?;
         Ok(Arc::new(views))
     }
 }

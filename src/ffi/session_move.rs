@@ -17,12 +17,12 @@ use crate::store::state::{CellRange, Level, TO_THE_END, TransferKind, Wanted};
 /// An op for each layer: ops_out then receives one per layer of the move, and the
 /// tag of layer i of the move is the given one plus i. The move is given up once all
 /// of them were cancelled.
-pub const KVT_MOVE_EACH_LAYER: u64 = 1;
+pub const KVT_TRANSFER_EACH_LAYER: u64 = 1;
 /// Of a get or a prefetch: only what going on after its last token needs. Of layers with a
 /// window that is the chunks that have one of the window's last tokens, of layers with a
 /// state the last chunk; their other cells are left alone, and are no misses. So a segment
 /// of a plan can be got as it is planned. Views describe all tokens of the move.
-pub const KVT_MOVE_REUSE: u64 = 2;
+pub const KVT_TRANSFER_REUSE: u64 = 2;
 
 /// A put has ended when the cells are in memory.
 pub const KVT_LEVEL_RAM: u32 = 0;
@@ -35,13 +35,13 @@ pub const KVT_LEVEL_DURABLE: u32 = 2;
 /// memory then. KVT_E_AGAIN where layers have left memory: they cannot be sent from elsewhere.
 pub const KVT_LEVEL_REMOTE: u32 = 3;
 
-/// A rectangle of a session: tokens by layers, and where the engine has them.
+/// A transfer of a session: tokens by layers, and where the engine has them.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_move_t {
+pub struct kvt_transfer_t {
     /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_MOVE_*.
+    /// KVT_TRANSFER_*.
     pub flags: u64,
     /// The first token, a multiple of a chunk's tokens.
     pub first_token: u64,
@@ -73,8 +73,8 @@ pub struct kvt_move_t {
     pub chunks: *const u32,
     /// How many.
     pub chunk_count: u64,
-    /// An event of the store's device (kvt_device_copy, kvt_device_launch, kvt_device_adopt,
-    /// kvt_device_promise); 0 = none. No copy between the tensors and the store runs before it
+    /// An event of the store's device (kvt_device_copy, kvt_device_launch, kvt_device_import_event,
+    /// kvt_device_create_event); 0 = none. No copy between the tensors and the store runs before it
     /// has come: they are put behind it on the device, and no thread waits. What they need from
     /// disk comes meanwhile. It stays yours, several moves may name it, and it is not to be
     /// released before the last of their ops was. One that fails, or is released before it was
@@ -84,25 +84,25 @@ pub struct kvt_move_t {
 }
 
 // SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_move_t {}
+unsafe impl Plain for kvt_transfer_t {}
 // SAFETY: as above.
-unsafe impl Sized_ for kvt_move_t {}
+unsafe impl Sized_ for kvt_transfer_t {}
 
-impl Moved for kvt_move_t {
-    const FLAGS: u64 = KVT_MOVE_EACH_LAYER | KVT_MOVE_REUSE;
-    const EACH: &'static str = "KVT_MOVE_EACH_LAYER";
+impl Moved for kvt_transfer_t {
+    const FLAGS: u64 = KVT_TRANSFER_EACH_LAYER | KVT_TRANSFER_REUSE;
+    const EACH: &'static str = "KVT_TRANSFER_EACH_LAYER";
 
     fn common(&self) -> Common {
-        let kvt_move_t { flags, reserved, level, ready, first_layer, .. } = *self;
-        let kvt_move_t { k, v, stride_bytes, after, .. } = *self;
+        let kvt_transfer_t { flags, reserved, level, ready, first_layer, .. } = *self;
+        let kvt_transfer_t { k, v, stride_bytes, after, .. } = *self;
         Common { flags, reserved, level, ready, first_layer, k, v, stride_bytes, after }
     }
 }
 
-pub(crate) fn level_of(level: u32, deed: TransferKind) -> Result<Level> {
+pub(crate) fn level_of(level: u32, kind: TransferKind) -> Result<Level> {
     match level {
         KVT_LEVEL_RAM => Ok(Level::Ram),
-        _ if deed != TransferKind::Put => fail!(Invalid, "level is for puts alone"),
+        _ if kind != TransferKind::Put => fail!(Invalid, "level is for puts alone"),
         KVT_LEVEL_DISK => Ok(Level::Disk),
         KVT_LEVEL_DURABLE => Ok(Level::Durable),
         KVT_LEVEL_REMOTE => Ok(Level::Remote),
@@ -112,10 +112,10 @@ pub(crate) fn level_of(level: u32, deed: TransferKind) -> Result<Level> {
 
 /// # Safety
 /// `chunks` of `given` is null or valid for reads.
-unsafe fn wanted_of(given: &kvt_move_t, deed: TransferKind) -> Result<Wanted> {
-    let needed = given.flags & KVT_MOVE_REUSE != 0;
-    if needed && deed == TransferKind::Put {
-        fail!(Invalid, "KVT_MOVE_REUSE has no meaning for a put");
+unsafe fn wanted_of(given: &kvt_transfer_t, kind: TransferKind) -> Result<Wanted> {
+    let needed = given.flags & KVT_TRANSFER_REUSE != 0;
+    if needed && kind == TransferKind::Put {
+        fail!(Invalid, "KVT_TRANSFER_REUSE has no meaning for a put");
     }
     // SAFETY: the caller's promise.
     let chunks = unsafe { numbers(given.chunks, given.chunk_count, MAX_MOVE_CHUNKS)? };
@@ -125,8 +125,8 @@ unsafe fn wanted_of(given: &kvt_move_t, deed: TransferKind) -> Result<Wanted> {
     match (chunks.is_empty(), needed) {
         (true, true) => Ok(Wanted::Needed),
         (true, false) => Ok(Wanted::All),
-        (false, true) => fail!(Invalid, "KVT_MOVE_REUSE and chunks: one or the other"),
-        (false, false) if deed == TransferKind::Put => fail!(Invalid, "chunks are for gets alone"),
+        (false, true) => fail!(Invalid, "KVT_TRANSFER_REUSE and chunks: one or the other"),
+        (false, false) if kind == TransferKind::Put => fail!(Invalid, "chunks are for gets alone"),
         (false, false) => {
             let mut wanted = Vec::new();
             wanted.try_reserve_exact(chunks.len()).map_err(|_| Status::NoMem)?;
@@ -150,40 +150,40 @@ pub(crate) fn layers_of(all: usize, first: u32, given: u32) -> Result<usize> {
 /// As the exported functions that call it.
 unsafe fn move_rectangle(
     session: *const kvt_session_t,
-    deed: TransferKind,
-    rectangle: *const kvt_move_t,
+    kind: TransferKind,
+    transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let begin = |noun: &SessionNoun, given: &kvt_move_t, how: &How<'_>| {
+    let begin = |noun: &SessionNoun, given: &kvt_transfer_t, how: &How<'_>| {
         // SAFETY: the caller's promise.
-        let wanted = unsafe { wanted_of(given, deed)? };
-        let layers = layers_of(noun.space.layers, given.first_layer, given.layers)?;
+        let wanted = unsafe { wanted_of(given, kind)? };
+        let layers = layers_of(noun.ns.layers, given.first_layer, given.layers)?;
         if given.tokens == TO_THE_END {
             fail!(Invalid, "{} tokens: no session has so many", given.tokens);
         }
         let tokens = (given.tokens != 0).then_some(given.tokens);
         let common = given.common();
-        let rectangle = CellRange {
+        let transfer = CellRange {
             first_token: given.first_token,
             tokens: tokens.unwrap_or(TO_THE_END),
             first_layer: given.first_layer as usize,
             layers,
-            by_layer: given.flags & KVT_MOVE_EACH_LAYER != 0,
+            by_layer: given.flags & KVT_TRANSFER_EACH_LAYER != 0,
             wanted,
             // SAFETY: the caller's promise.
-            views: unsafe { common.views(noun, deed, (layers, tokens))? },
+            views: unsafe { common.views(noun, kind, (layers, tokens))? },
             after: common.after(),
         };
-        let (store, How { level, opts, ready, .. }) = (&noun.space.store, how);
-        store.submit_after(noun.number, deed, *level, rectangle, opts, *ready)
+        let (store, How { level, opts, ready, .. }) = (&noun.ns.store, how);
+        store.submit_after(noun.number, kind, *level, transfer, opts, *ready)
     };
     // SAFETY: the caller's promise; he has room for one op, or one a layer.
-    unsafe { submit(session, deed, rectangle, opts, (ops_out, err), begin) }
+    unsafe { submit(session, kind, transfer, opts, (ops_out, err), begin) }
 }
 
-/// Stores the KV of a rectangle: from the engine's tensors into memory, and down
+/// Stores the KV of a transfer: from the engine's tensors into memory, and down
 /// from there as the spec says. Cells that are there already are not stored again.
 /// Never waits.
 ///
@@ -193,9 +193,9 @@ unsafe fn move_rectangle(
 /// other cells are stored all the same.
 ///
 /// @param session    The session; closing it does not end its moves.
-/// @param rectangle  What, and where it is; copied, tables of pages too.
+/// @param transfer  What, and where it is; copied, tables of pages too.
 /// @param opts       Queue, tag, deadline, priority; null for none.
-/// @param ops_out    Receives the op (one per layer with KVT_MOVE_EACH_LAYER), to
+/// @param ops_out    Receives the op (one per layer with KVT_TRANSFER_EACH_LAYER), to
 ///                   be freed by you; null when the queue alone tells of the end.
 /// @param err        Explains a failure; may be null.
 /// @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
@@ -213,16 +213,16 @@ unsafe fn move_rectangle(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_session_put(
     session: *const kvt_session_t,
-    rectangle: *const kvt_move_t,
+    transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { move_rectangle(session, TransferKind::Put, rectangle, opts, ops_out, err) }
+    unsafe { move_rectangle(session, TransferKind::Put, transfer, opts, ops_out, err) }
 }
 
-/// Loads the KV of a rectangle into the engine's tensors, from whatever tier has
+/// Loads the KV of a transfer into the engine's tensors, from whatever tier has
 /// it. Never waits.
 ///
 /// The op's value is how many tokens from the first on came without a gap. It ends
@@ -231,7 +231,7 @@ pub unsafe extern "C" fn kvt_session_put(
 /// into a miss.
 ///
 /// @param session    See kvt_session_put.
-/// @param rectangle  See kvt_session_put.
+/// @param transfer  See kvt_session_put.
 /// @param opts       See kvt_session_put.
 /// @param ops_out    See kvt_session_put.
 /// @param err        Explains a failure; may be null.
@@ -244,20 +244,20 @@ pub unsafe extern "C" fn kvt_session_put(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_session_get(
     session: *const kvt_session_t,
-    rectangle: *const kvt_move_t,
+    transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { move_rectangle(session, TransferKind::Get, rectangle, opts, ops_out, err) }
+    unsafe { move_rectangle(session, TransferKind::Get, transfer, opts, ops_out, err) }
 }
 
-/// Brings the KV of a rectangle into memory, for a get to come. Never waits. The
+/// Brings the KV of a transfer into memory, for a get to come. Never waits. The
 /// op's value and result are those of a get.
 ///
 /// @param session    See kvt_session_put.
-/// @param rectangle  What; without views.
+/// @param transfer  What; without views.
 /// @param opts       See kvt_session_put; KVT_PRIORITY_PREFETCH is what it is for.
 /// @param ops_out    See kvt_session_put.
 /// @param err        Explains a failure; may be null.
@@ -271,11 +271,11 @@ pub unsafe extern "C" fn kvt_session_get(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_session_prefetch(
     session: *const kvt_session_t,
-    rectangle: *const kvt_move_t,
+    transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { move_rectangle(session, TransferKind::Prefetch, rectangle, opts, ops_out, err) }
+    unsafe { move_rectangle(session, TransferKind::Prefetch, transfer, opts, ops_out, err) }
 }

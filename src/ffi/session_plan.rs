@@ -51,13 +51,13 @@ pub struct kvt_plan_terms_t {
 /// Tokens in a row with which the same is to be done. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_plan_segment_t {
+pub struct kvt_plan_step_t {
     /// The first one.
     pub first_token: u64,
     /// How many.
     pub tokens: u64,
     /// KVT_PLAN_RESIDENT, KVT_PLAN_LOAD or KVT_PLAN_RECOMPUTE.
-    pub deed: u32,
+    pub kind: u32,
     /// The farthest tier that something of them is loaded from, KVT_TIER_*; or
     /// KVT_TIER_NONE.
     pub tier: u32,
@@ -103,7 +103,7 @@ unsafe impl Plain for kvt_plan_terms_t {}
 // SAFETY: as above.
 unsafe impl Sized_ for kvt_plan_terms_t {}
 // SAFETY: integers alone.
-unsafe impl Plain for kvt_plan_segment_t {}
+unsafe impl Plain for kvt_plan_step_t {}
 // SAFETY: integers alone; the first field is the size.
 unsafe impl Plain for kvt_plan_t {}
 // SAFETY: as above.
@@ -136,7 +136,7 @@ fn terms_of(given: &kvt_plan_terms_t) -> Result<PlanTerms> {
     })
 }
 
-fn segment(leg: &Leg) -> kvt_plan_segment_t {
+fn step(leg: &Leg) -> kvt_plan_step_t {
     let [host_bytes, disk_bytes, remote_bytes, device_bytes] = leg.bytes;
     let from = [
         (remote_bytes, Tier::Remote),
@@ -145,10 +145,10 @@ fn segment(leg: &Leg) -> kvt_plan_segment_t {
         (device_bytes, Tier::Device),
     ];
     let farthest = from.into_iter().find(|&(bytes, _)| bytes > 0);
-    kvt_plan_segment_t {
+    kvt_plan_step_t {
         first_token: leg.first_token,
         tokens: leg.tokens,
-        deed: match leg.kind {
+        kind: match leg.kind {
             StepKind::Resident => KVT_PLAN_RESIDENT,
             StepKind::Load => KVT_PLAN_LOAD,
             StepKind::Recompute => KVT_PLAN_RECOMPUTE,
@@ -163,8 +163,8 @@ fn segment(leg: &Leg) -> kvt_plan_segment_t {
 }
 
 fn summary(plan: &SessionPlan) -> kvt_plan_t {
-    let tokens = |deed: Option<StepKind>| -> u64 {
-        let legs = plan.legs.iter().filter(|leg| deed.is_none_or(|deed| leg.kind == deed));
+    let tokens = |kind: Option<StepKind>| -> u64 {
+        let legs = plan.legs.iter().filter(|leg| kind.is_none_or(|kind| leg.kind == kind));
         legs.map(|leg| leg.tokens).sum()
     };
     kvt_plan_t {
@@ -189,11 +189,11 @@ fn summary(plan: &SessionPlan) -> kvt_plan_t {
 ///
 /// @param session       The session.
 /// @param terms         How the engine will run; null for defaults.
-/// @param segments      Receives all tokens as segments, in their order; may be null
+/// @param steps      Receives all tokens as steps, in their order; may be null
 ///                      with capacity 0 to learn how many there are.
 /// @param capacity      Room there, in entries, at most 2^24.
-/// @param stride_bytes  sizeof(kvt_plan_segment_t).
-/// @param out_count     How many segments there are; also written with
+/// @param stride_bytes  sizeof(kvt_plan_step_t).
+/// @param out_count     How many steps there are; also written with
 ///                      KVT_E_TOO_SMALL. May be null.
 /// @param out           The sum of it; start it with KVT_PLAN_INIT. May be null.
 /// @param err           Explains a failure; may be null.
@@ -209,7 +209,7 @@ fn summary(plan: &SessionPlan) -> kvt_plan_t {
 pub unsafe extern "C" fn kvt_session_plan(
     session: *const kvt_session_t,
     terms: *const kvt_plan_terms_t,
-    segments: *mut kvt_plan_segment_t,
+    steps: *mut kvt_plan_step_t,
     capacity: u64,
     stride_bytes: u64,
     out_count: *mut u64,
@@ -223,13 +223,13 @@ pub unsafe extern "C" fn kvt_session_plan(
                 check_out(out)?;
             }
             let terms = terms_of(&read(terms)?)?;
-            (terms, Strided::new(segments, capacity, stride_bytes, MAX_ROWS)?)
+            (terms, Strided::new(steps, capacity, stride_bytes, MAX_ROWS)?)
         };
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            let plan = noun.space.store.with(|core| core.plan(noun.number, &terms).cloned())?;
+            let plan = noun.ns.store.with(|core| core.plan(noun.number, &terms).cloned())?;
             // SAFETY: the caller's promise.
             unsafe {
-                give(&rows, segments.is_null(), plan.legs.iter().map(segment), out_count)?;
+                give(&rows, steps.is_null(), plan.legs.iter().map(step), out_count)?;
                 if !out.is_null() {
                     write(out, &summary(&plan));
                 }

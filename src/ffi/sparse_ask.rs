@@ -64,19 +64,19 @@ pub struct kvt_index_t {
     /// How lists are meant.
     pub heads: *mut kvt_index_head_t,
     /// Room there, when an answer is wanted.
-    pub head_room: u64,
+    pub head_capacity: u64,
     /// How many there are; the number needed with KVT_E_TOO_SMALL.
     pub head_count: u64,
     /// Where each list begins in `items`, and where the last ends.
     pub starts: *mut u32,
     /// Room there.
-    pub start_room: u64,
+    pub start_capacity: u64,
     /// How many there are.
     pub start_count: u64,
     /// What is in lists.
     pub items: *mut u32,
     /// Room there.
-    pub item_room: u64,
+    pub item_capacity: u64,
     /// How many there are.
     pub item_count: u64,
 }
@@ -85,20 +85,20 @@ pub struct kvt_index_t {
 /// one list for all. No list is an answer that all stay, and none that can be told.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_keep_t {
+pub struct kvt_token_lists_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// Where each list begins in `items`, and where the last ends: one more than there are
     /// lists.
     pub starts: *mut u32,
     /// Room there, when an answer is wanted.
-    pub start_room: u64,
+    pub start_capacity: u64,
     /// How many there are; the number needed with KVT_E_TOO_SMALL.
     pub start_count: u64,
     /// The positions.
     pub items: *mut u32,
     /// Room there.
-    pub item_room: u64,
+    pub item_capacity: u64,
     /// How many there are.
     pub item_count: u64,
 }
@@ -110,9 +110,9 @@ unsafe impl Plain for kvt_index_t {}
 // SAFETY: as above.
 unsafe impl Sized_ for kvt_index_t {}
 // SAFETY: as above.
-unsafe impl Plain for kvt_keep_t {}
+unsafe impl Plain for kvt_token_lists_t {}
 // SAFETY: as above.
-unsafe impl Sized_ for kvt_keep_t {}
+unsafe impl Sized_ for kvt_token_lists_t {}
 
 /// Which of the candidates are to be loaded for a query.
 ///
@@ -125,7 +125,7 @@ unsafe impl Sized_ for kvt_keep_t {}
 /// @param context          Where in the sequence that is.
 /// @param ids              Receives the ids that are chosen, ascending, and KVT_SPARSE_NO_ID
 ///                         behind them.
-/// @param room             How many it has room for: as many as there are candidates, or the
+/// @param capacity             How many it has room for: as many as there are candidates, or the
 ///                         call is refused before the policy is asked.
 /// @param count_out        Receives how many are chosen; with KVT_E_TOO_SMALL how much room is
 ///                         needed.
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn kvt_sparse_select(
     candidate_count: u64,
     context: *const kvt_sparse_context_t,
     ids: *mut u32,
-    room: u64,
+    capacity: u64,
     count_out: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn kvt_sparse_select(
         if !ids.is_aligned() {
             fail!(Invalid, "ids is not aligned");
         }
-        if room < candidate_count || (ids.is_null() && room > 0) {
+        if capacity < candidate_count || (ids.is_null() && capacity > 0) {
             // SAFETY: not null, and the caller's promise.
             unsafe { count_out.write(candidate_count) };
             return Err(too_small("ids"));
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn kvt_sparse_select(
             with_seat(policy, |seat| {
                 let (served, out) = (&mut seat.served, &mut seat.ids);
                 served.select(layer, query, candidates, &context, out)?;
-                let rest = room as usize - out.len();
+                let rest = capacity as usize - out.len();
                 // SAFETY: as many as there is room for; a policy chooses no more than there
                 // are candidates, as `Served` sees to.
                 unsafe {
@@ -339,12 +339,12 @@ pub unsafe extern "C" fn kvt_sparse_prefill_attention(
 
 /// Which tokens of a layer stay, if some have to go. Nothing has gone until it is told with
 /// kvt_sparse_evicted: to ask again is fine. With KVT_E_TOO_SMALL the answer is kept:
-/// kvt_sparse_last_keep has it.
+/// kvt_sparse_last_kept has it.
 ///
 /// @param policy       The policy.
 /// @param layer        The layer.
 /// @param context      Where in the sequence that is.
-/// @param out          Start it with KVT_KEEP_INIT, and set arrays and their room. Counts are 0
+/// @param out          Start it with KVT_TOKEN_LISTS_INIT, and set arrays and their room. Counts are 0
 ///                     where all stay.
 /// @param evicted_out  Receives 1 when some have to go, else 0.
 /// @param err          Explains a failure; may be null.
@@ -362,7 +362,7 @@ pub unsafe extern "C" fn kvt_sparse_evict(
     policy: *const kvt_sparse_t,
     layer: u32,
     context: *const kvt_sparse_context_t,
-    out: *mut kvt_keep_t,
+    out: *mut kvt_token_lists_t,
     evicted_out: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -405,9 +405,9 @@ pub unsafe extern "C" fn kvt_sparse_evict(
 /// # Safety
 /// `out` is null or valid for the size it states, its arrays for writes of their room.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_sparse_last_keep(
+pub unsafe extern "C" fn kvt_sparse_last_kept(
     policy: *const kvt_sparse_t,
-    out: *mut kvt_keep_t,
+    out: *mut kvt_token_lists_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
@@ -438,7 +438,7 @@ pub unsafe extern "C" fn kvt_sparse_last_keep(
 pub unsafe extern "C" fn kvt_sparse_evicted(
     policy: *const kvt_sparse_t,
     layer: u32,
-    kept: *const kvt_keep_t,
+    kept: *const kvt_token_lists_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {

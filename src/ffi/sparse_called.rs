@@ -11,7 +11,7 @@ use crate::fail;
 use crate::ffi::attention::{
     KVT_SCALES_CHANNEL, KVT_SCALES_NONE, KVT_SCALES_TOKEN, kvt_rows_t, kvt_sparse_context_t,
 };
-use crate::ffi::sparse_ask::{kvt_index_t, kvt_keep_t};
+use crate::ffi::sparse_ask::{kvt_index_t, kvt_token_lists_t};
 use crate::ffi::sparse_custom::Table;
 use crate::ffi::sparse_lists::{keep_for_c, keep_of, keys_of};
 use crate::ffi::status::kvt_status_t;
@@ -272,8 +272,8 @@ impl Sparse for Called {
     fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
         out.clear();
         let context = context_for_c(context);
-        let mut answer = kvt_keep_t::zeroed();
-        answer.struct_size = size_of::<kvt_keep_t>() as u64;
+        let mut answer = kvt_token_lists_t::zeroed();
+        answer.struct_size = size_of::<kvt_token_lists_t>() as u64;
         self.call(|table, user_data| match table.evict {
             // SAFETY: function and data came together; all is borrowed for the call.
             Some(evict) => result("evict", unsafe {

@@ -14,7 +14,7 @@ use crate::ffi::sparse::{
     KVT_SCOPE_QUERY_HEAD, KVT_SPARSE_RAGGED, KVT_SPARSE_ROTATES, KVT_SPARSE_SELECTS,
     kvt_sparse_traits_t,
 };
-use crate::ffi::sparse_ask::{kvt_index_t, kvt_keep_t};
+use crate::ffi::sparse_ask::{kvt_index_t, kvt_token_lists_t};
 use crate::ffi::sparse_called::Called;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, known_flags, read};
@@ -93,7 +93,7 @@ pub type kvt_sparse_evict_fn = Option<
         user_data: *mut c_void,
         layer: u32,
         context: *const kvt_sparse_context_t,
-        out: *mut kvt_keep_t,
+        out: *mut kvt_token_lists_t,
     ) -> kvt_status_t,
 >;
 
@@ -123,7 +123,7 @@ pub type kvt_sparse_evicted_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
         layer: u32,
-        kept: *const kvt_keep_t,
+        kept: *const kvt_token_lists_t,
     ) -> kvt_status_t,
 >;
 

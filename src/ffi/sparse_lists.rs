@@ -4,15 +4,15 @@ use crate::attention::keys::{Head, Keys, Kind};
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::ffi::policy_use::numbers;
-use crate::ffi::sparse_ask::{MAX_ITEMS, kvt_index_head_t, kvt_index_t, kvt_keep_t};
+use crate::ffi::sparse_ask::{MAX_ITEMS, kvt_index_head_t, kvt_index_t, kvt_token_lists_t};
 use crate::ffi::structs::{read, write};
 use crate::sparse::Keep;
 use crate::sparse::lists::Lists;
 use crate::sparse::shape::MAX_HEADS;
 
 /// Whether a list of ours has room somewhere.
-fn fits<T, U>(from: &[T], to: *mut U, room: u64) -> bool {
-    from.is_empty() || (!to.is_null() && to.is_aligned() && from.len() as u64 <= room)
+fn fits<T, U>(from: &[T], to: *mut U, capacity: u64) -> bool {
+    from.is_empty() || (!to.is_null() && to.is_aligned() && from.len() as u64 <= capacity)
 }
 
 /// Copies a list of ours.
@@ -45,9 +45,9 @@ pub(crate) unsafe fn give_index(index: &Keys<'_>, out: *mut kvt_index_t) -> Resu
         given.start_count = starts.len() as u64;
         given.item_count = items.len() as u64;
         write(out, &given);
-        if !(fits(heads, given.heads, given.head_room)
-            && fits(starts, given.starts, given.start_room)
-            && fits(items, given.items, given.item_room))
+        if !(fits(heads, given.heads, given.head_capacity)
+            && fits(starts, given.starts, given.start_capacity)
+            && fits(items, given.items, given.item_capacity))
         {
             return Err(too_small("the arrays of the index"));
         }
@@ -62,7 +62,7 @@ pub(crate) unsafe fn give_index(index: &Keys<'_>, out: *mut kvt_index_t) -> Resu
 ///
 /// # Safety
 /// As of [`give_index`].
-pub(crate) unsafe fn give_keep(lists: &Lists, out: *mut kvt_keep_t) -> Result<()> {
+pub(crate) unsafe fn give_keep(lists: &Lists, out: *mut kvt_token_lists_t) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
         let mut given = read(out.cast_const())?;
@@ -70,8 +70,8 @@ pub(crate) unsafe fn give_keep(lists: &Lists, out: *mut kvt_keep_t) -> Result<()
         given.start_count = starts.len() as u64;
         given.item_count = items.len() as u64;
         write(out, &given);
-        if !(fits(starts, given.starts, given.start_room)
-            && fits(items, given.items, given.item_room))
+        if !(fits(starts, given.starts, given.start_capacity)
+            && fits(items, given.items, given.item_capacity))
         {
             return Err(too_small("the lists of what is kept"));
         }
@@ -120,7 +120,7 @@ pub(crate) unsafe fn keys_of<'a>(given: *const kvt_index_t) -> Result<Keys<'a>> 
 ///
 /// # Safety
 /// `given` is valid for the size it states, its arrays for reads of their counts.
-pub(crate) unsafe fn keep_of(given: *const kvt_keep_t) -> Result<Keep> {
+pub(crate) unsafe fn keep_of(given: *const kvt_token_lists_t) -> Result<Keep> {
     // SAFETY: the caller's promise.
     let (starts, items) = unsafe {
         let given = read(given)?;
@@ -142,15 +142,15 @@ pub(crate) unsafe fn keep_of(given: *const kvt_keep_t) -> Result<Keep> {
 }
 
 /// Lists of what is kept as C has them; borrowed as they are.
-pub(crate) fn keep_for_c(keep: &Keep) -> kvt_keep_t {
+pub(crate) fn keep_for_c(keep: &Keep) -> kvt_token_lists_t {
     let Lists { starts, items } = &keep.heads;
-    kvt_keep_t {
-        struct_size: size_of::<kvt_keep_t>() as u64,
+    kvt_token_lists_t {
+        struct_size: size_of::<kvt_token_lists_t>() as u64,
         starts: starts.as_ptr().cast_mut(),
-        start_room: 0,
+        start_capacity: 0,
         start_count: starts.len() as u64,
         items: items.as_ptr().cast_mut(),
-        item_room: 0,
+        item_capacity: 0,
         item_count: items.len() as u64,
     }
 }

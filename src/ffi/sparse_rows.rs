@@ -12,7 +12,7 @@ use crate::ffi::guard::guard_err;
 use crate::ffi::kernel::{KVT_DECODE_SCORES, numbers_mut};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::slice::require;
-use crate::ffi::sparse_ask::{kvt_index_t, kvt_keep_t};
+use crate::ffi::sparse_ask::{kvt_index_t, kvt_token_lists_t};
 use crate::ffi::sparse_lists::{give_index, keep_of, keys_of};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read};
@@ -35,7 +35,7 @@ const MAX_SUMS: usize = 1 << 40;
 /// last tokens behind them.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_placed_t {
+pub struct kvt_block_placement_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// Which blocks, ascending: block n has the positions from n * block_tokens on.
@@ -55,13 +55,13 @@ pub struct kvt_placed_t {
 /// Tokens of a layer that are there, as policies count them.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_there_t {
+pub struct kvt_resident_tokens_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// The model's attention.
     pub attention: *const kvt_attention_t,
     /// What has stayed: the lists of kvt_sparse_evicted. Null = nothing was evicted.
-    pub kept: *const kvt_keep_t,
+    pub kept: *const kvt_token_lists_t,
     /// Tokens from this position on came after that; 0 without lists.
     pub since: u32,
     /// Tokens of the sequence.
@@ -91,13 +91,13 @@ pub struct kvt_kernel_limits_t {
 }
 
 // SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_placed_t {}
+unsafe impl Plain for kvt_block_placement_t {}
 // SAFETY: as above.
-unsafe impl Sized_ for kvt_placed_t {}
+unsafe impl Sized_ for kvt_block_placement_t {}
 // SAFETY: as above.
-unsafe impl Plain for kvt_there_t {}
+unsafe impl Plain for kvt_resident_tokens_t {}
 // SAFETY: as above.
-unsafe impl Sized_ for kvt_there_t {}
+unsafe impl Sized_ for kvt_resident_tokens_t {}
 // SAFETY: integers; the first field is the size.
 unsafe impl Plain for kvt_kernel_limits_t {}
 // SAFETY: as above.
@@ -106,7 +106,7 @@ unsafe impl Sized_ for kvt_kernel_limits_t {}
 /// # Safety
 /// `given` is null or valid for the size it states; its blocks can be read, and nobody writes
 /// them, as long as the answer lives.
-unsafe fn placed_of<'a>(given: *const kvt_placed_t) -> Result<Placed<'a>> {
+unsafe fn placed_of<'a>(given: *const kvt_block_placement_t) -> Result<Placed<'a>> {
     if given.is_null() {
         fail!(Invalid, "placed is null");
     }
@@ -138,7 +138,7 @@ unsafe fn heads_of(given: *const kvt_attention_t) -> Result<Heads> {
 /// left out. No token may be missing between a query and those behind it.
 ///
 /// @param attention        The model's attention.
-/// @param placed           What is in the buffer.
+/// @param placement           What is in the buffer.
 /// @param index            The index, of positions; null = all keys.
 /// @param first            The position of the first query.
 /// @param count            How many queries.
@@ -157,7 +157,7 @@ unsafe fn heads_of(given: *const kvt_attention_t) -> Result<Heads> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_index_place(
     attention: *const kvt_attention_t,
-    placed: *const kvt_placed_t,
+    placement: *const kvt_block_placement_t,
     index: *const kvt_index_t,
     first: u32,
     count: u32,
@@ -170,9 +170,10 @@ pub unsafe extern "C" fn kvt_index_place(
         unsafe {
             check_out(out)?;
             require(first_query_out)?;
-            let (heads, placed, keys) = (heads_of(attention)?, placed_of(placed)?, keys_of(index)?);
+            let (heads, placement, keys) =
+                (heads_of(attention)?, placed_of(placement)?, keys_of(index)?);
             let mut rows = Index::default();
-            let first_query = placed.index(&keys, heads, (first, count), &mut rows)?;
+            let first_query = placement.index(&keys, heads, (first, count), &mut rows)?;
             give_index(&rows.keys(), out)?;
             first_query_out.write(first_query);
         }
@@ -185,8 +186,8 @@ pub unsafe extern "C" fn kvt_index_place(
 /// Adds sums of attention over the rows of a buffer to sums of the tokens that are there, as
 /// kvt_sparse_observe wants them: tokens that were not loaded got nothing.
 ///
-/// @param there        Which tokens are there.
-/// @param placed       What is in the buffer.
+/// @param resident        Which tokens are there.
+/// @param placement       What is in the buffer.
 /// @param select       The index of rows that a decode went by, whose sums are those of
 ///                     kvt_decode_sums; null = sums of all rows.
 /// @param first_query  The row of the first query, with `select`.
@@ -205,8 +206,8 @@ pub unsafe extern "C" fn kvt_index_place(
 /// counts.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_sums_place(
-    there: *const kvt_there_t,
-    placed: *const kvt_placed_t,
+    resident: *const kvt_resident_tokens_t,
+    placement: *const kvt_block_placement_t,
     select: *const kvt_index_t,
     first_query: u32,
     queries: u32,
@@ -217,25 +218,25 @@ pub unsafe extern "C" fn kvt_sums_place(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
-        if there.is_null() {
+        if resident.is_null() {
             fail!(Invalid, "there is null");
         }
         // SAFETY: the caller's promise.
         unsafe {
-            let given = read(there)?;
+            let given = read(resident)?;
             let heads = heads_of(given.attention)?;
             let kept = if given.kept.is_null() { None } else { Some(keep_of(given.kept)?) };
-            let there =
+            let resident =
                 There { kept: kept.as_ref(), from: given.since, tokens: given.tokens, heads };
-            let placed = placed_of(placed)?;
+            let placement = placed_of(placement)?;
             let (sums, out) = (numbers(sums, sum_count, MAX_SUMS)?, numbers_mut(out, out_count)?);
             if select.is_null() {
                 let mut positions = Vec::new();
-                positions_of(&placed, &mut positions)?;
-                return there.add(sums, &positions, out);
+                positions_of(&placement, &mut positions)?;
+                return resident.add(sums, &positions, out);
             }
             let keys = keys_of(select)?;
-            there.add_selected(sums, (&keys, first_query, queries), &placed, out)
+            resident.add_selected(sums, (&keys, first_query, queries), &placement, out)
         }
     };
     // SAFETY: the caller's promise about `err`.

@@ -286,7 +286,7 @@ pub unsafe extern "C" fn kvt_sparse_reset(policy: *const kvt_sparse_t) -> kvt_st
 /// @param layer      The layer.
 /// @param id         The block, as it was sealed.
 /// @param data       Receives the bytes; null = only their number is wanted.
-/// @param room       How many it has room for.
+/// @param capacity       How many it has room for.
 /// @param count_out  Receives how many there are, also when there is no room; 0 = the policy
 ///                   keeps nothing with blocks.
 /// @param err        Explains a failure; may be null.
@@ -303,7 +303,7 @@ pub unsafe extern "C" fn kvt_sparse_save(
     layer: u32,
     id: u32,
     data: *mut u8,
-    room: u64,
+    capacity: u64,
     count_out: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -317,8 +317,8 @@ pub unsafe extern "C" fn kvt_sparse_save(
         if data.is_null() {
             return Ok(());
         }
-        if saved.len() as u64 > room {
-            let text = format!("{} bytes, and room for {room}", saved.len());
+        if saved.len() as u64 > capacity {
+            let text = format!("{} bytes, and room for {capacity}", saved.len());
             return Err(Error::new(Status::TooSmall, text));
         }
         // SAFETY: not null, long enough, and the caller's promise; `saved` is our own.

@@ -48,7 +48,7 @@ pub struct kvt_store_event_t {
     /// The key before it in its sequence: the namespace's for the first.
     pub parent: [u8; 32],
     /// The namespace's key.
-    pub space: [u8; 32],
+    pub namespace_key: [u8; 32],
 }
 
 // SAFETY: integers alone.
@@ -56,7 +56,17 @@ unsafe impl Plain for kvt_store_event_t {}
 
 fn outward(event: &Event) -> kvt_store_event_t {
     let Event { number, at_ns, kind, tier, tokens, position, key, parent, namespace } = *event;
-    kvt_store_event_t { number, at_ns, kind, tier, tokens, position, key, parent, space: namespace }
+    kvt_store_event_t {
+        number,
+        at_ns,
+        kind,
+        tier,
+        tokens,
+        position,
+        key,
+        parent,
+        namespace_key: namespace,
+    }
 }
 
 /// Reads what changed in a store, the oldest first. The store keeps the newest events

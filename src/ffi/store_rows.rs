@@ -40,14 +40,14 @@ pub const KVT_TIMED_DISK_DECISION: u32 = 12;
 /// Batches of objects that come from the remote.
 pub const KVT_TIMED_FETCH_BATCH: u32 = 13;
 /// Batches of objects that go there.
-pub const KVT_TIMED_SEND_BATCH: u32 = 14;
+pub const KVT_TIMED_UPLOAD_BATCH: u32 = 14;
 /// Questions what the remote has.
-pub const KVT_TIMED_ASK_BATCH: u32 = 15;
+pub const KVT_TIMED_LOOKUP_BATCH: u32 = 15;
 
 /// Kinds of the core's own that decisions come behind, in its order.
 const BEFORE_DECISIONS: usize = KVT_TIMED_UPKEEP_BATCH as usize;
 
-const _: () = assert!(KVT_TIMED_ASK_BATCH as usize == TIMED.len() + 2);
+const _: () = assert!(KVT_TIMED_LOOKUP_BATCH as usize == TIMED.len() + 2);
 
 /// How long one kind of thing took. Stands in arrays only.
 #[repr(C)]

@@ -32,14 +32,14 @@ pub struct kvt_stream_t(());
 /// kvt_stream_acquire: does not wait; KVT_E_AGAIN when the unit is not there.
 pub const KVT_ACQUIRE_POLL: u64 = 1;
 /// kvt_stream_acquire, on a device: does not wait for copies that are on their way:
-/// kvt_held_t.event says when the bytes are there. kvt_device_hold has a stream wait for it.
+/// kvt_unit_lease_t.event says when the bytes are there. kvt_device_stream_wait has a stream wait for it.
 pub const KVT_ACQUIRE_EARLY: u64 = 2;
 
 /// A unit that the engine has until it gives it back. Nobody but the library writes
 /// into it; copies of it are not given back on their own.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_held_t {
+pub struct kvt_unit_lease_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// Its bytes, to be read alone: a part of a tensor is at address + kvt_part_t.at. A
@@ -61,9 +61,9 @@ pub struct kvt_held_t {
 }
 
 // SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_held_t {}
+unsafe impl Plain for kvt_unit_lease_t {}
 // SAFETY: as above.
-unsafe impl Sized_ for kvt_held_t {}
+unsafe impl Sized_ for kvt_unit_lease_t {}
 
 /// A streamer, and the runtime it belongs to.
 pub(crate) struct StreamNoun {
@@ -203,7 +203,7 @@ pub unsafe extern "C" fn kvt_stream_close(
 /// @param unit         The unit.
 /// @param flags        KVT_ACQUIRE_POLL or 0.
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param out          Receives where it is; start it with KVT_HELD_INIT.
+/// @param out          Receives where it is; start it with KVT_UNIT_LEASE_INIT.
 /// @param err          Explains a failure; may be null, which costs less where KVT_E_AGAIN is
 ///                     expected.
 /// @return KVT_OK; KVT_E_AGAIN (poll: it is on its way), KVT_E_TIMEOUT, KVT_E_BUSY when all
@@ -223,7 +223,7 @@ pub unsafe extern "C" fn kvt_stream_acquire(
     unit: u32,
     flags: u64,
     deadline_ns: u64,
-    out: *mut kvt_held_t,
+    out: *mut kvt_unit_lease_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
@@ -233,19 +233,19 @@ pub unsafe extern "C" fn kvt_stream_acquire(
         let has = |flag: u64| flags & flag != 0;
         let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_EARLY));
         let how = How { poll, early, deadline_ns };
-        let held = with_stream(stream, Access::Use, |streamer| streamer.acquire(unit, how))?;
-        let given = kvt_held_t {
+        let lease = with_stream(stream, Access::Use, |streamer| streamer.acquire(unit, how))?;
+        let given = kvt_unit_lease_t {
             struct_size: 0,
-            address: held.address as *const c_void,
-            bytes: held.bytes,
+            address: lease.address as *const c_void,
+            bytes: lease.bytes,
             unit,
-            memory: match held.memory {
+            memory: match lease.memory {
                 Memory::Host => KVT_MEMORY_HOST,
                 Memory::Device => KVT_MEMORY_DEVICE,
             },
-            place: place_code(held.lease.place),
-            event: held.lease.event.map_or(0, |event| event.0),
-            since_ns: held.since_ns,
+            place: place_code(lease.lease.place),
+            event: lease.lease.event.map_or(0, |event| event.0),
+            since_ns: lease.since_ns,
         };
         // SAFETY: it passed `check_out`.
         unsafe { write(out, &given) };
@@ -258,9 +258,9 @@ pub unsafe extern "C" fn kvt_stream_acquire(
 /// Gives a unit back, and clears what it was held by. Allowed while a streamer closes.
 ///
 /// @param stream  The streamer.
-/// @param held    What kvt_stream_acquire wrote.
+/// @param lease    What kvt_stream_acquire wrote.
 /// @param after   The device's event after which its memory may be used for another; 0 = now.
-///                The streamer takes it over, and releases it. kvt_device_adopt makes one of an
+///                The streamer takes it over, and releases it. kvt_device_import_event makes one of an
 ///                event of the engine's.
 /// @param err     Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_STATE when it was given back before, KVT_E_INVALID,
@@ -276,15 +276,15 @@ pub unsafe extern "C" fn kvt_stream_acquire(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_stream_release(
     stream: *const kvt_stream_t,
-    held: *mut kvt_held_t,
+    lease: *mut kvt_unit_lease_t,
     after: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
         let given = unsafe {
-            check_out(held)?;
-            read(held.cast_const())?
+            check_out(lease)?;
+            read(lease.cast_const())?
         };
         let after = (after != 0).then_some(Event(after));
         let place = place_of(given.place)?;
@@ -302,7 +302,9 @@ pub unsafe extern "C" fn kvt_stream_release(
             streamer.give_back(&back, after)
         })?;
         // SAFETY: it passed `check_out`.
-        unsafe { write(held, &kvt_held_t { unit: given.unit, ..kvt_held_t::zeroed() }) };
+        unsafe {
+            write(lease, &kvt_unit_lease_t { unit: given.unit, ..kvt_unit_lease_t::zeroed() })
+        };
         right
     };
     // SAFETY: the caller's promise about `err`.

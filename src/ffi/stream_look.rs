@@ -10,7 +10,7 @@ use crate::ffi::slice::{give_text, require, text};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::stream::{kvt_stream_t, with_stream};
 use crate::ffi::stream_plan::{
-    PlanOut, forecast_of, kvt_forecast_t, kvt_stream_plan_t, kvt_unit_home_t, words_of,
+    PlanOut, forecast_of, kvt_forecast_t, kvt_stream_plan_t, kvt_unit_residency_t, words_of,
 };
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, write};
 use crate::stream::plan::Links;
@@ -119,9 +119,9 @@ unsafe impl Plain for kvt_stream_mark_t {}
 /// @param out           Receives it in numbers; start it with KVT_STREAM_PLAN_INIT. May be null.
 /// @param forecast      Receives what a pass takes; start it with KVT_FORECAST_INIT. May be
 ///                      null.
-/// @param homes         Receives the home of each unit; may be null with room for 0.
-/// @param home_room     How many it has room for.
-/// @param stride_bytes  sizeof(kvt_unit_home_t).
+/// @param residency         Receives the home of each unit; may be null with room for 0.
+/// @param capacity     How many it has room for.
+/// @param stride_bytes  sizeof(kvt_unit_residency_t).
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
 ///         KVT_E_PANIC.
 ///
@@ -134,12 +134,12 @@ pub unsafe extern "C" fn kvt_stream_plan(
     stream: *const kvt_stream_t,
     out: *mut kvt_stream_plan_t,
     forecast: *mut kvt_forecast_t,
-    homes: *mut kvt_unit_home_t,
-    home_room: u64,
+    residency: *mut kvt_unit_residency_t,
+    capacity: u64,
     stride_bytes: u64,
 ) -> kvt_status_t {
     guard(|| {
-        let to = PlanOut { plan: out, forecast, homes, room: home_room, stride_bytes };
+        let to = PlanOut { plan: out, forecast, residency, capacity: capacity, stride_bytes };
         // SAFETY: the caller's promise; outputs are written after they passed the check.
         unsafe {
             to.check()?;
@@ -163,7 +163,7 @@ pub unsafe extern "C" fn kvt_stream_plan(
 /// # Safety
 /// Pointers are null or valid for their lengths.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_stream_plan_words(
+pub unsafe extern "C" fn kvt_stream_plan_describe(
     stream: *const kvt_stream_t,
     kind: u32,
     out: *mut c_char,
@@ -272,14 +272,14 @@ const MAX_ROWS: u64 = 1 << 24;
 /// `rows` is null or valid for writes of its entries, `count_out` for a write.
 unsafe fn give_rows<T: Plain, F>(
     rows: *mut T,
-    (room, stride_bytes): (u64, u64),
+    (capacity, stride_bytes): (u64, u64),
     count_out: *mut u64,
     all: Result<Vec<F>>,
     row_of: impl Fn(F) -> T,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
-        let array = Strided::new(rows, room, stride_bytes, MAX_ROWS)?;
+        let array = Strided::new(rows, capacity, stride_bytes, MAX_ROWS)?;
         give(&array, rows.is_null(), all?.into_iter().map(row_of), count_out)
     }
 }
@@ -289,7 +289,7 @@ unsafe fn give_rows<T: Plain, F>(
 /// @param stream        The streamer.
 /// @param rows          Receives a row for each layer that has experts; null with room for 0
 ///                      asks for the count alone.
-/// @param room          How many it has room for.
+/// @param capacity          How many it has room for.
 /// @param stride_bytes  sizeof(kvt_layer_count_t).
 /// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
@@ -303,7 +303,7 @@ unsafe fn give_rows<T: Plain, F>(
 pub unsafe extern "C" fn kvt_stream_layers(
     stream: *const kvt_stream_t,
     rows: *mut kvt_layer_count_t,
-    room: u64,
+    capacity: u64,
     stride_bytes: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
@@ -311,7 +311,7 @@ pub unsafe extern "C" fn kvt_stream_layers(
         let all = with_stream(stream, Access::Salvage, |stream| Ok(stream.layers()));
         // SAFETY: the caller's promise.
         unsafe {
-            give_rows(rows, (room, stride_bytes), count_out, all, |count| kvt_layer_count_t {
+            give_rows(rows, (capacity, stride_bytes), count_out, all, |count| kvt_layer_count_t {
                 layer: count.layer,
                 reserved: 0,
                 hits: count.hits,
@@ -327,7 +327,7 @@ pub unsafe extern "C" fn kvt_stream_layers(
 ///
 /// @param stream        The streamer.
 /// @param rows          Receives them; null with room for 0 asks for the count alone.
-/// @param room          How many it has room for.
+/// @param capacity          How many it has room for.
 /// @param stride_bytes  sizeof(kvt_stream_mark_t).
 /// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return As kvt_stream_layers.
@@ -340,7 +340,7 @@ pub unsafe extern "C" fn kvt_stream_layers(
 pub unsafe extern "C" fn kvt_stream_marks(
     stream: *const kvt_stream_t,
     rows: *mut kvt_stream_mark_t,
-    room: u64,
+    capacity: u64,
     stride_bytes: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
@@ -348,7 +348,7 @@ pub unsafe extern "C" fn kvt_stream_marks(
         let all = with_stream(stream, Access::Salvage, |stream| Ok(stream.marks()));
         // SAFETY: the caller's promise.
         unsafe {
-            give_rows(rows, (room, stride_bytes), count_out, all, |mark| kvt_stream_mark_t {
+            give_rows(rows, (capacity, stride_bytes), count_out, all, |mark| kvt_stream_mark_t {
                 stage: mark.stage as u32,
                 unit: mark.unit,
                 begin_ns: mark.begin_ns,
@@ -453,7 +453,7 @@ pub unsafe extern "C" fn kvt_stream_sum(
 /// an engine can set its pointers to weights once. There is memory only while the unit is had:
 /// reading there at another time reads zeros, or what is being brought; on a device it may be an
 /// error after which the device is lost. With a device the address is the device's, but for
-/// units that the processor uses (kvt_held_t.memory says so): theirs are outside of the range.
+/// units that the processor uses (kvt_unit_lease_t.memory says so): theirs are outside of the range.
 ///
 /// @param stream       The streamer.
 /// @param unit         The unit; KVT_NONE = the whole range of addresses.

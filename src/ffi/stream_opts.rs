@@ -16,9 +16,9 @@ use crate::stream::streamer::{Opts, Verify, memory_of};
 use crate::stream::units::MAX_UNITS;
 
 /// kvt_stream_terms_t.seat: the engine computes on the processor, with weights in host memory.
-pub const KVT_SEAT_HOST: u32 = 1;
+pub const KVT_COMPUTE_HOST: u32 = 1;
 /// kvt_stream_terms_t.seat: the engine computes on a device: kvt_stream_opts_t.device.
-pub const KVT_SEAT_DEVICE: u32 = 2;
+pub const KVT_COMPUTE_DEVICE: u32 = 2;
 
 /// kvt_stream_terms_t.mode: residents stay, the others pass through a few slots.
 pub const KVT_STREAM_TIERED: u32 = 0;
@@ -95,8 +95,8 @@ pub struct kvt_stream_terms_t {
     pub struct_size: u64,
     /// KVT_TERMS_*, KVT_STREAM_SHRINKS.
     pub flags: u64,
-    /// KVT_SEAT_*; 0 = on the device, if it has memory.
-    pub seat: u32,
+    /// KVT_COMPUTE_*; 0 = on the device, if it has memory.
+    pub compute: u32,
     /// KVT_STREAM_TIERED or KVT_STREAM_RING.
     pub mode: u32,
     /// KVT_PLACE_*: which units stay.
@@ -234,11 +234,11 @@ fn terms_of(given: &kvt_stream_terms_t) -> Result<(Wishes, Links)> {
     let said = |bytes: u64, flag: u64| (bytes != 0 || given.flags & flag != 0).then_some(bytes);
     let expert_slots = said(given.expert_slots.into(), KVT_TERMS_EXPERT_SLOTS);
     let wishes = Wishes {
-        seat: match given.seat {
+        seat: match given.compute {
             0 => None,
-            KVT_SEAT_HOST => Some(Seat::Host),
-            KVT_SEAT_DEVICE => Some(Seat::Device),
-            other => fail!(Invalid, "seat {other} is none of KVT_SEAT_*"),
+            KVT_COMPUTE_HOST => Some(Seat::Host),
+            KVT_COMPUTE_DEVICE => Some(Seat::Device),
+            other => fail!(Invalid, "seat {other} is none of KVT_COMPUTE_*"),
         },
         mode: match given.mode {
             KVT_STREAM_TIERED => Mode::Tiered,

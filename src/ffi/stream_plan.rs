@@ -14,12 +14,12 @@ use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, write};
 use crate::stream::plan::{Binding, Forecast, Home, Inputs, Links, Mode, Plan, Seat};
 use crate::stream::units::MAX_UNITS;
 
-/// kvt_unit_home_t.home: the file alone.
-pub const KVT_HOME_FILE: u32 = 1;
-/// kvt_unit_home_t.home: host memory.
-pub const KVT_HOME_HOST: u32 = 2;
-/// kvt_unit_home_t.home: memory of the device.
-pub const KVT_HOME_DEVICE: u32 = 3;
+/// kvt_unit_residency_t.home: the file alone.
+pub const KVT_RESIDENT_FILE: u32 = 1;
+/// kvt_unit_residency_t.home: host memory.
+pub const KVT_RESIDENT_HOST: u32 = 2;
+/// kvt_unit_residency_t.home: memory of the device.
+pub const KVT_RESIDENT_DEVICE: u32 = 3;
 
 /// kvt_forecast_t.binding: computing.
 pub const KVT_BINDING_COMPUTE: u32 = 1;
@@ -39,8 +39,8 @@ pub const KVT_PLAN_JSON: u32 = 1;
 pub struct kvt_stream_plan_t {
     /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_SEAT_*: where the engine computes.
-    pub seat: u32,
+    /// KVT_COMPUTE_*: where the engine computes.
+    pub compute: u32,
     /// KVT_STREAM_TIERED or KVT_STREAM_RING.
     pub mode: u32,
     /// Units at home in memory of the device.
@@ -104,9 +104,9 @@ pub struct kvt_forecast_t {
 /// Where a unit lives. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_unit_home_t {
-    /// KVT_HOME_*.
-    pub home: u32,
+pub struct kvt_unit_residency_t {
+    /// KVT_RESIDENT_*.
+    pub residency: u32,
     /// 1: it is used in host memory though the engine computes on a device, else 0.
     pub on_processor: u32,
 }
@@ -120,23 +120,23 @@ unsafe impl Plain for kvt_forecast_t {}
 // SAFETY: as above.
 unsafe impl Sized_ for kvt_forecast_t {}
 // SAFETY: integers alone.
-unsafe impl Plain for kvt_unit_home_t {}
+unsafe impl Plain for kvt_unit_residency_t {}
 
 /// Where the answer to a question for a plan goes.
 #[derive(Clone, Copy)]
 pub(crate) struct PlanOut {
     pub plan: *mut kvt_stream_plan_t,
     pub forecast: *mut kvt_forecast_t,
-    pub homes: *mut kvt_unit_home_t,
-    pub room: u64,
+    pub residency: *mut kvt_unit_residency_t,
+    pub capacity: u64,
     pub stride_bytes: u64,
 }
 
 impl PlanOut {
     pub(crate) fn nowhere() -> PlanOut {
         use std::ptr::null_mut;
-        let (plan, forecast, homes) = (null_mut(), null_mut(), null_mut());
-        PlanOut { plan, forecast, homes, room: 0, stride_bytes: 0 }
+        let (plan, forecast, residency) = (null_mut(), null_mut(), null_mut());
+        PlanOut { plan, forecast, residency, capacity: 0, stride_bytes: 0 }
     }
 
     /// # Safety
@@ -159,17 +159,18 @@ impl PlanOut {
     pub(crate) unsafe fn give(&self, plan: &Plan) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe {
-            let (room, stride) = (self.room, self.stride_bytes);
-            let rows = Strided::new(self.homes, room, stride, MAX_UNITS as u64)?;
-            let homes = plan.homes.iter().zip(&plan.on_processor).map(|(home, on_processor)| {
-                let home = match home {
-                    Home::File => KVT_HOME_FILE,
-                    Home::Host => KVT_HOME_HOST,
-                    Home::Device => KVT_HOME_DEVICE,
-                };
-                kvt_unit_home_t { home, on_processor: u32::from(*on_processor) }
-            });
-            give(&rows, self.homes.is_null(), homes, std::ptr::null_mut())?;
+            let (capacity, stride) = (self.capacity, self.stride_bytes);
+            let rows = Strided::new(self.residency, capacity, stride, MAX_UNITS as u64)?;
+            let residency =
+                plan.homes.iter().zip(&plan.on_processor).map(|(home, on_processor)| {
+                    let home = match home {
+                        Home::File => KVT_RESIDENT_FILE,
+                        Home::Host => KVT_RESIDENT_HOST,
+                        Home::Device => KVT_RESIDENT_DEVICE,
+                    };
+                    kvt_unit_residency_t { residency: home, on_processor: u32::from(*on_processor) }
+                });
+            give(&rows, self.residency.is_null(), residency, std::ptr::null_mut())?;
             if !self.plan.is_null() {
                 write(self.plan, &plan_of(plan));
             }
@@ -185,9 +186,9 @@ fn plan_of(plan: &Plan) -> kvt_stream_plan_t {
     let count = |home: Home| plan.homes.iter().filter(|&&other| other == home).count() as u32;
     kvt_stream_plan_t {
         struct_size: 0,
-        seat: match plan.seat {
-            Seat::Host => crate::ffi::stream_opts::KVT_SEAT_HOST,
-            Seat::Device => crate::ffi::stream_opts::KVT_SEAT_DEVICE,
+        compute: match plan.seat {
+            Seat::Host => crate::ffi::stream_opts::KVT_COMPUTE_HOST,
+            Seat::Device => crate::ffi::stream_opts::KVT_COMPUTE_DEVICE,
         },
         mode: match plan.mode {
             Mode::Tiered => crate::ffi::stream_opts::KVT_STREAM_TIERED,
@@ -273,9 +274,9 @@ unsafe fn planned<R>(
 /// @param out           Receives it in numbers; start it with KVT_STREAM_PLAN_INIT. May be null.
 /// @param forecast      Receives what a pass takes; start it with KVT_FORECAST_INIT. May be
 ///                      null.
-/// @param homes         Receives the home of each unit; may be null with room for 0.
-/// @param home_room     How many it has room for: kvt_model_info_t.units.
-/// @param stride_bytes  sizeof(kvt_unit_home_t).
+/// @param residency         Receives the home of each unit; may be null with room for 0.
+/// @param capacity     How many it has room for: kvt_model_info_t.units.
+/// @param stride_bytes  sizeof(kvt_unit_residency_t).
 /// @param err           Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
 ///         it takes at least), KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM,
@@ -292,13 +293,13 @@ pub unsafe extern "C" fn kvt_model_plan(
     memory: *const kvt_stream_memory_t,
     out: *mut kvt_stream_plan_t,
     forecast: *mut kvt_forecast_t,
-    homes: *mut kvt_unit_home_t,
-    home_room: u64,
+    residency: *mut kvt_unit_residency_t,
+    capacity: u64,
     stride_bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
-        let to = PlanOut { plan: out, forecast, homes, room: home_room, stride_bytes };
+        let to = PlanOut { plan: out, forecast, residency, capacity: capacity, stride_bytes };
         // SAFETY: the caller's promise; outputs are written after they passed the check.
         unsafe {
             to.check()?;
@@ -327,7 +328,7 @@ pub unsafe extern "C" fn kvt_model_plan(
 /// # Safety
 /// Pointers are null or valid for their lengths; structs for the size they state.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_model_plan_words(
+pub unsafe extern "C" fn kvt_model_plan_describe(
     model: *const kvt_model_t,
     terms: *const kvt_stream_terms_t,
     memory: *const kvt_stream_memory_t,

@@ -12,17 +12,17 @@ use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 use crate::stream::units::MAX_UNITS;
 
 /// host_bytes is meant as it is, also when it is 0.
-pub const KVT_ROOM_HOST: u64 = 1;
+pub const KVT_LIMIT_HOST: u64 = 1;
 /// device_bytes is meant as it is, also when it is 0.
-pub const KVT_ROOM_DEVICE: u64 = 2;
+pub const KVT_LIMIT_DEVICE: u64 = 2;
 
 /// What weights may have from now on.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct kvt_stream_room_t {
+pub struct kvt_stream_limits_t {
     /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_ROOM_*.
+    /// KVT_LIMIT_*.
     pub flags: u64,
     /// Most host memory; 0 = as it is.
     pub host_bytes: u64,
@@ -43,15 +43,15 @@ pub struct kvt_stream_progress_t {
     /// Units that have to come home and have not.
     pub missing: u64,
     /// Units whose home is in memory.
-    pub homes: u64,
+    pub resident_units: u64,
     /// Bytes read so far, for whatever.
     pub read_bytes: u64,
 }
 
 // SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_stream_room_t {}
+unsafe impl Plain for kvt_stream_limits_t {}
 // SAFETY: as above.
-unsafe impl Sized_ for kvt_stream_room_t {}
+unsafe impl Sized_ for kvt_stream_limits_t {}
 // SAFETY: integers alone; the first field is the size.
 unsafe impl Plain for kvt_stream_progress_t {}
 // SAFETY: as above.
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn kvt_stream_progress(
         let row = kvt_stream_progress_t {
             struct_size: 0,
             missing: progress.missing,
-            homes: progress.homes,
+            resident_units: progress.homes,
             read_bytes: progress.read_bytes,
         };
         // SAFETY: it passed `check_out`.
@@ -192,7 +192,7 @@ pub unsafe extern "C" fn kvt_stream_hint(
 /// experts: with less memory there may be fewer, with more as many as at opening.
 ///
 /// @param stream  The streamer.
-/// @param room    What there is from now on.
+/// @param limits    What there is from now on.
 /// @param out     Receives the new plan; start it with KVT_STREAM_PLAN_INIT. May be null.
 /// @param err     Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_BUDGET when the slots do not fit any more (nothing was changed),
@@ -206,7 +206,7 @@ pub unsafe extern "C" fn kvt_stream_hint(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_stream_rebalance(
     stream: *const kvt_stream_t,
-    room: *const kvt_stream_room_t,
+    limits: *const kvt_stream_limits_t,
     out: *mut kvt_stream_plan_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -215,15 +215,15 @@ pub unsafe extern "C" fn kvt_stream_rebalance(
         // SAFETY: the caller's promise.
         let given = unsafe {
             to.check()?;
-            read(room)?
+            read(limits)?
         };
-        known_flags(given.flags, KVT_ROOM_HOST | KVT_ROOM_DEVICE)?;
+        known_flags(given.flags, KVT_LIMIT_HOST | KVT_LIMIT_DEVICE)?;
         if given.reserved != 0 {
             crate::fail!(Invalid, "reserved is {}", given.reserved);
         }
         let said = |bytes: u64, flag: u64| (bytes != 0 || given.flags & flag != 0).then_some(bytes);
-        let host = said(given.host_bytes, KVT_ROOM_HOST);
-        let device = said(given.device_bytes, KVT_ROOM_DEVICE);
+        let host = said(given.host_bytes, KVT_LIMIT_HOST);
+        let device = said(given.device_bytes, KVT_LIMIT_DEVICE);
         let context = (given.context != 0).then_some(given.context);
         let plan =
             with_stream(stream, Access::Use, |stream| stream.rebalance(host, device, context))?;

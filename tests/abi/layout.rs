@@ -145,7 +145,7 @@ fn rust_table() -> BTreeMap<String, String> {
             remember, alpha, beta, custom, predictor,
         }
         kvt_policy_info_t { struct_size, name, name_bytes, about, about_bytes }
-        kvt_policy_who_t {
+        kvt_policy_context_t {
             struct_size, flags, session, tenant, priority, length, max_length, tokens_each,
             reserved,
         }
@@ -268,7 +268,7 @@ fn rust_table() -> BTreeMap<String, String> {
             address, pages, page_count, shift_bytes, page_tokens, tokens, heads, memory, run_bytes,
             token_stride_bytes, head_stride_bytes,
         }
-        kvt_move_t {
+        kvt_transfer_t {
             struct_size, flags, first_token, tokens, first_layer, layers, k, v, stride_bytes, level,
             reserved, ready, chunks, chunk_count, after,
         }
@@ -303,19 +303,19 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_index_head_t { kind, first, lists, query_block, key_block, dense_from }
         kvt_index_t {
-            struct_size, heads, head_room, head_count, starts, start_room, start_count, items,
-            item_room, item_count,
+            struct_size, heads, head_capacity, head_count, starts, start_capacity, start_count, items,
+            item_capacity, item_count,
         }
-        kvt_keep_t {
-            struct_size, starts, start_room, start_count, items, item_room, item_count,
+        kvt_token_lists_t {
+            struct_size, starts, start_capacity, start_count, items, item_capacity, item_count,
         }
-        kvt_problem_t {
+        kvt_attention_args_t {
             struct_size, queries, keys, values, select, first_query, first_key, scale, reserved,
         }
-        kvt_placed_t {
+        kvt_block_placement_t {
             struct_size, blocks, block_count, block_tokens, tail_first, tail_tokens, reserved,
         }
-        kvt_there_t { struct_size, attention, kept, since, tokens }
+        kvt_resident_tokens_t { struct_size, attention, kept, since, tokens }
         kvt_kernel_limits_t {
             struct_size, flags, queries, keys, tokens, query_heads, key_dim, value_dim,
         }
@@ -346,20 +346,20 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_prefill_t { struct_size, alpha_ns, beta_ns, observed, fixed, reserved }
         kvt_store_event_t {
-            number, at_ns, kind, tier, tokens, position, key, parent, space,
+            number, at_ns, kind, tier, tokens, position, key, parent, namespace_key,
         }
         kvt_plan_terms_t { struct_size, flags, alpha_ns, beta_ns, priority, reserved }
-        kvt_plan_segment_t {
-            first_token, tokens, deed, tier, host_bytes, disk_bytes, remote_bytes, predicted_ns,
+        kvt_plan_step_t {
+            first_token, tokens, kind, tier, host_bytes, disk_bytes, remote_bytes, predicted_ns,
             device_bytes,
         }
         kvt_plan_t {
             struct_size, tokens, resident_tokens, load_tokens, recompute_tokens, total_ns, load_ns,
             compute_ns, without_ns,
         }
-        kvt_clear_report_t { struct_size, gone_chunks, held_chunks, moving_chunks }
-        kvt_demote_report_t { struct_size, freed_chunks, leaving_chunks, staying_chunks }
-        kvt_text_t { text, bytes }
+        kvt_clear_report_t { struct_size, removed_chunks, referenced_chunks, transferring_chunks }
+        kvt_demote_report_t { struct_size, freed_chunks, pending_chunks, kept_chunks }
+        kvt_str_t { text, bytes }
         kvt_model_info_t {
             struct_size, bytes, format, files, units, tensors, architecture, architecture_bytes,
             layers, hidden, heads, kv_heads, key_dim, value_dim, context, vocabulary, experts,
@@ -379,7 +379,7 @@ fn rust_table() -> BTreeMap<String, String> {
             unit_stride_bytes, range_stride_bytes,
         }
         kvt_stream_terms_t {
-            struct_size, flags, seat, mode, placement, slots, device_ceiling_bytes,
+            struct_size, flags, compute, mode, placement, slots, device_ceiling_bytes,
             host_ceiling_bytes, device_safety_bytes, host_reserve_bytes, context, sequences,
             kv_number_bytes, processor_layers, kv_bytes, workspace_bytes, hidden_bytes,
             expert_slots, reserved, staging_bytes, chunk_bytes, layer_compute_ns, disk_bytes_per_s,
@@ -400,8 +400,8 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_device_custom_t {
             struct_size, flags, streams, reserved, kernels, submit, query, wait, release, allocate,
-            free, free_bytes, know_host, adopt, hold, launch, user_data, destroy,
-            promise, keep,
+            free, free_bytes, register_host, import_event, stream_wait, launch, user_data, destroy,
+            create_event, signal_event,
         }
         kvt_device_opts_t {
             struct_size, flags, kind, ordinal, context, streams, stream_count, library,
@@ -410,7 +410,7 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_device_info_t { struct_size, flags, kind, streams, kernels, free_bytes }
         kvt_device_memory_t { struct_size, address, bytes, number, memory, reserved }
-        kvt_copy_t { flags, view, plane, plane_memory, way, first_token, tokens, sum }
+        kvt_copy_t { flags, view, plane, plane_memory, direction, first_token, tokens, sum }
         kvt_conformance_opts_t { struct_size, flags, seed, patience_ns, rounds, reserved }
         kvt_conformance_t { struct_size, passed, skipped, failed, reserved }
         kvt_stream_opts_t {
@@ -419,7 +419,7 @@ fn rust_table() -> BTreeMap<String, String> {
             readers, depth, marks, pinned_percent, reserved, device,
         }
         kvt_stream_plan_t {
-            struct_size, seat, mode, device_units, host_units, file_units, slots, slot_bytes,
+            struct_size, compute, mode, device_units, host_units, file_units, slots, slot_bytes,
             expert_slots, reserved, expert_slot_bytes, staging_bytes, chunk_bytes, device_bytes,
             host_bytes, pinned_bytes,
         }
@@ -427,10 +427,10 @@ fn rust_table() -> BTreeMap<String, String> {
             struct_size, pass_ns, first_ns, bound_ns, compute_ns, device_ns, disk_ns, device_bytes,
             disk_bytes, tokens_per_s, binding, reserved,
         }
-        kvt_unit_home_t { home, on_processor }
-        kvt_held_t { struct_size, address, bytes, unit, memory, place, event, since_ns }
-        kvt_stream_room_t { struct_size, flags, host_bytes, device_bytes, context, reserved }
-        kvt_stream_progress_t { struct_size, missing, homes, read_bytes }
+        kvt_unit_residency_t { residency, on_processor }
+        kvt_unit_lease_t { struct_size, address, bytes, unit, memory, place, event, since_ns }
+        kvt_stream_limits_t { struct_size, flags, host_bytes, device_bytes, context, reserved }
+        kvt_stream_progress_t { struct_size, missing, resident_units, read_bytes }
         kvt_stream_stats_t {
             struct_size, passes, pass_ns, acquires, waited, wait_read_ns, wait_copy_ns,
             wait_slot_ns, use_ns, read_bytes, read_ns, read_ceiling, copied_bytes, copy_ns,

@@ -553,8 +553,8 @@ fn c_programs_have_it_too() {
     unsafe {
         let (mut runtime, mut model) = (null_mut(), null_mut());
         assert_eq!(kvt_runtime_open(null(), &mut runtime, null_mut()), KVT_OK);
-        let text = kvt_text_t { text: path.as_ptr().cast(), bytes: path.len() as u64 };
-        let each = size_of::<kvt_text_t>() as u64;
+        let text = kvt_str_t { text: path.as_ptr().cast(), bytes: path.len() as u64 };
+        let each = size_of::<kvt_str_t>() as u64;
         assert_eq!(kvt_model_open(&text, 1, each, &mut model, null_mut()), KVT_OK);
         let mut how: kvt_device_opts_t = std::mem::zeroed();
         (how.struct_size, how.kind) = (size_of_val(&how) as u64, KVT_DEVICE_CUDA);
@@ -582,7 +582,7 @@ fn c_programs_have_it_too() {
         if [0xef53, 0x5846_5342].contains(&system) {
             assert_eq!(said, KVT_OK);
             for unit in files.order().into_iter().chain(files.order()) {
-                let mut held: kvt_held_t = std::mem::zeroed();
+                let mut held: kvt_unit_lease_t = std::mem::zeroed();
                 held.struct_size = size_of_val(&held) as u64;
                 let soon = rig::soon();
                 let had = kvt_stream_acquire(stream, unit, 0, soon, &mut held, null_mut());

@@ -64,9 +64,9 @@ func turn(ctx context.Context, runtime *kvtier.Runtime, folder string, prompt []
 	}
 	defer tensors.Close()
 	for _, part := range plan {
-		fmt.Printf("  tokens %d to %d: %s\n", part.First, part.First+part.Tokens, part.Deed)
+		fmt.Printf("  tokens %d to %d: %s\n", part.First, part.First+part.Tokens, part.StepKind)
 		move := views(tensors)
-		if part.Deed == kvtier.Load {
+		if part.StepKind == kvtier.Load {
 			move.Tokens = part.Tokens
 			op, err := session.Get(move)
 			if err != nil {

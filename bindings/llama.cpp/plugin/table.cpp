@@ -44,7 +44,7 @@ bool parts_learn(const kvt_model_t * table, std::vector<Unit> & units) {
 
 bool table_open(const Source & source, std::vector<Unit> & units, kvt_model_t ** out, std::string & why) {
     const std::vector<std::string> paths = source.paths();
-    std::vector<kvt_text_t> texts;
+    std::vector<kvt_str_t> texts;
     for (const std::string & path : paths) {
         texts.push_back({path.c_str(), path.size()});
     }
@@ -62,7 +62,7 @@ bool table_open(const Source & source, std::vector<Unit> & units, kvt_model_t **
     kvt_model_table_t table = KVT_MODEL_TABLE_INIT;
     table.paths = texts.data();
     table.path_count = texts.size();
-    table.path_stride_bytes = sizeof(kvt_text_t);
+    table.path_stride_bytes = sizeof(kvt_str_t);
     table.units = entries.data();
     table.unit_count = entries.size();
     table.unit_stride_bytes = sizeof(kvt_unit_entry_t);
@@ -83,9 +83,9 @@ bool table_open(const Source & source, std::vector<Unit> & units, kvt_model_t **
 kvt_stream_terms_t table_terms(uint32_t slots) {
     kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
     terms.flags = KVT_STREAM_SHRINKS | KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
-    terms.seat = KVT_SEAT_HOST;
+    terms.compute = KVT_COMPUTE_HOST;
     if (is_far()) {
-        terms.seat = KVT_SEAT_DEVICE;
+        terms.compute = KVT_COMPUTE_DEVICE;
         // The budget says how much of the device there is.
         terms.flags |= KVT_TERMS_DEVICE_SAFETY;
     }
@@ -107,7 +107,7 @@ bool table_floor(const kvt_model_t * table, uint32_t slots, uint64_t & out, std:
         memory.device_free_bytes = is_far() ? bytes : 0;
         memory.lockable_bytes = UINT64_MAX;
         return kvt_model_plan(table, &terms, &memory, nullptr, nullptr, nullptr, 0,
-                              sizeof(kvt_unit_home_t), err);
+                              sizeof(kvt_unit_residency_t), err);
     };
     // Images are whole grains, of which each range has two at most besides its bytes; all slots may
     // come on top.

@@ -435,7 +435,7 @@ bool Weights::acquire(uint32_t unit, std::string & why) {
     if (!open_stream(why) || !pass_to(unit, why)) {
         return false;
     }
-    kvt_held_t held = KVT_HELD_INIT;
+    kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
     Failure failure;
     const kvt_status_t status =
         kvt_stream_acquire(stream_, unit, 0, deadline_in(UNIT_SECONDS), &held, failure.out());
@@ -536,14 +536,14 @@ bool Weights::rest(std::string & why) {
 
 void Weights::spread() {
     if (stream_) {
-        const kvt_stream_room_t room = KVT_STREAM_ROOM_INIT;
+        const kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
         kvt_stream_rebalance(stream_, &room, nullptr, nullptr);
     }
 }
 
 bool Weights::stats(kvt_stream_stats_t & out, kvt_stream_plan_t & plan) const {
     return stream_ && kvt_stream_stats(stream_, &out) == KVT_OK &&
-           kvt_stream_plan(stream_, &plan, nullptr, nullptr, 0, sizeof(kvt_unit_home_t)) == KVT_OK;
+           kvt_stream_plan(stream_, &plan, nullptr, nullptr, 0, sizeof(kvt_unit_residency_t)) == KVT_OK;
 }
 
 } // namespace kvtier_plugin

@@ -133,7 +133,7 @@ private:
 
     kvt_model_t * table_ = nullptr;
     kvt_stream_t * stream_ = nullptr;
-    std::map<uint32_t, kvt_held_t> held_;
+    std::map<uint32_t, kvt_unit_lease_t> held_;
     // Of a device underneath: what stays, and the place of tensors that need zeros behind them, with whose it is.
     std::vector<ggml_backend_buffer_t> far_buffers_;
     ggml_backend_buffer_t padded_ = nullptr;

@@ -23,7 +23,7 @@ std::string identity(const options &o) {
     struct stat file = {};
     kvt_model_t *model = nullptr;
     kvt_model_info_t info = KVT_MODEL_INFO_INIT;
-    const kvt_text_t path = {o.model.data(), o.model.size()};
+    const kvt_str_t path = {o.model.data(), o.model.size()};
     const bool known = stat(o.model.c_str(), &file) == 0 &&
                        kvt_model_open(&path, 1, sizeof path, &model, nullptr) == KVT_OK &&
                        kvt_model_info(model, &info) == KVT_OK;

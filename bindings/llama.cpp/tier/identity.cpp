@@ -65,7 +65,7 @@ void sum_tensor(std::vector<uint64_t> &sums, size_t number, std::ifstream &file,
 
 /// Headers, names, types and places of all tensors in full, by the library; then sums of the weights.
 std::string fingerprint(const char *path) {
-    kvt_text_t text{path, std::char_traits<char>::length(path)};
+    kvt_str_t text{path, std::char_traits<char>::length(path)};
     kvt_model_t *handle = nullptr;
     kvt_error_t *error = nullptr;
     const kvt_status_t opened = kvt_model_open(&text, 1, sizeof text, &handle, &error);

@@ -77,10 +77,10 @@ class prefetched {
 public:
     prefetched(const tier_t &tier, const session &held, size_t from, size_t to, bool wanted) {
         kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
-        kvt_move_t move = KVT_MOVE_INIT;
+        kvt_transfer_t move = KVT_TRANSFER_INIT;
         move.first_token = from;
         move.tokens = to - from;
-        move.flags = KVT_MOVE_REUSE;
+        move.flags = KVT_TRANSFER_REUSE;
         if (wanted && from < to && kvt_store_stats(tier.store, &stats) == KVT_OK &&
             (to - from) * tier.token_bytes <= stats.host_limit_bytes / 2) {
             kvt_submit_opts_t until = KVT_SUBMIT_OPTS_INIT;
@@ -307,7 +307,7 @@ size_t attach_holes(tier_t &tier, request &of) {
     const size_t limit = full_chunks(tier, of.limit);
     const found there = look(tier, of, limit);
     const session held(tier, of.tokens, limit);
-    std::vector<kvt_plan_segment_t> plan(limit / tier.chunk + 1);
+    std::vector<kvt_plan_step_t> plan(limit / tier.chunk + 1);
     uint64_t count = 0;
     if (limit != 0) {
         kvt_error_t *error = nullptr;
@@ -315,7 +315,7 @@ size_t attach_holes(tier_t &tier, request &of) {
                                                      sizeof plan[0], &count, nullptr, &error);
         demand(status, error, "a plan");
     }
-    while (count > 0 && plan[count - 1].deed == KVT_PLAN_RECOMPUTE) {
+    while (count > 0 && plan[count - 1].kind == KVT_PLAN_RECOMPUTE) {
         count--;
     }
     const size_t last = count != 0 ? plan[count - 1].first_token + plan[count - 1].tokens : 0;
@@ -327,7 +327,7 @@ size_t attach_holes(tier_t &tier, request &of) {
         if (to <= end) {
             continue;
         }
-        if (plan[i].deed == KVT_PLAN_RECOMPUTE) {
+        if (plan[i].kind == KVT_PLAN_RECOMPUTE) {
             if (decode(tier, of.seq, of.tokens, end, to, false) != 0) {
                 return give_up(tier, of);
             }

@@ -107,7 +107,7 @@ enum class way { put, get };
 
 kvt_status_t submit(tier_t &tier, const session &of, buffer_t &buffer, way which, views_t &views,
                     const section_layers &layers, uint32_t first, uint32_t end, uint64_t deadline_ns) {
-    kvt_move_t move = KVT_MOVE_INIT;
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.first_token = first;
     move.tokens = end - first;
     move.first_layer = layers.first;

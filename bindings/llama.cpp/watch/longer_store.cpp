@@ -309,7 +309,7 @@ kvt_status_t backing::put_run(const kvt_session_t *session, uint32_t first, uint
         k.push_back(view(layer.k, layer.k_pages, layer.page_tokens, model_.k_row_bytes));
         v.push_back(view(layer.v, layer.v_pages, layer.page_tokens, model_.v_row_bytes));
     }
-    kvt_move_t move = KVT_MOVE_INIT;
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.first_token = first;
     move.tokens = n;
     move.layers = model_.layers;
@@ -354,7 +354,7 @@ kvt_status_t backing::get_run(const kvt_session_t *session, uint32_t layer, cons
                               size_t count, const place &to, kvt_llama_why_t *why) {
     const kvt_view_t k = view(to.k, to.k_pages, to.page_tokens, model_.k_row_bytes);
     const kvt_view_t v = view(to.v, to.v_pages, to.page_tokens, model_.v_row_bytes);
-    kvt_move_t move = KVT_MOVE_INIT;
+    kvt_transfer_t move = KVT_TRANSFER_INIT;
     move.tokens = (uint64_t) (blocks[count - 1] + 1) * block_tokens_;
     move.first_layer = layer;
     move.layers = 1;

@@ -64,11 +64,11 @@ kvt_status_t token_evict::ask(uint32_t layer, const kvt_sparse_context_t &contex
                               std::string &words) {
     starts_.resize(shape_.key_heads + 1);
     items_.resize(kept_.size() * shape_.key_heads);
-    kvt_keep_t keep = KVT_KEEP_INIT;
+    kvt_token_lists_t keep = KVT_TOKEN_LISTS_INIT;
     keep.starts = starts_.data();
-    keep.start_room = starts_.size();
+    keep.start_capacity = starts_.size();
     keep.items = items_.data();
-    keep.item_room = items_.size();
+    keep.item_capacity = items_.size();
     uint32_t evicted = 0;
     kvt_error_t *error = nullptr;
     const kvt_status_t status =
@@ -158,11 +158,11 @@ kvt_status_t token_evict::remove(llama_memory_t memory, llama_seq_id seq, std::s
     }
     counts_.evictions++;
     const uint32_t starts[2] = {0, (uint32_t) stay_.size()};
-    kvt_keep_t keep = KVT_KEEP_INIT;
+    kvt_token_lists_t keep = KVT_TOKEN_LISTS_INIT;
     keep.starts = const_cast<uint32_t *>(starts);
-    keep.start_room = keep.start_count = 2;
+    keep.start_capacity = keep.start_count = 2;
     keep.items = stay_.data();
-    keep.item_room = keep.item_count = stay_.size();
+    keep.item_capacity = keep.item_count = stay_.size();
     kept_ = stay_;
     for (uint32_t layer = 0; layer < shape_.layers; layer++) {
         kvt_error_t *error = nullptr;

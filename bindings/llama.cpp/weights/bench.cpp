@@ -61,7 +61,7 @@ double read_raw(const std::string &path, uint64_t bytes) {
 
 /// What the model takes at least, by bisection of plans, and a quarter of its layers.
 uint64_t quarter_budget(const std::string &path) {
-    const kvt_text_t text = {path.c_str(), path.size()};
+    const kvt_str_t text = {path.c_str(), path.size()};
     kvt_model_t *model = nullptr;
     if (kvt_model_open(&text, 1, sizeof text, &model, nullptr) != KVT_OK) {
         die("no model: " + path);
@@ -77,7 +77,7 @@ uint64_t quarter_budget(const std::string &path) {
     uint64_t low = 4096, high = info.bytes * 2 + (64u << 20);
     while (low + 4096 < high) {
         kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
-        terms.seat = KVT_SEAT_HOST;
+        terms.compute = KVT_COMPUTE_HOST;
         terms.flags = KVT_TERMS_KV | KVT_TERMS_HOST_CEILING | KVT_TERMS_HOST_RESERVE | KVT_STREAM_SHRINKS;
         terms.host_ceiling_bytes = (low + high) / 2;
         kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;

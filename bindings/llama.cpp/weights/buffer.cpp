@@ -106,7 +106,7 @@ bool read_piece(Weights &w, const Piece &piece, uint8_t *out, uint64_t offset, u
     if (from >= end) {
         return true;
     }
-    kvt_held_t held = KVT_HELD_INIT;
+    kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
     if (kvt_stream_acquire(w.stream, piece.unit, 0, now_ns() + most_read_ns, &held, nullptr) != KVT_OK) {
         return false;
     }

@@ -135,7 +135,7 @@ bool hold(Context &c, uint32_t unit) {
     }
     Weights &w = *c.weights;
     c.holds.reserve(c.holds.size() + 1);
-    kvt_held_t held = KVT_HELD_INIT;
+    kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
     kvt_error_t *error = nullptr;
     const uint64_t until_ns = now_ns() + most_wait_ns, read_until_ns = now_ns() + most_read_ns;
     for (;;) {

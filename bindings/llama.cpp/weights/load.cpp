@@ -264,7 +264,7 @@ kvt_status_t wait_residents(Weights &w, llama_progress_callback progress, void *
     for (;;) {
         kvt_stream_progress_t now = KVT_STREAM_PROGRESS_INIT;
         kvt_stream_progress(w.stream, &now);
-        const float part = now.homes ? 1.0f - float(now.missing) / float(now.homes) : 1.0f;
+        const float part = now.resident_units ? 1.0f - float(now.missing) / float(now.resident_units) : 1.0f;
         if (progress && !progress(part, data)) {
             return say(why, KVT_E_CANCELLED, "the progress callback ended the load");
         }

@@ -119,7 +119,7 @@ kvt_status_t open_budget(Weights &w, const kvt_llama_weights_opts_t &opts, kvt_l
 }
 
 kvt_status_t open_file(Weights &w, kvt_llama_why_t *why) {
-    const kvt_text_t path = {w.path.c_str(), w.path.size()};
+    const kvt_str_t path = {w.path.c_str(), w.path.size()};
     kvt_error_t *error = nullptr;
     const kvt_status_t status = kvt_model_open(&path, 1, sizeof path, &w.file, &error);
     if (status != KVT_OK) {
@@ -162,7 +162,7 @@ uint64_t host_limit(const Weights &w, const kvt_llama_weights_opts_t &opts) {
 
 kvt_stream_terms_t terms_of(const Weights &w, const kvt_llama_weights_opts_t &opts, uint64_t limit_bytes) {
     kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
-    terms.seat = KVT_SEAT_HOST;
+    terms.compute = KVT_COMPUTE_HOST;
     terms.slots = opts.slots ? opts.slots : w.contexts_at_once + 1;
     terms.flags = KVT_TERMS_KV;
     if (limit_bytes) {

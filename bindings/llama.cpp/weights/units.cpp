@@ -107,19 +107,19 @@ kvt_status_t learn_units(Weights &w, kvt_llama_why_t *why) {
 }
 
 kvt_status_t learn_homes(Weights &w, kvt_llama_why_t *why) {
-    std::vector<kvt_unit_home_t> homes(w.units.size());
+    std::vector<kvt_unit_residency_t> residency(w.units.size());
     const kvt_status_t status =
-        kvt_stream_plan(w.stream, nullptr, nullptr, homes.data(), homes.size(), sizeof homes[0]);
+        kvt_stream_plan(w.stream, nullptr, nullptr, residency.data(), residency.size(), sizeof residency[0]);
     if (status != KVT_OK) {
         return say(why, status, "the plan of the streamer cannot be looked at");
     }
     bool all_at_home = true;
-    for (size_t i = 0; i < homes.size(); i++) {
-        all_at_home = all_at_home && (w.units[i].role != KVT_ROLE_EXPERT || homes[i].home != KVT_HOME_FILE);
+    for (size_t i = 0; i < residency.size(); i++) {
+        all_at_home = all_at_home && (w.units[i].role != KVT_ROLE_EXPERT || residency[i].residency != KVT_RESIDENT_FILE);
         // What belongs to no layer, such as factors of RoPE, is used between tensors of layers: it is
         // kept through a pass where that takes nobody's slot.
         const bool aside = w.units[i].role != KVT_ROLE_LAYER && w.units[i].role != KVT_ROLE_EXPERT;
-        if (aside && homes[i].home != KVT_HOME_FILE) {
+        if (aside && residency[i].residency != KVT_RESIDENT_FILE) {
             w.units[i].group = no_group;
         }
     }

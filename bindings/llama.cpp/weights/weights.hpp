@@ -139,7 +139,7 @@ namespace kvt_weights {
 using Weights = kvt_llama_weights_t;
 
 struct Hold {
-    kvt_held_t held;
+    kvt_unit_lease_t held;
     /// The group of nodes in which it was used last.
     uint64_t used_in;
 };

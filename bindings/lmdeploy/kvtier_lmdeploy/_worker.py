@@ -185,7 +185,7 @@ class WorkerSide:
         event = torch.cuda.Event()
         event.record()
         assert self._device is not None
-        return self._device.adopt(int(event.cuda_event)), event
+        return self._device.import_event(int(event.cuda_event)), event
 
     def _of_session(self, session: int) -> Blocks:
         """The cache's blocks as a session asks for them: the policies tell sessions apart."""

@@ -43,7 +43,7 @@ void adapter::begin_pass(std::int64_t now_ns) {
     if (impl_->store) impl_->store->poll();
 }
 
-void adapter::used(const std::vector<block_t> &path, const kvt_policy_who_t *who) {
+void adapter::used(const std::vector<block_t> &path, const kvt_policy_context_t *who) {
     if (!impl_->victims) return;
     std::vector<node_ptr> nodes;
     for (block_t block : path) {
@@ -88,7 +88,7 @@ bool adapter::set_store_policy(std::uint32_t tier, const std::string &spec, std:
     return said(status, err, why);
 }
 
-void adapter::hint(block_t last, const kvt_policy_hint_t &told, const kvt_policy_who_t *who) {
+void adapter::hint(block_t last, const kvt_policy_hint_t &told, const kvt_policy_context_t *who) {
     const node_ptr n = impl_->blocks.find(last);
     if (!n) return;
     if (impl_->victims) impl_->victims->hint(n, told, who);

@@ -18,7 +18,7 @@ order::order(const options &opts) : policy_(open_policy(opts)) {}
 
 // The C calls: what they say may be ignored, since the engine's own order stands behind all of it.
 
-void order::used(const std::vector<node_ptr> &path, const kvt_policy_who_t *who) {
+void order::used(const std::vector<node_ptr> &path, const kvt_policy_context_t *who) {
     std::vector<std::uint64_t> ids;
     for (const node_ptr &n : path) ids.push_back(n->id);
     if (!ids.empty())
@@ -72,7 +72,7 @@ void order::recycled(const node_ptr &n) {
 }
 
 void order::hint(const node_ptr &last, const kvt_policy_hint_t &told,
-                 const kvt_policy_who_t *who) {
+                 const kvt_policy_context_t *who) {
     std::vector<std::uint64_t> ids;
     for (const node *n : path_of(last)) ids.push_back(n->id);
     if (!ids.empty())

@@ -16,11 +16,11 @@ public:
     explicit order(const options &opts);
 
     void begin(std::int64_t now_ns) { now_ns_ = now_ns; }
-    void used(const std::vector<node_ptr> &path, const kvt_policy_who_t *who);
+    void used(const std::vector<node_ptr> &path, const kvt_policy_context_t *who);
     void produced(const node_ptr &n);
     void evicted(const node_ptr &n);
     void recycled(const node_ptr &n);
-    void hint(const node_ptr &last, const kvt_policy_hint_t &told, const kvt_policy_who_t *who);
+    void hint(const node_ptr &last, const kvt_policy_hint_t &told, const kvt_policy_context_t *who);
     void sort(std::vector<candidate> &all, const std::vector<const node *> &nodes,
               std::uint64_t floor, std::uint64_t needed);
     const kvt::policy &policy() const { return policy_; }

@@ -120,7 +120,7 @@ void tier::put(const std::vector<saving> &run, kvt::session &session) {
         store.slots.push_back(s.slot);
     }
     const kvt_view_t view = kvt::view(pages, block_tokens_, stride_ / block_tokens_);
-    kvt::rectangle what;
+    kvt::transfer what;
     what.first_token = std::uint64_t{run.front().what->index} * block_tokens_;
     what.tokens = run.size() * block_tokens_;
     what.k = kvt::span<const kvt_view_t>(&view, 1);
@@ -269,7 +269,7 @@ bool tier::begin(loading &load, const node_ptr &last, std::uint32_t first) {
         free_.pop_back();
     }
     const kvt_view_t view = kvt::view(pages, block_tokens_, stride_ / block_tokens_);
-    kvt::rectangle what;
+    kvt::transfer what;
     what.first_token = std::uint64_t{first} * block_tokens_;
     what.tokens = blocks * block_tokens_;
     what.k = kvt::span<const kvt_view_t>(&view, 1);

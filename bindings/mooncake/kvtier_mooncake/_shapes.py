@@ -153,8 +153,8 @@ class Shapes:
                 held += self._catalogue.has_remote  # which may have a copy
                 continue
             report = blocks.drop([name])
-            gone += report.gone_chunks
-            held += report.held_chunks + report.moving_chunks
+            gone += report.removed_chunks
+            held += report.referenced_chunks + report.transferring_chunks
         return gone, held
 
     def clear(self) -> int:
@@ -164,7 +164,7 @@ class Shapes:
         count = 0
         for shape in shapes:
             blocks = self.there(shape)
-            count += 0 if blocks is None else blocks.clear().gone_chunks
+            count += 0 if blocks is None else blocks.clear().removed_chunks
         return count
 
     def close(self) -> None:

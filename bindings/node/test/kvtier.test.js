@@ -68,7 +68,7 @@ test('there and back, through a restart', async () => {
       if (round === 0) assert.equal(await session.put({ ...from, level: LEVEL.DURABLE }), 64);
       assert.equal(space.reusable(sequence(1, 70)), 64);
       const plan = session.plan({ alphaNs: 1, betaNs: 1e9 });
-      assert.deepEqual(plan.map(({ firstToken, tokens, deed }) => [firstToken, tokens, deed]),
+      assert.deepEqual(plan.map(({ firstToken, tokens, kind }) => [firstToken, tokens, kind]),
         [[0, 64, 'load']]);
       const to = tensors(false);
       assert.equal(await session.get(to), 64);

@@ -32,7 +32,7 @@ from ._device import (
     DeviceEvent,
     DeviceInfo,
     DeviceMemory,
-    DevicePromise,
+    UserEvent,
 )
 from ._errors import (
     AbiError,
@@ -61,7 +61,7 @@ from ._errors import (
     UnsupportedError,
 )
 from ._event import Event
-from ._kernels import Attended, Decoded, Index, IndexHead, IndexKind, Keep, Placed, Rows
+from ._kernels import Attended, Decoded, Index, IndexHead, IndexKind, TokenLists, BlockPlacement, Rows
 from ._lab import Lab, LabRow, LabRun, LabTable
 from ._misc import Feature, checksum, feature, features, log_to, spec_check, version
 from ._offload import Attention, Context, DevicePlane, LayerKV, Offload, OffloadTokens
@@ -87,7 +87,7 @@ from ._plan import (
     Plan,
     Prefill,
     Range,
-    Segment,
+    PlanStep,
     StoreEvent,
     StoreEvents,
     Tenant,
@@ -107,7 +107,7 @@ from ._policy import (
     Row,
     Selection,
     Victim,
-    Who,
+    PolicyContext,
     policies,
 )
 from ._queue import Completion, Queue, QueueStats
@@ -186,26 +186,26 @@ __all__ = [
     "CancelledError", "Check", "ClearReport", "CloseReport", "ClosedError", "Comparison",
     "Completion", "Conformance", "Context", "CopyRows", "CorruptError", "Decoded", "DemoteReport",
     "Device", "DeviceCopy", "DeviceEvent", "DeviceInfo", "DeviceMemory", "DevicePlane",
-    "DevicePromise", "EXISTS_WHOLE", "Each", "Error", "Event", "Eviction", "Feature",
+    "UserEvent", "EXISTS_WHOLE", "Each", "Error", "Event", "Eviction", "Feature",
     "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError", "Held",
     "Hold", "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead",
-    "IndexKind", "InvalidError", "IoError", "ItemOutcome", "Keep", "LEVEL_DISK", "LEVEL_DURABLE", "LEVEL_RAM", "LEVEL_REMOTE",
+    "IndexKind", "InvalidError", "IoError", "ItemOutcome", "TokenLists", "LEVEL_DISK", "LEVEL_DURABLE", "LEVEL_RAM", "LEVEL_REMOTE",
     "Lab", "LabRow", "LabRun", "LabTable", "Latency", "LayerCount", "LayerKV", "LimitError",
     "LogEntry", "Lookup", "Model", "ModelInfo", "ModelUnit", "Names", "Namespace", "NoMemoryError",
     "NotFoundError", "Offload", "OffloadTokens", "Op", "OpInfo", "PLAN_LOAD", "PLAN_RECOMPUTE",
     "PLAN_RESIDENT", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND", "PRIORITY_PREFETCH", "PanicError",
-    "Part", "Pick", "PinQuotaError", "Place", "Placed", "Plan", "Policy", "PolicyInfo", "Pool",
+    "Part", "Pick", "PinQuotaError", "Place", "BlockPlacement", "Plan", "Policy", "PolicyInfo", "Pool",
     "Prefill", "Queue", "QueueStats", "RANGE_HIT", "RANGE_MISS", "RANGE_PENDING", "RANGE_UNNEEDED",
     "RELEASED", "RESOLVED", "ROLE_EMBEDDING", "ROLE_EXPERT", "ROLE_HEAD", "ROLE_LAYER",
     "ROLE_NORM", "ROLE_OTHER", "RULE_FULL", "RULE_STATE", "RULE_WINDOW", "Range",
     "ReentrantError", "Replay", "Result", "Row", "Rows", "Runtime", "RuntimeStats",
     "STOP_CANCELLED", "STOP_END_TURN", "STOP_LENGTH", "STOP_TOOL_USE", "STOP_UNKNOWN",
-    "STORE_CLEARED", "STORE_REMOVED", "STORE_STORED", "Segment", "Selection", "Session",
+    "STORE_CLEARED", "STORE_REMOVED", "STORE_STORED", "PlanStep", "Selection", "Session",
     "SessionInfo", "Sparse", "SparseCaps", "SparseGranularity", "SparseNeeds", "SparseScope",
     "SparseTraits", "SpecError", "StateError", "Store", "StoreEvent", "StoreEvents", "StreamMark",
     "StreamMemory", "StreamTerms", "StreamUnit", "Streamer", "TIER_DEVICE", "TIER_DISK",
     "TIER_HOST", "TIER_NONE", "TIER_PINNED", "TIER_REMOTE", "Tenant", "Tensor", "TierReport",
     "TimeoutError", "Trace", "TraceInfo", "UnavailableError", "UnitEntry", "UnsupportedError",
-    "Victim", "View", "Who", "Work", "abi", "checksum", "feature", "features", "kernels",
+    "Victim", "View", "PolicyContext", "Work", "abi", "checksum", "feature", "features", "kernels",
     "log_to", "policies", "sparse_policies", "spec_check", "version",
 ]

@@ -38,7 +38,11 @@ KVT_BUFFER_PIN = 1
 KVT_BUFFER_PREFAULT = 16
 KVT_BUFFER_TRY_HUGE = 8
 KVT_BUFFER_TRY_PIN = 2
+KVT_COMPUTE_DEVICE = 2
+KVT_COMPUTE_HOST = 1
 KVT_CONFORMANCE_CLOSES = 1
+KVT_CONTEXT_PRIORITY = 2
+KVT_CONTEXT_SESSION = 1
 KVT_COPY_GATHER = 0
 KVT_COPY_SCATTER = 1
 KVT_COPY_SUM = 1
@@ -102,9 +106,6 @@ KVT_HINTS_STOP = 0
 KVT_HINTS_THINK = 2
 KVT_HINT_CONFIDENCE = 2
 KVT_HINT_DONE = 1
-KVT_HOME_DEVICE = 3
-KVT_HOME_FILE = 1
-KVT_HOME_HOST = 2
 KVT_INDEX_BLOCKS = 2
 KVT_INDEX_DENSE = 0
 KVT_INDEX_LINES = 1
@@ -132,6 +133,8 @@ KVT_LEVEL_DISK = 1
 KVT_LEVEL_DURABLE = 2
 KVT_LEVEL_RAM = 0
 KVT_LEVEL_REMOTE = 3
+KVT_LIMIT_DEVICE = 2
+KVT_LIMIT_HOST = 1
 KVT_LOG_DEBUG = 4
 KVT_LOG_ERROR = 1
 KVT_LOG_INFO = 3
@@ -140,8 +143,6 @@ KVT_LOG_TRACE = 5
 KVT_LOG_WARN = 2
 KVT_MEMORY_DEVICE = 1
 KVT_MEMORY_HOST = 0
-KVT_MOVE_EACH_LAYER = 1
-KVT_MOVE_REUSE = 2
 KVT_NAMESPACE_HOLES = 1
 KVT_NEEDS_ALL_KEYS = 128
 KVT_NEEDS_COLUMN_SUMS = 4
@@ -185,20 +186,21 @@ KVT_RANGE_HIT = 1
 KVT_RANGE_MISS = 0
 KVT_RANGE_PENDING = 2
 KVT_RANGE_UNNEEDED = 3
+KVT_REMOTE_CIRCUIT_CLOSED = 1
+KVT_REMOTE_CIRCUIT_OPEN = 2
+KVT_REMOTE_CIRCUIT_PROBING = 3
 KVT_REMOTE_FIRST_WINS = 1
-KVT_REMOTE_LEFT_ALONE = 2
-KVT_REMOTE_PROBED = 3
-KVT_REMOTE_WELL = 1
 KVT_REPLAY_HOLES = 1
 KVT_REPLAY_UNTIMED = 2
+KVT_RESIDENT_DEVICE = 3
+KVT_RESIDENT_FILE = 1
+KVT_RESIDENT_HOST = 2
 KVT_ROLE_EMBEDDING = 3
 KVT_ROLE_EXPERT = 2
 KVT_ROLE_HEAD = 5
 KVT_ROLE_LAYER = 1
 KVT_ROLE_NORM = 4
 KVT_ROLE_OTHER = 0
-KVT_ROOM_DEVICE = 2
-KVT_ROOM_HOST = 1
 KVT_ROW_PARENT = 1
 KVT_RULE_FULL = 0
 KVT_RULE_STATE = 2
@@ -209,8 +211,6 @@ KVT_SCALES_TOKEN = 1
 KVT_SCOPE_KEY_HEAD = 1
 KVT_SCOPE_LAYER = 2
 KVT_SCOPE_QUERY_HEAD = 0
-KVT_SEAT_DEVICE = 2
-KVT_SEAT_HOST = 1
 KVT_SELECT_TAIL = 1
 KVT_SESSION_PRIORITY = 1
 KVT_SPARSE_EVICT_DECODE = 32
@@ -265,22 +265,24 @@ KVT_TIER_HOST = 1
 KVT_TIER_NONE = 4294967295
 KVT_TIER_PINNED = 4
 KVT_TIER_REMOTE = 3
-KVT_TIMED_ASK_BATCH = 15
 KVT_TIMED_COPY_BATCH = 6
 KVT_TIMED_DISK_DECISION = 12
 KVT_TIMED_FETCH_BATCH = 13
 KVT_TIMED_GET_DISK = 2
 KVT_TIMED_GET_HOST = 1
 KVT_TIMED_HOST_DECISION = 11
+KVT_TIMED_LOOKUP_BATCH = 15
 KVT_TIMED_PUT_DISK = 4
 KVT_TIMED_PUT_DURABLE = 5
 KVT_TIMED_PUT_RAM = 3
 KVT_TIMED_READ_BATCH = 7
-KVT_TIMED_SEND_BATCH = 14
 KVT_TIMED_SYNC_BATCH = 9
 KVT_TIMED_UPKEEP_BATCH = 10
+KVT_TIMED_UPLOAD_BATCH = 14
 KVT_TIMED_WRITE_BATCH = 8
 KVT_TRACE_FLAT = 1
+KVT_TRANSFER_EACH_LAYER = 1
+KVT_TRANSFER_REUSE = 2
 KVT_VERDICT_FAILED = 2
 KVT_VERDICT_PASSED = 0
 KVT_VERDICT_SKIPPED = 1
@@ -290,8 +292,6 @@ KVT_VERIFY_NEVER = 0
 KVT_VERSION_MAJOR = 0
 KVT_VERSION_MINOR = 1
 KVT_VERSION_PATCH = 0
-KVT_WHO_PRIORITY = 2
-KVT_WHO_SESSION = 1
 KVT_WRITE_BACK = 2
 KVT_WRITE_BEHIND = 4
 KVT_WRITE_NEVER = 3
@@ -668,15 +668,15 @@ kvt_device_free_bytes_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_uint64))
 
 
-kvt_device_know_host_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+kvt_device_register_host_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
     ctypes.c_uint64)
 
 
-kvt_device_adopt_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+kvt_device_import_event_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
     ctypes.POINTER(ctypes.c_uint64))
 
 
-kvt_device_hold_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+kvt_device_stream_wait_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
     ctypes.c_uint64)
 
 
@@ -729,11 +729,11 @@ kvt_device_launch_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_
     ctypes.POINTER(ctypes.c_uint64))
 
 
-kvt_device_promise_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
+kvt_device_create_event_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_uint64))
 
 
-kvt_device_keep_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64)
+kvt_device_signal_event_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64)
 
 
 class kvt_device_custom_t(Sized):
@@ -750,14 +750,14 @@ class kvt_device_custom_t(Sized):
         ("allocate", kvt_device_allocate_fn),
         ("free", kvt_device_free_fn),
         ("free_bytes", kvt_device_free_bytes_fn),
-        ("know_host", kvt_device_know_host_fn),
-        ("adopt", kvt_device_adopt_fn),
-        ("hold", kvt_device_hold_fn),
+        ("register_host", kvt_device_register_host_fn),
+        ("import_event", kvt_device_import_event_fn),
+        ("stream_wait", kvt_device_stream_wait_fn),
         ("launch", kvt_device_launch_fn),
         ("user_data", ctypes.c_void_p),
         ("destroy", kvt_destroy_fn),
-        ("promise", kvt_device_promise_fn),
-        ("keep", kvt_device_keep_fn),
+        ("create_event", kvt_device_create_event_fn),
+        ("signal_event", kvt_device_signal_event_fn),
     ]
 
 
@@ -830,7 +830,7 @@ class kvt_copy_t(ctypes.Structure):
         ("view", kvt_view_t),
         ("plane", ctypes.c_void_p),
         ("plane_memory", ctypes.c_uint32),
-        ("way", ctypes.c_uint32),
+        ("direction", ctypes.c_uint32),
         ("first_token", ctypes.c_uint32),
         ("tokens", ctypes.c_uint32),
         ("sum", ctypes.c_uint64),
@@ -852,13 +852,13 @@ class kvt_index_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("heads", ctypes.POINTER(kvt_index_head_t)),
-        ("head_room", ctypes.c_uint64),
+        ("head_capacity", ctypes.c_uint64),
         ("head_count", ctypes.c_uint64),
         ("starts", ctypes.POINTER(ctypes.c_uint32)),
-        ("start_room", ctypes.c_uint64),
+        ("start_capacity", ctypes.c_uint64),
         ("start_count", ctypes.c_uint64),
         ("items", ctypes.POINTER(ctypes.c_uint32)),
-        ("item_room", ctypes.c_uint64),
+        ("item_capacity", ctypes.c_uint64),
         ("item_count", ctypes.c_uint64),
     ]
 
@@ -973,7 +973,7 @@ class kvt_policy_info_t(Sized):
     ]
 
 
-class kvt_policy_who_t(Sized):
+class kvt_policy_context_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
@@ -1465,7 +1465,7 @@ class kvt_store_event_t(ctypes.Structure):
         ("position", ctypes.c_uint32),
         ("key", ctypes.c_uint8 * 32),
         ("parent", ctypes.c_uint8 * 32),
-        ("space", ctypes.c_uint8 * 32),
+        ("namespace_key", ctypes.c_uint8 * 32),
     ]
 
 
@@ -1515,7 +1515,7 @@ class kvt_session_info_t(Sized):
     ]
 
 
-class kvt_move_t(Sized):
+class kvt_transfer_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
@@ -1546,11 +1546,11 @@ class kvt_plan_terms_t(Sized):
     ]
 
 
-class kvt_plan_segment_t(ctypes.Structure):
+class kvt_plan_step_t(ctypes.Structure):
     _fields_ = [
         ("first_token", ctypes.c_uint64),
         ("tokens", ctypes.c_uint64),
-        ("deed", ctypes.c_uint32),
+        ("kind", ctypes.c_uint32),
         ("tier", ctypes.c_uint32),
         ("host_bytes", ctypes.c_uint64),
         ("disk_bytes", ctypes.c_uint64),
@@ -1595,9 +1595,9 @@ class kvt_sequence_t(Sized):
 class kvt_clear_report_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
-        ("gone_chunks", ctypes.c_uint64),
-        ("held_chunks", ctypes.c_uint64),
-        ("moving_chunks", ctypes.c_uint64),
+        ("removed_chunks", ctypes.c_uint64),
+        ("referenced_chunks", ctypes.c_uint64),
+        ("transferring_chunks", ctypes.c_uint64),
     ]
 
 
@@ -1605,8 +1605,8 @@ class kvt_demote_report_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("freed_chunks", ctypes.c_uint64),
-        ("leaving_chunks", ctypes.c_uint64),
-        ("staying_chunks", ctypes.c_uint64),
+        ("pending_chunks", ctypes.c_uint64),
+        ("kept_chunks", ctypes.c_uint64),
     ]
 
 
@@ -1695,24 +1695,24 @@ kvt_sparse_observe_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c
     ctypes.c_uint32, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32)
 
 
-class kvt_keep_t(Sized):
+class kvt_token_lists_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("starts", ctypes.POINTER(ctypes.c_uint32)),
-        ("start_room", ctypes.c_uint64),
+        ("start_capacity", ctypes.c_uint64),
         ("start_count", ctypes.c_uint64),
         ("items", ctypes.POINTER(ctypes.c_uint32)),
-        ("item_room", ctypes.c_uint64),
+        ("item_capacity", ctypes.c_uint64),
         ("item_count", ctypes.c_uint64),
     ]
 
 
 kvt_sparse_evict_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
-    ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_keep_t))
+    ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_token_lists_t))
 
 
 kvt_sparse_evicted_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
-    ctypes.POINTER(kvt_keep_t))
+    ctypes.POINTER(kvt_token_lists_t))
 
 
 kvt_sparse_truncate_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32)
@@ -1789,7 +1789,7 @@ class kvt_job_info_t(Sized):
     ]
 
 
-class kvt_problem_t(Sized):
+class kvt_attention_args_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("queries", ctypes.POINTER(kvt_rows_t)),
@@ -1803,7 +1803,7 @@ class kvt_problem_t(Sized):
     ]
 
 
-class kvt_placed_t(Sized):
+class kvt_block_placement_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("blocks", ctypes.POINTER(ctypes.c_uint32)),
@@ -1815,11 +1815,11 @@ class kvt_placed_t(Sized):
     ]
 
 
-class kvt_there_t(Sized):
+class kvt_resident_tokens_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("attention", ctypes.POINTER(kvt_attention_t)),
-        ("kept", ctypes.POINTER(kvt_keep_t)),
+        ("kept", ctypes.POINTER(kvt_token_lists_t)),
         ("since", ctypes.c_uint32),
         ("tokens", ctypes.c_uint32),
     ]
@@ -1906,7 +1906,7 @@ class kvt_offload_kv_t(Sized):
     ]
 
 
-class kvt_text_t(ctypes.Structure):
+class kvt_str_t(ctypes.Structure):
     _fields_ = [
         ("text", ctypes.POINTER(ctypes.c_char)),
         ("bytes", ctypes.c_uint64),
@@ -2013,7 +2013,7 @@ class kvt_model_table_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
-        ("paths", ctypes.POINTER(kvt_text_t)),
+        ("paths", ctypes.POINTER(kvt_str_t)),
         ("path_count", ctypes.c_uint64),
         ("path_stride_bytes", ctypes.c_uint64),
         ("units", ctypes.POINTER(kvt_unit_entry_t)),
@@ -2027,7 +2027,7 @@ class kvt_stream_terms_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
-        ("seat", ctypes.c_uint32),
+        ("compute", ctypes.c_uint32),
         ("mode", ctypes.c_uint32),
         ("placement", ctypes.c_uint32),
         ("slots", ctypes.c_uint32),
@@ -2066,7 +2066,7 @@ class kvt_stream_memory_t(Sized):
 class kvt_stream_plan_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
-        ("seat", ctypes.c_uint32),
+        ("compute", ctypes.c_uint32),
         ("mode", ctypes.c_uint32),
         ("device_units", ctypes.c_uint32),
         ("host_units", ctypes.c_uint32),
@@ -2101,9 +2101,9 @@ class kvt_forecast_t(Sized):
     ]
 
 
-class kvt_unit_home_t(ctypes.Structure):
+class kvt_unit_residency_t(ctypes.Structure):
     _fields_ = [
-        ("home", ctypes.c_uint32),
+        ("residency", ctypes.c_uint32),
         ("on_processor", ctypes.c_uint32),
     ]
 
@@ -2134,7 +2134,7 @@ class kvt_stream_opts_t(Sized):
     ]
 
 
-class kvt_held_t(Sized):
+class kvt_unit_lease_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("address", ctypes.c_void_p),
@@ -2151,12 +2151,12 @@ class kvt_stream_progress_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("missing", ctypes.c_uint64),
-        ("homes", ctypes.c_uint64),
+        ("resident_units", ctypes.c_uint64),
         ("read_bytes", ctypes.c_uint64),
     ]
 
 
-class kvt_stream_room_t(Sized):
+class kvt_stream_limits_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
@@ -2310,16 +2310,14 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_checksum": (kvt_status_t, (ctypes.c_void_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),)),
-    "kvt_decode_memory": (kvt_status_t, (ctypes.POINTER(kvt_problem_t), ctypes.c_uint64,
+    "kvt_decode_memory": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t), ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
-    "kvt_decode_open": (kvt_status_t, (ctypes.POINTER(kvt_problem_t), ctypes.c_uint64,
+    "kvt_decode_open": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t), ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(ctypes.c_float),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
         ctypes.POINTER(kvt_job_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_decode_sums": (kvt_status_t, (kvt_job_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
-    "kvt_device_adopt": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
-        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_device_alloc": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_device_memory_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_device_close": (kvt_status_t, (ctypes.POINTER(kvt_device_p), ctypes.c_uint64,
@@ -2330,19 +2328,15 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_device_copy": (kvt_status_t, (kvt_device_p, ctypes.c_uint32, ctypes.c_uint64,
         ctypes.POINTER(kvt_copy_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
-    "kvt_device_forget_host": (kvt_status_t, (kvt_device_p, ctypes.c_void_p,
+    "kvt_device_create_event": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_describe": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_char),
+        ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_device_free": (kvt_status_t, (kvt_device_p, ctypes.POINTER(kvt_device_memory_t),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_device_hold": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, ctypes.c_uint64,
-        ctypes.POINTER(kvt_error_p),)),
-    "kvt_device_hold_op": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, kvt_op_p,
-        ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_import_event": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_device_info": (kvt_status_t, (kvt_device_p, ctypes.POINTER(kvt_device_info_t),)),
-    "kvt_device_keep": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
-        ctypes.POINTER(kvt_error_p),)),
-    "kvt_device_know_host": (kvt_status_t, (kvt_device_p, ctypes.c_void_p, ctypes.c_uint64,
-        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_launch": (kvt_status_t, (kvt_device_p, ctypes.c_uint32, ctypes.c_uint64,
         ctypes.POINTER(kvt_kernel_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
@@ -2350,18 +2344,24 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_device_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_device_poll": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_uint64),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
-    "kvt_device_promise": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_uint64),
-        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_query": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,)),
+    "kvt_device_register_host": (kvt_status_t, (kvt_device_p, ctypes.c_void_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_release": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_uint64),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_signal_event": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_stream_wait": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_stream_wait_op": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, kvt_op_p,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_sums": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_unregister_host": (kvt_status_t, (kvt_device_p, ctypes.c_void_p,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_wait": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_device_words": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_char),
-        ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_error_free": (kvt_status_t, (ctypes.POINTER(kvt_error_p),)),
     "kvt_error_info": (kvt_status_t, (kvt_error_p, ctypes.POINTER(kvt_error_info_t),)),
     "kvt_error_message": (ctypes.c_char_p, (kvt_error_p,)),
@@ -2375,7 +2375,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_feature_find": (kvt_status_t, (ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_feature_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_index_place": (kvt_status_t, (ctypes.POINTER(kvt_attention_t),
-        ctypes.POINTER(kvt_placed_t), ctypes.POINTER(kvt_index_t), ctypes.c_uint32,
+        ctypes.POINTER(kvt_block_placement_t), ctypes.POINTER(kvt_index_t), ctypes.c_uint32,
         ctypes.c_uint32, ctypes.POINTER(kvt_index_t), ctypes.POINTER(ctypes.c_uint32),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_job_close": (kvt_status_t, (ctypes.POINTER(kvt_job_p),)),
@@ -2398,13 +2398,13 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_model_info": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_model_info_t),)),
     "kvt_model_layer": (kvt_status_t, (kvt_model_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint32),)),
-    "kvt_model_open": (kvt_status_t, (ctypes.POINTER(kvt_text_t), ctypes.c_uint64,
+    "kvt_model_open": (kvt_status_t, (ctypes.POINTER(kvt_str_t), ctypes.c_uint64,
         ctypes.c_uint64, ctypes.POINTER(kvt_model_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_model_plan": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
         ctypes.POINTER(kvt_stream_memory_t), ctypes.POINTER(kvt_stream_plan_t),
-        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_unit_home_t), ctypes.c_uint64,
+        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_unit_residency_t), ctypes.c_uint64,
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
-    "kvt_model_plan_words": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
+    "kvt_model_plan_describe": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
         ctypes.POINTER(kvt_stream_memory_t), ctypes.c_uint32, ctypes.POINTER(ctypes.c_char),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_model_table": (kvt_status_t, (ctypes.POINTER(kvt_model_table_t),
@@ -2458,6 +2458,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_namespace_prefill": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_t),)),
     "kvt_offload_after": (kvt_status_t, (kvt_offload_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_append_keys": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_begin": (kvt_status_t, (kvt_offload_p, ctypes.POINTER(kvt_sparse_context_t),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_blocks": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
@@ -2501,8 +2503,6 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_offload_take": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_offload_kv_t),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_offload_tell_keys": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
-        ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_tokens": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32),)),
     "kvt_offload_truncate": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
@@ -2540,18 +2540,18 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(ctypes.POINTER(ctypes.c_char)), ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(ctypes.c_double),)),
     "kvt_policy_hint": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
-        ctypes.POINTER(kvt_policy_who_t), ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_context_t), ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_hint_t), ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_info": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_policy_info_t),)),
     "kvt_policy_insert": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
-        ctypes.POINTER(kvt_policy_who_t), ctypes.POINTER(kvt_policy_row_t), ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_context_t), ctypes.POINTER(kvt_policy_row_t), ctypes.c_uint64,
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_log": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_log_entry_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_policy_lookup": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
-        ctypes.POINTER(kvt_policy_who_t), ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_context_t), ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_open": (kvt_status_t, (ctypes.POINTER(kvt_policy_opts_t),
@@ -2562,7 +2562,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_policy_victim_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_outcome_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_record": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
-        ctypes.POINTER(kvt_policy_who_t), ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(kvt_policy_context_t), ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_release": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_uint64),
@@ -2583,11 +2583,11 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_policy_switch": (kvt_status_t, (kvt_policy_p, ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_touch": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
-        ctypes.POINTER(kvt_policy_who_t), ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_context_t), ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_unpin": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_uint64),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
-    "kvt_prefill_open": (kvt_status_t, (ctypes.POINTER(kvt_problem_t),
+    "kvt_prefill_open": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t),
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(ctypes.c_float),
         ctypes.c_uint64, ctypes.POINTER(kvt_job_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_queue_close": (kvt_status_t, (ctypes.POINTER(kvt_queue_p), ctypes.c_uint64,
@@ -2622,7 +2622,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_clear_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_fork": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_session_opts_t),
         ctypes.POINTER(kvt_session_p), ctypes.POINTER(kvt_error_p),)),
-    "kvt_session_get": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
+    "kvt_session_get": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_transfer_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_get_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_blocks_t),
@@ -2645,16 +2645,16 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_session_pin": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
         ctypes.c_uint32, ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_session_plan": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_plan_terms_t),
-        ctypes.POINTER(kvt_plan_segment_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_plan_step_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_plan_t),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_session_prefetch": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
+    "kvt_session_prefetch": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_transfer_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_prefetch_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_blocks_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_session_put": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
+    "kvt_session_put": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_transfer_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_put_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_blocks_t),
@@ -2671,10 +2671,10 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_sparse_close": (kvt_status_t, (ctypes.POINTER(kvt_sparse_p),)),
     "kvt_sparse_count": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_sparse_evict": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
-        ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_keep_t),
+        ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_token_lists_t),
         ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_evicted": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
-        ctypes.POINTER(kvt_keep_t), ctypes.POINTER(kvt_error_p),)),
+        ctypes.POINTER(kvt_token_lists_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_fork": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_sparse_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_index": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
@@ -2684,7 +2684,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_sparse_info": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_sparse_info_t),)),
     "kvt_sparse_last_index": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_index_t),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_sparse_last_keep": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_keep_t),
+    "kvt_sparse_last_kept": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_token_lists_t),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_load": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint8), ctypes.c_uint64,
@@ -2749,7 +2749,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_acquire": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32, ctypes.c_uint64,
-        ctypes.c_uint64, ctypes.POINTER(kvt_held_t), ctypes.POINTER(kvt_error_p),)),
+        ctypes.c_uint64, ctypes.POINTER(kvt_unit_lease_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_close": (kvt_status_t, (ctypes.POINTER(kvt_stream_p), ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_engine": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(ctypes.c_char),
@@ -2769,15 +2769,15 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_stream_pass_begin": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_pass_end": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_plan": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_plan_t),
-        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_unit_home_t), ctypes.c_uint64,
+        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_unit_residency_t), ctypes.c_uint64,
         ctypes.c_uint64,)),
-    "kvt_stream_plan_words": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
+    "kvt_stream_plan_describe": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_char), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_stream_progress": (kvt_status_t, (kvt_stream_p,
         ctypes.POINTER(kvt_stream_progress_t),)),
-    "kvt_stream_rebalance": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_room_t),
+    "kvt_stream_rebalance": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_limits_t),
         ctypes.POINTER(kvt_stream_plan_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_stream_release": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_held_t),
+    "kvt_stream_release": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_unit_lease_t),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_stats": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_stats_t),)),
     "kvt_stream_sum": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
@@ -2786,14 +2786,14 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_what_if": (kvt_status_t, (kvt_stream_p, ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_sums_open": (kvt_status_t, (ctypes.POINTER(kvt_problem_t),
+    "kvt_sums_open": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t),
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_job_p),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_sums_place": (kvt_status_t, (ctypes.POINTER(kvt_there_t), ctypes.POINTER(kvt_placed_t),
-        ctypes.POINTER(kvt_index_t), ctypes.c_uint32, ctypes.c_uint32,
-        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(ctypes.c_float),
-        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_sums_place": (kvt_status_t, (ctypes.POINTER(kvt_resident_tokens_t),
+        ctypes.POINTER(kvt_block_placement_t), ctypes.POINTER(kvt_index_t), ctypes.c_uint32,
+        ctypes.c_uint32, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_trace_free": (kvt_status_t, (ctypes.POINTER(kvt_trace_p),)),
     "kvt_trace_generate": (kvt_status_t, (ctypes.POINTER(kvt_trace_opts_t),
         ctypes.POINTER(kvt_trace_p), ctypes.POINTER(kvt_error_p),)),

@@ -453,8 +453,8 @@ class Hold(Resource):
     ...     blocks = kvtier.Blocks(store, kvtier.Identity(model=b"m"), [4096])
     ...     stored = blocks.put([b"a"], kvtier.Pool(bytearray(4096), 4096).at([0])).result()
     ...     with blocks.hold([b"a", b"b"]) as hold:
-    ...         [bool(one) for one in hold.held], blocks.drop([b"a"]).held_chunks
-    ...     blocks.drop([b"a"]).gone_chunks
+    ...         [bool(one) for one in hold.held], blocks.drop([b"a"]).referenced_chunks
+    ...     blocks.drop([b"a"]).removed_chunks
     ([True, False], 1)
     1
     """

@@ -39,7 +39,7 @@ class DeviceInfo(NamedTuple):
     sums: bool
     #: It has memory that only it reaches.
     has_memory: bool
-    #: Host memory that copies use is to be made known: `Device.know_host`.
+    #: Host memory that copies use is to be made known: `Device.register_host`.
     wants_pinned: bool
     #: How many it has: work on one is in order.
     streams: int
@@ -135,7 +135,7 @@ class _PromiseJob(_EventJob):
     __slots__ = ()
 
     def attempt(self) -> int:
-        lib.kvt_device_keep(self.handle, self.number, None)
+        lib.kvt_device_signal_event(self.handle, self.number, None)
         return super().attempt()
 
 
@@ -239,7 +239,7 @@ class DeviceEvent(Closing):
 
 
 #: An event, its number, or none.
-class DevicePromise(DeviceEvent):
+class UserEvent(DeviceEvent):
     """An event that comes when `keep` says so. Closing it keeps it, too."""
 
     _noun = "promise of a device"
@@ -247,14 +247,14 @@ class DevicePromise(DeviceEvent):
     def _job_of(self, device: int, number: int, kept: List[Any]) -> _EventJob:
         return _PromiseJob(device, number, kept)
 
-    def keep(self) -> None:
+    def signal(self) -> None:
         """It comes, if it has not."""
         err = new_error()
-        check_err(lib.kvt_device_keep(self._raw, self.number, byref(err)), err)
+        check_err(lib.kvt_device_signal_event(self._raw, self.number, byref(err)), err)
 
     def close(self, timeout: Optional[float] = None) -> None:
         if not self.closed:
-            self.keep()
+            self.signal()
         super().close(timeout)
 
 
@@ -277,7 +277,7 @@ def _lower(row: Any, copy: DeviceCopy, kept: List[Any]) -> None:
     view, plane = row.view, lend(copy.plane, not copy.scatter, kept)
     row.plane_memory, row.first_token, row.tokens = (
         kind_of(plane), u32(copy.first_token), u32(copy.tokens))
-    row.way = _abi.KVT_COPY_SCATTER if copy.scatter else _abi.KVT_COPY_GATHER
+    row.direction = _abi.KVT_COPY_SCATTER if copy.scatter else _abi.KVT_COPY_GATHER
     row.flags = _abi.KVT_COPY_SUM if copy.sum else 0
     has = view.page_count * view.page_tokens if view.pages else view.tokens
     tokens = row.tokens or max(0, has - row.first_token)
@@ -289,7 +289,7 @@ def _lower(row: Any, copy: DeviceCopy, kept: List[Any]) -> None:
 
 
 class Device(Closing):
-    """Who copies between your memory and the library's: "host", "cuda", "simulated" (none at
+    """PolicyContext copies between your memory and the library's: "host", "cuda", "simulated" (none at
     all, for tests: it takes its time and spoils what is not waited for), or one of your own.
     Stores and streamers are opened with one. Any thread may use it.
 
@@ -300,10 +300,10 @@ class Device(Closing):
         submit(stream, after, copies) -> event      query(event) -> bool
         wait(event, deadline_ns)     release(event)     free_bytes() -> int
         allocate(nbytes) -> address  free(address, nbytes)
-        know_host(address, nbytes)   (0 bytes: it goes)
-        adopt(raw) -> event          hold(raw_stream, event)
+        register_host(address, nbytes)   (0 bytes: it goes)
+        import_event(raw) -> event          stream_wait(raw_stream, event)
         launch(stream, after, kernels) -> event
-        promise() -> event           keep(event)   (it comes then)
+        create_event() -> event           signal_event(event)   (it comes then)
 
     and with these attributes, where they are not as here: `streams = 1`, `has_memory = False`,
     `wants_pinned = False`, `kernels = ()`. Copies are a list of `CopyRows`, events any numbers
@@ -377,12 +377,12 @@ class Device(Closing):
             tuple(kind for kind in range(64) if c.kernels >> kind & 1),
             None if c.free_bytes == 2**64 - 1 else c.free_bytes)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The same for logs."""
         raw, room, n = self._raw, 256, ctypes.c_uint64()
         while True:
             to = ctypes.create_string_buffer(room)
-            status = lib.kvt_device_words(raw, to, room, byref(n))
+            status = lib.kvt_device_describe(raw, to, room, byref(n))
             if status != _abi.KVT_E_TOO_SMALL:
                 check(status)
                 return to.raw[: n.value].decode()
@@ -392,14 +392,14 @@ class Device(Closing):
         """Sets memory aside."""
         return DeviceMemory(self, nbytes)
 
-    def know_host(self, address: int, nbytes: int) -> None:
+    def register_host(self, address: int, nbytes: int) -> None:
         """Copies will use this host memory again and again. Where CUDA cannot pin it, they are
-        slower, and `words` says so. The memory stays until `forget_host`."""
-        self._call(lambda raw, err: lib.kvt_device_know_host(raw, u64(address), u64(nbytes), err))
+        slower, and `describe` says so. The memory stays until `unregister_host`."""
+        self._call(lambda raw, err: lib.kvt_device_register_host(raw, u64(address), u64(nbytes), err))
 
-    def forget_host(self, address: int) -> None:
+    def unregister_host(self, address: int) -> None:
         """Takes that back, before the memory goes."""
-        self._call(lambda raw, err: lib.kvt_device_forget_host(raw, u64(address), err))
+        self._call(lambda raw, err: lib.kvt_device_unregister_host(raw, u64(address), err))
 
     def copy(self, copies: Iterable[DeviceCopy] = (), *, stream: int = 0,
              after: After = None) -> DeviceEvent:
@@ -455,27 +455,27 @@ class Device(Closing):
         check(lib.kvt_device_poll(self._raw, events, room, byref(n)))
         return list(events[: n.value])
 
-    def adopt(self, raw_event: int, keep: object = None) -> DeviceEvent:
+    def import_event(self, raw_event: int, keep: object = None) -> DeviceEvent:
         """An event that comes with one of yours: for CUDA a CUevent that was recorded. Yours has
         to stay until then: `keep`, the object that it goes with, is held so long."""
-        event = self._event(lambda raw, out, err: lib.kvt_device_adopt(
+        event = self._event(lambda raw, out, err: lib.kvt_device_import_event(
             raw, u64(raw_event), out, err))
         return DeviceEvent(self, event, [keep])
 
-    def hold(self, raw_stream: int, event: After) -> None:
+    def stream_wait(self, raw_stream: int, event: After) -> None:
         """A stream of yours (for CUDA a CUstream) goes on only when an event has come."""
-        self._call(lambda raw, err: lib.kvt_device_hold(
+        self._call(lambda raw, err: lib.kvt_device_stream_wait(
             raw, u64(raw_stream), number_of(event), err))
 
     def hold_op(self, raw_stream: int, op: Op) -> None:
         """A stream of yours goes on only when an op was released, well or not."""
-        self._call(lambda raw, err: lib.kvt_device_hold_op(
+        self._call(lambda raw, err: lib.kvt_device_stream_wait_op(
             raw, u64(raw_stream), op._raw, err))
 
-    def promise(self) -> DevicePromise:
+    def create_event(self) -> UserEvent:
         """An event that comes when it is kept: what is behind it waits until then."""
-        event = self._event(lambda raw, out, err: lib.kvt_device_promise(raw, out, err))
-        return DevicePromise(self, event, [])
+        event = self._event(lambda raw, out, err: lib.kvt_device_create_event(raw, out, err))
+        return UserEvent(self, event, [])
 
     def conformance(self, *, seed: int = 0, rounds: int = 0, patience: Optional[float] = None,
                     closes: bool = False) -> Conformance:

@@ -33,7 +33,7 @@ from ._offload import Attention, attention_for_c
 from ._pybuffer import Export, described
 from ._resource import byref, new_error
 
-__all__ = ["Attended", "Decoded", "Index", "IndexHead", "IndexKind", "Keep", "Placed", "Rows",
+__all__ = ["Attended", "Decoded", "Index", "IndexHead", "IndexKind", "TokenLists", "BlockPlacement", "Rows",
            "Threads", "check_rows", "decode", "merge", "page_boxes", "page_scores",
            "place_index", "place_sums", "prefill", "sums"]
 
@@ -136,8 +136,8 @@ class _Lists:
     def _fill(self, c: Any) -> None:
         """Points a struct of C's at them: as what it reads, and as room."""
         c.starts, c.items = u32_pointer(self._starts), u32_pointer(self._items)
-        c.start_count = c.start_room = len(self._starts)
-        c.item_count = c.item_room = len(self._items)
+        c.start_count = c.start_capacity = len(self._starts)
+        c.item_count = c.item_capacity = len(self._items)
 
 
 def _flat(lists: Iterable[Sequence[int]]) -> Tuple[List[int], List[int]]:
@@ -183,7 +183,7 @@ class Index(_Lists):
     def _fill(self, c: Any) -> None:
         super()._fill(c)
         c.heads = ctypes.cast(self._heads, ctypes.POINTER(_abi.kvt_index_head_t))
-        c.head_count = c.head_room = len(self._heads)
+        c.head_count = c.head_capacity = len(self._heads)
 
     def _lower(self) -> Any:
         c = _abi.kvt_index_t()
@@ -194,21 +194,21 @@ class Index(_Lists):
         return f"<kvtier.Index of {len(self._heads)} heads, {len(self._items)} items>"
 
 
-class Keep(_Lists):
+class TokenLists(_Lists):
     """Positions of tokens that stay, ascending: a list for each head, or one for all."""
 
     @classmethod
-    def of(cls, lists: Iterable[Sequence[int]]) -> "Keep":
+    def of(cls, lists: Iterable[Sequence[int]]) -> "TokenLists":
         """From lists."""
         return cls(*_flat(lists))
 
     def _lower(self) -> Any:
-        c = _abi.kvt_keep_t()
+        c = _abi.kvt_token_lists_t()
         self._fill(c)
         return c
 
     def __repr__(self) -> str:
-        return f"<kvtier.Keep of {max(len(self._starts) - 1, 0)} lists, {len(self._items)} items>"
+        return f"<kvtier.TokenLists of {max(len(self._starts) - 1, 0)} lists, {len(self._items)} items>"
 
 
 class Attended(NamedTuple):
@@ -318,7 +318,7 @@ class Problem:
     def __init__(self, queries: Any, keys: Any, values: Any, index: Optional[Index],
                  first_query: int, first_key: int, scale: float) -> None:
         self._kept = (queries, keys, values, index)  # what pointers lead to
-        self.c = _abi.kvt_problem_t(first_query=u32(first_query), first_key=u32(first_key),
+        self.c = _abi.kvt_attention_args_t(first_query=u32(first_query), first_key=u32(first_key),
                                     scale=scale)
         self.c.queries, self.c.keys = ctypes.pointer(queries), ctypes.pointer(keys)
         self.c.values = ctypes.pointer(values)
@@ -542,7 +542,7 @@ def page_scores(boxes: Any, queries: Any, *, first: int = 0, count: Optional[int
     return scores
 
 
-class Placed(NamedTuple):
+class BlockPlacement(NamedTuple):
     """Tokens in a buffer: some blocks, ascending, and the last tokens behind them."""
 
     blocks: Column
@@ -552,14 +552,14 @@ class Placed(NamedTuple):
     tail_tokens: int = 0
 
 
-def _placed(lent: Lent, of: Placed) -> Any:
-    c = _abi.kvt_placed_t(block_tokens=u32(of.block_tokens), tail_first=u32(of.tail_first),
+def _placed(lent: Lent, of: BlockPlacement) -> Any:
+    c = _abi.kvt_block_placement_t(block_tokens=u32(of.block_tokens), tail_first=u32(of.tail_first),
                           tail_tokens=u32(of.tail_tokens))
     c.blocks, c.block_count = lent.column("blocks", "u32", of.blocks)
     return c
 
 
-def place_index(attention: Attention, placed: Placed, index: Optional[Index], first: int,
+def place_index(attention: Attention, placed: BlockPlacement, index: Optional[Index], first: int,
                 count: int = 1) -> Tuple[Index, int]:
     """Says of the rows of a buffer what an index (None = all keys) says of positions, for
     `count` queries from position `first` on: an index of rows, and the row of the first
@@ -578,15 +578,15 @@ def place_index(attention: Attention, placed: Placed, index: Optional[Index], fi
             answer = Index._with_room(out.head_count, out.start_count, out.item_count)
 
 
-def place_sums(attention: Attention, tokens: int, placed: Placed, sums: Any, *,
+def place_sums(attention: Attention, tokens: int, placed: BlockPlacement, sums: Any, *,
                select: Optional[Index] = None, first_query: int = 0, queries: int = 0,
-               kept: Optional[Keep] = None, since: int = 0, out: Optional[Any] = None) -> Any:
+               kept: Optional[TokenLists] = None, since: int = 0, out: Optional[Any] = None) -> Any:
     """Adds sums over the rows of a buffer to those of the tokens that are there, as
     `Sparse.observe` wants them: [query heads, tokens]. `kept` is what `evicted` was told,
     tokens from `since` on came after it; with `select` sums are those of `decode`."""
     lists = 0 if kept is None else len(kept.starts) - 1
     stayed = kept.items.nbytes // 4 // lists if kept is not None and lists > 0 else 0
-    c = _abi.kvt_there_t(tokens=u32(tokens), since=u32(since))
+    c = _abi.kvt_resident_tokens_t(tokens=u32(tokens), since=u32(since))
     c.attention = ctypes.pointer(attention_for_c(attention))
     if kept is not None:
         c.kept = ctypes.pointer(kept._lower())

@@ -241,7 +241,7 @@ class Offload(Resource):
 
     def after(self, event: "After") -> None:
         """What is copied from now on waits for an event of the store's device; None: for
-        none. Keep the event until another is given or this is closed, and what was begun
+        none. TokenLists the event until another is given or this is closed, and what was begun
         before has ended."""
         from ._device import number_of  # it needs names of this package
         err = new_error()
@@ -426,12 +426,12 @@ class Offload(Resource):
         return [self._numbers(lambda raw, to, room, n, head=head: lib.kvt_offload_kept(
             raw, u32(layer), head, to, room, n, None)) for head in range(heads.value)]
 
-    def tell_keys(self, layer: int, first: int, keys: Any) -> None:
+    def append_keys(self, layer: int, first: int, keys: Any) -> None:
         """Rows of a policy's own (`dsa`), [tokens, heads, dim]; before these tokens are put."""
         rows, export = _rows("keys", keys)
         err = new_error()
         with export:
-            check_err(lib.kvt_offload_tell_keys(self._raw, u32(layer), u32(first), byref(rows),
+            check_err(lib.kvt_offload_append_keys(self._raw, u32(layer), u32(first), byref(rows),
                                                 byref(err)), err)
 
     def score(self, layer: int, scores: Column, *, is_prefill: bool = False) -> None:

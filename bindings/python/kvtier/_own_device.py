@@ -107,24 +107,24 @@ def _free_bytes(number: int, out: Any) -> int:
         return _status(lambda: _put(out, _callbacks.find(number).free_bytes()))
 
 
-def _know_host(number: int, address: int, nbytes: int) -> int:
-    return _status(lambda: _callbacks.find(number).know_host(address, nbytes))
+def _register_host(number: int, address: int, nbytes: int) -> int:
+    return _status(lambda: _callbacks.find(number).register_host(address, nbytes))
 
 
-def _adopt(number: int, raw: int, out: Any) -> int:
-    return _status(lambda: _put(out, _callbacks.find(number).adopt(raw)))
+def _import_event(number: int, raw: int, out: Any) -> int:
+    return _status(lambda: _put(out, _callbacks.find(number).import_event(raw)))
 
 
-def _hold(number: int, raw_stream: int, event: int) -> int:
-    return _status(lambda: _callbacks.find(number).hold(raw_stream, event))
+def _stream_wait(number: int, raw_stream: int, event: int) -> int:
+    return _status(lambda: _callbacks.find(number).stream_wait(raw_stream, event))
 
 
-def _promise(number: int, out: Any) -> int:
-    return _status(lambda: _put(out, _callbacks.find(number).promise()))
+def _create_event(number: int, out: Any) -> int:
+    return _status(lambda: _put(out, _callbacks.find(number).create_event()))
 
 
-def _keep(number: int, event: int) -> int:
-    return _status(lambda: _callbacks.find(number).keep(event))
+def _signal_event(number: int, event: int) -> int:
+    return _status(lambda: _callbacks.find(number).signal_event(event))
 
 
 _FUNCTIONS = {
@@ -132,10 +132,10 @@ _FUNCTIONS = {
     "wait": _abi.kvt_device_wait_fn(_wait), "release": _abi.kvt_device_release_fn(_release),
     "allocate": _abi.kvt_device_allocate_fn(_allocate), "free": _abi.kvt_device_free_fn(_free),
     "free_bytes": _abi.kvt_device_free_bytes_fn(_free_bytes),
-    "know_host": _abi.kvt_device_know_host_fn(_know_host),
-    "adopt": _abi.kvt_device_adopt_fn(_adopt), "hold": _abi.kvt_device_hold_fn(_hold),
+    "register_host": _abi.kvt_device_register_host_fn(_register_host),
+    "import_event": _abi.kvt_device_import_event_fn(_import_event), "stream_wait": _abi.kvt_device_stream_wait_fn(_stream_wait),
     "launch": _abi.kvt_device_launch_fn(_launch),
-    "promise": _abi.kvt_device_promise_fn(_promise), "keep": _abi.kvt_device_keep_fn(_keep),
+    "create_event": _abi.kvt_device_create_event_fn(_create_event), "signal_event": _abi.kvt_device_signal_event_fn(_signal_event),
 }
 
 

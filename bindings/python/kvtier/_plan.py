@@ -65,13 +65,13 @@ class Lookup(NamedTuple):
     load_ns: int
 
 
-class Segment(NamedTuple):
+class PlanStep(NamedTuple):
     """Tokens in a row with which the same is to be done."""
 
     first_token: int
     tokens: int
     #: PLAN_*.
-    deed: int
+    kind: int
     #: The farthest tier that something of them is loaded from, or TIER_NONE.
     tier: int
     host_bytes: int
@@ -84,7 +84,7 @@ class Segment(NamedTuple):
 class Plan(NamedTuple):
     """What it takes to have all tokens of a session."""
 
-    segments: List[Segment]
+    steps: List[PlanStep]
     tokens: int
     resident_tokens: int
     load_tokens: int
@@ -109,11 +109,11 @@ class Prefill(NamedTuple):
 class ClearReport(NamedTuple):
     """What became of chunks that were to go."""
 
-    gone_chunks: int
+    removed_chunks: int
     #: Sessions, moves or pins hold them, or others that stay continue them.
-    held_chunks: int
+    referenced_chunks: int
     #: They were on their way between tiers: try again.
-    moving_chunks: int
+    transferring_chunks: int
 
 
 class DemoteReport(NamedTuple):
@@ -122,9 +122,9 @@ class DemoteReport(NamedTuple):
     #: They were on disk, too.
     freed_chunks: int
     #: Their memory is given back once they are on disk.
-    leaving_chunks: int
+    pending_chunks: int
     #: They stay: there is no disk.
-    staying_chunks: int
+    kept_chunks: int
 
 
 class Tenant(NamedTuple):
@@ -177,7 +177,7 @@ class StoreEvents(NamedTuple):
 
 def values(row: Any, like: Any) -> Tuple[Any, ...]:
     """The fields of a C struct by the names of a NamedTuple, arrays as bytes."""
-    names = {"namespace": "space", "timed": "count"}
+    names = {"namespace": "namespace_key", "timed": "count"}
     wanted = [names[name] if name in names else name for name in like._fields]
     found = (getattr(row, name) for name in wanted if hasattr(row, name))
     return tuple(bytes(x) if isinstance(x, ctypes.Array) else x for x in found)

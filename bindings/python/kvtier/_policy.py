@@ -1,4 +1,4 @@
-"""Who leaves first: an eviction policy, on the library's table or on one's own."""
+"""PolicyContext leaves first: an eviction policy, on the library's table or on one's own."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class Row(NamedTuple):
     next_use_ns: int = 0
 
 
-class Who(NamedTuple):
-    """Who asks."""
+class PolicyContext(NamedTuple):
+    """PolicyContext asks."""
 
     session: Optional[int] = None
     tenant: int = 0
@@ -169,14 +169,14 @@ def _i64(value: int) -> int:
     return number
 
 
-def _who(who: Optional[Who]) -> Any:
+def _who(who: Optional[PolicyContext]) -> Any:
     if who is None:
         return None
-    given = _abi.kvt_policy_who_t(
+    given = _abi.kvt_policy_context_t(
         session=u64(who.session or 0), tenant=u32(who.tenant), priority=u32(who.priority or 0),
         length=u32(who.length), max_length=u32(who.max_length), tokens_each=u32(who.tokens_each))
-    given.flags = ((_abi.KVT_WHO_SESSION if who.session is not None else 0)
-                   | (_abi.KVT_WHO_PRIORITY if who.priority is not None else 0))
+    given.flags = ((_abi.KVT_CONTEXT_SESSION if who.session is not None else 0)
+                   | (_abi.KVT_CONTEXT_PRIORITY if who.priority is not None else 0))
     return byref(given)
 
 
@@ -269,7 +269,7 @@ class Policy(Resource):
         check_err(status, err)
         self._own(PolicyJob(handle))
 
-    def lookup(self, ids: Column, who: Optional[Who] = None, now_ns: int = 0) -> int:
+    def lookup(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0) -> int:
         """Looks a path of objects up and counts it; how many from the start on are there."""
         handle = self._job.handle.value
         if not handle or _reaper.in_child:
@@ -284,7 +284,7 @@ class Policy(Resource):
             check_err(status, _abi.kvt_error_p(answer.err))
         return int(answer.out)
 
-    def found(self, ids: Column, who: Optional[Who] = None, now_ns: int = 0) -> List[bool]:
+    def found(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0) -> List[bool]:
         """Like `lookup`, and says it for each id."""
         room: List[Any] = []
 
@@ -295,7 +295,7 @@ class Policy(Resource):
         self._counted(call, ids)
         return [bool(hit) for hit in room[0]]
 
-    def touch(self, ids: Column, who: Optional[Who] = None, now_ns: int = 0) -> int:
+    def touch(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0) -> int:
         """Touches objects without counting a lookup; how many were there."""
         handle = self._job.handle.value
         if not handle or _reaper.in_child:
@@ -310,7 +310,7 @@ class Policy(Resource):
             check_err(status, _abi.kvt_error_p(answer.err))
         return int(answer.out)
 
-    def record(self, ids: Column, who: Optional[Who] = None, now_ns: int = 0,
+    def record(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0,
                units: Optional[Column] = None) -> int:
         """Touches objects that are there and inserts the others; how many were new."""
         with Columns() as columns:
@@ -320,7 +320,7 @@ class Policy(Resource):
             return self._counted(lambda raw, p, n, out, err: lib.kvt_policy_record(
                 raw, _i64(now_ns), _who(who), p, sizes, n, out, err), ids)
 
-    def insert(self, rows: Sequence[Union[Row, int]], who: Optional[Who] = None,
+    def insert(self, rows: Sequence[Union[Row, int]], who: Optional[PolicyContext] = None,
                now_ns: int = 0) -> None:
         """Inserts objects, all or none; a bare id has one unit."""
         array = (_abi.kvt_policy_row_t * len(rows))()
@@ -369,7 +369,7 @@ class Policy(Resource):
         """Unpins objects."""
         self._plain(lib.kvt_policy_unpin, ids)
 
-    def hint(self, ids: Column, who: Optional[Who] = None, now_ns: int = 0, *,
+    def hint(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0, *,
              stop: int = STOP_UNKNOWN, next_use_ns: int = 0, confidence: float = 1.0,
              done: bool = False) -> int:
         """Tells what is known of the future of objects; how many are there."""

@@ -11,7 +11,7 @@ from . import _abi, _callbacks, _columns, _reaper
 from ._budget import Account
 from ._columns import Column
 from ._errors import Error
-from ._kernels import Attended, Index, Keep, Lent, Rows, u32_room
+from ._kernels import Attended, Index, TokenLists, Lent, Rows, u32_room
 from ._lib import check, check_err, lib, text_pointer, u32
 from ._offload import Attention, Context, attention_for_c, context_for_c
 from ._policy import PolicyInfo, check_asked
@@ -141,7 +141,7 @@ class Sparse(Resource):
 
     Keys, queries and values are `Rows`, keys of `on_decode_offload` a list of them; `out` and
     `lse` (which may be None) are f32 to write to. `select_blocks` returns ids, `index` an
-    `Index`, `evict` a `Keep`, or None where all stays, `fork` the policy of the copy. What they
+    `Index`, `evict` a `TokenLists`, or None where all stays, `fork` the policy of the copy. What they
     are handed ends with the call, and in it calls on this policy are a `BusyError`. What they
     raise is the `__cause__` of the error of the call that led there. One that keeps its
     `Sparse` stays until that is closed.
@@ -305,19 +305,19 @@ class Sparse(Resource):
         """The last index, again."""
         return self._index(lib.kvt_sparse_last_index)
 
-    def evict(self, layer: int, at: Context) -> Optional[Keep]:
+    def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
         """Which tokens stay, if some have to go; None: all stay. Nothing has gone before
         `evicted` says so."""
         c, some = context_for_c(at), ctypes.c_uint32()
         return self._keep(lambda raw, out, err: lib.kvt_sparse_evict(
             raw, u32(layer), byref(c), out, byref(some), err))
 
-    def last_keep(self) -> Optional[Keep]:
+    def last_kept(self) -> Optional[TokenLists]:
         """What `evict` answered last, again."""
-        return self._keep(lib.kvt_sparse_last_keep)
+        return self._keep(lib.kvt_sparse_last_kept)
 
-    def _keep(self, call: Callable[[Any, Any, Any], int]) -> Optional[Keep]:
-        keep = Keep(u32_room(65), u32_room(4096))
+    def _keep(self, call: Callable[[Any, Any, Any], int]) -> Optional[TokenLists]:
+        keep = TokenLists(u32_room(65), u32_room(4096))
         with self._lock:
             while True:
                 out, err = keep._lower(), new_error()
@@ -326,12 +326,12 @@ class Sparse(Resource):
                     check_asked(status, err, _WHO)
                     if not out.start_count:
                         return None
-                    return Keep(keep.starts[: out.start_count], keep.items[: out.item_count])
+                    return TokenLists(keep.starts[: out.start_count], keep.items[: out.item_count])
                 lib.kvt_error_free(byref(err))
-                keep = Keep(u32_room(out.start_count), u32_room(out.item_count))
-                call = lib.kvt_sparse_last_keep
+                keep = TokenLists(u32_room(out.start_count), u32_room(out.item_count))
+                call = lib.kvt_sparse_last_kept
 
-    def evicted(self, layer: int, keep: Keep) -> None:
+    def evicted(self, layer: int, keep: TokenLists) -> None:
         """These tokens are all there is now of a layer."""
         c = keep._lower()
         self._told(lambda raw, err: lib.kvt_sparse_evicted(raw, u32(layer), byref(c), err))
@@ -496,14 +496,14 @@ def _evict(own: _Own, layer: int, at: Any, out: Any) -> None:
     own.answer = own.policy.evict(layer, _at(at))
     if own.answer is None:
         return
-    if not isinstance(own.answer, Keep):
-        raise TypeError(f"evict returned {own.answer!r}, which is no Keep")
+    if not isinstance(own.answer, TokenLists):
+        raise TypeError(f"evict returned {own.answer!r}, which is no TokenLists")
     own.answer._fill(out.contents)
 
 
 def _evicted(own: _Own, layer: int, kept: Any) -> None:
     c = kept.contents
-    own.policy.evicted(layer, Keep(_columns.view("u32", c.starts, c.start_count),
+    own.policy.evicted(layer, TokenLists(_columns.view("u32", c.starts, c.start_count),
                                    _columns.view("u32", c.items, c.item_count)))
 
 

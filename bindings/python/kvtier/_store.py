@@ -22,7 +22,7 @@ from ._plan import (
     Plan,
     Prefill,
     Range,
-    Segment,
+    PlanStep,
     StoreEvent,
     StoreEvents,
     Tenant,
@@ -219,8 +219,8 @@ class Session(Resource):
     ...     first.append(range(64))
     ...     stored = first.put([View(plane, run_bytes=32)]).result().value
     ...     second.append([*range(32), 7, 7])                       # begins as the first did
-    ...     steps = [(one.deed == kvtier.PLAN_RECOMPUTE, one.tokens)
-    ...              for one in second.plan().segments]
+    ...     steps = [(one.kind == kvtier.PLAN_RECOMPUTE, one.tokens)
+    ...              for one in second.plan().steps]
     ...     back = second.get([View(plane, run_bytes=32)], tokens=32).result().value
     >>> stored, steps, back
     (64, [(False, 32), (True, 2)], 32)
@@ -288,9 +288,9 @@ class Session(Resource):
         """The cheapest way to have all its tokens: what is loaded, what is computed.
         `cost` is alpha_ns and beta_ns as in `Prefill`; else the namespace's counts."""
         c, raw, plan = terms(overlap, wait, u32(priority), cost), self._raw, _abi.kvt_plan_t()
-        rows = all_rows(_abi.kvt_plan_segment_t, lambda rows, room, stride, count, err: (
+        rows = all_rows(_abi.kvt_plan_step_t, lambda rows, room, stride, count, err: (
             lib.kvt_session_plan(raw, byref(c), rows, room, stride, count, byref(plan), err)))
-        return Plan([Segment(*values(row, Segment)) for row in rows], *values(plan, Plan))
+        return Plan([PlanStep(*values(row, PlanStep)) for row in rows], *values(plan, Plan))
 
     def hint(self, *, stop: int = STOP_UNKNOWN, next_use_ns: int = 0, confidence: float = 1.0,
              done: bool = False) -> None:
@@ -343,7 +343,7 @@ class Session(Resource):
                  timeout: Optional[float] = None, priority: int = PRIORITY_PREFETCH,
                  ready: "Optional[Event]" = None) -> Op:
         """Into memory, for a get to come. Dropped, it is cancelled."""
-        move = _abi.kvt_move_t(first_token=u64(first_token), tokens=u64(tokens),
+        move = _abi.kvt_transfer_t(first_token=u64(first_token), tokens=u64(tokens),
                                first_layer=u32(first_layer), layers=u32(layers))
         _when(move, ready)
         with Columns() as columns:
@@ -394,7 +394,7 @@ class Session(Resource):
     def _each(self, call: Any, move: Any, kept: List[Any], cancel: bool,
               timeout: Optional[float], priority: int) -> List[Op]:
         runtime, raw = self._space._store._runtime, self._raw
-        move.flags |= _abi.KVT_MOVE_EACH_LAYER
+        move.flags |= _abi.KVT_TRANSFER_EACH_LAYER
         opts, _ = submit_opts(runtime, None, None, timeout, 0, priority)
         ops = [Op(runtime, None, layer, cancel) for layer in range(move.layers)]
         for op in ops:
@@ -424,7 +424,7 @@ def _move(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token:
     kept: List[Any] = []
     if len(k) == 0 or (v is not None and len(v) != len(k)):
         raise _invalid(f"{len(k)} views of K and {len(v or [])} of V: one of each a layer")
-    move = _abi.kvt_move_t(first_token=u64(first_token), tokens=u64(tokens),
+    move = _abi.kvt_transfer_t(first_token=u64(first_token), tokens=u64(tokens),
                            first_layer=u32(first_layer), layers=len(k))
     move.k = _views(k, writable, kept)
     if v is not None:
@@ -452,7 +452,7 @@ def _begin(runtime: Any, call: Any, kept: List[Any], cancel: bool, queue: "Optio
 
 def _wanted(move: Any, reuse: bool, chunks: Optional[Column], columns: Columns) -> None:
     """What of a get's rectangle is wanted; `columns` keeps the list until the call is over."""
-    move.flags = _abi.KVT_MOVE_REUSE if reuse else 0
+    move.flags = _abi.KVT_TRANSFER_REUSE if reuse else 0
     move.chunks, move.chunk_count = columns.take("chunks", "u32", chunks)
     if chunks is not None and move.chunk_count == 0:  # which may have no address: that is all
         raise _invalid("an empty list of chunks: a move of nothing")
@@ -474,7 +474,7 @@ def _session_opts(name: str, tenant: int, priority: Optional[int],
 
 
 class Namespace(Resource):
-    """Who may share: `Store.namespace` opens one. KV of other models, adapters or tenants' salts
+    """PolicyContext may share: `Store.namespace` opens one. KV of other models, adapters or tenants' salts
     is never found in it. Any thread may use it.
 
     >>> import kvtier

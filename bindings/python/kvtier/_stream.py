@@ -33,12 +33,12 @@ Path = Union[str, "os.PathLike[str]"]
 #: Where a field is called bytes.
 _Bytes = bytes
 
-_SEATS = {"host": _abi.KVT_SEAT_HOST, "device": _abi.KVT_SEAT_DEVICE}
+_COMPUTE = {"host": _abi.KVT_COMPUTE_HOST, "device": _abi.KVT_COMPUTE_DEVICE}
 _PLACES = {"interleaved": _abi.KVT_PLACE_INTERLEAVED, "first": _abi.KVT_PLACE_FIRST,
            "last": _abi.KVT_PLACE_LAST}
 _VERIFY = {"never": _abi.KVT_VERIFY_NEVER, "first": _abi.KVT_VERIFY_FIRST,
            "always": _abi.KVT_VERIFY_ALWAYS}
-_HOMES = {_abi.KVT_HOME_FILE: "file", _abi.KVT_HOME_HOST: "host", _abi.KVT_HOME_DEVICE: "device"}
+_RESIDENCIES = {_abi.KVT_RESIDENT_FILE: "file", _abi.KVT_RESIDENT_HOST: "host", _abi.KVT_RESIDENT_DEVICE: "device"}
 _STAGES = {_abi.KVT_STAGE_READ: "read", _abi.KVT_STAGE_COPY: "copy", _abi.KVT_STAGE_USE: "use",
            _abi.KVT_STAGE_WAIT: "wait"}
 #: Types of numbers as numpy has them; bf16 comes as its bits.
@@ -141,7 +141,7 @@ class StreamTerms:
     """What you decide about memory, and know of links. None, or 0, is the default."""
 
     #: "host" or "device", which is where a streamer with a device computes.
-    seat: Optional[str] = None
+    compute: Optional[str] = None
     #: Nothing stays, all memory is slots.
     ring: bool = False
     #: "interleaved", "first" or "last".
@@ -188,7 +188,7 @@ def _one_of(name: str, value: str, known: Dict[str, int]) -> int:
 def _terms(given: Optional[StreamTerms]) -> Any:
     given = given or StreamTerms()
     c = _abi.kvt_stream_terms_t(
-        seat=0 if given.seat is None else _one_of("seat", given.seat, _SEATS),
+        compute=0 if given.compute is None else _one_of("compute", given.compute, _COMPUTE),
         mode=_abi.KVT_STREAM_RING if given.ring else _abi.KVT_STREAM_TIERED,
         placement=_one_of("placement", given.placement, _PLACES))
     for name, flag in (("device_ceiling_bytes", _abi.KVT_TERMS_DEVICE_CEILING),
@@ -221,7 +221,7 @@ def _memory(given: Optional[StreamMemory]) -> Any:
 
 def _paths(paths: Sequence[Path]) -> Tuple[Any, List[bytes]]:
     held = [os.fsencode(path) for path in paths]
-    rows = (_abi.kvt_text_t * max(1, len(held)))()
+    rows = (_abi.kvt_str_t * max(1, len(held)))()
     for row, text in zip(rows, held):
         row.text, row.bytes = text_pointer(text), len(text)
     return rows, held
@@ -296,7 +296,7 @@ class Model(Resource):
     def __init__(self, *paths: Path) -> None:
         rows, held = _paths(paths)
         handle, err = _abi.kvt_model_p(), new_error()
-        check_err(lib.kvt_model_open(rows, len(held), ctypes.sizeof(_abi.kvt_text_t),
+        check_err(lib.kvt_model_open(rows, len(held), ctypes.sizeof(_abi.kvt_str_t),
                                      byref(handle), byref(err)), err)
         self._begin(handle)
 
@@ -319,7 +319,7 @@ class Model(Resource):
             entry.ranges = ctypes.cast(ranges, type(entry.ranges))
             entry.range_count = len(unit.ranges)
         c = _abi.kvt_model_table_t(
-            path_count=len(held), path_stride_bytes=ctypes.sizeof(_abi.kvt_text_t),
+            path_count=len(held), path_stride_bytes=ctypes.sizeof(_abi.kvt_str_t),
             unit_count=len(units), unit_stride_bytes=ctypes.sizeof(_abi.kvt_unit_entry_t),
             range_stride_bytes=ctypes.sizeof(_abi.kvt_file_range_t))
         c.paths, c.units = ctypes.cast(rows, type(c.paths)), ctypes.cast(entries, type(c.units))
@@ -394,7 +394,7 @@ class Model(Resource):
 
     def plan(self, terms: Optional[StreamTerms] = None,
              memory: Optional[StreamMemory] = None) -> Dict[str, Any]:
-        """Who would live where, what a pass would take, and why. Opens nothing."""
+        """PolicyContext would live where, what a pass would take, and why. Opens nothing."""
         plan: Dict[str, Any] = json.loads(self._plan(terms, memory, _abi.KVT_PLAN_JSON))
         return plan
 
@@ -406,7 +406,7 @@ class Model(Resource):
     def _plan(self, terms: Optional[StreamTerms], memory: Optional[StreamMemory],
               kind: int) -> str:
         raw, c, m = self._raw, _terms(terms), _memory(memory)
-        return _words(lambda to, room, n, err: lib.kvt_model_plan_words(
+        return _words(lambda to, room, n, err: lib.kvt_model_plan_describe(
             raw, byref(c), m, kind, to, room, n, byref(err)))
 
     def what_if(self, links: str, terms: Optional[StreamTerms] = None,
@@ -639,7 +639,7 @@ class Streamer(Closing):
                 early: bool = False) -> StreamUnit:
         """A unit, when it is there. `early`: on a device also while copies are on their way;
         `StreamUnit.event` says when the bytes are there."""
-        held, err = _abi.kvt_held_t(), new_error()
+        held, err = _abi.kvt_unit_lease_t(), new_error()
         flags = _abi.KVT_ACQUIRE_EARLY if early else 0
         check_err(lib.kvt_stream_acquire(self._raw, u32(unit), flags, self._end(timeout),
                                          byref(held), byref(err)), err)
@@ -647,7 +647,7 @@ class Streamer(Closing):
 
     def poll(self, unit: int) -> Optional[StreamUnit]:
         """A unit if it is there; None: it is on its way."""
-        held, err = _abi.kvt_held_t(), new_error()
+        held, err = _abi.kvt_unit_lease_t(), new_error()
         status = lib.kvt_stream_acquire(self._raw, u32(unit), _abi.KVT_ACQUIRE_POLL, 0,
                                         byref(held), byref(err))
         if status == _abi.KVT_E_AGAIN:
@@ -666,18 +666,18 @@ class Streamer(Closing):
     def rebalance(self, host_bytes: Optional[int] = None, device_bytes: Optional[int] = None,
                   context: int = 0) -> Dict[str, int]:
         """Gives weights more memory, or less; the new plan in numbers."""
-        room, plan, err = _abi.kvt_stream_room_t(), _abi.kvt_stream_plan_t(), new_error()
+        room, plan, err = _abi.kvt_stream_limits_t(), _abi.kvt_stream_plan_t(), new_error()
         room.context = u32(context)
         if host_bytes is not None:
-            room.host_bytes, room.flags = u64(host_bytes), _abi.KVT_ROOM_HOST
+            room.host_bytes, room.flags = u64(host_bytes), _abi.KVT_LIMIT_HOST
         if device_bytes is not None:
             room.device_bytes = u64(device_bytes)
-            room.flags |= _abi.KVT_ROOM_DEVICE
+            room.flags |= _abi.KVT_LIMIT_DEVICE
         check_err(lib.kvt_stream_rebalance(self._raw, byref(room), byref(plan), byref(err)), err)
         return _fields(plan)
 
     def plan(self) -> Dict[str, Any]:
-        """Who lives where now, and why."""
+        """PolicyContext lives where now, and why."""
         plan: Dict[str, Any] = json.loads(self._plan(_abi.KVT_PLAN_JSON))
         return plan
 
@@ -687,15 +687,15 @@ class Streamer(Closing):
 
     def _plan(self, kind: int) -> str:
         raw = self._raw
-        return _words(lambda to, room, n, err: lib.kvt_stream_plan_words(raw, kind, to, room, n))
+        return _words(lambda to, room, n, err: lib.kvt_stream_plan_describe(raw, kind, to, room, n))
 
-    def homes(self) -> List[str]:
+    def residency(self) -> List[str]:
         """Where each unit lives now: "host", "device" or "file"."""
         count = self._model_units()
-        rows = (_abi.kvt_unit_home_t * max(1, count))()
+        rows = (_abi.kvt_unit_residency_t * max(1, count))()
         check(lib.kvt_stream_plan(self._raw, None, None, rows, count,
-                                  ctypes.sizeof(_abi.kvt_unit_home_t)))
-        return [_HOMES[row.home] for row in rows[:count]]
+                                  ctypes.sizeof(_abi.kvt_unit_residency_t)))
+        return [_RESIDENCIES[row.residency] for row in rows[:count]]
 
     def _model_units(self) -> int:
         plan = _abi.kvt_stream_plan_t()

@@ -366,7 +366,7 @@ class Evictor:
             if count:
                 heads = self.shape.query_heads if self.by_head else 1
                 policy.observe(self.layer, 1, np.zeros(heads * count, np.float32), count)
-                policy.evicted(self.layer, kernels.Keep.of(self.kept(sequence)))
+                policy.evicted(self.layer, kernels.TokenLists.of(self.kept(sequence)))
 
 
 def check_traits(traits: Any, shape: Attention) -> None:

@@ -58,9 +58,9 @@ def test_there_and_back(store):
         found = blocks.exists([name(1), name(500)])
         assert found[0] & kvtier.EXISTS_WHOLE and not found[1]
         assert blocks.prefetch(names[:3]).result().value == 3
-        assert blocks.drop([name(1), name(500)]).gone_chunks == 1
+        assert blocks.drop([name(1), name(500)]).removed_chunks == 1
         assert blocks.prefix(names) == 1
-        assert blocks.clear().gone_chunks == 99
+        assert blocks.clear().removed_chunks == 99
     assert blocks.closed
 
 
@@ -348,7 +348,7 @@ def test_names_are_made_ready_once(store):
             op = blocks.get(ready, kvtier.Pool(back, BLOCK).at(range(len(plain))))
             assert op.result().value == len(plain)
         assert (back[:len(plain) * BLOCK] == filled(range(len(plain)))).all()
-        assert blocks.drop(ready).gone_chunks == len(plain)
+        assert blocks.drop(ready).removed_chunks == len(plain)
         with pytest.raises(kvtier.InvalidError):
             blocks.get(ready, pool.at([0]))
     blocks.close()
@@ -490,15 +490,15 @@ def test_what_is_held_stays(store):
         assert hold.held == blocks.exists([*names[:10], name(99)])
         assert "hold" in repr(hold).lower()
         report = blocks.drop(names)
-        assert (report.gone_chunks, report.held_chunks) == (10, 10)
+        assert (report.removed_chunks, report.referenced_chunks) == (10, 10)
         again = blocks.hold(names[:5])
         again.close()
         again.close()  # the other hold is not taken
         assert again.closed
-        assert blocks.drop(names).held_chunks == 10
+        assert blocks.drop(names).referenced_chunks == 10
         with pytest.raises(kvtier.ClosedError):
             again.__enter__()
-    assert blocks.drop(names).gone_chunks == 10
+    assert blocks.drop(names).removed_chunks == 10
     assert blocks.hold(names).held == bytes(20)
     assert blocks.hold([]).held == b""
     blocks.close()
@@ -507,11 +507,11 @@ def test_what_is_held_stays(store):
 def test_holds_that_are_let_go_of_end(store):
     blocks, names = stored(store, [1, 2, 3])
     hold = blocks.hold([names[0], names[0], names[2]])
-    assert blocks.drop(names).held_chunks == 2
+    assert blocks.drop(names).referenced_chunks == 2
     del hold
     gc.collect()
     assert _reaper.flush()
-    assert blocks.drop(names).gone_chunks == 2
+    assert blocks.drop(names).removed_chunks == 2
     blocks.close()
 
 
@@ -525,8 +525,8 @@ def test_only_what_was_held_is_let_go(store, ready):
         mixed = [one for pair in zip(missing, names) for one in pair]
         with blocks.hold(kvtier.Names(mixed) if ready else mixed) as hold:
             assert [bool(one) for one in hold.held] == [False, True] * 5
-            assert blocks.drop(names).held_chunks == 5
-        assert blocks.drop(names).gone_chunks == 5
+            assert blocks.drop(names).referenced_chunks == 5
+        assert blocks.drop(names).removed_chunks == 5
     blocks.close()
 
 
@@ -536,7 +536,7 @@ def test_blocks_that_are_closed_hold_nothing(store):
     blocks.close()
     hold.close()
     with blocks_of(store) as others:
-        assert others.drop(names).gone_chunks == 2
+        assert others.drop(names).removed_chunks == 2
         with pytest.raises(kvtier.ClosedError):
             blocks.hold(names)
         with pytest.raises(kvtier.ClosedError):
@@ -555,9 +555,9 @@ def test_many_threads_let_go_once(store):
             thread.start()
         for thread in threads:
             thread.join()
-        assert blocks.drop(names).held_chunks == 2
+        assert blocks.drop(names).referenced_chunks == 2
         other.close()
-    assert blocks.drop(names).gone_chunks == 2
+    assert blocks.drop(names).removed_chunks == 2
     blocks.close()
 
 
@@ -576,7 +576,7 @@ def test_a_hold_is_let_go_of_though_others_close_it_meanwhile(store, monkeypatch
     hold.close()
     monkeypatch.undo()
     assert hold.closed
-    assert blocks.drop(names).gone_chunks == 2
+    assert blocks.drop(names).removed_chunks == 2
     blocks.close()
 
 

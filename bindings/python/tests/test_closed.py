@@ -31,7 +31,7 @@ ARGUMENTS: Dict[str, Any] = {
     "spec": "lru", "ids": [1], "rows": [1], "units": [1], "required_units": 1,
     "candidates": {"ids": [1]}, "required_blocks": 1, "batch": 8, "name": "n", "keys": KEYS,
     "block": 0, "queries": KEYS, "sums": [0.0] * 8, "scores": [0.0], "query": KEYS[:1],
-    "at": Context(4), "keep": kvtier.Keep.of([[0]]), "values": KEYS, "data": b"x", "unit": 0,
+    "at": Context(4), "keep": kvtier.TokenLists.of([[0]]), "values": KEYS, "data": b"x", "unit": 0,
     "links": "disk=3", "buffer": 0, "positions": [0], "k": [View(PLANE, 16)],
     "capacity_blocks": 10, "specs": ["lru"], "sizes": [10], "identity": Identity(),
     "chunk_tokens": 4, "groups": [Group([0], 16)], "context_tokens": 0, "ns": 1, "cost": None,
@@ -71,7 +71,7 @@ class World:
         self.device = kvtier.Device(self.runtime, "simulated", memory_bytes=1 << 20)
         self.memory = self.device.alloc(4096)
         self.moment = self.device.copy()
-        self.promise = self.device.promise()
+        self.promise = self.device.create_event()
         self.store = kvtier.Store(self.runtime, "store(host=1MiB)")
         self.space = self.store.namespace(Identity(), chunk_tokens=4,
                                           groups=[Group([0], 64, 64, "f32", 2)])
@@ -191,7 +191,7 @@ def test_each_that_waits_closes_in_a_loop(tmp_path: Path) -> None:
     asyncio.run(main())
     waits = {name for name, kind in vars(kvtier).items() if inspect.isclass(kind)
              and issubclass(kind, Closing) for name in [kind.__name__]}
-    assert waits == {"Runtime", "Queue", "Store", "Device", "DeviceEvent", "DevicePromise",
+    assert waits == {"Runtime", "Queue", "Store", "Device", "DeviceEvent", "UserEvent",
                      "Streamer"}
 
 

@@ -65,7 +65,7 @@ class Accelerator:
             self.release(event)
         assert not self._ended and not self._memory
 
-    def promise(self) -> int:
+    def create_event(self) -> int:
         """An event of the engine's own."""
         with self._changed:
             self._last += 1
@@ -153,19 +153,19 @@ class Accelerator:
     def free_bytes(self) -> int:
         return self.size - self._used
 
-    def know_host(self, address: int, nbytes: int) -> None:
+    def register_host(self, address: int, nbytes: int) -> None:
         if nbytes:
             self.pinned[address] = nbytes
         elif self.pinned.pop(address, None) is None:
             raise kvtier.NotFoundError("not pinned", abi.KVT_E_NOT_FOUND, "KVT_E_NOT_FOUND")
 
-    def adopt(self, raw: int) -> int:
+    def import_event(self, raw: int) -> int:
         return self._put(1, raw, [])
 
-    def hold(self, raw_stream: int, event: int) -> None:
+    def stream_wait(self, raw_stream: int, event: int) -> None:
         self.held.append(self._put(raw_stream, event, []))
 
-    def keep(self, event: int) -> None:
+    def signal_event(self, event: int) -> None:
         self.come(event)
 
 
@@ -191,7 +191,7 @@ def test_a_device_of_ones_own_is_put_to_the_test(device: kvtier.Device) -> None:
     assert (info.kind, info.streams, info.kernels) == ("custom", 2, (abi.KVT_LAUNCH_MOVE,))
     assert info.asynchronous and info.has_memory and not info.sums
     assert info.free_bytes == Accelerator.size
-    assert "custom" in device.words()
+    assert "custom" in device.describe()
     report = device.conformance(seed=3, rounds=2)
     assert [check for check in report.checks if check.verdict == "failed"] == []
     assert report.failed == 0 and report.passed >= 10
@@ -257,10 +257,10 @@ def test_what_waits_for_an_event_of_the_engine(device: kvtier.Device,
                                                engine: Accelerator) -> None:
     data, back = noise(2, 5000), bytearray(5000)
     memory = device.alloc(5000)
-    computed = engine.promise()
-    adopted = device.adopt(computed)
+    computed = engine.create_event()
+    adopted = device.import_event(computed)
     there = device.upload(data, memory, after=adopted)
-    device.hold(1, there)
+    device.stream_wait(1, there)
     home = device.download(memory, back, stream=1)
     assert not (adopted.done or there.done or home.done)
     with pytest.raises(kvtier.TimeoutError):
@@ -273,30 +273,30 @@ def test_what_waits_for_an_event_of_the_engine(device: kvtier.Device,
     told = device.poll()
     assert there.number in told and home.number in told
     engine.release(computed)
-    with device.promise() as promise:
+    with device.create_event() as promise:
         back[:] = bytes(5000)
         again = device.download(memory, back, after=promise)
         assert not (promise.done or again.done)
-        promise.keep()
+        promise.signal()
         again.wait(SOON)
         assert bytes(back) == data
-    with device.promise() as promise:
+    with device.create_event() as promise:
         again = device.download(memory, back, after=promise)
     again.wait(SOON)
     with pytest.raises(kvtier.HandleError):
-        device.adopt(1 << 40)
-    device.know_host(memory.address, 4096)
+        device.import_event(1 << 40)
+    device.register_host(memory.address, 4096)
     assert engine.pinned == {memory.address: 4096}
-    device.forget_host(memory.address)
+    device.unregister_host(memory.address)
     with pytest.raises(kvtier.NotFoundError):
-        device.forget_host(memory.address)
+        device.unregister_host(memory.address)
 
 
 def test_what_is_let_go_of_stays_until_it_has_come(device: kvtier.Device,
                                                    engine: Accelerator) -> None:
     memory, data = device.alloc(9000), noise(4, 9000)
-    computed = engine.promise()
-    device.upload(bytearray(data), memory, after=device.adopt(computed))
+    computed = engine.create_event()
+    device.upload(bytearray(data), memory, after=device.import_event(computed))
     gc.collect()
     engine.come(computed)
     back = bytearray(9000)
@@ -366,14 +366,14 @@ def test_an_event_stays_as_long_as_what_is_behind_it(runtime: kvtier.Runtime,
     tokens, run = 8, 64
     cache, groups = device.alloc(tokens * run), [Group(layers=[0], k_bytes=run)]
 
-    def behind(begin: Callable[[kvtier.DevicePromise], List[kvtier.Op]]) -> None:
-        promise = device.promise()
+    def behind(begin: Callable[[kvtier.UserEvent], List[kvtier.Op]]) -> None:
+        promise = device.create_event()
         seen, ops = weakref.ref(promise), begin(promise)
         del promise
         gc.collect()
         kept = seen()
         assert kept is not None and not any(op.info().released for op in ops)
-        kept.keep()
+        kept.signal()
         del kept
         for op in ops:
             op.result(SOON)
@@ -418,8 +418,8 @@ def test_a_streamer_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device
             device.download(unit, view, after=unit.event).close(SOON)
             start = unit.unit * nbytes
             assert bytes(view) == image[start : start + nbytes]
-            computed = engine.promise()
-            unit.release(device.adopt(computed))
+            computed = engine.create_event()
+            unit.release(device.import_event(computed))
             assert unit.released
             engine.come(computed)
             engine.release(computed)

@@ -260,7 +260,7 @@ def test_scores_and_rows_of_a_policys_own(store: kvtier.Store) -> None:
     own = np.full((96, 1, 4), -0.1, np.float32)
     own[48:64, 0, 0] = 1
     for layer in range(LAYERS):
-        model.offload.tell_keys(layer, 0, own)
+        model.offload.append_keys(layer, 0, own)
     model.put_all(96)
     asked = np.zeros((1, 2, 4), np.float32)
     asked[..., 0] = 1

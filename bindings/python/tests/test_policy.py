@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import kvtier
 import numpy as np
 import pytest
-from kvtier import Policy, Row, Who, _callbacks
+from kvtier import Policy, Row, PolicyContext, _callbacks
 
 
 def small(spec: str = "lru", **options: Any) -> Policy:
@@ -21,7 +21,7 @@ def small(spec: str = "lru", **options: Any) -> Policy:
 def test_objects_come_and_go() -> None:
     with small() as policy:
         policy.insert([Row(1, 2), Row(2, 2, parent=1), Row(3, 2, parent=2), 9])
-        who = Who(session=4, tokens_each=16, priority=0)
+        who = PolicyContext(session=4, tokens_each=16, priority=0)
         assert policy.lookup([1, 2, 3, 4], who) == 3
         assert policy.found([1, 4], who) == [True, False]
         assert policy.touch([9, 10]) == 1
@@ -170,7 +170,7 @@ def test_a_custom_policy() -> None:
         return None if sequence == 7 else (1.5, 0.95)
 
     with small("custom", score=score, predict=predict) as policy:
-        policy.record([1, 2, 3], Who(session=6))
+        policy.record([1, 2, 3], PolicyContext(session=6))
         assert seen == [6]
         out = policy.evict(1)
         assert out.victims[0].id == 3 and out.decided_by == "custom"

@@ -253,7 +253,7 @@ def test_the_interpreter_ends_while_callbacks_raise() -> None:
             custom.evict(1)
         except kvtier.StateError as error:
             assert isinstance(error.__cause__, RuntimeError)
-        policy.insert([1, 2], kvtier.Who(session=1, length=1, max_length=9))
+        policy.insert([1, 2], kvtier.PolicyContext(session=1, length=1, max_length=9))
         policy.evict(1)
         class Mine:
             submit = query = wait = release = fails

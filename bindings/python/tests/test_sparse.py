@@ -20,7 +20,7 @@ from kvtier import (
     Index,
     IndexHead,
     IndexKind,
-    Keep,
+    TokenLists,
     Rows,
     Sparse,
     SparseCaps,
@@ -233,7 +233,7 @@ def test_boxes_of_pages_bound_products() -> None:
 
 def test_rows_of_a_buffer() -> None:
     blocks, last = [0, 2, 5], TOKENS - 1
-    placed = kernels.Placed(blocks, BLOCK, TOKENS - 5, 5)
+    placed = kernels.BlockPlacement(blocks, BLOCK, TOKENS - 5, 5)
     position = np.array([*(b * BLOCK + i for b in blocks for i in range(BLOCK)),
                          *range(TOKENS - 5, TOKENS)])
     wanted = Index.of([IndexHead(IndexKind.BLOCKS, head, 1, 0, 8) for head in range(QUERY_HEADS)],
@@ -256,7 +256,7 @@ def test_rows_of_a_buffer() -> None:
     whole, row = kernels.place_index(SHAPE, placed, None, last)
     assert not whole.heads
     done = kernels.decode(Q[-1:], k, v, first_query=row, with_sums=True)
-    kept = Keep.of([[*range(16), *range(32, 48), 70, *range(80, 96)]])
+    kept = TokenLists.of([[*range(16), *range(32, 48), 70, *range(80, 96)]])
     got = np.asarray(kernels.place_sums(SHAPE, TOKENS, placed, done.sums, kept=kept,
                                         since=TOKENS - 5))
     there = [*kept.lists()[0], *range(TOKENS - 5, TOKENS)]
@@ -289,7 +289,7 @@ def test_heavy_hitters_stay(runtime: kvtier.Runtime) -> None:
         policy.evicted(0, keep)
         assert policy.evict(0, PROMPT) is None
         with pytest.raises(kvtier.InvalidError):
-            policy.evicted(0, Keep.of([[5, 5], [1, 2]]))
+            policy.evicted(0, TokenLists.of([[5, 5], [1, 2]]))
         policy.reset()
         policy.close()
         assert account.held(kvtier.TIER_HOST).used_bytes == 0
@@ -297,14 +297,14 @@ def test_heavy_hitters_stay(runtime: kvtier.Runtime) -> None:
 
 def test_an_answer_of_any_length() -> None:
     class Long(Mine):
-        def evict(self, layer: int, at: Context) -> Optional[Keep]:
-            return Keep.of([range(layer, 3000), range(4096)])
+        def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
+            return TokenLists.of([range(layer, 3000), range(4096)])
 
     with Sparse(SHAPE, Long()) as policy:
         keep = policy.evict(1, LAST)
         assert keep is not None
         assert keep.lists() == [[*range(1, 3000)], [*range(4096)]]
-        again = policy.last_keep()
+        again = policy.last_kept()
         assert again is not None and again.lists() == keep.lists()
 
 
@@ -400,10 +400,10 @@ class Mine:
     def observe(self, layer: int, queries: int, sums: memoryview, tokens: int) -> None:
         self.told.append(("observe", layer, queries, sums.tolist(), tokens))
 
-    def evict(self, layer: int, at: Context) -> Optional[Keep]:
-        return Keep.of([[0, 5], [1, 2, 3]]) if layer else None
+    def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
+        return TokenLists.of([[0, 5], [1, 2, 3]]) if layer else None
 
-    def evicted(self, layer: int, keep: Keep) -> None:
+    def evicted(self, layer: int, keep: TokenLists) -> None:
         self.told.append(("evicted", layer, keep.lists()))
 
     def truncate(self, tokens: int) -> None:
@@ -501,7 +501,7 @@ def test_another_thread_is_told_that_it_is_busy() -> None:
     inside, go = threading.Event(), threading.Event()
 
     class Slow(Mine):
-        def evict(self, layer: int, at: Context) -> Optional[Keep]:
+        def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
             inside.set()
             assert go.wait(HANG_S)
             return None

@@ -192,7 +192,7 @@ def test_lookups_plans_and_what_changed(runtime: kvtier.Runtime) -> None:
                 space.lookup_keys(keys, 12)
 
             plan = session.plan(cost=(0, 1e9))
-            assert [(s.deed, s.tokens) for s in plan.segments] == [
+            assert [(s.kind, s.tokens) for s in plan.steps] == [
                 (kvtier.PLAN_LOAD, 8), (kvtier.PLAN_RECOMPUTE, 8)]
             assert (plan.load_tokens, plan.recompute_tokens, plan.tokens) == (8, 8, 16)
             assert plan.compute_ns == 8 * 10**9 and plan.without_ns == 16 * 10**9
@@ -210,7 +210,7 @@ def test_lookups_plans_and_what_changed(runtime: kvtier.Runtime) -> None:
             session.unpin(0, 4)
             assert store.stats()["pins"] == 3
             session.unpin()
-            assert session.drop(4).gone_chunks == 1
+            assert session.drop(4).removed_chunks == 1
             assert space.clear(10) == (0, 1, 0)
         assert space.clear() == (1, 0, 0)
         last = store.events(news.cursor).events[-1]
@@ -422,10 +422,10 @@ def test_which_chunks_may_not_be_asked_for(runtime: kvtier.Runtime) -> None:
                 session.get_each(*plain(back), chunks=chunks)
             with pytest.raises(kvtier.InvalidError):
                 session.prefetch(chunks=chunks)
-        with pytest.raises(kvtier.InvalidError, match="KVT_MOVE_REUSE"):
+        with pytest.raises(kvtier.InvalidError, match="KVT_TRANSFER_REUSE"):
             session.get(*plain(back), chunks=[1], reuse=True)
         assert (back == 0xA5).all()
-        assert session.drop(8).gone_chunks == 2
+        assert session.drop(8).removed_chunks == 2
         op = session.get(*plain(back), chunks=[0, 2, 3])
         with pytest.raises(kvtier.NotFoundError):
             op.result(HANG_S)

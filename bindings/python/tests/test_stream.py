@@ -123,7 +123,7 @@ def test_units_have_the_bytes_of_the_file(runtime: kvtier.Runtime, path: Path, i
         assert stats["passes"] == 3 and stats["failed"] == 0
         assert [count.layer for count in streamer.layers()] == [4]
         assert {mark.stage for mark in streamer.marks()} <= {"read", "copy", "use", "wait"}
-        assert len(streamer.homes()) == len(units) and "file" in streamer.homes()
+        assert len(streamer.residency()) == len(units) and "file" in streamer.residency()
         assert streamer.plan()["seat"] == "host" and streamer.plan_text() and streamer.engine()
         assert streamer.verify(0) == streamer.verify(0)
 
@@ -159,7 +159,7 @@ def test_arrays_are_views(runtime: kvtier.Runtime, path: Path, tensors: Dict[str
 def test_memory_becomes_less(runtime: kvtier.Runtime, path: Path) -> None:
     model = kvtier.Model(path)
     with kvtier.Streamer(runtime, model, half()) as streamer:
-        before = streamer.homes().count("host")
+        before = streamer.residency().count("host")
         plan = streamer.rebalance(host_bytes=4 * 24576 + 6 * GRAIN)
         assert plan["host_units"] < before
         with pytest.raises(kvtier.BudgetError):
@@ -172,7 +172,7 @@ def test_memory_becomes_less(runtime: kvtier.Runtime, path: Path) -> None:
         with pytest.raises(kvtier.InvalidError):
             streamer.acquire(1000)
     with pytest.raises(kvtier.UnsupportedError):
-        kvtier.Streamer(runtime, model, kvtier.StreamTerms(seat="device"))
+        kvtier.Streamer(runtime, model, kvtier.StreamTerms(compute="device"))
 
 
 def test_what_fits_can_shrink(runtime: kvtier.Runtime, path: Path) -> None:

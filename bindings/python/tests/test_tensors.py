@@ -233,7 +233,7 @@ def test_columns_of_ids(make: Callable[[Any], Any]) -> None:
         if isinstance(ids, array.array):
             ids.append(4)  # nothing holds it any more, and after an error neither
             with pytest.raises(kvtier.InvalidError) as caught:
-                policy.touch(ids, kvtier.Who(priority=99))
+                policy.touch(ids, kvtier.PolicyContext(priority=99))
             ids.append(5)
             assert caught.value.status
     with pytest.raises(kvtier.ClosedError):

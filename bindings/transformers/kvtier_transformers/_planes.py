@@ -53,7 +53,7 @@ class Gpu:
         what a get writes over."""
         event: Any = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.ordinal))
-        return self.device.adopt(event.cuda_event, event)
+        return self.device.import_event(event.cuda_event, event)
 
 
 def view(buffer: torch.Tensor, row: int, slot: int, gpu: Optional[Gpu] = None) -> View:

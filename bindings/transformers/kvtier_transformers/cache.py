@@ -278,8 +278,8 @@ class TieredCache(Cache):
             with self.tiers.namespace.session(tenant=self.tiers.tenant) as session:
                 session.append(array("I", row[pad:pad + tokens]))
                 # Nothing is computed before all has come.
-                for segment in session.plan(overlap=False).segments:
-                    if segment.deed == kvtier.PLAN_RECOMPUTE:
+                for segment in session.plan(overlap=False).steps:
+                    if segment.kind == kvtier.PLAN_RECOMPUTE:
                         worth = min(worth, pad + segment.first_token)
         return worth
 

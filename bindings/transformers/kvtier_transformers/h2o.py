@@ -76,7 +76,7 @@ class _Frame:
         self.rows = int(layer.keys.shape[2])
         if evictor.wants_keys:
             for sequence in range(evictor.batch):
-                layer.tell_keys(evictor, sequence, count)
+                layer.append_keys(evictor, sequence, count)
         wanted = evictor.wants_sums(is_prefill)
         if wanted:
             self._observe(evictor, count, wanted, output)

@@ -67,7 +67,7 @@ class EvictingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.evictor = Evictor(shape, self.eviction.policy, self.index, self.keys.shape[0])
         return self.evictor
 
-    def tell_keys(self, evictor: Evictor, sequence: int, count: int) -> None:
+    def append_keys(self, evictor: Evictor, sequence: int, count: int) -> None:
         """Tells the policy the keys that came."""
         came = [self.keys] if not evictor.shape.latent else [self.keys, self.values]
         new = torch.cat([one[sequence, :, -count:] for one in came], -1)

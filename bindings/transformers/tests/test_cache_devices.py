@@ -41,8 +41,8 @@ class Simulated(_planes.Gpu):
 
     def now(self) -> kvtier.DeviceEvent:
         self.events += 1
-        event = self.device.promise()
-        event.keep()
+        event = self.device.create_event()
+        event.signal()
         return event
 
 

@@ -92,4 +92,4 @@ def stream_event(device: Optional[kvtier.Device]) -> Optional[kvtier.DeviceEvent
     kind: Any = torch.cuda.Event
     event = kind()
     event.record()
-    return device.adopt(event.cuda_event, event)
+    return device.import_event(event.cuda_event, event)

@@ -221,9 +221,9 @@ class KvtierPolicy(CachePolicy):
             if entry.pinned:
                 self._moved[entry.id] = entry
 
-    def _who(self, req_context: Any, chunks: int) -> kvtier.Who:
+    def _who(self, req_context: Any, chunks: int) -> kvtier.PolicyContext:
         told = hints.of(req_context)
-        return kvtier.Who(session=hints.number(told.session or req_context.req_id),
+        return kvtier.PolicyContext(session=hints.number(told.session or req_context.req_id),
                           tenant=told.tenant, priority=told.priority,
                           length=chunks * self._chunk_tokens, tokens_each=self._chunk_tokens)
 

@@ -20,7 +20,7 @@ def lose(worker: Any, tokens: List[int], first: int) -> None:
     with next(iter(worker._spaces.values())).session() as session:
         session.append(tokens)
         end = time.monotonic() + 600
-        while session.drop(first, len(tokens) - first).moving_chunks:
+        while session.drop(first, len(tokens) - first).transferring_chunks:
             assert time.monotonic() < end
             time.sleep(0.001)
 

@@ -157,14 +157,14 @@ def test_what_is_held_stays(engine: Engine) -> None:
     assert engine.look(one, context) == "HIT"
     spec = engine.manager.prepare_load([one], context)
     space = engine.worker._medium.spaces[0]
-    assert space.drop([one]).held_chunks == 1
+    assert space.drop([one]).referenced_chunks == 1
     done = engine.run(99, engine.worker.submit_load, spec, engine.place([one], [5]))
     assert done.success and engine.right(1, 0, 5)
     engine.manager.complete_load([one], context)
-    assert space.drop([one]).held_chunks == 1  # the lookup's, until nobody has asked in a step
+    assert space.drop([one]).referenced_chunks == 1  # the lookup's, until nobody has asked in a step
     while engine.manager.has_pending_work():
         engine.manager.on_schedule_end(SimpleNamespace())
-    assert space.drop([one]).gone_chunks == 1
+    assert space.drop([one]).removed_chunks == 1
 
 
 def test_a_hit_stays_until_it_is_loaded(engine: Engine) -> None:
@@ -172,7 +172,7 @@ def test_a_hit_stays_until_it_is_loaded(engine: Engine) -> None:
     engine.store([1, 2])
     context, one = engine.request(), key(1)
     assert engine.look(one, context) == "HIT"
-    assert engine.worker._medium.spaces[0].drop([one]).held_chunks == 1
+    assert engine.worker._medium.spaces[0].drop([one]).referenced_chunks == 1
     engine.manager.on_schedule_end(SimpleNamespace())
     assert engine.look(one, context) == "HIT"
     spec = engine.manager.prepare_load([one], context)
@@ -262,13 +262,13 @@ def test_what_is_prepared_stays(create: Any, make_config: Any, tmp_path: Path, d
         one.manager.on_schedule_end(SimpleNamespace())
     blocks = one.manager._medium.spaces[0]
     assert all(blocks.exists([key(n) for n in (1, 2, 3)])) and not one.manager._pins
-    assert blocks.drop([key(1)]).held_chunks == 1
+    assert blocks.drop([key(1)]).referenced_chunks == 1
     done = one.run(9, one.worker.submit_load, spec, one.place(spec.keys, [4, 5, 6]))
     assert done.success and all(one.right(n, 0, at) for n, at in ((1, 4), (2, 5), (3, 6)))
     one.manager.complete_load(spec.keys, context)
     assert not one.manager._holds
     if not disk:  # there it may be on its way down
-        assert blocks.drop([key(1)]).gone_chunks == 1
+        assert blocks.drop([key(1)]).removed_chunks == 1
     one.close()
 
 

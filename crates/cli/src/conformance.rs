@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use clap::ValueEnum;
 use kvtier::ffi::device::{
     KVT_DEVICE_CUDA, KVT_DEVICE_CUSTOM, KVT_DEVICE_HOST, KVT_DEVICE_SIMULATED, kvt_device_close,
-    kvt_device_open, kvt_device_opts_t, kvt_device_t, kvt_device_words,
+    kvt_device_describe, kvt_device_open, kvt_device_opts_t, kvt_device_t,
 };
 use kvtier::ffi::device_custom::kvt_device_custom_t;
 use kvtier::ffi::device_test::{
@@ -174,7 +174,7 @@ unsafe fn test(runtime: *const kvt_runtime_t, opts: &Opts) -> Result<bool, Strin
         if !opts.json {
             let mut room = [0u8; 512];
             let mut bytes = 0;
-            kvt_device_words(device, room.as_mut_ptr().cast(), 512, &raw mut bytes);
+            kvt_device_describe(device, room.as_mut_ptr().cast(), 512, &raw mut bytes);
             println!("{}", String::from_utf8_lossy(&room[..(bytes as usize).min(512)]));
         }
         let mut how: kvt_conformance_opts_t = std::mem::zeroed();

@@ -271,7 +271,7 @@ void follows_the_sequence(llama_model *model) {
 }
 
 // A policy of ours that keeps the first token alone.
-kvt_status_t keep_first(void *, uint32_t, const kvt_sparse_context_t *, kvt_keep_t *out) {
+kvt_status_t keep_first(void *, uint32_t, const kvt_sparse_context_t *, kvt_token_lists_t *out) {
     static uint32_t starts[2] = {0, 1}, items[1] = {0};
     out->starts = starts;
     out->start_count = 2;

@@ -71,7 +71,7 @@ static void damage(uint64_t at) {
 
 /// Where a layer's weights begin that every token uses.
 static uint64_t weight_offset() {
-    const kvt_text_t text = {copied.c_str(), copied.size()};
+    const kvt_str_t text = {copied.c_str(), copied.size()};
     kvt_model_t *model = nullptr;
     CHECK(kvt_model_open(&text, 1, sizeof text, &model, nullptr) == KVT_OK);
     uint32_t number = 0;

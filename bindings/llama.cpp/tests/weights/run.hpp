@@ -143,7 +143,7 @@ struct Sizes {
 
 inline Sizes sizes_of(const std::string &path, uint32_t slots = 2) {
     Sizes sizes;
-    const kvt_text_t text = {path.c_str(), path.size()};
+    const kvt_str_t text = {path.c_str(), path.size()};
     kvt_model_t *model = nullptr;
     CHECK(kvt_model_open(&text, 1, sizeof text, &model, nullptr) == KVT_OK);
     kvt_model_info_t info = KVT_MODEL_INFO_INIT;
@@ -159,7 +159,7 @@ inline Sizes sizes_of(const std::string &path, uint32_t slots = 2) {
     uint64_t low = 4096, high = info.bytes * 2 + (64u << 20);
     while (low + 4096 < high) {
         kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
-        terms.seat = KVT_SEAT_HOST;
+        terms.compute = KVT_COMPUTE_HOST;
         terms.slots = slots;
         terms.flags = KVT_TERMS_KV | KVT_TERMS_HOST_CEILING | KVT_TERMS_HOST_RESERVE | KVT_STREAM_SHRINKS;
         terms.host_ceiling_bytes = (low + high) / 2;

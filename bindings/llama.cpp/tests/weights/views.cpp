@@ -17,7 +17,7 @@ static bool find_weight(ggml_tensor *node, bool ask, void *data) {
 
 /// The weight as the file has it.
 static std::vector<uint8_t> bytes_of_file(const std::string &path) {
-    const kvt_text_t text = {path.c_str(), path.size()};
+    const kvt_str_t text = {path.c_str(), path.size()};
     kvt_model_t *model = nullptr;
     uint32_t number = 0;
     kvt_tensor_t tensor = KVT_TENSOR_INIT;

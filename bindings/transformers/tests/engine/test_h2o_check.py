@@ -82,7 +82,7 @@ def test_scores_of_the_generation_before():
             self.drop = 5 + Drifts.made // 4
 
         def evict(self, layer, at):
-            return kvtier.kernels.Keep.of([[one for one in range(at.tokens) if one != self.drop]])
+            return kvtier.kernels.TokenLists.of([[one for one in range(at.tokens) if one != self.drop]])
 
         def evicted(self, layer, keep):
             pass

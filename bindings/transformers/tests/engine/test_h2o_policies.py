@@ -153,7 +153,7 @@ class Middle:
         self.next = at.tokens
         if len(self.there) <= 10:
             return None
-        return kvtier.kernels.Keep.of([self.there[:5] + self.there[-5:]])
+        return kvtier.kernels.TokenLists.of([self.there[:5] + self.there[-5:]])
 
     def evicted(self, layer, keep):
         self.there = keep.lists()[0]

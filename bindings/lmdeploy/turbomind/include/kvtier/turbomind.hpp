@@ -132,7 +132,7 @@ public:
 
     // --- who leaves ----------------------------------------------------------
     /// A request goes through these blocks, from the first one on.
-    void used(const std::vector<block_t> &path, const kvt_policy_who_t *who = nullptr);
+    void used(const std::vector<block_t> &path, const kvt_policy_context_t *who = nullptr);
     /// The content of a block is on the device from here on, in the executor's order.
     void produced(block_t block);
     /// Puts first who is to leave first, at least `needed` of them. Blocks with a timestamp of
@@ -143,7 +143,7 @@ public:
     /// The same for KVT_TIER_HOST or KVT_TIER_DISK of the store.
     bool set_store_policy(std::uint32_t tier, const std::string &spec, std::string *why = nullptr);
     /// What is known of the future of a request that ended with this block.
-    void hint(block_t last, const kvt_policy_hint_t &told, const kvt_policy_who_t *who = nullptr);
+    void hint(block_t last, const kvt_policy_hint_t &told, const kvt_policy_context_t *who = nullptr);
     /// Evictions from the device from number `from` on.
     std::vector<kvt_policy_log_entry_t> evictions(std::uint64_t from = 0) const;
     /// How large the policy would have a batch.
