@@ -58,7 +58,7 @@ func closeAll(t *testing.T, r *Runtime, s *Store, n *Namespace) {
 	must(t, r.Close()) // again is fine
 }
 
-func viewsOf(b *Buffer) (m Move) {
+func viewsOf(b *Buffer) (m Transfer) {
 	for i := 0; i < layers; i++ {
 		m.K = append(m.K, View{Buffer: b, Offset: 2 * i * plane, Heads: heads, RunBytes: run})
 		m.V = append(m.V, View{Buffer: b, Offset: (2*i + 1) * plane, Heads: heads, RunBytes: run})
@@ -193,9 +193,9 @@ func TestBadInput(t *testing.T) {
 	b := buffer(t, r, 0)
 	_, err = session.Put(viewsOf(b)) // 90 tokens, room for 80
 	is(t, err, Invalid)
-	_, err = session.Put(Move{})
+	_, err = session.Put(Transfer{})
 	is(t, err, Invalid)
-	_, err = session.Put(Move{Tokens: 8, K: []View{{RunBytes: 1}}})
+	_, err = session.Put(Transfer{Tokens: 8, K: []View{{RunBytes: 1}}})
 	is(t, err, Invalid)
 	must(t, b.Close())
 	must(t, session.Close())
@@ -350,7 +350,7 @@ func TestViewsStayInside(t *testing.T) {
 		{Buffer: b, Heads: heads, RunBytes: run, Offset: huge},
 	} {
 		for _, tokens := range []int{2, 5, 8} {
-			_, err = session.Put(Move{K: []View{v}, V: []View{v}, Tokens: tokens})
+			_, err = session.Put(Transfer{K: []View{v}, V: []View{v}, Tokens: tokens})
 			is(t, err, Invalid)
 		}
 	}

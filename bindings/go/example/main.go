@@ -21,7 +21,7 @@ var layout = kvtier.Layout{ChunkTokens: chunk, Layers: layers, DType: kvtier.F16
 	KBytes: heads * run, VBytes: heads * run}
 
 // views are of tensors that lie one after the other: K and V of each layer.
-func views(b *kvtier.Buffer) (m kvtier.Move) {
+func views(b *kvtier.Buffer) (m kvtier.Transfer) {
 	for i := 0; i < layers; i++ {
 		m.K = append(m.K, kvtier.View{Buffer: b, Offset: 2 * i * plane, Heads: heads, RunBytes: run})
 		m.V = append(m.V, kvtier.View{Buffer: b, Offset: (2*i + 1) * plane, Heads: heads, RunBytes: run})
