@@ -47,7 +47,7 @@ impl StoreState {
     ) -> Result<u32> {
         let session = self.session(at)?;
         let (space, who) = (session.space, session.who);
-        let table = self.spaces[space as usize].table;
+        let table = self.namespaces[space as usize].table;
         let BlockMove { keys, first_layer, layers, views, after } = blocks;
         if keys.is_empty() || keys.len() > MAX_BLOCKS {
             fail!(Limit, "{} blocks; a move has 1 to {MAX_BLOCKS}", keys.len());
@@ -122,7 +122,7 @@ impl StoreState {
 
     /// The rows of blocks that are there, NONE for the others.
     pub(super) fn find_blocks(&self, space: u32, keys: &[Key]) -> Result<Vec<Slot>> {
-        let table = self.spaces[space as usize].table;
+        let table = self.namespaces[space as usize].table;
         let chunks = &self.tables[table as usize].chunks;
         let mut slots = Vec::new();
         slots.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
@@ -145,7 +145,7 @@ impl StoreState {
         found: &[Slot],
         held: &mut Vec<Slot>,
     ) -> Result<()> {
-        let table = self.spaces[space as usize].table;
+        let table = self.namespaces[space as usize].table;
         held.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
         held.resize(keys.len(), NONE);
         let rows = &mut self.tables[table as usize];
@@ -168,7 +168,7 @@ impl StoreState {
 
     /// The row of a block, made where there is none.
     pub(super) fn add_block(&mut self, space: u32, key: &Key) -> Result<Slot> {
-        let Space { table, holes, .. } = self.spaces[space as usize];
+        let Space { table, holes, .. } = self.namespaces[space as usize];
         let rows = &mut self.tables[table as usize];
         let new = NewChunk {
             key: *key,
@@ -304,7 +304,7 @@ impl StoreState {
         if keys.len() > MAX_BLOCKS {
             fail!(Limit, "{} blocks; a call has at most {MAX_BLOCKS}", keys.len());
         }
-        Ok((self.spaces[space as usize].table, self.find_blocks(space, keys)?))
+        Ok((self.namespaces[space as usize].table, self.find_blocks(space, keys)?))
     }
 
     /// That what sessions hold by name is there to be held.
@@ -316,7 +316,7 @@ impl StoreState {
             if all != *count || times.values().any(|&times| times == 0) {
                 fail!(State, "session {number} counts {count} holds and has {all}");
             }
-            let table = self.spaces[session.space as usize].table;
+            let table = self.namespaces[session.space as usize].table;
             for slot in session.path.slots().iter().copied().chain(session.holds.slots()) {
                 *refs.entry((table, slot)).or_default() += u32::from(slot != NONE);
             }

@@ -17,16 +17,16 @@ impl StoreState {
         format!(
             "{} moves, {} jobs, {} hungry, {} cells waited for, {} chunks to go down, {} leaving, \
              {} behind events, {:?} batches, {} to be synced, {}, {}",
-            self.moves.len(),
-            self.jobs.len(),
-            self.memory_waiters.len(),
-            self.waiting.len(),
-            self.writebacks.len(),
-            self.leaving.len(),
+            self.transfers.table.len(),
+            self.transfers.jobs.len(),
+            self.transfers.memory_waiters.len(),
+            self.transfers.cell_waiters.len(),
+            self.writeback.queue.len(),
+            self.writeback.demoting.len(),
             self.cells_behind(),
-            self.under_way,
-            self.commits.len(),
-            self.upkeep.words(),
+            self.stages.in_flight,
+            self.writeback.sync_waiters.len(),
+            self.disk_gc.words(),
             self.remote.as_ref().map_or("no remote".into(), |remote| remote.words()),
         )
     }
@@ -62,13 +62,24 @@ impl StoreState {
         if let Some(remote) = self.remote.as_ref().filter(|remote| !remote.is_bare()) {
             fail!(State, "something of the remote never ended: {}", remote.words());
         }
-        let waits =
-            (self.jobs.len(), self.memory_waiters.len(), self.waiting.len(), self.woken.len());
-        if waits != (0, 0, 0, 0) || self.memory_waiter_bytes != 0 {
-            fail!(State, "jobs {waits:?} are left, for {} bytes", self.memory_waiter_bytes);
+        let waits = (
+            self.transfers.jobs.len(),
+            self.transfers.memory_waiters.len(),
+            self.transfers.cell_waiters.len(),
+            self.transfers.woken.len(),
+        );
+        if waits != (0, 0, 0, 0) || self.transfers.memory_waiter_bytes != 0 {
+            fail!(
+                State,
+                "jobs {waits:?} are left, for {} bytes",
+                self.transfers.memory_waiter_bytes
+            );
         }
-        if !self.leaving.is_empty() || self.leaving_bytes != 0 || !self.chunk_waits.is_empty() {
-            fail!(State, "{} chunks leave for ever", self.leaving.len());
+        if !self.writeback.demoting.is_empty()
+            || self.writeback.demoting_bytes != 0
+            || !self.writeback.chunk_waiters.is_empty()
+        {
+            fail!(State, "{} chunks leave for ever", self.writeback.demoting.len());
         }
         Ok(())
     }
@@ -118,7 +129,7 @@ impl StoreState {
             *sessions.entry(session.space).or_default() += 1;
         }
         let mut known = 0;
-        for (at, space) in self.spaces.known() {
+        for (at, space) in self.namespaces.known() {
             known += 1;
             tables[space.table as usize] += 1;
             let has = rows.remove(&(at, space.table)).unwrap_or(0);
@@ -126,7 +137,7 @@ impl StoreState {
             if (has, open) != (space.rows, space.sessions) {
                 fail!(State, "namespace {at} has {has} chunks and {open} sessions: {space:?}");
             }
-            if self.spaces.find(&space.key) != Some(at) || space.is_bare() && !space.is_listed {
+            if self.namespaces.find(&space.key) != Some(at) || space.is_bare() && !space.is_listed {
                 fail!(State, "namespace {at} is lost: {space:?}");
             }
         }
@@ -134,8 +145,8 @@ impl StoreState {
             fail!(State, "chunks {rows:?}, sessions {sessions:?} of no namespace");
         }
         let counted = self.tables.iter().map(|table| table.spaces);
-        if known != self.spaces.len() || !counted.eq(tables) {
-            fail!(State, "{known} namespaces, and {} by their keys", self.spaces.len());
+        if known != self.namespaces.len() || !counted.eq(tables) {
+            fail!(State, "{known} namespaces, and {} by their keys", self.namespaces.len());
         }
         Ok(())
     }
@@ -144,9 +155,9 @@ impl StoreState {
     fn check_known(&self, at: At, tier: Tier) -> Result<()> {
         let table = &self.tables[at.table as usize];
         let cache = match tier {
-            Tier::Host => Some(&self.host_cache),
+            Tier::Host => Some(&self.eviction.host),
             Tier::Device => self.replicas.as_ref().map(|replicas| &replicas.cache),
-            _ => self.disk_cache.as_ref(),
+            _ => self.eviction.disk.as_ref(),
         };
         let Some(cache) = cache else { return Ok(()) };
         let is_known = table.has(at.slot, flag_of(tier));
@@ -159,8 +170,8 @@ impl StoreState {
         };
         for (layer, marks) in table.chunks.marks(at.slot).unwrap_or_default().iter().enumerate() {
             let is_there = marks.there() & 1 << tier as u8 != 0;
-            let leaves =
-                tier != Tier::Device && self.leaving.get(&at).is_some_and(|leave| leave.has(layer));
+            let leaves = tier != Tier::Device
+                && self.writeback.demoting.get(&at).is_some_and(|leave| leave.has(layer));
             if is_there && !leaves && !in_its_granularity(layer) {
                 fail!(State, "layer {layer} of {at:?} is in {}, and no policy knows", tier.name());
             }

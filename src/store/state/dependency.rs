@@ -6,15 +6,22 @@ use std::collections::BTreeMap;
 use crate::base::status::{Result, Status};
 use crate::device::Event;
 use crate::fail;
-use crate::store::state::transfer::{Level, Line, MoveSpec, Of, Step, TransferKind};
+use crate::store::state::transfer::{Level, MoveSpec, Of, Step, TransferKind, WaitList};
 use crate::store::state::work::CopyBatch;
 use crate::store::state::{CellRange, Job, StoreState};
 
 // ---------- ready waits
 
+/// What transfers wait for before they begin.
+#[derive(Default)]
+pub(super) struct Dependencies {
+    pub(super) tickets: Tickets,
+    pub(super) events: DeviceEvents,
+}
+
 /// Moves that wait, by ticket: numbers of moves are used again, tickets are not.
 #[derive(Default)]
-pub(super) struct Waits {
+pub(super) struct Tickets {
     tickets: u64,
     moves: BTreeMap<u64, u32>,
 }
@@ -36,26 +43,26 @@ impl StoreState {
     }
 
     pub(super) fn next_ticket(&mut self) -> u64 {
-        self.waits.tickets += 1;
-        self.waits.tickets
+        self.dependencies.tickets.tickets += 1;
+        self.dependencies.tickets.tickets
     }
 
     /// A move waits from now on.
     pub(super) fn hold_back(&mut self, number: u32, ticket: u64) {
-        self.waits.moves.insert(ticket, number);
+        self.dependencies.tickets.moves.insert(ticket, number);
     }
 
     /// A move waits no more, or has ended.
     pub(super) fn stop_waiting(&mut self, ticket: Option<u64>) {
         if let Some(ticket) = ticket {
-            self.waits.moves.remove(&ticket);
+            self.dependencies.tickets.moves.remove(&ticket);
         }
     }
 
     /// The word is given: the move begins. One that has ended meanwhile does not.
     pub fn begin_waiting(&mut self, ticket: u64) {
-        if let Some(number) = self.waits.moves.remove(&ticket) {
-            self.moves[number].began_ns = self.now_ns;
+        if let Some(number) = self.dependencies.tickets.moves.remove(&ticket) {
+            self.transfers.table[number].began_ns = self.now_ns;
             self.feed_later(number);
             self.settle();
         }
@@ -63,19 +70,19 @@ impl StoreState {
 
     /// The word will never be given: the move ends with this status.
     pub fn give_up_waiting(&mut self, ticket: u64, status: Status) {
-        if let Some(&number) = self.waits.moves.get(&ticket) {
+        if let Some(&number) = self.dependencies.tickets.moves.get(&ticket) {
             self.cancel(number, status);
         }
     }
 
     /// Whether the move of a ticket waits still.
     pub fn is_waiting(&self, ticket: u64) -> bool {
-        self.waits.moves.contains_key(&ticket)
+        self.dependencies.tickets.moves.contains_key(&ticket)
     }
 
     /// Moves that wait.
     pub fn waiting_moves(&self) -> usize {
-        self.waits.moves.len()
+        self.dependencies.tickets.moves.len()
     }
 }
 
@@ -97,7 +104,7 @@ pub(super) struct Ahead {
     /// Moves that name it.
     moves: u32,
     /// Jobs that wait for their turn to be submitted.
-    pub(super) line: Line,
+    pub(super) line: WaitList,
     has_come: bool,
     /// Jobs that were taken to be submitted behind it and have not ended.
     taken: usize,
@@ -107,7 +114,7 @@ pub(super) struct Ahead {
 
 /// All events that moves are behind.
 #[derive(Default)]
-pub(super) struct Behind {
+pub(super) struct DeviceEvents {
     events: BTreeMap<u64, Ahead>,
     /// Jobs whose event had not come when they began, and their bytes.
     jobs: u64,
@@ -116,9 +123,9 @@ pub(super) struct Behind {
     parked: Vec<u32>,
 }
 
-impl Behind {
+impl DeviceEvents {
     /// The jobs that wait, event by event.
-    pub(super) fn lines(&self) -> impl Iterator<Item = &Line> {
+    pub(super) fn lines(&self) -> impl Iterator<Item = &WaitList> {
         self.events.values().map(|ahead| &ahead.line)
     }
 
@@ -131,25 +138,25 @@ impl StoreState {
     /// Events that have not come as far as is known, and whether something waits to be
     /// submitted behind each.
     pub fn events_ahead(&self, out: &mut Vec<(Event, bool)>) {
-        let open = self.behind.events.iter().filter(|(_, ahead)| !ahead.has_come);
+        let open = self.dependencies.events.events.iter().filter(|(_, ahead)| !ahead.has_come);
         out.extend(open.map(|(&event, ahead)| (Event(event), !ahead.line.is_empty())));
     }
 
     /// Whether there are any.
     pub fn has_events_ahead(&self) -> bool {
-        self.behind.events.values().any(|ahead| !ahead.has_come)
+        self.dependencies.events.events.values().any(|ahead| !ahead.has_come)
     }
 
     /// An event has come, or never will: then its moves fail.
     pub fn event_ended(&mut self, event: Event, outcome: std::result::Result<(), Status>) {
-        if let Some(ahead) = self.behind.events.get_mut(&event.0) {
+        if let Some(ahead) = self.dependencies.events.events.get_mut(&event.0) {
             ahead.has_ended = true;
         }
         match outcome {
             Ok(()) => self.event_came(event.0),
             Err(status) => {
                 let is_its = |spec: &MoveSpec| spec.after == Some(event);
-                let all = self.moves.iter().filter(|(_, one)| is_its(&one.spec));
+                let all = self.transfers.table.iter().filter(|(_, one)| is_its(&one.spec));
                 let numbers: Vec<u32> = all.map(|(number, _)| number).collect();
                 numbers.into_iter().for_each(|number| self.cancel(number, status));
             }
@@ -158,12 +165,12 @@ impl StoreState {
     }
 
     fn event_came(&mut self, event: u64) {
-        let Some(ahead) = self.behind.events.get_mut(&event) else { return };
+        let Some(ahead) = self.dependencies.events.events.get_mut(&event) else { return };
         ahead.has_come = true;
         while let Some(id) = self.first_behind(event) {
             self.unqueue_behind(event, id);
             self.count_behind(id, 0);
-            let (table, cell) = self.cell_of(&self.jobs[id]);
+            let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
             self.queue_copy(id, table, cell);
         }
         self.feed_parked();
@@ -179,7 +186,7 @@ impl StoreState {
                 bytes += self.take_copy(id, u64::MAX, &mut batch);
             }
         }
-        if let Some(ahead) = self.behind.events.get_mut(&event.0) {
+        if let Some(ahead) = self.dependencies.events.events.get_mut(&event.0) {
             ahead.taken += batch.jobs.len();
         }
         // One that was turned away may have to be read, or may be nowhere.
@@ -191,14 +198,19 @@ impl StoreState {
     /// event that has not come may come after the very moves that wait for memory, so nobody
     /// waits for what is behind that.
     pub(super) fn is_ending_behind(&self) -> bool {
-        self.behind.events.values().any(|ahead| ahead.has_ended && ahead.taken > 0)
+        self.dependencies.events.events.values().any(|ahead| ahead.has_ended && ahead.taken > 0)
     }
 
     /// Such a batch has ended, well or not. `is_spent`: because its event will not come.
     pub fn done_behind(&mut self, mut batch: CopyBatch, outcome: &Result<()>, is_spent: bool) {
         batch.is_spent = is_spent;
-        let event = batch.jobs.first().and_then(|&id| self.moves[self.jobs[id].number].spec.after);
-        if let Some(ahead) = event.and_then(|event| self.behind.events.get_mut(&event.0)) {
+        let event = batch
+            .jobs
+            .first()
+            .and_then(|&id| self.transfers.table[self.transfers.jobs[id].number].spec.after);
+        if let Some(ahead) =
+            event.and_then(|event| self.dependencies.events.events.get_mut(&event.0))
+        {
             ahead.taken -= batch.jobs.len();
         }
         self.done_copies(&batch, outcome);
@@ -216,69 +228,70 @@ impl StoreState {
     /// A move is behind an event from now on.
     pub(super) fn join_behind(&mut self, event: Option<Event>) {
         if let Some(event) = event {
-            self.behind.events.entry(event.0).or_default().moves += 1;
+            self.dependencies.events.events.entry(event.0).or_default().moves += 1;
         }
     }
 
     /// It has ended.
     pub(super) fn leave_behind(&mut self, event: Option<Event>) {
         let Some(event) = event else { return };
-        if let Some(ahead) = self.behind.events.get_mut(&event.0) {
+        if let Some(ahead) = self.dependencies.events.events.get_mut(&event.0) {
             ahead.moves -= 1;
             if ahead.moves == 0 {
-                self.behind.events.remove(&event.0);
+                self.dependencies.events.events.remove(&event.0);
             }
         }
     }
 
     /// The event that copies of a move still have to be put behind.
     pub(super) fn event_of(&self, number: u32) -> Option<u64> {
-        let event = self.moves[number].spec.after?.0;
-        self.behind.is_open(event).then_some(event)
+        let event = self.transfers.table[number].spec.after?.0;
+        self.dependencies.events.is_open(event).then_some(event)
     }
 
     /// Whether a move begins no more cells for now: then it is told when it may.
     pub(super) fn is_parked(&mut self, number: u32) -> bool {
         let most_jobs = u64::from(self.config.max_jobs) / SHARE;
         let most_bytes = self.config.host_bytes / SHARE;
-        let Behind { jobs, bytes, .. } = self.behind;
+        let DeviceEvents { jobs, bytes, .. } = self.dependencies.events;
         let is_full = jobs > 0 && (jobs >= most_jobs || bytes >= most_bytes);
         let parks = is_full && self.event_of(number).is_some();
         if parks {
-            self.behind.parked.push(number);
+            self.dependencies.events.parked.push(number);
         }
         parks
     }
 
     /// A job begins: it counts if its event has not come.
     pub(super) fn begin_behind(&mut self, id: u32) {
-        if self.event_of(self.jobs[id].number).is_some() {
-            let (table, cell) = self.cell_of(&self.jobs[id]);
+        if self.event_of(self.transfers.jobs[id].number).is_some() {
+            let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
             self.count_behind(id, self.tables[table as usize].planes(cell).bytes());
         }
     }
 
     /// A job counts with these bytes from now on, or not any more.
     fn count_behind(&mut self, id: u32, bytes: u64) {
-        let before = std::mem::replace(&mut self.jobs[id].behind_bytes, bytes);
+        let before = std::mem::replace(&mut self.transfers.jobs[id].behind_bytes, bytes);
         let count = |bytes: u64| u64::from(bytes > 0);
-        self.behind.jobs = self.behind.jobs + count(bytes) - count(before);
-        self.behind.bytes = self.behind.bytes + bytes - before;
+        self.dependencies.events.jobs =
+            self.dependencies.events.jobs + count(bytes) - count(before);
+        self.dependencies.events.bytes = self.dependencies.events.bytes + bytes - before;
     }
 
     /// A job that has ended does not count.
     pub(super) fn end_behind(&mut self, job: &Job) {
         if job.behind_bytes > 0 {
-            self.behind.jobs -= 1;
-            self.behind.bytes -= job.behind_bytes;
+            self.dependencies.events.jobs -= 1;
+            self.dependencies.events.bytes -= job.behind_bytes;
             self.feed_parked();
         }
     }
 
     fn feed_parked(&mut self) {
-        for number in std::mem::take(&mut self.behind.parked) {
+        for number in std::mem::take(&mut self.dependencies.events.parked) {
             // One that has ended meanwhile, or another of its number, has nothing to begin.
-            if self.moves.get(number).is_some() {
+            if self.transfers.table.get(number).is_some() {
                 self.feed_later(number);
             }
         }
@@ -286,34 +299,34 @@ impl StoreState {
 
     /// Has a job that is to be copied wait behind its move's event, if that has not come.
     pub(super) fn queue_behind(&mut self, id: u32) -> bool {
-        let Some(event) = self.event_of(self.jobs[id].number) else { return false };
-        let Some(ahead) = self.behind.events.get_mut(&event) else { return false };
-        self.jobs[id].step = Step::Behind;
-        ahead.line.push_back(&mut self.jobs, Of::Wait, id);
+        let Some(event) = self.event_of(self.transfers.jobs[id].number) else { return false };
+        let Some(ahead) = self.dependencies.events.events.get_mut(&event) else { return false };
+        self.transfers.jobs[id].step = Step::Behind;
+        ahead.line.push_back(&mut self.transfers.jobs, Of::Wait, id);
         true
     }
 
     /// Takes it out of that line.
     pub(super) fn withdraw_behind(&mut self, job: &Job, id: u32) {
-        if let Some(event) = self.moves[job.number].spec.after {
+        if let Some(event) = self.transfers.table[job.number].spec.after {
             self.unqueue_behind(event.0, id);
         }
     }
 
     fn unqueue_behind(&mut self, event: u64, id: u32) {
-        if let Some(ahead) = self.behind.events.get_mut(&event) {
-            ahead.line.remove(&mut self.jobs, Of::Wait, id);
-            self.jobs[id].step = Step::Fresh;
+        if let Some(ahead) = self.dependencies.events.events.get_mut(&event) {
+            ahead.line.remove(&mut self.transfers.jobs, Of::Wait, id);
+            self.transfers.jobs[id].step = Step::Fresh;
         }
     }
 
     fn first_behind(&self, event: u64) -> Option<u32> {
-        self.behind.events.get(&event)?.line.first()
+        self.dependencies.events.events.get(&event)?.line.first()
     }
 
     /// That nothing is left of it, for [`StoreState::check`] of a store that rests.
     pub(super) fn check_nothing_behind(&self) -> Result<()> {
-        let Behind { events, jobs, bytes, .. } = &self.behind;
+        let DeviceEvents { events, jobs, bytes, .. } = &self.dependencies.events;
         if !events.is_empty() || *jobs + *bytes != 0 {
             fail!(State, "{} events ahead of nothing, {jobs} jobs, {bytes} bytes", events.len());
         }
@@ -322,6 +335,6 @@ impl StoreState {
 
     /// Cells that wait to be submitted behind an event.
     pub fn cells_behind(&self) -> usize {
-        self.behind.lines().map(Line::len).sum()
+        self.dependencies.events.lines().map(WaitList::len).sum()
     }
 }

@@ -15,9 +15,9 @@ use crate::fail;
 use crate::format::seal::{Identity, Plane, seal};
 use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Gone, Place};
 use crate::store::admission::{Admission, Candidate};
-use crate::store::job_queues::{LANES, Queues};
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::{Granularity, TierCache, cell_of_owner, owner_of};
+use crate::store::state::stage::{self, Stage};
 use crate::store::state::transfer::{Job, PARTS, Step, TransferKind};
 use crate::store::state::work::WorkerKind;
 use crate::store::state::{At, Config, DEVICE_MASK, HOST_MASK, StoreState};
@@ -37,7 +37,8 @@ pub struct Replicas {
     /// Its policy. It chooses chunks, in any order.
     pub(super) cache: TierCache,
     admission: Admission,
-    queue: Queues,
+    /// Copies from there.
+    pub(super) stage: Stage,
     pub(super) account: Option<Arc<Account>>,
     /// The device is lost: nothing comes any more.
     is_lost: bool,
@@ -74,7 +75,7 @@ impl Replicas {
                 true,
             )?,
             admission: Admission::open(&device.admission, 0)?,
-            queue: Queues::new(config.max_jobs, config.max_sessions + 1)?,
+            stage: Stage::new(config, stage::REPLICAS)?,
             account,
             is_lost: false,
             is_taking: false,
@@ -83,16 +84,6 @@ impl Replicas {
             had_turn: false,
             sums: HashMap::new(),
         })))
-    }
-
-    /// What waits to be copied from there.
-    pub(super) fn queue(&self) -> &Queues {
-        &self.queue
-    }
-
-    /// The same, to change it.
-    pub(super) fn queue_mut(&mut self) -> &mut Queues {
-        &mut self.queue
     }
 
     /// What its memory has.
@@ -126,7 +117,7 @@ impl Replicas {
     }
 
     pub(super) fn waiting(&self) -> bool {
-        (0..LANES).any(|lane| self.queue.waiting(lane).0 > 0)
+        self.stage.has_queued()
     }
 }
 
@@ -180,7 +171,7 @@ impl StoreState {
 
     /// Whether a job's copy may have to do with device memory: the engine has the layer there.
     fn may_use_replica(&self, job: &Job) -> bool {
-        let one = &self.moves[job.number].spec;
+        let one = &self.transfers.table[job.number].spec;
         let layer = one.views.0.get(job.cell.layer.wrapping_sub(one.first_layer));
         let on_device = layer.is_some_and(|layer| {
             layer.k.memory == Memory::Device
@@ -202,20 +193,20 @@ impl StoreState {
             self.end_job(id, 0, None);
             return true;
         }
-        if !self.may_use_replica(&self.jobs[id]) {
+        if !self.may_use_replica(&self.transfers.jobs[id]) {
             return false;
         }
         if self.tables[table as usize].chunks.begin_read(cell, Tier::Device).is_err() {
             return false;
         }
-        self.jobs[id].uses_device = true;
+        self.transfers.jobs[id].uses_device = true;
         self.queue_copy(id, table, cell);
         true
     }
 
     /// Whether the next copies are out of device memory: they take turns with the others.
     pub(super) fn is_nears_turn(&mut self) -> bool {
-        let others_wait = (0..LANES).any(|lane| self.copies.waiting(lane).0 > 0);
+        let others_wait = self.stages.copy.has_queued();
         let Some(replicas) = self.replicas.as_mut() else { return false };
         let is = replicas.waiting() && !(others_wait && replicas.had_turn);
         replicas.had_turn = is;
@@ -225,7 +216,7 @@ impl StoreState {
     /// A job whose copy would be out of a lost device looks again.
     pub(super) fn turn_away(&mut self, id: u32) -> bool {
         let is_lost = self.replicas.as_ref().is_some_and(|replicas| replicas.is_lost);
-        if is_lost && self.jobs[id].uses_device {
+        if is_lost && self.transfers.jobs[id].uses_device {
             self.end_copying(id, false);
             self.look_again(id);
             return true;
@@ -235,19 +226,19 @@ impl StoreState {
 
     /// A job begins anew, and leaves device memory alone.
     pub(super) fn look_again(&mut self, id: u32) {
-        let job = &mut self.jobs[id];
+        let job = &mut self.transfers.jobs[id];
         (job.plain, job.step) = (true, Step::Fresh);
-        self.woken.push(id);
+        self.transfers.woken.push(id);
     }
 
     /// Device memory for a job's cell, if that is to be had there from now on.
     pub(super) fn replica_for(&mut self, id: u32) -> Option<Piece> {
-        let job = self.jobs[id];
+        let job = self.transfers.jobs[id];
         if !self.may_use_replica(&job) {
             return None;
         }
         let (table, cell) = self.cell_of(&job);
-        let is_put = self.moves[job.number].spec.kind == TransferKind::Put;
+        let is_put = self.transfers.table[job.number].spec.kind == TransferKind::Put;
         let marks = *self.tables[table as usize].chunks.marks(cell.chunk)?.get(cell.layer)?;
         let is_free = (marks.there() | marks.arriving() | marks.leaving()) & DEVICE_MASK == 0;
         if !is_free || !is_put && marks.there() & HOST_MASK == 0 {
@@ -464,7 +455,7 @@ impl StoreState {
         if device.facts().asynchronous {
             // It is told of many copies at once, and each time costs.
             self.config.copy_bytes = self.config.batch_bytes;
-            self.copies.in_parts_of(self.config.copy_bytes / PARTS);
+            self.stages.copy.queue.in_parts_of(self.config.copy_bytes / PARTS);
         }
         if device.facts().wants_pinned {
             self.host.make_known_to(device.clone());
@@ -649,7 +640,7 @@ impl StoreState {
     pub fn begin_audit(&mut self, owners: &[u64]) -> Vec<Audit> {
         let all: Vec<Audit> = owners.iter().filter_map(|&owner| self.begin_one(owner)).collect();
         // Whoever waits for the store to come to rest waits for these, too.
-        self.under_way[WorkerKind::Copy as usize] += all.len() as u32;
+        self.stages.in_flight[WorkerKind::Copy as usize] += all.len() as u32;
         all
     }
 
@@ -680,7 +671,7 @@ impl StoreState {
 
     /// Says what came of it. An error: it could not be read back.
     pub fn end_audit(&mut self, one: Audit, found: Result<Option<bool>>, all: &mut Audited) {
-        self.under_way[WorkerKind::Copy as usize] -= 1;
+        self.stages.in_flight[WorkerKind::Copy as usize] -= 1;
         let Audit { table, cell, holds_host, .. } = one;
         let held = holds_host.then_some(Tier::Host);
         for tier in [Some(Tier::Device), held].into_iter().flatten() {

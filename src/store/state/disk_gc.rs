@@ -33,7 +33,7 @@ const MOST_VICTIMS: usize = 256;
 
 /// What keeps the disk in order.
 #[derive(Default)]
-pub(super) struct Upkeep {
+pub(super) struct DiskGc {
     /// Empty segments may be there.
     sweeps: bool,
     /// Something has changed: it is to be seen whether more has to be done.
@@ -64,9 +64,10 @@ pub(super) struct Upkeep {
     pub(super) given_up: u64,
     /// What was used when the last turn of upkeep began.
     used_before: u64,
+    checkpoints: CheckpointWait,
 }
 
-impl Upkeep {
+impl DiskGc {
     pub(super) fn succeeded(&mut self, at: At) {
         self.failures.remove(&at);
     }
@@ -175,8 +176,8 @@ impl Upkeep {
 impl StoreState {
     /// A chunk waits until there is room on disk. It stays held.
     pub(super) fn park(&mut self, at: At, error: Error) {
-        self.upkeep.parked_chunks.insert(at);
-        self.upkeep.parked.push((at, error));
+        self.disk_gc.parked_chunks.insert(at);
+        self.disk_gc.parked.push((at, error));
     }
 
     /// Has chunks leave the disk when it is nearly full, or more wants to come.
@@ -184,7 +185,7 @@ impl StoreState {
         let Some(disk) = self.disk.clone() else { return };
         let stats = disk.stats();
         let full = (stats.budget_bytes as f64 * self.config.high) as u64;
-        if self.upkeep.parked.is_empty() && stats.used_bytes <= full {
+        if self.disk_gc.parked.is_empty() && stats.used_bytes <= full {
             return;
         }
         let segments = disk.segments();
@@ -195,17 +196,17 @@ impl StoreState {
         let beside = 2 * segment + longest.max(segment);
         // Refused again and again within the budget: others have filled the disk.
         let is_short =
-            self.upkeep.is_refused_again() && stats.used_bytes + beside < stats.budget_bytes;
+            self.disk_gc.is_refused_again() && stats.used_bytes + beside < stats.budget_bytes;
         let all_bytes = if is_short { stats.used_bytes } else { stats.budget_bytes };
-        let kept = self.upkeep.kept_bytes(&segments);
+        let kept = self.disk_gc.kept_bytes(&segments);
         // That and what is parked need room as well. Beyond the budget no room is made ahead.
         let is_over = stats.used_bytes > all_bytes;
         let part = if is_over { self.config.high } else { self.config.disk_share() };
         let aim = disk_room(all_bytes, part, beside);
         let parked: u64 =
-            self.upkeep.parked.iter().map(|(at, _)| self.only_in_host(*at, Part::All)).sum();
+            self.disk_gc.parked.iter().map(|(at, _)| self.only_in_host(*at, Part::All)).sum();
         self.evict_from_disk((kept + parked).saturating_sub(aim));
-        self.upkeep.sweeps = true;
+        self.disk_gc.sweeps = true;
     }
 
     /// Has chunks leave the disk until so many bytes are free, or nobody can; how many are.
@@ -213,7 +214,7 @@ impl StoreState {
         let (mut over, mut all) = (wanted, 0);
         let mut victims = Vec::new();
         while over > 0 {
-            let Some(cache) = &mut self.disk_cache else { break };
+            let Some(cache) = &mut self.eviction.disk else { break };
             cache.choose(self.now_ns, over, MOST_VICTIMS, &mut victims);
             if victims.is_empty() {
                 break;
@@ -295,8 +296,8 @@ impl StoreState {
         for tier in [Tier::Disk, Tier::Host] {
             let mut victims = Vec::new();
             let cache = match tier {
-                Tier::Disk => self.disk_cache.as_ref(),
-                _ => Some(&self.host_cache),
+                Tier::Disk => self.eviction.disk.as_ref(),
+                _ => Some(&self.eviction.host),
             };
             // Who cannot go is the last to be chosen again: each is asked for once. Parts of a
             // chunk that is in both tiers are continued by others that are in one of them.
@@ -304,12 +305,12 @@ impl StoreState {
             while self.free_rows() < aim {
                 let before = self.free_rows();
                 let most = (aim - before).min(MOST_VICTIMS);
-                match (tier, &mut self.disk_cache) {
+                match (tier, &mut self.eviction.disk) {
                     (Tier::Disk, None) => break,
                     (Tier::Disk, Some(cache)) => {
                         cache.choose(self.now_ns, u64::MAX >> 1, most, &mut victims);
                     }
-                    _ => self.host_cache.choose(self.now_ns, u64::MAX >> 1, most, &mut victims),
+                    _ => self.eviction.host.choose(self.now_ns, u64::MAX >> 1, most, &mut victims),
                 }
                 let (mut came, is_none) = (false, victims.is_empty());
                 for victim in victims.drain(..) {
@@ -336,9 +337,9 @@ impl StoreState {
             self.tidy(at.table, at.slot);
             return below + above > 0;
         }
-        let is_last = self.disk_cache.is_none();
+        let is_last = self.eviction.disk.is_none();
         let gone = if is_last { note::IN_HOST | note::HELD } else { note::IN_HOST };
-        if self.host_cache.granularity != Granularity::Cell {
+        if self.eviction.host.granularity != Granularity::Cell {
             self.tables[at.table as usize].clear(at.slot, gone);
         }
         let all = self.drop_where(at, Tier::Host as usize, |_, there| there == HOST_MASK);
@@ -352,28 +353,28 @@ impl StoreState {
 
     /// The next thing to be done for the disk; one at a time.
     pub(super) fn take_upkeep(&mut self) -> Option<work::Upkeep> {
-        if self.under_way[WorkerKind::Upkeep as usize] > 0 {
+        if self.stages.in_flight[WorkerKind::Upkeep as usize] > 0 {
             return None;
         }
         let disk = self.disk.clone()?;
         if self.is_checkpoint_due() {
-            self.upkeep.holds_writes = self.under_way[WorkerKind::Write as usize] > 0;
-            if self.upkeep.holds_writes {
+            self.disk_gc.holds_writes = self.stages.in_flight[WorkerKind::Write as usize] > 0;
+            if self.disk_gc.holds_writes {
                 return None;
             }
             return Some(work::Upkeep::Checkpoint(self.begin_checkpoint(&disk)));
         }
         let stats = disk.stats();
-        self.upkeep.used_before = stats.used_bytes;
-        self.upkeep.looks = false;
-        if std::mem::take(&mut self.upkeep.sweeps) {
+        self.disk_gc.used_before = stats.used_bytes;
+        self.disk_gc.looks = false;
+        if std::mem::take(&mut self.disk_gc.sweeps) {
             return Some(work::Upkeep::Sweep);
         }
         let full = stats.used_bytes as f64 > stats.budget_bytes as f64 * self.config.high;
-        if !full && self.upkeep.parked.is_empty() {
+        if !full && self.disk_gc.parked.is_empty() {
             return None;
         }
-        match self.upkeep.next_to_clean(&disk.segments()) {
+        match self.disk_gc.next_to_clean(&disk.segments()) {
             Some(number) => Some(work::Upkeep::Clean(number)),
             // Of earlier lives less is known: more was there than it seemed.
             None if stats.used_bytes > stats.budget_bytes
@@ -401,15 +402,15 @@ impl StoreState {
                     log::warn!("segment {number} could not be cleaned: {error}");
                 }
                 // Once is enough, until more is dropped from it.
-                self.upkeep.dropped.remove(number);
-                self.upkeep.old.remove(number);
+                self.disk_gc.dropped.remove(number);
+                self.disk_gc.old.remove(number);
             }
             _ => {}
         }
         let used = self.disk.as_ref().map_or(0, |disk| disk.stats().used_bytes);
-        self.upkeep.looks = true;
-        if used < self.upkeep.used_before {
-            for (at, _) in self.upkeep.take_parked() {
+        self.disk_gc.looks = true;
+        if used < self.disk_gc.used_before {
+            for (at, _) in self.disk_gc.take_parked() {
                 self.let_go_after(at, |core| core.queue_one(at));
             }
         }
@@ -417,8 +418,8 @@ impl StoreState {
 
     /// There is no more room to be had for chunks that wait for some.
     fn give_up_parked(&mut self) {
-        for (at, error) in self.upkeep.take_parked() {
-            match self.upkeep.may_try_again(at) {
+        for (at, error) in self.disk_gc.take_parked() {
+            match self.disk_gc.may_try_again(at) {
                 true => self.let_go_after(at, |core| core.queue_one(at)),
                 false => self.let_go_after(at, |core| core.stays_up(at, &error)),
             }
@@ -458,7 +459,7 @@ impl StoreState {
 
     fn find_cell(&self, cell: &CellAt) -> Option<(u32, Cell)> {
         let space = self.find_space(&cell.chunk.namespace)?;
-        let table = self.spaces.get(space as usize)?.table;
+        let table = self.namespaces.get(space as usize)?.table;
         let slot = self.tables[table as usize].chunks.find(&cell.chunk.key)?;
         Some((table, Cell { chunk: slot, layer: cell.layer as usize }))
     }
@@ -520,9 +521,10 @@ enum Fate {
     Moving,
 }
 
-/// Who waits for what left to stay away: for a checkpoint that was begun after it.
+/// Callers that wait until a removal outlives a restart, which takes a checkpoint that begins after
+/// it. Each caller has a number.
 #[derive(Default)]
-pub(super) struct Turns {
+struct CheckpointWait {
     asked: u64,
     /// What the checkpoint that is being written will do.
     begun: u64,
@@ -558,8 +560,8 @@ impl StoreState {
 
     /// How many cells were written so far, or could not be; None = none is on its way down.
     pub fn writes_so_far(&self) -> Option<u64> {
-        let is_writing =
-            self.under_way[WorkerKind::Write as usize] > 0 || !self.writebacks.is_empty();
+        let is_writing = self.stages.in_flight[WorkerKind::Write as usize] > 0
+            || !self.writeback.queue.is_empty();
         is_writing.then_some(self.counters.written + self.counters.failed_writes)
     }
 
@@ -577,7 +579,7 @@ impl StoreState {
         clearing.cleared = self.take_away(table, &slots, clearing.cleared);
         clearing.at = end;
         let is_over = end == clearing.chunks.len();
-        if is_over && self.spaces[clearing.space as usize].rows == 0 {
+        if is_over && self.namespaces[clearing.space as usize].rows == 0 {
             self.say_cleared(clearing.space);
         }
         self.settle();
@@ -589,7 +591,7 @@ impl StoreState {
     pub fn drop_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<Cleared> {
         let (first, end, tail) = self.chunks_of(at, first, tokens)?;
         let slots = self.let_go_range(at, first..end, tail)?;
-        let table = self.spaces[self.session(at)?.space as usize].table;
+        let table = self.namespaces[self.session(at)?.space as usize].table;
         let cleared = self.take_away(table, &slots, Cleared::default());
         self.settle();
         Ok(cleared)
@@ -644,7 +646,7 @@ impl StoreState {
             let is_free = row.refs() == u32::from(is_queued)
                 && row.pin().is_none()
                 // A put that goes on from here may wait for it, and hears of its end alone.
-                && !self.chunk_waits.contains_key(&At { table, slot });
+                && !self.writeback.chunk_waiters.contains_key(&At { table, slot });
             let holes = self.space(row.namespace()).is_some_and(|space| space.holes);
             let is_last = row.children() == behind.get(&slot).copied().unwrap_or(0);
             if !is_free || row.is_moving() || !(is_last || holes) {
@@ -660,7 +662,7 @@ impl StoreState {
         if own.is_empty() {
             return own;
         }
-        self.writebacks.retain(|at| !own.contains(at));
+        self.writeback.queue.retain(|at| !own.contains(at));
         for &at in &own {
             let rows = &mut self.tables[table as usize];
             rows.clear(at.slot, note::QUEUED | note::FORCED);
@@ -709,17 +711,17 @@ impl StoreState {
         if self.disk.is_none() {
             return 0;
         }
-        self.turns.asked += 1;
-        self.upkeep.sweep_soon();
+        self.disk_gc.checkpoints.asked += 1;
+        self.disk_gc.sweep_soon();
         self.ask_for_checkpoint();
-        self.turns.asked
+        self.disk_gc.checkpoints.asked
     }
 
     /// The same for a namespace that was cleared. Where nothing left that an earlier call did
     /// not wait for to the end, its turn is waited for.
     pub fn ask_to_last_cleared(&mut self, clearing: &mut Clearing) -> u64 {
         let gone = clearing.cleared.gone;
-        let space = self.spaces.get_mut(clearing.space as usize);
+        let space = self.namespaces.get_mut(clearing.space as usize);
         let Some(space) = space.filter(|space| space.serial == clearing.serial) else {
             return self.ask_to_last();
         };
@@ -730,7 +732,7 @@ impl StoreState {
             true => before.turn,
             false => self.ask_to_last(),
         };
-        if let Some(space) = self.spaces.get_mut(clearing.space as usize) {
+        if let Some(space) = self.namespaces.get_mut(clearing.space as usize) {
             space.unsure = Unsure { turn, gone: clearing.cleared.gone };
         }
         turn
@@ -738,7 +740,7 @@ impl StoreState {
 
     /// Its caller knows that what was cleared stays away, or that this cannot be had.
     pub fn end_clear(&mut self, clearing: &Clearing) {
-        let space = self.spaces.get_mut(clearing.space as usize);
+        let space = self.namespaces.get_mut(clearing.space as usize);
         if let Some(space) = space.filter(|space| space.serial == clearing.serial) {
             space.unsure = Unsure::default();
         }
@@ -747,35 +749,37 @@ impl StoreState {
     /// Whether what had left when a turn was given stays away; `None` = that is not
     /// known yet.
     pub fn lasts(&self, turn: u64) -> Option<Result<()>> {
-        if turn <= self.turns.lasting {
+        if turn <= self.disk_gc.checkpoints.lasting {
             return Some(Ok(()));
         }
-        let failed = self.turns.failed.as_ref().filter(|(until, _)| turn <= *until);
+        let failed = self.disk_gc.checkpoints.failed.as_ref().filter(|(until, _)| turn <= *until);
         failed.map(|(_, error)| Err(error.clone()))
     }
 
     /// Whether more is known of turns than when this was last asked.
     pub fn turn_has_come(&mut self) -> bool {
-        std::mem::take(&mut self.turns.news)
+        std::mem::take(&mut self.disk_gc.checkpoints.news)
     }
 
     /// A checkpoint begins: what has left by now is not in it.
     pub(super) fn turn_begins(&mut self, work: &Work) {
         if work.is_checkpoint() {
-            self.turns.begun = self.turns.asked;
+            self.disk_gc.checkpoints.begun = self.disk_gc.checkpoints.asked;
         }
     }
 
     /// A checkpoint is written, or not.
     pub(super) fn turn_ends(&mut self, work: &Work, outcome: &Result<()>) {
-        let begun = self.turns.begun;
-        if !work.is_checkpoint() || begun <= self.turns.lasting {
+        let begun = self.disk_gc.checkpoints.begun;
+        if !work.is_checkpoint() || begun <= self.disk_gc.checkpoints.lasting {
             return;
         }
-        self.turns.news = true;
+        self.disk_gc.checkpoints.news = true;
         match outcome {
-            Ok(()) => (self.turns.lasting, self.turns.failed) = (begun, None),
-            Err(error) => self.turns.failed = Some((begun, error.clone())),
+            Ok(()) => {
+                (self.disk_gc.checkpoints.lasting, self.disk_gc.checkpoints.failed) = (begun, None)
+            }
+            Err(error) => self.disk_gc.checkpoints.failed = Some((begun, error.clone())),
         }
     }
 }
@@ -835,20 +839,20 @@ impl Checkpoint {
 impl StoreState {
     /// Whether so much was written since the last checkpoint that a new one is due.
     pub(super) fn is_checkpoint_due(&self) -> bool {
-        self.upkeep.wants_checkpoint || self.upkeep.records >= RECORDS
+        self.disk_gc.wants_checkpoint || self.disk_gc.records >= RECORDS
     }
 
     /// Asks for a checkpoint soon: the next opening is faster.
     pub fn ask_for_checkpoint(&mut self) {
-        self.upkeep.wants_checkpoint = true;
+        self.disk_gc.wants_checkpoint = true;
         self.settle();
     }
 
     /// Begins a checkpoint. No write may be under way: what was appended before is in
     /// the tables then.
     pub(super) fn begin_checkpoint(&mut self, disk: &Arc<DiskTier>) -> Checkpoint {
-        self.upkeep.wants_checkpoint = false;
-        self.upkeep.records = 0;
+        self.disk_gc.wants_checkpoint = false;
+        self.disk_gc.records = 0;
         let counts = self.tables.iter().map(|table| table.chunks.counts());
         let (mut chunks, mut cells) = (0, 0);
         for count in counts {
@@ -948,7 +952,7 @@ impl StoreState {
         self.pay_for_rows(0);
         if let Some(disk) = &self.disk {
             disk.drop_cells(unwanted);
-            self.upkeep.recovered(&disk.segments());
+            self.disk_gc.recovered(&disk.segments());
         }
         // The disk may be smaller than it was.
         self.look_at_disk();
@@ -994,7 +998,7 @@ impl StoreState {
             let disk = self.disk.as_ref();
             let name = &recovered.sessions[*at].name;
             let mark = disk.and_then(|disk| disk.segment_of_session(name)).map(Mark::found);
-            self.spaces[number as usize].below.noted = mark.map_or(Noted::No, Noted::Written);
+            self.namespaces[number as usize].below.noted = mark.map_or(Noted::No, Noted::Written);
         }
         if let Some(error) = first {
             log::warn!("{unknown} namespaces on disk are not understood: {error}");
@@ -1005,13 +1009,13 @@ impl StoreState {
     fn drop_found_note(&mut self, name: &[u8]) {
         if let Some(disk) = &self.disk {
             disk.drop_session(name);
-            self.upkeep.sweep_soon();
+            self.disk_gc.sweep_soon();
         }
     }
 
     fn adopt_chunk(&mut self, chunk: &record::Chunk) -> Option<(u32, Slot)> {
         let number = self.find_space(&chunk.namespace)?;
-        let space = self.spaces[number as usize];
+        let space = self.namespaces[number as usize];
         let is_known = self.tables[space.table as usize].chunks.find(&chunk.key).is_some();
         if !is_known && self.free_rows() == 0 {
             return None;
@@ -1052,7 +1056,7 @@ impl StoreState {
 
     /// What is noted on disk of a namespace.
     pub(super) fn space_note(&self, at: u32) -> (Vec<u8>, Vec<u8>) {
-        let space = &self.spaces[at as usize];
+        let space = &self.namespaces[at as usize];
         let name = [NOTE, &space.key.0].concat();
         let layout = self.tables[space.table as usize].layout.encode();
         (name, [&[VERSION, u8::from(space.holes)], layout.as_slice()].concat())

@@ -14,15 +14,17 @@ use crate::meta::objects::{Facts, MAX_UNITS};
 use crate::policy::Hint;
 use crate::policy::evict::Victim;
 use crate::policy::evictor::{Evictor, New, Options, Who};
+use crate::store::admission::Admission;
 use crate::store::admission::Candidate;
 use crate::store::events::Kind;
+use crate::store::state::Config;
 use crate::store::state::chunk_table::note;
 use crate::store::state::device_tier::Replicas;
 use crate::store::state::shadow::Shadow;
 use crate::store::state::transfer::TransferKind;
 use crate::store::state::work::WorkerKind;
 use crate::store::state::{
-    At, ChunkTable, DEVICE_MASK, DISK, HOST, HOST_MASK, Spaces, StoreState, Write,
+    At, ChunkTable, DEVICE_MASK, DISK, HOST, HOST_MASK, Namespaces, StoreState, Write,
 };
 
 // ---------- granularity
@@ -456,7 +458,7 @@ pub(super) fn member(rows: &ChunkTable, at: At) -> Member {
 
 /// A chunk as policies know it. Where holes can be computed it stands for itself: it may
 /// leave before those that continue it.
-pub(super) fn new_object(spaces: &Spaces, rows: &ChunkTable, slot: Slot) -> New {
+pub(super) fn new_object(spaces: &Namespaces, rows: &ChunkTable, slot: Slot) -> New {
     let row = rows.chunks.chunk(slot);
     let space = row.and_then(|row| spaces.get(row.namespace() as usize));
     let holes = space.is_some_and(|space| space.holes);
@@ -472,7 +474,7 @@ pub(super) fn new_object(spaces: &Spaces, rows: &ChunkTable, slot: Slot) -> New 
 }
 
 /// The same of a cell: it continues that of its layer in the chunk before.
-pub(super) fn new_cell(spaces: &Spaces, rows: &ChunkTable, cell: Cell) -> New {
+pub(super) fn new_cell(spaces: &Namespaces, rows: &ChunkTable, cell: Cell) -> New {
     let chunk = new_object(spaces, rows, cell.chunk);
     let small = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
     New {
@@ -521,7 +523,7 @@ impl News {
 impl StoreState {
     /// Tells the policies of the chunks of a move: they are asked for, and come.
     pub(super) fn notify_policies(&mut self, number: u32) {
-        let one = &mut self.moves[number].spec;
+        let one = &mut self.transfers.table[number].spec;
         let (who, kind, by_chunk) = (one.who, one.kind, one.by_chunk);
         let all = std::mem::take(&mut one.slots);
         let once = if by_chunk { each_once(&all) } else { None };
@@ -539,22 +541,22 @@ impl StoreState {
                 self.notify_access(number, slots, tier);
             }
         }
-        match self.host_cache.granularity {
+        match self.eviction.host.granularity {
             Granularity::Chunk => self.notify_chunks(number, slots),
             Granularity::Cell => self.notify_cells(number, slots),
             // Blocks have nothing to do with each other: they go one by one.
             Granularity::Session if by_chunk => self.notify_each(number, slots),
             Granularity::Session => self.notify_session(number, slots),
         }
-        self.moves[number].spec.slots = all;
+        self.transfers.table[number].spec.slots = all;
     }
 
     /// A move asks a tier's policy for what it is to get.
     fn notify_access(&mut self, number: u32, slots: &[Slot], tier: Tier) {
-        let one = &self.moves[number].spec;
+        let one = &self.transfers.table[number].spec;
         let rows = &self.tables[one.table as usize];
         let Some(cache) =
-            cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier)
+            cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
         else {
             return;
         };
@@ -591,17 +593,17 @@ impl StoreState {
 
     /// Chunks of a move that come to memory.
     fn notify_chunks(&mut self, number: u32, slots: &[Slot]) {
-        let one = &self.moves[number].spec;
+        let one = &self.transfers.table[number].spec;
         let (who, kind, table) = (one.who, one.kind, one.table);
         let rows = &mut self.tables[table as usize];
         let mut new = Vec::new();
         for &slot in slots {
             if comes(rows, slot, kind) && !rows.has(slot, note::IN_HOST) {
                 rows.set(slot, note::IN_HOST);
-                new.push(new_object(&self.spaces, rows, slot));
+                new.push(new_object(&self.namespaces, rows, slot));
             }
         }
-        if new.is_empty() || self.host_cache.insert(self.now_ns, &who, &new) {
+        if new.is_empty() || self.eviction.host.insert(self.now_ns, &who, &new) {
             slots.iter().for_each(|&slot| self.note_held(table, slot));
             return;
         }
@@ -616,7 +618,7 @@ impl StoreState {
 
     /// Cells of a move that come to memory.
     fn notify_cells(&mut self, number: u32, slots: &[Slot]) {
-        let one = &self.moves[number].spec;
+        let one = &self.transfers.table[number].spec;
         let (who, table) = (one.who, one.table);
         let mut news = News::default();
         for layer in one.first_layer..one.first_layer + one.layers {
@@ -626,15 +628,15 @@ impl StoreState {
                 let is_below = below.is_some_and(|marks| marks.there() & 1 << DISK != 0);
                 if one.kind == TransferKind::Put || is_below {
                     let cell = Cell { chunk: slot, layer };
-                    let new = new_cell(&self.spaces, rows, cell);
-                    news.add(&self.host_cache, new, owner_of(table, cell));
+                    let new = new_cell(&self.namespaces, rows, cell);
+                    news.add(&self.eviction.host, new, owner_of(table, cell));
                 }
             }
         }
         // Each that comes later, and was not told of now, must find room.
         let pieces = (self.config.host_bytes.saturating_sub(self.host.live_bytes())) / PIECE_BYTES;
         let spare = pieces + self.config.max_jobs as u64;
-        if self.host_cache.has_room(news.new.len(), spare) {
+        if self.eviction.host.has_room(news.new.len(), spare) {
             self.enter_cells(table, Tier::Host, &who, &news);
         }
         slots.iter().for_each(|&slot| self.note_held(table, slot));
@@ -642,14 +644,18 @@ impl StoreState {
 
     /// Chunks of a move are its session's from now on, in all tiers.
     fn notify_session(&mut self, number: u32, slots: &[Slot]) {
-        let one = &self.moves[number].spec;
+        let one = &self.transfers.table[number].spec;
         let (who, kind, table) = (one.who, one.kind, one.table);
         let Some(id) = who.session else { return self.notify_each(number, slots) };
         for tier in [Tier::Host, Tier::Disk] {
             let rows = &mut self.tables[table as usize];
-            let is_last = self.disk_cache.is_none() || tier == Tier::Disk;
-            let cache =
-                cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier);
+            let is_last = self.eviction.disk.is_none() || tier == Tier::Disk;
+            let cache = cache_of(
+                &mut self.eviction.host,
+                &mut self.eviction.disk,
+                &mut self.replicas,
+                tier,
+            );
             let Some(cache) = cache.filter(|cache| cache.granularity == Granularity::Session)
             else {
                 continue;
@@ -677,7 +683,7 @@ impl StoreState {
 
     /// Each chunk of a move by itself.
     fn notify_each(&mut self, number: u32, slots: &[Slot]) {
-        let one = &self.moves[number].spec;
+        let one = &self.transfers.table[number].spec;
         let (table, kind) = (one.table, one.kind);
         for &slot in slots {
             let at = At { table, slot };
@@ -691,7 +697,7 @@ impl StoreState {
     fn enter_cells(&mut self, table: u32, tier: Tier, who: &Who, news: &News) {
         let is_last = self.is_last(tier);
         let Some(cache) =
-            cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier)
+            cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
         else {
             return;
         };
@@ -732,7 +738,7 @@ impl StoreState {
         let priority = Some(rows.classes[at.slot as usize].min(2));
         let who = Who { priority, ..Who::default() };
         let Some(cache) =
-            cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier)
+            cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
         else {
             return;
         };
@@ -740,7 +746,7 @@ impl StoreState {
             Granularity::Cell => return self.enter_part(at, tier, part, &who),
             _ if rows.has(at.slot, flag_of(tier)) => return,
             Granularity::Chunk => {
-                cache.insert(self.now_ns, &who, &[new_object(&self.spaces, rows, at.slot)])
+                cache.insert(self.now_ns, &who, &[new_object(&self.namespaces, rows, at.slot)])
             }
             Granularity::Session => {
                 let (alone, user) = (rows.id(at.slot), rows.users[at.slot as usize]);
@@ -758,7 +764,7 @@ impl StoreState {
         let rows = &self.tables[at.table as usize];
         let Some(marks) = rows.chunks.marks(at.slot) else { return };
         let Some(cache) =
-            cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier)
+            cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
         else {
             return;
         };
@@ -771,7 +777,7 @@ impl StoreState {
             let cell = Cell { chunk: at.slot, layer };
             let is_there = marks.get(layer).is_some_and(|m| m.there() & 1 << tier as u8 != 0);
             if is_there {
-                news.add(cache, new_cell(&self.spaces, rows, cell), owner_of(at.table, cell));
+                news.add(cache, new_cell(&self.namespaces, rows, cell), owner_of(at.table, cell));
             }
         }
         if !news.all.is_empty() {
@@ -797,7 +803,8 @@ impl StoreState {
             return self.untell(at, tier);
         }
         let id = cell_id(self.tables[table as usize].id(cell.chunk), cell.layer);
-        let cache = cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier);
+        let cache =
+            cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier);
         if let Some(cache) =
             cache.filter(|cache| cache.granularity == Granularity::Cell && cache.knows(id))
         {
@@ -814,7 +821,7 @@ impl StoreState {
         }
         let (id, layers) = (rows.id(at.slot), rows.layout.layers());
         let Some(cache) =
-            cache_of(&mut self.host_cache, &mut self.disk_cache, &mut self.replicas, tier)
+            cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
         else {
             return;
         };
@@ -857,7 +864,7 @@ impl StoreState {
         let chunks = || slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
         let layers = rows.layout.layers();
         let replicas = self.replicas.as_mut().map(|replicas| &mut replicas.cache);
-        let caches = [replicas, Some(&mut self.host_cache), self.disk_cache.as_mut()];
+        let caches = [replicas, Some(&mut self.eviction.host), self.eviction.disk.as_mut()];
         let mut some = Vec::with_capacity(MOST_HINTS);
         for cache in caches.into_iter().flatten() {
             let of = |layer| chunks().map(move |id| cell_id(id, layer));
@@ -941,6 +948,39 @@ fn each_once<T: Ord + Copy>(all: &[T]) -> Option<Vec<T>> {
     (once.len() < all.len()).then_some(once)
 }
 
+/// Eviction of the host tier and the disk, and what restrains it.
+pub(super) struct Eviction {
+    pub(super) host: TierCache,
+    pub(super) disk: Option<TierCache>,
+    /// Decides which evicted chunks are written to disk.
+    pub(super) admission: Admission,
+    /// Pins, the weakest first.
+    pub(super) pins: BTreeSet<Hold>,
+    /// The same, by when they end.
+    pub(super) pin_ends: BTreeSet<(u64, u8, At)>,
+    /// Victims in a row that could not leave memory.
+    pub(super) refusals: u32,
+    /// When the last of them was.
+    pub(super) refused_ns: u64,
+    pub(super) reclaim_targets: ReclaimTargets,
+}
+
+impl Eviction {
+    pub(super) fn open(config: &Config, disk_bytes: Option<u64>) -> Result<Eviction> {
+        let (host, disk) = config.open_caches(disk_bytes)?;
+        Ok(Eviction {
+            host,
+            disk,
+            admission: Admission::open(&config.admission, 0)?,
+            pins: BTreeSet::new(),
+            pin_ends: BTreeSet::new(),
+            refusals: 0,
+            refused_ns: 0,
+            reclaim_targets: ReclaimTargets::default(),
+        })
+    }
+}
+
 // ---------- references
 //
 // Notifications to policies about references.
@@ -948,7 +988,7 @@ fn each_once<T: Ord + Copy>(all: &[T]) -> Option<Vec<T>> {
 impl StoreState {
     /// Whether cells can go nowhere from a tier.
     pub(super) fn is_last(&self, tier: Tier) -> bool {
-        tier == if self.disk_cache.is_some() { Tier::Disk } else { Tier::Host }
+        tier == if self.eviction.disk.is_some() { Tier::Disk } else { Tier::Host }
     }
 
     /// Tells the policy of the last tier whether a chunk is in use: it cannot go
@@ -975,9 +1015,9 @@ impl StoreState {
 
     fn notify_held(&mut self, table: u32, slot: Slot, is_held: bool) {
         let rows = &mut self.tables[table as usize];
-        let (cache, there) = match &mut self.disk_cache {
+        let (cache, there) = match &mut self.eviction.disk {
             Some(cache) => (cache, note::IN_DISK),
-            None => (&mut self.host_cache, note::IN_HOST),
+            None => (&mut self.eviction.host, note::IN_HOST),
         };
         if is_held == rows.has(slot, note::HELD) || !rows.has(slot, there) {
             return;
@@ -1038,7 +1078,7 @@ impl StoreState {
     /// time. Those that are to come are kept, too, if the table has room for all of them.
     pub fn pin(&mut self, at: u32, first: u64, tokens: u64, pin: Pin) -> Result<()> {
         let slots = self.rows_if_free(at, first, tokens)?;
-        let table = self.spaces[self.session(at)?.space as usize].table;
+        let table = self.namespaces[self.session(at)?.space as usize].table;
         for slot in slots {
             let chunks = &mut self.tables[table as usize].chunks;
             let place = At { table, slot };
@@ -1046,12 +1086,12 @@ impl StoreState {
             chunks.pin(slot, pin)?;
             let new = hold_of(chunks, place);
             if let Some(old) = old {
-                self.pins.remove(&old);
-                self.ends.remove(&(old.1, old.0, place));
+                self.eviction.pins.remove(&old);
+                self.eviction.pin_ends.remove(&(old.1, old.0, place));
             }
             if let Some(new) = new {
-                self.pins.insert(new);
-                self.ends.insert((new.1, new.0, place));
+                self.eviction.pins.insert(new);
+                self.eviction.pin_ends.insert((new.1, new.0, place));
             }
             self.note_held(table, slot);
         }
@@ -1063,8 +1103,8 @@ impl StoreState {
         for At { table, slot } in self.known_chunks(at, first, tokens)? {
             let place = At { table, slot };
             if let Some(hold) = hold_of(&self.tables[table as usize].chunks, place) {
-                self.pins.remove(&hold);
-                self.ends.remove(&(hold.1, hold.0, place));
+                self.eviction.pins.remove(&hold);
+                self.eviction.pin_ends.remove(&(hold.1, hold.0, place));
                 self.unpin(place);
             }
         }
@@ -1074,13 +1114,13 @@ impl StoreState {
 
     /// Ends pins whose time has come.
     pub(super) fn end_pins(&mut self) {
-        while let Some(&(until, _, at)) = self.ends.first() {
+        while let Some(&(until, _, at)) = self.eviction.pin_ends.first() {
             if until > self.now_ns {
                 return;
             }
-            self.ends.pop_first();
+            self.eviction.pin_ends.pop_first();
             if let Some(hold) = hold_of(&self.tables[at.table as usize].chunks, at) {
-                self.pins.remove(&hold);
+                self.eviction.pins.remove(&hold);
                 self.unpin(at);
             }
         }
@@ -1090,8 +1130,8 @@ impl StoreState {
     /// ends first, since a pin holds less the less time it has left. One without an end is
     /// the last of its class.
     pub(super) fn drop_weakest_pin(&mut self) -> bool {
-        let Some((priority, until, _, at)) = self.pins.pop_first() else { return false };
-        self.ends.remove(&(until, priority, at));
+        let Some((priority, until, _, at)) = self.eviction.pins.pop_first() else { return false };
+        self.eviction.pin_ends.remove(&(until, priority, at));
         self.unpin(at);
         true
     }
@@ -1100,7 +1140,7 @@ impl StoreState {
         if let Err(error) = self.tables[at.table as usize].chunks.unpin(at.slot) {
             log::error!("a pinned chunk is gone: {error}");
         }
-        self.reclaim_targets.released();
+        self.eviction.reclaim_targets.released();
         self.note_held(at.table, at.slot);
         self.tidy(at.table, at.slot);
     }
@@ -1123,12 +1163,12 @@ impl StoreState {
             true => used - share(self.config.low),
             false => 0,
         };
-        ahead.max(self.memory_waiter_bytes).saturating_sub(self.leaving_bytes)
+        ahead.max(self.transfers.memory_waiter_bytes).saturating_sub(self.writeback.demoting_bytes)
     }
 
     /// What could not be written down a moment ago cannot now.
     pub(super) fn is_vain(&self) -> bool {
-        self.refusals >= MOST_REFUSALS && self.now_ns < self.refused_ns + PAUSE_NS
+        self.eviction.refusals >= MOST_REFUSALS && self.now_ns < self.eviction.refused_ns + PAUSE_NS
     }
 
     /// Has chunks leave memory if that is needed; whether something came of it.
@@ -1138,12 +1178,12 @@ impl StoreState {
             return false;
         }
         // What has to stay and cannot be written down would be chosen again for ever.
-        if self.refusals >= MOST_REFUSALS && !self.memory_waiters.is_empty() {
-            self.refusals = 0;
+        if self.eviction.refusals >= MOST_REFUSALS && !self.transfers.memory_waiters.is_empty() {
+            self.eviction.refusals = 0;
             return self.serve_from_reserve().unwrap_or_else(|| self.fail_memory_waiter());
         }
         let mut victims = Vec::new();
-        self.host_cache.choose(self.now_ns, wanted, MOST_VICTIMS, &mut victims);
+        self.eviction.host.choose(self.now_ns, wanted, MOST_VICTIMS, &mut victims);
         if victims.is_empty() {
             return self.is_stuck() && self.help_one();
         }
@@ -1159,7 +1199,7 @@ impl StoreState {
         }
         // When all that was chosen had to stay, others are asked for, so many times.
         let tries = came || self.is_stuck();
-        self.refusals += u32::from(tries && !came);
+        self.eviction.refusals += u32::from(tries && !came);
         tries
     }
 
@@ -1172,10 +1212,14 @@ impl StoreState {
             WorkerKind::Fetch,
             WorkerKind::Send,
         ];
-        !self.memory_waiters.is_empty()
-            && self.leaving_bytes == 0
-            && busy.iter().all(|&workers| self.under_way[workers as usize] == self.hung(workers))
-            && (0..3).all(|lane| self.copies.waiting(lane).0 + self.reads.waiting(lane).0 == 0)
+        !self.transfers.memory_waiters.is_empty()
+            && self.writeback.demoting_bytes == 0
+            && busy
+                .iter()
+                .all(|&workers| self.stages.in_flight[workers as usize] == self.hung(workers))
+            && (0..3).all(|lane| {
+                self.stages.copy.queue.waiting(lane).0 + self.stages.read.queue.waiting(lane).0 == 0
+            })
             && !self.replicas.as_ref().is_some_and(|replicas| replicas.waiting())
             && self
                 .remote
@@ -1201,16 +1245,16 @@ impl StoreState {
         let rows = &mut self.tables[at.table as usize];
         if part == Part::All {
             rows.clear(at.slot, note::IN_HOST);
-            if self.disk_cache.is_none() {
+            if self.eviction.disk.is_none() {
                 rows.clear(at.slot, note::HELD);
             }
         }
         let left = self.only_in_host(at, part);
-        if let Some(leave) = self.leaving.get_mut(&at) {
+        if let Some(leave) = self.writeback.demoting.get_mut(&at) {
             // Chosen before. As a whole: and others have asked for it since.
             if !leave.is_whole() {
                 leave.add(part, left);
-                self.leaving_bytes += left;
+                self.writeback.demoting_bytes += left;
             }
             return true;
         }
@@ -1226,8 +1270,8 @@ impl StoreState {
             self.tables[at.table as usize].set(at.slot, note::LEAVES);
             let mut leave = Leave::default();
             leave.add(part, left);
-            self.leaving_bytes += left;
-            self.leaving.insert(at, leave);
+            self.writeback.demoting_bytes += left;
+            self.writeback.demoting.insert(at, leave);
             // All of it is written, so that the rest can leave at once when it is chosen.
             self.queue_down(at);
             return true;
@@ -1278,7 +1322,7 @@ impl StoreState {
             hits: u32::from(rows.uses[at.slot as usize]),
             priority: rows.classes[at.slot as usize],
         };
-        self.admission.admit(&one, free, self.now_ns).is_ok()
+        self.eviction.admission.admit(&one, free, self.now_ns).is_ok()
     }
 
     /// Gives back the memory of cells that are on disk too, in the layers that `of` names;
@@ -1336,7 +1380,7 @@ impl StoreState {
     pub(super) fn drop_for_good(&mut self, at: At, part: Part) -> bool {
         let part = if self.config.drop_cells { part } else { Part::All };
         let freed = self.drop_where(at, HOST, |layer, there| there == 1 << HOST && part.has(layer));
-        if self.host_cache.granularity == Granularity::Cell && part == Part::All {
+        if self.eviction.host.granularity == Granularity::Cell && part == Part::All {
             // What is left of it are copies.
             self.drop_copies(at, |_| true);
         }
@@ -1350,8 +1394,8 @@ impl StoreState {
 
     /// A chunk is not on its way out any more; what of it was.
     pub(super) fn stop_leaving(&mut self, at: At) -> Option<Leave> {
-        let leave = self.leaving.remove(&at)?;
-        self.leaving_bytes -= leave.bytes;
+        let leave = self.writeback.demoting.remove(&at)?;
+        self.writeback.demoting_bytes -= leave.bytes;
         self.tables[at.table as usize].clear(at.slot, note::LEAVES);
         Some(leave)
     }
@@ -1416,7 +1460,7 @@ impl StoreState {
         let mut left = bytes.saturating_sub(self.host.given_back_bytes() - before);
         let mut victims = Vec::new();
         while left > 0 {
-            self.host_cache.choose(self.now_ns, left, MOST_VICTIMS, &mut victims);
+            self.eviction.host.choose(self.now_ns, left, MOST_VICTIMS, &mut victims);
             if victims.is_empty() {
                 break;
             }
@@ -1445,29 +1489,30 @@ impl StoreState {
     }
 
     fn owe_since(&mut self, before: u64, bytes: u64) {
-        self.reclaim_targets.until_bytes =
-            self.reclaim_targets.until_bytes.max(before).saturating_add(bytes);
-        self.reclaim_targets.begin();
+        self.eviction.reclaim_targets.until_bytes =
+            self.eviction.reclaim_targets.until_bytes.max(before).saturating_add(bytes);
+        self.eviction.reclaim_targets.begin();
     }
 
     /// What is still owed.
     pub fn reclaim_target_bytes(&self) -> u64 {
-        self.reclaim_targets.until_bytes.saturating_sub(self.host.given_back_bytes())
+        self.eviction.reclaim_targets.until_bytes.saturating_sub(self.host.given_back_bytes())
     }
 
     /// Has cells leave segments that drain; whether something came of it.
     pub(super) fn pay(&mut self) -> bool {
         // What the disk has just refused it would refuse again.
-        if !self.reclaim_targets.looks || self.is_vain() {
+        if !self.eviction.reclaim_targets.looks || self.is_vain() {
             return false;
         }
-        self.reclaim_targets.looks = false;
+        self.eviction.reclaim_targets.looks = false;
         self.drain_to_target();
         let drains = self.host.segments().filter(|segment| segment.drains);
         let numbers: Vec<u32> = drains.map(|segment| segment.number).collect();
-        self.reclaim_targets.is_open = !numbers.is_empty() || self.reclaim_target_bytes() > 0;
+        self.eviction.reclaim_targets.is_open =
+            !numbers.is_empty() || self.reclaim_target_bytes() > 0;
         let mut came = false;
-        let mut owners = std::mem::take(&mut self.reclaim_targets.owners);
+        let mut owners = std::mem::take(&mut self.eviction.reclaim_targets.owners);
         for number in numbers {
             owners.clear();
             owners.extend(self.host.live_pieces(number).map(|(_, owner)| owner));
@@ -1475,7 +1520,7 @@ impl StoreState {
                 came |= self.vacate(owner);
             }
         }
-        self.reclaim_targets.owners = owners;
+        self.eviction.reclaim_targets.owners = owners;
         came
     }
 
@@ -1483,16 +1528,16 @@ impl StoreState {
     fn drain_to_target(&mut self) {
         let reclaim_target = self.reclaim_target_bytes();
         let still = |number: &u32| self.host.segments().any(|s| s.number == *number && s.drains);
-        self.reclaim_targets.draining.retain(still);
+        self.eviction.reclaim_targets.draining.retain(still);
         if reclaim_target == 0 {
-            for number in std::mem::take(&mut self.reclaim_targets.draining) {
+            for number in std::mem::take(&mut self.eviction.reclaim_targets.draining) {
                 if let Err(error) = self.host.drain(number, false) {
                     log::error!("a segment could not be used again: {error}");
                 }
             }
             return;
         }
-        if !std::mem::take(&mut self.reclaim_targets.seeks) {
+        if !std::mem::take(&mut self.eviction.reclaim_targets.seeks) {
             return;
         }
         // Where that is not enough, those too that others elsewhere continue.
@@ -1516,7 +1561,7 @@ impl StoreState {
                 let may_empty = all.all(|(_, owner)| self.may_vacate(owner));
                 drop(all);
                 if may_empty && self.host.drain(segment.number, true).is_ok() {
-                    self.reclaim_targets.draining.push(segment.number);
+                    self.eviction.reclaim_targets.draining.push(segment.number);
                     goes += segment.cost_bytes;
                 }
             }
@@ -1574,24 +1619,24 @@ impl StoreState {
         let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
         // One that is coming or going is seen again when it has.
         let is_there = marks.is_some_and(|marks| marks.there() & HOST_MASK != 0);
-        let leaves = self.leaving.get(&at).is_some_and(|leave| leave.has(cell.layer));
+        let leaves = self.writeback.demoting.get(&at).is_some_and(|leave| leave.has(cell.layer));
         if !is_there || leaves || !self.may_vacate(owner) {
             return false;
         }
         let id = rows.id(at.slot);
-        let part = match self.host_cache.granularity {
+        let part = match self.eviction.host.granularity {
             Granularity::Chunk => {
                 if rows.has(at.slot, note::IN_HOST) {
-                    self.host_cache.remove(self.now_ns, id);
+                    self.eviction.host.remove(self.now_ns, id);
                 }
                 Part::All
             }
             Granularity::Cell => {
-                self.host_cache.remove(self.now_ns, cell_id(id, cell.layer));
+                self.eviction.host.remove(self.now_ns, cell_id(id, cell.layer));
                 Part::Layer(cell.layer)
             }
             Granularity::Session => {
-                self.host_cache.leave(self.now_ns, at);
+                self.eviction.host.leave(self.now_ns, at);
                 Part::All
             }
         };

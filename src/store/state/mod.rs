@@ -24,6 +24,7 @@ pub mod session;
 pub mod shadow;
 pub mod slot_table;
 pub mod snapshot;
+mod stage;
 pub mod stats;
 pub mod transfer;
 pub mod work;
@@ -42,8 +43,6 @@ pub use transfer::Job;
 pub use transfer::{Finished, Level, MoveSpec, TransferKind};
 pub use writeback::RECORD_CELLS;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-
 use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::status::Result;
@@ -52,14 +51,13 @@ use crate::format::keys::Key;
 use crate::format::record;
 use crate::meta::chunks::{Cell, Place};
 use crate::meta::index::Slot;
-use crate::store::admission::Admission;
 use crate::store::events::{Event, Events, Kind};
-use crate::store::job_queues::Queues;
-use crate::store::state::eviction::{Leave, TierCache};
-use crate::store::state::namespaces::Spaces;
+use crate::store::state::eviction::Eviction;
+use crate::store::state::namespaces::Namespaces;
 use crate::store::state::session::Session;
 use crate::store::state::slot_table::Table;
-use crate::store::state::transfer::{Line, Move};
+use crate::store::state::stage::Stages;
+use crate::store::state::transfer::Transfers;
 use crate::store::state::work::WorkerKind;
 use crate::tier::disk::{DiskTier, Spot};
 use crate::tier::host::{HostTier, Piece};
@@ -80,81 +78,31 @@ pub(crate) struct At {
     pub slot: Slot,
 }
 
-/// What decides.
+/// The state of a store. Each part below owns what its module decides about.
 pub struct StoreState {
     pub(super) config: Config,
     pub(super) now_ns: u64,
     pub(super) host: HostTier,
     pub(super) disk: Option<Arc<DiskTier>>,
-    pub(super) tables: Vec<ChunkTable>,
-    spaces: Spaces,
-    pub(super) sessions: Table<Session>,
-    pub(super) moves: Table<Move>,
-    pub(super) jobs: Table<Job>,
-    pub(super) host_cache: TierCache,
-    pub(super) disk_cache: Option<TierCache>,
     /// Copies of cells in device memory.
     pub(super) replicas: Option<Box<device_tier::Replicas>>,
-    /// The remote, if there is one.
     remote: Option<Box<remote::RemoteTier>>,
-    pub(super) admission: Admission,
-    copies: Queues,
-    reads: Queues,
-    feeding: VecDeque<u32>,
-    /// Jobs whose cell can be looked at again.
-    woken: Vec<u32>,
-    /// Jobs that wait for memory.
-    memory_waiters: Line,
-    memory_waiter_bytes: u64,
-    /// The one of them that tries again now.
-    served: Option<u32>,
-    /// The one that may take the reserve.
-    reserved: Option<u32>,
-    /// Jobs that wait for what others do with a cell.
-    waiting: BTreeMap<(At, usize), Line>,
-    /// Chunks to be written down.
-    writebacks: VecDeque<At>,
-    /// Chunks whose memory is given back once they are on disk, and what of it.
-    leaving: BTreeMap<At, Leave>,
-    leaving_bytes: u64,
-    /// Chunks in a row that were to leave memory, and could not.
-    refusals: u32,
-    /// When the last of them was.
-    refused_ns: u64,
-    /// Puts that wait for a chunk to be on disk, and which of theirs it is: NONE = it is
-    /// only taken along.
-    chunk_waits: BTreeMap<At, Vec<(u32, u32)>>,
-    /// Writes of chunks that were not made durable yet.
-    fresh: BTreeMap<At, Vec<writeback::Fresh>>,
-    /// With so many all are synced, whoever waits.
-    flush_at: usize,
-    /// Puts that wait for that.
-    commits: Vec<u32>,
-    /// Pins, the weakest first.
-    pins: BTreeSet<eviction::Hold>,
-    /// The same, by when they end.
-    ends: BTreeSet<(u64, u8, At)>,
+    pub(super) tables: Vec<ChunkTable>,
+    namespaces: Namespaces,
+    pub(super) sessions: Table<Session>,
     /// Sessions opened so far.
-    names: u64,
-    write_behind: writeback::WriteBehind,
-    upkeep: disk_gc::Upkeep,
-    reclaim_targets: eviction::ReclaimTargets,
-    metadata: stats::MetadataAccount,
-    limits: namespaces::Limits,
-    /// Batches under way, by kind.
-    pub(super) under_way: [u32; work::KINDS],
-    speeds: plans::Speeds,
-    times: stats::Times,
-    tenants: stats::Tenants,
-    scratch: plans::Scratch,
-    drafts: plans::Drafts,
-    waits: dependency::Waits,
-    behind: dependency::Behind,
-    turns: disk_gc::Turns,
-    finished: Vec<Finished>,
-    /// What is counted.
+    session_serial: u64,
+    transfers: Transfers,
+    dependencies: dependency::Dependencies,
+    stages: Stages,
+    eviction: Eviction,
+    writeback: writeback::Writeback,
+    disk_gc: disk_gc::DiskGc,
+    plans: plans::Plans,
+    stats: stats::Stats,
+    /// Counters since the store was opened.
     pub counters: Counters,
-    /// What changed.
+    /// Events of residency, for routers.
     pub events: Events,
 }
 
@@ -167,59 +115,23 @@ impl StoreState {
     ) -> Result<StoreState> {
         config.check()?;
         let disk_bytes = disk.as_deref().map(|disk| disk.stats().budget_bytes);
-        let opts = config.host_opts();
-        let (host_cache, disk_cache) = config.open_caches(disk_bytes)?;
-        let mut copies = Queues::new(config.max_jobs, config.max_sessions + 1)?;
-        copies.in_parts_of(config.copy_bytes / transfer::PARTS);
         Ok(StoreState {
             now_ns: 0,
-            host: HostTier::new(account.clone(), &opts)?,
+            host: HostTier::new(account.clone(), &config.host_opts())?,
             replicas: device_tier::Replicas::open(&config, account.clone())?,
             remote: remote::RemoteTier::open(&config)?,
-            metadata: stats::MetadataAccount::new(account),
-            limits: namespaces::Limits::default(),
             tables: Vec::new(),
-            spaces: Spaces::default(),
+            namespaces: Namespaces::default(),
             sessions: Table::new(config.max_sessions as usize),
-            moves: Table::new(config.max_moves as usize),
-            jobs: Table::new(config.max_jobs as usize),
-            host_cache,
-            disk_cache,
-            admission: Admission::open(&config.admission, 0)?,
-            copies,
-            reads: Queues::new(config.max_jobs, config.max_sessions + 1)?,
-            feeding: VecDeque::new(),
-            woken: Vec::new(),
-            memory_waiters: Line::default(),
-            memory_waiter_bytes: 0,
-            served: None,
-            reserved: None,
-            waiting: BTreeMap::new(),
-            writebacks: VecDeque::new(),
-            leaving: BTreeMap::new(),
-            leaving_bytes: 0,
-            refusals: 0,
-            refused_ns: 0,
-            chunk_waits: BTreeMap::new(),
-            fresh: BTreeMap::new(),
-            flush_at: writeback::MOST_FRESH,
-            commits: Vec::new(),
-            pins: BTreeSet::new(),
-            ends: BTreeSet::new(),
-            names: 0,
-            write_behind: writeback::WriteBehind::default(),
-            upkeep: disk_gc::Upkeep::default(),
-            reclaim_targets: eviction::ReclaimTargets::default(),
-            under_way: [0; work::KINDS],
-            speeds: plans::Speeds::default(),
-            times: stats::Times::default(),
-            tenants: stats::Tenants::default(),
-            scratch: plans::Scratch::default(),
-            drafts: plans::Drafts::default(),
-            waits: dependency::Waits::default(),
-            behind: dependency::Behind::default(),
-            turns: disk_gc::Turns::default(),
-            finished: Vec::new(),
+            session_serial: 0,
+            transfers: Transfers::new(&config),
+            dependencies: dependency::Dependencies::default(),
+            stages: Stages::new(&config, config.copy_bytes / transfer::PARTS)?,
+            eviction: Eviction::open(&config, disk_bytes)?,
+            writeback: writeback::Writeback::default(),
+            disk_gc: disk_gc::DiskGc::default(),
+            plans: plans::Plans::default(),
+            stats: stats::Stats::new(account),
             counters: Counters::default(),
             events: Events::new(config.events)?,
             disk,
@@ -242,17 +154,14 @@ impl StoreState {
 
     /// Parts of moves that have ended since this was last asked.
     pub fn finished(&mut self, out: &mut Vec<Finished>) {
-        out.append(&mut self.finished);
+        out.append(&mut self.transfers.finished);
     }
 
     /// Whether nothing is under way or waits.
     pub fn is_idle(&self) -> bool {
-        let none_goes_down = self.writebacks.is_empty() && !self.upkeep.has_parked();
+        let none_goes_down = self.writeback.queue.is_empty() && !self.disk_gc.has_parked();
         let none_goes_out = self.remote.as_ref().is_none_or(|remote| remote.is_quiet());
-        self.moves.is_empty()
-            && self.under_way.iter().all(|&n| n == 0)
-            && none_goes_down
-            && none_goes_out
+        self.transfers.table.is_empty() && self.stages.is_idle() && none_goes_down && none_goes_out
     }
 
     /// Whether there is nothing to do either.
@@ -265,7 +174,7 @@ impl StoreState {
         self.leave_queues();
         for turn in 0u64.. {
             debug_assert!(turn < 1 << 22, "a store that never settles: {}", self.what_waits());
-            if let Some(job) = self.woken.pop() {
+            if let Some(job) = self.transfers.woken.pop() {
                 self.route(job);
                 continue;
             }
@@ -293,7 +202,7 @@ impl StoreState {
                 let bytes = self.tables[table as usize].disk_bytes(cell, coded);
                 if let Some(disk) = &self.disk {
                     disk.drop_cells([(Spot(spot), bytes)]);
-                    self.upkeep.dropped(Spot(spot), bytes);
+                    self.disk_gc.dropped(Spot(spot), bytes);
                 }
             }
             Place::Device => {
@@ -308,7 +217,7 @@ impl StoreState {
     pub(super) fn let_go(&mut self, table: u32, slot: Slot) {
         let may_leave = self.tables[table as usize].chunks.release(slot);
         debug_assert!(may_leave.is_ok(), "{may_leave:?}");
-        self.reclaim_targets.released();
+        self.eviction.reclaim_targets.released();
         self.note_held(table, slot);
         self.tidy(table, slot);
     }
@@ -349,7 +258,7 @@ impl StoreState {
         if table.users[at.slot as usize] != 0 {
             table.users[at.slot as usize] = 0;
         }
-        self.fresh.remove(&at);
+        self.writeback.unsynced.remove(&at);
         self.stop_leaving(at);
     }
 
@@ -373,7 +282,7 @@ impl StoreState {
     pub(super) fn record_of(&self, at: At) -> record::Chunk {
         let table = &self.tables[at.table as usize];
         let row = table.chunks.chunk(at.slot);
-        let space = row.and_then(|row| self.spaces.get(row.namespace() as usize));
+        let space = row.and_then(|row| self.namespaces.get(row.namespace() as usize));
         table.record_of(at.slot, space.map_or(Key::default(), |space| space.key))
     }
 }

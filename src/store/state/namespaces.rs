@@ -89,7 +89,7 @@ impl Space {
 
 /// All namespaces, by number.
 #[derive(Default)]
-pub(super) struct Spaces {
+pub(super) struct Namespaces {
     rows: Vec<Space>,
     by_key: BTreeMap<Key, u32>,
     /// Numbers that no namespace has.
@@ -98,9 +98,11 @@ pub(super) struct Spaces {
     idle: VecDeque<u32>,
     /// Counts openings and closings.
     serial: u64,
+    /// The limit of chunks that the disk has on record; 0 = none.
+    noted_chunks: u64,
 }
 
-impl Spaces {
+impl Namespaces {
     /// How many there are.
     pub(super) fn len(&self) -> usize {
         self.by_key.len()
@@ -203,7 +205,7 @@ impl Spaces {
     }
 }
 
-impl Index<usize> for Spaces {
+impl Index<usize> for Namespaces {
     type Output = Space;
 
     fn index(&self, at: usize) -> &Space {
@@ -211,7 +213,7 @@ impl Index<usize> for Spaces {
     }
 }
 
-impl IndexMut<usize> for Spaces {
+impl IndexMut<usize> for Namespaces {
     fn index_mut(&mut self, at: usize) -> &mut Space {
         &mut self.rows[at]
     }
@@ -228,7 +230,7 @@ impl StoreState {
                 self.add_space(opts)?
             }
         };
-        let space = &mut self.spaces[at as usize];
+        let space = &mut self.namespaces[at as usize];
         if self.tables[space.table as usize].layout != opts.layout {
             fail!(Invalid, "that namespace has another layout: layouts are part of identities");
         }
@@ -238,14 +240,14 @@ impl StoreState {
         }
         space.holes = opts.holes;
         space.handles += 1;
-        self.spaces.touch(at);
+        self.namespaces.touch(at);
         Ok(at)
     }
 
     /// Adds a namespace that nobody has open.
     pub(super) fn add_space(&mut self, opts: &SpaceOpts) -> Result<u32> {
         let most = self.config.max_spaces;
-        if self.spaces.len() >= most {
+        if self.namespaces.len() >= most {
             fail!(
                 Limit,
                 "{most} namespaces are as many as can be, and each is open or has chunks that stay: \
@@ -261,7 +263,7 @@ impl StoreState {
                 at
             }
         };
-        let at = self.spaces.add(opts.key, opts.holes, table as u32)?;
+        let at = self.namespaces.add(opts.key, opts.holes, table as u32)?;
         self.tables[table].spaces += 1;
         self.follow_breaker();
         Ok(at)
@@ -271,65 +273,65 @@ impl StoreState {
     /// as the store keeps them. A lossy codec changes KV: who has another recipe has
     /// another namespace.
     pub fn set_codec(&mut self, space: u32, codec: Option<Codec>) {
-        if let Some(space) = self.spaces.get_mut(space as usize) {
+        if let Some(space) = self.namespaces.get_mut(space as usize) {
             space.codec = codec;
         }
     }
 
     /// The number of a namespace.
     pub fn find_space(&self, key: &Key) -> Option<u32> {
-        self.spaces.find(key)
+        self.namespaces.find(key)
     }
 
     /// A handle of a namespace was closed. Its chunks stay.
     pub fn close_space(&mut self, at: u32) {
-        let Some(space) = self.spaces.get_mut(at as usize) else { return };
+        let Some(space) = self.namespaces.get_mut(at as usize) else { return };
         space.handles = space.handles.saturating_sub(1);
-        self.spaces.touch(at);
-        self.spaces.look_at(at);
+        self.namespaces.touch(at);
+        self.namespaces.look_at(at);
     }
 
     /// A namespace.
     pub fn space(&self, at: u32) -> Option<&Space> {
-        self.spaces.get(at as usize)
+        self.namespaces.get(at as usize)
     }
 
     /// The board of a namespace.
     pub fn table_of(&self, space: u32) -> Option<&ChunkTable> {
-        self.tables.get(self.spaces.get(space as usize)?.table as usize)
+        self.tables.get(self.namespaces.get(space as usize)?.table as usize)
     }
 
     /// A session of a namespace was opened.
     pub(super) fn session_came(&mut self, space: u32) {
-        self.spaces[space as usize].sessions += 1;
-        self.spaces.touch(space);
+        self.namespaces[space as usize].sessions += 1;
+        self.namespaces.touch(space);
     }
 
     /// One was closed.
     pub(super) fn session_left(&mut self, space: u32) {
-        self.spaces[space as usize].sessions -= 1;
-        self.spaces.touch(space);
-        self.spaces.look_at(space);
+        self.namespaces[space as usize].sessions -= 1;
+        self.namespaces.touch(space);
+        self.namespaces.look_at(space);
     }
 
     /// A chunk of a namespace has a row, and may not have had one.
     pub(super) fn row_came(&mut self, space: u32, added: Added) {
-        self.spaces[space as usize].rows += u32::from(matches!(added, Added::New(_)));
+        self.namespaces[space as usize].rows += u32::from(matches!(added, Added::New(_)));
     }
 
     /// A row of a namespace is gone.
     pub(super) fn row_left(&mut self, space: u32) {
-        self.spaces[space as usize].rows -= 1;
-        self.spaces.look_at(space);
+        self.namespaces[space as usize].rows -= 1;
+        self.namespaces.look_at(space);
     }
 
     /// Namespaces were found, those first that were written to last: these are given up last.
     /// One that has nothing after all need not be known.
     pub(super) fn look_at_spaces(&mut self, found: &[u32]) {
         for &at in found.iter().rev() {
-            self.spaces.touch(at);
+            self.namespaces.touch(at);
             self.drop_note(at);
-            self.spaces.look_at(at);
+            self.namespaces.look_at(at);
         }
     }
 
@@ -355,18 +357,11 @@ const VERSION: u8 = 1;
 /// What stands in a note that is of no namespace.
 pub(super) const NO_SPACE: u32 = u32::MAX;
 
-/// What the disk's note says.
-#[derive(Default)]
-pub(super) struct Limits {
-    /// 0 = there is none.
-    noted_chunks: u64,
-}
-
 impl StoreState {
     /// Whether another move can begin.
     pub(super) fn has_room_for_move(&self) -> Result<()> {
-        if !self.moves.has_room() {
-            let all = self.moves.len();
+        if !self.transfers.table.has_room() {
+            let all = self.transfers.table.len();
             fail!(Again, "{all} moves are under way, as many as may be: wait for one of them");
         }
         Ok(())
@@ -377,7 +372,7 @@ impl StoreState {
     pub(super) fn check_limits(&mut self, recovered: &Recovered) -> Result<()> {
         let note = recovered.sessions.iter().find(|session| *session.name == *NAME);
         let before = note.map_or(0, |note| read(&note.payload));
-        self.limits.noted_chunks = before;
+        self.namespaces.noted_chunks = before;
         let most = self.config.max_chunks as u64;
         if before <= most || self.config.forgets {
             return Ok(());
@@ -400,7 +395,7 @@ impl StoreState {
     /// Adds the note to a batch of writes, if what the disk says is not so.
     pub(super) fn note_limits(&self, batch: &mut WriteBatch) {
         let chunks = self.config.max_chunks as u64;
-        if self.limits.noted_chunks != chunks {
+        if self.namespaces.noted_chunks != chunks {
             let content = [&[VERSION][..], &chunks.to_le_bytes()].concat();
             let (space, name) = (NO_SPACE, NAME.to_vec());
             batch.notes.push(SpaceNote { space, name, content, mark: None });
@@ -409,7 +404,7 @@ impl StoreState {
 
     /// The note is written.
     pub(super) fn limits_noted(&mut self) {
-        self.limits.noted_chunks = self.config.max_chunks as u64;
+        self.namespaces.noted_chunks = self.config.max_chunks as u64;
     }
 }
 
@@ -459,7 +454,7 @@ impl StoreState {
     /// A record of a chunk is in a batch: with what its namespace is, unless that is known.
     pub(super) fn note_with(&mut self, at: At, batch: &mut WriteBatch) {
         let Some(number) = self.space_of(at) else { return };
-        let below = &mut self.spaces[number as usize].below;
+        let below = &mut self.namespaces[number as usize].below;
         below.writing += 1;
         let is_known = matches!(below.noted, Noted::Written(_) | Noted::Lasts);
         if !is_known && batch.notes.iter().all(|note| note.space != number) {
@@ -477,13 +472,13 @@ impl StoreState {
             if note.space == NO_SPACE {
                 self.limits_noted();
             } else {
-                self.spaces[note.space as usize].below.noted = Noted::Written(mark);
+                self.namespaces[note.space as usize].below.noted = Noted::Written(mark);
             }
         }
         let mut spaces = BTreeSet::new();
         for &at in &batch.chunks {
             let Some(number) = self.space_of(at) else { continue };
-            self.spaces[number as usize].below.writing -= 1;
+            self.namespaces[number as usize].below.writing -= 1;
             spaces.insert(number);
         }
         spaces.into_iter().for_each(|number| self.drop_note(number));
@@ -492,38 +487,38 @@ impl StoreState {
     /// Something of a chunk is on disk, and nothing was before.
     pub(super) fn came_below(&mut self, at: At) {
         if let Some(number) = self.space_of(at) {
-            self.spaces[number as usize].below.chunks += 1;
+            self.namespaces[number as usize].below.chunks += 1;
         }
     }
 
     /// Nothing of a chunk is on disk any more.
     pub(super) fn left_below(&mut self, at: At) {
         if let Some(number) = self.space_of(at) {
-            self.spaces[number as usize].below.chunks -= 1;
+            self.namespaces[number as usize].below.chunks -= 1;
             self.drop_note(number);
         }
     }
 
     /// What a namespace is need not be known of one that has nothing on disk.
     pub(super) fn drop_note(&mut self, number: u32) {
-        let below = &mut self.spaces[number as usize].below;
+        let below = &mut self.namespaces[number as usize].below;
         if !below.is_bare() || below.noted == Noted::No {
             return;
         }
         below.noted = Noted::No;
-        let name = [NOTE, &self.spaces[number as usize].key.0].concat();
+        let name = [NOTE, &self.namespaces[number as usize].key.0].concat();
         if let Some(disk) = &self.disk {
             disk.drop_session(&name);
-            self.upkeep.sweep_soon();
+            self.disk_gc.sweep_soon();
         }
     }
 
     /// What has to be durable beside the chunks of a put.
     pub(super) fn mark_of_note(&self, number: u32) -> Option<Mark> {
-        let one = &self.moves[number].spec;
+        let one = &self.transfers.table[number].spec;
         let slot = *one.slots.first()?;
         let space = self.space_of(At { table: one.table, slot })?;
-        match self.spaces[space as usize].below.noted {
+        match self.namespaces[space as usize].below.noted {
             Noted::Written(mark) => Some(mark),
             Noted::Lost(mark) => Some(self.mark_of_moved(space, mark)),
             Noted::No | Noted::Lasts => None,
@@ -533,7 +528,7 @@ impl StoreState {
     /// A note that could not be made durable where it was: cleaning may have taken it
     /// elsewhere.
     fn mark_of_moved(&self, space: u32, lost: Mark) -> Mark {
-        let name = [NOTE, &self.spaces[space as usize].key.0].concat();
+        let name = [NOTE, &self.namespaces[space as usize].key.0].concat();
         let segment = self.disk.as_ref().and_then(|disk| disk.segment_of_session(&name));
         segment.filter(|&segment| segment != lost.segment()).map_or(lost, Mark::so_far)
     }
@@ -543,17 +538,17 @@ impl StoreState {
         let Some(mark) = self.mark_of_note(number) else { return };
         let how = batch.marks.iter().find(|(n, m, _)| (*n, *m) == (number, mark));
         let Some((.., how)) = how else { return };
-        let one = &self.moves[number].spec;
+        let one = &self.transfers.table[number].spec;
         let first = one.slots.first().map(|&slot| At { table: one.table, slot });
         if let Some(space) = first.and_then(|at| self.space_of(at)) {
             let noted = if how.is_ok() { Noted::Lasts } else { Noted::Lost(mark) };
-            self.spaces[space as usize].below.noted = noted;
+            self.namespaces[space as usize].below.noted = noted;
         }
     }
 
     fn space_of(&self, at: At) -> Option<u32> {
         let row = self.tables[at.table as usize].chunks.chunk(at.slot)?;
-        Some(row.namespace()).filter(|&number| self.spaces.get(number as usize).is_some())
+        Some(row.namespace()).filter(|&number| self.namespaces.get(number as usize).is_some())
     }
 }
 
@@ -591,7 +586,8 @@ impl StoreState {
     /// A board that is nobody's. Moves may outlive their sessions, and have no chunks at all:
     /// what they count in are the layers of theirs.
     fn vacant_table(&self) -> Option<usize> {
-        let is_moved = |at: usize| self.moves.iter().any(|(_, one)| one.spec.table == at as u32);
+        let is_moved =
+            |at: usize| self.transfers.table.iter().any(|(_, one)| one.spec.table == at as u32);
         let is_vacant = |table: &ChunkTable| table.spaces == 0 && table.chunks.is_empty();
         (0..self.tables.len()).find(|&at| is_vacant(&self.tables[at]) && !is_moved(at))
     }
@@ -603,7 +599,7 @@ impl StoreState {
             // Rows are what all else goes by; this is remembered without.
             self.forget_remote_shape(number);
             self.forget_located_of(number);
-            self.upkeep.forget_table(number);
+            self.disk_gc.forget_table(number);
             self.tables[at] = table;
             return Ok(at);
         }
@@ -623,9 +619,9 @@ impl StoreState {
     /// those leave that nobody has used for longest.
     pub(super) fn make_room_for(&mut self, layout: &Layout) -> Result<()> {
         let is_new = self.table_for(layout).is_none();
-        let is_full = self.spaces.len() >= self.config.max_spaces;
+        let is_full = self.namespaces.len() >= self.config.max_spaces;
         self.forget_idle(if is_new || is_full { 0 } else { MOST_IDLE });
-        let lacks_space = self.spaces.len() >= self.config.max_spaces;
+        let lacks_space = self.namespaces.len() >= self.config.max_spaces;
         if is_new && (lacks_space || self.lacks_table()) {
             // One that can have no table sends nobody away.
             drop(self.new_table(layout)?);
@@ -649,13 +645,13 @@ impl StoreState {
 
     /// Forgets namespaces of which nothing is left, but for the last ones.
     fn forget_idle(&mut self, most: usize) {
-        for _ in most..self.spaces.idle() {
-            let Some(at) = self.spaces.next_idle() else { break };
-            if !self.spaces[at as usize].is_bare() {
+        for _ in most..self.namespaces.idle() {
+            let Some(at) = self.namespaces.next_idle() else { break };
+            if !self.namespaces[at as usize].is_bare() {
                 continue; // it is listed again when that is over
             }
             match self.is_asked_for(at) {
-                true => self.spaces.look_at(at),
+                true => self.namespaces.look_at(at),
                 false => self.forget_space(at),
             }
         }
@@ -664,27 +660,27 @@ impl StoreState {
     /// Nothing is left of a namespace: its number may be another's from now on.
     fn forget_space(&mut self, at: u32) {
         self.drop_note(at);
-        self.speeds.forget_space(at);
+        self.plans.forget_namespace(at);
         self.forget_remote_names(at);
-        let table = self.spaces[at as usize].table;
+        let table = self.namespaces[at as usize].table;
         self.tables[table as usize].spaces -= 1;
-        self.spaces.remove(at);
+        self.namespaces.remove(at);
     }
 
     /// All chunks of namespaces that nobody has open leave, of as many as are worth it.
     fn give_up_spaces(&mut self) {
         let most = self.config.max_spaces;
-        let closed = self.spaces.known().filter(|(_, space)| !space.is_open());
+        let closed = self.namespaces.known().filter(|(_, space)| !space.is_open());
         let mut closed: Vec<(u64, u32)> = closed.map(|(at, space)| (space.used, at)).collect();
         closed.sort_unstable();
         for part in closed.chunks((most / GIVEN_UP).max(1)) {
             let goes: BTreeSet<u32> = part.iter().map(|&(_, at)| at).collect();
-            let tables = goes.iter().map(|&at| self.spaces[at as usize].table);
+            let tables = goes.iter().map(|&at| self.namespaces[at as usize].table);
             for table in tables.collect::<BTreeSet<u32>>() {
                 self.send_away(table, |space| goes.contains(&space));
             }
             self.forget_idle(0);
-            if self.spaces.len() < most {
+            if self.namespaces.len() < most {
                 break;
             }
         }
@@ -693,7 +689,7 @@ impl StoreState {
     /// All chunks of a layout leave of which nobody has a namespace open, if all of them may.
     fn give_up_table(&mut self) {
         let mut last = vec![Some(0); self.tables.len()];
-        for (_, space) in self.spaces.known() {
+        for (_, space) in self.namespaces.known() {
             let used = &mut last[space.table as usize];
             *used = used.filter(|_| !space.is_open()).map(|used: u64| used.max(space.used));
         }
@@ -718,7 +714,7 @@ impl StoreState {
         !row.is_moving()
             && row.pin().is_none()
             && row.refs() == u32::from(rows.has(slot, note::QUEUED))
-            && !self.chunk_waits.contains_key(&At { table, slot })
+            && !self.writeback.chunk_waiters.contains_key(&At { table, slot })
     }
 
     /// Chunks of some namespaces of a board leave all tiers, as far as they may. The remote

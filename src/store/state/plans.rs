@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::base::budget::Tier;
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
 use crate::fail;
 use crate::format::keys::chain::Chain;
 use crate::meta::chunks::{Chunks, PLACES};
@@ -12,9 +12,10 @@ use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::{Layout, Rule};
 use crate::meta::reuse::{self, Found, Reach, State};
-use crate::store::job_queues::{LANES, Queues};
+use crate::store::job_queues::LANES;
 use crate::store::plan::{Need, Part, Plan, Prefill, Route, SOURCES, Speed, StepKind, Terms};
-use crate::store::state::work::{Outcome, Work, WorkerKind};
+use crate::store::state::stage::Stage;
+use crate::store::state::work::WorkerKind;
 use crate::store::state::{ChunkTable, DEVICE, DISK, HOST, REMOTE, StoreState};
 use crate::store::token_path::MAX_TOKENS;
 
@@ -83,15 +84,15 @@ impl StoreState {
         if tokens.len() > MAX_TOKENS {
             fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
         }
-        let mut keys = std::mem::take(&mut self.scratch.keys);
+        let mut keys = std::mem::take(&mut self.plans.scratch.keys);
         room(&mut keys, tokens.len() / each as usize)?;
         let hashed = Chain::new(home.key, each)?.extend(tokens, &[], &mut keys);
         let looked = match hashed {
             Ok(_) => self.look_up(space, &keys, tokens.len() as u64),
             Err(error) => Err(error),
         };
-        self.scratch.keys = keys;
-        looked.map(|()| &self.scratch.look)
+        self.plans.scratch.keys = keys;
+        looked.map(|()| &self.plans.scratch.look)
     }
 
     /// Looks up the keys of a sequence's full chunks; `tokens` is its length. Who has
@@ -104,7 +105,7 @@ impl StoreState {
             fail!(Invalid, "{many} keys are not those of {tokens} tokens, {each} a chunk");
         }
         self.look_up(space, keys, tokens)?;
-        Ok(&self.scratch.look)
+        Ok(&self.plans.scratch.look)
     }
 
     /// For each key, the tiers that have every cell of that chunk of a namespace (bit 0
@@ -132,11 +133,11 @@ impl StoreState {
     pub fn look_session(&mut self, session: u32) -> Result<&Look> {
         let (space, tokens, reach) = self.find_path(session)?;
         self.describe(space, tokens, reach)?;
-        Ok(&self.scratch.look)
+        Ok(&self.plans.scratch.look)
     }
 
     fn home_of(&self, space: u32) -> Result<(super::Space, &super::ChunkTable)> {
-        let Some(&home) = self.spaces.get(space as usize) else {
+        let Some(&home) = self.namespaces.get(space as usize) else {
             fail!(NotFound, "there is no namespace {space}");
         };
         Ok((home, &self.tables[home.table as usize]))
@@ -144,7 +145,7 @@ impl StoreState {
 
     fn look_up(&mut self, space: u32, keys: &[Key], tokens: u64) -> Result<()> {
         let table = self.home_of(space)?.0.table as usize;
-        let scratch = &mut self.scratch;
+        let scratch = &mut self.plans.scratch;
         room(&mut scratch.slots, keys.len())?;
         scratch.slots.resize(keys.len(), NONE);
         let rows = &self.tables[table];
@@ -166,7 +167,7 @@ impl StoreState {
     pub(super) fn find_path(&mut self, session: u32) -> Result<(u32, u64, Reach)> {
         let space = self.session(session)?.space;
         let rows = &self.tables[self.home_of(space)?.0.table as usize];
-        let (path, scratch) = (&self.sessions[session].path, &mut self.scratch);
+        let (path, scratch) = (&self.sessions[session].path, &mut self.plans.scratch);
         room(&mut scratch.slots, path.slots().len() + 1)?;
         scratch.slots.extend_from_slice(path.slots());
         if let Some(first) = path.slots().iter().position(|&slot| slot == NONE) {
@@ -183,7 +184,7 @@ impl StoreState {
         let home = self.home_of(space)?.0;
         let rows = &self.tables[home.table as usize];
         let routes = self.routes(space, 0)?;
-        let scratch = &mut self.scratch;
+        let scratch = &mut self.plans.scratch;
         let (slots, found) = (&scratch.slots, &mut scratch.found);
         let until = if home.holes { slots.len() } else { reach.soon_chunks };
         let moves = reuse::choose(&rows.chunks, &rows.layout, slots, until, true, found)?;
@@ -359,9 +360,25 @@ pub struct SessionPlan {
     pub without_ns: f64,
 }
 
+/// Buffers of lookups and plans, and what prefill costs.
+#[derive(Default)]
+pub(super) struct Plans {
+    pub(super) scratch: Scratch,
+    drafts: Drafts,
+    /// By namespace; one without an observation is absent.
+    prefills: BTreeMap<u32, Prefill>,
+}
+
+impl Plans {
+    /// Forgets a namespace: its number will be used again.
+    pub(super) fn forget_namespace(&mut self, space: u32) {
+        self.prefills.remove(&space);
+    }
+}
+
 /// Memory of plans, used again.
 #[derive(Default)]
-pub(super) struct Drafts {
+struct Drafts {
     parts: Vec<Part>,
     plan: Plan,
     session: SessionPlan,
@@ -381,13 +398,13 @@ impl StoreState {
     /// The cheapest way to have all tokens of a session. No use is counted.
     pub fn plan(&mut self, session: u32, terms: &PlanTerms) -> Result<&SessionPlan> {
         let (space, tokens, reach) = self.find_path(session)?;
-        let home = self.spaces[space as usize];
+        let home = self.namespaces[space as usize];
         let rows = &self.tables[home.table as usize];
         let routes = self.routes(space, terms.lane)?;
         let ground = Ground {
             layout: &rows.layout,
             chunks: &rows.chunks,
-            slots: &self.scratch.slots,
+            slots: &self.plans.scratch.slots,
             tokens,
             wait: terms.wait,
             terms: Terms {
@@ -398,8 +415,8 @@ impl StoreState {
                 layers: rows.layout.layers() as u32,
             },
         };
-        self.drafts.make(&ground, &mut self.scratch.found, ground.reached(&reach))?;
-        Ok(&self.drafts.session)
+        self.plans.drafts.make(&ground, &mut self.plans.scratch.found, ground.reached(&reach))?;
+        Ok(&self.plans.drafts.session)
     }
 }
 
@@ -557,127 +574,9 @@ fn part(layout: &Layout, one: &Found) -> Part {
 
 // ---------- bandwidth
 //
-// Measured bandwidth of copies and reads, and of the engine's prefill.
-
-/// What a batch is before any was seen: its delay in ns, and bytes a second.
-const COPIES: (f64, f64) = (20_000.0, 8e9);
-const READS: (f64, f64) = (150_000.0, 2e9);
-/// The same from the remote, which may be far.
-const FETCHES: (f64, f64) = (2_000_000.0, 2e8);
-/// The same out of device memory.
-const REPLICAS: (f64, f64) = (10_000.0, 2e11);
-
-/// What a batch moves.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Burden {
-    /// Bytes of its cells.
-    bytes: u64,
-    /// Batches of its kind that were under way when it was taken, itself among them.
-    beside: u32,
-}
-
-/// One way that bytes go.
-pub(super) struct Flow {
-    pub(super) speed: Speed,
-    /// Bytes of batches under way.
-    pub(super) under_way: u64,
-}
-
-impl Flow {
-    fn new((delay_ns, rate): (f64, f64)) -> Flow {
-        Flow { speed: Speed::guess(delay_ns, rate), under_way: 0 }
-    }
-}
-
-/// What was learned.
-pub(super) struct Speeds {
-    pub(super) copies: Flow,
-    pub(super) reads: Flow,
-    /// From the remote.
-    pub(super) fetches: Flow,
-    /// Out of device memory.
-    pub(super) replicas: Flow,
-    /// By namespace; those of which nothing was seen are not here.
-    prefills: BTreeMap<u32, Prefill>,
-}
-
-impl Default for Speeds {
-    fn default() -> Speeds {
-        let [copies, reads, fetches, replicas] = [COPIES, READS, FETCHES, REPLICAS].map(Flow::new);
-        Speeds { copies, reads, fetches, replicas, prefills: BTreeMap::new() }
-    }
-}
-
-impl Speeds {
-    /// A namespace is forgotten: its number will be another's.
-    pub(super) fn forget_space(&mut self, space: u32) {
-        self.prefills.remove(&space);
-    }
-
-    /// The way that work takes.
-    fn flow(&mut self, work: &Work) -> &mut Flow {
-        match work {
-            Work::Reads(_) => &mut self.reads,
-            Work::Fetches(_) => &mut self.fetches,
-            Work::Copies(batch) if batch.uses_device => &mut self.replicas,
-            _ => &mut self.copies,
-        }
-    }
-}
+// Routes of chunks, and the measured cost of the engine's prefill.
 
 impl StoreState {
-    /// A batch begins.
-    pub(super) fn weigh(&mut self, work: &mut Work) {
-        let workers = work.workers();
-        let beside = self.under_way[workers as usize];
-        if let Work::Fetches(batch) = work {
-            let bytes = batch.bytes();
-            batch.burden = Burden { bytes, beside };
-            self.speeds.fetches.under_way += bytes;
-            return;
-        }
-        let of = |id: &u32| {
-            let (table, cell) = self.cell_of(&self.jobs[*id]);
-            self.tables[table as usize].planes(cell).bytes()
-        };
-        let (bytes, burden) = match work {
-            Work::Copies(batch) => {
-                let bytes = batch.jobs.iter().map(|&id| self.part_bytes(&self.jobs[id]));
-                (bytes.sum(), &mut batch.burden)
-            }
-            Work::Reads(batch) => (batch.jobs.iter().map(of).sum(), &mut batch.burden),
-            _ => return,
-        };
-        *burden = Burden { bytes, beside };
-        self.speeds.flow(work).under_way += bytes;
-    }
-
-    /// A batch has ended, and is still counted as under way.
-    pub(super) fn observe(&mut self, work: &Work, outcome: &Outcome, elapsed_ns: u64) {
-        let workers = work.workers();
-        if matches!(work, Work::Slabs(_) | Work::Unregistered(_)) {
-            return;
-        }
-        self.times.batch(workers as usize, elapsed_ns);
-        let (burden, sound) = match work {
-            Work::Copies(batch) => (batch.burden, outcome.is_ok()),
-            // One that failed says nothing of the speed; one whose bytes were wrong does.
-            Work::Reads(batch) => {
-                (batch.burden, batch.gets.iter().all(|get| has_come(&get.result)))
-            }
-            Work::Fetches(batch) => (batch.burden, batch.all_came()),
-            _ => return,
-        };
-        // Those that went beside it had their part of the way.
-        let beside =
-            (u64::from(burden.beside) + u64::from(self.under_way[workers as usize])).max(2);
-        let flow = self.speeds.flow(work);
-        flow.under_way -= burden.bytes;
-        if sound {
-            flow.speed.observe(burden.bytes, 1, elapsed_ns.saturating_mul(2) / beside);
-        }
-    }
-
     /// The engine computed `tokens` after `context` in `ns`.
     pub fn observe_prefill(
         &mut self,
@@ -695,15 +594,15 @@ impl StoreState {
     }
 
     fn prefill_mut(&mut self, space: u32) -> Result<&mut Prefill> {
-        if self.spaces.get(space as usize).is_none() {
+        if self.namespaces.get(space as usize).is_none() {
             fail!(NotFound, "there is no namespace {space}");
         }
-        Ok(self.speeds.prefills.entry(space).or_default())
+        Ok(self.plans.prefills.entry(space).or_default())
     }
 
     /// What computing costs in a namespace.
     pub fn prefill(&self, space: u32) -> Prefill {
-        self.speeds.prefills.get(&space).copied().unwrap_or_default()
+        self.plans.prefills.get(&space).copied().unwrap_or_default()
     }
 
     /// The ways that chunks of a namespace come: everything is copied from memory, and
@@ -713,36 +612,33 @@ impl StoreState {
         let Some(table) = self.table_of(space) else {
             fail!(NotFound, "there is no namespace {space}");
         };
+        let stages = &self.stages;
         let [copying, reading, fetching] = [WorkerKind::Copy, WorkerKind::Read, WorkerKind::Fetch]
-            .map(|h| self.under_way[h as usize]);
-        let copies = self.route_of((&self.speeds.copies, &self.copies), copying, table, lane);
-        let reads = self.route_of((&self.speeds.reads, &self.reads), reading, table, lane);
-        let replicas = self.replicas.as_ref().map_or(copies, |replicas| {
-            self.route_of((&self.speeds.replicas, replicas.queue()), copying, table, lane)
-        });
-        let fetches = self.remote.as_ref().map_or(reads, |remote| {
-            self.route_of((&self.speeds.fetches, &remote.fetches), fetching, table, lane)
-        });
+            .map(|kind| stages.in_flight(kind));
+        let copies = self.route_of(&stages.copy, copying, table, lane);
+        let reads = self.route_of(&stages.read, reading, table, lane);
+        let replicas = self
+            .replicas
+            .as_ref()
+            .map_or(copies, |replicas| self.route_of(&replicas.stage, copying, table, lane));
+        let fetches = self
+            .remote
+            .as_ref()
+            .map_or(reads, |remote| self.route_of(&remote.fetch, fetching, table, lane));
         Ok([copies, reads, fetches, replicas])
     }
 
-    fn route_of(
-        &self,
-        (flow, queues): (&Flow, &Queues),
-        begun: u32,
-        table: &ChunkTable,
-        lane: usize,
-    ) -> Route {
-        let layout = &table.layout;
+    fn route_of(&self, stage: &Stage, begun: u32, table: &ChunkTable, lane: usize) -> Route {
+        let (layout, known) = (&table.layout, &stage.bandwidth);
         let share = self.batches(layout.layers() as f64, layout.chunk_bytes(layout.chunk_tokens()));
-        let speed = Speed::guess(flow.speed.ns(0, 1) * share, flow.speed.bytes_per_second());
-        let (mut cells, mut bytes) = (0, flow.under_way);
+        let speed = Speed::guess(known.ns(0, 1) * share, known.bytes_per_second());
+        let (mut cells, mut bytes) = (0, stage.in_flight_bytes);
         for lane in 0..=lane.min(LANES - 1) {
-            let waiting = queues.waiting(lane);
+            let waiting = stage.queue.waiting(lane);
             (cells, bytes) = (cells + u64::from(waiting.0), bytes + waiting.1);
         }
         let batches = self.batches(cells as f64, bytes).ceil() as u64 + u64::from(begun);
-        let queued_ns = if bytes > 0 { flow.speed.ns(bytes, batches) } else { 0.0 };
+        let queued_ns = if bytes > 0 { known.ns(bytes, batches) } else { 0.0 };
         Route { speed, queued_ns }
     }
 
@@ -751,9 +647,4 @@ impl StoreState {
         let by_cells = cells / self.config.batch_cells as f64;
         by_cells.max(bytes as f64 / self.config.batch_bytes.max(1) as f64)
     }
-}
-
-fn has_come(result: &Result<()>) -> bool {
-    let status = result.as_ref().map_or_else(|error| error.status(), |()| Status::Ok);
-    matches!(status, Status::Ok | Status::Corrupt | Status::NotFound)
 }

@@ -18,13 +18,13 @@ use crate::meta::chunks::Cell;
 use crate::meta::index::{NONE, Slot};
 use crate::store::admission::Admission;
 use crate::store::events::Kind;
-use crate::store::job_queues::{LANES, Queues};
 use crate::store::state::blocks::MAX_BLOCKS;
 use crate::store::state::chunk_table::note;
 use crate::store::state::remote_fetch::{RemotePrefetch, WantedObject};
 use crate::store::state::remote_lookup::{
     Asked, Asker, Asking, Inquiry, WINDOW, Window, noted_chunks,
 };
+use crate::store::state::stage::{self, Stage};
 use crate::store::state::transfer::{Of, TransferKind};
 use crate::store::state::work::WorkerKind;
 use crate::store::state::{At, Config, StoreState, Write};
@@ -176,7 +176,7 @@ pub(super) struct RemoteTier {
     pub config: RemoteConfig,
     pub breaker: Breaker,
     /// The first job of each object that is to be fetched.
-    pub fetches: Queues,
+    pub fetch: Stage,
     /// All objects that jobs wait for.
     pub wanted: BTreeMap<(At, u32), WantedObject>,
     /// The jobs that wait for cells which are under way.
@@ -207,7 +207,7 @@ impl RemoteTier {
         let Some(remote) = &config.remote else { return Ok(None) };
         Ok(Some(Box::new(RemoteTier {
             breaker: Breaker::new(remote.seed),
-            fetches: Queues::new(config.max_jobs, config.max_sessions + 1)?,
+            fetch: Stage::new(config, stage::FETCHES)?,
             wanted: BTreeMap::new(),
             awaited: BTreeMap::new(),
             outs: VecDeque::new(),
@@ -238,7 +238,7 @@ impl RemoteTier {
 
     /// Whether no fetch waits.
     pub fn is_quiet_to_fetch(&self) -> bool {
-        (0..LANES).all(|lane| self.fetches.waiting(lane).0 == 0)
+        !self.fetch.has_queued()
     }
 
     /// Whether there is anything to be sent, or taken away, that may go now.
@@ -328,7 +328,7 @@ impl StoreState {
 
     /// What objects of a namespace are called.
     pub(super) fn remote_names(&mut self, space: u32) -> Option<Arc<Names>> {
-        let home = *self.spaces.get(space as usize)?;
+        let home = *self.namespaces.get(space as usize)?;
         let fingerprint = self.tables[home.table as usize].fingerprint;
         let remote = self.remote.as_mut()?;
         if let Some(names) = remote.names.get(&space) {
@@ -344,7 +344,7 @@ impl StoreState {
     /// Whose a namespace's objects are at the remote; 0 = everybody's. INVALID = others have it
     /// open, and have said something else.
     pub fn set_tenant(&mut self, space: u32, tenant: u64) -> Result<()> {
-        let Some(one) = self.spaces.get_mut(space as usize) else { return Ok(()) };
+        let Some(one) = self.namespaces.get_mut(space as usize) else { return Ok(()) };
         if one.tenant == tenant {
             return Ok(());
         }
@@ -551,7 +551,7 @@ impl StoreState {
         if keys.is_empty() || keys.len() > MAX_BLOCKS {
             fail!(Limit, "{} blocks; a move has 1 to {MAX_BLOCKS}", keys.len());
         }
-        let table = self.spaces[space as usize].table;
+        let table = self.namespaces[space as usize].table;
         let mut slots = self.find_blocks(space, &keys)?;
         let asks = slots.iter().any(|&slot| !self.is_found(table, slot));
         let asking = self.remote.as_ref().filter(|_| asks).map(|remote| &remote.asking);
@@ -596,7 +596,7 @@ impl StoreState {
 
     /// The row of a block, NONE where there is none.
     fn find_block(&self, space: u32, key: &Key) -> Slot {
-        let chunks = &self.tables[self.spaces[space as usize].table as usize].chunks;
+        let chunks = &self.tables[self.namespaces[space as usize].table as usize].chunks;
         let is_it = |slot: &Slot| chunks.chunk(*slot).is_some_and(|row| row.namespace() == space);
         chunks.find(key).filter(is_it).unwrap_or(NONE)
     }
@@ -632,7 +632,7 @@ impl StoreState {
     /// The next blocks of a move: which to ask for.
     pub(super) fn window_of_blocks(&mut self, number: u32) -> Option<Window> {
         let space = self.named_by(number)?.named.space;
-        let table = self.spaces[space as usize].table;
+        let table = self.namespaces[space as usize].table;
         let (shape, names) = (self.remote_shape(table)?, self.remote_names(space)?);
         let (remote, inquiry) = (self.remote.as_ref()?, self.named_by(number)?);
         let (config, cut) = (&remote.config, shape.cut(shape.objects() - 1));
@@ -682,7 +682,7 @@ impl StoreState {
                 return;
             };
             let (space, Some(key)) = (*space, keys.get(chunk).copied()) else { return };
-            let table = self.spaces[space as usize].table;
+            let table = self.namespaces[space as usize].table;
             let slot = match self.find_block(space, &key) {
                 NONE if !self.rows_for_hints(1) => return,
                 NONE => self.add_block(space, &key),
@@ -753,12 +753,12 @@ impl StoreState {
     }
 
     fn end_locating(&mut self, number: u32, named: &Named, status: Status) {
-        let table = self.spaces[named.space as usize].table;
+        let table = self.namespaces[named.space as usize].table;
         let error = Error::from(status);
         for (chunk, key) in named.keys.iter().enumerate() {
             let slot = self.find_block(named.space, key);
             if !self.is_found(table, slot) {
-                self.moves[number].blame(chunk as u32, &error);
+                self.transfers.table[number].blame(chunk as u32, &error);
             }
         }
         self.end_move(number);
@@ -928,8 +928,8 @@ impl StoreState {
 
     /// Ends a job that waits for a cell of a hung fetch.
     pub(super) fn end_hung(&mut self, id: u32) {
-        let number = self.jobs[id].number;
-        let error = match self.moves[number].spec.kind {
+        let number = self.transfers.jobs[id].number;
+        let error = match self.transfers.table[number].spec.kind {
             TransferKind::Put => Error::new(
                 Status::Unavailable,
                 "the remote is fetching that cell, and does not answer: put it again later",
@@ -946,12 +946,12 @@ impl StoreState {
     fn miss(&mut self, at: At, layer: u32) {
         let own = self.remote.as_mut().and_then(|remote| remote.awaited.remove(&(at, layer)));
         if let Some(id) = own {
-            self.jobs[id].piece = None;
+            self.transfers.jobs[id].piece = None;
             self.end_hung(id);
         }
         let cell = Cell { chunk: at.slot, layer: layer as usize };
-        let Some(mut line) = self.waiting.remove(&(at, cell.layer)) else { return };
-        while let Some(id) = line.pop_back(&mut self.jobs, Of::Wait) {
+        let Some(mut line) = self.transfers.cell_waiters.remove(&(at, cell.layer)) else { return };
+        while let Some(id) = line.pop_back(&mut self.transfers.jobs, Of::Wait) {
             self.end_hung(id);
         }
     }

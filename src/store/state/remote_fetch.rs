@@ -11,9 +11,10 @@ use crate::meta::chunks::{Arrival, Begin, Cell, Place};
 use crate::store::plan;
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::owner_of;
-use crate::store::state::plans::{Burden, PlanTerms};
+use crate::store::state::plans::PlanTerms;
 use crate::store::state::remote::{RemoteTier, Ticket, What, time_of};
 use crate::store::state::session::{CellRange, Views, Wanted};
+use crate::store::state::stage::Load;
 use crate::store::state::transfer::{Level, Step, TransferKind};
 use crate::store::state::work::WorkerKind;
 use crate::store::state::{At, StoreState};
@@ -82,7 +83,7 @@ impl Fetch {
 /// Objects that are fetched together.
 #[derive(Default)]
 pub struct FetchBatch {
-    pub(super) burden: Burden,
+    pub(super) load: Load,
     /// Each of them.
     pub fetches: Vec<Fetch>,
     /// They are to see if the remote is well again.
@@ -124,7 +125,7 @@ impl StoreState {
             self.give_back(piece);
             return self.end_job(id, 0, Some(Status::NotFound.into()));
         }
-        let job = &mut self.jobs[id];
+        let job = &mut self.transfers.jobs[id];
         (job.piece, job.step) = (Some(piece), Step::Fetches);
         let at = At { table, slot: cell.chunk };
         self.want(at, object as u32, id, &shape);
@@ -145,7 +146,7 @@ impl StoreState {
         let Some(remote) = &mut self.remote else { return };
         let Some(wanted) = remote.wanted.get_mut(&(at, object)) else { return };
         wanted.jobs.retain(|&job| job != id);
-        remote.fetches.remove(id);
+        remote.fetch.queue.remove(id);
         match wanted.jobs.is_empty() {
             true => drop(remote.wanted.remove(&(at, object))),
             false => self.line_up(at, object, &shape),
@@ -160,7 +161,7 @@ impl StoreState {
         }
         let Some(shape) = self.remote_shape(at.table) else { return };
         let Some(object) = shape.object_of(layer as u32) else { return };
-        let one = &self.moves[self.jobs[id].number].spec;
+        let one = &self.transfers.table[self.transfers.jobs[id].number].spec;
         let (lane, flow, object) = (one.lane, one.flow, object as u32);
         let Some(remote) = &mut self.remote else { return };
         let Some(wanted) = remote.wanted.get_mut(&(at, object)) else { return };
@@ -175,19 +176,19 @@ impl StoreState {
     fn line_up(&mut self, at: At, object: u32, shape: &Shape) {
         let Some(remote) = &mut self.remote else { return };
         let Some(wanted) = remote.wanted.get_mut(&(at, object)) else { return };
-        let of = |&id: &u32| &self.moves[self.jobs[id].number].spec;
+        let of = |&id: &u32| &self.transfers.table[self.transfers.jobs[id].number].spec;
         let Some(&first) = wanted.jobs.iter().min_by_key(|&id| of(id).lane) else { return };
         let own = (of(&first).lane, of(&first).flow);
         let (lane, flow) = wanted.hurry.filter(|hurry| hurry.0 < own.0).unwrap_or(own);
-        if wanted.lane == lane && wanted.jobs.iter().any(|&id| remote.fetches.waits(id)) {
+        if wanted.lane == lane && wanted.jobs.iter().any(|&id| remote.fetch.queue.waits(id)) {
             return;
         }
         for &id in &wanted.jobs {
-            remote.fetches.remove(id);
+            remote.fetch.queue.remove(id);
         }
         wanted.lane = lane;
         let bytes = shape.cells(object as usize).iter().map(|cell| cell.bytes()).sum();
-        remote.fetches.push(lane, flow, first, bytes);
+        remote.fetch.queue.push(lane, flow, first, bytes);
     }
 
     /// The next objects to be fetched, up to a batch. From a remote that is left alone nothing
@@ -204,10 +205,11 @@ impl StoreState {
         let (mut batch, mut bytes) =
             (FetchBatch { timeout_ns, probes, ..FetchBatch::default() }, 0);
         while batch.fetches.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
-            let Some((_, id)) = self.remote.as_mut().and_then(|remote| remote.fetches.pop()) else {
+            let Some((_, id)) = self.remote.as_mut().and_then(|remote| remote.fetch.queue.pop())
+            else {
                 break;
             };
-            let (table, cell) = self.cell_of(&self.jobs[id]);
+            let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
             let Some(fetch) = self.begin_fetch(At { table, slot: cell.chunk }, cell.layer) else {
                 log::error!("an object that is wanted has no name");
                 continue;
@@ -238,9 +240,9 @@ impl StoreState {
     /// Ends all queued fetches as misses.
     pub(super) fn avoid_fetches(&mut self) {
         while let Some(remote) = &mut self.remote {
-            let Some((_, id)) = remote.fetches.pop() else { break };
+            let Some((_, id)) = remote.fetch.queue.pop() else { break };
             remote.counters.avoided += 1;
-            let (table, cell) = self.cell_of(&self.jobs[id]);
+            let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
             if let Some(fetch) = self.begin_fetch(At { table, slot: cell.chunk }, cell.layer) {
                 self.end_fetch(&fetch);
             }
@@ -256,7 +258,7 @@ impl StoreState {
         let layers = shape.layers(object as usize);
         let mut comers: Vec<Comer> = Vec::with_capacity(layers.len());
         for &id in &wanted.jobs {
-            let job = &mut self.jobs[id];
+            let job = &mut self.transfers.jobs[id];
             job.step = Step::Fetching;
             if let Some(piece) = job.piece {
                 let layer = job.cell.layer as u32;
@@ -295,7 +297,7 @@ impl StoreState {
         let most = (self.config.host_bytes as f64 * self.config.low) as u64;
         if !is_free
             || !marks.is_remote()
-            || !self.memory_waiters.is_empty()
+            || !self.transfers.memory_waiters.is_empty()
             || self.host.live_bytes() + bytes > most
         {
             return None;
@@ -386,7 +388,7 @@ impl StoreState {
 
     /// A job that waits for the remote is given up; its cell comes without it.
     pub(super) fn leave_fetch(&mut self, id: u32, at: At, layer: usize) {
-        self.jobs[id].piece = None;
+        self.transfers.jobs[id].piece = None;
         if let Some(remote) = &mut self.remote {
             remote.awaited.remove(&(at, layer as u32));
         }
@@ -410,11 +412,11 @@ impl StoreState {
             remote.awaited.remove(&(at, comer.layer))
         });
         if let Some(id) = job {
-            let job = &mut self.jobs[id];
+            let job = &mut self.transfers.jobs[id];
             (job.piece, job.step) = (None, Step::Fresh);
             // One that did not come is a miss, and not asked for twice.
             job.gave_up_remote |= !came;
-            self.woken.push(id);
+            self.transfers.woken.push(id);
         }
         self.wake(at.table, cell);
         if came { bytes } else { 0 }
@@ -502,7 +504,7 @@ impl StoreState {
         let mut legs: Vec<(u64, u64)> = remote.map(|leg| (leg.first_token, leg.tokens)).collect();
         let end = loads.next_back().map_or(0, |leg| leg.first_token + leg.tokens);
         let Ok(session) = self.session(at) else { return };
-        let home = self.spaces[session.space as usize];
+        let home = self.namespaces[session.space as usize];
         let layers = self.tables[home.table as usize].layout.layers();
         // Without holes a session goes on from one point, and needs what is needed there.
         let wanted = if home.holes { Wanted::All } else { Wanted::Needed };

@@ -11,7 +11,7 @@ use crate::meta::key::Key;
 use crate::store::state::remote::Named;
 use crate::store::state::remote::{Ticket, What};
 use crate::store::state::session::Views;
-use crate::store::state::transfer::{Level, Move, MoveSpec, TransferKind};
+use crate::store::state::transfer::{Level, MoveSpec, Transfer, TransferKind};
 use crate::store::state::{At, StoreState};
 use crate::tier::remote::breaker::{Leave, Way};
 use crate::tier::remote::{Name, Trouble};
@@ -163,7 +163,7 @@ impl StoreState {
     pub(super) fn inquire_after(&mut self, at: u32, tokens: usize) {
         let asks = self.remote.as_ref().is_some_and(|remote| remote.config.asks);
         let Ok(session) = self.session(at) else { return };
-        let table = self.spaces[session.space as usize].table;
+        let table = self.namespaces[session.space as usize].table;
         let each = self.tables[table as usize].layout.chunk_tokens() as usize;
         if tokens >= each {
             self.inquire(at, asks);
@@ -196,7 +196,7 @@ impl StoreState {
     pub(super) fn begin_locating(&mut self, at: u32, slots: Vec<Slot>) -> Result<u32> {
         let session = self.session(at)?;
         let spec = MoveSpec {
-            table: self.spaces[session.space as usize].table,
+            table: self.namespaces[session.space as usize].table,
             flow: at,
             who: session.who,
             lane: 0,
@@ -214,15 +214,15 @@ impl StoreState {
             ticket: None,
         };
         self.has_room_for_move()?;
-        let number = self.moves.add(Move::new(spec, self.now_ns)?)?;
-        self.moves[number].locates = Some(0);
+        let number = self.transfers.table.add(Transfer::new(spec, self.now_ns)?)?;
+        self.transfers.table[number].locates = Some(0);
         Ok(number)
     }
 
     /// It is known where a session's chunks are.
     fn located(&mut self, at: u32, number: u32) {
         let found = self.find_path(at).map(|(_, _, reach)| reach.tokens);
-        let one = &mut self.moves[number];
+        let one = &mut self.transfers.table[number];
         match found {
             Ok(tokens) => one.locates = Some(tokens),
             Err(error) => one.blame(0, &error),
@@ -232,7 +232,7 @@ impl StoreState {
 
     /// A move that waits for answers is given up; whether it was one.
     pub(super) fn stop_locating(&mut self, number: u32, status: Status) -> bool {
-        let one = &self.moves[number];
+        let one = &self.transfers.table[number];
         if one.locates.is_none() {
             return false;
         }
@@ -246,7 +246,7 @@ impl StoreState {
         {
             inquiry.waiting.retain(|&waiting| waiting != number);
         }
-        self.moves[number].blame(0, &status.into());
+        self.transfers.table[number].blame(0, &status.into());
         self.end_move(number);
         true
     }
@@ -269,7 +269,7 @@ impl StoreState {
         remote.asking.line.retain(|&other| other != asker);
         let inquiry = remote.asking.inquiries.remove(&asker);
         for number in inquiry.map(|inquiry| inquiry.waiting).unwrap_or_default() {
-            self.moves[number].blame(0, &Status::Cancelled.into());
+            self.transfers.table[number].blame(0, &Status::Cancelled.into());
             self.end_move(number);
         }
     }
@@ -326,7 +326,8 @@ impl StoreState {
         let first = self.remote.as_ref()?.asking.inquiries.get(&Asker::Session(at))?.next;
         self.refresh(at, first..usize::MAX).ok()?;
         let space = self.session(at).ok()?.space;
-        let (table, holes) = (self.spaces[space as usize].table, self.spaces[space as usize].holes);
+        let (table, holes) =
+            (self.namespaces[space as usize].table, self.namespaces[space as usize].holes);
         let shape = self.remote_shape(table)?;
         let names = self.remote_names(space)?;
         let (remote, session) = (self.remote.as_ref()?, self.session(at).ok()?);
@@ -415,7 +416,7 @@ impl StoreState {
     /// What was heard of chunks of a session; whether more is to be asked for.
     fn heard_of_path(&mut self, at: u32, asked: &[Asked]) -> bool {
         let Ok(session) = self.session(at) else { return false };
-        let (keys, holes) = (session.path.keys(), self.spaces[session.space as usize].holes);
+        let (keys, holes) = (session.path.keys(), self.namespaces[session.space as usize].holes);
         let length = keys.len();
         // The first that nothing was heard of, since the session was cut or the remote did not
         // answer; where no holes can be computed, or that is not there.
@@ -466,7 +467,7 @@ impl StoreState {
     fn note_in_remote(&mut self, at: u32, chunks: &[usize]) {
         let Some(&last) = chunks.last() else { return };
         let Ok(session) = self.session(at) else { return };
-        let table = self.spaces[session.space as usize].table;
+        let table = self.namespaces[session.space as usize].table;
         let Ok(missing) = self.missing_before(at, last + 1) else { return };
         if !self.rows_for_hints(missing) || self.make_chunks(at, last + 1).is_err() {
             return;

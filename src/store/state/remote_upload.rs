@@ -89,7 +89,7 @@ impl StoreState {
     /// A chunk of a put is in memory: it is sent, if its level or the store says so. What has to
     /// be there is waited for.
     pub(super) fn send_put(&mut self, number: u32, chunk: u32, at: At) {
-        let level = self.moves[number].spec.level;
+        let level = self.transfers.table[number].spec.level;
         let Some(remote) = &self.remote else { return };
         if level != Level::Remote && remote.config.write != Write::Through {
             return;
@@ -104,13 +104,13 @@ impl StoreState {
         if self.lacks_layers(number, at) {
             return; // the put that brings the rest of its layers sends it
         }
-        let begun = self.moves[number].sent.get_mut(chunk as usize);
+        let begun = self.transfers.table[number].sent.get_mut(chunk as usize);
         // What does not fill a chunk is of no use to others.
         if !is_full || begun.is_none_or(|begun| std::mem::replace(begun, true)) {
             return;
         }
         if self.begin_send(at, true) {
-            self.moves[number].waits += 1;
+            self.transfers.table[number].waits += 1;
             if let Some(remote) = &mut self.remote {
                 remote.waits.entry(at).or_default().push((number, chunk));
             }
@@ -119,18 +119,21 @@ impl StoreState {
                 Some(_) => (Status::Again, "not all layers of a chunk are in memory to be sent"),
                 None => (Status::Limit, "the remote takes no objects as long as these layers"),
             };
-            self.moves[number].blame(chunk, &Error::new(status, words));
+            self.transfers.table[number].blame(chunk, &Error::new(status, words));
         }
     }
 
     /// A put is in memory: what of it goes to the remote.
     pub(super) fn send_out(&mut self, number: u32) {
-        if self.remote.is_none() || self.moves[number].stopped().is_some() {
+        if self.remote.is_none() || self.transfers.table[number].stopped().is_some() {
             return;
         }
-        let (table, chunks) = (self.moves[number].spec.table, self.moves[number].spec.slots.len());
+        let (table, chunks) = (
+            self.transfers.table[number].spec.table,
+            self.transfers.table[number].spec.slots.len(),
+        );
         for chunk in 0..chunks as u32 {
-            let slot = self.moves[number].spec.slots[chunk as usize];
+            let slot = self.transfers.table[number].spec.slots[chunk as usize];
             if slot != NONE {
                 self.send_put(number, chunk, At { table, slot });
             }
@@ -155,7 +158,7 @@ impl StoreState {
         let marks = rows.chunks.marks(at.slot).unwrap_or_default();
         let host = 1 << Tier::Host as u8;
         let comes = |marks: &Marks| marks.there() == 0 || marks.arriving() & host != 0;
-        self.moves[number].spec.layers < rows.layout.layers() && marks.iter().any(comes)
+        self.transfers.table[number].spec.layers < rows.layout.layers() && marks.iter().any(comes)
     }
 
     /// Whether all layers of a chunk are in memory.
@@ -406,7 +409,7 @@ impl StoreState {
         let Some(remote) = &self.remote else { return };
         let waits = remote.waits.get(&at).cloned().unwrap_or_default();
         for (number, chunk) in waits {
-            self.moves[number].blame(chunk, &Error::from(trouble));
+            self.transfers.table[number].blame(chunk, &Error::from(trouble));
         }
     }
 
@@ -427,8 +430,8 @@ impl StoreState {
     fn end_waits(&mut self, at: At) {
         let Some(remote) = &mut self.remote else { return };
         for (number, _) in remote.waits.remove(&at).unwrap_or_default() {
-            self.moves[number].waits -= 1;
-            if self.moves[number].waits == 0 && self.moves[number].is_over() {
+            self.transfers.table[number].waits -= 1;
+            if self.transfers.table[number].waits == 0 && self.transfers.table[number].is_over() {
                 self.end_move(number);
             }
         }

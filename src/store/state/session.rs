@@ -66,7 +66,7 @@ impl StoreState {
         opts: &SessionOpts<'_>,
         other: Option<u32>,
     ) -> Result<u32> {
-        let Some(home) = self.spaces.get(space as usize).copied() else {
+        let Some(home) = self.namespaces.get(space as usize).copied() else {
             fail!(NotFound, "there is no namespace {space}");
         };
         if opts.name.len() > MAX_NAME_BYTES {
@@ -80,14 +80,14 @@ impl StoreState {
                 self.sessions.len()
             );
         }
-        self.names += 1;
-        let serial = self.names.to_le_bytes();
+        self.session_serial += 1;
+        let serial = self.session_serial.to_le_bytes();
         // Names of private chunks: two sessions of one name have different tails.
         let name = [opts.name, &[0], &serial].concat();
         let rows = &mut self.tables[home.table as usize];
         let chunk_tokens = rows.layout.chunk_tokens();
         let mut who = Who {
-            session: Some(self.names),
+            session: Some(self.session_serial),
             tenant: opts.tenant,
             priority: opts.priority,
             length: 0,
@@ -146,13 +146,13 @@ impl StoreState {
         act: impl FnOnce(&mut Path, &mut super::ChunkTable) -> Result<R>,
     ) -> Result<R> {
         let space = self.session(at)?.space;
-        let table = self.spaces[space as usize].table;
+        let table = self.namespaces[space as usize].table;
         let session = &mut self.sessions[at];
         let rows = &mut self.tables[table as usize];
         let before = rows.chunks.len();
         let result = act(&mut session.path, rows);
         let more = rows.chunks.len() - before;
-        self.spaces[space as usize].rows += more as u32;
+        self.namespaces[space as usize].rows += more as u32;
         for i in chunks.start..chunks.end.min(self.sessions[at].path.slots().len()) {
             let slot = self.sessions[at].path.slots()[i];
             if slot != NONE {
@@ -181,7 +181,7 @@ impl StoreState {
     /// Cuts a session to so many tokens.
     pub fn truncate(&mut self, at: u32, tokens: u64) -> Result<Truncated> {
         let tokens = usize::try_from(tokens).map_err(|_| Status::Invalid)?;
-        let table = self.spaces[self.session(at)?.space as usize].table;
+        let table = self.namespaces[self.session(at)?.space as usize].table;
         let session = &mut self.sessions[at];
         let old = session.path.held_behind(tokens);
         let mut freed = Vec::new();
@@ -210,7 +210,7 @@ impl StoreState {
 
     /// Ends a session: its chunks may leave. Its moves go on.
     pub fn close_session(&mut self, at: u32) -> Result<()> {
-        let table = self.spaces[self.session(at)?.space as usize].table;
+        let table = self.namespaces[self.session(at)?.space as usize].table;
         self.forget_inquiry(at);
         let Some(session) = self.sessions.remove(at) else { return Ok(()) };
         let old = session.path.held_behind(0);
@@ -242,7 +242,7 @@ impl StoreState {
         tokens: u64,
     ) -> Result<(usize, usize, bool)> {
         let session = self.session(at)?;
-        let table = self.spaces[session.space as usize].table;
+        let table = self.namespaces[session.space as usize].table;
         let each = u64::from(self.tables[table as usize].layout.chunk_tokens());
         let all = session.path.tokens().len() as u64;
         let Some(end) = first.checked_add(tokens).filter(|&end| end <= all && tokens > 0) else {
@@ -286,7 +286,7 @@ impl StoreState {
     /// What policies call chunks of a path, also those that are not there.
     pub(super) fn ids_of(&self, at: u32, first: usize, end: usize, tail: bool) -> Result<Vec<u64>> {
         let session = self.session(at)?;
-        let rows = &self.tables[self.spaces[session.space as usize].table as usize];
+        let rows = &self.tables[self.namespaces[session.space as usize].table as usize];
         let mut ids = Vec::new();
         ids.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
         ids.extend(session.path.keys()[first..end].iter().map(id_of));
@@ -329,7 +329,7 @@ impl StoreState {
         slots.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
         slots.extend_from_slice(&self.sessions[at].path.slots()[first..end]);
         if tail {
-            let table = self.spaces[self.sessions[at].space as usize].table;
+            let table = self.namespaces[self.sessions[at].space as usize].table;
             let mut freed = Vec::new();
             let made = self.with_path(at, end..end, |path, rows| {
                 path.make_tail(&mut rows.chunks, &mut |slot| freed.push(slot))
@@ -345,7 +345,7 @@ impl StoreState {
         let (first, end, tail) = self.chunks_of(at, first, tokens)?;
         self.refresh(at, first..end)?;
         let session = self.session(at)?;
-        let table = self.spaces[session.space as usize].table;
+        let table = self.namespaces[session.space as usize].table;
         let slots = session.path.slots()[first..end].iter().copied().filter(|&slot| slot != NONE);
         let slots = slots.chain(session.path.tail().filter(|_| tail));
         Ok(slots.map(|slot| At { table, slot }).collect())
@@ -364,7 +364,7 @@ impl StoreState {
         let mut slots: Vec<Slot> = path.tail().filter(|_| tail).into_iter().collect();
         slots.extend(path.slots()[chunks.clone()].iter().rev().filter(|&&slot| slot != NONE));
         self.with_path(at, 0..0, |path, rows| path.let_go(&mut rows.chunks, chunks, tail))?;
-        let table = self.spaces[self.session(at)?.space as usize].table;
+        let table = self.namespaces[self.session(at)?.space as usize].table;
         slots.iter().for_each(|&slot| self.note_held(table, slot));
         Ok(slots)
     }
@@ -372,7 +372,7 @@ impl StoreState {
     /// Passes on to the policies what the engine says of the future of a session.
     pub fn hint(&mut self, at: u32, hint: &Hint) -> Result<()> {
         let session = self.session(at)?;
-        let table = self.spaces[session.space as usize].table;
+        let table = self.namespaces[session.space as usize].table;
         let (who, slots) = (session.who, session.path.slots().to_vec());
         self.notify_hint(table, &slots, &who, hint)
     }
@@ -460,7 +460,7 @@ impl StoreState {
         }
         let (first, end, tail) = self.chunks_of(at, cell_range.first_token, cell_range.tokens)?;
         let space = self.session(at)?.space;
-        let table = self.spaces[space as usize].table;
+        let table = self.namespaces[space as usize].table;
         if kind == TransferKind::Put && cell_range.wanted != Wanted::All {
             fail!(Invalid, "a put needs all cells of its layers and tokens: Wanted::All");
         }

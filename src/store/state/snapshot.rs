@@ -92,8 +92,8 @@ impl StoreState {
     }
 
     fn cache(&self, tier: Tier) -> Result<&TierCache> {
-        match (tier, &self.disk_cache) {
-            (Tier::Host, _) => Ok(&self.host_cache),
+        match (tier, &self.eviction.disk) {
+            (Tier::Host, _) => Ok(&self.eviction.host),
             (Tier::Disk, Some(cache)) => Ok(cache),
             (Tier::Disk, None) => fail!(NotFound, "this store has no disk"),
             (Tier::Device, _) => match &self.replicas {
@@ -106,10 +106,10 @@ impl StoreState {
 
     fn cache_mut(&mut self, tier: Tier) -> Result<&mut TierCache> {
         self.cache(tier)?;
-        Ok(match (tier, &mut self.disk_cache, &mut self.replicas) {
+        Ok(match (tier, &mut self.eviction.disk, &mut self.replicas) {
             (Tier::Disk, Some(cache), _) => cache,
             (Tier::Device, _, Some(replicas)) => &mut replicas.cache,
-            _ => &mut self.host_cache,
+            _ => &mut self.eviction.host,
         })
     }
 
@@ -124,7 +124,7 @@ impl StoreState {
     }
 
     fn session_seen(&self, number: u32, one: &Session) -> Option<SessionSnapshot> {
-        let Space { table, .. } = *self.spaces.get(one.space as usize)?;
+        let Space { table, .. } = *self.namespaces.get(one.space as usize)?;
         let layout = &self.tables.get(table as usize)?.layout;
         let tokens = one.path().tokens().len() as u64;
         Some(SessionSnapshot {
@@ -247,11 +247,11 @@ impl StoreState {
         self.host.set_max_bytes(bytes)?;
         let high = self.config.high;
         self.config.host_bytes = bytes;
-        self.host_cache.set_bytes(bytes, high);
+        self.eviction.host.set_bytes(bytes, high);
         // Room that could not be made before may be there now; and who is in a segment
         // that goes has to leave it.
-        self.refusals = 0;
-        self.reclaim_targets.begin();
+        self.eviction.refusals = 0;
+        self.eviction.reclaim_targets.begin();
         self.settle();
         Ok(())
     }
@@ -259,7 +259,7 @@ impl StoreState {
     /// Changes how many bytes the disk may use. What is more than that leaves, and
     /// comes free when segments are swept and cleaned.
     pub fn set_disk_bytes(&mut self, bytes: u64) -> Result<()> {
-        let (Some(disk), Some(cache)) = (self.disk.clone(), &mut self.disk_cache) else {
+        let (Some(disk), Some(cache)) = (self.disk.clone(), &mut self.eviction.disk) else {
             fail!(NotFound, "this store has no disk");
         };
         disk.set_budget(bytes)?;

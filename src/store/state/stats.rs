@@ -10,15 +10,15 @@ use crate::format::segment::BLOCK_BYTES;
 use crate::meta::chunks::{CELL_BYTES, CHUNK_BYTES};
 use crate::policy::metrics::Histogram;
 use crate::store::admission::REFUSALS;
-use crate::store::job_queues::{LANES, Queues};
+use crate::store::job_queues::LANES;
 use crate::store::state::device_tier::Replicas;
 use crate::store::state::eviction::TierCache;
-use crate::store::state::plans::Flow;
-use crate::store::state::transfer::{Level, Move, TransferKind};
+use crate::store::state::stage::Stage;
+use crate::store::state::transfer::{Level, Transfer, TransferKind};
 use crate::store::state::work::{KINDS, WorkerKind};
 use crate::store::state::{ChunkTable, Counters, StoreState};
 use crate::tier::device::DeviceStats;
-use crate::tier::disk::{DiskTier, Stats};
+use crate::tier::disk::{self, DiskTier};
 
 /// What the memory of a store has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -84,7 +84,7 @@ pub struct DiskGauge {
     /// Segments.
     pub segments: u64,
     /// What was written and read, and what went wrong.
-    pub stats: Stats,
+    pub stats: disk::Stats,
     /// How its files are read and written now.
     pub engine: Engine,
     /// Past the page cache.
@@ -113,7 +113,7 @@ impl DiskGauge {
     /// Bytes that were written for each byte of cells from callers: 1 is no wear
     /// beyond that; 0 where nothing was written.
     pub fn wear(&self) -> f64 {
-        let Stats { appended_bytes, cleaned_bytes, overhead_bytes, .. } = self.stats;
+        let disk::Stats { appended_bytes, cleaned_bytes, overhead_bytes, .. } = self.stats;
         share(appended_bytes + cleaned_bytes + overhead_bytes, appended_bytes)
     }
 }
@@ -136,15 +136,15 @@ pub struct QueueGauge {
 }
 
 impl QueueGauge {
-    fn of(queues: &Queues, flow: &Flow, batches: u32) -> QueueGauge {
-        let waiting: [(u32, u64); LANES] = std::array::from_fn(|lane| queues.waiting(lane));
+    fn of(stage: &Stage, batches: u32) -> QueueGauge {
+        let waiting: [(u32, u64); LANES] = std::array::from_fn(|lane| stage.queue.waiting(lane));
         QueueGauge {
             cells: waiting.map(|(cells, _)| u64::from(cells)),
             bytes: waiting.map(|(_, bytes)| bytes),
             batches,
-            batch_bytes: flow.under_way,
-            bytes_per_second: flow.speed.bytes_per_second(),
-            delay_ns: flow.speed.ns(0, 1),
+            batch_bytes: stage.in_flight_bytes,
+            bytes_per_second: stage.bandwidth.bytes_per_second(),
+            delay_ns: stage.bandwidth.ns(0, 1),
         }
     }
 }
@@ -289,8 +289,8 @@ impl StoreState {
     pub fn report(&self) -> Report {
         let host = self.host.stats();
         let (unwritten_bytes, unwritten_age_ns) = self.unwritten();
-        let batches = |workers: WorkerKind| self.under_way[workers as usize];
-        let (admission_admitted, admission_admitted_bytes) = self.admission.admitted();
+        let batches = |workers: WorkerKind| self.stages.in_flight[workers as usize];
+        let (admission_admitted, admission_admitted_bytes) = self.eviction.admission.admitted();
         let mut report = Report {
             counters: self.counters,
             host: HostGauge {
@@ -302,38 +302,38 @@ impl StoreState {
             },
             disk: self.disk.as_deref().map(DiskGauge::of).unwrap_or_default(),
             layouts: self.tables.iter().filter(|table| table.spaces > 0).count() as u64,
-            namespaces: self.spaces.len() as u64,
+            namespaces: self.namespaces.len() as u64,
             sessions: self.sessions.len() as u64,
-            pins: self.pins.len() as u64,
-            moves: self.moves.len() as u64,
-            jobs: self.jobs.len() as u64,
-            memory_waiters: self.memory_waiters.len() as u64,
-            memory_waiter_bytes: self.memory_waiter_bytes,
-            leaving_bytes: self.leaving_bytes,
-            writebacks: self.writebacks.len() as u64,
+            pins: self.eviction.pins.len() as u64,
+            moves: self.transfers.table.len() as u64,
+            jobs: self.transfers.jobs.len() as u64,
+            memory_waiters: self.transfers.memory_waiters.len() as u64,
+            memory_waiter_bytes: self.transfers.memory_waiter_bytes,
+            leaving_bytes: self.writeback.demoting_bytes,
+            writebacks: self.writeback.queue.len() as u64,
             unwritten_bytes,
             unwritten_age_ns,
-            syncs: self.commits.len() as u64,
-            copies: QueueGauge::of(&self.copies, &self.speeds.copies, batches(WorkerKind::Copy)),
+            syncs: self.writeback.sync_waiters.len() as u64,
+            copies: QueueGauge::of(&self.stages.copy, batches(WorkerKind::Copy)),
             replicas: match &self.replicas {
-                Some(replicas) => QueueGauge::of(replicas.queue(), &self.speeds.replicas, 0),
+                Some(replicas) => QueueGauge::of(&replicas.stage, 0),
                 None => QueueGauge::default(),
             },
-            reads: QueueGauge::of(&self.reads, &self.speeds.reads, batches(WorkerKind::Read)),
-            batches: self.under_way,
+            reads: QueueGauge::of(&self.stages.read, batches(WorkerKind::Read)),
+            batches: self.stages.in_flight,
             events: self.events.next_number(),
-            host_policy: PolicyGauge::of(&self.host_cache),
-            disk_policy: self.disk_cache.as_ref().map(PolicyGauge::of).unwrap_or_default(),
+            host_policy: PolicyGauge::of(&self.eviction.host),
+            disk_policy: self.eviction.disk.as_ref().map(PolicyGauge::of).unwrap_or_default(),
             device: self.replicas.as_deref().map(DeviceGauge::of).unwrap_or_default(),
             device_policy: self
                 .replicas
                 .as_ref()
                 .map(|n| PolicyGauge::of(&n.cache))
                 .unwrap_or_default(),
-            tenants: self.tenants.rows().len() as u64,
+            tenants: self.stats.tenants.rows().len() as u64,
             admission_admitted,
             admission_admitted_bytes,
-            admission_refused: self.admission.refused(),
+            admission_refused: self.eviction.admission.refused(),
             latencies: std::array::from_fn(|at| Latency::of(&self.times()[at])),
             ..Report::default()
         };
@@ -349,12 +349,12 @@ impl StoreState {
 
     /// Tenants that are told apart, by number.
     pub fn tenants(&self) -> &[Tenant] {
-        self.tenants.rows()
+        self.stats.tenants.rows()
     }
 
     /// All other tenants together.
     pub fn other_tenants(&self) -> Tenant {
-        self.tenants.others()
+        self.stats.tenants.others()
     }
 }
 
@@ -413,7 +413,7 @@ impl StoreState {
         let help = "Time in which a policy said who leaves, of one decision in 16.";
         out.family("kvtier_policy_decision_seconds", Kind::Histogram, help);
         let replicas = self.replicas.as_ref().map(|replicas| &replicas.cache);
-        let caches = [Some(&self.host_cache), self.disk_cache.as_ref(), replicas];
+        let caches = [Some(&self.eviction.host), self.eviction.disk.as_ref(), replicas];
         for (tier, cache) in ["host", "disk", "device"].into_iter().zip(caches) {
             let Some(cache) = cache else { continue };
             let labels = [("tier", tier), ("policy", cache.evictor.name())];
@@ -849,16 +849,33 @@ impl Latency {
     }
 }
 
-/// All times.
-pub(super) struct Times([Histogram; TIMED.len()]);
+/// What is measured beside the counters.
+pub(super) struct Stats {
+    pub(super) metadata: MetadataAccount,
+    pub(super) latencies: Latencies,
+    pub(super) tenants: Tenants,
+}
 
-impl Default for Times {
-    fn default() -> Times {
-        Times(std::array::from_fn(|_| Histogram::default()))
+impl Stats {
+    pub(super) fn new(account: Option<Arc<Account>>) -> Stats {
+        Stats {
+            metadata: MetadataAccount::new(account),
+            latencies: Latencies::default(),
+            tenants: Tenants::default(),
+        }
     }
 }
 
-impl Times {
+/// A histogram for each timed operation.
+pub(super) struct Latencies([Histogram; TIMED.len()]);
+
+impl Default for Latencies {
+    fn default() -> Latencies {
+        Latencies(std::array::from_fn(|_| Histogram::default()))
+    }
+}
+
+impl Latencies {
     /// A batch of this kind took so long; 0 = nobody knows.
     pub(super) fn batch(&mut self, workers: usize, elapsed_ns: u64) {
         if elapsed_ns > 0 {
@@ -867,7 +884,7 @@ impl Times {
     }
 
     /// A move has ended. One that did not bring all says nothing: it may have ended early.
-    pub(super) fn moved(&mut self, one: &Move, now_ns: u64) {
+    pub(super) fn moved(&mut self, one: &Transfer, now_ns: u64) {
         // One that was behind an event took as long as that.
         if !one.is_sound() || one.spec.slots.is_empty() || one.spec.after.is_some() {
             return;
@@ -886,7 +903,7 @@ impl Times {
 impl StoreState {
     /// What was timed, in the order of [`TIMED`].
     pub fn times(&self) -> &[Histogram; TIMED.len()] {
-        &self.times.0
+        &self.stats.latencies.0
     }
 }
 
@@ -930,7 +947,7 @@ impl StoreState {
     pub fn table_bytes(&self) -> u64 {
         let tables = self.tables.iter().map(ChunkTable::used_bytes);
         let replicas = self.replicas.as_ref().map(|replicas| &replicas.cache);
-        let caches = [Some(&self.host_cache), self.disk_cache.as_ref(), replicas];
+        let caches = [Some(&self.eviction.host), self.eviction.disk.as_ref(), replicas];
         let caches = caches.into_iter().flatten().map(TierCache::used_bytes);
         let remote =
             self.remote.as_ref().map(|remote| remote.known.bytes() + remote.config.beside_bytes);
@@ -939,33 +956,34 @@ impl StoreState {
 
     /// So many chunks are about to come: their rows are paid for.
     pub(super) fn pay_for_rows(&mut self, chunks: usize) {
-        if self.metadata.account.is_none() {
+        if self.stats.metadata.account.is_none() {
             return;
         }
-        if chunks <= self.metadata.ahead {
-            self.metadata.ahead -= chunks;
+        if chunks <= self.stats.metadata.ahead {
+            self.stats.metadata.ahead -= chunks;
             return;
         }
-        self.metadata.ahead = 0;
+        self.stats.metadata.ahead = 0;
         let layers = self.tables.iter().map(|table| table.layout.layers()).max().unwrap_or(0);
         let piece = if self.replicas.is_some() { size_of::<u32>() } else { 0 };
         let each = (CHUNK_BYTES + layers * (CELL_BYTES + piece)) as u64 + BESIDE_BYTES;
         let needed = self.table_bytes() + chunks as u64 * each;
-        let asked = self.metadata.missing.map_or(0, |(bytes, _)| bytes);
-        let missing = needed.saturating_sub(self.metadata.paid_bytes);
+        let asked = self.stats.metadata.missing.map_or(0, |(bytes, _)| bytes);
+        let missing = needed.saturating_sub(self.stats.metadata.paid_bytes);
         if missing > asked {
             let bytes = missing.next_multiple_of(STEP_BYTES);
             if !self.pay_tables(bytes) {
                 return self.owe(bytes - asked);
             }
         }
-        self.metadata.ahead = (self.metadata.paid_bytes.saturating_sub(needed) / each) as usize;
+        self.stats.metadata.ahead =
+            (self.stats.metadata.paid_bytes.saturating_sub(needed) / each) as usize;
     }
 
     /// What has come free pays for what is missing. This is before anyone who waits for
     /// memory gets it.
     pub(super) fn pay_again(&mut self) {
-        let Some((missing, since_bytes)) = self.metadata.missing else { return };
+        let Some((missing, since_bytes)) = self.stats.metadata.missing else { return };
         let now_bytes = self.host.given_back_bytes();
         let part = missing.min(now_bytes - since_bytes);
         if part == 0 {
@@ -973,17 +991,17 @@ impl StoreState {
         }
         if self.take_for_tables(part) {
             let left = missing - part;
-            self.metadata.missing = (left > 0).then_some((left, now_bytes));
+            self.stats.metadata.missing = (left > 0).then_some((left, now_bytes));
         } else {
             // Others were faster.
-            self.metadata.missing = Some((missing, now_bytes));
+            self.stats.metadata.missing = Some((missing, now_bytes));
             self.owe(part);
         }
     }
 
     /// Bytes of tables that are paid for.
     pub fn paid_table_bytes(&self) -> u64 {
-        self.metadata.paid_bytes
+        self.stats.metadata.paid_bytes
     }
 
     fn pay_tables(&mut self, bytes: u64) -> bool {
@@ -991,15 +1009,15 @@ impl StoreState {
         let is_paid =
             self.take_for_tables(bytes) || self.host.trim() > 0 && self.take_for_tables(bytes);
         // What was trimmed and is too little pays for a part.
-        self.metadata.missing = (!is_paid).then_some((bytes, since_bytes));
+        self.stats.metadata.missing = (!is_paid).then_some((bytes, since_bytes));
         is_paid
     }
 
     fn take_for_tables(&mut self, bytes: u64) -> bool {
-        let Some(account) = &self.metadata.account else { return true };
+        let Some(account) = &self.stats.metadata.account else { return true };
         let is_paid = account.take(Tier::Host, bytes).is_ok();
         if is_paid {
-            self.metadata.paid_bytes += bytes;
+            self.stats.metadata.paid_bytes += bytes;
         }
         is_paid
     }

@@ -15,6 +15,7 @@
 //! `Fresh` is also the state of a job that was woken: `route` reads the residency again.
 
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, VecDeque};
 
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
@@ -26,6 +27,7 @@ use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
 use crate::meta::index::{NONE, Slot};
 use crate::policy::evictor::Who;
 use crate::store::job_queues::Queues;
+use crate::store::state::Config;
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::{cell_of_owner, owner_of};
 use crate::store::state::session::Views;
@@ -124,12 +126,12 @@ pub(super) struct Part {
 }
 
 /// A move under way.
-pub struct Move {
+pub struct Transfer {
     pub(super) spec: MoveSpec,
     cursor: u64,
     pub(super) under_way: u32,
     /// Its jobs.
-    pub(super) jobs: Line,
+    pub(super) jobs: WaitList,
     parts: Vec<Part>,
     /// How each chunk went, where that is asked for.
     outcomes: Vec<Status>,
@@ -171,8 +173,8 @@ pub struct Finished {
     pub last: bool,
 }
 
-impl Move {
-    pub(super) fn new(spec: MoveSpec, now_ns: u64) -> Result<Move> {
+impl Transfer {
+    pub(super) fn new(spec: MoveSpec, now_ns: u64) -> Result<Transfer> {
         let chunks = spec.slots.len() as u32;
         let (parts, left) = match spec.by_layer {
             true => (spec.layers, chunks),
@@ -192,10 +194,10 @@ impl Move {
             sent.resize(chunks as usize, false);
         }
         let (cursor, under_way, waits) = (0, 0, 0);
-        let (cancelled, feeds, jobs) = (None, false, Line::default());
+        let (cancelled, feeds, jobs) = (None, false, WaitList::default());
         let (whole, ahead) = (Vec::new(), Vec::new());
         let (parts, began_ns, was_below) = (all, now_ns, false);
-        Ok(Move {
+        Ok(Transfer {
             spec,
             cursor,
             under_way,
@@ -270,19 +272,56 @@ fn note_outcome(outcome: &mut Status, status: Status) {
     }
 }
 
+/// Transfers and their jobs.
+pub(super) struct Transfers {
+    pub(super) table: Table<Transfer>,
+    pub(super) jobs: Table<Job>,
+    /// Transfers that have cells without a job yet.
+    pub(super) starting: VecDeque<u32>,
+    /// Jobs whose cell can be looked at again.
+    pub(super) woken: Vec<u32>,
+    /// Jobs that wait for host memory.
+    pub(super) memory_waiters: WaitList,
+    pub(super) memory_waiter_bytes: u64,
+    /// The job that tries its allocation again now.
+    pub(super) retrying: Option<u32>,
+    /// The job that may use the reserve.
+    pub(super) reserve_owner: Option<u32>,
+    /// Jobs that wait for another job's work on a cell.
+    pub(super) cell_waiters: BTreeMap<(At, usize), WaitList>,
+    pub(super) finished: Vec<Finished>,
+}
+
+impl Transfers {
+    pub(super) fn new(config: &Config) -> Transfers {
+        Transfers {
+            table: Table::new(config.max_moves as usize),
+            jobs: Table::new(config.max_jobs as usize),
+            starting: VecDeque::new(),
+            woken: Vec::new(),
+            memory_waiters: WaitList::default(),
+            memory_waiter_bytes: 0,
+            retrying: None,
+            reserve_owner: None,
+            cell_waiters: BTreeMap::new(),
+            finished: Vec::new(),
+        }
+    }
+}
+
 impl StoreState {
     /// Begins a move; its number. Its chunks stay until it has ended.
     pub fn submit(&mut self, spec: MoveSpec) -> Result<u32> {
         self.check_move(&spec, spec.slots.len())?;
         let slots: Vec<Slot> = spec.slots.iter().copied().filter(|&slot| slot != NONE).collect();
         let (table, ticket, after) = (spec.table, spec.ticket, spec.after);
-        let number = self.moves.add(Move::new(spec, self.now_ns)?)?;
+        let number = self.transfers.table.add(Transfer::new(spec, self.now_ns)?)?;
         for (held, &slot) in slots.iter().enumerate() {
             if let Err(error) = self.tables[table as usize].chunks.retain(slot) {
                 for &slot in &slots[..held] {
                     self.let_go(table, slot);
                 }
-                self.moves.remove(number);
+                self.transfers.table.remove(number);
                 return Err(error);
             }
             self.note_held(table, slot);
@@ -290,12 +329,12 @@ impl StoreState {
         self.join_behind(after);
         self.prefetch_begins(number);
         self.notify_policies(number);
-        self.counters.moves[self.moves[number].spec.kind as usize] += 1;
+        self.counters.moves[self.transfers.table[number].spec.kind as usize] += 1;
         match ticket {
             Some(ticket) => self.hold_back(number, ticket),
             None => self.feed_later(number),
         }
-        if self.moves[number].cells() == 0 {
+        if self.transfers.table[number].cells() == 0 {
             self.end_first_phase(number);
         }
         self.settle();
@@ -349,7 +388,7 @@ impl StoreState {
     /// Gives a move up: what has not begun does not begin. It ends when what is
     /// under way has.
     pub fn cancel(&mut self, number: u32, status: Status) {
-        let Some(one) = self.moves.get_mut(number) else { return };
+        let Some(one) = self.transfers.table.get_mut(number) else { return };
         one.cancelled.get_or_insert(status);
         let ticket = one.spec.ticket;
         if self.stop_locating(number, status) {
@@ -363,52 +402,56 @@ impl StoreState {
     }
 
     pub(super) fn feed_later(&mut self, number: u32) {
-        let one = &mut self.moves[number];
+        let one = &mut self.transfers.table[number];
         if !one.feeds {
             one.feeds = true;
-            self.feeding.push_back(number);
+            self.transfers.starting.push_back(number);
         }
     }
 
     /// Begins cells of moves that have room for them under way; whether any was begun.
     pub(super) fn feed(&mut self) -> bool {
-        let Some(number) = self.feeding.pop_front() else { return false };
-        let Some(one) = self.moves.get_mut(number) else { return true };
+        let Some(number) = self.transfers.starting.pop_front() else { return false };
+        let Some(one) = self.transfers.table.get_mut(number) else { return true };
         // It may have ended while it stood in line, and another one have its number.
         if !std::mem::take(&mut one.feeds) {
             return true;
         }
         loop {
-            let one = &mut self.moves[number];
+            let one = &mut self.transfers.table[number];
             if one.cursor == one.cells() || one.under_way >= WINDOW {
                 return true;
             }
-            if !self.jobs.has_room() {
+            if !self.transfers.jobs.has_room() {
                 self.feed_later(number);
                 return false;
             }
             if self.is_parked(number) {
                 return true;
             }
-            let one = &mut self.moves[number];
+            let one = &mut self.transfers.table[number];
             let at = one.cursor;
             one.cursor += 1;
             one.under_way += 1;
             let (chunk, layer) = one.place(at);
             if one.spec.needed_from.get(layer).is_some_and(|&from| chunk < from as usize) {
                 self.end_cell(number, at, 0, None);
-                if self.moves.get(number).is_none() {
+                if self.transfers.table.get(number).is_none() {
                     return true;
                 }
                 continue;
             }
             let layer = one.spec.first_layer + layer;
             let cell = Cell { chunk: one.spec.slots[chunk], layer };
-            let job = self.jobs.add(Job::new(number, at, cell)).expect("there is room");
-            self.moves[number].jobs.push_back(&mut self.jobs, Of::Move, job);
+            let job = self.transfers.jobs.add(Job::new(number, at, cell)).expect("there is room");
+            self.transfers.table[number].jobs.push_back(
+                &mut self.transfers.jobs,
+                Of::Transfer,
+                job,
+            );
             self.begin_behind(job);
             self.route(job);
-            if self.moves.get(number).is_none() {
+            if self.transfers.table.get(number).is_none() {
                 return true; // that was its last one
             }
         }
@@ -416,7 +459,7 @@ impl StoreState {
 
     /// Ends cells that were not begun.
     fn skip_rest(&mut self, number: u32) {
-        let Some(one) = self.moves.get_mut(number) else { return };
+        let Some(one) = self.transfers.table.get_mut(number) else { return };
         let status = one.cancelled.unwrap_or(Status::Cancelled);
         let (from, to) = (one.cursor, one.cells());
         if from == to {
@@ -425,11 +468,11 @@ impl StoreState {
         one.cursor = to;
         one.under_way += 1; // until all are counted it is not over
         for at in from..to {
-            let one = &mut self.moves[number];
+            let one = &mut self.transfers.table[number];
             one.under_way += 1;
             self.count(number, at, 0, Some(status.into()));
         }
-        let one = &mut self.moves[number];
+        let one = &mut self.transfers.table[number];
         one.under_way -= 1;
         if one.under_way == 0 {
             self.end_first_phase(number);
@@ -438,13 +481,13 @@ impl StoreState {
 
     /// A cell of a move has ended.
     pub(super) fn count(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
-        let one = &self.moves[number].spec;
-        self.tenants.count(one.who.tenant, one.kind, bytes, error.as_ref());
+        let one = &self.transfers.table[number].spec;
+        self.stats.tenants.count(one.who.tenant, one.kind, bytes, error.as_ref());
         self.end_cell(number, at, bytes, error);
     }
 
     fn end_cell(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
-        let one = &mut self.moves[number];
+        let one = &mut self.transfers.table[number];
         let (chunk, layer) = one.place(at);
         let index = if one.spec.by_layer { layer } else { 0 };
         let part = &mut one.parts[index];
@@ -477,18 +520,18 @@ impl StoreState {
 
     /// All cells of a move are where they should be, or will not be.
     fn end_first_phase(&mut self, number: u32) {
-        if self.moves[number].spec.kind == TransferKind::Put {
+        if self.transfers.table[number].spec.kind == TransferKind::Put {
             self.write_down(number);
             self.send_out(number);
         }
-        if self.moves[number].waits == 0 {
+        if self.transfers.table[number].waits == 0 {
             self.end_move(number);
         }
     }
 
     /// A put that waits for the disk fails, as a whole.
     pub(super) fn blame(&mut self, number: u32, error: &Error) {
-        let one = &mut self.moves[number];
+        let one = &mut self.transfers.table[number];
         one.blame(0, error);
         one.outcomes.iter_mut().for_each(|outcome| note_outcome(outcome, error.status()));
     }
@@ -503,7 +546,7 @@ impl StoreState {
 
     /// The very end of a move.
     pub(super) fn conclude(&mut self, number: u32) {
-        let one = &self.moves[number];
+        let one = &self.transfers.table[number];
         let (table, parts) = (one.spec.table, one.parts.len());
         let reported = one.spec.by_layer && one.spec.level == Level::Ram;
         let is_own = self.is_prefetch(number);
@@ -514,13 +557,13 @@ impl StoreState {
         }
         if reported {
             // Its last part was reported a moment ago: that is why it ends.
-            let last = self.finished.iter_mut().rev().find(|f| f.number == number);
+            let last = self.transfers.finished.iter_mut().rev().find(|f| f.number == number);
             debug_assert!(last.is_some(), "a move ended without a word");
             last.into_iter().for_each(|last| last.last = true);
         }
-        let Some(one) = self.moves.remove(number) else { return };
+        let Some(one) = self.transfers.table.remove(number) else { return };
         self.prefetch_ended(number);
-        self.times.moved(&one, self.now_ns);
+        self.stats.latencies.moved(&one, self.now_ns);
         self.stop_waiting(one.spec.ticket);
         self.leave_behind(one.spec.after);
         for &slot in one.spec.slots.iter().rev().filter(|&&slot| slot != NONE) {
@@ -529,7 +572,7 @@ impl StoreState {
     }
 
     fn complete_part(&mut self, number: u32, index: usize, last: bool) {
-        let one = &mut self.moves[number];
+        let one = &mut self.transfers.table[number];
         let table = &self.tables[one.spec.table as usize];
         let part = &mut one.parts[index];
         let whole = (part.bad as usize).min(one.spec.slots.len());
@@ -545,12 +588,20 @@ impl StoreState {
         let (error, bytes) = (part.error.take(), part.bytes);
         let part = index as u32;
         let outcomes = std::mem::take(&mut one.outcomes);
-        self.finished.push(Finished { number, part, error, tokens, bytes, outcomes, last });
+        self.transfers.finished.push(Finished {
+            number,
+            part,
+            error,
+            tokens,
+            bytes,
+            outcomes,
+            last,
+        });
     }
 
     /// The cell of a job.
     pub(super) fn cell_of(&self, job: &Job) -> (u32, Cell) {
-        (self.moves[job.number].spec.table, job.cell)
+        (self.transfers.table[job.number].spec.table, job.cell)
     }
 }
 
@@ -642,8 +693,8 @@ impl Job {
 impl StoreState {
     /// Finds out what a job needs next.
     pub(super) fn route(&mut self, id: u32) {
-        let Some(job) = self.jobs.get(id).copied() else { return };
-        let one = &self.moves[job.number];
+        let Some(job) = self.transfers.jobs.get(id).copied() else { return };
+        let one = &self.transfers.table[job.number];
         if let Some(status) = one.stopped() {
             return self.end_job(id, 0, Some(status.into()));
         }
@@ -663,8 +714,8 @@ impl StoreState {
         if marks.there() != 0 {
             // A crash may have left a record whose bytes never came: before it is said to be
             // on disk it is read.
-            let number = self.jobs[id].number;
-            let level = self.moves[number].spec.level;
+            let number = self.transfers.jobs[id].number;
+            let level = self.transfers.table[number].spec.level;
             let is_above = marks.there() & HOST_MASK != 0;
             let is_known = !level.is_on_disk() || is_above;
             if !is_known && self.tables[table as usize].has(cell.chunk, note::UNREAD) {
@@ -675,7 +726,7 @@ impl StoreState {
                 if !is_above && marks.there() & DISK_MASK != 0 {
                     return self.bring_up(id, table, cell, marks);
                 }
-                let (chunk, _) = self.moves[number].place(self.jobs[id].at);
+                let (chunk, _) = self.transfers.table[number].place(self.transfers.jobs[id].at);
                 self.write_ahead(number, chunk as u32, At { table, slot: cell.chunk });
             }
             self.counters.known += 1;
@@ -687,7 +738,7 @@ impl StoreState {
         let Some(piece) = self.get_memory(id, table, cell) else { return };
         match self.tables[table as usize].chunks.begin_store(cell, Tier::Host) {
             Ok(Begin::Begun) => {
-                self.jobs[id].piece = Some(piece);
+                self.transfers.jobs[id].piece = Some(piece);
                 self.queue_copy(id, table, cell);
             }
             begun => {
@@ -708,7 +759,7 @@ impl StoreState {
             return match self.tables[table as usize].chunks.begin_read(cell, Tier::Host) {
                 Ok(place) => {
                     // It may leave meanwhile: then the table names it no more.
-                    self.jobs[id].piece = match place {
+                    self.transfers.jobs[id].piece = match place {
                         Place::Host(piece) => Some(Piece(piece)),
                         _ => None,
                     };
@@ -718,11 +769,11 @@ impl StoreState {
             };
         }
         if marks.there() & DISK_MASK == 0 && (marks.arriving() | marks.leaving()) & HOST_MASK == 0 {
-            if !self.jobs[id].gave_up_remote && self.may_fetch(table, cell) {
+            if !self.transfers.jobs[id].gave_up_remote && self.may_fetch(table, cell) {
                 return self.fetch(id, table, cell);
             }
             // What nobody asked for is missed by nobody.
-            self.counters.misses += u64::from(!self.is_prefetch(self.jobs[id].number));
+            self.counters.misses += u64::from(!self.is_prefetch(self.transfers.jobs[id].number));
             return self.end_job(id, 0, Some(Status::NotFound.into()));
         }
         self.bring_up(id, table, cell, marks);
@@ -730,20 +781,20 @@ impl StoreState {
 
     /// Has a cell that is not in memory read from disk.
     fn bring_up(&mut self, id: u32, table: u32, cell: Cell, marks: Marks) {
-        let number = self.jobs[id].number;
-        self.moves[number].was_below |= marks.there() & DISK_MASK != 0;
+        let number = self.transfers.jobs[id].number;
+        self.transfers.table[number].was_below |= marks.there() & DISK_MASK != 0;
         if (marks.arriving() | marks.leaving()) & HOST_MASK != 0 {
             return self.wait_for_cell(id, table, cell);
         }
         let Some(piece) = self.get_memory(id, table, cell) else { return };
         match self.tables[table as usize].chunks.begin_copy(cell, Tier::Disk, Tier::Host) {
             Ok(Begin::Begun) => {
-                let one = &self.moves[self.jobs[id].number].spec;
+                let one = &self.transfers.table[self.transfers.jobs[id].number].spec;
                 let (lane, flow) = (one.lane, one.flow);
                 let bytes = self.tables[table as usize].planes(cell).bytes();
-                let job = &mut self.jobs[id];
+                let job = &mut self.transfers.jobs[id];
                 (job.piece, job.step, job.was_below) = (Some(piece), Step::Reads, true);
-                self.reads.push(lane, flow, id, bytes);
+                self.stages.read.queue.push(lane, flow, id, bytes);
             }
             begun => {
                 self.give_back(piece);
@@ -756,11 +807,11 @@ impl StoreState {
         if self.queue_behind(id) {
             return;
         }
-        let one = &self.moves[self.jobs[id].number].spec;
+        let one = &self.transfers.table[self.transfers.jobs[id].number].spec;
         let (lane, flow) = (one.lane, one.flow);
         let bytes = self.tables[table as usize].planes(cell).bytes();
-        self.jobs[id].step = Step::Copies;
-        self.copies_of(self.jobs[id].uses_device).push(lane, flow, id, bytes);
+        self.transfers.jobs[id].step = Step::Copies;
+        self.copies_of(self.transfers.jobs[id].uses_device).push(lane, flow, id, bytes);
     }
 
     fn wait_for_cell(&mut self, id: u32, table: u32, cell: Cell) {
@@ -768,23 +819,23 @@ impl StoreState {
         if self.is_hung(at, cell.layer) {
             return self.end_hung(id);
         }
-        self.jobs[id].step = Step::Waiting;
-        let line = self.waiting.entry((at, cell.layer)).or_default();
-        line.push_back(&mut self.jobs, Of::Wait, id);
+        self.transfers.jobs[id].step = Step::Waiting;
+        let line = self.transfers.cell_waiters.entry((at, cell.layer)).or_default();
+        line.push_back(&mut self.transfers.jobs, Of::Wait, id);
         self.hurry_fetch(id, at, cell.layer);
     }
 
     /// Something has become of a cell: whoever waits for it looks again.
     pub(super) fn wake(&mut self, table: u32, cell: Cell) {
-        self.reclaim_targets.changed();
-        if self.waiting.is_empty() {
+        self.eviction.reclaim_targets.changed();
+        if self.transfers.cell_waiters.is_empty() {
             return;
         }
         let at = At { table, slot: cell.chunk };
-        let Some(mut line) = self.waiting.remove(&(at, cell.layer)) else { return };
-        while let Some(id) = line.pop_back(&mut self.jobs, Of::Wait) {
-            self.jobs[id].step = Step::Fresh;
-            self.woken.push(id);
+        let Some(mut line) = self.transfers.cell_waiters.remove(&(at, cell.layer)) else { return };
+        while let Some(id) = line.pop_back(&mut self.transfers.jobs, Of::Wait) {
+            self.transfers.jobs[id].step = Step::Fresh;
+            self.transfers.woken.push(id);
         }
     }
 
@@ -792,42 +843,47 @@ impl StoreState {
     pub(super) fn get_memory(&mut self, id: u32, table: u32, cell: Cell) -> Option<Piece> {
         let bytes = self.tables[table as usize].planes(cell).bytes();
         // Who came first is served first: a large cell is not passed by small ones.
-        let is_first = self.memory_waiters.is_empty() || self.served == Some(id);
+        let is_first =
+            self.transfers.memory_waiters.is_empty() || self.transfers.retrying == Some(id);
         if let Some(piece) =
             is_first.then(|| self.host.alloc_for(bytes, owner_of(table, cell)).ok()).flatten()
         {
-            self.refusals = 0;
+            self.eviction.refusals = 0;
             return Some(piece);
         }
-        if self.reserved == Some(id)
+        if self.transfers.reserve_owner == Some(id)
             && let Some(piece) = self.host.take_reserve(bytes, owner_of(table, cell))
         {
             return Some(piece);
         }
-        self.jobs[id].step = Step::WaitsForMemory;
-        self.memory_waiter_bytes += bytes;
+        self.transfers.jobs[id].step = Step::WaitsForMemory;
+        self.transfers.memory_waiter_bytes += bytes;
         match is_first {
-            true => self.memory_waiters.push_front(&mut self.jobs, Of::Wait, id),
-            false => self.memory_waiters.push_back(&mut self.jobs, Of::Wait, id),
+            true => {
+                self.transfers.memory_waiters.push_front(&mut self.transfers.jobs, Of::Wait, id)
+            }
+            false => {
+                self.transfers.memory_waiters.push_back(&mut self.transfers.jobs, Of::Wait, id)
+            }
         }
         None
     }
 
     /// Memory came free: the first that waits for some tries again.
     pub(super) fn feed_memory_waiters(&mut self) -> bool {
-        let Some(id) = self.memory_waiters.first() else { return false };
+        let Some(id) = self.transfers.memory_waiters.first() else { return false };
         self.unqueue_memory_waiter(id);
-        self.served = Some(id);
+        self.transfers.retrying = Some(id);
         self.route(id);
-        self.served = None;
-        self.memory_waiters.first() != Some(id)
+        self.transfers.retrying = None;
+        self.transfers.memory_waiters.first() != Some(id)
     }
 
     /// The first that waits for memory will not get any.
     pub(super) fn fail_memory_waiters(&mut self) {
-        let Some(id) = self.memory_waiters.first() else { return };
+        let Some(id) = self.transfers.memory_waiters.first() else { return };
         self.counters.no_room += 1;
-        let (table, cell) = self.cell_of(&self.jobs[id]);
+        let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
         let bytes = self.tables[table as usize].planes(cell).bytes();
         let message = format!(
             "no memory for a cell of {bytes} bytes (layer {}), and nothing may leave the {} bytes of \
@@ -839,10 +895,10 @@ impl StoreState {
     }
 
     pub(super) fn unqueue_memory_waiter(&mut self, id: u32) {
-        let (table, cell) = self.cell_of(&self.jobs[id]);
-        self.memory_waiter_bytes -= self.tables[table as usize].planes(cell).bytes();
-        self.jobs[id].step = Step::Fresh;
-        self.memory_waiters.remove(&mut self.jobs, Of::Wait, id);
+        let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
+        self.transfers.memory_waiter_bytes -= self.tables[table as usize].planes(cell).bytes();
+        self.transfers.jobs[id].step = Step::Fresh;
+        self.transfers.memory_waiters.remove(&mut self.transfers.jobs, Of::Wait, id);
     }
 
     pub(super) fn give_back(&mut self, piece: Piece) {
@@ -853,9 +909,9 @@ impl StoreState {
 
     /// Ends a job that is nowhere any more.
     pub(super) fn end_job(&mut self, id: u32, bytes: u64, error: Option<Error>) {
-        let Some(number) = self.jobs.get(id).map(|job| job.number) else { return };
-        self.moves[number].jobs.remove(&mut self.jobs, Of::Move, id);
-        if let Some(job) = self.jobs.remove(id) {
+        let Some(number) = self.transfers.jobs.get(id).map(|job| job.number) else { return };
+        self.transfers.table[number].jobs.remove(&mut self.transfers.jobs, Of::Transfer, id);
+        if let Some(job) = self.transfers.jobs.remove(id) {
             self.end_behind(&job);
             self.count(job.number, job.at, bytes, error);
         }
@@ -863,17 +919,17 @@ impl StoreState {
 
     /// Withdraws all jobs of a move.
     pub(super) fn withdraw_all(&mut self, number: u32, status: Status) {
-        let mut next = self.moves.get(number).and_then(|one| one.jobs.first());
+        let mut next = self.transfers.table.get(number).and_then(|one| one.jobs.first());
         while let Some(id) = next {
             // A job that is withdrawn ends no other.
-            next = Line::after(&self.jobs, Of::Move, id);
+            next = WaitList::after(&self.transfers.jobs, Of::Transfer, id);
             self.withdraw(id, status);
         }
     }
 
     /// Takes a job out of whatever it waits in; what is under way goes on.
     fn withdraw(&mut self, id: u32, status: Status) {
-        let Some(job) = self.jobs.get(id).copied() else { return };
+        let Some(job) = self.transfers.jobs.get(id).copied() else { return };
         let (table, cell) = self.cell_of(&job);
         match job.step {
             // One that was woken ends when it is looked at, as its move was given up.
@@ -885,8 +941,8 @@ impl StoreState {
             Step::WaitsForMemory => self.unqueue_memory_waiter(id),
             Step::Waiting => {
                 let key = (At { table, slot: cell.chunk }, cell.layer);
-                if let Entry::Occupied(mut entry) = self.waiting.entry(key) {
-                    entry.get_mut().remove(&mut self.jobs, Of::Wait, id);
+                if let Entry::Occupied(mut entry) = self.transfers.cell_waiters.entry(key) {
+                    entry.get_mut().remove(&mut self.transfers.jobs, Of::Wait, id);
                     if entry.get().is_empty() {
                         entry.remove();
                     }
@@ -901,7 +957,7 @@ impl StoreState {
                 self.end_copying(id, false);
             }
             Step::Reads => {
-                self.reads.remove(id);
+                self.stages.read.queue.remove(id);
                 // Nothing was tried, so nothing has failed.
                 self.end_reading(&job, table, cell, Err(Status::Again.into()));
             }
@@ -930,7 +986,7 @@ fn unexpected(begun: Result<Begin>) -> Error {
 #[derive(Clone, Copy)]
 pub(super) enum Of {
     /// All jobs of a move, in the order in which they were begun.
-    Move = 0,
+    Transfer = 0,
     /// Those that wait for memory, or for one cell.
     Wait = 1,
 }
@@ -944,7 +1000,7 @@ pub(super) struct Link {
 
 /// A line.
 #[derive(Debug)]
-pub(super) struct Line {
+pub(super) struct WaitList {
     first: u32,
     last: u32,
     count: usize,
@@ -955,13 +1011,13 @@ impl Link {
     pub const NONE: Link = Link { before: NONE, after: NONE };
 }
 
-impl Default for Line {
-    fn default() -> Line {
-        Line { first: NONE, last: NONE, count: 0 }
+impl Default for WaitList {
+    fn default() -> WaitList {
+        WaitList { first: NONE, last: NONE, count: 0 }
     }
 }
 
-impl Line {
+impl WaitList {
     pub fn len(&self) -> usize {
         self.count
     }
@@ -976,7 +1032,7 @@ impl Line {
 
     /// Those in it, the first one first.
     pub fn all(&self, jobs: &Table<Job>, of: Of) -> impl Iterator<Item = u32> {
-        std::iter::successors(self.first(), move |&id| Line::after(jobs, of, id))
+        std::iter::successors(self.first(), move |&id| WaitList::after(jobs, of, id))
     }
 
     /// The one behind a job.
@@ -1029,21 +1085,22 @@ impl StoreState {
     /// That every job stands in the lines it should, and in no other.
     pub(super) fn check_lines(&self) -> Result<()> {
         let (mut found, mut waiting) = (0, 0);
-        for (number, one) in self.moves.iter() {
-            let is_its = |id: &u32| self.jobs.get(*id).is_some_and(|job| job.number == number);
-            let count = one.jobs.all(&self.jobs, Of::Move).filter(is_its).count();
+        for (number, one) in self.transfers.table.iter() {
+            let is_its =
+                |id: &u32| self.transfers.jobs.get(*id).is_some_and(|job| job.number == number);
+            let count = one.jobs.all(&self.transfers.jobs, Of::Transfer).filter(is_its).count();
             if count != one.jobs.len() || count != one.under_way as usize {
                 fail!(State, "move {number} has {} cells under way, {count} jobs", one.under_way);
             }
             found += count;
         }
-        let behind = self.behind.lines().map(|line| (line, Step::Behind));
-        let lines = self.waiting.values().map(|line| (line, Step::Waiting));
+        let behind = self.dependencies.events.lines().map(|line| (line, Step::Behind));
+        let lines = self.transfers.cell_waiters.values().map(|line| (line, Step::Waiting));
         for (line, step) in
-            lines.chain([(&self.memory_waiters, Step::WaitsForMemory)]).chain(behind)
+            lines.chain([(&self.transfers.memory_waiters, Step::WaitsForMemory)]).chain(behind)
         {
-            let is_so = |id: &u32| self.jobs.get(*id).is_some_and(|job| job.step == step);
-            let count = line.all(&self.jobs, Of::Wait).filter(is_so).count();
+            let is_so = |id: &u32| self.transfers.jobs.get(*id).is_some_and(|job| job.step == step);
+            let count = line.all(&self.transfers.jobs, Of::Wait).filter(is_so).count();
             if count != line.len() {
                 fail!(State, "{} jobs are {step:?}, {count} of them in line", line.len());
             }
@@ -1051,12 +1108,12 @@ impl StoreState {
         }
         let waits =
             |job: &Job| matches!(job.step, Step::Waiting | Step::WaitsForMemory | Step::Behind);
-        let wait = self.jobs.iter().filter(|(_, job)| waits(job)).count();
-        if (found, waiting) != (self.jobs.len(), wait) {
+        let wait = self.transfers.jobs.iter().filter(|(_, job)| waits(job)).count();
+        if (found, waiting) != (self.transfers.jobs.len(), wait) {
             fail!(
                 State,
                 "{found} of {} jobs have a move, {waiting} of {wait} a line",
-                self.jobs.len()
+                self.transfers.jobs.len()
             );
         }
         Ok(())
@@ -1089,8 +1146,8 @@ impl StoreState {
     /// The queue of copies: out of device memory, or all others.
     pub(super) fn copies_of(&mut self, uses_device: bool) -> &mut Queues {
         match &mut self.replicas {
-            Some(replicas) if uses_device => replicas.queue_mut(),
-            _ => &mut self.copies,
+            Some(replicas) if uses_device => &mut replicas.stage.queue,
+            _ => &mut self.stages.copy.queue,
         }
     }
 
@@ -1113,20 +1170,20 @@ impl StoreState {
 
     /// A job is copied from now on, or a part of it; how much of a batch that is: a part is all.
     pub(super) fn take_copy(&mut self, id: u32, batch_bytes: u64, batch: &mut CopyBatch) -> u64 {
-        self.jobs[id].step = Step::Copying;
-        if self.jobs[id].copied == 0 {
-            self.jobs[id].replica = self.replica_for(id);
+        self.transfers.jobs[id].step = Step::Copying;
+        if self.transfers.jobs[id].copied == 0 {
+            self.transfers.jobs[id].replica = self.replica_for(id);
         }
         let is_cut = self.cut(id, batch_bytes);
         self.add_copies(id, batch);
         batch.jobs.push(id);
-        if is_cut { batch_bytes } else { self.part_bytes(&self.jobs[id]) }
+        if is_cut { batch_bytes } else { self.part_bytes(&self.transfers.jobs[id]) }
     }
 
     /// Chooses which of its tokens a job copies now: of a large cell between places in host memory
     /// so many that others do not wait for long, else all. Whether some are left.
     fn cut(&mut self, id: u32, batch_bytes: u64) -> bool {
-        let job = self.jobs[id];
+        let job = self.transfers.jobs[id];
         let (tokens, bytes) = self.extent(&job);
         let left = tokens - job.copied;
         let is_plain = !job.uses_device && job.replica.is_none();
@@ -1134,7 +1191,7 @@ impl StoreState {
             true => (u64::from(tokens) * (batch_bytes / PARTS) / bytes).max(1) as u32,
             false => left,
         };
-        self.jobs[id].part = part.min(left);
+        self.transfers.jobs[id].part = part.min(left);
         part < left
     }
 
@@ -1157,25 +1214,25 @@ impl StoreState {
 
     /// A part of a cell is copied; whether there is more: then the job waits for its next turn.
     fn goes_on(&mut self, id: u32) -> bool {
-        let job = &mut self.jobs[id];
+        let job = &mut self.transfers.jobs[id];
         job.copied += job.part;
         let (number, copied) = (job.number, job.copied);
-        let (tokens, bytes) = self.extent(&self.jobs[id]);
-        let one = &self.moves[number];
+        let (tokens, bytes) = self.extent(&self.transfers.jobs[id]);
+        let one = &self.transfers.table[number];
         if copied >= tokens || one.stopped().is_some() {
             return false;
         }
         let (lane, flow) = (one.spec.lane, one.spec.flow);
         let left = bytes / u64::from(tokens) * u64::from(tokens - copied);
-        self.jobs[id].step = Step::Copies;
-        self.copies.put_back(lane, flow, id, left);
+        self.transfers.jobs[id].step = Step::Copies;
+        self.stages.copy.queue.put_back(lane, flow, id, left);
         true
     }
 
     /// Adds the copies of a job to a batch.
     fn add_copies(&self, id: u32, batch: &mut CopyBatch) {
-        let job = &self.jobs[id];
-        let one = &self.moves[job.number];
+        let job = &self.transfers.jobs[id];
+        let one = &self.transfers.table[job.number];
         let (table, cell) = self.cell_of(job);
         let planes = self.tables[table as usize].planes(cell);
         let (bytes, k_bytes) = (planes.bytes(), planes.k_bytes);
@@ -1205,8 +1262,8 @@ impl StoreState {
 
     /// Adds the copies between the engine's planes of a job's cell and one place of it.
     fn add_planes(&self, id: u32, side: &Side, batch: &mut CopyBatch) {
-        let job = &self.jobs[id];
-        let one = &self.moves[job.number];
+        let job = &self.transfers.jobs[id];
+        let one = &self.transfers.table[job.number];
         let (table, cell) = self.cell_of(job);
         let rows = &self.tables[table as usize];
         let planes = rows.planes(cell);
@@ -1249,7 +1306,7 @@ impl StoreState {
             let result = batch.alone.get(at).unwrap_or(result);
             let result = if batch.damage.jobs.contains(&at) { &damaged } else { result };
             let is_rescued = batch.rescued.as_ref().and_then(|all| all.get(at)) == Some(&true);
-            let job = self.jobs[id];
+            let job = self.transfers.jobs[id];
             let (table, cell) = self.cell_of(&job);
             let bytes = self.tables[table as usize].planes(cell).bytes();
             let came = result.is_ok() || is_rescued;
@@ -1257,8 +1314,8 @@ impl StoreState {
                 continue;
             }
             // One that was given up meanwhile ends between two parts.
-            let is_whole = self.jobs[id].copied >= self.extent(&job).0;
-            let given_up = self.moves[job.number].stopped().filter(|_| came && !is_whole);
+            let is_whole = self.transfers.jobs[id].copied >= self.extent(&job).0;
+            let given_up = self.transfers.table[job.number].stopped().filter(|_| came && !is_whole);
             let given_up = given_up.map(|status| Err(status.into()));
             let (result, came) = (given_up.as_ref().unwrap_or(result), came && is_whole);
             if let (Some(piece), Some(sums)) = (job.replica, batch.sums.get(at)) {
@@ -1284,10 +1341,14 @@ impl StoreState {
 
     /// A copy has ended, or does not begin.
     pub(super) fn end_copying(&mut self, id: u32, came: bool) {
-        let job = self.jobs[id];
+        let job = self.transfers.jobs[id];
         let (table, cell) = self.cell_of(&job);
-        let kind = self.moves[job.number].spec.kind;
-        (self.jobs[id].uses_device, self.jobs[id].replica, self.jobs[id].copied) = (false, None, 0);
+        let kind = self.transfers.table[job.number].spec.kind;
+        (
+            self.transfers.jobs[id].uses_device,
+            self.transfers.jobs[id].replica,
+            self.transfers.jobs[id].copied,
+        ) = (false, None, 0);
         let filled = job.replica.map(|piece| (piece, came));
         if kind != TransferKind::Put {
             let tier = if job.uses_device { Tier::Device } else { Tier::Host };
@@ -1309,13 +1370,17 @@ impl StoreState {
                 Ok(None) => {}
                 Err(error) => log::error!("a read could not be ended: {error}"),
             }
-            self.end_reserved(self.jobs[id].piece.filter(|_| !job.uses_device), table, cell);
+            self.end_reserved(
+                self.transfers.jobs[id].piece.filter(|_| !job.uses_device),
+                table,
+                cell,
+            );
             if is_news {
                 self.wake(table, cell);
             }
             return;
         }
-        if let Some(piece) = self.jobs[id].piece.take() {
+        if let Some(piece) = self.transfers.jobs[id].piece.take() {
             self.end_storing(id, table, cell, came.then_some(Place::Host(piece.0)));
             if !came {
                 self.give_back(piece);
@@ -1336,8 +1401,8 @@ impl StoreState {
         if place.is_some() {
             self.counters.stored += 1;
             self.arrived(table, cell, Tier::Host);
-            let (number, at) = (self.jobs[id].number, self.jobs[id].at);
-            let (chunk, _) = self.moves[number].place(at);
+            let (number, at) = (self.transfers.jobs[id].number, self.transfers.jobs[id].at);
+            let (chunk, _) = self.transfers.table[number].place(at);
             self.write_ahead(number, chunk as u32, At { table, slot: cell.chunk });
         }
     }
@@ -1355,22 +1420,22 @@ impl StoreState {
     pub(super) fn take_reads(&mut self) -> Option<ReadBatch> {
         let (mut batch, mut bytes) = (ReadBatch::default(), 0);
         while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
-            let Some((_, id)) = self.reads.pop() else { break };
-            let job = &mut self.jobs[id];
+            let Some((_, id)) = self.stages.read.queue.pop() else { break };
+            let job = &mut self.transfers.jobs[id];
             job.step = Step::Reading;
             let piece = job.piece;
-            let (table, cell) = self.cell_of(&self.jobs[id]);
+            let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
             let rows = &self.tables[table as usize];
             // What was begun stays where it is: it is being read.
             let place = rows.chunks.place(cell, Tier::Disk);
             let address = piece.and_then(|piece| self.host.address(piece).ok());
             let (Ok(Some(place)), Some(address)) = (place, address) else {
                 // It left the disk while it waited for its turn.
-                let job = self.jobs[id];
+                let job = self.transfers.jobs[id];
                 self.end_reading(&job, table, cell, Err(Status::Again.into()));
-                let job = &mut self.jobs[id];
+                let job = &mut self.transfers.jobs[id];
                 (job.piece, job.step) = (None, Step::Fresh);
-                self.woken.push(id);
+                self.transfers.woken.push(id);
                 continue;
             };
             add_read(rows, cell, place, address, &mut batch);
@@ -1382,7 +1447,7 @@ impl StoreState {
 
     pub(super) fn done_reads(&mut self, batch: &ReadBatch) {
         for (&id, get) in batch.jobs.iter().zip(batch.gets.iter()) {
-            let job = self.jobs[id];
+            let job = self.transfers.jobs[id];
             let (table, cell) = self.cell_of(&job);
             let place = self.tables[table as usize].chunks.place(cell, Tier::Disk);
             let has_moved =
@@ -1394,15 +1459,15 @@ impl StoreState {
             };
             let status = result.as_ref().err().map(|error| error.status());
             self.end_reading(&job, table, cell, result);
-            let job = &mut self.jobs[id];
+            let job = &mut self.transfers.jobs[id];
             (job.piece, job.step) = (None, Step::Fresh);
             match status {
                 None | Some(Status::Corrupt | Status::NotFound | Status::Again) => {
-                    self.woken.push(id);
+                    self.transfers.woken.push(id);
                 }
                 Some(_) if job.retries < RETRIES => {
                     job.retries += 1;
-                    self.woken.push(id);
+                    self.transfers.woken.push(id);
                 }
                 Some(status) => {
                     let words = "the disk could not be read, again and again";
@@ -1500,14 +1565,14 @@ impl StoreState {
     /// on disk it takes the reserve. Some(false) = the reserve is in use, and comes free; None =
     /// it is of no use to the job.
     pub(super) fn serve_from_reserve(&mut self) -> Option<bool> {
-        let id = self.memory_waiters.first()?;
-        let job = self.jobs[id];
+        let id = self.transfers.memory_waiters.first()?;
+        let job = self.transfers.jobs[id];
         let (table, cell) = self.cell_of(&job);
         let rows = &self.tables[table as usize];
         let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
         let is_below =
             marks.is_some_and(|marks| marks.there() & (HOST_MASK | DISK_MASK) == DISK_MASK);
-        let is_get = self.moves[job.number].spec.kind == TransferKind::Get;
+        let is_get = self.transfers.table[job.number].spec.kind == TransferKind::Get;
         // What is behind an event may keep its memory for long.
         if !is_get || !is_below || self.event_of(job.number).is_some() {
             return None;
@@ -1526,10 +1591,10 @@ impl StoreState {
             return None;
         }
         self.unqueue_memory_waiter(id);
-        (self.served, self.reserved) = (Some(id), Some(id));
+        (self.transfers.retrying, self.transfers.reserve_owner) = (Some(id), Some(id));
         self.route(id);
-        (self.served, self.reserved) = (None, None);
-        (self.memory_waiters.first() != Some(id)).then_some(true)
+        (self.transfers.retrying, self.transfers.reserve_owner) = (None, None);
+        (self.transfers.memory_waiters.first() != Some(id)).then_some(true)
     }
 
     /// A job has read its cell in this memory: from the reserve it leaves at once.
@@ -1557,12 +1622,12 @@ mod tests {
         fn lines_are_queues_that_can_be_left_anywhere(
             steps in prop::collection::vec((0..4u8, 0..3usize, any::<u16>()), 1..400),
         ) {
-            const OF: [Of; 3] = [Of::Wait, Of::Wait, Of::Move];
+            const OF: [Of; 3] = [Of::Wait, Of::Wait, Of::Transfer];
             let mut jobs = Table::new(64);
             for number in 0..64 {
                 jobs.add(Job::new(0, number, Cell { chunk: 0, layer: 0 })).unwrap();
             }
-            let mut lines: [Line; 3] = Default::default();
+            let mut lines: [WaitList; 3] = Default::default();
             let mut queues: [VecDeque<u32>; 3] = Default::default();
             for (what, at, choice) in steps {
                 let (of, line) = (OF[at], &mut lines[at]);

@@ -1,21 +1,20 @@
 //! Batches of work for the workers: [`StoreState::take`] hands one out, [`StoreState::done`] takes
 //! its outcome.
 
-use crate::base::status::{Error, Result};
+use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::{Memory, Way};
 use crate::format::codec::int8::Quality;
 use crate::format::codec::{Codec, Shape};
 use crate::meta::layout::Planes;
-use crate::store::job_queues::LANES;
 use crate::store::state::device_tier::SlabWork;
 use crate::store::state::disk_gc::Checkpoint;
-use crate::store::state::plans::Burden;
 use crate::store::state::remote::RemoteTier;
 use crate::store::state::remote_fetch::FetchBatch;
 use crate::store::state::remote_lookup::AskBatch;
 use crate::store::state::remote_upload::SendBatch;
 use crate::store::state::session::Views;
+use crate::store::state::stage::{Load, Stage};
 use crate::store::state::{At, StoreState};
 use crate::tier::disk::{Gets, Mark, Puts};
 use crate::tier::host::Registration;
@@ -127,7 +126,7 @@ pub struct CopyBatch {
     pub damage: Damage,
     /// The checksums of its jobs' planes, where the device sums.
     pub sums: Vec<[u64; 2]>,
-    pub(super) burden: Burden,
+    pub(super) load: Load,
     /// The engine's side of its moves.
     pub views: Vec<Arc<Views>>,
     /// What to copy.
@@ -164,7 +163,7 @@ impl CopyBatch {
 #[derive(Default)]
 pub struct ReadBatch {
     pub(super) jobs: Vec<u32>,
-    pub(super) burden: Burden,
+    pub(super) load: Load,
     /// What to read, and how it went.
     pub gets: Gets,
     /// How cells that are coded become what they were, in the order of `gets`.
@@ -323,9 +322,9 @@ impl StoreState {
             WorkerKind::Send => self.take_sends().map(Work::Sends),
             WorkerKind::Ask => self.take_asks().map(Work::Asks),
         };
-        self.under_way[workers as usize] += u32::from(work.is_some());
         if let Some(work) = &mut work {
-            self.weigh(work);
+            self.stages.in_flight[workers as usize] += 1;
+            self.batch_begins(work);
             self.turn_begins(work);
         }
         // Looking for work ends what needs none, and that may let others go on.
@@ -338,22 +337,25 @@ impl StoreState {
     pub fn has_work(&self, workers: WorkerKind) -> bool {
         match workers {
             WorkerKind::Copy => {
-                (0..LANES).any(|lane| self.copies.waiting(lane).0 > 0)
+                self.stages.copy.has_queued()
                     || self.has_device_work()
                     || self.host.has_unregistered()
             }
-            WorkerKind::Read => (0..LANES).any(|lane| self.reads.waiting(lane).0 > 0),
+            WorkerKind::Read => self.stages.read.has_queued(),
             WorkerKind::Write => {
-                (!self.writebacks.is_empty() || self.has_due()) && !self.upkeep.holds_writes
+                (!self.writeback.queue.is_empty() || self.has_due()) && !self.disk_gc.holds_writes
             }
-            WorkerKind::Sync => !self.commits.is_empty() || self.fresh.len() >= self.flush_at,
+            WorkerKind::Sync => {
+                !self.writeback.sync_waiters.is_empty()
+                    || self.writeback.unsynced.len() >= self.writeback.sync_at
+            }
             WorkerKind::Upkeep => {
-                let is_held =
-                    self.upkeep.holds_writes && self.under_way[WorkerKind::Write as usize] > 0;
-                self.under_way[workers as usize] == 0
+                let is_held = self.disk_gc.holds_writes
+                    && self.stages.in_flight[WorkerKind::Write as usize] > 0;
+                self.stages.in_flight[workers as usize] == 0
                     && self.disk.is_some()
                     && !is_held
-                    && (self.upkeep.wants() || self.is_checkpoint_due())
+                    && (self.disk_gc.wants() || self.is_checkpoint_due())
             }
             WorkerKind::Fetch => {
                 self.remote.as_ref().is_some_and(|remote| !remote.is_quiet_to_fetch())
@@ -365,9 +367,9 @@ impl StoreState {
 
     /// Says how work went, and how long it took; 0 = not known.
     pub fn done(&mut self, work: Work, outcome: Outcome, elapsed_ns: u64) {
-        self.observe(&work, &outcome, elapsed_ns);
+        self.batch_ends(&work, &outcome, elapsed_ns);
         self.turn_ends(&work, &outcome);
-        self.under_way[work.workers() as usize] -= 1;
+        self.stages.in_flight[work.workers() as usize] -= 1;
         match work {
             Work::Copies(batch) => self.done_copies(&batch, &outcome),
             Work::Slabs(slabs) => self.done_slabs(slabs),
@@ -382,4 +384,65 @@ impl StoreState {
         }
         self.settle();
     }
+
+    /// The stage that work passes through, if it has one.
+    fn stage(&mut self, work: &Work) -> Option<&mut Stage> {
+        match work {
+            Work::Copies(batch) => match &mut self.replicas {
+                Some(replicas) if batch.uses_device => Some(&mut replicas.stage),
+                _ => Some(&mut self.stages.copy),
+            },
+            Work::Reads(_) => Some(&mut self.stages.read),
+            Work::Fetches(_) => self.remote.as_mut().map(|remote| &mut remote.fetch),
+            _ => None,
+        }
+    }
+
+    /// Notes what a batch carries. It counts as in flight already.
+    fn batch_begins(&mut self, work: &mut Work) {
+        let beside = self.stages.in_flight(work.workers());
+        let cell_bytes = |id: &u32| {
+            let (table, cell) = self.cell_of(&self.transfers.jobs[*id]);
+            self.tables[table as usize].planes(cell).bytes()
+        };
+        let (bytes, load) = match work {
+            Work::Copies(batch) => {
+                let bytes = batch.jobs.iter().map(|&id| self.part_bytes(&self.transfers.jobs[id]));
+                (bytes.sum(), &mut batch.load)
+            }
+            Work::Reads(batch) => (batch.jobs.iter().map(cell_bytes).sum(), &mut batch.load),
+            Work::Fetches(batch) => (batch.bytes(), &mut batch.load),
+            _ => return,
+        };
+        let noted = Load { bytes, beside };
+        *load = noted;
+        if let Some(stage) = self.stage(work) {
+            stage.begins(noted);
+        }
+    }
+
+    /// Takes over how long a batch took. It still counts as in flight.
+    fn batch_ends(&mut self, work: &Work, outcome: &Outcome, elapsed_ns: u64) {
+        if matches!(work, Work::Slabs(_) | Work::Unregistered(_)) {
+            return;
+        }
+        let workers = work.workers();
+        self.stats.latencies.batch(workers as usize, elapsed_ns);
+        let (load, is_sound) = match work {
+            Work::Copies(batch) => (batch.load, outcome.is_ok()),
+            // A failed read says nothing about the bandwidth; a read of wrong bytes does.
+            Work::Reads(batch) => (batch.load, batch.gets.iter().all(|get| was_read(&get.result))),
+            Work::Fetches(batch) => (batch.load, batch.all_came()),
+            _ => return,
+        };
+        let in_flight = self.stages.in_flight(workers);
+        if let Some(stage) = self.stage(work) {
+            stage.ends(load, in_flight, is_sound, elapsed_ns);
+        }
+    }
+}
+
+fn was_read(result: &Result<()>) -> bool {
+    let status = result.as_ref().map_or_else(|error| error.status(), |()| Status::Ok);
+    matches!(status, Status::Ok | Status::Corrupt | Status::NotFound)
 }

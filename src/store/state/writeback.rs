@@ -14,7 +14,7 @@ use crate::meta::index::{NONE, Slot};
 use crate::store::job_queues::LANES;
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::{Leave, Part};
-use crate::store::state::transfer::{Level, Move};
+use crate::store::state::transfer::{Level, Transfer};
 use crate::store::state::work::{Coding, SyncBatch, WorkerKind, WriteBatch};
 use crate::store::state::{At, DEVICE_MASK, DISK_MASK, HOST_MASK, StoreState, Write};
 use crate::tier::disk::{Mark, PutPlane, Spot, usual_record_bytes};
@@ -26,24 +26,58 @@ pub const RECORD_CELLS: usize = 512;
 /// What a batch did for one chunk.
 struct Written {
     at: At,
-    marks: Vec<Fresh>,
+    marks: Vec<Unsynced>,
     error: Option<Error>,
+}
+
+/// Chunks on their way from memory to disk, and transfers that wait for them.
+pub(super) struct Writeback {
+    /// Chunks to be written.
+    pub(super) queue: VecDeque<At>,
+    /// Chunks whose memory is freed once they are on disk, and how much of them.
+    pub(super) demoting: BTreeMap<At, Leave>,
+    pub(super) demoting_bytes: u64,
+    /// Puts that wait until a chunk is on disk, each with the index of the chunk in its transfer;
+    /// NONE = the chunk is only written because a later one needs it.
+    pub(super) chunk_waiters: BTreeMap<At, Vec<(u32, u32)>>,
+    /// Writes that are not durable yet.
+    pub(super) unsynced: BTreeMap<At, Vec<Unsynced>>,
+    /// With so many a sync is made though nobody waits for it.
+    pub(super) sync_at: usize,
+    /// Puts that wait for a sync.
+    pub(super) sync_waiters: Vec<u32>,
+    pub(super) behind: WriteBehind,
+}
+
+impl Default for Writeback {
+    fn default() -> Writeback {
+        Writeback {
+            queue: VecDeque::new(),
+            demoting: BTreeMap::new(),
+            demoting_bytes: 0,
+            chunk_waiters: BTreeMap::new(),
+            unsynced: BTreeMap::new(),
+            sync_at: MOST_UNSYNCED,
+            sync_waiters: Vec::new(),
+            behind: WriteBehind::default(),
+        }
+    }
 }
 
 impl StoreState {
     /// A put is in memory: sends down what has to be on disk.
     pub(super) fn write_down(&mut self, number: u32) {
-        let one = &self.moves[number].spec;
+        let one = &self.transfers.table[number].spec;
         let (table, level) = (one.table, one.level);
         if self.disk.is_none() {
             return;
         }
         let on_disk = level.is_on_disk();
-        let one = &self.moves[number];
+        let one = &self.transfers.table[number];
         let layers = self.tables[table as usize].layout.layers();
         let all_read = on_disk && one.spec.layers == layers && one.is_sound();
-        for i in 0..self.moves[number].spec.slots.len() {
-            let at = At { table, slot: self.moves[number].spec.slots[i] };
+        for i in 0..self.transfers.table[number].spec.slots.len() {
+            let at = At { table, slot: self.transfers.table[number].spec.slots[i] };
             if all_read {
                 self.tables[table as usize].clear(at.slot, note::UNREAD);
             }
@@ -63,8 +97,8 @@ impl StoreState {
                 self.tables[table as usize].set(at.slot, note::FORCED);
             }
             if on_disk {
-                self.chunk_waits.entry(at).or_default().push((number, i as u32));
-                self.moves[number].waits += 1;
+                self.writeback.chunk_waiters.entry(at).or_default().push((number, i as u32));
+                self.transfers.table[number].waits += 1;
             }
             self.queue_down(at);
         }
@@ -79,7 +113,7 @@ impl StoreState {
         let rows = &self.tables[at.table as usize];
         let row = rows.chunks.chunk(at.slot);
         let cells = row.map_or(0, |row| usize::from(row.cells()[Tier::Host as usize]));
-        let level = self.moves[number].spec.level;
+        let level = self.transfers.table[number].spec.level;
         if level == Level::Ram || cells < rows.layout.layers() {
             return;
         }
@@ -87,12 +121,12 @@ impl StoreState {
             return self.send_put(number, chunk, at);
         }
         let rows = &self.tables[at.table as usize];
-        let one = &mut self.moves[number];
+        let one = &mut self.transfers.table[number];
         one.whole.push(at.slot);
         if one.whole.len() as u64 * rows.chunk_bytes(at.slot) < self.config.batch_bytes {
             return;
         }
-        for slot in std::mem::take(&mut self.moves[number].whole) {
+        for slot in std::mem::take(&mut self.transfers.table[number].whole) {
             let at = At { slot, ..at };
             self.tables[at.table as usize].set(slot, note::FORCED);
             self.queue_down(at);
@@ -125,15 +159,15 @@ impl StoreState {
 
     /// The next chunks to be written, up to a batch.
     pub(super) fn take_writes(&mut self) -> Option<WriteBatch> {
-        if self.upkeep.holds_writes {
+        if self.disk_gc.holds_writes {
             return None;
         }
         let (mut batch, mut bytes) = (WriteBatch::default(), 0);
         while bytes < self.config.batch_bytes && batch.chunks.len() < self.config.batch_cells {
-            if self.writebacks.is_empty() {
+            if self.writeback.queue.is_empty() {
                 self.queue_due();
             }
-            let Some(at) = self.writebacks.pop_front() else { break };
+            let Some(at) = self.writeback.queue.pop_front() else { break };
             let rows = &mut self.tables[at.table as usize];
             rows.clear(at.slot, note::QUEUED);
             let wanted =
@@ -200,7 +234,7 @@ impl StoreState {
     pub(super) fn done_writes(&mut self, batch: &WriteBatch) {
         let mut written: Vec<Written> = Vec::new();
         let mut codings = batch.codings.iter();
-        self.upkeep.records += batch.puts.len() as u64;
+        self.disk_gc.records += batch.puts.len() as u64;
         for (at, (put, cells)) in batch.chunks.iter().zip(batch.puts.iter()) {
             if written.last().is_none_or(|last| last.at != *at) {
                 written.push(Written { at: *at, marks: Vec::new(), error: None });
@@ -222,7 +256,7 @@ impl StoreState {
             match &put.result {
                 Ok(mark) => {
                     let record = cells.first().and_then(|cell| cell.spot.record());
-                    last.marks.push(Fresh { mark: *mark, record });
+                    last.marks.push(Unsynced { mark: *mark, record });
                 }
                 Err(error) => last.error = Some(batch.refused.as_ref().unwrap_or(error).clone()),
             }
@@ -256,17 +290,17 @@ impl StoreState {
         let at = one.at;
         if !one.marks.is_empty() {
             self.forget_stale(at);
-            self.fresh.entry(at).or_default().extend(one.marks);
+            self.writeback.unsynced.entry(at).or_default().extend(one.marks);
         }
         match one.error {
             None => {
-                self.upkeep.succeeded(at);
+                self.disk_gc.succeeded(at);
                 self.let_go_after(at, |core| core.is_down(at));
             }
             Some(error) if error.status() == Status::Budget => self.park(at, error),
             Some(error) => {
                 self.counters.failed_writes += 1;
-                match self.upkeep.may_try_again(at) {
+                match self.disk_gc.may_try_again(at) {
                     true => self.let_go_after(at, |core| core.queue_one(at)),
                     false => self.let_go_after(at, |core| core.stays_up(at, &error)),
                 }
@@ -284,7 +318,7 @@ impl StoreState {
     /// or the store.
     pub(super) fn codec_of(&self, at: At) -> Codec {
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
-        let space = row.and_then(|row| self.spaces.get(row.namespace() as usize));
+        let space = row.and_then(|row| self.namespaces.get(row.namespace() as usize));
         space.and_then(|space| space.codec).unwrap_or(self.config.codec)
     }
 
@@ -299,7 +333,7 @@ impl StoreState {
     /// ends that says so again.
     pub(super) fn is_down(&mut self, at: At) {
         let is_queued = self.tables[at.table as usize].has(at.slot, note::QUEUED);
-        if is_queued || self.is_writing(at) || self.upkeep.is_parked(at) {
+        if is_queued || self.is_writing(at) || self.disk_gc.is_parked(at) {
             return;
         }
         let rows = &mut self.tables[at.table as usize];
@@ -312,9 +346,9 @@ impl StoreState {
                 self.enter_cache(at, Tier::Host, Part::All);
             }
         }
-        for (number, _) in self.chunk_waits.remove(&at).unwrap_or_default() {
-            self.moves[number].waits -= 1;
-            if self.moves[number].waits == 0 {
+        for (number, _) in self.writeback.chunk_waiters.remove(&at).unwrap_or_default() {
+            self.transfers.table[number].waits -= 1;
+            if self.transfers.table[number].waits == 0 {
                 self.end_move(number);
             }
         }
@@ -325,18 +359,18 @@ impl StoreState {
     pub(super) fn stays_up(&mut self, at: At, error: &Error) {
         let rows = &mut self.tables[at.table as usize];
         rows.clear(at.slot, note::FORCED);
-        self.upkeep.given_up += 1;
+        self.disk_gc.given_up += 1;
         if let Some(leave) = self.stop_leaving(at) {
             self.counters.refused += 1;
             self.gone_if_free(at, &leave);
         }
-        for (number, chunk) in self.chunk_waits.remove(&at).unwrap_or_default() {
+        for (number, chunk) in self.writeback.chunk_waiters.remove(&at).unwrap_or_default() {
             // What was only taken along is none of its promise.
             if chunk != NONE {
-                self.moves[number].blame(chunk, error);
+                self.transfers.table[number].blame(chunk, error);
             }
-            self.moves[number].waits -= 1;
-            if self.moves[number].waits == 0 {
+            self.transfers.table[number].waits -= 1;
+            if self.transfers.table[number].waits == 0 {
                 self.end_move(number);
             }
         }
@@ -350,8 +384,8 @@ impl StoreState {
         let is_all = !self.config.drop_cells;
         let goes = |layer, there| there == HOST_MASK && (is_all || leave.has(layer));
         let freed = self.drop_where(at, Tier::Host as usize, goes);
-        self.refusals = if freed > 0 { 0 } else { self.refusals + 1 };
-        self.refused_ns = self.now_ns;
+        self.eviction.refusals = if freed > 0 { 0 } else { self.eviction.refusals + 1 };
+        self.eviction.refused_ns = self.now_ns;
         let rows = &mut self.tables[at.table as usize];
         if was_held && rows.chunks.retain(at.slot).is_err() {
             log::error!("a chunk could not be held again");
@@ -400,7 +434,7 @@ impl StoreState {
             rows.set(at.slot, note::QUEUED);
             // Queued chunks stay where they are until their turn.
             if rows.chunks.retain(at.slot).is_ok() {
-                self.writebacks.push_back(at);
+                self.writeback.queue.push_back(at);
             } else {
                 rows.clear(at.slot, note::QUEUED);
             }
@@ -412,7 +446,7 @@ impl StoreState {
     fn needs_all_before(&self, at: At) -> bool {
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
         row.is_some_and(|row| {
-            let space = self.spaces.get(row.namespace() as usize);
+            let space = self.namespaces.get(row.namespace() as usize);
             row.owner().is_none() && space.is_some_and(|space| !space.holes)
         })
     }
@@ -475,7 +509,7 @@ impl StoreState {
 
     /// A put that has to be on disk waits for those before its chunks, too.
     pub(super) fn wait_for_those_before(&mut self, number: u32) {
-        let one = &self.moves[number].spec;
+        let one = &self.transfers.table[number].spec;
         let Some(&first) = one.slots.first() else { return };
         let at = At { table: one.table, slot: first };
         if !self.needs_all_before(at) {
@@ -491,8 +525,8 @@ impl StoreState {
             }
             self.tables[at.table as usize].set(slot, note::FORCED);
             self.queue_one(one);
-            self.chunk_waits.entry(one).or_default().push((number, NONE));
-            let waiting = &mut self.moves[number];
+            self.writeback.chunk_waiters.entry(one).or_default().push((number, NONE));
+            let waiting = &mut self.transfers.table[number];
             waiting.waits += 1;
             waiting.ahead.push(slot);
             next = self.tables[at.table as usize].chunks.parent(slot);
@@ -503,7 +537,7 @@ impl StoreState {
     /// something could not be written. For tests and simulations in which nobody has left
     /// the disk.
     pub fn check_prefixes(&self) -> Result<()> {
-        if self.upkeep.given_up > 0 {
+        if self.disk_gc.given_up > 0 {
             return Ok(());
         }
         for (number, rows) in self.tables.iter().enumerate() {
@@ -570,10 +604,10 @@ impl StoreState {
             return;
         }
         demoted.leaving += 1;
-        let leave = self.leaving.entry(at).or_default();
+        let leave = self.writeback.demoting.entry(at).or_default();
         if !leave.is_whole() {
             leave.add(Part::All, left);
-            self.leaving_bytes += left;
+            self.writeback.demoting_bytes += left;
         }
         self.tables[at.table as usize].set(at.slot, note::LEAVES);
         self.queue_down(at);
@@ -634,14 +668,14 @@ impl StoreState {
         let (generation, since_ns) = (row.generation(), self.now_ns);
         rows.set(at.slot, note::UNWRITTEN);
         self.sweep_unwritten();
-        self.write_behind.line.push_back(Unwritten { at, generation, since_ns, bytes });
-        self.write_behind.bytes += bytes;
+        self.writeback.behind.line.push_back(Unwritten { at, generation, since_ns, bytes });
+        self.writeback.behind.bytes += bytes;
     }
 
     /// Queues the oldest chunk that is due; false when none is.
     pub(super) fn queue_due(&mut self) -> bool {
         while self.has_due() {
-            let Some(one) = self.write_behind.pop() else { break };
+            let Some(one) = self.writeback.behind.pop() else { break };
             if !self.is_unwritten_still(&one) {
                 continue;
             }
@@ -661,23 +695,23 @@ impl StoreState {
             0 => self.config.host_bytes / HOST_SHARE,
             bytes => bytes,
         };
-        self.write_behind.bytes > limit || self.due_ns().is_some_and(|due| due <= self.now_ns)
+        self.writeback.behind.bytes > limit || self.due_ns().is_some_and(|due| due <= self.now_ns)
     }
 
     /// When the hands that write have to look again although nothing happens.
     pub fn due_ns(&self) -> Option<u64> {
-        let first = self.write_behind.line.front()?;
-        let is_reading = self.under_way[WorkerKind::Read as usize] > 0
-            || (0..LANES).any(|lane| self.reads.waiting(lane).0 > 0);
+        let first = self.writeback.behind.line.front()?;
+        let is_reading = self.stages.in_flight[WorkerKind::Read as usize] > 0
+            || (0..LANES).any(|lane| self.stages.read.queue.waiting(lane).0 > 0);
         let wait_ns = self.config.write_age_ns / if is_reading { 2 } else { 4 };
         Some(first.since_ns.saturating_add(wait_ns))
     }
 
     /// Bytes that wait for their time to be written, and for how long the oldest has waited.
     pub fn unwritten(&self) -> (u64, u64) {
-        let first = self.write_behind.line.front();
+        let first = self.writeback.behind.line.front();
         let age_ns = first.map_or(0, |one| self.now_ns.saturating_sub(one.since_ns));
-        (self.write_behind.bytes, age_ns)
+        (self.writeback.behind.bytes, age_ns)
     }
 
     /// Whether a chunk is still the one that was to be written.
@@ -690,15 +724,15 @@ impl StoreState {
 
     /// Takes chunks out of the line that have left, once they may be half of it.
     fn sweep_unwritten(&mut self) {
-        let length = self.write_behind.line.len();
-        if length < self.write_behind.sweep_at.max(LEAST_SWEEP) {
+        let length = self.writeback.behind.line.len();
+        if length < self.writeback.behind.sweep_at.max(LEAST_SWEEP) {
             return;
         }
-        let mut line = std::mem::take(&mut self.write_behind.line);
+        let mut line = std::mem::take(&mut self.writeback.behind.line);
         line.retain(|one| self.is_unwritten_still(one));
-        self.write_behind.bytes = line.iter().map(|one| one.bytes).sum();
-        self.write_behind.sweep_at = 2 * line.len();
-        self.write_behind.line = line;
+        self.writeback.behind.bytes = line.iter().map(|one| one.bytes).sum();
+        self.writeback.behind.sweep_at = 2 * line.len();
+        self.writeback.behind.line = line;
     }
 }
 
@@ -715,13 +749,13 @@ impl Write {
 // wait for them.
 
 /// Writes that nobody waits for are synced when there are so many.
-pub(super) const MOST_FRESH: usize = 1 << 16;
+pub(super) const MOST_UNSYNCED: usize = 1 << 16;
 /// No move.
 const NOBODY: u32 = u32::MAX;
 
 /// A record of a chunk that was written, and may not be durable.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Fresh {
+pub(super) struct Unsynced {
     pub mark: Mark,
     /// The block of the mark's segment at which it starts.
     pub record: Option<u32>,
@@ -733,7 +767,7 @@ type Synced = BTreeMap<(u32, Mark), bool>;
 impl StoreState {
     /// Whether a move that has ended otherwise has to wait for a sync.
     pub(super) fn commits_before_end(&mut self, number: u32) -> bool {
-        let one = &self.moves[number];
+        let one = &self.transfers.table[number];
         if one.spec.level != Level::Durable {
             return false;
         }
@@ -742,32 +776,37 @@ impl StoreState {
             self.blame(number, &status.into());
             return false;
         }
-        self.commits.push(number);
+        self.writeback.sync_waiters.push(number);
         true
     }
 
     /// What is to be synced.
     pub(super) fn take_syncs(&mut self) -> Option<SyncBatch> {
-        if self.commits.is_empty() && self.fresh.len() < self.flush_at || self.disk.is_none() {
+        if self.writeback.sync_waiters.is_empty()
+            && self.writeback.unsynced.len() < self.writeback.sync_at
+            || self.disk.is_none()
+        {
             return None;
         }
-        let mut batch =
-            SyncBatch { moves: std::mem::take(&mut self.commits), ..SyncBatch::default() };
+        let mut batch = SyncBatch {
+            moves: std::mem::take(&mut self.writeback.sync_waiters),
+            ..SyncBatch::default()
+        };
         for &number in &batch.moves {
             for at in self.relied_on(number) {
                 self.forget_stale(at);
-                let marks = self.fresh.get(&at).into_iter().flatten();
+                let marks = self.writeback.unsynced.get(&at).into_iter().flatten();
                 batch.marks.extend(marks.map(|fresh| (number, fresh.mark, Ok(()))));
             }
             let found = self.found_marks(number).into_iter().chain(self.mark_of_note(number));
             batch.marks.extend(found.map(|mark| (number, mark, Ok(()))));
         }
-        if self.fresh.len() >= self.flush_at {
-            self.flush_at = usize::MAX; // until this one is done
-            let nobody = |fresh: &Fresh| (NOBODY, fresh.mark, Ok(()));
-            batch.marks.extend(self.fresh.values().flatten().map(nobody));
+        if self.writeback.unsynced.len() >= self.writeback.sync_at {
+            self.writeback.sync_at = usize::MAX; // until this one is done
+            let nobody = |fresh: &Unsynced| (NOBODY, fresh.mark, Ok(()));
+            batch.marks.extend(self.writeback.unsynced.values().flatten().map(nobody));
         }
-        if self.upkeep.takes_recovered() {
+        if self.disk_gc.takes_recovered() {
             batch.everything = Some(Ok(()));
         }
         Some(batch)
@@ -776,7 +815,7 @@ impl StoreState {
     /// Syncs of what a put found on disk, in segments of earlier lives: until all of those
     /// are known to be durable.
     fn found_marks(&self, number: u32) -> BTreeSet<Mark> {
-        let one = &self.moves[number].spec;
+        let one = &self.transfers.table[number].spec;
         let rows = &self.tables[one.table as usize];
         let layers = one.first_layer..one.first_layer + one.layers;
         let cells = one
@@ -787,7 +826,7 @@ impl StoreState {
             Ok(Some(Place::Disk { spot, .. })) => Some(Spot(spot).segment()),
             _ => None,
         });
-        match self.upkeep.found_until {
+        match self.disk_gc.found_until {
             0 => BTreeSet::new(),
             until => segments.filter(|&s| s <= until).map(Mark::found).collect(),
         }
@@ -798,7 +837,7 @@ impl StoreState {
             Some(Err(error)) => {
                 log::warn!("not all that was found on disk could be made durable: {error}");
             }
-            Some(Ok(())) => self.upkeep.found_until = 0,
+            Some(Ok(())) => self.disk_gc.found_until = 0,
             None => {}
         }
         let failed =
@@ -807,14 +846,14 @@ impl StoreState {
         for (&number, error) in failed.iter().filter(|(n, _)| **n != NOBODY) {
             self.blame(number, error);
         }
-        if self.flush_at == usize::MAX {
-            self.flush_at = MOST_FRESH.max(2 * self.fresh.len());
+        if self.writeback.sync_at == usize::MAX {
+            self.writeback.sync_at = MOST_UNSYNCED.max(2 * self.writeback.unsynced.len());
         }
         let nobodys = batch.marks.iter().filter(|(number, ..)| *number == NOBODY);
         let lasting: BTreeSet<Mark> =
             nobodys.filter(|(.., result)| result.is_ok()).map(|&(_, mark, _)| mark).collect();
         if !lasting.is_empty() {
-            self.fresh.retain(|_, marks| {
+            self.writeback.unsynced.retain(|_, marks| {
                 marks.retain(|fresh| !lasting.contains(&fresh.mark));
                 !marks.is_empty()
             });
@@ -830,7 +869,7 @@ impl StoreState {
 
     /// The chunks that a durable put has to have on disk.
     fn relied_on(&self, number: u32) -> Vec<At> {
-        let Move { spec: one, ahead, .. } = &self.moves[number];
+        let Transfer { spec: one, ahead, .. } = &self.transfers.table[number];
         let at = |&slot: &Slot| At { table: one.table, slot };
         one.slots.iter().chain(ahead).map(at).collect()
     }
@@ -840,14 +879,14 @@ impl StoreState {
     /// memory, too, it leaves that record, and is written anew.
     fn forget_marks(&mut self, number: u32, synced: &Synced) {
         for at in self.relied_on(number) {
-            let Some(mut marks) = self.fresh.remove(&at) else { continue };
-            let how = |fresh: &Fresh| synced.get(&(number, fresh.mark)).copied();
+            let Some(mut marks) = self.writeback.unsynced.remove(&at) else { continue };
+            let how = |fresh: &Unsynced| synced.get(&(number, fresh.mark)).copied();
             for fresh in marks.iter().filter(|fresh| how(fresh) == Some(false)) {
                 self.leave_record(at, fresh);
             }
             marks.retain(|fresh| how(fresh) != Some(true));
             if !marks.is_empty() {
-                self.fresh.insert(at, marks);
+                self.writeback.unsynced.insert(at, marks);
             }
         }
     }
@@ -856,21 +895,21 @@ impl StoreState {
     /// moves is durable where it went. While a part of the chunk is in memory only they may
     /// be what that has left.
     pub(super) fn forget_stale(&mut self, at: At) {
-        if !self.fresh.contains_key(&at) || self.only_in_host(at, Part::All) > 0 {
+        if !self.writeback.unsynced.contains_key(&at) || self.only_in_host(at, Part::All) > 0 {
             return;
         }
-        let mut marks = self.fresh.remove(&at).unwrap_or_default();
+        let mut marks = self.writeback.unsynced.remove(&at).unwrap_or_default();
         marks.retain(|fresh| {
             let layers = self.tables[at.table as usize].layout.layers();
             (0..layers).any(|layer| self.is_of(at, layer, fresh))
         });
         if !marks.is_empty() {
-            self.fresh.insert(at, marks);
+            self.writeback.unsynced.insert(at, marks);
         }
     }
 
     /// Whether a layer of a chunk is on disk where a record has it.
-    fn is_of(&self, at: At, layer: usize, fresh: &Fresh) -> bool {
+    fn is_of(&self, at: At, layer: usize, fresh: &Unsynced) -> bool {
         let cell = Cell { chunk: at.slot, layer };
         match self.tables[at.table as usize].chunks.place(cell, Tier::Disk) {
             Ok(Some(Place::Disk { spot, .. })) => {
@@ -884,7 +923,7 @@ impl StoreState {
     /// Cells that are in memory leave a record that cannot be synced, and are written anew:
     /// what continues them is of no use without. Others stay where they are, also in the same
     /// segment: they may have been durable before.
-    fn leave_record(&mut self, at: At, fresh: &Fresh) {
+    fn leave_record(&mut self, at: At, fresh: &Unsynced) {
         for layer in 0..self.tables[at.table as usize].layout.layers() {
             let cell = Cell { chunk: at.slot, layer };
             let is_its = self.is_of(at, layer, fresh);
