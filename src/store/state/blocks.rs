@@ -115,7 +115,7 @@ impl StoreState {
         how: (TransferKind, Level, usize),
         blocks: BlockMove,
     ) -> Result<(u32, u64)> {
-        let ticket = self.next_ticket();
+        let ticket = self.dependencies.next_ticket();
         let number = self.begin_blocks(at, how, blocks, Some(ticket))?;
         Ok((number, ticket))
     }
@@ -180,7 +180,7 @@ impl StoreState {
             holes,
         };
         let added = rows.chunks.add(&new)?;
-        self.row_came(space, added);
+        self.namespaces.row_came(space, added);
         Ok(added.slot())
     }
 

@@ -58,7 +58,7 @@ impl StoreState {
                 fail!(State, "{live} blocks of the disk live, cells there have {blocks}");
             }
         }
-        self.check_nothing_behind()?;
+        self.dependencies.check_nothing_behind()?;
         if let Some(remote) = self.remote.as_ref().filter(|remote| !remote.is_bare()) {
             fail!(State, "something of the remote never ended: {}", remote.words());
         }

@@ -19,6 +19,63 @@ pub(super) struct Dependencies {
     pub(super) events: DeviceEvents,
 }
 
+impl Dependencies {
+    /// That nothing is left of it, for [`StoreState::check`] of a store that rests.
+    pub(super) fn check_nothing_behind(&self) -> Result<()> {
+        let DeviceEvents { events, jobs, bytes, .. } = &self.events;
+        if !events.is_empty() || *jobs + *bytes != 0 {
+            fail!(State, "{} events ahead of nothing, {jobs} jobs, {bytes} bytes", events.len());
+        }
+        Ok(())
+    }
+
+    pub(super) fn first_behind(&self, event: u64) -> Option<u32> {
+        self.events.events.get(&event)?.line.first()
+    }
+
+    /// It has ended.
+    pub(super) fn leave_behind(&mut self, event: Option<Event>) {
+        let Some(event) = event else { return };
+        if let Some(ahead) = self.events.events.get_mut(&event.0) {
+            ahead.moves -= 1;
+            if ahead.moves == 0 {
+                self.events.events.remove(&event.0);
+            }
+        }
+    }
+
+    /// A move is behind an event from now on.
+    pub(super) fn join_behind(&mut self, event: Option<Event>) {
+        if let Some(event) = event {
+            self.events.events.entry(event.0).or_default().moves += 1;
+        }
+    }
+
+    /// Whether copies end soon, since what they are behind has: their memory comes free. An
+    /// event that has not come may come after the very moves that wait for memory, so nobody
+    /// waits for what is behind that.
+    pub(super) fn is_ending_behind(&self) -> bool {
+        self.events.events.values().any(|ahead| ahead.has_ended && ahead.taken > 0)
+    }
+
+    /// A move waits no more, or has ended.
+    pub(super) fn stop_waiting(&mut self, ticket: Option<u64>) {
+        if let Some(ticket) = ticket {
+            self.tickets.moves.remove(&ticket);
+        }
+    }
+
+    /// A move waits from now on.
+    pub(super) fn hold_back(&mut self, number: u32, ticket: u64) {
+        self.tickets.moves.insert(ticket, number);
+    }
+
+    pub(super) fn next_ticket(&mut self) -> u64 {
+        self.tickets.tickets += 1;
+        self.tickets.tickets
+    }
+}
+
 /// Moves that wait, by ticket: numbers of moves are used again, tickets are not.
 #[derive(Default)]
 pub(super) struct Tickets {
@@ -37,33 +94,16 @@ impl StoreState {
         lane: usize,
         cell_range: CellRange,
     ) -> Result<(u32, u64)> {
-        let ticket = self.next_ticket();
+        let ticket = self.dependencies.next_ticket();
         let number = self.begin_cell_range(at, (kind, level, lane), cell_range, Some(ticket))?;
         Ok((number, ticket))
-    }
-
-    pub(super) fn next_ticket(&mut self) -> u64 {
-        self.dependencies.tickets.tickets += 1;
-        self.dependencies.tickets.tickets
-    }
-
-    /// A move waits from now on.
-    pub(super) fn hold_back(&mut self, number: u32, ticket: u64) {
-        self.dependencies.tickets.moves.insert(ticket, number);
-    }
-
-    /// A move waits no more, or has ended.
-    pub(super) fn stop_waiting(&mut self, ticket: Option<u64>) {
-        if let Some(ticket) = ticket {
-            self.dependencies.tickets.moves.remove(&ticket);
-        }
     }
 
     /// The word is given: the move begins. One that has ended meanwhile does not.
     pub fn begin_waiting(&mut self, ticket: u64) {
         if let Some(number) = self.dependencies.tickets.moves.remove(&ticket) {
             self.transfers.table[number].began_ns = self.now_ns;
-            self.feed_later(number);
+            self.transfers.feed_later(number);
             self.settle();
         }
     }
@@ -167,10 +207,10 @@ impl StoreState {
     fn event_came(&mut self, event: u64) {
         let Some(ahead) = self.dependencies.events.events.get_mut(&event) else { return };
         ahead.has_come = true;
-        while let Some(id) = self.first_behind(event) {
+        while let Some(id) = self.dependencies.first_behind(event) {
             self.unqueue_behind(event, id);
             self.count_behind(id, 0);
-            let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
+            let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
             self.queue_copy(id, table, cell);
         }
         self.feed_parked();
@@ -180,7 +220,7 @@ impl StoreState {
     pub fn take_behind(&mut self, event: Event) -> Option<CopyBatch> {
         let (mut batch, mut bytes) = (CopyBatch::default(), 0);
         while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
-            let Some(id) = self.first_behind(event.0) else { break };
+            let Some(id) = self.dependencies.first_behind(event.0) else { break };
             self.unqueue_behind(event.0, id);
             if !self.turn_away(id) {
                 bytes += self.take_copy(id, u64::MAX, &mut batch);
@@ -192,13 +232,6 @@ impl StoreState {
         // One that was turned away may have to be read, or may be nowhere.
         self.settle();
         (!batch.jobs.is_empty()).then_some(batch)
-    }
-
-    /// Whether copies end soon, since what they are behind has: their memory comes free. An
-    /// event that has not come may come after the very moves that wait for memory, so nobody
-    /// waits for what is behind that.
-    pub(super) fn is_ending_behind(&self) -> bool {
-        self.dependencies.events.events.values().any(|ahead| ahead.has_ended && ahead.taken > 0)
     }
 
     /// Such a batch has ended, well or not. `is_spent`: because its event will not come.
@@ -225,24 +258,6 @@ impl StoreState {
         Ok(())
     }
 
-    /// A move is behind an event from now on.
-    pub(super) fn join_behind(&mut self, event: Option<Event>) {
-        if let Some(event) = event {
-            self.dependencies.events.events.entry(event.0).or_default().moves += 1;
-        }
-    }
-
-    /// It has ended.
-    pub(super) fn leave_behind(&mut self, event: Option<Event>) {
-        let Some(event) = event else { return };
-        if let Some(ahead) = self.dependencies.events.events.get_mut(&event.0) {
-            ahead.moves -= 1;
-            if ahead.moves == 0 {
-                self.dependencies.events.events.remove(&event.0);
-            }
-        }
-    }
-
     /// The event that copies of a move still have to be put behind.
     pub(super) fn event_of(&self, number: u32) -> Option<u64> {
         let event = self.transfers.table[number].spec.after?.0;
@@ -265,7 +280,7 @@ impl StoreState {
     /// A job begins: it counts if its event has not come.
     pub(super) fn begin_behind(&mut self, id: u32) {
         if self.event_of(self.transfers.jobs[id].number).is_some() {
-            let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
+            let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
             self.count_behind(id, self.tables[table as usize].planes(cell).bytes());
         }
     }
@@ -292,7 +307,7 @@ impl StoreState {
         for number in std::mem::take(&mut self.dependencies.events.parked) {
             // One that has ended meanwhile, or another of its number, has nothing to begin.
             if self.transfers.table.get(number).is_some() {
-                self.feed_later(number);
+                self.transfers.feed_later(number);
             }
         }
     }
@@ -318,19 +333,6 @@ impl StoreState {
             ahead.line.remove(&mut self.transfers.jobs, Of::Wait, id);
             self.transfers.jobs[id].step = Step::Fresh;
         }
-    }
-
-    fn first_behind(&self, event: u64) -> Option<u32> {
-        self.dependencies.events.events.get(&event)?.line.first()
-    }
-
-    /// That nothing is left of it, for [`StoreState::check`] of a store that rests.
-    pub(super) fn check_nothing_behind(&self) -> Result<()> {
-        let DeviceEvents { events, jobs, bytes, .. } = &self.dependencies.events;
-        if !events.is_empty() || *jobs + *bytes != 0 {
-            fail!(State, "{} events ahead of nothing, {jobs} jobs, {bytes} bytes", events.len());
-        }
-        Ok(())
     }
 
     /// Cells that wait to be submitted behind an event.

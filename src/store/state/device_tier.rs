@@ -18,7 +18,7 @@ use crate::store::admission::{Admission, Candidate};
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::{Granularity, TierCache, cell_of_owner, owner_of};
 use crate::store::state::stage::{self, Stage};
-use crate::store::state::transfer::{Job, PARTS, Step, TransferKind};
+use crate::store::state::transfer::{Job, PARTS, TransferKind};
 use crate::store::state::work::WorkerKind;
 use crate::store::state::{At, Config, DEVICE_MASK, HOST_MASK, StoreState};
 use crate::tier::device::{DeviceStats, DeviceTier, Piece, Slab};
@@ -218,17 +218,10 @@ impl StoreState {
         let is_lost = self.replicas.as_ref().is_some_and(|replicas| replicas.is_lost);
         if is_lost && self.transfers.jobs[id].uses_device {
             self.end_copying(id, false);
-            self.look_again(id);
+            self.transfers.look_again(id);
             return true;
         }
         false
-    }
-
-    /// A job begins anew, and leaves device memory alone.
-    pub(super) fn look_again(&mut self, id: u32) {
-        let job = &mut self.transfers.jobs[id];
-        (job.plain, job.step) = (true, Step::Fresh);
-        self.transfers.woken.push(id);
     }
 
     /// Device memory for a job's cell, if that is to be had there from now on.
@@ -237,7 +230,7 @@ impl StoreState {
         if !self.may_use_replica(&job) {
             return None;
         }
-        let (table, cell) = self.cell_of(&job);
+        let (table, cell) = self.transfers.cell_of(&job);
         let is_put = self.transfers.table[job.number].spec.kind == TransferKind::Put;
         let marks = *self.tables[table as usize].chunks.marks(cell.chunk)?.get(cell.layer)?;
         let is_free = (marks.there() | marks.arriving() | marks.leaving()) & DEVICE_MASK == 0;

@@ -171,15 +171,40 @@ impl DiskGc {
     pub(super) fn takes_recovered(&mut self) -> bool {
         std::mem::take(&mut self.recovered)
     }
+
+    /// Whether so much was written since the last checkpoint that a new one is due.
+    pub(super) fn is_checkpoint_due(&self) -> bool {
+        self.wants_checkpoint || self.records >= RECORDS
+    }
+
+    /// A checkpoint is written, or not.
+    pub(super) fn turn_ends(&mut self, work: &Work, outcome: &Result<()>) {
+        let begun = self.checkpoints.begun;
+        if !work.is_checkpoint() || begun <= self.checkpoints.lasting {
+            return;
+        }
+        self.checkpoints.news = true;
+        match outcome {
+            Ok(()) => (self.checkpoints.lasting, self.checkpoints.failed) = (begun, None),
+            Err(error) => self.checkpoints.failed = Some((begun, error.clone())),
+        }
+    }
+
+    /// A checkpoint begins: what has left by now is not in it.
+    pub(super) fn turn_begins(&mut self, work: &Work) {
+        if work.is_checkpoint() {
+            self.checkpoints.begun = self.checkpoints.asked;
+        }
+    }
+
+    /// A chunk waits until there is room on disk. It stays held.
+    pub(super) fn park(&mut self, at: At, error: Error) {
+        self.parked_chunks.insert(at);
+        self.parked.push((at, error));
+    }
 }
 
 impl StoreState {
-    /// A chunk waits until there is room on disk. It stays held.
-    pub(super) fn park(&mut self, at: At, error: Error) {
-        self.disk_gc.parked_chunks.insert(at);
-        self.disk_gc.parked.push((at, error));
-    }
-
     /// Has chunks leave the disk when it is nearly full, or more wants to come.
     pub(super) fn look_at_disk(&mut self) {
         let Some(disk) = self.disk.clone() else { return };
@@ -357,7 +382,7 @@ impl StoreState {
             return None;
         }
         let disk = self.disk.clone()?;
-        if self.is_checkpoint_due() {
+        if self.disk_gc.is_checkpoint_due() {
             self.disk_gc.holds_writes = self.stages.in_flight[WorkerKind::Write as usize] > 0;
             if self.disk_gc.holds_writes {
                 return None;
@@ -760,28 +785,6 @@ impl StoreState {
     pub fn turn_has_come(&mut self) -> bool {
         std::mem::take(&mut self.disk_gc.checkpoints.news)
     }
-
-    /// A checkpoint begins: what has left by now is not in it.
-    pub(super) fn turn_begins(&mut self, work: &Work) {
-        if work.is_checkpoint() {
-            self.disk_gc.checkpoints.begun = self.disk_gc.checkpoints.asked;
-        }
-    }
-
-    /// A checkpoint is written, or not.
-    pub(super) fn turn_ends(&mut self, work: &Work, outcome: &Result<()>) {
-        let begun = self.disk_gc.checkpoints.begun;
-        if !work.is_checkpoint() || begun <= self.disk_gc.checkpoints.lasting {
-            return;
-        }
-        self.disk_gc.checkpoints.news = true;
-        match outcome {
-            Ok(()) => {
-                (self.disk_gc.checkpoints.lasting, self.disk_gc.checkpoints.failed) = (begun, None)
-            }
-            Err(error) => self.disk_gc.checkpoints.failed = Some((begun, error.clone())),
-        }
-    }
 }
 
 // ---------- checkpoint writer
@@ -837,11 +840,6 @@ impl Checkpoint {
 }
 
 impl StoreState {
-    /// Whether so much was written since the last checkpoint that a new one is due.
-    pub(super) fn is_checkpoint_due(&self) -> bool {
-        self.disk_gc.wants_checkpoint || self.disk_gc.records >= RECORDS
-    }
-
     /// Asks for a checkpoint soon: the next opening is faster.
     pub fn ask_for_checkpoint(&mut self) {
         self.disk_gc.wants_checkpoint = true;
@@ -1037,7 +1035,7 @@ impl StoreState {
         };
         // What was before it may have been in memory only, and come again.
         let added = rows.chunks.add_behind(&new, &chunk.parent).ok()?;
-        self.row_came(number, added);
+        self.namespaces.row_came(number, added);
         Some((space.table, added.slot()))
     }
 

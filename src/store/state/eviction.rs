@@ -1225,7 +1225,7 @@ impl StoreState {
                 .remote
                 .as_ref()
                 .is_none_or(|remote| remote.is_quiet_to_fetch() && remote.outs.is_empty())
-            && !self.is_ending_behind()
+            && !self.dependencies.is_ending_behind()
     }
 
     /// The first job that waits for memory gets the reserve, or a pin's memory, or none at all.

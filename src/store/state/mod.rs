@@ -237,7 +237,7 @@ impl StoreState {
             self.forget_chunk(at);
             match self.tables[table as usize].chunks.remove(slot, |_, _| ()) {
                 Ok(above) => {
-                    self.row_left(space);
+                    self.namespaces.row_left(space);
                     // Nobody continues it any more: policies may choose it.
                     above.into_iter().for_each(|above| self.note_held(table, above));
                     next = above;

@@ -203,6 +203,30 @@ impl Namespaces {
     fn touch(&mut self, at: u32) {
         self.rows[at as usize].used = self.next_serial();
     }
+
+    /// A row of a namespace is gone.
+    pub(super) fn row_left(&mut self, space: u32) {
+        self[space as usize].rows -= 1;
+        self.look_at(space);
+    }
+
+    /// A chunk of a namespace has a row, and may not have had one.
+    pub(super) fn row_came(&mut self, space: u32, added: Added) {
+        self[space as usize].rows += u32::from(matches!(added, Added::New(_)));
+    }
+
+    /// One was closed.
+    pub(super) fn session_left(&mut self, space: u32) {
+        self[space as usize].sessions -= 1;
+        self.touch(space);
+        self.look_at(space);
+    }
+
+    /// A session of a namespace was opened.
+    pub(super) fn session_came(&mut self, space: u32) {
+        self[space as usize].sessions += 1;
+        self.touch(space);
+    }
 }
 
 impl Index<usize> for Namespaces {
@@ -301,30 +325,6 @@ impl StoreState {
         self.tables.get(self.namespaces.get(space as usize)?.table as usize)
     }
 
-    /// A session of a namespace was opened.
-    pub(super) fn session_came(&mut self, space: u32) {
-        self.namespaces[space as usize].sessions += 1;
-        self.namespaces.touch(space);
-    }
-
-    /// One was closed.
-    pub(super) fn session_left(&mut self, space: u32) {
-        self.namespaces[space as usize].sessions -= 1;
-        self.namespaces.touch(space);
-        self.namespaces.look_at(space);
-    }
-
-    /// A chunk of a namespace has a row, and may not have had one.
-    pub(super) fn row_came(&mut self, space: u32, added: Added) {
-        self.namespaces[space as usize].rows += u32::from(matches!(added, Added::New(_)));
-    }
-
-    /// A row of a namespace is gone.
-    pub(super) fn row_left(&mut self, space: u32) {
-        self.namespaces[space as usize].rows -= 1;
-        self.namespaces.look_at(space);
-    }
-
     /// Namespaces were found, those first that were written to last: these are given up last.
     /// One that has nothing after all need not be known.
     pub(super) fn look_at_spaces(&mut self, found: &[u32]) {
@@ -358,15 +358,6 @@ const VERSION: u8 = 1;
 pub(super) const NO_SPACE: u32 = u32::MAX;
 
 impl StoreState {
-    /// Whether another move can begin.
-    pub(super) fn has_room_for_move(&self) -> Result<()> {
-        if !self.transfers.table.has_room() {
-            let all = self.transfers.table.len();
-            fail!(Again, "{all} moves are under way, as many as may be: wait for one of them");
-        }
-        Ok(())
-    }
-
     /// Whether the chunks that were found fit, or may be forgotten. What has left may be found
     /// again after a crash, so it is only asked where the limit was larger.
     pub(super) fn check_limits(&mut self, recovered: &Recovered) -> Result<()> {

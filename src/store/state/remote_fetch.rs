@@ -209,7 +209,7 @@ impl StoreState {
             else {
                 break;
             };
-            let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
+            let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
             let Some(fetch) = self.begin_fetch(At { table, slot: cell.chunk }, cell.layer) else {
                 log::error!("an object that is wanted has no name");
                 continue;
@@ -242,7 +242,7 @@ impl StoreState {
         while let Some(remote) = &mut self.remote {
             let Some((_, id)) = remote.fetch.queue.pop() else { break };
             remote.counters.avoided += 1;
-            let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
+            let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
             if let Some(fetch) = self.begin_fetch(At { table, slot: cell.chunk }, cell.layer) {
                 self.end_fetch(&fetch);
             }

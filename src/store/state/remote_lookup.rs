@@ -213,7 +213,7 @@ impl StoreState {
             after: None,
             ticket: None,
         };
-        self.has_room_for_move()?;
+        self.transfers.has_room_for_move()?;
         let number = self.transfers.table.add(Transfer::new(spec, self.now_ns)?)?;
         self.transfers.table[number].locates = Some(0);
         Ok(number)

@@ -103,7 +103,7 @@ impl StoreState {
         who.length = u32::try_from(path.tokens().len()).unwrap_or(u32::MAX);
         let added =
             self.sessions.add(Session { path, space, who, holds: Holds::default(), asked: 0 })?;
-        self.session_came(space);
+        self.namespaces.session_came(space);
         Ok(added)
     }
 
@@ -221,7 +221,7 @@ impl StoreState {
         self.were_held(table, &freed);
         self.were_held(table, &old);
         self.end_holds(table, session.holds);
-        self.session_left(session.space);
+        self.namespaces.session_left(session.space);
         self.settle();
         closed
     }

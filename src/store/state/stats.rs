@@ -864,6 +864,15 @@ impl Stats {
             tenants: Tenants::default(),
         }
     }
+
+    pub(super) fn take_for_tables(&mut self, bytes: u64) -> bool {
+        let Some(account) = &self.metadata.account else { return true };
+        let is_paid = account.take(Tier::Host, bytes).is_ok();
+        if is_paid {
+            self.metadata.paid_bytes += bytes;
+        }
+        is_paid
+    }
 }
 
 /// A histogram for each timed operation.
@@ -989,7 +998,7 @@ impl StoreState {
         if part == 0 {
             return;
         }
-        if self.take_for_tables(part) {
+        if self.stats.take_for_tables(part) {
             let left = missing - part;
             self.stats.metadata.missing = (left > 0).then_some((left, now_bytes));
         } else {
@@ -1006,19 +1015,10 @@ impl StoreState {
 
     fn pay_tables(&mut self, bytes: u64) -> bool {
         let since_bytes = self.host.given_back_bytes();
-        let is_paid =
-            self.take_for_tables(bytes) || self.host.trim() > 0 && self.take_for_tables(bytes);
+        let is_paid = self.stats.take_for_tables(bytes)
+            || self.host.trim() > 0 && self.stats.take_for_tables(bytes);
         // What was trimmed and is too little pays for a part.
         self.stats.metadata.missing = (!is_paid).then_some((bytes, since_bytes));
-        is_paid
-    }
-
-    fn take_for_tables(&mut self, bytes: u64) -> bool {
-        let Some(account) = &self.stats.metadata.account else { return true };
-        let is_paid = account.take(Tier::Host, bytes).is_ok();
-        if is_paid {
-            self.stats.metadata.paid_bytes += bytes;
-        }
         is_paid
     }
 }

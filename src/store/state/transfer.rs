@@ -307,6 +307,42 @@ impl Transfers {
             finished: Vec::new(),
         }
     }
+
+    /// The chunks that a durable put has to have on disk.
+    pub(super) fn relied_on(&self, number: u32) -> Vec<At> {
+        let Transfer { spec: one, ahead, .. } = &self.table[number];
+        let at = |&slot: &Slot| At { table: one.table, slot };
+        one.slots.iter().chain(ahead).map(at).collect()
+    }
+
+    /// Whether another move can begin.
+    pub(super) fn has_room_for_move(&self) -> Result<()> {
+        if !self.table.has_room() {
+            let all = self.table.len();
+            fail!(Again, "{all} moves are under way, as many as may be: wait for one of them");
+        }
+        Ok(())
+    }
+
+    /// A job begins anew, and leaves device memory alone.
+    pub(super) fn look_again(&mut self, id: u32) {
+        let job = &mut self.jobs[id];
+        (job.plain, job.step) = (true, Step::Fresh);
+        self.woken.push(id);
+    }
+
+    /// The cell of a job.
+    pub(super) fn cell_of(&self, job: &Job) -> (u32, Cell) {
+        (self.table[job.number].spec.table, job.cell)
+    }
+
+    pub(super) fn feed_later(&mut self, number: u32) {
+        let one = &mut self.table[number];
+        if !one.feeds {
+            one.feeds = true;
+            self.starting.push_back(number);
+        }
+    }
 }
 
 impl StoreState {
@@ -326,13 +362,13 @@ impl StoreState {
             }
             self.note_held(table, slot);
         }
-        self.join_behind(after);
+        self.dependencies.join_behind(after);
         self.prefetch_begins(number);
         self.notify_policies(number);
         self.counters.moves[self.transfers.table[number].spec.kind as usize] += 1;
         match ticket {
-            Some(ticket) => self.hold_back(number, ticket),
-            None => self.feed_later(number),
+            Some(ticket) => self.dependencies.hold_back(number, ticket),
+            None => self.transfers.feed_later(number),
         }
         if self.transfers.table[number].cells() == 0 {
             self.end_first_phase(number);
@@ -365,7 +401,7 @@ impl StoreState {
             fail!(Invalid, "{} views for {} layers", spec.views.0.len(), spec.layers);
         }
         self.check_behind(spec)?;
-        self.has_room_for_move()
+        self.transfers.has_room_for_move()
     }
 
     /// Whether views of a move say where so many tokens of so many chunks are.
@@ -394,19 +430,11 @@ impl StoreState {
         if self.stop_locating(number, status) {
             return self.settle();
         }
-        self.stop_waiting(ticket);
+        self.dependencies.stop_waiting(ticket);
         self.withdraw_all(number, status);
         // What did not begin needs no room among the jobs to end.
         self.skip_rest(number);
         self.settle();
-    }
-
-    pub(super) fn feed_later(&mut self, number: u32) {
-        let one = &mut self.transfers.table[number];
-        if !one.feeds {
-            one.feeds = true;
-            self.transfers.starting.push_back(number);
-        }
     }
 
     /// Begins cells of moves that have room for them under way; whether any was begun.
@@ -423,7 +451,7 @@ impl StoreState {
                 return true;
             }
             if !self.transfers.jobs.has_room() {
-                self.feed_later(number);
+                self.transfers.feed_later(number);
                 return false;
             }
             if self.is_parked(number) {
@@ -514,7 +542,7 @@ impl StoreState {
         if over {
             self.end_first_phase(number);
         } else if wants_more {
-            self.feed_later(number);
+            self.transfers.feed_later(number);
         }
     }
 
@@ -564,8 +592,8 @@ impl StoreState {
         let Some(one) = self.transfers.table.remove(number) else { return };
         self.prefetch_ended(number);
         self.stats.latencies.moved(&one, self.now_ns);
-        self.stop_waiting(one.spec.ticket);
-        self.leave_behind(one.spec.after);
+        self.dependencies.stop_waiting(one.spec.ticket);
+        self.dependencies.leave_behind(one.spec.after);
         for &slot in one.spec.slots.iter().rev().filter(|&&slot| slot != NONE) {
             self.let_go(table, slot);
         }
@@ -597,11 +625,6 @@ impl StoreState {
             outcomes,
             last,
         });
-    }
-
-    /// The cell of a job.
-    pub(super) fn cell_of(&self, job: &Job) -> (u32, Cell) {
-        (self.transfers.table[job.number].spec.table, job.cell)
     }
 }
 
@@ -699,7 +722,7 @@ impl StoreState {
             return self.end_job(id, 0, Some(status.into()));
         }
         let kind = one.spec.kind;
-        let (table, cell) = self.cell_of(&job);
+        let (table, cell) = self.transfers.cell_of(&job);
         let marks = self.tables[table as usize].chunks.marks(cell.chunk);
         let marks = marks.and_then(|all| all.get(cell.layer)).copied().unwrap_or_default();
         match kind {
@@ -883,7 +906,7 @@ impl StoreState {
     pub(super) fn fail_memory_waiters(&mut self) {
         let Some(id) = self.transfers.memory_waiters.first() else { return };
         self.counters.no_room += 1;
-        let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
+        let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
         let bytes = self.tables[table as usize].planes(cell).bytes();
         let message = format!(
             "no memory for a cell of {bytes} bytes (layer {}), and nothing may leave the {} bytes of \
@@ -895,7 +918,7 @@ impl StoreState {
     }
 
     pub(super) fn unqueue_memory_waiter(&mut self, id: u32) {
-        let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
+        let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
         self.transfers.memory_waiter_bytes -= self.tables[table as usize].planes(cell).bytes();
         self.transfers.jobs[id].step = Step::Fresh;
         self.transfers.memory_waiters.remove(&mut self.transfers.jobs, Of::Wait, id);
@@ -930,7 +953,7 @@ impl StoreState {
     /// Takes a job out of whatever it waits in; what is under way goes on.
     fn withdraw(&mut self, id: u32, status: Status) {
         let Some(job) = self.transfers.jobs.get(id).copied() else { return };
-        let (table, cell) = self.cell_of(&job);
+        let (table, cell) = self.transfers.cell_of(&job);
         match job.step {
             // One that was woken ends when it is looked at, as its move was given up.
             Step::Fresh | Step::Copying | Step::Reading => return,
@@ -1197,7 +1220,7 @@ impl StoreState {
 
     /// Rows of a job's cell, and its bytes: of a state it is one.
     fn extent(&self, job: &Job) -> (u32, u64) {
-        let (table, cell) = self.cell_of(job);
+        let (table, cell) = self.transfers.cell_of(job);
         let rows = &self.tables[table as usize];
         let tokens = match rows.is_state(cell.layer) {
             true => 1,
@@ -1233,7 +1256,7 @@ impl StoreState {
     fn add_copies(&self, id: u32, batch: &mut CopyBatch) {
         let job = &self.transfers.jobs[id];
         let one = &self.transfers.table[job.number];
-        let (table, cell) = self.cell_of(job);
+        let (table, cell) = self.transfers.cell_of(job);
         let planes = self.tables[table as usize].planes(cell);
         let (bytes, k_bytes) = (planes.bytes(), planes.k_bytes);
         let replica = job.replica.and_then(|piece| self.replicas.as_ref()?.address(piece).ok());
@@ -1264,7 +1287,7 @@ impl StoreState {
     fn add_planes(&self, id: u32, side: &Side, batch: &mut CopyBatch) {
         let job = &self.transfers.jobs[id];
         let one = &self.transfers.table[job.number];
-        let (table, cell) = self.cell_of(job);
+        let (table, cell) = self.transfers.cell_of(job);
         let rows = &self.tables[table as usize];
         let planes = rows.planes(cell);
         let all = u64::from(self.extent(job).0);
@@ -1307,7 +1330,7 @@ impl StoreState {
             let result = if batch.damage.jobs.contains(&at) { &damaged } else { result };
             let is_rescued = batch.rescued.as_ref().and_then(|all| all.get(at)) == Some(&true);
             let job = self.transfers.jobs[id];
-            let (table, cell) = self.cell_of(&job);
+            let (table, cell) = self.transfers.cell_of(&job);
             let bytes = self.tables[table as usize].planes(cell).bytes();
             let came = result.is_ok() || is_rescued;
             if came && self.goes_on(id) {
@@ -1331,7 +1354,7 @@ impl StoreState {
                     if job.uses_device && !batch.refused.contains(&at) {
                         self.counters.device_lost += u64::from(self.forget_replica(table, cell));
                     }
-                    self.look_again(id);
+                    self.transfers.look_again(id);
                 }
                 Err(error) if !came => self.end_job(id, 0, Some(error.clone())),
                 _ => self.end_job(id, bytes, None),
@@ -1342,7 +1365,7 @@ impl StoreState {
     /// A copy has ended, or does not begin.
     pub(super) fn end_copying(&mut self, id: u32, came: bool) {
         let job = self.transfers.jobs[id];
-        let (table, cell) = self.cell_of(&job);
+        let (table, cell) = self.transfers.cell_of(&job);
         let kind = self.transfers.table[job.number].spec.kind;
         (
             self.transfers.jobs[id].uses_device,
@@ -1424,7 +1447,7 @@ impl StoreState {
             let job = &mut self.transfers.jobs[id];
             job.step = Step::Reading;
             let piece = job.piece;
-            let (table, cell) = self.cell_of(&self.transfers.jobs[id]);
+            let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
             let rows = &self.tables[table as usize];
             // What was begun stays where it is: it is being read.
             let place = rows.chunks.place(cell, Tier::Disk);
@@ -1448,7 +1471,7 @@ impl StoreState {
     pub(super) fn done_reads(&mut self, batch: &ReadBatch) {
         for (&id, get) in batch.jobs.iter().zip(batch.gets.iter()) {
             let job = self.transfers.jobs[id];
-            let (table, cell) = self.cell_of(&job);
+            let (table, cell) = self.transfers.cell_of(&job);
             let place = self.tables[table as usize].chunks.place(cell, Tier::Disk);
             let has_moved =
                 !matches!(place, Ok(Some(Place::Disk { spot, .. })) if spot == get.spot.0);
@@ -1567,7 +1590,7 @@ impl StoreState {
     pub(super) fn serve_from_reserve(&mut self) -> Option<bool> {
         let id = self.transfers.memory_waiters.first()?;
         let job = self.transfers.jobs[id];
-        let (table, cell) = self.cell_of(&job);
+        let (table, cell) = self.transfers.cell_of(&job);
         let rows = &self.tables[table as usize];
         let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
         let is_below =

@@ -325,7 +325,7 @@ impl StoreState {
         if let Some(work) = &mut work {
             self.stages.in_flight[workers as usize] += 1;
             self.batch_begins(work);
-            self.turn_begins(work);
+            self.disk_gc.turn_begins(work);
         }
         // Looking for work ends what needs none, and that may let others go on.
         self.settle();
@@ -355,7 +355,7 @@ impl StoreState {
                 self.stages.in_flight[workers as usize] == 0
                     && self.disk.is_some()
                     && !is_held
-                    && (self.disk_gc.wants() || self.is_checkpoint_due())
+                    && (self.disk_gc.wants() || self.disk_gc.is_checkpoint_due())
             }
             WorkerKind::Fetch => {
                 self.remote.as_ref().is_some_and(|remote| !remote.is_quiet_to_fetch())
@@ -368,7 +368,7 @@ impl StoreState {
     /// Says how work went, and how long it took; 0 = not known.
     pub fn done(&mut self, work: Work, outcome: Outcome, elapsed_ns: u64) {
         self.batch_ends(&work, &outcome, elapsed_ns);
-        self.turn_ends(&work, &outcome);
+        self.disk_gc.turn_ends(&work, &outcome);
         self.stages.in_flight[work.workers() as usize] -= 1;
         match work {
             Work::Copies(batch) => self.done_copies(&batch, &outcome),
@@ -402,7 +402,7 @@ impl StoreState {
     fn batch_begins(&mut self, work: &mut Work) {
         let beside = self.stages.in_flight(work.workers());
         let cell_bytes = |id: &u32| {
-            let (table, cell) = self.cell_of(&self.transfers.jobs[*id]);
+            let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[*id]);
             self.tables[table as usize].planes(cell).bytes()
         };
         let (bytes, load) = match work {

@@ -14,7 +14,7 @@ use crate::meta::index::{NONE, Slot};
 use crate::store::job_queues::LANES;
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::{Leave, Part};
-use crate::store::state::transfer::{Level, Transfer};
+use crate::store::state::transfer::Level;
 use crate::store::state::work::{Coding, SyncBatch, WorkerKind, WriteBatch};
 use crate::store::state::{At, DEVICE_MASK, DISK_MASK, HOST_MASK, StoreState, Write};
 use crate::tier::disk::{Mark, PutPlane, Spot, usual_record_bytes};
@@ -297,7 +297,7 @@ impl StoreState {
                 self.disk_gc.succeeded(at);
                 self.let_go_after(at, |core| core.is_down(at));
             }
-            Some(error) if error.status() == Status::Budget => self.park(at, error),
+            Some(error) if error.status() == Status::Budget => self.disk_gc.park(at, error),
             Some(error) => {
                 self.counters.failed_writes += 1;
                 match self.disk_gc.may_try_again(at) {
@@ -793,7 +793,7 @@ impl StoreState {
             ..SyncBatch::default()
         };
         for &number in &batch.moves {
-            for at in self.relied_on(number) {
+            for at in self.transfers.relied_on(number) {
                 self.forget_stale(at);
                 let marks = self.writeback.unsynced.get(&at).into_iter().flatten();
                 batch.marks.extend(marks.map(|fresh| (number, fresh.mark, Ok(()))));
@@ -867,18 +867,11 @@ impl StoreState {
         }
     }
 
-    /// The chunks that a durable put has to have on disk.
-    fn relied_on(&self, number: u32) -> Vec<At> {
-        let Transfer { spec: one, ahead, .. } = &self.transfers.table[number];
-        let at = |&slot: &Slot| At { table: one.table, slot };
-        one.slots.iter().chain(ahead).map(at).collect()
-    }
-
     /// What was synced need not be synced again. What never can be stays noted, so
     /// that nobody is told that it lasts, also who waits for the same now; where it is in
     /// memory, too, it leaves that record, and is written anew.
     fn forget_marks(&mut self, number: u32, synced: &Synced) {
-        for at in self.relied_on(number) {
+        for at in self.transfers.relied_on(number) {
             let Some(mut marks) = self.writeback.unsynced.remove(&at) else { continue };
             let how = |fresh: &Unsynced| synced.get(&(number, fresh.mark)).copied();
             for fresh in marks.iter().filter(|fresh| how(fresh) == Some(false)) {
