@@ -90,7 +90,7 @@ class Bench:
             work()
             event = self.torch.cuda.Event()
             event.record()
-        return event, device.adopt(int(event.cuda_event))
+        return event, device.import_event(int(event.cuda_event))
 
 
 def blocks(bench):
