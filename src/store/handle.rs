@@ -285,7 +285,7 @@ impl Inner {
     fn news(&self, state: &mut Guarded) -> News {
         for workers in WorkerKind::ALL {
             let at = workers as usize;
-            let is_called = workers == WorkerKind::Ask && state.core.is_answer_awaited();
+            let is_called = workers == WorkerKind::Ask && state.core.awaits_answer();
             // Hands that sleep without an end have to learn that there is one now.
             let is_timed = !state.has_alarm[at] && workers::due_ns(&state.core, workers).is_some();
             let is_wanted = || is_timed || state.core.has_work(workers);

@@ -279,7 +279,7 @@ impl Path {
     }
 
     /// The chunks that it would let go if it were cut to so many tokens.
-    pub fn held_behind(&self, tokens: usize) -> Vec<Slot> {
+    pub fn held_after_event(&self, tokens: usize) -> Vec<Slot> {
         let full = (tokens / self.home.chunk_tokens as usize).min(self.slots.len());
         let tail = self.tail().filter(|_| tokens < self.tokens.len());
         self.slots[full..].iter().copied().filter(|&slot| slot != NONE).chain(tail).collect()

@@ -158,7 +158,7 @@ impl Store {
     pub fn clear(&self, space: u32, deadline_ns: u64) -> Result<Cleared> {
         let mut clearing = self.with(|core| core.begin_clear(space))?;
         let came = self.clear_all(&mut clearing, deadline_ns);
-        let turn = self.with(|core| Ok(core.ask_to_last_cleared(&mut clearing)))?;
+        let turn = self.with(|core| Ok(core.request_durable_clear(&mut clearing)))?;
         let waited = came.and_then(|()| self.wait_to_last(turn, deadline_ns));
         if !matches!(&waited, Err(error) if error.status() == Status::Timeout) {
             self.let_go(|core| {

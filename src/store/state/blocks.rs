@@ -157,7 +157,7 @@ impl StoreState {
         found.iter().filter(|&&slot| slot != NONE).for_each(|&slot| self.note_held(table, slot));
         let unknown = keys.iter().zip(found).filter(|(_, found)| **found == NONE);
         let unknown: BTreeSet<&Key> = unknown.map(|(key, _)| key).collect();
-        self.rows_for(unknown.len())?;
+        self.reserve_rows(unknown.len())?;
         for (held, key) in held.iter_mut().zip(keys).filter(|(held, _)| **held == NONE) {
             let slot = self.add_block(space, key)?;
             self.tables[table as usize].chunks.retain(slot)?;
@@ -180,7 +180,7 @@ impl StoreState {
             holes,
         };
         let added = rows.chunks.add(&new)?;
-        self.namespaces.row_came(space, added);
+        self.namespaces.row_added(space, added);
         Ok(added.slot())
     }
 

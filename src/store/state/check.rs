@@ -36,7 +36,7 @@ impl StoreState {
         self.check_lines()?;
         self.check_replicas()?;
         self.check_holds()?;
-        self.check_spaces()?;
+        self.check_namespaces()?;
         let (mut pieces, mut blocks) = (0, 0);
         for (number, table) in self.tables.iter().enumerate() {
             let (p, b) = self.check_table(number)?;
@@ -58,7 +58,7 @@ impl StoreState {
                 fail!(State, "{live} blocks of the disk live, cells there have {blocks}");
             }
         }
-        self.dependencies.check_nothing_behind()?;
+        self.dependencies.check_nothing_after()?;
         if let Some(remote) = self.remote.as_ref().filter(|remote| !remote.is_bare()) {
             fail!(State, "something of the remote never ended: {}", remote.words());
         }
@@ -117,7 +117,7 @@ impl StoreState {
     }
 
     /// Whether what is counted of namespaces is so.
-    fn check_spaces(&self) -> Result<()> {
+    fn check_namespaces(&self) -> Result<()> {
         let (mut rows, mut tables) = (BTreeMap::new(), vec![0; self.tables.len()]);
         for (number, table) in (0u32..).zip(&self.tables) {
             for row in table.chunks.slots().filter_map(|slot| table.chunks.chunk(slot)) {

@@ -21,7 +21,7 @@ pub(super) struct Dependencies {
 
 impl Dependencies {
     /// That nothing is left of it, for [`StoreState::check`] of a store that rests.
-    pub(super) fn check_nothing_behind(&self) -> Result<()> {
+    pub(super) fn check_nothing_after(&self) -> Result<()> {
         let DeviceEvents { events, jobs, bytes, .. } = &self.events;
         if !events.is_empty() || *jobs + *bytes != 0 {
             fail!(State, "{} events ahead of nothing, {jobs} jobs, {bytes} bytes", events.len());
@@ -29,12 +29,12 @@ impl Dependencies {
         Ok(())
     }
 
-    pub(super) fn first_behind(&self, event: u64) -> Option<u32> {
+    pub(super) fn first_after_event(&self, event: u64) -> Option<u32> {
         self.events.events.get(&event)?.line.first()
     }
 
     /// It has ended.
-    pub(super) fn leave_behind(&mut self, event: Option<Event>) {
+    pub(super) fn leave_event(&mut self, event: Option<Event>) {
         let Some(event) = event else { return };
         if let Some(ahead) = self.events.events.get_mut(&event.0) {
             ahead.moves -= 1;
@@ -45,7 +45,7 @@ impl Dependencies {
     }
 
     /// A move is behind an event from now on.
-    pub(super) fn join_behind(&mut self, event: Option<Event>) {
+    pub(super) fn join_event(&mut self, event: Option<Event>) {
         if let Some(event) = event {
             self.events.events.entry(event.0).or_default().moves += 1;
         }
@@ -54,7 +54,7 @@ impl Dependencies {
     /// Whether copies end soon, since what they are behind has: their memory comes free. An
     /// event that has not come may come after the very moves that wait for memory, so nobody
     /// waits for what is behind that.
-    pub(super) fn is_ending_behind(&self) -> bool {
+    pub(super) fn is_ending_after_event(&self) -> bool {
         self.events.events.values().any(|ahead| ahead.has_ended && ahead.taken > 0)
     }
 
@@ -103,7 +103,7 @@ impl StoreState {
     pub fn begin_waiting(&mut self, ticket: u64) {
         if let Some(number) = self.dependencies.tickets.moves.remove(&ticket) {
             self.transfers.table[number].began_ns = self.now_ns;
-            self.transfers.feed_later(number);
+            self.transfers.start_later(number);
             self.settle();
         }
     }
@@ -207,21 +207,21 @@ impl StoreState {
     fn event_came(&mut self, event: u64) {
         let Some(ahead) = self.dependencies.events.events.get_mut(&event) else { return };
         ahead.has_come = true;
-        while let Some(id) = self.dependencies.first_behind(event) {
-            self.unqueue_behind(event, id);
-            self.count_behind(id, 0);
+        while let Some(id) = self.dependencies.first_after_event(event) {
+            self.unqueue_after_event(event, id);
+            self.count_after_event(id, 0);
             let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
             self.queue_copy(id, table, cell);
         }
-        self.feed_parked();
+        self.retry_parked();
     }
 
     /// Copies to be submitted behind an event, up to a batch.
     pub fn take_behind(&mut self, event: Event) -> Option<CopyBatch> {
         let (mut batch, mut bytes) = (CopyBatch::default(), 0);
         while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
-            let Some(id) = self.dependencies.first_behind(event.0) else { break };
-            self.unqueue_behind(event.0, id);
+            let Some(id) = self.dependencies.first_after_event(event.0) else { break };
+            self.unqueue_after_event(event.0, id);
             if !self.turn_away(id) {
                 bytes += self.take_copy(id, u64::MAX, &mut batch);
             }
@@ -251,7 +251,7 @@ impl StoreState {
     }
 
     /// What all moves must keep to that have an event.
-    pub(super) fn check_behind(&self, spec: &MoveSpec) -> Result<()> {
+    pub(super) fn check_after_event(&self, spec: &MoveSpec) -> Result<()> {
         if spec.after.is_some() && spec.kind == TransferKind::Prefetch {
             fail!(Invalid, "a prefetch has no tensors: nothing of it can be behind an event");
         }
@@ -278,15 +278,15 @@ impl StoreState {
     }
 
     /// A job begins: it counts if its event has not come.
-    pub(super) fn begin_behind(&mut self, id: u32) {
+    pub(super) fn begin_after_event(&mut self, id: u32) {
         if self.event_of(self.transfers.jobs[id].number).is_some() {
             let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
-            self.count_behind(id, self.tables[table as usize].planes(cell).bytes());
+            self.count_after_event(id, self.tables[table as usize].planes(cell).bytes());
         }
     }
 
     /// A job counts with these bytes from now on, or not any more.
-    fn count_behind(&mut self, id: u32, bytes: u64) {
+    fn count_after_event(&mut self, id: u32, bytes: u64) {
         let before = std::mem::replace(&mut self.transfers.jobs[id].behind_bytes, bytes);
         let count = |bytes: u64| u64::from(bytes > 0);
         self.dependencies.events.jobs =
@@ -299,21 +299,21 @@ impl StoreState {
         if job.behind_bytes > 0 {
             self.dependencies.events.jobs -= 1;
             self.dependencies.events.bytes -= job.behind_bytes;
-            self.feed_parked();
+            self.retry_parked();
         }
     }
 
-    fn feed_parked(&mut self) {
+    fn retry_parked(&mut self) {
         for number in std::mem::take(&mut self.dependencies.events.parked) {
             // One that has ended meanwhile, or another of its number, has nothing to begin.
             if self.transfers.table.get(number).is_some() {
-                self.transfers.feed_later(number);
+                self.transfers.start_later(number);
             }
         }
     }
 
     /// Has a job that is to be copied wait behind its move's event, if that has not come.
-    pub(super) fn queue_behind(&mut self, id: u32) -> bool {
+    pub(super) fn queue_after_event(&mut self, id: u32) -> bool {
         let Some(event) = self.event_of(self.transfers.jobs[id].number) else { return false };
         let Some(ahead) = self.dependencies.events.events.get_mut(&event) else { return false };
         self.transfers.jobs[id].step = Step::Behind;
@@ -322,13 +322,13 @@ impl StoreState {
     }
 
     /// Takes it out of that line.
-    pub(super) fn withdraw_behind(&mut self, job: &Job, id: u32) {
+    pub(super) fn withdraw_after_event(&mut self, job: &Job, id: u32) {
         if let Some(event) = self.transfers.table[job.number].spec.after {
-            self.unqueue_behind(event.0, id);
+            self.unqueue_after_event(event.0, id);
         }
     }
 
-    fn unqueue_behind(&mut self, event: u64, id: u32) {
+    fn unqueue_after_event(&mut self, event: u64, id: u32) {
         if let Some(ahead) = self.dependencies.events.events.get_mut(&event) {
             ahead.line.remove(&mut self.transfers.jobs, Of::Wait, id);
             self.transfers.jobs[id].step = Step::Fresh;

@@ -205,7 +205,7 @@ impl StoreState {
     }
 
     /// Whether the next copies are out of device memory: they take turns with the others.
-    pub(super) fn is_nears_turn(&mut self) -> bool {
+    pub(super) fn is_replica_turn(&mut self) -> bool {
         let others_wait = self.stages.copy.has_queued();
         let Some(replicas) = self.replicas.as_mut() else { return false };
         let is = replicas.waiting() && !(others_wait && replicas.had_turn);
@@ -218,7 +218,7 @@ impl StoreState {
         let is_lost = self.replicas.as_ref().is_some_and(|replicas| replicas.is_lost);
         if is_lost && self.transfers.jobs[id].uses_device {
             self.end_copying(id, false);
-            self.transfers.look_again(id);
+            self.transfers.restart_job(id);
             return true;
         }
         false

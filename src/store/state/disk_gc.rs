@@ -159,7 +159,7 @@ impl DiskGc {
     }
 
     /// Whether a chunk that waits for room has waited before.
-    fn is_refused_again(&self) -> bool {
+    fn waits_again(&self) -> bool {
         self.parked.iter().any(|(at, _)| self.failures.contains_key(at))
     }
 
@@ -178,7 +178,7 @@ impl DiskGc {
     }
 
     /// A checkpoint is written, or not.
-    pub(super) fn turn_ends(&mut self, work: &Work, outcome: &Result<()>) {
+    pub(super) fn checkpoint_ends(&mut self, work: &Work, outcome: &Result<()>) {
         let begun = self.checkpoints.begun;
         if !work.is_checkpoint() || begun <= self.checkpoints.lasting {
             return;
@@ -191,7 +191,7 @@ impl DiskGc {
     }
 
     /// A checkpoint begins: what has left by now is not in it.
-    pub(super) fn turn_begins(&mut self, work: &Work) {
+    pub(super) fn checkpoint_begins(&mut self, work: &Work) {
         if work.is_checkpoint() {
             self.checkpoints.begun = self.checkpoints.asked;
         }
@@ -206,7 +206,7 @@ impl DiskGc {
 
 impl StoreState {
     /// Has chunks leave the disk when it is nearly full, or more wants to come.
-    pub(super) fn look_at_disk(&mut self) {
+    pub(super) fn balance_disk(&mut self) {
         let Some(disk) = self.disk.clone() else { return };
         let stats = disk.stats();
         let full = (stats.budget_bytes as f64 * self.config.high) as u64;
@@ -220,8 +220,7 @@ impl StoreState {
         let segment = disk.segment_bytes();
         let beside = 2 * segment + longest.max(segment);
         // Refused again and again within the budget: others have filled the disk.
-        let is_short =
-            self.disk_gc.is_refused_again() && stats.used_bytes + beside < stats.budget_bytes;
+        let is_short = self.disk_gc.waits_again() && stats.used_bytes + beside < stats.budget_bytes;
         let all_bytes = if is_short { stats.used_bytes } else { stats.budget_bytes };
         let kept = self.disk_gc.kept_bytes(&segments);
         // That and what is parked need room as well. Beyond the budget no room is made ahead.
@@ -247,7 +246,7 @@ impl StoreState {
             let (mut freed, mut came) = (0, false);
             for victim in victims.drain(..) {
                 if let Some((at, part)) = self.chosen(victim) {
-                    let bytes = self.leave_disk(at, part);
+                    let bytes = self.drop_from_disk(at, part);
                     freed += bytes;
                     came |= bytes > 0 || self.note_continued(at, Tier::Disk);
                 }
@@ -262,7 +261,7 @@ impl StoreState {
     }
 
     /// A part of a chunk leaves the disk; what was freed there.
-    fn leave_disk(&mut self, at: At, part: Part) -> u64 {
+    fn drop_from_disk(&mut self, at: At, part: Part) -> u64 {
         if part == Part::All {
             self.tables[at.table as usize].clear(at.slot, note::IN_DISK | note::HELD);
         }
@@ -293,13 +292,13 @@ impl StoreState {
     }
 
     /// Sees to it that so many chunks can be added.
-    pub(super) fn rows_for(&mut self, chunks: usize) -> Result<()> {
+    pub(super) fn reserve_rows(&mut self, chunks: usize) -> Result<()> {
         let missing = chunks.saturating_sub(self.free_rows());
         if missing > 0 {
             // Those that are held stay: for more than the others nobody has to leave.
             let held: u64 = self.tables.iter().map(|table| table.chunks.counts().held).sum();
             if chunks <= self.config.max_chunks.saturating_sub(held as usize) {
-                self.make_rows(missing);
+                self.evict_for_rows(missing);
             }
         }
         if chunks > self.free_rows() {
@@ -310,12 +309,12 @@ impl StoreState {
                  in motion: close sessions, or raise chunks= in its spec"
             );
         }
-        self.pay_for_rows(chunks);
+        self.charge_rows(chunks);
         Ok(())
     }
 
     /// Makes rows free: the chunks whom the policies choose are gone from all tiers.
-    fn make_rows(&mut self, chunks: usize) {
+    fn evict_for_rows(&mut self, chunks: usize) {
         let aim = self.free_rows() + chunks;
         self.forget_located(aim);
         for tier in [Tier::Disk, Tier::Host] {
@@ -341,7 +340,7 @@ impl StoreState {
                 for victim in victims.drain(..) {
                     if let Some((at, _)) = self.chosen(victim) {
                         // One that others continue may have left the disk alone.
-                        came |= self.leave_all(at, tier) || self.note_continued(at, tier);
+                        came |= self.drop_from_all_tiers(at, tier) || self.note_continued(at, tier);
                     }
                 }
                 if self.free_rows() == before && !came {
@@ -355,9 +354,9 @@ impl StoreState {
     }
 
     /// A chunk is gone from all tiers, if it may; whether something of it went.
-    fn leave_all(&mut self, at: At, from: Tier) -> bool {
+    fn drop_from_all_tiers(&mut self, at: At, from: Tier) -> bool {
         if from == Tier::Disk {
-            let below = self.leave_disk(at, Part::All);
+            let below = self.drop_from_disk(at, Part::All);
             let above = self.drop_where(at, Tier::Host as usize, |_, _| true);
             self.tidy(at.table, at.slot);
             return below + above > 0;
@@ -436,7 +435,7 @@ impl StoreState {
         self.disk_gc.looks = true;
         if used < self.disk_gc.used_before {
             for (at, _) in self.disk_gc.take_parked() {
-                self.let_go_after(at, |core| core.queue_one(at));
+                self.release_after(at, |core| core.queue_chunk(at));
             }
         }
     }
@@ -445,8 +444,8 @@ impl StoreState {
     fn give_up_parked(&mut self) {
         for (at, error) in self.disk_gc.take_parked() {
             match self.disk_gc.may_try_again(at) {
-                true => self.let_go_after(at, |core| core.queue_one(at)),
-                false => self.let_go_after(at, |core| core.stays_up(at, &error)),
+                true => self.release_after(at, |core| core.queue_chunk(at)),
+                false => self.release_after(at, |core| core.fail_writeback(at, &error)),
             }
         }
     }
@@ -605,7 +604,7 @@ impl StoreState {
         clearing.at = end;
         let is_over = end == clearing.chunks.len();
         if is_over && self.namespaces[clearing.space as usize].rows == 0 {
-            self.say_cleared(clearing.space);
+            self.publish_cleared(clearing.space);
         }
         self.settle();
         !is_over
@@ -615,7 +614,7 @@ impl StoreState {
     /// holds leave all tiers.
     pub fn drop_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<Cleared> {
         let (first, end, tail) = self.chunks_of(at, first, tokens)?;
-        let slots = self.let_go_range(at, first..end, tail)?;
+        let slots = self.release_range(at, first..end, tail)?;
         let table = self.namespaces[self.session(at)?.space as usize].table;
         let cleared = self.take_away(table, &slots, Cleared::default());
         self.settle();
@@ -628,7 +627,7 @@ impl StoreState {
     }
 
     /// The same where they leave for others: the remote keeps what it has.
-    pub(super) fn send_all_away(&mut self, table: u32, slots: &[Slot]) -> Cleared {
+    pub(super) fn drop_chunks_locally(&mut self, table: u32, slots: &[Slot]) -> Cleared {
         self.take_all(table, slots, Cleared::default(), StoreState::forget_remote)
     }
 
@@ -640,9 +639,9 @@ impl StoreState {
         remote: fn(&mut StoreState, At),
     ) -> Cleared {
         let mut cleared = before;
-        let stopped = self.stop_on_the_way_down(table, slots);
+        let stopped = self.cancel_writebacks(table, slots);
         for &slot in slots {
-            match self.take_one_away(At { table, slot }, remote) {
+            match self.drop_one_chunk(At { table, slot }, remote) {
                 Fate::Nothing => {}
                 Fate::Gone => cleared.gone += 1,
                 Fate::Held => cleared.held += 1,
@@ -660,7 +659,7 @@ impl StoreState {
 
     /// Chunks that the store alone holds, for their turn to be written, need not be if
     /// they will go.
-    fn stop_on_the_way_down(&mut self, table: u32, slots: &[Slot]) -> BTreeSet<At> {
+    fn cancel_writebacks(&mut self, table: u32, slots: &[Slot]) -> BTreeSet<At> {
         let mut own = BTreeSet::new();
         // How many of those that continue a chunk go.
         let mut behind: BTreeMap<Slot, u32> = BTreeMap::new();
@@ -694,12 +693,12 @@ impl StoreState {
             if let Err(error) = rows.chunks.release(at.slot) {
                 log::error!("a chunk that waited to be written was not held: {error}");
             }
-            self.stop_leaving(at);
+            self.cancel_demotion(at);
         }
         own
     }
 
-    fn take_one_away(&mut self, at: At, remote: fn(&mut StoreState, At)) -> Fate {
+    fn drop_one_chunk(&mut self, at: At, remote: fn(&mut StoreState, At)) -> Fate {
         let rows = &self.tables[at.table as usize];
         // One without cells may have gone with those behind it.
         let Some(row) = rows.chunks.chunk(at.slot) else { return Fate::Nothing };
@@ -718,7 +717,7 @@ impl StoreState {
         fate
     }
 
-    fn say_cleared(&mut self, space: u32) {
+    fn publish_cleared(&mut self, space: u32) {
         let Some(key) = self.space(space).map(|space| space.key.0) else { return };
         self.events.add(Event {
             at_ns: self.now_ns,
@@ -744,7 +743,7 @@ impl StoreState {
 
     /// The same for a namespace that was cleared. Where nothing left that an earlier call did
     /// not wait for to the end, its turn is waited for.
-    pub fn ask_to_last_cleared(&mut self, clearing: &mut Clearing) -> u64 {
+    pub fn request_durable_clear(&mut self, clearing: &mut Clearing) -> u64 {
         let gone = clearing.cleared.gone;
         let space = self.namespaces.get_mut(clearing.space as usize);
         let Some(space) = space.filter(|space| space.serial == clearing.serial) else {
@@ -918,7 +917,7 @@ impl StoreState {
     /// Takes over what the disk tier has found. Before anything else is done.
     pub fn adopt(&mut self, recovered: &Recovered) -> Result<Adopted> {
         self.check_limits(recovered)?;
-        let spaces = self.adopt_spaces(recovered)?;
+        let spaces = self.adopt_namespaces(recovered)?;
         let mut adopted = Adopted { spaces: spaces.len() as u64, ..Adopted::default() };
         let mut unwanted: Vec<(Spot, u64)> = Vec::new();
         for (chunk, cells) in oldest_first(recovered, self.free_rows()) {
@@ -940,26 +939,26 @@ impl StoreState {
             }
             if let Some((table, slot)) = added {
                 adopted.chunks += 1;
-                self.note_below(At { table, slot });
+                self.note_needed_on_disk(At { table, slot });
                 self.tidy(table, slot);
             }
         }
         adopted.dropped = unwanted.len() as u64;
         // Those of which nothing was of use.
         self.look_at_spaces(&spaces);
-        self.pay_for_rows(0);
+        self.charge_rows(0);
         if let Some(disk) = &self.disk {
             disk.drop_cells(unwanted);
             self.disk_gc.recovered(&disk.segments());
         }
         // The disk may be smaller than it was.
-        self.look_at_disk();
+        self.balance_disk();
         Ok(adopted)
     }
 
     /// Takes over the namespaces of what was found; their numbers, those first that were written
     /// to last. What is noted of others goes.
-    fn adopt_spaces(&mut self, recovered: &Recovered) -> Result<Vec<u32>> {
+    fn adopt_namespaces(&mut self, recovered: &Recovered) -> Result<Vec<u32>> {
         let (mut unknown, mut first) = (0, None);
         let (mut fit, mut layouts) = (Vec::new(), BTreeSet::new());
         for (newest, at, key) in newest_first(recovered) {
@@ -991,7 +990,7 @@ impl StoreState {
         fit.sort_unstable_by_key(|&(at, ..)| at);
         let mut numbers = vec![0; fit.len()];
         for (at, age, opts) in &fit {
-            let number = self.add_space(opts)?;
+            let number = self.add_namespace(opts)?;
             numbers[*age] = number;
             let disk = self.disk.as_ref();
             let name = &recovered.sessions[*at].name;
@@ -1035,7 +1034,7 @@ impl StoreState {
         };
         // What was before it may have been in memory only, and come again.
         let added = rows.chunks.add_behind(&new, &chunk.parent).ok()?;
-        self.namespaces.row_came(number, added);
+        self.namespaces.row_added(number, added);
         Some((space.table, added.slot()))
     }
 
@@ -1053,7 +1052,7 @@ impl StoreState {
     }
 
     /// What is noted on disk of a namespace.
-    pub(super) fn space_note(&self, at: u32) -> (Vec<u8>, Vec<u8>) {
+    pub(super) fn namespace_note(&self, at: u32) -> (Vec<u8>, Vec<u8>) {
         let space = &self.namespaces[at as usize];
         let name = [NOTE, &space.key.0].concat();
         let layout = self.tables[space.table as usize].layout.encode();

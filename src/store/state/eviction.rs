@@ -727,7 +727,7 @@ impl StoreState {
             self.say(Kind::Stored, tier, at);
         }
         if tier == Tier::Disk && cells == 1 {
-            self.came_below(at);
+            self.arrived_on_disk(at);
         }
     }
 
@@ -800,7 +800,7 @@ impl StoreState {
             if tier == Tier::Disk {
                 self.left_below(at);
             }
-            return self.untell(at, tier);
+            return self.remove_from_policy(at, tier);
         }
         let id = cell_id(self.tables[table as usize].id(cell.chunk), cell.layer);
         let cache =
@@ -813,7 +813,7 @@ impl StoreState {
     }
 
     /// Nothing of a chunk is in a tier any more: its policy need not know it.
-    pub(super) fn untell(&mut self, at: At, tier: Tier) {
+    pub(super) fn remove_from_policy(&mut self, at: At, tier: Tier) {
         let is_last = self.is_last(tier);
         let rows = &mut self.tables[at.table as usize];
         if !rows.has(at.slot, flag_of(tier)) {
@@ -1159,7 +1159,7 @@ impl StoreState {
     fn wanted_bytes(&self) -> u64 {
         let share = |part: f64| (self.config.host_bytes as f64 * part) as u64;
         let used = self.host.live_bytes();
-        let ahead = match used > share(self.config.high) && !self.is_vain() {
+        let ahead = match used > share(self.config.high) && !self.is_backing_off() {
             true => used - share(self.config.low),
             false => 0,
         };
@@ -1167,7 +1167,7 @@ impl StoreState {
     }
 
     /// What could not be written down a moment ago cannot now.
-    pub(super) fn is_vain(&self) -> bool {
+    pub(super) fn is_backing_off(&self) -> bool {
         self.eviction.refusals >= MOST_REFUSALS && self.now_ns < self.eviction.refused_ns + PAUSE_NS
     }
 
@@ -1185,14 +1185,14 @@ impl StoreState {
         let mut victims = Vec::new();
         self.eviction.host.choose(self.now_ns, wanted, MOST_VICTIMS, &mut victims);
         if victims.is_empty() {
-            return self.is_stuck() && self.help_one();
+            return self.is_stuck() && self.serve_oldest_waiter();
         }
         let mut came = false;
         for victim in victims {
             if let Some((at, part)) = self.chosen(victim) {
                 // One whose cells are still to come has nothing to give, nor one that others
                 // continue: others have.
-                came |= self.leave_host(at, part)
+                came |= self.evict_from_host(at, part)
                     || !self.is_in_host(at, part)
                     || self.note_continued(at, Tier::Host);
             }
@@ -1225,11 +1225,11 @@ impl StoreState {
                 .remote
                 .as_ref()
                 .is_none_or(|remote| remote.is_quiet_to_fetch() && remote.outs.is_empty())
-            && !self.dependencies.is_ending_behind()
+            && !self.dependencies.is_ending_after_event()
     }
 
     /// The first job that waits for memory gets the reserve, or a pin's memory, or none at all.
-    fn help_one(&mut self) -> bool {
+    fn serve_oldest_waiter(&mut self) -> bool {
         let served = self.serve_from_reserve();
         served.unwrap_or_else(|| self.drop_weakest_pin() || self.fail_memory_waiter())
     }
@@ -1241,7 +1241,7 @@ impl StoreState {
 
     /// A part of a chunk leaves memory: at once what is on disk too, else by way of it. Whether
     /// memory came or comes free.
-    pub(super) fn leave_host(&mut self, at: At, part: Part) -> bool {
+    pub(super) fn evict_from_host(&mut self, at: At, part: Part) -> bool {
         let rows = &mut self.tables[at.table as usize];
         if part == Part::All {
             rows.clear(at.slot, note::IN_HOST);
@@ -1258,7 +1258,7 @@ impl StoreState {
             }
             return true;
         }
-        self.send_leaving(at);
+        self.upload_victim(at);
         let freed = self.drop_copies(at, |layer| part.has(layer));
         if left == 0 {
             self.counters.demoted += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
@@ -1266,17 +1266,17 @@ impl StoreState {
         }
         let rows = &self.tables[at.table as usize];
         let is_blocked = rows.chunks.chunk(at.slot).is_some_and(|row| row.is_blocked());
-        if self.may_go_down(at, self.only_in_host(at, Part::All), is_blocked) {
+        if self.may_write_back(at, self.only_in_host(at, Part::All), is_blocked) {
             self.tables[at.table as usize].set(at.slot, note::LEAVES);
             let mut leave = Leave::default();
             leave.add(part, left);
             self.writeback.demoting_bytes += left;
             self.writeback.demoting.insert(at, leave);
             // All of it is written, so that the rest can leave at once when it is chosen.
-            self.queue_down(at);
+            self.queue_writeback(at);
             return true;
         }
-        self.drop_for_good(at, part) || freed > 0
+        self.drop_from_host(at, part) || freed > 0
     }
 
     /// Whether anything of a part of a chunk is in memory.
@@ -1306,7 +1306,7 @@ impl StoreState {
         marks.iter().enumerate().map(only).sum()
     }
 
-    pub(super) fn may_go_down(&mut self, at: At, bytes: u64, is_blocked: bool) -> bool {
+    pub(super) fn may_write_back(&mut self, at: At, bytes: u64, is_blocked: bool) -> bool {
         let Some(disk) = &self.disk else { return false };
         if is_blocked {
             return true;
@@ -1377,7 +1377,7 @@ impl StoreState {
     /// What is in memory only is gone, unless it must stay: then the policy gets it back. A
     /// chunk goes as a whole, since it is of no use without one layer, but where parts are
     /// to be dropped alone. Whether memory came free.
-    pub(super) fn drop_for_good(&mut self, at: At, part: Part) -> bool {
+    pub(super) fn drop_from_host(&mut self, at: At, part: Part) -> bool {
         let part = if self.config.drop_cells { part } else { Part::All };
         let freed = self.drop_where(at, HOST, |layer, there| there == 1 << HOST && part.has(layer));
         if self.eviction.host.granularity == Granularity::Cell && part == Part::All {
@@ -1393,7 +1393,7 @@ impl StoreState {
     }
 
     /// A chunk is not on its way out any more; what of it was.
-    pub(super) fn stop_leaving(&mut self, at: At) -> Option<Leave> {
+    pub(super) fn cancel_demotion(&mut self, at: At) -> Option<Leave> {
         let leave = self.writeback.demoting.remove(&at)?;
         self.writeback.demoting_bytes -= leave.bytes;
         self.tables[at.table as usize].clear(at.slot, note::LEAVES);
@@ -1468,7 +1468,7 @@ impl StoreState {
                 let Some((at, part)) = self.chosen(victim) else { continue };
                 // Its row may go with it.
                 let bytes = self.tables[at.table as usize].part_bytes(at.slot, part);
-                if self.leave_host(at, part) {
+                if self.evict_from_host(at, part) {
                     left = left.saturating_sub(bytes);
                 } else {
                     self.note_continued(at, Tier::Host);
@@ -1476,7 +1476,7 @@ impl StoreState {
             }
         }
         self.host.trim();
-        self.owe_since(before, bytes);
+        self.request_reclaim_since(before, bytes);
         self.settle();
         let went = self.host.given_back_bytes() - before;
         let goes = self.host.segments().filter(|segment| segment.drains);
@@ -1484,11 +1484,11 @@ impl StoreState {
     }
 
     /// So many bytes more have to go back.
-    pub(super) fn owe(&mut self, bytes: u64) {
-        self.owe_since(self.host.given_back_bytes(), bytes);
+    pub(super) fn request_reclaim(&mut self, bytes: u64) {
+        self.request_reclaim_since(self.host.given_back_bytes(), bytes);
     }
 
-    fn owe_since(&mut self, before: u64, bytes: u64) {
+    fn request_reclaim_since(&mut self, before: u64, bytes: u64) {
         self.eviction.reclaim_targets.until_bytes =
             self.eviction.reclaim_targets.until_bytes.max(before).saturating_add(bytes);
         self.eviction.reclaim_targets.begin();
@@ -1502,7 +1502,7 @@ impl StoreState {
     /// Has cells leave segments that drain; whether something came of it.
     pub(super) fn pay(&mut self) -> bool {
         // What the disk has just refused it would refuse again.
-        if !self.eviction.reclaim_targets.looks || self.is_vain() {
+        if !self.eviction.reclaim_targets.looks || self.is_backing_off() {
             return false;
         }
         self.eviction.reclaim_targets.looks = false;
@@ -1640,7 +1640,7 @@ impl StoreState {
                 Part::All
             }
         };
-        self.leave_host(at, part)
+        self.evict_from_host(at, part)
     }
 }
 

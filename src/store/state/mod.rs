@@ -178,9 +178,9 @@ impl StoreState {
                 self.route(job);
                 continue;
             }
-            self.pay_again();
+            self.charge_grown_tables();
             if !self.feed()
-                && !self.feed_memory_waiters()
+                && !self.retry_memory_waiters()
                 && !self.make_room()
                 && !self.pay()
                 && !self.fetch_ahead()
@@ -237,7 +237,7 @@ impl StoreState {
             self.forget_chunk(at);
             match self.tables[table as usize].chunks.remove(slot, |_, _| ()) {
                 Ok(above) => {
-                    self.namespaces.row_left(space);
+                    self.namespaces.row_removed(space);
                     // Nobody continues it any more: policies may choose it.
                     above.into_iter().for_each(|above| self.note_held(table, above));
                     next = above;
@@ -249,9 +249,9 @@ impl StoreState {
 
     /// Nothing is noted of a chunk any more.
     fn forget_chunk(&mut self, at: At) {
-        self.untell(at, Tier::Host);
-        self.untell(at, Tier::Disk);
-        self.untell(at, Tier::Device);
+        self.remove_from_policy(at, Tier::Host);
+        self.remove_from_policy(at, Tier::Disk);
+        self.remove_from_policy(at, Tier::Device);
         let table = &mut self.tables[at.table as usize];
         table.notes[at.slot as usize] = 0;
         table.uses[at.slot as usize] = 0;
@@ -259,7 +259,7 @@ impl StoreState {
             table.users[at.slot as usize] = 0;
         }
         self.writeback.unsynced.remove(&at);
-        self.stop_leaving(at);
+        self.cancel_demotion(at);
     }
 
     /// Writes an event.

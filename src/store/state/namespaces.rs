@@ -205,25 +205,25 @@ impl Namespaces {
     }
 
     /// A row of a namespace is gone.
-    pub(super) fn row_left(&mut self, space: u32) {
+    pub(super) fn row_removed(&mut self, space: u32) {
         self[space as usize].rows -= 1;
         self.look_at(space);
     }
 
     /// A chunk of a namespace has a row, and may not have had one.
-    pub(super) fn row_came(&mut self, space: u32, added: Added) {
+    pub(super) fn row_added(&mut self, space: u32, added: Added) {
         self[space as usize].rows += u32::from(matches!(added, Added::New(_)));
     }
 
     /// One was closed.
-    pub(super) fn session_left(&mut self, space: u32) {
+    pub(super) fn session_closed(&mut self, space: u32) {
         self[space as usize].sessions -= 1;
         self.touch(space);
         self.look_at(space);
     }
 
     /// A session of a namespace was opened.
-    pub(super) fn session_came(&mut self, space: u32) {
+    pub(super) fn session_opened(&mut self, space: u32) {
         self[space as usize].sessions += 1;
         self.touch(space);
     }
@@ -251,7 +251,7 @@ impl StoreState {
             Some(at) => at,
             None => {
                 self.make_room_for(&opts.layout)?;
-                self.add_space(opts)?
+                self.add_namespace(opts)?
             }
         };
         let space = &mut self.namespaces[at as usize];
@@ -269,7 +269,7 @@ impl StoreState {
     }
 
     /// Adds a namespace that nobody has open.
-    pub(super) fn add_space(&mut self, opts: &SpaceOpts) -> Result<u32> {
+    pub(super) fn add_namespace(&mut self, opts: &SpaceOpts) -> Result<u32> {
         let most = self.config.max_spaces;
         if self.namespaces.len() >= most {
             fail!(
@@ -444,12 +444,12 @@ pub(super) enum Noted {
 impl StoreState {
     /// A record of a chunk is in a batch: with what its namespace is, unless that is known.
     pub(super) fn note_with(&mut self, at: At, batch: &mut WriteBatch) {
-        let Some(number) = self.space_of(at) else { return };
+        let Some(number) = self.namespace_of(at) else { return };
         let below = &mut self.namespaces[number as usize].below;
         below.writing += 1;
         let is_known = matches!(below.noted, Noted::Written(_) | Noted::Lasts);
         if !is_known && batch.notes.iter().all(|note| note.space != number) {
-            let (name, content) = self.space_note(number);
+            let (name, content) = self.namespace_note(number);
             batch.notes.push(SpaceNote { space: number, name, content, mark: None });
         }
     }
@@ -468,7 +468,7 @@ impl StoreState {
         }
         let mut spaces = BTreeSet::new();
         for &at in &batch.chunks {
-            let Some(number) = self.space_of(at) else { continue };
+            let Some(number) = self.namespace_of(at) else { continue };
             self.namespaces[number as usize].below.writing -= 1;
             spaces.insert(number);
         }
@@ -476,15 +476,15 @@ impl StoreState {
     }
 
     /// Something of a chunk is on disk, and nothing was before.
-    pub(super) fn came_below(&mut self, at: At) {
-        if let Some(number) = self.space_of(at) {
+    pub(super) fn arrived_on_disk(&mut self, at: At) {
+        if let Some(number) = self.namespace_of(at) {
             self.namespaces[number as usize].below.chunks += 1;
         }
     }
 
     /// Nothing of a chunk is on disk any more.
     pub(super) fn left_below(&mut self, at: At) {
-        if let Some(number) = self.space_of(at) {
+        if let Some(number) = self.namespace_of(at) {
             self.namespaces[number as usize].below.chunks -= 1;
             self.drop_note(number);
         }
@@ -508,7 +508,7 @@ impl StoreState {
     pub(super) fn mark_of_note(&self, number: u32) -> Option<Mark> {
         let one = &self.transfers.table[number].spec;
         let slot = *one.slots.first()?;
-        let space = self.space_of(At { table: one.table, slot })?;
+        let space = self.namespace_of(At { table: one.table, slot })?;
         match self.namespaces[space as usize].below.noted {
             Noted::Written(mark) => Some(mark),
             Noted::Lost(mark) => Some(self.mark_of_moved(space, mark)),
@@ -531,13 +531,13 @@ impl StoreState {
         let Some((.., how)) = how else { return };
         let one = &self.transfers.table[number].spec;
         let first = one.slots.first().map(|&slot| At { table: one.table, slot });
-        if let Some(space) = first.and_then(|at| self.space_of(at)) {
+        if let Some(space) = first.and_then(|at| self.namespace_of(at)) {
             let noted = if how.is_ok() { Noted::Lasts } else { Noted::Lost(mark) };
             self.namespaces[space as usize].below.noted = noted;
         }
     }
 
-    fn space_of(&self, at: At) -> Option<u32> {
+    fn namespace_of(&self, at: At) -> Option<u32> {
         let row = self.tables[at.table as usize].chunks.chunk(at.slot)?;
         Some(row.namespace()).filter(|&number| self.namespaces.get(number as usize).is_some())
     }
@@ -641,15 +641,15 @@ impl StoreState {
             if !self.namespaces[at as usize].is_bare() {
                 continue; // it is listed again when that is over
             }
-            match self.is_asked_for(at) {
+            match self.is_looked_up(at) {
                 true => self.namespaces.look_at(at),
-                false => self.forget_space(at),
+                false => self.forget_unused_namespace(at),
             }
         }
     }
 
     /// Nothing is left of a namespace: its number may be another's from now on.
-    fn forget_space(&mut self, at: u32) {
+    fn forget_unused_namespace(&mut self, at: u32) {
         self.drop_note(at);
         self.plans.forget_namespace(at);
         self.forget_remote_names(at);
@@ -718,7 +718,7 @@ impl StoreState {
         let mut slots: Vec<(Reverse<u32>, Slot)> = slots.collect();
         slots.sort_unstable();
         let slots: Vec<Slot> = slots.into_iter().map(|(_, slot)| slot).collect();
-        let left = self.send_all_away(table, &slots);
+        let left = self.drop_chunks_locally(table, &slots);
         log::info!("{} chunks of namespaces that nobody has open left for others", left.gone);
     }
 }

@@ -22,7 +22,7 @@ use crate::store::state::blocks::MAX_BLOCKS;
 use crate::store::state::chunk_table::note;
 use crate::store::state::remote_fetch::{RemotePrefetch, WantedObject};
 use crate::store::state::remote_lookup::{
-    Asked, Asker, Asking, Inquiry, WINDOW, Window, noted_chunks,
+    Asked, Asker, Asking, PendingLookup, WINDOW, Window, noted_chunks,
 };
 use crate::store::state::stage::{self, Stage};
 use crate::store::state::transfer::{Of, TransferKind};
@@ -397,7 +397,7 @@ impl StoreState {
 
     /// The remote has not got an object, or nothing sound under its name. Who calls this says so
     /// with [`StoreState::note_remote_index`].
-    pub(super) fn unhint(&mut self, at: At, layers: std::ops::Range<u32>) {
+    pub(super) fn forget_hint(&mut self, at: At, layers: std::ops::Range<u32>) {
         for layer in layers {
             let cell = Cell { chunk: at.slot, layer: layer as usize };
             if let Err(error) = self.tables[at.table as usize].chunks.begin_drop(cell, Tier::Remote)
@@ -419,7 +419,7 @@ impl StoreState {
                 remote.known.put(&name, false, self.now_ns);
                 remote.take_away(name);
             }
-            self.unhint(at, layers);
+            self.forget_hint(at, layers);
         }
         self.note_remote_index(at, before);
     }
@@ -573,7 +573,8 @@ impl StoreState {
             Some(remote) => {
                 remote.asking.serial += 1;
                 let (serial, named) = (remote.asking.serial, Named { space, keys });
-                let inquiry = Inquiry { serial, is_busy: true, named, ..Inquiry::default() };
+                let inquiry =
+                    PendingLookup { serial, is_busy: true, named, ..PendingLookup::default() };
                 remote.asking.inquiries.insert(Asker::Blocks(number), inquiry);
                 remote.asking.line.push_back(Asker::Blocks(number));
                 remote.asking.is_urgent = true;
@@ -601,12 +602,12 @@ impl StoreState {
         chunks.find(key).filter(is_it).unwrap_or(NONE)
     }
 
-    fn named_by(&self, number: u32) -> Option<&Inquiry> {
+    fn named_by(&self, number: u32) -> Option<&PendingLookup> {
         self.remote.as_ref()?.asking.inquiries.get(&Asker::Blocks(number))
     }
 
     /// Whether a move asks for blocks of a namespace, whose session may be closed.
-    pub(super) fn is_asked_for(&self, space: u32) -> bool {
+    pub(super) fn is_looked_up(&self, space: u32) -> bool {
         let first = Asker::Blocks(0);
         self.remote.as_ref().is_some_and(|remote| {
             remote.asking.inquiries.range(first..).any(|(_, one)| one.named.space == space)
@@ -617,7 +618,7 @@ impl StoreState {
     pub(super) fn forget_remote(&mut self, at: At) {
         let before = self.remote_cells(at);
         if before > 0 {
-            self.unhint(at, 0..self.tables[at.table as usize].layout.layers() as u32);
+            self.forget_hint(at, 0..self.tables[at.table as usize].layout.layers() as u32);
             self.note_remote_index(at, before);
         }
     }
@@ -662,7 +663,7 @@ impl StoreState {
     }
 
     /// What was heard of blocks of a move; whether more are to be asked for.
-    pub(super) fn heard_of_blocks(&mut self, number: u32, asked: &[Asked]) -> bool {
+    pub(super) fn note_block_answers(&mut self, number: u32, asked: &[Asked]) -> bool {
         let there = asked.iter().filter(|one| one.result == Ok(true)).map(|one| one.chunk);
         let there: Vec<usize> = there.collect();
         self.note_blocks(number, &there);
@@ -699,7 +700,7 @@ impl StoreState {
     /// were located; whether they can.
     pub(super) fn rows_for_hints(&mut self, rows: usize) -> bool {
         self.forget_located(rows);
-        rows <= self.free_rows() && self.rows_for(rows).is_ok()
+        rows <= self.free_rows() && self.reserve_rows(rows).is_ok()
     }
 
     /// The remote has a block, as far as is known, and its row stays for that.
@@ -758,7 +759,7 @@ impl StoreState {
         for (chunk, key) in named.keys.iter().enumerate() {
             let slot = self.find_block(named.space, key);
             if !self.is_found(table, slot) {
-                self.transfers.table[number].blame(chunk as u32, &error);
+                self.transfers.table[number].note_failure(chunk as u32, &error);
             }
         }
         self.end_move(number);
@@ -880,8 +881,8 @@ impl StoreState {
             self.follow_breaker();
             match &what {
                 What::Fetch(cells) => cells.iter().for_each(|&(at, layer)| self.miss(at, layer)),
-                What::Ask(asker, serial) => self.leave_question(*asker, *serial),
-                What::Send(chunks) => chunks.iter().for_each(|&at| self.leave_send(at)),
+                What::Ask(asker, serial) => self.leave_lookup(*asker, *serial),
+                What::Send(chunks) => chunks.iter().for_each(|&at| self.leave_upload(at)),
             }
             if let Some(remote) = &mut self.remote {
                 remote.watch.hung.insert(ticket, what);
@@ -896,27 +897,27 @@ impl StoreState {
             return;
         }
         if self.all_hang(WorkerKind::Fetch) {
-            self.avoid_fetches();
+            self.skip_fetches();
         }
         if self.all_hang(WorkerKind::Ask) {
-            self.avoid_questions();
+            self.skip_lookups();
         }
     }
 
     /// Ends a lookup without an answer.
-    fn leave_question(&mut self, asker: Asker, serial: u64) {
+    fn leave_lookup(&mut self, asker: Asker, serial: u64) {
         let Some(remote) = &mut self.remote else { return };
         if remote.asking.inquiries.get(&asker).is_some_and(|one| one.serial == serial) {
-            self.end_inquiry(asker);
+            self.end_lookup(asker);
         }
     }
 
     /// Ends all queued lookups without an answer.
-    fn avoid_questions(&mut self) {
+    fn skip_lookups(&mut self) {
         while let Some(asker) =
             self.remote.as_mut().and_then(|remote| remote.asking.line.pop_front())
         {
-            self.end_inquiry(asker);
+            self.end_lookup(asker);
         }
     }
 

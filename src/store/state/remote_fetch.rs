@@ -155,7 +155,7 @@ impl StoreState {
 
     /// A job waits for a cell that is on its way. If that is in the queue with its object, it waits
     /// no longer than the job may.
-    pub(super) fn hurry_fetch(&mut self, id: u32, at: At, layer: usize) {
+    pub(super) fn expedite_fetch(&mut self, id: u32, at: At, layer: usize) {
         if self.remote.as_ref().is_none_or(|remote| remote.wanted.is_empty()) {
             return;
         }
@@ -238,7 +238,7 @@ impl StoreState {
     }
 
     /// Ends all queued fetches as misses.
-    pub(super) fn avoid_fetches(&mut self) {
+    pub(super) fn skip_fetches(&mut self) {
         while let Some(remote) = &mut self.remote {
             let Some((_, id)) = remote.fetch.queue.pop() else { break };
             remote.counters.avoided += 1;
@@ -361,14 +361,14 @@ impl StoreState {
             }
         }
         if is_gone {
-            self.unhint(at, layers);
+            self.forget_hint(at, layers);
             self.note_gap(at, &fetch.shape);
         }
         self.note_remote_index(at, before);
-        if used > 0 && self.disk.is_some() && self.is_wanted_below(at) {
+        if used > 0 && self.disk.is_some() && self.is_needed_on_disk(at) {
             // What continues it is on disk, and needs it there.
             self.tables[at.table as usize].set(at.slot, note::FORCED);
-            self.queue_down(at);
+            self.queue_writeback(at);
         }
         self.tidy(at.table, at.slot);
     }

@@ -33,7 +33,7 @@ pub(super) enum Asker {
 
 /// What is asked for somebody.
 #[derive(Default)]
-pub(super) struct Inquiry {
+pub(super) struct PendingLookup {
     /// Which session or move: numbers are used again.
     pub serial: u64,
     /// The next chunk that is asked for.
@@ -52,7 +52,7 @@ pub(super) struct Asking {
     pub line: VecDeque<Asker>,
     /// Somebody waits for the end of what stands there.
     pub is_urgent: bool,
-    pub inquiries: BTreeMap<Asker, Inquiry>,
+    pub inquiries: BTreeMap<Asker, PendingLookup>,
     /// Counts moves that ask.
     pub serial: u64,
 }
@@ -132,7 +132,7 @@ impl StoreState {
         let Some(remote) = &mut self.remote else { return };
         let inquiry = remote.asking.inquiries.entry(Asker::Session(at)).or_default();
         if inquiry.serial != serial {
-            *inquiry = Inquiry { serial, next, ..Inquiry::default() };
+            *inquiry = PendingLookup { serial, next, ..PendingLookup::default() };
         }
         if std::mem::replace(&mut inquiry.is_busy, true) {
             return;
@@ -140,7 +140,7 @@ impl StoreState {
         inquiry.next = next;
         match (self.recall(at), &mut self.remote) {
             (true, Some(remote)) if asks => remote.asking.line.push_back(Asker::Session(at)),
-            _ => self.end_inquiry(Asker::Session(at)),
+            _ => self.end_lookup(Asker::Session(at)),
         }
     }
 
@@ -225,7 +225,7 @@ impl StoreState {
         let one = &mut self.transfers.table[number];
         match found {
             Ok(tokens) => one.locates = Some(tokens),
-            Err(error) => one.blame(0, &error),
+            Err(error) => one.note_failure(0, &error),
         }
         self.end_move(number);
     }
@@ -246,13 +246,13 @@ impl StoreState {
         {
             inquiry.waiting.retain(|&waiting| waiting != number);
         }
-        self.transfers.table[number].blame(0, &status.into());
+        self.transfers.table[number].note_failure(0, &status.into());
         self.end_move(number);
         true
     }
 
     /// A session was cut to so many chunks.
-    pub(super) fn cut_inquiry(&mut self, at: u32, chunks: usize) {
+    pub(super) fn shorten_lookup(&mut self, at: u32, chunks: usize) {
         let asker = Asker::Session(at);
         let inquiry =
             self.remote.as_mut().and_then(|remote| remote.asking.inquiries.get_mut(&asker));
@@ -262,26 +262,26 @@ impl StoreState {
     }
 
     /// A session is closed: nobody asks for it any more.
-    pub(super) fn forget_inquiry(&mut self, at: u32) {
+    pub(super) fn forget_lookup(&mut self, at: u32) {
         self.cancel_prefetch(Some(at));
         let Some(remote) = &mut self.remote else { return };
         let asker = Asker::Session(at);
         remote.asking.line.retain(|&other| other != asker);
         let inquiry = remote.asking.inquiries.remove(&asker);
         for number in inquiry.map(|inquiry| inquiry.waiting).unwrap_or_default() {
-            self.transfers.table[number].blame(0, &Status::Cancelled.into());
+            self.transfers.table[number].note_failure(0, &Status::Cancelled.into());
             self.end_move(number);
         }
     }
 
     /// Whether somebody waits for the answer to what nobody has asked yet.
-    pub fn is_answer_awaited(&self) -> bool {
+    pub fn awaits_answer(&self) -> bool {
         self.remote.as_ref().is_some_and(|remote| remote.asking.is_urgent)
     }
 
     /// The next names to be asked for; none in it = there is more to do for somebody, whose turn
     /// comes again.
-    pub(super) fn take_asks(&mut self) -> Option<AskBatch> {
+    pub(super) fn take_lookups(&mut self) -> Option<AskBatch> {
         self.remote.as_mut()?.asking.is_urgent = false;
         while let Some(asker) = self.remote.as_mut()?.asking.line.pop_front() {
             let window = match asker {
@@ -302,12 +302,12 @@ impl StoreState {
                     let serial = inquiry.serial;
                     return Some(AskBatch { serial, ..AskBatch::none(asker) });
                 }
-                self.end_inquiry(asker);
+                self.end_lookup(asker);
                 continue;
             }
             let leave = remote.breaker.leave(Way::Read, self.now_ns);
             if leave == Leave::Stay {
-                self.end_inquiry(asker);
+                self.end_lookup(asker);
                 continue;
             }
             let probes = leave == Leave::Probe;
@@ -364,7 +364,7 @@ impl StoreState {
         Some(window)
     }
 
-    pub(super) fn done_asks(&mut self, batch: &AskBatch) {
+    pub(super) fn done_lookups(&mut self, batch: &AskBatch) {
         let now_ns = self.now_ns;
         let Some(remote) = &mut self.remote else { return };
         if batch.asked.is_empty() {
@@ -404,17 +404,17 @@ impl StoreState {
             return;
         }
         let goes_on = match batch.asker {
-            Asker::Session(at) => self.heard_of_path(at, &batch.asked),
-            Asker::Blocks(number) => self.heard_of_blocks(number, &batch.asked),
+            Asker::Session(at) => self.note_path_answer(at, &batch.asked),
+            Asker::Blocks(number) => self.note_block_answers(number, &batch.asked),
         };
         match (goes_on && !failed, &mut self.remote) {
             (true, Some(remote)) => remote.asking.line.push_back(batch.asker),
-            _ => self.end_inquiry(batch.asker),
+            _ => self.end_lookup(batch.asker),
         }
     }
 
     /// What was heard of chunks of a session; whether more is to be asked for.
-    fn heard_of_path(&mut self, at: u32, asked: &[Asked]) -> bool {
+    fn note_path_answer(&mut self, at: u32, asked: &[Asked]) -> bool {
         let Ok(session) = self.session(at) else { return false };
         let (keys, holes) = (session.path.keys(), self.namespaces[session.space as usize].holes);
         let length = keys.len();
@@ -444,7 +444,7 @@ impl StoreState {
     }
 
     /// Nothing more is asked for somebody: who waits for that goes on.
-    pub(super) fn end_inquiry(&mut self, asker: Asker) {
+    pub(super) fn end_lookup(&mut self, asker: Asker) {
         let at = match asker {
             Asker::Session(at) => at,
             Asker::Blocks(number) => return self.located_blocks(number, Status::NotFound),

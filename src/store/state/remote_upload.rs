@@ -88,7 +88,7 @@ fn bytes_of(shape: &Shape, object: u32) -> u64 {
 impl StoreState {
     /// A chunk of a put is in memory: it is sent, if its level or the store says so. What has to
     /// be there is waited for.
-    pub(super) fn send_put(&mut self, number: u32, chunk: u32, at: At) {
+    pub(super) fn upload_put(&mut self, number: u32, chunk: u32, at: At) {
         let level = self.transfers.table[number].spec.level;
         let Some(remote) = &self.remote else { return };
         if level != Level::Remote && remote.config.write != Write::Through {
@@ -96,8 +96,8 @@ impl StoreState {
         }
         let is_full = self.is_full(at);
         if level != Level::Remote {
-            if is_full && self.may_go_out(at) {
-                self.begin_send(at, false);
+            if is_full && self.may_upload(at) {
+                self.begin_upload(at, false);
             }
             return;
         }
@@ -109,7 +109,7 @@ impl StoreState {
         if !is_full || begun.is_none_or(|begun| std::mem::replace(begun, true)) {
             return;
         }
-        if self.begin_send(at, true) {
+        if self.begin_upload(at, true) {
             self.transfers.table[number].waits += 1;
             if let Some(remote) = &mut self.remote {
                 remote.waits.entry(at).or_default().push((number, chunk));
@@ -119,12 +119,12 @@ impl StoreState {
                 Some(_) => (Status::Again, "not all layers of a chunk are in memory to be sent"),
                 None => (Status::Limit, "the remote takes no objects as long as these layers"),
             };
-            self.transfers.table[number].blame(chunk, &Error::new(status, words));
+            self.transfers.table[number].note_failure(chunk, &Error::new(status, words));
         }
     }
 
     /// A put is in memory: what of it goes to the remote.
-    pub(super) fn send_out(&mut self, number: u32) {
+    pub(super) fn queue_upload(&mut self, number: u32) {
         if self.remote.is_none() || self.transfers.table[number].stopped().is_some() {
             return;
         }
@@ -135,19 +135,19 @@ impl StoreState {
         for chunk in 0..chunks as u32 {
             let slot = self.transfers.table[number].spec.slots[chunk as usize];
             if slot != NONE {
-                self.send_put(number, chunk, At { table, slot });
+                self.upload_put(number, chunk, At { table, slot });
             }
         }
     }
 
     /// A chunk leaves memory: it is sent before, where the store says so.
-    pub(super) fn send_leaving(&mut self, at: At) {
+    pub(super) fn upload_victim(&mut self, at: At) {
         let sends = self.remote.as_ref().is_some_and(|remote| remote.config.write == Write::Back);
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
         // One that has to stay, and has nowhere to stay but here, does not leave.
         let stays = self.disk.is_none() && row.is_some_and(|row| row.is_blocked());
-        if sends && !stays && self.is_full(at) && self.may_go_out(at) {
-            self.begin_send(at, false);
+        if sends && !stays && self.is_full(at) && self.may_upload(at) {
+            self.begin_upload(at, false);
         }
     }
 
@@ -176,7 +176,7 @@ impl StoreState {
     }
 
     /// Whether a chunk that nobody waits for may be sent.
-    fn may_go_out(&mut self, at: At) -> bool {
+    fn may_upload(&mut self, at: At) -> bool {
         let rows = &self.tables[at.table as usize];
         let layers = rows.layout.layers();
         let Some(row) = rows.chunks.chunk(at.slot) else { return false };
@@ -203,7 +203,7 @@ impl StoreState {
     /// Begins to send all objects of a chunk that are not there, as far as is known; with `must`
     /// those too, since only the remote's own word counts, and where one was missed. Whether
     /// anything of it is on its way.
-    fn begin_send(&mut self, at: At, must: bool) -> bool {
+    fn begin_upload(&mut self, at: At, must: bool) -> bool {
         let Some(shape) = self.remote_shape(at.table) else { return false };
         if !self.is_whole_up(at) {
             return false;
@@ -218,11 +218,11 @@ impl StoreState {
             let of_it = marks.get(of.start as usize..of.end as usize).unwrap_or_default();
             let is_sent = of_it.iter().any(|marks| marks.is_sent());
             is_under_way |= is_sent;
-            let is_asked_for = must || is_gapped;
-            if is_sent || !is_asked_for && of_it.iter().all(|marks| marks.is_remote()) {
+            let is_looked_up = must || is_gapped;
+            if is_sent || !is_looked_up && of_it.iter().all(|marks| marks.is_remote()) {
                 continue;
             }
-            self.unhint(at, of.clone());
+            self.forget_hint(at, of.clone());
             let chunks = &mut self.tables[at.table as usize].chunks;
             let begins = |layer: u32| {
                 let cell = Cell { chunk: at.slot, layer: layer as usize };
@@ -245,7 +245,7 @@ impl StoreState {
     }
 
     /// The next objects to be sent, up to a batch. To a remote that is left alone nothing goes.
-    pub(super) fn take_sends(&mut self) -> Option<SendBatch> {
+    pub(super) fn take_uploads(&mut self) -> Option<SendBatch> {
         let remote = self.remote.as_mut()?;
         if !remote.has_to_send() {
             return None;
@@ -274,12 +274,12 @@ impl StoreState {
             else {
                 break;
             };
-            let Some(send) = self.make_send(at, object) else {
-                self.give_up_send(at, object);
+            let Some(send) = self.make_upload(at, object) else {
+                self.give_up_upload(at, object);
                 continue;
             };
             if leave == Leave::Stay {
-                self.end_send(&Send { result: Err(Trouble::Gone), ..send });
+                self.end_upload(&Send { result: Err(Trouble::Gone), ..send });
                 continue;
             }
             bytes += send.bytes();
@@ -296,18 +296,18 @@ impl StoreState {
     }
 
     /// After a defect: nobody waits for an object that cannot be made.
-    fn give_up_send(&mut self, at: At, object: u32) {
+    fn give_up_upload(&mut self, at: At, object: u32) {
         log::error!("an object could not be made of cells that are held for it");
         let Some(shape) = self.remote_shape(at.table) else { return };
         if let Some(remote) = &mut self.remote {
             remote.out_bytes -= bytes_of(&shape, object);
         }
         self.end_cells(at, shape.layers(object as usize), Arrival::Failed);
-        self.blame_sends(at, Trouble::TooLong);
-        self.end_if_sent(at);
+        self.fail_uploads(at, Trouble::TooLong);
+        self.end_if_uploaded(at);
     }
 
-    fn make_send(&mut self, at: At, object: u32) -> Option<Send> {
+    fn make_upload(&mut self, at: At, object: u32) -> Option<Send> {
         let shape = self.remote_shape(at.table)?;
         let name = self.remote_name(at, &shape, object)?;
         let chunk = self.remote_record(at);
@@ -331,13 +331,13 @@ impl StoreState {
         Some(Send { at, object, name, shape, chunk, planes, result })
     }
 
-    pub(super) fn done_sends(&mut self, batch: &SendBatch) {
+    pub(super) fn done_uploads(&mut self, batch: &SendBatch) {
         let in_time = self.remote.as_mut().is_some_and(|remote| remote.watch.end(batch.ticket));
         for send in &batch.sends {
             if let Some(remote) = self.remote.as_mut().filter(|_| in_time) {
                 remote.heard(Way::Write, &send.result, batch.probes, self.now_ns);
             }
-            self.end_send(send);
+            self.end_upload(send);
         }
         let Some(remote) = &mut self.remote else { return };
         if !batch.removals.is_empty() {
@@ -360,7 +360,7 @@ impl StoreState {
     }
 
     /// What became of an object that was sent.
-    fn end_send(&mut self, send: &Send) {
+    fn end_upload(&mut self, send: &Send) {
         let (at, now_ns) = (send.at, self.now_ns);
         if let Some(remote) = &mut self.remote {
             remote.out_bytes -= send.bytes();
@@ -385,9 +385,9 @@ impl StoreState {
             if send.shape.objects() > 1 {
                 self.tables[at.table as usize].set(at.slot, note::GAPPED);
             }
-            self.blame_sends(at, trouble);
+            self.fail_uploads(at, trouble);
         }
-        self.end_if_sent(at);
+        self.end_if_uploaded(at);
         self.tidy(at.table, at.slot);
     }
 
@@ -405,16 +405,16 @@ impl StoreState {
     }
 
     /// Puts that wait for a chunk to be at the remote will not see it there.
-    fn blame_sends(&mut self, at: At, trouble: Trouble) {
+    fn fail_uploads(&mut self, at: At, trouble: Trouble) {
         let Some(remote) = &self.remote else { return };
         let waits = remote.waits.get(&at).cloned().unwrap_or_default();
         for (number, chunk) in waits {
-            self.transfers.table[number].blame(chunk, &Error::from(trouble));
+            self.transfers.table[number].note_failure(chunk, &Error::from(trouble));
         }
     }
 
     /// Nothing of a chunk is on its way: who waits for that goes on.
-    fn end_if_sent(&mut self, at: At) {
+    fn end_if_uploaded(&mut self, at: At) {
         let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
         if !marks.iter().any(|marks| marks.is_sent()) {
             self.end_waits(at);
@@ -422,8 +422,8 @@ impl StoreState {
     }
 
     /// Puts that wait for a chunk which does not go are over; its memory is read until it has.
-    pub(super) fn leave_send(&mut self, at: At) {
-        self.blame_sends(at, Trouble::Late);
+    pub(super) fn leave_upload(&mut self, at: At) {
+        self.fail_uploads(at, Trouble::Late);
         self.end_waits(at);
     }
 

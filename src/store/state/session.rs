@@ -103,7 +103,7 @@ impl StoreState {
         who.length = u32::try_from(path.tokens().len()).unwrap_or(u32::MAX);
         let added =
             self.sessions.add(Session { path, space, who, holds: Holds::default(), asked: 0 })?;
-        self.namespaces.session_came(space);
+        self.namespaces.session_opened(space);
         Ok(added)
     }
 
@@ -183,14 +183,14 @@ impl StoreState {
         let tokens = usize::try_from(tokens).map_err(|_| Status::Invalid)?;
         let table = self.namespaces[self.session(at)?.space as usize].table;
         let session = &mut self.sessions[at];
-        let old = session.path.held_behind(tokens);
+        let old = session.path.held_after_event(tokens);
         let mut freed = Vec::new();
         let chunks = &mut self.tables[table as usize].chunks;
         session.path.truncate(chunks, tokens, &mut |slot| freed.push(slot))?;
         session.who.length = u32::try_from(tokens).unwrap_or(u32::MAX);
         let chunks = session.path.keys().len();
         session.asked = session.asked.min(chunks);
-        self.cut_inquiry(at, chunks);
+        self.shorten_lookup(at, chunks);
         self.were_held(table, &freed);
         self.were_held(table, &old);
         self.settle();
@@ -211,9 +211,9 @@ impl StoreState {
     /// Ends a session: its chunks may leave. Its moves go on.
     pub fn close_session(&mut self, at: u32) -> Result<()> {
         let table = self.namespaces[self.session(at)?.space as usize].table;
-        self.forget_inquiry(at);
+        self.forget_lookup(at);
         let Some(session) = self.sessions.remove(at) else { return Ok(()) };
-        let old = session.path.held_behind(0);
+        let old = session.path.held_after_event(0);
         let mut freed = Vec::new();
         let chunks = &mut self.tables[table as usize].chunks;
         let closed = session.path.close(chunks, &mut |slot| freed.push(slot));
@@ -221,7 +221,7 @@ impl StoreState {
         self.were_held(table, &freed);
         self.were_held(table, &old);
         self.end_holds(table, session.holds);
-        self.namespaces.session_left(session.space);
+        self.namespaces.session_closed(session.space);
         self.settle();
         closed
     }
@@ -323,7 +323,7 @@ impl StoreState {
     ) -> Result<Vec<Slot>> {
         self.refresh(at, 0..end)?;
         let missing = self.missing_before(at, end)?;
-        self.rows_for(missing + usize::from(tail))?;
+        self.reserve_rows(missing + usize::from(tail))?;
         self.make_chunks(at, end)?;
         let mut slots = Vec::new();
         slots.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
@@ -353,7 +353,7 @@ impl StoreState {
 
     /// Lets the chunks of a part of a path go, the last one first; what they were.
     /// The session finds those again that stay.
-    pub(super) fn let_go_range(
+    pub(super) fn release_range(
         &mut self,
         at: u32,
         chunks: Range<usize>,

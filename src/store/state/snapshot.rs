@@ -264,7 +264,7 @@ impl StoreState {
         };
         disk.set_budget(bytes)?;
         cache.set_bytes(bytes, self.config.high);
-        self.look_at_disk();
+        self.balance_disk();
         self.settle();
         Ok(())
     }

@@ -865,7 +865,7 @@ impl Stats {
         }
     }
 
-    pub(super) fn take_for_tables(&mut self, bytes: u64) -> bool {
+    pub(super) fn reserve_for_tables(&mut self, bytes: u64) -> bool {
         let Some(account) = &self.metadata.account else { return true };
         let is_paid = account.take(Tier::Host, bytes).is_ok();
         if is_paid {
@@ -964,7 +964,7 @@ impl StoreState {
     }
 
     /// So many chunks are about to come: their rows are paid for.
-    pub(super) fn pay_for_rows(&mut self, chunks: usize) {
+    pub(super) fn charge_rows(&mut self, chunks: usize) {
         if self.stats.metadata.account.is_none() {
             return;
         }
@@ -981,8 +981,8 @@ impl StoreState {
         let missing = needed.saturating_sub(self.stats.metadata.paid_bytes);
         if missing > asked {
             let bytes = missing.next_multiple_of(STEP_BYTES);
-            if !self.pay_tables(bytes) {
-                return self.owe(bytes - asked);
+            if !self.charge_tables(bytes) {
+                return self.request_reclaim(bytes - asked);
             }
         }
         self.stats.metadata.ahead =
@@ -991,20 +991,20 @@ impl StoreState {
 
     /// What has come free pays for what is missing. This is before anyone who waits for
     /// memory gets it.
-    pub(super) fn pay_again(&mut self) {
+    pub(super) fn charge_grown_tables(&mut self) {
         let Some((missing, since_bytes)) = self.stats.metadata.missing else { return };
         let now_bytes = self.host.given_back_bytes();
         let part = missing.min(now_bytes - since_bytes);
         if part == 0 {
             return;
         }
-        if self.stats.take_for_tables(part) {
+        if self.stats.reserve_for_tables(part) {
             let left = missing - part;
             self.stats.metadata.missing = (left > 0).then_some((left, now_bytes));
         } else {
             // Others were faster.
             self.stats.metadata.missing = Some((missing, now_bytes));
-            self.owe(part);
+            self.request_reclaim(part);
         }
     }
 
@@ -1013,10 +1013,10 @@ impl StoreState {
         self.stats.metadata.paid_bytes
     }
 
-    fn pay_tables(&mut self, bytes: u64) -> bool {
+    fn charge_tables(&mut self, bytes: u64) -> bool {
         let since_bytes = self.host.given_back_bytes();
-        let is_paid = self.stats.take_for_tables(bytes)
-            || self.host.trim() > 0 && self.stats.take_for_tables(bytes);
+        let is_paid = self.stats.reserve_for_tables(bytes)
+            || self.host.trim() > 0 && self.stats.reserve_for_tables(bytes);
         // What was trimmed and is too little pays for a part.
         self.stats.metadata.missing = (!is_paid).then_some((bytes, since_bytes));
         is_paid

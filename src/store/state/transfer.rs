@@ -249,7 +249,7 @@ impl Transfer {
     }
 
     /// A chunk of a put did not get where it was to be.
-    pub(super) fn blame(&mut self, chunk: u32, error: &Error) {
+    pub(super) fn note_failure(&mut self, chunk: u32, error: &Error) {
         for part in &mut self.parts {
             part.error.get_or_insert_with(|| error.clone());
             part.bad = part.bad.min(chunk);
@@ -309,7 +309,7 @@ impl Transfers {
     }
 
     /// The chunks that a durable put has to have on disk.
-    pub(super) fn relied_on(&self, number: u32) -> Vec<At> {
+    pub(super) fn chunks_to_sync(&self, number: u32) -> Vec<At> {
         let Transfer { spec: one, ahead, .. } = &self.table[number];
         let at = |&slot: &Slot| At { table: one.table, slot };
         one.slots.iter().chain(ahead).map(at).collect()
@@ -325,7 +325,7 @@ impl Transfers {
     }
 
     /// A job begins anew, and leaves device memory alone.
-    pub(super) fn look_again(&mut self, id: u32) {
+    pub(super) fn restart_job(&mut self, id: u32) {
         let job = &mut self.jobs[id];
         (job.plain, job.step) = (true, Step::Fresh);
         self.woken.push(id);
@@ -336,7 +336,7 @@ impl Transfers {
         (self.table[job.number].spec.table, job.cell)
     }
 
-    pub(super) fn feed_later(&mut self, number: u32) {
+    pub(super) fn start_later(&mut self, number: u32) {
         let one = &mut self.table[number];
         if !one.feeds {
             one.feeds = true;
@@ -362,13 +362,13 @@ impl StoreState {
             }
             self.note_held(table, slot);
         }
-        self.dependencies.join_behind(after);
+        self.dependencies.join_event(after);
         self.prefetch_begins(number);
         self.notify_policies(number);
         self.counters.moves[self.transfers.table[number].spec.kind as usize] += 1;
         match ticket {
             Some(ticket) => self.dependencies.hold_back(number, ticket),
-            None => self.transfers.feed_later(number),
+            None => self.transfers.start_later(number),
         }
         if self.transfers.table[number].cells() == 0 {
             self.end_first_phase(number);
@@ -400,7 +400,7 @@ impl StoreState {
         if spec.kind != TransferKind::Prefetch && spec.views.0.len() != spec.layers {
             fail!(Invalid, "{} views for {} layers", spec.views.0.len(), spec.layers);
         }
-        self.check_behind(spec)?;
+        self.check_after_event(spec)?;
         self.transfers.has_room_for_move()
     }
 
@@ -451,7 +451,7 @@ impl StoreState {
                 return true;
             }
             if !self.transfers.jobs.has_room() {
-                self.transfers.feed_later(number);
+                self.transfers.start_later(number);
                 return false;
             }
             if self.is_parked(number) {
@@ -477,7 +477,7 @@ impl StoreState {
                 Of::Transfer,
                 job,
             );
-            self.begin_behind(job);
+            self.begin_after_event(job);
             self.route(job);
             if self.transfers.table.get(number).is_none() {
                 return true; // that was its last one
@@ -542,15 +542,15 @@ impl StoreState {
         if over {
             self.end_first_phase(number);
         } else if wants_more {
-            self.transfers.feed_later(number);
+            self.transfers.start_later(number);
         }
     }
 
     /// All cells of a move are where they should be, or will not be.
     fn end_first_phase(&mut self, number: u32) {
         if self.transfers.table[number].spec.kind == TransferKind::Put {
-            self.write_down(number);
-            self.send_out(number);
+            self.write_back_put(number);
+            self.queue_upload(number);
         }
         if self.transfers.table[number].waits == 0 {
             self.end_move(number);
@@ -558,15 +558,15 @@ impl StoreState {
     }
 
     /// A put that waits for the disk fails, as a whole.
-    pub(super) fn blame(&mut self, number: u32, error: &Error) {
+    pub(super) fn note_failure(&mut self, number: u32, error: &Error) {
         let one = &mut self.transfers.table[number];
-        one.blame(0, error);
+        one.note_failure(0, error);
         one.outcomes.iter_mut().for_each(|outcome| note_outcome(outcome, error.status()));
     }
 
     /// A move has ended: what was not reported is.
     pub(super) fn end_move(&mut self, number: u32) {
-        if self.commits_before_end(number) {
+        if self.must_wait_for_sync(number) {
             return;
         }
         self.conclude(number);
@@ -593,7 +593,7 @@ impl StoreState {
         self.prefetch_ended(number);
         self.stats.latencies.moved(&one, self.now_ns);
         self.dependencies.stop_waiting(one.spec.ticket);
-        self.dependencies.leave_behind(one.spec.after);
+        self.dependencies.leave_event(one.spec.after);
         for &slot in one.spec.slots.iter().rev().filter(|&&slot| slot != NONE) {
             self.let_go(table, slot);
         }
@@ -742,15 +742,15 @@ impl StoreState {
             let is_above = marks.there() & HOST_MASK != 0;
             let is_known = !level.is_on_disk() || is_above;
             if !is_known && self.tables[table as usize].has(cell.chunk, note::UNREAD) {
-                return self.bring_up(id, table, cell, marks);
+                return self.read_from_disk(id, table, cell, marks);
             }
             if level == Level::Remote {
                 // It goes from memory there.
                 if !is_above && marks.there() & DISK_MASK != 0 {
-                    return self.bring_up(id, table, cell, marks);
+                    return self.read_from_disk(id, table, cell, marks);
                 }
                 let (chunk, _) = self.transfers.table[number].place(self.transfers.jobs[id].at);
-                self.write_ahead(number, chunk as u32, At { table, slot: cell.chunk });
+                self.write_whole_chunks(number, chunk as u32, At { table, slot: cell.chunk });
             }
             self.counters.known += 1;
             return self.end_job(id, 0, None);
@@ -799,11 +799,11 @@ impl StoreState {
             self.counters.misses += u64::from(!self.is_prefetch(self.transfers.jobs[id].number));
             return self.end_job(id, 0, Some(Status::NotFound.into()));
         }
-        self.bring_up(id, table, cell, marks);
+        self.read_from_disk(id, table, cell, marks);
     }
 
     /// Has a cell that is not in memory read from disk.
-    fn bring_up(&mut self, id: u32, table: u32, cell: Cell, marks: Marks) {
+    fn read_from_disk(&mut self, id: u32, table: u32, cell: Cell, marks: Marks) {
         let number = self.transfers.jobs[id].number;
         self.transfers.table[number].was_below |= marks.there() & DISK_MASK != 0;
         if (marks.arriving() | marks.leaving()) & HOST_MASK != 0 {
@@ -827,7 +827,7 @@ impl StoreState {
     }
 
     pub(super) fn queue_copy(&mut self, id: u32, table: u32, cell: Cell) {
-        if self.queue_behind(id) {
+        if self.queue_after_event(id) {
             return;
         }
         let one = &self.transfers.table[self.transfers.jobs[id].number].spec;
@@ -845,7 +845,7 @@ impl StoreState {
         self.transfers.jobs[id].step = Step::Waiting;
         let line = self.transfers.cell_waiters.entry((at, cell.layer)).or_default();
         line.push_back(&mut self.transfers.jobs, Of::Wait, id);
-        self.hurry_fetch(id, at, cell.layer);
+        self.expedite_fetch(id, at, cell.layer);
     }
 
     /// Something has become of a cell: whoever waits for it looks again.
@@ -893,7 +893,7 @@ impl StoreState {
     }
 
     /// Memory came free: the first that waits for some tries again.
-    pub(super) fn feed_memory_waiters(&mut self) -> bool {
+    pub(super) fn retry_memory_waiters(&mut self) -> bool {
         let Some(id) = self.transfers.memory_waiters.first() else { return false };
         self.unqueue_memory_waiter(id);
         self.transfers.retrying = Some(id);
@@ -976,7 +976,7 @@ impl StoreState {
                 self.end_copying(id, false);
             }
             Step::Behind => {
-                self.withdraw_behind(&job, id);
+                self.withdraw_after_event(&job, id);
                 self.end_copying(id, false);
             }
             Step::Reads => {
@@ -1177,7 +1177,7 @@ impl StoreState {
     /// The next copies, up to a batch. Those out of device memory have their own: that is
     /// another way, with a speed of its own.
     pub(super) fn take_copies(&mut self) -> Option<CopyBatch> {
-        let uses_device = self.is_nears_turn();
+        let uses_device = self.is_replica_turn();
         let rescued = self.replicas.as_ref().map(|_| Vec::new());
         let (mut batch, mut bytes) =
             (CopyBatch { uses_device, rescued, ..CopyBatch::default() }, 0);
@@ -1354,7 +1354,7 @@ impl StoreState {
                     if job.uses_device && !batch.refused.contains(&at) {
                         self.counters.device_lost += u64::from(self.forget_replica(table, cell));
                     }
-                    self.transfers.look_again(id);
+                    self.transfers.restart_job(id);
                 }
                 Err(error) if !came => self.end_job(id, 0, Some(error.clone())),
                 _ => self.end_job(id, bytes, None),
@@ -1426,7 +1426,7 @@ impl StoreState {
             self.arrived(table, cell, Tier::Host);
             let (number, at) = (self.transfers.jobs[id].number, self.transfers.jobs[id].at);
             let (chunk, _) = self.transfers.table[number].place(at);
-            self.write_ahead(number, chunk as u32, At { table, slot: cell.chunk });
+            self.write_whole_chunks(number, chunk as u32, At { table, slot: cell.chunk });
         }
     }
 }

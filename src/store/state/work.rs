@@ -319,13 +319,13 @@ impl StoreState {
             WorkerKind::Sync => self.take_syncs().map(Work::Syncs),
             WorkerKind::Upkeep => self.take_upkeep().map(Work::Upkeep),
             WorkerKind::Fetch => self.take_fetches().map(Work::Fetches),
-            WorkerKind::Send => self.take_sends().map(Work::Sends),
-            WorkerKind::Ask => self.take_asks().map(Work::Asks),
+            WorkerKind::Send => self.take_uploads().map(Work::Sends),
+            WorkerKind::Ask => self.take_lookups().map(Work::Asks),
         };
         if let Some(work) = &mut work {
             self.stages.in_flight[workers as usize] += 1;
             self.batch_begins(work);
-            self.disk_gc.turn_begins(work);
+            self.disk_gc.checkpoint_begins(work);
         }
         // Looking for work ends what needs none, and that may let others go on.
         self.settle();
@@ -368,7 +368,7 @@ impl StoreState {
     /// Says how work went, and how long it took; 0 = not known.
     pub fn done(&mut self, work: Work, outcome: Outcome, elapsed_ns: u64) {
         self.batch_ends(&work, &outcome, elapsed_ns);
-        self.disk_gc.turn_ends(&work, &outcome);
+        self.disk_gc.checkpoint_ends(&work, &outcome);
         self.stages.in_flight[work.workers() as usize] -= 1;
         match work {
             Work::Copies(batch) => self.done_copies(&batch, &outcome),
@@ -379,8 +379,8 @@ impl StoreState {
             Work::Syncs(batch) => self.done_syncs(&batch),
             Work::Upkeep(upkeep) => self.done_upkeep(&upkeep, outcome),
             Work::Fetches(batch) => self.done_fetches(&batch),
-            Work::Sends(batch) => self.done_sends(&batch),
-            Work::Asks(batch) => self.done_asks(&batch),
+            Work::Sends(batch) => self.done_uploads(&batch),
+            Work::Asks(batch) => self.done_lookups(&batch),
         }
         self.settle();
     }

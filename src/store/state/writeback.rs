@@ -66,7 +66,7 @@ impl Default for Writeback {
 
 impl StoreState {
     /// A put is in memory: sends down what has to be on disk.
-    pub(super) fn write_down(&mut self, number: u32) {
+    pub(super) fn write_back_put(&mut self, number: u32) {
         let one = &self.transfers.table[number].spec;
         let (table, level) = (one.table, one.level);
         if self.disk.is_none() {
@@ -81,7 +81,7 @@ impl StoreState {
             if all_read {
                 self.tables[table as usize].clear(at.slot, note::UNREAD);
             }
-            let must = on_disk || self.is_wanted_below(at);
+            let must = on_disk || self.is_needed_on_disk(at);
             if !must && self.config.write == Write::Behind {
                 self.write_later(at);
             }
@@ -90,7 +90,7 @@ impl StoreState {
             }
             let bytes = self.only_in_host(at, Part::All);
             let is_up = bytes > 0 || self.is_writing(at);
-            if !is_up || !must && !self.may_go_down(at, bytes, false) {
+            if !is_up || !must && !self.may_write_back(at, bytes, false) {
                 continue;
             }
             if must {
@@ -100,16 +100,16 @@ impl StoreState {
                 self.writeback.chunk_waiters.entry(at).or_default().push((number, i as u32));
                 self.transfers.table[number].waits += 1;
             }
-            self.queue_down(at);
+            self.queue_writeback(at);
         }
         if on_disk {
-            self.wait_for_those_before(number);
+            self.wait_for_ancestors(number);
         }
     }
 
     /// A chunk of a put has more in memory. Batches of whole ones that have to be on disk
     /// go there while the rest is copied.
-    pub(super) fn write_ahead(&mut self, number: u32, chunk: u32, at: At) {
+    pub(super) fn write_whole_chunks(&mut self, number: u32, chunk: u32, at: At) {
         let rows = &self.tables[at.table as usize];
         let row = rows.chunks.chunk(at.slot);
         let cells = row.map_or(0, |row| usize::from(row.cells()[Tier::Host as usize]));
@@ -118,7 +118,7 @@ impl StoreState {
             return;
         }
         if level == Level::Remote {
-            return self.send_put(number, chunk, at);
+            return self.upload_put(number, chunk, at);
         }
         let rows = &self.tables[at.table as usize];
         let one = &mut self.transfers.table[number];
@@ -129,7 +129,7 @@ impl StoreState {
         for slot in std::mem::take(&mut self.transfers.table[number].whole) {
             let at = At { slot, ..at };
             self.tables[at.table as usize].set(slot, note::FORCED);
-            self.queue_down(at);
+            self.queue_writeback(at);
         }
     }
 
@@ -148,9 +148,9 @@ impl StoreState {
             for slot in slots {
                 let at = At { table, slot };
                 let bytes = self.only_in_host(at, Part::All);
-                if bytes > 0 && self.may_go_down(at, bytes, false) {
+                if bytes > 0 && self.may_write_back(at, bytes, false) {
                     self.tables[table as usize].set(slot, note::FORCED);
-                    self.queue_down(at);
+                    self.queue_writeback(at);
                 }
             }
         }
@@ -175,7 +175,7 @@ impl StoreState {
             let added = if wanted { self.add_records(at, &mut batch) } else { 0 };
             if added == 0 {
                 // All of it is on disk, or on its way there with another batch.
-                self.let_go_after(at, |core| core.is_down(at));
+                self.release_after(at, |core| core.is_down(at));
                 continue;
             }
             bytes += added;
@@ -265,7 +265,7 @@ impl StoreState {
         for one in written {
             self.end_chunk(one);
         }
-        self.look_at_disk();
+        self.balance_disk();
     }
 
     fn end_writing(&mut self, at: At, cell: Cell, place: Option<Place>) {
@@ -289,27 +289,27 @@ impl StoreState {
     fn end_chunk(&mut self, one: Written) {
         let at = one.at;
         if !one.marks.is_empty() {
-            self.forget_stale(at);
+            self.forget_stale_marks(at);
             self.writeback.unsynced.entry(at).or_default().extend(one.marks);
         }
         match one.error {
             None => {
                 self.disk_gc.succeeded(at);
-                self.let_go_after(at, |core| core.is_down(at));
+                self.release_after(at, |core| core.is_down(at));
             }
             Some(error) if error.status() == Status::Budget => self.disk_gc.park(at, error),
             Some(error) => {
                 self.counters.failed_writes += 1;
                 match self.disk_gc.may_try_again(at) {
-                    true => self.let_go_after(at, |core| core.queue_one(at)),
-                    false => self.let_go_after(at, |core| core.stays_up(at, &error)),
+                    true => self.release_after(at, |core| core.queue_chunk(at)),
+                    false => self.release_after(at, |core| core.fail_writeback(at, &error)),
                 }
             }
         }
     }
 
     /// Does something with a chunk that was held for its way down, then lets it go.
-    pub(super) fn let_go_after(&mut self, at: At, act: impl FnOnce(&mut StoreState)) {
+    pub(super) fn release_after(&mut self, at: At, act: impl FnOnce(&mut StoreState)) {
         act(self);
         self.let_go(at.table, at.slot);
     }
@@ -338,7 +338,7 @@ impl StoreState {
         }
         let rows = &mut self.tables[at.table as usize];
         rows.clear(at.slot, note::FORCED);
-        if let Some(leave) = self.stop_leaving(at) {
+        if let Some(leave) = self.cancel_demotion(at) {
             let freed = self.drop_copies(at, |layer| leave.has(layer));
             let is_up = self.is_in_host(at, Part::All);
             self.counters.demoted += u64::from(freed > 0 && !is_up);
@@ -356,18 +356,18 @@ impl StoreState {
 
     /// A chunk could not be written: it stays in memory, or is gone if its memory is
     /// needed and nobody holds it.
-    pub(super) fn stays_up(&mut self, at: At, error: &Error) {
+    pub(super) fn fail_writeback(&mut self, at: At, error: &Error) {
         let rows = &mut self.tables[at.table as usize];
         rows.clear(at.slot, note::FORCED);
         self.disk_gc.given_up += 1;
-        if let Some(leave) = self.stop_leaving(at) {
+        if let Some(leave) = self.cancel_demotion(at) {
             self.counters.refused += 1;
-            self.gone_if_free(at, &leave);
+            self.drop_if_unreferenced(at, &leave);
         }
         for (number, chunk) in self.writeback.chunk_waiters.remove(&at).unwrap_or_default() {
             // What was only taken along is none of its promise.
             if chunk != NONE {
-                self.transfers.table[number].blame(chunk, error);
+                self.transfers.table[number].note_failure(chunk, error);
             }
             self.transfers.table[number].waits -= 1;
             if self.transfers.table[number].waits == 0 {
@@ -378,7 +378,7 @@ impl StoreState {
 
     /// Drops what cannot go down. The hold that kept it for its way down is not one
     /// of a user's.
-    fn gone_if_free(&mut self, at: At, leave: &Leave) {
+    fn drop_if_unreferenced(&mut self, at: At, leave: &Leave) {
         let rows = &mut self.tables[at.table as usize];
         let was_held = rows.chunks.release(at.slot).is_ok();
         let is_all = !self.config.drop_cells;
@@ -406,7 +406,7 @@ impl StoreState {
 impl StoreState {
     /// Queues a chunk to be written down, behind those before it that are in memory only.
     /// Those stay where they are, too.
-    pub(super) fn queue_down(&mut self, at: At) {
+    pub(super) fn queue_writeback(&mut self, at: At) {
         let rows = &self.tables[at.table as usize];
         if rows.has(at.slot, note::QUEUED) {
             return;
@@ -414,21 +414,21 @@ impl StoreState {
         // Where nothing is written of itself all that goes down was asked for, but what has
         // to make room.
         if self.config.write != Write::Never || rows.has(at.slot, note::FORCED) {
-            self.queue_before(at);
+            self.queue_ancestors(at);
         }
-        self.queue_one(at);
+        self.queue_chunk(at);
     }
 
-    fn queue_before(&mut self, at: At) {
-        for slot in self.up_before(at).into_iter().rev() {
+    fn queue_ancestors(&mut self, at: At) {
+        for slot in self.unwritten_ancestors(at).into_iter().rev() {
             // No rule of admission counts: it goes for the sake of another.
             self.tables[at.table as usize].set(slot, note::FORCED);
-            self.queue_one(At { slot, ..at });
+            self.queue_chunk(At { slot, ..at });
         }
     }
 
     /// Queues a chunk alone: one whose turn has come before, with all before it.
-    pub(super) fn queue_one(&mut self, at: At) {
+    pub(super) fn queue_chunk(&mut self, at: At) {
         let rows = &mut self.tables[at.table as usize];
         if !rows.has(at.slot, note::QUEUED) {
             rows.set(at.slot, note::QUEUED);
@@ -443,7 +443,7 @@ impl StoreState {
 
     /// Whether a chunk needs those before it when the store is opened again. A session's own
     /// is of use to nobody then.
-    fn needs_all_before(&self, at: At) -> bool {
+    fn needs_ancestors(&self, at: At) -> bool {
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
         row.is_some_and(|row| {
             let space = self.namespaces.get(row.namespace() as usize);
@@ -454,9 +454,9 @@ impl StoreState {
     /// Chunks before one that have something in memory only, and do not go down yet; the
     /// nearest first. What is noted of them ends the search next time: each chunk is found
     /// once, and its cells that come later go down as well.
-    fn up_before(&mut self, at: At) -> Vec<Slot> {
+    fn unwritten_ancestors(&mut self, at: At) -> Vec<Slot> {
         let mut found = Vec::new();
-        if !self.needs_all_before(at) {
+        if !self.needs_ancestors(at) {
             return found;
         }
         let mut next = self.tables[at.table as usize].chunks.parent(at.slot);
@@ -485,46 +485,46 @@ impl StoreState {
         })
     }
 
-    fn is_up_only(&self, at: At) -> bool {
+    fn is_in_memory_only(&self, at: At) -> bool {
         self.only_in_host(at, Part::All) > 0
     }
 
     /// Whether what continues a chunk is on disk or goes there: what comes of it goes there,
     /// too.
-    pub(super) fn is_wanted_below(&self, at: At) -> bool {
+    pub(super) fn is_needed_on_disk(&self, at: At) -> bool {
         let rows = &self.tables[at.table as usize];
         let is_rejoined = rows.chunks.chunk(at.slot).is_some_and(|row| row.is_rejoined());
         let is_wanted = rows.has(at.slot, note::BELOW)
             // That was not asked for in this life.
             || is_rejoined && self.config.write != Write::Never;
-        is_wanted && self.needs_all_before(at)
+        is_wanted && self.needs_ancestors(at)
     }
 
     /// A chunk was found on disk: so much is known of the one before it.
-    pub(super) fn note_below(&mut self, at: At) {
+    pub(super) fn note_needed_on_disk(&mut self, at: At) {
         if let Some(parent) = self.tables[at.table as usize].chunks.parent(at.slot) {
             self.tables[at.table as usize].set(parent, note::BELOW);
         }
     }
 
     /// A put that has to be on disk waits for those before its chunks, too.
-    pub(super) fn wait_for_those_before(&mut self, number: u32) {
+    pub(super) fn wait_for_ancestors(&mut self, number: u32) {
         let one = &self.transfers.table[number].spec;
         let Some(&first) = one.slots.first() else { return };
         let at = At { table: one.table, slot: first };
-        if !self.needs_all_before(at) {
+        if !self.needs_ancestors(at) {
             return;
         }
         // Its own may be on disk already.
-        self.queue_before(at);
+        self.queue_ancestors(at);
         let mut next = self.tables[at.table as usize].chunks.parent(first);
         while let Some(slot) = next {
             let one = At { slot, ..at };
-            if !self.is_up_only(one) {
+            if !self.is_in_memory_only(one) {
                 break;
             }
             self.tables[at.table as usize].set(slot, note::FORCED);
-            self.queue_one(one);
+            self.queue_chunk(one);
             self.writeback.chunk_waiters.entry(one).or_default().push((number, NONE));
             let waiting = &mut self.transfers.table[number];
             waiting.waits += 1;
@@ -546,7 +546,7 @@ impl StoreState {
                 let row = rows.chunks.chunk(slot);
                 let is_below = row.is_some_and(|row| row.cells()[Tier::Disk as usize] > 0);
                 let Some(parent) = rows.chunks.parent(slot).filter(|_| is_below) else { continue };
-                if self.needs_all_before(at) && self.is_up_only(At { slot: parent, ..at }) {
+                if self.needs_ancestors(at) && self.is_in_memory_only(At { slot: parent, ..at }) {
                     fail!(State, "chunk {slot} is on disk, and {parent} before it is not");
                 }
             }
@@ -577,7 +577,7 @@ impl StoreState {
         let mut demoted = Demoted::default();
         // From the end, so that policies hear of what continues a chunk before it.
         for at in self.known_chunks(at, first, tokens)?.into_iter().rev() {
-            self.send_down(at, &mut demoted);
+            self.demote_chunk(at, &mut demoted);
         }
         self.settle();
         Ok(demoted)
@@ -585,14 +585,14 @@ impl StoreState {
 
     /// One chunk: as if the policy had chosen it, but that the policy knows it until its
     /// cells have left.
-    fn send_down(&mut self, at: At, demoted: &mut Demoted) {
+    fn demote_chunk(&mut self, at: At, demoted: &mut Demoted) {
         if !self.is_in_host(at, Part::All) {
             self.drop_where(at, Tier::Device as usize, |_, _| true);
             return;
         }
         // Its session holds it: what admission says does not count.
         let left = self.only_in_host(at, Part::All);
-        if left > 0 && !self.may_go_down(at, left, true) {
+        if left > 0 && !self.may_write_back(at, left, true) {
             demoted.staying += 1;
             return;
         }
@@ -610,7 +610,7 @@ impl StoreState {
             self.writeback.demoting_bytes += left;
         }
         self.tables[at.table as usize].set(at.slot, note::LEAVES);
-        self.queue_down(at);
+        self.queue_writeback(at);
     }
 }
 
@@ -676,13 +676,13 @@ impl StoreState {
     pub(super) fn queue_due(&mut self) -> bool {
         while self.has_due() {
             let Some(one) = self.writeback.behind.pop() else { break };
-            if !self.is_unwritten_still(&one) {
+            if !self.is_still_unwritten(&one) {
                 continue;
             }
             self.tables[one.at.table as usize].clear(one.at.slot, note::UNWRITTEN);
             let bytes = self.only_in_host(one.at, Part::All);
-            if bytes > 0 && self.may_go_down(one.at, bytes, false) {
-                self.queue_down(one.at);
+            if bytes > 0 && self.may_write_back(one.at, bytes, false) {
+                self.queue_writeback(one.at);
                 return true;
             }
         }
@@ -715,7 +715,7 @@ impl StoreState {
     }
 
     /// Whether a chunk is still the one that was to be written.
-    fn is_unwritten_still(&self, one: &Unwritten) -> bool {
+    fn is_still_unwritten(&self, one: &Unwritten) -> bool {
         self.tables.get(one.at.table as usize).is_some_and(|rows| {
             rows.has(one.at.slot, note::UNWRITTEN)
                 && rows.chunks.chunk_of(one.at.slot, one.generation).is_some()
@@ -729,7 +729,7 @@ impl StoreState {
             return;
         }
         let mut line = std::mem::take(&mut self.writeback.behind.line);
-        line.retain(|one| self.is_unwritten_still(one));
+        line.retain(|one| self.is_still_unwritten(one));
         self.writeback.behind.bytes = line.iter().map(|one| one.bytes).sum();
         self.writeback.behind.sweep_at = 2 * line.len();
         self.writeback.behind.line = line;
@@ -766,14 +766,14 @@ type Synced = BTreeMap<(u32, Mark), bool>;
 
 impl StoreState {
     /// Whether a move that has ended otherwise has to wait for a sync.
-    pub(super) fn commits_before_end(&mut self, number: u32) -> bool {
+    pub(super) fn must_wait_for_sync(&mut self, number: u32) -> bool {
         let one = &self.transfers.table[number];
         if one.spec.level != Level::Durable {
             return false;
         }
         if let Some(status) = one.stopped() {
             // Nobody waits for the sync: then nothing is promised either.
-            self.blame(number, &status.into());
+            self.note_failure(number, &status.into());
             return false;
         }
         self.writeback.sync_waiters.push(number);
@@ -793,12 +793,12 @@ impl StoreState {
             ..SyncBatch::default()
         };
         for &number in &batch.moves {
-            for at in self.transfers.relied_on(number) {
-                self.forget_stale(at);
+            for at in self.transfers.chunks_to_sync(number) {
+                self.forget_stale_marks(at);
                 let marks = self.writeback.unsynced.get(&at).into_iter().flatten();
                 batch.marks.extend(marks.map(|fresh| (number, fresh.mark, Ok(()))));
             }
-            let found = self.found_marks(number).into_iter().chain(self.mark_of_note(number));
+            let found = self.recovered_marks(number).into_iter().chain(self.mark_of_note(number));
             batch.marks.extend(found.map(|mark| (number, mark, Ok(()))));
         }
         if self.writeback.unsynced.len() >= self.writeback.sync_at {
@@ -814,7 +814,7 @@ impl StoreState {
 
     /// Syncs of what a put found on disk, in segments of earlier lives: until all of those
     /// are known to be durable.
-    fn found_marks(&self, number: u32) -> BTreeSet<Mark> {
+    fn recovered_marks(&self, number: u32) -> BTreeSet<Mark> {
         let one = &self.transfers.table[number].spec;
         let rows = &self.tables[one.table as usize];
         let layers = one.first_layer..one.first_layer + one.layers;
@@ -844,7 +844,7 @@ impl StoreState {
             batch.marks.iter().filter_map(|(n, _, result)| Some((*n, result.as_ref().err()?)));
         let failed: BTreeMap<u32, &Error> = failed.collect();
         for (&number, error) in failed.iter().filter(|(n, _)| **n != NOBODY) {
-            self.blame(number, error);
+            self.note_failure(number, error);
         }
         if self.writeback.sync_at == usize::MAX {
             self.writeback.sync_at = MOST_UNSYNCED.max(2 * self.writeback.unsynced.len());
@@ -871,11 +871,11 @@ impl StoreState {
     /// that nobody is told that it lasts, also who waits for the same now; where it is in
     /// memory, too, it leaves that record, and is written anew.
     fn forget_marks(&mut self, number: u32, synced: &Synced) {
-        for at in self.transfers.relied_on(number) {
+        for at in self.transfers.chunks_to_sync(number) {
             let Some(mut marks) = self.writeback.unsynced.remove(&at) else { continue };
             let how = |fresh: &Unsynced| synced.get(&(number, fresh.mark)).copied();
             for fresh in marks.iter().filter(|fresh| how(fresh) == Some(false)) {
-                self.leave_record(at, fresh);
+                self.move_out_of_record(at, fresh);
             }
             marks.retain(|fresh| how(fresh) != Some(true));
             if !marks.is_empty() {
@@ -887,7 +887,7 @@ impl StoreState {
     /// Records in which nothing of a chunk lies any more need not be synced: what cleaning
     /// moves is durable where it went. While a part of the chunk is in memory only they may
     /// be what that has left.
-    pub(super) fn forget_stale(&mut self, at: At) {
+    pub(super) fn forget_stale_marks(&mut self, at: At) {
         if !self.writeback.unsynced.contains_key(&at) || self.only_in_host(at, Part::All) > 0 {
             return;
         }
@@ -916,7 +916,7 @@ impl StoreState {
     /// Cells that are in memory leave a record that cannot be synced, and are written anew:
     /// what continues them is of no use without. Others stay where they are, also in the same
     /// segment: they may have been durable before.
-    fn leave_record(&mut self, at: At, fresh: &Unsynced) {
+    fn move_out_of_record(&mut self, at: At, fresh: &Unsynced) {
         for layer in 0..self.tables[at.table as usize].layout.layers() {
             let cell = Cell { chunk: at.slot, layer };
             let is_its = self.is_of(at, layer, fresh);
@@ -928,7 +928,7 @@ impl StoreState {
                 self.free_place(at.table, cell, place);
                 self.departed(at.table, cell, Tier::Disk);
                 self.tables[at.table as usize].set(at.slot, note::FORCED);
-                self.queue_one(at);
+                self.queue_chunk(at);
             }
         }
     }
