@@ -16,61 +16,61 @@ use crate::meta::layout::{Layout, Planes, Rule};
 use crate::store::state::eviction::Part;
 use crate::tier::device::Piece;
 
-/// What is noted of a chunk beside its row.
+/// Flags of a chunk.
 pub mod note {
-    /// The policy of the host tier knows it.
+    /// The host policy has the chunk.
     pub const IN_HOST: u16 = 1;
-    /// The policy of the disk tier knows it.
+    /// The disk policy has the chunk.
     pub const IN_DISK: u16 = 2;
-    /// It waits for its turn to be written down.
+    /// Queued for write-back.
     pub const QUEUED: u16 = 4;
-    /// Someone waits for it to be on disk: no rule of admission keeps it from there.
+    /// A caller waits until it is on disk: admission does not apply.
     pub const FORCED: u16 = 8;
-    /// Its memory is given back once it is on disk.
+    /// Its memory is freed once it is on disk.
     pub const LEAVES: u16 = 16;
-    /// The policy of the last tier was told that it is in use.
+    /// The policy of the last tier was notified that the chunk is referenced.
     pub const HELD: u16 = 32;
-    /// It was found on disk, and not all of that was read yet: it may be damaged.
+    /// Recovered from disk, and not all of it was read yet: it may be damaged.
     pub const UNREAD: u16 = 64;
-    /// What continues it is on disk or goes there, and needs it there.
+    /// A later chunk of its path is on disk, or will be, and needs it there.
     pub const BELOW: u16 = 128;
-    /// The policy of the device tier knows it.
+    /// The device policy has the chunk.
     pub const IN_DEVICE: u16 = 256;
-    /// That policy was told that it is pinned.
+    /// The policy was notified that the chunk is pinned.
     pub const PINNED: u16 = 512;
-    /// A block that was located: its row stays for what the remote is said to have of it.
+    /// A block found by a remote lookup: its row keeps the remote hint.
     pub const LOCATED: u16 = 1024;
-    /// An object of it is not at the remote although the last one is, which is what the remote is
-    /// asked for: what is heard of that does not keep a put from sending all of it.
+    /// The remote lacks an object of the chunk although it has the last one, which lookups ask for.
+    /// A hint does not keep a put from uploading all objects.
     pub const GAPPED: u16 = 2048;
-    /// It waits for its time to be written to the disk.
+    /// Queued for write-behind.
     pub const UNWRITTEN: u16 = 4096;
 }
 
 /// Chunks of one layout.
 pub struct ChunkTable {
-    /// What its cells are.
+    /// Shapes of its cells.
     pub layout: Layout,
-    /// The layout's fingerprint.
+    /// Fingerprint of the layout.
     pub fingerprint: Fingerprint,
-    /// The chunks.
+    /// Rows of the chunks.
     pub chunks: Chunks,
     /// Namespaces of this layout.
     pub(super) spaces: u32,
-    /// [`note`] of each chunk.
+    /// Flags of each chunk; see [`note`].
     pub notes: Zeroed<u16>,
-    /// Uses of each chunk since it came, up to 255.
+    /// Uses of each chunk since it was added, at most 255.
     pub uses: Zeroed<u8>,
-    /// The class of who stored it.
+    /// Priority class of the session that stored each chunk.
     pub classes: Zeroed<u8>,
-    /// The session that used each chunk last, where policies choose sessions; 0 = nobody.
+    /// Session that used each chunk last, if policies choose sessions; 0 = none.
     pub users: Zeroed<u64>,
-    /// The piece of device memory of each cell that is there; empty without such a tier.
+    /// Piece of device memory of each cell; empty without a device tier.
     pieces: Zeroed<u32>,
 }
 
 impl ChunkTable {
-    /// A board without chunks.
+    /// A table without chunks.
     pub fn new(layout: &Layout, max_chunks: usize) -> Result<ChunkTable> {
         let layout = layout.clone();
         let (layers, chunk_tokens) = (layout.layers(), layout.chunk_tokens());
@@ -87,14 +87,14 @@ impl ChunkTable {
         })
     }
 
-    /// Cells can be in device memory, too.
+    /// Adds the column of device memory.
     pub(super) fn with_pieces(mut self) -> Result<ChunkTable> {
         let shape = self.chunks.shape();
         self.pieces = Zeroed::new(shape.layers * shape.max_chunks)?;
         Ok(self)
     }
 
-    /// The piece of device memory that a cell has or had last.
+    /// Piece of device memory that the cell has, or had last.
     pub(super) fn piece(&self, cell: Cell) -> Piece {
         let at = cell.chunk as usize * self.chunks.shape().layers + cell.layer;
         Piece(self.pieces.get(at).copied().unwrap_or_default())
@@ -107,7 +107,7 @@ impl ChunkTable {
         }
     }
 
-    /// Bytes of its tables that were used so far.
+    /// Bytes of its tables in use.
     pub(super) fn used_bytes(&self) -> u64 {
         let (most, layers) = (self.chunks.most(), self.chunks.shape().layers);
         let notes = self.notes.front_bytes(most) + self.uses.front_bytes(most);
@@ -115,27 +115,27 @@ impl ChunkTable {
         self.chunks.used_bytes() + notes + users + self.pieces.front_bytes(most * layers)
     }
 
-    /// What policies call a chunk.
+    /// Policy id of a chunk.
     pub fn id(&self, slot: Slot) -> u64 {
         self.chunks.id(slot)
     }
 
-    /// Whether a note is set.
+    /// Whether a flag is set.
     pub fn has(&self, slot: Slot, note: u16) -> bool {
         self.notes[slot as usize] & note != 0
     }
 
-    /// Sets notes.
+    /// Sets flags.
     pub fn set(&mut self, slot: Slot, notes: u16) {
         self.notes[slot as usize] |= notes;
     }
 
-    /// Clears notes.
+    /// Clears flags.
     pub fn clear(&mut self, slot: Slot, notes: u16) {
         self.notes[slot as usize] &= !notes;
     }
 
-    /// The planes of a cell.
+    /// Planes of a cell.
     pub fn planes(&self, cell: Cell) -> Planes {
         let tokens = self.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens());
         match self.layout.group(cell.layer) {
@@ -144,7 +144,7 @@ impl ChunkTable {
         }
     }
 
-    /// Whether a layer's cells are states: one row, whatever the chunk's tokens.
+    /// Whether the cells of a layer are states: one row, whatever the number of tokens.
     pub fn is_state(&self, layer: usize) -> bool {
         self.layout.group(layer).is_some_and(|group| group.rule == Rule::State)
     }
@@ -155,8 +155,7 @@ impl ChunkTable {
         group.map_or(0, |group| group.planes(self.layout.chunk_tokens()).bytes())
     }
 
-    /// What the planes of a layer's cells are to a codec. States have no rows of tokens:
-    /// no codec that knows numbers codes them.
+    /// Shapes of a layer's planes for codecs. A state has no rows of tokens and is never coded.
     pub fn shapes(&self, layer: usize) -> [codec::Shape; 2] {
         let shape = |dtype, row_bytes: u64, scales| codec::Shape {
             dtype,
@@ -173,7 +172,7 @@ impl ChunkTable {
         }
     }
 
-    /// Bytes that a cell has on disk; of a coded one those of its blocks.
+    /// Bytes of a cell on disk; for a coded cell, those of its blocks.
     pub fn disk_bytes(&self, cell: Cell, coded: Coded) -> u64 {
         match coded.blocks() {
             Some(blocks) => blocks * BLOCK_BYTES as u64,
@@ -181,7 +180,7 @@ impl ChunkTable {
         }
     }
 
-    /// The kinds and lengths of a cell's planes, in their order.
+    /// Kinds and lengths of a cell's planes, in their order.
     pub fn stored_planes(&self, cell: Cell) -> impl Iterator<Item = (u16, u64)> {
         let planes = self.planes(cell);
         let first = if self.is_state(cell.layer) { PLANE_STATE } else { PLANE_K };
@@ -190,7 +189,7 @@ impl ChunkTable {
             .filter(|&(_, bytes)| bytes > 0)
     }
 
-    /// Bytes of a chunk, all layers.
+    /// Bytes of a chunk in all layers.
     pub fn chunk_bytes(&self, slot: Slot) -> u64 {
         let tokens = self.chunks.chunk(slot).map_or(0, |row| row.valid_tokens());
         self.layout.chunk_bytes(tokens)
@@ -204,7 +203,7 @@ impl ChunkTable {
         }
     }
 
-    /// What a chunk of a namespace is called in records.
+    /// The header of a chunk's records.
     pub fn record_of(&self, slot: Slot, namespace: Key) -> record::Chunk {
         let row = self.chunks.chunk(slot);
         let key_of = |slot| self.chunks.key(slot).copied();
@@ -218,7 +217,7 @@ impl ChunkTable {
         }
     }
 
-    /// What a cell that is coded like this must be when it is read.
+    /// Identity that a cell with this coding must have when it is read.
     pub fn identity_of(&self, cell: Cell, coded: Coded) -> Identity {
         Identity {
             key: self.chunks.key(cell.chunk).copied().unwrap_or_default(),

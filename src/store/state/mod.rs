@@ -71,7 +71,7 @@ pub(crate) const HOST_MASK: u8 = 1 << Tier::Host as u8;
 pub(crate) const DISK_MASK: u8 = 1 << Tier::Disk as u8;
 pub(crate) const DEVICE_MASK: u8 = 1 << Tier::Device as u8;
 
-/// A chunk of a board.
+/// A chunk: its table and its row there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct At {
     pub table: u32,
@@ -107,7 +107,7 @@ pub struct StoreState {
 }
 
 impl StoreState {
-    /// A store without namespaces.
+    /// Opens the state of a store without namespaces.
     pub fn new(
         config: Config,
         account: Option<Arc<Account>>,
@@ -139,7 +139,7 @@ impl StoreState {
         })
     }
 
-    /// Says what time it is. It does not go back.
+    /// Advances the clock to `now_ns`; it never goes back. Ends pins that are due.
     pub fn tick(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
         self.end_pins();
@@ -147,29 +147,30 @@ impl StoreState {
         self.settle();
     }
 
-    /// The host tier, to be looked at.
+    /// The host tier.
     pub fn host(&self) -> &HostTier {
         &self.host
     }
 
-    /// Parts of moves that have ended since this was last asked.
+    /// Takes the completions since the last call.
     pub fn finished(&mut self, out: &mut Vec<Finished>) {
         out.append(&mut self.transfers.finished);
     }
 
-    /// Whether nothing is under way or waits.
+    /// Whether no transfer, batch, write-back or upload is in flight or queued.
     pub fn is_idle(&self) -> bool {
         let none_goes_down = self.writeback.queue.is_empty() && !self.disk_gc.has_parked();
         let none_goes_out = self.remote.as_ref().is_none_or(|remote| remote.is_quiet());
         self.transfers.table.is_empty() && self.stages.is_idle() && none_goes_down && none_goes_out
     }
 
-    /// Whether there is nothing to do either.
+    /// Whether, in addition, no worker would find work.
     pub fn is_quiet(&self) -> bool {
         self.is_idle() && WorkerKind::ALL.iter().all(|&workers| !self.has_work(workers))
     }
 
-    /// Does all that has become possible, until nothing has.
+    /// Runs until nothing more can be done without a worker: routes woken jobs, begins cells,
+    /// retries allocations, evicts, reclaims.
     pub(super) fn settle(&mut self) {
         self.leave_queues();
         for turn in 0u64.. {
@@ -190,7 +191,7 @@ impl StoreState {
         }
     }
 
-    /// A place is free.
+    /// Frees a place that a cell has left.
     pub(super) fn free_place(&mut self, table: u32, cell: Cell, place: Place) {
         match place {
             Place::Host(piece) => {
@@ -213,7 +214,7 @@ impl StoreState {
         }
     }
 
-    /// One less holds a chunk; a row that nobody needs goes.
+    /// Releases a reference to a chunk, and removes its row if nothing needs it.
     pub(super) fn let_go(&mut self, table: u32, slot: Slot) {
         let may_leave = self.tables[table as usize].chunks.release(slot);
         debug_assert!(may_leave.is_ok(), "{may_leave:?}");
@@ -222,8 +223,7 @@ impl StoreState {
         self.tidy(table, slot);
     }
 
-    /// Removes a row without cells that nobody holds, and those before it that are
-    /// like that.
+    /// Removes a row without cells and references, then its ancestors for which the same holds.
     pub(super) fn tidy(&mut self, table: u32, slot: Slot) {
         let mut next = Some(slot);
         while let Some(slot) = next.take() {
@@ -247,7 +247,7 @@ impl StoreState {
         }
     }
 
-    /// Nothing is noted of a chunk any more.
+    /// Forgets all that is noted of a chunk.
     fn forget_chunk(&mut self, at: At) {
         self.remove_from_policy(at, Tier::Host);
         self.remove_from_policy(at, Tier::Disk);
@@ -262,7 +262,7 @@ impl StoreState {
         self.cancel_demotion(at);
     }
 
-    /// Writes an event.
+    /// Publishes an event.
     pub(super) fn say(&mut self, kind: Kind, tier: Tier, at: At) {
         let record = self.record_of(at);
         self.events.add(Event {
@@ -278,7 +278,7 @@ impl StoreState {
         });
     }
 
-    /// What a chunk is called in records.
+    /// The header of a chunk's records.
     pub(super) fn record_of(&self, at: At) -> record::Chunk {
         let table = &self.tables[at.table as usize];
         let row = table.chunks.chunk(at.slot);

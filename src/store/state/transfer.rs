@@ -42,134 +42,134 @@ use crate::tier::host::Piece;
 //
 // Kinds of transfers, and when they complete.
 
-/// What is done with the cells.
+/// Kind of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransferKind {
-    /// The engine's tensors into the store.
+    /// Copies the engine's tensors into the store.
     Put,
-    /// The store into the engine's tensors.
+    /// Copies cells of the store into the engine's tensors.
     Get,
-    /// Into the host tier, for a get to come.
+    /// Loads cells into host memory before a get asks for them.
     Prefetch,
 }
 
-/// When a put has ended.
+/// When a put completes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// The cells are in memory.
+    /// When its cells are in host memory.
     Ram = 0,
-    /// They are written.
+    /// When they are written to disk.
     Disk = 1,
-    /// They outlive the machine's end.
+    /// When they are synced: they survive a crash of the machine.
     Durable = 2,
-    /// The remote has said that it has them; here they are in memory.
+    /// When the remote has confirmed them. Here they are in host memory only.
     Remote = 3,
 }
 
 impl Level {
-    /// Whether the disk has to have the cells.
+    /// Whether a put of this level must write to the disk.
     pub fn is_on_disk(self) -> bool {
         matches!(self, Level::Disk | Level::Durable)
     }
 }
 
-/// Jobs that one move has under way at once.
+/// Most jobs of one transfer in flight.
 const WINDOW: u32 = 1024;
-/// Most chunks of one move.
+/// Most chunks of one transfer.
 pub const MAX_MOVE_CHUNKS: usize = 1 << 22;
 
-/// What a caller asks for.
+/// A request for a transfer.
 pub struct MoveSpec {
-    /// The board of its namespace.
+    /// Chunk table of its namespace.
     pub table: u32,
-    /// Whose turn it takes: a session.
+    /// Session whose share of the bandwidth it uses.
     pub flow: u32,
-    /// Whom policies are told of.
+    /// Session and tenant that policies are notified with.
     pub who: Who,
-    /// Urgency, 0 first.
+    /// Urgency; 0 is served first.
     pub lane: usize,
-    /// What to do.
+    /// Kind of the transfer.
     pub kind: TransferKind,
-    /// When a put has ended.
+    /// When it completes, if it is a put.
     pub level: Level,
-    /// The chunks, one after the other; NONE where one is not there, and not put.
+    /// Chunks in the order of their tokens. NONE: the chunk has no row, and is not put.
     pub slots: Vec<Slot>,
-    /// Says of each chunk by itself how it went.
+    /// Reports an outcome for each chunk.
     pub by_chunk: bool,
-    /// Where not all of a get's are there: what policies call them, also those.
+    /// If a get lacks chunks: policy ids of all chunks it asked for, those it lacks among them.
     pub asked: Vec<u64>,
-    /// The first layer.
+    /// First layer.
     pub first_layer: usize,
-    /// How many.
+    /// Number of layers.
     pub layers: usize,
-    /// One part a layer, each of which ends by itself.
+    /// Each layer completes by itself.
     pub by_layer: bool,
-    /// For each layer the first chunk that is wanted of it; empty = all are.
+    /// For each layer the first chunk that is needed of it; empty = all chunks are.
     pub needed_from: Vec<u32>,
-    /// Where the engine has them; none for a prefetch.
+    /// The engine's tensors; empty for a prefetch.
     pub views: Arc<Views>,
-    /// An event of the device that its copies are behind.
+    /// Device event that must complete before the copies begin.
     pub after: Option<Event>,
-    /// Nothing is begun before [`StoreState::begin_waiting`] of this ticket.
+    /// No job begins before [`StoreState::begin_waiting`] is called with this ticket.
     pub ticket: Option<u64>,
 }
 
-/// One result of a move.
+/// A part of a transfer that completes by itself.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Part {
     left: u32,
-    /// The first chunk that did not come.
+    /// First chunk that failed or was missed.
     bad: u32,
     missed: u32,
     bytes: u64,
     error: Option<Error>,
 }
 
-/// A move under way.
+/// A transfer in flight.
 pub struct Transfer {
     pub(super) spec: MoveSpec,
     cursor: u64,
     pub(super) under_way: u32,
-    /// Its jobs.
+    /// Its jobs in flight.
     pub(super) jobs: WaitList,
     parts: Vec<Part>,
-    /// How each chunk went, where that is asked for.
+    /// Outcome of each chunk, if the request asked for it.
     outcomes: Vec<Status>,
     cancelled: Option<Status>,
-    /// In the line of those that have more cells to begin.
+    /// It is queued in [`Transfers::starting`].
     feeds: bool,
-    /// Chunks that are not on disk yet, once all is in memory.
+    /// Chunks that must still be written, once all cells are in memory.
     pub(super) waits: u32,
-    /// Chunks that are in memory and have to be on disk, until they are worth a batch.
+    /// Chunks with all cells in memory that must be written, collected until they fill a batch.
     pub(super) whole: Vec<Slot>,
-    /// Chunks before its own that it waits for to be on disk.
+    /// Ancestors of its chunks that it waits for: they must be on disk, too.
     pub(super) ahead: Vec<Slot>,
-    /// When it began: when it came, or the engine gave its word.
+    /// When it began: at its submission, or at the engine's ready event.
     pub(super) began_ns: u64,
-    /// Some of its cells were on disk, and not in memory.
+    /// Some of its cells were on disk only.
     pub(super) was_below: bool,
-    /// Of a put that the remote has to have: the chunks that were begun to be sent.
+    /// For a put of level *remote*: chunks whose upload has begun.
     pub(super) sent: Vec<bool>,
-    /// It moves nothing, and waits for what the remote has: tokens that were found.
+    /// It moves nothing and waits for a remote lookup of so many tokens.
     pub(super) locates: Option<u64>,
 }
 
-/// A part of a move has ended.
+/// A part of a transfer has completed.
 #[derive(Clone, Debug)]
 pub struct Finished {
-    /// Which move.
+    /// Number of the transfer.
     pub number: u32,
-    /// Which part.
+    /// Index of the part.
     pub part: u32,
-    /// How it went; NOT_FOUND = something of it was not there.
+    /// Why it failed; NOT_FOUND = a cell was missing.
     pub error: Option<Error>,
-    /// Tokens from the start on that came without a gap.
+    /// Tokens of the prefix that arrived without a gap.
     pub tokens: u64,
-    /// Bytes that were moved.
+    /// Bytes moved.
     pub bytes: u64,
-    /// How each chunk went, where that was asked for.
+    /// Outcome of each chunk, if the request asked for it.
     pub outcomes: Vec<Status>,
-    /// The number is free again.
+    /// The transfer is over and its number may be reused.
     pub last: bool,
 }
 
@@ -216,7 +216,7 @@ impl Transfer {
         })
     }
 
-    /// Whether nothing of it is under way, or still to begin.
+    /// Whether no cell is in flight or still to begin.
     pub(super) fn is_over(&self) -> bool {
         self.under_way == 0 && self.cursor == self.cells()
     }
@@ -225,9 +225,8 @@ impl Transfer {
         self.spec.slots.len() as u64 * self.spec.layers as u64
     }
 
-    /// The chunk (of the move) and the layer (of the move) of its cells, in the order
-    /// in which they are begun: by layers where a result waits for each, else by
-    /// chunks, as records on disk are.
+    /// Index of the chunk and of the layer of cell `at`. Cells begin layer by layer if each layer
+    /// completes by itself, else chunk by chunk, as records on disk are laid out.
     pub(super) fn place(&self, at: u64) -> (usize, usize) {
         // Fewer than 2^32, as moves are checked: that is faster to divide.
         let (at, chunks, layers) =
@@ -238,17 +237,17 @@ impl Transfer {
         }
     }
 
-    /// Which way its copies go.
+    /// Direction of its copies.
     pub(super) fn way(&self) -> Way {
         if self.spec.kind == TransferKind::Put { Way::Gather } else { Way::Scatter }
     }
 
-    /// Whether nothing has gone wrong with any of its cells so far.
+    /// Whether no cell has failed so far.
     pub(super) fn is_sound(&self) -> bool {
         self.parts.iter().all(|part| part.bad == u32::MAX)
     }
 
-    /// A chunk of a put did not get where it was to be.
+    /// Records that a chunk of a put did not reach its level.
     pub(super) fn note_failure(&mut self, chunk: u32, error: &Error) {
         for part in &mut self.parts {
             part.error.get_or_insert_with(|| error.clone());
@@ -259,13 +258,13 @@ impl Transfer {
         }
     }
 
-    /// What its jobs end with, if it was given up.
+    /// Status that its jobs end with, if the transfer was cancelled.
     pub(super) fn stopped(&self) -> Option<Status> {
         self.cancelled
     }
 }
 
-/// A miss is the mildest of what may go wrong: it is said where nothing else did.
+/// Overwrites a miss by any other error: a miss is reported only if nothing worse happened.
 fn note_outcome(outcome: &mut Status, status: Status) {
     if matches!(*outcome, Status::Ok | Status::NotFound) {
         *outcome = status;
@@ -308,14 +307,14 @@ impl Transfers {
         }
     }
 
-    /// The chunks that a durable put has to have on disk.
+    /// Chunks that a durable put must sync.
     pub(super) fn chunks_to_sync(&self, number: u32) -> Vec<At> {
         let Transfer { spec: one, ahead, .. } = &self.table[number];
         let at = |&slot: &Slot| At { table: one.table, slot };
         one.slots.iter().chain(ahead).map(at).collect()
     }
 
-    /// Whether another move can begin.
+    /// Fails if the table of transfers is full.
     pub(super) fn has_room_for_move(&self) -> Result<()> {
         if !self.table.has_room() {
             let all = self.table.len();
@@ -324,14 +323,14 @@ impl Transfers {
         Ok(())
     }
 
-    /// A job begins anew, and leaves device memory alone.
+    /// Routes a job again, without the device tier.
     pub(super) fn restart_job(&mut self, id: u32) {
         let job = &mut self.jobs[id];
         (job.plain, job.step) = (true, Step::Fresh);
         self.woken.push(id);
     }
 
-    /// The cell of a job.
+    /// Chunk table and cell of a job.
     pub(super) fn cell_of(&self, job: &Job) -> (u32, Cell) {
         (self.table[job.number].spec.table, job.cell)
     }
@@ -346,7 +345,7 @@ impl Transfers {
 }
 
 impl StoreState {
-    /// Begins a move; its number. Its chunks stay until it has ended.
+    /// Begins a transfer and returns its number. Its chunks are referenced until it is over.
     pub fn submit(&mut self, spec: MoveSpec) -> Result<u32> {
         self.check_move(&spec, spec.slots.len())?;
         let slots: Vec<Slot> = spec.slots.iter().copied().filter(|&slot| slot != NONE).collect();
@@ -377,8 +376,8 @@ impl StoreState {
         Ok(number)
     }
 
-    /// Whether a move of so many chunks may begin; asked also before its rows are made, since
-    /// others have to leave for those.
+    /// Checks a request for so many chunks. Called before rows are reserved, too, since that may
+    /// evict others.
     pub(super) fn check_move(&self, spec: &MoveSpec, chunks: usize) -> Result<()> {
         let Some(table) = self.tables.get(spec.table as usize) else {
             fail!(NotFound, "there is no board {}", spec.table);
@@ -404,7 +403,7 @@ impl StoreState {
         self.transfers.has_room_for_move()
     }
 
-    /// Whether views of a move say where so many tokens of so many chunks are.
+    /// Checks that the views cover so many tokens of so many chunks.
     pub(super) fn check_views(
         &self,
         (table, kind): (u32, TransferKind),
@@ -421,8 +420,8 @@ impl StoreState {
         views.check(&self.tables[table as usize].layout, first_layer, tokens, chunks, way)
     }
 
-    /// Gives a move up: what has not begun does not begin. It ends when what is
-    /// under way has.
+    /// Cancels a transfer: cells that have not begun are skipped. It completes once the cells in
+    /// flight have.
     pub fn cancel(&mut self, number: u32, status: Status) {
         let Some(one) = self.transfers.table.get_mut(number) else { return };
         one.cancelled.get_or_insert(status);
@@ -437,7 +436,8 @@ impl StoreState {
         self.settle();
     }
 
-    /// Begins cells of moves that have room for them under way; whether any was begun.
+    /// Turns cells of transfers into jobs while the window and the job table have room. Returns
+    /// whether any began.
     pub(super) fn feed(&mut self) -> bool {
         let Some(number) = self.transfers.starting.pop_front() else { return false };
         let Some(one) = self.transfers.table.get_mut(number) else { return true };
@@ -485,7 +485,7 @@ impl StoreState {
         }
     }
 
-    /// Ends cells that were not begun.
+    /// Skips cells that have not begun.
     fn skip_rest(&mut self, number: u32) {
         let Some(one) = self.transfers.table.get_mut(number) else { return };
         let status = one.cancelled.unwrap_or(Status::Cancelled);
@@ -507,7 +507,7 @@ impl StoreState {
         }
     }
 
-    /// A cell of a move has ended.
+    /// Counts the outcome of a cell.
     pub(super) fn count(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
         let one = &self.transfers.table[number].spec;
         self.stats.tenants.count(one.who.tenant, one.kind, bytes, error.as_ref());
@@ -546,7 +546,7 @@ impl StoreState {
         }
     }
 
-    /// All cells of a move are where they should be, or will not be.
+    /// All cells are in memory, or have failed. A put goes on to its level.
     fn end_first_phase(&mut self, number: u32) {
         if self.transfers.table[number].spec.kind == TransferKind::Put {
             self.write_back_put(number);
@@ -557,14 +557,14 @@ impl StoreState {
         }
     }
 
-    /// A put that waits for the disk fails, as a whole.
+    /// Fails a put that waits for the disk, for all its chunks.
     pub(super) fn note_failure(&mut self, number: u32, error: &Error) {
         let one = &mut self.transfers.table[number];
         one.note_failure(0, error);
         one.outcomes.iter_mut().for_each(|outcome| note_outcome(outcome, error.status()));
     }
 
-    /// A move has ended: what was not reported is.
+    /// Ends a transfer: completes the parts that are still open.
     pub(super) fn end_move(&mut self, number: u32) {
         if self.must_wait_for_sync(number) {
             return;
@@ -572,7 +572,7 @@ impl StoreState {
         self.conclude(number);
     }
 
-    /// The very end of a move.
+    /// Releases a transfer's references and its number.
     pub(super) fn conclude(&mut self, number: u32) {
         let one = &self.transfers.table[number];
         let (table, parts) = (one.spec.table, one.parts.len());
@@ -632,61 +632,61 @@ impl StoreState {
 //
 // A job: one cell of a transfer.
 
-/// What a job waits for.
+/// State of a job; see the diagram at the top.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// To be looked at: that is under way, or it stands among those that were woken.
+    /// To be routed: in [`Transfers::woken`], or by the caller.
     Fresh,
-    /// For memory.
+    /// Waits for host memory.
     WaitsForMemory,
-    /// For what others do with its cell.
+    /// Waits for another job's work on the same cell.
     Waiting,
-    /// For its turn to be copied.
+    /// Queued for a copy.
     Copies,
-    /// For an event that is ahead of the copy.
+    /// Its copy waits for a device event.
     Behind,
-    /// For the copy.
+    /// Being copied.
     Copying,
-    /// For its turn to be read.
+    /// Queued for a disk read.
     Reads,
-    /// For the disk.
+    /// Being read from disk.
     Reading,
-    /// For its turn to be fetched, with all of its object.
+    /// Queued for a remote fetch, together with the other cells of its object.
     Fetches,
-    /// For the remote.
+    /// Being fetched.
     Fetching,
 }
 
-/// One cell of a move.
+/// One cell of a transfer.
 #[derive(Clone, Copy, Debug)]
 pub struct Job {
-    /// The move.
+    /// Number of the transfer.
     pub(super) number: u32,
-    /// Which of its cells.
+    /// Index of the cell in its transfer.
     pub(super) at: u64,
-    /// That cell, of the move's board.
+    /// The cell, in the transfer's chunk table.
     pub(super) cell: Cell,
-    /// The cell's memory, while the job fills or reads it.
+    /// Host memory that the job fills or reads.
     pub(super) piece: Option<Piece>,
     pub(super) step: Step,
     pub(super) retries: u8,
-    /// It had to be read from disk.
+    /// The cell had to be read from disk.
     pub(super) was_below: bool,
-    /// It reads the cell's copy in device memory.
+    /// It reads the cell's replica in device memory.
     pub(super) uses_device: bool,
     /// Device memory that it fills.
     pub(super) replica: Option<device::Piece>,
-    /// Its bytes, if it counts among those that are behind an event.
+    /// Bytes it adds to those that wait for device events.
     pub(super) behind_bytes: u64,
-    /// It has nothing to do with device memory any more.
+    /// It does not use the device tier any more.
     pub(super) plain: bool,
-    /// The remote had nothing for it.
+    /// The remote did not have the cell.
     pub(super) gave_up_remote: bool,
-    /// Tokens of it that are copied already, where it is copied in parts.
+    /// Tokens already copied, if the cell is copied in parts.
     pub(super) copied: u32,
-    /// Tokens that are being copied.
+    /// Tokens of the part that is being copied.
     pub(super) part: u32,
-    /// Its neighbours in the lines that it stands in.
+    /// Links in the lists that it stands in, by [`Of`].
     pub(super) links: [Link; 2],
 }
 
@@ -714,7 +714,7 @@ impl Job {
 }
 
 impl StoreState {
-    /// Finds out what a job needs next.
+    /// Decides what a job needs next, from the residency of its cell.
     pub(super) fn route(&mut self, id: u32) {
         let Some(job) = self.transfers.jobs.get(id).copied() else { return };
         let one = &self.transfers.table[job.number];
@@ -802,7 +802,7 @@ impl StoreState {
         self.read_from_disk(id, table, cell, marks);
     }
 
-    /// Has a cell that is not in memory read from disk.
+    /// Queues a read of a cell that is on disk only.
     fn read_from_disk(&mut self, id: u32, table: u32, cell: Cell, marks: Marks) {
         let number = self.transfers.jobs[id].number;
         self.transfers.table[number].was_below |= marks.there() & DISK_MASK != 0;
@@ -848,7 +848,7 @@ impl StoreState {
         self.expedite_fetch(id, at, cell.layer);
     }
 
-    /// Something has become of a cell: whoever waits for it looks again.
+    /// The residency of a cell has changed: routes the jobs that wait for it.
     pub(super) fn wake(&mut self, table: u32, cell: Cell) {
         self.eviction.reclaim_targets.changed();
         if self.transfers.cell_waiters.is_empty() {
@@ -862,7 +862,7 @@ impl StoreState {
         }
     }
 
-    /// Memory for a job's cell; where there is none the job waits for it.
+    /// Allocates host memory for a job's cell. Without memory the job waits and `None` is returned.
     pub(super) fn get_memory(&mut self, id: u32, table: u32, cell: Cell) -> Option<Piece> {
         let bytes = self.tables[table as usize].planes(cell).bytes();
         // Who came first is served first: a large cell is not passed by small ones.
@@ -892,7 +892,7 @@ impl StoreState {
         None
     }
 
-    /// Memory came free: the first that waits for some tries again.
+    /// Memory was freed: the oldest waiter tries again. Returns whether it got memory.
     pub(super) fn retry_memory_waiters(&mut self) -> bool {
         let Some(id) = self.transfers.memory_waiters.first() else { return false };
         self.unqueue_memory_waiter(id);
@@ -902,7 +902,7 @@ impl StoreState {
         self.transfers.memory_waiters.first() != Some(id)
     }
 
-    /// The first that waits for memory will not get any.
+    /// Ends the oldest waiter for memory with an error.
     pub(super) fn fail_memory_waiters(&mut self) {
         let Some(id) = self.transfers.memory_waiters.first() else { return };
         self.counters.no_room += 1;
@@ -930,7 +930,7 @@ impl StoreState {
         }
     }
 
-    /// Ends a job that is nowhere any more.
+    /// Ends a job that is in no queue and no batch.
     pub(super) fn end_job(&mut self, id: u32, bytes: u64, error: Option<Error>) {
         let Some(number) = self.transfers.jobs.get(id).map(|job| job.number) else { return };
         self.transfers.table[number].jobs.remove(&mut self.transfers.jobs, Of::Transfer, id);
@@ -940,7 +940,7 @@ impl StoreState {
         }
     }
 
-    /// Withdraws all jobs of a move.
+    /// Withdraws all jobs of a transfer.
     pub(super) fn withdraw_all(&mut self, number: u32, status: Status) {
         let mut next = self.transfers.table.get(number).and_then(|one| one.jobs.first());
         while let Some(id) = next {
@@ -950,7 +950,7 @@ impl StoreState {
         }
     }
 
-    /// Takes a job out of whatever it waits in; what is under way goes on.
+    /// Ends a job that is queued or waits. A job in a batch goes on.
     fn withdraw(&mut self, id: u32, status: Status) {
         let Some(job) = self.transfers.jobs.get(id).copied() else { return };
         let (table, cell) = self.transfers.cell_of(&job);
@@ -1005,23 +1005,23 @@ fn unexpected(begun: Result<Begin>) -> Error {
 // Linked lists of jobs: those of one transfer, and those that wait for the same thing. A job is in at
 // most one list of each kind, and is unlinked in constant time.
 
-/// What a line is of.
+/// What a list links.
 #[derive(Clone, Copy)]
 pub(super) enum Of {
-    /// All jobs of a move, in the order in which they were begun.
+    /// All jobs of a transfer, in the order in which they began.
     Transfer = 0,
-    /// Those that wait for memory, or for one cell.
+    /// Jobs that wait for host memory, or for one cell.
     Wait = 1,
 }
 
-/// The neighbours of a job in a line.
+/// Neighbours of a job in a list.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Link {
     before: u32,
     after: u32,
 }
 
-/// A line.
+/// A list of jobs. The links stand in the jobs, so any job leaves in constant time.
 #[derive(Debug)]
 pub(super) struct WaitList {
     first: u32,
@@ -1030,7 +1030,7 @@ pub(super) struct WaitList {
 }
 
 impl Link {
-    /// Of a job that stands in no line.
+    /// Links of a job in no list.
     pub const NONE: Link = Link { before: NONE, after: NONE };
 }
 
@@ -1053,12 +1053,12 @@ impl WaitList {
         Some(self.first).filter(|&id| id != NONE)
     }
 
-    /// Those in it, the first one first.
+    /// Its jobs, from the first to the last.
     pub fn all(&self, jobs: &Table<Job>, of: Of) -> impl Iterator<Item = u32> {
         std::iter::successors(self.first(), move |&id| WaitList::after(jobs, of, id))
     }
 
-    /// The one behind a job.
+    /// The job behind `id`.
     pub fn after(jobs: &Table<Job>, of: Of, id: u32) -> Option<u32> {
         Some(jobs[id].links[of as usize].after).filter(|&id| id != NONE)
     }
@@ -1077,7 +1077,7 @@ impl WaitList {
         self.count += 1;
     }
 
-    /// Takes a job out that stands in it.
+    /// Removes a job, which must be in the list.
     pub fn remove(&mut self, jobs: &mut Table<Job>, of: Of, id: u32) {
         let link = std::mem::replace(&mut jobs[id].links[of as usize], Link::NONE);
         self.join(jobs, of, link, Link { before: link.before, after: link.after });
@@ -1090,8 +1090,8 @@ impl WaitList {
         Some(id)
     }
 
-    /// Has the neighbours of a place name others: the one before it `to.after` as the
-    /// next, the one after it `to.before` as the one before.
+    /// Makes the neighbours of `at` point to `to`: the one before to `to.after`, the one behind to
+    /// `to.before`.
     fn join(&mut self, jobs: &mut Table<Job>, of: Of, at: Link, to: Link) {
         match at.before {
             NONE => self.first = to.after,
@@ -1105,7 +1105,7 @@ impl WaitList {
 }
 
 impl StoreState {
-    /// That every job stands in the lines it should, and in no other.
+    /// Checks that each job is in exactly the lists that its state requires.
     pub(super) fn check_lines(&self) -> Result<()> {
         let (mut found, mut waiting) = (0, 0);
         for (number, one) in self.transfers.table.iter() {
@@ -1148,14 +1148,14 @@ impl StoreState {
 // Copies between the engine's tensors and the store: batches, and their outcome. A large cell is copied
 // in parts, so that other sessions are served in between.
 
-/// A cell that is longer than a batch is copied in parts, each one so manyth of a batch.
+/// A cell longer than a batch is copied in parts of one `PARTS`th of a batch.
 pub(super) const PARTS: u64 = 4;
 
-/// Where the store has a cell.
+/// A place of a cell in the store.
 struct Side {
     address: usize,
     memory: Memory,
-    /// The checksums of its planes, where the device tier has it and they are known.
+    /// Checksums of its planes, if the device tier has them.
     sums: Option<[u64; 2]>,
 }
 
@@ -1166,7 +1166,7 @@ impl Side {
 }
 
 impl StoreState {
-    /// The queue of copies: out of device memory, or all others.
+    /// The queue of copies: from device memory, or all others.
     pub(super) fn copies_of(&mut self, uses_device: bool) -> &mut Queues {
         match &mut self.replicas {
             Some(replicas) if uses_device => &mut replicas.stage.queue,
@@ -1174,8 +1174,8 @@ impl StoreState {
         }
     }
 
-    /// The next copies, up to a batch. Those out of device memory have their own: that is
-    /// another way, with a speed of its own.
+    /// Takes the next copies, up to a batch. Copies from device memory have batches of their own,
+    /// since they use another link.
     pub(super) fn take_copies(&mut self) -> Option<CopyBatch> {
         let uses_device = self.is_replica_turn();
         let rescued = self.replicas.as_ref().map(|_| Vec::new());
@@ -1191,7 +1191,8 @@ impl StoreState {
         (!batch.jobs.is_empty()).then_some(batch)
     }
 
-    /// A job is copied from now on, or a part of it; how much of a batch that is: a part is all.
+    /// Moves a job, or the next part of it, from its queue to the batch. Returns the bytes it takes
+    /// of the batch; a part takes all of it.
     pub(super) fn take_copy(&mut self, id: u32, batch_bytes: u64, batch: &mut CopyBatch) -> u64 {
         self.transfers.jobs[id].step = Step::Copying;
         if self.transfers.jobs[id].copied == 0 {
@@ -1203,8 +1204,8 @@ impl StoreState {
         if is_cut { batch_bytes } else { self.part_bytes(&self.transfers.jobs[id]) }
     }
 
-    /// Chooses which of its tokens a job copies now: of a large cell between places in host memory
-    /// so many that others do not wait for long, else all. Whether some are left.
+    /// Chooses how many tokens a job copies now. A large cell between host addresses is cut, so
+    /// that other copies do not wait long. Returns whether tokens are left.
     fn cut(&mut self, id: u32, batch_bytes: u64) -> bool {
         let job = self.transfers.jobs[id];
         let (tokens, bytes) = self.extent(&job);
@@ -1218,7 +1219,7 @@ impl StoreState {
         part < left
     }
 
-    /// Rows of a job's cell, and its bytes: of a state it is one.
+    /// Rows and bytes of a job's cell. A state has one row.
     fn extent(&self, job: &Job) -> (u32, u64) {
         let (table, cell) = self.transfers.cell_of(job);
         let rows = &self.tables[table as usize];
@@ -1229,13 +1230,13 @@ impl StoreState {
         (tokens, rows.planes(cell).bytes())
     }
 
-    /// Bytes of the part of a job's cell that is copied.
+    /// Bytes of the part of a job's cell that is being copied.
     pub(super) fn part_bytes(&self, job: &Job) -> u64 {
         let (tokens, bytes) = self.extent(job);
         bytes / u64::from(tokens.max(1)) * u64::from(job.part)
     }
 
-    /// A part of a cell is copied; whether there is more: then the job waits for its next turn.
+    /// Ends a part of a cell. Returns whether more parts follow; then the job is queued again.
     fn goes_on(&mut self, id: u32) -> bool {
         let job = &mut self.transfers.jobs[id];
         job.copied += job.part;
@@ -1283,7 +1284,7 @@ impl StoreState {
         }
     }
 
-    /// Adds the copies between the engine's planes of a job's cell and one place of it.
+    /// Adds the copies between the engine's planes and one place of a job's cell.
     fn add_planes(&self, id: u32, side: &Side, batch: &mut CopyBatch) {
         let job = &self.transfers.jobs[id];
         let one = &self.transfers.table[job.number];
@@ -1362,7 +1363,7 @@ impl StoreState {
         }
     }
 
-    /// A copy has ended, or does not begin.
+    /// Ends a copy, or one that never began (`came` is false).
     pub(super) fn end_copying(&mut self, id: u32, came: bool) {
         let job = self.transfers.jobs[id];
         let (table, cell) = self.transfers.cell_of(&job);
@@ -1415,7 +1416,7 @@ impl StoreState {
         self.wake(table, cell);
     }
 
-    /// A put's cell is in host memory, or will not be.
+    /// Ends the host copy of a put's cell; `place` is `None` if it failed.
     fn end_storing(&mut self, id: u32, table: u32, cell: Cell, place: Option<Place>) {
         let chunks = &mut self.tables[table as usize].chunks;
         if let Err(error) = chunks.end_store(cell, Tier::Host, place) {
@@ -1435,11 +1436,11 @@ impl StoreState {
 //
 // Reads from disk: batches, and what becomes of cells that cannot be read.
 
-/// How often a cell is read again after the disk failed.
+/// Retries of a cell after a failed disk read.
 const RETRIES: u8 = 2;
 
 impl StoreState {
-    /// The next cells to be read, up to a batch.
+    /// Takes the next disk reads, up to a batch.
     pub(super) fn take_reads(&mut self) -> Option<ReadBatch> {
         let (mut batch, mut bytes) = (ReadBatch::default(), 0);
         while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
@@ -1500,7 +1501,7 @@ impl StoreState {
         }
     }
 
-    /// A way from disk has ended.
+    /// Ends the read of a cell from disk.
     pub(super) fn end_reading(&mut self, job: &Job, table: u32, cell: Cell, result: Result<()>) {
         let Some(piece) = job.piece else { return };
         let bytes = self.tables[table as usize].planes(cell).bytes();
@@ -1536,8 +1537,8 @@ impl StoreState {
     }
 }
 
-/// Adds the read of a cell to a batch: into its memory, or, if it is coded, into
-/// memory that the hands have for that.
+/// Adds the read of a cell to a batch. A coded cell is read into the worker's buffer and decoded
+/// from there.
 fn add_read(rows: &ChunkTable, cell: Cell, place: Place, address: *mut u8, batch: &mut ReadBatch) {
     let Place::Disk { spot, seal, coded } = place else { return };
     let (spot, who) = (Spot(spot), rows.identity_of(cell, coded));
@@ -1572,7 +1573,7 @@ fn add_read(rows: &ChunkTable, cell: Cell, place: Place, address: *mut u8, batch
 // are slow, one cell after the other, but they complete.
 
 impl StoreState {
-    /// Keeps a reserve for the largest cell of a board, if there is a disk to read it from.
+    /// Keeps a reserve for the largest cell of a chunk table, if there is a disk to read it from.
     pub(super) fn keep_reserve(&mut self, table: usize) {
         if self.disk.is_none() {
             return;
@@ -1584,9 +1585,9 @@ impl StoreState {
         }
     }
 
-    /// No memory can be had for the first job that waits for some: where it gets a cell that is
-    /// on disk it takes the reserve. Some(false) = the reserve is in use, and comes free; None =
-    /// it is of no use to the job.
+    /// Gives the reserve to the oldest waiter for memory if it is a get of a cell on disk.
+    /// Some(false) = the reserve is in use and will be freed; None = the reserve does not help this
+    /// job.
     pub(super) fn serve_from_reserve(&mut self) -> Option<bool> {
         let id = self.transfers.memory_waiters.first()?;
         let job = self.transfers.jobs[id];
@@ -1620,7 +1621,7 @@ impl StoreState {
         (self.transfers.memory_waiters.first() != Some(id)).then_some(true)
     }
 
-    /// A job has read its cell in this memory: from the reserve it leaves at once.
+    /// A job has read its cell into `piece`. A cell in the reserve is dropped from memory at once.
     pub(super) fn end_reserved(&mut self, piece: Option<Piece>, table: u32, cell: Cell) {
         if piece.is_some_and(|piece| self.host.is_reserve(piece)) {
             self.leave_reserve(table, cell);
@@ -1640,7 +1641,7 @@ mod tests {
     use std::collections::VecDeque;
 
     proptest! {
-        /// Two kinds of lines over the same jobs, beside plain queues.
+        /// Random operations on two kinds of lists over the same jobs, against `VecDeque`s.
         #[test]
         fn lines_are_queues_that_can_be_left_anywhere(
             steps in prop::collection::vec((0..4u8, 0..3usize, any::<u16>()), 1..400),

@@ -19,32 +19,32 @@ use crate::store::state::{At, StoreState};
 use crate::tier::disk::{Gets, Mark, Puts};
 use crate::tier::host::Registration;
 
-/// Kinds of work: each has its own hands.
+/// Kinds of workers. Each kind has threads of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkerKind {
-    /// Copies between tensors and memory.
+    /// Copies between the engine's tensors, host and device memory.
     Copy = 0,
-    /// Reads of the disk.
+    /// Disk reads.
     Read = 1,
-    /// Writes to it.
+    /// Disk writes.
     Write = 2,
     /// Syncs.
     Sync = 3,
-    /// Cleaning, sweeping, checkpoints.
+    /// Compaction, removal of empty segments, checkpoints.
     Upkeep = 4,
-    /// Fetches of objects from the remote.
+    /// Remote reads.
     Fetch = 5,
-    /// What goes there.
+    /// Remote writes.
     Send = 6,
-    /// Questions what it has.
+    /// Remote lookups.
     Ask = 7,
 }
 
-/// How many kinds there are.
+/// Number of kinds.
 pub const KINDS: usize = 8;
 
 impl WorkerKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [WorkerKind; KINDS] = [
         WorkerKind::Copy,
         WorkerKind::Read,
@@ -57,89 +57,89 @@ impl WorkerKind {
     ];
 }
 
-/// A plane to be copied.
+/// A copy of one plane of a cell.
 pub struct CopyItem {
-    /// The engine's side: which of the batch's.
+    /// Index of the engine's views in the batch.
     pub views: usize,
-    /// Which layer of them.
+    /// Index of the layer in these views.
     pub layer: usize,
-    /// Which plane of that.
+    /// Copies the V plane; else the K plane.
     pub is_v: bool,
-    /// The first token.
+    /// First token.
     pub first: u32,
-    /// How many.
+    /// Number of tokens.
     pub tokens: u32,
-    /// The store's side.
+    /// Address in the store.
     pub address: usize,
-    /// Where that is.
+    /// Kind of memory of that address.
     pub memory: Memory,
-    /// Which job of the batch it is of.
+    /// Index of its job in the batch.
     pub job: usize,
-    /// Which way.
+    /// Direction.
     pub way: Way,
-    /// What the plane's checksum is, where the device tier has it and that is known.
+    /// Checksum of the plane, if the device tier has it.
     pub sum: Option<u64>,
 }
 
-/// A cell to be copied from host to device memory.
+/// A copy of a cell from host to device memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Fill {
-    /// Where it is.
+    /// Address in host memory.
     pub host: usize,
-    /// Where it goes.
+    /// Address in device memory.
     pub device: u64,
-    /// How long it is.
+    /// Bytes of the cell.
     pub bytes: u64,
-    /// How long the first of its planes is.
+    /// Bytes of its first plane.
     pub k_bytes: u64,
-    /// Which job of the batch it is of.
+    /// Index of its job in the batch.
     pub job: usize,
 }
 
-/// What a device said of copies over the bus, where it sums.
+/// Damage on a device's bus, found by checksums.
 #[derive(Debug, Default)]
 pub struct Damage {
-    /// Copies that came with other bytes than were sent.
+    /// Copies that arrived with wrong bytes.
     pub seen: u64,
-    /// Jobs of the batch that were no better the second time.
+    /// Jobs of the batch whose second copy was wrong, too.
     pub jobs: Vec<usize>,
 }
 
-/// Copies.
+/// A batch of copies.
 #[derive(Default)]
 pub struct CopyBatch {
     pub(super) jobs: Vec<u32>,
-    /// They are out of the device tier.
+    /// They read the device tier.
     pub(super) uses_device: bool,
-    /// The event that they are behind will never come.
+    /// The event that they wait for will never complete.
     pub(super) is_spent: bool,
-    /// What is copied into the device tier before anything else: `items` may read it there.
+    /// Copies into the device tier that come first: `items` may read what they wrote.
     pub fills: Vec<Fill>,
-    /// The device may be lost and the store go on: jobs between places in host memory are
-    /// then done without it, and noted here.
+    /// For each job, whether it was done without the device. `None` if a lost device fails the
+    /// batch.
     pub rescued: Option<Vec<bool>>,
-    /// How each job went, where they were done one by one: together they were refused, or failed.
+    /// Outcome of each job, if they were executed one by one after the batch had failed.
     pub alone: Vec<Result<()>>,
-    /// Jobs that the device has refused before it touched anything.
+    /// Jobs that the device refused before it touched memory.
     pub refused: Vec<usize>,
-    /// What came damaged over the bus.
+    /// Damage found on the bus.
     pub damage: Damage,
-    /// The checksums of its jobs' planes, where the device sums.
+    /// Checksums of each job's planes, if the device computes them.
     pub sums: Vec<[u64; 2]>,
     pub(super) load: Load,
-    /// The engine's side of its moves.
+    /// The engine's tensors of its transfers.
     pub views: Vec<Arc<Views>>,
-    /// What to copy.
+    /// Copies to execute.
     pub items: Vec<CopyItem>,
 }
 
 impl CopyBatch {
-    /// Its jobs.
+    /// Jobs of the batch.
     pub fn jobs(&self) -> impl Iterator<Item = u32> + '_ {
         self.jobs.iter().copied()
     }
 
-    /// A batch for each job.
+    /// Splits the batch into one batch for each job.
     pub fn split(self) -> Vec<CopyBatch> {
         let mut parts: Vec<CopyBatch> = Vec::with_capacity(self.jobs.len());
         parts.extend(self.jobs.iter().map(|&id| CopyBatch {
@@ -159,40 +159,40 @@ impl CopyBatch {
     }
 }
 
-/// Cells to be read.
+/// A batch of disk reads.
 #[derive(Default)]
 pub struct ReadBatch {
     pub(super) jobs: Vec<u32>,
     pub(super) load: Load,
-    /// What to read, and how it went.
+    /// Reads to execute, and their outcomes.
     pub gets: Gets,
-    /// How cells that are coded become what they were, in the order of `gets`.
+    /// How to decode coded cells, in the order of `gets`.
     pub decodings: Vec<Decoding>,
 }
 
-/// A cell that is to be coded.
+/// How to encode a cell.
 #[derive(Clone, Copy)]
 pub struct Coding {
-    /// How.
+    /// Codec.
     pub codec: Codec,
-    /// What its planes are.
+    /// Shapes of its planes.
     pub shapes: [Shape; 2],
-    /// What was lost.
+    /// Loss of precision, filled in by the encoder.
     pub lost: Quality,
 }
 
-/// A coded cell that is to be read.
+/// How to decode a cell.
 #[derive(Clone, Copy)]
 pub struct Decoding {
-    /// Its number among the cells to be read.
+    /// Index among the reads of the batch.
     pub get: usize,
-    /// How it is coded.
+    /// Codec.
     pub codec: Codec,
-    /// What its planes are.
+    /// Shapes of its planes.
     pub shapes: [Shape; 2],
-    /// Their lengths.
+    /// Lengths of its planes.
     pub planes: Planes,
-    /// Where they go, one after the other.
+    /// Address of the first plane; the second follows it.
     pub address: *mut u8,
 }
 
@@ -200,78 +200,78 @@ pub struct Decoding {
 // valid then.
 unsafe impl Send for Decoding {}
 
-/// Cells to be written.
+/// A batch of disk writes.
 #[derive(Default)]
 pub struct WriteBatch {
     pub(super) chunks: Vec<At>,
-    /// What to write, and how it went.
+    /// Writes to execute, and their outcomes.
     pub puts: Puts,
-    /// How each cell of `puts` is to be coded.
+    /// How to encode each cell of `puts`.
     pub codings: Vec<Coding>,
-    /// What is to be written before.
+    /// Records of namespaces that must be written first.
     pub(super) notes: Vec<SpaceNote>,
-    /// Why nothing was written.
+    /// Why the batch was not written.
     pub(super) refused: Option<Error>,
 }
 
-/// What a namespace is, to be noted on disk.
+/// The record of a namespace.
 pub(super) struct SpaceNote {
     pub(super) space: u32,
     pub(super) name: Vec<u8>,
     pub(super) content: Vec<u8>,
-    /// Once it is written.
+    /// Position of the record, once it is written.
     pub(super) mark: Option<Mark>,
 }
 
-/// Writes to be made durable.
+/// A sync of the disk.
 #[derive(Default)]
 pub struct SyncBatch {
     pub(super) moves: Vec<u32>,
-    /// For each of these, how it went.
+    /// Segments to sync for each transfer, with the outcome.
     pub marks: Vec<(u32, Mark, Result<()>)>,
-    /// Everything first: what was found at the start may never have been synced.
+    /// Syncs all segments first: recovered records may never have been synced.
     pub everything: Option<Result<()>>,
 }
 
-/// What keeps the disk in order.
+/// A task that keeps the disk in order.
 pub enum Upkeep {
-    /// Remove empty segments.
+    /// Removes empty segments.
     Sweep,
-    /// Move what lives in a segment elsewhere.
+    /// Moves the live cells of a segment elsewhere.
     Clean(u64),
-    /// Write a checkpoint.
+    /// Writes a checkpoint.
     Checkpoint(Checkpoint),
 }
 
-/// Work.
+/// Work for a worker.
 pub enum Work {
     /// Copies.
     Copies(CopyBatch),
-    /// Device memory.
+    /// Allocation or release of device memory.
     Slabs(SlabWork),
-    /// Memory that the device is to be told of.
+    /// Host memory to be unregistered from the device.
     Unregistered(Vec<Arc<Registration>>),
-    /// Reads.
+    /// Disk reads.
     Reads(ReadBatch),
-    /// Writes.
+    /// Disk writes.
     Writes(WriteBatch),
-    /// Syncs.
+    /// A sync.
     Syncs(SyncBatch),
-    /// Upkeep.
+    /// Upkeep of the disk.
     Upkeep(Upkeep),
-    /// Fetches.
+    /// Remote reads.
     Fetches(FetchBatch),
-    /// Sends.
+    /// Remote writes.
     Sends(SendBatch),
-    /// Questions.
+    /// Remote lookups.
     Asks(AskBatch),
 }
 
-/// How work went; batches that say so themselves say nothing here.
+/// Outcome of a batch. Batches that carry an outcome for each job ignore it.
 pub type Outcome = Result<()>;
 
 impl Work {
-    /// Whose work it is.
+    /// Kind of worker that executes it.
     pub fn workers(&self) -> WorkerKind {
         match self {
             Work::Copies(_) | Work::Slabs(_) | Work::Unregistered(_) => WorkerKind::Copy,
@@ -285,14 +285,14 @@ impl Work {
         }
     }
 
-    /// Whether it is a checkpoint that is to be written.
+    /// Whether it writes a checkpoint.
     pub(super) fn is_checkpoint(&self) -> bool {
         matches!(self, Work::Upkeep(Upkeep::Checkpoint(_)))
     }
 }
 
 impl StoreState {
-    /// Work for some hands, if there is any.
+    /// Takes work for a kind of worker, if there is any.
     pub fn take(&mut self, workers: WorkerKind) -> Option<Work> {
         let mut work = self.take_once(workers);
         // Copies that a lost device was to make have become others, and so may reads of cells that
@@ -332,8 +332,8 @@ impl StoreState {
         work
     }
 
-    /// Whether [`StoreState::take`] may have something for some hands. Taking for one kind
-    /// may make work for another.
+    /// Whether [`StoreState::take`] may find work for a kind of worker. Taking work of one kind may
+    /// create work of another.
     pub fn has_work(&self, workers: WorkerKind) -> bool {
         match workers {
             WorkerKind::Copy => {
@@ -365,7 +365,7 @@ impl StoreState {
         }
     }
 
-    /// Says how work went, and how long it took; 0 = not known.
+    /// Hands a batch back with its outcome. `elapsed_ns` = 0: unknown.
     pub fn done(&mut self, work: Work, outcome: Outcome, elapsed_ns: u64) {
         self.batch_ends(&work, &outcome, elapsed_ns);
         self.disk_gc.checkpoint_ends(&work, &outcome);
