@@ -31,50 +31,50 @@ use crate::store::state::{
 //
 // The objects of a tier's policy: chunks, cells, or sessions with the chunks that they used last.
 
-/// What policies choose among.
+/// What policies choose among in a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Granularity {
     /// Chunks, with all their layers.
     #[default]
     Chunk,
-    /// Cells: late layers leave memory before early ones.
+    /// Cells: late layers are evicted before early ones.
     Cell,
-    /// Sessions: what one was the last to use leaves together.
+    /// Sessions: the chunks that a session used last are evicted together.
     Session,
 }
 
 /// Which cells of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// All.
+    /// All layers.
     All,
-    /// That of one layer.
+    /// The cell of one layer.
     Layer(usize),
 }
 
 impl Part {
-    /// Whether it has a layer.
+    /// Whether `layer` is among them.
     pub fn has(self, layer: usize) -> bool {
         self == Part::All || self == Part::Layer(layer)
     }
 }
 
-/// What policies call a cell: as spread out as what they call its chunk.
+/// Policy id of a cell, hashed from the id of its chunk.
 pub fn cell_id(chunk: u64, layer: usize) -> u64 {
     chunk ^ (layer as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15)
 }
 
-/// Cells of a chunk that leave memory once they are on disk.
+/// Cells of a chunk whose memory is freed once they are on disk.
 #[derive(Default)]
 pub(super) struct Leave {
-    /// What they have.
+    /// Their bytes.
     pub bytes: u64,
     is_all: bool,
     layers: BTreeSet<usize>,
 }
 
 impl Leave {
-    /// More of the chunk leaves.
+    /// Adds cells of the chunk.
     pub fn add(&mut self, part: Part, bytes: u64) {
         self.bytes += bytes;
         match part {
@@ -94,20 +94,20 @@ impl Leave {
     }
 }
 
-/// A chunk of a session's object.
+/// A chunk of a session's policy object.
 #[derive(Clone, Copy, Debug)]
 pub struct Member {
-    /// Where it is.
+    /// Its row.
     pub(crate) at: At,
     /// Its position in its sequence.
     pub position: u32,
-    /// What it has.
+    /// Its size in units.
     pub units: u64,
     /// Its tokens.
     pub tokens: u32,
 }
 
-/// What a session's object has.
+/// Size of a session's policy object.
 #[derive(Default)]
 struct Group {
     units: u64,
@@ -115,8 +115,9 @@ struct Group {
     members: BTreeMap<(u32, At), Member>,
 }
 
-/// Which chunks each session's object has. A chunk is with the session that used it last;
-/// one that nobody has used yet, or that had to stay when its session left, is alone.
+/// Chunks of each session's policy object. A chunk belongs to the session that used it last. A
+/// chunk that no session has used, or that stayed when its session was evicted, is an object of its
+/// own.
 #[derive(Default)]
 pub struct Groups {
     of: BTreeMap<At, (u64, u32)>,
@@ -124,7 +125,7 @@ pub struct Groups {
 }
 
 impl Groups {
-    /// The object that a chunk is of.
+    /// Id of the object that a chunk belongs to.
     pub(crate) fn of(&self, at: At) -> Option<u64> {
         self.of.get(&at).map(|&(id, _)| id)
     }
@@ -134,7 +135,7 @@ impl Groups {
         self.groups.get(&id).map(|group| (group.units, group.tokens))
     }
 
-    /// A chunk is of an object from now on; of which it was, if that is another.
+    /// Moves a chunk to an object. Returns the object that it belonged to, if that is another one.
     pub fn join(&mut self, member: Member, id: u64) -> Option<u64> {
         if self.of(member.at) == Some(id) {
             return None;
@@ -148,7 +149,7 @@ impl Groups {
         before
     }
 
-    /// A chunk is of none any more; of which it was.
+    /// Removes a chunk from its object, and returns the id of that.
     pub(crate) fn leave(&mut self, at: At) -> Option<u64> {
         let (id, position) = self.of.remove(&at)?;
         let group = self.groups.get_mut(&id)?;
@@ -162,7 +163,7 @@ impl Groups {
         Some(id)
     }
 
-    /// Takes an object apart: its chunks, those behind others first.
+    /// Removes an object and yields its chunks, the last of each path first.
     pub(crate) fn take(&mut self, id: u64) -> impl Iterator<Item = At> {
         let members = self.groups.remove(&id).map(|group| group.members).unwrap_or_default();
         for member in members.values() {
@@ -179,38 +180,38 @@ impl Groups {
 /// Bytes of a unit.
 pub const UNIT_BYTES: u64 = 4096;
 
-/// Units that some bytes take.
+/// Units of so many bytes, rounded up.
 pub fn units_of(bytes: u64) -> u64 {
     bytes.div_ceil(UNIT_BYTES).max(1)
 }
 
-/// Whom a policy chose to leave; it does not know them any more.
+/// A victim. The policy has forgotten it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Chosen {
-    /// A chunk, by what policies call it.
+    /// A chunk, by its policy id.
     Chunk(u64),
-    /// A cell, by what policies call it, and where it was.
+    /// A cell, by its policy id and its place.
     Cell(u64, u64),
-    /// A chunk of a session that leaves.
+    /// A chunk of an evicted session.
     Member(At),
 }
 
-/// A policy at work for one tier.
+/// The policy of a tier, with the table of its objects.
 pub struct TierCache {
     /// The policy.
     pub evictor: Evictor,
     /// What its objects are.
     pub granularity: Granularity,
-    /// Of cells: where the cell of each object is.
+    /// With cells as objects: the cell of each object.
     cells_of: Zeroed<u64>,
-    /// Of sessions: the chunks of each.
+    /// With sessions as objects: the chunks of each.
     pub(super) groups: Groups,
     shadow: Option<Shadow>,
     victims: Vec<Victim>,
 }
 
 impl TierCache {
-    /// Opens one for up to `max_objects` objects and `bytes` bytes.
+    /// Opens a policy for up to `max_objects` objects and `bytes` bytes.
     pub fn open(
         spec: &str,
         granularity: Granularity,
@@ -236,13 +237,13 @@ impl TierCache {
         })
     }
 
-    /// Bytes of its tables that were used so far.
+    /// Bytes of its tables in use.
     pub fn used_bytes(&self) -> u64 {
         let most = self.evictor.objects().most();
         self.evictor.used_bytes() + self.cells_of.front_bytes(most)
     }
 
-    /// The time that the policy can be told: it does not go back.
+    /// The clock of the policy, which never goes back.
     fn time(&self, now_ns: u64) -> i64 {
         self.evictor.now_ns().max(i64::try_from(now_ns).unwrap_or(i64::MAX / 2))
     }
@@ -252,13 +253,13 @@ impl TierCache {
         self.evictor.objects().find(id).is_some()
     }
 
-    /// Whether that many objects more can be told of, and `spare` others after them.
+    /// Whether `more` objects fit, and `spare` more after them.
     pub fn has_room(&self, more: usize, spare: u64) -> bool {
         let objects = self.evictor.objects();
         (objects.len() as u64).saturating_add(more as u64 + spare) <= objects.limit() as u64
     }
 
-    /// Objects of a path are asked for.
+    /// Notifies the policy of an access to the objects of a path.
     pub fn look(&mut self, now_ns: u64, who: &Who, ids: &[u64]) {
         let now = self.time(now_ns);
         if let Err(error) = self.evictor.lookup(now, who, ids, &mut []) {
@@ -269,7 +270,7 @@ impl TierCache {
         }
     }
 
-    /// Objects come. False when the policy has no room for them.
+    /// Inserts objects. Returns false if the policy has no room for them.
     pub fn insert(&mut self, now_ns: u64, who: &Who, new: &[New]) -> bool {
         let now = self.time(now_ns);
         let entered = self.evictor.insert(now, who, new);
@@ -283,7 +284,7 @@ impl TierCache {
         entered.is_ok() || new.iter().all(|one| self.knows(one.id))
     }
 
-    /// Says where a cell is; whether the policy knows it.
+    /// Records the place of a cell. Returns whether the policy knows it.
     pub fn set_home(&mut self, id: u64, home: u64) -> bool {
         let slot = self.evictor.objects().find(id);
         if let Some(slot) = slot {
@@ -292,7 +293,7 @@ impl TierCache {
         slot.is_some()
     }
 
-    /// Chunks are a session's from now on, or one is alone.
+    /// Moves chunks to a session's object, or one chunk to an object of its own.
     pub fn join(&mut self, now_ns: u64, who: &Who, id: u64, members: &[Member]) -> bool {
         let before = members.iter().filter_map(|&member| self.groups.join(member, id));
         let before: BTreeSet<u64> = before.collect();
@@ -313,21 +314,21 @@ impl TierCache {
         false
     }
 
-    /// A chunk is of no session any more.
+    /// Removes a chunk from its session's object.
     pub(super) fn leave(&mut self, now_ns: u64, at: At) {
         if let Some(id) = self.groups.leave(at) {
             self.adjust(now_ns, id);
         }
     }
 
-    /// What a session's object has, as policies count.
+    /// Size and facts of a session's object.
     fn sized(&self, id: u64) -> Option<(u64, Facts)> {
         let (units, tokens) = self.groups.size(id)?;
         let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
         Some((units.min(MAX_UNITS), Facts { tokens, ..Facts::default() }))
     }
 
-    /// A session's object has another size, or is gone.
+    /// Updates the size of a session's object, or removes an empty one.
     fn adjust(&mut self, now_ns: u64, id: u64) {
         let Some((units, facts)) = self.sized(id) else {
             self.remove(now_ns, id);
@@ -338,8 +339,8 @@ impl TierCache {
         }
     }
 
-    /// An object is gone, and not by the policy's choice. False when others continue
-    /// it: then it stays, and frees nothing when it is chosen.
+    /// Removes an object that was not chosen by the policy. Returns false if others continue it:
+    /// then it stays, with size 0.
     pub fn remove(&mut self, now_ns: u64, id: u64) -> bool {
         let now = self.time(now_ns);
         if let Some(shadow) = watching(&mut self.shadow, now_ns) {
@@ -348,14 +349,14 @@ impl TierCache {
         self.evictor.remove(now, &[id]).is_ok()
     }
 
-    /// An object is in use, or no longer.
+    /// Notifies the policy that an object is referenced, or no longer.
     pub fn hold(&mut self, id: u64, held: bool) -> bool {
         let ids = [id];
         let accepted = if held { self.evictor.acquire(&ids) } else { self.evictor.release(&ids) };
         accepted.is_ok()
     }
 
-    /// What the engine says of the future of objects.
+    /// Notifies the policy of a hint.
     pub fn hint(&mut self, now_ns: u64, who: &Who, ids: &[u64], hint: &Hint) -> Result<()> {
         let now = self.time(now_ns);
         if let Some(shadow) = watching(&mut self.shadow, now_ns) {
@@ -364,7 +365,7 @@ impl TierCache {
         self.evictor.hint(now, who, ids, hint).map(|_| ())
     }
 
-    /// Chooses who leaves, up to `most` objects; they are gone from the policy.
+    /// Chooses up to `most` victims, and removes them from the policy.
     pub(crate) fn choose(&mut self, now_ns: u64, bytes: u64, most: usize, out: &mut Vec<Chosen>) {
         let now = self.time(now_ns);
         self.victims.clear();
@@ -388,7 +389,7 @@ impl TierCache {
         }
     }
 
-    /// The tier has another size; room is made ahead of need at a share of it.
+    /// Sets the capacity. `high` is the share of it at which eviction begins.
     pub fn set_bytes(&mut self, bytes: u64, high: f64) {
         self.evictor.set_capacity(bytes / UNIT_BYTES);
         if let Some(shadow) = &mut self.shadow {
@@ -396,7 +397,7 @@ impl TierCache {
         }
     }
 
-    /// Begins a trial of other policies. BUSY = one is under way.
+    /// Begins a shadow evaluation. Fails with BUSY if one is running.
     pub fn begin_shadow(&mut self, now_ns: u64, mut shadow: Shadow) -> Result<()> {
         self.tick(now_ns);
         if self.shadow.as_ref().is_some_and(Shadow::is_on) {
@@ -407,17 +408,17 @@ impl TierCache {
         Ok(())
     }
 
-    /// The trial, also one that has ended.
+    /// The shadow evaluation, running or ended.
     pub fn shadow(&self) -> Option<&Shadow> {
         self.shadow.as_ref()
     }
 
-    /// Sees to it that a trial has ended whose time has come.
+    /// Ends a shadow evaluation that is due.
     pub fn tick(&mut self, now_ns: u64) {
         watching(&mut self.shadow, now_ns);
     }
 
-    /// Ends the trial; what it came to is forgotten here.
+    /// Ends the shadow evaluation and takes it.
     pub fn end_shadow(&mut self, now_ns: u64) -> Option<Shadow> {
         let mut shadow = self.shadow.take()?;
         shadow.end(now_ns);
@@ -425,23 +426,23 @@ impl TierCache {
     }
 }
 
-/// A trial that still looks.
+/// The shadow evaluation, while it runs.
 fn watching(shadow: &mut Option<Shadow>, now_ns: u64) -> Option<&mut Shadow> {
     let shadow = shadow.as_mut().filter(|shadow| shadow.is_on())?;
     shadow.tick(now_ns);
     shadow.is_on().then_some(shadow)
 }
 
-/// Evictions that can be read afterwards.
+/// Evictions in the log.
 const LOG_ENTRIES: usize = 4096;
-/// Evicted ids that are remembered for each object that there is room for.
+/// Evicted ids that a policy remembers, for each object that fits.
 const REMEMBERED: usize = 4;
 
 // ---------- policy objects
 //
 // Descriptions of chunks and cells for policies.
 
-/// Whether a move brings a chunk to memory.
+/// Whether a transfer brings a chunk into memory.
 pub(super) fn comes(rows: &ChunkTable, slot: Slot, kind: TransferKind) -> bool {
     kind == TransferKind::Put || rows.chunks.chunk(slot).is_some_and(|row| row.cells()[DISK] > 0)
 }
@@ -456,8 +457,8 @@ pub(super) fn member(rows: &ChunkTable, at: At) -> Member {
     }
 }
 
-/// A chunk as policies know it. Where holes can be computed it stands for itself: it may
-/// leave before those that continue it.
+/// A chunk as a policy object. If its namespace allows holes it has no parent, so it may be evicted
+/// before the chunks that continue it.
 pub(super) fn new_object(spaces: &Namespaces, rows: &ChunkTable, slot: Slot) -> New {
     let row = rows.chunks.chunk(slot);
     let space = row.and_then(|row| spaces.get(row.namespace() as usize));
@@ -473,7 +474,7 @@ pub(super) fn new_object(spaces: &Namespaces, rows: &ChunkTable, slot: Slot) -> 
     }
 }
 
-/// The same of a cell: it continues that of its layer in the chunk before.
+/// A cell as a policy object. Its parent is the cell of the same layer in the chunk before.
 pub(super) fn new_cell(spaces: &Namespaces, rows: &ChunkTable, cell: Cell) -> New {
     let chunk = new_object(spaces, rows, cell.chunk);
     let small = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
@@ -494,15 +495,15 @@ pub(super) fn new_cell(spaces: &Namespaces, rows: &ChunkTable, cell: Cell) -> Ne
 //
 // Notifications to policies: access, insert, remove, reference; and the meaning of their victims.
 
-/// Cells that come.
+/// Cells that a transfer brings into memory.
 #[derive(Default)]
 struct News {
-    /// Those that the policy does not know.
+    /// Cells that the policy does not know.
     new: Vec<New>,
     all: Vec<Comer>,
 }
 
-/// One of them: what policies call it, where it is, and whether it was known.
+/// A cell on its way into memory: policy id, place, and whether the policy knew it.
 struct Comer {
     id: u64,
     home: u64,
@@ -510,7 +511,7 @@ struct Comer {
 }
 
 impl News {
-    /// Notes a cell. One that had left, and that others continue, is known still.
+    /// Adds a cell. One that was evicted while others continue it is still known.
     fn add(&mut self, cache: &TierCache, new: New, home: u64) {
         let is_known = cache.knows(new.id);
         self.all.push(Comer { id: new.id, home, is_known });
@@ -521,7 +522,8 @@ impl News {
 }
 
 impl StoreState {
-    /// Tells the policies of the chunks of a move: they are asked for, and come.
+    /// Notifies the policies of the chunks of a transfer: of the access, and of chunks that it
+    /// brings.
     pub(super) fn notify_policies(&mut self, number: u32) {
         let one = &mut self.transfers.table[number].spec;
         let (who, kind, by_chunk) = (one.who, one.kind, one.by_chunk);
@@ -551,7 +553,7 @@ impl StoreState {
         self.transfers.table[number].spec.slots = all;
     }
 
-    /// A move asks a tier's policy for what it is to get.
+    /// Notifies a tier's policy of the access of a get.
     fn notify_access(&mut self, number: u32, slots: &[Slot], tier: Tier) {
         let one = &self.transfers.table[number].spec;
         let rows = &self.tables[one.table as usize];
@@ -591,7 +593,7 @@ impl StoreState {
         cache.look(self.now_ns, &who, &ids);
     }
 
-    /// Chunks of a move that come to memory.
+    /// Inserts the chunks that a transfer brings into memory.
     fn notify_chunks(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.transfers.table[number].spec;
         let (who, kind, table) = (one.who, one.kind, one.table);
@@ -616,7 +618,7 @@ impl StoreState {
         }
     }
 
-    /// Cells of a move that come to memory.
+    /// Inserts the cells that a transfer brings into memory.
     fn notify_cells(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.transfers.table[number].spec;
         let (who, table) = (one.who, one.table);
@@ -642,7 +644,7 @@ impl StoreState {
         slots.iter().for_each(|&slot| self.note_held(table, slot));
     }
 
-    /// Chunks of a move are its session's from now on, in all tiers.
+    /// Moves the chunks of a transfer to its session's object, in all tiers.
     fn notify_session(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.transfers.table[number].spec;
         let (who, kind, table) = (one.who, one.kind, one.table);
@@ -681,7 +683,7 @@ impl StoreState {
         }
     }
 
-    /// Each chunk of a move by itself.
+    /// Notifies the policies of each chunk of a transfer as a path of its own.
     fn notify_each(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.transfers.table[number].spec;
         let (table, kind) = (one.table, one.kind);
@@ -693,7 +695,7 @@ impl StoreState {
         }
     }
 
-    /// Tells a tier's policy of cells.
+    /// Inserts cells into a tier's policy.
     fn enter_cells(&mut self, table: u32, tier: Tier, who: &Who, news: &News) {
         let is_last = self.is_last(tier);
         let Some(cache) =
@@ -717,7 +719,7 @@ impl StoreState {
         }
     }
 
-    /// A cell has come to a tier.
+    /// A cell is resident in a tier now.
     pub(super) fn arrived(&mut self, table: u32, cell: Cell, tier: Tier) {
         let at = At { table, slot: cell.chunk };
         self.enter_cache(at, tier, Part::Layer(cell.layer));
@@ -731,8 +733,8 @@ impl StoreState {
         }
     }
 
-    /// Sees to it that a tier's policy knows a part of a chunk that is there: a cell that has
-    /// come, or what is left when the rest had to go. Such a rest is of no session.
+    /// Makes sure that a tier's policy has a part of a chunk: a cell that has arrived, or what
+    /// remains after an eviction. A remainder belongs to no session.
     pub(super) fn enter_cache(&mut self, at: At, tier: Tier, part: Part) {
         let rows = &self.tables[at.table as usize];
         let priority = Some(rows.classes[at.slot as usize].min(2));
@@ -786,7 +788,7 @@ impl StoreState {
         }
     }
 
-    /// A cell has left a tier.
+    /// A cell is no longer resident in a tier.
     pub(super) fn departed(&mut self, table: u32, cell: Cell, tier: Tier) {
         let at = At { table, slot: cell.chunk };
         let rows = &self.tables[table as usize];
@@ -812,7 +814,7 @@ impl StoreState {
         }
     }
 
-    /// Nothing of a chunk is in a tier any more: its policy need not know it.
+    /// Removes a chunk from a tier's policy: no cell of it is there any more.
     pub(super) fn remove_from_policy(&mut self, at: At, tier: Tier) {
         let is_last = self.is_last(tier);
         let rows = &mut self.tables[at.table as usize];
@@ -851,8 +853,8 @@ impl StoreState {
         }
     }
 
-    /// Tells the policies what the engine says of the future of a session's chunks; of each
-    /// by itself where `who` names no session.
+    /// Notifies the policies of a hint for a session's chunks; for each chunk alone if `who` names
+    /// no session.
     pub(super) fn notify_hint(
         &mut self,
         table: u32,
@@ -886,7 +888,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Whom a policy means.
+    /// The chunk and the cells of a victim.
     pub(super) fn chosen(&self, chosen: Chosen) -> Option<(At, Part)> {
         match chosen {
             Chosen::Chunk(id) => Some((self.chunk_of_id(id)?, Part::All)),
@@ -903,7 +905,7 @@ impl StoreState {
         }
     }
 
-    /// The chunk of an id that a policy gave.
+    /// The chunk of a policy id.
     fn chunk_of_id(&self, id: u64) -> Option<At> {
         let mut tables = self.tables.iter().enumerate();
         tables.find_map(|(at, table)| {
@@ -913,12 +915,12 @@ impl StoreState {
     }
 }
 
-/// Objects that a policy is told of at once: a path, or blocks, may have millions of cells.
+/// Objects in one notification of a hint. A path or a list of blocks may have millions of cells.
 const MOST_HINTS: usize = 4096;
-/// The smallest piece of memory that a cell can have.
+/// Least bytes of host memory that a cell takes.
 pub(super) const PIECE_BYTES: u64 = 4096;
 
-/// The shelf of a tier, where it has one.
+/// The policy of a tier, if it has one.
 fn cache_of<'a>(
     host: &'a mut TierCache,
     disk: &'a mut Option<TierCache>,
@@ -932,7 +934,7 @@ fn cache_of<'a>(
     }
 }
 
-/// What is noted of a chunk that a tier's policy knows.
+/// The flag of chunks that a tier's policy has.
 pub(super) fn flag_of(tier: Tier) -> u16 {
     match tier {
         Tier::Device => note::IN_DEVICE,
@@ -941,14 +943,14 @@ pub(super) fn flag_of(tier: Tier) -> u16 {
     }
 }
 
-/// All of a list in their order, none twice; none where none is.
+/// Removes duplicates and keeps the order. `None` if there is none.
 fn each_once<T: Ord + Copy>(all: &[T]) -> Option<Vec<T>> {
     let mut seen = BTreeSet::new();
     let once: Vec<T> = all.iter().copied().filter(|&one| seen.insert(one)).collect();
     (once.len() < all.len()).then_some(once)
 }
 
-/// Eviction of the host tier and the disk, and what restrains it.
+/// Eviction from host memory and disk.
 pub(super) struct Eviction {
     pub(super) host: TierCache,
     pub(super) disk: Option<TierCache>,
@@ -960,7 +962,7 @@ pub(super) struct Eviction {
     pub(super) pin_ends: BTreeSet<(u64, u8, At)>,
     /// Victims in a row that could not leave memory.
     pub(super) refusals: u32,
-    /// When the last of them was.
+    /// When the last of them was refused.
     pub(super) refused_ns: u64,
     pub(super) reclaim_targets: ReclaimTargets,
 }
@@ -986,13 +988,13 @@ impl Eviction {
 // Notifications to policies about references.
 
 impl StoreState {
-    /// Whether cells can go nowhere from a tier.
+    /// Whether a tier is the last one: cells that leave it are gone.
     pub(super) fn is_last(&self, tier: Tier) -> bool {
         tier == if self.eviction.disk.is_some() { Tier::Disk } else { Tier::Host }
     }
 
-    /// Tells the policy of the last tier whether a chunk is in use: it cannot go
-    /// anywhere from there.
+    /// Notifies the policy of the last tier whether a chunk is referenced: a referenced chunk must
+    /// not leave that tier.
     pub(super) fn note_held(&mut self, table: u32, slot: Slot) {
         self.note_pinned(table, slot);
         let Some(row) = self.tables[table as usize].chunks.chunk(slot) else { return };
@@ -1000,9 +1002,10 @@ impl StoreState {
         self.notify_held(table, slot, is_held);
     }
 
-    /// Tells it that a chunk which it chose in a tier must stay there: others continue it whose KV
-    /// is not in that tier, but in memory that is not written down yet or at a remote, and a policy
-    /// knows of those in its own. It is not chosen again until they have left. Whether that holds now.
+    /// Notifies a policy that its victim must stay, because other chunks continue it whose KV is
+    /// not in that tier: it is in memory and not written, or at a remote. Policies know only the
+    /// chunks of their own tier. The chunk is no candidate until those have left. Returns whether
+    /// this is so now.
     pub(super) fn note_continued(&mut self, at: At, tier: Tier) -> bool {
         let is_continued = |row: &Chunk| row.is_blocked() && row.refs() == 0 && row.pin().is_none();
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
@@ -1039,7 +1042,7 @@ impl StoreState {
         }
     }
 
-    /// Tells the policy of device memory whether a chunk is pinned.
+    /// Notifies the device policy whether a chunk is pinned.
     fn note_pinned(&mut self, table: u32, slot: Slot) {
         let Some(replicas) = self.replicas.as_mut() else { return };
         let rows = &mut self.tables[table as usize];
@@ -1063,8 +1066,8 @@ impl StoreState {
 // be evicted, the weakest pin is given up: of the lowest class the one that expires first; a pin
 // without expiry is the last of its class.
 
-/// How firmly a pin holds: its class, when it ends, and where the chunk stands. Of those
-/// that are alike the last one of a path goes first: without it the others are of use.
+/// Strength of a pin: class, end, position. Of equal pins the last one of a path is the weakest,
+/// since the others are of use without it.
 pub(super) type Hold = (u8, u64, Reverse<u32>, At);
 
 /// The pin of a chunk.
@@ -1074,8 +1077,8 @@ fn hold_of(chunks: &Chunks, at: At) -> Option<Hold> {
 }
 
 impl StoreState {
-    /// Keeps the chunks of a range of tokens, as long as the budget allows, until a
-    /// time. Those that are to come are kept, too, if the table has room for all of them.
+    /// Pins the chunks of a range of tokens until a time, as long as the budget allows. Chunks that
+    /// do not exist yet are pinned, too, if the table has room for all of them.
     pub fn pin(&mut self, at: u32, first: u64, tokens: u64, pin: Pin) -> Result<()> {
         let slots = self.rows_if_free(at, first, tokens)?;
         let table = self.namespaces[self.session(at)?.space as usize].table;
@@ -1098,7 +1101,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Takes the pins of the chunks of a range of tokens away, whoever has set them.
+    /// Removes the pins of the chunks of a range of tokens, whoever set them.
     pub fn unpin_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<()> {
         for At { table, slot } in self.known_chunks(at, first, tokens)? {
             let place = At { table, slot };
@@ -1112,7 +1115,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Ends pins whose time has come.
+    /// Ends pins that are due.
     pub(super) fn end_pins(&mut self) {
         while let Some(&(until, _, at)) = self.eviction.pin_ends.first() {
             if until > self.now_ns {
@@ -1126,9 +1129,8 @@ impl StoreState {
         }
     }
 
-    /// Gives up the weakest pin, when nothing else may leave: of the lowest class that which
-    /// ends first, since a pin holds less the less time it has left. One without an end is
-    /// the last of its class.
+    /// Gives up the weakest pin when nothing else can be evicted: in the lowest class the pin that
+    /// ends first, which has the least time left. A pin without an end is the last of its class.
     pub(super) fn drop_weakest_pin(&mut self) -> bool {
         let Some((priority, until, _, at)) = self.eviction.pins.pop_first() else { return false };
         self.eviction.pin_ends.remove(&(until, priority, at));
@@ -1146,16 +1148,16 @@ impl StoreState {
     }
 }
 
-/// Most chunks that leave at once: then it is looked again how much is free.
+/// Most victims of one call of a policy. Free memory is checked again after them.
 pub(super) const MOST_VICTIMS: usize = 64;
-/// So many chunks in a row that could neither stay on disk nor be dropped: whoever
-/// waits for memory is told that there is none.
+/// Refused victims in a row after which waiters for memory fail: these could neither be written nor
+/// dropped.
 const MOST_REFUSALS: u32 = 16;
-/// After that, no room is made ahead of need for so long.
+/// After that, no memory is freed ahead of need for so long.
 const PAUSE_NS: u64 = 1_000_000_000;
 
 impl StoreState {
-    /// Bytes that should come free now.
+    /// Bytes that should be freed now.
     fn wanted_bytes(&self) -> u64 {
         let share = |part: f64| (self.config.host_bytes as f64 * part) as u64;
         let used = self.host.live_bytes();
@@ -1166,12 +1168,12 @@ impl StoreState {
         ahead.max(self.transfers.memory_waiter_bytes).saturating_sub(self.writeback.demoting_bytes)
     }
 
-    /// What could not be written down a moment ago cannot now.
+    /// Whether writes were refused a moment ago, so that they are not tried again.
     pub(super) fn is_backing_off(&self) -> bool {
         self.eviction.refusals >= MOST_REFUSALS && self.now_ns < self.eviction.refused_ns + PAUSE_NS
     }
 
-    /// Has chunks leave memory if that is needed; whether something came of it.
+    /// Evicts chunks from memory if that is needed. Returns whether it freed anything.
     pub(super) fn make_room(&mut self) -> bool {
         let wanted = self.wanted_bytes();
         if wanted == 0 {
@@ -1203,7 +1205,7 @@ impl StoreState {
         tries
     }
 
-    /// Whether nothing that is under way can free memory.
+    /// Whether nothing in flight can free memory.
     fn is_stuck(&self) -> bool {
         let busy = [
             WorkerKind::Copy,
@@ -1228,7 +1230,8 @@ impl StoreState {
             && !self.dependencies.is_ending_after_event()
     }
 
-    /// The first job that waits for memory gets the reserve, or a pin's memory, or none at all.
+    /// Gives the oldest waiter for memory the reserve, or the memory of the weakest pin, or ends it
+    /// with an error.
     fn serve_oldest_waiter(&mut self) -> bool {
         let served = self.serve_from_reserve();
         served.unwrap_or_else(|| self.drop_weakest_pin() || self.fail_memory_waiter())
@@ -1239,8 +1242,8 @@ impl StoreState {
         true
     }
 
-    /// A part of a chunk leaves memory: at once what is on disk too, else by way of it. Whether
-    /// memory came or comes free.
+    /// Evicts a part of a chunk from memory: cells on disk at once, others after they are written.
+    /// Returns whether memory is or will be freed.
     pub(super) fn evict_from_host(&mut self, at: At, part: Part) -> bool {
         let rows = &mut self.tables[at.table as usize];
         if part == Part::All {
@@ -1279,7 +1282,7 @@ impl StoreState {
         self.drop_from_host(at, part) || freed > 0
     }
 
-    /// Whether anything of a part of a chunk is in memory.
+    /// Whether a cell of a part of a chunk is in memory.
     pub(super) fn is_in_host(&self, at: At, part: Part) -> bool {
         let rows = &self.tables[at.table as usize].chunks;
         match part {
@@ -1291,7 +1294,7 @@ impl StoreState {
         }
     }
 
-    /// Bytes of a part of a chunk that are in memory and nowhere else.
+    /// Bytes of a part of a chunk that are in memory and in no other tier.
     pub(super) fn only_in_host(&self, at: At, part: Part) -> u64 {
         let rows = &self.tables[at.table as usize];
         let Some(marks) = rows.chunks.marks(at.slot) else { return 0 };
@@ -1325,15 +1328,15 @@ impl StoreState {
         self.eviction.admission.admit(&one, free, self.now_ns).is_ok()
     }
 
-    /// Gives back the memory of cells that are on disk too, in the layers that `of` names;
-    /// how much.
+    /// Frees the memory of cells that are on disk, too, in the layers that `of` selects. Returns
+    /// their bytes.
     pub(super) fn drop_copies(&mut self, at: At, of: impl Fn(usize) -> bool) -> u64 {
         self.drop_where(at, HOST, |layer, there| there & 1 << DISK != 0 && of(layer))
     }
 
-    /// Drops the cells of a chunk in a tier where `may` says so of the layer and the tiers
-    /// that it is in, but for the device's; the bytes that are free or will be. What is on
-    /// the device does not stay there alone.
+    /// Drops the cells of a chunk from a tier where `may(layer, tiers)` allows it. The device tier
+    /// does not count as another copy, and never keeps the only one. Returns bytes that are free,
+    /// or will be.
     pub(super) fn drop_where(
         &mut self,
         at: At,
@@ -1374,9 +1377,9 @@ impl StoreState {
         freed
     }
 
-    /// What is in memory only is gone, unless it must stay: then the policy gets it back. A
-    /// chunk goes as a whole, since it is of no use without one layer, but where parts are
-    /// to be dropped alone. Whether memory came free.
+    /// Drops cells that are in memory only, unless they must stay; then the policy gets them back.
+    /// A chunk is dropped as a whole, since it is useless without one layer, unless the store drops
+    /// cells alone. Returns whether memory was freed.
     pub(super) fn drop_from_host(&mut self, at: At, part: Part) -> bool {
         let part = if self.config.drop_cells { part } else { Part::All };
         let freed = self.drop_where(at, HOST, |layer, there| there == 1 << HOST && part.has(layer));
@@ -1392,7 +1395,7 @@ impl StoreState {
         freed > 0
     }
 
-    /// A chunk is not on its way out any more; what of it was.
+    /// Cancels the demotion of a chunk, and returns what of it was to leave memory.
     pub(super) fn cancel_demotion(&mut self, at: At) -> Option<Leave> {
         let leave = self.writeback.demoting.remove(&at)?;
         self.writeback.demoting_bytes -= leave.bytes;
@@ -1406,41 +1409,41 @@ impl StoreState {
 // Memory that another owner needs, or that a smaller limit takes away. Only whole segments are given
 // back, so all cells of a draining segment are evicted or written back.
 
-/// What is owed to others.
+/// Host memory that other owners of the budget have asked for.
 #[derive(Default)]
 pub(super) struct ReclaimTargets {
-    /// Segments that drain for this.
+    /// Segments that are being emptied for this.
     draining: Vec<u32>,
-    /// It is paid when so much has gone back in all.
+    /// The total of returned bytes at which all requests are met.
     until_bytes: u64,
-    /// Segments drain, or more of them should.
+    /// Segments are being emptied, or more should be.
     is_open: bool,
-    /// Something has changed since it was last seen what can be paid.
+    /// Something has changed that may allow progress.
     looks: bool,
-    /// A chunk may leave that could not: other segments can be drained now.
+    /// A reference was released, so other segments may be emptied now.
     seeks: bool,
-    /// Whose the pieces of a segment are.
+    /// Buffer for the owners of the pieces of a segment.
     owners: Vec<u64>,
 }
 
 impl ReclaimTargets {
-    /// Cells have moved, or come free.
+    /// Cells have moved or were freed.
     pub(super) fn changed(&mut self) {
         self.looks = self.is_open;
     }
 
-    /// A chunk is held by nobody any more.
+    /// A chunk has no references any more.
     pub(super) fn released(&mut self) {
         (self.looks, self.seeks) = (self.is_open, self.is_open);
     }
 
-    /// Segments may drain.
+    /// Segments may be emptied.
     pub(super) fn begin(&mut self) {
         (self.is_open, self.looks, self.seeks) = (true, true, true);
     }
 }
 
-/// A cell, as the host tier notes it beside a piece.
+/// A cell as the owner of a piece in the host tier.
 pub(super) fn owner_of(table: u32, cell: Cell) -> u64 {
     u64::from(table) << 48 | (cell.layer as u64) << 32 | u64::from(cell.chunk)
 }
@@ -1451,8 +1454,8 @@ pub(super) fn cell_of_owner(owner: u64) -> (u32, Cell) {
 }
 
 impl StoreState {
-    /// Gives memory back that others need more; how much went, or will. The policy's
-    /// choice leaves first, then whoever is left in the emptiest segments.
+    /// Returns memory that other owners need; how much is or will be freed. The policy's victims
+    /// leave first, then the cells in the emptiest segments.
     pub fn shrink(&mut self, bytes: u64) -> u64 {
         let before = self.host.given_back_bytes();
         let bytes = bytes.min(self.host.stats().cost_bytes);
@@ -1483,7 +1486,7 @@ impl StoreState {
         bytes.min(went + goes.map(|segment| segment.cost_bytes).sum::<u64>())
     }
 
-    /// So many bytes more have to go back.
+    /// Requests so many bytes more.
     pub(super) fn request_reclaim(&mut self, bytes: u64) {
         self.request_reclaim_since(self.host.given_back_bytes(), bytes);
     }
@@ -1494,12 +1497,12 @@ impl StoreState {
         self.eviction.reclaim_targets.begin();
     }
 
-    /// What is still owed.
+    /// Bytes still to be returned.
     pub fn reclaim_target_bytes(&self) -> u64 {
         self.eviction.reclaim_targets.until_bytes.saturating_sub(self.host.given_back_bytes())
     }
 
-    /// Has cells leave segments that drain; whether something came of it.
+    /// Evicts cells from segments that are being emptied. Returns whether anything was freed.
     pub(super) fn pay(&mut self) -> bool {
         // What the disk has just refused it would refuse again.
         if !self.eviction.reclaim_targets.looks || self.is_backing_off() {
@@ -1524,7 +1527,8 @@ impl StoreState {
         came
     }
 
-    /// Has as many segments drain as are owed, those first that have least in use.
+    /// Begins to empty as many segments as the requests need, those with the least bytes in use
+    /// first.
     fn drain_to_target(&mut self) {
         let reclaim_target = self.reclaim_target_bytes();
         let still = |number: &u32| self.host.segments().any(|s| s.number == *number && s.drains);
@@ -1568,15 +1572,15 @@ impl StoreState {
         }
     }
 
-    /// How many chunks are before the first one that has something in a segment.
+    /// Position of the earliest chunk of a segment in its path.
     fn first_position(&self, segment: u32) -> u32 {
         let owners = self.host.live_pieces(segment).map(|(_, owner)| cell_of_owner(owner));
         let rows = owners.map(|(table, cell)| self.tables[table as usize].chunks.chunk(cell.chunk));
         rows.map(|row| row.map_or(0, |row| row.position())).min().unwrap_or(u32::MAX)
     }
 
-    /// The chunks of a segment and what continues them leave memory, from the ends on, if all of
-    /// them may.
+    /// Evicts the chunks of a segment and all that continue them, from the end on, if all of them
+    /// may leave.
     fn clear_paths(&mut self, segment: u32) {
         let mut first: BTreeMap<u32, Vec<Slot>> = BTreeMap::new();
         for (_, owner) in self.host.live_pieces(segment) {
@@ -1601,7 +1605,7 @@ impl StoreState {
         }
     }
 
-    /// Whether a cell can leave memory, sooner or later.
+    /// Whether a cell can leave memory, now or later.
     fn may_vacate(&self, owner: u64) -> bool {
         let (table, cell) = cell_of_owner(owner);
         let rows = &self.tables[table as usize].chunks;
@@ -1611,7 +1615,7 @@ impl StoreState {
         !is_blocked || is_below || self.disk.is_some() && self.config.write != Write::Never
     }
 
-    /// A cell leaves memory, and the rest of its chunk with it where policies choose chunks.
+    /// Evicts a cell, with the rest of its chunk if policies choose chunks.
     fn vacate(&mut self, owner: u64) -> bool {
         let (table, cell) = cell_of_owner(owner);
         let at = At { table, slot: cell.chunk };

@@ -20,10 +20,10 @@ use crate::store::state::{At, DEVICE_MASK, DISK_MASK, HOST_MASK, StoreState, Wri
 use crate::tier::disk::{Mark, PutPlane, Spot, usual_record_bytes};
 use crate::tier::host::Piece;
 
-/// Cells of a record.
+/// Most cells of a record.
 pub const RECORD_CELLS: usize = 512;
 
-/// What a batch did for one chunk.
+/// Outcome of a batch for one chunk.
 struct Written {
     at: At,
     marks: Vec<Unsynced>,
@@ -42,7 +42,7 @@ pub(super) struct Writeback {
     pub(super) chunk_waiters: BTreeMap<At, Vec<(u32, u32)>>,
     /// Writes that are not durable yet.
     pub(super) unsynced: BTreeMap<At, Vec<Unsynced>>,
-    /// With so many a sync is made though nobody waits for it.
+    /// Number of unsynced writes at which a sync is made even if no put waits for it.
     pub(super) sync_at: usize,
     /// Puts that wait for a sync.
     pub(super) sync_waiters: Vec<u32>,
@@ -65,7 +65,7 @@ impl Default for Writeback {
 }
 
 impl StoreState {
-    /// A put is in memory: sends down what has to be on disk.
+    /// The cells of a put are in memory: writes what its level requires on disk.
     pub(super) fn write_back_put(&mut self, number: u32) {
         let one = &self.transfers.table[number].spec;
         let (table, level) = (one.table, one.level);
@@ -107,8 +107,8 @@ impl StoreState {
         }
     }
 
-    /// A chunk of a put has more in memory. Batches of whole ones that have to be on disk
-    /// go there while the rest is copied.
+    /// A chunk of a put has one more cell in memory. Whole chunks that must be written are queued
+    /// in batches while the rest is copied.
     pub(super) fn write_whole_chunks(&mut self, number: u32, chunk: u32, at: At) {
         let rows = &self.tables[at.table as usize];
         let row = rows.chunks.chunk(at.slot);
@@ -133,8 +133,8 @@ impl StoreState {
         }
     }
 
-    /// Sends down all that is in memory only and may go: before a store is closed. A
-    /// session's partial chunk is of use to nobody after that.
+    /// Writes all cells that are in memory only, before a store closes. A session's partial chunk
+    /// is not written, since it is of no use after that.
     pub fn write_all_down(&mut self) {
         if self.disk.is_none() || self.config.write == Write::Never {
             return;
@@ -157,7 +157,7 @@ impl StoreState {
         self.settle();
     }
 
-    /// The next chunks to be written, up to a batch.
+    /// Takes the next chunks to be written, up to a batch.
     pub(super) fn take_writes(&mut self) -> Option<WriteBatch> {
         if self.disk_gc.holds_writes {
             return None;
@@ -187,8 +187,8 @@ impl StoreState {
         Some(batch)
     }
 
-    /// Adds what a chunk has in memory only to a batch; how much that is. The chunk
-    /// is held until the batch is done.
+    /// Adds the unwritten cells of a chunk to a batch, and returns their bytes. The chunk is
+    /// referenced until the batch is done.
     fn add_records(&mut self, at: At, batch: &mut WriteBatch) -> u64 {
         let (record, codec, lost) = (self.record_of(at), self.codec_of(at), Quality::default());
         let most_bytes = self.disk.as_ref().map_or(0, |d| usual_record_bytes(d.segment_bytes()));
@@ -285,7 +285,7 @@ impl StoreState {
         self.wake(at.table, cell);
     }
 
-    /// The records of a chunk are written, or not.
+    /// Ends the write of a chunk's records.
     fn end_chunk(&mut self, one: Written) {
         let at = one.at;
         if !one.marks.is_empty() {
@@ -308,29 +308,28 @@ impl StoreState {
         }
     }
 
-    /// Does something with a chunk that was held for its way down, then lets it go.
+    /// Runs `act` for a chunk that was referenced for its write-back, then releases the reference.
     pub(super) fn release_after(&mut self, at: At, act: impl FnOnce(&mut StoreState)) {
         act(self);
         self.let_go(at.table, at.slot);
     }
 
-    /// What cells of a chunk are to be coded with: as the recipe of its namespace says,
-    /// or the store.
+    /// Codec of the cells of a chunk: of its namespace's recipe, or else the store's.
     pub(super) fn codec_of(&self, at: At) -> Codec {
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
         let space = row.and_then(|row| self.namespaces.get(row.namespace() as usize));
         space.and_then(|space| space.codec).unwrap_or(self.config.codec)
     }
 
-    /// Whether a batch that has cells of a chunk is under way.
+    /// Whether a batch with cells of a chunk is in flight.
     fn is_writing(&self, at: At) -> bool {
         let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
         marks.iter().any(|marks| marks.arriving() & DISK_MASK != 0)
     }
 
-    /// All that a chunk has in memory is on disk: who waited for that goes on, and if
-    /// it was to leave it does. Where more of it is queued or being written, whoever
-    /// ends that says so again.
+    /// All cells that a chunk has in memory are on disk: puts that wait for it go on, and a demoted
+    /// chunk leaves memory. If more of it is queued or being written, this is called again after
+    /// that.
     pub(super) fn is_down(&mut self, at: At) {
         let is_queued = self.tables[at.table as usize].has(at.slot, note::QUEUED);
         if is_queued || self.is_writing(at) || self.disk_gc.is_parked(at) {
@@ -354,8 +353,8 @@ impl StoreState {
         }
     }
 
-    /// A chunk could not be written: it stays in memory, or is gone if its memory is
-    /// needed and nobody holds it.
+    /// A chunk could not be written: it stays in memory. If its memory is needed and nothing
+    /// references it, it is dropped.
     pub(super) fn fail_writeback(&mut self, at: At, error: &Error) {
         let rows = &mut self.tables[at.table as usize];
         rows.clear(at.slot, note::FORCED);
@@ -376,8 +375,7 @@ impl StoreState {
         }
     }
 
-    /// Drops what cannot go down. The hold that kept it for its way down is not one
-    /// of a user's.
+    /// Drops a chunk that cannot be written. The reference held for its write-back does not count.
     fn drop_if_unreferenced(&mut self, at: At, leave: &Leave) {
         let rows = &mut self.tables[at.table as usize];
         let was_held = rows.chunks.release(at.slot).is_ok();
@@ -404,8 +402,8 @@ impl StoreState {
 // the namespace allows holes.
 
 impl StoreState {
-    /// Queues a chunk to be written down, behind those before it that are in memory only.
-    /// Those stay where they are, too.
+    /// Queues the write-back of a chunk, after its ancestors that are in memory only. The ancestors
+    /// stay in memory.
     pub(super) fn queue_writeback(&mut self, at: At) {
         let rows = &self.tables[at.table as usize];
         if rows.has(at.slot, note::QUEUED) {
@@ -427,7 +425,7 @@ impl StoreState {
         }
     }
 
-    /// Queues a chunk alone: one whose turn has come before, with all before it.
+    /// Queues one chunk. Its ancestors are queued when its turn comes.
     pub(super) fn queue_chunk(&mut self, at: At) {
         let rows = &mut self.tables[at.table as usize];
         if !rows.has(at.slot, note::QUEUED) {
@@ -441,8 +439,8 @@ impl StoreState {
         }
     }
 
-    /// Whether a chunk needs those before it when the store is opened again. A session's own
-    /// is of use to nobody then.
+    /// Whether a chunk needs its ancestors after a restart. A session's partial chunk is of no use
+    /// then.
     fn needs_ancestors(&self, at: At) -> bool {
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
         row.is_some_and(|row| {
@@ -451,9 +449,9 @@ impl StoreState {
         })
     }
 
-    /// Chunks before one that have something in memory only, and do not go down yet; the
-    /// nearest first. What is noted of them ends the search next time: each chunk is found
-    /// once, and its cells that come later go down as well.
+    /// Ancestors of a chunk with unwritten cells that are not queued, the nearest first. The flag
+    /// BELOW ends the search next time, so each ancestor is found once, and cells that it gets
+    /// later are written as well.
     fn unwritten_ancestors(&mut self, at: At) -> Vec<Slot> {
         let mut found = Vec::new();
         if !self.needs_ancestors(at) {
@@ -477,7 +475,7 @@ impl StoreState {
         found
     }
 
-    /// Whether a chunk has something that is in memory only, and in no batch.
+    /// Whether a chunk has a cell that is in memory only and in no batch.
     fn is_unwritten(&self, at: At) -> bool {
         let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
         marks.iter().any(|marks| {
@@ -489,8 +487,8 @@ impl StoreState {
         self.only_in_host(at, Part::All) > 0
     }
 
-    /// Whether what continues a chunk is on disk or goes there: what comes of it goes there,
-    /// too.
+    /// Whether a later chunk of the path is on disk or will be, so that each cell of this one must
+    /// be written.
     pub(super) fn is_needed_on_disk(&self, at: At) -> bool {
         let rows = &self.tables[at.table as usize];
         let is_rejoined = rows.chunks.chunk(at.slot).is_some_and(|row| row.is_rejoined());
@@ -500,14 +498,14 @@ impl StoreState {
         is_wanted && self.needs_ancestors(at)
     }
 
-    /// A chunk was found on disk: so much is known of the one before it.
+    /// A chunk was recovered from disk: its parent is needed on disk.
     pub(super) fn note_needed_on_disk(&mut self, at: At) {
         if let Some(parent) = self.tables[at.table as usize].chunks.parent(at.slot) {
             self.tables[at.table as usize].set(parent, note::BELOW);
         }
     }
 
-    /// A put that has to be on disk waits for those before its chunks, too.
+    /// Makes a put that must be on disk wait for the ancestors of its chunks, too.
     pub(super) fn wait_for_ancestors(&mut self, number: u32) {
         let one = &self.transfers.table[number].spec;
         let Some(&first) = one.slots.first() else { return };
@@ -533,9 +531,8 @@ impl StoreState {
         }
     }
 
-    /// Checks that what is on disk has what is before it there, unless that is nowhere, or
-    /// something could not be written. For tests and simulations in which nobody has left
-    /// the disk.
+    /// Checks that the ancestors of chunks on disk are on disk, unless they are resident nowhere or
+    /// could not be written. For tests and simulations without evictions from disk.
     pub fn check_prefixes(&self) -> Result<()> {
         if self.disk_gc.given_up > 0 {
             return Ok(());
@@ -559,20 +556,20 @@ impl StoreState {
 //
 // Demotions that the engine requests.
 
-/// What becomes of chunks in memory that were to go down.
+/// Outcome of a demotion, in chunks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Demoted {
-    /// They were on disk, too: their memory is given back.
+    /// They were on disk already: their memory is free.
     pub freed: u64,
-    /// Their memory is given back once they are on disk.
+    /// Their memory will be freed once they are written.
     pub leaving: u64,
-    /// They stay: there is no disk.
+    /// They stay in memory: there is no disk.
     pub staying: u64,
 }
 
 impl StoreState {
-    /// Sends the chunks of a range of a session's tokens down. Who holds or has pinned them
-    /// finds them on disk; what cannot be written stays where it is.
+    /// Demotes the chunks of a range of a session's tokens. Sessions that reference them, and pins,
+    /// find them on disk. A chunk that cannot be written stays in memory.
     pub fn demote_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<Demoted> {
         let mut demoted = Demoted::default();
         // From the end, so that policies hear of what continues a chunk before it.
@@ -583,8 +580,7 @@ impl StoreState {
         Ok(demoted)
     }
 
-    /// One chunk: as if the policy had chosen it, but that the policy knows it until its
-    /// cells have left.
+    /// Demotes one chunk. The policy keeps it until its cells have left memory.
     fn demote_chunk(&mut self, at: At, demoted: &mut Demoted) {
         if !self.is_in_host(at, Part::All) {
             self.drop_where(at, Tier::Device as usize, |_, _| true);
@@ -624,12 +620,12 @@ impl StoreState {
 // configured, the oldest are written at once. Chunks that are truncated, cleared or evicted before
 // that are never written.
 
-/// Without a limit of its own, unwritten bytes may take one part in so many of host memory.
+/// Without a limit of its own, write-behind may hold this part of host memory: 1 / 8.
 const HOST_SHARE: u64 = 8;
-/// The line is swept of chunks that have left when it is at least so long.
+/// Least length at which the queue is swept of evicted chunks.
 const LEAST_SWEEP: usize = 1024;
 
-/// A chunk that waits for its time.
+/// A chunk that waits for its age.
 struct Unwritten {
     at: At,
     generation: u32,
@@ -637,7 +633,7 @@ struct Unwritten {
     bytes: u64,
 }
 
-/// Chunks that wait to be written, the oldest first.
+/// Chunks that write-behind will write, the oldest first.
 #[derive(Default)]
 pub(super) struct WriteBehind {
     line: VecDeque<Unwritten>,
@@ -654,7 +650,8 @@ impl WriteBehind {
 }
 
 impl StoreState {
-    /// A chunk of a put is in memory: it is written in time, if it can be found after a restart.
+    /// A chunk of a put is in memory: it will be written at its age, if it can be found after a
+    /// restart.
     pub(super) fn write_later(&mut self, at: At) {
         if !self.is_full(at) {
             return;
@@ -672,7 +669,7 @@ impl StoreState {
         self.writeback.behind.bytes += bytes;
     }
 
-    /// Queues the oldest chunk that is due; false when none is.
+    /// Queues the oldest chunk that is due. Returns false if none is.
     pub(super) fn queue_due(&mut self) -> bool {
         while self.has_due() {
             let Some(one) = self.writeback.behind.pop() else { break };
@@ -689,7 +686,7 @@ impl StoreState {
         false
     }
 
-    /// Whether the oldest chunk is to be written now.
+    /// Whether the oldest chunk is due.
     pub(super) fn has_due(&self) -> bool {
         let limit = match self.config.unwritten_bytes {
             0 => self.config.host_bytes / HOST_SHARE,
@@ -698,7 +695,7 @@ impl StoreState {
         self.writeback.behind.bytes > limit || self.due_ns().is_some_and(|due| due <= self.now_ns)
     }
 
-    /// When the hands that write have to look again although nothing happens.
+    /// When a write worker must look again although nothing has happened.
     pub fn due_ns(&self) -> Option<u64> {
         let first = self.writeback.behind.line.front()?;
         let is_reading = self.stages.in_flight[WorkerKind::Read as usize] > 0
@@ -707,14 +704,14 @@ impl StoreState {
         Some(first.since_ns.saturating_add(wait_ns))
     }
 
-    /// Bytes that wait for their time to be written, and for how long the oldest has waited.
+    /// Bytes that write-behind has not begun to write, and the age of the oldest.
     pub fn unwritten(&self) -> (u64, u64) {
         let first = self.writeback.behind.line.front();
         let age_ns = first.map_or(0, |one| self.now_ns.saturating_sub(one.since_ns));
         (self.writeback.behind.bytes, age_ns)
     }
 
-    /// Whether a chunk is still the one that was to be written.
+    /// Whether the chunk of an entry is still in its row, and unwritten.
     fn is_still_unwritten(&self, one: &Unwritten) -> bool {
         self.tables.get(one.at.table as usize).is_some_and(|rows| {
             rows.has(one.at.slot, note::UNWRITTEN)
@@ -722,7 +719,7 @@ impl StoreState {
         })
     }
 
-    /// Takes chunks out of the line that have left, once they may be half of it.
+    /// Removes entries of evicted chunks once they may be half of the queue.
     fn sweep_unwritten(&mut self) {
         let length = self.writeback.behind.line.len();
         if length < self.writeback.behind.sweep_at.max(LEAST_SWEEP) {
@@ -737,7 +734,7 @@ impl StoreState {
 }
 
 impl Write {
-    /// Whether what is put goes to the disk although its memory is not needed.
+    /// Whether puts are written to disk although their memory is not needed.
     pub(super) fn is_eager(self) -> bool {
         matches!(self, Write::Through | Write::Behind)
     }
@@ -748,24 +745,24 @@ impl Write {
 // Group commit: one sync makes all earlier writes of a segment durable, and completes all puts that
 // wait for them.
 
-/// Writes that nobody waits for are synced when there are so many.
+/// Unsynced writes at which a sync is made without a waiter.
 pub(super) const MOST_UNSYNCED: usize = 1 << 16;
-/// No move.
+/// No transfer.
 const NOBODY: u32 = u32::MAX;
 
-/// A record of a chunk that was written, and may not be durable.
+/// A written record that may not be durable.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unsynced {
     pub mark: Mark,
-    /// The block of the mark's segment at which it starts.
+    /// Block of the segment at which the record starts.
     pub record: Option<u32>,
 }
 
-/// For each move, which of its marks are durable now, and which never will be.
+/// For each transfer, which of its marks are durable now (true) and which never will be (false).
 type Synced = BTreeMap<(u32, Mark), bool>;
 
 impl StoreState {
-    /// Whether a move that has ended otherwise has to wait for a sync.
+    /// Whether a transfer that is otherwise over must wait for a sync.
     pub(super) fn must_wait_for_sync(&mut self, number: u32) -> bool {
         let one = &self.transfers.table[number];
         if one.spec.level != Level::Durable {
@@ -780,7 +777,7 @@ impl StoreState {
         true
     }
 
-    /// What is to be synced.
+    /// Takes the next sync: of the segments that waiting puts need.
     pub(super) fn take_syncs(&mut self) -> Option<SyncBatch> {
         if self.writeback.sync_waiters.is_empty()
             && self.writeback.unsynced.len() < self.writeback.sync_at
@@ -812,8 +809,8 @@ impl StoreState {
         Some(batch)
     }
 
-    /// Syncs of what a put found on disk, in segments of earlier lives: until all of those
-    /// are known to be durable.
+    /// Marks of recovered records that a put relies on, until all recovered records are known to be
+    /// durable.
     fn recovered_marks(&self, number: u32) -> BTreeSet<Mark> {
         let one = &self.transfers.table[number].spec;
         let rows = &self.tables[one.table as usize];
@@ -867,9 +864,9 @@ impl StoreState {
         }
     }
 
-    /// What was synced need not be synced again. What never can be stays noted, so
-    /// that nobody is told that it lasts, also who waits for the same now; where it is in
-    /// memory, too, it leaves that record, and is written anew.
+    /// Forgets marks that are durable. A mark that can never become durable stays, so that no put
+    /// that relies on it succeeds. Cells that are still in memory move out of that record and are
+    /// written again.
     fn forget_marks(&mut self, number: u32, synced: &Synced) {
         for at in self.transfers.chunks_to_sync(number) {
             let Some(mut marks) = self.writeback.unsynced.remove(&at) else { continue };
@@ -884,9 +881,9 @@ impl StoreState {
         }
     }
 
-    /// Records in which nothing of a chunk lies any more need not be synced: what cleaning
-    /// moves is durable where it went. While a part of the chunk is in memory only they may
-    /// be what that has left.
+    /// Forgets marks of records that hold no cell of a chunk any more. Compaction syncs what it
+    /// moves. While a part of the chunk is in memory only, the mark may be that of its record, and
+    /// stays.
     pub(super) fn forget_stale_marks(&mut self, at: At) {
         if !self.writeback.unsynced.contains_key(&at) || self.only_in_host(at, Part::All) > 0 {
             return;
@@ -894,15 +891,15 @@ impl StoreState {
         let mut marks = self.writeback.unsynced.remove(&at).unwrap_or_default();
         marks.retain(|fresh| {
             let layers = self.tables[at.table as usize].layout.layers();
-            (0..layers).any(|layer| self.is_of(at, layer, fresh))
+            (0..layers).any(|layer| self.is_in_record(at, layer, fresh))
         });
         if !marks.is_empty() {
             self.writeback.unsynced.insert(at, marks);
         }
     }
 
-    /// Whether a layer of a chunk is on disk where a record has it.
-    fn is_of(&self, at: At, layer: usize, fresh: &Unsynced) -> bool {
+    /// Whether a layer of a chunk is on disk in a given record.
+    fn is_in_record(&self, at: At, layer: usize, fresh: &Unsynced) -> bool {
         let cell = Cell { chunk: at.slot, layer };
         match self.tables[at.table as usize].chunks.place(cell, Tier::Disk) {
             Ok(Some(Place::Disk { spot, .. })) => {
@@ -913,13 +910,13 @@ impl StoreState {
         }
     }
 
-    /// Cells that are in memory leave a record that cannot be synced, and are written anew:
-    /// what continues them is of no use without. Others stay where they are, also in the same
-    /// segment: they may have been durable before.
+    /// Marks cells for another write that are in memory and in a record that cannot be synced:
+    /// chunks that continue them need them. Cells on disk only stay, also in the same segment,
+    /// since they may have been durable before.
     fn move_out_of_record(&mut self, at: At, fresh: &Unsynced) {
         for layer in 0..self.tables[at.table as usize].layout.layers() {
             let cell = Cell { chunk: at.slot, layer };
-            let is_its = self.is_of(at, layer, fresh);
+            let is_its = self.is_in_record(at, layer, fresh);
             let chunks = &mut self.tables[at.table as usize].chunks;
             if !is_its || !matches!(chunks.place(cell, Tier::Host), Ok(Some(_))) {
                 continue;
