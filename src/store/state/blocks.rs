@@ -21,23 +21,23 @@ use crate::store::state::{Space, StoreState};
 /// Most blocks of one call.
 pub const MAX_BLOCKS: usize = MAX_ITEMS;
 
-/// Blocks, and where the engine has them.
+/// Blocks to move, with the engine's tensors.
 pub struct BlockMove {
-    /// Their keys; one that is there twice is moved twice.
+    /// Their keys. A key that occurs twice is moved twice.
     pub keys: Vec<Key>,
-    /// The first layer.
+    /// First layer.
     pub first_layer: usize,
-    /// How many.
+    /// Number of layers.
     pub layers: usize,
-    /// Where the engine has them, one after the other.
+    /// The engine's tensors, with the blocks one after the other.
     pub views: Arc<Views>,
-    /// An event of the store's device that the copies are behind.
+    /// Device event before which no copy may run.
     pub after: Option<Event>,
 }
 
 impl StoreState {
-    /// Begins a move of blocks for a session, which says who asks; the number of the move.
-    /// With a ticket it waits.
+    /// Begins a transfer of blocks on behalf of a session and returns its number. With a ticket it
+    /// waits.
     fn begin_blocks(
         &mut self,
         at: u32,
@@ -98,7 +98,7 @@ impl StoreState {
         begun
     }
 
-    /// Begins a move of blocks; its number.
+    /// Begins a transfer of blocks and returns its number.
     pub fn submit_blocks(
         &mut self,
         at: u32,
@@ -108,7 +108,7 @@ impl StoreState {
         self.begin_blocks(at, how, blocks, None)
     }
 
-    /// The same, as [`StoreState::submit_waiting`] does.
+    /// The same, waiting as [`StoreState::submit_waiting`] does.
     pub fn submit_blocks_waiting(
         &mut self,
         at: u32,
@@ -120,7 +120,7 @@ impl StoreState {
         Ok((number, ticket))
     }
 
-    /// The rows of blocks that are there, NONE for the others.
+    /// Rows of blocks, NONE for those without one.
     pub(super) fn find_blocks(&self, space: u32, keys: &[Key]) -> Result<Vec<Slot>> {
         let table = self.namespaces[space as usize].table;
         let chunks = &self.tables[table as usize].chunks;
@@ -136,8 +136,8 @@ impl StoreState {
         Ok(slots)
     }
 
-    /// Makes rows for blocks that were not found, and holds all. Those that are held when it
-    /// fails are in `held`.
+    /// Adds rows for blocks without one, and references all. On failure `held` has those that are
+    /// referenced.
     fn hold_blocks(
         &mut self,
         space: u32,
@@ -166,7 +166,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// The row of a block, made where there is none.
+    /// Row of a block, added if there is none.
     pub(super) fn add_block(&mut self, space: u32, key: &Key) -> Result<Slot> {
         let Space { table, holes, .. } = self.namespaces[space as usize];
         let rows = &mut self.tables[table as usize];
@@ -184,7 +184,7 @@ impl StoreState {
         Ok(added.slot())
     }
 
-    /// Lets blocks go that nobody holds: they leave all tiers.
+    /// Removes blocks from all tiers, if nothing references them.
     pub fn drop_blocks(&mut self, at: u32, keys: &[Key]) -> Result<Cleared> {
         let (table, mut slots) = self.named(at, keys)?;
         slots.retain(|&slot| slot != NONE);
@@ -196,8 +196,8 @@ impl StoreState {
         Ok(cleared)
     }
 
-    /// Passes on to the policies what the engine says of the future of blocks. It is not said
-    /// of the session: that may have others.
+    /// Passes a hint about blocks to the policies. It does not concern the session, which may have
+    /// other blocks.
     pub fn hint_blocks(&mut self, at: u32, keys: &[Key], hint: &Hint) -> Result<()> {
         let (table, slots) = self.named(at, keys)?;
         let who = Who { session: None, ..self.session(at)?.who };
@@ -210,20 +210,20 @@ impl StoreState {
 // References to named blocks: a session keeps blocks resident in some tier until it releases them. A
 // referenced block may move between tiers.
 
-/// Most holds of a session; a block that is held twice has two.
+/// Most holds of a session. A block that is held twice has two.
 pub const MAX_HOLDS: usize = 1 << 20;
 
-/// What a session holds by name.
+/// Blocks that a session holds by name.
 #[derive(Default)]
 pub(super) struct Holds {
-    /// How often each. All of these are one reference.
+    /// Holds of each block. Together they are one reference.
     times: BTreeMap<Slot, u32>,
-    /// All together.
+    /// All holds.
     count: usize,
 }
 
 impl Holds {
-    /// The blocks.
+    /// The held blocks.
     pub(super) fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
         self.times.keys().copied()
     }
@@ -234,8 +234,8 @@ impl Holds {
 }
 
 impl StoreState {
-    /// Holds those of some blocks that are there, once more each; `found` says which, as
-    /// [`StoreState::exists`] does. Nothing changes on failure.
+    /// Holds those of some blocks that exist, once more each. `found` says which, as
+    /// [`StoreState::exists`] does. On failure nothing changes.
     pub fn hold_names(&mut self, at: u32, keys: &[Key], found: &mut [u8]) -> Result<()> {
         let (table, mut slots) = self.named(at, keys)?;
         let chunks = &mut self.tables[table as usize].chunks;
@@ -266,8 +266,8 @@ impl StoreState {
         Ok(())
     }
 
-    /// Takes one hold of each back: INVALID where the session has none, and then nothing
-    /// changes. Who lets go what others in his program hold would let it leave under them.
+    /// Releases one hold of each block. INVALID = the session has none of one of them, and nothing
+    /// changes; otherwise a caller could release what others hold.
     pub fn release_names(&mut self, at: u32, keys: &[Key]) -> Result<()> {
         let (table, slots) = self.named(at, keys)?;
         let mut less: BTreeMap<Slot, u32> = BTreeMap::new();
@@ -293,12 +293,12 @@ impl StoreState {
         Ok(())
     }
 
-    /// Lets all go that a session held by name.
+    /// Releases all holds of a session.
     pub(super) fn end_holds(&mut self, table: u32, holds: Holds) {
         holds.slots().for_each(|slot| self.let_go(table, slot));
     }
 
-    /// The board of a session and the rows of blocks there, NONE for those that have none.
+    /// Chunk table of a session and rows of blocks there, NONE for those without one.
     pub(super) fn named(&self, at: u32, keys: &[Key]) -> Result<(u32, Vec<Slot>)> {
         let space = self.session(at)?.space;
         if keys.len() > MAX_BLOCKS {
@@ -307,7 +307,7 @@ impl StoreState {
         Ok((self.namespaces[space as usize].table, self.find_blocks(space, keys)?))
     }
 
-    /// That what sessions hold by name is there to be held.
+    /// Checks that held blocks have rows that may be referenced.
     pub(super) fn check_holds(&self) -> Result<()> {
         let mut refs: BTreeMap<(u32, Slot), u32> = BTreeMap::new();
         for (number, session) in self.sessions.iter() {

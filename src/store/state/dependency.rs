@@ -12,7 +12,7 @@ use crate::store::state::{CellRange, Job, StoreState};
 
 // ---------- ready waits
 
-/// What transfers wait for before they begin.
+/// What transfers wait for.
 #[derive(Default)]
 pub(super) struct Dependencies {
     pub(super) tickets: Tickets,
@@ -20,7 +20,7 @@ pub(super) struct Dependencies {
 }
 
 impl Dependencies {
-    /// That nothing is left of it, for [`StoreState::check`] of a store that rests.
+    /// Checks that nothing waits, for [`StoreState::check`] of an idle store.
     pub(super) fn check_nothing_after(&self) -> Result<()> {
         let DeviceEvents { events, jobs, bytes, .. } = &self.events;
         if !events.is_empty() || *jobs + *bytes != 0 {
@@ -33,7 +33,7 @@ impl Dependencies {
         self.events.events.get(&event)?.line.first()
     }
 
-    /// It has ended.
+    /// A transfer with an event has ended.
     pub(super) fn leave_event(&mut self, event: Option<Event>) {
         let Some(event) = event else { return };
         if let Some(ahead) = self.events.events.get_mut(&event.0) {
@@ -44,28 +44,27 @@ impl Dependencies {
         }
     }
 
-    /// A move is behind an event from now on.
+    /// A transfer depends on an event.
     pub(super) fn join_event(&mut self, event: Option<Event>) {
         if let Some(event) = event {
             self.events.events.entry(event.0).or_default().moves += 1;
         }
     }
 
-    /// Whether copies end soon, since what they are behind has: their memory comes free. An
-    /// event that has not come may come after the very moves that wait for memory, so nobody
-    /// waits for what is behind that.
+    /// Whether memory will be freed by copies whose event has completed. A pending event may come
+    /// after the very transfers that wait for memory, so nobody waits for copies behind it.
     pub(super) fn is_ending_after_event(&self) -> bool {
         self.events.events.values().any(|ahead| ahead.has_ended && ahead.taken > 0)
     }
 
-    /// A move waits no more, or has ended.
+    /// A transfer waits no more, or has ended.
     pub(super) fn stop_waiting(&mut self, ticket: Option<u64>) {
         if let Some(ticket) = ticket {
             self.tickets.moves.remove(&ticket);
         }
     }
 
-    /// A move waits from now on.
+    /// Makes a transfer wait for its ticket.
     pub(super) fn hold_back(&mut self, number: u32, ticket: u64) {
         self.tickets.moves.insert(ticket, number);
     }
@@ -76,7 +75,8 @@ impl Dependencies {
     }
 }
 
-/// Moves that wait, by ticket: numbers of moves are used again, tickets are not.
+/// Transfers that wait for a ready event, by ticket. Numbers of transfers are reused, tickets are
+/// not.
 #[derive(Default)]
 pub(super) struct Tickets {
     tickets: u64,
@@ -84,8 +84,8 @@ pub(super) struct Tickets {
 }
 
 impl StoreState {
-    /// As [`StoreState::submit_cell_range`], but that nothing begins before
-    /// [`StoreState::begin_waiting`]; the move's number, and the ticket for that.
+    /// As [`StoreState::submit_cell_range`], but no cell begins before
+    /// [`StoreState::begin_waiting`]. Returns the number of the transfer and its ticket.
     pub fn submit_waiting(
         &mut self,
         at: u32,
@@ -99,7 +99,7 @@ impl StoreState {
         Ok((number, ticket))
     }
 
-    /// The word is given: the move begins. One that has ended meanwhile does not.
+    /// The ready event is signalled: the transfer begins, unless it has ended.
     pub fn begin_waiting(&mut self, ticket: u64) {
         if let Some(number) = self.dependencies.tickets.moves.remove(&ticket) {
             self.transfers.table[number].began_ns = self.now_ns;
@@ -108,19 +108,19 @@ impl StoreState {
         }
     }
 
-    /// The word will never be given: the move ends with this status.
+    /// The ready event will never be signalled: the transfer ends with this status.
     pub fn give_up_waiting(&mut self, ticket: u64, status: Status) {
         if let Some(&number) = self.dependencies.tickets.moves.get(&ticket) {
             self.cancel(number, status);
         }
     }
 
-    /// Whether the move of a ticket waits still.
+    /// Whether the transfer of a ticket still waits.
     pub fn is_waiting(&self, ticket: u64) -> bool {
         self.dependencies.tickets.moves.contains_key(&ticket)
     }
 
-    /// Moves that wait.
+    /// Number of transfers that wait.
     pub fn waiting_moves(&self) -> usize {
         self.dependencies.tickets.moves.len()
     }
@@ -135,36 +135,36 @@ impl StoreState {
 // These transfers hold memory while they wait. They get a limited part of it, so that an event that
 // fires only after other transfers does not block those.
 
-/// Cells that wait have one part in so many of all memory, and of all jobs.
+/// Cells that wait for device events may take 1 / 4 of host memory and of the job table.
 const SHARE: u64 = 4;
 
-/// What is behind one event.
+/// Transfers and jobs that depend on one event.
 #[derive(Default)]
 pub(super) struct Ahead {
-    /// Moves that name it.
+    /// Transfers that name it.
     moves: u32,
-    /// Jobs that wait for their turn to be submitted.
+    /// Jobs that wait to be submitted.
     pub(super) line: WaitList,
     has_come: bool,
-    /// Jobs that were taken to be submitted behind it and have not ended.
+    /// Jobs in submitted batches.
     taken: usize,
-    /// It has come, or failed.
+    /// It has completed, or failed.
     has_ended: bool,
 }
 
-/// All events that moves are behind.
+/// All device events that transfers depend on.
 #[derive(Default)]
 pub(super) struct DeviceEvents {
     events: BTreeMap<u64, Ahead>,
-    /// Jobs whose event had not come when they began, and their bytes.
+    /// Jobs whose event was pending when they began, and their bytes.
     jobs: u64,
     bytes: u64,
-    /// Moves that begin no more cells until some have ended.
+    /// Transfers that begin no more cells until such jobs have ended.
     parked: Vec<u32>,
 }
 
 impl DeviceEvents {
-    /// The jobs that wait, event by event.
+    /// The lists of jobs that wait, one for each event.
     pub(super) fn lines(&self) -> impl Iterator<Item = &WaitList> {
         self.events.values().map(|ahead| &ahead.line)
     }
@@ -175,19 +175,18 @@ impl DeviceEvents {
 }
 
 impl StoreState {
-    /// Events that have not come as far as is known, and whether something waits to be
-    /// submitted behind each.
+    /// Adds the pending events to `out`, each with whether jobs wait to be submitted behind it.
     pub fn events_ahead(&self, out: &mut Vec<(Event, bool)>) {
         let open = self.dependencies.events.events.iter().filter(|(_, ahead)| !ahead.has_come);
         out.extend(open.map(|(&event, ahead)| (Event(event), !ahead.line.is_empty())));
     }
 
-    /// Whether there are any.
+    /// Whether events are pending.
     pub fn has_events_ahead(&self) -> bool {
         self.dependencies.events.events.values().any(|ahead| !ahead.has_come)
     }
 
-    /// An event has come, or never will: then its moves fail.
+    /// An event has completed, or never will: then its transfers fail.
     pub fn event_ended(&mut self, event: Event, outcome: std::result::Result<(), Status>) {
         if let Some(ahead) = self.dependencies.events.events.get_mut(&event.0) {
             ahead.has_ended = true;
@@ -216,7 +215,7 @@ impl StoreState {
         self.retry_parked();
     }
 
-    /// Copies to be submitted behind an event, up to a batch.
+    /// Takes copies to be submitted behind an event, up to a batch.
     pub fn take_behind(&mut self, event: Event) -> Option<CopyBatch> {
         let (mut batch, mut bytes) = (CopyBatch::default(), 0);
         while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
@@ -234,7 +233,7 @@ impl StoreState {
         (!batch.jobs.is_empty()).then_some(batch)
     }
 
-    /// Such a batch has ended, well or not. `is_spent`: because its event will not come.
+    /// Ends such a batch. `is_spent`: it failed because its event will never complete.
     pub fn done_behind(&mut self, mut batch: CopyBatch, outcome: &Result<()>, is_spent: bool) {
         batch.is_spent = is_spent;
         let event = batch
@@ -250,7 +249,7 @@ impl StoreState {
         self.settle();
     }
 
-    /// What all moves must keep to that have an event.
+    /// Checks what a transfer with an event must fulfil.
     pub(super) fn check_after_event(&self, spec: &MoveSpec) -> Result<()> {
         if spec.after.is_some() && spec.kind == TransferKind::Prefetch {
             fail!(Invalid, "a prefetch has no tensors: nothing of it can be behind an event");
@@ -258,13 +257,13 @@ impl StoreState {
         Ok(())
     }
 
-    /// The event that copies of a move still have to be put behind.
+    /// The event that copies of a transfer still depend on.
     pub(super) fn event_of(&self, number: u32) -> Option<u64> {
         let event = self.transfers.table[number].spec.after?.0;
         self.dependencies.events.is_open(event).then_some(event)
     }
 
-    /// Whether a move begins no more cells for now: then it is told when it may.
+    /// Whether a transfer must not begin more cells for now. It is woken when it may.
     pub(super) fn is_parked(&mut self, number: u32) -> bool {
         let most_jobs = u64::from(self.config.max_jobs) / SHARE;
         let most_bytes = self.config.host_bytes / SHARE;
@@ -277,7 +276,7 @@ impl StoreState {
         parks
     }
 
-    /// A job begins: it counts if its event has not come.
+    /// Counts a job that begins while its event is pending.
     pub(super) fn begin_after_event(&mut self, id: u32) {
         if self.event_of(self.transfers.jobs[id].number).is_some() {
             let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
@@ -285,7 +284,7 @@ impl StoreState {
         }
     }
 
-    /// A job counts with these bytes from now on, or not any more.
+    /// Sets the bytes with which a job counts; 0 = not any more.
     fn count_after_event(&mut self, id: u32, bytes: u64) {
         let before = std::mem::replace(&mut self.transfers.jobs[id].behind_bytes, bytes);
         let count = |bytes: u64| u64::from(bytes > 0);
@@ -294,7 +293,7 @@ impl StoreState {
         self.dependencies.events.bytes = self.dependencies.events.bytes + bytes - before;
     }
 
-    /// A job that has ended does not count.
+    /// Ends the count of a job.
     pub(super) fn end_behind(&mut self, job: &Job) {
         if job.behind_bytes > 0 {
             self.dependencies.events.jobs -= 1;
@@ -312,7 +311,7 @@ impl StoreState {
         }
     }
 
-    /// Has a job that is to be copied wait behind its move's event, if that has not come.
+    /// Makes a job wait behind its transfer's event, if that is pending. Returns whether it waits.
     pub(super) fn queue_after_event(&mut self, id: u32) -> bool {
         let Some(event) = self.event_of(self.transfers.jobs[id].number) else { return false };
         let Some(ahead) = self.dependencies.events.events.get_mut(&event) else { return false };
@@ -321,7 +320,7 @@ impl StoreState {
         true
     }
 
-    /// Takes it out of that line.
+    /// Removes a job from the waiters for its event.
     pub(super) fn withdraw_after_event(&mut self, job: &Job, id: u32) {
         if let Some(event) = self.transfers.table[job.number].spec.after {
             self.unqueue_after_event(event.0, id);

@@ -26,36 +26,36 @@ use crate::tier::host::Piece as HostPiece;
 
 // ---------- device replicas
 
-/// Chunks that leave for one cell, at most: then it stays away.
+/// Most victims for one cell. If that is not enough, the cell gets no replica.
 const MOST_VICTIMS: u32 = 8;
-/// Cells of another size get a slab of their own so often.
+/// Least time between two slabs that are emptied for cells of another size.
 const VACATE_NS: u64 = 1_000_000_000;
 
-/// The device tier: what is there, who leaves, and what waits to be copied from there.
+/// The device tier: replicas, their policy, and copies from them.
 pub struct Replicas {
     pub(super) tier: DeviceTier,
-    /// Its policy. It chooses chunks, in any order.
+    /// Its policy, which chooses chunks in any order.
     pub(super) cache: TierCache,
     admission: Admission,
-    /// Copies from there.
+    /// Copies from device memory.
     pub(super) stage: Stage,
     pub(super) account: Option<Arc<Account>>,
-    /// The device is lost: nothing comes any more.
+    /// The device is lost: no replica is made any more.
     is_lost: bool,
-    /// Slabs are being taken.
+    /// Slabs are being allocated.
     pub(super) is_taking: bool,
-    /// Before this no slab is asked for.
+    /// No slab is allocated before this time.
     pub(super) asks_ns: u64,
-    /// When a slab was last made free for another size.
+    /// When a slab was last emptied for another size.
     vacated_ns: u64,
-    /// Copies from here were taken last.
+    /// The last batch of copies was from device memory.
     had_turn: bool,
-    /// The checksums of pieces' planes, where the device sums.
+    /// Checksums of each piece's planes, if the device computes them.
     sums: HashMap<u32, [u64; 2]>,
 }
 
 impl Replicas {
-    /// One without memory, if a store is to have one.
+    /// Opens the device tier without memory, if the store is to have one.
     pub(super) fn open(
         config: &Config,
         account: Option<Arc<Account>>,
@@ -86,12 +86,12 @@ impl Replicas {
         })))
     }
 
-    /// What its memory has.
+    /// Statistics of its memory.
     pub fn stats(&self) -> DeviceStats {
         self.tier.stats()
     }
 
-    /// Whose its pieces in use are.
+    /// Owners of the pieces in use.
     pub(super) fn owners(&self) -> Vec<u64> {
         self.tier.owners().collect()
     }
@@ -101,12 +101,12 @@ impl Replicas {
         self.is_lost
     }
 
-    /// Where a piece is.
+    /// Address of a piece.
     pub(super) fn address(&self, piece: Piece) -> Result<u64> {
         self.tier.address(piece)
     }
 
-    /// A piece is nobody's any more.
+    /// Frees a piece.
     pub(super) fn free(&mut self, piece: Piece) -> Result<()> {
         self.sums.remove(&piece.0);
         self.tier.free(piece)
@@ -122,8 +122,7 @@ impl Replicas {
 }
 
 impl StoreState {
-    /// Forgets the copy of a cell in device memory. Nothing is lost: it is elsewhere, too.
-    /// Whether it was there.
+    /// Forgets the replica of a cell; the cell is resident elsewhere. Returns whether it had one.
     pub(super) fn forget_replica(&mut self, table: u32, cell: Cell) -> bool {
         match self.tables[table as usize].chunks.begin_drop(cell, Tier::Device) {
             Ok(Gone::Now(place)) => self.free_place(table, cell, place),
@@ -134,7 +133,7 @@ impl StoreState {
         true
     }
 
-    /// The same, where a cell was found lost everywhere else.
+    /// Forgets the replica of a cell that was found to be resident nowhere else.
     pub(super) fn forget_if_alone(&mut self, table: u32, cell: Cell) {
         let marks = self.tables[table as usize].chunks.marks(cell.chunk);
         let there = marks.and_then(|all| all.get(cell.layer)).map_or(0, |marks| marks.there());
@@ -147,7 +146,7 @@ impl StoreState {
         self.departed(table, cell, Tier::Device);
     }
 
-    /// The device is lost: whatever was there is forgotten, and nothing comes any more.
+    /// The device is lost: forgets all replicas, and makes no more.
     pub(super) fn lose_device(&mut self) {
         let Some(replicas) = self.replicas.as_mut().filter(|replicas| !replicas.is_lost) else {
             return;
@@ -163,13 +162,13 @@ impl StoreState {
         log::warn!("the device has failed: {before} cells there are forgotten, its tier closes");
     }
 
-    /// Cells in device memory.
+    /// Cells with a replica.
     pub fn device_cells(&self) -> u64 {
         let counts = self.tables.iter().map(|table| table.chunks.counts());
         counts.map(|counts| counts.cells[Tier::Device as usize]).sum()
     }
 
-    /// Whether a job's copy may have to do with device memory: the engine has the layer there.
+    /// Whether a job may use replicas: the engine's tensors of its layer are on the device.
     fn may_use_replica(&self, job: &Job) -> bool {
         let one = &self.transfers.table[job.number].spec;
         let layer = one.views.0.get(job.cell.layer.wrapping_sub(one.first_layer));
@@ -180,8 +179,8 @@ impl StoreState {
         on_device && !job.plain && self.replicas.as_ref().is_some_and(|replicas| !replicas.is_lost)
     }
 
-    /// Has a get's cell copied from device memory, if it is there and wanted there. A
-    /// prefetch of such a cell has ended. Whether that was so.
+    /// Queues a get's copy from the replica, if there is one that may be used. A prefetch of such a
+    /// cell ends. Returns whether this was done.
     pub(super) fn route_replica(
         &mut self,
         id: u32,
@@ -204,7 +203,7 @@ impl StoreState {
         true
     }
 
-    /// Whether the next copies are out of device memory: they take turns with the others.
+    /// Whether the next batch is of copies from device memory. They alternate with the others.
     pub(super) fn is_replica_turn(&mut self) -> bool {
         let others_wait = self.stages.copy.has_queued();
         let Some(replicas) = self.replicas.as_mut() else { return false };
@@ -213,7 +212,7 @@ impl StoreState {
         is
     }
 
-    /// A job whose copy would be out of a lost device looks again.
+    /// Routes a job again whose copy would read a lost device. Returns whether it did.
     pub(super) fn turn_away(&mut self, id: u32) -> bool {
         let is_lost = self.replicas.as_ref().is_some_and(|replicas| replicas.is_lost);
         if is_lost && self.transfers.jobs[id].uses_device {
@@ -224,7 +223,7 @@ impl StoreState {
         false
     }
 
-    /// Device memory for a job's cell, if that is to be had there from now on.
+    /// Allocates device memory for a job's cell, if it is to get a replica.
     pub(super) fn replica_for(&mut self, id: u32) -> Option<Piece> {
         let job = self.transfers.jobs[id];
         if !self.may_use_replica(&job) {
@@ -247,7 +246,7 @@ impl StoreState {
         Some(piece)
     }
 
-    /// A piece for a cell, if it is admitted: others leave for it.
+    /// Finds a piece for a cell, if it is admitted, by evicting others.
     fn find_replica_piece(&mut self, table: u32, cell: Cell) -> Option<Piece> {
         let rows = &self.tables[table as usize];
         let bytes = rows.full_bytes(cell.layer);
@@ -286,8 +285,7 @@ impl StoreState {
         None
     }
 
-    /// Whoever is in the emptiest slab is forgotten, unless something there is pinned: then it
-    /// would not come free.
+    /// Empties the slab with the fewest cells, unless one of them is pinned.
     fn vacate_one(&mut self) {
         let now_ns = self.now_ns;
         let Some(replicas) = self.replicas.as_mut() else { return };
@@ -305,7 +303,7 @@ impl StoreState {
         }
     }
 
-    /// The chunk that the policy chooses is forgotten; whether it chose one.
+    /// Evicts the chunk that the policy chooses. Returns whether there was one.
     fn evict_replicas(&mut self, bytes: u64) -> bool {
         let now_ns = self.now_ns;
         let Some(replicas) = self.replicas.as_mut() else { return false };
@@ -320,8 +318,8 @@ impl StoreState {
         !victims.is_empty()
     }
 
-    /// The copy of a cell into device memory has ended, or does not begin. A put's is noted
-    /// when the cell is in host memory.
+    /// Ends the copy of a cell into device memory. A put's replica is recorded when its cell is in
+    /// host memory.
     pub(super) fn end_filling(
         &mut self,
         table: u32,
@@ -359,7 +357,7 @@ impl StoreState {
         self.arrived(table, cell, Tier::Device);
     }
 
-    /// Notes what the planes of a piece have to be, for who reads it.
+    /// Records the checksums of a piece's planes.
     pub(super) fn note_replica_sums(&mut self, piece: Piece, sums: [u64; 2]) {
         if let Some(replicas) = self.replicas.as_mut()
             && replicas.sums.try_reserve(1).is_ok()
@@ -368,13 +366,13 @@ impl StoreState {
         }
     }
 
-    /// That, if it is known.
+    /// Checksums of a replica, if they are known.
     pub(super) fn replica_sums(&self, table: u32, cell: Cell) -> Option<[u64; 2]> {
         let piece = self.tables[table as usize].piece(cell);
         self.replicas.as_ref()?.sums.get(&piece.0).copied()
     }
 
-    /// Where the copy of a cell in device memory is, for who reads it.
+    /// Address of a replica.
     pub(super) fn replica_address(&self, table: u32, cell: Cell) -> Result<u64> {
         match &self.replicas {
             Some(replicas) => replicas.address(self.tables[table as usize].piece(cell)),
@@ -382,7 +380,7 @@ impl StoreState {
         }
     }
 
-    /// Whether what is in device memory is what the tables say, for [`StoreState::check`].
+    /// Checks replicas against the tables, for [`StoreState::check`].
     pub fn check_replicas(&self) -> Result<()> {
         let Some(replicas) = &self.replicas else { return Ok(()) };
         let (cells, stats) = (self.device_cells(), replicas.tier.stats());
@@ -409,10 +407,10 @@ impl StoreState {
 //
 // Memory of the device tier: slabs are allocated, cut, and given back.
 
-/// After memory was refused, or others wanted it, no more is asked for so long.
+/// After a refusal or a reclaim no memory is allocated for so long.
 const PAUSE_NS: u64 = 10_000_000_000;
 
-/// Device memory to be taken, or to be given back.
+/// Device memory to be allocated or freed.
 #[derive(Default)]
 pub struct SlabWork {
     count: u64,
@@ -424,7 +422,7 @@ pub struct SlabWork {
 }
 
 impl SlabWork {
-    /// Does it.
+    /// Executes it.
     pub fn carry_out(&mut self, device: &Arc<dyn Device>) {
         self.gone.clear();
         while self.refused.is_none() && (self.taken.len() as u64) < self.count {
@@ -437,13 +435,14 @@ impl SlabWork {
 }
 
 impl StoreState {
-    /// The device tier, to be looked at.
+    /// The device tier, if the store has one.
     pub fn replicas(&self) -> Option<&Replicas> {
         self.replicas.as_deref()
     }
 
-    /// Begins with a device: takes the memory of the device tier, where there is to be one, and
-    /// tells the device of all memory of cells, if it wants that; before anything else is done. As much as can be had: an error only where that is none.
+    /// Attaches a device: allocates memory of the device tier and, if the device wants that,
+    /// registers host memory of cells. Called before anything else. Allocates as much as it can,
+    /// and fails only if that is nothing.
     pub fn begin_device(&mut self, device: &Arc<dyn Device>) -> Result<()> {
         if device.facts().asynchronous {
             // It is told of many copies at once, and each time costs.
@@ -468,7 +467,7 @@ impl StoreState {
         }
     }
 
-    /// Whether hands that copy may find something here.
+    /// Whether a copy worker may find device work.
     pub(super) fn has_device_work(&self) -> bool {
         self.replicas.as_ref().is_some_and(|replicas| {
             replicas.waiting() || replicas.tier.has_leaving() || replicas.wants_slabs(self.now_ns)
@@ -507,8 +506,8 @@ impl StoreState {
         }
     }
 
-    /// Gives device memory back that others need more; how much went, or will: as soon as
-    /// copies from there have ended.
+    /// Returns device memory that other owners need; how much is or will be freed, once copies from
+    /// it have ended.
     pub fn shrink_device(&mut self, bytes: u64) -> u64 {
         let now_ns = self.now_ns;
         let Some(replicas) = self.replicas.as_mut() else { return 0 };
@@ -519,8 +518,8 @@ impl StoreState {
         goes
     }
 
-    /// Changes how many bytes of device memory cells may have; 0 = none. What is more than
-    /// that is forgotten at once, and goes back when copies from there have ended.
+    /// Sets the limit of the device tier in bytes; 0 = none. Replicas beyond it are forgotten at
+    /// once; their memory is freed when copies from it have ended.
     pub fn set_device_bytes(&mut self, bytes: u64) -> Result<()> {
         let high = self.config.high;
         let Some(replicas) = self.replicas.as_mut() else {
@@ -535,7 +534,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Whoever is in some pieces is forgotten.
+    /// Forgets the replicas in some pieces.
     pub(super) fn vacate_replica(&mut self, owners: &[u64]) {
         for &owner in owners {
             let (table, cell) = cell_of_owner(owner);
@@ -555,46 +554,44 @@ impl StoreState {
 //
 // Audits read replicas back and compare them with the cells in host memory, or with the seals on disk.
 
-/// What an audit has found.
+/// Outcome of an audit, in cells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Audited {
-    /// Cells that are what they should be.
+    /// Equal to the cell elsewhere.
     pub right: u64,
-    /// Cells that were not, and are forgotten.
+    /// Different; the replica was forgotten.
     pub wrong: u64,
-    /// Cells that nothing could be said of: they are not in host memory, and coded on disk; or
-    /// their codec loses something, and host memory may have what came back from there; or they
-    /// could not be read back for now.
+    /// Not decided: the cell is not in host memory and is coded on disk, or a lossy codec makes
+    /// host memory no reference, or the replica could not be read back.
     pub unknown: u64,
 }
 
-/// What a cell must be.
+/// What a replica must be equal to.
 enum Right {
-    /// As it is there, in host memory.
+    /// The bytes at this host address.
     Bytes(usize),
     /// Planes of these kinds and lengths, with this seal.
     Sealed(Identity, u64, Vec<(u16, u64)>),
     Unknown,
 }
 
-/// A cell to be looked at. It stays where it is until that is over.
+/// A replica under audit. It is kept until the audit ends.
 pub struct Audit {
     table: u32,
     cell: Cell,
-    /// Host memory is read, too.
+    /// It reads host memory, too.
     holds_host: bool,
     right: Right,
-    /// Where it is on the device.
+    /// Address on the device.
     pub device: u64,
-    /// How long it is.
+    /// Its length.
     pub bytes: u64,
 }
 
 impl Audit {
-    /// Whether the bytes that were read back are right, if that can be said.
+    /// Whether the bytes read back are right; `None` = not decided.
     ///
-    /// # Safety
-    /// The core that has begun this audit has not ended it yet.
+    /// # Safety This audit has not been ended with [`StoreState::end_audit`].
     pub unsafe fn is_right(&self, bytes: &[u8]) -> Option<bool> {
         match &self.right {
             Right::Bytes(address) => {
@@ -622,14 +619,14 @@ impl Audit {
 }
 
 impl StoreState {
-    /// The cells that are in device memory now, for [`StoreState::begin_audit`].
+    /// Owners of all replicas, for [`StoreState::begin_audit`].
     pub fn audit_list(&self) -> Vec<u64> {
         let replicas = self.replicas().filter(|replicas| !replicas.is_lost());
         replicas.map(|replicas| replicas.owners()).unwrap_or_default()
     }
 
-    /// Begins to look at some of these, as far as they are there still. Each must be ended; until
-    /// then it stays where it is, so that few are begun at once.
+    /// Begins to audit the replicas of some owners that are still there. Each must be ended. They
+    /// are kept until then, so few should be begun at once.
     pub fn begin_audit(&mut self, owners: &[u64]) -> Vec<Audit> {
         let all: Vec<Audit> = owners.iter().filter_map(|&owner| self.begin_one(owner)).collect();
         // Whoever waits for the store to come to rest waits for these, too.
@@ -637,7 +634,7 @@ impl StoreState {
         all
     }
 
-    /// None: it is being filled, and not there yet.
+    /// `None`: the replica is being filled.
     fn begin_one(&mut self, owner: u64) -> Option<Audit> {
         let (table, cell) = cell_of_owner(owner);
         let is_lossy = self.codec_of(At { table, slot: cell.chunk }).is_lossy();
@@ -662,7 +659,7 @@ impl StoreState {
         Some(Audit { table, cell, holds_host: in_host.is_some(), right, device, bytes })
     }
 
-    /// Says what came of it. An error: it could not be read back.
+    /// Ends an audit. An error says that the replica could not be read back.
     pub fn end_audit(&mut self, one: Audit, found: Result<Option<bool>>, all: &mut Audited) {
         self.stages.in_flight[WorkerKind::Copy as usize] -= 1;
         let Audit { table, cell, holds_host, .. } = one;

@@ -24,45 +24,45 @@ use crate::store::state::work::{self, Work, WorkerKind};
 use crate::store::state::{At, HOST_MASK, SpaceOpts, StoreState};
 use crate::tier::disk::{CellAt, Cover, DiskTier, Keeper, Mark, Recovered, SegmentInfo, Spot};
 
-/// How often a chunk is written again after a failure.
+/// Attempts to write a chunk.
 const TRIES: u8 = 3;
-/// A segment is cleaned when at least this part of it is dead.
+/// A segment is compacted when at least 1 / 8 of it is dead.
 const DEAD_PART: u32 = 8;
-/// Most chunks that leave the disk at once.
+/// Most victims of one call of the disk policy.
 const MOST_VICTIMS: usize = 256;
 
-/// What keeps the disk in order.
+/// What keeps the disk in order: compaction, sweeps, checkpoints, chunks that wait for space.
 #[derive(Default)]
 pub(super) struct DiskGc {
-    /// Empty segments may be there.
+    /// Segments may be empty.
     sweeps: bool,
-    /// Something has changed: it is to be seen whether more has to be done.
+    /// Something has changed: upkeep must decide again whether there is work.
     looks: bool,
-    /// Chunks that wait for room, and why.
+    /// Chunks that wait for space on disk, each with the error that made it wait.
     parked: Vec<(At, Error)>,
-    /// The same, to be found by.
+    /// The same chunks, for lookup.
     parked_chunks: BTreeSet<At>,
-    /// Failures of chunks in a row.
+    /// Consecutive failures of each chunk.
     failures: BTreeMap<At, u8>,
-    /// Blocks of cells that were dropped from each segment. The tier counts headers as
-    /// dead, too, and moving cells makes new ones.
+    /// Blocks of cells dropped from each segment. The tier's own count of dead blocks includes
+    /// headers, which compaction writes anew.
     dropped: BTreeMap<u64, u32>,
-    /// Segments of earlier lives, of which that is not known, and that were not
-    /// cleaned yet.
+    /// Segments from before the store was opened that were not compacted since. Blocks dropped from
+    /// them earlier are not known.
     old: BTreeSet<u64>,
-    /// What was found at the start may never have been synced.
+    /// Recovered records may never have been synced.
     recovered: bool,
-    /// The newest segment of earlier lives, until all that was found is durable; else 0.
+    /// Newest recovered segment, until all recovered records are durable; else 0.
     pub(super) found_until: u64,
-    /// A checkpoint is asked for.
+    /// A checkpoint was requested.
     pub(super) wants_checkpoint: bool,
-    /// Records written since the last one was begun.
+    /// Records written since the last checkpoint began.
     pub(super) records: u64,
-    /// No write is begun until a checkpoint has taken its point of the log.
+    /// No write may begin until a checkpoint has recorded its position in the log.
     pub(super) holds_writes: bool,
-    /// Chunks that could not be written, in the end.
+    /// Chunks whose write was given up.
     pub(super) given_up: u64,
-    /// What was used when the last turn of upkeep began.
+    /// Bytes in use when the last upkeep began.
     used_before: u64,
     checkpoints: CheckpointWait,
 }
@@ -72,7 +72,7 @@ impl DiskGc {
         self.failures.remove(&at);
     }
 
-    /// Counts a failure of a chunk; false when there were enough.
+    /// Counts a failure of a chunk. Returns false after the last attempt.
     pub(super) fn may_try_again(&mut self, at: At) -> bool {
         let failures = self.failures.entry(at).or_default();
         *failures += 1;
@@ -83,52 +83,52 @@ impl DiskGc {
         false
     }
 
-    /// A board will be another layout's.
+    /// Forgets a chunk table: its number will be used again.
     pub(super) fn forget_table(&mut self, table: u32) {
         self.failures.retain(|at, _| at.table != table);
     }
 
-    /// Whether something has to be done, or is nearly full.
+    /// Whether upkeep may find work.
     pub(super) fn wants(&self) -> bool {
         self.sweeps || self.looks || !self.parked.is_empty()
     }
 
-    /// Whether chunks wait for room.
+    /// Whether chunks wait for space.
     pub(super) fn has_parked(&self) -> bool {
         !self.parked.is_empty()
     }
 
-    /// Whether a chunk does.
+    /// Whether a chunk waits for space.
     pub(super) fn is_parked(&self, at: At) -> bool {
         self.parked_chunks.contains(&at)
     }
 
-    /// Those that wait for room do no more.
+    /// Takes all chunks that wait for space.
     fn take_parked(&mut self) -> Vec<(At, Error)> {
         self.parked_chunks.clear();
         std::mem::take(&mut self.parked)
     }
 
-    /// What it waits for, in words.
+    /// Describes what upkeep waits for.
     pub(super) fn words(&self) -> String {
         format!("{} parked, sweeps: {}", self.parked.len(), self.sweeps)
     }
 
-    /// Cells were dropped.
+    /// Counts dropped cells.
     pub(super) fn dropped(&mut self, spot: Spot, bytes: u64) {
         let blocks = bytes.div_ceil(BLOCK_BYTES as u64) as u32;
         *self.dropped.entry(spot.segment()).or_default() += blocks;
     }
 
-    /// What was on disk at the start.
+    /// Records the segments that were recovered.
     pub(super) fn recovered(&mut self, segments: &[SegmentInfo]) {
         self.old = segments.iter().map(|segment| segment.number).collect();
         self.recovered = true;
         self.found_until = segments.iter().map(|segment| segment.number).max().unwrap_or(0);
     }
 
-    /// Bytes that cleaning would write again: cells that live, and headers. Of segments
-    /// of earlier lives it is not known what was dropped: there, cells alone.
+    /// Bytes that compaction would keep: live cells and headers. For segments from before the
+    /// opening, dropped cells are not known, so cells alone count.
     fn kept_bytes(&self, segments: &[SegmentInfo]) -> u64 {
         let kept = segments.iter().map(|s| match self.old.contains(&s.number) {
             true => s.live_blocks,
@@ -140,8 +140,8 @@ impl DiskGc {
         kept.map(bytes_of).sum()
     }
 
-    /// The segment from which most was dropped, if it is worth cleaning. While chunks wait
-    /// for room little is enough, if all of that together makes a segment.
+    /// The segment with the most dropped blocks, if it is worth compacting. While chunks wait for
+    /// space a segment with few is enough, if the dropped blocks of all segments fill one.
     fn next_to_clean(&mut self, segments: &[SegmentInfo]) -> Option<u64> {
         // They are in the order of their numbers.
         let is_there = |number: &u64| segments.binary_search_by_key(number, |s| s.number).is_ok();
@@ -158,7 +158,7 @@ impl DiskGc {
         Some(old.max_by_key(|s| s.dead_blocks)?.number)
     }
 
-    /// Whether a chunk that waits for room has waited before.
+    /// Whether a chunk waits for space that has waited before.
     fn waits_again(&self) -> bool {
         self.parked.iter().any(|(at, _)| self.failures.contains_key(at))
     }
@@ -172,12 +172,12 @@ impl DiskGc {
         std::mem::take(&mut self.recovered)
     }
 
-    /// Whether so much was written since the last checkpoint that a new one is due.
+    /// Whether enough records were written since the last checkpoint for a new one.
     pub(super) fn is_checkpoint_due(&self) -> bool {
         self.wants_checkpoint || self.records >= RECORDS
     }
 
-    /// A checkpoint is written, or not.
+    /// Ends a checkpoint.
     pub(super) fn checkpoint_ends(&mut self, work: &Work, outcome: &Result<()>) {
         let begun = self.checkpoints.begun;
         if !work.is_checkpoint() || begun <= self.checkpoints.lasting {
@@ -190,14 +190,14 @@ impl DiskGc {
         }
     }
 
-    /// A checkpoint begins: what has left by now is not in it.
+    /// Begins a checkpoint: chunks removed by now are not in it.
     pub(super) fn checkpoint_begins(&mut self, work: &Work) {
         if work.is_checkpoint() {
             self.checkpoints.begun = self.checkpoints.asked;
         }
     }
 
-    /// A chunk waits until there is room on disk. It stays held.
+    /// Makes a chunk wait for space on disk. It stays referenced.
     pub(super) fn park(&mut self, at: At, error: Error) {
         self.parked_chunks.insert(at);
         self.parked.push((at, error));
@@ -205,7 +205,7 @@ impl DiskGc {
 }
 
 impl StoreState {
-    /// Has chunks leave the disk when it is nearly full, or more wants to come.
+    /// Evicts from the disk if it is nearly full or more chunks wait for space.
     pub(super) fn balance_disk(&mut self) {
         let Some(disk) = self.disk.clone() else { return };
         let stats = disk.stats();
@@ -233,7 +233,8 @@ impl StoreState {
         self.disk_gc.sweeps = true;
     }
 
-    /// Has chunks leave the disk until so many bytes are free, or nobody can; how many are.
+    /// Evicts from the disk until so many bytes are free, or there is no victim. Returns the freed
+    /// bytes.
     fn evict_from_disk(&mut self, wanted: u64) -> u64 {
         let (mut over, mut all) = (wanted, 0);
         let mut victims = Vec::new();
@@ -260,7 +261,7 @@ impl StoreState {
         all
     }
 
-    /// A part of a chunk leaves the disk; what was freed there.
+    /// Drops a part of a chunk from disk. Returns the freed bytes.
     fn drop_from_disk(&mut self, at: At, part: Part) -> u64 {
         if part == Part::All {
             self.tables[at.table as usize].clear(at.slot, note::IN_DISK | note::HELD);
@@ -285,13 +286,13 @@ impl StoreState {
         freed
     }
 
-    /// Rows that are free: the boards share them.
+    /// Free rows, which all chunk tables share.
     pub(super) fn free_rows(&self) -> usize {
         let used: usize = self.tables.iter().map(|table| table.chunks.len()).sum();
         self.config.max_chunks.saturating_sub(used)
     }
 
-    /// Sees to it that so many chunks can be added.
+    /// Frees rows so that so many chunks can be added.
     pub(super) fn reserve_rows(&mut self, chunks: usize) -> Result<()> {
         let missing = chunks.saturating_sub(self.free_rows());
         if missing > 0 {
@@ -313,7 +314,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Makes rows free: the chunks whom the policies choose are gone from all tiers.
+    /// Frees rows by dropping victims of the policies from all tiers.
     fn evict_for_rows(&mut self, chunks: usize) {
         let aim = self.free_rows() + chunks;
         self.forget_located(aim);
@@ -353,7 +354,7 @@ impl StoreState {
         }
     }
 
-    /// A chunk is gone from all tiers, if it may; whether something of it went.
+    /// Drops a chunk from all tiers if it may leave. Returns whether anything was dropped.
     fn drop_from_all_tiers(&mut self, at: At, from: Tier) -> bool {
         if from == Tier::Disk {
             let below = self.drop_from_disk(at, Part::All);
@@ -375,7 +376,7 @@ impl StoreState {
         all > 0
     }
 
-    /// The next thing to be done for the disk; one at a time.
+    /// Takes the next upkeep task; one at a time is in flight.
     pub(super) fn take_upkeep(&mut self) -> Option<work::Upkeep> {
         if self.stages.in_flight[WorkerKind::Upkeep as usize] > 0 {
             return None;
@@ -440,7 +441,7 @@ impl StoreState {
         }
     }
 
-    /// There is no more room to be had for chunks that wait for some.
+    /// Fails chunks that wait for space: none can be freed.
     fn give_up_parked(&mut self) {
         for (at, error) in self.disk_gc.take_parked() {
             match self.disk_gc.may_try_again(at) {
@@ -450,7 +451,7 @@ impl StoreState {
         }
     }
 
-    /// Whether a cell that cleaning found is still wanted where it is.
+    /// Whether a cell that compaction found is live at this place.
     pub fn wants(&self, cell: &CellAt) -> bool {
         self.find_cell(cell).is_some_and(|(table, which)| {
             let place = self.tables[table as usize].chunks.place(which, Tier::Disk);
@@ -458,14 +459,14 @@ impl StoreState {
         })
     }
 
-    /// Cleaning has moved a cell.
+    /// Compaction has moved a cell. Returns whether the cell was still live.
     pub fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
         let Some((table, which)) = self.find_cell(cell) else { return false };
         let chunks = &mut self.tables[table as usize].chunks;
         chunks.relocate(which, cell.spot.0, to.0).unwrap_or(false)
     }
 
-    /// Cleaning has found the bytes of a cell damaged.
+    /// Compaction has found a damaged cell. Returns whether the cell was still live.
     pub fn lost(&mut self, cell: &CellAt) -> bool {
         if !self.wants(cell) {
             return false;
@@ -489,8 +490,8 @@ impl StoreState {
     }
 }
 
-/// What cells and their headers may have of a disk once room was made: a share of it, without what
-/// is kept back and written to.
+/// Bytes that cells and headers may use after an eviction: `share` of the disk, without open
+/// segments and kept space.
 pub fn disk_room(bytes: u64, share: f64, beside: u64) -> u64 {
     ((bytes as f64 * share) as u64).saturating_sub(beside)
 }
@@ -503,59 +504,59 @@ fn bytes_of(blocks: u32) -> u64 {
 //
 // Clearing: removes all chunks of a namespace, or of a part of a session.
 
-/// What became of chunks that were to go.
+/// Outcome of a removal, in chunks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cleared {
-    /// They are in no tier any more.
+    /// In no tier any more.
     pub gone: u64,
-    /// They stay: sessions, moves or pins hold them, or others that stay continue them.
+    /// Kept: sessions, transfers or pins reference them, or chunks that stay continue them.
     pub held: u64,
-    /// They stay: the store was at them. Later they can be asked for again.
+    /// Kept: a transfer or write was in flight. A later call may remove them.
     pub moving: u64,
 }
 
-/// What clears a namespace, some chunks at a time.
+/// Removes the chunks of a namespace, some at a time.
 pub struct Clearing {
     space: u32,
-    /// Which namespace that is: the number may be another's by then.
+    /// Serial of the namespace, since its number may be another one's later.
     serial: u64,
     table: u32,
-    /// The chunks, those behind others first, and which use of its slot each is.
+    /// Its chunks, the last of each path first, with the generation of the row.
     chunks: Vec<(Slot, u32)>,
     at: usize,
-    /// What became of them so far.
+    /// Outcome so far.
     pub cleared: Cleared,
 }
 
 impl Clearing {
-    /// Begins anew with those that stayed; what has gone counts.
+    /// Starts again with the chunks that stayed. Removed chunks stay counted.
     pub fn again(&mut self) {
         self.at = 0;
         self.cleared = Cleared { gone: self.cleared.gone, ..Cleared::default() };
     }
 }
 
-/// What became of one chunk.
+/// Outcome of a removal for one chunk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fate {
-    /// It was nowhere.
+    /// It was in no tier.
     Nothing,
     Gone,
     Held,
     Moving,
 }
 
-/// Callers that wait until a removal outlives a restart, which takes a checkpoint that begins after
-/// it. Each caller has a number.
+/// Callers that wait until a removal survives a restart, which needs a checkpoint that begins after
+/// the removal. Each caller gets a number.
 #[derive(Default)]
 struct CheckpointWait {
     asked: u64,
-    /// What the checkpoint that is being written will do.
+    /// The number up to which the checkpoint in flight will be valid.
     begun: u64,
     lasting: u64,
-    /// Up to which turn it failed, and how.
+    /// The number up to which a checkpoint failed, and its error.
     failed: Option<(u64, Error)>,
-    /// Who waits has to look again.
+    /// Waiters must look again.
     news: bool,
 }
 
@@ -582,14 +583,14 @@ impl StoreState {
         Ok(Clearing { space, serial, table, chunks, at: 0, cleared })
     }
 
-    /// How many cells were written so far, or could not be; None = none is on its way down.
+    /// Cells written so far, failures included; None = nothing is queued or in flight.
     pub fn writes_so_far(&self) -> Option<u64> {
         let is_writing = self.stages.in_flight[WorkerKind::Write as usize] > 0
             || !self.writeback.queue.is_empty();
         is_writing.then_some(self.counters.written + self.counters.failed_writes)
     }
 
-    /// Clears up to `most` chunks more; whether some are left.
+    /// Removes up to `most` more chunks. Returns whether some are left.
     pub fn clear_more(&mut self, clearing: &mut Clearing, most: usize) -> bool {
         let table = clearing.table;
         if self.space(clearing.space).is_none_or(|space| space.serial != clearing.serial) {
@@ -610,8 +611,8 @@ impl StoreState {
         !is_over
     }
 
-    /// Lets the chunks of a range of a session's tokens go; those that nobody else
-    /// holds leave all tiers.
+    /// Removes the chunks of a range of a session's tokens from all tiers, if nothing else
+    /// references them.
     pub fn drop_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<Cleared> {
         let (first, end, tail) = self.chunks_of(at, first, tokens)?;
         let slots = self.release_range(at, first..end, tail)?;
@@ -621,12 +622,12 @@ impl StoreState {
         Ok(cleared)
     }
 
-    /// Takes chunks away, those that continue others before them.
+    /// Removes chunks; each stands after its ancestors in `slots`.
     pub(super) fn take_away(&mut self, table: u32, slots: &[Slot], before: Cleared) -> Cleared {
         self.take_all(table, slots, before, StoreState::drop_remote)
     }
 
-    /// The same where they leave for others: the remote keeps what it has.
+    /// As [`StoreState::take_away`], for an eviction: the remote keeps its objects.
     pub(super) fn drop_chunks_locally(&mut self, table: u32, slots: &[Slot]) -> Cleared {
         self.take_all(table, slots, Cleared::default(), StoreState::forget_remote)
     }
@@ -657,8 +658,8 @@ impl StoreState {
         cleared
     }
 
-    /// Chunks that the store alone holds, for their turn to be written, need not be if
-    /// they will go.
+    /// Takes chunks out of the write queue if nothing but the queue references them and they are to
+    /// be removed.
     fn cancel_writebacks(&mut self, table: u32, slots: &[Slot]) -> BTreeSet<At> {
         let mut own = BTreeSet::new();
         // How many of those that continue a chunk go.
@@ -728,9 +729,8 @@ impl StoreState {
         });
     }
 
-    /// Asks that what has left so far stays away when the store is opened again; the
-    /// turn to wait for. The cells are in the log still: a checkpoint says that they
-    /// do not count.
+    /// Requests that all removals so far survive a restart. Returns the number to wait for with
+    /// [`StoreState::lasts`]. Removed cells are still in the log; only a checkpoint excludes them.
     pub fn ask_to_last(&mut self) -> u64 {
         if self.disk.is_none() {
             return 0;
@@ -741,8 +741,8 @@ impl StoreState {
         self.disk_gc.checkpoints.asked
     }
 
-    /// The same for a namespace that was cleared. Where nothing left that an earlier call did
-    /// not wait for to the end, its turn is waited for.
+    /// The same for a cleared namespace. If nothing was removed since an earlier call that did not
+    /// wait to the end, its number is returned.
     pub fn request_durable_clear(&mut self, clearing: &mut Clearing) -> u64 {
         let gone = clearing.cleared.gone;
         let space = self.namespaces.get_mut(clearing.space as usize);
@@ -762,7 +762,7 @@ impl StoreState {
         turn
     }
 
-    /// Its caller knows that what was cleared stays away, or that this cannot be had.
+    /// The caller of a clear knows whether it is durable.
     pub fn end_clear(&mut self, clearing: &Clearing) {
         let space = self.namespaces.get_mut(clearing.space as usize);
         if let Some(space) = space.filter(|space| space.serial == clearing.serial) {
@@ -770,8 +770,7 @@ impl StoreState {
         }
     }
 
-    /// Whether what had left when a turn was given stays away; `None` = that is not
-    /// known yet.
+    /// Whether the removals before a number survive a restart; `None` = not known yet.
     pub fn lasts(&self, turn: u64) -> Option<Result<()>> {
         if turn <= self.disk_gc.checkpoints.lasting {
             return Some(Ok(()));
@@ -780,7 +779,7 @@ impl StoreState {
         failed.map(|(_, error)| Err(error.clone()))
     }
 
-    /// Whether more is known of turns than when this was last asked.
+    /// Whether the answer of [`StoreState::lasts`] may have changed since the last call.
     pub fn turn_has_come(&mut self) -> bool {
         std::mem::take(&mut self.disk_gc.checkpoints.news)
     }
@@ -793,16 +792,16 @@ impl StoreState {
 
 /// Chunks of a page.
 const PAGE_CHUNKS: usize = 256;
-/// Records after which a new checkpoint is worth writing.
+/// Records after which a checkpoint is written.
 const RECORDS: u64 = 1 << 15;
 
-/// What those ask the core who carry out upkeep.
+/// What upkeep asks the store's state.
 pub trait CheckpointWriter: Keeper {
-    /// Fills a page, from a bookmark on; where the next one begins.
+    /// Fills a page from `from` on. Returns where the next page begins.
     fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)>;
 }
 
-/// Some chunks and their cells.
+/// Chunks and their cells for a checkpoint.
 #[derive(Default)]
 pub struct Page {
     chunks: Vec<(Chunk, usize)>,
@@ -839,14 +838,14 @@ impl Checkpoint {
 }
 
 impl StoreState {
-    /// Asks for a checkpoint soon: the next opening is faster.
+    /// Requests a checkpoint, which makes the next opening faster.
     pub fn ask_for_checkpoint(&mut self) {
         self.disk_gc.wants_checkpoint = true;
         self.settle();
     }
 
-    /// Begins a checkpoint. No write may be under way: what was appended before is in
-    /// the tables then.
+    /// Begins a checkpoint. No write may be in flight, so that everything in the log is in the
+    /// tables.
     pub(super) fn begin_checkpoint(&mut self, disk: &Arc<DiskTier>) -> Checkpoint {
         self.disk_gc.wants_checkpoint = false;
         self.disk_gc.records = 0;
@@ -861,8 +860,8 @@ impl StoreState {
         Checkpoint { cover: disk.cover(), chunks: more(chunks), cells: more(cells) }
     }
 
-    /// Fills a page of a checkpoint, from a bookmark (board, slot) on; where the next
-    /// one begins.
+    /// Fills a page of a checkpoint from a position (table, row) on. Returns the position of the
+    /// next page.
     pub fn page(&self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
         page.chunks.clear();
         page.cells.clear();
@@ -895,26 +894,25 @@ impl StoreState {
 //
 // Recovery: cells that an opening finds on disk become rows again.
 
-/// What the name of a namespace's note starts with.
+/// Prefix of the names of namespace records.
 pub(super) const NOTE: &[u8] = b"namespace ";
 const VERSION: u8 = 1;
 
-/// What became of what was found.
+/// Outcome of a recovery.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Adopted {
-    /// Namespaces.
+    /// Namespaces recovered.
     pub spaces: u64,
-    /// Chunks.
+    /// Chunks recovered.
     pub chunks: u64,
-    /// Cells.
+    /// Cells recovered.
     pub cells: u64,
-    /// Cells that were of no use: of unknown namespaces, parts of chunks that are not
-    /// full, there twice, or too many.
+    /// Cells of no use: of unknown namespaces, of partial chunks, duplicates, or beyond the limit.
     pub dropped: u64,
 }
 
 impl StoreState {
-    /// Takes over what the disk tier has found. Before anything else is done.
+    /// Takes over what the disk tier has recovered. Must be called before anything else.
     pub fn adopt(&mut self, recovered: &Recovered) -> Result<Adopted> {
         self.check_limits(recovered)?;
         let spaces = self.adopt_namespaces(recovered)?;
@@ -956,8 +954,8 @@ impl StoreState {
         Ok(adopted)
     }
 
-    /// Takes over the namespaces of what was found; their numbers, those first that were written
-    /// to last. What is noted of others goes.
+    /// Takes over recovered namespaces and returns their numbers. If there are too many, those with
+    /// the latest writes win; the records of the others are dropped.
     fn adopt_namespaces(&mut self, recovered: &Recovered) -> Result<Vec<u32>> {
         let (mut unknown, mut first) = (0, None);
         let (mut fit, mut layouts) = (Vec::new(), BTreeSet::new());
@@ -1051,7 +1049,7 @@ impl StoreState {
         came
     }
 
-    /// What is noted on disk of a namespace.
+    /// Name and content of a namespace's record.
     pub(super) fn namespace_note(&self, at: u32) -> (Vec<u8>, Vec<u8>) {
         let space = &self.namespaces[at as usize];
         let name = [NOTE, &space.key.0].concat();
@@ -1060,8 +1058,8 @@ impl StoreState {
     }
 }
 
-/// The notes of namespaces that were found, by their places, and the keys in their names: those of
-/// which something was written last first, should there be too many; 0 = nothing is there of them.
+/// Recovered namespace records, by index and key, those with the latest write first; 0 = no chunk
+/// of it is on disk.
 fn newest_first(recovered: &Recovered) -> Vec<(u64, usize, &[u8])> {
     let mut newest: BTreeMap<Key, u64> = BTreeMap::new();
     for (chunk, cells) in recovered.chunks() {
@@ -1080,8 +1078,8 @@ fn newest_first(recovered: &Recovered) -> Vec<(u64, usize, &[u8])> {
     notes
 }
 
-/// The chunks that were found, each after those before it: as they were written, so that policies
-/// know who came last. Where there are too many the newest come before the others.
+/// Recovered chunks, each after its ancestors and in the order in which they were written, so that
+/// policies see the latest last. If there are too many, the newest are kept.
 fn oldest_first(recovered: &Recovered, rows: usize) -> Vec<(&record::Chunk, &[Place])> {
     let mut all: Vec<(&record::Chunk, &[Place])> = recovered.chunks().collect();
     // They come by position, of one the newest first.
@@ -1090,7 +1088,7 @@ fn oldest_first(recovered: &Recovered, rows: usize) -> Vec<(&record::Chunk, &[Pl
     all
 }
 
-/// How a cell of `raw_bytes` was stored, if that can be.
+/// Coding of a cell of `raw_bytes` at a place, if it is valid.
 fn form_of(place: &Place, raw_bytes: u64) -> Option<Coded> {
     let (stored, codec) = (u64::from(place.stored_bytes), place.codec);
     if codec == 0 {

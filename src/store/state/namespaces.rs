@@ -24,64 +24,64 @@ use crate::tier::disk::{Mark, Recovered};
 pub const MAX_SPACES: usize = 1 << 16;
 /// Most layouts.
 pub const MAX_CHUNK_TABLES: usize = 64;
-/// How a namespace is opened.
+/// How to open a namespace.
 #[derive(Clone, Debug)]
 pub struct SpaceOpts {
     /// Its key.
     pub key: Key,
-    /// What its cells are.
+    /// Layout of its cells.
     pub layout: Layout,
-    /// Its engine can compute holes: chunks leave in any order.
+    /// The engine can compute holes, so chunks may be evicted in any order.
     pub holes: bool,
 }
 
-/// A namespace: who may share.
+/// A namespace.
 #[derive(Clone, Copy, Debug)]
 pub struct Space {
     /// Its key.
     pub key: Key,
-    /// Its engine can compute holes.
+    /// The engine can compute holes.
     pub holes: bool,
-    /// The board of its layout.
+    /// Chunk table of its layout.
     pub table: u32,
-    /// Whose its objects are at the remote; 0 = everybody's.
+    /// Owner of its objects at the remote; 0 = shared by all.
     pub tenant: u64,
-    /// What its cells are coded with on disk, if its recipe says so.
+    /// Codec of its cells on disk, if its recipe names one.
     pub codec: Option<Codec>,
-    /// Handles that are open.
+    /// Open handles.
     pub handles: u32,
-    /// Sessions that are open.
+    /// Open sessions.
     pub(super) sessions: u32,
-    /// Chunks in the table.
+    /// Its chunks in the table.
     pub(super) rows: u32,
-    /// Which it is: its number may have been another's before.
+    /// Identifies it, since its number is reused.
     pub(super) serial: u64,
     pub(super) below: Below,
-    /// When it was opened or left last, as serials count.
+    /// Serial at which it was last opened or closed.
     pub(super) used: u64,
     is_known: bool,
-    /// It stands among those of which nothing may be left.
+    /// It is in the list of namespaces that may be unused.
     pub(super) is_listed: bool,
-    /// What was cleared, and is not sure to stay away yet.
+    /// A removal that may not survive a restart yet.
     pub(super) unsure: Unsure,
 }
 
-/// What was cleared by a call whose deadline passed before it was sure to stay away. The next
-/// call waits on, and tells of it.
+/// Outcome of a clear whose deadline passed before it was durable. The next call waits on and
+/// reports it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Unsure {
-    /// The turn that is waited for; 0 = nothing is.
+    /// Number to wait for with [`StoreState::lasts`](super::StoreState::lasts); 0 = none.
     pub(super) turn: u64,
     pub(super) gone: u64,
 }
 
 impl Space {
-    /// Whether somebody has it open.
+    /// Whether it has an open handle or session.
     pub(super) fn is_open(&self) -> bool {
         self.handles > 0 || self.sessions > 0
     }
 
-    /// Whether nothing is left of it.
+    /// Whether nothing of it is left: no chunk, handle, session or record in flight.
     pub(super) fn is_bare(&self) -> bool {
         !self.is_open() && self.rows == 0 && self.below.is_bare()
     }
@@ -92,9 +92,9 @@ impl Space {
 pub(super) struct Namespaces {
     rows: Vec<Space>,
     by_key: BTreeMap<Key, u32>,
-    /// Numbers that no namespace has.
+    /// Unused numbers.
     free: Vec<u32>,
-    /// Namespaces of which nothing may be left, the first one first.
+    /// Namespaces that may be unused, in the order in which they became so.
     idle: VecDeque<u32>,
     /// Counts openings and closings.
     serial: u64,
@@ -103,7 +103,7 @@ pub(super) struct Namespaces {
 }
 
 impl Namespaces {
-    /// How many there are.
+    /// Number of namespaces.
     pub(super) fn len(&self) -> usize {
         self.by_key.len()
     }
@@ -113,17 +113,17 @@ impl Namespaces {
         self.rows.get(at).filter(|space| space.is_known)
     }
 
-    /// The same, to change it.
+    /// A namespace, mutable.
     pub(super) fn get_mut(&mut self, at: usize) -> Option<&mut Space> {
         self.rows.get_mut(at).filter(|space| space.is_known)
     }
 
-    /// The number of a key.
+    /// Number of the namespace with a key.
     pub(super) fn find(&self, key: &Key) -> Option<u32> {
         self.by_key.get(key).copied()
     }
 
-    /// All of them, with their numbers.
+    /// All namespaces with their numbers.
     pub(super) fn known(&self) -> impl Iterator<Item = (u32, &Space)> {
         (0..).zip(&self.rows).filter(|(_, space)| space.is_known)
     }
@@ -133,7 +133,7 @@ impl Namespaces {
         self.serial
     }
 
-    /// Adds one that nobody has open.
+    /// Adds a namespace without handles.
     fn add(&mut self, key: Key, holes: bool, table: u32) -> Result<u32> {
         let serial = self.next_serial();
         let space = Space {
@@ -179,7 +179,7 @@ impl Namespaces {
         self.free.push(at);
     }
 
-    /// Something of a namespace has ended: nothing may be left of it.
+    /// Lists a namespace that may be unused now.
     pub(super) fn look_at(&mut self, at: u32) {
         let space = &mut self.rows[at as usize];
         if space.is_bare() && !std::mem::replace(&mut space.is_listed, true) {
@@ -187,35 +187,35 @@ impl Namespaces {
         }
     }
 
-    /// How many there are of which nothing may be left.
+    /// Length of the list of namespaces that may be unused.
     pub(super) fn idle(&self) -> usize {
         self.idle.len()
     }
 
-    /// The first of those.
+    /// Takes the first of that list.
     pub(super) fn next_idle(&mut self) -> Option<u32> {
         let at = self.idle.pop_front()?;
         self.rows[at as usize].is_listed = false;
         Some(at)
     }
 
-    /// Somebody has opened it, or left it.
+    /// Records that a namespace was opened or closed.
     fn touch(&mut self, at: u32) {
         self.rows[at as usize].used = self.next_serial();
     }
 
-    /// A row of a namespace is gone.
+    /// A chunk of a namespace was removed from the table.
     pub(super) fn row_removed(&mut self, space: u32) {
         self[space as usize].rows -= 1;
         self.look_at(space);
     }
 
-    /// A chunk of a namespace has a row, and may not have had one.
+    /// Counts a chunk of a namespace, if it was added to the table.
     pub(super) fn row_added(&mut self, space: u32, added: Added) {
         self[space as usize].rows += u32::from(matches!(added, Added::New(_)));
     }
 
-    /// One was closed.
+    /// A session of a namespace was closed.
     pub(super) fn session_closed(&mut self, space: u32) {
         self[space as usize].sessions -= 1;
         self.touch(space);
@@ -244,8 +244,8 @@ impl IndexMut<usize> for Namespaces {
 }
 
 impl StoreState {
-    /// Opens a namespace, or finds it; its number, which is its own as long as a handle or a
-    /// session of it is open.
+    /// Opens or finds a namespace and returns its number, which stays valid while a handle or a
+    /// session is open.
     pub fn open_space(&mut self, opts: &SpaceOpts) -> Result<u32> {
         let at = match self.find_space(&opts.key) {
             Some(at) => at,
@@ -268,7 +268,7 @@ impl StoreState {
         Ok(at)
     }
 
-    /// Adds a namespace that nobody has open.
+    /// Adds a namespace without handles.
     pub(super) fn add_namespace(&mut self, opts: &SpaceOpts) -> Result<u32> {
         let most = self.config.max_spaces;
         if self.namespaces.len() >= most {
@@ -293,21 +293,20 @@ impl StoreState {
         Ok(at)
     }
 
-    /// Says what the recipe of a namespace says of how its cells are kept on disk. None:
-    /// as the store keeps them. A lossy codec changes KV: who has another recipe has
-    /// another namespace.
+    /// Sets the codec that the recipe of a namespace names; `None` = the store's. A lossy codec
+    /// changes KV, so another recipe is another namespace.
     pub fn set_codec(&mut self, space: u32, codec: Option<Codec>) {
         if let Some(space) = self.namespaces.get_mut(space as usize) {
             space.codec = codec;
         }
     }
 
-    /// The number of a namespace.
+    /// Number of the namespace with a key.
     pub fn find_space(&self, key: &Key) -> Option<u32> {
         self.namespaces.find(key)
     }
 
-    /// A handle of a namespace was closed. Its chunks stay.
+    /// Closes a handle of a namespace. Its chunks stay.
     pub fn close_space(&mut self, at: u32) {
         let Some(space) = self.namespaces.get_mut(at as usize) else { return };
         space.handles = space.handles.saturating_sub(1);
@@ -320,13 +319,13 @@ impl StoreState {
         self.namespaces.get(at as usize)
     }
 
-    /// The board of a namespace.
+    /// Chunk table of a namespace.
     pub fn table_of(&self, space: u32) -> Option<&ChunkTable> {
         self.tables.get(self.namespaces.get(space as usize)?.table as usize)
     }
 
-    /// Namespaces were found, those first that were written to last: these are given up last.
-    /// One that has nothing after all need not be known.
+    /// Lists recovered namespaces as unused, those with the latest writes first, so that they are
+    /// given up last. One that turns out to be empty may be forgotten.
     pub(super) fn look_at_spaces(&mut self, found: &[u32]) {
         for &at in found.iter().rev() {
             self.namespaces.touch(at);
@@ -335,7 +334,7 @@ impl StoreState {
         }
     }
 
-    /// The board of a layout.
+    /// Index of the chunk table of a layout.
     pub(super) fn table_for(&self, layout: &Layout) -> Option<usize> {
         self.tables.iter().position(|table| table.layout == *layout)
     }
@@ -351,15 +350,15 @@ impl StoreState {
 // Limits on transfers and chunks. The limit of chunks is recorded on disk: opening with a smaller one
 // would drop chunks for good, and must be confirmed (`forget=true`).
 
-/// The name of the note.
+/// Name of the record.
 const NAME: &[u8] = b"limits";
 const VERSION: u8 = 1;
-/// What stands in a note that is of no namespace.
+/// Namespace number of a record that belongs to none.
 pub(super) const NO_SPACE: u32 = u32::MAX;
 
 impl StoreState {
-    /// Whether the chunks that were found fit, or may be forgotten. What has left may be found
-    /// again after a crash, so it is only asked where the limit was larger.
+    /// Checks that recovered chunks fit, or may be forgotten. After a crash evicted chunks may be
+    /// recovered again, so this is checked only if the limit was larger.
     pub(super) fn check_limits(&mut self, recovered: &Recovered) -> Result<()> {
         let note = recovered.sessions.iter().find(|session| *session.name == *NAME);
         let before = note.map_or(0, |note| read(&note.payload));
@@ -383,7 +382,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Adds the note to a batch of writes, if what the disk says is not so.
+    /// Adds the record of the limits to a batch of writes, if the one on disk is outdated.
     pub(super) fn note_limits(&self, batch: &mut WriteBatch) {
         let chunks = self.config.max_chunks as u64;
         if self.namespaces.noted_chunks != chunks {
@@ -393,13 +392,13 @@ impl StoreState {
         }
     }
 
-    /// The note is written.
+    /// The record of the limits was written.
     pub(super) fn limits_noted(&mut self) {
         self.namespaces.noted_chunks = self.config.max_chunks as u64;
     }
 }
 
-/// The chunks of a note; 0 where it is none that can be read.
+/// Limit of chunks in a record; 0 if it cannot be read.
 fn read(content: &[u8]) -> u64 {
     match content {
         [VERSION, chunks @ ..] => chunks.try_into().map_or(0, u64::from_le_bytes),
@@ -412,37 +411,38 @@ fn read(content: &[u8]) -> u64 {
 // Namespace records on disk: without its layout, recovered cells of a namespace are useless. A record is
 // written with the first chunk of a namespace and dropped with the last one.
 
-/// What is on disk of a namespace.
+/// What the disk has of a namespace.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Below {
-    /// Chunks of which something is there.
+    /// Chunks with a cell on disk.
     chunks: u32,
-    /// Records under way.
+    /// Records in flight.
     writing: u32,
     pub(super) noted: Noted,
 }
 
 impl Below {
-    /// Whether nothing is there, or on its way.
+    /// Whether nothing is on disk or in flight.
     pub(super) fn is_bare(&self) -> bool {
         self.chunks + self.writing == 0
     }
 }
 
-/// Whether what a namespace is can be found on disk.
+/// Whether the record of a namespace is on disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Noted {
     #[default]
     No,
-    /// It is written, and may not be durable.
+    /// Written; it may not be durable.
     Written(Mark),
-    /// It never will be durable: it has to be written anew.
+    /// It can never become durable, and must be written again.
     Lost(Mark),
     Lasts,
 }
 
 impl StoreState {
-    /// A record of a chunk is in a batch: with what its namespace is, unless that is known.
+    /// Adds the record of a chunk's namespace to a batch that has a record of the chunk, unless it
+    /// is on disk.
     pub(super) fn note_with(&mut self, at: At, batch: &mut WriteBatch) {
         let Some(number) = self.namespace_of(at) else { return };
         let below = &mut self.namespaces[number as usize].below;
@@ -454,8 +454,8 @@ impl StoreState {
         }
     }
 
-    /// A batch has ended: notes are written, or not; namespaces may have nothing on disk
-    /// after all.
+    /// Ends a batch: records of namespaces are written or not, and namespaces may have nothing on
+    /// disk after all.
     pub(super) fn noted_with(&mut self, batch: &WriteBatch) {
         for note in &batch.notes {
             // Also where another of the batch was not, and so no chunk.
@@ -475,14 +475,14 @@ impl StoreState {
         spaces.into_iter().for_each(|number| self.drop_note(number));
     }
 
-    /// Something of a chunk is on disk, and nothing was before.
+    /// A chunk has its first cell on disk.
     pub(super) fn arrived_on_disk(&mut self, at: At) {
         if let Some(number) = self.namespace_of(at) {
             self.namespaces[number as usize].below.chunks += 1;
         }
     }
 
-    /// Nothing of a chunk is on disk any more.
+    /// A chunk has no cell on disk any more.
     pub(super) fn left_below(&mut self, at: At) {
         if let Some(number) = self.namespace_of(at) {
             self.namespaces[number as usize].below.chunks -= 1;
@@ -490,7 +490,7 @@ impl StoreState {
         }
     }
 
-    /// What a namespace is need not be known of one that has nothing on disk.
+    /// Drops the record of a namespace that has no chunk on disk.
     pub(super) fn drop_note(&mut self, number: u32) {
         let below = &mut self.namespaces[number as usize].below;
         if !below.is_bare() || below.noted == Noted::No {
@@ -504,7 +504,7 @@ impl StoreState {
         }
     }
 
-    /// What has to be durable beside the chunks of a put.
+    /// Mark of the namespace record that a put needs durable.
     pub(super) fn mark_of_note(&self, number: u32) -> Option<Mark> {
         let one = &self.transfers.table[number].spec;
         let slot = *one.slots.first()?;
@@ -516,15 +516,14 @@ impl StoreState {
         }
     }
 
-    /// A note that could not be made durable where it was: cleaning may have taken it
-    /// elsewhere.
+    /// Mark of a record that could not be made durable at its place: compaction may have moved it.
     fn mark_of_moved(&self, space: u32, lost: Mark) -> Mark {
         let name = [NOTE, &self.namespaces[space as usize].key.0].concat();
         let segment = self.disk.as_ref().and_then(|disk| disk.segment_of_session(&name));
         segment.filter(|&segment| segment != lost.segment()).map_or(lost, Mark::so_far)
     }
 
-    /// Notes were synced for a put, or not.
+    /// Takes over which namespace records a put's sync made durable.
     pub(super) fn note_synced(&mut self, number: u32, batch: &SyncBatch) {
         let Some(mark) = self.mark_of_note(number) else { return };
         let how = batch.marks.iter().find(|(n, m, _)| (*n, *m) == (number, mark));
@@ -544,8 +543,8 @@ impl StoreState {
 }
 
 impl WriteBatch {
-    /// Says what became of its notes: before anything else of it is written. Where one could
-    /// not be written nothing is.
+    /// Writes the records of namespaces before the chunks of the batch, and stores their marks. If
+    /// one fails, the batch is not written.
     pub(in crate::store) fn write_notes(
         &mut self,
         mut write: impl FnMut(&[u8], &[u8]) -> Result<Mark>,
@@ -567,15 +566,15 @@ impl WriteBatch {
 //
 // Reuse of the numbers of namespaces and chunk tables: which one is forgotten when all are taken.
 
-/// Namespaces of which nothing is left are known so long, for what was learned of them.
+/// Most unused namespaces that are remembered for what was learned of them.
 const MOST_IDLE: usize = 1024;
-/// Where all that there may be have chunks, this part of them is given up at once: looking for
-/// them takes time.
+/// When all namespaces have chunks, one part in so many is given up at once, since the search takes
+/// time.
 const GIVEN_UP: usize = 16;
 
 impl StoreState {
-    /// A board that is nobody's. Moves may outlive their sessions, and have no chunks at all:
-    /// what they count in are the layers of theirs.
+    /// A chunk table without namespaces and transfers. A transfer may outlive its session, and
+    /// without chunks it references only the layers of its table.
     fn vacant_table(&self) -> Option<usize> {
         let is_moved =
             |at: usize| self.transfers.table.iter().any(|(_, one)| one.spec.table == at as u32);
@@ -583,7 +582,7 @@ impl StoreState {
         (0..self.tables.len()).find(|&at| is_vacant(&self.tables[at]) && !is_moved(at))
     }
 
-    /// Gives a board a number, which may have been that of another.
+    /// Puts a table at a free number, which may have been another table's.
     pub(super) fn seat(&mut self, table: ChunkTable) -> Result<usize> {
         if let Some(at) = self.vacant_table() {
             let number = at as u32;
@@ -606,8 +605,8 @@ impl StoreState {
         Ok(self.tables.len() - 1)
     }
 
-    /// Sees to it that there can be a namespace more. Where all that there may be have chunks,
-    /// those leave that nobody has used for longest.
+    /// Makes sure that one more namespace can be added. If all have chunks, those without handles
+    /// that were unused for the longest time are dropped.
     pub(super) fn make_room_for(&mut self, layout: &Layout) -> Result<()> {
         let is_new = self.table_for(layout).is_none();
         let is_full = self.namespaces.len() >= self.config.max_spaces;
@@ -634,7 +633,7 @@ impl StoreState {
         self.tables.len() >= self.config.max_layouts && self.vacant_table().is_none()
     }
 
-    /// Forgets namespaces of which nothing is left, but for the last ones.
+    /// Forgets unused namespaces except the latest `most`.
     fn forget_idle(&mut self, most: usize) {
         for _ in most..self.namespaces.idle() {
             let Some(at) = self.namespaces.next_idle() else { break };
@@ -648,7 +647,7 @@ impl StoreState {
         }
     }
 
-    /// Nothing is left of a namespace: its number may be another's from now on.
+    /// Forgets a namespace of which nothing is left. Its number will be used again.
     fn forget_unused_namespace(&mut self, at: u32) {
         self.drop_note(at);
         self.plans.forget_namespace(at);
@@ -658,7 +657,7 @@ impl StoreState {
         self.namespaces.remove(at);
     }
 
-    /// All chunks of namespaces that nobody has open leave, of as many as are worth it.
+    /// Drops the chunks of namespaces without handles, of as many as are worth it.
     fn give_up_spaces(&mut self) {
         let most = self.config.max_spaces;
         let closed = self.namespaces.known().filter(|(_, space)| !space.is_open());
@@ -677,7 +676,7 @@ impl StoreState {
         }
     }
 
-    /// All chunks of a layout leave of which nobody has a namespace open, if all of them may.
+    /// Drops the chunks of a layout without open namespaces, if all of them may leave.
     fn give_up_table(&mut self) {
         let mut last = vec![Some(0); self.tables.len()];
         for (_, space) in self.namespaces.known() {
@@ -698,7 +697,7 @@ impl StoreState {
         }
     }
 
-    /// Whether a chunk is held by the store alone, for its turn to be written, and at rest.
+    /// Whether a chunk is at rest and only the write queue references it.
     fn may_go(&self, table: u32, slot: Slot) -> bool {
         let rows = &self.tables[table as usize];
         let Some(row) = rows.chunks.chunk(slot) else { return true };
@@ -708,8 +707,8 @@ impl StoreState {
             && !self.writeback.chunk_waiters.contains_key(&At { table, slot })
     }
 
-    /// Chunks of some namespaces of a board leave all tiers, as far as they may. The remote
-    /// keeps what it has.
+    /// Drops the chunks of selected namespaces of a table from all tiers, if they may leave. The
+    /// remote keeps its objects.
     fn send_away(&mut self, table: u32, goes: impl Fn(u32) -> bool) {
         let rows = &self.tables[table as usize].chunks;
         let of = |slot: Slot| rows.chunk(slot).filter(|row| goes(row.namespace()));

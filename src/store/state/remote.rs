@@ -34,49 +34,49 @@ use crate::tier::remote::secret::Secret;
 use crate::tier::remote::shape::Shape;
 use crate::tier::remote::{Name, Trouble};
 
-/// Names that are to be taken away at the remote, at most: more are forgotten.
+/// Most names waiting to be removed at the remote. More are forgotten.
 const MOST_REMOVALS: usize = 1024;
 
-/// A batch has more time than a request, by its bytes: what a share of a line of 1 Gbit/s carries.
+/// Extra time of a batch: what a share of a 1 Gbit/s link carries in a millisecond.
 const BYTES_PER_MS: u64 = 16 << 10;
 
-/// How much longer a batch of so many bytes may take.
+/// Extra time of a batch of so many bytes, in ns.
 pub(super) fn time_of(bytes: u64) -> u64 {
     bytes.saturating_mul(1_000_000) / BYTES_PER_MS
 }
 
-/// What a store has of a remote.
+/// Configuration of the remote.
 #[derive(Clone, Debug)]
 pub struct RemoteConfig {
-    /// Bytes up to which layers are put together to an object.
+    /// Layers are joined to one object up to so many bytes.
     pub object_bytes: u64,
-    /// Most bytes of an object that the remote takes.
+    /// Most bytes of an object that the remote accepts.
     pub max_bytes: u64,
     /// Most objects of a batch.
     pub batch: usize,
-    /// How many fetch at once; 0 = that is not known.
+    /// Fetch workers; 0 = not known.
     pub fetchers: u32,
-    /// When chunks are sent there.
+    /// When chunks are uploaded.
     pub write: Write,
-    /// Which.
+    /// Spec of the admission rule for uploads.
     pub admission: String,
-    /// How long a request may take, beside the time for its bytes.
+    /// Timeout of a request, without the time for its bytes.
     pub timeout_ns: u64,
-    /// What was heard of a name counts for so long, if it was there.
+    /// How long an answer "present" is valid.
     pub fresh_ns: u64,
-    /// The same, if it was not.
+    /// How long an answer "absent" is valid.
     pub absent_ns: u64,
-    /// How many names are remembered.
+    /// Names whose answers are remembered.
     pub known: usize,
-    /// Sessions ask as soon as they have tokens.
+    /// Sessions start a lookup as soon as they have tokens.
     pub asks: bool,
-    /// What is there then is fetched before anybody asks for it.
+    /// KV that a lookup has found is prefetched.
     pub fetches: bool,
-    /// What names are keyed by, where objects are sealed.
+    /// Key of the names, if objects are sealed.
     pub secret: Option<Secret>,
-    /// What the breaker's chance begins with.
+    /// Seed of the breaker's random choices.
     pub seed: u64,
-    /// Memory of those who fetch, send and ask, which is paid for with the tables.
+    /// Memory of the remote workers, charged with the tables.
     pub beside_bytes: u64,
 }
 
@@ -102,49 +102,49 @@ impl Default for RemoteConfig {
     }
 }
 
-/// What is counted of a remote.
+/// Counters of the remote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RemoteCounters {
-    /// Names that were asked for.
+    /// Names looked up.
     pub asked: u64,
-    /// Of those, names that were there.
+    /// Names that lookups found.
     pub found: u64,
-    /// Names that were known without asking.
+    /// Names answered from memory, without a lookup.
     pub remembered: u64,
-    /// Objects that came.
+    /// Objects fetched.
     pub fetched: u64,
-    /// Cells that came and were right.
+    /// Cells fetched with a valid checksum.
     pub cells: u64,
-    /// Bytes of those.
+    /// Their bytes.
     pub fetched_bytes: u64,
-    /// Bytes that came and were not wanted.
+    /// Bytes fetched that nobody needed.
     pub wasted_bytes: u64,
-    /// Objects that were said to be there and were not.
+    /// Objects that a hint promised and the remote did not have.
     pub absent: u64,
-    /// Objects, or cells of them, that were not what they should be.
+    /// Objects or cells with wrong content.
     pub corrupt: u64,
-    /// Requests that were not answered in time, or not at all.
+    /// Requests without an answer before their deadline.
     pub late: u64,
-    /// Of those, requests that took twice their time, and had not ended.
+    /// Requests that took twice their timeout and have not returned.
     pub hung: u64,
-    /// Objects that were not fetched because the remote is left alone.
+    /// Objects not fetched because the circuit was open.
     pub avoided: u64,
-    /// Objects that were sent.
+    /// Objects uploaded.
     pub sent: u64,
     /// Their bytes.
     pub sent_bytes: u64,
-    /// Objects that somebody else had sent before.
+    /// Objects that another store had uploaded before.
     pub known_there: u64,
-    /// Objects that could not be sent.
+    /// Uploads that failed.
     pub failed_sends: u64,
-    /// Chunks that were not sent: not admitted, or too many waited.
+    /// Chunks not uploaded: rejected by admission, or too many were queued.
     pub refused: u64,
-    /// Objects that were taken away because they were not what they should be, or were dropped.
+    /// Objects removed because they were damaged or their chunk was dropped.
     pub removed: u64,
 }
 
 impl RemoteCounters {
-    /// Adds those of another life.
+    /// Adds the counters of another instance.
     pub fn add(&mut self, other: &RemoteCounters) {
         let RemoteCounters { asked, found, remembered, fetched, cells, fetched_bytes, .. } = *other;
         self.asked += asked;
@@ -171,21 +171,21 @@ impl RemoteCounters {
     }
 }
 
-/// A remote of a store.
+/// The remote of a store.
 pub(super) struct RemoteTier {
     pub config: RemoteConfig,
     pub breaker: Breaker,
-    /// The first job of each object that is to be fetched.
+    /// Fetches, each by the first job of its object.
     pub fetch: Stage,
-    /// All objects that jobs wait for.
+    /// Objects that jobs wait for.
     pub wanted: BTreeMap<(At, u32), WantedObject>,
-    /// The jobs that wait for cells which are under way.
+    /// Number of jobs that wait for a cell of a fetch in flight.
     pub awaited: BTreeMap<(At, u32), u32>,
-    /// Objects that are to be sent, whose cells are held.
+    /// Objects to be uploaded, whose cells are referenced.
     pub outs: VecDeque<(At, u32)>,
-    /// Bytes of those and of those that are under way.
+    /// Bytes of these and of uploads in flight.
     pub out_bytes: u64,
-    /// Puts that wait for a chunk to be there.
+    /// Puts that wait for the upload of a chunk.
     pub waits: BTreeMap<At, Vec<(u32, u32)>>,
     pub asking: Asking,
     pub remote_prefetch: RemotePrefetch,
@@ -193,7 +193,7 @@ pub(super) struct RemoteTier {
     pub known: Known,
     pub watch: Watch,
     pub removals: VecDeque<Name>,
-    /// Batches under way that take names away: nothing is sent beside them.
+    /// Batches of removals in flight. Nothing is uploaded meanwhile.
     pub removing: u32,
     pub admission: Admission,
     pub counters: RemoteCounters,
@@ -202,7 +202,7 @@ pub(super) struct RemoteTier {
 }
 
 impl RemoteTier {
-    /// That of a store, if it has one.
+    /// Opens the remote of a store, if it has one.
     pub fn open(config: &Config) -> Result<Option<Box<RemoteTier>>> {
         let Some(remote) = &config.remote else { return Ok(None) };
         Ok(Some(Box::new(RemoteTier {
@@ -228,7 +228,7 @@ impl RemoteTier {
         })))
     }
 
-    /// Whether nothing waits for it.
+    /// Whether no job, put or lookup waits for the remote.
     pub fn is_quiet(&self) -> bool {
         self.is_quiet_to_fetch()
             && self.outs.is_empty()
@@ -236,17 +236,17 @@ impl RemoteTier {
             && self.removals.is_empty()
     }
 
-    /// Whether no fetch waits.
+    /// Whether no fetch is queued.
     pub fn is_quiet_to_fetch(&self) -> bool {
         !self.fetch.has_queued()
     }
 
-    /// Whether there is anything to be sent, or taken away, that may go now.
+    /// Whether an upload or a removal may begin now.
     pub fn has_to_send(&self) -> bool {
         self.removing == 0 && (!self.outs.is_empty() || !self.removals.is_empty())
     }
 
-    /// Whether nothing is kept for anybody, as where nothing is under way.
+    /// Whether all waiters and references are gone, as must be when nothing is in flight.
     pub fn is_bare(&self) -> bool {
         self.is_quiet()
             && self.wanted.is_empty()
@@ -257,7 +257,7 @@ impl RemoteTier {
             && !self.asking.has_blocks()
     }
 
-    /// What is not at rest, in words.
+    /// Describes what is not at rest.
     pub fn words(&self) -> String {
         format!(
             "{} objects wanted, {} to be sent, {} bytes on their way, {} chunks waited for there",
@@ -268,12 +268,13 @@ impl RemoteTier {
         )
     }
 
-    /// Whether it is believed to be well enough to be fetched from.
+    /// Whether the circuit for reads is closed.
     pub fn is_well(&self) -> bool {
         self.breaker.is_closed(Way::Read)
     }
 
-    /// What became of a request, and whether it was to see if the remote is well again.
+    /// Takes over the outcome of a request. `probes` says that the request was the probe of an open
+    /// circuit.
     pub fn heard<T>(
         &mut self,
         way: Way,
@@ -289,7 +290,7 @@ impl RemoteTier {
         }
     }
 
-    /// An object is of no use to anybody.
+    /// Queues the removal of an object.
     pub fn take_away(&mut self, name: Name) {
         if self.removals.len() < MOST_REMOVALS {
             self.removals.push_back(name);
@@ -298,17 +299,17 @@ impl RemoteTier {
 }
 
 impl StoreState {
-    /// What is counted of the remote, if there is one.
+    /// Counters of the remote, if there is one.
     pub fn remote_counters(&self) -> Option<RemoteCounters> {
         self.remote.as_ref().map(|remote| remote.counters)
     }
 
-    /// How the ways to the remote are, and how often they were given up.
+    /// The breaker of the remote, if there is one.
     pub fn remote_breaker(&self) -> Option<&Breaker> {
         self.remote.as_ref().map(|remote| &remote.breaker)
     }
 
-    /// How chunks of a board are cut into objects; none where the remote takes none so long.
+    /// How chunks of a table are cut into objects; `None` if the remote accepts none of that size.
     pub(super) fn remote_shape(&mut self, table: u32) -> Option<Arc<Shape>> {
         let remote = self.remote.as_mut()?;
         let at = table as usize;
@@ -326,7 +327,7 @@ impl StoreState {
         remote.shapes[at].clone().filter(|shape| shape.most_bytes() <= remote.config.max_bytes)
     }
 
-    /// What objects of a namespace are called.
+    /// Names of the objects of a namespace.
     pub(super) fn remote_names(&mut self, space: u32) -> Option<Arc<Names>> {
         let home = *self.namespaces.get(space as usize)?;
         let fingerprint = self.tables[home.table as usize].fingerprint;
@@ -341,8 +342,8 @@ impl StoreState {
         Some(names)
     }
 
-    /// Whose a namespace's objects are at the remote; 0 = everybody's. INVALID = others have it
-    /// open, and have said something else.
+    /// Sets the owner of a namespace's objects at the remote; 0 = shared by all. Fails with INVALID
+    /// if the namespace is open with another owner.
     pub fn set_tenant(&mut self, space: u32, tenant: u64) -> Result<()> {
         let Some(one) = self.namespaces.get_mut(space as usize) else { return Ok(()) };
         if one.tenant == tenant {
@@ -358,14 +359,14 @@ impl StoreState {
         Ok(())
     }
 
-    /// A namespace is forgotten: its number will be another's.
+    /// Forgets a namespace: its number will be used again.
     pub(super) fn forget_remote_names(&mut self, space: u32) {
         if let Some(remote) = &mut self.remote {
             remote.names.remove(&space);
         }
     }
 
-    /// A board will be another layout's.
+    /// Forgets a chunk table: its number will be used again.
     pub(super) fn forget_remote_shape(&mut self, table: u32) {
         let shapes = self.remote.as_mut().map(|remote| &mut remote.shapes);
         if let Some(shape) = shapes.and_then(|all| all.get_mut(table as usize)) {
@@ -373,14 +374,14 @@ impl StoreState {
         }
     }
 
-    /// What a chunk is called in an object. What is before it is not said: its key commits to
-    /// that, and where chunks leave in any order nobody may know it any more.
+    /// Header of a chunk in an object. It does not name the parent: the key commits to it, and
+    /// where chunks are evicted in any order the parent may be unknown.
     pub(super) fn remote_record(&self, at: At) -> record::Chunk {
         let chunk = self.record_of(at);
         record::Chunk { parent: chunk.namespace, ..chunk }
     }
 
-    /// The name of an object of a chunk.
+    /// Name of an object of a chunk.
     pub(super) fn remote_name(&mut self, at: At, shape: &Shape, object: u32) -> Option<Name> {
         let rows = &self.tables[at.table as usize].chunks;
         let (space, key) = (rows.chunk(at.slot)?.namespace(), *rows.key(at.slot)?);
@@ -388,15 +389,15 @@ impl StoreState {
         Some(names.name(&key, &shape.cut(object as usize)))
     }
 
-    /// Lookups believe hints as long as the remote is well.
+    /// Tells lookups whether hints count: only while the circuit is closed.
     pub(super) fn follow_breaker(&mut self) {
         let Some(remote) = &self.remote else { return };
         let is_well = remote.is_well();
         self.tables.iter_mut().for_each(|table| table.chunks.count_remote(is_well));
     }
 
-    /// The remote has not got an object, or nothing sound under its name. Who calls this says so
-    /// with [`StoreState::note_remote_index`].
+    /// Removes the hint of an object that the remote lacks, or has damaged. The caller publishes
+    /// that with [`StoreState::note_remote_index`].
     pub(super) fn forget_hint(&mut self, at: At, layers: std::ops::Range<u32>) {
         for layer in layers {
             let cell = Cell { chunk: at.slot, layer: layer as usize };
@@ -407,8 +408,7 @@ impl StoreState {
         }
     }
 
-    /// A chunk is not wanted any more: what the remote is known to have of it is taken away there,
-    /// as far as that goes.
+    /// A chunk was dropped: removes what is known of it at the remote.
     pub(super) fn drop_remote(&mut self, at: At) {
         let before = self.remote_cells(at);
         let Some(shape) = self.remote_shape(at.table).filter(|_| before > 0) else { return };
@@ -424,13 +424,13 @@ impl StoreState {
         self.note_remote_index(at, before);
     }
 
-    /// How many cells of a chunk the remote has, as far as is known.
+    /// Cells of a chunk that the remote has, by hints.
     pub(super) fn remote_cells(&self, at: At) -> usize {
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
         row.map_or(0, |row| usize::from(row.cells()[Tier::Remote as usize]))
     }
 
-    /// A chunk that is whole at the remote, or is not any more, is an event.
+    /// Publishes that all of a chunk is at the remote now, or no longer.
     pub(super) fn note_remote_index(&mut self, at: At, before: usize) {
         let layers = self.tables[at.table as usize].layout.layers();
         let after = self.remote_cells(at);
@@ -447,16 +447,16 @@ impl StoreState {
 // Recent answers about names. An answer may be stale, and few names may be confused with others: that
 // costs a request, or a miss.
 
-/// Names that share a place.
+/// Entries of a set.
 const WAYS: usize = 4;
-/// The nanoseconds of a tick: a name's age is counted in these.
+/// Unit of ages in the table: 2^26 ns.
 const TICK_NS: u64 = 1 << 26;
 
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct Entry {
     tag: u64,
-    /// When it was heard, in ticks plus one; 0 = never.
+    /// Time of the answer in ticks, plus one; 0 = empty.
     tick: u32,
     is_there: u32,
 }
@@ -464,7 +464,7 @@ struct Entry {
 // SAFETY: integers only.
 unsafe impl Zeroable for Entry {}
 
-/// A table of names.
+/// A set-associative table of answers.
 pub(super) struct Known {
     entries: Zeroed<Entry>,
     sets: usize,
@@ -477,12 +477,12 @@ impl Known {
         Ok(Known { entries: Zeroed::new(sets * WAYS)?, sets })
     }
 
-    /// Its memory.
+    /// Bytes of the table.
     pub fn bytes(&self) -> u64 {
         (self.entries.len() * size_of::<Entry>()) as u64
     }
 
-    /// What was heard of a name not longer ago than that: there, or not.
+    /// The answer for a name, if it is young enough.
     pub fn get(&self, name: &Name, now_ns: u64, fresh_ns: u64, absent_ns: u64) -> Option<bool> {
         let (first, tag) = self.place(name);
         let entry = self.entries[first..first + WAYS].iter().find(|one| one.tag == tag)?;
@@ -492,14 +492,14 @@ impl Known {
         (age_ns <= if is_there { fresh_ns } else { absent_ns }).then_some(is_there)
     }
 
-    /// Whether a name was heard to be there at that time or later.
+    /// Whether a name was present at a time or later.
     pub fn was_there_since(&self, name: &Name, since_ns: u64) -> bool {
         let (first, tag) = self.place(name);
         let entry = self.entries[first..first + WAYS].iter().find(|one| one.tag == tag);
         entry.is_some_and(|one| one.is_there != 0 && u64::from(one.tick) > since_ns / TICK_NS)
     }
 
-    /// Notes what was heard; the oldest of its place is forgotten.
+    /// Records an answer; the oldest of its set is forgotten.
     pub fn put(&mut self, name: &Name, is_there: bool, now_ns: u64) {
         let (first, tag) = self.place(name);
         let set = &mut self.entries[first..first + WAYS];
@@ -511,7 +511,7 @@ impl Known {
         set[at] = Entry { tag, tick, is_there: u32::from(is_there) };
     }
 
-    /// The first entry of a name's place, and what stands for it there.
+    /// First entry of a name's set, and the tag of the name.
     fn place(&self, name: &Name) -> (usize, u64) {
         let word = |at: usize| {
             let mut bytes = [0; 8];
@@ -528,24 +528,23 @@ impl Known {
 // Named blocks at the remote. A block that the remote has gets a row without a reference; the hint
 // keeps it until rows are needed.
 
-/// Blocks that moves ask for at once, at most.
+/// Most blocks of one remote lookup.
 const MOST_ASKED: usize = 1 << 20;
 
-/// Blocks that a move asks for.
+/// Blocks that a transfer looks up.
 #[derive(Default)]
 pub(super) struct Named {
     space: u32,
     keys: Vec<Key>,
 }
 
-/// Rows of blocks that were located, the earliest first, and which use of its slot each is.
+/// Rows of blocks that lookups have found, the earliest first, with the generation of the row.
 #[derive(Default)]
 pub(super) struct Located(VecDeque<(At, u32)>);
 
 impl StoreState {
-    /// Begins a move that ends when it is known which of some blocks are here or at the remote.
-    /// It says of each how that went, NOT_FOUND for one that is in neither, and goes on when the
-    /// session is closed.
+    /// Begins a transfer that completes when it is known which blocks are here or at the remote.
+    /// Each block has an outcome; NOT_FOUND = in neither. It goes on when the session is closed.
     pub fn locate_blocks(&mut self, at: u32, keys: Vec<Key>) -> Result<u32> {
         let space = self.session(at)?.space;
         if keys.is_empty() || keys.len() > MAX_BLOCKS {
@@ -585,7 +584,7 @@ impl StoreState {
         Ok(number)
     }
 
-    /// Whether all of a chunk is here or, where that counts, at the remote as far as is known.
+    /// Whether all of a chunk is here, or at the remote by its hints.
     pub(super) fn is_found(&self, table: u32, slot: Slot) -> bool {
         let rows = &self.tables[table as usize];
         let marks = rows.chunks.marks(slot).unwrap_or_default();
@@ -595,7 +594,7 @@ impl StoreState {
                 .all(|one| one.there() != 0 || one.is_remote() && rows.chunks.counts_remote())
     }
 
-    /// The row of a block, NONE where there is none.
+    /// Row of a block, or NONE.
     fn find_block(&self, space: u32, key: &Key) -> Slot {
         let chunks = &self.tables[self.namespaces[space as usize].table as usize].chunks;
         let is_it = |slot: &Slot| chunks.chunk(*slot).is_some_and(|row| row.namespace() == space);
@@ -606,7 +605,7 @@ impl StoreState {
         self.remote.as_ref()?.asking.inquiries.get(&Asker::Blocks(number))
     }
 
-    /// Whether a move asks for blocks of a namespace, whose session may be closed.
+    /// Whether a transfer looks up blocks of a namespace. Its session may be closed.
     pub(super) fn is_looked_up(&self, space: u32) -> bool {
         let first = Asker::Blocks(0);
         self.remote.as_ref().is_some_and(|remote| {
@@ -614,7 +613,7 @@ impl StoreState {
         })
     }
 
-    /// A chunk leaves the table: what the remote has of it is asked for when it is wanted again.
+    /// A chunk leaves the table: what the remote has of it must be looked up again.
     pub(super) fn forget_remote(&mut self, at: At) {
         let before = self.remote_cells(at);
         if before > 0 {
@@ -623,14 +622,14 @@ impl StoreState {
         }
     }
 
-    /// A board will be another layout's: what was located of this one is gone.
+    /// Forgets found blocks of a table whose number will be used again.
     pub(super) fn forget_located_of(&mut self, table: u32) {
         if let Some(remote) = &mut self.remote {
             remote.located.0.retain(|(at, _)| at.table != table);
         }
     }
 
-    /// The next blocks of a move: which to ask for.
+    /// The next blocks of a transfer to look up.
     pub(super) fn window_of_blocks(&mut self, number: u32) -> Option<Window> {
         let space = self.named_by(number)?.named.space;
         let table = self.namespaces[space as usize].table;
@@ -662,7 +661,7 @@ impl StoreState {
         Some(window)
     }
 
-    /// What was heard of blocks of a move; whether more are to be asked for.
+    /// Records the answers for blocks of a transfer. Returns whether more are to be looked up.
     pub(super) fn note_block_answers(&mut self, number: u32, asked: &[Asked]) -> bool {
         let there = asked.iter().filter(|one| one.result == Ok(true)).map(|one| one.chunk);
         let there: Vec<usize> = there.collect();
@@ -675,8 +674,8 @@ impl StoreState {
         inquiry.next < inquiry.named.keys.len()
     }
 
-    /// The remote has some blocks of a move, as far as is known: they get rows, if nobody has to
-    /// leave for those but others that were located.
+    /// Adds rows for blocks that the remote has, if that evicts nothing but rows of other such
+    /// blocks.
     pub(super) fn note_blocks(&mut self, number: u32, chunks: &[usize]) {
         for &chunk in chunks {
             let Some(Named { space, keys }) = self.named_by(number).map(|one| &one.named) else {
@@ -696,14 +695,13 @@ impl StoreState {
         }
     }
 
-    /// Sees to it that so many rows can be added, if nobody has to leave for them but blocks that
-    /// were located; whether they can.
+    /// Frees so many rows by forgetting found blocks alone. Returns whether that was enough.
     pub(super) fn rows_for_hints(&mut self, rows: usize) -> bool {
         self.forget_located(rows);
         rows <= self.free_rows() && self.reserve_rows(rows).is_ok()
     }
 
-    /// The remote has a block, as far as is known, and its row stays for that.
+    /// Keeps the row of a block that the remote has.
     fn keep_by_hint(&mut self, at: At) {
         self.hint_remote(at);
         let rows = &mut self.tables[at.table as usize];
@@ -720,17 +718,17 @@ impl StoreState {
         }
     }
 
-    /// Whether a row stays although nobody holds it and none of its cells is here.
+    /// Whether a row stays for a hint, without references and cells.
     pub(super) fn is_kept_by_hint(&self, at: At) -> bool {
         self.tables[at.table as usize].has(at.slot, note::LOCATED) && self.remote_cells(at) > 0
     }
 
-    /// Forgets blocks that were located until so many rows are free, or no such block is left.
+    /// Forgets found blocks until so many rows are free, or none is left.
     pub(super) fn forget_located(&mut self, rows: usize) {
         while self.free_rows() < rows && self.forget_first_located() {}
     }
 
-    /// Forgets the block that was located before all others; whether there was one.
+    /// Forgets the earliest found block. Returns whether there was one.
     fn forget_first_located(&mut self) -> bool {
         let first = self.remote.as_mut().and_then(|remote| remote.located.0.pop_front());
         let Some((at, generation)) = first else { return false };
@@ -742,8 +740,7 @@ impl StoreState {
         true
     }
 
-    /// Nothing more is asked for a move. Blocks that are not known to be anywhere end with this
-    /// status.
+    /// Ends the lookup of a transfer. Blocks that were not found get this status.
     pub(super) fn located_blocks(&mut self, number: u32, status: Status) {
         let Some(remote) = &mut self.remote else { return };
         let asker = Asker::Blocks(number);
@@ -773,16 +770,16 @@ impl StoreState {
 // the store stops waiting for a request: gets miss, lookups end without an answer, puts of level
 // *remote* fail. The request keeps its memory until it returns.
 
-/// The time at which the core stops waiting for a request, and the number of the request.
+/// When the store stops waiting for a request, and the number of the request.
 pub(super) type Ticket = (u64, u64);
 
-/// What a request transfers or asks.
+/// What a request does.
 pub(super) enum What {
-    /// These cells are fetched.
+    /// Fetches these cells.
     Fetch(Vec<(At, u32)>),
-    /// This is asked for somebody, of this serial.
+    /// Looks up names for an asker with this serial.
     Ask(Asker, u64),
-    /// Objects of these chunks are sent.
+    /// Uploads objects of these chunks.
     Send(Vec<At>),
 }
 
@@ -798,23 +795,23 @@ impl What {
 
 struct Request {
     what: What,
-    /// It is to see if the remote is well again.
+    /// It probes an open circuit.
     probes: bool,
 }
 
-/// The requests that are under way.
+/// Requests in flight.
 #[derive(Default)]
 pub(super) struct Watch {
     begun: u64,
     open: BTreeMap<Ticket, Request>,
-    /// Requests that the core no longer waits for.
+    /// Requests that the store no longer waits for.
     hung: BTreeMap<Ticket, What>,
-    /// The cells that hung fetches would bring.
+    /// Cells that hung fetches would bring.
     cells: BTreeSet<(At, u32)>,
 }
 
 impl Watch {
-    /// A request begins that has so long by itself.
+    /// Begins to watch a request with this timeout.
     pub fn begin(&mut self, now_ns: u64, timeout_ns: u64, what: What, probes: bool) -> Ticket {
         self.begun += 1;
         let ticket = (now_ns.saturating_add(timeout_ns.saturating_mul(2)), self.begun);
@@ -822,8 +819,8 @@ impl Watch {
         ticket
     }
 
-    /// Ends the watch of a request that has returned. Returns false if the core had stopped waiting:
-    /// the breaker has counted such a request already.
+    /// Ends the watch of a request that has returned. Returns false if the store had stopped
+    /// waiting; then the breaker has counted the request already.
     pub fn end(&mut self, ticket: Ticket) -> bool {
         let in_time = self.open.remove(&ticket).is_some();
         if let Some(What::Fetch(cells)) = self.hung.remove(&ticket) {
@@ -858,7 +855,7 @@ impl StoreState {
         count > 0 && self.hung(workers) >= count
     }
 
-    /// Stops waiting for every request that is overdue.
+    /// Stops waiting for each request that is overdue.
     pub(super) fn leave_overdue(&mut self) {
         while let Some(remote) = &mut self.remote {
             let Some(first) = remote.watch.open.first_entry() else { break };

@@ -24,39 +24,39 @@ use crate::tier::remote::object::{Place as Goal, Verdict};
 use crate::tier::remote::shape::Shape;
 use crate::tier::remote::{Name, Trouble};
 
-/// An object that jobs wait for: one of them stands in the queue for all.
+/// An object that jobs wait for. One of them is in the queue for all.
 #[derive(Default)]
 pub(super) struct WantedObject {
     pub jobs: Vec<u32>,
-    /// In which lane that one stands.
+    /// Lane of the queued job.
     lane: usize,
-    /// Somebody waits for a cell of one of them: in which lane, and whose it is.
+    /// Most urgent waiter for a cell: its lane and session.
     hurry: Option<(usize, u32)>,
 }
 
-/// A cell of an object that has memory to come to.
+/// A cell of an object, with the memory that it will be copied to.
 #[derive(Clone, Copy, Debug)]
 struct Comer {
     layer: u32,
     piece: Piece,
 }
 
-/// An object that is to be fetched.
+/// An object to be fetched.
 pub struct Fetch {
     at: At,
     object: u32,
     comers: Vec<Comer>,
-    /// What it is called.
+    /// Name of the object.
     pub name: Name,
-    /// How its chunk is cut.
+    /// How the chunk is cut into objects.
     pub shape: Arc<Shape>,
-    /// Whose it is.
+    /// Header of the chunk.
     pub chunk: record::Chunk,
-    /// Where each of its cells goes.
+    /// Destination of each cell.
     pub places: Vec<Goal>,
-    /// How it went.
+    /// Outcome of the request.
     pub result: Result<(), Trouble>,
-    /// And each of its cells.
+    /// Outcome of each cell.
     pub verdicts: Vec<Verdict>,
 }
 
@@ -65,12 +65,12 @@ pub struct Fetch {
 unsafe impl Send for Fetch {}
 
 impl Fetch {
-    /// Its number in its chunk.
+    /// Index of the object in its chunk.
     pub fn object(&self) -> usize {
         self.object as usize
     }
 
-    /// Whether it came whole, and is not what it should be.
+    /// Whether the object arrived whole with wrong content.
     fn is_damaged(&self) -> bool {
         self.result == Err(Trouble::Damaged) || self.verdicts.contains(&Verdict::Damaged)
     }
@@ -80,16 +80,16 @@ impl Fetch {
     }
 }
 
-/// Objects that are fetched together.
+/// A batch of fetches.
 #[derive(Default)]
 pub struct FetchBatch {
     pub(super) load: Load,
-    /// Each of them.
+    /// The fetches.
     pub fetches: Vec<Fetch>,
-    /// They are to see if the remote is well again.
+    /// It probes an open circuit.
     probes: bool,
     ticket: Ticket,
-    /// How long they may take together.
+    /// Timeout of the batch.
     pub timeout_ns: u64,
 }
 
@@ -104,7 +104,7 @@ impl FetchBatch {
 }
 
 impl StoreState {
-    /// Whether a cell that is nowhere here may come from the remote.
+    /// Whether a cell that is in no tier may be fetched from the remote.
     pub(super) fn may_fetch(&self, table: u32, cell: Cell) -> bool {
         let chunks = &self.tables[table as usize].chunks;
         let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
@@ -113,7 +113,7 @@ impl StoreState {
         self.remote.as_deref().is_some_and(goes) && marks.is_some_and(|marks| marks.is_remote())
     }
 
-    /// Has a cell brought from the remote, as a job wants it.
+    /// Queues the fetch of a cell for a job.
     pub(super) fn fetch(&mut self, id: u32, table: u32, cell: Cell) {
         let Some(shape) = self.remote_shape(table) else {
             return self.end_job(id, 0, Some(Status::NotFound.into()));
@@ -131,14 +131,15 @@ impl StoreState {
         self.want(at, object as u32, id, &shape);
     }
 
-    /// A job waits for an object, with others or as the first one.
+    /// Adds a job to the waiters for an object.
     fn want(&mut self, at: At, object: u32, id: u32, shape: &Shape) {
         let Some(remote) = &mut self.remote else { return };
         remote.wanted.entry((at, object)).or_default().jobs.push(id);
         self.line_up(at, object, shape);
     }
 
-    /// A job does not wait for its object any more; another may stand in the queue then.
+    /// Removes a job from the waiters for an object. Another one may have to be queued in its
+    /// place.
     pub(super) fn unwant(&mut self, id: u32, table: u32, cell: Cell) {
         let Some(shape) = self.remote_shape(table) else { return };
         let Some(object) = shape.object_of(cell.layer as u32) else { return };
@@ -153,8 +154,8 @@ impl StoreState {
         }
     }
 
-    /// A job waits for a cell that is on its way. If that is in the queue with its object, it waits
-    /// no longer than the job may.
+    /// A job waits for a cell that is being fetched or queued: the object gets the job's urgency if
+    /// that is higher.
     pub(super) fn expedite_fetch(&mut self, id: u32, at: At, layer: usize) {
         if self.remote.as_ref().is_none_or(|remote| remote.wanted.is_empty()) {
             return;
@@ -171,8 +172,7 @@ impl StoreState {
         }
     }
 
-    /// One of the jobs that wait for an object stands in the queue, where the most urgent one of
-    /// all may.
+    /// Queues one waiter for an object, at the urgency of the most urgent one.
     fn line_up(&mut self, at: At, object: u32, shape: &Shape) {
         let Some(remote) = &mut self.remote else { return };
         let Some(wanted) = remote.wanted.get_mut(&(at, object)) else { return };
@@ -191,8 +191,7 @@ impl StoreState {
         remote.fetch.queue.push(lane, flow, first, bytes);
     }
 
-    /// The next objects to be fetched, up to a batch. From a remote that is left alone nothing
-    /// comes.
+    /// Takes the next fetches, up to a batch. None while the circuit is open.
     pub(super) fn take_fetches(&mut self) -> Option<FetchBatch> {
         let remote = self.remote.as_mut()?;
         let leave = match remote.is_quiet_to_fetch() {
@@ -249,7 +248,7 @@ impl StoreState {
         }
     }
 
-    /// All that waits for an object, and what comes along.
+    /// Collects the jobs that wait for an object, and its other cells.
     fn begin_fetch(&mut self, at: At, layer: usize) -> Option<Fetch> {
         let shape = self.remote_shape(at.table)?;
         let object = shape.object_of(layer as u32)? as u32;
@@ -286,7 +285,7 @@ impl StoreState {
         Some(Fetch { at, object, comers, name, shape, chunk, places, result, verdicts })
     }
 
-    /// Memory for a cell that nobody waits for, if that sends nobody away.
+    /// Allocates memory for a cell that no job waits for, if that evicts nothing.
     fn promote_too(&mut self, at: At, layer: usize) -> Option<Piece> {
         let cell = Cell { chunk: at.slot, layer };
         let rows = &mut self.tables[at.table as usize];
@@ -324,7 +323,7 @@ impl StoreState {
         self.follow_breaker();
     }
 
-    /// What became of an object, and of all that waited for it.
+    /// Ends a fetch for all its waiters.
     fn end_fetch(&mut self, fetch: &Fetch) {
         let (at, now_ns) = (fetch.at, self.now_ns);
         let layers = fetch.shape.layers(fetch.object());
@@ -373,8 +372,8 @@ impl StoreState {
         self.tidy(at.table, at.slot);
     }
 
-    /// An object of a chunk is missing. Who asks is told so for a while, although the object that
-    /// stands for all may be there, and the next put sends them all.
+    /// An object of a chunk is missing. Lookups answer "absent" for a while, although they ask only
+    /// for the last object, and the next put uploads all objects.
     fn note_gap(&mut self, at: At, shape: &Shape) {
         if shape.objects() == 1 {
             return; // it stands for itself
@@ -386,7 +385,7 @@ impl StoreState {
         }
     }
 
-    /// A job that waits for the remote is given up; its cell comes without it.
+    /// A job that waits for a fetch is cancelled. Its cell may still arrive.
     pub(super) fn leave_fetch(&mut self, id: u32, at: At, layer: usize) {
         self.transfers.jobs[id].piece = None;
         if let Some(remote) = &mut self.remote {
@@ -394,7 +393,7 @@ impl StoreState {
         }
     }
 
-    /// The way of one cell has ended; its bytes, if it came.
+    /// Ends one cell of a fetch. Returns its bytes if it arrived.
     fn end_comer(&mut self, at: At, comer: &Comer, arrival: Arrival) -> u64 {
         let cell = Cell { chunk: at.slot, layer: comer.layer as usize };
         let rows = &mut self.tables[at.table as usize];
@@ -428,25 +427,25 @@ impl StoreState {
 // Prefetches from the remote: once a lookup says what the remote has of a session, everything that
 // arrives sooner than it could be computed is fetched.
 
-/// The lane of what will be wanted soon.
+/// Lane of prefetches.
 const LANE: usize = 1;
-/// Where plans have what comes from elsewhere.
+/// Index of the remote among the sources of a plan.
 const ELSEWHERE: usize = 2;
 
-/// Fetches that the store begins itself.
+/// Prefetches that the store begins by itself.
 #[derive(Default)]
 pub(super) struct RemotePrefetch {
-    /// Sessions of which it became known what the remote has.
+    /// Sessions whose KV at the remote has become known.
     line: VecDeque<u32>,
-    /// Moves under way, and whose they are.
+    /// Prefetches in flight, with their sessions.
     moves: Vec<(u32, u32)>,
     is_busy: bool,
-    /// The next move that begins is for this session.
+    /// Session of the next transfer, if that is a prefetch.
     begins: Option<u32>,
 }
 
 impl RemotePrefetch {
-    /// It is known what the remote has of a session.
+    /// Queues a session.
     pub fn add(&mut self, session: u32) {
         if !self.line.contains(&session) {
             self.line.push_back(session);
@@ -455,13 +454,13 @@ impl RemotePrefetch {
 }
 
 impl StoreState {
-    /// Whether a move is one of these: nobody waits for its end.
+    /// Whether a transfer is such a prefetch, which no caller waits for.
     pub(super) fn is_prefetch(&self, number: u32) -> bool {
         let moves = self.remote.as_ref().map_or(&[][..], |remote| &remote.remote_prefetch.moves);
         moves.iter().any(|&(_, one)| one == number)
     }
 
-    /// A move begins: it may be one of these.
+    /// Records a transfer that begins, if it is a prefetch.
     pub(super) fn prefetch_begins(&mut self, number: u32) {
         if let Some(remote_prefetch) =
             self.remote.as_mut().map(|remote| &mut remote.remote_prefetch)
@@ -471,14 +470,14 @@ impl StoreState {
         }
     }
 
-    /// A move has ended.
+    /// Forgets a prefetch that has ended.
     pub(super) fn prefetch_ended(&mut self, number: u32) {
         if let Some(remote) = &mut self.remote {
             remote.remote_prefetch.moves.retain(|&(_, one)| one != number);
         }
     }
 
-    /// Begins to fetch for the next session; false when there is none.
+    /// Begins the prefetch for the next session. Returns false if there is none.
     pub(super) fn fetch_ahead(&mut self) -> bool {
         let Some(remote_prefetch) = self.remote.as_mut().map(|remote| &mut remote.remote_prefetch)
         else {
@@ -537,7 +536,7 @@ impl StoreState {
         }
     }
 
-    /// Nobody wants what is fetched for a session, or for all.
+    /// Cancels the prefetches of a session, or of all.
     pub fn cancel_prefetch(&mut self, session: Option<u32>) {
         let Some(remote) = &mut self.remote else { return };
         let is_meant = |at: u32| session.is_none_or(|session| session == at);

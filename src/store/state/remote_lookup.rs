@@ -16,81 +16,81 @@ use crate::store::state::{At, StoreState};
 use crate::tier::remote::breaker::{Leave, Way};
 use crate::tier::remote::{Name, Trouble};
 
-/// Chunks that are asked for together.
+/// Chunks of one request.
 pub(super) const WINDOW: usize = 64;
-/// Cells that are noted together, of chunks that are known to be there: whoever does that, maybe
-/// an engine's own thread, has the lock meanwhile.
+/// Most cells that are recorded at once from remembered answers, since that holds the lock, maybe
+/// on an engine's thread.
 const NOTED_CELLS: usize = 8192;
 
-/// For whom is asked.
+/// For whom a lookup is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Asker {
     /// A session, for its path.
     Session(u32),
-    /// A move, for blocks that it names.
+    /// A transfer, for the blocks that it names.
     Blocks(u32),
 }
 
-/// What is asked for somebody.
+/// Lookup of one asker.
 #[derive(Default)]
 pub(super) struct PendingLookup {
-    /// Which session or move: numbers are used again.
+    /// Identifies the session or transfer, since numbers are reused.
     pub serial: u64,
-    /// The next chunk that is asked for.
+    /// Next chunk to look up.
     pub next: usize,
-    /// It stands in the line, or is asked for now.
+    /// It is queued, or a request is in flight.
     pub is_busy: bool,
-    /// Moves that wait for the end of a session's.
+    /// Transfers that wait for the lookup of their session.
     pub waiting: Vec<u32>,
-    /// The blocks of a move's.
+    /// Blocks of a transfer.
     pub named: Named,
 }
 
-/// All that is asked for.
+/// All lookups.
 #[derive(Default)]
 pub(super) struct Asking {
     pub line: VecDeque<Asker>,
-    /// Somebody waits for the end of what stands there.
+    /// A caller waits for the end of what is queued.
     pub is_urgent: bool,
     pub inquiries: BTreeMap<Asker, PendingLookup>,
-    /// Counts moves that ask.
+    /// Counts transfers with lookups.
     pub serial: u64,
 }
 
 impl Asking {
-    /// Whether somebody waits for his turn.
+    /// Whether a lookup is queued.
     pub fn waits(&self) -> bool {
         !self.line.is_empty()
     }
 
-    /// Whether a move waits for what it asked for.
+    /// Whether a transfer waits for its lookup.
     pub fn has_blocks(&self) -> bool {
         self.inquiries.keys().any(|asker| matches!(asker, Asker::Blocks(_)))
     }
 }
 
-/// A name that is asked for.
+/// A name in a request.
 pub struct Asked {
     pub(super) chunk: usize,
-    /// Its key: the session may be another by then.
+    /// Key of its chunk, since the path of the session may change meanwhile.
     pub(super) key: Key,
-    /// The name: of the object of a chunk that is sent last.
+    /// Name of the object that an upload writes last.
     pub name: Name,
-    /// Whether it is there.
+    /// Whether the remote has it.
     pub result: std::result::Result<bool, Trouble>,
 }
 
-/// Names that are asked for together.
+/// A batch of lookups.
 pub struct AskBatch {
     asker: Asker,
     serial: u64,
-    /// Each of them.
+    /// The names.
     pub asked: Vec<Asked>,
-    /// How long that may take.
+    /// Timeout of the batch.
     pub timeout_ns: u64,
-    /// Since when it is under way.
+    /// When it began.
     since_ns: u64,
-    /// It is to see if the remote is well again.
+    /// It probes an open circuit.
     probes: bool,
     ticket: Ticket,
 }
@@ -102,27 +102,26 @@ impl AskBatch {
     }
 }
 
-/// What is known of the next chunks before anybody is asked.
+/// The next chunks of a lookup, as far as they are known without a request.
 #[derive(Default)]
 pub(super) struct Window {
-    /// These are to be asked for.
+    /// Names to look up.
     pub asked: Vec<Asked>,
-    /// These are there, as was heard lately.
+    /// Chunks that are present by a remembered answer.
     pub there: Vec<usize>,
-    /// The first chunk behind it.
+    /// First chunk behind the window.
     pub end: usize,
-    /// More is known, or to be asked for, than it has room for.
+    /// More chunks than fit are known or must be looked up.
     pub is_cut: bool,
 }
 
-/// How many chunks of so many layers are noted together.
+/// Chunks of so many layers that are recorded at once.
 pub(super) fn noted_chunks(layers: usize) -> usize {
     (NOTED_CELLS / layers.max(1)).max(1)
 }
 
 impl StoreState {
-    /// Notes what was heard lately of what a session has and the store has not; has the remote
-    /// asked for the rest.
+    /// Records remembered answers for a session's chunks, and queues a lookup for the rest.
     fn inquire(&mut self, at: u32, asks: bool) {
         let Ok(session) = self.session(at) else { return };
         let (serial, next) = (session.who.session.unwrap_or(0), session.asked);
@@ -144,8 +143,8 @@ impl StoreState {
         }
     }
 
-    /// Notes what was heard lately of a session's next chunks, so that a get finds them; whether
-    /// more is to be asked for.
+    /// Records remembered answers for a session's next chunks, so that a get finds them. Returns
+    /// whether more must be looked up.
     fn recall(&mut self, at: u32) -> bool {
         let window = self.window(at, 1).unwrap_or_default();
         self.note_in_remote(at, &window.there);
@@ -158,8 +157,8 @@ impl StoreState {
         first.is_some() || window.is_cut
     }
 
-    /// Tokens were added to a session: what it may go on from elsewhere is asked for. What comes
-    /// in little by little is computed here, and nowhere else.
+    /// Tokens were appended to a session: looks up what it may continue from. Few tokens at a time
+    /// are decoded here and cannot be elsewhere.
     pub(super) fn inquire_after(&mut self, at: u32, tokens: usize) {
         let asks = self.remote.as_ref().is_some_and(|remote| remote.config.asks);
         let Ok(session) = self.session(at) else { return };
@@ -170,8 +169,8 @@ impl StoreState {
         }
     }
 
-    /// Begins a move that ends when it is known how far a session can go on with what is here
-    /// and at the remote: so many tokens are its result.
+    /// Begins a transfer that completes when it is known how many tokens a session can continue
+    /// from, here or at the remote. They are its result.
     pub fn locate(&mut self, at: u32) -> Result<u32> {
         // What was not there when it was last asked for may be now.
         self.session_mut(at)?.asked = 0;
@@ -192,7 +191,7 @@ impl StoreState {
         Ok(number)
     }
 
-    /// A move that moves nothing, and says of so many blocks how it went; none for a path.
+    /// Begins a transfer without cells, with an outcome for each of `slots`, or none for a path.
     pub(super) fn begin_locating(&mut self, at: u32, slots: Vec<Slot>) -> Result<u32> {
         let session = self.session(at)?;
         let spec = MoveSpec {
@@ -219,7 +218,7 @@ impl StoreState {
         Ok(number)
     }
 
-    /// It is known where a session's chunks are.
+    /// Completes a transfer that waited for a session's lookup.
     fn located(&mut self, at: u32, number: u32) {
         let found = self.find_path(at).map(|(_, _, reach)| reach.tokens);
         let one = &mut self.transfers.table[number];
@@ -230,7 +229,7 @@ impl StoreState {
         self.end_move(number);
     }
 
-    /// A move that waits for answers is given up; whether it was one.
+    /// Cancels a transfer that waits for a lookup. Returns whether it was one.
     pub(super) fn stop_locating(&mut self, number: u32, status: Status) -> bool {
         let one = &self.transfers.table[number];
         if one.locates.is_none() {
@@ -251,7 +250,7 @@ impl StoreState {
         true
     }
 
-    /// A session was cut to so many chunks.
+    /// A session was truncated to so many chunks.
     pub(super) fn shorten_lookup(&mut self, at: u32, chunks: usize) {
         let asker = Asker::Session(at);
         let inquiry =
@@ -261,7 +260,7 @@ impl StoreState {
         }
     }
 
-    /// A session is closed: nobody asks for it any more.
+    /// A session was closed: forgets its lookup.
     pub(super) fn forget_lookup(&mut self, at: u32) {
         self.cancel_prefetch(Some(at));
         let Some(remote) = &mut self.remote else { return };
@@ -274,13 +273,13 @@ impl StoreState {
         }
     }
 
-    /// Whether somebody waits for the answer to what nobody has asked yet.
+    /// Whether a caller waits for a lookup that is queued.
     pub fn awaits_answer(&self) -> bool {
         self.remote.as_ref().is_some_and(|remote| remote.asking.is_urgent)
     }
 
-    /// The next names to be asked for; none in it = there is more to do for somebody, whose turn
-    /// comes again.
+    /// Takes the next batch of names. An empty batch = an asker has more to do without a request,
+    /// and is queued again.
     pub(super) fn take_lookups(&mut self) -> Option<AskBatch> {
         self.remote.as_mut()?.asking.is_urgent = false;
         while let Some(asker) = self.remote.as_mut()?.asking.line.pop_front() {
@@ -321,7 +320,7 @@ impl StoreState {
         None
     }
 
-    /// The next chunks of a session: which to ask for, at most so many.
+    /// The next chunks of a session to look up, at most so many.
     fn window(&mut self, at: u32, most: usize) -> Option<Window> {
         let first = self.remote.as_ref()?.asking.inquiries.get(&Asker::Session(at))?.next;
         self.refresh(at, first..usize::MAX).ok()?;
@@ -413,7 +412,7 @@ impl StoreState {
         }
     }
 
-    /// What was heard of chunks of a session; whether more is to be asked for.
+    /// Records the answers for chunks of a session. Returns whether more must be looked up.
     fn note_path_answer(&mut self, at: u32, asked: &[Asked]) -> bool {
         let Ok(session) = self.session(at) else { return false };
         let (keys, holes) = (session.path.keys(), self.namespaces[session.space as usize].holes);
@@ -443,7 +442,7 @@ impl StoreState {
         heard == asked.len() && next < length
     }
 
-    /// Nothing more is asked for somebody: who waits for that goes on.
+    /// Ends a lookup: transfers that wait for it complete.
     pub(super) fn end_lookup(&mut self, asker: Asker) {
         let at = match asker {
             Asker::Session(at) => at,
@@ -462,8 +461,7 @@ impl StoreState {
         waiting.into_iter().for_each(|number| self.located(at, number));
     }
 
-    /// The remote has chunks of a session, as far as is known: they get rows, if nobody has to
-    /// leave for those.
+    /// Adds rows for chunks of a session that the remote has, if that evicts nothing.
     fn note_in_remote(&mut self, at: u32, chunks: &[usize]) {
         let Some(&last) = chunks.last() else { return };
         let Ok(session) = self.session(at) else { return };
@@ -478,7 +476,7 @@ impl StoreState {
         }
     }
 
-    /// The remote has all of a chunk, as far as is known.
+    /// Marks all cells of a chunk as present at the remote.
     pub(super) fn hint_remote(&mut self, at: At) {
         let before = self.remote_cells(at);
         let rows = &mut self.tables[at.table as usize];

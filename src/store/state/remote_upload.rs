@@ -20,24 +20,24 @@ use crate::tier::remote::object::PlaneFrom;
 use crate::tier::remote::shape::Shape;
 use crate::tier::remote::{Name, Trouble};
 
-/// Names that are taken away together, about as many as a slow remote does in the time of a batch.
+/// Names removed in one batch; about as many as a slow remote removes within a timeout.
 const REMOVALS: usize = 32;
-/// The share of memory that may wait to be sent, where nobody waits for that: one part in so many.
+/// Share of host memory that uploads without waiters may occupy: 1 / 8.
 const OUT_SHARE: u64 = 8;
 
-/// An object that is to be sent.
+/// An object to be uploaded.
 pub struct Send {
     at: At,
     object: u32,
-    /// What it is called.
+    /// Name of the object.
     pub name: Name,
-    /// How its chunk is cut.
+    /// How the chunk is cut into objects.
     pub shape: Arc<Shape>,
-    /// Whose it is.
+    /// Header of the chunk.
     pub chunk: record::Chunk,
     /// The planes of its cells, one cell after the other.
     pub planes: Vec<PlaneFrom>,
-    /// Whether it was there before.
+    /// Whether the remote had it before.
     pub result: Result<bool, Trouble>,
 }
 
@@ -46,12 +46,12 @@ pub struct Send {
 unsafe impl std::marker::Send for Send {}
 
 impl Send {
-    /// Its number in its chunk.
+    /// Index of the object in its chunk.
     pub fn object(&self) -> usize {
         self.object as usize
     }
 
-    /// What its cells are coded with.
+    /// Codec of its cells.
     pub fn codec(&self) -> Codec {
         Codec::None
     }
@@ -61,22 +61,22 @@ impl Send {
     }
 }
 
-/// Objects that are sent together.
+/// A batch of uploads.
 #[derive(Default)]
 pub struct SendBatch {
-    /// Each of them.
+    /// The uploads.
     pub sends: Vec<Send>,
-    /// Names that are taken away, before anything is sent: of those nothing is.
+    /// Names to remove before anything is uploaded; none of them is uploaded in this batch.
     pub removals: Vec<Name>,
-    /// How many of them are gone.
+    /// How many were removed.
     pub removed: u64,
-    /// Those that there was no time for.
+    /// Names that the time did not suffice for.
     pub late: Vec<Name>,
-    /// Why others may not be.
+    /// Why names may not be removed.
     pub trouble: Option<Trouble>,
-    /// How long they may take together.
+    /// Timeout of the batch.
     pub timeout_ns: u64,
-    /// It is to see if the remote is well again.
+    /// It probes an open circuit.
     probes: bool,
     ticket: Ticket,
 }
@@ -86,8 +86,8 @@ fn bytes_of(shape: &Shape, object: u32) -> u64 {
 }
 
 impl StoreState {
-    /// A chunk of a put is in memory: it is sent, if its level or the store says so. What has to
-    /// be there is waited for.
+    /// All cells of a put's chunk are in memory: uploads it if the put's level or the store's mode
+    /// says so.
     pub(super) fn upload_put(&mut self, number: u32, chunk: u32, at: At) {
         let level = self.transfers.table[number].spec.level;
         let Some(remote) = &self.remote else { return };
@@ -123,7 +123,7 @@ impl StoreState {
         }
     }
 
-    /// A put is in memory: what of it goes to the remote.
+    /// All cells of a put are in memory: uploads its chunks.
     pub(super) fn queue_upload(&mut self, number: u32) {
         if self.remote.is_none() || self.transfers.table[number].stopped().is_some() {
             return;
@@ -140,7 +140,7 @@ impl StoreState {
         }
     }
 
-    /// A chunk leaves memory: it is sent before, where the store says so.
+    /// A chunk is about to be evicted from memory: uploads it first, if the store's mode says so.
     pub(super) fn upload_victim(&mut self, at: At) {
         let sends = self.remote.as_ref().is_some_and(|remote| remote.config.write == Write::Back);
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
@@ -151,8 +151,8 @@ impl StoreState {
         }
     }
 
-    /// Whether a put has brought some layers of a chunk, and others are still to come: they are
-    /// nowhere here, or on their way into memory. What has left memory already does not come.
+    /// Whether layers of a put's chunk are still to arrive. Layers that were evicted do not arrive
+    /// any more.
     fn lacks_layers(&self, number: u32, at: At) -> bool {
         let rows = &self.tables[at.table as usize];
         let marks = rows.chunks.marks(at.slot).unwrap_or_default();
@@ -175,7 +175,7 @@ impl StoreState {
         rows.chunks.chunk(at.slot).is_some_and(|row| row.valid_tokens() == each)
     }
 
-    /// Whether a chunk that nobody waits for may be sent.
+    /// Whether a chunk without a waiter may be uploaded.
     fn may_upload(&mut self, at: At) -> bool {
         let rows = &self.tables[at.table as usize];
         let layers = rows.layout.layers();
@@ -200,9 +200,9 @@ impl StoreState {
         goes
     }
 
-    /// Begins to send all objects of a chunk that are not there, as far as is known; with `must`
-    /// those too, since only the remote's own word counts, and where one was missed. Whether
-    /// anything of it is on its way.
+    /// Queues the upload of all objects of a chunk that the remote lacks by its hints; with `must`
+    /// also others, since only the remote's answer counts then. Returns whether anything is in
+    /// flight.
     fn begin_upload(&mut self, at: At, must: bool) -> bool {
         let Some(shape) = self.remote_shape(at.table) else { return false };
         if !self.is_whole_up(at) {
@@ -244,7 +244,7 @@ impl StoreState {
         is_under_way && (all_begun || !must)
     }
 
-    /// The next objects to be sent, up to a batch. To a remote that is left alone nothing goes.
+    /// Takes the next uploads, up to a batch. None while the circuit is open.
     pub(super) fn take_uploads(&mut self) -> Option<SendBatch> {
         let remote = self.remote.as_mut()?;
         if !remote.has_to_send() {
@@ -295,7 +295,7 @@ impl StoreState {
         Some(batch)
     }
 
-    /// After a defect: nobody waits for an object that cannot be made.
+    /// Gives up an object that cannot be built, after a defect.
     fn give_up_upload(&mut self, at: At, object: u32) {
         log::error!("an object could not be made of cells that are held for it");
         let Some(shape) = self.remote_shape(at.table) else { return };
@@ -359,7 +359,7 @@ impl StoreState {
         }
     }
 
-    /// What became of an object that was sent.
+    /// Ends the upload of an object.
     fn end_upload(&mut self, send: &Send) {
         let (at, now_ns) = (send.at, self.now_ns);
         if let Some(remote) = &mut self.remote {
@@ -391,7 +391,7 @@ impl StoreState {
         self.tidy(at.table, at.slot);
     }
 
-    /// Cells are not read for the remote any more.
+    /// Ends the read of cells for an upload.
     fn end_cells(&mut self, at: At, layers: std::ops::Range<u32>, arrival: Arrival) {
         for layer in layers {
             let cell = Cell { chunk: at.slot, layer: layer as usize };
@@ -404,7 +404,7 @@ impl StoreState {
         }
     }
 
-    /// Puts that wait for a chunk to be at the remote will not see it there.
+    /// Fails puts that wait for the upload of a chunk.
     fn fail_uploads(&mut self, at: At, trouble: Trouble) {
         let Some(remote) = &self.remote else { return };
         let waits = remote.waits.get(&at).cloned().unwrap_or_default();
@@ -413,7 +413,7 @@ impl StoreState {
         }
     }
 
-    /// Nothing of a chunk is on its way: who waits for that goes on.
+    /// Lets puts go on if nothing of a chunk is being uploaded any more.
     fn end_if_uploaded(&mut self, at: At) {
         let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
         if !marks.iter().any(|marks| marks.is_sent()) {
@@ -421,7 +421,7 @@ impl StoreState {
         }
     }
 
-    /// Puts that wait for a chunk which does not go are over; its memory is read until it has.
+    /// Ends puts that wait for a hung upload. The memory is read until the upload returns.
     pub(super) fn leave_upload(&mut self, at: At) {
         self.fail_uploads(at, Trouble::Late);
         self.end_waits(at);

@@ -19,19 +19,19 @@ use crate::store::state::transfer::{Level, MoveSpec, TransferKind};
 use crate::store::state::{At, StoreState};
 use crate::store::token_path::{Home, Path};
 
-/// Longest name of a session.
+/// Most bytes of a session's name.
 pub const MAX_NAME_BYTES: usize = 256;
 
-/// Who asks.
+/// How to open a session.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SessionOpts<'a> {
-    /// What it is called; empty = nobody will ask for it by name.
+    /// Name; empty = none.
     pub name: &'a [u8],
-    /// Its tenant.
+    /// Tenant.
     pub tenant: u32,
-    /// Its class, 0 leaves first.
+    /// Priority class; 0 is evicted first.
     pub priority: Option<u8>,
-    /// Most tokens it can have; 0 = not known.
+    /// Most tokens; 0 = not known.
     pub max_tokens: u32,
 }
 
@@ -42,24 +42,24 @@ pub struct Session {
     pub(super) who: Who,
     /// Blocks that it holds by name.
     pub(super) holds: Holds,
-    /// So many chunks from its front were looked for at the remote.
+    /// Chunks at its front that a remote lookup has covered.
     pub(super) asked: usize,
 }
 
-/// What became of a path that was cut.
+/// Outcome of [`StoreState::truncate`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Truncated {
-    /// Its tokens now.
+    /// Tokens that remain.
     pub tokens: u64,
 }
 
 impl StoreState {
-    /// Opens a session without tokens; its number.
+    /// Opens a session without tokens and returns its number.
     pub fn open_session(&mut self, space: u32, opts: &SessionOpts<'_>) -> Result<u32> {
         self.open_session_behind(space, opts, None)
     }
 
-    /// The same, with all tokens of another.
+    /// Opens a session with all tokens of another one.
     fn open_session_behind(
         &mut self,
         space: u32,
@@ -122,12 +122,13 @@ impl StoreState {
         }
     }
 
-    /// Adds tokens to a session.
+    /// Appends tokens to a session.
     pub fn append(&mut self, at: u32, tokens: &[u32]) -> Result<()> {
         self.append_media(at, tokens, &[])
     }
 
-    /// The same, with media that start in them, by the session's tokens.
+    /// Appends tokens and media that start in them; media positions count from the start of the
+    /// session.
     pub fn append_media(&mut self, at: u32, tokens: &[u32], media: &[Medium]) -> Result<()> {
         let new = self.session(at)?.path.keys().len()..usize::MAX;
         self.with_path(at, new, |path, rows| path.append_media(&mut rows.chunks, tokens, media))?;
@@ -137,8 +138,8 @@ impl StoreState {
         Ok(())
     }
 
-    /// Does something to some chunks of a path, and tells the policies which of those are in
-    /// use now.
+    /// Runs `act` on some chunks of a path, then notifies the policies which of those are
+    /// referenced now.
     pub(super) fn with_path<R>(
         &mut self,
         at: u32,
@@ -162,7 +163,7 @@ impl StoreState {
         result
     }
 
-    /// Looks again for some chunks of a path that were not in the table.
+    /// Looks up chunks of a path again that had no row.
     pub(super) fn refresh(&mut self, at: u32, chunks: Range<usize>) -> Result<()> {
         let first = self.session_mut(at)?.path.known().max(chunks.start);
         let chunks = first..chunks.end;
@@ -172,13 +173,13 @@ impl StoreState {
         self.with_path(at, chunks.clone(), |path, rows| path.refresh(&mut rows.chunks, chunks))
     }
 
-    /// Makes rows for the full chunks of a path before one that have none.
+    /// Adds rows for the full chunks of a path before `end` that have none.
     pub(super) fn make_chunks(&mut self, at: u32, end: usize) -> Result<()> {
         let first = self.session_mut(at)?.path.known();
         self.with_path(at, first..end, |path, rows| path.make(&mut rows.chunks, end))
     }
 
-    /// Cuts a session to so many tokens.
+    /// Truncates a session to so many tokens.
     pub fn truncate(&mut self, at: u32, tokens: u64) -> Result<Truncated> {
         let tokens = usize::try_from(tokens).map_err(|_| Status::Invalid)?;
         let table = self.namespaces[self.session(at)?.space as usize].table;
@@ -197,7 +198,7 @@ impl StoreState {
         Ok(Truncated { tokens: tokens as u64 })
     }
 
-    /// Another session that goes on from where one is.
+    /// Opens a session with the tokens of `at`.
     pub fn fork(&mut self, at: u32, opts: &SessionOpts<'_>) -> Result<u32> {
         let space = self.session(at)?.space;
         let other = self.open_session_behind(space, opts, Some(at))?;
@@ -208,7 +209,7 @@ impl StoreState {
         Ok(other)
     }
 
-    /// Ends a session: its chunks may leave. Its moves go on.
+    /// Closes a session and releases its chunks. Its transfers go on.
     pub fn close_session(&mut self, at: u32) -> Result<()> {
         let table = self.namespaces[self.session(at)?.space as usize].table;
         self.forget_lookup(at);
@@ -226,7 +227,7 @@ impl StoreState {
         closed
     }
 
-    /// Chunks are held once less; from the end, so that what continues one goes first.
+    /// Releases references to chunks, the last first, so that children are released before parents.
     fn were_held(&mut self, table: u32, slots: &[Slot]) {
         for &slot in slots.iter().rev() {
             self.note_held(table, slot);
@@ -234,7 +235,7 @@ impl StoreState {
         }
     }
 
-    /// The full chunks of a range of tokens, and whether the tail belongs to it.
+    /// Range of full chunks of a range of tokens, and whether the tail belongs to it.
     pub(super) fn chunks_of(
         &self,
         at: u32,
@@ -265,8 +266,7 @@ impl StoreState {
         Ok(((first / each) as usize, (end / each) as usize, end % each != 0))
     }
 
-    /// The rows of chunks of a path, NONE where there is none: who only looks for chunks
-    /// sends nobody away for those that are not there.
+    /// Rows of chunks of a path, NONE for those without a row. A get evicts nothing to make rows.
     pub(super) fn rows_there(
         &mut self,
         at: u32,
@@ -283,7 +283,7 @@ impl StoreState {
         Ok(slots)
     }
 
-    /// What policies call chunks of a path, also those that are not there.
+    /// Policy ids of chunks of a path, those without rows included.
     pub(super) fn ids_of(&self, at: u32, first: usize, end: usize, tail: bool) -> Result<Vec<u64>> {
         let session = self.session(at)?;
         let rows = &self.tables[self.namespaces[session.space as usize].table as usize];
@@ -294,8 +294,8 @@ impl StoreState {
         Ok(ids)
     }
 
-    /// The rows of chunks of a path, made where there are none if nobody has to leave for
-    /// that; else those that are there.
+    /// Rows of chunks of a path. Missing rows are added if that evicts nothing; else only existing
+    /// chunks are returned.
     pub(super) fn rows_if_free(&mut self, at: u32, first: u64, tokens: u64) -> Result<Vec<Slot>> {
         let (from, end, tail) = self.chunks_of(at, first, tokens)?;
         let known = self.known_chunks(at, first, tokens)?;
@@ -306,14 +306,14 @@ impl StoreState {
         }
     }
 
-    /// How many of a path's chunks before one are not in the table.
+    /// Number of chunks of a path before `end` without a row.
     pub(super) fn missing_before(&mut self, at: u32, end: usize) -> Result<usize> {
         let path = &mut self.session_mut(at)?.path;
         let known = path.known().min(end);
         Ok(path.slots()[known..end].iter().filter(|&&slot| slot == NONE).count())
     }
 
-    /// The rows of chunks of a path, made where there are none.
+    /// Rows of chunks of a path; missing ones are added.
     pub(super) fn rows_of(
         &mut self,
         at: u32,
@@ -340,7 +340,7 @@ impl StoreState {
         Ok(slots)
     }
 
-    /// The chunks of a range of tokens that are in the table, in their order.
+    /// Chunks of a range of tokens that have rows, in order.
     pub(super) fn known_chunks(&mut self, at: u32, first: u64, tokens: u64) -> Result<Vec<At>> {
         let (first, end, tail) = self.chunks_of(at, first, tokens)?;
         self.refresh(at, first..end)?;
@@ -351,8 +351,8 @@ impl StoreState {
         Ok(slots.map(|slot| At { table, slot }).collect())
     }
 
-    /// Lets the chunks of a part of a path go, the last one first; what they were.
-    /// The session finds those again that stay.
+    /// Releases the chunks of a part of a path, the last first, and returns them. The session finds
+    /// those that stay again.
     pub(super) fn release_range(
         &mut self,
         at: u32,
@@ -369,7 +369,7 @@ impl StoreState {
         Ok(slots)
     }
 
-    /// Passes on to the policies what the engine says of the future of a session.
+    /// Passes a hint about a session to the policies.
     pub fn hint(&mut self, at: u32, hint: &Hint) -> Result<()> {
         let session = self.session(at)?;
         let table = self.namespaces[session.space as usize].table;
@@ -379,12 +379,12 @@ impl StoreState {
 }
 
 impl Session {
-    /// Its path.
+    /// Its token path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its namespace.
+    /// Number of its namespace.
     pub fn space(&self) -> u32 {
         self.space
     }
@@ -394,47 +394,46 @@ impl Session {
 //
 // Cell ranges of a session: tokens × layers, and the engine's tensors for them.
 
-/// As the tokens of a rectangle: as many as the session has when the move begins.
+/// As a number of tokens: all that the session has when the transfer begins.
 pub const TO_THE_END: u64 = u64::MAX;
 
-/// What of a rectangle is wanted.
+/// Which cells of a range are wanted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Wanted {
     /// All.
     #[default]
     All,
-    /// Only what going on after its last token needs. Windows and states need the end;
-    /// other cells of their layers are left alone, and are no misses.
+    /// Cells needed to continue after the last token: of windows and states only the end. Other
+    /// cells of these layers are not touched and are no misses.
     Needed,
-    /// Some of its chunks, by their places in it, ascending. Views have their tokens one
-    /// after the other.
+    /// These chunks of the range, by index, ascending. The views hold their tokens without gaps.
     Chunks(Vec<u32>),
 }
 
-/// A rectangle of a session's cells, and where the engine has them.
+/// A range of tokens by a range of layers of a session, with the engine's tensors.
 pub struct CellRange {
-    /// The first token: a multiple of a chunk's tokens.
+    /// First token; a multiple of the chunk length.
     pub first_token: u64,
-    /// How many; a multiple too, unless they go to the end of the session, as they do with
+    /// Number of tokens: a multiple of the chunk length, or up to the end of the session, as with
     /// [`TO_THE_END`].
     pub tokens: u64,
-    /// The first layer.
+    /// First layer.
     pub first_layer: usize,
-    /// How many.
+    /// Number of layers.
     pub layers: usize,
-    /// One result a layer.
+    /// Each layer completes by itself.
     pub by_layer: bool,
-    /// What of it; all of it, for a put.
+    /// Which cells; all of them for a put.
     pub wanted: Wanted,
-    /// Where the engine has them.
+    /// The engine's tensors.
     pub views: Arc<Views>,
-    /// An event of the store's device: no copy to or from the views runs before it has come.
-    /// It stays known until the move has ended.
+    /// Device event before which no copy to or from the views may run. The engine keeps it until
+    /// the transfer has completed.
     pub after: Option<Event>,
 }
 
 impl StoreState {
-    /// Begins a put or a get of a rectangle; the number of its move.
+    /// Begins a put or get of a cell range and returns the number of the transfer.
     pub fn submit_cell_range(
         &mut self,
         at: u32,
@@ -446,7 +445,7 @@ impl StoreState {
         self.begin_cell_range(at, (kind, level, lane), cell_range, None)
     }
 
-    /// The same; with a ticket it waits.
+    /// The same; with a ticket the transfer waits for [`StoreState::begin_waiting`].
     pub(super) fn begin_cell_range(
         &mut self,
         at: u32,
@@ -518,7 +517,7 @@ impl StoreState {
     }
 }
 
-/// Leaves those of a rectangle's chunks that were picked.
+/// Keeps the picked elements of `all`.
 fn pick<T: Copy>(all: &mut Vec<T>, picked: Option<&[u32]>) {
     let Some(picked) = picked.filter(|_| !all.is_empty()) else { return };
     let mut kept = 0;
@@ -533,8 +532,8 @@ fn pick<T: Copy>(all: &mut Vec<T>, picked: Option<&[u32]>) {
     all.truncate(kept);
 }
 
-/// The tokens of some of `all` chunks, which have `tokens` together, each as many as any
-/// other but the last.
+/// Tokens of the picked chunks out of `all` chunks with `tokens` tokens; each has `each` but the
+/// last.
 fn tokens_of(picked: &[u32], all: u32, tokens: u64, each: u64) -> Result<u64> {
     let ascend = picked.is_sorted_by(|a, b| a < b);
     let Some(&last) = picked.last().filter(|&&last| ascend && last < all) else {
@@ -547,7 +546,7 @@ fn tokens_of(picked: &[u32], all: u32, tokens: u64, each: u64) -> Result<u64> {
     Ok(picked.len() as u64 * each - missing)
 }
 
-/// For each layer of some, the first chunk after `first` that going on at a token needs.
+/// For each layer, the first chunk after `first` that is needed to continue at token `end`.
 fn needed_from(layout: &Layout, layers: Range<usize>, first: u64, end: u64) -> Vec<u32> {
     let each = u64::from(layout.chunk_tokens());
     let from = |layer| {
@@ -562,43 +561,43 @@ fn needed_from(layout: &Layout, layers: Range<usize>, first: u64, end: u64) -> V
 // The engine's tensors of a transfer, copied from the caller's structs, which need not outlive the
 // call.
 
-/// Where the tokens of a plane are.
+/// Addresses of a plane's tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Tokens {
-    /// From one address on.
+    /// Contiguous from this address on.
     At(u64),
     /// In pages.
     Pages {
-        /// Where each page is; one table serves K, V and all layers.
+        /// Address of each page. One table serves K, V and all layers.
         addresses: Arc<Vec<u64>>,
         /// Tokens of a page.
         page_tokens: u32,
-        /// Added to each address.
+        /// Offset added to each address.
         shift_bytes: i64,
     },
 }
 
-/// One plane of one layer, as its engine keeps it: as in [`View`].
+/// One plane of one layer in the engine's memory; see [`View`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlaneView {
-    /// Where.
+    /// Addresses.
     pub place: Tokens,
-    /// Tokens it has; for a state, how many states.
+    /// Tokens; for a state, the number of states.
     pub tokens: u32,
     /// Heads of a token.
     pub heads: u32,
-    /// Bytes of a head and token.
+    /// Bytes of one head of a token.
     pub run_bytes: u64,
-    /// From a token to the next.
+    /// Bytes from a token to the next.
     pub token_stride_bytes: u64,
-    /// From a head to the next.
+    /// Bytes from a head to the next.
     pub head_stride_bytes: u64,
-    /// Who reaches it.
+    /// Kind of memory.
     pub memory: Memory,
 }
 
 impl PlaneView {
-    /// Tokens that lie in canonical order from an address of host memory on.
+    /// A plane of host memory in canonical order.
     pub fn canonical(address: u64, tokens: u32, token_bytes: u64) -> PlaneView {
         PlaneView {
             place: Tokens::At(address),
@@ -611,7 +610,7 @@ impl PlaneView {
         }
     }
 
-    /// As those who copy want it.
+    /// The view that copies use.
     pub fn view(&self) -> View<'_> {
         View {
             place: match &self.place {
@@ -634,16 +633,16 @@ impl PlaneView {
 pub struct LayerViews {
     /// K.
     pub k: PlaneView,
-    /// V, where the layout has it.
+    /// V, if the layout has it.
     pub v: Option<PlaneView>,
 }
 
-/// The planes of the layers of a move, the first one's first.
+/// The planes of all layers of a transfer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Views(pub Vec<LayerViews>);
 
 impl Views {
-    /// The first plane that is where only a device reaches it: its name, and of which layer.
+    /// Name and layer of the first plane that only a device can reach.
     pub fn on_device(&self) -> Option<(&'static str, usize)> {
         let is_there = |plane: &PlaneView| plane.memory == Memory::Device;
         self.0.iter().enumerate().find_map(|(at, layer)| match &layer.v {
@@ -653,8 +652,7 @@ impl Views {
         })
     }
 
-    /// Checks them against the layout, for a move of `tokens` tokens in `chunks`
-    /// chunks.
+    /// Checks them against the layout, for a transfer of `tokens` tokens in `chunks` chunks.
     pub fn check(
         &self,
         layout: &Layout,

@@ -2,7 +2,7 @@
 
 use crate::base::status::{Result, Status};
 
-/// A table of up to so many rows.
+/// A table with a fixed limit of rows.
 pub struct Table<T> {
     rows: Vec<Option<T>>,
     free: Vec<u32>,
@@ -25,17 +25,17 @@ impl<T> Table<T> {
         self.len() == 0
     }
 
-    /// Whether one more fits.
+    /// Whether one more row fits.
     pub fn has_room(&self) -> bool {
         self.len() < self.limit
     }
 
-    /// The number that the next row gets.
+    /// Number of the next row.
     pub fn vacant(&self) -> u32 {
         self.free.last().copied().unwrap_or(self.rows.len() as u32)
     }
 
-    /// Adds a row. AGAIN = as many are in use as may be.
+    /// Adds a row. Fails with AGAIN if the table is full.
     pub fn add(&mut self, row: T) -> Result<u32> {
         if let Some(at) = self.free.pop() {
             self.rows[at as usize] = Some(row);
@@ -59,12 +59,12 @@ impl<T> Table<T> {
         self.rows.get(at as usize)?.as_ref()
     }
 
-    /// A row, to change it.
+    /// A row, mutable.
     pub fn get_mut(&mut self, at: u32) -> Option<&mut T> {
         self.rows.get_mut(at as usize)?.as_mut()
     }
 
-    /// Takes a row out.
+    /// Removes a row and returns it.
     pub fn remove(&mut self, at: u32) -> Option<T> {
         let row = self.rows.get_mut(at as usize)?.take()?;
         self.free.push(at);

@@ -15,78 +15,78 @@ use crate::store::state::shadow::{Plan, Score, Shadow};
 use crate::store::state::{DEVICE_MASK, DISK_MASK, HOST_MASK};
 use crate::store::state::{Space, StoreState};
 
-/// Most sessions that are listed at once.
+/// Most sessions in one list.
 pub const MOST_SESSIONS: usize = 1024;
-/// Most chunks that a board shows.
+/// Most chunks in one table.
 pub const MOST_CHUNKS: usize = 1024;
-/// Most cells that a board shows.
+/// Most cells in one table.
 pub const MOST_CELLS: usize = 1 << 18;
-/// Most evictions that are listed at once.
+/// Most evictions in one list.
 pub const MOST_EVICTIONS: usize = 4096;
-/// Least bytes of cells in memory.
+/// Least limit of host memory, in bytes.
 pub const LEAST_HOST_BYTES: u64 = 64 << 10;
 
-/// A session that is open.
+/// An open session.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SessionSnapshot {
     /// Its number.
     pub number: u32,
-    /// Counts sessions: the largest was opened last.
+    /// Counts sessions: the latest has the largest.
     pub serial: u64,
-    /// Its namespace.
+    /// Number of its namespace.
     pub space: u32,
     /// Its tenant.
     pub tenant: u32,
-    /// Its class, if it was given one.
+    /// Its priority class, if it has one.
     pub priority: Option<u8>,
     /// Its tokens.
     pub tokens: u64,
-    /// Its chunks, that which is not full included.
+    /// Its chunks, the partial one included.
     pub chunks: u64,
     /// Layers of its layout.
     pub layers: u64,
 }
 
-/// Where the cells of a session are: a letter a cell. `G` in device memory too, `M` in memory, `D` on disk, `B` in
-/// both, `~` on its way, `.` nowhere.
+/// Residency of a session's cells, one letter each: `G` in device memory (and elsewhere), `M` in
+/// host memory, `D` on disk, `B` in both, `~` in motion, `.` nowhere.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TableSnapshot {
     /// The session.
     pub session: SessionSnapshot,
-    /// The first chunk that is shown.
+    /// First chunk shown.
     pub first_chunk: u64,
-    /// A row a layer, a letter a chunk.
+    /// A row for each layer, a letter for each chunk.
     pub rows: Vec<String>,
 }
 
-/// A trial of policies.
+/// A shadow evaluation.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ShadowSnapshot {
-    /// It is under way.
+    /// It is running.
     pub is_on: bool,
-    /// Since when, or how long it went.
+    /// Time since it began, or how long it ran.
     pub elapsed_ns: u64,
-    /// Until it ends.
+    /// Time until it ends.
     pub left_ns: u64,
-    /// What each policy came to; a copy of the live one first.
+    /// Score of each policy; a copy of the live one comes first.
     pub scores: Vec<Score>,
 }
 
-/// The budget of a tier.
+/// Use of a tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TierSnapshot {
-    /// Bytes that may be used.
+    /// Limit in bytes.
     pub limit_bytes: u64,
-    /// Bytes that are used.
+    /// Bytes in use.
     pub used_bytes: u64,
     /// Of those, bytes of cells.
     pub live_bytes: u64,
-    /// The use at which room is made ahead of need, and at which that ends.
+    /// Watermarks in bytes: eviction begins at the first and ends at the second.
     pub marks_bytes: [u64; 2],
 }
 
 impl StoreState {
-    /// What time it was when it was last said.
+    /// The clock, as of the last tick.
     pub fn now_ns(&self) -> u64 {
         self.now_ns
     }
@@ -113,7 +113,7 @@ impl StoreState {
         })
     }
 
-    /// Sessions that are open, up to [`MOST_SESSIONS`]: those opened last first.
+    /// Open sessions, up to [`MOST_SESSIONS`], the latest first.
     pub fn sessions_seen(&self, most: usize) -> Result<Vec<SessionSnapshot>> {
         let mut all = Vec::new();
         all.try_reserve_exact(self.sessions.len()).map_err(|_| Status::NoMem)?;
@@ -139,8 +139,8 @@ impl StoreState {
         })
     }
 
-    /// The board of a session, or of the one that was opened last: up to
-    /// [`MOST_CHUNKS`] chunks and [`MOST_CELLS`] cells from one chunk on.
+    /// Residency of a session, or of the latest one: up to [`MOST_CHUNKS`] chunks and
+    /// [`MOST_CELLS`] cells from one chunk on.
     pub fn table_snapshot(
         &self,
         session: Option<u32>,
@@ -174,8 +174,7 @@ impl StoreState {
         Ok(TableSnapshot { session: snapshot, first_chunk: first, rows: sheet })
     }
 
-    /// The chunks of a session from one on; those too that others have stored since it
-    /// looked.
+    /// Rows of a session's chunks from one on, those included that others have stored since.
     fn slots_seen(&self, one: &Session, first: usize, most: usize) -> Result<Vec<Slot>> {
         let path = one.path();
         let Some(rows) = self.table_of(one.space) else { return Err(Status::State.into()) };
@@ -206,20 +205,19 @@ impl StoreState {
         Ok(entries)
     }
 
-    /// The policy of a tier, in canonical form.
+    /// Canonical spec of a tier's policy.
     pub fn policy(&self, tier: Tier) -> Result<&str> {
         Ok(self.cache(tier)?.evictor.spec())
     }
 
-    /// Goes on with another policy. It is told of every chunk with its last use and its
-    /// uses, and of what the one before has learned if it is of its kind. On failure
-    /// nothing changes.
+    /// Switches a tier to another policy. It gets every chunk with its last access and number of
+    /// uses, and the learned state of a policy of the same kind. On failure nothing changes.
     pub fn set_policy(&mut self, tier: Tier, spec: &str) -> Result<()> {
         custom::refuse(&Spec::parse(spec)?, "a store")?;
         self.cache_mut(tier)?.evictor.switch(spec)
     }
 
-    /// What a tier may use, and uses.
+    /// Limit and use of a tier.
     pub fn tier_seen(&self, tier: Tier) -> Result<TierSnapshot> {
         self.cache(tier)?;
         let report = self.report();
@@ -238,8 +236,8 @@ impl StoreState {
         Ok(TierSnapshot { limit_bytes, used_bytes, live_bytes, marks_bytes })
     }
 
-    /// Changes how many bytes of cells may be in memory. What is more than that leaves
-    /// as it would have for want of room, sooner or later: nothing waits for it.
+    /// Sets the limit of cells in host memory, in bytes. Chunks beyond it are evicted in the usual
+    /// way, over time; nothing waits for it.
     pub fn set_host_bytes(&mut self, bytes: u64) -> Result<()> {
         if bytes < LEAST_HOST_BYTES {
             fail!(Invalid, "{bytes} bytes of memory; at least {LEAST_HOST_BYTES} are needed");
@@ -256,8 +254,8 @@ impl StoreState {
         Ok(())
     }
 
-    /// Changes how many bytes the disk may use. What is more than that leaves, and
-    /// comes free when segments are swept and cleaned.
+    /// Sets the limit of the disk, in bytes. Chunks beyond it are evicted; space is freed when
+    /// segments are swept and compacted.
     pub fn set_disk_bytes(&mut self, bytes: u64) -> Result<()> {
         let (Some(disk), Some(cache)) = (self.disk.clone(), &mut self.eviction.disk) else {
             fail!(NotFound, "this store has no disk");
@@ -269,18 +267,18 @@ impl StoreState {
         Ok(())
     }
 
-    /// What a trial of policies for a tier begins with.
+    /// Input of a shadow evaluation for a tier.
     pub fn plan_shadow(&self, tier: Tier) -> Result<Plan> {
         Plan::of(&self.cache(tier)?.evictor, self.config.high)
     }
 
-    /// Begins a trial of policies for a tier.
+    /// Begins a shadow evaluation for a tier.
     pub fn begin_shadow(&mut self, tier: Tier, shadow: Shadow) -> Result<()> {
         let now_ns = self.now_ns;
         self.cache_mut(tier)?.begin_shadow(now_ns, shadow)
     }
 
-    /// What a trial came to so far, or at its end.
+    /// Scores of a shadow evaluation, so far or final.
     pub fn shadow_snapshot(&mut self, tier: Tier) -> Result<ShadowSnapshot> {
         let now_ns = self.now_ns;
         let cache = self.cache_mut(tier)?;
@@ -291,7 +289,7 @@ impl StoreState {
         }
     }
 
-    /// Ends a trial; what it came to.
+    /// Ends a shadow evaluation and returns its scores.
     pub fn end_shadow(&mut self, tier: Tier) -> Result<ShadowSnapshot> {
         let now_ns = self.now_ns;
         match self.cache_mut(tier)?.end_shadow(now_ns) {

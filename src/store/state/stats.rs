@@ -20,14 +20,14 @@ use crate::store::state::{ChunkTable, Counters, StoreState};
 use crate::tier::device::DeviceStats;
 use crate::tier::disk::{self, DiskTier};
 
-/// What the memory of a store has.
+/// Host memory of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostGauge {
-    /// Most bytes of cells.
+    /// Limit of bytes of cells.
     pub limit_bytes: u64,
     /// Bytes of cells.
     pub live_bytes: u64,
-    /// What they cost, tables and what is not used included.
+    /// Bytes charged: cells, tables and unused parts of segments.
     pub cost_bytes: u64,
     /// Cells.
     pub pieces: u64,
@@ -35,10 +35,10 @@ pub struct HostGauge {
     pub segments: u32,
 }
 
-/// What the device memory of a store has; all zero where there is none.
+/// Device memory of a store; all zero without a device tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceGauge {
-    /// Most bytes of slabs.
+    /// Limit of bytes of slabs.
     pub limit_bytes: u64,
     /// Bytes of slabs.
     pub used_bytes: u64,
@@ -46,7 +46,7 @@ pub struct DeviceGauge {
     pub live_bytes: u64,
     /// Slabs.
     pub slabs: u32,
-    /// The device is lost, and the tier closed.
+    /// The device is lost and the tier is closed.
     pub is_lost: bool,
 }
 
@@ -61,33 +61,33 @@ impl DeviceGauge {
 /// How files are read and written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Engine {
-    /// There are none.
+    /// There are no files.
     #[default]
     None = 0,
-    /// One transfer at a time, by the thread that wants it.
+    /// One request at a time, by the calling thread.
     Threads = 1,
-    /// Many at once, by io_uring.
+    /// Many requests at once, by io_uring.
     Uring = 2,
 }
 
-/// What the disk of a store has; all zero where there is none.
+/// Disk of a store; all zero without one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskGauge {
-    /// Bytes that may be used.
+    /// Limit in bytes.
     pub budget_bytes: u64,
-    /// Bytes that are used.
+    /// Bytes in use.
     pub used_bytes: u64,
-    /// Bytes of cells that live.
+    /// Bytes of live cells.
     pub live_bytes: u64,
-    /// Bytes that cleaning would free.
+    /// Bytes that compaction would free.
     pub dead_bytes: u64,
     /// Segments.
     pub segments: u64,
-    /// What was written and read, and what went wrong.
+    /// Bytes written and read, and failures.
     pub stats: disk::Stats,
-    /// How its files are read and written now.
+    /// How files are read and written now.
     pub engine: Engine,
-    /// Past the page cache.
+    /// Files bypass the page cache.
     pub is_direct: bool,
 }
 
@@ -110,28 +110,28 @@ impl DiskGauge {
         gauge
     }
 
-    /// Bytes that were written for each byte of cells from callers: 1 is no wear
-    /// beyond that; 0 where nothing was written.
+    /// Write amplification: bytes written for each byte of cells from callers; 0 if nothing was
+    /// written.
     pub fn wear(&self) -> f64 {
         let disk::Stats { appended_bytes, cleaned_bytes, overhead_bytes, .. } = self.stats;
         share(appended_bytes + cleaned_bytes + overhead_bytes, appended_bytes)
     }
 }
 
-/// Cells that wait for a way, or are on it.
+/// A stage: cells that are queued or in flight.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct QueueGauge {
-    /// Cells that wait, by urgency.
+    /// Cells queued, by urgency.
     pub cells: [u64; LANES],
-    /// Their bytes.
+    /// Bytes queued, by urgency.
     pub bytes: [u64; LANES],
-    /// Batches under way.
+    /// Batches in flight.
     pub batches: u32,
     /// Their bytes.
     pub batch_bytes: u64,
-    /// What is known of the way: its rate.
+    /// Measured bandwidth.
     pub bytes_per_second: f64,
-    /// The delay of a batch.
+    /// Measured delay of a batch.
     pub delay_ns: f64,
 }
 
@@ -149,24 +149,24 @@ impl QueueGauge {
     }
 }
 
-/// A policy at work.
+/// A tier's policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PolicyGauge {
     /// Its name.
     pub name: &'static str,
-    /// Chunks that it knows.
+    /// Objects in it.
     pub objects: u64,
-    /// Chunks it was asked for.
+    /// Accesses.
     pub references: u64,
-    /// Of those, found.
+    /// Accesses to an object that it had.
     pub hits: u64,
-    /// Chunks that it has sent away.
+    /// Evictions.
     pub evictions: u64,
-    /// Times that it was asked whom.
+    /// Calls for victims.
     pub decisions: u64,
-    /// Times that it found fewer than wanted.
+    /// Calls that found fewer victims than requested.
     pub shortfalls: u64,
-    /// How long it took to say whom, of those times that were measured.
+    /// Time of the measured calls for victims.
     pub decision: Latency,
 }
 
@@ -185,94 +185,94 @@ impl PolicyGauge {
         }
     }
 
-    /// Found per asked for; 0 of none.
+    /// Hits for each access; 0 without any.
     pub fn hit_ratio(&self) -> f64 {
         share(self.hits, self.references)
     }
 }
 
-/// All of it.
+/// All statistics of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Report {
-    /// What was counted since the store was opened.
+    /// Counters since the store was opened.
     pub counters: Counters,
-    /// Its memory.
+    /// Host memory.
     pub host: HostGauge,
-    /// Its disk.
+    /// Disk.
     pub disk: DiskGauge,
-    /// Its device memory.
+    /// Device memory.
     pub device: DeviceGauge,
     /// Layouts.
     pub layouts: u64,
     /// Namespaces.
     pub namespaces: u64,
-    /// Sessions that are open.
+    /// Open sessions.
     pub sessions: u64,
     /// Chunks.
     pub chunks: u64,
-    /// Cells in memory.
+    /// Cells in host memory.
     pub host_cells: u64,
     /// Cells on disk.
     pub disk_cells: u64,
     /// Cells in device memory.
     pub device_cells: u64,
-    /// Pins.
+    /// Pinned chunks.
     pub pins: u64,
-    /// Moves under way.
+    /// Transfers in flight.
     pub moves: u64,
-    /// Cells of moves under way.
+    /// Cells of transfers in flight.
     pub jobs: u64,
-    /// Of those, waiting for memory.
+    /// Of those, cells that wait for host memory.
     pub memory_waiters: u64,
-    /// How much they wait for.
+    /// Their bytes.
     pub memory_waiter_bytes: u64,
-    /// Bytes that leave memory as soon as they are on disk.
+    /// Bytes that leave memory once they are on disk.
     pub leaving_bytes: u64,
-    /// Chunks that wait to be written.
+    /// Chunks queued for write-back.
     pub writebacks: u64,
-    /// Bytes of chunks that wait for their time to be written.
+    /// Bytes that write-behind has not begun to write.
     pub unwritten_bytes: u64,
-    /// For how long the oldest of them has waited.
+    /// Age of the oldest of them.
     pub unwritten_age_ns: u64,
     /// Puts that wait for a sync.
     pub syncs: u64,
     /// Copies.
     pub copies: QueueGauge,
-    /// Reads of the disk.
+    /// Disk reads.
     pub reads: QueueGauge,
-    /// Copies out of device memory.
+    /// Copies from device memory.
     pub replicas: QueueGauge,
-    /// Batches under way, by [`WorkerKind`].
+    /// Batches in flight, by [`WorkerKind`].
     pub batches: [u32; KINDS],
-    /// Events that were written.
+    /// Events published.
     pub events: u64,
-    /// Who leaves memory.
+    /// Policy of the host tier.
     pub host_policy: PolicyGauge,
-    /// Who leaves the disk; without a name where there is none.
+    /// Policy of the disk tier; its name is empty without one.
     pub disk_policy: PolicyGauge,
-    /// Who leaves device memory; without a name where there is none.
+    /// Policy of the device tier; its name is empty without one.
     pub device_policy: PolicyGauge,
-    /// Tenants that are told apart.
+    /// Tenants that are counted separately.
     pub tenants: u64,
-    /// Times that a chunk was to go to disk, and admission let it.
+    /// Chunks that admission let go to disk.
     pub admission_admitted: u64,
-    /// Bytes of these.
+    /// Their bytes.
     pub admission_admitted_bytes: u64,
-    /// Times that it did not, by [`REFUSALS`].
+    /// Chunks that admission rejected, by [`REFUSALS`].
     pub admission_refused: [u64; REFUSALS.len()],
-    /// How long moves and batches took, by [`TIMED`].
+    /// Times of transfers and batches, by [`TIMED`].
     pub latencies: [Latency; TIMED.len()],
 }
 
 impl Report {
-    /// Cells that were asked for and were somewhere; 0 of none.
+    /// Share of requested cells that were resident anywhere; 0 without requests.
     pub fn hit_ratio(&self) -> f64 {
         let Counters { device_hits, host_hits, disk_hits, misses, .. } = self.counters;
         let hits = device_hits + host_hits + disk_hits;
         share(hits, hits + misses)
     }
 
-    /// Cells that were asked for and were in memory, the device's or the host's; 0 of none.
+    /// Share of requested cells that were in host or device memory; 0 without requests.
     pub fn host_hit_ratio(&self) -> f64 {
         let Counters { device_hits, host_hits, disk_hits, misses, .. } = self.counters;
         let hits = device_hits + host_hits;
@@ -285,7 +285,7 @@ fn share(part: u64, whole: u64) -> f64 {
 }
 
 impl StoreState {
-    /// What the store counts and has.
+    /// All statistics now.
     pub fn report(&self) -> Report {
         let host = self.host.stats();
         let (unwritten_bytes, unwritten_age_ns) = self.unwritten();
@@ -347,7 +347,7 @@ impl StoreState {
         report
     }
 
-    /// Tenants that are told apart, by number.
+    /// Tenants that are counted separately, by number.
     pub fn tenants(&self) -> &[Tenant] {
         self.stats.tenants.rows()
     }
@@ -362,21 +362,21 @@ impl StoreState {
 //
 // Gauges and counters as Prometheus text.
 
-/// What urgencies are called.
+/// Names of urgencies.
 const LANE_NAMES: [&str; crate::store::job_queues::LANES] = ["demand", "prefetch", "demotion"];
 
-/// Levels of puts, and tiers that gets need.
+/// Names of the levels of puts, and of the tiers of gets.
 const LEVELS: [&str; PUTS] = ["ram", "disk", "durable"];
 const TIERS: [&str; GETS] = ["host", "disk"];
 
 /// Bounds of buckets, as powers of two of a nanosecond: 1 us to 34 s.
 const OCTAVES: std::ops::RangeInclusive<usize> = 10..=35;
 
-/// The name of a family, where its values are, and what they say.
+/// Name of a metric family, its value, and its help text.
 type Family<T> = (&'static str, fn(&T) -> u64, &'static str);
 
 impl StoreState {
-    /// The metrics of the store.
+    /// All metrics as Prometheus text.
     pub fn metrics_text(&self) -> String {
         let mut out = Exposition::default();
         let report = self.report();
@@ -399,7 +399,7 @@ impl StoreState {
         out.into_text()
     }
 
-    /// How the disk is read and written, and why no better way is used.
+    /// The I/O engine of the disk, and why a better one is not used.
     fn engine(&self, out: &mut Exposition) {
         let Some(disk) = &self.disk else { return };
         let help = "How files are read and written, and why not in a better way.";
@@ -472,7 +472,7 @@ fn counters(out: &mut Exposition, all: &Counters) {
     }
 }
 
-/// What admission let go to disk, and why it did not let others.
+/// Outcomes of admission.
 fn admission(out: &mut Exposition, all: &Report) {
     let (count, bytes) = (all.admission_admitted, all.admission_admitted_bytes);
     let plain = [
@@ -490,7 +490,7 @@ fn admission(out: &mut Exposition, all: &Report) {
     }
 }
 
-/// What lossy codecs have lost in all that was written.
+/// Loss of precision by lossy codecs.
 fn losses(out: &mut Exposition, all: &Counters) {
     let values = [
         ("max", all.lost.most, "Largest error of a number that a lossy codec has written."),
@@ -523,7 +523,7 @@ fn tiers(out: &mut Exposition, all: &Report) {
     }
 }
 
-/// What is in device memory, where the store has some.
+/// The device tier, if there is one.
 fn device(out: &mut Exposition, all: &Report) {
     if all.device_policy.name.is_empty() {
         return;
@@ -655,7 +655,7 @@ fn name_of(workers: WorkerKind) -> &'static str {
     }
 }
 
-/// How long moves and batches took.
+/// Times of transfers and batches.
 fn times(out: &mut Exposition, all: &[Histogram; TIMED.len()]) {
     let (gets, rest) = all.split_at(GETS);
     let (puts, batches) = rest.split_at(PUTS);
@@ -727,25 +727,25 @@ fn tenants(out: &mut Exposition, rows: &[Tenant], others: Tenant) {
 //
 // Bytes moved for each tenant. A limited number of tenants is counted separately, the rest together.
 
-/// Most tenants that are told apart.
+/// Most tenants that are counted separately.
 pub const MAX_TENANTS: usize = 1024;
 
-/// What a tenant has moved.
+/// Traffic of a tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tenant {
-    /// Its number; of no meaning for the rest.
+    /// Its number; without meaning for the others together.
     pub id: u32,
-    /// Bytes it has stored.
+    /// Bytes stored.
     pub put_bytes: u64,
-    /// Bytes it was given back.
+    /// Bytes loaded by gets.
     pub got_bytes: u64,
-    /// Cells it has asked for, and got.
+    /// Requested cells that were resident.
     pub hits: u64,
-    /// Cells it has asked for that were nowhere.
+    /// Requested cells that were not.
     pub misses: u64,
 }
 
-/// All of them.
+/// Traffic of all tenants.
 #[derive(Default)]
 pub(super) struct Tenants {
     /// By number.
@@ -754,7 +754,7 @@ pub(super) struct Tenants {
 }
 
 impl Tenants {
-    /// A cell of a tenant's move has ended.
+    /// Counts a cell of a tenant's transfer.
     pub(super) fn count(&mut self, id: u32, kind: TransferKind, bytes: u64, error: Option<&Error>) {
         let status = error.map_or(Status::Ok, Error::status);
         if kind == TransferKind::Prefetch || !matches!(status, Status::Ok | Status::NotFound) {
@@ -782,12 +782,12 @@ impl Tenants {
         }
     }
 
-    /// Those that are told apart, by number.
+    /// Tenants that are counted separately, by number.
     pub(super) fn rows(&self) -> &[Tenant] {
         &self.rows
     }
 
-    /// The rest.
+    /// All others together.
     pub(super) fn others(&self) -> Tenant {
         self.others
     }
@@ -797,9 +797,9 @@ impl Tenants {
 //
 // Latency histograms of transfers and batches. A transfer counts once, however many cells it has.
 
-/// What is timed: what each is called in views, and what it is. The first two are gets, the
-/// next three puts by [`Level`](crate::store::state::Level), the rest batches by
-/// [`WorkerKind`](crate::store::state::work::Hands).
+/// What is timed: name in views, and description. First two gets, then three puts by
+/// [`Level`](crate::store::state::Level), then batches by
+/// [`WorkerKind`](crate::store::state::work::WorkerKind).
 pub const TIMED: [(&str, &str); GETS + PUTS + KINDS] = [
     ("get_host", "Gets of which all was in memory."),
     ("get_disk", "Gets of which something had to be read from disk."),
@@ -821,23 +821,23 @@ pub const GETS: usize = 2;
 /// Puts: in memory, on disk, durable.
 pub const PUTS: usize = 3;
 
-/// Times of one kind, in short.
+/// Summary of a histogram.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Latency {
-    /// How many were timed.
+    /// Number of values.
     pub count: u64,
-    /// The mean.
+    /// Mean.
     pub mean_ns: u64,
-    /// What half of them did not exceed, a fourth more at most.
+    /// Median, at most a quarter too high.
     pub p50_ns: u64,
-    /// The same of 99 in 100.
+    /// 99th percentile, at most a quarter too high.
     pub p99_ns: u64,
-    /// The longest.
+    /// Maximum.
     pub max_ns: u64,
 }
 
 impl Latency {
-    /// A histogram in short.
+    /// Summarises a histogram.
     pub fn of(times: &Histogram) -> Latency {
         Latency {
             count: times.total(),
@@ -885,14 +885,14 @@ impl Default for Latencies {
 }
 
 impl Latencies {
-    /// A batch of this kind took so long; 0 = nobody knows.
+    /// Adds the time of a batch; 0 = not known.
     pub(super) fn batch(&mut self, workers: usize, elapsed_ns: u64) {
         if elapsed_ns > 0 {
             self.0[GETS + PUTS + workers].add(elapsed_ns);
         }
     }
 
-    /// A move has ended. One that did not bring all says nothing: it may have ended early.
+    /// Adds the time of a transfer. One that failed is ignored, since it may have ended early.
     pub(super) fn moved(&mut self, one: &Transfer, now_ns: u64) {
         // One that was behind an event took as long as that.
         if !one.is_sound() || one.spec.slots.is_empty() || one.spec.after.is_some() {
@@ -910,7 +910,7 @@ impl Latencies {
 }
 
 impl StoreState {
-    /// What was timed, in the order of [`TIMED`].
+    /// Histograms in the order of [`TIMED`].
     pub fn times(&self) -> &[Histogram; TIMED.len()] {
         &self.stats.latencies.0
     }
@@ -923,17 +923,17 @@ impl StoreState {
 // cells are evicted.
 
 const STEP_BYTES: u64 = 1 << 20;
-/// Of a chunk, beside its row and cells: indexes, notes, and what policies keep.
+/// Bytes of a chunk beside its row and cells: indexes, flags, and policy objects.
 pub const BESIDE_BYTES: u64 = 512;
 
-/// What is paid.
+/// Metadata bytes charged to the store's account.
 pub(super) struct MetadataAccount {
     account: Option<Arc<Account>>,
     paid_bytes: u64,
-    /// What is missing, and cells were asked to make room for; how much had been given back
-    /// when that was last looked at.
+    /// Bytes that could not be charged and for which cells are evicted, with the returned bytes
+    /// when that was last tried.
     missing: Option<(u64, u64)>,
-    /// Rows that may come before it is looked again.
+    /// Rows that may be added before the tables are measured again.
     ahead: usize,
 }
 
@@ -952,7 +952,7 @@ impl Drop for MetadataAccount {
 }
 
 impl StoreState {
-    /// Bytes of tables so far: chunks, cells, what policies know, and of a remote's.
+    /// Bytes of all tables: chunks, cells, policies, and those of the remote.
     pub fn table_bytes(&self) -> u64 {
         let tables = self.tables.iter().map(ChunkTable::used_bytes);
         let replicas = self.replicas.as_ref().map(|replicas| &replicas.cache);
@@ -963,7 +963,7 @@ impl StoreState {
         tables.sum::<u64>() + caches.sum::<u64>() + remote.unwrap_or(0)
     }
 
-    /// So many chunks are about to come: their rows are paid for.
+    /// Charges rows for so many chunks that will be added.
     pub(super) fn charge_rows(&mut self, chunks: usize) {
         if self.stats.metadata.account.is_none() {
             return;
@@ -989,8 +989,7 @@ impl StoreState {
             (self.stats.metadata.paid_bytes.saturating_sub(needed) / each) as usize;
     }
 
-    /// What has come free pays for what is missing. This is before anyone who waits for
-    /// memory gets it.
+    /// Charges missing bytes with memory that was freed, before waiters for memory get it.
     pub(super) fn charge_grown_tables(&mut self) {
         let Some((missing, since_bytes)) = self.stats.metadata.missing else { return };
         let now_bytes = self.host.given_back_bytes();
@@ -1008,7 +1007,7 @@ impl StoreState {
         }
     }
 
-    /// Bytes of tables that are paid for.
+    /// Bytes of tables that are charged.
     pub fn paid_table_bytes(&self) -> u64 {
         self.stats.metadata.paid_bytes
     }
