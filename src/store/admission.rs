@@ -19,34 +19,34 @@
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
 
-/// Why something was refused.
+/// Why a candidate was rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Nothing is admitted.
+    /// The rule admits nothing.
     Never = 0,
     /// Too few uses.
     Hits = 1,
-    /// Too low a class.
+    /// Too low a priority class.
     Priority = 2,
     /// Too small or too large.
     Size = 3,
-    /// The day's writes are used up.
+    /// The write budget of the day is used up.
     Wear = 4,
 }
 
-/// The names of the refusals, in the order of [`Refusal`].
+/// Names of the reasons, in the order of [`Refusal`].
 pub const REFUSALS: [&str; 5] = ["never", "hits", "priority", "size", "wear"];
 
 const DAY_NS: f64 = 86_400e9;
 
-/// Something that could go down.
+/// A candidate for a slower tier.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Candidate {
     /// Its bytes there.
     pub bytes: u64,
-    /// Uses since it came.
+    /// Uses since it was added.
     pub hits: u32,
-    /// Its class.
+    /// Its priority class.
     pub priority: u8,
 }
 
@@ -67,10 +67,10 @@ enum Mode {
     Select(Rules),
 }
 
-/// Decides, and counts.
+/// An admission rule with its counters.
 pub struct Admission {
     mode: Mode,
-    /// What may still be written now, and when that was so.
+    /// Write budget left, as of a time.
     saved_bytes: f64,
     at_ns: u64,
     admitted: u64,
@@ -79,7 +79,7 @@ pub struct Admission {
 }
 
 impl Admission {
-    /// Reads a spec.
+    /// Parses a spec.
     pub fn open(text: &str, now_ns: u64) -> Result<Admission> {
         let spec = Spec::parse(text)?;
         let mut reader = Reader::new(&spec);
@@ -103,8 +103,8 @@ impl Admission {
         Ok(Admission { mode, saved_bytes, at_ns: now_ns, admitted, admitted_bytes, refused })
     }
 
-    /// Whether a candidate may go down, to a tier of which the share `free` is
-    /// free. Its writes are counted when it may.
+    /// Admits or rejects a candidate; `free` is the share of the tier that is free. An admitted
+    /// candidate is charged to the write budget.
     pub fn admit(
         &mut self,
         one: &Candidate,
@@ -154,12 +154,12 @@ impl Admission {
         Ok(())
     }
 
-    /// How many were admitted, and their bytes.
+    /// Number and bytes of admitted candidates.
     pub fn admitted(&self) -> (u64, u64) {
         (self.admitted, self.admitted_bytes)
     }
 
-    /// How many were refused, in the order of [`REFUSALS`].
+    /// Number of rejected candidates, in the order of [`REFUSALS`].
     pub fn refused(&self) -> [u64; REFUSALS.len()] {
         self.refused
     }

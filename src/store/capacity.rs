@@ -10,43 +10,44 @@ use crate::store::state::{Config, RECORD_CELLS, ROW_BESIDE_BYTES, disk_room};
 use crate::tier::disk::{least_bytes_for, usual_record_bytes, usual_segment_bytes};
 use crate::tier::host::{HostOpts, HostTier};
 
-/// The sizes of a store.
+/// Sizes of a store.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
     /// `host=`.
     pub host_bytes: u64,
     /// `disk(bytes=)`; 0 = no disk.
     pub disk_bytes: u64,
-    /// `disk(segment=)`; 0 = as usual.
+    /// `disk(segment=)`; 0 = default.
     pub segment_bytes: u64,
 }
 
-/// What they hold of chunks of one layout.
+/// What these sizes hold of chunks of one layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capacity {
-    /// Bytes of a full chunk's cells.
+    /// Bytes of a full chunk.
     pub chunk_bytes: u64,
-    /// The longest of its cells.
+    /// Bytes of its longest cell.
     pub cell_bytes: u64,
-    /// Bytes that a chunk takes in memory: cells have whole pages, and segments a rest.
+    /// Bytes that a chunk takes in memory: cells take whole pages, and segments have an unused
+    /// rest.
     pub host_chunk_bytes: u64,
     /// Chunks that fit in memory.
     pub host_chunks: u64,
     /// Bytes that a chunk takes on disk, headers included.
     pub disk_chunk_bytes: u64,
-    /// Bytes of a segment of the disk.
+    /// Bytes of a disk segment.
     pub segment_bytes: u64,
-    /// Chunks that the disk keeps once it is full and room was made.
+    /// Chunks on a full disk after an eviction.
     pub disk_chunks: u64,
-    /// Bytes of tables for each chunk that is in memory or on disk; from the same budget.
+    /// Bytes of tables for each chunk in memory or on disk, charged to the same budget.
     pub table_bytes: u64,
-    /// The least memory that a chunk can be put in.
+    /// Least host memory in which a chunk can be stored.
     pub least_host_bytes: u64,
-    /// The least disk whose segments hold its cells.
+    /// Least disk whose segments hold its cells.
     pub least_disk_bytes: u64,
 }
 
-/// What a store of some sizes holds of a layout's chunks.
+/// Computes what a store of these sizes holds of a layout.
 pub fn of(layout: &Layout, sizes: &Sizes) -> Result<Capacity> {
     let tokens = layout.chunk_tokens();
     let cells: Vec<u64> = (0..layout.layers())
@@ -85,8 +86,8 @@ pub fn of(layout: &Layout, sizes: &Sizes) -> Result<Capacity> {
     })
 }
 
-/// Bytes that cells of a chunk take on disk: whole blocks, headers of their records, and what is
-/// left empty at the end of a segment where no record fits.
+/// Bytes that the cells of a chunk take on disk: whole blocks, record headers, and the unused end
+/// of a segment.
 fn on_disk(cells: &[u64], segment_bytes: u64) -> u64 {
     let most_bytes = usual_record_bytes(segment_bytes);
     let (mut blocks, mut longest, mut first) = (0, 0, 0);
@@ -110,7 +111,7 @@ fn on_disk(cells: &[u64], segment_bytes: u64) -> u64 {
     (blocks as f64 * all as f64 / filled as f64) as u64 * BLOCK_BYTES as u64
 }
 
-/// The least memory in which each of a chunk's cells finds a segment of its length.
+/// Least host memory in which each cell of a chunk finds a segment of its length.
 fn least_host(cells: &[u64]) -> Result<u64> {
     let fits = |host_bytes: u64| -> Result<bool> {
         let config = Config { host_bytes, ..Config::default() };
@@ -128,7 +129,7 @@ fn least_host(cells: &[u64]) -> Result<u64> {
     Ok(host_bytes)
 }
 
-/// The least disk whose usual segments hold a cell.
+/// Least disk whose default segments hold a cell.
 fn least_disk(cell_bytes: u64) -> u64 {
     let holds = |bytes: u64| usual_segment_bytes(bytes) >= cell_bytes + 2 * BLOCK_BYTES as u64;
     let mut bytes = 1 << 20;

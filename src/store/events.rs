@@ -6,49 +6,49 @@ use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::fail;
 
-/// What happened.
+/// Kind of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Kind {
-    /// Nothing.
+    /// No event.
     #[default]
     None = 0,
-    /// A whole chunk came to a tier.
+    /// All cells of a chunk are resident in a tier.
     Stored = 1,
-    /// A chunk is whole in a tier no more.
+    /// No longer all cells of a chunk are resident in a tier.
     Removed = 2,
-    /// Everything of a namespace is gone.
+    /// All chunks of a namespace are gone.
     Cleared = 3,
 }
 
-/// An event. Plain memory: it goes out through the C boundary as it is.
+/// An event. Passed through the C interface as it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Event {
-    /// Its number; each has the one after that of the event before it.
+    /// Number; consecutive.
     pub number: u64,
-    /// When, by the runtime's clock.
+    /// Time by the runtime's clock.
     pub at_ns: u64,
     /// A [`Kind`].
     pub kind: u32,
-    /// Which tier, as in budgets.
+    /// Tier, numbered as in budgets.
     pub tier: u32,
     /// Tokens of the chunk.
     pub tokens: u32,
-    /// Which chunk of its sequence it is.
+    /// Index of the chunk in its sequence.
     pub position: u32,
-    /// Its key.
+    /// Key of the chunk.
     pub key: [u8; 32],
-    /// The key before it in its chain: the namespace's for the first.
+    /// Key of its parent; for the first chunk the key of the namespace.
     pub parent: [u8; 32],
-    /// The namespace's key.
+    /// Key of the namespace.
     pub namespace: [u8; 32],
 }
 
 // SAFETY: integers only, none of which has a forbidden value.
 unsafe impl Zeroable for Event {}
 
-/// Most events that are kept.
+/// Most events kept.
 pub const MAX_EVENTS: usize = 1 << 22;
 
 /// The ring.
@@ -58,7 +58,7 @@ pub struct Events {
 }
 
 impl Events {
-    /// A ring of so many events; 0 = none are kept.
+    /// A ring of so many events; 0 = none.
     pub fn new(events: usize) -> Result<Events> {
         if events > MAX_EVENTS {
             fail!(Limit, "{events} events are more than the limit of {MAX_EVENTS}");
@@ -66,12 +66,12 @@ impl Events {
         Ok(Events { ring: Zeroed::new(events)?, next: 0 })
     }
 
-    /// The number that the next event will have.
+    /// Number of the next event.
     pub fn next_number(&self) -> u64 {
         self.next
     }
 
-    /// Adds an event; its number is given here.
+    /// Adds an event and numbers it.
     pub fn add(&mut self, event: Event) {
         if !self.ring.is_empty() {
             let at = self.next % self.ring.len() as u64;
@@ -80,8 +80,8 @@ impl Events {
         self.next += 1;
     }
 
-    /// Copies events from number `from` on into `out`. How many, and how many
-    /// before them are lost.
+    /// Copies events from number `from` on into `out`. Returns how many, and how many before them
+    /// are lost.
     pub fn read(&self, from: u64, out: &mut [Event]) -> (usize, u64) {
         let oldest = self.next.saturating_sub(self.ring.len() as u64);
         let start = from.max(oldest).min(self.next);
@@ -100,17 +100,17 @@ impl Events {
 
 /// Most events of an entry.
 pub const MOST: usize = 256;
-/// The version of what entries mean.
+/// Version of the entry format.
 const VERSION: &[u8] = b"1";
 
-/// How far a store is.
+/// Stage of a store's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// It was opened: what was told of this engine before is of no account.
+    /// Opened: what an earlier run of this engine published is void.
     Opened,
-    /// It goes on.
+    /// Running.
     Open,
-    /// It is closed: what was in its memory is gone.
+    /// Closed: what was in its memory is gone.
     Closed,
 }
 
@@ -124,7 +124,7 @@ impl Stage {
     }
 }
 
-/// Makes entries.
+/// Builds entries of a remote event stream.
 pub struct Entries {
     node: String,
     run: String,
@@ -133,7 +133,7 @@ pub struct Entries {
 }
 
 impl Entries {
-    /// Of an engine that is called so, and of this run of it.
+    /// For an engine of this name, and this run of it.
     pub fn new(node: &str, run: u64) -> Entries {
         Entries {
             node: node.to_string(),
@@ -143,7 +143,8 @@ impl Entries {
         }
     }
 
-    /// The next one: events from number `first` on, `missed` before them that nobody will hear of.
+    /// Builds the next entry: events from number `first` on, of which `missed` before them are
+    /// lost.
     pub fn make(
         &mut self,
         stage: Stage,

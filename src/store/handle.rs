@@ -27,75 +27,74 @@ mod submit;
 mod watch;
 mod workers;
 
-/// What the lock guards.
+/// State behind the lock.
 struct Guarded {
     core: StoreState,
-    /// The ops of each move, by its number.
+    /// Ops of each transfer, by its number.
     ops: Vec<Vec<OpRef>>,
-    /// Those that wait for events.
+    /// Ops that wait for events.
     watches: Watches,
-    /// Whoever tells a remote of events sleeps, and has told of those before this one.
+    /// The publisher sleeps, and has published the events before this one.
     published_until: u64,
-    /// Hands that sleep.
+    /// Sleeping workers of each kind.
     sleeping: [u32; KINDS],
-    /// One of these hands sleeps until something is due.
+    /// A sleeping worker of this kind has a timer.
     has_alarm: [bool; KINDS],
-    /// Whoever looks after copies behind events sleeps.
+    /// The thread for copies behind device events sleeps.
     crew_sleeps: bool,
-    /// It closes: nothing new is begun.
+    /// The store is closing: new transfers are refused.
     closing: bool,
-    /// How many steps of putting all away on disk have begun: a close that is asked for again
-    /// goes on from there.
+    /// Steps of the final write-back that have begun. A repeated close goes on from there.
     away: usize,
     stop: bool,
-    /// A hand has panicked: nothing more is begun.
+    /// A worker has panicked: new transfers are refused.
     broken: bool,
 }
 
-/// What threads share.
+/// Shared by all threads.
 struct Inner {
     runtime: Arc<RuntimeCore>,
     state: Mutex<Guarded>,
-    /// There is work for hands.
+    /// Wakes workers of a kind.
     work: [Condvar; KINDS],
-    /// There are events of the device to look after.
+    /// Wakes the thread for copies behind device events.
     behind: Condvar,
-    /// There are events to be told.
+    /// Wakes the publisher of events.
     feed: Condvar,
-    /// Something has ended.
+    /// Signals that something has ended.
     ended: Condvar,
     tools: Mutex<Tools>,
-    /// Ends the thread that answers at the control socket, where there is one.
+    /// Stops the thread of the control socket, if there is one.
     bell: Option<Bell>,
     this: Weak<Inner>,
 }
 
-/// A store.
+/// An open store.
 pub struct Store {
     inner: Arc<Inner>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     account: Option<Arc<Account>>,
-    /// Held while cells in device memory are looked at: the core stays meanwhile.
+    /// Held during an audit of the device tier; closing waits for it.
     auditing: Mutex<()>,
-    /// It was opened with a device, whose events can be named.
+    /// The store has a device, so transfers may name its events.
     has_device: bool,
-    /// What opening found.
+    /// What was found at opening.
     pub opened: Opened,
-    /// Who answered at the remote then, if there is one and somebody did.
+    /// The remote server at opening, if there is a remote that answered.
     pub server: Option<Server>,
 }
 
-/// What opening a store found.
+/// What was found at opening.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Opened {
     /// On disk.
     pub disk: Option<OpenReport>,
-    /// Of that, what is of use.
+    /// The part of it that is usable.
     pub adopted: Adopted,
 }
 
 impl Store {
-    /// Opens a store, with its disk if it has one, and starts its hands.
+    /// Opens a store with its disk, if it has one, and starts its workers.
     pub fn open(
         runtime: &Arc<RuntimeCore>,
         budget: Option<&Arc<Budget>>,
@@ -106,7 +105,7 @@ impl Store {
         Ok(store)
     }
 
-    /// The same, with copies made by a device.
+    /// The same, with a device for copies.
     pub fn open_with(
         runtime: &Arc<RuntimeCore>,
         budget: Option<&Arc<Budget>>,
@@ -129,7 +128,7 @@ impl Store {
         store
     }
 
-    /// The same, on an account.
+    /// Opens a store on an account.
     fn open_on(
         runtime: &Arc<RuntimeCore>,
         account: Option<Arc<Account>>,
@@ -154,7 +153,7 @@ impl Store {
         opened
     }
 
-    /// The same, over what is on disk.
+    /// Opens a store on an opened disk.
     fn open_over(
         runtime: &Arc<RuntimeCore>,
         account: Option<Arc<Account>>,
@@ -209,12 +208,13 @@ impl Store {
         Ok(Store { inner, threads, account, auditing, has_device: true, opened, server })
     }
 
-    /// Whether its device has memory that only it reaches.
+    /// Whether its device has memory that the processor cannot reach.
     pub fn reaches_device(&self) -> bool {
         self.inner.tools.lock().device.facts().reaches_device
     }
 
-    /// Does something to the core: what needs no hands is done when this returns.
+    /// Runs `act` on the state. Whatever it makes possible without a worker is done when this
+    /// returns.
     pub fn with<R>(&self, act: impl FnOnce(&mut StoreState) -> Result<R>) -> Result<R> {
         self.inner.runtime.check_open()?;
         let mut state = self.inner.state.lock();
@@ -227,7 +227,7 @@ impl Store {
         result
     }
 
-    /// Who pays for its memory.
+    /// The account that is charged for its memory.
     pub fn account(&self) -> Option<&Arc<Account>> {
         self.account.as_ref()
     }
@@ -257,7 +257,7 @@ impl Guarded {
         }
     }
 
-    /// The ops of what has ended since this was last asked.
+    /// Ops of the completions since the last call.
     fn ended(&mut self) -> News {
         let mut finished = Vec::new();
         self.core.finished(&mut finished);
@@ -276,12 +276,12 @@ impl Guarded {
     }
 }
 
-/// Ops that end, and how.
+/// Ops with their outcome.
 type News = Vec<(OpRef, Finished)>;
 
 impl Inner {
-    /// After anything was done to the core: wakes hands that have work, and collects
-    /// what has ended, to be told without the lock.
+    /// After any change of the state: wakes workers that have work, and collects completions, which
+    /// are reported after the lock is released.
     fn news(&self, state: &mut Guarded) -> News {
         for workers in WorkerKind::ALL {
             let at = workers as usize;
@@ -307,8 +307,8 @@ impl Inner {
         news
     }
 
-    /// Ends a move if its callers have given it up. Its number may be another's by now,
-    /// whose ops are asked then.
+    /// Cancels a transfer whose ops were all cancelled. The number may be another transfer's by
+    /// now; then that one's ops are asked.
     fn drop_given_up(&self, state: &mut Guarded, number: u32) {
         if let Some(status) = state.ops.get(number as usize).and_then(|ops| given_up(ops)) {
             state.core.cancel(number, status);
@@ -339,7 +339,7 @@ impl Inner {
     }
 }
 
-/// Why a move is not waited for: all of its ops that are open were given up.
+/// Status of a transfer whose open ops were all cancelled; `None` if one is still wanted.
 fn given_up(ops: &[OpRef]) -> Option<Status> {
     let open = ops.iter().filter(|op| op.state() & RELEASED == 0);
     open.map(|op| op.was_given_up()).reduce(|a, b| match (a?, b?) {
@@ -390,7 +390,7 @@ impl Keeper for &Inner {
     }
 }
 
-/// Tells callers; with no lock held.
+/// Reports completions to callers, without the lock.
 fn finish(news: News) {
     for (op, one) in news {
         op.report(one.tokens, one.bytes);
@@ -400,7 +400,7 @@ fn finish(news: News) {
     }
 }
 
-/// The remote of a store, and what it is to decide by then.
+/// Opens the remote of a store and completes its configuration.
 fn open_remote(
     runtime: &Arc<RuntimeCore>,
     spec: &StoreSpec,
@@ -413,7 +413,7 @@ fn open_remote(
     Ok((config, Some(RemoteExecutor::new(remote, runtime.clock().clone())), server))
 }
 
-/// A disk tier, and what was found on it.
+/// A disk tier with what was recovered from it.
 type Found = (Arc<DiskTier>, Recovered, OpenReport);
 
 fn open_disk(

@@ -9,26 +9,26 @@ use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::fail;
 
-/// A job: a number of the caller's, below the limit given at the start.
+/// A job: a number chosen by the caller, below the limit.
 pub type Job = u32;
 
-/// Lanes, the urgent one first: demand, prefetch, demotion.
+/// Lanes by urgency: demand, prefetch, demotion.
 pub const LANES: usize = 3;
-/// What a turn allows, if nothing else is said.
+/// Default bytes of a turn.
 const TURN_BYTES: u64 = 1 << 20;
-/// Longest job that counts as it is, if nothing else is said: turns are not counted for ever.
+/// Default limit of the bytes that one job is charged, so that no session waits for many turns.
 const MOST_BYTES: u64 = 64 << 20;
 /// After so many jobs of an urgent lane, one of a less urgent lane goes first.
 const PATIENCE: u32 = 16;
 
-/// Links hold numbers plus one: 0 is none, so that fresh tables are empty.
+/// Links are numbers plus one, so that zeroed tables are empty.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Waiting {
     next: u32,
     prev: u32,
     session: u32,
-    /// Its lane plus one; 0 = does not wait.
+    /// Its lane plus one; 0 = not queued.
     lane: u32,
     bytes: u64,
 }
@@ -36,13 +36,13 @@ struct Waiting {
 // SAFETY: integers only.
 unsafe impl Zeroable for Waiting {}
 
-/// What one session has in one lane.
+/// Jobs of one session in one lane.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Flow {
     head: u32,
     tail: u32,
-    /// Neighbours among the sessions that have something in this lane.
+    /// Neighbours among the sessions with jobs in this lane.
     next: u32,
     prev: u32,
     allowed_bytes: u64,
@@ -53,7 +53,7 @@ unsafe impl Zeroable for Flow {}
 
 struct Lane {
     flows: Zeroed<Flow>,
-    /// The session whose turn it is, plus one.
+    /// Session whose turn it is, plus one.
     turn: u32,
     last: u32,
     jobs: u32,
@@ -66,12 +66,12 @@ pub struct Queues {
     lanes: [Lane; LANES],
     passed_over: u32,
     turn_bytes: u64,
-    /// Most bytes that a job takes of its session's turns.
+    /// Most bytes that one job is charged.
     most_bytes: u64,
 }
 
 impl Queues {
-    /// For jobs and sessions with numbers below these.
+    /// Queues for jobs and sessions with numbers below these.
     pub fn new(max_jobs: u32, max_sessions: u32) -> Result<Queues> {
         if max_jobs == u32::MAX || max_sessions == u32::MAX {
             fail!(Limit, "{max_jobs} jobs of {max_sessions} sessions are too many");
@@ -95,17 +95,17 @@ impl Queues {
         (self.turn_bytes, self.most_bytes) = (bytes.max(1), bytes.max(1));
     }
 
-    /// How many jobs wait in a lane, and their bytes.
+    /// Number and bytes of the jobs in a lane.
     pub fn waiting(&self, lane: usize) -> (u32, u64) {
         (self.lanes[lane].jobs, self.lanes[lane].bytes)
     }
 
-    /// Whether a job waits.
+    /// Whether a job is queued.
     pub fn waits(&self, job: Job) -> bool {
         self.jobs[job as usize].lane != 0
     }
 
-    /// Queues a job that does not wait yet.
+    /// Queues a job that is not queued.
     pub fn push(&mut self, lane: usize, session: u32, job: Job, bytes: u64) {
         let last = self.lanes[lane].flows[session as usize].tail;
         self.insert(lane, Waiting { next: 0, prev: last, session, lane: 0, bytes }, job);
@@ -141,7 +141,7 @@ impl Queues {
         self.jobs[job as usize] = Waiting { lane: lane as u32 + 1, ..waiting };
     }
 
-    /// Takes a job out; false when it does not wait.
+    /// Removes a job. Returns false if it was not queued.
     pub fn remove(&mut self, job: Job) -> bool {
         let Waiting { next, prev, session, lane, bytes } = self.jobs[job as usize];
         let Some(lane) = (lane as usize).checked_sub(1) else { return false };
@@ -164,7 +164,7 @@ impl Queues {
         true
     }
 
-    /// The next job, with its lane; it waits no longer.
+    /// Takes the next job, with its lane.
     pub fn pop(&mut self) -> Option<(usize, Job)> {
         let first = (0..LANES).find(|&i| self.lanes[i].jobs > 0)?;
         let less_urgent = (first + 1..LANES).rfind(|&i| self.lanes[i].jobs > 0);
@@ -182,7 +182,7 @@ impl Queues {
         self.pop_from(lane).map(|job| (lane, job))
     }
 
-    /// The next job of one lane.
+    /// Takes the next job of one lane.
     pub fn pop_from(&mut self, lane: usize) -> Option<Job> {
         let row = &mut self.lanes[lane];
         loop {
@@ -202,7 +202,7 @@ impl Queues {
 }
 
 impl Lane {
-    /// A session has its first job here: its turn comes last.
+    /// A session has its first job in a lane: its turn comes last.
     fn join(&mut self, session: u32) {
         let (last, number) = (self.last, session + 1);
         self.flows[session as usize].prev = last;
@@ -214,7 +214,7 @@ impl Lane {
         self.last = number;
     }
 
-    /// A session has no job here any more.
+    /// A session has no job in a lane any more.
     fn leave(&mut self, session: u32) {
         self.unlink(session);
         self.flows[session as usize].allowed_bytes = 0;
@@ -232,7 +232,7 @@ impl Lane {
         }
     }
 
-    /// Its turn is over; the next one's begins.
+    /// Ends a turn and begins the next session's.
     fn rotate(&mut self, session: u32) {
         self.unlink(session);
         self.join(session);
@@ -246,7 +246,7 @@ mod tests {
     use std::collections::VecDeque;
 
     proptest! {
-        /// Each job comes out once, those of a session in a lane in their order.
+        /// Each job comes out once, and jobs of a session in a lane in their order.
         #[test]
         fn agrees_with_plain_queues(
             calls in proptest::collection::vec((0u8..5, 0usize..LANES, 0u32..5, 0u32..40, 0u64..4 << 20), 1..400),

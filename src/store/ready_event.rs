@@ -5,34 +5,34 @@ use crate::base::status::Result;
 use crate::base::sync::{Mutex, Weak};
 use crate::fail;
 
-/// Most moves that wait for one word.
+/// Most transfers that wait for one event.
 const MOST_WAITING: usize = 1 << 16;
 
-/// What became of a word.
+/// State of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
-    /// It was given.
+    /// Signalled.
     Given,
-    /// It will never be.
+    /// Cancelled: it will never be signalled.
     TakenBack,
 }
 
-/// Who has moves that wait.
+/// An owner of waiting transfers.
 pub trait Listener: Send + Sync {
-    /// The word that the move of a ticket waits for. Called with no lock held.
+    /// The event of a ticket's transfer was signalled or cancelled. Called without a lock.
     fn signalled(&self, ticket: u64, word: Word);
 
-    /// Whether the move of a ticket waits still: it may have been cancelled. Called with no lock
-    /// held.
+    /// Whether the transfer of a ticket still waits; it may have been cancelled. Called without a
+    /// lock.
     fn waits(&self, ticket: u64) -> bool;
 }
 
-/// A word.
+/// A ready event.
 pub struct Ready {
     state: Mutex<State>,
 }
 
-/// Moves that wait, by whose they are.
+/// Waiting transfers, with their owners.
 type Waiting = Vec<(Weak<dyn Listener>, u64)>;
 
 #[derive(Default)]
@@ -41,7 +41,7 @@ struct State {
     waiting: Waiting,
 }
 
-/// Tells all of the word, with no lock held.
+/// Notifies all waiters, without a lock.
 fn signal_all(waiting: Waiting, word: Word) {
     for (listener, ticket) in waiting {
         if let Some(listener) = listener.upgrade() {
@@ -57,17 +57,17 @@ impl Default for Ready {
 }
 
 impl Ready {
-    /// What became of it; `None` = nothing yet.
+    /// Its state; `None` = pending.
     pub fn word(&self) -> Option<Word> {
         self.state.lock().word
     }
 
-    /// Gives the word: what waits for it begins. Only the first word counts.
+    /// Signals it: waiting transfers begin. Later calls have no effect.
     pub fn give(&self) {
         self.say(Word::Given);
     }
 
-    /// Takes it back: what waits for it will not begin.
+    /// Cancels it: waiting transfers fail.
     pub fn take_back(&self) {
         self.say(Word::TakenBack);
     }
@@ -84,7 +84,7 @@ impl Ready {
         signal_all(waiting, word);
     }
 
-    /// Whether one more may wait.
+    /// Fails if no more transfers may wait.
     pub fn check_room(&self) -> Result<()> {
         if self.state.lock().waiting.len() >= MOST_WAITING {
             self.forget_ended();
@@ -96,7 +96,7 @@ impl Ready {
         Ok(())
     }
 
-    /// Forgets moves that have ended before the word.
+    /// Forgets transfers that have ended while the event was pending.
     fn forget_ended(&self) {
         let mut kept = std::mem::take(&mut self.state.lock().waiting);
         kept.retain(|(all, ticket)| all.upgrade().is_some_and(|all| all.waits(*ticket)));
@@ -113,7 +113,7 @@ impl Ready {
         }
     }
 
-    /// Has a move wait. Its listener is told at once when the word is known.
+    /// Adds a waiting transfer. If the event is not pending, its owner is notified at once.
     pub fn join(&self, listener: Weak<dyn Listener>, ticket: u64) {
         let word = {
             let mut state = self.state.lock();

@@ -13,7 +13,7 @@ use crate::store::state::{Config, StoreState};
 use crate::tier::disk::DiskTier;
 
 impl Store {
-    /// Looks at the core; also while the store closes, not after.
+    /// Reads the state; also while the store closes, not after.
     pub fn look<R>(&self, see: impl FnOnce(&StoreState) -> R) -> Result<R> {
         let state = self.inner.state.lock();
         if state.stop {
@@ -22,8 +22,8 @@ impl Store {
         Ok(see(&state.core))
     }
 
-    /// Ends what a handle stood for: also while the store or its runtime closes. Of a
-    /// closed store nothing is left to end.
+    /// Ends what a handle stood for; also while the store or its runtime closes. Does nothing for a
+    /// closed store.
     pub fn let_go(&self, end: impl FnOnce(&mut StoreState) -> Result<()>) -> Result<()> {
         let mut state = self.inner.state.lock();
         if state.stop || state.broken {
@@ -37,7 +37,7 @@ impl Store {
         result
     }
 
-    /// Waits until nothing is under way, or a deadline (0 = none).
+    /// Waits until nothing is in flight, or for a deadline (0 = none).
     pub fn settle(&self, deadline_ns: u64) -> Result<()> {
         self.wait_until(deadline_ns, StoreState::is_idle)
     }
@@ -60,13 +60,13 @@ impl Store {
         Ok(())
     }
 
-    /// The disk tier, to be looked at, until the store is closed.
+    /// The disk tier, until the store is closed.
     pub fn disk(&self) -> Option<Arc<DiskTier>> {
         self.inner.tools.lock().disk.clone()
     }
 
-    /// Cancels what is open, waits for what is under way until a deadline (0 = none),
-    /// then BUSY: the store is still there, and refuses new work.
+    /// Cancels open transfers, waits until nothing is in flight or for a deadline (0 = none). Then
+    /// BUSY: the store still exists and refuses new work.
     pub fn close(&self, deadline_ns: u64) -> Result<()> {
         self.inner.state.lock().closing = true;
         self.inner.cancel_all(Status::Cancelled);
@@ -87,8 +87,8 @@ impl Store {
         ended
     }
 
-    /// What is in memory only goes to disk, as far as it may, and a checkpoint makes the
-    /// next opening fast.
+    /// Writes what is in memory only, where allowed, and a checkpoint, which makes the next opening
+    /// fast.
     fn put_away(&self, deadline_ns: u64) -> Result<()> {
         for (step, begin) in
             [StoreState::write_all_down, StoreState::ask_for_checkpoint].iter().enumerate()
@@ -108,7 +108,7 @@ impl Store {
         Ok(())
     }
 
-    /// Ops and handles that are kept longer keep neither memory nor the directory.
+    /// Frees memory and directory, although ops and handles may be kept for longer.
     fn give_back(&self) -> Result<()> {
         let config = Config {
             max_chunks: 1,
@@ -143,18 +143,17 @@ impl Store {
 //
 // Clears a namespace, and waits until that is durable.
 
-/// Chunks that leave while the lock is held: others wait for no more.
+/// Chunks removed under one lock; other callers wait no longer than for these.
 const AT_ONCE: usize = 512;
-/// Nobody is told when a batch of writes ends: it is looked so often.
+/// Interval of checks, since the end of a batch of writes signals nobody.
 const LOOK_NS: u64 = 1_000_000;
-/// So often it was looked, or a batch of writes has ended, and none of those that stayed can
-/// leave: the engine has them.
+/// Checks without progress after which chunks that stayed are taken as referenced by the engine.
 const MOST_IN_VAIN: u32 = 3;
 
 impl Store {
-    /// Takes everything of a namespace away that nobody holds, and waits until it is
-    /// sure to stay away, or for a deadline (0 = none). After that it can be asked for again,
-    /// with any deadline: it goes on from there, and tells of all that has left.
+    /// Removes everything of a namespace that is not referenced, and waits until that survives a
+    /// restart, or for a deadline (0 = none). May be called again with any deadline: it goes on
+    /// from there, and reports everything removed.
     pub fn clear(&self, space: u32, deadline_ns: u64) -> Result<Cleared> {
         let mut clearing = self.with(|core| core.begin_clear(space))?;
         let came = self.clear_all(&mut clearing, deadline_ns);
@@ -169,8 +168,8 @@ impl Store {
         waited.map(|()| clearing.cleared)
     }
 
-    /// Clears what may leave. Chunks that the store is writing leave when that has ended; those
-    /// that the engine moves stay.
+    /// Removes what may leave. Chunks in a write are removed when that has ended; chunks in a
+    /// transfer stay.
     fn clear_all(&self, clearing: &mut Clearing, deadline_ns: u64) -> Result<()> {
         let (mut before, mut in_vain) = (u64::MAX, 0);
         loop {
@@ -228,7 +227,7 @@ impl Store {
 //
 // Gives memory back when another owner of the budget needs it.
 
-/// Gives memory back when others need it.
+/// Returns memory when other owners of the budget need it.
 pub(super) fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {
     let slot = slot.clone();
     Box::new(move |tier, bytes, _deadline| {

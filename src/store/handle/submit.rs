@@ -15,17 +15,17 @@ use crate::store::state::blocks::BlockMove;
 use crate::store::state::transfer::Level;
 use crate::store::state::{CellRange, StoreState, TransferKind};
 
-/// How many ops stand for a move.
+/// Ops of a transfer.
 enum Ops {
-    /// One, or one a layer.
+    /// One, or one for each layer.
     Each(usize),
     /// One with so many items.
     Items(usize),
 }
 
 impl Store {
-    /// Begins a put, a get or a prefetch of a session's rectangle: one op, or one a
-    /// layer, with tags that count up.
+    /// Begins a put, get or prefetch of a cell range: one op, or one for each layer with
+    /// consecutive tags.
     pub fn submit(
         &self,
         session: u32,
@@ -37,7 +37,7 @@ impl Store {
         self.submit_after(session, kind, level, cell_range, opts, None)
     }
 
-    /// The same; where the engine gives its word later, nothing begins before that.
+    /// The same; with a ready event nothing begins before that is signalled.
     pub fn submit_after(
         &self,
         session: u32,
@@ -59,15 +59,14 @@ impl Store {
         })
     }
 
-    /// Begins to find out how far a session can go on with what is here and at the remote: one
-    /// op, whose result is so many tokens.
+    /// Begins a remote lookup of a session: one op, whose result is the number of tokens the
+    /// session can continue from, here or at the remote.
     pub fn locate(&self, session: u32, opts: &OpOpts) -> Result<OpRef> {
         let ops = self.begin(Ops::Each(1), opts, None, |core| Ok((core.locate(session)?, 0)))?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 
-    /// Begins to find out which of some blocks are here or at the remote: one op, with an item a
-    /// block.
+    /// Begins a remote lookup of blocks: one op with an item for each block.
     pub fn locate_blocks(&self, session: u32, keys: Vec<Key>, opts: &OpOpts) -> Result<OpRef> {
         let ops = Ops::Items(keys.len());
         let submit = |core: &mut StoreState| Ok((core.locate_blocks(session, keys)?, 0));
@@ -75,7 +74,7 @@ impl Store {
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 
-    /// Begins a put, a get or a prefetch of blocks: one op, with an item a block.
+    /// Begins a put, get or prefetch of blocks: one op with an item for each block.
     pub fn submit_blocks(
         &self,
         session: u32,
@@ -92,7 +91,7 @@ impl Store {
         })
     }
 
-    /// Begins a move; `submit` says its number, and the ticket of one that waits.
+    /// Begins a transfer. `submit` returns its number, and the ticket if it waits.
     fn begin(
         &self,
         ops: Ops,
@@ -157,7 +156,7 @@ impl Store {
         }
     }
 
-    /// Ops of a move, with tags that count up.
+    /// Ops of a transfer, with consecutive tags.
     fn promise_ops(&self, ops: Ops, opts: &OpOpts) -> Result<Vec<OpRef>> {
         let (runtime, owner) = (&self.inner.runtime, self.inner.clone());
         let count = match ops {
@@ -183,7 +182,7 @@ impl Store {
     }
 }
 
-/// Ops of a call that was refused, and were begun: nobody hears of them.
+/// Abandons ops of a refused call. They are never reported.
 pub(super) fn undo(ops: Vec<OpRef>, error: Error) -> Error {
     for op in ops {
         op.take_back();
@@ -221,7 +220,7 @@ impl Listener for Inner {
 //
 // The thread that polls copies behind device events.
 
-/// How long nobody looks while nothing happens.
+/// Interval at which device events are polled while nothing happens.
 const LOOK_NS: u64 = 250_000;
 
 impl Desk for &Inner {
@@ -236,7 +235,7 @@ impl Desk for &Inner {
 }
 
 impl Inner {
-    /// The life of that thread.
+    /// Main function of the thread for copies behind device events.
     pub(super) fn serve_behind(&self, tools: Tools) {
         let mut crew = Crew::new(tools);
         while self.wait_for_events(&crew) {
@@ -255,7 +254,7 @@ impl Inner {
         }
     }
 
-    /// Sleeps until there are events to look after; false when there never will be.
+    /// Sleeps until there are events to poll. Returns false when there never will be.
     fn wait_for_events(&self, crew: &Crew) -> bool {
         let mut state = self.state.lock();
         while !state.broken && crew.is_idle() && !state.core.has_events_ahead() {
@@ -284,8 +283,8 @@ impl Inner {
 }
 
 impl Store {
-    /// What a move is behind: nothing, if its event has come already. What can be seen of a
-    /// wrong one is said here.
+    /// The device event of a transfer, or none if it has completed. Reports invalid events where
+    /// they can be recognised.
     pub(super) fn check_after(
         &self,
         kind: TransferKind,

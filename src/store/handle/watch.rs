@@ -17,15 +17,15 @@ use crate::store::state::plans::Look;
 use crate::store::token_path::MAX_TOKENS;
 use crate::tier::remote::{Publish, Trouble};
 
-/// Most that wait.
+/// Most waiting ops.
 const MAX_WATCHES: usize = 1024;
-/// Places of theirs begin here: the numbers of moves are lower.
+/// Numbers of watches begin here, above those of transfers.
 const FIRST: u32 = 1 << 31;
 
-/// All that wait.
+/// Ops that wait for events.
 pub(super) struct Watches {
     all: Vec<Option<(u64, OpRef)>>,
-    /// The lowest number of an event that one waits for.
+    /// Least event number that an op waits for.
     least: u64,
 }
 
@@ -36,7 +36,7 @@ impl Default for Watches {
 }
 
 impl Watches {
-    /// One waits for the event of a number, or a later one; its place.
+    /// Makes an op wait for the event `from` or a later one. Returns its number.
     fn add(&mut self, from: u64, op: OpRef) -> Result<u32> {
         let at = self.all.iter().position(Option::is_none).unwrap_or(self.all.len());
         if at == MAX_WATCHES {
@@ -50,7 +50,7 @@ impl Watches {
         Ok(FIRST + at as u32)
     }
 
-    /// Ends those whose event there is, now that the next one will have this number.
+    /// Completes ops whose event exists, now that the next one has number `next`.
     pub fn notify(&mut self, next: u64, news: &mut News) {
         if self.least >= next {
             return;
@@ -63,12 +63,12 @@ impl Watches {
         self.least = self.all.iter().flatten().map(|(from, _)| *from).min().unwrap_or(u64::MAX);
     }
 
-    /// Whether an op's place is one of these.
+    /// Whether an op's number is one of a watch.
     pub fn has(place: u32) -> bool {
         place >= FIRST
     }
 
-    /// Ends one that was given up. Its place may be another's by now, which is asked then.
+    /// Completes a cancelled op. The number may be another op's by now; then that one is asked.
     pub fn drop_given_up(&mut self, place: u32, news: &mut News) {
         let Some(one) = self.all.get_mut((place - FIRST) as usize) else { return };
         let status = one.as_ref().and_then(|(_, op)| given_up(std::slice::from_ref(op)));
@@ -77,19 +77,19 @@ impl Watches {
         }
     }
 
-    /// Ends all.
+    /// Completes all ops.
     pub fn end_all(&mut self, status: Status, news: &mut News) {
         news.extend(self.take().map(|op| (op, ended(0, Some(status)))));
     }
 
-    /// Forgets all.
+    /// Takes all ops.
     pub fn take(&mut self) -> impl Iterator<Item = OpRef> + use<> {
         let all = std::mem::take(self).all;
         all.into_iter().flatten().map(|(_, op)| op)
     }
 }
 
-/// How one ended, and how many events it found.
+/// Outcome of an op, with the number of events it found.
 fn ended(events: u64, status: Option<Status>) -> Finished {
     Finished {
         number: 0,
@@ -103,8 +103,8 @@ fn ended(events: u64, status: Option<Status>) -> Finished {
 }
 
 impl Store {
-    /// Begins an op that ends when there is an event with a number, or a later one; its value is
-    /// how many there are. `u64::MAX` stands for the next one to come.
+    /// Begins an op that completes when the event `from` or a later one exists; its value is the
+    /// number of available events. `u64::MAX` = the next event.
     pub fn watch(&self, from: u64, opts: &OpOpts) -> Result<OpRef> {
         let op = self.inner.runtime.promise(opts, self.inner.clone())?;
         // A deadline that has passed, or a close beside this, may have ended it.
@@ -141,17 +141,17 @@ impl Store {
 // The thread that publishes events to a remote. It reads events like any other reader: it delays
 // nobody, and reports events that it was too slow for as missed.
 
-/// How long nothing is said to a remote that did not take it, at first and at most.
+/// Least and most time between two attempts after the remote refused events.
 const PAUSE_NS: [u64; 2] = [100_000_000, 5_000_000_000];
 
-/// What that thread has.
+/// State of the publisher.
 pub(super) struct Feed {
     publish: Publish,
     entries: Entries,
     timeout_ns: u64,
 }
 
-/// What is to be told next.
+/// The events to publish next.
 struct Turn {
     stage: Stage,
     missed: u64,
@@ -159,7 +159,7 @@ struct Turn {
 }
 
 impl Feed {
-    /// As whom it tells what; a request takes no longer than that.
+    /// A publisher for an engine of this name. A request takes at most `timeout_ns`.
     pub fn new(node: &str, publish: Publish, timeout_ns: u64) -> Result<Feed> {
         let run = u64::from_le_bytes(crate::base::machine::random_bytes()?);
         Ok(Feed { publish, entries: Entries::new(node, run), timeout_ns })
@@ -167,7 +167,7 @@ impl Feed {
 }
 
 impl Inner {
-    /// The life of that thread.
+    /// Main function of the publisher's thread.
     pub(super) fn serve_feed(&self, mut feed: Feed) {
         let mut events = vec![Event::default(); MOST];
         let (mut from, mut missed) = (0, 0);
@@ -209,7 +209,7 @@ impl Inner {
         (feed.publish)(&fields, self.runtime.clock().now_ns().saturating_add(feed.timeout_ns))
     }
 
-    /// Waits until there is something to tell.
+    /// Waits until there are events to publish.
     fn next_turn(&self, from: u64, stage: Stage, events: &mut [Event]) -> Turn {
         let mut state = self.state.lock();
         let is_over = |state: &super::Guarded| state.stop || state.broken;
@@ -226,7 +226,7 @@ impl Inner {
         Turn { stage, missed, count }
     }
 
-    /// Waits a while; whether the store has ended meanwhile.
+    /// Waits for a while. Returns whether the store has ended meanwhile.
     fn rest_feed(&self, pause_ns: u64) -> bool {
         let mut state = self.state.lock();
         if !state.stop && !state.broken {
@@ -246,18 +246,18 @@ impl Store {
         self.inner.tools.lock().device.clone()
     }
 
-    /// Looks a sequence up in a namespace.
+    /// Looks up a sequence in a namespace.
     pub fn lookup(&self, space: u32, tokens: &[u32]) -> Result<Look> {
         self.lookup_media(space, tokens, &[])
     }
 
-    /// The same with media that start in it.
+    /// The same, with media that start in it.
     pub fn lookup_media(&self, space: u32, tokens: &[u32], media: &[Medium]) -> Result<Look> {
         let keys = self.chunk_keys(space, tokens, media)?;
         self.lookup_keys(space, &keys, tokens.len() as u64)
     }
 
-    /// What the full chunks of a sequence are called.
+    /// Keys of the full chunks of a sequence.
     pub fn chunk_keys(&self, space: u32, tokens: &[u32], media: &[Medium]) -> Result<Vec<Key>> {
         if tokens.len() > MAX_TOKENS {
             fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
@@ -273,7 +273,7 @@ impl Store {
         Ok(keys)
     }
 
-    /// Looks up the keys of the full chunks of a sequence of so many tokens.
+    /// Looks up the keys of the full chunks of a sequence with so many tokens.
     pub fn lookup_keys(&self, space: u32, keys: &[Key], tokens: u64) -> Result<Look> {
         self.with(|core| core.lookup_keys(space, keys, tokens).cloned())
     }
@@ -283,12 +283,12 @@ impl Store {
 //
 // Audits of device replicas.
 
-/// So many are looked at together: they cannot leave meanwhile.
+/// Cells under audit at once, since they cannot be evicted meanwhile.
 const TURN: usize = 64;
 
 impl Store {
-    /// Reads all cells in device memory back, and holds them against what the store has
-    /// elsewhere. What is wrong is forgotten.
+    /// Reads all cells in device memory back and compares them with other tiers. Wrong replicas are
+    /// forgotten.
     pub fn audit_device(&self) -> Result<Audited> {
         let list = self.with(|core| Ok(core.audit_list()))?;
         let mut audited = Audited::default();

@@ -15,16 +15,16 @@ use crate::store::spec::StoreSpec;
 use crate::store::state::StoreState;
 use crate::store::state::work::{Work, WorkerKind};
 
-/// Whoever asked the remote looks so often for more to ask before it sleeps, and so long after
-/// each other. To wake it costs an engine's thread more than all else that it does to have something
-/// asked, and sessions come in bursts. Nobody who waits for an answer waits for that.
+/// A lookup worker checks for more work so often, this interval apart, before it sleeps. Waking it
+/// would cost an engine's thread more than the rest of a lookup call, and sessions arrive in
+/// bursts. No answer is delayed by this.
 const LOOKS: u32 = 20;
 const LOOK_NS: u64 = 50_000;
-/// Hands that wait for a time sleep at least so long: a clock may stand still.
+/// Least time of a sleep with a timer, since a simulated clock may stand still.
 const LEAST_SLEEP_NS: u64 = 1_000_000;
 
-/// When some hands have to look again, though nobody wakes them: those that write for the oldest
-/// chunk, those that copy for a request that the remote does not answer.
+/// When a worker must check for work without being woken: write workers for write-behind, copy
+/// workers for overdue remote requests.
 pub(super) fn due_ns(core: &StoreState, workers: WorkerKind) -> Option<u64> {
     match workers {
         WorkerKind::Write => core.due_ns(),
@@ -34,7 +34,7 @@ pub(super) fn due_ns(core: &StoreState, workers: WorkerKind) -> Option<u64> {
 }
 
 impl Inner {
-    /// The life of a thread.
+    /// Main function of a worker.
     fn serve(&self, workers: WorkerKind, stream: Stream, tools: &Tools) {
         let mut looks = 0;
         let mut state = self.state.lock();
@@ -83,7 +83,7 @@ impl Inner {
         }
     }
 
-    /// Sleeps until there may be work: one of some hands also until something is due.
+    /// Sleeps until there may be work, or until the timer of one worker of the kind.
     fn sleep(&self, workers: WorkerKind, state: &mut Guard<'_, Guarded>) {
         let at = workers as usize;
         let due_ns = due_ns(&state.core, workers).filter(|_| !state.has_alarm[at]);
@@ -101,7 +101,7 @@ impl Inner {
         state.sleeping[at] -= 1;
     }
 
-    /// Err = a defect was caught, and the runtime is poisoned.
+    /// Executes work. Err = a panic was caught, and the runtime is poisoned.
     fn carry_out(
         &self,
         work: &mut Work,
@@ -118,7 +118,7 @@ impl Inner {
         caught.map_err(|text| self.runtime.poison(&text))
     }
 
-    /// After a defect: nobody waits for ever.
+    /// After a panic: ends everything, so that no caller waits forever.
     pub(super) fn give_up(&self) {
         let mut state = self.state.lock();
         let mut ops: Vec<OpRef> = state.ops.iter_mut().flat_map(std::mem::take).collect();
@@ -133,7 +133,7 @@ impl Inner {
         self.ended.notify_all();
     }
 
-    /// Answers at the control socket until the store ends.
+    /// Serves the control socket until the store ends.
     fn answer_all(&self, listener: &Listener) {
         let Some(bell) = &self.bell else { return };
         let mut answer = |line: &str| {

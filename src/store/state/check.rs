@@ -12,7 +12,7 @@ use crate::store::state::eviction::{Granularity, cell_id};
 use crate::store::state::{At, StoreState};
 
 impl StoreState {
-    /// What is not at rest, in words.
+    /// Describes what is in flight or queued.
     pub fn what_waits(&self) -> String {
         format!(
             "{} moves, {} jobs, {} hungry, {} cells waited for, {} chunks to go down, {} leaving, \
@@ -84,7 +84,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Pieces of memory and blocks of the disk that a board's cells have.
+    /// Host bytes and disk blocks of a table's cells.
     fn check_table(&self, number: usize) -> Result<(u64, u64)> {
         let table = &self.tables[number];
         let (mut pieces, mut blocks) = (0, 0);
@@ -116,7 +116,7 @@ impl StoreState {
         Ok((pieces, blocks))
     }
 
-    /// Whether what is counted of namespaces is so.
+    /// Checks the counts of namespaces.
     fn check_namespaces(&self) -> Result<()> {
         let (mut rows, mut tables) = (BTreeMap::new(), vec![0; self.tables.len()]);
         for (number, table) in (0u32..).zip(&self.tables) {
@@ -151,7 +151,8 @@ impl StoreState {
         Ok(())
     }
 
-    /// Whether a tier's policy knows what is there of a chunk, or it leaves.
+    /// Checks that a tier's policy has a chunk if a cell of it is there and it is not being
+    /// evicted.
     fn check_known(&self, at: At, tier: Tier) -> Result<()> {
         let table = &self.tables[at.table as usize];
         let cache = match tier {

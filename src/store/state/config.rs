@@ -14,27 +14,27 @@ use crate::store::state::remote::RemoteConfig;
 use crate::store::state::snapshot::LEAST_HOST_BYTES;
 use crate::tier::host::HostOpts;
 
-/// When what is in memory is written to disk.
+/// When puts are written to disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Write {
-    /// As soon as a put has ended.
+    /// As soon as the put is in memory.
     Through,
-    /// In the background, a bounded time after a put has ended.
+    /// In the background, a bounded time after the put.
     Behind,
-    /// When its memory is needed.
+    /// When the memory is needed.
     Back,
-    /// Never, unless a put asks for it.
+    /// Never, unless a put's level asks for it.
     Never,
 }
 
-/// What of a store rests in device memory, too.
+/// Configuration of the device tier.
 #[derive(Clone, Debug)]
 pub struct DeviceConfig {
-    /// Most bytes of device memory; 0 = none, there is no such tier.
+    /// Limit in bytes; 0 = no device tier.
     pub bytes: u64,
-    /// Who leaves it.
+    /// Spec of its policy.
     pub policy: String,
-    /// What may come.
+    /// Spec of its admission rule.
     pub admission: String,
 }
 
@@ -44,59 +44,58 @@ impl Default for DeviceConfig {
     }
 }
 
-/// What a store is to be like.
+/// Configuration of a store.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Most bytes of cells in memory.
+    /// Limit of cells in host memory, in bytes.
     pub host_bytes: u64,
-    /// Its copies in device memory.
+    /// The device tier.
     pub device: DeviceConfig,
-    /// The remote, if it has one.
+    /// The remote, if there is one.
     pub remote: Option<RemoteConfig>,
-    /// Who leaves memory.
+    /// Spec of the host policy.
     pub host_policy: String,
-    /// Who leaves the disk.
+    /// Spec of the disk policy.
     pub disk_policy: String,
     /// What policies choose among.
     pub granularity: Granularity,
-    /// Cells are dropped alone, though a chunk is of no use without one.
+    /// Cells are dropped alone, though a chunk is useless without one of them.
     pub drop_cells: bool,
-    /// What goes to disk when.
+    /// When puts are written to disk.
     pub write: Write,
-    /// With [`Write::Behind`], how old a chunk may become that is in memory only.
+    /// With [`Write::Behind`], the age at which a chunk is written.
     pub write_age_ns: u64,
-    /// With [`Write::Behind`], most bytes that wait for their time; 0 = an eighth of host memory.
+    /// With [`Write::Behind`], most bytes that wait; 0 = an eighth of host memory.
     pub unwritten_bytes: u64,
-    /// What may go to disk.
+    /// Spec of the admission rule of the disk.
     pub admission: String,
-    /// What cells are coded with on disk where the namespace's recipe does not say; it
-    /// loses nothing.
+    /// Lossless codec of cells on disk, where the namespace's recipe names none.
     pub codec: Codec,
-    /// The share of a tier at which room is made ahead of need.
+    /// Share of a tier at which eviction begins.
     pub high: f64,
-    /// The share at which that ends.
+    /// Share at which eviction ends.
     pub low: f64,
     /// Most chunks.
     pub max_chunks: usize,
-    /// Chunks on disk that are more than that may be forgotten.
+    /// Chunks recovered beyond that limit may be forgotten.
     pub forgets: bool,
     /// Most namespaces that are open or have chunks.
     pub max_spaces: usize,
-    /// Most layouts of theirs.
+    /// Most layouts.
     pub max_layouts: usize,
     /// Most sessions.
     pub max_sessions: u32,
-    /// Most moves at once.
+    /// Most transfers in flight.
     pub max_moves: u32,
-    /// Most cells on their way at once.
+    /// Most jobs in flight.
     pub max_jobs: u32,
-    /// Events that are kept.
+    /// Events kept for readers.
     pub events: usize,
-    /// Cells of a batch.
+    /// Most cells of a batch.
     pub batch_cells: usize,
-    /// Bytes of a batch.
+    /// Most bytes of a batch.
     pub batch_bytes: u64,
-    /// Bytes of a batch of copies by the processor: what is urgent waits for one of them.
+    /// Most bytes of a batch of copies by the processor. An urgent copy waits for at most one.
     pub copy_bytes: u64,
 }
 
@@ -133,14 +132,14 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The share of a disk that cells and their headers have when room was made, but for the
-    /// segments beside them: three quarters of the way up from the lower mark. Each cell that is
-    /// kept is one that cleaning may have to move.
+    /// Share of a disk, without open segments, that cells and headers have after an eviction: three
+    /// quarters of the way from the low watermark to all of it. Each live cell is one that
+    /// compaction may have to move.
     pub fn disk_share(&self) -> f64 {
         self.low + (self.high - self.low) * 0.75
     }
 
-    /// Whether it can be.
+    /// Checks the values.
     pub(super) fn check(&self) -> Result<()> {
         for policy in [&self.host_policy, &self.disk_policy, &self.device.policy] {
             custom::refuse(&Spec::parse(policy)?, "a store")?;
@@ -168,19 +167,18 @@ impl Config {
         Ok(())
     }
 
-    /// How the host tier is cut: of short segments, where it is small.
+    /// Options of the host tier. A small tier has short segments.
     pub fn host_opts(&self) -> HostOpts {
         let segment_bytes = (self.host_bytes / 16).clamp(64 << 10, 32 << 20);
         HostOpts { segment_bytes, max_bytes: self.host_bytes, huge: Wish::Try }
     }
 
-    /// Objects of a policy that chooses chunks: what is gone, and others continue, is known
-    /// for some time yet.
+    /// Policy objects for chunks. Evicted chunks that others continue are kept for a while.
     pub(super) fn chunk_objects(&self) -> usize {
         self.max_chunks + self.max_chunks / 4 + 64
     }
 
-    /// Opens the policies of memory and, if there is one, of a disk of so many bytes.
+    /// Opens the policies of host memory and, if there is a disk, of its bytes.
     pub(super) fn open_caches(
         &self,
         disk_bytes: Option<u64>,
@@ -211,61 +209,61 @@ impl Config {
     }
 }
 
-/// What is counted.
+/// Counters of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Counters {
-    /// Moves begun, by deed.
+    /// Transfers begun, by kind.
     pub moves: [u64; 3],
-    /// Cells stored from outside.
+    /// Cells stored from the engine's tensors.
     pub stored: u64,
-    /// Cells that were there when they were to be stored.
+    /// Cells of puts that the store had already.
     pub known: u64,
-    /// Cells read from memory.
+    /// Cells of gets that were in host memory.
     pub host_hits: u64,
-    /// Cells that had to be read from disk first.
+    /// Cells of gets that were read from disk.
     pub disk_hits: u64,
-    /// Cells read from device memory.
+    /// Cells of gets that were in device memory.
     pub device_hits: u64,
-    /// Cells that were copied into device memory.
+    /// Cells copied into device memory.
     pub promoted: u64,
-    /// Chunks that its policy has sent away from there.
+    /// Chunks evicted from device memory.
     pub device_evicted: u64,
-    /// Cells that were forgotten there because the device has failed.
+    /// Replicas lost with their device.
     pub device_lost: u64,
-    /// Cells that were nowhere.
+    /// Cells of gets that were in no tier.
     pub misses: u64,
-    /// Cells whose bytes were wrong, and that became misses.
+    /// Cells with a wrong checksum, which became misses.
     pub corrupt: u64,
-    /// Copies that came damaged over a device's bus, and were made again.
+    /// Copies that arrived damaged over a device's bus and were repeated.
     pub damaged: u64,
     /// Cells written to disk.
     pub written: u64,
-    /// Their bytes, as they are in memory.
+    /// Their bytes before encoding.
     pub written_bytes: u64,
-    /// Of those, cells that were coded.
+    /// Of those, encoded cells.
     pub coded: u64,
-    /// Their bytes, as they are in memory.
+    /// Bytes of encoded cells before encoding.
     pub coded_raw_bytes: u64,
-    /// Their bytes on disk.
+    /// Bytes of encoded cells on disk.
     pub coded_bytes: u64,
-    /// What lossy codecs have lost.
+    /// Loss of precision by lossy codecs.
     pub lost: Quality,
-    /// Bytes loaded from disk.
+    /// Bytes read from disk.
     pub loaded_bytes: u64,
-    /// Chunks that left memory and are on disk.
+    /// Chunks evicted from memory that are on disk.
     pub demoted: u64,
-    /// Chunks that left memory and are gone.
+    /// Chunks evicted from memory that are gone.
     pub dropped: u64,
-    /// Chunks of which nothing is left on disk, since others needed the room.
+    /// Chunks evicted from disk as a whole.
     pub disk_evicted: u64,
-    /// Times that a part of a chunk left the disk for that, where cells are dropped alone.
+    /// Parts of chunks evicted from disk, where cells are dropped alone.
     pub disk_parted: u64,
-    /// Chunks that were to leave memory, and the disk had no room for.
+    /// Victims in memory that the disk had no space for.
     pub refused: u64,
-    /// Jobs that failed for want of room.
+    /// Jobs that failed for lack of memory.
     pub no_room: u64,
-    /// Writes that failed.
+    /// Failed writes.
     pub failed_writes: u64,
-    /// Reads that failed.
+    /// Failed reads.
     pub failed_reads: u64,
 }

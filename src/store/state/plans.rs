@@ -24,50 +24,50 @@ use crate::store::token_path::MAX_TOKENS;
 // Lookups: how much of a sequence is reusable, and what loading it takes. A lookup counts no access,
 // because a router asks several stores and uses one.
 
-/// Chunks for which memory is kept between lookups.
+/// Capacity of the buffers, in chunks, that is kept between lookups.
 pub(super) const MOST_KEPT: usize = 1 << 17;
 
-/// Tokens in a row of which the same can be said.
+/// A run of tokens of equal state.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Stretch {
-    /// The first one.
+    /// First token.
     pub first_token: u64,
-    /// How many.
+    /// Number of tokens.
     pub tokens: u64,
-    /// What they are good for.
+    /// Whether they can be reused.
     pub state: State,
-    /// The farthest tier that something of them must be read from.
+    /// Slowest tier that a cell of them must be loaded from.
     pub farthest: Option<usize>,
-    /// Bytes to be read from each tier.
+    /// Bytes to load from each tier.
     pub bytes: [u64; PLACES],
-    /// Bytes that are on their way from outside, and in no tier yet.
+    /// Bytes on their way into the store, in no tier yet.
     pub pending_bytes: u64,
-    /// How long loading them takes by itself.
+    /// Time to load them alone.
     pub load_ns: u64,
 }
 
-/// What a lookup has found.
+/// Result of a lookup.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Look {
-    /// Tokens that were asked for.
+    /// Tokens looked up.
     pub tokens: u64,
-    /// The longest prefix that can be gone on from now.
+    /// Longest prefix that can be reused now.
     pub now_tokens: u64,
-    /// The same, once what is on its way has come.
+    /// Longest prefix that can be reused once transfers in flight have arrived.
     pub soon_tokens: u64,
-    /// All tokens, in their order: what has to be loaded to go on after
-    /// `soon_tokens`, or after all of them where holes can be computed. Those of
-    /// chunks that are not full are misses, but for a session's own.
+    /// All tokens in order: what must be loaded to continue after `soon_tokens`, or after all of
+    /// them if the namespace allows holes. Tokens of partial chunks are misses, except a session's
+    /// own.
     pub ranges: Vec<Stretch>,
-    /// Bytes to be read from each tier.
+    /// Bytes to load from each tier.
     pub bytes: [u64; PLACES],
-    /// Bytes that are on their way from outside.
+    /// Bytes on their way into the store.
     pub pending_bytes: u64,
-    /// How long loading all that takes, and what waits before it.
+    /// Time to load all of it, including the queues.
     pub load_ns: u64,
 }
 
-/// Memory of lookups, used again.
+/// Buffers of lookups.
 #[derive(Default)]
 pub(super) struct Scratch {
     keys: Vec<Key>,
@@ -77,7 +77,7 @@ pub(super) struct Scratch {
 }
 
 impl StoreState {
-    /// Looks a sequence up in a namespace.
+    /// Looks up a sequence in a namespace.
     pub fn lookup(&mut self, space: u32, tokens: &[u32]) -> Result<&Look> {
         let (home, _) = self.home_of(space)?;
         let each = self.tables[home.table as usize].layout.chunk_tokens();
@@ -95,8 +95,8 @@ impl StoreState {
         looked.map(|()| &self.plans.scratch.look)
     }
 
-    /// Looks up the keys of a sequence's full chunks; `tokens` is its length. Who has
-    /// hashed them before need not keep the store waiting meanwhile.
+    /// Looks up the keys of a sequence's full chunks; `tokens` is its length. A caller that hashes
+    /// them before the call holds the lock for a shorter time.
     pub fn lookup_keys(&mut self, space: u32, keys: &[Key], tokens: u64) -> Result<&Look> {
         let (home, _) = self.home_of(space)?;
         let each = u64::from(self.tables[home.table as usize].layout.chunk_tokens());
@@ -108,9 +108,9 @@ impl StoreState {
         Ok(&self.plans.scratch.look)
     }
 
-    /// For each key, the tiers that have every cell of that chunk of a namespace (bit 0
-    /// the device), and [`WHOLE`](crate::meta::chunks::WHOLE) if every cell is in some of
-    /// this store; the remote's bit is a hint.
+    /// For each key, a mask of the tiers that have every cell of the chunk (bit 0 is the device),
+    /// with [`WHOLE`](crate::meta::chunks::WHOLE) if every cell is in some tier of this store. The
+    /// bit of the remote is a hint.
     pub fn exists(&self, space: u32, keys: &[Key], found: &mut [u8]) -> Result<()> {
         const GROUP: usize = 64;
         let chunks = &self.home_of(space)?.1.chunks;
@@ -129,7 +129,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Looks at the path of a session: with what others have stored since.
+    /// Looks up the path of a session, chunks included that others have stored since.
     pub fn look_session(&mut self, session: u32) -> Result<&Look> {
         let (space, tokens, reach) = self.find_path(session)?;
         self.describe(space, tokens, reach)?;
@@ -163,7 +163,7 @@ impl StoreState {
         self.describe(space, tokens, reach)
     }
 
-    /// Finds the chunks of a session: its namespace, its tokens, how far they reach.
+    /// Finds the chunks of a session. Returns its namespace, its tokens, and how far they reach.
     pub(super) fn find_path(&mut self, session: u32) -> Result<(u32, u64, Reach)> {
         let space = self.session(session)?.space;
         let rows = &self.tables[self.home_of(space)?.0.table as usize];
@@ -179,7 +179,7 @@ impl StoreState {
         Ok((space, tokens, reach))
     }
 
-    /// Says what was found.
+    /// Fills in the result.
     fn describe(&mut self, space: u32, tokens: u64, reach: Reach) -> Result<()> {
         let home = self.home_of(space)?.0;
         let rows = &self.tables[home.table as usize];
@@ -241,8 +241,8 @@ impl Scratch {
     }
 }
 
-/// Empties a list, and sees to it that so many fit. What a very long sequence needed
-/// is not kept for short ones.
+/// Clears a list and reserves `count` entries. Capacity that only a very long sequence needed is
+/// released.
 fn room<T>(list: &mut Vec<T>, count: usize) -> Result<()> {
     list.clear();
     if list.capacity() > count.max(MOST_KEPT) {
@@ -254,7 +254,7 @@ fn room<T>(list: &mut Vec<T>, count: usize) -> Result<()> {
     Ok(())
 }
 
-/// Adds a range, or lengthens the last one where that is a miss, too.
+/// Adds a range, or extends the last one if both are misses.
 fn add(ranges: &mut Vec<Stretch>, next: Stretch) -> Result<()> {
     if let Some(last) =
         ranges.last_mut().filter(|last| (last.state, next.state) == (State::Miss, State::Miss))
@@ -269,14 +269,14 @@ fn add(ranges: &mut Vec<Stretch>, next: Stretch) -> Result<()> {
     Ok(())
 }
 
-/// Whether something of a chunk has to be copied that is not on the device.
+/// Whether a cell of a chunk must be copied that is not in device memory.
 fn loads(one: &Found) -> bool {
     let uses_device =
         one.bytes[DEVICE] > 0 && one.bytes[HOST] + one.bytes[DISK] + one.bytes[REMOTE] == 0;
     matches!(one.state, State::Hit | State::Pending) && !uses_device
 }
 
-/// Bytes that are needed of a chunk and in no tier yet.
+/// Bytes that are needed of a chunk and are in no tier yet.
 pub(super) fn pending_bytes(layout: &Layout, one: &Found) -> u64 {
     if one.state != State::Pending {
         return 0;
@@ -287,8 +287,8 @@ pub(super) fn pending_bytes(layout: &Layout, one: &Found) -> u64 {
     bytes.sum::<u64>().saturating_sub(one.bytes.iter().sum())
 }
 
-/// How long so many chunks take to be copied, and those of them on disk to be read
-/// beside that, those at the remote to be fetched, and those on the device to be copied there.
+/// Time to copy so many chunks, while those on disk are read, those at the remote are fetched, and
+/// those in device memory are copied there.
 fn time(
     routes: &[Route; SOURCES],
     bytes: &[u64; PLACES],
@@ -306,21 +306,21 @@ fn time(
     ns.fold(0.0, f64::max) as u64
 }
 
-/// Plans that are compared where what a chunk needs hangs on the plan.
+/// Plans compared where the needs of a chunk depend on the plan.
 const TURNS: usize = 16;
-/// Nobody computes at this price what can be loaded: ns a token.
+/// A price at which computing never beats loading, in ns a token.
 const FORBIDDEN: Cost = Cost { alpha: 0.0, beta: 1e12 };
 
-/// What a caller says of how it will run.
+/// What a caller says about how it runs.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanTerms {
-    /// It computes while loads go on, layer by layer.
+    /// It computes while loads run, layer by layer.
     pub overlap: bool,
-    /// What is on its way into the store is counted on.
+    /// Counts on transfers that are on their way into the store.
     pub wait: bool,
-    /// The urgency of the loads.
+    /// Urgency of the loads.
     pub lane: usize,
-    /// What computing costs, in ns; else what was observed in the namespace.
+    /// Cost of prefill in ns; `None` = as observed in the namespace.
     pub cost: Option<Cost>,
 }
 
@@ -330,33 +330,33 @@ impl Default for PlanTerms {
     }
 }
 
-/// Tokens in a row with the same deed.
+/// A run of tokens with the same step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Leg {
-    /// What to do. Resident: nothing is needed of them.
+    /// What to do. Resident: nothing.
     pub kind: StepKind,
-    /// The first one.
+    /// First token.
     pub first_token: u64,
-    /// How many.
+    /// Number of tokens.
     pub tokens: u64,
-    /// Bytes that are loaded from memory, from disk, from elsewhere, from the device.
+    /// Bytes loaded from host memory, disk, remote and device.
     pub bytes: [u64; SOURCES],
-    /// How long this takes by itself.
+    /// Time of this step alone.
     pub ns: f64,
 }
 
-/// The plan of a session.
+/// Plan of a session.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SessionPlan {
-    /// All its tokens, in their order.
+    /// Its steps, in the order of its tokens.
     pub legs: Vec<Leg>,
-    /// Until all is there.
+    /// Total time.
     pub total_ns: f64,
-    /// Of that, loading alone.
+    /// Time of the loads alone.
     pub load_ns: f64,
-    /// Of that, computing alone.
+    /// Time of the computation alone.
     pub compute_ns: f64,
-    /// What computing all of it would take, from the first token on.
+    /// Time to compute all tokens.
     pub without_ns: f64,
 }
 
@@ -376,7 +376,7 @@ impl Plans {
     }
 }
 
-/// Memory of plans, used again.
+/// Buffers of plans.
 #[derive(Default)]
 struct Drafts {
     parts: Vec<Part>,
@@ -384,7 +384,7 @@ struct Drafts {
     session: SessionPlan,
 }
 
-/// What plans of one path are made of.
+/// Input of the plans of one path.
 struct Ground<'a> {
     layout: &'a Layout,
     chunks: &'a Chunks,
@@ -395,7 +395,7 @@ struct Ground<'a> {
 }
 
 impl StoreState {
-    /// The cheapest way to have all tokens of a session. No use is counted.
+    /// The cheapest plan for all tokens of a session. Counts no access.
     pub fn plan(&mut self, session: u32, terms: &PlanTerms) -> Result<&SessionPlan> {
         let (space, tokens, reach) = self.find_path(session)?;
         let home = self.namespaces[space as usize];
@@ -452,7 +452,7 @@ impl Drafts {
         }
     }
 
-    /// Loads less, step by step: after each, what is needed then has to be seen.
+    /// Loads less, step by step. After each step, what is needed must be determined again.
     fn give_up_more(&mut self, ground: &Ground, found: &mut [Found]) -> Result<()> {
         for _ in 0..TURNS {
             self.plan.make(&self.parts, &ground.terms)?;
@@ -470,7 +470,7 @@ impl Drafts {
         self.offer(ground)
     }
 
-    /// Loads up to points that lie evenly before the farthest one.
+    /// Tries to load up to points that are spaced evenly before the farthest one.
     fn try_points(&mut self, ground: &Ground, found: &mut [Found], reached: usize) -> Result<()> {
         let mut last = reached;
         for turn in (0..TURNS).rev() {
@@ -488,7 +488,7 @@ impl Drafts {
         Ok(())
     }
 
-    /// What each chunk needs, and what is left over behind the last one.
+    /// Determines what each chunk needs, and the rest behind the last chunk.
     fn fill(&mut self, ground: &Ground, found: &[Found]) -> Result<()> {
         self.parts.clear();
         if self.parts.try_reserve(found.len() + 1).is_err() {
@@ -503,7 +503,7 @@ impl Drafts {
         Ok(())
     }
 
-    /// Takes a plan that loads all that it can, if none was better.
+    /// Takes a plan that loads all it can, if no better one was found.
     fn offer(&mut self, ground: &Ground) -> Result<()> {
         let forced = Terms { cost: FORBIDDEN, holes: true, ..ground.terms };
         self.plan.make(&self.parts, &forced)?;
@@ -523,7 +523,8 @@ impl Drafts {
         if total_ns < self.session.total_ns { self.write_steps(ground) } else { Ok(()) }
     }
 
-    /// Notes what the plan would rather compute than load; false when that was known.
+    /// Marks chunks that the plan computes although they could be loaded. Returns false if all were
+    /// marked before.
     fn give_up(&self, found: &mut [Found]) -> bool {
         let mut news = false;
         for one in self.plan.segments.iter().filter(|one| one.kind == StepKind::Recompute) {
@@ -536,7 +537,7 @@ impl Drafts {
         news
     }
 
-    /// Writes the plan down in tokens.
+    /// Writes the plan as steps of tokens.
     fn write_steps(&mut self, ground: &Ground) -> Result<()> {
         let (plan, session, cost) = (&self.plan, &mut self.session, ground.terms.cost);
         (session.total_ns, session.load_ns) = (plan.total_ns, plan.load_ns);
@@ -559,7 +560,7 @@ impl Drafts {
     }
 }
 
-/// What a chunk needs: all of it is copied, and what is below memory is read first.
+/// What a chunk needs: all of it is copied, after cells in slower tiers are read.
 fn part(layout: &Layout, one: &Found) -> Part {
     let bytes = |tier: Tier| one.bytes[tier as usize];
     let (disk, remote, device) = (bytes(Tier::Disk), bytes(Tier::Remote), bytes(Tier::Device));
@@ -577,7 +578,7 @@ fn part(layout: &Layout, one: &Found) -> Part {
 // Routes of chunks, and the measured cost of the engine's prefill.
 
 impl StoreState {
-    /// The engine computed `tokens` after `context` in `ns`.
+    /// Records that the engine computed `tokens` after `context` tokens in `ns`.
     pub fn observe_prefill(
         &mut self,
         space: u32,
@@ -588,7 +589,7 @@ impl StoreState {
         self.prefill_mut(space)?.observe(context, tokens, ns)
     }
 
-    /// Goes by this prefill cost, in ns, whatever is observed; `None`: by what is.
+    /// Fixes the cost of prefill, in ns; `None` = use observations again.
     pub fn fix_prefill(&mut self, space: u32, cost: Option<Cost>) -> Result<()> {
         self.prefill_mut(space)?.fix(cost)
     }
@@ -600,14 +601,14 @@ impl StoreState {
         Ok(self.plans.prefills.entry(space).or_default())
     }
 
-    /// What computing costs in a namespace.
+    /// Cost of prefill in a namespace.
     pub fn prefill(&self, space: u32) -> Prefill {
         self.plans.prefills.get(&space).copied().unwrap_or_default()
     }
 
-    /// The ways that chunks of a namespace come: everything is copied from memory, and
-    /// what is on disk is read before. Their speeds are those of whole chunks. Waits of
-    /// lanes that are less urgent than `lane` do not count.
+    /// Routes of a namespace's chunks, by source: all are copied from memory, and those on disk are
+    /// read before that. Times are for whole chunks. Queues of lanes less urgent than `lane` do not
+    /// count.
     pub fn routes(&self, space: u32, lane: usize) -> Result<[Route; SOURCES]> {
         let Some(table) = self.table_of(space) else {
             fail!(NotFound, "there is no namespace {space}");
@@ -642,7 +643,7 @@ impl StoreState {
         Route { speed, queued_ns }
     }
 
-    /// How many batches cells are.
+    /// Number of batches that cells take.
     fn batches(&self, cells: f64, bytes: u64) -> f64 {
         let by_cells = cells / self.config.batch_cells as f64;
         by_cells.max(bytes as f64 / self.config.batch_bytes.max(1) as f64)
