@@ -10,7 +10,7 @@ use crate::fail;
 use crate::meta::cost::Cost;
 use crate::store::token_path::MAX_TOKENS;
 
-/// Tiers that chunks are loaded from: host, disk, remote, device.
+/// Sources that chunks are loaded from: host, disk, remote, device.
 pub const SOURCES: usize = 4;
 /// Most chunks of one plan.
 pub const MAX_CHUNKS: usize = 1 << 22;
@@ -22,7 +22,7 @@ pub enum Need {
     Nothing,
     /// So many bytes from each source.
     Load([u64; SOURCES]),
-    /// It is nowhere, or not whole.
+    /// It is in no tier, or not all of it.
     Compute,
 }
 
@@ -38,7 +38,7 @@ pub struct Part {
 /// What to do with a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepKind {
-    /// Use it.
+    /// Use it as it is.
     Resident,
     /// Load it.
     Load,
@@ -46,66 +46,65 @@ pub enum StepKind {
     Recompute,
 }
 
-/// A way from a source: its speed, and what waits there already.
+/// A source: its bandwidth, and its queue.
 #[derive(Clone, Copy, Debug)]
 pub struct Route {
-    /// How fast.
+    /// Bandwidth.
     pub speed: Speed,
-    /// Time until what is queued there has gone through.
+    /// Time until its queue is empty.
     pub queued_ns: f64,
 }
 
-/// What a plan goes by.
+/// Input of a plan.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
-    /// What computing costs, in ns.
+    /// Cost of prefill, in ns.
     pub cost: Cost,
     /// The sources.
     pub routes: [Route; SOURCES],
     /// The engine can compute holes.
     pub holes: bool,
-    /// Loads run while the engine computes, layer by layer; else one after the
-    /// other.
+    /// Loads run while the engine computes, layer by layer; else before it.
     pub overlap: bool,
-    /// Layers of the model: the first one must be there before anything begins.
+    /// Layers of the model. The first one must be loaded before computing begins.
     pub layers: u32,
 }
 
-/// Chunks in a row with the same deed.
+/// A run of chunks with the same step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Segment {
     /// What to do.
     pub kind: StepKind,
-    /// The first chunk.
+    /// First chunk.
     pub first: usize,
-    /// How many.
+    /// Number of chunks.
     pub chunks: usize,
     /// Their tokens.
     pub tokens: u64,
     /// Bytes from each source.
     pub bytes: [u64; SOURCES],
-    /// How long this takes by itself.
+    /// Time of this step alone.
     pub ns: f64,
 }
 
 /// A plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
-    /// In the order of the path.
+    /// Its steps, in the order of the path.
     pub segments: Vec<Segment>,
-    /// Until all is there.
+    /// Total time.
     pub total_ns: f64,
-    /// Of that, loading alone.
+    /// Time of the loads alone.
     pub load_ns: f64,
-    /// Of that, computing alone.
+    /// Time of the computation alone.
     pub compute_ns: f64,
-    /// What computing everything that is not resident would take.
+    /// Time to compute all that is not resident.
     pub without_ns: f64,
-    /// Scratch: a deed a chunk.
+    /// Scratch: the step of each chunk.
     kinds: Vec<StepKind>,
-    /// Scratch: chunks that were given up, in this order.
+    /// Scratch: chunks that are computed although they could be loaded, in this order.
     order: Vec<u32>,
-    /// Scratch: what each source has to bring, the cheapest to compute last.
+    /// Scratch: loads of each source, the cheapest to compute last.
     waits: [Vec<Wait>; SOURCES],
 }
 
@@ -117,7 +116,7 @@ struct Wait {
     load_ns: [f64; SOURCES],
 }
 
-/// Times that add up while a plan is made.
+/// Sums of times of a plan.
 #[derive(Clone, Copy, Default)]
 struct Load {
     ns: [f64; SOURCES],
@@ -183,7 +182,7 @@ impl Plan {
         self.join_chunks(parts, terms)
     }
 
-    /// The best place where loading ends: behind it all is computed.
+    /// Finds the best point at which loading ends and computing begins.
     fn prefix(&mut self, parts: &[Part], terms: &Terms) -> Load {
         let mut behind: f64 = each(parts).map(|(at, n)| terms.cost.of(at, n)).sum();
         let mut load = Load { compute_ns: behind, ..Load::default() };
@@ -205,9 +204,8 @@ impl Plan {
         best
     }
 
-    /// The best deed for each: from loading all that can be, the tier that takes
-    /// longest gives up a chunk that is cheap to compute, again and again; the
-    /// best of these mixes is taken.
+    /// Finds the best step for each chunk. Begins with loading all; then the slowest source gives
+    /// up the chunk that is cheapest to compute, repeatedly. The best of these mixes is taken.
     fn free(&mut self, parts: &[Part], terms: &Terms) -> Load {
         let mut load = Load::default();
         self.gather(parts, terms, &mut load);
@@ -233,7 +231,7 @@ impl Plan {
         best
     }
 
-    /// Fills `waits` with what each source has to bring; the times in all.
+    /// Fills `waits` with the loads of each source, and sums the times.
     fn gather(&mut self, parts: &[Part], terms: &Terms, load: &mut Load) {
         self.waits.iter_mut().for_each(Vec::clear);
         for (i, ((at, n), part)) in each(parts).zip(parts).enumerate() {
@@ -251,7 +249,7 @@ impl Plan {
         }
     }
 
-    /// The cheapest chunk of the source that takes longest.
+    /// The cheapest chunk of the slowest source.
     fn next(&mut self, load: &Load, terms: &Terms) -> Option<Wait> {
         let ends =
             |i: usize| if load.ns[i] > 0.0 { load.ns[i] + terms.routes[i].queued_ns } else { 0.0 };
@@ -300,7 +298,7 @@ impl Plan {
     }
 }
 
-/// Where each chunk starts, and its tokens.
+/// Start and tokens of each chunk.
 fn each(parts: &[Part]) -> impl Iterator<Item = (u64, u64)> + '_ {
     let mut at = 0;
     parts.iter().map(move |part| {
@@ -318,20 +316,21 @@ fn each(parts: &[Part]) -> impl Iterator<Item = (u64, u64)> + '_ {
 // off by orders of magnitude. The fit therefore goes by most of the last observations, with equal
 // weight, and ignores outliers.
 
-/// Nanoseconds a token before anything was observed: 10,000 tokens a second.
+/// Assumed cost of a token before any observation: 100,000 ns, or 10,000 tokens a second.
 pub const GUESSED_TOKEN_NS: f64 = 100_000.0;
-/// Observations that are remembered.
+/// Observations kept.
 const KEPT: usize = 20;
-/// Fewest nanoseconds a token that are believed: no machine computes 100 million tokens a second.
+/// Least cost of a token that is accepted, in ns: no machine computes 100 million tokens a second.
 const LEAST_TOKEN_NS: u64 = 10;
-/// Longest time that is believed: an hour.
+/// Longest time that is accepted: an hour.
 const MAX_NS: u64 = 3_600_000_000_000;
-/// What the guess counts for, in observations: it decides what those leave open that are all alike.
+/// Weight of the assumed cost, in observations. It decides where equal observations leave a
+/// parameter open.
 const PRIOR: f64 = 1e-6;
-/// Relative errors from here on are no noise: such an observation says nothing of the machine.
+/// A relative error from here on is no noise: the observation is ignored.
 const OUTLIER: f64 = 0.3;
 
-/// One observation: `ns` for `alpha * x + beta * y`.
+/// An observation: `ns` for `alpha * x + beta * y`.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     x: f64,
@@ -339,10 +338,10 @@ struct Seen {
     ns: f64,
 }
 
-/// The engine's prefill: `alpha * context + beta` nanoseconds a token.
+/// Cost of the engine's prefill: `alpha * context + beta` ns a token.
 #[derive(Clone, Copy, Debug)]
 pub struct Prefill {
-    /// The last ones, in a ring.
+    /// The last observations, in a ring.
     seen: [Seen; KEPT],
     observed: u64,
     fitted: Cost,
@@ -361,7 +360,7 @@ impl Default for Prefill {
 }
 
 impl Prefill {
-    /// Goes by this cost, in ns, whatever is observed; `None`: by what is observed.
+    /// Fixes the cost, in ns; `None` = use observations again.
     pub fn fix(&mut self, cost: Option<Cost>) -> Result<()> {
         if let Some(Cost { alpha, beta }) = cost {
             let sound = |x: f64| x.is_finite() && (0.0..=1e15).contains(&x);
@@ -373,7 +372,7 @@ impl Prefill {
         Ok(())
     }
 
-    /// The engine computed `tokens` after `context` in `ns`.
+    /// Records that the engine computed `tokens` after `context` tokens in `ns`.
     pub fn observe(&mut self, context: u64, tokens: u64, ns: u64) -> Result<()> {
         let most = MAX_TOKENS as u64;
         if tokens == 0 || tokens > most || context > most {
@@ -399,31 +398,31 @@ impl Prefill {
         Ok(())
     }
 
-    /// What a token costs, in ns.
+    /// Cost of a token, in ns.
     pub fn cost(&self) -> Cost {
         self.fixed.unwrap_or(self.fitted)
     }
 
-    /// Whether it goes by a cost that was fixed.
+    /// Whether the cost is fixed.
     pub fn is_fixed(&self) -> bool {
         self.fixed.is_some()
     }
 
-    /// How much was observed.
+    /// Number of observations.
     pub fn observed(&self) -> u64 {
         self.observed
     }
 }
 
 impl Seen {
-    /// How far a cost is off, in parts of the larger of what it says and what was seen.
+    /// Relative error of a cost, by the larger of prediction and observation.
     fn off(&self, of: Cost) -> f64 {
         let expected = of.alpha * self.x + of.beta * self.y;
         (expected - self.ns).abs() / expected.max(self.ns)
     }
 }
 
-/// The guess, as much slower or faster as half of the observations are at least.
+/// The assumed cost, scaled by the median of the observations.
 fn scaled_guess(seen: &[Seen]) -> Cost {
     let of = guess();
     let mut ratios = [0.0; KEPT];
@@ -436,7 +435,7 @@ fn scaled_guess(seen: &[Seen]) -> Cost {
     Cost { alpha: of.alpha * median, beta: of.beta * median }
 }
 
-/// The cost that two observations have in common, where they tell its parts apart.
+/// The cost that explains two observations, if they determine both parameters.
 fn common(one: &Seen, other: &Seen) -> Option<Cost> {
     let det = one.x * other.y - other.x * one.y;
     if det.abs() < 0.05 * (one.x * other.y).max(other.x * one.y) {
@@ -447,8 +446,8 @@ fn common(one: &Seen, other: &Seen) -> Option<Cost> {
     Some(Cost { alpha: alpha.max(0.0), beta: beta.max(0.0) })
 }
 
-/// The cost of a pair of observations from which all together are off least, then the least squares
-/// of those that it is not far off from.
+/// Takes the pair of observations whose cost has the least error over all, then the least squares
+/// of the observations that are close to it.
 fn fit(seen: &[Seen]) -> Cost {
     let start = scaled_guess(seen);
     let all_off = |cost: Cost| seen.iter().map(|one| one.off(cost)).sum::<f64>();
@@ -464,7 +463,7 @@ fn fit(seen: &[Seen]) -> Cost {
     least_squares(seen.iter().filter(|one| one.off(best) < OUTLIER), start)
 }
 
-/// Of relative errors; neither part is below zero.
+/// Least squares of relative errors; neither parameter is below zero.
 fn least_squares<'a>(seen: impl Iterator<Item = &'a Seen>, guess: Cost) -> Cost {
     // As if each part of the guess had been seen alone.
     let (mut xx, mut x_sum) = (PRIOR / guess.alpha.powi(2), PRIOR / guess.alpha);
@@ -497,16 +496,16 @@ fn least_squares<'a>(seen: impl Iterator<Item = &'a Seen>, guess: Cost) -> Cost 
 //
 // The measured time to bring bytes from a tier.
 
-/// What is kept of earlier observations at each new one.
+/// Weight of earlier observations at each new one.
 const KEEP: f64 = 0.95;
-/// An observation that is off by more than this factor says something of the
-/// moment, not of the machine: it counts as if it were off by so much.
+/// An observation that is off by a larger factor tells about the moment and not about the machine:
+/// it counts as if it were off by this factor.
 const MOST_OFF: f64 = 4.0;
 /// Observations before any is judged by the others.
 const WARM: u64 = 4;
 
-/// Fits `t = a * x + b * y` with `a` and `b` not below zero, by least squares of
-/// relative errors; older observations count less.
+/// Fits `t = a * x + b * y` with `a` and `b` not below zero, by least squares of relative errors;
+/// older observations count less.
 #[derive(Clone, Copy, Debug)]
 struct Fit {
     xx: f64,
@@ -520,7 +519,7 @@ struct Fit {
 }
 
 impl Fit {
-    /// Both guesses must be above zero.
+    /// Both initial values must be above zero.
     fn new(a: f64, b: f64) -> Fit {
         // As if each had been seen alone: the error of `a` in parts of its guess.
         let (xx, x, yy, y) = (PRIOR / (a * a), PRIOR / a, PRIOR / (b * b), PRIOR / b);
@@ -569,26 +568,26 @@ impl Fit {
     }
 }
 
-/// A way bytes take: a delay for each transfer, then a rate.
+/// Bandwidth of a link: a delay for each transfer, then a rate.
 #[derive(Clone, Copy, Debug)]
 pub struct Speed {
     fit: Fit,
 }
 
 impl Speed {
-    /// With guesses for the delay and the rate, both above zero.
+    /// With initial values for delay and rate, both above zero.
     pub fn guess(delay_ns: f64, bytes_per_second: f64) -> Speed {
         Speed { fit: Fit::new(1e9 / bytes_per_second.max(1.0), delay_ns.max(1.0)) }
     }
 
-    /// `bytes` in `transfers` one after the other took `ns`.
+    /// Records that `bytes` in `transfers` one after the other took `ns`.
     pub fn observe(&mut self, bytes: u64, transfers: u64, ns: u64) {
         if bytes > 0 && transfers > 0 && ns > 0 && ns <= MAX_NS {
             self.fit.observe(bytes as f64, transfers as f64, ns as f64);
         }
     }
 
-    /// How long `bytes` in `transfers` take.
+    /// Time of `bytes` in `transfers`.
     pub fn ns(&self, bytes: u64, transfers: u64) -> f64 {
         self.fit.at(bytes as f64, transfers as f64)
     }
@@ -621,7 +620,7 @@ mod tests {
         Part { tokens: 256, need }
     }
 
-    /// Every way to do it.
+    /// Tries all combinations of steps.
     fn brute_force(parts: &[Part], terms: &Terms) -> f64 {
         let n = parts.len();
         let mut least = f64::INFINITY;
@@ -741,7 +740,7 @@ mod prefill_tests {
         (a - b).abs() <= by * b.abs()
     }
 
-    /// What an engine observes of a machine: any context and count, a tenth off.
+    /// Observations of a machine: any context and count, with an error of up to 10 %.
     fn observed(truth: Cost, state: &mut u64) -> (u64, u64, u64) {
         *state = state.wrapping_mul(6364136223846793005).wrapping_add(99);
         let (l, n) = ((*state >> 40) % 100_000, 1 + (*state >> 20) % 4096);
@@ -766,7 +765,7 @@ mod prefill_tests {
             }
         }
 
-        /// Whenever it comes, and however far it is off.
+        /// At any time, and with any error.
         #[test]
         fn one_that_is_wrong_does_not_outweigh_ten_that_are_good(
             alpha in 0.0f64..50.0, beta in 1e3f64..1e6, seed in 1u64..1 << 40,

@@ -113,24 +113,24 @@ use crate::tier::remote::shape::{MAX_OBJECT_BYTES, MIN_OBJECT_BYTES};
 use crate::tier::remote::{Publish, Remote, Server};
 use std::path::PathBuf;
 
-/// A disk tier as described.
+/// The disk tier of a spec.
 #[derive(Clone, Debug)]
 pub struct DiskSpec {
-    /// The directory.
+    /// Its directory.
     pub path: PathBuf,
-    /// Most bytes of all files.
+    /// Limit of all files, in bytes.
     pub bytes: u64,
-    /// Bytes of a segment; 0 = as usual.
+    /// Bytes of a segment; 0 = default.
     pub segment_bytes: u64,
     /// How files are read and written.
     pub files: RealOpts,
 }
 
-/// Makes the remote that an engine brought, with what stands before its names.
+/// Builds the engine's own remote, for names with a prefix.
 #[derive(Clone)]
 pub struct CustomRemote(pub Arc<MakeRemote>);
 
-/// The function of that.
+/// The function that does.
 pub type MakeRemote = dyn Fn(&Prefix) -> Box<dyn Remote> + Send + Sync;
 
 impl std::fmt::Debug for CustomRemote {
@@ -139,24 +139,24 @@ impl std::fmt::Debug for CustomRemote {
     }
 }
 
-/// A store as described.
+/// A parsed spec of a store.
 #[derive(Clone, Debug)]
 pub struct StoreSpec {
-    /// What it decides by.
+    /// Configuration of the state machine.
     pub config: Config,
     /// Its disk.
     pub disk: Option<DiskSpec>,
     /// Its remote.
     pub remote: Option<RemoteSpec>,
-    /// What only the remote is to see.
+    /// Secrets of the remote.
     pub secrets: Secrets,
     /// The engine's own remote.
     pub custom_remote: Option<CustomRemote>,
-    /// Threads that copy; 0 = as many as cores, at most 4.
+    /// Copy workers; 0 = one for each core, at most 4.
     pub copiers: u32,
-    /// Threads that read the disk.
+    /// Disk read workers.
     pub readers: u32,
-    /// Where the control socket is, if there is one.
+    /// Path of the control socket, if there is one.
     pub control: Option<PathBuf>,
 }
 
@@ -166,12 +166,12 @@ impl StoreSpec {
         self.remote.as_ref().is_some_and(RemoteSpec::is_custom)
     }
 
-    /// Reads a spec; an empty one is all defaults.
+    /// Parses a spec; an empty one has all defaults.
     pub fn parse(text: &str) -> Result<StoreSpec> {
         StoreSpec::read(&Spec::parse(if text.trim().is_empty() { "store()" } else { text })?)
     }
 
-    /// Reads one that was parsed, or came from elsewhere.
+    /// Reads a parsed spec.
     pub fn read(spec: &Spec) -> Result<StoreSpec> {
         if spec.name != "store" {
             return Err(spec.unknown_name(&["store"]));
@@ -235,7 +235,7 @@ impl StoreSpec {
     }
 }
 
-/// A policy's spec as it was written; one that a store can have.
+/// Spec of a policy, as written, if a store can use it.
 fn policy(reader: &mut Reader, key: &'static str, usual: &str) -> Result<String> {
     if let Some(spec) = reader.spec(key)? {
         custom::refuse(spec, "a store")?;
@@ -243,12 +243,12 @@ fn policy(reader: &mut Reader, key: &'static str, usual: &str) -> Result<String>
     written(reader, key, usual)
 }
 
-/// A spec as it was written.
+/// A nested spec, as written.
 fn written(reader: &mut Reader, key: &'static str, usual: &str) -> Result<String> {
     Ok(reader.spec(key)?.map_or_else(|| usual.to_string(), |spec| spec.to_string()))
 }
 
-/// When what is put goes to the disk, and what bounds that.
+/// Write mode, its age and its limit.
 fn read_write(spec: &Spec, usual: &Config) -> Result<(Write, u64, u64)> {
     let write = match spec.name.as_str() {
         "behind" => Write::Behind,
@@ -313,25 +313,25 @@ fn read_disk(spec: &Spec) -> Result<Option<DiskSpec>> {
 // Fields of the C options that override parameters of the spec string. They are parsed by the same
 // rules.
 
-/// The fields; empty, 0 or none = as the spec says.
+/// Fields of `kvt_store_opts_t`; empty, 0 or `None` = as in the spec.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fields<'a> {
-    /// Most bytes of cells in memory.
+    /// Limit of cells in host memory, in bytes.
     pub host_bytes: u64,
-    /// Most bytes of all files.
+    /// Limit of all files, in bytes.
     pub disk_bytes: u64,
-    /// The directory of the disk tier.
+    /// Directory of the disk tier.
     pub disk_path: &'a str,
-    /// Who leaves memory.
+    /// Spec of the host policy.
     pub policy: &'a str,
-    /// Who leaves the disk.
+    /// Spec of the disk policy.
     pub disk_policy: &'a str,
-    /// When cells go to disk.
+    /// When puts are written to disk.
     pub write: Option<Write>,
 }
 
 impl Fields<'_> {
-    /// Reads a spec with these fields in it.
+    /// Parses a spec and overrides it with these fields.
     pub fn over(&self, text: &str) -> Result<StoreSpec> {
         let mut spec = Spec::parse(if text.trim().is_empty() { "store()" } else { text })?;
         if self.host_bytes > 0 {
@@ -388,7 +388,7 @@ fn bytes(bytes: u64) -> Value {
     Value::Number(bytes as f64, "B".to_string())
 }
 
-/// Sets a parameter, in place of what is there.
+/// Sets a parameter, or replaces it.
 fn set(spec: &mut Spec, key: &str, value: Value) {
     match spec.args.iter_mut().find(|arg| arg.key == key) {
         Some(arg) => arg.value = value,
@@ -399,18 +399,18 @@ fn set(spec: &mut Spec, key: &str, value: Value) {
 // ---------- remote
 
 const MS: u64 = 1_000_000;
-/// Longest name of an engine in a stream of events.
+/// Most bytes of an engine's name in an event stream.
 const MAX_NODE_BYTES: usize = 128;
 
-/// What nobody but the remote's server is to see, by name.
+/// Secrets by name. Only the remote's server may see them.
 #[derive(Clone, Debug, Default)]
 pub struct Secrets(Vec<(String, Secret)>);
 
 impl Secrets {
-    /// Names of secrets that are known.
+    /// Names of secrets.
     pub const NAMES: [&'static str; 5] = ["password", "s3.key", "s3.secret", "s3.token", "seal"];
 
-    /// Adds one; INVALID = nobody wants one of that name, or it is there already.
+    /// Adds a secret. INVALID = the name is unknown or was added before.
     pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         if !Self::NAMES.contains(&name) {
             let all = Self::NAMES.join(", ");
@@ -424,13 +424,13 @@ impl Secrets {
         Ok(())
     }
 
-    /// One of them.
+    /// A secret.
     pub fn get(&self, name: &str) -> Option<Secret> {
         self.0.iter().find(|(known, _)| known == name).map(|(_, secret)| secret.clone())
     }
 }
 
-/// What kind it is.
+/// Kind of a remote.
 // What is not built in is read all the same: mistakes are found, and it is said what is missing.
 #[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
 #[derive(Clone, Debug)]
@@ -459,7 +459,7 @@ pub(super) enum Kind {
     Custom,
 }
 
-/// A remote as described.
+/// The remote of a spec.
 // What is not built in is read all the same: mistakes are found, and it is said what is missing.
 #[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
 #[derive(Clone, Debug)]
@@ -470,16 +470,16 @@ pub struct RemoteSpec {
     pub(super) connect_ns: u64,
     object_bytes: u64,
     require: bool,
-    /// What the store decides by; sizes are the remote's, once it is open.
+    /// Configuration of the state machine. Sizes are the remote's, once it is open.
     pub config: RemoteConfig,
-    /// Threads that fetch.
+    /// Fetch workers.
     pub fetchers: u32,
-    /// Threads that send.
+    /// Upload workers.
     pub senders: u32,
 }
 
 impl RemoteSpec {
-    /// Reads one; none where the spec is `none`.
+    /// Parses a remote; `None` for `none`.
     pub fn read(spec: &Spec) -> Result<Option<RemoteSpec>> {
         let mut reader = Reader::new(spec);
         let Some(kind) = read_kind(spec, &mut reader)? else {
@@ -544,7 +544,7 @@ impl RemoteSpec {
         matches!(self.kind, Kind::Custom)
     }
 
-    /// As whom, and by what, it is told what changes in a store, if it is. It is not connected yet.
+    /// The publisher of events to this remote, if the spec asks for one. It is not connected yet.
     pub fn publisher(&self, secrets: &Secrets, clock: &Clock) -> Result<Option<(String, Publish)>> {
         let Kind::Redis { events: Some(node), .. } = &self.kind else { return Ok(None) };
         if secrets.get("seal").is_some() {
@@ -557,8 +557,8 @@ impl RemoteSpec {
         Ok(Some((node.clone(), publisher(self, secrets, clock)?)))
     }
 
-    /// Opens it, and asks who is there. One that cannot be reached is none of the store's
-    /// troubles, unless it is required; one that refuses us is.
+    /// Opens the remote and identifies its server. A remote that cannot be reached is an error only
+    /// if it is required; one that rejects us is an error.
     pub fn open(
         &self,
         secrets: &Secrets,
@@ -609,7 +609,7 @@ impl RemoteSpec {
     }
 }
 
-/// What kind a spec names; none = there is no remote.
+/// Kind of remote in a spec; `None` = no remote.
 fn read_kind(spec: &Spec, reader: &mut Reader) -> Result<Option<Kind>> {
     Ok(Some(match spec.name.as_str() {
         "none" => return Ok(None),
@@ -639,7 +639,7 @@ fn read_kind(spec: &Spec, reader: &mut Reader) -> Result<Option<Kind>> {
     }))
 }
 
-/// As whom events are told.
+/// Name under which events are published.
 fn events(reader: &mut Reader) -> Result<Option<String>> {
     let Some(node) = reader.text("events")?.filter(|node| !node.is_empty()) else {
         return Ok(None);
@@ -653,12 +653,12 @@ fn events(reader: &mut Reader) -> Result<Option<String>> {
     Ok(Some(node.to_string()))
 }
 
-/// Whether it may go well at another time.
+/// Whether a later attempt may succeed.
 fn is_passing(error: &Error) -> bool {
     matches!(error.status(), Status::Timeout | Status::Unavailable | Status::Again)
 }
 
-/// A text that must be there.
+/// A text parameter that is required.
 fn text(reader: &mut Reader, key: &'static str, missing: &str) -> Result<String> {
     match reader.text(key)?.filter(|text| !text.is_empty()) {
         Some(text) => Ok(text.to_string()),
@@ -670,7 +670,7 @@ fn text(reader: &mut Reader, key: &'static str, missing: &str) -> Result<String>
 //
 // Opens a remote from its spec, as far as its backend is built in.
 
-/// The remote of a spec. UNSUPPORTED = it is not built in.
+/// Opens the remote of a spec. UNSUPPORTED = not built in.
 pub(super) fn open(
     spec: &RemoteSpec,
     secrets: &Secrets,
@@ -692,14 +692,14 @@ pub(super) fn open(
     }
 }
 
-/// Nobody asked for it when this was built.
+/// A feature that this library was built without.
 #[allow(dead_code, reason = "a library may have all of them")]
 fn missing<T>(feature: &str) -> Result<T> {
     crate::tier::remote::need(feature)?;
     fail!(Unsupported, "built without {feature}")
 }
 
-/// What tells a remote of events. UNSUPPORTED = it is not built in.
+/// The publisher of events. UNSUPPORTED = not built in.
 #[cfg(feature = "redis")]
 pub(super) fn publisher(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Publish> {
     let Kind::Redis { events_kept, .. } = &spec.kind else { fail!(Invalid, "not a Redis server") };

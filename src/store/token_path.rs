@@ -16,41 +16,41 @@ use crate::meta::key::Key;
 /// Most tokens of a session.
 pub const MAX_TOKENS: usize = 1 << 27;
 
-/// What a path is of.
+/// Namespace and session of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Home {
-    /// The key of the namespace.
+    /// Key of the namespace.
     pub key: Key,
-    /// Its number in the table.
+    /// Number of the namespace in the table.
     pub namespace: u32,
     /// Tokens of a chunk.
     pub chunk_tokens: u32,
-    /// Its engine can compute holes.
+    /// The engine can compute holes.
     pub holes: bool,
-    /// The session's number.
+    /// Number of the session.
     pub session: u32,
 }
 
-/// The chunk of what does not fill one yet.
+/// The partial chunk at the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tail {
     slot: Slot,
-    /// Tokens of the session when it was made: it is of no use to a longer one.
+    /// Tokens of the session when it was made. A longer session cannot use it.
     end: usize,
 }
 
-/// A path.
+/// A token path.
 pub struct Path {
     home: Home,
-    /// What the session is called in keys of its own.
+    /// Name of the session in keys of private chunks.
     name: Vec<u8>,
     tokens: Vec<u32>,
-    /// What of that its tokens do not say, by place.
+    /// Media in the sequence, by position.
     media: Vec<Medium>,
     keys: Vec<Key>,
-    /// A slot a key, NONE where the chunk is not in the table. Each is held.
+    /// Row of each full chunk, NONE without one. Each row is referenced.
     slots: Vec<Slot>,
-    /// No slot before this one is NONE: long paths are not gone through each time.
+    /// No row before this one is NONE, so that long paths are not scanned each time.
     known: usize,
     tail: Option<Tail>,
     /// Keys that were looked up.
@@ -59,8 +59,7 @@ pub struct Path {
 }
 
 impl Path {
-    /// An empty path. The name must differ from those of all other sessions of the
-    /// namespace.
+    /// An empty path. The name must differ from those of all other sessions of the namespace.
     pub fn new(home: Home, name: &[u8]) -> Result<Path> {
         Chain::new(home.key, home.chunk_tokens)?;
         let mut own = Vec::new();
@@ -87,22 +86,22 @@ impl Path {
         &self.tokens
     }
 
-    /// Its media, by place.
+    /// Its media, by position.
     pub fn media(&self) -> &[Medium] {
         &self.media
     }
 
-    /// The keys of its full chunks.
+    /// Keys of its full chunks.
     pub fn keys(&self) -> &[Key] {
         &self.keys
     }
 
-    /// The slots of its full chunks, NONE where one is not in the table.
+    /// Rows of its full chunks, NONE for those without one.
     pub fn slots(&self) -> &[Slot] {
         &self.slots
     }
 
-    /// The slot of the chunk that is not full, if that was made since it grew last.
+    /// Row of the partial chunk, if it was made since the path grew last.
     pub fn tail(&self) -> Option<Slot> {
         self.tail.filter(|tail| tail.end == self.tokens.len()).map(|tail| tail.slot)
     }
@@ -111,12 +110,12 @@ impl Path {
         chunk.checked_sub(1).and_then(|i| self.keys.get(i)).copied().unwrap_or(self.home.key)
     }
 
-    /// Adds tokens, and finds the chunks that they fill. Nothing changes on failure.
+    /// Appends tokens and finds the chunks that they complete. On failure nothing changes.
     pub fn append(&mut self, chunks: &mut Chunks, tokens: &[u32]) -> Result<()> {
         self.append_media(chunks, tokens, &[])
     }
 
-    /// The same, with media that start in these tokens, by the places that they have then.
+    /// The same with media that start in these tokens, by their positions in the path.
     pub fn append_media(
         &mut self,
         chunks: &mut Chunks,
@@ -152,28 +151,27 @@ impl Path {
         self.find(chunks, known..self.keys.len())
     }
 
-    /// The media that start in a chunk, or behind it.
+    /// Media that start in a chunk or behind it.
     fn media_from(&self, chunk: usize) -> &[Medium] {
         let first = (chunk * self.home.chunk_tokens as usize) as u64;
         &self.media[self.media.partition_point(|one| one.token < first)..]
     }
 
-    /// Looks again for those of some chunks that were not in the table: others may have stored
-    /// them.
+    /// Looks up those of some chunks again that had no row: another session may have stored them.
     pub fn refresh(&mut self, chunks: &mut Chunks, range: Range<usize>) -> Result<()> {
         let first = self.known().max(range.start);
         let end = range.end.min(self.slots.len());
         if first < end { self.find(chunks, first..end) } else { Ok(()) }
     }
 
-    /// How many chunks from the start on are in the table, or more of them.
+    /// Number of leading chunks with rows.
     pub fn known(&mut self) -> usize {
         let more = self.slots[self.known..].iter().take_while(|&&slot| slot != NONE);
         self.known += more.count();
         self.known
     }
 
-    /// Finds and holds some of its chunks.
+    /// Finds and references some of its chunks.
     fn find(&mut self, chunks: &mut Chunks, range: Range<usize>) -> Result<()> {
         const GROUP: usize = 64;
         let mut found = [NONE; GROUP];
@@ -194,7 +192,7 @@ impl Path {
         Ok(())
     }
 
-    /// Makes rows for the full chunks before `until` that have none.
+    /// Adds rows for the full chunks before `until` that have none.
     pub fn make(&mut self, chunks: &mut Chunks, until: usize) -> Result<()> {
         for at in self.known()..until.min(self.slots.len()) {
             let parent = at.checked_sub(1).map_or(NONE, |above| self.slots[above]);
@@ -219,8 +217,8 @@ impl Path {
         Ok(())
     }
 
-    /// Makes a row for what does not fill a chunk, with all chunks before it; none
-    /// if nothing is left over. `freed` hears of an earlier one that may leave.
+    /// Adds a row for the partial chunk, after rows for all chunks before it; none if the last
+    /// chunk is full. `freed` is called for an earlier one that is not referenced any more.
     pub fn make_tail(
         &mut self,
         chunks: &mut Chunks,
@@ -263,8 +261,8 @@ impl Path {
         Ok(())
     }
 
-    /// Lets some of its chunks go, with what does not fill one if `tail` says so: as if
-    /// they were not in the table.
+    /// Releases some of its chunks, and the partial one if `tail` says so. They count as without
+    /// rows then.
     pub fn let_go(&mut self, chunks: &mut Chunks, range: Range<usize>, tail: bool) -> Result<()> {
         if tail && self.tail().is_some() {
             self.drop_tail(chunks, &mut |_| ())?;
@@ -278,14 +276,14 @@ impl Path {
         Ok(())
     }
 
-    /// The chunks that it would let go if it were cut to so many tokens.
+    /// Chunks that a truncation to so many tokens would release.
     pub fn held_after_event(&self, tokens: usize) -> Vec<Slot> {
         let full = (tokens / self.home.chunk_tokens as usize).min(self.slots.len());
         let tail = self.tail().filter(|_| tokens < self.tokens.len());
         self.slots[full..].iter().copied().filter(|&slot| slot != NONE).chain(tail).collect()
     }
 
-    /// Cuts the path to so many tokens. `freed` hears of chunks that may leave.
+    /// Truncates the path to so many tokens. `freed` is called for chunks without references.
     pub fn truncate(
         &mut self,
         chunks: &mut Chunks,
@@ -312,8 +310,8 @@ impl Path {
         Ok(())
     }
 
-    /// Another session that goes on from here: it holds the same chunks, the tail
-    /// excepted, which is nobody else's.
+    /// A path with the same tokens for another session: it references the same full chunks. The
+    /// partial chunk is private.
     pub fn fork(&self, chunks: &mut Chunks, session: u32, name: &[u8]) -> Result<Path> {
         let mut other = Path::new(Home { session, ..self.home }, name)?;
         if other.tokens.try_reserve_exact(self.tokens.len()).is_err()
@@ -338,7 +336,7 @@ impl Path {
         Ok(other)
     }
 
-    /// Lets all chunks go. `freed` hears of those that may leave.
+    /// Releases all chunks. `freed` is called for those without references.
     pub fn close(mut self, chunks: &mut Chunks, freed: &mut dyn FnMut(Slot)) -> Result<()> {
         self.truncate(chunks, 0, freed)
     }
@@ -429,8 +427,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is done in pieces, keys are those of the tokens at once, and what
-        /// is held is what paths say.
+        /// However tokens are appended, keys equal those of all tokens at once, and references
+        /// equal those of the paths.
         #[test]
         fn keys_follow_tokens_and_references_follow_paths(
             calls in proptest::collection::vec((0u8..6, 0usize..3, 0u32..3, 0usize..20), 1..60),

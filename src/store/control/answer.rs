@@ -12,15 +12,15 @@ use crate::store::state::snapshot::ShadowSnapshot;
 
 const TIERS: [Tier; 3] = [Tier::Host, Tier::Disk, Tier::Device];
 
-/// A store that is asked.
+/// A store that requests are made to.
 pub trait Subject {
-    /// Looks at the core, under its lock.
+    /// Reads the state under its lock.
     fn look(&self, see: &mut dyn FnMut(&StoreState)) -> Result<()>;
-    /// Changes it, under its lock.
+    /// Changes the state under its lock.
     fn change(&self, act: &mut dyn FnMut(&mut StoreState) -> Result<()>) -> Result<()>;
 }
 
-/// Carries a request out, and says what came of it.
+/// Executes a request and returns its answer.
 pub fn answer(store: &dyn Subject, line: &str) -> Result<String> {
     let request = Request::parse(line)?;
     let mut json = Json::default();
@@ -66,7 +66,7 @@ pub fn answer(store: &dyn Subject, line: &str) -> Result<String> {
     Ok(json.into_text())
 }
 
-/// Who left; of a store without a disk, memory alone.
+/// Recent evictions; without a disk those of host memory only.
 fn evictions(store: &dyn Subject, json: &mut Json, only: Option<Tier>, tail: usize) -> Result<()> {
     let mut all = Vec::new();
     for tier in TIERS.into_iter().filter(|tier| only.is_none_or(|only| only == *tier)) {
@@ -94,7 +94,7 @@ fn set_policy(store: &dyn Subject, json: &mut Json, tier: Tier, policy: &str) ->
     Ok(())
 }
 
-/// The copies are made without the lock; what comes meanwhile they do not see.
+/// Opens the shadow policies without the lock. They miss the accesses made meanwhile.
 fn begin_shadow(
     store: &dyn Subject,
     tier: Tier,
@@ -124,7 +124,7 @@ fn seen<R>(store: &dyn Subject, mut see: impl FnMut(&StoreState) -> R) -> Result
     found.ok_or_else(|| Error::from(Status::State))
 }
 
-/// Both, or none: what one tier refuses is not done to the other.
+/// Changes both limits, or none if one of them is refused.
 fn resize(core: &mut StoreState, host: Option<u64>, disk: Option<u64>) -> Result<()> {
     let before = core.tier_seen(Tier::Host)?.limit_bytes;
     if let Some(bytes) = host {

@@ -4,10 +4,9 @@ use crate::base::status::{Error, Result, Status};
 use crate::io::socket::{Stream, Watched};
 use crate::store::control::MAX_LINE_BYTES;
 
-/// How long a client may take from the first byte of a request to its end, and for
-/// taking an answer.
+/// Time a client has to send a request from its first byte on, and to read an answer.
 pub const PATIENCE_NS: u64 = 10_000_000_000;
-/// How long one may say nothing.
+/// Time a client may be idle.
 pub const IDLE_NS: u64 = 120_000_000_000;
 
 /// A connection.
@@ -16,14 +15,14 @@ pub struct Connection {
     got: Vec<u8>,
     out: Vec<u8>,
     sent: usize,
-    /// When it is dropped unless something ends before.
+    /// When it is dropped, unless something happens before.
     pub until_ns: u64,
-    /// It ends when the answer is out.
+    /// It ends once the answer is sent.
     last: bool,
 }
 
 impl Connection {
-    /// A client that has said nothing yet.
+    /// A new connection.
     pub fn new(stream: Stream, now_ns: u64) -> Connection {
         let until_ns = now_ns.saturating_add(IDLE_NS);
         Connection { stream, got: Vec::new(), out: Vec::new(), sent: 0, until_ns, last: false }
@@ -34,7 +33,7 @@ impl Connection {
         self.stream.watched(self.sent < self.out.len())
     }
 
-    /// Goes on as far as it can; whether it is still wanted.
+    /// Reads, answers and writes as far as possible. Returns whether it is still open.
     pub fn go_on(&mut self, now_ns: u64, answer: &mut dyn FnMut(&str) -> Result<String>) -> bool {
         if self.sent < self.out.len() {
             return self.send(now_ns);
@@ -55,14 +54,14 @@ impl Connection {
         self.send(now_ns)
     }
 
-    /// Refuses a client; as much of that as it takes at once.
+    /// Refuses a client, with as much of the message as it reads at once.
     pub fn turn_away(stream: &Stream) {
         let text = Error::new(Status::Again, "as many as may be are connected: try again");
         // It is dropped in any case.
         let _ = stream.write(&framed(&Err(text)));
     }
 
-    /// Takes what has come; false when no more will.
+    /// Reads what has arrived. Returns false at the end of input.
     fn receive(&mut self, now_ns: u64) -> bool {
         let mut bytes = [0; MAX_LINE_BYTES];
         let room = MAX_LINE_BYTES.saturating_sub(self.got.len());
@@ -82,7 +81,7 @@ impl Connection {
         }
     }
 
-    /// The next request, if all of it is there; an error is the last thing it hears.
+    /// The next complete request. An error is the last answer.
     fn next_line(&mut self) -> Option<Result<String>> {
         let Some(end) = self.got.iter().position(|&byte| byte == b'\n') else {
             let too_long = self.got.len() >= MAX_LINE_BYTES;
@@ -111,7 +110,7 @@ impl Connection {
         true
     }
 
-    /// Whether a whole request is there that was not answered yet.
+    /// Whether a complete request is buffered.
     pub fn has_more(&self) -> bool {
         self.out.is_empty() && self.got.contains(&b'\n')
     }

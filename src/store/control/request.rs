@@ -7,7 +7,7 @@ use crate::fail;
 use crate::store::state::shadow::{MAX_POLICIES, MAX_SECONDS};
 use crate::store::state::snapshot::{MOST_CHUNKS, MOST_EVICTIONS, MOST_SESSIONS};
 
-/// What may be asked.
+/// Names of requests.
 const NAMES: [&str; 10] = [
     "stats",
     "metrics",
@@ -21,71 +21,71 @@ const NAMES: [&str; 10] = [
     "ab-end",
 ];
 
-/// What is asked.
+/// A request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Request {
-    /// What the store counts and has.
+    /// Statistics of the store.
     Stats,
-    /// The same as text for Prometheus.
+    /// The same as Prometheus text.
     Metrics,
-    /// Sessions that are open.
+    /// Open sessions.
     Sessions {
-        /// Most of them.
+        /// Most sessions.
         most: usize,
     },
-    /// Where the cells of a session are.
+    /// Residency of a session's cells.
     ChunkTable {
-        /// Its number; None = the one that was opened last.
+        /// Its number; None = the latest session.
         session: Option<u32>,
-        /// The first chunk.
+        /// First chunk.
         first: u64,
         /// Most chunks.
         chunks: usize,
     },
-    /// Who left.
+    /// Recent evictions.
     Evictions {
-        /// Which tier; None = all.
+        /// Of this tier; None = all.
         tier: Option<Tier>,
-        /// Most of them.
+        /// Most evictions.
         tail: usize,
     },
-    /// Another policy decides from now on.
+    /// Switches a policy.
     SetPolicy {
-        /// For which tier.
+        /// Tier.
         tier: Tier,
-        /// Its spec.
+        /// Spec of the policy.
         policy: String,
     },
-    /// The budgets of the tiers, changed first where a number is given.
+    /// Limits of the tiers, after changing those that are given.
     Budget {
-        /// Bytes of cells in memory.
+        /// Limit of cells in host memory, in bytes.
         host: Option<u64>,
-        /// Bytes of files.
+        /// Limit of the disk, in bytes.
         disk: Option<u64>,
     },
-    /// Copies of policies run beside the live one.
+    /// Begins a shadow evaluation.
     Ab {
-        /// For which tier.
+        /// Tier.
         tier: Tier,
-        /// Which.
+        /// Policies.
         policies: Vec<Spec>,
-        /// For how long.
+        /// Duration.
         seconds: u64,
     },
-    /// What they came to so far.
+    /// Reads the scores of a shadow evaluation.
     AbRead {
-        /// For which tier.
+        /// Tier.
         tier: Tier,
     },
-    /// They end.
+    /// Ends a shadow evaluation.
     AbEnd {
-        /// For which tier.
+        /// Tier.
         tier: Tier,
     },
 }
 
 impl Request {
-    /// Reads a request.
+    /// Parses a request.
     pub fn parse(line: &str) -> Result<Request> {
         let spec = Spec::parse(line)?;
         let mut reader = Reader::new(&spec);
@@ -130,7 +130,7 @@ impl Request {
     }
 }
 
-/// A value, if its parameter was given.
+/// `value` if its parameter was given.
 fn given<T>(spec: &Spec, key: &str, value: T) -> Option<T> {
     spec.args.iter().any(|arg| arg.key == key).then_some(value)
 }

@@ -7,11 +7,11 @@ use crate::store::control::connection::Connection;
 
 /// Most clients at once.
 pub const MAX_CONNECTIONS: usize = 8;
-/// How long no connection is taken after that failed: descriptors are scarce.
+/// Pause after a failed accept, which means that descriptors are scarce.
 const PAUSE_NS: u64 = 1_000_000_000;
 const MS: u64 = 1_000_000;
 
-/// Answers whoever connects, until the bell rings. The path goes with the listener.
+/// Serves clients until the bell rings. The listener removes its path when it is dropped.
 pub fn serve(listener: &Listener, bell: &Bell, answer: &mut dyn FnMut(&str) -> Result<String>) {
     let clock = Clock::real();
     let mut clients: Vec<Connection> = Vec::new();

@@ -11,10 +11,10 @@ use crate::store::state::stats::Tenant;
 use crate::store::state::stats::{DiskGauge, PolicyGauge, QueueGauge, Report};
 use crate::store::state::stats::{Latency, TIMED};
 
-/// What a tier may use and uses, by its name; and who decides there.
+/// Name, limit and use, and policy of each tier.
 pub(super) type Tiers = Vec<(&'static str, TierSnapshot, String)>;
 
-/// What tiers may use and use.
+/// Writes limits and use of tiers.
 pub(super) fn budget(json: &mut Json, all: &Tiers) {
     for (name, tier, policy) in all {
         json.key(name).object(|json| {
@@ -28,7 +28,7 @@ pub(super) fn budget(json: &mut Json, all: &Tiers) {
     }
 }
 
-/// What a store counts and has.
+/// Writes the statistics of a store.
 pub(super) fn stats(
     json: &mut Json,
     all: &Report,
@@ -204,7 +204,7 @@ fn tenant(json: &mut Json, row: &Tenant) {
     json.key("misses").whole(row.misses);
 }
 
-/// A session.
+/// Writes a session.
 pub(super) fn session(json: &mut Json, one: &SessionSnapshot) {
     json.object(|json| {
         json.key("session").whole(one.number);
@@ -221,7 +221,7 @@ pub(super) fn session(json: &mut Json, one: &SessionSnapshot) {
     });
 }
 
-/// Where the cells of a session are.
+/// Writes the residency of a session's cells.
 pub(super) fn table(json: &mut Json, snapshot: &TableSnapshot) {
     json.object(|json| {
         session(json.key("session"), &snapshot.session);
@@ -230,7 +230,7 @@ pub(super) fn table(json: &mut Json, snapshot: &TableSnapshot) {
     });
 }
 
-/// Who left which tier.
+/// Writes recent evictions.
 pub(super) fn evictions(json: &mut Json, all: &[(&'static str, Vec<Entry>)], now_ns: u64) {
     let now_ns = i64::try_from(now_ns).unwrap_or(i64::MAX);
     for (tier, entries) in all {
@@ -256,7 +256,7 @@ pub(super) fn evictions(json: &mut Json, all: &[(&'static str, Vec<Entry>)], now
     }
 }
 
-/// What copies of policies came to.
+/// Writes the scores of a shadow evaluation.
 pub(super) fn ab(json: &mut Json, tier: &str, snapshot: &ShadowSnapshot) {
     json.key("tier").text(tier);
     json.key("running").flag(snapshot.is_on);

@@ -10,15 +10,13 @@ use crate::format::segment::BLOCK_BYTES;
 use crate::store::state::work::{Decoding, ReadBatch, WriteBatch};
 use crate::tier::disk::{DiskTier, GetPlane, Lent, PutPlane};
 
-/// Bytes that are coded at once, if there is memory for it and no record or cell is
-/// longer.
+/// Bytes encoded at once, if there is memory for it and no record or cell is longer.
 const MOST_BYTES: u64 = 12 << 20;
 
-/// Writes a batch. Cells are coded first; those of a record for which there is no memory
-/// are written as they are.
+/// Writes a batch. Cells are encoded first; records without memory for that are written as they
+/// are.
 ///
-/// # Safety
-/// As [`DiskTier::append`].
+/// # Safety As [`DiskTier::append`].
 pub(super) unsafe fn write(batch: &mut WriteBatch, disk: &DiskTier) {
     let (mut next, all) = (0, batch.puts.len());
     while next < all {
@@ -46,7 +44,8 @@ pub(super) unsafe fn write(batch: &mut WriteBatch, disk: &DiskTier) {
     }
 }
 
-/// As many from `next` on as need no more than `most`, one at least; and what they need.
+/// The largest run from `next` on that needs at most `most`, one element at least, and what it
+/// needs.
 fn portion(next: usize, all: usize, most: u64, need: impl Fn(usize) -> u64) -> (Range<usize>, u64) {
     let (mut end, mut bytes) = (next, 0u64);
     while end < all {
@@ -59,7 +58,7 @@ fn portion(next: usize, all: usize, most: u64, need: impl Fn(usize) -> u64) -> (
     (next..end, bytes)
 }
 
-/// Memory that coding a cell takes, in whole blocks; 0 if it is not to be coded.
+/// Memory for encoding a cell, in whole blocks; 0 if it is not to be encoded.
 fn room_of(batch: &WriteBatch, cell: usize) -> u64 {
     let coding = batch.codings.get(cell).filter(|coding| coding.codec != Codec::None);
     let Some(coding) = coding else { return 0 };
@@ -70,11 +69,9 @@ fn room_of(batch: &WriteBatch, cell: usize) -> u64 {
     planes.map(room).sum::<u64>().next_multiple_of(BLOCK_BYTES as u64)
 }
 
-/// Codes a cell, if that is worth it, into what is free of the scratch memory; how much
-/// of that it took.
+/// Encodes a cell into free scratch memory, if that makes it smaller. Returns the bytes used.
 ///
-/// # Safety
-/// As [`write`].
+/// # Safety As [`write`].
 unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &Lent<'_>, used: u64) -> u64 {
     let room = room_of(batch, cell);
     let (Some(coding), Some(address)) = (batch.codings.get_mut(cell), scratch.range(used, room))
@@ -105,10 +102,9 @@ unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &Lent<'_>, used: u6
     whole as u64
 }
 
-/// Reads a batch; coded cells become what they were.
+/// Reads a batch and decodes encoded cells.
 ///
-/// # Safety
-/// As [`DiskTier::read`], of the memory that cells are to come to.
+/// # Safety As [`DiskTier::read`], for the memory of the cells.
 pub(super) unsafe fn read(batch: &mut ReadBatch, disk: &DiskTier) {
     let (mut next, mut coded, all) = (0, 0, batch.gets.len());
     while next < all {
@@ -138,7 +134,7 @@ pub(super) unsafe fn read(batch: &mut ReadBatch, disk: &DiskTier) {
     }
 }
 
-/// Bytes of the blocks of a coded cell; 0 of others.
+/// Bytes of the blocks of an encoded cell; 0 for others.
 fn bytes_of(batch: &ReadBatch, get: usize) -> u64 {
     batch.gets.get(get).map_or(0, |get| u64::from(get.blocks) * BLOCK_BYTES as u64)
 }
@@ -177,8 +173,7 @@ unsafe fn read_portion(
     }
 }
 
-/// # Safety
-/// The planes are valid; what they are decoded to is valid, and nobody else's.
+/// # Safety The planes are valid. The destination is valid and not shared.
 unsafe fn decode(decoding: &Decoding, planes: &[GetPlane]) -> Result<()> {
     let mut to = decoding.address;
     let lengths = [decoding.planes.k_bytes, decoding.planes.v_bytes];

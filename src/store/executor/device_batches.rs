@@ -10,53 +10,52 @@ use crate::store::executor::verify::{self, Held, Made, Summed};
 use crate::store::state::StoreState;
 use crate::store::state::work::CopyBatch;
 
-/// Where a core is to be found, behind whatever lock it has.
+/// Access to the state behind its lock.
 pub trait Desk {
-    /// Does something to it.
+    /// Runs `act` on the state.
     fn with(&mut self, act: &mut dyn FnMut(&mut StoreState));
 }
 
-/// A batch that was submitted.
+/// A submitted batch.
 struct Begun {
     batch: CopyBatch,
     after: Event,
-    /// Events of its parts that were not seen to end, and how many sums the device makes in
-    /// each.
+    /// Events of its parts that are pending, each with the number of checksums that the device
+    /// computes.
     parts: VecDeque<(Event, usize)>,
-    /// What those are of, in their order.
+    /// Planes of these checksums, in order.
     summed: VecDeque<Summed>,
-    /// What was found of them.
+    /// Results of their comparison.
     held: Vec<Held>,
     outcome: Result<()>,
-    /// It is submitted when its event has come: the device would keep this thread until then.
+    /// It is submitted when its event has completed; the device would block this thread until then.
     is_parked: bool,
 }
 
-/// Who looks after such copies: one of a store.
+/// Copies behind device events, of one store.
 pub struct Crew {
     tools: Tools,
-    /// Streams that were lent, and the event that all on each is behind.
+    /// Lent streams, each with the event that everything on it waits for.
     streams: Vec<(Event, Stream)>,
     begun: Vec<Begun>,
 }
 
 impl Crew {
-    /// Nothing is begun.
+    /// Without batches.
     pub fn new(tools: Tools) -> Crew {
         Crew { tools, streams: Vec::new(), begun: Vec::new() }
     }
 
-    /// Whether nothing was begun that has not ended.
+    /// Whether no batch is in flight.
     pub fn is_idle(&self) -> bool {
         self.begun.is_empty()
     }
 
-    /// Tells the core of what has ended, and begins what can be begun; whether there was
-    /// anything of that. Never waits.
+    /// Reports ended batches to the state and begins new ones. Returns whether there were any.
+    /// Never waits.
     ///
-    /// # Safety
-    /// The engine's memory is what the views of moves say until they have ended, and the core's
-    /// is what it was until it hears of their end from here.
+    /// # Safety The engine's memory is what the views of the transfers say until they have ended,
+    /// and the store's memory is valid until their end is reported here.
     pub unsafe fn turn(&mut self, desk: &mut dyn Desk) -> bool {
         // SAFETY: the caller's promise.
         let mut ended = unsafe { self.ended() };
@@ -98,7 +97,7 @@ impl Crew {
         did
     }
 
-    /// Waits until the first of what was begun has ended, or until a deadline.
+    /// Waits until the first batch has ended, or for a deadline.
     pub fn rest(&self, deadline_ns: u64) {
         let next = |one: &Begun| match one.is_parked {
             true => Some(one.after),
@@ -109,7 +108,7 @@ impl Crew {
         }
     }
 
-    /// Waits until nothing that was begun touches memory any more: nobody is told.
+    /// Waits until no batch touches memory any more, without reporting.
     pub fn finish(&mut self) {
         for one in self.begun.drain(..) {
             for (event, _) in one.parts {
@@ -118,10 +117,9 @@ impl Crew {
         }
     }
 
-    /// What has ended, how, and whether that is because its event failed.
+    /// Ended batches with their outcome, and whether their event failed.
     ///
-    /// # Safety
-    /// As [`Crew::turn`].
+    /// # Safety As [`Crew::turn`].
     unsafe fn ended(&mut self) -> Vec<(CopyBatch, Result<()>, bool)> {
         let mut ended = Vec::new();
         let mut at = 0;
@@ -167,13 +165,13 @@ impl Crew {
         ended
     }
 
-    /// What an event has failed with. One that its owner has released has come before, if what
-    /// was behind it has.
+    /// The error of an event. An event that its owner has released has completed if a copy behind
+    /// it has.
     fn failed(&self, event: Event) -> Option<Error> {
         self.tools.device.state(event).err().filter(|error| error.status() != Status::Handle)
     }
 
-    /// The stream of an event: nothing else is on it.
+    /// The stream of an event, which nothing else uses.
     fn stream_for(&mut self, event: Event) -> Option<Stream> {
         if let Some((_, stream)) = self.streams.iter().find(|(of, _)| *of == event) {
             return Some(*stream);
@@ -184,7 +182,7 @@ impl Crew {
         Some(stream)
     }
 
-    /// Gives streams back on which nothing is, of events that nothing more is put behind.
+    /// Returns idle streams of events that no copy will wait for any more.
     fn give_streams_back(&mut self, ahead: &[(Event, bool)]) {
         let (begun, device) = (&self.begun, &self.tools.device);
         self.streams.retain(|(event, stream)| {
@@ -197,11 +195,10 @@ impl Crew {
         });
     }
 
-    /// Begins the jobs of a batch one by one: one that is refused, or fails, may not be of the
-    /// caller of another.
+    /// Begins the jobs of a batch one by one, since one that is refused or fails may belong to
+    /// another caller.
     ///
-    /// # Safety
-    /// As [`Crew::turn`].
+    /// # Safety As [`Crew::turn`].
     unsafe fn begin_alone(&mut self, batch: CopyBatch, after: Event) {
         let stream = self.stream_for(after).unwrap_or(Stream(0));
         for one in batch.split() {
@@ -266,7 +263,7 @@ impl Crew {
     }
 }
 
-/// Whether jobs of a batch may be done where together they were not.
+/// Whether jobs of a failed batch may succeed alone.
 fn fails_together(batch: &CopyBatch, outcome: &Result<()>) -> bool {
     let is_notified = |error: &Error| error.status() != Status::Unavailable;
     batch.jobs().nth(1).is_some() && outcome.as_ref().is_err_and(is_notified)
@@ -280,10 +277,9 @@ impl Drop for Crew {
 }
 
 impl Begun {
-    /// Whether all parts have; how is noted.
+    /// Whether all parts have ended; their outcome is noted.
     ///
-    /// # Safety
-    /// As [`Crew::turn`].
+    /// # Safety As [`Crew::turn`].
     unsafe fn has_ended(&mut self, tools: &Tools) -> bool {
         while let Some(&(part, sums)) = self.parts.front() {
             if matches!(tools.device.state(part), Ok(State::Pending)) {

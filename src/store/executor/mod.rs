@@ -17,10 +17,10 @@ use crate::store::state::work::{CopyBatch, CopyItem, SyncBatch, Upkeep, Work};
 
 use crate::tier::disk::DiskTier;
 
-/// Why copies were not made.
+/// Why copies failed.
 pub(super) struct Failed {
     pub error: Error,
-    /// The device has not taken them, and touched nothing of them.
+    /// The device refused them and touched no memory.
     pub is_refused: bool,
 }
 
@@ -40,24 +40,23 @@ impl From<Error> for Failed {
     }
 }
 
-/// What work is done with.
+/// What work is executed with.
 #[derive(Clone)]
 pub struct Tools {
-    /// Who copies.
+    /// The device for copies.
     pub device: Arc<dyn Device>,
-    /// The disk, if the store has one.
+    /// The disk, if there is one.
     pub disk: Option<Arc<DiskTier>>,
-    /// The remote, if it has one.
+    /// The remote, if there is one.
     pub remote: Option<RemoteExecutor>,
 }
 
 impl Tools {
-    /// Carries work out; how it went, where the work does not say so itself. `stream`
-    /// is the device's, for copies; `checkpoint_writer` are asked by upkeep.
+    /// Executes work. Returns its outcome, unless the work carries one itself. `stream` is a stream
+    /// of the device for copies; `checkpoint_writer` serves upkeep.
     ///
-    /// # Safety
-    /// The core that gave the work has not heard yet that it is done, and the engine's
-    /// memory is what its views say.
+    /// # Safety The work has not been handed back to the state, and the engine's memory is what its
+    /// views say.
     pub unsafe fn work(
         &self,
         work: &mut Work,
@@ -117,11 +116,10 @@ impl Tools {
         }
     }
 
-    /// Reads a cell in device memory back, and says whether it is right. Nothing can be said
-    /// where there is no memory for it, or the device does not take the copy.
+    /// Reads a replica back and compares it. `None` if there is no memory for that, or the device
+    /// refuses the copy.
     ///
-    /// # Safety
-    /// The core that has begun the audit has not ended it yet.
+    /// # Safety The audit has not been ended.
     pub unsafe fn audit(&self, one: &Audit, stream: Stream) -> Result<Option<bool>> {
         let mut bytes = Vec::new();
         if bytes.try_reserve_exact(one.bytes as usize).is_err() {
@@ -159,11 +157,10 @@ impl Tools {
         outcome
     }
 
-    /// Copies `first`, and `then` what may read that. Nothing is under way any more when this
-    /// returns.
+    /// Executes `first`, then `then`, which may read what `first` wrote. Nothing is in flight when
+    /// this returns.
     ///
-    /// # Safety
-    /// As [`Device::submit`].
+    /// # Safety As [`Device::submit`].
     pub(super) unsafe fn submit_all(
         &self,
         stream: Stream,
@@ -199,7 +196,7 @@ impl Tools {
         Ok(())
     }
 
-    /// Waits for a batch, takes its sums over, and forgets it.
+    /// Waits for a batch, takes over its checksums, and releases its event.
     pub(super) fn end(&self, event: Event, copies: &mut [Copy<'_>]) -> Result<()> {
         let mut ended = self.device.wait(event, 0);
         if self.device.facts().asynchronous {
@@ -212,11 +209,9 @@ impl Tools {
     }
 }
 
-/// Carries those jobs of a batch out by the processor that are between places in host memory;
-/// which ones.
+/// Executes the jobs of a batch between host addresses by the processor. Returns which were done.
 ///
-/// # Safety
-/// As [`Tools::work`].
+/// # Safety As [`Tools::work`].
 unsafe fn copy_without(batch: &CopyBatch) -> Result<Vec<bool>> {
     let mut all: Vec<Vec<Copy<'_>>> = batch.jobs().map(|_| Vec::new()).collect();
     let mut is_in_host = vec![true; all.len()];

@@ -11,10 +11,10 @@ use crate::store::state::remote_upload::{Send, SendBatch};
 use crate::tier::remote::object::{CellFrom, Object, Sink};
 use crate::tier::remote::{Asks, Gets, Lane, Puts, Remote, Trouble};
 
-/// Memory for what comes and is not wanted.
+/// Memory for received bytes that nobody needs.
 const SINK_BYTES: usize = 256 << 10;
 
-/// A way to the remote, and the memory of its batches.
+/// A connection to the remote, with the memory of its batches.
 struct RemoteJob {
     lane: Box<dyn Lane>,
     gets: Gets,
@@ -24,7 +24,7 @@ struct RemoteJob {
     sink: Vec<u8>,
 }
 
-/// What errands are run with. A copy has a way of its own, made when it is first used.
+/// Executes remote requests. Each clone opens its own connection at its first use.
 pub struct RemoteExecutor {
     remote: Arc<dyn Remote>,
     clock: Clock,
@@ -38,12 +38,12 @@ impl Clone for RemoteExecutor {
 }
 
 impl RemoteExecutor {
-    /// To a remote.
+    /// For a remote.
     pub fn new(remote: Arc<dyn Remote>, clock: Clock) -> RemoteExecutor {
         RemoteExecutor { remote, clock, mine: Mutex::new(None) }
     }
 
-    /// Memory that one who runs errands to a remote keeps, about.
+    /// Approximate memory of one executor.
     pub fn bytes_of(remote: &dyn Remote) -> u64 {
         SINK_BYTES as u64 + remote.caps().lane_bytes
     }
@@ -71,10 +71,9 @@ impl RemoteExecutor {
         result
     }
 
-    /// Fetches objects.
+    /// Executes fetches.
     ///
-    /// # Safety
-    /// Their places are memory that is nobody else's until the core hears of the end.
+    /// # Safety Their destinations are not shared until the state has been told of the end.
     pub unsafe fn fetch(&self, batch: &mut FetchBatch) {
         self.run(batch.timeout_ns, |remote_job, deadline_ns| {
             // SAFETY: the caller's promise.
@@ -82,10 +81,9 @@ impl RemoteExecutor {
         });
     }
 
-    /// Sends objects, and has names taken away.
+    /// Executes uploads and removals.
     ///
-    /// # Safety
-    /// Their planes stay as they are until the core hears of the end.
+    /// # Safety Their planes do not change until the state has been told of the end.
     pub unsafe fn send(&self, batch: &mut SendBatch) {
         self.run(batch.timeout_ns, |remote_job, deadline_ns| {
             // SAFETY: the caller's promise.
@@ -93,7 +91,7 @@ impl RemoteExecutor {
         });
     }
 
-    /// Asks which names are there.
+    /// Executes lookups.
     pub fn ask(&self, batch: &mut AskBatch) {
         if batch.asked.is_empty() {
             return;
@@ -102,7 +100,7 @@ impl RemoteExecutor {
     }
 }
 
-/// An object of a fetch.
+/// The object of a fetch.
 fn fetched(fetch: &Fetch) -> Result<Object<'_>> {
     Object::new(&fetch.shape, fetch.object(), fetch.chunk, Codec::None)
 }
@@ -112,7 +110,7 @@ fn sent(send: &Send) -> Result<Object<'_>> {
 }
 
 impl RemoteJob {
-    /// Memory for the headers of a batch; where each begins.
+    /// Memory for the headers of a batch, and where each begins.
     fn room(&mut self, headers: impl Iterator<Item = Result<usize>>) -> Vec<usize> {
         let mut at = 0;
         let mut starts = Vec::new();

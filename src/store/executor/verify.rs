@@ -9,7 +9,7 @@ use crate::fail;
 use crate::store::executor::{Failed, Tools, copy_of};
 use crate::store::state::work::CopyBatch;
 
-/// What a copy is of: the job, which of its planes, and what the sum of that is, if it is known.
+/// Job and plane of a copy, and the expected checksum if it is known.
 #[derive(Clone, Copy)]
 struct Of {
     job: usize,
@@ -17,12 +17,11 @@ struct Of {
     sum: Option<u64>,
 }
 
-/// Carries copies out. Where the device sums, what comes damaged is copied once more; jobs that
-/// are no better then are noted. What fails together is copied job by job, since the jobs may be
-/// of callers who have nothing to do with each other: how each went is noted.
+/// Executes copies. If the device computes checksums, damaged copies are repeated once, and jobs
+/// that are damaged again are noted. A batch that fails is executed job by job, since its jobs may
+/// belong to different callers; each outcome is noted.
 ///
-/// # Safety
-/// As [`Tools::work`].
+/// # Safety As [`Tools::work`].
 pub unsafe fn copy(tools: &Tools, batch: &mut CopyBatch, stream: Stream) -> Result<()> {
     // SAFETY: the caller's promise.
     let Err(failed) = (unsafe { copy_jobs(tools, batch, stream, None) }) else { return Ok(()) };
@@ -53,10 +52,9 @@ pub unsafe fn copy(tools: &Tools, batch: &mut CopyBatch, stream: Stream) -> Resu
     Ok(())
 }
 
-/// Copies all jobs of a batch, or these, and what comes damaged once more.
+/// Copies all jobs of a batch, or some, and repeats damaged copies once.
 ///
-/// # Safety
-/// As [`Tools::work`].
+/// # Safety As [`Tools::work`].
 unsafe fn copy_jobs(
     tools: &Tools,
     batch: &mut CopyBatch,
@@ -70,10 +68,9 @@ unsafe fn copy_jobs(
     }
 }
 
-/// Makes those copies again that came damaged, once.
+/// Repeats the copies that arrived damaged, once.
 ///
-/// # Safety
-/// As [`Tools::work`].
+/// # Safety As [`Tools::work`].
 pub unsafe fn again(
     tools: &Tools,
     batch: &mut CopyBatch,
@@ -107,22 +104,22 @@ fn sort(jobs: &mut Vec<usize>) {
 /// The copies of a batch.
 #[derive(Default)]
 pub struct Made<'a> {
-    /// Those into the device tier.
+    /// Copies into the device tier.
     pub fills: Vec<Copy<'static>>,
-    /// Those that may read them there.
+    /// Copies that may read what those wrote.
     pub copies: Vec<Copy<'a>>,
     of_fills: Vec<Of>,
     of_copies: Vec<Of>,
 }
 
-/// A plane that the device sums.
+/// A plane whose checksum the device computes.
 pub struct Summed {
     of: Of,
     plane: u64,
     bytes: u64,
 }
 
-/// What was found of one.
+/// Result for one plane.
 pub struct Held {
     of: Of,
     right: u64,
@@ -130,7 +127,7 @@ pub struct Held {
 }
 
 impl<'a> Made<'a> {
-    /// The copies of all jobs of a batch, or of these.
+    /// The copies of all jobs of a batch, or of some.
     pub fn of(tools: &Tools, batch: &'a CopyBatch, only: Option<&[usize]>) -> Result<Made<'a>> {
         let facts = tools.device.facts();
         let verifies = facts.sums && facts.asynchronous;
@@ -157,7 +154,7 @@ impl<'a> Made<'a> {
         Ok(made)
     }
 
-    /// What the device sums, in the order in which it is told.
+    /// Planes whose checksum the device computes, in the order of submission.
     pub fn summed(&self) -> Vec<Summed> {
         let fills = self.fills.iter().zip(&self.of_fills);
         let all = fills.chain(self.copies.iter().zip(&self.of_copies));
@@ -176,10 +173,9 @@ impl Summed {
         Summed { of, plane, bytes: copy.tensor.bytes() }
     }
 
-    /// Holds what the device says against what is known of the plane, or is here.
+    /// Compares a reported checksum with the known one, or with the plane in host memory.
     ///
-    /// # Safety
-    /// Unless its sum is known the plane is in host memory; nobody changes it.
+    /// # Safety Unless its checksum is known, the plane is in host memory and does not change.
     pub unsafe fn hold(&self, reported: u64) -> Held {
         let right = self.of.sum.unwrap_or_else(|| {
             let plane = std::ptr::with_exposed_provenance(self.plane as usize);
@@ -191,10 +187,9 @@ impl Summed {
     }
 }
 
-/// Copies all jobs of a batch, or these. Of which came damaged, each as often as it did.
+/// Copies all jobs of a batch, or some. Returns the damaged ones, once for each damaged copy.
 ///
-/// # Safety
-/// As [`Tools::work`].
+/// # Safety As [`Tools::work`].
 unsafe fn copy_some(
     tools: &Tools,
     batch: &mut CopyBatch,
@@ -212,11 +207,10 @@ unsafe fn copy_some(
     Ok(note(batch, &held))
 }
 
-/// Copies from a tensor in device memory to a plane in the host's; whether it came as it was, as
-/// far as the device says so.
+/// Copies a tensor in device memory to a plane in host memory. Returns whether it arrived
+/// undamaged, as far as the device tells.
 ///
-/// # Safety
-/// As [`Device::submit`].
+/// # Safety As [`Device::submit`].
 pub unsafe fn copy_one(
     tools: &Tools,
     copy: Copy<'_>,
@@ -233,8 +227,8 @@ pub unsafe fn copy_one(
     }
 }
 
-/// Notes the sums of planes for who has them on the device. The jobs that came damaged, each as
-/// often as it did.
+/// Records the checksums of planes that get a replica. Returns the damaged jobs, once for each
+/// damaged copy.
 pub fn note(batch: &mut CopyBatch, held: &[Held]) -> Vec<usize> {
     if !held.is_empty() && batch.rescued.is_some() {
         let jobs = batch.jobs().count();
@@ -246,13 +240,12 @@ pub fn note(batch: &mut CopyBatch, held: &[Held]) -> Vec<usize> {
     held.iter().filter(|one| one.is_damaged).map(|one| one.of.job).collect()
 }
 
-/// Whether a copy goes between a plane in host memory and a tensor in the device's. The store's
-/// planes are on the other side only where both are there.
+/// Whether a copy crosses the bus, between a plane in host memory and a tensor in device memory.
 fn crosses(copy: &Copy<'_>) -> bool {
     copy.memory == Memory::Device && copy.plane_memory == Memory::Host
 }
 
-/// Takes the sums of a batch that has ended over into its copies.
+/// Takes the checksums of an ended batch into its copies.
 pub fn take_sums(device: &dyn Device, event: Event, copies: &mut [Copy<'_>]) -> Result<()> {
     let wanted = copies.iter().filter(|copy| copy.wants_sum).count();
     if wanted == 0 {
@@ -264,7 +257,7 @@ pub fn take_sums(device: &dyn Device, event: Event, copies: &mut [Copy<'_>]) -> 
     Ok(())
 }
 
-/// The sums of a batch that has ended, so many.
+/// `wanted` checksums of an ended batch.
 pub fn sums_of(device: &dyn Device, event: Event, wanted: usize) -> Result<Vec<u64>> {
     let mut sums = Vec::new();
     sums.try_reserve_exact(wanted).map_err(|_| Status::NoMem)?;
