@@ -157,8 +157,8 @@ mod tests {
         assert_eq!((all.chunk_bytes, all.cell_bytes), (8 << 20, 256 << 10));
         assert_eq!((all.host_chunk_bytes, all.host_chunks), (8 << 20, 1024));
         assert_eq!(all.segment_bytes, 64 << 20);
-        // Records of 4 cells, 256 blocks and a header; 63 of them fill a segment but for its own
-        // header and the rest.
+        // Records of 4 cells with 256 blocks and a header; 63 of them fill a segment, except for
+        // its header and the rest.
         let blocks = 8.0 * 257.0 * 16384.0 / (63.0 * 257.0);
         assert_eq!(all.disk_chunk_bytes, blocks as u64 * 4096);
         let room = (200u64 << 30) as f64 * 0.9575 - (3u64 * 64 * 1024 * 1024) as f64;

@@ -113,7 +113,7 @@ impl Store {
         device: Arc<dyn Device>,
     ) -> Result<Store> {
         let slot: Arc<Mutex<Weak<Inner>>> = Arc::new(Mutex::new(Weak::new()));
-        // Without one it still takes no more than can be had.
+        // A store without a budget still takes no more than the machine or cgroup can give.
         let budget = match budget {
             Some(budget) => budget.clone(),
             None => Budget::of_machine(runtime, spec.config.host_bytes)?,
@@ -136,7 +136,7 @@ impl Store {
         spec: &StoreSpec,
         device: Arc<dyn Device>,
     ) -> Result<Store> {
-        // Before the disk: a path that is in use must not cost an opening.
+        // The socket comes before the disk: a path in use must fail before a long recovery.
         let listener = spec.control.as_deref().map(Listener::bind).transpose()?;
         let bell = listener.as_ref().map(|_| Bell::new()).transpose()?;
         let found = match &spec.disk {
@@ -286,7 +286,7 @@ impl Inner {
         for workers in WorkerKind::ALL {
             let at = workers as usize;
             let is_called = workers == WorkerKind::Ask && state.core.awaits_answer();
-            // Hands that sleep without an end have to learn that there is one now.
+            // A worker that sleeps without a timer must learn that there is a deadline now.
             let is_timed = !state.has_alarm[at] && workers::due_ns(&state.core, workers).is_some();
             let is_wanted = || is_timed || state.core.has_work(workers);
             if is_called || state.sleeping[at] > 0 && is_wanted() {
@@ -351,7 +351,7 @@ fn given_up(ops: &[OpRef]) -> Option<Status> {
 impl Owner for Inner {
     fn abandoned(&self, op: &Op) {
         let mut state = self.state.lock();
-        // One that has no place yet is looked at when it gets one.
+        // An op without a number yet is checked when it gets one.
         let Some(number) = op.place() else { return };
         let mut news = News::new();
         match Watches::has(number) {

@@ -134,7 +134,7 @@ impl Load {
     fn total(&self, terms: &Terms) -> f64 {
         let (load, compute) = (self.loading(terms), self.compute_ns);
         match terms.overlap {
-            // Nothing is computed before the first layer has come.
+            // Computing begins once the first layer is loaded.
             true => load.max(compute + load / f64::from(terms.layers.max(1))),
             false => load + compute,
         }
@@ -143,8 +143,8 @@ impl Load {
     fn add(&mut self, ns: &[f64; SOURCES], sign: f64) {
         for (sum, ns) in self.ns.iter_mut().zip(ns) {
             let new = *sum + sign * ns;
-            // What was added comes out again, but for rounding: what is left of that is
-            // nothing, or it would be waited for.
+            // Rounding can leave a rest where all that was added is removed again. It must not
+            // count as a load.
             *sum = if new < 0.5 { 0.0 } else { new };
         }
     }
@@ -195,7 +195,7 @@ impl Plan {
             }
             behind = (behind - terms.cost.of(at, n)).max(0.0);
             load.compute_ns = behind;
-            // Of equals the longer prefix: the engine then does less.
+            // Of equal plans the one that loads more: the engine computes less.
             if load.total(terms) <= best.total(terms) {
                 (best, ends) = (load, i + 1);
             }
@@ -210,7 +210,7 @@ impl Plan {
         let mut load = Load::default();
         self.gather(parts, terms, &mut load);
         for (source, waits) in self.waits.iter_mut().enumerate() {
-            // What computing costs in parts of the loading that it saves.
+            // Cost of computing for each unit of loading that it saves.
             let worth = |one: &Wait| one.compute_ns / one.load_ns[source].max(1.0);
             waits.sort_by(|a, b| worth(b).total_cmp(&worth(a)).then(b.chunk.cmp(&a.chunk)));
         }
@@ -254,7 +254,7 @@ impl Plan {
         let ends =
             |i: usize| if load.ns[i] > 0.0 { load.ns[i] + terms.routes[i].queued_ns } else { 0.0 };
         let slowest = (0..SOURCES).max_by(|&a, &b| ends(a).total_cmp(&ends(b)))?;
-        // A chunk that comes from several sources waits in each.
+        // A chunk with several sources stands in each one's list.
         while let Some(one) = self.waits[slowest].pop() {
             if self.kinds[one.chunk as usize] == StepKind::Load {
                 return Some(one);
@@ -465,7 +465,7 @@ fn fit(seen: &[Seen]) -> Cost {
 
 /// Least squares of relative errors; neither parameter is below zero.
 fn least_squares<'a>(seen: impl Iterator<Item = &'a Seen>, guess: Cost) -> Cost {
-    // As if each part of the guess had been seen alone.
+    // As if each parameter had been observed alone, with its assumed value.
     let (mut xx, mut x_sum) = (PRIOR / guess.alpha.powi(2), PRIOR / guess.alpha);
     let (mut yy, mut y_sum, mut xy) = (PRIOR / guess.beta.powi(2), PRIOR / guess.beta, 0.0);
     for &Seen { x, y, ns } in seen {
@@ -477,7 +477,7 @@ fn least_squares<'a>(seen: impl Iterator<Item = &'a Seen>, guess: Cost) -> Cost 
         y_sum += y;
     }
     let det = xx * yy - xy * xy;
-    // The guess keeps it above zero; observations that are equal for ever do not.
+    // The assumed cost keeps it above zero, but not against endless equal observations.
     if det <= 1e-9 * xx * yy {
         let times = x_sum / (guess.alpha * xx + guess.beta * xy);
         return Cost { alpha: guess.alpha * times, beta: guess.beta * times };
@@ -521,7 +521,7 @@ struct Fit {
 impl Fit {
     /// Both initial values must be above zero.
     fn new(a: f64, b: f64) -> Fit {
-        // As if each had been seen alone: the error of `a` in parts of its guess.
+        // As if each had been observed alone.
         let (xx, x, yy, y) = (PRIOR / (a * a), PRIOR / a, PRIOR / (b * b), PRIOR / b);
         Fit { xx, xy: 0.0, yy, x, y, a, b, seen: 0 }
     }
@@ -551,7 +551,7 @@ impl Fit {
 
     fn solve(&mut self) {
         let det = self.xx * self.yy - self.xy * self.xy;
-        // The guesses keep it above zero; equal observations for ever do not.
+        // The initial values keep it above zero, but not against endless equal observations.
         if det > 1e-9 * self.xx * self.yy {
             self.a = (self.x * self.yy - self.y * self.xy) / det;
             self.b = (self.y * self.xx - self.x * self.xy) / det;
@@ -634,8 +634,8 @@ mod tests {
                     Need::Nothing => {}
                     Need::Load(bytes) => load.add(&load_ns(terms, &bytes), 1.0),
                 }
-                // Behind a gap nothing can be used; what is there is not computed again
-                // where holes are possible.
+                // Nothing behind a gap can be used. With holes, resident chunks are not computed
+                // again.
                 sound &= terms.holes || compute || !broken;
                 sound &= !(terms.holes && compute && part.need == Need::Nothing);
                 broken |= compute;
@@ -659,7 +659,8 @@ mod tests {
             let mut plan = Plan::default();
             plan.make(&parts, &terms).unwrap();
             let best = brute_force(&parts, &terms);
-            // Free choice from several tiers is a knapsack: near is enough.
+            // Free choice among several sources is a knapsack problem; the plan may be 5 % above
+            // the optimum.
             let within = if holes { 1.05 } else { 1.0 + 1e-9 };
             prop_assert!(plan.total_ns <= best * within + 1.0, "{} for {best}", plan.total_ns);
             prop_assert!(plan.total_ns >= best - 1.0 - best * 1e-9, "{} for {best}", plan.total_ns);

@@ -202,7 +202,7 @@ impl StoreSpec {
             write_age_ns,
             unwritten_bytes,
             admission: written(&mut reader, "admission", &usual.admission)?,
-            // One that loses something is a matter of recipes, not of stores.
+            // A lossy codec belongs into the recipe of a namespace, not into the spec of a store.
             codec: match reader.choice("codec", &["none", "lz4"])? {
                 Some(1) => Codec::Lz4,
                 _ => usual.codec,
@@ -351,7 +351,7 @@ impl Fields<'_> {
                 Write::Never => "never",
             };
             let is_said = |arg: &Arg| matches!(&arg.value, Value::Spec(said) if said.name == word);
-            // What the spec says of the same mode stays.
+            // The spec's parameters of the same mode stay.
             if !spec.args.iter().any(|arg| arg.key == "write" && is_said(arg)) {
                 set(&mut spec, "write", Value::Spec(word_of(word)));
             }
@@ -367,7 +367,7 @@ impl Fields<'_> {
         let mut disk = match given {
             Some(Value::Spec(disk)) if disk.name != "none" => disk,
             None | Some(Value::Spec(_)) => word_of("disk"),
-            // What is wrong there is said when it is read.
+            // Errors are reported when the spec is read.
             Some(_) => return,
         };
         if self.disk_bytes > 0 {
@@ -414,7 +414,7 @@ impl Secrets {
     pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         if !Self::NAMES.contains(&name) {
             let all = Self::NAMES.join(", ");
-            // What it says may be the secret itself, by mistake.
+            // The name may be the secret itself, by mistake, so it is not repeated.
             fail!(Invalid, "a secret has a name that nobody asks for: there are {all}");
         }
         if self.get(name).is_some() {
@@ -431,7 +431,8 @@ impl Secrets {
 }
 
 /// Kind of a remote.
-// What is not built in is read all the same: mistakes are found, and it is said what is missing.
+// Kinds that are not built in are parsed, too, so that errors are found and the missing feature is
+// named.
 #[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
@@ -460,7 +461,8 @@ pub(super) enum Kind {
 }
 
 /// The remote of a spec.
-// What is not built in is read all the same: mistakes are found, and it is said what is missing.
+// Kinds that are not built in are parsed, too, so that errors are found and the missing feature is
+// named.
 #[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
 #[derive(Clone, Debug)]
 pub struct RemoteSpec {
@@ -499,7 +501,7 @@ impl RemoteSpec {
         }
         let write = reader.choice("write", &["through", "back", "never"])?;
         let ask = reader.choice("ask", &["append", "locate", "fetch"])?;
-        // Objects there are long, and come from afar.
+        // Objects of S3 are long, and may come from far away.
         let usual_ms = if matches!(kind, Kind::S3 { .. }) { 2000 } else { 250 };
         let mut ms = |key, usual| reader.u64(key, usual, 1..=86_400_000).map(|ms: u64| ms * MS);
         let (timeout_ns, connect_ns) = (ms("timeout", usual_ms)?, ms("connect", 1000)?);
@@ -567,7 +569,7 @@ impl RemoteSpec {
     ) -> Result<(Arc<dyn Remote>, RemoteConfig, Option<Server>)> {
         let remote = open(self, secrets, custom, clock)?;
         let caps = remote.caps();
-        // Room for headers, and for cells that begin at whole blocks.
+        // Leaves space for headers, and for cells that begin at whole blocks.
         let most = (caps.max_bytes - caps.max_bytes / 16).clamp(MIN_OBJECT_BYTES, MAX_OBJECT_BYTES);
         let object_bytes = match self.object_bytes {
             0 => caps.preferred_bytes.clamp(MIN_OBJECT_BYTES, most),
@@ -584,7 +586,7 @@ impl RemoteSpec {
             fetchers: self.fetchers,
             secret: secrets.get("seal"),
             seed: u64::from_le_bytes(seed),
-            // And one who asks.
+            // One lookup worker beside them.
             beside_bytes: u64::from(self.fetchers + self.senders + 1)
                 * RemoteExecutor::bytes_of(&*remote),
             ..self.config.clone()

@@ -197,7 +197,7 @@ impl Path {
         for at in self.known()..until.min(self.slots.len()) {
             let parent = at.checked_sub(1).map_or(NONE, |above| self.slots[above]);
             if self.slots[at] != NONE {
-                // It may have been found without the one before it.
+                // It may have been found without its parent.
                 chunks.join(self.slots[at], parent);
                 continue;
             }
@@ -298,7 +298,7 @@ impl Path {
             self.drop_tail(chunks, freed)?;
         }
         self.known = self.known.min(full);
-        // From the end, so that what continues a chunk is let go before it.
+        // From the end, so that children are released before their parents.
         for slot in self.slots.drain(full..).rev() {
             if slot != NONE && chunks.release(slot)? {
                 freed(slot);
@@ -441,7 +441,7 @@ mod tests {
                 match what {
                     0 => paths[at].append(&mut chunks, &tokens).expect("few"),
                     1 => {
-                        // Two digests: the same tokens are not the same chunks any more.
+                        // With another digest the same tokens are other chunks.
                         let place = (paths[at].tokens().len() + count / 2) as u64;
                         let media: Vec<Medium> = (0..u64::from(token).min(count as u64 / 3))
                             .map(|i| Medium { token: place + i, digest: [count as u8; 32] })

@@ -95,7 +95,7 @@ unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &Lent<'_>, used: u6
     coding.lost = lost;
     let stored: usize = lengths[..raw.len()].iter().sum();
     let whole = stored.next_multiple_of(BLOCK_BYTES);
-    // What was there before is nobody's business.
+    // Clears bytes of earlier cells.
     out[stored..whole].fill(0);
     let (codec, count) = (coding.codec as u16, raw.len());
     batch.puts.code(cell, codec, address, &lengths[..count]);

@@ -150,7 +150,7 @@ impl Crew {
                 continue;
             }
             if failure.is_none() && outcome.is_ok() && !bad.is_empty() {
-                // Its event has come: a copy made again waits for nobody.
+                // Its event has completed, so a repeated copy waits for nothing.
                 let stream = self.streams.iter().find(|(of, _)| *of == after);
                 let stream = stream.map_or(Stream(0), |(_, stream)| *stream);
                 // SAFETY: the caller's promise.
@@ -176,7 +176,7 @@ impl Crew {
         if let Some((_, stream)) = self.streams.iter().find(|(of, _)| *of == event) {
             return Some(*stream);
         }
-        // Where none is to be had its copies begin when it has come.
+        // Without a stream its copies begin when it has completed.
         let stream = self.tools.device.lend().ok()?;
         self.streams.push((event, stream));
         Some(stream)
@@ -211,7 +211,7 @@ impl Crew {
     /// As [`Crew::turn`].
     unsafe fn begin(&mut self, mut batch: CopyBatch, after: Event, stream: Stream) {
         let (mut parts, mut summed) = (VecDeque::new(), VecDeque::new());
-        // One that has come may have been released.
+        // A completed event may have been released.
         let state = self.tools.device.state(after);
         let is_known = !state.as_ref().is_err_and(|error| error.status() == Status::Handle);
         let is_ahead = matches!(state, Ok(State::Pending));

@@ -100,7 +100,7 @@ impl Tools {
                 Ok(())
             }
             (Work::Writes(batch), Some(disk)) => {
-                // What an opening has to know of the chunks is there before them.
+                // Recovery must find the namespaces before their chunks.
                 if batch.write_notes(|name, content| disk.put_session(name, content)) {
                     // SAFETY: pieces of memory that the core keeps as they are meanwhile.
                     unsafe { codec::write(batch, disk) };
@@ -127,7 +127,7 @@ impl Tools {
         }
         bytes.resize(one.bytes as usize, 0u8);
         let (way, memory) = (Way::Gather, Memory::Device);
-        // What comes damaged says nothing of what is there.
+        // Damage on the bus says nothing about the replica.
         for _ in 0..2 {
             let back = Copy::bytes(bytes.as_mut_ptr(), one.device, one.bytes, way, memory)?;
             // SAFETY: a piece that is read until the audit has ended, and memory of this call.

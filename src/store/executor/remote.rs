@@ -54,7 +54,7 @@ impl RemoteExecutor {
     }
 
     fn run<R>(&self, timeout_ns: u64, act: impl FnOnce(&mut RemoteJob, u64) -> R) -> R {
-        // No lock is held meanwhile: the remote may be the engine's own.
+        // No lock is held meanwhile, since the remote may be the engine's own code.
         let mine = self.mine.lock().take();
         let mut remote_job = mine.unwrap_or_else(|| {
             Box::new(RemoteJob {
@@ -132,7 +132,7 @@ impl RemoteJob {
         self.gets.clear();
         let sink = Sink { address: self.sink.as_mut_ptr(), bytes: self.sink.len() as u64 };
         let headers = self.headers.as_mut_ptr();
-        // Which of the batch's is which of the request's.
+        // Index in the batch of each element of the request.
         let (mut which, mut unfit) = (Vec::with_capacity(starts.len()), Vec::new());
         for (i, (fetch, &start)) in batch.fetches.iter().zip(&starts).enumerate() {
             let header = headers.wrapping_add(start);
@@ -147,7 +147,7 @@ impl RemoteJob {
                 }
             }
         }
-        // That is none of the remote's troubles.
+        // This is no failure of the remote.
         unfit.into_iter().for_each(|i| batch.fetches[i].result = Err(Trouble::TooLong));
         // SAFETY: headers and the sink are this errand's, places by the caller's promise.
         unsafe { self.lane.get(&mut self.gets, deadline_ns) };

@@ -141,7 +141,7 @@ impl<'a> Made<'a> {
             made.of_copies.push(Of { job: item.job, is_v: item.is_v, sum: item.sum });
         }
         for fill in batch.fills.iter().filter(|fill| is_due(fill.job)) {
-            // Sums are those of planes; else a cell goes as a whole.
+            // A checksum is of a plane. Without checksums a cell is one copy.
             let k_bytes = if verifies { fill.k_bytes } else { fill.bytes };
             let parts = [(false, 0, k_bytes), (true, k_bytes, fill.bytes - k_bytes)];
             for (is_v, at, bytes) in parts.into_iter().filter(|(.., bytes)| *bytes > 0) {

@@ -71,12 +71,12 @@ impl Store {
         self.inner.state.lock().closing = true;
         self.inner.cancel_all(Status::Cancelled);
         match self.settle(deadline_ns).and_then(|()| self.put_away(deadline_ns)) {
-            // After a defect nothing comes to rest; hands that are at work end below.
+            // After a panic nothing becomes idle; the workers end below.
             Err(error) if error.status() != Status::Panic => return Err(error),
             _ => {}
         }
         self.inner.stop();
-        // Another close beside this one waits here, until nobody is at work.
+        // A concurrent close waits here until the threads have ended.
         for thread in self.threads.lock().drain(..) {
             if thread.join().is_err() {
                 log::error!("a thread of the store has panicked");
@@ -123,7 +123,7 @@ impl Store {
         let core = std::mem::replace(&mut self.inner.state.lock().core, empty);
         drop(core);
         drop(auditing);
-        // The device may be closed, too, while an op is kept.
+        // The device may be closed while an op is kept.
         let none = Tools { device: Arc::new(Host::default()), disk: None, remote: None };
         let tools = std::mem::replace(&mut *self.inner.tools.lock(), none);
         drop(tools);
@@ -182,7 +182,7 @@ impl Store {
             }
             before = moving;
             if written.is_none() {
-                // The last one has ended since it was in the way, or none was.
+                // The last blocking write has ended, or there was none.
                 clearing.again();
                 continue;
             }
@@ -242,7 +242,7 @@ pub(super) fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {
             finish(news);
             return promised;
         }
-        // What nobody uses goes first.
+        // Unused buffers are returned first.
         let trimmed = inner.tools.lock().disk.as_ref().map_or(0, |disk| disk.trim());
         if trimmed >= bytes {
             return trimmed;

@@ -101,7 +101,7 @@ impl Store {
     ) -> Result<Vec<OpRef>> {
         ready.map_or(Ok(()), Ready::check_room)?;
         let ops = self.promise_ops(ops, opts)?;
-        // A deadline that has passed, or a close beside this, may have ended some.
+        // A passed deadline, or a concurrent close, may have ended some ops.
         let begun: Vec<bool> = ops.iter().map(|op| op.begin()).collect();
         if begun.contains(&false) {
             let rest = ops.iter().zip(&begun).filter(|(_, begun)| **begun);
@@ -117,15 +117,15 @@ impl Store {
             return Err(undo(ops, error));
         }
         state.core.tick(self.inner.runtime.clock().now_ns());
-        // What has ended by that has given its number back: the ops that go with it are found
-        // before the number is another's.
+        // Completed transfers have freed their numbers. Their ops must be collected before a number
+        // is reused.
         let mut news = state.ended();
         if !news.is_empty() {
             self.inner.ended.notify_all();
         }
         match submit(&mut state.core) {
             Ok((number, ticket)) => {
-                // Whoever gives one up from here on, and has waited for the lock, finds it.
+                // A cancel from here on finds the transfer once it has the lock.
                 kept.iter().for_each(|op| op.note_place(number));
                 let number = number as usize;
                 if state.ops.len() <= number {
@@ -133,7 +133,7 @@ impl Store {
                 }
                 debug_assert!(state.ops[number].is_empty(), "a number that is in use");
                 state.ops[number] = kept;
-                // A cancel or a deadline from before this found nobody to tell.
+                // A cancel or deadline before this found no transfer.
                 if let Some(status) = given_up(&ops) {
                     state.core.cancel(number as u32, status);
                 }
@@ -147,7 +147,7 @@ impl Store {
                 Ok(ops)
             }
             Err(error) => {
-                // That time has passed may have made work.
+                // The clock has advanced, which may have created work.
                 news.extend(self.inner.news(&mut state));
                 drop(state);
                 finish(news);

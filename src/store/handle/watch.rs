@@ -107,7 +107,7 @@ impl Store {
     /// number of available events. `u64::MAX` = the next event.
     pub fn watch(&self, from: u64, opts: &OpOpts) -> Result<OpRef> {
         let op = self.inner.runtime.promise(opts, self.inner.clone())?;
-        // A deadline that has passed, or a close beside this, may have ended it.
+        // A passed deadline, or a concurrent close, may have ended the op.
         if !op.begin() {
             return Ok(op);
         }
@@ -124,7 +124,7 @@ impl Store {
                 return Err(undo(vec![op], error));
             }
         };
-        // Whoever gives it up from here on, and has waited for the lock, finds it.
+        // A cancel from here on finds the op once it has the lock.
         op.note_place(place);
         let mut news = News::new();
         state.watches.drop_given_up(place, &mut news);
@@ -220,7 +220,7 @@ impl Inner {
         }
         state.published_until = u64::MAX;
         let (count, missed) = state.core.events.read(from, events);
-        // What is left comes before the end.
+        // Remaining events are published before the end.
         let rest = state.core.events.next_number() - from - missed - count as u64;
         let stage = if is_over(&state) && rest == 0 { Stage::Closed } else { stage };
         Turn { stage, missed, count }
@@ -299,8 +299,7 @@ impl Store {
     }
 
     fn audit_some(&self, list: &[u64], audited: &mut Audited) -> Result<()> {
-        // Before the core: a close after a defect waits for nothing that is under way, but for
-        // this.
+        // Locked before the state: after a panic a close waits for nothing in flight but this.
         let _auditing = self.auditing.lock();
         let all = self.with(|core| Ok(core.begin_audit(list)))?;
         let tools = self.inner.tools.lock().clone();

@@ -177,7 +177,7 @@ pub(super) fn start(
     spec: &StoreSpec,
     listener: Option<Listener>,
 ) -> Result<Vec<JoinHandle<()>>> {
-    // What cannot be is refused before anybody is at work.
+    // What can fail is checked before the first thread starts.
     let publisher = match &spec.remote {
         Some(remote) => remote.publisher(&spec.secrets, inner.runtime.clock())?,
         None => None,

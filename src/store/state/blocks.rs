@@ -80,7 +80,7 @@ impl StoreState {
             after,
             ticket,
         };
-        // What is refused sends nobody away.
+        // Checked before rows are added: a request that is refused must evict nothing.
         self.check_move(&spec, spec.slots.len())?;
         let mut held = Vec::new();
         let holds = match kind {
@@ -91,7 +91,7 @@ impl StoreState {
             spec.slots.clone_from(&held);
         }
         let begun = holds.and_then(|()| self.submit(spec));
-        // The move holds them now; where there is none, rows without cells go again.
+        // The transfer references them now. On failure, rows without cells are removed.
         for &slot in held.iter().filter(|&&slot| slot != NONE) {
             self.let_go(table, slot);
         }
@@ -153,7 +153,7 @@ impl StoreState {
             rows.chunks.retain(found)?;
             *held = found;
         }
-        // Whoever has to make room is not to choose those.
+        // Policies must know that these are referenced before they choose victims for the new rows.
         found.iter().filter(|&&slot| slot != NONE).for_each(|&slot| self.note_held(table, slot));
         let unknown = keys.iter().zip(found).filter(|(_, found)| **found == NONE);
         let unknown: BTreeSet<&Key> = unknown.map(|(key, _)| key).collect();
@@ -188,7 +188,7 @@ impl StoreState {
     pub fn drop_blocks(&mut self, at: u32, keys: &[Key]) -> Result<Cleared> {
         let (table, mut slots) = self.named(at, keys)?;
         slots.retain(|&slot| slot != NONE);
-        // One that is named twice is counted once.
+        // A block that is named twice is counted once.
         slots.sort_unstable();
         slots.dedup();
         let cleared = self.take_away(table, &slots, Cleared::default());

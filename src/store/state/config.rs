@@ -185,7 +185,7 @@ impl Config {
     ) -> Result<(TierCache, Option<TierCache>)> {
         let chunks = self.chunk_objects();
         let objects = |granularity, bytes: u64| match granularity {
-            // Memory may be made larger, and cells be told of before they come.
+            // The limit of memory may grow, and cells are announced before they arrive.
             Granularity::Cell => {
                 let most = (bytes / PIECE_BYTES).saturating_mul(4);
                 let most = usize::try_from(most).unwrap_or(usize::MAX);
@@ -193,7 +193,7 @@ impl Config {
             }
             Granularity::Chunk | Granularity::Session => chunks,
         };
-        // From the last tier chunks go as a whole, but where that is not wanted.
+        // From the last tier whole chunks are evicted, unless the store drops cells alone.
         let last = match self.granularity {
             Granularity::Cell if !self.drop_cells => Granularity::Chunk,
             granularity => granularity,

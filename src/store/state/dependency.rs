@@ -228,7 +228,7 @@ impl StoreState {
         if let Some(ahead) = self.dependencies.events.events.get_mut(&event.0) {
             ahead.taken += batch.jobs.len();
         }
-        // One that was turned away may have to be read, or may be nowhere.
+        // A job that was routed again may need a read, or may be a miss.
         self.settle();
         (!batch.jobs.is_empty()).then_some(batch)
     }
@@ -304,7 +304,8 @@ impl StoreState {
 
     fn retry_parked(&mut self) {
         for number in std::mem::take(&mut self.dependencies.events.parked) {
-            // One that has ended meanwhile, or another of its number, has nothing to begin.
+            // The transfer may have ended, and its number may be another one's. Then this does
+            // nothing.
             if self.transfers.table.get(number).is_some() {
                 self.transfers.start_later(number);
             }

@@ -339,7 +339,7 @@ impl StoreState {
                 return self.free_replica(piece);
             }
         }
-        // It may have left host memory meanwhile, and be nowhere else.
+        // The cell may have left host memory meanwhile, and be resident nowhere else.
         let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
         let is_elsewhere = marks.is_some_and(|marks| marks.there() & !DEVICE_MASK != 0);
         came &= is_elsewhere && stays;
@@ -445,7 +445,7 @@ impl StoreState {
     /// and fails only if that is nothing.
     pub fn begin_device(&mut self, device: &Arc<dyn Device>) -> Result<()> {
         if device.facts().asynchronous {
-            // It is told of many copies at once, and each time costs.
+            // Each submission to such a device has a cost, so it gets many copies at once.
             self.config.copy_bytes = self.config.batch_bytes;
             self.stages.copy.queue.in_parts_of(self.config.copy_bytes / PARTS);
         }
@@ -629,7 +629,7 @@ impl StoreState {
     /// are kept until then, so few should be begun at once.
     pub fn begin_audit(&mut self, owners: &[u64]) -> Vec<Audit> {
         let all: Vec<Audit> = owners.iter().filter_map(|&owner| self.begin_one(owner)).collect();
-        // Whoever waits for the store to come to rest waits for these, too.
+        // A caller that waits for an idle store waits for audits, too.
         self.stages.in_flight[WorkerKind::Copy as usize] += all.len() as u32;
         all
     }

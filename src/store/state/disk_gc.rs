@@ -143,7 +143,7 @@ impl DiskGc {
     /// The segment with the most dropped blocks, if it is worth compacting. While chunks wait for
     /// space a segment with few is enough, if the dropped blocks of all segments fill one.
     fn next_to_clean(&mut self, segments: &[SegmentInfo]) -> Option<u64> {
-        // They are in the order of their numbers.
+        // `segments` is sorted by number.
         let is_there = |number: &u64| segments.binary_search_by_key(number, |s| s.number).is_ok();
         self.dropped.retain(|number, _| is_there(number));
         let settled = segments.iter().filter(|s| !s.is_front);
@@ -215,15 +215,16 @@ impl StoreState {
         }
         let segments = disk.segments();
         let longest = segments.iter().map(|s| bytes_of(s.blocks)).max().unwrap_or(0);
-        // Kept back, and written to by callers and by cleaning; one that is cleaned may be
-        // longer than those that are made now.
+        // Space that is kept back, and open segments of callers and of compaction. A recovered
+        // segment may be longer than new ones.
         let segment = disk.segment_bytes();
         let beside = 2 * segment + longest.max(segment);
-        // Refused again and again within the budget: others have filled the disk.
+        // Writes fail again although the budget allows them: other programs have filled the disk.
         let is_short = self.disk_gc.waits_again() && stats.used_bytes + beside < stats.budget_bytes;
         let all_bytes = if is_short { stats.used_bytes } else { stats.budget_bytes };
         let kept = self.disk_gc.kept_bytes(&segments);
-        // That and what is parked need room as well. Beyond the budget no room is made ahead.
+        // Waiting chunks and the kept space must fit as well. Over the budget nothing is freed
+        // ahead of need.
         let is_over = stats.used_bytes > all_bytes;
         let part = if is_over { self.config.high } else { self.config.disk_share() };
         let aim = disk_room(all_bytes, part, beside);
@@ -266,8 +267,8 @@ impl StoreState {
         if part == Part::All {
             self.tables[at.table as usize].clear(at.slot, note::IN_DISK | note::HELD);
         }
-        // A session's object is chosen also while somebody uses its chunks: who puts them may
-        // wait for them to last, and copies in memory do not.
+        // A session's object may be chosen although a transfer uses its chunks. A put may wait for
+        // them to be durable, which copies in memory are not.
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
         let is_held = row.is_some_and(|row| row.refs() > 0 || row.pin().is_some());
         let goes = |layer, _| !is_held && part.has(layer);
@@ -296,7 +297,8 @@ impl StoreState {
     pub(super) fn reserve_rows(&mut self, chunks: usize) -> Result<()> {
         let missing = chunks.saturating_sub(self.free_rows());
         if missing > 0 {
-            // Those that are held stay: for more than the others nobody has to leave.
+            // Referenced chunks stay. A request for more rows than the others have must not evict
+            // any.
             let held: u64 = self.tables.iter().map(|table| table.chunks.counts().held).sum();
             if chunks <= self.config.max_chunks.saturating_sub(held as usize) {
                 self.evict_for_rows(missing);
@@ -324,8 +326,8 @@ impl StoreState {
                 Tier::Disk => self.eviction.disk.as_ref(),
                 _ => Some(&self.eviction.host),
             };
-            // Who cannot go is the last to be chosen again: each is asked for once. Parts of a
-            // chunk that is in both tiers are continued by others that are in one of them.
+            // A chunk that must stay is chosen again last, so each object is asked for once. The
+            // two tiers' policies know different children of a chunk.
             let mut left = cache.map_or(0, |cache| cache.evictor.objects().len());
             while self.free_rows() < aim {
                 let before = self.free_rows();
@@ -340,7 +342,7 @@ impl StoreState {
                 let (mut came, is_none) = (false, victims.is_empty());
                 for victim in victims.drain(..) {
                     if let Some((at, _)) = self.chosen(victim) {
-                        // One that others continue may have left the disk alone.
+                        // A chunk that others continue may at least have left the disk.
                         came |= self.drop_from_all_tiers(at, tier) || self.note_continued(at, tier);
                     }
                 }
@@ -401,7 +403,7 @@ impl StoreState {
         }
         match self.disk_gc.next_to_clean(&disk.segments()) {
             Some(number) => Some(work::Upkeep::Clean(number)),
-            // Of earlier lives less is known: more was there than it seemed.
+            // Less is known of recovered segments: they had more dead blocks than it seemed.
             None if stats.used_bytes > stats.budget_bytes
                 && self.evict_from_disk(disk.segment_bytes()) > 0 =>
             {
@@ -420,13 +422,13 @@ impl StoreState {
                 log::info!("no checkpoint was written: {error}");
             }
             (work::Upkeep::Clean(number), _) => {
-                // One that is gone was swept away meanwhile: that is as good.
+                // A segment that a sweep has removed meanwhile is no error.
                 if let Err(error) = &outcome
                     && error.status() != Status::NotFound
                 {
                     log::warn!("segment {number} could not be cleaned: {error}");
                 }
-                // Once is enough, until more is dropped from it.
+                // The segment is compacted again only after more cells were dropped from it.
                 self.disk_gc.dropped.remove(number);
                 self.disk_gc.old.remove(number);
             }
@@ -478,7 +480,7 @@ impl StoreState {
         self.forget_if_alone(table, which);
         self.wake(table, which);
         self.tidy(table, which.chunk);
-        // One that is read is dropped when that has ended.
+        // A cell that is being read is dropped when the read ends.
         matches!(gone, Ok(Gone::Now(_)))
     }
 
@@ -662,7 +664,7 @@ impl StoreState {
     /// be removed.
     fn cancel_writebacks(&mut self, table: u32, slots: &[Slot]) -> BTreeSet<At> {
         let mut own = BTreeSet::new();
-        // How many of those that continue a chunk go.
+        // For each chunk, how many of its children are to be removed.
         let mut behind: BTreeMap<Slot, u32> = BTreeMap::new();
         let rows = &self.tables[table as usize];
         for &slot in slots {
@@ -670,7 +672,7 @@ impl StoreState {
             let is_queued = rows.has(slot, note::QUEUED);
             let is_free = row.refs() == u32::from(is_queued)
                 && row.pin().is_none()
-                // A put that goes on from here may wait for it, and hears of its end alone.
+                // A put may wait for this chunk as an ancestor, and would never be woken.
                 && !self.writeback.chunk_waiters.contains_key(&At { table, slot });
             let holes = self.space(row.namespace()).is_some_and(|space| space.holes);
             let is_last = row.children() == behind.get(&slot).copied().unwrap_or(0);
@@ -701,7 +703,7 @@ impl StoreState {
 
     fn drop_one_chunk(&mut self, at: At, remote: fn(&mut StoreState, At)) -> Fate {
         let rows = &self.tables[at.table as usize];
-        // One without cells may have gone with those behind it.
+        // A row without cells may have gone together with its children.
         let Some(row) = rows.chunks.chunk(at.slot) else { return Fate::Nothing };
         let on_its_way = note::QUEUED | note::FORCED | note::LEAVES;
         if row.is_moving() || rows.has(at.slot, on_its_way) {
@@ -855,7 +857,7 @@ impl StoreState {
             chunks += count.chunks as usize;
             cells += count.cells[Tier::Disk as usize] as usize;
         }
-        // What comes meanwhile is covered by the log, and may be in both.
+        // Records written meanwhile are in the log behind the checkpoint, and may be in both.
         let more = |n: usize| n + n / 8 + 256;
         Checkpoint { cover: disk.cover(), chunks: more(chunks), cells: more(cells) }
     }
@@ -942,14 +944,14 @@ impl StoreState {
             }
         }
         adopted.dropped = unwanted.len() as u64;
-        // Those of which nothing was of use.
+        // Namespaces without a usable chunk.
         self.look_at_spaces(&spaces);
         self.charge_rows(0);
         if let Some(disk) = &self.disk {
             disk.drop_cells(unwanted);
             self.disk_gc.recovered(&disk.segments());
         }
-        // The disk may be smaller than it was.
+        // The disk may be smaller than before.
         self.balance_disk();
         Ok(adopted)
     }
@@ -972,7 +974,7 @@ impl StoreState {
                     continue;
                 }
             };
-            // What was given up for others may be there again.
+            // A namespace that was given up may have been opened again since.
             let layout = opts.layout.encode();
             let is_new = !layouts.contains(&layout);
             if fit.len() >= self.config.max_spaces
@@ -984,7 +986,7 @@ impl StoreState {
             layouts.insert(layout);
             fit.push((at, fit.len(), opts));
         }
-        // In the order of their names: what is there decides their numbers, not when it came.
+        // In the order of their names, so that their numbers do not depend on the order on disk.
         fit.sort_unstable_by_key(|&(at, ..)| at);
         let mut numbers = vec![0; fit.len()];
         for (at, age, opts) in &fit {
@@ -1016,7 +1018,7 @@ impl StoreState {
             return None;
         }
         let rows = &mut self.tables[space.table as usize];
-        // A partial chunk is a session's own, and that session is gone.
+        // A partial chunk belongs to a session, which is gone.
         if rows.fingerprint != chunk.fingerprint || chunk.valid_tokens != rows.layout.chunk_tokens()
         {
             return None;
@@ -1030,7 +1032,7 @@ impl StoreState {
             owner: NONE,
             holes: space.holes,
         };
-        // What was before it may have been in memory only, and come again.
+        // Its parent may have been in memory only, and may be stored again.
         let added = rows.chunks.add_behind(&new, &chunk.parent).ok()?;
         self.namespaces.row_added(number, added);
         Some((space.table, added.slot()))
@@ -1063,7 +1065,7 @@ impl StoreState {
 fn newest_first(recovered: &Recovered) -> Vec<(u64, usize, &[u8])> {
     let mut newest: BTreeMap<Key, u64> = BTreeMap::new();
     for (chunk, cells) in recovered.chunks() {
-        // Places in the log grow, by segments and then by blocks.
+        // Places in the log grow with the segment and the block.
         let spots = cells.iter().map(|place| place.spot.saturating_add(1));
         let last = newest.entry(chunk.namespace).or_default();
         *last = spots.fold(*last, u64::max);
@@ -1082,7 +1084,7 @@ fn newest_first(recovered: &Recovered) -> Vec<(u64, usize, &[u8])> {
 /// policies see the latest last. If there are too many, the newest are kept.
 fn oldest_first(recovered: &Recovered, rows: usize) -> Vec<(&record::Chunk, &[Place])> {
     let mut all: Vec<(&record::Chunk, &[Place])> = recovered.chunks().collect();
-    // They come by position, of one the newest first.
+    // They are sorted by position; of equal positions the newest comes first.
     let fit = all.len().min(rows);
     all[..fit].chunk_by_mut(|a, b| a.0.position == b.0.position).for_each(<[_]>::reverse);
     all

@@ -280,7 +280,7 @@ impl TierCache {
         if let Some(shadow) = watching(&mut self.shadow, now_ns) {
             shadow.take_in(now, who, new);
         }
-        // One that has left the tier, and that others continue, is known still.
+        // An object that was evicted while others continue it is still known.
         entered.is_ok() || new.iter().all(|one| self.knows(one.id))
     }
 
@@ -546,7 +546,7 @@ impl StoreState {
         match self.eviction.host.granularity {
             Granularity::Chunk => self.notify_chunks(number, slots),
             Granularity::Cell => self.notify_cells(number, slots),
-            // Blocks have nothing to do with each other: they go one by one.
+            // Blocks are independent of each other, so each is an access of its own.
             Granularity::Session if by_chunk => self.notify_each(number, slots),
             Granularity::Session => self.notify_session(number, slots),
         }
@@ -562,7 +562,7 @@ impl StoreState {
         else {
             return;
         };
-        // Chunks that are all there are asked for by their rows.
+        // Chunks that all have rows are named by their ids.
         let there = slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
         let chunks = || there.clone().take(if one.asked.is_empty() { usize::MAX } else { 0 });
         let chunks = || chunks().chain(one.asked.iter().copied());
@@ -576,7 +576,8 @@ impl StoreState {
             Granularity::Cell => {
                 let layers = one.first_layer..one.first_layer + one.layers;
                 let of = |layer| chunks().map(move |id| cell_id(id, layer));
-                // Who is last in a path leaves first: late layers, and of those the end.
+                // The last object of a path is evicted first: late layers, and within a layer the
+                // end.
                 ids.extend(layers.flat_map(of));
                 who.tokens_each = (who.tokens_each / rows.layout.layers() as u32).max(1);
             }
@@ -586,7 +587,7 @@ impl StoreState {
             }
         }
         if one.by_chunk {
-            // Behind one that is missing policies see nothing: those that they know go first.
+            // A path ends for a policy at the first missing object, so known objects come first.
             ids = each_once(&ids).unwrap_or(ids);
             ids.sort_by_key(|&id| !cache.knows(id));
         }
@@ -609,7 +610,7 @@ impl StoreState {
             slots.iter().for_each(|&slot| self.note_held(table, slot));
             return;
         }
-        // One by one, then, when cells have come.
+        // The policy is full. Each chunk is inserted when its cells have arrived.
         let rows = &mut self.tables[table as usize];
         for id in new {
             if let Some(slot) = rows.chunks.find_id(id.id) {
@@ -635,7 +636,7 @@ impl StoreState {
                 }
             }
         }
-        // Each that comes later, and was not told of now, must find room.
+        // Cells that arrive later without being announced here must find room, too.
         let pieces = (self.config.host_bytes.saturating_sub(self.host.live_bytes())) / PIECE_BYTES;
         let spare = pieces + self.config.max_jobs as u64;
         if self.eviction.host.has_room(news.new.len(), spare) {
@@ -669,7 +670,8 @@ impl StoreState {
                 if !will_be && !rows.has(slot, flag_of(tier)) {
                     continue;
                 }
-                // Alone it was told to be in use; a session's object never is.
+                // An object of its own was notified of its references. Objects of sessions never
+                // are.
                 if is_last && rows.has(slot, note::HELD) {
                     cache.hold(rows.id(slot), false);
                     rows.clear(slot, note::HELD);
@@ -828,7 +830,7 @@ impl StoreState {
             return;
         };
         let is_out = match cache.granularity {
-            // One that others continue stays, and frees nothing when it is chosen.
+            // An object that others continue stays, with size 0.
             Granularity::Chunk => cache.remove(self.now_ns, id),
             Granularity::Cell => {
                 for id in (0..layers).map(|layer| cell_id(id, layer)) {
@@ -875,7 +877,7 @@ impl StoreState {
                 (Granularity::Chunk | Granularity::Session, _) => Box::new(chunks()),
                 (Granularity::Cell, _) => Box::new((0..layers).flat_map(of)),
             };
-            // Also where there are none: it is said of the session as well.
+            // Runs once for no chunks, too: the hint concerns the session as well.
             loop {
                 some.clear();
                 some.extend(ids.by_ref().take(MOST_HINTS));
@@ -1179,7 +1181,7 @@ impl StoreState {
         if wanted == 0 {
             return false;
         }
-        // What has to stay and cannot be written down would be chosen again for ever.
+        // Chunks that must stay and cannot be written would be chosen again without end.
         if self.eviction.refusals >= MOST_REFUSALS && !self.transfers.memory_waiters.is_empty() {
             self.eviction.refusals = 0;
             return self.serve_from_reserve().unwrap_or_else(|| self.fail_memory_waiter());
@@ -1192,14 +1194,14 @@ impl StoreState {
         let mut came = false;
         for victim in victims {
             if let Some((at, part)) = self.chosen(victim) {
-                // One whose cells are still to come has nothing to give, nor one that others
-                // continue: others have.
+                // A victim whose cells are still to arrive, or that others continue, frees nothing.
+                // Others do.
                 came |= self.evict_from_host(at, part)
                     || !self.is_in_host(at, part)
                     || self.note_continued(at, Tier::Host);
             }
         }
-        // When all that was chosen had to stay, others are asked for, so many times.
+        // If all victims had to stay, the policy is asked for others, a limited number of times.
         let tries = came || self.is_stuck();
         self.eviction.refusals += u32::from(tries && !came);
         tries
@@ -1254,7 +1256,8 @@ impl StoreState {
         }
         let left = self.only_in_host(at, part);
         if let Some(leave) = self.writeback.demoting.get_mut(&at) {
-            // Chosen before. As a whole: and others have asked for it since.
+            // It was a victim before. It leaves as a whole now, since others have asked for it
+            // since.
             if !leave.is_whole() {
                 leave.add(part, left);
                 self.writeback.demoting_bytes += left;
@@ -1275,7 +1278,7 @@ impl StoreState {
             leave.add(part, left);
             self.writeback.demoting_bytes += left;
             self.writeback.demoting.insert(at, leave);
-            // All of it is written, so that the rest can leave at once when it is chosen.
+            // All of it is written, so that the rest can be freed at once when it is chosen.
             self.queue_writeback(at);
             return true;
         }
@@ -1384,7 +1387,7 @@ impl StoreState {
         let part = if self.config.drop_cells { part } else { Part::All };
         let freed = self.drop_where(at, HOST, |layer, there| there == 1 << HOST && part.has(layer));
         if self.eviction.host.granularity == Granularity::Cell && part == Part::All {
-            // What is left of it are copies.
+            // The cells that remain are on disk, too.
             self.drop_copies(at, |_| true);
         }
         if self.is_in_host(at, part) {
@@ -1469,7 +1472,7 @@ impl StoreState {
             }
             for victim in victims.drain(..) {
                 let Some((at, part)) = self.chosen(victim) else { continue };
-                // Its row may go with it.
+                // Evicting it may remove its row.
                 let bytes = self.tables[at.table as usize].part_bytes(at.slot, part);
                 if self.evict_from_host(at, part) {
                     left = left.saturating_sub(bytes);
@@ -1504,7 +1507,7 @@ impl StoreState {
 
     /// Evicts cells from segments that are being emptied. Returns whether anything was freed.
     pub(super) fn pay(&mut self) -> bool {
-        // What the disk has just refused it would refuse again.
+        // A write that was refused a moment ago would be refused again.
         if !self.eviction.reclaim_targets.looks || self.is_backing_off() {
             return false;
         }
@@ -1544,14 +1547,14 @@ impl StoreState {
         if !std::mem::take(&mut self.eviction.reclaim_targets.seeks) {
             return;
         }
-        // Where that is not enough, those too that others elsewhere continue.
+        // If that is not enough, also segments with chunks that others continue elsewhere.
         for clears in [false, true] {
             let drains = self.host.segments().filter(|segment| segment.drains);
             let mut goes: u64 = drains.map(|segment| segment.cost_bytes).sum();
             let mut others: Vec<_> = self.host.segments().filter(|s| !s.drains).collect();
             others.sort_by_key(|s| (u64::from(s.live_pieces) * s.piece_bytes, s.number));
             if clears {
-                // Little continues what stands at the ends of paths.
+                // Few chunks continue those near the end of a path.
                 others.sort_by_key(|s| std::cmp::Reverse(self.first_position(s.number)));
             }
             for segment in others {
@@ -1621,7 +1624,7 @@ impl StoreState {
         let at = At { table, slot: cell.chunk };
         let rows = &self.tables[table as usize];
         let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
-        // One that is coming or going is seen again when it has.
+        // A cell in motion is looked at again when it has arrived or left.
         let is_there = marks.is_some_and(|marks| marks.there() & HOST_MASK != 0);
         let leaves = self.writeback.demoting.get(&at).is_some_and(|leave| leave.has(cell.layer));
         if !is_there || leaves || !self.may_vacate(owner) {

@@ -238,7 +238,7 @@ impl StoreState {
             match self.tables[table as usize].chunks.remove(slot, |_, _| ()) {
                 Ok(above) => {
                     self.namespaces.row_removed(space);
-                    // Nobody continues it any more: policies may choose it.
+                    // It has no children any more: it may be a victim now.
                     above.into_iter().for_each(|above| self.note_held(table, above));
                     next = above;
                 }

@@ -160,7 +160,7 @@ impl Namespaces {
             None => {
                 if self.rows.len() == self.rows.capacity() {
                     self.rows.try_reserve(self.rows.len().max(64)).map_err(|_| Status::NoMem)?;
-                    // Forgetting one must not have to allocate.
+                    // Reserved now, since forgetting a namespace must not allocate.
                     let more = self.rows.capacity() - self.free.len();
                     self.free.try_reserve(more).map_err(|_| Status::NoMem)?;
                 }
@@ -367,7 +367,7 @@ impl StoreState {
         if before <= most || self.config.forgets {
             return Ok(());
         }
-        // A chunk that was written in parts is found in several places.
+        // A chunk that was written in several records is found several times.
         let keys: BTreeSet<&Key> = recovered.chunks().map(|(chunk, _)| &chunk.key).collect();
         let found = keys.len() as u64;
         if found > most {
@@ -458,7 +458,7 @@ impl StoreState {
     /// disk after all.
     pub(super) fn noted_with(&mut self, batch: &WriteBatch) {
         for note in &batch.notes {
-            // Also where another of the batch was not, and so no chunk.
+            // A record counts although another one of the batch failed, and with that all chunks.
             let Some(mark) = note.mark else { continue };
             if note.space == NO_SPACE {
                 self.limits_noted();
@@ -586,7 +586,7 @@ impl StoreState {
     pub(super) fn seat(&mut self, table: ChunkTable) -> Result<usize> {
         if let Some(at) = self.vacant_table() {
             let number = at as u32;
-            // Rows are what all else goes by; this is remembered without.
+            // The rows decide everything else. This cache has no rows.
             self.forget_remote_shape(number);
             self.forget_located_of(number);
             self.disk_gc.forget_table(number);
@@ -613,7 +613,7 @@ impl StoreState {
         self.forget_idle(if is_new || is_full { 0 } else { MOST_IDLE });
         let lacks_space = self.namespaces.len() >= self.config.max_spaces;
         if is_new && (lacks_space || self.lacks_table()) {
-            // One that can have no table sends nobody away.
+            // A layout that can have no table must not evict anything.
             drop(self.new_table(layout)?);
         }
         if lacks_space {
@@ -713,7 +713,7 @@ impl StoreState {
         let rows = &self.tables[table as usize].chunks;
         let of = |slot: Slot| rows.chunk(slot).filter(|row| goes(row.namespace()));
         let slots = rows.slots().filter_map(|slot| Some((Reverse(of(slot)?.position()), slot)));
-        // Those first that continue others.
+        // Children before parents.
         let mut slots: Vec<(Reverse<u32>, Slot)> = slots.collect();
         slots.sort_unstable();
         let slots: Vec<Slot> = slots.into_iter().map(|(_, slot)| slot).collect();

@@ -119,7 +119,7 @@ impl StoreState {
             let slots = &mut slots[..keys.len()];
             chunks.find_many(keys, slots);
             for (found, &slot) in found.iter_mut().zip(&*slots) {
-                // Keys may be anyone's.
+                // A caller may pass any key.
                 let is_it = chunks
                     .chunk(slot)
                     .is_some_and(|row| row.namespace() == space && row.owner().is_none());
@@ -150,7 +150,7 @@ impl StoreState {
         scratch.slots.resize(keys.len(), NONE);
         let rows = &self.tables[table];
         rows.chunks.find_many(keys, &mut scratch.slots);
-        // Keys may be anyone's.
+        // A caller may pass any key.
         let each = rows.layout.chunk_tokens();
         for (at, slot) in scratch.slots.iter_mut().enumerate() {
             let is_it = rows.chunks.chunk(*slot).is_some_and(|row| {
@@ -443,7 +443,7 @@ impl Drafts {
             self.plan.make(&self.parts, &ground.terms)?;
             return self.write_steps(ground);
         }
-        // What is computed reaches back over chunks that else nobody needs.
+        // Computing reaches back to chunks that are needed for nothing else.
         self.session.total_ns = f64::INFINITY;
         self.offer(ground)?;
         match ground.terms.holes {
@@ -463,7 +463,7 @@ impl Drafts {
             self.fill(ground, found)?;
             self.offer(ground)?;
         }
-        // Or everything is computed.
+        // The last candidate computes everything.
         found.iter_mut().for_each(|one| one.given_up = true);
         ground.choose(found.len(), found)?;
         self.fill(ground, found)?;

@@ -645,7 +645,7 @@ impl StoreState {
             }
             window.end = chunk + 1;
             let is_known = self.is_found(table, self.find_block(space, key));
-            // One that is named twice is asked for once.
+            // A block that is named twice is looked up once.
             if is_known || window.asked.iter().any(|one| one.key == *key) {
                 continue;
             }

@@ -327,8 +327,8 @@ impl StoreState {
     fn end_fetch(&mut self, fetch: &Fetch) {
         let (at, now_ns) = (fetch.at, self.now_ns);
         let layers = fetch.shape.layers(fetch.object());
-        // What came whole and is damaged is of no use to anybody. A reply that means nothing, or
-        // was cut on its way, says nothing of what is there.
+        // An object that arrived whole with wrong content is removed. A cut or malformed reply says
+        // nothing about the object.
         let is_damaged = fetch.is_damaged();
         let is_gone = is_damaged || matches!(fetch.result, Err(Trouble::Absent | Trouble::TooLong));
         let (mut used, before) = (0, self.remote_cells(at));
@@ -365,7 +365,7 @@ impl StoreState {
         }
         self.note_remote_index(at, before);
         if used > 0 && self.disk.is_some() && self.is_needed_on_disk(at) {
-            // What continues it is on disk, and needs it there.
+            // A child is on disk and needs this chunk there.
             self.tables[at.table as usize].set(at.slot, note::FORCED);
             self.queue_writeback(at);
         }
@@ -413,7 +413,7 @@ impl StoreState {
         if let Some(id) = job {
             let job = &mut self.transfers.jobs[id];
             (job.piece, job.step) = (None, Step::Fresh);
-            // One that did not come is a miss, and not asked for twice.
+            // A cell that did not arrive is a miss, and is not fetched twice.
             job.gave_up_remote |= !came;
             self.transfers.woken.push(id);
         }
@@ -505,7 +505,7 @@ impl StoreState {
         let Ok(session) = self.session(at) else { return };
         let home = self.namespaces[session.space as usize];
         let layers = self.tables[home.table as usize].layout.layers();
-        // Without holes a session goes on from one point, and needs what is needed there.
+        // Without holes a session continues at one point, and needs only what that point needs.
         let wanted = if home.holes { Wanted::All } else { Wanted::Needed };
         if !home.holes && !legs.is_empty() {
             legs = vec![(0, end)];
@@ -521,7 +521,7 @@ impl StoreState {
                 views: Arc::new(Views(Vec::new())),
                 after: None,
             };
-            // Where there is no room for it now, it comes when it is asked for.
+            // Without memory for it now, the cell is fetched when a get asks for it.
             if let Some(remote) = &mut self.remote {
                 remote.remote_prefetch.begins = Some(at);
             }

@@ -172,7 +172,7 @@ impl StoreState {
     /// Begins a transfer that completes when it is known how many tokens a session can continue
     /// from, here or at the remote. They are its result.
     pub fn locate(&mut self, at: u32) -> Result<u32> {
-        // What was not there when it was last asked for may be now.
+        // What was absent before may be present now.
         self.session_mut(at)?.asked = 0;
         let number = self.begin_locating(at, Vec::new())?;
         self.inquire(at, true);
@@ -349,12 +349,11 @@ impl StoreState {
                 Some(true) if remote.is_well() => window.there.push(chunk),
                 Some(false) if holes => {}
                 Some(false) => {
-                    // Nobody goes on behind a gap.
+                    // Nothing can be continued behind a gap.
                     window.end = chunk;
                     break;
                 }
-                // What is remembered of a remote that is left alone is asked for again: an answer
-                // tells that it is well.
+                // With an open circuit remembered names are looked up again: an answer closes it.
                 _ => {
                     window.asked.push(Asked { chunk, key: *key, name, result: Err(Trouble::Later) })
                 }
@@ -367,7 +366,7 @@ impl StoreState {
         let now_ns = self.now_ns;
         let Some(remote) = &mut self.remote else { return };
         if batch.asked.is_empty() {
-            // Not all that was known fitted: its asker's turn comes again.
+            // Not all known chunks fitted into the window, so the asker is queued again.
             if remote
                 .asking
                 .inquiries
@@ -382,7 +381,7 @@ impl StoreState {
         let mut failed = false;
         for one in &batch.asked {
             match one.result {
-                // It may have been put there since it was asked for.
+                // Another request may have found it present since this one began.
                 Ok(false) if remote.known.was_there_since(&one.name, batch.since_ns) => {}
                 Ok(is_there) => {
                     remote.known.put(&one.name, is_there, now_ns);
@@ -391,7 +390,7 @@ impl StoreState {
                 Err(_) => failed = true,
             }
         }
-        // One request was made of all of them.
+        // All names were one request, so one outcome counts for the breaker.
         let worst = batch.asked.iter().find(|one| one.result.is_err()).or(batch.asked.first());
         if let Some(one) = worst.filter(|_| in_time) {
             remote.heard(Way::Read, &one.result, batch.probes, now_ns);
@@ -417,8 +416,8 @@ impl StoreState {
         let Ok(session) = self.session(at) else { return false };
         let (keys, holes) = (session.path.keys(), self.namespaces[session.space as usize].holes);
         let length = keys.len();
-        // The first that nothing was heard of, since the session was cut or the remote did not
-        // answer; where no holes can be computed, or that is not there.
+        // The first chunk without an answer, because the session was truncated or the remote did
+        // not reply; where holes are not allowed, also the first absent chunk.
         let is_same = |one: &Asked| keys.get(one.chunk) == Some(&one.key);
         let is_heard = |one: &Asked| is_same(one) && one.result.is_ok_and(|there| there || holes);
         let heard = asked.iter().position(|one| !is_heard(one)).unwrap_or(asked.len());

@@ -105,7 +105,7 @@ impl StoreState {
             return; // the put that brings the rest of its layers sends it
         }
         let begun = self.transfers.table[number].sent.get_mut(chunk as usize);
-        // What does not fill a chunk is of no use to others.
+        // A partial chunk is of no use to other stores.
         if !is_full || begun.is_none_or(|begun| std::mem::replace(begun, true)) {
             return;
         }
@@ -144,7 +144,7 @@ impl StoreState {
     pub(super) fn upload_victim(&mut self, at: At) {
         let sends = self.remote.as_ref().is_some_and(|remote| remote.config.write == Write::Back);
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
-        // One that has to stay, and has nowhere to stay but here, does not leave.
+        // A chunk that must stay in memory, since there is no disk, is not evicted.
         let stays = self.disk.is_none() && row.is_some_and(|row| row.is_blocked());
         if sends && !stays && self.is_full(at) && self.may_upload(at) {
             self.begin_upload(at, false);
@@ -230,7 +230,8 @@ impl StoreState {
             };
             let begun = of.clone().map(begins).take_while(|&begun| begun).count() as u32;
             if begun < of.len() as u32 {
-                // A hint is still read: somebody fetches it, and has it then.
+                // With a hint only, the copy here is read on: another store may be fetching the
+                // object.
                 self.end_cells(at, of.start..of.start + begun, Arrival::Failed);
                 all_begun = false;
                 continue;
@@ -257,8 +258,7 @@ impl StoreState {
         if leave == Leave::Stay {
             remote.removals.clear();
         }
-        // Names that go, go first, and have the time of a batch for themselves: one that was
-        // dropped may be put again.
+        // Removals come first, in a batch of their own: a dropped chunk may be put again.
         if !remote.removals.is_empty() {
             let count = remote.removals.len().min(most.min(REMOVALS));
             batch.removals.extend(remote.removals.drain(..count));
@@ -315,7 +315,7 @@ impl StoreState {
         let mut planes = Vec::new();
         for layer in shape.layers(object as usize) {
             let cell = Cell { chunk: at.slot, layer: layer as usize };
-            // It may have left the table of what is there: it is read until it is sent.
+            // The cell may have left the table. It is read until the upload ends.
             let Place::Host(piece) = rows.chunks.place_read(cell, Tier::Host).ok()? else {
                 return None;
             };
@@ -343,8 +343,8 @@ impl StoreState {
         if !batch.removals.is_empty() {
             remote.removing -= 1;
             remote.counters.removed += batch.removed;
-            // A remote that forbids that, or cannot, is as well as others; one that takes its time
-            // goes on with what is left.
+            // A remote that refuses removals is healthy otherwise. One that is slow goes on with
+            // the rest later.
             let heard = match batch.trouble {
                 Some(Trouble::Late) if batch.removed > 0 => {
                     batch.late.iter().rev().for_each(|&name| remote.removals.push_front(name));

@@ -82,7 +82,8 @@ impl StoreState {
         }
         self.session_serial += 1;
         let serial = self.session_serial.to_le_bytes();
-        // Names of private chunks: two sessions of one name have different tails.
+        // The name and serial go into the keys of private chunks, so that two sessions of one name
+        // have different tails.
         let name = [opts.name, &[0], &serial].concat();
         let rows = &mut self.tables[home.table as usize];
         let chunk_tokens = rows.layout.chunk_tokens();
@@ -218,7 +219,7 @@ impl StoreState {
         let mut freed = Vec::new();
         let chunks = &mut self.tables[table as usize].chunks;
         let closed = session.path.close(chunks, &mut |slot| freed.push(slot));
-        // Those are the ones that may go now; one of an older tail is only there.
+        // These are referenced no more. An older tail of the session may have left already.
         self.were_held(table, &freed);
         self.were_held(table, &old);
         self.end_holds(table, session.holds);
@@ -496,7 +497,7 @@ impl StoreState {
             after: *after,
             ticket,
         };
-        // What is refused sends nobody away.
+        // Checked before rows are added: a request that is refused must evict nothing.
         self.check_move(&spec, chunks as usize)?;
         spec.slots = match kind {
             TransferKind::Put => self.rows_of(at, first, end, tail)?,
@@ -521,8 +522,8 @@ impl StoreState {
 fn pick<T: Copy>(all: &mut Vec<T>, picked: Option<&[u32]>) {
     let Some(picked) = picked.filter(|_| !all.is_empty()) else { return };
     let mut kept = 0;
-    // They ascend, so none is read after it was written over. A tail that is not there has
-    // no name yet.
+    // The picks ascend, so no element is read after it was overwritten. A tail without a row has no
+    // id yet.
     for &from in picked {
         if let Some(&one) = all.get(from as usize) {
             all[kept] = one;

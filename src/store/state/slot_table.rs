@@ -47,7 +47,7 @@ impl<T> Table<T> {
         if self.rows.len() == self.rows.capacity() {
             let more = self.rows.len().max(64).min(self.limit - self.rows.len());
             self.rows.try_reserve(more).map_err(|_| Status::NoMem)?;
-            // Removing must not have to allocate.
+            // Reserved now, since removing must not allocate.
             self.free.try_reserve(self.rows.capacity()).map_err(|_| Status::NoMem)?;
         }
         self.rows.push(Some(row));

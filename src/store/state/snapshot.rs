@@ -246,8 +246,8 @@ impl StoreState {
         let high = self.config.high;
         self.config.host_bytes = bytes;
         self.eviction.host.set_bytes(bytes, high);
-        // Room that could not be made before may be there now; and who is in a segment
-        // that goes has to leave it.
+        // What could not be evicted before may be evicted now, and cells in a segment that is to be
+        // freed must leave it.
         self.eviction.refusals = 0;
         self.eviction.reclaim_targets.begin();
         self.settle();

@@ -894,13 +894,13 @@ impl Latencies {
 
     /// Adds the time of a transfer. One that failed is ignored, since it may have ended early.
     pub(super) fn moved(&mut self, one: &Transfer, now_ns: u64) {
-        // One that was behind an event took as long as that.
+        // A transfer behind a device event took as long as the event.
         if !one.is_sound() || one.spec.slots.is_empty() || one.spec.after.is_some() {
             return;
         }
         let at = match one.spec.kind {
             TransferKind::Get => usize::from(one.was_below),
-            // The remote's own times are counted with it.
+            // Those puts are part of the remote's own times.
             TransferKind::Put if one.spec.level == Level::Remote => return,
             TransferKind::Put => GETS + one.spec.level as usize,
             TransferKind::Prefetch => return,
@@ -1001,7 +1001,7 @@ impl StoreState {
             let left = missing - part;
             self.stats.metadata.missing = (left > 0).then_some((left, now_bytes));
         } else {
-            // Others were faster.
+            // Another owner of the budget was faster.
             self.stats.metadata.missing = Some((missing, now_bytes));
             self.request_reclaim(part);
         }
@@ -1016,7 +1016,7 @@ impl StoreState {
         let since_bytes = self.host.given_back_bytes();
         let is_paid = self.stats.reserve_for_tables(bytes)
             || self.host.trim() > 0 && self.stats.reserve_for_tables(bytes);
-        // What was trimmed and is too little pays for a part.
+        // Trimming freed less than was missing; it pays for a part.
         self.stats.metadata.missing = (!is_paid).then_some((bytes, since_bytes));
         is_paid
     }

@@ -228,7 +228,7 @@ impl Transfer {
     /// Index of the chunk and of the layer of cell `at`. Cells begin layer by layer if each layer
     /// completes by itself, else chunk by chunk, as records on disk are laid out.
     pub(super) fn place(&self, at: u64) -> (usize, usize) {
-        // Fewer than 2^32, as moves are checked: that is faster to divide.
+        // check_move() keeps the product below 2^32; a division of 32 bits is faster.
         let (at, chunks, layers) =
             (at as u32, self.spec.slots.len() as u32, self.spec.layers as u32);
         match self.spec.by_layer || self.spec.kind != TransferKind::Put {
@@ -431,7 +431,7 @@ impl StoreState {
         }
         self.dependencies.stop_waiting(ticket);
         self.withdraw_all(number, status);
-        // What did not begin needs no room among the jobs to end.
+        // Skipping takes no jobs, so it can be done at once.
         self.skip_rest(number);
         self.settle();
     }
@@ -441,7 +441,7 @@ impl StoreState {
     pub(super) fn feed(&mut self) -> bool {
         let Some(number) = self.transfers.starting.pop_front() else { return false };
         let Some(one) = self.transfers.table.get_mut(number) else { return true };
-        // It may have ended while it stood in line, and another one have its number.
+        // The transfer may have ended in the queue, and its number may be another one's now.
         if !std::mem::take(&mut one.feeds) {
             return true;
         }
@@ -527,7 +527,7 @@ impl StoreState {
             if let Some(outcome) = one.outcomes.get_mut(chunk) {
                 note_outcome(outcome, error.status());
             }
-            // A miss is the mildest of all: it is named where nothing else went wrong.
+            // A miss is reported only where nothing else failed.
             if part.error.as_ref().is_none_or(|e| e.status() == Status::NotFound) {
                 part.error = Some(error);
             }
@@ -584,7 +584,8 @@ impl StoreState {
             }
         }
         if reported {
-            // Its last part was reported a moment ago: that is why it ends.
+            // The transfer ends because its last part has completed, so this is near the end of the
+            // list.
             let last = self.transfers.finished.iter_mut().rev().find(|f| f.number == number);
             debug_assert!(last.is_some(), "a move ended without a word");
             last.into_iter().for_each(|last| last.last = true);
@@ -604,7 +605,7 @@ impl StoreState {
         let table = &self.tables[one.spec.table as usize];
         let part = &mut one.parts[index];
         let whole = (part.bad as usize).min(one.spec.slots.len());
-        // All but the last of a path are full; one that is not there was not needed.
+        // All chunks of a path but the last are full. One without a row was not needed.
         let full = table.layout.chunk_tokens();
         let tokens_of =
             |&slot: &Slot| table.chunks.chunk(slot).map_or(full, |row| row.valid_tokens());
@@ -735,8 +736,8 @@ impl StoreState {
 
     fn route_put(&mut self, id: u32, table: u32, cell: Cell, marks: Marks) {
         if marks.there() != 0 {
-            // A crash may have left a record whose bytes never came: before it is said to be
-            // on disk it is read.
+            // After a crash a record may lack its bytes. Read it before the put counts it as
+            // stored.
             let number = self.transfers.jobs[id].number;
             let level = self.transfers.table[number].spec.level;
             let is_above = marks.there() & HOST_MASK != 0;
@@ -745,7 +746,7 @@ impl StoreState {
                 return self.read_from_disk(id, table, cell, marks);
             }
             if level == Level::Remote {
-                // It goes from memory there.
+                // The copy reads host memory.
                 if !is_above && marks.there() & DISK_MASK != 0 {
                     return self.read_from_disk(id, table, cell, marks);
                 }
@@ -781,7 +782,8 @@ impl StoreState {
             }
             return match self.tables[table as usize].chunks.begin_read(cell, Tier::Host) {
                 Ok(place) => {
-                    // It may leave meanwhile: then the table names it no more.
+                    // The cell may be evicted meanwhile. The job keeps its piece, the table drops
+                    // it.
                     self.transfers.jobs[id].piece = match place {
                         Place::Host(piece) => Some(Piece(piece)),
                         _ => None,
@@ -795,7 +797,7 @@ impl StoreState {
             if !self.transfers.jobs[id].gave_up_remote && self.may_fetch(table, cell) {
                 return self.fetch(id, table, cell);
             }
-            // What nobody asked for is missed by nobody.
+            // A prefetch that finds nothing is no miss.
             self.counters.misses += u64::from(!self.is_prefetch(self.transfers.jobs[id].number));
             return self.end_job(id, 0, Some(Status::NotFound.into()));
         }
@@ -865,7 +867,7 @@ impl StoreState {
     /// Allocates host memory for a job's cell. Without memory the job waits and `None` is returned.
     pub(super) fn get_memory(&mut self, id: u32, table: u32, cell: Cell) -> Option<Piece> {
         let bytes = self.tables[table as usize].planes(cell).bytes();
-        // Who came first is served first: a large cell is not passed by small ones.
+        // First come, first served: small cells must not overtake a large one forever.
         let is_first =
             self.transfers.memory_waiters.is_empty() || self.transfers.retrying == Some(id);
         if let Some(piece) =
@@ -944,7 +946,7 @@ impl StoreState {
     pub(super) fn withdraw_all(&mut self, number: u32, status: Status) {
         let mut next = self.transfers.table.get(number).and_then(|one| one.jobs.first());
         while let Some(id) = next {
-            // A job that is withdrawn ends no other.
+            // Withdrawing a job ends no other job, so `next` stays valid.
             next = WaitList::after(&self.transfers.jobs, Of::Transfer, id);
             self.withdraw(id, status);
         }
@@ -955,9 +957,10 @@ impl StoreState {
         let Some(job) = self.transfers.jobs.get(id).copied() else { return };
         let (table, cell) = self.transfers.cell_of(&job);
         match job.step {
-            // One that was woken ends when it is looked at, as its move was given up.
+            // A woken job ends when it is routed, since its transfer is cancelled.
             Step::Fresh | Step::Copying | Step::Reading => return,
-            // A remote may take longer than anybody waits, and has none of the caller's memory.
+            // A remote may take longer than a caller waits, and touches none of the caller's
+            // memory.
             Step::Fetching => {
                 self.leave_fetch(id, At { table, slot: cell.chunk }, cell.layer);
             }
@@ -981,7 +984,7 @@ impl StoreState {
             }
             Step::Reads => {
                 self.stages.read.queue.remove(id);
-                // Nothing was tried, so nothing has failed.
+                // The read never began, so nothing has failed.
                 self.end_reading(&job, table, cell, Err(Status::Again.into()));
             }
             Step::Fetches => {
@@ -1271,7 +1274,7 @@ impl StoreState {
         let host = address.expect("a copy has its memory from when it was queued") as usize;
         let in_host = Side { address: host, memory: Memory::Host, sums: None };
         match replica {
-            // Over the link once: on the device it is passed on.
+            // Crosses the bus once; the copy to the engine's tensors is made on the device.
             Some(device) if one.spec.kind == TransferKind::Get => {
                 batch.fills.push(Fill { host, device, bytes, k_bytes, job: batch.jobs.len() });
                 self.add_planes(id, &Side::on_device(device as usize), batch);
@@ -1299,7 +1302,7 @@ impl StoreState {
             false => chunk as u32 * rows.layout.chunk_tokens() + copied,
         };
         let before = |plane_bytes: u64| plane_bytes / all.max(1) * u64::from(copied);
-        // One after the other they are of one move, mostly.
+        // Jobs of one transfer mostly follow each other, so a look at the last views is enough.
         if batch.views.last().is_none_or(|last| !Arc::ptr_eq(last, &one.spec.views)) {
             batch.views.push(one.spec.views.clone());
         }
@@ -1337,7 +1340,7 @@ impl StoreState {
             if came && self.goes_on(id) {
                 continue;
             }
-            // One that was given up meanwhile ends between two parts.
+            // A cancelled cell ends between two parts.
             let is_whole = self.transfers.jobs[id].copied >= self.extent(&job).0;
             let given_up = self.transfers.table[job.number].stopped().filter(|_| came && !is_whole);
             let given_up = given_up.map(|status| Err(status.into()));
@@ -1350,8 +1353,8 @@ impl StoreState {
                 Err(_)
                     if !came && !batch.is_spent && (job.uses_device || job.replica.is_some()) =>
                 {
-                    // What is there may be no good; it is elsewhere, too. What the device has
-                    // refused it has not touched.
+                    // The replica may be damaged, but the cell is resident elsewhere. A refused job
+                    // has touched nothing.
                     if job.uses_device && !batch.refused.contains(&at) {
                         self.counters.device_lost += u64::from(self.forget_replica(table, cell));
                     }
@@ -1450,11 +1453,11 @@ impl StoreState {
             let piece = job.piece;
             let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
             let rows = &self.tables[table as usize];
-            // What was begun stays where it is: it is being read.
+            // A cell that is being read stays where it is until the read ends.
             let place = rows.chunks.place(cell, Tier::Disk);
             let address = piece.and_then(|piece| self.host.address(piece).ok());
             let (Ok(Some(place)), Some(address)) = (place, address) else {
-                // It left the disk while it waited for its turn.
+                // It was evicted from the disk while it was queued.
                 let job = self.transfers.jobs[id];
                 self.end_reading(&job, table, cell, Err(Status::Again.into()));
                 let job = &mut self.transfers.jobs[id];
@@ -1477,7 +1480,7 @@ impl StoreState {
             let has_moved =
                 !matches!(place, Ok(Some(Place::Disk { spot, .. })) if spot == get.spot.0);
             let result = match &get.result {
-                // Cleaning was faster: it is elsewhere by now.
+                // Compaction has moved the cell meanwhile.
                 Err(_) if has_moved => Err(Status::Again.into()),
                 result => result.clone(),
             };
@@ -1597,7 +1600,7 @@ impl StoreState {
         let is_below =
             marks.is_some_and(|marks| marks.there() & (HOST_MASK | DISK_MASK) == DISK_MASK);
         let is_get = self.transfers.table[job.number].spec.kind == TransferKind::Get;
-        // What is behind an event may keep its memory for long.
+        // A copy behind a device event might occupy the reserve for long.
         if !is_get || !is_below || self.event_of(job.number).is_some() {
             return None;
         }

@@ -1,5 +1,5 @@
-//! Batches of work for the workers: [`StoreState::take`] hands one out, [`StoreState::done`] takes
-//! its outcome.
+//! Batches of jobs for the workers. A worker takes a batch with [`StoreState::take`], executes it
+//! without the lock, and hands it back with [`StoreState::done`].
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
@@ -295,8 +295,8 @@ impl StoreState {
     /// Takes work for a kind of worker, if there is any.
     pub fn take(&mut self, workers: WorkerKind) -> Option<Work> {
         let mut work = self.take_once(workers);
-        // Copies that a lost device was to make have become others, and so may reads of cells that
-        // have left the disk. Who sleeps now is woken by nobody.
+        // Copies that a lost device was to make have turned into other jobs, and so may reads of
+        // cells that were evicted meanwhile. No other thread would wake this worker.
         let comes_again =
             !matches!(workers, WorkerKind::Write | WorkerKind::Sync | WorkerKind::Upkeep);
         while work.is_none() && comes_again && self.has_work(workers) {
@@ -327,7 +327,7 @@ impl StoreState {
             self.batch_begins(work);
             self.disk_gc.checkpoint_begins(work);
         }
-        // Looking for work ends what needs none, and that may let others go on.
+        // Taking work may have ended jobs that need no worker, which lets others go on.
         self.settle();
         work
     }

@@ -174,7 +174,7 @@ impl StoreState {
                 rows.has(at.slot, note::FORCED | note::LEAVES) || self.config.write.is_eager();
             let added = if wanted { self.add_records(at, &mut batch) } else { 0 };
             if added == 0 {
-                // All of it is on disk, or on its way there with another batch.
+                // All of it is on disk, or in another batch.
                 self.release_after(at, |core| core.is_down(at));
                 continue;
             }
@@ -364,7 +364,7 @@ impl StoreState {
             self.drop_if_unreferenced(at, &leave);
         }
         for (number, chunk) in self.writeback.chunk_waiters.remove(&at).unwrap_or_default() {
-            // What was only taken along is none of its promise.
+            // A chunk that was only written for a later one is no part of what the put promises.
             if chunk != NONE {
                 self.transfers.table[number].note_failure(chunk, error);
             }
@@ -409,8 +409,7 @@ impl StoreState {
         if rows.has(at.slot, note::QUEUED) {
             return;
         }
-        // Where nothing is written of itself all that goes down was asked for, but what has
-        // to make room.
+        // With write=never all writes were asked for, except those that make room.
         if self.config.write != Write::Never || rows.has(at.slot, note::FORCED) {
             self.queue_ancestors(at);
         }
@@ -419,7 +418,7 @@ impl StoreState {
 
     fn queue_ancestors(&mut self, at: At) {
         for slot in self.unwritten_ancestors(at).into_iter().rev() {
-            // No rule of admission counts: it goes for the sake of another.
+            // Admission does not apply to a chunk that another one needs.
             self.tables[at.table as usize].set(slot, note::FORCED);
             self.queue_chunk(At { slot, ..at });
         }
@@ -430,7 +429,7 @@ impl StoreState {
         let rows = &mut self.tables[at.table as usize];
         if !rows.has(at.slot, note::QUEUED) {
             rows.set(at.slot, note::QUEUED);
-            // Queued chunks stay where they are until their turn.
+            // Queued chunks are referenced until their turn.
             if rows.chunks.retain(at.slot).is_ok() {
                 self.writeback.queue.push_back(at);
             } else {
@@ -493,7 +492,7 @@ impl StoreState {
         let rows = &self.tables[at.table as usize];
         let is_rejoined = rows.chunks.chunk(at.slot).is_some_and(|row| row.is_rejoined());
         let is_wanted = rows.has(at.slot, note::BELOW)
-            // That was not asked for in this life.
+            // A chunk recovered from disk: nothing was asked for since the store was opened.
             || is_rejoined && self.config.write != Write::Never;
         is_wanted && self.needs_ancestors(at)
     }
@@ -513,7 +512,7 @@ impl StoreState {
         if !self.needs_ancestors(at) {
             return;
         }
-        // Its own may be on disk already.
+        // The chunk itself may be on disk already.
         self.queue_ancestors(at);
         let mut next = self.tables[at.table as usize].chunks.parent(first);
         while let Some(slot) = next {
@@ -572,7 +571,7 @@ impl StoreState {
     /// find them on disk. A chunk that cannot be written stays in memory.
     pub fn demote_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<Demoted> {
         let mut demoted = Demoted::default();
-        // From the end, so that policies hear of what continues a chunk before it.
+        // From the end, so that policies see a chunk's child before the chunk.
         for at in self.known_chunks(at, first, tokens)?.into_iter().rev() {
             self.demote_chunk(at, &mut demoted);
         }
@@ -586,7 +585,7 @@ impl StoreState {
             self.drop_where(at, Tier::Device as usize, |_, _| true);
             return;
         }
-        // Its session holds it: what admission says does not count.
+        // Its session references it, so admission does not apply.
         let left = self.only_in_host(at, Part::All);
         if left > 0 && !self.may_write_back(at, left, true) {
             demoted.staying += 1;
@@ -769,7 +768,7 @@ impl StoreState {
             return false;
         }
         if let Some(status) = one.stopped() {
-            // Nobody waits for the sync: then nothing is promised either.
+            // Without a sync that it can wait for, the put promises nothing.
             self.note_failure(number, &status.into());
             return false;
         }
