@@ -61,7 +61,7 @@ impl Events {
     /// A ring of so many events; 0 = none.
     pub fn new(events: usize) -> Result<Events> {
         if events > MAX_EVENTS {
-            fail!(Limit, "{events} events are more than the limit of {MAX_EVENTS}");
+            fail!(Limit, "events={events}: at most {MAX_EVENTS} are kept");
         }
         Ok(Events { ring: Zeroed::new(events)?, next: 0 })
     }

@@ -123,7 +123,7 @@ impl Store {
         if let (Err(_), Some(account)) = (&store, account)
             && let Err(error) = account.close()
         {
-            log::warn!("the account of a store that was not opened stays open: {error}");
+            log::warn!("the account of a store that failed to open stays open: {error}");
         }
         store
     }
@@ -237,12 +237,12 @@ impl Drop for Store {
     fn drop(&mut self) {
         self.inner.cancel_all(Status::Closed);
         if let Err(error) = self.settle(0) {
-            log::error!("a store is given up with work under way: {error}");
+            log::error!("a store was dropped with work in flight: {error}");
         }
         self.inner.stop();
         for thread in self.threads.lock().drain(..) {
             if thread.join().is_err() {
-                log::error!("a thread of the store has panicked");
+                log::error!("a worker thread of the store panicked");
             }
         }
     }

@@ -74,7 +74,10 @@ impl Queues {
     /// Queues for jobs and sessions with numbers below these.
     pub fn new(max_jobs: u32, max_sessions: u32) -> Result<Queues> {
         if max_jobs == u32::MAX || max_sessions == u32::MAX {
-            fail!(Limit, "{max_jobs} jobs of {max_sessions} sessions are too many");
+            fail!(
+                Limit,
+                "{max_jobs} jobs and {max_sessions} sessions: the tables of the queues hold fewer"
+            );
         }
         let lane = || -> Result<Lane> {
             let flows = Zeroed::new(max_sessions as usize)?;

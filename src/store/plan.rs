@@ -281,7 +281,7 @@ impl Plan {
             };
             if self.segments.last().is_none_or(|last| last.kind != kind) {
                 if self.segments.try_reserve(1).is_err() {
-                    fail!(NoMem, "no memory for another segment of a plan");
+                    fail!(NoMem, "no memory for another step of a plan");
                 }
                 let empty =
                     Segment { kind, first: i, chunks: 0, tokens: 0, bytes: [0; SOURCES], ns: 0.0 };

@@ -91,7 +91,7 @@ impl Ready {
         }
         let waiting = self.state.lock().waiting.len();
         if waiting >= MOST_WAITING {
-            fail!(Again, "{waiting} moves wait for one event, as many as may");
+            fail!(Again, "{waiting} transfers wait for one event, the limit");
         }
         Ok(())
     }

@@ -415,7 +415,7 @@ impl Secrets {
         if !Self::NAMES.contains(&name) {
             let all = Self::NAMES.join(", ");
             // The name may be the secret itself, by mistake, so it is not repeated.
-            fail!(Invalid, "a secret has a name that nobody asks for: there are {all}");
+            fail!(Invalid, "unknown name of a secret: the names are {all}");
         }
         if self.get(name).is_some() {
             fail!(Invalid, "the secret '{name}' is given twice");
@@ -497,7 +497,10 @@ impl RemoteSpec {
         let prefix = reader.text("prefix")?;
         let object_bytes = reader.bytes("object", 0)?;
         if object_bytes != 0 && !(MIN_OBJECT_BYTES..=MAX_OBJECT_BYTES).contains(&object_bytes) {
-            fail!(Spec, "object={object_bytes}: {MIN_OBJECT_BYTES} to {MAX_OBJECT_BYTES} can be");
+            fail!(
+                Spec,
+                "object={object_bytes}: must be {MIN_OBJECT_BYTES} to {MAX_OBJECT_BYTES} bytes"
+            );
         }
         let write = reader.choice("write", &["through", "back", "never"])?;
         let ask = reader.choice("ask", &["append", "locate", "fetch"])?;
@@ -574,7 +577,7 @@ impl RemoteSpec {
         let object_bytes = match self.object_bytes {
             0 => caps.preferred_bytes.clamp(MIN_OBJECT_BYTES, most),
             bytes if bytes > most => {
-                fail!(Spec, "object={bytes}: up to {most} fit into what this remote takes")
+                fail!(Spec, "object={bytes}: this remote accepts objects of up to {most} bytes")
             }
             bytes => bytes,
         };
@@ -603,7 +606,7 @@ impl RemoteSpec {
                 return Err(error.within("the remote"));
             }
             Err(error) => {
-                log::warn!("the remote cannot be reached, and is tried again later: {error}");
+                log::warn!("the remote cannot be reached; the store retries later: {error}");
                 None
             }
         };

@@ -291,7 +291,7 @@ impl Path {
         freed: &mut dyn FnMut(Slot),
     ) -> Result<()> {
         if tokens > self.tokens.len() {
-            fail!(Invalid, "{} tokens cannot be cut to {tokens}", self.tokens.len());
+            fail!(Invalid, "{} tokens cannot be truncated to {tokens}", self.tokens.len());
         }
         let full = tokens / self.home.chunk_tokens as usize;
         if tokens < self.tokens.len() {
@@ -319,7 +319,7 @@ impl Path {
             || other.keys.try_reserve_exact(self.keys.len()).is_err()
             || other.slots.try_reserve_exact(self.slots.len()).is_err()
         {
-            fail!(NoMem, "no memory for a fork of {} tokens", self.tokens.len());
+            fail!(NoMem, "no memory to fork {} tokens", self.tokens.len());
         }
         for &slot in &self.slots {
             if slot != NONE

@@ -135,7 +135,7 @@ fn resize(core: &mut StoreState, host: Option<u64>, disk: Option<u64>) -> Result
         if host.is_some()
             && let Err(error) = core.set_host_bytes(before)
         {
-            log::warn!("memory stays as it was asked for: {error}");
+            log::warn!("the limit of host memory was changed, that of the disk was not: {error}");
         }
     })
 }

@@ -56,7 +56,10 @@ impl Connection {
 
     /// Refuses a client, with as much of the message as it reads at once.
     pub fn turn_away(stream: &Stream) {
-        let text = Error::new(Status::Again, "as many as may be are connected: try again");
+        let text = Error::new(
+            Status::Again,
+            "all connections of the control socket are in use: try again",
+        );
         // The connection is dropped in any case.
         let _ = stream.write(&framed(&Err(text)));
     }

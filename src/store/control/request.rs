@@ -161,7 +161,7 @@ fn policies(reader: &mut Reader) -> Result<Vec<Spec>> {
         }
     }
     if specs.is_empty() || specs.len() > MAX_POLICIES {
-        fail!(Limit, "{} policies; 1 to {MAX_POLICIES} can be compared", specs.len());
+        fail!(Limit, "{} policies: compare 1 to {MAX_POLICIES}", specs.len());
     }
     Ok(specs)
 }

@@ -33,7 +33,7 @@ pub fn serve(listener: &Listener, bell: &Bell, answer: &mut dyn FnMut(&str) -> R
             None => -1,
         };
         if let Err(error) = wait(&mut watched, timeout_ms) {
-            log::error!("the control socket is given up: {error}");
+            log::error!("the control socket is closed after an error: {error}");
             return;
         }
         if watched[0].ready {

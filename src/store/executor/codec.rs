@@ -24,7 +24,10 @@ pub(super) unsafe fn write(batch: &mut WriteBatch, disk: &DiskTier) {
         let (mut records, bytes) = portion(next, all, MOST_BYTES, need);
         let scratch = match bytes {
             0 => None,
-            _ => disk.scratch(0, bytes).inspect_err(|error| log::debug!("not coded: {error}")).ok(),
+            _ => disk
+                .scratch(0, bytes)
+                .inspect_err(|error| log::debug!("a record is written without encoding: {error}"))
+                .ok(),
         };
         if let Some(scratch) = scratch.as_ref().filter(|scratch| scratch.bytes() < bytes) {
             records = portion(next, all, scratch.bytes(), need).0;

@@ -142,7 +142,7 @@ impl RemoteJob {
             match added {
                 Ok(()) => which.push(i),
                 Err(error) => {
-                    log::error!("an object cannot be fetched: {error}");
+                    log::error!("internal: a fetch could not be built: {error}");
                     unfit.push(i);
                 }
             }
@@ -190,7 +190,7 @@ impl RemoteJob {
             // SAFETY: the caller's promise; the header is not touched before the put has ended.
             match unsafe { object.put(send.name, &cells, header, &mut self.puts) } {
                 Ok(_) => which.push(i),
-                Err(error) => log::error!("an object cannot be sent: {error}"),
+                Err(error) => log::error!("internal: an upload could not be built: {error}"),
             }
         }
         if !batch.removals.is_empty() {

@@ -33,7 +33,7 @@ pub unsafe fn copy(tools: &Tools, batch: &mut CopyBatch, stream: Stream) -> Resu
         batch.refused.extend(failed.is_refused.then_some(0));
         return Err(failed.error);
     }
-    log::warn!("{jobs} copies are made one by one: together {}", failed.error);
+    log::warn!("a batch of {jobs} copies failed and is retried one by one: {}", failed.error);
     let mut alone = Vec::new();
     alone.try_reserve_exact(jobs).map_err(|_| Status::NoMem)?;
     for at in 0..jobs {
@@ -81,14 +81,17 @@ pub unsafe fn again(
         return Ok(());
     }
     let mut seen = bad.len() as u64;
-    log::warn!("{seen} copies of a device came damaged, and are made again");
+    log::warn!("{seen} copies over a device's bus arrived damaged and are repeated");
     sort(&mut bad);
     // SAFETY: the caller's promise.
     let worse = unsafe { copy_some(tools, batch, stream, Some(&bad)) };
     let mut worse = worse.map_err(|failed| failed.error)?;
     seen += worse.len() as u64;
     if !worse.is_empty() {
-        log::error!("{} copies of a device came damaged twice", worse.len());
+        log::error!(
+            "{} copies over a device's bus arrived damaged twice; their transfers fail",
+            worse.len()
+        );
     }
     sort(&mut worse);
     batch.damage.seen += seen;

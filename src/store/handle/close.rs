@@ -52,7 +52,10 @@ impl Store {
             match deadline_ns {
                 0 => self.inner.ended.wait(&mut state),
                 deadline if now >= deadline => {
-                    fail!(Busy, "work of the store is under way: call again, it goes on from there")
+                    fail!(
+                        Busy,
+                        "transfers of the store are in flight: call again, it continues from there"
+                    )
                 }
                 deadline => self.inner.ended.wait_for(&mut state, deadline - now),
             }
@@ -79,7 +82,7 @@ impl Store {
         // A concurrent close waits here until the threads have ended.
         for thread in self.threads.lock().drain(..) {
             if thread.join().is_err() {
-                log::error!("a thread of the store has panicked");
+                log::error!("a worker thread of the store panicked");
             }
         }
         let ended = self.disk().map_or(Ok(()), |disk| disk.close());
@@ -130,7 +133,7 @@ impl Store {
         if let Some(account) = &self.account {
             match account.close() {
                 Err(error) if error.status() != Status::Closed => {
-                    log::warn!("the account of a store that was closed stays open: {error}");
+                    log::warn!("the account of a closed store stays open: {error}");
                 }
                 _ => {}
             }
@@ -190,7 +193,7 @@ impl Store {
             while state.core.writes_so_far() == written && !state.stop && !state.broken {
                 let now_ns = self.inner.runtime.clock().now_ns();
                 if deadline_ns != 0 && now_ns >= deadline_ns {
-                    fail!(Timeout, "chunks that are to go are being written: ask again");
+                    fail!(Timeout, "chunks to be removed are being written: call again");
                 }
                 self.inner.ended.wait_for(&mut state, LOOK_NS);
             }
@@ -215,7 +218,7 @@ impl Store {
             match deadline_ns {
                 0 => self.inner.ended.wait(&mut state),
                 deadline if now_ns >= deadline => {
-                    fail!(Timeout, "what is cleared may come back: that is not written yet")
+                    fail!(Timeout, "the removal is not durable yet: call again")
                 }
                 deadline => self.inner.ended.wait_for(&mut state, deadline - now_ns),
             }

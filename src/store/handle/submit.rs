@@ -300,7 +300,7 @@ impl Store {
             );
         }
         if kind == TransferKind::Prefetch {
-            fail!(Invalid, "a prefetch has no tensors: nothing of it can be behind an event");
+            fail!(Invalid, "a prefetch has no tensors, so it takes no device event");
         }
         let device = self.inner.tools.lock().device.clone();
         match device.state(event) {

@@ -40,7 +40,7 @@ impl Watches {
     fn add(&mut self, from: u64, op: OpRef) -> Result<u32> {
         let at = self.all.iter().position(Option::is_none).unwrap_or(self.all.len());
         if at == MAX_WATCHES {
-            fail!(Again, "{MAX_WATCHES} watches wait, as many as may: end one");
+            fail!(Again, "{MAX_WATCHES} watches are open, the limit: cancel one");
         }
         if at == self.all.len() {
             self.all.push(None);
@@ -187,7 +187,7 @@ impl Inner {
                 Err(trouble) => {
                     if pause_ns == 0 {
                         let why = crate::base::status::Error::from(trouble);
-                        log::warn!("events cannot be told, and are tried again: {why}");
+                        log::warn!("events could not be published; the store retries: {why}");
                     }
                     pause_ns = (pause_ns * 2).clamp(PAUSE_NS[0], PAUSE_NS[1]);
                 }

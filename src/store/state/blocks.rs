@@ -50,11 +50,14 @@ impl StoreState {
         let table = self.namespaces[space as usize].table;
         let BlockMove { keys, first_layer, layers, views, after } = blocks;
         if keys.is_empty() || keys.len() > MAX_BLOCKS {
-            fail!(Limit, "{} blocks; a move has 1 to {MAX_BLOCKS}", keys.len());
+            fail!(Limit, "{} blocks: a transfer has 1 to {MAX_BLOCKS}", keys.len());
         }
         let (chunks, each) = (keys.len() as u32, self.tables[table as usize].layout.chunk_tokens());
         let Some(tokens) = chunks.checked_mul(each) else {
-            fail!(Limit, "{chunks} blocks of {each} tokens");
+            fail!(
+                Limit,
+                "{chunks} blocks of {each} tokens are more tokens than a transfer may have"
+            );
         };
         self.check_views((table, kind), &views, first_layer, tokens, chunks)?;
         let slots = self.find_blocks(space, &keys)?;
@@ -249,7 +252,11 @@ impl StoreState {
         let holds = &self.sessions[at].holds;
         if holds.count + slots.len() > MAX_HOLDS {
             let more = slots.len();
-            fail!(Limit, "{more} holds and {} before; a session has {MAX_HOLDS}", holds.count);
+            fail!(
+                Limit,
+                "{more} more holds and {} held: a session has at most {MAX_HOLDS}",
+                holds.count
+            );
         }
         let new: BTreeSet<Slot> =
             slots.iter().copied().filter(|&slot| holds.times(slot) == 0).collect();
@@ -302,7 +309,7 @@ impl StoreState {
     pub(super) fn named(&self, at: u32, keys: &[Key]) -> Result<(u32, Vec<Slot>)> {
         let space = self.session(at)?.space;
         if keys.len() > MAX_BLOCKS {
-            fail!(Limit, "{} blocks; a call has at most {MAX_BLOCKS}", keys.len());
+            fail!(Limit, "{} blocks: a call has at most {MAX_BLOCKS}", keys.len());
         }
         Ok((self.namespaces[space as usize].table, self.find_blocks(space, keys)?))
     }

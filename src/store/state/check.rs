@@ -42,7 +42,11 @@ impl StoreState {
             let (p, b) = self.check_table(number)?;
             (pieces, blocks) = (pieces + p, blocks + b);
             if self.is_idle() && table.chunks.counts().moving != 0 {
-                fail!(State, "{} ways of board {number} never ended", table.chunks.counts().moving);
+                fail!(
+                    State,
+                    "{} cells of table {number} are still in motion",
+                    table.chunks.counts().moving
+                );
             }
         }
         if !self.is_idle() {
@@ -50,17 +54,21 @@ impl StoreState {
         }
         let stats = self.host.stats();
         if stats.live_pieces != pieces {
-            fail!(State, "{} pieces are in use, {pieces} cells are in memory", stats.live_pieces);
+            fail!(
+                State,
+                "{} pieces of host memory are in use, {pieces} cells are resident there",
+                stats.live_pieces
+            );
         }
         if let Some(disk) = &self.disk {
             let live: u64 = disk.segments().iter().map(|s| u64::from(s.live_blocks)).sum();
             if live != blocks {
-                fail!(State, "{live} blocks of the disk live, cells there have {blocks}");
+                fail!(State, "{live} blocks of the disk are live, resident cells have {blocks}");
             }
         }
         self.dependencies.check_nothing_after()?;
         if let Some(remote) = self.remote.as_ref().filter(|remote| !remote.is_bare()) {
-            fail!(State, "something of the remote never ended: {}", remote.words());
+            fail!(State, "the remote is not at rest: {}", remote.words());
         }
         let waits = (
             self.transfers.jobs.len(),
@@ -79,7 +87,7 @@ impl StoreState {
             || self.writeback.demoting_bytes != 0
             || !self.writeback.chunk_waiters.is_empty()
         {
-            fail!(State, "{} chunks leave for ever", self.writeback.demoting.len());
+            fail!(State, "{} demotions never ended", self.writeback.demoting.len());
         }
         Ok(())
     }
@@ -92,7 +100,7 @@ impl StoreState {
         let (held, counted) = (table.chunks.slots().filter(is_held), table.chunks.counts().held);
         let held = held.count() as u64;
         if held != counted {
-            fail!(State, "{held} chunks of board {number} are held, {counted} are counted");
+            fail!(State, "{held} chunks of table {number} are referenced, {counted} are counted");
         }
         for slot in table.chunks.slots() {
             for layer in 0..table.layout.layers() {
@@ -105,7 +113,7 @@ impl StoreState {
             let Some(row) = table.chunks.chunk(slot) else { continue };
             let is_kept = self.is_kept_by_hint(At { table: number as u32, slot });
             if row.cells_somewhere() == 0 && table.chunks.may_leave(slot) && !is_kept {
-                fail!(State, "chunk {slot} of board {number} has no cells, and nobody needs it");
+                fail!(State, "chunk {slot} of table {number} has no cells and no references");
             }
             for tier in [Tier::Device, Tier::Host, Tier::Disk] {
                 if row.cells()[tier as usize] > 0 {
@@ -138,7 +146,7 @@ impl StoreState {
                 fail!(State, "namespace {at} has {has} chunks and {open} sessions: {space:?}");
             }
             if self.namespaces.find(&space.key) != Some(at) || space.is_bare() && !space.is_listed {
-                fail!(State, "namespace {at} is lost: {space:?}");
+                fail!(State, "namespace {at} is unused and not listed: {space:?}");
             }
         }
         if !rows.is_empty() || !sessions.is_empty() {
@@ -174,7 +182,11 @@ impl StoreState {
             let leaves = tier != Tier::Device
                 && self.writeback.demoting.get(&at).is_some_and(|leave| leave.has(layer));
             if is_there && !leaves && !in_its_granularity(layer) {
-                fail!(State, "layer {layer} of {at:?} is in {}, and no policy knows", tier.name());
+                fail!(
+                    State,
+                    "layer {layer} of {at:?} is resident in {}, but its policy does not have it",
+                    tier.name()
+                );
             }
         }
         Ok(())

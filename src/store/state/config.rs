@@ -151,14 +151,14 @@ impl Config {
             );
         }
         if !(0.0..=1.0).contains(&self.high) || !(0.0..=self.high).contains(&self.low) {
-            fail!(Invalid, "low={} and high={}: 0 <= low <= high <= 1 can be", self.low, self.high);
+            fail!(Invalid, "low={}, high={}: must be 0 <= low <= high <= 1", self.low, self.high);
         }
         if self.host_bytes < LEAST_HOST_BYTES {
             let (has, least) = (self.host_bytes, LEAST_HOST_BYTES);
-            fail!(Invalid, "{has} bytes of memory (host=); at least {least} are needed");
+            fail!(Invalid, "host={has}: at least {least} bytes are needed");
         }
         if self.batch_cells == 0 || self.max_sessions == 0 || self.max_jobs == 0 {
-            fail!(Invalid, "batches, sessions and jobs cannot be limited to none");
+            fail!(Invalid, "batch, sessions and jobs must be at least 1");
         }
         let most = 1..=MAX_SPACES;
         if !most.contains(&self.max_spaces) || !(1..=MAX_CHUNK_TABLES).contains(&self.max_layouts) {

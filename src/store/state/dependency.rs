@@ -24,7 +24,7 @@ impl Dependencies {
     pub(super) fn check_nothing_after(&self) -> Result<()> {
         let DeviceEvents { events, jobs, bytes, .. } = &self.events;
         if !events.is_empty() || *jobs + *bytes != 0 {
-            fail!(State, "{} events ahead of nothing, {jobs} jobs, {bytes} bytes", events.len());
+            fail!(State, "{} events without transfers, {jobs} jobs, {bytes} bytes", events.len());
         }
         Ok(())
     }
@@ -252,7 +252,7 @@ impl StoreState {
     /// Checks what a transfer with an event must fulfil.
     pub(super) fn check_after_event(&self, spec: &MoveSpec) -> Result<()> {
         if spec.after.is_some() && spec.kind == TransferKind::Prefetch {
-            fail!(Invalid, "a prefetch has no tensors: nothing of it can be behind an event");
+            fail!(Invalid, "a prefetch has no tensors, so it takes no device event");
         }
         Ok(())
     }

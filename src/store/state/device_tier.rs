@@ -159,7 +159,7 @@ impl StoreState {
             replicas.tier.drain(u64::MAX);
         }
         self.counters.device_lost += before - self.device_cells();
-        log::warn!("the device has failed: {before} cells there are forgotten, its tier closes");
+        log::warn!("the device has failed: its tier is closed, {before} replicas are lost");
     }
 
     /// Cells with a replica.
@@ -347,7 +347,9 @@ impl StoreState {
         match chunks.end_copy(cell, Tier::Device, arrival) {
             Ok(Some(place)) => self.free_place(table, cell, place),
             Ok(None) => {}
-            Err(error) => log::error!("a way to the device could not be ended: {error}"),
+            Err(error) => log::error!(
+                "internal: the copy of a cell to the device could not be ended: {error}"
+            ),
         }
         if !came {
             return self.free_replica(piece);
@@ -395,7 +397,7 @@ impl StoreState {
                 let marks = table.chunks.marks(slot).unwrap_or_default();
                 if let Some(layer) = marks.iter().position(|marks| marks.there() == DEVICE_MASK) {
                     let at = At { table: number as u32, slot };
-                    fail!(State, "layer {layer} of {at:?} is on the device alone");
+                    fail!(State, "layer {layer} of {at:?} is resident on the device only");
                 }
             }
         }
@@ -460,7 +462,7 @@ impl StoreState {
         match refused {
             Some(error) if has == 0 => Err(error.within("the device tier")),
             Some(error) => {
-                log::warn!("the device tier has {has} bytes, and no more: {error}");
+                log::warn!("the device tier got {has} bytes, less than configured: {error}");
                 Ok(())
             }
             None => Ok(()),
@@ -545,7 +547,7 @@ impl StoreState {
     pub(super) fn free_replica(&mut self, piece: Piece) {
         let Some(replicas) = self.replicas.as_mut() else { return };
         if let Err(error) = replicas.free(piece) {
-            log::error!("a piece of device memory was not in use: {error}");
+            log::error!("internal: a piece of device memory was freed twice: {error}");
         }
     }
 }
@@ -668,7 +670,7 @@ impl StoreState {
             match self.tables[table as usize].chunks.end_read(cell, tier) {
                 Ok(Some(place)) => self.free_place(table, cell, place),
                 Ok(None) => {}
-                Err(error) => log::error!("an audit could not be ended: {error}"),
+                Err(error) => log::error!("internal: an audit could not be ended: {error}"),
             }
         }
         match found {

@@ -419,14 +419,14 @@ impl StoreState {
     pub(super) fn done_upkeep(&mut self, upkeep: &work::Upkeep, outcome: Result<()>) {
         match (upkeep, &outcome) {
             (work::Upkeep::Checkpoint(_), Err(error)) => {
-                log::info!("no checkpoint was written: {error}");
+                log::info!("the checkpoint was not written: {error}");
             }
             (work::Upkeep::Clean(number), _) => {
                 // A segment that a sweep has removed meanwhile is no error.
                 if let Err(error) = &outcome
                     && error.status() != Status::NotFound
                 {
-                    log::warn!("segment {number} could not be cleaned: {error}");
+                    log::warn!("segment {number} could not be compacted: {error}");
                 }
                 // The segment is compacted again only after more cells were dropped from it.
                 self.disk_gc.dropped.remove(number);
@@ -694,7 +694,7 @@ impl StoreState {
             let rows = &mut self.tables[table as usize];
             rows.clear(at.slot, note::QUEUED | note::FORCED);
             if let Err(error) = rows.chunks.release(at.slot) {
-                log::error!("a chunk that waited to be written was not held: {error}");
+                log::error!("internal: a queued chunk was not referenced: {error}");
             }
             self.cancel_demotion(at);
         }
@@ -998,7 +998,9 @@ impl StoreState {
             self.namespaces[number as usize].below.noted = mark.map_or(Noted::No, Noted::Written);
         }
         if let Some(error) = first {
-            log::warn!("{unknown} namespaces on disk are not understood: {error}");
+            log::warn!(
+                "{unknown} namespace records on disk cannot be read, and their chunks are dropped: {error}"
+            );
         }
         Ok(numbers)
     }
@@ -1103,7 +1105,7 @@ fn form_of(place: &Place, raw_bytes: u64) -> Option<Coded> {
 
 fn read_note(key: &[u8], content: &[u8]) -> Result<SpaceOpts> {
     let (Ok(key), [VERSION, holes, layout @ ..]) = (<[u8; 32]>::try_from(key), content) else {
-        fail!(Unsupported, "a note of {} bytes", content.len());
+        fail!(Unsupported, "a namespace record of {} bytes is not valid", content.len());
     };
     if *holes > 1 {
         return Err(Status::Corrupt.into());

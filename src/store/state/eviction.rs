@@ -335,7 +335,7 @@ impl TierCache {
             return;
         };
         if let Err(error) = self.evictor.describe(id, units, &facts) {
-            log::debug!("a policy does not know a session: {error}");
+            log::debug!("a policy has no object of a session: {error}");
         }
     }
 
@@ -371,7 +371,7 @@ impl TierCache {
         self.victims.clear();
         let units = units_of(bytes);
         if let Err(error) = self.evictor.evict_most(now, units, most, &mut self.victims) {
-            log::debug!("a policy chose nobody: {error}");
+            log::debug!("a policy could not choose a victim: {error}");
         }
         self.evictor.bound_history(REMEMBERED);
         let ids = self.victims.iter().map(|victim| victim.id);
@@ -401,7 +401,7 @@ impl TierCache {
     pub fn begin_shadow(&mut self, now_ns: u64, mut shadow: Shadow) -> Result<()> {
         self.tick(now_ns);
         if self.shadow.as_ref().is_some_and(Shadow::is_on) {
-            fail!(Busy, "policies are being compared already: wait for that, or end it");
+            fail!(Busy, "a shadow evaluation is running: wait for its end, or end it");
         }
         shadow.begin(now_ns);
         self.shadow = Some(shadow);
@@ -1142,7 +1142,7 @@ impl StoreState {
 
     fn unpin(&mut self, at: At) {
         if let Err(error) = self.tables[at.table as usize].chunks.unpin(at.slot) {
-            log::error!("a pinned chunk is gone: {error}");
+            log::error!("internal: a pin of a missing chunk: {error}");
         }
         self.eviction.reclaim_targets.released();
         self.note_held(at.table, at.slot);
@@ -1539,7 +1539,7 @@ impl StoreState {
         if reclaim_target == 0 {
             for number in std::mem::take(&mut self.eviction.reclaim_targets.draining) {
                 if let Err(error) = self.host.drain(number, false) {
-                    log::error!("a segment could not be used again: {error}");
+                    log::error!("internal: a segment could not be put back into use: {error}");
                 }
             }
             return;

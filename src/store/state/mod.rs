@@ -174,7 +174,7 @@ impl StoreState {
     pub(super) fn settle(&mut self) {
         self.leave_queues();
         for turn in 0u64.. {
-            debug_assert!(turn < 1 << 22, "a store that never settles: {}", self.what_waits());
+            debug_assert!(turn < 1 << 22, "the store never settles: {}", self.what_waits());
             if let Some(job) = self.transfers.woken.pop() {
                 self.route(job);
                 continue;
@@ -196,7 +196,7 @@ impl StoreState {
         match place {
             Place::Host(piece) => {
                 if let Err(error) = self.host.free(Piece(piece)) {
-                    log::error!("a piece of memory was not in use: {error}");
+                    log::error!("internal: a piece of host memory was freed twice: {error}");
                 }
             }
             Place::Disk { spot, coded, .. } => {
@@ -242,7 +242,9 @@ impl StoreState {
                     above.into_iter().for_each(|above| self.note_held(table, above));
                     next = above;
                 }
-                Err(error) => log::error!("a chunk without cells stays: {error}"),
+                Err(error) => log::error!(
+                    "internal: the row of a chunk without cells could not be removed: {error}"
+                ),
             }
         }
     }

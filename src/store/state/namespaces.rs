@@ -256,11 +256,14 @@ impl StoreState {
         };
         let space = &mut self.namespaces[at as usize];
         if self.tables[space.table as usize].layout != opts.layout {
-            fail!(Invalid, "that namespace has another layout: layouts are part of identities");
+            fail!(
+                Invalid,
+                "the namespace is open with another layout: the layout is part of its identity"
+            );
         }
         if space.holes != opts.holes && space.handles > 0 {
             let how = if space.holes { "with" } else { "without" };
-            fail!(Invalid, "that namespace is open {how} holes");
+            fail!(Invalid, "the namespace is open {how} holes: use the same flags");
         }
         space.holes = opts.holes;
         space.handles += 1;
@@ -718,6 +721,9 @@ impl StoreState {
         slots.sort_unstable();
         let slots: Vec<Slot> = slots.into_iter().map(|(_, slot)| slot).collect();
         let left = self.drop_chunks_locally(table, &slots);
-        log::info!("{} chunks of namespaces that nobody has open left for others", left.gone);
+        log::info!(
+            "dropped {} chunks of namespaces without handles to make room for another namespace",
+            left.gone
+        );
     }
 }

@@ -102,7 +102,7 @@ impl StoreState {
         let each = u64::from(self.tables[home.table as usize].layout.chunk_tokens());
         if tokens > MAX_TOKENS as u64 || keys.len() as u64 != tokens / each {
             let many = keys.len();
-            fail!(Invalid, "{many} keys are not those of {tokens} tokens, {each} a chunk");
+            fail!(Invalid, "{many} keys do not fit {tokens} tokens in chunks of {each}");
         }
         self.look_up(space, keys, tokens)?;
         Ok(&self.plans.scratch.look)
@@ -249,7 +249,7 @@ fn room<T>(list: &mut Vec<T>, count: usize) -> Result<()> {
         *list = Vec::new();
     }
     if list.try_reserve(count).is_err() {
-        fail!(NoMem, "no memory to look at {count} chunks");
+        fail!(NoMem, "no memory for a lookup of {count} chunks");
     }
     Ok(())
 }
@@ -544,7 +544,7 @@ impl Drafts {
         (session.compute_ns, session.without_ns) = (plan.compute_ns, cost.of(0, ground.tokens));
         session.legs.clear();
         if session.legs.try_reserve(plan.segments.len()).is_err() {
-            fail!(NoMem, "no memory for {} legs of a plan", plan.segments.len());
+            fail!(NoMem, "no memory for {} steps of a plan", plan.segments.len());
         }
         let mut at = 0;
         session.legs.extend(plan.segments.iter().map(|one| {

@@ -320,7 +320,9 @@ impl StoreState {
             let shape = Shape::new(&self.tables[at].layout, remote.config.object_bytes).ok()?;
             let (bytes, most) = (shape.most_bytes(), remote.config.max_bytes);
             if bytes > most {
-                log::warn!("the remote takes {most} bytes at most: layers of {bytes} stay here");
+                log::warn!(
+                    "the remote accepts objects of at most {most} bytes: layers of {bytes} bytes are not uploaded"
+                );
             }
             remote.shapes[at] = Some(Arc::new(shape));
         }
@@ -350,7 +352,11 @@ impl StoreState {
             return Ok(());
         }
         if one.handles > 1 {
-            fail!(Invalid, "that namespace is open for the remote's tenant {}", one.tenant);
+            fail!(
+                Invalid,
+                "the namespace is open with remote tenant {}: close it, or use that tenant",
+                one.tenant
+            );
         }
         one.tenant = tenant;
         if let Some(remote) = &mut self.remote {
@@ -403,7 +409,7 @@ impl StoreState {
             let cell = Cell { chunk: at.slot, layer: layer as usize };
             if let Err(error) = self.tables[at.table as usize].chunks.begin_drop(cell, Tier::Remote)
             {
-                log::error!("a hint could not be forgotten: {error}");
+                log::error!("internal: a hint could not be removed: {error}");
             }
         }
     }
@@ -548,7 +554,7 @@ impl StoreState {
     pub fn locate_blocks(&mut self, at: u32, keys: Vec<Key>) -> Result<u32> {
         let space = self.session(at)?.space;
         if keys.is_empty() || keys.len() > MAX_BLOCKS {
-            fail!(Limit, "{} blocks; a move has 1 to {MAX_BLOCKS}", keys.len());
+            fail!(Limit, "{} blocks: a transfer has 1 to {MAX_BLOCKS}", keys.len());
         }
         let table = self.namespaces[space as usize].table;
         let mut slots = self.find_blocks(space, &keys)?;
@@ -562,7 +568,7 @@ impl StoreState {
         if waiting + keys.len() > MOST_ASKED {
             fail!(
                 Again,
-                "{waiting} blocks are asked for, and {} more; {MOST_ASKED} can be",
+                "{waiting} blocks are being looked up, and {} more are requested: the limit is {MOST_ASKED}",
                 keys.len()
             );
         }
@@ -690,7 +696,9 @@ impl StoreState {
             };
             match slot {
                 Ok(slot) => self.keep_by_hint(At { table, slot }),
-                Err(error) => log::error!("a block at the remote gets no row: {error}"),
+                Err(error) => log::error!(
+                    "internal: no row could be added for a block at the remote: {error}"
+                ),
             }
         }
     }

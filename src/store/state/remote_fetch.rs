@@ -210,7 +210,7 @@ impl StoreState {
             };
             let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
             let Some(fetch) = self.begin_fetch(At { table, slot: cell.chunk }, cell.layer) else {
-                log::error!("an object that is wanted has no name");
+                log::error!("internal: an object to be fetched has no name");
                 continue;
             };
             if leave == Leave::Stay {
@@ -399,7 +399,7 @@ impl StoreState {
         let rows = &mut self.tables[at.table as usize];
         let bytes = rows.planes(cell).bytes();
         if let Err(error) = rows.chunks.end_copy(cell, Tier::Host, arrival) {
-            log::error!("a way from the remote could not be ended: {error}");
+            log::error!("internal: the fetch of a cell could not be ended: {error}");
         }
         let came = matches!(arrival, Arrival::Here(_));
         match came {
@@ -528,7 +528,7 @@ impl StoreState {
             if let Err(error) =
                 self.submit_cell_range(at, TransferKind::Prefetch, Level::Ram, LANE, cell_range)
             {
-                log::debug!("nothing is fetched early: {error}");
+                log::debug!("no prefetch from the remote: {error}");
             }
             if let Some(remote) = &mut self.remote {
                 remote.remote_prefetch.begins = None;

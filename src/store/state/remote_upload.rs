@@ -297,7 +297,7 @@ impl StoreState {
 
     /// Gives up an object that cannot be built, after a defect.
     fn give_up_upload(&mut self, at: At, object: u32) {
-        log::error!("an object could not be made of cells that are held for it");
+        log::error!("internal: no object could be built from cells that are referenced for it");
         let Some(shape) = self.remote_shape(at.table) else { return };
         if let Some(remote) = &mut self.remote {
             remote.out_bytes -= bytes_of(&shape, object);
@@ -398,7 +398,9 @@ impl StoreState {
             match self.tables[at.table as usize].chunks.end_copy(cell, Tier::Remote, arrival) {
                 Ok(Some(place)) => self.free_place(at.table, cell, place),
                 Ok(None) => {}
-                Err(error) => log::error!("a way to the remote could not be ended: {error}"),
+                Err(error) => {
+                    log::error!("internal: the upload of a cell could not be ended: {error}")
+                }
             }
             self.wake(at.table, cell);
         }

@@ -70,7 +70,7 @@ impl StoreState {
             fail!(NotFound, "there is no namespace {space}");
         };
         if opts.name.len() > MAX_NAME_BYTES {
-            fail!(Limit, "a name of {} bytes; {MAX_NAME_BYTES} can be", opts.name.len());
+            fail!(Limit, "a session name of {} bytes: at most {MAX_NAME_BYTES}", opts.name.len());
         }
         if !self.sessions.has_room() {
             fail!(
@@ -253,7 +253,7 @@ impl StoreState {
             }
             fail!(
                 Invalid,
-                "{tokens} tokens from {first} on are asked of a session that has {all}: at least 1, \
+                "{tokens} tokens from token {first} on, but the session has {all}: give at least 1, \
                  and no more than it has; append the others first"
             );
         };

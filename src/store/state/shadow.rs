@@ -81,7 +81,7 @@ impl Plan {
         let mut seed = Vec::new();
         let count = order.len().min(MOST_SEEDED);
         if seed.try_reserve_exact(count).is_err() {
-            fail!(NoMem, "no memory for {count} chunks that a trial begins with");
+            fail!(NoMem, "no memory for {count} chunks of a shadow evaluation");
         }
         let mut room = units;
         for &(_, slot) in order.iter().rev().take(count) {
@@ -109,10 +109,10 @@ impl Shadow {
     /// done here, so that nobody need hold a lock meanwhile.
     pub fn open(plan: &Plan, policies: &[Spec], seconds: u64) -> Result<Shadow> {
         if policies.is_empty() || policies.len() > MAX_POLICIES {
-            fail!(Limit, "{} policies; 1 to {MAX_POLICIES} can be compared", policies.len());
+            fail!(Limit, "{} policies: compare 1 to {MAX_POLICIES}", policies.len());
         }
         if seconds == 0 || seconds > MAX_SECONDS {
-            fail!(Limit, "a trial of {seconds} seconds; 1 to {MAX_SECONDS} can be");
+            fail!(Limit, "{seconds} seconds: a shadow evaluation takes 1 to {MAX_SECONDS}");
         }
         policies.iter().try_for_each(|spec| custom::refuse(spec, "a store"))?;
         let specs = std::iter::once(plan.live.clone()).chain(policies.iter().map(Spec::to_string));

@@ -100,7 +100,7 @@ impl StoreState {
                 Some(replicas) => Ok(&replicas.cache),
                 None => fail!(NotFound, "this store has no device tier"),
             },
-            _ => fail!(Unsupported, "nobody chooses who leaves {}", tier.name()),
+            _ => fail!(Unsupported, "tier {} has no policy", tier.name()),
         }
     }
 
@@ -240,7 +240,7 @@ impl StoreState {
     /// way, over time; nothing waits for it.
     pub fn set_host_bytes(&mut self, bytes: u64) -> Result<()> {
         if bytes < LEAST_HOST_BYTES {
-            fail!(Invalid, "{bytes} bytes of memory; at least {LEAST_HOST_BYTES} are needed");
+            fail!(Invalid, "host={bytes}: at least {LEAST_HOST_BYTES} bytes are needed");
         }
         self.host.set_max_bytes(bytes)?;
         let high = self.config.high;
@@ -285,7 +285,7 @@ impl StoreState {
         cache.tick(now_ns);
         match cache.shadow() {
             Some(shadow) => Ok(shadow_snapshot(shadow, now_ns)),
-            None => fail!(NotFound, "no policies are being compared"),
+            None => fail!(NotFound, "no shadow evaluation is running or ended in this tier"),
         }
     }
 
@@ -294,7 +294,7 @@ impl StoreState {
         let now_ns = self.now_ns;
         match self.cache_mut(tier)?.end_shadow(now_ns) {
             Some(shadow) => Ok(shadow_snapshot(&shadow, now_ns)),
-            None => fail!(NotFound, "no policies are being compared"),
+            None => fail!(NotFound, "no shadow evaluation is running or ended in this tier"),
         }
     }
 }

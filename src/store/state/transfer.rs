@@ -318,7 +318,7 @@ impl Transfers {
     pub(super) fn has_room_for_move(&self) -> Result<()> {
         if !self.table.has_room() {
             let all = self.table.len();
-            fail!(Again, "{all} moves are under way, as many as may be: wait for one of them");
+            fail!(Again, "{all} transfers are in flight, the limit: wait for one of them");
         }
         Ok(())
     }
@@ -380,7 +380,7 @@ impl StoreState {
     /// evict others.
     pub(super) fn check_move(&self, spec: &MoveSpec, chunks: usize) -> Result<()> {
         let Some(table) = self.tables.get(spec.table as usize) else {
-            fail!(NotFound, "there is no board {}", spec.table);
+            fail!(NotFound, "there is no chunk table {}", spec.table);
         };
         let (from, to) = (spec.first_layer, spec.first_layer.saturating_add(spec.layers));
         if spec.layers == 0 || to > table.layout.layers() {
@@ -388,13 +388,22 @@ impl StoreState {
         }
         if chunks > MAX_MOVE_CHUNKS || chunks.checked_mul(spec.layers).is_none_or(|n| n >> 32 != 0)
         {
-            fail!(Limit, "a move of {chunks} chunks; {MAX_MOVE_CHUNKS} can be: make two");
+            fail!(
+                Limit,
+                "a transfer of {chunks} chunks: at most {MAX_MOVE_CHUNKS}, submit several"
+            );
         }
         if spec.level.is_on_disk() && self.disk.is_none() {
-            fail!(Unavailable, "the store has no disk: put at level ram, or open it with disk=");
+            fail!(
+                Unavailable,
+                "the store has no disk: put with level ram, or open the store with disk="
+            );
         }
         if spec.level == Level::Remote && self.remote.is_none() {
-            fail!(Unavailable, "the store has no remote (remote=...): nothing can be put there");
+            fail!(
+                Unavailable,
+                "the store has no remote: put with another level, or open the store with remote="
+            );
         }
         if spec.kind != TransferKind::Prefetch && spec.views.0.len() != spec.layers {
             fail!(Invalid, "{} views for {} layers", spec.views.0.len(), spec.layers);
@@ -587,7 +596,7 @@ impl StoreState {
             // The transfer ends because its last part has completed, so this is near the end of the
             // list.
             let last = self.transfers.finished.iter_mut().rev().find(|f| f.number == number);
-            debug_assert!(last.is_some(), "a move ended without a word");
+            debug_assert!(last.is_some(), "a transfer ended without a completion");
             last.into_iter().for_each(|last| last.last = true);
         }
         let Some(one) = self.transfers.table.remove(number) else { return };
@@ -928,7 +937,7 @@ impl StoreState {
 
     pub(super) fn give_back(&mut self, piece: Piece) {
         if let Err(error) = self.host.free(piece) {
-            log::error!("a piece of memory was not in use: {error}");
+            log::error!("internal: a piece of host memory was freed twice: {error}");
         }
     }
 
@@ -999,7 +1008,9 @@ impl StoreState {
 fn unexpected(begun: Result<Begin>) -> Error {
     match begun {
         Err(error) => error,
-        Ok(begun) => Error::new(Status::State, format!("a way that was free is {begun:?}")),
+        Ok(begun) => {
+            Error::new(Status::State, format!("internal: begin of an idle cell returned {begun:?}"))
+        }
     }
 }
 
@@ -1116,7 +1127,11 @@ impl StoreState {
                 |id: &u32| self.transfers.jobs.get(*id).is_some_and(|job| job.number == number);
             let count = one.jobs.all(&self.transfers.jobs, Of::Transfer).filter(is_its).count();
             if count != one.jobs.len() || count != one.under_way as usize {
-                fail!(State, "move {number} has {} cells under way, {count} jobs", one.under_way);
+                fail!(
+                    State,
+                    "transfer {number} has {} cells in flight, {count} jobs",
+                    one.under_way
+                );
             }
             found += count;
         }
@@ -1128,7 +1143,7 @@ impl StoreState {
             let is_so = |id: &u32| self.transfers.jobs.get(*id).is_some_and(|job| job.step == step);
             let count = line.all(&self.transfers.jobs, Of::Wait).filter(is_so).count();
             if count != line.len() {
-                fail!(State, "{} jobs are {step:?}, {count} of them in line", line.len());
+                fail!(State, "{} jobs are {step:?}, {count} of them are listed", line.len());
             }
             waiting += count;
         }
@@ -1138,7 +1153,7 @@ impl StoreState {
         if (found, waiting) != (self.transfers.jobs.len(), wait) {
             fail!(
                 State,
-                "{found} of {} jobs have a move, {waiting} of {wait} a line",
+                "{found} of {} jobs are in their transfer's list, {waiting} of {wait} in a wait list",
                 self.transfers.jobs.len()
             );
         }
@@ -1395,7 +1410,9 @@ impl StoreState {
                     is_news = true;
                 }
                 Ok(None) => {}
-                Err(error) => log::error!("a read could not be ended: {error}"),
+                Err(error) => {
+                    log::error!("internal: a read of host memory could not be ended: {error}")
+                }
             }
             self.end_reserved(
                 self.transfers.jobs[id].piece.filter(|_| !job.uses_device),
@@ -1423,7 +1440,7 @@ impl StoreState {
     fn end_storing(&mut self, id: u32, table: u32, cell: Cell, place: Option<Place>) {
         let chunks = &mut self.tables[table as usize].chunks;
         if let Err(error) = chunks.end_store(cell, Tier::Host, place) {
-            log::error!("a store could not be ended: {error}");
+            log::error!("internal: the store of a cell could not be ended: {error}");
         }
         if place.is_some() {
             self.counters.stored += 1;
@@ -1524,7 +1541,7 @@ impl StoreState {
         match self.tables[table as usize].chunks.end_copy(cell, Tier::Host, arrival) {
             Ok(Some(place)) => self.free_place(table, cell, place),
             Ok(None) => {}
-            Err(error) => log::error!("a way could not be ended: {error}"),
+            Err(error) => log::error!("internal: the read of a cell could not be ended: {error}"),
         }
         if came {
             self.counters.loaded_bytes += bytes;
@@ -1584,7 +1601,7 @@ impl StoreState {
         let rows = &self.tables[table];
         let all = (0..rows.layout.layers()).map(|layer| rows.full_bytes(layer));
         if let Err(error) = self.host.keep_reserve(all.max().unwrap_or(0)) {
-            log::debug!("there is no reserve for reads until it is needed: {error}");
+            log::debug!("no read reserve yet; it is allocated when needed: {error}");
         }
     }
 
@@ -1614,7 +1631,7 @@ impl StoreState {
             }
         }
         if let Err(error) = self.host.keep_reserve(bytes) {
-            log::debug!("there is no reserve for a read: {error}");
+            log::debug!("no read reserve: {error}");
             return None;
         }
         self.unqueue_memory_waiter(id);

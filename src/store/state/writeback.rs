@@ -275,7 +275,7 @@ impl StoreState {
         match rows.chunks.end_copy(cell, Tier::Disk, arrival) {
             Ok(Some(source)) => self.free_place(at.table, cell, source),
             Ok(None) => {}
-            Err(error) => log::error!("a way down could not be ended: {error}"),
+            Err(error) => log::error!("internal: the write of a cell could not be ended: {error}"),
         }
         if place.is_some() {
             self.counters.written += 1;
@@ -386,7 +386,7 @@ impl StoreState {
         self.eviction.refused_ns = self.now_ns;
         let rows = &mut self.tables[at.table as usize];
         if was_held && rows.chunks.retain(at.slot).is_err() {
-            log::error!("a chunk could not be held again");
+            log::error!("internal: a chunk could not be referenced again");
         }
         let is_up = self.is_in_host(at, Part::All);
         self.counters.dropped += u64::from(freed > 0 && !is_up);
@@ -543,7 +543,7 @@ impl StoreState {
                 let is_below = row.is_some_and(|row| row.cells()[Tier::Disk as usize] > 0);
                 let Some(parent) = rows.chunks.parent(slot).filter(|_| is_below) else { continue };
                 if self.needs_ancestors(at) && self.is_in_memory_only(At { slot: parent, ..at }) {
-                    fail!(State, "chunk {slot} is on disk, and {parent} before it is not");
+                    fail!(State, "chunk {slot} is on disk, its parent {parent} is not");
                 }
             }
         }
@@ -831,7 +831,7 @@ impl StoreState {
     pub(super) fn done_syncs(&mut self, batch: &SyncBatch) {
         match &batch.everything {
             Some(Err(error)) => {
-                log::warn!("not all that was found on disk could be made durable: {error}");
+                log::warn!("recovered records could not all be synced: {error}");
             }
             Some(Ok(())) => self.disk_gc.found_until = 0,
             None => {}
