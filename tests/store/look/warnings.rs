@@ -18,7 +18,7 @@ impl log::Log for Heard {
 
     fn log(&self, record: &log::Record) {
         let text = record.args().to_string();
-        if text.contains("could not be cleaned") {
+        if text.contains("could not be compacted") {
             self.0.lock().push(text);
         }
     }
@@ -54,7 +54,7 @@ fn a_segment_that_has_gone_already_needs_no_word() {
     let gone: Vec<String> = HEARD.0.lock().clone();
     assert!(!gone.iter().any(|text| text.contains("is not there")), "{number}: {gone:?}");
     let number = clean(1, &Error::new(Status::Io, "the disk is on fire"));
-    let words = format!("segment {number} could not be cleaned: ");
+    let words = format!("segment {number} could not be compacted: ");
     let broken: Vec<String> = HEARD.0.lock().clone();
     assert!(broken.iter().any(|text| text.starts_with(&words)), "{number}: {broken:?}");
 }
