@@ -40,7 +40,6 @@ pub struct Arc {
     ghosts: [Ghosts; 2],
     /// What T1 should have.
     p: f64,
-    capacity: u64,
     /// The last miss was remembered by B2.
     b2_missed: bool,
 }
@@ -50,17 +49,11 @@ impl Arc {
     pub fn read(_: &mut Reader, setting: &Setting) -> Result<Arc> {
         let limit = setting.max_objects;
         Ok(Arc {
-            queues: Queues::default(),
+            queues: Queues::new(setting.capacity_units),
             ghosts: [Ghosts::new(limit)?, Ghosts::new(limit)?],
             p: 0.0,
-            capacity: setting.capacity_units,
             b2_missed: false,
         })
-    }
-
-    /// What fits: as told, else what is there.
-    fn fits(&self, objects: &Objects) -> u64 {
-        if self.capacity > 0 { self.capacity } else { objects.units() }
     }
 
     /// Moves the target for a miss that `list`'s ghosts remember.
@@ -99,13 +92,20 @@ impl Policy for Arc {
         "arc"
     }
 
+    forward!(queues: put_back);
+
+    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
+        let first = self.first();
+        self.queues.victim(objects, [first, 1 - first])
+    }
+
     fn used_bytes(&self, _: &Objects) -> u64 {
         self.ghosts.iter().map(Ghosts::used_bytes).sum()
     }
 
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let node = objects.node(slot);
-        let (id, units, fits) = (node.id, node.units, self.fits(objects));
+        let (id, units, fits) = (node.id, node.units, self.queues.fits(objects));
         let known = [T1, T2].into_iter().find_map(|list| Some((list, self.ghosts[list].get(id)?)));
         if let Some((list, note)) = known {
             if note != COUNTED {
@@ -128,7 +128,7 @@ impl Policy for Arc {
     }
 
     fn miss(&mut self, objects: &Objects, id: u64, _now: i64) {
-        let fits = self.fits(objects);
+        let fits = self.queues.fits(objects);
         self.b2_missed = false;
         for list in [T1, T2] {
             let Some((units, note)) = self.ghosts[list].remove(id) else { continue };
@@ -146,39 +146,23 @@ impl Policy for Arc {
         if evicted {
             let node = objects.node(slot);
             self.ghosts[list].add(node.id, node.units, 0);
-            if self.capacity > 0 {
-                self.trim(self.capacity);
+            if self.queues.capacity() > 0 {
+                self.trim(self.queues.capacity());
             }
         }
     }
 
-    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
-        let first = self.first();
-        let slot = self.queues.coldest(objects, first);
-        let slot = slot.or_else(|| self.queues.coldest(objects, 1 - first))?;
-        self.queues.take(objects, slot);
-        Some(slot)
-    }
-
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
-        self.queues.put_back(objects, slot);
-    }
-
     fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
         self.queues.resize(objects, slot, units);
-        self.trim(self.fits(objects));
+        self.trim(self.queues.fits(objects));
     }
 
     fn set_capacity(&mut self, units: u64) {
-        self.capacity = units;
+        self.queues.set_capacity(units);
         if units > 0 {
             self.p = self.p.min(units as f64);
             self.trim(units);
         }
-    }
-
-    fn leaves_by_links(&self) -> bool {
-        true
     }
 
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
@@ -203,18 +187,19 @@ impl Policy for Arc {
 
     fn check(&self, objects: &Objects) -> Result<()> {
         self.queues.check(objects)?;
-        if self.capacity == 0 {
+        let capacity = self.queues.capacity();
+        if capacity == 0 {
             return Ok(());
         }
         let (t1, all) = (self.queues.units(T1), self.queues.total());
         let (b1, b2) = (self.ghosts[T1].units(), self.ghosts[T2].units());
-        if b1 > 0 && t1 + b1 > self.capacity {
-            fail!(State, "T1 {t1} and B1 {b1} exceed what fits, {}", self.capacity);
+        if b1 > 0 && t1 + b1 > capacity {
+            fail!(State, "T1 {t1} and B1 {b1} exceed what fits, {}", capacity);
         }
-        if b2 > 0 && all + b1 + b2 > self.capacity.saturating_mul(2) {
+        if b2 > 0 && all + b1 + b2 > capacity.saturating_mul(2) {
             fail!(State, "the directory of {} exceeds twice what fits", all + b1 + b2);
         }
-        if !(0.0..=self.capacity as f64).contains(&self.p) {
+        if !(0.0..=capacity as f64).contains(&self.p) {
             fail!(State, "the target is {}", self.p);
         }
         Ok(())
@@ -223,7 +208,7 @@ impl Policy for Arc {
 
 #[cfg(test)]
 mod tests {
-    use crate::policy::queues::testing::Cache;
+    use crate::policy::testing::Cache;
 
     #[test]
     fn the_target_follows_the_ghosts() {

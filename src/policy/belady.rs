@@ -47,6 +47,8 @@ impl Policy for Belady {
         "belady"
     }
 
+    forward!(heap: remove, victim, check);
+
     fn used_bytes(&self, objects: &Objects) -> u64 {
         self.heap.used_bytes(objects.most())
     }
@@ -61,23 +63,9 @@ impl Policy for Belady {
         objects.node_mut(slot).stamp = now;
     }
 
-    fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
-        self.heap.remove(objects, slot);
-    }
-
-    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
-        let (_, slot) = self.heap.least(objects)?;
-        self.heap.hold(objects, slot);
-        Some(slot)
-    }
-
     fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
         objects.node_mut(slot).set_held(false);
         self.place(objects, slot);
-    }
-
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        objects.set_units(slot, units);
     }
 
     fn hint(&mut self, objects: &mut Objects, slot: Slot, hint: &Hint, _now: i64) {
@@ -113,17 +101,13 @@ impl Policy for Belady {
     fn facts_changed(&mut self, objects: &mut Objects, slot: Slot, _old: &Facts, _now: i64) {
         self.place(objects, slot);
     }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.heap.check_all(objects)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use crate::policy::Hint;
     use crate::policy::evictor::{Evictor, New, Options, Who};
-    use crate::policy::queues::testing::Cache;
+    use crate::policy::testing::Cache;
 
     #[test]
     fn the_farthest_leaves_first_and_the_deepest_among_equals() {

@@ -10,17 +10,16 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use crate::base::spec::{Reader, Spec, Value};
+use crate::base::spec::{Spec, Value};
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Objects;
+use crate::policy::Rank;
 use crate::policy::columns::Columns;
 use crate::policy::evict::{Outcome, Victim};
 use crate::policy::evictor::Evictor;
-use crate::policy::lru::Lru;
 use crate::policy::pick::reserve;
-use crate::policy::{Policy, Rank};
 
 /// Its name in specs.
 pub const NAME: &str = "custom";
@@ -268,69 +267,6 @@ pub fn score(scorer: &mut dyn Scorer, view: &Columns, now: i64) -> Result<Vec<f6
     match scores.iter().position(|score| score.is_nan()) {
         Some(row) => fail!(Invalid, "the score of {} is not a number", view.ids[row]),
         None => Ok(scores),
-    }
-}
-
-/// The policy's own part: the order of the last use.
-#[derive(Default)]
-pub struct Custom {
-    order: Lru,
-}
-
-impl Custom {
-    /// Reads `custom`, which has no parameters.
-    pub fn read(_: &mut Reader) -> Result<Custom> {
-        Ok(Custom::default())
-    }
-}
-
-impl Policy for Custom {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
-        self.order.insert(objects, slot, now);
-    }
-
-    fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
-        self.order.touch(objects, slot, now);
-    }
-
-    fn remove(&mut self, objects: &mut Objects, slot: Slot, evicted: bool, now: i64) {
-        self.order.remove(objects, slot, evicted, now);
-    }
-
-    fn victim(&mut self, objects: &mut Objects, now: i64) -> Option<Slot> {
-        self.order.victim(objects, now)
-    }
-
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
-        self.order.put_back(objects, slot, now);
-    }
-
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        self.order.resize(objects, slot, units);
-    }
-
-    fn rank(&self, objects: &Objects, slot: Slot, now: i64) -> Rank {
-        self.order.rank(objects, slot, now)
-    }
-
-    fn seed(&self, columns: &Columns, now: i64, ranks: &mut [Rank]) {
-        self.order.seed(columns, now, ranks);
-    }
-
-    fn decided_by(&self) -> &'static str {
-        self.order.name()
-    }
-
-    fn wants_facts(&self) -> bool {
-        true
-    }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.order.check(objects)
     }
 }
 

@@ -113,7 +113,7 @@ impl Evictor {
             self.policy.remove(&mut self.objects, slot, true, now);
             self.objects.remove(slot);
         }
-        if let (Some(ahead), true) = (ahead, self.policy.leaves_by_links())
+        if let (Some(ahead), true) = (ahead, self.policy.evicts_by_links())
             && let Some(id) = self.objects.prefetch_leaving(ahead)
         {
             self.history.prefetch(&[id]);

@@ -58,7 +58,7 @@ impl Frequency {
     }
 
     /// Bytes that it takes: ids lie anywhere in it.
-    pub fn bytes(&self) -> u64 {
+    pub fn used_bytes(&self) -> u64 {
         self.blocks.front_bytes(usize::MAX)
     }
 

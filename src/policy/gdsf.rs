@@ -84,6 +84,8 @@ impl Policy for Gdsf {
         "gdsf"
     }
 
+    forward!(heap: victim, put_back_by_rank, check);
+
     fn used_bytes(&self, objects: &Objects) -> u64 {
         let most = objects.most();
         let tables = self.uses.front_bytes(most) + self.clocks.front_bytes(most);
@@ -108,17 +110,6 @@ impl Policy for Gdsf {
         if evicted {
             self.clock = self.clock.max(self.value(objects, slot));
         }
-    }
-
-    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
-        let (_, slot) = self.heap.least(objects)?;
-        self.heap.hold(objects, slot);
-        Some(slot)
-    }
-
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
-        let rank = self.rank(objects, slot, now);
-        self.heap.update(objects, slot, rank);
     }
 
     fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
@@ -163,27 +154,21 @@ impl Policy for Gdsf {
     fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
         out("clock", self.clock);
     }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.heap.check_all(objects)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use crate::meta::objects::Facts;
-    use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::evictor::{New, Who};
+    use crate::policy::testing::{evict, open};
 
     fn order(facts: &[(u64, Facts)]) -> Vec<u64> {
-        let options = Options { max_objects: 16, holes: true, ..Options::default() };
-        let mut e = Evictor::open("gdsf(alpha=0.01)", &options).expect("a known policy");
+        let mut e = open("gdsf(alpha=0.01)");
         for (id, &(units, facts)) in facts.iter().enumerate() {
             let new = New { id: id as u64, units, facts, ..New::default() };
             e.insert(1, &Who::default(), &[new]).expect("room");
         }
-        let mut out = Vec::new();
-        e.evict(2, u64::MAX, &mut out).expect("a time");
-        out.iter().map(|v| v.id).collect()
+        evict(&mut e, 2, u64::MAX)
     }
 
     #[test]

@@ -67,22 +67,13 @@ pub fn hand_over(
 
 #[cfg(test)]
 mod tests {
-    use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::evictor::{Evictor, Options, Who};
+    use crate::policy::testing::{evict, gauge, insert};
     use crate::policy::{Hint, Rank};
 
     fn open(spec: &str) -> Evictor {
         let options = Options { max_objects: 256, capacity_units: 64, ..Options::default() };
         Evictor::open(spec, &Options { holes: true, ..options }).expect("a known policy")
-    }
-
-    fn new(id: u64) -> New {
-        New { id, units: 1, ..New::default() }
-    }
-
-    fn order(e: &mut Evictor) -> Vec<u64> {
-        let mut out = Vec::new();
-        e.evict(1 << 40, u64::MAX, &mut out).expect("a time");
-        out.iter().map(|v| v.id).collect()
     }
 
     #[test]
@@ -98,14 +89,14 @@ mod tests {
             let who = Who::default();
             // The more uses, the longer ago.
             for (id, uses) in [(1, 40), (2, 12), (3, 5), (4, 1)] {
-                e.insert(id as i64 * 1000, &who, &[new(id)]).expect("room");
+                insert(&mut e, id as i64 * 1000, &who, id);
                 (0..uses).for_each(|n| {
                     e.touch(id as i64 * 1000 + n, &who, &[id]).expect("a time");
                 });
             }
             e.switch(spec).expect("a known policy");
             e.check().expect("sound");
-            assert_eq!(order(&mut e), expected, "{spec}");
+            assert_eq!(evict(&mut e, 1 << 40, u64::MAX), expected, "{spec}");
         }
     }
 
@@ -114,7 +105,7 @@ mod tests {
         let mut e = open("lru");
         let who = Who::default();
         for id in 0..40u64 {
-            e.insert(id as i64 + 1, &who, &[new(id)]).expect("room");
+            insert(&mut e, id as i64 + 1, &who, id);
         }
         (0..9).for_each(|n| assert_eq!(e.touch(100 + n, &who, &[7]).expect("a time"), 1));
         let seen = |e: &Evictor, id| {
@@ -131,7 +122,7 @@ mod tests {
         e.switch("wtinylfu(window=20%)").expect("known");
         e.check().expect("sound");
         // It was asked for in vain before.
-        e.insert(220, &who, &[new(500)]).expect("room");
+        insert(&mut e, 220, &who, 500);
         assert_eq!(seen(&e, 500), 5.0);
         assert_eq!((seen(&e, 7), seen(&e, 8), seen(&e, 9)), (10.0, 4.0, 1.0));
     }
@@ -146,7 +137,7 @@ mod tests {
             if e.lookup(now, &who, &[id], &mut []).expect("a time") == 0 {
                 let over = (e.objects().len() as u64 + 1).saturating_sub(64);
                 e.evict(now, over, &mut Vec::new()).expect("a time");
-                e.insert(now, &who, &[new(id)]).expect("room");
+                insert(&mut e, now, &who, id);
             }
             if id % 7 == 0 {
                 let stop = crate::meta::sessions::Stop::from_code(id % 5);
@@ -187,13 +178,6 @@ mod tests {
 
     #[test]
     fn what_others_learned_goes_over_inside_of_qos_too() {
-        let gauge = |e: &Evictor, wanted: &str| {
-            let mut found = f64::NAN;
-            e.policy().gauges(e.objects(), &mut |name, value| {
-                found = if name == wanted { value } else { found };
-            });
-            found
-        };
         let (mut e, _) = taught("predictive");
         let pace = gauge(&e, "gap_s");
         assert!(pace > 0.0);

@@ -163,6 +163,13 @@ impl<const NEXT: bool> Heap<NEXT> {
         }
     }
 
+    /// Takes the least object that may be evicted out, and holds it.
+    pub fn victim(&mut self, objects: &mut Objects) -> Option<Slot> {
+        let (_, slot) = self.least(objects)?;
+        self.hold(objects, slot);
+        Some(slot)
+    }
+
     /// Moves `entry` from a hole at `at` up to where it belongs.
     fn rise(&mut self, objects: &mut Objects, mut at: usize, entry: Entry) {
         while at > 0 {
@@ -194,7 +201,7 @@ impl<const NEXT: bool> Heap<NEXT> {
     }
 
     /// Whether every object is below a lesser one and knows its place.
-    pub fn check(&self, objects: &Objects) -> Result<()> {
+    pub fn check_order(&self, objects: &Objects) -> Result<()> {
         for at in 0..self.len {
             let Entry { slot, .. } = self.entries[at];
             if Self::index(objects, slot) != at {
@@ -207,9 +214,9 @@ impl<const NEXT: bool> Heap<NEXT> {
         Ok(())
     }
 
-    /// As `check`, for a policy whose objects are all in this heap or held.
-    pub fn check_all(&self, objects: &Objects) -> Result<()> {
-        self.check(objects)?;
+    /// As `check_order`, for a policy whose objects are all in this heap or held.
+    pub fn check(&self, objects: &Objects) -> Result<()> {
+        self.check_order(objects)?;
         let held = objects.slots().filter(|&slot| objects.node(slot).is_held()).count();
         if self.len + held != objects.len() {
             fail!(State, "{} in the heap and {held} held of {}", self.len, objects.len());
@@ -267,8 +274,8 @@ mod tests {
             let greatest = model.values().max().map(|r| !r.major);
             assert_eq!(down.peek().map(|(r, _)| r.major), greatest);
         }
-        up.check(&objects).expect("sound");
-        down.check(&objects).expect("sound");
+        up.check_order(&objects).expect("sound");
+        down.check_order(&objects).expect("sound");
     }
 
     #[test]
@@ -283,7 +290,7 @@ mod tests {
         assert_eq!(heap.least(&mut objects).map(|(_, slot)| slot), Some(1));
         assert!(objects.node(0).is_held() && !heap.contains(&objects, 0));
         assert_eq!(heap.len(), 2);
-        heap.check_all(&objects).expect("sound");
+        heap.check(&objects).expect("sound");
         assert!(heap.remove(&mut objects, 0).is_none());
     }
 }

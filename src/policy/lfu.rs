@@ -52,6 +52,8 @@ impl Policy for Lfu {
         "lfu"
     }
 
+    forward!(heap: victim, put_back_by_rank, check);
+
     fn used_bytes(&self, objects: &Objects) -> u64 {
         let most = objects.most();
         let tables = self.uses.front_bytes(most) + self.keys.front_bytes(most);
@@ -78,21 +80,6 @@ impl Policy for Lfu {
         }
     }
 
-    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
-        let (_, slot) = self.heap.least(objects)?;
-        self.heap.hold(objects, slot);
-        Some(slot)
-    }
-
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
-        let rank = self.rank(objects, slot, now);
-        self.heap.update(objects, slot, rank);
-    }
-
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        objects.set_units(slot, units);
-    }
-
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
         Rank::count(self.keys[slot as usize], objects.node(slot).stamp)
     }
@@ -111,45 +98,27 @@ impl Policy for Lfu {
     fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
         out("clock", self.clock as f64);
     }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.heap.check_all(objects)
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::policy::evictor::{Evictor, New, Options, Who};
-
-    fn open(spec: &str) -> Evictor {
-        let options = Options { max_objects: 16, holes: true, ..Options::default() };
-        Evictor::open(spec, &options).expect("a known policy")
-    }
-
-    fn insert(e: &mut Evictor, now: i64, id: u64) {
-        e.insert(now, &Who::default(), &[New { id, units: 1, ..New::default() }]).expect("room");
-    }
-
-    fn evict(e: &mut Evictor, now: i64) -> u64 {
-        let mut out = Vec::new();
-        e.evict(now, 1, &mut out).expect("a time");
-        out[0].id
-    }
+    use crate::policy::evictor::Who;
+    use crate::policy::testing::{evict, gauge, insert, open};
 
     /// One object is used often, then never again; others come and are used
     /// twice each.
     fn survivor(spec: &str) -> bool {
         let mut e = open(spec);
-        insert(&mut e, 1, 999);
+        insert(&mut e, 1, &Who::default(), 999);
         for now in 2..12 {
             e.touch(now, &Who::default(), &[999]).expect("there");
         }
         for id in 0..100u64 {
             let now = 100 + id as i64 * 10;
-            insert(&mut e, now, id);
+            insert(&mut e, now, &Who::default(), id);
             e.touch(now + 1, &Who::default(), &[id]).expect("there");
             if e.objects().len() > 4 {
-                evict(&mut e, now + 2);
+                evict(&mut e, now + 2, 1);
             }
         }
         e.check().expect("sound");
@@ -165,15 +134,10 @@ mod tests {
     #[test]
     fn a_preview_does_not_move_the_clock() {
         let mut e = open("lfu");
-        (0..3).for_each(|id| insert(&mut e, 1, id));
+        (0..3).for_each(|id| insert(&mut e, 1, &Who::default(), id));
         let mut out = Vec::new();
         e.preview(2, 2, &mut out).expect("a time");
-        let mut clock = None;
-        e.policy().gauges(e.objects(), &mut |name, value| {
-            assert_eq!(name, "clock");
-            clock = Some(value);
-        });
-        assert_eq!(clock, Some(0.0));
-        assert_eq!((evict(&mut e, 3), evict(&mut e, 4)), (out[0].id, out[1].id));
+        assert_eq!(gauge(&e, "clock"), 0.0);
+        assert_eq!([evict(&mut e, 3, 1), evict(&mut e, 4, 1)], [[out[0].id], [out[1].id]]);
     }
 }

@@ -4,15 +4,20 @@
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
-use crate::meta::list::List;
+use crate::meta::list::{List, Scout};
 use crate::meta::objects::Objects;
+use crate::policy::Rank;
 
 /// `N` lists.
-pub struct Lists<const N: usize>(pub [List; N]);
+pub struct Lists<const N: usize> {
+    /// The lists.
+    pub lists: [List; N],
+    scouts: [Scout; N],
+}
 
 impl<const N: usize> Default for Lists<N> {
     fn default() -> Lists<N> {
-        Lists([List::default(); N])
+        Lists { lists: [List::default(); N], scouts: [Scout::default(); N] }
     }
 }
 
@@ -23,15 +28,15 @@ impl<const N: usize> Lists<N> {
         let node = objects.node_mut(slot);
         node.tag = list as u8;
         node.set_held(false);
-        self.0[list].push_hot(objects, slot);
+        self.lists[list].push_hot(objects, slot);
     }
 
     /// Takes an object out of its list; nothing happens to a held one.
     #[inline]
-    pub fn unlink(&mut self, objects: &mut Objects, slot: Slot) {
+    pub fn remove(&mut self, objects: &mut Objects, slot: Slot) {
         let node = objects.node(slot);
         if !node.is_held() {
-            self.0[usize::from(node.tag)].unlink(objects, slot);
+            self.lists[usize::from(node.tag)].unlink(objects, slot);
         }
     }
 
@@ -40,16 +45,16 @@ impl<const N: usize> Lists<N> {
     pub fn move_hot(&mut self, objects: &mut Objects, list: usize, slot: Slot) {
         let node = objects.node(slot);
         if !node.is_held() && usize::from(node.tag) == list {
-            return self.0[list].to_hot(objects, slot);
+            return self.lists[list].to_hot(objects, slot);
         }
-        self.unlink(objects, slot);
+        self.remove(objects, slot);
         self.push_hot(objects, list, slot);
     }
 
     /// Takes an object out of its list, which stays noted.
     #[inline]
     pub fn hold(&mut self, objects: &mut Objects, slot: Slot) {
-        self.unlink(objects, slot);
+        self.remove(objects, slot);
         objects.node_mut(slot).set_held(true);
     }
 
@@ -59,7 +64,7 @@ impl<const N: usize> Lists<N> {
         if node.is_held() {
             node.set_held(false);
             let list = usize::from(node.tag);
-            self.0[list].put_back(objects, slot);
+            self.lists[list].put_back(objects, slot);
         }
     }
 
@@ -67,7 +72,7 @@ impl<const N: usize> Lists<N> {
     #[inline]
     pub fn coldest(&mut self, objects: &mut Objects, list: usize) -> Option<Slot> {
         loop {
-            let slot = self.0[list].tail;
+            let slot = self.lists[list].tail;
             if slot == NONE {
                 return None;
             }
@@ -78,11 +83,37 @@ impl<const N: usize> Lists<N> {
         }
     }
 
+    /// Takes the coldest object out of the first list that has one.
+    pub fn victim(&mut self, objects: &mut Objects) -> Option<Slot> {
+        let slot = (0..N).find_map(|list| self.coldest(objects, list))?;
+        self.passed(usize::from(objects.node(slot).tag));
+        self.hold(objects, slot);
+        Some(slot)
+    }
+
+    /// Loads the nodes that the next searches will visit into the processor's cache.
+    pub fn look_ahead(&mut self, objects: &Objects) {
+        for (list, scout) in self.lists.iter().zip(&mut self.scouts) {
+            scout.step(objects, list.tail);
+        }
+    }
+
+    /// A search has visited the coldest object of a list.
+    #[inline]
+    pub fn passed(&mut self, list: usize) {
+        self.scouts[list].passed();
+    }
+
+    /// The rank of an object in a single list.
+    pub fn rank(&self, objects: &Objects, slot: Slot) -> Rank {
+        Rank::time(objects.node(slot).stamp)
+    }
+
     /// Changes an object's size, in its list too.
     pub fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
         let node = objects.node(slot);
         if !node.is_held() {
-            let sum = &mut self.0[usize::from(node.tag)].units;
+            let sum = &mut self.lists[usize::from(node.tag)].units;
             *sum = *sum - u64::from(node.units) + u64::from(units);
         }
         objects.set_units(slot, units);
@@ -90,9 +121,9 @@ impl<const N: usize> Lists<N> {
 
     /// Whether every list is sound, and every object of the table is in the list
     /// that its tag names, or held.
-    pub fn check(&self, objects: &Objects) -> Result<()> {
+    pub fn check_links(&self, objects: &Objects) -> Result<()> {
         let mut linked = 0;
-        for (i, list) in self.0.iter().enumerate() {
+        for (i, list) in self.lists.iter().enumerate() {
             list.check(objects)?;
             for slot in list.from_cold(objects) {
                 let node = objects.node(slot);
@@ -109,10 +140,10 @@ impl<const N: usize> Lists<N> {
         Ok(())
     }
 
-    /// As `check`, for lists that are in the order of their stamps.
-    pub fn check_in_order(&self, objects: &Objects) -> Result<()> {
-        self.check(objects)?;
-        for (i, list) in self.0.iter().enumerate() {
+    /// As `check_links`, for lists that are in the order of their stamps.
+    pub fn check(&self, objects: &Objects) -> Result<()> {
+        self.check_links(objects)?;
+        for (i, list) in self.lists.iter().enumerate() {
             if !list.from_cold(objects).is_sorted_by_key(|slot| objects.node(slot).stamp) {
                 fail!(State, "list {i} is not in the order of its stamps");
             }

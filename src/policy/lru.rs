@@ -3,9 +3,9 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::meta::index::Slot;
-use crate::meta::list::Scout;
 use crate::meta::objects::Objects;
 use crate::policy::columns::Columns;
+use crate::policy::custom;
 use crate::policy::lists::Lists;
 use crate::policy::{Policy, Rank, touch_each};
 
@@ -13,7 +13,8 @@ use crate::policy::{Policy, Rank, touch_each};
 #[derive(Default)]
 pub struct Lru {
     lists: Lists<1>,
-    scout: Scout,
+    /// Serves `custom`: facts are kept for the caller's scorer.
+    scored: bool,
 }
 
 impl Lru {
@@ -21,11 +22,27 @@ impl Lru {
     pub fn read(_: &mut Reader) -> Result<Lru> {
         Ok(Lru::default())
     }
+
+    /// Reads `custom`, which has no parameters: without a scorer its order is LRU.
+    pub fn read_custom(_: &mut Reader) -> Result<Lru> {
+        Ok(Lru { scored: true, ..Lru::default() })
+    }
 }
 
 impl Policy for Lru {
+    forward!(lists: look_ahead, remove, victim, put_back, resize, rank, check);
+
     fn name(&self) -> &'static str {
+        if self.scored { custom::NAME } else { "lru" }
+    }
+
+    /// What this order decides, LRU has decided, also under the name `custom`.
+    fn decided_by(&self) -> &'static str {
         "lru"
+    }
+
+    fn wants_facts(&self) -> bool {
+        self.scored
     }
 
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
@@ -46,44 +63,9 @@ impl Policy for Lru {
         touch_each(self, objects, slots, session, now)
     }
 
-    fn look_ahead(&mut self, objects: &Objects) {
-        self.scout.step(objects, self.lists.0[0].tail);
-    }
-
-    fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
-        self.lists.unlink(objects, slot);
-    }
-
-    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
-        let slot = self.lists.coldest(objects, 0)?;
-        self.lists.hold(objects, slot);
-        self.scout.passed();
-        Some(slot)
-    }
-
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
-        self.lists.put_back(objects, slot);
-    }
-
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        self.lists.resize(objects, slot, units);
-    }
-
-    fn leaves_by_links(&self) -> bool {
-        true
-    }
-
-    fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
-        Rank::time(objects.node(slot).stamp)
-    }
-
     fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
         for (row, rank) in ranks.iter_mut().enumerate() {
             *rank = Rank::time(columns.last_access_ns(row));
         }
-    }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.lists.check_in_order(objects)
     }
 }

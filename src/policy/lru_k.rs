@@ -118,6 +118,8 @@ impl Policy for LruK {
         "lru-k"
     }
 
+    forward!(heap: victim, put_back_by_rank, check);
+
     fn used_bytes(&self, objects: &Objects) -> u64 {
         let most = objects.most();
         let earlier = self.earlier.front_bytes(most * (self.k - 1));
@@ -154,21 +156,6 @@ impl Policy for LruK {
         }
     }
 
-    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
-        let (_, slot) = self.heap.least(objects)?;
-        self.heap.hold(objects, slot);
-        Some(slot)
-    }
-
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
-        let rank = self.rank(objects, slot, now);
-        self.heap.update(objects, slot, rank);
-    }
-
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        objects.set_units(slot, units);
-    }
-
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
         self.rank_of(slot, objects.node(slot).stamp)
     }
@@ -201,32 +188,21 @@ impl Policy for LruK {
     fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
         out("history", self.history.ids.len() as f64);
     }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.heap.check_all(objects)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use crate::policy::columns::Columns;
-    use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::evictor::{Evictor, Who};
+    use crate::policy::testing::{self, open};
     use crate::policy::{Policy, Rank};
 
-    fn open(spec: &str) -> Evictor {
-        let options = Options { max_objects: 16, holes: true, ..Options::default() };
-        Evictor::open(spec, &options).expect("a known policy")
-    }
-
     fn insert(e: &mut Evictor, now: i64, id: u64) {
-        e.insert(now, &Who::default(), &[New { id, units: 1, ..New::default() }]).expect("room");
+        testing::insert(e, now, &Who::default(), id);
     }
 
     fn evict(e: &mut Evictor, now: i64) -> u64 {
-        let mut out = Vec::new();
-        e.evict(now, 1, &mut out).expect("a time");
-        e.check().expect("sound");
-        out[0].id
+        testing::evict(e, now, 1)[0]
     }
 
     #[test]

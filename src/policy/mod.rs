@@ -8,6 +8,9 @@
 //! passed over once and *held* out of the order until they are free again, so
 //! that they are never scanned twice.
 
+#[macro_use]
+mod forward;
+
 pub mod advice;
 pub mod arc;
 pub mod batch;
@@ -42,6 +45,8 @@ pub mod shadow;
 pub mod share;
 pub mod sieve;
 pub mod slru;
+#[cfg(test)]
+mod testing;
 pub mod tlru;
 pub mod two_q;
 pub mod upkeep;
@@ -203,7 +208,9 @@ pub trait Policy: Send {
 
     /// The object's size changes; the table's own count is changed in here
     /// (`Objects::set_units`), after sums of sizes.
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32);
+    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
+        objects.set_units(slot, units);
+    }
 
     /// The engine said something of the object in `slot`.
     fn hint(&mut self, _objects: &mut Objects, _slot: Slot, _hint: &Hint, _now: i64) {}
@@ -239,7 +246,7 @@ pub trait Policy: Send {
 
     /// Whether `Node::prev` of an object names one that probably leaves soon after
     /// it: its data is then fetched ahead.
-    fn leaves_by_links(&self) -> bool {
+    fn evicts_by_links(&self) -> bool {
         false
     }
 

@@ -431,6 +431,7 @@ impl Policy for Pensieve {
 mod tests {
     use super::*;
     use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::testing::evict;
 
     fn cell(layer: u16, chunk: u32) -> Facts {
         let context = chunk * 32;
@@ -443,13 +444,6 @@ mod tests {
     fn open(spec: &str, holes: bool) -> Evictor {
         let options = Options { max_objects: 64, holes, ..Options::default() };
         Evictor::open(spec, &options).expect("a known policy")
-    }
-
-    fn leave(e: &mut Evictor, now: i64) -> Vec<u64> {
-        let mut out = Vec::new();
-        e.evict(now, u64::MAX, &mut out).expect("a time");
-        e.check().expect("sound");
-        out.iter().map(|v| v.id).collect()
     }
 
     #[test]
@@ -468,7 +462,7 @@ mod tests {
                 assert!((score - cost * 1000.0).abs() < 1e-9, "{slot}: {score}");
             }
             // L1C0, L0C0, L1C1, L0C1.
-            assert_eq!(leave(&mut e, 60_000_000_000), [1, 0, 3, 2]);
+            assert_eq!(evict(&mut e, 60_000_000_000, u64::MAX), [1, 0, 3, 2]);
         }
     }
 
@@ -560,6 +554,6 @@ mod tests {
         let old = e.objects.facts(0);
         e.objects.facts_mut(0).expect("kept").tokens = 25;
         e.policy.facts_changed(&mut e.objects, 0, &old, 2);
-        assert_eq!(leave(&mut e, 3), [1, 0, 2]);
+        assert_eq!(evict(&mut e, 3, u64::MAX), [1, 0, 2]);
     }
 }

@@ -19,12 +19,8 @@ pub struct Queues<const N: usize> {
     lists: Lists<N>,
     units: [u64; N],
     last: i64,
-}
-
-impl<const N: usize> Default for Queues<N> {
-    fn default() -> Queues<N> {
-        Queues { lists: Lists::default(), units: [0; N], last: i64::MIN }
-    }
+    /// Units that fit; 0 = unknown.
+    capacity: u64,
 }
 
 /// A counter of the policy's own, up to MAX_COUNT.
@@ -41,6 +37,26 @@ pub fn set_count(node: &mut Node, count: u8) {
 }
 
 impl<const N: usize> Queues<N> {
+    /// Empty queues of a table with this capacity in units; 0 = unknown.
+    pub fn new(capacity: u64) -> Queues<N> {
+        Queues { lists: Lists::default(), units: [0; N], last: i64::MIN, capacity }
+    }
+
+    /// The capacity in units; 0 = unknown.
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// Changes the capacity.
+    pub fn set_capacity(&mut self, units: u64) {
+        self.capacity = units;
+    }
+
+    /// The capacity, or the resident units while the capacity is unknown.
+    pub fn fits(&self, objects: &Objects) -> u64 {
+        if self.capacity > 0 { self.capacity } else { objects.units() }
+    }
+
     /// A search moves several objects at one time: all get stamps of their own.
     #[inline]
     fn stamp(&mut self, now: i64) -> i64 {
@@ -63,7 +79,7 @@ impl<const N: usize> Queues<N> {
     /// The coldest object of a list that is not held, blocked or not.
     #[inline]
     pub fn tail(&self, list: usize) -> Option<Slot> {
-        Some(self.lists.0[list].tail).filter(|&slot| slot != NONE)
+        Some(self.lists.lists[list].tail).filter(|&slot| slot != NONE)
     }
 
     /// Puts a new object at the hot end of a list.
@@ -95,6 +111,28 @@ impl<const N: usize> Queues<N> {
         self.lists.coldest(objects, list)
     }
 
+    /// Takes the coldest object out of the first of the given lists that has one.
+    pub fn victim(
+        &mut self,
+        objects: &mut Objects,
+        order: impl IntoIterator<Item = usize>,
+    ) -> Option<Slot> {
+        let slot = order.into_iter().find_map(|list| self.lists.coldest(objects, list))?;
+        self.take(objects, slot);
+        Some(slot)
+    }
+
+    /// Loads the nodes that the next searches will visit into the processor's cache.
+    pub fn look_ahead(&mut self, objects: &Objects) {
+        self.lists.look_ahead(objects);
+    }
+
+    /// A search has visited the coldest object of a list.
+    #[inline]
+    pub fn passed(&mut self, list: usize) {
+        self.lists.passed(list);
+    }
+
     /// Takes a victim out; it counts no longer.
     #[inline]
     pub fn take(&mut self, objects: &mut Objects, slot: Slot) {
@@ -122,7 +160,7 @@ impl<const N: usize> Queues<N> {
         if node.freq() & TAKEN == 0 {
             self.units[list] -= u64::from(node.units);
         }
-        self.lists.unlink(objects, slot);
+        self.lists.remove(objects, slot);
         list
     }
 
@@ -138,7 +176,7 @@ impl<const N: usize> Queues<N> {
 
     /// Whether the lists are sound, their sums right and their stamps in order.
     pub fn check(&self, objects: &Objects) -> Result<()> {
-        self.lists.check_in_order(objects)?;
+        self.lists.check(objects)?;
         let mut units = [0; N];
         for slot in objects.slots() {
             let node = objects.node(slot);
@@ -153,68 +191,6 @@ impl<const N: usize> Queues<N> {
     }
 }
 
-/// A cache of objects of one unit, for the tests of policies.
-#[cfg(test)]
-pub(crate) mod testing {
-    use crate::policy::evictor::{Evictor, New, Options, Who};
-
-    pub(crate) struct Cache {
-        pub(crate) evictor: Evictor,
-        capacity: u64,
-        now: i64,
-    }
-
-    impl Cache {
-        pub(crate) fn new(spec: &str, capacity: u64) -> Cache {
-            let max_objects = 64;
-            let options = Options {
-                max_objects,
-                capacity_units: capacity,
-                holes: true,
-                ..Options::default()
-            };
-            let evictor = Evictor::open(spec, &options).expect("a known policy");
-            Cache { evictor, capacity, now: 0 }
-        }
-
-        /// Asks for each; those that left to make room.
-        pub(crate) fn get(&mut self, ids: impl IntoIterator<Item = u64>) -> Vec<u64> {
-            let (mut out, who) = (Vec::new(), Who::default());
-            for id in ids {
-                self.now += 1;
-                let e = &mut self.evictor;
-                if e.lookup(self.now, &who, &[id], &mut []).expect("a time") == 0 {
-                    while e.objects().units() >= self.capacity {
-                        e.evict(self.now, 1, &mut out).expect("a time");
-                    }
-                    e.insert(self.now, &who, &[New { id, units: 1, ..New::default() }]).expect("");
-                }
-                e.check().expect("sound");
-            }
-            out.iter().map(|victim| victim.id).collect()
-        }
-
-        /// Who would leave, to the last.
-        pub(crate) fn order(&mut self) -> Vec<u64> {
-            let mut out = Vec::new();
-            self.evictor.evict(self.now, u64::MAX, &mut out).expect("a time");
-            self.evictor.check().expect("sound");
-            out.iter().map(|victim| victim.id).collect()
-        }
-
-        pub(crate) fn gauge(&self, name: &str) -> f64 {
-            let mut found = f64::NAN;
-            let objects = self.evictor.objects();
-            self.evictor.policy().gauges(objects, &mut |n, x| {
-                if n == name {
-                    found = x;
-                }
-            });
-            found
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -223,7 +199,7 @@ mod tests {
     #[test]
     fn the_held_count_and_the_chosen_do_not() {
         let mut objects = Objects::new(4, false, false).expect("small");
-        let mut queues = Queues::<2>::default();
+        let mut queues = Queues::<2>::new(0);
         for id in 0..3 {
             let slot = objects.insert(id, NONE, 10, &Facts::default()).expect("room");
             queues.push(&mut objects, 0, slot, 5);

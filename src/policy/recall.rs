@@ -57,7 +57,7 @@ impl Recall {
 
     /// An object that is not there was looked up.
     #[inline]
-    pub fn ask(&mut self, id: u64) {
+    pub fn miss(&mut self, id: u64) {
         if let Some((units, _)) = self.left.remove(id) {
             self.wanted.add(id, units, 0);
         }
@@ -79,7 +79,7 @@ mod tests {
         let mut recall = Recall::new(8).expect("small");
         (1..=4).for_each(|id| recall.add(id, 2, 6));
         assert_eq!((recall.units(), recall.len()), (6, 3));
-        recall.ask(2);
+        recall.miss(2);
         (5..=8).for_each(|id| recall.add(id, 2, 6));
         assert!(recall.take(2) && !recall.take(2) && !recall.take(3));
         recall.add(9, 7, 6);

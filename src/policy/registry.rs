@@ -3,7 +3,6 @@
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::{Error, Result, Status};
 use crate::policy::Policy;
-use crate::policy::custom::Custom;
 use crate::policy::horizon::Horizon;
 use crate::policy::shadow::Auto;
 use crate::policy::{arc::Arc, belady::Belady, s3fifo::S3Fifo, sieve::Sieve, slru::Slru};
@@ -69,7 +68,7 @@ pub const ENTRIES: &[Entry] = &[
         name: "custom",
         aliases: &[],
         about: "the caller's own scores decide: the least leaves first",
-        make: |r, _| boxed(Custom::read(r)),
+        make: |r, _| boxed(Lru::read_custom(r)),
     },
     Entry {
         name: "fifo",

@@ -21,8 +21,7 @@
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
-use crate::meta::index::{NONE, Slot};
-use crate::meta::list::Scout;
+use crate::meta::index::Slot;
 use crate::meta::objects::Objects;
 use crate::policy::columns::Columns;
 use crate::policy::queues::{Queues, count, set_count};
@@ -43,29 +42,20 @@ pub struct S3Fifo {
     small: f64,
     ghost: f64,
     promote: u8,
-    capacity: u64,
     has_evicted: bool,
-    scouts: [Scout; 2],
 }
 
 impl S3Fifo {
     /// Reads `s3fifo` with its parameters.
     pub fn read(reader: &mut Reader, setting: &Setting) -> Result<S3Fifo> {
         Ok(S3Fifo {
-            queues: Queues::default(),
+            queues: Queues::new(setting.capacity_units),
             recall: Recall::new(setting.max_objects)?,
             small: reader.f64("small", 0.1, 0.0..=1.0)?,
             ghost: reader.f64("ghost", 0.9, 0.0..=10.0)?,
             promote: reader.u64("promote", 2, 1..=u64::from(MOST_USES))? as u8,
-            capacity: setting.capacity_units,
             has_evicted: false,
-            scouts: [Scout::default(); 2],
         })
-    }
-
-    /// What fits: as told, else what is there.
-    fn fits(&self, objects: &Objects) -> u64 {
-        if self.capacity > 0 { self.capacity } else { objects.units() }
     }
 
     fn share(share: f64, fits: u64) -> u64 {
@@ -89,7 +79,7 @@ impl S3Fifo {
     fn search(&mut self, objects: &mut Objects, list: usize, now: i64) -> Option<Slot> {
         loop {
             let slot = self.queues.coldest(objects, list)?;
-            self.scouts[list].passed();
+            self.queues.passed(list);
             let uses = count(objects.node(slot));
             if !self.survives(list, uses) {
                 return Some(slot);
@@ -112,13 +102,12 @@ impl Policy for S3Fifo {
         "s3fifo"
     }
 
-    fn used_bytes(&self, _: &Objects) -> u64 {
-        self.recall.used_bytes()
-    }
+    forward!(queues: look_ahead, put_back, resize, set_capacity, check);
+    forward!(recall: used_bytes, prefetch, miss);
 
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let id = objects.node(slot).id;
-        let small_most = Self::share(self.small, self.fits(objects));
+        let small_most = Self::share(self.small, self.queues.fits(objects));
         let filling = !self.has_evicted && self.queues.units(SMALL) >= small_most;
         let list = if self.recall.take(id) || filling { MAIN } else { SMALL };
         self.queues.push(objects, list, slot, now);
@@ -130,24 +119,10 @@ impl Policy for S3Fifo {
         set_count(node, (uses + 1).min(MOST_USES));
     }
 
-    fn look_ahead(&mut self, objects: &Objects) {
-        for (list, scout) in self.scouts.iter_mut().enumerate() {
-            scout.step(objects, self.queues.tail(list).unwrap_or(NONE));
-        }
-    }
-
-    fn prefetch(&self, ids: &[u64]) {
-        self.recall.prefetch(ids);
-    }
-
-    fn miss(&mut self, _objects: &Objects, id: u64, _now: i64) {
-        self.recall.ask(id);
-    }
-
     fn remove(&mut self, objects: &mut Objects, slot: Slot, evicted: bool, _now: i64) {
         let list = self.queues.remove(objects, slot);
         if evicted && list == SMALL {
-            let most = Self::share(self.ghost, self.fits(objects));
+            let most = Self::share(self.ghost, self.queues.fits(objects));
             let node = objects.node(slot);
             self.recall.add(node.id, node.units, most);
         }
@@ -155,7 +130,7 @@ impl Policy for S3Fifo {
 
     fn victim(&mut self, objects: &mut Objects, now: i64) -> Option<Slot> {
         self.has_evicted = true;
-        let first = self.first(self.fits(objects));
+        let first = self.first(self.queues.fits(objects));
         let slot = self.search(objects, first, now);
         let slot = slot.or_else(|| self.search(objects, SMALL + MAIN - first, now));
         // The search of the small queue may have promoted all that can leave.
@@ -164,29 +139,13 @@ impl Policy for S3Fifo {
         Some(slot)
     }
 
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
-        self.queues.put_back(objects, slot);
-    }
-
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        self.queues.resize(objects, slot, units);
-    }
-
-    fn set_capacity(&mut self, units: u64) {
-        self.capacity = units;
-    }
-
-    fn leaves_by_links(&self) -> bool {
-        true
-    }
-
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
         let node = objects.node(slot);
-        self.rank_in(self.fits(objects), usize::from(node.tag), count(node), node.stamp)
+        self.rank_in(self.queues.fits(objects), usize::from(node.tag), count(node), node.stamp)
     }
 
     fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
-        let fits = self.capacity.max(self.queues.total());
+        let fits = self.queues.capacity().max(self.queues.total());
         for (row, rank) in ranks.iter_mut().enumerate() {
             let uses = (columns.count(row).max(1) - 1).min(u64::from(MOST_USES)) as u8;
             *rank = self.rank_in(fits, SMALL, uses, columns.created_ns(row));
@@ -202,15 +161,11 @@ impl Policy for S3Fifo {
         out("s3fifo_main", self.queues.units(MAIN) as f64);
         out("s3fifo_ghost", self.recall.units() as f64);
     }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.queues.check(objects)
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::policy::queues::testing::Cache;
+    use crate::policy::testing::Cache;
 
     #[test]
     fn newcomers_prove_themselves_in_the_small_queue() {

@@ -47,6 +47,8 @@ impl Policy for Sieve {
         "sieve"
     }
 
+    forward!(lists: resize);
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let node = objects.node_mut(slot);
         node.stamp = now;
@@ -59,7 +61,7 @@ impl Policy for Sieve {
     }
 
     fn look_ahead(&mut self, objects: &Objects) {
-        let start = if self.hand == NONE { self.lists.0[0].tail } else { self.hand };
+        let start = if self.hand == NONE { self.lists.lists[0].tail } else { self.hand };
         self.scout.step(objects, start);
     }
 
@@ -67,12 +69,12 @@ impl Policy for Sieve {
         if self.hand == slot {
             self.hand = objects.node(slot).prev;
         }
-        self.lists.unlink(objects, slot);
+        self.lists.remove(objects, slot);
     }
 
     fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
         loop {
-            let slot = if self.hand == NONE { self.lists.0[0].tail } else { self.hand };
+            let slot = if self.hand == NONE { self.lists.lists[0].tail } else { self.hand };
             if slot == NONE {
                 return None;
             }
@@ -93,7 +95,7 @@ impl Policy for Sieve {
         if !objects.node(slot).is_held() {
             return;
         }
-        let list = &mut self.lists.0[0];
+        let list = &mut self.lists.lists[0];
         let at_start = self.hand == NONE;
         let before = if at_start { list.tail } else { self.hand };
         objects.node_mut(slot).set_held(false);
@@ -103,11 +105,7 @@ impl Policy for Sieve {
         }
     }
 
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        self.lists.resize(objects, slot, units);
-    }
-
-    fn leaves_by_links(&self) -> bool {
+    fn evicts_by_links(&self) -> bool {
         true
     }
 
@@ -127,16 +125,16 @@ impl Policy for Sieve {
     }
 
     fn check(&self, objects: &Objects) -> Result<()> {
-        if self.hand != NONE && !self.lists.0[0].from_cold(objects).any(|s| s == self.hand) {
+        if self.hand != NONE && !self.lists.lists[0].from_cold(objects).any(|s| s == self.hand) {
             fail!(State, "the hand points to slot {}, which is not in the queue", self.hand);
         }
-        self.lists.check(objects)
+        self.lists.check_links(objects)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::policy::queues::testing::Cache;
+    use crate::policy::testing::Cache;
 
     #[test]
     fn the_hand_passes_the_used_and_goes_round() {

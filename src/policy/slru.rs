@@ -33,7 +33,6 @@ pub struct Slru {
     segments: usize,
     /// Share of the upper of two segments; None = all are equal.
     protected: Option<f64>,
-    capacity: u64,
 }
 
 impl Slru {
@@ -46,16 +45,10 @@ impl Slru {
         }
         let protected = if protected.is_nan() { 0.8 } else { protected };
         Ok(Slru {
-            queues: Queues::default(),
+            queues: Queues::new(setting.capacity_units),
             segments: segments.max(2),
             protected: (segments == 0).then_some(protected),
-            capacity: setting.capacity_units,
         })
-    }
-
-    /// What fits: as told, else what is there.
-    fn fits(&self, objects: &Objects) -> u64 {
-        if self.capacity > 0 { self.capacity } else { objects.units() }
     }
 
     /// The share of a segment above the lowest, or of any equal one.
@@ -77,7 +70,7 @@ impl Slru {
 
     /// Moves down what exceeds the shares of `segment` and those below it.
     fn cool(&mut self, objects: &mut Objects, segment: usize, now: i64) {
-        let most = self.most(self.fits(objects));
+        let most = self.most(self.queues.fits(objects));
         for segment in (1..=segment).rev() {
             while self.queues.units(segment) > most {
                 let Some(slot) = self.queues.tail(segment) else { break };
@@ -92,9 +85,15 @@ impl Policy for Slru {
         "slru"
     }
 
+    forward!(queues: remove, put_back, resize, set_capacity, check);
+
+    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
+        self.queues.victim(objects, 0..self.segments)
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let units = u64::from(objects.node(slot).units);
-        let segment = self.entry(units, self.most(self.fits(objects)));
+        let segment = self.entry(units, self.most(self.queues.fits(objects)));
         self.queues.push(objects, segment, slot, now);
     }
 
@@ -105,32 +104,6 @@ impl Policy for Slru {
         if up > segment {
             self.cool(objects, up, now);
         }
-    }
-
-    fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
-        self.queues.remove(objects, slot);
-    }
-
-    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
-        let slot = (0..self.segments).find_map(|s| self.queues.coldest(objects, s))?;
-        self.queues.take(objects, slot);
-        Some(slot)
-    }
-
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
-        self.queues.put_back(objects, slot);
-    }
-
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        self.queues.resize(objects, slot, units);
-    }
-
-    fn set_capacity(&mut self, units: u64) {
-        self.capacity = units;
-    }
-
-    fn leaves_by_links(&self) -> bool {
-        true
     }
 
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
@@ -153,15 +126,11 @@ impl Policy for Slru {
         out("slru_low", self.queues.units(0) as f64);
         out("slru_high", self.queues.units(self.segments - 1) as f64);
     }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.queues.check(objects)
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::policy::queues::testing::Cache;
+    use crate::policy::testing::Cache;
 
     #[test]
     fn uses_move_up_and_overflow_moves_down() {

@@ -65,6 +65,8 @@ impl Policy for Tlru {
         "tlru"
     }
 
+    forward!(lists: remove, victim, put_back, resize, check);
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         objects.node_mut(slot).stamp = now;
         let part = self.part_of(objects, slot);
@@ -75,29 +77,6 @@ impl Policy for Tlru {
         objects.node_mut(slot).stamp = now;
         let part = self.part_of(objects, slot);
         self.lists.move_hot(objects, part, slot);
-    }
-
-    fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
-        self.lists.unlink(objects, slot);
-    }
-
-    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
-        let beyond = self.lists.coldest(objects, BEYOND);
-        let slot = beyond.or_else(|| self.lists.coldest(objects, REST))?;
-        self.lists.hold(objects, slot);
-        Some(slot)
-    }
-
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
-        self.lists.put_back(objects, slot);
-    }
-
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        self.lists.resize(objects, slot, units);
-    }
-
-    fn leaves_by_links(&self) -> bool {
-        true
     }
 
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
@@ -132,12 +111,8 @@ impl Policy for Tlru {
     }
 
     fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
-        out("beyond_units", self.lists.0[BEYOND].units as f64);
-        out("rest_units", self.lists.0[REST].units as f64);
-    }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.lists.check(objects)
+        out("beyond_units", self.lists.lists[BEYOND].units as f64);
+        out("rest_units", self.lists.lists[REST].units as f64);
     }
 }
 

@@ -34,7 +34,6 @@ pub struct TwoQ {
     recall: Recall,
     share_in: f64,
     share_out: f64,
-    capacity: u64,
     /// The last newcomer, and when it came.
     newest: (Slot, i64),
 }
@@ -43,18 +42,12 @@ impl TwoQ {
     /// Reads `2q` with its parameters.
     pub fn read(reader: &mut Reader, setting: &Setting) -> Result<TwoQ> {
         Ok(TwoQ {
-            queues: Queues::default(),
+            queues: Queues::new(setting.capacity_units),
             recall: Recall::new(setting.max_objects)?,
             share_in: reader.f64("in", 0.25, 0.0..=1.0)?,
             share_out: reader.f64("out", 0.5, 0.0..=10.0)?,
-            capacity: setting.capacity_units,
             newest: (NONE, i64::MIN),
         })
-    }
-
-    /// What fits: as told, else what is there.
-    fn fits(&self, objects: &Objects) -> u64 {
-        if self.capacity > 0 { self.capacity } else { objects.units() }
     }
 
     /// The queue that gives the next victim.
@@ -73,8 +66,12 @@ impl Policy for TwoQ {
         "2q"
     }
 
-    fn used_bytes(&self, _: &Objects) -> u64 {
-        self.recall.used_bytes()
+    forward!(queues: put_back, resize, set_capacity, check);
+    forward!(recall: used_bytes, prefetch, miss);
+
+    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
+        let first = self.first(self.queues.fits(objects));
+        self.queues.victim(objects, [first, IN + MAIN - first])
     }
 
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
@@ -90,54 +87,22 @@ impl Policy for TwoQ {
         }
     }
 
-    fn prefetch(&self, ids: &[u64]) {
-        self.recall.prefetch(ids);
-    }
-
-    fn miss(&mut self, _objects: &Objects, id: u64, _now: i64) {
-        self.recall.ask(id);
-    }
-
     fn remove(&mut self, objects: &mut Objects, slot: Slot, evicted: bool, _now: i64) {
         let list = self.queues.remove(objects, slot);
         if evicted && list == IN {
-            let most = (self.fits(objects) as f64 * self.share_out) as u64;
+            let most = (self.queues.fits(objects) as f64 * self.share_out) as u64;
             let node = objects.node(slot);
             self.recall.add(node.id, node.units, most);
         }
     }
 
-    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
-        let first = self.first(self.fits(objects));
-        let slot = self.queues.coldest(objects, first);
-        let slot = slot.or_else(|| self.queues.coldest(objects, IN + MAIN - first))?;
-        self.queues.take(objects, slot);
-        Some(slot)
-    }
-
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
-        self.queues.put_back(objects, slot);
-    }
-
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        self.queues.resize(objects, slot, units);
-    }
-
-    fn set_capacity(&mut self, units: u64) {
-        self.capacity = units;
-    }
-
-    fn leaves_by_links(&self) -> bool {
-        true
-    }
-
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
         let node = objects.node(slot);
-        self.rank_in(self.fits(objects), usize::from(node.tag), node.stamp)
+        self.rank_in(self.queues.fits(objects), usize::from(node.tag), node.stamp)
     }
 
     fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
-        let fits = self.capacity.max(self.queues.total());
+        let fits = self.queues.capacity().max(self.queues.total());
         for (row, rank) in ranks.iter_mut().enumerate() {
             *rank = self.rank_in(fits, IN, columns.created_ns(row));
         }
@@ -148,15 +113,11 @@ impl Policy for TwoQ {
         out("2q_out", self.recall.units() as f64);
         out("2q_main", self.queues.units(MAIN) as f64);
     }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.queues.check(objects)
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::policy::queues::testing::Cache;
+    use crate::policy::testing::Cache;
 
     #[test]
     fn what_comes_back_is_kept() {

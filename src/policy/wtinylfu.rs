@@ -43,25 +43,23 @@ pub struct WTinyLfu {
     window: f64,
     protected: f64,
     sample: u64,
-    capacity: u64,
 }
 
 impl WTinyLfu {
     /// Reads `wtinylfu` with its parameters.
     pub fn read(reader: &mut Reader, setting: &Setting) -> Result<WTinyLfu> {
         Ok(WTinyLfu {
-            queues: Queues::default(),
+            queues: Queues::new(setting.capacity_units),
             seen: Frequency::new(setting.max_objects)?,
             window: reader.f64("window", 0.01, 0.0..=1.0)?,
             protected: reader.f64("protected", 0.8, 0.0..=1.0)?,
             sample: reader.u64("sample", 10, 1..=1000)?,
-            capacity: setting.capacity_units,
         })
     }
 
     /// The shares of window and main part: of what fits, or of what is there.
     fn shares(&self, objects: &Objects) -> (u64, u64) {
-        let fits = if self.capacity > 0 { self.capacity } else { objects.units() };
+        let fits = self.queues.fits(objects);
         let window = ((fits as f64 * self.window) as u64).max(1);
         (window, fits.saturating_sub(window))
     }
@@ -104,9 +102,8 @@ impl Policy for WTinyLfu {
         "wtinylfu"
     }
 
-    fn used_bytes(&self, _: &Objects) -> u64 {
-        self.seen.bytes()
-    }
+    forward!(queues: remove, put_back, resize, set_capacity, check);
+    forward!(seen: used_bytes);
 
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let id = objects.node(slot).id;
@@ -156,10 +153,6 @@ impl Policy for WTinyLfu {
         self.see(objects, id);
     }
 
-    fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
-        self.queues.remove(objects, slot);
-    }
-
     fn victim(&mut self, objects: &mut Objects, now: i64) -> Option<Slot> {
         self.overflow(objects, now);
         let new = self.queues.coldest(objects, WINDOW);
@@ -178,22 +171,6 @@ impl Policy for WTinyLfu {
         };
         self.queues.take(objects, slot);
         Some(slot)
-    }
-
-    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
-        self.queues.put_back(objects, slot);
-    }
-
-    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
-        self.queues.resize(objects, slot, units);
-    }
-
-    fn set_capacity(&mut self, units: u64) {
-        self.capacity = units;
-    }
-
-    fn leaves_by_links(&self) -> bool {
-        true
     }
 
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
@@ -219,15 +196,11 @@ impl Policy for WTinyLfu {
         out("wtinylfu_protected", self.queues.units(PROTECTED) as f64);
         out("wtinylfu_halvings", self.seen.halvings() as f64);
     }
-
-    fn check(&self, objects: &Objects) -> Result<()> {
-        self.queues.check(objects)
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::policy::queues::testing::Cache;
+    use crate::policy::testing::Cache;
 
     #[test]
     fn the_more_frequent_stays() {

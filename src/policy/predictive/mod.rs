@@ -195,7 +195,7 @@ impl Predictive {
                 self.due.remove(objects, slot);
             }
             LAPSED => drop(self.lapsed.remove(objects, slot)),
-            _ => self.idle.unlink(objects, slot),
+            _ => self.idle.remove(objects, slot),
         }
     }
 
@@ -247,7 +247,7 @@ impl Predictive {
 
     /// The first of each structure.
     fn firsts(&self) -> [Option<Slot>; 3] {
-        let idle = self.idle.0[0];
+        let idle = self.idle.lists[0];
         [
             (!idle.is_empty()).then_some(idle.tail),
             self.ahead.peek().map(|(_, slot)| slot),
@@ -405,9 +405,9 @@ impl Policy for Predictive {
     }
 
     fn check(&self, objects: &Objects) -> Result<()> {
-        self.ahead.check(objects)?;
-        self.due.check(objects)?;
-        self.lapsed.check(objects)?;
+        self.ahead.check_order(objects)?;
+        self.due.check_order(objects)?;
+        self.lapsed.check_order(objects)?;
         let mut counts = [0; 3];
         for slot in objects.slots() {
             let node = objects.node(slot);
@@ -421,7 +421,7 @@ impl Policy for Predictive {
             }
         }
         let ahead = [self.ahead.len(), self.due.len()];
-        if (counts[0], counts[2]) != (self.idle.0[0].len as usize, self.lapsed.len())
+        if (counts[0], counts[2]) != (self.idle.lists[0].len as usize, self.lapsed.len())
             || ahead != [counts[1]; 2]
         {
             fail!(State, "{counts:?} by tag, in the structures {ahead:?} and others");
@@ -435,21 +435,13 @@ mod tests {
     use super::*;
     use crate::base::spec::Spec;
     use crate::meta::objects::Facts;
-    use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::evictor::{Evictor, New, Who};
+    use crate::policy::testing::{gauge, insert, open};
 
     const S: i64 = 1_000_000_000;
 
-    fn open(spec: &str) -> Evictor {
-        let options = Options { max_objects: 64, holes: true, ..Options::default() };
-        Evictor::open(spec, &options).expect("a known policy")
-    }
-
     fn of(session: u64) -> Who {
         Who { session: Some(session), ..Who::default() }
-    }
-
-    fn insert(e: &mut Evictor, now: i64, who: &Who, id: u64) {
-        e.insert(now, who, &[New { id, units: 1, ..New::default() }]).expect("room");
     }
 
     fn evict(e: &mut Evictor, now: i64) -> (u64, &'static str) {
@@ -457,16 +449,6 @@ mod tests {
         let outcome = e.evict(now, 1, &mut out).expect("a time");
         e.check().expect("sound");
         (out[0].id, outcome.decided_by)
-    }
-
-    fn gauge(e: &Evictor, name: &str) -> f64 {
-        let mut found = f64::NAN;
-        e.policy().gauges(e.objects(), &mut |n, value| {
-            if n == name {
-                found = value;
-            }
-        });
-        found
     }
 
     #[test]

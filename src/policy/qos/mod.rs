@@ -494,14 +494,10 @@ impl Policy for Qos {
 mod tests {
     use super::*;
     use crate::base::status::Status;
-    use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::evictor::{Evictor, Options, Who};
+    use crate::policy::testing::{self, evict, open};
 
     const S: i64 = 1_000_000_000;
-
-    fn open(spec: &str) -> Evictor {
-        let options = Options { max_objects: 256, holes: true, ..Options::default() };
-        Evictor::open(spec, &options).expect("a known policy")
-    }
 
     fn who(tenant: u32, priority: u8) -> Who {
         let session = Some(u64::from(tenant) * 10 + u64::from(priority));
@@ -509,16 +505,7 @@ mod tests {
     }
 
     fn insert(e: &mut Evictor, now: i64, who: &Who, ids: std::ops::Range<u64>) {
-        for id in ids {
-            e.insert(now, who, &[New { id, units: 1, ..New::default() }]).expect("room");
-        }
-    }
-
-    fn evict(e: &mut Evictor, now: i64, required: u64) -> Vec<u64> {
-        let mut out = Vec::new();
-        e.evict(now, required, &mut out).expect("a time");
-        e.check().expect("sound");
-        out.iter().map(|v| v.id).collect()
+        ids.for_each(|id| testing::insert(e, now, who, id));
     }
 
     #[test]
