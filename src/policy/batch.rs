@@ -232,10 +232,7 @@ impl Evictor {
     /// Notes what the columns said of objects, now that the call succeeds.
     fn note_facts(&mut self, news: &[(Slot, Facts)], now: i64) {
         for &(slot, facts) in news {
-            if let Some(known) = self.objects.facts_mut(slot) {
-                let old = std::mem::replace(known, facts);
-                self.policy.facts_changed(&mut self.objects, slot, &old, now);
-            }
+            self.set_facts(slot, &facts, now);
         }
     }
 

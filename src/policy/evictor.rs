@@ -87,6 +87,15 @@ pub struct New {
     pub facts: Facts,
 }
 
+impl New {
+    /// An object of a table, as it would be inserted into another one.
+    pub fn of(objects: &Objects, slot: Slot) -> New {
+        let node = objects.node(slot);
+        let parent = (node.parent != NONE).then(|| objects.node(node.parent).id);
+        New { id: node.id, parent, units: u64::from(node.units), facts: objects.facts(slot) }
+    }
+}
+
 /// A policy and its table.
 pub struct Evictor {
     pub(super) objects: Objects,
@@ -120,9 +129,19 @@ impl Evictor {
             fail!(Limit, "remember is {}, at most {MAX_OBJECTS} is allowed", options.remember);
         }
         let policy = registry::make(&parsed, &setting(options))?;
-        let facts = policy.wants_facts();
+        let objects = Objects::new(options.max_objects, !options.holes, policy.wants_facts())?;
+        Evictor::with(policy, objects, parsed.to_string(), options)
+    }
+
+    /// An evictor of this policy over an empty table.
+    pub(super) fn with(
+        policy: Box<dyn Policy>,
+        objects: Objects,
+        spec: String,
+        options: &Options,
+    ) -> Result<Evictor> {
         Ok(Evictor {
-            objects: Objects::new(options.max_objects, !options.holes, facts)?,
+            objects,
             policy,
             history: Ghosts::new(options.remember)?,
             options: *options,
@@ -131,7 +150,7 @@ impl Evictor {
             sorted: Sorted::default(),
             chosen: Vec::new(),
             scratch: Scratch::default(),
-            spec: parsed.to_string(),
+            spec,
             last_ns: i64::MIN,
             stamp: i64::MIN,
             metrics: Metrics::default(),
@@ -347,6 +366,14 @@ impl Evictor {
         Ok(())
     }
 
+    /// Replaces the facts of an object where they are kept.
+    pub(super) fn set_facts(&mut self, slot: Slot, facts: &Facts, now: i64) {
+        if let Some(known) = self.objects.facts_mut(slot) {
+            let old = std::mem::replace(known, *facts);
+            self.policy.facts_changed(&mut self.objects, slot, &old, now);
+        }
+    }
+
     /// Takes an object out of policy and table.
     pub(super) fn take_out(&mut self, slot: Slot, evicted: bool, now: i64) {
         let parent = self.objects.detach(slot);
@@ -414,6 +441,7 @@ fn setting(options: &Options) -> Setting {
 mod tests {
     use super::*;
     use crate::base::status::Status;
+    use crate::policy::testing::evict;
 
     fn chain(spec: &str, ids: std::ops::Range<u64>) -> Evictor {
         let options = Options { max_objects: 64, remember: 64, ..Options::default() };
@@ -437,8 +465,8 @@ mod tests {
                 e.insert(1, &Who::default(), &[new]).expect("room");
                 e.check().expect("sound");
             }
-            assert_eq!(evicted(&mut e, 9, 3), [4, 3, 2], "{}", entry.name);
-            assert_eq!(evicted(&mut e, 9, 3), [1], "{}", entry.name);
+            assert_eq!(evict(&mut e, 9, 3), [4, 3, 2], "{}", entry.name);
+            assert_eq!(evict(&mut e, 9, 3), [1], "{}", entry.name);
         }
     }
 
@@ -451,23 +479,16 @@ mod tests {
         e.insert(1, &Who::default(), &[new(1, None), new(2, None)]).expect_err("2 is there");
         assert!(e.objects().find(1).is_none());
         e.insert(1, &Who::default(), &[new(1, None)]).expect("room");
-        assert_eq!(evicted(&mut e, 9, 1), [2]);
-    }
-
-    fn evicted(e: &mut Evictor, now: i64, required: u64) -> Vec<u64> {
-        let mut out = Vec::new();
-        e.evict(now, required, &mut out).expect("a time");
-        e.check().expect("sound");
-        out.iter().map(|v| v.id).collect()
+        assert_eq!(evict(&mut e, 9, 1), [2]);
     }
 
     #[test]
     fn a_prefix_leaves_from_its_end() {
         let mut e = chain("lru", 10..14);
-        assert_eq!(evicted(&mut e, 2, 2), [13, 12]);
+        assert_eq!(evict(&mut e, 2, 2), [13, 12]);
         assert_eq!(e.lookup(3, &Who::default(), &[10, 11, 12, 13], &mut []).expect("ids"), 2);
         assert_eq!(e.metrics.counts.evicted_references, 2);
-        assert_eq!(evicted(&mut e, 4, 0), [] as [u64; 0]);
+        assert_eq!(evict(&mut e, 4, 0), [] as [u64; 0]);
     }
 
     #[test]
@@ -479,9 +500,9 @@ mod tests {
         let outcome = e.evict(2, 5, &mut out).expect("a time");
         assert_eq!((out.len(), outcome.freed_units, outcome.shortfall_units), (0, 0, 5));
         e.pin(&[3], false).expect("there");
-        assert_eq!(evicted(&mut e, 3, 5), [3]);
+        assert_eq!(evict(&mut e, 3, 5), [3]);
         e.release(&[2]).expect("held");
-        assert_eq!(evicted(&mut e, 4, 5), [2, 1]);
+        assert_eq!(evict(&mut e, 4, 5), [2, 1]);
     }
 
     #[test]
@@ -494,8 +515,8 @@ mod tests {
         let mut seen = Vec::new();
         e.preview(8, 10, &mut seen).expect("a time");
         assert_eq!(seen, [crate::policy::evict::Victim { id: 3, units: 10 }]);
-        assert_eq!(evicted(&mut e, 9, 10), [3]);
-        assert_eq!(evicted(&mut e, 9, 3), [1, 2, 4]);
+        assert_eq!(evict(&mut e, 9, 10), [3]);
+        assert_eq!(evict(&mut e, 9, 3), [1, 2, 4]);
     }
 
     #[test]
@@ -513,7 +534,7 @@ mod tests {
         assert_eq!(e.remove(5, &[3, 3]).expect_err("twice").status(), Status::Invalid);
         e.remove(4, &[2, 3]).expect("a tail");
         assert_eq!(e.acquire(&[1, 99]).expect_err("no 99").status(), Status::NotFound);
-        assert_eq!(evicted(&mut e, 7, 1), [1]);
+        assert_eq!(evict(&mut e, 7, 1), [1]);
         assert_eq!(
             Evictor::open("lur", &Options::default()).err().map(|e| e.status()),
             Some(Status::Spec)
@@ -529,6 +550,6 @@ mod tests {
         e.touch(3, &Who::default(), &[10]).expect("there");
         e.switch("fifo").expect("known");
         assert_eq!(e.name(), "fifo");
-        assert_eq!(evicted(&mut e, 4, 6), [1, 11, 12, 13, 14, 10]);
+        assert_eq!(evict(&mut e, 4, 6), [1, 11, 12, 13, 14, 10]);
     }
 }

@@ -193,16 +193,20 @@ impl Evictor {
         for i in 0..ids.len() {
             let slot = self.slots[i];
             if slot != NONE {
-                // Noted whatever its confidence; a policy that minds takes it back.
-                if let (Some(facts), Some((ns, _))) = (self.objects.facts_mut(slot), hint.next_use)
-                {
-                    facts.next_use_ns = ns;
-                }
-                self.policy.hint(&mut self.objects, slot, hint, now + i as i64);
+                self.hint_slot(slot, hint, now + i as i64);
                 known += 1;
             }
         }
         Ok(known)
+    }
+
+    /// Passes a hint on to the policy.
+    pub(super) fn hint_slot(&mut self, slot: Slot, hint: &Hint, now: i64) {
+        // Stored at any confidence; a policy that requires more resets it.
+        if let (Some(facts), Some((ns, _))) = (self.objects.facts_mut(slot), hint.next_use) {
+            facts.next_use_ns = ns;
+        }
+        self.policy.hint(&mut self.objects, slot, hint, now);
     }
 }
 

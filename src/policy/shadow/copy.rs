@@ -10,28 +10,21 @@ use crate::base::status::Result;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::{Facts, Objects};
 use crate::meta::sessions::Session;
+use crate::policy::evictor::{Evictor, New, Options};
 use crate::policy::{Hint, Policy};
 
 /// A reference as the live side saw it.
 #[derive(Clone, Copy)]
 pub struct Seen {
-    /// What.
-    pub id: u64,
-    /// What it continues, if that is known.
-    pub parent: Option<u64>,
-    /// Its size.
-    pub units: u32,
-    /// What is known of it.
-    pub facts: Facts,
+    /// The object.
+    pub object: New,
     /// Who asks.
     pub session: Option<Session>,
 }
 
 /// One policy with a table of its own.
 pub struct Copy {
-    policy: Box<dyn Policy>,
-    objects: Objects,
-    capacity: u64,
+    evictor: Evictor,
     /// The session that was seen last: mostly the next one too.
     session: Slot,
     /// Units found in this window.
@@ -49,32 +42,33 @@ impl Copy {
     /// A copy for up to `limit` objects.
     pub fn new(policy: Box<dyn Policy>, limit: usize, leaf_first: bool) -> Result<Copy> {
         let objects = Objects::new(limit, leaf_first, policy.wants_facts())?;
-        let session = NONE;
-        Ok(Copy { policy, objects, capacity: 0, session, found: 0, total: 0, rate: 0.0 })
+        let options = Options { max_objects: limit, remember: 0, ..Options::default() };
+        let evictor = Evictor::with(policy, objects, String::new(), &options)?;
+        Ok(Copy { evictor, session: NONE, found: 0, total: 0, rate: 0.0 })
     }
 
     /// Goes on where another of the same policy was, but for its objects.
     pub fn succeed(&mut self, mut before: Copy) {
-        if let Some(lessons) = before.policy.lessons(false) {
-            self.policy.learn(lessons);
+        if let Some(lessons) = before.policy().lessons(false) {
+            self.policy().learn(lessons);
         }
         (self.found, self.total, self.rate) = (before.found, before.total, before.rate);
     }
 
     /// Its policy, to be asked for what it learned.
     pub fn policy(&mut self) -> &mut dyn Policy {
-        &mut *self.policy
+        &mut *self.evictor.policy
     }
 
     /// Bytes that it has used so far.
     pub fn used_bytes(&self) -> u64 {
-        self.objects.used_bytes() + self.policy.used_bytes(&self.objects)
+        let Evictor { objects, policy, .. } = &self.evictor;
+        objects.used_bytes() + policy.used_bytes(objects)
     }
 
     /// What fits.
     pub fn set_capacity(&mut self, units: u64) {
-        self.capacity = units;
-        self.policy.set_capacity(units);
+        self.evictor.set_capacity(units);
     }
 
     /// The share found.
@@ -90,7 +84,7 @@ impl Copy {
     /// The slot that a session has here, its row as the live side's.
     fn know(&mut self, session: Option<&Session>) -> Slot {
         let Some(known) = session else { return NONE };
-        let sessions = &mut self.objects.sessions;
+        let sessions = &mut self.evictor.objects.sessions;
         if sessions.of(self.session).is_none_or(|row| row.id != known.id) {
             self.session = sessions.get_or_add(known.id);
         }
@@ -100,145 +94,125 @@ impl Copy {
 
     /// An object was used; a copy that does not have it takes it in.
     pub fn see(&mut self, seen: &Seen, now: i64) {
-        if self.ask(seen.id, seen.session.as_ref(), now).is_none() {
+        let New { id, parent, .. } = seen.object;
+        if self.ask(id, seen.session.as_ref(), now).is_none() {
             self.admit(seen, now);
         }
-        if let Some(parent) = seen.parent {
-            self.continues(seen.id, parent);
+        if let Some(parent) = parent {
+            self.continues(id, parent);
         }
     }
 
     /// An id was asked for. Its size, if the copy has it.
     pub fn ask(&mut self, id: u64, session: Option<&Session>, now: i64) -> Option<u32> {
         let session = self.know(session);
-        let Some(slot) = self.objects.find(id) else {
-            self.policy.miss(&self.objects, id, now);
+        let e = &mut self.evictor;
+        let Some(slot) = e.objects.find(id) else {
+            e.policy.miss(&e.objects, id, now);
             return None;
         };
-        let units = self.objects.node(slot).units;
+        let units = e.objects.node(slot).units;
         self.found += u64::from(units);
         self.total += u64::from(units);
-        self.objects.count_use(slot, session);
-        self.policy.touch(&mut self.objects, slot, now);
+        e.use_slot(slot, session, now);
         Some(units)
     }
 
     /// Takes in what it does not have, making room; of what it has, notes what is
     /// told of it now.
     pub fn admit(&mut self, seen: &Seen, now: i64) {
-        if self.objects.find(seen.id).is_some() {
-            self.resize(seen.id, seen.units);
-            return self.facts_changed(seen.id, &seen.facts, now);
+        let New { id, units, facts, .. } = seen.object;
+        if self.evictor.objects.find(id).is_some() {
+            self.resize(id, units as u32);
+            return self.facts_changed(id, &facts, now);
         }
         let Some(slot) = self.enter(seen, now) else { return };
-        self.policy.insert(&mut self.objects, slot, now);
+        self.evictor.policy.insert(&mut self.evictor.objects, slot, now);
     }
 
     /// Takes in what the live side has, with its uses.
     pub fn adopt(&mut self, seen: &Seen, uses: u16, now: i64) {
         let Some(slot) = self.enter(seen, now) else { return };
-        self.objects.node_mut(slot).hits = uses;
-        self.policy.adopt(&mut self.objects, slot, uses, now);
+        self.evictor.objects.node_mut(slot).hits = uses;
+        self.evictor.policy.adopt(&mut self.evictor.objects, slot, uses, now);
     }
 
     /// One object continues another, which may have come after it: a path is used
     /// from its end on.
     pub fn continues(&mut self, id: u64, parent: u64) {
-        if !self.objects.leaf_first() {
+        let objects = &mut self.evictor.objects;
+        if !objects.leaf_first() {
             return;
         }
-        let Some(slot) = self.objects.find(id) else { return };
-        if self.objects.node(slot).parent == NONE {
-            let parent = self.objects.find(parent).unwrap_or(NONE);
-            self.objects.attach(slot, parent);
+        let Some(slot) = objects.find(id) else { return };
+        if objects.node(slot).parent == NONE {
+            let parent = objects.find(parent).unwrap_or(NONE);
+            objects.attach(slot, parent);
         }
     }
 
     /// Room for an object that is not there, and its slot; the policy is not told
     /// yet.
     fn enter(&mut self, seen: &Seen, now: i64) -> Option<Slot> {
-        let units = u64::from(seen.units);
-        if units > self.capacity {
+        let New { id, parent, units, facts } = seen.object;
+        let e = &mut self.evictor;
+        let capacity = e.options.capacity_units;
+        if units > capacity {
             return None;
         }
-        let parent = seen.parent.and_then(|id| self.objects.find(id)).unwrap_or(NONE);
+        let parent = parent.and_then(|id| e.objects.find(id)).unwrap_or(NONE);
         // The prefix that it continues is in use, and must not make room for it.
-        let used = parent != NONE && self.objects.acquire(parent).is_ok();
-        while self.objects.units() + units > self.capacity
-            || self.objects.len() == self.objects.limit()
-        {
-            if !self.evict(now) {
-                break;
-            }
+        let used = parent != NONE && e.objects.acquire(parent).is_ok();
+        while e.objects.units() + units > capacity || e.objects.len() == e.objects.limit() {
+            let Some(slot) = e.policy.victim(&mut e.objects, now) else { break };
+            e.take_out(slot, true, now);
         }
-        if used {
-            // Was taken above, so it is there to give back.
-            let free = self.objects.release(parent).unwrap_or(false);
-            if free && self.objects.node(parent).is_held() {
-                self.policy.put_back(&mut self.objects, parent, now);
-            }
+        // It was acquired above, so it is still there to be released.
+        if used && e.objects.release(parent).unwrap_or(false) {
+            e.freed(parent, now);
         }
-        if self.objects.units() + units > self.capacity {
+        if e.objects.units() + units > capacity {
             return None;
         }
-        let slot = self.objects.insert(seen.id, parent, units, &seen.facts).ok()?;
+        let slot = e.objects.insert(id, parent, units, &facts).ok()?;
         let session = self.know(seen.session.as_ref());
-        self.objects.set_session(slot, session);
+        self.evictor.objects.set_session(slot, session);
         Some(slot)
-    }
-
-    fn evict(&mut self, now: i64) -> bool {
-        let Some(slot) = self.policy.victim(&mut self.objects, now) else { return false };
-        self.drop_slot(slot, true, now);
-        true
-    }
-
-    fn drop_slot(&mut self, slot: u32, evicted: bool, now: i64) {
-        let parent = self.objects.detach(slot);
-        self.policy.remove(&mut self.objects, slot, evicted, now);
-        self.objects.remove(slot);
-        if let Some(parent) = parent.filter(|&p| self.objects.node(p).is_held()) {
-            self.policy.put_back(&mut self.objects, parent, now);
-        }
     }
 
     /// Its owner gave an object up.
     pub fn forget(&mut self, id: u64, now: i64) {
-        if let Some(slot) = self.objects.find(id)
-            && self.objects.node(slot).children == 0
+        if let Some(slot) = self.evictor.objects.find(id)
+            && self.evictor.objects.node(slot).children == 0
         {
-            self.drop_slot(slot, false, now);
+            self.evictor.take_out(slot, false, now);
         }
     }
 
     /// An object's size changed. What is too much by that leaves when the next
     /// one comes.
     pub fn resize(&mut self, id: u64, units: u32) {
-        let Some(slot) = self.objects.find(id) else { return };
-        if self.objects.node(slot).units != units {
-            self.policy.resize(&mut self.objects, slot, units);
+        let e = &mut self.evictor;
+        let Some(slot) = e.objects.find(id) else { return };
+        if e.objects.node(slot).units != units {
+            e.policy.resize(&mut e.objects, slot, units);
         }
     }
 
     /// Facts of an object are these now.
     pub fn facts_changed(&mut self, id: u64, facts: &Facts, now: i64) {
-        let Some(slot) = self.objects.find(id) else { return };
-        let Some(known) = self.objects.facts_mut(slot).filter(|known| **known != *facts) else {
-            return;
-        };
-        let old = std::mem::replace(known, *facts);
-        self.policy.facts_changed(&mut self.objects, slot, &old, now);
+        let Some(slot) = self.evictor.objects.find(id) else { return };
+        if self.evictor.objects.facts(slot) != *facts {
+            self.evictor.set_facts(slot, facts, now);
+        }
     }
 
     /// The engine said something of an object, for a session.
     pub fn hint(&mut self, id: u64, session: Option<&Session>, hint: &Hint, now: i64) {
         self.know(session);
-        let Some(slot) = self.objects.find(id) else { return };
-        // As the live side notes it.
-        if let (Some(facts), Some((ns, _))) = (self.objects.facts_mut(slot), hint.next_use) {
-            facts.next_use_ns = ns;
+        if let Some(slot) = self.evictor.objects.find(id) {
+            self.evictor.hint_slot(slot, hint, now);
         }
-        self.policy.hint(&mut self.objects, slot, hint, now);
     }
 
     /// Ends a window in which so many units were asked for; the share found over
@@ -253,11 +227,11 @@ impl Copy {
 
     /// How many objects it holds.
     pub fn len(&self) -> usize {
-        self.objects.len()
+        self.evictor.objects.len()
     }
 
     /// Checks its structures; for tests.
     pub fn check(&self) -> Result<()> {
-        self.policy.check(&self.objects)
+        self.evictor.check()
     }
 }

@@ -25,9 +25,10 @@ mod copy;
 use crate::base::spec::{Reader, Spec, Value};
 use crate::base::status::Result;
 use crate::fail;
-use crate::meta::index::{NONE, Slot, hash};
+use crate::meta::index::{Slot, hash};
 use crate::meta::objects::{Facts, Objects};
 use crate::policy::columns::Columns;
+use crate::policy::evictor::New;
 use crate::policy::ghosts::Ghosts;
 use crate::policy::handover::{by_last_use, hand_over};
 use crate::policy::registry::{self, Setting};
@@ -214,7 +215,7 @@ impl Auto {
             }
             // By last use those that continue an object come before it.
             for &(_, slot) in &order {
-                let Seen { id, parent, .. } = seen(objects, slot, NONE);
+                let New { id, parent, .. } = New::of(objects, slot);
                 parent.into_iter().for_each(|parent| copy.continues(id, parent));
             }
         }
@@ -230,7 +231,7 @@ impl Auto {
     }
 
     fn ask(&mut self, seen: &Seen, now: i64) {
-        self.asked += u64::from(seen.units);
+        self.asked += seen.object.units;
         for Candidate { copy, .. } in &mut self.candidates {
             copy.see(seen, now);
         }
@@ -271,10 +272,8 @@ fn not_copied(spec: &Spec) -> Option<&str> {
 
 /// An object as its user, in a row of the live sessions, sees it.
 fn seen(objects: &Objects, slot: Slot, session: Slot) -> Seen {
-    let node = objects.node(slot);
-    let parent = (node.parent != NONE).then(|| objects.node(node.parent).id);
     let session = objects.sessions.of(session).copied();
-    Seen { id: node.id, parent, units: node.units, facts: objects.facts(slot), session }
+    Seen { object: New::of(objects, slot), session }
 }
 
 fn used(objects: &Objects, slot: Slot) -> Seen {
@@ -300,10 +299,10 @@ impl Policy for Auto {
             return;
         }
         let seen = used(objects, slot);
-        match self.missed.remove(seen.id) {
+        match self.missed.remove(seen.object.id) {
             Some((counted, _)) => {
                 // Its lookup was the use; now there is a size to count it by.
-                self.asked += u64::from(if counted == 0 { seen.units } else { 0 });
+                self.asked += if counted == 0 { seen.object.units } else { 0 };
                 self.candidates.iter_mut().for_each(|c| c.copy.admit(&seen, now));
             }
             None => self.ask(&seen, now),
@@ -459,6 +458,7 @@ mod tests {
     use crate::policy::Hint;
     use crate::policy::columns::Columns;
     use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::testing::gauge;
 
     /// Asks for an id, and brings it in when it is not there.
     fn ask_as(e: &mut Evictor, now: i64, who: &Who, new: &New, capacity: u64) -> bool {
@@ -474,14 +474,6 @@ mod tests {
 
     fn ask(e: &mut Evictor, now: i64, id: u64, capacity: u64) -> bool {
         ask_as(e, now, &Who::default(), &New { id, units: 1, ..New::default() }, capacity)
-    }
-
-    fn gauge(e: &Evictor, wanted: &str) -> f64 {
-        let mut found = f64::NAN;
-        e.policy().gauges(e.objects(), &mut |name, value| {
-            found = if name == wanted { value } else { found };
-        });
-        found
     }
 
     fn live(e: &Evictor) -> f64 {

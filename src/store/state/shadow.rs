@@ -8,7 +8,6 @@
 use crate::base::spec::Spec;
 use crate::base::status::Result;
 use crate::fail;
-use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Facts;
 use crate::policy::evict::Victim;
 use crate::policy::evictor::{Evictor, New, Options, Who};
@@ -85,7 +84,7 @@ impl Plan {
         }
         let mut room = units;
         for &(_, slot) in order.iter().rev().take(count) {
-            let new = known(live, slot);
+            let new = New::of(objects, slot);
             if new.units > room {
                 break;
             }
@@ -94,14 +93,6 @@ impl Plan {
         }
         Ok(Plan { live: live.spec().to_string(), options, units, seed })
     }
-}
-
-/// An object of the live table.
-fn known(live: &Evictor, slot: Slot) -> New {
-    let objects = live.objects();
-    let node = objects.node(slot);
-    let parent = (node.parent != NONE).then(|| objects.node(node.parent).id);
-    New { id: node.id, parent, units: u64::from(node.units), facts: objects.facts(slot) }
 }
 
 impl Shadow {
@@ -165,7 +156,7 @@ impl Shadow {
         here.clear();
         for (at, &id) in ids.iter().enumerate() {
             let Some(slot) = live.objects().find(id) else { continue };
-            let mut new = known(live, slot);
+            let mut new = New::of(live.objects(), slot);
             if !live.objects().has_facts() {
                 let tokens = who.tokens_each;
                 let context = (at as u32).saturating_mul(tokens);
