@@ -13,7 +13,7 @@ use crate::ffi::policy_select::columns_for_c;
 use crate::ffi::status::{KVT_OK, kvt_status_t};
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
 use crate::policy::columns::Columns;
-use crate::policy::custom::{self, Ask, Scorer};
+use crate::policy::custom::{self, ScoredEviction, Scorer};
 use crate::policy::evict::{Outcome, Victim};
 use crate::policy::evictor::MAX_OBJECTS;
 
@@ -93,7 +93,7 @@ impl PolicyNoun {
 const ROUNDS: u32 = 4;
 
 /// Leaves the victims in `state.victims`.
-fn evict_now(state: &mut State, now_ns: i64, ask: &Ask) -> Result<Outcome> {
+fn evict_now(state: &mut State, now_ns: i64, ask: &ScoredEviction) -> Result<Outcome> {
     let State { evictor, victims, .. } = state;
     make_room(victims, ask.most.min(evictor.objects().len()))?;
     match ask.keep {
@@ -115,14 +115,14 @@ fn make_room(victims: &mut Vec<Victim>, most: usize) -> Result<()> {
 fn evict_custom(
     noun: &PolicyNoun,
     now_ns: i64,
-    ask: &Ask,
+    ask: &ScoredEviction,
     out: &Strided<kvt_policy_victim_t>,
 ) -> Result<(Outcome, usize)> {
     noun.state.lock().evictor.check_time(now_ns)?;
     let (mut whole, mut count) = (Outcome::default(), 0);
     for _ in 0..ROUNDS {
         let required = ask.required - whole.freed_units;
-        let left = Ask { required, most: ask.most - count, ..*ask };
+        let left = ScoredEviction { required, most: ask.most - count, ..*ask };
         let (one, found) = match evict_round(noun, now_ns, &left, out, count) {
             // What earlier rounds evicted is gone: it must be told.
             Err(_) if count > 0 => break,
@@ -143,7 +143,7 @@ fn evict_custom(
 fn evict_round(
     noun: &PolicyNoun,
     now_ns: i64,
-    ask: &Ask,
+    ask: &ScoredEviction,
     out: &Strided<kvt_policy_victim_t>,
     from: usize,
 ) -> Result<(Outcome, usize)> {
@@ -156,7 +156,7 @@ fn evict_round(
     let mut state = noun.state.lock();
     let State { evictor, victims, .. } = &mut *state;
     make_room(victims, ask.most.min(snapshot.len()))?;
-    let one = evictor.evict_ids(now_ns, &snapshot, &scores, ask, victims)?;
+    let one = evictor.evict_by_scores(now_ns, &snapshot, &scores, ask, victims)?;
     put(victims, out, from);
     Ok((one, victims.len()))
 }
@@ -170,7 +170,7 @@ fn put(victims: &[Victim], out: &Strided<kvt_policy_victim_t>, from: usize) {
 fn evict(
     noun: &PolicyNoun,
     now_ns: i64,
-    ask: &Ask,
+    ask: &ScoredEviction,
     out: &Strided<kvt_policy_victim_t>,
 ) -> Result<kvt_policy_outcome_t> {
     let mut state = noun.state.lock();
@@ -213,7 +213,7 @@ unsafe fn call(
             check_out(out)?;
             Strided::new(victims, capacity, stride_bytes, MAX_OBJECTS as u64)?
         };
-        let ask = Ask { required, most: array.len(), keep };
+        let ask = ScoredEviction { required, most: array.len(), keep };
         let outcome =
             with::<PolicyNoun, _>(policy, Access::Use, |noun| evict(noun, now_ns, &ask, &array))?;
         // SAFETY: checked above.

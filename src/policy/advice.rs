@@ -1,22 +1,21 @@
-//! Advice for a scheduler: how large a batch to run, from what the last window
-//! of lookups met.
+//! Batch size advice for a scheduler, computed from the last windows of lookups.
 
 use crate::policy::metrics::Counts;
 
-/// What the advice goes by.
+/// Thresholds of the advice.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rules {
-    /// Above this share of references computed again, batches are halved.
+    /// Batches are halved above this share of references that were evicted before.
     pub shrink_above: f64,
-    /// Below this many evictions in a window, batches are doubled.
+    /// Batches are doubled below this many evictions in a window.
     pub grow_below: u64,
     /// Smallest batch.
     pub min_batch: u64,
     /// Largest batch.
     pub max_batch: u64,
-    /// Lookups that make a window.
+    /// Lookups in a window.
     pub window: u64,
-    /// Windows in a row that must agree before the advice changes.
+    /// Consecutive windows that must agree before the advice changes.
     pub patience: u32,
 }
 
@@ -34,42 +33,42 @@ impl Default for Rules {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Wish {
+enum Change {
     #[default]
     Keep,
     Shrink,
     Grow,
 }
 
-/// Watches windows.
+/// Observes windows of lookups.
 #[derive(Default)]
 pub struct Advice {
     rules: Rules,
     start: Counts,
-    wish: Wish,
+    change: Change,
     agreed: u32,
     rate: f64,
     evictions: u64,
 }
 
-/// What is advised.
+/// The advice.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Advised {
-    /// The batch to run, from the one that runs.
+    /// The batch size to run next.
     pub batch: u64,
     /// Re-prefill rate of the last full window.
     pub re_prefill_rate: f64,
-    /// Evictions in it.
+    /// Evictions in that window.
     pub evictions: u64,
 }
 
 impl Advice {
-    /// Goes by other rules from now on.
+    /// Replaces the thresholds.
     pub fn set_rules(&mut self, rules: Rules) {
         *self = Advice { rules, start: self.start, ..Advice::default() };
     }
 
-    /// Looks at the totals after a lookup.
+    /// Reads the totals after a lookup.
     #[inline]
     pub fn observe(&mut self, now: &Counts) {
         if now.requests - self.start.requests >= self.rules.window {
@@ -83,28 +82,28 @@ impl Advice {
         self.rate = Counts::share(again as f64, references as f64);
         self.evictions = now.evictions - self.start.evictions;
         self.start = *now;
-        let wish = if self.rate > self.rules.shrink_above {
-            Wish::Shrink
+        let change = if self.rate > self.rules.shrink_above {
+            Change::Shrink
         } else if self.evictions < self.rules.grow_below {
-            Wish::Grow
+            Change::Grow
         } else {
-            Wish::Keep
+            Change::Keep
         };
-        self.agreed = if wish == self.wish { self.agreed.saturating_add(1) } else { 1 };
-        self.wish = wish;
+        self.agreed = if change == self.change { self.agreed.saturating_add(1) } else { 1 };
+        self.change = change;
     }
 
-    /// What to run instead of `batch`. A change is advised once; then as many
-    /// windows must agree again.
+    /// The batch size to run instead of `batch`. A change is advised once; then `patience` windows
+    /// must agree again.
     pub fn advise(&mut self, batch: u64) -> Advised {
         let Rules { min_batch, max_batch, patience, .. } = self.rules;
         let ripe = self.agreed >= patience.max(1);
-        let wanted = match self.wish {
-            Wish::Shrink if ripe => batch / 2,
-            Wish::Grow if ripe => batch.saturating_mul(2),
+        let wanted = match self.change {
+            Change::Shrink if ripe => batch / 2,
+            Change::Grow if ripe => batch.saturating_mul(2),
             _ => batch,
         };
-        if ripe && self.wish != Wish::Keep {
+        if ripe && self.change != Change::Keep {
             self.agreed = 0;
         }
         let batch = wanted.clamp(min_batch, max_batch.max(min_batch));

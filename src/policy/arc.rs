@@ -1,21 +1,19 @@
-//! `arc`: recency and frequency balance themselves (Megiddo and Modha, FAST'03).
+//! `arc`: adaptive replacement cache, which balances recency and frequency (Megiddo and Modha,
+//! FAST'03).
 //!
-//! Objects used once are in T1, others in T2, both in the order of last use. Ids
-//! that left T1 stay in B1 and ids that left T2 in B2, without their objects. A
-//! miss that B1 remembers says that T1 is too small, one that B2 remembers that
-//! T2 is: the target `p` for the size of T1 moves by `max(1, |other| / |this|)`
-//! times the object's size, between 0 and what fits. The coldest of T1 leaves
-//! when T1 is larger than `p` (or as large, and the miss was in B2), else the
-//! coldest of T2. T1 and B1 together never exceed what fits, all four never
-//! twice that. All sizes are in units; with objects of one unit this is the
-//! published algorithm, call by call.
+//! T1 holds objects used once, T2 all others, both in the order of last use. B1 and B2 are ghost
+//! lists: the ids evicted from T1 and from T2. A miss found in B1 means that T1 is too small, a
+//! miss found in B2 that T2 is too small. The target `p` for the size of T1 moves by `max(1,
+//! |other| / |this|)` times the object's size, between 0 and the capacity. The victim is the
+//! coldest object of T1 if T1 is larger than `p`, or as large and the last miss was in B2;
+//! otherwise the coldest of T2. T1 and B1 together never exceed the capacity, all four lists never
+//! twice the capacity. All sizes are in units. For objects of one unit this is the published
+//! algorithm, call by call.
 //!
-//! `p` moves when a lookup misses, once for each time an id left; an id that is
-//! inserted without a lookup moves it then. Objects that their owner takes away
-//! are not remembered.
+//! `p` moves when a lookup misses, once for each eviction of an id. An id inserted without a lookup
+//! moves `p` at the insert. Objects that their owner removes leave no ghost.
 //!
-//! No parameters. Gauges: `arc_p`, `arc_t1`, `arc_t2`, `arc_b1`, `arc_b2`, all in
-//! units.
+//! No parameters. Gauges: `arc_p`, `arc_t1`, `arc_t2`, `arc_b1`, `arc_b2`, all in units.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -31,16 +29,16 @@ use crate::policy::{Policy, Rank, order_of_i64};
 const T1: usize = 0;
 const T2: usize = 1;
 
-/// A ghost's note: a lookup has moved the target for it.
+/// Note of a ghost: a lookup has already moved the target for it.
 const COUNTED: u32 = 1;
 
 /// Adaptive replacement.
 pub struct Arc {
     queues: Queues<2>,
     ghosts: [Ghosts; 2],
-    /// What T1 should have.
+    /// Target size of T1, in units.
     p: f64,
-    /// The last miss was remembered by B2.
+    /// The last miss was found in B2.
     b2_missed: bool,
 }
 
@@ -56,7 +54,7 @@ impl Arc {
         })
     }
 
-    /// Moves the target for a miss that `list`'s ghosts remember.
+    /// Moves the target for a miss that the ghosts of `list` remember.
     fn adapt(&mut self, list: usize, units: u32, fits: u64) {
         let (this, other) =
             (self.ghosts[list].units() as f64, self.ghosts[1 - list].units() as f64);
@@ -66,7 +64,7 @@ impl Arc {
         self.p = wanted.clamp(0.0, fits as f64);
     }
 
-    /// Forgets the oldest ids until the directory is as large as it may be.
+    /// Removes the oldest ghosts until the lists are within their limits.
     fn trim(&mut self, fits: u64) {
         let t1 = self.queues.units(T1);
         while t1 + self.ghosts[T1].units() > fits && self.ghosts[T1].pop_oldest().is_some() {}
@@ -75,7 +73,7 @@ impl Arc {
         while rest + self.ghosts[T2].units() > most && self.ghosts[T2].pop_oldest().is_some() {}
     }
 
-    /// The list that gives the next victim.
+    /// The list that provides the next victim.
     fn first(&self) -> usize {
         let t1 = self.queues.units(T1) as f64;
         let over = t1 > self.p || (self.b2_missed && t1 == self.p);
@@ -132,7 +130,7 @@ impl Policy for Arc {
         self.b2_missed = false;
         for list in [T1, T2] {
             let Some((units, note)) = self.ghosts[list].remove(id) else { continue };
-            // The youngest again, so that it is still known when it comes.
+            // The id becomes the youngest ghost, so that it is still known at its insert.
             self.ghosts[list].add(id, units, COUNTED);
             if note != COUNTED {
                 self.adapt(list, units, fits);
@@ -194,13 +192,13 @@ impl Policy for Arc {
         let (t1, all) = (self.queues.units(T1), self.queues.total());
         let (b1, b2) = (self.ghosts[T1].units(), self.ghosts[T2].units());
         if b1 > 0 && t1 + b1 > capacity {
-            fail!(State, "T1 {t1} and B1 {b1} exceed what fits, {}", capacity);
+            fail!(State, "T1 {t1} and B1 {b1} exceed the capacity of {capacity}");
         }
         if b2 > 0 && all + b1 + b2 > capacity.saturating_mul(2) {
-            fail!(State, "the directory of {} exceeds twice what fits", all + b1 + b2);
+            fail!(State, "the directory of {} exceeds twice the capacity", all + b1 + b2);
         }
         if !(0.0..=capacity as f64).contains(&self.p) {
-            fail!(State, "the target is {}", self.p);
+            fail!(State, "the target is {}, not 0 to {capacity}", self.p);
         }
         Ok(())
     }
@@ -231,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scan_leaves_what_is_used_again() {
+    fn a_scan_does_not_evict_reused_objects() {
         let mut cache = Cache::new("arc", 8);
         cache.get([1, 2, 3, 1, 2, 3]);
         cache.get(100..140);
@@ -239,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn an_owner_takes_away_without_a_trace_and_an_insert_alone_counts() {
+    fn removals_leave_no_ghost_and_inserts_alone_move_the_target() {
         use crate::policy::evictor::{New, Who};
         let mut cache = Cache::new("arc", 2);
         cache.get([1, 2]);

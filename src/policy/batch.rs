@@ -1,35 +1,34 @@
-//! Choosing among candidates that the caller keeps in tables of its own.
+//! Selection among candidates that the caller keeps in tables of its own.
 //!
-//! What the evictor knows of the uses of an id (from `record`, `insert` and the
-//! like) wins; of ids it does not know the columns tell. What columns say of an
-//! object itself (`context`, `tokens`, `layer`, `layers`, `chunk`, `chunks`,
-//! `cost`) is newer than what the table has and is noted there, when the policy
-//! keeps such facts: `record` could not say it. Rows that are pinned or shared
-//! never leave, neither do those whose object in the table is referenced,
-//! pinned, or continued by another. Nothing is evicted here: the caller frees
-//! what was chosen, and removes it from the table where it is in one.
+//! For ids in the evictor's table, the recorded uses (`record`, `insert`, ...) take precedence over
+//! the columns. Columns that describe an object itself (`context`, `tokens`, `layer`, `layers`,
+//! `chunk`, `chunks`, `cost`) are newer than the table's facts, because `record` cannot pass them.
+//! They are stored in the table if the policy keeps facts. Pinned or shared rows are never
+//! selected, nor are rows whose object in the table is referenced, pinned, or the parent of another
+//! object. A selection evicts nothing: the caller frees the victims and removes them from the
+//! table.
 
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
-use crate::meta::objects::Facts;
+use crate::meta::objects::{Facts, MAX_UNITS};
 use crate::policy::Rank;
 use crate::policy::columns::Columns;
 use crate::policy::evictor::{Evictor, New, Who};
-use crate::policy::pick::{Entry, Front, Twins, in_order, reserve};
+use crate::policy::pick::{Duplicates, Entry, Front, in_order, reserve};
 use crate::policy::share::Shares;
 
-/// How to choose.
+/// Options of a selection.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SelectOptions {
-    /// The last victim may give a tail of its blocks and keep the rest.
+    /// The last victim may give up a tail of its blocks and keep the rest. Default false.
     pub allow_tail: bool,
-    /// An answer beyond this is an error (`TooSmall`), is in the [`Selection`]
-    /// nevertheless, and counts as if it had not been asked for.
+    /// A larger answer is the error `TooSmall`. The [`Selection`] is filled nevertheless, and the
+    /// call has no other effect.
     pub room: Option<Room>,
 }
 
-/// What the caller has room for.
+/// Capacity of the caller's arrays.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Room {
     /// Victims.
@@ -38,68 +37,67 @@ pub struct Room {
     pub blocks: usize,
 }
 
-/// One that leaves, or gives its tail.
+/// A victim: it is evicted, or gives up its tail.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Pick {
+pub struct SelectedRow {
     /// Its row.
     pub row: usize,
-    /// Who.
+    /// Its id.
     pub id: u64,
-    /// Blocks that are free by this; a shared one counts where its last holder
-    /// leaves.
+    /// Blocks that this victim frees. A shared block counts for its last holder.
     pub freed_blocks: u64,
-    /// Of its blocks it keeps so many, the first ones; 0 = it leaves.
+    /// Leading blocks that the victim keeps; 0 = it is evicted.
     pub kept_blocks: u64,
     /// Where its freed blocks start in [`Selection::block_ids`].
     pub first_block: usize,
 }
 
-/// What was chosen.
+/// The result of a selection.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Selection {
-    /// In their order of leaving.
-    pub victims: Vec<Pick>,
-    /// Blocks that are free, by victim; where the columns tell blocks.
+    /// Victims in the order of their eviction.
+    pub victims: Vec<SelectedRow>,
+    /// Freed blocks, grouped by victim; empty unless the columns list blocks.
     pub block_ids: Vec<u64>,
-    /// How many blocks are free.
+    /// Blocks freed.
     pub freed_blocks: u64,
-    /// What is missing to what was asked.
+    /// Blocks missing to the number requested.
     pub shortfall_blocks: u64,
-    /// How long it took to choose.
+    /// Time taken by the selection.
     pub decision_ns: u64,
-    /// Who decided.
+    /// Name of the policy that decided.
     pub decided_by: &'static str,
 }
 
-/// What is kept from call to call so that none allocates.
+/// Buffers kept from call to call, so that a call allocates nothing.
 #[derive(Default)]
 pub(super) struct Scratch {
-    twins: Twins,
+    duplicates: Duplicates,
     front: Front,
     ranks: Vec<Rank>,
-    /// What a row frees at most; 0 where it stays.
+    /// Most blocks that a row frees; 0 = the row is not a candidate.
     weights: Vec<u32>,
     entries: Vec<Entry>,
     spare: Vec<Entry>,
-    /// Victims, the last first while they are weighed again.
+    /// Victims; in reverse order while superfluous ones are removed.
     chosen: Vec<Entry>,
     shares: Shares,
-    /// What the columns say of objects of the table, where it is news.
+    /// Facts from the columns that differ from those of the table.
     news: Vec<(Slot, Facts)>,
 }
 
 impl Evictor {
-    /// Notes a use of objects, the last first; those that are not in the table
-    /// come into it with the sizes given (`units` empty: 1 each). All or none.
-    /// How many are new.
+    /// Records a use of objects, the last one first. Ids that are not in the table are inserted
+    /// with the given sizes (`units` empty: 1 each). All or none. Returns the number of inserted
+    /// objects.
     pub fn record(&mut self, now: i64, who: &Who, ids: &[u64], units: &[u64]) -> Result<usize> {
         if !units.is_empty() && units.len() != ids.len() {
             fail!(Invalid, "{} sizes for {} ids", units.len(), ids.len());
         }
-        if let Some(row) = units.iter().position(|&u| u > crate::meta::objects::MAX_UNITS) {
-            fail!(Limit, "object {} has a size of {}", ids[row], units[row]);
+        if let Some(row) = units.iter().position(|&u| u > MAX_UNITS) {
+            fail!(Limit, "size {} of object {} exceeds {MAX_UNITS}", units[row], ids[row]);
         }
-        self.in_time(|this| this.record_all(now, who, ids, units))
+        self.restoring_clock(|this| this.record_all(now, who, ids, units))
     }
 
     fn record_all(&mut self, now: i64, who: &Who, ids: &[u64], units: &[u64]) -> Result<usize> {
@@ -110,12 +108,16 @@ impl Evictor {
             unknown = self.different_unknown(ids)?;
         }
         if unknown > self.objects.limit() - self.objects.len() {
-            fail!(Limit, "{unknown} new objects in a table of {}", self.objects.limit());
+            fail!(
+                Limit,
+                "{unknown} new objects exceed the table's limit of {} objects",
+                self.objects.limit()
+            );
         }
-        let session = self.see_session(first, who);
+        let session = self.note_session(first, who);
         let mut added = 0;
         for (i, stamp) in (0..ids.len()).rev().zip(first..) {
-            // Looked up again where it was unknown: an id may be there twice.
+            // Unknown ids are looked up again: an id may occur twice.
             let known =
                 if self.slots[i] != NONE { Some(self.slots[i]) } else { self.objects.find(ids[i]) };
             match known {
@@ -133,7 +135,7 @@ impl Evictor {
         Ok(added)
     }
 
-    /// How many different ids have no slot.
+    /// Number of distinct ids without a slot.
     #[cold]
     fn different_unknown(&self, ids: &[u64]) -> Result<usize> {
         let mut unknown = Vec::new();
@@ -145,8 +147,8 @@ impl Evictor {
         Ok(unknown.len())
     }
 
-    /// Chooses rows that free `required` blocks, the least first, and none that
-    /// is not needed for that. Ties are broken by the id.
+    /// Selects rows that free `required` blocks, the lowest rank first, without a superfluous one.
+    /// The id breaks ties.
     pub fn select(
         &mut self,
         now: i64,
@@ -158,8 +160,8 @@ impl Evictor {
         self.select_by(now, columns, &[], required, options, out)
     }
 
-    /// The same by the caller's scores, one a row, instead of the policy; ties
-    /// are broken by the time of the last access. Without scores: the policy.
+    /// As `select`, by the caller's scores, one a row; the time of the last access breaks ties.
+    /// Without scores the policy decides.
     pub fn select_by(
         &mut self,
         now: i64,
@@ -171,7 +173,7 @@ impl Evictor {
     ) -> Result<()> {
         let start = self.clock.now_ns();
         let mut scratch = std::mem::take(&mut self.scratch);
-        let done = self.in_time(|this| {
+        let done = self.restoring_clock(|this| {
             this.select_into(&mut scratch, now, columns, scores, required, options, out)
         });
         if let Ok(now) = done {
@@ -201,7 +203,7 @@ impl Evictor {
         out: &mut Selection,
     ) -> Result<i64> {
         columns.validate()?;
-        if let Some(id) = scratch.twins.find(columns.ids)? {
+        if let Some(id) = scratch.duplicates.find(columns.ids)? {
             fail!(Invalid, "candidate {id} is given twice");
         }
         let shared = !columns.block_offsets.is_empty();
@@ -222,22 +224,22 @@ impl Evictor {
             false => scratch.choose(columns, required, options.allow_tail)?,
             true => scratch.choose_shared(columns, required, options.allow_tail)?,
         }
-        scratch.tell(columns, required, shared, options.allow_tail, out)?;
+        scratch.write(columns, required, shared, options.allow_tail, out)?;
         match options.room {
             Some(room) => out.fits(room).map(|()| now),
             None => Ok(now),
         }
     }
 
-    /// Notes what the columns said of objects, now that the call succeeds.
+    /// Stores facts from the columns, once the call cannot fail any more.
     fn note_facts(&mut self, news: &[(Slot, Facts)], now: i64) {
         for &(slot, facts) in news {
             self.set_facts(slot, &facts, now);
         }
     }
 
-    /// The rank of an object if its facts were these. They are put there only
-    /// for that long: the call may still fail.
+    /// The rank of an object with other facts. The facts are set for this call only, because the
+    /// selection may still fail.
     fn rank_if(&mut self, slot: Slot, facts: Facts, now: i64) -> Rank {
         let old = self.objects.facts(slot);
         if let Some(known) = self.objects.facts_mut(slot) {
@@ -250,7 +252,7 @@ impl Evictor {
         rank
     }
 
-    /// Fills `ranks`; takes rows out whose object in the table must stay.
+    /// Fills `ranks`, and excludes rows whose object in the table is blocked.
     fn rank_rows(
         &mut self,
         scratch: &mut Scratch,
@@ -259,7 +261,7 @@ impl Evictor {
         scores: &[f64],
     ) -> Result<()> {
         let Scratch { ranks, weights, news, .. } = scratch;
-        // What is left in it from another call is written over.
+        // Values from an earlier call are overwritten.
         reserve(ranks, columns.rows())?;
         ranks.resize(columns.rows(), Rank::default());
         if scores.is_empty() {
@@ -276,7 +278,7 @@ impl Evictor {
         }
         reserve(&mut self.slots, columns.rows())?;
         self.find_all(columns.ids);
-        let news_possible = self.objects.has_facts() && tells_facts(columns);
+        let news_possible = self.objects.has_facts() && has_fact_columns(columns);
         for row in 0..columns.rows() {
             let slot = self.slots[row];
             if slot == NONE {
@@ -303,16 +305,16 @@ impl Evictor {
     }
 }
 
-/// Whether any column is one of facts.
-fn tells_facts(columns: &Columns) -> bool {
+/// Whether the columns contain any facts.
+fn has_fact_columns(columns: &Columns) -> bool {
     let Columns { context, tokens, length, layer, layers, chunk, chunks, cost, .. } = columns;
     let wide = [context, tokens, length].iter().any(|column| !column.is_empty());
     let narrow = [layer, layers, chunk, chunks].iter().any(|column| !column.is_empty());
     wide || narrow || !cost.is_empty()
 }
 
-/// Facts with what the columns say of a row; the rest stays. Numbers beyond what
-/// facts hold become the largest.
+/// The known facts, replaced by those that the columns contain. Numbers out of range become the
+/// largest.
 fn with_columns(known: Facts, columns: &Columns, row: usize) -> Facts {
     let wide = |x: u64| u32::try_from(x).unwrap_or(u32::MAX);
     let small = |x: u32| u16::try_from(x).unwrap_or(u16::MAX);
@@ -343,7 +345,9 @@ impl Selection {
         if victims <= room.victims && blocks <= room.blocks {
             return Ok(());
         }
-        let text = format!("{victims} victims and {blocks} blocks do not fit into the arrays");
+        let text = format!(
+            "the arrays are too small: they need room for {victims} victims and {blocks} blocks"
+        );
         Err(Error::new(Status::TooSmall, text))
     }
 }
@@ -358,7 +362,7 @@ impl Scratch {
             let weight = |row| if shares.is_stuck(row) { 0 } else { shares.len(row) as u32 };
             weights.extend((0..columns.rows()).map(weight));
         } else {
-            // The column's own loop is one that the compiler can widen.
+            // The compiler vectorizes this loop over the column.
             weights.extend(columns.blocks.iter().map(|&blocks| blocks as u32));
             weights.resize(columns.rows(), 1);
         }
@@ -371,7 +375,7 @@ impl Scratch {
         Ok(())
     }
 
-    /// Chooses where blocks are not shared: sums decide.
+    /// Selects rows whose blocks are not shared: sums of sizes decide.
     fn choose(&mut self, columns: &Columns, required: u64, tail: bool) -> Result<()> {
         let Scratch { front, ranks, weights, entries, spare, chosen, .. } = self;
         front.gather(ranks, columns.ids, weights, required, entries)?;
@@ -391,15 +395,14 @@ impl Scratch {
         Ok(())
     }
 
-    /// Chooses where blocks are shared: what a row frees depends on who left
-    /// before it.
+    /// Selects rows with shared blocks: the blocks that a row frees depend on earlier victims.
     fn choose_shared(&mut self, columns: &Columns, required: u64, tail: bool) -> Result<()> {
         let Scratch { front, ranks, weights, entries, spare, chosen, shares, .. } = self;
         front.gather(ranks, columns.ids, weights, u64::MAX, entries)?;
         grow(spare, entries.len())?;
         let (mut freed, mut taken) = (0u64, 0);
         in_order(entries, spare, &mut |entry| {
-            freed += shares.leave(entry.row as usize, 0, |_| ());
+            freed += shares.release(entry.row as usize, 0, |_| ());
             taken += 1;
             freed < required
         });
@@ -408,22 +411,22 @@ impl Scratch {
         chosen.extend_from_slice(&entries[..taken]);
         let mut whole = taken;
         if tail && freed > required {
-            // The last one gives no more than is needed; then nobody is spared
-            // who frees anything.
+            // The last victim gives no more than required, so no victim that frees anything is
+            // superfluous.
             whole -= 1;
             if let Some(last) = entries[..taken].last() {
                 let row = last.row as usize;
-                freed -= shares.owed(row);
-                shares.stay(row);
-                freed += shares.leave_tail(row, required - freed).0;
+                freed -= shares.freed_by(row);
+                shares.take_back_all(row);
+                freed += shares.release_tail(row, required - freed).0;
             }
         }
         let target = freed.min(required);
         for entry in chosen[..whole].iter_mut().rev() {
-            let owed = shares.owed(entry.row as usize);
-            if freed - owed >= target {
-                freed -= owed;
-                shares.stay(entry.row as usize);
+            let lost = shares.freed_by(entry.row as usize);
+            if freed - lost >= target {
+                freed -= lost;
+                shares.take_back_all(entry.row as usize);
                 entry.blocks = 0;
             }
         }
@@ -431,8 +434,8 @@ impl Scratch {
         Ok(())
     }
 
-    /// Writes the choice down.
-    fn tell(
+    /// Writes the selection to `out`.
+    fn write(
         &mut self,
         columns: &Columns,
         required: u64,
@@ -443,7 +446,7 @@ impl Scratch {
         let Scratch { chosen, shares, .. } = self;
         reserve(&mut out.victims, chosen.len())?;
         if shared {
-            shares.start_over();
+            shares.reset();
             reserve(&mut out.block_ids, chosen.iter().map(|e| shares.len(e.row as usize)).sum())?;
         }
         for (i, entry) in chosen.iter().enumerate() {
@@ -457,14 +460,14 @@ impl Scratch {
             } else {
                 let mut kept = 0;
                 if cut {
-                    kept = shares.leave_tail(row, missing).1;
+                    kept = shares.release_tail(row, missing).1;
                     shares.take_back(row, kept);
                 }
-                (shares.leave(row, kept, |id| out.block_ids.push(id)), kept as u64)
+                (shares.release(row, kept, |id| out.block_ids.push(id)), kept as u64)
             };
             out.freed_blocks += freed_blocks;
             let id = columns.ids[row];
-            out.victims.push(Pick { row, id, freed_blocks, kept_blocks: kept, first_block });
+            out.victims.push(SelectedRow { row, id, freed_blocks, kept_blocks: kept, first_block });
         }
         Ok(())
     }
@@ -478,8 +481,8 @@ fn grow(spare: &mut Vec<Entry>, len: usize) -> Result<()> {
     Ok(())
 }
 
-/// Lets those stay without which enough is free, the last first. What is too
-/// large for the surplus once stays so: one pass does it.
+/// Removes superfluous victims, the last one first. A victim too large for the surplus stays so,
+/// hence one pass is enough.
 fn spare_superfluous(chosen: &mut Vec<Entry>, mut surplus: u64) {
     if surplus == 0 {
         return;
@@ -534,7 +537,7 @@ mod tests {
             }
         }
 
-        /// Rows that may leave, in their order of leaving by `time`.
+        /// Candidate rows in the order of eviction by `time`.
         fn order(&self, time: impl Fn(usize) -> i64) -> Vec<usize> {
             let free = |&row: &usize| self.pinned[row] == 0 && self.refs[row] <= 1;
             let mut rows: Vec<usize> = (0..self.ids.len()).filter(free).collect();
@@ -565,7 +568,7 @@ mod tests {
         })
     }
 
-    /// The definition: least first until enough, then back from the last.
+    /// The definition: lowest first until enough, then remove superfluous ones from the end.
     fn reference(table: &Table, order: &[usize], required: u64, tail: bool) -> Vec<(u64, u64)> {
         let (mut freed, mut taken) = (0, Vec::new());
         for &row in order.iter().filter(|&&row| table.blocks[row] > 0) {
@@ -602,7 +605,7 @@ mod tests {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
         #[test]
-        fn agrees_with_sorting_everything(
+        fn selection_equals_that_of_a_full_sort(
             table in table(300),
             required in 0..900u64,
             tail: bool,
@@ -621,7 +624,7 @@ mod tests {
         }
 
         #[test]
-        fn what_was_recorded_wins(table in table(60), known in 0..60usize, required in 0..200u64) {
+        fn recorded_uses_take_precedence_over_columns(table in table(60), known in 0..60usize, required in 0..200u64) {
             let mut evictor = evictor("lru");
             let known = known.min(table.ids.len());
             let who = Who::default();
@@ -660,7 +663,7 @@ mod tests {
         }
     }
 
-    /// What the victims free, by its definition; nobody in vain; least first.
+    /// Checks the freed blocks by definition, that no victim is superfluous, and the order.
     fn check_shared(
         table: &Table,
         lists: &[BTreeSet<u64>],
@@ -678,10 +681,10 @@ mod tests {
             }
             left.into_iter().filter(|&(_, n)| n == 0).map(|(block, _)| block).collect()
         };
-        let told: BTreeSet<u64> = out.block_ids.iter().copied().collect();
-        prop_assert_eq!(&told, &free(None));
-        prop_assert_eq!(told.len(), out.block_ids.len());
-        prop_assert_eq!(out.freed_blocks, told.len() as u64);
+        let listed: BTreeSet<u64> = out.block_ids.iter().copied().collect();
+        prop_assert_eq!(&listed, &free(None));
+        prop_assert_eq!(listed.len(), out.block_ids.len());
+        prop_assert_eq!(out.freed_blocks, listed.len() as u64);
         prop_assert_eq!(out.victims.iter().map(|v| v.freed_blocks).sum::<u64>(), out.freed_blocks);
         let order = table.order(|row| table.last[row]);
         let places: Vec<_> =
@@ -699,7 +702,7 @@ mod tests {
             prop_assert!(out.freed_blocks <= required);
         }
         if out.shortfall_blocks > 0 {
-            // Nothing that may leave and was not chosen would have helped.
+            // No other candidate would have freed more.
             let mut left = holders.clone();
             order.iter().flat_map(|&row| &lists[row]).for_each(|block| {
                 *left.get_mut(block).expect("listed") -= 1;
@@ -711,7 +714,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_tables_are_refused_and_change_nothing() {
+    fn invalid_columns_are_rejected_without_effect() {
         let mut evictor = evictor("lru");
         let mut out = Selection::default();
         let options = SelectOptions::default();
@@ -730,7 +733,7 @@ mod tests {
             assert!(evictor.select(7, &columns, 1, &options, &mut out).is_err(), "{offsets:?}");
         }
         assert_eq!((evictor.metrics.counts.decisions, out), (0, Selection::default()));
-        // The clock did not move either: an earlier time is still fine.
+        // The clock did not move either: an earlier time is still accepted.
         evictor.select(3, &Columns::default(), 1, &options, &mut Selection::default()).expect("ok");
         assert!(
             evictor.select(2, &Columns::default(), 1, &options, &mut Selection::default()).is_err()
@@ -750,7 +753,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_was_never_asked() {
+    fn failed_calls_have_no_effect() {
         let mut evictor = evictor("gdsf");
         let who = Who::default();
         evictor.record(10, &who, &[1, 2, 3], &[]).expect("room");
@@ -781,7 +784,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_say_what_record_could_not() {
+    fn columns_update_the_facts_of_recorded_objects() {
         for spec in ["gdsf(alpha=0.01)", "auto(of=any(gdsf(alpha=0.01),lru))"] {
             let mut evictor = evictor(spec);
             evictor.record(1, &Who::default(), &[1, 2, 3, 4], &[]).expect("room");
@@ -796,7 +799,7 @@ mod tests {
             };
             evictor.select(2, &columns, 3, &any, &mut out).expect("a sound table");
             assert_eq!(ids_of(&out), [4, 3, 2], "{spec}");
-            // It is the object's from now on: in evictions, and where columns are silent.
+            // The facts stay with the object: for evictions, and where columns are absent.
             evictor.check().expect("sound");
             let silent = Columns { ids: &[1, 2, 3, 4], ..Columns::default() };
             evictor.select(3, &silent, 2, &any, &mut out).expect("a sound table");

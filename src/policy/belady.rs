@@ -1,10 +1,9 @@
-//! `belady`: the one whose next use is farthest leaves first (Belady, 1966).
+//! `belady`: evicts the object whose next use is farthest in the future (Belady, 1966).
 //!
-//! It must be told the future, so it serves the lab as the bound that no policy
-//! without foresight passes. The next use of an object stands in its facts, or
-//! comes as a hint after each use; `i64::MAX`, or nothing said, is never. Among
-//! equals the one with the most tokens before it leaves first: a path leaves
-//! from its end.
+//! It needs to know the future, so it serves the lab as the bound for policies without foresight.
+//! The next use of an object is a fact of the object, or a hint after each use. `i64::MAX`, or no
+//! value, means never. Among equals the object with the most tokens before it is evicted first, so
+//! a path is evicted from its end.
 //!
 //! No parameters.
 
@@ -33,7 +32,7 @@ impl Belady {
         Rank { major: !order_of_i64(next), minor: !u64::from(facts.context) }
     }
 
-    /// Puts an object where its facts say, unless it is held.
+    /// Puts an object at the rank of its facts, unless it is held.
     fn place(&mut self, objects: &mut Objects, slot: Slot) {
         if !objects.node(slot).is_held() {
             let rank = Self::rank_of(&objects.facts(slot));
@@ -110,7 +109,7 @@ mod tests {
     use crate::policy::testing::Cache;
 
     #[test]
-    fn the_farthest_leaves_first_and_the_deepest_among_equals() {
+    fn evicts_the_farthest_next_use_and_the_deepest_among_equals() {
         let options = Options { max_objects: 8, holes: true, ..Options::default() };
         let mut e = Evictor::open("belady", &options).expect("a known policy");
         let who = Who::default();
@@ -132,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn without_foresight_it_still_works() {
+    fn works_without_next_uses() {
         let mut cache = Cache::new("belady", 3);
         assert_eq!(cache.get(1..6).len(), 2);
     }

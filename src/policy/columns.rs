@@ -1,4 +1,4 @@
-//! The caller's own table of candidates, one column a fact.
+//! The caller's table of candidates, as columns.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -6,61 +6,59 @@ use crate::fail;
 /// Most rows of one table.
 pub const MAX_ROWS: usize = 1 << 28;
 
-/// Most rows that are reckoned at a time.
+/// Most rows computed in one step.
 pub const STRIDE: usize = 128;
 
-/// Candidates as columns. An empty column is absent: its default holds for
-/// every row.
+/// Candidates as columns. An empty column is absent: its default applies to every row.
 #[derive(Clone, Copy, Default)]
 pub struct Columns<'a> {
-    /// Who; required.
+    /// Ids of the candidates; required.
     pub ids: &'a [u64],
-    /// Blocks that each holds; default 1.
+    /// Blocks of each candidate; default 1.
     pub blocks: &'a [u64],
-    /// When it was made; default 0.
+    /// Time of creation; default 0.
     pub created_ns: &'a [i64],
-    /// When it was used last; default: when it was made.
+    /// Time of the last use; default: time of creation.
     pub last_access_ns: &'a [i64],
-    /// How often it was used; default 1.
+    /// Number of uses; default 1.
     pub count: &'a [u64],
-    /// Its class, 0 leaves first; default 1.
+    /// Class; 0 is evicted first; default 1.
     pub priority: &'a [u8],
-    /// Not 0: stays; default 0.
+    /// Not 0: never evicted; default 0.
     pub pinned: &'a [u8],
-    /// Time until its next use or its end, below 0 = unknown; default unknown.
+    /// Time until the next use or the end; below 0 = unknown; default unknown.
     pub lifetime_ns: &'a [i64],
-    /// How sure that is, 0 to 1; default 1.
+    /// Confidence of `lifetime_ns`, 0 to 1; default 1.
     pub confidence: &'a [f32],
-    /// Tokens it has; default 0.
+    /// Tokens of the candidate; default 0.
     pub length: &'a [u64],
-    /// Tokens it can have; default unknown.
+    /// Most tokens that the candidate can have; default unknown.
     pub max_length: &'a [u64],
-    /// Who else holds it: above 1 it is shared and stays; default 1.
+    /// Holders; a candidate with more than 1 is shared and never evicted; default 1.
     pub refs: &'a [u32],
-    /// Whose it is; default 0.
+    /// Tenant; default 0.
     pub tenant: &'a [u32],
-    /// Recompute cost; default: from context and tokens.
+    /// Recompute cost; default: computed from context and tokens.
     pub cost: &'a [f64],
-    /// Tokens before it; default 0.
+    /// Tokens before the candidate; default 0.
     pub context: &'a [u64],
-    /// Tokens in it; default: its length.
+    /// Tokens in the candidate; default: its length.
     pub tokens: &'a [u64],
-    /// Its layer; default 0.
+    /// Layer; default 0.
     pub layer: &'a [u32],
     /// Layers of the model, for candidates that are cells; default 0.
     pub layers: &'a [u32],
-    /// Which chunk of its sequence it is; default 0.
+    /// Chunk number within its sequence; default 0.
     pub chunk: &'a [u32],
     /// Chunks of its sequence; default 0.
     pub chunks: &'a [u32],
-    /// Where the blocks of each row start in `block_ids`, and the end of the
-    /// last: one more than rows. Absent: blocks are only counted.
+    /// Start of each row's blocks in `block_ids`, and the end of the last: rows + 1 entries.
+    /// Absent: blocks are only counted.
     pub block_offsets: &'a [u64],
-    /// The blocks of all rows, each row's in the order of its tokens. One that
-    /// several rows list is shared.
+    /// Blocks of all rows, in the order of each row's tokens. A block listed by several rows is
+    /// shared.
     pub block_ids: &'a [u64],
-    /// Who holds each of `block_ids`, in all; 0 = the rows that list it, which is
-    /// also the default.
+    /// Holders of each of `block_ids`; 0, the default, = the number of rows that list it.
     pub block_refs: &'a [u32],
 }
 
@@ -79,9 +77,9 @@ macro_rules! column {
 
 impl Columns<'_> {
     column! {
-        /// When a row was made.
+        /// Time of creation of a row.
         created_ns: i64 = 0;
-        /// How often a row was used.
+        /// Uses of a row.
         count: u64 = 1;
         /// Class of a row.
         priority: u8 = 1;
@@ -89,15 +87,15 @@ impl Columns<'_> {
         pinned: u8 = 0;
         /// Time to a row's next use.
         lifetime_ns: i64 = -1;
-        /// How sure that is.
+        /// Confidence of that time.
         confidence: f32 = 1.0;
         /// Tokens of a row.
         length: u64 = 0;
-        /// Tokens a row can have.
+        /// Most tokens that a row can have.
         max_length: u64 = 0;
-        /// Who holds a row.
+        /// Holders of a row.
         refs: u32 = 1;
-        /// Whose a row is.
+        /// Tenant of a row.
         tenant: u32 = 0;
         /// Tokens before a row.
         context: u64 = 0;
@@ -111,12 +109,12 @@ impl Columns<'_> {
         chunks: u32 = 0;
     }
 
-    /// How many rows there are.
+    /// Number of rows.
     pub fn rows(&self) -> usize {
         self.ids.len()
     }
 
-    /// Blocks of a row: as many as it lists, if it does.
+    /// Blocks of a row; where the column is absent, the number of blocks that the row lists.
     #[inline]
     pub fn blocks(&self, row: usize) -> u64 {
         if let Some(&blocks) = self.blocks.get(row) {
@@ -128,7 +126,7 @@ impl Columns<'_> {
         }
     }
 
-    /// Blocks of rows as numbers to reckon with, from one on.
+    /// Blocks of rows as floats, from row `first` on.
     pub fn sizes(&self, first: usize, out: &mut [f64]) {
         if self.blocks.is_empty() && !self.block_offsets.is_empty() {
             out.iter_mut().zip(first..).for_each(|(x, row)| *x = self.blocks(row) as f64);
@@ -137,7 +135,7 @@ impl Columns<'_> {
         }
     }
 
-    /// When a row was used last.
+    /// Time of a row's last use.
     #[inline]
     pub fn last_access_ns(&self, row: usize) -> i64 {
         match self.last_access_ns.get(row) {
@@ -155,13 +153,13 @@ impl Columns<'_> {
         }
     }
 
-    /// Recompute cost of a row, if the caller says.
+    /// Recompute cost of a row, if the caller gives one.
     #[inline]
     pub fn cost(&self, row: usize) -> Option<f64> {
         self.cost.get(row).copied()
     }
 
-    /// A column as numbers to reckon with, from a row on.
+    /// A column as floats, from row `first` on.
     #[inline]
     pub fn floats(column: &[u64], default: f64, first: usize, out: &mut [f64]) {
         match column.get(first..first + out.len()) {
@@ -170,9 +168,9 @@ impl Columns<'_> {
         }
     }
 
-    /// Recompute costs of rows, from one on: what the caller says where that is
-    /// above zero, else `model` of context and tokens. In steps of one kind, which
-    /// processors do for several rows at once.
+    /// Recompute costs of rows, from row `first` on: the caller's value where it is above zero,
+    /// else `model` of context and tokens. The steps are uniform, so that the compiler vectorizes
+    /// them.
     #[inline]
     pub fn costs(&self, first: usize, out: &mut [f64], model: impl Fn(f64, f64) -> f64) {
         let mut context = [0.0; STRIDE];
@@ -190,13 +188,13 @@ impl Columns<'_> {
         }
     }
 
-    /// Whether a row must stay.
+    /// Whether a row must not be evicted.
     #[inline]
     pub fn is_blocked(&self, row: usize) -> bool {
         self.pinned(row) != 0 || self.refs(row) > 1
     }
 
-    /// Checks lengths and numbers.
+    /// Checks lengths and ranges.
     pub fn validate(&self) -> Result<()> {
         let rows = self.rows();
         if rows > MAX_ROWS {
@@ -249,7 +247,7 @@ impl Columns<'_> {
         }
         if offsets.is_empty() {
             if !ids.is_empty() {
-                fail!(Invalid, "block_ids without block_offsets");
+                fail!(Invalid, "block_ids is given without block_offsets: pass both or neither");
             }
             return Ok(());
         }
@@ -260,11 +258,15 @@ impl Columns<'_> {
             fail!(Invalid, "{} block offsets for {} rows", offsets.len(), self.rows());
         }
         if offsets[0] != 0 || offsets[self.rows()] != ids.len() as u64 || !offsets.is_sorted() {
-            fail!(Invalid, "block_offsets do not rise from 0 to {}", ids.len());
+            fail!(
+                Invalid,
+                "block_offsets must rise from 0 to {}, the length of block_ids",
+                ids.len()
+            );
         }
-        let told = self.blocks.iter().zip(offsets.windows(2));
-        if let Some(row) = told.into_iter().position(|(&n, pair)| n != pair[1] - pair[0]) {
-            fail!(Invalid, "row {row} has {} blocks, and lists others", self.blocks[row]);
+        let counts = self.blocks.iter().zip(offsets.windows(2));
+        if let Some(row) = counts.into_iter().position(|(&n, pair)| n != pair[1] - pair[0]) {
+            fail!(Invalid, "row {row} has {} blocks, but lists another number", self.blocks[row]);
         }
         Ok(())
     }

@@ -1,11 +1,10 @@
-//! `custom`: the caller's own scores decide; the least leaves first.
+//! `custom`: the caller's scores decide; the lowest score is evicted first.
 //!
-//! A scorer sees many candidates at once, as columns. It may be foreign code
-//! that takes its time and calls back, so it never runs while the evictor is in
-//! use: [`Evictor::snapshot`] copies what it needs to see, the scorer runs, and
-//! [`Evictor::evict_ids`] takes those with the least scores that are still as
-//! they were. Where nobody scores (an inner policy, a new policy that takes the
-//! objects over) the order is that of the last use.
+//! A scorer receives many candidates at once, as columns. A scorer may be foreign code that is slow
+//! and calls back, so it never runs while the evictor is borrowed: [`Evictor::snapshot`] copies the
+//! candidates, the scorer runs, and [`Evictor::evict_by_scores`] evicts those with the lowest
+//! scores that have not changed since. Without a scorer (as an inner policy, or while another
+//! policy takes over) the order is LRU.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -21,11 +20,11 @@ use crate::policy::evict::{Outcome, Victim};
 use crate::policy::evictor::Evictor;
 use crate::policy::pick::reserve;
 
-/// Its name in specs.
+/// Name in specs.
 pub const NAME: &str = "custom";
 
-/// Fails for a spec that names `custom` anywhere, for those who have no scorer: it would
-/// decide by last use, and say nothing of that.
+/// Fails for a spec that names `custom` anywhere, for callers without a scorer. The policy would
+/// silently decide by LRU there.
 pub fn refuse(spec: &Spec, who: &str) -> Result<()> {
     if spec.name == NAME {
         let text = format!(
@@ -40,13 +39,13 @@ pub fn refuse(spec: &Spec, who: &str) -> Result<()> {
     })
 }
 
-/// The caller's order: scores for all rows in one call.
+/// The caller's order: scores of all rows in one call.
 pub trait Scorer: Send {
-    /// Fills `out`, one score a row; the least leaves first. A NaN is an error.
+    /// Fills `out` with one score a row; the lowest is evicted first. NaN is an error.
     fn score(&mut self, view: &Columns, now: i64, out: &mut [f64]) -> Result<()>;
 }
 
-/// Candidates as they were at a moment, for a scorer to look at.
+/// Copy of the candidates, for a scorer.
 #[derive(Default)]
 pub struct Snapshot {
     slots: Vec<Slot>,
@@ -68,7 +67,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// What a scorer sees. Columns of facts are absent where none are kept.
+    /// The scorer's view. Columns of facts are absent where none are kept.
     pub fn view(&self) -> Columns<'_> {
         Columns {
             ids: &self.ids,
@@ -90,12 +89,12 @@ impl Snapshot {
         }
     }
 
-    /// How many candidates there are.
+    /// Number of candidates.
     pub fn len(&self) -> usize {
         self.ids.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no candidates.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
@@ -150,20 +149,20 @@ impl Snapshot {
     }
 }
 
-/// What is asked of [`Evictor::evict_ids`].
+/// Request to [`Evictor::evict_by_scores`].
 #[derive(Clone, Copy, Debug)]
-pub struct Ask {
-    /// Units to be freed.
+pub struct ScoredEviction {
+    /// Units to free.
     pub required: u64,
     /// Most victims.
     pub most: usize,
-    /// Nothing leaves: it only says who would.
+    /// Only report the victims; evict nothing.
     pub keep: bool,
 }
 
 impl Evictor {
-    /// Copies what may leave: what is neither referenced nor pinned. Objects that
-    /// others continue are in it, since they may be free by the time they matter.
+    /// Copies the objects that are neither referenced nor pinned. Parents of other objects are
+    /// included, since they may become candidates during the eviction.
     pub fn snapshot(&self) -> Result<Snapshot> {
         let mut snapshot = Snapshot::default();
         snapshot.reserve(self.objects.len(), self.objects.has_facts())?;
@@ -176,15 +175,14 @@ impl Evictor {
         Ok(snapshot)
     }
 
-    /// Evicts by the scores of a snapshot, the least first. Who was used,
-    /// referenced or taken away since the snapshot stays; of objects that
-    /// continue each other the last goes first.
-    pub fn evict_ids(
+    /// Evicts by the scores of a snapshot, the lowest first. An object used, referenced or removed
+    /// since the snapshot stays. Children are evicted before their parents.
+    pub fn evict_by_scores(
         &mut self,
         now: i64,
         snapshot: &Snapshot,
         scores: &[f64],
-        ask: &Ask,
+        ask: &ScoredEviction,
         out: &mut Vec<Victim>,
     ) -> Result<Outcome> {
         check_scores(snapshot, scores)?;
@@ -192,8 +190,8 @@ impl Evictor {
         if waiting.try_reserve_exact(snapshot.len()).is_err() {
             fail!(NoMem, "no memory to order {} candidates", snapshot.len());
         }
-        // The scorer, or another thread meanwhile, may have told a later time.
-        let now = self.tick(self.not_before(now), 1)?;
+        // The scorer, or another thread meanwhile, may have passed a later time.
+        let now = self.tick(self.at_least_last(now), 1)?;
         let start = self.clock.now_ns();
         let turn = |row: usize| {
             let rank = Rank::score(scores[row], snapshot.stamps[row]);
@@ -206,7 +204,7 @@ impl Evictor {
         let mut waiting = BinaryHeap::from(waiting);
         let mut above = NONE;
         let freed = self.choose(now, ask.required, ask.most, |this| {
-            // What the last one continued may be free to leave by now.
+            // The parent of the last victim may have become a candidate.
             if let Ok(row) = snapshot.slots.binary_search(&above) {
                 waiting.extend(free(this, &row).then(|| turn(row)));
             }
@@ -215,13 +213,13 @@ impl Evictor {
             Some(snapshot.slots[row])
         })?;
         Ok(match ask.keep {
-            true => self.only_say(now, ask.required, freed, NAME, out),
-            false => self.carry_out(now, ask.required, freed, start, NAME, out),
+            true => self.report_chosen(now, ask.required, freed, NAME, out),
+            false => self.evict_chosen(now, ask.required, freed, start, NAME, out),
         })
     }
 
-    /// The columns that a scorer of candidates sees in place of the caller's: of
-    /// ids in the table, what was recorded.
+    /// Columns for a scorer of the caller's candidates: for ids in the table, the recorded last use
+    /// and number of uses.
     pub fn recorded(
         &mut self,
         columns: &Columns,
@@ -239,7 +237,7 @@ impl Evictor {
         Ok(())
     }
 
-    /// Whether the object of a row is there, with nothing having happened to it.
+    /// Whether the object of a row is still in the table and was not used.
     fn is_unchanged(&self, snapshot: &Snapshot, row: usize) -> bool {
         let slot = snapshot.slots[row];
         self.objects.find(snapshot.ids[row]) == Some(slot)
@@ -257,11 +255,11 @@ fn check_scores(snapshot: &Snapshot, scores: &[f64]) -> Result<()> {
     Ok(())
 }
 
-/// Asks a scorer, with its answer checked.
+/// Calls a scorer and checks the scores.
 pub fn score(scorer: &mut dyn Scorer, view: &Columns, now: i64) -> Result<Vec<f64>> {
     let mut scores = Vec::new();
     reserve(&mut scores, view.rows())?;
-    // A row that the scorer forgets is noticed.
+    // A row that the scorer leaves out stays NaN and is detected.
     scores.resize(view.rows(), f64::NAN);
     scorer.score(view, now, &mut scores)?;
     match scores.iter().position(|score| score.is_nan()) {
@@ -276,7 +274,7 @@ mod tests {
     use crate::base::status::Status;
     use crate::policy::evictor::{New, Options, Who};
 
-    /// The larger the id, the earlier it leaves.
+    /// The larger the id, the earlier the eviction.
     struct Backwards;
 
     impl Scorer for Backwards {
@@ -305,54 +303,56 @@ mod tests {
     }
 
     #[test]
-    fn the_least_score_leaves_and_what_changed_stays() {
+    fn the_lowest_score_is_evicted_and_changed_objects_stay() {
         let mut evictor = evictor(false);
         evictor.pin(&[4], true).expect("known");
         let snapshot = evictor.snapshot().expect("memory");
         assert_eq!(snapshot.len(), 4);
         let scores = score(&mut Backwards, &snapshot.view(), 0).expect("numbers");
-        // While the scorer ran: 5 was used, 3 referenced, 2 taken away and back.
+        // While the scorer ran: 5 was used, 3 referenced, 2 removed and inserted again.
         let who = Who::default();
         evictor.touch(0, &who, &[5]).expect("a time");
         evictor.acquire(&[3]).expect("known");
         evictor.remove(0, &[2]).expect("known");
         evictor.insert(0, &who, &[New { id: 2, units: 1, ..New::default() }]).expect("room");
         let mut out = Vec::new();
-        let ask = Ask { required: 9, most: 9, keep: false };
-        let told = evictor.evict_ids(0, &snapshot, &scores, &ask, &mut out).expect("a time");
-        assert_eq!((ids(&out), told.shortfall_units, told.decided_by), (vec![1], 7, NAME));
+        let ask = ScoredEviction { required: 9, most: 9, keep: false };
+        let outcome =
+            evictor.evict_by_scores(0, &snapshot, &scores, &ask, &mut out).expect("a time");
+        assert_eq!((ids(&out), outcome.shortfall_units, outcome.decided_by), (vec![1], 7, NAME));
         evictor.check().expect("sound");
     }
 
     #[test]
-    fn a_path_leaves_from_its_end_in_one_call_of_the_scorer() {
+    fn a_path_is_evicted_from_its_end_with_one_scorer_call() {
         let mut evictor = evictor(true);
         let snapshot = evictor.snapshot().expect("memory");
         let forward: Vec<f64> = snapshot.ids.iter().map(|&id| id as f64).collect();
         let mut out = Vec::new();
-        let ask = Ask { required: 5, most: 9, keep: true };
-        evictor.evict_ids(0, &snapshot, &forward, &ask, &mut out).expect("a time");
+        let ask = ScoredEviction { required: 5, most: 9, keep: true };
+        evictor.evict_by_scores(0, &snapshot, &forward, &ask, &mut out).expect("a time");
         assert_eq!((ids(&out), evictor.objects().len()), (vec![5, 4, 3], 5));
         evictor.check().expect("sound");
         out.clear();
-        let ask = Ask { required: 5, most: 2, keep: false };
-        let told = evictor.evict_ids(0, &snapshot, &forward, &ask, &mut out).expect("a time");
-        assert_eq!((ids(&out), told.shortfall_units), (vec![5, 4], 1));
+        let ask = ScoredEviction { required: 5, most: 2, keep: false };
+        let outcome =
+            evictor.evict_by_scores(0, &snapshot, &forward, &ask, &mut out).expect("a time");
+        assert_eq!((ids(&out), outcome.shortfall_units), (vec![5, 4], 1));
         evictor.check().expect("sound");
     }
 
     #[test]
-    fn a_score_that_is_no_number_changes_nothing() {
+    fn a_nan_score_is_rejected_without_effect() {
         let mut evictor = evictor(false);
         let new = New { id: 666, units: 1, ..New::default() };
         evictor.insert(0, &Who::default(), &[new]).expect("room");
         let snapshot = evictor.snapshot().expect("memory");
         let error = score(&mut Backwards, &snapshot.view(), 0).expect_err("a NaN");
         assert_eq!(error.status(), Status::Invalid);
-        let ask = Ask { required: 5, most: 2, keep: false };
+        let ask = ScoredEviction { required: 5, most: 2, keep: false };
         let nans = vec![f64::NAN; 6];
-        assert!(evictor.evict_ids(0, &snapshot, &nans, &ask, &mut Vec::new()).is_err());
-        assert!(evictor.evict_ids(0, &snapshot, &[1.0], &ask, &mut Vec::new()).is_err());
+        assert!(evictor.evict_by_scores(0, &snapshot, &nans, &ask, &mut Vec::new()).is_err());
+        assert!(evictor.evict_by_scores(0, &snapshot, &[1.0], &ask, &mut Vec::new()).is_err());
         assert_eq!((evictor.objects().len(), evictor.metrics.counts.decisions), (6, 0));
     }
 }

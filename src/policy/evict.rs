@@ -1,4 +1,4 @@
-//! Choosing victims: as many as free what is needed, and none more.
+//! Choice of victims: as many as required, without a superfluous one.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -9,36 +9,36 @@ use crate::policy::lookup::AHEAD;
 use crate::policy::metrics::SAMPLE;
 use crate::policy::registry;
 
-/// One that leaves.
+/// An evicted object.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Victim {
-    /// Who.
+    /// Its id.
     pub id: u64,
-    /// What it frees.
+    /// Units that it frees.
     pub units: u64,
 }
 
-/// What a call came to.
+/// The result of an eviction call.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Outcome {
-    /// What the victims free.
+    /// Units that the victims free.
     pub freed_units: u64,
-    /// What is missing to what was asked.
+    /// Units missing to the number requested.
     pub shortfall_units: u64,
-    /// How long it took to choose, by the machine's clock; 0 = not timed.
+    /// Time of the decision by the machine's clock; 0 = not measured.
     pub decision_ns: u64,
-    /// Who decided.
+    /// Name of the policy that decided.
     pub decided_by: &'static str,
 }
 
 impl Evictor {
-    /// Evicts until `required` units are free, or nothing may leave any more.
-    /// Victims are added to `out`, and are gone from the table.
+    /// Evicts until `required` units are free, or no candidate is left. The victims are appended to
+    /// `out` and removed from the table.
     pub fn evict(&mut self, now: i64, required: u64, out: &mut Vec<Victim>) -> Result<Outcome> {
         self.evict_most(now, required, usize::MAX, out)
     }
 
-    /// The same with a limit on the number of victims.
+    /// As `evict`, with a limit on the number of victims.
     pub fn evict_most(
         &mut self,
         now: i64,
@@ -51,16 +51,16 @@ impl Evictor {
         let start = if count.is_multiple_of(SAMPLE) { self.clock.now_ns() } else { 0 };
         let freed = self.choose(now, required, most, |this| this.next_victim(now))?;
         let by = self.decider();
-        Ok(self.carry_out(now, required, freed, start, by, out))
+        Ok(self.evict_chosen(now, required, freed, start, by, out))
     }
 
-    /// Says who would leave, without anything leaving. Policies that move objects
-    /// while they search, or that learn, may choose others the next time.
+    /// Reports the victims without evicting them. A policy that moves objects while it searches, or
+    /// that learns, may choose others the next time.
     pub fn preview(&mut self, now: i64, required: u64, out: &mut Vec<Victim>) -> Result<Outcome> {
         self.preview_most(now, required, usize::MAX, out)
     }
 
-    /// The same with a limit on the number of victims.
+    /// As `preview`, with a limit on the number of victims.
     pub fn preview_most(
         &mut self,
         now: i64,
@@ -71,10 +71,10 @@ impl Evictor {
         let now = self.tick(now, 1)?;
         let freed = self.choose(now, required, most, |this| this.next_victim(now))?;
         let by = self.decider();
-        Ok(self.only_say(now, required, freed, by, out))
+        Ok(self.report_chosen(now, required, freed, by, out))
     }
 
-    /// The slots that the last call's victims had, in their order.
+    /// Slots of the last call's victims, in their order.
     pub fn victim_slots(&self) -> impl Iterator<Item = Slot> + '_ {
         self.chosen.iter().map(|chosen| chosen.slot)
     }
@@ -89,8 +89,8 @@ impl Evictor {
         if self.chosen.is_empty() { self.policy.name() } else { self.policy.decided_by() }
     }
 
-    /// The chosen leave. `start` is when the decision began, 0 = not timed.
-    pub(super) fn carry_out(
+    /// Evicts the chosen. `start` is the time at which the decision began; 0 = not measured.
+    pub(super) fn evict_chosen(
         &mut self,
         now: i64,
         required: u64,
@@ -127,7 +127,7 @@ impl Evictor {
         self.outcome(required, freed, decision_ns, by)
     }
 
-    /// Has fetched what the next chosen from one on need to leave.
+    /// Prefetches the memory that the next evictions from index `from` on will touch.
     fn prefetch_chosen(&self, from: usize) {
         let (mut ids, mut count) = ([0; AHEAD], 0);
         for (id, chosen) in ids.iter_mut().zip(&self.chosen[from..]) {
@@ -139,8 +139,8 @@ impl Evictor {
         self.policy.prefetch(&ids[..count]);
     }
 
-    /// The chosen are told, and stay.
-    pub(super) fn only_say(
+    /// Reports the chosen and returns them to the order.
+    pub(super) fn report_chosen(
         &mut self,
         now: i64,
         required: u64,
@@ -165,7 +165,7 @@ impl Evictor {
         Outcome { freed_units: freed, shortfall_units: shortfall, decision_ns: ns, decided_by: by }
     }
 
-    /// Fills `chosen` with those that leave, detached, each named by `next`; what
+    /// Fills `chosen` with victims from `next`, detached from their parents. Returns the units that
     /// they free.
     pub(super) fn choose(
         &mut self,
@@ -182,7 +182,7 @@ impl Evictor {
             if self.chosen.try_reserve(1).is_err() {
                 self.freed(slot, now);
                 (0..self.chosen.len()).rev().for_each(|i| self.unchoose(i, now));
-                fail!(NoMem, "no memory to note another victim");
+                fail!(NoMem, "no memory for the list of victims");
             }
             let parent = self.objects.node(slot).parent;
             self.objects.set_chosen(slot, true);
@@ -194,16 +194,16 @@ impl Evictor {
                 self.freed(free, now);
             }
         }
-        // Equal sizes come out even, and nobody is looked at again. Where too little is
-        // free, everyone who may leave is wanted, of whatever size.
+        // Equal sizes add up exactly, so no second pass is needed. If too little can be freed,
+        // every candidate is wanted, whatever its size.
         if freed > required || (any_empty && freed == required) {
             freed = self.spare_superfluous(now, required, freed);
         }
         Ok(freed)
     }
 
-    /// Lets those stay without which as much is free: sizes differ, and the last
-    /// one may have made earlier ones needless. What has no size frees nothing.
+    /// Returns superfluous victims to the order: sizes differ, and the last victim may make earlier
+    /// ones superfluous. An object of size 0 frees nothing.
     fn spare_superfluous(&mut self, now: i64, required: u64, mut freed: u64) -> u64 {
         let mut kept = self.chosen.len();
         for i in (0..self.chosen.len()).rev() {
@@ -223,7 +223,7 @@ impl Evictor {
         freed
     }
 
-    /// Undoes the choice of one. Its parent, if it was chosen, must be back.
+    /// Returns a chosen victim to the order. Its parent, if it was chosen, must be back already.
     fn unchoose(&mut self, i: usize, now: i64) {
         let Chosen { slot, parent } = self.chosen[i];
         self.objects.set_chosen(slot, false);
@@ -231,7 +231,7 @@ impl Evictor {
         self.policy.put_back(&mut self.objects, slot, now);
     }
 
-    /// Counts, logs and remembers an object that leaves.
+    /// Counts and logs an eviction, and remembers the id.
     pub(super) fn note_eviction(&mut self, slot: Slot, by: &'static str, now: i64) {
         let node = self.objects.node(slot);
         let (id, units) = (node.id, node.units);
@@ -262,7 +262,7 @@ impl Evictor {
     }
 }
 
-/// A victim and what it continued.
+/// A victim and its parent.
 #[derive(Clone, Copy)]
 pub(super) struct Chosen {
     pub(super) slot: Slot,
@@ -295,15 +295,15 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_size_stays_unless_it_is_in_the_way() {
+    fn objects_of_size_zero_stay_unless_they_block_a_victim() {
         let sizes = [(0, 0), (1, 0), (0, 0), (0, 2), (1, 0)];
-        // What comes out even, what is more, and what is not enough.
+        // An exact fit, a surplus, and too little.
         assert_eq!(evicted(&mut opened("lru", true, &sizes), 1), [(2, 1)]);
         assert_eq!(evicted(&mut opened("lru", true, &sizes), 2), [(2, 1), (5, 1)]);
         let all = [(1, 0), (2, 1), (3, 0), (4, 0), (5, 1)];
         assert_eq!(evicted(&mut opened("lru", true, &sizes), 9), all);
         assert_eq!(evicted(&mut opened("lru", false, &sizes), 1), [(4, 0), (2, 1)]);
-        // Where all that may leave is wanted, what has no size leaves, too: its row counts.
+        // If every candidate is wanted, objects of size 0 are evicted, too: their rows count.
         let nothing = [(0, 0), (0, 0)];
         assert_eq!(evicted(&mut opened("lru", true, &nothing), 1), [(1, 0), (2, 0)]);
     }
@@ -318,17 +318,17 @@ mod tests {
         ) {
             let mut evictor = opened(registry::ENTRIES[policy].name, holes, &sizes);
             let mut out = Vec::new();
-            let told = evictor.evict(100, required, &mut out).expect("a time");
+            let outcome = evictor.evict(100, required, &mut out).expect("a time");
             evictor.check().expect("sound");
-            prop_assert_eq!(told.freed_units, out.iter().map(|v| v.units).sum::<u64>());
+            prop_assert_eq!(outcome.freed_units, out.iter().map(|v| v.units).sum::<u64>());
             let all: u64 = sizes.iter().map(|s| u64::from(s.0)).sum();
-            prop_assert_eq!(told.shortfall_units, required.saturating_sub(all));
+            prop_assert_eq!(outcome.shortfall_units, required.saturating_sub(all));
             for victim in &out {
                 let (at, back) = (victim.id as usize - 1, sizes[victim.id as usize - 1].1);
                 let parent = (back > 0 && at >= back).then(|| (at + 1 - back) as u64);
                 let in_the_way = !holes && out.iter().any(|v| Some(v.id) == parent);
-                let is_last = victim.units > 0 && told.freed_units - victim.units < required;
-                let needed = is_last || told.shortfall_units > 0;
+                let is_last = victim.units > 0 && outcome.freed_units - victim.units < required;
+                let needed = is_last || outcome.shortfall_units > 0;
                 prop_assert!(needed || in_the_way, "{victim:?} of {out:?}");
             }
         }

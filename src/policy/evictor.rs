@@ -1,5 +1,5 @@
-//! One policy at work on a table of objects: what an engine, a store or the lab
-//! calls. Every call is O(1) or O(log n) an object; nothing is scanned.
+//! A policy with its table of objects, as an engine, a store and the lab use it. Every call costs
+//! O(1) or O(log n) per object; nothing is scanned.
 
 use crate::base::clock::Clock;
 use crate::base::spec::Spec;
@@ -15,32 +15,32 @@ use crate::policy::evict::Chosen;
 use crate::policy::ghosts::Ghosts;
 use crate::policy::handover::hand_over;
 use crate::policy::log::Log;
-use crate::policy::lookup::Sorted;
+use crate::policy::lookup::Partition;
 use crate::policy::metrics::Metrics;
 use crate::policy::registry::{self, Setting};
 
 /// Most objects of one evictor.
 pub const MAX_OBJECTS: usize = 1 << 28;
-/// What the table holds unless told otherwise.
+/// Default size of the table, in objects.
 pub const DEFAULT_OBJECTS: usize = 1 << 20;
 /// Most ids in one call.
 pub const MAX_BATCH: usize = 1 << 24;
 
-/// How to open one.
+/// Options of [`Evictor::open`].
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Most objects at once.
     pub max_objects: usize,
-    /// What fits, in units; 0 = not known.
+    /// Capacity in units; 0 = unknown.
     pub capacity_units: u64,
-    /// The engine can use what lies behind a hole: objects leave in any order.
-    /// Without it those that continue an object leave before it.
+    /// The engine can use KV behind a hole: objects are evicted in any order. Otherwise children
+    /// are evicted before their parents.
     pub holes: bool,
     /// Evictions that the log keeps.
     pub log_entries: usize,
-    /// Evicted ids that are remembered, to tell what is computed again.
+    /// Evicted ids that are remembered, to count recomputed objects.
     pub remember: usize,
-    /// What recomputing costs.
+    /// Model of the recompute cost.
     pub cost: Cost,
 }
 
@@ -57,33 +57,33 @@ impl Default for Options {
     }
 }
 
-/// Who asks: all optional, zeros are unknown.
+/// Context of a request. Every field is optional; 0 = unknown.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Who {
     /// The session.
     pub session: Option<u64>,
     /// Its tenant.
     pub tenant: u32,
-    /// Its class, 0 leaves first; None = as before, at first 1.
+    /// Its class; 0 is evicted first. None = unchanged, at first 1.
     pub priority: Option<u8>,
     /// Tokens of the whole request.
     pub length: u32,
-    /// Tokens it can have.
+    /// Most tokens that the request can have.
     pub max_length: u32,
-    /// Tokens of one object of its path; the last may have fewer.
+    /// Tokens of one object of the path; the last may have fewer.
     pub tokens_each: u32,
 }
 
-/// An object to be inserted.
+/// An object to insert.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct New {
     /// Its id.
     pub id: u64,
-    /// The id of the object that it continues; it may come later.
+    /// Id of the object that it continues; that one may be inserted later.
     pub parent: Option<u64>,
-    /// Its size.
+    /// Its size in units.
     pub units: u64,
-    /// What some policies want to know.
+    /// Facts that some policies use.
     pub facts: Facts,
 }
 
@@ -104,22 +104,22 @@ pub struct Evictor {
     pub(super) options: Options,
     pub(super) clock: Clock,
     pub(super) slots: Vec<Slot>,
-    pub(super) sorted: Sorted,
+    pub(super) partition: Partition,
     pub(super) chosen: Vec<Chosen>,
     pub(super) scratch: Scratch,
     spec: String,
     last_ns: i64,
     pub(super) stamp: i64,
-    /// What is counted.
+    /// Counters.
     pub metrics: Metrics,
     /// The last evictions.
     pub log: Log,
-    /// What a scheduler is advised.
+    /// Batch size advice for a scheduler.
     pub advice: Advice,
 }
 
 impl Evictor {
-    /// Opens one with the policy that `spec` describes.
+    /// Opens an evictor with the policy that `spec` describes.
     pub fn open(spec: &str, options: &Options) -> Result<Evictor> {
         let parsed = Spec::parse(spec)?;
         if options.max_objects == 0 || options.max_objects > MAX_OBJECTS {
@@ -133,7 +133,7 @@ impl Evictor {
         Evictor::with(policy, objects, parsed.to_string(), options)
     }
 
-    /// An evictor of this policy over an empty table.
+    /// An evictor with this policy and an empty table.
     pub(super) fn with(
         policy: Box<dyn Policy>,
         objects: Objects,
@@ -147,7 +147,7 @@ impl Evictor {
             options: *options,
             clock: Clock::real(),
             slots: Vec::new(),
-            sorted: Sorted::default(),
+            partition: Partition::default(),
             chosen: Vec::new(),
             scratch: Scratch::default(),
             spec,
@@ -169,43 +169,43 @@ impl Evictor {
         self.policy.name()
     }
 
-    /// Remembers so many evicted ids for each object that there ever was at once, and no more.
+    /// Limits the remembered ids to `each` for every object of the table's peak size.
     pub fn bound_history(&mut self, each: usize) {
         self.history.bound(each.saturating_mul(self.objects.most().max(1)));
     }
 
-    /// Bytes of all its tables that were used so far.
+    /// Bytes of all tables used so far.
     pub fn used_bytes(&self) -> u64 {
         let beside = self.history.used_bytes() + self.policy.used_bytes(&self.objects);
         self.objects.used_bytes() + beside
     }
 
-    /// The table.
+    /// The table of objects.
     pub fn objects(&self) -> &Objects {
         &self.objects
     }
 
-    /// The policy, to be looked at.
+    /// The policy, read only.
     pub fn policy(&self) -> &dyn Policy {
         &*self.policy
     }
 
-    /// The time of the last call that gave one.
+    /// Time of the last call that passed one.
     pub fn now_ns(&self) -> i64 {
         self.last_ns
     }
 
-    /// What it was opened with.
+    /// The options of `open`.
     pub fn options(&self) -> &Options {
         &self.options
     }
 
-    /// Accepts the caller's time, or takes the machine's (0). An error when it
-    /// lies before an earlier one; `count` stamps after the result are taken.
+    /// Checks the caller's time, or reads the machine's (0). Fails if the time is before an earlier
+    /// one. Reserves `count` stamps after the result.
     #[inline]
     pub(super) fn tick(&mut self, now_ns: i64, count: usize) -> Result<i64> {
         let known = now_ns != 0 && now_ns >= self.last_ns && now_ns <= i64::MAX / 2;
-        let now = if known && now_ns >= i64::MIN / 2 { now_ns } else { self.odd_time(now_ns)? };
+        let now = if known && now_ns >= i64::MIN / 2 { now_ns } else { self.machine_time(now_ns)? };
         self.last_ns = now;
         let first = now.max(self.stamp.saturating_add(1));
         self.stamp = first + count as i64;
@@ -213,34 +213,36 @@ impl Evictor {
         Ok(first)
     }
 
-    /// The machine's time, or what is wrong with the caller's.
+    /// The machine's time, or the error of the caller's.
     #[cold]
-    fn odd_time(&self, now_ns: i64) -> Result<i64> {
+    fn machine_time(&self, now_ns: i64) -> Result<i64> {
         if now_ns == 0 {
             let machine = i64::try_from(self.clock.now_ns()).unwrap_or(i64::MAX / 2);
             return Ok(machine.min(i64::MAX / 2).max(self.last_ns));
         }
         self.check_time(now_ns)?;
-        fail!(Limit, "now_ns is {now_ns}, beyond what can be counted on from");
+        fail!(Limit, "now_ns is {now_ns}, allowed is -2^62 to 2^62 - 1");
     }
 
     /// Whether the caller's time would be accepted.
     pub fn check_time(&self, now_ns: i64) -> Result<()> {
         if now_ns != 0 && now_ns < self.last_ns {
             let by = self.last_ns.abs_diff(now_ns);
-            fail!(Invalid, "the clock went back by {by} ns: now_ns is {now_ns}");
+            fail!(
+                Invalid,
+                "now_ns is {now_ns}, {by} ns before the time of an earlier call: time must not go back"
+            );
         }
         Ok(())
     }
 
-    /// The caller's time, or the last one told if that is later.
-    pub(super) fn not_before(&self, now_ns: i64) -> i64 {
+    /// The caller's time, or the last known one if that is later.
+    pub(super) fn at_least_last(&self, now_ns: i64) -> i64 {
         if now_ns == 0 { 0 } else { now_ns.max(self.last_ns) }
     }
 
-    /// Makes a change; when it fails the time is what it was before, as if the
-    /// call had never come.
-    pub(super) fn in_time<R>(
+    /// Runs a change. If it fails, the clock is reset, as if the call had not happened.
+    pub(super) fn restoring_clock<R>(
         &mut self,
         change: impl FnOnce(&mut Evictor) -> Result<R>,
     ) -> Result<R> {
@@ -257,7 +259,7 @@ impl Evictor {
             fail!(Limit, "{ids} ids in one call, the limit is {MAX_BATCH}");
         }
         if self.slots.try_reserve(ids.saturating_sub(self.slots.len())).is_err()
-            || !self.sorted.reserve(ids)
+            || !self.partition.reserve(ids)
         {
             fail!(NoMem, "no memory for a batch of {ids} ids");
         }
@@ -270,7 +272,7 @@ impl Evictor {
         self.policy.touch(&mut self.objects, slot, stamp);
     }
 
-    /// Fills `slots`; how many from the start on are there.
+    /// Fills `slots`; returns the number of leading ids that are in the table.
     pub(super) fn find_all(&mut self, ids: &[u64]) -> usize {
         self.slots.clear();
         self.slots.resize(ids.len(), NONE);
@@ -278,8 +280,8 @@ impl Evictor {
         self.slots.iter().position(|&slot| slot == NONE).unwrap_or(ids.len())
     }
 
-    /// Notes the session of a call; its slot.
-    pub(super) fn see_session(&mut self, now: i64, who: &Who) -> Slot {
+    /// Records the session of a call; returns its slot.
+    pub(super) fn note_session(&mut self, now: i64, who: &Who) -> Slot {
         let Some(id) = who.session else { return NONE };
         let slot = self.objects.sessions.get_or_add(id);
         self.objects.sessions.asking = slot;
@@ -291,11 +293,10 @@ impl Evictor {
         slot
     }
 
-    /// Inserts objects, all or none, each after the one that it continues. The
-    /// first counts as used last, as in a lookup: what continues an object is
-    /// never younger.
+    /// Inserts objects, all or none, parents first. The first one counts as used last, as in a
+    /// lookup, so that no object is younger than its parent.
     pub fn insert(&mut self, now: i64, who: &Who, new: &[New]) -> Result<()> {
-        self.in_time(|this| this.insert_all(now, who, new))
+        self.restoring_clock(|this| this.insert_all(now, who, new))
     }
 
     fn insert_all(&mut self, now: i64, who: &Who, new: &[New]) -> Result<()> {
@@ -311,11 +312,11 @@ impl Evictor {
                 }
             }
         }
-        // Not before all are in: what is adopted cannot be taken back.
+        // Only after all inserts succeeded: an adoption cannot be undone.
         for &slot in &self.slots {
             self.objects.adopt(slot);
         }
-        let session = self.see_session_quietly(who);
+        let session = self.find_session(who);
         for (i, slot) in self.slots.iter().rev().enumerate() {
             self.objects.set_session(*slot, session);
             self.policy.insert(&mut self.objects, *slot, stamp + i as i64);
@@ -338,9 +339,8 @@ impl Evictor {
         }
     }
 
-    /// The slot of a session that may not have been looked up with. This is no turn
-    /// of one that is known.
-    pub(super) fn see_session_quietly(&mut self, who: &Who) -> Slot {
+    /// The slot of a session, without counting a turn if the session is known.
+    pub(super) fn find_session(&mut self, who: &Who) -> Slot {
         let Some(id) = who.session else { return NONE };
         match self.objects.sessions.find(id) {
             Some(slot) => {
@@ -348,11 +348,11 @@ impl Evictor {
                 self.note_who(slot, who);
                 slot
             }
-            None => self.see_session(self.last_ns, who),
+            None => self.note_session(self.last_ns, who),
         }
     }
 
-    /// Adds an object to the table; the policy is not told yet.
+    /// Adds an object to the table, without notifying the policy.
     fn enter(&mut self, new: &New, session: Slot) -> Result<Slot> {
         let slot = self.objects.insert_behind(new.id, new.parent, new.units, &new.facts)?;
         self.objects.set_session(slot, session);
@@ -366,7 +366,7 @@ impl Evictor {
         Ok(())
     }
 
-    /// Replaces the facts of an object where they are kept.
+    /// Replaces the facts of an object where facts are kept.
     pub(super) fn set_facts(&mut self, slot: Slot, facts: &Facts, now: i64) {
         if let Some(known) = self.objects.facts_mut(slot) {
             let old = std::mem::replace(known, *facts);
@@ -374,7 +374,7 @@ impl Evictor {
         }
     }
 
-    /// Takes an object out of policy and table.
+    /// Removes an object from policy and table.
     pub(super) fn take_out(&mut self, slot: Slot, evicted: bool, now: i64) {
         let parent = self.objects.detach(slot);
         self.policy.remove(&mut self.objects, slot, evicted, now);
@@ -384,7 +384,7 @@ impl Evictor {
         }
     }
 
-    /// An object may leave that could not: back into the order, if it was out.
+    /// An object is no longer blocked: it returns to the order if it was held.
     pub(super) fn freed(&mut self, slot: Slot, now: i64) {
         let node = self.objects.node(slot);
         if node.is_held() && !node.is_chosen() {
@@ -399,14 +399,14 @@ impl Evictor {
         }
     }
 
-    /// Changes what fits.
+    /// Changes the capacity.
     pub fn set_capacity(&mut self, units: u64) {
         self.options.capacity_units = units;
         self.policy.set_capacity(units);
     }
 
-    /// Goes on with another policy, which is told of every object with its last
-    /// use and its uses, and of what the one before learned if it is of its kind.
+    /// Switches to another policy. It adopts every object with its last use and number of uses, and
+    /// the old policy's learned state if both are of one kind.
     pub fn switch(&mut self, spec: &str) -> Result<()> {
         let parsed = Spec::parse(spec)?;
         let mut policy = registry::make(&parsed, &setting(&self.options))?;
@@ -455,11 +455,11 @@ mod tests {
     }
 
     #[test]
-    fn what_continues_an_object_leaves_first_whichever_came_first() {
+    fn children_are_evicted_before_parents_in_any_order_of_inserts() {
         for entry in registry::ENTRIES {
             let options = Options { max_objects: 64, remember: 64, ..Options::default() };
             let mut e = Evictor::open(entry.name, &options).expect("a known policy");
-            // The end of a path first, then its beginning, then what joins them.
+            // The end of a path first, then its beginning, then the object between.
             for (id, parent) in [(3, Some(2)), (4, Some(3)), (1, None), (2, Some(1))] {
                 let new = New { id, parent, units: 1, ..New::default() };
                 e.insert(1, &Who::default(), &[new]).expect("room");
@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_that_is_refused_leaves_who_waits_for_it_as_it_was() {
+    fn a_rejected_batch_leaves_waiting_children_unchanged() {
         let options = Options { max_objects: 8, remember: 8, ..Options::default() };
         let mut e = Evictor::open("lru", &options).expect("a known policy");
         let new = |id, parent| New { id, parent, units: 1, ..New::default() };
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_leaves_from_its_end() {
+    fn a_prefix_is_evicted_from_its_end() {
         let mut e = chain("lru", 10..14);
         assert_eq!(evict(&mut e, 2, 2), [13, 12]);
         assert_eq!(e.lookup(3, &Who::default(), &[10, 11, 12, 13], &mut []).expect("ids"), 2);
@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_or_pinned_stays_and_a_shortfall_is_told() {
+    fn referenced_or_pinned_objects_stay_and_the_shortfall_is_reported() {
         let mut e = chain("lru", 1..4);
         e.acquire(&[2]).expect("there");
         e.pin(&[3], true).expect("there");
@@ -520,13 +520,13 @@ mod tests {
     }
 
     #[test]
-    fn errors_change_nothing() {
+    fn errors_have_no_effect() {
         let mut e = chain("fifo", 1..4);
         let who = Who::default();
         let new = |id| New { id, units: 1, ..New::default() };
         assert!(e.insert(5, &who, &[new(7), new(8), new(2)]).is_err());
         assert_eq!((e.objects().len(), e.objects().find(7)), (3, None));
-        // Neither did the time go on.
+        // The clock did not advance either.
         assert_eq!(e.lookup(4, &who, &[1], &mut []).expect("a time"), 1);
         assert_eq!(e.lookup(3, &who, &[1], &mut []).expect_err("back").status(), Status::Invalid);
         assert_eq!(e.remove(5, &[2]).expect_err("has 3").status(), Status::State);

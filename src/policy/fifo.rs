@@ -1,4 +1,4 @@
-//! `fifo`: the one that came first leaves first.
+//! `fifo`: evicts the object that was inserted first.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;

@@ -1,5 +1,5 @@
-//! How often ids were seen lately, in a fixed space: a count-min sketch of 4-bit
-//! counters, halved now and then. One cache line an id.
+//! Approximate recent use counts of ids in constant space: a count-min sketch of 4-bit counters
+//! that are halved periodically. An id needs one cache line.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed, prefetch};
@@ -8,15 +8,15 @@ use crate::meta::index::hash;
 /// Largest count.
 pub const MAX_FREQUENCY: u8 = 15;
 
-/// Objects for which there is one block of counters.
+/// Objects for one block of counters.
 const OBJECTS_PER_BLOCK: usize = 8;
 const MIN_BLOCKS: usize = 64;
 const WORDS: usize = 7;
 const ROWS: usize = 4;
-/// Counters of a row: 16 in a word.
+/// Counters in a row; a word holds 16.
 const ROW: u64 = (WORDS * 16 / ROWS) as u64;
 
-/// Four rows of counters, and how many halvings they have seen.
+/// Four rows of counters, and the halvings applied to them.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Block {
@@ -31,7 +31,7 @@ unsafe impl Zeroable for Block {}
 pub struct Frequency {
     blocks: Zeroed<Block>,
     halvings: u64,
-    /// Seen since the counters were halved last, and half of what was before.
+    /// Additions since the last halving, plus half of those before.
     seen: u64,
 }
 
@@ -57,7 +57,7 @@ impl Frequency {
         Ok(Frequency { blocks: Zeroed::dense(blocks)?, halvings: 0, seen: 0 })
     }
 
-    /// Bytes that it takes: ids lie anywhere in it.
+    /// Bytes of the table: ids are spread over all of it.
     pub fn used_bytes(&self) -> u64 {
         self.blocks.front_bytes(usize::MAX)
     }
@@ -71,13 +71,13 @@ impl Frequency {
         (block as usize, std::array::from_fn(place))
     }
 
-    /// Has the counters of an id fetched.
+    /// Prefetches the counters of an id.
     #[inline]
     pub fn prefetch(&self, id: u64) {
         prefetch(&self.blocks, self.places(id).0);
     }
 
-    /// How often an id was seen lately, at least.
+    /// Lower bound of an id's recent count.
     #[inline]
     pub fn of(&self, id: u64) -> u8 {
         let (block, places) = self.places(id);
@@ -87,8 +87,8 @@ impl Frequency {
         if times > 3 { 0 } else { least >> times }
     }
 
-    /// Sees an id. After each `period` of them all counts are halved, each block
-    /// when it is used next.
+    /// Counts an id. After every `period` calls all counters are halved; a block is updated at its
+    /// next use.
     pub fn add(&mut self, id: u64, period: u64) {
         let (block, places) = self.places(id);
         let Block { words, halvings } = &mut self.blocks[block];
@@ -99,7 +99,7 @@ impl Frequency {
         }
         let least = places.iter().map(|&place| counter(words, place)).min().unwrap_or(0);
         if least < MAX_FREQUENCY {
-            // Only the least are right, so only they grow.
+            // Only the lowest counters are accurate, so only those grow.
             for place in places {
                 let grows = u64::from(counter(words, place) == least);
                 words[(place / 16) as usize] += grows << (place % 16 * 4);
@@ -112,7 +112,7 @@ impl Frequency {
         }
     }
 
-    /// How often the counters were halved.
+    /// Halvings so far.
     pub fn halvings(&self) -> u64 {
         self.halvings
     }

@@ -1,15 +1,14 @@
-//! `gdsf`: greedy dual size with frequency. An object's value is the clock at
-//! its last use plus uses times recompute cost by size; the least value leaves
-//! first, the one used longest ago among equals. The clock is the greatest value
-//! of those evicted so far.
+//! `gdsf`: greedy dual size with frequency. The value of an object is the clock at its last use
+//! plus uses times recompute cost divided by size. The lowest value is evicted first; among equals,
+//! the least recently used. The clock is the greatest value of all evicted objects.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `alpha` | 1/53800 | recompute cost per token and token of context |
 //! | `beta` | 1 | recompute cost per token |
 //!
-//! The cost is the caller's own where it gives one ([`Facts::cost`]), else that
-//! of the object's tokens after its context, else 1. A size of 0 counts as 1.
+//! The cost is the caller's value ([`Facts::cost`]) if there is one, else the cost of the object's
+//! tokens after its context, else 1. A size of 0 counts as 1.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -26,7 +25,7 @@ use crate::policy::{Policy, Rank};
 pub struct Gdsf {
     heap: Heap,
     uses: Zeroed<u32>,
-    /// The clock at the last use of each, as bits.
+    /// The clock at each object's last use, as bits of an f64.
     clocks: Zeroed<u64>,
     clock: f64,
     cost: Cost,
@@ -45,7 +44,7 @@ impl Gdsf {
     }
 
     fn cost(&self, own: f64, context: u64, tokens: u64) -> f64 {
-        // Not below zero or infinite, whatever a caller says: the order needs it.
+        // Negative or infinite costs are ignored: they would break the order.
         if own > 0.0 && own.is_finite() {
             own
         } else if tokens > 0 {
@@ -172,10 +171,10 @@ mod tests {
     }
 
     #[test]
-    fn cost_by_size_decides() {
+    fn evicts_by_cost_divided_by_size() {
         let tokens = |context, tokens| Facts { context, tokens, ..Facts::default() };
         let own = |cost| Facts { cost, ..Facts::default() };
-        // 100.5, 116.5 (later), 50.25 (twice the size), 70 (its own), 1 (unknown).
+        // 100.5, 116.5 (later), 50.25 (twice the size), 70 (the caller's), 1 (unknown).
         let facts = [
             (1, tokens(0, 10)),
             (1, tokens(160, 10)),
@@ -187,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_costs_do_not_upset_the_order() {
+    fn invalid_costs_do_not_break_the_order() {
         let own = |cost| Facts { cost, ..Facts::default() };
         let facts = [(1, own(f32::NAN)), (1, own(-5.0)), (1, own(f32::INFINITY)), (0, own(0.5))];
         assert_eq!(order(&facts), [3, 0, 1, 2]);

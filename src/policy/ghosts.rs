@@ -1,5 +1,4 @@
-//! Ids of objects that are gone, remembered in order: 24 bytes each and the
-//! index.
+//! Ids of evicted objects in the order of eviction: 24 bytes each, plus the index.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed, prefetch};
@@ -9,7 +8,7 @@ use crate::meta::index::{Index, NONE, Slot};
 #[repr(C)]
 struct Ghost {
     id: u64,
-    /// Older neighbour, or the next free one.
+    /// The older neighbour, or the next free entry.
     older: Slot,
     newer: Slot,
     units: u32,
@@ -19,10 +18,10 @@ struct Ghost {
 // SAFETY: integers only.
 unsafe impl Zeroable for Ghost {}
 
-/// Ids that one call of [`Ghosts::bound`] forgets at most.
+/// Most ids that one call of [`Ghosts::bound`] removes.
 const PRUNED: usize = 16;
 
-/// Ids in the order in which they were added, up to a limit.
+/// Ids in the order of insertion, up to a limit.
 pub struct Ghosts {
     ghosts: Zeroed<Ghost>,
     index: Index,
@@ -31,12 +30,12 @@ pub struct Ghosts {
     newest: Slot,
     oldest: Slot,
     units: u64,
-    /// So many are remembered now.
+    /// The current limit.
     most: usize,
 }
 
 impl Ghosts {
-    /// Room for `limit` ids.
+    /// An empty list for at most `limit` ids.
     pub fn new(limit: usize) -> Result<Ghosts> {
         Ok(Ghosts {
             ghosts: Zeroed::new(limit)?,
@@ -50,9 +49,8 @@ impl Ghosts {
         })
     }
 
-    /// Remembers no more than `most` ids from now on, and at least one; the oldest beyond that
-    /// are forgotten one by one. Where few objects fit what left long ago says little, and takes
-    /// more memory than they do.
+    /// Limits the list to `most` ids, at least 1. Excess ids are removed gradually, oldest first.
+    /// Where few objects fit, old ids say little and would use more memory than the objects.
     pub fn bound(&mut self, most: usize) {
         self.most = most.clamp(1, self.ghosts.len().max(1));
         for _ in 0..PRUNED.min(self.len().saturating_sub(self.most)) {
@@ -60,22 +58,22 @@ impl Ghosts {
         }
     }
 
-    /// Bytes that it has used so far.
+    /// Bytes used so far.
     pub fn used_bytes(&self) -> u64 {
         self.ghosts.front_bytes(self.fresh as usize) + self.index.bytes()
     }
 
-    /// How many ids are remembered.
+    /// Number of ids.
     pub fn len(&self) -> usize {
         self.index.len()
     }
 
-    /// Whether none is.
+    /// Whether there are no ids.
     pub fn is_empty(&self) -> bool {
         self.index.is_empty()
     }
 
-    /// The sum of their sizes.
+    /// Sum of their sizes.
     pub fn units(&self) -> u64 {
         self.units
     }
@@ -88,13 +86,13 @@ impl Ghosts {
         self.index.find(id, |slot| self.ghosts[slot as usize].id == id)
     }
 
-    /// Has what is remembered of ids fetched.
+    /// Prefetches the entries of ids.
     pub fn prefetch(&self, ids: &[u64]) {
         if self.is_empty() {
             return;
         }
         ids.iter().for_each(|&id| self.index.prefetch(id));
-        // A single one would be waited for here, not later.
+        // For a single id this would wait for the index now.
         if ids.len() > 1 {
             for &id in ids {
                 prefetch(&self.ghosts, self.index.guess(id) as usize);
@@ -102,14 +100,13 @@ impl Ghosts {
         }
     }
 
-    /// What was noted of an id.
+    /// The note of an id.
     #[inline]
     pub fn get(&self, id: u64) -> Option<u32> {
         self.find(id).map(|slot| self.ghosts[slot as usize].data)
     }
 
-    /// Remembers an id as the newest, with its size and a note. Forgets the
-    /// oldest when there is no room.
+    /// Adds an id as the newest, with its size and a note. Removes the oldest if the list is full.
     pub fn add(&mut self, id: u64, units: u32, data: u32) {
         if self.ghosts.is_empty() {
             return;
@@ -137,13 +134,13 @@ impl Ghosts {
         self.units += u64::from(units);
     }
 
-    /// Forgets an id; its size and note.
+    /// Removes an id; returns its size and note.
     pub fn remove(&mut self, id: u64) -> Option<(u32, u32)> {
         let slot = self.find(id)?;
         Some(self.take(slot))
     }
 
-    /// Forgets the oldest.
+    /// Removes the oldest id.
     pub fn pop_oldest(&mut self) -> Option<u64> {
         let slot = self.oldest;
         if slot == NONE {
@@ -151,7 +148,7 @@ impl Ghosts {
         }
         let id = self.ghosts[slot as usize].id;
         self.take(slot);
-        // Mostly the next to be forgotten, some calls from now.
+        // Usually the next id to be removed, some calls later.
         if let Some(next) = self.ghosts.get(self.oldest as usize) {
             self.index.prefetch(next.id);
         }
@@ -174,7 +171,7 @@ impl Ghosts {
         (units, data)
     }
 
-    /// Forgets all.
+    /// Removes all ids.
     pub fn clear(&mut self) {
         while self.pop_oldest().is_some() {}
     }

@@ -1,16 +1,16 @@
-//! From one policy to the next while objects stay.
+//! Switching policies while objects stay resident.
 //!
-//! The next one adopts all objects in the order in which they were used last, each
-//! with its uses since it came, up to 65,535: as many of them as make a difference
-//! to it. `lfu` and `gdsf` take all, `horizon` 255, `wtinylfu` as many as its
-//! counters hold (15), the others three: `lru-k` looks at no more than four, and
-//! where queues go by uses (`arc`, `2q`, `slru`, `s3fifo`, `sieve`) the first few
-//! decide. When they were, but for the last, nobody noted: all count as of then.
+//! The next policy adopts all objects in the order of their last use, each with its number of uses
+//! since the insert, up to 65,535. A policy takes as many uses as make a difference to it. `lfu`
+//! and `gdsf` take all, `horizon` 255, `wtinylfu` as many as its counters hold (15), the others
+//! three: `lru-k` considers at most four, and for queues by uses (`arc`, `2q`, `slru`, `s3fifo`,
+//! `sieve`) the first few decide. Only the time of the last use is known, so all uses count as of
+//! that time.
 //!
-//! What was learned goes on to a policy of the same kind (see [`Policy::lessons`]):
-//! of `horizon`, `predictive` and the sketch of `wtinylfu`, also inside of `qos`.
-//! Ids that `arc`, `2q`, `s3fifo` and `lru-k` remember as evicted do not: each
-//! remembers them in queues by its own parameters, and they are forgotten soon.
+//! Learned state goes to a policy of the same kind (see [`Policy::lessons`]): that of `horizon`,
+//! `predictive` and the sketch of `wtinylfu`, also inside `qos`. The ghosts of `arc`, `2q`,
+//! `s3fifo` and `lru-k` are not handed over: each policy keeps them in queues by its own
+//! parameters, and they expire soon.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -18,7 +18,7 @@ use crate::meta::index::Slot;
 use crate::meta::objects::Objects;
 use crate::policy::Policy;
 
-/// Objects by their last use, each with its time: increasing, and before `now`.
+/// Objects by their last use, each with its time: strictly increasing and at most `now`.
 pub fn by_last_use(
     objects: &Objects,
     now: i64,
@@ -31,7 +31,7 @@ pub fn by_last_use(
     }
     order.extend(slots().map(|slot| (objects.node(slot).stamp, slot)));
     order.sort_unstable();
-    // Queues that move objects while they search give stamps ahead of the time.
+    // Queues that move objects while they search give out stamps ahead of the time.
     let mut most = now;
     for (stamp, _) in order.iter_mut().rev() {
         *stamp = (*stamp).min(most);
@@ -40,9 +40,9 @@ pub fn by_last_use(
     Ok(order)
 }
 
-/// Tells `next` of all objects, and of what `teacher` learned: the policy before,
-/// which is `leaving` and not asked any more, or one that goes on elsewhere. When it
-/// fails nothing has changed.
+/// Hands all objects to `next`, and what `teacher` learned. With `leaving`, the teacher is the
+/// policy before and is not used again; otherwise it continues elsewhere. Nothing changes if the
+/// call fails.
 pub fn hand_over(
     objects: &mut Objects,
     teacher: &mut dyn Policy,
@@ -77,17 +77,17 @@ mod tests {
     }
 
     #[test]
-    fn uses_count_as_far_as_the_next_one_counts() {
+    fn a_switch_passes_on_the_uses_that_the_next_policy_counts() {
         for (spec, expected) in [
             ("lfu", [4, 3, 2, 1]),
             ("gdsf", [4, 3, 2, 1]),
             ("lfu(aged=false)", [4, 3, 2, 1]),
-            // Told of three; and of two, which is its last but one use.
+            // Adopted with three uses; and with two, whose third last use is unknown.
             ("lru-k(k=4)", [4, 1, 2, 3]),
         ] {
             let mut e = open("lru");
             let who = Who::default();
-            // The more uses, the longer ago.
+            // The more uses, the longer ago the last one.
             for (id, uses) in [(1, 40), (2, 12), (3, 5), (4, 1)] {
                 insert(&mut e, id as i64 * 1000, &who, id);
                 (0..uses).for_each(|n| {
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sketch_knows_uses_and_goes_on() {
+    fn the_sketch_is_handed_over_and_receives_uses() {
         let mut e = open("lru");
         let who = Who::default();
         for id in 0..40u64 {
@@ -121,13 +121,13 @@ mod tests {
         }
         e.switch("wtinylfu(window=20%)").expect("known");
         e.check().expect("sound");
-        // It was asked for in vain before.
+        // This id was looked up before and missed.
         insert(&mut e, 220, &who, 500);
         assert_eq!(seen(&e, 500), 5.0);
         assert_eq!((seen(&e, 7), seen(&e, 8), seen(&e, 9)), (10.0, 4.0, 1.0));
     }
 
-    /// Ids of which some come back after a minute and most never do.
+    /// Some ids return after a minute, most never.
     fn taught(spec: &str) -> (Evictor, i64) {
         let (mut e, mut now) = (open(spec), 1_000_000_000);
         for round in 0..20_000u64 {
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn horizon_goes_on_from_what_it_knows() {
+    fn horizon_continues_from_its_learned_state() {
         let (mut e, now) = taught("horizon");
         let before = ranks(&e, now + 1);
         for same in ["horizon(history=4)", "horizon(history=2)"] {
@@ -162,8 +162,8 @@ mod tests {
             e.check().expect("sound");
             assert_eq!(ranks(&e, now + 1), before, "{same}");
         }
-        // The waits that go on are not counted twice when the watch starts anew; a few
-        // classes may be fitted anew on the way.
+        // Waits in progress are not counted twice when the watch restarts. Some classes may be
+        // fitted again during the switch.
         e.switch("horizon(watch=1000)").expect("known");
         e.check().expect("sound");
         let after = ranks(&e, now + 1);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_learned_goes_over_inside_of_qos_too() {
+    fn learned_state_is_handed_over_inside_of_qos() {
         let (mut e, _) = taught("predictive");
         let pace = gauge(&e, "gap_s");
         assert!(pace > 0.0);

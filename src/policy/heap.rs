@@ -1,5 +1,5 @@
-//! A heap of objects by rank: the least on top. It says where each object
-//! stands in one of the object's own links, so any can be moved or taken out.
+//! A min-heap of objects by rank. The index of each object is stored in one of the object's links,
+//! so that any object can be moved or removed.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
@@ -12,42 +12,40 @@ use crate::policy::Rank;
 #[repr(C)]
 struct Entry {
     rank: Rank,
-    /// Last, so that equal ranks have an order that does not depend on what
-    /// happened before.
+    /// Last, so that equal ranks have an order that does not depend on history.
     slot: Slot,
 }
 
 // SAFETY: integers only.
 unsafe impl Zeroable for Entry {}
 
-/// Four children: half as deep as with two, and they share a cache line or two.
+/// Four children: half the depth of a binary heap, and siblings share a cache line or two.
 const ARITY: usize = 4;
 
-/// A heap sized for its limit at once. The place of an object is in
-/// `Node::prev`, or in `Node::next` with `NEXT`: an object can be in one heap of
-/// each kind.
+/// A heap allocated for its limit. The index of an object is in `Node::prev`, or in `Node::next`
+/// with `NEXT`: an object can be in one heap of each kind.
 pub struct Heap<const NEXT: bool = false> {
     entries: Zeroed<Entry>,
     len: usize,
 }
 
 impl<const NEXT: bool> Heap<NEXT> {
-    /// Room for `max_objects`.
+    /// An empty heap for `max_objects`.
     pub fn new(max_objects: usize) -> Result<Heap<NEXT>> {
         Ok(Heap { entries: Zeroed::new(max_objects)?, len: 0 })
     }
 
-    /// Bytes that it has used, where there were so many objects at most.
+    /// Bytes used, for a table with this peak number of objects.
     pub fn used_bytes(&self, objects: usize) -> u64 {
         self.entries.front_bytes(objects)
     }
 
-    /// How many are in it.
+    /// Number of objects in the heap.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether none is.
+    /// Whether the heap is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -65,26 +63,26 @@ impl<const NEXT: bool> Heap<NEXT> {
         *(if NEXT { &mut node.next } else { &mut node.prev }) = at as Slot;
     }
 
-    /// Whether an object is in it.
+    /// Whether an object is in the heap.
     #[inline]
     pub fn contains(&self, objects: &Objects, slot: Slot) -> bool {
         let at = Self::index(objects, slot);
         at < self.len && self.entries[at].slot == slot
     }
 
-    /// The rank with which an object is in it.
+    /// The rank of an object in the heap.
     pub fn rank(&self, objects: &Objects, slot: Slot) -> Option<Rank> {
         self.contains(objects, slot).then(|| self.entries[Self::index(objects, slot)].rank)
     }
 
-    /// The least.
+    /// The object with the lowest rank.
     #[inline]
     pub fn peek(&self) -> Option<(Rank, Slot)> {
         let entry = self.entries.first()?;
         (self.len > 0).then_some((entry.rank, entry.slot))
     }
 
-    /// Adds an object that is not in it; it is not held any more.
+    /// Adds an object that is not in the heap, and clears its held mark.
     pub fn push(&mut self, objects: &mut Objects, slot: Slot, rank: Rank) {
         objects.node_mut(slot).set_held(false);
         let at = self.len;
@@ -92,7 +90,7 @@ impl<const NEXT: bool> Heap<NEXT> {
         self.rise(objects, at, Entry { rank, slot });
     }
 
-    /// Gives an object another rank; adds it if it is not in it.
+    /// Changes the rank of an object, or adds it.
     pub fn update(&mut self, objects: &mut Objects, slot: Slot, rank: Rank) {
         if !self.contains(objects, slot) {
             return self.push(objects, slot, rank);
@@ -106,7 +104,7 @@ impl<const NEXT: bool> Heap<NEXT> {
         }
     }
 
-    /// Takes an object out; its rank, if it was in.
+    /// Removes an object; returns its rank if it was in the heap.
     pub fn remove(&mut self, objects: &mut Objects, slot: Slot) -> Option<Rank> {
         let rank = self.rank(objects, slot)?;
         let at = Self::index(objects, slot);
@@ -124,22 +122,22 @@ impl<const NEXT: bool> Heap<NEXT> {
         Some(rank)
     }
 
-    /// Takes the least out.
+    /// Removes the object with the lowest rank.
     pub fn pop_min(&mut self, objects: &mut Objects) -> Option<(Rank, Slot)> {
         let (rank, slot) = self.peek()?;
         self.remove(objects, slot);
         Some((rank, slot))
     }
 
-    /// Takes an object out, if it is in, and marks it as held.
+    /// Removes an object and marks it as held.
     pub fn hold(&mut self, objects: &mut Objects, slot: Slot) {
         self.remove(objects, slot);
         objects.node_mut(slot).set_held(true);
     }
 
-    /// Gives an object its rank, or holds it where it must stay anyway. Its parent
-    /// must stay now, and is held too. So the inner part of a prefix tree costs
-    /// nothing: an object comes in when nothing continues it any more.
+    /// Gives an object its rank, or holds it if it is blocked. Its parent becomes blocked and is
+    /// held, too. So inner nodes of a prefix tree cost nothing: an object enters the heap when it
+    /// has no child any more.
     pub fn place(&mut self, objects: &mut Objects, slot: Slot, rank: Rank) {
         if objects.is_blocked(slot) {
             return self.hold(objects, slot);
@@ -151,8 +149,8 @@ impl<const NEXT: bool> Heap<NEXT> {
         }
     }
 
-    /// The least that may leave; blocked ones above it are held, so that each is
-    /// passed once.
+    /// The candidate with the lowest rank. Blocked objects above it are held, so that each is
+    /// visited once.
     pub fn least(&mut self, objects: &mut Objects) -> Option<(Rank, Slot)> {
         loop {
             let (rank, slot) = self.peek()?;
@@ -163,14 +161,14 @@ impl<const NEXT: bool> Heap<NEXT> {
         }
     }
 
-    /// Takes the least object that may be evicted out, and holds it.
+    /// Removes the candidate with the lowest rank, and holds it.
     pub fn victim(&mut self, objects: &mut Objects) -> Option<Slot> {
         let (_, slot) = self.least(objects)?;
         self.hold(objects, slot);
         Some(slot)
     }
 
-    /// Moves `entry` from a hole at `at` up to where it belongs.
+    /// Moves `entry` from the hole at `at` up to its position.
     fn rise(&mut self, objects: &mut Objects, mut at: usize, entry: Entry) {
         while at > 0 {
             let above = (at - 1) / ARITY;
@@ -183,7 +181,7 @@ impl<const NEXT: bool> Heap<NEXT> {
         self.set(objects, at, entry);
     }
 
-    /// Moves `entry` from a hole at `at` down to where it belongs.
+    /// Moves `entry` from the hole at `at` down to its position.
     fn sink(&mut self, objects: &mut Objects, mut at: usize, entry: Entry) {
         loop {
             let first = at * ARITY + 1;
@@ -200,12 +198,16 @@ impl<const NEXT: bool> Heap<NEXT> {
         self.set(objects, at, entry);
     }
 
-    /// Whether every object is below a lesser one and knows its place.
+    /// Checks the heap property and the indices.
     pub fn check_order(&self, objects: &Objects) -> Result<()> {
         for at in 0..self.len {
             let Entry { slot, .. } = self.entries[at];
             if Self::index(objects, slot) != at {
-                fail!(State, "object {} stands at {at} and does not know", objects.node(slot).id);
+                fail!(
+                    State,
+                    "the link of object {} is not its heap index {at}",
+                    objects.node(slot).id
+                );
             }
             if at > 0 && self.entries[at] < self.entries[(at - 1) / ARITY] {
                 fail!(State, "object {} is below a greater one", objects.node(slot).id);
@@ -279,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn blocked_ones_are_passed_once_and_held() {
+    fn blocked_objects_are_visited_once_and_held() {
         let mut objects = Objects::new(3, false, false).expect("small");
         let mut heap = Heap::<false>::new(3).expect("small");
         for id in 0..3 {

@@ -1,11 +1,10 @@
-//! `lfu`: the one used least leaves first, the one used longest ago among
-//! equals.
+//! `lfu`: evicts the least frequently used object; among equals, the least recently used.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
-//! | `aged` | true | dynamic ageing: an object's key is the clock at its last use plus its uses (its insert is the first); the clock is the greatest key of those evicted so far. What was used often long ago falls behind. False: the uses alone, for ever |
+//! | `aged` | true | dynamic ageing: the key of an object is the clock at its last use plus its uses (the insert is the first). The clock is the greatest key of all evicted objects. An object used often but long ago falls behind. False: the uses alone |
 //!
-//! Uses before an eviction are forgotten with it.
+//! Uses before an eviction are not remembered.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -105,8 +104,7 @@ mod tests {
     use crate::policy::evictor::Who;
     use crate::policy::testing::{evict, gauge, insert, open};
 
-    /// One object is used often, then never again; others come and are used
-    /// twice each.
+    /// One object is used often, then never again; the others are used twice each.
     fn survivor(spec: &str) -> bool {
         let mut e = open(spec);
         insert(&mut e, 1, &Who::default(), 999);
@@ -126,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn old_fame_fades_with_ageing_only() {
+    fn old_uses_fade_with_ageing_only() {
         assert!(!survivor("lfu"));
         assert!(survivor("lfu(aged=false)"));
     }

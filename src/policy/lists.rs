@@ -1,5 +1,5 @@
-//! A fixed number of lists over the objects' links: what most policies are made
-//! of. `Node::tag` says in which list an object is, or was when it was held.
+//! A fixed number of lists over the objects' links, the basis of most policies. `Node::tag` is the
+//! number of an object's list, or of its last list while it is held.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -22,7 +22,7 @@ impl<const N: usize> Default for Lists<N> {
 }
 
 impl<const N: usize> Lists<N> {
-    /// Puts an object that is in none at the hot end of one.
+    /// Adds an object that is in no list at the hot end of one.
     #[inline]
     pub fn push_hot(&mut self, objects: &mut Objects, list: usize, slot: Slot) {
         let node = objects.node_mut(slot);
@@ -31,7 +31,7 @@ impl<const N: usize> Lists<N> {
         self.lists[list].push_hot(objects, slot);
     }
 
-    /// Takes an object out of its list; nothing happens to a held one.
+    /// Removes an object from its list; a held object is in none.
     #[inline]
     pub fn remove(&mut self, objects: &mut Objects, slot: Slot) {
         let node = objects.node(slot);
@@ -51,14 +51,14 @@ impl<const N: usize> Lists<N> {
         self.push_hot(objects, list, slot);
     }
 
-    /// Takes an object out of its list, which stays noted.
+    /// Removes an object from its list and marks it as held. The tag stays.
     #[inline]
     pub fn hold(&mut self, objects: &mut Objects, slot: Slot) {
         self.remove(objects, slot);
         objects.node_mut(slot).set_held(true);
     }
 
-    /// Puts a held object back into its list, where its stamp belongs.
+    /// Returns a held object to its list, in the order of stamps.
     pub fn put_back(&mut self, objects: &mut Objects, slot: Slot) {
         let node = objects.node_mut(slot);
         if node.is_held() {
@@ -68,7 +68,7 @@ impl<const N: usize> Lists<N> {
         }
     }
 
-    /// The coldest object of a list that may leave; blocked ones are held.
+    /// The coldest candidate of a list. Blocked objects before it are held.
     #[inline]
     pub fn coldest(&mut self, objects: &mut Objects, list: usize) -> Option<Slot> {
         loop {
@@ -83,7 +83,7 @@ impl<const N: usize> Lists<N> {
         }
     }
 
-    /// Takes the coldest object out of the first list that has one.
+    /// Removes the coldest candidate of the first list that has one, and holds it.
     pub fn victim(&mut self, objects: &mut Objects) -> Option<Slot> {
         let slot = (0..N).find_map(|list| self.coldest(objects, list))?;
         self.passed(usize::from(objects.node(slot).tag));
@@ -91,7 +91,7 @@ impl<const N: usize> Lists<N> {
         Some(slot)
     }
 
-    /// Loads the nodes that the next searches will visit into the processor's cache.
+    /// Prefetches the nodes that the next searches will visit.
     pub fn look_ahead(&mut self, objects: &Objects) {
         for (list, scout) in self.lists.iter().zip(&mut self.scouts) {
             scout.step(objects, list.tail);
@@ -109,7 +109,7 @@ impl<const N: usize> Lists<N> {
         Rank::time(objects.node(slot).stamp)
     }
 
-    /// Changes an object's size, in its list too.
+    /// Changes an object's size, also in the sum of its list.
     pub fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
         let node = objects.node(slot);
         if !node.is_held() {
@@ -119,8 +119,7 @@ impl<const N: usize> Lists<N> {
         objects.set_units(slot, units);
     }
 
-    /// Whether every list is sound, and every object of the table is in the list
-    /// that its tag names, or held.
+    /// Checks the links, and that every object is in the list of its tag or held.
     pub fn check_links(&self, objects: &Objects) -> Result<()> {
         let mut linked = 0;
         for (i, list) in self.lists.iter().enumerate() {
@@ -128,7 +127,11 @@ impl<const N: usize> Lists<N> {
             for slot in list.from_cold(objects) {
                 let node = objects.node(slot);
                 if usize::from(node.tag) != i || node.is_held() {
-                    fail!(State, "list {i} has object {} that is not in it", node.id);
+                    fail!(
+                        State,
+                        "list {i} links object {}, which is held or tagged for another list",
+                        node.id
+                    );
                 }
             }
             linked += list.len as usize;
@@ -140,7 +143,7 @@ impl<const N: usize> Lists<N> {
         Ok(())
     }
 
-    /// As `check_links`, for lists that are in the order of their stamps.
+    /// As `check_links`, for lists in the order of their stamps.
     pub fn check(&self, objects: &Objects) -> Result<()> {
         self.check_links(objects)?;
         for (i, list) in self.lists.iter().enumerate() {

@@ -1,9 +1,9 @@
-//! The last evictions: who, why, how it stood, what was freed.
+//! Log of the last evictions.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
 
-/// Most entries that are kept.
+/// Most entries kept.
 pub const MAX_ENTRIES: usize = 1 << 20;
 
 /// One eviction.
@@ -12,52 +12,52 @@ pub const MAX_ENTRIES: usize = 1 << 20;
 pub struct Entry {
     /// Counts evictions from 1; a gap means that entries were overwritten.
     pub number: u64,
-    /// When, by the caller's clock.
+    /// Time of the eviction, by the caller's clock.
     pub at_ns: i64,
-    /// Who.
+    /// Id of the object.
     pub id: u64,
-    /// Its session; meaningful when `has_session` is not 0.
+    /// Its session; valid if `has_session` is not 0.
     pub session: u64,
-    /// When it was used last, as far as the policy noted.
+    /// Time of the last use, as far as the policy knows it.
     pub stamp_ns: i64,
-    /// What counted in the policy's order: the less, the earlier it leaves.
+    /// Score in the policy's order; the lowest is evicted first.
     pub score: f64,
-    /// Its size.
+    /// Its size in units.
     pub units: u32,
     /// Uses since it was inserted.
     pub hits: u32,
-    /// Which of the policy's queues it came from.
+    /// The policy's queue that it was in.
     pub queue: u32,
     /// Not 0: `session` is known.
     pub has_session: u32,
-    /// The policy that decided, as its number in the registry.
+    /// Number in the registry of the policy that decided.
     pub policy: u32,
-    /// Not used yet.
+    /// Always 0.
     pub reserved: u32,
 }
 
 // SAFETY: numbers only.
 unsafe impl Zeroable for Entry {}
 
-/// A bounded ring of them.
+/// A bounded ring of entries.
 pub struct Log {
     entries: Zeroed<Entry>,
     next: u64,
 }
 
 impl Log {
-    /// Keeps the last `limit`.
+    /// A log that keeps the last `limit` entries.
     pub fn new(limit: usize) -> Result<Log> {
         Ok(Log { entries: Zeroed::new(limit.min(MAX_ENTRIES))?, next: 1 })
     }
 
-    /// Whether anything is kept.
+    /// Whether entries are kept.
     #[inline]
     pub fn is_on(&self) -> bool {
         !self.entries.is_empty()
     }
 
-    /// Adds one; its number is set here.
+    /// Adds an entry and sets its number.
     pub fn add(&mut self, entry: Entry) {
         if self.is_on() {
             let at = (self.next % self.entries.len() as u64) as usize;
@@ -66,7 +66,7 @@ impl Log {
         self.next += 1;
     }
 
-    /// Those from number `from` on that are still there, oldest first.
+    /// Entries from number `from` on that are still kept, oldest first.
     pub fn since(&self, from: u64) -> impl Iterator<Item = &Entry> {
         let len = self.entries.len() as u64;
         let oldest = self.next.saturating_sub(len).max(1).max(from);
@@ -74,7 +74,7 @@ impl Log {
         (oldest..end).map(move |n| &self.entries[(n % len) as usize])
     }
 
-    /// The number the next one will have.
+    /// Number of the next entry.
     pub fn next_number(&self) -> u64 {
         self.next
     }
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_ones_are_kept_in_order() {
+    fn the_last_entries_are_kept_in_order() {
         let mut log = Log::new(4).expect("small");
         assert_eq!(log.since(0).count(), 0);
         (0..10).for_each(|id| log.add(Entry { id, ..Entry::default() }));

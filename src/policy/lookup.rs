@@ -1,30 +1,29 @@
-//! What is asked for: lookups and touches of paths of objects.
+//! Lookups and touches of paths of objects.
 //!
-//! In a path with gaps no processor can guess which id is there. So those that
-//! are and those that are not are told apart once, without a branch, and then
-//! each kind is served in a row.
+//! In a path with gaps the processor cannot predict which ids are present. So hits and misses are
+//! partitioned once, without a branch, and each part is then processed in a row.
 
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
 use crate::policy::evictor::{Evictor, Who};
 
-/// So many ids have their memory fetched at a time.
+/// Ids whose memory is prefetched at a time.
 pub(super) const AHEAD: usize = 64;
 
-/// The ids of a call by whether they are there, in their order. Kept from call
-/// to call; only the first few count.
+/// The ids of a call, partitioned into hits and misses. Kept from call to call; only the leading
+/// entries are valid.
 #[derive(Default)]
-pub(super) struct Sorted {
+pub(super) struct Partition {
     present: Vec<Slot>,
     missing: Vec<u64>,
     missing_at: Vec<u32>,
 }
 
-impl Sorted {
-    /// Makes room; whether there is.
+impl Partition {
+    /// Reserves memory; false if there is none.
     pub(super) fn reserve(&mut self, ids: usize) -> bool {
-        let Sorted { present, missing, missing_at } = self;
+        let Partition { present, missing, missing_at } = self;
         let more = ids.saturating_sub(present.len());
         if more == 0 {
             return true;
@@ -41,37 +40,37 @@ impl Sorted {
         true
     }
 
-    /// Sorts out; how many are there, and how many are not.
+    /// Partitions the ids; returns the number of hits and of misses.
     fn fill(&mut self, ids: &[u64], slots: &[Slot]) -> (usize, usize) {
-        let (mut here, mut gone) = (0, 0);
+        let (mut hits, mut misses) = (0, 0);
         for (at, (&id, &slot)) in ids.iter().zip(slots).enumerate() {
             let there = slot != NONE;
-            self.present[here] = slot;
-            self.missing[gone] = id;
-            self.missing_at[gone] = at as u32;
-            here += usize::from(there);
-            gone += usize::from(!there);
+            self.present[hits] = slot;
+            self.missing[misses] = id;
+            self.missing_at[misses] = at as u32;
+            hits += usize::from(there);
+            misses += usize::from(!there);
         }
-        (here, gone)
+        (hits, misses)
     }
 }
 
-/// A lookup that is being counted.
-struct Asked<'a> {
+/// A lookup to be counted.
+struct CountedLookup<'a> {
     who: &'a Who,
     session: Slot,
     ids: usize,
-    /// How many from the start on are there.
+    /// Leading ids that are present.
     leading: usize,
-    /// How many are not.
-    gone: usize,
+    /// Ids that are missing.
+    misses: usize,
 }
 
 impl Evictor {
-    /// Looks up a path of objects, first to last, and counts it. Found ones are
-    /// touched, the last first, so that none is older than what continues it.
-    /// How many from the start on are there; `found`, if it is not empty, says it
-    /// for each. Where holes are allowed, objects behind one are found too.
+    /// Looks up a path of objects, first to last, and counts the lookup. Hits are touched, the last
+    /// one first, so that no object is older than its children. Returns the number of leading hits.
+    /// `found`, if not empty, receives 0 or 1 for each id. Where holes are allowed, objects behind
+    /// a hole are hits, too.
     pub fn lookup(&mut self, now: i64, who: &Who, ids: &[u64], found: &mut [u8]) -> Result<usize> {
         if !found.is_empty() && found.len() != ids.len() {
             fail!(Invalid, "found has {} entries for {} ids", found.len(), ids.len());
@@ -81,17 +80,17 @@ impl Evictor {
         }
         let now = self.begin(now, ids.len())?;
         let leading = self.find_all(ids);
-        let session = self.see_session(now, who);
-        let (here, gone) = self.sorted.fill(ids, &self.slots);
+        let session = self.note_session(now, who);
+        let (hits, misses) = self.partition.fill(ids, &self.slots);
         let (usable, used) =
-            if self.options.holes { (ids.len(), here) } else { (leading, leading) };
+            if self.options.holes { (ids.len(), hits) } else { (leading, leading) };
         for (i, out) in found.iter_mut().enumerate() {
             *out = u8::from((i < usable) & (self.slots[i] != NONE));
         }
-        self.count_lookup(&Asked { who, session, ids: ids.len(), leading, gone });
-        let slots = &self.sorted.present[..used];
+        self.count_lookup(&CountedLookup { who, session, ids: ids.len(), leading, misses });
+        let slots = &self.partition.present[..used];
         let mut stamp = self.policy.touch_all(&mut self.objects, slots, session, now);
-        for ids in self.sorted.missing[..gone].chunks(AHEAD) {
+        for ids in self.partition.missing[..misses].chunks(AHEAD) {
             self.policy.prefetch(ids);
             for &id in ids {
                 self.policy.miss(&self.objects, id, stamp);
@@ -102,8 +101,8 @@ impl Evictor {
         Ok(leading)
     }
 
-    /// The same for a single id that no session asks for: so few steps that the
-    /// processor has the next call's memory on its way before this one's is here.
+    /// As `lookup`, for a single id without a session. It has so few steps that the processor
+    /// overlaps the memory accesses of consecutive calls.
     fn lookup_one(&mut self, now: i64, who: &Who, id: u64, found: &mut [u8]) -> Result<usize> {
         let now = self.tick(now, 1)?;
         let each = who.tokens_each.max(1);
@@ -132,21 +131,21 @@ impl Evictor {
         Ok(usize::from(slot.is_some()))
     }
 
-    /// Touches objects, the last first, without counting a lookup. How many were
-    /// there.
+    /// Touches objects, the last one first, without counting a lookup. Returns the number that were
+    /// present.
     pub fn touch(&mut self, now: i64, who: &Who, ids: &[u64]) -> Result<usize> {
         let now = self.begin(now, ids.len())?;
         self.find_all(ids);
-        let session = self.see_session(now, who);
-        let (here, _) = self.sorted.fill(ids, &self.slots);
-        let slots = &self.sorted.present[..here];
+        let session = self.note_session(now, who);
+        let (hits, _) = self.partition.fill(ids, &self.slots);
+        let slots = &self.partition.present[..hits];
         let end = self.policy.touch_all(&mut self.objects, slots, session, now);
         Ok((end - now) as usize)
     }
 
-    /// Counts what was asked for, and what of it was there and usable.
-    fn count_lookup(&mut self, asked: &Asked) {
-        let &Asked { who, session, ids, leading, gone } = asked;
+    /// Counts what was requested, and what of it was present and usable.
+    fn count_lookup(&mut self, asked: &CountedLookup) {
+        let &CountedLookup { who, session, ids, leading, misses } = asked;
         let each = u64::from(who.tokens_each.max(1));
         let all = if who.length > 0 { u64::from(who.length) } else { each * ids as u64 };
         let until = |i: usize| (each * i as u64).min(all);
@@ -157,7 +156,7 @@ impl Evictor {
         counts.cost += self.options.cost.of(0, all);
         let (mut hits, mut hit_tokens, mut missed_tokens) = (leading as u64, until(leading), 0);
         let mut hit_cost = self.options.cost.of(0, hit_tokens);
-        // What is there behind a gap: found, or computed again for the gap's sake.
+        // Objects behind a gap: hits, or recomputed because of the gap.
         let usable = u64::from(self.options.holes);
         for (i, &slot) in self.slots.iter().enumerate().skip(leading) {
             let there = u64::from(slot != NONE);
@@ -168,8 +167,8 @@ impl Evictor {
             hit_cost += self.options.cost.of(until(i), tokens * usable);
         }
         if !self.history.is_empty() {
-            let missing = self.sorted.missing[..gone].chunks(AHEAD);
-            for (ids, at) in missing.zip(self.sorted.missing_at[..gone].chunks(AHEAD)) {
+            let missing = self.partition.missing[..misses].chunks(AHEAD);
+            for (ids, at) in missing.zip(self.partition.missing_at[..misses].chunks(AHEAD)) {
                 self.history.prefetch(ids);
                 for (&id, &i) in ids.iter().zip(at) {
                     let known = u64::from(self.history.get(id).is_some());
@@ -185,7 +184,7 @@ impl Evictor {
             row.hit_tokens += hit_tokens;
             row.wanted_tokens += hit_tokens + missed_tokens;
         }
-        // A session without a row is one of its tenant's all the same.
+        // A session without a row still counts for its tenant.
         if who.session.is_some() {
             self.metrics.tenant(who.tenant, hit_tokens, hit_tokens + missed_tokens);
         }

@@ -1,4 +1,4 @@
-//! `lru`: the one used longest ago leaves first.
+//! `lru`: evicts the least recently used object.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -13,7 +13,7 @@ use crate::policy::{Policy, Rank, touch_each};
 #[derive(Default)]
 pub struct Lru {
     lists: Lists<1>,
-    /// Serves `custom`: facts are kept for the caller's scorer.
+    /// The policy is `custom`: it keeps facts for the caller's scorer.
     scored: bool,
 }
 
@@ -23,7 +23,7 @@ impl Lru {
         Ok(Lru::default())
     }
 
-    /// Reads `custom`, which has no parameters: without a scorer its order is LRU.
+    /// Reads `custom`, which has no parameters. Without a scorer its order is LRU.
     pub fn read_custom(_: &mut Reader) -> Result<Lru> {
         Ok(Lru { scored: true, ..Lru::default() })
     }
@@ -36,7 +36,7 @@ impl Policy for Lru {
         if self.scored { custom::NAME } else { "lru" }
     }
 
-    /// What this order decides, LRU has decided, also under the name `custom`.
+    /// Also under the name `custom`, decisions of this order are LRU.
     fn decided_by(&self) -> &'static str {
         "lru"
     }
@@ -56,7 +56,7 @@ impl Policy for Lru {
     }
 
     fn touch_all(&mut self, objects: &mut Objects, slots: &[Slot], session: Slot, now: i64) -> i64 {
-        // Whoever moves leaves two neighbours that change too.
+        // Each object that moves changes two neighbours, too.
         if slots.len() > 1 {
             objects.prefetch_neighbours(slots);
         }

@@ -1,13 +1,13 @@
-//! `lru-k`: the one whose k-th last use lies longest ago leaves first. Those
-//! with fewer than k uses leave before all others, by their last use.
+//! `lru-k`: evicts the object whose k-th last use is the oldest. Objects with fewer than k uses are
+//! evicted before all others, by their last use.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `k` | 2 | which use counts, 1 to 4; 1 is `lru` |
-//! | `history` | the table's limit | how many evicted ids are remembered with their last uses, the latest evictions; one that comes back goes on from them. 0: none. Objects that their owner took away are forgotten |
+//! | `history` | the table's limit | number of evicted ids, the latest ones, whose last uses are remembered; an id that returns continues from them. 0: none. Objects that their owner removed are not remembered |
 //!
-//! An insert is a use. There is no correlated reference period: a caller that
-//! looks up, misses and inserts makes one use, not two.
+//! An insert is a use. There is no correlated reference period: a caller that looks up, misses and
+//! inserts makes one use, not two.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -27,8 +27,8 @@ const MAX_K: usize = 4;
 /// Least recent k-th last use.
 pub struct LruK {
     heap: Heap,
-    /// Uses before the last of each object, the latest first, k - 1 a row; the
-    /// last one is its stamp. Zero, the least time, where there was none.
+    /// Uses before the last one of each object, the latest first, k - 1 a row. The last use is the
+    /// stamp. 0, the lowest time, where there was none.
     earlier: Zeroed<u64>,
     history: History,
     k: usize,
@@ -36,7 +36,7 @@ pub struct LruK {
 
 /// The last uses of the latest evicted ids.
 struct History {
-    /// Which row an id has.
+    /// The row of each id.
     ids: Ghosts,
     /// A ring of rows: the id, then k uses.
     rows: Zeroed<u64>,
@@ -61,7 +61,7 @@ impl History {
         }
         let width = earlier.len() + 2;
         let row = &mut self.rows[self.next * width..][..width];
-        // The row of an id that is remembered still is used again.
+        // The row of an id that is still remembered is reused.
         if self.ids.get(row[0]) == Some(self.next as u32) {
             self.ids.remove(row[0]);
         }
@@ -71,7 +71,7 @@ impl History {
         self.next = if self.next + 1 == self.limit { 0 } else { self.next + 1 };
     }
 
-    /// Forgets an id; its uses, the last first, all but the earliest.
+    /// Removes an id; returns its uses, the last first, without the earliest.
     fn take(&mut self, id: u64, k: usize) -> Option<&[u64]> {
         let (_, row) = self.ids.remove(id)?;
         Some(&self.rows[row as usize * (k + 1) + 1..][..k - 1])
@@ -160,8 +160,8 @@ impl Policy for LruK {
         self.rank_of(slot, objects.node(slot).stamp)
     }
 
-    /// Columns know the first use, the last one and how many there were: those
-    /// between are taken as evenly spread.
+    /// Columns contain the first use, the last use and the number of uses. The uses between are
+    /// taken as evenly spread.
     fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
         for (row, rank) in ranks.iter_mut().enumerate() {
             let (last, count) = (columns.last_access_ns(row), columns.count(row));
@@ -178,7 +178,7 @@ impl Policy for LruK {
                 if steps > 1 {
                     back += (whole % (count - 1)).saturating_mul(steps) / (count - 1);
                 }
-                // Not before it was created, so it is an i64.
+                // Not before the creation, so it fits an i64.
                 let at = last.wrapping_sub_unsigned(back);
                 Rank { major: order_of_i64(at), minor }
             };
@@ -211,12 +211,12 @@ mod tests {
         (1..=3).for_each(|id| insert(&mut e, id as i64, id));
         e.touch(10, &Who::default(), &[2]).expect("there");
         e.touch(11, &Who::default(), &[1]).expect("there");
-        // 3 was used once; then 1, first used before 2 though used last after it.
+        // 3 was used once; 1 was first used before 2, though last used after it.
         assert_eq!([12, 13, 14].map(|now| evict(&mut e, now)), [3, 1, 2]);
     }
 
     #[test]
-    fn one_that_comes_back_is_not_new_unless_history_is_off() {
+    fn a_returning_id_continues_its_history_unless_that_is_off() {
         for (spec, first) in [("lru-k", 2), ("lru-k(history=0)", 1), ("lru-k(k=3)", 1)] {
             let mut e = open(spec);
             insert(&mut e, 1, 1);

@@ -1,18 +1,18 @@
-//! What happened: counts, shares, fairness, decision times.
+//! Counters, ratios, fairness, decision times.
 
 use crate::meta::fairness::Fairness;
 use crate::meta::sessions::Sessions;
 
-/// Buckets of a histogram: four for each doubling, from 1 ns to over a minute.
+/// Buckets of a histogram: four per doubling, from 1 ns to over a minute.
 pub const BUCKETS: usize = 144;
-/// Most tenants that are told apart; those beyond share a row of their own.
+/// Most tenants counted separately; the others share one row.
 pub const MAX_TENANTS: usize = 1024;
 
-/// Times in buckets that grow by a fourth of a doubling.
+/// A histogram of times, with four buckets per doubling.
 #[derive(Clone)]
 pub struct Histogram {
-    /// On the heap: a store has many histograms, and is moved by value when it opens and closes,
-    /// on stacks that an engine may have made small.
+    /// On the heap: a store has many histograms and is moved by value when it opens and closes, on
+    /// stacks that an engine may have made small.
     counts: Box<[u64; BUCKETS]>,
     total: u64,
     sum_ns: u64,
@@ -33,7 +33,7 @@ fn bucket(ns: u64) -> usize {
 }
 
 impl Histogram {
-    /// Counts a time.
+    /// Adds a time.
     pub fn add(&mut self, ns: u64) {
         self.counts[bucket(ns)] += 1;
         self.total += 1;
@@ -41,33 +41,33 @@ impl Histogram {
         self.max_ns = self.max_ns.max(ns);
     }
 
-    /// How many were counted.
+    /// Number of times.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// The mean; 0 of none.
+    /// The mean; 0 if there are none.
     pub fn mean_ns(&self) -> u64 {
         self.sum_ns.checked_div(self.total).unwrap_or(0)
     }
 
-    /// Their sum.
+    /// Sum of all times.
     pub fn sum_ns(&self) -> u64 {
         self.sum_ns
     }
 
-    /// How many were less than 2 to the power of `octave` ns.
+    /// Number of times below 2 to the power of `octave` ns.
     pub fn below(&self, octave: usize) -> u64 {
         self.counts.iter().take(octave.saturating_mul(4)).sum()
     }
 
-    /// The largest.
+    /// The largest time.
     pub fn max_ns(&self) -> u64 {
         self.max_ns
     }
 
-    /// The time that `share` (0 to 1) of those counted do not exceed: the upper
-    /// end of its bucket, never more than the largest seen.
+    /// The time that a `share` (0 to 1) of all times does not exceed: the upper end of its bucket,
+    /// at most the largest time.
     pub fn quantile_ns(&self, share: f64) -> u64 {
         let want = ((self.total as f64 * share).ceil() as u64).clamp(1, self.total.max(1));
         let mut seen = 0;
@@ -87,72 +87,72 @@ impl Histogram {
 pub struct Counts {
     /// Lookups.
     pub requests: u64,
-    /// Objects that they asked for.
+    /// Objects requested.
     pub references: u64,
-    /// Of those, found and usable.
+    /// Objects found and usable.
     pub hits: u64,
-    /// Of those, evicted before and not there: to be computed again.
+    /// Objects missing because they were evicted: they are computed again.
     pub evicted_references: u64,
-    /// Tokens asked for.
+    /// Tokens requested.
     pub tokens: u64,
     /// Tokens found.
     pub hit_tokens: u64,
-    /// Recompute cost of what was asked for.
+    /// Recompute cost of the tokens requested.
     pub cost: f64,
-    /// Recompute cost of what was found.
+    /// Recompute cost of the tokens found.
     pub hit_cost: f64,
     /// Objects inserted.
     pub inserts: u64,
     /// Objects evicted.
     pub evictions: u64,
-    /// Units they had.
+    /// Units of the evicted objects.
     pub evicted_units: u64,
-    /// Calls that asked for victims.
+    /// Eviction calls.
     pub decisions: u64,
-    /// Calls that freed less than asked.
+    /// Eviction calls that freed less than requested.
     pub shortfalls: u64,
 }
 
 impl Counts {
-    /// A part of a whole; 0 of nothing.
+    /// `part / whole`; 0 for an empty whole.
     pub fn share(part: f64, whole: f64) -> f64 {
         if whole > 0.0 { part / whole } else { 0.0 }
     }
 
-    /// Found per asked for.
+    /// Objects found per object requested.
     pub fn hit_ratio(&self) -> f64 {
         Counts::share(self.hits as f64, self.references as f64)
     }
 
-    /// The same by tokens.
+    /// The hit ratio by tokens.
     pub fn token_hit_ratio(&self) -> f64 {
         Counts::share(self.hit_tokens as f64, self.tokens as f64)
     }
 
-    /// The same by recompute cost.
+    /// The hit ratio by recompute cost.
     pub fn cost_hit_ratio(&self) -> f64 {
         Counts::share(self.hit_cost, self.cost)
     }
 
-    /// References to something evicted and wanted again, per reference.
+    /// References to evicted objects, per reference.
     pub fn re_prefill_rate(&self) -> f64 {
         Counts::share(self.evicted_references as f64, self.references as f64)
     }
 }
 
-/// Everything that is counted.
+/// All counters of an evictor.
 #[derive(Default)]
 pub struct Metrics {
     /// Totals.
     pub counts: Counts,
-    /// Time of decisions; one in [`SAMPLE`] is measured.
+    /// Decision times; one in [`SAMPLE`] is measured.
     pub decision: Histogram,
     tenants: Vec<Tenant>,
-    /// Those that came when there were MAX_TENANTS: together they are one more.
+    /// All tenants beyond `MAX_TENANTS`, as one.
     others: Share,
 }
 
-/// One decision of so many is timed.
+/// One decision in this many is timed.
 pub const SAMPLE: u64 = 16;
 
 #[derive(Clone, Copy, Default)]
@@ -168,7 +168,7 @@ struct Tenant {
 }
 
 impl Metrics {
-    /// Counts what a tenant found, and would have found in an unbounded cache.
+    /// Counts the tokens a tenant found, and would have found in an unbounded cache.
     pub fn tenant(&mut self, id: u32, hit_tokens: u64, wanted_tokens: u64) {
         let share = match self.tenants.binary_search_by_key(&id, |t| t.id) {
             Ok(at) => &mut self.tenants[at].share,
@@ -182,12 +182,12 @@ impl Metrics {
         share.wanted_tokens += wanted_tokens;
     }
 
-    /// How many tenants are told apart.
+    /// Number of tenants counted separately.
     pub fn tenants(&self) -> usize {
         self.tenants.len()
     }
 
-    /// Fairness over tenants; those that are not told apart are one.
+    /// Fairness over tenants; those beyond `MAX_TENANTS` count as one.
     pub fn tenant_fairness(&self) -> f64 {
         let shares = self.tenants.iter().map(|t| t.share).chain([self.others]);
         jain(shares.map(|s| (s.hit_tokens, s.wanted_tokens)))
@@ -199,9 +199,8 @@ pub fn session_fairness(sessions: &Sessions) -> f64 {
     sessions.fairness().index()
 }
 
-/// Jain's index of what each found in parts of what it could have found: 1 when
-/// all fare alike, 1/n when one has everything. Those who could have found
-/// nothing do not count.
+/// Jain's index of the ratios of found to available tokens: 1 if all are equal, 1/n if one has
+/// everything. Entries without available tokens do not count.
 pub fn jain(pairs: impl Iterator<Item = (u64, u64)>) -> f64 {
     let mut all = Fairness::default();
     pairs.for_each(|(hit, wanted)| all.add(hit, wanted));
@@ -220,17 +219,18 @@ mod tests {
     }
 
     #[test]
-    fn tenants_beyond_the_limit_are_one_of_their_own() {
+    fn tenants_beyond_the_limit_count_as_one() {
         let mut metrics = Metrics::default();
         let most = MAX_TENANTS as u32;
         (0..most).for_each(|id| metrics.tenant(id * 2, 10, 10));
         assert_eq!((metrics.tenants(), metrics.tenant_fairness()), (MAX_TENANTS, 1.0));
-        // All beyond find nothing: one of 1025, and the last told apart fares as before.
+        // The tenants beyond the limit find nothing: one of 1025. The last separate tenant is
+        // unaffected.
         (0..5000).for_each(|n| metrics.tenant(n * 2 + 1, 0, 10));
         assert_eq!(metrics.tenants(), MAX_TENANTS);
         let (n, all) = (f64::from(most), f64::from(most) + 1.0);
         assert!((metrics.tenant_fairness() - n / all).abs() < 1e-9);
-        // Between them: not mixed into whoever stands next to them.
+        // Ids between the separate tenants are not mixed into their neighbours.
         (0..5000).for_each(|n| metrics.tenant(n * 2 + 1, 10, 0));
         assert!(metrics.tenants.iter().all(|t| t.share.wanted_tokens == 10));
     }
@@ -241,8 +241,11 @@ mod tests {
         (1..=1000u64).for_each(|n| h.add(n * 7));
         for share in [0.01, 0.5, 0.9, 0.99, 1.0] {
             let exact = (1000.0 * share) * 7.0;
-            let told = h.quantile_ns(share) as f64;
-            assert!(told >= exact && told <= exact * 1.26, "{share}: {told} for {exact}");
+            let measured = h.quantile_ns(share) as f64;
+            assert!(
+                measured >= exact && measured <= exact * 1.26,
+                "{share}: {measured} for {exact}"
+            );
         }
         assert_eq!((h.total(), h.max_ns(), h.mean_ns()), (1000, 7000, 3503));
         for octave in [0, 3, 10, 12, 40, usize::MAX] {

@@ -1,12 +1,11 @@
-//! Who leaves first. One file a policy; [`registry`] names them all; an
-//! [`evictor`](evictor::Evictor) is one at work on a table of objects.
+//! Eviction policies: one file a policy. [`registry`] lists them; an [`evictor`](evictor::Evictor)
+//! is a policy with a table of objects.
 //!
-//! A policy orders objects; it does not own them. It is told of every insert,
-//! touch and removal, keeps its order in the objects' links and in structures of
-//! its own, and when asked takes the one that should leave first out of that
-//! order. Objects that must stay (referenced, pinned, continued by another) are
-//! passed over once and *held* out of the order until they are free again, so
-//! that they are never scanned twice.
+//! A policy orders objects; it does not own them. It is notified of every insert, touch and
+//! removal. It keeps its order in the objects' links and in structures of its own. To evict, it
+//! takes the next victim out of that order. Blocked objects (referenced, pinned, or parents of
+//! others) are visited once and *held* outside the order until they are free again, so that they
+//! are never scanned twice.
 
 #[macro_use]
 mod forward;
@@ -60,18 +59,17 @@ use crate::meta::objects::{Facts, Objects};
 use crate::meta::sessions::Stop;
 use crate::policy::columns::Columns;
 
-/// An order of leaving: the least leaves first. Two parts, so that ties of a
-/// score are broken by a time.
+/// An eviction order: the lowest rank is evicted first. A time breaks ties of a score.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Rank {
-    /// What counts.
+    /// Primary key.
     pub major: u64,
-    /// What breaks ties.
+    /// Breaks ties.
     pub minor: u64,
 }
 
 impl Rank {
-    /// By a time alone: the earliest leaves first.
+    /// By a time: the earliest is evicted first.
     #[inline]
     pub fn time(ns: i64) -> Rank {
         Rank { major: order_of_i64(ns), minor: 0 }
@@ -90,41 +88,41 @@ impl Rank {
     }
 }
 
-/// Maps so that the order is kept.
+/// An order-preserving map.
 #[inline]
 pub fn order_of_i64(x: i64) -> u64 {
     (x as u64) ^ (1 << 63)
 }
 
-/// Maps so that the order is kept; -0 and 0 are equal.
+/// An order-preserving map; -0 and 0 are equal.
 #[inline]
 pub fn order_of_f64(x: f64) -> u64 {
     let bits = (x + 0.0).to_bits();
     if bits >> 63 == 0 { bits | (1 << 63) } else { !bits }
 }
 
-/// What the engine says of an object's future.
+/// The engine's statement about the future of an object.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Hint {
     /// Why the request that used it stopped.
     pub stop: Option<Stop>,
-    /// When it is expected to be used next, and how sure that is (0 to 1).
+    /// Expected time of the next use, and its confidence (0 to 1).
     pub next_use: Option<(i64, f32)>,
-    /// It will not be used again.
+    /// The object will not be used again.
     pub done: bool,
 }
 
-/// What a policy has learned, for another of its kind.
+/// State that a policy has learned, for another policy of its kind.
 pub type Lessons = Box<dyn Any>;
 
-/// Uses of an object that a policy is told of when it takes over, unless it counts
-/// further: those count in every policy that looks at uses.
-const TOLD_USES: u16 = 3;
+/// Most uses of an object that a policy replays when it takes over, unless it counts further. These
+/// few matter to every policy that considers uses.
+const REPLAYED_USES: u16 = 3;
 
-/// A policy looks ahead once in so many uses: about the time that memory takes.
+/// Uses between two calls of `look_ahead`: about the latency of memory.
 const LOOK_AHEAD: usize = 8;
 
-/// What [`Policy::touch_all`] does unless told otherwise.
+/// The default of [`Policy::touch_all`].
 #[inline]
 pub fn touch_each<P: Policy + ?Sized>(
     policy: &mut P,
@@ -147,121 +145,119 @@ pub fn touch_each<P: Policy + ?Sized>(
     stamp
 }
 
-/// A whole-object eviction policy. `now` is the caller's clock in ns, made
-/// strictly increasing: no two calls see the same.
+/// An eviction policy for whole objects. `now` is the caller's clock in ns, made strictly
+/// increasing: no two calls pass the same value.
 pub trait Policy: Send {
-    /// Its name, as in specs.
+    /// Name in specs.
     fn name(&self) -> &'static str;
 
-    /// The object in `slot` is new. An id that was looked up before in vain had
-    /// `miss` called for it.
+    /// The object in `slot` is new. If its id was looked up before and missed, `miss` was called
+    /// for it.
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64);
 
-    /// The object in `slot` was another policy's; it was used last at `now`, and
-    /// `uses` times since it came.
+    /// The object in `slot` comes from another policy. Its last use was at `now`; it had `uses`
+    /// uses since its insert.
     fn adopt(&mut self, objects: &mut Objects, slot: Slot, uses: u16, now: i64) {
         self.insert(objects, slot, now);
-        (0..uses.min(TOLD_USES)).for_each(|_| self.touch(objects, slot, now));
+        (0..uses.min(REPLAYED_USES)).for_each(|_| self.touch(objects, slot, now));
     }
 
-    /// What it has learned, for one of its kind that takes over. One that is
-    /// `leaving` is not asked anything after it, and gives what it has of the same
-    /// objects and sessions too; one that goes on gives what holds elsewhere.
+    /// The learned state, for a policy of its kind that takes over. With `leaving` the policy is
+    /// not used again, and includes state about the same objects and sessions. Otherwise it
+    /// continues, and gives only state that holds elsewhere.
     fn lessons(&mut self, _leaving: bool) -> Option<Lessons> {
         None
     }
 
-    /// Goes on from what another learned, before it adopts objects. It passes over
-    /// what is not of its kind.
+    /// Continues from another policy's state, before it adopts objects. State of another kind is
+    /// ignored.
     fn learn(&mut self, _lessons: Lessons) {}
 
     /// The object in `slot` was used.
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64);
 
-    /// The objects in `slots` were used, the last first, by `session`; those that
-    /// are NONE are passed over. The time after that of the last use.
+    /// The objects in `slots` were used by `session`, the last one first; NONE is skipped. Returns
+    /// the time after that of the last use.
     fn touch_all(&mut self, objects: &mut Objects, slots: &[Slot], session: Slot, now: i64) -> i64 {
         touch_each(self, objects, slots, session, now)
     }
 
-    /// Time to fetch what a search for a victim will need.
+    /// Prefetches memory that a search for a victim will need.
     #[inline]
     fn look_ahead(&mut self, _objects: &Objects) {}
 
-    /// Soon these are missed, or leave: time to fetch what is remembered of them.
+    /// Prefetches what is remembered of ids that will soon be missed or evicted.
     fn prefetch(&self, _ids: &[u64]) {}
 
-    /// `id` was looked up and is not there.
+    /// A lookup of `id` missed.
     fn miss(&mut self, _objects: &Objects, _id: u64, _now: i64) {}
 
-    /// The object in `slot` goes, evicted or taken away by its owner. It may be
-    /// held.
+    /// The object in `slot` is evicted, or removed by its owner. It may be held.
     fn remove(&mut self, objects: &mut Objects, slot: Slot, evicted: bool, now: i64);
 
-    /// Takes the object that should leave first out of the order: it is held
-    /// when this returns. Blocked ones met on the way are held as well.
+    /// Takes the next victim out of the order; it is then held. Blocked objects before it are held,
+    /// too.
     fn victim(&mut self, objects: &mut Objects, now: i64) -> Option<Slot>;
 
-    /// A held object is in the order again: it is not blocked any more, or was
-    /// a victim that may stay. Its place is as if it had never been held.
+    /// Returns a held object to the order: it is no longer blocked, or was a victim that stays. Its
+    /// position is as if it had never been held.
     fn put_back(&mut self, objects: &mut Objects, slot: Slot, now: i64);
 
-    /// The object's size changes; the table's own count is changed in here
-    /// (`Objects::set_units`), after sums of sizes.
+    /// Changes an object's size. The implementation calls `Objects::set_units`, after it has
+    /// updated its own sums.
     fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
         objects.set_units(slot, units);
     }
 
-    /// The engine said something of the object in `slot`.
+    /// The engine gave a hint about the object in `slot`.
     fn hint(&mut self, _objects: &mut Objects, _slot: Slot, _hint: &Hint, _now: i64) {}
 
-    /// How much fits, in units; told at the start and when it changes. Before
-    /// that, policies with shares go by what is resident.
+    /// Sets the capacity in units, at the start and when it changes. Until then, policies with
+    /// shares use the resident units.
     fn set_capacity(&mut self, _units: u64) {}
 
-    /// Where an object of the table stands, without changing anything. Exact for
-    /// policies with a static order; queues that move objects while they search
-    /// (arc, s3fifo, sieve, wtinylfu) answer by queue and position.
+    /// The rank of an object of the table, without changing anything. Exact for policies with a
+    /// static order. Queues that move objects while they search (arc, s3fifo, sieve, wtinylfu)
+    /// answer by queue and position.
     fn rank(&self, objects: &Objects, slot: Slot, now: i64) -> Rank;
 
-    /// Where objects that are not in the table would stand, by what the caller's
-    /// columns say of them: one rank a row.
+    /// The ranks of objects that are not in the table, computed from the caller's columns: one a
+    /// row.
     fn seed(&self, columns: &Columns, now: i64, ranks: &mut [Rank]);
 
-    /// What counts in its order, as a number for humans and logs: the less, the
-    /// earlier it leaves. By default the stamp.
+    /// The score in the policy's order, as a number for humans and logs; the lowest is evicted
+    /// first. By default the stamp.
     fn score(&self, objects: &Objects, slot: Slot, _now: i64) -> f64 {
         objects.node(slot).stamp as f64
     }
 
-    /// Who decided last: a name other than its own where it delegates.
+    /// Name of the policy that decided last; another one where this policy delegates.
     fn decided_by(&self) -> &'static str {
         self.name()
     }
 
-    /// Bytes of tables that it has used so far, beside the table of objects.
+    /// Bytes of the policy's tables used so far, without the table of objects.
     fn used_bytes(&self, _objects: &Objects) -> u64 {
         0
     }
 
-    /// Whether `Node::prev` of an object names one that probably leaves soon after
-    /// it: its data is then fetched ahead.
+    /// Whether `Node::prev` of a victim is probably the next victim: its memory is then prefetched.
     fn evicts_by_links(&self) -> bool {
         false
     }
 
-    /// Whether it needs [`Facts`] of objects.
+    /// Whether the policy uses [`Facts`] of objects.
     fn wants_facts(&self) -> bool {
         false
     }
 
-    /// Facts of an object changed.
+    /// The facts of an object changed.
     fn facts_changed(&mut self, _objects: &mut Objects, _slot: Slot, _old: &Facts, _now: i64) {}
 
-    /// Numbers of its own for the metrics, by name.
+    /// The policy's gauges, by name.
     fn gauges(&self, _objects: &Objects, _out: &mut dyn FnMut(&'static str, f64)) {}
 
-    /// Checks what it can of its own structures; for tests.
+    /// Checks the policy's structures; for tests.
     fn check(&self, _objects: &Objects) -> Result<()> {
         Ok(())
     }

@@ -1,10 +1,10 @@
-//! `pensieve`: the least retention value leaves first. The value is what it
-//! costs to compute an object again, divided by the time since its last use.
+//! `pensieve`: evicts the object with the lowest retention value. The value is the cost to
+//! recompute the object, divided by the time since its last use.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
-//! | `alpha` | 0.001 | cost per token of context (and token, in chunks) |
-//! | `beta` | 0.01 | cost per token of a chunk; once, of a cell |
+//! | `alpha` | 0.001 | cost per token of context (and token, for chunks) |
+//! | `beta` | 0.01 | cost per token of a chunk; once per cell |
 //! | `const` | 0.005 | cost of an object, whatever its size |
 //! | `mode` | auto | `chunk`: an object has all layers of its tokens. `cell`: it has one layer of them. `auto`: cell if the object names its layers, else chunk |
 //! | `layer_weight` | true | cells: late layers are cheaper |
@@ -14,21 +14,18 @@
 //! With l tokens of context and n tokens (1 where unknown), T in seconds:
 //!
 //! - chunk: `(n * beta + alpha * (n * l + n * n / 2) + const) / max(T, 1 ms)`;
-//! - cell: `w * p * (alpha * l + beta + const) / max(T, 1 ms)` with
-//!   `w = (layers - layer) / layers` and `p = (chunk + 1) / chunks`; a weight
-//!   whose figures are unknown is 1.
+//! - cell: `w * p * (alpha * l + beta + const) / max(T, 1 ms)` with `w = (layers - layer) / layers`
+//!   and `p = (chunk + 1) / chunks`; a weight with unknown inputs is 1.
 //!
-//! A cost of the caller's own ([`Facts::cost`]) stands in for the part without
-//! weights. T is the object's own: a conversation that goes on uses all of its
-//! objects, so theirs is the time since it was last active, or since the last
-//! conversation that shares the object was. Of equal values the deeper object
-//! leaves first, or the one nearer to the front where holes are allowed.
+//! The caller's cost ([`Facts::cost`]) replaces the part without weights. T is measured per object.
+//! A conversation uses all of its objects in each turn, so T is the time since it was last active,
+//! or since the last conversation that shares the object was. Of equal values the deeper object is
+//! evicted first, or the one nearer to the front where holes are allowed.
 //!
-//! Values change all the time at different rates, so there is no order to keep.
-//! Objects stand in bins of nearly equal cost, at most 1/32 apart, each ordered
-//! by last use; the oldest of every bin are compared. So a victim's value is
-//! within 1/32 of the least. 2048 bins span costs from 2^-32 to 2^32; below and
-//! above, costs count as the least and the greatest for this bound.
+//! Values change continuously at different rates, so no fixed order exists. Objects are kept in
+//! bins of nearly equal cost, at most 1/32 apart, each ordered by last use. The oldest objects of
+//! all bins are compared, so a victim's value is within 1/32 of the lowest. 2048 bins span costs
+//! from 2^-32 to 2^32; costs outside count as the lowest or the greatest for this bound.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -43,13 +40,13 @@ use crate::policy::registry::Setting;
 use crate::policy::{Policy, Rank};
 
 const BINS: usize = 2048;
-/// Mantissa bits of a cost that count: 32 bins to a doubling.
+/// Mantissa bits of a cost that select a bin: 32 bins per doubling.
 const FINE: u32 = 5;
 /// Exponent of the first bin.
 const FIRST: i64 = -32;
 /// In `bins`: the object is in the list of its bin.
 const LINKED: u16 = 1 << 15;
-/// Shorter times count as this.
+/// Shorter times count as this, in seconds.
 const SHORTEST_S: f64 = 0.001;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -59,7 +56,7 @@ enum Mode {
     Cell,
 }
 
-/// How values come from facts.
+/// Computes values from facts.
 struct Value {
     cost: Cost,
     fixed: f64,
@@ -70,7 +67,7 @@ struct Value {
     holes: bool,
 }
 
-/// What is known of an object or row.
+/// Facts of an object or row.
 struct Shape {
     context: u64,
     tokens: u64,
@@ -108,7 +105,7 @@ impl Shape {
 }
 
 impl Value {
-    /// The recompute cost, with the weights. Finite and not below zero.
+    /// The recompute cost with the weights. Finite and not negative.
     fn cost(&self, shape: &Shape) -> f64 {
         let own = Some(shape.own).filter(|c| *c > 0.0 && c.is_finite());
         let cell = self.mode == Mode::Cell || (self.mode == Mode::Auto && shape.layers > 0);
@@ -136,21 +133,21 @@ impl Value {
         cost / age.max(SHORTEST_S)
     }
 
-    /// What breaks ties: the less leaves first.
+    /// Breaks ties; the lowest is evicted first.
     #[inline]
     fn tie(&self, context: u64) -> u64 {
         if self.holes { context } else { !context }
     }
 }
 
-/// Lists of objects by cost, and what the oldest of each is.
+/// Lists of objects by cost, with the oldest object of each.
 struct Bins {
     lists: Vec<List>,
-    /// Which lists are not empty.
+    /// Bit set of the lists that are not empty.
     used: [u64; BINS / 64],
-    /// Cost and stamp of the oldest, side by side for the search.
+    /// Cost and stamp of each list's oldest object, side by side for the search.
     oldest: Vec<(f64, i64, Slot)>,
-    /// The bin of each object, and whether it is in it.
+    /// The bin of each object, and whether the object is in it.
     bins: Zeroed<u16>,
 }
 
@@ -171,7 +168,7 @@ impl Bins {
         })
     }
 
-    /// Notes the oldest of a bin, if that is another now.
+    /// Updates the oldest object of a bin.
     #[inline]
     fn refresh(&mut self, objects: &Objects, value: &Value, bin: usize) {
         let tail = self.lists[bin].tail;
@@ -189,9 +186,8 @@ impl Bins {
         usize::from(self.bins[slot as usize] & !LINKED)
     }
 
-    /// Puts an object that is in no bin at the hot end of one; one that must stay
-    /// anyway is held instead. Its parent must stay now, and is held too: the
-    /// search would meet it first.
+    /// Adds an object that is in no bin at the hot end of one, or holds it if it is blocked. Its
+    /// parent becomes blocked and is held, too: the search would find it first.
     fn push(&mut self, objects: &mut Objects, value: &Value, bin: usize, slot: Slot) {
         let blocked = objects.is_blocked(slot);
         objects.node_mut(slot).set_held(blocked);
@@ -210,7 +206,7 @@ impl Bins {
         }
     }
 
-    /// Takes an object out of its bin; nothing happens to a held one.
+    /// Removes an object from its bin; a held object is in none.
     fn unlink(&mut self, objects: &mut Objects, value: &Value, slot: Slot) {
         if !objects.node(slot).is_held() {
             let bin = self.bin(slot);
@@ -240,7 +236,7 @@ impl Bins {
         }
     }
 
-    /// The oldest of a bin with the least value.
+    /// The oldest object of a bin with the lowest value.
     fn least(&self, objects: &Objects, value: &Value, now: i64) -> Option<Slot> {
         let (mut best, mut least) = (NONE, f64::INFINITY);
         for (i, &word) in self.used.iter().enumerate() {
@@ -264,10 +260,10 @@ impl Bins {
             let (mut len, mut units, mut stamp) = (0, 0, i64::MIN);
             for slot in list.from_cold(objects) {
                 let node = objects.node(slot);
-                let home = bin_of(value.cost(&Shape::of(&objects.facts(slot))));
+                let right = bin_of(value.cost(&Shape::of(&objects.facts(slot))));
                 let noted = self.bins[slot as usize] == bin as u16 | LINKED;
-                if home != bin || !noted || node.is_held() {
-                    fail!(State, "bin {bin} has object {} of bin {home}", node.id);
+                if right != bin || !noted || node.is_held() {
+                    fail!(State, "bin {bin} has object {} of bin {right}", node.id);
                 }
                 if node.stamp < stamp {
                     fail!(State, "object {} of bin {bin} is behind a later one", node.id);
@@ -279,7 +275,7 @@ impl Bins {
                 fail!(State, "bin {bin} counts {} objects, has {len}", list.len);
             }
             if self.oldest[bin].2 != list.tail {
-                fail!(State, "bin {bin} does not know its oldest");
+                fail!(State, "the oldest object of bin {bin} is not the cached one");
             }
             linked += len as usize;
         }
@@ -291,7 +287,7 @@ impl Bins {
     }
 }
 
-/// Recompute cost by time inactive.
+/// Recompute cost by idle time.
 pub struct Pensieve {
     bins: Bins,
     value: Value,
@@ -447,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn the_four_cells_cost_what_they_should() {
+    fn costs_of_four_cells_follow_the_formula() {
         for spec in ["pensieve", "pensieve(mode=cell)"] {
             let mut e = open(spec, true);
             for (id, (layer, chunk)) in CELLS.into_iter().enumerate() {
@@ -457,7 +453,7 @@ mod tests {
             }
             let costs = [0.0075, 0.00375, 0.047, 0.0235];
             for (slot, cost) in costs.into_iter().enumerate() {
-                // After less than the shortest time, a thousand to the second.
+                // After less than the shortest time, costs count a thousandfold.
                 let score = e.policy().score(e.objects(), slot as Slot, 2_000);
                 assert!((score - cost * 1000.0).abs() < 1e-9, "{slot}: {score}");
             }
@@ -467,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn the_four_cells_leave_a_batch_in_the_same_order() {
+    fn a_batch_of_four_cells_is_ordered_alike() {
         let e = open("pensieve", true);
         let columns = Columns {
             ids: &[0, 1, 2, 3],
@@ -498,16 +494,16 @@ mod tests {
             e.insert(1_000, &Who::default(), &[new]).expect("room");
             e.policy().score(e.objects(), 0, 1_000)
         };
-        let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} {b}");
-        near(cost("pensieve(layer_weight=false,time_weight=false)", 1, 0), 0.0075);
-        near(cost("pensieve(position_weight=false,time_weight=false)", 1, 0), 0.0075);
-        near(cost("pensieve(time_weight=false)", 1, 1), 0.0235);
+        let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} {b}");
+        close(cost("pensieve(layer_weight=false,time_weight=false)", 1, 0), 0.0075);
+        close(cost("pensieve(position_weight=false,time_weight=false)", 1, 0), 0.0075);
+        close(cost("pensieve(time_weight=false)", 1, 1), 0.0235);
         // 32 tokens after 32: .32 + .001 * (32 * 32 + 32 * 16) + .005.
-        near(cost("pensieve(mode=chunk,time_weight=false)", 1, 1), 1.861);
+        close(cost("pensieve(mode=chunk,time_weight=false)", 1, 1), 1.861);
     }
 
     #[test]
-    fn a_chunk_is_worth_less_the_longer_it_is_idle() {
+    fn the_value_of_a_chunk_falls_with_idle_time() {
         let mut e = open("pensieve(alpha=0,const=0)", true);
         for (id, tokens, at) in [(1, 100, 1_000_000_000), (2, 20, 9_500_000_000)] {
             let facts = Facts { tokens, ..Facts::default() };
@@ -522,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn of_equals_the_deeper_leaves_first_or_the_front_where_holes_are_allowed() {
+    fn equal_values_are_evicted_from_the_end_or_from_the_front_with_holes() {
         for (holes, first) in [(false, 1), (true, 0)] {
             let e = open("pensieve(alpha=0)", holes);
             let columns = Columns { ids: &[1, 2], context: &[0, 64], ..Columns::default() };
@@ -544,7 +540,7 @@ mod tests {
     }
 
     #[test]
-    fn changed_facts_move_an_object() {
+    fn changed_facts_move_an_object_to_another_bin() {
         let mut e = open("pensieve(time_weight=false)", true);
         for id in 0..3 {
             let facts = Facts { tokens: 10 + 10 * id as u32, ..Facts::default() };

@@ -1,29 +1,29 @@
-//! The first few of many in order, without sorting the rest: entries fall into
-//! buckets by the leading part of their rank, and only buckets that are needed
-//! are looked into.
+//! Selects the first few of many entries in order, without sorting the rest. Entries are
+//! distributed to buckets by the leading part of their rank, and only the buckets needed are
+//! sorted.
 
 use crate::base::status::Result;
 use crate::fail;
 use crate::policy::Rank;
 
-/// A row that may leave, in its order of leaving. Equal ranks are told apart by
-/// the id, so that the order of the rows does not matter.
+/// A candidate row, ordered by eviction. The id distinguishes equal ranks, so that the order of
+/// rows does not matter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
-    /// Where it stands.
+    /// Its rank.
     pub rank: Rank,
-    /// Who.
+    /// Its id.
     pub id: u64,
     /// Its row.
     pub row: u32,
-    /// What it frees, at most.
+    /// Most blocks that it frees.
     pub blocks: u32,
 }
 
-/// Fewer are simply sorted.
+/// Fewer entries are sorted directly.
 const SMALL: usize = 24;
 
-/// Room for `len` in a vector that is kept from call to call.
+/// Reserves memory for `len` elements in a vector that is kept from call to call.
 pub fn reserve<T>(vec: &mut Vec<T>, len: usize) -> Result<()> {
     if vec.try_reserve(len.saturating_sub(vec.len())).is_err() {
         fail!(NoMem, "no memory for {len} candidates");
@@ -31,16 +31,16 @@ pub fn reserve<T>(vec: &mut Vec<T>, len: usize) -> Result<()> {
     Ok(())
 }
 
-/// No rank is above it.
+/// The greatest rank.
 const LAST: Rank = Rank { major: u64::MAX, minor: u64::MAX };
 
-/// Both parts as one number: compared without a branch.
+/// Both keys as one number, compared without a branch.
 #[inline]
 fn wide(rank: &Rank) -> u128 {
     u128::from(rank.major) << 64 | u128::from(rank.minor)
 }
 
-/// The rows that can be among the first.
+/// Filters the rows that can be among the first.
 #[derive(Default)]
 pub struct Front {
     sample: Vec<(Rank, u32)>,
@@ -48,8 +48,8 @@ pub struct Front {
 }
 
 impl Front {
-    /// Gathers into `out` the entries that can be among the first whose blocks
-    /// reach `required`: a few too many, not in order. Rows of weight 0 stay out.
+    /// Gathers into `out` the entries that can be among the first whose blocks reach `required`,
+    /// and a few more, unordered. Rows of weight 0 are excluded.
     pub fn gather(
         &mut self,
         ranks: &[Rank],
@@ -65,7 +65,7 @@ impl Front {
             self.rows.resize(ranks.len(), 0);
         }
         let rows = loop {
-            // Without a branch that the processor would have to guess.
+            // No branch that the processor would have to predict.
             let (mut count, mut sum) = (0, 0);
             for (row, (rank, &weight)) in ranks.iter().zip(weights).enumerate() {
                 let inside = (wide(rank) <= wide(&bound)) & (weight > 0);
@@ -87,8 +87,8 @@ impl Front {
         Ok(())
     }
 
-    /// A rank below which there is probably enough, by a look at some rows: the
-    /// share that is wanted and twice its standard error.
+    /// A rank below which the rows probably suffice, estimated from a sample: the required share
+    /// plus twice its standard error.
     fn guess(&mut self, ranks: &[Rank], weights: &[u32], total: u64, required: u64) -> Rank {
         let step = (ranks.len() / 1024).max(16);
         if total <= required || ranks.len() < 4 * step {
@@ -123,7 +123,7 @@ fn part(entry: &Entry, which: u32) -> u64 {
     }
 }
 
-/// The first part in which entries differ, its least value and its span.
+/// The first key in which entries differ, with its lowest value and its span.
 fn differ(entries: &[Entry]) -> Option<(u32, u64, u64)> {
     (0..3).find_map(|which| {
         let (mut low, mut high) = (u64::MAX, 0);
@@ -135,9 +135,8 @@ fn differ(entries: &[Entry]) -> Option<(u32, u64, u64)> {
     })
 }
 
-/// Shows entries in order until `visit` says false. Those shown stand in order
-/// at the front afterwards. `spare` is as long as `entries`. Whether all were
-/// shown.
+/// Visits entries in order until `visit` returns false. The visited entries are at the front
+/// afterwards, in order. `spare` is as long as `entries`. Returns whether all were visited.
 pub fn in_order(
     entries: &mut [Entry],
     spare: &mut [Entry],
@@ -190,12 +189,12 @@ fn by_bucket<const BITS: u32, const BUCKETS: usize>(
     true
 }
 
-/// Finds an id that is given twice. Exact: a bit a hash tells which ids can be
-/// equal at all, and only those are compared.
+/// Finds duplicate ids exactly: a bit per hash finds the ids that can be equal, and only those are
+/// compared.
 #[derive(Default)]
-pub struct Twins {
+pub struct Duplicates {
     seen: Vec<u64>,
-    /// Bits of those that met a bit that was set, folded to fit close by.
+    /// Bits of hashes that met a set bit, folded into a small map.
     again: Vec<u64>,
     suspects: Vec<u64>,
 }
@@ -203,13 +202,13 @@ pub struct Twins {
 /// Words of the small map.
 const AGAIN: usize = 1024;
 
-impl Twins {
-    /// An id that is in `ids` twice.
+impl Duplicates {
+    /// Returns an id that occurs twice in `ids`.
     pub fn find(&mut self, ids: &[u64]) -> Result<Option<u64>> {
         if ids.is_sorted_by(|a, b| a < b) {
             return Ok(None);
         }
-        // 16 to 32 bits an id: one in some 40 meets a bit that is set.
+        // 16 to 32 bits per id: one id in about 40 meets a set bit.
         let bits = (ids.len().ilog2() + 5).max(6);
         let words = 1usize << (bits - 6);
         reserve(&mut self.seen, words)?;
@@ -248,7 +247,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn entries() -> impl Strategy<Value = Vec<Entry>> {
-        // Narrow, wide and equal parts.
+        // Narrow, wide and equal keys.
         let part = prop_oneof![Just(7u64), 0..4u64, any::<u64>()];
         prop::collection::vec((part.clone(), part, any::<u64>(), 0..9u32), 0..600).prop_map(|all| {
             let entry = |(row, (major, minor, id, blocks))| {
@@ -263,7 +262,7 @@ mod tests {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
         #[test]
-        fn the_first_come_in_order(mut all in entries(), most in 0..700usize) {
+        fn entries_are_visited_in_order(mut all in entries(), most in 0..700usize) {
             let mut want = all.clone();
             want.sort();
             let (mut spare, mut seen) = (vec![Entry::default(); all.len()], Vec::new());
@@ -277,7 +276,7 @@ mod tests {
         }
 
         #[test]
-        fn no_row_that_could_leave_is_left_out(all in entries(), required in 0..3000u64) {
+        fn no_candidate_is_left_out(all in entries(), required in 0..3000u64) {
             let ranks: Vec<Rank> = all.iter().map(|e| e.rank).collect();
             let ids: Vec<u64> = all.iter().map(|e| e.id).collect();
             let weights: Vec<u32> = all.iter().map(|e| e.blocks).collect();
@@ -297,11 +296,11 @@ mod tests {
         }
 
         #[test]
-        fn twins_are_found(mut ids in prop::collection::vec(0..5000u64, 1..300)) {
+        fn duplicate_ids_are_found(mut ids in prop::collection::vec(0..5000u64, 1..300)) {
             let mut sorted = ids.clone();
             sorted.sort();
             let twice = sorted.windows(2).any(|pair| pair[0] == pair[1]);
-            let mut twins = Twins::default();
+            let mut twins = Duplicates::default();
             let found = twins.find(&ids).expect("memory");
             prop_assert_eq!(found.is_some(), twice);
             sorted.dedup();

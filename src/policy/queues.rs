@@ -1,5 +1,5 @@
-//! Lists whose sizes decide: each counts what belongs to it, those held because
-//! they must stay included, a chosen victim not.
+//! Lists with the sums of their sizes. A sum includes objects that are held because they are
+//! blocked, but not the chosen victims.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -9,12 +9,11 @@ use crate::policy::lists::Lists;
 
 /// Bit of `Node::freq`: the object is a chosen victim, and not counted.
 const TAKEN: u8 = 0x10;
-/// Largest counter that fits beside it.
+/// Largest counter that fits beside `TAKEN`.
 pub const MAX_COUNT: u8 = TAKEN - 1;
 
-/// `N` lists with the sums of their sizes. Every move gives an object a new
-/// stamp, later than any before, so that a list's order is the order of stamps
-/// and a held object finds its place again.
+/// `N` lists with the sums of their sizes. Every move gives an object a new stamp, later than all
+/// before. So a list is in the order of stamps, and a held object returns to its position.
 pub struct Queues<const N: usize> {
     lists: Lists<N>,
     units: [u64; N],
@@ -23,7 +22,7 @@ pub struct Queues<const N: usize> {
     capacity: u64,
 }
 
-/// A counter of the policy's own, up to MAX_COUNT.
+/// The policy's counter of an object, up to `MAX_COUNT`.
 #[inline]
 pub fn count(node: &Node) -> u8 {
     node.freq() & MAX_COUNT
@@ -57,32 +56,32 @@ impl<const N: usize> Queues<N> {
         if self.capacity > 0 { self.capacity } else { objects.units() }
     }
 
-    /// A search moves several objects at one time: all get stamps of their own.
+    /// A search moves several objects at one time: each gets a stamp of its own.
     #[inline]
     fn stamp(&mut self, now: i64) -> i64 {
         self.last = now.max(self.last.saturating_add(1));
         self.last
     }
 
-    /// What belongs to a list, in units.
+    /// Units of a list.
     #[inline]
     pub fn units(&self, list: usize) -> u64 {
         self.units[list]
     }
 
-    /// What belongs to any of them, in units.
+    /// Units of all lists.
     #[inline]
     pub fn total(&self) -> u64 {
         self.units.iter().sum()
     }
 
-    /// The coldest object of a list that is not held, blocked or not.
+    /// The coldest object of a list, held ones excepted, blocked or not.
     #[inline]
     pub fn tail(&self, list: usize) -> Option<Slot> {
         Some(self.lists.lists[list].tail).filter(|&slot| slot != NONE)
     }
 
-    /// Puts a new object at the hot end of a list.
+    /// Adds a new object at the hot end of a list.
     #[inline]
     pub fn push(&mut self, objects: &mut Objects, list: usize, slot: Slot, now: i64) {
         let stamp = self.stamp(now);
@@ -105,13 +104,13 @@ impl<const N: usize> Queues<N> {
         self.lists.move_hot(objects, list, slot);
     }
 
-    /// The coldest object of a list that may leave; blocked ones are held.
+    /// The coldest candidate of a list. Blocked objects before it are held.
     #[inline]
     pub fn coldest(&mut self, objects: &mut Objects, list: usize) -> Option<Slot> {
         self.lists.coldest(objects, list)
     }
 
-    /// Takes the coldest object out of the first of the given lists that has one.
+    /// Removes the coldest candidate of the first of the given lists that has one, as a victim.
     pub fn victim(
         &mut self,
         objects: &mut Objects,
@@ -122,7 +121,7 @@ impl<const N: usize> Queues<N> {
         Some(slot)
     }
 
-    /// Loads the nodes that the next searches will visit into the processor's cache.
+    /// Prefetches the nodes that the next searches will visit.
     pub fn look_ahead(&mut self, objects: &Objects) {
         self.lists.look_ahead(objects);
     }
@@ -133,7 +132,7 @@ impl<const N: usize> Queues<N> {
         self.lists.passed(list);
     }
 
-    /// Takes a victim out; it counts no longer.
+    /// Takes a victim out of its list and its sum.
     #[inline]
     pub fn take(&mut self, objects: &mut Objects, slot: Slot) {
         self.lists.hold(objects, slot);
@@ -142,7 +141,7 @@ impl<const N: usize> Queues<N> {
         self.units[usize::from(node.tag)] -= u64::from(node.units);
     }
 
-    /// Puts a held object or a victim back where its stamp belongs.
+    /// Returns a held object or a victim to the position of its stamp.
     pub fn put_back(&mut self, objects: &mut Objects, slot: Slot) {
         let node = objects.node_mut(slot);
         if node.freq() & TAKEN != 0 {
@@ -152,7 +151,7 @@ impl<const N: usize> Queues<N> {
         self.lists.put_back(objects, slot);
     }
 
-    /// Forgets an object that goes; the list that it was in.
+    /// Removes an object; returns the list that it was in.
     #[inline]
     pub fn remove(&mut self, objects: &mut Objects, slot: Slot) -> usize {
         let node = objects.node(slot);
@@ -174,7 +173,7 @@ impl<const N: usize> Queues<N> {
         self.lists.resize(objects, slot, units);
     }
 
-    /// Whether the lists are sound, their sums right and their stamps in order.
+    /// Checks the lists, their sums and the order of stamps.
     pub fn check(&self, objects: &Objects) -> Result<()> {
         self.lists.check(objects)?;
         let mut units = [0; N];
@@ -197,7 +196,7 @@ mod tests {
     use crate::meta::objects::Facts;
 
     #[test]
-    fn the_held_count_and_the_chosen_do_not() {
+    fn held_objects_are_counted_and_victims_are_not() {
         let mut objects = Objects::new(4, false, false).expect("small");
         let mut queues = Queues::<2>::new(0);
         for id in 0..3 {

@@ -1,47 +1,45 @@
-//! What left a queue of newcomers and may come back: such an object skips that
-//! queue.
+//! Ids evicted from a queue of new objects. An object that returns skips that queue.
 
 use crate::base::status::Result;
 use crate::policy::ghosts::Ghosts;
 
-/// Most ids that were asked for again and have not come yet.
+/// Most ids that missed in a lookup and were not inserted yet.
 const MAX_WANTED: usize = 1 << 16;
 
-/// Ids that left, oldest first out, and those of them that were looked up since.
-/// The latter are kept apart, so that what leaves to make room for them does not
-/// push them out.
+/// Ghosts in the order of eviction, and those that were looked up since. The latter are kept apart:
+/// evictions that make room for these objects must not remove their ghosts.
 pub struct Recall {
     left: Ghosts,
     wanted: Ghosts,
 }
 
 impl Recall {
-    /// Room for `limit` ids.
+    /// Empty lists for `limit` ids.
     pub fn new(limit: usize) -> Result<Recall> {
         Ok(Recall { left: Ghosts::new(limit)?, wanted: Ghosts::new(limit.min(MAX_WANTED))? })
     }
 
-    /// Bytes that it has used so far.
+    /// Bytes used so far.
     pub fn used_bytes(&self) -> u64 {
         self.left.used_bytes() + self.wanted.used_bytes()
     }
 
-    /// The size of what left and was not asked for.
+    /// Units of the ghosts that were not looked up.
     pub fn units(&self) -> u64 {
         self.left.units()
     }
 
-    /// How many ids that is.
+    /// Number of those ghosts.
     pub fn len(&self) -> usize {
         self.left.len()
     }
 
-    /// Whether it is none.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.left.is_empty()
     }
 
-    /// An object left: the oldest are forgotten until all fit into `most` units.
+    /// Adds an evicted object. The oldest ghosts are removed until all fit into `most` units.
     pub fn add(&mut self, id: u64, units: u32, most: u64) {
         if u64::from(units) <= most && most > 0 {
             self.left.add(id, units, 0);
@@ -49,13 +47,13 @@ impl Recall {
         while self.left.units() > most && self.left.pop_oldest().is_some() {}
     }
 
-    /// Has what is remembered of ids fetched.
+    /// Prefetches what is remembered of ids.
     pub fn prefetch(&self, ids: &[u64]) {
         self.left.prefetch(ids);
         self.wanted.prefetch(ids);
     }
 
-    /// An object that is not there was looked up.
+    /// A lookup of `id` missed.
     #[inline]
     pub fn miss(&mut self, id: u64) {
         if let Some((units, _)) = self.left.remove(id) {
@@ -63,7 +61,7 @@ impl Recall {
         }
     }
 
-    /// An object comes: whether it was remembered.
+    /// An object is inserted; returns whether its id was remembered, and removes the id.
     #[inline]
     pub fn take(&mut self, id: u64) -> bool {
         self.wanted.remove(id).or_else(|| self.left.remove(id)).is_some()
@@ -75,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn remembers_up_to_a_size_and_keeps_what_was_asked_for() {
+    fn ghosts_are_bounded_and_looked_up_ones_are_kept_apart() {
         let mut recall = Recall::new(8).expect("small");
         (1..=4).for_each(|id| recall.add(id, 2, 6));
         assert_eq!((recall.units(), recall.len()), (6, 3));

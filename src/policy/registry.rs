@@ -1,4 +1,4 @@
-//! Every policy by name. A new one is a file and a line here.
+//! All policies by name. A new policy is one file and one entry here.
 
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::{Error, Result, Status};
@@ -10,26 +10,26 @@ use crate::policy::{fifo::Fifo, gdsf::Gdsf, lfu::Lfu, lru::Lru, lru_k::LruK, tlr
 use crate::policy::{pensieve::Pensieve, predictive::Predictive, qos::Qos};
 use crate::policy::{two_q::TwoQ, wtinylfu::WTinyLfu};
 
-/// What a policy may need to know when it is made.
+/// What a policy may need to know when it is created.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     /// Most objects at once.
     pub max_objects: usize,
-    /// What fits, in units; 0 = not known.
+    /// Capacity in units; 0 = unknown.
     pub capacity_units: u64,
-    /// The engine can use what lies behind a hole.
+    /// The engine can use KV behind a hole.
     pub holes: bool,
 }
 
 type Make = fn(&mut Reader, &Setting) -> Result<Box<dyn Policy>>;
 
-/// One policy.
+/// A policy.
 pub struct Entry {
-    /// Its name in specs.
+    /// Name in specs.
     pub name: &'static str,
-    /// Other names that mean the same.
+    /// Further names.
     pub aliases: &'static [&'static str],
-    /// What it does, in a line.
+    /// Description of one line.
     pub about: &'static str,
     make: Make,
 }
@@ -38,102 +38,102 @@ fn boxed<P: Policy + 'static>(made: Result<P>) -> Result<Box<dyn Policy>> {
     made.map(|policy| Box::new(policy) as Box<dyn Policy>)
 }
 
-/// All of them, by name.
+/// All policies, ordered by name.
 pub const ENTRIES: &[Entry] = &[
     Entry {
         name: "2q",
         aliases: &[],
-        about: "newcomers in a queue, those that came back by last use",
+        about: "FIFO queue for new objects, LRU for those that return",
         make: |r, s| boxed(TwoQ::read(r, s)),
     },
     Entry {
         name: "arc",
         aliases: &[],
-        about: "recency and frequency, balanced by what was wanted again",
+        about: "recency and frequency, balanced by misses on ghosts",
         make: |r, s| boxed(Arc::read(r, s)),
     },
     Entry {
         name: "auto",
         aliases: &[],
-        about: "copies of several run beside the live one on metadata; the best takes over",
+        about: "shadow evaluation of several policies; the best one is live",
         make: |r, s| boxed(Auto::read(r, s)),
     },
     Entry {
         name: "belady",
         aliases: &[],
-        about: "the one used again last leaves first; needs to be told the future",
+        about: "evicts the farthest next use; needs to know the future",
         make: |r, s| boxed(Belady::read(r, s)),
     },
     Entry {
         name: "custom",
         aliases: &[],
-        about: "the caller's own scores decide: the least leaves first",
+        about: "the caller's scores decide; the lowest is evicted first",
         make: |r, _| boxed(Lru::read_custom(r)),
     },
     Entry {
         name: "fifo",
         aliases: &[],
-        about: "the one that came first leaves first",
+        about: "evicts in the order of insertion",
         make: |r, _| boxed(Fifo::read(r)),
     },
     Entry {
         name: "gdsf",
         aliases: &[],
-        about: "the one with the least uses times cost by size leaves first, aged",
+        about: "evicts the lowest uses times cost by size, with ageing",
         make: |r, s| boxed(Gdsf::read(r, s)),
     },
     Entry {
         name: "horizon",
         aliases: &[],
-        about: "what earns least for the memory it takes leaves first; learns while it runs",
+        about: "evicts what earns least for the memory it takes; learns online",
         make: |r, s| boxed(Horizon::read(r, s)),
     },
     Entry {
         name: "lfu",
         aliases: &[],
-        about: "the one used least leaves first; what was used long ago counts less",
+        about: "evicts the least frequently used, with ageing",
         make: |r, s| boxed(Lfu::read(r, s)),
     },
     Entry {
         name: "lru",
         aliases: &[],
-        about: "the one used longest ago leaves first",
+        about: "evicts the least recently used",
         make: |r, _| boxed(Lru::read(r)),
     },
     Entry {
         name: "lru-k",
         aliases: &[],
-        about: "the one whose k-th last use lies longest ago leaves first",
+        about: "evicts the oldest k-th last use",
         make: |r, s| boxed(LruK::read(r, s)),
     },
     Entry {
         name: "pensieve",
         aliases: &[],
-        about: "the one with the least recompute cost by time since its use leaves first",
+        about: "evicts the lowest recompute cost by time since the last use",
         make: |r, s| boxed(Pensieve::read(r, s)),
     },
     Entry {
         name: "predictive",
         aliases: &[],
-        about: "the one whose next use is expected farthest away leaves first",
+        about: "evicts the farthest expected next use",
         make: |r, s| boxed(Predictive::read(r, s)),
     },
     Entry {
         name: "qos",
         aliases: &["qos_aware"],
-        about: "low classes leave first, with ageing and floors for tenants",
+        about: "evicts low classes first, with ageing and floors for tenants",
         make: |r, s| boxed(Qos::read(r, s)),
     },
     Entry {
         name: "s3fifo",
         aliases: &[],
-        about: "newcomers in a small queue, those used in a main one",
+        about: "small queue for new objects, main queue for used ones",
         make: |r, s| boxed(S3Fifo::read(r, s)),
     },
     Entry {
         name: "sieve",
         aliases: &[],
-        about: "a hand passes those used since it came by",
+        about: "a hand skips objects used since its last pass",
         make: |r, _| boxed(Sieve::read(r)),
     },
     Entry {
@@ -145,23 +145,23 @@ pub const ENTRIES: &[Entry] = &[
     Entry {
         name: "tlru",
         aliases: &[],
-        about: "what a session's next turn can do without leaves first",
+        about: "evicts first what a session's next turn can do without",
         make: |r, _| boxed(Tlru::read(r)),
     },
     Entry {
         name: "wtinylfu",
         aliases: &[],
-        about: "a window for newcomers, then a contest by frequency",
+        about: "window for new objects, then admission by frequency",
         make: |r, s| boxed(WTinyLfu::read(r, s)),
     },
 ];
 
-/// The entry of a name or alias.
+/// The entry with a name or alias.
 pub fn find(name: &str) -> Option<&'static Entry> {
     ENTRIES.iter().find(|e| e.name == name || e.aliases.contains(&name))
 }
 
-/// Makes the policy that a spec describes.
+/// Creates the policy that a spec describes.
 pub fn make(spec: &Spec, setting: &Setting) -> Result<Box<dyn Policy>> {
     let Some(entry) = find(&spec.name) else {
         let known: Vec<&str> = ENTRIES.iter().map(|e| e.name).collect();
@@ -174,17 +174,17 @@ pub fn make(spec: &Spec, setting: &Setting) -> Result<Box<dyn Policy>> {
     Ok(policy)
 }
 
-/// An error about the whole of a spec says where that stands.
+/// Adds the position of a spec to an error about the whole of it.
 fn placed(error: Error, spec: &Spec) -> Error {
-    let told = error.detail().is_some_and(|detail| detail.offset.is_some());
-    if told || error.status() != Status::Spec {
+    let has_offset = error.detail().is_some_and(|detail| detail.offset.is_some());
+    if has_offset || error.status() != Status::Spec {
         return error;
     }
     let text = format!("{}, in '{}' at offset {}", error.message(), spec.name, spec.offset);
     Error::at(Status::Spec, spec.offset, text)
 }
 
-/// The number of a policy in logs: its place in the registry; u32::MAX of none.
+/// The number of a policy in logs: its index in the registry; u32::MAX = unknown.
 pub fn number(name: &str) -> u32 {
     ENTRIES.iter().position(|e| e.name == name).map_or(u32::MAX, |at| at as u32)
 }
@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_made_says_where() {
+    fn spec_errors_name_the_offset() {
         let setting = Setting { max_objects: 8, capacity_units: 8, holes: false };
         for (text, offset) in [
             ("lur", 0),

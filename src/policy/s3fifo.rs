@@ -1,23 +1,21 @@
-//! `s3fifo`: three queues, and newcomers must prove themselves (Yang et al.,
-//! SOSP'23).
+//! `s3fifo`: three static FIFO queues; new objects start in the small one (Yang et al., SOSP'23).
 //!
-//! A newcomer enters a small queue; one that left that queue not long ago enters
-//! the main queue at once. Queues are in the order of coming, uses are counted up
-//! to 3. When the main queue exceeds its share, its oldest leaves, or, if it was
-//! used, goes to the young end and counts one use less. Otherwise the oldest of
-//! the small queue leaves, or, if it was used `promote` times, moves to the main
-//! queue. As long as nothing was evicted, newcomers that find the small queue
-//! full fill the main queue, as in libCacheSim, whose misses this gives with the
-//! default parameters.
+//! A new object enters the small queue; one that was evicted from there recently enters the main
+//! queue. Both queues are in the order of insertion; uses are counted up to 3. When the main queue
+//! exceeds its share, its oldest object is evicted; if it was used, it moves to the young end and
+//! its count drops by one. Otherwise the oldest object of the small queue is evicted; if it was
+//! used `promote` times, it moves to the main queue. Until the first eviction, new objects that
+//! find the small queue full enter the main queue, as in libCacheSim. With the default parameters
+//! the misses equal libCacheSim's.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `small` | 10% | share of the small queue |
-//! | `ghost` | 90% | share of what fits that is remembered of what left the small queue |
+//! | `ghost` | 90% | share of the capacity remembered of evictions from the small queue |
 //! | `promote` | 2 | uses that move an object from the small to the main queue, 1 to 3 |
 //!
-//! Shares are of what fits, in units, rounded down. Gauges: `s3fifo_small`,
-//! `s3fifo_main`, `s3fifo_ghost`, in units.
+//! Shares are of the capacity, in units, rounded down. Gauges: `s3fifo_small`, `s3fifo_main`,
+//! `s3fifo_ghost`, in units.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -32,10 +30,10 @@ use crate::policy::{Policy, Rank, order_of_i64};
 const SMALL: usize = 0;
 const MAIN: usize = 1;
 
-/// Two bits of uses.
+/// Uses are counted in two bits.
 const MOST_USES: u8 = 3;
 
-/// Simple, scalable, three static queues.
+/// Simple, scalable caching with three static FIFO queues.
 pub struct S3Fifo {
     queues: Queues<2>,
     recall: Recall,
@@ -69,13 +67,13 @@ impl S3Fifo {
         if main { MAIN } else { SMALL }
     }
 
-    /// Whether an object that the search meets stays, as used as it is.
+    /// Whether an object with so many uses survives the search.
     fn survives(&self, list: usize, uses: u8) -> bool {
         uses >= if list == SMALL { self.promote } else { 1 }
     }
 
-    /// The next of a queue to leave. Each use lets an object pass once, so the
-    /// search costs what the uses cost.
+    /// The next victim of a queue. Each use lets an object survive once, so the search costs as
+    /// much as the uses.
     fn search(&mut self, objects: &mut Objects, list: usize, now: i64) -> Option<Slot> {
         loop {
             let slot = self.queues.coldest(objects, list)?;
@@ -133,7 +131,7 @@ impl Policy for S3Fifo {
         let first = self.first(self.queues.fits(objects));
         let slot = self.search(objects, first, now);
         let slot = slot.or_else(|| self.search(objects, SMALL + MAIN - first, now));
-        // The search of the small queue may have promoted all that can leave.
+        // The search of the small queue may have promoted all candidates.
         let slot = slot.or_else(|| self.search(objects, MAIN, now))?;
         self.queues.take(objects, slot);
         Some(slot)
@@ -168,7 +166,7 @@ mod tests {
     use crate::policy::testing::Cache;
 
     #[test]
-    fn newcomers_prove_themselves_in_the_small_queue() {
+    fn new_objects_are_promoted_from_the_small_queue_by_uses() {
         let mut cache = Cache::new("s3fifo", 20);
         assert_eq!(cache.get(0..20), [], "0 and 1 in the small queue, others in the main one");
         assert_eq!((cache.gauge("s3fifo_small"), cache.gauge("s3fifo_main")), (2.0, 18.0));

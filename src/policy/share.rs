@@ -1,5 +1,5 @@
-//! Blocks that several candidates hold: each counts once, and is free when all
-//! who hold it have left.
+//! Blocks that several candidates hold. Each counts once, and is free when all its holders are
+//! evicted.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -10,11 +10,11 @@ use crate::policy::pick::reserve;
 #[derive(Clone, Copy)]
 struct Block {
     id: u64,
-    /// Rows that list it.
+    /// Rows that list the block.
     listed: u32,
-    /// Who holds it, listed here or not.
+    /// Holders in all, rows and others.
     holders: u32,
-    /// Of those, who is still there.
+    /// Holders not evicted yet.
     left: u32,
     /// The last row that listed it, plus one.
     row: u32,
@@ -23,17 +23,17 @@ struct Block {
 /// The blocks of all candidates.
 #[derive(Default)]
 pub struct Shares {
-    /// Open addressing: number of a block plus one, 0 = empty.
+    /// Open addressing: index of a block plus one; 0 = empty.
     cells: Vec<u32>,
     blocks: Vec<Block>,
-    /// The number of the block at each place of `block_ids`.
+    /// Index of the block for each entry of `block_ids`.
     at: Vec<u32>,
-    /// Where the blocks of each row start, and the end of the last.
+    /// Start of each row's blocks, and the end of the last.
     starts: Vec<u32>,
 }
 
 impl Shares {
-    /// Takes the blocks of every row in.
+    /// Reads the blocks of every row.
     pub fn read(&mut self, columns: &Columns) -> Result<()> {
         let places = columns.block_ids.len();
         let cells = (places * 2).next_power_of_two().max(8);
@@ -61,7 +61,7 @@ impl Shares {
                 fail!(Invalid, "block {id} is in {listed} rows, its count says {holders}");
             }
         }
-        self.start_over();
+        self.reset();
         Ok(())
     }
 
@@ -92,18 +92,18 @@ impl Shares {
         self.starts[row] as usize..self.starts[row + 1] as usize
     }
 
-    /// Everybody holds what they list.
-    pub fn start_over(&mut self) {
+    /// Resets all blocks to their full number of holders.
+    pub fn reset(&mut self) {
         self.blocks.iter_mut().for_each(|block| block.left = block.holders);
     }
 
-    /// How many blocks a row lists.
+    /// Number of blocks that a row lists.
     pub fn len(&self, row: usize) -> usize {
         self.places(row).len()
     }
 
-    /// Whether every block listed in a row has other holders that are not rows:
-    /// such a row frees nothing, whoever else leaves.
+    /// Whether all blocks of a row have holders that are not rows. Evicting such a row frees
+    /// nothing, whatever else is evicted.
     pub fn is_stuck(&self, row: usize) -> bool {
         self.places(row).all(|place| {
             let block = &self.blocks[self.at[place] as usize];
@@ -111,9 +111,9 @@ impl Shares {
         })
     }
 
-    /// A row leaves all but its first `kept` blocks; those that are free by that
-    /// are shown. How many.
-    pub fn leave(&mut self, row: usize, kept: usize, mut freed: impl FnMut(u64)) -> u64 {
+    /// Releases all but the first `kept` blocks of a row, and passes those that become free to
+    /// `freed`. Returns their number.
+    pub fn release(&mut self, row: usize, kept: usize, mut freed: impl FnMut(u64)) -> u64 {
         let places = self.places(row);
         let mut count = 0;
         for place in places.skip(kept) {
@@ -127,9 +127,9 @@ impl Shares {
         count
     }
 
-    /// A row leaves its blocks from the last one on until `need` are free by
-    /// that. How many, and how many of its first blocks it keeps.
-    pub fn leave_tail(&mut self, row: usize, need: u64) -> (u64, usize) {
+    /// Releases the blocks of a row from the last one on until `need` are free. Returns the number
+    /// of freed blocks, and the number of leading blocks that the row keeps.
+    pub fn release_tail(&mut self, row: usize, need: u64) -> (u64, usize) {
         let places = self.places(row);
         let start = places.start;
         let mut count = 0;
@@ -144,18 +144,18 @@ impl Shares {
         (count, 0)
     }
 
-    /// How many blocks would not be free if a row that left stayed.
-    pub fn owed(&self, row: usize) -> u64 {
+    /// Number of blocks that would not be free if a released row took its blocks back.
+    pub fn freed_by(&self, row: usize) -> u64 {
         let free = |place: &usize| self.blocks[self.at[*place] as usize].left == 0;
         self.places(row).filter(free).count() as u64
     }
 
-    /// A row that left all its blocks stays.
-    pub fn stay(&mut self, row: usize) {
+    /// A row takes all its blocks back.
+    pub fn take_back_all(&mut self, row: usize) {
         self.take_back(row, 0);
     }
 
-    /// A row has its blocks again that it left, all but the first `kept`.
+    /// A row takes its blocks back, all but the first `kept`.
     pub fn take_back(&mut self, row: usize, kept: usize) {
         for place in self.places(row).skip(kept) {
             self.blocks[self.at[place] as usize].left += 1;

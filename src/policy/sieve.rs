@@ -1,10 +1,10 @@
-//! `sieve`: a hand walks from the oldest to the youngest and lets those pass that
-//! were used since it came by (Zhang et al., NSDI'24).
+//! `sieve`: a hand moves from the oldest to the youngest object and evicts the first one not used
+//! since its last pass (Zhang et al., NSDI'24).
 //!
-//! Objects stay in the order of coming. The hand takes the mark of use from each
-//! object that it meets and stops at the first without one, which leaves; from
-//! the youngest it goes on at the oldest. Objects that must stay are taken out
-//! when the hand meets them; free again, they stand where it looks next.
+//! Objects stay in the order of insertion. The hand clears the use bit of each object that it
+//! visits and stops at the first one without the bit, the victim. After the youngest it continues
+//! at the oldest. Blocked objects are held when the hand visits them; once free, they return to the
+//! hand's next position.
 //!
 //! No parameters.
 
@@ -21,7 +21,7 @@ use crate::policy::{Policy, Rank, order_of_i64};
 /// A queue and a hand.
 pub struct Sieve {
     lists: Lists<1>,
-    /// Whom it looks at next; none is the oldest.
+    /// The next object that the hand visits; NONE = the oldest.
     hand: Slot,
     scout: Scout,
 }
@@ -32,7 +32,7 @@ impl Sieve {
         Ok(Sieve { lists: Lists::default(), hand: NONE, scout: Scout::default() })
     }
 
-    /// Ahead of the hand comes before behind it.
+    /// Objects ahead of the hand come before those behind it.
     fn rank_at(&self, objects: Option<&Objects>, used: bool, stamp: i64) -> Rank {
         let start = match objects {
             Some(objects) if self.hand != NONE => order_of_i64(objects.node(self.hand).stamp),
@@ -137,7 +137,7 @@ mod tests {
     use crate::policy::testing::Cache;
 
     #[test]
-    fn the_hand_passes_the_used_and_goes_round() {
+    fn the_hand_skips_used_objects_and_wraps_around() {
         let mut cache = Cache::new("sieve", 4);
         cache.get([1, 2, 3, 4, 1, 3]);
         assert_eq!(cache.get([5]), [2]);
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn the_freed_stand_where_the_hand_looks_next() {
+    fn unblocked_objects_return_to_the_next_position_of_the_hand() {
         let mut cache = Cache::new("sieve", 4);
         cache.get([1, 2, 3, 4]);
         cache.evictor.acquire(&[1, 2]).expect("there");

@@ -1,19 +1,18 @@
 //! `slru`: segments by use, each in the order of last use (Karedla et al., 1994).
 //!
-//! A newcomer enters the lowest segment. Each use moves an object one segment up,
-//! or to the hot end of the highest; what exceeds a segment's share moves down to
-//! the hot end of the one below. The coldest of the lowest segment leaves.
+//! A new object enters the lowest segment. Each use moves an object one segment up, or to the hot
+//! end of the highest. What exceeds a segment's share moves down to the hot end of the segment
+//! below. The coldest object of the lowest segment is evicted.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `protected` | 80% | share of the upper one of two segments |
-//! | `segments` | - | instead: so many segments of equal shares, 2 to 16 |
+//! | `segments` | - | instead: number of segments of equal shares, 2 to 16 |
 //!
-//! `segments=4` is what libCacheSim's SLRU does by default, and gives its misses:
-//! with equal segments a newcomer enters the lowest that has room, so that all
-//! are filled before the first object leaves. Shares are of what fits, in units,
-//! rounded down. Gauges: `slru_low` and `slru_high`, what is in the lowest and
-//! in the highest segment, in units.
+//! `segments=4` is the default of libCacheSim's SLRU, with the same misses. With equal segments a
+//! new object enters the lowest one with room, so that all are full before the first eviction.
+//! Shares are of the capacity, in units, rounded down. Gauges: `slru_low` and `slru_high`, the
+//! units of the lowest and of the highest segment.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -51,7 +50,7 @@ impl Slru {
         })
     }
 
-    /// The share of a segment above the lowest, or of any equal one.
+    /// The share of a segment above the lowest, or of each equal one.
     fn most(&self, fits: u64) -> u64 {
         match self.protected {
             Some(share) => (fits as f64 * share) as u64,
@@ -59,7 +58,7 @@ impl Slru {
         }
     }
 
-    /// Where a newcomer goes.
+    /// The segment that a new object enters.
     fn entry(&self, units: u64, most: u64) -> usize {
         let room = |&s: &usize| self.queues.units(s) + units <= most;
         match self.protected {
@@ -68,7 +67,7 @@ impl Slru {
         }
     }
 
-    /// Moves down what exceeds the shares of `segment` and those below it.
+    /// Moves down what exceeds the shares of `segment` and of those below it.
     fn cool(&mut self, objects: &mut Objects, segment: usize, now: i64) {
         let most = self.most(self.queues.fits(objects));
         for segment in (1..=segment).rev() {
@@ -149,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn either_a_share_or_a_number() {
+    fn protected_and_segments_exclude_each_other() {
         use crate::policy::evictor::{Evictor, Options};
         let options = Options { max_objects: 8, ..Options::default() };
         for spec in ["slru(segments=4, protected=50%)", "slru(segments=1)", "slru(segments=17)"] {

@@ -1,23 +1,21 @@
-//! `tlru`: tail-optimised LRU. Of a session's history only as much is kept by
-//! preference as its next turn needs to stay below a bound on tokens to be
-//! computed; what lies beyond leaves first, by LRU, then the rest, by LRU.
+//! `tlru`: tail-optimised LRU. It keeps of a session's history what the next turn needs to stay
+//! below a bound on computed tokens. The rest is evicted first, by LRU, then the needed part, by
+//! LRU.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `threshold` | 4096 | xi: tokens that a turn may compute without being late |
 //! | `turn` | 200 | Q: tokens that the next turn is expected to add |
 //!
-//! With H tokens of history, the next turn computes H + Q less what is cached.
-//! It is on time if that is at most xi: if the first B = max(0, H + Q - xi)
-//! tokens are cached. Only a leading part can be used, so the tokens beyond B are
-//! those at the *end* of the history: an object whose context (tokens before it)
-//! is B or more can go without any turn being late. One that reaches across B is
-//! kept with the rest. A session with H + Q up to xi needs nothing cached at all.
+//! With H tokens of history, the next turn computes H + Q minus the cached tokens. It is on time if
+//! that is at most xi: if the first B = max(0, H + Q - xi) tokens are cached. Only a leading part
+//! is usable, so the tokens beyond B are those at the *end* of the history. An object whose context
+//! (tokens before it) is B or more can be evicted without making a turn late. An object that spans
+//! B is kept with the needed part. A session with H + Q up to xi needs nothing cached.
 //!
-//! H is the session's length, or where the object ends, if that is more. An
-//! object that no session used is kept with the rest. On which side one is is
-//! decided when it is inserted or used; it does not move while its session
-//! grows, until it is used again.
+//! H is the session's length, or the end of the object if that is greater. An object that no
+//! session used counts as needed. The side of an object is decided at its insert and at each use;
+//! it does not change in between while its session grows.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -122,7 +120,7 @@ mod tests {
     use crate::policy::evictor::{Evictor, New, Options, Who};
 
     #[test]
-    fn the_end_of_a_long_history_leaves_before_older_objects() {
+    fn the_end_of_a_long_history_is_evicted_before_older_objects() {
         let options = Options { max_objects: 64, ..Options::default() };
         let spec = "tlru(threshold=200,turn=100)";
         let mut e = Evictor::open(spec, &options).expect("a known policy");
@@ -136,9 +134,9 @@ mod tests {
             ids.enumerate().map(block).collect()
         };
         let who = |session, length| Who { session: Some(session), length, ..Who::default() };
-        // No session: by LRU, after what lies beyond.
+        // Without a session: by LRU, after the part beyond B.
         e.insert(1, &Who::default(), &path(100..101)).expect("room");
-        // 300 + 100 - 200: what starts at 200 or later is not needed.
+        // 300 + 100 - 200: objects that start at 200 or later are not needed.
         e.lookup(2, &who(7, 300), &[1], &mut []).expect("a time");
         e.insert(3, &who(7, 300), &path(1..7)).expect("room");
         // 100 + 100 - 200: nothing is needed.

@@ -1,19 +1,18 @@
-//! `2q`: a first-in-first-out queue for newcomers, least recently used for those
-//! that came back (Johnson and Shasha, VLDB'94, the full version).
+//! `2q`: a FIFO queue for new objects, LRU for those that return (Johnson and Shasha, VLDB'94, the
+//! full version).
 //!
-//! A newcomer enters A1in, where uses do not count: they are the burst in which
-//! it came. What leaves A1in is remembered in A1out for a while; what comes back
-//! meanwhile enters Am, which is in the order of last use. The oldest of A1in
-//! leaves when A1in exceeds its share, else the coldest of Am.
+//! A new object enters A1in, where uses do not count: they belong to the burst that inserted it.
+//! A1out remembers ids evicted from A1in for a while. An object that returns meanwhile enters Am,
+//! which is in the order of last use. The victim is the oldest of A1in when A1in exceeds its share,
+//! else the coldest of Am.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `in` | 25% | share of A1in (Kin) |
-//! | `out` | 50% | share of what fits that A1out remembers (Kout) |
+//! | `out` | 50% | share of the capacity that A1out remembers (Kout) |
 //!
-//! Shares are of what fits, in units, rounded down. When this policy takes over
-//! from another, objects that had been used start in Am. Gauges: `2q_in`,
-//! `2q_out`, `2q_main`, in units.
+//! Shares are of the capacity, in units, rounded down. When this policy takes over from another,
+//! objects that had been used start in Am. Gauges: `2q_in`, `2q_out`, `2q_main`, in units.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -34,7 +33,7 @@ pub struct TwoQ {
     recall: Recall,
     share_in: f64,
     share_out: f64,
-    /// The last newcomer, and when it came.
+    /// The last new object, and the time of its insert.
     newest: (Slot, i64),
 }
 
@@ -50,7 +49,7 @@ impl TwoQ {
         })
     }
 
-    /// The queue that gives the next victim.
+    /// The queue that provides the next victim.
     fn first(&self, fits: u64) -> usize {
         let most = (fits as f64 * self.share_in) as u64;
         if self.queues.units(IN) > most { IN } else { MAIN }
@@ -81,7 +80,7 @@ impl Policy for TwoQ {
     }
 
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
-        // A use at the very time of its coming is one from before a switch.
+        // A use at the time of the insert happened before a switch of policies.
         if usize::from(objects.node(slot).tag) == MAIN || self.newest == (slot, now) {
             self.queues.move_hot(objects, MAIN, slot, now);
         }
@@ -120,7 +119,7 @@ mod tests {
     use crate::policy::testing::Cache;
 
     #[test]
-    fn what_comes_back_is_kept() {
+    fn a_returning_object_enters_the_main_queue() {
         let mut cache = Cache::new("2q", 8);
         assert_eq!(cache.get([1, 2, 3, 4, 5, 6, 7, 8, 1, 1]), []);
         assert_eq!(cache.get([9, 10]), [1, 2], "uses in A1in do not count");
@@ -132,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_keeps_the_used_in_the_main_queue() {
+    fn a_switch_puts_used_objects_into_the_main_queue() {
         let mut cache = Cache::new("lru", 8);
         cache.get([1, 2, 3, 4, 2]);
         cache.evictor.switch("2q").expect("known");

@@ -1,4 +1,4 @@
-//! What owners of objects do to them: take away, resize, hold, pin, tell.
+//! What owners of objects do: remove, resize, reference, pin, hint.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -9,20 +9,20 @@ use crate::policy::Hint;
 use crate::policy::evictor::{Evictor, Who};
 
 impl Evictor {
-    /// Takes away objects that their owner gave up; all or none. Whether they
-    /// are pinned does not matter; what continues one must go with it.
+    /// Removes objects that their owner gave up, pinned or not; all or none. Children must be
+    /// removed with their parents.
     pub fn remove(&mut self, now: i64, ids: &[u64]) -> Result<()> {
-        self.in_time(|this| {
+        self.restoring_clock(|this| {
             let now = this.begin(now, ids.len())?;
             this.remove_all(now, ids, false)
         })
     }
 
-    /// What a selection named has left: it is counted, logged and remembered like an
-    /// eviction. All or none; what continues one must go with it. Ids that are not in
-    /// the table are remembered too, as of one unit.
+    /// Counts, logs and remembers objects that a selection evicted; all or none. Children must be
+    /// evicted with their parents. Ids that are not in the table are remembered too, with a size of
+    /// one unit.
     pub fn evicted(&mut self, now: i64, ids: &[u64]) -> Result<()> {
-        self.in_time(|this| {
+        self.restoring_clock(|this| {
             let now = this.begin(now, ids.len())?;
             let (mut known, mut unknown): (Vec<u64>, Vec<u64>) = Default::default();
             for list in [&mut known, &mut unknown] {
@@ -58,13 +58,13 @@ impl Evictor {
         }
         if let Some(id) = self.continued_outside(ids)? {
             self.unmark(ids);
-            fail!(State, "object {id} is continued by others: remove those too");
+            fail!(State, "object {id} is the parent of others: remove its children with it");
         }
         self.remove_marked(ids, now, evicted);
         Ok(())
     }
 
-    /// One of the marked that an unmarked one continues.
+    /// A marked object with an unmarked child.
     fn continued_outside(&mut self, ids: &[u64]) -> Result<Option<u64>> {
         let mut parents: Vec<Slot> = Vec::new();
         if parents.try_reserve_exact(ids.len()).is_err() {
@@ -90,7 +90,7 @@ impl Evictor {
         }
     }
 
-    /// Removes the marked, each after those that continue it.
+    /// Removes the marked objects, children first.
     fn remove_marked(&mut self, ids: &[u64], now: i64, evicted: bool) {
         for &id in ids {
             let mut at = self.objects.find(id).unwrap_or(NONE);
@@ -126,8 +126,8 @@ impl Evictor {
         Ok(())
     }
 
-    /// An object has grown or shrunk: its size, and what policies want to know of it from its
-    /// next use on.
+    /// Sets the size of an object that grew or shrank, and its facts, which count from the next use
+    /// on.
     pub fn describe(&mut self, id: u64, units: u64, facts: &Facts) -> Result<()> {
         self.resize(&[id], &[units])?;
         let slot = self.slot_of(id)?;
@@ -137,7 +137,7 @@ impl Evictor {
         Ok(())
     }
 
-    /// Takes a reference to each; all or none.
+    /// Adds a reference to each object; all or none.
     pub fn acquire(&mut self, ids: &[u64]) -> Result<()> {
         for (i, &id) in ids.iter().enumerate() {
             let taken = self.slot_of(id).and_then(|slot| self.objects.acquire(slot));
@@ -150,7 +150,7 @@ impl Evictor {
         Ok(())
     }
 
-    /// Gives a reference to each back; all or none.
+    /// Removes a reference from each object; all or none.
     pub fn release(&mut self, ids: &[u64]) -> Result<()> {
         let now = self.stamp;
         for (i, &id) in ids.iter().enumerate() {
@@ -182,11 +182,11 @@ impl Evictor {
         Ok(())
     }
 
-    /// Passes on what the engine says of the future of objects, usually the path
-    /// of a request that ended. Unknown ids are passed over; how many were known.
+    /// Passes on the engine's hint about objects, usually the path of a finished request. Unknown
+    /// ids are skipped; returns the number of known ones.
     pub fn hint(&mut self, now: i64, who: &Who, ids: &[u64], hint: &Hint) -> Result<usize> {
         let now = self.begin(now, ids.len())?;
-        let session = self.see_session_quietly(who);
+        let session = self.find_session(who);
         note_hint(&mut self.objects.sessions, session, hint);
         self.find_all(ids);
         let mut known = 0;

@@ -1,23 +1,21 @@
-//! `wtinylfu`: a small window for newcomers, and a contest by frequency for the
-//! rest (Einziger, Friedman and Manes, 2017).
+//! `wtinylfu`: a small window for new objects, and admission by frequency for the rest (Einziger,
+//! Friedman and Manes, 2017).
 //!
-//! A newcomer enters a window in the order of last use. What exceeds the window
-//! moves on to the main part, a segmented list of a probation and a protected
-//! segment, as long as that has room. When something must leave, the coldest of
-//! the window and the coldest of the main part compete: the one seen less often
-//! leaves, on a tie the one from the window; a winner from the window moves on.
-//! Lookups, found or not, are counted in a sketch of 4-bit counters that are
-//! halved periodically.
+//! A new object enters a window in the order of last use. What exceeds the window moves to the main
+//! part, a segmented LRU with a probation and a protected segment, while that has room. At an
+//! eviction the coldest objects of the window and of the main part compete. The one with the lower
+//! frequency is the victim, on a tie the one of the window; a winner of the window moves to the
+//! main part. A sketch of 4-bit counters, halved periodically, counts lookups, hits and misses
+//! alike.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `window` | 1% | share of the window; at least one unit |
 //! | `protected` | 80% | share of the protected segment in the main part |
-//! | `sample` | 10 | counters are halved after so many lookups for each object, 1 to 1000 |
+//! | `sample` | 10 | lookups per object after which the counters are halved, 1 to 1000 |
 //!
-//! Shares are of what fits, in units, rounded down. Gauges: `wtinylfu_window`,
-//! `wtinylfu_probation`, `wtinylfu_protected`, in units, and
-//! `wtinylfu_halvings`.
+//! Shares are of the capacity, in units, rounded down. Gauges: `wtinylfu_window`,
+//! `wtinylfu_probation`, `wtinylfu_protected`, in units, and `wtinylfu_halvings`.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -33,10 +31,10 @@ const WINDOW: usize = 0;
 const PROBATION: usize = 1;
 const PROTECTED: usize = 2;
 
-/// Objects for which the sketch counts at least before it is halved.
+/// Fewest objects assumed for the period of the halvings.
 const MIN_OBJECTS: u64 = 16;
 
-/// Window and sketched frequency.
+/// Window and frequency sketch.
 pub struct WTinyLfu {
     queues: Queues<3>,
     seen: Frequency,
@@ -57,7 +55,7 @@ impl WTinyLfu {
         })
     }
 
-    /// The shares of window and main part: of what fits, or of what is there.
+    /// The shares of window and main part, in units.
     fn shares(&self, objects: &Objects) -> (u64, u64) {
         let fits = self.queues.fits(objects);
         let window = ((fits as f64 * self.window) as u64).max(1);
@@ -68,12 +66,12 @@ impl WTinyLfu {
         self.queues.units(PROBATION) + self.queues.units(PROTECTED)
     }
 
-    fn see(&mut self, objects: &Objects, id: u64) {
+    fn count(&mut self, objects: &Objects, id: u64) {
         let period = self.sample * (objects.len() as u64).max(MIN_OBJECTS);
         self.seen.add(id, period);
     }
 
-    /// Moves on what exceeds the window, while the main part has room.
+    /// Moves what exceeds the window to the main part, while that has room.
     fn overflow(&mut self, objects: &mut Objects, now: i64) {
         let (window, main) = self.shares(objects);
         while self.queues.units(WINDOW) > window {
@@ -85,8 +83,7 @@ impl WTinyLfu {
         }
     }
 
-    /// Puts an object of the main part on top of it, and moves down what exceeds
-    /// the protected segment.
+    /// Moves an object to the protected segment, and demotes what exceeds that segment.
     fn protect(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.queues.move_hot(objects, PROTECTED, slot, now);
         let most = (self.shares(objects).1 as f64 * self.protected) as u64;
@@ -108,23 +105,23 @@ impl Policy for WTinyLfu {
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let id = objects.node(slot).id;
         if self.seen.of(id) == 0 {
-            // No lookup went before; its coming is one.
-            self.see(objects, id);
+            // There was no lookup before, so the insert counts as one.
+            self.count(objects, id);
         }
         self.queues.push(objects, WINDOW, slot, now);
         self.overflow(objects, now);
     }
 
-    /// As many uses as the sketch can count and does not know of.
+    /// Replays the uses that the sketch can count and does not contain yet.
     fn adopt(&mut self, objects: &mut Objects, slot: Slot, uses: u16, now: i64) {
         let known = self.seen.of(objects.node(slot).id);
         self.insert(objects, slot, now);
-        let told = u16::from(known)..uses.min(MAX_FREQUENCY.into());
-        told.for_each(|_| self.touch(objects, slot, now));
+        let missing = u16::from(known)..uses.min(MAX_FREQUENCY.into());
+        missing.for_each(|_| self.touch(objects, slot, now));
     }
 
-    /// The sketch. One of a copy that sees a part of the ids would rank those above
-    /// all others.
+    /// The sketch, only from a policy that leaves. The sketch of a sampled copy would rank the
+    /// sampled ids above all others.
     fn lessons(&mut self, leaving: bool) -> Option<Lessons> {
         let none = if leaving { Frequency::new(0).ok() } else { None };
         none.map(|none| Box::new(std::mem::replace(&mut self.seen, none)) as Lessons)
@@ -138,7 +135,7 @@ impl Policy for WTinyLfu {
 
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let node = *objects.node(slot);
-        self.see(objects, node.id);
+        self.count(objects, node.id);
         match usize::from(node.tag) {
             WINDOW => self.queues.move_hot(objects, WINDOW, slot, now),
             _ => self.protect(objects, slot, now),
@@ -150,7 +147,7 @@ impl Policy for WTinyLfu {
     }
 
     fn miss(&mut self, objects: &Objects, id: u64, _now: i64) {
-        self.see(objects, id);
+        self.count(objects, id);
     }
 
     fn victim(&mut self, objects: &mut Objects, now: i64) -> Option<Slot> {
@@ -203,7 +200,7 @@ mod tests {
     use crate::policy::testing::Cache;
 
     #[test]
-    fn the_more_frequent_stays() {
+    fn the_more_frequent_object_stays() {
         let mut cache = Cache::new("wtinylfu(window=10%)", 10);
         cache.get((0..10).chain(0..10));
         assert_eq!(cache.get(20..30), [9, 20, 21, 22, 23, 24, 25, 26, 27, 28]);

@@ -1,17 +1,16 @@
-//! What tells objects with different futures apart. Each class belongs to
-//! coarser ones, so that what is rare borrows from what is common.
+//! Classes of objects with different futures. Each class belongs to coarser ones, so that rare
+//! classes borrow from common ones.
 
 use crate::meta::sessions::Stop;
 
-/// Uses before: 0, 1, 2, 3 to 5, 6 and more.
+/// Earlier uses: 0, 1, 2, 3 to 5, 6 and more.
 const USES: usize = 5;
-/// How long the last wait was: none yet, then up to 10 s, 1 min, 5 min, 30 min,
-/// more; or what the engine expects: up to 1 s, 10 s, 1 min, 5 min, 30 min, 4 h,
-/// more; or that it is done.
+/// The last wait: none yet, up to 10 s, 1 min, 5 min, 30 min, more. Or the wait that the engine
+/// expects: up to 1 s, 10 s, 1 min, 5 min, 30 min, 4 h, more. Or done.
 const WAITS: usize = 6 + 7 + 1;
 const STOPS: usize = Stop::ALL.len();
 const ENDS: usize = 2;
-/// Tokens before it: none to 4k, to 16k, to 64k, more.
+/// Tokens before the object: none to 4k, to 16k, to 64k, more.
 const DEPTHS: usize = 4;
 const DEPTH_TOKENS: [u32; DEPTHS - 1] = [4 << 10, 16 << 10, 64 << 10];
 
@@ -26,17 +25,17 @@ const EXPECTED_NS: [i64; 6] = [
     14_400 * SECOND_NS,
 ];
 
-/// What is known of an object that bears on its future. 4 bytes.
+/// Properties of an object that predict its future. 4 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Traits {
-    /// Uses since it was first seen, evictions notwithstanding.
+    /// Uses since the first insert, evictions included.
     uses: u8,
-    /// Bucket of its wait.
+    /// Bucket of the last or expected wait.
     wait: u8,
-    /// Why the request that used it last stopped.
+    /// Stop reason of the last request that used the object.
     stop: u8,
-    /// 1: the unfilled end of a prompt; the rest is its bucket of depth.
+    /// Bit 0: the unfilled end of a prompt; other bits: bucket of depth.
     place: u8,
 }
 
@@ -44,50 +43,50 @@ pub struct Traits {
 unsafe impl crate::base::zeroed::Zeroable for Traits {}
 
 impl Traits {
-    /// Of an object first seen, with so many tokens before it.
+    /// Traits of a new object with so many tokens before it.
     pub fn new(is_end: bool, context: u32) -> Traits {
         let depth = DEPTH_TOKENS.partition_point(|&limit| limit <= context) as u8;
         Traits { place: u8::from(is_end) | depth << 1, ..Traits::default() }
     }
 
-    /// The same after a number of uses.
+    /// The traits with a number of uses.
     pub fn with_uses(self, uses: u64) -> Traits {
         Traits { uses: uses.min(255) as u8, ..self }
     }
 
-    /// Uses since it was first seen.
+    /// Uses since the first insert.
     pub fn uses(self) -> u8 {
         self.uses
     }
 
-    /// After one more use, `gap_ns` after the one before.
+    /// The traits after one more use, `gap_ns` after the last one.
     pub fn used(self, gap_ns: i64) -> Traits {
         let wait = 1 + SEEN_NS.partition_point(|&limit| limit < gap_ns) as u8;
         Traits { uses: self.uses.saturating_add(1), wait, stop: 0, ..self }
     }
 
-    /// After the request that used it stopped.
+    /// The traits after the request stopped.
     pub fn stopped(self, stop: Stop) -> Traits {
         Traits { stop: stop as u8, ..self }
     }
 
-    /// When the engine expects its next use after a time.
+    /// The traits when the engine expects the next use in `in_ns`.
     pub fn expected(self, in_ns: i64) -> Traits {
         let wait = 6 + EXPECTED_NS.partition_point(|&limit| limit < in_ns) as u8;
         Traits { wait, ..self }
     }
 
-    /// When the engine says that it is done with.
+    /// The traits when the engine says that there is no further use.
     pub fn done(self) -> Traits {
         Traits { wait: (WAITS - 1) as u8, ..self }
     }
 }
 
-/// Rows of the tables: all classes, and what they are parts of.
+/// Rows of the tables: all classes, and the coarser ones.
 pub const ROWS: usize = 1 + COARSE + MIDDLE + FINE + CLASSES;
-/// How many classes there are.
+/// Number of classes.
 pub const CLASSES: usize = FINE * WAITS;
-/// From a class up to the row of everything.
+/// Levels from a class up to the row of all objects.
 pub const LEVELS: usize = 5;
 
 const COARSE: usize = ENDS * USES;
@@ -107,7 +106,7 @@ pub fn class(traits: Traits) -> u16 {
     (fine * WAITS + usize::from(traits.wait).min(WAITS - 1)) as u16
 }
 
-/// The rows that a class counts in, the coarsest first.
+/// The rows in which a class counts, the coarsest first.
 pub fn rows(class: u16) -> [usize; LEVELS] {
     let class = usize::from(class);
     let fine = class / WAITS;

@@ -1,7 +1,6 @@
-//! The order of leaving: objects of one class and weight that were used at about
-//! the same time form a cohort, a list with one score. Cohorts merge as they
-//! age, so that their number grows with the logarithm of time, and choosing
-//! looks at cohorts, never at objects.
+//! The eviction order. Objects of one class and weight that were used at about the same time form a
+//! cohort, a list with one score. Cohorts merge as they age, so their number grows with the
+//! logarithm of time. A search visits cohorts, never objects.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
@@ -12,8 +11,7 @@ use crate::policy::horizon::classes::CLASSES;
 use crate::policy::horizon::hazard::Hazards;
 use crate::policy::horizon::tournament::Tournament;
 
-/// Weights that are told apart: steps of a tenth, so that a score is within a
-/// twentieth of the true one.
+/// Number of weights, in steps of a tenth: a score is within a twentieth of the exact one.
 pub const WEIGHTS: usize = 64;
 const MIDDLE: f64 = 40.0;
 const STEP: f64 = 1.1;
@@ -29,31 +27,31 @@ pub fn weight_log2(bin: u8) -> f64 {
     (f64::from(bin) - MIDDLE) * STEP.log2()
 }
 
-/// When there are more cohorts, objects join the newest of theirs if there is one.
+/// With more cohorts than this, objects join the newest cohort of their queue if there is one.
 pub const MAX_COHORTS: usize = 8192;
-/// Uses this close belong together from the start.
+/// Uses within this time form one cohort.
 const QUANTUM_NS: i64 = 50_000_000;
-/// Cohorts merge when together they span at most this part of their age.
+/// Cohorts merge when together they span at most this share of their age.
 const SPAN: f64 = 0.05;
-/// A score is computed again when the age has grown by this part.
+/// A score is recomputed when the age has grown by this share.
 const STALE: f64 = 0.02;
 const SHORTEST_NS: i64 = 40_000_000;
-/// Scores computed in one call; the rest waits for the next.
+/// Most scores recomputed in one call.
 const REFRESHES: usize = 48;
 
-/// Marks a link that leads to a cohort's ends, not to an object.
+/// Marks a link to the end of a cohort instead of an object.
 const END: u32 = 1 << 31;
 const NO_COHORT: u32 = 0;
 
 #[derive(Clone, Copy, Default)]
 struct Cohort {
-    /// Uses from this time on, to that.
+    /// First and last use of the cohort's objects.
     oldest_ns: i64,
     newest_ns: i64,
     /// Links of the ring: its hottest and its coldest object.
     next: u32,
     prev: u32,
-    /// The neighbours of the same class and weight; NO_COHORT = none.
+    /// Neighbours of the same class and weight; NO_COHORT = none.
     older: u32,
     newer: u32,
     class: u16,
@@ -73,9 +71,9 @@ unsafe impl Zeroable for Queue {}
 /// All cohorts.
 pub struct Cohorts {
     cohorts: Vec<Cohort>,
-    /// Infinite for those that are free.
+    /// Infinite for free entries.
     scores: Tournament<f32>,
-    /// When each score is to be computed again; never for those that are free.
+    /// When each score must be recomputed; never for free entries.
     due: Tournament<i64>,
     free: Vec<u32>,
     queues: Zeroed<Queue>,
@@ -83,7 +81,7 @@ pub struct Cohorts {
 }
 
 impl Cohorts {
-    /// None yet.
+    /// No cohorts yet.
     pub fn new() -> Result<Cohorts> {
         let weights = std::array::from_fn(|i| STEP.powf(i as f64 - MIDDLE) as f32);
         Ok(Cohorts {
@@ -96,7 +94,7 @@ impl Cohorts {
         })
     }
 
-    /// How many there are.
+    /// Number of cohorts.
     pub fn len(&self) -> usize {
         self.cohorts.len() - 1 - self.free.len()
     }
@@ -131,7 +129,7 @@ impl Cohorts {
         self.set_prev(objects, colder, slot);
     }
 
-    /// Takes an object out; which cohort it was in need not be known.
+    /// Removes an object; its cohort need not be known.
     #[inline]
     pub fn unlink(&mut self, objects: &mut Objects, slot: Slot) {
         let node = objects.node(slot);
@@ -140,7 +138,7 @@ impl Cohorts {
         self.set_prev(objects, colder, hotter);
     }
 
-    /// Adds an object used now.
+    /// Adds an object that is used now.
     pub fn add(&mut self, objects: &mut Objects, slot: Slot, class: u16, weight: u8, now: i64) {
         let newest = self.queues[Self::queue(class, weight)].newest;
         let fits =
@@ -152,8 +150,7 @@ impl Cohorts {
         self.link(objects, slot, END | at, hottest);
     }
 
-    /// A new cohort on the newer side of `older`, or `older` itself when no more
-    /// can be had.
+    /// A new cohort on the newer side of `older`, or `older` itself at the limit.
     fn create(&mut self, class: u16, weight: u8, older: u32, stamp: i64) -> u32 {
         let at = match self.free.pop() {
             Some(at) => at,
@@ -190,7 +187,7 @@ impl Cohorts {
         at
     }
 
-    /// Merges a cohort's newer neighbour into it.
+    /// Merges the newer neighbour of a cohort into it.
     fn absorb(&mut self, objects: &mut Objects, at: u32) {
         let newer = self.cohorts[at as usize].newer;
         let n = self.cohorts[newer as usize];
@@ -206,7 +203,7 @@ impl Cohorts {
         self.discard(newer);
     }
 
-    /// Gives up a cohort without objects.
+    /// Removes a cohort without objects.
     fn discard(&mut self, at: u32) {
         let Cohort { older, newer, class, weight, .. } = self.cohorts[at as usize];
         let queue = &mut self.queues[Self::queue(class, weight)];
@@ -224,9 +221,8 @@ impl Cohorts {
         self.free.push(at);
     }
 
-    /// Brings a cohort up to date. Its coldest object is looked at only with
-    /// `exact`: else it may have been touched since, and the cohort look older
-    /// than it is until it is about to be chosen.
+    /// Updates a cohort. Only with `exact` its coldest object is read. Otherwise that object may
+    /// have been touched since, and the cohort looks too old until it is about to be chosen.
     fn refresh(
         &mut self,
         objects: &mut Objects,
@@ -262,14 +258,13 @@ impl Cohorts {
         self.due.set(at, now + soon);
     }
 
-    /// A score of a class with a weight.
+    /// A score of a class, multiplied by a weight.
     pub fn weighted(&self, score: f32, weight: u8) -> f64 {
         f64::from(score * self.weights[usize::from(weight)])
     }
 
-    /// The scores of a class changed: they are computed again. That happens
-    /// each time an eighth of what is known of the class is new, so ever more
-    /// rarely, and never while a victim is chosen.
+    /// Recomputes the scores of a class whose hazards changed. That happens each time an eighth of
+    /// the class's data is new, so ever more rarely, and never during a search.
     pub fn class_changed(
         &mut self,
         objects: &mut Objects,
@@ -291,7 +286,7 @@ impl Cohorts {
         }
     }
 
-    /// Computes scores again whose time has come, up to `most`.
+    /// Recomputes up to `most` scores that are due.
     pub fn refresh_due(&mut self, objects: &mut Objects, hazards: &Hazards, now: i64, most: usize) {
         for _ in 0..most {
             let at = self.due.least();
@@ -302,8 +297,8 @@ impl Cohorts {
         }
     }
 
-    /// Takes out the coldest object of the cohort with the least score. Blocked
-    /// ones on the way are held.
+    /// Takes the coldest candidate of the cohort with the lowest score. Blocked objects before it
+    /// are held.
     pub fn victim(&mut self, objects: &mut Objects, hazards: &Hazards, now: i64) -> Option<Slot> {
         self.refresh_due(objects, hazards, now, REFRESHES);
         let mut checked = NO_COHORT;
@@ -332,8 +327,8 @@ impl Cohorts {
         }
     }
 
-    /// The oldest cohort of a queue that reaches up to `stamp`, and the one before
-    /// it. Searched from both ends: what comes back is old, what is hinted young.
+    /// The oldest cohort of a queue that reaches `stamp`, and the one before it. Searched from both
+    /// ends: returned objects are old, hinted ones young.
     fn around(&self, queue: usize, stamp: i64) -> (u32, u32) {
         let Queue { oldest, newest } = self.queues[queue];
         let reaches = |at: u32| self.cohorts[at as usize].newest_ns >= stamp;
@@ -355,7 +350,7 @@ impl Cohorts {
         }
     }
 
-    /// The coldest object of a cohort that is not older than `stamp`, or its end.
+    /// The coldest object of a cohort that is not older than `stamp`, or the cohort's end.
     fn hotter(&self, objects: &Objects, at: u32, stamp: i64) -> u32 {
         let Cohort { prev, next, .. } = self.cohorts[at as usize];
         let (mut cold, mut hot) = (prev, next);
@@ -371,7 +366,7 @@ impl Cohorts {
         }
     }
 
-    /// Puts an object back where its stamp belongs.
+    /// Returns an object to the position of its stamp.
     pub fn put_back(&mut self, objects: &mut Objects, slot: Slot, class: u16, weight: u8) {
         let stamp = objects.node(slot).stamp;
         let (older, mut at) = self.around(Self::queue(class, weight), stamp);
@@ -394,7 +389,7 @@ impl Cohorts {
         self.due.set(at, i64::MIN);
     }
 
-    /// Whether rings are sound and hold every object that is not held.
+    /// Checks that the rings are consistent and contain every object that is not held.
     pub fn check(&self, objects: &Objects) -> Result<()> {
         let mut linked = 0;
         for (at, cohort) in self.cohorts.iter().enumerate().filter(|(_, c)| c.live) {
@@ -408,7 +403,7 @@ impl Cohorts {
                 (linked, stamp, colder, slot) = (linked + 1, node.stamp, slot, node.prev);
             }
             if slot != END | at as u32 || cohort.next != colder {
-                fail!(State, "the ring of cohort {at} ends elsewhere");
+                fail!(State, "the ring of cohort {at} does not return to it");
             }
         }
         let held = objects.slots().filter(|&s| objects.node(s).is_held()).count();

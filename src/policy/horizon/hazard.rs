@@ -1,11 +1,9 @@
-//! How likely objects of a class are used again, by how long they have waited:
-//! counted, smoothed towards coarser classes, and turned into what a unit of
-//! memory earns by keeping them.
+//! Probability of reuse by class and waiting time: counted, smoothed towards coarser classes, and
+//! converted to what keeping a unit of memory earns.
 
 use crate::policy::horizon::classes::{CLASSES, LEVELS, ROWS, rows};
 
-/// Buckets of waiting time: an eighth of a second, then two for each doubling,
-/// up to twelve days.
+/// Buckets of waiting time: up to an eighth of a second, then two per doubling, up to twelve days.
 pub const AGES: usize = 48;
 const FIRST_NS: i64 = 125_000_000;
 
@@ -32,8 +30,7 @@ pub fn age_start_ns(bucket: usize) -> i64 {
     }
 }
 
-/// Where among the buckets a waiting time lies, as a real number: what the
-/// scores are interpolated by.
+/// Position of a waiting time among the buckets as a real number, for the interpolation of scores.
 fn position(age_ns: i64) -> f32 {
     if age_ns < FIRST_NS {
         return age_ns.max(0) as f32 / FIRST_NS as f32;
@@ -41,32 +38,30 @@ fn position(age_ns: i64) -> f32 {
     1.0 + 2.0 * (age_ns as f32 / FIRST_NS as f32).log2()
 }
 
-/// Waits that a class borrows from the coarser one. More than a handful: the
-/// objects of a request come and go together, so that their waits tell less
-/// than their number.
+/// Waits that a class borrows from the coarser one. More than a handful: objects of a request are
+/// used together, so their waits are correlated.
 const PRIOR_WAITS: f32 = 64.0;
-/// What is believed of a bucket before anything was seen.
+/// Prior probability of reuse in a bucket.
 const PRIOR_HAZARD: f32 = 0.04;
-/// Waits after which what was counted weighs half.
+/// Waits after which older counts weigh half.
 const MEMORY_WAITS: f32 = 65_536.0;
 
 #[derive(Clone, Copy)]
 struct Row {
-    /// Waits that lasted into the bucket.
+    /// Waits that reached the bucket.
     entered: [f32; AGES],
-    /// Waits that a use ended in it.
+    /// Waits that a use ended in the bucket.
     ended: [f32; AGES],
 }
 
-/// The counts, and the scores fitted to them.
+/// The counts, and the scores computed from them.
 #[derive(Clone)]
 pub struct Hazards {
     rows: Vec<Row>,
-    /// What a unit of memory earns, at the start of each bucket, in uses a
-    /// second: the logarithm to base 2, so that between buckets no part of the
-    /// way is steeper than another.
+    /// What a unit of memory earns, at the start of each bucket, in uses per second: the logarithm
+    /// to base 2, which interpolates evenly between buckets.
     scores: Vec<[f32; AGES]>,
-    /// Counts since a class was fitted.
+    /// Counts since the class was last fitted.
     fresh: Vec<f32>,
     fitted: Vec<f32>,
     hand: usize,
@@ -80,7 +75,7 @@ impl Default for Hazards {
 }
 
 impl Hazards {
-    /// Nothing known yet: longer waits are worth less, all classes the same.
+    /// No data yet: longer waits are worth less, all classes are equal.
     pub fn new() -> Hazards {
         let mut widths = [0.0; AGES];
         for (b, width) in widths.iter_mut().enumerate() {
@@ -101,7 +96,7 @@ impl Hazards {
         hazards
     }
 
-    /// A wait of a class lasted into a bucket.
+    /// A wait of a class reached a bucket.
     pub fn enter(&mut self, class: u16, bucket: usize) {
         for row in rows(class) {
             self.rows[row].entered[bucket] += 1.0;
@@ -112,8 +107,8 @@ impl Hazards {
         }
     }
 
-    /// A wait of a class did not last into a bucket after all: it turned out to be of
-    /// another class, or nobody will see its end.
+    /// Takes back that a wait of a class reached a bucket: the wait belongs to another class, or
+    /// its end will not be observed.
     pub fn leave(&mut self, class: u16, bucket: usize) {
         for row in rows(class) {
             let entered = &mut self.rows[row].entered[bucket];
@@ -138,13 +133,13 @@ impl Hazards {
         }
     }
 
-    /// Looks at the next few classes and fits one that has news. Which, if any.
+    /// Checks the next few classes and fits one with new data. Returns that class.
     pub fn fit_one(&mut self) -> Option<u16> {
         const LOOK: usize = 8;
         for _ in 0..LOOK {
             let class = self.hand;
             self.hand = (self.hand + 1) % CLASSES;
-            // A class is fitted anew when an eighth of what it knows is new.
+            // A class is fitted again when an eighth of its data is new.
             if self.fresh[class] > 0.0 && self.fresh[class] * 8.0 >= self.fitted[class] {
                 self.fit(class as u16);
                 return Some(class as u16);
@@ -153,14 +148,14 @@ impl Hazards {
         None
     }
 
-    /// Fits a class that never was, by what it borrows.
+    /// Fits a class for the first time, from its coarser ones.
     pub fn fit_new(&mut self, class: u16) {
         if self.fitted[usize::from(class)] == 0.0 {
             self.fit(class);
         }
     }
 
-    /// How many waits ended by a use, those long ago in part.
+    /// Number of waits ended by a use; old ones count in part.
     pub fn ended(&self) -> f32 {
         self.rows[0].ended.iter().sum()
     }
@@ -180,9 +175,9 @@ impl Hazards {
         self.fresh[usize::from(class)] = 0.0;
     }
 
-    /// For each bucket, the best over all horizons of: chance of a use before
-    /// it, over the memory time spent waiting until then. This is Gittins'
-    /// index of keeping: the horizon at which keeping pays best decides.
+    /// For each bucket: the greatest ratio over all horizons of the probability of a use before the
+    /// horizon to the memory time spent until then. This is Gittins' index: the horizon at which
+    /// keeping pays best decides.
     fn score_row(&self, hazard: &[f32; AGES]) -> [f32; AGES] {
         let mut scores = [0.0f32; AGES];
         for (start, score) in scores.iter_mut().enumerate() {
@@ -206,7 +201,7 @@ impl Hazards {
         self.log_score(class, age_ns).exp2()
     }
 
-    /// Its logarithm to base 2: enough to compare.
+    /// The logarithm to base 2 of `score`, sufficient for comparisons.
     pub fn log_score(&self, class: u16, age_ns: i64) -> f32 {
         let at = position(age_ns).min((AGES - 1) as f32);
         let b = (at as usize).min(AGES - 2);
@@ -232,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn before_anything_is_seen_the_longest_wait_is_worth_least() {
+    fn without_data_longer_waits_score_lower() {
         let hazards = Hazards::new();
         let mut last = f32::INFINITY;
         for age in (0..60).map(|n| 100_000_000i64 << (n / 3)) {
@@ -243,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_that_returns_after_a_minute_is_kept_that_long() {
+    fn a_class_reused_after_a_minute_scores_high_until_then() {
         let mut hazards = Hazards::new();
         let (returns, dies) = (0u16, (CLASSES - 1) as u16);
         let minute = age_bucket(60_000_000_000);
@@ -258,8 +253,8 @@ mod tests {
             let age = seconds * 1_000_000_000;
             assert!(hazards.score(returns, age) > 20.0 * hazards.score(dies, age), "{seconds}");
         }
-        let near = hazards.score(returns, 45_000_000_000);
-        assert!(near > 1.5 * hazards.score(returns, 10_000_000_000), "worth more as it nears");
-        assert!(near > 20.0 * hazards.score(returns, 600_000_000_000), "late: not coming");
+        let soon = hazards.score(returns, 45_000_000_000);
+        assert!(soon > 1.5 * hazards.score(returns, 10_000_000_000), "worth more as it nears");
+        assert!(soon > 20.0 * hazards.score(returns, 600_000_000_000), "late: not coming");
     }
 }

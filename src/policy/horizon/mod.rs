@@ -1,29 +1,25 @@
-//! `horizon(objective=tokens, alpha, beta, history=4, watch=65536)`: what earns
-//! least for the memory it takes leaves first.
+//! `horizon(objective=tokens, alpha, beta, history=4, watch=65536)`: evicts what earns least for
+//! the memory it takes.
 //!
-//! Objects are told apart by what bears on their future: how often they were
-//! used, how long they waited the last time, why the request that used them
-//! stopped, what the engine expects, whether they are the unfilled end of a
-//! prompt. For each such class the policy counts after how long a wait objects
-//! are used again, evicted ones included, so that what it learns does not depend
-//! on what it kept. What an object is worth follows: over all horizons, the best
-//! ratio of the chance that it is used before it to the time it occupies memory
-//! until then (Gittins' index), by how long it has waited already. It learns
-//! while it runs, starts as LRU, and looks at no future.
+//! Objects are classified by properties that predict their future: number of uses, last wait, stop
+//! reason of the last request, the engine's expectation, and whether they are the unfilled end of a
+//! prompt. For each class the policy counts after which wait objects are used again, evicted ones
+//! included, so that its data do not depend on what it kept. The value of an object is, by its
+//! current wait and over all horizons, the best ratio of the probability of a use before the
+//! horizon to the memory time until then (Gittins' index). The policy learns online, starts as LRU,
+//! and has no foresight.
 //!
-//! - `objective`: `tokens` weighs an object by the tokens in it, `cost` by what
-//!   recomputing them costs (`alpha`, `beta`: see [`Cost`], or the caller's own
-//!   figure), `uses` not at all.
-//! - `history`: evicted ids whose past is remembered, in multiples of the objects
-//!   that are resident at most.
-//! - `watch`: waits observed at a time to learn from; a sample beyond that.
+//! - `objective`: `tokens` weighs an object by its tokens. `cost` weighs it by the cost to
+//!   recompute them (`alpha`, `beta`: see [`Cost`], or the caller's value). `uses` does not weigh.
+//! - `history`: evicted ids whose past is remembered, in multiples of the peak number of resident
+//!   objects.
+//! - `watch`: waits observed at a time; beyond that, a sample.
 //!
-//! What it has learned goes over to another `horizon`: how long the objects of
-//! each class wait, whatever the parameters, and from a copy of `auto` to the live
-//! one, for that holds in any sample and for any capacity. Of the same objects also
-//! what is known of each of them, the past of evicted ids (where `history` is the
-//! same) and the waits that go on (where `watch` is). A copy keeps those: it may
-//! know a part of the ids only, and decided otherwise which to evict.
+//! A policy hands its learned state over to another `horizon`. The waits of each class are handed
+//! over whatever the parameters, also from a copy of `auto` to the live policy, because they hold
+//! for any sample and any capacity. For the same objects the state includes each object's traits,
+//! the past of evicted ids (if `history` is equal) and the waits in progress (if `watch` is equal).
+//! A copy keeps those: it may know only a sample of the ids, and evicted others.
 
 mod classes;
 mod cohorts;
@@ -63,10 +59,10 @@ pub struct Horizon {
     /// Traits and weight bin of each resident object.
     traits: Zeroed<Traits>,
     weights: Zeroed<u8>,
-    /// Evicted ids: their uses, and when they were used last.
+    /// Evicted ids, with their uses and their last use.
     past: Ghosts,
     history: usize,
-    /// Of those, so many for each object that there ever was at once.
+    /// Evicted ids remembered per object of the peak number.
     history_each: usize,
     epoch_ns: Option<i64>,
     /// Tokens of a full object: the most seen.
@@ -74,20 +70,20 @@ pub struct Horizon {
     /// The weight of a full object at the start of a sequence.
     usual_weight: f64,
     steps: u64,
-    /// It went on from another: `traits` are of the objects that it adopts.
+    /// The state came from another policy: `traits` belong to the objects to adopt.
     knows_objects: bool,
 }
 
-/// What it has learned.
+/// The learned state.
 struct Learned {
     hazards: Hazards,
     full_tokens: u32,
     usual: (Objective, Cost, f64),
-    own: Option<Own>,
+    own: Option<ObjectState>,
 }
 
-/// What only helps with the same objects.
-struct Own {
+/// The part of the state that applies only to the same objects.
+struct ObjectState {
     watch: Watch,
     past: Ghosts,
     history: usize,
@@ -95,9 +91,9 @@ struct Own {
     traits: Zeroed<Traits>,
 }
 
-/// The history is bounded as if there had been so many objects at least.
+/// Fewest objects assumed for the bound of the history.
 const LEAST_BOUND: usize = 1024;
-/// Time in the history counts in these.
+/// Unit of time in the history.
 const TICK_NS: i64 = 10_000_000;
 
 impl Horizon {
@@ -137,7 +133,7 @@ impl Horizon {
         (now.saturating_sub(epoch) / TICK_NS) as u32
     }
 
-    /// A little of the upkeep, at each call.
+    /// Does a small part of the maintenance at each call.
     fn step(&mut self, objects: &mut Objects, now: i64) {
         self.steps += 1;
         self.watch.age(&mut self.hazards, now);
@@ -151,7 +147,7 @@ impl Horizon {
         }
     }
 
-    /// The bin of what a use of the object saves, for each unit of memory.
+    /// The bin of what a use of the object saves per unit of memory.
     fn weigh(&mut self, objects: &Objects, slot: Slot) -> u8 {
         let (facts, units) = (objects.facts(slot), objects.node(slot).units.max(1));
         let (context, tokens) = (u64::from(facts.context), u64::from(facts.tokens));
@@ -162,7 +158,7 @@ impl Horizon {
         weight_bin(weight / self.usual_weight)
     }
 
-    /// What a use saves. A cost of 0 is not known.
+    /// What a use saves. A cost of 0 is unknown.
     fn worth(&self, context: u64, tokens: u64, cost: f64) -> f64 {
         match self.objective {
             Objective::Uses => 1.0,
@@ -181,17 +177,17 @@ impl Horizon {
         self.cohorts.add(objects, slot, class, weight, now);
     }
 
-    /// Of an object just come.
+    /// The traits of a new object.
     fn fresh(&mut self, facts: &Facts) -> Traits {
         self.full_tokens = self.full_tokens.max(facts.tokens);
         let is_end = facts.tokens > 0 && facts.tokens < self.full_tokens;
         Traits::new(is_end, facts.context)
     }
 
-    /// Gives up what it knows of its objects.
-    fn leave_own(&mut self) -> Result<Own> {
+    /// Gives up the state about its objects.
+    fn take_object_state(&mut self) -> Result<ObjectState> {
         let (watch, past, traits) = (Watch::new(0)?, Ghosts::new(0)?, Zeroed::new(0)?);
-        Ok(Own {
+        Ok(ObjectState {
             watch: std::mem::replace(&mut self.watch, watch),
             past: std::mem::replace(&mut self.past, past),
             history: self.history,
@@ -200,7 +196,7 @@ impl Horizon {
         })
     }
 
-    fn learn_own(&mut self, own: Own) {
+    fn learn_object_state(&mut self, own: ObjectState) {
         if own.watch.limit() == self.watch.limit() {
             self.watch = own.watch;
         } else {
@@ -251,7 +247,7 @@ impl Policy for Horizon {
         self.place(objects, slot, now);
     }
 
-    /// Not as so many uses: those would end waits of no time at all.
+    /// Does not replay the uses: they would end waits of zero length.
     fn adopt(&mut self, objects: &mut Objects, slot: Slot, uses: u16, now: i64) {
         self.step(objects, now);
         let (id, facts) = (objects.node(slot).id, objects.facts(slot));
@@ -271,7 +267,7 @@ impl Policy for Horizon {
 
     fn lessons(&mut self, leaving: bool) -> Option<Lessons> {
         let mut hazards = self.hazards.clone();
-        let own = if leaving { self.leave_own().ok() } else { None };
+        let own = if leaving { self.take_object_state().ok() } else { None };
         if own.is_none() {
             self.watch.withdraw(&mut hazards);
         }
@@ -283,12 +279,12 @@ impl Policy for Horizon {
         let Ok(learned) = lessons.downcast::<Learned>() else { return };
         let Learned { hazards, full_tokens, usual, own } = *learned;
         (self.hazards, self.full_tokens) = (hazards, full_tokens);
-        // Weights of another objective mean something else.
+        // The weights of another objective are not comparable.
         if (usual.0, usual.1) == (self.objective, self.cost) {
             self.usual_weight = usual.2;
         }
         if let Some(own) = own {
-            self.learn_own(own);
+            self.learn_object_state(own);
         }
     }
 

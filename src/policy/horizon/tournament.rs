@@ -1,10 +1,10 @@
-//! The least of many keys that change: a tree of winners. A change costs the
-//! height of the tree; the least is known at once.
+//! The lowest of many changing keys: a tree of winners. A change costs the height of the tree; the
+//! lowest key is read in O(1).
 
-/// Keys by number, and who has the least.
+/// Keys by index, and the index of the lowest one.
 pub struct Tournament<K> {
     keys: Vec<K>,
-    /// Winners: of all at 1, of the halves at 2 and 3, and so on.
+    /// Winners: of all keys at 1, of the halves at 2 and 3, and so on.
     winners: Vec<u32>,
     highest: K,
 }
@@ -15,7 +15,7 @@ impl<K: Copy + PartialOrd> Tournament<K> {
         Tournament { keys: vec![highest], winners: vec![0; 2], highest }
     }
 
-    /// Adds one more key, the highest.
+    /// Adds one key, the highest.
     pub fn grow(&mut self) {
         let places = self.winners.len() / 2;
         self.keys.push(self.highest);
@@ -37,13 +37,13 @@ impl<K: Copy + PartialOrd> Tournament<K> {
         if key(b) < key(a) { b } else { a }
     }
 
-    /// A key.
+    /// The key at an index.
     #[inline]
     pub fn get(&self, at: u32) -> K {
         self.keys[at as usize]
     }
 
-    /// Changes a key.
+    /// Changes the key at an index.
     #[inline]
     pub fn set(&mut self, at: u32, key: K) {
         self.keys[at as usize] = key;
@@ -54,7 +54,7 @@ impl<K: Copy + PartialOrd> Tournament<K> {
         }
     }
 
-    /// Who has the least key; the lowest number of equals.
+    /// The index of the lowest key; the lowest index of equals.
     #[inline]
     pub fn least(&self) -> u32 {
         self.winners[1]
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_is_found_after_every_change() {
+    fn the_lowest_key_is_found_after_every_change() {
         let mut tree = Tournament::new(f32::INFINITY);
         let mut model = vec![f32::INFINITY];
         let mut state = 3u64;

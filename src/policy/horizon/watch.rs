@@ -1,6 +1,5 @@
-//! Waits that are going on: of resident objects and of evicted ones, so that
-//! what is learned does not depend on what was kept. A sample, when there are
-//! more than it holds.
+//! Waits in progress, of resident and of evicted objects, so that the learned data do not depend on
+//! what was kept. A sample, if there are more than fit.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
@@ -35,17 +34,17 @@ pub struct Watch {
     queues: [Queue; AGES],
     free: Slot,
     fresh: Slot,
-    /// An id is watched when so many low bits of its hash are 0: the high ones
-    /// say where it lies in the index.
+    /// An id is watched if this many low bits of its hash are 0. The high bits determine its
+    /// position in the index.
     shift: u32,
     hand: usize,
 }
 
-/// Waits moved to the next bucket in one go.
+/// Most waits moved to the next bucket in one call.
 const MOVES: usize = 24;
 
 impl Watch {
-    /// Room for `limit` waits.
+    /// An empty watch for `limit` waits.
     pub fn new(limit: usize) -> Result<Watch> {
         Ok(Watch {
             waits: Zeroed::new(limit)?,
@@ -58,12 +57,12 @@ impl Watch {
         })
     }
 
-    /// Bytes that it has used so far.
+    /// Bytes used so far.
     pub fn used_bytes(&self) -> u64 {
         self.waits.front_bytes(self.fresh as usize) + self.index.bytes()
     }
 
-    /// How many it holds at most.
+    /// Most waits.
     pub fn limit(&self) -> usize {
         self.waits.len()
     }
@@ -73,8 +72,8 @@ impl Watch {
         self.find(id).is_some()
     }
 
-    /// Takes the waits that go on out of the counts: who goes by those begins to
-    /// watch anew, and would count them twice.
+    /// Removes the waits in progress from the counts. A policy that continues from these counts
+    /// watches anew, and would count them twice.
     pub fn withdraw(&self, hazards: &mut Hazards) {
         for (bucket, queue) in self.queues.iter().enumerate() {
             let mut slot = queue.oldest;
@@ -86,12 +85,12 @@ impl Watch {
         }
     }
 
-    /// How many are watched.
+    /// Number of watched ids.
     pub fn len(&self) -> usize {
         self.index.len()
     }
 
-    /// Watches a part of ids so that four times the residents would fit.
+    /// Adjusts the sample so that four times the resident objects would fit.
     pub fn sample_for(&mut self, residents: usize) {
         let room = (self.waits.len() / 4).max(1);
         while self.shift < 20 && residents >> self.shift > room {
@@ -140,7 +139,7 @@ impl Watch {
         self.waits[slot as usize].older = std::mem::replace(&mut self.free, slot);
     }
 
-    /// An object begins to wait.
+    /// Starts the wait of an object.
     pub fn begin(&mut self, hazards: &mut Hazards, id: u64, class: u16, now: i64) {
         if !self.is_sampled(id) || self.waits.is_empty() {
             return;
@@ -172,7 +171,7 @@ impl Watch {
         hazards.enter(class, 0);
     }
 
-    /// What an object waits as turned out otherwise, shortly after it began.
+    /// Changes the class of a wait shortly after its start.
     pub fn reclass(&mut self, hazards: &mut Hazards, id: u64, class: u16) {
         let Some(slot) = self.find(id) else { return };
         let wait = &mut self.waits[slot as usize];
@@ -183,7 +182,7 @@ impl Watch {
         }
     }
 
-    /// An object is used: its wait, if it is watched, is over.
+    /// Ends the wait of an object that is used, if it is watched.
     pub fn end(&mut self, hazards: &mut Hazards, id: u64, now: i64) {
         let Some(slot) = self.find(id) else { return };
         let Wait { start_ns, class, bucket, .. } = self.waits[slot as usize];
@@ -193,8 +192,7 @@ impl Watch {
         self.drop_wait(slot);
     }
 
-    /// Counts those that have waited into their next bucket: a few of them, of
-    /// one bucket after the other.
+    /// Moves some waits to the next bucket, one bucket per call.
     pub fn age(&mut self, hazards: &mut Hazards, now: i64) {
         let bucket = self.hand;
         self.hand = if bucket + 2 == AGES { 0 } else { bucket + 1 };

@@ -1,18 +1,17 @@
-//! What has been seen of the time between uses, and how well it foretold the
-//! next one.
+//! Observed times between uses, and how well they predicted the next one.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::meta::index::Slot;
 use crate::meta::objects::Objects;
 
-/// Observations before anything is said.
+/// Observations required for a prediction.
 const ENOUGH: u64 = 4;
 /// Weight of the newest observation.
 const NEWEST: f64 = 0.25;
 
-/// A positive quantity, observed again and again: its exponentially weighted
-/// mean and variance, and how far off the mean was each time.
+/// A positive quantity observed repeatedly: its exponentially weighted mean and variance, and the
+/// error of the mean as a prediction.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Pace {
@@ -24,7 +23,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Takes note of a value; nothing happens to one that is not above zero.
+    /// Adds an observation; values that are not above zero are ignored.
     pub fn observe(&mut self, value: f64) {
         if !(value > 0.0 && value.is_finite()) {
             return;
@@ -42,13 +41,13 @@ impl Pace {
         self.mean += NEWEST * off;
     }
 
-    /// Whether enough was seen to say anything.
+    /// Whether there were enough observations.
     pub fn is_known(&self) -> bool {
         self.seen >= ENOUGH
     }
 
-    /// How sure the mean is, 0 to 1: one less the relative error of the past
-    /// predictions or the relative spread, whichever is more.
+    /// Confidence of the mean, 0 to 1: one minus the relative error of past predictions or the
+    /// relative spread, whichever is greater.
     pub fn confidence(&self) -> f64 {
         if !self.is_known() {
             return 0.0;
@@ -58,7 +57,7 @@ impl Pace {
     }
 }
 
-/// A session as it was at its last request.
+/// A session at its last request.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct User {
@@ -72,30 +71,29 @@ struct User {
 // SAFETY: numbers only.
 unsafe impl Zeroable for User {}
 
-/// Gaps between the requests of every session and of all, and the rate at which
-/// sessions grow.
+/// Gaps between the requests of each session and of all, and the growth rate of sessions.
 pub struct Gaps {
     users: Zeroed<User>,
-    /// Of all sessions, and of objects without one.
+    /// Of all sessions, and of objects without a session.
     pub all: Pace,
-    /// Tokens in a second.
+    /// Tokens per second.
     pub rate: Pace,
     lone_ns: i64,
 }
 
 impl Gaps {
-    /// Room for as many sessions as a table of `max_objects` knows.
+    /// Tables for the sessions of `max_objects`.
     pub fn new(max_objects: usize) -> Result<Gaps> {
         let users = Zeroed::new(max_objects.min(crate::meta::sessions::MAX_SESSIONS))?;
         Ok(Gaps { users, all: Pace::default(), rate: Pace::default(), lone_ns: i64::MIN })
     }
 
-    /// Bytes that it has used, where there were so many sessions at most.
+    /// Bytes used, for a table with this peak number of sessions.
     pub fn used_bytes(&self, sessions: usize) -> u64 {
         self.users.front_bytes(sessions)
     }
 
-    /// Goes on from what another saw; of each session only if it has as many rows.
+    /// Continues from other gaps; per session only if the tables have equal sizes.
     pub fn learn(&mut self, from: Gaps) {
         (self.all, self.rate) = (from.all, from.rate);
         if from.users.len() == self.users.len() {
@@ -103,7 +101,7 @@ impl Gaps {
         }
     }
 
-    /// A session uses an object: learns from it if that is a new request.
+    /// A session uses an object; a new request is an observation.
     pub fn see(&mut self, objects: &Objects, session: Slot) {
         let Some(row) = objects.sessions.of(session) else { return };
         let Some(user) = self.users.get_mut(session as usize) else { return };
@@ -122,9 +120,8 @@ impl Gaps {
         (user.active_ns, user.turns, user.length) = (row.active_ns, row.turns, row.length);
     }
 
-    /// An object without a session is used again. Of one call only the first
-    /// counts, or a long path would confirm itself: the times of one call follow
-    /// on each other.
+    /// An object without a session is used again. Only the first use of a call counts: the stamps
+    /// of one call are consecutive, so a long path would confirm itself.
     pub fn see_lone(&mut self, last_ns: i64, now: i64) {
         if self.lone_ns.saturating_add(1) != now {
             self.all.observe(now.saturating_sub(last_ns) as f64 * 1e-9);
@@ -132,8 +129,8 @@ impl Gaps {
         self.lone_ns = now;
     }
 
-    /// Seconds from the last request of a session, or the use of an object
-    /// without one, to the next, and how sure that is.
+    /// Expected seconds from the last request of a session, or from the last use of an object
+    /// without one, to the next; and the confidence.
     pub fn expected(&self, session: Slot) -> Option<(f64, f64)> {
         let own = self.users.get(session as usize).map(|user| user.gap);
         let pace = own.filter(Pace::is_known).unwrap_or(self.all);
@@ -146,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_even_pace_is_sure_and_an_uneven_one_is_not() {
+    fn confidence_is_high_for_an_even_pace_only() {
         let (mut even, mut uneven) = (Pace::default(), Pace::default());
         for i in 0..20 {
             even.observe(5.0);
@@ -157,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_said_before_enough_was_seen() {
+    fn no_prediction_before_enough_observations() {
         let mut pace = Pace::default();
         for _ in 0..ENOUGH - 1 {
             pace.observe(1.0);
@@ -170,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_pace_costs_confidence_until_it_is_learnt() {
+    fn a_change_of_pace_lowers_the_confidence_for_a_while() {
         let mut pace = Pace::default();
         (0..10).for_each(|_| pace.observe(1.0));
         pace.observe(3.0);

@@ -1,35 +1,32 @@
-//! `predictive`: the one whose next use is expected farthest away leaves first.
+//! `predictive`: evicts the object whose next use is expected farthest in the future.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
-//! | `confidence` | 0.9 | figures less sure than this are not used |
-//! | `mode` | cache | `cache`: figures are times of the next use. `preempt`: the objects belong to running sequences, figures are times of their end |
-//! | `rate` | 0 | tokens in a second; 0: learnt from how sessions grow |
+//! | `confidence` | 0.9 | predictions below this confidence are not used |
+//! | `mode` | cache | `cache`: predictions are times of the next use. `preempt`: the objects belong to running sequences, predictions are times of their end |
+//! | `rate` | 0 | tokens per second; 0: learned from the growth of sessions |
 //!
-//! There is one unit, the time of the next use. It is, for an object,
+//! Every object is ranked by the time of its next use, which is
 //!
-//! 1. the engine's figure, if it lies ahead: of a hint, or the session's row, or
-//!    the object's facts (these count as certain);
-//! 2. in cache mode, what the built-in predictor says: the last request of the
-//!    object's session plus the exponentially weighted mean of the gaps between
-//!    its requests; of all sessions' gaps while it has shown fewer than four, and
-//!    for objects without a session. In preempt mode: the tokens that the
-//!    session may have yet, through the token rate;
-//! 3. when neither is there or sure enough, the time since its last use, once
-//!    more from now on. These are in LRU order among themselves, so where no
-//!    figure is sure enough, all is LRU.
+//! 1. the engine's value, if it is in the future: from a hint, the session, or the object's facts
+//!    (these count as certain);
+//! 2. in cache mode, the built-in prediction: the last request of the object's session plus the
+//!    exponentially weighted mean of the gaps between its requests. With fewer than four gaps, and
+//!    for objects without a session, the gaps of all sessions. In preempt mode: the tokens that the
+//!    session may still have, divided by the token rate;
+//! 3. without a sufficiently confident value: as far in the future as the last use is in the past.
+//!    These objects are in LRU order among themselves, so without any confident value the policy is
+//!    LRU.
 //!
-//! For a row of columns it is the lifetime with its confidence, else what the
-//! engine's predictor says, else the remaining length through the token rate,
-//! else the last use as in 3.
+//! For a row of columns it is the lifetime with its confidence, else the engine's predictor, else
+//! the remaining length divided by the token rate, else the last use as in 3.
 //!
-//! The confidence of a learnt figure is one less the relative error of its past
-//! predictions, or the relative spread, whichever is more; a given `rate` is
-//! certain. A prediction that has not come true after twice its time lapses: the
-//! object is back under 3.
+//! The confidence of a learned value is one minus the relative error of its past predictions, or
+//! the relative spread, whichever is greater. A given `rate` is certain. A prediction that has not
+//! come true after twice its time lapses: the object is ranked by 3 again.
 //!
-//! In preempt mode the one with the most left therefore leaves first, and one
-//! close to its end stays: what it holds is free soon without any loss.
+//! So in preempt mode the object with the most remaining time is evicted first. One close to its
+//! end stays: its memory will soon be free without any loss.
 
 mod gaps;
 
@@ -46,29 +43,29 @@ use crate::policy::predictive::gaps::Gaps;
 use crate::policy::registry::Setting;
 use crate::policy::{Hint, Lessons, Policy, Rank, order_of_i64};
 
-/// The engine's own predictor: sequence, length and maximum length to seconds
-/// and confidence. One that does not know says None.
+/// The engine's predictor: sequence, length and maximum length to seconds and confidence. None =
+/// unknown.
 pub type Predictor = Box<dyn Fn(u64, u64, u64) -> Option<(f64, f64)> + Send>;
 
 /// In the list by last use.
 const IDLE: u8 = 0;
-/// In the heap by next use, and that by the time when the prediction lapses.
+/// In the heap by next use, and in the one by the time at which the prediction lapses.
 const AHEAD: u8 = 1;
-/// In the heap by last use, where lapsed predictions go.
+/// In the heap by last use, for lapsed predictions.
 const LAPSED: u8 = 2;
-/// Most predictions that lapse in one decision; the rest does in the next. Each
-/// use, which makes one at most, lets one lapse too, so that none is left behind.
+/// Most predictions that lapse in one decision; the rest follow in later ones. Each use makes at
+/// most one prediction and lets one lapse, so that none is left behind.
 const LAPSES: usize = 4;
-/// A prediction is not counted as more wrong than this.
+/// Largest error counted for a prediction.
 const WORST_ERROR: f64 = 10.0;
 
-/// By expected next use.
+/// Orders by expected next use.
 pub struct Predictive {
     idle: Lists<1>,
     ahead: Heap,
     due: Heap<true>,
     lapsed: Heap,
-    /// Expected next use of each that is ahead or lapsed.
+    /// Expected next use of each object that is ahead or lapsed.
     next: Zeroed<u64>,
     gaps: Gaps,
     predictor: Option<Predictor>,
@@ -85,12 +82,12 @@ fn after(now: i64, seconds: f64) -> Option<i64> {
     (seconds >= 0.0).then(|| now.saturating_add((seconds * 1e9) as i64))
 }
 
-/// When one without a figure is taken to be used next.
+/// Assumed next use of an object without a prediction.
 fn mirrored(last: i64, now: i64) -> i64 {
     now.saturating_add(now.saturating_sub(last))
 }
 
-/// When a prediction has not come true.
+/// The time at which a prediction lapses.
 fn deadline(next: i64, last: i64) -> i64 {
     next.saturating_add(next.saturating_sub(last))
 }
@@ -120,12 +117,12 @@ impl Predictive {
         })
     }
 
-    /// Has rows of columns without a figure asked of the engine's predictor.
+    /// Sets the engine's predictor, used for rows of columns without a value.
     pub fn set_predictor(&mut self, predictor: Option<Predictor>) {
         self.predictor = predictor;
     }
 
-    /// Tokens in a second, and how sure that is.
+    /// Tokens per second, and the confidence.
     fn token_rate(&self) -> (f64, f64) {
         match self.rate > 0.0 {
             true => (self.rate, 1.0),
@@ -133,20 +130,20 @@ impl Predictive {
         }
     }
 
-    /// When a sequence ends, going by the tokens that it may have yet.
+    /// Expected end of a sequence by the tokens that it may still have.
     fn end(&self, length: u64, max_length: u64, now: i64) -> Option<i64> {
         let (rate, confidence) = self.token_rate();
         let known = rate > 0.0 && confidence >= self.confidence && max_length > length;
         known.then(|| after(now, (max_length - length) as f64 / rate)).flatten()
     }
 
-    /// When an object that was used just now is used next, if that is known.
+    /// Expected next use of an object that was used just now, if known.
     fn expect(&self, objects: &Objects, slot: Slot, now: i64) -> Option<i64> {
         let session = objects.node(slot).session;
         let row = objects.sessions.of(session);
         let ahead = |ns: i64| ns != 0 && ns > now;
         if let Some(row) = row.filter(|row| ahead(row.next_use_ns)) {
-            // Rounded as the row's was.
+            // Rounded as the session's value was.
             if row.confidence >= (self.confidence * 255.0) as u8 {
                 return Some(row.next_use_ns);
             }
@@ -165,8 +162,7 @@ impl Predictive {
         next.filter(|&next| next > now)
     }
 
-    /// Puts an object that is in no structure where its tag says; `hot` if it
-    /// was used just now.
+    /// Adds an object that is in no structure to that of its tag; `hot` if it was used just now.
     fn link(&mut self, objects: &mut Objects, slot: Slot, hot: bool) {
         let node = objects.node(slot);
         let (stamp, next) = (node.stamp, self.next[slot as usize] as i64);
@@ -185,7 +181,7 @@ impl Predictive {
         }
     }
 
-    /// Takes an object out of where it is; nothing happens to a held one.
+    /// Removes an object from its structure; a held object is in none.
     fn unlink(&mut self, objects: &mut Objects, slot: Slot) {
         let node = objects.node(slot);
         match node.tag {
@@ -212,7 +208,7 @@ impl Predictive {
         self.link(objects, slot, true);
     }
 
-    /// Sees how good the prediction was that led to a use now.
+    /// Measures the error of the prediction for a use now.
     fn realise(&mut self, objects: &Objects, slot: Slot, now: i64) {
         let node = objects.node(slot);
         let next = self.next[slot as usize] as i64;
@@ -245,7 +241,7 @@ impl Predictive {
         }
     }
 
-    /// The first of each structure.
+    /// The first object of each structure.
     fn firsts(&self) -> [Option<Slot>; 3] {
         let idle = self.idle.lists[0];
         [
@@ -285,8 +281,8 @@ impl Policy for Predictive {
         self.used(objects, slot, now);
     }
 
-    /// The paces. Those of a copy are of all its sessions together: its table has
-    /// other rows for them.
+    /// The gaps. Those of a copy are of all its sessions together: its table has other rows for
+    /// them.
     fn lessons(&mut self, leaving: bool) -> Option<Lessons> {
         let mut gaps = Gaps::new(0).ok()?;
         (gaps.all, gaps.rate) = (self.gaps.all, self.gaps.rate);
@@ -349,7 +345,7 @@ impl Policy for Predictive {
     fn hint(&mut self, objects: &mut Objects, slot: Slot, hint: &Hint, now: i64) {
         let sure = hint.next_use.filter(|(_, sure)| f64::from(*sure) >= self.confidence);
         if let (None, Some((ns, _))) = (sure, hint.next_use) {
-            // It is in the facts already, where figures count as certain.
+            // The value is in the facts already, where values count as certain.
             if let Some(facts) = objects.facts_mut(slot).filter(|f| f.next_use_ns == ns) {
                 facts.next_use_ns = 0;
             }
@@ -380,7 +376,7 @@ impl Policy for Predictive {
         }
     }
 
-    /// Seconds to the next use, below zero: the less, the farther.
+    /// Seconds to the next use, negative: the lowest is the farthest.
     fn score(&self, objects: &Objects, slot: Slot, now: i64) -> f64 {
         now.saturating_sub(self.next_use(objects, slot, now)) as f64 * 1e-9
     }
@@ -417,7 +413,7 @@ impl Policy for Predictive {
             counts[usize::from(node.tag)] += 1;
             let both = self.ahead.contains(objects, slot) && self.due.contains(objects, slot);
             if node.tag == AHEAD && !both {
-                fail!(State, "object {} is not where its prediction puts it", node.id);
+                fail!(State, "object {} has a prediction and is not in both heaps", node.id);
             }
         }
         let ahead = [self.ahead.len(), self.due.len()];
@@ -452,12 +448,12 @@ mod tests {
     }
 
     #[test]
-    fn learns_the_pace_of_sessions_and_keeps_the_one_due_next() {
+    fn learns_the_pace_of_sessions_and_evicts_the_farthest() {
         let mut e = open("predictive");
         for (session, id) in [(1, 10), (2, 20)] {
             insert(&mut e, S, &of(session), id);
         }
-        // Session 1 comes every 10 s, session 2 every 100 s, last a moment ago.
+        // Session 1 returns every 10 s, session 2 every 100 s, most recently just now.
         for now in 1..=100 {
             if now % 10 == 0 {
                 e.lookup(now * S, &of(1), &[10], &mut []).expect("a time");
@@ -472,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_sure_figure_it_is_lru() {
+    fn without_a_confident_prediction_it_is_lru() {
         let mut e = open("predictive");
         (1..=3).for_each(|id| insert(&mut e, id as i64 * S, &Who::default(), id));
         e.touch(10 * S, &Who::default(), &[1]).expect("there");
@@ -483,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_and_last_uses_are_one_order() {
+    fn predictions_and_last_uses_share_one_order() {
         let mut e = open("predictive");
         insert(&mut e, S, &Who::default(), 1);
         insert(&mut e, 90 * S, &Who::default(), 2);
@@ -497,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_done_leaves_first_and_what_did_not_come_true_lapses() {
+    fn done_objects_are_evicted_first_and_missed_predictions_lapse() {
         let mut e = open("predictive");
         (1..=3).for_each(|id| insert(&mut e, S, &Who::default(), id));
         let hint = Hint { done: true, ..Hint::default() };
@@ -510,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn facts_are_figures() {
+    fn next_use_in_the_facts_counts_as_certain() {
         let mut e = open("predictive");
         for (id, next_use_ns) in [(1, 50 * S), (2, 70 * S), (3, 60 * S)] {
             let facts = Facts { next_use_ns, ..Facts::default() };
@@ -521,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn preemption_keeps_the_one_close_to_its_end() {
+    fn preempt_mode_keeps_sequences_close_to_their_end() {
         let mut e = open("predictive(mode=preempt,rate=10)");
         for (session, length) in [(1, 900), (2, 100), (3, 500)] {
             let who = Who { length, max_length: 1000, ..of(session) };
@@ -532,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn the_token_rate_is_learnt() {
+    fn the_token_rate_is_learned() {
         let mut e = open("predictive(mode=preempt)");
         insert(&mut e, S, &of(1), 1);
         for s in 2..20 {
@@ -556,8 +552,8 @@ mod tests {
         let spec = Spec::parse("predictive(rate=100)").expect("a spec");
         let setting = Setting { max_objects: 8, capacity_units: 0, holes: true };
         let mut policy = Predictive::read(&mut Reader::new(&spec), &setting).expect("a policy");
-        // 50 s; unsure, idle for 40 s; 20 s by length; idle for 60 s; unknown to
-        // the predictor; 30 s by it.
+        // 50 s; unsure, idle for 40 s; 20 s by length; idle for 60 s; unknown to the predictor; 30
+        // s by the predictor.
         let columns = Columns {
             ids: &[0, 1, 2, 3, 4, 5],
             lifetime_ns: &[50 * S, 90 * S, -1, -1, -1, -1],

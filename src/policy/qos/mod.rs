@@ -1,35 +1,33 @@
-//! `qos` (also `qos_aware`): low classes leave first, by another policy within a
-//! class, with ageing and with floors for tenants.
+//! `qos` (also `qos_aware`): evicts low classes first, by another policy within a class, with
+//! ageing and with floors for tenants.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `inner` | lru | the policy within a class, any but `qos` |
 //! | `strict` | false | true: the class, then the inner policy, and nothing else |
-//! | `ageing` | 60s | what was not used for this long counts one class lower, twice as long two; 0: never |
-//! | `floor` | half an equal share | share of the resident units below which a tenant is passed over, 0 to 1; 0: none |
+//! | `ageing` | 60s | an object not used for this long counts one class lower, after twice as long two; 0: never |
+//! | `floor` | half an equal share | share of the resident units below which a tenant is protected, 0 to 1; 0: none |
 //!
-//! The class of an object is the priority of the session that used it last, 0 to
-//! 2 (higher ones count as 2), 1 where none did. Every class has an inner policy
-//! of its own. A victim is found thus:
+//! The class of an object is the priority of the last session that used it, 0 to 2 (higher ones
+//! count as 2), or 1 without a session. Every class has an inner policy of its own. A victim is
+//! found as follows:
 //!
-//! 1. Tenants with less than their floor are passed over while another tenant,
-//!    or objects without one, are not below. The default floor is 1 / (2 *
-//!    tenants that hold something). If then nothing can leave, nobody is passed
-//!    over.
-//! 2. Every class puts up the first in its inner policy's order among the tenants
-//!    that are left.
-//! 3. Of these, the one of the lowest class leaves, after ageing; among equals,
-//!    the one used longest ago. So a class can starve another for a while only:
-//!    what a high class does not use sinks, and a lower class gets its room.
+//! 1. Tenants below their floor are protected while another tenant, or objects without one, are not
+//!    below. The default floor is 1 / (2 * tenants with resident objects). If no candidate is left
+//!    then, nobody is protected.
+//! 2. Every class proposes the first unprotected object in its inner policy's order.
+//! 3. The proposal of the lowest class, after ageing, is evicted; among equals, the least recently
+//!    used. So a class starves another one only for a while: unused objects of a high class sink,
+//!    and a lower class gets their room.
 //!
-//! The floor is looked at before every victim, in one call too; it comes before
-//! the class. Those who are passed over are taken out of the order and kept in
-//! queues by class and tenant, in the inner order, so each is passed once. 64
-//! tenants have floors; if more hold something, the latest have none.
+//! The floor is checked before every victim, also within one call, and takes precedence over the
+//! class. Protected objects are taken out of the order and kept in queues by class and tenant, in
+//! the inner order, so each is visited once. 64 tenants have floors; with more, the latest have
+//! none.
 //!
-//! Batches of columns: the same classes and ageing, the inner policy's seeds;
-//! rows of tenants that hold less than their floor of all rows' blocks leave
-//! last. That is decided once for a batch.
+//! Batches of columns use the same classes and ageing, and the inner policy's seeds. Rows of
+//! tenants that hold less than their floor of all rows' blocks are evicted last. That is decided
+//! once per batch.
 
 mod parked;
 mod tenants;
@@ -46,28 +44,28 @@ use crate::policy::qos::tenants::Tenants;
 use crate::policy::registry::{self, Setting};
 use crate::policy::{Hint, Lessons, Policy, Rank};
 
-/// How many classes there are.
+/// Number of classes.
 const CLASSES: usize = 3;
-/// The class of objects that no session used.
+/// The class of objects without a session.
 const NORMAL: u8 = 1;
-/// Inserts after which the inner policies are told their share again.
+/// Inserts between two updates of the inner policies' capacities.
 const SHARE_EVERY: u32 = 1024;
 
-/// In `home`: the class.
+/// Bits of `marks` with the class.
 const CLASS: u8 = 3;
-/// In `home`: it was named as a victim and is not counted.
+/// In `marks`: the object is a chosen victim and is not counted.
 const OUT: u8 = 4;
-/// In `home`: it was passed over and is in a queue.
+/// In `marks`: the object is protected and in a queue.
 const PARKED: u8 = 8;
 
-/// By class, then by another policy.
+/// Orders by class, then by another policy.
 pub struct Qos {
     inner: [Box<dyn Policy>; CLASSES],
     /// Class and marks of each object.
-    home: Zeroed<u8>,
-    /// Tenant row of each.
+    marks: Zeroed<u8>,
+    /// Tenant row of each object.
     row: Zeroed<u8>,
-    /// Last use of each; the stamp is the inner policy's.
+    /// Last use of each object; the stamp belongs to the inner policy.
     used: Zeroed<u64>,
     objects: [u32; CLASSES],
     units: [u64; CLASSES],
@@ -80,7 +78,7 @@ pub struct Qos {
     inserts: u32,
 }
 
-/// One that a class puts up.
+/// The proposal of a class.
 struct Candidate {
     slot: Slot,
     class: usize,
@@ -92,21 +90,24 @@ impl Qos {
     pub fn read(reader: &mut Reader, setting: &Setting) -> Result<Qos> {
         let default = Spec::parse("lru")?;
         let spec = reader.spec("inner")?.unwrap_or(&default);
-        // auto tells a winner of all objects of the table, whosever they are.
+        // `auto` hands all objects of the table to the winner, also those of other classes.
         let inner = registry::find(&spec.name).map_or("", |entry| entry.name);
         if matches!(inner, "qos" | "auto" | "custom") {
-            fail!(Spec, "'inner' of qos cannot be {inner}");
+            fail!(
+                Spec,
+                "'inner' of qos is {inner}, allowed is any policy but qos, auto and custom"
+            );
         }
         let strict = reader.bool("strict", false)?;
         let ageing = reader.duration_ns("ageing", 60_000_000_000)?;
-        // The default is told apart by lying outside of what can be given.
+        // The default is outside of the range, so that it is distinguishable.
         let floor = Some(reader.f64("floor", -1.0, 0.0..=1.0)?).filter(|f| *f >= 0.0);
-        // Told their share of the capacity, not all of it.
+        // Inner policies receive a share of the capacity, not all of it.
         let part = Setting { capacity_units: 0, ..*setting };
         let make = || registry::make(spec, &part);
         Ok(Qos {
             inner: [make()?, make()?, make()?],
-            home: Zeroed::new(setting.max_objects)?,
+            marks: Zeroed::new(setting.max_objects)?,
             row: Zeroed::new(setting.max_objects)?,
             used: Zeroed::new(setting.max_objects)?,
             objects: [0; CLASSES],
@@ -122,14 +123,14 @@ impl Qos {
     }
 
     fn class(&self, slot: Slot) -> usize {
-        usize::from(self.home[slot as usize] & CLASS)
+        usize::from(self.marks[slot as usize] & CLASS)
     }
 
     fn is(&self, slot: Slot, mark: u8) -> bool {
-        self.home[slot as usize] & mark != 0
+        self.marks[slot as usize] & mark != 0
     }
 
-    /// Class and tenant that an object's session gives it.
+    /// Class and tenant of an object, by its session.
     fn standing(objects: &Objects, slot: Slot) -> (u8, Option<u32>) {
         match objects.sessions.of(objects.node(slot).session) {
             Some(row) => (row.priority.min(CLASSES as u8 - 1), Some(row.tenant)),
@@ -142,13 +143,13 @@ impl Qos {
         if self.strict || self.ageing_ns == 0 {
             return class;
         }
-        // How often the period fits, up to the number of steps there are.
+        // Whole ageing periods, up to the number of steps.
         let (age, once) = (now.saturating_sub(used), self.ageing_ns);
         let steps = usize::from(age >= once) + usize::from(age >= once.saturating_mul(2));
         class.saturating_sub(steps)
     }
 
-    /// The first part of a rank, before the inner policy's.
+    /// Joins protection, class and the inner policy's rank into one rank.
     fn join(protected: bool, class: usize, inner: Rank) -> Rank {
         let rank = (u128::from(inner.major) << 64) | u128::from(inner.minor);
         let rank = (u128::from(protected) << 127) | ((class as u128) << 125) | (rank >> 3);
@@ -157,7 +158,7 @@ impl Qos {
 
     fn count_in(&mut self, objects: &Objects, slot: Slot, class: u8, tenant: Option<u32>) {
         let units = objects.node(slot).units;
-        self.home[slot as usize] = class;
+        self.marks[slot as usize] = class;
         self.row[slot as usize] = self.tenants.join(tenant, units);
         self.objects[usize::from(class)] += 1;
         self.units[usize::from(class)] += u64::from(units);
@@ -172,16 +173,15 @@ impl Qos {
         }
     }
 
-    /// Takes an object out of its queue, if it is in one. It stays held.
+    /// Removes an object from its queue, if it is in one. It stays held.
     fn unpark(&mut self, slot: Slot) {
         if self.is(slot, PARKED) {
-            self.home[slot as usize] &= !PARKED;
+            self.marks[slot as usize] &= !PARKED;
             self.parked.remove(self.class(slot), self.row[slot as usize], slot);
         }
     }
 
-    /// Gives an object that was passed over back to its inner policy, which may
-    /// place it anew.
+    /// Returns a protected object to its inner policy, which may give it another position.
     fn give_back(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         if self.is(slot, PARKED) {
             self.unpark(slot);
@@ -189,8 +189,8 @@ impl Qos {
         }
     }
 
-    /// The first parked object of a class in the inner order.
-    fn first_parked(
+    /// The first queued object of a class in the inner order.
+    fn first_queued(
         &mut self,
         objects: &mut Objects,
         class: usize,
@@ -203,7 +203,7 @@ impl Qos {
             let row = rows.trailing_zeros() as u8;
             let slot = self.parked.first(class, row);
             if objects.is_blocked(slot) {
-                // Held as any blocked one; the next in its queue comes up.
+                // Held as any blocked object; the next one in its queue follows.
                 self.give_back(objects, slot, now);
                 rows &= self.parked.used(class);
                 continue;
@@ -215,8 +215,8 @@ impl Qos {
         best
     }
 
-    /// Whom a class puts up, held.
-    fn put_up(
+    /// The proposal of a class, held.
+    fn propose(
         &mut self,
         objects: &mut Objects,
         class: usize,
@@ -232,11 +232,11 @@ impl Qos {
             if protected >> row & 1 == 0 {
                 break Some(slot);
             }
-            self.home[slot as usize] |= PARKED;
+            self.marks[slot as usize] |= PARKED;
             let inner = &self.inner[class];
             self.parked.add(class, row, slot, |slot| inner.rank(objects, slot, now));
         };
-        let waiting = self.first_parked(objects, class, protected, now);
+        let waiting = self.first_queued(objects, class, protected, now);
         let (slot, parked) = match (fresh, waiting) {
             (Some(slot), Some((rank, first))) => {
                 if (self.inner[class].rank(objects, slot, now), slot) <= (rank, first) {
@@ -255,7 +255,7 @@ impl Qos {
     fn choose(&mut self, objects: &mut Objects, protected: u128, now: i64) -> Option<Slot> {
         let mut best: Option<(usize, i64, Candidate)> = None;
         for class in 0..CLASSES {
-            let Some(next) = self.put_up(objects, class, protected, now) else { continue };
+            let Some(next) = self.propose(objects, class, protected, now) else { continue };
             let used = self.used[next.slot as usize] as i64;
             let standing = self.aged(class, used, now);
             let better = best.as_ref().is_none_or(|(s, u, _)| (standing, used) < (*s, *u));
@@ -276,7 +276,7 @@ impl Qos {
         Some(chosen.slot)
     }
 
-    /// Tells every inner policy which part of the capacity its class holds.
+    /// Gives every inner policy the capacity share of its class.
     fn share_capacity(&mut self) {
         let all: u64 = self.units.iter().sum();
         for (inner, &units) in self.inner.iter_mut().zip(&self.units) {
@@ -293,7 +293,7 @@ impl Policy for Qos {
 
     fn used_bytes(&self, objects: &Objects) -> u64 {
         let most = objects.most();
-        let own = [self.home.front_bytes(most), self.row.front_bytes(most)];
+        let own = [self.marks.front_bytes(most), self.row.front_bytes(most)];
         let own = own.iter().sum::<u64>() + self.used.front_bytes(most);
         let inner = self.inner.iter().map(|inner| inner.used_bytes(objects));
         own + self.parked.used_bytes(most) + inner.sum::<u64>()
@@ -317,7 +317,7 @@ impl Policy for Qos {
         self.inner[usize::from(class)].adopt(objects, slot, uses, now);
     }
 
-    /// What holds of each class: an object may be in another one now.
+    /// Only state that holds for the whole class: an object may be in another one now.
     fn lessons(&mut self, _leaving: bool) -> Option<Lessons> {
         let lessons: [Option<Lessons>; CLASSES] =
             std::array::from_fn(|class| self.inner[class].lessons(false));
@@ -333,7 +333,7 @@ impl Policy for Qos {
 
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.used[slot as usize] = now as u64;
-        // In its order first: not every policy moves what is used.
+        // First into the inner order: not every policy moves an object that is used.
         self.give_back(objects, slot, now);
         let (class, tenant) = Self::standing(objects, slot);
         let old = self.class(slot);
@@ -376,8 +376,8 @@ impl Policy for Qos {
             found = self.choose(objects, 0, now);
         }
         let slot = found?;
-        // Not counted from now on, so that floors hold within a call too.
-        self.home[slot as usize] |= OUT;
+        // Not counted from now on, so that floors hold within a call, too.
+        self.marks[slot as usize] |= OUT;
         self.tenants.leave(self.row[slot as usize], objects.node(slot).units);
         Some(slot)
     }
@@ -385,7 +385,7 @@ impl Policy for Qos {
     fn put_back(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.unpark(slot);
         if self.is(slot, OUT) {
-            // The class is where the inner policy has it, until it is used.
+            // The inner policy's class stays until the next use.
             let class = self.class(slot) as u8;
             let (_, tenant) = Self::standing(objects, slot);
             self.count_out(objects, slot);
@@ -427,7 +427,7 @@ impl Policy for Qos {
         let floors = !self.strict && !columns.tenant.is_empty();
         if floors {
             for row in 0..ranks.len() {
-                // Columns with more blocks than this are refused.
+                // Columns with more blocks than this are rejected.
                 tenants.join(Some(columns.tenant(row)), columns.blocks(row) as u32);
             }
         }
@@ -472,7 +472,7 @@ impl Policy for Qos {
                 rows[usize::from(self.row[slot as usize])] += u64::from(node.units);
             }
             if self.is(slot, PARKED) && !node.is_held() {
-                fail!(State, "object {} is passed over and in the order", node.id);
+                fail!(State, "object {} is queued as protected and in the inner order", node.id);
             }
         }
         if (counts, units) != (self.objects, self.units) || !self.tenants.units().eq(rows) {
@@ -482,7 +482,7 @@ impl Policy for Qos {
             self.is(slot, PARKED) && self.class(slot) == class && self.row[slot as usize] == row
         };
         self.parked.check(is)?;
-        // An inner policy looks at all objects: it can tell only of all.
+        // An inner policy checks all objects, so it can check only if it has all of them.
         match counts.iter().position(|&n| n as usize == objects.len()) {
             Some(class) => self.inner[class].check(objects),
             None => Ok(()),
@@ -509,11 +509,11 @@ mod tests {
     }
 
     #[test]
-    fn low_classes_leave_first_and_what_is_idle_sinks() {
+    fn low_classes_are_evicted_first_and_idle_objects_sink() {
         for (spec, now, order) in [
             ("qos", 10 * S, [3, 2, 1]),
-            // 1 was used at 1 s, 2 at 2 s, 3 at 3 s: after 61 s 1 is of class 1 and
-            // older than 2, after 122 s all are of class 0.
+            // 1 was used at 1 s, 2 at 2 s, 3 at 3 s. After 61 s object 1 is in class 1 and older
+            // than 2; after 122 s all are in class 0.
             ("qos", 61 * S, [3, 1, 2]),
             ("qos", 123 * S, [1, 2, 3]),
             ("qos(ageing=0)", 1000 * S, [3, 2, 1]),
@@ -532,7 +532,7 @@ mod tests {
     fn a_low_class_is_not_starved_by_an_idle_high_one() {
         let mut e = open("qos(ageing=10s)");
         insert(&mut e, S, &who(0, 2), 0..10);
-        // Newcomers of the lowest class come one a second; ten fit.
+        // One new object of the lowest class arrives per second; ten fit.
         for now in 2..60 {
             evict(&mut e, now * S, 1);
             insert(&mut e, now * S, &who(1, 0), 100 + now as u64..101 + now as u64);
@@ -546,8 +546,8 @@ mod tests {
         let mut e = open("qos(ageing=0)");
         insert(&mut e, S, &who(1, 0), 0..20);
         insert(&mut e, 2 * S, &who(2, 2), 100..180);
-        // The low class of tenant 1 goes until it holds a quarter of the rest; then
-        // both give.
+        // The low class of tenant 1 is evicted until it holds a quarter of the rest; then both
+        // tenants are.
         let gone = evict(&mut e, 3 * S, 60);
         let of_one = gone.iter().filter(|id| **id < 100).count();
         let held = 20 - of_one;
@@ -567,7 +567,7 @@ mod tests {
         e.preview(3 * S, 7, &mut seen).expect("a time");
         e.check().expect("sound");
         let seen: Vec<u64> = seen.iter().map(|v| v.id).collect();
-        // Tenant 1 holds 4 of 10, then 4 of 9 and of 8; then it is its turn too.
+        // Tenant 1 holds 4 of 10, then 4 of 9 and of 8; then it is not protected any more.
         assert_eq!(seen[..3], [10, 11, 0]);
         e.acquire(&[0]).expect("there");
         e.preview(3 * S, 7, &mut Vec::new()).expect("a time");
@@ -604,7 +604,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_inner_specs_are_refused() {
+    fn invalid_inner_specs_are_rejected() {
         for spec in ["qos(inner=qos)", "qos(inner=qos_aware)", "qos(inner=lur)", "qos(innr=lru)"] {
             let error = Evictor::open(spec, &Options::default()).err().expect("wrong");
             assert_eq!(error.status(), Status::Spec, "{spec}");

@@ -1,5 +1,5 @@
-//! Objects that were passed over because their tenant holds too little: a queue
-//! for each class and tenant, in the order of the inner policy.
+//! Objects that are protected because their tenant holds too little: a queue for each class and
+//! tenant, in the order of the inner policy.
 
 use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
@@ -9,8 +9,8 @@ use crate::policy::Rank;
 use crate::policy::qos::CLASSES;
 use crate::policy::qos::tenants::MAX_TENANTS;
 
-/// How far back a newcomer is moved to where it belongs. They come in order but
-/// for those that had been blocked, so a step or two is the rule.
+/// Most steps that a new entry is moved back. Entries arrive in order except for those that had
+/// been blocked, so a step or two is common.
 const MOST_STEPS: usize = 64;
 
 #[derive(Clone, Copy)]
@@ -22,16 +22,16 @@ struct Ends {
 /// The queues.
 pub struct Parked {
     ends: [[Ends; MAX_TENANTS + 1]; CLASSES],
-    /// Which queues of a class are not empty.
+    /// Bit sets of the tenant rows with a non-empty queue, by class.
     used: [u128; CLASSES],
-    /// Neighbours; the objects' own links are the inner policy's.
+    /// Neighbours; the objects' own links belong to the inner policy.
     before: Zeroed<u32>,
     after: Zeroed<u32>,
     len: usize,
 }
 
 impl Parked {
-    /// Queues for up to `max_objects`.
+    /// Empty queues for `max_objects`.
     pub fn new(max_objects: usize) -> Result<Parked> {
         Ok(Parked {
             ends: [[Ends { first: NONE, last: NONE }; MAX_TENANTS + 1]; CLASSES],
@@ -42,29 +42,29 @@ impl Parked {
         })
     }
 
-    /// Bytes that it has used, where there were so many objects at most.
+    /// Bytes used, for a table with this peak number of objects.
     pub fn used_bytes(&self, objects: usize) -> u64 {
         self.before.front_bytes(objects) + self.after.front_bytes(objects)
     }
 
-    /// How many are parked.
+    /// Number of queued objects.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Rows of tenants with something parked in a class, a bit each.
+    /// Bit set of the tenant rows with queued objects of a class.
     #[inline]
     pub fn used(&self, class: usize) -> u128 {
         self.used[class]
     }
 
-    /// The first of a queue that is not empty.
+    /// The first object of a queue that is not empty.
     #[inline]
     pub fn first(&self, class: usize, row: u8) -> Slot {
         self.ends[class][usize::from(row)].first
     }
 
-    /// Adds an object behind those that leave before it.
+    /// Adds an object behind those that are evicted before it.
     pub fn add(&mut self, class: usize, row: u8, slot: Slot, rank: impl Fn(Slot) -> Rank) {
         let mut before = self.ends[class][usize::from(row)].last;
         let own = rank(slot);
@@ -88,7 +88,7 @@ impl Parked {
         self.len += 1;
     }
 
-    /// Takes an object out of the queue that it is in.
+    /// Removes an object from its queue.
     pub fn remove(&mut self, class: usize, row: u8, slot: Slot) {
         let (before, after) = (self.before[slot as usize], self.after[slot as usize]);
         let ends = &mut self.ends[class][usize::from(row)];
@@ -106,7 +106,7 @@ impl Parked {
         self.len -= 1;
     }
 
-    /// Whether every queue is sound and has what `is` says.
+    /// Checks that every queue is consistent, and that `is` holds for its objects.
     pub fn check(&self, is: impl Fn(usize, u8, Slot) -> bool) -> Result<()> {
         let mut seen = 0;
         for class in 0..CLASSES {
@@ -115,17 +115,17 @@ impl Parked {
                 let (mut at, mut before) = (first, NONE);
                 while at != NONE {
                     if self.before[at as usize] != before || !is(class, row, at) {
-                        fail!(State, "slot {at} is parked in a queue that it is not in");
+                        fail!(State, "slot {at} is linked in the wrong queue");
                     }
                     (before, at, seen) = (at, self.after[at as usize], seen + 1);
                 }
                 if before != last || (self.used[class] >> row & 1 == 1) != (first != NONE) {
-                    fail!(State, "queue {row} of class {class} does not know its ends");
+                    fail!(State, "queue {row} of class {class} has wrong ends");
                 }
             }
         }
         if seen != self.len {
-            fail!(State, "{seen} are parked, {} are counted", self.len);
+            fail!(State, "{seen} objects are queued, {} are counted", self.len);
         }
         Ok(())
     }
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_that_comes_late_is_put_where_it_belongs() {
+    fn a_late_entry_is_moved_to_its_position() {
         let mut parked = Parked::new(8).expect("small");
         let rank = |slot: Slot| Rank { major: slot.into(), minor: 0 };
         [2, 5, 3, 1, 7].into_iter().for_each(|slot| parked.add(1, 4, slot, rank));

@@ -1,9 +1,9 @@
-//! How much every tenant holds, and who holds too little.
+//! Units held by each tenant, and the tenants below their floor.
 
-/// Most tenants with a floor; further ones share a row without.
+/// Most tenants with a floor; the others share a row without.
 pub const MAX_TENANTS: usize = 64;
 
-/// The row of those without a tenant, or without a row of their own.
+/// The row of objects without a tenant, and of tenants without a row.
 pub const OTHERS: u8 = 0;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -16,22 +16,22 @@ struct Row {
 /// Units by tenant.
 pub struct Tenants {
     rows: [Row; MAX_TENANTS + 1],
-    /// Rows that were ever used.
+    /// Rows used so far.
     high: usize,
     active: u32,
     total: u64,
-    /// The share below which one is passed over; None: half of an equal share.
+    /// Share below which a tenant is protected; None: half of an equal share.
     floor: Option<f64>,
 }
 
 impl Tenants {
-    /// Nobody holds anything yet.
+    /// No units yet.
     pub fn new(floor: Option<f64>) -> Tenants {
         let rows = [Row::default(); MAX_TENANTS + 1];
         Tenants { rows, high: 1, active: 0, total: 0, floor }
     }
 
-    /// The row of a tenant that holds something, else that of the others.
+    /// The row of a tenant with resident objects, else `OTHERS`.
     pub fn row(&self, tenant: u32) -> u8 {
         let is = |row: &Row| row.objects > 0 && row.tenant == tenant;
         self.rows[1..self.high].iter().position(is).map_or(OTHERS, |at| at as u8 + 1)
@@ -54,7 +54,7 @@ impl Tenants {
         free as u8
     }
 
-    /// One object more is a tenant's; its row.
+    /// Adds an object of a tenant; returns the row.
     pub fn join(&mut self, tenant: Option<u32>, units: u32) -> u8 {
         let row = tenant.map_or(OTHERS, |tenant| self.row_or_new(tenant));
         let into = &mut self.rows[usize::from(row)];
@@ -72,7 +72,7 @@ impl Tenants {
         self.total = self.total - u64::from(from) + u64::from(to);
     }
 
-    /// One object less is in a row.
+    /// Removes an object from a row.
     pub fn leave(&mut self, row: u8, units: u32) {
         let from = &mut self.rows[usize::from(row)];
         from.objects -= 1;
@@ -81,19 +81,18 @@ impl Tenants {
         self.active -= u32::from(row != OTHERS && from.objects == 0);
     }
 
-    /// Whose a row is, if it is in use.
+    /// The tenant of a row in use.
     pub fn tenant(&self, row: u8) -> Option<u32> {
         let at = &self.rows[usize::from(row)];
         (row != OTHERS && at.objects > 0).then_some(at.tenant)
     }
 
-    /// Tenants that hold something.
+    /// Number of tenants with resident objects.
     pub fn active(&self) -> u32 {
         self.active
     }
 
-    /// Which rows are passed over, a bit each: those below the floor while
-    /// somebody else is not.
+    /// Bit set of the protected rows: those below the floor while another is not.
     #[inline]
     pub fn protected(&self) -> u128 {
         if self.active == 0 || self.floor == Some(0.0) {
@@ -123,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_holds_less_than_half_an_equal_share_is_passed_over() {
+    fn a_tenant_below_half_an_equal_share_is_protected() {
         let mut tenants = Tenants::new(None);
         let a = tenants.join(Some(7), 90);
         assert_eq!(tenants.protected(), 0);
@@ -137,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn where_all_are_below_a_floor_nobody_is_passed_over() {
+    fn no_tenant_is_protected_if_all_are_below_the_floor() {
         let mut tenants = Tenants::new(Some(0.9));
         tenants.join(Some(1), 5);
         tenants.join(Some(2), 6);

@@ -1,10 +1,12 @@
-//! A cache that holds nothing: what a policy would have kept, had it decided.
+//! A policy that decides on metadata alone: what it would have kept, had it been the live one.
 //!
-//! It sees what the live side sees, less references and pins: who asks (session,
-//! tenant, class, lengths, what is expected), facts, sizes, hints. Of its own it
-//! has a table of objects and one of sessions, whose rows follow the live ones at
-//! each use. What it holds and the live side does not, is not resized or hinted
-//! at: nobody says so of what is not there.
+//! A copy is notified of what the live side sees, except references and pins: request contexts,
+//! facts, sizes, hints. It runs on an evictor of its own, whose session rows follow the live ones
+//! at each use. Objects that only the copy has are not resized or hinted: the live side does not
+//! know them.
+//!
+//! It bypasses the evictor's batch calls: every event carries the timestamp of the live side, an
+//! object is admitted after room is made for it, and sessions are copied instead of counted.
 
 use crate::base::status::Result;
 use crate::meta::index::{NONE, Slot};
@@ -13,76 +15,76 @@ use crate::meta::sessions::Session;
 use crate::policy::evictor::{Evictor, New, Options};
 use crate::policy::{Hint, Policy};
 
-/// A reference as the live side saw it.
+/// A reference as the live side sees it.
 #[derive(Clone, Copy)]
-pub struct Seen {
+pub struct Reference {
     /// The object.
     pub object: New,
-    /// Who asks.
+    /// The session that uses it.
     pub session: Option<Session>,
 }
 
-/// One policy with a table of its own.
-pub struct Copy {
+/// A policy with a table of its own.
+pub struct PolicyCopy {
     evictor: Evictor,
-    /// The session that was seen last: mostly the next one too.
+    /// The last session: usually also the next one.
     session: Slot,
     /// Units found in this window.
     found: u64,
-    /// Units found since it was made.
+    /// Units found in all.
     total: u64,
-    /// Share found, over windows.
+    /// Hit ratio, smoothed over windows.
     rate: f64,
 }
 
-/// What a window weighs in the share over windows.
+/// Weight of the last window in the hit ratio.
 const WEIGHT: f64 = 0.4;
 
-impl Copy {
+impl PolicyCopy {
     /// A copy for up to `limit` objects.
-    pub fn new(policy: Box<dyn Policy>, limit: usize, leaf_first: bool) -> Result<Copy> {
+    pub fn new(policy: Box<dyn Policy>, limit: usize, leaf_first: bool) -> Result<PolicyCopy> {
         let objects = Objects::new(limit, leaf_first, policy.wants_facts())?;
         let options = Options { max_objects: limit, remember: 0, ..Options::default() };
         let evictor = Evictor::with(policy, objects, String::new(), &options)?;
-        Ok(Copy { evictor, session: NONE, found: 0, total: 0, rate: 0.0 })
+        Ok(PolicyCopy { evictor, session: NONE, found: 0, total: 0, rate: 0.0 })
     }
 
-    /// Goes on where another of the same policy was, but for its objects.
-    pub fn succeed(&mut self, mut before: Copy) {
+    /// Continues from another copy of the same policy, without its objects.
+    pub fn succeed(&mut self, mut before: PolicyCopy) {
         if let Some(lessons) = before.policy().lessons(false) {
             self.policy().learn(lessons);
         }
         (self.found, self.total, self.rate) = (before.found, before.total, before.rate);
     }
 
-    /// Its policy, to be asked for what it learned.
+    /// The policy, to take its learned state.
     pub fn policy(&mut self) -> &mut dyn Policy {
         &mut *self.evictor.policy
     }
 
-    /// Bytes that it has used so far.
+    /// Bytes used so far, without the evictor's history.
     pub fn used_bytes(&self) -> u64 {
         let Evictor { objects, policy, .. } = &self.evictor;
         objects.used_bytes() + policy.used_bytes(objects)
     }
 
-    /// What fits.
+    /// Changes the capacity.
     pub fn set_capacity(&mut self, units: u64) {
         self.evictor.set_capacity(units);
     }
 
-    /// The share found.
+    /// The smoothed hit ratio.
     pub fn rate(&self) -> f64 {
         self.rate
     }
 
-    /// Units found since it was made.
+    /// Units found in all.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// The slot that a session has here, its row as the live side's.
-    fn know(&mut self, session: Option<&Session>) -> Slot {
+    /// The slot of a session in this table, with the live side's row.
+    fn copy_session(&mut self, session: Option<&Session>) -> Slot {
         let Some(known) = session else { return NONE };
         let sessions = &mut self.evictor.objects.sessions;
         if sessions.of(self.session).is_none_or(|row| row.id != known.id) {
@@ -92,20 +94,20 @@ impl Copy {
         self.session
     }
 
-    /// An object was used; a copy that does not have it takes it in.
-    pub fn see(&mut self, seen: &Seen, now: i64) {
+    /// An object was used; it is admitted if it is missing.
+    pub fn reference(&mut self, seen: &Reference, now: i64) {
         let New { id, parent, .. } = seen.object;
-        if self.ask(id, seen.session.as_ref(), now).is_none() {
+        if self.lookup(id, seen.session.as_ref(), now).is_none() {
             self.admit(seen, now);
         }
         if let Some(parent) = parent {
-            self.continues(id, parent);
+            self.set_parent(id, parent);
         }
     }
 
-    /// An id was asked for. Its size, if the copy has it.
-    pub fn ask(&mut self, id: u64, session: Option<&Session>, now: i64) -> Option<u32> {
-        let session = self.know(session);
+    /// An id was looked up. Returns its size if the copy has it.
+    pub fn lookup(&mut self, id: u64, session: Option<&Session>, now: i64) -> Option<u32> {
+        let session = self.copy_session(session);
         let e = &mut self.evictor;
         let Some(slot) = e.objects.find(id) else {
             e.policy.miss(&e.objects, id, now);
@@ -118,28 +120,27 @@ impl Copy {
         Some(units)
     }
 
-    /// Takes in what it does not have, making room; of what it has, notes what is
-    /// told of it now.
-    pub fn admit(&mut self, seen: &Seen, now: i64) {
+    /// Admits a missing object, evicting for it; updates size and facts of a present one.
+    pub fn admit(&mut self, seen: &Reference, now: i64) {
         let New { id, units, facts, .. } = seen.object;
         if self.evictor.objects.find(id).is_some() {
             self.resize(id, units as u32);
             return self.facts_changed(id, &facts, now);
         }
-        let Some(slot) = self.enter(seen, now) else { return };
+        let Some(slot) = self.make_room(seen, now) else { return };
         self.evictor.policy.insert(&mut self.evictor.objects, slot, now);
     }
 
-    /// Takes in what the live side has, with its uses.
-    pub fn adopt(&mut self, seen: &Seen, uses: u16, now: i64) {
-        let Some(slot) = self.enter(seen, now) else { return };
+    /// Takes over a resident object with its uses.
+    pub fn adopt(&mut self, seen: &Reference, uses: u16, now: i64) {
+        let Some(slot) = self.make_room(seen, now) else { return };
         self.evictor.objects.node_mut(slot).hits = uses;
         self.evictor.policy.adopt(&mut self.evictor.objects, slot, uses, now);
     }
 
-    /// One object continues another, which may have come after it: a path is used
-    /// from its end on.
-    pub fn continues(&mut self, id: u64, parent: u64) {
+    /// Sets the parent of an object. The parent may be inserted later: a path is used from its end
+    /// on.
+    pub fn set_parent(&mut self, id: u64, parent: u64) {
         let objects = &mut self.evictor.objects;
         if !objects.leaf_first() {
             return;
@@ -151,9 +152,8 @@ impl Copy {
         }
     }
 
-    /// Room for an object that is not there, and its slot; the policy is not told
-    /// yet.
-    fn enter(&mut self, seen: &Seen, now: i64) -> Option<Slot> {
+    /// Makes room for a missing object and returns its slot, without notifying the policy.
+    fn make_room(&mut self, seen: &Reference, now: i64) -> Option<Slot> {
         let New { id, parent, units, facts } = seen.object;
         let e = &mut self.evictor;
         let capacity = e.options.capacity_units;
@@ -161,7 +161,7 @@ impl Copy {
             return None;
         }
         let parent = parent.and_then(|id| e.objects.find(id)).unwrap_or(NONE);
-        // The prefix that it continues is in use, and must not make room for it.
+        // The parent is in use, and must not be evicted for its child.
         let used = parent != NONE && e.objects.acquire(parent).is_ok();
         while e.objects.units() + units > capacity || e.objects.len() == e.objects.limit() {
             let Some(slot) = e.policy.victim(&mut e.objects, now) else { break };
@@ -175,13 +175,13 @@ impl Copy {
             return None;
         }
         let slot = e.objects.insert(id, parent, units, &facts).ok()?;
-        let session = self.know(seen.session.as_ref());
+        let session = self.copy_session(seen.session.as_ref());
         self.evictor.objects.set_session(slot, session);
         Some(slot)
     }
 
-    /// Its owner gave an object up.
-    pub fn forget(&mut self, id: u64, now: i64) {
+    /// The owner removed an object.
+    pub fn remove(&mut self, id: u64, now: i64) {
         if let Some(slot) = self.evictor.objects.find(id)
             && self.evictor.objects.node(slot).children == 0
         {
@@ -189,8 +189,7 @@ impl Copy {
         }
     }
 
-    /// An object's size changed. What is too much by that leaves when the next
-    /// one comes.
+    /// Changes an object's size. An excess is evicted at the next insert.
     pub fn resize(&mut self, id: u64, units: u32) {
         let e = &mut self.evictor;
         let Some(slot) = e.objects.find(id) else { return };
@@ -199,7 +198,7 @@ impl Copy {
         }
     }
 
-    /// Facts of an object are these now.
+    /// Replaces the facts of an object.
     pub fn facts_changed(&mut self, id: u64, facts: &Facts, now: i64) {
         let Some(slot) = self.evictor.objects.find(id) else { return };
         if self.evictor.objects.facts(slot) != *facts {
@@ -207,16 +206,15 @@ impl Copy {
         }
     }
 
-    /// The engine said something of an object, for a session.
+    /// The engine gave a hint about an object, for a session.
     pub fn hint(&mut self, id: u64, session: Option<&Session>, hint: &Hint, now: i64) {
-        self.know(session);
+        self.copy_session(session);
         if let Some(slot) = self.evictor.objects.find(id) {
             self.evictor.hint_slot(slot, hint, now);
         }
     }
 
-    /// Ends a window in which so many units were asked for; the share found over
-    /// windows.
+    /// Ends a window in which `asked` units were looked up; returns the smoothed hit ratio.
     pub fn close_window(&mut self, asked: u64) -> f64 {
         let share = self.found as f64 / asked.max(1) as f64;
         let first = self.rate == 0.0;
@@ -225,12 +223,12 @@ impl Copy {
         self.rate
     }
 
-    /// How many objects it holds.
+    /// Number of objects.
     pub fn len(&self) -> usize {
         self.evictor.objects.len()
     }
 
-    /// Checks its structures; for tests.
+    /// Checks the evictor; for tests.
     pub fn check(&self) -> Result<()> {
         self.evictor.check()
     }

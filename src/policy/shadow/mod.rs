@@ -1,24 +1,23 @@
-//! `auto(of=any(lru,arc,s3fifo,horizon), window=4096, margin=2%, patience=2,
-//! sample=0)`: the policy that does best leaves decide, whichever that is.
+//! `auto(of=any(lru,arc,s3fifo,horizon), window=4096, margin=2%, patience=2, sample=0)`: shadow
+//! evaluation of several policies; the best one is live.
 //!
-//! Beside the live policy, copies of all candidates run on metadata alone, each
-//! deciding over its own table of the same capacity. They see what the live one
-//! sees: who asks, facts, sizes, hints; not references and pins, which the live
-//! side alone has. After each `window` of references their shares of found units
-//! are compared; when another one was ahead of the live one's copy by `margin` for
-//! `patience` windows in a row, it takes over, told of every object with its last
-//! use and its uses, and of what its copy learned. That takes O(n log n) once.
+//! Beside the live policy, a copy of each candidate decides on metadata alone, over its own table
+//! of the same capacity. Copies see what the live policy sees: request contexts, facts, sizes,
+//! hints. They do not see references and pins. After each `window` of references the hit ratios by
+//! units are compared. A candidate that was ahead of the live policy's copy by `margin` for
+//! `patience` windows in a row takes over. It adopts every object with its last use and its uses,
+//! and the state that its copy learned. A switch costs O(n log n).
 //!
-//! What is looked up in vain, and no copy has, counts when it comes: its size is
-//! not known before. It is not counted if it never comes.
+//! A lookup that misses everywhere counts when the object is inserted: its size is not known
+//! before. It is not counted if the object is never inserted.
 //!
-//! - `of`: two to eight specs; the first is live at the start. Not `custom` and
-//!   `belady`, also not inside of another: what they go by is the caller's.
-//! - `sample`: copies see one in so many ids, with a capacity cut alike; 0 = all
-//!   up to 131,071 units of capacity, then one in as many as leaves 65,536 to
-//!   131,071. Where no capacity is told, what is resident counts instead. When the
-//!   sample is to be another, the copies start anew from what is resident, with what
-//!   they learned. A sample knows no prefixes: its objects leave in any order.
+//! - `of`: two to eight specs; the first is live at the start. Not `custom` and `belady`, also not
+//!   inside of another: their order comes from the caller.
+//! - `sample`: copies see one in this many ids, with a capacity reduced alike. 0 = all ids up to a
+//!   capacity of 131,071 units, then as few as leave a capacity of 65,536 to 131,071. While the
+//!   capacity is unknown, the resident units count instead. When the sample changes, the copies
+//!   restart from the resident objects, with what they learned. A sample has no prefixes: its
+//!   objects are evicted in any order.
 
 mod copy;
 
@@ -32,21 +31,21 @@ use crate::policy::evictor::New;
 use crate::policy::ghosts::Ghosts;
 use crate::policy::handover::{by_last_use, hand_over};
 use crate::policy::registry::{self, Setting};
-use crate::policy::shadow::copy::{Copy, Seen};
+use crate::policy::shadow::copy::{PolicyCopy, Reference};
 use crate::policy::{Hint, Lessons, Policy, Rank};
 
 const MOST: usize = 8;
 const SAMPLED_UNITS: u64 = 65_536;
-/// Ids looked up in vain that are remembered until they come.
+/// Ids that missed and are remembered until they are inserted.
 const MISSED: usize = 65_536;
 const DEFAULT: &str = "any(lru,arc,s3fifo,horizon)";
 
 struct Candidate {
     spec: Spec,
-    copy: Copy,
+    copy: PolicyCopy,
 }
 
-/// The policy.
+/// The live policy and its candidates.
 pub struct Auto {
     candidates: Vec<Candidate>,
     live: usize,
@@ -55,16 +54,16 @@ pub struct Auto {
     window: u64,
     margin: f64,
     patience: u64,
-    /// As asked for; 0 = by what fits.
+    /// As configured; 0 = by capacity.
     sample: u64,
-    /// Copies see ids whose hash is 0 in so many low bits.
+    /// Copies see ids with this many low bits of 0 in their hash.
     shift: u32,
-    /// What the copies were told that fits, before the cut.
+    /// The capacity given to the copies, before the reduction for the sample.
     fitted: u64,
-    /// References in this window, and the units that copies were asked for.
+    /// References in this window, and units looked up in the copies.
     references: u64,
     asked: u64,
-    /// Sampled ids that were looked up in vain, with what was counted for each.
+    /// Sampled ids that missed, with the units counted for each.
     missed: Ghosts,
     ahead: (usize, u64),
     switches: u64,
@@ -73,13 +72,13 @@ pub struct Auto {
     stale: bool,
 }
 
-fn copy_of(spec: &Spec, setting: &Setting, shift: u32) -> Result<Copy> {
+fn copy_of(spec: &Spec, setting: &Setting, shift: u32) -> Result<PolicyCopy> {
     let small = Setting { capacity_units: setting.capacity_units >> shift, ..*setting };
     let policy = registry::make(spec, &small)?;
-    Copy::new(policy, setting.max_objects, !setting.holes && shift == 0)
+    PolicyCopy::new(policy, setting.max_objects, !setting.holes && shift == 0)
 }
 
-/// The sample for so many units.
+/// The sample for a capacity, as a number of hash bits.
 fn shift_for(sample: u64, units: u64) -> u32 {
     match sample {
         0 => (units / SAMPLED_UNITS).max(1).ilog2(),
@@ -129,7 +128,7 @@ impl Auto {
         })
     }
 
-    /// What fits, or what is resident while that is unknown.
+    /// The capacity, or the resident units while that is unknown.
     fn units(&self, objects: &Objects) -> u64 {
         match self.setting.capacity_units {
             0 => objects.units(),
@@ -153,11 +152,11 @@ impl Auto {
         self.compare(&rates, objects, now);
         let units = self.units(objects);
         let known = self.setting.capacity_units > 0;
-        // What is resident goes up and down; a smaller sample is good enough then.
+        // The resident units fluctuate; a smaller sample is good enough then.
         let least = if known { 0 } else { self.shift };
         let wanted = shift_for(self.sample, units).max(least);
         if self.stale || wanted != self.shift {
-            // Without memory for that, the copies go on as they are.
+            // Without memory for that, the copies continue unchanged.
             self.stale = self.restock(objects, wanted, now).is_err();
         } else if !known {
             self.fit_copies(units);
@@ -182,7 +181,7 @@ impl Auto {
         }
     }
 
-    /// Another one decides from now on. Without memory for that, nothing changes.
+    /// Makes another candidate live. Nothing changes if memory is short.
     fn switch(&mut self, objects: &mut Objects, to: usize, now: i64) {
         let Candidate { spec, copy } = &mut self.candidates[to];
         let Ok(mut next) = registry::make(spec, &self.setting) else { return };
@@ -194,7 +193,7 @@ impl Auto {
         self.ahead = (to, 0);
     }
 
-    /// Copies of another sample: of what is resident, as if they had kept it.
+    /// Restarts the copies with another sample, from the resident objects.
     fn restock(&mut self, objects: &Objects, shift: u32, now: i64) -> Result<()> {
         let order = by_last_use(objects, now, |id| is_sampled(id, shift))?;
         let mut copies = Vec::new();
@@ -211,29 +210,34 @@ impl Auto {
         for Candidate { copy, .. } in &mut self.candidates {
             for &(stamp, slot) in &order {
                 let node = objects.node(slot);
-                copy.adopt(&seen(objects, slot, node.session), node.hits, stamp);
+                copy.adopt(&reference_of(objects, slot, node.session), node.hits, stamp);
             }
-            // By last use those that continue an object come before it.
+            // In the order of last use, children precede their parents.
             for &(_, slot) in &order {
                 let New { id, parent, .. } = New::of(objects, slot);
-                parent.into_iter().for_each(|parent| copy.continues(id, parent));
+                parent.into_iter().for_each(|parent| copy.set_parent(id, parent));
             }
         }
         Ok(())
     }
 
-    /// Tells the copies of an object, if they may know it.
-    fn tell(&mut self, objects: &Objects, slot: Slot, mut what: impl FnMut(&mut Copy, u64)) {
+    /// Notifies the copies of an object, if it is in the sample.
+    fn notify(
+        &mut self,
+        objects: &Objects,
+        slot: Slot,
+        mut what: impl FnMut(&mut PolicyCopy, u64),
+    ) {
         let id = objects.node(slot).id;
         if is_sampled(id, self.shift) {
             self.candidates.iter_mut().for_each(|c| what(&mut c.copy, id));
         }
     }
 
-    fn ask(&mut self, seen: &Seen, now: i64) {
+    fn reference(&mut self, seen: &Reference, now: i64) {
         self.asked += seen.object.units;
         for Candidate { copy, .. } in &mut self.candidates {
-            copy.see(seen, now);
+            copy.reference(seen, now);
         }
     }
 }
@@ -252,14 +256,14 @@ fn specs(of: &Spec) -> Result<Vec<Spec>> {
     }
     for spec in &specs {
         if let Some(inner) = not_copied(spec) {
-            fail!(Spec, "'{spec}' cannot be a candidate of auto: there are no copies of '{inner}'");
+            fail!(Spec, "'{spec}' cannot be a candidate of auto: '{inner}' cannot run as a copy");
         }
     }
     Ok(specs)
 }
 
-/// The policy in a spec, or in what it is made of, of which there can be no copy:
-/// what it goes by is the caller's, or it would copy itself.
+/// A policy in a spec, or inside of it, that cannot be copied: its order comes from the caller, or
+/// it would copy itself.
 fn not_copied(spec: &Spec) -> Option<&str> {
     if matches!(&*spec.name, "auto" | "custom" | "belady") {
         return Some(&spec.name);
@@ -270,14 +274,14 @@ fn not_copied(spec: &Spec) -> Option<&str> {
     })
 }
 
-/// An object as its user, in a row of the live sessions, sees it.
-fn seen(objects: &Objects, slot: Slot, session: Slot) -> Seen {
+/// An object as used by a session of the live table.
+fn reference_of(objects: &Objects, slot: Slot, session: Slot) -> Reference {
     let session = objects.sessions.of(session).copied();
-    Seen { object: New::of(objects, slot), session }
+    Reference { object: New::of(objects, slot), session }
 }
 
-fn used(objects: &Objects, slot: Slot) -> Seen {
-    seen(objects, slot, objects.sessions.asking)
+fn reference_now(objects: &Objects, slot: Slot) -> Reference {
+    reference_of(objects, slot, objects.sessions.asking)
 }
 
 impl Policy for Auto {
@@ -298,20 +302,20 @@ impl Policy for Auto {
         if !is_sampled(objects.node(slot).id, self.shift) {
             return;
         }
-        let seen = used(objects, slot);
+        let seen = reference_now(objects, slot);
         match self.missed.remove(seen.object.id) {
             Some((counted, _)) => {
-                // Its lookup was the use; now there is a size to count it by.
+                // Its lookup was the use; its size is known now.
                 self.asked += if counted == 0 { seen.object.units } else { 0 };
                 self.candidates.iter_mut().for_each(|c| c.copy.admit(&seen, now));
             }
-            None => self.ask(&seen, now),
+            None => self.reference(&seen, now),
         }
     }
 
     fn adopt(&mut self, objects: &mut Objects, slot: Slot, uses: u16, now: i64) {
         self.policy.adopt(objects, slot, uses, now);
-        // The copies are told of all of them, at the next chance.
+        // The copies are notified of all of them at the next opportunity.
         (self.stale, self.references) = (true, self.window);
     }
 
@@ -326,7 +330,7 @@ impl Policy for Auto {
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.policy.touch(objects, slot, now);
         if is_sampled(objects.node(slot).id, self.shift) {
-            self.ask(&used(objects, slot), now);
+            self.reference(&reference_now(objects, slot), now);
         }
         self.references += 1;
         if self.references >= self.window {
@@ -347,7 +351,7 @@ impl Policy for Auto {
         let session = objects.sessions.of(objects.sessions.asking);
         let mut known = None;
         for Candidate { copy, .. } in &mut self.candidates {
-            let units = copy.ask(id, session, now);
+            let units = copy.lookup(id, session, now);
             known = known.or(units);
         }
         let counted = known.unwrap_or(0);
@@ -358,7 +362,7 @@ impl Policy for Auto {
     fn remove(&mut self, objects: &mut Objects, slot: Slot, evicted: bool, now: i64) {
         self.policy.remove(objects, slot, evicted, now);
         if !evicted {
-            self.tell(objects, slot, |copy, id| copy.forget(id, now));
+            self.notify(objects, slot, |copy, id| copy.remove(id, now));
         }
     }
 
@@ -375,20 +379,20 @@ impl Policy for Auto {
 
     fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
         self.policy.resize(objects, slot, units);
-        self.tell(objects, slot, |copy, id| copy.resize(id, units));
+        self.notify(objects, slot, |copy, id| copy.resize(id, units));
     }
 
     fn hint(&mut self, objects: &mut Objects, slot: Slot, hint: &Hint, now: i64) {
         self.policy.hint(objects, slot, hint, now);
         let session = objects.sessions.of(objects.sessions.asking);
-        self.tell(objects, slot, |copy, id| copy.hint(id, session, hint, now));
+        self.notify(objects, slot, |copy, id| copy.hint(id, session, hint, now));
     }
 
     fn set_capacity(&mut self, units: u64) {
         self.setting.capacity_units = units;
         self.policy.set_capacity(units);
         match units {
-            // What is resident counts from now on.
+            // The resident units count from now on.
             0 => self.fitted = 0,
             units => self.fit_copies(units),
         }
@@ -417,7 +421,7 @@ impl Policy for Auto {
     fn facts_changed(&mut self, objects: &mut Objects, slot: Slot, old: &Facts, now: i64) {
         self.policy.facts_changed(objects, slot, old, now);
         let facts = objects.facts(slot);
-        self.tell(objects, slot, |copy, id| copy.facts_changed(id, &facts, now));
+        self.notify(objects, slot, |copy, id| copy.facts_changed(id, &facts, now));
     }
 
     fn gauges(&self, objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
@@ -460,7 +464,7 @@ mod tests {
     use crate::policy::evictor::{Evictor, New, Options, Who};
     use crate::policy::testing::gauge;
 
-    /// Asks for an id, and brings it in when it is not there.
+    /// Looks an id up, and inserts it after a miss.
     fn ask_as(e: &mut Evictor, now: i64, who: &Who, new: &New, capacity: u64) -> bool {
         if e.lookup(now, who, &[new.id], &mut []).expect("a time") == 1 {
             return true;
@@ -496,9 +500,8 @@ mod tests {
 
     const SESSIONS: u64 = 12;
 
-    /// Sessions of three classes and four tenants, each with a history of its own of
-    /// which the ends are asked for less, at paces of their own. Every evictor is told
-    /// the same; the hits of each.
+    /// Sessions of three classes and four tenants, each with its own history and pace; the ends of
+    /// histories are requested less. Every evictor is notified alike. Returns the hits of each.
     fn replay(evictors: &mut [Evictor], capacity: u64) -> Vec<u64> {
         let (mut dice, mut hits) = (Dice(7), vec![0; evictors.len()]);
         let mut now = 1_000_000_000;
@@ -531,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_finds_what_the_policy_alone_finds() {
+    fn a_copy_has_the_hits_of_the_policy_alone() {
         let specs = [
             "tlru(threshold=300,turn=50)",
             "predictive(confidence=0.5)",
@@ -555,16 +558,16 @@ mod tests {
         }
     }
 
-    /// By paths the live table tells what it has before what it misses, so a copy's
-    /// order is not quite that of the policy alone.
+    /// For paths, the live table reports hits before misses, so the order of a copy differs
+    /// slightly from that of the policy alone.
     #[test]
-    fn of_paths_a_copy_finds_about_what_the_policy_alone_finds() {
+    fn for_paths_a_copy_has_about_the_hits_of_the_policy_alone() {
         for (spec, off) in [
             ("tlru(threshold=300,turn=50)", 0.02),
             ("horizon", 0.02),
             ("predictive(confidence=0.5)", 0.02),
-            // Making room for one object at a time takes it from what the same request
-            // of a low class just brought.
+            // Making room for one object at a time evicts what the same request of a low class just
+            // inserted.
             ("qos", 0.1),
         ] {
             let auto = format!("auto(of=any(fifo,{spec}),window=1000000000)");
@@ -608,9 +611,9 @@ mod tests {
     }
 
     #[test]
-    fn one_that_goes_by_sessions_is_picked_where_it_does_better() {
-        // Those of class 0 ask for each object once; the others for 60 in turn, which
-        // are too many with those between them.
+    fn a_policy_by_sessions_wins_where_it_has_more_hits() {
+        // Class 0 requests each object once. The other class requests 60 in turn, which are too
+        // many with those between them.
         let spec = "auto(of=any(lru,qos(ageing=0)),window=500)";
         let mut evictors = [open(spec, 512, 80), open("lru", 512, 80)];
         let mut hits = [0, 0];
@@ -629,7 +632,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_count_where_something_is_missed_and_after_they_change() {
+    fn misses_count_by_size_and_resizes_reach_the_copies() {
         let mut e = open("auto(of=any(lru,fifo),window=16)", 64, 1000);
         let who = Who::default();
         (0..8).for_each(|id| assert!(!ask(&mut e, 1, id, 1000)));
@@ -640,19 +643,19 @@ mod tests {
         let large = New { id: 99, units: 15, ..New::default() };
         assert!(!ask_as(&mut e, 3, &who, &large, 1000));
         assert_eq!(e.touch(4, &who, &[7]).expect("a time"), 1);
-        // Now it is closed: 18 of 8 + 18 + 15.
+        // The window is closed: 18 of 8 + 18 + 15.
         for rate in ["rate_0", "rate_1"] {
             assert!((gauge(&e, rate) - 18.0 / 41.0).abs() < 1e-9, "{}", gauge(&e, rate));
         }
     }
 
     #[test]
-    fn what_comes_without_a_lookup_is_a_use_and_what_was_looked_up_is_one() {
+    fn an_insert_counts_as_one_use_with_or_without_a_lookup() {
         let mut e = open("auto(of=any(lru,fifo))", 64, 4);
         let who = Who::default();
         e.record(1, &who, &[1, 2, 3, 4], &[]).expect("room");
         assert_eq!(gauge(&e, "found_units_0"), 0.0);
-        // Gone from the table, not from the copies.
+        // Evicted from the table, not from the copies.
         let mut out = Vec::new();
         e.evict(2, 4, &mut out).expect("a time");
         e.record(3, &who, &[1, 2], &[]).expect("room");
@@ -662,7 +665,7 @@ mod tests {
     }
 
     #[test]
-    fn facts_that_change_reach_the_copies() {
+    fn changed_facts_reach_the_copies() {
         let mut e = open("auto(of=any(lru,gdsf))", 64, 2);
         let who = Who::default();
         for id in [1, 2] {
@@ -676,7 +679,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sample_follows_what_fits() {
+    fn the_sample_follows_the_capacity() {
         let mut e = open("auto(of=any(lru,fifo),window=16)", 4096, 0);
         let who = Who::default();
         let mut now = 0;
@@ -700,7 +703,7 @@ mod tests {
         assert_eq!(uses(&mut e, 0..32).0, 16_384.0);
         e.set_capacity(2_000_000);
         assert_eq!(uses(&mut e, 0..32).0, 16.0);
-        // All that fits into the copies, the youngest.
+        // All fit into the copies; the youngest stay.
         e.set_capacity(100_000);
         assert_eq!(uses(&mut e, 0..32), (1.0, 200.0));
         let found = gauge(&e, "found_units_0");
@@ -709,7 +712,7 @@ mod tests {
     }
 
     #[test]
-    fn taking_over_it_tells_the_copies_of_what_is_there() {
+    fn a_switch_to_auto_fills_the_copies_with_the_residents() {
         for holes in [true, false] {
             let options =
                 Options { max_objects: 64, capacity_units: 64, holes, ..Options::default() };
@@ -727,9 +730,9 @@ mod tests {
         }
     }
 
-    /// Two kinds of objects: some come back after a minute, for sure, most never do.
+    /// Two kinds of objects: some certainly return after a minute, most never.
     #[test]
-    fn the_winner_goes_on_from_what_its_copy_learned() {
+    fn the_winner_continues_from_its_copys_learned_state() {
         let mut e = open("auto(of=any(fifo,horizon),window=1024)", 512, 150);
         let (mut now, mut taken) = (1_000_000_000, None);
         for round in 0..40_000u64 {
@@ -744,11 +747,11 @@ mod tests {
         assert!(taken.is_some_and(|waits| waits > 500.0), "{taken:?} waits seen at once");
     }
 
-    /// First a loop of ids, each used twice at a time, between ids that are used
-    /// once: counts keep the loop, recency does not. Then a shifting set, where
-    /// counts that do not age are worst.
+    /// First a loop of ids, each used twice at a time, between ids that are used once: frequency
+    /// keeps the loop, recency does not. Then a shifting set, where frequency without ageing is
+    /// worst.
     #[test]
-    fn the_winner_takes_over_and_gives_way_again() {
+    fn the_live_policy_changes_with_the_workload() {
         let options = Options { max_objects: 512, capacity_units: 100, ..Options::default() };
         let spec = "auto(of=any(lru,lfu(aged=false)),window=500)";
         let mut e = Evictor::open(spec, &options).expect("known policies");
@@ -771,7 +774,7 @@ mod tests {
     }
 
     #[test]
-    fn only_lists_of_policies_are_taken() {
+    fn candidates_must_be_a_list_of_policies() {
         for spec in ["auto(of=lru)", "auto(of=any(lru))", "auto(of=any(lru,auto))", "auto(of=3)"] {
             assert!(Evictor::open(spec, &Options::default()).is_err(), "{spec}");
         }
