@@ -1,5 +1,5 @@
-//! kvtier's own trace file: compact, because most of a path was seen before and
-//! its deepest known block says the rest.
+//! kvtier's trace file. It is compact because most of a path was seen before: its deepest known
+//! block stands for the rest.
 //!
 //! ```text
 //! magic "KVTTRACE", version (u8)
@@ -15,8 +15,8 @@
 //! checksum of everything before                    (u64, little-endian)
 //! ```
 //!
-//! The time of the first request counts from `MIN_TIME`. Files are untrusted:
-//! everything is bounded, and what the header says must come true.
+//! The time of the first request counts from `MIN_TIME`. Files are untrusted: every size is
+//! bounded, and the file must match its header.
 
 use crate::base::checksum::checksum;
 use crate::base::status::{Error, Result, Status};
@@ -25,9 +25,9 @@ use crate::io::source::Source;
 use crate::meta::sessions::Stop;
 use crate::trace::requests::{Builder, MAX_REFERENCES, MAX_REQUESTS, MAX_TIME_NS, Request, Trace};
 
-/// How a file starts.
+/// The first bytes of a file.
 pub const MAGIC: [u8; 8] = *b"KVTTRACE";
-/// The version that is written, and the last that is read.
+/// The version that is written, and the highest that is read.
 pub const VERSION: u8 = 1;
 /// Largest file.
 pub const MAX_FILE_BYTES: usize = 4 << 30;
@@ -41,7 +41,7 @@ const PRIORITY: u8 = 4;
 const STOP: u8 = 8;
 const THINK: u8 = 16;
 
-/// The file of a trace.
+/// Encodes a trace.
 pub fn write(trace: &Trace) -> Result<Vec<u8>> {
     let mut out = Writer(Vec::new());
     out.0.extend_from_slice(&MAGIC);
@@ -58,7 +58,7 @@ pub fn write(trace: &Trace) -> Result<Vec<u8>> {
         out.varint(request.at_ns.abs_diff(last_ns));
         last_ns = request.at_ns;
         out.fields(request);
-        // Blocks are numbered as they appear: those beyond `known` are new.
+        // Blocks are numbered by first appearance: those from `known` on are new.
         let dense = trace.dense(request);
         let old = dense.iter().take_while(|&&b| b < known).count();
         out.varint(dense[..old].last().map_or(0, |&b| u64::from(b) + 1));
@@ -74,21 +74,21 @@ pub fn write(trace: &Trace) -> Result<Vec<u8>> {
     Ok(out.0)
 }
 
-/// Reads a trace to its end.
+/// Reads a trace to the end of its source.
 pub fn read(source: &mut Source) -> Result<Trace> {
     let bytes = source.rest(MAX_FILE_BYTES)?;
     let Some((body, sum)) = bytes.split_last_chunk::<SUM_BYTES>() else {
-        fail!(Corrupt, "{} bytes are no trace", bytes.len());
+        fail!(Corrupt, "a file of {} bytes is too short for a trace", bytes.len());
     };
     if !body.starts_with(&MAGIC) {
-        fail!(Invalid, "not a trace of kvtier");
+        fail!(Invalid, "the file does not begin as a kvtier trace");
     }
     match body.get(MAGIC.len()) {
         Some(&VERSION) => {}
         Some(&newer) if newer > VERSION => {
             fail!(TooNew, "a trace of version {newer}; this build reads up to {VERSION}")
         }
-        _ => fail!(Invalid, "not a trace of kvtier"),
+        _ => fail!(Invalid, "the file does not begin as a kvtier trace"),
     }
     if checksum(body) != u64::from_le_bytes(*sum) {
         fail!(Corrupt, "the checksum differs: the file is damaged or cut off");
@@ -97,7 +97,7 @@ pub fn read(source: &mut Source) -> Result<Trace> {
     let trace = reader.trace()?;
     match reader.at == body.len() {
         true => Ok(trace),
-        false => fail!(Corrupt, "{} bytes are left over", body.len() - reader.at),
+        false => fail!(Corrupt, "{} bytes follow the last request", body.len() - reader.at),
     }
 }
 
@@ -181,7 +181,10 @@ impl Reader<'_> {
         let mut builder = Builder::new(self.u32()?)?;
         let (requests, references, blocks) = (self.varint()?, self.varint()?, self.varint()?);
         if requests > MAX_REQUESTS as u64 || references > MAX_REFERENCES as u64 {
-            fail!(Limit, "a trace of {requests} requests and {references} references");
+            fail!(
+                Limit,
+                "{requests} requests and {references} references exceed the limits of {MAX_REQUESTS} and {MAX_REFERENCES}"
+            );
         }
         let mut tree = Tree::default();
         let (mut last_ns, mut last_id, mut seen) = (MIN_TIME, 0u64, 0u64);
@@ -196,7 +199,8 @@ impl Reader<'_> {
             let new = self.varint()?;
             let old = tree.depth(deepest).ok_or_else(|| self.wrong("an unknown block"))?;
             seen = seen.saturating_add(u64::from(old)).saturating_add(new);
-            // An id takes a byte at least: what is told cannot exceed what is there.
+            // An id takes at least one byte: the announced number cannot exceed the remaining
+            // bytes.
             if seen > references || new > (self.bytes.len() - self.at) as u64 {
                 return Err(self.wrong("more blocks than there are"));
             }
@@ -248,12 +252,12 @@ impl Reader<'_> {
 #[derive(Default)]
 struct Tree {
     rows: Vec<(u64, u32, u32)>,
-    /// The block that the next new one continues, + 1.
+    /// The parent of the next new block, + 1.
     at: u32,
 }
 
 impl Tree {
-    /// How many blocks the path to a block has; 0 = no block, 0 blocks.
+    /// Length of the path to a block; 0 = no block, length 0.
     fn depth(&self, block: u64) -> Option<u32> {
         match block.checked_sub(1) {
             None => Some(0),

@@ -1,8 +1,8 @@
-//! The laboratory: traces of requests, read or made up, and their replay on the
-//! same policies that run in production.
+//! Traces of requests, read from files or generated, and their replay on the policies of
+//! production.
 //!
-//! A [`requests::Trace`] is what came in; [`replay`] runs one policy on it and
-//! [`report::Report`] says how it did.
+//! A [`requests::Trace`] holds the requests; [`replay`] runs one policy on it, and
+//! [`report::Report`] holds the result.
 
 pub mod format;
 pub mod generate;

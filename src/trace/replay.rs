@@ -1,13 +1,12 @@
-//! One policy on one trace: the same evictor as in production, driven as an
-//! engine would.
+//! Replay of a trace on one policy, with the evictor of production, driven as by an engine.
 //!
-//! A request looks its path up, holds what is there, has as much evicted as the
-//! rest needs, inserts the rest and lets go. A path longer than the capacity is
-//! inserted as far as it fits.
+//! For a request, the replay looks up the path, references the hits, evicts what the misses need,
+//! inserts the misses and releases the references. A path longer than the capacity is inserted as
+//! far as it fits.
 //!
-//! Replayed by layers, the path is one of cells: a block's layers in order, then
-//! the next block's. Without holes it leaves from its end, so the late layers of
-//! the last block go first, and a block counts as found when all of it is there.
+//! In a replay by layers the path consists of cells: all layers of a block, then those of the next
+//! block. Without holes a path is evicted from its end, so the late layers of the last block are
+//! evicted first. A block is a hit if all of its cells are resident.
 
 use crate::base::clock::Clock;
 use crate::base::spec::Spec;
@@ -28,41 +27,41 @@ use crate::trace::study::{self, NEVER, Study, zeros};
 pub const MAX_LAYERS: u32 = 1024;
 /// Most points of a timeline.
 pub const MAX_POINTS: usize = 10_000;
-/// Tenants told apart in the fairness; those beyond share the last.
+/// Tenants counted separately in the fairness; those beyond share the last row.
 const MAX_TENANTS: usize = 1 << 16;
-/// When the first request comes, for the policy: 0 would mean the machine's clock.
+/// The policy's time of the first request; 0 would mean the machine's clock.
 const START_NS: i64 = 1_000_000_000;
-/// How often `watch` hears of the progress.
+/// Requests between two calls of `watch`.
 const WATCH_EVERY: usize = 256;
 
-/// What the policy is told of the future.
+/// Hints given to the policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Hints {
     /// Nothing.
     None,
-    /// Why each request stopped, where the trace says so: an engine knows it.
+    /// The stop reason of each request, where the trace has it: an engine knows it.
     #[default]
     Stop,
-    /// Also when the session's next request comes: as if clients announced it.
+    /// Also the time of the session's next request, as if clients announced it.
     Think,
 }
 
-/// How to replay.
+/// Options of a replay.
 #[derive(Clone, Copy, Debug)]
 pub struct ReplayOpts {
-    /// The engine can use what lies behind a hole.
+    /// The engine can use KV behind a hole.
     pub holes: bool,
-    /// Objects are cells of so many layers; 1 = whole blocks.
+    /// Objects are cells of this many layers; 1 = whole blocks.
     pub layers: u32,
-    /// What the policy is told.
+    /// Hints given to the policy.
     pub hints: Hints,
-    /// What recomputing costs.
+    /// Model of the recompute cost.
     pub cost: Cost,
-    /// So many requests are replayed before counting starts.
+    /// Requests replayed before counting starts.
     pub warm_up: usize,
     /// Points of the timeline.
     pub points: usize,
-    /// Time every decision; costs two looks at the clock.
+    /// Measure every decision; costs two clock reads.
     pub timed: bool,
 }
 
@@ -81,14 +80,14 @@ impl Default for ReplayOpts {
     }
 }
 
-/// What one request came to.
+/// The result of one request.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Step {
     /// Blocks found and usable.
     pub hits: usize,
-    /// Tokens in them.
+    /// Tokens in these blocks.
     pub hit_tokens: u64,
-    /// Recompute cost of them.
+    /// Recompute cost of these blocks.
     pub hit_cost: f64,
     /// Objects inserted.
     pub inserted: usize,
@@ -96,7 +95,7 @@ pub struct Step {
     pub evicted: usize,
 }
 
-/// A policy on its way through a trace.
+/// A replay in progress.
 pub struct Replay<'a> {
     trace: &'a Trace,
     study: &'a Study,
@@ -116,14 +115,14 @@ pub struct Replay<'a> {
     sessions: Shares,
     tenants: Shares,
     /// Whether any session has more than one request.
-    sessions_tell: bool,
+    has_sessions: bool,
     used: (f64, u64),
     window: Point,
     report: Report,
 }
 
-/// Replays the whole trace. `watch` hears now and then how many requests are
-/// done, and says whether to go on.
+/// Replays the whole trace. `watch` is called regularly with the number of finished requests; the
+/// replay stops if it returns false.
 pub fn run(
     trace: &Trace,
     study: &Study,
@@ -155,16 +154,16 @@ impl<'a> Replay<'a> {
         capacity_blocks: u64,
         opts: &ReplayOpts,
     ) -> Result<Replay<'a>> {
-        let mut replay = Replay::open_among(trace, study, spec, capacity_blocks, opts)?;
+        let mut replay = Replay::open_shared(trace, study, spec, capacity_blocks, opts)?;
         let tenants = trace.requests().iter().map(|r| r.tenant as usize + 1).max().unwrap_or(0);
         replay.sessions = Shares::of(zeros(study.session_count)?);
         replay.tenants = Shares::of(zeros(tenants.min(MAX_TENANTS))?);
         Ok(replay)
     }
 
-    /// The same for one of many that share a trace: who found how much is not kept,
-    /// so that the memory of each goes by what fits into it.
-    pub fn open_among(
+    /// As `open`, for one of many replays of a trace: fairness is not computed, so that the memory
+    /// of each depends on its capacity only.
+    pub fn open_shared(
         trace: &'a Trace,
         study: &'a Study,
         spec: &str,
@@ -187,15 +186,15 @@ impl<'a> Replay<'a> {
         custom::refuse(&parsed, "a replay")?;
         let optimal = parsed.name == "belady";
         let most = trace.requests().iter().map(Request::len).max().unwrap_or(0);
-        // An optimal policy sees everything before it chooses, so that it can
-        // refuse what came as well.
+        // The optimal policy sees all new objects before it chooses, so that it can evict these as
+        // well.
         let extra = if optimal { most * opts.layers as usize } else { 0 };
         let options = Options {
             max_objects: (capacity as usize + extra).min(MAX_OBJECTS),
             capacity_units: capacity,
             holes: opts.holes,
             log_entries: 0,
-            // What was evicted and is wanted again follows from the study.
+            // Recomputed objects follow from the study.
             remember: 0,
             cost: opts.cost,
         };
@@ -219,7 +218,7 @@ impl<'a> Replay<'a> {
             victims: Vec::new(),
             sessions: Shares::of(Vec::new()),
             tenants: Shares::of(Vec::new()),
-            sessions_tell: study.session_count < trace.requests().len(),
+            has_sessions: study.session_count < trace.requests().len(),
             used: (0.0, 0),
             window: Point::default(),
             report,
@@ -231,35 +230,35 @@ impl<'a> Replay<'a> {
         &self.evictor
     }
 
-    /// Requests done.
+    /// Number of finished requests.
     pub fn done(&self) -> usize {
         self.at
     }
 
-    /// The time that the policy saw last.
+    /// The last time passed to the policy.
     pub fn now(&self) -> i64 {
         self.now
     }
 
-    /// Who would leave if so many had to; nobody leaves.
+    /// Reports the next victims, without evicting them.
     pub fn preview(&mut self, required: u64) -> Result<Vec<Victim>> {
         let mut out = Vec::new();
         self.evictor.preview(self.now, required, &mut out)?;
         Ok(out)
     }
 
-    /// Serves request `at`, which lies further on; those between are somebody else's.
+    /// Serves request `at`; requests before it that were not served belong to other replays.
     pub fn serve(&mut self, at: usize) -> Result<Option<Step>> {
         self.at = at.max(self.at);
         self.step()
     }
 
-    /// What the last step inserted, and whom it evicted.
+    /// The objects that the last step inserted and evicted.
     pub fn moved(&self) -> (&[New], &[Victim]) {
         (&self.new, &self.victims)
     }
 
-    /// Serves the next request; none is left when there is no answer.
+    /// Serves the next request; None at the end of the trace.
     pub fn step(&mut self) -> Result<Option<Step>> {
         let trace = self.trace;
         self.new.clear();
@@ -268,7 +267,7 @@ impl<'a> Replay<'a> {
         let first = trace.requests()[0].at_ns;
         self.now = (request.at_ns - first).saturating_add(START_NS).max(self.now + 1);
         let who = Who {
-            session: self.sessions_tell.then(|| u64::from(self.study.sessions[self.at])),
+            session: self.has_sessions.then(|| u64::from(self.study.sessions[self.at])),
             tenant: request.tenant,
             priority: Some(request.priority),
             length: request.input_tokens,
@@ -281,7 +280,7 @@ impl<'a> Replay<'a> {
             true => self.store(&request, &who, &mut step)?,
             false => self.store_optimally(&request, &who, &mut step)?,
         }
-        self.tell(&request, &who)?;
+        self.hint(&request, &who)?;
         self.count(&request, &step);
         self.at += 1;
         Ok(Some(step))
@@ -329,8 +328,7 @@ impl<'a> Replay<'a> {
         Ok(step)
     }
 
-    /// Inserts what is missing, after room is made that does not come from the
-    /// request itself.
+    /// Inserts the misses, after an eviction that spares the request's own hits.
     fn store(&mut self, request: &Request, who: &Who, step: &mut Step) -> Result<()> {
         let there = self.found.iter().filter(|&&f| f != 0).count();
         let wanted = self.ids.len() - there;
@@ -395,16 +393,16 @@ impl<'a> Replay<'a> {
         }
     }
 
-    /// When a block of a request is used next, on the policy's clock; only where
-    /// the policy is the optimal one.
+    /// Time of the next use of a request's block, on the policy's clock; only for the optimal
+    /// policy.
     fn next_use_ns(&self, request: &Request, chunk: usize) -> Option<i64> {
         let next = *self.next.get(request.range().start + chunk)?;
-        // The number of the request orders as its time does, without ties.
+        // The index of a request has the order of its time, without ties.
         Some(if next == NEVER { i64::MAX } else { i64::from(next) + START_NS })
     }
 
-    /// Inserts everything and lets the policy choose among old and new: what is
-    /// used latest leaves, be it what just came.
+    /// Inserts everything, then evicts what exceeds the capacity: the farthest next use, also if it
+    /// is new.
     fn store_optimally(&mut self, request: &Request, who: &Who, step: &mut Step) -> Result<()> {
         let layers = self.opts.layers as usize;
         for i in 0..self.ids.len() {
@@ -425,7 +423,7 @@ impl<'a> Replay<'a> {
         Ok(())
     }
 
-    fn tell(&mut self, request: &Request, who: &Who) -> Result<()> {
+    fn hint(&mut self, request: &Request, who: &Who) -> Result<()> {
         if self.opts.hints == Hints::None || !self.next.is_empty() {
             return Ok(());
         }
@@ -478,7 +476,7 @@ impl<'a> Replay<'a> {
         }
     }
 
-    /// The outcome so far.
+    /// The result so far.
     pub fn finish(mut self) -> Report {
         let resident = self.evictor.objects().len() as f64 / self.capacity as f64;
         self.report.utilisation =
@@ -492,7 +490,7 @@ impl<'a> Replay<'a> {
     }
 }
 
-/// The id of a block's part in a layer.
+/// The id of a block's cell in a layer.
 fn cell(block: u64, layer: u32) -> u64 {
     index::hash(block ^ (u64::from(layer) + 1).rotate_left(40))
 }

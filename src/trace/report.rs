@@ -1,60 +1,57 @@
-//! How a policy did on a trace.
+//! The result of a replay.
 
 use crate::policy::metrics::{Histogram, jain};
 use crate::trace::study::Floor;
 
-/// A stretch of the trace.
+/// A section of the timeline.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
-    /// When it ended, from the first request on.
+    /// Its end, from the first request on.
     pub at_ns: i64,
-    /// Requests in it.
+    /// Requests in the section.
     pub requests: u64,
-    /// Tokens they asked for.
+    /// Tokens requested.
     pub tokens: u64,
-    /// Tokens they found.
+    /// Tokens found.
     pub hit_tokens: u64,
-    /// Blocks resident at its end, whole or in part.
+    /// Blocks resident at its end, with fractions in replays by layers.
     pub resident: f64,
 }
 
-/// The outcome of one run. Everything but `decision` and `run_ns` is the same in
-/// every run.
+/// The result of one run. Everything except `decision` and `run_ns` is equal in every run.
 #[derive(Clone, Default)]
 pub struct Report {
     /// The spec of the policy, in canonical form.
     pub spec: String,
-    /// What fitted.
+    /// Capacity in blocks.
     pub capacity_blocks: u64,
     /// Requests.
     pub requests: u64,
-    /// What was asked for and found.
+    /// Totals requested and found.
     pub done: Floor,
-    /// The same of an unbounded cache.
+    /// The same totals for an unbounded cache.
     pub floor: Floor,
-    /// Blocks (cells, when replayed by layers) evicted.
+    /// Blocks evicted; cells in replays by layers.
     pub evictions: u64,
-    /// Blocks (cells) inserted.
+    /// Blocks inserted; cells in replays by layers.
     pub inserts: u64,
-    /// References to what was there before, was evicted or did not fit, and is
-    /// wanted again, per reference.
+    /// References to blocks seen before that were evicted or did not fit, per reference.
     pub re_prefill_rate: f64,
-    /// Jain's index over sessions of what they found in parts of what they
-    /// could have found.
+    /// Jain's index over sessions of found per available tokens.
     pub session_fairness: f64,
-    /// The same over tenants.
+    /// Jain's index over tenants.
     pub tenant_fairness: f64,
     /// Mean share of the capacity in use since the first eviction.
     pub utilisation: f64,
-    /// Blocks that did not fit beside the rest of their request.
+    /// Objects that did not fit beside the rest of their request.
     pub refused: u64,
     /// Time of each eviction call.
     pub decision: Histogram,
-    /// Victims of all calls that were timed.
+    /// Victims of all eviction calls.
     pub victims: u64,
-    /// Time of the whole run, by the machine's clock.
+    /// Time of the run, by the machine's clock.
     pub run_ns: u64,
-    /// The course of it.
+    /// The timeline.
     pub timeline: Vec<Point>,
 }
 
@@ -63,42 +60,42 @@ fn share(part: f64, whole: f64) -> f64 {
 }
 
 impl Report {
-    /// Blocks not found per block asked for.
+    /// Blocks missed per block requested.
     pub fn block_miss_ratio(&self) -> f64 {
         share((self.done.references - self.done.hits) as f64, self.done.references as f64)
     }
 
-    /// Tokens to compute again, or for the first time.
+    /// Tokens missed, for whatever reason.
     pub fn recomputed_tokens(&self) -> u64 {
         self.done.tokens - self.done.hit_tokens
     }
 
-    /// Those per token asked for.
+    /// Tokens missed per token requested.
     pub fn token_miss_ratio(&self) -> f64 {
         share(self.recomputed_tokens() as f64, self.done.tokens as f64)
     }
 
-    /// What computing them costs.
+    /// Recompute cost of the tokens missed.
     pub fn recompute_cost(&self) -> f64 {
         self.done.cost - self.done.hit_cost
     }
 
-    /// That per cost of everything asked for.
+    /// Recompute cost of the tokens missed per cost of all tokens.
     pub fn cost_miss_ratio(&self) -> f64 {
         share(self.recompute_cost(), self.done.cost)
     }
 
-    /// The least that `token_miss_ratio` can be.
+    /// Lower bound of `token_miss_ratio`.
     pub fn token_floor(&self) -> f64 {
         share((self.floor.tokens - self.floor.hit_tokens) as f64, self.floor.tokens as f64)
     }
 
-    /// Requests replayed in a second.
+    /// Requests replayed per second.
     pub fn requests_per_second(&self) -> f64 {
         share(self.requests as f64 * 1e9, self.run_ns as f64)
     }
 
-    /// Whether another run came to the same, times aside.
+    /// Whether another run has the same result, except for times.
     pub fn same_as(&self, other: &Report) -> bool {
         let numbers = |r: &Report| (r.requests, r.evictions, r.inserts, r.refused, r.victims);
         let shares =
@@ -113,7 +110,7 @@ impl Report {
     }
 }
 
-/// What each of many found, and could have found.
+/// Found and available tokens of each session or tenant.
 pub(super) struct Shares(Vec<(u64, u64)>);
 
 impl Shares {

@@ -1,8 +1,7 @@
-//! What came in: requests in order of time, each a path of blocks.
+//! Requests in the order of time, each with a path of blocks.
 //!
-//! A block's id stands for its whole prefix: an id has exactly one parent. That
-//! is checked, so that a path never names a block twice and the blocks of all
-//! requests form a forest.
+//! A block's id stands for its whole prefix, so an id has exactly one parent. The builder checks
+//! this. Hence a path never contains a block twice, and the blocks of all requests form a forest.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -21,59 +20,59 @@ pub const MAX_REFERENCES: usize = 1 << 28;
 pub const MAX_REQUEST_BLOCKS: usize = 1 << 22;
 /// Most tokens of one block.
 pub const MAX_BLOCK_TOKENS: u32 = 1 << 20;
-/// Times lie between this and its negative: 146 years each way.
+/// Times are between this and its negative: 146 years each way.
 pub const MAX_TIME_NS: i64 = i64::MAX / 2;
 
 const NO_PARENT: u32 = u32::MAX;
 
-/// One request.
+/// A request.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Request {
-    /// When it came.
+    /// Time of arrival.
     pub at_ns: i64,
-    /// Whose conversation it continues, where that is known.
+    /// The session that it continues, where known.
     pub session: Option<u64>,
-    /// Whose session that is.
+    /// Tenant of the session.
     pub tenant: u32,
-    /// Its class: 0 leaves first, 1 is usual.
+    /// Class; 0 is evicted first, 1 is normal.
     pub priority: u8,
-    /// Why it stopped.
+    /// Stop reason.
     pub stop: Stop,
     /// Tokens of the prompt.
     pub input_tokens: u32,
     /// Tokens produced.
     pub output_tokens: u32,
-    /// Time until the session's next request, where that is known; else 0.
+    /// Time until the session's next request; 0 = unknown.
     pub think_ns: i64,
-    /// Where its path starts among all references; the builder sets it.
+    /// Start of its path among all references; set by the builder.
     pub first: u32,
-    /// How long its path is; the builder sets it.
+    /// Length of its path; set by the builder.
     pub blocks: u32,
 }
 
 impl Request {
-    /// How many blocks its prompt has.
+    /// Number of blocks of its prompt.
     pub fn len(&self) -> usize {
         self.blocks as usize
     }
 
-    /// Whether it has none.
+    /// Whether the prompt has no blocks.
     pub fn is_empty(&self) -> bool {
         self.blocks == 0
     }
 
-    /// Where its blocks are among all references.
+    /// Range of its blocks among all references.
     pub fn range(&self) -> Range<usize> {
         self.first as usize..self.first as usize + self.blocks as usize
     }
 
-    /// Tokens of its first `blocks` blocks, `each` a block.
+    /// Tokens of its first `blocks` blocks, `each` tokens a block.
     pub fn tokens_of(&self, blocks: usize, each: u32) -> u64 {
         (blocks as u64 * u64::from(each)).min(u64::from(self.input_tokens))
     }
 }
 
-/// Requests in order of time.
+/// Requests in the order of time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Trace {
     block_tokens: u32,
@@ -99,13 +98,13 @@ impl Trace {
         &self.ids[request.range()]
     }
 
-    /// The same path in numbers from 0 to [`Trace::uniques`].
+    /// The path as numbers below [`Trace::uniques`].
     pub fn dense(&self, request: &Request) -> &[u32] {
         &self.dense[request.range()]
     }
 
-    /// Every reference in numbers from 0 to [`Trace::uniques`], request by
-    /// request; [`Request::range`] says where.
+    /// All references as numbers below [`Trace::uniques`], request by request; [`Request::range`]
+    /// gives the range of one.
     pub fn all_dense(&self) -> &[u32] {
         &self.dense
     }
@@ -115,12 +114,12 @@ impl Trace {
         self.ids.len()
     }
 
-    /// Different blocks: the footprint.
+    /// Number of distinct blocks: the footprint.
     pub fn uniques(&self) -> usize {
         self.uniques
     }
 
-    /// From the first request to the last.
+    /// Time from the first request to the last.
     pub fn duration_ns(&self) -> i64 {
         match (self.requests.first(), self.requests.last()) {
             (Some(first), Some(last)) => last.at_ns - first.at_ns,
@@ -128,8 +127,8 @@ impl Trace {
         }
     }
 
-    /// The trace with every reference a request of its own, as caches of equal
-    /// objects without prefixes see it.
+    /// A trace with one request for each reference, as caches of equal objects without prefixes see
+    /// it.
     pub fn flat(&self) -> Result<Trace> {
         let mut out = Builder::new(self.block_tokens)?;
         for request in &self.requests {
@@ -141,7 +140,7 @@ impl Trace {
         out.finish()
     }
 
-    /// The trace without what lies behind `requests` requests.
+    /// The first `requests` requests of the trace.
     pub fn head(&self, requests: usize) -> Result<Trace> {
         let mut out = Builder::new(self.block_tokens)?;
         for request in self.requests.iter().take(requests) {
@@ -151,7 +150,7 @@ impl Trace {
     }
 }
 
-/// Hashes ids without randomness, so that runs repeat.
+/// Hashes ids without randomness, so that runs are repeatable.
 #[derive(Clone, Copy, Default)]
 pub struct IdHasher(u64);
 
@@ -171,10 +170,10 @@ impl Hasher for IdHasher {
     }
 }
 
-/// A map by ids that behaves alike in every run.
+/// A map keyed by id with the same iteration order in every run.
 pub type IdMap<T> = HashMap<u64, T, BuildHasherDefault<IdHasher>>;
 
-/// Makes a trace of requests in any order.
+/// Builds a trace of requests in any order.
 pub struct Builder {
     block_tokens: u32,
     requests: Vec<Request>,
@@ -182,7 +181,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// A trace with blocks of so many tokens.
+    /// A builder for blocks of this many tokens.
     pub fn new(block_tokens: u32) -> Result<Builder> {
         if block_tokens == 0 || block_tokens > MAX_BLOCK_TOKENS {
             fail!(Limit, "blocks of {block_tokens} tokens, allowed is 1 to {MAX_BLOCK_TOKENS}");
@@ -195,12 +194,12 @@ impl Builder {
         self.block_tokens
     }
 
-    /// How many requests there are so far.
+    /// Number of requests so far.
     pub fn len(&self) -> usize {
         self.requests.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no requests.
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
@@ -220,7 +219,7 @@ impl Builder {
             );
         }
         if !(-MAX_TIME_NS..=MAX_TIME_NS).contains(&request.at_ns) {
-            fail!(Limit, "a request at {} ns", request.at_ns);
+            fail!(Limit, "a request at {} ns, allowed is up to 146 years from 0", request.at_ns);
         }
         let room = self.requests.try_reserve(1).and_then(|()| self.ids.try_reserve(path.len()));
         if room.is_err() {
@@ -232,8 +231,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Sorts by time, keeping the order of requests of one time, and checks that
-    /// every id has one parent.
+    /// Sorts by time, stable for equal times, and checks that every id has one parent.
     pub fn finish(mut self) -> Result<Trace> {
         self.requests.sort_by_key(|r| r.at_ns);
         let (mut ids, mut dense) = (Vec::new(), Vec::new());
@@ -242,7 +240,7 @@ impl Builder {
         if !room {
             fail!(NoMem, "no memory to number {} blocks", self.ids.len());
         }
-        // Paths lie in the order of their requests: a replay reads ahead.
+        // Paths are stored in the order of their requests: a replay reads ahead.
         for request in &mut self.requests {
             let range = request.range();
             request.first = ids.len() as u32;
@@ -333,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_with_two_parents_is_refused() {
+    fn an_id_with_two_parents_is_rejected() {
         for (a, b) in [(&[1, 2][..], &[3, 2][..]), (&[1, 2], &[2]), (&[1, 2, 1], &[1])] {
             let mut builder = Builder::new(1).expect("tokens");
             builder.push(request(0), a).expect("room");

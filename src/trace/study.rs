@@ -1,42 +1,42 @@
-//! What can be said of a trace without a cache: what an unbounded one would
-//! find, who the sessions are, and when each block is used next.
+//! Properties of a trace that do not depend on a cache: the hits of an unbounded cache, the
+//! sessions, and the next use of each block.
 
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::cost::Cost;
 use crate::trace::requests::{IdMap, Request, Trace};
 
-/// A use that never comes.
+/// No further use.
 pub const NEVER: u32 = u32::MAX;
 
-/// What holds for a trace whatever the policy.
+/// Properties of a trace, whatever the policy.
 pub struct Study {
-    /// For each request, the leading blocks that came before.
+    /// For each request, its leading blocks that were seen before.
     pub wanted: Vec<u32>,
-    /// For each request, its session in numbers from 0.
+    /// For each request, the number of its session, from 0.
     pub sessions: Vec<u32>,
-    /// How many sessions there are.
+    /// Number of sessions.
     pub session_count: usize,
-    /// Whether the trace named the sessions, or they follow from the paths.
+    /// Whether the trace names the sessions; otherwise they are inferred from the paths.
     pub sessions_named: bool,
     /// Totals of an unbounded cache.
     pub floor: Floor,
 }
 
-/// What an unbounded cache leaves to be computed.
+/// Totals of an unbounded cache, and of a replay.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Floor {
-    /// Blocks asked for.
+    /// Blocks requested.
     pub references: u64,
-    /// Of those, seen before.
+    /// Blocks seen before.
     pub hits: u64,
-    /// Tokens asked for.
+    /// Tokens requested.
     pub tokens: u64,
-    /// Of those, in blocks seen before.
+    /// Tokens in blocks seen before.
     pub hit_tokens: u64,
-    /// Recompute cost of everything asked for.
+    /// Recompute cost of everything requested.
     pub cost: f64,
-    /// Of that, in blocks seen before.
+    /// Recompute cost of blocks seen before.
     pub hit_cost: f64,
 }
 
@@ -54,7 +54,7 @@ impl Study {
         let mut seen: Vec<u8> = zeros(trace.uniques())?;
         for (r, request) in trace.requests().iter().enumerate() {
             let path = trace.dense(request);
-            // Ids are prefixes: once one is new, all behind it are.
+            // Ids are prefixes: behind the first new one all are new.
             let leading = path.iter().take_while(|&&b| seen[b as usize] != 0).count();
             path[leading..].iter().for_each(|&b| seen[b as usize] = 1);
             study.wanted[r] = leading as u32;
@@ -63,11 +63,10 @@ impl Study {
         Ok(study)
     }
 
-    /// Numbers the sessions that the trace names. Where it names none, a request
-    /// continues the session of the one whose end is the deepest block that both
-    /// have: its last block, or the one before it, which is the last full one.
-    /// Blocks that others had before, and first blocks, end nothing: they are
-    /// what prompts have in common.
+    /// Numbers the sessions. Without names in the trace, a request continues the session that ended
+    /// at the deepest block that both share: the last block of the earlier request, or the one
+    /// before it, which is the last full one. Blocks seen in other sessions before, and first
+    /// blocks, do not end a session: they are common prompts.
     fn number_sessions(&mut self, trace: &Trace) -> Result<()> {
         self.sessions_named = trace.requests().iter().any(|r| r.session.is_some());
         let mut named: IdMap<u32> = IdMap::default();
@@ -109,8 +108,8 @@ impl Floor {
     }
 }
 
-/// For every reference, the number of the request that uses its block next, or
-/// [`NEVER`]. What an optimal policy must know.
+/// For every reference, the number of the request that uses its block next, or [`NEVER`]: the input
+/// of the optimal policy.
 pub fn next_uses(trace: &Trace) -> Result<Vec<u32>> {
     let mut next: Vec<u32> = zeros(trace.references())?;
     let mut later: Vec<u32> = zeros(trace.uniques())?;
@@ -124,7 +123,7 @@ pub fn next_uses(trace: &Trace) -> Result<Vec<u32>> {
     Ok(next)
 }
 
-/// So many zeros, or an error instead of an abort.
+/// A vector of zeros, or an error instead of an abort.
 pub fn zeros<T: Clone + Default>(len: usize) -> Result<Vec<T>> {
     let mut out = Vec::new();
     if out.try_reserve_exact(len).is_err() {
@@ -140,7 +139,7 @@ mod tests {
     use crate::trace::requests::Builder;
 
     #[test]
-    fn sessions_follow_from_the_paths_and_next_uses_from_the_end() {
+    fn sessions_are_inferred_from_paths_and_next_uses_are_found() {
         let mut b = Builder::new(10).expect("tokens");
         for (at_ns, path) in
             [(0, &[1, 2, 3][..]), (1, &[1, 4, 5]), (2, &[1, 2, 6, 7]), (3, &[1, 4, 5, 8])]

@@ -8,7 +8,7 @@ use kvtier_testkit::fixtures::quants;
 
 use std::sync::Arc;
 
-use reference::engine::{Engine, Lent};
+use reference::engine::{Engine, LayerWeights};
 use reference::model::{Form, Layer, Model, Sizes};
 use reference::numbers::{Random, add, gated, greatest, norm, product};
 use reference::policies::Policies;
@@ -113,7 +113,7 @@ fn dense(model: &mut Model, format: Format, tied: bool) {
         let lend = |at: u32| {
             let lease = lease(&streamed, streamed.units.layer(at))?;
             let layer = layer_of(at as usize, &|name| lease.numbers(name));
-            Ok(Lent { layer, until: Box::new(lease) })
+            Ok(LayerWeights { layer, until: Box::new(lease) })
         };
         let mut engine = engine(model);
         engine.lender = Some(&lend);

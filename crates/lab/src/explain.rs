@@ -1,62 +1,60 @@
-//! Why a victim was chosen: what was resident around it, and how the policy
-//! ranked that.
+//! Explains a victim: the blocks resident around it, and their ranks in the policy's order.
 
 use kvtier::base::status::Result;
 use kvtier::policy::Rank;
 use kvtier::trace::replay::Replay;
 use kvtier::trace::requests::{IdMap, Trace};
 
-/// Most children that are shown of one block.
+/// Most children shown per block.
 pub const MAX_CHILDREN: usize = 8;
 
-/// A block in the picture.
+/// A block of the explanation.
 #[derive(Clone, Debug)]
-pub struct Shown {
+pub struct ExplainedBlock {
     /// Its id.
     pub id: u64,
-    /// What it continues.
+    /// Its parent.
     pub parent: Option<u64>,
-    /// When it would leave: 0 is the next victim; None of one that would not
-    /// leave yet.
+    /// Position in the order of eviction: 0 is the next victim; None = not among the victims.
     pub turn: Option<usize>,
-    /// What the policy says of it; None of one that is not resident.
-    pub standing: Option<Standing>,
+    /// The policy's view of the block; None = not resident.
+    pub standing: Option<PolicyView>,
     /// Resident children that are not shown.
     pub more_children: usize,
 }
 
-/// What the policy says of a resident block.
+/// A policy's view of a resident block.
 #[derive(Clone, Copy, Debug)]
-pub struct Standing {
-    /// The number it goes by: the least leaves first.
+pub struct PolicyView {
+    /// The score; the lowest is evicted first.
     pub score: f64,
-    /// Its place in the order.
+    /// Its rank in the eviction order.
     pub rank: Rank,
-    /// Since it was moved last.
+    /// Time since its last move in the order.
     pub age_ns: i64,
-    /// Uses since it came.
+    /// Uses since its insert.
     pub hits: u16,
-    /// Resident blocks that continue it.
+    /// Number of resident children.
     pub children: u32,
-    /// In which of the policy's lists it is.
+    /// The policy's list that it is in.
     pub list: u8,
 }
 
-/// The picture.
+/// The explanation of one decision.
 #[derive(Clone, Debug)]
 pub struct Explanation {
-    /// The policy.
+    /// The policy's name.
     pub policy: &'static str,
-    /// Requests before it.
+    /// Requests replayed before.
     pub requests: usize,
-    /// Blocks resident.
+    /// Number of resident blocks.
     pub resident: usize,
-    /// Blocks, parents before children.
-    pub blocks: Vec<Shown>,
+    /// The blocks, parents before children.
+    pub blocks: Vec<ExplainedBlock>,
 }
 
-/// Looks at who would leave next, `victims` of them, and at the blocks around
-/// the first: those it continues, and what else continues those.
+/// Previews the next `victims` victims, and collects the ancestors of the first one with their
+/// resident children.
 pub fn explain(trace: &Trace, replay: &mut Replay, victims: usize) -> Result<Explanation> {
     let next = replay.preview(victims as u64)?;
     let turns: IdMap<usize> = next.iter().enumerate().map(|(turn, v)| (v.id, turn)).collect();
@@ -94,7 +92,7 @@ pub fn explain(trace: &Trace, replay: &mut Replay, victims: usize) -> Result<Exp
             order.push(victim.id);
         }
     }
-    let shown = |&id: &u64| Shown {
+    let shown = |&id: &u64| ExplainedBlock {
         id,
         parent: parents.get(&id).copied(),
         turn: turns.get(&id).copied(),
@@ -109,11 +107,11 @@ pub fn explain(trace: &Trace, replay: &mut Replay, victims: usize) -> Result<Exp
     })
 }
 
-fn standing(replay: &Replay<'_>, id: u64) -> Option<Standing> {
+fn standing(replay: &Replay<'_>, id: u64) -> Option<PolicyView> {
     let objects = replay.evictor().objects();
     let slot = objects.find(id)?;
     let (node, policy) = (objects.node(slot), replay.evictor().policy());
-    Some(Standing {
+    Some(PolicyView {
         score: policy.score(objects, slot, replay.now()),
         rank: policy.rank(objects, slot, replay.now()),
         age_ns: (replay.now() - node.stamp).max(0),

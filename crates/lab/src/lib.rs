@@ -1,12 +1,12 @@
-//! The laboratory over kvtier's traces and policies, and no part of the library:
+//! Experiments with kvtier's traces and policies; not a part of the library.
 //!
-//! - [`scale`]: many engines on one remote, simulated.
-//! - [`tiers`]: what a hit costs in each tier.
-//! - [`explain`]: one decision of a policy, and why.
-//! - [`reference`]: a small transformer over the library's kernels and sparse policies.
+//! - [`scale`]: simulation of many engines on one remote.
+//! - [`tiers`]: cost of a hit in each tier.
+//! - [`explain`]: explanation of one decision of a policy.
+//! - [`reference`]: a small transformer on the library's kernels and sparse policies.
 //!
-//! Traces, their readers and generators, and replay are in the library (`kvtier::trace`),
-//! since C exports them.
+//! Traces, their readers and generators, and replay are in the library (`kvtier::trace`), since the
+//! C interface exports them.
 
 pub mod explain;
 pub mod reference;

@@ -1,9 +1,7 @@
-//! What a replay costs on tiers: how long a request waits for its first token,
-//! how many bytes move, how much work eviction causes.
+//! Cost model of a replay on tiers: time to the first token, bytes moved, work caused by evictions.
 //!
-//! Tiers are taken together from the top: what the first `n` of them hold is what
-//! the policy keeps in their sizes added up. A block is served by the first tier
-//! that makes it part of such a sum. Requests do not queue for each other.
+//! The first `n` tiers together hold what the policy keeps in the sum of their sizes. A block is
+//! served by the first tier whose sum contains it. Requests do not queue behind each other.
 
 use kvtier::base::status::Result;
 use kvtier::fail;
@@ -16,51 +14,50 @@ use kvtier::trace::study::Study;
 pub const MAX_TIERS: usize = 8;
 const WATCH_EVERY: usize = 256;
 
-/// Where blocks rest.
+/// A tier.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tier {
     /// Its name.
     pub name: String,
-    /// What fits, in blocks.
+    /// Capacity in blocks.
     pub blocks: u64,
-    /// How fast blocks come from it to where they are used; 0 = at once.
+    /// Read bandwidth in bytes per second; 0 = infinite.
     pub bytes_per_second: f64,
 }
 
-/// What work takes.
+/// Cost of computation and size of KV.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Machine {
     /// Bytes of KV of a token.
     pub token_bytes: u64,
-    /// Time to compute a unit of cost; with the default cost, a token without
-    /// context.
+    /// Time to compute a unit of cost; with the default cost, a token without context.
     pub unit_ns: f64,
 }
 
 impl Default for Machine {
-    /// A model of the 70B class with grouped heads in 16 bits, and 10,000 tokens
-    /// prefilled in a second.
+    /// A 70B model with grouped-query attention in 16 bits, and a prefill of 10,000 tokens per
+    /// second.
     fn default() -> Machine {
         Machine { token_bytes: 327_680, unit_ns: 100_000.0 }
     }
 }
 
-/// What a tier did.
+/// Result of one tier.
 #[derive(Clone, Debug, Default)]
 pub struct TierShare {
     /// Its name.
     pub name: String,
-    /// Its size, in blocks.
+    /// Its capacity in blocks.
     pub blocks: u64,
     /// Tokens that it served.
     pub hit_tokens: u64,
-    /// Bytes that came from it.
+    /// Bytes read from it.
     pub read_bytes: u64,
-    /// Bytes that came into it: new ones, or those the tier above gave up.
+    /// Bytes written to it: new blocks, or victims of the tier above.
     pub written_bytes: u64,
 }
 
-/// The outcome on tiers.
+/// Result on all tiers.
 #[derive(Clone, Default)]
 pub struct Estimate {
     /// The replay on all tiers together.
@@ -69,17 +66,16 @@ pub struct Estimate {
     pub tiers: Vec<TierShare>,
     /// Mean time to the first token.
     pub ttft_mean_ns: u64,
-    /// Half of the requests wait no longer.
+    /// Median time to the first token.
     pub ttft_p50_ns: u64,
-    /// 99 of 100 wait no longer.
+    /// 99th percentile of the time to the first token.
     pub ttft_p99_ns: u64,
-    /// The mean if everything had stayed on the first tier.
+    /// Mean time to the first token if everything had stayed on the first tier.
     pub ttft_floor_ns: u64,
 }
 
 impl Estimate {
-    /// Work more than without eviction, in parts of all work: what throughput
-    /// loses.
+    /// Share of the work caused by evictions: the loss of throughput.
     pub fn loss(&self) -> f64 {
         let (all, least) = (self.ttft_mean_ns as f64, self.ttft_floor_ns as f64);
         if all > 0.0 { 1.0 - least / all } else { 0.0 }
@@ -97,7 +93,7 @@ pub fn run(
     watch: &mut dyn FnMut(usize) -> bool,
 ) -> Result<Estimate> {
     if tiers.is_empty() || tiers.len() > MAX_TIERS {
-        fail!(Limit, "{} tiers, allowed are 1 to {MAX_TIERS}", tiers.len());
+        fail!(Limit, "{} tiers, allowed is 1 to {MAX_TIERS}", tiers.len());
     }
     let mut runs = Vec::new();
     let mut sum = 0u64;
@@ -154,15 +150,15 @@ struct Model<'a> {
 }
 
 impl Model<'_> {
-    /// Counts what a request moves; how long it waits.
+    /// Counts the bytes that a request moves; returns its time to the first token.
     fn serve(&mut self, request: &Request, steps: &[Step], opts: &ReplayOpts) -> u64 {
         let object_bytes = u64::from(self.each) * self.machine.token_bytes / u64::from(opts.layers);
         let mut wait_ns = 0.0;
         let (mut above_tokens, mut best_cost) = (0u64, 0.0f64);
         let mut incoming = steps.first().map_or(0, |s| s.inserted as u64);
         for (i, step) in steps.iter().enumerate() {
-            // Policies are not obliged to keep more in more room: what a smaller
-            // sum found counts for the larger as well.
+            // A policy may keep less in a larger cache. Hits of a smaller sum count for the larger
+            // ones as well.
             let tokens = step.hit_tokens.max(above_tokens) - above_tokens;
             let bytes = if i == 0 { 0 } else { tokens * self.machine.token_bytes };
             let share = &mut self.shares[i];

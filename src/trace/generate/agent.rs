@@ -1,5 +1,5 @@
-//! Coding agents: a task, tool calls in quick succession, sub-agents, and a
-//! person who reads the result and asks on.
+//! Coding agents: a task, tool calls in quick succession, sub-agents, and a user who reads the
+//! result and continues.
 
 use crate::base::status::Result;
 use crate::meta::sessions::Stop;
@@ -8,7 +8,7 @@ use crate::trace::generate::sequence::Sequence;
 use crate::trace::generate::{Maker, OUTPUT_TOKEN_NS, SECOND};
 use crate::trace::requests::Request;
 
-/// Where a context is put into a summary.
+/// Context length in tokens at which a context is summarized.
 const MAX_CONTEXT: u64 = 160_000;
 
 pub(super) fn make(maker: &mut Maker) -> Result<()> {
@@ -28,7 +28,7 @@ pub(super) fn make(maker: &mut Maker) -> Result<()> {
 
 struct Agent<'a> {
     rng: Rng,
-    /// What sub-agents begin with.
+    /// The prompt that sub-agents begin with.
     helper: &'a Sequence,
     at_ns: i64,
 }
@@ -59,8 +59,8 @@ impl Agent<'_> {
         Ok(())
     }
 
-    /// So many requests, all but the last of which end in a tool call; after the
-    /// last comes a pause, if the session goes on.
+    /// A number of requests; all but the last end in a tool call. A pause follows the last one, if
+    /// the session continues.
     fn calls(
         &mut self,
         maker: &mut Maker,
@@ -106,7 +106,7 @@ impl Agent<'_> {
         Ok(())
     }
 
-    /// A sub-agent does a part; the session waits.
+    /// A sub-agent does a part of the task while the session waits.
     fn delegate(&mut self, maker: &mut Maker) -> Result<()> {
         let session = maker.session();
         let mut context = self.helper.clone();

@@ -1,4 +1,4 @@
-//! Jobs of many items: one prompt in common, every item asked once.
+//! Batch jobs: one common prompt, every item requested once.
 
 use crate::base::status::Result;
 use crate::meta::sessions::Stop;

@@ -1,10 +1,10 @@
-//! Quiet times, and bursts in which everybody asks about the same text.
+//! Quiet times, and bursts in which all sessions ask about the same text.
 
 use crate::base::status::Result;
 use crate::trace::generate::{Maker, SECOND, chat};
 use crate::trace::requests::Request;
 
-/// How much more often sessions start in a burst.
+/// Factor of the session rate in a burst.
 const MORE: i64 = 20;
 
 pub(super) fn make(maker: &mut Maker) -> Result<()> {

@@ -1,4 +1,4 @@
-//! People who chat.
+//! Chat sessions.
 
 use crate::base::status::Result;
 use crate::meta::sessions::Stop;
@@ -7,7 +7,7 @@ use crate::trace::generate::sequence::Sequence;
 use crate::trace::generate::{Maker, OUTPUT_TOKEN_NS, SECOND};
 use crate::trace::requests::Request;
 
-/// Where a context ends.
+/// Context length in tokens at which a conversation ends.
 const MAX_CONTEXT: u64 = 64_000;
 
 pub(super) fn make(maker: &mut Maker) -> Result<()> {
@@ -24,8 +24,7 @@ pub(super) fn make(maker: &mut Maker) -> Result<()> {
     Ok(())
 }
 
-/// A conversation that begins with `context`, with the time, tenant and class of
-/// `request`.
+/// A conversation that begins with `context`, with the time, tenant and class of `request`.
 pub(super) fn talk(
     maker: &mut Maker,
     rng: &mut Rng,
@@ -34,7 +33,7 @@ pub(super) fn talk(
 ) -> Result<()> {
     let session = Some(maker.session());
     let mut at_ns = request.at_ns;
-    // Many ask once; who goes on tends to go on.
+    // Many sessions have one turn; those with more tend to continue.
     let on = if rng.chance(0.35) { 0.15 } else { 0.8 };
     loop {
         let pasted = rng.chance(0.12);

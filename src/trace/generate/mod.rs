@@ -1,8 +1,7 @@
-//! Workloads made up from a seed: the same on every machine.
+//! Workloads generated from a seed, identical on every machine.
 //!
-//! They are drawn from what is known of real ones (many turns on a growing
-//! context, pauses with long tails, tool calls in quick succession, prompts in
-//! common) and fitted to none of them.
+//! They follow known properties of real workloads (many turns on a growing context, pauses with
+//! long tails, tool calls in quick succession, common prompts), but are not fitted to any of them.
 
 mod agent;
 mod batch;
@@ -25,25 +24,25 @@ pub const MAX_DURATION_NS: i64 = 90 * 86_400 * SECOND;
 pub const MAX_SESSIONS: f64 = 16_000_000.0;
 
 const SECOND: i64 = 1_000_000_000;
-/// Time to produce a token.
+/// Time per output token.
 const OUTPUT_TOKEN_NS: i64 = 20_000_000;
 
-/// The kinds of workloads.
+/// Kinds of workloads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// People who chat: turns on a growing context, pauses of seconds to hours.
+    /// Chat: turns on a growing context, pauses of seconds to hours.
     Chat,
-    /// Coding agents: long prompts in common, tool loops, sub-agents.
+    /// Coding agents: long common prompts, tool loops, sub-agents.
     Agent,
-    /// Jobs of many items with one prompt in common.
+    /// Jobs of many items with one common prompt.
     Batch,
-    /// Tenants of very different weight and class, one of them scanning.
+    /// Tenants of very different load and class, one of them scanning.
     Multitenant,
-    /// Quiet times, and bursts in which everybody asks about the same text.
+    /// Quiet times, and bursts in which all sessions ask about the same text.
     Burst,
 }
 
-/// Every kind, its name and how many sessions start in a second by default.
+/// Every kind with its name and its default rate of sessions per second.
 pub const KINDS: [(&str, Kind, f64); 5] = [
     ("chat", Kind::Chat, 0.5),
     ("agent", Kind::Agent, 0.02),
@@ -52,16 +51,16 @@ pub const KINDS: [(&str, Kind, f64); 5] = [
     ("burst", Kind::Burst, 0.2),
 ];
 
-/// What to make.
+/// Options of a generated workload.
 #[derive(Clone, Copy, Debug)]
 pub struct GenOpts {
     /// The kind.
     pub kind: Kind,
-    /// How long it goes on.
+    /// Duration of the workload.
     pub duration_ns: i64,
-    /// Everything random comes from it.
+    /// Seed of all random numbers.
     pub seed: u64,
-    /// Sessions that start in a second; 0 = the default of the kind.
+    /// Sessions started per second; 0 = the default of the kind.
     pub rate: f64,
     /// Tokens of a block.
     pub block_tokens: u32,
@@ -75,7 +74,7 @@ pub fn kind_of(name: &str) -> Result<Kind> {
     }
 }
 
-/// Makes a workload.
+/// Generates a workload.
 pub fn make(opts: &GenOpts) -> Result<Trace> {
     if opts.duration_ns <= 0 || opts.duration_ns > MAX_DURATION_NS {
         let (ns, days) = (opts.duration_ns, MAX_DURATION_NS / (86_400 * SECOND));
@@ -85,7 +84,10 @@ pub fn make(opts: &GenOpts) -> Result<Trace> {
     let rate = if opts.rate == 0.0 { usual } else { opts.rate };
     let sessions = rate * (opts.duration_ns as f64 / SECOND as f64);
     if !(rate > 0.0 && sessions <= MAX_SESSIONS) {
-        fail!(Limit, "{rate} sessions a second come to {sessions}, the limit is {MAX_SESSIONS}");
+        fail!(
+            Limit,
+            "{rate} sessions per second are {sessions} in all, the limit is {MAX_SESSIONS}"
+        );
     }
     let mut maker = Maker {
         builder: Builder::new(opts.block_tokens)?,
@@ -105,43 +107,43 @@ pub fn make(opts: &GenOpts) -> Result<Trace> {
     maker.builder.finish()
 }
 
-/// What all kinds are made with.
+/// State shared by all kinds.
 struct Maker {
     builder: Builder,
     rng: Rng,
     duration_ns: i64,
-    /// Mean time between starts.
+    /// Mean time between session starts.
     gap_ns: i64,
     next_id: u64,
     next_session: u64,
 }
 
 impl Maker {
-    /// A number for a new session.
+    /// The id of a new session.
     fn session(&mut self) -> u64 {
         self.next_session += 1;
         self.next_session - 1
     }
 
-    /// A context of its own, of so many tokens.
+    /// A new context of this many tokens.
     fn fresh(&mut self, tokens: u64) -> Sequence {
         let mut sequence = Sequence::new(self.builder.block_tokens());
         sequence.grow(tokens, &mut self.next_id);
         sequence
     }
 
-    /// Contexts that others begin with.
+    /// Common contexts that others begin with.
     fn prompts(&mut self, count: u64, median: u64, most: u64) -> Vec<Sequence> {
         let mut rng = self.rng.part(!self.next_id);
         (0..count).map(|_| self.fresh(rng.size(median, 0.6, most))).collect()
     }
 
-    /// Makes more of a context.
+    /// Extends a context.
     fn grow(&mut self, sequence: &mut Sequence, tokens: u64) {
         sequence.grow(tokens, &mut self.next_id);
     }
 
-    /// Adds a request for a context as it stands; nothing after the end.
+    /// Adds a request for a context; ignored after the end of the workload.
     fn request(&mut self, request: Request, sequence: &Sequence) -> Result<()> {
         if request.at_ns > self.duration_ns {
             return Ok(());

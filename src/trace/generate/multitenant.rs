@@ -1,5 +1,5 @@
-//! Tenants: few heavy ones, many light ones, three classes, and one that scans
-//! documents nobody asks for again.
+//! Tenants: few heavy ones, many light ones, three classes, and one that scans documents that are
+//! never requested again.
 
 use crate::base::status::Result;
 use crate::meta::sessions::Stop;
@@ -8,7 +8,7 @@ use crate::trace::generate::{Maker, SECOND, chat};
 use crate::trace::requests::Request;
 
 const TENANTS: u64 = 24;
-/// The one that scans.
+/// The tenant that scans.
 const SCANNER: u32 = TENANTS as u32;
 
 pub(super) fn make(maker: &mut Maker) -> Result<()> {
@@ -37,7 +37,7 @@ pub(super) fn make(maker: &mut Maker) -> Result<()> {
     scan(maker)
 }
 
-/// Long documents, each once, all the time.
+/// Long documents, each once, throughout the workload.
 fn scan(maker: &mut Maker) -> Result<()> {
     let mut rng = maker.rng.part(1);
     let mut at_ns = 0;

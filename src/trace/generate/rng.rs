@@ -1,13 +1,12 @@
-//! Random numbers that are the same on every machine: integers, and floats made
-//! with nothing but exact operations (no logarithm, no power of the system's
-//! library).
+//! Random numbers that are equal on every machine: integers, and floats computed with exact
+//! operations only (no logarithm or power of the system's library).
 
 /// A generator (xoshiro256**) seeded through splitmix64.
 #[derive(Clone, Debug)]
 pub struct Rng([u64; 4]);
 
 impl Rng {
-    /// The generator of a seed.
+    /// A generator with a seed.
     pub fn new(seed: u64) -> Rng {
         let mut state = seed;
         Rng(std::array::from_fn(|_| {
@@ -18,8 +17,8 @@ impl Rng {
         }))
     }
 
-    /// A generator of its own for part `part` of the work, so that one part does
-    /// not shift the numbers of the next.
+    /// A separate generator for part `part` of the work, so that the parts do not shift each
+    /// other's numbers.
     pub fn part(&self, part: u64) -> Rng {
         Rng::new(self.0[0] ^ part.wrapping_mul(0xD6E8_FEB8_6659_FD93).rotate_left(17))
     }
@@ -38,27 +37,27 @@ impl Rng {
         out
     }
 
-    /// From 0 to `n` - 1, all alike; 0 where `n` is 0.
+    /// Uniform from 0 to `n` - 1; 0 if `n` is 0.
     pub fn below(&mut self, n: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(n)) >> 64) as u64
     }
 
-    /// From `low` to `high`, both included.
+    /// Uniform from `low` to `high`, both included.
     pub fn between(&mut self, low: u64, high: u64) -> u64 {
         low + self.below(high.saturating_sub(low).saturating_add(1))
     }
 
-    /// From 0 to less than 1.
+    /// Uniform from 0 to below 1.
     pub fn unit(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// True so often.
+    /// True with probability `share`.
     pub fn chance(&mut self, share: f64) -> bool {
         self.unit() < share
     }
 
-    /// A waiting time of mean 1, by von Neumann's comparisons.
+    /// Exponential with mean 1, by von Neumann's comparisons.
     pub fn exponential(&mut self) -> f64 {
         let mut whole = 0.0;
         loop {
@@ -79,24 +78,24 @@ impl Rng {
         }
     }
 
-    /// A waiting time of a mean, in ns.
+    /// Exponential with a mean, in ns.
     pub fn wait_ns(&mut self, mean_ns: i64) -> i64 {
         (self.exponential() * mean_ns as f64) as i64
     }
 
-    /// About normal, mean 0, deviation 1: twelve uniform ones.
+    /// Approximately normal, mean 0, deviation 1: the sum of twelve uniform numbers.
     pub fn normal(&mut self) -> f64 {
         (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
     }
 
-    /// A size with a long tail: about log-normal around `median`, `spread` being
-    /// the deviation of its logarithm; from 1 to `most`.
+    /// A size with a long tail: approximately log-normal around `median`, with the deviation
+    /// `spread` of its logarithm; from 1 to `most`.
     pub fn size(&mut self, median: u64, spread: f64, most: u64) -> u64 {
         let x = median as f64 * exp(self.normal() * spread);
         (x as u64).clamp(1, most.max(1))
     }
 
-    /// From 0 to `n` - 1, the first most often: rank r with weight 1/(r + 1).
+    /// From 0 to `n` - 1, where rank r has weight 1/(r + 1).
     pub fn zipf(&mut self, n: u64) -> u64 {
         let total: f64 = (1..=n).map(|r| 1.0 / r as f64).sum();
         let mut left = self.unit() * total;
@@ -110,7 +109,7 @@ impl Rng {
     }
 }
 
-/// The exponential function by exact operations: good to some parts in 10^4.
+/// The exponential function by exact operations, within some parts in 10^4.
 fn exp(x: f64) -> f64 {
     let mut y = 1.0 + x.clamp(-60.0, 60.0) / 65_536.0;
     for _ in 0..16 {
@@ -124,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_repeat_and_have_their_means() {
+    fn random_numbers_repeat_and_have_the_right_mean() {
         let mut rng = Rng::new(7);
         assert_eq!(
             [rng.next_u64(), rng.next_u64()],

@@ -1,12 +1,12 @@
-//! A context that grows.
+//! A growing context.
 
-/// Blocks in full, and one that is not.
+/// Full blocks, and a partial one.
 #[derive(Clone, Debug)]
 pub(super) struct Sequence {
     block_tokens: u64,
     tokens: u64,
     full: Vec<u64>,
-    /// The block that is not full; its id changes with what is in it.
+    /// The partial block; its id changes with its content.
     part: Option<u64>,
 }
 
@@ -19,7 +19,7 @@ impl Sequence {
         self.tokens
     }
 
-    /// Adds tokens that nobody else has.
+    /// Appends tokens of this sequence alone.
     pub(super) fn grow(&mut self, tokens: u64, next_id: &mut u64) {
         if tokens == 0 {
             return;

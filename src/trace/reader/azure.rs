@@ -1,5 +1,5 @@
-//! Azure's csv: `TIMESTAMP,ContextTokens,GeneratedTokens`. It tells when requests
-//! came and how long they were, not what they share: every block is new.
+//! Azure's csv: `TIMESTAMP,ContextTokens,GeneratedTokens`. It has arrival times and lengths, but no
+//! sharing: every block is new.
 
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
@@ -9,12 +9,12 @@ use crate::trace::requests::{Builder, Request, Trace};
 
 /// Longest prompt.
 pub const MAX_TOKENS: u32 = 1 << 24;
-/// So many blocks are made whatever the file is like ...
+/// Blocks that may be created for any file ...
 const FREE_BLOCKS: u64 = 1 << 20;
-/// ... and so many a line beyond: a few digits cannot ask for all memory.
+/// ... and further ones for each line: a few digits cannot request all memory.
 const LINE_BLOCKS: u64 = 1 << 10;
 
-/// Reads a trace to its end.
+/// Reads a trace to the end of its source.
 pub fn read(source: &mut Source, opts: &ReadOpts) -> Result<Trace> {
     let mut builder = Builder::new(opts.block_tokens)?;
     let (mut line, mut number) = (Vec::new(), 0u64);
@@ -35,14 +35,14 @@ pub fn read(source: &mut Source, opts: &ReadOpts) -> Result<Trace> {
     builder.finish()
 }
 
-/// Blocks that nobody asked for before.
+/// Creates new blocks.
 struct Blocks {
     made: u64,
     path: Vec<u64>,
 }
 
 impl Blocks {
-    /// Makes those of a request that stands in a line.
+    /// Creates the blocks of a request in a line.
     fn next(&mut self, count: u32, line: u64) -> Result<()> {
         let end = self.made + u64::from(count);
         let most = FREE_BLOCKS.saturating_add(line.saturating_mul(LINE_BLOCKS));
@@ -67,7 +67,7 @@ fn parse(text: &str) -> Result<Request> {
     let mut fields = text.split(',').map(str::trim);
     let (Some(time), Some(input), Some(output)) = (fields.next(), fields.next(), fields.next())
     else {
-        fail!(Invalid, "less than three fields");
+        fail!(Invalid, "a line has less than three fields");
     };
     let tokens = |field: &str| match field.parse::<u32>() {
         Ok(tokens) => Ok(tokens),
@@ -86,7 +86,7 @@ fn parse(text: &str) -> Result<Request> {
     })
 }
 
-/// `2023-11-16 18:17:03.9799600` in ns since 1970; a zone behind it is passed over.
+/// `2023-11-16 18:17:03.9799600` in ns since 1970; a time zone behind it is ignored.
 fn time_ns(text: &str) -> Result<i64> {
     let wrong = || Error::new(Status::Invalid, format!("'{text:.40}' is not a time"));
     let part = |from: usize, to: usize| -> Result<i64> {
@@ -117,7 +117,7 @@ fn time_ns(text: &str) -> Result<i64> {
     Ok(seconds * 1_000_000_000 + ns)
 }
 
-/// Days since 1970, by counting years from March so that the odd day is last.
+/// Days since 1970, by counting years from March so that the leap day is last.
 fn days(year: i64, month: i64, day: i64) -> i64 {
     let year = if month <= 2 { year - 1 } else { year };
     let month = (month + 9) % 12;
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_read() {
+    fn time_stamps_are_parsed() {
         assert_eq!(time_ns("1970-01-01 00:00:00"), Ok(0));
         assert_eq!(time_ns("2024-03-01 00:00:01.5"), Ok(1_709_251_201_500_000_000));
         assert_eq!(time_ns("2023-11-16 18:17:03.9799600+00:00"), Ok(1_700_158_623_979_960_000));

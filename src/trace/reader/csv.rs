@@ -1,6 +1,6 @@
-//! libCacheSim's csv: a request a line. A header, if there is one, says which
-//! columns are the time (seconds) and the object; else they are the first and
-//! the second. Objects are blocks of one token without prefixes.
+//! libCacheSim's csv: one request a line. A header names the columns of the time (seconds) and the
+//! object; without one they are the first and the second. Objects are blocks of one token without
+//! prefixes.
 
 use crate::base::checksum::checksum;
 use crate::base::status::{Error, Result};
@@ -12,7 +12,7 @@ use crate::trace::requests::{Builder, Request, Trace};
 /// Most columns.
 const MAX_COLUMNS: usize = 64;
 
-/// Reads a trace to its end.
+/// Reads a trace to the end of its source.
 pub fn read(source: &mut Source) -> Result<Trace> {
     let mut builder = Builder::new(1)?;
     let (mut line, mut number) = (Vec::new(), 0u64);
@@ -39,7 +39,7 @@ pub fn read(source: &mut Source) -> Result<Trace> {
     builder.finish()
 }
 
-/// The columns of time and object, if the line names columns.
+/// The columns of time and object, if the line is a header.
 fn header(text: &str) -> Option<(usize, usize)> {
     let names: Vec<String> = text
         .trim_start_matches('#')
@@ -59,13 +59,13 @@ fn header(text: &str) -> Option<(usize, usize)> {
 fn parse(text: &str, (time, id): (usize, usize)) -> Result<(Request, u64)> {
     let field = |at: usize| text.split(',').nth(at).map(|f| f.trim().trim_matches('"'));
     let (Some(time), Some(id)) = (field(time), field(id)) else {
-        fail!(Invalid, "less fields than columns");
+        fail!(Invalid, "a line has less fields than the header has columns");
     };
     let Ok(seconds) = time.parse::<f64>() else {
         fail!(Invalid, "'{time:.40}' is not a time");
     };
     let at_ns = time_ns(seconds * 1e9)?;
-    // Names that are no numbers are hashed.
+    // Names that are not numbers are hashed.
     let id = id.parse().unwrap_or_else(|_| checksum(id.as_bytes()));
     Ok((Request { at_ns, priority: 1, input_tokens: 1, ..Request::default() }, id))
 }

@@ -1,5 +1,5 @@
-//! What a file is, by how it starts. A guess that is wrong would make a trace of
-//! nonsense, so what is not recognised is refused with the names of the formats.
+//! Detects the format of a file from its first bytes. A wrong guess would produce a meaningless
+//! trace, so an unknown file is rejected with the names of the formats.
 
 use crate::base::json::Json;
 use crate::base::status::{Error, Result, Status};
@@ -7,13 +7,13 @@ use crate::fail;
 use crate::trace::format;
 use crate::trace::reader::{KINDS, Kind, oracle};
 
-/// What some programs put before UTF-8.
+/// The byte order mark that some programs put before UTF-8.
 pub const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
 
-/// So many bytes tell text from what is none.
+/// Bytes examined to tell text from binary data.
 const TEXT_BYTES: usize = 256;
 
-/// Containers that are not read: how they start, their name, what unpacks them.
+/// Containers that are not read: first bytes, name, program that unpacks them.
 const PACKED: [(&[u8], &str, &str); 6] = [
     (b"\x1F\x8B", "gzip", "gzip -dc"),
     (b"\xFD7zXZ\0", "xz", "xz -dc"),
@@ -23,7 +23,7 @@ const PACKED: [(&[u8], &str, &str); 6] = [
     (b"7z\xBC\xAF\x27\x1C", "7z", "7z x -so"),
 ];
 
-/// Names in JSON that tell formats apart.
+/// Names in JSON that distinguish the formats.
 const WORDS: [&str; 7] = [
     "timestamp",
     "hash_ids",
@@ -34,7 +34,7 @@ const WORDS: [&str; 7] = [
     "messages",
 ];
 
-/// Says what a file is by how it starts.
+/// Detects the format from the first bytes.
 pub fn detect(start: &[u8]) -> Result<Kind> {
     if start.is_empty() {
         fail!(Invalid, "the file is empty");
@@ -58,7 +58,7 @@ pub fn detect(start: &[u8]) -> Result<Kind> {
     }
 }
 
-/// Fails for what must be unpacked, or written otherwise, before it can be read.
+/// Fails for files that must be unpacked or converted before they can be read.
 pub fn refuse_packed(start: &[u8]) -> Result<()> {
     if is_text(start) {
         return Ok(());
@@ -98,13 +98,13 @@ fn contains(text: &[u8], word: &[u8]) -> bool {
 
 fn is_text(start: &[u8]) -> bool {
     let head = &start[..start.len().min(TEXT_BYTES)];
-    // A character may be cut at the end.
+    // The last character may be cut.
     let letters = std::str::from_utf8(head).map_or_else(|e| e.error_len().is_none(), |_| true);
     letters && head.iter().all(|b| !b.is_ascii_control() || b.is_ascii_whitespace())
 }
 
-/// By the names at the top of the first object: what a conversation says may
-/// hold any of them.
+/// Detects JSON formats by the names at the top level of the first object: the text of a
+/// conversation may contain any of them.
 fn json(start: &[u8]) -> Result<Kind> {
     let names = top_names(start);
     let has = |words: &[&str]| words.iter().any(|word| names.contains(word));
@@ -121,7 +121,7 @@ fn json(start: &[u8]) -> Result<Kind> {
     }
 }
 
-/// Those of [`WORDS`] that the first object has, as far as it is there.
+/// The [`WORDS`] among the names of the first object, as far as it is complete.
 fn top_names(start: &[u8]) -> Vec<&'static str> {
     let mut names = Vec::new();
     let mut object = |json: &mut Json| {
@@ -132,7 +132,7 @@ fn top_names(start: &[u8]) -> Vec<&'static str> {
         })
     };
     let mut json = Json::new(start);
-    // The start of a file ends anywhere: what was seen until then counts.
+    // The first bytes end anywhere: names seen until then count.
     let _ = match start.iter().find(|b| !b.is_ascii_whitespace()) {
         Some(b'[') => json.array(|json| {
             object(json)?;

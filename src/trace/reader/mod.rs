@@ -1,5 +1,5 @@
-//! Trace files of others, read as they come. All input is untrusted: every size
-//! has a limit, and errors name the place.
+//! Readers of foreign trace files. All input is untrusted: every size is limited, and errors name
+//! the position.
 
 pub mod azure;
 pub mod csv;
@@ -18,10 +18,10 @@ use crate::trace::format;
 pub use crate::trace::reader::detect::detect;
 use crate::trace::requests::Trace;
 
-/// The kinds of files that can be read.
+/// Supported formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// kvtier's own.
+    /// kvtier's own format.
     Kvtier,
     /// Mooncake jsonl.
     Mooncake,
@@ -37,7 +37,7 @@ pub enum Kind {
     Csv,
 }
 
-/// Every kind and its name.
+/// Every format with its name.
 pub const KINDS: [(&str, Kind); 7] = [
     ("kvtier", Kind::Kvtier),
     ("mooncake", Kind::Mooncake),
@@ -48,18 +48,18 @@ pub const KINDS: [(&str, Kind); 7] = [
     ("csv", Kind::Csv),
 ];
 
-/// How to read what a file leaves open.
+/// Options for what a file leaves open.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadOpts {
-    /// What the file is; None = by its content.
+    /// Format; None = detected from the content.
     pub kind: Option<Kind>,
-    /// Tokens of a block, where blocks are made here.
+    /// Tokens of a block, for formats without block ids.
     pub block_tokens: u32,
-    /// For starts that the file does not tell.
+    /// Seed of random start times, for formats without them.
     pub seed: u64,
-    /// Mean time between such starts; 0 = what is usual for the kind.
+    /// Mean time between random starts; 0 = the default of the format.
     pub gap_ns: i64,
-    /// What comes later is left out, where starts are chosen here.
+    /// Later requests are dropped, for formats with random starts.
     pub duration_ns: i64,
 }
 
@@ -75,7 +75,7 @@ impl Default for ReadOpts {
     }
 }
 
-/// The kind of a name.
+/// The format with a name.
 pub fn kind_of(name: &str) -> Result<Kind> {
     match KINDS.iter().find(|(known, _)| *known == name) {
         Some((_, kind)) => Ok(*kind),
@@ -83,20 +83,20 @@ pub fn kind_of(name: &str) -> Result<Kind> {
     }
 }
 
-/// Opens and reads a file; directories, devices and pipes are refused.
+/// Opens and reads a file; directories, devices and pipes are rejected.
 pub fn open(path: &Path, opts: &ReadOpts) -> Result<Trace> {
     let mut source = Source::open(path)?;
     read(&mut source, opts).map_err(|e| e.within(&path.display().to_string()))
 }
 
-/// Reads a trace to its end.
+/// Reads a trace to the end of its source.
 pub fn read(source: &mut Source, opts: &ReadOpts) -> Result<Trace> {
     let start = source.start()?;
     let kind = match opts.kind {
         Some(kind) => kind,
         None => detect(start)?,
     };
-    // Records may begin with any bytes.
+    // Binary records may begin with any bytes.
     if kind != Kind::Oracle {
         detect::refuse_packed(start)?;
         if start.starts_with(detect::BYTE_ORDER_MARK) {

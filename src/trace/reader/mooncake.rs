@@ -1,4 +1,4 @@
-//! The Mooncake traces: a request a line, `timestamp` in ms, `input_length`,
+//! The Mooncake traces: one request a line, with `timestamp` in ms, `input_length`,
 //! `output_length`, and `hash_ids` of 512-token prefixes. They name no sessions.
 
 use crate::base::json::Json;
@@ -10,7 +10,7 @@ use crate::trace::requests::{Builder, MAX_REQUEST_BLOCKS, MAX_TIME_NS, Request, 
 /// Tokens of a block.
 pub const BLOCK_TOKENS: u32 = 512;
 
-/// Reads a trace to its end.
+/// Reads a trace to the end of its source.
 pub fn read(source: &mut Source) -> Result<Trace> {
     let mut builder = Builder::new(BLOCK_TOKENS)?;
     let (mut line, mut path, mut number) = (Vec::new(), Vec::new(), 0u64);
@@ -55,10 +55,10 @@ fn parse(line: &[u8], path: &mut Vec<u64>) -> Result<Request> {
     Ok(request)
 }
 
-/// A time in ns as read from a file.
+/// Checks a time in ns read from a file.
 pub(super) fn time_ns(ns: f64) -> Result<i64> {
     if !(0.0..=MAX_TIME_NS as f64 / 2.0).contains(&ns) {
-        fail!(Limit, "a time of {ns} ns");
+        fail!(Limit, "a time of {ns} ns, allowed is up to 146 years from 0");
     }
     Ok(ns.round() as i64)
 }

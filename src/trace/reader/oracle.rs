@@ -1,6 +1,6 @@
-//! libCacheSim's oracleGeneral: 24 bytes a request, little-endian: time in
-//! seconds (u32), object (u64), size (u32), next access (i64). Objects are
-//! blocks of one token without prefixes; their sizes are not used.
+//! libCacheSim's oracleGeneral: 24 bytes a request, little-endian: time in seconds (u32), object
+//! (u64), size (u32), next access (i64). Objects are blocks of one token without prefixes; sizes
+//! are ignored.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -8,18 +8,18 @@ use crate::io::source::Source;
 use crate::trace::requests::{Builder, Request, Trace};
 
 const RECORD_BYTES: usize = 24;
-/// So many records are looked at to tell such a file from other bytes.
+/// Records examined to recognise such a file.
 const SAMPLE: usize = 256;
-/// Next accesses at or beyond it are no places in a trace.
+/// Next accesses at or above this are not positions in a trace.
 const MAX_PLACE: i64 = 1 << 40;
 
-/// One request as it stands in the file.
+/// One record of the file.
 struct Record {
     seconds: u32,
     id: u64,
     size: u32,
-    /// The number of the record that asks for the object next; negative or the
-    /// largest number when none does.
+    /// Number of the record that requests the object next; negative or the largest number if there
+    /// is none.
     next: i64,
 }
 
@@ -37,8 +37,8 @@ impl Record {
     }
 }
 
-/// Whether the first bytes of a file can be such records: times that do not go
-/// back, sizes, and next accesses that come later and are of the same object.
+/// Whether the first bytes of a file can be such records: times that do not decrease, sizes, and
+/// next accesses that are later and request the same object.
 pub fn is_plausible(start: &[u8]) -> bool {
     let records: Vec<Record> = start
         .chunks(RECORD_BYTES)
@@ -50,9 +50,9 @@ pub fn is_plausible(start: &[u8]) -> bool {
         let later =
             |at: usize| at > number && records.get(at).is_none_or(|later| later.id == record.id);
         match record.next {
-            // Never, or not known.
+            // Never, or unknown.
             -2 | -1 | i64::MAX => true,
-            // Numbers count from 0, or from 1 in files of other converters.
+            // Records are numbered from 0, or from 1 by other converters.
             next @ 1..MAX_PLACE => later(next as usize) || later(next as usize - 1),
             _ => false,
         }
@@ -62,7 +62,7 @@ pub fn is_plausible(start: &[u8]) -> bool {
     !records.is_empty() && in_order && records.iter().enumerate().all(sound)
 }
 
-/// Reads a trace to its end.
+/// Reads a trace to the end of its source.
 pub fn read(source: &mut Source) -> Result<Trace> {
     let mut builder = Builder::new(1)?;
     let mut bytes = [0u8; RECORD_BYTES];
@@ -74,10 +74,13 @@ pub fn read(source: &mut Source) -> Result<Trace> {
             part => fail!(Invalid, "record {number} has {part} bytes instead of {RECORD_BYTES}"),
         }
         let record = Record::of(&bytes);
-        // The next access comes later, or never.
+        // The next access is later, or never.
         if record.next >= 0 && (record.next as u64) < number {
             let next = record.next;
-            fail!(Invalid, "record {number} is used next at {next}: no oracleGeneral file");
+            fail!(
+                Invalid,
+                "the next access of record {number} is {next}, which is not later: not an oracleGeneral file"
+            );
         }
         let at_ns = i64::from(record.seconds) * 1_000_000_000;
         let request = Request { at_ns, priority: 1, input_tokens: 1, ..Request::default() };

@@ -1,10 +1,9 @@
-//! Conversations as text: `[{"id", "conversations": [{"from", "value"}]}]`, or
-//! one such object a line. Every turn that is answered becomes a request of all
-//! the text so far.
+//! Conversations as text: `[{"id", "conversations": [{"from", "value"}]}]`, or one such object a
+//! line. Every answered turn becomes a request with all text so far.
 //!
-//! There is no tokeniser: four bytes of text count as a token, and blocks are
-//! named by the text up to their end. Conversations start at random from a seed;
-//! a turn follows the answer after the time to produce it and a pause.
+//! There is no tokenizer: four bytes of text count as a token, and a block's id is the hash of the
+//! text up to its end. Conversations start at random times from a seed. A turn follows the last
+//! answer after the time to generate it and a pause.
 
 use crate::base::checksum::checksum;
 use crate::base::json::Json;
@@ -17,20 +16,20 @@ use crate::trace::generate::rng::Rng;
 use crate::trace::reader::ReadOpts;
 use crate::trace::requests::{Builder, Request, Trace};
 
-/// Largest file that is one array.
+/// Largest file with a single array.
 pub const MAX_FILE_BYTES: usize = 4 << 30;
 /// Longest conversation.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Most blocks that the requests of one conversation ask for together.
+/// Most blocks of all requests of one conversation.
 pub const MAX_BLOCKS: usize = 1 << 22;
-/// Mean time between starts unless told otherwise.
+/// Default mean time between starts.
 pub const GAP_NS: i64 = 2_000_000_000;
 
 const BYTES_PER_TOKEN: usize = 4;
 const OUTPUT_TOKEN_NS: i64 = 20_000_000;
 const PAUSE_NS: i64 = 30_000_000_000;
 
-/// Reads a trace to its end.
+/// Reads a trace to the end of its source.
 pub fn read(source: &mut Source, opts: &ReadOpts) -> Result<Trace> {
     let mut maker = Maker {
         builder: Builder::new(opts.block_tokens)?,
@@ -71,7 +70,7 @@ struct Maker {
     number: u64,
 }
 
-/// The blocks of a text that grows.
+/// The blocks of a growing text.
 struct Text {
     bytes: Vec<u8>,
     each: usize,
@@ -176,7 +175,7 @@ impl Maker {
     }
 }
 
-/// One turn: who and what. Both spellings in use are known.
+/// The role and text of one turn, in both spellings in use.
 fn turn(json: &mut Json) -> Result<(String, String)> {
     let (mut from, mut value) = (String::new(), String::new());
     json.object(|json, key| {

@@ -1,9 +1,9 @@
-//! Sessions of coding agents, one a line: requests with times since the start of
-//! the session and prefix ids of its own, sub-agents nested inside.
+//! Sessions of coding agents, one a line: requests with times since the start of the session,
+//! prefix ids local to the session, and nested sub-agents.
 //!
-//! Sessions carry no absolute start: they start here at random, at a mean gap,
-//! from a seed. Blocks are put together to the size that is asked for, and ids
-//! are mixed with the session's number. A sub-agent counts as a session.
+//! Sessions have no absolute start: they start at random times with a mean gap, from a seed. Blocks
+//! are joined to the requested size, and ids are mixed with the session's number. A sub-agent
+//! counts as a session.
 
 use crate::base::json::Json;
 use crate::base::status::{Error, Result, Status};
@@ -16,14 +16,14 @@ use crate::trace::reader::ReadOpts;
 use crate::trace::reader::mooncake::{push_id, time_ns};
 use crate::trace::requests::{Builder, Request, Trace};
 
-/// Mean time between starts unless told otherwise.
+/// Default mean time between starts.
 pub const GAP_NS: i64 = 120_000_000_000;
 /// Deepest accepted nesting of agents.
 const MAX_AGENT_DEPTH: u32 = 8;
 /// Most requests of one line.
 const MAX_SESSION_REQUESTS: usize = 1 << 20;
 
-/// Reads a trace to its end.
+/// Reads a trace to the end of its source.
 pub fn read(source: &mut Source, opts: &ReadOpts) -> Result<Trace> {
     let mut builder = Builder::new(opts.block_tokens)?;
     let mut rng = Rng::new(opts.seed);
@@ -61,9 +61,9 @@ struct Session {
 struct Row {
     at_s: f64,
     request: Request,
-    /// Prefix ids as the line has them.
+    /// Prefix ids of the line.
     local: Vec<u64>,
-    /// A nested agent: where its requests are in the line.
+    /// A nested agent: its requests in the line.
     nested: bool,
 }
 
@@ -77,8 +77,8 @@ impl Session {
                 if small == 0 || block_tokens % small != 0 || session.agents > 0 {
                     fail!(
                         Invalid,
-                        "blocks of {small} tokens do not make up blocks of {block_tokens}, or are \
-                         told of behind the requests"
+                        "block_size is {small}: it must divide {block_tokens}, the tokens of a block, and \
+                         stand before the requests"
                     );
                 }
                 session.each = (block_tokens / small) as usize;
@@ -120,7 +120,7 @@ impl Session {
         })
     }
 
-    /// A prefix id of the last small block in a large one stands for the large.
+    /// The prefix id of the last small block in a large one stands for the large one.
     fn path(&self, local: &[u64]) -> Vec<u64> {
         let last = |group: &[u64]| group.last().copied().unwrap_or(0);
         let global = |id: u64| index::hash(id ^ index::hash(self.number));

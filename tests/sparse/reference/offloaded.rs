@@ -20,7 +20,7 @@ use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::session::{LayerViews, PlaneView};
 use kvtier::store::state::{Level, SessionOpts, SpaceOpts};
 
-use crate::reference::cache::{Cache, InMemory, Lent, Wanted};
+use crate::reference::cache::{Cache, InMemory, KeySelection, KvRows};
 use crate::reference::engine::Engine;
 use crate::reference::model::{Form, Model, Sizes};
 use crate::reference::policies::{Policies, make};
@@ -87,7 +87,7 @@ impl Offloaded {
         &self,
         keep: &Keep,
         positions: &[u32],
-        f: &mut dyn FnMut(&Lent<'_>) -> Result<()>,
+        f: &mut dyn FnMut(&KvRows<'_>) -> Result<()>,
     ) -> Result<()> {
         let kv = self.offload.kv(0)?;
         let heads = self.shape.key_heads;
@@ -123,7 +123,7 @@ impl Offloaded {
             unsafe { Rows::new(view, Dtype::F32, Scales::None) }
         };
         let (keys, values) = (of(&keys, self.shape.key_dim)?, of(&values, self.shape.value_dim)?);
-        f(&Lent { keys, values, positions: lists })
+        f(&KvRows { keys, values, positions: lists })
     }
 }
 
@@ -166,8 +166,8 @@ impl Cache for Offloaded {
     fn with_keys(
         &mut self,
         layer: u32,
-        wanted: Option<Wanted<'_>>,
-        f: &mut dyn FnMut(&Lent<'_>) -> Result<()>,
+        wanted: Option<KeySelection<'_>>,
+        f: &mut dyn FnMut(&KvRows<'_>) -> Result<()>,
     ) -> Result<()> {
         let block = self.shape.block_tokens;
         let (stored, tail) = self.offload.tokens(layer)?;
@@ -189,7 +189,7 @@ impl Cache for Offloaded {
             Some(keep) => self.lend_kept(keep, &positions, f),
             None => {
                 let kv = self.offload.kv(0)?;
-                f(&Lent { keys: kv.keys, values: kv.values, positions: vec![&positions] })
+                f(&KvRows { keys: kv.keys, values: kv.values, positions: vec![&positions] })
             }
         };
         self.offload.done(0)?;

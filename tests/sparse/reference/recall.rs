@@ -2,7 +2,7 @@
 //! ones (`reference::quality`).
 
 use crate::reference::model::{Form, Model};
-use kvtier_lab::reference::quality::{Size, Subject, Used, ask, interval};
+use kvtier_lab::reference::quality::{Size, Subject, Usage, ask, interval};
 
 /// Tokens that a head may have, of about 1,100.
 const BUDGET: usize = 192;
@@ -46,7 +46,7 @@ fn recall(model: &Model, form: Form, prompts: usize) -> Vec<Case> {
     for prompt in 0..prompts as u64 {
         let answers = ask(Subject { model, form }, 1000 + prompt, SIZE, &specs).expect("answers");
         for (case, answers) in cases.iter_mut().zip(answers) {
-            let Used { most, moved, .. } = answers.used;
+            let Usage { most, moved, .. } = answers.used;
             case.right.extend(answers.right);
             case.most = case.most.max(if case.spec.starts_with("quest") { moved } else { most });
         }

@@ -2,7 +2,7 @@
 
 use kvtier::sparse::{Index, Kind};
 
-use crate::reference::attend::Asking;
+use crate::reference::attend::LayerQueries;
 use crate::reference::cache::{Cache, InMemory};
 use crate::reference::engine::Engine;
 use crate::reference::model::{Form, Model, Sizes};
@@ -105,12 +105,12 @@ fn sums_of_attention_in_pieces_are_those_of_the_whole() {
             cache.piece = piece;
             cache.put(0, 0, &numbers(1, 101, key), &numbers(2, 101, value)).expect("room");
             let queries = numbers(3, 81, query);
-            let asking = Asking { shape: &shape, layer: 0, queries: &queries, first: 20 };
+            let asking = LayerQueries { shape: &shape, layer: 0, queries: &queries, first: 20 };
             let output = asking.dense(&mut cache, None).expect("attention");
             let index = Index::default();
             let mut sums = asking.sums(&mut cache, &output, 30, &index).expect("sums");
             let last = &queries[80 * query as usize..];
-            let asking = Asking { queries: last, first: 100, ..asking };
+            let asking = LayerQueries { queries: last, first: 100, ..asking };
             let mut next = Vec::new();
             asking.next(&mut cache, None, &index, Some(&mut next)).expect("a token");
             for (sums, queries) in [(&sums, 30.0), (&next, 1.0)] {

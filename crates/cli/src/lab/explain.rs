@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use kvtier::trace::replay::{Replay, ReplayOpts};
 use kvtier::trace::study::Study;
-use kvtier_lab::explain::{self, Explanation, Shown};
+use kvtier_lab::explain::{self, ExplainedBlock, Explanation};
 
 use super::table::time;
 use super::{Input, Outcome, parse};
@@ -106,7 +106,7 @@ fn dot(told: &Explanation, blocks: u64) {
     println!("}}");
 }
 
-fn look(b: &Shown) -> String {
+fn look(b: &ExplainedBlock) -> String {
     let Some(s) = &b.standing else {
         return format!("label=\"{}\\nnot resident\", fillcolor=white, style=dashed", b.id);
     };

@@ -8,7 +8,8 @@ use kvtier::trace::requests::Trace;
 use kvtier::trace::study::Study;
 use kvtier_lab::scale::copies::{self, CopyOpts};
 use kvtier_lab::scale::{
-    self, Ask, Dead, Place, Prices, RemoteOpts, Router, ScaleOpts, ScaleReport, Write,
+    self, LookupUnit, Placement, Prices, RemoteOpts, Router, ScaleOpts, ScaleReport, ShardFailure,
+    Write,
 };
 use kvtier_lab::tiers::{Machine, Tier};
 
@@ -271,7 +272,8 @@ fn remote(args: &Remote) -> Outcome<Option<RemoteOpts>> {
             bytes => bytes,
         },
     };
-    let places = [("object", Place::Object), ("chunk", Place::Chunk), ("root", Place::Root)];
+    let places =
+        [("object", Placement::Object), ("chunk", Placement::Chunk), ("root", Placement::Root)];
     let modes = [("back", Write::Back), ("through", Write::Through), ("never", Write::Never)];
     Ok(Some(RemoteOpts {
         bytes,
@@ -284,7 +286,11 @@ fn remote(args: &Remote) -> Outcome<Option<RemoteOpts>> {
         layers: args.layers,
         write: word("--write", &args.write, modes)?,
         hits: args.hits,
-        ask: word("--ask", &args.ask, [("object", Ask::Object), ("chunk", Ask::Chunk)])?,
+        ask: word(
+            "--ask",
+            &args.ask,
+            [("object", LookupUnit::Object), ("chunk", LookupUnit::Chunk)],
+        )?,
         ask_before_put: args.ask_before_put,
         known: args.known,
         hints: args.known_there,
@@ -296,11 +302,11 @@ fn remote(args: &Remote) -> Outcome<Option<RemoteOpts>> {
     }))
 }
 
-fn dead(text: &str) -> Outcome<Dead> {
+fn dead(text: &str) -> Outcome<ShardFailure> {
     let wrong = || format!("--dead {text}: such as 1@30m");
     let (shards, at) = text.split_once('@').ok_or_else(wrong)?;
     let shards = shards.parse().ok().filter(|&n| n > 0).ok_or_else(wrong)?;
-    Ok(Dead { shards, at_ns: age(at)? })
+    Ok(ShardFailure { shards, at_ns: age(at)? })
 }
 
 fn prices(args: &Price) -> Outcome<Prices> {

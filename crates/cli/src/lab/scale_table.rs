@@ -106,9 +106,9 @@ fn print_traffic(runs: &[Run], router: Column, engines: Column) {
         &[
             router,
             engines,
-            ("asks", &|r| short(r.rate(r.counts.asks))),
-            ("batches", &|r| short(r.rate(r.counts.ask_batches))),
-            ("spared", &|r| short(r.rate(r.counts.spared_there + r.counts.spared_absent))),
+            ("asks", &|r| short(r.rate(r.counts.lookups))),
+            ("batches", &|r| short(r.rate(r.counts.lookup_batches))),
+            ("spared", &|r| short(r.rate(r.counts.hinted_present + r.counts.hinted_absent))),
             ("gets", &|r| short(r.rate(r.counts.gets))),
             ("bytes", &|r| rate(r.rate(r.counts.get_bytes))),
             ("stale", &|r| short(r.rate(r.counts.stale))),
@@ -176,9 +176,9 @@ fn object(r: &ScaleReport, prices: &Prices, block_tokens: u32) -> Value {
         },
         "remote_requests": c.remote_requests,
         "asks": {
-            "objects": c.asks, "batches": c.ask_batches, "absent": c.asked_absent,
-            "spared_there": c.spared_there, "spared_absent": c.spared_absent,
-            "masked": c.masked, "before_puts": c.put_asks,
+            "objects": c.lookups, "batches": c.lookup_batches, "absent": c.absent_lookups,
+            "spared_there": c.hinted_present, "spared_absent": c.hinted_absent,
+            "masked": c.masked, "before_puts": c.put_lookups,
         },
         "gets": {
             "objects": c.gets, "bytes": c.get_bytes, "stale": c.stale,
@@ -193,7 +193,7 @@ fn object(r: &ScaleReport, prices: &Prices, block_tokens: u32) -> Value {
         "busiest_engine": {
             "of_mean": r.imbalance(),
             "requests": most(|share| share.requests),
-            "asks": most(|share| share.asks),
+            "asks": most(|share| share.lookups),
             "get_bytes": most(|share| share.get_bytes),
             "put_bytes": most(|share| share.put_bytes),
         },

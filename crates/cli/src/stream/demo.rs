@@ -17,7 +17,7 @@ use serde_json::{Map, json};
 use super::{Outcome, print};
 use crate::human;
 use kvtier_lab::reference::cache::InMemory;
-use kvtier_lab::reference::engine::{Engine, Lent};
+use kvtier_lab::reference::engine::{Engine, LayerWeights};
 use kvtier_lab::reference::model::{Form, Layer, Model, Sizes};
 use kvtier_lab::reference::numbers::{Random, greatest};
 use kvtier_lab::reference::policies::Policies;
@@ -196,7 +196,7 @@ fn stream(path: &Path, layers: u32, bytes: u64, later: Option<u64>) -> Outcome<R
     model.symbols = outside("embedding", "model.embed_tokens.weight")?;
     model.last = outside("norm", "model.norm.weight")?;
     model.out = outside("head", "lm_head.weight")?;
-    let lend = |at: u32| -> Told<Lent> {
+    let lend = |at: u32| -> Told<LayerWeights> {
         let names = PARTS.map(|part| in_layer(at, part));
         let unit = streamer.units().layer(at);
         let unit = unit.ok_or(kvtier::base::status::Status::NotFound)?;
@@ -214,7 +214,7 @@ fn stream(path: &Path, layers: u32, bytes: u64, later: Option<u64>) -> Outcome<R
             up: next(),
             down: next(),
         };
-        Ok(Lent { layer, until: Box::new(()) })
+        Ok(LayerWeights { layer, until: Box::new(()) })
     };
     let mut engine = Engine::in_memory(&model, Form::Split, 16, Policies::default())?;
     engine.lender = Some(&lend);

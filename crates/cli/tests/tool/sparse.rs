@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 
 use kvtier::sparse::{Sparse, caps};
 
-use kvtier_lab::reference::chance::Chance;
+use kvtier_lab::reference::chance::RandomEviction;
 use kvtier_lab::reference::engine::Engine;
 use kvtier_lab::reference::model::{Form, Model};
 use kvtier_lab::reference::numbers::{Random, greatest, loss};
@@ -69,7 +69,7 @@ fn plain<'m>(
 ) -> (Engine<'m, kvtier_lab::reference::cache::InMemory>, Vec<f32>) {
     let shape = model.shape(form, BLOCK);
     let policy: Box<dyn Sparse> = match spec {
-        "random(budget=64)" => Box::new(Chance::new(&shape, 64, 32, 5)),
+        "random(budget=64)" => Box::new(RandomEviction::new(&shape, 64, 32, 5)),
         spec => make(spec, &shape).expect("a policy"),
     };
     let mut engine = Engine::in_memory(model, form, BLOCK, Policies::one(policy)).expect("it can");

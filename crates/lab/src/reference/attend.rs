@@ -1,39 +1,40 @@
-//! Attention over what a cache lends: in pieces that are merged, by what a policy says.
+//! Attention over the keys and values of a cache, in pieces that are merged, restricted by a
+//! policy.
 
 use kvtier::attention::{Decode, Keys, Prefill, Problem, Sums, merge};
 use kvtier::base::status::Result;
 use kvtier::sparse::{Context, Index, Shape};
 
-use super::cache::{Cache, Lent, Wanted};
+use super::cache::{Cache, KeySelection, KvRows};
 use super::policies::unsupported;
 use super::rows::{contiguous, to_f32};
 
-/// The queries of a layer, `[tokens, query heads, numbers]`.
+/// The queries of a layer, `[tokens, query heads, dim]`.
 #[derive(Clone, Copy)]
-pub struct Asking<'a> {
-    /// What policies are told of the model.
+pub struct LayerQueries<'a> {
+    /// The model's shape, as policies see it.
     pub shape: &'a Shape,
     /// The layer.
     pub layer: u32,
     /// The numbers.
     pub queries: &'a [f32],
-    /// The position of the first.
+    /// Position of the first query.
     pub first: u32,
 }
 
-/// What comes out: `[tokens, query heads, numbers of values]`, and a log-sum-exp each.
+/// Attention output `[tokens, query heads, value dim]`, with a log-sum-exp per row.
 pub struct Output {
-    /// What attention gave.
+    /// The output.
     pub out: Vec<f32>,
     /// Log-sum-exps.
     pub lse: Vec<f32>,
-    /// Keys that the next token was computed with, of all query heads.
+    /// Keys used for the next token, summed over query heads.
     pub looked: usize,
     pieces: usize,
 }
 
-impl Asking<'_> {
-    /// How many queries there are.
+impl LayerQueries<'_> {
+    /// Number of queries.
     pub fn tokens(&self) -> usize {
         self.queries.len() / self.row()
     }
@@ -48,7 +49,7 @@ impl Asking<'_> {
 
     fn problem<'a>(
         &'a self,
-        lent: &Lent<'a>,
+        lent: &KvRows<'a>,
         (skip, first_query): (usize, u32),
         select: Keys<'a>,
     ) -> Result<Problem<'a>> {
@@ -64,15 +65,16 @@ impl Asking<'_> {
         })
     }
 
-    /// How many queries lie before a piece, and the row that the key of the first other one has,
-    /// or would have behind the piece. Causal order is that of rows, as new tokens are the last
-    /// of every head.
-    fn start(&self, lent: &Lent<'_>) -> Result<(usize, u32)> {
+    /// The number of queries before a piece, and the row of the key of the first other one, in the
+    /// piece or behind it. Causal order is the order of rows, since new tokens are the last rows of
+    /// every head.
+    fn start(&self, lent: &KvRows<'_>) -> Result<(usize, u32)> {
         let rows = lent.keys.tokens() as usize;
         let before = |list: &[u32]| list.partition_point(|&at| at < self.first);
         let row = before(lent.positions[0]);
         if lent.positions.iter().any(|list| list.len() != rows || before(list) != row) {
-            let text = "a prompt behind heads that keep different numbers of tokens";
+            let text =
+                "a prompt is not supported after heads have evicted different numbers of tokens";
             return Err(unsupported(text));
         }
         let first = lent.positions[0].first().map_or(0, |&at| at.saturating_sub(self.first));
@@ -89,8 +91,12 @@ impl Asking<'_> {
         }
     }
 
-    /// A prompt or a part of one, with all keys that are wanted.
-    pub fn dense(&self, cache: &mut impl Cache, wanted: Option<Wanted<'_>>) -> Result<Output> {
+    /// Attention of a prompt or a part of one to all wanted keys.
+    pub fn dense(
+        &self,
+        cache: &mut impl Cache,
+        wanted: Option<KeySelection<'_>>,
+    ) -> Result<Output> {
         let (heads, mut output) = (self.shape.query_heads as usize, self.output());
         cache.with_keys(self.layer, wanted, &mut |lent| {
             let start = self.start(lent)?;
@@ -104,7 +110,7 @@ impl Asking<'_> {
         Ok(output)
     }
 
-    /// The same by an index, which names keys by their positions: all must be there.
+    /// Attention by an index, which names keys by position: all keys must be present.
     pub fn indexed(&self, cache: &mut impl Cache, index: &Index) -> Result<Output> {
         let mut output = self.output();
         whole(cache, self.layer, self.shape, &mut |lent| {
@@ -118,8 +124,8 @@ impl Asking<'_> {
         Ok(output)
     }
 
-    /// What each key got of the last queries, by query head, keys in the order of their rows.
-    /// For a prompt that was computed by an index of all keys.
+    /// Sums of attention weights of the last queries for each key, by query head, in the order of
+    /// rows. For a prompt computed with an index of all keys.
     pub fn sums(
         &self,
         cache: &mut impl Cache,
@@ -129,7 +135,7 @@ impl Asking<'_> {
     ) -> Result<Vec<f32>> {
         let heads = self.shape.query_heads as usize;
         let mut lists = vec![Vec::new(); heads];
-        let mut add = |lent: &Lent<'_>, start: (usize, u32)| {
+        let mut add = |lent: &KvRows<'_>, start: (usize, u32)| {
             let rows = lent.keys.tokens() as usize;
             let problem = self.problem(lent, start, index.keys())?;
             let mut sums = vec![0.0; heads * rows];
@@ -149,12 +155,12 @@ impl Asking<'_> {
         Ok(lists.concat())
     }
 
-    /// The next token, with those of the keys lent that are wanted and named by the index. With
-    /// sums: what each key that is there got, by query head.
+    /// Attention of the next token to the keys that are wanted and in the index. `sums` receives
+    /// the weight of each present key, by query head.
     pub fn next(
         &self,
         cache: &mut impl Cache,
-        wanted: Option<Wanted<'_>>,
+        wanted: Option<KeySelection<'_>>,
         index: &Index,
         sums: Option<&mut Vec<f32>>,
     ) -> Result<Output> {
@@ -185,7 +191,7 @@ impl Asking<'_> {
                 lse = of.to_vec();
                 Ok(())
             })?;
-            // A number for each key that is there: those that were not looked at got nothing.
+            // One weight for each present key: 0 for those that were not used.
             let most = shares.len() / heads;
             for (head, got) in got.iter_mut().enumerate() {
                 let start = got.len();
@@ -205,12 +211,12 @@ impl Asking<'_> {
         Ok(output)
     }
 
-    /// The rows of a piece that a query head looks at.
+    /// The rows of a piece that a query head uses.
     fn pick(
         &self,
-        lent: &Lent<'_>,
+        lent: &KvRows<'_>,
         head: usize,
-        wanted: Option<Wanted<'_>>,
+        wanted: Option<KeySelection<'_>>,
         index: &Index,
     ) -> Vec<u32> {
         let is_wanted = |at: u32| {
@@ -227,7 +233,7 @@ impl Asking<'_> {
 }
 
 impl Output {
-    /// Computes one more piece, which rows before `from` see nothing of.
+    /// Adds a piece, which rows before `from` do not see.
     fn add(
         &mut self,
         from: usize,
@@ -245,34 +251,34 @@ impl Output {
     }
 }
 
-/// All keys and values of a layer in one piece: policies and kernels that look across a prompt
-/// take no less. Pieces are copied together.
+/// All keys and values of a layer in one piece, for policies and kernels that need a whole prompt.
+/// Pieces are concatenated.
 pub fn whole(
     cache: &mut impl Cache,
     layer: u32,
     shape: &Shape,
-    f: &mut dyn FnMut(&Lent<'_>) -> Result<()>,
+    f: &mut dyn FnMut(&KvRows<'_>) -> Result<()>,
 ) -> Result<()> {
     let (mut keys, mut values, mut positions) = (Vec::new(), Vec::new(), Vec::<u32>::new());
     cache.with_keys(layer, None, &mut |lent| {
         let is_one = lent.positions.iter().all(|list| list == &lent.positions[0]);
         let next = positions.last().map_or(0, |last| last + 1);
         if !is_one || lent.of(0).iter().enumerate().any(|(i, &at)| at != next + i as u32) {
-            return Err(unsupported("an index of a prompt behind tokens that were evicted"));
+            return Err(unsupported("an index of a prompt is not supported after an eviction"));
         }
         to_f32(&lent.keys, &mut keys);
         to_f32(&lent.values, &mut values);
         positions.extend_from_slice(lent.of(0));
         Ok(())
     })?;
-    f(&Lent {
+    f(&KvRows {
         keys: contiguous(&keys, shape.key_heads, shape.key_dim)?,
         values: contiguous(&values, shape.key_heads, shape.value_dim)?,
         positions: vec![&positions],
     })
 }
 
-/// Where a policy is asked.
+/// The context of a call to a policy.
 pub fn context(is_prefill: bool, (part, parts): (u32, u32), first: u32, tokens: u32) -> Context {
     Context { is_prefill, part, parts, first_query: first, tokens }
 }

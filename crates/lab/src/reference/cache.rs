@@ -1,5 +1,4 @@
-//! Where keys and values are: what the engine asks of a cache, and one that holds all in
-//! memory.
+//! The engine's interface to a KV cache, and a cache in memory.
 
 use kvtier::attention::{Rows, Scales};
 use kvtier::base::status::Result;
@@ -7,49 +6,49 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
 use kvtier::sparse::{Keep, Kind, Shape};
 
-/// Which keys the engine wants to have.
+/// Selection of keys.
 #[derive(Clone, Copy, Debug)]
-pub struct Wanted<'a> {
+pub struct KeySelection<'a> {
     /// These blocks: `block_tokens` tokens from `id * block_tokens` on.
     pub blocks: &'a [u32],
-    /// And all tokens from this position on, where a block begins (or nothing does).
+    /// Also all tokens from this position on, a multiple of the block size (or beyond the end).
     pub from: u32,
 }
 
-/// Keys and values that are lent.
-pub struct Lent<'a> {
+/// Borrowed keys and values.
+pub struct KvRows<'a> {
     /// Keys.
     pub keys: Rows<'a>,
     /// Values.
     pub values: Rows<'a>,
-    /// Which token each row is, by its position, ascending: for each head of keys, or one list
-    /// for all. A list may be shorter than the rows: what is behind it means nothing.
+    /// Positions of the rows, ascending, for each key head, or one list for all heads. Rows behind
+    /// the end of a list are undefined.
     pub positions: Vec<&'a [u32]>,
 }
 
-impl Lent<'_> {
-    /// The tokens of a head of keys.
+impl KvRows<'_> {
+    /// Positions of a key head.
     pub fn of(&self, head: usize) -> &[u32] {
         self.positions[if self.positions.len() == 1 { 0 } else { head }]
     }
 }
 
-/// What a cache does for one sequence.
+/// A KV cache for one sequence.
 pub trait Cache {
-    /// Keys and values of new tokens of a layer, `[tokens, heads, numbers]` each; those of
-    /// latent rows have no values of their own. `first` is the position of the first.
+    /// Stores keys and values of new tokens of a layer, `[tokens, heads, dim]` each; latent rows
+    /// have no separate values. `first` is the position of the first token.
     fn put(&mut self, layer: u32, first: u32, keys: &[f32], values: &[f32]) -> Result<()>;
 
-    /// Lends what is wanted of a layer (more does no harm; none said = all), in one piece or in
-    /// several, tokens ascending from piece to piece.
+    /// Passes the wanted rows of a layer to `f`, or more (None = all), in one or several pieces
+    /// with ascending tokens.
     fn with_keys(
         &mut self,
         layer: u32,
-        wanted: Option<Wanted<'_>>,
-        f: &mut dyn FnMut(&Lent<'_>) -> Result<()>,
+        wanted: Option<KeySelection<'_>>,
+        f: &mut dyn FnMut(&KvRows<'_>) -> Result<()>,
     ) -> Result<()>;
 
-    /// Only these tokens of a layer stay.
+    /// Evicts all tokens of a layer except these.
     fn evict(&mut self, layer: u32, keep: &Keep) -> Result<()>;
 }
 
@@ -57,21 +56,21 @@ pub trait Cache {
 struct Layer {
     keys: Vec<f32>,
     values: Vec<f32>,
-    /// For each head of keys, what its rows are.
+    /// Positions of the rows, for each key head.
     positions: Vec<Vec<u32>>,
     is_evicted: bool,
 }
 
-/// All in memory, in one place for each layer: `[rows, heads, numbers]`.
+/// A cache in memory, one array per layer: `[rows, heads, dim]`.
 #[derive(Clone)]
 pub struct InMemory {
     shape: Shape,
     layers: Vec<Layer>,
-    /// Rows that are lent at once; 0 = all.
+    /// Rows passed at once; 0 = all.
     pub piece: usize,
 }
 
-/// Keeps the rows of a head that stay, and moves them together.
+/// Compacts the kept rows of a head.
 fn compact(rows: &mut [f32], (heads, dim): (usize, usize), head: usize, stays: &[usize]) {
     for (to, from) in stays.iter().enumerate() {
         let (from, to) = ((from * heads + head) * dim, (to * heads + head) * dim);
@@ -79,7 +78,7 @@ fn compact(rows: &mut [f32], (heads, dim): (usize, usize), head: usize, stays: &
     }
 }
 
-/// Puts what a head of a token has into a row.
+/// Copies one head of a token into a row.
 fn put_row(
     rows: &mut [f32],
     (row, source, token): (usize, &[f32], usize),
@@ -92,14 +91,14 @@ fn put_row(
 }
 
 impl InMemory {
-    /// No tokens yet.
+    /// An empty cache.
     pub fn new(shape: &Shape) -> InMemory {
         let positions = vec![Vec::new(); shape.key_heads as usize];
         let layer = Layer { positions, ..Layer::default() };
         InMemory { shape: *shape, layers: vec![layer; shape.layers as usize], piece: 0 }
     }
 
-    /// Numbers of keys, and of values, of a row of all heads; latent rows have them in one.
+    /// Floats per row of keys and of values, over all heads; latent rows are only keys.
     fn sizes(&self) -> (usize, usize) {
         let (heads, key) = (self.shape.key_heads as usize, self.shape.key_dim as usize);
         match self.shape.kind {
@@ -108,12 +107,12 @@ impl InMemory {
         }
     }
 
-    /// The tokens of each head of keys of a layer.
+    /// Positions of each key head of a layer.
     pub fn positions(&self, layer: u32) -> &[Vec<u32>] {
         &self.layers[layer as usize].positions
     }
 
-    /// How many keys a head of a layer has, in the mean.
+    /// Mean number of keys per head of a layer.
     pub fn kept(&self, layer: u32) -> f64 {
         let lists = self.positions(layer);
         lists.iter().map(Vec::len).sum::<usize>() as f64 / lists.len() as f64
@@ -128,16 +127,17 @@ impl InMemory {
             token_stride_bytes: row as u64 * 4,
             head_stride_bytes: (row as u64 * 4) / u64::from(self.shape.key_heads),
         };
-        // SAFETY: places are in the memory of a layer, which is borrowed while they are lent.
+        // SAFETY: the addresses are in the memory of a layer, which stays borrowed while the rows
+        // are in use.
         unsafe { Rows::new(view, Dtype::F32, Scales::None) }
     }
 
-    /// Lends rows that lie together.
+    /// Passes consecutive rows.
     fn lend(
         &self,
         layer: &Layer,
         (from, to): (usize, usize),
-        f: &mut dyn FnMut(&Lent<'_>) -> Result<()>,
+        f: &mut dyn FnMut(&KvRows<'_>) -> Result<()>,
     ) -> Result<()> {
         let (key, value) = self.sizes();
         let at = |numbers: &[f32], row: usize| {
@@ -153,15 +153,15 @@ impl InMemory {
         };
         let part = |list: &'_ Vec<u32>| (from.min(list.len()), to.min(list.len()));
         let positions = layer.positions.iter().map(|list| &list[part(list).0..part(list).1]);
-        f(&Lent { keys, values, positions: positions.collect() })
+        f(&KvRows { keys, values, positions: positions.collect() })
     }
 
-    /// Lends blocks: a page each, of which the last may not be complete.
+    /// Passes blocks as pages; the last one may be partial.
     fn lend_blocks(
         &self,
         layer: &Layer,
         blocks: &[u32],
-        f: &mut dyn FnMut(&Lent<'_>) -> Result<()>,
+        f: &mut dyn FnMut(&KvRows<'_>) -> Result<()>,
     ) -> Result<()> {
         let ((key, value), each) = (self.sizes(), self.shape.block_tokens);
         let pages = |numbers: &[f32], row: usize| -> Vec<u64> {
@@ -178,7 +178,7 @@ impl InMemory {
             Kind::Latent => (pages(&layer.keys, key), pages(&layer.keys, key)),
         };
         let row = if self.shape.kind == Kind::Latent { key } else { value };
-        f(&Lent {
+        f(&KvRows {
             keys: self.rows(place(&of_keys), tokens, self.shape.key_dim, key)?,
             values: self.rows(place(&of_values), tokens, self.shape.value_dim, row)?,
             positions: vec![&positions],
@@ -194,7 +194,7 @@ impl Cache for InMemory {
         let most = layer.positions.iter().map(Vec::len).max().unwrap_or(0) + tokens;
         layer.keys.resize(most * key, 0.0);
         layer.values.resize(most * value, 0.0);
-        // Heads may have lost different numbers of tokens: each goes on where it ends.
+        // Heads may have evicted different numbers of tokens: each appends at its end.
         for (head, positions) in layer.positions.iter_mut().enumerate() {
             for token in 0..tokens {
                 put_row(&mut layer.keys, (positions.len(), keys, token), (head, heads), key);
@@ -208,13 +208,13 @@ impl Cache for InMemory {
     fn with_keys(
         &mut self,
         layer: u32,
-        wanted: Option<Wanted<'_>>,
-        f: &mut dyn FnMut(&Lent<'_>) -> Result<()>,
+        wanted: Option<KeySelection<'_>>,
+        f: &mut dyn FnMut(&KvRows<'_>) -> Result<()>,
     ) -> Result<()> {
         let layer = &self.layers[layer as usize];
         let rows = layer.positions.iter().map(Vec::len).max().unwrap_or(0);
         if let Some(wanted) = wanted.filter(|_| !layer.is_evicted) {
-            // Blocks and what comes behind them, which begins with one.
+            // The blocks, and the rows from `from` on, which start at a block.
             let each = self.shape.block_tokens;
             let since = wanted.from / each..(rows as u32).div_ceil(each);
             let since = since.filter(|_| wanted.from < rows as u32);

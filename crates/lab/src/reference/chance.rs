@@ -1,4 +1,4 @@
-//! Tokens go by chance: what every policy must be better than.
+//! Random eviction: the baseline that every policy must beat.
 
 use kvtier::attention::Rows;
 use kvtier::base::status::Result;
@@ -6,23 +6,23 @@ use kvtier::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, caps, needs};
 
 use super::numbers::Random;
 
-/// Keeps `recent` last tokens and chance ones of the others, `budget` in all, a list for each
-/// head of keys.
+/// Keeps the `recent` last tokens and random older ones, `budget` in all, separately for each key
+/// head.
 #[derive(Clone)]
-pub struct Chance {
+pub struct RandomEviction {
     seed: u64,
     budget: usize,
     recent: usize,
     heads: u32,
-    /// For each layer and head what is there.
+    /// Present positions, for each layer and head.
     lists: Vec<Vec<u32>>,
 }
 
-impl Chance {
-    /// One for a sequence; another seed keeps others.
-    pub fn new(shape: &Shape, budget: usize, recent: usize, seed: u64) -> Chance {
+impl RandomEviction {
+    /// A policy for one sequence, with a seed for the choice.
+    pub fn new(shape: &Shape, budget: usize, recent: usize, seed: u64) -> RandomEviction {
         let lists = vec![Vec::new(); (shape.layers * shape.key_heads) as usize];
-        Chance { seed, budget, recent, heads: shape.key_heads, lists }
+        RandomEviction { seed, budget, recent, heads: shape.key_heads, lists }
     }
 
     fn of(&mut self, layer: u32) -> &mut [Vec<u32>] {
@@ -31,7 +31,7 @@ impl Chance {
     }
 }
 
-impl Sparse for Chance {
+impl Sparse for RandomEviction {
     fn traits(&self) -> Traits {
         Traits {
             caps: caps::EVICT_PREFILL | caps::EVICT_DECODE,

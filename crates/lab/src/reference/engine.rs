@@ -1,71 +1,71 @@
-//! A transformer over a cache: a prompt, whole or in parts, then token after token.
+//! A transformer over a KV cache: prefill of a prompt, whole or in parts, then decoding.
 
 use std::collections::VecDeque;
 
 use kvtier::base::status::Result;
 use kvtier::sparse::{Context, Index, Keep, Shape, Traits, caps, needs};
 
-use super::attend::{Asking, Output, context, whole};
-use super::cache::{Cache, InMemory, Wanted};
+use super::attend::{LayerQueries, Output, context, whole};
+use super::cache::{Cache, InMemory, KeySelection};
 use super::model::{Form, Layer, Model};
 use super::numbers::{add, gated, norm, product, turn};
 use super::policies::{Policies, unsupported};
 use super::rows::{contiguous, to_f32};
 
-/// Of the queries of a prompt, one in so many is counted.
+/// One in this many queries of a prompt is counted.
 const COUNTED: usize = 16;
 
-/// What the engine itself knows of the blocks of a layer.
+/// The engine's data about the blocks of a layer.
 #[derive(Clone, Default)]
 struct Blocks {
-    /// Mean keys, `[blocks, heads, numbers]`: whoever asks for scores gets them by these.
+    /// Mean keys, `[blocks, heads, dim]`, from which policies get scores.
     means: Vec<f32>,
-    /// Complete ones, in order; their number is their name. None comes once tokens have gone.
+    /// Number of complete blocks, which is the next id. Constant after the first eviction.
     count: u32,
     is_evicted: bool,
 }
 
-/// The weights of a layer, and what keeps them where they are.
-pub struct Lent {
-    /// They.
+/// Weights of a layer, with the owner of their memory.
+pub struct LayerWeights {
+    /// The weights.
     pub layer: Layer,
     /// Dropped when the layer has been computed.
     pub until: Box<dyn std::any::Any>,
 }
 
-/// Who brings the weights of a layer when it is computed, where the model does not hold them.
-pub type Lender<'m> = &'m dyn Fn(u32) -> Result<Lent>;
+/// Provides the weights of a layer when it is computed, for models that do not hold them.
+pub type WeightSource<'m> = &'m dyn Fn(u32) -> Result<LayerWeights>;
 
-/// One sequence.
+/// An engine for one sequence.
 pub struct Engine<'m, C: Cache> {
     /// The weights.
     pub model: &'m Model,
-    /// How keys and values are kept.
+    /// Form of the cached keys and values.
     pub form: Form,
-    /// What policies are told of the model.
+    /// The model's shape, as policies see it.
     pub shape: Shape,
-    /// Who brings weights; none = the model has them.
-    pub lender: Option<Lender<'m>>,
-    /// Where keys and values are.
+    /// Source of weights; None = the model holds them.
+    pub lender: Option<WeightSource<'m>>,
+    /// The KV cache.
     pub cache: C,
-    /// Who is told and asked.
+    /// The sparse policies.
     pub policies: Policies,
-    /// Tokens so far.
+    /// Number of tokens so far.
     pub tokens: u32,
-    /// Keys that were wanted while text was written, of one head, in all layers.
+    /// Keys loaded during decoding, of one head, summed over layers.
     pub read: u64,
-    /// Keys that were looked at while text was written, of all query heads, in all layers.
+    /// Keys used during decoding, summed over query heads and layers.
     pub looked: u64,
-    /// Tokens that there were then, in all layers.
+    /// Tokens present during decoding, summed over steps and layers.
     pub before: u64,
-    /// Of some queries of prompts, keys that they were computed with, and all before them.
+    /// For some queries of prompts: the keys used, and all keys before them.
     pub paired: (u64, u64),
     blocks: Vec<Blocks>,
-    /// Queries of the layers before, of this step: the last first.
+    /// Queries of the earlier layers of this step, the last layer first.
     earlier: VecDeque<Vec<f32>>,
 }
 
-/// What a layer computes of tokens before attention.
+/// Projections of tokens before attention.
 struct Projected {
     queries: Vec<f32>,
     keys: Vec<f32>,
@@ -73,13 +73,13 @@ struct Projected {
 }
 
 impl<'m> Engine<'m, InMemory> {
-    /// One that holds all in memory.
+    /// An engine with a cache in memory.
     pub fn in_memory(model: &'m Model, form: Form, block: u32, policies: Policies) -> Result<Self> {
         let cache = InMemory::new(&model.shape(form, block));
         Engine::new(model, form, block, cache, policies)
     }
 
-    /// A copy that goes on from here.
+    /// A copy that continues from here with other policies.
     pub fn fork(&self, policies: Policies) -> Engine<'m, InMemory> {
         Engine {
             cache: self.cache.clone(),
@@ -92,7 +92,7 @@ impl<'m> Engine<'m, InMemory> {
 }
 
 impl<'m, C: Cache> Engine<'m, C> {
-    /// No tokens yet; an error if policies ask for what this engine cannot do.
+    /// An engine without tokens; fails if a policy needs something unsupported.
     pub fn new(
         model: &'m Model,
         form: Form,
@@ -122,15 +122,15 @@ impl<'m, C: Cache> Engine<'m, C> {
         })
     }
 
-    /// Computes a prompt in one go, and evicts what has to go. Returns the logits behind its last
-    /// `rows` tokens.
+    /// Computes a prompt in one part, and evicts. Returns the logits of its last `rows` tokens.
     pub fn prompt(&mut self, symbols: &[u8], rows: usize) -> Result<Vec<f32>> {
         let logits = self.compute(symbols, symbols.len(), rows)?;
         self.settle(symbols.len() as u32)?;
         Ok(logits)
     }
 
-    /// The same in parts of so many tokens; nothing is evicted yet. (`rows` of the last part.)
+    /// Computes a prompt in parts of `each` tokens, without eviction. Returns the logits of the
+    /// last part's last `rows` tokens.
     pub fn compute(&mut self, symbols: &[u8], each: usize, rows: usize) -> Result<Vec<f32>> {
         let parts = symbols.len().div_ceil(each) as u32;
         let mut last = Vec::new();
@@ -141,13 +141,13 @@ impl<'m, C: Cache> Engine<'m, C> {
         Ok(self.logits(&last[last.len() - rows * width..]))
     }
 
-    /// The prompt has been computed: tokens may go.
+    /// Evicts, after a prompt of `last` tokens was computed.
     pub fn settle(&mut self, last: u32) -> Result<()> {
         let context = context(true, (0, 1), self.tokens - last, self.tokens);
         (0..self.shape.layers).try_for_each(|layer| self.evict(layer, &context))
     }
 
-    /// One more token; the logits behind it.
+    /// Decodes one token; returns its logits.
     pub fn next(&mut self, symbol: u8) -> Result<Vec<f32>> {
         let last = self.run(&[symbol], None)?;
         Ok(self.logits(&last))
@@ -158,7 +158,7 @@ impl<'m, C: Cache> Engine<'m, C> {
         product(&norm(rows, &model.last), &model.out, model.sizes.width)
     }
 
-    /// Some tokens through all layers: a part of a prompt, or one that is written.
+    /// Computes tokens through all layers: a part of a prompt, or one decoded token.
     fn run(&mut self, symbols: &[u8], part: Option<(u32, u32)>) -> Result<Vec<f32>> {
         let (model, width) = (self.model, self.model.sizes.width);
         let row = |&symbol: &u8| &model.symbols[symbol as usize * width..][..width];
@@ -172,8 +172,12 @@ impl<'m, C: Cache> Engine<'m, C> {
             let layer = lent.as_ref().map_or(own, |lent| &lent.layer);
             let own = self.project(layer, &norm(&x, &layer.first), first);
             self.put(at, &own, first)?;
-            let asking =
-                Asking { shape: &self.shape.clone(), layer: at, queries: &own.queries, first };
+            let asking = LayerQueries {
+                shape: &self.shape.clone(),
+                layer: at,
+                queries: &own.queries,
+                first,
+            };
             let output = match part {
                 Some(_) => self.prefill(&asking, &context)?,
                 None => self.decode(&asking, &context)?,
@@ -191,7 +195,7 @@ impl<'m, C: Cache> Engine<'m, C> {
         Ok(x)
     }
 
-    /// Queries, keys and values of tokens, as the cache keeps them.
+    /// Queries, keys and values of tokens, in the form of the cache.
     fn project(&self, layer: &Layer, x: &[f32], first: u32) -> Projected {
         let sizes = &self.model.sizes;
         let (width, rope, nope) = (sizes.width, sizes.rope, sizes.nope);
@@ -231,7 +235,7 @@ impl<'m, C: Cache> Engine<'m, C> {
         Projected { queries: absorbed.collect(), keys, values: Vec::new() }
     }
 
-    /// What attention gave, as values: latent ones are led up by head.
+    /// Attention output in the model's value dimension: latent output is projected up by head.
     fn values(&self, layer: &Layer, out: Vec<f32>) -> Vec<f32> {
         let (sizes, Some(latent)) = (&self.model.sizes, &layer.latent) else { return out };
         if self.form != Form::Latent {
@@ -246,11 +250,11 @@ impl<'m, C: Cache> Engine<'m, C> {
             .collect()
     }
 
-    /// New keys and values go to the cache, and all who want to know them hear of them.
+    /// Stores new keys and values in the cache, and notifies the policies that need keys.
     fn put(&mut self, layer: u32, own: &Projected, first: u32) -> Result<()> {
         let shape = self.shape;
         self.cache.put(layer, first, &own.keys, &own.values)?;
-        for active in self.policies.told(needs::KEYS) {
+        for active in self.policies.needing(needs::KEYS) {
             let (heads, dim) = active.traits.key_rows(&shape);
             active.policy.append(layer, first, &contiguous(&own.keys, heads, dim)?)?;
         }
@@ -262,12 +266,12 @@ impl<'m, C: Cache> Engine<'m, C> {
         Ok(())
     }
 
-    /// The next block of a layer is complete: policies see its keys before they are moved away.
+    /// Seals the next block of a layer: policies see its keys before they may be moved.
     fn seal(&mut self, layer: u32) -> Result<()> {
         let (shape, blocks) = (self.shape, &mut self.blocks[layer as usize]);
         let row = (shape.key_heads * shape.key_dim) as usize;
         let (id, each) = (blocks.count, shape.block_tokens);
-        let wanted = Wanted { blocks: &[id], from: self.tokens };
+        let wanted = KeySelection { blocks: &[id], from: self.tokens };
         let mut keys = Vec::new();
         self.cache.with_keys(layer, Some(wanted), &mut |lent| {
             let mut all = Vec::new();
@@ -286,10 +290,10 @@ impl<'m, C: Cache> Engine<'m, C> {
         all.try_for_each(|active| active.policy.seal(layer, id, id * each, &keys))
     }
 
-    /// Which blocks are loaded for queries, if a policy restricts that.
+    /// The blocks loaded for queries, if a policy restricts them.
     fn select(
         &mut self,
-        asking: &Asking<'_>,
+        asking: &LayerQueries<'_>,
         context: &Context,
     ) -> Result<Option<(Vec<u32>, u32)>> {
         let cap = if context.is_prefill { caps::LOAD_PREFILL } else { caps::LOAD_DECODE };
@@ -302,7 +306,7 @@ impl<'m, C: Cache> Engine<'m, C> {
         };
         let each = self.shape.block_tokens;
         let blocks = &self.blocks[asking.layer as usize];
-        // The blocks of a part itself are there anyway.
+        // Blocks of the part itself are present anyway.
         let count = blocks.count.min(context.first_query / each);
         let candidates: Vec<u32> = (0..count).collect();
         self.score(at, asking, &candidates)?;
@@ -321,10 +325,10 @@ impl<'m, C: Cache> Engine<'m, C> {
         Ok(Some((chosen, count * each)))
     }
 
-    /// The queries that a policy is asked with: of this layer or of one before, if there is one
-    /// and text is written. This model has no indexer of its own: its keys side by side are
-    /// keys of one that scores tokens by the positive products of all heads.
-    fn queries(&self, traits: &Traits, asking: &Asking<'_>, ahead: u32) -> Option<Vec<f32>> {
+    /// The queries passed to a policy: of this layer, or of an earlier one while decoding. The
+    /// model has no indexer. Its keys side by side serve as keys of an indexer that scores tokens
+    /// by the positive products of all heads.
+    fn queries(&self, traits: &Traits, asking: &LayerQueries<'_>, ahead: u32) -> Option<Vec<f32>> {
         let queries = match ahead {
             0 => asking.queries,
             n => self.earlier.get(n as usize - 1)?,
@@ -342,9 +346,9 @@ impl<'m, C: Cache> Engine<'m, C> {
         Some(rows)
     }
 
-    /// Tells a policy the scores it asks for: weights of an indexer, or how blocks' mean keys
-    /// fit the last query.
-    fn score(&mut self, at: usize, asking: &Asking<'_>, candidates: &[u32]) -> Result<()> {
+    /// Passes the scores that a policy needs: indexer weights, or the products of blocks' mean keys
+    /// with the last query.
+    fn score(&mut self, at: usize, asking: &LayerQueries<'_>, candidates: &[u32]) -> Result<()> {
         let (shape, active) = (&self.shape, &mut self.policies.all[at]);
         let count = active.traits.scores(shape, asking.tokens() as u32, candidates.len());
         if active.traits.needs & needs::WEIGHTS != 0 {
@@ -371,8 +375,8 @@ impl<'m, C: Cache> Engine<'m, C> {
         active.policy.score(asking.layer, &scores)
     }
 
-    /// What a policy says that queries are computed with.
-    fn index(&mut self, asking: &Asking<'_>, context: &Context) -> Result<Index> {
+    /// The keys that a policy allows for queries.
+    fn index(&mut self, asking: &LayerQueries<'_>, context: &Context) -> Result<Index> {
         let cap = if context.is_prefill { caps::INDEX_PREFILL } else { caps::INDEX_DECODE };
         let Some(at) = self.policies.all.iter().position(|active| active.asked & cap != 0) else {
             return Ok(Index::default());
@@ -394,7 +398,7 @@ impl<'m, C: Cache> Engine<'m, C> {
         Ok(index)
     }
 
-    /// Counts what a prompt is computed with: keys that some of its queries see.
+    /// Counts the keys used by some of a prompt's queries.
     fn count(&mut self, index: &Index, context: &Context) {
         let queries = (context.first_query..context.tokens).step_by(COUNTED);
         for (query, head) in
@@ -413,19 +417,23 @@ impl<'m, C: Cache> Engine<'m, C> {
         }
     }
 
-    fn prefill(&mut self, asking: &Asking<'_>, context: &Context) -> Result<Output> {
+    fn prefill(&mut self, asking: &LayerQueries<'_>, context: &Context) -> Result<Output> {
         let chosen = self.select(asking, context)?;
-        let wanted = chosen.as_ref().map(|(blocks, from)| Wanted { blocks, from: *from });
+        let wanted = chosen.as_ref().map(|(blocks, from)| KeySelection { blocks, from: *from });
         let index = self.index(asking, context)?;
         self.count(&index, context);
         let output = match index.is_dense() {
             true => asking.dense(&mut self.cache, wanted)?,
             false if wanted.is_none() => asking.indexed(&mut self.cache, &index)?,
-            false => return Err(unsupported("a prompt by blocks and by an index")),
+            false => {
+                return Err(unsupported(
+                    "block selection and an index in one prompt are not supported",
+                ));
+            }
         };
         for queries in self.policies.sum_queries(true) {
             if wanted.is_some() {
-                return Err(unsupported("sums of attention to some blocks of a prompt"));
+                return Err(unsupported("sums of attention weights need all blocks of the prompt"));
             }
             let last = queries.min(asking.tokens() as u32);
             let sums = asking.sums(&mut self.cache, &output, last as usize, &index)?;
@@ -434,7 +442,7 @@ impl<'m, C: Cache> Engine<'m, C> {
         Ok(output)
     }
 
-    /// Tells sums to those who wait for those of so many queries.
+    /// Passes sums of attention weights to the policies that need them for this number of queries.
     fn observe(
         &mut self,
         layer: u32,
@@ -450,17 +458,17 @@ impl<'m, C: Cache> Engine<'m, C> {
         Ok(())
     }
 
-    fn decode(&mut self, asking: &Asking<'_>, context: &Context) -> Result<Output> {
+    fn decode(&mut self, asking: &LayerQueries<'_>, context: &Context) -> Result<Output> {
         let chosen = self.select(asking, context)?;
-        let wanted = chosen.as_ref().map(|(blocks, from)| Wanted { blocks, from: *from });
+        let wanted = chosen.as_ref().map(|(blocks, from)| KeySelection { blocks, from: *from });
         let index = self.index(asking, context)?;
         let mut sums = Vec::new();
-        let told = self.policies.sum_queries(false);
+        let sum_queries = self.policies.sum_queries(false);
         let output = asking.next(
             &mut self.cache,
             wanted,
             &index,
-            (!told.is_empty()).then_some(&mut sums),
+            (!sum_queries.is_empty()).then_some(&mut sums),
         )?;
         self.read += match &wanted {
             Some(of) => {
@@ -471,7 +479,7 @@ impl<'m, C: Cache> Engine<'m, C> {
         };
         self.looked += output.looked as u64;
         self.before += u64::from(self.tokens);
-        for of in told {
+        for of in sum_queries {
             self.observe(asking.layer, (false, of), 1, &sums)?;
         }
         Ok(output)
@@ -484,7 +492,7 @@ impl<'m, C: Cache> Engine<'m, C> {
         }
     }
 
-    /// Only these tokens of a layer stay.
+    /// Evicts all tokens of a layer except these.
     pub fn keep(&mut self, layer: u32, keep: &Keep) -> Result<()> {
         self.blocks[layer as usize].is_evicted = true;
         self.cache.evict(layer, keep)

@@ -1,6 +1,6 @@
-//! The reference engine: a small transformer over the kernels and sparse policies of the library,
-//! with trained weights. Tests compare it with torch and with itself (`tests/sparse/reference`);
-//! `kvtier lab sparse` measures with it what a budget of tokens costs.
+//! The reference engine: a small transformer with trained weights on the library's kernels and
+//! sparse policies. Tests compare it with torch and with itself (`tests/sparse/reference`). `kvtier
+//! lab sparse` measures the quality of a token budget with it.
 
 pub mod attend;
 pub mod cache;

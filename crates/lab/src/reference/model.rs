@@ -6,97 +6,97 @@ use kvtier::sparse::{Kind, Shape};
 /// Most tokens of a sequence.
 pub const MAX_TOKENS: u32 = 40 * 1024;
 
-/// Sizes, in the order of the file's header.
+/// Dimensions, in the order of the file's header.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
-    /// Symbols.
+    /// Size of the vocabulary.
     pub vocab: usize,
-    /// Layers.
+    /// Number of layers.
     pub layers: usize,
-    /// Numbers of a token between layers.
+    /// Dimension of the residual stream.
     pub width: usize,
-    /// Numbers inside of a gated layer.
+    /// Inner dimension of the gated layer.
     pub hidden: usize,
-    /// Heads of queries.
+    /// Number of query heads.
     pub heads: usize,
-    /// Heads of keys.
+    /// Number of key heads.
     pub key_heads: usize,
-    /// Numbers of a key that are not turned.
+    /// Dimensions of a key without rotation.
     pub nope: usize,
-    /// Numbers that are turned.
+    /// Dimensions of a key with rotation (RoPE).
     pub rope: usize,
-    /// Numbers of a value.
+    /// Dimension of a value.
     pub value: usize,
-    /// Numbers of a latent row; 0 = keys and values are kept apart.
+    /// Dimension of a latent row; 0 = separate keys and values.
     pub latent: usize,
-    /// The base of the angles they are turned by.
+    /// Base of the rotation angles.
     pub theta: f64,
 }
 
-/// How keys and values are kept.
+/// Form of the cached keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// By head of keys: what the model itself has.
+    /// By key head, as in the model.
     Split,
-    /// Latent attention with keys and values of every head.
+    /// Latent attention, with keys and values of every head.
     Expanded,
-    /// Latent attention with one row a token; queries are taken into its space.
+    /// Latent attention with one row per token; queries are projected into the latent space.
     Latent,
 }
 
 /// The weights of a layer.
 pub struct Layer {
-    /// Gain before attention.
+    /// Norm gain before attention.
     pub first: Vec<f32>,
-    /// Queries.
+    /// Query projection.
     pub q: Vec<f32>,
-    /// Keys; of latent attention, what leads down to the latent row.
+    /// Key projection; for latent attention, the projection to the latent row.
     pub k: Vec<f32>,
-    /// Values; nothing in latent attention.
+    /// Value projection; empty for latent attention.
     pub v: Vec<f32>,
-    /// What else latent attention has.
+    /// Further weights of latent attention.
     pub latent: Option<Latent>,
-    /// What leads back from attention.
+    /// Output projection of attention.
     pub o: Vec<f32>,
-    /// Gain before the gated layer.
+    /// Norm gain before the gated layer.
     pub second: Vec<f32>,
-    /// What opens the gate.
+    /// Gate projection.
     pub gate: Vec<f32>,
-    /// What passes it.
+    /// Up projection.
     pub up: Vec<f32>,
-    /// What leads back.
+    /// Down projection.
     pub down: Vec<f32>,
 }
 
 /// Weights of latent attention.
 pub struct Latent {
-    /// Gain of the latent row.
+    /// Norm gain of the latent row.
     pub norm: Vec<f32>,
-    /// Numbers that are turned, one row for all heads.
+    /// Projection to the rotated dimensions, shared by all heads.
     pub pe: Vec<f32>,
     /// Keys of each head from the latent row.
     pub up_k: Vec<f32>,
-    /// Values of each head from it.
+    /// Values of each head from the latent row.
     pub up_v: Vec<f32>,
 }
 
 /// A model.
 pub struct Model {
-    /// Its sizes.
+    /// Its dimensions.
     pub sizes: Sizes,
-    /// A row for each symbol.
+    /// Embedding: a row for each symbol.
     pub symbols: Vec<f32>,
     /// Its layers.
     pub layers: Vec<Layer>,
-    /// Gain before logits.
+    /// Norm gain before the output projection.
     pub last: Vec<f32>,
-    /// Logits.
+    /// Output projection.
     pub out: Vec<f32>,
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
 
-/// The number of a binary16.
+/// Converts a binary16.
 fn from_f16(half: u16) -> f32 {
     let (exponent, fraction) = (i32::from(half >> 10 & 31), f32::from(half & 1023));
     let size = match exponent {
@@ -106,7 +106,7 @@ fn from_f16(half: u16) -> f32 {
     if half & 0x8000 == 0 { size } else { -size }
 }
 
-/// What a file begins with: a mark, and its version.
+/// First words of a file: magic number and version.
 const MARK: [usize; 2] = [0x4D52_564B, 1];
 /// Bytes of the header.
 const HEADER: usize = 64;
@@ -121,7 +121,7 @@ fn wrong(text: String) -> Error {
 }
 
 impl Model {
-    /// The trained one of a name.
+    /// The trained model with a name.
     pub fn trained(name: &str) -> Result<Model> {
         match TRAINED.iter().find(|(known, _)| *known == name) {
             Some((_, bytes)) => Model::read(bytes),
@@ -132,7 +132,7 @@ impl Model {
         }
     }
 
-    /// One from the bytes of a file.
+    /// Reads a model from the bytes of a file.
     fn read(bytes: &[u8]) -> Result<Model> {
         let Some((header, numbers)) = bytes.split_at_checked(HEADER) else {
             return Err(wrong(format!("{} bytes are no model", bytes.len())));
@@ -193,8 +193,8 @@ impl Model {
         }
     }
 
-    /// Takes each tensor, in the order of the file, from a function of how many numbers it
-    /// has and how many inputs (0 = a gain).
+    /// Builds a model from a function that returns each tensor, in the order of the file, by its
+    /// size and its number of inputs (0 = a gain).
     pub fn with(sizes: Sizes, mut take: impl FnMut(usize, usize) -> Vec<f32>) -> Model {
         let Sizes { vocab, width, hidden, heads, key_heads, nope, rope, value, latent, .. } = sizes;
         let mut matrix = |outputs: usize, inputs: usize| take(outputs * inputs.max(1), inputs);
@@ -235,14 +235,14 @@ impl Model {
         Model { sizes, symbols, layers, last, out, cos, sin }
     }
 
-    /// By what a head is turned at a position.
+    /// Cosines and sines of the rotation at a position.
     pub fn turns(&self, position: u32) -> (&[f32], &[f32]) {
         let half = self.sizes.rope / 2;
         let at = position as usize * half;
         (&self.cos[at..at + half], &self.sin[at..at + half])
     }
 
-    /// What sparse policies are told of it, if keys and values are kept in a form.
+    /// The model's shape for sparse policies, with this form of keys and values.
     pub fn shape(&self, form: Form, block_tokens: u32) -> Shape {
         let Sizes { heads, key_heads, nope, rope, value, latent, .. } = self.sizes;
         let (key_heads, key_dim, value_dim) = match form {

@@ -1,11 +1,11 @@
-//! What a transformer computes beside attention. Loops are plain on purpose: tests are not
+//! Arithmetic of a transformer without attention. Loops are plain on purpose: tests are not
 //! optimised, and an index costs less than an iterator there.
 
-/// Numbers that come out the same everywhere.
+/// Pseudo-random numbers, equal on every machine.
 pub struct Random(u64);
 
 impl Random {
-    /// Another seed gives others.
+    /// A generator with a seed.
     pub fn new(seed: u64) -> Random {
         Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
     }
@@ -18,7 +18,7 @@ impl Random {
         ((self.0 >> 33) % u64::from(n)) as u32
     }
 
-    /// Puts a list in another order.
+    /// Shuffles a list.
     pub fn shuffle(&mut self, list: &mut [u32]) {
         for at in (1..list.len()).rev() {
             list.swap(at, self.below(at as u32 + 1) as usize);
@@ -43,7 +43,7 @@ fn dot(row: &[f32], x: &[f32]) -> f32 {
     (a + b) + (c + d)
 }
 
-/// Rows of `x` times a matrix of rows of outputs.
+/// `x` times the transposed matrix; `inputs` is the length of a row.
 pub fn product(x: &[f32], matrix: &[f32], inputs: usize) -> Vec<f32> {
     let outputs = matrix.len() / inputs;
     let mut out = Vec::with_capacity(x.len() / inputs * outputs);
@@ -55,7 +55,7 @@ pub fn product(x: &[f32], matrix: &[f32], inputs: usize) -> Vec<f32> {
     out
 }
 
-/// Adds numbers to others.
+/// Adds `from` to `to`.
 pub fn add(to: &mut [f32], from: &[f32]) {
     let mut i = 0;
     while i < to.len() {
@@ -64,7 +64,7 @@ pub fn add(to: &mut [f32], from: &[f32]) {
     }
 }
 
-/// Each row made of one length, times a gain.
+/// RMS norm of each row, times a gain.
 pub fn norm(x: &[f32], gain: &[f32]) -> Vec<f32> {
     let width = gain.len();
     let mut out = x.to_vec();
@@ -79,7 +79,7 @@ pub fn norm(x: &[f32], gain: &[f32]) -> Vec<f32> {
     out
 }
 
-/// What passes a gate.
+/// SiLU of the gate, times `up`.
 pub fn gated(gate: &[f32], up: &[f32]) -> Vec<f32> {
     let mut out = up.to_vec();
     let mut i = 0;
@@ -90,7 +90,7 @@ pub fn gated(gate: &[f32], up: &[f32]) -> Vec<f32> {
     out
 }
 
-/// Turns a head by its position: the first half of its numbers with the second.
+/// Rotates a head (RoPE), its first half with the second.
 pub fn turn(head: &mut [f32], (cos, sin): (&[f32], &[f32])) {
     let half = head.len() / 2;
     let mut i = 0;
@@ -102,7 +102,7 @@ pub fn turn(head: &mut [f32], (cos, sin): (&[f32], &[f32])) {
     }
 }
 
-/// Where the greatest number is; the first of equal ones.
+/// Index of the greatest number; the first of equal ones.
 pub fn greatest(numbers: &[f32]) -> usize {
     let mut best = 0;
     for (at, number) in numbers.iter().enumerate() {
@@ -113,7 +113,7 @@ pub fn greatest(numbers: &[f32]) -> usize {
     best
 }
 
-/// What a symbol's logit costs, in nats.
+/// Cross entropy of a symbol, in nats.
 pub fn loss(logits: &[f32], symbol: u8) -> f64 {
     let most = logits.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
     let sum: f64 = logits.iter().map(|&l| f64::from(l - most).exp()).sum();

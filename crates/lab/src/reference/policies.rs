@@ -1,4 +1,4 @@
-//! The sparse policies of a sequence, as an engine drives them: by their traits alone.
+//! The sparse policies of a sequence, driven by their traits alone.
 
 use kvtier::attention::Rows;
 use kvtier::base::spec::Spec;
@@ -7,84 +7,87 @@ use kvtier::sparse::{
     Context, Index, Keep, OwnRows, Scope, Shape, Sparse, Traits, caps, needs, registry,
 };
 
-/// What only the prompt asks of a policy.
-pub const IN_PROMPT: u32 = caps::LOAD_PREFILL | caps::INDEX_PREFILL | caps::EVICT_PREFILL;
-/// What only the text behind it does.
-pub const BEHIND: u32 = caps::LOAD_DECODE | caps::INDEX_DECODE | caps::EVICT_DECODE;
+/// Capabilities used for the prompt only.
+pub const PREFILL: u32 = caps::LOAD_PREFILL | caps::INDEX_PREFILL | caps::EVICT_PREFILL;
+/// Capabilities used for decoding only.
+pub const DECODE: u32 = caps::LOAD_DECODE | caps::INDEX_DECODE | caps::EVICT_DECODE;
 
-/// A policy and which of its [`caps`] it is asked for.
+/// A policy and the [`caps`] that are used of it.
 pub struct Active {
     /// The policy.
     pub policy: Box<dyn Sparse>,
-    /// What it is like.
+    /// Its traits.
     pub traits: Traits,
-    /// What it is asked for.
+    /// The capabilities that are used.
     pub asked: u32,
 }
 
-/// The policies of one sequence. All are told all they need; who is asked, `asked` says.
+/// The policies of one sequence. Every policy is notified of everything that it needs; `asked`
+/// limits the decisions that it makes.
 #[derive(Default)]
 pub struct Policies {
-    /// All of them.
+    /// The policies.
     pub all: Vec<Active>,
 }
 
-/// The policy of a spec.
+/// Creates the policy of a spec.
 pub fn make(spec: &str, shape: &Shape) -> Result<Box<dyn Sparse>> {
     registry::make(&Spec::parse(spec)?, shape)
 }
 
-/// An error for what this engine cannot do.
+/// The error for something that this engine does not support.
 pub fn unsupported(text: impl Into<String>) -> Error {
     Error::new(Status::Unsupported, text)
 }
 
 impl Policies {
-    /// One for all it can do.
+    /// One policy, for everything that it can do.
     pub fn one(policy: Box<dyn Sparse>) -> Policies {
-        Policies::default().with(policy, IN_PROMPT | BEHIND)
+        Policies::default().with(policy, PREFILL | DECODE)
     }
 
-    /// One more, asked for some of what it can do.
+    /// Adds a policy for some of its capabilities.
     pub fn with(mut self, policy: Box<dyn Sparse>, asked: u32) -> Policies {
         let traits = policy.traits();
         self.all.push(Active { policy, traits, asked: asked & traits.caps });
         self
     }
 
-    /// Whether this engine can do what they ask for.
+    /// Checks that this engine supports the policies.
     pub fn check(&self, shape: &Shape) -> Result<()> {
         for Active { traits, asked, .. } in &self.all {
             let evicts = asked & (caps::EVICT_PREFILL | caps::EVICT_DECODE) != 0;
             if evicts && traits.scope == Scope::QueryHead && shape.query_heads != shape.key_heads {
-                return Err(unsupported("query heads share keys here: they cannot keep their own"));
+                return Err(unsupported(
+                    "query heads share keys here, so a policy cannot evict by query head",
+                ));
             }
             if traits.needs & needs::VALUES != 0 {
-                return Err(unsupported("policies cannot be told of values"));
+                return Err(unsupported("policies that need values are not supported"));
             }
             if traits.rotates {
-                return Err(unsupported("keys stay as their positions in the text turned them"));
+                return Err(unsupported("policies that rotate keys again are not supported"));
             }
             let indexer = (shape.query_heads, 1, shape.key_heads * shape.key_dim);
             let is_ours = |own: OwnRows| (own.query_heads, own.key_heads, own.dim) == indexer;
             if !traits.rows.is_none_or(is_ours) {
-                return Err(unsupported("the indexer here has other rows"));
+                return Err(unsupported("the indexer has rows of another shape"));
             }
         }
         Ok(())
     }
 
-    /// The one that is asked for something.
+    /// The policy used for a capability.
     pub fn asked(&mut self, cap: u32) -> Option<&mut Active> {
         self.all.iter_mut().find(|active| active.asked & cap != 0)
     }
 
-    /// Those that have to be told something.
-    pub fn told(&mut self, need: u32) -> impl Iterator<Item = &mut Active> {
+    /// The policies that need a notification.
+    pub fn needing(&mut self, need: u32) -> impl Iterator<Item = &mut Active> {
         self.all.iter_mut().filter(move |active| active.traits.needs & need != 0)
     }
 
-    /// Of how many last queries sums of attention are waited for; each number once.
+    /// Numbers of last queries whose sums of attention weights are needed, each once.
     pub fn sum_queries(&self, is_prefill: bool) -> Vec<u32> {
         let all = self.all.iter().map(|active| active.sum_queries(is_prefill));
         let mut all: Vec<u32> = all.filter(|&queries| queries > 0).collect();
@@ -93,7 +96,7 @@ impl Policies {
         all
     }
 
-    /// What stays of a layer, if one that is asked says so.
+    /// The tokens to keep of a layer, if a policy evicts.
     pub fn evict(&mut self, layer: u32, context: &Context) -> Result<Option<Keep>> {
         let cap = if context.is_prefill { caps::EVICT_PREFILL } else { caps::EVICT_DECODE };
         let mut keep = Keep::default();
@@ -101,8 +104,8 @@ impl Policies {
         if !active.policy.evict(layer, context, &mut keep)? {
             return Ok(None);
         }
-        // Who is only asked in the prompt knows nothing of what came since.
-        let later = if context.is_prefill { u32::MAX } else { BEHIND };
+        // A policy used for the prompt only is not notified of later tokens.
+        let later = if context.is_prefill { u32::MAX } else { DECODE };
         for active in self.all.iter_mut().filter(|active| active.asked & later != 0) {
             active.policy.evicted(layer, &keep)?;
         }
@@ -111,13 +114,13 @@ impl Policies {
 }
 
 impl Active {
-    /// Of how many last queries it waits for sums; 0 = it does not.
+    /// Number of last queries whose sums the policy needs; 0 = none.
     pub fn sum_queries(&self, is_prefill: bool) -> u32 {
         let traits = &self.traits;
         if is_prefill || traits.caps & caps::EVICT_DECODE != 0 { traits.sum_queries } else { 0 }
     }
 
-    /// Asks for an index.
+    /// Requests an index from the policy.
     pub fn index(
         &mut self,
         layer: u32,

@@ -1,10 +1,10 @@
-//! What a policy costs a model: questions about pairs far back in a text, and how well the text
-//! itself is foreseen. Every policy continues the same prompts; those that say nothing about how
-//! a prompt is computed share its computation.
+//! Quality of a model under a sparse policy: questions about pairs far back in a text, and the
+//! prediction of the text itself. Every policy continues the same prompts. Policies without
+//! influence on the prompt's computation share it.
 //!
-//! A prompt of questions ends with ones for all of its pairs, in disorder; then, behind it, they
-//! are asked in another order, one token after the other. Answers are no part of the text, so
-//! whoever answers has to look back at the pair.
+//! A prompt ends with questions for all of its pairs, shuffled. During decoding they are asked in
+//! another order, token by token. Answers are not part of the text, so an answer must attend to the
+//! pair.
 
 use std::time::Instant;
 
@@ -13,22 +13,22 @@ use kvtier::base::status::Result;
 use kvtier::sparse::{Shape, Sparse, caps, registry};
 
 use super::cache::InMemory;
-use super::chance::Chance;
+use super::chance::RandomEviction;
 use super::engine::Engine;
 use super::model::{Form, Model};
 use super::numbers::{Random, greatest, loss};
-use super::policies::{Active, BEHIND, IN_PROMPT, Policies};
+use super::policies::{Active, DECODE, PREFILL, Policies};
 use super::text::{Text, is_plain, questions};
 
 type Memory<'m> = Engine<'m, InMemory>;
 
 /// Tokens of a block.
 pub const BLOCK: u32 = 16;
-/// The last symbols of a prompt of which it is said how well they are foreseen.
+/// Last symbols of a prompt whose prediction is measured.
 pub const ROWS: usize = 96;
 
-/// The policy of a spec: one of the registry, or `random(budget=192,recent=32,seed=5)`, where
-/// tokens go by chance.
+/// Creates the policy of a spec: one of the registry, or `random(budget=192,recent=32,seed=5)`,
+/// which evicts at random.
 pub fn make(spec: &str, shape: &Shape) -> Result<Box<dyn Sparse>> {
     let parsed = Spec::parse(spec)?;
     if parsed.name != "random" {
@@ -39,10 +39,10 @@ pub fn make(spec: &str, shape: &Shape) -> Result<Box<dyn Sparse>> {
     let recent = reader.u64("recent", 32.min(budget as u64 / 2), 0..=budget as u64)? as usize;
     let seed = reader.u64("seed", 5, 0..=u64::from(u32::MAX))?;
     reader.finish()?;
-    Ok(Box::new(Chance::new(shape, budget, recent, seed)))
+    Ok(Box::new(RandomEviction::new(shape, budget, recent, seed)))
 }
 
-/// A model, and how its keys are kept.
+/// A model and the form of its keys.
 #[derive(Clone, Copy)]
 pub struct Subject<'m> {
     /// The model.
@@ -51,43 +51,43 @@ pub struct Subject<'m> {
     pub form: Form,
 }
 
-/// What a policy had and looked at.
+/// Tokens kept and used by a policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Used {
-    /// Tokens that a head of the layer with the most has in the end.
+pub struct Usage {
+    /// Tokens per head at the end, in the layer with the most.
     pub most: f64,
-    /// Tokens that were loaded for a step and layer, where that is restricted; else those that a
-    /// head has in the end, in the mean of layers.
+    /// Tokens loaded per step and layer, if a policy selects blocks; else the tokens per head at
+    /// the end, averaged over layers.
     pub moved: f64,
-    /// These, of all there were: a share of the bytes.
+    /// `moved` as a share of all tokens: a share of the bytes.
     pub bytes: f64,
-    /// Keys that steps were computed with, of all before them.
+    /// Share of the earlier keys used during decoding.
     pub looked: f64,
-    /// The same of the prompt.
+    /// Share of the earlier keys used in the prompt.
     pub prompt: f64,
 }
 
-/// What came of questions.
+/// Result of the questions.
 #[derive(Clone, Debug)]
 pub struct Answers {
-    /// Whether each was answered, in the order they were asked.
+    /// Whether each answer was right, in the order of the questions.
     pub right: Vec<bool>,
-    /// What it took.
-    pub used: Used,
-    /// Seconds of the policy's own steps.
+    /// Tokens kept and used.
+    pub used: Usage,
+    /// Time of the policy's own steps, in seconds.
     pub seconds: f64,
 }
 
-/// Nats lost on plain symbols, and how many there were.
+/// Loss on plain symbols in nats, and the number of symbols.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Lost {
-    /// The nats.
+pub struct TextLoss {
+    /// Sum in nats.
     pub nats: f64,
-    /// The symbols.
+    /// Number of symbols.
     pub count: usize,
 }
 
-impl Lost {
+impl TextLoss {
     fn add(&mut self, logits: &[f32], symbol: u8) {
         if is_plain(symbol) {
             self.nats += loss(logits, symbol);
@@ -95,40 +95,40 @@ impl Lost {
         }
     }
 
-    /// The same of more symbols.
-    pub fn and(self, other: Lost) -> Lost {
-        Lost { nats: self.nats + other.nats, count: self.count + other.count }
+    /// The sum of two losses.
+    pub fn and(self, other: TextLoss) -> TextLoss {
+        TextLoss { nats: self.nats + other.nats, count: self.count + other.count }
     }
 
-    /// Out of how many symbols one would have to guess.
+    /// The perplexity.
     pub fn perplexity(self) -> f64 {
         (self.nats / self.count as f64).exp()
     }
 }
 
-/// How well a text was foreseen.
+/// Result of the prediction of a text.
 #[derive(Clone, Debug)]
-pub struct Foreseen {
-    /// In the last symbols of the prompt.
-    pub prompt: Lost,
-    /// Behind it.
-    pub behind: Lost,
-    /// What it took.
-    pub used: Used,
-    /// Seconds of the policy's own steps.
+pub struct Prediction {
+    /// Loss on the last symbols of the prompt.
+    pub prompt: TextLoss,
+    /// Loss on the decoded symbols.
+    pub behind: TextLoss,
+    /// Tokens kept and used.
+    pub used: Usage,
+    /// Time of the policy's own steps, in seconds.
     pub seconds: f64,
 }
 
-/// How long a text is, and what is in it.
+/// Size of a text.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
-    /// Its symbols, without questions.
+    /// Symbols, without questions.
     pub symbols: usize,
-    /// Its pairs.
+    /// Number of pairs.
     pub pairs: usize,
 }
 
-/// Asks all choices the same questions about one text: for each, what came of it.
+/// Asks all policies the same questions about one text.
 pub fn ask(of: Subject<'_>, seed: u64, size: Size, choices: &[String]) -> Result<Vec<Answers>> {
     let mut random = Random::new(seed);
     let text = Text::new(&mut random, size.symbols, size.pairs);
@@ -147,23 +147,23 @@ pub fn ask(of: Subject<'_>, seed: u64, size: Size, choices: &[String]) -> Result
         Ok(right)
     })
     .map(|all| {
-        let of = |Each { got, used, seconds }| Answers { right: got, used, seconds };
+        let of = |PolicyResult { got, used, seconds }| Answers { right: got, used, seconds };
         all.into_iter().map(of).collect()
     })
 }
 
-/// Lets all choices foresee one text, `written` symbols of it behind the prompt.
+/// Measures the prediction of one text with all policies; the last `written` symbols are decoded.
 pub fn foresee(
     of: Subject<'_>,
     seed: u64,
     (size, written): (Size, usize),
     choices: &[String],
-) -> Result<Vec<Foreseen>> {
+) -> Result<Vec<Prediction>> {
     let symbols = Text::new(&mut Random::new(seed), size.symbols, size.pairs).symbols;
     let (prompt, rest) = symbols.split_at(symbols.len() - written);
     let vocab = of.model.sizes.vocab;
     let all = of.each(prompt, ROWS, choices, |engine, logits| {
-        let (mut within, mut behind) = (Lost::default(), Lost::default());
+        let (mut within, mut behind) = (TextLoss::default(), TextLoss::default());
         let from = prompt.len() + 1 - ROWS;
         for (row, &symbol) in logits.chunks_exact(vocab).zip(&prompt[from..]) {
             within.add(row, symbol);
@@ -175,25 +175,29 @@ pub fn foresee(
         }
         Ok((within, behind))
     })?;
-    let of =
-        |Each { got: (prompt, behind), used, seconds }| Foreseen { prompt, behind, used, seconds };
+    let of = |PolicyResult { got: (prompt, behind), used, seconds }| Prediction {
+        prompt,
+        behind,
+        used,
+        seconds,
+    };
     Ok(all.into_iter().map(of).collect())
 }
 
-/// What came of one policy.
-struct Each<T> {
+/// Result of one policy.
+struct PolicyResult<T> {
     got: T,
-    used: Used,
+    used: Usage,
     seconds: f64,
 }
 
 impl<'m> Subject<'m> {
-    /// What policies are told of it.
+    /// The model's shape for policies.
     pub fn shape(&self) -> Shape {
         self.model.shape(self.form, BLOCK)
     }
 
-    /// An error if this engine cannot do what a spec asks for.
+    /// Fails if this engine does not support a policy.
     pub fn check(&self, spec: &str) -> Result<()> {
         let shape = self.shape();
         Policies::one(make(spec, &shape)?).check(&shape)
@@ -203,37 +207,38 @@ impl<'m> Subject<'m> {
         Engine::in_memory(self.model, self.form, BLOCK, policies)
     }
 
-    /// Goes on behind a prompt with each policy; `f` gets the logits behind the last `rows`.
+    /// Continues a prompt with each policy; `f` receives the logits of the last `rows` tokens.
     fn each<T>(
         &self,
         prompt: &[u8],
         rows: usize,
         choices: &[String],
         f: impl Fn(&mut Memory<'m>, &[f32]) -> Result<T>,
-    ) -> Result<Vec<Each<T>>> {
+    ) -> Result<Vec<PolicyResult<T>>> {
         let shape = self.shape();
-        let mut told = Policies::default();
+        let mut shared = Policies::default();
         for spec in choices {
             let policy = make(spec, &shape)?;
             if !computes_prompts(spec, &*policy) {
-                told = told.with(policy, 0);
+                shared = shared.with(policy, 0);
             }
         }
-        let mut base = self.engine(told)?;
+        let mut base = self.engine(shared)?;
         let logits = base.compute(prompt, prompt.len(), rows)?;
-        let mut told = base.policies.all.iter();
+        let mut prepared = base.policies.all.iter();
         let mut all = Vec::new();
         for spec in choices {
             let begun = Instant::now();
             let fresh = make(spec, &shape)?;
-            let run = || -> Result<(T, Used)> {
+            let run = || -> Result<(T, Usage)> {
                 let (mut engine, own) = if computes_prompts(spec, &*fresh) {
                     let mut engine = self.engine(Policies::one(fresh))?;
                     let own = engine.compute(prompt, prompt.len(), rows)?;
                     (engine, Some(own))
                 } else {
-                    let told = told.next().map_or(Ok(fresh), |active| active.policy.fork())?;
-                    let policies = Policies::default().with(told, IN_PROMPT | BEHIND);
+                    let policy =
+                        prepared.next().map_or(Ok(fresh), |active| active.policy.fork())?;
+                    let policies = Policies::default().with(policy, PREFILL | DECODE);
                     (base.fork(policies), None)
                 };
                 engine.settle(prompt.len() as u32)?;
@@ -241,19 +246,19 @@ impl<'m> Subject<'m> {
                 Ok((got, used(&engine, prompt.len())))
             };
             let (got, used) = run().map_err(|error| error.within(spec))?;
-            all.push(Each { got, used, seconds: begun.elapsed().as_secs_f64() });
+            all.push(PolicyResult { got, used, seconds: begun.elapsed().as_secs_f64() });
         }
         Ok(all)
     }
 }
 
-/// Whether a prompt has to be computed for a policy alone: it says what that is computed with, and
-/// is not `full`, which would compute what others share.
+/// Whether the prompt must be computed for this policy alone: it selects the prompt's keys, and is
+/// not `full`, which computes what the others share.
 fn computes_prompts(spec: &str, policy: &dyn Sparse) -> bool {
     spec != "full" && policy.traits().caps & (caps::INDEX_PREFILL | caps::LOAD_PREFILL) != 0
 }
 
-fn used(engine: &Memory<'_>, prompt: usize) -> Used {
+fn used(engine: &Memory<'_>, prompt: usize) -> Usage {
     let (layers, heads) = (engine.shape.layers, f64::from(engine.shape.query_heads));
     let steps = f64::from((engine.tokens - prompt as u32) * layers).max(1.0);
     let before = engine.before.max(1) as f64;
@@ -266,7 +271,7 @@ fn used(engine: &Memory<'_>, prompt: usize) -> Used {
         true => (engine.read as f64 / steps, engine.read as f64 / before),
         false => (mean, mean / f64::from(engine.tokens)),
     };
-    Used {
+    Usage {
         most: kept().fold(0.0, f64::max),
         moved,
         bytes,
@@ -275,7 +280,7 @@ fn used(engine: &Memory<'_>, prompt: usize) -> Used {
     }
 }
 
-/// The 95 % confidence interval of a share (Wilson).
+/// The 95 % confidence interval of a ratio (Wilson).
 pub fn interval(right: usize, of: usize) -> (f64, f64) {
     let (n, p, z) = (of as f64, right as f64 / of as f64, 1.96);
     let middle = p + z * z / (2.0 * n);

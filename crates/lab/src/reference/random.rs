@@ -1,13 +1,13 @@
-//! Models with random weights, for tests of bits; a policy in the prompt and one behind it.
+//! Models with random weights, for bitwise tests; a policy for the prompt and one for decoding.
 
 use kvtier::sparse::Sparse;
 
 use crate::reference::model::{Model, Sizes};
 use crate::reference::numbers::Random;
-use crate::reference::policies::{BEHIND, IN_PROMPT, Policies};
+use crate::reference::policies::{DECODE, PREFILL, Policies};
 
 impl Sizes {
-    /// A Llama of some heads.
+    /// Dimensions of a Llama.
     pub fn llama(layers: usize, heads: usize, key_heads: usize, dim: usize) -> Sizes {
         Sizes {
             vocab: 96,
@@ -24,7 +24,7 @@ impl Sizes {
         }
     }
 
-    /// One with latent rows; what values have differs from what keys have.
+    /// Dimensions of a model with latent rows; key and value dimensions differ.
     pub fn mla(layers: usize, heads: usize, latent: usize) -> Sizes {
         let llama = Sizes::llama(layers, heads, 1, 8);
         Sizes { nope: 16, value: 12, latent, ..llama }
@@ -32,7 +32,7 @@ impl Sizes {
 }
 
 impl Random {
-    /// About the normal distribution: the sum of four even ones.
+    /// Approximately normal: the sum of four uniform numbers.
     pub fn normal(&mut self) -> f32 {
         let sum: u32 = (0..4).map(|_| self.below(1 << 16)).sum();
         (sum as f32 / 65_536.0 - 2.0) * 1.732
@@ -40,7 +40,7 @@ impl Random {
 }
 
 impl Model {
-    /// Random weights of any sizes.
+    /// A model with random weights.
     pub fn random(sizes: Sizes, seed: u64) -> Model {
         let mut random = Random::new(seed);
         Model::with(sizes, |count, inputs| {
@@ -51,8 +51,8 @@ impl Model {
 }
 
 impl Policies {
-    /// One in the prompt, another behind it.
+    /// One policy for the prompt, another one for decoding.
     pub fn two(prompt: Box<dyn Sparse>, behind: Box<dyn Sparse>) -> Policies {
-        Policies::default().with(prompt, IN_PROMPT).with(behind, BEHIND)
+        Policies::default().with(prompt, PREFILL).with(behind, DECODE)
     }
 }

@@ -1,8 +1,8 @@
-//! Specs of policies with about a budget of tokens, for texts of some hundred symbols.
+//! Specs of sparse policies with a given budget of tokens, for texts of some hundred symbols.
 
 use kvtier::sparse::Shape;
 
-/// Policies that have a budget, by the names that [`with_budget`] knows.
+/// Policies with a budget: the names for [`with_budget`].
 pub const NAMES: [&str; 18] = [
     "quest",
     "quest_shared",
@@ -24,7 +24,7 @@ pub const NAMES: [&str; 18] = [
     "random",
 ];
 
-/// The spec of a policy with a budget of tokens; none for a name that is not known.
+/// The spec of a policy with a budget of tokens; None for an unknown name.
 pub fn with_budget(name: &str, shape: &Shape, symbols: usize, budget: usize) -> Option<String> {
     let (heads, dim) = (shape.query_heads, shape.key_heads * shape.key_dim);
     let share = share(symbols, budget);
@@ -33,10 +33,10 @@ pub fn with_budget(name: &str, shape: &Shape, symbols: usize, budget: usize) -> 
     };
     let (less, half) = (budget.saturating_sub(20), budget / 2);
     Some(match name {
-        // With the newest page, as in the authors' kernels.
+        // Includes the newest page, as the authors' kernels do.
         "quest" => format!("quest(budget={budget}, dense=0, last=always)"),
         "quest_shared" => format!("quest(budget={budget}, dense=0, last=always, share=bound)"),
-        // One page at each end: two would be all of a small budget.
+        // One page at each end: two would use up a small budget.
         "arkvale" => format!("arkvale(budget={budget}, page=16, dense=0, sinks=1, window=1)"),
         "predict" => format!("predict(of=quest(budget={budget}, dense=0, last=always))"),
         "external" => format!("external(topk={})", budget / shape.block_tokens as usize),
@@ -44,7 +44,7 @@ pub fn with_budget(name: &str, shape: &Shape, symbols: usize, budget: usize) -> 
         "h2o" => format!("h2o(sink=4, recent=16, budget={less})"),
         "tova" => format!("tova(budget={budget})"),
         "snapkv" | "adakv" => format!("{name}(budget={budget}, window=32)"),
-        // Steep enough that layers differ, with so little.
+        // Steep enough that layers differ with a small budget.
         "pyramidkv" => format!("pyramidkv(budget={budget}, window=16, beta=4)"),
         "keydiff" | "knorm" => format!("{name}(budget={budget}, sink=4, recent={half})"),
         "streaming" => format!("streaming(sinks=4, recent={})", budget - 4),

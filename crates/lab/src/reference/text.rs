@@ -1,16 +1,16 @@
-//! Texts like those that the models were trained on (`ffi-tests/models/train.py`).
+//! Texts like those of the models' training (`ffi-tests/models/train.py`).
 
 use super::numbers::Random;
 
-/// Behind a word.
+/// Follows a word.
 pub const SPACE: u8 = 26;
-/// Behind a sentence.
+/// Follows a sentence.
 pub const STOP: u8 = 27;
-/// Before a key and its value.
+/// Precedes a key and its value.
 pub const PAIR: u8 = 28;
-/// Before a key that is asked for.
+/// Precedes a key in a question.
 pub const ASK: u8 = 29;
-/// Before the text.
+/// First symbol of a text.
 pub const BEGIN: u8 = 30;
 /// The first of 32 keys.
 pub const KEYS: u8 = 32;
@@ -22,11 +22,11 @@ const LOOKS: &str = "old new red low big sad raw dry hot shy odd dim wet fat mad
 const THINGS: &str =
     "door lamp boat coin road tree song book wall ring rope field clock stone glass river";
 
-/// A text with pairs of keys and values in it.
+/// A text that contains pairs of keys and values.
 pub struct Text {
     /// Letters, marks, keys and values.
     pub symbols: Vec<u8>,
-    /// Keys and their values, in the order of the text.
+    /// The pairs, in the order of the text.
     pub pairs: Vec<(u8, u8)>,
 }
 
@@ -38,7 +38,7 @@ fn pick(random: &mut Random, words: &str) -> Vec<u8> {
     letters(words.split(' ').nth(random.below(16) as usize).expect("sixteen"))
 }
 
-/// So many symbols of sentences about a few names, and where words begin.
+/// Symbols of sentences about a few names, with the starts of words.
 fn sentences(random: &mut Random, length: usize) -> (Vec<u8>, Vec<usize>) {
     let name = |random: &mut Random| (0..4).map(|_| random.below(26) as u8).collect::<Vec<u8>>();
     let names: Vec<Vec<u8>> = (0..6).map(|_| name(random)).collect();
@@ -66,7 +66,7 @@ fn sentences(random: &mut Random, length: usize) -> (Vec<u8>, Vec<usize>) {
 }
 
 impl Text {
-    /// A text of so many symbols with so many pairs between its words.
+    /// A text of this many symbols with this many pairs between its words.
     pub fn new(random: &mut Random, symbols: usize, pairs: usize) -> Text {
         let (chars, starts) = sentences(random, symbols - 1 - 3 * pairs);
         let mut keys: Vec<u32> = (0..32).collect();
@@ -74,19 +74,19 @@ impl Text {
         let mut places: Vec<usize> =
             (0..pairs).map(|_| starts[random.below(starts.len() as u32) as usize]).collect();
         places.sort_unstable();
-        let (mut symbols, mut last, mut told) = (vec![BEGIN], 0, Vec::new());
+        let (mut symbols, mut last, mut placed) = (vec![BEGIN], 0, Vec::new());
         for (key, place) in keys.into_iter().zip(places) {
             let pair = (KEYS + key as u8, VALUES + random.below(32) as u8);
             symbols.extend_from_slice(&chars[last..place]);
             symbols.extend([PAIR, pair.0, pair.1]);
-            told.push(pair);
+            placed.push(pair);
             last = place;
         }
         symbols.extend_from_slice(&chars[last..]);
-        Text { symbols, pairs: told }
+        Text { symbols, pairs: placed }
     }
 
-    /// Some of the pairs, each once.
+    /// A random selection of the pairs, each at most once.
     pub fn some(&self, random: &mut Random, count: usize) -> Vec<(u8, u8)> {
         let mut places: Vec<u32> = (0..self.pairs.len() as u32).collect();
         random.shuffle(&mut places);
@@ -94,12 +94,12 @@ impl Text {
     }
 }
 
-/// Questions for keys: answers are no part of a text, a question follows a question.
+/// Questions for keys. Answers are not part of the text: a question follows a question.
 pub fn questions(pairs: &[(u8, u8)]) -> Vec<u8> {
     pairs.iter().flat_map(|&(key, _)| [ASK, key]).collect()
 }
 
-/// Whether a symbol is one of a sentence: what comes next is to be known there.
+/// Whether a symbol belongs to a sentence, where the next one is predictable.
 pub fn is_plain(symbol: u8) -> bool {
     symbol <= STOP
 }

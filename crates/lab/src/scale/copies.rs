@@ -1,5 +1,5 @@
-//! A larger trace from one: copies of it with ids of their own, at times of their own. Copies
-//! stand for tenants; a part of what they begin with is the same for all.
+//! A larger trace from copies of one, each with ids and start times of its own. Copies stand for
+//! tenants; they share a part of their prefixes.
 
 use kvtier::base::status::Result;
 use kvtier::fail;
@@ -11,31 +11,34 @@ use kvtier::trace::study::{Study, zeros};
 
 /// Most copies.
 pub const MAX_COPIES: u32 = 4096;
-/// Blocks with so many continuations are a stem: prompts that all begin with.
+/// Fewest children of a stem block: stems are common prompts.
 pub const STEM: u32 = 64;
 
-/// How to copy.
+/// Options of the copies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CopyOpts {
-    /// How many; 1 = the trace as it is.
+    /// Number of copies; 1 = the trace itself.
     pub copies: u32,
-    /// Part of the branches behind stems that all copies have in common, and the stems with
-    /// them; at 0 nothing is.
+    /// Share of the branches behind stems that all copies have in common, with their stems; 0 =
+    /// nothing is shared.
     pub shared: f64,
     /// Each copy starts at a random time before this.
     pub shift_ns: i64,
-    /// Everything random comes from it.
+    /// Seed of all random numbers.
     pub seed: u64,
 }
 
-/// Makes a trace of copies.
+/// Creates a trace of copies.
 pub fn make(trace: &Trace, opts: &CopyOpts) -> Result<Trace> {
     let CopyOpts { copies, shared, shift_ns, seed } = *opts;
     if copies == 0 || copies > MAX_COPIES {
         fail!(Limit, "{copies} copies, allowed are 1 to {MAX_COPIES}");
     }
     if !(0.0..=1.0).contains(&shared) || shift_ns < 0 {
-        fail!(Limit, "a part of {shared} and shifts up to {shift_ns} ns");
+        fail!(
+            Limit,
+            "a shared part of {shared}, allowed is 0 to 1, and shifts up to {shift_ns} ns, allowed from 0"
+        );
     }
     if copies == 1 {
         return trace.head(trace.requests().len());
@@ -44,7 +47,7 @@ pub fn make(trace: &Trace, opts: &CopyOpts) -> Result<Trace> {
     let common = common(trace, shared, seed)?;
     let tenants = trace.requests().iter().map(|r| r.tenant).max().unwrap_or(0).saturating_add(1);
     if u64::from(tenants) * u64::from(copies) > u64::from(u32::MAX) {
-        fail!(Limit, "{copies} copies of {tenants} tenants");
+        fail!(Limit, "{copies} copies of {tenants} tenants, the limit is 2^32 - 1 tenants in all");
     }
     let mut builder = Builder::new(trace.block_tokens())?;
     let mut rng = Rng::new(seed);
@@ -74,8 +77,7 @@ pub fn make(trace: &Trace, opts: &CopyOpts) -> Result<Trace> {
     builder.finish()
 }
 
-/// Which blocks all copies have in common: stems that begin with stems, and the chosen branches
-/// behind them, whole.
+/// The blocks that all copies share: stems from the root on, and whole chosen branches behind them.
 fn common(trace: &Trace, shared: f64, seed: u64) -> Result<Vec<u8>> {
     let mut common: Vec<u8> = zeros(trace.uniques())?;
     if shared == 0.0 {
@@ -96,7 +98,7 @@ fn common(trace: &Trace, shared: f64, seed: u64) -> Result<Vec<u8>> {
         let path = trace.dense(request);
         let stem = path.iter().take_while(|&&block| branches[block as usize] >= STEM).count();
         path[..stem].iter().for_each(|&block| common[block as usize] = 1);
-        // The branch is chosen by its first block, so alike for all that go through it.
+        // The first block of a branch decides, so alike for all paths through it.
         let Some(&first) = path.get(stem) else { continue };
         let chance = index::hash(u64::from(first) ^ index::hash(seed)) >> 11;
         if (chance as f64 / (1u64 << 53) as f64) < shared {
@@ -111,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn copies_share_what_they_are_told_to() {
+    fn copies_share_the_requested_part() {
         let mut builder = Builder::new(16).expect("tokens");
         for branch in 0..1000u64 {
             let path = [1, 10 + branch, 5000 + branch];
@@ -128,7 +130,7 @@ mod tests {
         assert_eq!(with(4, 1.0).uniques(), 2001);
         let half = with(4, 0.5);
         assert_eq!((half.requests().len(), half.uniques() % 2), (4000, 1));
-        // A common branch is there once, another four times.
+        // A shared branch exists once, another one four times.
         let common = (4 * 2000 - (half.uniques() - 1)) / 3;
         assert!((900..1100).contains(&common), "{common} of 2000");
         assert!(half == with(4, 0.5));

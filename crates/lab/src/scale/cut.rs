@@ -1,4 +1,4 @@
-//! How chunks become objects: by the shape that the remote tier cuts them with.
+//! Objects of a chunk, cut with the shape of the remote tier.
 
 use kvtier::base::status::Result;
 use kvtier::fail;
@@ -10,18 +10,18 @@ use kvtier::tier::remote::shape::Shape;
 
 /// Objects of a chunk.
 pub struct Cutting {
-    /// Bytes of each, as they are stored: with header, and filled up to blocks.
+    /// Stored bytes of each object, with header and padding to blocks.
     pub bytes: Vec<u64>,
-    /// All of them.
+    /// Sum of `bytes`.
     pub chunk_bytes: u64,
 }
 
 impl Cutting {
-    /// Of chunks of `tokens` tokens with `token_bytes` each, alike in all layers.
+    /// Objects of chunks of `tokens` tokens with `token_bytes` each, equal in all layers.
     pub fn new(tokens: u32, token_bytes: u64, layers: u16, object_bytes: u64) -> Result<Cutting> {
         let each = u64::from(layers);
         if layers == 0 || token_bytes == 0 || token_bytes % each != 0 {
-            fail!(Invalid, "{token_bytes} bytes of a token in {layers} layers: not alike");
+            fail!(Invalid, "{token_bytes} bytes per token are not a multiple of {layers} layers");
         }
         let group = Group::mla_latent(0..layers, (token_bytes / each) as u32, Dtype::Bytes)?;
         let shape = Shape::new(&Layout::new(tokens, vec![group])?, object_bytes)?;
@@ -39,7 +39,7 @@ impl Cutting {
         Ok(Cutting { bytes, chunk_bytes })
     }
 
-    /// How many objects a chunk has.
+    /// Objects per chunk.
     pub fn objects(&self) -> usize {
         self.bytes.len()
     }

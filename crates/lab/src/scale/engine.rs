@@ -1,9 +1,9 @@
-//! One engine: its tiers, what it knows of the remote, and its connections to it.
+//! A simulated engine: its tiers, its knowledge of the remote, and its connections.
 
-use crate::scale::known::Known;
 use crate::scale::remote::Link;
 use crate::scale::report::EngineShare;
 use crate::scale::router::Load;
+use crate::scale::timed_set::TimedSet;
 use crate::scale::{RemoteOpts, ScaleOpts};
 use kvtier::base::status::Result;
 use kvtier::trace::replay::Replay;
@@ -12,15 +12,15 @@ use kvtier::trace::study::Study;
 
 /// An engine.
 pub(super) struct Engine<'a> {
-    /// What its host keeps.
+    /// Replay of the host tier.
     pub(super) host: Replay<'a>,
-    /// What host and disk keep together.
+    /// Replay of host and disk together.
     pub(super) both: Option<Replay<'a>>,
-    /// Objects that are absent.
-    pub(super) absent: Known,
-    /// Chunks that are there.
-    pub(super) hints: Known,
-    /// Uses of the chunks of the host, where they count.
+    /// Objects known to be absent from the remote.
+    pub(super) absent: TimedSet,
+    /// Remote hints: chunks known to be in the remote.
+    pub(super) hints: TimedSet,
+    /// Uses of the host's chunks, if they are counted.
     pub(super) uses: IdMap<u16>,
     pub(super) into: Link,
     pub(super) out: Link,
@@ -30,10 +30,10 @@ pub(super) struct Engine<'a> {
 
 impl<'a> Engine<'a> {
     pub(super) fn new(trace: &'a Trace, study: &'a Study, opts: &ScaleOpts) -> Result<Engine<'a>> {
-        // More room than there are different blocks is never used.
+        // More blocks than the trace has are never used.
         let open = |blocks: u64| {
             let blocks = blocks.min(trace.uniques().max(1) as u64);
-            Replay::open_among(trace, study, &opts.policy, blocks, &opts.replay)
+            Replay::open_shared(trace, study, &opts.policy, blocks, &opts.replay)
         };
         let disk = opts.disk.as_ref();
         let both = disk.map(|disk| open(opts.host.blocks.saturating_add(disk.blocks)));
@@ -43,8 +43,8 @@ impl<'a> Engine<'a> {
         Ok(Engine {
             host: open(opts.host.blocks)?,
             both: both.transpose()?,
-            absent: Known::new(of(|remote| remote.known))?,
-            hints: Known::new(of(|remote| remote.hints))?,
+            absent: TimedSet::new(of(|remote| remote.known))?,
+            hints: TimedSet::new(of(|remote| remote.hints))?,
             uses: IdMap::default(),
             into: Link::new(speed),
             out: Link::new(speed),
@@ -53,9 +53,9 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// How many leading blocks of a path it has.
+    /// Number of leading blocks of a path in its tiers.
     pub(super) fn leading(&self, path: &[u64]) -> usize {
-        // What is there continues what is there, so the middle tells of all before it.
+        // Every resident block has a resident parent, so the resident part is a prefix.
         let objects = self.both.as_ref().unwrap_or(&self.host).evictor().objects();
         path.partition_point(|&id| objects.find(id).is_some())
     }

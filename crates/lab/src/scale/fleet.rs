@@ -1,4 +1,5 @@
-//! The run: requests in order of time, each at one engine, and sends that arrive between them.
+//! The simulation: requests in the order of time, each at one engine, and uploads that complete in
+//! between.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -16,7 +17,8 @@ use kvtier::trace::study::{Study, zeros};
 const WATCH_EVERY: usize = 256;
 pub(super) const SECOND: i64 = 1_000_000_000;
 
-/// Runs a trace. `watch` hears now and then how many requests are done, and says whether to go on.
+/// Runs a trace. `watch` is called regularly with the number of finished requests; the run stops if
+/// it returns false.
 pub fn run(
     trace: &Trace,
     study: &Study,
@@ -30,7 +32,7 @@ pub fn run(
     let mut fleet = Fleet::new(trace, study, opts)?;
     for at in 0..trace.requests().len() {
         if at == opts.replay.warm_up {
-            fleet.count_anew();
+            fleet.reset_counts();
         }
         fleet.serve(at)?;
         if at % WATCH_EVERY == 0 && !watch(at) {
@@ -41,8 +43,7 @@ pub fn run(
     fleet.finish()
 }
 
-/// A chunk on its way to the remote: when something happens to it, its number among all, engine,
-/// chunk, and whether it has been sent.
+/// An upload: time of its next event, sequence number, engine, chunk, and whether it was sent.
 type Sent = Reverse<(i64, u64, u32, u32, bool)>;
 
 pub(super) struct Fleet<'a> {
@@ -51,9 +52,9 @@ pub(super) struct Fleet<'a> {
     pub(super) opts: &'a ScaleOpts,
     pub(super) engines: Vec<Engine<'a>>,
     pub(super) remote: Option<Remote>,
-    /// Numbers of blocks, for those that leave.
+    /// Chunk number of each block id.
     pub(super) numbers: IdMap<u32>,
-    /// Chunks that have all their tokens: only such are sent.
+    /// Full chunks: only these are uploaded.
     pub(super) full: Vec<u8>,
     pub(super) pending: BinaryHeap<Sent>,
     pub(super) sent: u64,
@@ -63,11 +64,11 @@ pub(super) struct Fleet<'a> {
     pub(super) start_ns: i64,
     pub(super) now_ns: i64,
     pub(super) byte_seconds: f64,
-    /// Waits of requests, and what they had been without a remote.
+    /// Wait of each request, and its wait without a remote.
     pub(super) waits: [Vec<u64>; 2],
     pub(super) saved_ns: u64,
     pub(super) slower: u64,
-    /// Gets of chunks in this second.
+    /// Gets of each chunk in this second.
     pub(super) hot: IdMap<u32>,
     pub(super) hot_second: i64,
     pub(super) chunk_peak: u64,
@@ -124,8 +125,8 @@ impl<'a> Fleet<'a> {
         })
     }
 
-    /// Forgets what was counted so far.
-    fn count_anew(&mut self) {
+    /// Resets the counters.
+    fn reset_counts(&mut self) {
         self.counts = Counts::default();
         self.start_ns = self.now_ns;
         (self.floor_tokens, self.byte_seconds, self.chunk_peak) = (0, 0.0, 0);
@@ -133,16 +134,16 @@ impl<'a> Fleet<'a> {
         self.waits.iter_mut().for_each(Vec::clear);
         self.engines.iter_mut().for_each(|engine| engine.share = EngineShare::default());
         if let Some(remote) = &mut self.remote {
-            remote.count_anew();
+            remote.reset_counts();
         }
     }
 
-    /// Goes on to a later time: shards go away, and what was sent arrives.
-    fn turn(&mut self, now_ns: i64) -> Result<()> {
+    /// Advances the clock: shards fail, and uploads complete.
+    fn advance(&mut self, now_ns: i64) -> Result<()> {
         let dead = self.opts.remote.as_ref().and_then(|remote| remote.dead);
         if let Some(dead) = dead.filter(|dead| !self.dead && dead.at_ns <= now_ns) {
             self.arrive(dead.at_ns)?;
-            self.remote.as_mut().into_iter().for_each(|remote| remote.take_away(dead.shards));
+            self.remote.as_mut().into_iter().for_each(|remote| remote.fail_shards(dead.shards));
             self.dead = true;
         }
         self.arrive(now_ns)?;
@@ -150,7 +151,7 @@ impl<'a> Fleet<'a> {
         Ok(())
     }
 
-    /// Counts how long bytes were kept.
+    /// Adds up the bytes stored over time.
     fn pass(&mut self, now_ns: i64) {
         let bytes = self.remote.as_ref().map_or(0, |remote| remote.life.resident.1);
         let seconds = (now_ns - self.now_ns).max(0) as f64 / SECOND as f64;
@@ -167,7 +168,7 @@ impl<'a> Fleet<'a> {
             self.pass(at_ns);
             match is_sent {
                 true => self.store(engine as usize, chunk, at_ns)?,
-                false => self.send(engine as usize, chunk, at_ns),
+                false => self.upload(engine as usize, chunk, at_ns),
             }
         }
         Ok(())
@@ -177,7 +178,7 @@ impl<'a> Fleet<'a> {
         let (trace, study) = (self.trace, self.study);
         let request = &trace.requests()[at];
         let now_ns = request.at_ns - self.first_ns;
-        self.turn(now_ns)?;
+        self.advance(now_ns)?;
         let ScaleOpts { router, load_bound, .. } = *self.opts;
         let session = study.sessions[at];
         let number =
@@ -185,7 +186,7 @@ impl<'a> Fleet<'a> {
         let engine = &mut self.engines[number];
         let host = engine.host.serve(at)?.unwrap_or_default();
         let both = engine.both.as_mut().map(|both| both.serve(at)).transpose()?.flatten();
-        // Policies are not obliged to keep more in more room.
+        // A policy may keep less in a larger cache.
         let local = both.filter(|both| both.hits > host.hits).unwrap_or(host);
         let path = trace.dense(request);
         let whole = (request.input_tokens / trace.block_tokens()) as usize;
@@ -200,10 +201,10 @@ impl<'a> Fleet<'a> {
         let found = study.wanted[at] as usize;
         self.floor_tokens += request.tokens_of(found, trace.block_tokens());
         self.engines[number].load.add(now_ns, wait_ns as u64);
-        self.send_all(number, request, &host, wait_ns as i64)
+        self.schedule_uploads(number, request, &host, wait_ns as i64)
     }
 
-    /// Time for what an engine has itself.
+    /// Time to load the engine's own hits.
     fn local_ns(&self, host: &Step, local: &Step) -> f64 {
         let disk = self.opts.disk.as_ref().map_or(0.0, |disk| disk.bytes_per_second);
         let of = |tokens: u64, speed: f64| {
@@ -214,7 +215,7 @@ impl<'a> Fleet<'a> {
             + of(local.hit_tokens - host.hit_tokens, disk)
     }
 
-    /// Time to compute what lies behind so many chunks.
+    /// Time to compute what follows this many chunks.
     pub(super) fn compute_ns(&self, request: &Request, chunks: usize) -> f64 {
         let cost = &self.opts.replay.cost;
         let found = request.tokens_of(chunks, self.trace.block_tokens());
@@ -241,15 +242,15 @@ impl<'a> Fleet<'a> {
         share.requests += 1;
         share.work_ns = share.work_ns.saturating_add(wait_ns);
         self.saved_ns = self.saved_ns.saturating_add(least_ns.saturating_sub(wait_ns));
-        // Sums of the same parts in another order may differ in the last digits.
+        // Sums of the same terms in another order may differ in the last digits.
         self.slower += u64::from(wait_ns > least_ns.saturating_add(1));
         let [waits, local_waits] = &mut self.waits;
         waits.push(wait_ns);
         local_waits.push(least_ns);
     }
 
-    /// Sends what this request made, or made leave, by the mode.
-    fn send_all(
+    /// Schedules the uploads of this request, by the write mode: its new chunks, or its victims.
+    fn schedule_uploads(
         &mut self,
         number: usize,
         request: &Request,
@@ -281,7 +282,7 @@ impl<'a> Fleet<'a> {
             chunks.extend(made);
         }
         chunks.retain(|&chunk| self.full[chunk as usize] != 0);
-        // What leaves is there already; what is computed is not before it was.
+        // A victim is available at once, a computed chunk after its computation.
         let ready_ns = self.now_ns.saturating_add(if through { wait_ns } else { 0 });
         for chunk in chunks {
             self.sent += 1;
@@ -324,7 +325,7 @@ impl<'a> Fleet<'a> {
     }
 }
 
-/// Mean, median, and what 99 of 100 do not exceed.
+/// Mean, median and 99th percentile.
 fn spread(waits: &mut [u64]) -> [u64; 3] {
     let total: u128 = waits.iter().map(|&ns| u128::from(ns)).sum();
     waits.sort_unstable();

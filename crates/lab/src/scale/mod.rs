@@ -1,20 +1,20 @@
-//! Many engines on one remote: a trace is routed to engines that have a host tier (and a disk)
-//! each under one of the policies, and share a remote tier as `docs/remote.md` has it.
+//! Simulation of many engines on one remote. A trace is routed to engines with a host tier (and a
+//! disk) each under one policy; they share a remote tier as described in `docs/remote.md`.
 //!
-//! What an engine keeps by itself is [`Replay`](kvtier::trace::replay::Replay): a remote changes
-//! where a block comes from, never what is inserted, so an engine's own hits are those that it
-//! has without a remote. Behind its own leading blocks an engine asks the remote, window by
-//! window, fetches what it found if that is sooner than computing it, and sends what leaves the
-//! host, or what it has computed.
+//! An engine's own tiers are a [`Replay`](kvtier::trace::replay::Replay). The remote changes where
+//! a block comes from, never what is inserted, so an engine's own hits are the same without a
+//! remote. After its own leading blocks an engine looks chunks up in the remote, window by window.
+//! It fetches the hits if that is faster than computing them, and uploads victims of the host, or
+//! what it computed.
 
 pub mod copies;
 mod cut;
 mod engine;
 mod fleet;
-mod known;
 mod remote;
 mod report;
 mod router;
+mod timed_set;
 mod traffic;
 
 use crate::tiers::{Machine, Tier};
@@ -26,30 +26,30 @@ use kvtier::trace::replay::ReplayOpts;
 
 pub use cut::Cutting;
 pub use fleet::run;
-pub use known::Known;
 pub use remote::{Life, Peak, SAMPLES};
 pub use report::{Bill, Counts, EngineShare, Prices, ScaleReport};
 pub use router::Router;
+pub use timed_set::TimedSet;
 
 /// Most engines.
 pub const MAX_ENGINES: usize = 4096;
-/// Most blocks that all engines can keep together.
+/// Most blocks of all engines together.
 pub const MAX_LOCAL_BLOCKS: u64 = 1 << 26;
 /// Most shards of a remote.
 pub const MAX_SHARDS: usize = 4096;
-/// Most different objects of a trace.
+/// Most distinct objects of a trace.
 pub const MAX_OBJECTS: usize = 1 << 28;
-/// Most entries of what all engines know of the remote.
+/// Most entries of remote hints of all engines together.
 pub const MAX_KNOWN: usize = 1 << 29;
 /// Longest trace: ages are kept in 31 bits of a millisecond each.
 pub const MAX_DURATION_NS: i64 = 20 * 86_400 * 1_000_000_000;
-/// Objects that are asked for together.
+/// Objects per lookup.
 pub const WINDOW: usize = 64;
 
-/// What decides on which shard an object is.
+/// The key that selects an object's shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// Its own name: the objects of a chunk are anywhere.
+pub enum Placement {
+    /// The object's name: objects of a chunk are on any shards.
     Object,
     /// Its chunk.
     Chunk,
@@ -57,10 +57,10 @@ pub enum Place {
     Root,
 }
 
-/// When chunks are sent.
+/// When chunks are uploaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Write {
-    /// When they leave the host.
+    /// When the host evicts them.
     Back,
     /// When they were computed.
     Through,
@@ -68,74 +68,74 @@ pub enum Write {
     Never,
 }
 
-/// What is asked for.
+/// The unit of a remote lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ask {
+pub enum LookupUnit {
     /// Every object.
     Object,
     /// The first object of a chunk, which stands for the others.
     Chunk,
 }
 
-/// Shards that go away.
+/// A failure of shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Dead {
-    /// So many.
+pub struct ShardFailure {
+    /// Number of failed shards.
     pub shards: usize,
-    /// When, from the first request on.
+    /// Time of the failure, from the first request on.
     pub at_ns: i64,
 }
 
-/// The shared remote.
+/// Options of the shared remote.
 #[derive(Clone, Debug)]
 pub struct RemoteOpts {
-    /// What fits, over all shards; 0 = no bound.
+    /// Capacity of all shards; 0 = unlimited.
     pub bytes: u64,
     /// Servers, or parts of one.
     pub shards: usize,
-    /// Where objects are.
-    pub place: Place,
-    /// From a request to the first byte of its answer.
+    /// Placement of objects on shards.
+    pub place: Placement,
+    /// Time from a request to the first byte of its answer.
     pub latency_ns: i64,
-    /// What an engine gets in a second, and sends; 0 = no bound.
+    /// Bandwidth of an engine in each direction; 0 = unlimited.
     pub engine_bytes_per_second: f64,
-    /// What a shard gives in a second; 0 = no bound.
+    /// Read bandwidth of a shard; 0 = unlimited.
     pub shard_bytes_per_second: f64,
-    /// Longest object, unless a layer is longer.
+    /// Largest object, unless a layer is larger.
     pub object_bytes: u64,
     /// Layers of the model.
     pub layers: u16,
-    /// When chunks are sent.
+    /// When chunks are uploaded.
     pub write: Write,
-    /// Only those that were used so often since they came to the host.
+    /// Fewest uses in the host of a chunk that is uploaded.
     pub hits: u16,
-    /// What is asked for.
-    pub ask: Ask,
-    /// Also before sending: then only what is absent is sent.
+    /// The unit of a lookup.
+    pub ask: LookupUnit,
+    /// Look up before an upload: then only absent chunks are uploaded.
     pub ask_before_put: bool,
     /// Absent objects that an engine remembers.
     pub known: usize,
-    /// Chunks that an engine remembers to be there.
+    /// Remote hints per engine.
     pub hints: usize,
-    /// Age at which what is there is asked for again.
+    /// Age at which a hint is looked up again.
     pub fresh_ns: i64,
-    /// Age at which what is absent is asked for again.
+    /// Age at which an absent object is looked up again.
     pub absent_ns: i64,
-    /// Most gets of one chunk in a second; 0 = no bound.
+    /// Most gets of one chunk per second; 0 = unlimited.
     pub cap: u32,
-    /// Shards that go away.
-    pub dead: Option<Dead>,
-    /// What was on them has its place on others from then on.
+    /// A failure of shards.
+    pub dead: Option<ShardFailure>,
+    /// Objects of failed shards are placed on others from then on.
     pub rehome: bool,
 }
 
 impl Default for RemoteOpts {
-    /// A cluster in one's own network, and the defaults of `docs/remote.md`.
+    /// A cluster in the local network, with the defaults of `docs/remote.md`.
     fn default() -> RemoteOpts {
         RemoteOpts {
             bytes: 0,
             shards: 16,
-            place: Place::Object,
+            place: Placement::Object,
             latency_ns: 500_000,
             engine_bytes_per_second: 5e9,
             shard_bytes_per_second: 2.5e9,
@@ -143,7 +143,7 @@ impl Default for RemoteOpts {
             layers: 80,
             write: Write::Back,
             hits: 0,
-            ask: Ask::Object,
+            ask: LookupUnit::Object,
             ask_before_put: false,
             known: 1 << 16,
             hints: 1 << 16,
@@ -156,41 +156,44 @@ impl Default for RemoteOpts {
     }
 }
 
-/// What to run.
+/// Options of a simulation.
 #[derive(Clone, Debug)]
 pub struct ScaleOpts {
-    /// How many engines.
+    /// Number of engines.
     pub engines: usize,
-    /// The policy of their tiers.
+    /// The policy of the engines' tiers.
     pub policy: String,
-    /// The host tier of each.
+    /// The host tier of each engine.
     pub host: Tier,
-    /// The disk of each.
+    /// The disk of each engine.
     pub disk: Option<Tier>,
-    /// Who gets a request.
+    /// The router of requests.
     pub router: Router,
-    /// An engine gets no more when its work is so many times the mean.
+    /// An engine receives no request while its load exceeds the mean by this factor.
     pub load_bound: f64,
-    /// What they share.
+    /// The shared remote.
     pub remote: Option<RemoteOpts>,
-    /// What work takes.
+    /// Cost of computation.
     pub machine: Machine,
-    /// How engines replay; `warm_up` requests are not counted.
+    /// Options of the replays; `warm_up` requests are not counted.
     pub replay: ReplayOpts,
-    /// Everything random comes from it.
+    /// Seed of all random numbers.
     pub seed: u64,
 }
 
 impl ScaleOpts {
-    /// Refuses what is out of bounds.
+    /// Checks the options.
     pub fn check(&self) -> Result<()> {
         let spec = Spec::parse(&self.policy)?;
         custom::refuse(&spec, "a replay")?;
         if spec.name == "belady" {
-            fail!(Invalid, "belady knows the future of one cache, not that of one of many engines");
+            fail!(
+                Invalid,
+                "belady needs the future of one cache; it cannot run on one of many engines"
+            );
         }
         if self.replay.holes || self.replay.layers != 1 {
-            fail!(Invalid, "engines use leading blocks, and whole ones");
+            fail!(Invalid, "holes and layers are not supported here: use holes off and layers 1");
         }
         if self.engines == 0 || self.engines > MAX_ENGINES {
             fail!(Limit, "{} engines, allowed are 1 to {MAX_ENGINES}", self.engines);
@@ -199,7 +202,7 @@ impl ScaleOpts {
             fail!(Limit, "a load bound of {}, allowed is 1 to 1000000", self.load_bound);
         }
         if !(0.0..=1e12).contains(&self.machine.unit_ns) {
-            fail!(Limit, "{} ns for a token", self.machine.unit_ns);
+            fail!(Limit, "{} ns per unit of cost, allowed is 0 to 10^12", self.machine.unit_ns);
         }
         match &self.remote {
             Some(remote) => remote.check(self.engines),
@@ -228,13 +231,15 @@ impl RemoteOpts {
         }
         let speeds = [self.engine_bytes_per_second, self.shard_bytes_per_second];
         if speeds.iter().any(|speed| !(0.0..=1e18).contains(speed)) {
-            fail!(Limit, "{speeds:?} bytes in a second");
+            fail!(Limit, "{speeds:?} bytes per second, allowed is 0 to 10^18");
         }
         match self.dead {
             Some(dead) if dead.shards > self.shards => {
-                fail!(Invalid, "{} of {} shards cannot go away", dead.shards, self.shards)
+                fail!(Invalid, "{} failed shards, the remote has {}", dead.shards, self.shards)
             }
-            Some(dead) if dead.at_ns < 0 => fail!(Limit, "shards that go away before the start"),
+            Some(dead) if dead.at_ns < 0 => {
+                fail!(Limit, "shards fail at {} ns, allowed is 0 or later", dead.at_ns)
+            }
             _ => Ok(()),
         }
     }

@@ -1,9 +1,9 @@
-//! What all engines share: shards that hold objects by name, each in memory of its own. A full
-//! shard evicts as Redis does under `allkeys-lru`: a few keys by chance, the one unused longest
-//! of these and of the best found before. Its clock counts seconds.
+//! The shared remote: shards that hold objects by name, each with its own memory. A full shard
+//! evicts as Redis does under `allkeys-lru`: it samples a few keys and evicts the least recently
+//! used of these and of earlier candidates. Its clock counts seconds.
 
 use crate::scale::cut::Cutting;
-use crate::scale::{MAX_OBJECTS, Place, RemoteOpts};
+use crate::scale::{MAX_OBJECTS, Placement, RemoteOpts};
 use kvtier::base::status::Result;
 use kvtier::fail;
 use kvtier::meta::index;
@@ -11,16 +11,16 @@ use kvtier::trace::generate::rng::Rng;
 use kvtier::trace::requests::Trace;
 use kvtier::trace::study::zeros;
 
-/// Keys looked at for a victim: `maxmemory-samples` of Redis.
+/// Keys sampled per eviction: `maxmemory-samples` of Redis.
 pub const SAMPLES: usize = 5;
-/// Candidates that are remembered between evictions.
+/// Candidates kept between evictions.
 const POOL: usize = 16;
 const NOWHERE: u32 = u32::MAX;
-/// Peaks are means over so long.
+/// Time over which peaks are averaged.
 const PEAK_NS: i64 = 10_000_000_000;
 const SECOND: i64 = 1_000_000_000;
 
-/// A connection, or all of a shard's: bytes one after the other.
+/// A link of an engine or of a shard, which transfers bytes in sequence.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Link {
     bytes_per_second: f64,
@@ -32,8 +32,8 @@ impl Link {
         Link { bytes_per_second, busy_ns: 0 }
     }
 
-    /// How long until so many bytes have passed, behind those that wait.
-    pub(super) fn would(&self, now_ns: i64, bytes: u64) -> i64 {
+    /// Time until `bytes` more are transferred, after those queued.
+    pub(super) fn estimate(&self, now_ns: i64, bytes: u64) -> i64 {
         if self.bytes_per_second <= 0.0 {
             return 0;
         }
@@ -41,25 +41,25 @@ impl Link {
         (self.busy_ns - now_ns).max(0).saturating_add(own)
     }
 
-    /// The same, and they do.
-    pub(super) fn take(&mut self, now_ns: i64, bytes: u64) -> i64 {
-        let wait = self.would(now_ns, bytes);
+    /// Queues `bytes`; returns the time until they are transferred.
+    pub(super) fn enqueue(&mut self, now_ns: i64, bytes: u64) -> i64 {
+        let wait = self.estimate(now_ns, bytes);
         self.busy_ns = self.busy_ns.max(now_ns.saturating_add(wait));
         wait
     }
 
-    /// Bytes that wait.
+    /// Bytes queued.
     pub(super) fn waiting(&self, now_ns: i64) -> f64 {
         (self.busy_ns - now_ns).max(0) as f64 / 1e9 * self.bytes_per_second
     }
 }
 
-/// The most that came in 10 seconds, as a rate.
+/// The highest rate over 10 seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Peak {
     /// Gets.
     pub gets_per_second: f64,
-    /// Bytes of them.
+    /// Bytes of the gets.
     pub bytes_per_second: f64,
 }
 
@@ -85,16 +85,16 @@ impl Meter {
     }
 }
 
-/// Where objects went, from the first request on.
+/// Objects and bytes by fate, from the first request on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Life {
-    /// Objects that were stored, and their bytes.
+    /// Stored.
     pub stored: (u64, u64),
-    /// Of these, evicted.
+    /// Evicted.
     pub evicted: (u64, u64),
     /// Lost with their shard.
     pub lost: (u64, u64),
-    /// There at the end.
+    /// Resident at the end.
     pub resident: (u64, u64),
 }
 
@@ -102,22 +102,22 @@ fn add(sum: &mut (u64, u64), bytes: u64) {
     *sum = (sum.0 + 1, sum.1 + bytes);
 }
 
-/// What became of a put.
+/// Result of a put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Put {
-    /// It was stored.
+    /// The object was stored.
     Stored,
-    /// Somebody was first.
-    There,
-    /// The shard is away.
-    Away,
+    /// The object existed.
+    Exists,
+    /// The shard has failed.
+    Failed,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Object {
-    /// Its place among those of its shard.
+    /// Index among the objects of its shard.
     at: u32,
-    /// When it was used last.
+    /// Second of the last use.
     used_s: u32,
     gets: u32,
     writer: u16,
@@ -127,12 +127,12 @@ struct Shard {
     residents: Vec<u32>,
     bytes: u64,
     capacity: u64,
-    is_away: bool,
+    has_failed: bool,
     link: Link,
-    /// Candidates, the one unused longest last.
+    /// Eviction candidates, the least recently used last.
     pool: Vec<(u32, u32)>,
     meter: Meter,
-    /// Bytes of the fetch that is looked at.
+    /// Bytes of the fetch under consideration.
     wanted: u64,
 }
 
@@ -140,13 +140,13 @@ struct Shard {
 pub(super) struct Remote {
     pub(super) cutting: Cutting,
     pub(super) life: Life,
-    place: Place,
+    place: Placement,
     rehome: bool,
     seed: u64,
     rng: Rng,
     shards: Vec<Shard>,
     objects: Vec<Object>,
-    /// The first chunk of the path of every chunk.
+    /// The root chunk of every chunk.
     roots: Vec<u32>,
     away: usize,
     meter: Meter,
@@ -164,18 +164,24 @@ impl Remote {
             Cutting::new(trace.block_tokens(), token_bytes, opts.layers, opts.object_bytes)?;
         let count = trace.uniques().saturating_mul(cutting.objects());
         if count > MAX_OBJECTS {
-            fail!(Limit, "{count} different objects, the limit is {MAX_OBJECTS}: make them longer");
+            fail!(
+                Limit,
+                "{count} distinct objects, the limit is {MAX_OBJECTS}: raise object_bytes"
+            );
         }
         let capacity = if opts.bytes == 0 { u64::MAX } else { opts.bytes / opts.shards as u64 };
         let longest = cutting.bytes.iter().copied().max().unwrap_or(0);
         if capacity < longest {
-            fail!(Limit, "a shard of {capacity} bytes holds no object of {longest}");
+            fail!(
+                Limit,
+                "a shard of {capacity} bytes is too small for an object of {longest} bytes"
+            );
         }
         let shard = || Shard {
             residents: Vec::new(),
             bytes: 0,
             capacity,
-            is_away: false,
+            has_failed: false,
             link: Link::new(opts.shard_bytes_per_second),
             pool: Vec::new(),
             meter: Meter::default(),
@@ -216,39 +222,39 @@ impl Remote {
     fn shard_of(&self, object: u32) -> usize {
         let chunk = object / self.cutting.objects() as u32;
         let key = match self.place {
-            Place::Object => object,
-            Place::Chunk => chunk,
-            Place::Root => self.roots[chunk as usize],
+            Placement::Object => object,
+            Placement::Chunk => chunk,
+            Placement::Root => self.roots[chunk as usize],
         };
         let mut hash = index::hash(u64::from(key) ^ self.seed);
         loop {
             let shard = ((u128::from(hash) * self.shards.len() as u128) >> 64) as usize;
-            if !self.rehome || !self.shards[shard].is_away {
+            if !self.rehome || !self.shards[shard].has_failed {
                 return shard;
             }
             hash = index::hash(hash);
         }
     }
 
-    /// Whether an object of a chunk is on a shard that is away.
-    pub(super) fn is_away(&self, chunk: u32) -> bool {
+    /// Whether an object of a chunk is on a failed shard.
+    pub(super) fn has_failed(&self, chunk: u32) -> bool {
         let runs = 0..self.cutting.objects();
         self.away > 0
             && runs
                 .into_iter()
-                .any(|run| self.shards[self.shard_of(self.object(chunk, run))].is_away)
+                .any(|run| self.shards[self.shard_of(self.object(chunk, run))].has_failed)
     }
 
-    /// Whether an object is there; that is a use of it.
-    pub(super) fn ask(&mut self, object: u32, now_ns: i64) -> bool {
+    /// Looks an object up, which counts as a use; returns whether it exists.
+    pub(super) fn lookup(&mut self, object: u32, now_ns: i64) -> bool {
         let row = &mut self.objects[object as usize];
         row.used_s = (now_ns / SECOND) as u32;
         row.at != NOWHERE
     }
 
-    /// Whether an object was there to be fetched.
+    /// Fetches an object; returns whether it existed.
     pub(super) fn get(&mut self, object: u32, now_ns: i64) -> bool {
-        if !self.ask(object, now_ns) {
+        if !self.lookup(object, now_ns) {
             return false;
         }
         let bytes = self.cutting.bytes[self.run(object)];
@@ -259,12 +265,12 @@ impl Remote {
         true
     }
 
-    /// Who wrote an object.
+    /// The engine that stored an object.
     pub(super) fn writer(&self, object: u32) -> usize {
         usize::from(self.objects[object as usize].writer)
     }
 
-    /// How long the shards take for objects; `taken`: they are fetched now.
+    /// Time of the shards to transfer objects. With `taken` the transfer is queued.
     pub(super) fn wait(
         &mut self,
         objects: impl Iterator<Item = u32>,
@@ -284,21 +290,21 @@ impl Remote {
             let shard = &mut self.shards[shard as usize];
             let bytes = std::mem::take(&mut shard.wanted);
             longest = longest.max(match taken {
-                true => shard.link.take(now_ns, bytes),
-                false => shard.link.would(now_ns, bytes),
+                true => shard.link.enqueue(now_ns, bytes),
+                false => shard.link.estimate(now_ns, bytes),
             });
         }
         longest
     }
 
-    /// Stores an object, unless it is there.
+    /// Stores an object unless it exists.
     pub(super) fn put(&mut self, object: u32, writer: usize, now_ns: i64) -> Result<Put> {
         let number = self.shard_of(object);
-        if self.shards[number].is_away {
-            return Ok(Put::Away);
+        if self.shards[number].has_failed {
+            return Ok(Put::Failed);
         }
-        if self.ask(object, now_ns) {
-            return Ok(Put::There);
+        if self.lookup(object, now_ns) {
+            return Ok(Put::Exists);
         }
         let bytes = self.cutting.bytes[self.run(object)];
         while self.shards[number].bytes.saturating_add(bytes) > self.shards[number].capacity {
@@ -317,7 +323,7 @@ impl Remote {
         Ok(Put::Stored)
     }
 
-    /// Evicts one object of a shard that has some.
+    /// Evicts one object of a shard that is not empty.
     fn evict(&mut self, number: usize, now_ns: i64) {
         let now_s = (now_ns / SECOND) as u32;
         let victim = loop {
@@ -345,8 +351,8 @@ impl Remote {
         self.life.resident = (self.life.resident.0 - 1, self.life.resident.1 - bytes);
     }
 
-    /// Takes shards away for good, with all that they hold: the first so many.
-    pub(super) fn take_away(&mut self, shards: usize) {
+    /// Removes the first `shards` shards with all their objects.
+    pub(super) fn fail_shards(&mut self, shards: usize) {
         for number in 0..shards.min(self.shards.len()) {
             let residents = std::mem::take(&mut self.shards[number].residents);
             for object in residents {
@@ -355,13 +361,13 @@ impl Remote {
                 add(&mut self.life.lost, bytes);
                 self.life.resident = (self.life.resident.0 - 1, self.life.resident.1 - bytes);
             }
-            (self.shards[number].is_away, self.shards[number].bytes) = (true, 0);
+            (self.shards[number].has_failed, self.shards[number].bytes) = (true, 0);
         }
         self.away = shards;
     }
 
-    /// Starts to count again.
-    pub(super) fn count_anew(&mut self) {
+    /// Resets the counters.
+    pub(super) fn reset_counts(&mut self) {
         self.objects.iter_mut().for_each(|object| object.gets = 0);
         self.meter = Meter::default();
         self.shards.iter_mut().for_each(|shard| shard.meter = Meter::default());
@@ -378,7 +384,7 @@ impl Remote {
         (self.meter.peak, one)
     }
 
-    /// The gets of the chunk fetched most, the gets of the 1 % of chunks fetched most, and all.
+    /// Gets of the most fetched chunk, of the 1 % most fetched chunks, and of all.
     pub(super) fn hottest(&self) -> Result<(u64, u64, u64)> {
         let each = self.cutting.objects();
         let mut gets: Vec<u64> = zeros(self.objects.len() / each)?;
@@ -393,7 +399,7 @@ impl Remote {
     }
 }
 
-/// Enters a candidate in the order of idleness, if there is room or one that is less idle.
+/// Adds a candidate in the order of idle time, if there is room or a less idle one.
 fn enter(pool: &mut Vec<(u32, u32)>, idle: u32, object: u32) {
     if pool.iter().any(|&(_, known)| known == object) {
         return;

@@ -1,4 +1,4 @@
-//! What came of many engines on one remote.
+//! Results of a simulation of many engines on one remote.
 
 use crate::scale::remote::{Life, Peak};
 
@@ -6,208 +6,208 @@ const SECOND_NS: f64 = 1e9;
 const MONTH_S: f64 = 30.0 * 86_400.0;
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// What is counted, behind the warm-up.
+/// Counters after the warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Requests.
     pub requests: u64,
-    /// Requests that loaded something from the remote.
+    /// Requests that loaded chunks from the remote.
     pub remote_requests: u64,
-    /// Tokens asked for.
+    /// Tokens requested.
     pub tokens: u64,
-    /// Of those, found in the engine's own host.
+    /// Tokens found in the engine's own host tier.
     pub host_tokens: u64,
-    /// On its own disk.
+    /// Tokens found on the engine's own disk.
     pub disk_tokens: u64,
-    /// In the remote, sent by the engine itself.
+    /// Tokens loaded from the remote, uploaded by the same engine.
     pub own_tokens: u64,
-    /// In the remote, sent by another engine.
+    /// Tokens loaded from the remote, uploaded by another engine.
     pub other_tokens: u64,
-    /// Found there, but sooner computed than loaded.
+    /// Tokens in the remote that were faster to compute.
     pub declined_tokens: u64,
-    /// Found there, but fetched too often in this second.
+    /// Tokens in the remote that were fetched too often in this second.
     pub capped_tokens: u64,
-    /// Objects asked for.
-    pub asks: u64,
-    /// Of those, absent.
-    pub asked_absent: u64,
-    /// Batches of them.
-    pub ask_batches: u64,
-    /// Objects that needed no ask: known to be there.
-    pub spared_there: u64,
-    /// Known to be absent.
-    pub spared_absent: u64,
-    /// On shards that are away.
+    /// Objects looked up.
+    pub lookups: u64,
+    /// Objects looked up and absent.
+    pub absent_lookups: u64,
+    /// Lookup batches.
+    pub lookup_batches: u64,
+    /// Lookups saved: known to be present.
+    pub hinted_present: u64,
+    /// Lookups saved: known to be absent.
+    pub hinted_absent: u64,
+    /// Lookups skipped on failed shards.
     pub masked: u64,
-    /// Objects fetched, or tried.
+    /// Gets of objects.
     pub gets: u64,
-    /// Bytes that came.
+    /// Bytes fetched.
     pub get_bytes: u64,
-    /// Gets of what was there no more.
+    /// Gets of objects that were not present any more.
     pub stale: u64,
-    /// Bytes that came behind such a hole: of no use.
+    /// Bytes fetched behind a missing chunk, of no use.
     pub wasted_bytes: u64,
-    /// Chunks to be sent.
+    /// Chunks to upload.
     pub sends: u64,
-    /// Of those, known to be there: not sent.
+    /// Uploads saved: known to be present.
     pub spared_sends: u64,
-    /// Given up, for too many waited already.
+    /// Uploads dropped because too many were queued.
     pub dropped_sends: u64,
-    /// Objects asked for before they were sent; among `asks`, too.
-    pub put_asks: u64,
-    /// Objects sent.
+    /// Objects looked up before an upload; included in the lookups.
+    pub put_lookups: u64,
+    /// Puts of objects.
     pub puts: u64,
-    /// Their bytes.
+    /// Bytes of the puts.
     pub put_bytes: u64,
-    /// Of those, stored.
+    /// Objects stored.
     pub stored: u64,
-    /// There already: refused by name.
+    /// Puts of existing objects, rejected by name.
     pub duplicates: u64,
-    /// Bytes that were sent for nothing.
+    /// Bytes of those puts.
     pub duplicate_bytes: u64,
-    /// Not sent, for the shard is away.
+    /// Puts skipped on failed shards.
     pub away_puts: u64,
 }
 
 impl Counts {
-    /// Tokens found in the remote and loaded.
+    /// Tokens loaded from the remote.
     pub fn remote_tokens(&self) -> u64 {
         self.own_tokens + self.other_tokens
     }
 
-    /// Tokens to be computed.
+    /// Tokens computed.
     pub fn computed_tokens(&self) -> u64 {
         self.tokens - self.host_tokens - self.disk_tokens - self.remote_tokens()
     }
 }
 
-/// What one engine did.
+/// Totals of one engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineShare {
     /// Requests.
     pub requests: u64,
-    /// Time of loading and computing for them.
+    /// Time of loading and computing.
     pub work_ns: u64,
-    /// Objects asked for.
-    pub asks: u64,
-    /// Bytes that came.
+    /// Objects looked up.
+    pub lookups: u64,
+    /// Bytes fetched.
     pub get_bytes: u64,
-    /// Bytes sent.
+    /// Bytes uploaded.
     pub put_bytes: u64,
 }
 
-/// What things cost.
+/// Prices.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Prices {
-    /// A million puts.
+    /// Per million puts.
     pub puts: f64,
-    /// A million gets, or asks.
+    /// Per million gets and lookups.
     pub gets: f64,
-    /// A GiB that comes out.
+    /// Per GiB read.
     pub gib: f64,
-    /// A GiB stored for a month.
+    /// Per GiB stored for a month.
     pub gib_month: f64,
-    /// An hour of an engine's accelerators.
+    /// Per hour of an engine's accelerators.
     pub engine_hour: f64,
 }
 
 impl Default for Prices {
-    /// As an object store lists them, within its region; an engine of one accelerator.
+    /// List prices of an object store within its region; an engine with one accelerator.
     fn default() -> Prices {
         Prices { puts: 5.0, gets: 0.4, gib: 0.0, gib_month: 0.023, engine_hour: 2.0 }
     }
 }
 
-/// What a run cost.
+/// Costs of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Bill {
-    /// Gets and asks.
+    /// Gets and lookups.
     pub gets: f64,
     /// Puts.
     pub puts: f64,
-    /// Bytes that came out.
+    /// Bytes read.
     pub bytes: f64,
-    /// Bytes that were kept while it ran.
+    /// Bytes stored.
     pub kept: f64,
-    /// Accelerator time that was not needed.
+    /// Value of the accelerator time saved.
     pub saved: f64,
 }
 
 impl Bill {
-    /// All of it.
+    /// Sum of the costs.
     pub fn sum(&self) -> f64 {
         self.gets + self.puts + self.bytes + self.kept
     }
 }
 
-/// The outcome of a run; the same in every run.
+/// Result of a run, equal in every run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ScaleReport {
     /// The spec of the policy, in canonical form.
     pub policy: String,
-    /// How many engines.
+    /// Number of engines.
     pub engines: usize,
-    /// The router's name.
+    /// Name of the router.
     pub router: &'static str,
-    /// How long what was counted took, by the trace's clock.
+    /// Counted time by the trace's clock, in seconds.
     pub seconds: f64,
-    /// What was counted.
+    /// The counters.
     pub counts: Counts,
     /// Tokens that an unbounded cache would have found for the same requests.
     pub floor_tokens: u64,
-    /// By engine.
+    /// Totals by engine.
     pub shares: Vec<EngineShare>,
-    /// Objects of a chunk.
+    /// Objects per chunk.
     pub chunk_objects: usize,
-    /// Bytes of a chunk as it is stored.
+    /// Stored bytes of a chunk.
     pub chunk_bytes: u64,
-    /// Where objects went, with those of the warm-up.
+    /// Objects by fate, including the warm-up.
     pub life: Life,
-    /// Bytes in the remote, times the seconds that they were there.
+    /// Bytes in the remote times seconds.
     pub byte_seconds: f64,
-    /// The peak of all shards.
+    /// Peak of all shards.
     pub peak: Peak,
-    /// Of the busiest one.
+    /// Peak of the busiest shard.
     pub shard_peak: Peak,
     /// Most gets of one chunk in a second.
     pub chunk_peak: u64,
-    /// Share of the gets that the chunk fetched most has.
+    /// Share of the gets of the most fetched chunk.
     pub hottest_share: f64,
-    /// Of the 1 % of chunks fetched most.
+    /// Share of the gets of the 1 % most fetched chunks.
     pub hot_share: f64,
-    /// Wait for the first token: mean, median, 99 of 100.
+    /// Time to the first token: mean, median, 99th percentile.
     pub ttft_ns: [u64; 3],
-    /// The same, had there been no remote.
+    /// The same without a remote.
     pub local_ttft_ns: [u64; 3],
-    /// Time that the remote saved in all.
+    /// Time saved by the remote.
     pub saved_ns: u64,
-    /// Requests that waited longer than without a remote.
+    /// Requests slower than without a remote.
     pub slower: u64,
 }
 
 impl ScaleReport {
-    /// A part of all tokens.
+    /// A share of all tokens.
     pub fn share(&self, tokens: u64) -> f64 {
         tokens as f64 / self.counts.tokens.max(1) as f64
     }
 
-    /// So many, a second.
+    /// A rate per second.
     pub fn rate(&self, count: u64) -> f64 {
         if self.seconds > 0.0 { count as f64 / self.seconds } else { 0.0 }
     }
 
-    /// What the busiest engine has in parts of the mean.
+    /// Work of the busiest engine relative to the mean.
     pub fn imbalance(&self) -> f64 {
         let total: u64 = self.shares.iter().map(|share| share.work_ns).sum();
         let most = self.shares.iter().map(|share| share.work_ns).max().unwrap_or(0);
         most as f64 * self.shares.len() as f64 / total.max(1) as f64
     }
 
-    /// What it cost.
+    /// The costs at these prices.
     pub fn bill(&self, prices: &Prices) -> Bill {
         let c = &self.counts;
         Bill {
-            gets: (c.gets + c.asks) as f64 / 1e6 * prices.gets,
+            gets: (c.gets + c.lookups) as f64 / 1e6 * prices.gets,
             puts: c.puts as f64 / 1e6 * prices.puts,
             bytes: c.get_bytes as f64 / GIB * prices.gib,
             kept: self.byte_seconds / GIB / MONTH_S * prices.gib_month,

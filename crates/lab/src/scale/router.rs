@@ -1,4 +1,4 @@
-//! Who gets a request.
+//! Routing of requests to engines.
 
 use crate::scale::engine::Engine;
 use kvtier::base::spec::unknown;
@@ -6,26 +6,26 @@ use kvtier::base::status::Result;
 use kvtier::meta::index;
 use kvtier::trace::requests::{Request, Trace};
 
-/// Work is compared over two such stretches of time.
+/// Load is measured over two intervals of this length.
 const STRETCH_NS: i64 = 30_000_000_000;
 
-/// How requests are given out.
+/// Routing rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Router {
-    /// One after the other.
+    /// Round robin.
     Round,
-    /// By the session: all of it to one engine.
+    /// By session: all requests of one to the same engine.
     Session,
-    /// To the engine that has most of the prompt, unless it has too much to do.
+    /// To the engine with the longest prefix match, unless it is overloaded.
     Prefix,
 }
 
-/// Every router and its name.
+/// Every router with its name.
 pub const ROUTERS: [(&str, Router); 3] =
     [("round", Router::Round), ("session", Router::Session), ("prefix", Router::Prefix)];
 
 impl Router {
-    /// The router of a name.
+    /// The router with a name.
     pub fn of(name: &str) -> Result<Router> {
         match ROUTERS.iter().find(|(known, _)| *known == name) {
             Some((_, router)) => Ok(*router),
@@ -33,13 +33,13 @@ impl Router {
         }
     }
 
-    /// Its name.
+    /// The router's name.
     pub fn name(self) -> &'static str {
         ROUTERS.iter().find(|(_, router)| *router == self).map_or("", |(name, _)| *name)
     }
 }
 
-/// What an engine had to do lately.
+/// Recent load of an engine.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Load {
     stretch: i64,
@@ -48,8 +48,8 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// Goes on to a later time.
-    fn turn(&mut self, at_ns: i64) {
+    /// Advances the clock.
+    fn advance(&mut self, at_ns: i64) {
         let stretch = at_ns / STRETCH_NS;
         match stretch - self.stretch {
             0 => {}
@@ -59,15 +59,15 @@ impl Load {
         self.stretch = stretch;
     }
 
-    /// Adds work; what it comes to.
+    /// Adds work; returns the recent load.
     pub(super) fn add(&mut self, at_ns: i64, work_ns: u64) -> u64 {
-        self.turn(at_ns);
+        self.advance(at_ns);
         self.now_ns = self.now_ns.saturating_add(work_ns);
         self.now_ns.saturating_add(self.before_ns)
     }
 }
 
-/// The engine of a request.
+/// The engine for a request.
 pub(super) fn pick(
     router: Router,
     engines: &mut [Engine],
@@ -91,8 +91,8 @@ pub(super) fn pick(
     }
 }
 
-/// The engine with the longest match among those with work to spare; of equal ones the one with
-/// least to do, then the first.
+/// The engine with the longest match that is not overloaded; among equals the one with the lowest
+/// load, then the first.
 fn longest(
     engines: &[Engine],
     loads: &[u64],

@@ -1,27 +1,27 @@
-//! What passes between an engine and the remote: asks, fetches, sends.
+//! Traffic between an engine and the remote: lookups, fetches, uploads.
 
 use std::cmp::Reverse;
 
 use crate::scale::fleet::{Fleet, SECOND};
 use crate::scale::remote::Put;
-use crate::scale::{Ask, WINDOW};
+use crate::scale::{LookupUnit, WINDOW};
 use kvtier::base::status::Result;
 use kvtier::trace::requests::Request;
 
-/// This part of the host may wait to be sent.
+/// Largest upload queue, as a share of the host tier.
 const OUT_PART: f64 = 1.0 / 8.0;
 
-/// What an ask found.
+/// Result of a lookup.
 struct Found {
-    /// Leading chunks.
+    /// Leading chunks found.
     chunks: usize,
-    /// Batches that were asked, one after the other.
+    /// Batches, one after the other.
     trips: i64,
 }
 
 impl Fleet<'_> {
-    /// Loads what the remote has behind the first `from` chunks, if that is sooner than computing
-    /// it; how many chunks came. Time for that is added to `wait_ns`.
+    /// Loads chunks of the remote after the first `from` chunks, if that is faster than computing
+    /// them. Adds the time to `wait_ns`; returns the number of loaded chunks.
     pub(super) fn load(
         &mut self,
         number: usize,
@@ -34,7 +34,7 @@ impl Fleet<'_> {
             return 0;
         }
         let path = &self.trace.dense(request)[from..whole];
-        let Found { chunks, trips } = self.ask(number, path);
+        let Found { chunks, trips } = self.lookup(number, path);
         let allowed = self.allowed(&path[..chunks]);
         let each = self.trace.block_tokens();
         let tokens = |chunks: usize| request.tokens_of(from + chunks, each);
@@ -54,13 +54,13 @@ impl Fleet<'_> {
         self.fetch(number, request, from, &path[..allowed])
     }
 
-    /// Asks from the front, window by window; a window without anything is the last.
-    fn ask(&mut self, number: usize, path: &[u32]) -> Found {
+    /// Looks up chunks from the front, window by window, until a window without any hit.
+    fn lookup(&mut self, number: usize, path: &[u32]) -> Found {
         let (Some(remote), Some(opts)) = (&mut self.remote, &self.opts.remote) else {
             return Found { chunks: 0, trips: 0 };
         };
         let (engine, counts, now_ns) = (&mut self.engines[number], &mut self.counts, self.now_ns);
-        let each = if opts.ask == Ask::Object { remote.cutting.objects() } else { 1 };
+        let each = if opts.ask == LookupUnit::Object { remote.cutting.objects() } else { 1 };
         let total = path.len() * each;
         let (mut trips, mut first_absent) = (0, total);
         for start in (0..total).step_by(WINDOW) {
@@ -68,30 +68,30 @@ impl Fleet<'_> {
             for at in start..(start + WINDOW).min(total) {
                 let chunk = path[at / each];
                 let object = remote.object(chunk, at % each);
-                if remote.is_away(chunk) {
+                if remote.has_failed(chunk) {
                     counts.masked += 1;
                     first_absent = first_absent.min(at);
                 } else if engine.hints.is_fresh(chunk, now_ns, opts.fresh_ns) {
-                    counts.spared_there += 1;
+                    counts.hinted_present += 1;
                     there += 1;
                 } else if engine.absent.is_fresh(object, now_ns, opts.absent_ns) {
-                    counts.spared_absent += 1;
+                    counts.hinted_absent += 1;
                     first_absent = first_absent.min(at);
                 } else {
                     asked += 1;
-                    if remote.ask(object, now_ns) {
+                    if remote.lookup(object, now_ns) {
                         there += 1;
                     } else {
-                        counts.asked_absent += 1;
-                        engine.absent.tell(object, now_ns);
-                        engine.hints.forget(chunk);
+                        counts.absent_lookups += 1;
+                        engine.absent.insert(object, now_ns);
+                        engine.hints.remove(chunk);
                         first_absent = first_absent.min(at);
                     }
                 }
             }
-            counts.asks += asked;
-            engine.share.asks += asked;
-            counts.ask_batches += u64::from(asked > 0);
+            counts.lookups += asked;
+            engine.share.lookups += asked;
+            counts.lookup_batches += u64::from(asked > 0);
             trips += i64::from(asked > 0);
             if there == 0 {
                 break;
@@ -100,13 +100,13 @@ impl Fleet<'_> {
         let chunks = first_absent / each;
         for &chunk in &path[..chunks] {
             if !engine.hints.is_fresh(chunk, now_ns, opts.fresh_ns) {
-                engine.hints.tell(chunk, now_ns);
+                engine.hints.insert(chunk, now_ns);
             }
         }
         Found { chunks, trips }
     }
 
-    /// How many leading chunks may be fetched in this second, and count it.
+    /// Number of leading chunks that may be fetched in this second.
     fn allowed(&mut self, path: &[u32]) -> usize {
         let second = self.now_ns / SECOND;
         if second != self.hot_second {
@@ -121,13 +121,13 @@ impl Fleet<'_> {
         path.iter().take_while(is_free).count()
     }
 
-    /// How long the objects of chunks take; `taken`: they are fetched now.
+    /// Time to fetch chunks. With `taken` the transfers are queued.
     fn fetch_ns(&mut self, number: usize, path: &[u32], latency_ns: i64, taken: bool) -> f64 {
         let Some(remote) = &mut self.remote else { return 0.0 };
         let (each, now_ns) = (remote.cutting.objects(), self.now_ns);
         let bytes = remote.cutting.chunk_bytes.saturating_mul(path.len() as u64);
         let into = &mut self.engines[number].into;
-        let own = if taken { into.take(now_ns, bytes) } else { into.would(now_ns, bytes) };
+        let own = if taken { into.enqueue(now_ns, bytes) } else { into.estimate(now_ns, bytes) };
         let objects = path.iter().flat_map(|&chunk| {
             let first = chunk * each as u32;
             first..first + each as u32
@@ -136,7 +136,7 @@ impl Fleet<'_> {
         latency_ns.saturating_add(own.max(theirs)) as f64
     }
 
-    /// Fetches chunks; how many leading ones came whole.
+    /// Fetches chunks; returns the number of complete leading ones.
     fn fetch(&mut self, number: usize, request: &Request, from: usize, path: &[u32]) -> usize {
         let Some(remote) = &mut self.remote else { return 0 };
         let (engine, counts, now_ns) = (&mut self.engines[number], &mut self.counts, self.now_ns);
@@ -155,8 +155,8 @@ impl Fleet<'_> {
                     continue;
                 }
                 counts.stale += 1;
-                engine.hints.forget(chunk);
-                engine.absent.tell(object, now_ns);
+                engine.hints.remove(chunk);
+                engine.absent.insert(object, now_ns);
                 whole = whole.min(at);
             }
             counts.get_bytes += chunk_bytes;
@@ -175,25 +175,25 @@ impl Fleet<'_> {
         whole
     }
 
-    /// Sends a chunk that is ready, unless it is known to be there.
-    pub(super) fn send(&mut self, number: usize, chunk: u32, now_ns: i64) {
+    /// Uploads a chunk, unless it is known to be in the remote.
+    pub(super) fn upload(&mut self, number: usize, chunk: u32, now_ns: i64) {
         let (Some(remote), Some(opts)) = (&mut self.remote, &self.opts.remote) else { return };
         let (engine, counts) = (&mut self.engines[number], &mut self.counts);
         counts.sends += 1;
-        if engine.hints.has(chunk) {
+        if engine.hints.contains(chunk) {
             counts.spared_sends += 1;
             return;
         }
-        if opts.ask_before_put && !remote.is_away(chunk) {
+        if opts.ask_before_put && !remote.has_failed(chunk) {
             let objects = remote.cutting.objects();
-            let is_there = |run: &usize| remote.ask(remote.object(chunk, *run), now_ns);
+            let is_there = |run: &usize| remote.lookup(remote.object(chunk, *run), now_ns);
             let there = (0..objects).filter(is_there).count();
-            counts.asks += objects as u64;
-            counts.put_asks += objects as u64;
-            counts.ask_batches += 1;
-            engine.share.asks += objects as u64;
+            counts.lookups += objects as u64;
+            counts.put_lookups += objects as u64;
+            counts.lookup_batches += 1;
+            engine.share.lookups += objects as u64;
             if there == objects {
-                engine.hints.tell(chunk, now_ns);
+                engine.hints.insert(chunk, now_ns);
                 counts.spared_sends += 1;
                 return;
             }
@@ -203,13 +203,13 @@ impl Fleet<'_> {
             counts.dropped_sends += 1;
             return;
         }
-        let sent_ns = engine.out.take(now_ns, remote.cutting.chunk_bytes);
+        let sent_ns = engine.out.enqueue(now_ns, remote.cutting.chunk_bytes);
         let at_ns = now_ns.saturating_add(sent_ns).saturating_add(opts.latency_ns);
         self.sent += 1;
         self.pending.push(Reverse((at_ns, self.sent, number as u32, chunk, true)));
     }
 
-    /// A chunk has arrived at its shards.
+    /// An upload has arrived at the shards.
     pub(super) fn store(&mut self, number: usize, chunk: u32, now_ns: i64) -> Result<()> {
         let Some(remote) = &mut self.remote else { return Ok(()) };
         let (engine, counts) = (&mut self.engines[number], &mut self.counts);
@@ -218,12 +218,12 @@ impl Fleet<'_> {
             let object = remote.object(chunk, run);
             let bytes = remote.cutting.bytes[run];
             match remote.put(object, number, now_ns)? {
-                Put::Away => {
+                Put::Failed => {
                     away += 1;
                     continue;
                 }
                 Put::Stored => counts.stored += 1,
-                Put::There => {
+                Put::Exists => {
                     counts.duplicates += 1;
                     counts.duplicate_bytes += bytes;
                 }
@@ -231,11 +231,11 @@ impl Fleet<'_> {
             counts.puts += 1;
             counts.put_bytes += bytes;
             engine.share.put_bytes += bytes;
-            engine.absent.forget(object);
+            engine.absent.remove(object);
         }
         counts.away_puts += away;
         if away == 0 {
-            engine.hints.tell(chunk, now_ns);
+            engine.hints.insert(chunk, now_ns);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Traces and their readers, replay, and the scale study.
+//! Tests of traces and their readers, replay, and the simulation of many engines.
 #![allow(missing_docs)]
 
 mod readers;

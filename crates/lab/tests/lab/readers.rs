@@ -1,5 +1,4 @@
-//! Trace files of others: what is read, what is recognised, and how good, cut
-//! and hostile ones are told apart.
+//! Readers of foreign trace files: formats, detection, truncated and hostile input.
 
 use std::path::PathBuf;
 
@@ -56,7 +55,7 @@ const WEKA: &str = concat!(
 );
 
 #[test]
-fn agent_sessions_are_unpacked_and_put_together() {
+fn nested_agent_sessions_become_requests() {
     let two = format!("{WEKA}{WEKA}");
     let trace = read(two.as_bytes()).expect("a trace");
     let of = |n: usize| {
@@ -86,7 +85,7 @@ fn agent_sessions_are_unpacked_and_put_together() {
 }
 
 #[test]
-fn conversations_become_requests_that_share_their_beginning() {
+fn conversations_become_requests_with_common_prefixes() {
     let long = "words ".repeat(800);
     let talk = |end: &str| {
         format!(
@@ -101,8 +100,8 @@ fn conversations_become_requests_that_share_their_beginning() {
     assert_eq!(trace.requests().len(), 4);
     assert_eq!(read(format!("{}\n{}\n", talk("a"), talk("b")).as_bytes()), Ok(trace.clone()));
     let study = Study::of(&trace, &Default::default()).expect("memory");
-    // Two full blocks in common; the last one of each request is its own, except
-    // that both begin alike.
+    // Two full common blocks. The last block of each request is its own, except that both start
+    // alike.
     assert_eq!((trace.references(), trace.uniques(), study.session_count), (12, 5, 2));
     let of = |s: u64| trace.requests().iter().filter(move |r| r.session == Some(s));
     assert!(of(1).all(|r| r.input_tokens > 1200 && r.stop == Stop::EndTurn));
@@ -112,7 +111,7 @@ fn conversations_become_requests_that_share_their_beginning() {
 }
 
 #[test]
-fn arrivals_share_nothing() {
+fn azure_requests_share_no_blocks() {
     let text = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n\
                 2023-11-16 18:17:03.9799600,4808,10\r\n2023-11-16 18:17:04.0,100,8";
     let trace = read(text.as_bytes()).expect("a trace");
@@ -124,7 +123,7 @@ fn arrivals_share_nothing() {
 }
 
 #[test]
-fn object_traces_are_read() {
+fn libcachesim_traces_are_read() {
     let mut binary = Vec::new();
     for (time, id, next) in [(1u32, 9u64, 2i64), (1, 8, -1), (2, 9, -1)] {
         binary.extend_from_slice(&time.to_le_bytes());
@@ -146,7 +145,7 @@ fn object_traces_are_read() {
     assert!(read(b"1,9\n1\n").is_err());
 }
 
-/// Cuts and changes bytes at places that a fixed sequence picks.
+/// Truncates the text and changes bytes at fixed pseudo-random places.
 fn damaged(text: &[u8], times: u64) -> impl Iterator<Item = Vec<u8>> + '_ {
     const BYTES: &[u8] = b"{}[]\",:0-9.eE\\u\n \x00\xff\xc3";
     let mut state = 5u64;
@@ -175,7 +174,7 @@ fn damaged(text: &[u8], times: u64) -> impl Iterator<Item = Vec<u8>> + '_ {
 }
 
 #[test]
-fn no_reader_panics_whatever_it_is_given() {
+fn readers_never_panic_on_damaged_input() {
     let talk = r#"[{"id":"x","conversations":[{"from":"human","value":"a\u00e9"},{"from":"gpt","value":"b"}]}]"#;
     let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,4808,10\n";
     let made = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/batch.kvtrace");
@@ -202,7 +201,7 @@ fn no_reader_panics_whatever_it_is_given() {
 }
 
 #[test]
-fn files_are_told_apart_by_their_content() {
+fn formats_are_detected_from_the_content() {
     let kinds = [
         (MOONCAKE, Kind::Mooncake),
         (WEKA, Kind::Weka),
@@ -210,7 +209,7 @@ fn files_are_told_apart_by_their_content() {
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", Kind::Azure),
         ("1,2,3\n", Kind::Csv),
         ("KVTTRACE", Kind::Kvtier),
-        // Names count at the top only, in any order.
+        // Only names at the top level count, in any order.
         ("{\"timestamp\": 1, \"conversations\": [{\"from\": \"gpt\"", Kind::ShareGpt),
         (
             "{\"conversations\": [{\"value\": \"\\\"hash_ids\\\"\"}], \"timestamp\": 1}",
@@ -251,9 +250,9 @@ fn records(of: &[(u32, u64, u32, i64)]) -> Vec<u8> {
 }
 
 #[test]
-fn records_are_recognised_by_what_they_say() {
-    // Numbers from 0 and from 1, never as -1, -2 and the largest number; first
-    // bytes that look like JSON, a space, or gzip.
+fn binary_records_are_recognised_by_plausible_fields() {
+    // Numbers from 0 and from 1, never as -1, -2 and the largest number; first bytes that look like
+    // JSON, a space, or gzip.
     for sound in [
         &[(5, 9, 1, 2), (5, 8, 1, -1), (6, 9, 1, -1)][..],
         &[(5, 9, 1, 3), (5, 8, 1, -2), (6, 9, 1, i64::MAX)],
@@ -278,11 +277,11 @@ fn records_are_recognised_by_what_they_say() {
         let text = error.message();
         assert!(text.contains("oracle") && text.contains("--format"), "{wrong:?}: {error}");
     }
-    // Named, what cannot be a mistake is read: here a size of nothing.
+    // With the format given, unusual values are accepted: here a size of 0.
     let opts = ReadOpts { kind: Some(Kind::Oracle), ..ReadOpts::default() };
     let mut source = Source::bytes(records(&[(5, 9, 0, -1), (4, 9, 0, -1)])).expect("bytes");
     assert_eq!(reader::read(&mut source, &opts).expect("named").requests().len(), 2);
-    // Bytes of no kind, in any number of whole records.
+    // Bytes of no format, in any number of whole records.
     let mut state = 1u64;
     for records in 1..200 {
         let bytes: Vec<u8> = (0..24 * records)
@@ -297,7 +296,7 @@ fn records_are_recognised_by_what_they_say() {
 }
 
 #[test]
-fn what_must_be_unpacked_or_written_otherwise_is_named() {
+fn packed_files_are_rejected_with_the_tool_to_unpack_them() {
     for (start, words) in [
         (&b"\x1f\x8b\x08\0\0\0\0\0"[..], "gzip -dc"),
         (b"\xfd7zXZ\0\0\x04", "xz -dc"),
@@ -309,7 +308,7 @@ fn what_must_be_unpacked_or_written_otherwise_is_named() {
         (b"\xff\xfet\0i\0m\0e\0", "UTF-16"),
         (b"\xfe\xff\0t\0i", "UTF-16"),
     ] {
-        // Whatever its length, and whatever it was named.
+        // Of any length, with any given format.
         for len in [start.len(), 24, 240] {
             let mut bytes = start.to_vec();
             bytes.resize(len.max(start.len()), 0x5A);
@@ -323,12 +322,12 @@ fn what_must_be_unpacked_or_written_otherwise_is_named() {
             }
         }
     }
-    // Names of columns that begin like a container are text all the same.
+    // Column names that begin like a container are still text.
     assert_eq!(reader::detect(b"PK,BZh\n1,2\n"), Ok(Kind::Csv));
 }
 
 #[test]
-fn a_byte_order_mark_is_passed_over() {
+fn a_byte_order_mark_is_skipped() {
     let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,4808,10\n";
     let talk = r#"[{"conversations":[{"from":"human","value":"a"},{"from":"gpt","value":"b"}]}]"#;
     for text in [MOONCAKE, WEKA, azure, talk, "time,obj_id\n1,9\n2,abc\n", "1,9\n2,9\n"] {
@@ -348,7 +347,7 @@ fn a_byte_order_mark_is_passed_over() {
 }
 
 #[test]
-fn arrivals_cannot_ask_for_more_than_they_are() {
+fn azure_files_cannot_request_unbounded_memory() {
     let head = "TIMESTAMP,ContextTokens,GeneratedTokens\n";
     let line = |tokens: u64| format!("2023-11-16 18:17:03,{tokens},1\n");
     let with = |text: String, block_tokens: u32| {
@@ -367,6 +366,6 @@ fn arrivals_cannot_ask_for_more_than_they_are() {
         assert_eq!(error.status(), Status::Limit);
         assert!(error.message().contains("line "), "{error}");
     }
-    // Without a heading the first line is a request.
+    // Without a header the first line is a request.
     assert_eq!(with(line(512).repeat(2), 512).expect("two").requests().len(), 2);
 }

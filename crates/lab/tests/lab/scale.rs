@@ -1,5 +1,5 @@
-//! Many engines on one remote: what one of them does is what the lab says of it, what all do is
-//! what plain models of it say, nothing is lost or counted twice, and every run repeats itself.
+//! Simulation of many engines on one remote. One engine agrees with a replay, all engines agree
+//! with simple models, nothing is lost or counted twice, and runs are repeatable.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
@@ -12,7 +12,8 @@ use kvtier::trace::replay::{self, Replay, ReplayOpts};
 use kvtier::trace::requests::{Builder, Request, Trace};
 use kvtier::trace::study::Study;
 use kvtier_lab::scale::{
-    self, Ask, Cutting, Dead, Place, RemoteOpts, Router, ScaleOpts, ScaleReport, Write,
+    self, Cutting, LookupUnit, Placement, RemoteOpts, Router, ScaleOpts, ScaleReport, ShardFailure,
+    Write,
 };
 use kvtier_lab::tiers::{self, Machine, Tier};
 
@@ -26,7 +27,7 @@ fn made(kind: &str) -> Trace {
     reader::open(&data(kind), &ReadOpts::default()).expect("a committed trace")
 }
 
-/// The same with blocks that have all their tokens: others never leave their engine.
+/// The trace with full blocks only: partial ones are never uploaded.
 fn whole(trace: &Trace) -> Trace {
     let mut builder = Builder::new(trace.block_tokens()).expect("tokens");
     for request in trace.requests() {
@@ -44,7 +45,7 @@ fn tier(blocks: u64, bytes_per_second: f64) -> Tier {
     Tier { name: "a tier".to_string(), blocks, bytes_per_second }
 }
 
-/// Engines without a remote, where neither loading nor computing takes time.
+/// Engines without a remote, with free loading and computing.
 fn plain(engines: usize, host_blocks: u64) -> ScaleOpts {
     ScaleOpts {
         engines,
@@ -60,7 +61,7 @@ fn plain(engines: usize, host_blocks: u64) -> ScaleOpts {
     }
 }
 
-/// A remote without bound, delay, or memory of what was asked; one object a chunk.
+/// A remote without limits, latency or remembered lookups; one object per chunk.
 fn ideal() -> RemoteOpts {
     RemoteOpts {
         latency_ns: 0,
@@ -80,7 +81,7 @@ fn run(trace: &Trace, opts: &ScaleOpts) -> ScaleReport {
 }
 
 #[test]
-fn one_engine_by_itself_is_the_replay_of_its_policy() {
+fn one_engine_without_a_remote_equals_a_replay() {
     for kind in KINDS {
         let trace = made(kind).head(600).expect("memory");
         let study = Study::of(&trace, &ReplayOpts::default().cost).expect("memory");
@@ -105,18 +106,18 @@ fn one_engine_by_itself_is_the_replay_of_its_policy() {
             let known = known.expect("runs").tiers;
             let counts = run(&trace, &opts).counts;
             assert_eq!(counts.host_tokens, known[0].hit_tokens, "{kind}: {name}");
-            // A policy may find less in more room; both count what the smaller found.
+            // A policy may find less in a larger cache; both count the hits of the smaller one.
             assert_eq!(counts.disk_tokens, known[1].hit_tokens, "{kind}: {name}");
         }
     }
 }
 
-/// What sets of blocks say: engines that keep everything, and one set of what all have sent.
+/// A model with sets of blocks: engines that keep everything, and one set of all uploads.
 #[derive(Default)]
 struct Sets {
     host: u64,
     others: u64,
-    asks: u64,
+    lookups: u64,
     batches: u64,
 }
 
@@ -136,7 +137,7 @@ impl Sets {
             assert!(rest[..found].iter().all(|id| all[id] != engine), "it would be in the host");
             out.others += found as u64 * each;
             for window in rest.chunks(64) {
-                out.asks += window.len() as u64;
+                out.lookups += window.len() as u64;
                 out.batches += 1;
                 if window.iter().all(|id| !all.contains_key(id)) {
                     break;
@@ -152,11 +153,11 @@ impl Sets {
 }
 
 #[test]
-fn a_remote_without_bounds_makes_all_engines_one_cache() {
+fn an_unlimited_remote_makes_all_engines_one_cache() {
     for kind in KINDS {
         let trace = whole(&made(kind));
         let study = Study::of(&trace, &ReplayOpts::default().cost).expect("memory");
-        // One infinite cache, by a set.
+        // One infinite cache, as a set.
         let (mut seen, mut hits) = (HashSet::<u64>::new(), 0);
         for request in trace.requests() {
             let path = trace.blocks(request);
@@ -168,7 +169,7 @@ fn a_remote_without_bounds_makes_all_engines_one_cache() {
         for (engines, router) in
             [(1, Router::Round), (7, Router::Round), (16, Router::Session), (5, Router::Prefix)]
         {
-            // Small hosts, which hold a request at least.
+            // Small hosts, which hold at least one request.
             let small =
                 ScaleOpts { router, remote: Some(ideal()), ..plain(engines, longest(&trace)) };
             let c = run(&trace, &small).counts;
@@ -177,18 +178,22 @@ fn a_remote_without_bounds_makes_all_engines_one_cache() {
             assert_eq!((c.declined_tokens, c.stale, c.dropped_sends), (0, 0, 0));
             assert_eq!(c.stored, trace.uniques() as u64, "{kind}: each is stored once");
         }
-        // Hosts that keep everything: who found what where, and what was asked.
+        // Hosts that keep everything: origin of the hits, and number of lookups.
         for engines in [1, 2, 9] {
             let large =
                 ScaleOpts { remote: Some(ideal()), ..plain(engines, trace.uniques() as u64) };
             let (c, sets) = (run(&trace, &large).counts, Sets::of(&trace, engines));
             assert_eq!((c.host_tokens, c.own_tokens, c.other_tokens), (sets.host, 0, sets.others));
-            assert_eq!((c.asks, c.ask_batches), (sets.asks, sets.batches), "{kind} on {engines}");
+            assert_eq!(
+                (c.lookups, c.lookup_batches),
+                (sets.lookups, sets.batches),
+                "{kind} on {engines}"
+            );
         }
     }
 }
 
-/// The remote as one cache that evicts exactly what was unused longest, beside one engine.
+/// The remote as one cache with exact LRU eviction, beside one engine.
 fn exact_lru(trace: &Trace, opts: &ScaleOpts, capacity: usize) -> u64 {
     let study = Study::of(trace, &opts.replay.cost).expect("memory");
     let mut host =
@@ -218,7 +223,7 @@ fn exact_lru(trace: &Trace, opts: &ScaleOpts, capacity: usize) -> u64 {
 }
 
 #[test]
-fn evicting_by_samples_comes_close_to_evicting_the_oldest() {
+fn sampled_eviction_is_close_to_exact_lru() {
     for kind in ["chat", "multitenant"] {
         let trace = whole(&made(kind));
         let mut opts = plain(1, longest(&trace));
@@ -233,13 +238,13 @@ fn evicting_by_samples_comes_close_to_evicting_the_oldest() {
             let (exact, sampled) = (exact_lru(&trace, &opts, capacity), report.counts.own_tokens);
             assert!(report.life.evicted.0 > 0 && exact > 0);
             assert!(report.life.resident.0 <= capacity as u64);
-            let near = sampled.abs_diff(exact) as f64 / exact as f64;
-            assert!(near < 0.15, "{kind}: {sampled} by samples, {exact} exactly");
+            let difference = sampled.abs_diff(exact) as f64 / exact as f64;
+            assert!(difference < 0.15, "{kind}: {sampled} by samples, {exact} exactly");
         }
     }
 }
 
-/// What must hold of every run from the first request on.
+/// Invariants of every run, from the first request on.
 fn lawful(trace: &Trace, opts: &ScaleOpts) -> ScaleReport {
     let r = run(trace, opts);
     let c = &r.counts;
@@ -248,7 +253,7 @@ fn lawful(trace: &Trace, opts: &ScaleOpts) -> ScaleReport {
     assert_eq!((c.requests, c.tokens), (trace.requests().len() as u64, tokens), "{opts:?}");
     assert_eq!(parts + c.computed_tokens(), tokens);
     assert!(parts <= r.floor_tokens, "more than an unbounded cache: {opts:?}");
-    // What comes from where never changes what engines keep.
+    // The remote never changes what engines keep.
     let alone = run(trace, &ScaleOpts { remote: None, ..opts.clone() });
     if opts.router != Router::Prefix {
         let own = |r: &ScaleReport| (r.counts.host_tokens, r.counts.disk_tokens);
@@ -262,15 +267,15 @@ fn lawful(trace: &Trace, opts: &ScaleOpts) -> ScaleReport {
     assert_eq!(life.stored.0, life.evicted.0 + life.lost.0 + life.resident.0, "{opts:?}");
     assert_eq!(life.stored.1, life.evicted.1 + life.lost.1 + life.resident.1, "{opts:?}");
     assert!(remote.bytes == 0 || life.resident.1 <= remote.bytes);
-    assert!(c.stale <= c.gets && c.asked_absent <= c.asks && c.put_asks <= c.asks);
+    assert!(c.stale <= c.gets && c.absent_lookups <= c.lookups && c.put_lookups <= c.lookups);
     assert!(c.spared_sends + c.dropped_sends <= c.sends);
     let objects = r.chunk_objects as u64;
     assert!(c.puts + c.away_puts <= objects * (c.sends - c.spared_sends - c.dropped_sends));
     let sum = |of: fn(&scale::EngineShare) -> u64| r.shares.iter().map(of).sum::<u64>();
     assert_eq!(sum(|s| s.requests), c.requests);
-    let moved = (sum(|s| s.asks), sum(|s| s.get_bytes), sum(|s| s.put_bytes));
-    assert_eq!(moved, (c.asks, c.get_bytes, c.put_bytes));
-    // Whole chunks were loaded, but for the wasted ones.
+    let moved = (sum(|s| s.lookups), sum(|s| s.get_bytes), sum(|s| s.put_bytes));
+    assert_eq!(moved, (c.lookups, c.get_bytes, c.put_bytes));
+    // Whole chunks were loaded, except for the wasted ones.
     let each = u64::from(trace.block_tokens());
     assert_eq!((c.own_tokens + c.other_tokens) % each, 0);
     let loaded = (c.own_tokens + c.other_tokens) / each * r.chunk_bytes;
@@ -294,7 +299,7 @@ fn random(rng: &mut Rng, trace: &Trace) -> ScaleOpts {
     let remote = RemoteOpts {
         bytes: if rng.chance(0.7) { bytes } else { 0 },
         shards: shards as usize,
-        place: [Place::Object, Place::Chunk, Place::Root][rng.below(3) as usize],
+        place: [Placement::Object, Placement::Chunk, Placement::Root][rng.below(3) as usize],
         latency_ns: one(rng, &[0, 500_000, 50_000_000]) as i64,
         engine_bytes_per_second: one(rng, &[0, 100_000_000, 5_000_000_000]) as f64,
         shard_bytes_per_second: one(rng, &[0, 100_000_000, 2_500_000_000]) as f64,
@@ -302,7 +307,7 @@ fn random(rng: &mut Rng, trace: &Trace) -> ScaleOpts {
         layers: one(rng, &[16, 32, 64]) as u16,
         write: [Write::Back, Write::Through, Write::Through, Write::Never][rng.below(4) as usize],
         hits: rng.below(3) as u16,
-        ask: if rng.chance(0.5) { Ask::Object } else { Ask::Chunk },
+        ask: if rng.chance(0.5) { LookupUnit::Object } else { LookupUnit::Chunk },
         ask_before_put: rng.chance(0.3),
         known: one(rng, &[0, 64, 4096]) as usize,
         hints: one(rng, &[0, 64, 4096]) as usize,
@@ -311,7 +316,7 @@ fn random(rng: &mut Rng, trace: &Trace) -> ScaleOpts {
         cap: if rng.chance(0.3) { 1 } else { 0 },
         dead: rng
             .chance(0.3)
-            .then(|| Dead { shards: shards as usize / 2, at_ns: trace.duration_ns() / 2 }),
+            .then(|| ShardFailure { shards: shards as usize / 2, at_ns: trace.duration_ns() / 2 }),
         rehome: rng.chance(0.5),
     };
     let blocks = one(rng, &[longest(trace), trace.uniques() as u64 / 10]);
@@ -332,7 +337,7 @@ fn nothing_is_lost_or_counted_twice() {
     let traces: Vec<Trace> =
         KINDS.iter().map(|kind| made(kind).head(300).expect("memory")).collect();
     let mut rng = Rng::new(20);
-    // Every way to go wrong must have been gone at least once.
+    // Every failure must have occurred at least once.
     let mut seen = [0u64; 8];
     for number in 0..120 {
         let trace = &traces[number % traces.len()];
@@ -354,7 +359,7 @@ fn nothing_is_lost_or_counted_twice() {
     assert!(seen.iter().all(|&sum| sum > 0), "{seen:?}");
 }
 
-/// Ten engines in one second, all with the same prompt, which an eleventh has sent before.
+/// Ten engines request the same prompt in one second; an eleventh has uploaded it before.
 #[test]
 fn a_cap_holds_for_all_engines_together() {
     let mut builder = Builder::new(512).expect("tokens");
@@ -395,7 +400,7 @@ fn with(opts: &ScaleOpts, change: impl FnOnce(&mut RemoteOpts)) -> ScaleOpts {
 }
 
 #[test]
-fn what_is_computed_sooner_is_not_loaded() {
+fn chunks_that_are_faster_to_compute_are_not_loaded() {
     let trace = made("agent");
     let opts = usual(4, &trace);
     let fast = lawful(&trace, &opts);
@@ -404,75 +409,80 @@ fn what_is_computed_sooner_is_not_loaded() {
     assert_eq!((slow.counts.remote_tokens(), slow.counts.gets), (0, 0));
     assert!(slow.counts.declined_tokens > 0);
     assert_eq!(slow.ttft_ns, slow.local_ttft_ns);
-    // A shard that is slow stops as much as a connection that is.
+    // A slow shard limits as much as a slow link.
     let slow = lawful(&trace, &with(&opts, |remote| remote.shard_bytes_per_second = 1e5));
     assert_eq!(slow.counts.remote_tokens(), 0);
-    let far = lawful(&trace, &with(&opts, |remote| remote.latency_ns = 3_600_000_000_000));
-    assert_eq!(far.counts.remote_tokens(), 0);
+    let distant = lawful(&trace, &with(&opts, |remote| remote.latency_ns = 3_600_000_000_000));
+    assert_eq!(distant.counts.remote_tokens(), 0);
 }
 
 #[test]
-fn a_dead_shard_takes_what_its_place_makes_it_take() {
+fn a_failed_shard_loses_the_objects_placed_on_it() {
     let trace = made("chat");
-    // Eight objects a chunk, on eight shards.
+    // Eight objects per chunk, on eight shards.
     let opts = with(&usual(4, &trace), |remote| {
         (remote.object_bytes, remote.shards) = (4 << 20, 8);
     });
     let warm_up = trace.requests().len() / 2;
     let at_ns = trace.requests()[warm_up].at_ns - trace.requests()[0].at_ns;
-    let after = |place: Place, shards: usize, rehome: bool| {
+    let after = |place: Placement, shards: usize, rehome: bool| {
         let mut opts = with(&opts, |remote| {
             (remote.place, remote.rehome) = (place, rehome);
-            remote.dead = (shards > 0).then_some(Dead { shards, at_ns });
+            remote.dead = (shards > 0).then_some(ShardFailure { shards, at_ns });
         });
         opts.replay.warm_up = warm_up;
         let report = run(&trace, &opts);
         assert_eq!(report.chunk_objects, 8);
         report.counts.remote_tokens()
     };
-    let all = after(Place::Object, 0, false);
-    let (object, chunk) = (after(Place::Object, 1, false), after(Place::Chunk, 1, false));
+    let all = after(Placement::Object, 0, false);
+    let (object, chunk) = (after(Placement::Object, 1, false), after(Placement::Chunk, 1, false));
     assert!(all > chunk && chunk > object, "{all} {chunk} {object}");
     assert!(chunk > all / 4, "one of eight shards took more than three quarters");
-    for place in [Place::Object, Place::Chunk, Place::Root] {
+    for place in [Placement::Object, Placement::Chunk, Placement::Root] {
         assert_eq!(after(place, 8, true), 0, "{place:?}");
     }
-    // What is computed again finds a place, if there is one.
-    for place in [Place::Object, Place::Chunk] {
+    // Recomputed chunks are stored again where a shard is left.
+    for place in [Placement::Object, Placement::Chunk] {
         let (stays, again) = (after(place, 1, false), after(place, 1, true));
         assert!(again > stays && again < all, "{place:?}: {again} of {all}, {stays} without");
     }
 }
 
 #[test]
-fn what_is_known_is_not_asked_again() {
+fn remembered_objects_are_not_looked_up_again() {
     let trace = made("multitenant");
     let opts = usual(4, &trace);
-    let asks = |fresh_s: i64, absent_s: i64, entries: usize| {
+    let lookups = |fresh_s: i64, absent_s: i64, entries: usize| {
         let opts = with(&opts, |remote| {
             (remote.known, remote.hints) = (entries, entries);
             (remote.fresh_ns, remote.absent_ns) =
                 (fresh_s * 1_000_000_000, absent_s * 1_000_000_000);
         });
         let r = lawful(&trace, &opts);
-        (r.counts.asks, r.counts.spared_there, r.counts.spared_absent, r.counts.remote_tokens())
+        (
+            r.counts.lookups,
+            r.counts.hinted_present,
+            r.counts.hinted_absent,
+            r.counts.remote_tokens(),
+        )
     };
-    let (all, there, absent, best) = asks(0, 0, 1 << 16);
+    let (all, there, absent, best) = lookups(0, 0, 1 << 16);
     assert_eq!((there, absent), (0, 0));
-    let (fewer, there, absent, _) = asks(60, 0, 1 << 16);
+    let (fewer, there, absent, _) = lookups(60, 0, 1 << 16);
     assert!(fewer < all && there > 0 && absent == 0);
-    let (few, _, absent, worse) = asks(60, 300, 1 << 16);
+    let (few, _, absent, worse) = lookups(60, 300, 1 << 16);
     assert!(few < fewer && absent > 0 && worse < best, "a no that is believed long costs hits");
-    let (none, there, absent, _) = asks(60, 300, 0);
+    let (none, there, absent, _) = lookups(60, 300, 0);
     assert!(none > few && (there, absent) == (0, 0));
-    // The first object of a chunk for all of them.
-    let chunk = lawful(&trace, &with(&opts, |remote| remote.ask = Ask::Chunk));
+    // The first object of a chunk stands for all of them.
+    let chunk = lawful(&trace, &with(&opts, |remote| remote.ask = LookupUnit::Chunk));
     let object = lawful(&trace, &opts);
-    assert!(chunk.chunk_objects > 1 && chunk.counts.asks < object.counts.asks);
+    assert!(chunk.chunk_objects > 1 && chunk.counts.lookups < object.counts.lookups);
 }
 
 #[test]
-fn sends_are_chosen_and_not_repeated() {
+fn uploads_follow_the_write_mode_and_are_not_repeated() {
     let trace = made("batch");
     let opts = usual(4, &trace);
     let stored = |write: Write, hits: u16| {
@@ -487,14 +497,14 @@ fn sends_are_chosen_and_not_repeated() {
     let blind = lawful(&trace, &with(&opts, |remote| remote.hints = 0));
     let asked = with(&opts, |remote| (remote.hints, remote.ask_before_put) = (0, true));
     let asked = lawful(&trace, &asked);
-    assert!(asked.counts.put_asks > 0 && blind.counts.put_asks == 0);
+    assert!(asked.counts.put_lookups > 0 && blind.counts.put_lookups == 0);
     assert!(asked.counts.duplicates < blind.counts.duplicates);
     let slow = lawful(&trace, &with(&opts, |remote| remote.engine_bytes_per_second = 1e7));
     assert!(slow.counts.dropped_sends > 0);
 }
 
 #[test]
-fn routers_keep_sessions_together_and_work_apart() {
+fn routers_keep_sessions_together_and_balance_load() {
     let trace = made("chat");
     let share = |router: Router, load_bound: f64| {
         let opts = ScaleOpts { router, load_bound, ..usual(8, &trace) };
@@ -510,7 +520,7 @@ fn routers_keep_sessions_together_and_work_apart() {
 }
 
 #[test]
-fn what_cannot_be_run_is_refused() {
+fn invalid_options_are_rejected() {
     let trace = made("burst").head(50).expect("memory");
     let study = Study::of(&trace, &ReplayOpts::default().cost).expect("memory");
     let fails = |opts: &ScaleOpts| {
@@ -537,7 +547,8 @@ fn what_cannot_be_run_is_refused() {
     assert!(limit(|remote| remote.latency_ns = -1));
     assert!(limit(|remote| remote.engine_bytes_per_second = f64::NAN));
     assert!(limit(|remote| remote.object_bytes = 1));
-    let dead = |shards, at_ns| with(&opts, |remote| remote.dead = Some(Dead { shards, at_ns }));
+    let dead =
+        |shards, at_ns| with(&opts, |remote| remote.dead = Some(ShardFailure { shards, at_ns }));
     assert_eq!(fails(&dead(17, 0)), Some(Status::Invalid));
     assert_eq!(fails(&dead(1, -1)), Some(Status::Limit));
     assert_eq!(fails(&with(&opts, |remote| remote.layers = 7)), Some(Status::Invalid));

@@ -1,5 +1,4 @@
-//! The laboratory: its own format, workloads that repeat, and laws that every
-//! replay obeys.
+//! kvtier's trace format, repeatable workloads, and invariants of every replay.
 
 use std::path::PathBuf;
 
@@ -27,7 +26,7 @@ fn read(bytes: &[u8]) -> kvtier::base::status::Result<Trace> {
     reader::read(&mut Source::bytes(bytes.to_vec())?, &ReadOpts::default())
 }
 
-/// The tables of docs/lab.md, from the traces that `KVTIER_TRACE_DIR` holds.
+/// The tables of docs/lab.md, from the traces in `KVTIER_TRACE_DIR`.
 #[test]
 fn lru_agrees_with_published_results() {
     let Some(path) = shared("mooncake_conversation_trace.jsonl.zst") else { return };
@@ -103,7 +102,7 @@ fn small() -> Trace {
 }
 
 #[test]
-fn the_own_format_round_trips_and_survives_hostile_files() {
+fn the_trace_format_round_trips_and_survives_hostile_files() {
     let trace = small();
     let file = format::write(&trace).expect("memory");
     assert_eq!(read(&file), Ok(trace));
@@ -115,7 +114,7 @@ fn the_own_format_round_trips_and_survives_hostile_files() {
         damaged[bit / 8] ^= 1 << (bit % 8);
         assert!(read(&damaged).is_err(), "bit {bit}");
     }
-    // With a sum that is right, whatever else is wrong must not panic.
+    // With a correct checksum, no other defect may cause a panic.
     let body = file.len() - 8;
     for at in 8..body {
         for value in [0x00, 0x7F, 0x80, 0xFF] {
@@ -133,7 +132,7 @@ fn the_own_format_round_trips_and_survives_hostile_files() {
     assert_eq!(read(&newer).expect_err("newer").status(), Status::TooNew);
 }
 
-/// What is committed, and how it was made.
+/// The committed traces and their parameters.
 const MADE: [(&str, i64, u64); 5] =
     [("chat", 15, 1), ("agent", 30, 2), ("batch", 15, 3), ("multitenant", 10, 4), ("burst", 15, 5)];
 
@@ -146,7 +145,7 @@ fn made(kind: &str) -> Trace {
 }
 
 #[test]
-fn workloads_are_the_same_on_every_machine() {
+fn workloads_equal_the_committed_ones() {
     for (name, minutes, seed) in MADE {
         let opts = GenOpts {
             kind: generate::kind_of(name).expect("known"),
@@ -183,8 +182,8 @@ fn workloads_are_the_same_on_every_machine() {
     }
 }
 
-/// Replays step by step under the laws: nothing is found that was not asked for,
-/// nothing is resident that does not fit or was not inserted.
+/// Replays step by step and checks the invariants: every hit was requested, every resident block
+/// fits and was inserted.
 fn lawful(trace: &Trace, study: &Study, spec: &str, blocks: u64, opts: &ReplayOpts) -> Report {
     let mut replay = Replay::open(trace, study, spec, blocks, opts).expect("a policy");
     let capacity = blocks * u64::from(opts.layers);
@@ -215,7 +214,7 @@ fn lawful(trace: &Trace, study: &Study, spec: &str, blocks: u64, opts: &ReplayOp
 }
 
 #[test]
-fn every_policy_obeys_the_laws_repeats_itself_and_stays_behind_the_optimum() {
+fn every_policy_keeps_the_invariants_repeats_and_is_below_the_optimum() {
     for (name, ..) in MADE {
         let trace = made(name).head(500).expect("memory");
         let opts = ReplayOpts::default();
@@ -224,7 +223,7 @@ fn every_policy_obeys_the_laws_repeats_itself_and_stays_behind_the_optimum() {
             let blocks = (trace.uniques() as u64 * percent / 100).max(1);
             let opts = ReplayOpts { holes, ..opts };
             let best = lawful(&trace, &study, "belady", blocks, &opts);
-            // A replay has nobody to ask for scores.
+            // A replay has no scorer.
             for entry in registry::ENTRIES.iter().filter(|entry| entry.name != "custom") {
                 let report = lawful(&trace, &study, entry.name, blocks, &opts);
                 let again = replay::run(&trace, &study, entry.name, blocks, &opts, &mut |_| true);
@@ -236,7 +235,7 @@ fn every_policy_obeys_the_laws_repeats_itself_and_stays_behind_the_optimum() {
 }
 
 #[test]
-fn enough_room_is_as_good_as_no_bound() {
+fn a_large_capacity_equals_an_unbounded_cache() {
     let trace = made("chat");
     let opts = ReplayOpts::default();
     let study = Study::of(&trace, &opts.cost).expect("memory");
@@ -251,7 +250,7 @@ fn enough_room_is_as_good_as_no_bound() {
 }
 
 #[test]
-fn cells_are_whole_blocks_to_a_policy_that_takes_them_together() {
+fn cells_behave_as_whole_blocks_if_evicted_together() {
     let trace = made("chat").head(400).expect("memory");
     let opts = ReplayOpts::default();
     let study = Study::of(&trace, &opts.cost).expect("memory");
@@ -261,14 +260,14 @@ fn cells_are_whole_blocks_to_a_policy_that_takes_them_together() {
         let cells = ReplayOpts { layers: 4, holes, ..opts };
         let parts = lawful(&trace, &study, "lru", blocks, &cells);
         assert_eq!(parts.inserts, parts.evictions + blocks * 4);
-        // A cut inside a block loses that block alone.
-        let near = parts.done.hits.abs_diff(whole.done.hits);
-        assert!(near * 50 < whole.done.hits, "{} and {}", parts.done.hits, whole.done.hits);
+        // A cut inside a block loses only that block.
+        let difference = parts.done.hits.abs_diff(whole.done.hits);
+        assert!(difference * 50 < whole.done.hits, "{} and {}", parts.done.hits, whole.done.hits);
     }
 }
 
 #[test]
-fn what_cannot_be_replayed_is_refused() {
+fn invalid_replays_are_rejected() {
     let trace = small();
     let opts = ReplayOpts::default();
     let study = Study::of(&trace, &opts.cost).expect("memory");
@@ -300,12 +299,12 @@ fn hints_reach_the_policy() {
         let opts = ReplayOpts { hints, ..opts };
         lawful(&trace, &study, "predictive", blocks, &opts).recomputed_tokens()
     };
-    // To know when each session goes on is worth much.
+    // Knowing when each session continues is worth much.
     assert!(with(Hints::Think) < with(Hints::None));
 }
 
 #[test]
-fn tiers_share_the_work() {
+fn tiers_share_hits_and_writes() {
     let trace = made("chat");
     let opts = ReplayOpts::default();
     let study = Study::of(&trace, &opts.cost).expect("memory");
@@ -334,7 +333,7 @@ fn tiers_share_the_work() {
 }
 
 #[test]
-fn what_is_explained_is_what_happens() {
+fn an_explanation_matches_the_next_eviction() {
     let trace = made("chat");
     let opts = ReplayOpts::default();
     let study = Study::of(&trace, &opts.cost).expect("memory");
@@ -342,15 +341,15 @@ fn what_is_explained_is_what_happens() {
     while replay.done() < 300 {
         replay.step().expect("a step");
     }
-    let told = explain(&trace, &mut replay, 4).expect("a picture");
-    assert_eq!((told.policy, told.requests), ("lru", 300));
-    let first = told.blocks.iter().find(|b| b.turn == Some(0)).expect("a victim");
-    let score = |b: &kvtier_lab::explain::Shown| b.standing.map(|s| s.score);
+    let explanation = explain(&trace, &mut replay, 4).expect("a picture");
+    assert_eq!((explanation.policy, explanation.requests), ("lru", 300));
+    let first = explanation.blocks.iter().find(|b| b.turn == Some(0)).expect("a victim");
+    let score = |b: &kvtier_lab::explain::ExplainedBlock| b.standing.map(|s| s.score);
     assert_eq!(first.standing.map(|s| s.children), Some(0));
-    let least = told.blocks.iter().filter(|b| b.standing.is_some_and(|s| s.children == 0));
+    let least = explanation.blocks.iter().filter(|b| b.standing.is_some_and(|s| s.children == 0));
     assert!(least.map(score).all(|s| s >= score(first)));
-    assert_eq!(told.blocks.iter().filter(|b| b.turn.is_some()).count(), 4);
-    // Looking changed nothing.
+    assert_eq!(explanation.blocks.iter().filter(|b| b.turn.is_some()).count(), 4);
+    // The explanation changed nothing.
     let mut other = Replay::open(&trace, &study, "lru", 60, &opts).expect("a policy");
     while other.step().expect("a step").is_some() {}
     while replay.step().expect("a step").is_some() {}

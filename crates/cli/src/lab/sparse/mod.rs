@@ -15,7 +15,7 @@ use kvtier::base::sync::cores;
 
 use super::Outcome;
 use kvtier_lab::reference::model::{Form, Model};
-use kvtier_lab::reference::quality::{self, Answers, Foreseen, Size, Subject};
+use kvtier_lab::reference::quality::{self, Answers, Prediction, Size, Subject};
 use plan::Point;
 use row::Row;
 
@@ -77,7 +77,7 @@ enum Job {
 /// What came of it, for each of the points.
 enum Done {
     Asked(Vec<Answers>),
-    Foreseen(Vec<Foreseen>),
+    Prediction(Vec<Prediction>),
 }
 
 /// A model and what is measured of it.
@@ -109,7 +109,7 @@ pub fn run(args: &Args) -> Outcome<()> {
         let (Job::Ask(at, _) | Job::Foresee(at, _)) = job;
         match done {
             Done::Asked(all) => rows[*at].iter_mut().zip(&all).for_each(|(row, a)| row.ask(a)),
-            Done::Foreseen(all) => {
+            Done::Prediction(all) => {
                 rows[*at].iter_mut().zip(&all).for_each(|(row, f)| row.foresee(f));
             }
         }
@@ -171,7 +171,7 @@ fn one(cases: &[Case], job: &Job, length: u32) -> Outcome<Done> {
         }
         Job::Foresee(at, seed) => {
             let size = (Size { symbols, pairs: TOLD }, 200);
-            Done::Foreseen(quality::foresee(subject(at), seed, size, &cases[at].specs)?)
+            Done::Prediction(quality::foresee(subject(at), seed, size, &cases[at].specs)?)
         }
     })
 }

@@ -1,7 +1,7 @@
 //! What came of a spec: as a table and as CSV.
 
 use super::plan::Point;
-use kvtier_lab::reference::quality::{Answers, Foreseen, Lost, Used, interval};
+use kvtier_lab::reference::quality::{Answers, Prediction, TextLoss, Usage, interval};
 
 /// A policy with a budget, for a model.
 #[derive(Clone, Debug)]
@@ -14,8 +14,8 @@ pub struct Row {
     asked: usize,
     right: usize,
     asking: Sum,
-    prompt: Lost,
-    behind: Lost,
+    prompt: TextLoss,
+    behind: TextLoss,
     foreseeing: Sum,
     seconds: f64,
 }
@@ -30,7 +30,7 @@ struct Sum {
 }
 
 impl Sum {
-    fn add(&mut self, used: &Used) {
+    fn add(&mut self, used: &Usage) {
         self.bytes += used.bytes;
         self.looked += used.looked;
         self.prompt += used.prompt;
@@ -67,8 +67,8 @@ impl Row {
             asked: 0,
             right: 0,
             asking: Sum::default(),
-            prompt: Lost::default(),
-            behind: Lost::default(),
+            prompt: TextLoss::default(),
+            behind: TextLoss::default(),
             foreseeing: Sum::default(),
             seconds: 0.0,
         }
@@ -83,7 +83,7 @@ impl Row {
     }
 
     /// One more text was foreseen.
-    pub fn foresee(&mut self, foreseen: &Foreseen) {
+    pub fn foresee(&mut self, foreseen: &Prediction) {
         self.prompt = self.prompt.and(foreseen.prompt);
         self.behind = self.behind.and(foreseen.behind);
         self.foreseeing.add(&foreseen.used);
