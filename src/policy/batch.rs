@@ -48,7 +48,7 @@ pub struct SelectedRow {
     pub freed_blocks: u64,
     /// Leading blocks that the victim keeps; 0 = it is evicted.
     pub kept_blocks: u64,
-    /// Where its freed blocks start in [`Selection::block_ids`].
+    /// Start of its freed blocks in [`Selection::block_ids`].
     pub first_block: usize,
 }
 
@@ -624,7 +624,11 @@ mod tests {
         }
 
         #[test]
-        fn recorded_uses_take_precedence_over_columns(table in table(60), known in 0..60usize, required in 0..200u64) {
+        fn recorded_uses_take_precedence_over_columns(
+            table in table(60),
+            known in 0..60usize,
+            required in 0..200u64,
+        ) {
             let mut evictor = evictor("lru");
             let known = known.min(table.ids.len());
             let who = Who::default();

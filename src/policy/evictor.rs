@@ -230,7 +230,7 @@ impl Evictor {
             let by = self.last_ns.abs_diff(now_ns);
             fail!(
                 Invalid,
-                "now_ns is {now_ns}, {by} ns before the time of an earlier call: time must not go back"
+                "now_ns is {now_ns}, {by} ns before an earlier call: time must not go back"
             );
         }
         Ok(())

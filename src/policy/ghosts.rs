@@ -50,7 +50,7 @@ impl Ghosts {
     }
 
     /// Limits the list to `most` ids, at least 1. Excess ids are removed gradually, oldest first.
-    /// Where few objects fit, old ids say little and would use more memory than the objects.
+    /// If few objects fit, old ids say little and would use more memory than the objects.
     pub fn bound(&mut self, most: usize) {
         self.most = most.clamp(1, self.ghosts.len().max(1));
         for _ in 0..PRUNED.min(self.len().saturating_sub(self.most)) {

@@ -44,8 +44,6 @@ pub mod shadow;
 pub mod share;
 pub mod sieve;
 pub mod slru;
-#[cfg(test)]
-mod testing;
 pub mod tlru;
 pub mod two_q;
 pub mod upkeep;
@@ -262,3 +260,6 @@ pub trait Policy: Send {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod testing;

@@ -10,7 +10,7 @@ use crate::policy::{fifo::Fifo, gdsf::Gdsf, lfu::Lfu, lru::Lru, lru_k::LruK, tlr
 use crate::policy::{pensieve::Pensieve, predictive::Predictive, qos::Qos};
 use crate::policy::{two_q::TwoQ, wtinylfu::WTinyLfu};
 
-/// What a policy may need to know when it is created.
+/// Parameters of a table, for the policies that need them at creation.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     /// Most objects at once.

@@ -1,4 +1,4 @@
-//! What the unit tests of policies share: an evictor, and a cache of objects of one unit.
+//! Helpers for the unit tests of policies: an evictor, and a cache of objects of one unit.
 
 use crate::policy::evictor::{Evictor, New, Options, Who};
 

@@ -1,4 +1,4 @@
-//! What owners of objects do: remove, resize, reference, pin, hint.
+//! Operations of the objects' owners: remove, resize, reference, pin, hint.
 
 use crate::base::status::Result;
 use crate::fail;

@@ -183,7 +183,8 @@ impl Reader<'_> {
         if requests > MAX_REQUESTS as u64 || references > MAX_REFERENCES as u64 {
             fail!(
                 Limit,
-                "{requests} requests and {references} references exceed the limits of {MAX_REQUESTS} and {MAX_REFERENCES}"
+                "{requests} requests and {references} references, allowed are {MAX_REQUESTS} and \
+                 {MAX_REFERENCES}"
             );
         }
         let mut tree = Tree::default();

@@ -18,7 +18,7 @@ pub fn age_bucket(age_ns: i64) -> usize {
     (1 + 2 * octave + usize::from(half)).min(AGES - 1)
 }
 
-/// Where a bucket starts.
+/// The start of a bucket.
 pub fn age_start_ns(bucket: usize) -> i64 {
     match bucket {
         0 => 0,
@@ -58,8 +58,8 @@ struct Row {
 #[derive(Clone)]
 pub struct Hazards {
     rows: Vec<Row>,
-    /// What a unit of memory earns, at the start of each bucket, in uses per second: the logarithm
-    /// to base 2, which interpolates evenly between buckets.
+    /// Uses per second that a unit of memory earns, at the start of each bucket: the logarithm to
+    /// base 2, which interpolates evenly between buckets.
     scores: Vec<[f32; AGES]>,
     /// Counts since the class was last fitted.
     fresh: Vec<f32>,
@@ -196,7 +196,7 @@ impl Hazards {
         scores
     }
 
-    /// What keeping a unit of a class earns after a wait.
+    /// Uses per second that keeping a unit of a class earns after a wait.
     pub fn score(&self, class: u16, age_ns: i64) -> f32 {
         self.log_score(class, age_ns).exp2()
     }

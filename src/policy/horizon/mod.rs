@@ -158,7 +158,7 @@ impl Horizon {
         weight_bin(weight / self.usual_weight)
     }
 
-    /// What a use saves. A cost of 0 is unknown.
+    /// The saving of one use. A cost of 0 is unknown.
     fn worth(&self, context: u64, tokens: u64, cost: f64) -> f64 {
         match self.objective {
             Objective::Uses => 1.0,

@@ -74,7 +74,7 @@ unsafe impl Zeroable for User {}
 /// Gaps between the requests of each session and of all, and the growth rate of sessions.
 pub struct Gaps {
     users: Zeroed<User>,
-    /// Of all sessions, and of objects without a session.
+    /// Gaps of all sessions, and of objects without a session.
     pub all: Pace,
     /// Tokens per second.
     pub rate: Pace,

@@ -15,63 +15,63 @@ use crate::policy::handover::by_last_use;
 use crate::policy::metrics::{Counts, Metrics, session_fairness};
 use crate::policy::{Hint, custom};
 
-/// Most policies beside the live one.
+/// Most policies compared with the live one.
 pub const MAX_POLICIES: usize = 8;
-/// Longest trial.
+/// Longest evaluation, in seconds: a day.
 pub const MAX_SECONDS: u64 = 24 * 3600;
-/// Most chunks that copies begin with: those used last. Whoever closes the store waits
-/// until copies are made.
+/// Most chunks that a shadow starts with: the most recently used. Closing the store waits until the
+/// shadows are set up.
 const MOST_SEEDED: usize = 1 << 18;
-/// Objects that use a copy's memory before it begins; fewer than any table holds.
+/// Objects that touch a shadow's memory before it starts; fewer than any table holds.
 const WARM_UP: u64 = 60;
 
-/// What copies begin with, and how they are to be.
+/// Initial state and options of the shadows.
 pub struct Plan {
-    /// The live policy.
+    /// Spec of the live policy.
     pub live: String,
-    /// How the tier's policy was opened.
+    /// Options of the tier's evictor.
     pub options: Options,
-    /// Units that copies may hold.
+    /// Capacity of a shadow, in units.
     pub units: u64,
-    /// The last used one first.
+    /// Objects of the live table, the most recently used first.
     pub seed: Vec<New>,
 }
 
-/// What one copy came to.
+/// Result of one shadow.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Score {
-    /// Its policy.
+    /// Spec of its policy.
     pub spec: String,
-    /// It is a copy of the live one.
+    /// Its policy is the live one.
     pub is_live: bool,
-    /// What it was asked for, and had.
+    /// Counters of its lookups and evictions.
     pub counts: Counts,
     /// Jain's index over sessions, and over tenants.
     pub fairness: [f64; 2],
-    /// Chunks it has.
+    /// Number of its chunks.
     pub objects: u64,
-    /// Decisions that were timed: one in some.
+    /// Decisions that were timed: a sample.
     pub timed: u64,
-    /// The mean of their times.
+    /// Mean decision time.
     pub mean_ns: u64,
-    /// What 99 of 100 do not exceed.
+    /// 99th percentile of the decision times.
     pub p99_ns: u64,
 }
 
-/// A trial under way, or one that has ended.
+/// A shadow evaluation, running or ended.
 pub struct Shadow {
     copies: Vec<Evictor>,
     units: u64,
-    /// When it began, and ends.
+    /// Start and end; before `begin`, 0 and the duration.
     pub span_ns: (u64, u64),
-    /// What came of it, once it has ended.
+    /// The results, once it has ended.
     scores: Option<Vec<Score>>,
     new: Vec<New>,
     victims: Vec<Victim>,
 }
 
 impl Plan {
-    /// What a trial beside an evictor begins with.
+    /// Copies the state of the live evictor; `high` is the share of the capacity that is used.
     pub fn of(live: &Evictor, high: f64) -> Result<Plan> {
         let options = Options { log_entries: 0, ..*live.options() };
         let units = (options.capacity_units as f64 * high) as u64;
@@ -80,7 +80,7 @@ impl Plan {
         let mut seed = Vec::new();
         let count = order.len().min(MOST_SEEDED);
         if seed.try_reserve_exact(count).is_err() {
-            fail!(NoMem, "no memory for {count} chunks of a shadow evaluation");
+            fail!(NoMem, "no memory to copy {count} chunks for a shadow evaluation");
         }
         let mut room = units;
         for &(_, slot) in order.iter().rev().take(count) {
@@ -96,21 +96,21 @@ impl Plan {
 }
 
 impl Shadow {
-    /// Begins one of the live policy and others, for so many seconds. What takes long is
-    /// done here, so that nobody need hold a lock meanwhile.
+    /// Sets up an evaluation of the live policy and others. The slow part is done here, so that the
+    /// caller holds no lock meanwhile.
     pub fn open(plan: &Plan, policies: &[Spec], seconds: u64) -> Result<Shadow> {
         if policies.is_empty() || policies.len() > MAX_POLICIES {
-            fail!(Limit, "{} policies: compare 1 to {MAX_POLICIES}", policies.len());
+            fail!(Limit, "{} policies, allowed is 1 to {MAX_POLICIES}", policies.len());
         }
         if seconds == 0 || seconds > MAX_SECONDS {
-            fail!(Limit, "{seconds} seconds: a shadow evaluation takes 1 to {MAX_SECONDS}");
+            fail!(Limit, "a shadow evaluation of {seconds} seconds, allowed is 1 to {MAX_SECONDS}");
         }
         policies.iter().try_for_each(|spec| custom::refuse(spec, "a store"))?;
         let specs = std::iter::once(plan.live.clone()).chain(policies.iter().map(Spec::to_string));
         let mut copies = Vec::new();
         for spec in specs {
             let mut copy = Evictor::open(&spec, &plan.options)?;
-            // Some come and go, so that no decision is timed with memory that is new.
+            // Inserted and evicted again, so that no timed decision touches fresh memory.
             let new = |id| New { id, units: 1, ..New::default() };
             let some: Vec<New> = (0..WARM_UP).map(|n| new(u64::MAX - n)).collect();
             copy.insert(1, &Who::default(), &some)?;
@@ -124,24 +124,24 @@ impl Shadow {
         Ok(Shadow { copies, units, span_ns, scores, new, victims })
     }
 
-    /// It is now that it begins.
+    /// Starts the clock of the evaluation.
     pub fn begin(&mut self, now_ns: u64) {
         self.span_ns = (now_ns, now_ns.saturating_add(self.span_ns.1));
     }
 
-    /// Whether it still looks.
+    /// Whether it is running.
     pub fn is_on(&self) -> bool {
         self.scores.is_none()
     }
 
-    /// Ends it when its time has come.
+    /// Ends it once its time is over.
     pub fn tick(&mut self, now_ns: u64) {
         if now_ns >= self.span_ns.1 {
             self.end(self.span_ns.1);
         }
     }
 
-    /// Ends it: the copies go, and what they came to stays.
+    /// Ends it: the results are kept, the shadows are dropped.
     pub fn end(&mut self, now_ns: u64) {
         if self.is_on() {
             self.scores = Some(self.scores());
@@ -150,7 +150,7 @@ impl Shadow {
         }
     }
 
-    /// Chunks of a path are asked for.
+    /// A lookup of a path: chunks that the live policy has are inserted into shadows that miss them.
     pub fn look(&mut self, now: i64, live: &Evictor, who: &Who, ids: &[u64]) {
         let mut here = std::mem::take(&mut self.new);
         here.clear();
@@ -165,14 +165,14 @@ impl Shadow {
             here.push(new);
         }
         for copy in &mut self.copies {
-            // What a copy refuses it does not have: that counts against it.
+            // Chunks that a shadow rejects stay missing, which counts against it.
             let _ = copy.lookup(now, who, ids, &mut []);
         }
         self.take_in(now, who, &here);
         self.new = here;
     }
 
-    /// Chunks come.
+    /// Inserts chunks into the shadows that miss them, then evicts what exceeds the capacity.
     pub fn take_in(&mut self, now: i64, who: &Who, new: &[New]) {
         let mut missing = Vec::new();
         for copy in &mut self.copies {
@@ -190,27 +190,27 @@ impl Shadow {
         }
     }
 
-    /// A chunk was taken away, by nobody's choice.
+    /// A chunk was removed without an eviction decision.
     pub fn forget(&mut self, now: i64, id: u64) {
         for copy in &mut self.copies {
             let _ = copy.remove(now, &[id]);
         }
     }
 
-    /// The engine says something of the future.
+    /// The engine gave a hint.
     pub fn hint(&mut self, now: i64, who: &Who, ids: &[u64], hint: &Hint) {
         for copy in &mut self.copies {
             let _ = copy.hint(now, who, ids, hint);
         }
     }
 
-    /// The tier has another size.
+    /// Changes the capacity of the tier.
     pub fn set_capacity(&mut self, units: u64, high: f64) {
         self.units = (units as f64 * high) as u64;
         self.copies.iter_mut().for_each(|copy| copy.set_capacity(units));
     }
 
-    /// What the copies came to so far; the live one's first.
+    /// The results so far; the live policy's first.
     pub fn scores(&self) -> Vec<Score> {
         if let Some(scores) = &self.scores {
             return scores.clone();
@@ -240,11 +240,11 @@ mod tests {
 
     const ROOM: u64 = 32;
     const HOT: u64 = 8;
-    /// What a round asks for.
+    /// Lookups of a round.
     const ASKED: u64 = 2 * HOT + 40;
 
-    /// Some chunks are asked for twice a round, and more than fit once ever: lru loses
-    /// the former each time, lfu does not.
+    /// Some chunks are looked up twice a round, and more than fit only once ever: lru evicts the
+    /// former each time, lfu does not.
     fn work(cache: &mut TierCache, rounds: std::ops::Range<u64>) {
         let mut victims = Vec::new();
         for at in rounds.start * ASKED..rounds.end * ASKED {
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_do_as_they_would_have_and_the_live_ones_copy_as_it_did() {
+    fn shadows_decide_as_their_policies_and_the_live_ones_shadow_agrees_with_it() {
         let mut cache =
             TierCache::open("lru", Granularity::Chunk, 256, ROOM * 4096, true).expect("known");
         work(&mut cache, 0..2);
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn it_ends_when_its_time_has_come_and_what_it_found_stays() {
+    fn an_evaluation_ends_on_time_and_keeps_its_results() {
         let mut cache =
             TierCache::open("lru", Granularity::Chunk, 256, ROOM * 4096, true).expect("known");
         work(&mut cache, 0..1);
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_evaluations_are_rejected() {
         let cache = TierCache::open("lru", Granularity::Chunk, 64, 16 * 4096, true).expect("known");
         let plan = Plan::of(&cache.evictor, 0.9).expect("small");
         let most: Vec<&str> = vec!["lru"; MAX_POLICIES + 1];

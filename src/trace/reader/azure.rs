@@ -49,8 +49,8 @@ impl Blocks {
         if end > most {
             fail!(
                 Limit,
-                "{end} blocks so far, the limit is {FREE_BLOCKS} and {LINE_BLOCKS} a line: read \
-                 it with larger blocks"
+                "{end} blocks up to line {line}, allowed are {FREE_BLOCKS} and {LINE_BLOCKS} per line: \
+                 use larger blocks"
             );
         }
         self.path.clear();

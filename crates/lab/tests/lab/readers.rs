@@ -308,7 +308,7 @@ fn packed_files_are_rejected_with_the_tool_to_unpack_them() {
         (b"\xff\xfet\0i\0m\0e\0", "UTF-16"),
         (b"\xfe\xff\0t\0i", "UTF-16"),
     ] {
-        // Of any length, with any given format.
+        // Any length, with any given format.
         for len in [start.len(), 24, 240] {
             let mut bytes = start.to_vec();
             bytes.resize(len.max(start.len()), 0x5A);
