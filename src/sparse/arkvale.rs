@@ -14,8 +14,9 @@
 //! as a page of near ones.
 
 use crate::base::spec::Reader;
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::Result;
 use crate::sparse::Shape;
+use crate::sparse::eviction::{count, misfit};
 use crate::sparse::pages::Bound;
 use crate::sparse::quest::{Quest, Rule, Share};
 
@@ -24,7 +25,7 @@ pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Quest> {
     let page = reader.u64("page", 32, 1..=1 << 20)? as u32;
     let rule = Rule {
         page,
-        count: reader.u64("budget", 4096, 1..=u64::from(u32::MAX))? as u32 / page,
+        count: count(reader, "budget", 4096, 1)? / page,
         threshold: 0,
         sinks: reader.u64("sinks", 2, 0..=1 << 20)? as u32,
         window: reader.u64("window", 2, 0..=1 << 20)? as u32,
@@ -33,8 +34,11 @@ pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Quest> {
         share: Share::Bound,
     };
     if rule.count <= rule.sinks + rule.window {
-        let text = format!("{} pages are no more than those that always are seen", rule.count);
-        return Err(Error::new(Status::Spec, text));
+        return Err(misfit(format!(
+            "budget is {} pages, it must exceed sinks + window ({} pages)",
+            rule.count,
+            rule.sinks + rule.window
+        )));
     }
     Quest::new(rule, shape)
 }

@@ -18,7 +18,7 @@ use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
 use crate::io::source::Source;
-use crate::sparse::kept::misfit;
+use crate::sparse::eviction::{count, misfit};
 use crate::sparse::numbers::{check, grow, room};
 use crate::sparse::ranks::Ranks;
 use crate::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, caps};
@@ -61,7 +61,6 @@ impl Duo {
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Duo> {
         shape.check()?;
         let heads = shape.layers as usize * shape.key_heads as usize;
-        let most = u64::from(u32::MAX);
         let alpha = match (reader.text("alpha")?, reader.text("file")?) {
             (Some(text), None) => numbers(text, heads)?,
             (None, Some(path)) => {
@@ -80,23 +79,23 @@ impl Duo {
         check("numbers of heads", &alpha)?;
         let sparsity = reader.f64("sparsity", 0.5, 0.0..=1.0)?;
         let few = (sparsity * (heads - 1) as f64).ceil() as usize;
-        let count = if sparsity >= 1.0 { 0 } else { heads - few };
+        let full = if sparsity >= 1.0 { 0 } else { heads - few };
         let (mut best, mut is_full, mut from) = (Vec::new(), Vec::new(), Vec::new());
-        Ranks::default().top(&alpha, count, &mut best)?;
+        Ranks::default().top(&alpha, full, &mut best)?;
         grow(&mut is_full, heads, false)?;
         for at in best {
             if let Some(full) = is_full.get_mut(at as usize) {
                 *full = true;
             }
         }
-        let sink = reader.u64("sink", 64, 0..=most)? as u32;
+        let sink = count(reader, "sink", 64, 0)?;
         grow(&mut from, shape.layers as usize, sink)?;
         Ok(Duo {
             shape: *shape,
             is_full,
             sink,
-            recent: reader.u64("recent", 256, 1..=most)? as u32,
-            slack: reader.u64("evict_every", 1, 1..=most)? as u32 - 1,
+            recent: count(reader, "recent", 256, 1)?,
+            slack: count(reader, "evict_every", 1, 1)? - 1,
             from,
         })
     }
@@ -123,22 +122,17 @@ impl Sparse for Duo {
     }
 
     fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
-        let Some(&from) = self.from.get(layer as usize) else {
-            fail!(Invalid, "layer {layer} of a model with {}", self.shape.layers);
-        };
+        self.shape.check_layer(layer)?;
+        let from = self.from.get(layer as usize).copied().unwrap_or_default();
         let tokens = context.tokens;
-        if tokens > self.shape.max_tokens {
-            fail!(Limit, "{tokens} tokens, the limit is {}", self.shape.max_tokens);
-        }
+        self.shape.check_tokens(tokens.into())?;
         let first = tokens.saturating_sub(self.recent);
         if first.saturating_sub(from) <= self.slack || self.full(layer).iter().all(|full| *full) {
             return Ok(false);
         }
-        out.clear();
         let streams = self.sink as usize + (tokens - first) as usize;
         let each = |full: &bool| if *full { tokens as usize } else { streams };
-        room(&mut out.heads.items, self.full(layer).iter().map(each).sum())?;
-        room(&mut out.heads.starts, self.shape.key_heads as usize + 1)?;
+        out.begin(self.full(layer).len(), self.full(layer).iter().map(each).sum())?;
         for &full in self.full(layer) {
             let gap = if full { tokens..tokens } else { self.sink.min(first)..first };
             out.heads.push((0..gap.start).chain(gap.end..tokens));
@@ -174,11 +168,6 @@ impl Sparse for Duo {
             .filter(|from| **from > tokens)
             .for_each(|from| *from = tokens.max(sink));
         Ok(())
-    }
-
-    fn reset(&mut self) {
-        let sink = self.sink;
-        self.from.fill(sink);
     }
 
     fn fork(&self) -> Result<Box<dyn Sparse>> {

@@ -13,10 +13,12 @@
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
-use crate::base::status::Result;
+use crate::base::status::{Result, Status};
 use crate::fail;
+use crate::sparse::eviction::count;
 use crate::sparse::numbers::{check, grow, room};
 use crate::sparse::ranks::{Ranks, ascending};
+use crate::sparse::shape::check_layer;
 use crate::sparse::{Context, Granularity, Shape, Sparse, Stats, Traits, caps, needs};
 
 /// Scores of the engine's.
@@ -26,7 +28,7 @@ pub struct External {
     threshold: Option<f32>,
     last: usize,
     scores: Vec<Vec<f32>>,
-    most: usize,
+    max_tokens: usize,
     ranks: Ranks,
     stats: Stats,
 }
@@ -35,19 +37,24 @@ impl External {
     /// Reads `external` with its parameters.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<External> {
         shape.check()?;
-        let most = u64::from(u32::MAX);
         let threshold = reader.f64("threshold", f64::INFINITY, -1e30..=1e30)?;
         let mut scores = Vec::new();
         grow(&mut scores, shape.layers as usize, Vec::new())?;
         Ok(External {
-            count: reader.u64("topk", 16, 1..=most)? as usize,
+            count: count(reader, "topk", 16, 1)? as usize,
             threshold: Some(threshold as f32).filter(|threshold| threshold.is_finite()),
-            last: reader.u64("last", 0, 0..=most)? as usize,
+            last: count(reader, "last", 0, 0)? as usize,
             scores,
-            most: shape.max_tokens as usize,
+            max_tokens: shape.max_tokens as usize,
             ranks: Ranks::default(),
             stats: Stats::default(),
         })
+    }
+
+    /// The scores of the next selection in a layer.
+    fn layer(&mut self, layer: u32) -> Result<&mut Vec<f32>> {
+        check_layer(layer, self.scores.len())?;
+        Ok(self.scores.get_mut(layer as usize).ok_or(Status::Invalid)?)
     }
 
     /// Which of the candidates, by their places.
@@ -87,12 +94,10 @@ impl Sparse for External {
     }
 
     fn score(&mut self, layer: u32, scores: &[f32]) -> Result<()> {
-        let layers = self.scores.len();
-        let Some(own) = self.scores.get_mut(layer as usize) else {
-            fail!(Invalid, "layer {layer} of a model with {layers}");
-        };
-        if scores.len() > self.most {
-            fail!(Limit, "{} scores, the limit is {}", scores.len(), self.most);
+        let max_tokens = self.max_tokens;
+        let own = self.layer(layer)?;
+        if scores.len() > max_tokens {
+            fail!(Limit, "{} scores exceed the limit of {max_tokens} candidates", scores.len());
         }
         check("scores", scores)?;
         room(own, scores.len().saturating_sub(own.len()))?;
@@ -109,10 +114,7 @@ impl Sparse for External {
         _context: &Context,
         out: &mut Vec<u32>,
     ) -> Result<()> {
-        let layers = self.scores.len();
-        let Some(own) = self.scores.get_mut(layer as usize) else {
-            fail!(Invalid, "layer {layer} of a model with {layers}");
-        };
+        let own = self.layer(layer)?;
         if own.is_empty() {
             ascending(candidates, out)?;
             self.stats.count(candidates.len(), out.len());
@@ -139,12 +141,8 @@ impl Sparse for External {
     }
 
     fn truncate(&mut self, _tokens: u32) -> Result<()> {
-        self.reset();
-        Ok(())
-    }
-
-    fn reset(&mut self) {
         self.scores.iter_mut().for_each(Vec::clear);
+        Ok(())
     }
 
     fn fork(&self) -> Result<Box<dyn Sparse>> {

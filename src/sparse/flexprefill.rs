@@ -308,12 +308,6 @@ impl Sparse for FlexPrefill {
         Ok(())
     }
 
-    fn truncate(&mut self, _tokens: u32) -> Result<()> {
-        Ok(())
-    }
-
-    fn reset(&mut self) {}
-
     fn fork(&self) -> Result<Box<dyn Sparse>> {
         Ok(Box::new(FlexPrefill { settings: self.settings, scratch: Scratch::default() }))
     }

@@ -59,12 +59,6 @@ impl Sparse for Full {
         Ok(())
     }
 
-    fn truncate(&mut self, _tokens: u32) -> Result<()> {
-        Ok(())
-    }
-
-    fn reset(&mut self) {}
-
     fn fork(&self) -> Result<Box<dyn Sparse>> {
         Ok(Box::new(Full { stats: Stats::default(), ..self.clone() }))
     }

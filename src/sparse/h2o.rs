@@ -20,8 +20,8 @@
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
-use crate::fail;
-use crate::sparse::kept::{Kept, List, check_sums, misfit};
+use crate::sparse::eviction::{count, misfit};
+use crate::sparse::kept::{Kept, List, sum_rows};
 use crate::sparse::numbers::room;
 use crate::sparse::ranks::Ranks;
 use crate::sparse::{
@@ -56,7 +56,6 @@ impl H2o {
     /// Reads `h2o` with its parameters.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<H2o> {
         shape.check()?;
-        let most = u64::from(u32::MAX);
         let heads = reader.choice("heads", &["each", "all"])?;
         if heads == Some(0) && shape.kind == Kind::Latent {
             return Err(misfit("all heads share a latent row: heads=each cannot be"));
@@ -66,25 +65,14 @@ impl H2o {
         Ok(H2o {
             shape: *shape,
             kept: Kept::new(shape.layers, lists, shape.max_tokens)?,
-            sink: reader.u64("sink", 4, 0..=most)? as usize,
-            recent: reader.u64("recent", 256, 0..=most)? as usize,
-            budget: reader.u64("budget", 1024, 1..=most)? as usize,
-            slack: reader.u64("evict_every", 1, 1..=most)? as usize - 1,
+            sink: count(reader, "sink", 4, 0)? as usize,
+            recent: count(reader, "recent", 256, 0)? as usize,
+            budget: count(reader, "budget", 1024, 1)? as usize,
+            slack: count(reader, "evict_every", 1, 1)? as usize - 1,
             is_each,
             is_block: reader.choice("form", &["token", "block"])? == Some(1),
             blocks: Blocks::default(),
         })
-    }
-
-    /// Rows of query heads in `sums`, if it can be.
-    fn rows(&self, sums: &[f32], tokens: u32) -> Result<usize> {
-        let (tokens, heads) = (tokens as usize, self.shape.query_heads as usize);
-        let rows = if sums.len() == tokens { 1 } else { heads };
-        let is_shared = rows == 1 && heads > 1 && self.is_each && self.shape.key_heads > 1;
-        if tokens == 0 || sums.len() != rows * tokens || is_shared {
-            fail!(Invalid, "{} sums of attention to {tokens} tokens by {heads} heads", sums.len());
-        }
-        Ok(rows)
     }
 
     fn plan_blocks(&mut self, layer: u32, out: &mut Keep) -> Result<bool> {
@@ -103,9 +91,7 @@ impl H2o {
         if !any {
             return Ok(false);
         }
-        out.clear();
-        room(&mut out.heads.items, lists.iter().map(|list| list.positions.len()).sum())?;
-        room(&mut out.heads.starts, lists.len() + 1)?;
+        out.begin(lists.len(), layer.tokens())?;
         for list in lists {
             blocks.find(list, each, layer.next, (sink, recent))?;
             let leave = blocks.scores.len().saturating_sub(most);
@@ -179,19 +165,9 @@ impl Sparse for H2o {
     }
 
     fn observe(&mut self, layer: u32, _queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
-        let rows = self.rows(sums, tokens)?;
-        let next = self.kept.next_of(layer, tokens)?;
-        check_sums(sums)?;
-        self.kept.extend(layer, next, 0.0)?;
-        // Rows of a group of query heads, or all of them, go to one list.
-        let lists = self.kept.lists(layer);
-        let each = rows / lists.len().clamp(1, rows);
-        for (list, rows) in lists.iter_mut().zip(sums.chunks(each * tokens as usize)) {
-            for row in rows.chunks_exact(tokens as usize) {
-                list.scores.iter_mut().zip(row).for_each(|(score, sum)| *score += sum);
-            }
-        }
-        Ok(())
+        let allows_one = !self.is_each || self.shape.key_heads == 1;
+        let rows = sum_rows(&self.shape, sums, tokens, allows_one)?;
+        self.kept.add_sums(layer, (rows, tokens), sums, false)
     }
 
     fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
@@ -215,10 +191,6 @@ impl Sparse for H2o {
     fn truncate(&mut self, tokens: u32) -> Result<()> {
         self.kept.truncate(tokens);
         Ok(())
-    }
-
-    fn reset(&mut self) {
-        self.kept.truncate(0);
     }
 
     fn fork(&self) -> Result<Box<dyn Sparse>> {

@@ -2,8 +2,9 @@
 
 use crate::attention::keys::Keys;
 pub use crate::attention::keys::{Head, Kind, NO_QUERY};
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
 use crate::sparse::lists::Lists;
+use crate::sparse::numbers::room;
 
 /// Where in a sequence a question is asked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,10 +41,9 @@ impl Index {
     /// What others have decided. Kernels check what is in it.
     pub fn copy(&mut self, keys: &Keys<'_>) -> Result<()> {
         let Index { heads, lists } = self;
-        let room = (heads.try_reserve(keys.heads.len()))
-            .and(lists.starts.try_reserve(keys.starts.len()))
-            .and(lists.items.try_reserve(keys.items.len()));
-        room.map_err(|_| Status::NoMem)?;
+        room(heads, keys.heads.len())?;
+        room(&mut lists.starts, keys.starts.len())?;
+        room(&mut lists.items, keys.items.len())?;
         heads.clear();
         heads.extend_from_slice(keys.heads);
         lists.clear();

@@ -13,7 +13,7 @@
 use crate::attention::Rows;
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
-use crate::sparse::kept::misfit;
+use crate::sparse::eviction::misfit;
 use crate::sparse::numbers::{grow, room};
 use crate::sparse::registry::make;
 use crate::sparse::{Context, Index, Keep, Shape, Sparse, Stats, Traits, caps, needs};

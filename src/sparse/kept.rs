@@ -1,13 +1,13 @@
 //! Which tokens of each layer are there, by their positions, each with a score: what policies
 //! that evict have in common.
 
-use crate::base::spec::Reader;
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::sparse::Keep;
 use crate::sparse::lists::Lists;
 use crate::sparse::numbers::{grow, room};
-use crate::sparse::ranks::{Ranks, without};
+use crate::sparse::ranks::Ranks;
+use crate::sparse::shape::{Shape, check_layer, check_tokens};
 
 /// Tokens of one head, or of all.
 #[derive(Clone, Debug, Default)]
@@ -27,6 +27,13 @@ pub struct Layer {
     pub lists: Vec<List>,
 }
 
+impl Layer {
+    /// Tokens of all lists together.
+    pub fn tokens(&self) -> usize {
+        self.lists.iter().map(|list| list.positions.len()).sum()
+    }
+}
+
 /// Tokens of all layers.
 #[derive(Clone, Debug)]
 pub struct Kept {
@@ -37,65 +44,24 @@ pub struct Kept {
     gone: Lists,
 }
 
-/// How many tokens may stay.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Cap {
-    /// So many.
-    Tokens(u32),
-    /// All but this share, once, when the prompt has been computed.
-    Ratio(f64),
-}
-
-impl Cap {
-    /// Reads `budget` or, if it is there, `ratio`.
-    pub fn read(reader: &mut Reader, default: u64) -> Result<Cap> {
-        let tokens = reader.u64("budget", default, 1..=u64::from(u32::MAX))? as u32;
-        let ratio = reader.f64("ratio", -1.0, 0.0..=1.0)?;
-        Ok(if ratio >= 0.0 { Cap::Ratio(ratio) } else { Cap::Tokens(tokens) })
-    }
-
-    /// How many of so many stay.
-    pub fn of(&self, tokens: usize) -> usize {
-        match *self {
-            Cap::Tokens(most) => (most as usize).min(tokens),
-            // A share of less than all leaves one, however few there are.
-            Cap::Ratio(ratio) => {
-                let least = usize::from(ratio < 1.0).min(tokens);
-                (self.exact(tokens, ratio) as usize).max(least)
-            }
-        }
-    }
-
-    /// The same before it is rounded down.
-    pub fn unrounded(&self, tokens: usize) -> f64 {
-        match *self {
-            Cap::Tokens(most) => f64::from(most),
-            Cap::Ratio(ratio) => self.exact(tokens, ratio),
-        }
-    }
-
-    fn exact(&self, tokens: usize, ratio: f64) -> f64 {
-        tokens as f64 * (1.0 - ratio)
-    }
-
-    /// Whether tokens may go while text is written.
-    pub fn is_for_decode(&self) -> bool {
-        matches!(self, Cap::Tokens(_))
-    }
-}
-
-/// An error for parameters that do not go together.
-pub fn misfit(text: impl Into<String>) -> Error {
-    Error::new(Status::Spec, text)
-}
-
 /// An error if attention that was summed up can be none.
-pub fn check_sums(sums: &[f32]) -> Result<()> {
+fn check_sums(sums: &[f32]) -> Result<()> {
     let is_bad = |sum: &f32| !(0.0..=f32::MAX).contains(sum);
     if sums.iter().fold(false, |bad, sum| bad | is_bad(sum)) {
         fail!(Invalid, "sums of attention that are negative or not finite");
     }
     Ok(())
+}
+
+/// Rows of sums of attention to `tokens` tokens: one for each query head, or one for all heads
+/// where `allows_one`. Fails with `Invalid` for any other number of sums.
+pub fn sum_rows(shape: &Shape, sums: &[f32], tokens: u32, allows_one: bool) -> Result<usize> {
+    let (count, heads) = (tokens as usize, shape.query_heads as usize);
+    let rows = if allows_one && sums.len() == count { 1 } else { heads };
+    if count == 0 || sums.len() != rows * count {
+        fail!(Invalid, "{} sums of attention to {tokens} tokens by {heads} heads", sums.len());
+    }
+    Ok(rows)
 }
 
 impl Kept {
@@ -111,10 +77,8 @@ impl Kept {
 
     /// A layer.
     pub fn layer(&self, layer: u32) -> Result<&Layer> {
-        match self.layers.get(layer as usize) {
-            Some(found) => Ok(found),
-            None => fail!(Invalid, "layer {layer} of a model with {}", self.layers.len()),
-        }
+        check_layer(layer, self.layers.len())?;
+        Ok(self.layers.get(layer as usize).ok_or(Status::Invalid)?)
     }
 
     /// The lists of a layer, to be scored.
@@ -122,12 +86,19 @@ impl Kept {
         self.layers.get_mut(layer as usize).map_or(&mut [], |layer| &mut layer.lists)
     }
 
+    /// Fails with `Invalid` unless keys from `first` on continue the tokens of a layer.
+    pub fn check_next(&self, layer: u32, first: u32) -> Result<()> {
+        let next = self.layer(layer)?.next;
+        if first != next {
+            fail!(Invalid, "keys start at position {first}, the layer continues at {next}");
+        }
+        Ok(())
+    }
+
     /// New tokens of a layer, up to a position, have a score of their own.
     pub fn extend(&mut self, layer: u32, to: u32, score: f32) -> Result<()> {
         let next = self.layer(layer)?.next;
-        if to > self.max_tokens {
-            fail!(Limit, "{to} tokens, the limit is {}", self.max_tokens);
-        }
+        check_tokens(to.into(), self.max_tokens)?;
         let more = to.saturating_sub(next) as usize;
         for list in self.lists(layer) {
             room(&mut list.positions, more)?;
@@ -157,10 +128,34 @@ impl Kept {
             new = more;
         }
         let next = u64::from(layer.next) + new.unwrap_or(0) as u64;
-        if next > u64::from(self.max_tokens) {
-            fail!(Limit, "{next} tokens, the limit is {}", self.max_tokens);
-        }
+        check_tokens(next, self.max_tokens)?;
         Ok(next as u32)
+    }
+
+    /// Adds sums of attention to the scores of a layer's tokens: `rows` rows of `tokens`
+    /// numbers, one for each query head or one for all. The rows of a group of query heads go to
+    /// the list of their head of keys. `forget`: earlier scores count no more.
+    pub fn add_sums(
+        &mut self,
+        layer: u32,
+        (rows, tokens): (usize, u32),
+        sums: &[f32],
+        forget: bool,
+    ) -> Result<()> {
+        let next = self.next_of(layer, tokens)?;
+        check_sums(sums)?;
+        self.extend(layer, next, 0.0)?;
+        let lists = self.lists(layer);
+        let each = rows / lists.len().clamp(1, rows);
+        for (list, rows) in lists.iter_mut().zip(sums.chunks(each * tokens as usize)) {
+            if forget {
+                list.scores.fill(0.0);
+            }
+            for row in rows.chunks_exact(tokens as usize) {
+                list.scores.iter_mut().zip(row).for_each(|(score, sum)| *score += sum);
+            }
+        }
+        Ok(())
     }
 
     /// Says in `out` what stays if of each list, without so many `first` and `last` ones,
@@ -188,19 +183,14 @@ impl Kept {
         if !layer.lists.iter().any(|list| count_of(list) > 0) {
             return Ok(false);
         }
-        out.clear();
-        let all = layer.lists.iter().map(|list| list.positions.len()).sum();
-        room(&mut out.heads.items, all)?;
-        room(&mut out.heads.starts, layer.lists.len() + 1)?;
-        out.heads.starts.push(0);
+        out.begin(layer.lists.len(), layer.tokens())?;
         for list in &layer.lists {
             let (from, to) = ends(list);
             leaving.clear();
             let scores = list.scores.get(from..to).unwrap_or_default();
             ranks.bottom(scores, count_of(list), leaving)?;
             leaving.iter_mut().for_each(|at| *at += from as u32);
-            without(&list.positions, leaving, &mut out.heads.items)?;
-            out.heads.starts.push(out.heads.items.len() as u32);
+            out.push_without(&list.positions, leaving)?;
         }
         Ok(true)
     }

@@ -14,11 +14,11 @@
 use crate::attention::Rows;
 use crate::base::spec::Reader;
 use crate::base::status::Result;
+use crate::sparse::eviction::Ends;
 use crate::sparse::kept::{Kept, compact};
-use crate::sparse::knorm::{Ends, check_next};
 use crate::sparse::lists::Lists;
-use crate::sparse::numbers::{check_rows, fill, grow, room};
-use crate::sparse::{Context, Keep, Shape, Sparse, Traits};
+use crate::sparse::numbers::{check_rows, fill, grow, norm, room};
+use crate::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, needs};
 
 /// What a direction's number of one is kept as.
 const ONE: f32 = 32_767.0;
@@ -85,7 +85,7 @@ impl Keydiff {
 
 impl Sparse for Keydiff {
     fn traits(&self) -> Traits {
-        self.ends.traits()
+        Traits { caps: self.ends.caps(), needs: needs::KEYS, scope: Scope::KeyHead, ..Traits::NONE }
     }
 
     fn state_bytes(&self) -> u64 {
@@ -95,7 +95,7 @@ impl Sparse for Keydiff {
 
     fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
         self.shape.check_keys(layer, keys)?;
-        check_next(&self.kept, layer, first)?;
+        self.kept.check_next(layer, first)?;
         check_rows("keys", keys)?;
         let numbers = keys.tokens() as usize * keys.dim() as usize;
         for directions in self.of_layer(layer) {
@@ -106,8 +106,7 @@ impl Sparse for Keydiff {
         for (head, directions) in (0..).zip(self.of_layer(layer)) {
             for token in 0..keys.tokens() {
                 fill(keys, token, head, &mut row);
-                let squares = row.iter().map(|&number| f64::from(number) * f64::from(number));
-                let length = squares.sum::<f64>().sqrt();
+                let length = norm(&row);
                 // A key of length zero has no direction.
                 let factor = if length > 0.0 { f64::from(ONE) / length } else { 0.0 };
                 directions.extend(row.iter().map(|&n| (f64::from(n) * factor).round() as i16));
@@ -130,7 +129,7 @@ impl Sparse for Keydiff {
             return Ok(false);
         }
         self.score(layer)?;
-        self.ends.plan(&mut self.kept, layer, out)
+        self.ends.plan(&mut self.kept, layer, context, out)
     }
 
     fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
@@ -154,11 +153,6 @@ impl Sparse for Keydiff {
             }
         }
         Ok(())
-    }
-
-    fn reset(&mut self) {
-        self.kept.truncate(0);
-        self.directions.iter_mut().for_each(Vec::clear);
     }
 
     fn fork(&self) -> Result<Box<dyn Sparse>> {

@@ -23,10 +23,11 @@ use crate::attention::Rows;
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::kept::{Cap, Kept};
-use crate::sparse::numbers::{check_rows, fill, grow, room};
+use crate::sparse::eviction::Ends;
+use crate::sparse::kept::Kept;
+use crate::sparse::numbers::{check_rows, fill, grow, norm, room};
 use crate::sparse::pages_blocks::Blocks;
-use crate::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, caps, needs};
+use crate::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, needs};
 
 const MAGIC: [u8; 8] = *b"KVTN\x01\0\0\0";
 const HEAD_BYTES: usize = 16;
@@ -40,61 +41,6 @@ pub struct Knorm {
     row: Vec<f32>,
     /// Where blocks are, in each layer.
     blocks: Vec<Blocks>,
-}
-
-/// What may go of lists of tokens by their scores.
-#[derive(Clone, Copy, Debug)]
-pub struct Ends {
-    cap: Cap,
-    sink: usize,
-    recent: usize,
-}
-
-impl Ends {
-    /// Reads `budget`, `ratio`, `sink` and `recent`.
-    pub fn read(reader: &mut Reader) -> Result<Ends> {
-        let most = u64::from(u32::MAX);
-        Ok(Ends {
-            cap: Cap::read(reader, 1024)?,
-            sink: reader.u64("sink", 0, 0..=most)? as usize,
-            recent: reader.u64("recent", 0, 0..=most)? as usize,
-        })
-    }
-
-    /// What a policy with these is like that decides by keys.
-    pub fn traits(&self) -> Traits {
-        Traits {
-            caps: caps::EVICT_PREFILL
-                | if self.cap.is_for_decode() { caps::EVICT_DECODE } else { 0 },
-            needs: needs::KEYS,
-            scope: Scope::KeyHead,
-            ..Traits::NONE
-        }
-    }
-
-    /// Whether any may go now.
-    pub fn is_due(&self, kept: &Kept, layer: u32, context: &Context) -> Result<bool> {
-        let cap = self.cap;
-        let is_more = |count: usize| count > cap.of(count);
-        let mut lists = kept.layer(layer)?.lists.iter();
-        let is_time = context.is_prefill || cap.is_for_decode();
-        Ok(is_time && lists.any(|list| is_more(list.positions.len())))
-    }
-
-    /// Says what stays.
-    pub fn plan(&self, kept: &mut Kept, layer: u32, out: &mut Keep) -> Result<bool> {
-        let cap = self.cap;
-        kept.plan(layer, (self.sink, self.recent), |count, _| count - cap.of(count), out)
-    }
-}
-
-/// An error if keys do not come where the ones before end.
-pub fn check_next(kept: &Kept, layer: u32, first: u32) -> Result<()> {
-    let next = kept.layer(layer)?.next;
-    if first != next {
-        fail!(Invalid, "keys from {first} on, those before end at {next}");
-    }
-    Ok(())
 }
 
 impl Knorm {
@@ -126,7 +72,7 @@ impl Knorm {
 
 impl Sparse for Knorm {
     fn traits(&self) -> Traits {
-        self.ends.traits()
+        Traits { caps: self.ends.caps(), needs: needs::KEYS, scope: Scope::KeyHead, ..Traits::NONE }
     }
 
     fn state_bytes(&self) -> u64 {
@@ -135,7 +81,7 @@ impl Sparse for Knorm {
 
     fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
         self.shape.check_keys(layer, keys)?;
-        check_next(&self.kept, layer, first)?;
+        self.kept.check_next(layer, first)?;
         check_rows("keys", keys)?;
         self.kept.extend(layer, first.saturating_add(keys.tokens()), 0.0)?;
         let row = &mut self.row;
@@ -144,8 +90,7 @@ impl Sparse for Knorm {
             for (token, score) in (0..).zip(list.scores.iter_mut().skip(from)) {
                 fill(keys, token, head, row);
                 // The longest goes: the least score.
-                let squares = row.iter().map(|&number| f64::from(number) * f64::from(number));
-                *score = -(squares.sum::<f64>().sqrt() as f32);
+                *score = -(norm(row) as f32);
             }
         }
         Ok(())
@@ -160,8 +105,7 @@ impl Sparse for Knorm {
     }
 
     fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
-        Ok(self.ends.is_due(&self.kept, layer, context)?
-            && self.ends.plan(&mut self.kept, layer, out)?)
+        self.ends.plan(&mut self.kept, layer, context, out)
     }
 
     fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
@@ -173,11 +117,6 @@ impl Sparse for Knorm {
         let whole = tokens.div_ceil(self.shape.block_tokens);
         self.blocks.iter_mut().for_each(|blocks| blocks.truncate(whole));
         Ok(())
-    }
-
-    fn reset(&mut self) {
-        self.kept.truncate(0);
-        self.blocks.iter_mut().for_each(|blocks| blocks.truncate(0));
     }
 
     fn fork(&self) -> Result<Box<dyn Sparse>> {

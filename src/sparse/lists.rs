@@ -1,5 +1,9 @@
 //! Lists of numbers, one after the other.
 
+use crate::base::status::Result;
+use crate::sparse::numbers::room;
+use crate::sparse::ranks::without;
+
 /// Lists one after the other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lists {
@@ -43,5 +47,42 @@ impl Lists {
             }
             _ => &[],
         }
+    }
+}
+
+/// Which tokens of a layer stay: logical positions, ascending, for each head of keys, or one
+/// list for all heads.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Keep {
+    /// A list a head, or one.
+    pub heads: Lists,
+}
+
+impl Keep {
+    /// Nothing is said yet.
+    pub fn clear(&mut self) {
+        self.heads.clear();
+    }
+
+    /// Empties it and reserves memory for `lists` lists with `tokens` tokens in total.
+    pub fn begin(&mut self, lists: usize, tokens: usize) -> Result<()> {
+        self.clear();
+        room(&mut self.heads.items, tokens)?;
+        room(&mut self.heads.starts, lists + 1)
+    }
+
+    /// Adds a list: `positions` without those at the indices `victims`, which ascend.
+    pub fn push_without(&mut self, positions: &[u32], victims: &[u32]) -> Result<()> {
+        self.heads.push([]);
+        without(positions, victims, &mut self.heads.items)?;
+        let end = self.heads.items.len() as u32;
+        self.heads.starts.iter_mut().rev().take(1).for_each(|start| *start = end);
+        Ok(())
+    }
+
+    /// What a head keeps.
+    pub fn of(&self, head: u32) -> &[u32] {
+        let at = if self.heads.len() == 1 { 0 } else { head as usize };
+        self.heads.get(at)
     }
 }

@@ -68,6 +68,11 @@ fn read_bytes(rows: &Rows<'_>, token: u32, head: u32, bytes: &[i8], out: &mut [f
     }
 }
 
+/// The Euclidean norm of a row, summed in binary64.
+pub fn norm(row: &[f32]) -> f64 {
+    row.iter().map(|&number| f64::from(number) * f64::from(number)).sum::<f64>().sqrt()
+}
+
 /// An error if numbers are not finite.
 pub fn check(what: &str, numbers: &[f32]) -> Result<()> {
     if !all_finite(numbers) {
@@ -106,9 +111,7 @@ pub fn room<T>(table: &mut Vec<T>, more: usize) -> Result<()> {
 /// Makes `out` hold `len` zeros.
 pub fn zeros<T: Copy + Default>(out: &mut Vec<T>, len: usize) -> Result<()> {
     out.clear();
-    if out.try_reserve_exact(len).is_err() {
-        return Err(Status::NoMem.into());
-    }
+    out.try_reserve_exact(len).map_err(|_| Status::NoMem)?;
     out.resize(len, T::default());
     Ok(())
 }

@@ -18,6 +18,7 @@ use crate::base::spec::nearest;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::source::Source;
+use crate::sparse::numbers::room;
 use crate::sparse::shape::Shape;
 
 /// Longest accepted file.
@@ -89,9 +90,7 @@ impl Patterns {
                 return Err(parser.wrong(&format!("more than {layers} layers")));
             }
             layers += 1;
-            if patterns.all.try_reserve(heads).is_err() {
-                return Err(Status::NoMem.into());
-            }
+            room(&mut patterns.all, heads)?;
             let first = patterns.all.len();
             patterns.all.resize(first + heads, None);
             parser.layer(patterns.all.get_mut(first..).unwrap_or_default())

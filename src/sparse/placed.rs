@@ -7,9 +7,10 @@ use crate::attention::keys::{Heads, Keys, Lines};
 use crate::attention::panel::TILE;
 use crate::attention::problem::MAX_TOKENS;
 use crate::attention::walk::{Source, Walk};
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::index::{Head, Index, Kind, NO_QUERY};
+use crate::sparse::numbers::room;
 use crate::sparse::reach::Reach;
 
 /// Tokens in a buffer, in the order of their positions.
@@ -265,7 +266,7 @@ fn common(a: u32, b: u32) -> u32 {
 pub fn positions_of(placed: &Placed<'_>, out: &mut Vec<u32>) -> Result<()> {
     placed.check()?;
     out.clear();
-    out.try_reserve(placed.rows() as usize).map_err(|_| Status::NoMem)?;
+    room(out, placed.rows() as usize)?;
     out.extend((0..placed.rows()).filter_map(|row| placed.position_of(row)));
     Ok(())
 }

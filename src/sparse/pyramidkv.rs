@@ -14,7 +14,7 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::sparse::Shape;
-use crate::sparse::kept::Cap;
+use crate::sparse::eviction::Cap;
 use crate::sparse::snapkv::{Budget, Form, Snapkv};
 
 /// Reads `pyramidkv` with its parameters.

@@ -23,8 +23,9 @@
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Result, Status};
 use crate::fail;
+use crate::sparse::eviction::{count, misfit};
 use crate::sparse::index::NO_QUERY;
 use crate::sparse::numbers::{check_rows, grow, room};
 use crate::sparse::pages::{Bound, Pages};
@@ -89,7 +90,7 @@ impl Quest {
     /// Reads `quest` with its parameters.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Quest> {
         let is_fork = reader.choice("compat", &["none", "fork"])? == Some(1);
-        let tokens = reader.u64("budget", 2048, 1..=u64::from(u32::MAX))? as u32;
+        let tokens = count(reader, "budget", 2048, 1)?;
         let page = reader.u64("page", 16, 1..=1 << 20)? as u32;
         let is_kept = reader.choice("last", &["free", "always"])? == Some(1);
         let share = match reader.choice("share", &["none", "bound"])? {
@@ -109,11 +110,9 @@ impl Quest {
         if !is_fork {
             return Quest::new(rule, shape);
         }
-        let most = u64::from(u32::MAX);
-        let count = reader.u64("topk", 8, 1..=most)? as u32;
-        let threshold = reader.u64("threshold", 4, 0..=most)? as u32;
+        let (topk, threshold) = (count(reader, "topk", 8, 1)?, count(reader, "threshold", 4, 0)?);
         let page = shape.block_tokens;
-        Quest::new(Rule { page, count, threshold, share: Share::Fork, ..rule }, shape)
+        Quest::new(Rule { page, count: topk, threshold, share: Share::Fork, ..rule }, shape)
     }
 
     /// A policy with a rule, for a model.
@@ -121,8 +120,9 @@ impl Quest {
         shape.check()?;
         if rule.page == 0 || shape.block_tokens % rule.page != 0 {
             let (page, block) = (rule.page, shape.block_tokens);
-            let text = format!("blocks of {block} tokens are not whole pages of {page}");
-            return Err(Error::new(Status::Spec, text));
+            return Err(misfit(format!(
+                "blocks of {block} tokens are not whole pages of {page}: page must divide the block"
+            )));
         }
         let pages = Pages::new(rule.page, shape.key_heads, shape.key_dim, rule.bound);
         let layer = Layer { pages, blocks: Blocks::default() };
@@ -143,16 +143,8 @@ impl Quest {
         if first % each != 0 || tokens == 0 || tokens > each {
             fail!(Invalid, "a block of {tokens} tokens from {first} on, blocks have {each}");
         }
-        self.check_tokens(end)?;
+        self.shape.check_tokens(end)?;
         Ok(first / each)
-    }
-
-    /// An error if a sequence cannot have so many tokens.
-    fn check_tokens(&self, tokens: u64) -> Result<()> {
-        if tokens > u64::from(self.shape.max_tokens) {
-            fail!(Limit, "{tokens} tokens, the limit is {}", self.shape.max_tokens);
-        }
-        Ok(())
     }
 
     fn score(&mut self, layer: u32, queries: &Rows<'_>) -> Result<()> {
@@ -178,7 +170,7 @@ impl Quest {
             return ascending(candidates, out);
         };
         self.shape.check_queries(layer, query)?;
-        self.check_tokens(context.tokens.into())?;
+        self.shape.check_tokens(context.tokens.into())?;
         self.gather(layer, candidates)?;
         if self.is_all(self.work.pages.len()) || query.tokens() == 0 {
             return ascending(candidates, out);
@@ -258,7 +250,7 @@ impl Sparse for Quest {
     fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
         self.shape.check_keys(layer, keys)?;
         let end = u64::from(first) + u64::from(keys.tokens());
-        self.check_tokens(end)?;
+        self.shape.check_tokens(end)?;
         if self.is_dense(layer) {
             return Ok(());
         }
@@ -309,7 +301,7 @@ impl Sparse for Quest {
             return self.shape.check_queries(layer, queries);
         };
         self.shape.check_queries(layer, queries)?;
-        self.check_tokens(context.tokens.into())?;
+        self.shape.check_tokens(context.tokens.into())?;
         let page = self.rule.page;
         let total = context.tokens.div_ceil(page);
         let is_all = self.is_all(total as usize);
@@ -352,13 +344,6 @@ impl Sparse for Quest {
         Ok(())
     }
 
-    fn reset(&mut self) {
-        for layer in &mut self.layers {
-            layer.pages.truncate(0);
-            layer.blocks.truncate(0);
-        }
-    }
-
     fn fork(&self) -> Result<Box<dyn Sparse>> {
         Ok(Box::new(Quest { stats: Stats::default(), ..self.clone() }))
     }
@@ -384,9 +369,8 @@ impl Sparse for Quest {
 
     fn load(&mut self, layer: u32, id: u32, first: u32, bytes: &[u8]) -> Result<()> {
         let place = self.place(first, 1)?;
-        let Some(state) = self.layers.get_mut(layer as usize) else {
-            fail!(Invalid, "layer {layer} of a model with {}", self.shape.layers);
-        };
+        self.shape.check_layer(layer)?;
+        let Some(state) = self.layers.get_mut(layer as usize) else { return Ok(()) };
         if layer < self.rule.dense {
             return if bytes.is_empty() { Ok(()) } else { Err(Status::Corrupt.into()) };
         }

@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::index::{Head, Index, Kind};
+use crate::sparse::numbers::room;
 
 /// Where heads and their lists are added.
 #[derive(Default)]
@@ -45,9 +46,8 @@ impl Reach {
     /// Adds a head, whose lists follow.
     pub fn head(&mut self, head: Head) -> Result<()> {
         let Index { heads, lists } = &mut self.index;
-        if heads.try_reserve(1).and(lists.starts.try_reserve(1)).is_err() {
-            return Err(Status::NoMem.into());
-        }
+        room(heads, 1)?;
+        room(&mut lists.starts, 1)?;
         if lists.starts.is_empty() {
             lists.starts.push(0);
         }
@@ -60,7 +60,7 @@ impl Reach {
         let Some(&head) = self.index.heads.get(at) else {
             fail!(Invalid, "head {at} of {}", self.index.heads.len());
         };
-        self.index.heads.try_reserve(1).map_err(|_| Status::NoMem)?;
+        room(&mut self.index.heads, 1)?;
         self.index.heads.push(head);
         Ok(())
     }
@@ -131,8 +131,8 @@ impl Reach {
             if all.len() == u32::MAX as usize {
                 fail!(Limit, "an index of more than {} numbers: ask for fewer queries", u32::MAX);
             }
-            if all.len() == all.capacity() && all.try_reserve(1).is_err() {
-                return Err(Status::NoMem.into());
+            if all.len() == all.capacity() {
+                room(all, 1)?;
             }
             all.push(item);
         }
@@ -146,9 +146,7 @@ impl Reach {
     /// Ends a list.
     pub fn end(&mut self) -> Result<()> {
         let Index { heads, lists } = &mut self.index;
-        if lists.starts.try_reserve(1).is_err() {
-            return Err(Status::NoMem.into());
-        }
+        room(&mut lists.starts, 1)?;
         self.begun = lists.items.len();
         lists.starts.push(self.begun as u32);
         heads.iter_mut().rev().take(1).for_each(|head| head.lists += 1);

@@ -3,10 +3,12 @@
 
 use crate::attention::{Keys, Prefill, Problem, Rows};
 use crate::base::spec::Spec;
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::ask::check_context;
 use crate::sparse::index::{Context, Index};
+use crate::sparse::numbers::{room, zeros};
+use crate::sparse::ranks::ascending;
 use crate::sparse::{Keep, Shape, Sparse, Stats, Traits, caps, registry};
 
 /// A policy, and what its calls are checked against.
@@ -59,23 +61,12 @@ impl Served {
         self.policy.state_bytes()
     }
 
-    fn check_layer(&self, layer: u32) -> Result<()> {
-        if layer >= self.shape.layers {
-            fail!(Invalid, "layer {layer} of a model with {}", self.shape.layers);
-        }
-        Ok(())
-    }
-
     fn check_end(&self, first: u32, tokens: u32) -> Result<()> {
-        let (end, most) = (u64::from(first) + u64::from(tokens), self.shape.max_tokens);
-        if end > u64::from(most) {
-            fail!(Limit, "tokens up to {end}, at most {most}");
-        }
-        Ok(())
+        self.shape.check_tokens(u64::from(first) + u64::from(tokens))
     }
 
     fn check_context(&self, layer: u32, context: &Context) -> Result<()> {
-        self.check_layer(layer)?;
+        self.shape.check_layer(layer)?;
         self.check_end(0, context.tokens)
     }
 
@@ -115,13 +106,13 @@ impl Served {
 
     /// As [`Sparse::observe`].
     pub fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
-        self.check_layer(layer)?;
+        self.shape.check_layer(layer)?;
         self.policy.observe(layer, queries, sums, tokens)
     }
 
     /// As [`Sparse::score`].
     pub fn score(&mut self, layer: u32, scores: &[f32]) -> Result<()> {
-        self.check_layer(layer)?;
+        self.shape.check_layer(layer)?;
         self.policy.score(layer, scores)
     }
 
@@ -141,19 +132,11 @@ impl Served {
             let (heads, dim) = self.traits.query_rows(&self.shape);
             self.shape.check_rows("queries", layer, query, heads, dim)?;
         }
-        let room = |list: &mut Vec<u32>| {
-            list.clear();
-            list.try_reserve(candidates.len()).map_err(|_| Status::NoMem)
-        };
         if !candidates.is_sorted_by(|a, b| a < b) {
-            room(&mut self.sorted)?;
-            self.sorted.extend_from_slice(candidates);
-            self.sorted.sort_unstable();
-            if !self.sorted.is_sorted_by(|a, b| a < b) {
-                fail!(Invalid, "a candidate comes twice");
-            }
+            ascending(candidates, &mut self.sorted)?;
         }
-        room(out)?;
+        out.clear();
+        room(out, candidates.len())?;
         self.policy.select(layer, query, candidates, context, out)?;
         if out.len() > candidates.len() {
             fail!(State, "the policy chose {} of {} candidates", out.len(), candidates.len());
@@ -228,8 +211,7 @@ impl Served {
         }
         let mut job = Prefill::new(Problem { select: index.keys(), ..problem }, out, lse)?;
         let mut scratch = Vec::new();
-        scratch.try_reserve_exact(job.scratch()).map_err(|_| Status::NoMem)?;
-        scratch.resize(job.scratch(), 0.0);
+        zeros(&mut scratch, job.scratch())?;
         job.all(&mut scratch)
     }
 
@@ -265,7 +247,7 @@ impl Served {
 
     /// As [`Sparse::evicted`].
     pub fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
-        self.check_layer(layer)?;
+        self.shape.check_layer(layer)?;
         self.check_keep(kept)?;
         self.policy.evicted(layer, kept)
     }
@@ -287,13 +269,13 @@ impl Served {
 
     /// As [`Sparse::save`].
     pub fn save(&self, layer: u32, id: u32, out: &mut Vec<u8>) -> Result<()> {
-        self.check_layer(layer)?;
+        self.shape.check_layer(layer)?;
         self.policy.save(layer, id, out)
     }
 
     /// As [`Sparse::load`].
     pub fn load(&mut self, layer: u32, id: u32, first: u32, bytes: &[u8]) -> Result<()> {
-        self.check_layer(layer)?;
+        self.shape.check_layer(layer)?;
         self.check_end(first, self.shape.block_tokens)?;
         self.policy.load(layer, id, first, bytes)
     }
@@ -303,6 +285,7 @@ impl Served {
 mod tests {
     use super::*;
     use crate::attention::Scales;
+    use crate::base::status::Status;
     use crate::meta::dtype::Dtype;
     use crate::meta::view::{Place, View};
     use crate::sparse::Kind;
@@ -415,12 +398,6 @@ mod tests {
             out.heads.push(self.0.iter().copied());
             Ok(true)
         }
-
-        fn truncate(&mut self, _: u32) -> Result<()> {
-            Ok(())
-        }
-
-        fn reset(&mut self) {}
 
         fn fork(&self) -> Result<Box<dyn Sparse>> {
             Ok(Box::new(Wild(self.0)))

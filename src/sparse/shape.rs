@@ -42,6 +42,22 @@ pub struct Shape {
     pub max_tokens: u32,
 }
 
+/// Fails with `Invalid` unless `layer` is one of `layers`.
+pub fn check_layer(layer: u32, layers: usize) -> Result<()> {
+    if layer as usize >= layers {
+        fail!(Invalid, "layer {layer} does not exist: the model has {layers} layers");
+    }
+    Ok(())
+}
+
+/// Fails with `Limit` if `tokens` exceeds the most that a sequence may have.
+pub fn check_tokens(tokens: u64, max_tokens: u32) -> Result<()> {
+    if tokens > u64::from(max_tokens) {
+        fail!(Limit, "{tokens} tokens exceed the limit of {max_tokens} (max_tokens of the shape)");
+    }
+    Ok(())
+}
+
 impl Shape {
     /// Whether it can be.
     pub fn check(&self) -> Result<()> {
@@ -80,6 +96,16 @@ impl Shape {
         self.query_heads / self.key_heads
     }
 
+    /// Fails with `Invalid` unless the model has this layer.
+    pub fn check_layer(&self, layer: u32) -> Result<()> {
+        check_layer(layer, self.layers as usize)
+    }
+
+    /// Fails with `Limit` if a sequence may not have this many tokens.
+    pub fn check_tokens(&self, tokens: u64) -> Result<()> {
+        check_tokens(tokens, self.max_tokens)
+    }
+
     /// Whether rows of keys are of this shape.
     pub fn check_keys(&self, layer: u32, keys: &Rows<'_>) -> Result<()> {
         self.check_rows("keys", layer, keys, self.key_heads, self.key_dim)
@@ -99,9 +125,7 @@ impl Shape {
         heads: u32,
         dim: u32,
     ) -> Result<()> {
-        if layer >= self.layers {
-            fail!(Invalid, "layer {layer} of a model with {}", self.layers);
-        }
+        self.check_layer(layer)?;
         if rows.heads() != heads || rows.dim() != dim {
             let (h, d) = (rows.heads(), rows.dim());
             fail!(Invalid, "{what} have {h} heads of {d} numbers, the model {heads} of {dim}");

@@ -17,9 +17,10 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::kept::{Cap, Kept, check_sums, misfit};
+use crate::sparse::eviction::{Cap, misfit};
+use crate::sparse::kept::{Kept, sum_rows};
 use crate::sparse::numbers::{grow, room};
-use crate::sparse::ranks::{Ranks, without};
+use crate::sparse::ranks::Ranks;
 use crate::sparse::{Context, Keep, Kind, Scope, Shape, Sparse, Traits, caps, needs};
 
 /// Which of the published forms.
@@ -56,6 +57,18 @@ pub struct Snapkv {
     /// Which layers were told of attention since they last evicted.
     told: Vec<bool>,
     ranks: Ranks,
+}
+
+/// Pools sums of attention over `kernel` neighbours: their mean or their maximum.
+fn pool(sums: &[f32], kernel: usize, is_max: bool, out: &mut [f32]) {
+    let half = kernel / 2;
+    for (at, score) in out.iter_mut().enumerate() {
+        let neighbours = sums.iter().take(at + half + 1).skip(at.saturating_sub(half));
+        *score = match is_max {
+            true => neighbours.fold(0.0, |most, &sum| if sum > most { sum } else { most }),
+            false => neighbours.sum::<f32>() / kernel as f32,
+        };
+    }
 }
 
 impl Snapkv {
@@ -118,18 +131,6 @@ impl Snapkv {
         count.clamp(self.window.min(tokens), tokens)
     }
 
-    /// Evens attention out over neighbours; the last `window` tokens are not looked at.
-    fn pool(&self, sums: &[f32], scores: &mut [f32]) {
-        let half = self.kernel / 2;
-        for (at, score) in scores.iter_mut().enumerate() {
-            let near = sums.iter().take(at + half + 1).skip(at.saturating_sub(half));
-            *score = match self.is_max {
-                true => near.fold(0.0, |most, &sum| if sum > most { sum } else { most }),
-                false => near.sum::<f32>() / self.kernel as f32,
-            };
-        }
-    }
-
     /// Says what stays if heads share their tokens: each keeps its best `safe` ones, of the
     /// others the lowest of all heads go.
     fn share(&mut self, layer: u32, safe: f64, out: &mut Keep) -> Result<bool> {
@@ -155,17 +156,13 @@ impl Snapkv {
         }
         let mut leaving = Vec::new();
         self.ranks.bottom(&scores, lists.len() * (tokens - stay), &mut leaving)?;
-        out.clear();
-        room(&mut out.heads.items, lists.len() * stay)?;
-        room(&mut out.heads.starts, lists.len() + 1)?;
-        out.heads.starts.push(0);
+        out.begin(lists.len(), lists.len() * tokens)?;
         let mut from = 0;
         for (head, list) in lists.iter().enumerate() {
             let to = leaving.partition_point(|&at| (at as usize) < (head + 1) * tokens);
             let own = leaving.get_mut(from..to).unwrap_or_default();
             own.iter_mut().for_each(|at| *at -= (head * tokens) as u32);
-            without(&list.positions, own, &mut out.heads.items)?;
-            out.heads.starts.push(out.heads.items.len() as u32);
+            out.push_without(&list.positions, own)?;
             from = to;
         }
         Ok(true)
@@ -189,38 +186,21 @@ impl Sparse for Snapkv {
     }
 
     fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
-        let count = tokens as usize;
-        let heads = self.shape.query_heads as usize;
-        let rows = if self.shape.key_heads == 1 && sums.len() == count { 1 } else { heads };
         if queries == 0 || queries as usize > self.window {
             let most = self.window;
             fail!(Invalid, "attention of {queries} queries, it takes that of the last {most}");
         }
-        if count == 0 || sums.len() != rows * count {
-            fail!(Invalid, "{} sums of attention to {count} tokens by {heads} heads", sums.len());
-        }
-        let next = self.kept.next_of(layer, tokens)?;
-        check_sums(sums)?;
-        let mut sum = Vec::new();
-        grow(&mut sum, count, 0.0)?;
-        self.kept.extend(layer, next, f32::INFINITY)?;
-        let each = rows / self.kept.layer(layer)?.lists.len().clamp(1, rows);
-        let end = count.saturating_sub(self.window);
-        for (list, rows) in sums.chunks(each * count).enumerate() {
-            sum.fill(0.0);
-            for row in rows.chunks_exact(count) {
-                sum.iter_mut().zip(row).for_each(|(sum, got)| *sum += got);
-            }
-            let mut scores = match self.kept.lists(layer).get_mut(list) {
-                Some(list) => std::mem::take(&mut list.scores),
-                None => continue,
-            };
-            let (old, window) = scores.split_at_mut(end);
-            self.pool(sum.get(..end).unwrap_or_default(), old);
+        let rows = sum_rows(&self.shape, sums, tokens, self.shape.key_heads == 1)?;
+        let end = (tokens as usize).saturating_sub(self.window);
+        let mut pooled = Vec::new();
+        grow(&mut pooled, end, 0.0)?;
+        self.kept.add_sums(layer, (rows, tokens), sums, true)?;
+        let (kernel, is_max) = (self.kernel, self.is_max);
+        for list in self.kept.lists(layer) {
+            let (old, window) = list.scores.split_at_mut(end);
+            pool(old, kernel, is_max, &mut pooled);
+            old.copy_from_slice(&pooled);
             window.fill(f32::INFINITY);
-            if let Some(list) = self.kept.lists(layer).get_mut(list) {
-                list.scores = scores;
-            }
         }
         if let Some(told) = self.told.get_mut(layer as usize) {
             *told = true;
@@ -266,11 +246,6 @@ impl Sparse for Snapkv {
         }
         self.kept.truncate(tokens);
         Ok(())
-    }
-
-    fn reset(&mut self) {
-        self.kept.truncate(0);
-        self.told.fill(false);
     }
 
     fn fork(&self) -> Result<Box<dyn Sparse>> {

@@ -17,10 +17,10 @@
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
-use crate::base::status::Result;
+use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::sparse::index::{Context, Index, NO_QUERY};
-use crate::sparse::keep::Keep;
+use crate::sparse::lists::Keep;
 use crate::sparse::numbers::zeros;
 use crate::sparse::reach::Reach;
 use crate::sparse::shape::Shape;
@@ -65,11 +65,8 @@ impl Streaming {
     }
 
     fn oldest(&mut self, layer: u32) -> Result<&mut u32> {
-        let layers = self.shape.layers;
-        match self.oldest.get_mut(layer as usize) {
-            Some(oldest) => Ok(oldest),
-            None => fail!(Invalid, "layer {layer} of a model with {layers}"),
-        }
+        self.shape.check_layer(layer)?;
+        Ok(self.oldest.get_mut(layer as usize).ok_or(Status::Invalid)?)
     }
 
     /// Sinks and window of the last token.
@@ -152,10 +149,6 @@ impl Sparse for Streaming {
         let sinks = self.sinks;
         self.oldest.iter_mut().for_each(|oldest| *oldest = (*oldest).min(tokens).max(sinks));
         Ok(())
-    }
-
-    fn reset(&mut self) {
-        self.oldest.fill(self.sinks);
     }
 
     fn fork(&self) -> Result<Box<dyn Sparse>> {

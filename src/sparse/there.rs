@@ -5,7 +5,7 @@ use crate::attention::keys::{Heads, Keys};
 use crate::attention::panel::TILE;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::keep::Keep;
+use crate::sparse::lists::Keep;
 use crate::sparse::placed::Placed;
 
 /// Which tokens of a layer are there.

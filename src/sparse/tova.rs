@@ -13,40 +13,34 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::kept::{Cap, Kept, check_sums};
-use crate::sparse::{Context, Keep, Shape, Sparse, Traits, caps, needs};
+use crate::sparse::eviction::Ends;
+use crate::sparse::kept::{Kept, sum_rows};
+use crate::sparse::{Context, Keep, Shape, Sparse, Traits, needs};
 
 /// What the newest query looks at.
 #[derive(Clone, Debug)]
 pub struct Tova {
     shape: Shape,
     kept: Kept,
-    cap: Cap,
-    newest: usize,
+    ends: Ends,
 }
 
 impl Tova {
     /// Reads `tova` with its parameters.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Tova> {
         shape.check()?;
+        let newest = usize::from(reader.choice("newest", &["kept", "free"])? != Some(1));
         Ok(Tova {
             shape: *shape,
             kept: Kept::new(shape.layers, 1, shape.max_tokens)?,
-            cap: Cap::read(reader, 1024)?,
-            newest: usize::from(reader.choice("newest", &["kept", "free"])? != Some(1)),
+            ends: Ends::with(reader, 0, newest)?,
         })
     }
 }
 
 impl Sparse for Tova {
     fn traits(&self) -> Traits {
-        Traits {
-            caps: caps::EVICT_PREFILL
-                | if self.cap.is_for_decode() { caps::EVICT_DECODE } else { 0 },
-            needs: needs::COLUMN_SUMS,
-            sum_queries: 1,
-            ..Traits::NONE
-        }
+        Traits { caps: self.ends.caps(), needs: needs::COLUMN_SUMS, sum_queries: 1, ..Traits::NONE }
     }
 
     fn state_bytes(&self) -> u64 {
@@ -54,34 +48,16 @@ impl Sparse for Tova {
     }
 
     fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
-        let count = tokens as usize;
-        let is_whole = sums.len() == count || sums.len() == count * self.shape.query_heads as usize;
-        if queries != 1 || count == 0 || !is_whole {
-            let n = sums.len();
-            fail!(
-                Invalid,
-                "{n} sums of the attention of {queries} queries, tova takes one query's"
-            );
+        if queries != 1 {
+            fail!(Invalid, "sums of {queries} queries, tova takes the sums of one query at a time");
         }
-        let next = self.kept.next_of(layer, tokens)?;
-        check_sums(sums)?;
-        self.kept.extend(layer, next, 0.0)?;
-        for list in self.kept.lists(layer) {
-            list.scores.fill(0.0);
-            for row in sums.chunks_exact(count) {
-                list.scores.iter_mut().zip(row).for_each(|(score, sum)| *score += sum);
-            }
-        }
-        Ok(())
+        let rows = sum_rows(&self.shape, sums, tokens, true)?;
+        self.kept.add_sums(layer, (rows, tokens), sums, true)
     }
 
     fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
         self.kept.extend(layer, context.tokens, f32::INFINITY)?;
-        if !context.is_prefill && !self.cap.is_for_decode() {
-            return Ok(false);
-        }
-        let cap = self.cap;
-        self.kept.plan(layer, (0, self.newest), |count, _| count - cap.of(count), out)
+        self.ends.plan(&mut self.kept, layer, context, out)
     }
 
     fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
@@ -91,10 +67,6 @@ impl Sparse for Tova {
     fn truncate(&mut self, tokens: u32) -> Result<()> {
         self.kept.truncate(tokens);
         Ok(())
-    }
-
-    fn reset(&mut self) {
-        self.kept.truncate(0);
     }
 
     fn fork(&self) -> Result<Box<dyn Sparse>> {

@@ -281,12 +281,6 @@ impl Sparse for XAttention {
         Ok(())
     }
 
-    fn truncate(&mut self, _tokens: u32) -> Result<()> {
-        Ok(())
-    }
-
-    fn reset(&mut self) {}
-
     fn fork(&self) -> Result<Box<dyn Sparse>> {
         Ok(Box::new(XAttention { settings: self.settings, scratch: Scratch::default() }))
     }

@@ -689,7 +689,7 @@ fn specs_that_cannot_be_are_refused() {
         ("quest(page=8,budget=0)", "budget"),
         ("quest(page=8,compat=spoon)", "spoon"),
         ("quest(page=8,topk=3)", "topk"),
-        ("arkvale(page=8,budget=32)", "always are seen"),
+        ("arkvale(page=8,budget=32)", "must exceed sinks + window"),
         ("h2o(budget=0)", "budget"),
         ("h2o(evict_every=0)", "evict_every"),
         ("snapkv(budget=64,window=64)", "window of 64"),

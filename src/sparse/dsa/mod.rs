@@ -35,10 +35,10 @@ use crate::sparse::ask::{check_context, not_finite};
 use crate::sparse::dsa::store::Store;
 use crate::sparse::index::{Context, Index, NO_QUERY};
 use crate::sparse::lanes::{LANES, add_positive, add_products, turn};
-use crate::sparse::numbers::{all_finite, read, zeros};
-use crate::sparse::ranks::Ranks;
+use crate::sparse::numbers::{all_finite, read, room, zeros};
+use crate::sparse::ranks::{Ranks, ascending};
 use crate::sparse::reach::Reach;
-use crate::sparse::shape::Shape;
+use crate::sparse::shape::{Shape, check_layer};
 use crate::sparse::{OwnRows, Sparse, Stats, Traits, caps, needs};
 
 /// Keys that are read at once.
@@ -113,20 +113,15 @@ impl Dsa {
 
     fn empty(settings: Settings) -> Result<Dsa> {
         let mut layers = Vec::new();
-        if layers.try_reserve_exact(settings.shape.layers as usize).is_err() {
-            return Err(Status::NoMem.into());
-        }
+        room(&mut layers, settings.shape.layers as usize)?;
         let scratch = Scratch::default();
         let stats = Stats::default();
         Ok(Dsa { settings, layers, weights: Vec::new(), weighted: None, scratch, stats })
     }
 
     fn layer(&mut self, layer: u32) -> Result<&mut Layer> {
-        let layers = self.layers.len();
-        match self.layers.get_mut(layer as usize) {
-            Some(layer) => Ok(layer),
-            None => fail!(Invalid, "layer {layer} of a model with {layers}"),
-        }
+        check_layer(layer, self.layers.len())?;
+        Ok(self.layers.get_mut(layer as usize).ok_or(Status::Invalid)?)
     }
 
     /// Checks queries and all that must have been told before.
@@ -211,9 +206,7 @@ impl Layer {
                 }
             }
             Err(at) => {
-                if self.blocks.try_reserve(1).is_err() {
-                    return Err(Status::NoMem.into());
-                }
+                room(&mut self.blocks, 1)?;
                 self.blocks.insert(at, block);
             }
         }
@@ -299,12 +292,7 @@ impl Sparse for Dsa {
         out: &mut Vec<u32>,
     ) -> Result<()> {
         let mut ids = Vec::new();
-        zeros(&mut ids, candidates.len())?;
-        ids.copy_from_slice(candidates);
-        ids.sort_unstable();
-        if ids.windows(2).any(|pair| pair.first() == pair.last()) {
-            fail!(Invalid, "a candidate comes twice");
-        }
+        ascending(candidates, &mut ids)?;
         // Not in a prompt, as the caps say: its queries together want nearly all.
         let restricts = self.settings.restricts && !context.is_prefill;
         if let (Some(queries), true) = (query, restricts) {
@@ -370,9 +358,7 @@ impl Sparse for Dsa {
         let mut fork = Dsa::empty(self.settings)?;
         for layer in &self.layers {
             let mut blocks = Vec::new();
-            if blocks.try_reserve_exact(layer.blocks.len()).is_err() {
-                return Err(Status::NoMem.into());
-            }
+            room(&mut blocks, layer.blocks.len())?;
             blocks.extend_from_slice(&layer.blocks);
             fork.layers.push(Layer { keys: layer.keys.copy()?, blocks });
         }
@@ -380,9 +366,8 @@ impl Sparse for Dsa {
     }
 
     fn save(&self, layer: u32, id: u32, out: &mut Vec<u8>) -> Result<()> {
-        let Some(layer) = self.layers.get(layer as usize) else {
-            fail!(Invalid, "layer {layer} of a model with {}", self.layers.len());
-        };
+        check_layer(layer, self.layers.len())?;
+        let Some(layer) = self.layers.get(layer as usize) else { return Ok(()) };
         let block = layer.find(id)?;
         layer.keys.save(block.first as usize, block.tokens as usize, out)
     }

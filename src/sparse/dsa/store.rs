@@ -1,11 +1,11 @@
 //! Keys of the indexer of one layer: 8 bits a number and a scale a token, or f32.
 
 use crate::attention::Rows;
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::ask::not_finite;
 use crate::sparse::dsa::fp8;
-use crate::sparse::numbers::{all_finite, read, zeros};
+use crate::sparse::numbers::{all_finite, read, room, zeros};
 
 /// The least that a scale is made from, as where this comes from.
 const LEAST: f32 = 1e-4;
@@ -21,13 +21,6 @@ pub struct Store {
     codes: Vec<u8>,
     scales: Vec<f32>,
     numbers: Vec<f32>,
-}
-
-fn grow<T>(table: &mut Vec<T>, more: usize) -> Result<()> {
-    match table.try_reserve(more) {
-        Ok(()) => Ok(()),
-        Err(_) => Err(Status::NoMem.into()),
-    }
 }
 
 impl Store {
@@ -60,10 +53,10 @@ impl Store {
 
     fn reserve(&mut self, tokens: usize) -> Result<()> {
         if self.is_small {
-            grow(&mut self.codes, tokens * self.dim)?;
-            return grow(&mut self.scales, tokens);
+            room(&mut self.codes, tokens * self.dim)?;
+            return room(&mut self.scales, tokens);
         }
-        grow(&mut self.numbers, tokens * self.dim)
+        room(&mut self.numbers, tokens * self.dim)
     }
 
     /// Adds the keys of tokens behind those that are there: all of them or none.
@@ -127,7 +120,7 @@ impl Store {
             (false, _, _, Some(numbers)) => (&[][..], numbers),
             _ => fail!(NotFound, "keys of {tokens} tokens from {first} on"),
         };
-        grow(out, HEAD_BYTES + parts.0.len() + parts.1.len() * 4)?;
+        room(out, HEAD_BYTES + parts.0.len() + parts.1.len() * 4)?;
         out.extend_from_slice(&[u8::from(self.is_small), 0, 0, 0]);
         out.extend_from_slice(&(tokens as u32).to_le_bytes());
         out.extend_from_slice(&(self.dim as u32).to_le_bytes());

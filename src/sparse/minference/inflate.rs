@@ -9,7 +9,8 @@
 
 use std::ops::Range;
 
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
+use crate::sparse::numbers::room;
 
 /// Queries and keys of a block.
 pub const BLOCK: u32 = 64;
@@ -27,9 +28,7 @@ pub struct Lines {
 /// before position `end`. They ascend and do not touch; columns stay what they are.
 pub fn inflate(diagonals: &[u32], end: u32, out: &mut Vec<Range<u32>>) -> Result<()> {
     out.clear();
-    if out.try_reserve(diagonals.len()).is_err() {
-        return Err(Status::NoMem.into());
-    }
+    room(out, diagonals.len())?;
     let ends = diagonals.iter().rev().filter(|&&d| d < end);
     for there in ends.map(|d| (end - d).max(BLOCK)) {
         match out.last_mut() {

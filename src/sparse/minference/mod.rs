@@ -342,12 +342,6 @@ impl Sparse for MInference {
         Ok(())
     }
 
-    fn truncate(&mut self, _tokens: u32) -> Result<()> {
-        Ok(())
-    }
-
-    fn reset(&mut self) {}
-
     fn fork(&self) -> Result<Box<dyn Sparse>> {
         Ok(Box::new(MInference::new(self.settings.clone())))
     }

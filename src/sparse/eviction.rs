@@ -1,0 +1,111 @@
+//! Parameters that eviction policies share: how many tokens stay, and which are protected.
+
+use crate::base::spec::Reader;
+use crate::base::status::{Error, Result, Status};
+use crate::sparse::kept::Kept;
+use crate::sparse::{Context, Keep, caps};
+
+/// Reads a parameter that counts tokens or blocks: `least` to `u32::MAX`.
+pub fn count(reader: &mut Reader, key: &'static str, default: u64, least: u64) -> Result<u32> {
+    Ok(reader.u64(key, default, least..=u64::from(u32::MAX))? as u32)
+}
+
+/// An error for parameters that contradict each other or the model.
+pub fn misfit(text: impl Into<String>) -> Error {
+    Error::new(Status::Spec, text)
+}
+
+/// How many tokens may stay.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Cap {
+    /// So many.
+    Tokens(u32),
+    /// All but this share, once, when the prompt has been computed.
+    Ratio(f64),
+}
+
+impl Cap {
+    /// Reads `budget` or, if it is there, `ratio`.
+    pub fn read(reader: &mut Reader, default: u64) -> Result<Cap> {
+        let tokens = reader.u64("budget", default, 1..=u64::from(u32::MAX))? as u32;
+        let ratio = reader.f64("ratio", -1.0, 0.0..=1.0)?;
+        Ok(if ratio >= 0.0 { Cap::Ratio(ratio) } else { Cap::Tokens(tokens) })
+    }
+
+    /// How many of so many stay.
+    pub fn of(&self, tokens: usize) -> usize {
+        match *self {
+            Cap::Tokens(most) => (most as usize).min(tokens),
+            // A share of less than all leaves one, however few there are.
+            Cap::Ratio(ratio) => {
+                let least = usize::from(ratio < 1.0).min(tokens);
+                (self.exact(tokens, ratio) as usize).max(least)
+            }
+        }
+    }
+
+    /// The same before it is rounded down.
+    pub fn unrounded(&self, tokens: usize) -> f64 {
+        match *self {
+            Cap::Tokens(most) => f64::from(most),
+            Cap::Ratio(ratio) => self.exact(tokens, ratio),
+        }
+    }
+
+    fn exact(&self, tokens: usize, ratio: f64) -> f64 {
+        tokens as f64 * (1.0 - ratio)
+    }
+
+    /// Whether tokens may go while text is written.
+    pub fn is_for_decode(&self) -> bool {
+        matches!(self, Cap::Tokens(_))
+    }
+}
+
+/// Which tokens of a list may be evicted by their scores: all beyond the budget, except the
+/// first `sink` and the newest `recent` ones.
+#[derive(Clone, Copy, Debug)]
+pub struct Ends {
+    cap: Cap,
+    sink: usize,
+    recent: usize,
+}
+
+impl Ends {
+    /// Reads `budget` or `ratio`; protects this many tokens at both ends.
+    pub fn with(reader: &mut Reader, sink: usize, recent: usize) -> Result<Ends> {
+        Ok(Ends { cap: Cap::read(reader, 1024)?, sink, recent })
+    }
+
+    /// Reads `budget`, `ratio`, `sink` and `recent`.
+    pub fn read(reader: &mut Reader) -> Result<Ends> {
+        let cap = Cap::read(reader, 1024)?;
+        let sink = count(reader, "sink", 0, 0)? as usize;
+        Ok(Ends { cap, sink, recent: count(reader, "recent", 0, 0)? as usize })
+    }
+
+    /// What a policy with this budget can do: a share evicts after the prompt only.
+    pub fn caps(&self) -> u32 {
+        caps::EVICT_PREFILL | if self.cap.is_for_decode() { caps::EVICT_DECODE } else { 0 }
+    }
+
+    /// Whether any list of a layer has more tokens than may stay.
+    pub fn is_due(&self, kept: &Kept, layer: u32, context: &Context) -> Result<bool> {
+        let mut lists = kept.layer(layer)?.lists.iter();
+        let is_time = context.is_prefill || self.cap.is_for_decode();
+        Ok(is_time && lists.any(|list| list.positions.len() > self.cap.of(list.positions.len())))
+    }
+
+    /// Says in `out` what stays; false if nothing has to go.
+    pub fn plan(
+        &self,
+        kept: &mut Kept,
+        layer: u32,
+        context: &Context,
+        out: &mut Keep,
+    ) -> Result<bool> {
+        let cap = self.cap;
+        Ok(self.is_due(kept, layer, context)?
+            && kept.plan(layer, (self.sink, self.recent), |count, _| count - cap.of(count), out)?)
+    }
+}
