@@ -16,7 +16,7 @@ use crate::ffi::sparse_seat::{Seat, SparseNoun, look_at_seat, with_seat};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 use crate::sparse::registry::ENTRIES;
-use crate::sparse::{Granularity, Scope, Served, Traits};
+use crate::sparse::{CheckedPolicy, Granularity, Scope, Traits};
 
 /// A sparse policy that serves one sequence. Any thread may use it, one at a time: a call
 /// that comes while another is inside is refused with KVT_E_BUSY.
@@ -248,11 +248,17 @@ pub unsafe extern "C" fn kvt_sparse_open(
         };
         let (served, taken) = if given.custom.is_null() {
             // SAFETY: the caller's promise.
-            (Served::open(unsafe { text("spec", given.spec, given.spec_bytes)? }, &shape)?, None)
+            (
+                CheckedPolicy::open(
+                    unsafe { text("spec", given.spec, given.spec_bytes)? },
+                    &shape,
+                )?,
+                None,
+            )
         } else {
             // SAFETY: the caller's promise.
             let (policy, taken) = unsafe { made(given.custom, &shape)? };
-            (Served::of(policy, &shape), Some(taken))
+            (CheckedPolicy::of(policy, &shape), Some(taken))
         };
         let handle = insert(SparseNoun::new(Seat::new(served, account)?))?;
         taken.iter().for_each(|taken| taken.keep());

@@ -172,7 +172,7 @@ pub unsafe extern "C" fn kvt_sparse_select(
                 served.select(layer, query, candidates, &context, out)?;
                 let rest = capacity as usize - out.len();
                 // SAFETY: as many as there is room for; a policy chooses no more than there
-                // are candidates, as `Served` sees to.
+                // are candidates, as `CheckedPolicy` sees to.
                 unsafe {
                     ids.copy_from_nonoverlapping(out.as_ptr(), out.len());
                     (0..rest).for_each(|i| ids.add(out.len() + i).write(KVT_SPARSE_NO_ID));

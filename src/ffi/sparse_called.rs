@@ -18,7 +18,7 @@ use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::Plain;
 use crate::ffi::view::{KVT_MEMORY_HOST, kvt_view_t};
 use crate::meta::view::Place;
-use crate::sparse::{Context, Index, Keep, Shape, Sparse, Stats, Traits};
+use crate::sparse::{Context, Index, RetainedTokens, Shape, Sparse, Stats, Traits};
 
 /// Rows as C has them; borrowed as the rows are.
 fn rows_for_c(rows: &Rows<'_>) -> kvt_rows_t {
@@ -269,7 +269,7 @@ impl Sparse for Called {
         })
     }
 
-    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         out.clear();
         let context = context_for_c(context);
         let mut answer = kvt_token_lists_t::zeroed();
@@ -289,7 +289,7 @@ impl Sparse for Called {
         Ok(true)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         let kept = keep_for_c(kept);
         self.call(|table, user_data| match table.evicted {
             // SAFETY: function and data came together; lists are borrowed for the call.

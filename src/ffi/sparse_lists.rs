@@ -6,7 +6,7 @@ use crate::fail;
 use crate::ffi::policy_use::numbers;
 use crate::ffi::sparse_ask::{MAX_ITEMS, kvt_index_head_t, kvt_index_t, kvt_token_lists_t};
 use crate::ffi::structs::{read, write};
-use crate::sparse::Keep;
+use crate::sparse::RetainedTokens;
 use crate::sparse::lists::Lists;
 use crate::sparse::shape::MAX_HEADS;
 
@@ -120,7 +120,7 @@ pub(crate) unsafe fn keys_of<'a>(given: *const kvt_index_t) -> Result<Keys<'a>> 
 ///
 /// # Safety
 /// `given` is valid for the size it states, its arrays for reads of their counts.
-pub(crate) unsafe fn keep_of(given: *const kvt_token_lists_t) -> Result<Keep> {
+pub(crate) unsafe fn keep_of(given: *const kvt_token_lists_t) -> Result<RetainedTokens> {
     // SAFETY: the caller's promise.
     let (starts, items) = unsafe {
         let given = read(given)?;
@@ -131,7 +131,7 @@ pub(crate) unsafe fn keep_of(given: *const kvt_token_lists_t) -> Result<Keep> {
     if starts.first().is_some_and(|&first| first != 0) || !is_end || !starts.is_sorted() {
         fail!(Invalid, "starts of lists do not lead through all items");
     }
-    let mut keep = Keep::default();
+    let mut keep = RetainedTokens::default();
     let Lists { starts: ours, items: all } = &mut keep.heads;
     if ours.try_reserve_exact(starts.len()).and(all.try_reserve_exact(items.len())).is_err() {
         return Err(Status::NoMem.into());
@@ -142,7 +142,7 @@ pub(crate) unsafe fn keep_of(given: *const kvt_token_lists_t) -> Result<Keep> {
 }
 
 /// Lists of what is kept as C has them; borrowed as they are.
-pub(crate) fn keep_for_c(keep: &Keep) -> kvt_token_lists_t {
+pub(crate) fn keep_for_c(keep: &RetainedTokens) -> kvt_token_lists_t {
     let Lists { starts, items } = &keep.heads;
     kvt_token_lists_t {
         struct_size: size_of::<kvt_token_lists_t>() as u64,

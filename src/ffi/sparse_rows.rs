@@ -16,8 +16,8 @@ use crate::ffi::sparse_ask::{kvt_index_t, kvt_token_lists_t};
 use crate::ffi::sparse_lists::{give_index, keep_of, keys_of};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read};
-use crate::sparse::placed::positions_of;
-use crate::sparse::{Index, Placed, There};
+use crate::sparse::placement::positions_of;
+use crate::sparse::{BlockPlacement, Index, ResidentTokens};
 
 /// kvt_prefill_open.
 pub const KVT_KERNEL_PREFILL: u32 = 0;
@@ -106,7 +106,7 @@ unsafe impl Sized_ for kvt_kernel_limits_t {}
 /// # Safety
 /// `given` is null or valid for the size it states; its blocks can be read, and nobody writes
 /// them, as long as the answer lives.
-unsafe fn placed_of<'a>(given: *const kvt_block_placement_t) -> Result<Placed<'a>> {
+unsafe fn placed_of<'a>(given: *const kvt_block_placement_t) -> Result<BlockPlacement<'a>> {
     if given.is_null() {
         fail!(Invalid, "placed is null");
     }
@@ -118,7 +118,7 @@ unsafe fn placed_of<'a>(given: *const kvt_block_placement_t) -> Result<Placed<'a
     if given.reserved != 0 {
         fail!(Invalid, "reserved is {}", given.reserved);
     }
-    Ok(Placed {
+    Ok(BlockPlacement {
         blocks,
         block_tokens: given.block_tokens,
         tail_first: given.tail_first,
@@ -226,8 +226,12 @@ pub unsafe extern "C" fn kvt_sums_place(
             let given = read(resident)?;
             let heads = heads_of(given.attention)?;
             let kept = if given.kept.is_null() { None } else { Some(keep_of(given.kept)?) };
-            let resident =
-                There { kept: kept.as_ref(), from: given.since, tokens: given.tokens, heads };
+            let resident = ResidentTokens {
+                kept: kept.as_ref(),
+                from: given.since,
+                tokens: given.tokens,
+                heads,
+            };
             let placement = placed_of(placement)?;
             let (sums, out) = (numbers(sums, sum_count, MAX_SUMS)?, numbers_mut(out, out_count)?);
             if select.is_null() {

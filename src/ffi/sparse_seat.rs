@@ -8,21 +8,21 @@ use crate::base::sync::{Arc, Mutex};
 use crate::fail;
 use crate::ffi::handle::{Access, Noun, with};
 use crate::ffi::sparse::kvt_sparse_t;
-use crate::sparse::{Index, Keep, Served, Traits};
+use crate::sparse::{CheckedPolicy, Index, RetainedTokens, Traits};
 
 /// A policy with its last answers, and who pays for it.
 pub(crate) struct Seat {
-    pub(crate) served: Served,
+    pub(crate) served: CheckedPolicy,
     pub(crate) index: Index,
-    pub(crate) keep: Keep,
+    pub(crate) keep: RetainedTokens,
     pub(crate) ids: Vec<u32>,
     account: Option<Arc<Account>>,
     paid_bytes: u64,
 }
 
 impl Seat {
-    pub(crate) fn new(served: Served, account: Option<Arc<Account>>) -> Result<Box<Seat>> {
-        let (index, keep) = (Index::default(), Keep::default());
+    pub(crate) fn new(served: CheckedPolicy, account: Option<Arc<Account>>) -> Result<Box<Seat>> {
+        let (index, keep) = (Index::default(), RetainedTokens::default());
         let seat = Seat { served, index, keep, ids: Vec::new(), account, paid_bytes: 0 };
         let mut seat = Box::new(seat);
         seat.pay()?;
@@ -152,7 +152,8 @@ mod tests {
 
     #[test]
     fn a_policy_in_which_a_defect_was_caught_is_looked_at_and_closed() {
-        let seat = Seat::new(Served::open("full", &SHAPE).expect("sound"), None).expect("free");
+        let seat =
+            Seat::new(CheckedPolicy::open("full", &SHAPE).expect("sound"), None).expect("free");
         let mut handle = insert(SparseNoun::new(seat)).expect("room");
         let caught = catch(|| with_seat(handle, |_| -> Result<()> { panic!("on purpose") }));
         assert!(caught.is_err());
@@ -171,7 +172,8 @@ mod tests {
 
     #[test]
     fn a_call_inside_of_another_is_refused_and_the_policy_is_there_afterwards() {
-        let seat = Seat::new(Served::open("full", &SHAPE).expect("sound"), None).expect("free");
+        let seat =
+            Seat::new(CheckedPolicy::open("full", &SHAPE).expect("sound"), None).expect("free");
         let mut handle = insert(SparseNoun::new(seat)).expect("room");
         let inner = with_seat(handle, |_| Ok(with_seat(handle, |_| Ok(())))).expect("alone");
         assert_eq!(inner.expect_err("inside").status(), Status::Busy);

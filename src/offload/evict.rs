@@ -5,7 +5,7 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::offload::Offload;
 use crate::offload::kept::Left;
-use crate::sparse::{Context, Keep, Sparse, caps, needs};
+use crate::sparse::{Context, RetainedTokens, Sparse, caps, needs};
 
 impl Offload {
     /// What each key got of the attention of some queries: policies that want to know it are
@@ -76,7 +76,7 @@ impl Offload {
         layer: u32,
         context: &Context,
         cap: u32,
-        keep: &mut Keep,
+        keep: &mut RetainedTokens,
     ) -> Result<bool> {
         let all = self.layer(layer)?.tokens();
         let mut evicts = false;

@@ -62,7 +62,7 @@ use crate::offload::pass::Pass;
 use crate::offload::ring::Ring;
 use crate::offload::saved::Saved;
 use crate::offload::tail::Tail;
-use crate::sparse::Keep;
+use crate::sparse::RetainedTokens;
 use crate::store::handle::Store;
 use crate::store::state::Level;
 
@@ -109,7 +109,7 @@ pub struct Offload {
     /// What went wrong, and stopped no call: [`Offload::take_note`].
     note: Option<Error>,
     /// An answer of a policy that evicts; its memory serves the next one.
-    spare: Keep,
+    spare: RetainedTokens,
 }
 
 impl Offload {
@@ -161,7 +161,7 @@ impl Offload {
             audit: None,
             together: 0,
             note: None,
-            spare: Keep::default(),
+            spare: RetainedTokens::default(),
         })
     }
 

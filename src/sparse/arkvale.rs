@@ -16,9 +16,9 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::sparse::Shape;
-use crate::sparse::eviction::{count, misfit};
+use crate::sparse::eviction::{conflict, count};
 use crate::sparse::pages::Bound;
-use crate::sparse::quest::{Quest, Rule, Share};
+use crate::sparse::quest::{PageSharing, Quest, Rule};
 
 /// Reads `arkvale` with its parameters.
 pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Quest> {
@@ -31,10 +31,10 @@ pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Quest> {
         window: reader.u64("window", 2, 0..=1 << 20)? as u32,
         dense: reader.u64("dense", 2, 0..=2048)? as u32,
         bound: Bound::Centre,
-        share: Share::Bound,
+        share: PageSharing::Bound,
     };
     if rule.count <= rule.sinks + rule.window {
-        return Err(misfit(format!(
+        return Err(conflict(format!(
             "budget is {} pages, it must exceed sinks + window ({} pages)",
             rule.count,
             rule.sinks + rule.window

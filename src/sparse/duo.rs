@@ -18,10 +18,10 @@ use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
 use crate::io::source::Source;
-use crate::sparse::eviction::{count, misfit};
-use crate::sparse::numbers::{check, grow, room};
+use crate::sparse::eviction::{conflict, count};
+use crate::sparse::numbers::{check, grow, reserve};
 use crate::sparse::ranks::Ranks;
-use crate::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, caps};
+use crate::sparse::{Context, RetainedTokens, Scope, Shape, Sparse, Traits, caps};
 
 /// Longest text of numbers.
 const MAX_TEXT_BYTES: usize = 16 << 20;
@@ -45,12 +45,12 @@ fn numbers(text: &str, most: usize) -> Result<Vec<f32>> {
     let is_gap = |c: char| c.is_ascii_whitespace() || matches!(c, ',' | ';');
     for word in text.split(is_gap).filter(|word| !word.is_empty()) {
         let Ok(number) = word.parse::<f32>() else {
-            return Err(misfit(format!("'{word}' is not a number")));
+            return Err(conflict(format!("'{word}' is not a number")));
         };
-        room(&mut out, 1)?;
+        reserve(&mut out, 1)?;
         out.push(number);
         if out.len() > most {
-            return Err(misfit(format!("more numbers than the {most} heads of keys")));
+            return Err(conflict(format!("more numbers than the {most} heads of keys")));
         }
     }
     Ok(out)
@@ -66,15 +66,15 @@ impl Duo {
             (None, Some(path)) => {
                 let bytes = Source::open(Path::new(path))?.rest(MAX_TEXT_BYTES)?;
                 let Ok(text) = std::str::from_utf8(&bytes) else {
-                    return Err(misfit(format!("{path} is not a text")));
+                    return Err(conflict(format!("{path} is not a text")));
                 };
                 numbers(text, heads).map_err(|error| error.within(path))?
             }
-            _ => return Err(misfit("one of alpha and file is needed, not both")),
+            _ => return Err(conflict("one of alpha and file is needed, not both")),
         };
         if alpha.len() != heads {
             let count = alpha.len();
-            return Err(misfit(format!("{count} numbers, there are {heads} heads of keys")));
+            return Err(conflict(format!("{count} numbers, there are {heads} heads of keys")));
         }
         check("numbers of heads", &alpha)?;
         let sparsity = reader.f64("sparsity", 0.5, 0.0..=1.0)?;
@@ -121,7 +121,7 @@ impl Sparse for Duo {
         (self.is_full.capacity() + 4 * self.from.capacity()) as u64
     }
 
-    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         self.shape.check_layer(layer)?;
         let from = self.from.get(layer as usize).copied().unwrap_or_default();
         let tokens = context.tokens;
@@ -140,7 +140,7 @@ impl Sparse for Duo {
         Ok(true)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         let heads = self.full(layer);
         if kept.heads.len() != heads.len() {
             fail!(Invalid, "{} lists of tokens, there are {}", kept.heads.len(), heads.len());

@@ -2,9 +2,9 @@
 //! the rest of a prompt from.
 
 use crate::base::status::Result;
-use crate::sparse::ask::{Ask, not_finite};
-use crate::sparse::lanes::{LANES, add_products, settle, soften, turn};
+use crate::sparse::lanes::{LANES, add_products, scale_and_sum, softmax_lanes, transpose};
 use crate::sparse::numbers::{all_finite, zeros};
+use crate::sparse::prefill_inputs::{PrefillInputs, not_finite};
 
 /// Keys that are read at once.
 const TILE: usize = 64;
@@ -16,52 +16,58 @@ pub struct Estimate {
     pub columns: Vec<f32>,
     /// What keys got at each distance.
     pub diagonals: Vec<f32>,
-    turned: Vec<f32>,
+    transposed: Vec<f32>,
     rows: Vec<f32>,
     weights: Vec<f32>,
 }
 
 impl Estimate {
     /// Adds up the attention of the last `count` queries of a head, each of which gives 1.
-    pub fn run(&mut self, ask: &Ask<'_>, head: u32, count: u32) -> Result<()> {
-        let tokens = ask.tokens as usize;
+    pub fn run(&mut self, inputs: &PrefillInputs<'_>, head: u32, count: u32) -> Result<()> {
+        let tokens = inputs.tokens as usize;
         zeros(&mut self.columns, tokens)?;
         zeros(&mut self.diagonals, tokens)?;
-        zeros(&mut self.turned, ask.dim() * LANES)?;
-        zeros(&mut self.rows, ask.dim() * TILE.max(LANES))?;
-        let from = ask.count() - count.min(ask.count());
-        for start in (from..ask.count()).step_by(LANES) {
-            self.add(ask, head, start, (ask.count() - start).min(LANES as u32) as usize)?;
+        zeros(&mut self.transposed, inputs.dim() * LANES)?;
+        zeros(&mut self.rows, inputs.dim() * TILE.max(LANES))?;
+        let from = inputs.count() - count.min(inputs.count());
+        for start in (from..inputs.count()).step_by(LANES) {
+            self.add(inputs, head, start, (inputs.count() - start).min(LANES as u32) as usize)?;
         }
         Ok(())
     }
 
     /// Adds `count` queries from one on, at most [`LANES`].
-    fn add(&mut self, ask: &Ask<'_>, head: u32, start: u32, count: usize) -> Result<()> {
-        let dim = ask.dim();
+    fn add(
+        &mut self,
+        inputs: &PrefillInputs<'_>,
+        head: u32,
+        start: u32,
+        count: usize,
+    ) -> Result<()> {
+        let dim = inputs.dim();
         if let Some(rows) = self.rows.get_mut(..count * dim) {
-            ask.read_queries(head, start, rows)?;
-            turn(rows.chunks_exact(dim), ask.scale, &mut self.turned);
+            inputs.read_queries(head, start, rows)?;
+            transpose(rows.chunks_exact(dim), inputs.scale, &mut self.transposed);
         }
-        let nearest = (ask.first + start) as usize;
+        let nearest = (inputs.first + start) as usize;
         zeros(&mut self.weights, (nearest + count) * LANES)?;
         for (tile, out) in self.weights.chunks_mut(TILE * LANES).enumerate() {
             let keys = self.rows.get_mut(..out.len() / LANES * dim).unwrap_or_default();
-            ask.read_keys(head, (tile * TILE) as u32, keys)?;
-            add_products(&self.turned, keys, dim, out);
+            inputs.read_keys(head, (tile * TILE) as u32, keys)?;
+            add_products(&self.transposed, keys, dim, out);
         }
         if !all_finite(&self.weights) {
             return Err(not_finite("products of queries and keys"));
         }
-        self.soften(nearest, count);
+        self.add_softmax(nearest, count);
         Ok(())
     }
 
     /// Makes weights of the products, and adds them where they belong.
-    fn soften(&mut self, nearest: usize, count: usize) {
-        let mut factors = soften(&mut self.weights, nearest);
+    fn add_softmax(&mut self, nearest: usize, count: usize) {
+        let mut factors = softmax_lanes(&mut self.weights, nearest);
         factors.iter_mut().skip(count).for_each(|factor| *factor = 0.0);
-        settle(&mut self.weights, &factors, &mut self.columns);
+        scale_and_sum(&mut self.weights, &factors, &mut self.columns);
         for (key, row) in self.weights.chunks_exact(LANES).enumerate() {
             let at = nearest.saturating_sub(key);
             let row = row.get(key.saturating_sub(nearest)..count).unwrap_or_default();
@@ -131,10 +137,10 @@ mod tests {
                 ..Context::default()
             };
             let (queries_rows, keys_rows) = (rows(&q, 1, dim as u32), rows(&k, 1, dim as u32));
-            let ask = Ask::check(&shape, 0, &queries_rows, Some(&keys_rows), &context);
-            let ask = ask.expect("sound");
+            let inputs = PrefillInputs::check(&shape, 0, &queries_rows, Some(&keys_rows), &context);
+            let inputs = inputs.expect("sound");
             let mut estimate = Estimate::default();
-            estimate.run(&ask, 0, count as u32).expect("finite");
+            estimate.run(&inputs, 0, count as u32).expect("finite");
             let want = plain(&q, &k, dim, first, queries.saturating_sub(count));
             for (got, want) in [(&estimate.columns, &want[0]), (&estimate.diagonals, &want[1])] {
                 assert_eq!(got.len(), want.len());

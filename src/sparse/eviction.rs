@@ -2,8 +2,8 @@
 
 use crate::base::spec::Reader;
 use crate::base::status::{Error, Result, Status};
-use crate::sparse::kept::Kept;
-use crate::sparse::{Context, Keep, caps};
+use crate::sparse::token_scores::TokenScores;
+use crate::sparse::{Context, RetainedTokens, caps};
 
 /// Reads a parameter that counts tokens or blocks: `least` to `u32::MAX`.
 pub fn count(reader: &mut Reader, key: &'static str, default: u64, least: u64) -> Result<u32> {
@@ -11,33 +11,33 @@ pub fn count(reader: &mut Reader, key: &'static str, default: u64, least: u64) -
 }
 
 /// An error for parameters that contradict each other or the model.
-pub fn misfit(text: impl Into<String>) -> Error {
+pub fn conflict(text: impl Into<String>) -> Error {
     Error::new(Status::Spec, text)
 }
 
 /// How many tokens may stay.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Cap {
+pub enum TokenBudget {
     /// So many.
     Tokens(u32),
     /// All but this share, once, when the prompt has been computed.
     Ratio(f64),
 }
 
-impl Cap {
+impl TokenBudget {
     /// Reads `budget` or, if it is there, `ratio`.
-    pub fn read(reader: &mut Reader, default: u64) -> Result<Cap> {
+    pub fn read(reader: &mut Reader, default: u64) -> Result<TokenBudget> {
         let tokens = reader.u64("budget", default, 1..=u64::from(u32::MAX))? as u32;
         let ratio = reader.f64("ratio", -1.0, 0.0..=1.0)?;
-        Ok(if ratio >= 0.0 { Cap::Ratio(ratio) } else { Cap::Tokens(tokens) })
+        Ok(if ratio >= 0.0 { TokenBudget::Ratio(ratio) } else { TokenBudget::Tokens(tokens) })
     }
 
     /// How many of so many stay.
     pub fn of(&self, tokens: usize) -> usize {
         match *self {
-            Cap::Tokens(most) => (most as usize).min(tokens),
+            TokenBudget::Tokens(most) => (most as usize).min(tokens),
             // A share of less than all leaves one, however few there are.
-            Cap::Ratio(ratio) => {
+            TokenBudget::Ratio(ratio) => {
                 let least = usize::from(ratio < 1.0).min(tokens);
                 (self.exact(tokens, ratio) as usize).max(least)
             }
@@ -47,8 +47,8 @@ impl Cap {
     /// The same before it is rounded down.
     pub fn unrounded(&self, tokens: usize) -> f64 {
         match *self {
-            Cap::Tokens(most) => f64::from(most),
-            Cap::Ratio(ratio) => self.exact(tokens, ratio),
+            TokenBudget::Tokens(most) => f64::from(most),
+            TokenBudget::Ratio(ratio) => self.exact(tokens, ratio),
         }
     }
 
@@ -58,30 +58,30 @@ impl Cap {
 
     /// Whether tokens may go while text is written.
     pub fn is_for_decode(&self) -> bool {
-        matches!(self, Cap::Tokens(_))
+        matches!(self, TokenBudget::Tokens(_))
     }
 }
 
 /// Which tokens of a list may be evicted by their scores: all beyond the budget, except the
 /// first `sink` and the newest `recent` ones.
 #[derive(Clone, Copy, Debug)]
-pub struct Ends {
-    cap: Cap,
+pub struct Retention {
+    cap: TokenBudget,
     sink: usize,
     recent: usize,
 }
 
-impl Ends {
+impl Retention {
     /// Reads `budget` or `ratio`; protects this many tokens at both ends.
-    pub fn with(reader: &mut Reader, sink: usize, recent: usize) -> Result<Ends> {
-        Ok(Ends { cap: Cap::read(reader, 1024)?, sink, recent })
+    pub fn with(reader: &mut Reader, sink: usize, recent: usize) -> Result<Retention> {
+        Ok(Retention { cap: TokenBudget::read(reader, 1024)?, sink, recent })
     }
 
     /// Reads `budget`, `ratio`, `sink` and `recent`.
-    pub fn read(reader: &mut Reader) -> Result<Ends> {
-        let cap = Cap::read(reader, 1024)?;
+    pub fn read(reader: &mut Reader) -> Result<Retention> {
+        let cap = TokenBudget::read(reader, 1024)?;
         let sink = count(reader, "sink", 0, 0)? as usize;
-        Ok(Ends { cap, sink, recent: count(reader, "recent", 0, 0)? as usize })
+        Ok(Retention { cap, sink, recent: count(reader, "recent", 0, 0)? as usize })
     }
 
     /// What a policy with this budget can do: a share evicts after the prompt only.
@@ -90,7 +90,7 @@ impl Ends {
     }
 
     /// Whether any list of a layer has more tokens than may stay.
-    pub fn is_due(&self, kept: &Kept, layer: u32, context: &Context) -> Result<bool> {
+    pub fn is_due(&self, kept: &TokenScores, layer: u32, context: &Context) -> Result<bool> {
         let mut lists = kept.layer(layer)?.lists.iter();
         let is_time = context.is_prefill || self.cap.is_for_decode();
         Ok(is_time && lists.any(|list| list.positions.len() > self.cap.of(list.positions.len())))
@@ -99,10 +99,10 @@ impl Ends {
     /// Says in `out` what stays; false if nothing has to go.
     pub fn plan(
         &self,
-        kept: &mut Kept,
+        kept: &mut TokenScores,
         layer: u32,
         context: &Context,
-        out: &mut Keep,
+        out: &mut RetainedTokens,
     ) -> Result<bool> {
         let cap = self.cap;
         Ok(self.is_due(kept, layer, context)?

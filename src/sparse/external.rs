@@ -16,7 +16,7 @@ use crate::base::spec::Reader;
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::sparse::eviction::count;
-use crate::sparse::numbers::{check, grow, room};
+use crate::sparse::numbers::{check, grow, reserve};
 use crate::sparse::ranks::{Ranks, ascending};
 use crate::sparse::shape::check_layer;
 use crate::sparse::{Context, Granularity, Shape, Sparse, Stats, Traits, caps, needs};
@@ -61,7 +61,7 @@ impl External {
     fn choose(&mut self, scores: &[f32], out: &mut Vec<u32>) -> Result<()> {
         let free = scores.len().saturating_sub(self.last);
         let (scores, forced) = scores.split_at(free);
-        room(out, scores.len() + forced.len())?;
+        reserve(out, scores.len() + forced.len())?;
         match self.threshold {
             Some(threshold) => {
                 let above = scores.iter().enumerate().filter(|(_, score)| **score > threshold);
@@ -100,7 +100,7 @@ impl Sparse for External {
             fail!(Limit, "{} scores exceed the limit of {max_tokens} candidates", scores.len());
         }
         check("scores", scores)?;
-        room(own, scores.len().saturating_sub(own.len()))?;
+        reserve(own, scores.len().saturating_sub(own.len()))?;
         own.clear();
         own.extend_from_slice(scores);
         Ok(())

@@ -31,14 +31,14 @@ use crate::attention::Rows;
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::ask::{Ask, each_head, not_finite, only_prefill};
 use crate::sparse::estimate::Estimate;
 use crate::sparse::index::{Context, Index};
+use crate::sparse::index_builder::{IndexBuilder, Row, rows};
 use crate::sparse::lanes::exp;
-use crate::sparse::numbers::{all_finite, room, zeros};
+use crate::sparse::numbers::{all_finite, reserve, zeros};
 use crate::sparse::pool::{Divisor, pool};
+use crate::sparse::prefill_inputs::{PrefillInputs, each_head, not_finite, only_prefill};
 use crate::sparse::ranks::Ranks;
-use crate::sparse::reach::{Reach, Row, rows};
 use crate::sparse::shape::Shape;
 use crate::sparse::{Granularity, Scope, Sparse, Traits, caps, needs};
 
@@ -104,25 +104,36 @@ impl FlexPrefill {
         gamma >= 1.0 || tokens <= least.max(2 * block)
     }
 
-    fn head(&mut self, ask: &Ask<'_>, head: u32, out: &mut Reach) -> Result<()> {
+    fn head(
+        &mut self,
+        inputs: &PrefillInputs<'_>,
+        head: u32,
+        out: &mut IndexBuilder,
+    ) -> Result<()> {
         let Settings { block, tau, .. } = self.settings;
         let scratch = &mut self.scratch;
-        scratch.estimate.run(ask, head, block)?;
-        let share = 1.0 / block.min(ask.count()) as f32;
+        scratch.estimate.run(inputs, head, block)?;
+        let share = 1.0 / block.min(inputs.count()) as f32;
         let estimate = &mut scratch.estimate;
         for sums in [&mut estimate.columns, &mut estimate.diagonals] {
             sums.iter_mut().for_each(|sum| *sum *= share);
         }
-        let blocks = ask.tokens.div_ceil(block) as usize;
+        let blocks = inputs.tokens.div_ceil(block) as usize;
         zeros(&mut scratch.marks, blocks)?;
         add_up(&estimate.columns, block, &mut scratch.columns)?;
         add_up(&estimate.diagonals, block, &mut scratch.diagonals)?;
-        pool(ask.keys, ask.key_head(head), block, Divisor::There, &mut scratch.keys)?;
-        let distance = scratch.distance(ask, head, block)?;
+        pool(
+            inputs.keys,
+            inputs.key_head(head),
+            block,
+            Divisor::ResidentTokens,
+            &mut scratch.keys,
+        )?;
+        let distance = scratch.distance(inputs, head, block)?;
         if distance < tau {
-            scratch.blocks(ask, head, &self.settings, out)
+            scratch.blocks(inputs, head, &self.settings, out)
         } else {
-            scratch.lines(ask, &self.settings, out)
+            scratch.lines(inputs, &self.settings, out)
         }
     }
 }
@@ -137,7 +148,7 @@ fn add_up(numbers: &[f32], block: u32, out: &mut Vec<f32>) -> Result<()> {
 }
 
 /// Puts the softmax of the products of a row with as many keys as `out` is long into `out`.
-fn soften(query: &[f32], keys: &[f32], scale: f32, out: &mut [f32]) -> Result<()> {
+fn softmax(query: &[f32], keys: &[f32], scale: f32, out: &mut [f32]) -> Result<()> {
     for (weight, key) in out.iter_mut().zip(keys.chunks_exact(query.len())) {
         *weight = scale * query.iter().zip(key).map(|(a, b)| a * b).sum::<f32>();
     }
@@ -165,25 +176,30 @@ fn distance(p: &[f32], q: &[f32]) -> f64 {
 
 impl Scratch {
     /// How far what blocks predict for the last queries is from what they look at.
-    fn distance(&mut self, ask: &Ask<'_>, head: u32, block: u32) -> Result<f64> {
-        let dim = ask.dim();
-        let count = block.min(ask.count());
+    fn distance(&mut self, inputs: &PrefillInputs<'_>, head: u32, block: u32) -> Result<f64> {
+        let dim = inputs.dim();
+        let count = block.min(inputs.count());
         let mut mean = Vec::new();
         let mut row = Vec::new();
         zeros(&mut mean, dim)?;
         zeros(&mut row, dim)?;
-        for query in ask.count() - count..ask.count() {
-            ask.read_queries(head, query, &mut row)?;
+        for query in inputs.count() - count..inputs.count() {
+            inputs.read_queries(head, query, &mut row)?;
             mean.iter_mut().zip(&row).for_each(|(sum, x)| *sum += x);
         }
         mean.iter_mut().for_each(|sum| *sum /= count as f32);
         zeros(&mut self.map, self.columns.len())?;
-        soften(&mean, &self.keys, ask.scale, &mut self.map)?;
+        softmax(&mean, &self.keys, inputs.scale, &mut self.map)?;
         Ok(distance(&self.map, &self.columns))
     }
 
     /// Adds rows of columns and diagonals.
-    fn lines(&mut self, ask: &Ask<'_>, settings: &Settings, out: &mut Reach) -> Result<()> {
+    fn lines(
+        &mut self,
+        inputs: &PrefillInputs<'_>,
+        settings: &Settings,
+        out: &mut IndexBuilder,
+    ) -> Result<()> {
         let Settings { block, gamma, min_budget, max_budget, .. } = *settings;
         let most = if max_budget > 0 { max_budget.div_ceil(block).max(1) } else { u32::MAX };
         let least = min_budget.div_ceil(block).max(1) as usize;
@@ -191,7 +207,7 @@ impl Scratch {
         let columns = bounded(self.ranks.cover(&self.estimate.columns, gamma)?);
         let diagonals = bounded(self.ranks.cover(&self.estimate.diagonals, gamma)?);
         self.best(columns, diagonals)?;
-        for row in rows(ask.first, ask.tokens, block) {
+        for row in rows(inputs.first, inputs.tokens, block) {
             self.mark_lines(&row, block);
             self.emit(out)?;
         }
@@ -227,26 +243,26 @@ impl Scratch {
     /// Adds rows of the blocks that cover most.
     fn blocks(
         &mut self,
-        ask: &Ask<'_>,
+        inputs: &PrefillInputs<'_>,
         head: u32,
         settings: &Settings,
-        out: &mut Reach,
+        out: &mut IndexBuilder,
     ) -> Result<()> {
-        let (block, dim) = (settings.block, ask.dim());
-        pool(ask.queries, head, block, Divisor::There, &mut self.queries)?;
-        let all = rows(ask.first, ask.tokens, block);
+        let (block, dim) = (settings.block, inputs.dim());
+        pool(inputs.queries, head, block, Divisor::ResidentTokens, &mut self.queries)?;
+        let all = rows(inputs.first, inputs.tokens, block);
         // Row r has the blocks that begin at or before it.
         let open = |row: &Row| (row.first / block + 1) as usize;
         zeros(&mut self.map, all.clone().map(|row| open(&row)).sum())?;
         let mut rest = self.map.as_mut_slice();
         for (row, query) in all.clone().zip(self.queries.chunks_exact(dim)) {
             let (own, behind) = rest.split_at_mut(open(&row).min(rest.len()));
-            soften(query, &self.keys, ask.scale, own)?;
+            softmax(query, &self.keys, inputs.scale, own)?;
             rest = behind;
         }
         let needed = settings.gamma * all.clone().count() as f64;
         self.chosen.clear();
-        room(&mut self.chosen, self.map.len())?;
+        reserve(&mut self.chosen, self.map.len())?;
         self.chosen.extend(self.ranks.reach(&self.map, needed)?);
         self.chosen.sort_unstable();
         let least = settings.min_budget.div_ceil(block).max(1) as usize;
@@ -266,7 +282,7 @@ impl Scratch {
     }
 
     /// Adds a row of what is marked.
-    fn emit(&self, out: &mut Reach) -> Result<()> {
+    fn emit(&self, out: &mut IndexBuilder) -> Result<()> {
         let marked = (0..).zip(&self.marks).filter(|(_, mark)| **mark);
         out.list(marked.map(|(block, _)| block))
     }
@@ -298,13 +314,13 @@ impl Sparse for FlexPrefill {
         out: &mut Index,
     ) -> Result<()> {
         only_prefill("flexprefill", context)?;
-        let ask = Ask::check(&self.settings.shape, layer, queries, keys, context)?;
-        if self.is_short(ask.tokens) {
+        let inputs = PrefillInputs::check(&self.settings.shape, layer, queries, keys, context)?;
+        if self.is_short(inputs.tokens) {
             out.set_dense();
             return Ok(());
         }
         let block = self.settings.block;
-        *out = each_head(&ask, block, |head, reach| self.head(&ask, head, reach))?;
+        *out = each_head(&inputs, block, |head, builder| self.head(&inputs, head, builder))?;
         Ok(())
     }
 

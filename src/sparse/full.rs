@@ -4,7 +4,7 @@ use crate::attention::Rows;
 use crate::base::status::Result;
 use crate::sparse::index::{Context, Index};
 use crate::sparse::shape::Shape;
-use crate::sparse::{Sparse, Stats, Traits, ask, caps, load_all};
+use crate::sparse::{Sparse, Stats, Traits, caps, load_all, prefill_inputs};
 
 /// Leaves nothing out.
 #[derive(Clone)]
@@ -54,7 +54,7 @@ impl Sparse for Full {
         out: &mut Index,
     ) -> Result<()> {
         self.shape.check_queries(layer, queries)?;
-        ask::check_context(&self.shape, queries.tokens(), context)?;
+        prefill_inputs::check_context(&self.shape, queries.tokens(), context)?;
         out.set_dense();
         Ok(())
     }

@@ -20,36 +20,37 @@
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
-use crate::sparse::eviction::{count, misfit};
-use crate::sparse::kept::{Kept, List, sum_rows};
-use crate::sparse::numbers::room;
+use crate::sparse::eviction::{conflict, count};
+use crate::sparse::numbers::reserve;
 use crate::sparse::ranks::Ranks;
+use crate::sparse::token_scores::{TokenList, TokenScores, sum_rows};
 use crate::sparse::{
-    ALL_QUERIES, Context, Granularity, Keep, Kind, Scope, Shape, Sparse, Traits, caps, needs,
+    ALL_QUERIES, Context, Granularity, Kind, RetainedTokens, Scope, Shape, Sparse, Traits, caps,
+    needs,
 };
 
 /// Heavy hitters.
 #[derive(Clone, Debug)]
 pub struct H2o {
     shape: Shape,
-    kept: Kept,
+    kept: TokenScores,
     sink: usize,
     recent: usize,
     budget: usize,
     slack: usize,
     is_each: bool,
     is_block: bool,
-    blocks: Blocks,
+    blocks: BlockScratch,
 }
 
 /// What is used while blocks are chosen.
 #[derive(Clone, Debug, Default)]
-struct Blocks {
+struct BlockScratch {
     ranks: Ranks,
     /// Where the blocks that may go begin in a list, and where the last ends.
     starts: Vec<u32>,
     scores: Vec<f32>,
-    leaving: Vec<u32>,
+    victims: Vec<u32>,
 }
 
 impl H2o {
@@ -58,24 +59,24 @@ impl H2o {
         shape.check()?;
         let heads = reader.choice("heads", &["each", "all"])?;
         if heads == Some(0) && shape.kind == Kind::Latent {
-            return Err(misfit("all heads share a latent row: heads=each cannot be"));
+            return Err(conflict("all heads share a latent row: heads=each cannot be"));
         }
         let is_each = heads != Some(1) && shape.kind == Kind::Split;
         let lists = if is_each { shape.key_heads } else { 1 };
         Ok(H2o {
             shape: *shape,
-            kept: Kept::new(shape.layers, lists, shape.max_tokens)?,
+            kept: TokenScores::new(shape.layers, lists, shape.max_tokens)?,
             sink: count(reader, "sink", 4, 0)? as usize,
             recent: count(reader, "recent", 256, 0)? as usize,
             budget: count(reader, "budget", 1024, 1)? as usize,
             slack: count(reader, "evict_every", 1, 1)? as usize - 1,
             is_each,
             is_block: reader.choice("form", &["token", "block"])? == Some(1),
-            blocks: Blocks::default(),
+            blocks: BlockScratch::default(),
         })
     }
 
-    fn plan_blocks(&mut self, layer: u32, out: &mut Keep) -> Result<bool> {
+    fn plan_blocks(&mut self, layer: u32, out: &mut RetainedTokens) -> Result<bool> {
         let each = self.shape.block_tokens;
         let most = (self.budget / each as usize).max(1);
         let (sink, recent, slack) = (self.sink, self.recent, self.slack);
@@ -95,15 +96,15 @@ impl H2o {
         for list in lists {
             blocks.find(list, each, layer.next, (sink, recent))?;
             let leave = blocks.scores.len().saturating_sub(most);
-            let Blocks { ranks, starts, scores, leaving } = blocks;
-            leaving.clear();
-            ranks.bottom(scores, leave, leaving)?;
+            let BlockScratch { ranks, starts, scores, victims } = blocks;
+            victims.clear();
+            ranks.bottom(scores, leave, victims)?;
             let mut from = 0;
             let mut stays = Vec::new();
-            room(&mut stays, list.positions.len())?;
-            for &at in leaving.iter() {
-                let mut ends = starts.iter().skip(at as usize).map(|&end| end as usize);
-                let (Some(begin), Some(end)) = (ends.next(), ends.next()) else { break };
+            reserve(&mut stays, list.positions.len())?;
+            for &at in victims.iter() {
+                let mut protected = starts.iter().skip(at as usize).map(|&end| end as usize);
+                let (Some(begin), Some(end)) = (protected.next(), protected.next()) else { break };
                 stays.extend_from_slice(list.positions.get(from..begin).unwrap_or_default());
                 from = end;
             }
@@ -114,15 +115,21 @@ impl H2o {
     }
 }
 
-impl Blocks {
+impl BlockScratch {
     /// Finds the blocks of a list that may go, with their scores.
-    fn find(&mut self, list: &List, each: u32, next: u32, ends: (usize, usize)) -> Result<()> {
+    fn find(
+        &mut self,
+        list: &TokenList,
+        each: u32,
+        next: u32,
+        protected: (usize, usize),
+    ) -> Result<()> {
         let positions = &list.positions;
         let count = positions.len();
         let block = |at: usize| positions.get(at).map_or(0, |position| position / each);
         self.starts.clear();
         self.scores.clear();
-        let (first, last) = (ends.0.min(count), count.saturating_sub(ends.1));
+        let (first, last) = (protected.0.min(count), count.saturating_sub(protected.1));
         // The first block without a first token, and the last without a newest one.
         let from = match first {
             0 => 0,
@@ -133,12 +140,12 @@ impl Blocks {
             false => positions.partition_point(|position| position / each < next / each),
         };
         let mut at = from;
-        room(&mut self.starts, count / each as usize + 2)?;
+        reserve(&mut self.starts, count / each as usize + 2)?;
         while at < to {
             let end = at + positions.iter().skip(at).take_while(|p| *p / each == block(at)).count();
             let scores = list.scores.get(at..end).unwrap_or_default();
-            room(&mut self.scores, 1)?;
-            room(&mut self.starts, 2)?;
+            reserve(&mut self.scores, 1)?;
+            reserve(&mut self.starts, 2)?;
             self.starts.push(at as u32);
             self.scores.push(scores.iter().sum());
             at = end;
@@ -170,7 +177,7 @@ impl Sparse for H2o {
         self.kept.add_sums(layer, (rows, tokens), sums, false)
     }
 
-    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         // Tokens that nobody looked at yet are the newest ones.
         self.kept.extend(layer, context.tokens, 0.0)?;
         if self.is_block {
@@ -184,7 +191,7 @@ impl Sparse for H2o {
         self.kept.plan(layer, (self.sink, self.recent), leave, out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         self.kept.evicted(layer, kept)
     }
 

@@ -4,7 +4,7 @@ use crate::attention::keys::Keys;
 pub use crate::attention::keys::{Head, Kind, NO_QUERY};
 use crate::base::status::Result;
 use crate::sparse::lists::Lists;
-use crate::sparse::numbers::room;
+use crate::sparse::numbers::reserve;
 
 /// Where in a sequence a question is asked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,9 +41,9 @@ impl Index {
     /// What others have decided. Kernels check what is in it.
     pub fn copy(&mut self, keys: &Keys<'_>) -> Result<()> {
         let Index { heads, lists } = self;
-        room(heads, keys.heads.len())?;
-        room(&mut lists.starts, keys.starts.len())?;
-        room(&mut lists.items, keys.items.len())?;
+        reserve(heads, keys.heads.len())?;
+        reserve(&mut lists.starts, keys.starts.len())?;
+        reserve(&mut lists.items, keys.items.len())?;
         heads.clear();
         heads.extend_from_slice(keys.heads);
         lists.clear();

@@ -13,14 +13,14 @@
 use crate::attention::Rows;
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
-use crate::sparse::eviction::misfit;
-use crate::sparse::numbers::{grow, room};
+use crate::sparse::eviction::conflict;
+use crate::sparse::numbers::{grow, reserve};
 use crate::sparse::registry::make;
-use crate::sparse::{Context, Index, Keep, Shape, Sparse, Stats, Traits, caps, needs};
+use crate::sparse::{Context, Index, RetainedTokens, Shape, Sparse, Stats, Traits, caps, needs};
 
 /// What was chosen last in a layer, of what.
 #[derive(Clone, Debug, Default)]
-struct Last {
+struct LastSelection {
     candidates: Vec<u32>,
     chosen: Vec<u32>,
 }
@@ -30,7 +30,7 @@ pub struct Predict {
     inner: Box<dyn Sparse>,
     ahead: u32,
     is_audited: bool,
-    last: Vec<Last>,
+    last: Vec<LastSelection>,
     stats: Stats,
     truth: Vec<u32>,
 }
@@ -51,10 +51,10 @@ impl Predict {
         if inner.traits().caps & caps::LOAD_DECODE == 0
             || inner.traits().needs & needs::QUERIES == 0
         {
-            return Err(misfit("predict is of a policy that chooses blocks by queries"));
+            return Err(conflict("predict is of a policy that chooses blocks by queries"));
         }
         let mut last = Vec::new();
-        grow(&mut last, shape.layers as usize, Last::default())?;
+        grow(&mut last, shape.layers as usize, LastSelection::default())?;
         let (stats, truth) = (Stats::default(), Vec::new());
         Ok(Predict { inner, ahead, is_audited: audit, last, stats, truth })
     }
@@ -65,7 +65,7 @@ impl Predict {
         if last.candidates.is_empty() {
             return Ok(());
         }
-        let Last { candidates, chosen } = last;
+        let LastSelection { candidates, chosen } = last;
         self.inner.select(layer, Some(queries), candidates, context, &mut self.truth)?;
         let hits = self.truth.iter().filter(|id| chosen.binary_search(id).is_ok()).count();
         candidates.clear();
@@ -74,7 +74,7 @@ impl Predict {
     }
 
     fn forget(&mut self) {
-        self.last.iter_mut().for_each(|last| *last = Last::default());
+        self.last.iter_mut().for_each(|last| *last = LastSelection::default());
     }
 }
 
@@ -91,7 +91,8 @@ impl Sparse for Predict {
     }
 
     fn state_bytes(&self) -> u64 {
-        let of = |last: &Last| 4 * (last.candidates.capacity() + last.chosen.capacity()) as u64;
+        let of =
+            |last: &LastSelection| 4 * (last.candidates.capacity() + last.chosen.capacity()) as u64;
         self.inner.state_bytes() + self.last.iter().map(of).sum::<u64>()
     }
 
@@ -128,8 +129,8 @@ impl Sparse for Predict {
             last.candidates.clear();
             last.chosen.clear();
             if is_choice {
-                room(&mut last.candidates, candidates.len())?;
-                room(&mut last.chosen, out.len())?;
+                reserve(&mut last.candidates, candidates.len())?;
+                reserve(&mut last.chosen, out.len())?;
                 last.candidates.extend_from_slice(candidates);
                 last.chosen.extend_from_slice(out);
             }
@@ -151,11 +152,11 @@ impl Sparse for Predict {
         self.inner.index(layer, queries, keys, context, out)
     }
 
-    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         self.inner.evict(layer, context, out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         self.inner.evicted(layer, kept)
     }
 

@@ -14,11 +14,11 @@
 use crate::attention::Rows;
 use crate::base::spec::Reader;
 use crate::base::status::Result;
-use crate::sparse::eviction::Ends;
-use crate::sparse::kept::{Kept, compact};
+use crate::sparse::eviction::Retention;
 use crate::sparse::lists::Lists;
-use crate::sparse::numbers::{check_rows, fill, grow, norm, room};
-use crate::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, needs};
+use crate::sparse::numbers::{check_rows, fill, grow, norm, reserve};
+use crate::sparse::token_scores::{TokenScores, compact};
+use crate::sparse::{Context, RetainedTokens, Scope, Shape, Sparse, Traits, needs};
 
 /// What a direction's number of one is kept as.
 const ONE: f32 = 32_767.0;
@@ -27,8 +27,8 @@ const ONE: f32 = 32_767.0;
 #[derive(Clone, Debug)]
 pub struct Keydiff {
     shape: Shape,
-    kept: Kept,
-    ends: Ends,
+    kept: TokenScores,
+    retention: Retention,
     /// For each layer and head the directions of keys, in the order of the tokens.
     directions: Vec<Vec<i16>>,
     row: Vec<f32>,
@@ -43,8 +43,8 @@ impl Keydiff {
         grow(&mut directions, shape.layers as usize * shape.key_heads as usize, Vec::new())?;
         Ok(Keydiff {
             shape: *shape,
-            kept: Kept::new(shape.layers, shape.key_heads, shape.max_tokens)?,
-            ends: Ends::read(reader)?,
+            kept: TokenScores::new(shape.layers, shape.key_heads, shape.max_tokens)?,
+            retention: Retention::read(reader)?,
             directions,
             row,
         })
@@ -61,7 +61,7 @@ impl Keydiff {
         let heads = self.shape.key_heads as usize;
         let dim = self.shape.key_dim as usize;
         let mut anchor = Vec::new();
-        room(&mut anchor, dim)?;
+        reserve(&mut anchor, dim)?;
         let directions = self.directions.iter().skip(layer as usize * heads);
         for (list, directions) in self.kept.lists(layer).iter_mut().zip(directions) {
             anchor.clear();
@@ -85,7 +85,12 @@ impl Keydiff {
 
 impl Sparse for Keydiff {
     fn traits(&self) -> Traits {
-        Traits { caps: self.ends.caps(), needs: needs::KEYS, scope: Scope::KeyHead, ..Traits::NONE }
+        Traits {
+            caps: self.retention.caps(),
+            needs: needs::KEYS,
+            scope: Scope::KeyHead,
+            ..Traits::NONE
+        }
     }
 
     fn state_bytes(&self) -> u64 {
@@ -99,7 +104,7 @@ impl Sparse for Keydiff {
         check_rows("keys", keys)?;
         let numbers = keys.tokens() as usize * keys.dim() as usize;
         for directions in self.of_layer(layer) {
-            room(directions, numbers)?;
+            reserve(directions, numbers)?;
         }
         self.kept.extend(layer, first.saturating_add(keys.tokens()), 0.0)?;
         let mut row = std::mem::take(&mut self.row);
@@ -124,22 +129,22 @@ impl Sparse for Keydiff {
         self.append(layer, first, keys)
     }
 
-    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
-        if !self.ends.is_due(&self.kept, layer, context)? {
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
+        if !self.retention.is_due(&self.kept, layer, context)? {
             return Ok(false);
         }
         self.score(layer)?;
-        self.ends.plan(&mut self.kept, layer, context, out)
+        self.retention.plan(&mut self.kept, layer, context, out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
-        let mut leaving = Lists::default();
-        self.kept.leaving(layer, kept, &mut leaving)?;
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
+        let mut victims = Lists::default();
+        self.kept.victims(layer, kept, &mut victims)?;
         let dim = self.shape.key_dim as usize;
         for (at, directions) in self.of_layer(layer).iter_mut().enumerate() {
-            compact(directions, leaving.get(at), dim);
+            compact(directions, victims.get(at), dim);
         }
-        self.kept.remove(layer, &leaving);
+        self.kept.remove(layer, &victims);
         Ok(())
     }
 

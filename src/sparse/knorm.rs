@@ -23,11 +23,11 @@ use crate::attention::Rows;
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::eviction::Ends;
-use crate::sparse::kept::Kept;
-use crate::sparse::numbers::{check_rows, fill, grow, norm, room};
-use crate::sparse::pages_blocks::Blocks;
-use crate::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, needs};
+use crate::sparse::eviction::Retention;
+use crate::sparse::numbers::{check_rows, fill, grow, norm, reserve};
+use crate::sparse::pages::BlockMap;
+use crate::sparse::token_scores::TokenScores;
+use crate::sparse::{Context, RetainedTokens, Scope, Shape, Sparse, Traits, needs};
 
 const MAGIC: [u8; 8] = *b"KVTN\x01\0\0\0";
 const HEAD_BYTES: usize = 16;
@@ -36,11 +36,11 @@ const HEAD_BYTES: usize = 16;
 #[derive(Clone, Debug)]
 pub struct Knorm {
     shape: Shape,
-    kept: Kept,
-    ends: Ends,
+    kept: TokenScores,
+    retention: Retention,
     row: Vec<f32>,
     /// Where blocks are, in each layer.
-    blocks: Vec<Blocks>,
+    blocks: Vec<BlockMap>,
 }
 
 impl Knorm {
@@ -49,18 +49,18 @@ impl Knorm {
         shape.check()?;
         let (mut row, mut blocks) = (Vec::new(), Vec::new());
         grow(&mut row, shape.key_dim as usize, 0.0)?;
-        grow(&mut blocks, shape.layers as usize, Blocks::default())?;
+        grow(&mut blocks, shape.layers as usize, BlockMap::default())?;
         Ok(Knorm {
             shape: *shape,
-            kept: Kept::new(shape.layers, shape.key_heads, shape.max_tokens)?,
-            ends: Ends::read(reader)?,
+            kept: TokenScores::new(shape.layers, shape.key_heads, shape.max_tokens)?,
+            retention: Retention::read(reader)?,
             row,
             blocks,
         })
     }
 
     /// A block is at a place, if it begins at one.
-    fn note(&mut self, layer: u32, id: u32, first: u32) -> Result<()> {
+    fn place_block(&mut self, layer: u32, id: u32, first: u32) -> Result<()> {
         let each = self.shape.block_tokens;
         if let Some(blocks) = self.blocks.get_mut(layer as usize).filter(|_| first % each == 0) {
             blocks.reserve(first / each)?;
@@ -72,11 +72,16 @@ impl Knorm {
 
 impl Sparse for Knorm {
     fn traits(&self) -> Traits {
-        Traits { caps: self.ends.caps(), needs: needs::KEYS, scope: Scope::KeyHead, ..Traits::NONE }
+        Traits {
+            caps: self.retention.caps(),
+            needs: needs::KEYS,
+            scope: Scope::KeyHead,
+            ..Traits::NONE
+        }
     }
 
     fn state_bytes(&self) -> u64 {
-        self.kept.bytes() + self.blocks.iter().map(Blocks::bytes).sum::<u64>()
+        self.kept.bytes() + self.blocks.iter().map(BlockMap::bytes).sum::<u64>()
     }
 
     fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
@@ -101,14 +106,14 @@ impl Sparse for Knorm {
         if self.kept.layer(layer)?.next <= first {
             self.append(layer, first, keys)?;
         }
-        self.note(layer, id, first)
+        self.place_block(layer, id, first)
     }
 
-    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
-        self.ends.plan(&mut self.kept, layer, context, out)
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
+        self.retention.plan(&mut self.kept, layer, context, out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         self.kept.evicted(layer, kept)
     }
 
@@ -133,7 +138,7 @@ impl Sparse for Knorm {
         let tokens = known.next.saturating_sub(first).min(self.shape.block_tokens);
         let bytes = HEAD_BYTES + 4 * known.lists.len() * tokens as usize;
         let begin = out.len();
-        room(out, bytes)?;
+        reserve(out, bytes)?;
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&(known.lists.len() as u32).to_le_bytes());
         out.extend_from_slice(&tokens.to_le_bytes());
@@ -179,7 +184,7 @@ impl Sparse for Knorm {
             let scores = list.scores.iter_mut().skip(from);
             scores.zip(&mut numbers).for_each(|(score, length)| *score = -length);
         }
-        self.note(layer, id, first)
+        self.place_block(layer, id, first)
     }
 }
 
@@ -210,70 +215,72 @@ mod tests {
         (0..tokens * 6).map(|at| ((at * 37) % 101) as f32 - 50.0).collect()
     }
 
-    fn left(policy: &mut dyn Sparse, layer: u32) -> Option<Keep> {
+    fn left(policy: &mut dyn Sparse, layer: u32) -> Option<RetainedTokens> {
         let context = Context { is_prefill: true, tokens: 12, ..Context::default() };
-        let mut keep = Keep::default();
+        let mut keep = RetainedTokens::default();
         policy.evict(layer, &context, &mut keep).expect("sound").then_some(keep)
     }
 
     #[test]
     fn a_policy_that_is_told_of_lengths_is_one_that_saw_the_keys() {
-        let (all, mut saw, mut told) = (numbers(12), policy(), policy());
+        let (all, mut original, mut restored) = (numbers(12), policy(), policy());
         // By names of the caller's; the last block as it grows.
         for (id, block) in (0u32..).zip(all.chunks(24)) {
             let keys = rows(block, 2, 3);
             for layer in 0..2 {
                 if id == 2 {
-                    saw.append(layer, 8, &keys).expect("sound");
+                    original.append(layer, 8, &keys).expect("sound");
                 }
-                saw.seal(layer, 100 - id, id * 4, &keys).expect("sound");
+                original.seal(layer, 100 - id, id * 4, &keys).expect("sound");
             }
         }
         for layer in 0..2 {
             for id in 0..3 {
                 let mut bytes = vec![9];
-                saw.save(layer, 100 - id, &mut bytes).expect("known");
+                original.save(layer, 100 - id, &mut bytes).expect("known");
                 assert_eq!(bytes.len(), 1 + 16 + 2 * 4 * 4);
-                told.load(layer, id, id * 4, &bytes[1..]).expect("they are its own");
+                restored.load(layer, id, id * 4, &bytes[1..]).expect("they are its own");
             }
         }
         for layer in 0..2 {
-            let keep = left(&mut *saw, layer).expect("more than five");
-            assert_eq!(Some(&keep), left(&mut *told, layer).as_ref());
+            let keep = left(&mut *original, layer).expect("more than five");
+            assert_eq!(Some(&keep), left(&mut *restored, layer).as_ref());
             assert_eq!(keep.heads.len(), 2);
-            saw.evicted(layer, &keep).expect("its own");
+            original.evicted(layer, &keep).expect("its own");
             // Of a block that is not whole any more nothing can be kept.
-            let gone = |id| saw.save(layer, id, &mut Vec::new()).is_err();
+            let gone = |id| original.save(layer, id, &mut Vec::new()).is_err();
             assert!([100, 99, 98].into_iter().any(gone));
         }
-        told.truncate(8).expect("shorter");
-        assert!(told.save(0, 2, &mut Vec::new()).is_err());
-        told.save(0, 1, &mut Vec::new()).expect("still there");
+        restored.truncate(8).expect("shorter");
+        assert!(restored.save(0, 2, &mut Vec::new()).is_err());
+        restored.save(0, 1, &mut Vec::new()).expect("still there");
     }
 
     #[test]
     fn bytes_that_are_none_of_its_own_are_refused_and_change_nothing() {
-        let (all, mut saw) = (numbers(4), policy());
-        saw.seal(0, 0, 0, &rows(&all, 2, 3)).expect("sound");
+        let (all, mut original) = (numbers(4), policy());
+        original.seal(0, 0, 0, &rows(&all, 2, 3)).expect("sound");
         let mut right = Vec::new();
-        saw.save(0, 0, &mut right).expect("known");
-        let mut told = policy();
+        original.save(0, 0, &mut right).expect("known");
+        let mut restored = policy();
         for at in 0..16 {
             let mut bad = right.clone();
             bad[at] ^= 0x41;
-            assert!(told.load(0, 0, 0, &bad).is_err(), "byte {at}");
+            assert!(restored.load(0, 0, 0, &bad).is_err(), "byte {at}");
         }
         for length in [f32::NAN, -1.0] {
             let mut bad = right.clone();
             bad[20..24].copy_from_slice(&length.to_le_bytes());
-            assert!(told.load(0, 0, 0, &bad).is_err(), "{length}");
+            assert!(restored.load(0, 0, 0, &bad).is_err(), "{length}");
         }
         for end in 0..right.len() {
-            assert!(told.load(0, 0, 0, &right[..end]).is_err(), "{end} bytes");
+            assert!(restored.load(0, 0, 0, &right[..end]).is_err(), "{end} bytes");
         }
-        assert!(told.load(0, 1, 4, &right).is_err(), "there is one before it");
-        assert!(told.load(2, 0, 0, &right).is_err() && told.load(0, 0, 64, &right).is_err());
-        told.load(0, 0, 0, &right).expect("its own");
-        assert!(told.load(0, 0, 0, &right).is_err(), "twice");
+        assert!(restored.load(0, 1, 4, &right).is_err(), "there is one before it");
+        assert!(
+            restored.load(2, 0, 0, &right).is_err() && restored.load(0, 0, 64, &right).is_err()
+        );
+        restored.load(0, 0, 0, &right).expect("its own");
+        assert!(restored.load(0, 0, 0, &right).is_err(), "twice");
     }
 }

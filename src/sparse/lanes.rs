@@ -38,26 +38,26 @@ macro_rules! for_each_width {
 }
 
 /// Adds to each row of `out` (a row of [`LANES`] for each key) the products of a key with the
-/// queries of `turned` (numbers outermost, [`LANES`] queries each). Keys have as many numbers,
+/// queries of `transposed` (numbers outermost, [`LANES`] queries each). Keys have as many numbers,
 /// and begin `stride` numbers apart; of those that are not all there nothing is added.
-pub fn add_products(turned: &[f32], keys: &[f32], stride: usize, out: &mut [f32]) {
-    let dim = turned.len() / LANES;
+pub fn add_products(transposed: &[f32], keys: &[f32], stride: usize, out: &mut [f32]) {
+    let dim = transposed.len() / LANES;
     let whole = keys.len().checked_sub(dim).map_or(0, |rest| rest / stride.max(1) + 1);
     let count = whole.min(out.len() / LANES);
     match Level::best() {
         // Its vectors round twice.
-        Level::Portable => add_products_plain(turned, (keys, stride, count), out),
+        Level::Portable => add_products_plain(transposed, (keys, stride, count), out),
         // SAFETY: the level is here, and all rows are there.
-        level => unsafe { add_products_wide(level, turned, (keys, stride, count), out) },
+        level => unsafe { add_products_wide(level, transposed, (keys, stride, count), out) },
     }
 }
 
-fn add_products_plain(turned: &[f32], keys: (&[f32], usize, usize), out: &mut [f32]) {
+fn add_products_plain(transposed: &[f32], keys: (&[f32], usize, usize), out: &mut [f32]) {
     let (keys, stride, count) = keys;
     let rows = (0..count).map(|at| keys.get(at * stride..).unwrap_or_default());
     for (row, out) in rows.zip(out.chunks_exact_mut(LANES)) {
         let mut sums = [0.0; LANES];
-        for (query, &x) in turned.chunks_exact(LANES).zip(row) {
+        for (query, &x) in transposed.chunks_exact(LANES).zip(row) {
             for lane in 0..LANES {
                 sums[lane] = x.mul_add(query[lane], sums[lane]);
             }
@@ -68,31 +68,31 @@ fn add_products_plain(turned: &[f32], keys: (&[f32], usize, usize), out: &mut [f
 
 levels! {
     /// The same in vectors that stay in registers, whatever a compiler makes of loops.
-    add_products_wide = add_rows(turned: &[f32], keys: (&[f32], usize, usize), out: &mut [f32])
+    add_products_wide = add_rows(transposed: &[f32], keys: (&[f32], usize, usize), out: &mut [f32])
 }
 
 /// # Safety
 /// As of [`Lanes`]; keys and rows of `out` are there.
 #[inline(always)]
 unsafe fn add_rows<L: Lanes, const R: usize>(
-    turned: &[f32],
+    transposed: &[f32],
     (keys, stride, count): (&[f32], usize, usize),
     out: &mut [f32],
 ) {
-    let dim = turned.len() / LANES;
+    let dim = transposed.len() / LANES;
     for lane in (0..LANES).step_by(L::WIDTH) {
         // SAFETY: the caller's promise; LANES is a multiple of two vectors.
         unsafe {
-            let (turned, out) = (turned.as_ptr().add(lane), out.as_mut_ptr().add(lane));
+            let (transposed, out) = (transposed.as_ptr().add(lane), out.as_mut_ptr().add(lane));
             let mut at = 0;
             while at + R <= count {
                 let keys = keys.as_ptr().add(at * stride);
-                add_block::<L, R>(turned, (keys, stride), dim, out.add(at * LANES));
+                add_block::<L, R>(transposed, (keys, stride), dim, out.add(at * LANES));
                 at += R;
             }
             while at < count {
                 let keys = keys.as_ptr().add(at * stride);
-                add_block::<L, 1>(turned, (keys, stride), dim, out.add(at * LANES));
+                add_block::<L, 1>(transposed, (keys, stride), dim, out.add(at * LANES));
                 at += 1;
             }
         }
@@ -103,7 +103,7 @@ unsafe fn add_rows<L: Lanes, const R: usize>(
 /// As of [`add_rows`], for R keys and two vectors of queries.
 #[inline(always)]
 unsafe fn add_block<L: Lanes, const R: usize>(
-    turned: *const f32,
+    transposed: *const f32,
     (keys, stride): (*const f32, usize),
     dim: usize,
     out: *mut f32,
@@ -112,7 +112,7 @@ unsafe fn add_block<L: Lanes, const R: usize>(
     unsafe {
         let mut sums = [[L::splat(0.0); 2]; R];
         for d in 0..dim {
-            let query = turned.add(d * LANES);
+            let query = transposed.add(d * LANES);
             let [x, y] = [L::load(query), L::load(query.add(L::N))];
             for (r, sums) in sums.iter_mut().enumerate() {
                 let key = L::splat(*keys.add(r * stride + d));
@@ -129,11 +129,11 @@ unsafe fn add_block<L: Lanes, const R: usize>(
 
 for_each_width! {
     /// Lifts each lane of `most` to the greatest of its numbers in the rows of `logits`.
-    lift = lift_body(logits: &[f32], most: &mut [f32; LANES])
+    lane_max = lane_max_body(logits: &[f32], most: &mut [f32; LANES])
 }
 
 #[inline(always)]
-fn lift_body(logits: &[f32], most: &mut [f32; LANES]) {
+fn lane_max_body(logits: &[f32], most: &mut [f32; LANES]) {
     let mut lanes = *most;
     for row in logits.chunks_exact(LANES) {
         for lane in 0..LANES {
@@ -146,14 +146,14 @@ fn lift_body(logits: &[f32], most: &mut [f32; LANES]) {
 for_each_width! {
     /// Makes each number e to the power of it less the most of its lane, and adds them up by
     /// lane. Numbers far below the most, and minus infinity, become zero.
-    raise = raise_body(logits: &mut [f32], most: &[f32; LANES], sums: &mut [f64; LANES])
+    exponentiate = exponentiate_body(logits: &mut [f32], most: &[f32; LANES], sums: &mut [f64; LANES])
 }
 
 /// Rows that are added up in f32 before that goes to f64.
 const SUM_ROWS: usize = 64;
 
 #[inline(always)]
-fn raise_body(logits: &mut [f32], most: &[f32; LANES], sums: &mut [f64; LANES]) {
+fn exponentiate_body(logits: &mut [f32], most: &[f32; LANES], sums: &mut [f64; LANES]) {
     for tile in logits.chunks_mut(SUM_ROWS * LANES) {
         let mut part = [0f32; LANES];
         for row in tile.chunks_exact_mut(LANES) {
@@ -175,10 +175,10 @@ pub fn exp(x: f32) -> f32 {
     const SHIFT: f32 = 12_582_912.0;
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    let near = if x > -87.0 { x } else { -87.0 };
-    let shifted = near * std::f32::consts::LOG2_E + SHIFT;
+    let clamped = if x > -87.0 { x } else { -87.0 };
+    let shifted = clamped * std::f32::consts::LOG2_E + SHIFT;
     let whole = shifted - SHIFT;
-    let r = (near - whole * LN2_HIGH) - whole * LN2_LOW;
+    let r = (clamped - whole * LN2_HIGH) - whole * LN2_LOW;
     let high = r * (r * (1.0 / 720.0) + 1.0 / 120.0) + 1.0 / 24.0;
     let p = ((high * r + 1.0 / 6.0) * r + 0.5) * r * r + r + 1.0;
     let exponent = shifted.to_bits().wrapping_sub(SHIFT.to_bits()).wrapping_add(127) << 23;
@@ -189,11 +189,11 @@ pub fn exp(x: f32) -> f32 {
 for_each_width! {
     /// Multiplies each lane of each row with its factor, and adds the sum of each row to its
     /// number of `columns`.
-    settle = settle_body(weights: &mut [f32], factors: &[f32; LANES], columns: &mut [f32])
+    scale_and_sum = scale_and_sum_body(weights: &mut [f32], factors: &[f32; LANES], columns: &mut [f32])
 }
 
 #[inline(always)]
-fn settle_body(weights: &mut [f32], factors: &[f32; LANES], columns: &mut [f32]) {
+fn scale_and_sum_body(weights: &mut [f32], factors: &[f32; LANES], columns: &mut [f32]) {
     for (row, column) in weights.chunks_exact_mut(LANES).zip(columns) {
         let mut part = [0f32; 8];
         for lane in 0..LANES {
@@ -227,22 +227,22 @@ fn add_positive_body(products: &[f32], weights: &[f32; LANES], sums: &mut [f32])
 
 /// Makes weights of softmax of products, but for a factor of each lane, which it gives. Lane n
 /// sees keys up to the one at `nearest + n`.
-pub fn soften(weights: &mut [f32], nearest: usize) -> [f32; LANES] {
+pub fn softmax_lanes(weights: &mut [f32], nearest: usize) -> [f32; LANES] {
     for (n, row) in weights.chunks_exact_mut(LANES).skip(nearest).enumerate() {
         row.iter_mut().take(n).for_each(|weight| *weight = f32::NEG_INFINITY);
     }
     let (mut most, mut sums) = ([f32::NEG_INFINITY; LANES], [0f64; LANES]);
-    lift(weights, &mut most);
-    raise(weights, &most, &mut sums);
+    lane_max(weights, &mut most);
+    exponentiate(weights, &most, &mut sums);
     sums.map(|sum| (1.0 / sum) as f32)
 }
 
 /// Puts rows into lanes: number d of row l to `d * LANES + l`, times a factor. Lanes without
 /// a row become zero.
-pub fn turn<'a>(rows: impl Iterator<Item = &'a [f32]>, factor: f32, turned: &mut [f32]) {
-    turned.fill(0.0);
+pub fn transpose<'a>(rows: impl Iterator<Item = &'a [f32]>, factor: f32, transposed: &mut [f32]) {
+    transposed.fill(0.0);
     for (lane, row) in rows.enumerate().take(LANES) {
-        for (at, &x) in turned.iter_mut().skip(lane).step_by(LANES).zip(row) {
+        for (at, &x) in transposed.iter_mut().skip(lane).step_by(LANES).zip(row) {
             *at = x * factor;
         }
     }
@@ -268,27 +268,27 @@ mod tests {
     fn products_are_products_and_add_up() {
         for (dim, keys, gap) in [(1, 1, 0), (7, 5, 3), (33, 19, 2), (64, 64, 0), (128, 3, 5)] {
             let number = |n: usize| ((n * 37 + 11) % 101) as f32 / 50.0 - 1.0;
-            let turned: Vec<f32> = (0..dim * LANES).map(number).collect();
+            let transposed: Vec<f32> = (0..dim * LANES).map(number).collect();
             let stride = dim + gap;
             // Of a last one more, all but a number is there.
             let rows: Vec<f32> = (0..keys * stride + dim - 1).map(|n| number(n + 5)).collect();
             let mut out = vec![1f32; (keys + 1) * LANES];
-            add_products(&turned, &rows, stride, &mut out);
+            add_products(&transposed, &rows, stride, &mut out);
             assert_eq!(out.split_off(keys * LANES), [1f32; LANES]);
             let mut plain = vec![1f32; keys * LANES];
-            add_products_plain(&turned, (&rows, stride, keys), &mut plain);
+            add_products_plain(&transposed, (&rows, stride, keys), &mut plain);
             assert_eq!(out, plain, "wide and narrow give the same bits");
             let wide = |level: &Level| *level != Level::Portable && level.is_here();
             for level in Level::ALL.into_iter().filter(wide) {
                 let mut other = vec![1f32; keys * LANES];
                 // SAFETY: the level is here, and all rows are there.
-                unsafe { add_products_wide(level, &turned, (&rows, stride, keys), &mut other) };
+                unsafe { add_products_wide(level, &transposed, (&rows, stride, keys), &mut other) };
                 assert_eq!(other, plain, "{level:?} gives the same bits");
             }
             for key in 0..keys {
                 for lane in 0..LANES {
                     let want = (0..dim).fold(0f32, |sum, d| {
-                        rows[key * stride + d].mul_add(turned[d * LANES + lane], sum)
+                        rows[key * stride + d].mul_add(transposed[d * LANES + lane], sum)
                     });
                     assert_eq!(out[key * LANES + lane], 1.0 + want);
                 }

@@ -1,7 +1,7 @@
 //! Lists of numbers, one after the other.
 
 use crate::base::status::Result;
-use crate::sparse::numbers::room;
+use crate::sparse::numbers::reserve;
 use crate::sparse::ranks::without;
 
 /// Lists one after the other.
@@ -53,12 +53,12 @@ impl Lists {
 /// Which tokens of a layer stay: logical positions, ascending, for each head of keys, or one
 /// list for all heads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Keep {
+pub struct RetainedTokens {
     /// A list a head, or one.
     pub heads: Lists,
 }
 
-impl Keep {
+impl RetainedTokens {
     /// Nothing is said yet.
     pub fn clear(&mut self) {
         self.heads.clear();
@@ -67,8 +67,8 @@ impl Keep {
     /// Empties it and reserves memory for `lists` lists with `tokens` tokens in total.
     pub fn begin(&mut self, lists: usize, tokens: usize) -> Result<()> {
         self.clear();
-        room(&mut self.heads.items, tokens)?;
-        room(&mut self.heads.starts, lists + 1)
+        reserve(&mut self.heads.items, tokens)?;
+        reserve(&mut self.heads.starts, lists + 1)
     }
 
     /// Adds a list: `positions` without those at the indices `victims`, which ascend.

@@ -11,7 +11,7 @@
 
 pub mod adakv;
 pub mod arkvale;
-pub mod ask;
+pub mod checked;
 pub mod dsa;
 pub mod duo;
 pub mod estimate;
@@ -21,8 +21,8 @@ pub mod flexprefill;
 pub mod full;
 pub mod h2o;
 pub mod index;
+pub mod index_builder;
 pub mod infinigen;
-pub mod kept;
 pub mod keydiff;
 pub mod knorm;
 pub mod lanes;
@@ -30,34 +30,31 @@ pub mod lists;
 pub mod minference;
 pub mod numbers;
 pub mod pages;
-pub mod pages_blocks;
-pub mod pages_saved;
 pub mod pattern;
-pub mod placed;
+pub mod placement;
 pub mod pool;
+pub mod prefill_inputs;
 pub mod pyramidkv;
 pub mod quest;
-pub mod quest_work;
 pub mod ranks;
-pub mod reach;
 pub mod registry;
-pub mod served;
+pub mod resident;
 pub mod shape;
 pub mod snapkv;
 pub mod stats;
 pub mod streaming;
-pub mod there;
+pub mod token_scores;
 pub mod tova;
 pub mod traits;
 pub mod xattention;
 
+pub use checked::CheckedPolicy;
 pub use index::{Context, Index};
-pub use lists::Keep;
-pub use placed::Placed;
-pub use served::Served;
+pub use lists::RetainedTokens;
+pub use placement::BlockPlacement;
+pub use resident::ResidentTokens;
 pub use shape::{Kind, Shape};
 pub use stats::Stats;
-pub use there::There;
 pub use traits::{ALL_QUERIES, Granularity, OwnRows, Scope, Traits, caps, needs};
 
 use crate::attention::Rows;
@@ -169,13 +166,13 @@ pub trait Sparse: Send {
 
     /// Which tokens of a layer stay, if some have to go: false = all stay. What goes is
     /// forgotten when it is told with [`Sparse::evicted`].
-    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         let _ = (layer, context, out);
         Ok(false)
     }
 
     /// What was kept by an answer of [`Sparse::evict`] is all there is now.
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         let _ = (layer, kept);
         Ok(())
     }

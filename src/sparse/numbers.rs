@@ -98,13 +98,13 @@ pub fn check_rows(what: &str, rows: &Rows<'_>) -> Result<()> {
 /// Makes a table as long as asked, if there is memory; never shorter.
 pub fn grow<T: Clone>(table: &mut Vec<T>, len: usize, fill: T) -> Result<()> {
     let more = len.saturating_sub(table.len());
-    room(table, more)?;
+    reserve(table, more)?;
     table.resize(table.len() + more, fill);
     Ok(())
 }
 
 /// Room for more, if there is memory.
-pub fn room<T>(table: &mut Vec<T>, more: usize) -> Result<()> {
+pub fn reserve<T>(table: &mut Vec<T>, more: usize) -> Result<()> {
     table.try_reserve(more).map_err(|_| Status::NoMem.into())
 }
 

@@ -5,6 +5,17 @@
 //! A box is kept as its lower corner and its upper one, as the kernels of `attention` take
 //! it. With the negative numbers of a query and then its positive ones, that bound is one
 //! product: [`split`], [`product`].
+//!
+//! Pages of a block are saved with it as bytes, little-endian ([`encode`], [`decode`]):
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0..4 | `KVTP` |
+//! | 4..6 | version: 1 |
+//! | 6 | 0: ranges, 1: centres |
+//! | 7 | bytes of a number: 2 (the upper half of a float; the lower is zero) or 4 |
+//! | 8..24 | tokens of a page, heads, numbers of a head, tokens known (u32 each) |
+//! | 24.. | for each page and head the lower corner and the upper one |
 
 use crate::attention::pages::{scores, scratch};
 use crate::attention::rows::MAX_DIM;
@@ -13,7 +24,11 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::meta::dtype::Dtype;
 use crate::meta::view::{Place, View};
-use crate::sparse::numbers::{fill, grow, room};
+use crate::sparse::numbers::{all_finite, fill, grow, reserve};
+
+const MAGIC: &[u8; 4] = b"KVTP";
+const VERSION: u16 = 1;
+const HEAD_BYTES: usize = 24;
 
 /// What a box is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,7 +139,7 @@ impl Pages {
         }
         grow(&mut self.row, self.dim as usize, 0.0)?;
         let more = pages.saturating_sub(self.filled.len());
-        room(&mut self.filled, more)?;
+        reserve(&mut self.filled, more)?;
         grow(&mut self.boxes, pages * each, 0.0)?;
         grow(&mut self.filled, pages, 0)
     }
@@ -292,4 +307,176 @@ pub fn product(a: &[f32], b: &[f32]) -> f32 {
         width /= 2;
     }
     sums.first().copied().unwrap_or_default() + rest
+}
+
+fn header(pages: &Pages, tokens: u32, width: u8) -> [u8; HEAD_BYTES] {
+    let mut head = [0; HEAD_BYTES];
+    let (tokens_each, heads, dim, bound) = pages.geometry();
+    let [low, high] = VERSION.to_le_bytes();
+    head[..8].copy_from_slice(&[b'K', b'V', b'T', b'P', low, high, bound as u8, width]);
+    for (to, number) in head[8..].chunks_exact_mut(4).zip([tokens_each, heads, dim, tokens]) {
+        to.copy_from_slice(&number.to_le_bytes());
+    }
+    head
+}
+
+/// Adds the bytes of pages from one on that have so many tokens.
+pub fn encode(pages: &Pages, page: u32, tokens: u32, out: &mut Vec<u8>) -> Result<()> {
+    let end = page + tokens.div_ceil(pages.tokens_each());
+    let numbers = || (page..end).flat_map(|page| pages.corners(page));
+    // Corners of ranges are keys: what those can be written as, these can too.
+    let is_narrow = numbers().all(|number| number.to_bits() & 0xFFFF == 0);
+    let width = if is_narrow { 2 } else { 4 };
+    reserve(out, HEAD_BYTES + (end - page) as usize * pages.numbers_each() * width)?;
+    out.extend_from_slice(&header(pages, tokens, width as u8));
+    for number in numbers() {
+        out.extend_from_slice(number.to_le_bytes().get(4 - width..).unwrap_or_default());
+    }
+    Ok(())
+}
+
+/// What was encoded, if these bytes are pages such as `pages` has, of at most so many tokens:
+/// the tokens known and the corners.
+pub fn decode(pages: &Pages, most: u32, bytes: &[u8]) -> Result<(u32, Vec<f32>)> {
+    let Some((head, rest)) = bytes.split_first_chunk::<HEAD_BYTES>() else {
+        fail!(Corrupt, "pages of {} bytes are too short", bytes.len());
+    };
+    let [m0, m1, m2, m3, v0, v1, _, width, .., t0, t1, t2, t3] = *head;
+    if [m0, m1, m2, m3] != *MAGIC {
+        fail!(Corrupt, "these bytes are no pages");
+    }
+    let version = u16::from_le_bytes([v0, v1]);
+    if version != VERSION {
+        fail!(TooNew, "pages of version {version}, this library knows {VERSION}");
+    }
+    let tokens = u32::from_le_bytes([t0, t1, t2, t3]);
+    if *head != header(pages, tokens, width) || !matches!(width, 2 | 4) {
+        fail!(Corrupt, "these are pages of another policy or model");
+    }
+    if tokens == 0 || tokens > most {
+        fail!(Corrupt, "pages of {tokens} tokens in a block of {most}");
+    }
+    let count = tokens.div_ceil(pages.tokens_each()) as usize * pages.numbers_each();
+    if rest.len() != count * usize::from(width) {
+        fail!(Corrupt, "{} bytes for {count} numbers", rest.len());
+    }
+    let mut numbers = Vec::new();
+    reserve(&mut numbers, count)?;
+    numbers.extend(rest.chunks_exact(usize::from(width)).map(|bytes| {
+        let mut whole = [0; 4];
+        whole.iter_mut().rev().zip(bytes.iter().rev()).for_each(|(to, &byte)| *to = byte);
+        f32::from_le_bytes(whole)
+    }));
+    let dim = pages.numbers_each() / pages.geometry().1 as usize / 2;
+    let is_box = |corners: &[f32]| {
+        let (low, high) = corners.split_at(dim);
+        high.iter().zip(low).all(|(high, low)| high >= low)
+    };
+    if !all_finite(&numbers) || !numbers.chunks_exact(2 * dim).all(is_box) {
+        fail!(Corrupt, "corners of pages are no corners");
+    }
+    Ok((tokens, numbers))
+}
+
+/// Blocks of a layer by their ids and by where they lie.
+#[derive(Clone, Debug, Default)]
+pub struct BlockMap {
+    /// Id and place, by id.
+    places: Vec<(u32, u32)>,
+    /// The id at each place.
+    ids: Vec<Option<u32>>,
+}
+
+impl BlockMap {
+    /// The place of a block: how many blocks of tokens lie before it.
+    pub fn place(&self, id: u32) -> Option<u32> {
+        let at = self.places.binary_search_by_key(&id, |&(id, _)| id).ok()?;
+        self.places.get(at).map(|&(_, place)| place)
+    }
+
+    /// Room for one more, at a place: what comes then cannot fail.
+    pub fn reserve(&mut self, place: u32) -> Result<()> {
+        reserve(&mut self.places, 1)?;
+        grow(&mut self.ids, place as usize + 1, None)
+    }
+
+    /// A block is at a place now, and nowhere else, and no other is there.
+    pub fn set(&mut self, id: u32, place: u32) {
+        if self.place(id) == Some(place) {
+            return;
+        }
+        if let Some(old) = self.place(id) {
+            self.clear(old);
+        }
+        self.clear(place);
+        let at = self.places.partition_point(|&(other, _)| other < id);
+        self.places.insert(at, (id, place));
+        if let Some(to) = self.ids.get_mut(place as usize) {
+            *to = Some(id);
+        }
+    }
+
+    fn clear(&mut self, place: u32) {
+        let Some(id) = self.ids.get_mut(place as usize).and_then(Option::take) else { return };
+        self.places.retain(|&(other, _)| other != id);
+    }
+
+    /// Blocks from a place on are no more.
+    pub fn truncate(&mut self, places: u32) {
+        if self.ids.len() > places as usize {
+            self.places.retain(|&(_, place)| place < places);
+            self.ids.truncate(places as usize);
+        }
+    }
+
+    /// What this takes.
+    pub fn bytes(&self) -> u64 {
+        8 * (self.places.capacity() + self.ids.capacity()) as u64
+    }
+
+    /// Blocks with their places, in the order of those; an error if one is unknown or named
+    /// twice.
+    pub fn find(&self, layer: u32, ids: &[u32], out: &mut Vec<(u32, u32)>) -> Result<()> {
+        out.clear();
+        reserve(out, ids.len())?;
+        for &id in ids {
+            let Some(place) = self.place(id) else {
+                fail!(Invalid, "block {id} of layer {layer} is not known");
+            };
+            out.push((id, place));
+        }
+        out.sort_unstable_by_key(|&(_, place)| place);
+        match out.windows(2).find(|two| two.first() == two.last()) {
+            Some(two) => {
+                let id = two.first().map_or(0, |&(id, _)| id);
+                fail!(Invalid, "block {id} is named twice")
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_in_one_place_and_a_place_has_one_block() {
+        let mut blocks = BlockMap::default();
+        for (id, place) in [(7, 0), (3, 1), (9, 2), (7, 3), (4, 1)] {
+            blocks.reserve(place).expect("memory");
+            blocks.set(id, place);
+        }
+        let at = |blocks: &BlockMap| [3, 4, 7, 9].map(|id| blocks.place(id));
+        assert_eq!(at(&blocks), [None, Some(1), Some(3), Some(2)]);
+        let mut found = Vec::new();
+        blocks.find(0, &[9, 4], &mut found).expect("known");
+        assert_eq!(found, [(4, 1), (9, 2)]);
+        blocks.find(0, &[7, 4], &mut found).expect("known");
+        assert_eq!(found, [(4, 1), (7, 3)]);
+        assert!(blocks.find(0, &[9, 9], &mut found).is_err());
+        assert!(blocks.find(0, &[9, 3], &mut found).is_err());
+        blocks.truncate(2);
+        assert_eq!(at(&blocks), [None, Some(1), None, None]);
+    }
 }

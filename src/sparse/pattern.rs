@@ -18,7 +18,7 @@ use crate::base::spec::nearest;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::source::Source;
-use crate::sparse::numbers::room;
+use crate::sparse::numbers::reserve;
 use crate::sparse::shape::Shape;
 
 /// Longest accepted file.
@@ -90,7 +90,7 @@ impl Patterns {
                 return Err(parser.wrong(&format!("more than {layers} layers")));
             }
             layers += 1;
-            room(&mut patterns.all, heads)?;
+            reserve(&mut patterns.all, heads)?;
             let first = patterns.all.len();
             patterns.all.resize(first + heads, None);
             parser.layer(patterns.all.get_mut(first..).unwrap_or_default())
@@ -228,11 +228,11 @@ impl<'a> Parser<'a> {
         let name = self.word()?;
         let Some(&(_, kind)) = NAMES.iter().find(|(known, _)| *known == name) else {
             let all = NAMES.map(|(known, _)| known);
-            let near = match nearest(name, &all) {
-                Some(near) => format!("the nearest is '{near}'"),
+            let hint = match nearest(name, &all) {
+                Some(name) => format!("the nearest is '{name}'"),
                 None => format!("accepted are '{}'", all.join("', '")),
             };
-            return Err(self.wrong(&format!("unknown pattern '{name}', {near}")));
+            return Err(self.wrong(&format!("unknown pattern '{name}', {hint}")));
         };
         self.expect(b',')?;
         let vertical = self.size()?;
@@ -339,8 +339,8 @@ mod tests {
             ("[[[[[[", 3),
         ] {
             let error = Patterns::parse(text.as_bytes(), &shape(1, 2)).expect_err(text);
-            let told = error.detail().and_then(|d| d.offset).unwrap_or(99);
-            assert_eq!(told, at, "{text}: {error}");
+            let offset = error.detail().and_then(|d| d.offset).unwrap_or(99);
+            assert_eq!(offset, at, "{text}: {error}");
         }
     }
 

@@ -2,8 +2,8 @@
 
 use crate::attention::Rows;
 use crate::base::status::Result;
-use crate::sparse::ask::not_finite;
 use crate::sparse::numbers::{read, zeros};
+use crate::sparse::prefill_inputs::not_finite;
 
 /// What the sum of a block that is not full is divided by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,7 +11,7 @@ pub enum Divisor {
     /// By the rows that a full one has: what is missing counts as zeros.
     Full,
     /// By the rows that it has.
-    There,
+    ResidentTokens,
 }
 
 /// Puts the mean of each `block` rows of a head into `out`.
@@ -51,11 +51,11 @@ mod tests {
         let numbers: Vec<f32> = (0..20).map(|n| n as f32).collect();
         let rows = testing::rows(&numbers, 2, 2);
         let mut out = Vec::new();
-        pool(&rows, 1, 2, Divisor::There, &mut out).expect("finite");
+        pool(&rows, 1, 2, Divisor::ResidentTokens, &mut out).expect("finite");
         assert_eq!(out, [4.0, 5.0, 12.0, 13.0, 18.0, 19.0]);
         pool(&rows, 1, 2, Divisor::Full, &mut out).expect("finite");
         assert_eq!(out, [4.0, 5.0, 12.0, 13.0, 9.0, 9.5]);
         let bad = [0.0, f32::NAN];
-        assert!(pool(&testing::rows(&bad, 1, 2), 0, 4, Divisor::There, &mut out).is_err());
+        assert!(pool(&testing::rows(&bad, 1, 2), 0, 4, Divisor::ResidentTokens, &mut out).is_err());
     }
 }

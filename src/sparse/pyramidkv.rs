@@ -14,7 +14,7 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::sparse::Shape;
-use crate::sparse::eviction::Cap;
+use crate::sparse::eviction::TokenBudget;
 use crate::sparse::snapkv::{Budget, Form, Snapkv};
 
 /// Reads `pyramidkv` with its parameters.
@@ -25,11 +25,11 @@ pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Snapkv> {
 
 /// What the budgets of layers follow from.
 #[derive(Clone, Copy, Debug)]
-pub struct Of {
+pub struct PyramidBudget {
     /// Which form.
     pub form: Form,
     /// The budget.
-    pub cap: Cap,
+    pub cap: TokenBudget,
     /// The window.
     pub window: usize,
     /// How much less the last layer keeps.
@@ -38,7 +38,7 @@ pub struct Of {
     pub layers: u32,
 }
 
-impl Of {
+impl PyramidBudget {
     /// How many of so many tokens stay in a layer.
     pub fn count(&self, layer: u32, tokens: usize) -> usize {
         match self.form {
@@ -89,11 +89,11 @@ mod tests {
 
     #[test]
     fn layers_keep_what_was_observed_of_kvpress() {
-        let cap = Cap::Ratio(0.5);
-        let of = Of { form: Form::Kvpress, cap, window: 16, beta: 20, layers: 4 };
+        let cap = TokenBudget::Ratio(0.5);
+        let of = PyramidBudget { form: Form::Kvpress, cap, window: 16, beta: 20, layers: 4 };
         assert_eq!([0, 1, 2, 3].map(|layer| of.count(layer, 256)), [240, 165, 91, 16]);
         // The least would be less than the window: as many in each.
-        let of = Of { cap: Cap::Ratio(0.9), ..of };
+        let of = PyramidBudget { cap: TokenBudget::Ratio(0.9), ..of };
         assert_eq!([0, 1, 2, 3].map(|layer| of.count(layer, 256)), [26, 26, 26, 26]);
         // Halves of a token, which the last bit decides: what its formula gives in Python.
         for (tokens, ratio, window, kept) in [
@@ -101,15 +101,15 @@ mod tests {
             (25, 0.41, 2, [23, 18, 12, 6]),
             (115, 0.45, 1, [114, 80, 46, 12]),
         ] {
-            let of = Of { cap: Cap::Ratio(ratio), window, ..of };
+            let of = PyramidBudget { cap: TokenBudget::Ratio(ratio), window, ..of };
             assert_eq!([0, 1, 2, 3].map(|layer| of.count(layer, tokens)), kept);
         }
     }
 
     #[test]
     fn whole_numbers_as_the_authors_divide_them() {
-        let cap = Cap::Tokens(320);
-        let of = Of { form: Form::Original, cap, window: 64, beta: 20, layers: 32 };
+        let cap = TokenBudget::Tokens(320);
+        let of = PyramidBudget { form: Form::Original, cap, window: 64, beta: 20, layers: 32 };
         // 256 / 20 = 12, 512 - 12 = 500, 488 / 31 = 15.
         assert_eq!(of.count(0, 4096), 564);
         assert_eq!(of.count(31, 4096), 500 - 31 * 15 + 64);
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!(of.count(0, 540), 540);
         assert_eq!(of.count(31, 540), 476 - 31 * 14 + 64);
         assert_eq!((of.count(5, 400), of.count(5, 320), of.count(5, 100)), (320, 320, 100));
-        let one = Of { layers: 1, ..of };
+        let one = PyramidBudget { layers: 1, ..of };
         assert_eq!(one.count(0, 4096), 564);
     }
 }

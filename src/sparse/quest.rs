@@ -25,22 +25,19 @@ use crate::attention::Rows;
 use crate::base::spec::Reader;
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::sparse::eviction::{count, misfit};
+use crate::sparse::eviction::{conflict, count};
 use crate::sparse::index::NO_QUERY;
-use crate::sparse::numbers::{check_rows, grow, room};
-use crate::sparse::pages::{Bound, Pages};
-use crate::sparse::pages_blocks::Blocks;
-use crate::sparse::pages_saved::{decode, encode};
-use crate::sparse::quest_work::{How, Work};
-use crate::sparse::ranks::ascending;
-use crate::sparse::reach::Reach;
+use crate::sparse::index_builder::IndexBuilder;
+use crate::sparse::numbers::{check, check_rows, fill, grow, reserve, zeros};
+use crate::sparse::pages::{BlockMap, Bound, Pages, decode, encode, product, split};
+use crate::sparse::ranks::{Ranks, ascending};
 use crate::sparse::{
     Context, Granularity, Index, Scope, Shape, Sparse, Stats, Traits, caps, needs,
 };
 
 /// Who shares a list of pages, and how pages are scored for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Share {
+pub enum PageSharing {
     /// Nobody.
     None,
     /// All, by the mean of the bound.
@@ -67,13 +64,13 @@ pub struct Rule {
     /// What a box is.
     pub bound: Bound,
     /// Who shares.
-    pub share: Share,
+    pub share: PageSharing,
 }
 
 #[derive(Clone, Debug)]
 struct Layer {
     pages: Pages,
-    blocks: Blocks,
+    blocks: BlockMap,
 }
 
 /// Chooses pages by the boxes around their keys.
@@ -82,7 +79,7 @@ pub struct Quest {
     rule: Rule,
     shape: Shape,
     layers: Vec<Layer>,
-    work: Work,
+    work: PageSelector,
     stats: Stats,
 }
 
@@ -94,8 +91,8 @@ impl Quest {
         let page = reader.u64("page", 16, 1..=1 << 20)? as u32;
         let is_kept = reader.choice("last", &["free", "always"])? == Some(1);
         let share = match reader.choice("share", &["none", "bound"])? {
-            Some(1) => Share::Bound,
-            _ => Share::None,
+            Some(1) => PageSharing::Bound,
+            _ => PageSharing::None,
         };
         let rule = Rule {
             page,
@@ -112,7 +109,7 @@ impl Quest {
         }
         let (topk, threshold) = (count(reader, "topk", 8, 1)?, count(reader, "threshold", 4, 0)?);
         let page = shape.block_tokens;
-        Quest::new(Rule { page, count: topk, threshold, share: Share::Fork, ..rule }, shape)
+        Quest::new(Rule { page, count: topk, threshold, share: PageSharing::Fork, ..rule }, shape)
     }
 
     /// A policy with a rule, for a model.
@@ -120,15 +117,15 @@ impl Quest {
         shape.check()?;
         if rule.page == 0 || shape.block_tokens % rule.page != 0 {
             let (page, block) = (rule.page, shape.block_tokens);
-            return Err(misfit(format!(
+            return Err(conflict(format!(
                 "blocks of {block} tokens are not whole pages of {page}: page must divide the block"
             )));
         }
         let pages = Pages::new(rule.page, shape.key_heads, shape.key_dim, rule.bound);
-        let layer = Layer { pages, blocks: Blocks::default() };
+        let layer = Layer { pages, blocks: BlockMap::default() };
         let mut layers = Vec::new();
         grow(&mut layers, shape.layers as usize, layer)?;
-        let (work, stats) = (Work::default(), Stats::default());
+        let (work, stats) = (PageSelector::default(), Stats::default());
         Ok(Quest { rule, shape: *shape, layers, work, stats })
     }
 
@@ -150,7 +147,7 @@ impl Quest {
     fn score(&mut self, layer: u32, queries: &Rows<'_>) -> Result<()> {
         let Quest { rule, shape, layers, work, .. } = self;
         let Some(state) = layers.get(layer as usize) else { return Ok(()) };
-        work.score(How { rule, shape, boxes: &state.pages }, queries)
+        work.score(PageScoring { rule, shape, boxes: &state.pages }, queries)
     }
 
     fn is_all(&self, pages: usize) -> bool {
@@ -180,7 +177,7 @@ impl Quest {
         let mut marks = std::mem::take(&mut self.work.marks);
         marks.clear();
         grow(&mut marks, self.work.found.len(), false)?;
-        for list in 0..Work::lists(&self.rule, &self.shape) {
+        for list in 0..PageSelector::lists(&self.rule, &self.shape) {
             self.work.list(list, count)?;
             for &column in &self.work.chosen {
                 let owner = self.work.owners.get(column as usize);
@@ -190,7 +187,7 @@ impl Quest {
             }
         }
         out.clear();
-        room(out, self.work.found.len())?;
+        reserve(out, self.work.found.len())?;
         let chosen = self.work.found.iter().zip(&marks).filter(|(_, mark)| **mark);
         out.extend(chosen.map(|(&(id, _), _)| id));
         out.sort_unstable();
@@ -201,13 +198,13 @@ impl Quest {
     /// Puts the known pages of the candidates into `work.pages`.
     fn gather(&mut self, layer: u32, candidates: &[u32]) -> Result<()> {
         let Some(state) = self.layers.get(layer as usize) else { return Ok(()) };
-        let Work { pages, owners, found, .. } = &mut self.work;
+        let PageSelector { pages, owners, found, .. } = &mut self.work;
         state.blocks.find(layer, candidates, found)?;
         let each = self.shape.block_tokens / self.rule.page;
         pages.clear();
         owners.clear();
-        room(pages, found.len() * each as usize)?;
-        room(owners, found.len() * each as usize)?;
+        reserve(pages, found.len() * each as usize)?;
+        reserve(owners, found.len() * each as usize)?;
         for (owner, &(_, place)) in (0..).zip(found.iter()) {
             for page in place * each..(place + 1) * each {
                 if state.pages.filled(page) > 0 {
@@ -225,7 +222,7 @@ fn traits(rule: &Rule) -> Traits {
     Traits {
         caps: caps::LOAD_DECODE | caps::INDEX_DECODE,
         needs: needs::KEYS | needs::QUERIES,
-        scope: if rule.share == Share::None { Scope::QueryHead } else { Scope::Layer },
+        scope: if rule.share == PageSharing::None { Scope::QueryHead } else { Scope::Layer },
         granularity: Granularity::Block,
         requires_block_selection: true,
         dense_layers: rule.dense,
@@ -312,27 +309,27 @@ impl Sparse for Quest {
         // What nothing is known of cannot be left out.
         let (mut unknown, known) = (Vec::new(), &mut self.work.pages);
         known.clear();
-        room(known, total as usize)?;
-        room(&mut unknown, (0..total).filter(|&at| state.pages.filled(at) == 0).count())?;
+        reserve(known, total as usize)?;
+        reserve(&mut unknown, (0..total).filter(|&at| state.pages.filled(at) == 0).count())?;
         for at in 0..total {
             if state.pages.filled(at) > 0 { known.push(at) } else { unknown.push(at) }
         }
         let count = self.work.mark(&self.rule, total)?;
         self.score(layer, queries)?;
         // The memory of the answer before serves this one.
-        let mut reach = Reach::within(std::mem::take(out));
-        for list in 0..Work::lists(&self.rule, &self.shape) {
-            reach.blocks(0, page, NO_QUERY)?;
+        let mut builder = IndexBuilder::within(std::mem::take(out));
+        for list in 0..PageSelector::lists(&self.rule, &self.shape) {
+            builder.blocks(0, page, NO_QUERY)?;
             self.work.list(list, count)?;
-            let Work { pages, chosen, .. } = &mut self.work;
+            let PageSelector { pages, chosen, .. } = &mut self.work;
             chosen.iter_mut().for_each(|at| *at = pages.get(*at as usize).copied().unwrap_or(0));
             if !unknown.is_empty() {
                 chosen.extend_from_slice(&unknown);
                 chosen.sort_unstable();
             }
-            reach.list(chosen.iter().copied())?;
+            builder.list(chosen.iter().copied())?;
         }
-        *out = reach.into_index();
+        *out = builder.into_index();
         Ok(())
     }
 
@@ -380,5 +377,224 @@ impl Sparse for Quest {
         state.pages.restore(first / self.rule.page, tokens, &corners)?;
         state.blocks.set(id, place);
         Ok(())
+    }
+}
+
+/// By what pages are scored.
+#[derive(Clone, Copy)]
+pub struct PageScoring<'a> {
+    /// The rule.
+    pub rule: &'a Rule,
+    /// The model.
+    pub shape: &'a Shape,
+    /// Boxes of the layer.
+    pub boxes: &'a Pages,
+}
+
+/// What is used while pages are chosen.
+#[derive(Clone, Debug, Default)]
+pub struct PageSelector {
+    ranks: Ranks,
+    /// Pages to choose from.
+    pub pages: Vec<u32>,
+    /// In which of `found` each is.
+    pub owners: Vec<u32>,
+    /// Candidates with their places, in the order of those.
+    pub found: Vec<(u32, u32)>,
+    /// Queries as they came, as f32.
+    asked: Vec<f32>,
+    /// Queries as boxes are multiplied with them, one row a list (or head of keys).
+    queries: Vec<f32>,
+    /// For each list a score a page.
+    scores: Vec<f32>,
+    /// Scores of pages one after the other, all queries; and what the kernel needs.
+    run: Vec<f32>,
+    memory: Vec<f32>,
+    /// Which pages were chosen, by their place in `pages`.
+    pub chosen: Vec<u32>,
+    /// Marks of pages, or of candidates.
+    pub marks: Vec<bool>,
+}
+
+/// The higher of two scores; what is not a number stays, to be found.
+fn higher(a: f32, b: f32) -> f32 {
+    if a >= b || a.is_nan() { a } else { b }
+}
+
+impl PageSelector {
+    /// What this takes.
+    pub fn bytes(&self) -> u64 {
+        let PageSelector { asked, queries, scores, run, memory, .. } = self;
+        [asked, queries, scores, run, memory].iter().map(|table| 4 * table.capacity() as u64).sum()
+    }
+
+    /// How many lists of pages there are.
+    pub fn lists(rule: &Rule, shape: &Shape) -> usize {
+        if rule.share == PageSharing::None { shape.query_heads as usize } else { 1 }
+    }
+
+    /// Scores the pages in `pages`: of several queries the greatest counts.
+    pub fn score(&mut self, scoring: PageScoring<'_>, queries: &Rows<'_>) -> Result<()> {
+        self.ask(queries)?;
+        let count = self.pages.len();
+        let lists = PageSelector::lists(scoring.rule, scoring.shape);
+        self.scores.clear();
+        grow(&mut self.scores, lists * count, f32::NEG_INFINITY)?;
+        if scoring.rule.share == PageSharing::None && scoring.boxes.has_kernel() {
+            self.score_runs(scoring, queries)?;
+        } else {
+            for at in 0..queries.tokens() as usize {
+                self.prepare(scoring, at)?;
+                self.score_one(scoring, count);
+            }
+        }
+        check("products of queries and keys", &self.scores)?;
+        self.force(lists, count);
+        Ok(())
+    }
+
+    /// Scores pages that follow each other together.
+    fn score_runs(&mut self, scoring: PageScoring<'_>, queries: &Rows<'_>) -> Result<()> {
+        let PageSelector { pages, scores, run, memory, .. } = self;
+        let (columns, lists) = (pages.len(), scoring.shape.query_heads as usize);
+        let mut at = 0;
+        for run_of_pages in pages.chunk_by(|a, b| a + 1 == *b) {
+            let count = run_of_pages.len();
+            let all = (run_of_pages.first().copied().unwrap_or(0), count as u32);
+            if queries.tokens() == 1 && count == columns {
+                return scoring.boxes.score(queries, all, scores, memory);
+            }
+            grow(run, queries.tokens() as usize * lists * count, 0.0)?;
+            run.truncate(queries.tokens() as usize * lists * count);
+            scoring.boxes.score(queries, all, run, memory)?;
+            for (row, found) in run.chunks_exact(count).enumerate() {
+                let to = scores.iter_mut().skip(row % lists * columns + at);
+                to.zip(found).for_each(|(to, &x)| *to = higher(*to, x));
+            }
+            at += count;
+        }
+        Ok(())
+    }
+
+    /// Takes queries in; an error if they are not finite.
+    fn ask(&mut self, queries: &Rows<'_>) -> Result<()> {
+        let (heads, dim) = (queries.heads(), queries.dim() as usize);
+        zeros(&mut self.asked, queries.tokens() as usize * heads as usize * dim)?;
+        for (at, row) in (0..).zip(self.asked.chunks_exact_mut(dim.max(1))) {
+            fill(queries, at / heads, at % heads, row);
+        }
+        check("queries", &self.asked)
+    }
+
+    /// Puts one of the queries, all heads, into the form that boxes are multiplied with.
+    fn prepare(&mut self, scoring: PageScoring<'_>, at: usize) -> Result<()> {
+        let dim = scoring.shape.key_dim as usize;
+        let group = scoring.shape.group() as usize;
+        let rows = scoring.shape.query_heads as usize;
+        let query = self.asked.get(at * rows * dim..(at + 1) * rows * dim).unwrap_or_default();
+        let out = &mut self.queries;
+        out.clear();
+        match scoring.rule.share {
+            PageSharing::None => {
+                grow(out, rows * 2 * dim, 0.0)?;
+                for (query, to) in query.chunks_exact(dim).zip(out.chunks_exact_mut(2 * dim)) {
+                    split(query, to);
+                }
+            }
+            // Products are linear in what boxes are multiplied with: add up first.
+            PageSharing::Bound => {
+                grow(out, rows / group * 2 * dim, 0.0)?;
+                let groups = query.chunks_exact(dim * group);
+                for (queries, to) in groups.zip(out.chunks_exact_mut(2 * dim)) {
+                    queries.chunks_exact(dim).for_each(|query| split(query, to));
+                    to.iter_mut().for_each(|number| *number /= rows as f32);
+                }
+            }
+            PageSharing::Fork => {
+                grow(out, rows / group * dim, 0.0)?;
+                let groups = query.chunks_exact(dim * group);
+                for (queries, to) in groups.zip(out.chunks_exact_mut(dim)) {
+                    for query in queries.chunks_exact(dim) {
+                        to.iter_mut().zip(query).for_each(|(to, number)| *to += number);
+                    }
+                    to.iter_mut().for_each(|number| *number /= group as f32);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn score_one(&mut self, scoring: PageScoring<'_>, count: usize) {
+        let PageSelector { pages, queries, scores, .. } = self;
+        let (dim, group) = (scoring.shape.key_dim as usize, scoring.shape.group() as usize);
+        let heads = scoring.shape.key_heads as f32;
+        for (column, &page) in pages.iter().enumerate() {
+            let corners = scoring.boxes.corners(page).chunks_exact(2 * dim);
+            let mut raise_to = |list: usize, score: f32| {
+                if let Some(to) = scores.get_mut(list * count + column) {
+                    *to = higher(*to, score);
+                }
+            };
+            match scoring.rule.share {
+                PageSharing::None => {
+                    for (head, corners) in corners.enumerate() {
+                        let rows = queries.chunks_exact(2 * dim).skip(head * group).take(group);
+                        for (list, query) in (head * group..).zip(rows) {
+                            raise_to(list, product(query, corners));
+                        }
+                    }
+                }
+                PageSharing::Bound => {
+                    let rows = queries.chunks_exact(2 * dim);
+                    raise_to(
+                        0,
+                        rows.zip(corners).map(|(query, corners)| product(query, corners)).sum(),
+                    );
+                }
+                PageSharing::Fork => {
+                    let rows = queries.chunks_exact(dim).zip(corners);
+                    let of = |(query, corners): (&[f32], &[f32])| {
+                        let (low, high) = corners.split_at(dim);
+                        let (low, high) = (product(query, low), product(query, high));
+                        if high >= low { high } else { low }
+                    };
+                    raise_to(0, rows.map(of).sum::<f32>() / heads);
+                }
+            }
+        }
+    }
+
+    /// Pages that always are chosen get more than any score.
+    fn force(&mut self, lists: usize, count: usize) {
+        let PageSelector { pages, scores, marks, .. } = self;
+        for (column, _) in marks.iter().zip(pages).enumerate().filter(|(_, (mark, _))| **mark) {
+            for list in 0..lists {
+                if let Some(score) = scores.get_mut(list * count + column) {
+                    *score = f32::INFINITY;
+                }
+            }
+        }
+    }
+
+    /// Marks in `marks` which of `pages` always are chosen, of so many pages in all;
+    /// gives how many are to be chosen, those included.
+    pub fn mark(&mut self, rule: &Rule, total: u32) -> Result<usize> {
+        let Rule { sinks, window, count, .. } = *rule;
+        let is_forced = |page: u32| page < sinks || page >= total.saturating_sub(window);
+        let PageSelector { pages, marks, .. } = self;
+        marks.clear();
+        reserve(marks, pages.len())?;
+        marks.extend(pages.iter().map(|&page| is_forced(page)));
+        let present = marks.iter().filter(|mark| **mark).count();
+        let forced = (u64::from(sinks) + u64::from(window)).min(total.into()) as usize;
+        Ok((count as usize).saturating_sub(forced) + present)
+    }
+
+    /// Puts the pages of a list into `chosen`: their places in `pages`.
+    pub fn list(&mut self, list: usize, count: usize) -> Result<()> {
+        let PageSelector { pages, scores, ranks, chosen, .. } = self;
+        let from = list * pages.len();
+        chosen.clear();
+        ranks.top(scores.get(from..from + pages.len()).unwrap_or_default(), count, chosen)
     }
 }

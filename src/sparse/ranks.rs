@@ -3,7 +3,7 @@
 
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::numbers::room;
+use crate::sparse::numbers::reserve;
 
 /// Up to so many are found by scans that look at many scores at a time.
 const FEW: usize = 32;
@@ -96,7 +96,7 @@ impl Ranks {
             fail!(Limit, "{} scores at once, at most {}", scores.len(), u32::MAX);
         }
         self.keys.clear();
-        room(&mut self.keys, scores.len())?;
+        reserve(&mut self.keys, scores.len())?;
         self.keys.extend(scores.iter().enumerate().map(|(at, &score)| key::<HIGH>(score, at)));
         Ok(())
     }
@@ -107,7 +107,7 @@ impl Ranks {
         count: usize,
         out: &mut Vec<u32>,
     ) -> Result<()> {
-        room(out, count.min(scores.len()))?;
+        reserve(out, count.min(scores.len()))?;
         if count >= scores.len() {
             out.extend(0..scores.len() as u32);
         } else if count == 1 {
@@ -140,7 +140,7 @@ impl Ranks {
             if !chunk.iter().fold(false, |any, &score| any | counts(score)) {
                 continue;
             }
-            room(&mut self.keys, chunk.len())?;
+            reserve(&mut self.keys, chunk.len())?;
             let found = (part * LANES..).zip(chunk).filter(|&(_, &score)| counts(score));
             self.keys.extend(found.map(|(at, &score)| key::<HIGH>(score, at)));
         }
@@ -168,7 +168,7 @@ impl Ranks {
 
 /// Adds what is left of a list without the places named, which ascend.
 pub fn without<T: Copy>(list: &[T], places: &[u32], out: &mut Vec<T>) -> Result<()> {
-    room(out, list.len())?;
+    reserve(out, list.len())?;
     let mut from = 0;
     for &place in places {
         out.extend_from_slice(list.get(from..place as usize).unwrap_or_default());
@@ -181,7 +181,7 @@ pub fn without<T: Copy>(list: &[T], places: &[u32], out: &mut Vec<T>) -> Result<
 /// An error if a list names one twice; else the list ascending, in `out`.
 pub fn ascending(list: &[u32], out: &mut Vec<u32>) -> Result<()> {
     out.clear();
-    room(out, list.len())?;
+    reserve(out, list.len())?;
     out.extend_from_slice(list);
     out.sort_unstable();
     match out.windows(2).find(|pair| pair.first() == pair.last()) {

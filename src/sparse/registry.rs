@@ -13,7 +13,7 @@ use crate::sparse::{adakv, arkvale, pyramidkv};
 use crate::sparse::{duo::Duo, external::External, h2o::H2o, infinigen::Predict};
 use crate::sparse::{keydiff::Keydiff, knorm::Knorm, quest::Quest, snapkv::Snapkv, tova::Tova};
 
-type Make = fn(&mut Reader, &Shape) -> Result<Box<dyn Sparse>>;
+type Constructor = fn(&mut Reader, &Shape) -> Result<Box<dyn Sparse>>;
 
 /// One policy.
 pub struct Entry {
@@ -23,7 +23,7 @@ pub struct Entry {
     pub aliases: &'static [&'static str],
     /// What it does, in a line.
     pub about: &'static str,
-    make: Make,
+    make: Constructor,
 }
 
 fn boxed<S: Sparse + 'static>(made: Result<S>) -> Result<Box<dyn Sparse>> {
@@ -34,7 +34,7 @@ const fn entry(
     name: &'static str,
     aliases: &'static [&'static str],
     about: &'static str,
-    make: Make,
+    make: Constructor,
 ) -> Entry {
     Entry { name, aliases, about, make }
 }
@@ -75,15 +75,15 @@ pub fn make(spec: &Spec, shape: &Shape) -> Result<Box<dyn Sparse>> {
         return Err(spec.unknown_name(&known));
     };
     let mut reader = Reader::new(spec);
-    let policy = (entry.make)(&mut reader, shape).map_err(|e| placed(e, spec))?;
+    let policy = (entry.make)(&mut reader, shape).map_err(|e| with_offset(e, spec))?;
     reader.finish()?;
     Ok(policy)
 }
 
 /// An error about the whole of a spec says where that stands.
-fn placed(error: Error, spec: &Spec) -> Error {
-    let told = error.detail().is_some_and(|detail| detail.offset.is_some());
-    if told || error.status() != Status::Spec {
+fn with_offset(error: Error, spec: &Spec) -> Error {
+    let has_offset = error.detail().is_some_and(|detail| detail.offset.is_some());
+    if has_offset || error.status() != Status::Spec {
         return error;
     }
     let text = format!("{}, in '{}' at offset {}", error.message(), spec.name, spec.offset);

@@ -17,11 +17,11 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::eviction::{Cap, misfit};
-use crate::sparse::kept::{Kept, sum_rows};
-use crate::sparse::numbers::{grow, room};
+use crate::sparse::eviction::{TokenBudget, conflict};
+use crate::sparse::numbers::{grow, reserve};
 use crate::sparse::ranks::Ranks;
-use crate::sparse::{Context, Keep, Kind, Scope, Shape, Sparse, Traits, caps, needs};
+use crate::sparse::token_scores::{TokenScores, sum_rows};
+use crate::sparse::{Context, Kind, RetainedTokens, Scope, Shape, Sparse, Traits, caps, needs};
 
 /// Which of the published forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,15 +47,15 @@ pub enum Budget {
 #[derive(Clone, Debug)]
 pub struct Snapkv {
     shape: Shape,
-    kept: Kept,
-    cap: Cap,
+    kept: TokenScores,
+    cap: TokenBudget,
     budget: Budget,
     form: Form,
     window: usize,
     kernel: usize,
     is_max: bool,
     /// Which layers were told of attention since they last evicted.
-    told: Vec<bool>,
+    observed: Vec<bool>,
     ranks: Ranks,
 }
 
@@ -85,30 +85,30 @@ impl Snapkv {
             _ => Form::Kvpress,
         };
         if form == Form::Original && shape.kind == Kind::Latent {
-            return Err(misfit("all heads share a latent row: form=original cannot be"));
+            return Err(conflict("all heads share a latent row: form=original cannot be"));
         }
         let lists = if form == Form::Original { shape.query_heads } else { shape.key_heads };
-        let cap = Cap::read(reader, 1024)?;
+        let cap = TokenBudget::read(reader, 1024)?;
         let window = reader.u64("window", 64, 1..=1 << 20)? as usize;
         let kernel = reader.u64("kernel", 5, 1..=1023)? as usize;
         if kernel % 2 == 0 {
-            return Err(misfit(format!("a kernel of {kernel} tokens has no middle")));
+            return Err(conflict(format!("a kernel of {kernel} tokens has no middle")));
         }
-        if matches!(cap, Cap::Tokens(tokens) if tokens as usize <= window) {
-            return Err(misfit(format!("the budget is no more than the window of {window}")));
+        if matches!(cap, TokenBudget::Tokens(tokens) if tokens as usize <= window) {
+            return Err(conflict(format!("the budget is no more than the window of {window}")));
         }
-        let mut told = Vec::new();
-        grow(&mut told, shape.layers as usize, false)?;
+        let mut observed = Vec::new();
+        grow(&mut observed, shape.layers as usize, false)?;
         Ok(Snapkv {
             shape: *shape,
-            kept: Kept::new(shape.layers, lists, shape.max_tokens)?,
+            kept: TokenScores::new(shape.layers, lists, shape.max_tokens)?,
             cap,
             budget,
             form,
             window,
             kernel,
             is_max: reader.choice("pool", &["avg", "max"])? == Some(1),
-            told,
+            observed,
             ranks: Ranks::default(),
         })
     }
@@ -117,7 +117,7 @@ impl Snapkv {
     pub fn count(&self, layer: u32, tokens: usize) -> usize {
         let count = match self.budget {
             Budget::Pyramid(beta) => {
-                let of = crate::sparse::pyramidkv::Of {
+                let of = crate::sparse::pyramidkv::PyramidBudget {
                     form: self.form,
                     cap: self.cap,
                     window: self.window,
@@ -133,7 +133,7 @@ impl Snapkv {
 
     /// Says what stays if heads share their tokens: each keeps its best `safe` ones, of the
     /// others the lowest of all heads go.
-    fn share(&mut self, layer: u32, safe: f64, out: &mut Keep) -> Result<bool> {
+    fn share(&mut self, layer: u32, safe: f64, out: &mut RetainedTokens) -> Result<bool> {
         let lists = &self.kept.layer(layer)?.lists;
         let tokens = lists.first().map_or(0, |list| list.positions.len());
         let stay = self.count(layer, tokens);
@@ -142,7 +142,7 @@ impl Snapkv {
         }
         let sure = (stay as f64 * safe) as usize;
         let (mut scores, mut best) = (Vec::new(), Vec::new());
-        room(&mut scores, tokens * lists.len())?;
+        reserve(&mut scores, tokens * lists.len())?;
         for list in lists {
             let from = scores.len();
             scores.extend_from_slice(&list.scores);
@@ -182,7 +182,7 @@ impl Sparse for Snapkv {
     }
 
     fn state_bytes(&self) -> u64 {
-        self.kept.bytes() + self.told.capacity() as u64
+        self.kept.bytes() + self.observed.capacity() as u64
     }
 
     fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
@@ -202,13 +202,13 @@ impl Sparse for Snapkv {
             old.copy_from_slice(&pooled);
             window.fill(f32::INFINITY);
         }
-        if let Some(told) = self.told.get_mut(layer as usize) {
-            *told = true;
+        if let Some(observed) = self.observed.get_mut(layer as usize) {
+            *observed = true;
         }
         Ok(())
     }
 
-    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         if !context.is_prefill || context.part.saturating_add(1) < context.parts {
             return Ok(false);
         }
@@ -216,8 +216,8 @@ impl Sparse for Snapkv {
         let there = of.lists.first().map_or(0, |list| list.positions.len());
         let next = of.next;
         let has_evicted = of.lists.iter().any(|list| list.positions.len() < next as usize);
-        let told = self.told.get(layer as usize).is_some_and(|told| *told);
-        if next < context.tokens || !told {
+        let observed = self.observed.get(layer as usize).is_some_and(|observed| *observed);
+        if next < context.tokens || !observed {
             let more = context.tokens.saturating_sub(next) as usize;
             let all = there + more;
             if (has_evicted && more == 0) || self.count(layer, all) >= all {
@@ -232,17 +232,17 @@ impl Sparse for Snapkv {
         self.kept.plan(layer, (0, self.window), |count, _| count.saturating_sub(stay), out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         self.kept.evicted(layer, kept)?;
-        if let Some(told) = self.told.get_mut(layer as usize) {
-            *told = false;
+        if let Some(observed) = self.observed.get_mut(layer as usize) {
+            *observed = false;
         }
         Ok(())
     }
 
     fn truncate(&mut self, tokens: u32) -> Result<()> {
-        for (layer, told) in (0..).zip(self.told.iter_mut()) {
-            *told &= self.kept.layer(layer)?.next <= tokens;
+        for (layer, observed) in (0..).zip(self.observed.iter_mut()) {
+            *observed &= self.kept.layer(layer)?.next <= tokens;
         }
         self.kept.truncate(tokens);
         Ok(())

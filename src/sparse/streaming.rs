@@ -20,11 +20,11 @@ use crate::base::spec::Reader;
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::sparse::index::{Context, Index, NO_QUERY};
-use crate::sparse::lists::Keep;
+use crate::sparse::index_builder::IndexBuilder;
+use crate::sparse::lists::RetainedTokens;
 use crate::sparse::numbers::zeros;
-use crate::sparse::reach::Reach;
 use crate::sparse::shape::Shape;
-use crate::sparse::{Sparse, Traits, ask, caps};
+use crate::sparse::{Sparse, Traits, caps, prefill_inputs};
 
 /// Sinks and a window.
 #[derive(Clone)]
@@ -98,26 +98,26 @@ impl Sparse for Streaming {
         out: &mut Index,
     ) -> Result<()> {
         self.shape.check_queries(layer, queries)?;
-        ask::check_context(&self.shape, queries.tokens(), context)?;
+        prefill_inputs::check_context(&self.shape, queries.tokens(), context)?;
         let (begin, sinks) = self.window(context.tokens);
-        let mut reach = Reach::default();
+        let mut builder = IndexBuilder::default();
         if begin > sinks && queries.tokens() == 1 {
-            reach.blocks(0, 1, NO_QUERY)?;
-            reach.list(self.tokens(context.tokens))?;
+            builder.blocks(0, 1, NO_QUERY)?;
+            builder.list(self.tokens(context.tokens))?;
         } else if begin > sinks {
-            reach.lines(NO_QUERY)?;
-            reach.list(0..sinks)?;
-            reach.list(0..self.recent.min(context.tokens))?;
+            builder.lines(NO_QUERY)?;
+            builder.list(0..sinks)?;
+            builder.list(0..self.recent.min(context.tokens))?;
         }
-        *out = reach.into_index();
+        *out = builder.into_index();
         Ok(())
     }
 
-    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         if context.is_prefill {
             fail!(Unsupported, "streaming evicts while text is written, not in a prompt");
         }
-        ask::check_context(
+        prefill_inputs::check_context(
             &self.shape,
             context.tokens.saturating_sub(context.first_query),
             context,
@@ -131,7 +131,7 @@ impl Sparse for Streaming {
         Ok(true)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         let sinks = self.sinks;
         let list = kept.of(0);
         let (Some(first), Some(&last)) = (list.iter().find(|&&at| at >= sinks), list.last()) else {

@@ -13,16 +13,16 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::eviction::Ends;
-use crate::sparse::kept::{Kept, sum_rows};
-use crate::sparse::{Context, Keep, Shape, Sparse, Traits, needs};
+use crate::sparse::eviction::Retention;
+use crate::sparse::token_scores::{TokenScores, sum_rows};
+use crate::sparse::{Context, RetainedTokens, Shape, Sparse, Traits, needs};
 
 /// What the newest query looks at.
 #[derive(Clone, Debug)]
 pub struct Tova {
     shape: Shape,
-    kept: Kept,
-    ends: Ends,
+    kept: TokenScores,
+    retention: Retention,
 }
 
 impl Tova {
@@ -32,15 +32,20 @@ impl Tova {
         let newest = usize::from(reader.choice("newest", &["kept", "free"])? != Some(1));
         Ok(Tova {
             shape: *shape,
-            kept: Kept::new(shape.layers, 1, shape.max_tokens)?,
-            ends: Ends::with(reader, 0, newest)?,
+            kept: TokenScores::new(shape.layers, 1, shape.max_tokens)?,
+            retention: Retention::with(reader, 0, newest)?,
         })
     }
 }
 
 impl Sparse for Tova {
     fn traits(&self) -> Traits {
-        Traits { caps: self.ends.caps(), needs: needs::COLUMN_SUMS, sum_queries: 1, ..Traits::NONE }
+        Traits {
+            caps: self.retention.caps(),
+            needs: needs::COLUMN_SUMS,
+            sum_queries: 1,
+            ..Traits::NONE
+        }
     }
 
     fn state_bytes(&self) -> u64 {
@@ -55,12 +60,12 @@ impl Sparse for Tova {
         self.kept.add_sums(layer, (rows, tokens), sums, true)
     }
 
-    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         self.kept.extend(layer, context.tokens, f32::INFINITY)?;
-        self.ends.plan(&mut self.kept, layer, context, out)
+        self.retention.plan(&mut self.kept, layer, context, out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         self.kept.evicted(layer, kept)
     }
 

@@ -26,12 +26,12 @@ use crate::attention::Rows;
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::ask::{Ask, each_head, not_finite, only_prefill};
 use crate::sparse::index::{Context, Index};
-use crate::sparse::lanes::{LANES, add_products, soften, turn};
+use crate::sparse::index_builder::{IndexBuilder, Row, rows};
+use crate::sparse::lanes::{LANES, add_products, softmax_lanes, transpose};
 use crate::sparse::numbers::{all_finite, zeros};
+use crate::sparse::prefill_inputs::{PrefillInputs, each_head, not_finite, only_prefill};
 use crate::sparse::ranks::Ranks;
-use crate::sparse::reach::{Reach, Row, rows};
 use crate::sparse::shape::Shape;
 use crate::sparse::{Granularity, Scope, Sparse, Traits, caps, needs};
 
@@ -61,7 +61,7 @@ pub struct XAttention {
 /// Long rows of queries that stand in lanes.
 #[derive(Default)]
 struct Group {
-    turned: Vec<f32>,
+    transposed: Vec<f32>,
     /// For each long row of keys what each lane gives it.
     weights: Vec<f32>,
     /// The last long row of keys that the first lane sees.
@@ -99,19 +99,24 @@ impl XAttention {
         Ok(XAttention { settings, scratch: Scratch::default() })
     }
 
-    fn head(&mut self, ask: &Ask<'_>, head: u32, out: &mut Reach) -> Result<()> {
+    fn head(
+        &mut self,
+        inputs: &PrefillInputs<'_>,
+        head: u32,
+        out: &mut IndexBuilder,
+    ) -> Result<()> {
         let Settings { block, stride, .. } = self.settings;
-        let (long, scratch) = (ask.dim() * stride as usize, &mut self.scratch);
+        let (long, scratch) = (inputs.dim() * stride as usize, &mut self.scratch);
         zeros(&mut scratch.queries, long * LANES)?;
         zeros(&mut scratch.keys, long * TILE)?;
-        let blocks = ask.tokens.div_ceil(block) as usize;
+        let blocks = inputs.tokens.div_ceil(block) as usize;
         zeros(&mut scratch.sums, blocks)?;
         let lanes_of_row = (block / stride) as usize;
-        let lanes = ask.count().div_ceil(stride) as usize;
-        let mut all = rows(ask.first, ask.tokens, block);
+        let lanes = inputs.count().div_ceil(stride) as usize;
+        let mut all = rows(inputs.first, inputs.tokens, block);
         for at in 0..lanes {
             if at % (LANES * GROUPS) == 0 {
-                scratch.multiply(ask, head, &self.settings, at..lanes)?;
+                scratch.multiply(inputs, head, &self.settings, at..lanes)?;
             }
             if at % LANES == 0 {
                 scratch.add_up(at / LANES % GROUPS, lanes_of_row)?;
@@ -120,7 +125,7 @@ impl XAttention {
             scratch.sums.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part);
             let is_last = (at + 1) % lanes_of_row == 0 || at + 1 == lanes;
             if let Some(row) = is_last.then(|| all.next()).flatten() {
-                scratch.choose(ask, &self.settings, row)?;
+                scratch.choose(inputs, &self.settings, row)?;
                 out.list(scratch.chosen.iter().copied())?;
                 scratch.sums.fill(0.0);
             }
@@ -133,23 +138,23 @@ impl Group {
     /// Puts long rows of queries into lanes; zeros for their products.
     fn take(
         &mut self,
-        ask: &Ask<'_>,
+        inputs: &PrefillInputs<'_>,
         settings: &Settings,
         queries: &[f32],
         lanes: Range<usize>,
     ) -> Result<()> {
-        let (dim, stride) = (ask.dim(), settings.stride as usize);
-        let factor = ask.scale / settings.stride as f32;
-        zeros(&mut self.turned, dim * stride * LANES)?;
-        for (at, turned) in self.turned.chunks_exact_mut(dim * LANES).enumerate() {
+        let (dim, stride) = (inputs.dim(), settings.stride as usize);
+        let factor = inputs.scale / settings.stride as f32;
+        zeros(&mut self.transposed, dim * stride * LANES)?;
+        for (at, transposed) in self.transposed.chunks_exact_mut(dim * LANES).enumerate() {
             // The last query of a long row meets the first key.
             let back = (stride - 1 - at) * dim;
             let rows = queries.chunks_exact(dim * stride);
-            turn(rows.filter_map(|row| row.get(back..back + dim)), factor, turned);
+            transpose(rows.filter_map(|row| row.get(back..back + dim)), factor, transposed);
         }
         // The last long row of keys that the first lane sees; each lane sees one more.
-        self.nearest = (ask.first as usize + lanes.start * stride) / stride;
-        let keys = (self.nearest + lanes.len()).min((ask.tokens as usize).div_ceil(stride));
+        self.nearest = (inputs.first as usize + lanes.start * stride) / stride;
+        let keys = (self.nearest + lanes.len()).min((inputs.tokens as usize).div_ceil(stride));
         zeros(&mut self.weights, keys * LANES)
     }
 }
@@ -158,31 +163,31 @@ impl Scratch {
     /// Finds the products of long rows of queries, as many of `lanes` as there are groups for.
     fn multiply(
         &mut self,
-        ask: &Ask<'_>,
+        inputs: &PrefillInputs<'_>,
         head: u32,
         settings: &Settings,
         lanes: Range<usize>,
     ) -> Result<()> {
-        let (dim, stride) = (ask.dim(), settings.stride as usize);
+        let (dim, stride) = (inputs.dim(), settings.stride as usize);
         let long = dim * stride;
         let mut most = 0;
         for (first, group) in lanes.clone().step_by(LANES).zip(&mut self.groups) {
             let own = first..lanes.end.min(first + LANES);
             let queries = self.queries.get_mut(..long * own.len()).unwrap_or_default();
-            ask.read_queries(head, (first * stride) as u32, queries)?;
-            group.take(ask, settings, queries, own)?;
+            inputs.read_queries(head, (first * stride) as u32, queries)?;
+            group.take(inputs, settings, queries, own)?;
             most = group.weights.len() / LANES;
         }
         let groups = lanes.len().div_ceil(LANES);
         for tile in (0..most).step_by(TILE) {
             let count = (most - tile).min(TILE);
             let keys = self.keys.get_mut(..count * long).unwrap_or_default();
-            ask.read_keys(head, (tile * stride) as u32, keys)?;
+            inputs.read_keys(head, (tile * stride) as u32, keys)?;
             for group in self.groups.iter_mut().take(groups) {
                 let end = group.weights.len().min((tile + count) * LANES);
                 let out = group.weights.get_mut(tile * LANES..end).unwrap_or_default();
-                for (at, turned) in group.turned.chunks_exact(dim * LANES).enumerate() {
-                    add_products(turned, keys.get(at * dim..).unwrap_or_default(), long, out);
+                for (at, transposed) in group.transposed.chunks_exact(dim * LANES).enumerate() {
+                    add_products(transposed, keys.get(at * dim..).unwrap_or_default(), long, out);
                 }
             }
         }
@@ -198,7 +203,7 @@ impl Scratch {
         let Some(Group { weights, nearest, .. }) = self.groups.get_mut(group) else {
             return Ok(());
         };
-        let factors = soften(weights, *nearest);
+        let factors = softmax_lanes(weights, *nearest);
         zeros(&mut self.parts, (weights.len() / LANES).div_ceil(long_rows) * LANES)?;
         let blocks = weights.chunks(long_rows * LANES);
         for (part, block) in self.parts.chunks_exact_mut(LANES).zip(blocks) {
@@ -211,10 +216,10 @@ impl Scratch {
     }
 
     /// Chooses blocks by what stands in `sums`.
-    fn choose(&mut self, ask: &Ask<'_>, settings: &Settings, row: Row) -> Result<()> {
+    fn choose(&mut self, inputs: &PrefillInputs<'_>, settings: &Settings, row: Row) -> Result<()> {
         let block = settings.block;
         let own = row.first / block..row.end.div_ceil(block);
-        let is_odd = settings.compat && ask.first == 0 && row.first < CHUNK;
+        let is_odd = settings.compat && inputs.first == 0 && row.first < CHUNK;
         self.chosen.clear();
         if !is_odd && own.start > 0 {
             self.chosen.push(0);
@@ -271,13 +276,13 @@ impl Sparse for XAttention {
         out: &mut Index,
     ) -> Result<()> {
         only_prefill("xattention", context)?;
-        let ask = Ask::check(&self.settings.shape, layer, queries, keys, context)?;
+        let inputs = PrefillInputs::check(&self.settings.shape, layer, queries, keys, context)?;
         let block = self.settings.block;
-        if self.settings.tau >= 1.0 || ask.tokens <= block {
+        if self.settings.tau >= 1.0 || inputs.tokens <= block {
             out.set_dense();
             return Ok(());
         }
-        *out = each_head(&ask, block, |head, reach| self.head(&ask, head, reach))?;
+        *out = each_head(&inputs, block, |head, builder| self.head(&inputs, head, builder))?;
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
 use kvtier::sparse::index::{Head, Kind as HeadKind, NO_QUERY};
 use kvtier::sparse::pages::{Bound, Pages, product, split};
-use kvtier::sparse::{Context, Index, Keep, Kind, Scope, Shape, Sparse, caps, registry};
+use kvtier::sparse::{Context, Index, Kind, RetainedTokens, Scope, Shape, Sparse, caps, registry};
 use proptest::prelude::*;
 
 /// Rows of numbers: tokens, heads, numbers of a head.
@@ -718,10 +718,14 @@ fn specs_that_cannot_be_are_refused() {
 // ---- h2o, tova ----
 
 /// What a policy says stays, list by list; none if all does.
-fn stays(policy: &mut dyn Sparse, layer: u32, context: &Context) -> Option<(Keep, Vec<Vec<u32>>)> {
-    let mut keep = Keep::default();
+fn stays(
+    policy: &mut dyn Sparse,
+    layer: u32,
+    context: &Context,
+) -> Option<(RetainedTokens, Vec<Vec<u32>>)> {
+    let mut keep = RetainedTokens::default();
     let goes = policy.evict(layer, context, &mut keep).expect("evict");
-    assert!(goes || keep == Keep::default());
+    assert!(goes || keep == RetainedTokens::default());
     let lists = (0..keep.heads.len()).map(|at| keep.heads.get(at).to_vec()).collect();
     goes.then_some((keep, lists))
 }
@@ -845,7 +849,7 @@ proptest! {
             prop_assert!(stays(&mut *policy, 2, &context).is_none(), "nothing more to do");
         }
         // A new sequence knows nothing of the old one; another layer never did.
-        prop_assert!(policy.evict(1, &decode(1), &mut Keep::default()).is_ok_and(|goes| !goes));
+        prop_assert!(policy.evict(1, &decode(1), &mut RetainedTokens::default()).is_ok_and(|goes| !goes));
         policy.reset();
         let got = sums(&mut dice, heads, 2);
         policy.observe(2, 2, &got, 2).expect("two tokens");
@@ -855,7 +859,7 @@ proptest! {
             let count = sink + recent + budget + every + 1;
             policy.observe(2, 1, &sums(&mut dice, heads, count), count as u32).expect("new");
             let (keep, said) = stays(&mut *policy, 2, &decode(count)).expect("too many");
-            let mut pinned = Keep::default();
+            let mut pinned = RetainedTokens::default();
             for list in &said {
                 let with: BTreeSet<u32> = list.iter().copied().chain([2]).collect();
                 pinned.heads.push(with);
@@ -927,8 +931,8 @@ fn attention_that_cannot_be_is_refused_and_changes_nothing() {
         let far = sums(&mut dice, 4, (1 << 16) + 1);
         let error = policy.observe(1, 1, &far, (1 << 16) + 1).expect_err("too many");
         assert_eq!(error.status(), Status::Limit);
-        assert!(policy.evict(4, &prefill(9), &mut Keep::default()).is_err(), "{spec}");
-        let mut keep = Keep::default();
+        assert!(policy.evict(4, &prefill(9), &mut RetainedTokens::default()).is_err(), "{spec}");
+        let mut keep = RetainedTokens::default();
         let lists = if policy.traits().scope == Scope::Layer { 1 } else { 2 };
         for wrong in [vec![3, 2], vec![0, 9], vec![1, 1]] {
             keep.clear();
@@ -1085,7 +1089,7 @@ proptest! {
             }
         }
         policy.reset();
-        prop_assert!(policy.evict(0, &prefill(9999), &mut Keep::default()).is_err() || ratio == Some(0));
+        prop_assert!(policy.evict(0, &prefill(9999), &mut RetainedTokens::default()).is_err() || ratio == Some(0));
     }
 }
 
@@ -1201,7 +1205,7 @@ fn heads_that_stream_keep_the_first_and_the_newest() {
     );
     assert!(stays(&mut *policy, 2, &decode(999)).is_none(), "all heads keep all");
     assert_eq!(stays(&mut *policy, 3, &decode(9)).expect("two").1, vec![vec![0, 1, 6, 7, 8]; 2]);
-    assert!(policy.evict(4, &decode(9), &mut Keep::default()).is_err());
+    assert!(policy.evict(4, &decode(9), &mut RetainedTokens::default()).is_err());
     policy.reset();
     assert!(stays(&mut *policy, 0, &decode(6)).is_none());
     let none = |sparsity: f64, layer: u32| {
@@ -1373,7 +1377,7 @@ fn speeds() {
         let mut tokens = 8192;
         h2o.observe(0, 1, &vec![0.25; 32 * 8192], 8192).expect("sound");
         let got: Vec<f32> = dice.normal(1, 32, 8193).numbers.iter().map(|n| n * n).collect();
-        let mut keep = Keep::default();
+        let mut keep = RetainedTokens::default();
         let (mut step, mut told) = (f64::INFINITY, f64::INFINITY);
         for _ in 0..60 {
             tokens += 1;
@@ -1389,7 +1393,7 @@ fn speeds() {
     }
     let mut h2o = make("h2o", &shape);
     h2o.observe(0, 1, &[0.5; 3200], 100).expect("sound");
-    let mut keep = Keep::default();
+    let mut keep = RetainedTokens::default();
     let ids: Vec<u32> = (0..8).collect();
     let nothing = |name: &str, work: &mut dyn FnMut()| {
         println!("{name}: {:.3} us", best(|| (0..100).for_each(|_| work())) / 100.0);

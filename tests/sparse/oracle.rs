@@ -11,7 +11,7 @@ use kvtier::base::spec::Spec;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
 use kvtier::sparse::index::Kind;
-use kvtier::sparse::{Context, Index, Keep, Shape, Sparse, registry, shape};
+use kvtier::sparse::{Context, Index, RetainedTokens, Shape, Sparse, registry, shape};
 use serde_json::Value;
 
 type Set = BTreeSet<u32>;
@@ -252,7 +252,7 @@ fn evict(case: &Case<'_>) {
         policy.observe(layer, window as u32, &sums, tokens as u32).expect(case.name);
     }
     let is_prefill = traits.caps & kvtier::sparse::caps::EVICT_PREFILL != 0;
-    let mut keep = Keep::default();
+    let mut keep = RetainedTokens::default();
     let some = policy.evict(layer, &context(tokens, is_prefill), &mut keep).expect(case.name);
     for (head, want) in sets(case.result("lists")).into_iter().enumerate() {
         let stays = if some { of(keep.of(head as u32)) } else { (0..tokens as u32).collect() };
@@ -271,7 +271,7 @@ fn steps(case: &Case<'_>) {
         let sums = case.sums(from..end, &there);
         let count = there[0].len() as u32;
         policy.observe(case.layer, (end - from) as u32, &sums, count).expect(case.name);
-        let mut keep = Keep::default();
+        let mut keep = RetainedTokens::default();
         let ask = context(end, step == 0);
         if policy.evict(case.layer, &ask, &mut keep).expect(case.name) {
             policy.evicted(case.layer, &keep).expect(case.name);

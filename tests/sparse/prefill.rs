@@ -14,7 +14,7 @@ use kvtier::base::status::{Result, Status};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
 use kvtier::sparse::index::{Head, Kind};
-use kvtier::sparse::{Context, Index, Keep, Shape, Sparse, caps, needs, registry};
+use kvtier::sparse::{Context, Index, RetainedTokens, Shape, Sparse, caps, needs, registry};
 use proptest::prelude::*;
 
 const MARGIN: f64 = 1e-4;
@@ -1040,7 +1040,7 @@ fn sinks_and_the_last_tokens_stay() {
 fn what_lies_between_is_evicted_once() {
     let p = Prompt::new(2, 1, 4, 1, 1);
     let mut policy = make("streaming(sinks=2,recent=3)", &p.shape).expect("sound");
-    let mut keep = Keep::default();
+    let mut keep = RetainedTokens::default();
     assert_eq!(policy.evict(0, &decode(5), &mut keep), Ok(false));
     assert_eq!(policy.evict(0, &decode(6), &mut keep), Ok(true));
     assert_eq!(keep.of(1), [0, 1, 3, 4, 5]);
@@ -1065,7 +1065,7 @@ fn what_lies_between_is_evicted_once() {
         Status::Unsupported
     );
     assert!(policy.evict(2, &decode(6), &mut keep).is_err() && policy.evicted(2, &keep).is_err());
-    assert!(policy.evicted(0, &Keep::default()).is_err());
+    assert!(policy.evicted(0, &RetainedTokens::default()).is_err());
     assert_eq!(keep, before);
 }
 
@@ -1077,7 +1077,7 @@ fn full_leaves_nothing_out() {
     let mut out = vec![9];
     policy.select(0, None, &[3, 1, 2, 2], &decode(30), &mut out).expect("all");
     assert_eq!(out, [1, 2, 3]);
-    assert_eq!(policy.evict(0, &decode(30), &mut Keep::default()), Ok(false));
+    assert_eq!(policy.evict(0, &decode(30), &mut RetainedTokens::default()), Ok(false));
 }
 
 // all of them

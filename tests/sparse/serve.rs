@@ -8,7 +8,7 @@ use kvtier::base::status::Status;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
 use kvtier::sparse::{
-    ALL_QUERIES, Context, Index, Keep, Shape, Sparse, Traits, caps, needs, registry,
+    ALL_QUERIES, Context, Index, RetainedTokens, Shape, Sparse, Traits, caps, needs, registry,
 };
 
 const PROMPT: u32 = 200;
@@ -152,7 +152,7 @@ impl Engine {
     }
 
     fn evict(&mut self, layer: u32, context: &Context) -> bool {
-        let mut keep = Keep::default();
+        let mut keep = RetainedTokens::default();
         let any = self.policy.evict(layer, context, &mut keep).expect(self.what);
         if any {
             self.there[layer as usize] = keep.of(0).len();

@@ -7,10 +7,10 @@ use kvtier::base::spec::Spec;
 use kvtier::base::status::{Result, Status};
 use kvtier::meta::dtype::Dtype;
 use kvtier::sparse::pages::{Bound, Pages};
-use kvtier::sparse::quest::{Rule, Share};
-use kvtier::sparse::quest_work::{How, Work};
+use kvtier::sparse::quest::{PageScoring, PageSelector};
+use kvtier::sparse::quest::{PageSharing, Rule};
 use kvtier::sparse::ranks::Ranks;
-use kvtier::sparse::{Context, Index, Keep, Kind, Shape, Sparse, needs, registry};
+use kvtier::sparse::{Context, Index, Kind, RetainedTokens, Shape, Sparse, needs, registry};
 
 use super::attention::{numbers, pairs, reading, rows, seconds};
 use super::home::say;
@@ -82,7 +82,7 @@ fn choosing() -> Result<Vec<Bar>> {
         window: 0,
         dense: 0,
         bound: Bound::Range,
-        share: Share::None,
+        share: PageSharing::None,
     };
     let row = shape.key_heads as usize * DIM;
     let each = PAGE as usize * row;
@@ -95,10 +95,10 @@ fn choosing() -> Result<Vec<Bar>> {
     }
     let query = numbers(HEADS as usize * DIM);
     let query = rows(&query, HEADS as usize, DIM, Dtype::F32);
-    let mut work = Work::default();
+    let mut work = PageSelector::default();
     work.pages.extend(0..PAGES);
     let count = work.mark(&rule, PAGES)?;
-    work.score(How { rule: &rule, shape: &shape, boxes: &boxes }, &query)?;
+    work.score(PageScoring { rule: &rule, shape: &shape, boxes: &boxes }, &query)?;
     let mut marks = vec![false; PAGES as usize];
     let mut choose = || {
         seconds(|| {
@@ -181,7 +181,7 @@ fn steps(spec: &str, quick: bool) -> Result<Steps> {
     // Counted are allocations of steps, not of this.
     let mut times = Vec::with_capacity(rounds as usize);
     let mut reads = Vec::with_capacity(rounds as usize);
-    let mut keep = Keep::default();
+    let mut keep = RetainedTokens::default();
     for round in 1..=rounds {
         // Memory is made in the first step.
         before = if round == 2 { allocations() } else { before };
@@ -311,7 +311,7 @@ fn idle_index(policy: &mut dyn Sparse, shape: &Shape) -> Result<f64> {
 }
 
 fn idle_evict(policy: &mut dyn Sparse, _shape: &Shape) -> Result<f64> {
-    let mut keep = Keep::default();
+    let mut keep = RetainedTokens::default();
     call(|| match policy.evict(0, &step(SHORT), &mut keep)? {
         false => Ok(()),
         true => Err(Status::Invalid.into()),

@@ -25,19 +25,19 @@
 //! the order of tokens.
 
 mod fp8;
-mod store;
+mod key_store;
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::sparse::ask::{check_context, not_finite};
-use crate::sparse::dsa::store::Store;
+use crate::sparse::dsa::key_store::KeyStore;
 use crate::sparse::index::{Context, Index, NO_QUERY};
-use crate::sparse::lanes::{LANES, add_positive, add_products, turn};
-use crate::sparse::numbers::{all_finite, read, room, zeros};
+use crate::sparse::index_builder::IndexBuilder;
+use crate::sparse::lanes::{LANES, add_positive, add_products, transpose};
+use crate::sparse::numbers::{all_finite, read, reserve, zeros};
+use crate::sparse::prefill_inputs::{check_context, not_finite};
 use crate::sparse::ranks::{Ranks, ascending};
-use crate::sparse::reach::Reach;
 use crate::sparse::shape::{Shape, check_layer};
 use crate::sparse::{OwnRows, Sparse, Stats, Traits, caps, needs};
 
@@ -64,7 +64,7 @@ struct Block {
 
 /// What is known of a layer.
 struct Layer {
-    keys: Store,
+    keys: KeyStore,
     /// By id.
     blocks: Vec<Block>,
 }
@@ -84,7 +84,7 @@ pub struct Dsa {
 #[derive(Default)]
 struct Scratch {
     queries: Vec<f32>,
-    turned: Vec<f32>,
+    transposed: Vec<f32>,
     keys: Vec<f32>,
     products: Vec<f32>,
     scores: Vec<f32>,
@@ -106,14 +106,14 @@ impl Dsa {
         let is_small = reader.choice("state", &["fp8", "f32"])?.unwrap_or(0) == 0;
         let mut dsa = Dsa::empty(settings)?;
         let layers = (0..shape.layers)
-            .map(|_| Layer { keys: Store::new(settings.dim, is_small), blocks: Vec::new() });
+            .map(|_| Layer { keys: KeyStore::new(settings.dim, is_small), blocks: Vec::new() });
         dsa.layers.extend(layers);
         Ok(dsa)
     }
 
     fn empty(settings: Settings) -> Result<Dsa> {
         let mut layers = Vec::new();
-        room(&mut layers, settings.shape.layers as usize)?;
+        reserve(&mut layers, settings.shape.layers as usize)?;
         let scratch = Scratch::default();
         let stats = Stats::default();
         Ok(Dsa { settings, layers, weights: Vec::new(), weighted: None, scratch, stats })
@@ -150,10 +150,10 @@ impl Dsa {
                 return Err(not_finite("queries of the indexer"));
             }
         }
-        zeros(&mut scratch.turned, heads.next_multiple_of(LANES) * dim)?;
+        zeros(&mut scratch.transposed, heads.next_multiple_of(LANES) * dim)?;
         let groups = scratch.queries.chunks(LANES * dim);
-        for (group, turned) in groups.zip(scratch.turned.chunks_exact_mut(LANES * dim)) {
-            turn(group.chunks_exact(dim), 1.0, turned);
+        for (group, transposed) in groups.zip(scratch.transposed.chunks_exact_mut(LANES * dim)) {
+            transpose(group.chunks_exact(dim), 1.0, transposed);
         }
         zeros(&mut scratch.keys, TILE * dim)?;
         zeros(&mut scratch.scores, tokens)?;
@@ -161,10 +161,10 @@ impl Dsa {
         let Some(layer) = self.layers.get(layer as usize) else { return Ok(()) };
         for (tile, scores) in scratch.scores.chunks_mut(TILE).enumerate() {
             layer.keys.read(tile * TILE, &mut scratch.keys);
-            let groups = weights.chunks(LANES).zip(scratch.turned.chunks_exact(LANES * dim));
-            for (weights, turned) in groups {
+            let groups = weights.chunks(LANES).zip(scratch.transposed.chunks_exact(LANES * dim));
+            for (weights, transposed) in groups {
                 zeros(&mut scratch.products, scores.len() * LANES)?;
-                add_products(turned, &scratch.keys, dim, &mut scratch.products);
+                add_products(transposed, &scratch.keys, dim, &mut scratch.products);
                 let mut lanes = [0.0; LANES];
                 lanes.iter_mut().zip(weights).for_each(|(lane, weight)| *lane = *weight);
                 add_positive(&scratch.products, &lanes, scores);
@@ -178,21 +178,21 @@ impl Dsa {
 
     /// Finds the tokens of each query: a row of one query, blocks of one key.
     fn tokens(&mut self, layer: u32, queries: &Rows<'_>, context: &Context) -> Result<Index> {
-        let mut reach = Reach::default();
-        reach.blocks(u32::from(queries.tokens() > 1), 1, NO_QUERY)?;
+        let mut builder = IndexBuilder::default();
+        builder.blocks(u32::from(queries.tokens() > 1), 1, NO_QUERY)?;
         for query in 0..queries.tokens() {
             let visible = context.first_query + query + 1;
             if visible <= self.settings.topk {
-                reach.list(0..visible)?;
+                builder.list(0..visible)?;
                 continue;
             }
             self.weigh(layer, queries, query, visible as usize)?;
             let Scratch { ranks, scores, chosen, .. } = &mut self.scratch;
             chosen.clear();
             ranks.top(scores, self.settings.topk as usize, chosen)?;
-            reach.list(chosen.iter().copied())?;
+            builder.list(chosen.iter().copied())?;
         }
-        Ok(reach.into_index())
+        Ok(builder.into_index())
     }
 }
 
@@ -206,7 +206,7 @@ impl Layer {
                 }
             }
             Err(at) => {
-                room(&mut self.blocks, 1)?;
+                reserve(&mut self.blocks, 1)?;
                 self.blocks.insert(at, block);
             }
         }
@@ -358,7 +358,7 @@ impl Sparse for Dsa {
         let mut fork = Dsa::empty(self.settings)?;
         for layer in &self.layers {
             let mut blocks = Vec::new();
-            room(&mut blocks, layer.blocks.len())?;
+            reserve(&mut blocks, layer.blocks.len())?;
             blocks.extend_from_slice(&layer.blocks);
             fork.layers.push(Layer { keys: layer.keys.copy()?, blocks });
         }

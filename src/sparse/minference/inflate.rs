@@ -10,7 +10,7 @@
 use std::ops::Range;
 
 use crate::base::status::Result;
-use crate::sparse::numbers::room;
+use crate::sparse::numbers::reserve;
 
 /// Queries and keys of a block.
 pub const BLOCK: u32 = 64;
@@ -28,7 +28,7 @@ pub struct Lines {
 /// before position `end`. They ascend and do not touch; columns stay what they are.
 pub fn inflate(diagonals: &[u32], end: u32, out: &mut Vec<Range<u32>>) -> Result<()> {
     out.clear();
-    room(out, diagonals.len())?;
+    reserve(out, diagonals.len())?;
     let ends = diagonals.iter().rev().filter(|&&d| d < end);
     for there in ends.map(|d| (end - d).max(BLOCK)) {
         match out.last_mut() {

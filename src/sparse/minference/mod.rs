@@ -45,14 +45,14 @@ use crate::attention::Rows;
 use crate::base::spec::Reader;
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::sparse::ask::{Ask, only_prefill};
 use crate::sparse::estimate::Estimate;
 use crate::sparse::index::{Context, Index, NO_QUERY};
+use crate::sparse::index_builder::{IndexBuilder, Row, rows};
 use crate::sparse::minference::inflate::{BLOCK, Lines, inflate};
 use crate::sparse::minference::pooled::Pooled;
 use crate::sparse::pattern::{Kind, MAX_SIZE, Pattern, Patterns};
+use crate::sparse::prefill_inputs::{PrefillInputs, only_prefill};
 use crate::sparse::ranks::Ranks;
-use crate::sparse::reach::{Reach, Row, rows};
 use crate::sparse::shape::Shape;
 use crate::sparse::{Scope, Sparse, Traits, caps, needs};
 
@@ -205,9 +205,9 @@ impl MInference {
     }
 
     /// Finds the columns and diagonals of a head by its last queries.
-    fn find(&mut self, ask: &Ask<'_>, head: u32, pattern: &Pattern) -> Result<()> {
+    fn find(&mut self, inputs: &PrefillInputs<'_>, head: u32, pattern: &Pattern) -> Result<()> {
         let Settings { sinks, recent, last_q, .. } = self.settings;
-        self.estimate.run(ask, head, last_q)?;
+        self.estimate.run(inputs, head, last_q)?;
         let force = |scores: &mut [f32], count: u32| {
             scores.iter_mut().take(count as usize).for_each(|score| *score = f32::INFINITY);
         };
@@ -224,38 +224,44 @@ impl MInference {
     }
 
     /// Adds a head whose pattern leaves something out.
-    fn head(&mut self, ask: &Ask<'_>, head: u32, pattern: &Pattern, out: &mut Reach) -> Result<()> {
+    fn head(
+        &mut self,
+        inputs: &PrefillInputs<'_>,
+        head: u32,
+        pattern: &Pattern,
+        out: &mut IndexBuilder,
+    ) -> Result<()> {
         let is_blocks = self.settings.form == Form::Blocks;
         match pattern.kind {
             Kind::BlockSparse => {
                 out.blocks(BLOCK, BLOCK, NO_QUERY)?;
-                self.pooled.add(ask, head, pattern.vertical, out)
+                self.pooled.add(inputs, head, pattern.vertical, out)
             }
             Kind::VerticalSlash => {
-                self.find(ask, head, pattern)?;
+                self.find(inputs, head, pattern)?;
                 if self.settings.form == Form::Exact {
                     out.lines(NO_QUERY)?;
                     out.list(self.lines.columns.iter().copied())?;
                     return out.list(self.lines.diagonals.iter().copied());
                 }
-                self.inflated(ask, out)
+                self.inflated(inputs, out)
             }
             Kind::AShape | Kind::TriShape => {
                 let rows = self.settings.dense_rows;
                 let is_a = pattern.kind == Kind::AShape;
-                let dense_from = if is_a { NO_QUERY } else { ask.tokens.saturating_sub(rows) };
+                let dense_from = if is_a { NO_QUERY } else { inputs.tokens.saturating_sub(rows) };
                 if !is_blocks {
                     out.lines(dense_from)?;
                     out.list(0..pattern.vertical)?;
                     return out.list(0..pattern.slash);
                 }
-                rounded(ask, pattern, dense_from, out)
+                rounded(inputs, pattern, dense_from, out)
             }
         }
     }
 
     /// Adds a head by what the published kernel makes of its lines.
-    fn inflated(&mut self, ask: &Ask<'_>, out: &mut Reach) -> Result<()> {
+    fn inflated(&mut self, inputs: &PrefillInputs<'_>, out: &mut IndexBuilder) -> Result<()> {
         let is_blocks = self.settings.form == Form::Blocks;
         let Lines { columns, diagonals } = &self.lines;
         if is_blocks {
@@ -264,7 +270,7 @@ impl MInference {
             out.ranges(BLOCK)?;
             out.list(columns.iter().copied())?;
         }
-        for Row { first, end, .. } in rows(ask.first, ask.tokens, BLOCK) {
+        for Row { first, end, .. } in rows(inputs.first, inputs.tokens, BLOCK) {
             // Rows of the kernel are whole, whether the last one is full or not.
             inflate(diagonals, first.saturating_add(BLOCK), &mut self.ranges)?;
             let mut columns = columns.iter().copied().filter(|_| is_blocks).peekable();
@@ -285,9 +291,14 @@ impl MInference {
 }
 
 /// Adds a head of the first keys and the last, in whole blocks.
-fn rounded(ask: &Ask<'_>, pattern: &Pattern, dense_from: u32, out: &mut Reach) -> Result<()> {
+fn rounded(
+    inputs: &PrefillInputs<'_>,
+    pattern: &Pattern,
+    dense_from: u32,
+    out: &mut IndexBuilder,
+) -> Result<()> {
     out.blocks(BLOCK, BLOCK, dense_from)?;
-    for Row { first, end, .. } in rows(ask.first, ask.tokens, BLOCK) {
+    for Row { first, end, .. } in rows(inputs.first, inputs.tokens, BLOCK) {
         if first < dense_from {
             out.add(0..pattern.vertical.min(end))?;
             let window = (first + 1).saturating_sub(pattern.slash);
@@ -319,26 +330,26 @@ impl Sparse for MInference {
     ) -> Result<()> {
         only_prefill("minference", context)?;
         let settings = &self.settings;
-        let ask = Ask::check(&settings.shape, layer, queries, keys, context)?;
-        let tokens = ask.tokens;
+        let inputs = PrefillInputs::check(&settings.shape, layer, queries, keys, context)?;
+        let tokens = inputs.tokens;
         let mut patterns = Vec::new();
-        if patterns.try_reserve_exact(ask.heads() as usize).is_err() {
+        if patterns.try_reserve_exact(inputs.heads() as usize).is_err() {
             return Err(Status::NoMem.into());
         }
-        patterns.extend((0..ask.heads()).map(|head| settings.pattern(layer, head, tokens)));
+        patterns.extend((0..inputs.heads()).map(|head| settings.pattern(layer, head, tokens)));
         let is_full = patterns.iter().all(|pattern| Settings::is_full(pattern, tokens));
-        let mut reach = Reach::default();
+        let mut builder = IndexBuilder::default();
         if !is_full && layer >= settings.dense_layers {
             // One that depends on no key is the same for all.
             let heads = if settings.is_same_for_all() { 1 } else { patterns.len() };
             for (head, pattern) in (0..).zip(patterns.iter().take(heads)) {
                 match Settings::is_full(pattern, tokens) {
-                    true => reach.dense()?,
-                    false => self.head(&ask, head, pattern, &mut reach)?,
+                    true => builder.dense()?,
+                    false => self.head(&inputs, head, pattern, &mut builder)?,
                 }
             }
         }
-        *out = reach.into_index();
+        *out = builder.into_index();
         Ok(())
     }
 

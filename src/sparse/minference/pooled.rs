@@ -1,20 +1,20 @@
 //! Which blocks of keys fit a block of queries best, by the products of their means.
 
 use crate::base::status::Result;
-use crate::sparse::ask::{Ask, not_finite};
-use crate::sparse::lanes::{LANES, add_products, turn};
+use crate::sparse::index_builder::{IndexBuilder, rows};
+use crate::sparse::lanes::{LANES, add_products, transpose};
 use crate::sparse::minference::inflate::BLOCK;
 use crate::sparse::numbers::{all_finite, zeros};
 use crate::sparse::pool::{Divisor, pool};
+use crate::sparse::prefill_inputs::{PrefillInputs, not_finite};
 use crate::sparse::ranks::Ranks;
-use crate::sparse::reach::{Reach, rows};
 
 /// Means of blocks, and their products.
 #[derive(Default)]
 pub struct Pooled {
     queries: Vec<f32>,
     keys: Vec<f32>,
-    turned: Vec<f32>,
+    transposed: Vec<f32>,
     products: Vec<f32>,
     scores: Vec<f32>,
     ranks: Ranks,
@@ -25,18 +25,24 @@ impl Pooled {
     /// Adds the best `count` blocks for each row of a head to an index. Of blocks that begin
     /// inside of a row all are in it: that can only be the first one's own, unless parts of a
     /// prompt begin in the middle of a block.
-    pub fn add(&mut self, ask: &Ask<'_>, head: u32, count: u32, out: &mut Reach) -> Result<()> {
-        let dim = ask.dim();
+    pub fn add(
+        &mut self,
+        inputs: &PrefillInputs<'_>,
+        head: u32,
+        count: u32,
+        out: &mut IndexBuilder,
+    ) -> Result<()> {
+        let dim = inputs.dim();
         // Missing rows of a block count as zeros, as where this comes from.
-        pool(ask.queries, head, BLOCK, Divisor::Full, &mut self.queries)?;
-        pool(ask.keys, ask.key_head(head), BLOCK, Divisor::Full, &mut self.keys)?;
-        zeros(&mut self.turned, dim * LANES)?;
+        pool(inputs.queries, head, BLOCK, Divisor::Full, &mut self.queries)?;
+        pool(inputs.keys, inputs.key_head(head), BLOCK, Divisor::Full, &mut self.keys)?;
+        zeros(&mut self.transposed, dim * LANES)?;
         let blocks = self.keys.len() / dim;
-        let all = rows(ask.first, ask.tokens, BLOCK);
+        let all = rows(inputs.first, inputs.tokens, BLOCK);
         for group in (0..all.clone().count()).step_by(LANES) {
-            turn(self.queries.chunks_exact(dim).skip(group), 1.0, &mut self.turned);
+            transpose(self.queries.chunks_exact(dim).skip(group), 1.0, &mut self.transposed);
             zeros(&mut self.products, blocks * LANES)?;
-            add_products(&self.turned, &self.keys, dim, &mut self.products);
+            add_products(&self.transposed, &self.keys, dim, &mut self.products);
             if !all_finite(&self.products) {
                 return Err(not_finite("products of queries and keys"));
             }

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use kvtier::attention::keys::Heads;
 use kvtier::attention::{Decode, Head, Keys, Kind, Level, Problem, Sums};
 use kvtier::base::status::Status;
-use kvtier::sparse::placed::positions_of;
-use kvtier::sparse::{Index, Keep, Placed, There};
+use kvtier::sparse::placement::positions_of;
+use kvtier::sparse::{BlockPlacement, Index, ResidentTokens, RetainedTokens};
 use proptest::prelude::*;
 
 use crate::attention::data::{Chosen, Data, Random, Type, model};
@@ -33,9 +33,14 @@ impl Loaded {
         Loaded { blocks, block_tokens, tail: (begin as u32, tokens as u32) }
     }
 
-    fn placed(&self) -> Placed<'_> {
+    fn placed(&self) -> BlockPlacement<'_> {
         let (tail_first, tail_tokens) = self.tail;
-        Placed { blocks: &self.blocks, block_tokens: self.block_tokens, tail_first, tail_tokens }
+        BlockPlacement {
+            blocks: &self.blocks,
+            block_tokens: self.block_tokens,
+            tail_first,
+            tail_tokens,
+        }
     }
 
     /// Positions by their definition.
@@ -121,7 +126,7 @@ proptest! {
         let (out, lse) = run(here, Level::best());
         want.check(&out, &lse, &format!("{:?}", chosen.heads));
         let mut there = vec![0.0; heads * n];
-        let all = There { kept: None, from: 0, tokens: n as u32, heads: of };
+        let all = ResidentTokens { kept: None, from: 0, tokens: n as u32, heads: of };
         let mut sums = vec![0.0; heads * positions.len()];
         let mut job = Sums::new(here, &lse, 0, true, &mut sums).expect("sound");
         job.all(&mut vec![0.0; job.scratch()]).expect("enough scratch");
@@ -151,14 +156,14 @@ proptest! {
             all.add_selected(&sums, asked, &placed, &mut there).expect("all are there");
             near(&there)?;
             // Only what was seen has stayed, and the query's own token.
-            let mut keep = Keep::default();
+            let mut keep = RetainedTokens::default();
             let seen: Vec<Vec<u32>> = (0..heads)
                 .map(|head| (0..first as u32).filter(|&at| sees(0, head, at as usize)).collect())
                 .collect();
             let same = seen.iter().map(Vec::len).min().unwrap_or(0);
             if seen.iter().all(|list| list.len() == same) {
                 seen.iter().for_each(|list| keep.heads.push(list.iter().copied()));
-                let kept = There { kept: Some(&keep), from: first as u32, ..all };
+                let kept = ResidentTokens { kept: Some(&keep), from: first as u32, ..all };
                 let mut told = vec![0.0; heads * (same + 1)];
                 kept.add_selected(&sums, asked, &placed, &mut told).expect("all are there");
                 for (head, (told, list)) in told.chunks(same + 1).zip(&seen).enumerate() {
@@ -173,9 +178,9 @@ proptest! {
 
 #[test]
 fn what_is_not_in_order_is_refused() {
-    let good = Placed { blocks: &[1, 4], block_tokens: 16, tail_first: 80, tail_tokens: 9 };
+    let good = BlockPlacement { blocks: &[1, 4], block_tokens: 16, tail_first: 80, tail_tokens: 9 };
     let heads = Heads { queries: 2, keys: 1 };
-    let ask = |placed: &Placed<'_>, first: u32| {
+    let ask = |placed: &BlockPlacement<'_>, first: u32| {
         let mut index = Index::default();
         placed.index(&Keys::DENSE, heads, (first, 3), &mut index).map_err(|error| error.status())
     };
@@ -185,14 +190,17 @@ fn what_is_not_in_order_is_refused() {
     assert_eq!((ask(&good, 63), ask(&good, 20)), (Err(Status::Invalid), Err(Status::Invalid)));
     let big = 1 << 30;
     for (bad, status) in [
-        (Placed { blocks: &[4, 1], ..good }, Status::Invalid),
-        (Placed { blocks: &[4, 4], ..good }, Status::Invalid),
-        (Placed { block_tokens: 0, ..good }, Status::Invalid),
-        (Placed { tail_first: 79, ..good }, Status::Invalid),
-        (Placed { tail_first: big, ..good }, Status::Limit),
-        (Placed { tail_first: u32::MAX, tail_tokens: u32::MAX, ..good }, Status::Limit),
-        (Placed { blocks: &[u32::MAX], tail_tokens: 0, ..good }, Status::Limit),
-        (Placed { blocks: &[1], block_tokens: u32::MAX, tail_tokens: 0, ..good }, Status::Limit),
+        (BlockPlacement { blocks: &[4, 1], ..good }, Status::Invalid),
+        (BlockPlacement { blocks: &[4, 4], ..good }, Status::Invalid),
+        (BlockPlacement { block_tokens: 0, ..good }, Status::Invalid),
+        (BlockPlacement { tail_first: 79, ..good }, Status::Invalid),
+        (BlockPlacement { tail_first: big, ..good }, Status::Limit),
+        (BlockPlacement { tail_first: u32::MAX, tail_tokens: u32::MAX, ..good }, Status::Limit),
+        (BlockPlacement { blocks: &[u32::MAX], tail_tokens: 0, ..good }, Status::Limit),
+        (
+            BlockPlacement { blocks: &[1], block_tokens: u32::MAX, tail_tokens: 0, ..good },
+            Status::Limit,
+        ),
     ] {
         assert_eq!(ask(&bad, 86), Err(status), "{bad:?}");
     }

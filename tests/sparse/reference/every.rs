@@ -2,7 +2,7 @@
 //! policy or the engine cannot do it says.
 
 use kvtier::base::status::Status;
-use kvtier::sparse::{Index, Keep, Shape, caps, registry};
+use kvtier::sparse::{Index, RetainedTokens, Shape, caps, registry};
 
 use crate::reference::attend::context;
 use crate::reference::engine::Engine;
@@ -186,7 +186,7 @@ fn what_a_policy_does_not_do_it_refuses_or_leaves_alone() {
                 }
             }
             if own & by(caps::EVICT_PREFILL, caps::EVICT_DECODE) == 0 {
-                let mut keep = Keep::default();
+                let mut keep = RetainedTokens::default();
                 match policy.evict(0, &context, &mut keep) {
                     Ok(has) => assert!(!has, "{name} evicts"),
                     Err(error) => assert_eq!(error.status(), Status::Unsupported, "{name}"),

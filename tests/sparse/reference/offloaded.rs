@@ -14,7 +14,7 @@ use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::meta::view::{Place, View};
 use kvtier::offload::{Home, Offload, Opts, Policies as Loads, Which};
-use kvtier::sparse::{Context, Keep, Kind, Shape};
+use kvtier::sparse::{Context, Kind, RetainedTokens, Shape};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::session::{LayerViews, PlaneView};
@@ -32,7 +32,7 @@ pub struct Offloaded {
     shape: Shape,
     session: u32,
     known: u32,
-    kept: Vec<Option<Keep>>,
+    kept: Vec<Option<RetainedTokens>>,
     store: Arc<Store>,
     // The last to go.
     _runtime: Runtime,
@@ -85,7 +85,7 @@ impl Offloaded {
     /// a cache that compacts has them.
     fn lend_kept(
         &self,
-        keep: &Keep,
+        keep: &RetainedTokens,
         positions: &[u32],
         f: &mut dyn FnMut(&KvRows<'_>) -> Result<()>,
     ) -> Result<()> {
@@ -196,7 +196,7 @@ impl Cache for Offloaded {
         lent
     }
 
-    fn evict(&mut self, layer: u32, keep: &Keep) -> Result<()> {
+    fn evict(&mut self, layer: u32, keep: &RetainedTokens) -> Result<()> {
         self.kept[layer as usize] = Some(keep.clone());
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! The engine beside torch: logits of the same weights and text.
 
-use kvtier::sparse::Keep;
+use kvtier::sparse::RetainedTokens;
 
 use crate::reference::engine::Engine;
 use crate::reference::model::{Form, Model};
@@ -57,7 +57,7 @@ fn check(name: &str, form: Form) {
     let mut engine = Engine::in_memory(&model, form, 32, Policies::default()).expect("a model");
     engine.prompt(prompt, 1).expect("a prompt");
     let first = prompt.len() as u32;
-    let mut keep = Keep::default();
+    let mut keep = RetainedTokens::default();
     keep.heads.push((0..seen.0).chain(first - seen.1..first));
     for layer in 0..engine.shape.layers {
         engine.keep(layer, &keep).expect("they are there");

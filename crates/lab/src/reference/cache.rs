@@ -4,7 +4,7 @@ use kvtier::attention::{Rows, Scales};
 use kvtier::base::status::Result;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
-use kvtier::sparse::{Keep, Kind, Shape};
+use kvtier::sparse::{Kind, RetainedTokens, Shape};
 
 /// Selection of keys.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +49,7 @@ pub trait Cache {
     ) -> Result<()>;
 
     /// Evicts all tokens of a layer except these.
-    fn evict(&mut self, layer: u32, keep: &Keep) -> Result<()>;
+    fn evict(&mut self, layer: u32, keep: &RetainedTokens) -> Result<()>;
 }
 
 #[derive(Clone, Default)]
@@ -234,7 +234,7 @@ impl Cache for InMemory {
         Ok(())
     }
 
-    fn evict(&mut self, layer: u32, keep: &Keep) -> Result<()> {
+    fn evict(&mut self, layer: u32, keep: &RetainedTokens) -> Result<()> {
         let ((key, value), heads) = (self.sizes(), self.shape.key_heads as usize);
         let layer = &mut self.layers[layer as usize];
         layer.is_evicted = true;

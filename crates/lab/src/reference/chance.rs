@@ -2,7 +2,7 @@
 
 use kvtier::attention::Rows;
 use kvtier::base::status::Result;
-use kvtier::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, caps, needs};
+use kvtier::sparse::{Context, RetainedTokens, Scope, Shape, Sparse, Traits, caps, needs};
 
 use super::numbers::Random;
 
@@ -48,7 +48,7 @@ impl Sparse for RandomEviction {
         Ok(())
     }
 
-    fn evict(&mut self, layer: u32, _context: &Context, out: &mut Keep) -> Result<bool> {
+    fn evict(&mut self, layer: u32, _context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         let (seed, budget, recent) = (self.seed, self.budget, self.recent);
         if self.of(layer)[0].len() <= budget {
             return Ok(false);
@@ -66,7 +66,7 @@ impl Sparse for RandomEviction {
         Ok(true)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         for (head, list) in (0..).zip(self.of(layer)) {
             *list = kept.of(head).to_vec();
         }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use kvtier::base::status::Result;
-use kvtier::sparse::{Context, Index, Keep, Shape, Traits, caps, needs};
+use kvtier::sparse::{Context, Index, RetainedTokens, Shape, Traits, caps, needs};
 
 use super::attend::{LayerQueries, Output, context, whole};
 use super::cache::{Cache, InMemory, KeySelection};
@@ -493,7 +493,7 @@ impl<'m, C: Cache> Engine<'m, C> {
     }
 
     /// Evicts all tokens of a layer except these.
-    pub fn keep(&mut self, layer: u32, keep: &Keep) -> Result<()> {
+    pub fn keep(&mut self, layer: u32, keep: &RetainedTokens) -> Result<()> {
         self.blocks[layer as usize].is_evicted = true;
         self.cache.evict(layer, keep)
     }

@@ -4,7 +4,7 @@ use kvtier::attention::Rows;
 use kvtier::base::spec::Spec;
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::sparse::{
-    Context, Index, Keep, OwnRows, Scope, Shape, Sparse, Traits, caps, needs, registry,
+    Context, Index, OwnRows, RetainedTokens, Scope, Shape, Sparse, Traits, caps, needs, registry,
 };
 
 /// Capabilities used for the prompt only.
@@ -97,9 +97,9 @@ impl Policies {
     }
 
     /// The tokens to keep of a layer, if a policy evicts.
-    pub fn evict(&mut self, layer: u32, context: &Context) -> Result<Option<Keep>> {
+    pub fn evict(&mut self, layer: u32, context: &Context) -> Result<Option<RetainedTokens>> {
         let cap = if context.is_prefill { caps::EVICT_PREFILL } else { caps::EVICT_DECODE };
-        let mut keep = Keep::default();
+        let mut keep = RetainedTokens::default();
         let Some(active) = self.asked(cap) else { return Ok(None) };
         if !active.policy.evict(layer, context, &mut keep)? {
             return Ok(None);

@@ -5,15 +5,15 @@ use crate::attention::keys::{Heads, Keys};
 use crate::attention::panel::TILE;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::lists::Keep;
-use crate::sparse::placed::Placed;
+use crate::sparse::lists::RetainedTokens;
+use crate::sparse::placement::BlockPlacement;
 
 /// Which tokens of a layer are there.
 #[derive(Clone, Copy, Debug)]
-pub struct There<'a> {
+pub struct ResidentTokens<'a> {
     /// What has stayed: lists for all heads, heads of keys or of queries. None = nothing was
     /// evicted.
-    pub kept: Option<&'a Keep>,
+    pub kept: Option<&'a RetainedTokens>,
     /// Tokens from this position on came after that: they are all there.
     pub from: u32,
     /// Tokens of the sequence.
@@ -22,11 +22,11 @@ pub struct There<'a> {
     pub heads: Heads,
 }
 
-impl There<'_> {
+impl ResidentTokens<'_> {
     /// Tokens of a list: what [`Sparse::observe`](crate::sparse::Sparse::observe) is told.
     /// Lists of different lengths have no sums there.
     pub fn count(&self) -> Result<u32> {
-        let There { kept, from, tokens, heads } = *self;
+        let ResidentTokens { kept, from, tokens, heads } = *self;
         let Some(new) = tokens.checked_sub(from).filter(|_| kept.is_some() || from == 0) else {
             fail!(Invalid, "all tokens from {from} on are there, of {tokens}");
         };
@@ -64,9 +64,9 @@ impl There<'_> {
         }
         let lines = sums.chunks_exact(rows).zip(out.chunks_exact_mut(count));
         for (head, (sums, out)) in (0..).zip(lines) {
-            let mut line = Line::of(self, head, out);
+            let mut head_sums = HeadSums::of(self, head, out);
             let mut all = positions.iter().zip(sums);
-            all.try_for_each(|(&position, &sum)| line.add(position, sum))?;
+            all.try_for_each(|(&position, &sum)| head_sums.add(position, sum))?;
         }
         Ok(())
     }
@@ -77,7 +77,7 @@ impl There<'_> {
         &self,
         sums: &[f32],
         (select, first_query, queries): (&Keys<'_>, u32, u32),
-        placed: &Placed<'_>,
+        placed: &BlockPlacement<'_>,
         out: &mut [f32],
     ) -> Result<()> {
         placed.check()?;
@@ -87,12 +87,12 @@ impl There<'_> {
         if most == 0 || count == 0 {
             return Ok(());
         }
-        let sight = first_query.saturating_add(queries).min(placed.rows());
+        let visible = first_query.saturating_add(queries).min(placed.rows());
         let lines = sums.chunks_exact(most).zip(out.chunks_exact_mut(count));
         for (head, (sums, out)) in (0..).zip(lines) {
-            let mut line = Line::of(self, head, out);
+            let mut head_sums = HeadSums::of(self, head, out);
             let one = select.of(self.heads, head);
-            let mut walk = one.walk(0, (first_query, queries), (0, sight));
+            let mut walk = one.walk(0, (first_query, queries), (0, visible));
             let mut rest = sums;
             let mut tile = [0; TILE];
             loop {
@@ -105,7 +105,7 @@ impl There<'_> {
                     break;
                 }
                 for (&row, &sum) in rows.iter().zip(sums) {
-                    line.add(placed.position_of(row).unwrap_or(u32::MAX), sum)?;
+                    head_sums.add(placed.position_of(row).unwrap_or(u32::MAX), sum)?;
                 }
                 rest = behind;
             }
@@ -136,7 +136,7 @@ impl There<'_> {
 }
 
 /// Where the tokens of a head are told.
-struct Line<'a> {
+struct HeadSums<'a> {
     list: &'a [u32],
     /// Those before this place came already.
     at: usize,
@@ -144,9 +144,9 @@ struct Line<'a> {
     out: &'a mut [f32],
 }
 
-impl<'a> Line<'a> {
-    fn of(there: &'a There<'_>, head: u32, out: &'a mut [f32]) -> Line<'a> {
-        Line { list: there.of(head), at: 0, from: there.from, out }
+impl<'a> HeadSums<'a> {
+    fn of(there: &'a ResidentTokens<'_>, head: u32, out: &'a mut [f32]) -> HeadSums<'a> {
+        HeadSums { list: there.of(head), at: 0, from: there.from, out }
     }
 
     /// Adds what a token got; positions ascend.
@@ -174,8 +174,8 @@ impl<'a> Line<'a> {
 mod tests {
     use super::*;
 
-    fn keep(lists: &[&[u32]]) -> Keep {
-        let mut keep = Keep::default();
+    fn keep(lists: &[&[u32]]) -> RetainedTokens {
+        let mut keep = RetainedTokens::default();
         lists.iter().for_each(|list| keep.heads.push(list.iter().copied()));
         keep
     }
@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn sums_come_to_the_tokens_of_each_head() {
         let kept = keep(&[&[0, 3], &[1, 2]]);
-        let there = There { kept: Some(&kept), from: 5, tokens: 7, heads: HEADS };
+        let there = ResidentTokens { kept: Some(&kept), from: 5, tokens: 7, heads: HEADS };
         assert_eq!(there.count().expect("equal lists"), 4);
         // Rows of tokens 0, 1, 2, 3 and 6; heads 0 and 1 have not kept 1 and 2.
         let sums = [
@@ -205,11 +205,11 @@ mod tests {
         assert_eq!(out, want.as_flattened());
         // One list for all, one row for all.
         let kept = keep(&[&[1, 4]]);
-        let there = There { kept: Some(&kept), ..there };
+        let there = ResidentTokens { kept: Some(&kept), ..there };
         let mut out = [0.0; 4];
         there.add(&[1.0, 2.0, 4.0], &[1, 4, 5], &mut out).expect("there");
         assert_eq!(out, [1.0, 2.0, 4.0, 0.0]);
-        let there = There { kept: None, from: 0, ..there };
+        let there = ResidentTokens { kept: None, from: 0, ..there };
         let mut out = vec![0.0; 28];
         there.add(&[1.0; 8], &[2, 6], &mut out).expect("there");
         assert!((0..28).all(|at| out[at] == f32::from(u8::from(at % 7 == 2 || at % 7 == 6))));
@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused() {
         let kept = keep(&[&[0, 3], &[1, 2]]);
-        let there = There { kept: Some(&kept), from: 5, tokens: 7, heads: HEADS };
+        let there = ResidentTokens { kept: Some(&kept), from: 5, tokens: 7, heads: HEADS };
         let out = &mut [0.0; 16][..];
         assert!(there.add(&[1.0; 4], &[1], out).is_err(), "evicted in the first head");
         assert!(there.add(&[1.0; 4], &[7], out).is_err(), "not written yet");
@@ -234,9 +234,12 @@ mod tests {
             (&[&[0], &[1], &[2]], 5, 7),
         ] {
             let kept = keep(lists);
-            let bad = There { kept: Some(&kept), from, tokens, heads: HEADS };
+            let bad = ResidentTokens { kept: Some(&kept), from, tokens, heads: HEADS };
             assert!(bad.count().is_err(), "{lists:?}");
         }
-        assert!(There { kept: None, ..there }.count().is_err(), "what became of the first five?");
+        assert!(
+            ResidentTokens { kept: None, ..there }.count().is_err(),
+            "what became of the first five?"
+        );
     }
 }

@@ -3,15 +3,15 @@
 
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::sparse::Keep;
+use crate::sparse::RetainedTokens;
 use crate::sparse::lists::Lists;
-use crate::sparse::numbers::{grow, room};
+use crate::sparse::numbers::{grow, reserve};
 use crate::sparse::ranks::Ranks;
 use crate::sparse::shape::{Shape, check_layer, check_tokens};
 
 /// Tokens of one head, or of all.
 #[derive(Clone, Debug, Default)]
-pub struct List {
+pub struct TokenList {
     /// Where they are in the sequence, ascending.
     pub positions: Vec<u32>,
     /// What they are worth.
@@ -20,14 +20,14 @@ pub struct List {
 
 /// Tokens of one layer.
 #[derive(Clone, Debug, Default)]
-pub struct Layer {
+pub struct LayerTokens {
     /// The position that comes next.
     pub next: u32,
     /// A list a head, or one.
-    pub lists: Vec<List>,
+    pub lists: Vec<TokenList>,
 }
 
-impl Layer {
+impl LayerTokens {
     /// Tokens of all lists together.
     pub fn tokens(&self) -> usize {
         self.lists.iter().map(|list| list.positions.len()).sum()
@@ -36,12 +36,12 @@ impl Layer {
 
 /// Tokens of all layers.
 #[derive(Clone, Debug)]
-pub struct Kept {
-    layers: Vec<Layer>,
+pub struct TokenScores {
+    layers: Vec<LayerTokens>,
     max_tokens: u32,
     ranks: Ranks,
-    leaving: Vec<u32>,
-    gone: Lists,
+    victims: Vec<u32>,
+    spare: Lists,
 }
 
 /// An error if attention that was summed up can be none.
@@ -64,25 +64,25 @@ pub fn sum_rows(shape: &Shape, sums: &[f32], tokens: u32, allows_one: bool) -> R
     Ok(rows)
 }
 
-impl Kept {
+impl TokenScores {
     /// No tokens in so many layers, of each so many lists.
-    pub fn new(layers: u32, lists: u32, max_tokens: u32) -> Result<Kept> {
-        let mut layer = Layer::default();
-        grow(&mut layer.lists, lists as usize, List::default())?;
+    pub fn new(layers: u32, lists: u32, max_tokens: u32) -> Result<TokenScores> {
+        let mut layer = LayerTokens::default();
+        grow(&mut layer.lists, lists as usize, TokenList::default())?;
         let mut all = Vec::new();
         grow(&mut all, layers as usize, layer)?;
-        let (ranks, gone) = (Ranks::default(), Lists::default());
-        Ok(Kept { layers: all, max_tokens, ranks, leaving: Vec::new(), gone })
+        let (ranks, spare) = (Ranks::default(), Lists::default());
+        Ok(TokenScores { layers: all, max_tokens, ranks, victims: Vec::new(), spare })
     }
 
     /// A layer.
-    pub fn layer(&self, layer: u32) -> Result<&Layer> {
+    pub fn layer(&self, layer: u32) -> Result<&LayerTokens> {
         check_layer(layer, self.layers.len())?;
         Ok(self.layers.get(layer as usize).ok_or(Status::Invalid)?)
     }
 
     /// The lists of a layer, to be scored.
-    pub fn lists(&mut self, layer: u32) -> &mut [List] {
+    pub fn lists(&mut self, layer: u32) -> &mut [TokenList] {
         self.layers.get_mut(layer as usize).map_or(&mut [], |layer| &mut layer.lists)
     }
 
@@ -101,8 +101,8 @@ impl Kept {
         check_tokens(to.into(), self.max_tokens)?;
         let more = to.saturating_sub(next) as usize;
         for list in self.lists(layer) {
-            room(&mut list.positions, more)?;
-            room(&mut list.scores, more)?;
+            reserve(&mut list.positions, more)?;
+            reserve(&mut list.scores, more)?;
         }
         for list in self.lists(layer) {
             list.positions.extend(next..to);
@@ -166,17 +166,17 @@ impl Kept {
         layer: u32,
         (first, last): (usize, usize),
         leave: impl Fn(usize, usize) -> usize,
-        out: &mut Keep,
+        out: &mut RetainedTokens,
     ) -> Result<bool> {
         self.layer(layer)?;
-        let Kept { layers, ranks, leaving, .. } = self;
+        let TokenScores { layers, ranks, victims, .. } = self;
         let Some(layer) = layers.get(layer as usize) else { return Ok(false) };
-        let ends = |list: &List| {
+        let ends = |list: &TokenList| {
             let count = list.positions.len();
             let to = count.saturating_sub(last);
             (first.min(to), to)
         };
-        let count_of = |list: &List| {
+        let count_of = |list: &TokenList| {
             let (from, to) = ends(list);
             leave(list.positions.len(), to - from).min(to - from)
         };
@@ -186,38 +186,38 @@ impl Kept {
         out.begin(layer.lists.len(), layer.tokens())?;
         for list in &layer.lists {
             let (from, to) = ends(list);
-            leaving.clear();
+            victims.clear();
             let scores = list.scores.get(from..to).unwrap_or_default();
-            ranks.bottom(scores, count_of(list), leaving)?;
-            leaving.iter_mut().for_each(|at| *at += from as u32);
-            out.push_without(&list.positions, leaving)?;
+            ranks.bottom(scores, count_of(list), victims)?;
+            victims.iter_mut().for_each(|at| *at += from as u32);
+            out.push_without(&list.positions, victims)?;
         }
         Ok(true)
     }
 
     /// Puts in `out`, for each list of a layer, which of its places go if only what `keep` names
     /// stays, ascending; an error if it names what is not there.
-    pub fn leaving(&self, layer: u32, keep: &Keep, out: &mut Lists) -> Result<()> {
+    pub fn victims(&self, layer: u32, keep: &RetainedTokens, out: &mut Lists) -> Result<()> {
         let layer = self.layer(layer)?;
         let (named, lists) = (keep.heads.len(), layer.lists.len());
         if named != lists && named != 1 {
             fail!(Invalid, "{named} lists of tokens that stay, there are {lists}");
         }
         out.clear();
-        room(&mut out.starts, lists + 1)?;
+        reserve(&mut out.starts, lists + 1)?;
         out.starts.push(0);
         for (head, list) in (0..).zip(&layer.lists) {
             let (mut there, mut stays) = (list.positions.as_slice(), keep.of(head));
-            room(&mut out.items, there.len().saturating_sub(stays.len()))?;
+            reserve(&mut out.items, there.len().saturating_sub(stays.len()))?;
             loop {
-                let same = same_start(there, stays);
+                let same = common_prefix(there, stays);
                 there = there.get(same..).unwrap_or_default();
                 stays = stays.get(same..).unwrap_or_default();
                 match (there.split_first(), stays.first()) {
                     (None, None) => break,
                     (Some((position, rest)), stay) if stay.is_none_or(|stay| position < stay) => {
                         // More may go than the lists differ by, if it names what is not there.
-                        room(&mut out.items, 1)?;
+                        reserve(&mut out.items, 1)?;
                         out.items.push((list.positions.len() - there.len()) as u32);
                         there = rest;
                     }
@@ -233,22 +233,22 @@ impl Kept {
     }
 
     /// What stands at these places of the lists of a layer is no more.
-    pub fn remove(&mut self, layer: u32, leaving: &Lists) {
+    pub fn remove(&mut self, layer: u32, victims: &Lists) {
         for (at, list) in self.lists(layer).iter_mut().enumerate() {
-            compact(&mut list.positions, leaving.get(at), 1);
-            compact(&mut list.scores, leaving.get(at), 1);
+            compact(&mut list.positions, victims.get(at), 1);
+            compact(&mut list.scores, victims.get(at), 1);
         }
     }
 
     /// What [`Sparse::evicted`](crate::sparse::Sparse::evicted) does.
-    pub fn evicted(&mut self, layer: u32, keep: &Keep) -> Result<()> {
-        let mut gone = std::mem::take(&mut self.gone);
-        let told = self.leaving(layer, keep, &mut gone);
-        if told.is_ok() {
-            self.remove(layer, &gone);
+    pub fn evicted(&mut self, layer: u32, keep: &RetainedTokens) -> Result<()> {
+        let mut spare = std::mem::take(&mut self.spare);
+        let result = self.victims(layer, keep, &mut spare);
+        if result.is_ok() {
+            self.remove(layer, &spare);
         }
-        self.gone = gone;
-        told
+        self.spare = spare;
+        result
     }
 
     /// Tokens from a position on are no more.
@@ -265,13 +265,13 @@ impl Kept {
 
     /// What this takes.
     pub fn bytes(&self) -> u64 {
-        let of = |list: &List| 4 * (list.positions.capacity() + list.scores.capacity()) as u64;
+        let of = |list: &TokenList| 4 * (list.positions.capacity() + list.scores.capacity()) as u64;
         self.layers.iter().flat_map(|layer| &layer.lists).map(of).sum()
     }
 }
 
 /// How many numbers are the same at the start of two lists.
-fn same_start(a: &[u32], b: &[u32]) -> usize {
+fn common_prefix(a: &[u32], b: &[u32]) -> usize {
     const STEP: usize = 64;
     let steps = a.chunks_exact(STEP).zip(b.chunks_exact(STEP));
     let whole = steps.take_while(|(a, b)| a == b).count() * STEP;
@@ -280,12 +280,12 @@ fn same_start(a: &[u32], b: &[u32]) -> usize {
 }
 
 /// Takes places, `each` numbers to one, out of a table; they ascend and are there.
-pub fn compact<T: Copy>(table: &mut Vec<T>, leaving: &[u32], each: usize) {
-    let Some(&first) = leaving.first() else { return };
+pub fn compact<T: Copy>(table: &mut Vec<T>, victims: &[u32], each: usize) {
+    let Some(&first) = victims.first() else { return };
     let mut to = first as usize * each;
-    let next = leaving.iter().skip(1).map(|&place| place as usize * each).chain([table.len()]);
-    for (&gone, end) in leaving.iter().zip(next) {
-        let from = (gone as usize + 1) * each;
+    let next = victims.iter().skip(1).map(|&place| place as usize * each).chain([table.len()]);
+    for (&spare, end) in victims.iter().zip(next) {
+        let from = (spare as usize + 1) * each;
         table.copy_within(from..end, to);
         to += end - from;
     }
@@ -296,15 +296,15 @@ pub fn compact<T: Copy>(table: &mut Vec<T>, leaving: &[u32], each: usize) {
 mod tests {
     use super::*;
 
-    fn keep(lists: &[&[u32]]) -> Keep {
-        let mut keep = Keep::default();
+    fn keep(lists: &[&[u32]]) -> RetainedTokens {
+        let mut keep = RetainedTokens::default();
         lists.iter().for_each(|list| keep.heads.push(list.iter().copied()));
         keep
     }
 
     #[test]
     fn what_stays_is_a_part_of_what_is_there() {
-        let mut kept = Kept::new(2, 2, 10).expect("memory");
+        let mut kept = TokenScores::new(2, 2, 10).expect("memory");
         kept.extend(1, 6, 0.0).expect("room");
         assert!(kept.extend(1, 11, 0.0).is_err() && kept.extend(2, 1, 0.0).is_err());
         for bad in [&[&[1u32, 1][..], &[0]][..], &[&[6], &[0]], &[&[2, 1], &[0]], &[]] {

@@ -3,9 +3,9 @@
 use crate::attention::Rows;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::ask::not_finite;
 use crate::sparse::dsa::fp8;
-use crate::sparse::numbers::{all_finite, read, room, zeros};
+use crate::sparse::numbers::{all_finite, read, reserve, zeros};
+use crate::sparse::prefill_inputs::not_finite;
 
 /// The least that a scale is made from, as where this comes from.
 const LEAST: f32 = 1e-4;
@@ -14,7 +14,7 @@ const HEAD_BYTES: usize = 12;
 
 /// Keys from the first token on.
 #[derive(Debug, Default)]
-pub struct Store {
+pub struct KeyStore {
     dim: usize,
     is_small: bool,
     tokens: usize,
@@ -23,10 +23,10 @@ pub struct Store {
     numbers: Vec<f32>,
 }
 
-impl Store {
+impl KeyStore {
     /// No keys of `dim` numbers.
-    pub fn new(dim: u32, is_small: bool) -> Store {
-        Store { dim: dim as usize, is_small, ..Store::default() }
+    pub fn new(dim: u32, is_small: bool) -> KeyStore {
+        KeyStore { dim: dim as usize, is_small, ..KeyStore::default() }
     }
 
     /// How many tokens have one.
@@ -41,8 +41,8 @@ impl Store {
     }
 
     /// A copy.
-    pub fn copy(&self) -> Result<Store> {
-        let mut copy = Store { dim: self.dim, is_small: self.is_small, ..Store::default() };
+    pub fn copy(&self) -> Result<KeyStore> {
+        let mut copy = KeyStore { dim: self.dim, is_small: self.is_small, ..KeyStore::default() };
         copy.reserve(self.tokens)?;
         copy.codes.extend_from_slice(&self.codes);
         copy.scales.extend_from_slice(&self.scales);
@@ -53,10 +53,10 @@ impl Store {
 
     fn reserve(&mut self, tokens: usize) -> Result<()> {
         if self.is_small {
-            room(&mut self.codes, tokens * self.dim)?;
-            return room(&mut self.scales, tokens);
+            reserve(&mut self.codes, tokens * self.dim)?;
+            return reserve(&mut self.scales, tokens);
         }
-        room(&mut self.numbers, tokens * self.dim)
+        reserve(&mut self.numbers, tokens * self.dim)
     }
 
     /// Adds the keys of tokens behind those that are there: all of them or none.
@@ -120,7 +120,7 @@ impl Store {
             (false, _, _, Some(numbers)) => (&[][..], numbers),
             _ => fail!(NotFound, "keys of {tokens} tokens from {first} on"),
         };
-        room(out, HEAD_BYTES + parts.0.len() + parts.1.len() * 4)?;
+        reserve(out, HEAD_BYTES + parts.0.len() + parts.1.len() * 4)?;
         out.extend_from_slice(&[u8::from(self.is_small), 0, 0, 0]);
         out.extend_from_slice(&(tokens as u32).to_le_bytes());
         out.extend_from_slice(&(self.dim as u32).to_le_bytes());
@@ -184,14 +184,14 @@ mod tests {
     fn keys_are_kept_and_a_bad_one_keeps_others_out() {
         for is_small in [true, false] {
             let numbers: Vec<f32> = (0..64).map(|n| (n as f32 - 30.0) * 1e-3).collect();
-            let mut store = Store::new(16, is_small);
-            store.append(&rows(&numbers, 1, 16)).expect("finite");
+            let mut key_store = KeyStore::new(16, is_small);
+            key_store.append(&rows(&numbers, 1, 16)).expect("finite");
             let mut bad = numbers.clone();
             bad[40] = f32::NAN;
-            assert!(store.append(&rows(&bad, 1, 16)).is_err());
-            assert_eq!(store.tokens(), 4);
+            assert!(key_store.append(&rows(&bad, 1, 16)).is_err());
+            assert_eq!(key_store.tokens(), 4);
             let mut back = vec![0.0; 64];
-            store.read(0, &mut back);
+            key_store.read(0, &mut back);
             for (row, want) in back.chunks(16).zip(numbers.chunks(16)) {
                 let most = want.iter().fold(0f32, |most, x| most.max(x.abs()));
                 for (x, want) in row.iter().zip(want) {
@@ -200,14 +200,14 @@ mod tests {
                 }
             }
             let mut saved = Vec::new();
-            store.save(1, 2, &mut saved).expect("there");
+            key_store.save(1, 2, &mut saved).expect("there");
             assert_eq!(saved.len(), 12 + 2 * if is_small { 20 } else { 64 });
-            let mut other = Store::new(16, is_small);
+            let mut other = KeyStore::new(16, is_small);
             other.load(&saved).expect("sound");
             let mut again = vec![0.0; 32];
             other.read(0, &mut again);
             assert_eq!(again, back[16..48]);
-            assert!(store.save(3, 2, &mut saved).is_err());
+            assert!(key_store.save(3, 2, &mut saved).is_err());
         }
     }
 
@@ -215,12 +215,12 @@ mod tests {
     fn saved_bytes_are_not_trusted() {
         for is_small in [true, false] {
             let numbers: Vec<f32> = (1..9).map(|n| n as f32).collect();
-            let mut store = Store::new(4, is_small);
-            store.append(&rows(&numbers, 1, 4)).expect("finite");
+            let mut key_store = KeyStore::new(4, is_small);
+            key_store.append(&rows(&numbers, 1, 4)).expect("finite");
             let mut saved = Vec::new();
-            store.save(0, 2, &mut saved).expect("there");
+            key_store.save(0, 2, &mut saved).expect("there");
             for len in 0..saved.len() {
-                assert!(store.check_saved(&saved[..len]).is_err(), "{len}");
+                assert!(key_store.check_saved(&saved[..len]).is_err(), "{len}");
             }
             for (at, byte) in
                 [(0, 2), (1, 1), (4, 3), (4, 0), (7, 255), (8, 5), (15, 0x7F), (15, 0xFF)]
@@ -230,15 +230,15 @@ mod tests {
                 if at == 15 {
                     bad[14] = 0xFF;
                 }
-                assert!(store.load(&bad).is_err(), "{at}");
+                assert!(key_store.load(&bad).is_err(), "{at}");
             }
             if is_small {
                 let mut bad = saved.clone();
                 bad[20] = 0xFF;
-                assert!(store.load(&bad).is_err());
+                assert!(key_store.load(&bad).is_err());
             }
-            assert_eq!(store.tokens(), 2);
-            assert!(Store::new(4, !is_small).load(&saved).is_err());
+            assert_eq!(key_store.tokens(), 2);
+            assert!(KeyStore::new(4, !is_small).load(&saved).is_err());
         }
     }
 }

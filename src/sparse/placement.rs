@@ -10,12 +10,12 @@ use crate::attention::walk::{Source, Walk};
 use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::index::{Head, Index, Kind, NO_QUERY};
-use crate::sparse::numbers::room;
-use crate::sparse::reach::Reach;
+use crate::sparse::index_builder::IndexBuilder;
+use crate::sparse::numbers::reserve;
 
 /// Tokens in a buffer, in the order of their positions.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Placed<'a> {
+pub struct BlockPlacement<'a> {
     /// Which blocks of the sequence, ascending. One that is not full is the tail.
     pub blocks: &'a [u32],
     /// Tokens of a block.
@@ -28,7 +28,7 @@ pub struct Placed<'a> {
 
 /// Queries that an index is for.
 #[derive(Clone, Copy)]
-struct Asked {
+struct QueryRange {
     /// The position of the first.
     first: u32,
     /// How many.
@@ -37,10 +37,10 @@ struct Asked {
     row: u32,
 }
 
-impl Placed<'_> {
+impl BlockPlacement<'_> {
     /// Whether it can be.
     pub fn check(&self) -> Result<()> {
-        let Placed { blocks, block_tokens, tail_first, tail_tokens } = *self;
+        let BlockPlacement { blocks, block_tokens, tail_first, tail_tokens } = *self;
         if block_tokens == 0 || !blocks.is_sorted_by(|a, b| a < b) {
             fail!(Invalid, "blocks of {block_tokens} tokens, or blocks that do not ascend");
         }
@@ -91,16 +91,16 @@ impl Placed<'_> {
     ) -> Result<u32> {
         self.check()?;
         keys.check(heads, first, count)?;
-        let asked = Asked { first, count, row: self.first_row(first)? };
-        let mut reach = Reach::within(std::mem::take(out));
+        let queries = QueryRange { first, count, row: self.first_row(first)? };
+        let mut builder = IndexBuilder::within(std::mem::take(out));
         for (at, head) in keys.heads.iter().enumerate() {
             match keys.heads.iter().take(at).position(|earlier| earlier == head) {
-                Some(same) => reach.again(same)?,
-                None => self.head(keys, at, &asked, &mut reach)?,
+                Some(same) => builder.again(same)?,
+                None => self.head(keys, at, &queries, &mut builder)?,
             }
         }
-        *out = reach.into_index();
-        Ok(asked.row)
+        *out = builder.into_index();
+        Ok(queries.row)
     }
 
     fn begin(&self, id: u32) -> u64 {
@@ -162,73 +162,85 @@ impl Placed<'_> {
     }
 
     /// Adds a head.
-    fn head(&self, keys: &Keys<'_>, at: usize, asked: &Asked, reach: &mut Reach) -> Result<()> {
+    fn head(
+        &self,
+        keys: &Keys<'_>,
+        at: usize,
+        queries: &QueryRange,
+        builder: &mut IndexBuilder,
+    ) -> Result<()> {
         let head = keys.at(at).head;
-        if head.kind == Kind::Dense || head.dense_from <= asked.first {
-            return reach.dense();
+        if head.kind == Kind::Dense || head.dense_from <= queries.first {
+            return builder.dense();
         }
         let dense_from = match head.dense_from {
             NO_QUERY => NO_QUERY,
-            from => asked.row.saturating_add(from - asked.first),
+            from => queries.row.saturating_add(from - queries.first),
         };
         match head.kind {
-            Kind::Dense => reach.dense(),
-            Kind::Blocks => self.blocks(keys, &Head { dense_from, ..head }, reach),
-            _ if asked.count <= 1 => {
-                reach.blocks(0, 1, NO_QUERY)?;
-                let end = asked.first.saturating_add(1);
-                let walk = keys.at(at).walk(0, (asked.first, 1), (0, end));
-                reach.list(self.each(positions(walk)))
+            Kind::Dense => builder.dense(),
+            Kind::Blocks => self.blocks(keys, &Head { dense_from, ..head }, builder),
+            _ if queries.count <= 1 => {
+                builder.blocks(0, 1, NO_QUERY)?;
+                let end = queries.first.saturating_add(1);
+                let walk = keys.at(at).walk(0, (queries.first, 1), (0, end));
+                builder.list(self.each(positions(walk)))
             }
-            Kind::Lines => self.lines(keys, &Head { dense_from, ..head }, asked, reach),
-            Kind::Ranges => self.ranges(keys, &Head { dense_from, ..head }, reach),
+            Kind::Lines => self.lines(keys, &Head { dense_from, ..head }, queries, builder),
+            Kind::Ranges => self.ranges(keys, &Head { dense_from, ..head }, builder),
         }
     }
 
     /// Blocks stay blocks: of as many keys as divide theirs, those loaded, and where the tail
     /// begins.
-    fn blocks(&self, keys: &Keys<'_>, head: &Head, reach: &mut Reach) -> Result<()> {
+    fn blocks(&self, keys: &Keys<'_>, head: &Head, builder: &mut IndexBuilder) -> Result<()> {
         let tail = if self.tail_tokens > 0 { self.tail_first } else { 0 };
         let unit = common(common(head.key_block, self.block_tokens), tail).max(1);
-        reach.blocks(head.query_block, unit, head.dense_from)?;
+        builder.blocks(head.query_block, unit, head.dense_from)?;
         for list in 0..head.lists {
             for &id in keys.list(head.first + list) {
                 let behind = |id: u64| (id * u64::from(head.key_block)).min(MAX_TOKENS.into());
                 let positions = behind(id.into()) as u32..behind(u64::from(id) + 1) as u32;
-                self.runs(positions).try_for_each(|rows| reach.add(rows))?;
+                self.runs(positions).try_for_each(|rows| builder.add(rows))?;
             }
-            reach.end()?;
+            builder.end()?;
         }
         Ok(())
     }
 
     /// Columns stay columns; diagonals become ranges of each query.
-    fn lines(&self, keys: &Keys<'_>, head: &Head, asked: &Asked, reach: &mut Reach) -> Result<()> {
+    fn lines(
+        &self,
+        keys: &Keys<'_>,
+        head: &Head,
+        queries: &QueryRange,
+        builder: &mut IndexBuilder,
+    ) -> Result<()> {
         let (columns, diagonals) = (keys.list(head.first), keys.list(head.first + 1));
-        self.columns(columns, (1, head.dense_from), reach)?;
+        self.columns(columns, (1, head.dense_from), builder)?;
         // Queries that see all have no list.
-        let count = asked.count.min(head.dense_from.saturating_sub(asked.row));
-        for position in (asked.first..).take(count as usize) {
+        let count = queries.count.min(head.dense_from.saturating_sub(queries.row));
+        for position in (queries.first..).take(count as usize) {
             let lines = Lines { columns: &[], diagonals };
             let left = diagonals.partition_point(|&d| d <= position);
             let source = Source::Lines { lines, left, position, width: 1 };
             let walk = Walk::new(source, (0, position.saturating_add(1)));
             let rows = self.each(positions(walk));
-            rows.into_iter().try_for_each(|row| reach.add(row..row + 1))?;
-            reach.end()?;
+            rows.into_iter().try_for_each(|row| builder.add(row..row + 1))?;
+            builder.end()?;
         }
         Ok(())
     }
 
-    fn ranges(&self, keys: &Keys<'_>, head: &Head, reach: &mut Reach) -> Result<()> {
-        self.columns(keys.list(head.first), (head.query_block, head.dense_from), reach)?;
+    fn ranges(&self, keys: &Keys<'_>, head: &Head, builder: &mut IndexBuilder) -> Result<()> {
+        self.columns(keys.list(head.first), (head.query_block, head.dense_from), builder)?;
         for list in 1..head.lists {
             for range in keys.list(head.first + list).chunks_exact(2) {
                 if let [from, to] = *range {
-                    self.runs(from..to).try_for_each(|rows| reach.add(rows))?;
+                    self.runs(from..to).try_for_each(|rows| builder.add(rows))?;
                 }
             }
-            reach.end()?;
+            builder.end()?;
         }
         Ok(())
     }
@@ -238,10 +250,10 @@ impl Placed<'_> {
         &self,
         columns: &[u32],
         (query_block, dense_from): (u32, u32),
-        reach: &mut Reach,
+        builder: &mut IndexBuilder,
     ) -> Result<()> {
-        reach.head(Head { kind: Kind::Ranges, query_block, dense_from, ..Head::DENSE })?;
-        reach.list(self.each(columns.iter().copied()))
+        builder.head(Head { kind: Kind::Ranges, query_block, dense_from, ..Head::DENSE })?;
+        builder.list(self.each(columns.iter().copied()))
     }
 }
 
@@ -263,10 +275,10 @@ fn common(a: u32, b: u32) -> u32 {
 }
 
 /// Positions of all rows, ascending, in `out`.
-pub fn positions_of(placed: &Placed<'_>, out: &mut Vec<u32>) -> Result<()> {
+pub fn positions_of(placed: &BlockPlacement<'_>, out: &mut Vec<u32>) -> Result<()> {
     placed.check()?;
     out.clear();
-    room(out, placed.rows() as usize)?;
+    reserve(out, placed.rows() as usize)?;
     out.extend((0..placed.rows()).filter_map(|row| placed.position_of(row)));
     Ok(())
 }

@@ -4,13 +4,13 @@ use crate::attention::Rows;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::sparse::index::{Context, Index, NO_QUERY};
+use crate::sparse::index_builder::IndexBuilder;
 use crate::sparse::numbers;
-use crate::sparse::reach::Reach;
 use crate::sparse::shape::Shape;
 
 /// Queries and all keys up to the last of them.
 #[derive(Clone, Copy)]
-pub struct Ask<'a> {
+pub struct PrefillInputs<'a> {
     /// The queries.
     pub queries: &'a Rows<'a>,
     /// All keys of the sequence, from its first token to the last query's.
@@ -49,16 +49,16 @@ pub fn only_prefill(name: &str, context: &Context) -> Result<()> {
 /// An index of rows of `block` queries by blocks of as many keys, whose lists are added head
 /// by head.
 pub fn each_head(
-    ask: &Ask<'_>,
+    inputs: &PrefillInputs<'_>,
     block: u32,
-    mut add: impl FnMut(u32, &mut Reach) -> Result<()>,
+    mut add: impl FnMut(u32, &mut IndexBuilder) -> Result<()>,
 ) -> Result<Index> {
-    let mut reach = Reach::default();
-    for head in 0..ask.heads() {
-        reach.blocks(block, block, NO_QUERY)?;
-        add(head, &mut reach)?;
+    let mut builder = IndexBuilder::default();
+    for head in 0..inputs.heads() {
+        builder.blocks(block, block, NO_QUERY)?;
+        add(head, &mut builder)?;
     }
-    Ok(reach.into_index())
+    Ok(builder.into_index())
 }
 
 /// The error for numbers that are not.
@@ -66,7 +66,7 @@ pub fn not_finite(what: &str) -> Error {
     Error::new(Status::Invalid, format!("{what} are not all finite"))
 }
 
-impl<'a> Ask<'a> {
+impl<'a> PrefillInputs<'a> {
     /// Checks that rows are of the shape and keys are those of all tokens.
     pub fn check(
         shape: &Shape,
@@ -74,7 +74,7 @@ impl<'a> Ask<'a> {
         queries: &'a Rows<'a>,
         keys: Option<&'a Rows<'a>>,
         context: &Context,
-    ) -> Result<Ask<'a>> {
+    ) -> Result<PrefillInputs<'a>> {
         let Some(keys) = keys else {
             fail!(Invalid, "this policy looks at all keys, and there are none");
         };
@@ -84,7 +84,7 @@ impl<'a> Ask<'a> {
         if keys.tokens() != context.tokens {
             fail!(Invalid, "{} keys of {} tokens", keys.tokens(), context.tokens);
         }
-        Ok(Ask {
+        Ok(PrefillInputs {
             queries,
             keys,
             first: context.first_query,

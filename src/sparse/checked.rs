@@ -5,14 +5,14 @@ use crate::attention::{Keys, Prefill, Problem, Rows};
 use crate::base::spec::Spec;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::ask::check_context;
 use crate::sparse::index::{Context, Index};
-use crate::sparse::numbers::{room, zeros};
+use crate::sparse::numbers::{reserve, zeros};
+use crate::sparse::prefill_inputs::check_context;
 use crate::sparse::ranks::ascending;
-use crate::sparse::{Keep, Shape, Sparse, Stats, Traits, caps, registry};
+use crate::sparse::{RetainedTokens, Shape, Sparse, Stats, Traits, caps, registry};
 
 /// A policy, and what its calls are checked against.
-pub struct Served {
+pub struct CheckedPolicy {
     policy: Box<dyn Sparse>,
     shape: Shape,
     traits: Traits,
@@ -28,17 +28,17 @@ fn check_cap(has: u32, wanted: u32, what: &str) -> Result<()> {
     Ok(())
 }
 
-impl Served {
+impl CheckedPolicy {
     /// The policy that a spec describes.
-    pub fn open(spec: &str, shape: &Shape) -> Result<Served> {
+    pub fn open(spec: &str, shape: &Shape) -> Result<CheckedPolicy> {
         let policy = registry::make(&Spec::parse(spec)?, shape)?;
-        Ok(Served::of(policy, shape))
+        Ok(CheckedPolicy::of(policy, shape))
     }
 
     /// Another policy.
-    pub fn of(policy: Box<dyn Sparse>, shape: &Shape) -> Served {
+    pub fn of(policy: Box<dyn Sparse>, shape: &Shape) -> CheckedPolicy {
         let traits = policy.traits();
-        Served { policy, shape: *shape, traits, sorted: Vec::new() }
+        CheckedPolicy { policy, shape: *shape, traits, sorted: Vec::new() }
     }
 
     /// What it is like.
@@ -136,7 +136,7 @@ impl Served {
             ascending(candidates, &mut self.sorted)?;
         }
         out.clear();
-        room(out, candidates.len())?;
+        reserve(out, candidates.len())?;
         self.policy.select(layer, query, candidates, context, out)?;
         if out.len() > candidates.len() {
             fail!(State, "the policy chose {} of {} candidates", out.len(), candidates.len());
@@ -216,7 +216,12 @@ impl Served {
     }
 
     /// As [`Sparse::evict`].
-    pub fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+    pub fn evict(
+        &mut self,
+        layer: u32,
+        context: &Context,
+        out: &mut RetainedTokens,
+    ) -> Result<bool> {
         self.check_context(layer, context)?;
         let wanted = if context.is_prefill { caps::EVICT_PREFILL } else { caps::EVICT_DECODE };
         check_cap(self.traits.caps, wanted, "what to evict")?;
@@ -228,7 +233,7 @@ impl Served {
     }
 
     /// Whether lists of what is kept can be.
-    fn check_keep(&self, kept: &Keep) -> Result<()> {
+    fn check_keep(&self, kept: &RetainedTokens) -> Result<()> {
         let (lists, shape) = (kept.heads.len(), &self.shape);
         if ![1, shape.key_heads as usize, shape.query_heads as usize].contains(&lists) {
             fail!(Invalid, "{lists} lists of what is kept: one, or one for each head");
@@ -246,7 +251,7 @@ impl Served {
     }
 
     /// As [`Sparse::evicted`].
-    pub fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+    pub fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         self.shape.check_layer(layer)?;
         self.check_keep(kept)?;
         self.policy.evicted(layer, kept)
@@ -263,8 +268,8 @@ impl Served {
     }
 
     /// As [`Sparse::fork`].
-    pub fn fork(&self) -> Result<Served> {
-        Ok(Served::of(self.policy.fork()?, &self.shape))
+    pub fn fork(&self) -> Result<CheckedPolicy> {
+        Ok(CheckedPolicy::of(self.policy.fork()?, &self.shape))
     }
 
     /// As [`Sparse::save`].
@@ -318,7 +323,8 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_refused_before_the_policy_hears_of_it() {
-        let mut served = Served::open("quest(page=16,budget=48,dense=0)", &SHAPE).expect("sound");
+        let mut served =
+            CheckedPolicy::open("quest(page=16,budget=48,dense=0)", &SHAPE).expect("sound");
         let keys = [0.5; 64 * 4];
         let before = served.state_bytes();
         let of = |result: Result<()>| result.expect_err("refused").status();
@@ -336,15 +342,15 @@ mod tests {
             |ids: &[u32], context: &Context| served.select(0, Some(&query), ids, context, &mut out);
         assert_eq!(of(select(&[1, 0, 1], &context(64))), Status::Invalid);
         assert_eq!(of(select(&[1, 0], &context(65))), Status::Limit);
-        assert_eq!(of(served.evict(0, &context(9), &mut Keep::default()).map(|_| ())), {
+        assert_eq!(of(served.evict(0, &context(9), &mut RetainedTokens::default()).map(|_| ())), {
             Status::Unsupported
         });
     }
 
     #[test]
     fn lists_of_what_is_kept_ascend_and_are_one_or_one_a_head() {
-        let mut served = Served::open("streaming(sinks=1,recent=2)", &SHAPE).expect("sound");
-        let mut keep = Keep::default();
+        let mut served = CheckedPolicy::open("streaming(sinks=1,recent=2)", &SHAPE).expect("sound");
+        let mut keep = RetainedTokens::default();
         assert!(served.evicted(0, &keep).is_err(), "no list");
         keep.heads.push([0, 5, 4]);
         assert!(served.evicted(0, &keep).is_err(), "not in order");
@@ -358,8 +364,8 @@ mod tests {
     #[test]
     fn keys_of_all_layers_are_told_layer_by_layer() {
         let (mut all, mut each) = (
-            Served::open("quest(page=16,budget=48,dense=0)", &SHAPE).expect("sound"),
-            Served::open("quest(page=16,budget=48,dense=0)", &SHAPE).expect("sound"),
+            CheckedPolicy::open("quest(page=16,budget=48,dense=0)", &SHAPE).expect("sound"),
+            CheckedPolicy::open("quest(page=16,budget=48,dense=0)", &SHAPE).expect("sound"),
         );
         let keys: Vec<Vec<f32>> =
             (0..3).map(|layer| (0..64).map(|i| (i * 7 % 13 + layer) as f32).collect()).collect();
@@ -394,7 +400,7 @@ mod tests {
             Ok(())
         }
 
-        fn evict(&mut self, _: u32, _: &Context, out: &mut Keep) -> Result<bool> {
+        fn evict(&mut self, _: u32, _: &Context, out: &mut RetainedTokens) -> Result<bool> {
             out.heads.push(self.0.iter().copied());
             Ok(true)
         }
@@ -407,15 +413,15 @@ mod tests {
     #[test]
     fn answers_that_cannot_be_are_not_handed_on() {
         let evict = |list| {
-            let mut served = Served::of(Box::new(Wild(list)), &SHAPE);
-            let answer = served.evict(0, &context(9), &mut Keep::default());
+            let mut served = CheckedPolicy::of(Box::new(Wild(list)), &SHAPE);
+            let answer = served.evict(0, &context(9), &mut RetainedTokens::default());
             answer.map_err(|error| error.status())
         };
         assert_eq!(evict(&[0, 3, 8]), Ok(true));
         assert_eq!(evict(&[0, 8, 3]), Err(Status::Invalid), "not in order");
         assert_eq!(evict(&[3, 3]), Err(Status::Invalid), "twice");
         assert_eq!(evict(&[64]), Err(Status::Limit), "behind the last");
-        let mut served = Served::of(Box::new(Wild(&[1, 2, 3])), &SHAPE);
+        let mut served = CheckedPolicy::of(Box::new(Wild(&[1, 2, 3])), &SHAPE);
         let mut select = |ids: &[u32]| {
             let chosen = served.select(0, None, ids, &context(9), &mut Vec::new());
             chosen.map_err(|error| error.status())

@@ -5,11 +5,11 @@ use std::ops::Range;
 use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::index::{Head, Index, Kind};
-use crate::sparse::numbers::room;
+use crate::sparse::numbers::reserve;
 
 /// Where heads and their lists are added.
 #[derive(Default)]
-pub struct Reach {
+pub struct IndexBuilder {
     index: Index,
     /// Where the list that is being made begins.
     begun: usize,
@@ -35,19 +35,19 @@ pub fn rows(first: u32, end: u32, query_block: u32) -> impl Iterator<Item = Row>
     })
 }
 
-impl Reach {
+impl IndexBuilder {
     /// An index in the memory of another, which is lost.
-    pub fn within(index: Index) -> Reach {
+    pub fn within(index: Index) -> IndexBuilder {
         let mut index = index;
         index.set_dense();
-        Reach { index, begun: 0 }
+        IndexBuilder { index, begun: 0 }
     }
 
     /// Adds a head, whose lists follow.
     pub fn head(&mut self, head: Head) -> Result<()> {
         let Index { heads, lists } = &mut self.index;
-        room(heads, 1)?;
-        room(&mut lists.starts, 1)?;
+        reserve(heads, 1)?;
+        reserve(&mut lists.starts, 1)?;
         if lists.starts.is_empty() {
             lists.starts.push(0);
         }
@@ -60,7 +60,7 @@ impl Reach {
         let Some(&head) = self.index.heads.get(at) else {
             fail!(Invalid, "head {at} of {}", self.index.heads.len());
         };
-        room(&mut self.index.heads, 1)?;
+        reserve(&mut self.index.heads, 1)?;
         self.index.heads.push(head);
         Ok(())
     }
@@ -132,7 +132,7 @@ impl Reach {
                 fail!(Limit, "an index of more than {} numbers: ask for fewer queries", u32::MAX);
             }
             if all.len() == all.capacity() {
-                room(all, 1)?;
+                reserve(all, 1)?;
             }
             all.push(item);
         }
@@ -146,7 +146,7 @@ impl Reach {
     /// Ends a list.
     pub fn end(&mut self) -> Result<()> {
         let Index { heads, lists } = &mut self.index;
-        room(&mut lists.starts, 1)?;
+        reserve(&mut lists.starts, 1)?;
         self.begun = lists.items.len();
         lists.starts.push(self.begun as u32);
         heads.iter_mut().rev().take(1).for_each(|head| head.lists += 1);
@@ -171,16 +171,16 @@ mod tests {
 
     #[test]
     fn blocks_are_those_that_hold_a_key_and_come_once() {
-        let mut reach = Reach::default();
-        reach.blocks(64, 16, NO_QUERY).expect("room");
+        let mut builder = IndexBuilder::default();
+        builder.blocks(64, 16, NO_QUERY).expect("room");
         for keys in [0..1, 3..3, 15..17, 31..32, 64..81] {
-            reach.add(keys).expect("room");
+            builder.add(keys).expect("room");
         }
-        reach.end().expect("room");
-        reach.add_block(0).expect("room");
-        reach.add_block(0).expect("room");
-        reach.end().expect("room");
-        let index = reach.into_index();
+        builder.end().expect("room");
+        builder.add_block(0).expect("room");
+        builder.add_block(0).expect("room");
+        builder.end().expect("room");
+        let index = builder.into_index();
         assert_eq!((index.list(0, 0), index.list(0, 1)), (&[0, 1, 4, 5][..], &[0][..]));
         let all: Vec<Row> = rows(10, 20, 4).collect();
         assert_eq!(all.last(), Some(&Row { at: 2, first: 18, end: 20 }));
@@ -189,23 +189,23 @@ mod tests {
 
     #[test]
     fn heads_follow_each_other_and_ranges_that_touch_are_one() {
-        let mut reach = Reach::default();
-        reach.dense().expect("room");
-        reach.lines(40).expect("room");
-        reach.list([1, 9]).expect("room");
-        reach.list(0..3).expect("room");
-        reach.ranges(64).expect("room");
-        reach.list([4]).expect("room");
+        let mut builder = IndexBuilder::default();
+        builder.dense().expect("room");
+        builder.lines(40).expect("room");
+        builder.list([1, 9]).expect("room");
+        builder.list(0..3).expect("room");
+        builder.ranges(64).expect("room");
+        builder.list([4]).expect("room");
         for keys in [0..1, 3..5, 5..6, 8..9] {
-            reach.add(keys).expect("room");
+            builder.add(keys).expect("room");
         }
-        reach.end().expect("room");
-        let index = reach.into_index();
+        builder.end().expect("room");
+        let index = builder.into_index();
         assert_eq!(index.heads.iter().map(|h| h.lists).collect::<Vec<u32>>(), [0, 2, 2]);
         assert_eq!((index.list(1, 0), index.list(1, 1)), (&[1, 9][..], &[0, 1, 2][..]));
         assert_eq!((index.list(2, 0), index.list(2, 1)), (&[4][..], &[0, 1, 3, 6, 8, 9][..]));
         assert_eq!(index.head(1).dense_from, 40);
-        let mut again = Reach::within(index);
+        let mut again = IndexBuilder::within(index);
         again.dense().expect("room");
         assert!(again.into_index().is_dense());
     }
