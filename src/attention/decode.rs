@@ -2,13 +2,12 @@
 
 use std::marker::PhantomData;
 
-use crate::attention::cut::{Cut, PART_KEYS};
-use crate::attention::job;
+use crate::attention::kv_split::{KvSplit, PART_KEYS};
 use crate::attention::lanes::Lanes;
 use crate::attention::level::{Level, levels};
 use crate::attention::limits::{Limits, Workspace};
-use crate::attention::panel::{self, MAX_COLUMNS, Room};
-use crate::attention::problem::Problem;
+use crate::attention::panel::{self, MAX_COLUMNS, PanelScratch};
+use crate::attention::problem::{Problem, check_item};
 use crate::attention::{lanes::portable::Portable, narrow};
 use crate::base::status::Result;
 use crate::fail;
@@ -20,7 +19,7 @@ use crate::fail;
 pub struct Decode<'a> {
     problem: Problem<'a>,
     level: Level,
-    cut: Cut,
+    split: KvSplit,
     out: *mut f32,
     lse: *mut f32,
     /// Results of parts, their log-sum-exps, then scores.
@@ -38,19 +37,19 @@ impl<'a> Decode<'a> {
     /// Numbers of memory that a decode needs beside scratch; more if scores are kept, for
     /// [`Decode::sums`].
     pub fn memory(problem: &Problem<'_>, keeps_scores: bool) -> Result<usize> {
-        Ok(Cut::new(problem, keeps_scores)?.sizes(problem)?.iter().sum())
+        Ok(KvSplit::new(problem, keeps_scores)?.sizes(problem)?.iter().sum())
     }
 
     /// What no decode of some limits needs more of.
     pub fn workspace(limits: &Limits) -> Result<Workspace> {
         // SAFETY: only sizes are asked.
         let problem = unsafe { limits.problem()? };
-        let cut = Cut::largest(limits);
-        let rows = cut.rows.min(narrow::MAX_ROWS) * cut.groups as usize;
-        let few = narrow::scratch(&problem, rows, cut.groups as usize);
+        let split = KvSplit::largest(limits);
+        let rows = split.rows.min(narrow::MAX_ROWS) * split.groups as usize;
+        let run = narrow::scratch(&problem, rows, split.groups as usize);
         // Many rows that share their keys: those of all heads may.
-        let many = panel::scratch(&problem, cut.all_rows().min(MAX_COLUMNS));
-        Ok(Workspace { memory: cut.sizes(&problem)?.iter().sum(), scratch: few.max(many) })
+        let many = panel::scratch(&problem, split.all_rows().min(MAX_COLUMNS));
+        Ok(Workspace { memory: split.sizes(&problem)?.iter().sum(), scratch: run.max(many) })
     }
 
     /// A decode that writes `[T, query heads, Dv]` to `out`, and `[T, query heads]` to `lse`.
@@ -62,20 +61,20 @@ impl<'a> Decode<'a> {
         memory: &'a mut [f32],
         keeps_scores: bool,
     ) -> Result<Decode<'a>> {
-        let cut = Cut::new(&problem, keeps_scores)?;
-        let rows = cut.all_rows();
+        let split = KvSplit::new(&problem, keeps_scores)?;
+        let rows = split.all_rows();
         let numbers = rows.saturating_mul(problem.values.dim() as usize);
         if out.len() < numbers || lse.len() < rows {
             fail!(TooSmall, "{} and {} numbers for {rows} rows", out.len(), lse.len());
         }
-        let sizes = cut.sizes(&problem)?;
+        let sizes = split.sizes(&problem)?;
         if memory.len() < sizes.iter().sum() {
             fail!(TooSmall, "{} numbers of memory, {sizes:?} are needed", memory.len());
         }
         Ok(Decode {
             problem,
             level: Level::best(),
-            cut,
+            split,
             out: out.as_mut_ptr(),
             lse: lse.as_mut_ptr(),
             memory: memory.as_mut_ptr(),
@@ -85,33 +84,33 @@ impl<'a> Decode<'a> {
 
     /// The same with other instructions; those of the best level, where they are not here.
     pub fn with_level(mut self, level: Level) -> Decode<'a> {
-        self.level = if level.is_here() { level } else { Level::best() };
+        self.level = if level.is_supported() { level } else { Level::best() };
         self
     }
 
     /// How many parts there are: some keys of all heads, or of one that many queries share.
     pub fn parts(&self) -> u32 {
         // Heads that lie side by side are read together.
-        let groups = if self.is_narrow() { 1 } else { self.cut.groups };
-        groups * self.cut.parts as u32
+        let groups = if self.is_narrow() { 1 } else { self.split.groups };
+        groups * self.split.parts as u32
     }
 
     /// How many ends there are.
     pub fn ends(&self) -> u32 {
-        self.cut.all_rows() as u32
+        self.split.all_rows() as u32
     }
 
     /// Numbers of scratch that each thread needs for parts.
     pub fn scratch(&self) -> usize {
         if self.is_narrow() {
-            narrow::scratch(&self.problem, self.cut.all_rows(), self.cut.groups as usize)
+            narrow::scratch(&self.problem, self.split.all_rows(), self.split.groups as usize)
         } else {
-            panel::scratch(&self.problem, self.cut.rows.min(MAX_COLUMNS))
+            panel::scratch(&self.problem, self.split.rows.min(MAX_COLUMNS))
         }
     }
 
     fn is_narrow(&self) -> bool {
-        self.cut.rows <= narrow::MAX_ROWS
+        self.split.rows <= narrow::MAX_ROWS
     }
 
     /// Runs a part.
@@ -119,7 +118,7 @@ impl<'a> Decode<'a> {
     /// # Safety
     /// No two threads run the same part at a time, and none an end before all parts are done.
     pub unsafe fn run(&self, part: u32, memory: &mut [f32]) -> Result<()> {
-        job::check("part", part, self.parts(), memory, self.scratch())?;
+        check_item("part", part, self.parts(), memory, self.scratch())?;
         // SAFETY: the level is here; all was checked when this was made.
         unsafe { run_part(self.level, self, part, memory.as_mut_ptr()) };
         Ok(())
@@ -127,8 +126,8 @@ impl<'a> Decode<'a> {
 
     /// The row of a group where a query and head are, counted through all groups.
     fn row(&self, query: usize, head: usize) -> usize {
-        let group = self.cut.group as usize;
-        head / group * self.cut.rows + query * group + head % group
+        let group = self.split.group as usize;
+        head / group * self.split.rows + query * group + head % group
     }
 
     /// Puts the parts of a query and head together. Where scores are kept, they become what
@@ -137,11 +136,11 @@ impl<'a> Decode<'a> {
     /// # Safety
     /// All parts are done; no two threads run the same end at a time.
     pub unsafe fn end(&self, end: u32) -> Result<()> {
-        job::check("end", end, self.ends(), &[], 0)?;
+        check_item("end", end, self.ends(), &[], 0)?;
         let heads = self.problem.queries.heads() as usize;
         let row = self.row(end as usize / heads, end as usize % heads);
-        let (dim, parts) = (self.problem.values.dim() as usize, self.cut.parts);
-        let [results, logs, _] = self.cut.sizes(&self.problem)?;
+        let (dim, parts) = (self.problem.values.dim() as usize, self.split.parts);
+        let [results, logs, _] = self.split.sizes(&self.problem)?;
         // SAFETY: parts have written rows; this end's results are no other's.
         unsafe {
             let (from, of) = (self.memory.add(row * parts * dim), self.memory.add(results));
@@ -150,11 +149,11 @@ impl<'a> Decode<'a> {
             let from = std::slice::from_raw_parts(from, parts * dim);
             let lse = join(out, from, of);
             self.lse.add(end as usize).write(lse);
-            if self.cut.scores > 0 {
-                let scores = self.memory.add(results + logs + row * self.cut.scores);
-                let walk = self.cut.walk(&self.problem, (row / self.cut.rows) as u32);
-                let count = walk.count().min(self.cut.scores);
-                shares(self.level, scores, count, self.cut.scores, lse);
+            if self.split.scores > 0 {
+                let scores = self.memory.add(results + logs + row * self.split.scores);
+                let cursor = self.split.cursor(&self.problem, (row / self.split.rows) as u32);
+                let count = cursor.count().min(self.split.scores);
+                shares(self.level, scores, count, self.split.scores, lse);
             }
         }
         Ok(())
@@ -162,7 +161,7 @@ impl<'a> Decode<'a> {
 
     /// Keys that sums are of, for each head: the most that one selects, if scores are kept.
     pub fn sum_keys(&self) -> usize {
-        self.cut.scores
+        self.split.scores
     }
 
     /// Adds what each key got of the attention of all queries to `sums`: `[query heads, keys]`,
@@ -178,7 +177,7 @@ impl<'a> Decode<'a> {
     /// # Safety
     /// No thread runs a part or an end meanwhile.
     pub unsafe fn add_sums(&self, is_by_head: bool, sums: &mut [f32]) -> Result<()> {
-        let (heads, keys) = (self.problem.queries.heads() as usize, self.cut.scores);
+        let (heads, keys) = (self.problem.queries.heads() as usize, self.split.scores);
         let wanted = if is_by_head { heads * keys } else { keys };
         if sums.len() != wanted {
             fail!(Invalid, "{} sums, {wanted} are kept", sums.len());
@@ -191,14 +190,17 @@ impl<'a> Decode<'a> {
         if keys == 0 {
             return Ok(());
         }
-        let [results, logs, _] = self.cut.sizes(&self.problem)?;
+        let [results, logs, _] = self.split.sizes(&self.problem)?;
         for query in 0..self.problem.queries.tokens() as usize {
             for head in 0..heads {
                 let row = results + logs + self.row(query, head) * keys;
                 // SAFETY: ends have written it, and nobody else has this.
                 let shares = unsafe { std::slice::from_raw_parts(self.memory.add(row), keys) };
                 let at = if is_by_head { head * keys } else { 0 };
-                sums[at..at + keys].iter_mut().zip(shares).for_each(|(sum, share)| *sum += share);
+                sums[at..at + keys]
+                    .iter_mut()
+                    .zip(shares)
+                    .for_each(|(sum, normalizer)| *sum += normalizer);
             }
         }
         Ok(())
@@ -222,8 +224,8 @@ fn join(out: &mut [f32], from: &[f32], logs: &[f32]) -> f32 {
     }
     let sum: f32 = logs.iter().map(|log| (log - most).exp()).sum();
     for (part, log) in from.chunks_exact(out.len()).zip(logs) {
-        let share = (log - most).exp() / sum;
-        out.iter_mut().zip(part).for_each(|(out, x)| *out += x * share);
+        let normalizer = (log - most).exp() / sum;
+        out.iter_mut().zip(part).for_each(|(out, x)| *out += x * normalizer);
     }
     most + sum.ln()
 }
@@ -237,21 +239,29 @@ levels! {
 /// The part is one of the job's, and no other thread's; memory is of its size.
 #[inline(always)]
 unsafe fn one<L: Lanes, const R: usize>(job: &Decode<'_>, part: u32, memory: *mut f32) {
-    let (problem, cut) = (&job.problem, &job.cut);
-    // SAFETY: the caller's promise; sizes are those of `Cut::sizes`.
+    let (problem, split) = (&job.problem, &job.split);
+    // SAFETY: the caller's promise; sizes are those of `KvSplit::sizes`.
     unsafe {
         if job.is_narrow() {
-            narrow::attend::<L, R>(problem, cut, part as usize, memory, job.memory);
+            narrow::attend::<L, R>(problem, split, part as usize, memory, job.memory);
             return;
         }
-        let (group, part) = (part % cut.groups, (part / cut.groups) as usize);
-        let mut walk = cut.walk(problem, group);
-        walk.skip(part * PART_KEYS);
-        let place = cut.place(problem, (group, part), job.memory);
-        let room = Room::new(problem, cut.rows.min(MAX_COLUMNS), L::WIDTH, memory);
-        for done in (0..cut.rows).step_by(MAX_COLUMNS) {
-            let columns = cut.columns(group, done, (cut.rows - done).min(MAX_COLUMNS));
-            panel::attend::<L, R>(problem, &columns, None, (walk, PART_KEYS), &room, &place);
+        let (group, part) = (part % split.groups, (part / split.groups) as usize);
+        let mut cursor = split.cursor(problem, group);
+        cursor.skip(part * PART_KEYS);
+        let place = split.place(problem, (group, part), job.memory);
+        let scratch_rows =
+            PanelScratch::new(problem, split.rows.min(MAX_COLUMNS), L::WIDTH, memory);
+        for done in (0..split.rows).step_by(MAX_COLUMNS) {
+            let columns = split.columns(group, done, (split.rows - done).min(MAX_COLUMNS));
+            panel::attend::<L, R>(
+                problem,
+                &columns,
+                None,
+                (cursor, PART_KEYS),
+                &scratch_rows,
+                &place,
+            );
         }
     }
 }

@@ -20,15 +20,15 @@ pub struct Tile {
 }
 
 /// `out[r * TILE + j]` becomes the product of query r and row j of four. Queries are in the
-/// order of [`Element::place`], each `step` numbers with zeros at the end. Rows of `coming`
+/// order of [`Element::place`], each `step` numbers with zeros at the end. Rows of `upcoming`
 /// are called for, line by line as rows are read: of many calls at once processors drop some.
 ///
 /// # Safety
-/// As of [`Lanes`]; all that is named is there, of type E, but for `coming`.
+/// As of [`Lanes`]; all that is named is there, of type E, but for `upcoming`.
 #[inline(always)]
-pub unsafe fn dots<L: Lanes, E: Element, const R: usize>(
+pub unsafe fn dot_rows<L: Lanes, E: Element, const R: usize>(
     rows: [*const u8; 4],
-    mut coming: [*const u8; 4],
+    mut upcoming: [*const u8; 4],
     dim: usize,
     (queries, count, step): (*const f32, usize, usize),
     out: *mut f32,
@@ -37,17 +37,38 @@ pub unsafe fn dots<L: Lanes, E: Element, const R: usize>(
     // SAFETY: the caller's promise; out has TILE places a query.
     unsafe {
         while R >= 8 && r + 4 <= count {
-            four::<L, E, 4>(rows, coming, dim, queries.add(r * step), step, out.add(r * TILE));
-            coming = rows;
+            dot_block::<L, E, 4>(
+                rows,
+                upcoming,
+                dim,
+                queries.add(r * step),
+                step,
+                out.add(r * TILE),
+            );
+            upcoming = rows;
             r += 4;
         }
         while r + 2 <= count {
-            four::<L, E, 2>(rows, coming, dim, queries.add(r * step), step, out.add(r * TILE));
-            coming = rows;
+            dot_block::<L, E, 2>(
+                rows,
+                upcoming,
+                dim,
+                queries.add(r * step),
+                step,
+                out.add(r * TILE),
+            );
+            upcoming = rows;
             r += 2;
         }
         if r < count {
-            four::<L, E, 1>(rows, coming, dim, queries.add(r * step), step, out.add(r * TILE));
+            dot_block::<L, E, 1>(
+                rows,
+                upcoming,
+                dim,
+                queries.add(r * step),
+                step,
+                out.add(r * TILE),
+            );
         }
     }
 }
@@ -58,10 +79,10 @@ pub unsafe fn dots<L: Lanes, E: Element, const R: usize>(
 /// # Safety
 /// As of [`Lanes`]; token and head are there.
 #[inline(always)]
-pub unsafe fn call_row<L: Lanes>(rows: &Rows<'_>, token: u32, head: u32) {
+pub unsafe fn prefetch_row<L: Lanes>(rows: &Rows<'_>, token: u32, head: u32) {
     let bytes = rows.dim() as usize * rows.dtype().bits() as usize / 8;
     // SAFETY: nothing is read.
-    unsafe { call::<L>(rows.row(token, head), bytes) }
+    unsafe { prefetch::<L>(rows.row(token, head), bytes) }
 }
 
 /// The same of a row that was found.
@@ -69,19 +90,19 @@ pub unsafe fn call_row<L: Lanes>(rows: &Rows<'_>, token: u32, head: u32) {
 /// # Safety
 /// As of [`Lanes`]; the row need not be there.
 #[inline(always)]
-pub unsafe fn call<L: Lanes>(row: *const u8, bytes: usize) {
+pub unsafe fn prefetch<L: Lanes>(row: *const u8, bytes: usize) {
     for at in (0..bytes).step_by(LINE_BYTES) {
         // SAFETY: nothing is read.
-        unsafe { L::soon(row.wrapping_add(at)) };
+        unsafe { L::prefetch(row.wrapping_add(at)) };
     }
 }
 
 /// # Safety
-/// As of [`dots`].
+/// As of [`dot_rows`].
 #[inline(always)]
-unsafe fn four<L: Lanes, E: Element, const Q: usize>(
+unsafe fn dot_block<L: Lanes, E: Element, const Q: usize>(
     rows: [*const u8; 4],
-    coming: [*const u8; 4],
+    upcoming: [*const u8; 4],
     dim: usize,
     queries: *const f32,
     step: usize,
@@ -93,8 +114,8 @@ unsafe fn four<L: Lanes, E: Element, const Q: usize>(
         let whole = dim - dim % L::WIDTH;
         // What is left over comes first, so that the loop behind it has nothing but products.
         if whole < dim {
-            for (j, (row, coming)) in rows.into_iter().zip(coming).enumerate() {
-                call::<L>(coming.wrapping_add(whole * E::BYTES), (dim - whole) * E::BYTES);
+            for (j, (row, upcoming)) in rows.into_iter().zip(upcoming).enumerate() {
+                prefetch::<L>(upcoming.wrapping_add(whole * E::BYTES), (dim - whole) * E::BYTES);
                 let both = part::<L, E>(row.add(whole * E::BYTES), dim - whole);
                 for (r, sums) in sums.iter_mut().enumerate() {
                     let query = queries.add(r * step + whole);
@@ -110,8 +131,8 @@ unsafe fn four<L: Lanes, E: Element, const Q: usize>(
                 let from = queries.add(r * step + at);
                 *query = [L::load(from), L::load(from.add(L::N))];
             }
-            for (j, (row, coming)) in rows.into_iter().zip(coming).enumerate() {
-                call::<L>(coming.wrapping_add(at * E::BYTES), L::WIDTH * E::BYTES);
+            for (j, (row, upcoming)) in rows.into_iter().zip(upcoming).enumerate() {
+                prefetch::<L>(upcoming.wrapping_add(at * E::BYTES), L::WIDTH * E::BYTES);
                 let [x, y] = E::pair::<L>(row.add(at * E::BYTES));
                 for (sums, query) in sums.iter_mut().zip(&query) {
                     sums[j] = y.fma(query[1], x.fma(query[0], sums[j]));
@@ -126,51 +147,72 @@ unsafe fn four<L: Lanes, E: Element, const Q: usize>(
 }
 
 /// `out[r][..] = alpha[r] * out[r][..] + sum over i of weights[r * TILE + i] * row i`, where
-/// out is in the order of [`Element::place`], each `step` numbers. Rows of `coming` are called
-/// for as in [`dots`].
+/// out is in the order of [`Element::place`], each `step` numbers. Rows of `upcoming` are called
+/// for as in [`dot_rows`].
 ///
 /// # Safety
-/// As of [`dots`].
+/// As of [`dot_rows`].
 #[inline(always)]
-pub unsafe fn weigh<'a, L: Lanes, E: Element, const R: usize>(
+pub unsafe fn weighted_sum<'a, L: Lanes, E: Element, const R: usize>(
     tile: &'a Tile,
     weights: *const f32,
     alpha: *const f32,
     (out, count, step): (*mut f32, usize, usize),
-    mut coming: &'a Tile,
+    mut upcoming: &'a Tile,
 ) {
     let mut r = 0;
     // SAFETY: the caller's promise.
     unsafe {
         while R >= 8 && r + 4 <= count {
             let out = out.add(r * step);
-            some::<L, E, 4>(tile, weights.add(r * TILE), alpha.add(r), out, step, coming);
-            coming = tile;
+            weighted_block::<L, E, 4>(
+                tile,
+                weights.add(r * TILE),
+                alpha.add(r),
+                out,
+                step,
+                upcoming,
+            );
+            upcoming = tile;
             r += 4;
         }
         while r + 2 <= count {
             let out = out.add(r * step);
-            some::<L, E, 2>(tile, weights.add(r * TILE), alpha.add(r), out, step, coming);
-            coming = tile;
+            weighted_block::<L, E, 2>(
+                tile,
+                weights.add(r * TILE),
+                alpha.add(r),
+                out,
+                step,
+                upcoming,
+            );
+            upcoming = tile;
             r += 2;
         }
         if r < count {
             let out = out.add(r * step);
-            some::<L, E, 1>(tile, weights.add(r * TILE), alpha.add(r), out, step, coming);
+            weighted_block::<L, E, 1>(
+                tile,
+                weights.add(r * TILE),
+                alpha.add(r),
+                out,
+                step,
+                upcoming,
+            );
         }
     }
 }
 
 /// # Safety
-/// As of [`weigh`].
+/// As of [`weighted_sum`].
 #[inline(always)]
-unsafe fn some<L: Lanes, E: Element, const Q: usize>(
+unsafe fn weighted_block<L: Lanes, E: Element, const Q: usize>(
     tile: &Tile,
     weights: *const f32,
     alpha: *const f32,
     out: *mut f32,
     step: usize,
-    coming: &Tile,
+    upcoming: &Tile,
 ) {
     let mut at = 0;
     // SAFETY: the caller's promise; what is behind a row is not read.
@@ -181,17 +223,17 @@ unsafe fn some<L: Lanes, E: Element, const Q: usize>(
                 let [c, d] = E::pair::<L>(row.add(L::WIDTH * E::BYTES));
                 [a, b, c, d]
             };
-            columns::<L, E, Q, 4>((tile, coming), at, weights, alpha, (out, step), read);
+            columns::<L, E, Q, 4>((tile, upcoming), at, weights, alpha, (out, step), read);
             at += 2 * L::WIDTH;
         }
         while at < tile.dim {
             let left = tile.dim - at;
             if left >= L::WIDTH {
                 let read = |row: *const u8| E::pair::<L>(row);
-                columns::<L, E, Q, 2>((tile, coming), at, weights, alpha, (out, step), read);
+                columns::<L, E, Q, 2>((tile, upcoming), at, weights, alpha, (out, step), read);
             } else {
                 let read = |row: *const u8| part::<L, E>(row, left);
-                columns::<L, E, Q, 2>((tile, coming), at, weights, alpha, (out, step), read);
+                columns::<L, E, Q, 2>((tile, upcoming), at, weights, alpha, (out, step), read);
             }
             at += L::WIDTH;
         }
@@ -201,10 +243,10 @@ unsafe fn some<L: Lanes, E: Element, const Q: usize>(
 /// Numbers from `at` on; `read` gives V vectors of a row.
 ///
 /// # Safety
-/// As of [`weigh`].
+/// As of [`weighted_sum`].
 #[inline(always)]
 unsafe fn columns<L: Lanes, E: Element, const Q: usize, const V: usize>(
-    (tile, coming): (&Tile, &Tile),
+    (tile, upcoming): (&Tile, &Tile),
     at: usize,
     weights: *const f32,
     alpha: *const f32,
@@ -221,10 +263,10 @@ unsafe fn columns<L: Lanes, E: Element, const Q: usize, const V: usize>(
                 *sum = L::load(out.add(r * step + v * L::N)).mul(alpha);
             }
         }
-        let (rows, coming) = (tile.rows.as_ptr(), coming.rows.as_ptr());
+        let (rows, upcoming) = (tile.rows.as_ptr(), upcoming.rows.as_ptr());
         let from = at * E::BYTES;
         for i in 0..tile.count {
-            call::<L>(coming.add(i).read().wrapping_add(from), V * L::N * E::BYTES);
+            prefetch::<L>(upcoming.add(i).read().wrapping_add(from), V * L::N * E::BYTES);
             let values = read(rows.add(i).read().add(from));
             for (r, sums) in sums.iter_mut().enumerate() {
                 let weight = L::splat(*weights.add(r * TILE + i));

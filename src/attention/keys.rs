@@ -3,7 +3,7 @@
 //! All heads have their lists in one table, so that it can be told as flat arrays: numbers,
 //! where each list begins in them, and for each head how its lists are meant.
 
-use crate::attention::walk::{Source, Walk};
+use crate::attention::key_cursor::{KeyCursor, KeySource};
 use crate::base::status::Result;
 use crate::fail;
 
@@ -184,20 +184,20 @@ impl<'a> Keys<'a> {
     }
 
     /// What is said for a query head.
-    pub fn of(&self, heads: Heads, head: u32) -> One<'a> {
+    pub fn of(&self, heads: Heads, head: u32) -> HeadKeys<'a> {
         self.at(heads.pick(head, self.heads.len()))
     }
 
     /// What is said at a place of `heads`.
-    pub fn at(&self, at: usize) -> One<'a> {
+    pub fn at(&self, at: usize) -> HeadKeys<'a> {
         let head = self.heads.get(at).copied().unwrap_or(Head::DENSE);
-        One { head, starts: self.starts, items: self.items }
+        HeadKeys { head, starts: self.starts, items: self.items }
     }
 }
 
 /// Which keys the queries of one head are computed with.
 #[derive(Clone, Copy, Debug)]
-pub struct One<'a> {
+pub struct HeadKeys<'a> {
     /// How its lists are meant.
     pub head: Head,
     starts: &'a [u32],
@@ -213,7 +213,7 @@ pub struct Lines<'a> {
     pub diagonals: &'a [u32],
 }
 
-impl<'a> One<'a> {
+impl<'a> HeadKeys<'a> {
     fn list(&self, at: u32) -> &'a [u32] {
         list(self.starts, self.items, self.head.first as usize + at as usize)
     }
@@ -248,27 +248,27 @@ impl<'a> One<'a> {
 
     /// The keys of `width` queries from `query` on, the first of which is at `position`: of
     /// those from position `begin` on, counted from there, the first `end`.
-    pub fn walk(
+    pub fn cursor(
         &self,
         query: u32,
         (position, width): (u32, u32),
         (begin, end): (u32, u32),
-    ) -> Walk<'a> {
+    ) -> KeyCursor<'a> {
         let row = query.checked_div(self.head.query_block).unwrap_or(0);
         let source = match self.kind(position) {
-            Kind::Dense => Source::All,
+            Kind::Dense => KeySource::All,
             Kind::Lines => {
                 let (columns, diagonals) = (behind(self.list(0), begin), self.list(1));
                 // From farther away no query reaches the first key.
                 let reach = position.saturating_add(width).saturating_sub(begin);
                 let left = diagonals.partition_point(|&d| d < reach);
-                Source::Lines { lines: Lines { columns, diagonals }, left, position, width }
+                KeySource::Lines { lines: Lines { columns, diagonals }, left, position, width }
             }
             Kind::Blocks => {
                 let (blocks, tokens) = (self.list(row), self.head.key_block);
                 let is_there = row < self.head.lists;
                 let blocks = if is_there { behind(blocks, begin / tokens.max(1)) } else { &[] };
-                Source::Blocks { blocks, tokens }
+                KeySource::Blocks { blocks, tokens }
             }
             Kind::Ranges => {
                 let is_there = row < self.head.rows();
@@ -276,10 +276,15 @@ impl<'a> One<'a> {
                 // An odd end before the first key begins a range that it lies in.
                 let before = ranges.len() - behind(ranges, begin.saturating_add(1)).len();
                 let ranges = ranges.get(before / 2 * 2..).unwrap_or_default();
-                Source::Ranges { ranges, columns: behind(self.list(0), begin), column: 0, done: 0 }
+                KeySource::Ranges {
+                    ranges,
+                    columns: behind(self.list(0), begin),
+                    column: 0,
+                    done: 0,
+                }
             }
         };
-        Walk::new(source, (begin, end))
+        KeyCursor::new(source, (begin, end))
     }
 }
 

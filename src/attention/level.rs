@@ -18,7 +18,7 @@ impl Level {
     pub const ALL: [Level; 4] = [Level::Portable, Level::Neon, Level::Avx2, Level::Avx512];
 
     /// Whether this processor has it.
-    pub fn is_here(self) -> bool {
+    pub fn is_supported(self) -> bool {
         match self {
             Level::Portable => true,
             Level::Neon => cfg!(target_arch = "aarch64"),
@@ -30,7 +30,7 @@ impl Level {
             }
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => {
-                Level::Avx2.is_here()
+                Level::Avx2.is_supported()
                     && is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
                     && is_x86_feature_detected!("avx512dq")
@@ -43,7 +43,7 @@ impl Level {
 
     /// The best that this processor has.
     pub fn best() -> Level {
-        Level::ALL.into_iter().rev().find(|level| level.is_here()).unwrap_or(Level::Portable)
+        Level::ALL.into_iter().rev().find(|level| level.is_supported()).unwrap_or(Level::Portable)
     }
 }
 

@@ -62,7 +62,7 @@ impl Limits {
         self.check()?;
         let rows = |tokens, dim| {
             // SAFETY: the caller's promise.
-            unsafe { Rows::nowhere(tokens, self.query_heads, dim) }
+            unsafe { Rows::unmapped(tokens, self.query_heads, dim) }
         };
         Ok(Problem {
             queries: rows(self.queries, self.dim),

@@ -9,7 +9,7 @@
 //!
 //! - [`Prefill`]: a prompt or a part of one, dense or by [`Keys`]. Keys may come in pieces, each
 //!   with the position that it begins at: what they come to is put together by [`merge()`].
-//! - [`Sums`]: what each key got of the attention of a prompt's queries, dense or by [`Keys`].
+//! - [`ColumnSums`]: what each key got of the attention of a prompt's queries, dense or by [`Keys`].
 //! - [`Decode`]: the next token or a few, over all keys or some; with what each key got.
 //! - [`pages`]: what pages of keys are like, and their scores.
 //!
@@ -37,13 +37,13 @@
 //! sizes of their products. Numbers that are not finite give some result, never a fault:
 //! [`check_finite`] finds them before.
 
-pub mod columns;
-pub mod cut;
+pub mod column_sums;
 pub mod decode;
 pub mod dot;
 pub mod element;
-pub mod job;
+pub mod key_cursor;
 pub mod keys;
+pub mod kv_split;
 pub mod lanes;
 pub mod level;
 pub mod limits;
@@ -54,10 +54,9 @@ pub mod panel;
 pub mod prefill;
 pub mod problem;
 pub mod rows;
-pub mod seen;
-pub mod walk;
+pub mod visibility;
 
-pub use columns::Sums;
+pub use column_sums::ColumnSums;
 pub use decode::Decode;
 pub use keys::{Head, Keys, Kind};
 pub use level::Level;

@@ -1,10 +1,10 @@
 //! Decode with few rows of queries: a tile of keys at a time, read where it is.
 
-use crate::attention::cut::{Cut, PART_KEYS};
-use crate::attention::dot::{Tile, call, dots, weigh};
+use crate::attention::dot::{Tile, dot_rows, prefetch, weighted_sum};
 use crate::attention::element::{Bf16, Element, F16, F32, I8, read};
+use crate::attention::kv_split::{KvSplit, PART_KEYS};
 use crate::attention::lanes::{Lanes, MAX_WIDTH};
-use crate::attention::panel::{Columns, Place, TILE, log_sum, share};
+use crate::attention::panel::{Columns, OutputRows, TILE, log_sum, normalizer};
 use crate::attention::problem::Problem;
 use crate::attention::rows::{MAX_DIM, Rows, Scales};
 use crate::meta::dtype::Dtype;
@@ -66,12 +66,12 @@ unsafe fn scale_tokens(
     }
 }
 
-/// Puts a query where [`dots`] reads it.
+/// Puts a query where [`dot_rows`] reads it.
 ///
 /// # Safety
 /// `row` has `dim` numbers, `to` room for them with zeros at the end.
 #[inline(always)]
-pub unsafe fn put<L: Lanes, E: Element>(row: *const f32, dim: usize, to: *mut f32) {
+pub unsafe fn permute<L: Lanes, E: Element>(row: *const f32, dim: usize, to: *mut f32) {
     // SAFETY: the caller's promise; places are below the next multiple of two vectors.
     unsafe {
         (0..dim.next_multiple_of(MAX_WIDTH)).for_each(|d| to.add(d).write(0.0));
@@ -79,18 +79,18 @@ pub unsafe fn put<L: Lanes, E: Element>(row: *const f32, dim: usize, to: *mut f3
     }
 }
 
-/// Takes what [`weigh`] wrote back into order.
+/// Takes what [`weighted_sum`] wrote back into order.
 ///
 /// # Safety
-/// As of [`put`].
+/// As of [`permute`].
 #[inline(always)]
-unsafe fn take<L: Lanes, E: Element>(from: *const f32, dim: usize, to: *mut f32) {
+unsafe fn unpermute<L: Lanes, E: Element>(from: *const f32, dim: usize, to: *mut f32) {
     // SAFETY: the caller's promise.
     unsafe { (0..dim).for_each(|d| to.add(d).write(*from.add(E::place::<L>(d)))) }
 }
 
 /// Memory of a group.
-struct Room {
+struct GroupScratch {
     queries: *mut f32,
     out: *mut f32,
     scores: *mut f32,
@@ -105,13 +105,18 @@ struct Room {
     row: *mut f32,
 }
 
-impl Room {
+impl GroupScratch {
     /// # Safety
     /// `memory` is of [`scratch`] for all rows.
     #[inline(always)]
-    unsafe fn of(problem: &Problem<'_>, cut: &Cut, group: u32, memory: *mut f32) -> Room {
+    unsafe fn of(
+        problem: &Problem<'_>,
+        split: &KvSplit,
+        group: u32,
+        memory: *mut f32,
+    ) -> GroupScratch {
         let (step, value_step) = (padded(problem.keys.dim()), padded(problem.values.dim()));
-        let rows = cut.rows;
+        let rows = split.rows;
         // SAFETY: in the order of `scratch`, a group after the other behind the row.
         unsafe {
             let size = rows * (step + value_step + TILE + 3) + 2 * (TILE + 1);
@@ -121,12 +126,12 @@ impl Room {
             let max = scores.add(rows * TILE);
             let (sum, alpha, tokens) = (max.add(rows), max.add(2 * rows), max.add(3 * rows));
             let (tokens, counts) = (tokens.cast(), tokens.add(2 * TILE).cast());
-            Room { queries, out, scores, max, sum, alpha, tokens, counts, row: memory }
+            GroupScratch { queries, out, scores, max, sum, alpha, tokens, counts, row: memory }
         }
     }
 }
 
-impl Room {
+impl GroupScratch {
     /// The keys of a tile that was laid out.
     ///
     /// # Safety
@@ -154,38 +159,38 @@ fn at(rows: &Rows<'_>, head: u32, tokens: &[u32]) -> Tile {
 /// heads that lie side by side are read together.
 ///
 /// # Safety
-/// As of [`Lanes`]; `memory` is of [`scratch`] for all rows, `results` of [`Cut::sizes`].
+/// As of [`Lanes`]; `memory` is of [`scratch`] for all rows, `results` of [`KvSplit::sizes`].
 #[inline(always)]
 pub unsafe fn attend<L: Lanes, const R: usize>(
     problem: &Problem<'_>,
-    cut: &Cut,
+    split: &KvSplit,
     part: usize,
     memory: *mut f32,
     results: *mut f32,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        for group in 0..cut.groups {
-            let room = Room::of(problem, cut, group, memory);
-            begin::<L>(problem, &cut.columns(group, 0, cut.rows), &room);
+        for group in 0..split.groups {
+            let group_rows = GroupScratch::of(problem, split, group, memory);
+            begin::<L>(problem, &split.columns(group, 0, split.rows), &group_rows);
         }
-        let mut most = lay(problem, cut, (part, 0), memory);
+        let mut most = select_tile(problem, split, (part, 0), memory);
         for tile in 0..PART_KEYS / TILE {
             if most == 0 {
                 break;
             }
-            products::<L, R>(problem, cut, tile, memory, most);
-            most = lay(problem, cut, (part, tile + 1), memory);
-            for group in 0..cut.groups {
-                let place = cut.place(problem, (group, part), results);
+            products::<L, R>(problem, split, tile, memory, most);
+            most = select_tile(problem, split, (part, tile + 1), memory);
+            for group in 0..split.groups {
+                let place = split.place(problem, (group, part), results);
                 let scores = (place.scores, place.scores_step);
-                absorb::<L, R>(problem, cut, (group, tile), memory, scores);
+                accumulate::<L, R>(problem, split, (group, tile), memory, scores);
             }
         }
-        for group in 0..cut.groups {
-            let room = Room::of(problem, cut, group, memory);
-            let place = cut.place(problem, (group, part), results);
-            finish::<L>(problem, &cut.columns(group, 0, cut.rows), &room, &place);
+        for group in 0..split.groups {
+            let group_rows = GroupScratch::of(problem, split, group, memory);
+            let place = split.place(problem, (group, part), results);
+            finish::<L>(problem, &split.columns(group, 0, split.rows), &group_rows, &place);
         }
     }
 }
@@ -196,21 +201,21 @@ pub unsafe fn attend<L: Lanes, const R: usize>(
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn lay(
+unsafe fn select_tile(
     problem: &Problem<'_>,
-    cut: &Cut,
+    split: &KvSplit,
     (part, tile): (usize, usize),
     memory: *mut f32,
 ) -> usize {
     let mut most = 0;
-    for group in 0..cut.groups {
+    for group in 0..split.groups {
         // SAFETY: the caller's promise.
         unsafe {
-            let room = Room::of(problem, cut, group, memory);
-            let tokens = &mut *room.tokens.add(tile % 2);
+            let group_rows = GroupScratch::of(problem, split, group, memory);
+            let tokens = &mut *group_rows.tokens.add(tile % 2);
             let is_ours = tile < PART_KEYS / TILE;
-            let count = if is_ours { cut.tile(problem, (group, part, tile), tokens) } else { 0 };
-            room.counts.add(tile % 2).write(count as u32);
+            let count = if is_ours { split.tile(problem, (group, part, tile), tokens) } else { 0 };
+            group_rows.counts.add(tile % 2).write(count as u32);
             most = most.max(count);
         }
     }
@@ -229,7 +234,7 @@ fn row_bytes(rows: &Rows<'_>) -> usize {
 #[inline(always)]
 unsafe fn products<L: Lanes, const R: usize>(
     problem: &Problem<'_>,
-    cut: &Cut,
+    split: &KvSplit,
     tile: usize,
     memory: *mut f32,
     most: usize,
@@ -237,25 +242,25 @@ unsafe fn products<L: Lanes, const R: usize>(
     let (keys, values) = (&problem.keys, &problem.values);
     let (dim, step) = (keys.dim() as usize, padded(keys.dim()));
     for i in (0..most).step_by(4) {
-        for group in 0..cut.groups {
+        for group in 0..split.groups {
             // SAFETY: the caller's promise; rows beyond the last are the last.
             unsafe {
-                let room = Room::of(problem, cut, group, memory);
-                let tokens = room.keys(tile);
+                let group_rows = GroupScratch::of(problem, split, group, memory);
+                let tokens = group_rows.keys(tile);
                 if i >= tokens.len() {
                     continue;
                 }
-                let head = problem.key_head(group * cut.group);
+                let head = problem.key_head(group * split.group);
                 if tile == 0 {
                     for &token in tokens.iter().skip(i + 4).take(4) {
-                        call::<L>(keys.row(token, head), row_bytes(keys));
+                        prefetch::<L>(keys.row(token, head), row_bytes(keys));
                     }
                 }
-                let four = [0, 1, 2, 3].map(|j| tokens[(i + j).min(tokens.len() - 1)]);
-                let rows = four.map(|token| keys.row(token, head));
-                let coming = four.map(|token| values.row(token, head));
-                let queries = (room.queries.cast_const(), cut.rows, step);
-                by_type!(keys, dots, L, R; rows, coming, dim, queries, room.scores.add(i));
+                let dot_block = [0, 1, 2, 3].map(|j| tokens[(i + j).min(tokens.len() - 1)]);
+                let rows = dot_block.map(|token| keys.row(token, head));
+                let upcoming = dot_block.map(|token| values.row(token, head));
+                let queries = (group_rows.queries.cast_const(), split.rows, step);
+                by_type!(keys, dot_rows, L, R; rows, upcoming, dim, queries, group_rows.scores.add(i));
             }
         }
     }
@@ -266,45 +271,45 @@ unsafe fn products<L: Lanes, const R: usize>(
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn absorb<L: Lanes, const R: usize>(
+unsafe fn accumulate<L: Lanes, const R: usize>(
     problem: &Problem<'_>,
-    cut: &Cut,
+    split: &KvSplit,
     (group, tile): (u32, usize),
     memory: *mut f32,
     (scores, scores_step): (*mut f32, usize),
 ) {
     let (keys, values) = (&problem.keys, &problem.values);
-    let columns = &cut.columns(group, 0, cut.rows);
-    let (rows, head) = (cut.rows, problem.key_head(columns.first_head));
+    let columns = &split.columns(group, 0, split.rows);
+    let (rows, head) = (split.rows, problem.key_head(columns.first_head));
     // SAFETY: the caller's promise.
     unsafe {
-        let room = &Room::of(problem, cut, group, memory);
-        let tokens = room.keys(tile);
-        scale_tokens(keys, head, tokens, room.scores, rows);
-        hide(problem, columns, tokens, room);
+        let group_rows = &GroupScratch::of(problem, split, group, memory);
+        let tokens = group_rows.keys(tile);
+        scale_tokens(keys, head, tokens, group_rows.scores, rows);
+        mask_hidden(problem, columns, tokens, group_rows);
         if !scores.is_null() {
             for r in 0..rows {
-                let (from, to) = (room.scores.add(r * TILE), scores.add(r * scores_step));
+                let (from, to) = (group_rows.scores.add(r * TILE), scores.add(r * scores_step));
                 std::ptr::copy_nonoverlapping(from, to.add(tile * TILE), tokens.len());
             }
         }
-        exponentials::<L>(rows, room);
-        scale_tokens(values, head, tokens, room.scores, rows);
+        exponentials::<L>(rows, group_rows);
+        scale_tokens(values, head, tokens, group_rows.scores, rows);
         let of_values = at(values, head, tokens);
-        let out = (room.out, rows, padded(values.dim()));
-        let weights = (room.scores.cast_const(), room.alpha.cast_const());
-        let coming = match room.keys(tile + 1) {
+        let out = (group_rows.out, rows, padded(values.dim()));
+        let weights = (group_rows.scores.cast_const(), group_rows.alpha.cast_const());
+        let upcoming = match group_rows.keys(tile + 1) {
             [] => at(values, head, tokens),
             next => at(keys, head, next),
         };
-        by_type!(values, weigh, L, R; &of_values, weights.0, weights.1, out, &coming);
+        by_type!(values, weighted_sum, L, R; &of_values, weights.0, weights.1, out, &upcoming);
     }
 }
 
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn begin<L: Lanes>(problem: &Problem<'_>, columns: &Columns, room: &Room) {
+unsafe fn begin<L: Lanes>(problem: &Problem<'_>, columns: &Columns, group_rows: &GroupScratch) {
     let (dim, step) = (problem.keys.dim() as usize, padded(problem.keys.dim()));
     let (keys, scale) = (&problem.keys, problem.binary_scale());
     let channels = channels(keys, problem.key_head(columns.first_head));
@@ -312,17 +317,17 @@ unsafe fn begin<L: Lanes>(problem: &Problem<'_>, columns: &Columns, room: &Room)
     unsafe {
         for r in 0..columns.count {
             let (query, head) = columns.at(r);
-            read::<L>(&problem.queries, head, &[query], room.row);
-            (0..dim).for_each(|d| *room.row.add(d) *= scale);
+            read::<L>(&problem.queries, head, &[query], group_rows.row);
+            (0..dim).for_each(|d| *group_rows.row.add(d) *= scale);
             if let Some(scales) = channels {
-                scales.iter().enumerate().for_each(|(d, scale)| *room.row.add(d) *= scale);
+                scales.iter().enumerate().for_each(|(d, scale)| *group_rows.row.add(d) *= scale);
             }
-            by_type!(keys, put, L; room.row, dim, room.queries.add(r * step));
-            room.max.add(r).write(f32::MIN);
-            room.sum.add(r).write(0.0);
+            by_type!(keys, permute, L; group_rows.row, dim, group_rows.queries.add(r * step));
+            group_rows.max.add(r).write(f32::MIN);
+            group_rows.sum.add(r).write(0.0);
         }
         let numbers = columns.count * padded(problem.values.dim());
-        (0..numbers).for_each(|i| room.out.add(i).write(0.0));
+        (0..numbers).for_each(|i| group_rows.out.add(i).write(0.0));
     }
 }
 
@@ -331,14 +336,20 @@ unsafe fn begin<L: Lanes>(problem: &Problem<'_>, columns: &Columns, room: &Room)
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn hide(problem: &Problem<'_>, columns: &Columns, tokens: &[u32], room: &Room) {
+unsafe fn mask_hidden(
+    problem: &Problem<'_>,
+    columns: &Columns,
+    tokens: &[u32],
+    group_rows: &GroupScratch,
+) {
     for r in 0..columns.count {
-        let sight = problem.sight(columns.at(r).0);
-        let is_full = tokens.len() == TILE && tokens.last().is_some_and(|&last| last < sight);
-        let from = if is_full { TILE } else { tokens.partition_point(|&t| t < sight) };
+        let visible_keys = problem.visible_keys(columns.at(r).0);
+        let is_full =
+            tokens.len() == TILE && tokens.last().is_some_and(|&last| last < visible_keys);
+        let from = if is_full { TILE } else { tokens.partition_point(|&t| t < visible_keys) };
         for i in from..TILE {
             // SAFETY: the caller's promise.
-            unsafe { room.scores.add(r * TILE + i).write(f32::NEG_INFINITY) };
+            unsafe { group_rows.scores.add(r * TILE + i).write(f32::NEG_INFINITY) };
         }
     }
 }
@@ -348,14 +359,14 @@ unsafe fn hide(problem: &Problem<'_>, columns: &Columns, tokens: &[u32], room: &
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn exponentials<L: Lanes>(count: usize, room: &Room) {
+unsafe fn exponentials<L: Lanes>(count: usize, group_rows: &GroupScratch) {
     for r in 0..count {
         // SAFETY: the caller's promise.
         unsafe {
-            let scores = room.scores.add(r * TILE);
+            let scores = group_rows.scores.add(r * TILE);
             let mut most = L::load(scores);
             (1..TILE / L::N).for_each(|i| most = most.max(L::load(scores.add(i * L::N))));
-            let before = *room.max.add(r);
+            let before = *group_rows.max.add(r);
             let max = most.largest();
             let max = if max > before { max } else { before };
             let (top, mut total) = (L::splat(max), L::splat(0.0));
@@ -365,9 +376,9 @@ unsafe fn exponentials<L: Lanes>(count: usize, room: &Room) {
                 total = total.add(weight);
             }
             let alpha = if max > before { L::splat(before - max).exp2().first() } else { 1.0 };
-            room.alpha.add(r).write(alpha);
-            room.max.add(r).write(max);
-            room.sum.add(r).write(*room.sum.add(r) * alpha + total.sum());
+            group_rows.alpha.add(r).write(alpha);
+            group_rows.max.add(r).write(max);
+            group_rows.sum.add(r).write(*group_rows.sum.add(r) * alpha + total.sum());
         }
     }
 }
@@ -375,7 +386,12 @@ unsafe fn exponentials<L: Lanes>(count: usize, room: &Room) {
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn finish<L: Lanes>(problem: &Problem<'_>, columns: &Columns, room: &Room, place: &Place) {
+unsafe fn finish<L: Lanes>(
+    problem: &Problem<'_>,
+    columns: &Columns,
+    group_rows: &GroupScratch,
+    place: &OutputRows,
+) {
     let (values, step) = (&problem.values, padded(problem.values.dim()));
     let dim = values.dim() as usize;
     let channels = channels(values, problem.key_head(columns.first_head));
@@ -383,14 +399,14 @@ unsafe fn finish<L: Lanes>(problem: &Problem<'_>, columns: &Columns, room: &Room
         let to = (columns.skip as usize + r) * place.step;
         // SAFETY: the caller's promise.
         unsafe {
-            let (sum, out) = (*room.sum.add(r), place.out.add(to * dim));
-            by_type!(values, take, L; room.out.add(r * step), dim, out);
-            let share = share(sum);
-            (0..dim).for_each(|d| *out.add(d) *= share);
+            let (sum, out) = (*group_rows.sum.add(r), place.out.add(to * dim));
+            by_type!(values, unpermute, L; group_rows.out.add(r * step), dim, out);
+            let normalizer = normalizer(sum);
+            (0..dim).for_each(|d| *out.add(d) *= normalizer);
             if let Some(scales) = channels {
                 scales.iter().enumerate().for_each(|(d, scale)| *out.add(d) *= scale);
             }
-            place.lse.add(to).write(log_sum(*room.max.add(r), sum));
+            place.lse.add(to).write(log_sum(*group_rows.max.add(r), sum));
         }
     }
 }

@@ -7,11 +7,11 @@
 //! outward, so that the box holds every key. What is computed is rounded: see the bounds of
 //! the room.
 
-use crate::attention::dot::dots;
+use crate::attention::dot::dot_rows;
 use crate::attention::element::{Bf16, F32, read};
 use crate::attention::lanes::{Lanes, MAX_WIDTH};
 use crate::attention::level::{Level, levels};
-use crate::attention::narrow::put;
+use crate::attention::narrow::permute;
 use crate::attention::panel::TILE;
 use crate::attention::rows::{MAX_DIM, Rows};
 use crate::base::status::Result;
@@ -75,7 +75,7 @@ fn each_key(
     page_tokens: u32,
     first: u32,
     keys: &Rows<'_>,
-    mut call: impl FnMut(usize, bool, &[f32]),
+    mut prefetch: impl FnMut(usize, bool, &[f32]),
 ) {
     let (dim, heads) = (keys.dim() as usize, keys.heads() as usize);
     let mut key = [0.0_f32; MAX_DIM as usize];
@@ -86,7 +86,7 @@ fn each_key(
         for head in 0..heads {
             // SAFETY: the row is there, and no longer than MAX_DIM.
             unsafe { one_row(Level::best(), keys, head as u32, token, key.as_mut_ptr()) };
-            call((page as usize * heads + head) * 2 * dim, at == 0, &key[..dim]);
+            prefetch((page as usize * heads + head) * 2 * dim, at == 0, &key[..dim]);
         }
     }
 }
@@ -142,7 +142,7 @@ pub fn scores(
     if out.len() != rows * count as usize || memory.len() < scratch(pages, queries) {
         fail!(TooSmall, "{} scores, {} of scratch", out.len(), memory.len());
     }
-    let level = if level.is_here() { level } else { Level::best() };
+    let level = if level.is_supported() { level } else { Level::best() };
     // SAFETY: as checked.
     unsafe { run(level, pages, queries, (from, count), out, memory) };
     Ok(())
@@ -184,12 +184,12 @@ unsafe fn one<L: Lanes, const R: usize>(
         let packed = found.add(rows * pages.heads() as usize * TILE);
         for key_head in 0..pages.heads() {
             for r in 0..rows {
-                let (query, head) = spot(r as u32, group, key_head);
-                halves::<L>(queries, head, query, row);
+                let (query, head) = row_position(r as u32, group, key_head);
+                sign_split::<L>(queries, head, query, row);
                 let to = packed.add((key_head as usize * rows + r) * step);
                 match pages.dtype() {
-                    Dtype::Bf16 => put::<L, Bf16>(row, dim, to),
-                    _ => put::<L, F32>(row, dim, to),
+                    Dtype::Bf16 => permute::<L, Bf16>(row, dim, to),
+                    _ => permute::<L, F32>(row, dim, to),
                 }
             }
         }
@@ -200,13 +200,13 @@ unsafe fn one<L: Lanes, const R: usize>(
                 let page = |j: u32| from + (quad + j).min(count - 1);
                 for key_head in 0..pages.heads() {
                     let at = [0, 1, 2, 3].map(|j| pages.row(page(j), key_head));
-                    let coming = [8, 9, 10, 11].map(|j| pages.row(page(j), key_head));
+                    let upcoming = [8, 9, 10, 11].map(|j| pages.row(page(j), key_head));
                     let row = key_head as usize * rows;
                     let queries = (packed.add(row * step).cast_const(), rows, step);
                     let to = found.add(row * TILE + (quad - first) as usize);
                     match pages.dtype() {
-                        Dtype::Bf16 => dots::<L, Bf16, R>(at, coming, dim, queries, to),
-                        _ => dots::<L, F32, R>(at, coming, dim, queries, to),
+                        Dtype::Bf16 => dot_rows::<L, Bf16, R>(at, upcoming, dim, queries, to),
+                        _ => dot_rows::<L, F32, R>(at, upcoming, dim, queries, to),
                     }
                 }
             }
@@ -226,7 +226,7 @@ unsafe fn one<L: Lanes, const R: usize>(
 }
 
 /// The query and head of a row.
-fn spot(row: u32, group: u32, key_head: u32) -> (u32, u32) {
+fn row_position(row: u32, group: u32, key_head: u32) -> (u32, u32) {
     (row / group, key_head * group + row % group)
 }
 
@@ -235,7 +235,7 @@ fn spot(row: u32, group: u32, key_head: u32) -> (u32, u32) {
 /// # Safety
 /// As of [`read`]; `to` has room for both.
 #[inline(always)]
-unsafe fn halves<L: Lanes>(queries: &Rows<'_>, head: u32, query: u32, to: *mut f32) {
+unsafe fn sign_split<L: Lanes>(queries: &Rows<'_>, head: u32, query: u32, to: *mut f32) {
     let dim = queries.dim() as usize;
     // SAFETY: the caller's promise; the second half is read first into its own place.
     unsafe {

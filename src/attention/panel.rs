@@ -5,12 +5,12 @@
 //! What becomes of a column does not depend on its neighbours, so it is the same bits
 //! wherever a query stands.
 
-use crate::attention::dot::call_row;
+use crate::attention::dot::prefetch_row;
 use crate::attention::element::read;
+use crate::attention::key_cursor::KeyCursor;
 use crate::attention::keys::{Kind, Lines};
 use crate::attention::lanes::{Lanes, MAX_WIDTH};
 use crate::attention::problem::Problem;
-use crate::attention::walk::Walk;
 
 /// Keys of a tile.
 pub const TILE: usize = 64;
@@ -43,7 +43,7 @@ impl Columns {
 
 /// Where results go; rows are counted as in [`Columns`].
 #[derive(Clone, Copy, Debug)]
-pub struct Place {
+pub struct OutputRows {
     /// Sums of values, `[row, Dv]`.
     pub out: *mut f32,
     /// Log-sum-exps, one a row; may be null.
@@ -58,7 +58,7 @@ pub struct Place {
 
 /// Memory of one that works: f32s, laid out for the largest piece.
 #[derive(Clone, Copy)]
-pub struct Room {
+pub struct PanelScratch {
     dim: usize,
     value_dim: usize,
     /// Values are read as the first numbers of keys.
@@ -86,12 +86,17 @@ pub fn bit_words(problem: &Problem<'_>) -> usize {
     (problem.first_query + problem.queries.tokens()) as usize / 32 + 3
 }
 
-impl Room {
+impl PanelScratch {
     /// Lays out scratch of [`scratch`] numbers for `columns` columns.
     ///
     /// # Safety
     /// `at` leads to so many.
-    pub unsafe fn new(problem: &Problem<'_>, columns: usize, width: usize, at: *mut f32) -> Room {
+    pub unsafe fn new(
+        problem: &Problem<'_>,
+        columns: usize,
+        width: usize,
+        at: *mut f32,
+    ) -> PanelScratch {
         let (dim, value_dim) = (problem.keys.dim() as usize, problem.values.dim() as usize);
         // SAFETY: in the order and sizes of `scratch`.
         unsafe {
@@ -99,7 +104,7 @@ impl Room {
             let scores = values.add(TILE * value_dim);
             let panels = scores.add(TILE * MAX_WIDTH);
             let bits = panels.add(columns.next_multiple_of(MAX_WIDTH) * (dim + value_dim + 2));
-            Room {
+            PanelScratch {
                 dim,
                 value_dim,
                 is_latent: problem.is_latent(),
@@ -130,20 +135,20 @@ pub unsafe fn product<L: Lanes, const R: usize>(
     steps: usize,
     out: *mut f32,
     alpha: Option<[L; 2]>,
-    mut beside: impl FnMut(),
+    mut interleaved: impl FnMut(),
 ) {
     let mut i = 0;
     // SAFETY: rows i to i + the size of the block are there.
     unsafe {
         while i + R <= rows {
             let (a, out) = (a.add(i * by_row), out.add(i * L::WIDTH));
-            beside();
+            interleaved();
             block::<L, R>(a, (by_row, by_step), b, steps, out, alpha);
             i += R;
         }
         while i + 2 <= rows {
             let (a, out) = (a.add(i * by_row), out.add(i * L::WIDTH));
-            beside();
+            interleaved();
             block::<L, 2>(a, (by_row, by_step), b, steps, out, alpha);
             i += 2;
         }
@@ -204,8 +209,8 @@ pub unsafe fn pack<L: Lanes>(
     (to, panel): (*mut f32, usize),
 ) {
     let dim = problem.keys.dim() as usize;
-    let room = columns.count.next_multiple_of(L::WIDTH);
-    for column in 0..room {
+    let scratch_rows = columns.count.next_multiple_of(L::WIDTH);
+    for column in 0..scratch_rows {
         // SAFETY: the caller's promise.
         unsafe {
             let to = to.add(column / L::WIDTH * panel + column % L::WIDTH);
@@ -223,73 +228,80 @@ pub unsafe fn pack<L: Lanes>(
 /// Computes columns with the keys of a walk.
 ///
 /// # Safety
-/// As of [`Lanes`]; `room` is for as many columns, results have their place.
+/// As of [`Lanes`]; `scratch_rows` is for as many columns, results have their place.
 #[inline(always)]
 pub unsafe fn attend<L: Lanes, const R: usize>(
     problem: &Problem<'_>,
     columns: &Columns,
     lines: Option<Lines<'_>>,
-    (mut walk, most): (Walk<'_>, usize),
-    room: &Room,
-    place: &Place,
+    (mut cursor, most): (KeyCursor<'_>, usize),
+    scratch_rows: &PanelScratch,
+    place: &OutputRows,
 ) {
     let key_head = problem.key_head(columns.first_head);
-    let mut sights = [0_u32; MAX_COLUMNS + MAX_WIDTH];
-    for (column, sight) in sights.iter_mut().enumerate().take(columns.count) {
-        *sight = problem.sight(columns.at(column).0);
+    let mut visible = [0_u32; MAX_COLUMNS + MAX_WIDTH];
+    for (column, visible_keys) in visible.iter_mut().enumerate().take(columns.count) {
+        *visible_keys = problem.visible_keys(columns.at(column).0);
     }
     let panels = columns.count.div_ceil(L::WIDTH);
     let mut next = [0_u32; TILE];
     let (mut seen, mut column) = (0, 0);
     // SAFETY: the caller's promise; a panel is its queries, sums of values, maxima and sums.
     unsafe {
-        pack::<L>(problem, columns, problem.binary_scale(), room.scores, (room.panels, room.panel));
+        pack::<L>(
+            problem,
+            columns,
+            problem.binary_scale(),
+            scratch_rows.scores,
+            (scratch_rows.panels, scratch_rows.panel),
+        );
         for p in 0..panels {
-            let state = room.panels.add(p * room.panel + room.dim * L::WIDTH);
-            (0..(room.value_dim + 2) * L::WIDTH).for_each(|i| state.add(i).write(0.0));
-            let max = state.add(room.value_dim * L::WIDTH);
+            let state =
+                scratch_rows.panels.add(p * scratch_rows.panel + scratch_rows.dim * L::WIDTH);
+            (0..(scratch_rows.value_dim + 2) * L::WIDTH).for_each(|i| state.add(i).write(0.0));
+            let max = state.add(scratch_rows.value_dim * L::WIDTH);
             (0..L::WIDTH).for_each(|i| max.add(i).write(f32::MIN));
         }
-        let mut coming = walk.take(&mut next, most);
-        while coming > 0 {
-            let (n, tile) = (coming, next);
-            coming = walk.take(&mut next, most - seen - n);
+        let mut upcoming = cursor.take(&mut next, most);
+        while upcoming > 0 {
+            let (n, tile) = (upcoming, next);
+            upcoming = cursor.take(&mut next, most - seen - n);
             // What comes is called for between products: many at once would have to wait.
-            let steps = panels * (n.div_ceil(R) + room.value_dim.div_ceil(R));
-            let each = coming.div_ceil(steps.max(1));
-            let mut called = next[..coming].chunks(each.max(1));
-            let mut beside = || {
+            let steps = panels * (n.div_ceil(R) + scratch_rows.value_dim.div_ceil(R));
+            let each = upcoming.div_ceil(steps.max(1));
+            let mut called = next[..upcoming].chunks(each.max(1));
+            let mut interleaved = || {
                 for &token in called.next().unwrap_or_default() {
-                    call_row::<L>(&problem.keys, token, key_head);
-                    call_row::<L>(&problem.values, token, key_head);
+                    prefetch_row::<L>(&problem.keys, token, key_head);
+                    prefetch_row::<L>(&problem.values, token, key_head);
                 }
             };
-            read::<L>(&problem.keys, key_head, &tile[..n], room.keys);
-            if !room.is_latent {
-                read::<L>(&problem.values, key_head, &tile[..n], room.values);
+            read::<L>(&problem.keys, key_head, &tile[..n], scratch_rows.keys);
+            if !scratch_rows.is_latent {
+                read::<L>(&problem.values, key_head, &tile[..n], scratch_rows.values);
             }
             for p in 0..panels {
-                let sights = &sights[p * L::WIDTH..(p + 1) * L::WIDTH];
+                let visible = &visible[p * L::WIDTH..(p + 1) * L::WIDTH];
                 let used = L::WIDTH.min(columns.count - p * L::WIDTH);
                 // Columns ascend: what the last one sees is what one of them sees.
                 let all = n;
-                let n = tile[..n].partition_point(|&key| key < sights[used - 1]);
-                score::<L, R>(room, p, &tile[..n], &sights[..used], &mut beside);
+                let n = tile[..n].partition_point(|&key| key < visible[used - 1]);
+                score::<L, R>(scratch_rows, p, &tile[..n], &visible[..used], &mut interleaved);
                 if let Some(lines) = lines {
                     let position = problem.first_query + columns.at(p * L::WIDTH).0;
                     let at = (problem.first_key, position);
-                    mask_lines::<L>(room, &tile[..n], at, &lines, &mut column);
+                    mask_lines::<L>(scratch_rows, &tile[..n], at, &lines, &mut column);
                 }
                 if !place.scores.is_null() {
                     let first = columns.skip as usize + p * L::WIDTH;
                     let to = place.scores.add(first * place.scores_step + seen);
-                    copy_scores::<L>(room, (n, all), (to, used, place.scores_step));
+                    copy_scores::<L>(scratch_rows, (n, all), (to, used, place.scores_step));
                 }
-                absorb::<L, R>(room, p, n, &mut beside);
+                accumulate::<L, R>(scratch_rows, p, n, &mut interleaved);
             }
             seen += n;
         }
-        finish::<L>(columns, room, place);
+        finish::<L>(columns, scratch_rows, place);
     }
 }
 
@@ -299,7 +311,7 @@ pub unsafe fn attend<L: Lanes, const R: usize>(
 /// As of [`attend`]; `to` has `used` rows of `all` numbers.
 #[inline(always)]
 unsafe fn copy_scores<L: Lanes>(
-    room: &Room,
+    scratch_rows: &PanelScratch,
     (n, all): (usize, usize),
     (to, used, step): (*mut f32, usize, usize),
 ) {
@@ -307,7 +319,7 @@ unsafe fn copy_scores<L: Lanes>(
         // SAFETY: the caller's promise.
         unsafe {
             let row = to.add(c * step);
-            (0..n).for_each(|i| row.add(i).write(*room.scores.add(i * L::WIDTH + c)));
+            (0..n).for_each(|i| row.add(i).write(*scratch_rows.scores.add(i * L::WIDTH + c)));
             (n..all).for_each(|i| row.add(i).write(f32::NEG_INFINITY));
         }
     }
@@ -319,30 +331,39 @@ unsafe fn copy_scores<L: Lanes>(
 /// As of [`attend`].
 #[inline(always)]
 unsafe fn score<L: Lanes, const R: usize>(
-    room: &Room,
+    scratch_rows: &PanelScratch,
     p: usize,
     tile: &[u32],
-    sights: &[u32],
-    beside: impl FnMut(),
+    visible: &[u32],
+    interleaved: impl FnMut(),
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        let (queries, n) = (room.panels.add(p * room.panel), tile.len());
-        let strides = (room.dim, 1);
-        product::<L, R>(room.keys, strides, n, queries, room.dim, room.scores, None, beside);
-        let see_all = tile.last().zip(sights.first()).is_none_or(|(last, first)| last < first);
+        let (queries, n) = (scratch_rows.panels.add(p * scratch_rows.panel), tile.len());
+        let strides = (scratch_rows.dim, 1);
+        product::<L, R>(
+            scratch_rows.keys,
+            strides,
+            n,
+            queries,
+            scratch_rows.dim,
+            scratch_rows.scores,
+            None,
+            interleaved,
+        );
+        let see_all = tile.last().zip(visible.first()).is_none_or(|(last, first)| last < first);
         if see_all {
             return;
         }
         let mut counts = [0.0_f32; MAX_WIDTH];
-        for (count, sight) in counts.iter_mut().zip(sights) {
-            *count = tile.partition_point(|key| key < sight) as f32;
+        for (count, visible_keys) in counts.iter_mut().zip(visible) {
+            *count = tile.partition_point(|key| key < visible_keys) as f32;
         }
         let none = L::splat(f32::NEG_INFINITY);
         for half in [0, L::N] {
             let counts = L::load(counts.as_ptr().add(half));
             for i in 0..n {
-                let at = room.scores.add(i * L::WIDTH + half);
+                let at = scratch_rows.scores.add(i * L::WIDTH + half);
                 let scores = L::load(at);
                 counts.less(L::splat(i as f32 + 0.5), none, scores).store(at);
             }
@@ -355,10 +376,10 @@ unsafe fn score<L: Lanes, const R: usize>(
 /// query are at positions.
 ///
 /// # Safety
-/// As of [`attend`]; `room.bits` are the diagonals.
+/// As of [`attend`]; `scratch_rows.bits` are the diagonals.
 #[inline(always)]
 unsafe fn mask_lines<L: Lanes>(
-    room: &Room,
+    scratch_rows: &PanelScratch,
     tile: &[u32],
     (first_key, position): (u32, u32),
     lines: &Lines<'_>,
@@ -375,12 +396,12 @@ unsafe fn mask_lines<L: Lanes>(
         let back = position.saturating_sub(key) as usize;
         // SAFETY: distances are below `bit_words` - 2 words; scores of the tile are there.
         unsafe {
-            let words = [*room.bits.add(back / 32), *room.bits.add(back / 32 + 1)];
+            let words = [*scratch_rows.bits.add(back / 32), *scratch_rows.bits.add(back / 32 + 1)];
             let both = u64::from(words[0]) | u64::from(words[1]) << 32;
             let ahead = key.saturating_sub(position);
             let bits = (both >> (back % 32) << ahead) as u32;
             for half in [0, L::N] {
-                let at = room.scores.add(i * L::WIDTH + half);
+                let at = scratch_rows.scores.add(i * L::WIDTH + half);
                 L::load(at).keep(bits >> half).store(at);
             }
         }
@@ -392,14 +413,19 @@ unsafe fn mask_lines<L: Lanes>(
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn absorb<L: Lanes, const R: usize>(room: &Room, p: usize, n: usize, beside: impl FnMut()) {
+unsafe fn accumulate<L: Lanes, const R: usize>(
+    scratch_rows: &PanelScratch,
+    p: usize,
+    n: usize,
+    interleaved: impl FnMut(),
+) {
     // SAFETY: the caller's promise.
     unsafe {
-        let out = room.panels.add(p * room.panel + room.dim * L::WIDTH);
-        let max = out.add(room.value_dim * L::WIDTH);
+        let out = scratch_rows.panels.add(p * scratch_rows.panel + scratch_rows.dim * L::WIDTH);
+        let max = out.add(scratch_rows.value_dim * L::WIDTH);
         let mut alpha = [L::splat(0.0); 2];
         for (half, alpha) in alpha.iter_mut().enumerate() {
-            let scores = room.scores.add(half * L::N);
+            let scores = scratch_rows.scores.add(half * L::N);
             let (max, sum) = (max.add(half * L::N), max.add(L::WIDTH + half * L::N));
             let before = L::load(max);
             let mut most = before;
@@ -417,10 +443,22 @@ unsafe fn absorb<L: Lanes, const R: usize>(room: &Room, p: usize, n: usize, besi
             most.store(max);
             total.store(sum);
         }
-        let (values, step) =
-            if room.is_latent { (room.keys, room.dim) } else { (room.values, room.value_dim) };
+        let (values, step) = if scratch_rows.is_latent {
+            (scratch_rows.keys, scratch_rows.dim)
+        } else {
+            (scratch_rows.values, scratch_rows.value_dim)
+        };
         let strides = (1, step);
-        product::<L, R>(values, strides, room.value_dim, room.scores, n, out, Some(alpha), beside);
+        product::<L, R>(
+            values,
+            strides,
+            scratch_rows.value_dim,
+            scratch_rows.scores,
+            n,
+            out,
+            Some(alpha),
+            interleaved,
+        );
     }
 }
 
@@ -429,17 +467,18 @@ unsafe fn absorb<L: Lanes, const R: usize>(room: &Room, p: usize, n: usize, besi
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn finish<L: Lanes>(columns: &Columns, room: &Room, place: &Place) {
+unsafe fn finish<L: Lanes>(columns: &Columns, scratch_rows: &PanelScratch, place: &OutputRows) {
     for column in 0..columns.count {
-        let (panel, lane) = (column / L::WIDTH * room.panel, column % L::WIDTH);
+        let (panel, lane) = (column / L::WIDTH * scratch_rows.panel, column % L::WIDTH);
         // SAFETY: the caller's promise.
         unsafe {
-            let from = room.panels.add(panel + room.dim * L::WIDTH + lane);
-            let max = *from.add(room.value_dim * L::WIDTH);
-            let sum = *from.add((room.value_dim + 1) * L::WIDTH);
+            let from = scratch_rows.panels.add(panel + scratch_rows.dim * L::WIDTH + lane);
+            let max = *from.add(scratch_rows.value_dim * L::WIDTH);
+            let sum = *from.add((scratch_rows.value_dim + 1) * L::WIDTH);
             let row = (columns.skip as usize + column) * place.step;
-            let (out, share) = (place.out.add(row * room.value_dim), share(sum));
-            (0..room.value_dim).for_each(|d| out.add(d).write(*from.add(d * L::WIDTH) * share));
+            let (out, normalizer) = (place.out.add(row * scratch_rows.value_dim), normalizer(sum));
+            (0..scratch_rows.value_dim)
+                .for_each(|d| out.add(d).write(*from.add(d * L::WIDTH) * normalizer));
             if !place.lse.is_null() {
                 place.lse.add(row).write(log_sum(max, sum));
             }
@@ -449,7 +488,7 @@ unsafe fn finish<L: Lanes>(columns: &Columns, room: &Room, place: &Place) {
 
 /// What sums of weighted values are multiplied with; of nothing it is nothing.
 #[inline(always)]
-pub fn share(sum: f32) -> f32 {
+pub fn normalizer(sum: f32) -> f32 {
     if sum > 0.0 { 1.0 / sum } else { 0.0 }
 }
 

@@ -2,14 +2,13 @@
 
 use std::marker::PhantomData;
 
-use crate::attention::job;
 use crate::attention::keys::Kind;
 use crate::attention::lanes::Lanes;
 use crate::attention::level::{Level, levels};
 use crate::attention::limits::{Limits, Workspace};
-use crate::attention::panel::{Columns, Place, Room, attend, bit_words, scratch};
-use crate::attention::problem::Problem;
-use crate::attention::seen::mark;
+use crate::attention::panel::{Columns, OutputRows, PanelScratch, attend, bit_words, scratch};
+use crate::attention::problem::{Problem, check_item};
+use crate::attention::visibility::mark_diagonals;
 use crate::base::status::Result;
 use crate::fail;
 
@@ -65,7 +64,7 @@ impl<'a> Prefill<'a> {
 
     /// The same with other instructions; those of the best level, where they are not here.
     pub fn with_level(mut self, level: Level) -> Prefill<'a> {
-        self.level = if level.is_here() { level } else { Level::best() };
+        self.level = if level.is_supported() { level } else { Level::best() };
         self
     }
 
@@ -84,7 +83,7 @@ impl<'a> Prefill<'a> {
     /// # Safety
     /// No two threads run the same item at a time.
     pub unsafe fn run(&self, item: u32, memory: &mut [f32]) -> Result<()> {
-        job::check("item", item, self.items(), memory, self.scratch())?;
+        check_item("item", item, self.items(), memory, self.scratch())?;
         // SAFETY: the level is here; all was checked when this was made.
         unsafe { run_item(self.level, self, item, memory.as_mut_ptr()) };
         Ok(())
@@ -115,9 +114,12 @@ unsafe fn one<L: Lanes, const R: usize>(job: &Prefill<'_>, item: u32, memory: *m
     let keys = problem.select.of(problem.heads(), head);
     // SAFETY: the caller's promise; rows of `out` and `lse` are those of query and head.
     unsafe {
-        let room = Room::new(problem, QUERIES as usize, L::WIDTH, memory);
+        let scratch_rows = PanelScratch::new(problem, QUERIES as usize, L::WIDTH, memory);
         if let Some(lines) = keys.lines(problem.first_query + query) {
-            mark(&lines, std::slice::from_raw_parts_mut(room.bits, bit_words(problem)));
+            mark_diagonals(
+                &lines,
+                std::slice::from_raw_parts_mut(scratch_rows.bits, bit_words(problem)),
+            );
         }
         while query < end {
             let (position, until) =
@@ -131,10 +133,11 @@ unsafe fn one<L: Lanes, const R: usize>(job: &Prefill<'_>, item: u32, memory: *m
             let count = (until - query) as usize;
             let columns =
                 Columns { first_query: query, first_head: head, heads: 1, skip: 0, count };
-            let sight = problem.sight(until - 1);
-            let walk = keys.walk(query, (position, count as u32), (problem.first_key, sight));
+            let visible_keys = problem.visible_keys(until - 1);
+            let cursor =
+                keys.cursor(query, (position, count as u32), (problem.first_key, visible_keys));
             let row = query as usize * heads as usize + head as usize;
-            let place = Place {
+            let place = OutputRows {
                 out: job.out.add(row * problem.values.dim() as usize),
                 lse: if job.lse.is_null() { job.lse } else { job.lse.add(row) },
                 step: heads as usize,
@@ -142,7 +145,7 @@ unsafe fn one<L: Lanes, const R: usize>(job: &Prefill<'_>, item: u32, memory: *m
                 scores_step: 0,
             };
             let lines = keys.lines(position);
-            attend::<L, R>(problem, &columns, lines, (walk, usize::MAX), &room, &place);
+            attend::<L, R>(problem, &columns, lines, (cursor, usize::MAX), &scratch_rows, &place);
             query = until;
         }
     }

@@ -76,7 +76,7 @@ impl Problem<'_> {
     }
 
     /// How many keys, from the first that is there, a query can see.
-    pub fn sight(&self, query: u32) -> u32 {
+    pub fn visible_keys(&self, query: u32) -> u32 {
         let behind = self.first_query + query + 1;
         behind.saturating_sub(self.first_key).min(self.keys.tokens())
     }
@@ -127,6 +127,17 @@ pub fn check_finite(what: &str, rows: &Rows<'_>) -> Result<()> {
                 fail!(Invalid, "{what} of token {token}, head {head} are not finite");
             }
         }
+    }
+    Ok(())
+}
+
+/// Refuses a piece that is not one of so many, and scratch of fewer numbers than it needs.
+pub fn check_item(what: &str, at: u32, of: u32, memory: &[f32], scratch: usize) -> Result<()> {
+    if at >= of {
+        fail!(Invalid, "{what} {at} of {of}");
+    }
+    if memory.len() < scratch {
+        fail!(TooSmall, "{} numbers of scratch, {scratch} are needed", memory.len());
     }
     Ok(())
 }

@@ -72,7 +72,7 @@ impl<'a> Rows<'a> {
     ///
     /// # Safety
     /// No row is read.
-    pub(super) unsafe fn nowhere(tokens: u32, heads: u32, dim: u32) -> Rows<'static> {
+    pub(super) unsafe fn unmapped(tokens: u32, heads: u32, dim: u32) -> Rows<'static> {
         let view = View {
             place: Place::At(0),
             tokens,

@@ -1,6 +1,6 @@
 //! Jobs: work that is cut into items, which the engine's threads run.
 
-use crate::attention::{Decode, Prefill, Sums};
+use crate::attention::{ColumnSums, Decode, Prefill};
 use crate::base::slab::Slab;
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Condvar, Mutex};
@@ -48,7 +48,7 @@ unsafe impl Sized_ for kvt_job_info_t {}
 pub(crate) enum Kernel {
     Prefill(Prefill<'static>),
     Decode(Decode<'static>),
-    Sums(Sums<'static>),
+    Sums(ColumnSums<'static>),
 }
 
 impl Kernel {

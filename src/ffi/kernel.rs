@@ -1,6 +1,6 @@
 //! Attention on the processor: what is computed, and the jobs that compute it.
 
-use crate::attention::{Decode, Prefill, Problem, Sums};
+use crate::attention::{ColumnSums, Decode, Prefill, Problem};
 use crate::base::status::Result;
 use crate::fail;
 use crate::ffi::attention::{GivenRows, kvt_rows_t};
@@ -276,7 +276,11 @@ pub unsafe extern "C" fn kvt_sums_open(
             let (lse, sums) =
                 (numbers(lse, lse_count, MAX_NUMBERS)?, numbers_mut(sums, sum_count)?);
             let by_head = flags & KVT_SUMS_BY_HEAD != 0;
-            open(Kernel::Sums(Sums::new(args, lse, first, by_head, sums)?), planes, job_out)
+            open(
+                Kernel::Sums(ColumnSums::new(args, lse, first, by_head, sums)?),
+                planes,
+                job_out,
+            )
         }
     };
     // SAFETY: the caller's promise about `err`.

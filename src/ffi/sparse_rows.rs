@@ -3,7 +3,7 @@
 
 use crate::attention::keys::Heads;
 use crate::attention::limits::{Limits, Workspace};
-use crate::attention::{Decode, Prefill, Sums};
+use crate::attention::{ColumnSums, Decode, Prefill};
 use crate::base::status::Result;
 use crate::fail;
 use crate::ffi::attention::{kvt_attention_t, shape_of};
@@ -284,7 +284,7 @@ pub unsafe extern "C" fn kvt_kernel_workspace(
         let Workspace { memory, scratch } = match kernel {
             KVT_KERNEL_PREFILL => Prefill::workspace(&limits)?,
             KVT_KERNEL_DECODE => Decode::workspace(&limits)?,
-            KVT_KERNEL_SUMS => Sums::workspace(&limits)?,
+            KVT_KERNEL_SUMS => ColumnSums::workspace(&limits)?,
             other => fail!(Invalid, "kernel {other} is none of KVT_KERNEL_*"),
         };
         for (out, value) in [(memory_out, memory), (scratch_out, scratch)] {

@@ -16,11 +16,11 @@ const FRAME_HEAD_BYTES: usize = 32;
 const FRAME_END: usize = FRAME_BYTES - 8;
 const SEGMENT_BYTES: usize = 40;
 const CHUNK_BYTES: usize = 144;
-const PLACE_BYTES: usize = 32;
+const CELL_ENTRY_BYTES: usize = 32;
 const SESSION_BYTES: usize = 32;
 
 /// Most cells of one entry: more are written as several entries of the chunk.
-pub const MAX_PLACES: usize = 1024;
+pub const MAX_CELLS_PER_ENTRY: usize = 1024;
 
 /// The first block of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub struct Header {
 
 /// What a checkpoint knows of a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Covered {
+pub struct SegmentEntry {
     /// Its number.
     pub number: u64,
     /// Records that start before this block are in the checkpoint or gone.
@@ -54,7 +54,7 @@ pub struct Covered {
 
 /// Where a cell is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct CellEntry {
     /// Segment, block and record, as `tier/disk` packs them.
     pub spot: u64,
     /// The seal of the cell.
@@ -86,23 +86,23 @@ pub struct Session<'a> {
 
 /// An entry of a checkpoint.
 #[derive(Clone, Copy, Debug)]
-pub enum Item<'a> {
+pub enum Entry<'a> {
     /// A segment.
-    Segment(Covered),
+    Segment(SegmentEntry),
     /// Some cells of a chunk.
-    Chunk(Chunk, Places<'a>),
+    Chunk(Chunk, CellEntries<'a>),
     /// A session.
     Session(Session<'a>),
 }
 
 /// The cells of an entry.
 #[derive(Clone, Copy, Debug)]
-pub struct Places<'a>(&'a [u8]);
+pub struct CellEntries<'a>(&'a [u8]);
 
-impl<'a> Places<'a> {
+impl<'a> CellEntries<'a> {
     /// Them all.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = Place> + use<'a> {
-        self.0.chunks_exact(PLACE_BYTES).map(|at| Place {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = CellEntry> + use<'a> {
+        self.0.chunks_exact(CELL_ENTRY_BYTES).map(|at| CellEntry {
             spot: u64_at(at, 0),
             seal: u64_at(at, 8),
             stored_bytes: u32_at(at, 16),
@@ -154,13 +154,13 @@ impl Header {
 /// and sessions of so many bytes as [`session_bytes`] says. None if that is more
 /// than a file has.
 pub fn frames_for(segments: usize, chunks: usize, cells: usize, sessions: usize) -> Option<u32> {
-    let places = cells.checked_mul(PLACE_BYTES + CHUNK_BYTES / 64)?;
+    let cells = cells.checked_mul(CELL_ENTRY_BYTES + CHUNK_BYTES / 64)?;
     let plain = segments
         .checked_mul(SEGMENT_BYTES)?
         .checked_add(chunks.checked_mul(CHUNK_BYTES)?)?
-        .checked_add(places)?;
+        .checked_add(cells)?;
     // A frame ends when the next entry does not fit: the longest is lost at most.
-    let room = FRAME_END - FRAME_HEAD_BYTES - CHUNK_BYTES - PLACE_BYTES * MAX_PLACES;
+    let room = FRAME_END - FRAME_HEAD_BYTES - CHUNK_BYTES - CELL_ENTRY_BYTES * MAX_CELLS_PER_ENTRY;
     let session_room =
         FRAME_END - FRAME_HEAD_BYTES - session_bytes(MAX_NAME_BYTES, MAX_PAYLOAD_BYTES);
     let frames = plain.div_ceil(room).checked_add(sessions.div_ceil(session_room))?;
@@ -208,7 +208,7 @@ impl<'a> FrameWriter<'a> {
     }
 
     /// Adds a segment; false if there is no room.
-    pub fn segment(&mut self, segment: &Covered) -> bool {
+    pub fn segment(&mut self, segment: &SegmentEntry) -> bool {
         let Some(at) = self.take(1, SEGMENT_BYTES) else { return false };
         put_u64(self.frame, at + 8, segment.number);
         put_u32(self.frame, at + 16, segment.blocks);
@@ -218,12 +218,12 @@ impl<'a> FrameWriter<'a> {
         true
     }
 
-    /// Adds cells of a chunk, up to [`MAX_PLACES`]; false if there is no room.
-    pub fn chunk(&mut self, chunk: &Chunk, places: &[Place]) -> bool {
-        if places.len() > MAX_PLACES {
+    /// Adds cells of a chunk, up to [`MAX_CELLS_PER_ENTRY`]; false if there is no room.
+    pub fn chunk(&mut self, chunk: &Chunk, cells: &[CellEntry]) -> bool {
+        if cells.len() > MAX_CELLS_PER_ENTRY {
             return false;
         }
-        let Some(at) = self.take(2, CHUNK_BYTES + places.len() * PLACE_BYTES) else {
+        let Some(at) = self.take(2, CHUNK_BYTES + cells.len() * CELL_ENTRY_BYTES) else {
             return false;
         };
         put(self.frame, at + 8, &chunk.namespace.0);
@@ -232,8 +232,8 @@ impl<'a> FrameWriter<'a> {
         put(self.frame, at + 104, &chunk.fingerprint.0);
         put_u32(self.frame, at + 136, chunk.position);
         put_u32(self.frame, at + 140, chunk.valid_tokens);
-        for (i, place) in places.iter().enumerate() {
-            let at = at + CHUNK_BYTES + i * PLACE_BYTES;
+        for (i, place) in cells.iter().enumerate() {
+            let at = at + CHUNK_BYTES + i * CELL_ENTRY_BYTES;
             put_u64(self.frame, at, place.spot);
             put_u64(self.frame, at + 8, place.seal);
             put_u32(self.frame, at + 16, place.stored_bytes);
@@ -276,11 +276,11 @@ impl<'a> FrameWriter<'a> {
 
 /// The entries of a frame of [`FRAME_BYTES`], if it is sound and the one looked
 /// for. Entries of unknown kinds are passed by; None in their midst = malformed.
-pub fn items<'a>(
+pub fn entries<'a>(
     frame: &'a [u8],
     header: &Header,
     index: u32,
-) -> Option<impl Iterator<Item = Option<Item<'a>>> + use<'a>> {
+) -> Option<impl Iterator<Item = Option<Entry<'a>>> + use<'a>> {
     let used = u32_at(frame, 24) as usize;
     let fits = frame.len() == FRAME_BYTES
         && &array_at::<4>(frame, 0) == FRAME_MAGIC
@@ -316,9 +316,9 @@ pub fn items<'a>(
     }))
 }
 
-fn segment(entry: &[u8]) -> Option<Item<'_>> {
+fn segment(entry: &[u8]) -> Option<Entry<'_>> {
     (entry.len() >= SEGMENT_BYTES).then(|| {
-        Item::Segment(Covered {
+        Entry::Segment(SegmentEntry {
             number: u64_at(entry, 8),
             blocks: u32_at(entry, 16),
             forgets: u32_at(entry, 20),
@@ -328,9 +328,9 @@ fn segment(entry: &[u8]) -> Option<Item<'_>> {
     })
 }
 
-fn chunk(entry: &[u8]) -> Option<Item<'_>> {
-    let (_, places) = entry.split_at_checked(CHUNK_BYTES)?;
-    if places.is_empty() || places.len() % PLACE_BYTES != 0 {
+fn chunk(entry: &[u8]) -> Option<Entry<'_>> {
+    let (_, cells) = entry.split_at_checked(CHUNK_BYTES)?;
+    if cells.is_empty() || cells.len() % CELL_ENTRY_BYTES != 0 {
         return None;
     }
     let chunk = Chunk {
@@ -341,10 +341,10 @@ fn chunk(entry: &[u8]) -> Option<Item<'_>> {
         position: u32_at(entry, 136),
         valid_tokens: u32_at(entry, 140),
     };
-    Some(Item::Chunk(chunk, Places(places)))
+    Some(Entry::Chunk(chunk, CellEntries(cells)))
 }
 
-fn session(entry: &[u8]) -> Option<Item<'_>> {
+fn session(entry: &[u8]) -> Option<Entry<'_>> {
     let (name, payload) = (u32_at(entry, 8) as usize, u32_at(entry, 12) as usize);
     if name > MAX_NAME_BYTES || payload > MAX_PAYLOAD_BYTES {
         return None;
@@ -352,7 +352,7 @@ fn session(entry: &[u8]) -> Option<Item<'_>> {
     let rest = entry.get(SESSION_BYTES + 8..)?.get(..name + payload)?;
     let (name, payload) = rest.split_at_checked(name)?;
     let (born, segment) = (u64_at(entry, 16), u64_at(entry, 24));
-    Some(Item::Session(Session { name, payload, born, segment, blocks: u32_at(entry, 32) }))
+    Some(Entry::Session(Session { name, payload, born, segment, blocks: u32_at(entry, 32) }))
 }
 
 #[cfg(test)]
@@ -364,8 +364,15 @@ mod tests {
         Header { store: [5; 16], number: 3, next_record: 100, next_segment: 9, frames: 1 }
     }
 
-    fn place(i: u64) -> Place {
-        Place { spot: i << 40, seal: !i, stored_bytes: 77, layer: i as u32, codec: 1, planes: 2 }
+    fn place(i: u64) -> CellEntry {
+        CellEntry {
+            spot: i << 40,
+            seal: !i,
+            stored_bytes: 77,
+            layer: i as u32,
+            codec: 1,
+            planes: 2,
+        }
     }
 
     fn some_chunk() -> Chunk {
@@ -376,7 +383,7 @@ mod tests {
         let mut frame = vec![0xEE; FRAME_BYTES];
         let mut writer = FrameWriter::new(&mut frame);
         assert_eq!(writer.used(), FRAME_HEAD_BYTES);
-        let covered = Covered { number: 8, blocks: 700, forgets: 1, oldest: 5, newest: 90 };
+        let covered = SegmentEntry { number: 8, blocks: 700, forgets: 1, oldest: 5, newest: 90 };
         assert!(writer.segment(&covered));
         assert!(writer.chunk(&some_chunk(), &[place(1), place(2)]));
         let session = Session { name: b"me", payload: b"12345", born: 4, segment: 8, blocks: 1 };
@@ -388,14 +395,14 @@ mod tests {
     #[test]
     fn entries_round_trip() {
         let frame = filled();
-        let all: Vec<_> = items(&frame, &header(), 0).expect("sound").collect();
+        let all: Vec<_> = entries(&frame, &header(), 0).expect("sound").collect();
         assert_eq!(all.len(), 3);
-        let Some(Item::Segment(covered)) = all[0] else { panic!("a segment") };
+        let Some(Entry::Segment(covered)) = all[0] else { panic!("a segment") };
         assert_eq!((covered.number, covered.blocks, covered.newest), (8, 700, 90));
-        let Some(Item::Chunk(chunk, places)) = all[1] else { panic!("a chunk") };
+        let Some(Entry::Chunk(chunk, cells)) = all[1] else { panic!("a chunk") };
         assert_eq!(chunk, some_chunk());
-        assert_eq!(places.iter().collect::<Vec<_>>(), [place(1), place(2)]);
-        let Some(Item::Session(session)) = all[2] else { panic!("a session") };
+        assert_eq!(cells.iter().collect::<Vec<_>>(), [place(1), place(2)]);
+        let Some(Entry::Session(session)) = all[2] else { panic!("a session") };
         assert_eq!((session.name, session.payload, session.born), (&b"me"[..], &b"12345"[..], 4));
         let mut block = [0; BLOCK_BYTES];
         header().encode(&mut block);
@@ -405,13 +412,13 @@ mod tests {
     #[test]
     fn damage_and_other_places_show() {
         let mut frame = filled();
-        assert!(items(&frame, &header(), 1).is_none());
-        assert!(items(&frame, &Header { number: 4, ..header() }, 0).is_none());
-        assert!(items(&frame, &Header { store: [6; 16], ..header() }, 0).is_none());
-        assert!(items(&frame[..FRAME_BYTES - 1], &header(), 0).is_none());
+        assert!(entries(&frame, &header(), 1).is_none());
+        assert!(entries(&frame, &Header { number: 4, ..header() }, 0).is_none());
+        assert!(entries(&frame, &Header { store: [6; 16], ..header() }, 0).is_none());
+        assert!(entries(&frame[..FRAME_BYTES - 1], &header(), 0).is_none());
         for bit in (0..256).chain((256..FRAME_BYTES * 8).step_by(9001)) {
             frame[bit / 8] ^= 1 << (bit % 8);
-            assert!(items(&frame, &header(), 0).is_none(), "bit {bit}");
+            assert!(entries(&frame, &header(), 0).is_none(), "bit {bit}");
             frame[bit / 8] ^= 1 << (bit % 8);
         }
         let mut block = [0; BLOCK_BYTES];
@@ -443,12 +450,12 @@ mod tests {
                 }
                 used = writer.used;
             };
-            let places = vec![place(1); cells_each.max(1)];
+            let cells = vec![place(1); cells_each.max(1)];
             let payload = vec![7; MAX_PAYLOAD_BYTES];
             let session =
                 Session { name: &[1; 256], payload: &payload, born: 0, segment: 0, blocks: 1 };
-            (0..segments).for_each(|_| add(&|w| w.segment(&Covered::default())));
-            (0..chunks).for_each(|_| add(&|w| w.chunk(&some_chunk(), &places)));
+            (0..segments).for_each(|_| add(&|w| w.segment(&SegmentEntry::default())));
+            (0..chunks).for_each(|_| add(&|w| w.chunk(&some_chunk(), &cells)));
             (0..sessions).for_each(|_| add(&|w| w.session(&session)));
             assert!(Some(frames) <= limit, "{frames} {limit:?}");
         }
@@ -463,10 +470,10 @@ mod tests {
             let mut frame = filled();
             edits.iter().for_each(|&(at, value)| frame[at] = value);
             sign(&mut frame);
-            if let Some(all) = items(&frame, &header(), 0) {
+            if let Some(all) = entries(&frame, &header(), 0) {
                 for item in all.flatten() {
-                    if let Item::Chunk(_, places) = item {
-                        places.iter().for_each(drop);
+                    if let Entry::Chunk(_, cells) = item {
+                        cells.iter().for_each(drop);
                     }
                 }
             }

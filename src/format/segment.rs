@@ -20,7 +20,7 @@ const SUM_AT: usize = BLOCK_BYTES - 8;
 
 /// Why a block is not what was looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unsound {
+pub enum HeaderError {
     /// Its sum or a field is wrong.
     Damaged,
     /// It is sound and of another version of the format.
@@ -62,14 +62,14 @@ pub fn is_signed(block: &[u8]) -> bool {
     }
 }
 
-fn check<'a>(bytes: &'a [u8], magic: &[u8; 4]) -> Result<&'a [u8], Unsound> {
-    let block = bytes.get(..BLOCK_BYTES).ok_or(Unsound::Damaged)?;
+fn check<'a>(bytes: &'a [u8], magic: &[u8; 4]) -> Result<&'a [u8], HeaderError> {
+    let block = bytes.get(..BLOCK_BYTES).ok_or(HeaderError::Damaged)?;
     if &array_at::<4>(block, 0) != magic || !is_signed(block) {
-        return Err(Unsound::Damaged);
+        return Err(HeaderError::Damaged);
     }
     match u16_at(block, 4) {
         VERSION => Ok(block),
-        other => Err(Unsound::Version(other)),
+        other => Err(HeaderError::Version(other)),
     }
 }
 
@@ -87,10 +87,10 @@ impl SegmentHeader {
     }
 
     /// Reads a block.
-    pub fn decode(bytes: &[u8]) -> Result<SegmentHeader, Unsound> {
+    pub fn decode(bytes: &[u8]) -> Result<SegmentHeader, HeaderError> {
         let block = check(bytes, SEGMENT_MAGIC)?;
         if u32_at(block, 8) != BLOCK_BYTES as u32 {
-            return Err(Unsound::Damaged);
+            return Err(HeaderError::Damaged);
         }
         Ok(SegmentHeader {
             store: array_at(block, 16),
@@ -115,8 +115,8 @@ impl StoreHeader {
     }
 
     /// Reads the file: the first of its blocks that is sound.
-    pub fn decode(bytes: &[u8]) -> Result<StoreHeader, Unsound> {
-        let mut why = Unsound::Damaged;
+    pub fn decode(bytes: &[u8]) -> Result<StoreHeader, HeaderError> {
+        let mut why = HeaderError::Damaged;
         for copy in bytes.chunks(BLOCK_BYTES).take(STORE_BLOCKS) {
             match check(copy, STORE_MAGIC) {
                 Ok(block) if u32_at(block, 8) == BLOCK_BYTES as u32 => {
@@ -124,7 +124,7 @@ impl StoreHeader {
                     return Ok(StoreHeader { store: array_at(block, 16), segment_bytes });
                 }
                 Ok(_) => {}
-                Err(Unsound::Damaged) => {}
+                Err(HeaderError::Damaged) => {}
                 Err(version) => why = version,
             }
         }
@@ -147,10 +147,10 @@ mod tests {
         assert_eq!(SegmentHeader::decode(&block), Ok(header));
         for bit in 0..BLOCK_BYTES * 8 {
             block[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(SegmentHeader::decode(&block), Err(Unsound::Damaged), "bit {bit}");
+            assert_eq!(SegmentHeader::decode(&block), Err(HeaderError::Damaged), "bit {bit}");
             block[bit / 8] ^= 1 << (bit % 8);
         }
-        assert_eq!(SegmentHeader::decode(&block[..4095]), Err(Unsound::Damaged));
+        assert_eq!(SegmentHeader::decode(&block[..4095]), Err(HeaderError::Damaged));
     }
 
     #[test]
@@ -165,8 +165,8 @@ mod tests {
         }
         file[100] ^= 1;
         file[BLOCK_BYTES + 100] ^= 1;
-        assert_eq!(StoreHeader::decode(&file), Err(Unsound::Damaged));
-        assert_eq!(StoreHeader::decode(&[]), Err(Unsound::Damaged));
+        assert_eq!(StoreHeader::decode(&file), Err(HeaderError::Damaged));
+        assert_eq!(StoreHeader::decode(&[]), Err(HeaderError::Damaged));
     }
 
     #[test]
@@ -175,6 +175,6 @@ mod tests {
         SegmentHeader { store: [3; 16], number: 1, blocks: 2 }.encode(&mut block);
         block[4] = 2;
         sign(&mut block);
-        assert_eq!(SegmentHeader::decode(&block), Err(Unsound::Version(2)));
+        assert_eq!(SegmentHeader::decode(&block), Err(HeaderError::Version(2)));
     }
 }

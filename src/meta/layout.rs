@@ -395,9 +395,9 @@ mod tests {
 
     fn gemma() -> Layout {
         let layer = |g: u16| (0..30u16).filter(move |l| (l % 6 == 5) == (g == 1));
-        let near = Group::gqa(layer(0), 4, 256, Dtype::Bf16).expect("whole").window(1024);
-        let far = Group::gqa(layer(1), 4, 256, Dtype::Bf16).expect("whole");
-        Layout::new(64, vec![far, near]).expect("sound")
+        let local = Group::gqa(layer(0), 4, 256, Dtype::Bf16).expect("whole").window(1024);
+        let global = Group::gqa(layer(1), 4, 256, Dtype::Bf16).expect("whole");
+        Layout::new(64, vec![global, local]).expect("sound")
     }
 
     #[test]

@@ -4,7 +4,7 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Objects;
-use crate::meta::pile::Pile;
+use crate::meta::timestamp_heap::TimestampHeap;
 
 /// Most steps in search of a place for what comes back: beyond, a pile is as fast.
 const MOST_STEPS: usize = 8;
@@ -27,13 +27,13 @@ pub struct List {
     /// Who was put back last, or a neighbour of it since.
     finger: Slot,
     /// Who came back into the middle; all are younger than the tail.
-    pile: Pile,
+    heap: TimestampHeap,
 }
 
 impl Default for List {
     fn default() -> List {
         let (head, tail, finger) = (NONE, NONE, NONE);
-        List { head, tail, len: 0, units: 0, finger, pile: Pile::default() }
+        List { head, tail, len: 0, units: 0, finger, heap: TimestampHeap::default() }
     }
 }
 
@@ -41,26 +41,26 @@ impl Default for List {
 /// memory, so that a search which takes several finds each only after it has
 /// waited for the one before. What it says is a guess, and only fetched.
 #[derive(Clone, Copy, Debug)]
-pub struct Scout {
+pub struct Prefetcher {
     at: Slot,
     ahead: u32,
 }
 
-impl Default for Scout {
-    fn default() -> Scout {
-        Scout { at: NONE, ahead: 0 }
+impl Default for Prefetcher {
+    fn default() -> Prefetcher {
+        Prefetcher { at: NONE, ahead: 0 }
     }
 }
 
-impl Scout {
+impl Prefetcher {
     /// As many as one call is likely to take.
-    const FAR: u32 = 16;
+    const DISTANCE: u32 = 16;
 
     /// One step further towards the hot end; from `start` after a search has
     /// caught up.
     #[inline]
     pub fn step(&mut self, objects: &Objects, start: Slot) {
-        if self.ahead < Self::FAR {
+        if self.ahead < Self::DISTANCE {
             let from = if self.ahead == 0 { start } else { self.at };
             self.at = if from == NONE { NONE } else { objects.node(from).prev };
             objects.prefetch(self.at);
@@ -121,7 +121,7 @@ impl List {
         let (prev, next) = (node.prev, node.next);
         self.units -= u64::from(node.units);
         self.len -= 1;
-        if !self.pile.is_empty() && self.take_piled(objects, slot) {
+        if !self.heap.is_empty() && self.remove_from_heap(objects, slot) {
             return;
         }
         if self.finger == slot {
@@ -134,7 +134,7 @@ impl List {
         match next {
             NONE => {
                 self.tail = prev;
-                self.draw(objects);
+                self.take_oldest(objects);
             }
             next => objects.node_mut(next).prev = prev,
         }
@@ -146,11 +146,11 @@ impl List {
         if self.head == slot {
             if self.tail == slot {
                 // Alone, and younger than those that wait now.
-                self.draw(objects);
+                self.take_oldest(objects);
             }
             return;
         }
-        if !self.pile.is_empty() && self.take_piled(objects, slot) {
+        if !self.heap.is_empty() && self.remove_from_heap(objects, slot) {
             self.len -= 1;
             self.units -= u64::from(objects.node(slot).units);
             return self.push_hot(objects, slot);
@@ -170,7 +170,7 @@ impl List {
             self.finger = prev;
         }
         if next == NONE {
-            self.draw(objects);
+            self.take_oldest(objects);
         }
     }
 
@@ -178,7 +178,7 @@ impl List {
     /// its hotter neighbour; the link of one that does leads down to another, whose
     /// own never lead up.
     #[inline]
-    fn is_piled(&self, objects: &Objects, slot: Slot) -> bool {
+    fn is_in_heap(&self, objects: &Objects, slot: Slot) -> bool {
         match objects.node(slot).prev {
             NONE => self.head != slot,
             prev => objects.node(prev).next != slot,
@@ -187,25 +187,25 @@ impl List {
 
     /// Takes an object out of the pile; whether it was in.
     #[cold]
-    fn take_piled(&mut self, objects: &mut Objects, slot: Slot) -> bool {
-        self.is_piled(objects, slot) && self.pile.remove(objects, slot)
+    fn remove_from_heap(&mut self, objects: &mut Objects, slot: Slot) -> bool {
+        self.is_in_heap(objects, slot) && self.heap.remove(objects, slot)
     }
 
     /// Another object is the last: one that waits comes before it if it is older.
     #[inline]
-    fn draw(&mut self, objects: &mut Objects) {
-        if !self.pile.is_empty() {
-            self.draw_oldest(objects);
+    fn take_oldest(&mut self, objects: &mut Objects) {
+        if !self.heap.is_empty() {
+            self.take_oldest_slow(objects);
         }
     }
 
     #[cold]
-    fn draw_oldest(&mut self, objects: &mut Objects) {
-        let (slot, last) = (self.pile.oldest(), self.tail);
+    fn take_oldest_slow(&mut self, objects: &mut Objects) {
+        let (slot, last) = (self.heap.oldest(), self.tail);
         if last != NONE && objects.node(last).stamp <= objects.node(slot).stamp {
             return;
         }
-        self.pile.remove(objects, slot);
+        self.heap.remove(objects, slot);
         self.len -= 1;
         self.units -= u64::from(objects.node(slot).units);
         self.insert_after(objects, last, slot);
@@ -222,7 +222,7 @@ impl List {
             None => {
                 self.len += 1;
                 self.units += u64::from(node.units);
-                self.pile.add(objects, slot);
+                self.heap.add(objects, slot);
             }
         }
     }
@@ -234,7 +234,7 @@ impl List {
     /// their stamps, or against it, cost one step each.
     fn place(&self, objects: &Objects, stamp: i64) -> Option<Slot> {
         let older = |slot: Slot| objects.node(slot).stamp < stamp;
-        let (mut cold, mut near, mut hot) = (self.tail, self.finger, self.head);
+        let (mut cold, mut finger, mut hot) = (self.tail, self.finger, self.head);
         for _ in 0..MOST_STEPS {
             if cold == NONE || !older(cold) {
                 return Some(cold);
@@ -244,18 +244,18 @@ impl List {
                 return Some(objects.node(hot).prev);
             }
             hot = objects.node(hot).next;
-            if near == NONE {
+            if finger == NONE {
                 continue;
             }
-            let (up, down) = (objects.node(near).prev, objects.node(near).next);
-            let climbs = older(near);
+            let (up, down) = (objects.node(finger).prev, objects.node(finger).next);
+            let climbs = older(finger);
             if climbs && (up == NONE || !older(up)) {
                 return Some(up);
             }
             if !climbs && (down == NONE || older(down)) {
-                return Some(near);
+                return Some(finger);
             }
-            near = if climbs { up } else { down };
+            finger = if climbs { up } else { down };
         }
         None
     }
@@ -263,7 +263,7 @@ impl List {
     /// The objects from the cold end, those that wait where their stamps belong.
     pub fn from_cold<'a>(&self, objects: &'a Objects) -> impl Iterator<Item = Slot> + use<'a> {
         let mut at = self.tail;
-        let mut waiting: Vec<Slot> = self.pile.slots(objects).collect();
+        let mut waiting: Vec<Slot> = self.heap.slots(objects).collect();
         waiting.sort_unstable_by_key(|&slot| std::cmp::Reverse(objects.node(slot).stamp));
         std::iter::from_fn(move || {
             let next =
@@ -281,7 +281,7 @@ impl List {
     /// Whether links and counts are right, and no one who waits is the oldest.
     pub fn check(&self, objects: &Objects) -> Result<()> {
         let (mut len, mut units, mut at, mut next) =
-            (self.pile.check(objects)?, 0, self.tail, NONE);
+            (self.heap.check(objects)?, 0, self.tail, NONE);
         while at != NONE {
             let node = objects.node(at);
             if node.next != next || len >= self.len {
@@ -289,11 +289,11 @@ impl List {
             }
             (len, next, at) = (len + 1, at, node.prev);
         }
-        for slot in self.pile.slots(objects) {
+        for slot in self.heap.slots(objects) {
             let (node, last) = (objects.node(slot), self.tail);
             if last == NONE
                 || node.stamp < objects.node(last).stamp
-                || !self.is_piled(objects, slot)
+                || !self.is_in_heap(objects, slot)
             {
                 fail!(State, "object {} waits, and is the oldest", node.id);
             }
@@ -430,9 +430,9 @@ mod tests {
         (0..MANY).for_each(|slot| world.step(Call::TakeOut(slot)));
         (0..MANY).for_each(|i| world.step(Call::PutBack(i * 37 % MANY)));
         world.check();
-        assert!(world.list.pile.slots(&world.objects).count() > 50);
+        assert!(world.list.heap.slots(&world.objects).count() > 50);
         (0..MANY).for_each(|_| world.step(Call::TakeLast));
-        assert!(world.list.is_empty() && world.list.pile.is_empty());
+        assert!(world.list.is_empty() && world.list.heap.is_empty());
     }
 
     #[test]
@@ -442,7 +442,7 @@ mod tests {
             (5..MANY - 5).for_each(|slot| world.step(Call::TakeOut(slot)));
             (0..MANY).map(|i| (i + 1) * step % MANY).for_each(|s| world.step(Call::PutBack(s)));
             world.check();
-            assert!(world.list.pile.slots(&world.objects).count() < 4);
+            assert!(world.list.heap.slots(&world.objects).count() < 4);
         }
     }
 
@@ -455,7 +455,7 @@ mod tests {
         while world.list.head != last {
             world.step(Call::TakeOut(world.list.head));
         }
-        assert!(!world.list.pile.is_empty());
+        assert!(!world.list.heap.is_empty());
         world.step(Call::Use(last));
         world.check();
         (0..MANY).for_each(|_| world.step(Call::TakeLast));
@@ -466,7 +466,7 @@ mod tests {
         let mut world = World::new();
         (0..MANY).for_each(|slot| world.step(Call::TakeOut(slot)));
         (0..MANY).for_each(|i| world.step(Call::PutBack(i * 37 % MANY)));
-        let oldest = world.list.pile.oldest();
+        let oldest = world.list.heap.oldest();
         world.objects.node_mut(oldest).stamp = -1;
         assert!(world.list.check(&world.objects).is_err());
     }

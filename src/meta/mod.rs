@@ -11,7 +11,7 @@ pub mod layout;
 pub mod list;
 pub mod objects;
 pub mod orphans;
-pub mod pile;
 pub mod reuse;
 pub mod sessions;
+pub mod timestamp_heap;
 pub mod view;

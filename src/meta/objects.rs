@@ -281,7 +281,7 @@ impl Objects {
 
     /// Has fetched what the removal of an object will need, and the next hotter
     /// one; the object's id, if there is one in the slot.
-    pub fn prefetch_leaving(&self, slot: Slot) -> Option<u64> {
+    pub fn prefetch_victim(&self, slot: Slot) -> Option<u64> {
         let node = self.nodes.get(slot as usize)?;
         self.index.prefetch(node.id);
         prefetch(&self.nodes, node.prev as usize);
@@ -350,7 +350,7 @@ impl Objects {
     }
 
     /// The same of one that continues another by its id: that may come later.
-    pub fn insert_behind(
+    pub fn insert_with_parent_id(
         &mut self,
         id: u64,
         parent: Option<u64>,
@@ -366,7 +366,7 @@ impl Objects {
     }
 
     /// Those that came before an object and continue it are counted from now on.
-    pub fn adopt(&mut self, slot: Slot) {
+    pub fn link_orphans(&mut self, slot: Slot) {
         if self.orphans.is_empty() {
             return;
         }
@@ -374,7 +374,7 @@ impl Objects {
         let mut from = 0;
         while let Some(child) = self.orphans.next(&id, from) {
             from = child + 1;
-            if !self.is_behind(slot, child) {
+            if !self.is_descendant(slot, child) {
                 self.orphans.remove(child);
                 self.attach(child, slot);
             }
@@ -382,7 +382,7 @@ impl Objects {
     }
 
     /// Whether an object is another or continues it, over however many.
-    fn is_behind(&self, slot: Slot, above: Slot) -> bool {
+    fn is_descendant(&self, slot: Slot, above: Slot) -> bool {
         let up = |&at: &Slot| Some(self.node(at).parent).filter(|&at| at != NONE);
         std::iter::successors(Some(slot), up).any(|at| at == above)
     }
@@ -528,11 +528,11 @@ mod tests {
     #[test]
     fn children_that_come_before_their_parent_are_its_children() {
         let mut objects = table(4);
-        let child = objects.insert_behind(2, Some(1), 1, &Facts::default()).expect("room");
-        let gone = objects.insert_behind(3, Some(1), 1, &Facts::default()).expect("room");
+        let child = objects.insert_with_parent_id(2, Some(1), 1, &Facts::default()).expect("room");
+        let gone = objects.insert_with_parent_id(3, Some(1), 1, &Facts::default()).expect("room");
         objects.remove(gone);
-        let parent = objects.insert_behind(1, None, 1, &Facts::default()).expect("room");
-        objects.adopt(parent);
+        let parent = objects.insert_with_parent_id(1, None, 1, &Facts::default()).expect("room");
+        objects.link_orphans(parent);
         assert!(objects.is_blocked(parent) && !objects.is_blocked(child));
         assert_eq!(objects.detach(child), Some(parent));
         objects.remove(child);
@@ -544,8 +544,8 @@ mod tests {
         let mut objects = table(4);
         let all = [(1, 2), (2, 3), (3, 1), (4, 4)].map(|(id, parent)| {
             let facts = Facts::default();
-            let slot = objects.insert_behind(id, Some(parent), 1, &facts).expect("room");
-            objects.adopt(slot);
+            let slot = objects.insert_with_parent_id(id, Some(parent), 1, &facts).expect("room");
+            objects.link_orphans(slot);
             slot
         });
         let blocked = all.map(|slot| objects.is_blocked(slot));

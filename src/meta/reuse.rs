@@ -9,12 +9,12 @@
 use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
-use crate::meta::chunks::{Chunk, Chunks, PLACES};
+use crate::meta::chunks::{Chunk, Chunks, TIERS};
 use crate::meta::index::Slot;
 use crate::meta::layout::{Layout, MAX_GROUPS};
 
 /// The remote among the tiers.
-const FAR: usize = Tier::Remote as usize;
+const REMOTE: usize = Tier::Remote as usize;
 
 /// What a chunk of a path is good for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub enum State {
 
 /// What is known of a chunk of a path. Groups are bits, group 0 the lowest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct ChunkReuse {
     /// Groups whose every cell can be read in some tier.
     pub ready: u64,
     /// The same if all that is on its way has come.
@@ -40,7 +40,7 @@ pub struct Found {
     /// Groups that need it.
     pub needed: u64,
     /// Bytes of the cells that are needed, in the nearest tier of each.
-    pub bytes: [u64; PLACES],
+    pub bytes: [u64; TIERS],
     /// Its tokens.
     pub tokens: u32,
     /// What it is good for.
@@ -49,7 +49,7 @@ pub struct Found {
     pub given_up: bool,
 }
 
-impl Found {
+impl ChunkReuse {
     /// The farthest tier that a needed cell must be read from.
     pub fn farthest(&self) -> Option<usize> {
         self.bytes.iter().rposition(|&bytes| bytes > 0)
@@ -58,7 +58,7 @@ impl Found {
 
 /// How far a path goes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Reach {
+pub struct ReusablePrefix {
     /// Chunks of the longest prefix from which the sequence can go on now.
     pub chunks: usize,
     /// Its tokens.
@@ -71,9 +71,9 @@ pub struct Reach {
 
 /// What it takes to go on from a point.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Moves {
+pub struct ReuseCost {
     /// Bytes to be read from each tier; those of the device are there.
-    pub bytes: [u64; PLACES],
+    pub bytes: [u64; TIERS],
     /// Tokens of chunks that are used as they are, or not needed.
     pub reused_tokens: u64,
     /// Tokens of chunks that must be computed first, in holes or at the end.
@@ -81,16 +81,21 @@ pub struct Moves {
 }
 
 /// Looks at the chunks of a path, from the first on, NONE where one is not there.
-/// Fills a [`Found`] for each and says how far a prefix of them reaches.
-pub fn look(chunks: &Chunks, layout: &Layout, path: &[Slot], found: &mut [Found]) -> Result<Reach> {
+/// Fills a [`ChunkReuse`] for each and says how far a prefix of them reaches.
+pub fn find_reusable(
+    chunks: &Chunks,
+    layout: &Layout,
+    path: &[Slot],
+    found: &mut [ChunkReuse],
+) -> Result<ReusablePrefix> {
     check(chunks, layout, path, found)?;
     let all = u64::MAX >> (MAX_GROUPS - layout.groups().len());
     // Tokens in a row that each group has before the point, now and soon.
     let mut runs = [[0u64; 2]; MAX_GROUPS];
-    let (mut reach, mut tokens) = (Reach::default(), 0u64);
+    let (mut reach, mut tokens) = (ReusablePrefix::default(), 0u64);
     for (at, (&slot, found)) in path.iter().zip(found).enumerate() {
         let row = chunks.chunk(slot);
-        *found = Found { tokens: layout.chunk_tokens(), ..Found::default() };
+        *found = ChunkReuse { tokens: layout.chunk_tokens(), ..ChunkReuse::default() };
         if let Some(row) = row {
             if row.position() as usize != at {
                 fail!(Invalid, "chunk {at} of a path is number {} of its own", row.position());
@@ -121,7 +126,7 @@ pub fn look(chunks: &Chunks, layout: &Layout, path: &[Slot], found: &mut [Found]
     Ok(reach)
 }
 
-fn check(chunks: &Chunks, layout: &Layout, path: &[Slot], found: &[Found]) -> Result<()> {
+fn check(chunks: &Chunks, layout: &Layout, path: &[Slot], found: &[ChunkReuse]) -> Result<()> {
     let shape = chunks.shape();
     if shape.layers != layout.layers() || shape.chunk_tokens != layout.chunk_tokens() {
         fail!(Invalid, "the table is not one for this layout");
@@ -139,10 +144,10 @@ fn groups_of(chunks: &Chunks, layout: &Layout, slot: Slot, row: &Chunk, all: u64
         return (all, all);
     }
     let (mut ready, mut soon) = (all, all);
-    let far = chunks.counts_remote();
+    let remote = chunks.counts_remote();
     for (marks, &group) in chunks.marks(slot).unwrap_or_default().iter().zip(layout.group_of()) {
         let (there, coming) =
-            (marks.there() != 0 || far && marks.is_remote(), marks.arriving() != 0);
+            (marks.there() != 0 || remote && marks.is_remote(), marks.arriving() != 0);
         ready &= !(u64::from(!there) << group);
         soon &= !(u64::from(!there & !coming) << group);
     }
@@ -150,33 +155,33 @@ fn groups_of(chunks: &Chunks, layout: &Layout, slot: Slot, row: &Chunk, all: u64
 }
 
 /// Says what is needed to go on after the first `until` chunks of a path that
-/// [`look`] has looked at: of each chunk its state, the groups that need it and the
+/// [`find_reusable`] has looked at: of each chunk its state, the groups that need it and the
 /// bytes to be read, the fewest chunks to be computed among them. A chunk that is
 /// computed needs what is before it like any point. With `wait` what is on its way
 /// is counted on. Chunks from `until` on are misses. May be called again, with
 /// other chunks given up.
 ///
 /// Without a miss before `until` the engine can load all and go on; that is so up to
-/// what `look` returned. Else it must be able to compute holes.
-pub fn choose(
+/// what `find_reusable` returned. Else it must be able to compute holes.
+pub fn plan_reuse(
     chunks: &Chunks,
     layout: &Layout,
     path: &[Slot],
     until: usize,
     wait: bool,
-    found: &mut [Found],
-) -> Result<Moves> {
+    found: &mut [ChunkReuse],
+) -> Result<ReuseCost> {
     check(chunks, layout, path, found)?;
     if until > path.len() {
         fail!(Invalid, "{until} of {} chunks", path.len());
     }
-    let mut moves = Moves::default();
+    let mut moves = ReuseCost::default();
     let mut end: u64 = found.iter().take(until).map(|found| u64::from(found.tokens)).sum();
     // The point nearest behind that is gone on from. Those further behind reach
     // less far back, and need not be looked at.
     let mut point = end;
     for (at, (&slot, found)) in path.iter().zip(found).enumerate().rev() {
-        (found.needed, found.bytes, found.state) = (0, [0; PLACES], State::Miss);
+        (found.needed, found.bytes, found.state) = (0, [0; TIERS], State::Miss);
         if at >= until {
             continue;
         }
@@ -209,12 +214,12 @@ pub fn choose(
 
 /// Adds up what is needed of a chunk by the nearest tier of each cell.
 #[inline]
-fn add_bytes(chunks: &Chunks, layout: &Layout, slot: Slot, found: &mut Found) {
+fn add_bytes(chunks: &Chunks, layout: &Layout, slot: Slot, found: &mut ChunkReuse) {
     let Some(row) = chunks.chunk(slot) else { return };
     let wanted = found.needed;
     let needed = |group: usize| wanted >> group & 1 != 0;
     // Mostly the whole depth of a chunk is in one tier, and in none before that.
-    let places = if chunks.counts_remote() { PLACES } else { FAR };
+    let places = if chunks.counts_remote() { TIERS } else { REMOTE };
     let first = row.cells()[..places].iter().position(|&cells| cells > 0);
     if let Some(tier) = first.filter(|&t| usize::from(row.cells()[t]) == layout.layers()) {
         for (_, group) in layout.groups().iter().enumerate().filter(|(g, _)| needed(*g)) {
@@ -225,8 +230,8 @@ fn add_bytes(chunks: &Chunks, layout: &Layout, slot: Slot, found: &mut Found) {
     let cells = chunks.marks(slot).unwrap_or_default().iter().zip(layout.group_of());
     for (marks, &g) in cells.filter(|(_, g)| needed(usize::from(**g))) {
         // One that is on its way is in no tier yet.
-        let far = (chunks.counts_remote() && marks.is_remote()).then_some(FAR);
-        let Some(tier) = marks.nearest().or(far) else { continue };
+        let remote = (chunks.counts_remote() && marks.is_remote()).then_some(REMOTE);
+        let Some(tier) = marks.nearest().or(remote) else { continue };
         if let Some(group) = layout.groups().get(usize::from(g)) {
             found.bytes[tier] += group.planes(found.tokens).bytes();
         }
@@ -247,17 +252,17 @@ pub struct Range {
     /// The farthest tier that something of them must be read from.
     pub farthest: Option<usize>,
     /// Bytes to be read from each tier.
-    pub bytes: [u64; PLACES],
+    pub bytes: [u64; TIERS],
 }
 
 /// The ranges of a path, in its order.
-pub fn ranges(found: &[Found]) -> impl Iterator<Item = Range> + '_ {
+pub fn ranges(found: &[ChunkReuse]) -> impl Iterator<Item = Range> + '_ {
     let mut first = 0;
     std::iter::from_fn(move || {
         let rest = found.get(first..)?;
         let head = rest.first()?;
         let (state, farthest) = (head.state, head.farthest());
-        let mut range = Range { first, chunks: 0, tokens: 0, state, farthest, bytes: [0; PLACES] };
+        let mut range = Range { first, chunks: 0, tokens: 0, state, farthest, bytes: [0; TIERS] };
         for next in rest.iter().take_while(|f| (f.state, f.farthest()) == (state, farthest)) {
             range.chunks += 1;
             range.tokens += u64::from(next.tokens);

@@ -263,8 +263,8 @@ mod tests {
             (row.hit_tokens, row.wanted_tokens) = (id % 7, 7 * (id % 3));
             all.add(id % 7, 7 * (id % 3));
         }
-        let (told, exact) = (sessions.fairness().index(), all.index());
-        assert!((told - exact).abs() < 1e-9 && exact < 0.9, "{told} for {exact}");
+        let (index, exact) = (sessions.fairness().index(), all.index());
+        assert!((index - exact).abs() < 1e-9 && exact < 0.9, "{index} for {exact}");
     }
 
     #[test]

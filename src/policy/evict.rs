@@ -114,7 +114,7 @@ impl Evictor {
             self.objects.remove(slot);
         }
         if let (Some(ahead), true) = (ahead, self.policy.evicts_by_links())
-            && let Some(id) = self.objects.prefetch_leaving(ahead)
+            && let Some(id) = self.objects.prefetch_victim(ahead)
         {
             self.history.prefetch(&[id]);
             self.policy.prefetch(&[id]);

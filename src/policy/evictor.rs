@@ -314,7 +314,7 @@ impl Evictor {
         }
         // Only after all inserts succeeded: an adoption cannot be undone.
         for &slot in &self.slots {
-            self.objects.adopt(slot);
+            self.objects.link_orphans(slot);
         }
         let session = self.find_session(who);
         for (i, slot) in self.slots.iter().rev().enumerate() {
@@ -354,14 +354,14 @@ impl Evictor {
 
     /// Adds an object to the table, without notifying the policy.
     fn enter(&mut self, new: &New, session: Slot) -> Result<Slot> {
-        let slot = self.objects.insert_behind(new.id, new.parent, new.units, &new.facts)?;
+        let slot = self.objects.insert_with_parent_id(new.id, new.parent, new.units, &new.facts)?;
         self.objects.set_session(slot, session);
         Ok(slot)
     }
 
     pub(super) fn insert_one(&mut self, new: &New, session: Slot, stamp: i64) -> Result<()> {
         let slot = self.enter(new, session)?;
-        self.objects.adopt(slot);
+        self.objects.link_orphans(slot);
         self.policy.insert(&mut self.objects, slot, stamp);
         Ok(())
     }

@@ -12,7 +12,7 @@ use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
-use crate::meta::list::Scout;
+use crate::meta::list::Prefetcher;
 use crate::meta::objects::Objects;
 use crate::policy::columns::Columns;
 use crate::policy::lists::Lists;
@@ -23,13 +23,13 @@ pub struct Sieve {
     lists: Lists<1>,
     /// The next object that the hand visits; NONE = the oldest.
     hand: Slot,
-    scout: Scout,
+    prefetcher: Prefetcher,
 }
 
 impl Sieve {
     /// Reads `sieve`, which has no parameters.
     pub fn read(_: &mut Reader) -> Result<Sieve> {
-        Ok(Sieve { lists: Lists::default(), hand: NONE, scout: Scout::default() })
+        Ok(Sieve { lists: Lists::default(), hand: NONE, prefetcher: Prefetcher::default() })
     }
 
     /// Objects ahead of the hand come before those behind it.
@@ -62,7 +62,7 @@ impl Policy for Sieve {
 
     fn look_ahead(&mut self, objects: &Objects) {
         let start = if self.hand == NONE { self.lists.lists[0].tail } else { self.hand };
-        self.scout.step(objects, start);
+        self.prefetcher.step(objects, start);
     }
 
     fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
@@ -79,7 +79,7 @@ impl Policy for Sieve {
                 return None;
             }
             self.hand = objects.node(slot).prev;
-            self.scout.passed();
+            self.prefetcher.passed();
             if objects.is_blocked(slot) {
                 self.lists.hold(objects, slot);
             } else if objects.node(slot).freq() > 0 {

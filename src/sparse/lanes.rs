@@ -278,7 +278,7 @@ mod tests {
             let mut plain = vec![1f32; keys * LANES];
             add_products_plain(&transposed, (&rows, stride, keys), &mut plain);
             assert_eq!(out, plain, "wide and narrow give the same bits");
-            let wide = |level: &Level| *level != Level::Portable && level.is_here();
+            let wide = |level: &Level| *level != Level::Portable && level.is_supported();
             for level in Level::ALL.into_iter().filter(wide) {
                 let mut other = vec![1f32; keys * LANES];
                 // SAFETY: the level is here, and all rows are there.

@@ -3,10 +3,10 @@
 
 use std::ops::Range;
 
+use crate::attention::key_cursor::{KeyCursor, KeySource};
 use crate::attention::keys::{Heads, Keys, Lines};
 use crate::attention::panel::TILE;
 use crate::attention::problem::MAX_TOKENS;
-use crate::attention::walk::{Source, Walk};
 use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::index::{Head, Index, Kind, NO_QUERY};
@@ -183,8 +183,8 @@ impl BlockPlacement<'_> {
             _ if queries.count <= 1 => {
                 builder.blocks(0, 1, NO_QUERY)?;
                 let end = queries.first.saturating_add(1);
-                let walk = keys.at(at).walk(0, (queries.first, 1), (0, end));
-                builder.list(self.each(positions(walk)))
+                let cursor = keys.at(at).cursor(0, (queries.first, 1), (0, end));
+                builder.list(self.each(positions(cursor)))
             }
             Kind::Lines => self.lines(keys, &Head { dense_from, ..head }, queries, builder),
             Kind::Ranges => self.ranges(keys, &Head { dense_from, ..head }, builder),
@@ -223,9 +223,9 @@ impl BlockPlacement<'_> {
         for position in (queries.first..).take(count as usize) {
             let lines = Lines { columns: &[], diagonals };
             let left = diagonals.partition_point(|&d| d <= position);
-            let source = Source::Lines { lines, left, position, width: 1 };
-            let walk = Walk::new(source, (0, position.saturating_add(1)));
-            let rows = self.each(positions(walk));
+            let source = KeySource::Lines { lines, left, position, width: 1 };
+            let cursor = KeyCursor::new(source, (0, position.saturating_add(1)));
+            let rows = self.each(positions(cursor));
             rows.into_iter().try_for_each(|row| builder.add(row..row + 1))?;
             builder.end()?;
         }
@@ -258,11 +258,11 @@ impl BlockPlacement<'_> {
 }
 
 /// All that a walk gives.
-fn positions(mut walk: Walk<'_>) -> impl Iterator<Item = u32> {
+fn positions(mut cursor: KeyCursor<'_>) -> impl Iterator<Item = u32> {
     let (mut tile, mut at, mut count) = ([0; TILE], 0, 0);
     std::iter::from_fn(move || {
         if at == count {
-            (at, count) = (0, walk.take(&mut tile, TILE));
+            (at, count) = (0, cursor.take(&mut tile, TILE));
         }
         at += 1;
         tile.get(at - 1).copied().filter(|_| at <= count)

@@ -92,11 +92,11 @@ impl ResidentTokens<'_> {
         for (head, (sums, out)) in (0..).zip(lines) {
             let mut head_sums = HeadSums::of(self, head, out);
             let one = select.of(self.heads, head);
-            let mut walk = one.walk(0, (first_query, queries), (0, visible));
+            let mut cursor = one.cursor(0, (first_query, queries), (0, visible));
             let mut rest = sums;
             let mut tile = [0; TILE];
             loop {
-                let n = walk.take(&mut tile, TILE);
+                let n = cursor.take(&mut tile, TILE);
                 let (Some((sums, behind)), Some(rows)) = (rest.split_at_checked(n), tile.get(..n))
                 else {
                     fail!(Invalid, "{most} sums of a head, it sees more keys");

@@ -9,7 +9,7 @@ use kvtier::format::keys::block::BlockKeys;
 use kvtier::format::keys::chain::{Chain, Media};
 use kvtier::format::keys::identity::{Extra, Identity, Shard};
 use kvtier::format::keys::media::{self, Medium};
-use kvtier::format::keys::object::{Cut, ObjectKeys};
+use kvtier::format::keys::object::{LayerRange, ObjectKeys};
 use kvtier::format::keys::private::private_key;
 use kvtier::format::keys::{Digest, Fingerprint, Key};
 use kvtier::meta::layout::{Layout, Rule};
@@ -221,7 +221,7 @@ fn keys_and_names_of_objects() {
             let layout = Fingerprint(digest(&case["layout"]));
             ObjectKeys::new(&Key(digest(&case["namespace"])), &layout, secret.as_deref())
         };
-        let cut = Cut {
+        let cut = LayerRange {
             object_bytes: number(&case["object_bytes"]),
             first: small(&case["first"]),
             layers: small(&case["layers"]),

@@ -3,8 +3,8 @@
 
 use std::hint::black_box;
 
+use kvtier::attention::{ColumnSums, Level};
 use kvtier::attention::{Decode, Head, Keys, Kind, Prefill, Problem, Rows, Scales, pages};
-use kvtier::attention::{Level, Sums};
 use kvtier::base::spec::Spec;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
@@ -204,7 +204,7 @@ fn dense(quick: bool) -> Vec<Bar> {
     let mut memory = vec![0.0; job.scratch()];
     let whole = seconds(|| job.all(&mut memory).expect("enough scratch"));
     let mut sums = vec![0.0; tokens];
-    let mut job = Sums::new(problem, &lse, 0, false, &mut sums).expect("sums");
+    let mut job = ColumnSums::new(problem, &lse, 0, false, &mut sums).expect("sums");
     let mut memory = vec![0.0; job.scratch()];
     let more = seconds(|| job.all(&mut memory).expect("enough scratch"));
     vec![

@@ -36,7 +36,7 @@ unsafe impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn soon(place: *const u8) {
+    unsafe fn prefetch(place: *const u8) {
         cpu!(_mm_prefetch::<_MM_HINT_T1>(place.cast()))
     }
 
@@ -126,8 +126,8 @@ unsafe impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn sums(four: [Self; 4]) -> [f32; 4] {
-        cpu!(quarter(four.map(|v| v.0)))
+    unsafe fn sums(dot_block: [Self; 4]) -> [f32; 4] {
+        cpu!(quarter(dot_block.map(|v| v.0)))
     }
 }
 
@@ -139,9 +139,9 @@ unsafe impl Lanes for Avx2 {
 pub unsafe fn quarter([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
     cpu!({
         let sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-        let halves = (_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
+        let sign_split = (_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
         let mut out = [0.0; 4];
-        _mm_storeu_ps(out.as_mut_ptr(), _mm_add_ps(halves.0, halves.1));
+        _mm_storeu_ps(out.as_mut_ptr(), _mm_add_ps(sign_split.0, sign_split.1));
         out
     })
 }

@@ -37,7 +37,7 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn soon(place: *const u8) {
+    unsafe fn prefetch(place: *const u8) {
         cpu!(_mm_prefetch::<_MM_HINT_T1>(place.cast()))
     }
 
@@ -123,9 +123,9 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn sums(four: [Self; 4]) -> [f32; 4] {
+    unsafe fn sums(dot_block: [Self; 4]) -> [f32; 4] {
         cpu!({
-            let [a, b, c, d] = four.map(|v| v.0);
+            let [a, b, c, d] = dot_block.map(|v| v.0);
             quarter([half(a), half(b), half(c), half(d)])
         })
     }

@@ -59,7 +59,7 @@ pub unsafe trait Lanes: Copy {
     /// From signed bytes.
     unsafe fn load_i8(from: *const i8) -> Self;
     /// The sum of all lanes of each.
-    unsafe fn sums(four: [Self; 4]) -> [f32; 4];
+    unsafe fn sums(dot_block: [Self; 4]) -> [f32; 4];
 
     /// The sum of all lanes.
     #[inline(always)]
@@ -70,7 +70,7 @@ pub unsafe trait Lanes: Copy {
 
     /// Says that a place will be read soon. It need not be there.
     #[inline(always)]
-    unsafe fn soon(place: *const u8) {
+    unsafe fn prefetch(place: *const u8) {
         let _ = place;
     }
 
@@ -143,7 +143,7 @@ mod tests {
 
     levels! {
         /// Halves as f32, and those of both halves of pairs.
-        halves = each_half(from: &[u16], f16: &mut [f32], bf16: &mut [f32], pairs: &mut [f32])
+        sign_split = each_half(from: &[u16], f16: &mut [f32], bf16: &mut [f32], pairs: &mut [f32])
     }
 
     /// # Safety
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn powers_of_two_are_right_to_two_units_in_the_last_place() {
         let count = 1 << 18;
-        for level in Level::ALL.into_iter().filter(|level| level.is_here()) {
+        for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
             let from: Vec<f32> = (0..count).map(|i| i as f32 * -127.0 / count as f32).collect();
             let mut to = from.clone();
             // SAFETY: the level is here.
@@ -200,10 +200,10 @@ mod tests {
     #[test]
     fn every_half_is_what_its_format_says() {
         let from: Vec<u16> = (0..=u16::MAX).collect();
-        for level in Level::ALL.into_iter().filter(|level| level.is_here()) {
+        for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
             let [mut f16, mut bf16, mut pairs] = [(); 3].map(|()| vec![0.0_f32; from.len()]);
             // SAFETY: the level is here.
-            unsafe { halves(level, &from, &mut f16, &mut bf16, &mut pairs) };
+            unsafe { sign_split(level, &from, &mut f16, &mut bf16, &mut pairs) };
             for (i, half) in from.iter().enumerate() {
                 let (exponent, fraction) = (i32::from(half >> 10 & 31), f64::from(half & 1023));
                 let size = match exponent {

@@ -90,8 +90,8 @@ unsafe impl Lanes for Neon {
 
     #[inline(always)]
     unsafe fn load_f16(from: *const u16) -> Self {
-        let halves = cpu!(from.cast::<[u16; 4]>().read_unaligned()).map(from_f16);
-        Neon(cpu!(vld1q_f32(halves.as_ptr())))
+        let sign_split = cpu!(from.cast::<[u16; 4]>().read_unaligned()).map(from_f16);
+        Neon(cpu!(vld1q_f32(sign_split.as_ptr())))
     }
 
     #[inline(always)]
@@ -117,7 +117,7 @@ unsafe impl Lanes for Neon {
     }
 
     #[inline(always)]
-    unsafe fn sums(four: [Self; 4]) -> [f32; 4] {
-        four.map(|v| cpu!(vaddvq_f32(v.0)))
+    unsafe fn sums(dot_block: [Self; 4]) -> [f32; 4] {
+        dot_block.map(|v| cpu!(vaddvq_f32(v.0)))
     }
 }

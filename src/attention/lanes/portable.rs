@@ -101,14 +101,14 @@ unsafe impl Lanes for Portable {
 
     #[inline(always)]
     unsafe fn load_f16(from: *const u16) -> Self {
-        let halves = read!(from.cast::<[u16; N]>());
-        each!(|i| from_f16(halves[i]))
+        let sign_split = read!(from.cast::<[u16; N]>());
+        each!(|i| from_f16(sign_split[i]))
     }
 
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> Self {
-        let halves = read!(from.cast::<[u16; N]>());
-        each!(|i| f32::from_bits(u32::from(halves[i]) << 16))
+        let sign_split = read!(from.cast::<[u16; N]>());
+        each!(|i| f32::from_bits(u32::from(sign_split[i]) << 16))
     }
 
     #[inline(always)]
@@ -125,8 +125,8 @@ unsafe impl Lanes for Portable {
     }
 
     #[inline(always)]
-    unsafe fn sums(four: [Self; 4]) -> [f32; 4] {
-        four.map(|v| {
+    unsafe fn sums(dot_block: [Self; 4]) -> [f32; 4] {
+        dot_block.map(|v| {
             let [a, b, c, d, e, f, g, h] = v.0;
             ((a + e) + (c + g)) + ((b + f) + (d + h))
         })

@@ -10,16 +10,16 @@ const NAME: u32 = 2;
 /// Makes the keys of a namespace's blocks.
 pub struct BlockKeys {
     /// What all of them begin with.
-    begun: blake3::Hasher,
+    prefix: blake3::Hasher,
 }
 
 impl BlockKeys {
     /// For the blocks of a namespace.
     pub fn new(namespace: &Key) -> BlockKeys {
-        let mut begun = blake3::Hasher::new_derive_key(fields::BLOCK);
-        begun.update(&2u32.to_le_bytes());
-        fields::put(&mut begun, NAMESPACE, &namespace.0);
-        BlockKeys { begun }
+        let mut prefix = blake3::Hasher::new_derive_key(fields::BLOCK);
+        prefix.update(&2u32.to_le_bytes());
+        fields::put(&mut prefix, NAMESPACE, &namespace.0);
+        BlockKeys { prefix }
     }
 
     /// The key of the block that the engine calls by a name.
@@ -27,7 +27,7 @@ impl BlockKeys {
         if name.is_empty() || name.len() > MAX_FIELD_BYTES {
             fail!(Limit, "a block's name has 1 to {MAX_FIELD_BYTES} bytes, not {}", name.len());
         }
-        let mut hasher = self.begun.clone();
+        let mut hasher = self.prefix.clone();
         fields::put(&mut hasher, NAME, name);
         Ok(Key(*hasher.finalize().as_bytes()))
     }

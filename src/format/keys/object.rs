@@ -12,7 +12,7 @@ const FIELDS: u32 = 6;
 
 /// Which part of a chunk an object has, and how the chunk was cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cut {
+pub struct LayerRange {
     /// Bytes up to which layers were put together.
     pub object_bytes: u64,
     /// The first layer that it has.
@@ -24,34 +24,34 @@ pub struct Cut {
 /// Makes the keys of objects of a namespace.
 pub struct ObjectKeys {
     /// What all of them begin with.
-    begun: blake3::Hasher,
+    prefix: blake3::Hasher,
 }
 
 impl ObjectKeys {
     /// For the chunks of a namespace, stored under a layout. With a secret, nobody who has not
     /// got it can tell what an object is from what it is called.
     pub fn new(namespace: &Key, layout: &Fingerprint, secret: Option<&[u8]>) -> ObjectKeys {
-        let mut begun = match secret {
+        let mut prefix = match secret {
             None => blake3::Hasher::new_derive_key(fields::OBJECT),
             Some(secret) => {
                 let key = blake3::derive_key(fields::OBJECT_SECRET, secret);
                 blake3::Hasher::new_keyed(&key)
             }
         };
-        begun.update(&FIELDS.to_le_bytes());
-        fields::put(&mut begun, NAMESPACE, &namespace.0);
-        fields::put(&mut begun, LAYOUT, &layout.0);
-        ObjectKeys { begun }
+        prefix.update(&FIELDS.to_le_bytes());
+        fields::put(&mut prefix, NAMESPACE, &namespace.0);
+        fields::put(&mut prefix, LAYOUT, &layout.0);
+        ObjectKeys { prefix }
     }
 
     /// The key of an object with cells of a chunk; `codec` is the code of what they may be coded
     /// with.
-    pub fn key(&self, chunk: &Key, cut: &Cut, codec: u8, sealed: bool) -> Digest {
+    pub fn key(&self, chunk: &Key, cut: &LayerRange, codec: u8, sealed: bool) -> Digest {
         let mut shape = [0; 16];
         shape[..8].copy_from_slice(&cut.object_bytes.to_le_bytes());
         shape[8..12].copy_from_slice(&cut.first.to_le_bytes());
         shape[12..].copy_from_slice(&cut.layers.to_le_bytes());
-        let mut hasher = self.begun.clone();
+        let mut hasher = self.prefix.clone();
         fields::put(&mut hasher, CHUNK, &chunk.0);
         fields::put(&mut hasher, SHAPE, &shape);
         fields::put(&mut hasher, CODEC, &[codec]);
@@ -64,7 +64,7 @@ impl ObjectKeys {
 mod tests {
     use super::*;
 
-    const CUT: Cut = Cut { object_bytes: 1 << 20, first: 3, layers: 2 };
+    const CUT: LayerRange = LayerRange { object_bytes: 1 << 20, first: 3, layers: 2 };
 
     #[test]
     fn a_key_is_the_hash_of_its_fields() {
@@ -92,9 +92,9 @@ mod tests {
         let mut all = vec![
             plain.key(&chunk, &CUT, 0, false),
             plain.key(&Key([4; 32]), &CUT, 0, false),
-            plain.key(&chunk, &Cut { object_bytes: 1 << 21, ..CUT }, 0, false),
-            plain.key(&chunk, &Cut { first: 2, ..CUT }, 0, false),
-            plain.key(&chunk, &Cut { layers: 3, ..CUT }, 0, false),
+            plain.key(&chunk, &LayerRange { object_bytes: 1 << 21, ..CUT }, 0, false),
+            plain.key(&chunk, &LayerRange { first: 2, ..CUT }, 0, false),
+            plain.key(&chunk, &LayerRange { layers: 3, ..CUT }, 0, false),
             plain.key(&chunk, &CUT, 1, false),
             plain.key(&chunk, &CUT, 0, true),
         ];

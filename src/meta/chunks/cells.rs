@@ -7,33 +7,33 @@ use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::fail;
 
 /// Tiers that a cell can be in: the first ones of [`Tier`], the nearest first.
-pub const PLACES: usize = 4;
+pub const TIERS: usize = 4;
 
 /// Bytes kept for each cell.
-pub const CELL_BYTES: usize = size_of::<Marks>()
+pub const CELL_BYTES: usize = size_of::<Residency>()
     + 1
     + size_of::<Readers>()
     + size_of::<u32>()
     + 2 * size_of::<u64>()
-    + size_of::<Coded>();
+    + size_of::<StoredForm>();
 
 const LOADING: u32 = 4;
 const STORING: u32 = 8;
 const LEAVING: u32 = 12;
 
 /// The remote's bit. What is said to be there is a hint, and no place: it may be gone.
-const FAR: u8 = 1 << Tier::Remote as u8;
+const REMOTE_BIT: u8 = 1 << Tier::Remote as u8;
 
 /// A bit for each tier: is the cell there, is it copied there from another tier,
 /// is it stored there from outside, does it leave as soon as nobody reads it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
-pub struct Marks(u16);
+pub struct Residency(u16);
 
 // SAFETY: an integer.
-unsafe impl Zeroable for Marks {}
+unsafe impl Zeroable for Residency {}
 
-impl Marks {
+impl Residency {
     #[inline]
     fn bits(self, from: u32) -> u8 {
         (self.0 >> from & 0xF) as u8
@@ -42,19 +42,19 @@ impl Marks {
     /// The tiers of this store in which it can be read, bit 0 for the device.
     #[inline]
     pub fn there(self) -> u8 {
-        self.bits(0) & !FAR
+        self.bits(0) & !REMOTE_BIT
     }
 
     /// Whether the remote has it, as far as is known.
     #[inline]
     pub fn is_remote(self) -> bool {
-        self.bits(0) & FAR != 0
+        self.bits(0) & REMOTE_BIT != 0
     }
 
     /// Whether it is on its way to the remote.
     #[inline]
     pub fn is_sent(self) -> bool {
-        self.bits(LOADING) & FAR != 0
+        self.bits(LOADING) & REMOTE_BIT != 0
     }
 
     /// Whether it is in a tier, by its bit; in the remote, as far as is known.
@@ -78,7 +78,7 @@ impl Marks {
     /// The tiers of this store in which it will be soon, if all goes well.
     #[inline]
     pub fn arriving(self) -> u8 {
-        (self.loading() | self.storing()) & !FAR
+        (self.loading() | self.storing()) & !REMOTE_BIT
     }
 
     /// The tiers that it left while it was read there: its place is still taken.
@@ -91,14 +91,14 @@ impl Marks {
     #[inline]
     pub fn nearest(self) -> Option<usize> {
         let tier = self.there().trailing_zeros() as usize;
-        (tier < PLACES).then_some(tier)
+        (tier < TIERS).then_some(tier)
     }
 }
 
 /// How many read a cell in each tier.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(transparent)]
-pub struct Readers([u16; PLACES]);
+pub struct Readers([u16; TIERS]);
 
 // SAFETY: integers only.
 unsafe impl Zeroable for Readers {}
@@ -107,24 +107,24 @@ unsafe impl Zeroable for Readers {}
 /// less one, 3 bits of codec).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
-pub struct Coded(u16);
+pub struct StoredForm(u16);
 
 // SAFETY: an integer.
-unsafe impl Zeroable for Coded {}
+unsafe impl Zeroable for StoredForm {}
 
-impl Coded {
+impl StoredForm {
     /// As it is.
-    pub const PLAIN: Coded = Coded(0);
+    pub const PLAIN: StoredForm = StoredForm(0);
     /// Most blocks of a coded cell: the largest cell less one.
     pub const MAX_BLOCKS: u64 = 1 << 13;
     /// Largest code of a codec.
     pub const MAX_CODEC: u16 = 7;
 
     /// Coded, in so many blocks; none if that cannot be said.
-    pub fn new(codec: u16, blocks: u64) -> Option<Coded> {
+    pub fn new(codec: u16, blocks: u64) -> Option<StoredForm> {
         let fits =
             (1..=Self::MAX_CODEC).contains(&codec) && (1..=Self::MAX_BLOCKS).contains(&blocks);
-        fits.then(|| Coded(codec << 13 | (blocks - 1) as u16))
+        fits.then(|| StoredForm(codec << 13 | (blocks - 1) as u16))
     }
 
     /// The codec; 0 = as it is.
@@ -142,7 +142,7 @@ impl Coded {
 
 /// Where a cell is in a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Location {
     /// On the device; where, the engine knows.
     Device,
     /// A piece of the host tier.
@@ -154,21 +154,21 @@ pub enum Place {
         /// What it must be.
         seal: u64,
         /// How it is stored there.
-        coded: Coded,
+        coded: StoredForm,
     },
     /// In a store elsewhere, under its key.
     Remote,
 }
 
-impl Place {
+impl Location {
     /// The tier it is in.
     #[inline]
     pub fn tier(self) -> Tier {
         match self {
-            Place::Device => Tier::Device,
-            Place::Host(_) => Tier::Host,
-            Place::Disk { .. } => Tier::Disk,
-            Place::Remote => Tier::Remote,
+            Location::Device => Tier::Device,
+            Location::Host(_) => Tier::Host,
+            Location::Disk { .. } => Tier::Disk,
+            Location::Remote => Tier::Remote,
         }
     }
 }
@@ -177,7 +177,7 @@ impl Place {
 #[inline]
 pub fn bit_of(tier: Tier) -> Result<usize> {
     let at = tier as usize;
-    if at >= PLACES {
+    if at >= TIERS {
         fail!(Invalid, "a cell cannot be in the tier {}", tier.name());
     }
     Ok(at)
@@ -186,7 +186,7 @@ pub fn bit_of(tier: Tier) -> Result<usize> {
 /// The columns. Cells have numbers here; which chunk they are of is the table's
 /// matter, and so is whether a change is allowed: these only assert.
 pub(super) struct Cells {
-    marks: Zeroed<Marks>,
+    marks: Zeroed<Residency>,
     /// Two bits for each tier that it is copied to: from which.
     sources: Zeroed<u8>,
     readers: Zeroed<Readers>,
@@ -194,7 +194,7 @@ pub(super) struct Cells {
     spots: Zeroed<u64>,
     seals: Zeroed<u64>,
     /// Costs nothing until a cell is coded.
-    codeds: Zeroed<Coded>,
+    codeds: Zeroed<StoredForm>,
 }
 
 impl Cells {
@@ -219,7 +219,7 @@ impl Cells {
     }
 
     #[inline]
-    pub(super) fn marks(&self) -> &[Marks] {
+    pub(super) fn marks(&self) -> &[Residency] {
         &self.marks
     }
 
@@ -232,7 +232,7 @@ impl Cells {
     /// Marks a cell as on its way into a tier, from another or from outside.
     #[inline]
     pub(super) fn expect(&mut self, at: usize, tier: usize, source: Option<usize>) {
-        let Marks(bits) = &mut self.marks[at];
+        let Residency(bits) = &mut self.marks[at];
         let taken = |from: u32| *bits & 1 << (from + tier as u32) != 0;
         let free = ![0, LOADING, STORING, LEAVING].into_iter().any(taken);
         assert!(free && source != Some(tier), "its place is taken");
@@ -252,30 +252,30 @@ impl Cells {
     /// How many read a cell in a tier beside those who copy it to another.
     #[inline]
     pub(super) fn plain_readers(&self, at: usize, tier: usize) -> usize {
-        let copies = (0..PLACES).filter(|&to| self.source(at, to) == Some(tier)).count();
+        let copies = (0..TIERS).filter(|&to| self.source(at, to) == Some(tier)).count();
         usize::from(self.readers(at, tier)) - copies
     }
 
     /// It is no longer on its way.
     #[inline]
     pub(super) fn end_wait(&mut self, at: usize, tier: usize) {
-        let Marks(bits) = &mut self.marks[at];
+        let Residency(bits) = &mut self.marks[at];
         *bits &= !(1 << (LOADING + tier as u32) | 1 << (STORING + tier as u32));
     }
 
     /// Puts a cell in a place. Returns whether it was nowhere before, and is in this store now.
     #[inline]
-    pub(super) fn place(&mut self, at: usize, place: Place) -> bool {
+    pub(super) fn place(&mut self, at: usize, place: Location) -> bool {
         match place {
-            Place::Host(piece) => self.pieces[at] = piece,
-            Place::Disk { spot, seal, coded } => {
+            Location::Host(piece) => self.pieces[at] = piece,
+            Location::Disk { spot, seal, coded } => {
                 (self.spots[at], self.seals[at]) = (spot, seal);
                 // Pages that hold nothing else are not touched.
                 if self.codeds[at] != coded {
                     self.codeds[at] = coded;
                 }
             }
-            Place::Device | Place::Remote => {}
+            Location::Device | Location::Remote => {}
         }
         let marks = &mut self.marks[at];
         let was = marks.there();
@@ -285,12 +285,16 @@ impl Cells {
 
     /// Where a cell is, or was until it left, in a tier.
     #[inline]
-    pub(super) fn place_in(&self, at: usize, tier: usize) -> Place {
+    pub(super) fn place_in(&self, at: usize, tier: usize) -> Location {
         match tier {
-            0 => Place::Device,
-            1 => Place::Host(self.pieces[at]),
-            2 => Place::Disk { spot: self.spots[at], seal: self.seals[at], coded: self.codeds[at] },
-            _ => Place::Remote,
+            0 => Location::Device,
+            1 => Location::Host(self.pieces[at]),
+            2 => Location::Disk {
+                spot: self.spots[at],
+                seal: self.seals[at],
+                coded: self.codeds[at],
+            },
+            _ => Location::Remote,
         }
     }
 
@@ -331,7 +335,7 @@ impl Cells {
         let readers = &mut self.readers[at].0[tier];
         assert!(*readers > 0, "nobody reads it");
         *readers -= 1;
-        let Marks(bits) = &mut self.marks[at];
+        let Residency(bits) = &mut self.marks[at];
         let leaving = 1 << (LEAVING + tier as u32);
         let freed = *readers == 0 && *bits & leaving != 0;
         if freed {
@@ -344,7 +348,7 @@ impl Cells {
     pub(super) fn clear(&mut self, from: usize, count: usize) {
         for marks in &mut self.marks[from..from + count] {
             assert_eq!(marks.0 >> LOADING, 0, "somebody is at a cell");
-            *marks = Marks(0);
+            *marks = Residency(0);
         }
     }
 }
@@ -363,27 +367,27 @@ mod tests {
         let mut cells = Cells::new(1).expect("small");
         cells.expect(0, 1, None);
         cells.end_wait(0, 1);
-        assert!(cells.place(0, Place::Host(1)));
+        assert!(cells.place(0, Location::Host(1)));
         cells.expect(0, 3, Some(1));
         assert!(cells.marks()[0].is_sent() && cells.marks()[0].arriving() == 0);
         cells.end_wait(0, 3);
-        assert!(!cells.place(0, Place::Remote));
+        assert!(!cells.place(0, Location::Remote));
         assert!(cells.marks()[0].is_remote() && cells.marks()[0].there() == 2);
         assert_eq!(cells.take(0, 1), (true, true));
         assert_eq!((cells.marks()[0].there(), cells.marks()[0].nearest()), (0, None));
         assert_eq!(cells.take(0, 3), (false, true));
-        assert!(!cells.place(0, Place::Remote) && cells.place(0, Place::Host(1)));
+        assert!(!cells.place(0, Location::Remote) && cells.place(0, Location::Host(1)));
     }
 
     #[test]
     fn what_a_coded_cell_takes_fits_in_sixteen_bits() {
-        assert_eq!((Coded::PLAIN.codec(), Coded::PLAIN.blocks()), (0, None));
+        assert_eq!((StoredForm::PLAIN.codec(), StoredForm::PLAIN.blocks()), (0, None));
         for (codec, blocks) in [(1, 1), (1, 8192), (7, 1), (7, 8192), (2, 77)] {
-            let coded = Coded::new(codec, blocks).expect("it fits");
+            let coded = StoredForm::new(codec, blocks).expect("it fits");
             assert_eq!((coded.codec(), coded.blocks()), (codec, Some(blocks)));
         }
         for (codec, blocks) in [(0, 1), (8, 1), (1, 0), (1, 8193)] {
-            assert_eq!(Coded::new(codec, blocks), None);
+            assert_eq!(StoredForm::new(codec, blocks), None);
         }
     }
 
@@ -396,15 +400,15 @@ mod tests {
         let marks = cells.marks()[1];
         assert_eq!((marks.storing(), marks.loading(), marks.arriving()), (2, 1, 3));
         cells.end_wait(1, 1);
-        assert!(cells.place(1, Place::Host(7)));
-        assert!(!cells.place(1, Place::Disk { spot: 8, seal: 9, coded: Coded::PLAIN }));
+        assert!(cells.place(1, Location::Host(7)));
+        assert!(!cells.place(1, Location::Disk { spot: 8, seal: 9, coded: StoredForm::PLAIN }));
         assert_eq!((cells.marks()[1].there(), cells.marks()[1].nearest()), (6, Some(1)));
         assert!(cells.read(1, 1) && cells.read(1, 1));
         assert_eq!(cells.take(1, 1), (false, false));
         assert_eq!((cells.marks()[1].leaving(), cells.marks()[1].nearest()), (2, Some(2)));
         assert!(!cells.end_read(1, 1) && cells.end_read(1, 1));
-        assert_eq!(cells.place_in(1, 1), Place::Host(7));
+        assert_eq!(cells.place_in(1, 1), Location::Host(7));
         assert_eq!(cells.take(1, 2), (true, true));
-        assert_eq!((cells.marks()[1].nearest(), cells.marks()[0]), (None, Marks(0)));
+        assert_eq!((cells.marks()[1].nearest(), cells.marks()[0]), (None, Residency(0)));
     }
 }

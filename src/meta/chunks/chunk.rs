@@ -1,7 +1,7 @@
 //! What is known of one chunk.
 
 use crate::base::zeroed::Zeroable;
-use crate::meta::chunks::cells::PLACES;
+use crate::meta::chunks::cells::TIERS;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 
@@ -55,7 +55,7 @@ pub struct Chunk {
     /// Marks and readers of its cells that stand for something under way.
     pub(super) moving: u32,
     /// Cells in each tier, and in any.
-    pub(super) cells: [u16; PLACES],
+    pub(super) cells: [u16; TIERS],
     pub(super) cells_somewhere: u16,
     pub(super) valid_tokens: u16,
     pub(super) until_ns: u64,
@@ -81,7 +81,7 @@ impl Chunk {
             owner: new.owner,
             position: new.position,
             moving: 0,
-            cells: [0; PLACES],
+            cells: [0; TIERS],
             cells_somewhere: 0,
             valid_tokens: new.valid_tokens as u16,
             until_ns: 0,
@@ -167,7 +167,7 @@ impl Chunk {
 
     /// How many of its cells are in each tier.
     #[inline]
-    pub fn cells(&self) -> [u16; PLACES] {
+    pub fn cells(&self) -> [u16; TIERS] {
         self.cells
     }
 

@@ -7,14 +7,14 @@
 
 mod cells;
 mod chunk;
-mod find;
-mod motion;
+mod lookup;
 mod orphans;
+mod transitions;
 
-pub use cells::{CELL_BYTES, Coded, Marks, PLACES, Place, bit_of};
+pub use cells::{CELL_BYTES, Location, Residency, StoredForm, TIERS, bit_of};
 pub use chunk::{Chunk, NewChunk, Pin};
-pub use find::WHOLE;
-pub use motion::{Arrival, Begin, Gone};
+pub use lookup::WHOLE;
+pub use transitions::{Arrival, Begin, Dropped};
 
 use crate::base::budget::Tier;
 use crate::base::status::Result;
@@ -67,7 +67,7 @@ pub struct Counts {
     /// Chunks in the table.
     pub chunks: u64,
     /// Cells in each tier.
-    pub cells: [u64; PLACES],
+    pub cells: [u64; TIERS],
     /// Cells in any tier.
     pub cells_somewhere: u64,
     /// Chunks that somebody holds.
@@ -75,9 +75,9 @@ pub struct Counts {
     /// Ways and reads under way, and cells that are leaving.
     pub moving: u64,
     /// Cells that were found lost or damaged in each tier, since the start.
-    pub lost: [u64; PLACES],
+    pub lost: [u64; TIERS],
     /// Ways to each tier that failed, since the start.
-    pub failed: [u64; PLACES],
+    pub failed: [u64; TIERS],
 }
 
 /// Where a chunk is after it was added.
@@ -86,14 +86,14 @@ pub enum Added {
     /// It is new.
     New(Slot),
     /// It was there already.
-    There(Slot),
+    Existing(Slot),
 }
 
 impl Added {
     /// Its slot.
     pub fn slot(self) -> Slot {
         match self {
-            Added::New(slot) | Added::There(slot) => slot,
+            Added::New(slot) | Added::Existing(slot) => slot,
         }
     }
 }
@@ -215,21 +215,21 @@ impl Chunks {
 
     /// The marks of a chunk's cells, by layer.
     #[inline]
-    pub fn marks(&self, slot: Slot) -> Option<&[Marks]> {
+    pub fn marks(&self, slot: Slot) -> Option<&[Residency]> {
         self.chunk(slot)?;
         let from = slot as usize * self.shape.layers;
         self.cells.marks().get(from..from + self.shape.layers)
     }
 
     /// Where a cell can be read in a tier.
-    pub fn place(&self, cell: Cell, tier: Tier) -> Result<Option<Place>> {
+    pub fn place(&self, cell: Cell, tier: Tier) -> Result<Option<Location>> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let there = self.cells.marks()[at].has(bit);
         Ok(there.then(|| self.cells.place_in(at, bit)))
     }
 
     /// Where a cell is that is being read in a tier, also where it has left that since.
-    pub fn place_read(&self, cell: Cell, tier: Tier) -> Result<Place> {
+    pub fn place_read(&self, cell: Cell, tier: Tier) -> Result<Location> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if self.cells.readers(at, bit) == 0 {
             fail!(State, "nobody reads layer {} of chunk {}", cell.layer, cell.chunk);
@@ -264,7 +264,7 @@ impl Chunks {
     pub fn add(&mut self, new: &NewChunk) -> Result<Added> {
         if let Some(slot) = self.known(new)? {
             self.join(slot, new.parent);
-            return Ok(Added::There(slot));
+            return Ok(Added::Existing(slot));
         }
         self.check_new(new)?;
         self.insert(new).map(Added::New)
@@ -346,7 +346,7 @@ impl Chunks {
     pub fn remove(
         &mut self,
         slot: Slot,
-        mut free: impl FnMut(Cell, Place),
+        mut free: impl FnMut(Cell, Location),
     ) -> Result<Option<Slot>> {
         let row = *self.row_mut(slot)?;
         if row.is_blocked() || row.is_moving() {
@@ -356,7 +356,7 @@ impl Chunks {
         if row.cells.iter().any(|&cells| cells > 0) {
             for layer in 0..self.shape.layers {
                 let marks = self.cells.marks()[from + layer];
-                for tier in (0..PLACES).filter(|&tier| marks.has(tier)) {
+                for tier in (0..TIERS).filter(|&tier| marks.has(tier)) {
                     free(Cell { chunk: slot, layer }, self.cells.place_in(from + layer, tier));
                 }
             }
@@ -423,7 +423,7 @@ impl Chunks {
 
     /// These chunks and all that continue them, at once or over others, from the ends on. The whole
     /// table is looked through.
-    pub fn with_behind(&self, first: &[Slot]) -> Vec<Slot> {
+    pub fn with_descendants(&self, first: &[Slot]) -> Vec<Slot> {
         const KNOWN: u8 = 1;
         const BEHIND: u8 = 2;
         let mut notes = vec![0u8; self.most()];

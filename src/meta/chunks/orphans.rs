@@ -10,14 +10,14 @@ impl Chunks {
     /// Adds a chunk that continues the one with a key, or finds it, as [`Chunks::add`]. That
     /// one need not be in the table: whenever it is added this one continues it. `new` need
     /// not say which it is.
-    pub fn add_behind(&mut self, new: &NewChunk, above: &Key) -> Result<Added> {
+    pub fn add_with_parent_key(&mut self, new: &NewChunk, above: &Key) -> Result<Added> {
         let parent = if new.position == 0 { NONE } else { self.find(above).unwrap_or(NONE) };
         let new = NewChunk { parent, ..*new };
         if parent != NONE || new.position == 0 {
             return self.add(&new);
         }
         if let Some(there) = self.known(&new)? {
-            return Ok(Added::There(there));
+            return Ok(Added::Existing(there));
         }
         self.check_tokens(&new)?;
         let slot = self.insert(&new)?;

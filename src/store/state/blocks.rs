@@ -243,7 +243,7 @@ impl StoreState {
         let (table, mut slots) = self.named(at, keys)?;
         let chunks = &mut self.tables[table as usize].chunks;
         for (slot, found) in slots.iter_mut().zip(found) {
-            *found = chunks.tiers_believed(*slot);
+            *found = chunks.trusted_tiers(*slot);
             if *found & WHOLE == 0 {
                 (*slot, *found) = (NONE, 0);
             }

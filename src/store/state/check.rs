@@ -6,7 +6,7 @@ use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
-use crate::meta::chunks::{Cell, Place};
+use crate::meta::chunks::{Cell, Location};
 use crate::store::state::eviction::flag_of;
 use crate::store::state::eviction::{Granularity, cell_id};
 use crate::store::state::{At, StoreState};
@@ -106,7 +106,7 @@ impl StoreState {
             for layer in 0..table.layout.layers() {
                 let cell = Cell { chunk: slot, layer };
                 pieces += u64::from(table.chunks.place(cell, Tier::Host)?.is_some());
-                if let Some(Place::Disk { coded, .. }) = table.chunks.place(cell, Tier::Disk)? {
+                if let Some(Location::Disk { coded, .. }) = table.chunks.place(cell, Tier::Disk)? {
                     blocks += table.disk_bytes(cell, coded).div_ceil(BLOCK_BYTES as u64);
                 }
             }

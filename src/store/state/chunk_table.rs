@@ -9,7 +9,7 @@ use crate::format::keys::{Fingerprint, Key};
 use crate::format::record;
 use crate::format::seal::{Identity, PLANE_K, PLANE_STATE, PLANE_V};
 use crate::format::segment::BLOCK_BYTES;
-use crate::meta::chunks::{Cell, Chunks, Coded, Shape};
+use crate::meta::chunks::{Cell, Chunks, Shape, StoredForm};
 use crate::meta::dtype::Dtype;
 use crate::meta::index::Slot;
 use crate::meta::layout::{Layout, Planes, Rule};
@@ -173,7 +173,7 @@ impl ChunkTable {
     }
 
     /// Bytes of a cell on disk; for a coded cell, those of its blocks.
-    pub fn disk_bytes(&self, cell: Cell, coded: Coded) -> u64 {
+    pub fn disk_bytes(&self, cell: Cell, coded: StoredForm) -> u64 {
         match coded.blocks() {
             Some(blocks) => blocks * BLOCK_BYTES as u64,
             None => self.planes(cell).bytes(),
@@ -218,7 +218,7 @@ impl ChunkTable {
     }
 
     /// Identity that a cell with this coding must have when it is read.
-    pub fn identity_of(&self, cell: Cell, coded: Coded) -> Identity {
+    pub fn identity_of(&self, cell: Cell, coded: StoredForm) -> Identity {
         Identity {
             key: self.chunks.key(cell.chunk).copied().unwrap_or_default(),
             fingerprint: self.fingerprint,

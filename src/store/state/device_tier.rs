@@ -13,7 +13,7 @@ use crate::base::sync::Arc;
 use crate::device::{Device, Memory};
 use crate::fail;
 use crate::format::seal::{Identity, Plane, seal};
-use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Gone, Place};
+use crate::meta::chunks::{Arrival, Begin, Cell, Dropped, Location, StoredForm};
 use crate::store::admission::{Admission, Candidate};
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::{Granularity, TierCache, cell_of_owner, owner_of};
@@ -125,9 +125,9 @@ impl StoreState {
     /// Forgets the replica of a cell; the cell is resident elsewhere. Returns whether it had one.
     pub(super) fn forget_replica(&mut self, table: u32, cell: Cell) -> bool {
         match self.tables[table as usize].chunks.begin_drop(cell, Tier::Device) {
-            Ok(Gone::Now(place)) => self.free_place(table, cell, place),
-            Ok(Gone::Later) => {}
-            Ok(Gone::Not) | Err(_) => return false,
+            Ok(Dropped::Freed(place)) => self.free_place(table, cell, place),
+            Ok(Dropped::Deferred) => {}
+            Ok(Dropped::Absent) | Err(_) => return false,
         }
         self.departed(table, cell, Tier::Device);
         true
@@ -140,7 +140,9 @@ impl StoreState {
         if there != DEVICE_MASK {
             return;
         }
-        if let Ok(Gone::Now(place)) = self.tables[table as usize].chunks.lose(cell, Tier::Device) {
+        if let Ok(Dropped::Freed(place)) =
+            self.tables[table as usize].chunks.lose(cell, Tier::Device)
+        {
             self.free_place(table, cell, place);
         }
         self.departed(table, cell, Tier::Device);
@@ -238,7 +240,8 @@ impl StoreState {
         }
         let piece = self.find_replica_piece(table, cell)?;
         let chunks = &mut self.tables[table as usize].chunks;
-        if !is_put && !matches!(chunks.begin_copy(cell, Tier::Host, Tier::Device), Ok(Begin::Begun))
+        if !is_put
+            && !matches!(chunks.begin_copy(cell, Tier::Host, Tier::Device), Ok(Begin::Started))
         {
             self.free_replica(piece);
             return None;
@@ -335,7 +338,7 @@ impl StoreState {
         let chunks = &mut self.tables[table as usize].chunks;
         if kind == TransferKind::Put {
             let begun = chunks.begin_copy(cell, Tier::Host, Tier::Device);
-            if !came || !matches!(begun, Ok(Begin::Begun)) {
+            if !came || !matches!(begun, Ok(Begin::Started)) {
                 return self.free_replica(piece);
             }
         }
@@ -343,7 +346,7 @@ impl StoreState {
         let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
         let is_elsewhere = marks.is_some_and(|marks| marks.there() & !DEVICE_MASK != 0);
         came &= is_elsewhere && stays;
-        let arrival = if came { Arrival::Here(Place::Device) } else { Arrival::Failed };
+        let arrival = if came { Arrival::Arrived(Location::Device) } else { Arrival::Failed };
         match chunks.end_copy(cell, Tier::Device, arrival) {
             Ok(Some(place)) => self.free_place(table, cell, place),
             Ok(None) => {}
@@ -645,14 +648,14 @@ impl StoreState {
         let bytes = rows.planes(cell).bytes();
         let place = rows.chunks.begin_read(cell, Tier::Host);
         let in_host = match place {
-            Ok(Place::Host(piece)) => self.host.address(HostPiece(piece)).ok(),
+            Ok(Location::Host(piece)) => self.host.address(HostPiece(piece)).ok(),
             _ => None,
         };
         let right = match (in_host, rows.chunks.place(cell, Tier::Disk)) {
             _ if is_lossy => Right::Unknown,
             (Some(address), _) => Right::Bytes(address as usize),
-            (_, Ok(Some(Place::Disk { seal, coded: Coded::PLAIN, .. }))) => {
-                let who = rows.identity_of(cell, Coded::PLAIN);
+            (_, Ok(Some(Location::Disk { seal, coded: StoredForm::PLAIN, .. }))) => {
+                let who = rows.identity_of(cell, StoredForm::PLAIN);
                 Right::Sealed(who, seal, rows.stored_planes(cell).collect())
             }
             _ => Right::Unknown,

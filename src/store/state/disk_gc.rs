@@ -8,11 +8,11 @@ use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
-use crate::format::checkpoint::Place;
+use crate::format::checkpoint::CellEntry;
 use crate::format::codec::Codec;
 use crate::format::record::{self, Chunk, blocks_of};
 use crate::format::segment::BLOCK_BYTES;
-use crate::meta::chunks::{Begin, Cell, Coded, Gone, NewChunk, Place as Where};
+use crate::meta::chunks::{Begin, Cell, Dropped, Location, NewChunk, StoredForm};
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::Layout;
@@ -457,7 +457,7 @@ impl StoreState {
     pub fn wants(&self, cell: &CellAt) -> bool {
         self.find_cell(cell).is_some_and(|(table, which)| {
             let place = self.tables[table as usize].chunks.place(which, Tier::Disk);
-            matches!(place, Ok(Some(crate::meta::chunks::Place::Disk { spot, .. })) if spot == cell.spot.0)
+            matches!(place, Ok(Some(Location::Disk { spot, .. })) if spot == cell.spot.0)
         })
     }
 
@@ -481,7 +481,7 @@ impl StoreState {
         self.wake(table, which);
         self.tidy(table, which.chunk);
         // A cell that is being read is dropped when the read ends.
-        matches!(gone, Ok(Gone::Now(_)))
+        matches!(gone, Ok(Dropped::Freed(_)))
     }
 
     fn find_cell(&self, cell: &CellAt) -> Option<(u32, Cell)> {
@@ -543,7 +543,7 @@ impl Clearing {
 enum Fate {
     /// It was in no tier.
     Nothing,
-    Gone,
+    Dropped,
     Held,
     Moving,
 }
@@ -646,7 +646,7 @@ impl StoreState {
         for &slot in slots {
             match self.drop_one_chunk(At { table, slot }, remote) {
                 Fate::Nothing => {}
-                Fate::Gone => cleared.gone += 1,
+                Fate::Dropped => cleared.gone += 1,
                 Fate::Held => cleared.held += 1,
                 Fate::Moving => cleared.moving += 1,
             }
@@ -712,7 +712,7 @@ impl StoreState {
         if row.is_blocked() {
             return Fate::Held;
         }
-        let fate = if row.cells_somewhere() == 0 { Fate::Nothing } else { Fate::Gone };
+        let fate = if row.cells_somewhere() == 0 { Fate::Nothing } else { Fate::Dropped };
         remote(self, at);
         self.drop_where(at, Tier::Host as usize, |_, _| true);
         self.drop_where(at, Tier::Disk as usize, |_, _| true);
@@ -807,7 +807,7 @@ pub trait CheckpointWriter: Keeper {
 #[derive(Default)]
 pub struct Page {
     chunks: Vec<(Chunk, usize)>,
-    cells: Vec<Place>,
+    cells: Vec<CellEntry>,
 }
 
 /// A checkpoint to be written.
@@ -877,11 +877,11 @@ impl StoreState {
             for layer in 0..table.layout.layers() {
                 let cell = Cell { chunk: slot, layer };
                 let place = table.chunks.place(cell, Tier::Disk);
-                let Ok(Some(Where::Disk { spot, seal, coded })) = place else { continue };
+                let Ok(Some(Location::Disk { spot, seal, coded })) = place else { continue };
                 let planes = table.stored_planes(cell).count() as u16;
                 let stored_bytes = table.disk_bytes(cell, coded) as u32;
                 let (layer, codec) = (layer as u32, coded.codec());
-                page.cells.push(Place { spot, seal, stored_bytes, layer, codec, planes });
+                page.cells.push(CellEntry { spot, seal, stored_bytes, layer, codec, planes });
             }
             let cells = page.cells.len() - before;
             if cells > 0 {
@@ -929,7 +929,7 @@ impl StoreState {
                     let bytes = self.tables[table as usize].planes(cell).bytes();
                     let (spot, seal) = (place.spot, place.seal);
                     form_of(place, bytes).is_some_and(|coded| {
-                        self.adopt_cell(table, cell, Where::Disk { spot, seal, coded })
+                        self.adopt_cell(table, cell, Location::Disk { spot, seal, coded })
                     })
                 });
                 match came {
@@ -1035,14 +1035,14 @@ impl StoreState {
             holes: space.holes,
         };
         // Its parent may have been in memory only, and may be stored again.
-        let added = rows.chunks.add_behind(&new, &chunk.parent).ok()?;
+        let added = rows.chunks.add_with_parent_key(&new, &chunk.parent).ok()?;
         self.namespaces.row_added(number, added);
         Some((space.table, added.slot()))
     }
 
-    fn adopt_cell(&mut self, table: u32, cell: Cell, place: Where) -> bool {
+    fn adopt_cell(&mut self, table: u32, cell: Cell, place: Location) -> bool {
         let chunks = &mut self.tables[table as usize].chunks;
-        if !matches!(chunks.begin_store(cell, Tier::Disk), Ok(Begin::Begun)) {
+        if !matches!(chunks.begin_store(cell, Tier::Disk), Ok(Begin::Started)) {
             return false;
         }
         let came = chunks.end_store(cell, Tier::Disk, Some(place)).is_ok();
@@ -1084,8 +1084,8 @@ fn newest_first(recovered: &Recovered) -> Vec<(u64, usize, &[u8])> {
 
 /// Recovered chunks, each after its ancestors and in the order in which they were written, so that
 /// policies see the latest last. If there are too many, the newest are kept.
-fn oldest_first(recovered: &Recovered, rows: usize) -> Vec<(&record::Chunk, &[Place])> {
-    let mut all: Vec<(&record::Chunk, &[Place])> = recovered.chunks().collect();
+fn oldest_first(recovered: &Recovered, rows: usize) -> Vec<(&record::Chunk, &[CellEntry])> {
+    let mut all: Vec<(&record::Chunk, &[CellEntry])> = recovered.chunks().collect();
     // They are sorted by position; of equal positions the newest comes first.
     let fit = all.len().min(rows);
     all[..fit].chunk_by_mut(|a, b| a.0.position == b.0.position).for_each(<[_]>::reverse);
@@ -1093,14 +1093,14 @@ fn oldest_first(recovered: &Recovered, rows: usize) -> Vec<(&record::Chunk, &[Pl
 }
 
 /// Coding of a cell of `raw_bytes` at a place, if it is valid.
-fn form_of(place: &Place, raw_bytes: u64) -> Option<Coded> {
+fn form_of(place: &CellEntry, raw_bytes: u64) -> Option<StoredForm> {
     let (stored, codec) = (u64::from(place.stored_bytes), place.codec);
     if codec == 0 {
-        return (stored == raw_bytes).then_some(Coded::PLAIN);
+        return (stored == raw_bytes).then_some(StoredForm::PLAIN);
     }
     let is_known = u8::try_from(codec).ok().and_then(Codec::from_code).is_some();
     let is_shorter = blocks_of(stored) < blocks_of(raw_bytes);
-    Coded::new(codec, blocks_of(stored)).filter(|_| is_known && is_shorter)
+    StoredForm::new(codec, blocks_of(stored)).filter(|_| is_known && is_shorter)
 }
 
 fn read_note(key: &[u8], content: &[u8]) -> Result<SpaceOpts> {

@@ -8,7 +8,7 @@ use crate::base::budget::{ALL_TIERS, Tier};
 use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
 use crate::fail;
-use crate::meta::chunks::{Cell, Chunk, Chunks, Gone, Pin};
+use crate::meta::chunks::{Cell, Chunk, Chunks, Dropped, Pin};
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::{Facts, MAX_UNITS};
 use crate::policy::Hint;
@@ -1301,7 +1301,7 @@ impl StoreState {
     pub(super) fn only_in_host(&self, at: At, part: Part) -> u64 {
         let rows = &self.tables[at.table as usize];
         let Some(marks) = rows.chunks.marks(at.slot) else { return 0 };
-        let only = |(layer, marks): (usize, &crate::meta::chunks::Marks)| match marks.there()
+        let only = |(layer, marks): (usize, &crate::meta::chunks::Residency)| match marks.there()
             & !DEVICE_MASK
         {
             there if there == 1 << HOST && part.has(layer) => {
@@ -1368,12 +1368,12 @@ impl StoreState {
             let rows = &mut self.tables[at.table as usize];
             let bytes = rows.planes(cell).bytes();
             match rows.chunks.begin_drop(cell, kind) {
-                Ok(Gone::Now(place)) => {
+                Ok(Dropped::Freed(place)) => {
                     self.free_place(at.table, cell, place);
                     freed += bytes;
                 }
-                Ok(Gone::Later) => freed += bytes,
-                Ok(Gone::Not) | Err(_) => continue,
+                Ok(Dropped::Deferred) => freed += bytes,
+                Ok(Dropped::Absent) | Err(_) => continue,
             }
             self.departed(at.table, cell, kind);
         }
@@ -1595,7 +1595,7 @@ impl StoreState {
             first.entry(table).or_default().push(cell.chunk);
         }
         for (table, slots) in first {
-            let behind = self.tables[table as usize].chunks.with_behind(&slots);
+            let behind = self.tables[table as usize].chunks.with_descendants(&slots);
             let rows = &self.tables[table as usize].chunks;
             let is_free = |slot: &Slot| rows.chunk(*slot).is_some_and(|row| row.is_free());
             if !behind.iter().all(is_free) {

@@ -49,7 +49,7 @@ use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::format::keys::Key;
 use crate::format::record;
-use crate::meta::chunks::{Cell, Place};
+use crate::meta::chunks::{Cell, Location};
 use crate::meta::index::Slot;
 use crate::store::events::{Event, Events, Kind};
 use crate::store::state::eviction::Eviction;
@@ -192,25 +192,25 @@ impl StoreState {
     }
 
     /// Frees a place that a cell has left.
-    pub(super) fn free_place(&mut self, table: u32, cell: Cell, place: Place) {
+    pub(super) fn free_place(&mut self, table: u32, cell: Cell, place: Location) {
         match place {
-            Place::Host(piece) => {
+            Location::Host(piece) => {
                 if let Err(error) = self.host.free(Piece(piece)) {
                     log::error!("internal: a piece of host memory was freed twice: {error}");
                 }
             }
-            Place::Disk { spot, coded, .. } => {
+            Location::Disk { spot, coded, .. } => {
                 let bytes = self.tables[table as usize].disk_bytes(cell, coded);
                 if let Some(disk) = &self.disk {
                     disk.drop_cells([(Spot(spot), bytes)]);
                     self.disk_gc.dropped(Spot(spot), bytes);
                 }
             }
-            Place::Device => {
+            Location::Device => {
                 let piece = self.tables[table as usize].piece(cell);
                 self.free_replica(piece);
             }
-            Place::Remote => {}
+            Location::Remote => {}
         }
     }
 

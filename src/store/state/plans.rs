@@ -6,12 +6,12 @@ use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::keys::chain::Chain;
-use crate::meta::chunks::{Chunks, PLACES};
+use crate::meta::chunks::{Chunks, TIERS};
 use crate::meta::cost::Cost;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::{Layout, Rule};
-use crate::meta::reuse::{self, Found, Reach, State};
+use crate::meta::reuse::{self, ChunkReuse, ReusablePrefix, State};
 use crate::store::job_queues::LANES;
 use crate::store::plan::{Need, Part, Plan, Prefill, Route, SOURCES, Speed, StepKind, Terms};
 use crate::store::state::stage::Stage;
@@ -39,7 +39,7 @@ pub struct Stretch {
     /// Slowest tier that a cell of them must be loaded from.
     pub farthest: Option<usize>,
     /// Bytes to load from each tier.
-    pub bytes: [u64; PLACES],
+    pub bytes: [u64; TIERS],
     /// Bytes on their way into the store, in no tier yet.
     pub pending_bytes: u64,
     /// Time to load them alone.
@@ -60,7 +60,7 @@ pub struct Look {
     /// own.
     pub ranges: Vec<Stretch>,
     /// Bytes to load from each tier.
-    pub bytes: [u64; PLACES],
+    pub bytes: [u64; TIERS],
     /// Bytes on their way into the store.
     pub pending_bytes: u64,
     /// Time to load all of it, including the queues.
@@ -72,7 +72,7 @@ pub struct Look {
 pub(super) struct Scratch {
     keys: Vec<Key>,
     pub(super) slots: Vec<Slot>,
-    pub(super) found: Vec<Found>,
+    pub(super) found: Vec<ChunkReuse>,
     look: Look,
 }
 
@@ -123,7 +123,7 @@ impl StoreState {
                 let is_it = chunks
                     .chunk(slot)
                     .is_some_and(|row| row.namespace() == space && row.owner().is_none());
-                *found = if is_it { chunks.tiers_believed(slot) } else { 0 };
+                *found = if is_it { chunks.trusted_tiers(slot) } else { 0 };
             }
         }
         Ok(())
@@ -164,7 +164,7 @@ impl StoreState {
     }
 
     /// Finds the chunks of a session. Returns its namespace, its tokens, and how far they reach.
-    pub(super) fn find_path(&mut self, session: u32) -> Result<(u32, u64, Reach)> {
+    pub(super) fn find_path(&mut self, session: u32) -> Result<(u32, u64, ReusablePrefix)> {
         let space = self.session(session)?.space;
         let rows = &self.tables[self.home_of(space)?.0.table as usize];
         let (path, scratch) = (&self.sessions[session].path, &mut self.plans.scratch);
@@ -180,14 +180,14 @@ impl StoreState {
     }
 
     /// Fills in the result.
-    fn describe(&mut self, space: u32, tokens: u64, reach: Reach) -> Result<()> {
+    fn describe(&mut self, space: u32, tokens: u64, reach: ReusablePrefix) -> Result<()> {
         let home = self.home_of(space)?.0;
         let rows = &self.tables[home.table as usize];
         let routes = self.routes(space, 0)?;
         let scratch = &mut self.plans.scratch;
         let (slots, found) = (&scratch.slots, &mut scratch.found);
         let until = if home.holes { slots.len() } else { reach.soon_chunks };
-        let moves = reuse::choose(&rows.chunks, &rows.layout, slots, until, true, found)?;
+        let moves = reuse::plan_reuse(&rows.chunks, &rows.layout, slots, until, true, found)?;
         let look = &mut scratch.look;
         (look.tokens, look.bytes, look.pending_bytes) = (tokens, moves.bytes, 0);
         (look.now_tokens, look.soon_tokens) = (reach.tokens, reach.soon_tokens);
@@ -228,16 +228,16 @@ const MISS: Stretch = Stretch {
     tokens: 0,
     state: State::Miss,
     farthest: None,
-    bytes: [0; PLACES],
+    bytes: [0; TIERS],
     pending_bytes: 0,
     load_ns: 0,
 };
 
 impl Scratch {
-    fn look(&mut self, chunks: &Chunks, layout: &Layout) -> Result<Reach> {
+    fn look(&mut self, chunks: &Chunks, layout: &Layout) -> Result<ReusablePrefix> {
         room(&mut self.found, self.slots.len())?;
-        self.found.resize(self.slots.len(), Found::default());
-        reuse::look(chunks, layout, &self.slots, &mut self.found)
+        self.found.resize(self.slots.len(), ChunkReuse::default());
+        reuse::find_reusable(chunks, layout, &self.slots, &mut self.found)
     }
 }
 
@@ -270,14 +270,14 @@ fn add(ranges: &mut Vec<Stretch>, next: Stretch) -> Result<()> {
 }
 
 /// Whether a cell of a chunk must be copied that is not in device memory.
-fn loads(one: &Found) -> bool {
+fn loads(one: &ChunkReuse) -> bool {
     let uses_device =
         one.bytes[DEVICE] > 0 && one.bytes[HOST] + one.bytes[DISK] + one.bytes[REMOTE] == 0;
     matches!(one.state, State::Hit | State::Pending) && !uses_device
 }
 
 /// Bytes that are needed of a chunk and are in no tier yet.
-pub(super) fn pending_bytes(layout: &Layout, one: &Found) -> u64 {
+pub(super) fn pending_bytes(layout: &Layout, one: &ChunkReuse) -> u64 {
     if one.state != State::Pending {
         return 0;
     }
@@ -291,7 +291,7 @@ pub(super) fn pending_bytes(layout: &Layout, one: &Found) -> u64 {
 /// those in device memory are copied there.
 fn time(
     routes: &[Route; SOURCES],
-    bytes: &[u64; PLACES],
+    bytes: &[u64; TIERS],
     pending_bytes: u64,
     counts: [usize; SOURCES],
     queued: bool,
@@ -421,18 +421,18 @@ impl StoreState {
 }
 
 impl Ground<'_> {
-    fn reached(&self, reach: &Reach) -> usize {
+    fn reached(&self, reach: &ReusablePrefix) -> usize {
         if self.wait { reach.soon_chunks } else { reach.chunks }
     }
 
-    fn choose(&self, until: usize, found: &mut [Found]) -> Result<()> {
+    fn choose(&self, until: usize, found: &mut [ChunkReuse]) -> Result<()> {
         let Ground { chunks, layout, slots, wait, .. } = *self;
-        reuse::choose(chunks, layout, slots, until, wait, found).map(|_| ())
+        reuse::plan_reuse(chunks, layout, slots, until, wait, found).map(|_| ())
     }
 }
 
 impl Drafts {
-    fn make(&mut self, ground: &Ground, found: &mut [Found], reached: usize) -> Result<()> {
+    fn make(&mut self, ground: &Ground, found: &mut [ChunkReuse], reached: usize) -> Result<()> {
         if self.parts.capacity() > found.len().max(MOST_KEPT) + 1 {
             *self = Drafts::default();
         }
@@ -453,7 +453,7 @@ impl Drafts {
     }
 
     /// Loads less, step by step. After each step, what is needed must be determined again.
-    fn give_up_more(&mut self, ground: &Ground, found: &mut [Found]) -> Result<()> {
+    fn give_up_more(&mut self, ground: &Ground, found: &mut [ChunkReuse]) -> Result<()> {
         for _ in 0..TURNS {
             self.plan.make(&self.parts, &ground.terms)?;
             if !self.give_up(found) {
@@ -471,12 +471,17 @@ impl Drafts {
     }
 
     /// Tries to load up to points that are spaced evenly before the farthest one.
-    fn try_points(&mut self, ground: &Ground, found: &mut [Found], reached: usize) -> Result<()> {
+    fn try_points(
+        &mut self,
+        ground: &Ground,
+        found: &mut [ChunkReuse],
+        reached: usize,
+    ) -> Result<()> {
         let mut last = reached;
         for turn in (0..TURNS).rev() {
             let end = reached * turn / TURNS;
             let (slots, before) = (&ground.slots[..end], &mut found[..end]);
-            let reach = reuse::look(ground.chunks, ground.layout, slots, before)?;
+            let reach = reuse::find_reusable(ground.chunks, ground.layout, slots, before)?;
             let until = ground.reached(&reach);
             if until < last {
                 ground.choose(until, found)?;
@@ -489,7 +494,7 @@ impl Drafts {
     }
 
     /// Determines what each chunk needs, and the rest behind the last chunk.
-    fn fill(&mut self, ground: &Ground, found: &[Found]) -> Result<()> {
+    fn fill(&mut self, ground: &Ground, found: &[ChunkReuse]) -> Result<()> {
         self.parts.clear();
         if self.parts.try_reserve(found.len() + 1).is_err() {
             fail!(NoMem, "no memory for a plan of {} chunks", found.len());
@@ -525,7 +530,7 @@ impl Drafts {
 
     /// Marks chunks that the plan computes although they could be loaded. Returns false if all were
     /// marked before.
-    fn give_up(&self, found: &mut [Found]) -> bool {
+    fn give_up(&self, found: &mut [ChunkReuse]) -> bool {
         let mut news = false;
         for one in self.plan.segments.iter().filter(|one| one.kind == StepKind::Recompute) {
             for found in found.iter_mut().skip(one.first).take(one.chunks) {
@@ -561,7 +566,7 @@ impl Drafts {
 }
 
 /// What a chunk needs: all of it is copied, after cells in slower tiers are read.
-fn part(layout: &Layout, one: &Found) -> Part {
+fn part(layout: &Layout, one: &ChunkReuse) -> Part {
     let bytes = |tier: Tier| one.bytes[tier as usize];
     let (disk, remote, device) = (bytes(Tier::Disk), bytes(Tier::Remote), bytes(Tier::Device));
     let copied = bytes(Tier::Host) + disk + remote + pending_bytes(layout, one);

@@ -7,7 +7,7 @@ use crate::base::budget::Tier;
 use crate::base::status::Status;
 use crate::base::sync::Arc;
 use crate::format::record;
-use crate::meta::chunks::{Arrival, Begin, Cell, Place};
+use crate::meta::chunks::{Arrival, Begin, Cell, Location};
 use crate::store::plan;
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::owner_of;
@@ -121,7 +121,7 @@ impl StoreState {
         let Some(object) = shape.object_of(cell.layer as u32) else { return };
         let Some(piece) = self.get_memory(id, table, cell) else { return };
         let begun = self.tables[table as usize].chunks.begin_copy(cell, Tier::Remote, Tier::Host);
-        if !matches!(begun, Ok(Begin::Begun)) {
+        if !matches!(begun, Ok(Begin::Started)) {
             self.give_back(piece);
             return self.end_job(id, 0, Some(Status::NotFound.into()));
         }
@@ -303,7 +303,7 @@ impl StoreState {
         }
         let piece = self.host.alloc_for(bytes, owner_of(at.table, cell)).ok()?;
         match self.tables[at.table as usize].chunks.begin_copy(cell, Tier::Remote, Tier::Host) {
-            Ok(Begin::Begun) => Some(piece),
+            Ok(Begin::Started) => Some(piece),
             _ => {
                 self.give_back(piece);
                 None
@@ -335,7 +335,7 @@ impl StoreState {
         for comer in &fetch.comers {
             let verdict = fetch.verdicts.get((comer.layer - layers.start) as usize);
             let arrival = match (&fetch.result, verdict) {
-                (Ok(()), Some(Verdict::Sound)) => Arrival::Here(Place::Host(comer.piece.0)),
+                (Ok(()), Some(Verdict::Sound)) => Arrival::Arrived(Location::Host(comer.piece.0)),
                 (Ok(()), _) => Arrival::BadSource,
                 (Err(_), _) if is_gone => Arrival::BadSource,
                 (Err(_), _) => Arrival::Failed,
@@ -401,7 +401,7 @@ impl StoreState {
         if let Err(error) = rows.chunks.end_copy(cell, Tier::Host, arrival) {
             log::error!("internal: the fetch of a cell could not be ended: {error}");
         }
-        let came = matches!(arrival, Arrival::Here(_));
+        let came = matches!(arrival, Arrival::Arrived(_));
         match came {
             true => self.arrived(at.table, cell, Tier::Host),
             false => self.give_back(comer.piece),

@@ -6,7 +6,7 @@ use crate::base::status::{Error, Status};
 use crate::base::sync::Arc;
 use crate::format::codec::Codec;
 use crate::format::record;
-use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
+use crate::meta::chunks::{Arrival, Begin, Cell, Location, Residency};
 use crate::meta::index::NONE;
 use crate::store::admission::Candidate;
 use crate::store::state::chunk_table::note;
@@ -157,7 +157,7 @@ impl StoreState {
         let rows = &self.tables[at.table as usize];
         let marks = rows.chunks.marks(at.slot).unwrap_or_default();
         let host = 1 << Tier::Host as u8;
-        let comes = |marks: &Marks| marks.there() == 0 || marks.arriving() & host != 0;
+        let comes = |marks: &Residency| marks.there() == 0 || marks.arriving() & host != 0;
         self.transfers.table[number].spec.layers < rows.layout.layers() && marks.iter().any(comes)
     }
 
@@ -226,7 +226,7 @@ impl StoreState {
             let chunks = &mut self.tables[at.table as usize].chunks;
             let begins = |layer: u32| {
                 let cell = Cell { chunk: at.slot, layer: layer as usize };
-                matches!(chunks.begin_copy(cell, Tier::Host, Tier::Remote), Ok(Begin::Begun))
+                matches!(chunks.begin_copy(cell, Tier::Host, Tier::Remote), Ok(Begin::Started))
             };
             let begun = of.clone().map(begins).take_while(|&begun| begun).count() as u32;
             if begun < of.len() as u32 {
@@ -316,7 +316,7 @@ impl StoreState {
         for layer in shape.layers(object as usize) {
             let cell = Cell { chunk: at.slot, layer: layer as usize };
             // The cell may have left the table. It is read until the upload ends.
-            let Place::Host(piece) = rows.chunks.place_read(cell, Tier::Host).ok()? else {
+            let Location::Host(piece) = rows.chunks.place_read(cell, Tier::Host).ok()? else {
                 return None;
             };
             let address = self.host.address(Piece(piece)).ok()?;
@@ -376,7 +376,7 @@ impl StoreState {
         }
         let before = self.remote_cells(at);
         let arrival = match send.result {
-            Ok(_) => Arrival::Here(Place::Remote),
+            Ok(_) => Arrival::Arrived(Location::Remote),
             Err(_) => Arrival::Failed,
         };
         self.end_cells(at, send.shape.layers(send.object()), arrival);

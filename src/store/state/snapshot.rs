@@ -5,7 +5,7 @@ use crate::base::budget::Tier;
 use crate::base::spec::Spec;
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::meta::chunks::Marks;
+use crate::meta::chunks::Residency;
 use crate::meta::index::{NONE, Slot};
 use crate::policy::custom;
 use crate::policy::log::Entry;
@@ -309,7 +309,7 @@ fn shadow_snapshot(shadow: &Shadow, now_ns: u64) -> ShadowSnapshot {
     }
 }
 
-fn letter(marks: Option<Marks>) -> char {
+fn letter(marks: Option<Residency>) -> char {
     let Some(marks) = marks else { return '.' };
     match marks.there() {
         there if there & DEVICE_MASK != 0 => 'G',

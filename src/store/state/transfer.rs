@@ -23,7 +23,7 @@ use crate::base::sync::Arc;
 use crate::device::{Event, Memory, Way};
 use crate::fail;
 use crate::format::codec::Codec;
-use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
+use crate::meta::chunks::{Arrival, Begin, Cell, Location, Residency};
 use crate::meta::index::{NONE, Slot};
 use crate::policy::evictor::Who;
 use crate::store::job_queues::Queues;
@@ -743,7 +743,7 @@ impl StoreState {
         }
     }
 
-    fn route_put(&mut self, id: u32, table: u32, cell: Cell, marks: Marks) {
+    fn route_put(&mut self, id: u32, table: u32, cell: Cell, marks: Residency) {
         if marks.there() != 0 {
             // After a crash a record may lack its bytes. Read it before the put counts it as
             // stored.
@@ -770,7 +770,7 @@ impl StoreState {
         }
         let Some(piece) = self.get_memory(id, table, cell) else { return };
         match self.tables[table as usize].chunks.begin_store(cell, Tier::Host) {
-            Ok(Begin::Begun) => {
+            Ok(Begin::Started) => {
                 self.transfers.jobs[id].piece = Some(piece);
                 self.queue_copy(id, table, cell);
             }
@@ -781,7 +781,7 @@ impl StoreState {
         }
     }
 
-    fn route_get(&mut self, id: u32, kind: TransferKind, table: u32, cell: Cell, marks: Marks) {
+    fn route_get(&mut self, id: u32, kind: TransferKind, table: u32, cell: Cell, marks: Residency) {
         if marks.there() & DEVICE_MASK != 0 && self.route_replica(id, kind, table, cell) {
             return;
         }
@@ -794,7 +794,7 @@ impl StoreState {
                     // The cell may be evicted meanwhile. The job keeps its piece, the table drops
                     // it.
                     self.transfers.jobs[id].piece = match place {
-                        Place::Host(piece) => Some(Piece(piece)),
+                        Location::Host(piece) => Some(Piece(piece)),
                         _ => None,
                     };
                     self.queue_copy(id, table, cell);
@@ -814,7 +814,7 @@ impl StoreState {
     }
 
     /// Queues a read of a cell that is on disk only.
-    fn read_from_disk(&mut self, id: u32, table: u32, cell: Cell, marks: Marks) {
+    fn read_from_disk(&mut self, id: u32, table: u32, cell: Cell, marks: Residency) {
         let number = self.transfers.jobs[id].number;
         self.transfers.table[number].was_below |= marks.there() & DISK_MASK != 0;
         if (marks.arriving() | marks.leaving()) & HOST_MASK != 0 {
@@ -822,7 +822,7 @@ impl StoreState {
         }
         let Some(piece) = self.get_memory(id, table, cell) else { return };
         match self.tables[table as usize].chunks.begin_copy(cell, Tier::Disk, Tier::Host) {
-            Ok(Begin::Begun) => {
+            Ok(Begin::Started) => {
                 let one = &self.transfers.table[self.transfers.jobs[id].number].spec;
                 let (lane, flow) = (one.lane, one.flow);
                 let bytes = self.tables[table as usize].planes(cell).bytes();
@@ -1425,7 +1425,7 @@ impl StoreState {
             return;
         }
         if let Some(piece) = self.transfers.jobs[id].piece.take() {
-            self.end_storing(id, table, cell, came.then_some(Place::Host(piece.0)));
+            self.end_storing(id, table, cell, came.then_some(Location::Host(piece.0)));
             if !came {
                 self.give_back(piece);
             }
@@ -1437,7 +1437,7 @@ impl StoreState {
     }
 
     /// Ends the host copy of a put's cell; `place` is `None` if it failed.
-    fn end_storing(&mut self, id: u32, table: u32, cell: Cell, place: Option<Place>) {
+    fn end_storing(&mut self, id: u32, table: u32, cell: Cell, place: Option<Location>) {
         let chunks = &mut self.tables[table as usize].chunks;
         if let Err(error) = chunks.end_store(cell, Tier::Host, place) {
             log::error!("internal: the store of a cell could not be ended: {error}");
@@ -1495,7 +1495,7 @@ impl StoreState {
             let (table, cell) = self.transfers.cell_of(&job);
             let place = self.tables[table as usize].chunks.place(cell, Tier::Disk);
             let has_moved =
-                !matches!(place, Ok(Some(Place::Disk { spot, .. })) if spot == get.spot.0);
+                !matches!(place, Ok(Some(Location::Disk { spot, .. })) if spot == get.spot.0);
             let result = match &get.result {
                 // Compaction has moved the cell meanwhile.
                 Err(_) if has_moved => Err(Status::Again.into()),
@@ -1526,7 +1526,7 @@ impl StoreState {
         let Some(piece) = job.piece else { return };
         let bytes = self.tables[table as usize].planes(cell).bytes();
         let arrival = match result.map_err(|error| error.status()) {
-            Ok(()) => Arrival::Here(Place::Host(piece.0)),
+            Ok(()) => Arrival::Arrived(Location::Host(piece.0)),
             Err(Status::Corrupt | Status::NotFound) => {
                 self.counters.corrupt += 1;
                 Arrival::BadSource
@@ -1537,7 +1537,7 @@ impl StoreState {
                 Arrival::Failed
             }
         };
-        let came = matches!(arrival, Arrival::Here(_));
+        let came = matches!(arrival, Arrival::Arrived(_));
         match self.tables[table as usize].chunks.end_copy(cell, Tier::Host, arrival) {
             Ok(Some(place)) => self.free_place(table, cell, place),
             Ok(None) => {}
@@ -1559,8 +1559,14 @@ impl StoreState {
 
 /// Adds the read of a cell to a batch. A coded cell is read into the worker's buffer and decoded
 /// from there.
-fn add_read(rows: &ChunkTable, cell: Cell, place: Place, address: *mut u8, batch: &mut ReadBatch) {
-    let Place::Disk { spot, seal, coded } = place else { return };
+fn add_read(
+    rows: &ChunkTable,
+    cell: Cell,
+    place: Location,
+    address: *mut u8,
+    batch: &mut ReadBatch,
+) {
+    let Location::Disk { spot, seal, coded } = place else { return };
     let (spot, who) = (Spot(spot), rows.identity_of(cell, coded));
     let (id, version) = (0, 0);
     match coded.blocks() {

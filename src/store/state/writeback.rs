@@ -9,7 +9,7 @@ use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::codec::int8::Quality;
 use crate::format::record::blocks_of;
-use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Gone, Place};
+use crate::meta::chunks::{Arrival, Begin, Cell, Dropped, Location, StoredForm};
 use crate::meta::index::{NONE, Slot};
 use crate::store::job_queues::LANES;
 use crate::store::state::chunk_table::note;
@@ -202,9 +202,9 @@ impl StoreState {
                 continue;
             }
             let place = rows.chunks.place(cell, Tier::Host);
-            let Ok(Some(Place::Host(piece))) = place else { continue };
+            let Ok(Some(Location::Host(piece))) = place else { continue };
             let Ok(address) = self.host.address(Piece(piece)) else { continue };
-            if !matches!(rows.chunks.begin_copy(cell, Tier::Host, Tier::Disk), Ok(Begin::Begun)) {
+            if !matches!(rows.chunks.begin_copy(cell, Tier::Host, Tier::Disk), Ok(Begin::Started)) {
                 continue;
             }
             let cell_bytes = rows.planes(cell).bytes();
@@ -240,10 +240,10 @@ impl StoreState {
                 written.push(Written { at: *at, marks: Vec::new(), error: None });
             }
             for (cell, coding) in cells.iter().zip(codings.by_ref()) {
-                let coded = Coded::new(cell.codec, blocks_of(cell.stored_bytes()));
-                let coded = coded.unwrap_or(Coded::PLAIN);
-                let place = Place::Disk { spot: cell.spot.0, seal: cell.seal, coded };
-                if put.result.is_ok() && coded != Coded::PLAIN {
+                let coded = StoredForm::new(cell.codec, blocks_of(cell.stored_bytes()));
+                let coded = coded.unwrap_or(StoredForm::PLAIN);
+                let place = Location::Disk { spot: cell.spot.0, seal: cell.seal, coded };
+                if put.result.is_ok() && coded != StoredForm::PLAIN {
                     self.counters.coded += 1;
                     self.counters.coded_raw_bytes += cell.raw_bytes;
                     self.counters.coded_bytes += cell.stored_bytes();
@@ -268,10 +268,10 @@ impl StoreState {
         self.balance_disk();
     }
 
-    fn end_writing(&mut self, at: At, cell: Cell, place: Option<Place>) {
+    fn end_writing(&mut self, at: At, cell: Cell, place: Option<Location>) {
         let rows = &mut self.tables[at.table as usize];
         let bytes = rows.planes(cell).bytes();
-        let arrival = place.map_or(Arrival::Failed, Arrival::Here);
+        let arrival = place.map_or(Arrival::Failed, Arrival::Arrived);
         match rows.chunks.end_copy(cell, Tier::Disk, arrival) {
             Ok(Some(source)) => self.free_place(at.table, cell, source),
             Ok(None) => {}
@@ -819,7 +819,7 @@ impl StoreState {
             .iter()
             .flat_map(|&chunk| layers.clone().map(move |layer| Cell { chunk, layer }));
         let segments = cells.filter_map(|cell| match rows.chunks.place(cell, Tier::Disk) {
-            Ok(Some(Place::Disk { spot, .. })) => Some(Spot(spot).segment()),
+            Ok(Some(Location::Disk { spot, .. })) => Some(Spot(spot).segment()),
             _ => None,
         });
         match self.disk_gc.found_until {
@@ -901,7 +901,7 @@ impl StoreState {
     fn is_in_record(&self, at: At, layer: usize, fresh: &Unsynced) -> bool {
         let cell = Cell { chunk: at.slot, layer };
         match self.tables[at.table as usize].chunks.place(cell, Tier::Disk) {
-            Ok(Some(Place::Disk { spot, .. })) => {
+            Ok(Some(Location::Disk { spot, .. })) => {
                 let spot = Spot(spot);
                 (spot.segment(), spot.record()) == (fresh.mark.segment(), fresh.record)
             }
@@ -920,7 +920,7 @@ impl StoreState {
             if !is_its || !matches!(chunks.place(cell, Tier::Host), Ok(Some(_))) {
                 continue;
             }
-            if let Ok(Gone::Now(place)) = chunks.begin_drop(cell, Tier::Disk) {
+            if let Ok(Dropped::Freed(place)) = chunks.begin_drop(cell, Tier::Disk) {
                 self.free_place(at.table, cell, place);
                 self.departed(at.table, cell, Tier::Disk);
                 self.tables[at.table as usize].set(at.slot, note::FORCED);

@@ -3,8 +3,8 @@
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::checkpoint::{
-    Covered, FRAME_BYTES, FrameWriter, Header, Item, MAX_PLACES, Place, Session, frames_for, items,
-    session_bytes,
+    CellEntry, Entry, FRAME_BYTES, FrameWriter, Header, MAX_CELLS_PER_ENTRY, SegmentEntry, Session,
+    entries, frames_for, session_bytes,
 };
 use crate::format::record::Chunk;
 use crate::format::segment::BLOCK_BYTES;
@@ -22,7 +22,7 @@ const LOAD_BYTES: u64 = 16 * FRAME_BYTES as u64;
 pub struct Cover {
     next_record: u64,
     next_segment: u64,
-    segments: Vec<Covered>,
+    segments: Vec<SegmentEntry>,
 }
 
 /// A checkpoint that is to be written, and what sessions are in it.
@@ -46,9 +46,9 @@ pub struct Sink<'a> {
 
 impl Sink<'_> {
     /// Adds cells of a chunk.
-    pub fn chunk(&mut self, chunk: &Chunk, cells: &[Place]) -> Result<()> {
+    pub fn chunk(&mut self, chunk: &Chunk, cells: &[CellEntry]) -> Result<()> {
         cells
-            .chunks(MAX_PLACES)
+            .chunks(MAX_CELLS_PER_ENTRY)
             .try_for_each(|places| self.add(&|frame| frame.chunk(chunk, places)))
     }
 
@@ -101,7 +101,7 @@ impl DiskTier {
     /// sessions and what cleaning moves, [`DiskTier::checkpoint`] waits for.
     pub fn cover(&self) -> Cover {
         let state = self.state.lock();
-        let covered = |(&number, segment): (&u64, &Segment)| Covered {
+        let covered = |(&number, segment): (&u64, &Segment)| SegmentEntry {
             number,
             blocks: segment.next,
             forgets: segment.forgets,
@@ -281,7 +281,7 @@ impl DiskTier {
         number: u64,
         bytes: u64,
         finder: &mut Finder,
-    ) -> Result<Option<(Header, Vec<Covered>)>> {
+    ) -> Result<Option<(Header, Vec<SegmentEntry>)>> {
         let Ok(file) = self.files.open(&checkpoint_name(number)) else { return Ok(None) };
         let loaded = self.load_file(file, number, bytes, finder);
         self.files.close(file);
@@ -294,7 +294,7 @@ impl DiskTier {
         number: u64,
         bytes: u64,
         finder: &mut Finder,
-    ) -> Result<Option<(Header, Vec<Covered>)>> {
+    ) -> Result<Option<(Header, Vec<SegmentEntry>)>> {
         let buffer = self.staging.scratch(FRAME_BYTES as u64, LOAD_BYTES)?;
         let address = buffer.address();
         let whole = |frames: u32| frames as usize * FRAME_BYTES;
@@ -337,14 +337,14 @@ pub(super) fn take_frame(
     header: &Header,
     index: u32,
     finder: &mut Finder,
-    segments: &mut Vec<Covered>,
+    segments: &mut Vec<SegmentEntry>,
 ) -> Result<bool> {
-    let Some(items) = items(frame, header, index) else { return Ok(false) };
-    for item in items {
+    let Some(entries) = entries(frame, header, index) else { return Ok(false) };
+    for item in entries {
         match item {
-            Some(Item::Segment(covered)) => segments.push(covered),
-            Some(Item::Chunk(chunk, places)) => finder.listed(&chunk, places.iter())?,
-            Some(Item::Session(session)) => finder.session(&session, 0, 0),
+            Some(Entry::Segment(covered)) => segments.push(covered),
+            Some(Entry::Chunk(chunk, places)) => finder.listed(&chunk, places.iter())?,
+            Some(Entry::Session(session)) => finder.session(&session, 0, 0),
             None => return Ok(false),
         }
     }

@@ -3,7 +3,9 @@
 
 use crate::base::memory::Buffer;
 use crate::base::status::{Error, Result, Status};
-use crate::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreHeader, StoreId, Unsound, VERSION};
+use crate::format::segment::{
+    BLOCK_BYTES, HeaderError, STORE_BLOCKS, StoreHeader, StoreId, VERSION,
+};
 use crate::io::files::{FileId, Files, Piece, Way};
 use crate::tier::disk::Options;
 use crate::tier::disk::files::{STORE, refusal, unfinished};
@@ -28,13 +30,13 @@ pub(super) fn copies() -> impl Iterator<Item = u64> {
 }
 
 /// What is said where no copy is sound.
-pub(super) fn unnamed(why: Unsound) -> Error {
+pub(super) fn unnamed(why: HeaderError) -> Error {
     match why {
-        Unsound::Version(other) => {
+        HeaderError::Version(other) => {
             let text = format!("the store is of version {other}, this library reads {VERSION}");
             Error::new(Status::Unsupported, text)
         }
-        Unsound::Damaged => {
+        HeaderError::Damaged => {
             let text = format!(
                 "both copies in {STORE} are damaged: what the store is cannot be told. Put the file \
                  back if there is a copy of it elsewhere; else remove the directory, and the store \
@@ -78,7 +80,7 @@ pub(super) fn read(files: &dyn Files, staging: &Staging) -> Result<Named> {
 fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
     let bytes = files.len(file)?;
     let (mut sound, mut damaged) = (None, Vec::new());
-    let (mut why, mut failed) = (Unsound::Damaged, None);
+    let (mut why, mut failed) = (HeaderError::Damaged, None);
     for at in copies() {
         // One read for each copy: the other may be fine where one cannot be read.
         let Some(address) = buffer.range(at, COPY_BYTES) else { continue };
@@ -90,7 +92,7 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
         let decoded = read.map(|()| StoreHeader::decode(block));
         match decoded {
             Ok(Ok(header)) => sound = sound.or(Some((header.store, address))),
-            Ok(Err(Unsound::Damaged)) => damaged.push(at),
+            Ok(Err(HeaderError::Damaged)) => damaged.push(at),
             // It is no damage: it stays as it is.
             Ok(Err(version)) => why = version,
             Err(error) => {
@@ -102,7 +104,7 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
     }
     let Some((store, address)) = sound else {
         return Err(match (why, failed) {
-            (Unsound::Damaged, Some(error)) => error,
+            (HeaderError::Damaged, Some(error)) => error,
             _ => unnamed(why),
         });
     };

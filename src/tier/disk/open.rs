@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::base::status::Result;
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::fail;
-use crate::format::checkpoint::Covered;
+use crate::format::checkpoint::SegmentEntry;
 use crate::format::record::{Kind, Record, blocks_of};
 use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::{Entry, Files};
@@ -155,7 +155,7 @@ impl DiskTier {
             };
             state.segments.iter().filter_map(from).collect()
         };
-        let mut notes: BTreeMap<u64, Covered> = covered;
+        let mut notes: BTreeMap<u64, SegmentEntry> = covered;
         let found = self.scan(&starts, &mut |record| {
             note(&mut notes, record);
             finder.record(record)
@@ -202,7 +202,7 @@ impl DiskTier {
         &self,
         finder: &mut Finder,
         report: &mut OpenReport,
-    ) -> Result<BTreeMap<u64, Covered>> {
+    ) -> Result<BTreeMap<u64, SegmentEntry>> {
         let all: Vec<(u64, u64)> = {
             let state = self.state.lock();
             state.checkpoints.iter().rev().map(|(&number, &bytes)| (number, bytes)).collect()
@@ -233,7 +233,7 @@ impl DiskTier {
 
     fn note_segments(
         &self,
-        notes: &BTreeMap<u64, Covered>,
+        notes: &BTreeMap<u64, SegmentEntry>,
         found: &[Found],
         report: &mut OpenReport,
     ) {
@@ -348,9 +348,9 @@ fn clear_unfinished(files: &dyn Files) -> Result<Vec<Entry>> {
 }
 
 /// What is remembered of a segment's records.
-fn note(notes: &mut BTreeMap<u64, Covered>, record: &Record<'_>) {
+fn note(notes: &mut BTreeMap<u64, SegmentEntry>, record: &Record<'_>) {
     let head = &record.head;
-    let fresh = Covered { number: head.segment, oldest: u64::MAX, ..Covered::default() };
+    let fresh = SegmentEntry { number: head.segment, oldest: u64::MAX, ..SegmentEntry::default() };
     let segment = notes.entry(head.segment).or_insert(fresh);
     segment.oldest = segment.oldest.min(head.born);
     segment.newest = segment.newest.max(head.number);

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::status::{Error, Result, Status};
-use crate::format::checkpoint::{Place, Session};
+use crate::format::checkpoint::{CellEntry, Session};
 use crate::format::keys::Key;
 use crate::format::record::{Chunk, Kind, Record};
 use crate::format::seal::{Identity, seal};
@@ -46,7 +46,7 @@ pub(super) struct Row {
 
 impl Row {
     /// Its cells, of all places.
-    pub fn of<'a>(&self, places: &'a [Place]) -> &'a [Place] {
+    pub fn of<'a>(&self, places: &'a [CellEntry]) -> &'a [CellEntry] {
         places.get(self.first..self.first + self.cells).unwrap_or(&[])
     }
 }
@@ -68,7 +68,7 @@ struct Forgotten {
 #[derive(Default)]
 pub struct Recovered {
     pub(super) rows: Vec<Row>,
-    pub(super) places: Vec<Place>,
+    pub(super) places: Vec<CellEntry>,
     /// Sessions, by name.
     pub sessions: Vec<RecoveredSession>,
 }
@@ -77,7 +77,7 @@ impl Recovered {
     /// Chunks and cells of theirs: by position, so that a chunk comes after the
     /// one before it. A chunk may come more than once, with other cells; no cell
     /// comes twice.
-    pub fn chunks(&self) -> impl ExactSizeIterator<Item = (&Chunk, &[Place])> {
+    pub fn chunks(&self) -> impl ExactSizeIterator<Item = (&Chunk, &[CellEntry])> {
         self.rows.iter().map(|row| (&row.chunk, row.of(&self.places)))
     }
 
@@ -88,7 +88,7 @@ impl Recovered {
 
     /// Keeps the places that `wants` wants, each asked for with its row. Rows must
     /// be in the order in which they were found.
-    fn keep(&mut self, wants: impl Fn(usize, &Row, &Place) -> bool) {
+    fn keep(&mut self, wants: impl Fn(usize, &Row, &CellEntry) -> bool) {
         let mut kept = 0;
         for (index, row) in self.rows.iter_mut().enumerate() {
             let first = std::mem::replace(&mut row.first, kept);
@@ -162,7 +162,7 @@ impl Finder {
                 codec: cell.codec,
             };
             let planes = cell.planes();
-            self.all.places.push(Place {
+            self.all.places.push(CellEntry {
                 spot: Spot::new(head.segment, head.at + cell.block, cell.block).0,
                 planes: planes.len() as u16,
                 seal: seal(&who, planes),
@@ -176,7 +176,7 @@ impl Finder {
     }
 
     /// Adds an entry of the checkpoint.
-    pub fn listed(&mut self, chunk: &Chunk, places: impl Iterator<Item = Place>) -> Result<()> {
+    pub fn listed(&mut self, chunk: &Chunk, places: impl Iterator<Item = CellEntry>) -> Result<()> {
         let first = self.all.places.len();
         for place in places {
             self.all.places.try_reserve(1).map_err(no_memory)?;

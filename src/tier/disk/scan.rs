@@ -7,7 +7,7 @@
 
 use crate::base::status::Result;
 use crate::format::record::{MAX_HEADER_BLOCKS, Record, decode, peek};
-use crate::format::segment::{BLOCK_BYTES, SegmentHeader, StoreId, Unsound};
+use crate::format::segment::{BLOCK_BYTES, HeaderError, SegmentHeader, StoreId};
 use crate::io::files::{Piece, Way};
 use crate::tier::disk::files::Pinned;
 use crate::tier::disk::{DiskTier, offset_of};
@@ -114,8 +114,8 @@ impl Walk {
                 self.found.foreign = !ours;
                 self.found.cut = ours && header.blocks > self.blocks;
             }
-            Err(Unsound::Version(_)) => self.found.foreign = true,
-            Err(Unsound::Damaged) => self.found.damaged_header = true,
+            Err(HeaderError::Version(_)) => self.found.foreign = true,
+            Err(HeaderError::Damaged) => self.found.damaged_header = true,
         }
         self.at = 1;
         !self.found.foreign

@@ -13,7 +13,7 @@
 use std::cmp::Reverse;
 
 use crate::base::status::{Error, Result, Status};
-use crate::format::checkpoint::Place;
+use crate::format::checkpoint::CellEntry;
 use crate::format::record::{Chunk, blocks_of};
 use crate::format::seal::{Identity, Plane};
 use crate::format::segment::BLOCK_BYTES;
@@ -67,9 +67,9 @@ impl DiskTier {
     pub(super) fn settle(&self, recovered: &mut Recovered, covered: u64) -> Result<()> {
         let (twice, mut dropped) = find(recovered, covered)?;
         for Twice { chunk, copies } in twice {
-            let places: Vec<Place> =
+            let places: Vec<CellEntry> =
                 copies.iter().filter_map(|&at| recovered.places.get(at).copied()).collect();
-            let right = |place: &Place| self.is_right(&chunk, place).is_ok();
+            let right = |place: &CellEntry| self.is_right(&chunk, place).is_ok();
             let counts = places.iter().position(right).unwrap_or(0);
             for (i, &at) in copies.iter().enumerate().filter(|&(i, _)| i != counts) {
                 dropped.extend(places.get(i));
@@ -89,7 +89,7 @@ impl DiskTier {
     }
 
     /// Reads a cell.
-    fn is_right(&self, chunk: &Chunk, place: &Place) -> Result<()> {
+    fn is_right(&self, chunk: &Chunk, place: &CellEntry) -> Result<()> {
         let who = Identity {
             key: chunk.key,
             fingerprint: chunk.fingerprint,
@@ -120,7 +120,10 @@ impl DiskTier {
 
 /// Cells that are there more than once, and places that do not count in any case,
 /// which it takes out.
-pub(super) fn find(recovered: &mut Recovered, covered: u64) -> Result<(Vec<Twice>, Vec<Place>)> {
+pub(super) fn find(
+    recovered: &mut Recovered,
+    covered: u64,
+) -> Result<(Vec<Twice>, Vec<CellEntry>)> {
     let no_memory = |error: std::collections::TryReserveError| {
         Error::new(Status::NoMem, format!("no memory to compare what the disk holds: {error}"))
     };
@@ -171,11 +174,11 @@ pub(super) fn find(recovered: &mut Recovered, covered: u64) -> Result<(Vec<Twice
     Ok((twice, dropped))
 }
 
-fn found_in(row: &Row, places: &[Place], covered: u64) -> impl Iterator<Item = Found> {
+fn found_in(row: &Row, places: &[CellEntry], covered: u64) -> impl Iterator<Item = Found> {
     // Of what is older than the checkpoint only what is in it was kept.
     let born = if row.born < covered { 0 } else { row.born };
     let (number, from) = (row.number, row.from);
-    (row.first..).zip(row.of(places)).map(move |(place, &Place { layer, spot, .. })| {
+    (row.first..).zip(row.of(places)).map(move |(place, &CellEntry { layer, spot, .. })| {
         let copy = Copy { number, segment: Spot(spot).segment(), from };
         Found { layer, spot, born, place, copy }
     })

@@ -5,7 +5,7 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::keys::Key;
-use crate::format::keys::object::{Cut, ObjectKeys};
+use crate::format::keys::object::{LayerRange, ObjectKeys};
 
 /// Longest prefix.
 pub const MAX_PREFIX_BYTES: usize = 64;
@@ -39,7 +39,7 @@ impl Names {
     }
 
     /// The name of a part of a chunk.
-    pub fn name(&self, chunk: &Key, cut: &Cut) -> Name {
+    pub fn name(&self, chunk: &Key, cut: &LayerRange) -> Name {
         let key = self.keys.key(chunk, cut, self.codec as u8, self.sealed);
         let mut hash = [0; HASH_BYTES];
         hash.copy_from_slice(&key[..HASH_BYTES]);
@@ -99,7 +99,7 @@ mod tests {
     #[test]
     fn a_name_is_the_start_of_a_key() {
         let keys = || ObjectKeys::new(&Key([1; 32]), &Fingerprint([2; 32]), Some(b"secret"));
-        let cut = Cut { object_bytes: 1 << 20, first: 0, layers: 4 };
+        let cut = LayerRange { object_bytes: 1 << 20, first: 0, layers: 4 };
         let name = Names::new(keys(), 7, Codec::Lz4, true).name(&Key([3; 32]), &cut);
         let key = keys().key(&Key([3; 32]), &cut, 1, true);
         assert_eq!((name.tenant, &name.hash[..]), (7, &key[..20]));

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::base::status::Result;
 use crate::fail;
-use crate::format::keys::object::Cut;
+use crate::format::keys::object::LayerRange;
 use crate::format::record::{MAX_CELLS, blocks_of, header_blocks};
 use crate::format::seal::{PLANE_K, PLANE_STATE, PLANE_V};
 use crate::format::segment::BLOCK_BYTES;
@@ -109,10 +109,10 @@ impl Shape {
     }
 
     /// What names are made of.
-    pub fn cut(&self, object: usize) -> Cut {
+    pub fn cut(&self, object: usize) -> LayerRange {
         let layers = self.layers(object);
         let Shape { object_bytes, .. } = *self;
-        Cut { object_bytes, first: layers.start, layers: layers.end - layers.start }
+        LayerRange { object_bytes, first: layers.start, layers: layers.end - layers.start }
     }
 
     /// The cells of an object, in the order of their layers.
@@ -155,7 +155,7 @@ mod tests {
     fn layers_are_put_together_up_to_a_size() {
         let shape = Shape::new(&even(7, 3000), 10_000).unwrap();
         assert_eq!((shape.objects(), shape.layers(0), shape.layers(2)), (3, 0..3, 6..7));
-        assert_eq!(shape.cut(1), Cut { object_bytes: 10_000, first: 3, layers: 3 });
+        assert_eq!(shape.cut(1), LayerRange { object_bytes: 10_000, first: 3, layers: 3 });
         assert_eq!((shape.object_of(2), shape.object_of(3)), (Some(0), Some(1)));
         assert_eq!((shape.object_of(6), shape.object_of(7)), (Some(2), None));
         assert_eq!((shape.layers(3), shape.cells(3).len()), (0..0, 0));

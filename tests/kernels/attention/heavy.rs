@@ -4,7 +4,7 @@ use kvtier::base::spec::Spec;
 use kvtier::base::status::Status;
 use kvtier::device::call::{Call, Kind};
 use kvtier::meta::dtype::Dtype;
-use kvtier::sparse::{Context, Keep, registry};
+use kvtier::sparse::{Context, RetainedTokens, registry};
 
 use crate::attention::data::{Bytes, number};
 use crate::gpu::run;
@@ -244,7 +244,7 @@ fn follow(heads: usize, key_heads: usize, is_all: bool) {
     let mut scores = Scores::new(lists);
     // Which positions each list of the kernels has.
     let mut there: Vec<Vec<u32>> = vec![Vec::new(); lists];
-    let mut out = Keep::default();
+    let mut out = RetainedTokens::default();
     let mut position = 0;
     for step in 0..30 {
         let new = if step == 0 { 60 } else { 1 + step % 3 };

@@ -1,6 +1,6 @@
 //! What is lent once is enough for all.
 
-use kvtier::attention::{Decode, Limits, Prefill, Problem, Sums};
+use kvtier::attention::{ColumnSums, Decode, Limits, Prefill, Problem};
 use proptest::prelude::*;
 
 use crate::attention::data::{Chosen, Data, Random, TYPES, Type};
@@ -13,7 +13,7 @@ fn needed(problem: Problem<'_>, keeps_scores: bool) -> (Option<(usize, usize)>, 
     let mut lse = vec![0.0; rows];
     let mut sums = vec![0.0; problem.keys.tokens() as usize];
     let prefill = Prefill::new(problem, &mut out, None).expect("sound").scratch();
-    let columns = Sums::new(problem, &lse, 0, false, &mut sums).expect("sound").scratch();
+    let columns = ColumnSums::new(problem, &lse, 0, false, &mut sums).expect("sound").scratch();
     // Not all forms are a decode's.
     let decode = Decode::memory(&problem, keeps_scores).ok().map(|size| {
         let mut memory = vec![0.0; size];
@@ -60,7 +60,7 @@ proptest! {
         let small = Problem { select: chosen.keys(), ..problem(&q, &k, &v, first) };
         let decode = Decode::workspace(&limits).expect("sound");
         let prefill = Prefill::workspace(&limits).expect("sound");
-        let columns = Sums::workspace(&limits).expect("sound");
+        let columns = ColumnSums::workspace(&limits).expect("sound");
         prop_assert_eq!((prefill.memory, columns.memory), (0, 0));
         let needed = needed(small, keeps_scores);
         let (memory, scratch) = needed.0.unwrap_or_default();
@@ -91,7 +91,7 @@ fn the_largest_needs_all_of_it() {
     let lines = Chosen::lines(&[[vec![0], vec![0]]]);
     let (_, prefill, columns) = needed(Problem { select: lines.keys(), ..dense }, true);
     assert_eq!(prefill, Prefill::workspace(&limits).expect("sound").scratch);
-    assert_eq!(columns, Sums::workspace(&limits).expect("sound").scratch);
+    assert_eq!(columns, ColumnSums::workspace(&limits).expect("sound").scratch);
     let without = Decode::workspace(&Limits { keeps_scores: false, ..limits }).expect("sound");
     assert_eq!(needed(dense, false).0.expect("a decode").0, without.memory);
     for bad in [
@@ -105,7 +105,7 @@ fn the_largest_needs_all_of_it() {
         Limits { value_dim: 0, ..limits },
     ] {
         assert!(Decode::workspace(&bad).is_err() && Prefill::workspace(&bad).is_err(), "{bad:?}");
-        assert!(Sums::workspace(&bad).is_err());
+        assert!(ColumnSums::workspace(&bad).is_err());
     }
     // More than there is memory, but no more than can be counted.
     let huge =

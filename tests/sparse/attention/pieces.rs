@@ -1,6 +1,6 @@
 //! Keys that come in pieces, each with the position that it begins at.
 
-use kvtier::attention::{Decode, Level, Prefill, Problem, Sums, merge};
+use kvtier::attention::{ColumnSums, Decode, Level, Prefill, Problem, merge};
 use proptest::prelude::*;
 
 use crate::attention::data::{Chosen, Data, Model, Random, TYPES, Type, model};
@@ -34,7 +34,8 @@ fn wider(mut want: Model, pieces: usize) -> Model {
 fn sums(problem: Problem<'_>, lse: &[f32], level: Level) -> Vec<f32> {
     let numbers = problem.queries.heads() as usize * problem.keys.tokens() as usize;
     let mut sums = vec![f32::NAN; numbers];
-    let mut job = Sums::new(problem, lse, 0, true, &mut sums).expect("sound").with_level(level);
+    let mut job =
+        ColumnSums::new(problem, lse, 0, true, &mut sums).expect("sound").with_level(level);
     let mut memory = vec![f32::NAN; job.scratch()];
     job.all(&mut memory).expect("enough scratch");
     sums

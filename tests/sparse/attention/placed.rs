@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use kvtier::attention::keys::Heads;
-use kvtier::attention::{Decode, Head, Keys, Kind, Level, Problem, Sums};
+use kvtier::attention::{ColumnSums, Decode, Head, Keys, Kind, Level, Problem};
 use kvtier::base::status::Status;
 use kvtier::sparse::placement::positions_of;
 use kvtier::sparse::{BlockPlacement, Index, ResidentTokens, RetainedTokens};
@@ -128,7 +128,7 @@ proptest! {
         let mut there = vec![0.0; heads * n];
         let all = ResidentTokens { kept: None, from: 0, tokens: n as u32, heads: of };
         let mut sums = vec![0.0; heads * positions.len()];
-        let mut job = Sums::new(here, &lse, 0, true, &mut sums).expect("sound");
+        let mut job = ColumnSums::new(here, &lse, 0, true, &mut sums).expect("sound");
         job.all(&mut vec![0.0; job.scratch()]).expect("enough scratch");
         all.add(&sums, &positions, &mut there).expect("all are there");
         let near = |got: &[f32]| {

@@ -17,7 +17,7 @@ pub fn run(problem: Problem<'_>, level: Level) -> (Vec<f32>, Vec<f32>) {
 }
 
 pub fn levels() -> impl Iterator<Item = Level> {
-    Level::ALL.into_iter().filter(|level| level.is_here())
+    Level::ALL.into_iter().filter(|level| level.is_supported())
 }
 
 pub fn problem<'a>(q: &'a Data, k: &'a Data, v: &'a Data, first_query: usize) -> Problem<'a> {

@@ -1,6 +1,8 @@
 //! Column sums, and numbers that are none.
 
-use kvtier::attention::{Head, Keys, Kind, Level, Prefill, Problem, Sums, check_finite, merge};
+use kvtier::attention::{
+    ColumnSums, Head, Keys, Kind, Level, Prefill, Problem, check_finite, merge,
+};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
 use proptest::prelude::*;
@@ -36,7 +38,7 @@ proptest! {
             let mut together = vec![0.0; n];
             for is_by_head in [true, false] {
                 let mut sums = vec![f32::NAN; if is_by_head { heads * n } else { n }];
-                let job = Sums::new(dense, &lse, from as u32, is_by_head, &mut sums);
+                let job = ColumnSums::new(dense, &lse, from as u32, is_by_head, &mut sums);
                 let mut job = job.expect("sound").with_level(level);
                 let mut memory = vec![f32::NAN; job.scratch()];
                 job.all(&mut memory).expect("enough scratch");
@@ -66,7 +68,7 @@ fn sums(
 ) -> Vec<f32> {
     let heads = if by_head { problem.queries.heads() as usize } else { 1 };
     let mut sums = vec![f32::NAN; heads * problem.keys.tokens() as usize];
-    let job = Sums::new(problem, lse, from as u32, by_head, &mut sums);
+    let job = ColumnSums::new(problem, lse, from as u32, by_head, &mut sums);
     let mut job = job.expect("sound").with_level(level);
     let mut memory = vec![f32::NAN; job.scratch()];
     job.all(&mut memory).expect("enough scratch");
@@ -176,11 +178,11 @@ fn items_of_sums_in_any_order_give_equal_bits() {
     let dense = problem(&q, &k, &k, 610);
     let (_, lse) = run(dense, kvtier::attention::Level::best());
     let mut want = vec![0.0; 700];
-    let mut job = Sums::new(dense, &lse, 0, false, &mut want).expect("sound");
+    let mut job = ColumnSums::new(dense, &lse, 0, false, &mut want).expect("sound");
     let mut memory = vec![f32::NAN; job.scratch()];
     job.all(&mut memory).expect("enough");
     let mut got = vec![0.0; 700];
-    let job = Sums::new(dense, &lse, 0, false, &mut got).expect("sound");
+    let job = ColumnSums::new(dense, &lse, 0, false, &mut got).expect("sound");
     assert_eq!(job.items(), 3);
     for item in [2, 0, 1] {
         // SAFETY: there is one thread.
@@ -190,12 +192,12 @@ fn items_of_sums_in_any_order_give_equal_bits() {
     assert!(unsafe { job.run(3, &mut memory) }.is_err());
     assert_eq!(got, want);
     let mut short = vec![0.0; 699];
-    assert!(Sums::new(dense, &lse, 0, false, &mut short).is_err());
-    assert!(Sums::new(dense, &lse[1..], 0, false, &mut got).is_err());
-    assert!(Sums::new(dense, &lse, 91, false, &mut got).is_err());
+    assert!(ColumnSums::new(dense, &lse, 0, false, &mut short).is_err());
+    assert!(ColumnSums::new(dense, &lse[1..], 0, false, &mut got).is_err());
+    assert!(ColumnSums::new(dense, &lse, 91, false, &mut got).is_err());
     let some = Chosen::tokens(&[vec![0]]);
     let bad = Problem { select: Keys { starts: &[0], ..some.keys() }, ..dense };
-    assert!(Sums::new(bad, &lse, 0, false, &mut got).is_err());
+    assert!(ColumnSums::new(bad, &lse, 0, false, &mut got).is_err());
     let (mut out, mut small) = (vec![0.0; 90 * 4 * 32], vec![0.0; 359]);
     assert!(Prefill::new(dense, &mut out, Some(&mut small)).is_err());
     assert!(Prefill::new(dense, &mut out[1..], None).is_err());

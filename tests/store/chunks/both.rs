@@ -4,7 +4,7 @@ use crate::chunks::naive::{In, LAYERS, LIMIT, Model, TOKENS, Way, status};
 use kvtier::base::budget::{ALL_TIERS, Tier};
 use kvtier::base::status::Status;
 use kvtier::meta::chunks::{
-    Added, Arrival, Cell, Chunks, Gone, NewChunk, PLACES, Pin, Place, Shape, WHOLE,
+    Added, Arrival, Cell, Chunks, Dropped, Location, NewChunk, Pin, Shape, TIERS, WHOLE,
 };
 use kvtier::meta::index::{NONE, Slot};
 use kvtier::meta::key::Key;
@@ -24,7 +24,7 @@ pub type Call = (u8, u16, u16, u16);
 pub struct Pair {
     pub table: Chunks,
     pub model: Model,
-    pub taken: Vec<Place>,
+    pub taken: Vec<Location>,
     /// Calls are for few cells and tiers, so that much happens to each.
     pub narrow: bool,
 }
@@ -36,7 +36,7 @@ impl Pair {
         Pair { table, model: Model::default(), taken: Vec::new(), narrow }
     }
 
-    pub fn freed(&mut self, place: Option<Place>) {
+    pub fn freed(&mut self, place: Option<Location>) {
         let Some(place) = place else { return };
         let at = self.taken.iter().position(|&taken| taken == place);
         self.taken.swap_remove(at.expect("a place was freed that nobody had, or twice"));
@@ -62,7 +62,7 @@ impl Pair {
                 let got = status(self.table.add(&new));
                 match (got, want) {
                     (Ok(Added::New(slot)), Ok(None)) => self.model.add(slot, &new),
-                    (Ok(Added::There(slot)), Ok(Some(there))) => {
+                    (Ok(Added::Existing(slot)), Ok(Some(there))) => {
                         assert_eq!(slot, there);
                         self.model.join(slot, new.parent);
                     }
@@ -107,7 +107,7 @@ impl Pair {
     }
 
     /// A chunk comes that continues one which may come later, or never.
-    pub fn add_behind(&mut self, (a, b, c): (u16, u16, u16)) {
+    pub fn add_with_parent_key(&mut self, (a, b, c): (u16, u16, u16)) {
         let above = key(a);
         let before = self.model.find(&above).and_then(|slot| self.model.live.get(&slot));
         let before = before.filter(|_| c % 5 > 0).map(|known| known.new);
@@ -121,7 +121,7 @@ impl Pair {
             holes: b & 8 != 0,
         };
         let want = self.model.check_add_behind(&new, &above);
-        let got = status(self.table.add_behind(&new, &above));
+        let got = status(self.table.add_with_parent_key(&new, &above));
         let parent = if new.position == 0 { None } else { self.model.find(&above) };
         let new = NewChunk { parent: parent.unwrap_or(NONE), ..new };
         match (got, want) {
@@ -130,7 +130,7 @@ impl Pair {
                 let waits = parent.is_none() && new.position > 0;
                 self.model.live.get_mut(&slot).expect("it came").above = waits.then_some(above);
             }
-            (Ok(Added::There(slot)), Ok(Some(there))) => {
+            (Ok(Added::Existing(slot)), Ok(Some(there))) => {
                 assert_eq!(slot, there);
                 self.model.join(slot, new.parent);
             }
@@ -170,11 +170,11 @@ impl Pair {
                 assert_eq!(status(self.table.begin_copy(cell, from, to)), want);
             }
             9..=11 => {
-                let arrival = [Arrival::Here(place), Arrival::Failed, Arrival::BadSource]
+                let arrival = [Arrival::Arrived(place), Arrival::Failed, Arrival::BadSource]
                     [usize::from(b >> 4) % 3];
                 let got = status(self.table.end_copy(cell, to, arrival));
                 assert_eq!(got, self.model.end_copy(cell, to, arrival));
-                if let (Ok(_), Arrival::Here(place)) = (&got, arrival) {
+                if let (Ok(_), Arrival::Arrived(place)) = (&got, arrival) {
                     self.taken.push(place);
                 }
                 self.freed(got.unwrap_or(None));
@@ -192,22 +192,22 @@ impl Pair {
                 };
                 let got = status(got);
                 assert_eq!(got, want);
-                if let Ok(Gone::Now(place)) = got {
+                if let Ok(Dropped::Freed(place)) = got {
                     self.freed(Some(place));
                 }
             }
             _ => {
                 let known = self.model.cell(cell).ok().and_then(|t| t[2].place);
                 let at = match known {
-                    Some(Place::Disk { spot, .. }) if b & 64 != 0 => spot,
+                    Some(Location::Disk { spot, .. }) if b & 64 != 0 => spot,
                     _ => u64::from(c),
                 };
                 let new = u64::from(c) << 40 | self.model.places;
                 let got = status(self.table.relocate(cell, at, new));
                 assert_eq!(got, self.model.relocate(cell, at, new));
-                if let (Ok(true), Some(Place::Disk { seal, coded, .. })) = (got, known) {
+                if let (Ok(true), Some(Location::Disk { seal, coded, .. })) = (got, known) {
                     self.freed(known);
-                    self.taken.push(Place::Disk { spot: new, seal, coded });
+                    self.taken.push(Location::Disk { spot: new, seal, coded });
                 }
             }
         }
@@ -229,7 +229,7 @@ impl Pair {
             table.slots().collect::<Vec<_>>(),
             model.live.keys().copied().collect::<Vec<_>>()
         );
-        for tier in 0..PLACES {
+        for tier in 0..TIERS {
             let there = all().filter(|tiers| tiers[tier].place.is_some()).count();
             assert_eq!(counts.cells[tier], there as u64);
         }
@@ -252,11 +252,11 @@ impl Pair {
             assert_eq!(model.find(key), table.find(key));
             assert_eq!(model.find(key).unwrap_or(NONE), slot);
             let cells = model.live.get(&slot).map(|known| &known.cells);
-            let whole = |tiers: &dyn Fn(&[In; PLACES]) -> bool| {
+            let whole = |tiers: &dyn Fn(&[In; TIERS]) -> bool| {
                 u8::from(cells.is_some_and(|cells| cells.iter().all(tiers)))
             };
             let some = whole(&|tiers| tiers[..3].iter().any(|t| t.place.is_some())) * WHOLE;
-            let bits = (0..PLACES).map(|i| whole(&|tiers| tiers[i].place.is_some()) << i);
+            let bits = (0..TIERS).map(|i| whole(&|tiers| tiers[i].place.is_some()) << i);
             assert_eq!(found, bits.fold(some, |all, bit| all | bit));
         }
     }
@@ -303,7 +303,7 @@ impl Pair {
     pub fn tear_down(&mut self) {
         let slots: Vec<Slot> = self.model.live.keys().copied().collect();
         for &slot in &slots {
-            for (layer, tier) in (0..LAYERS).flat_map(|l| (0..PLACES).map(move |t| (l, t))) {
+            for (layer, tier) in (0..LAYERS).flat_map(|l| (0..TIERS).map(move |t| (l, t))) {
                 let cell = Cell { chunk: slot, layer };
                 let here = self.model.live[&slot].cells[layer][tier].clone();
                 let tier = ALL_TIERS[tier];
@@ -322,7 +322,7 @@ impl Pair {
             }
         }
         for &slot in &slots {
-            for (layer, tier) in (0..LAYERS).flat_map(|l| (0..PLACES).map(move |t| (l, t))) {
+            for (layer, tier) in (0..LAYERS).flat_map(|l| (0..TIERS).map(move |t| (l, t))) {
                 for _ in 0..self.model.live[&slot].cells[layer][tier].readers {
                     self.end_read(Cell { chunk: slot, layer }, ALL_TIERS[tier]);
                 }

@@ -3,11 +3,11 @@
 
 use crate::chunks::{root, table};
 use kvtier::base::budget::Tier;
-use kvtier::meta::chunks::{Arrival, Cell, Chunks, Coded, NewChunk, Place, Shape};
+use kvtier::meta::chunks::{Arrival, Cell, Chunks, Location, NewChunk, Shape, StoredForm};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
-use kvtier::meta::reuse::{Found, choose, look};
+use kvtier::meta::reuse::{ChunkReuse, choose, look};
 
 fn resident_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/statm").expect("Linux");
@@ -56,7 +56,7 @@ fn measure_ten_million_cells() {
     let empty = resident_bytes() - before;
     let start = std::time::Instant::now();
     let mut path = Vec::new();
-    let coded = Coded::new(1, 77).expect("it fits");
+    let coded = StoredForm::new(1, 77).expect("it fits");
     for n in 0..max_chunks {
         let chunk = table
             .add(&NewChunk { position: n as u32 % 512, valid_tokens: 256, ..root(n as u64) })
@@ -66,10 +66,10 @@ fn measure_ten_million_cells() {
         for layer in 0..layers {
             let cell = Cell { chunk, layer };
             table.begin_store(cell, Tier::Host).expect("sound");
-            table.end_store(cell, Tier::Host, Some(Place::Host(n as u32))).expect("stored");
+            table.end_store(cell, Tier::Host, Some(Location::Host(n as u32))).expect("stored");
             table.begin_copy(cell, Tier::Host, Tier::Disk).expect("there");
-            let place = Place::Disk { spot: n as u64, seal: 1, coded };
-            table.end_copy(cell, Tier::Disk, Arrival::Here(place)).expect("copied");
+            let place = Location::Disk { spot: n as u64, seal: 1, coded };
+            table.end_copy(cell, Tier::Disk, Arrival::Arrived(place)).expect("copied");
         }
     }
     let cells = (layers * max_chunks) as f64;
@@ -87,7 +87,7 @@ fn measure_ten_million_cells() {
     );
     let layout = Layout::new(256, vec![Group::gqa(0..32, 8, 128, Dtype::Bf16).expect("whole")]);
     let (layout, path) = (layout.expect("sound"), &path[102_400..102_912]);
-    let mut found = vec![Found::default(); 512];
+    let mut found = vec![ChunkReuse::default(); 512];
     let look_ns = ns(1, || {
         let reach = look(&table, &layout, path, &mut found).expect("sound");
         assert_eq!(reach.chunks, 512);

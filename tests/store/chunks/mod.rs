@@ -4,7 +4,8 @@
 use kvtier::base::budget::Tier;
 use kvtier::base::status::Status;
 use kvtier::meta::chunks::{
-    Arrival, Begin, CELL_BYTES, CHUNK_BYTES, Cell, Chunks, Coded, Gone, NewChunk, Place, Shape,
+    Arrival, Begin, CELL_BYTES, CHUNK_BYTES, Cell, Chunks, Dropped, Location, NewChunk, Shape,
+    StoredForm,
 };
 use kvtier::meta::index::NONE;
 use kvtier::meta::key::Key;
@@ -32,7 +33,7 @@ fn the_table_does_what_a_naive_one_does() {
                 0..=7 => pair.call_chunk((what, a, b, c)),
                 // Adds come more often than what ends them.
                 8..=16 => pair.call_chunk((what % 3, a, b, c)),
-                40..=45 => pair.add_behind((a, b, c)),
+                40..=45 => pair.add_with_parent_key((a, b, c)),
                 46..=47 => pair.join(u32::from(a % 7), u32::from(b % 7)),
                 _ => pair.call_cell((what - 17, a, b, c)),
             }
@@ -78,19 +79,19 @@ fn what_is_read_keeps_its_place_until_the_end() {
     let mut table = table(1, 1);
     let chunk = table.add(&root(1)).expect("room").slot();
     let cell = Cell { chunk, layer: 0 };
-    assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::Begun);
-    assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::Coming);
-    assert_eq!(table.begin_store(cell, Tier::Disk).expect("sound"), Begin::Coming);
-    table.end_store(cell, Tier::Host, Some(Place::Host(3))).expect("it is stored");
-    assert_eq!(table.begin_store(cell, Tier::Disk).expect("sound"), Begin::There);
+    assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::Started);
+    assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::InFlight);
+    assert_eq!(table.begin_store(cell, Tier::Disk).expect("sound"), Begin::InFlight);
+    table.end_store(cell, Tier::Host, Some(Location::Host(3))).expect("it is stored");
+    assert_eq!(table.begin_store(cell, Tier::Disk).expect("sound"), Begin::Resident);
     table.begin_copy(cell, Tier::Host, Tier::Disk).expect("it is there");
-    assert_eq!(table.begin_drop(cell, Tier::Host).expect("nobody holds it"), Gone::Later);
-    assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::Coming);
+    assert_eq!(table.begin_drop(cell, Tier::Host).expect("nobody holds it"), Dropped::Deferred);
+    assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::InFlight);
     assert!(table.end_read(cell, Tier::Host).is_err(), "that read is the copy's");
     assert!(table.remove(chunk, |_, _| ()).is_err());
-    let place = Place::Disk { spot: 1, seal: 2, coded: Coded::PLAIN };
-    let freed = table.end_copy(cell, Tier::Disk, Arrival::Here(place)).expect("it is copied");
-    assert_eq!(freed, Some(Place::Host(3)));
+    let place = Location::Disk { spot: 1, seal: 2, coded: StoredForm::PLAIN };
+    let freed = table.end_copy(cell, Tier::Disk, Arrival::Arrived(place)).expect("it is copied");
+    assert_eq!(freed, Some(Location::Host(3)));
     table.retain(chunk).expect("it is there");
     assert_eq!(table.begin_drop(cell, Tier::Disk).expect_err("held").status(), Status::Busy);
     table.begin_copy(cell, Tier::Disk, Tier::Host).expect("it is there");
@@ -119,7 +120,8 @@ fn what_waits_for_the_one_before_it_continues_it_once_that_comes() {
     let mut table = table(1, 5);
     let at = |n: u64, position| NewChunk { position, holes: false, ..root(n) };
     // Two go on from the second chunk, which nobody has.
-    let orphans = [4, 5].map(|n| table.add_behind(&at(n, 2), &root(2).key).expect("room").slot());
+    let orphans =
+        [4, 5].map(|n| table.add_with_parent_key(&at(n, 2), &root(2).key).expect("room").slot());
     let plain = table.add(&at(6, 1)).map_err(|error| error.status());
     assert_eq!(plain, Err(Status::Invalid), "without a key it continues none");
     assert!(orphans.iter().all(|&one| table.parent(one).is_none() && table.may_leave(one)));
@@ -137,7 +139,7 @@ fn what_waits_for_the_one_before_it_continues_it_once_that_comes() {
     assert_eq!(table.remove(second, |_, _| ()).expect("a leaf"), Some(first));
     table.remove(first, |_, _| ()).expect("a leaf");
     // One that has gone waits for nobody.
-    let gone = table.add_behind(&at(4, 1), &root(1).key).expect("room").slot();
+    let gone = table.add_with_parent_key(&at(4, 1), &root(1).key).expect("room").slot();
     table.remove(gone, |_, _| ()).expect("a leaf");
     let first = table.add(&at(1, 0)).expect("room").slot();
     assert_eq!(table.chunk(first).map(|row| (row.children(), row.is_rejoined())), Some((0, false)));
@@ -148,7 +150,7 @@ fn readers_have_a_limit_and_do_not_wrap() {
     let mut table = table(1, 1);
     let cell = Cell { chunk: table.add(&root(1)).expect("room").slot(), layer: 0 };
     table.begin_store(cell, Tier::Host).expect("sound");
-    table.end_store(cell, Tier::Host, Some(Place::Host(0))).expect("it is stored");
+    table.end_store(cell, Tier::Host, Some(Location::Host(0))).expect("it is stored");
     for _ in 0..u16::MAX {
         table.begin_read(cell, Tier::Host).expect("below the limit");
     }

@@ -2,7 +2,9 @@
 
 use kvtier::base::budget::{ALL_TIERS, Tier};
 use kvtier::base::status::{Result, Status};
-use kvtier::meta::chunks::{Arrival, Begin, Cell, Coded, Gone, NewChunk, PLACES, Pin, Place};
+use kvtier::meta::chunks::{
+    Arrival, Begin, Cell, Dropped, Location, NewChunk, Pin, StoredForm, TIERS,
+};
 use kvtier::meta::index::{NONE, Slot};
 use kvtier::meta::key::Key;
 use std::collections::BTreeMap;
@@ -26,8 +28,8 @@ pub enum Way {
 /// A cell in a tier.
 #[derive(Clone, Default)]
 pub struct In {
-    pub place: Option<Place>,
-    pub leaving: Option<Place>,
+    pub place: Option<Location>,
+    pub leaving: Option<Location>,
     pub way: Option<Way>,
     pub readers: u32,
 }
@@ -42,7 +44,7 @@ pub struct Known {
     pub rejoined: bool,
     pub refs: u32,
     pub pin: Option<Pin>,
-    pub cells: Vec<[In; PLACES]>,
+    pub cells: Vec<[In; TIERS]>,
 }
 
 #[derive(Default)]
@@ -50,8 +52,8 @@ pub struct Model {
     pub live: BTreeMap<Slot, Known>,
     pub births: u64,
     pub places: u64,
-    pub lost: [u64; PLACES],
-    pub failed: [u64; PLACES],
+    pub lost: [u64; TIERS],
+    pub failed: [u64; TIERS],
 }
 
 pub fn bit(tier: Tier) -> Answer<usize> {
@@ -92,23 +94,23 @@ impl Model {
         self.live.get_mut(&slot).ok_or(Status::NotFound)
     }
 
-    pub fn cell(&mut self, cell: Cell) -> Answer<&mut [In; PLACES]> {
+    pub fn cell(&mut self, cell: Cell) -> Answer<&mut [In; TIERS]> {
         self.chunk(cell.chunk)?.cells.get_mut(cell.layer).ok_or(Status::NotFound)
     }
 
     /// A place that was never used before.
-    pub fn new_place(&mut self, tier: Tier) -> Place {
+    pub fn new_place(&mut self, tier: Tier) -> Location {
         self.places += 1;
         match tier {
-            Tier::Device => Place::Device,
+            Tier::Device => Location::Device,
             Tier::Disk => {
                 // Some plain, some coded.
-                let coded = Coded::new(self.places as u16 % 3, 1 + self.places % 8192);
+                let coded = StoredForm::new(self.places as u16 % 3, 1 + self.places % 8192);
                 let (spot, seal) = (self.places << 20, !self.places);
-                Place::Disk { spot, seal, coded: coded.unwrap_or(Coded::PLAIN) }
+                Location::Disk { spot, seal, coded: coded.unwrap_or(StoredForm::PLAIN) }
             }
-            Tier::Remote => Place::Remote,
-            _ => Place::Host(self.places as u32),
+            Tier::Remote => Location::Remote,
+            _ => Location::Host(self.places as u32),
         }
     }
 
@@ -194,7 +196,7 @@ impl Model {
         }
     }
 
-    pub fn remove(&mut self, slot: Slot) -> Answer<(Vec<Place>, Option<Slot>)> {
+    pub fn remove(&mut self, slot: Slot) -> Answer<(Vec<Location>, Option<Slot>)> {
         self.chunk(slot)?;
         if !self.may_leave(slot) {
             return Err(Status::Busy);
@@ -211,18 +213,18 @@ impl Model {
         // What the remote has is a hint: it keeps nothing from being stored here.
         let [near @ .., _] = &*tiers;
         Ok(if near.iter().any(|t| t.place.is_some()) || tiers[to].place.is_some() {
-            Begin::There
+            Begin::Resident
         } else if near.iter().any(|t| t.way.is_some()) || tiers[to].way.is_some() {
-            Begin::Coming
+            Begin::InFlight
         } else if tiers[to].leaving.is_some() {
             Begin::Leaving
         } else {
             tiers[to].way = Some(Way::Store);
-            Begin::Begun
+            Begin::Started
         })
     }
 
-    pub fn end_store(&mut self, cell: Cell, tier: Tier, place: Option<Place>) -> Answer<()> {
+    pub fn end_store(&mut self, cell: Cell, tier: Tier, place: Option<Location>) -> Answer<()> {
         let tiers = self.cell(cell)?;
         let to = bit(tier)?;
         if tiers[to].way != Some(Way::Store) {
@@ -242,10 +244,10 @@ impl Model {
         let (from, to) = (bit(from)?, bit(to)?);
         let target = &tiers[to];
         if target.place.is_some() {
-            return Ok(Begin::There);
+            return Ok(Begin::Resident);
         }
         if target.way.is_some() {
-            return Ok(Begin::Coming);
+            return Ok(Begin::InFlight);
         }
         if target.leaving.is_some() {
             return Ok(Begin::Leaving);
@@ -255,16 +257,16 @@ impl Model {
         }
         tiers[from].readers += 1;
         tiers[to].way = Some(Way::Copy(from));
-        Ok(Begin::Begun)
+        Ok(Begin::Started)
     }
 
-    pub fn end_copy(&mut self, cell: Cell, to: Tier, arrival: Arrival) -> Answer<Option<Place>> {
+    pub fn end_copy(&mut self, cell: Cell, to: Tier, arrival: Arrival) -> Answer<Option<Location>> {
         let tiers = self.cell(cell)?;
         let target = bit(to)?;
         let Some(Way::Copy(from)) = tiers[target].way else { return Err(Status::State) };
         match arrival {
-            Arrival::Here(place) if place.tier() != to => return Err(Status::Invalid),
-            Arrival::Here(place) => tiers[target].place = Some(place),
+            Arrival::Arrived(place) if place.tier() != to => return Err(Status::Invalid),
+            Arrival::Arrived(place) => tiers[target].place = Some(place),
             _ => {}
         }
         tiers[target].way = None;
@@ -274,11 +276,11 @@ impl Model {
             source.leaving = source.place.take();
         }
         self.lost[from] += u64::from(newly);
-        self.failed[target] += u64::from(!matches!(arrival, Arrival::Here(_)));
+        self.failed[target] += u64::from(!matches!(arrival, Arrival::Arrived(_)));
         self.end_read(cell, ALL_TIERS[from])
     }
 
-    pub fn begin_read(&mut self, cell: Cell, tier: Tier) -> Answer<Place> {
+    pub fn begin_read(&mut self, cell: Cell, tier: Tier) -> Answer<Location> {
         let tiers = self.cell(cell)?;
         let here = &mut tiers[bit(tier)?];
         let place = here.place.ok_or(Status::NotFound)?;
@@ -286,7 +288,7 @@ impl Model {
         Ok(place)
     }
 
-    pub fn end_read(&mut self, cell: Cell, tier: Tier) -> Answer<Option<Place>> {
+    pub fn end_read(&mut self, cell: Cell, tier: Tier) -> Answer<Option<Location>> {
         let tiers = self.cell(cell)?;
         let from = bit(tier)?;
         let copies = tiers.iter().filter(|t| t.way == Some(Way::Copy(from))).count();
@@ -298,11 +300,11 @@ impl Model {
         Ok(if here.readers == 0 { here.leaving.take() } else { None })
     }
 
-    pub fn begin_drop(&mut self, cell: Cell, tier: Tier) -> Answer<Gone> {
+    pub fn begin_drop(&mut self, cell: Cell, tier: Tier) -> Answer<Dropped> {
         let tiers = self.cell(cell)?.clone();
         let from = bit(tier)?;
         if tiers[from].place.is_none() {
-            return Ok(Gone::Not);
+            return Ok(Dropped::Absent);
         }
         // A hint can always go, and is no copy that another could go for.
         let [near @ .., _] = &tiers;
@@ -313,28 +315,28 @@ impl Model {
         let here = &mut self.cell(cell)?[from];
         let place = here.place.take().expect("it is there");
         if here.readers == 0 {
-            return Ok(Gone::Now(place));
+            return Ok(Dropped::Freed(place));
         }
         here.leaving = Some(place);
-        Ok(Gone::Later)
+        Ok(Dropped::Deferred)
     }
 
-    pub fn lose(&mut self, cell: Cell, tier: Tier) -> Answer<Gone> {
+    pub fn lose(&mut self, cell: Cell, tier: Tier) -> Answer<Dropped> {
         let tiers = self.cell(cell)?;
         let from = bit(tier)?;
         let here = &mut tiers[from];
-        let Some(place) = here.place.take() else { return Ok(Gone::Not) };
+        let Some(place) = here.place.take() else { return Ok(Dropped::Absent) };
         let read = here.readers > 0;
         here.leaving = read.then_some(place);
         self.lost[from] += 1;
-        Ok(if read { Gone::Later } else { Gone::Now(place) })
+        Ok(if read { Dropped::Deferred } else { Dropped::Freed(place) })
     }
 
     pub fn relocate(&mut self, cell: Cell, from: u64, to: u64) -> Answer<bool> {
         let here = &mut self.cell(cell)?[Tier::Disk as usize];
         match here.place {
-            Some(Place::Disk { spot, seal, coded }) if spot == from => {
-                here.place = Some(Place::Disk { spot: to, seal, coded });
+            Some(Location::Disk { spot, seal, coded }) if spot == from => {
+                here.place = Some(Location::Disk { spot: to, seal, coded });
                 Ok(true)
             }
             _ => Ok(false),

@@ -3,11 +3,11 @@
 
 use crate::chunks::{root, table};
 use kvtier::base::budget::{ALL_TIERS, Tier};
-use kvtier::meta::chunks::{Arrival, Cell, Chunks, Coded, NewChunk, PLACES, Place, Shape};
+use kvtier::meta::chunks::{Arrival, Cell, Chunks, Location, NewChunk, Shape, StoredForm, TIERS};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::index::{NONE, Slot};
 use kvtier::meta::layout::{Group, Layout, Rule};
-use kvtier::meta::reuse::{Found, Reach, State, choose, look, ranges};
+use kvtier::meta::reuse::{ChunkReuse, ReusablePrefix, State, choose, look, ranges};
 use proptest::prelude::*;
 
 /// What decides whether a path can be gone on from, token by token.
@@ -82,12 +82,12 @@ impl Board {
             for (layer, &(there, coming)) in self.cells[at].iter().enumerate() {
                 let cell = Cell { chunk, layer };
                 let place = |tier| match tier {
-                    Tier::Device => Place::Device,
-                    Tier::Host => Place::Host(at as u32),
-                    Tier::Disk => Place::Disk { spot: 1, seal: 1, coded: Coded::PLAIN },
-                    _ => Place::Remote,
+                    Tier::Device => Location::Device,
+                    Tier::Host => Location::Host(at as u32),
+                    Tier::Disk => Location::Disk { spot: 1, seal: 1, coded: StoredForm::PLAIN },
+                    _ => Location::Remote,
                 };
-                let mut tiers = (0..PLACES).filter(|t| there >> t & 1 != 0).map(|t| ALL_TIERS[t]);
+                let mut tiers = (0..TIERS).filter(|t| there >> t & 1 != 0).map(|t| ALL_TIERS[t]);
                 let first = tiers.next();
                 if first == Some(Tier::Remote) {
                     table.hint(cell).expect("sound");
@@ -100,7 +100,9 @@ impl Board {
                 table.end_store(cell, first, Some(place(first))).expect("it is stored");
                 for tier in tiers {
                     table.begin_copy(cell, first, tier).expect("it is there");
-                    table.end_copy(cell, tier, Arrival::Here(place(tier))).expect("it is copied");
+                    table
+                        .end_copy(cell, tier, Arrival::Arrived(place(tier)))
+                        .expect("it is copied");
                 }
             }
             chunk
@@ -111,11 +113,11 @@ impl Board {
 
     fn check(&self, until: usize, wait: bool) {
         let (table, path) = self.table();
-        let mut found = vec![Found::default(); path.len()];
+        let mut found = vec![ChunkReuse::default(); path.len()];
         let reach = look(&table, &self.layout, &path, &mut found).expect("sound");
         let (now, soon) = (self.reach(false), self.reach(true));
         let (tokens, soon_tokens) = (self.start(now), self.start(soon));
-        let want = Reach { chunks: now, tokens, soon_chunks: soon, soon_tokens };
+        let want = ReusablePrefix { chunks: now, tokens, soon_chunks: soon, soon_tokens };
         assert_eq!(reach, want);
         for (found, &given_up) in found.iter_mut().zip(&self.given_up) {
             found.given_up = given_up;
@@ -123,12 +125,12 @@ impl Board {
         for at in [until, reach.chunks] {
             let moves = choose(&table, &self.layout, &path, at, wait, &mut found).expect("sound");
             self.check_chosen(at, wait, &found);
-            let total = |is: &dyn Fn(&Found) -> bool| {
+            let total = |is: &dyn Fn(&ChunkReuse) -> bool| {
                 found[..at].iter().filter(|f| is(f)).map(|f| u64::from(f.tokens)).sum::<u64>()
             };
             assert_eq!(moves.computed_tokens, total(&|f| f.state == State::Miss));
             assert_eq!(moves.reused_tokens, total(&|f| f.state != State::Miss));
-            for tier in 0..PLACES {
+            for tier in 0..TIERS {
                 assert_eq!(moves.bytes[tier], found.iter().map(|f| f.bytes[tier]).sum::<u64>());
             }
             let all: Vec<_> = ranges(&found).collect();
@@ -145,7 +147,7 @@ impl Board {
         }
     }
 
-    fn check_chosen(&self, until: usize, wait: bool, found: &[Found]) {
+    fn check_chosen(&self, until: usize, wait: bool, found: &[ChunkReuse]) {
         let missed = |chunk: &usize| found[*chunk].state == State::Miss;
         let computed = (0..until).filter(missed).fold(0u32, |all, chunk| all | 1 << chunk);
         assert!(self.is_enough(computed, until, wait));
@@ -156,7 +158,7 @@ impl Board {
             (0..until).filter(missed).chain([until]).map(|at| self.start(at)).collect();
         for (chunk, found) in found.iter().enumerate() {
             if chunk >= until {
-                assert_eq!((found.state, found.needed, found.bytes), (State::Miss, 0, [0; PLACES]));
+                assert_eq!((found.state, found.needed, found.bytes), (State::Miss, 0, [0; TIERS]));
                 continue;
             }
             let needs = |layer: usize| {
@@ -166,7 +168,7 @@ impl Board {
                     .filter(reached)
                     .any(|&point| self.needed(layer, point).any(|c| c == chunk))
             };
-            let mut bytes = [0; PLACES];
+            let mut bytes = [0; TIERS];
             let (mut groups, mut waits) = (0, false);
             for layer in (0..self.layout.layers()).filter(|&layer| needs(layer)) {
                 groups |= 1u64 << self.layout.group_of()[layer];
@@ -249,7 +251,7 @@ fn a_window_needs_its_last_tokens_only_and_a_state_its_own_point() {
     let board = Board { layout, cells, tokens: vec![4; 4], given_up: vec![false; 8] };
     board.check(4, false);
     let (table, path) = board.table();
-    let mut found = [Found::default(); 4];
+    let mut found = [ChunkReuse::default(); 4];
     let reach = look(&table, &board.layout, &path, &mut found).expect("sound");
     assert_eq!((reach.chunks, reach.tokens), (4, 16));
     choose(&table, &board.layout, &path, 4, false, &mut found).expect("sound");
@@ -267,7 +269,7 @@ fn a_window_needs_its_last_tokens_only_and_a_state_its_own_point() {
 #[test]
 fn a_table_of_another_layout_is_refused() {
     let layout = Layout::new(4, vec![Group::state([0], 1, Dtype::I8)]).expect("sound");
-    let mut found = [Found::default(); 2];
+    let mut found = [ChunkReuse::default(); 2];
     assert!(look(&table(2, 1), &layout, &[NONE; 2], &mut found).is_err());
     assert!(look(&table(1, 1), &layout, &[NONE; 1], &mut found).is_err());
     assert!(choose(&table(1, 1), &layout, &[NONE; 2], 3, false, &mut found).is_err());
@@ -275,5 +277,5 @@ fn a_table_of_another_layout_is_refused() {
     let chunk = other.add(&root(0)).expect("room").slot();
     assert!(look(&other, &layout, &[NONE, chunk], &mut found).is_err(), "it is not the second");
     let reach = look(&table(1, 1), &layout, &[NONE; 2], &mut found).expect("misses");
-    assert_eq!(reach, Reach::default());
+    assert_eq!(reach, ReusablePrefix::default());
 }

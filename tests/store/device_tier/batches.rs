@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvtier::base::budget::Tier;
 use kvtier::device::simulated::Simulated;
 use kvtier::device::{Device, Memory, Stream};
-use kvtier::meta::chunks::{Cell, Place};
+use kvtier::meta::chunks::{Cell, Location};
 use kvtier::meta::key::Key;
 use kvtier::store::executor::Tools;
 use kvtier::store::state::disk_gc::{CheckpointWriter, Page};
@@ -144,7 +144,7 @@ fn what_is_lost_on_the_way_to_the_device_does_not_arrive() {
         let table = core.table_of(space).expect("open");
         let cell = Cell { chunk: slot, layer };
         let place = table.chunks.place(cell, Tier::Disk).expect("there is a chunk");
-        let Some(Place::Disk { spot, seal, coded }) = place else {
+        let Some(Location::Disk { spot, seal, coded }) = place else {
             panic!("not on disk: {cell:?}")
         };
         let chunk = table.record_of(slot, Key([1; 32]));

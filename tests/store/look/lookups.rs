@@ -3,7 +3,7 @@
 use kvtier::base::budget::Tier;
 use kvtier::base::status::Status;
 use kvtier::format::keys::chain::Chain;
-use kvtier::meta::chunks::PLACES;
+use kvtier::meta::chunks::TIERS;
 use kvtier::meta::reuse::State;
 use kvtier::store::plan::Route;
 use kvtier::store::state::plans::Look;
@@ -48,7 +48,7 @@ pub fn compare(look: &Look, rows: &Rows, holes: bool, routes: &[Route]) {
             chunk += 1;
         }
         assert_eq!(rows.start(chunk), at + range.tokens, "a range ends inside of a chunk");
-        let mut bytes = [0; PLACES];
+        let mut bytes = [0; TIERS];
         let mut pending = 0;
         for one in &chosen[from..chunk] {
             assert_eq!(one.state, range.state);
@@ -90,7 +90,7 @@ fn look_around(world: &mut World) -> [u64; 4] {
         let other = world.spaces.iter().find(|s| s.layout == space.layout && s.key != space.key);
         let number = other.unwrap().number;
         let nothing = core.lookup_keys(number, &keys, tokens.len() as u64).unwrap();
-        assert_eq!((nothing.soon_tokens, nothing.bytes), (0, [0; PLACES]));
+        assert_eq!((nothing.soon_tokens, nothing.bytes), (0, [0; TIERS]));
         assert!(nothing.ranges.iter().all(|range| range.state == State::Miss));
     }
     for session in &world.sessions {

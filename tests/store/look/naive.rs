@@ -1,7 +1,7 @@
 //! The rules of reuse, read token by token.
 
 use kvtier::format::keys::chain::Chain;
-use kvtier::meta::chunks::PLACES;
+use kvtier::meta::chunks::TIERS;
 use kvtier::meta::index::Slot;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Layout, Rule};
@@ -25,7 +25,7 @@ pub struct Rows {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chosen {
     pub state: State,
-    pub bytes: [u64; PLACES],
+    pub bytes: [u64; TIERS],
     pub pending_bytes: u64,
 }
 
@@ -89,8 +89,8 @@ impl Rows {
     }
 
     /// What the cells of a chunk that are needed from some points take.
-    pub fn load(&self, chunk: usize, points: &[u64]) -> ([u64; PLACES], u64) {
-        let (mut bytes, mut pending) = ([0; PLACES], 0);
+    pub fn load(&self, chunk: usize, points: &[u64]) -> ([u64; TIERS], u64) {
+        let (mut bytes, mut pending) = ([0; TIERS], 0);
         for layer in 0..self.layout.layers() {
             if !points.iter().any(|&point| self.needs(layer, point, chunk)) {
                 continue;
@@ -113,7 +113,7 @@ impl Rows {
         given_up: impl Fn(usize) -> bool,
     ) -> Vec<Chosen> {
         let mut points = vec![self.start(until)];
-        let miss = Chosen { state: State::Miss, bytes: [0; PLACES], pending_bytes: 0 };
+        let miss = Chosen { state: State::Miss, bytes: [0; TIERS], pending_bytes: 0 };
         let mut all = vec![miss; self.tokens.len()];
         for chunk in (0..until).rev() {
             let needed: Vec<usize> = (0..self.layout.layers())
@@ -129,7 +129,7 @@ impl Rows {
             };
             let (bytes, pending_bytes) = match state {
                 State::Hit | State::Pending => self.load(chunk, &points),
-                _ => ([0; PLACES], 0),
+                _ => ([0; TIERS], 0),
             };
             if state == State::Miss {
                 points.push(self.start(chunk));

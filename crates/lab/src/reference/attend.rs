@@ -1,7 +1,7 @@
 //! Attention over the keys and values of a cache, in pieces that are merged, restricted by a
 //! policy.
 
-use kvtier::attention::{Decode, Keys, Prefill, Problem, Sums, merge};
+use kvtier::attention::{ColumnSums, Decode, Keys, Prefill, Problem, merge};
 use kvtier::base::status::Result;
 use kvtier::sparse::{Context, Index, Shape};
 
@@ -141,7 +141,7 @@ impl LayerQueries<'_> {
             let mut sums = vec![0.0; heads * rows];
             let from = (self.tokens() - queries).saturating_sub(start.0) as u32;
             let lse = &output.lse[start.0 * heads..];
-            let mut job = Sums::new(problem, lse, from, true, &mut sums)?;
+            let mut job = ColumnSums::new(problem, lse, from, true, &mut sums)?;
             let mut memory = vec![0.0; job.scratch()];
             job.all(&mut memory)?;
             lists.iter_mut().zip(sums.chunks_exact(rows)).for_each(|(l, s)| l.extend_from_slice(s));

@@ -10,7 +10,7 @@ use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Device, Memory, Stream};
-use kvtier::meta::chunks::{Cell, Place};
+use kvtier::meta::chunks::{Cell, Location};
 use kvtier::meta::index::Slot;
 use kvtier::store::state::DeviceConfig;
 use kvtier::store::state::device_tier::Audited;
@@ -141,7 +141,7 @@ impl World {
             let slot = *slots.iter().find(|slot| is_filled(slot)).or(slots.first())?;
             let cell = Cell { chunk: slot, layer };
             let place = table.chunks.place(cell, Tier::Disk).ok()?;
-            let Some(Place::Disk { spot, seal, coded }) = place else { return None };
+            let Some(Location::Disk { spot, seal, coded }) = place else { return None };
             let chunk = table.record_of(slot, space.key);
             let (spot, stored_bytes) = (Spot(spot), table.disk_bytes(cell, coded));
             Some(CellAt { chunk, layer: layer as u32, spot, seal, stored_bytes })

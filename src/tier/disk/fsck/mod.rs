@@ -11,9 +11,9 @@ use std::collections::BTreeMap;
 
 use crate::base::status::Result;
 use crate::fail;
-use crate::format::checkpoint::{Covered, FRAME_BYTES, Header};
+use crate::format::checkpoint::{FRAME_BYTES, Header, SegmentEntry};
 use crate::format::record::blocks_of;
-use crate::format::segment::{BLOCK_BYTES, StoreHeader, Unsound};
+use crate::format::segment::{BLOCK_BYTES, HeaderError, StoreHeader};
 use crate::io::files::Files;
 use crate::tier::disk::checkpoint::take_frame;
 use crate::tier::disk::files::{
@@ -97,7 +97,7 @@ struct Check<'a> {
     report: Report,
     finder: Finder,
     /// What the checkpoint that is used covers.
-    covered: BTreeMap<u64, Covered>,
+    covered: BTreeMap<u64, SegmentEntry>,
     /// Every cell that has a header.
     seen: Seen,
     /// Blocks of each segment.
@@ -113,17 +113,17 @@ impl Check<'_> {
     fn store(&mut self) -> Result<()> {
         let block = BLOCK_BYTES as u64;
         let mut found = None;
-        let mut why = Unsound::Damaged;
+        let mut why = HeaderError::Damaged;
         let file = self.files.open(STORE)?;
         let mut bad = Vec::new();
         for at in copies() {
             let decoded = match self.files.read(file, at, block) {
                 Ok(bytes) => StoreHeader::decode(bytes),
-                Err(_) => Err(Unsound::Damaged),
+                Err(_) => Err(HeaderError::Damaged),
             };
             match decoded {
                 Ok(header) => found = found.or(Some(header)),
-                Err(Unsound::Damaged) => bad.push(at),
+                Err(HeaderError::Damaged) => bad.push(at),
                 Err(version) => why = version,
             }
         }

@@ -3,7 +3,7 @@
 
 use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
-use crate::format::checkpoint::Place;
+use crate::format::checkpoint::CellEntry;
 use crate::format::record::{Kind, Record, blocks_of};
 use crate::format::seal::{Identity, seal};
 use crate::format::segment::{BLOCK_BYTES, SegmentHeader};
@@ -37,16 +37,16 @@ impl Seen {
         self.0.sort_unstable();
     }
 
-    fn place(&self, place: &Place) -> Option<usize> {
+    fn place(&self, place: &CellEntry) -> Option<usize> {
         let at = self.0.binary_search_by_key(&place.spot, |seen| seen.spot).ok()?;
         self.0.get(at).filter(|seen| seen.seal == place.seal).map(|_| at)
     }
 
-    pub fn get(&self, place: &Place) -> Option<&Sighting> {
+    pub fn get(&self, place: &CellEntry) -> Option<&Sighting> {
         self.0.get(self.place(place)?)
     }
 
-    pub fn get_mut(&mut self, place: &Place) -> Option<&mut Sighting> {
+    pub fn get_mut(&mut self, place: &CellEntry) -> Option<&mut Sighting> {
         let at = self.place(place)?;
         self.0.get_mut(at)
     }

@@ -5,14 +5,13 @@
 use std::marker::PhantomData;
 
 use crate::attention::element::read;
-use crate::attention::job;
-use crate::attention::keys::{Kind, One};
+use crate::attention::keys::{HeadKeys, Kind};
 use crate::attention::lanes::{Lanes, MAX_WIDTH};
 use crate::attention::level::{Level, levels};
 use crate::attention::limits::{Limits, Workspace};
 use crate::attention::panel::{Columns, TILE, bit_words, pack, product};
-use crate::attention::problem::Problem;
-use crate::attention::seen::{Few, look, mark};
+use crate::attention::problem::{Problem, check_item};
+use crate::attention::visibility::{QueryRun, mark_diagonals, visible_masks};
 use crate::base::status::Result;
 use crate::fail;
 
@@ -26,7 +25,7 @@ pub const KEYS: usize = TILES * TILE;
 /// A second pass over keys and queries, after a [`Prefill`](super::Prefill) by the same index
 /// has given the log-sum-exps: it costs half as much as the first.
 #[derive(Debug)]
-pub struct Sums<'a> {
+pub struct ColumnSums<'a> {
     problem: Problem<'a>,
     level: Level,
     lse: &'a [f32],
@@ -37,9 +36,9 @@ pub struct Sums<'a> {
 }
 
 // SAFETY: items write to places of their own, and `run` asks that each is run by one thread.
-unsafe impl Send for Sums<'_> {}
+unsafe impl Send for ColumnSums<'_> {}
 // SAFETY: as above.
-unsafe impl Sync for Sums<'_> {}
+unsafe impl Sync for ColumnSums<'_> {}
 
 /// Numbers of scratch.
 fn scratch(problem: &Problem<'_>) -> usize {
@@ -53,7 +52,7 @@ fn words(problem: &Problem<'_>) -> usize {
     if has_lines { bit_words(problem) } else { 0 }
 }
 
-impl<'a> Sums<'a> {
+impl<'a> ColumnSums<'a> {
     /// What no sums of some limits need more of.
     pub fn workspace(limits: &Limits) -> Result<Workspace> {
         // SAFETY: only sizes are asked.
@@ -70,7 +69,7 @@ impl<'a> Sums<'a> {
         first: u32,
         is_by_head: bool,
         out: &'a mut [f32],
-    ) -> Result<Sums<'a>> {
+    ) -> Result<ColumnSums<'a>> {
         problem.check()?;
         let (queries, heads) = (problem.queries.tokens(), problem.queries.heads() as usize);
         if lse.len() != queries as usize * heads || first > queries {
@@ -86,12 +85,12 @@ impl<'a> Sums<'a> {
             fail!(Limit, "sums of {keys} keys by {heads} heads");
         }
         let (level, out) = (Level::best(), out.as_mut_ptr());
-        Ok(Sums { problem, level, lse, first, is_by_head, out, lent: PhantomData })
+        Ok(ColumnSums { problem, level, lse, first, is_by_head, out, lent: PhantomData })
     }
 
     /// The same with other instructions; those of the best level, where they are not here.
-    pub fn with_level(mut self, level: Level) -> Sums<'a> {
-        self.level = if level.is_here() { level } else { Level::best() };
+    pub fn with_level(mut self, level: Level) -> ColumnSums<'a> {
+        self.level = if level.is_supported() { level } else { Level::best() };
         self
     }
 
@@ -111,7 +110,7 @@ impl<'a> Sums<'a> {
     /// # Safety
     /// No two threads run the same item at a time.
     pub unsafe fn run(&self, item: u32, memory: &mut [f32]) -> Result<()> {
-        job::check("item", item, self.items(), memory, self.scratch())?;
+        check_item("item", item, self.items(), memory, self.scratch())?;
         // SAFETY: the level is here; all was checked when this was made.
         unsafe { run_item(self.level, self, item, memory.as_mut_ptr()) };
         Ok(())
@@ -126,13 +125,13 @@ impl<'a> Sums<'a> {
 
 levels! {
     /// An item of column sums.
-    run_item = one(job: &Sums<'_>, item: u32, memory: *mut f32)
+    run_item = one(job: &ColumnSums<'_>, item: u32, memory: *mut f32)
 }
 
 /// # Safety
 /// The item is one of the job's, and no other thread's; memory is of its size.
 #[inline(always)]
-unsafe fn one<L: Lanes, const R: usize>(job: &Sums<'_>, item: u32, memory: *mut f32) {
+unsafe fn one<L: Lanes, const R: usize>(job: &ColumnSums<'_>, item: u32, memory: *mut f32) {
     let problem = &job.problem;
     let (heads, keys) = (problem.queries.heads(), problem.keys.tokens());
     let dim = problem.keys.dim() as usize;
@@ -160,7 +159,7 @@ unsafe fn one<L: Lanes, const R: usize>(job: &Sums<'_>, item: u32, memory: *mut 
             }
             let one = problem.select.of(problem.heads(), head);
             if let Some(lines) = one.lines(problem.first_query) {
-                mark(&lines, bits);
+                mark_diagonals(&lines, bits);
             }
             add_head::<L, R>(job, (head, &one, bits), (first, count), &rows);
         }
@@ -185,8 +184,8 @@ struct Rows {
 /// As of [`one`]; `bits` are the head's diagonals.
 #[inline(always)]
 unsafe fn add_head<L: Lanes, const R: usize>(
-    job: &Sums<'_>,
-    (head, keys, bits): (u32, &One<'_>, &[u32]),
+    job: &ColumnSums<'_>,
+    (head, keys, bits): (u32, &HeadKeys<'_>, &[u32]),
     (first, count): (u32, usize),
     rows: &Rows,
 ) {
@@ -213,15 +212,15 @@ unsafe fn add_head<L: Lanes, const R: usize>(
         }
         let last = first_query + query + used - 1;
         let masks = &mut masks[..count.min((last + 1 - first) as usize)];
-        let few = Few { query, count: used, first_query };
-        if look(keys, bits, &few, first, masks) {
+        let run = QueryRun { query, count: used, first_query };
+        if visible_masks(keys, bits, &run, first, masks) {
             let scale = problem.binary_scale();
             // The first lane sees keys up to this one, each one more.
-            let near = i64::from(first_query + query) - i64::from(first);
+            let first_visible = i64::from(first_query + query) - i64::from(first);
             // SAFETY: the caller's promise; so many keys are there.
             unsafe {
                 pack::<L>(problem, &columns, scale, rows.scores, (rows.queries, 0));
-                add_seen::<L, R>(problem, &logs, (near, masks), rows);
+                add_seen::<L, R>(problem, &logs, (first_visible, masks), rows);
             }
         }
         query += used;
@@ -236,7 +235,7 @@ unsafe fn add_head<L: Lanes, const R: usize>(
 unsafe fn add_seen<L: Lanes, const R: usize>(
     problem: &Problem<'_>,
     logs: &[f32; MAX_WIDTH],
-    (near, masks): (i64, &[u32]),
+    (first_visible, masks): (i64, &[u32]),
     rows: &Rows,
 ) {
     let dim = problem.keys.dim() as usize;
@@ -256,12 +255,12 @@ unsafe fn add_seen<L: Lanes, const R: usize>(
             for half in [0, L::N] {
                 let logs = L::load(logs.as_ptr().add(half));
                 for (i, &mask) in masks.iter().enumerate().take(n) {
-                    let ahead = ((from + i) as i64 - near - half as i64).clamp(0, 32);
+                    let ahead = ((from + i) as i64 - first_visible - half as i64).clamp(0, 32);
                     let bits = (u64::from(u32::MAX) << ahead) as u32 & mask >> half;
-                    let share = L::load(rows.scores.add(i * L::WIDTH + half)).sub(logs);
-                    let share = share.keep(bits).exp2();
+                    let normalizer = L::load(rows.scores.add(i * L::WIDTH + half)).sub(logs);
+                    let normalizer = normalizer.keep(bits).exp2();
                     let sum = rows.sums.add((from + i) * L::N);
-                    L::load(sum).add(share).store(sum);
+                    L::load(sum).add(normalizer).store(sum);
                 }
             }
         }

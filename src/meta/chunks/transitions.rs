@@ -5,18 +5,18 @@
 use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
-use crate::meta::chunks::{Cell, Chunks, PLACES, Place, bit_of};
+use crate::meta::chunks::{Cell, Chunks, Location, TIERS, bit_of};
 use crate::meta::index::Slot;
 
 /// What came of the wish to bring a cell into a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Begin {
     /// Begun: it must be ended.
-    Begun,
+    Started,
     /// Nothing to do: it can be read there, or, for one from outside, in any tier.
-    There,
+    Resident,
     /// Nothing to do: somebody brings it.
-    Coming,
+    InFlight,
     /// Not now: it left, but is still read there. Once that ends, its place is free.
     Leaving,
 }
@@ -25,7 +25,7 @@ pub enum Begin {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
     /// It can be read there now.
-    Here(Place),
+    Arrived(Location),
     /// Nothing came; where it came from is as good as it was.
     Failed,
     /// Nothing came, for what was to be copied is lost or damaged.
@@ -34,13 +34,13 @@ pub enum Arrival {
 
 /// What became of a cell's place in a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gone {
+pub enum Dropped {
     /// It is free.
-    Now(Place),
+    Freed(Location),
     /// It is read: the end of the last read returns it.
-    Later,
+    Deferred,
     /// It was not there.
-    Not,
+    Absent,
 }
 
 impl Chunks {
@@ -50,23 +50,23 @@ impl Chunks {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let marks = self.cells.marks()[at];
         if marks.there() != 0 || marks.has(bit) {
-            return Ok(Begin::There);
+            return Ok(Begin::Resident);
         }
         if marks.arriving() != 0 || (marks.loading() | marks.storing()) & 1 << bit != 0 {
-            return Ok(Begin::Coming);
+            return Ok(Begin::InFlight);
         }
-        Ok(self.begin_way(cell.chunk, at, bit, None))
+        Ok(self.begin_transition(cell.chunk, at, bit, None))
     }
 
     /// Ends it. What had been allocated for a cell that did not come stays the
     /// caller's.
-    pub fn end_store(&mut self, cell: Cell, tier: Tier, place: Option<Place>) -> Result<()> {
+    pub fn end_store(&mut self, cell: Cell, tier: Tier, place: Option<Location>) -> Result<()> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if self.cells.marks()[at].storing() & 1 << bit == 0 {
             fail!(State, "layer {} of chunk {} is not stored there", cell.layer, cell.chunk);
         }
         self.check_place(tier, place)?;
-        self.end_way(cell.chunk, at, bit, place);
+        self.end_transition(cell.chunk, at, bit, place);
         Ok(())
     }
 
@@ -76,40 +76,40 @@ impl Chunks {
         let (at, source, target) = (self.at(cell)?, bit_of(from)?, bit_of(to)?);
         let marks = self.cells.marks()[at];
         if marks.has(target) {
-            return Ok(Begin::There);
+            return Ok(Begin::Resident);
         }
         if (marks.loading() | marks.storing()) & 1 << target != 0 {
-            return Ok(Begin::Coming);
+            return Ok(Begin::InFlight);
         }
         if marks.leaving() & 1 << target != 0 {
             return Ok(Begin::Leaving);
         }
         self.begin_read(cell, from)?;
-        Ok(self.begin_way(cell.chunk, at, target, Some(source)))
+        Ok(self.begin_transition(cell.chunk, at, target, Some(source)))
     }
 
     /// Ends it. Returns the place it was copied from, if that is free now.
-    pub fn end_copy(&mut self, cell: Cell, to: Tier, arrival: Arrival) -> Result<Option<Place>> {
+    pub fn end_copy(&mut self, cell: Cell, to: Tier, arrival: Arrival) -> Result<Option<Location>> {
         let (at, target) = (self.at(cell)?, bit_of(to)?);
         let Some(source) = self.cells.source(at, target) else {
             fail!(State, "layer {} of chunk {} is not copied there", cell.layer, cell.chunk);
         };
         let place = match arrival {
-            Arrival::Here(place) => Some(place),
+            Arrival::Arrived(place) => Some(place),
             Arrival::Failed | Arrival::BadSource => None,
         };
         self.check_place(to, place)?;
-        self.end_way(cell.chunk, at, target, place);
+        self.end_transition(cell.chunk, at, target, place);
         if arrival == Arrival::BadSource && self.cells.marks()[at].has(source) {
             self.counts.lost[source] += 1;
             let gone = self.take(cell.chunk, at, source);
-            debug_assert_eq!(gone, Gone::Later, "this way still reads it");
+            debug_assert_eq!(gone, Dropped::Deferred, "this way still reads it");
         }
         Ok(self.stop_reading(cell.chunk, at, source))
     }
 
     /// One more reads a cell in a tier: its place there stays until the end.
-    pub fn begin_read(&mut self, cell: Cell, tier: Tier) -> Result<Place> {
+    pub fn begin_read(&mut self, cell: Cell, tier: Tier) -> Result<Location> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if !self.cells.marks()[at].has(bit) {
             fail!(NotFound, "layer {} of chunk {} is not there", cell.layer, cell.chunk);
@@ -122,7 +122,7 @@ impl Chunks {
     }
 
     /// One less. Returns the place, if it is free now.
-    pub fn end_read(&mut self, cell: Cell, tier: Tier) -> Result<Option<Place>> {
+    pub fn end_read(&mut self, cell: Cell, tier: Tier) -> Result<Option<Location>> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if self.cells.plain_readers(at, bit) == 0 {
             fail!(State, "nobody reads layer {} of chunk {}", cell.layer, cell.chunk);
@@ -136,14 +136,14 @@ impl Chunks {
         let marks = self.cells.marks()[at];
         let is_known = marks.has(bit) || (marks.loading() | marks.leaving()) & 1 << bit != 0;
         if !is_known {
-            self.put(cell.chunk, at, Place::Remote);
+            self.put(cell.chunk, at, Location::Remote);
         }
         Ok(())
     }
 
     /// Takes a cell out of a tier. What is held, pinned or continued by others
     /// keeps its last place in this store.
-    pub fn begin_drop(&mut self, cell: Cell, tier: Tier) -> Result<Gone> {
+    pub fn begin_drop(&mut self, cell: Cell, tier: Tier) -> Result<Dropped> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let last = self.cells.marks()[at].there() == 1 << bit;
         if last && self.chunk(cell.chunk).is_some_and(|row| row.is_blocked()) {
@@ -154,10 +154,10 @@ impl Chunks {
 
     /// Takes a cell out of a tier where it was found lost or damaged: what is not
     /// there cannot be kept.
-    pub fn lose(&mut self, cell: Cell, tier: Tier) -> Result<Gone> {
+    pub fn lose(&mut self, cell: Cell, tier: Tier) -> Result<Dropped> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let gone = self.take(cell.chunk, at, bit);
-        self.counts.lost[bit] += u64::from(gone != Gone::Not);
+        self.counts.lost[bit] += u64::from(gone != Dropped::Absent);
         Ok(gone)
     }
 
@@ -167,7 +167,7 @@ impl Chunks {
     pub fn relocate(&mut self, cell: Cell, from: u64, to: u64) -> Result<bool> {
         let (at, bit) = (self.at(cell)?, bit_of(Tier::Disk)?);
         let there = self.cells.marks()[at].there() & 1 << bit != 0;
-        let Place::Disk { spot, .. } = self.cells.place_in(at, bit) else { return Ok(false) };
+        let Location::Disk { spot, .. } = self.cells.place_in(at, bit) else { return Ok(false) };
         if !there || spot != from {
             return Ok(false);
         }
@@ -175,7 +175,7 @@ impl Chunks {
         Ok(true)
     }
 
-    fn check_place(&self, tier: Tier, place: Option<Place>) -> Result<()> {
+    fn check_place(&self, tier: Tier, place: Option<Location>) -> Result<()> {
         match place {
             Some(place) if place.tier() != tier => {
                 fail!(Invalid, "a place in {} for a way to {}", place.tier().name(), tier.name())
@@ -185,17 +185,23 @@ impl Chunks {
     }
 
     #[inline]
-    fn begin_way(&mut self, slot: Slot, at: usize, tier: usize, source: Option<usize>) -> Begin {
+    fn begin_transition(
+        &mut self,
+        slot: Slot,
+        at: usize,
+        tier: usize,
+        source: Option<usize>,
+    ) -> Begin {
         if self.cells.marks()[at].leaving() & 1 << tier != 0 {
             return Begin::Leaving;
         }
         self.cells.expect(at, tier, source);
         self.start(slot);
-        Begin::Begun
+        Begin::Started
     }
 
     #[inline]
-    fn end_way(&mut self, slot: Slot, at: usize, tier: usize, place: Option<Place>) {
+    fn end_transition(&mut self, slot: Slot, at: usize, tier: usize, place: Option<Location>) {
         self.cells.end_wait(at, tier);
         self.stop(slot);
         let Some(place) = place else {
@@ -206,7 +212,7 @@ impl Chunks {
     }
 
     #[inline]
-    fn put(&mut self, slot: Slot, at: usize, place: Place) {
+    fn put(&mut self, slot: Slot, at: usize, place: Location) {
         let (first, tier) = (self.cells.place(at, place), place.tier() as usize);
         let row = &mut self.rows[slot as usize];
         row.cells[tier] += 1;
@@ -216,9 +222,9 @@ impl Chunks {
     }
 
     #[inline]
-    fn take(&mut self, slot: Slot, at: usize, tier: usize) -> Gone {
+    fn take(&mut self, slot: Slot, at: usize, tier: usize) -> Dropped {
         if !self.cells.marks()[at].has(tier) {
-            return Gone::Not;
+            return Dropped::Absent;
         }
         let (nowhere, free) = self.cells.take(at, tier);
         let row = &mut self.rows[slot as usize];
@@ -227,13 +233,13 @@ impl Chunks {
         self.counts.cells[tier] -= 1;
         self.counts.cells_somewhere -= u64::from(nowhere);
         if free {
-            return Gone::Now(self.cells.place_in(at, tier));
+            return Dropped::Freed(self.cells.place_in(at, tier));
         }
-        Gone::Later
+        Dropped::Deferred
     }
 
     #[inline]
-    fn stop_reading(&mut self, slot: Slot, at: usize, tier: usize) -> Option<Place> {
+    fn stop_reading(&mut self, slot: Slot, at: usize, tier: usize) -> Option<Location> {
         self.stop(slot);
         self.cells.end_read(at, tier).then(|| self.cells.place_in(at, tier))
     }
@@ -255,4 +261,4 @@ impl Chunks {
     }
 }
 
-const _: () = assert!(PLACES <= 4, "a nibble of marks");
+const _: () = assert!(TIERS <= 4, "a nibble of marks");

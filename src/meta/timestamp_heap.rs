@@ -14,13 +14,13 @@ use crate::meta::objects::Objects;
 
 /// Objects by stamp. `Node::prev` and `Node::next` lead down.
 #[derive(Clone, Copy, Debug)]
-pub struct Pile {
+pub struct TimestampHeap {
     top: Slot,
 }
 
-impl Default for Pile {
-    fn default() -> Pile {
-        Pile { top: NONE }
+impl Default for TimestampHeap {
+    fn default() -> TimestampHeap {
+        TimestampHeap { top: NONE }
     }
 }
 
@@ -36,7 +36,7 @@ fn below(objects: &Objects, slot: Slot, side: bool) -> Slot {
     if side { node.next } else { node.prev }
 }
 
-impl Pile {
+impl TimestampHeap {
     /// Whether it is empty.
     #[inline]
     pub fn is_empty(&self) -> bool {
@@ -168,7 +168,7 @@ mod tests {
         /// Slot, stamp, and whether its stamp changes before it is taken out.
         #[test]
         fn agrees_with_a_sorted_set(calls in prop::collection::vec((0..70u32, -9..9i64, any::<bool>()), 0..400)) {
-            let (mut objects, mut pile) = (table(70), Pile::default());
+            let (mut objects, mut heap) = (table(70), TimestampHeap::default());
             let mut model: BTreeSet<(i64, Slot)> = BTreeSet::new();
             for (slot, stamp, changes) in calls {
                 let is_in = model.iter().find(|(_, s)| *s == slot).copied();
@@ -177,18 +177,18 @@ mod tests {
                         objects.node_mut(slot).stamp = stamp;
                     }
                     model.remove(&entry);
-                    prop_assert!(pile.remove(&mut objects, slot));
+                    prop_assert!(heap.remove(&mut objects, slot));
                 } else {
-                    prop_assert!(!pile.remove(&mut objects, slot));
+                    prop_assert!(!heap.remove(&mut objects, slot));
                     objects.node_mut(slot).stamp = stamp;
-                    pile.add(&mut objects, slot);
+                    heap.add(&mut objects, slot);
                     model.insert((stamp, slot));
                 }
-                prop_assert_eq!(pile.check(&objects).expect("sound") as usize, model.len());
-                let oldest = Some(pile.oldest()).filter(|&s| s != NONE);
+                prop_assert_eq!(heap.check(&objects).expect("sound") as usize, model.len());
+                let oldest = Some(heap.oldest()).filter(|&s| s != NONE);
                 let stamp = oldest.map(|s| objects.node(s).stamp);
                 prop_assert_eq!(stamp, model.first().map(|(stamp, _)| *stamp));
-                let slots: BTreeSet<Slot> = pile.slots(&objects).collect();
+                let slots: BTreeSet<Slot> = heap.slots(&objects).collect();
                 prop_assert_eq!(slots, model.iter().map(|(_, s)| *s).collect::<BTreeSet<_>>());
             }
         }
@@ -197,14 +197,14 @@ mod tests {
     #[test]
     fn many_come_out_in_order_and_none_stands_deep() {
         const MANY: u64 = 1 << 14;
-        let (mut objects, mut pile) = (table(MANY), Pile::default());
+        let (mut objects, mut heap) = (table(MANY), TimestampHeap::default());
         for slot in 0..MANY as Slot {
             objects.node_mut(slot).stamp = i64::from(slot.wrapping_mul(0x9E37_79B1));
-            pile.add(&mut objects, slot);
+            heap.add(&mut objects, slot);
         }
-        assert_eq!(pile.check(&objects).expect("sound"), MANY as u32);
+        assert_eq!(heap.check(&objects).expect("sound"), MANY as u32);
         for slot in 0..MANY as Slot {
-            let (mut at, mut depth) = (pile.oldest(), 0);
+            let (mut at, mut depth) = (heap.oldest(), 0);
             while at != slot {
                 at = below(&objects, at, side(slot, depth));
                 depth += 1;
@@ -212,26 +212,26 @@ mod tests {
             assert!(depth <= 14, "a slot of 14 bits stands {depth} deep");
         }
         let mut last = i64::MIN;
-        while !pile.is_empty() {
-            let slot = pile.oldest();
+        while !heap.is_empty() {
+            let slot = heap.oldest();
             let stamp = objects.node(slot).stamp;
-            assert!(stamp > last && pile.remove(&mut objects, slot));
+            assert!(stamp > last && heap.remove(&mut objects, slot));
             last = stamp;
         }
     }
 
     #[test]
     fn what_stands_wrong_is_found() {
-        let (mut objects, mut pile) = (table(4), Pile::default());
+        let (mut objects, mut heap) = (table(4), TimestampHeap::default());
         for slot in 0..4 {
             objects.node_mut(slot).stamp = i64::from(slot);
-            pile.add(&mut objects, slot);
+            heap.add(&mut objects, slot);
         }
         objects.node_mut(3).stamp = -1;
-        assert!(pile.check(&objects).is_err());
+        assert!(heap.check(&objects).is_err());
         objects.node_mut(3).stamp = 3;
         let node = objects.node_mut(0);
         (node.prev, node.next) = (node.next, node.prev);
-        assert!(pile.check(&objects).is_err());
+        assert!(heap.check(&objects).is_err());
     }
 }

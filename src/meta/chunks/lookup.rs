@@ -2,7 +2,7 @@
 
 use crate::base::budget::Tier;
 use crate::base::zeroed::prefetch;
-use crate::meta::chunks::{Chunks, PLACES, id_of};
+use crate::meta::chunks::{Chunks, TIERS, id_of};
 use crate::meta::index::{NONE, Slot, UNSURE};
 use crate::meta::key::Key;
 
@@ -10,7 +10,7 @@ use crate::meta::key::Key;
 const GROUP: usize = 32;
 
 /// Set by [`Chunks::exists_many`] when every cell of a chunk is in some tier.
-pub const WHOLE: u8 = 1 << PLACES;
+pub const WHOLE: u8 = 1 << TIERS;
 
 impl Chunks {
     /// The slot of a key.
@@ -67,7 +67,7 @@ impl Chunks {
     }
 
     /// The same, with what the remote is said to have only where that is believed.
-    pub fn tiers_believed(&self, slot: Slot) -> u8 {
+    pub fn trusted_tiers(&self, slot: Slot) -> u8 {
         let doubted = u8::from(!self.counts_remote()) << Tier::Remote as u8;
         self.tiers_of(slot) & !doubted
     }

@@ -1,12 +1,12 @@
 //! Which of a few queries see which keys, as bits: for what goes through keys, and asks of
 //! each which queries are computed with it.
 
-use crate::attention::keys::{Kind, Lines, One};
+use crate::attention::keys::{HeadKeys, Kind, Lines};
 use crate::attention::panel::TILE;
 
 /// Queries that follow each other, 32 at most: a bit each, that of the first is the lowest.
 #[derive(Clone, Copy, Debug)]
-pub struct Few {
+pub struct QueryRun {
     /// The first.
     pub query: u32,
     /// How many.
@@ -17,7 +17,7 @@ pub struct Few {
 
 /// Sets the bits of distances that are diagonals. The last two words have none, so that two
 /// words can be read wherever a distance is.
-pub fn mark(lines: &Lines<'_>, words: &mut [u32]) {
+pub fn mark_diagonals(lines: &Lines<'_>, words: &mut [u32]) {
     words.fill(0);
     for &d in lines.diagonals {
         match words.get_mut(d as usize / 32..) {
@@ -38,40 +38,46 @@ fn on_diagonals(words: &[u32], position: u32, key: u32) -> u32 {
 /// Which queries see each of some keys by what is said, the first of which is at position
 /// `first`: their bits. The causal rule is not in them. `words` are the head's diagonals.
 /// Whether any key is seen.
-pub fn look(one: &One<'_>, words: &[u32], few: &Few, first: u32, masks: &mut [u32]) -> bool {
+pub fn visible_masks(
+    one: &HeadKeys<'_>,
+    words: &[u32],
+    run: &QueryRun,
+    first: u32,
+    masks: &mut [u32],
+) -> bool {
     masks.fill(0);
-    let (mut query, end) = (few.query, few.query.saturating_add(few.count.min(32)));
+    let (mut query, end) = (run.query, run.query.saturating_add(run.count.min(32)));
     while query < end {
-        let until = one.until(query, few.first_query).min(end);
-        let bits = (u32::MAX >> (32 - (until - query).clamp(1, 32))) << (query - few.query);
-        look_one(one, words, (few, query, until), (first, bits), masks);
+        let until = one.until(query, run.first_query).min(end);
+        let bits = (u32::MAX >> (32 - (until - query).clamp(1, 32))) << (query - run.query);
+        run_masks(one, words, (run, query, until), (first, bits), masks);
         query = until.max(query + 1);
     }
     masks.iter().any(|&mask| mask != 0)
 }
 
 /// The same of those up to `until` that have one walk.
-fn look_one(
-    one: &One<'_>,
+fn run_masks(
+    one: &HeadKeys<'_>,
     words: &[u32],
-    (few, query, until): (&Few, u32, u32),
+    (run, query, until): (&QueryRun, u32, u32),
     (first, bits): (u32, u32),
     masks: &mut [u32],
 ) {
-    let position = few.first_query + query;
+    let position = run.first_query + query;
     let kind = one.kind(position);
     if kind == Kind::Dense {
         masks.iter_mut().for_each(|mask| *mask |= bits);
         return;
     }
-    let mut walk = one.walk(query, (position, until - query), (first, masks.len() as u32));
+    let mut cursor = one.cursor(query, (position, until - query), (first, masks.len() as u32));
     let mut tile = [0; TILE];
     loop {
-        let n = walk.take(&mut tile, TILE);
+        let n = cursor.take(&mut tile, TILE);
         for &at in tile.iter().take(n) {
             let Some(mask) = masks.get_mut(at as usize) else { continue };
             *mask |= match kind {
-                Kind::Lines => bits & on_diagonals(words, few.first_query + few.query, first + at),
+                Kind::Lines => bits & on_diagonals(words, run.first_query + run.query, first + at),
                 _ => bits,
             };
         }

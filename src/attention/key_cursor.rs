@@ -5,7 +5,7 @@ use crate::attention::panel::TILE;
 
 /// Where keys come from.
 #[derive(Clone, Copy, Debug)]
-pub enum Source<'a> {
+pub enum KeySource<'a> {
     /// All of them.
     All,
     /// Blocks of so many.
@@ -41,27 +41,27 @@ pub enum Source<'a> {
 
 /// Keys in ascending order, tile by tile.
 #[derive(Clone, Copy, Debug)]
-pub struct Walk<'a> {
-    source: Source<'a>,
+pub struct KeyCursor<'a> {
+    source: KeySource<'a>,
     at: usize,
     run: (u32, u32),
     begin: u32,
     end: u32,
 }
 
-impl<'a> Walk<'a> {
+impl<'a> KeyCursor<'a> {
     /// Keys of a source from position `begin` on, counted from there, before `end`. The source
     /// names nothing that ends before.
-    pub fn new(source: Source<'a>, (begin, end): (u32, u32)) -> Walk<'a> {
-        Walk { source, at: 0, run: (0, 0), begin, end }
+    pub fn new(source: KeySource<'a>, (begin, end): (u32, u32)) -> KeyCursor<'a> {
+        KeyCursor { source, at: 0, run: (0, 0), begin, end }
     }
 
     /// How many there are, if nothing was taken yet; 0 for lines and ranges, which are not
     /// counted.
     pub fn count(&self) -> usize {
         match self.source {
-            Source::All => self.end as usize,
-            Source::Blocks { blocks, tokens } => {
+            KeySource::All => self.end as usize,
+            KeySource::Blocks { blocks, tokens } => {
                 let first = |id: u32| u64::from(id) * u64::from(tokens);
                 let end = u64::from(self.begin) + u64::from(self.end);
                 let there = blocks.partition_point(|&id| first(id) < end);
@@ -71,14 +71,14 @@ impl<'a> Walk<'a> {
                 let all = there.saturating_sub(1) * tokens as usize + last;
                 if there > 0 { all - self.lead() } else { 0 }
             }
-            Source::Ranges { .. } | Source::Lines { .. } => 0,
+            KeySource::Ranges { .. } | KeySource::Lines { .. } => 0,
         }
     }
 
     /// Keys of the first block that lie before the first key.
     fn lead(&self) -> usize {
         match self.source {
-            Source::Blocks { blocks: [first, ..], tokens } => {
+            KeySource::Blocks { blocks: [first, ..], tokens } => {
                 let first = u64::from(*first) * u64::from(tokens);
                 u64::from(self.begin).saturating_sub(first) as usize
             }
@@ -89,18 +89,18 @@ impl<'a> Walk<'a> {
     /// Leaves out the first `n`, if nothing was taken yet; nothing of lines and ranges.
     pub fn skip(&mut self, n: usize) {
         match self.source {
-            Source::All => {
+            KeySource::All => {
                 self.at = 1;
                 self.run = ((n as u32).min(self.end), self.end);
             }
-            Source::Blocks { tokens, .. } => {
+            KeySource::Blocks { tokens, .. } => {
                 let from = n + self.lead();
                 self.at = from / tokens as usize;
                 let inside = if self.at == 0 { n } else { from % tokens as usize };
                 self.run = self.next_run().unwrap_or_default();
                 self.run.0 = (self.run.0 + inside as u32).min(self.run.1);
             }
-            Source::Ranges { .. } | Source::Lines { .. } => {}
+            KeySource::Ranges { .. } | KeySource::Lines { .. } => {}
         }
     }
 
@@ -127,23 +127,23 @@ impl<'a> Walk<'a> {
     fn next_run(&mut self) -> Option<(u32, u32)> {
         let at = self.at;
         let run = match &mut self.source {
-            Source::All => {
+            KeySource::All => {
                 self.at = 1;
                 (self.begin, if at == 0 { self.begin + self.end } else { 0 })
             }
-            Source::Blocks { blocks, tokens } => {
+            KeySource::Blocks { blocks, tokens } => {
                 self.at += 1;
                 let from = u64::from(*blocks.get(at)?) * u64::from(*tokens);
                 let end = u64::from(self.begin) + u64::from(self.end);
                 let to = (from + u64::from(*tokens)).min(end);
                 (from.min(to) as u32, to as u32)
             }
-            Source::Ranges { ranges, columns, column, done } => {
+            KeySource::Ranges { ranges, columns, column, done } => {
                 let run = next_range(ranges, columns, &mut self.at, column, *done)?;
                 *done = run.1;
                 run
             }
-            Source::Lines { lines, left, position, width } => {
+            KeySource::Lines { lines, left, position, width } => {
                 next_band(lines, &mut self.at, left, (*position, *width))?
             }
         };

@@ -1,10 +1,10 @@
 //! How a decode is cut into parts: by keys alone, so that it does not depend on threads.
 
+use crate::attention::key_cursor::KeyCursor;
 use crate::attention::keys::Kind;
 use crate::attention::limits::Limits;
-use crate::attention::panel::{Columns, Place, TILE};
+use crate::attention::panel::{Columns, OutputRows, TILE};
 use crate::attention::problem::Problem;
-use crate::attention::walk::Walk;
 use crate::base::status::Result;
 use crate::fail;
 
@@ -13,7 +13,7 @@ pub const PART_KEYS: usize = 1024;
 
 /// How a decode is cut.
 #[derive(Clone, Copy, Debug)]
-pub struct Cut {
+pub struct KvSplit {
     /// Query heads of a group: those that share keys, and what is selected of them.
     pub group: u32,
     /// Groups.
@@ -40,31 +40,31 @@ fn can_follow(problem: &Problem<'_>) -> Result<()> {
     Ok(())
 }
 
-impl Cut {
+impl KvSplit {
     /// Cuts a problem, if it can be decoded.
-    pub fn new(problem: &Problem<'_>, keeps_scores: bool) -> Result<Cut> {
+    pub fn new(problem: &Problem<'_>, keeps_scores: bool) -> Result<KvSplit> {
         problem.check()?;
         can_follow(problem)?;
         let heads = problem.heads();
         let group = if problem.select.is_shared(heads) { heads.queries / heads.keys } else { 1 };
         let groups = heads.queries / group;
-        let mut cut = Cut {
+        let mut split = KvSplit {
             group,
             groups,
             rows: problem.queries.tokens() as usize * group as usize,
             parts: 0,
             scores: 0,
         };
-        let most = (0..groups).map(|g| cut.walk(problem, g).count()).max().unwrap_or(0);
-        cut.parts = most.div_ceil(PART_KEYS).max(1);
-        cut.scores = if keeps_scores { most } else { 0 };
-        Ok(cut)
+        let most = (0..groups).map(|g| split.cursor(problem, g).count()).max().unwrap_or(0);
+        split.parts = most.div_ceil(PART_KEYS).max(1);
+        split.scores = if keeps_scores { most } else { 0 };
+        Ok(split)
     }
 
     /// The cut of the largest problem that there may be: as many groups as heads.
-    pub fn largest(limits: &Limits) -> Cut {
+    pub fn largest(limits: &Limits) -> KvSplit {
         let keys = limits.keys as usize;
-        Cut {
+        KvSplit {
             group: 1,
             groups: limits.query_heads,
             rows: limits.queries as usize,
@@ -74,11 +74,11 @@ impl Cut {
     }
 
     /// All keys of a group.
-    pub fn walk<'a>(&self, problem: &Problem<'a>, group: u32) -> Walk<'a> {
+    pub fn cursor<'a>(&self, problem: &Problem<'a>, group: u32) -> KeyCursor<'a> {
         let queries = problem.queries.tokens();
-        let sight = queries.checked_sub(1).map_or(0, |last| problem.sight(last));
+        let visible_keys = queries.checked_sub(1).map_or(0, |last| problem.visible_keys(last));
         let keys = problem.select.of(problem.heads(), group * self.group);
-        keys.walk(0, (problem.first_query, queries), (problem.first_key, sight))
+        keys.cursor(0, (problem.first_query, queries), (problem.first_key, visible_keys))
     }
 
     /// Rows of all groups.
@@ -104,9 +104,9 @@ impl Cut {
         (group, part, tile): (u32, usize, usize),
         tokens: &mut [u32; TILE],
     ) -> usize {
-        let mut walk = self.walk(problem, group);
-        walk.skip(part * PART_KEYS + tile * TILE);
-        walk.take(tokens, TILE)
+        let mut cursor = self.cursor(problem, group);
+        cursor.skip(part * PART_KEYS + tile * TILE);
+        cursor.take(tokens, TILE)
     }
 
     /// The rows of a group.
@@ -118,20 +118,20 @@ impl Cut {
     /// Where a part of a group puts what it comes to.
     ///
     /// # Safety
-    /// `memory` is of [`Cut::sizes`].
+    /// `memory` is of [`KvSplit::sizes`].
     pub unsafe fn place(
         &self,
         problem: &Problem<'_>,
         (group, part): (u32, usize),
         memory: *mut f32,
-    ) -> Place {
+    ) -> OutputRows {
         let (row, dim) = (group as usize * self.rows, problem.values.dim() as usize);
         let all = self.all_rows() * self.parts;
         // SAFETY: results come first, then log-sum-exps, then scores.
         unsafe {
             let logs = memory.add(all * dim);
             let scores = logs.add(all + row * self.scores + part * PART_KEYS);
-            Place {
+            OutputRows {
                 out: memory.add((row * self.parts + part) * dim),
                 lse: logs.add(row * self.parts + part),
                 step: self.parts,
