@@ -1,17 +1,17 @@
-//! `arkvale`: pages by boxes that are shrunk to what keys are like in the mean, one list for
-//! all heads, and what was left out can come back (Chen et al., NeurIPS'24).
+//! `arkvale`: selects pages by boxes that are shrunk to the mean distance of keys (Chen et al.,
+//! NeurIPS'24). All heads share one list of pages. Pages that were left out can be selected again.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
-//! | `budget` | 4096 | tokens that are seen, in whole pages, those below included |
+//! | `budget` | 4096 | tokens that are seen, in whole pages, sinks and window included |
 //! | `page` | 32 | tokens of a page; blocks are whole pages |
-//! | `sinks`, `window` | 2, 2 | first and last pages that always are seen |
-//! | `dense` | 2 | so many first layers see all |
+//! | `sinks`, `window` | 2, 2 | first and last pages that are always seen |
+//! | `dense` | 2 | this many first layers see all pages |
 //!
-//! A box has its centre in the middle of the least and the greatest of each number, and
-//! reaches as far as keys are from there in the mean. A page's score is that of `quest`,
-//! averaged over query heads. It is no bound: in exchange one far key does not count as much
-//! as a page of near ones.
+//! The centre of a box lies midway between the least and the greatest value of each dimension. The
+//! box reaches as far as the mean distance of keys from the centre. A page's score is that of
+//! `quest`, averaged over query heads. The score is no upper bound; in exchange one outlier key
+//! weighs less than a page of close ones.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -20,7 +20,7 @@ use crate::sparse::eviction::{conflict, count};
 use crate::sparse::pages::Bound;
 use crate::sparse::quest::{PageSharing, Quest, Rule};
 
-/// Reads `arkvale` with its parameters.
+/// Reads the parameters of `arkvale`.
 pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Quest> {
     let page = reader.u64("page", 32, 1..=1 << 20)? as u32;
     let rule = Rule {

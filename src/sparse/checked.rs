@@ -1,5 +1,5 @@
-//! A policy as it serves an engine that may be wrong: what it is told and asked is checked
-//! against the model and its traits before it hears of it.
+//! A policy behind checks: every call of an engine is validated against the shape and the traits
+//! before the policy sees it, and answers are validated before the engine sees them.
 
 use crate::attention::{Keys, Prefill, Problem, Rows};
 use crate::base::spec::Spec;
@@ -11,52 +11,52 @@ use crate::sparse::prefill_inputs::check_context;
 use crate::sparse::ranks::ascending;
 use crate::sparse::{RetainedTokens, Shape, Sparse, Stats, Traits, caps, registry};
 
-/// A policy, and what its calls are checked against.
+/// A policy with the shape and traits that its calls are checked against.
 pub struct CheckedPolicy {
     policy: Box<dyn Sparse>,
     shape: Shape,
     traits: Traits,
-    /// Candidates in order, while it is seen whether one comes twice.
+    /// Sorted candidates, to find duplicates.
     sorted: Vec<u32>,
 }
 
-/// An error for what a policy cannot do.
+/// Fails with `Unsupported` if none of the wanted capabilities is there.
 fn check_cap(has: u32, wanted: u32, what: &str) -> Result<()> {
     if has & wanted == 0 {
-        fail!(Unsupported, "the policy does not say {what} here: see its caps");
+        fail!(Unsupported, "the policy does not decide {what} in this phase: see its caps");
     }
     Ok(())
 }
 
 impl CheckedPolicy {
-    /// The policy that a spec describes.
+    /// Makes the policy that a spec describes.
     pub fn open(spec: &str, shape: &Shape) -> Result<CheckedPolicy> {
         let policy = registry::make(&Spec::parse(spec)?, shape)?;
         Ok(CheckedPolicy::of(policy, shape))
     }
 
-    /// Another policy.
+    /// Wraps a policy that was made elsewhere.
     pub fn of(policy: Box<dyn Sparse>, shape: &Shape) -> CheckedPolicy {
         let traits = policy.traits();
         CheckedPolicy { policy, shape: *shape, traits, sorted: Vec::new() }
     }
 
-    /// What it is like.
+    /// Capabilities and needs.
     pub fn traits(&self) -> &Traits {
         &self.traits
     }
 
-    /// The model that it is for.
+    /// The model's attention shape.
     pub fn shape(&self) -> &Shape {
         &self.shape
     }
 
-    /// What it has chosen so far.
+    /// Counters of selections.
     pub fn stats(&self) -> Stats {
         self.policy.stats()
     }
 
-    /// What it keeps of the sequence, in bytes.
+    /// Bytes of state of the sequence.
     pub fn state_bytes(&self) -> u64 {
         self.policy.state_bytes()
     }
@@ -82,7 +82,7 @@ impl CheckedPolicy {
         self.shape.check_keys(layer, keys)?;
         let (tokens, block) = (keys.tokens(), self.shape.block_tokens);
         if tokens == 0 || tokens > block {
-            fail!(Invalid, "a block of {tokens} tokens, blocks have {block}");
+            fail!(Invalid, "a block has {tokens} tokens, it must have 1 to {block}");
         }
         self.check_end(first, tokens)
     }
@@ -96,7 +96,12 @@ impl CheckedPolicy {
     /// As [`Sparse::seal_all`].
     pub fn seal_all(&mut self, id: u32, first: u32, keys: &[Rows<'_>]) -> Result<()> {
         if keys.len() != self.shape.layers as usize {
-            fail!(Invalid, "keys of {} layers, the model has {}", keys.len(), self.shape.layers);
+            fail!(
+                Invalid,
+                "keys of {} layers were passed, the model has {}",
+                keys.len(),
+                self.shape.layers
+            );
         }
         for (layer, keys) in (0..).zip(keys) {
             self.check_block(layer, first, keys)?;
@@ -116,7 +121,7 @@ impl CheckedPolicy {
         self.policy.score(layer, scores)
     }
 
-    /// As [`Sparse::select`]: candidates in any order, each once.
+    /// As [`Sparse::select`]. Candidates come in any order, each once.
     pub fn select(
         &mut self,
         layer: u32,
@@ -161,8 +166,8 @@ impl CheckedPolicy {
         self.policy.index(layer, queries, keys, context, out)
     }
 
-    /// Attention of a prompt, on this thread: by the policy itself, or by its index and the
-    /// kernel. `rows` are queries, and all keys and values.
+    /// Attention of a prompt, on this thread: by the policy itself, or by its index and the kernel.
+    /// `rows` are the queries, and all keys and values.
     pub fn attend(
         &mut self,
         layer: u32,
@@ -175,7 +180,7 @@ impl CheckedPolicy {
         let (queries, keys, values) = rows;
         self.check_context(layer, context)?;
         if !context.is_prefill {
-            fail!(Invalid, "this is for prompts: what follows them is asked for an index");
+            fail!(Invalid, "attend computes prompts only: in decode, use index");
         }
         self.shape.check_queries(layer, queries)?;
         self.shape.check_keys(layer, keys)?;
@@ -184,7 +189,7 @@ impl CheckedPolicy {
         check_context(shape, queries.tokens(), context)?;
         if (keys.tokens(), values.tokens()) != (context.tokens, context.tokens) {
             let (k, v) = (keys.tokens(), values.tokens());
-            fail!(Invalid, "{k} keys and {v} values of {} tokens", context.tokens);
+            fail!(Invalid, "{k} keys and {v} values were passed for {} tokens", context.tokens);
         }
         let problem = Problem {
             queries: *queries,
@@ -196,11 +201,11 @@ impl CheckedPolicy {
             select: Keys::DENSE,
         };
         let mut lse = lse;
-        // It says whether outputs are long enough, whoever computes.
+        // Checks the lengths of the outputs, also where the policy computes.
         Prefill::new(problem, out, lse.as_deref_mut())?;
         if self.traits.caps & caps::INDEX_PREFILL != 0 {
             if self.traits.rows.is_some() {
-                fail!(Unsupported, "the policy has rows of its own: ask it for an index");
+                fail!(Unsupported, "the policy has rows of its own and cannot attend: use index");
             }
             if self.policy.attend(layer, rows, context, out, lse.as_deref_mut())? {
                 return Ok(());
@@ -227,24 +232,28 @@ impl CheckedPolicy {
         check_cap(self.traits.caps, wanted, "what to evict")?;
         let goes = self.policy.evict(layer, context, out)?;
         if goes {
-            self.check_keep(out)?;
+            self.check_retained(out)?;
         }
         Ok(goes)
     }
 
-    /// Whether lists of what is kept can be.
-    fn check_keep(&self, kept: &RetainedTokens) -> Result<()> {
+    /// Checks lists of retained tokens: their number, order and positions.
+    fn check_retained(&self, kept: &RetainedTokens) -> Result<()> {
         let (lists, shape) = (kept.heads.len(), &self.shape);
         if ![1, shape.key_heads as usize, shape.query_heads as usize].contains(&lists) {
-            fail!(Invalid, "{lists} lists of what is kept: one, or one for each head");
+            fail!(Invalid, "{lists} lists of retained tokens: pass one, or one for each head");
         }
         for at in 0..lists {
             let list = kept.heads.get(at);
             if !list.is_sorted_by(|a, b| a < b) {
-                fail!(Invalid, "list {at} of what is kept does not ascend");
+                fail!(Invalid, "list {at} of retained tokens does not ascend");
             }
             if list.last().is_some_and(|&last| last >= shape.max_tokens) {
-                fail!(Limit, "list {at} has a token behind {}", shape.max_tokens);
+                fail!(
+                    Limit,
+                    "list {at} has a position beyond the limit of {} tokens",
+                    shape.max_tokens
+                );
             }
         }
         Ok(())
@@ -253,7 +262,7 @@ impl CheckedPolicy {
     /// As [`Sparse::evicted`].
     pub fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         self.shape.check_layer(layer)?;
-        self.check_keep(kept)?;
+        self.check_retained(kept)?;
         self.policy.evicted(layer, kept)
     }
 
@@ -313,7 +322,7 @@ mod tests {
         let (run_bytes, token_stride_bytes) = (16, u64::from(heads) * 16);
         let head_stride_bytes = 16;
         let view = View { place, tokens, heads, run_bytes, token_stride_bytes, head_stride_bytes };
-        // SAFETY: the numbers are borrowed as long.
+        // SAFETY: the view covers `numbers`, which the rows borrow.
         unsafe { Rows::new(view, Dtype::F32, Scales::None) }.expect("sound")
     }
 
@@ -322,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_before_the_policy_hears_of_it() {
+    fn invalid_calls_are_rejected_before_the_policy_sees_them() {
         let mut served =
             CheckedPolicy::open("quest(page=16,budget=48,dense=0)", &SHAPE).expect("sound");
         let keys = [0.5; 64 * 4];
@@ -348,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_of_what_is_kept_ascend_and_are_one_or_one_a_head() {
+    fn retained_lists_ascend_and_are_one_or_one_per_head() {
         let mut served = CheckedPolicy::open("streaming(sinks=1,recent=2)", &SHAPE).expect("sound");
         let mut keep = RetainedTokens::default();
         assert!(served.evicted(0, &keep).is_err(), "no list");
@@ -362,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_all_layers_are_told_layer_by_layer() {
+    fn seal_all_seals_layer_by_layer() {
         let (mut all, mut each) = (
             CheckedPolicy::open("quest(page=16,budget=48,dense=0)", &SHAPE).expect("sound"),
             CheckedPolicy::open("quest(page=16,budget=48,dense=0)", &SHAPE).expect("sound"),
@@ -380,7 +389,7 @@ mod tests {
         }
     }
 
-    /// A policy that answers nonsense.
+    /// A policy that returns invalid answers.
     struct Wild(&'static [u32]);
 
     impl Sparse for Wild {
@@ -411,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_that_cannot_be_are_not_handed_on() {
+    fn invalid_answers_of_a_policy_are_errors() {
         let evict = |list| {
             let mut served = CheckedPolicy::of(Box::new(Wild(list)), &SHAPE);
             let answer = served.evict(0, &context(9), &mut RetainedTokens::default());

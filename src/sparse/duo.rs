@@ -1,16 +1,16 @@
-//! `duo`: some heads of keys keep all, the others the first and the newest tokens (Xiao et
-//! al., ICLR'25). Which heads, training has found: a number for each layer and head.
+//! `duo`: some heads of keys retain all tokens, the others the first and the newest (Xiao et al.,
+//! ICLR'25). Training has found which: a number for each layer and head.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
-//! | `alpha` | | numbers, layers one after the other: `"0.9 0.1; 0.2 0.8"` |
-//! | `file` | | instead: a text file of them, a line a layer |
-//! | `sparsity` | 0.5 | the heads with numbers from this quantile on keep all |
-//! | `sink`, `recent` | 64, 256 | what the others keep |
-//! | `evict_every` | 1 | they evict when so many tokens are too many |
+//! | `alpha` | | numbers, layer after layer: `"0.9 0.1; 0.2 0.8"` |
+//! | `file` | | instead: a text file of the numbers, one line a layer |
+//! | `sparsity` | 0.5 | heads with numbers from this quantile on retain all |
+//! | `sink`, `recent` | 64, 256 | first and newest tokens that the other heads retain |
+//! | `evict_every` | 1 | they evict when this many tokens exceed that |
 //!
-//! Of equal numbers the earlier head keeps all. Of n heads `n - ceil(sparsity * (n - 1))` do;
-//! none at 1.
+//! Between equal numbers the earlier head retains all. Of n heads `n - ceil(sparsity * (n - 1))`
+//! retain all; none at 1.
 
 use std::path::Path;
 
@@ -23,23 +23,23 @@ use crate::sparse::numbers::{check, grow, reserve};
 use crate::sparse::ranks::Ranks;
 use crate::sparse::{Context, RetainedTokens, Scope, Shape, Sparse, Traits, caps};
 
-/// Longest text of numbers.
+/// Largest text of numbers, in bytes.
 const MAX_TEXT_BYTES: usize = 16 << 20;
 
-/// Heads that keep all, and heads that stream.
+/// Heads that retain all tokens, and streaming heads.
 #[derive(Clone, Debug)]
 pub struct Duo {
     shape: Shape,
-    /// For each layer and head of keys whether it keeps all.
+    /// For each layer and head of keys: whether the head retains all.
     is_full: Vec<bool>,
     sink: u32,
     recent: u32,
     slack: u32,
-    /// For each layer the first token behind the first ones that heads which stream still have.
+    /// For each layer: the first token behind the sink that streaming heads still have.
     from: Vec<u32>,
 }
 
-/// Numbers divided by spaces, commas, semicolons or lines.
+/// Parses numbers that are separated by spaces, commas, semicolons or line breaks.
 fn numbers(text: &str, most: usize) -> Result<Vec<f32>> {
     let mut out = Vec::new();
     let is_gap = |c: char| c.is_ascii_whitespace() || matches!(c, ',' | ';');
@@ -57,7 +57,7 @@ fn numbers(text: &str, most: usize) -> Result<Vec<f32>> {
 }
 
 impl Duo {
-    /// Reads `duo` with its parameters.
+    /// Reads the parameters of `duo`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Duo> {
         shape.check()?;
         let heads = shape.layers as usize * shape.key_heads as usize;
@@ -100,7 +100,7 @@ impl Duo {
         })
     }
 
-    /// Which heads of a layer keep all.
+    /// For each head of a layer: whether it retains all.
     pub fn full(&self, layer: u32) -> &[bool] {
         let heads = self.shape.key_heads as usize;
         self.is_full.chunks_exact(heads).nth(layer as usize).unwrap_or_default()
@@ -143,10 +143,15 @@ impl Sparse for Duo {
     fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         let heads = self.full(layer);
         if kept.heads.len() != heads.len() {
-            fail!(Invalid, "{} lists of tokens, there are {}", kept.heads.len(), heads.len());
+            fail!(
+                Invalid,
+                "{} lists of retained tokens, the layer has {}",
+                kept.heads.len(),
+                heads.len()
+            );
         }
         let Some(head) = heads.iter().position(|full| !full) else { return Ok(()) };
-        // The newest tokens lie together; others that stay are somebody else's.
+        // The newest tokens form one run. Other tokens that stay were added by the caller.
         let list = kept.of(head as u32);
         let run = list.windows(2).rev().take_while(|two| match two {
             [a, b] => a.checked_add(1) == Some(*b),
@@ -162,7 +167,7 @@ impl Sparse for Duo {
 
     fn truncate(&mut self, tokens: u32) -> Result<()> {
         let sink = self.sink;
-        // What lay between is gone: what comes now comes behind it.
+        // Evicted tokens do not come back: new tokens are appended behind the truncation.
         self.from
             .iter_mut()
             .filter(|from| **from > tokens)

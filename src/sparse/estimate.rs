@@ -1,5 +1,5 @@
-//! What keys and distances get of the attention of the last queries: what policies estimate
-//! the rest of a prompt from.
+//! Attention of the last queries by key and by distance: policies estimate the pattern of a prompt
+//! from it.
 
 use crate::base::status::Result;
 use crate::sparse::lanes::{LANES, add_products, scale_and_sum, softmax_lanes, transpose};
@@ -9,12 +9,12 @@ use crate::sparse::prefill_inputs::{PrefillInputs, not_finite};
 /// Keys that are read at once.
 const TILE: usize = 64;
 
-/// Attention by key and by distance, and the memory that finding it takes: 128 bytes a token.
+/// Attention by key and by distance, with its working memory: 128 bytes a token.
 #[derive(Clone, Debug, Default)]
 pub struct Estimate {
-    /// What each key got.
+    /// Attention to each key.
     pub columns: Vec<f32>,
-    /// What keys got at each distance.
+    /// Attention at each distance.
     pub diagonals: Vec<f32>,
     transposed: Vec<f32>,
     rows: Vec<f32>,
@@ -22,7 +22,7 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// Adds up the attention of the last `count` queries of a head, each of which gives 1.
+    /// Sums the attention of the last `count` queries of a head. Each query contributes 1.
     pub fn run(&mut self, inputs: &PrefillInputs<'_>, head: u32, count: u32) -> Result<()> {
         let tokens = inputs.tokens as usize;
         zeros(&mut self.columns, tokens)?;
@@ -36,7 +36,7 @@ impl Estimate {
         Ok(())
     }
 
-    /// Adds `count` queries from one on, at most [`LANES`].
+    /// Adds `count` queries from `start` on, at most [`LANES`].
     fn add(
         &mut self,
         inputs: &PrefillInputs<'_>,
@@ -63,7 +63,7 @@ impl Estimate {
         Ok(())
     }
 
-    /// Makes weights of the products, and adds them where they belong.
+    /// Turns products into softmax weights, and adds them to columns and diagonals.
     fn add_softmax(&mut self, nearest: usize, count: usize) {
         let mut factors = softmax_lanes(&mut self.weights, nearest);
         factors.iter_mut().skip(count).for_each(|factor| *factor = 0.0);
@@ -88,7 +88,7 @@ mod tests {
         ((n * 7919 + 13) % 1009) as f32 / 250.0 - 2.0
     }
 
-    /// By the definition, in binary64.
+    /// The definition, in binary64.
     fn plain(q: &[f32], k: &[f32], dim: usize, first: usize, from: usize) -> [Vec<f64>; 2] {
         let mut out = [vec![0.0; k.len() / dim], vec![0.0; k.len() / dim]];
         for (at, query) in q.chunks(dim).enumerate().skip(from) {
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_softmax_by_key_and_distance() {
+    fn estimate_is_softmax_summed_by_key_and_distance() {
         for (queries, tokens, count, dim) in
             [(1, 1, 1, 4), (5, 5, 9, 8), (70, 70, 64, 16), (40, 200, 33, 8), (100, 131, 100, 4)]
         {

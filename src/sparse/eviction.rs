@@ -18,25 +18,25 @@ pub fn conflict(text: impl Into<String>) -> Error {
 /// How many tokens may stay.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TokenBudget {
-    /// So many.
+    /// At most this many.
     Tokens(u32),
-    /// All but this share, once, when the prompt has been computed.
+    /// All but this share; evicted once, after the prompt.
     Ratio(f64),
 }
 
 impl TokenBudget {
-    /// Reads `budget` or, if it is there, `ratio`.
+    /// Reads `budget` or, if present, `ratio`.
     pub fn read(reader: &mut Reader, default: u64) -> Result<TokenBudget> {
         let tokens = reader.u64("budget", default, 1..=u64::from(u32::MAX))? as u32;
         let ratio = reader.f64("ratio", -1.0, 0.0..=1.0)?;
         Ok(if ratio >= 0.0 { TokenBudget::Ratio(ratio) } else { TokenBudget::Tokens(tokens) })
     }
 
-    /// How many of so many stay.
+    /// How many of `tokens` tokens stay.
     pub fn of(&self, tokens: usize) -> usize {
         match *self {
             TokenBudget::Tokens(most) => (most as usize).min(tokens),
-            // A share of less than all leaves one, however few there are.
+            // A share below 1 leaves at least one token.
             TokenBudget::Ratio(ratio) => {
                 let least = usize::from(ratio < 1.0).min(tokens);
                 (self.exact(tokens, ratio) as usize).max(least)
@@ -44,7 +44,7 @@ impl TokenBudget {
         }
     }
 
-    /// The same before it is rounded down.
+    /// The same before rounding down.
     pub fn unrounded(&self, tokens: usize) -> f64 {
         match *self {
             TokenBudget::Tokens(most) => f64::from(most),
@@ -56,14 +56,14 @@ impl TokenBudget {
         tokens as f64 * (1.0 - ratio)
     }
 
-    /// Whether tokens may go while text is written.
+    /// Whether tokens may be evicted in decode.
     pub fn is_for_decode(&self) -> bool {
         matches!(self, TokenBudget::Tokens(_))
     }
 }
 
-/// Which tokens of a list may be evicted by their scores: all beyond the budget, except the
-/// first `sink` and the newest `recent` ones.
+/// Which tokens of a list may be evicted by their scores: all beyond the budget, except the first
+/// `sink` and the newest `recent` ones.
 #[derive(Clone, Copy, Debug)]
 pub struct Retention {
     cap: TokenBudget,
@@ -72,7 +72,7 @@ pub struct Retention {
 }
 
 impl Retention {
-    /// Reads `budget` or `ratio`; protects this many tokens at both ends.
+    /// Reads `budget` or `ratio`, and protects this many tokens at both ends.
     pub fn with(reader: &mut Reader, sink: usize, recent: usize) -> Result<Retention> {
         Ok(Retention { cap: TokenBudget::read(reader, 1024)?, sink, recent })
     }
@@ -84,19 +84,19 @@ impl Retention {
         Ok(Retention { cap, sink, recent: count(reader, "recent", 0, 0)? as usize })
     }
 
-    /// What a policy with this budget can do: a share evicts after the prompt only.
+    /// Capabilities with this budget. A share evicts after the prompt only.
     pub fn caps(&self) -> u32 {
         caps::EVICT_PREFILL | if self.cap.is_for_decode() { caps::EVICT_DECODE } else { 0 }
     }
 
-    /// Whether any list of a layer has more tokens than may stay.
+    /// Whether a list of a layer has more tokens than may stay.
     pub fn is_due(&self, kept: &TokenScores, layer: u32, context: &Context) -> Result<bool> {
         let mut lists = kept.layer(layer)?.lists.iter();
         let is_time = context.is_prefill || self.cap.is_for_decode();
         Ok(is_time && lists.any(|list| list.positions.len() > self.cap.of(list.positions.len())))
     }
 
-    /// Says in `out` what stays; false if nothing has to go.
+    /// Puts the tokens that stay into `out`. Returns false if none is evicted.
     pub fn plan(
         &self,
         kept: &mut TokenScores,

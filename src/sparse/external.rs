@@ -1,15 +1,15 @@
-//! `external`: the engine scores blocks, and the best are loaded: for learned gates and
-//! indexers that it runs itself.
+//! `external`: the engine scores blocks, and the best are loaded. It serves learned gates and
+//! indexers that the engine runs itself.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
-//! | `topk` | 16 | so many blocks |
-//! | `threshold` | none | instead: all with a greater score |
-//! | `last` | 0 | so many last candidates are always among them |
+//! | `topk` | 16 | number of blocks |
+//! | `threshold` | none | instead: all blocks with a greater score |
+//! | `last` | 0 | this many last candidates are always among them |
 //!
-//! Before each selection it is told a score a candidate, in their order; of equal ones the
-//! candidate that comes first is chosen. Scores serve one selection. Without any all are
-//! loaded, whether there is a query or not.
+//! The engine gives one score for each candidate before a selection, in their order. Between equal
+//! scores the candidate that comes first is chosen. Scores serve one selection. Without scores all
+//! candidates are loaded, with or without a query.
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
@@ -21,7 +21,7 @@ use crate::sparse::ranks::{Ranks, ascending};
 use crate::sparse::shape::check_layer;
 use crate::sparse::{Context, Granularity, Shape, Sparse, Stats, Traits, caps, needs};
 
-/// Scores of the engine's.
+/// Blocks by the engine's scores.
 #[derive(Clone, Debug)]
 pub struct External {
     count: usize,
@@ -34,7 +34,7 @@ pub struct External {
 }
 
 impl External {
-    /// Reads `external` with its parameters.
+    /// Reads the parameters of `external`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<External> {
         shape.check()?;
         let threshold = reader.f64("threshold", f64::INFINITY, -1e30..=1e30)?;
@@ -57,7 +57,7 @@ impl External {
         Ok(self.scores.get_mut(layer as usize).ok_or(Status::Invalid)?)
     }
 
-    /// Which of the candidates, by their places.
+    /// Chooses candidates, by their index.
     fn choose(&mut self, scores: &[f32], out: &mut Vec<u32>) -> Result<()> {
         let free = scores.len().saturating_sub(self.last);
         let (scores, forced) = scores.split_at(free);
@@ -132,7 +132,7 @@ impl Sparse for External {
         out.iter_mut().for_each(|at| *at = id(*at));
         out.sort_unstable();
         self.stats.count(candidates.len(), out.len());
-        // The memory serves the next scores.
+        // The next scores reuse the memory.
         if let Some(own) = self.scores.get_mut(layer as usize) {
             *own = scores;
             own.clear();

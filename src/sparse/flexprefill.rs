@@ -1,31 +1,31 @@
-//! `flexprefill`: how many columns and diagonals, or which blocks, each head and prompt asks
-//! for itself (Lai et al., ICLR'25).
+//! `flexprefill`: each head chooses for each prompt how many columns and diagonals, or which
+//! blocks, it needs (Lai et al., ICLR'25).
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `block` | 128 | queries and keys of a block |
 //! | `gamma` | 0.9 | share of the attention to be covered; 1 = all |
-//! | `tau` | 0.1 | heads whose blocks predict them better than this choose blocks |
+//! | `tau` | 0.1 | heads whose block estimate differs by less than this choose blocks |
 //! | `min_budget` | 0 | fewest columns and diagonals, in tokens; at least a block |
 //! | `max_budget` | 0 | most of them, in tokens; 0 = no limit |
 //!
-//! Let A be the attention of the last `block` queries, by key and by distance, each with a
-//! sum of one. The means of these queries and of each block of keys, multiplied, scaled and
-//! put through softmax, are an estimate of A by blocks.
+//! Let A be the attention of the last `block` queries, by key and by distance, each normalized to a
+//! sum of one. The mean of these queries and the mean of each block of keys, multiplied, scaled and
+//! put through softmax, estimate A by blocks.
 //!
-//! - If the square root of the Jensen-Shannon divergence of the two (natural logarithm) is
-//!   below `tau`, the head chooses blocks: for all blocks of queries the same estimate,
-//!   together; the greatest stay until they reach `gamma` times the number of rows; of equal
-//!   ones the lower row, then the lower block. Beside them are the fewest columns and diagonals.
-//! - Otherwise as many columns as cover more than `gamma` of A, by 128, plus one, are the
-//!   number of blocks of columns, and likewise of diagonals (by 128 whatever the block is, as
-//!   published); those with the greatest sums stay, of equal ones the lower, or the nearer.
+//! - If the square root of the Jensen-Shannon divergence of the two (natural logarithm) is below
+//!   `tau`, the head chooses blocks. The same estimate is made for all blocks of queries together.
+//!   The greatest stay until they reach `gamma` times the number of rows; of equal ones the lower
+//!   row, then the lower block. The fewest columns and diagonals are added.
+//! - Otherwise the number of columns that cover more than `gamma` of A, divided by 128, plus one,
+//!   is the number of blocks of columns. Diagonals are counted likewise (128 whatever the block is,
+//!   as published). The blocks with the greatest sums stay; of equal ones the lower, or the nearer.
 //!
-//! The first block of columns and the nearest one of diagonals are always in.
+//! The first block of columns and the nearest block of diagonals are always included.
 //!
-//! Diagonals form blocks from the nearest on. Prompts up to twice a block, or up to
-//! `min_budget`, are computed in full. A prompt that comes in parts is estimated part by part;
-//! where a part begins in the middle of a block of keys, a row has two blocks of its own.
+//! Diagonals form blocks from the nearest on. Prompts up to two blocks, or up to `min_budget`, are
+//! computed in full. A prompt that comes in parts is estimated part by part. Where a part begins
+//! inside a block of keys, a row has two diagonal blocks of its own.
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
@@ -42,10 +42,10 @@ use crate::sparse::ranks::Ranks;
 use crate::sparse::shape::Shape;
 use crate::sparse::{Granularity, Scope, Sparse, Traits, caps, needs};
 
-/// By how much columns and diagonals are divided for a number of blocks.
+/// Divisor that turns a count of columns or diagonals into a count of blocks.
 const COUNT_BLOCK: usize = 128;
 
-/// What a spec says.
+/// Parameters of the spec.
 #[derive(Clone, Copy)]
 struct Settings {
     shape: Shape,
@@ -62,7 +62,7 @@ pub struct FlexPrefill {
     scratch: Scratch,
 }
 
-/// Memory that an answer takes.
+/// Working memory of one answer.
 #[derive(Default)]
 struct Scratch {
     estimate: Estimate,
@@ -71,17 +71,17 @@ struct Scratch {
     /// Attention by blocks of columns, then by blocks of diagonals.
     columns: Vec<f32>,
     diagonals: Vec<f32>,
-    /// Softmax of the means of rows, one row after the other.
+    /// Softmax of the means, row after row.
     map: Vec<f32>,
     marks: Vec<bool>,
-    /// Blocks of rows that were chosen, of columns, and of diagonals.
+    /// Chosen blocks of rows; below, those of columns and of diagonals.
     chosen: Vec<u32>,
     lines: [Vec<u32>; 2],
     ranks: Ranks,
 }
 
 impl FlexPrefill {
-    /// Reads `flexprefill` with its parameters.
+    /// Reads the parameters of `flexprefill`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<FlexPrefill> {
         let settings = Settings {
             shape: *shape,
@@ -92,12 +92,12 @@ impl FlexPrefill {
             max_budget: reader.u64("max_budget", 0, 0..=1 << 30)? as u32,
         };
         if settings.max_budget > 0 && settings.max_budget < settings.min_budget {
-            fail!(Spec, "max_budget is below min_budget");
+            fail!(Spec, "max_budget must be 0 or at least min_budget");
         }
         Ok(FlexPrefill { settings, scratch: Scratch::default() })
     }
 
-    /// Whether a prompt is so short that all of it is computed.
+    /// Whether a prompt is so short that it is computed in full.
     fn is_short(&self, tokens: u32) -> bool {
         let Settings { block, gamma, min_budget, .. } = self.settings;
         let least = min_budget.div_ceil(block).saturating_mul(block);
@@ -122,13 +122,7 @@ impl FlexPrefill {
         zeros(&mut scratch.marks, blocks)?;
         add_up(&estimate.columns, block, &mut scratch.columns)?;
         add_up(&estimate.diagonals, block, &mut scratch.diagonals)?;
-        pool(
-            inputs.keys,
-            inputs.key_head(head),
-            block,
-            Divisor::ResidentTokens,
-            &mut scratch.keys,
-        )?;
+        pool(inputs.keys, inputs.key_head(head), block, Divisor::Present, &mut scratch.keys)?;
         let distance = scratch.distance(inputs, head, block)?;
         if distance < tau {
             scratch.blocks(inputs, head, &self.settings, out)
@@ -147,7 +141,7 @@ fn add_up(numbers: &[f32], block: u32, out: &mut Vec<f32>) -> Result<()> {
     Ok(())
 }
 
-/// Puts the softmax of the products of a row with as many keys as `out` is long into `out`.
+/// Puts the softmax of a query's products with the first keys into `out`, which says how many.
 fn softmax(query: &[f32], keys: &[f32], scale: f32, out: &mut [f32]) -> Result<()> {
     for (weight, key) in out.iter_mut().zip(keys.chunks_exact(query.len())) {
         *weight = scale * query.iter().zip(key).map(|(a, b)| a * b).sum::<f32>();
@@ -157,7 +151,7 @@ fn softmax(query: &[f32], keys: &[f32], scale: f32, out: &mut [f32]) -> Result<(
     }
     let most = out.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     out.iter_mut().for_each(|weight| *weight = exp(*weight - most));
-    // The greatest is 1.
+    // The greatest weight is 1, so the sum is not zero.
     let sum: f32 = out.iter().sum();
     out.iter_mut().for_each(|weight| *weight /= sum);
     Ok(())
@@ -175,7 +169,7 @@ fn distance(p: &[f32], q: &[f32]) -> f64 {
 }
 
 impl Scratch {
-    /// How far what blocks predict for the last queries is from what they look at.
+    /// The distance between the block estimate of the last queries and their attention.
     fn distance(&mut self, inputs: &PrefillInputs<'_>, head: u32, block: u32) -> Result<f64> {
         let dim = inputs.dim();
         let count = block.min(inputs.count());
@@ -214,7 +208,7 @@ impl Scratch {
         Ok(())
     }
 
-    /// Chooses so many blocks of columns and of diagonals, the first of each among them.
+    /// Chooses this many blocks of columns and of diagonals; the first of each is included.
     fn best(&mut self, columns: usize, diagonals: usize) -> Result<()> {
         let all = [(&mut self.columns, columns), (&mut self.diagonals, diagonals)];
         for ((sums, count), chosen) in all.into_iter().zip(&mut self.lines) {
@@ -225,7 +219,7 @@ impl Scratch {
         Ok(())
     }
 
-    /// Marks what a row has of them, and nothing else.
+    /// Marks the chosen columns and diagonals of a row, and clears all other marks.
     fn mark_lines(&mut self, row: &Row, block: u32) {
         let (from, to) = (row.first / block, row.end.div_ceil(block));
         let [columns, diagonals] = &self.lines;
@@ -249,7 +243,7 @@ impl Scratch {
         out: &mut IndexBuilder,
     ) -> Result<()> {
         let (block, dim) = (settings.block, inputs.dim());
-        pool(inputs.queries, head, block, Divisor::ResidentTokens, &mut self.queries)?;
+        pool(inputs.queries, head, block, Divisor::Present, &mut self.queries)?;
         let all = rows(inputs.first, inputs.tokens, block);
         // Row r has the blocks that begin at or before it.
         let open = |row: &Row| (row.first / block + 1) as usize;
@@ -281,7 +275,7 @@ impl Scratch {
         Ok(())
     }
 
-    /// Adds a row of what is marked.
+    /// Adds a row of the marked blocks.
     fn emit(&self, out: &mut IndexBuilder) -> Result<()> {
         let marked = (0..).zip(&self.marks).filter(|(_, mark)| **mark);
         out.list(marked.map(|(block, _)| block))

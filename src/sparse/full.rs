@@ -1,4 +1,4 @@
-//! `full`: everything is loaded and computed with. What others are measured against.
+//! `full`: loads everything and computes with everything. The baseline of the other policies.
 
 use crate::attention::Rows;
 use crate::base::status::Result;

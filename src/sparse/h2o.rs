@@ -1,22 +1,22 @@
-//! `h2o`: tokens that got the most attention so far stay, beside the first and the newest
+//! `h2o`: retains the tokens that got the most attention so far, beside the first and the newest
 //! ones (Zhang et al., NeurIPS'23).
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `sink` | 4 | first tokens that stay |
 //! | `recent` | 256 | newest tokens that stay |
-//! | `budget` | 1024 | so many of those between stay |
-//! | `heads` | each | `each`: every head of keys has tokens of its own, by the attention of its group of query heads. `all`: one list a layer, by that of all heads. Rows of MLA latents are shared by all heads, so there only `all` can be |
-//! | `evict_every` | 1 | tokens go when there are so many too many: `sink + budget + recent + evict_every - 1` is the most that ever stay |
-//! | `form` | token | `block`: whole blocks go, by the sum of their tokens; those that hold a first or newest token, or are not complete, stay |
+//! | `budget` | 1024 | tokens between them that stay |
+//! | `heads` | each | `each`: every head of keys retains tokens of its own, by the attention of its group of query heads. `all`: one list a layer, by the attention of all heads. MLA latents have one row for all heads, so they require `all` |
+//! | `evict_every` | 1 | evict when this many tokens are too many; at most `sink + budget + recent + evict_every - 1` tokens stay |
+//! | `form` | token | `block`: evict whole blocks, by the sum of their scores; incomplete blocks and those with a first or newest token stay |
 //!
-//! With `form=block` at most `budget / block` blocks between stay (one at least), so the most
-//! that ever stays is `sink + budget + recent + evict_every - 1` with each of the first three
-//! and the last rounded up to blocks, and one block more.
+//! With `form=block` at most `budget / block` blocks in between stay (at least one). The most that
+//! ever stays is `sink + budget + recent + evict_every - 1`, with each of the first three and the
+//! last rounded up to blocks, plus one block.
 //!
-//! It has to be told what each key got of the attention of all queries, at every step. Tokens
-//! that stay keep what they have; a new sequence begins with `reset`. Tokens that must not go
-//! (shared, pinned) the caller adds to the lists before it tells what was evicted.
+//! The policy needs the attention of all queries to each key, at every step. Retained tokens keep
+//! their sums; a new sequence begins with `reset`. The caller adds tokens that must not be evicted
+//! (shared, pinned) to the lists before it confirms the eviction.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -43,23 +43,23 @@ pub struct H2o {
     blocks: BlockScratch,
 }
 
-/// What is used while blocks are chosen.
+/// Working memory for the choice of blocks.
 #[derive(Clone, Debug, Default)]
 struct BlockScratch {
     ranks: Ranks,
-    /// Where the blocks that may go begin in a list, and where the last ends.
+    /// Start of each evictable block in a list, and the end of the last.
     starts: Vec<u32>,
     scores: Vec<f32>,
     victims: Vec<u32>,
 }
 
 impl H2o {
-    /// Reads `h2o` with its parameters.
+    /// Reads the parameters of `h2o`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<H2o> {
         shape.check()?;
         let heads = reader.choice("heads", &["each", "all"])?;
         if heads == Some(0) && shape.kind == Kind::Latent {
-            return Err(conflict("all heads share a latent row: heads=each cannot be"));
+            return Err(conflict("latent rows serve all heads: heads=each is impossible, use all"));
         }
         let is_each = heads != Some(1) && shape.kind == Kind::Split;
         let lists = if is_each { shape.key_heads } else { 1 };
@@ -116,7 +116,7 @@ impl H2o {
 }
 
 impl BlockScratch {
-    /// Finds the blocks of a list that may go, with their scores.
+    /// Finds the evictable blocks of a list, with their scores.
     fn find(
         &mut self,
         list: &TokenList,
@@ -178,7 +178,7 @@ impl Sparse for H2o {
     }
 
     fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
-        // Tokens that nobody looked at yet are the newest ones.
+        // Tokens without attention so far are the newest ones.
         self.kept.extend(layer, context.tokens, 0.0)?;
         if self.is_block {
             return self.plan_blocks(layer, out);

@@ -1,4 +1,4 @@
-//! Which keys queries are computed with: what a policy says, and kernels follow.
+//! The keys that queries are computed with: policies produce an index, kernels follow it.
 
 use crate::attention::keys::Keys;
 pub use crate::attention::keys::{Head, Kind, NO_QUERY};
@@ -6,39 +6,39 @@ use crate::base::status::Result;
 use crate::sparse::lists::Lists;
 use crate::sparse::numbers::reserve;
 
-/// Where in a sequence a question is asked.
+/// The call's place in a sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Context {
-    /// The prompt is being computed; else text is written.
+    /// True while the prompt is computed, false in decode.
     pub is_prefill: bool,
-    /// Which part of the prompt, of how many, where it is computed in parts.
+    /// Index of this part, where the prompt is computed in parts.
     pub part: u32,
-    /// How many parts.
+    /// Number of parts.
     pub parts: u32,
-    /// The position of the first query.
+    /// Position of the first query.
     pub first_query: u32,
-    /// Tokens that the sequence has, with those of the queries.
+    /// Tokens of the sequence, those of the queries included.
     pub tokens: u32,
 }
 
-/// Which keys queries are computed with. Kernels add the causal rule: no query sees keys
-/// behind it.
+/// The keys that queries are computed with. Kernels add the causal rule: a query sees no key behind
+/// it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Index {
-    /// How the lists of each query head are meant. One is for all heads; none: all keys.
+    /// How the lists of each query head are read. One entry serves all heads; none means all keys.
     pub heads: Vec<Head>,
-    /// Of all heads.
+    /// Lists of all heads.
     pub lists: Lists,
 }
 
 impl Index {
-    /// All keys.
+    /// Selects all keys.
     pub fn set_dense(&mut self) {
         self.heads.clear();
         self.lists.clear();
     }
 
-    /// What others have decided. Kernels check what is in it.
+    /// Copies an index that others made. Kernels check its contents.
     pub fn copy(&mut self, keys: &Keys<'_>) -> Result<()> {
         let Index { heads, lists } = self;
         reserve(heads, keys.heads.len())?;
@@ -52,29 +52,29 @@ impl Index {
         Ok(())
     }
 
-    /// Whether nothing is left out.
+    /// Whether all keys are selected.
     pub fn is_dense(&self) -> bool {
         self.heads.is_empty()
     }
 
-    /// As kernels take it.
+    /// The view that kernels take.
     pub fn keys(&self) -> Keys<'_> {
         Keys { heads: &self.heads, starts: &self.lists.starts, items: &self.lists.items }
     }
 
-    /// How the lists of a head are meant.
+    /// How the lists of a head are read.
     pub fn head(&self, head: u32) -> Head {
         let at = if self.heads.len() == 1 { 0 } else { head as usize };
         self.heads.get(at).copied().unwrap_or(Head::DENSE)
     }
 
-    /// A list of a head; none beyond its last.
+    /// A list of a head; empty beyond its last.
     pub fn list(&self, head: u32, at: u32) -> &[u32] {
         let head = self.head(head);
         if at < head.lists { self.lists.get((head.first + at) as usize) } else { &[] }
     }
 
-    /// Whether a query head at a position sees a key. Slow: for tests and audits.
+    /// Whether a query head sees a key. Slow: for tests and audits.
     pub fn sees(&self, head: u32, first_query: u32, query: u32, key: u32) -> bool {
         let of = self.head(head);
         if key > query || query >= of.dense_from {
@@ -86,7 +86,7 @@ impl Index {
             Kind::Dense => true,
             Kind::Lines => has(0, key) || has(1, query - key),
             Kind::Blocks => has(row, key / of.key_block.max(1)),
-            // Inside of a range the next number is its end: an odd one.
+            // Inside a range the next number is its end, which has an odd index.
             Kind::Ranges => {
                 let ends = self.list(head, row + 1).partition_point(|&end| end <= key);
                 has(0, key) || ends % 2 == 1
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_seen_is_what_was_said() {
+    fn sees_follows_the_lists_of_each_kind() {
         assert_eq!(seen(&Index::default(), 0, 3), [0, 1, 2, 3]);
         let lines = Head { kind: Kind::Lines, dense_from: 9, ..Head::DENSE };
         let lines = index(lines, &[&[0, 5], &[0, 1]]);
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_has_its_own_or_what_is_for_all() {
+    fn a_head_has_its_own_lists_or_the_shared_ones() {
         let mut two =
             index(Head { kind: Kind::Blocks, key_block: 1, ..Head::DENSE }, &[&[1], &[2]]);
         two.heads = vec![Head { lists: 1, ..two.heads[0] }; 2];

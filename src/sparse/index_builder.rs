@@ -1,4 +1,4 @@
-//! An index while it is made, with limits: head after head, list after list.
+//! Builds an index within its limits: head after head, list after list.
 
 use std::ops::Range;
 
@@ -7,22 +7,22 @@ use crate::fail;
 use crate::sparse::index::{Head, Index, Kind};
 use crate::sparse::numbers::reserve;
 
-/// Where heads and their lists are added.
+/// An index under construction.
 #[derive(Default)]
 pub struct IndexBuilder {
     index: Index,
-    /// Where the list that is being made begins.
+    /// Start of the open list.
     begun: usize,
 }
 
-/// The queries of a row: positions.
+/// A row of queries, by positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Row {
-    /// Which.
+    /// Index of the row.
     pub at: u32,
-    /// Its first query.
+    /// Position of its first query.
     pub first: u32,
-    /// Behind its last.
+    /// Position behind its last query.
     pub end: u32,
 }
 
@@ -36,14 +36,14 @@ pub fn rows(first: u32, end: u32, query_block: u32) -> impl Iterator<Item = Row>
 }
 
 impl IndexBuilder {
-    /// An index in the memory of another, which is lost.
+    /// Reuses the memory of an index, whose contents are dropped.
     pub fn within(index: Index) -> IndexBuilder {
         let mut index = index;
         index.set_dense();
         IndexBuilder { index, begun: 0 }
     }
 
-    /// Adds a head, whose lists follow.
+    /// Adds a head; its lists follow.
     pub fn head(&mut self, head: Head) -> Result<()> {
         let Index { heads, lists } = &mut self.index;
         reserve(heads, 1)?;
@@ -55,40 +55,41 @@ impl IndexBuilder {
         Ok(())
     }
 
-    /// Adds a head that has what one before it has; no list follows.
+    /// Adds a head that shares the lists of head `at`.
     pub fn again(&mut self, at: usize) -> Result<()> {
         let Some(&head) = self.index.heads.get(at) else {
-            fail!(Invalid, "head {at} of {}", self.index.heads.len());
+            fail!(Invalid, "head {at} does not exist, the index has {}", self.index.heads.len());
         };
         reserve(&mut self.index.heads, 1)?;
         self.index.heads.push(head);
         Ok(())
     }
 
-    /// Adds a head that sees all.
+    /// Adds a head that sees all keys.
     pub fn dense(&mut self) -> Result<()> {
         self.head(Head::DENSE)
     }
 
-    /// Begins a head that sees columns and diagonals: a list of each. Its queries from a
-    /// position on see all.
+    /// Begins a head that sees columns and diagonals: one list of each. Its queries from position
+    /// `dense_from` on see all keys.
     pub fn lines(&mut self, dense_from: u32) -> Result<()> {
         self.head(Head { kind: Kind::Lines, dense_from, ..Head::DENSE })
     }
 
-    /// Begins a head that sees blocks: a list a row. Its queries from a position on see all.
+    /// Begins a head that sees blocks: one list a row. Its queries from `dense_from` on see all
+    /// keys.
     pub fn blocks(&mut self, query_block: u32, key_block: u32, dense_from: u32) -> Result<()> {
         let kind = Kind::Blocks;
         self.head(Head { kind, query_block, key_block, dense_from, ..Head::DENSE })
     }
 
-    /// Begins a head that sees columns and ranges: a list of columns, then one a row.
+    /// Begins a head that sees columns and ranges: a list of columns, then one list a row.
     pub fn ranges(&mut self, query_block: u32) -> Result<()> {
         self.head(Head { kind: Kind::Ranges, query_block, ..Head::DENSE })
     }
 
-    /// Adds keys to the list of a row: their range, or the blocks that hold one of them.
-    /// Those of a list come in order.
+    /// Adds keys to the list of a row: their range, or the blocks that hold any of them. The keys
+    /// of a list ascend.
     pub fn add(&mut self, keys: Range<u32>) -> Result<()> {
         if keys.is_empty() {
             return Ok(());
@@ -118,13 +119,13 @@ impl IndexBuilder {
         self.items(from.max(block)..block + 1)
     }
 
-    /// Adds a list of numbers, which ascend.
+    /// Adds a whole list of ascending numbers.
     pub fn list(&mut self, items: impl IntoIterator<Item = u32>) -> Result<()> {
         self.items(items.into_iter())?;
         self.end()
     }
 
-    /// Adds numbers to a list, which ascend.
+    /// Appends ascending numbers to the open list.
     fn items(&mut self, items: impl Iterator<Item = u32>) -> Result<()> {
         let all = &mut self.index.lists.items;
         for item in items {
@@ -143,7 +144,7 @@ impl IndexBuilder {
         self.index.lists.items.get(self.begun..).unwrap_or_default()
     }
 
-    /// Ends a list.
+    /// Closes the open list.
     pub fn end(&mut self) -> Result<()> {
         let Index { heads, lists } = &mut self.index;
         reserve(&mut lists.starts, 1)?;
@@ -153,7 +154,7 @@ impl IndexBuilder {
         Ok(())
     }
 
-    /// The index. One that leaves nothing out has no heads.
+    /// The index. An index that selects all keys has no heads.
     pub fn into_index(self) -> Index {
         let mut index = self.index;
         let sees_all = |head: &Head| head.kind == Kind::Dense || head.dense_from == 0;
@@ -170,7 +171,7 @@ mod tests {
     use crate::sparse::index::NO_QUERY;
 
     #[test]
-    fn blocks_are_those_that_hold_a_key_and_come_once() {
+    fn blocks_with_a_selected_key_are_listed_once() {
         let mut builder = IndexBuilder::default();
         builder.blocks(64, 16, NO_QUERY).expect("room");
         for keys in [0..1, 3..3, 15..17, 31..32, 64..81] {
@@ -188,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_follow_each_other_and_ranges_that_touch_are_one() {
+    fn heads_are_appended_and_touching_ranges_merge() {
         let mut builder = IndexBuilder::default();
         builder.dense().expect("room");
         builder.lines(40).expect("room");

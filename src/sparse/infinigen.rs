@@ -1,14 +1,14 @@
-//! `predict`: blocks of a layer are chosen by a query that is there before the layer's own, so
-//! that they are loaded in time (the idea of InfiniGen, Lee et al., OSDI'24).
+//! `predict`: selects the blocks of a layer by the query of an earlier layer, so that they are
+//! loaded in time (the idea of InfiniGen, Lee et al., OSDI'24).
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
-//! | `of` | quest | the policy that chooses |
-//! | `ahead` | 1 | the query that selections get is of so many layers before, or what predicts the layer's own from it |
-//! | `audit` | false | when the layer's own query comes (`index`), see what it would have chosen, and count |
+//! | `of` | quest | the policy that selects |
+//! | `ahead` | 1 | selections get the query of this many layers before, or a prediction of the layer's own query from it |
+//! | `audit` | false | when the layer's own query comes (`index`), count what it would have selected |
 //!
-//! The first `ahead` layers have no query before theirs: all is loaded. Recall is the part of
-//! the blocks that the own queries would have chosen which the earlier ones did choose.
+//! The first `ahead` layers have no earlier query: all their blocks are loaded. Recall is the share
+//! of blocks wanted by the own queries that the earlier queries selected.
 
 use crate::attention::Rows;
 use crate::base::spec::{Reader, Spec};
@@ -18,14 +18,14 @@ use crate::sparse::numbers::{grow, reserve};
 use crate::sparse::registry::make;
 use crate::sparse::{Context, Index, RetainedTokens, Shape, Sparse, Stats, Traits, caps, needs};
 
-/// What was chosen last in a layer, of what.
+/// The last selection of a layer.
 #[derive(Clone, Debug, Default)]
 struct LastSelection {
     candidates: Vec<u32>,
     chosen: Vec<u32>,
 }
 
-/// Chooses by earlier queries.
+/// Selects by earlier queries.
 pub struct Predict {
     inner: Box<dyn Sparse>,
     ahead: u32,
@@ -36,7 +36,7 @@ pub struct Predict {
 }
 
 impl Predict {
-    /// Reads `predict` with its parameters.
+    /// Reads the parameters of `predict`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Predict> {
         let inner = match reader.spec("of")? {
             Some(spec) => make(spec, shape)?,
@@ -46,12 +46,14 @@ impl Predict {
         Predict::new(inner, shape, ahead, reader.bool("audit", false)?)
     }
 
-    /// One that chooses as another does.
+    /// Selects as `inner` does.
     pub fn new(inner: Box<dyn Sparse>, shape: &Shape, ahead: u32, audit: bool) -> Result<Predict> {
         if inner.traits().caps & caps::LOAD_DECODE == 0
             || inner.traits().needs & needs::QUERIES == 0
         {
-            return Err(conflict("predict is of a policy that chooses blocks by queries"));
+            return Err(conflict(
+                "predict needs a policy that selects blocks by queries, like quest",
+            ));
         }
         let mut last = Vec::new();
         grow(&mut last, shape.layers as usize, LastSelection::default())?;
@@ -59,7 +61,7 @@ impl Predict {
         Ok(Predict { inner, ahead, is_audited: audit, last, stats, truth })
     }
 
-    /// Compares what was chosen in a layer with what its own query chooses.
+    /// Compares the last selection of a layer with that of its own query.
     fn audit(&mut self, layer: u32, queries: &Rows<'_>, context: &Context) -> Result<()> {
         let Some(last) = self.last.get_mut(layer as usize) else { return Ok(()) };
         if last.candidates.is_empty() {
@@ -123,7 +125,7 @@ impl Sparse for Predict {
         let query = query.filter(|_| layer >= self.ahead);
         self.inner.select(layer, query, candidates, context, out)?;
         self.stats.count(candidates.len(), out.len());
-        // Where all are loaded there is nothing to miss.
+        // A selection of all candidates misses nothing.
         let is_choice = self.is_audited && !context.is_prefill && out.len() < candidates.len();
         if let Some(last) = self.last.get_mut(layer as usize) {
             last.candidates.clear();

@@ -1,15 +1,15 @@
-//! `keydiff`: tokens whose keys are most like the others' go (Park et al., 2025).
+//! `keydiff`: evicts the tokens whose keys are most similar to the others (Park et al., 2025).
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `budget` | 1024 | tokens that stay, for each head of keys |
-//! | `ratio` | none | instead: this share goes, once, when the prompt has been computed |
-//! | `sink`, `recent` | 0, 0 | first and newest tokens that stay whatever their keys are |
+//! | `ratio` | none | instead: this share is evicted, once, after the prompt |
+//! | `sink`, `recent` | 0, 0 | first and newest tokens that always stay |
 //!
-//! The anchor of a head is the mean of its keys, each made as long as the others; the token
-//! whose key has the least angle to it goes. Keys alone decide. When the anchor moves every
-//! angle changes, and keys may be gone by then: so the directions of all keys that stay are
-//! kept, in 16 bits a number (angles come out to within 1e-4).
+//! The anchor of a head is the mean of its normalized keys. The token whose key has the smallest
+//! angle to the anchor is evicted. Only keys decide. Every angle changes when the anchor moves, and
+//! keys may be gone by then. The policy therefore keeps the directions of all retained keys, in 16
+//! bits a number (angles are exact to 1e-4).
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
@@ -20,22 +20,22 @@ use crate::sparse::numbers::{check_rows, fill, grow, norm, reserve};
 use crate::sparse::token_scores::{TokenScores, compact};
 use crate::sparse::{Context, RetainedTokens, Scope, Shape, Sparse, Traits, needs};
 
-/// What a direction's number of one is kept as.
+/// Fixed-point scale of directions: the code of 1.
 const ONE: f32 = 32_767.0;
 
-/// Angles of keys.
+/// Directions of keys.
 #[derive(Clone, Debug)]
 pub struct Keydiff {
     shape: Shape,
     kept: TokenScores,
     retention: Retention,
-    /// For each layer and head the directions of keys, in the order of the tokens.
+    /// For each layer and head: the directions of keys, in the order of tokens.
     directions: Vec<Vec<i16>>,
     row: Vec<f32>,
 }
 
 impl Keydiff {
-    /// Reads `keydiff` with its parameters.
+    /// Reads the parameters of `keydiff`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Keydiff> {
         shape.check()?;
         let (mut row, mut directions) = (Vec::new(), Vec::new());
@@ -56,7 +56,7 @@ impl Keydiff {
         self.directions.get_mut(from..from + heads).unwrap_or_default()
     }
 
-    /// Scores all tokens of a layer: the less the angle to the anchor, the lower.
+    /// Scores all tokens of a layer: the smaller the angle to the anchor, the lower.
     fn score(&mut self, layer: u32) -> Result<()> {
         let heads = self.shape.key_heads as usize;
         let dim = self.shape.key_dim as usize;
@@ -112,7 +112,7 @@ impl Sparse for Keydiff {
             for token in 0..keys.tokens() {
                 fill(keys, token, head, &mut row);
                 let length = norm(&row);
-                // A key of length zero has no direction.
+                // A zero key has no direction.
                 let factor = if length > 0.0 { f64::from(ONE) / length } else { 0.0 };
                 directions.extend(row.iter().map(|&n| (f64::from(n) * factor).round() as i16));
             }
@@ -122,7 +122,7 @@ impl Sparse for Keydiff {
     }
 
     fn seal(&mut self, layer: u32, _id: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
-        // What was appended before is known; a block that comes at once is not.
+        // Appended keys are known; a block that comes at once is not.
         if self.kept.layer(layer)?.next > first {
             return Ok(());
         }

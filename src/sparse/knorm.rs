@@ -1,23 +1,23 @@
-//! `knorm`: tokens with the longest keys go (Devoto et al., EMNLP'24).
+//! `knorm`: evicts the tokens with the longest keys (Devoto et al., EMNLP'24).
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `budget` | 1024 | tokens that stay, for each head of keys |
-//! | `ratio` | none | instead: this share goes, once, when the prompt has been computed |
-//! | `sink`, `recent` | 0, 0 | first and newest tokens that stay whatever their keys are |
+//! | `ratio` | none | instead: this share is evicted, once, after the prompt |
+//! | `sink`, `recent` | 0, 0 | first and newest tokens that always stay |
 //!
-//! Keys alone decide, so it can be told of them as they are moved away. With a block the lengths
-//! of its keys are kept, as long as none of its tokens has gone; little-endian:
+//! Only keys decide, so blocks of keys may arrive when they are moved away. The norms of its keys
+//! are saved with a block, while none of its tokens is evicted; little-endian:
 //!
-//! | bytes | what |
+//! | bytes | contents |
 //! |---|---|
 //! | 0..4 | `KVTN` |
 //! | 4..6 | version: 1 |
 //! | 6..8 | zero |
 //! | 8..16 | heads, tokens (u32 each) |
-//! | 16.. | for each head and token the length (f32) |
+//! | 16.. | for each head and token the norm (f32) |
 //!
-//! They come back in the order of the tokens, behind those that are known.
+//! Blocks are loaded in the order of tokens, behind the known ones.
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
@@ -32,19 +32,19 @@ use crate::sparse::{Context, RetainedTokens, Scope, Shape, Sparse, Traits, needs
 const MAGIC: [u8; 8] = *b"KVTN\x01\0\0\0";
 const HEAD_BYTES: usize = 16;
 
-/// Lengths of keys.
+/// Norms of keys.
 #[derive(Clone, Debug)]
 pub struct Knorm {
     shape: Shape,
     kept: TokenScores,
     retention: Retention,
     row: Vec<f32>,
-    /// Where blocks are, in each layer.
+    /// Positions of blocks, in each layer.
     blocks: Vec<BlockMap>,
 }
 
 impl Knorm {
-    /// Reads `knorm` with its parameters.
+    /// Reads the parameters of `knorm`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Knorm> {
         shape.check()?;
         let (mut row, mut blocks) = (Vec::new(), Vec::new());
@@ -59,7 +59,7 @@ impl Knorm {
         })
     }
 
-    /// A block is at a place, if it begins at one.
+    /// Records the block that begins at `first`, if a block can begin there.
     fn place_block(&mut self, layer: u32, id: u32, first: u32) -> Result<()> {
         let each = self.shape.block_tokens;
         if let Some(blocks) = self.blocks.get_mut(layer as usize).filter(|_| first % each == 0) {
@@ -94,7 +94,7 @@ impl Sparse for Knorm {
             let from = list.scores.len() - keys.tokens() as usize;
             for (token, score) in (0..).zip(list.scores.iter_mut().skip(from)) {
                 fill(keys, token, head, row);
-                // The longest goes: the least score.
+                // The longest key gets the lowest score.
                 *score = -(norm(row) as f32);
             }
         }
@@ -102,7 +102,7 @@ impl Sparse for Knorm {
     }
 
     fn seal(&mut self, layer: u32, id: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
-        // What was appended before is known; a block that comes at once is not.
+        // Appended keys are known; a block that comes at once is not.
         if self.kept.layer(layer)?.next <= first {
             self.append(layer, first, keys)?;
         }
@@ -132,7 +132,7 @@ impl Sparse for Knorm {
         let known = self.kept.layer(layer)?;
         let Some(place) = self.blocks.get(layer as usize).and_then(|blocks| blocks.place(id))
         else {
-            fail!(NotFound, "block {id} of layer {layer} is not known");
+            fail!(NotFound, "block {id} of layer {layer} is unknown: seal or load it first");
         };
         let first = place * self.shape.block_tokens;
         let tokens = known.next.saturating_sub(first).min(self.shape.block_tokens);
@@ -151,7 +151,7 @@ impl Sparse for Knorm {
         }
         if out.len() - begin != bytes {
             out.truncate(begin);
-            fail!(NotFound, "tokens of block {id} of layer {layer} have gone");
+            fail!(NotFound, "tokens of block {id} of layer {layer} were evicted");
         }
         Ok(())
     }
@@ -171,10 +171,10 @@ impl Sparse for Knorm {
         let is_block = (1..=self.shape.block_tokens).contains(&tokens);
         let numbers = || lengths.as_chunks::<4>().0.iter().map(|&four| f32::from_le_bytes(four));
         if head != right || !is_size || !is_block || !numbers().all(|length| length >= 0.0) {
-            fail!(Corrupt, "these bytes are no lengths of keys of block {id}");
+            fail!(Corrupt, "the saved norms of block {id} are damaged or of another model");
         }
         if first != next {
-            fail!(Invalid, "a block from {first} on, those before end at {next}");
+            fail!(Invalid, "block {id} starts at position {first}, the layer continues at {next}");
         }
         self.kept.extend(layer, first.saturating_add(tokens), 0.0)?;
         let all: &mut [_] = self.kept.lists(layer);
@@ -222,9 +222,9 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_that_is_told_of_lengths_is_one_that_saw_the_keys() {
+    fn loaded_norms_give_the_same_evictions_as_keys() {
         let (all, mut original, mut restored) = (numbers(12), policy(), policy());
-        // By names of the caller's; the last block as it grows.
+        // Blocks have the caller's ids; the last one grows token by token.
         for (id, block) in (0u32..).zip(all.chunks(24)) {
             let keys = rows(block, 2, 3);
             for layer in 0..2 {
@@ -247,7 +247,7 @@ mod tests {
             assert_eq!(Some(&keep), left(&mut *restored, layer).as_ref());
             assert_eq!(keep.heads.len(), 2);
             original.evicted(layer, &keep).expect("its own");
-            // Of a block that is not whole any more nothing can be kept.
+            // A block that lost a token cannot be saved.
             let gone = |id| original.save(layer, id, &mut Vec::new()).is_err();
             assert!([100, 99, 98].into_iter().any(gone));
         }
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_are_none_of_its_own_are_refused_and_change_nothing() {
+    fn foreign_bytes_are_rejected_and_change_nothing() {
         let (all, mut original) = (numbers(4), policy());
         original.seal(0, 0, 0, &rows(&all, 2, 3)).expect("sound");
         let mut right = Vec::new();

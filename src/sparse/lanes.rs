@@ -1,14 +1,14 @@
-//! Many queries against many keys: products, and what softmax needs of them. Written so
-//! that a compiler does several lanes at once. Products are added with one rounding, by the
-//! processor or, where it cannot, by the library: every processor gives the same bits.
+//! Products of many queries with many keys, and their softmax, in [`LANES`] lanes that compilers
+//! vectorize. Products are summed with one rounding each, by hardware FMA or by the library's.
+//! Every processor gives the same bits.
 
 use crate::attention::lanes::Lanes;
 use crate::attention::level::{Level, levels};
 
-/// Queries that are done at once.
+/// Queries that are computed at once.
 pub const LANES: usize = 32;
 
-/// Compiles a body once for what every processor has, and for wider ones.
+/// Compiles a body for the baseline, AVX2 and AVX-512, and dispatches at run time.
 macro_rules! for_each_width {
     ($(#[$about:meta])* $name:ident = $body:ident($($arg:ident: $kind:ty),*)) => {
         $(#[$about])*
@@ -24,7 +24,7 @@ macro_rules! for_each_width {
                     $body($($arg),*)
                 }
                 if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("fma") {
-                    // SAFETY: the processor has just said that it can.
+                    // SAFETY: the processor has the features: they were just detected.
                     return unsafe { wide($($arg),*) };
                 }
                 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
@@ -37,17 +37,17 @@ macro_rules! for_each_width {
     };
 }
 
-/// Adds to each row of `out` (a row of [`LANES`] for each key) the products of a key with the
-/// queries of `transposed` (numbers outermost, [`LANES`] queries each). Keys have as many numbers,
-/// and begin `stride` numbers apart; of those that are not all there nothing is added.
+/// Adds to each row of `out` (one row of [`LANES`] for each key) the products of a key with the
+/// queries of `transposed` (numbers outermost, [`LANES`] queries each). Keys have as many numbers
+/// and begin `stride` numbers apart. Incomplete keys are ignored.
 pub fn add_products(transposed: &[f32], keys: &[f32], stride: usize, out: &mut [f32]) {
     let dim = transposed.len() / LANES;
     let whole = keys.len().checked_sub(dim).map_or(0, |rest| rest / stride.max(1) + 1);
     let count = whole.min(out.len() / LANES);
     match Level::best() {
-        // Its vectors round twice.
+        // The portable vectors round twice.
         Level::Portable => add_products_plain(transposed, (keys, stride, count), out),
-        // SAFETY: the level is here, and all rows are there.
+        // SAFETY: the level is supported, and all rows are inside the slices.
         level => unsafe { add_products_wide(level, transposed, (keys, stride, count), out) },
     }
 }
@@ -72,7 +72,7 @@ levels! {
 }
 
 /// # Safety
-/// As of [`Lanes`]; keys and rows of `out` are there.
+/// As of [`Lanes`]; keys and rows of `out` exist.
 #[inline(always)]
 unsafe fn add_rows<L: Lanes, const R: usize>(
     transposed: &[f32],
@@ -81,7 +81,7 @@ unsafe fn add_rows<L: Lanes, const R: usize>(
 ) {
     let dim = transposed.len() / LANES;
     for lane in (0..LANES).step_by(L::WIDTH) {
-        // SAFETY: the caller's promise; LANES is a multiple of two vectors.
+        // SAFETY: guaranteed by the caller; LANES is a multiple of two vectors.
         unsafe {
             let (transposed, out) = (transposed.as_ptr().add(lane), out.as_mut_ptr().add(lane));
             let mut at = 0;
@@ -108,7 +108,7 @@ unsafe fn add_block<L: Lanes, const R: usize>(
     dim: usize,
     out: *mut f32,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let mut sums = [[L::splat(0.0); 2]; R];
         for d in 0..dim {
@@ -128,7 +128,7 @@ unsafe fn add_block<L: Lanes, const R: usize>(
 }
 
 for_each_width! {
-    /// Lifts each lane of `most` to the greatest of its numbers in the rows of `logits`.
+    /// Raises each lane of `most` to the maximum of the lane in `logits`.
     lane_max = lane_max_body(logits: &[f32], most: &mut [f32; LANES])
 }
 
@@ -144,12 +144,13 @@ fn lane_max_body(logits: &[f32], most: &mut [f32; LANES]) {
 }
 
 for_each_width! {
-    /// Makes each number e to the power of it less the most of its lane, and adds them up by
-    /// lane. Numbers far below the most, and minus infinity, become zero.
+    /// Replaces each number by e to the power of its difference from its lane's maximum, and adds
+    /// the results to `sums` by lane. Numbers far below the maximum, and minus infinity, become
+    /// zero.
     exponentiate = exponentiate_body(logits: &mut [f32], most: &[f32; LANES], sums: &mut [f64; LANES])
 }
 
-/// Rows that are added up in f32 before that goes to f64.
+/// Rows that are summed in f32 before the sum goes to f64.
 const SUM_ROWS: usize = 64;
 
 #[inline(always)]
@@ -168,10 +169,10 @@ fn exponentiate_body(logits: &mut [f32], most: &[f32; LANES], sums: &mut [f64; L
     }
 }
 
-/// e to the power of a number that is not above zero, to about 2 units in the last place.
+/// e to the power of x, for x up to zero, to about 2 units in the last place.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // Adding it puts the nearest whole number into the low bits.
+    // The addition puts the nearest integer into the low bits.
     const SHIFT: f32 = 12_582_912.0;
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
@@ -187,8 +188,8 @@ pub fn exp(x: f32) -> f32 {
 }
 
 for_each_width! {
-    /// Multiplies each lane of each row with its factor, and adds the sum of each row to its
-    /// number of `columns`.
+    /// Multiplies each lane with its factor, and adds the sum of each row to its number of
+    /// `columns`.
     scale_and_sum = scale_and_sum_body(weights: &mut [f32], factors: &[f32; LANES], columns: &mut [f32])
 }
 
@@ -206,8 +207,7 @@ fn scale_and_sum_body(weights: &mut [f32], factors: &[f32; LANES], columns: &mut
 }
 
 for_each_width! {
-    /// Adds to each number of `sums` the lanes of its row that are above zero, each times its
-    /// weight.
+    /// Adds to each number of `sums` the positive lanes of its row, each times its weight.
     add_positive = add_positive_body(products: &[f32], weights: &[f32; LANES], sums: &mut [f32])
 }
 
@@ -216,7 +216,7 @@ fn add_positive_body(products: &[f32], weights: &[f32; LANES], sums: &mut [f32])
     for (row, sum) in products.chunks_exact(LANES).zip(sums) {
         let mut part = [0f32; 8];
         for lane in 0..LANES {
-            // What is no number stays none.
+            // NaN stays NaN.
             let product = if row[lane] < 0.0 { 0.0 } else { row[lane] };
             part[lane % 8] += product * weights[lane];
         }
@@ -225,8 +225,8 @@ fn add_positive_body(products: &[f32], weights: &[f32; LANES], sums: &mut [f32])
     }
 }
 
-/// Makes weights of softmax of products, but for a factor of each lane, which it gives. Lane n
-/// sees keys up to the one at `nearest + n`.
+/// Turns products into softmax weights, except for one factor for each lane, which it returns. Lane
+/// n sees keys up to `nearest + n`.
 pub fn softmax_lanes(weights: &mut [f32], nearest: usize) -> [f32; LANES] {
     for (n, row) in weights.chunks_exact_mut(LANES).skip(nearest).enumerate() {
         row.iter_mut().take(n).for_each(|weight| *weight = f32::NEG_INFINITY);
@@ -237,8 +237,8 @@ pub fn softmax_lanes(weights: &mut [f32], nearest: usize) -> [f32; LANES] {
     sums.map(|sum| (1.0 / sum) as f32)
 }
 
-/// Puts rows into lanes: number d of row l to `d * LANES + l`, times a factor. Lanes without
-/// a row become zero.
+/// Puts rows into lanes: number d of row l goes to `d * LANES + l`, times a factor. Lanes without a
+/// row become zero.
 pub fn transpose<'a>(rows: impl Iterator<Item = &'a [f32]>, factor: f32, transposed: &mut [f32]) {
     transposed.fill(0.0);
     for (lane, row) in rows.enumerate().take(LANES) {
@@ -253,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn powers_are_near() {
+    fn exp_is_accurate_to_3e_7() {
         let mut worst = 0f64;
         for n in 0..870_000 {
             let x = -(n as f32) * 1e-4;
@@ -265,12 +265,12 @@ mod tests {
     }
 
     #[test]
-    fn products_are_products_and_add_up() {
+    fn products_give_the_same_bits_at_every_level() {
         for (dim, keys, gap) in [(1, 1, 0), (7, 5, 3), (33, 19, 2), (64, 64, 0), (128, 3, 5)] {
             let number = |n: usize| ((n * 37 + 11) % 101) as f32 / 50.0 - 1.0;
             let transposed: Vec<f32> = (0..dim * LANES).map(number).collect();
             let stride = dim + gap;
-            // Of a last one more, all but a number is there.
+            // The last key lacks one number.
             let rows: Vec<f32> = (0..keys * stride + dim - 1).map(|n| number(n + 5)).collect();
             let mut out = vec![1f32; (keys + 1) * LANES];
             add_products(&transposed, &rows, stride, &mut out);
@@ -281,7 +281,7 @@ mod tests {
             let wide = |level: &Level| *level != Level::Portable && level.is_supported();
             for level in Level::ALL.into_iter().filter(wide) {
                 let mut other = vec![1f32; keys * LANES];
-                // SAFETY: the level is here, and all rows are there.
+                // SAFETY: the level is supported, and all rows are inside the slices.
                 unsafe { add_products_wide(level, &transposed, (&rows, stride, keys), &mut other) };
                 assert_eq!(other, plain, "{level:?} gives the same bits");
             }

@@ -1,36 +1,36 @@
-//! Lists of numbers, one after the other.
+//! Lists of ascending numbers in one allocation, and the retained tokens of heads in this form.
 
 use crate::base::status::Result;
 use crate::sparse::numbers::reserve;
 use crate::sparse::ranks::without;
 
-/// Lists one after the other.
+/// Lists, one after the other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lists {
-    /// Where each begins in `items`, and where the last ends.
+    /// Start of each list in `items`, and the end of the last.
     pub starts: Vec<u32>,
-    /// What is in them, each ascending.
+    /// Contents, each list ascending.
     pub items: Vec<u32>,
 }
 
 impl Lists {
-    /// How many.
+    /// The number of lists.
     pub fn len(&self) -> usize {
         self.starts.len().saturating_sub(1)
     }
 
-    /// Whether there is none.
+    /// Whether there is no list.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// No list.
+    /// Removes all lists.
     pub fn clear(&mut self) {
         self.starts.clear();
         self.items.clear();
     }
 
-    /// Adds one.
+    /// Adds a list.
     pub fn push(&mut self, items: impl IntoIterator<Item = u32>) {
         if self.starts.is_empty() {
             self.starts.push(0);
@@ -39,7 +39,7 @@ impl Lists {
         self.starts.push(self.items.len() as u32);
     }
 
-    /// One of them; none beyond the last.
+    /// List `at`; empty beyond the last.
     pub fn get(&self, at: usize) -> &[u32] {
         match (self.starts.get(at), self.starts.get(at + 1)) {
             (Some(&from), Some(&to)) => {
@@ -50,16 +50,16 @@ impl Lists {
     }
 }
 
-/// Which tokens of a layer stay: logical positions, ascending, for each head of keys, or one
-/// list for all heads.
+/// The tokens of a layer that stay: ascending logical positions, one list for each head or one list
+/// for all heads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RetainedTokens {
-    /// A list a head, or one.
+    /// One list for each head, or one.
     pub heads: Lists,
 }
 
 impl RetainedTokens {
-    /// Nothing is said yet.
+    /// Removes all lists.
     pub fn clear(&mut self) {
         self.heads.clear();
     }
@@ -80,7 +80,7 @@ impl RetainedTokens {
         Ok(())
     }
 
-    /// What a head keeps.
+    /// The tokens that a head retains.
     pub fn of(&self, head: u32) -> &[u32] {
         let at = if self.heads.len() == 1 { 0 } else { head as usize };
         self.heads.get(at)

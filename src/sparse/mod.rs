@@ -1,13 +1,14 @@
-//! Which blocks and tokens matter: sparse policies. One file a policy, one registry.
+//! Sparse policies: they choose blocks to load, keys to compute with, and tokens to evict, inside
+//! one sequence. One file holds one policy, and [`registry`] lists all of them.
 //!
-//! A policy is made for one sequence of one model and keeps what it needs to know of it. It
-//! may do up to three things, before and while text is written: say which blocks of keys to
-//! *load*, which keys to *compute* with, and which tokens to *evict*. What it can do, and
-//! what it needs to be told for that, its [`Traits`] say; what it does not do it refuses.
+//! A policy serves one sequence of one model and keeps the state that it needs. It does up to three
+//! things, in the prompt and in decode: it selects blocks of keys to *load*, keys to *compute*
+//! with, and tokens to *evict*. Its [`Traits`] say what it can do and what input it needs. It
+//! rejects every other call.
 //!
-//! Answers are ascending and unique, in memory of the caller. Where scores are equal the
-//! lower index is chosen, and the lower position is evicted. Numbers that are not finite are
-//! an error, and change nothing.
+//! Answers are ascending and unique, and go to memory of the caller. Between equal scores the
+//! policy chooses the lower index and evicts the lower position. Numbers that are not finite are an
+//! error and change nothing.
 
 pub mod adakv;
 pub mod arkvale;
@@ -68,60 +69,59 @@ fn load_all(candidates: &[u32], out: &mut Vec<u32>) {
     out.dedup();
 }
 
-/// What a policy does for one sequence. Layers, heads and counts are those of its [`Shape`];
-/// whoever calls checks them ([`shape::Shape::check_rows`]). Positions are logical ones: a
-/// token keeps its own whatever is evicted before it.
+/// A policy for one sequence. The caller checks that layers, heads and counts fit its [`Shape`]
+/// ([`shape::Shape::check_rows`]). Positions are logical: a token keeps its position when tokens
+/// before it are evicted.
 pub trait Sparse: Send {
-    /// What it is like.
+    /// Capabilities and needs.
     fn traits(&self) -> Traits;
 
-    /// What it has chosen so far.
+    /// Counters of selections, since the policy was made.
     fn stats(&self) -> Stats {
         Stats::default()
     }
 
-    /// What it keeps of the sequence now, in bytes.
+    /// Bytes of the state that it keeps of the sequence.
     fn state_bytes(&self) -> u64 {
         0
     }
 
-    /// Keys of tokens from a position on have been computed in a layer, with their positions
-    /// in them.
+    /// Takes the keys of new tokens of a layer, from position `first` on. Their positions are
+    /// encoded in them.
     fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
         let _ = (layer, first, keys);
         Ok(())
     }
 
-    /// A block of keys is complete and about to be moved away; `id` is how candidates name
-    /// it, `first` the position of its first token. What was appended before need not be.
+    /// Takes a complete block of keys that is about to be moved away. Candidates name it by `id`;
+    /// `first` is the position of its first token. Its keys need not have been appended before.
     fn seal(&mut self, layer: u32, id: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
         let _ = (layer, id, first, keys);
         Ok(())
     }
 
-    /// The same for a block of all layers, which is complete in all of them: one that was
-    /// written token by token.
+    /// Takes a block that is complete in all layers because it was written token by token.
     fn seal_all(&mut self, id: u32, first: u32, keys: &[Rows<'_>]) -> Result<()> {
         (0..).zip(keys).try_for_each(|(layer, keys)| self.seal(layer, id, first, keys))
     }
 
-    /// What each key got of the attention of `queries` queries in a layer: for each query
-    /// head (or one for all, where there is one row only) a number a token that is kept, in
-    /// their order.
+    /// Takes the attention that `queries` queries gave to each key of a layer. Each query head has
+    /// one row, or all heads share one row. A row has one sum for each retained token, in the order
+    /// of tokens.
     fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
         let _ = (layer, queries, sums, tokens);
         Ok(())
     }
 
-    /// Numbers of the engine's for the next question: a score a candidate, or a weight for
-    /// each query and head ([`Traits::scores`]).
+    /// Takes numbers that the engine computed for the next call: a score for each candidate, or a
+    /// weight for each query and head ([`Traits::scores`]).
     fn score(&mut self, layer: u32, scores: &[f32]) -> Result<()> {
         let _ = (layer, scores);
         Err(Status::Unsupported.into())
     }
 
-    /// Which of the candidates are to be loaded for a query; all where there is no query, or
-    /// it does not select. `out` gets their ids, ascending.
+    /// Selects the candidates to load for a query and puts their ids into `out`, ascending. Without
+    /// a query, or in a policy that does not select, all are loaded.
     fn select(
         &mut self,
         layer: u32,
@@ -135,8 +135,8 @@ pub trait Sparse: Send {
         Ok(())
     }
 
-    /// Which keys queries are computed with. `keys` are those of the whole sequence; only
-    /// policies that need [`needs::ALL_KEYS`] look at them, others do without.
+    /// Selects the keys that queries are computed with. `keys` are those of the whole sequence;
+    /// only policies with [`needs::ALL_KEYS`] read them.
     fn index(
         &mut self,
         layer: u32,
@@ -150,8 +150,8 @@ pub trait Sparse: Send {
         Ok(())
     }
 
-    /// Computes the attention of a prompt itself, `[queries, query heads, value dim]`; false =
-    /// it leaves that to kernels, and says an index.
+    /// Computes the attention of a prompt itself: `[queries, query heads, value dim]`. Returns
+    /// false if kernels are to compute it by an index.
     fn attend(
         &mut self,
         layer: u32,
@@ -164,42 +164,42 @@ pub trait Sparse: Send {
         Ok(false)
     }
 
-    /// Which tokens of a layer stay, if some have to go: false = all stay. What goes is
-    /// forgotten when it is told with [`Sparse::evicted`].
+    /// Chooses the tokens of a layer that stay. Returns false if all stay. The policy drops the
+    /// others when [`Sparse::evicted`] confirms the eviction.
     fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         let _ = (layer, context, out);
         Ok(false)
     }
 
-    /// What was kept by an answer of [`Sparse::evict`] is all there is now.
+    /// Confirms an answer of [`Sparse::evict`]: only the tokens in `kept` are left.
     fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
         let _ = (layer, kept);
         Ok(())
     }
 
-    /// The sequence has so many tokens now; what came after them is taken back.
+    /// Truncates the sequence to `tokens` tokens. The default suits policies without state.
     fn truncate(&mut self, tokens: u32) -> Result<()> {
         let _ = tokens;
         Ok(())
     }
 
-    /// The sequence begins anew.
+    /// Begins a new sequence.
     fn reset(&mut self) {
         let emptied = self.truncate(0);
         debug_assert!(emptied.is_ok(), "truncating to 0 tokens fails in no policy");
     }
 
-    /// A copy for a sequence that goes on from here.
+    /// A copy for another sequence that continues from the same state.
     fn fork(&self) -> Result<Box<dyn Sparse>>;
 
-    /// What is to be kept with a block of a layer, so that it can be loaded again: adds it
-    /// to `out`.
+    /// Appends to `out` what has to be saved with a block of a layer, so that [`Sparse::load`]
+    /// restores it.
     fn save(&self, layer: u32, id: u32, out: &mut Vec<u8>) -> Result<()> {
         let _ = (layer, id, out);
         Ok(())
     }
 
-    /// What was saved of a block of a layer; bytes from outside.
+    /// Restores the saved state of a block of a layer. The bytes are not trusted.
     fn load(&mut self, layer: u32, id: u32, first: u32, bytes: &[u8]) -> Result<()> {
         let _ = (layer, id, first);
         if bytes.is_empty() { Ok(()) } else { Err(Status::Unsupported.into()) }

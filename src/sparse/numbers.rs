@@ -1,4 +1,4 @@
-//! Numbers of rows, whatever they are kept as, as binary32.
+//! Numbers of rows as f32, whatever their type in memory, and fallible allocation.
 
 use crate::attention::{Rows, Scales};
 use crate::base::half::{from_bf16, from_f16};
@@ -6,21 +6,21 @@ use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::meta::dtype::Dtype;
 
-/// All ones in the exponent: what is not finite.
+/// All exponent bits set: infinity or NaN.
 const EXPONENT: u32 = 0x7F80_0000;
 
-/// Whether all numbers are finite. Looks at all of them, several at once.
+/// Whether all numbers are finite. Reads all of them, so that the loop vectorizes.
 pub fn all_finite(numbers: &[f32]) -> bool {
     !numbers.iter().fold(false, |bad, x| bad | (x.to_bits() & EXPONENT == EXPONENT))
 }
 
-/// Reads the row of a token and head into `out`, which has the row's length; false if there
-/// is no such row or a number is not finite.
+/// Reads the row of a token and head into `out`, which has the row's length. Returns false if the
+/// row does not exist or a number is not finite.
 pub fn read(rows: &Rows<'_>, token: u32, head: u32, out: &mut [f32]) -> bool {
     fill(rows, token, head, out) && all_finite(out)
 }
 
-/// The same, whatever the numbers are; false if there is no such row.
+/// The same for any numbers. Returns false if the row does not exist.
 pub fn fill(rows: &Rows<'_>, token: u32, head: u32, out: &mut [f32]) -> bool {
     let dim = rows.dim() as usize;
     if token >= rows.tokens() || head >= rows.heads() || out.len() != dim {
@@ -29,8 +29,8 @@ pub fn fill(rows: &Rows<'_>, token: u32, head: u32, out: &mut [f32]) -> bool {
     let at = rows.row(token, head);
     match rows.dtype() {
         Dtype::F32 => {
-            // SAFETY: the row of a token and head that are there: whoever made `rows` said
-            // that it can be read and is aligned.
+            // SAFETY: the row of this token and head exists; the creator of `rows` guaranteed that
+            // it is readable and aligned.
             out.copy_from_slice(unsafe { std::slice::from_raw_parts(at.cast::<f32>(), dim) });
         }
         Dtype::F16 | Dtype::Bf16 => {
@@ -73,15 +73,15 @@ pub fn norm(row: &[f32]) -> f64 {
     row.iter().map(|&number| f64::from(number) * f64::from(number)).sum::<f64>().sqrt()
 }
 
-/// An error if numbers are not finite.
+/// Fails with `Invalid` if a number is not finite.
 pub fn check(what: &str, numbers: &[f32]) -> Result<()> {
     if !all_finite(numbers) {
-        fail!(Invalid, "{what} that are not finite numbers");
+        fail!(Invalid, "{what} are not all finite numbers");
     }
     Ok(())
 }
 
-/// An error if any number of rows is not finite.
+/// Fails with `Invalid` if a row has a number that is not finite.
 pub fn check_rows(what: &str, rows: &Rows<'_>) -> Result<()> {
     let mut row = Vec::new();
     zeros(&mut row, rows.dim() as usize)?;
@@ -95,7 +95,7 @@ pub fn check_rows(what: &str, rows: &Rows<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Makes a table as long as asked, if there is memory; never shorter.
+/// Extends a table to `len` entries, if memory allows; never shortens it.
 pub fn grow<T: Clone>(table: &mut Vec<T>, len: usize, fill: T) -> Result<()> {
     let more = len.saturating_sub(table.len());
     reserve(table, more)?;
@@ -103,7 +103,7 @@ pub fn grow<T: Clone>(table: &mut Vec<T>, len: usize, fill: T) -> Result<()> {
     Ok(())
 }
 
-/// Room for more, if there is memory.
+/// Reserves memory for `more` entries, or fails with `NoMem`.
 pub fn reserve<T>(table: &mut Vec<T>, more: usize) -> Result<()> {
     table.try_reserve(more).map_err(|_| Status::NoMem.into())
 }
@@ -133,7 +133,7 @@ pub mod testing {
             token_stride_bytes: run_bytes * u64::from(heads),
             head_stride_bytes: run_bytes,
         };
-        // SAFETY: it is `numbers`, borrowed as long.
+        // SAFETY: the view covers `numbers`, which the rows borrow.
         unsafe { Rows::new(view, Dtype::F32, Scales::None) }.expect("sound")
     }
 }
@@ -153,7 +153,7 @@ mod tests {
             token_stride_bytes: 6 * bytes,
             head_stride_bytes: 3 * bytes,
         };
-        // SAFETY: twelve numbers of the test.
+        // SAFETY: the view covers the twelve numbers of the test.
         let rows = unsafe { Rows::new(view, dtype, scales) }.expect("sound");
         let mut all = Vec::new();
         for (token, head) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn every_type_is_read() {
+    fn every_dtype_is_read() {
         let want: Vec<f32> = (0..12).map(|n| n as f32 - 5.5).collect();
         assert_eq!(made(want.as_ptr().cast(), 4, Dtype::F32, Scales::None), want);
         let halves: Vec<u16> = want.iter().map(|&x| to_f16(x)).collect();
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_told() {
+    fn numbers_that_are_not_finite_are_errors() {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let numbers = [0.0, 1.0, bad, f32::MAX];
             let rows = testing::rows(&numbers, 1, 2);

@@ -1,19 +1,19 @@
-//! Pages of keys and the boxes around them: between which numbers the keys of a page lie, for
-//! each head. A query times a key of the page cannot be more than the query times the corner
-//! of the box that suits it most.
+//! Pages of keys with their bounding boxes: for each head the range of every dimension of the keys
+//! of a page. The product of a query with any key of the page is at most its product with the best
+//! corner of the box.
 //!
-//! A box is kept as its lower corner and its upper one, as the kernels of `attention` take
-//! it. With the negative numbers of a query and then its positive ones, that bound is one
-//! product: [`split`], [`product`].
+//! A box is stored as its lower and its upper corner, as the kernels of `attention` take it. With
+//! the negative numbers of a query followed by its positive ones, that bound is one product:
+//! [`split`], [`product`].
 //!
-//! Pages of a block are saved with it as bytes, little-endian ([`encode`], [`decode`]):
+//! Pages are saved with their block as bytes, little-endian ([`encode`], [`decode`]):
 //!
-//! | bytes | what |
+//! | bytes | contents |
 //! |---|---|
 //! | 0..4 | `KVTP` |
 //! | 4..6 | version: 1 |
 //! | 6 | 0: ranges, 1: centres |
-//! | 7 | bytes of a number: 2 (the upper half of a float; the lower is zero) or 4 |
+//! | 7 | bytes of a number: 2 (the upper half of a float; the lower half is zero) or 4 |
 //! | 8..24 | tokens of a page, heads, numbers of a head, tokens known (u32 each) |
 //! | 24.. | for each page and head the lower corner and the upper one |
 
@@ -30,12 +30,12 @@ const MAGIC: &[u8; 4] = b"KVTP";
 const VERSION: u16 = 1;
 const HEAD_BYTES: usize = 24;
 
-/// What a box is.
+/// The kind of box.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
-    /// All keys lie in it.
+    /// All keys lie in the box.
     Range,
-    /// Its centre is that of the range; it reaches as far as keys lie from it in the mean.
+    /// The box is centred on the range and reaches the mean distance of keys from the centre.
     Centre,
 }
 
@@ -46,18 +46,18 @@ pub struct Pages {
     heads: u32,
     dim: u32,
     bound: Bound,
-    /// For each page and head the lower and the upper corner.
+    /// For each page and head: lower corner, upper corner.
     boxes: Vec<f32>,
-    /// How many leading tokens of each page are known.
+    /// Known leading tokens of each page.
     filled: Vec<u32>,
-    /// Keys of the page that was written last, where boxes need them all.
+    /// Keys of the page that was written last, where boxes depend on all of them.
     open: Vec<f32>,
     open_page: Option<u32>,
     row: Vec<f32>,
 }
 
 impl Pages {
-    /// No pages yet.
+    /// An empty table.
     pub fn new(tokens_each: u32, heads: u32, dim: u32, bound: Bound) -> Pages {
         Pages {
             tokens_each,
@@ -77,7 +77,7 @@ impl Pages {
         self.tokens_each
     }
 
-    /// Tokens of a page, heads, numbers of a head, and what a box is.
+    /// Tokens of a page, heads, numbers of a head, and kind of box.
     pub fn geometry(&self) -> (u32, u32, u32, Bound) {
         (self.tokens_each, self.heads, self.dim, self.bound)
     }
@@ -87,7 +87,7 @@ impl Pages {
         2 * self.heads as usize * self.dim as usize
     }
 
-    /// How many leading tokens of a page are known.
+    /// Known leading tokens of a page.
     pub fn filled(&self, page: u32) -> u32 {
         self.filled.get(page as usize).copied().unwrap_or(0)
     }
@@ -99,20 +99,23 @@ impl Pages {
         self.boxes.get(from..from + each).unwrap_or_default()
     }
 
-    /// What this takes.
+    /// Allocated bytes.
     pub fn bytes(&self) -> u64 {
         let numbers = self.boxes.capacity() + self.open.capacity() + self.filled.capacity();
         numbers as u64 * 4
     }
 
-    /// Takes in keys that were checked, from a position on. `anew`: pages that they begin in
-    /// are forgotten first; otherwise their boxes grow. On an error nothing has changed.
+    /// Adds checked keys from position `first` on. With `anew`, pages that begin in them are
+    /// cleared first; otherwise boxes grow. On an error nothing has changed.
     pub fn put(&mut self, first: u32, keys: &Rows<'_>, anew: bool) -> Result<()> {
         let each = self.tokens_each;
         let (from, offset) = (first / each, first % each);
         if offset > 0 && self.filled(from) < offset {
             let known = self.filled(from);
-            fail!(Invalid, "keys from {first} on, of a page with {known} known tokens");
+            fail!(
+                Invalid,
+                "keys start at {first}, inside a page of which only {known} tokens are known"
+            );
         }
         let tokens = keys.tokens();
         let pages = (first as usize + tokens as usize).div_ceil(each as usize);
@@ -130,7 +133,7 @@ impl Pages {
         Ok(())
     }
 
-    /// Room for so many pages, and whatever else filling them takes.
+    /// Reserves memory for this many pages, and the working memory to fill them.
     fn reserve(&mut self, pages: usize) -> Result<()> {
         let each = self.numbers_each();
         let page = each / 2 * self.tokens_each as usize;
@@ -183,9 +186,9 @@ impl Pages {
         }
     }
 
-    /// Makes the box of a page reach as far as its keys lie from its centre in the mean. A
-    /// page of which keys were taken back, and others written, keeps a box around them all
-    /// until it is complete and sealed.
+    /// Shrinks the box of a page to the mean distance of its keys from the centre. A page with
+    /// truncated and rewritten keys keeps a box around all of them, until it is complete and
+    /// sealed.
     fn shrink(&mut self, page: u32) {
         let (dim, heads) = (self.dim as usize, self.heads as usize);
         let count = self.filled(page) as usize;
@@ -204,7 +207,7 @@ impl Pages {
                         if key > ends.1 { key } else { ends.1 },
                     )
                 });
-                // Halves first: the sum of two large numbers may be too large.
+                // Halved first: the sum of two large numbers may overflow.
                 let centre = ends.0 * 0.5 + ends.1 * 0.5;
                 let reach = keys.fold(0.0, |sum, &key| sum + (key - centre).abs()) / count as f32;
                 (*high, *low) = (centre + reach, centre - reach);
@@ -212,8 +215,8 @@ impl Pages {
         }
     }
 
-    /// Tokens from a position on are no more. The box of a page of which some are left still
-    /// is around all of them, and around what was there.
+    /// Drops tokens from position `tokens` on. The box of a partly truncated page still covers its
+    /// remaining keys, and may be too wide.
     pub fn truncate(&mut self, tokens: u32) {
         let (page, left) = (tokens / self.tokens_each, tokens % self.tokens_each);
         if let Some(filled) = self.filled.get_mut(page as usize) {
@@ -228,13 +231,13 @@ impl Pages {
         self.shrink(page);
     }
 
-    /// Whether [`Pages::score`] can be asked.
+    /// Whether [`Pages::score`] supports this head size.
     pub fn has_kernel(&self) -> bool {
         self.dim <= MAX_DIM / 2
     }
 
-    /// The bounds of the products of queries with keys of pages that come one after the
-    /// other: for each query and query head, innermost a page.
+    /// Upper bounds of the products of queries with keys of consecutive pages: for each query and
+    /// query head, pages innermost.
     pub fn score(
         &self,
         queries: &Rows<'_>,
@@ -251,14 +254,14 @@ impl Pages {
             token_stride_bytes: run_bytes * u64::from(self.heads),
             head_stride_bytes: run_bytes,
         };
-        // SAFETY: `boxes` has two corners for each page and head, and is borrowed as long.
+        // SAFETY: `boxes` has two corners for each page and head, and is borrowed by the rows.
         let pages = unsafe { Rows::new(view, Dtype::F32, Scales::None) }?;
         grow(memory, scratch(&pages, queries), 0.0)?;
         scores(Level::best(), &pages, queries, (from, count), out, memory)
     }
 
-    /// Puts in pages as they were saved: so many tokens from the start of a page on, and the
-    /// corners of their pages. They were checked.
+    /// Restores checked pages: `tokens` tokens from the start of a page on, and the corners of
+    /// their pages.
     pub fn restore(&mut self, page: u32, tokens: u32, corners: &[f32]) -> Result<()> {
         let pages = tokens.div_ceil(self.tokens_each);
         self.reserve(page as usize + pages as usize)?;
@@ -277,8 +280,8 @@ impl Pages {
     }
 }
 
-/// The negative numbers of a query and then its positive ones, zeros in the other places;
-/// added to what is there.
+/// Adds the negative numbers of a query to the first half of `out`, the positive ones to the
+/// second.
 pub fn split(query: &[f32], out: &mut [f32]) {
     let (negative, positive) = out.split_at_mut(query.len().min(out.len()));
     for ((negative, positive), &number) in negative.iter_mut().zip(positive).zip(query) {
@@ -287,7 +290,7 @@ pub fn split(query: &[f32], out: &mut [f32]) {
     }
 }
 
-/// The sum of the products of two rows.
+/// The dot product of two rows.
 pub fn product(a: &[f32], b: &[f32]) -> f32 {
     const LANES: usize = 16;
     let mut sums = [0f32; LANES];
@@ -299,7 +302,7 @@ pub fn product(a: &[f32], b: &[f32]) -> f32 {
             *sum += a * b;
         }
     }
-    // In halves, as processors with wide registers do it.
+    // Summed in halves, as processors with wide registers do it.
     let mut width = LANES / 2;
     while width > 0 {
         let (low, high) = sums.split_at_mut(width);
@@ -320,11 +323,11 @@ fn header(pages: &Pages, tokens: u32, width: u8) -> [u8; HEAD_BYTES] {
     head
 }
 
-/// Adds the bytes of pages from one on that have so many tokens.
+/// Appends the bytes of pages from `page` on that hold `tokens` tokens.
 pub fn encode(pages: &Pages, page: u32, tokens: u32, out: &mut Vec<u8>) -> Result<()> {
     let end = page + tokens.div_ceil(pages.tokens_each());
     let numbers = || (page..end).flat_map(|page| pages.corners(page));
-    // Corners of ranges are keys: what those can be written as, these can too.
+    // Corners of ranges are numbers of keys: both fit into the same types.
     let is_narrow = numbers().all(|number| number.to_bits() & 0xFFFF == 0);
     let width = if is_narrow { 2 } else { 4 };
     reserve(out, HEAD_BYTES + (end - page) as usize * pages.numbers_each() * width)?;
@@ -335,30 +338,30 @@ pub fn encode(pages: &Pages, page: u32, tokens: u32, out: &mut Vec<u8>) -> Resul
     Ok(())
 }
 
-/// What was encoded, if these bytes are pages such as `pages` has, of at most so many tokens:
-/// the tokens known and the corners.
+/// Decodes pages of the geometry of `pages`, of at most `most` tokens: the known tokens and the
+/// corners.
 pub fn decode(pages: &Pages, most: u32, bytes: &[u8]) -> Result<(u32, Vec<f32>)> {
     let Some((head, rest)) = bytes.split_first_chunk::<HEAD_BYTES>() else {
-        fail!(Corrupt, "pages of {} bytes are too short", bytes.len());
+        fail!(Corrupt, "saved pages of {} bytes are too short", bytes.len());
     };
     let [m0, m1, m2, m3, v0, v1, _, width, .., t0, t1, t2, t3] = *head;
     if [m0, m1, m2, m3] != *MAGIC {
-        fail!(Corrupt, "these bytes are no pages");
+        fail!(Corrupt, "the bytes are not saved pages");
     }
     let version = u16::from_le_bytes([v0, v1]);
     if version != VERSION {
-        fail!(TooNew, "pages of version {version}, this library knows {VERSION}");
+        fail!(TooNew, "saved pages have version {version}, this library reads {VERSION}");
     }
     let tokens = u32::from_le_bytes([t0, t1, t2, t3]);
     if *head != header(pages, tokens, width) || !matches!(width, 2 | 4) {
-        fail!(Corrupt, "these are pages of another policy or model");
+        fail!(Corrupt, "saved pages are of another policy or model");
     }
     if tokens == 0 || tokens > most {
-        fail!(Corrupt, "pages of {tokens} tokens in a block of {most}");
+        fail!(Corrupt, "saved pages have {tokens} tokens, a block has 1 to {most}");
     }
     let count = tokens.div_ceil(pages.tokens_each()) as usize * pages.numbers_each();
     if rest.len() != count * usize::from(width) {
-        fail!(Corrupt, "{} bytes for {count} numbers", rest.len());
+        fail!(Corrupt, "{} bytes do not hold {count} numbers", rest.len());
     }
     let mut numbers = Vec::new();
     reserve(&mut numbers, count)?;
@@ -373,34 +376,35 @@ pub fn decode(pages: &Pages, most: u32, bytes: &[u8]) -> Result<(u32, Vec<f32>)>
         high.iter().zip(low).all(|(high, low)| high >= low)
     };
     if !all_finite(&numbers) || !numbers.chunks_exact(2 * dim).all(is_box) {
-        fail!(Corrupt, "corners of pages are no corners");
+        fail!(Corrupt, "saved pages have corners that are not finite or not ordered");
     }
     Ok((tokens, numbers))
 }
 
-/// Blocks of a layer by their ids and by where they lie.
+/// Blocks of a layer by their id and by their index in the sequence.
 #[derive(Clone, Debug, Default)]
 pub struct BlockMap {
-    /// Id and place, by id.
+    /// Id and block index, sorted by id.
     places: Vec<(u32, u32)>,
-    /// The id at each place.
+    /// The id at each block index.
     ids: Vec<Option<u32>>,
 }
 
 impl BlockMap {
-    /// The place of a block: how many blocks of tokens lie before it.
+    /// The block index of an id.
     pub fn place(&self, id: u32) -> Option<u32> {
         let at = self.places.binary_search_by_key(&id, |&(id, _)| id).ok()?;
         self.places.get(at).map(|&(_, place)| place)
     }
 
-    /// Room for one more, at a place: what comes then cannot fail.
+    /// Reserves memory for a block at an index: the next [`BlockMap::set`] cannot fail.
     pub fn reserve(&mut self, place: u32) -> Result<()> {
         reserve(&mut self.places, 1)?;
         grow(&mut self.ids, place as usize + 1, None)
     }
 
-    /// A block is at a place now, and nowhere else, and no other is there.
+    /// Puts a block at an index. It leaves its old index, and the old block of the index is
+    /// dropped.
     pub fn set(&mut self, id: u32, place: u32) {
         if self.place(id) == Some(place) {
             return;
@@ -421,7 +425,7 @@ impl BlockMap {
         self.places.retain(|&(other, _)| other != id);
     }
 
-    /// Blocks from a place on are no more.
+    /// Drops blocks from an index on.
     pub fn truncate(&mut self, places: u32) {
         if self.ids.len() > places as usize {
             self.places.retain(|&(_, place)| place < places);
@@ -429,19 +433,18 @@ impl BlockMap {
         }
     }
 
-    /// What this takes.
+    /// Allocated bytes.
     pub fn bytes(&self) -> u64 {
         8 * (self.places.capacity() + self.ids.capacity()) as u64
     }
 
-    /// Blocks with their places, in the order of those; an error if one is unknown or named
-    /// twice.
+    /// Finds blocks, sorted by index. Fails if a block is unknown or named twice.
     pub fn find(&self, layer: u32, ids: &[u32], out: &mut Vec<(u32, u32)>) -> Result<()> {
         out.clear();
         reserve(out, ids.len())?;
         for &id in ids {
             let Some(place) = self.place(id) else {
-                fail!(Invalid, "block {id} of layer {layer} is not known");
+                fail!(Invalid, "block {id} of layer {layer} is unknown: seal or load it first");
             };
             out.push((id, place));
         }
@@ -461,7 +464,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_is_in_one_place_and_a_place_has_one_block() {
+    fn a_block_has_one_index_and_an_index_one_block() {
         let mut blocks = BlockMap::default();
         for (id, place) in [(7, 0), (3, 1), (9, 2), (7, 3), (4, 1)] {
             blocks.reserve(place).expect("memory");

@@ -1,16 +1,16 @@
-//! The pattern of each head, as a file says it: what MInference's search found for a model.
+//! Patterns of heads from a file: the result of MInference's search for a model.
 //!
-//! The file is JSON: a list with an entry for each layer. An entry is an object from the
-//! number of a query head, as a text, to its pattern, or a list of patterns, one a head. A
-//! pattern is a list: its name, two whole numbers, and maybe a third of any kind, which says
-//! how good it was and does not count. Heads that are not named have the pattern of the spec.
+//! The file is JSON: a list with an entry for each layer. An entry is an object from the number of
+//! a query head, as a string, to its pattern, or a list of patterns, one a head. A pattern is a
+//! list: its name, two integers, and an optional third number, which rated it and is ignored. Heads
+//! without an entry have the pattern of the spec.
 //!
 //! | name | first number | second |
 //! |---|---|---|
 //! | `vertical_and_slash`, `vertical_slash` | columns | diagonals |
 //! | `stream_llm`, `a_shape` | first tokens | last tokens |
 //! | `tri_shape` | first tokens | last tokens |
-//! | `block_sparse` | blocks of keys | does not count |
+//! | `block_sparse` | blocks of keys | ignored |
 
 use std::path::Path;
 
@@ -21,22 +21,22 @@ use crate::io::source::Source;
 use crate::sparse::numbers::reserve;
 use crate::sparse::shape::Shape;
 
-/// Longest accepted file.
+/// Largest accepted file, in bytes.
 pub const MAX_BYTES: usize = 16 << 20;
-/// Greatest size of a pattern.
+/// Largest size of a pattern.
 pub const MAX_SIZE: u32 = 1 << 30;
 
-/// What the keys of a head look like.
+/// Kinds of patterns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kind {
-    /// Columns and diagonals that the last queries look at.
+    /// Columns and diagonals with the most attention of the last queries.
     #[default]
     VerticalSlash,
-    /// The first tokens and the last.
+    /// The first and the last tokens.
     AShape,
-    /// The same, and all for the last queries of a prompt.
+    /// The same, and all tokens for the last queries of a prompt.
     TriShape,
-    /// The blocks whose means fit best.
+    /// The blocks whose means match best.
     BlockSparse,
 }
 
@@ -53,7 +53,7 @@ const NAMES: [(&str, Kind); 6] = [
 /// The pattern of a head.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pattern {
-    /// What it looks like.
+    /// Kind.
     pub kind: Kind,
     /// Columns, first tokens or blocks.
     pub vertical: u32,
@@ -61,11 +61,11 @@ pub struct Pattern {
     pub slash: u32,
 }
 
-/// The patterns of all heads that have one of their own.
+/// The patterns of all heads that have their own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Patterns {
     heads: usize,
-    /// By layer, then by head; none at all if there is no file.
+    /// By layer, then by head; empty without a file.
     all: Vec<Option<Pattern>>,
 }
 
@@ -76,10 +76,10 @@ impl Patterns {
         Patterns::parse(&text, shape).map_err(|e| e.within(path))
     }
 
-    /// Reads a text.
+    /// Parses the text of a file.
     pub fn parse(text: &[u8], shape: &Shape) -> Result<Patterns> {
         if text.len() > MAX_BYTES {
-            fail!(Limit, "patterns of {} bytes, the limit is {MAX_BYTES}", text.len());
+            fail!(Limit, "the pattern file has {} bytes, the limit is {MAX_BYTES}", text.len());
         }
         let heads = shape.query_heads as usize;
         let mut patterns = Patterns { heads, all: Vec::new() };
@@ -97,24 +97,24 @@ impl Patterns {
         })?;
         parser.end()?;
         if layers != shape.layers {
-            fail!(Invalid, "patterns of {layers} layers, the model has {}", shape.layers);
+            fail!(Invalid, "the pattern file has {layers} layers, the model has {}", shape.layers);
         }
         Ok(patterns)
     }
 
-    /// The pattern of a head, if it has one.
+    /// The pattern of a head, if it has its own.
     pub fn get(&self, layer: u32, head: u32) -> Option<Pattern> {
         self.all.get(layer as usize * self.heads + head as usize).copied().flatten()
     }
 
-    /// Whether no head has one.
+    /// Whether no head has its own pattern.
     pub fn is_empty(&self) -> bool {
         self.all.is_empty()
     }
 }
 
-/// A place in a text. It knows the JSON that patterns are written in, and no more: texts have
-/// no escapes, and nothing nests deeper than the parser calls itself.
+/// A parser of the JSON that patterns are written in, and of no more: strings have no escapes, and
+/// nesting is bounded by the parser's own calls.
 struct Parser<'a> {
     text: &'a [u8],
     at: usize,
@@ -148,11 +148,11 @@ impl<'a> Parser<'a> {
     fn end(&mut self) -> Result<()> {
         match self.peek() {
             None => Ok(()),
-            Some(_) => Err(self.wrong("something after the patterns")),
+            Some(_) => Err(self.wrong("text after the patterns")),
         }
     }
 
-    /// Reads elements up to the end of a list whose start has been read.
+    /// Reads the elements of a list or object whose opening bracket has been read.
     fn rest(&mut self, close: u8, mut see: impl FnMut(&mut Self) -> Result<()>) -> Result<()> {
         if self.eat(close) {
             return Ok(());
@@ -194,8 +194,11 @@ impl<'a> Parser<'a> {
                 *place = Some(self.pattern()?);
                 Ok(())
             }
-            Some(_) => Err(self.wrong(&format!("head {head} comes twice"))),
-            None => Err(self.wrong(&format!("head {head} of {}", heads.len()))),
+            Some(_) => Err(self.wrong(&format!("head {head} is named twice"))),
+            None => {
+                Err(self
+                    .wrong(&format!("head {head} does not exist, the model has {}", heads.len())))
+            }
         }
     }
 
@@ -211,7 +214,7 @@ impl<'a> Parser<'a> {
                 self.at += 1;
                 Ok(word)
             }
-            _ => Err(self.wrong("a text that is no name")),
+            _ => Err(self.wrong("expected a name")),
         }
     }
 
@@ -219,7 +222,7 @@ impl<'a> Parser<'a> {
         let word = self.word()?;
         match word.parse() {
             Ok(head) if word.bytes().all(|b| b.is_ascii_digit()) => Ok(head),
-            _ => Err(self.wrong(&format!("'{word}' is no number of a head"))),
+            _ => Err(self.wrong(&format!("'{word}' is not the number of a head"))),
         }
     }
 
@@ -239,7 +242,7 @@ impl<'a> Parser<'a> {
         self.expect(b',')?;
         let slash = self.size()?;
         if vertical == 0 || (slash == 0 && kind != Kind::BlockSparse) {
-            return Err(self.wrong("a pattern of size 0"));
+            return Err(self.wrong("a pattern has size 0, it must be at least 1"));
         }
         if self.eat(b',') {
             self.number()?;
@@ -260,7 +263,7 @@ impl<'a> Parser<'a> {
                 self.at += len;
                 Ok(text)
             }
-            _ => Err(self.wrong("not a number")),
+            _ => Err(self.wrong("expected a number")),
         }
     }
 
@@ -268,7 +271,7 @@ impl<'a> Parser<'a> {
         let text = self.number()?;
         match text.parse::<u32>() {
             Ok(size) if size <= MAX_SIZE => Ok(size),
-            _ => Err(self.wrong(&format!("{text} is no whole number up to {MAX_SIZE}"))),
+            _ => Err(self.wrong(&format!("{text} is not an integer up to {MAX_SIZE}"))),
         }
     }
 }
@@ -293,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ways_of_writing_are_read() {
+    fn objects_and_lists_of_heads_are_read() {
         let text = br#" [ {"0": ["vertical_and_slash", 1000, 6096, 336923.5e0], "2":["stream_llm",128,4096]},
             [["block_sparse", 100, 0, -1], ["tri_shape", 1, 2], ["a_shape", 3, 4], ["vertical_slash",5,6]] ] "#;
         let patterns = Patterns::parse(text, &shape(2, 4)).expect("sound");
@@ -315,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pattern_is_refused_and_the_place_told() {
+    fn invalid_patterns_are_rejected_with_their_offset() {
         for (text, at) in [
             ("", 0),
             ("[", 1),

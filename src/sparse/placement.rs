@@ -1,5 +1,5 @@
-//! Where tokens lie that were loaded: blocks one after the other, a tail behind them. What is
-//! said of positions becomes what kernels follow over the rows.
+//! The placement of loaded tokens in a buffer: blocks one after the other, then the tail.
+//! Translates an index of positions into one of buffer rows, which kernels follow.
 
 use std::ops::Range;
 
@@ -16,46 +16,49 @@ use crate::sparse::numbers::reserve;
 /// Tokens in a buffer, in the order of their positions.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BlockPlacement<'a> {
-    /// Which blocks of the sequence, ascending. One that is not full is the tail.
+    /// Blocks of the sequence, ascending and full. An incomplete block is the tail.
     pub blocks: &'a [u32],
     /// Tokens of a block.
     pub block_tokens: u32,
-    /// The position of the first token of the tail, behind the last block.
+    /// Position of the first token of the tail, behind the last block.
     pub tail_first: u32,
     /// Tokens of the tail.
     pub tail_tokens: u32,
 }
 
-/// Queries that an index is for.
+/// The queries of an index.
 #[derive(Clone, Copy)]
 struct QueryRange {
-    /// The position of the first.
+    /// Position of the first.
     first: u32,
-    /// How many.
+    /// Number of queries.
     count: u32,
-    /// The row that the first has, or would have behind all rows.
+    /// Buffer row of the first query; the number of rows if its key is not in the buffer.
     row: u32,
 }
 
 impl BlockPlacement<'_> {
-    /// Whether it can be.
+    /// Checks order and limits.
     pub fn check(&self) -> Result<()> {
         let BlockPlacement { blocks, block_tokens, tail_first, tail_tokens } = *self;
         if block_tokens == 0 || !blocks.is_sorted_by(|a, b| a < b) {
-            fail!(Invalid, "blocks of {block_tokens} tokens, or blocks that do not ascend");
+            fail!(Invalid, "blocks must ascend and have at least one token, not {block_tokens}");
         }
         let last = blocks.last().map_or(0, |&id| self.begin(id) + u64::from(block_tokens));
         let tail = u64::from(tail_first)..u64::from(tail_first) + u64::from(tail_tokens);
         if !tail.is_empty() && tail.start < last {
-            fail!(Invalid, "a tail from {tail_first} on behind blocks that end at {last}");
+            fail!(
+                Invalid,
+                "the tail starts at {tail_first}, before the end of the blocks at {last}"
+            );
         }
         if last.max(tail.end) > u64::from(MAX_TOKENS) {
-            fail!(Limit, "tokens up to {}, {MAX_TOKENS} at most", last.max(tail.end));
+            fail!(Limit, "tokens reach position {}, the limit is {MAX_TOKENS}", last.max(tail.end));
         }
         Ok(())
     }
 
-    /// Rows of all.
+    /// Rows of the buffer.
     pub fn rows(&self) -> u32 {
         self.tail_row() + self.tail_tokens
     }
@@ -69,19 +72,19 @@ impl BlockPlacement<'_> {
         }
     }
 
-    /// The row of a position, if it is there.
+    /// The row of a position, if the token is in the buffer.
     pub fn row_of(&self, position: u32) -> Option<u32> {
         self.runs(position..position.saturating_add(1)).next().map(|run| run.start)
     }
 
-    /// Says of rows in `out` what `keys` say of positions, for queries at `first` and the
-    /// `count - 1` positions after it; tokens that are not there are left out. Returns the row
-    /// that is the `first_query` of a problem over these rows, whose `first_key` is 0: where
-    /// the queries' own keys are there they are the last rows.
+    /// Translates `keys` from positions to rows, for queries at `first` and the `count - 1`
+    /// positions after it. Tokens that are not in the buffer are left out. Returns the row that is
+    /// the `first_query` of a problem over these rows, whose `first_key` is 0. If the queries' own
+    /// keys are in the buffer, they are the last rows.
     ///
-    /// One query is told in blocks, as decode follows them. Of more, diagonals become ranges
-    /// of every query: where no token is missing between two, it costs less to say in the
-    /// problem which is the first. After an error `out` means nothing.
+    /// The index for one query consists of blocks, as decode requires. For more queries, diagonals
+    /// become ranges of every query. Where no token is missing between two, it costs less to set
+    /// the problem's first position instead. After an error the contents of `out` are undefined.
     pub fn index(
         &self,
         keys: &Keys<'_>,
@@ -111,19 +114,22 @@ impl BlockPlacement<'_> {
         self.blocks.len() as u32 * self.block_tokens
     }
 
-    /// Rows before the query at a position. Behind them there is nothing but the queries' own
-    /// keys, so that what is before a query is the same in rows.
+    /// The row of the query at a position. Only the queries' own keys may follow it, so that the
+    /// causal rule holds in rows, too.
     fn first_row(&self, first: u32) -> Result<u32> {
         let row = self.runs(0..first).last().map_or(0, |run| run.end);
         let behind = self.rows() - row;
         let last = behind.checked_sub(1).and_then(|more| self.position_of(row + more));
         if last.is_some_and(|last| last - first != behind - 1) {
-            fail!(Invalid, "tokens are missing between the query at {first} and {last:?}");
+            fail!(
+                Invalid,
+                "tokens are missing between the query at {first} and the last token at {last:?}"
+            );
         }
         Ok(row)
     }
 
-    /// The rows of some positions: runs that ascend.
+    /// The rows of a range of positions, as ascending runs.
     fn runs(&self, keys: Range<u32>) -> impl Iterator<Item = Range<u32>> {
         let placed = *self;
         let (start, end) = (u64::from(keys.start), u64::from(keys.end));
@@ -142,7 +148,7 @@ impl BlockPlacement<'_> {
         blocks.chain((from < to).then(|| row(from)..row(to)))
     }
 
-    /// The rows of positions that ascend.
+    /// The rows of ascending positions.
     fn each<'a>(
         &'a self,
         positions: impl Iterator<Item = u32> + 'a,
@@ -191,8 +197,8 @@ impl BlockPlacement<'_> {
         }
     }
 
-    /// Blocks stay blocks: of as many keys as divide theirs, those loaded, and where the tail
-    /// begins.
+    /// Blocks stay blocks. Their new size divides the old one, the loaded blocks' and the start of
+    /// the tail.
     fn blocks(&self, keys: &Keys<'_>, head: &Head, builder: &mut IndexBuilder) -> Result<()> {
         let tail = if self.tail_tokens > 0 { self.tail_first } else { 0 };
         let unit = common(common(head.key_block, self.block_tokens), tail).max(1);
@@ -218,7 +224,7 @@ impl BlockPlacement<'_> {
     ) -> Result<()> {
         let (columns, diagonals) = (keys.list(head.first), keys.list(head.first + 1));
         self.columns(columns, (1, head.dense_from), builder)?;
-        // Queries that see all have no list.
+        // Dense queries have no list.
         let count = queries.count.min(head.dense_from.saturating_sub(queries.row));
         for position in (queries.first..).take(count as usize) {
             let lines = Lines { columns: &[], diagonals };
@@ -257,7 +263,7 @@ impl BlockPlacement<'_> {
     }
 }
 
-/// All that a walk gives.
+/// All keys of a cursor.
 fn positions(mut cursor: KeyCursor<'_>) -> impl Iterator<Item = u32> {
     let (mut tile, mut at, mut count) = ([0; TILE], 0, 0);
     std::iter::from_fn(move || {
@@ -269,12 +275,12 @@ fn positions(mut cursor: KeyCursor<'_>) -> impl Iterator<Item = u32> {
     })
 }
 
-/// The greatest number that divides both.
+/// The greatest common divisor.
 fn common(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { common(b, a % b) }
 }
 
-/// Positions of all rows, ascending, in `out`.
+/// Puts the positions of all rows into `out`, ascending.
 pub fn positions_of(placed: &BlockPlacement<'_>, out: &mut Vec<u32>) -> Result<()> {
     placed.check()?;
     out.clear();

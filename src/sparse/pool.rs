@@ -1,17 +1,17 @@
-//! Blocks of rows, each as one row: their mean.
+//! Mean-pools rows: each block of rows becomes one row.
 
 use crate::attention::Rows;
 use crate::base::status::Result;
 use crate::sparse::numbers::{read, zeros};
 use crate::sparse::prefill_inputs::not_finite;
 
-/// What the sum of a block that is not full is divided by.
+/// Divisor of the sum of an incomplete block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Divisor {
-    /// By the rows that a full one has: what is missing counts as zeros.
+    /// Rows of a full block: missing rows count as zeros.
     Full,
-    /// By the rows that it has.
-    ResidentTokens,
+    /// Rows that are present.
+    Present,
 }
 
 /// Puts the mean of each `block` rows of a head into `out`.
@@ -47,15 +47,15 @@ mod tests {
     use crate::sparse::numbers::testing;
 
     #[test]
-    fn means_are_means() {
+    fn pool_averages_blocks_of_rows() {
         let numbers: Vec<f32> = (0..20).map(|n| n as f32).collect();
         let rows = testing::rows(&numbers, 2, 2);
         let mut out = Vec::new();
-        pool(&rows, 1, 2, Divisor::ResidentTokens, &mut out).expect("finite");
+        pool(&rows, 1, 2, Divisor::Present, &mut out).expect("finite");
         assert_eq!(out, [4.0, 5.0, 12.0, 13.0, 18.0, 19.0]);
         pool(&rows, 1, 2, Divisor::Full, &mut out).expect("finite");
         assert_eq!(out, [4.0, 5.0, 12.0, 13.0, 9.0, 9.5]);
         let bad = [0.0, f32::NAN];
-        assert!(pool(&testing::rows(&bad, 1, 2), 0, 4, Divisor::ResidentTokens, &mut out).is_err());
+        assert!(pool(&testing::rows(&bad, 1, 2), 0, 4, Divisor::Present, &mut out).is_err());
     }
 }

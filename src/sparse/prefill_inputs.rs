@@ -1,4 +1,4 @@
-//! A question for an index, checked.
+//! Checked inputs of an index over a prompt, and what prefill policies share.
 
 use crate::attention::Rows;
 use crate::base::status::{Error, Result, Status};
@@ -8,46 +8,46 @@ use crate::sparse::index_builder::IndexBuilder;
 use crate::sparse::numbers;
 use crate::sparse::shape::Shape;
 
-/// Queries and all keys up to the last of them.
+/// Queries, and all keys up to the last of them.
 #[derive(Clone, Copy)]
 pub struct PrefillInputs<'a> {
     /// The queries.
     pub queries: &'a Rows<'a>,
-    /// All keys of the sequence, from its first token to the last query's.
+    /// All keys of the sequence, from its first token to that of the last query.
     pub keys: &'a Rows<'a>,
-    /// The position of the first query.
+    /// Position of the first query.
     pub first: u32,
     /// Tokens of the sequence.
     pub tokens: u32,
-    /// What products are multiplied with.
+    /// Factor of products.
     pub scale: f32,
     group: u32,
 }
 
-/// Whether the queries are the last tokens of the sequence. What depends on positions only
-/// need not look at keys, which may have been evicted.
+/// Checks that the queries are the last tokens of the sequence. Policies that use positions only
+/// need no keys, which may have been evicted.
 pub fn check_context(shape: &Shape, count: u32, context: &Context) -> Result<()> {
     let end = context.first_query.checked_add(count);
     if end != Some(context.tokens) || context.tokens > shape.max_tokens {
         let (first, tokens, most) = (context.first_query, context.tokens, shape.max_tokens);
         fail!(
             Invalid,
-            "{count} queries from {first} on end a sequence of {tokens}, at most {most}"
+            "{count} queries from {first} on must end a sequence of {tokens} tokens, at most {most}"
         );
     }
     Ok(())
 }
 
-/// Refuses what is not a prompt.
+/// Fails with `Unsupported` outside of a prompt.
 pub fn only_prefill(name: &str, context: &Context) -> Result<()> {
     if !context.is_prefill {
-        fail!(Unsupported, "{name} says what a prompt is computed with, not what follows it");
+        fail!(Unsupported, "{name} selects keys in prompts only, not in decode");
     }
     Ok(())
 }
 
-/// An index of rows of `block` queries by blocks of as many keys, whose lists are added head
-/// by head.
+/// An index of rows of `block` queries by blocks of as many keys; `add` adds the lists head by
+/// head.
 pub fn each_head(
     inputs: &PrefillInputs<'_>,
     block: u32,
@@ -61,13 +61,13 @@ pub fn each_head(
     Ok(builder.into_index())
 }
 
-/// The error for numbers that are not.
+/// The error for numbers that are not finite.
 pub fn not_finite(what: &str) -> Error {
     Error::new(Status::Invalid, format!("{what} are not all finite"))
 }
 
 impl<'a> PrefillInputs<'a> {
-    /// Checks that rows are of the shape and keys are those of all tokens.
+    /// Checks that rows match the shape, and that the keys are those of all tokens.
     pub fn check(
         shape: &Shape,
         layer: u32,
@@ -76,13 +76,13 @@ impl<'a> PrefillInputs<'a> {
         context: &Context,
     ) -> Result<PrefillInputs<'a>> {
         let Some(keys) = keys else {
-            fail!(Invalid, "this policy looks at all keys, and there are none");
+            fail!(Invalid, "this policy needs all keys (KVT_NEEDS_ALL_KEYS), but none were passed");
         };
         shape.check_queries(layer, queries)?;
         shape.check_keys(layer, keys)?;
         check_context(shape, queries.tokens(), context)?;
         if keys.tokens() != context.tokens {
-            fail!(Invalid, "{} keys of {} tokens", keys.tokens(), context.tokens);
+            fail!(Invalid, "{} keys were passed for {} tokens", keys.tokens(), context.tokens);
         }
         Ok(PrefillInputs {
             queries,
@@ -94,7 +94,7 @@ impl<'a> PrefillInputs<'a> {
         })
     }
 
-    /// How many queries.
+    /// Number of queries.
     pub fn count(&self) -> u32 {
         self.queries.tokens()
     }
@@ -109,18 +109,18 @@ impl<'a> PrefillInputs<'a> {
         self.queries.dim() as usize
     }
 
-    /// The head of keys that a query head looks at.
+    /// The head of keys of a query head.
     pub fn key_head(&self, head: u32) -> u32 {
         head / self.group
     }
 
-    /// Reads queries of a head from one on, as many as `out` has room for; those behind the
-    /// last are zero.
+    /// Reads queries of a head from `from` on, as many as fit into `out`. Rows beyond the last
+    /// query become zero.
     pub fn read_queries(&self, head: u32, from: u32, out: &mut [f32]) -> Result<()> {
         read(self.queries, "queries", head, from, out)
     }
 
-    /// Reads keys of a query head likewise.
+    /// The same for the keys of a query head.
     pub fn read_keys(&self, head: u32, from: u32, out: &mut [f32]) -> Result<()> {
         read(self.keys, "keys", self.key_head(head), from, out)
     }

@@ -1,15 +1,15 @@
-//! `pyramidkv`: `snapkv` with fewer tokens the deeper the layer (Cai et al., 2024).
+//! `pyramidkv`: `snapkv` with fewer tokens in deeper layers (Cai et al., 2024).
 //!
-//! Parameters are those of `snapkv`, and `beta` (20): how much less the last layer keeps.
-//! With N tokens, C the budget with the window of W, B = C - W:
+//! Parameters are those of `snapkv`, and `beta` (20): how much less the last layer keeps. With N
+//! tokens, the budget C including the window W, and B = C - W:
 //!
-//! - the least is m = B / beta, the most M = 2 B - m; where M is N - W or more, it is N - W
-//!   and m = 2 B - M; layers in between keep M - layer (M - m) / (layers - 1);
-//! - `form=original` divides whole numbers, and the window comes on top. With fewer than C
-//!   tokens all stay, with fewer than 2 B each layer keeps C;
-//! - `form=kvpress`: B is the budget itself (or what `ratio` leaves), the result is rounded to
-//!   the nearest (halves to the even one) and the window is a part of it. Unless N >= M >= m
-//!   >= W each layer keeps B.
+//! - the least is m = B / beta, the most M = 2 B - m. If M is at least N - W, it is N - W, and m =
+//!   2 B - M. Layers in between keep M - layer (M - m) / (layers - 1);
+//! - `form=original` divides integers, and the window is added. With fewer than C tokens all stay,
+//!   with fewer than 2 B each layer keeps C;
+//! - `form=kvpress`: B is the budget itself (or what `ratio` leaves). The result is rounded to the
+//!   nearest integer (halves to even) and includes the window. Unless N >= M >= m >= W, each layer
+//!   keeps B.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -17,20 +17,20 @@ use crate::sparse::Shape;
 use crate::sparse::eviction::TokenBudget;
 use crate::sparse::snapkv::{Budget, Form, Snapkv};
 
-/// Reads `pyramidkv` with its parameters.
+/// Reads the parameters of `pyramidkv`.
 pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Snapkv> {
     let beta = reader.u64("beta", 20, 1..=1 << 20)? as u32;
     Snapkv::with(reader, shape, Budget::Pyramid(beta))
 }
 
-/// What the budgets of layers follow from.
+/// Inputs of the budget of a layer.
 #[derive(Clone, Copy, Debug)]
 pub struct PyramidBudget {
-    /// Which form.
+    /// Published form.
     pub form: Form,
-    /// The budget.
+    /// Budget.
     pub cap: TokenBudget,
-    /// The window.
+    /// Window, in tokens.
     pub window: usize,
     /// How much less the last layer keeps.
     pub beta: u32,
@@ -39,7 +39,7 @@ pub struct PyramidBudget {
 }
 
 impl PyramidBudget {
-    /// How many of so many tokens stay in a layer.
+    /// How many of `tokens` tokens stay in a layer.
     pub fn count(&self, layer: u32, tokens: usize) -> usize {
         match self.form {
             Form::Original => self.original(layer, tokens),
@@ -67,8 +67,8 @@ impl PyramidBudget {
     fn kvpress(&self, layer: u32, tokens: usize) -> usize {
         let (count, window) = (tokens as f64, self.window as f64);
         let base = self.cap.unrounded(tokens).min(count);
-        // kvpress adds the window and takes it off again, and divides before it multiplies: where
-        // half a token decides, the last bit of each step does.
+        // kvpress adds the window and subtracts it again, and divides before it multiplies. Where
+        // half a token decides, the last bit of each step matters.
         let without = (window + base) - window;
         let mut least = without / f64::from(self.beta);
         let mut most = 2.0 * without - least;
@@ -88,14 +88,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_keep_what_was_observed_of_kvpress() {
+    fn budgets_match_kvpress() {
         let cap = TokenBudget::Ratio(0.5);
         let of = PyramidBudget { form: Form::Kvpress, cap, window: 16, beta: 20, layers: 4 };
         assert_eq!([0, 1, 2, 3].map(|layer| of.count(layer, 256)), [240, 165, 91, 16]);
-        // The least would be less than the window: as many in each.
+        // The least would be less than the window: each layer keeps the same.
         let of = PyramidBudget { cap: TokenBudget::Ratio(0.9), ..of };
         assert_eq!([0, 1, 2, 3].map(|layer| of.count(layer, 256)), [26, 26, 26, 26]);
-        // Halves of a token, which the last bit decides: what its formula gives in Python.
+        // Halves of a token, decided by the last bit: the results of its formula in Python.
         for (tokens, ratio, window, kept) in [
             (100, 0.7, 1, [59, 40, 20, 1]),
             (25, 0.41, 2, [23, 18, 12, 6]),
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_numbers_as_the_authors_divide_them() {
+    fn budgets_match_the_authors_integer_division() {
         let cap = TokenBudget::Tokens(320);
         let of = PyramidBudget { form: Form::Original, cap, window: 64, beta: 20, layers: 32 };
         // 256 / 20 = 12, 512 - 12 = 500, 488 / 31 = 15.

@@ -1,25 +1,25 @@
-//! `quest`: pages whose keys could matter most to the query (Tang et al., ICML'24).
+//! `quest`: selects the pages whose keys could matter most to the query (Tang et al., ICML'24).
 //!
-//! Of each page and head of keys the least and the greatest of each number are kept. No key
-//! of the page can have a greater product with a query than `sum over d of max(q_d * least_d,
-//! q_d * greatest_d)`; pages are chosen by that. It looks at no attention, so what was not
-//! chosen once can be chosen again.
+//! The policy keeps the least and the greatest value of each dimension, for each page and head of
+//! keys. The product of any key of the page with a query is at most `sum over d of max(q_d *
+//! least_d, q_d * greatest_d)`. Pages are selected by that bound. No attention is needed, so a page
+//! that was left out can be selected later.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `budget` | 2048 | tokens that a head sees: `max(3, budget / page)` pages |
 //! | `page` | 16 | tokens of a page; blocks are whole pages |
-//! | `dense` | 2 | so many first layers see all |
-//! | `last` | free | `always`: the newest page is one of those chosen, as in the authors' kernels. `free`: it must earn its place, as in their reference |
-//! | `share` | none | `none`: each query head has its own pages, and blocks that any needs are loaded. `bound`: all share those with the greatest mean of the bound over heads |
-//! | `compat` | none | `fork`: as in an offloading engine that is around: a page is a block; queries are averaged over their group, the greater of the two whole products counts, and the mean over heads of keys. That is no bound, and misses pages that matter |
-//! | `topk`, `threshold` | 8, 4 | with `compat=fork`: so many blocks, where there are more than `threshold` |
+//! | `dense` | 2 | this many first layers see all |
+//! | `last` | free | `always`: the newest page is always selected, as in the authors' kernels. `free`: it competes with the others, as in their reference |
+//! | `share` | none | `none`: each query head has its own pages, and blocks that any head needs are loaded. `bound`: all heads share the pages with the greatest mean bound |
+//! | `compat` | none | `fork`: as in an existing offloading engine. A page is a block; queries are averaged over their group, the greater of the two corner products counts, and the mean over heads of keys. That is no upper bound and misses pages that matter |
+//! | `topk`, `threshold` | 8, 4 | with `compat=fork`: select `topk` blocks if there are more than `threshold` |
 //!
-//! With as many pages as may be chosen, or fewer, all are. A block is loaded if one of the
-//! pages chosen is in it: what is computed with (`index`) is a part of what is loaded.
+//! If there are no more pages than may be selected, all are. A block is loaded if one of its pages
+//! is selected, so the keys of `index` are a subset of the loaded ones.
 //!
-//! Keys that come in again for a place widen its page's box; sealing makes it exact. So does
-//! what is taken back and written anew: until sealed, a box may be too wide, never too small.
+//! Keys that are written again for a position widen the box of their page; sealing makes it exact.
+//! The same holds after a truncation: until it is sealed, a box may be too wide, never too small.
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
@@ -35,35 +35,35 @@ use crate::sparse::{
     Context, Granularity, Index, Scope, Shape, Sparse, Stats, Traits, caps, needs,
 };
 
-/// Who shares a list of pages, and how pages are scored for it.
+/// Which heads share a list of pages, and how pages are scored for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageSharing {
-    /// Nobody.
+    /// Each query head has its own list.
     None,
-    /// All, by the mean of the bound.
+    /// All heads, by the mean of the bound.
     Bound,
-    /// All, by the mean of the greater product with the mean query of a group.
+    /// All heads, by the mean of the greater product with the mean query of a group.
     Fork,
 }
 
-/// How pages are chosen.
+/// How pages are selected.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
     /// Tokens of a page.
     pub page: u32,
-    /// How many are chosen.
+    /// Number of selected pages.
     pub count: u32,
-    /// With so many or fewer, all are.
+    /// Up to this many pages, all are selected.
     pub threshold: u32,
-    /// First pages that always are among them.
+    /// First pages that are always selected.
     pub sinks: u32,
-    /// Last pages that always are.
+    /// Last pages that are always selected.
     pub window: u32,
-    /// So many first layers see all.
+    /// This many first layers see all.
     pub dense: u32,
-    /// What a box is.
+    /// Kind of box.
     pub bound: Bound,
-    /// Who shares.
+    /// Sharing of lists.
     pub share: PageSharing,
 }
 
@@ -73,7 +73,7 @@ struct Layer {
     blocks: BlockMap,
 }
 
-/// Chooses pages by the boxes around their keys.
+/// Selects pages by the boxes around their keys.
 #[derive(Clone, Debug)]
 pub struct Quest {
     rule: Rule,
@@ -84,7 +84,7 @@ pub struct Quest {
 }
 
 impl Quest {
-    /// Reads `quest` with its parameters.
+    /// Reads the parameters of `quest`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Quest> {
         let is_fork = reader.choice("compat", &["none", "fork"])? == Some(1);
         let tokens = count(reader, "budget", 2048, 1)?;
@@ -133,12 +133,15 @@ impl Quest {
         layer < self.rule.dense
     }
 
-    /// Where the keys of a block begin and how many may come; an error if it cannot be there.
+    /// Checks the position and length of a block; returns its block index.
     fn place(&self, first: u32, tokens: u32) -> Result<u32> {
         let each = self.shape.block_tokens;
         let end = u64::from(first) + u64::from(tokens);
         if first % each != 0 || tokens == 0 || tokens > each {
-            fail!(Invalid, "a block of {tokens} tokens from {first} on, blocks have {each}");
+            fail!(
+                Invalid,
+                "a block of {tokens} tokens at {first}: blocks start at multiples of {each} and have 1 to {each} tokens"
+            );
         }
         self.shape.check_tokens(end)?;
         Ok(first / each)
@@ -154,7 +157,7 @@ impl Quest {
         pages <= self.rule.count.max(self.rule.threshold) as usize
     }
 
-    /// Which of the candidates are to be loaded.
+    /// Selects the candidates to load.
     fn choose(
         &mut self,
         layer: u32,
@@ -217,7 +220,7 @@ impl Quest {
     }
 }
 
-/// How a policy that chooses pages is like.
+/// Traits of a policy that selects pages.
 fn traits(rule: &Rule) -> Traits {
     Traits {
         caps: caps::LOAD_DECODE | caps::INDEX_DECODE,
@@ -306,7 +309,7 @@ impl Sparse for Quest {
             out.set_dense();
             return Ok(());
         }
-        // What nothing is known of cannot be left out.
+        // Pages without known keys are always selected.
         let (mut unknown, known) = (Vec::new(), &mut self.work.pages);
         known.clear();
         reserve(known, total as usize)?;
@@ -316,7 +319,7 @@ impl Sparse for Quest {
         }
         let count = self.work.mark(&self.rule, total)?;
         self.score(layer, queries)?;
-        // The memory of the answer before serves this one.
+        // Reuses the memory of the last answer.
         let mut builder = IndexBuilder::within(std::mem::take(out));
         for list in 0..PageSelector::lists(&self.rule, &self.shape) {
             builder.blocks(0, page, NO_QUERY)?;
@@ -350,7 +353,7 @@ impl Sparse for Quest {
             return Ok(());
         };
         let Some(place) = state.blocks.place(id) else {
-            fail!(NotFound, "block {id} of layer {layer} is not known");
+            fail!(NotFound, "block {id} of layer {layer} is unknown: seal or load it first");
         };
         let each = self.shape.block_tokens / self.rule.page;
         let filled = (place * each..(place + 1) * each).map(|page| state.pages.filled(page));
@@ -380,60 +383,60 @@ impl Sparse for Quest {
     }
 }
 
-/// By what pages are scored.
+/// Inputs of the scores of pages.
 #[derive(Clone, Copy)]
 pub struct PageScoring<'a> {
     /// The rule.
     pub rule: &'a Rule,
-    /// The model.
+    /// The model's shape.
     pub shape: &'a Shape,
     /// Boxes of the layer.
     pub boxes: &'a Pages,
 }
 
-/// What is used while pages are chosen.
+/// Working memory of a selection.
 #[derive(Clone, Debug, Default)]
 pub struct PageSelector {
     ranks: Ranks,
-    /// Pages to choose from.
+    /// Pages to select from.
     pub pages: Vec<u32>,
-    /// In which of `found` each is.
+    /// Index into `found` of the block of each page.
     pub owners: Vec<u32>,
-    /// Candidates with their places, in the order of those.
+    /// Candidates with their block index, sorted by that index.
     pub found: Vec<(u32, u32)>,
-    /// Queries as they came, as f32.
+    /// The queries as f32.
     asked: Vec<f32>,
-    /// Queries as boxes are multiplied with them, one row a list (or head of keys).
+    /// Queries in the form that boxes are multiplied with: one row a list (or head of keys).
     queries: Vec<f32>,
-    /// For each list a score a page.
+    /// For each list one score a page.
     scores: Vec<f32>,
-    /// Scores of pages one after the other, all queries; and what the kernel needs.
+    /// Scores of consecutive pages, all queries; then working memory of the kernel.
     run: Vec<f32>,
     memory: Vec<f32>,
-    /// Which pages were chosen, by their place in `pages`.
+    /// Selected pages, as indices into `pages`.
     pub chosen: Vec<u32>,
     /// Marks of pages, or of candidates.
     pub marks: Vec<bool>,
 }
 
-/// The higher of two scores; what is not a number stays, to be found.
+/// The higher of two scores. NaN is kept, so that it is found.
 fn higher(a: f32, b: f32) -> f32 {
     if a >= b || a.is_nan() { a } else { b }
 }
 
 impl PageSelector {
-    /// What this takes.
+    /// Allocated bytes.
     pub fn bytes(&self) -> u64 {
         let PageSelector { asked, queries, scores, run, memory, .. } = self;
         [asked, queries, scores, run, memory].iter().map(|table| 4 * table.capacity() as u64).sum()
     }
 
-    /// How many lists of pages there are.
+    /// Number of lists of pages.
     pub fn lists(rule: &Rule, shape: &Shape) -> usize {
         if rule.share == PageSharing::None { shape.query_heads as usize } else { 1 }
     }
 
-    /// Scores the pages in `pages`: of several queries the greatest counts.
+    /// Scores `pages`. Of several queries the greatest score counts.
     pub fn score(&mut self, scoring: PageScoring<'_>, queries: &Rows<'_>) -> Result<()> {
         self.ask(queries)?;
         let count = self.pages.len();
@@ -453,7 +456,7 @@ impl PageSelector {
         Ok(())
     }
 
-    /// Scores pages that follow each other together.
+    /// Scores runs of consecutive pages together.
     fn score_runs(&mut self, scoring: PageScoring<'_>, queries: &Rows<'_>) -> Result<()> {
         let PageSelector { pages, scores, run, memory, .. } = self;
         let (columns, lists) = (pages.len(), scoring.shape.query_heads as usize);
@@ -476,7 +479,7 @@ impl PageSelector {
         Ok(())
     }
 
-    /// Takes queries in; an error if they are not finite.
+    /// Converts queries. Fails if a number is not finite.
     fn ask(&mut self, queries: &Rows<'_>) -> Result<()> {
         let (heads, dim) = (queries.heads(), queries.dim() as usize);
         zeros(&mut self.asked, queries.tokens() as usize * heads as usize * dim)?;
@@ -486,7 +489,7 @@ impl PageSelector {
         check("queries", &self.asked)
     }
 
-    /// Puts one of the queries, all heads, into the form that boxes are multiplied with.
+    /// Brings one query, all heads, into the form that boxes are multiplied with.
     fn prepare(&mut self, scoring: PageScoring<'_>, at: usize) -> Result<()> {
         let dim = scoring.shape.key_dim as usize;
         let group = scoring.shape.group() as usize;
@@ -501,7 +504,7 @@ impl PageSelector {
                     split(query, to);
                 }
             }
-            // Products are linear in what boxes are multiplied with: add up first.
+            // Products are linear in this form, so heads are added first.
             PageSharing::Bound => {
                 grow(out, rows / group * 2 * dim, 0.0)?;
                 let groups = query.chunks_exact(dim * group);
@@ -564,7 +567,7 @@ impl PageSelector {
         }
     }
 
-    /// Pages that always are chosen get more than any score.
+    /// Gives pages that are always selected an infinite score.
     fn force(&mut self, lists: usize, count: usize) {
         let PageSelector { pages, scores, marks, .. } = self;
         for (column, _) in marks.iter().zip(pages).enumerate().filter(|(_, (mark, _))| **mark) {
@@ -576,8 +579,8 @@ impl PageSelector {
         }
     }
 
-    /// Marks in `marks` which of `pages` always are chosen, of so many pages in all;
-    /// gives how many are to be chosen, those included.
+    /// Marks in `marks` the `pages` that are always selected, of `total` pages. Returns how many to
+    /// select, those included.
     pub fn mark(&mut self, rule: &Rule, total: u32) -> Result<usize> {
         let Rule { sinks, window, count, .. } = *rule;
         let is_forced = |page: u32| page < sinks || page >= total.saturating_sub(window);
@@ -590,7 +593,7 @@ impl PageSelector {
         Ok((count as usize).saturating_sub(forced) + present)
     }
 
-    /// Puts the pages of a list into `chosen`: their places in `pages`.
+    /// Puts the selected pages of a list into `chosen`, as indices into `pages`.
     pub fn list(&mut self, list: usize, count: usize) -> Result<()> {
         let PageSelector { pages, scores, ranks, chosen, .. } = self;
         let from = list * pages.len();

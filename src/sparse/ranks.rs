@@ -1,16 +1,16 @@
-//! The highest and the lowest of many scores. Of equal ones the lower index comes first, both
-//! where it is chosen and where it has to go. Scores must be finite or infinite, not NaN.
+//! The highest and the lowest of many scores. Between equal scores the lower index comes first, for
+//! selection and for eviction alike. Scores may be infinite but not NaN.
 
 use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::numbers::reserve;
 
-/// Up to so many are found by scans that look at many scores at a time.
+/// Up to this many are found by scans that compare many scores at a time.
 const FEW: usize = 32;
-/// Scores that a scan looks at together: more than are ever wanted of it.
+/// Scores that a scan compares together; more than it ever selects.
 const LANES: usize = 64;
 
-/// Finds them; keeps memory for the next time.
+/// Finds them; keeps its memory for the next call.
 #[derive(Clone, Debug, Default)]
 pub struct Ranks {
     keys: Vec<u64>,
@@ -18,7 +18,7 @@ pub struct Ranks {
 
 /// Order and index of a score in one number: the greater comes first.
 fn key<const HIGH: bool>(score: f32, at: usize) -> u64 {
-    // Minus zero is zero.
+    // Minus zero equals zero.
     let bits = (score + 0.0).to_bits();
     let ascending = bits ^ (((bits as i32) >> 31) as u32 | 0x8000_0000);
     let order = if HIGH { ascending } else { !ascending };
@@ -33,7 +33,7 @@ fn is_better<const HIGH: bool>(score: f32, than: f32) -> bool {
     if HIGH { score > than } else { score < than }
 }
 
-/// Where the best score is: the first of equal ones. Most are looked at `LANES` together.
+/// The index of the best score, the lowest of equal ones. Compares `LANES` scores at a time.
 fn best<const HIGH: bool>(scores: &[f32]) -> usize {
     let (mut found, mut bar) = (0, scores.first().copied().unwrap_or_default());
     for (part, chunk) in scores.chunks(LANES).enumerate() {
@@ -67,7 +67,7 @@ impl Ranks {
         Ok(self.keys.iter().rev().map(|&key| index(key)))
     }
 
-    /// How many of the highest together exceed `sum`; one more than there are, if all do not.
+    /// How many of the highest together exceed `sum`; one more than there are if all do not.
     pub fn cover(&mut self, scores: &[f32], sum: f64) -> Result<usize> {
         let mut reached = 0.0;
         let score_of = |at: u32| scores.get(at as usize).copied().map_or(0.0, f64::from);
@@ -122,9 +122,8 @@ impl Ranks {
         Ok(())
     }
 
-    /// Few of many. Of scores that stand `LANES` apart the best is found: nothing that is worse
-    /// than the last of `count` such ones counts, and little else is left, in whatever order
-    /// scores come.
+    /// A few of many. Finds the best score of each of `LANES` lanes. Scores worse than the
+    /// `count`-th best lane cannot be selected, so few candidates are left in any order of scores.
     fn scan<const HIGH: bool>(&mut self, scores: &[f32], count: usize) -> Result<&[u64]> {
         let mut best = [if HIGH { f32::NEG_INFINITY } else { f32::INFINITY }; LANES];
         for part in scores.chunks(LANES) {
@@ -151,7 +150,7 @@ impl Ranks {
         Ok(self.keys.get(more..).unwrap_or_default())
     }
 
-    /// Many of many: finds the last that counts, and then all up to it in one pass.
+    /// Many of many: finds the last selected score, then all up to it in one pass.
     fn split<const HIGH: bool>(
         &mut self,
         scores: &[f32],
@@ -166,7 +165,7 @@ impl Ranks {
     }
 }
 
-/// Adds what is left of a list without the places named, which ascend.
+/// Appends `list` without the elements at `places`, which ascend.
 pub fn without<T: Copy>(list: &[T], places: &[u32], out: &mut Vec<T>) -> Result<()> {
     reserve(out, list.len())?;
     let mut from = 0;
@@ -178,7 +177,7 @@ pub fn without<T: Copy>(list: &[T], places: &[u32], out: &mut Vec<T>) -> Result<
     Ok(())
 }
 
-/// An error if a list names one twice; else the list ascending, in `out`.
+/// Puts the list into `out`, ascending. Fails if a number is in it twice.
 pub fn ascending(list: &[u32], out: &mut Vec<u32>) -> Result<()> {
     out.clear();
     reserve(out, list.len())?;
@@ -201,7 +200,7 @@ mod tests {
 
     fn naive(scores: &[f32], count: usize, high: bool) -> Vec<u32> {
         let mut order: Vec<u32> = (0..scores.len() as u32).collect();
-        // A stable sort leaves equal ones in the order of their indices.
+        // A stable sort keeps equal scores in the order of their indices.
         order.sort_by(|&a, &b| {
             let (a, b) = (scores[a as usize], scores[b as usize]);
             let (a, b) = if high { (b, a) } else { (a, b) };
@@ -214,7 +213,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_same_as_a_stable_sort(
+        fn top_and_bottom_agree_with_a_stable_sort(
             numbers in prop::collection::vec(-6i32..6, 0..400),
             share in 0usize..=400,
             fine in any::<bool>(),
@@ -240,13 +239,13 @@ mod tests {
     }
 
     #[test]
-    fn few_are_found_in_whatever_order_scores_come() {
+    fn scans_find_the_best_in_any_order() {
         let mut ranks = Ranks::default();
         let of = |score: &dyn Fn(usize) -> f32| (0..2000).map(score).collect::<Vec<f32>>();
         for scores in [
             of(&|at| at as f32),
             of(&|at| -(at as f32)),
-            // The best stand as far apart as what a scan takes together.
+            // The best scores are as far apart as the lanes of a scan.
             of(&|at| if at % LANES == 7 { 5000.0 - at as f32 } else { (at % 100) as f32 }),
             of(&|_| 3.5),
             of(&|at| [f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0][at * 7 % 4]),
@@ -264,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_covered_and_reached() {
+    fn cover_and_reach_follow_their_definition() {
         let scores = [0.125, 0.5, 0.25, 0.125];
         let mut ranks = Ranks::default();
         for (sum, covered, reached) in [
@@ -287,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn places_are_left_out() {
+    fn without_removes_indices_and_ascending_finds_duplicates() {
         let mut out = vec![9];
         without(&[1, 2, 3, 4, 5], &[0, 3, 4], &mut out).expect("memory");
         assert_eq!(out, [9, 2, 3]);

@@ -1,4 +1,4 @@
-//! Every sparse policy by name. A new one is a file and a line here.
+//! Every sparse policy by name. A new policy is a file and a line here.
 
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::{Error, Result, Status};
@@ -15,13 +15,13 @@ use crate::sparse::{keydiff::Keydiff, knorm::Knorm, quest::Quest, snapkv::Snapkv
 
 type Constructor = fn(&mut Reader, &Shape) -> Result<Box<dyn Sparse>>;
 
-/// One policy.
+/// A policy in the registry.
 pub struct Entry {
-    /// Its name in specs.
+    /// Name in specs.
     pub name: &'static str,
-    /// Other names that mean the same.
+    /// Other names of it.
     pub aliases: &'static [&'static str],
-    /// What it does, in a line.
+    /// Description in one line.
     pub about: &'static str,
     make: Constructor,
 }
@@ -39,27 +39,27 @@ const fn entry(
     Entry { name, aliases, about, make }
 }
 
-/// All of them, by name, one a line.
+/// All policies, sorted by name, one a line.
 #[rustfmt::skip]
 pub const ENTRIES: &[Entry] = &[
-    entry("adakv", &[], "what the last queries look at stays; heads share their budget", |r, s| boxed(adakv::read(r, s))),
-    entry("arkvale", &[], "pages by boxes shrunk to the mean, one list for all heads", |r, s| boxed(arkvale::read(r, s))),
-    entry("dsa", &[], "the tokens that an indexer beside the attention finds for each query", |r, s| boxed(Dsa::read(r, s))),
-    entry("duo", &["duoattention"], "heads that need it keep all, the others the first and last tokens", |r, s| boxed(Duo::read(r, s))),
+    entry("adakv", &[], "keeps tokens with most attention of the last queries; heads share a budget", |r, s| boxed(adakv::read(r, s))),
+    entry("arkvale", &[], "selects pages by boxes shrunk to the mean, one list for all heads", |r, s| boxed(arkvale::read(r, s))),
+    entry("dsa", &[], "selects the tokens that an indexer finds for each query", |r, s| boxed(Dsa::read(r, s))),
+    entry("duo", &["duoattention"], "some heads keep all tokens, the others the first and last", |r, s| boxed(Duo::read(r, s))),
     entry("external", &[], "the engine scores blocks, the best are loaded", |r, s| boxed(External::read(r, s))),
     entry("flexprefill", &[], "columns and diagonals, or blocks, as many as each head needs", |r, s| boxed(FlexPrefill::read(r, s))),
-    entry("full", &[], "everything is loaded and computed with", |_, s| boxed(Full::new(s))),
-    entry("h2o", &[], "tokens that got the most attention so far stay", |r, s| boxed(H2o::read(r, s))),
-    entry("keydiff", &[], "tokens whose keys are most like the others go", |r, s| boxed(Keydiff::read(r, s))),
-    entry("knorm", &[], "tokens with the longest keys go", |r, s| boxed(Knorm::read(r, s))),
-    entry("minference", &[], "columns and diagonals that the last queries of a prompt look at", |r, s| boxed(MInference::read(r, s))),
-    entry("predict", &["infinigen"], "blocks are chosen by the query of an earlier layer", |r, s| boxed(Predict::read(r, s))),
-    entry("pyramidkv", &[], "what the last queries look at stays, less of it in deep layers", |r, s| boxed(pyramidkv::read(r, s))),
-    entry("quest", &[], "pages whose keys could matter most to the query", |r, s| boxed(Quest::read(r, s))),
-    entry("snapkv", &[], "what the last queries of the prompt look at stays", |r, s| boxed(Snapkv::read(r, s))),
-    entry("streaming", &["streaming_llm"], "the first tokens and the last", |r, s| boxed(Streaming::read(r, s))),
-    entry("tova", &[], "the token that the newest query looks at least goes", |r, s| boxed(Tova::read(r, s))),
-    entry("xattention", &[], "blocks that reach a share of the attention, by antidiagonals", |r, s| boxed(XAttention::read(r, s))),
+    entry("full", &[], "loads and computes with everything", |_, s| boxed(Full::new(s))),
+    entry("h2o", &[], "keeps the tokens with the most attention so far", |r, s| boxed(H2o::read(r, s))),
+    entry("keydiff", &[], "evicts tokens whose keys are most similar to the others", |r, s| boxed(Keydiff::read(r, s))),
+    entry("knorm", &[], "evicts tokens with the longest keys", |r, s| boxed(Knorm::read(r, s))),
+    entry("minference", &[], "computes with columns and diagonals that the last queries attend to", |r, s| boxed(MInference::read(r, s))),
+    entry("predict", &["infinigen"], "selects blocks by the query of an earlier layer", |r, s| boxed(Predict::read(r, s))),
+    entry("pyramidkv", &[], "keeps tokens with most attention of the last queries, fewer in deep layers", |r, s| boxed(pyramidkv::read(r, s))),
+    entry("quest", &[], "selects pages whose keys could matter most to the query", |r, s| boxed(Quest::read(r, s))),
+    entry("snapkv", &[], "keeps tokens with most attention of the last queries of a prompt", |r, s| boxed(Snapkv::read(r, s))),
+    entry("streaming", &["streaming_llm"], "keeps and computes with the first and the last tokens", |r, s| boxed(Streaming::read(r, s))),
+    entry("tova", &[], "evicts the token with the least attention of the newest query", |r, s| boxed(Tova::read(r, s))),
+    entry("xattention", &[], "computes with blocks that reach a share of attention, by antidiagonals", |r, s| boxed(XAttention::read(r, s))),
 ];
 
 /// The entry of a name or alias.
@@ -80,7 +80,7 @@ pub fn make(spec: &Spec, shape: &Shape) -> Result<Box<dyn Sparse>> {
     Ok(policy)
 }
 
-/// An error about the whole of a spec says where that stands.
+/// Adds name and offset of the spec to an error about the spec as a whole.
 fn with_offset(error: Error, spec: &Spec) -> Error {
     let has_offset = error.detail().is_some_and(|detail| detail.offset.is_some());
     if has_offset || error.status() != Status::Spec {

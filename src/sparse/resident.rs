@@ -1,5 +1,5 @@
-//! Tokens of a layer that are there, as policies count them: what some rows got of the
-//! attention is put where the tokens of these rows are.
+//! Resident tokens of a layer in the order in which policies count them. Sums of attention over
+//! buffer rows are scattered to these tokens.
 
 use crate::attention::keys::{Heads, Keys};
 use crate::attention::panel::TILE;
@@ -8,13 +8,13 @@ use crate::fail;
 use crate::sparse::lists::RetainedTokens;
 use crate::sparse::placement::BlockPlacement;
 
-/// Which tokens of a layer are there.
+/// The resident tokens of a layer.
 #[derive(Clone, Copy, Debug)]
 pub struct ResidentTokens<'a> {
-    /// What has stayed: lists for all heads, heads of keys or of queries. None = nothing was
-    /// evicted.
+    /// Tokens that were retained by the last eviction: one list for all heads, for each head of
+    /// keys or of queries. None = nothing was evicted.
     pub kept: Option<&'a RetainedTokens>,
-    /// Tokens from this position on came after that: they are all there.
+    /// Tokens from this position on came after it: all are resident.
     pub from: u32,
     /// Tokens of the sequence.
     pub tokens: u32,
@@ -23,24 +23,30 @@ pub struct ResidentTokens<'a> {
 }
 
 impl ResidentTokens<'_> {
-    /// Tokens of a list: what [`Sparse::observe`](crate::sparse::Sparse::observe) is told.
-    /// Lists of different lengths have no sums there.
+    /// Resident tokens of a list, as [`Sparse::observe`](crate::sparse::Sparse::observe) takes
+    /// them. Fails if lists have different lengths.
     pub fn count(&self) -> Result<u32> {
         let ResidentTokens { kept, from, tokens, heads } = *self;
         let Some(new) = tokens.checked_sub(from).filter(|_| kept.is_some() || from == 0) else {
-            fail!(Invalid, "all tokens from {from} on are there, of {tokens}");
+            fail!(Invalid, "all tokens from {from} on are resident, but the sequence has {tokens}");
         };
         let Some(kept) = kept else { return Ok(new) };
         let lists = kept.heads.len();
         if ![1, heads.keys as usize, heads.queries as usize].contains(&lists) {
             let Heads { queries, keys } = heads;
-            fail!(Invalid, "{lists} lists of what has stayed, {queries} heads share {keys}");
+            fail!(
+                Invalid,
+                "{lists} lists of retained tokens: pass 1, {keys} (heads of keys) or {queries} (query heads)"
+            );
         }
         let first = kept.heads.get(0).len();
         for list in (0..lists).map(|at| kept.heads.get(at)) {
             let is_before = list.last().is_none_or(|&last| last < from);
             if list.len() != first || !is_before || !list.is_sorted_by(|a, b| a < b) {
-                fail!(Invalid, "lists of different lengths, or not of tokens before {from}");
+                fail!(
+                    Invalid,
+                    "lists of retained tokens must ascend, have equal lengths and end before {from}"
+                );
             }
         }
         match new.checked_add(first as u32) {
@@ -49,10 +55,9 @@ impl ResidentTokens<'_> {
         }
     }
 
-    /// Adds sums over rows, the tokens of which are at `positions`, ascending: `[query heads,
-    /// rows]` to `[query heads, count]`; or a row of all heads together, where they share one
-    /// list. Tokens that are not there may have got nothing. After an error `out` means
-    /// nothing.
+    /// Adds sums over rows, whose tokens are at ascending `positions`: `[query heads, rows]` to
+    /// `[query heads, count]`, or one row for all heads, where they share one list. Only resident
+    /// tokens may have a sum above zero. After an error the contents of `out` are undefined.
     pub fn add(&self, sums: &[f32], positions: &[u32], out: &mut [f32]) -> Result<()> {
         let (lines, count) = self.lines(sums.len(), out.len())?;
         let rows = sums.len() / lines;
@@ -71,8 +76,8 @@ impl ResidentTokens<'_> {
         Ok(())
     }
 
-    /// The same of sums that a decode has kept, over what `select` names of the rows that are
-    /// placed, in its order: `[query heads, most]`. The queries are that problem's.
+    /// The same for sums that a decode has kept, over the placed rows that `select` names, in its
+    /// order: `[query heads, most]`. `select` has the queries of that decode.
     pub fn add_selected(
         &self,
         sums: &[f32],
@@ -99,7 +104,7 @@ impl ResidentTokens<'_> {
                 let n = cursor.take(&mut tile, TILE);
                 let (Some((sums, behind)), Some(rows)) = (rest.split_at_checked(n), tile.get(..n))
                 else {
-                    fail!(Invalid, "{most} sums of a head, it sees more keys");
+                    fail!(Invalid, "{most} sums for each head, but a head selects more keys");
                 };
                 if n == 0 {
                     break;
@@ -113,18 +118,21 @@ impl ResidentTokens<'_> {
         Ok(())
     }
 
-    /// Heads that sums and what is told are of, and tokens of each.
+    /// Number of rows of the sums, and tokens of each row of `out`.
     fn lines(&self, sums: usize, out: usize) -> Result<(usize, usize)> {
         let count = self.count()? as usize;
         let is_one = self.kept.is_none_or(|kept| kept.heads.len() == 1);
         let lines = if is_one && out == count { 1 } else { self.heads.queries as usize };
         if lines == 0 || out != lines.saturating_mul(count) || sums % lines != 0 {
-            fail!(Invalid, "{sums} sums, {out} of {lines} heads and {count} tokens");
+            fail!(
+                Invalid,
+                "{sums} sums and {out} results do not fit {lines} heads and {count} tokens"
+            );
         }
         Ok((lines, count))
     }
 
-    /// What a query head has kept.
+    /// The retained tokens of a query head.
     fn of(&self, head: u32) -> &[u32] {
         let Some(kept) = self.kept else { return &[] };
         let group = match kept.heads.len() {
@@ -135,10 +143,10 @@ impl ResidentTokens<'_> {
     }
 }
 
-/// Where the tokens of a head are told.
+/// The sums of one head while they are scattered.
 struct HeadSums<'a> {
     list: &'a [u32],
-    /// Those before this place came already.
+    /// Index of the next retained token.
     at: usize,
     from: u32,
     out: &'a mut [f32],
@@ -149,7 +157,7 @@ impl<'a> HeadSums<'a> {
         HeadSums { list: there.of(head), at: 0, from: there.from, out }
     }
 
-    /// Adds what a token got; positions ascend.
+    /// Adds the sum of a token; positions ascend.
     fn add(&mut self, position: u32, sum: f32) -> Result<()> {
         let rest = self.list.get(self.at..).unwrap_or_default();
         let place = if let Some(new) = position.checked_sub(self.from) {
@@ -164,7 +172,7 @@ impl<'a> HeadSums<'a> {
         match self.out.get_mut(place) {
             Some(to) => *to += sum,
             None if sum == 0.0 => {}
-            None => fail!(Invalid, "token {position} got attention and is not there"),
+            None => fail!(Invalid, "token {position} has a sum but is not resident"),
         }
         Ok(())
     }
@@ -183,11 +191,11 @@ mod tests {
     const HEADS: Heads = Heads { queries: 4, keys: 2 };
 
     #[test]
-    fn sums_come_to_the_tokens_of_each_head() {
+    fn sums_are_scattered_to_the_tokens_of_each_head() {
         let kept = keep(&[&[0, 3], &[1, 2]]);
         let there = ResidentTokens { kept: Some(&kept), from: 5, tokens: 7, heads: HEADS };
         assert_eq!(there.count().expect("equal lists"), 4);
-        // Rows of tokens 0, 1, 2, 3 and 6; heads 0 and 1 have not kept 1 and 2.
+        // Rows of tokens 0, 1, 2, 3 and 6; heads 0 and 1 have evicted 1 and 2.
         let sums = [
             [1.0, 0.0, 0.0, 2.0, 3.0],
             [4.0, 0.0, 0.0, 5.0, 6.0],
@@ -203,7 +211,7 @@ mod tests {
             [1.5, 2.5, 0.5, 3.5],
         ];
         assert_eq!(out, want.as_flattened());
-        // One list for all, one row for all.
+        // One list and one row for all heads.
         let kept = keep(&[&[1, 4]]);
         let there = ResidentTokens { kept: Some(&kept), ..there };
         let mut out = [0.0; 4];
@@ -216,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn sums_that_do_not_fit_are_rejected() {
         let kept = keep(&[&[0, 3], &[1, 2]]);
         let there = ResidentTokens { kept: Some(&kept), from: 5, tokens: 7, heads: HEADS };
         let out = &mut [0.0; 16][..];

@@ -1,42 +1,42 @@
-//! What a model's attention is, as sparse policies need to know it.
+//! The attention shape of a model, as sparse policies need it.
 
 use crate::attention::Rows;
 use crate::base::status::Result;
 use crate::fail;
 
-/// Limits of a shape.
+/// Most layers.
 pub const MAX_LAYERS: u32 = 2048;
 /// Most heads.
 pub const MAX_HEADS: u32 = 1024;
 
-/// How keys and values are kept.
+/// How keys and values are stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kind {
-    /// Keys and values apart, by head.
+    /// Separate keys and values, by head.
     #[default]
     Split,
-    /// One row a token for all heads, of which values are the first part.
+    /// One latent row a token for all heads; values are its first numbers.
     Latent,
 }
 
-/// What a model's attention is.
+/// The attention shape of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
     /// Layers.
     pub layers: u32,
-    /// Heads of queries.
+    /// Query heads.
     pub query_heads: u32,
-    /// Heads of keys; queries share them in groups.
+    /// Heads of keys; groups of query heads share them.
     pub key_heads: u32,
     /// Numbers of a query and key head.
     pub key_dim: u32,
     /// Numbers of a value head.
     pub value_dim: u32,
-    /// What products of queries and keys are multiplied with; 0 = 1 / sqrt(key_dim).
+    /// Factor of the products of queries and keys; 0 = 1 / sqrt(key_dim).
     pub scale: f32,
-    /// How they are kept.
+    /// How keys and values are stored.
     pub kind: Kind,
-    /// Tokens of a block that is loaded or moved as a whole.
+    /// Tokens of a block, which is loaded or moved as a whole.
     pub block_tokens: u32,
     /// Most tokens of a sequence.
     pub max_tokens: u32,
@@ -59,7 +59,7 @@ pub fn check_tokens(tokens: u64, max_tokens: u32) -> Result<()> {
 }
 
 impl Shape {
-    /// Whether it can be.
+    /// Checks all fields against their limits.
     pub fn check(&self) -> Result<()> {
         let counts = [
             ("layers", self.layers, MAX_LAYERS),
@@ -71,22 +71,22 @@ impl Shape {
             ("max_tokens", self.max_tokens, 1 << 30),
         ];
         if let Some((name, n, most)) = counts.into_iter().find(|&(_, n, most)| n == 0 || n > most) {
-            fail!(Invalid, "{name} is {n}, it can be 1 to {most}");
+            fail!(Invalid, "{name} is {n}, it must be 1 to {most}");
         }
         if self.query_heads % self.key_heads != 0 {
             let (q, k) = (self.query_heads, self.key_heads);
             fail!(Invalid, "{q} query heads cannot share {k} heads of keys evenly");
         }
         if self.kind == Kind::Latent && (self.key_heads != 1 || self.value_dim > self.key_dim) {
-            fail!(Invalid, "a latent row is one head, and values are a part of it");
+            fail!(Invalid, "latent rows require key_heads = 1 and value_dim <= key_dim");
         }
         if !(self.scale.is_finite() && self.scale >= 0.0) {
-            fail!(Invalid, "a scale of {}", self.scale);
+            fail!(Invalid, "scale is {}, it must be finite and at least 0", self.scale);
         }
         Ok(())
     }
 
-    /// What products of queries and keys are multiplied with.
+    /// Factor of the products of queries and keys.
     pub fn softmax_scale(&self) -> f32 {
         if self.scale > 0.0 { self.scale } else { 1.0 / (self.key_dim as f32).sqrt() }
     }
@@ -106,17 +106,17 @@ impl Shape {
         check_tokens(tokens, self.max_tokens)
     }
 
-    /// Whether rows of keys are of this shape.
+    /// Checks that rows of keys match this shape.
     pub fn check_keys(&self, layer: u32, keys: &Rows<'_>) -> Result<()> {
         self.check_rows("keys", layer, keys, self.key_heads, self.key_dim)
     }
 
-    /// Whether rows of queries are of this shape.
+    /// Checks that rows of queries match this shape.
     pub fn check_queries(&self, layer: u32, queries: &Rows<'_>) -> Result<()> {
         self.check_rows("queries", layer, queries, self.query_heads, self.key_dim)
     }
 
-    /// Whether rows have so many heads and numbers.
+    /// Checks that rows have this many heads and numbers.
     pub fn check_rows(
         &self,
         what: &str,

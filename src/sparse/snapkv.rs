@@ -1,18 +1,18 @@
-//! `snapkv`: what the last queries of the prompt look at stays (Li et al., NeurIPS'24). Also
-//! the part that `pyramidkv` and `adakv` share with it.
+//! `snapkv`: retains the tokens with the most attention of the last queries of the prompt (Li et
+//! al., NeurIPS'24). `pyramidkv` and `adakv` share this code.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `budget` | 1024 | tokens that stay, for each list, the window included |
-//! | `ratio` | none | instead: this share goes |
-//! | `window` | 64 | so many last queries count; their tokens stay |
-//! | `kernel` | 5 | attention is evened out over so many tokens, an odd number; beyond the ends there is none |
-//! | `pool` | avg | `max`: the greatest of them instead of the mean |
-//! | `form` | kvpress | `kvpress`: a list a head of keys, by its whole group. `original`: a list a query head, for engines that keep repeated keys |
+//! | `ratio` | none | instead: this share is evicted |
+//! | `window` | 64 | number of last queries that count; their tokens stay |
+//! | `kernel` | 5 | attention is pooled over this odd number of tokens; beyond the ends it is zero |
+//! | `pool` | avg | `max`: the maximum instead of the mean |
+//! | `form` | kvpress | `kvpress`: one list for each head of keys, by its whole group. `original`: one list for each query head, for engines that store repeated keys |
 //!
-//! It has to be told what each key got of the attention of the last `window` queries of the
-//! prompt (all, if there are fewer); the last word before tokens go counts. It evicts once, when
-//! the prompt has been computed: in parts, after the last.
+//! The policy needs the attention of the last `window` queries of the prompt to each key (of all
+//! queries, if there are fewer). The last sums before the eviction count. It evicts once, after the
+//! prompt; if the prompt comes in parts, after the last part.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -23,7 +23,7 @@ use crate::sparse::ranks::Ranks;
 use crate::sparse::token_scores::{TokenScores, sum_rows};
 use crate::sparse::{Context, Kind, RetainedTokens, Scope, Shape, Sparse, Traits, caps, needs};
 
-/// Which of the published forms.
+/// The published forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// As in kvpress: for each head of keys.
@@ -35,15 +35,16 @@ pub enum Form {
 /// How many tokens stay in a layer.
 #[derive(Clone, Copy, Debug)]
 pub enum Budget {
-    /// As many in each.
+    /// The same in each layer.
     Flat,
-    /// Fewer the deeper the layer; the parameter is how steeply.
+    /// Fewer in deeper layers; the parameter is the steepness.
     Pyramid(u32),
-    /// As many, but heads share them: the parameter is the part each is sure of.
+    /// The same in each layer, shared by its heads; the parameter is the guaranteed share of a
+    /// head.
     Ada(f64),
 }
 
-/// What the last queries look at.
+/// Attention of the last queries.
 #[derive(Clone, Debug)]
 pub struct Snapkv {
     shape: Shape,
@@ -54,7 +55,7 @@ pub struct Snapkv {
     window: usize,
     kernel: usize,
     is_max: bool,
-    /// Which layers were told of attention since they last evicted.
+    /// Which layers got sums of attention since their last eviction.
     observed: Vec<bool>,
     ranks: Ranks,
 }
@@ -72,12 +73,12 @@ fn pool(sums: &[f32], kernel: usize, is_max: bool, out: &mut [f32]) {
 }
 
 impl Snapkv {
-    /// Reads `snapkv` with its parameters.
+    /// Reads the parameters of `snapkv`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Snapkv> {
         Snapkv::with(reader, shape, Budget::Flat)
     }
 
-    /// Reads the parameters that all have, for a way to give out the budget.
+    /// Reads the common parameters, with a rule for the budget.
     pub fn with(reader: &mut Reader, shape: &Shape, budget: Budget) -> Result<Snapkv> {
         shape.check()?;
         let form = match reader.choice("form", &["kvpress", "original"])? {
@@ -85,7 +86,9 @@ impl Snapkv {
             _ => Form::Kvpress,
         };
         if form == Form::Original && shape.kind == Kind::Latent {
-            return Err(conflict("all heads share a latent row: form=original cannot be"));
+            return Err(conflict(
+                "latent rows serve all heads: form=original is impossible, use kvpress",
+            ));
         }
         let lists = if form == Form::Original { shape.query_heads } else { shape.key_heads };
         let cap = TokenBudget::read(reader, 1024)?;
@@ -113,7 +116,7 @@ impl Snapkv {
         })
     }
 
-    /// How many of so many tokens stay in each list of a layer, or in the mean.
+    /// How many of `tokens` tokens stay in each list of a layer, or on average.
     pub fn count(&self, layer: u32, tokens: usize) -> usize {
         let count = match self.budget {
             Budget::Pyramid(beta) => {
@@ -131,8 +134,8 @@ impl Snapkv {
         count.clamp(self.window.min(tokens), tokens)
     }
 
-    /// Says what stays if heads share their tokens: each keeps its best `safe` ones, of the
-    /// others the lowest of all heads go.
+    /// Chooses the tokens that stay if heads share their budget: each keeps its best `safe` share;
+    /// of the others, the lowest of all heads are evicted.
     fn share(&mut self, layer: u32, safe: f64, out: &mut RetainedTokens) -> Result<bool> {
         let lists = &self.kept.layer(layer)?.lists;
         let tokens = lists.first().map_or(0, |list| list.positions.len());
@@ -188,7 +191,7 @@ impl Sparse for Snapkv {
     fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
         if queries == 0 || queries as usize > self.window {
             let most = self.window;
-            fail!(Invalid, "attention of {queries} queries, it takes that of the last {most}");
+            fail!(Invalid, "sums of {queries} queries, snapkv takes those of the last 1 to {most}");
         }
         let rows = sum_rows(&self.shape, sums, tokens, self.shape.key_heads == 1)?;
         let end = (tokens as usize).saturating_sub(self.window);
@@ -223,7 +226,10 @@ impl Sparse for Snapkv {
             if (has_evicted && more == 0) || self.count(layer, all) >= all {
                 return Ok(false);
             }
-            fail!(State, "the attention of the last queries in layer {layer} was not told");
+            fail!(
+                State,
+                "layer {layer} has no sums of the last queries: call observe before evict"
+            );
         }
         if let Budget::Ada(safe) = self.budget {
             return self.share(layer, safe, out);

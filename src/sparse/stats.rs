@@ -1,22 +1,22 @@
-//! What a policy has chosen so far.
+//! Counters of selections.
 
-/// Counts since a policy was made; a copy for another sequence begins at zero.
+/// Counters since a policy was made; a fork begins at zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Stats {
-    /// Selections that were asked for and answered.
+    /// Answered selections.
     pub selections: u64,
-    /// Candidates that they named.
+    /// Candidates in them.
     pub candidates: u64,
-    /// Of those, blocks that are to be loaded.
+    /// Selected blocks.
     pub chosen: u64,
-    /// Of those, blocks that need not be.
+    /// Blocks that need not be loaded.
     pub spared: u64,
-    /// Selections that were compared with what the layer's own query would have chosen.
+    /// Selections that were compared with that of the layer's own query.
     pub audited: u64,
-    /// Blocks that own queries would have chosen.
+    /// Blocks that own queries would have selected.
     pub wanted: u64,
-    /// Of those, blocks that were chosen.
+    /// Blocks of `wanted` that were selected.
     pub found: u64,
 }
 
@@ -36,7 +36,7 @@ impl Stats {
         self.found += found as u64;
     }
 
-    /// The part of what was wanted that was chosen, if anything was compared.
+    /// `found / wanted`, if anything was compared.
     pub fn recall(&self) -> Option<f64> {
         (self.wanted > 0).then(|| self.found as f64 / self.wanted as f64)
     }
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_chosen_is_spared() {
+    fn candidates_that_are_not_chosen_are_spared() {
         let mut stats = Stats::default();
         assert_eq!(stats.recall(), None);
         stats.count(10, 4);

@@ -1,19 +1,19 @@
-//! `streaming`: the first tokens, which all others lean on, and the last (Xiao et al.,
+//! `streaming`: the first tokens, which act as attention sinks, and the last (Xiao et al.,
 //! ICLR'24).
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `sinks` | 4 | first tokens that stay |
-//! | `recent` | 1020 | last tokens that stay; each query counts as one of its own |
-//! | `rotate` | false | keys stand where they are in the cache, not where they were in the text |
+//! | `recent` | 1020 | last tokens that stay, the query's own included |
+//! | `rotate` | false | keys are encoded by their place in the cache, not by their position in the text |
 //!
-//! A query sees the sinks and the `recent` positions that end with its own, in a prompt and
-//! behind it. While text is written, all tokens but those may be evicted: after the newest
-//! token has come, `sinks + recent` stay.
+//! A query sees the sinks and the `recent` positions that end with its own, in the prompt and in
+//! decode. In decode, all other tokens may be evicted: after the newest token has come, `sinks +
+//! recent` stay.
 //!
-//! `rotate` changes nothing that is answered: positions are logical ones either way. The
-//! engine reads it ([`Streaming::rotates`]) and turns keys to the places they have in the
-//! cache, as the paper does; without, keys stay as they were computed.
+//! `rotate` changes no answer: positions are logical either way. The engine reads it
+//! ([`Streaming::rotates`]) and rotates keys to their places in the cache, as the paper does.
+//! Without `rotate`, keys stay as computed.
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
@@ -33,12 +33,12 @@ pub struct Streaming {
     sinks: u32,
     recent: u32,
     rotates: bool,
-    /// For each layer the first position behind the sinks that is still there.
+    /// For each layer: the first position behind the sinks that is still resident.
     oldest: Vec<u32>,
 }
 
 impl Streaming {
-    /// Reads `streaming` with its parameters.
+    /// Reads the parameters of `streaming`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Streaming> {
         let most = 1..=u64::from(shape.max_tokens);
         let mut oldest = Vec::new();
@@ -54,12 +54,12 @@ impl Streaming {
         })
     }
 
-    /// Whether keys are to stand where they are in the cache.
+    /// Whether keys are to be rotated to their places in the cache.
     pub fn rotates(&self) -> bool {
         self.rotates
     }
 
-    /// Where the window of the token before `end` begins, and where the sinks end.
+    /// Start of the window of the token before `end`, and the end of the sinks.
     fn window(&self, end: u32) -> (u32, u32) {
         (end.saturating_sub(self.recent), self.sinks.min(end))
     }
@@ -115,7 +115,7 @@ impl Sparse for Streaming {
 
     fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         if context.is_prefill {
-            fail!(Unsupported, "streaming evicts while text is written, not in a prompt");
+            fail!(Unsupported, "streaming evicts in decode only, not in a prompt");
         }
         prefill_inputs::check_context(
             &self.shape,
@@ -135,17 +135,21 @@ impl Sparse for Streaming {
         let sinks = self.sinks;
         let list = kept.of(0);
         let (Some(first), Some(&last)) = (list.iter().find(|&&at| at >= sinks), list.last()) else {
-            fail!(Invalid, "nothing is kept behind the {sinks} first tokens");
+            fail!(Invalid, "no token behind the {sinks} sinks is retained");
         };
         if last >= self.shape.max_tokens {
-            fail!(Invalid, "position {last} of a sequence of at most {}", self.shape.max_tokens);
+            fail!(
+                Invalid,
+                "position {last} is beyond the limit of {} tokens",
+                self.shape.max_tokens
+            );
         }
         *self.oldest(layer)? = *first;
         Ok(())
     }
 
     fn truncate(&mut self, tokens: u32) -> Result<()> {
-        // What comes again begins behind what is left.
+        // New tokens are appended behind the truncation.
         let sinks = self.sinks;
         self.oldest.iter_mut().for_each(|oldest| *oldest = (*oldest).min(tokens).max(sinks));
         Ok(())

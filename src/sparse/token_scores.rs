@@ -1,5 +1,5 @@
-//! Which tokens of each layer are there, by their positions, each with a score: what policies
-//! that evict have in common.
+//! Resident tokens of each layer by position, each with a score: the state that eviction policies
+//! share.
 
 use crate::base::status::{Result, Status};
 use crate::fail;
@@ -12,18 +12,18 @@ use crate::sparse::shape::{Shape, check_layer, check_tokens};
 /// Tokens of one head, or of all.
 #[derive(Clone, Debug, Default)]
 pub struct TokenList {
-    /// Where they are in the sequence, ascending.
+    /// Positions in the sequence, ascending.
     pub positions: Vec<u32>,
-    /// What they are worth.
+    /// Scores; the lowest are evicted first.
     pub scores: Vec<f32>,
 }
 
 /// Tokens of one layer.
 #[derive(Clone, Debug, Default)]
 pub struct LayerTokens {
-    /// The position that comes next.
+    /// Position of the next token.
     pub next: u32,
-    /// A list a head, or one.
+    /// One list for each head, or one.
     pub lists: Vec<TokenList>,
 }
 
@@ -44,17 +44,17 @@ pub struct TokenScores {
     spare: Lists,
 }
 
-/// An error if attention that was summed up can be none.
+/// Fails with `Invalid` if a sum is negative or not finite.
 fn check_sums(sums: &[f32]) -> Result<()> {
     let is_bad = |sum: &f32| !(0.0..=f32::MAX).contains(sum);
     if sums.iter().fold(false, |bad, sum| bad | is_bad(sum)) {
-        fail!(Invalid, "sums of attention that are negative or not finite");
+        fail!(Invalid, "sums of attention must be finite and at least 0");
     }
     Ok(())
 }
 
-/// Rows of sums of attention to `tokens` tokens: one for each query head, or one for all heads
-/// where `allows_one`. Fails with `Invalid` for any other number of sums.
+/// The number of rows in sums of attention to `tokens` tokens: one for each query head, or one for
+/// all heads where `allows_one`. Fails with `Invalid` for any other number of sums.
 pub fn sum_rows(shape: &Shape, sums: &[f32], tokens: u32, allows_one: bool) -> Result<usize> {
     let (count, heads) = (tokens as usize, shape.query_heads as usize);
     let rows = if allows_one && sums.len() == count { 1 } else { heads };
@@ -65,7 +65,7 @@ pub fn sum_rows(shape: &Shape, sums: &[f32], tokens: u32, allows_one: bool) -> R
 }
 
 impl TokenScores {
-    /// No tokens in so many layers, of each so many lists.
+    /// Empty lists: `lists` in each of `layers` layers.
     pub fn new(layers: u32, lists: u32, max_tokens: u32) -> Result<TokenScores> {
         let mut layer = LayerTokens::default();
         grow(&mut layer.lists, lists as usize, TokenList::default())?;
@@ -95,7 +95,7 @@ impl TokenScores {
         Ok(())
     }
 
-    /// New tokens of a layer, up to a position, have a score of their own.
+    /// Adds new tokens of a layer up to position `to`, with this score.
     pub fn extend(&mut self, layer: u32, to: u32, score: f32) -> Result<()> {
         let next = self.layer(layer)?.next;
         check_tokens(to.into(), self.max_tokens)?;
@@ -114,8 +114,8 @@ impl TokenScores {
         Ok(())
     }
 
-    /// The position that comes next if each list of a layer has so many tokens, those that
-    /// are new included; an error if it cannot.
+    /// The position behind the last token if each list of a layer has `tokens` tokens, new ones
+    /// included. Fails if that is impossible.
     pub fn next_of(&self, layer: u32, tokens: u32) -> Result<u32> {
         let layer = self.layer(layer)?;
         let mut new = None;
@@ -123,7 +123,7 @@ impl TokenScores {
             let more = (tokens as usize).checked_sub(list.positions.len());
             if more.is_none() || new.is_some_and(|new| Some(new) != more) {
                 let kept = list.positions.len();
-                fail!(Invalid, "attention to {tokens} tokens, there are {kept} and new ones");
+                fail!(Invalid, "sums of {tokens} tokens, the layer has at least {kept}");
             }
             new = more;
         }
@@ -132,9 +132,9 @@ impl TokenScores {
         Ok(next as u32)
     }
 
-    /// Adds sums of attention to the scores of a layer's tokens: `rows` rows of `tokens`
-    /// numbers, one for each query head or one for all. The rows of a group of query heads go to
-    /// the list of their head of keys. `forget`: earlier scores count no more.
+    /// Adds sums of attention to the scores of a layer's tokens: `rows` rows of `tokens` numbers,
+    /// one for each query head or one for all. The rows of a group of query heads go to the list of
+    /// their head of keys. With `forget`, earlier scores are dropped.
     pub fn add_sums(
         &mut self,
         layer: u32,
@@ -158,9 +158,10 @@ impl TokenScores {
         Ok(())
     }
 
-    /// Says in `out` what stays if of each list, without so many `first` and `last` ones,
-    /// those of the lowest scores go: `leave` says how many, of how many in the list and
-    /// between. False, and nothing in `out`, if none goes.
+    /// Puts into `out` the tokens that stay if the lowest scores of each list are evicted, except
+    /// its `first` first and `last` last tokens. `leave` returns the number of victims, from the
+    /// length of the list and the number of unprotected tokens. Returns false, and leaves `out` as
+    /// it is, if there is no victim.
     pub fn plan(
         &mut self,
         layer: u32,
@@ -195,13 +196,13 @@ impl TokenScores {
         Ok(true)
     }
 
-    /// Puts in `out`, for each list of a layer, which of its places go if only what `keep` names
-    /// stays, ascending; an error if it names what is not there.
+    /// Puts into `out`, for each list of a layer, the ascending indices of the tokens that `keep`
+    /// does not name. Fails if `keep` names a token that is not resident.
     pub fn victims(&self, layer: u32, keep: &RetainedTokens, out: &mut Lists) -> Result<()> {
         let layer = self.layer(layer)?;
         let (named, lists) = (keep.heads.len(), layer.lists.len());
         if named != lists && named != 1 {
-            fail!(Invalid, "{named} lists of tokens that stay, there are {lists}");
+            fail!(Invalid, "{named} lists of retained tokens, the layer has {lists}");
         }
         out.clear();
         reserve(&mut out.starts, lists + 1)?;
@@ -216,14 +217,15 @@ impl TokenScores {
                 match (there.split_first(), stays.first()) {
                     (None, None) => break,
                     (Some((position, rest)), stay) if stay.is_none_or(|stay| position < stay) => {
-                        // More may go than the lists differ by, if it names what is not there.
+                        // More tokens may be evicted than the lengths differ by, if `keep` names
+                        // unknown tokens.
                         reserve(&mut out.items, 1)?;
                         out.items.push((list.positions.len() - there.len()) as u32);
                         there = rest;
                     }
                     (_, stay) => {
                         let position = stay.copied().unwrap_or_default();
-                        fail!(Invalid, "token {position} stays, it is not there or named twice");
+                        fail!(Invalid, "retained token {position} is not resident or named twice");
                     }
                 }
             }
@@ -232,7 +234,7 @@ impl TokenScores {
         Ok(())
     }
 
-    /// What stands at these places of the lists of a layer is no more.
+    /// Removes the tokens at these indices of the lists of a layer.
     pub fn remove(&mut self, layer: u32, victims: &Lists) {
         for (at, list) in self.lists(layer).iter_mut().enumerate() {
             compact(&mut list.positions, victims.get(at), 1);
@@ -240,7 +242,7 @@ impl TokenScores {
         }
     }
 
-    /// What [`Sparse::evicted`](crate::sparse::Sparse::evicted) does.
+    /// Implements [`Sparse::evicted`](crate::sparse::Sparse::evicted).
     pub fn evicted(&mut self, layer: u32, keep: &RetainedTokens) -> Result<()> {
         let mut spare = std::mem::take(&mut self.spare);
         let result = self.victims(layer, keep, &mut spare);
@@ -251,7 +253,7 @@ impl TokenScores {
         result
     }
 
-    /// Tokens from a position on are no more.
+    /// Drops tokens from position `tokens` on.
     pub fn truncate(&mut self, tokens: u32) {
         for layer in self.layers.iter_mut().filter(|layer| layer.next > tokens) {
             layer.next = tokens;
@@ -263,14 +265,14 @@ impl TokenScores {
         }
     }
 
-    /// What this takes.
+    /// Allocated bytes.
     pub fn bytes(&self) -> u64 {
         let of = |list: &TokenList| 4 * (list.positions.capacity() + list.scores.capacity()) as u64;
         self.layers.iter().flat_map(|layer| &layer.lists).map(of).sum()
     }
 }
 
-/// How many numbers are the same at the start of two lists.
+/// Length of the common prefix of two lists.
 fn common_prefix(a: &[u32], b: &[u32]) -> usize {
     const STEP: usize = 64;
     let steps = a.chunks_exact(STEP).zip(b.chunks_exact(STEP));
@@ -279,7 +281,7 @@ fn common_prefix(a: &[u32], b: &[u32]) -> usize {
     whole + rest.take_while(|(a, b)| a == b).count()
 }
 
-/// Takes places, `each` numbers to one, out of a table; they ascend and are there.
+/// Removes rows of `each` numbers from a table, at ascending indices inside it.
 pub fn compact<T: Copy>(table: &mut Vec<T>, victims: &[u32], each: usize) {
     let Some(&first) = victims.first() else { return };
     let mut to = first as usize * each;
@@ -303,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_is_a_part_of_what_is_there() {
+    fn retained_tokens_must_be_resident() {
         let mut kept = TokenScores::new(2, 2, 10).expect("memory");
         kept.extend(1, 6, 0.0).expect("room");
         assert!(kept.extend(1, 11, 0.0).is_err() && kept.extend(2, 1, 0.0).is_err());

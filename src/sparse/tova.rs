@@ -1,14 +1,14 @@
-//! `tova`: the token that the newest query looks at least goes (Oren et al., EMNLP'24).
+//! `tova`: evicts the token with the least attention of the newest query (Oren et al., EMNLP'24).
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `budget` | 1024 | tokens that stay |
-//! | `ratio` | none | instead: this share goes, once, when the prompt has been computed |
-//! | `newest` | kept | `free`: the newest token must earn its place too, as first published |
+//! | `ratio` | none | instead: this share is evicted, once, after the prompt |
+//! | `newest` | kept | `free`: the newest token may be evicted, too, as first published |
 //!
-//! The attention of the last query, averaged over all heads, decides for a whole layer; what
-//! it was before does not count. It has to be told the attention of one query at a time: of
-//! the last one of the prompt, then of each. Tokens that nobody looked at yet stay.
+//! The attention of the last query, averaged over all heads, decides for a whole layer; earlier
+//! attention does not count. The policy takes the sums of one query at a time: of the last query of
+//! the prompt, then of each. Tokens without attention so far stay.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -17,7 +17,7 @@ use crate::sparse::eviction::Retention;
 use crate::sparse::token_scores::{TokenScores, sum_rows};
 use crate::sparse::{Context, RetainedTokens, Shape, Sparse, Traits, needs};
 
-/// What the newest query looks at.
+/// Attention of the newest query.
 #[derive(Clone, Debug)]
 pub struct Tova {
     shape: Shape,
@@ -26,7 +26,7 @@ pub struct Tova {
 }
 
 impl Tova {
-    /// Reads `tova` with its parameters.
+    /// Reads the parameters of `tova`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Tova> {
         shape.check()?;
         let newest = usize::from(reader.choice("newest", &["kept", "free"])? != Some(1));

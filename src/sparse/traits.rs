@@ -1,59 +1,58 @@
-//! What a policy is like: enough for an engine to serve it without knowing its name.
+//! Traits of a policy: they suffice for an engine to serve it without knowing its name.
 
 use crate::sparse::shape::Shape;
 
-/// What a policy can do: bits of [`Traits::caps`].
+/// Capabilities: bits of [`Traits::caps`].
 pub mod caps {
-    /// Says which blocks to load before the prompt is computed on.
+    /// Selects blocks to load before the prompt is computed.
     pub const LOAD_PREFILL: u32 = 1;
-    /// Says which blocks to load for the next token.
+    /// Selects blocks to load for the next token.
     pub const LOAD_DECODE: u32 = 2;
-    /// Says which keys the prompt is computed with.
+    /// Selects the keys that the prompt is computed with.
     pub const INDEX_PREFILL: u32 = 4;
-    /// Says which keys the next token is computed with.
+    /// Selects the keys that the next token is computed with.
     pub const INDEX_DECODE: u32 = 8;
-    /// Evicts tokens when the prompt has been computed.
+    /// Evicts tokens after the prompt.
     pub const EVICT_PREFILL: u32 = 16;
-    /// Evicts tokens while text is written.
+    /// Evicts tokens in decode.
     pub const EVICT_DECODE: u32 = 32;
 }
 
-/// What a policy has to be told: bits of [`Traits::needs`].
+/// Inputs that a policy needs: bits of [`Traits::needs`].
 pub mod needs {
-    /// Keys, as they come.
+    /// Keys of new tokens.
     pub const KEYS: u32 = 1;
-    /// Queries, when it is asked.
+    /// Queries, in each call.
     pub const QUERIES: u32 = 2;
-    /// What each key got of the attention of [`Traits::sum_queries`](super::Traits::sum_queries)
-    /// queries, before it is asked to evict: [`Sparse::observe`](crate::sparse::Sparse::observe).
+    /// Attention of [`Traits::sum_queries`](super::Traits::sum_queries) queries to each key, before
+    /// evictions: [`Sparse::observe`](crate::sparse::Sparse::observe).
     pub const COLUMN_SUMS: u32 = 4;
-    /// The query of the layer [`Traits::ahead`](super::Traits::ahead) before, or what predicts
-    /// the layer's own from it, when it is asked what to load; its own for an index.
+    /// For loads: the query of the layer [`Traits::ahead`](super::Traits::ahead) layers before, or
+    /// a prediction of the own query from it. For an index: the layer's own query.
     pub const NEXT_QUERY: u32 = 8;
-    /// A score a candidate that the engine computes, before each selection.
+    /// A score for each candidate, computed by the engine before each selection.
     pub const SCORES: u32 = 16;
-    /// Values, as they come.
+    /// Values of new tokens.
     pub const VALUES: u32 = 32;
-    /// A weight for each query and head of queries, heads innermost, before each question:
+    /// A weight for each query and query head, heads innermost, before each call:
     /// [`Sparse::score`](crate::sparse::Sparse::score).
     pub const WEIGHTS: u32 = 64;
-    /// All keys of the sequence, when it is asked for an index. Others need none then, and do
-    /// not look at those that they are given.
+    /// All keys of the sequence, in calls for an index. Other policies ignore these keys.
     pub const ALL_KEYS: u32 = 128;
 }
 
-/// For whom an answer is.
+/// Which heads share an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// Each query head has its own.
     QueryHead,
-    /// Each head of keys.
+    /// Each head of keys has its own.
     KeyHead,
     /// All heads of a layer share one.
     Layer,
 }
 
-/// What an answer names.
+/// Unit of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Granularity {
     /// Tokens.
@@ -62,54 +61,54 @@ pub enum Granularity {
     Block,
 }
 
-/// Rows that are a policy's own, not the model's.
+/// Rows of the policy's own, not the model's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnRows {
-    /// Heads of the queries that it is asked with.
+    /// Heads of its queries.
     pub query_heads: u32,
-    /// Heads of the keys that it is told of as they come.
+    /// Heads of its keys.
     pub key_heads: u32,
-    /// Numbers of a head of both.
+    /// Numbers of a head, of queries and keys.
     pub dim: u32,
 }
 
 /// All queries: [`Traits::sum_queries`].
 pub const ALL_QUERIES: u32 = u32::MAX;
 
-/// What a policy is like.
+/// Traits of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Traits {
-    /// What it can do: [`caps`].
+    /// Capabilities: [`caps`].
     pub caps: u32,
-    /// What it has to be told: [`needs`].
+    /// Needed inputs: [`needs`].
     pub needs: u32,
-    /// For whom its answers are.
+    /// Which heads share an answer.
     pub scope: Scope,
-    /// What they name.
+    /// Unit of answers.
     pub granularity: Granularity,
-    /// Heads keep different numbers of tokens.
+    /// Heads retain different numbers of tokens.
     pub is_ragged: bool,
-    /// Loads are restricted to what it selects.
+    /// Loads are restricted to the selected blocks.
     pub requires_block_selection: bool,
-    /// Keys are to be turned to the places that they have in the cache.
+    /// Keys are to be rotated to their places in the cache.
     pub rotates: bool,
-    /// So many first layers are not restricted.
+    /// This many first layers are not restricted.
     pub dense_layers: u32,
-    /// Sums of attention are wanted of so many last queries: of a prompt (fewer, if it has
-    /// fewer), and where it evicts while text is written of each step's. 0 = none;
-    /// [`ALL_QUERIES`]: every query is told once. A word of more queries is refused.
+    /// Sums of attention are needed of this many last queries of a prompt (all, if there are
+    /// fewer), and of each step if the policy evicts in decode. 0 = none; [`ALL_QUERIES`]: every
+    /// query counts once. Sums of more queries are rejected.
     pub sum_queries: u32,
-    /// Queries that it selects by are of so many layers before; 0 = the layer's own.
+    /// Selections use the queries of this many layers before; 0 = the layer's own.
     pub ahead: u32,
-    /// A block that was written token by token is told when it is complete in all layers:
+    /// Blocks that were written token by token are sealed when they are complete in all layers:
     /// [`Sparse::seal_all`](crate::sparse::Sparse::seal_all).
     pub seals_together: bool,
-    /// What its rows are, where they are not the model's.
+    /// Shape of its rows, where it is not the model's.
     pub rows: Option<OwnRows>,
 }
 
 impl Traits {
-    /// Of a policy that does nothing: what others differ from.
+    /// Traits of a policy that does nothing: the base of all others.
     pub const NONE: Traits = Traits {
         caps: 0,
         needs: 0,
@@ -125,7 +124,7 @@ impl Traits {
         rows: None,
     };
 
-    /// Heads and numbers of a head of the queries that it is asked with.
+    /// Heads and numbers of a head of its queries.
     pub fn query_rows(&self, shape: &Shape) -> (u32, u32) {
         match self.rows {
             Some(own) => (own.query_heads, own.dim),
@@ -133,8 +132,8 @@ impl Traits {
         }
     }
 
-    /// Heads and numbers of a head of the keys that it is told of as they come. Those of a
-    /// block that is sealed are the model's, if it has rows of its own.
+    /// Heads and numbers of a head of its appended keys. The keys of a sealed block are the model's
+    /// in any case.
     pub fn key_rows(&self, shape: &Shape) -> (u32, u32) {
         match self.rows {
             Some(own) => (own.key_heads, own.dim),
@@ -142,8 +141,8 @@ impl Traits {
         }
     }
 
-    /// How many numbers [`Sparse::score`](crate::sparse::Sparse::score) takes before a
-    /// question for so many queries and candidates; 0 = it is not to be called.
+    /// Numbers that [`Sparse::score`](crate::sparse::Sparse::score) takes before a call with this
+    /// many queries and candidates; 0 = the call is not made.
     pub fn scores(&self, shape: &Shape, queries: u32, candidates: usize) -> usize {
         if self.needs & needs::WEIGHTS != 0 {
             queries as usize * self.query_rows(shape).0 as usize

@@ -4,21 +4,20 @@
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `block` | 128 | queries and keys of a block; a multiple of `stride` |
-//! | `stride` | 8 | rows that are taken together |
+//! | `stride` | 8 | rows that form one long row |
 //! | `tau` | 0.9 | share of the estimated attention to be reached; 1 = all |
-//! | `compat` | false | what the published code does in the first 16384 tokens: see below |
+//! | `compat` | false | behave as the published code in the first 16384 tokens: see below |
 //!
-//! Each `stride` keys are one long row, each `stride` queries another in reverse order; rows
-//! that are missing at an end count as zeros. The products of long rows, times the scale, by
-//! `stride`, go through softmax over the long rows of keys that do not begin behind the long
-//! row of queries, and are added up by blocks. For each block of queries the first block and
-//! its own are in, then those with the greatest sums until all together reach `tau` of the
-//! row; of equal ones the lower. Where parts of a prompt begin in the middle of a block of
-//! keys, a row has two blocks of its own.
+//! Each `stride` keys form one long row, each `stride` queries another in reverse order; rows that
+//! are missing at an end count as zeros. The products of long rows, times the scale, divided by
+//! `stride`, go through softmax over the long rows of keys that do not begin behind the long row of
+//! queries. They are summed by blocks. Each block of queries gets the first block and its own, then
+//! the blocks with the greatest sums until all together reach `tau` of the row; of equal ones the
+//! lower. Where a part of a prompt begins inside a block of keys, a row has two blocks of its own.
 //!
-//! `compat`: in rows of the first 16384 tokens, in the first part, one block more than needed is
-//! taken, and what the first block gives counts only if it is among the greatest; it is in
-//! either way.
+//! `compat`: rows of the first 16384 tokens, in the first part, get one block more than needed. The
+//! sum of the first block counts only if it is among the greatest; the block is included either
+//! way.
 
 use std::ops::Range;
 
@@ -37,12 +36,12 @@ use crate::sparse::{Granularity, Scope, Sparse, Traits, caps, needs};
 
 /// Long rows of keys that are read at once.
 const TILE: usize = 32;
-/// Groups of lanes that keys are read for at once.
+/// Groups of lanes that share a read of keys.
 const GROUPS: usize = 4;
-/// Tokens that the published code looks at together.
+/// Tokens that the published code handles together.
 const CHUNK: u32 = 16384;
 
-/// What a spec says.
+/// Parameters of the spec.
 #[derive(Clone, Copy)]
 struct Settings {
     shape: Shape,
@@ -58,25 +57,25 @@ pub struct XAttention {
     scratch: Scratch,
 }
 
-/// Long rows of queries that stand in lanes.
+/// Long rows of queries in lanes.
 #[derive(Default)]
 struct Group {
     transposed: Vec<f32>,
-    /// For each long row of keys what each lane gives it.
+    /// For each long row of keys: the weights of all lanes.
     weights: Vec<f32>,
     /// The last long row of keys that the first lane sees.
     nearest: usize,
 }
 
-/// Memory that an answer takes.
+/// Working memory of one answer.
 #[derive(Default)]
 struct Scratch {
     queries: Vec<f32>,
     keys: Vec<f32>,
     groups: [Group; GROUPS],
-    /// For each block of keys what each lane gives it.
+    /// For each block of keys: the sums of all lanes.
     parts: Vec<f32>,
-    /// What a block of queries gives each block of keys.
+    /// For each block of keys: the sum of a block of queries.
     sums: Vec<f32>,
     others: Vec<f32>,
     chosen: Vec<u32>,
@@ -84,7 +83,7 @@ struct Scratch {
 }
 
 impl XAttention {
-    /// Reads `xattention` with its parameters.
+    /// Reads the parameters of `xattention`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<XAttention> {
         let settings = Settings {
             shape: *shape,
@@ -94,7 +93,12 @@ impl XAttention {
             compat: reader.bool("compat", false)?,
         };
         if settings.block % settings.stride != 0 {
-            fail!(Spec, "block is {}, no multiple of {}", settings.block, settings.stride);
+            fail!(
+                Spec,
+                "block is {}, it must be a multiple of stride ({})",
+                settings.block,
+                settings.stride
+            );
         }
         Ok(XAttention { settings, scratch: Scratch::default() })
     }
@@ -135,7 +139,7 @@ impl XAttention {
 }
 
 impl Group {
-    /// Puts long rows of queries into lanes; zeros for their products.
+    /// Puts long rows of queries into lanes, and clears their products.
     fn take(
         &mut self,
         inputs: &PrefillInputs<'_>,
@@ -152,7 +156,7 @@ impl Group {
             let rows = queries.chunks_exact(dim * stride);
             transpose(rows.filter_map(|row| row.get(back..back + dim)), factor, transposed);
         }
-        // The last long row of keys that the first lane sees; each lane sees one more.
+        // The last long row of keys that the first lane sees; each next lane sees one more.
         self.nearest = (inputs.first as usize + lanes.start * stride) / stride;
         let keys = (self.nearest + lanes.len()).min((inputs.tokens as usize).div_ceil(stride));
         zeros(&mut self.weights, keys * LANES)
@@ -160,7 +164,7 @@ impl Group {
 }
 
 impl Scratch {
-    /// Finds the products of long rows of queries, as many of `lanes` as there are groups for.
+    /// Computes the products of long rows of queries: as many of `lanes` as there are groups for.
     fn multiply(
         &mut self,
         inputs: &PrefillInputs<'_>,
@@ -198,7 +202,7 @@ impl Scratch {
         Ok(())
     }
 
-    /// Finds what each lane of a group gives each block of keys.
+    /// Sums the weights of each lane of a group by blocks of keys.
     fn add_up(&mut self, group: usize, long_rows: usize) -> Result<()> {
         let Some(Group { weights, nearest, .. }) = self.groups.get_mut(group) else {
             return Ok(());
@@ -215,7 +219,7 @@ impl Scratch {
         Ok(())
     }
 
-    /// Chooses blocks by what stands in `sums`.
+    /// Chooses blocks by `sums`.
     fn choose(&mut self, inputs: &PrefillInputs<'_>, settings: &Settings, row: Row) -> Result<()> {
         let block = settings.block;
         let own = row.first / block..row.end.div_ceil(block);
@@ -243,12 +247,12 @@ impl Scratch {
                 break;
             }
             self.chosen.push(at);
-            // What the published code counts lags one behind.
+            // The published code's sum lags one block behind.
             late = if is_odd { reached } else { reached + sum_of(at) };
             reached += sum_of(at);
         }
         if is_odd && !self.chosen.contains(&0) {
-            // It stands there for "none" in its lists, and so is always in.
+            // Its lists use block 0 for "none", so block 0 is always included.
             self.chosen.push(0);
         }
         self.chosen.sort_unstable();

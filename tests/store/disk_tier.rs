@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvtier::base::status::{Result, Status};
-use kvtier::format::checkpoint::Place;
+use kvtier::format::checkpoint::CellEntry;
 use kvtier::io::files::Files;
 use kvtier::tier::disk::{
     CellAt, DiskTier, FsckOptions, GetPlane, Keeper, Mark, OpenReport, Options, Recovered, Report,
@@ -281,9 +281,9 @@ impl World {
         let index = &self.index;
         let result = tier.checkpoint(&cover, 12, index.len(), &mut |sink| {
             for n in 0..12 {
-                let places: Vec<Place> = index
+                let places: Vec<CellEntry> = index
                     .range((n, 0)..=(n, u32::MAX))
-                    .map(|(&(_, layer), known)| Place {
+                    .map(|(&(_, layer), known)| CellEntry {
                         spot: known.spot.0,
                         seal: known.seal,
                         stored_bytes: stored(n, layer) as u32,

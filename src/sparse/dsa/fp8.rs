@@ -1,18 +1,18 @@
-//! Numbers of 8 bits: 4 of exponent, 3 of mantissa, no infinity (E4M3).
+//! 8-bit floating-point numbers: 4 bits of exponent, 3 of mantissa, no infinity (E4M3).
 
-/// The greatest.
+/// The largest finite number.
 pub const MOST: f32 = 448.0;
-/// The code of what is no number, without its sign.
+/// The code of NaN, without its sign.
 pub const NAN: u8 = 0x7F;
 
-/// The nearest code of a finite number, ties to the even one; what is beyond is the greatest.
+/// The nearest code of a finite number, ties to even; larger magnitudes saturate.
 pub fn encode(x: f32) -> u8 {
     let (sign, size) = ((x.to_bits() >> 24) as u8 & 0x80, x.abs());
     if size >= MOST {
         return sign | 0x7E;
     }
     if size < 1.0 / 64.0 {
-        // Steps of 2^-9; the eighth is the first number above them.
+        // Subnormals are multiples of 2^-9; the eighth is the first normal number.
         return sign | (size * 512.0).round_ties_even() as u8;
     }
     let bits = size.to_bits();
@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_come_back_and_the_nearest_is_taken() {
+    fn codes_round_trip_and_numbers_round_to_nearest() {
         for code in 0..=255u8 {
             if code & 0x7F != NAN {
                 assert_eq!(encode(decode(code)), code, "{code:#x}");

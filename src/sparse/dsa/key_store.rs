@@ -1,4 +1,4 @@
-//! Keys of the indexer of one layer: 8 bits a number and a scale a token, or f32.
+//! Keys of one layer's indexer: 8 bits a number and one scale a token, or f32.
 
 use crate::attention::Rows;
 use crate::base::status::Result;
@@ -7,7 +7,7 @@ use crate::sparse::dsa::fp8;
 use crate::sparse::numbers::{all_finite, read, reserve, zeros};
 use crate::sparse::prefill_inputs::not_finite;
 
-/// The least that a scale is made from, as where this comes from.
+/// The smallest magnitude that a scale is computed from, as in the published code.
 const LEAST: f32 = 1e-4;
 /// Bytes before the keys of a saved block: form, three zeros, tokens, numbers of a key.
 const HEAD_BYTES: usize = 12;
@@ -24,17 +24,17 @@ pub struct KeyStore {
 }
 
 impl KeyStore {
-    /// No keys of `dim` numbers.
+    /// An empty store of keys of `dim` numbers.
     pub fn new(dim: u32, is_small: bool) -> KeyStore {
         KeyStore { dim: dim as usize, is_small, ..KeyStore::default() }
     }
 
-    /// How many tokens have one.
+    /// Tokens with a key.
     pub fn tokens(&self) -> u32 {
         self.tokens as u32
     }
 
-    /// What it takes.
+    /// Allocated bytes.
     pub fn bytes(&self) -> u64 {
         let floats = self.scales.capacity() + self.numbers.capacity();
         (self.codes.capacity() + floats * size_of::<f32>()) as u64
@@ -59,7 +59,7 @@ impl KeyStore {
         reserve(&mut self.numbers, tokens * self.dim)
     }
 
-    /// Adds the keys of tokens behind those that are there: all of them or none.
+    /// Appends the keys of tokens: all of them or none.
     pub fn append(&mut self, keys: &Rows<'_>) -> Result<()> {
         let mut row = Vec::new();
         zeros(&mut row, self.dim)?;
@@ -87,7 +87,7 @@ impl KeyStore {
         self.tokens += 1;
     }
 
-    /// Forgets the tokens from one on.
+    /// Drops the tokens from `tokens` on.
     pub fn truncate(&mut self, tokens: usize) {
         self.tokens = self.tokens.min(tokens);
         self.codes.truncate(self.tokens * self.dim);
@@ -95,7 +95,7 @@ impl KeyStore {
         self.numbers.truncate(self.tokens * self.dim);
     }
 
-    /// Reads keys from a token on into rows; those behind the last stay as they are.
+    /// Reads keys from token `first` on into rows. Rows beyond the last key stay unchanged.
     pub fn read(&self, first: usize, out: &mut [f32]) {
         let at = first * self.dim;
         if !self.is_small {
@@ -110,7 +110,7 @@ impl KeyStore {
         }
     }
 
-    /// Adds the keys of tokens to bytes.
+    /// Appends the keys of tokens to `out`, in the saved form.
     pub fn save(&self, first: usize, tokens: usize, out: &mut Vec<u8>) -> Result<()> {
         let numbers = first * self.dim..(first + tokens) * self.dim;
         let (codes, scales) =
@@ -129,7 +129,7 @@ impl KeyStore {
         Ok(())
     }
 
-    /// How many tokens saved bytes are of, which must be sound as a whole.
+    /// The number of tokens in saved bytes. Fails with `Corrupt` if any byte is wrong.
     pub fn check_saved(&self, bytes: &[u8]) -> Result<u32> {
         let word = |at: usize| {
             let word = bytes.get(at..at + 4)?;
@@ -158,7 +158,7 @@ impl KeyStore {
         Ok(tokens)
     }
 
-    /// Adds keys from saved bytes that are sound.
+    /// Appends keys from saved bytes, which are checked.
     pub fn load(&mut self, bytes: &[u8]) -> Result<()> {
         let tokens = self.check_saved(bytes)? as usize;
         self.reserve(tokens)?;
@@ -181,7 +181,7 @@ mod tests {
     use crate::sparse::numbers::testing::rows;
 
     #[test]
-    fn keys_are_kept_and_a_bad_one_keeps_others_out() {
+    fn append_is_all_or_nothing_and_keys_round_trip() {
         for is_small in [true, false] {
             let numbers: Vec<f32> = (0..64).map(|n| (n as f32 - 30.0) * 1e-3).collect();
             let mut key_store = KeyStore::new(16, is_small);
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn saved_bytes_are_not_trusted() {
+    fn damaged_saved_bytes_are_rejected() {
         for is_small in [true, false] {
             let numbers: Vec<f32> = (1..9).map(|n| n as f32).collect();
             let mut key_store = KeyStore::new(4, is_small);

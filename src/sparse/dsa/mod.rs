@@ -1,28 +1,27 @@
-//! `dsa`: the tokens that a small indexer beside the attention finds for each query
-//! (DeepSeek-V3.2 and models that follow it).
+//! `dsa`: the tokens that a small indexer beside the attention finds for each query (DeepSeek-V3.2
+//! and models that follow it).
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
-//! | `topk` | 2048 | tokens for each query, all heads the same |
+//! | `topk` | 2048 | tokens for each query, shared by all heads |
 //! | `heads` | 64 | heads of the indexer |
-//! | `dim` | 128 | numbers of one of its heads, and of a key |
-//! | `state` | fp8 | how keys are kept: `fp8` (8 bits a number, a scale a token) or `f32` |
-//! | `load` | false | loads for the next token are restricted to blocks that hold a chosen token |
+//! | `dim` | 128 | numbers of an indexer head, and of an indexer key |
+//! | `state` | fp8 | how keys are stored: `fp8` (8 bits a number, one scale a token) or `f32` |
+//! | `load` | false | restrict loads of the next token to blocks that hold a chosen token |
 //!
-//! The score of token s for query t is the sum over the indexer's heads j of w(t, j) times
-//! the product of query and key, where that is above zero. The `topk` greatest of the tokens
-//! up to t stay, fewer where there are fewer; of equal ones the lower.
+//! The score of token s for query t is the sum over indexer heads j of w(t, j) times the product of
+//! query and key, where that product is positive. The `topk` highest scores among the tokens up to
+//! t are chosen, or all tokens if there are fewer. Between equal scores the lower position wins.
 //!
-//! All rows that this policy gets are the indexer's, not the model's: [`Sparse::append`]
-//! brings its keys (one head, `dim` numbers, turned by position and otherwise as the model
-//! does it), [`Sparse::index`] and [`Sparse::select`] its queries (`heads` heads), and before
-//! each of them [`Sparse::score`] the weights w of these queries, heads innermost, with all
-//! factors in them. Keys that `index` gets are not looked at, nor are those of `seal`, which
-//! only says what a block is called.
+//! All rows that this policy gets are the indexer's, not the model's. [`Sparse::append`] takes its
+//! keys: one head of `dim` numbers, with positions encoded as the model does it. [`Sparse::index`]
+//! and [`Sparse::select`] take its queries (`heads` heads). Before each of them, [`Sparse::score`]
+//! takes the weights w of these queries, heads innermost, with all factors multiplied in. The keys
+//! of `index` and `seal` are not read; `seal` only names a block.
 //!
-//! With fp8, a token takes `dim + 4` bytes in a layer: 132. A scale is the greatest number of
-//! the key by 448; queries stay what they are. Keys are saved with their block, and loaded in
-//! the order of tokens.
+//! With fp8, a token takes `dim + 4` bytes in a layer: 132 by default. A scale is the largest
+//! magnitude of the key divided by 448. Queries are not quantized. Keys are saved with their block,
+//! and loaded in the order of tokens.
 
 mod fp8;
 mod key_store;
@@ -44,7 +43,7 @@ use crate::sparse::{OwnRows, Sparse, Stats, Traits, caps, needs};
 /// Keys that are read at once.
 const TILE: usize = 64;
 
-/// What a spec says.
+/// Parameters of the spec.
 #[derive(Clone, Copy)]
 struct Settings {
     shape: Shape,
@@ -54,7 +53,7 @@ struct Settings {
     restricts: bool,
 }
 
-/// Where the tokens of a block are.
+/// Tokens of a block.
 #[derive(Clone, Copy)]
 struct Block {
     id: u32,
@@ -62,10 +61,10 @@ struct Block {
     tokens: u32,
 }
 
-/// What is known of a layer.
+/// State of a layer.
 struct Layer {
     keys: KeyStore,
-    /// By id.
+    /// Sorted by id.
     blocks: Vec<Block>,
 }
 
@@ -73,14 +72,14 @@ struct Layer {
 pub struct Dsa {
     settings: Settings,
     layers: Vec<Layer>,
-    /// The weights of the next queries, and their layer.
+    /// Weights of the next queries, and the layer that they belong to.
     weights: Vec<f32>,
     weighted: Option<u32>,
     scratch: Scratch,
     stats: Stats,
 }
 
-/// Memory that an answer takes.
+/// Working memory of one answer.
 #[derive(Default)]
 struct Scratch {
     queries: Vec<f32>,
@@ -93,7 +92,7 @@ struct Scratch {
 }
 
 impl Dsa {
-    /// Reads `dsa` with its parameters.
+    /// Reads the parameters of `dsa`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Dsa> {
         let most_dim = u64::from(crate::attention::rows::MAX_DIM);
         let settings = Settings {
@@ -124,23 +123,23 @@ impl Dsa {
         Ok(self.layers.get_mut(layer as usize).ok_or(Status::Invalid)?)
     }
 
-    /// Checks queries and all that must have been told before.
+    /// Checks queries, and that their keys and weights were given before.
     fn check(&self, layer: u32, queries: &Rows<'_>, context: &Context) -> Result<()> {
         let Settings { shape, heads, dim, .. } = &self.settings;
         shape.check_rows("queries of the indexer", layer, queries, *heads, *dim)?;
         check_context(shape, queries.tokens(), context)?;
         let known = self.layers.get(layer as usize).map_or(0, |layer| layer.keys.tokens());
         if known < context.tokens {
-            fail!(State, "{known} keys of {} tokens: append first", context.tokens);
+            fail!(State, "{known} of {} tokens have keys: append the others first", context.tokens);
         }
         let needed = queries.tokens() as usize * *heads as usize;
         if self.weighted != Some(layer) || self.weights.len() != needed {
-            fail!(State, "no weights of these queries: score first");
+            fail!(State, "these queries have no weights: call score first");
         }
         Ok(())
     }
 
-    /// Scores the tokens up to a position for a query.
+    /// Scores the first `tokens` tokens for a query.
     fn weigh(&mut self, layer: u32, queries: &Rows<'_>, query: u32, tokens: usize) -> Result<()> {
         let (heads, dim) = (self.settings.heads as usize, self.settings.dim as usize);
         let scratch = &mut self.scratch;
@@ -176,7 +175,7 @@ impl Dsa {
         Ok(())
     }
 
-    /// Finds the tokens of each query: a row of one query, blocks of one key.
+    /// Finds the tokens of each query: rows of one query, blocks of one key.
     fn tokens(&mut self, layer: u32, queries: &Rows<'_>, context: &Context) -> Result<Index> {
         let mut builder = IndexBuilder::default();
         builder.blocks(u32::from(queries.tokens() > 1), 1, NO_QUERY)?;
@@ -197,7 +196,7 @@ impl Dsa {
 }
 
 impl Layer {
-    /// Remembers where a block is.
+    /// Records the tokens of a block.
     fn put(&mut self, block: Block) -> Result<()> {
         match self.blocks.binary_search_by_key(&block.id, |b| b.id) {
             Ok(at) => {
@@ -217,7 +216,7 @@ impl Layer {
         let at = self.blocks.binary_search_by_key(&id, |b| b.id).ok();
         match at.and_then(|at| self.blocks.get(at)) {
             Some(block) => Ok(*block),
-            None => fail!(NotFound, "block {id} was not sealed"),
+            None => fail!(NotFound, "block {id} is unknown: seal it first"),
         }
     }
 }
@@ -251,10 +250,10 @@ impl Sparse for Dsa {
         shape.check_rows("keys of the indexer", layer, keys, 1, dim)?;
         let known = self.layer(layer)?.keys.tokens();
         if first != known {
-            fail!(State, "keys from token {first} on, the next is {known}");
+            fail!(State, "keys start at token {first}, the layer continues at {known}");
         }
         if keys.tokens() > shape.max_tokens - known {
-            fail!(Limit, "more than {} tokens", shape.max_tokens);
+            fail!(Limit, "more tokens than the limit of {}", shape.max_tokens);
         }
         self.layer(layer)?.keys.append(keys)
     }
@@ -263,7 +262,10 @@ impl Sparse for Dsa {
         let layer = self.layer(layer)?;
         let (known, tokens) = (layer.keys.tokens(), keys.tokens());
         if first.checked_add(tokens).is_none_or(|end| end > known) {
-            fail!(State, "a block of {tokens} tokens from {first} on, {known} have keys");
+            fail!(
+                State,
+                "a block of {tokens} tokens starts at {first}, but only {known} tokens have keys"
+            );
         }
         layer.put(Block { id, first, tokens })
     }
@@ -274,7 +276,12 @@ impl Sparse for Dsa {
             return Err(not_finite("weights"));
         }
         if scores.is_empty() || scores.len() % self.settings.heads as usize != 0 {
-            fail!(Invalid, "{} weights of {} heads", scores.len(), self.settings.heads);
+            fail!(
+                Invalid,
+                "{} weights do not fit {} indexer heads",
+                scores.len(),
+                self.settings.heads
+            );
         }
         let mut weights = Vec::new();
         zeros(&mut weights, scores.len())?;
@@ -293,7 +300,7 @@ impl Sparse for Dsa {
     ) -> Result<()> {
         let mut ids = Vec::new();
         ascending(candidates, &mut ids)?;
-        // Not in a prompt, as the caps say: its queries together want nearly all.
+        // Not in a prompt, as the caps say: its queries together need nearly all blocks.
         let restricts = self.settings.restricts && !context.is_prefill;
         if let (Some(queries), true) = (query, restricts) {
             self.check(layer, queries, context)?;
@@ -302,7 +309,7 @@ impl Sparse for Dsa {
             for &id in &ids {
                 known.find(id)?;
             }
-            // A block stays for any of the queries.
+            // A block is loaded if any query chose one of its tokens.
             let holds = |id: u32| {
                 known.find(id).is_ok_and(|block| {
                     (0..lists.len()).map(|at| lists.get(at)).any(|list| {
@@ -377,11 +384,11 @@ impl Sparse for Dsa {
         let layer = self.layer(layer)?;
         let (known, tokens) = (layer.keys.tokens(), layer.keys.check_saved(bytes)?);
         let Some(end) = first.checked_add(tokens).filter(|&end| end <= most) else {
-            fail!(Limit, "{tokens} tokens from {first} on, at most {most}");
+            fail!(Limit, "{tokens} tokens from {first} on exceed the limit of {most}");
         };
-        // Of what is there already only the name is news.
+        // For keys that are known, only the block's name is new.
         if end > known && first != known {
-            fail!(State, "keys from token {first} on, the next is {known}");
+            fail!(State, "keys start at token {first}, the layer continues at {known}");
         }
         if end > known {
             layer.keys.load(bytes)?;

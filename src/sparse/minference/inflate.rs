@@ -1,11 +1,10 @@
-//! Columns and diagonals as kernels with tiles compute them: for each block of 64 queries
-//! whole blocks of keys, and single columns beside them.
+//! Columns and diagonals as tiled kernels compute them: whole blocks of keys for each block of 64
+//! queries, and single columns beside them.
 //!
-//! In the block of queries that ends before position `e`, a diagonal at distance d becomes
-//! the 64 keys that end before `e - d` (or the first 64). Blocks that touch or overlap grow
-//! together in steps of 64. So every query of the block sees at least what its diagonals and
-//! columns say. This is what MInference's index conversion does; where its rows end with the
-//! prompt, ours end there too.
+//! For the block of queries that ends before position `e`, a diagonal at distance d becomes the 64
+//! keys that end before `e - d` (or the first 64). Blocks that touch or overlap are merged in steps
+//! of 64. Every query of the block sees at least its diagonals and columns. MInference's index
+//! conversion does the same; rows end with the prompt in both.
 
 use std::ops::Range;
 
@@ -24,8 +23,8 @@ pub struct Lines {
     pub diagonals: Vec<u32>,
 }
 
-/// Puts the ranges of keys into `out` that diagonals become in the block of queries which ends
-/// before position `end`. They ascend and do not touch; columns stay what they are.
+/// Puts the ranges of keys that diagonals become into `out`, for the block of queries that ends
+/// before position `end`. Ranges ascend and do not touch; columns stay as they are.
 pub fn inflate(diagonals: &[u32], end: u32, out: &mut Vec<Range<u32>>) -> Result<()> {
     out.clear();
     reserve(out, diagonals.len())?;
@@ -47,14 +46,14 @@ mod tests {
 
     fn found(diagonals: &[u32], end: u32) -> Vec<(u32, u32)> {
         let mut out = Vec::new();
-        // What was there before is forgotten.
+        // Earlier contents are dropped.
         inflate(&[0], 300, &mut out).expect("memory");
         inflate(diagonals, end, &mut out).expect("memory");
         out.into_iter().map(|range| (range.start, range.end)).collect()
     }
 
     #[test]
-    fn blocks_end_at_the_diagonal_and_grow_together() {
+    fn diagonals_become_blocks_that_merge() {
         assert_eq!(found(&[0, 10, 200], 320), [(56, 120), (246, 374)]);
         assert_eq!(found(&[70, 1000], 128), [(0, 64)], "the first 64, not less");
         assert_eq!(found(&[0, 64, 127], 300), [(109, 301)], "they touch");

@@ -1,17 +1,17 @@
-//! `minference`: a prompt is computed with the keys that a pattern of each head says (Jiang
-//! et al., NeurIPS'24).
+//! `minference`: computes a prompt with the keys that a pattern of each head names (Jiang et al.,
+//! NeurIPS'24).
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
 //! | `budget` | 0.3 | share of the tokens: a fifth of it columns, the rest diagonals; 1 = all |
 //! | `vertical`, `slash` | 1000, 6096 | columns and diagonals; one given replaces the budget |
-//! | `sinks` | 30 | first columns that are always in |
-//! | `recent` | 100 | nearest diagonals that are always in |
-//! | `last_q` | 64 | last queries that the pattern is estimated from |
+//! | `sinks` | 30 | first columns that are always included |
+//! | `recent` | 100 | nearest diagonals that are always included |
+//! | `last_q` | 64 | last queries from which the pattern is estimated |
 //! | `type` | vertical_slash | `vertical_slash`, `a_shape`, `tri_shape`, `block_sparse` |
 //! | `blocks` | 100 | `block_sparse`: blocks of 64 keys for each 64 queries |
 //! | `dense_rows` | 100 | `tri_shape`: last queries that see everything |
-//! | `dense_layers` | 0 | so many first layers see everything |
+//! | `dense_layers` | 0 | this many first layers see everything |
 //! | `pattern` | | a file with the pattern of each head ([`pattern`](crate::sparse::pattern)) |
 //! | `form` | exact | `exact`, `kernel`, `blocks`: see below |
 //!
@@ -24,17 +24,17 @@
 //!   recent)); neither above N. Of equal columns the lower, of equal diagonals the nearer.
 //! - `a_shape`: the first v keys and, for each query, the last s up to itself.
 //! - `tri_shape`: the same, and everything for the last `dense_rows` tokens so far.
-//! - `block_sparse`: means of 64 queries and 64 keys; for each row the blocks with the
-//!   greatest products, of those that begin at or before it. Its own is not forced.
+//! - `block_sparse`: means of 64 queries and of 64 keys. Each row has the blocks with the greatest
+//!   products, among those that begin at or before it. Its own block is not forced.
 //!
-//! Each head is told in the form that suits it. `form=exact` gives columns and diagonals as
-//! they are chosen. `form=kernel` gives those of `vertical_slash` as the published kernel
-//! computes them, a superset ([`inflate`]): columns, and ranges for rows of 64 queries.
-//! `form=blocks` gives all 64 keys of every block that holds one of those: a superset again,
-//! far larger where columns are many; the first keys and the last come in blocks then, too.
+//! Each head gets the form of index that suits it. `form=exact` gives columns and diagonals as
+//! chosen. `form=kernel` gives those of `vertical_slash` as the published kernel computes them, a
+//! superset ([`inflate`]): columns, and ranges for rows of 64 queries. `form=blocks` gives all 64
+//! keys of every block that holds one of those. That superset is far larger where columns are many;
+//! the first and last keys come in blocks then, too.
 //!
-//! A prompt that comes in parts: the last queries of each part estimate for that part, and N
-//! is the tokens up to its end. `tri_shape` is dense at the end of each part.
+//! A prompt may come in parts. The last queries of each part estimate that part, and N counts the
+//! tokens up to its end. `tri_shape` is dense at the end of each part.
 
 pub mod inflate;
 mod pooled;
@@ -63,10 +63,10 @@ const TYPES: [(&str, Kind); 4] = [
     ("tri_shape", Kind::TriShape),
     ("block_sparse", Kind::BlockSparse),
 ];
-/// Fewest diagonals of a fixed size.
+/// Fewest diagonals of a pattern of fixed size.
 const LEAST_DIAGONALS: u32 = 50;
 
-/// What is answered.
+/// Form of the answer.
 #[derive(Clone, Copy, PartialEq)]
 enum Form {
     Exact,
@@ -74,12 +74,12 @@ enum Form {
     Blocks,
 }
 
-/// What a spec says.
+/// Parameters of the spec.
 #[derive(Clone)]
 struct Settings {
     shape: Shape,
     form: Form,
-    /// The share of tokens; none = sizes are fixed.
+    /// Share of the tokens; none = sizes are fixed.
     budget: Option<f64>,
     fixed: Pattern,
     blocks: u32,
@@ -91,7 +91,7 @@ struct Settings {
     patterns: Patterns,
 }
 
-/// Patterns of heads, found from the last queries.
+/// Patterns of heads, estimated from the last queries.
 pub struct MInference {
     settings: Settings,
     estimate: Estimate,
@@ -109,7 +109,7 @@ impl Settings {
         let mut size = |key, default, least: u64| {
             reader.u64(key, default, least..=u64::from(MAX_SIZE)).map(|n| n as u32)
         };
-        // Zero can only mean that it was not given: it is refused.
+        // 0 means that the parameter was not given; a given 0 is rejected.
         let (vertical, slash) = (size("vertical", 0, 1)?, size("slash", 0, 1)?);
         let (sinks, recent) = (size("sinks", 30, 0)?, size("recent", 100, 1)?);
         let (blocks, dense_rows) = (size("blocks", 100, 1)?, size("dense_rows", 100, 0)?);
@@ -118,7 +118,7 @@ impl Settings {
         let budget = reader.f64("budget", 0.0, f64::MIN_POSITIVE..=1.0)?;
         let is_fixed = vertical > 0 || slash > 0;
         if is_fixed && budget > 0.0 {
-            fail!(Spec, "either a budget or sizes");
+            fail!(Spec, "budget excludes vertical and slash: give one or the other");
         }
         let or = |n: u32, default| if n > 0 { n } else { default };
         let patterns = match reader.text("pattern")? {
@@ -144,7 +144,7 @@ impl Settings {
         })
     }
 
-    /// The pattern of a head for so many tokens: sizes as far as there are tokens.
+    /// The pattern of a head for `tokens` tokens; sizes are capped by them.
     fn pattern(&self, layer: u32, head: u32, tokens: u32) -> Pattern {
         let own = self.patterns.get(layer, head);
         let mut pattern = own.unwrap_or(self.fixed);
@@ -173,7 +173,7 @@ impl Settings {
         }
     }
 
-    /// Whether a pattern leaves nothing out.
+    /// Whether a pattern selects all keys.
     fn is_full(pattern: &Pattern, tokens: u32) -> bool {
         match pattern.kind {
             Kind::BlockSparse => pattern.vertical >= tokens.div_ceil(BLOCK),
@@ -188,7 +188,7 @@ impl Settings {
 }
 
 impl MInference {
-    /// Reads `minference` with its parameters.
+    /// Reads the parameters of `minference`.
     pub fn read(reader: &mut Reader, shape: &Shape) -> Result<MInference> {
         Settings::read(reader, shape).map(MInference::new)
     }
@@ -204,7 +204,7 @@ impl MInference {
         }
     }
 
-    /// Finds the columns and diagonals of a head by its last queries.
+    /// Finds the columns and diagonals of a head from its last queries.
     fn find(&mut self, inputs: &PrefillInputs<'_>, head: u32, pattern: &Pattern) -> Result<()> {
         let Settings { sinks, recent, last_q, .. } = self.settings;
         self.estimate.run(inputs, head, last_q)?;
@@ -223,7 +223,7 @@ impl MInference {
         Ok(())
     }
 
-    /// Adds a head whose pattern leaves something out.
+    /// Adds a head whose pattern does not select all keys.
     fn head(
         &mut self,
         inputs: &PrefillInputs<'_>,
@@ -260,7 +260,7 @@ impl MInference {
         }
     }
 
-    /// Adds a head by what the published kernel makes of its lines.
+    /// Adds a head in the form that the published kernel computes.
     fn inflated(&mut self, inputs: &PrefillInputs<'_>, out: &mut IndexBuilder) -> Result<()> {
         let is_blocks = self.settings.form == Form::Blocks;
         let Lines { columns, diagonals } = &self.lines;
@@ -271,12 +271,12 @@ impl MInference {
             out.list(columns.iter().copied())?;
         }
         for Row { first, end, .. } in rows(inputs.first, inputs.tokens, BLOCK) {
-            // Rows of the kernel are whole, whether the last one is full or not.
+            // The kernel's rows are whole, also the last one.
             inflate(diagonals, first.saturating_add(BLOCK), &mut self.ranges)?;
             let mut columns = columns.iter().copied().filter(|_| is_blocks).peekable();
             for range in &self.ranges {
                 while let Some(key) = columns.next_if(|&key| key < range.end.min(end)) {
-                    // Those inside are in it already.
+                    // Columns inside a range are in it already.
                     out.add(key..(key + 1).min(range.start))?;
                 }
                 out.add(range.start..range.end.min(end))?;
@@ -290,7 +290,7 @@ impl MInference {
     }
 }
 
-/// Adds a head of the first keys and the last, in whole blocks.
+/// Adds a head of the first and the last keys, in whole blocks.
 fn rounded(
     inputs: &PrefillInputs<'_>,
     pattern: &Pattern,
@@ -340,7 +340,7 @@ impl Sparse for MInference {
         let is_full = patterns.iter().all(|pattern| Settings::is_full(pattern, tokens));
         let mut builder = IndexBuilder::default();
         if !is_full && layer >= settings.dense_layers {
-            // One that depends on no key is the same for all.
+            // A pattern that depends on no key is the same for all heads.
             let heads = if settings.is_same_for_all() { 1 } else { patterns.len() };
             for (head, pattern) in (0..).zip(patterns.iter().take(heads)) {
                 match Settings::is_full(pattern, tokens) {

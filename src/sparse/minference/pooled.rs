@@ -1,4 +1,4 @@
-//! Which blocks of keys fit a block of queries best, by the products of their means.
+//! The blocks of keys that match a block of queries best, by the products of their means.
 
 use crate::base::status::Result;
 use crate::sparse::index_builder::{IndexBuilder, rows};
@@ -22,9 +22,9 @@ pub struct Pooled {
 }
 
 impl Pooled {
-    /// Adds the best `count` blocks for each row of a head to an index. Of blocks that begin
-    /// inside of a row all are in it: that can only be the first one's own, unless parts of a
-    /// prompt begin in the middle of a block.
+    /// Adds the best `count` blocks for each row of a head. Blocks that begin inside a row are
+    /// always added. That is the row's own block, unless a part of the prompt begins inside a
+    /// block.
     pub fn add(
         &mut self,
         inputs: &PrefillInputs<'_>,
@@ -33,7 +33,7 @@ impl Pooled {
         out: &mut IndexBuilder,
     ) -> Result<()> {
         let dim = inputs.dim();
-        // Missing rows of a block count as zeros, as where this comes from.
+        // Missing rows of a block count as zeros, as in the published code.
         pool(inputs.queries, head, BLOCK, Divisor::Full, &mut self.queries)?;
         pool(inputs.keys, inputs.key_head(head), BLOCK, Divisor::Full, &mut self.keys)?;
         zeros(&mut self.transposed, dim * LANES)?;

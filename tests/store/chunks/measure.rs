@@ -7,7 +7,7 @@ use kvtier::meta::chunks::{Arrival, Cell, Chunks, Location, NewChunk, Shape, Sto
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
-use kvtier::meta::reuse::{ChunkReuse, choose, look};
+use kvtier::meta::reuse::{ChunkReuse, find_reusable, plan_reuse};
 
 fn resident_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/statm").expect("Linux");
@@ -89,17 +89,17 @@ fn measure_ten_million_cells() {
     let (layout, path) = (layout.expect("sound"), &path[102_400..102_912]);
     let mut found = vec![ChunkReuse::default(); 512];
     let look_ns = ns(1, || {
-        let reach = look(&table, &layout, path, &mut found).expect("sound");
+        let reach = find_reusable(&table, &layout, path, &mut found).expect("sound");
         assert_eq!(reach.chunks, 512);
-        choose(&table, &layout, path, 512, false, &mut found).expect("sound");
+        plan_reuse(&table, &layout, path, 512, false, &mut found).expect("sound");
     });
-    println!("look and choose, 512 chunks whole: {:.1} us", look_ns / 1e3);
+    println!("look and plan_reuse, 512 chunks whole: {:.1} us", look_ns / 1e3);
     for &chunk in path {
         table.begin_drop(Cell { chunk, layer: 7 }, Tier::Host).expect("not the last");
     }
     let look_ns = ns(1, || {
-        look(&table, &layout, path, &mut found).expect("sound");
-        choose(&table, &layout, path, 512, false, &mut found).expect("sound");
+        find_reusable(&table, &layout, path, &mut found).expect("sound");
+        plan_reuse(&table, &layout, path, 512, false, &mut found).expect("sound");
     });
     println!("the same in two tiers: {:.1} us", look_ns / 1e3);
     let cell = |n: usize| Cell { chunk: path[n / 32 % 512], layer: n % 32 };

@@ -7,7 +7,7 @@ use kvtier::meta::chunks::{Arrival, Cell, Chunks, Location, NewChunk, Shape, Sto
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::index::{NONE, Slot};
 use kvtier::meta::layout::{Group, Layout, Rule};
-use kvtier::meta::reuse::{ChunkReuse, ReusablePrefix, State, choose, look, ranges};
+use kvtier::meta::reuse::{ChunkReuse, ReusablePrefix, State, find_reusable, plan_reuse, ranges};
 use proptest::prelude::*;
 
 /// What decides whether a path can be gone on from, token by token.
@@ -114,7 +114,7 @@ impl Board {
     fn check(&self, until: usize, wait: bool) {
         let (table, path) = self.table();
         let mut found = vec![ChunkReuse::default(); path.len()];
-        let reach = look(&table, &self.layout, &path, &mut found).expect("sound");
+        let reach = find_reusable(&table, &self.layout, &path, &mut found).expect("sound");
         let (now, soon) = (self.reach(false), self.reach(true));
         let (tokens, soon_tokens) = (self.start(now), self.start(soon));
         let want = ReusablePrefix { chunks: now, tokens, soon_chunks: soon, soon_tokens };
@@ -123,7 +123,8 @@ impl Board {
             found.given_up = given_up;
         }
         for at in [until, reach.chunks] {
-            let moves = choose(&table, &self.layout, &path, at, wait, &mut found).expect("sound");
+            let moves =
+                plan_reuse(&table, &self.layout, &path, at, wait, &mut found).expect("sound");
             self.check_chosen(at, wait, &found);
             let total = |is: &dyn Fn(&ChunkReuse) -> bool| {
                 found[..at].iter().filter(|f| is(f)).map(|f| u64::from(f.tokens)).sum::<u64>()
@@ -252,16 +253,16 @@ fn a_window_needs_its_last_tokens_only_and_a_state_its_own_point() {
     board.check(4, false);
     let (table, path) = board.table();
     let mut found = [ChunkReuse::default(); 4];
-    let reach = look(&table, &board.layout, &path, &mut found).expect("sound");
+    let reach = find_reusable(&table, &board.layout, &path, &mut found).expect("sound");
     assert_eq!((reach.chunks, reach.tokens), (4, 16));
-    choose(&table, &board.layout, &path, 4, false, &mut found).expect("sound");
+    plan_reuse(&table, &board.layout, &path, 4, false, &mut found).expect("sound");
     let states = found.map(|found| found.state);
     assert_eq!(states, [State::Unneeded, State::Unneeded, State::Hit, State::Hit]);
     assert_eq!(found[3].bytes, [0, 8 + 8, 0, 0]);
     // To compute the last one, the state before it is computed too, and for that the
     // window before.
     found[3].given_up = true;
-    let moves = choose(&table, &board.layout, &path, 4, false, &mut found).expect("sound");
+    let moves = plan_reuse(&table, &board.layout, &path, 4, false, &mut found).expect("sound");
     assert_eq!(found.map(|found| found.state == State::Miss), [true, false, true, true]);
     assert_eq!(moves.computed_tokens, 12);
 }
@@ -270,12 +271,15 @@ fn a_window_needs_its_last_tokens_only_and_a_state_its_own_point() {
 fn a_table_of_another_layout_is_refused() {
     let layout = Layout::new(4, vec![Group::state([0], 1, Dtype::I8)]).expect("sound");
     let mut found = [ChunkReuse::default(); 2];
-    assert!(look(&table(2, 1), &layout, &[NONE; 2], &mut found).is_err());
-    assert!(look(&table(1, 1), &layout, &[NONE; 1], &mut found).is_err());
-    assert!(choose(&table(1, 1), &layout, &[NONE; 2], 3, false, &mut found).is_err());
+    assert!(find_reusable(&table(2, 1), &layout, &[NONE; 2], &mut found).is_err());
+    assert!(find_reusable(&table(1, 1), &layout, &[NONE; 1], &mut found).is_err());
+    assert!(plan_reuse(&table(1, 1), &layout, &[NONE; 2], 3, false, &mut found).is_err());
     let mut other = table(1, 1);
     let chunk = other.add(&root(0)).expect("room").slot();
-    assert!(look(&other, &layout, &[NONE, chunk], &mut found).is_err(), "it is not the second");
-    let reach = look(&table(1, 1), &layout, &[NONE; 2], &mut found).expect("misses");
+    assert!(
+        find_reusable(&other, &layout, &[NONE, chunk], &mut found).is_err(),
+        "it is not the second"
+    );
+    let reach = find_reusable(&table(1, 1), &layout, &[NONE; 2], &mut found).expect("misses");
     assert_eq!(reach, ReusablePrefix::default());
 }
