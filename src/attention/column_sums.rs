@@ -1,6 +1,6 @@
-//! What each key got of the attention of a prompt's queries: column sums of the
-//! probabilities, from log-sum-exps, without the probabilities in memory. Of sparse attention
-//! too: keys that none of a few queries sees are left out.
+//! Column sums: the attention of a prompt's queries to each key, from log-sum-exps, without the
+//! probabilities in memory. Works for sparse attention, too: runs of queries skip keys that none of
+//! them sees.
 
 use std::marker::PhantomData;
 
@@ -15,15 +15,16 @@ use crate::attention::visibility::{QueryRun, mark_diagonals, visible_masks};
 use crate::base::status::Result;
 use crate::fail;
 
-/// Tiles of an item.
+/// Tiles of a work item.
 const TILES: usize = 4;
-/// Keys of an item.
+/// Keys of a work item.
 pub const KEYS: usize = TILES * TILE;
 
-/// The sums, cut into items that any thread may run in any order: equal bits come out.
+/// Column sums, cut into work items that any thread may run in any order. The bits do not depend on
+/// that.
 ///
-/// A second pass over keys and queries, after a [`Prefill`](super::Prefill) by the same index
-/// has given the log-sum-exps: it costs half as much as the first.
+/// This is a second pass over keys and queries. A [`Prefill`](super::Prefill) by the same index has
+/// computed the log-sum-exps; it costs twice as much as this pass.
 #[derive(Debug)]
 pub struct ColumnSums<'a> {
     problem: Problem<'a>,
@@ -35,7 +36,7 @@ pub struct ColumnSums<'a> {
     lent: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: items write to places of their own, and `run` asks that each is run by one thread.
+// SAFETY: items write to disjoint memory, and `run` requires that each is run by one thread.
 unsafe impl Send for ColumnSums<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for ColumnSums<'_> {}
@@ -46,23 +47,23 @@ fn scratch(problem: &Problem<'_>) -> usize {
     KEYS * (dim + MAX_WIDTH / 2) + TILE * MAX_WIDTH + dim * MAX_WIDTH + words(problem)
 }
 
-/// Words of the bits of diagonals, where there are any.
+/// Words of the diagonal bits; 0 without diagonals.
 fn words(problem: &Problem<'_>) -> usize {
     let has_lines = problem.select.heads.iter().any(|head| head.kind == Kind::Lines);
     if has_lines { bit_words(problem) } else { 0 }
 }
 
 impl<'a> ColumnSums<'a> {
-    /// What no sums of some limits need more of.
+    /// Memory that suffices for all problems within the limits.
     pub fn workspace(limits: &Limits) -> Result<Workspace> {
-        // SAFETY: only sizes are asked.
+        // SAFETY: only sizes are read.
         let problem = unsafe { limits.problem()? };
         Ok(Workspace { memory: 0, scratch: scratch(&problem) })
     }
 
-    /// Sums over the queries from `first` on (all of them, or the last ones), for each query
-    /// head: `[query heads, N]`; or for all heads together: `[N]`. `lse` is that of all
-    /// queries, over all keys that they see: where keys came in pieces, the merged one.
+    /// Sums over the queries from `first` on: `[query heads, N]`, or `[N]` for all heads together.
+    /// `lse` holds the log-sum-exps of all queries over all keys that they see. If keys came in
+    /// pieces, it is the merged one.
     pub fn new(
         problem: Problem<'a>,
         lse: &'a [f32],
@@ -73,28 +74,32 @@ impl<'a> ColumnSums<'a> {
         problem.check()?;
         let (queries, heads) = (problem.queries.tokens(), problem.queries.heads() as usize);
         if lse.len() != queries as usize * heads || first > queries {
-            fail!(Invalid, "{} log-sum-exps of {queries} queries, from {first} on", lse.len());
+            fail!(
+                Invalid,
+                "{} log-sum-exps for {queries} queries by {heads} heads, sums from query {first} on",
+                lse.len()
+            );
         }
         let keys = problem.keys.tokens() as usize;
         let wanted = if is_by_head { keys * heads } else { keys };
         if out.len() != wanted {
-            fail!(Invalid, "{} sums of {wanted}", out.len());
+            fail!(Invalid, "{} sums were passed, {wanted} are needed", out.len());
         }
         let items = keys.div_ceil(KEYS).saturating_mul(heads);
         if items > u32::MAX as usize {
-            fail!(Limit, "sums of {keys} keys by {heads} heads");
+            fail!(Limit, "sums of {keys} keys by {heads} heads exceed 2^32 - 1 work items");
         }
         let (level, out) = (Level::best(), out.as_mut_ptr());
         Ok(ColumnSums { problem, level, lse, first, is_by_head, out, lent: PhantomData })
     }
 
-    /// The same with other instructions; those of the best level, where they are not here.
+    /// Selects instructions; the best supported level if the processor lacks them.
     pub fn with_level(mut self, level: Level) -> ColumnSums<'a> {
         self.level = if level.is_supported() { level } else { Level::best() };
         self
     }
 
-    /// How many items there are.
+    /// Number of work items.
     pub fn items(&self) -> u32 {
         let heads = if self.is_by_head { self.problem.queries.heads() } else { 1 };
         self.problem.keys.tokens().div_ceil(KEYS as u32) * heads
@@ -105,18 +110,18 @@ impl<'a> ColumnSums<'a> {
         scratch(&self.problem)
     }
 
-    /// Runs an item.
+    /// Runs a work item.
     ///
     /// # Safety
     /// No two threads run the same item at a time.
     pub unsafe fn run(&self, item: u32, memory: &mut [f32]) -> Result<()> {
         check_item("item", item, self.items(), memory, self.scratch())?;
-        // SAFETY: the level is here; all was checked when this was made.
+        // SAFETY: the level is supported, and the job was checked when it was made.
         unsafe { run_item(self.level, self, item, memory.as_mut_ptr()) };
         Ok(())
     }
 
-    /// Runs all items on this thread.
+    /// Runs all work items on this thread.
     pub fn all(&mut self, memory: &mut [f32]) -> Result<()> {
         // SAFETY: there is one thread.
         (0..self.items()).try_for_each(|item| unsafe { self.run(item, memory) })
@@ -124,12 +129,12 @@ impl<'a> ColumnSums<'a> {
 }
 
 levels! {
-    /// An item of column sums.
+    /// One work item of column sums.
     run_item = one(job: &ColumnSums<'_>, item: u32, memory: *mut f32)
 }
 
 /// # Safety
-/// The item is one of the job's, and no other thread's; memory is of its size.
+/// The item is one of the job's, and no other thread runs it; memory has the job's scratch size.
 #[inline(always)]
 unsafe fn one<L: Lanes, const R: usize>(job: &ColumnSums<'_>, item: u32, memory: *mut f32) {
     let problem = &job.problem;
@@ -143,7 +148,7 @@ unsafe fn one<L: Lanes, const R: usize>(job: &ColumnSums<'_>, item: u32, memory:
     let count = (keys - first).min(KEYS as u32) as usize;
     let mut tokens = [0_u32; KEYS];
     tokens.iter_mut().zip(first..).for_each(|(token, key)| *token = key);
-    // SAFETY: in the order of `scratch`; the sums are those of these keys.
+    // SAFETY: laid out as in `scratch`; the sums are those of these keys.
     unsafe {
         let scores = memory.add(KEYS * (dim + MAX_WIDTH / 2));
         let queries = scores.add(TILE * MAX_WIDTH);
@@ -170,7 +175,7 @@ unsafe fn one<L: Lanes, const R: usize>(job: &ColumnSums<'_>, item: u32, memory:
     }
 }
 
-/// Memory of one that works.
+/// Scratch of one thread.
 struct Rows {
     keys: *mut f32,
     sums: *mut f32,
@@ -178,7 +183,7 @@ struct Rows {
     queries: *mut f32,
 }
 
-/// Adds what keys get of a head.
+/// Adds the attention of a head to the sums of keys.
 ///
 /// # Safety
 /// As of [`one`]; `bits` are the head's diagonals.
@@ -193,7 +198,7 @@ unsafe fn add_head<L: Lanes, const R: usize>(
     let (queries, heads) = (problem.queries.tokens(), problem.queries.heads() as usize);
     let (first, first_query) = (problem.first_key + first, problem.first_query);
     let mut masks = [0; KEYS];
-    // Queries before the first key have none of these.
+    // Queries before the first key see none of these keys.
     let mut query = job.first.max(first.saturating_sub(first_query));
     while query < queries {
         let used = (queries - query).min(L::WIDTH as u32);
@@ -204,7 +209,7 @@ unsafe fn add_head<L: Lanes, const R: usize>(
             skip: 0,
             count: used as usize,
         };
-        // What no query stands in gets nothing.
+        // Lanes without a query add nothing.
         let mut logs = [f32::INFINITY; MAX_WIDTH];
         for (log, q) in logs.iter_mut().zip(query as usize..).take(used as usize) {
             let lse = job.lse[q * heads + head as usize];
@@ -215,9 +220,9 @@ unsafe fn add_head<L: Lanes, const R: usize>(
         let run = QueryRun { query, count: used, first_query };
         if visible_masks(keys, bits, &run, first, masks) {
             let scale = problem.binary_scale();
-            // The first lane sees keys up to this one, each one more.
+            // The first lane sees keys up to this one; each next lane sees one more.
             let first_visible = i64::from(first_query + query) - i64::from(first);
-            // SAFETY: the caller's promise; so many keys are there.
+            // SAFETY: guaranteed by the caller; the keys exist.
             unsafe {
                 pack::<L>(problem, &columns, scale, rows.scores, (rows.queries, 0));
                 add_seen::<L, R>(problem, &logs, (first_visible, masks), rows);
@@ -227,7 +232,7 @@ unsafe fn add_head<L: Lanes, const R: usize>(
     }
 }
 
-/// Adds what keys get of the queries that were packed: of each those in its mask.
+/// Adds the attention of the packed queries to each key: of those in its mask.
 ///
 /// # Safety
 /// As of [`one`]; there are as many keys as masks.
@@ -245,10 +250,10 @@ unsafe fn add_seen<L: Lanes, const R: usize>(
             from += 1;
             continue;
         }
-        // Keys that are seen, up to the end of a tile.
+        // Visible keys, up to the end of a tile.
         let most = TILE - from % TILE;
         let n = masks.iter().take(most).take_while(|&&mask| mask != 0).count();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let keys = rows.keys.add(from * dim);
             product::<L, R>(keys, (dim, 1), n, rows.queries, dim, rows.scores, None, || {});

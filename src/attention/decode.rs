@@ -1,4 +1,4 @@
-//! Attention of the next token, or of a few.
+//! Attention of the next token, or of a few tokens, over all or selected keys.
 
 use std::marker::PhantomData;
 
@@ -12,9 +12,9 @@ use crate::attention::{lanes::portable::Portable, narrow};
 use crate::base::status::Result;
 use crate::fail;
 
-/// A decode. First its parts are run, each some keys for the queries that share them, then
-/// its ends, one for each query and head; each may be run by any thread and in any order.
-/// What parts come to is put together in the order of keys: equal bits come out.
+/// A decode in two phases. First its parts run: some keys for the queries that share them. Then its
+/// ends run, one for each query and head, and merge the parts in the order of keys. Any thread may
+/// run any part or end, in any order; the bits do not depend on that.
 #[derive(Debug)]
 pub struct Decode<'a> {
     problem: Problem<'a>,
@@ -27,33 +27,33 @@ pub struct Decode<'a> {
     lent: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: parts and ends write to places of their own, and `run` and `end` ask that each is
-// run by one thread.
+// SAFETY: parts and ends write to disjoint memory, and `run` and `end` require that each is run by
+// one thread.
 unsafe impl Send for Decode<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Decode<'_> {}
 
 impl<'a> Decode<'a> {
-    /// Numbers of memory that a decode needs beside scratch; more if scores are kept, for
+    /// Numbers of memory that a decode needs beside scratch; more with scores, for
     /// [`Decode::sums`].
     pub fn memory(problem: &Problem<'_>, keeps_scores: bool) -> Result<usize> {
         Ok(KvSplit::new(problem, keeps_scores)?.sizes(problem)?.iter().sum())
     }
 
-    /// What no decode of some limits needs more of.
+    /// Memory that suffices for all decodes within the limits.
     pub fn workspace(limits: &Limits) -> Result<Workspace> {
-        // SAFETY: only sizes are asked.
+        // SAFETY: only sizes are read.
         let problem = unsafe { limits.problem()? };
         let split = KvSplit::largest(limits);
         let rows = split.rows.min(narrow::MAX_ROWS) * split.groups as usize;
         let run = narrow::scratch(&problem, rows, split.groups as usize);
-        // Many rows that share their keys: those of all heads may.
+        // Rows that share their keys may be those of all heads.
         let many = panel::scratch(&problem, split.all_rows().min(MAX_COLUMNS));
         Ok(Workspace { memory: split.sizes(&problem)?.iter().sum(), scratch: run.max(many) })
     }
 
-    /// A decode that writes `[T, query heads, Dv]` to `out`, and `[T, query heads]` to `lse`.
-    /// A query that sees no key gets zeros, and -inf. `memory` is of [`Decode::memory`].
+    /// A decode that writes `[T, query heads, Dv]` to `out`, and `[T, query heads]` to `lse`. A
+    /// query that sees no key gets zeros and -inf. `memory` has the size of [`Decode::memory`].
     pub fn new(
         problem: Problem<'a>,
         out: &'a mut [f32],
@@ -65,11 +65,16 @@ impl<'a> Decode<'a> {
         let rows = split.all_rows();
         let numbers = rows.saturating_mul(problem.values.dim() as usize);
         if out.len() < numbers || lse.len() < rows {
-            fail!(TooSmall, "{} and {} numbers for {rows} rows", out.len(), lse.len());
+            fail!(
+                TooSmall,
+                "out has {} numbers and lse {}, too few for {rows} rows",
+                out.len(),
+                lse.len()
+            );
         }
         let sizes = split.sizes(&problem)?;
         if memory.len() < sizes.iter().sum() {
-            fail!(TooSmall, "{} numbers of memory, {sizes:?} are needed", memory.len());
+            fail!(TooSmall, "memory has {} numbers, {sizes:?} are needed", memory.len());
         }
         Ok(Decode {
             problem,
@@ -82,20 +87,20 @@ impl<'a> Decode<'a> {
         })
     }
 
-    /// The same with other instructions; those of the best level, where they are not here.
+    /// Selects instructions; the best supported level if the processor lacks them.
     pub fn with_level(mut self, level: Level) -> Decode<'a> {
         self.level = if level.is_supported() { level } else { Level::best() };
         self
     }
 
-    /// How many parts there are: some keys of all heads, or of one that many queries share.
+    /// Number of parts: some keys of all heads, or of one head that many queries share.
     pub fn parts(&self) -> u32 {
-        // Heads that lie side by side are read together.
+        // Adjacent heads are read together.
         let groups = if self.is_narrow() { 1 } else { self.split.groups };
         groups * self.split.parts as u32
     }
 
-    /// How many ends there are.
+    /// Number of ends.
     pub fn ends(&self) -> u32 {
         self.split.all_rows() as u32
     }
@@ -119,19 +124,19 @@ impl<'a> Decode<'a> {
     /// No two threads run the same part at a time, and none an end before all parts are done.
     pub unsafe fn run(&self, part: u32, memory: &mut [f32]) -> Result<()> {
         check_item("part", part, self.parts(), memory, self.scratch())?;
-        // SAFETY: the level is here; all was checked when this was made.
+        // SAFETY: the level is supported, and the job was checked when it was made.
         unsafe { run_part(self.level, self, part, memory.as_mut_ptr()) };
         Ok(())
     }
 
-    /// The row of a group where a query and head are, counted through all groups.
+    /// The row of a query and head, counted through all groups.
     fn row(&self, query: usize, head: usize) -> usize {
         let group = self.split.group as usize;
         head / group * self.split.rows + query * group + head % group
     }
 
-    /// Puts the parts of a query and head together. Where scores are kept, they become what
-    /// each key got of its attention.
+    /// Merges the parts of a query and head. With scores, turns them into the attention to each
+    /// key.
     ///
     /// # Safety
     /// All parts are done; no two threads run the same end at a time.
@@ -141,7 +146,7 @@ impl<'a> Decode<'a> {
         let row = self.row(end as usize / heads, end as usize % heads);
         let (dim, parts) = (self.problem.values.dim() as usize, self.split.parts);
         let [results, logs, _] = self.split.sizes(&self.problem)?;
-        // SAFETY: parts have written rows; this end's results are no other's.
+        // SAFETY: parts have written their rows, and no other end writes these results.
         unsafe {
             let (from, of) = (self.memory.add(row * parts * dim), self.memory.add(results));
             let of = std::slice::from_raw_parts(of.add(row * parts), parts);
@@ -159,23 +164,23 @@ impl<'a> Decode<'a> {
         Ok(())
     }
 
-    /// Keys that sums are of, for each head: the most that one selects, if scores are kept.
+    /// Keys in the sums of a head: the most that any head selects, if scores are kept.
     pub fn sum_keys(&self) -> usize {
         self.split.scores
     }
 
-    /// Adds what each key got of the attention of all queries to `sums`: `[query heads, keys]`,
-    /// or `[keys]` for all heads together, in the order in which keys are selected. When all
-    /// ends are done, and if scores were kept.
+    /// Adds the attention of all queries to each key to `sums`: `[query heads, keys]`, or `[keys]`
+    /// for all heads together, in the order of the selected keys. Requires scores, and that all
+    /// ends are done.
     pub fn sums(&mut self, is_by_head: bool, sums: &mut [f32]) -> Result<()> {
-        // SAFETY: this is the only thread that has it.
+        // SAFETY: `&mut self`: no other thread uses the job.
         unsafe { self.add_sums(is_by_head, sums) }
     }
 
-    /// The same for one that threads share.
+    /// The same for a job that threads share.
     ///
     /// # Safety
-    /// No thread runs a part or an end meanwhile.
+    /// No thread runs a part or an end at the same time.
     pub unsafe fn add_sums(&self, is_by_head: bool, sums: &mut [f32]) -> Result<()> {
         let (heads, keys) = (self.problem.queries.heads() as usize, self.split.scores);
         let wanted = if is_by_head { heads * keys } else { keys };
@@ -194,7 +199,7 @@ impl<'a> Decode<'a> {
         for query in 0..self.problem.queries.tokens() as usize {
             for head in 0..heads {
                 let row = results + logs + self.row(query, head) * keys;
-                // SAFETY: ends have written it, and nobody else has this.
+                // SAFETY: ends have written the shares, and nobody writes them now.
                 let shares = unsafe { std::slice::from_raw_parts(self.memory.add(row), keys) };
                 let at = if is_by_head { head * keys } else { 0 };
                 sums[at..at + keys]
@@ -215,7 +220,7 @@ impl<'a> Decode<'a> {
     }
 }
 
-/// Results of parts in one; returns their log-sum-exp.
+/// Merges the results of parts; returns their log-sum-exp.
 fn join(out: &mut [f32], from: &[f32], logs: &[f32]) -> f32 {
     out.fill(0.0);
     let most = logs.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
@@ -231,16 +236,16 @@ fn join(out: &mut [f32], from: &[f32], logs: &[f32]) -> f32 {
 }
 
 levels! {
-    /// A part of a decode.
+    /// One part of a decode.
     run_part = one(job: &Decode<'_>, part: u32, memory: *mut f32)
 }
 
 /// # Safety
-/// The part is one of the job's, and no other thread's; memory is of its size.
+/// The part is one of the job's, and no other thread runs it; memory has the job's scratch size.
 #[inline(always)]
 unsafe fn one<L: Lanes, const R: usize>(job: &Decode<'_>, part: u32, memory: *mut f32) {
     let (problem, split) = (&job.problem, &job.split);
-    // SAFETY: the caller's promise; sizes are those of `KvSplit::sizes`.
+    // SAFETY: guaranteed by the caller; sizes are those of `KvSplit::sizes`.
     unsafe {
         if job.is_narrow() {
             narrow::attend::<L, R>(problem, split, part as usize, memory, job.memory);
@@ -250,29 +255,21 @@ unsafe fn one<L: Lanes, const R: usize>(job: &Decode<'_>, part: u32, memory: *mu
         let mut cursor = split.cursor(problem, group);
         cursor.skip(part * PART_KEYS);
         let place = split.place(problem, (group, part), job.memory);
-        let scratch_rows =
-            PanelScratch::new(problem, split.rows.min(MAX_COLUMNS), L::WIDTH, memory);
+        let scratch = PanelScratch::new(problem, split.rows.min(MAX_COLUMNS), L::WIDTH, memory);
         for done in (0..split.rows).step_by(MAX_COLUMNS) {
             let columns = split.columns(group, done, (split.rows - done).min(MAX_COLUMNS));
-            panel::attend::<L, R>(
-                problem,
-                &columns,
-                None,
-                (cursor, PART_KEYS),
-                &scratch_rows,
-                &place,
-            );
+            panel::attend::<L, R>(problem, &columns, None, (cursor, PART_KEYS), &scratch, &place);
         }
     }
 }
 
 levels! {
-    /// Scores as shares of attention, by the log-sum-exp of all of them; 0 behind `count`.
+    /// Turns scores into shares of attention by the log-sum-exp of all of them; 0 from `count` on.
     shares = to_shares(scores: *mut f32, count: usize, all: usize, lse: f32)
 }
 
 /// # Safety
-/// There are so many scores.
+/// `scores` has `all` numbers.
 #[inline(always)]
 unsafe fn to_shares<L: Lanes, const R: usize>(
     scores: *mut f32,
@@ -282,7 +279,7 @@ unsafe fn to_shares<L: Lanes, const R: usize>(
 ) {
     let log = if lse > f32::NEG_INFINITY { lse * std::f32::consts::LOG2_E } else { f32::INFINITY };
     let mut i = 0;
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         while i + L::N <= count {
             let at = scores.add(i);

@@ -1,17 +1,17 @@
-//! Rows read where they are: products of a few queries with keys, and values weighted for
-//! them. For decode, which is as fast as memory gives rows.
+//! Products of a few queries with keys, and weighted sums of values, on rows in place. Decode uses
+//! them, because it is bound by memory bandwidth.
 
 use crate::attention::element::{Element, part};
 use crate::attention::lanes::Lanes;
 use crate::attention::panel::TILE;
 use crate::attention::rows::Rows;
 
-/// What memory gives at once.
+/// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// Where rows of a tile are, and how many numbers one has.
+/// Rows of a tile in memory, and their length.
 pub struct Tile {
-    /// A place a row.
+    /// Address of each row.
     pub rows: [*const u8; TILE],
     /// Rows.
     pub count: usize,
@@ -19,12 +19,13 @@ pub struct Tile {
     pub dim: usize,
 }
 
-/// `out[r * TILE + j]` becomes the product of query r and row j of four. Queries are in the
-/// order of [`Element::place`], each `step` numbers with zeros at the end. Rows of `upcoming`
-/// are called for, line by line as rows are read: of many calls at once processors drop some.
+/// Computes the products of four rows with each query: `out[r * TILE + j]` for query r and row j.
+/// Queries are in the order of [`Element::place`], each `step` numbers with zeros at the end. Rows
+/// of `upcoming` are prefetched, line by line as rows are read: processors drop some of many
+/// prefetches at once.
 ///
 /// # Safety
-/// As of [`Lanes`]; all that is named is there, of type E, but for `upcoming`.
+/// As of [`Lanes`]; all rows and queries exist and are of type E; `upcoming` need not exist.
 #[inline(always)]
 pub unsafe fn dot_rows<L: Lanes, E: Element, const R: usize>(
     rows: [*const u8; 4],
@@ -34,7 +35,7 @@ pub unsafe fn dot_rows<L: Lanes, E: Element, const R: usize>(
     out: *mut f32,
 ) {
     let mut r = 0;
-    // SAFETY: the caller's promise; out has TILE places a query.
+    // SAFETY: guaranteed by the caller; out has TILE places a query.
     unsafe {
         while R >= 8 && r + 4 <= count {
             dot_block::<L, E, 4>(
@@ -73,11 +74,10 @@ pub unsafe fn dot_rows<L: Lanes, E: Element, const R: usize>(
     }
 }
 
-/// Says that a row will be read soon: no processor guesses that rows of another plane, page
-/// or head are next.
+/// Prefetches a row. Hardware does not predict jumps to another plane, page or head.
 ///
 /// # Safety
-/// As of [`Lanes`]; token and head are there.
+/// As of [`Lanes`]; token and head exist.
 #[inline(always)]
 pub unsafe fn prefetch_row<L: Lanes>(rows: &Rows<'_>, token: u32, head: u32) {
     let bytes = rows.dim() as usize * rows.dtype().bits() as usize / 8;
@@ -85,10 +85,10 @@ pub unsafe fn prefetch_row<L: Lanes>(rows: &Rows<'_>, token: u32, head: u32) {
     unsafe { prefetch::<L>(rows.row(token, head), bytes) }
 }
 
-/// The same of a row that was found.
+/// Prefetches a row by its address.
 ///
 /// # Safety
-/// As of [`Lanes`]; the row need not be there.
+/// As of [`Lanes`]; the row need not exist.
 #[inline(always)]
 pub unsafe fn prefetch<L: Lanes>(row: *const u8, bytes: usize) {
     for at in (0..bytes).step_by(LINE_BYTES) {
@@ -108,11 +108,11 @@ unsafe fn dot_block<L: Lanes, E: Element, const Q: usize>(
     step: usize,
     out: *mut f32,
 ) {
-    // SAFETY: the caller's promise; what is behind a row is not read.
+    // SAFETY: guaranteed by the caller; nothing is read behind a row.
     unsafe {
         let mut sums = [[L::splat(0.0); 4]; Q];
         let whole = dim - dim % L::WIDTH;
-        // What is left over comes first, so that the loop behind it has nothing but products.
+        // The remainder comes first, so that the loop behind it has nothing but products.
         if whole < dim {
             for (j, (row, upcoming)) in rows.into_iter().zip(upcoming).enumerate() {
                 prefetch::<L>(upcoming.wrapping_add(whole * E::BYTES), (dim - whole) * E::BYTES);
@@ -146,9 +146,9 @@ unsafe fn dot_block<L: Lanes, E: Element, const Q: usize>(
     }
 }
 
-/// `out[r][..] = alpha[r] * out[r][..] + sum over i of weights[r * TILE + i] * row i`, where
-/// out is in the order of [`Element::place`], each `step` numbers. Rows of `upcoming` are called
-/// for as in [`dot_rows`].
+/// `out[r][..] = alpha[r] * out[r][..] + sum over i of weights[r * TILE + i] * row i`. `out` is in
+/// the order of [`Element::place`], each row `step` numbers. Rows of `upcoming` are prefetched as
+/// in [`dot_rows`].
 ///
 /// # Safety
 /// As of [`dot_rows`].
@@ -161,7 +161,7 @@ pub unsafe fn weighted_sum<'a, L: Lanes, E: Element, const R: usize>(
     mut upcoming: &'a Tile,
 ) {
     let mut r = 0;
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         while R >= 8 && r + 4 <= count {
             let out = out.add(r * step);
@@ -215,7 +215,7 @@ unsafe fn weighted_block<L: Lanes, E: Element, const Q: usize>(
     upcoming: &Tile,
 ) {
     let mut at = 0;
-    // SAFETY: the caller's promise; what is behind a row is not read.
+    // SAFETY: guaranteed by the caller; nothing is read behind a row.
     unsafe {
         while at + 2 * L::WIDTH <= tile.dim {
             let read = |row: *const u8| {
@@ -240,7 +240,7 @@ unsafe fn weighted_block<L: Lanes, E: Element, const Q: usize>(
     }
 }
 
-/// Numbers from `at` on; `read` gives V vectors of a row.
+/// Handles the numbers from `at` on; `read` returns V vectors of a row.
 ///
 /// # Safety
 /// As of [`weighted_sum`].
@@ -253,7 +253,7 @@ unsafe fn columns<L: Lanes, E: Element, const Q: usize, const V: usize>(
     (out, step): (*mut f32, usize),
     read: impl Fn(*const u8) -> [L; V],
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let out = out.add(at);
         let mut sums = [[L::splat(0.0); V]; Q];

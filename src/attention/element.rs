@@ -1,4 +1,4 @@
-//! Numbers of rows as f32, whatever they are in memory.
+//! Conversion of rows to f32, from every type that kernels read.
 
 use crate::attention::lanes::{Lanes, MAX_WIDTH};
 use crate::attention::rows::{Rows, Scales};
@@ -8,27 +8,27 @@ use crate::meta::dtype::Dtype;
 /// A type of numbers that kernels read.
 ///
 /// # Safety
-/// Of every method: as of [`Lanes`]; `from` leads to as many numbers as are read.
+/// Of every method: as of [`Lanes`]; `from` points to as many numbers as are read.
 #[allow(clippy::missing_safety_doc)] // said once, above
 pub unsafe trait Element {
     /// Bytes of a number.
     const BYTES: usize;
-    /// [`Element::pair`] gives those at even places first.
+    /// Whether [`Element::pair`] returns the numbers at even places first.
     const IS_SPLIT: bool = false;
 
-    /// One number.
+    /// Reads one number.
     unsafe fn one(from: *const u8) -> f32;
-    /// A vector.
+    /// Reads a vector.
     unsafe fn load<L: Lanes>(from: *const u8) -> L;
 
-    /// Two vectors, in the order that is read fastest.
+    /// Reads two vectors, in the order that is fastest.
     #[inline(always)]
     unsafe fn pair<L: Lanes>(from: *const u8) -> [L; 2] {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { [Self::load(from), Self::load(from.add(L::N * Self::BYTES))] }
     }
 
-    /// Where the number at place `i` is after [`Element::pair`].
+    /// The place of number `i` after [`Element::pair`].
     #[inline(always)]
     fn place<L: Lanes>(i: usize) -> usize {
         let (start, i) = (i - i % L::WIDTH, i % L::WIDTH);
@@ -45,102 +45,102 @@ pub struct Bf16;
 /// Signed bytes.
 pub struct I8;
 
-// SAFETY: it reads what it says.
+// SAFETY: it reads exactly the numbers that it names.
 unsafe impl Element for F32 {
     const BYTES: usize = 4;
 
     #[inline(always)]
     unsafe fn one(from: *const u8) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { from.cast::<f32>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn load<L: Lanes>(from: *const u8) -> L {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { L::load(from.cast()) }
     }
 }
 
-// SAFETY: it reads what it says.
+// SAFETY: it reads exactly the numbers that it names.
 unsafe impl Element for F16 {
     const BYTES: usize = 2;
 
     #[inline(always)]
     unsafe fn one(from: *const u8) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         from_f16(unsafe { from.cast::<u16>().read_unaligned() })
     }
 
     #[inline(always)]
     unsafe fn load<L: Lanes>(from: *const u8) -> L {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { L::load_f16(from.cast()) }
     }
 }
 
-// SAFETY: it reads what it says.
+// SAFETY: it reads exactly the numbers that it names.
 unsafe impl Element for Bf16 {
     const BYTES: usize = 2;
     const IS_SPLIT: bool = true;
 
     #[inline(always)]
     unsafe fn one(from: *const u8) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         from_bf16(unsafe { from.cast::<u16>().read_unaligned() })
     }
 
     #[inline(always)]
     unsafe fn load<L: Lanes>(from: *const u8) -> L {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { L::load_bf16(from.cast()) }
     }
 
     #[inline(always)]
     unsafe fn pair<L: Lanes>(from: *const u8) -> [L; 2] {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { L::pair_bf16(from.cast()) }
     }
 }
 
-// SAFETY: it reads what it says.
+// SAFETY: it reads exactly the numbers that it names.
 unsafe impl Element for I8 {
     const BYTES: usize = 1;
 
     #[inline(always)]
     unsafe fn one(from: *const u8) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         f32::from(unsafe { from.cast::<i8>().read() })
     }
 
     #[inline(always)]
     unsafe fn load<L: Lanes>(from: *const u8) -> L {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { L::load_i8(from.cast()) }
     }
 }
 
-/// Two vectors, of which only the first `n` numbers are there; the rest is 0.
+/// Reads two vectors of which only the first `n` numbers exist; the others are 0.
 ///
 /// # Safety
-/// `from` leads to n numbers, n up to [`Lanes::WIDTH`].
+/// `from` points to n numbers, n up to [`Lanes::WIDTH`].
 #[inline(always)]
 pub unsafe fn part<L: Lanes, E: Element>(from: *const u8, n: usize) -> [L; 2] {
     let mut all = [0_u8; 4 * MAX_WIDTH];
-    // SAFETY: n numbers are there, and `all` has room for the widest of them.
+    // SAFETY: n numbers exist, and `all` has room for the widest of them.
     unsafe {
         std::ptr::copy_nonoverlapping(from, all.as_mut_ptr(), n * E::BYTES);
         E::pair(all.as_ptr())
     }
 }
 
-/// Rows of tokens of a head as f32, scaled, one after the other.
+/// Reads the rows of tokens of a head as f32, scaled, one after the other.
 ///
 /// # Safety
-/// As of [`Lanes`]; tokens and head are there, `to` has room for their rows.
+/// As of [`Lanes`]; tokens and head exist, `to` has room for their rows.
 #[inline(always)]
 pub unsafe fn read<L: Lanes>(rows: &Rows<'_>, head: u32, tokens: &[u32], to: *mut f32) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match rows.dtype() {
             Dtype::F16 => read_as::<L, F16>(rows, head, tokens, to),
@@ -152,7 +152,7 @@ pub unsafe fn read<L: Lanes>(rows: &Rows<'_>, head: u32, tokens: &[u32], to: *mu
 }
 
 /// # Safety
-/// As of [`read`]; E is what the rows are.
+/// As of [`read`]; E is the type of the rows.
 #[inline(always)]
 unsafe fn read_as<L: Lanes, E: Element>(rows: &Rows<'_>, head: u32, tokens: &[u32], to: *mut f32) {
     let dim = rows.dim() as usize;

@@ -1,45 +1,45 @@
-//! Keys in ascending order, tile by tile.
+//! A cursor over selected keys in ascending order, tile by tile.
 
 use crate::attention::keys::Lines;
 use crate::attention::panel::TILE;
 
-/// Where keys come from.
+/// Sources of keys.
 #[derive(Clone, Copy, Debug)]
 pub enum KeySource<'a> {
     /// All of them.
     All,
-    /// Blocks of so many.
+    /// Selected blocks of keys.
     Blocks {
-        /// Which.
+        /// Block numbers, ascending.
         blocks: &'a [u32],
-        /// Keys of one.
+        /// Keys of a block.
         tokens: u32,
     },
-    /// Ranges, and columns beside them.
+    /// Ranges, and single columns beside them.
     Ranges {
-        /// First keys, and those behind the last, in turn.
+        /// First key and end of each range, alternating.
         ranges: &'a [u32],
-        /// Keys.
+        /// Single keys, ascending.
         columns: &'a [u32],
-        /// The column that comes next.
+        /// Index of the next column.
         column: usize,
-        /// Keys before this one were given.
+        /// Keys before this one were returned.
         done: u32,
     },
-    /// What one of some queries sees by columns and diagonals.
+    /// Keys that any of some queries sees by columns and diagonals.
     Lines {
-        /// Both.
+        /// Columns and diagonals.
         lines: Lines<'a>,
         /// Diagonals that are left; the farthest comes first.
         left: usize,
-        /// Where the first query is.
+        /// Position of the first query.
         position: u32,
-        /// Queries.
+        /// Number of queries.
         width: u32,
     },
 }
 
-/// Keys in ascending order, tile by tile.
+/// Iterates over selected keys in ascending order.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyCursor<'a> {
     source: KeySource<'a>,
@@ -50,14 +50,13 @@ pub struct KeyCursor<'a> {
 }
 
 impl<'a> KeyCursor<'a> {
-    /// Keys of a source from position `begin` on, counted from there, before `end`. The source
-    /// names nothing that ends before.
+    /// Keys of a source at the `end` positions from `begin` on, counted from `begin`. The source
+    /// names nothing that ends before `begin`.
     pub fn new(source: KeySource<'a>, (begin, end): (u32, u32)) -> KeyCursor<'a> {
         KeyCursor { source, at: 0, run: (0, 0), begin, end }
     }
 
-    /// How many there are, if nothing was taken yet; 0 for lines and ranges, which are not
-    /// counted.
+    /// Number of keys, before the first is taken; 0 for lines and ranges, which are not counted.
     pub fn count(&self) -> usize {
         match self.source {
             KeySource::All => self.end as usize,
@@ -75,7 +74,7 @@ impl<'a> KeyCursor<'a> {
         }
     }
 
-    /// Keys of the first block that lie before the first key.
+    /// Keys of the first block that lie before `begin`.
     fn lead(&self) -> usize {
         match self.source {
             KeySource::Blocks { blocks: [first, ..], tokens } => {
@@ -86,7 +85,7 @@ impl<'a> KeyCursor<'a> {
         }
     }
 
-    /// Leaves out the first `n`, if nothing was taken yet; nothing of lines and ranges.
+    /// Skips the first `n` keys, before the first is taken; does nothing for lines and ranges.
     pub fn skip(&mut self, n: usize) {
         match self.source {
             KeySource::All => {
@@ -104,7 +103,7 @@ impl<'a> KeyCursor<'a> {
         }
     }
 
-    /// The next up to `most` keys; how many there were.
+    /// Takes the next keys, up to `most`; returns their number.
     pub fn take(&mut self, tile: &mut [u32; TILE], most: usize) -> usize {
         let mut n = 0;
         while n < most.min(TILE) {
@@ -153,7 +152,7 @@ impl<'a> KeyCursor<'a> {
     }
 }
 
-/// The next range or column, of those that are not in what was `done`.
+/// The next range or column that does not lie in what was `done`.
 fn next_range(
     ranges: &[u32],
     columns: &[u32],
@@ -180,8 +179,8 @@ fn next_range(
     }
 }
 
-/// The keys that one of `queries` (first, how many) sees by the next columns and diagonals
-/// that touch.
+/// The keys that any of the queries (first, count) sees by the next columns and diagonals that
+/// touch.
 fn next_band(
     lines: &Lines<'_>,
     column: &mut usize,
@@ -191,7 +190,7 @@ fn next_band(
     let mut run: Option<(u32, u32)> = None;
     loop {
         let by_column = lines.columns.get(*column).map(|&c| (c, c.saturating_add(1)));
-        // The farthest comes first: keys ascend.
+        // The farthest diagonal comes first, so that keys ascend.
         let by_diagonal = lines.diagonals.get(left.wrapping_sub(1)).map(|&d| {
             let last = first.saturating_add(width);
             (first.saturating_sub(d), last.saturating_sub(d))
@@ -205,7 +204,7 @@ fn next_band(
         match &mut run {
             Some(run) if next.0 > run.1 => break,
             Some(run) => run.1 = run.1.max(next.1),
-            // Diagonals that begin behind the first token have nothing here.
+            // Diagonals that begin behind the first token name no key here.
             None if next.0 < next.1 => run = Some(next),
             None => {}
         }

@@ -1,48 +1,48 @@
-//! Which keys queries are computed with, borrowed from whoever has decided it.
+//! The keys that queries are computed with, as a borrowed index.
 //!
-//! All heads have their lists in one table, so that it can be told as flat arrays: numbers,
-//! where each list begins in them, and for each head how its lists are meant.
+//! The lists of all heads are in one table of flat arrays: numbers, the start of each list, and for
+//! each head how its lists are read.
 
 use crate::attention::key_cursor::{KeyCursor, KeySource};
 use crate::base::status::Result;
 use crate::fail;
 
-/// How the keys of a head are told.
+/// Form of a head's selection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Kind {
-    /// All. No list.
+    /// All keys; no list.
     #[default]
     Dense = 0,
-    /// Two lists: keys that every query sees, and distances back from a query at which it
-    /// sees a key. Exactly these.
+    /// Two lists: keys that every query sees, and distances back from a query at which it sees a
+    /// key. Exactly these.
     Lines = 1,
-    /// For each row of queries a list of blocks of keys.
+    /// A list of blocks of keys for each row of queries.
     Blocks = 2,
-    /// A list of keys that every query sees; then for each row of queries a list of ranges,
-    /// each two numbers: its first key, and the one behind its last. Ranges do not touch.
+    /// A list of keys that every query sees, then a list of ranges for each row of queries. A range
+    /// is two numbers: its first key and its end. Ranges do not touch.
     Ranges = 3,
 }
 
-/// No query sees all keys.
+/// Marks a head without dense queries.
 pub const NO_QUERY: u32 = u32::MAX;
 
-/// How the lists of a head are meant. Heads may have the same lists.
+/// How the lists of a head are read. Heads may share lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Head {
-    /// How keys are told.
+    /// Form of the selection.
     pub kind: Kind,
-    /// The first of its lists.
+    /// Index of its first list.
     pub first: u32,
-    /// How many lists it has.
+    /// Number of its lists.
     pub lists: u32,
-    /// Blocks and ranges: queries of a row, counted from the first that is computed; 0 = all
-    /// of them are one row.
+    /// Blocks and ranges: queries of a row, counted from the first computed query; 0 = all queries
+    /// form one row.
     pub query_block: u32,
     /// Blocks: keys of a block.
     pub key_block: u32,
-    /// Queries at this position and behind it see all keys, whatever lists say.
+    /// Queries from this position on see all keys, whatever the lists say.
     pub dense_from: u32,
 }
 
@@ -67,30 +67,30 @@ impl Head {
     }
 }
 
-/// Which keys queries are computed with; no query sees keys behind it, and keys that are not
-/// there are left out. There is no head (all keys), one for all, one for each head of keys,
-/// or one for each query head.
+/// An index of selected keys. No query sees keys behind it; keys that are not resident are left
+/// out. It has no head (all keys), one head for all, one for each head of keys, or one for each
+/// query head.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Keys<'a> {
-    /// How lists are meant.
+    /// How lists are read.
     pub heads: &'a [Head],
-    /// Where each list begins in `items`, and where the last ends.
+    /// Start of each list in `items`, and the end of the last.
     pub starts: &'a [u32],
-    /// What is in lists, each ascending without repetitions.
+    /// Contents of lists, each strictly ascending.
     pub items: &'a [u32],
 }
 
-/// Heads of a problem.
+/// Head counts of a problem.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
-    /// Of queries.
+    /// Query heads.
     pub queries: u32,
-    /// Of keys.
+    /// Heads of keys.
     pub keys: u32,
 }
 
 impl Heads {
-    /// Which of `n` a query head has.
+    /// The entry of a query head, of `n` entries.
     fn pick(self, head: u32, n: usize) -> usize {
         if n == 1 {
             0
@@ -111,22 +111,22 @@ fn list<'a>(starts: &[u32], items: &'a [u32], at: usize) -> &'a [u32] {
 }
 
 impl<'a> Keys<'a> {
-    /// All keys.
+    /// Selects all keys.
     pub const DENSE: Keys<'static> = Keys { heads: &[], starts: &[], items: &[] };
 
-    /// A list; none beyond the last.
+    /// A list; empty beyond the last.
     pub fn list(&self, at: u32) -> &'a [u32] {
         list(self.starts, self.items, at as usize)
     }
 
-    /// Whether kernels can follow it, for so many queries from a position on.
+    /// Checks that kernels can follow the index, for `queries` queries from a position on.
     pub fn check(&self, heads: Heads, first_query: u32, queries: u32) -> Result<()> {
         let n = self.heads.len();
         if ![0, 1, heads.keys as usize, heads.queries as usize].contains(&n) {
             let Heads { queries, keys } = heads;
             fail!(
                 Invalid,
-                "an index of {n} heads, the model has {queries} of queries, {keys} of keys"
+                "an index of {n} heads: it must have 0, 1, {keys} (heads of keys) or {queries} (query heads)"
             );
         }
         let is_inside = self.starts.last().is_none_or(|&end| end as usize <= self.items.len());
@@ -136,7 +136,7 @@ impl<'a> Keys<'a> {
         let lists = self.starts.len().saturating_sub(1) as u32;
         for at in 0..lists {
             if !self.list(at).is_sorted_by(|a, b| a < b) {
-                fail!(Invalid, "list {at} of an index does not ascend, or names a number twice");
+                fail!(Invalid, "list {at} of an index does not strictly ascend");
             }
         }
         let check = |head: &Head| self.check_head(head, lists, first_query, queries);
@@ -146,9 +146,9 @@ impl<'a> Keys<'a> {
     fn check_head(&self, head: &Head, lists: u32, first_query: u32, queries: u32) -> Result<()> {
         let Head { kind, first, lists: own, query_block, key_block, dense_from } = *head;
         if first.checked_add(own).is_none_or(|end| end > lists) {
-            fail!(Invalid, "{own} lists from {first} on, an index has {lists}");
+            fail!(Invalid, "{own} lists from list {first} on, the index has {lists}");
         }
-        // Those that see all need no row.
+        // Dense queries need no row.
         let queries = queries.min(dense_from.saturating_sub(first_query));
         let rows = head.rows();
         let has_rows = match query_block {
@@ -164,41 +164,44 @@ impl<'a> Keys<'a> {
         if !is_sound {
             fail!(
                 Invalid,
-                "{own} lists of {kind:?} of {query_block} queries and {key_block} keys for {queries}"
+                "{own} lists of kind {kind:?} (query_block {query_block}, key_block {key_block}) do not serve {queries} queries"
             );
         }
         if kind == Kind::Ranges && (1..own).any(|row| self.list(first + row).len() % 2 != 0) {
-            fail!(Invalid, "a range that has no end");
+            fail!(
+                Invalid,
+                "a list of ranges has an odd number of items: the last range has no end"
+            );
         }
         Ok(())
     }
 
-    /// Whether all see all keys.
+    /// Whether all heads see all keys.
     pub fn is_dense(&self) -> bool {
         self.heads.iter().all(|head| head.kind == Kind::Dense)
     }
 
-    /// Whether all query heads that share a head of keys share what is said.
+    /// Whether the query heads that share a head of keys share its selection.
     pub fn is_shared(&self, heads: Heads) -> bool {
         self.heads.len() <= 1 || self.heads.len() == heads.keys as usize
     }
 
-    /// What is said for a query head.
+    /// The selection of a query head.
     pub fn of(&self, heads: Heads, head: u32) -> HeadKeys<'a> {
         self.at(heads.pick(head, self.heads.len()))
     }
 
-    /// What is said at a place of `heads`.
+    /// The selection at an index of `heads`.
     pub fn at(&self, at: usize) -> HeadKeys<'a> {
         let head = self.heads.get(at).copied().unwrap_or(Head::DENSE);
         HeadKeys { head, starts: self.starts, items: self.items }
     }
 }
 
-/// Which keys the queries of one head are computed with.
+/// The selected keys of one head.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadKeys<'a> {
-    /// How its lists are meant.
+    /// How its lists are read.
     pub head: Head,
     starts: &'a [u32],
     items: &'a [u32],
@@ -218,13 +221,13 @@ impl<'a> HeadKeys<'a> {
         list(self.starts, self.items, self.head.first as usize + at as usize)
     }
 
-    /// How keys are told for the query at a position.
+    /// The form for the query at a position.
     pub fn kind(&self, position: u32) -> Kind {
         if position >= self.head.dense_from { Kind::Dense } else { self.head.kind }
     }
 
-    /// Up to which query, from `query` on, one walk serves, where the first is at a position.
-    /// For lines it names what one of the queries sees.
+    /// End of the run of queries from `query` on that one cursor serves; `first_query` is the
+    /// position of query 0. For lines, the cursor names keys that any query of the run sees.
     pub fn until(&self, query: u32, first_query: u32) -> u32 {
         let dense = self.head.dense_from.saturating_sub(first_query);
         if query >= dense {
@@ -240,14 +243,14 @@ impl<'a> HeadKeys<'a> {
         own.min(dense)
     }
 
-    /// The columns and diagonals for the query at a position, where it has them.
+    /// The columns and diagonals for the query at a position, if it has them.
     pub fn lines(&self, position: u32) -> Option<Lines<'a>> {
         (self.kind(position) == Kind::Lines)
             .then(|| Lines { columns: self.list(0), diagonals: self.list(1) })
     }
 
-    /// The keys of `width` queries from `query` on, the first of which is at `position`: of
-    /// those from position `begin` on, counted from there, the first `end`.
+    /// A cursor over the keys of `width` queries from `query` on, the first at `position`. It
+    /// covers the `end` keys from position `begin` on, counted from there.
     pub fn cursor(
         &self,
         query: u32,
@@ -273,7 +276,7 @@ impl<'a> HeadKeys<'a> {
             Kind::Ranges => {
                 let is_there = row < self.head.rows();
                 let ranges = if is_there { self.list(row + 1) } else { &[] };
-                // An odd end before the first key begins a range that it lies in.
+                // An odd end before the first key begins a range that contains it.
                 let before = ranges.len() - behind(ranges, begin.saturating_add(1)).len();
                 let ranges = ranges.get(before / 2 * 2..).unwrap_or_default();
                 KeySource::Ranges {

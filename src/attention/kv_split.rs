@@ -1,4 +1,4 @@
-//! How a decode is cut into parts: by keys alone, so that it does not depend on threads.
+//! Splits a decode into parts by keys alone, so that results do not depend on threads.
 
 use crate::attention::key_cursor::KeyCursor;
 use crate::attention::keys::Kind;
@@ -11,10 +11,10 @@ use crate::fail;
 /// Keys of a part.
 pub const PART_KEYS: usize = 1024;
 
-/// How a decode is cut.
+/// The split of a decode.
 #[derive(Clone, Copy, Debug)]
 pub struct KvSplit {
-    /// Query heads of a group: those that share keys, and what is selected of them.
+    /// Query heads of a group: they share a head of keys and its selection.
     pub group: u32,
     /// Groups.
     pub groups: u32,
@@ -22,26 +22,29 @@ pub struct KvSplit {
     pub rows: usize,
     /// Parts of a group.
     pub parts: usize,
-    /// Keys of the group that has the most, if scores are kept.
+    /// Keys of the largest group; 0 if no scores are kept.
     pub scores: usize,
 }
 
-/// Refuses what is not one list of blocks for all queries.
+/// Fails with `Unsupported` unless all queries share one list of blocks.
 fn can_follow(problem: &Problem<'_>) -> Result<()> {
     for at in 0..problem.select.heads.len() {
         let keys = problem.select.at(at);
         if !matches!(keys.kind(problem.first_query), Kind::Dense | Kind::Blocks) {
-            fail!(Unsupported, "decode follows blocks, not diagonals and ranges: use prefill");
+            fail!(Unsupported, "decode follows blocks only, not lines or ranges: use prefill");
         }
         if keys.until(0, problem.first_query) < problem.queries.tokens() {
-            fail!(Unsupported, "decode has one row of queries, not several");
+            fail!(
+                Unsupported,
+                "decode needs one row of queries with one list: use prefill for several"
+            );
         }
     }
     Ok(())
 }
 
 impl KvSplit {
-    /// Cuts a problem, if it can be decoded.
+    /// Splits a problem, if it can be decoded.
     pub fn new(problem: &Problem<'_>, keeps_scores: bool) -> Result<KvSplit> {
         problem.check()?;
         can_follow(problem)?;
@@ -61,7 +64,7 @@ impl KvSplit {
         Ok(split)
     }
 
-    /// The cut of the largest problem that there may be: as many groups as heads.
+    /// The split of the largest problem within the limits: as many groups as heads.
     pub fn largest(limits: &Limits) -> KvSplit {
         let keys = limits.keys as usize;
         KvSplit {
@@ -93,11 +96,16 @@ impl KvSplit {
         let scores = self.all_rows().checked_mul(self.scores);
         match (results, rows, scores) {
             (Some(a), Some(b), Some(c)) if a.max(b).max(c) <= usize::MAX / 16 => Ok([a, b, c]),
-            _ => fail!(Limit, "{} rows of {} parts", self.all_rows(), self.parts),
+            _ => fail!(
+                Limit,
+                "{} rows of {} parts exceed the address space",
+                self.all_rows(),
+                self.parts
+            ),
         }
     }
 
-    /// The keys of a tile of a part of a group.
+    /// Puts the keys of a tile of a part of a group into `tokens`; returns their number.
     pub fn tile(
         &self,
         problem: &Problem<'_>,
@@ -109,16 +117,16 @@ impl KvSplit {
         cursor.take(tokens, TILE)
     }
 
-    /// The rows of a group.
+    /// The rows of a group, as columns of panels.
     pub fn columns(&self, group: u32, skip: usize, count: usize) -> Columns {
         let first_head = group * self.group;
         Columns { first_query: 0, first_head, heads: self.group, skip: skip as u32, count }
     }
 
-    /// Where a part of a group puts what it comes to.
+    /// Where a part of a group writes its results.
     ///
     /// # Safety
-    /// `memory` is of [`KvSplit::sizes`].
+    /// `memory` has [`KvSplit::sizes`] numbers.
     pub unsafe fn place(
         &self,
         problem: &Problem<'_>,

@@ -1,9 +1,9 @@
-//! Which instructions kernels use: what the processor has, found out when they are made.
+//! Instruction sets of kernels: detected on the processor when a job is made.
 
-/// Instructions that kernels are compiled for.
+/// An instruction set that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// What any processor has.
+    /// Baseline of any processor.
     Portable,
     /// NEON.
     Neon,
@@ -17,7 +17,7 @@ impl Level {
     /// Every level, the best last.
     pub const ALL: [Level; 4] = [Level::Portable, Level::Neon, Level::Avx2, Level::Avx512];
 
-    /// Whether this processor has it.
+    /// Whether this processor supports it.
     pub fn is_supported(self) -> bool {
         match self {
             Level::Portable => true,
@@ -41,45 +41,45 @@ impl Level {
         }
     }
 
-    /// The best that this processor has.
+    /// The best level that this processor supports.
     pub fn best() -> Level {
         Level::ALL.into_iter().rev().find(|level| level.is_supported()).unwrap_or(Level::Portable)
     }
 }
 
-/// Compiles a generic function for every level: `fn name(level, arguments)` calls
-/// `generic::<vector, rows>(arguments)`, where `rows` is how many rows of two vectors fit in
-/// the registers.
+/// Compiles a generic function for every level. `fn name(level, arguments)` calls
+/// `generic::<vector, rows>(arguments)`, where `rows` is the number of rows of two vectors that fit
+/// into registers.
 ///
-/// The generic function must be `#[inline(always)]`, and all that it calls; then it is
-/// compiled with the features of its caller.
+/// The generic function and all its callees must be `#[inline(always)]`, so that they are compiled
+/// with the features of their caller.
 macro_rules! levels {
     ($(#[$doc:meta])* $name:ident = $generic:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
         $(#[$doc])*
         ///
         /// # Safety
-        /// That of the generic function; the level is here.
+        /// That of the generic function; the level is supported.
         pub unsafe fn $name(level: $crate::attention::level::Level, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn avx2($($arg: $ty),*) {
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 unsafe { $generic::<$crate::attention::lanes::avx2::Avx2, 6>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
             unsafe fn avx512($($arg: $ty),*) {
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 unsafe { $generic::<$crate::attention::lanes::avx512::Avx512, 8>($($arg),*) }
             }
             match level {
-                // SAFETY: the caller's promise, and that the level is here.
+                // SAFETY: guaranteed by the caller, and the level is supported.
                 #[cfg(target_arch = "x86_64")]
                 $crate::attention::level::Level::Avx512 => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
                 $crate::attention::level::Level::Avx2 => unsafe { avx2($($arg),*) },
-                // SAFETY: as above; every aarch64 has it.
+                // SAFETY: as above; every aarch64 processor has NEON.
                 #[cfg(target_arch = "aarch64")]
                 $crate::attention::level::Level::Neon => unsafe {
                     $generic::<$crate::attention::lanes::neon::Neon, 8>($($arg),*)

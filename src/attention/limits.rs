@@ -1,4 +1,4 @@
-//! How large problems may become, for those who lend memory once.
+//! Upper limits of problems, for callers that allocate workspaces once.
 
 use crate::attention::keys::{Head, Keys, Kind};
 use crate::attention::problem::{MAX_TOKENS, Problem};
@@ -6,26 +6,26 @@ use crate::attention::rows::{MAX_DIM, Rows};
 use crate::base::status::Result;
 use crate::fail;
 
-/// The largest that problems become, each of its own.
+/// The largest sizes of problems, each on its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     /// Queries of a problem.
     pub queries: u32,
     /// Keys of a problem.
     pub keys: u32,
-    /// Positions: where the last query of a text may end.
+    /// Positions: the largest end of a sequence.
     pub tokens: u32,
-    /// Heads of queries; there may be as many of keys.
+    /// Query heads; there may be as many heads of keys.
     pub query_heads: u32,
     /// Numbers of a query and a key.
     pub dim: u32,
     /// Numbers of a value.
     pub value_dim: u32,
-    /// A decode keeps scores.
+    /// Whether decodes keep scores.
     pub keeps_scores: bool,
 }
 
-/// Numbers of f32 that no job of some limits needs more of.
+/// Memory that suffices for every job within some limits, in f32 numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workspace {
     /// Of a job, beside its results.
@@ -34,11 +34,11 @@ pub struct Workspace {
     pub scratch: usize,
 }
 
-/// The form of which kernels need the most.
+/// The form of index for which kernels need the most scratch.
 const LINES: [Head; 1] = [Head { kind: Kind::Lines, ..Head::DENSE }];
 
 impl Limits {
-    /// Whether there can be problems of these sizes.
+    /// Checks that problems of these sizes are possible.
     pub fn check(&self) -> Result<()> {
         let counts = [
             ("queries", self.queries, self.tokens),
@@ -49,19 +49,19 @@ impl Limits {
             ("value_dim", self.value_dim, MAX_DIM),
         ];
         if let Some((name, n, most)) = counts.into_iter().find(|&(_, n, most)| n == 0 || n > most) {
-            fail!(Invalid, "{name} is {n}, it can be 1 to {most}");
+            fail!(Invalid, "{name} is {n}, it must be 1 to {most}");
         }
         Ok(())
     }
 
-    /// The largest problem, of which nothing is there: to ask what is needed for it.
+    /// The largest problem, without memory: only its sizes may be read.
     ///
     /// # Safety
     /// None of its rows is read.
     pub(super) unsafe fn problem(&self) -> Result<Problem<'static>> {
         self.check()?;
         let rows = |tokens, dim| {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { Rows::unmapped(tokens, self.query_heads, dim) }
         };
         Ok(Problem {

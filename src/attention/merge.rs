@@ -1,16 +1,16 @@
-//! Partial results of the same queries put together by their log-sum-exps.
+//! Merges partial results of the same queries by their log-sum-exps.
 
 use crate::base::status::Result;
 use crate::fail;
 
-/// Merges results over other keys into `out` and `lse`: rows of `dim` numbers, and one
-/// log-sum-exp a row. Where both saw nothing, nothing it stays.
+/// Merges results over other keys into `out` and `lse`: rows of `dim` numbers, and one log-sum-exp
+/// a row. Rows for which neither saw a key stay empty.
 pub fn merge(out: &mut [f32], lse: &mut [f32], other: &[f32], other_lse: &[f32]) -> Result<()> {
     let (rows, numbers) = (lse.len(), out.len());
     if rows != other_lse.len() || numbers != other.len() || (rows == 0) != (numbers == 0) {
         fail!(
             Invalid,
-            "{rows} rows of {numbers} numbers, and {} of {}",
+            "{rows} rows of {numbers} numbers cannot merge with {} of {}",
             other_lse.len(),
             other.len()
         );
@@ -20,7 +20,7 @@ pub fn merge(out: &mut [f32], lse: &mut [f32], other: &[f32], other_lse: &[f32])
     }
     let dim = numbers / rows;
     if dim * rows != numbers {
-        fail!(Invalid, "{numbers} numbers of {rows} rows");
+        fail!(Invalid, "{numbers} numbers do not divide into {rows} rows");
     }
     let results = out.chunks_exact_mut(dim).zip(other.chunks_exact(dim));
     for ((out, other), (lse, &of)) in results.zip(lse.iter_mut().zip(other_lse)) {

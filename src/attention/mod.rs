@@ -1,41 +1,40 @@
-//! Attention on the processor: dense, sparse and decode kernels, page scores. They compute
-//! and decide nothing: what is computed is said by an index, and by how many threads by the
-//! caller.
+//! Attention kernels for CPUs: dense, sparse and decode kernels, and page scores. Kernels compute
+//! and decide nothing: an index selects the keys, and the caller chooses the number of threads.
 //!
-//! A kernel is a *job*: made of a checked [`Problem`] and memory for results, it says how many
-//! items it has and how many numbers of scratch each thread needs; any thread may run any
-//! item, each item once. Running allocates nothing; what no problem within some [`Limits`] needs
-//! more of, each kernel's `workspace` says before there is one.
+//! A kernel is a *job*, made of a checked [`Problem`] and memory for results. The job says how many
+//! work items it has, and how much scratch each thread needs. Any thread may run any item, each
+//! item once. Running allocates nothing. Before there is a problem, each kernel's `workspace` says
+//! how much memory suffices within some [`Limits`].
 //!
 //! - [`Prefill`]: a prompt or a part of one, dense or by [`Keys`]. Keys may come in pieces, each
-//!   with the position that it begins at: what they come to is put together by [`merge()`].
-//! - [`ColumnSums`]: what each key got of the attention of a prompt's queries, dense or by [`Keys`].
-//! - [`Decode`]: the next token or a few, over all keys or some; with what each key got.
-//! - [`pages`]: what pages of keys are like, and their scores.
+//!   with its first position; [`merge()`] merges the results.
+//! - [`ColumnSums`]: attention of a prompt's queries to each key, dense or by [`Keys`].
+//! - [`Decode`]: the next token or a few, over all or selected keys, with attention to each key.
+//! - [`pages`]: bounding boxes of pages of keys, and their scores.
 //!
 //! # Bits
 //!
-//! Keys are taken in ascending tiles of 64 of those that are selected, and cut by numbers
-//! that do not depend on threads: equal work gives equal bits. In a prefill what becomes of a
-//! query does not depend on the others, so a prompt in parts gives the bits of the whole one,
-//! and selecting all keys those of dense attention. Processors of different levels
-//! ([`Level`]), prefill and decode, and merged parts agree within bounds, not in bits.
+//! Selected keys are handled in ascending tiles of 64 and split by numbers that do not depend on
+//! threads: equal work gives equal bits. In a prefill the result of a query does not depend on
+//! other queries. A prompt in parts gives the bits of the whole prompt, and selecting all keys
+//! gives those of dense attention. Processors of different levels ([`Level`]), prefill and decode,
+//! and merged parts agree within bounds, not in bits.
 //!
 //! # Bounds
 //!
-//! Sums are of f32, whatever is read. With u = 2^-24, D numbers of a head, n keys that a query
-//! sees, and A the largest sum over d of `|q[d] * k[d]| * scale` of them, results differ from
-//! exact ones by up to
+//! Sums are computed in f32, whatever type is read. With u = 2^-24, D numbers of a head, n keys
+//! that a query sees, and A the largest sum over d of `|q[d] * k[d]| * scale` of them, results
+//! differ from exact ones by up to
 //!
 //! ```text
 //! E = u * (4 * (D + 8) * A + 3 * n + 16)
 //! ```
 //!
-//! times the largest value, a log-sum-exp by E and 4 u of its own size; to first order, as long
-//! as E is much smaller than 1. That is the worst case: what is seen is some hundredths of it.
-//! Merging adds E of its parts. Page scores differ by up to `2 u * (D + 1)` times the sum of
-//! sizes of their products. Numbers that are not finite give some result, never a fault:
-//! [`check_finite`] finds them before.
+//! times the largest value, and a log-sum-exp by E plus 4 u of its own size; to first order, as
+//! long as E is much smaller than 1. That is the worst case: observed errors are some hundredths of
+//! it. Merging adds E of its parts. Page scores differ by up to `2 u * (D + 1)` times the sum of
+//! the magnitudes of their products. Numbers that are not finite give arbitrary results, never a
+//! fault: [`check_finite`] finds them first.
 
 pub mod column_sums;
 pub mod decode;

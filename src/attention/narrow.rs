@@ -1,4 +1,4 @@
-//! Decode with few rows of queries: a tile of keys at a time, read where it is.
+//! Decode with few rows of queries: reads one tile of keys at a time, in place.
 
 use crate::attention::dot::{Tile, dot_rows, prefetch, weighted_sum};
 use crate::attention::element::{Bf16, Element, F16, F32, I8, read};
@@ -9,15 +9,15 @@ use crate::attention::problem::Problem;
 use crate::attention::rows::{MAX_DIM, Rows, Scales};
 use crate::meta::dtype::Dtype;
 
-/// Most rows; more stand in panels.
+/// Most rows; problems with more rows use panels.
 pub const MAX_ROWS: usize = 24;
 
-/// Numbers of a row with zeros at the end.
+/// Numbers of a row, padded with zeros.
 fn padded(dim: u32) -> usize {
     (dim as usize).next_multiple_of(MAX_WIDTH)
 }
 
-/// Numbers of scratch for rows of all groups.
+/// Numbers of scratch for the rows of all groups.
 pub fn scratch(problem: &Problem<'_>, rows: usize, groups: usize) -> usize {
     let row = padded(problem.keys.dim()) + padded(problem.values.dim()) + TILE + 3;
     rows * row + groups * 2 * (TILE + 1) + MAX_DIM as usize
@@ -35,7 +35,7 @@ macro_rules! by_type {
     };
 }
 
-/// Scales by number, of a head.
+/// The scales of a head by channel, if rows have them.
 fn channels<'a>(rows: &Rows<'a>, head: u32) -> Option<&'a [f32]> {
     let dim = rows.dim() as usize;
     match rows.scales() {
@@ -44,10 +44,10 @@ fn channels<'a>(rows: &Rows<'a>, head: u32) -> Option<&'a [f32]> {
     }
 }
 
-/// Multiplies what belongs to each of some tokens with its scale, where tokens have them.
+/// Multiplies each token's numbers with its scale, if rows have scales by token.
 ///
 /// # Safety
-/// `numbers` has rows of [`TILE`], tokens are there.
+/// `numbers` has rows of [`TILE`]; tokens exist.
 #[inline(always)]
 unsafe fn scale_tokens(
     rows: &Rows<'_>,
@@ -60,36 +60,36 @@ unsafe fn scale_tokens(
     for (i, &token) in tokens.iter().enumerate() {
         let scale = all[token as usize * rows.heads() as usize + head as usize];
         for r in 0..count {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { *numbers.add(r * TILE + i) *= scale };
         }
     }
 }
 
-/// Puts a query where [`dot_rows`] reads it.
+/// Permutes a query into the order that [`dot_rows`] reads.
 ///
 /// # Safety
-/// `row` has `dim` numbers, `to` room for them with zeros at the end.
+/// `row` has `dim` numbers; `to` has room for them, padded with zeros.
 #[inline(always)]
 pub unsafe fn permute<L: Lanes, E: Element>(row: *const f32, dim: usize, to: *mut f32) {
-    // SAFETY: the caller's promise; places are below the next multiple of two vectors.
+    // SAFETY: guaranteed by the caller; places are below the next multiple of two vectors.
     unsafe {
         (0..dim.next_multiple_of(MAX_WIDTH)).for_each(|d| to.add(d).write(0.0));
         (0..dim).for_each(|d| to.add(E::place::<L>(d)).write(*row.add(d)));
     }
 }
 
-/// Takes what [`weighted_sum`] wrote back into order.
+/// Reverts the order of [`weighted_sum`].
 ///
 /// # Safety
 /// As of [`permute`].
 #[inline(always)]
 unsafe fn unpermute<L: Lanes, E: Element>(from: *const f32, dim: usize, to: *mut f32) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { (0..dim).for_each(|d| to.add(d).write(*from.add(E::place::<L>(d)))) }
 }
 
-/// Memory of a group.
+/// Scratch of a group.
 struct GroupScratch {
     queries: *mut f32,
     out: *mut f32,
@@ -97,17 +97,17 @@ struct GroupScratch {
     max: *mut f32,
     sum: *mut f32,
     alpha: *mut f32,
-    /// Keys of a tile and of the one after it, in turn.
+    /// Keys of a tile and of the next one, alternating.
     tokens: *mut [u32; TILE],
-    /// How many.
+    /// Number of keys in each.
     counts: *mut u32,
-    /// One row, of all groups.
+    /// One row, shared by all groups.
     row: *mut f32,
 }
 
 impl GroupScratch {
     /// # Safety
-    /// `memory` is of [`scratch`] for all rows.
+    /// `memory` has the size of [`scratch`] for all rows.
     #[inline(always)]
     unsafe fn of(
         problem: &Problem<'_>,
@@ -117,7 +117,7 @@ impl GroupScratch {
     ) -> GroupScratch {
         let (step, value_step) = (padded(problem.keys.dim()), padded(problem.values.dim()));
         let rows = split.rows;
-        // SAFETY: in the order of `scratch`, a group after the other behind the row.
+        // SAFETY: laid out as in `scratch`: the row, then group after group.
         unsafe {
             let size = rows * (step + value_step + TILE + 3) + 2 * (TILE + 1);
             let queries = memory.add(MAX_DIM as usize + group as usize * size);
@@ -132,13 +132,13 @@ impl GroupScratch {
 }
 
 impl GroupScratch {
-    /// The keys of a tile that was laid out.
+    /// The keys of a selected tile.
     ///
     /// # Safety
-    /// It was, and is the last or the one before it.
+    /// The tile was selected, and is the last one or the one before it.
     #[inline(always)]
     unsafe fn keys(&self, tile: usize) -> &[u32] {
-        // SAFETY: counts are up to TILE.
+        // SAFETY: counts are at most TILE.
         unsafe {
             let count = *self.counts.add(tile % 2) as usize;
             std::slice::from_raw_parts(self.tokens.add(tile % 2).cast(), count)
@@ -146,7 +146,7 @@ impl GroupScratch {
     }
 }
 
-/// Where rows of tokens are; behind the last, where the last is.
+/// Addresses of the rows of tokens; places behind the last repeat it.
 #[inline(always)]
 fn at(rows: &Rows<'_>, head: u32, tokens: &[u32]) -> Tile {
     let last = tokens.last().map_or(std::ptr::null(), |&token| rows.row(token, head));
@@ -156,10 +156,11 @@ fn at(rows: &Rows<'_>, head: u32, tokens: &[u32]) -> Tile {
 }
 
 /// Computes a part of all groups, each of up to [`MAX_ROWS`] rows: tile after tile, so that
-/// heads that lie side by side are read together.
+/// adjacent heads are read together.
 ///
 /// # Safety
-/// As of [`Lanes`]; `memory` is of [`scratch`] for all rows, `results` of [`KvSplit::sizes`].
+/// As of [`Lanes`]; `memory` has the size of [`scratch`] for all rows, `results` that of
+/// [`KvSplit::sizes`].
 #[inline(always)]
 pub unsafe fn attend<L: Lanes, const R: usize>(
     problem: &Problem<'_>,
@@ -168,11 +169,11 @@ pub unsafe fn attend<L: Lanes, const R: usize>(
     memory: *mut f32,
     results: *mut f32,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         for group in 0..split.groups {
-            let group_rows = GroupScratch::of(problem, split, group, memory);
-            begin::<L>(problem, &split.columns(group, 0, split.rows), &group_rows);
+            let scratch = GroupScratch::of(problem, split, group, memory);
+            begin::<L>(problem, &split.columns(group, 0, split.rows), &scratch);
         }
         let mut most = select_tile(problem, split, (part, 0), memory);
         for tile in 0..PART_KEYS / TILE {
@@ -188,15 +189,15 @@ pub unsafe fn attend<L: Lanes, const R: usize>(
             }
         }
         for group in 0..split.groups {
-            let group_rows = GroupScratch::of(problem, split, group, memory);
+            let scratch = GroupScratch::of(problem, split, group, memory);
             let place = split.place(problem, (group, part), results);
-            finish::<L>(problem, &split.columns(group, 0, split.rows), &group_rows, &place);
+            finish::<L>(problem, &split.columns(group, 0, split.rows), &scratch, &place);
         }
     }
 }
 
-/// Lays out the keys of a tile of all groups; how many the group has that has the most. Past
-/// its own tiles a part has none.
+/// Selects the keys of a tile of all groups; returns the number of keys of the largest group.
+/// Beyond its own tiles a part has no keys.
 ///
 /// # Safety
 /// As of [`attend`].
@@ -209,13 +210,13 @@ unsafe fn select_tile(
 ) -> usize {
     let mut most = 0;
     for group in 0..split.groups {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
-            let group_rows = GroupScratch::of(problem, split, group, memory);
-            let tokens = &mut *group_rows.tokens.add(tile % 2);
+            let scratch = GroupScratch::of(problem, split, group, memory);
+            let tokens = &mut *scratch.tokens.add(tile % 2);
             let is_ours = tile < PART_KEYS / TILE;
             let count = if is_ours { split.tile(problem, (group, part, tile), tokens) } else { 0 };
-            group_rows.counts.add(tile % 2).write(count as u32);
+            scratch.counts.add(tile % 2).write(count as u32);
             most = most.max(count);
         }
     }
@@ -227,7 +228,7 @@ fn row_bytes(rows: &Rows<'_>) -> usize {
     rows.dim() as usize * rows.dtype().bits() as usize / 8
 }
 
-/// Products of a tile of all groups: a few keys of each, then the next. Values are called for.
+/// Computes the products of a tile of all groups: a few keys of each in turn. Prefetches values.
 ///
 /// # Safety
 /// As of [`attend`].
@@ -243,10 +244,10 @@ unsafe fn products<L: Lanes, const R: usize>(
     let (dim, step) = (keys.dim() as usize, padded(keys.dim()));
     for i in (0..most).step_by(4) {
         for group in 0..split.groups {
-            // SAFETY: the caller's promise; rows beyond the last are the last.
+            // SAFETY: guaranteed by the caller; rows beyond the last repeat it.
             unsafe {
-                let group_rows = GroupScratch::of(problem, split, group, memory);
-                let tokens = group_rows.keys(tile);
+                let scratch = GroupScratch::of(problem, split, group, memory);
+                let tokens = scratch.keys(tile);
                 if i >= tokens.len() {
                     continue;
                 }
@@ -259,14 +260,15 @@ unsafe fn products<L: Lanes, const R: usize>(
                 let dot_block = [0, 1, 2, 3].map(|j| tokens[(i + j).min(tokens.len() - 1)]);
                 let rows = dot_block.map(|token| keys.row(token, head));
                 let upcoming = dot_block.map(|token| values.row(token, head));
-                let queries = (group_rows.queries.cast_const(), split.rows, step);
-                by_type!(keys, dot_rows, L, R; rows, upcoming, dim, queries, group_rows.scores.add(i));
+                let queries = (scratch.queries.cast_const(), split.rows, step);
+                by_type!(keys, dot_rows, L, R; rows, upcoming, dim, queries, scratch.scores.add(i));
             }
         }
     }
 }
 
-/// Takes a tile of keys of a group in, by its products. Keys of the next tile are called for.
+/// Accumulates a tile of values of a group, by the products of its keys. Prefetches keys of the
+/// next tile.
 ///
 /// # Safety
 /// As of [`attend`].
@@ -281,24 +283,24 @@ unsafe fn accumulate<L: Lanes, const R: usize>(
     let (keys, values) = (&problem.keys, &problem.values);
     let columns = &split.columns(group, 0, split.rows);
     let (rows, head) = (split.rows, problem.key_head(columns.first_head));
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
-        let group_rows = &GroupScratch::of(problem, split, group, memory);
-        let tokens = group_rows.keys(tile);
-        scale_tokens(keys, head, tokens, group_rows.scores, rows);
-        mask_hidden(problem, columns, tokens, group_rows);
+        let scratch = &GroupScratch::of(problem, split, group, memory);
+        let tokens = scratch.keys(tile);
+        scale_tokens(keys, head, tokens, scratch.scores, rows);
+        mask_hidden(problem, columns, tokens, scratch);
         if !scores.is_null() {
             for r in 0..rows {
-                let (from, to) = (group_rows.scores.add(r * TILE), scores.add(r * scores_step));
+                let (from, to) = (scratch.scores.add(r * TILE), scores.add(r * scores_step));
                 std::ptr::copy_nonoverlapping(from, to.add(tile * TILE), tokens.len());
             }
         }
-        exponentials::<L>(rows, group_rows);
-        scale_tokens(values, head, tokens, group_rows.scores, rows);
+        exponentials::<L>(rows, scratch);
+        scale_tokens(values, head, tokens, scratch.scores, rows);
         let of_values = at(values, head, tokens);
-        let out = (group_rows.out, rows, padded(values.dim()));
-        let weights = (group_rows.scores.cast_const(), group_rows.alpha.cast_const());
-        let upcoming = match group_rows.keys(tile + 1) {
+        let out = (scratch.out, rows, padded(values.dim()));
+        let weights = (scratch.scores.cast_const(), scratch.alpha.cast_const());
+        let upcoming = match scratch.keys(tile + 1) {
             [] => at(values, head, tokens),
             next => at(keys, head, next),
         };
@@ -309,29 +311,29 @@ unsafe fn accumulate<L: Lanes, const R: usize>(
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn begin<L: Lanes>(problem: &Problem<'_>, columns: &Columns, group_rows: &GroupScratch) {
+unsafe fn begin<L: Lanes>(problem: &Problem<'_>, columns: &Columns, scratch: &GroupScratch) {
     let (dim, step) = (problem.keys.dim() as usize, padded(problem.keys.dim()));
     let (keys, scale) = (&problem.keys, problem.binary_scale());
     let channels = channels(keys, problem.key_head(columns.first_head));
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         for r in 0..columns.count {
             let (query, head) = columns.at(r);
-            read::<L>(&problem.queries, head, &[query], group_rows.row);
-            (0..dim).for_each(|d| *group_rows.row.add(d) *= scale);
+            read::<L>(&problem.queries, head, &[query], scratch.row);
+            (0..dim).for_each(|d| *scratch.row.add(d) *= scale);
             if let Some(scales) = channels {
-                scales.iter().enumerate().for_each(|(d, scale)| *group_rows.row.add(d) *= scale);
+                scales.iter().enumerate().for_each(|(d, scale)| *scratch.row.add(d) *= scale);
             }
-            by_type!(keys, permute, L; group_rows.row, dim, group_rows.queries.add(r * step));
-            group_rows.max.add(r).write(f32::MIN);
-            group_rows.sum.add(r).write(0.0);
+            by_type!(keys, permute, L; scratch.row, dim, scratch.queries.add(r * step));
+            scratch.max.add(r).write(f32::MIN);
+            scratch.sum.add(r).write(0.0);
         }
         let numbers = columns.count * padded(problem.values.dim());
-        (0..numbers).for_each(|i| group_rows.out.add(i).write(0.0));
+        (0..numbers).for_each(|i| scratch.out.add(i).write(0.0));
     }
 }
 
-/// Makes -inf what a row does not see, and what fills the tile up.
+/// Sets the scores of keys that a row does not see, and of the tile's padding, to -inf.
 ///
 /// # Safety
 /// As of [`attend`].
@@ -340,7 +342,7 @@ unsafe fn mask_hidden(
     problem: &Problem<'_>,
     columns: &Columns,
     tokens: &[u32],
-    group_rows: &GroupScratch,
+    scratch: &GroupScratch,
 ) {
     for r in 0..columns.count {
         let visible_keys = problem.visible_keys(columns.at(r).0);
@@ -348,25 +350,25 @@ unsafe fn mask_hidden(
             tokens.len() == TILE && tokens.last().is_some_and(|&last| last < visible_keys);
         let from = if is_full { TILE } else { tokens.partition_point(|&t| t < visible_keys) };
         for i in from..TILE {
-            // SAFETY: the caller's promise.
-            unsafe { group_rows.scores.add(r * TILE + i).write(f32::NEG_INFINITY) };
+            // SAFETY: guaranteed by the caller.
+            unsafe { scratch.scores.add(r * TILE + i).write(f32::NEG_INFINITY) };
         }
     }
 }
 
-/// Weights from scores, and what earlier sums have to be multiplied with.
+/// Turns scores into weights, and computes the factors of earlier sums.
 ///
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn exponentials<L: Lanes>(count: usize, group_rows: &GroupScratch) {
+unsafe fn exponentials<L: Lanes>(count: usize, scratch: &GroupScratch) {
     for r in 0..count {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
-            let scores = group_rows.scores.add(r * TILE);
+            let scores = scratch.scores.add(r * TILE);
             let mut most = L::load(scores);
             (1..TILE / L::N).for_each(|i| most = most.max(L::load(scores.add(i * L::N))));
-            let before = *group_rows.max.add(r);
+            let before = *scratch.max.add(r);
             let max = most.largest();
             let max = if max > before { max } else { before };
             let (top, mut total) = (L::splat(max), L::splat(0.0));
@@ -376,9 +378,9 @@ unsafe fn exponentials<L: Lanes>(count: usize, group_rows: &GroupScratch) {
                 total = total.add(weight);
             }
             let alpha = if max > before { L::splat(before - max).exp2().first() } else { 1.0 };
-            group_rows.alpha.add(r).write(alpha);
-            group_rows.max.add(r).write(max);
-            group_rows.sum.add(r).write(*group_rows.sum.add(r) * alpha + total.sum());
+            scratch.alpha.add(r).write(alpha);
+            scratch.max.add(r).write(max);
+            scratch.sum.add(r).write(*scratch.sum.add(r) * alpha + total.sum());
         }
     }
 }
@@ -389,7 +391,7 @@ unsafe fn exponentials<L: Lanes>(count: usize, group_rows: &GroupScratch) {
 unsafe fn finish<L: Lanes>(
     problem: &Problem<'_>,
     columns: &Columns,
-    group_rows: &GroupScratch,
+    scratch: &GroupScratch,
     place: &OutputRows,
 ) {
     let (values, step) = (&problem.values, padded(problem.values.dim()));
@@ -397,16 +399,16 @@ unsafe fn finish<L: Lanes>(
     let channels = channels(values, problem.key_head(columns.first_head));
     for r in 0..columns.count {
         let to = (columns.skip as usize + r) * place.step;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
-            let (sum, out) = (*group_rows.sum.add(r), place.out.add(to * dim));
-            by_type!(values, unpermute, L; group_rows.out.add(r * step), dim, out);
+            let (sum, out) = (*scratch.sum.add(r), place.out.add(to * dim));
+            by_type!(values, unpermute, L; scratch.out.add(r * step), dim, out);
             let normalizer = normalizer(sum);
             (0..dim).for_each(|d| *out.add(d) *= normalizer);
             if let Some(scales) = channels {
                 scales.iter().enumerate().for_each(|(d, scale)| *out.add(d) *= scale);
             }
-            place.lse.add(to).write(log_sum(*group_rows.max.add(r), sum));
+            place.lse.add(to).write(log_sum(*scratch.max.add(r), sum));
         }
     }
 }

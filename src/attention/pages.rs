@@ -1,11 +1,10 @@
-//! What pages of keys are like, for queries that look for some of them: of each number the
-//! least and the greatest that a page has.
+//! Bounding boxes of pages of keys, and their scores: the least and the greatest value of each
+//! number of a page's keys.
 //!
-//! A page of a head is one row of `2 * dim` numbers, least ones first. With it the largest
-//! product that any key in the box can have with a query is one product again: of the row
-//! with the query's negative numbers, then its positive ones. Rows are f32, or bf16 rounded
-//! outward, so that the box holds every key. What is computed is rounded: see the bounds of
-//! the room.
+//! A page of a head is one row of `2 * dim` numbers, least values first. The largest product that
+//! any key in the box can have with a query is then one product: of this row with the query's
+//! negative numbers followed by its positive ones. Rows are f32, or bf16 rounded outward, so that
+//! the box contains every key. Rounding errors are bounded in [`attention`](super).
 
 use crate::attention::dot::dot_rows;
 use crate::attention::element::{Bf16, F32, read};
@@ -18,8 +17,8 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::meta::dtype::Dtype;
 
-/// Adds keys to rows of pages: `[pages, heads, 2 * dim]`. `first` is the place of the first
-/// key; a page of which it is the first begins anew, one that it goes on with is widened.
+/// Adds keys to rows of pages: `[pages, heads, 2 * dim]`. `first` is the position of the first key.
+/// A page whose first key is among them begins anew; other pages are widened.
 pub fn extend(rows: &mut [f32], page_tokens: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
     let dim = checked(rows.len(), page_tokens, first, keys)?;
     each_key(page_tokens, first, keys, |row, is_new, key| {
@@ -32,7 +31,7 @@ pub fn extend(rows: &mut [f32], page_tokens: u32, first: u32, keys: &Rows<'_>) -
     Ok(())
 }
 
-/// The same for rows of bf16, given as its bits.
+/// The same for rows of bf16, as bit patterns.
 pub fn extend_bf16(rows: &mut [u16], page_tokens: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
     let dim = checked(rows.len(), page_tokens, first, keys)?;
     each_key(page_tokens, first, keys, |row, is_new, key| {
@@ -46,15 +45,15 @@ pub fn extend_bf16(rows: &mut [u16], page_tokens: u32, first: u32, keys: &Rows<'
     Ok(())
 }
 
-/// The bf16 next to a number that is not above it, or not below it.
+/// The nearest bf16 that is not above a number, or not below it.
 fn outward(x: f32, is_down: bool) -> u16 {
     let (bits, is_negative) = (x.to_bits(), x.is_sign_negative());
     if x.is_nan() {
-        // With all bits but the sign one more would make a zero of it.
+        // NaN keeps a mantissa bit, so that truncation does not make infinity of it.
         return (bits >> 16) as u16 | 0x40;
     }
     let is_whole = bits & 0xFFFF == 0;
-    // Cutting bits off goes towards zero.
+    // Truncation rounds towards zero.
     (bits >> 16) as u16 + u16::from(!is_whole && is_negative == is_down)
 }
 
@@ -70,7 +69,7 @@ fn checked(numbers: usize, page_tokens: u32, first: u32, keys: &Rows<'_>) -> Res
     Ok(keys.dim() as usize)
 }
 
-/// Calls for each key with where its row is, and whether the page begins with it.
+/// Calls `add` for each key with the start of its row, and whether the page begins with it.
 fn each_key(
     page_tokens: u32,
     first: u32,
@@ -80,11 +79,11 @@ fn each_key(
     let (dim, heads) = (keys.dim() as usize, keys.heads() as usize);
     let mut key = [0.0_f32; MAX_DIM as usize];
     for token in 0..keys.tokens() {
-        // Beyond 32 bits there are places, too.
+        // Positions may exceed 32 bits.
         let (place, each) = (u64::from(first) + u64::from(token), u64::from(page_tokens));
         let (page, at) = (place / each, place % each);
         for head in 0..heads {
-            // SAFETY: the row is there, and no longer than MAX_DIM.
+            // SAFETY: the row exists and is no longer than MAX_DIM.
             unsafe { one_row(Level::best(), keys, head as u32, token, key.as_mut_ptr()) };
             prefetch((page as usize * heads + head) * 2 * dim, at == 0, &key[..dim]);
         }
@@ -100,7 +99,7 @@ levels! {
 /// As of [`read`].
 #[inline(always)]
 unsafe fn read_row<L: Lanes, const R: usize>(rows: &Rows<'_>, head: u32, token: u32, to: *mut f32) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { read::<L>(rows, head, &[token], to) }
 }
 
@@ -111,9 +110,9 @@ pub fn scratch(pages: &Rows<'_>, queries: &Rows<'_>) -> usize {
     rows * (dim + TILE) + 2 * MAX_DIM as usize
 }
 
-/// Scores of pages from `from` on: for each query and query head, `[T, query heads, count]`,
-/// the sum over numbers d of the larger of `q[d] * least[d]` and `q[d] * most[d]`. Pages are
-/// rows of f32 or bf16: `[pages, key heads, 2 * dim]`.
+/// Scores of pages from `from` on, `[T, query heads, count]`: for each query and query head the sum
+/// over numbers d of the larger of `q[d] * least[d]` and `q[d] * most[d]`. Pages are rows of f32 or
+/// bf16: `[pages, key heads, 2 * dim]`.
 ///
 /// Ranges of pages are independent: threads may share them.
 pub fn scores(
@@ -143,7 +142,7 @@ pub fn scores(
         fail!(TooSmall, "{} scores, {} of scratch", out.len(), memory.len());
     }
     let level = if level.is_supported() { level } else { Level::best() };
-    // SAFETY: as checked.
+    // SAFETY: sizes were checked above.
     unsafe { run(level, pages, queries, (from, count), out, memory) };
     Ok(())
 }
@@ -159,8 +158,8 @@ levels! {
     )
 }
 
-/// Pages whose scores are written at once: lines of queries lie so far apart that they push
-/// each other out of the nearest memory.
+/// Pages whose scores are written at once. Lines of queries are far apart and evict each other from
+/// the L1 cache.
 const LINE: u32 = 16;
 
 /// # Safety
@@ -177,7 +176,7 @@ unsafe fn one<L: Lanes, const R: usize>(
     let (heads, group) = (queries.heads() as usize, queries.heads() / pages.heads());
     let rows = (queries.tokens() * group) as usize;
     let step = dim.next_multiple_of(MAX_WIDTH);
-    // SAFETY: in the order of `scratch`.
+    // SAFETY: laid out as in `scratch`.
     unsafe {
         let row = memory.as_mut_ptr();
         let found = row.add(2 * MAX_DIM as usize);
@@ -195,7 +194,7 @@ unsafe fn one<L: Lanes, const R: usize>(
         }
         for first in (0..count).step_by(LINE as usize) {
             let width = (count - first).min(LINE);
-            // Heads of a page lie side by side: a few pages of each, then the next.
+            // Heads of a page are adjacent: a few pages of each head in turn.
             for quad in (first..first + width).step_by(4) {
                 let page = |j: u32| from + (quad + j).min(count - 1);
                 for key_head in 0..pages.heads() {
@@ -230,14 +229,14 @@ fn row_position(row: u32, group: u32, key_head: u32) -> (u32, u32) {
     (row / group, key_head * group + row % group)
 }
 
-/// A query's negative numbers, then its positive ones.
+/// Splits a query into its negative numbers, then its positive ones.
 ///
 /// # Safety
 /// As of [`read`]; `to` has room for both.
 #[inline(always)]
 unsafe fn sign_split<L: Lanes>(queries: &Rows<'_>, head: u32, query: u32, to: *mut f32) {
     let dim = queries.dim() as usize;
-    // SAFETY: the caller's promise; the second half is read first into its own place.
+    // SAFETY: guaranteed by the caller; the row is read into the second half first.
     unsafe {
         read::<L>(queries, head, &[query], to.add(dim));
         for d in 0..dim {
@@ -255,7 +254,7 @@ mod tests {
     use crate::meta::view::{Place, View};
 
     #[test]
-    fn places_beyond_32_bits_are_in_the_page_that_they_are_in() {
+    fn positions_beyond_32_bits_are_in_their_page() {
         let numbers = [1.0_f32, -2.0];
         let view = View {
             place: Place::At(numbers.as_ptr() as u64),
@@ -265,10 +264,10 @@ mod tests {
             token_stride_bytes: 4,
             head_stride_bytes: 4,
         };
-        // SAFETY: the numbers are borrowed as long.
+        // SAFETY: the view covers `numbers`, which the rows borrow.
         let keys = unsafe { Rows::new(view, Dtype::F32, Scales::None) }.expect("sound");
         let mut boxes = [7.0; 4];
-        // The first key begins the second page, the other one goes on with it.
+        // The first key begins the second page; the other one continues it.
         extend(&mut boxes, u32::MAX, u32::MAX, &keys).expect("room for two pages");
         assert_eq!(boxes, [7.0, 7.0, -2.0, 1.0]);
     }

@@ -1,9 +1,9 @@
-//! What prefill kernels are made of: queries stand in columns, two vectors of them to a
-//! panel, so that a tile of keys meets a panel in a product of matrices, and maxima and sums
-//! are taken of each column in its own lane.
+//! Building blocks of prefill kernels. Queries are columns, and a panel has two vectors of columns.
+//! A tile of keys times a panel is a matrix product, and each lane computes the maximum and sum of
+//! its own column.
 //!
-//! What becomes of a column does not depend on its neighbours, so it is the same bits
-//! wherever a query stands.
+//! The result of a column does not depend on its neighbours, so its bits do not depend on the place
+//! of a query.
 
 use crate::attention::dot::prefetch_row;
 use crate::attention::element::read;
@@ -14,22 +14,21 @@ use crate::attention::problem::Problem;
 
 /// Keys of a tile.
 pub const TILE: usize = 64;
-/// Most columns that meet a tile while it is near.
+/// Most columns that use a tile while it is in the cache.
 pub const MAX_COLUMNS: usize = 128;
 
-/// Which rows of queries stand in columns: one after the other through `heads` heads of a
-/// token, then those of the next.
+/// Rows of queries in columns: through `heads` heads of a token, then those of the next token.
 #[derive(Clone, Copy, Debug)]
 pub struct Columns {
-    /// The query of the first row.
+    /// Query of the first row.
     pub first_query: u32,
-    /// Its head.
+    /// Head of the first row.
     pub first_head: u32,
-    /// Heads of a token that stand in rows.
+    /// Heads of a token.
     pub heads: u32,
     /// Rows before the first column.
     pub skip: u32,
-    /// Columns.
+    /// Number of columns.
     pub count: usize,
 }
 
@@ -41,34 +40,34 @@ impl Columns {
     }
 }
 
-/// Where results go; rows are counted as in [`Columns`].
+/// Destination of results; rows are counted as in [`Columns`].
 #[derive(Clone, Copy, Debug)]
 pub struct OutputRows {
     /// Sums of values, `[row, Dv]`.
     pub out: *mut f32,
     /// Log-sum-exps, one a row; may be null.
     pub lse: *mut f32,
-    /// From a row to the next.
+    /// Distance of rows.
     pub step: usize,
-    /// Scores, in powers of two, of row and place in the walk; may be null.
+    /// Scores in powers of two, by row and place in the cursor; may be null.
     pub scores: *mut f32,
-    /// From the scores of a row to those of the next.
+    /// Distance of rows of scores.
     pub scores_step: usize,
 }
 
-/// Memory of one that works: f32s, laid out for the largest piece.
+/// Scratch of one thread, laid out for the largest piece.
 #[derive(Clone, Copy)]
 pub struct PanelScratch {
     dim: usize,
     value_dim: usize,
-    /// Values are read as the first numbers of keys.
+    /// Whether values are read as the first numbers of keys.
     is_latent: bool,
     keys: *mut f32,
     values: *mut f32,
     scores: *mut f32,
     panels: *mut f32,
     panel: usize,
-    /// A bit a distance: whether it is a diagonal.
+    /// One bit for each distance: whether it is a diagonal.
     pub bits: *mut u32,
 }
 
@@ -81,7 +80,7 @@ pub fn scratch(problem: &Problem<'_>, columns: usize) -> usize {
     TILE * (dim + value_dim + MAX_WIDTH) + columns * (dim + value_dim + 2) + bits
 }
 
-/// Words of the bits of distances, with those that are read beyond the last.
+/// Words of the diagonal bits, with two that are read beyond the last.
 pub fn bit_words(problem: &Problem<'_>) -> usize {
     (problem.first_query + problem.queries.tokens()) as usize / 32 + 3
 }
@@ -90,7 +89,7 @@ impl PanelScratch {
     /// Lays out scratch of [`scratch`] numbers for `columns` columns.
     ///
     /// # Safety
-    /// `at` leads to so many.
+    /// `at` points to that many numbers.
     pub unsafe fn new(
         problem: &Problem<'_>,
         columns: usize,
@@ -98,7 +97,7 @@ impl PanelScratch {
         at: *mut f32,
     ) -> PanelScratch {
         let (dim, value_dim) = (problem.keys.dim() as usize, problem.values.dim() as usize);
-        // SAFETY: in the order and sizes of `scratch`.
+        // SAFETY: laid out as in `scratch`.
         unsafe {
             let values = at.add(TILE * dim);
             let scores = values.add(TILE * value_dim);
@@ -119,12 +118,12 @@ impl PanelScratch {
     }
 }
 
-/// `rows` rows of a product: `out[i][..] = alpha * out[i][..] + sum over k of a[i, k] *
-/// b[k][..]`, where without alpha nothing is there before. `a[i, k]` is at `i * by_row +
-/// k * by_step`; rows of b and out are two vectors. `beside` is called every few rows.
+/// `rows` rows of a product: `out[i][..] = alpha * out[i][..] + sum over k of a[i, k] * b[k][..]`.
+/// Without alpha, `out` is overwritten. `a[i, k]` is at `i * by_row + k * by_step`; rows of b and
+/// out are two vectors. `interleaved` is called every few rows.
 ///
 /// # Safety
-/// As of [`Lanes`]; all that is named is there.
+/// As of [`Lanes`]; all operands exist.
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
 pub unsafe fn product<L: Lanes, const R: usize>(
@@ -138,7 +137,7 @@ pub unsafe fn product<L: Lanes, const R: usize>(
     mut interleaved: impl FnMut(),
 ) {
     let mut i = 0;
-    // SAFETY: rows i to i + the size of the block are there.
+    // SAFETY: rows i to i + the size of the block exist.
     unsafe {
         while i + R <= rows {
             let (a, out) = (a.add(i * by_row), out.add(i * L::WIDTH));
@@ -170,7 +169,7 @@ unsafe fn block<L: Lanes, const R: usize>(
     out: *mut f32,
     alpha: Option<[L; 2]>,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let mut sums = [[L::splat(0.0); 2]; R];
         if let Some([x, y]) = alpha {
@@ -196,10 +195,10 @@ unsafe fn block<L: Lanes, const R: usize>(
     }
 }
 
-/// Puts queries into the columns of panels, multiplied with `scale`; `row` is room for one.
+/// Packs queries, multiplied with `scale`, into the columns of panels; `row` is scratch for one.
 ///
 /// # Safety
-/// As of [`Lanes`]; the rows are there, `to` has room for the panels, each `panel` numbers.
+/// As of [`Lanes`]; the rows exist, and `to` has room for the panels, each of `panel` numbers.
 #[inline(always)]
 pub unsafe fn pack<L: Lanes>(
     problem: &Problem<'_>,
@@ -209,9 +208,9 @@ pub unsafe fn pack<L: Lanes>(
     (to, panel): (*mut f32, usize),
 ) {
     let dim = problem.keys.dim() as usize;
-    let scratch_rows = columns.count.next_multiple_of(L::WIDTH);
-    for column in 0..scratch_rows {
-        // SAFETY: the caller's promise.
+    let scratch = columns.count.next_multiple_of(L::WIDTH);
+    for column in 0..scratch {
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let to = to.add(column / L::WIDTH * panel + column % L::WIDTH);
             if column < columns.count {
@@ -225,17 +224,17 @@ pub unsafe fn pack<L: Lanes>(
     }
 }
 
-/// Computes columns with the keys of a walk.
+/// Computes columns with the keys of a cursor.
 ///
 /// # Safety
-/// As of [`Lanes`]; `scratch_rows` is for as many columns, results have their place.
+/// As of [`Lanes`]; `scratch` is for as many columns, results have their place.
 #[inline(always)]
 pub unsafe fn attend<L: Lanes, const R: usize>(
     problem: &Problem<'_>,
     columns: &Columns,
     lines: Option<Lines<'_>>,
     (mut cursor, most): (KeyCursor<'_>, usize),
-    scratch_rows: &PanelScratch,
+    scratch: &PanelScratch,
     place: &OutputRows,
 ) {
     let key_head = problem.key_head(columns.first_head);
@@ -246,28 +245,27 @@ pub unsafe fn attend<L: Lanes, const R: usize>(
     let panels = columns.count.div_ceil(L::WIDTH);
     let mut next = [0_u32; TILE];
     let (mut seen, mut column) = (0, 0);
-    // SAFETY: the caller's promise; a panel is its queries, sums of values, maxima and sums.
+    // SAFETY: guaranteed by the caller; a panel is queries, sums of values, maxima and sums.
     unsafe {
         pack::<L>(
             problem,
             columns,
             problem.binary_scale(),
-            scratch_rows.scores,
-            (scratch_rows.panels, scratch_rows.panel),
+            scratch.scores,
+            (scratch.panels, scratch.panel),
         );
         for p in 0..panels {
-            let state =
-                scratch_rows.panels.add(p * scratch_rows.panel + scratch_rows.dim * L::WIDTH);
-            (0..(scratch_rows.value_dim + 2) * L::WIDTH).for_each(|i| state.add(i).write(0.0));
-            let max = state.add(scratch_rows.value_dim * L::WIDTH);
+            let state = scratch.panels.add(p * scratch.panel + scratch.dim * L::WIDTH);
+            (0..(scratch.value_dim + 2) * L::WIDTH).for_each(|i| state.add(i).write(0.0));
+            let max = state.add(scratch.value_dim * L::WIDTH);
             (0..L::WIDTH).for_each(|i| max.add(i).write(f32::MIN));
         }
         let mut upcoming = cursor.take(&mut next, most);
         while upcoming > 0 {
             let (n, tile) = (upcoming, next);
             upcoming = cursor.take(&mut next, most - seen - n);
-            // What comes is called for between products: many at once would have to wait.
-            let steps = panels * (n.div_ceil(R) + scratch_rows.value_dim.div_ceil(R));
+            // Prefetches are spread between products: many at once would stall.
+            let steps = panels * (n.div_ceil(R) + scratch.value_dim.div_ceil(R));
             let each = upcoming.div_ceil(steps.max(1));
             let mut called = next[..upcoming].chunks(each.max(1));
             let mut interleaved = || {
@@ -276,50 +274,50 @@ pub unsafe fn attend<L: Lanes, const R: usize>(
                     prefetch_row::<L>(&problem.values, token, key_head);
                 }
             };
-            read::<L>(&problem.keys, key_head, &tile[..n], scratch_rows.keys);
-            if !scratch_rows.is_latent {
-                read::<L>(&problem.values, key_head, &tile[..n], scratch_rows.values);
+            read::<L>(&problem.keys, key_head, &tile[..n], scratch.keys);
+            if !scratch.is_latent {
+                read::<L>(&problem.values, key_head, &tile[..n], scratch.values);
             }
             for p in 0..panels {
                 let visible = &visible[p * L::WIDTH..(p + 1) * L::WIDTH];
                 let used = L::WIDTH.min(columns.count - p * L::WIDTH);
-                // Columns ascend: what the last one sees is what one of them sees.
+                // Columns ascend: the last one sees every key that any of them sees.
                 let all = n;
                 let n = tile[..n].partition_point(|&key| key < visible[used - 1]);
-                score::<L, R>(scratch_rows, p, &tile[..n], &visible[..used], &mut interleaved);
+                score::<L, R>(scratch, p, &tile[..n], &visible[..used], &mut interleaved);
                 if let Some(lines) = lines {
                     let position = problem.first_query + columns.at(p * L::WIDTH).0;
                     let at = (problem.first_key, position);
-                    mask_lines::<L>(scratch_rows, &tile[..n], at, &lines, &mut column);
+                    mask_lines::<L>(scratch, &tile[..n], at, &lines, &mut column);
                 }
                 if !place.scores.is_null() {
                     let first = columns.skip as usize + p * L::WIDTH;
                     let to = place.scores.add(first * place.scores_step + seen);
-                    copy_scores::<L>(scratch_rows, (n, all), (to, used, place.scores_step));
+                    copy_scores::<L>(scratch, (n, all), (to, used, place.scores_step));
                 }
-                accumulate::<L, R>(scratch_rows, p, n, &mut interleaved);
+                accumulate::<L, R>(scratch, p, n, &mut interleaved);
             }
             seen += n;
         }
-        finish::<L>(columns, scratch_rows, place);
+        finish::<L>(columns, scratch, place);
     }
 }
 
-/// Copies the scores of `n` keys with a panel; those of the others, of `all`, are -inf.
+/// Copies the scores of `n` keys with a panel; scores of the other keys, up to `all`, are -inf.
 ///
 /// # Safety
 /// As of [`attend`]; `to` has `used` rows of `all` numbers.
 #[inline(always)]
 unsafe fn copy_scores<L: Lanes>(
-    scratch_rows: &PanelScratch,
+    scratch: &PanelScratch,
     (n, all): (usize, usize),
     (to, used, step): (*mut f32, usize, usize),
 ) {
     for c in 0..used {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let row = to.add(c * step);
-            (0..n).for_each(|i| row.add(i).write(*scratch_rows.scores.add(i * L::WIDTH + c)));
+            (0..n).for_each(|i| row.add(i).write(*scratch.scores.add(i * L::WIDTH + c)));
             (n..all).for_each(|i| row.add(i).write(f32::NEG_INFINITY));
         }
     }
@@ -331,23 +329,23 @@ unsafe fn copy_scores<L: Lanes>(
 /// As of [`attend`].
 #[inline(always)]
 unsafe fn score<L: Lanes, const R: usize>(
-    scratch_rows: &PanelScratch,
+    scratch: &PanelScratch,
     p: usize,
     tile: &[u32],
     visible: &[u32],
     interleaved: impl FnMut(),
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
-        let (queries, n) = (scratch_rows.panels.add(p * scratch_rows.panel), tile.len());
-        let strides = (scratch_rows.dim, 1);
+        let (queries, n) = (scratch.panels.add(p * scratch.panel), tile.len());
+        let strides = (scratch.dim, 1);
         product::<L, R>(
-            scratch_rows.keys,
+            scratch.keys,
             strides,
             n,
             queries,
-            scratch_rows.dim,
-            scratch_rows.scores,
+            scratch.dim,
+            scratch.scores,
             None,
             interleaved,
         );
@@ -363,7 +361,7 @@ unsafe fn score<L: Lanes, const R: usize>(
         for half in [0, L::N] {
             let counts = L::load(counts.as_ptr().add(half));
             for i in 0..n {
-                let at = scratch_rows.scores.add(i * L::WIDTH + half);
+                let at = scratch.scores.add(i * L::WIDTH + half);
                 let scores = L::load(at);
                 counts.less(L::splat(i as f32 + 0.5), none, scores).store(at);
             }
@@ -371,15 +369,15 @@ unsafe fn score<L: Lanes, const R: usize>(
     }
 }
 
-/// Makes -inf what is on no column and no diagonal. `column` goes on from panel to panel
-/// only as far as tiles do: where a segment is one panel. The first of all keys and the first
-/// query are at positions.
+/// Sets scores of keys that are on no column and no diagonal to -inf. `column` advances with the
+/// tiles, so a segment must be one panel. `first_key` and `position` are the positions of the first
+/// key and the first query.
 ///
 /// # Safety
-/// As of [`attend`]; `scratch_rows.bits` are the diagonals.
+/// As of [`attend`]; `scratch.bits` are the diagonals.
 #[inline(always)]
 unsafe fn mask_lines<L: Lanes>(
-    scratch_rows: &PanelScratch,
+    scratch: &PanelScratch,
     tile: &[u32],
     (first_key, position): (u32, u32),
     lines: &Lines<'_>,
@@ -394,38 +392,38 @@ unsafe fn mask_lines<L: Lanes>(
         }
         // Bit l: whether the distance position + l - key is a diagonal.
         let back = position.saturating_sub(key) as usize;
-        // SAFETY: distances are below `bit_words` - 2 words; scores of the tile are there.
+        // SAFETY: distances are below `bit_words` - 2 words; the scores of the tile exist.
         unsafe {
-            let words = [*scratch_rows.bits.add(back / 32), *scratch_rows.bits.add(back / 32 + 1)];
+            let words = [*scratch.bits.add(back / 32), *scratch.bits.add(back / 32 + 1)];
             let both = u64::from(words[0]) | u64::from(words[1]) << 32;
             let ahead = key.saturating_sub(position);
             let bits = (both >> (back % 32) << ahead) as u32;
             for half in [0, L::N] {
-                let at = scratch_rows.scores.add(i * L::WIDTH + half);
+                let at = scratch.scores.add(i * L::WIDTH + half);
                 L::load(at).keep(bits >> half).store(at);
             }
         }
     }
 }
 
-/// Takes the values of a tile in, by the scores of a panel.
+/// Accumulates the values of a tile by the scores of a panel.
 ///
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
 unsafe fn accumulate<L: Lanes, const R: usize>(
-    scratch_rows: &PanelScratch,
+    scratch: &PanelScratch,
     p: usize,
     n: usize,
     interleaved: impl FnMut(),
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
-        let out = scratch_rows.panels.add(p * scratch_rows.panel + scratch_rows.dim * L::WIDTH);
-        let max = out.add(scratch_rows.value_dim * L::WIDTH);
+        let out = scratch.panels.add(p * scratch.panel + scratch.dim * L::WIDTH);
+        let max = out.add(scratch.value_dim * L::WIDTH);
         let mut alpha = [L::splat(0.0); 2];
         for (half, alpha) in alpha.iter_mut().enumerate() {
-            let scores = scratch_rows.scores.add(half * L::N);
+            let scores = scratch.scores.add(half * L::N);
             let (max, sum) = (max.add(half * L::N), max.add(L::WIDTH + half * L::N));
             let before = L::load(max);
             let mut most = before;
@@ -443,17 +441,17 @@ unsafe fn accumulate<L: Lanes, const R: usize>(
             most.store(max);
             total.store(sum);
         }
-        let (values, step) = if scratch_rows.is_latent {
-            (scratch_rows.keys, scratch_rows.dim)
+        let (values, step) = if scratch.is_latent {
+            (scratch.keys, scratch.dim)
         } else {
-            (scratch_rows.values, scratch_rows.value_dim)
+            (scratch.values, scratch.value_dim)
         };
         let strides = (1, step);
         product::<L, R>(
             values,
             strides,
-            scratch_rows.value_dim,
-            scratch_rows.scores,
+            scratch.value_dim,
+            scratch.scores,
             n,
             out,
             Some(alpha),
@@ -462,22 +460,22 @@ unsafe fn accumulate<L: Lanes, const R: usize>(
     }
 }
 
-/// Writes what columns have come to.
+/// Writes the results of columns.
 ///
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
-unsafe fn finish<L: Lanes>(columns: &Columns, scratch_rows: &PanelScratch, place: &OutputRows) {
+unsafe fn finish<L: Lanes>(columns: &Columns, scratch: &PanelScratch, place: &OutputRows) {
     for column in 0..columns.count {
-        let (panel, lane) = (column / L::WIDTH * scratch_rows.panel, column % L::WIDTH);
-        // SAFETY: the caller's promise.
+        let (panel, lane) = (column / L::WIDTH * scratch.panel, column % L::WIDTH);
+        // SAFETY: guaranteed by the caller.
         unsafe {
-            let from = scratch_rows.panels.add(panel + scratch_rows.dim * L::WIDTH + lane);
-            let max = *from.add(scratch_rows.value_dim * L::WIDTH);
-            let sum = *from.add((scratch_rows.value_dim + 1) * L::WIDTH);
+            let from = scratch.panels.add(panel + scratch.dim * L::WIDTH + lane);
+            let max = *from.add(scratch.value_dim * L::WIDTH);
+            let sum = *from.add((scratch.value_dim + 1) * L::WIDTH);
             let row = (columns.skip as usize + column) * place.step;
-            let (out, normalizer) = (place.out.add(row * scratch_rows.value_dim), normalizer(sum));
-            (0..scratch_rows.value_dim)
+            let (out, normalizer) = (place.out.add(row * scratch.value_dim), normalizer(sum));
+            (0..scratch.value_dim)
                 .for_each(|d| out.add(d).write(*from.add(d * L::WIDTH) * normalizer));
             if !place.lse.is_null() {
                 place.lse.add(row).write(log_sum(max, sum));
@@ -486,13 +484,13 @@ unsafe fn finish<L: Lanes>(columns: &Columns, scratch_rows: &PanelScratch, place
     }
 }
 
-/// What sums of weighted values are multiplied with; of nothing it is nothing.
+/// Factor of sums of weighted values; 0 for an empty sum.
 #[inline(always)]
 pub fn normalizer(sum: f32) -> f32 {
     if sum > 0.0 { 1.0 / sum } else { 0.0 }
 }
 
-/// The log-sum-exp of a maximum (of powers of two) and the sum beside it.
+/// The log-sum-exp of a maximum (of powers of two) and its sum.
 #[inline(always)]
 pub fn log_sum(max: f32, sum: f32) -> f32 {
     if sum > 0.0 { (max + sum.log2()) * std::f32::consts::LN_2 } else { f32::NEG_INFINITY }

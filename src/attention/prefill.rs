@@ -1,4 +1,4 @@
-//! Attention of a prompt, or of a part of one: dense, or by what keys are selected.
+//! Attention of a prompt, or of a part of one: dense or over selected keys.
 
 use std::marker::PhantomData;
 
@@ -12,13 +12,14 @@ use crate::attention::visibility::mark_diagonals;
 use crate::base::status::Result;
 use crate::fail;
 
-/// Queries of an item.
+/// Queries of a work item.
 pub const QUERIES: u32 = 64;
 
-/// A prefill, cut into items that any thread may run in any order: equal bits come out.
+/// A prefill, cut into work items that any thread may run in any order. The bits do not depend on
+/// that.
 ///
-/// An item is 64 queries of a head; those of a head follow each other, since they read the
-/// same keys, and those with the most keys are first.
+/// An item is 64 queries of a head. Items of a head follow each other, since they read the same
+/// keys, and those with the most keys come first.
 #[derive(Debug)]
 pub struct Prefill<'a> {
     problem: Problem<'a>,
@@ -28,21 +29,21 @@ pub struct Prefill<'a> {
     lent: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: items write to places of their own, and `run` asks that each is run by one thread.
+// SAFETY: items write to disjoint memory, and `run` requires that each is run by one thread.
 unsafe impl Send for Prefill<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Prefill<'_> {}
 
 impl<'a> Prefill<'a> {
-    /// What no prefill of some limits needs more of.
+    /// Memory that suffices for all prefills within the limits.
     pub fn workspace(limits: &Limits) -> Result<Workspace> {
-        // SAFETY: only sizes are asked.
+        // SAFETY: only sizes are read.
         let problem = unsafe { limits.problem()? };
         Ok(Workspace { memory: 0, scratch: scratch(&problem, QUERIES as usize) })
     }
 
-    /// A prefill that writes `[S, query heads, Dv]` to `out`, and `[S, query heads]` to `lse`.
-    /// A query that sees no key gets zeros, and -inf.
+    /// A prefill that writes `[S, query heads, Dv]` to `out`, and `[S, query heads]` to `lse`. A
+    /// query that sees no key gets zeros and -inf.
     pub fn new(
         problem: Problem<'a>,
         out: &'a mut [f32],
@@ -62,13 +63,13 @@ impl<'a> Prefill<'a> {
         Ok(Prefill { problem, level, out, lse, lent: PhantomData })
     }
 
-    /// The same with other instructions; those of the best level, where they are not here.
+    /// Selects instructions; the best supported level if the processor lacks them.
     pub fn with_level(mut self, level: Level) -> Prefill<'a> {
         self.level = if level.is_supported() { level } else { Level::best() };
         self
     }
 
-    /// How many items there are.
+    /// Number of work items.
     pub fn items(&self) -> u32 {
         self.problem.queries.tokens().div_ceil(QUERIES) * self.problem.queries.heads()
     }
@@ -78,18 +79,18 @@ impl<'a> Prefill<'a> {
         scratch(&self.problem, QUERIES as usize)
     }
 
-    /// Runs an item.
+    /// Runs a work item.
     ///
     /// # Safety
     /// No two threads run the same item at a time.
     pub unsafe fn run(&self, item: u32, memory: &mut [f32]) -> Result<()> {
         check_item("item", item, self.items(), memory, self.scratch())?;
-        // SAFETY: the level is here; all was checked when this was made.
+        // SAFETY: the level is supported, and the job was checked when it was made.
         unsafe { run_item(self.level, self, item, memory.as_mut_ptr()) };
         Ok(())
     }
 
-    /// Runs all items on this thread.
+    /// Runs all work items on this thread.
     pub fn all(&mut self, memory: &mut [f32]) -> Result<()> {
         // SAFETY: there is one thread.
         (0..self.items()).try_for_each(|item| unsafe { self.run(item, memory) })
@@ -97,35 +98,35 @@ impl<'a> Prefill<'a> {
 }
 
 levels! {
-    /// An item of a prefill.
+    /// One work item of a prefill.
     run_item = one(job: &Prefill<'_>, item: u32, memory: *mut f32)
 }
 
 /// # Safety
-/// The item is one of the job's, and no other thread's; memory is of its size.
+/// The item is one of the job's, and no other thread runs it; memory has the job's scratch size.
 #[inline(always)]
 unsafe fn one<L: Lanes, const R: usize>(job: &Prefill<'_>, item: u32, memory: *mut f32) {
     let problem = &job.problem;
     let (queries, heads) = (problem.queries.tokens(), problem.queries.heads());
-    // The last queries see the most keys: they are begun first.
+    // The last queries see the most keys, so they start first.
     let tiles = queries.div_ceil(QUERIES);
     let (mut query, head) = ((tiles - 1 - item % tiles) * QUERIES, item / tiles);
     let end = (query + QUERIES).min(queries);
     let keys = problem.select.of(problem.heads(), head);
-    // SAFETY: the caller's promise; rows of `out` and `lse` are those of query and head.
+    // SAFETY: guaranteed by the caller; rows of `out` and `lse` are those of query and head.
     unsafe {
-        let scratch_rows = PanelScratch::new(problem, QUERIES as usize, L::WIDTH, memory);
+        let scratch = PanelScratch::new(problem, QUERIES as usize, L::WIDTH, memory);
         if let Some(lines) = keys.lines(problem.first_query + query) {
             mark_diagonals(
                 &lines,
-                std::slice::from_raw_parts_mut(scratch_rows.bits, bit_words(problem)),
+                std::slice::from_raw_parts_mut(scratch.bits, bit_words(problem)),
             );
         }
         while query < end {
             let (position, until) =
                 (problem.first_query + query, keys.until(query, problem.first_query));
             let until = match keys.kind(position) {
-                // What queries see differs: few of them see little that others do not.
+                // Queries see different keys: short runs of them share most.
                 Kind::Lines => until.min(query + L::WIDTH as u32),
                 _ => until,
             };
@@ -145,7 +146,7 @@ unsafe fn one<L: Lanes, const R: usize>(job: &Prefill<'_>, item: u32, memory: *m
                 scores_step: 0,
             };
             let lines = keys.lines(position);
-            attend::<L, R>(problem, &columns, lines, (cursor, usize::MAX), &scratch_rows, &place);
+            attend::<L, R>(problem, &columns, lines, (cursor, usize::MAX), &scratch, &place);
             query = until;
         }
     }

@@ -1,4 +1,4 @@
-//! What is to be computed, checked.
+//! The checked input of a kernel.
 
 use crate::attention::element::read;
 use crate::attention::keys::{Heads, Keys};
@@ -8,64 +8,82 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::meta::view::Place;
 
-/// Most tokens of a side.
+/// Most tokens of queries, and of keys.
 pub const MAX_TOKENS: u32 = 1 << 30;
 
 /// Queries, keys and values. Keys are at `first_key` and the positions after it, queries at
-/// `first_query` and those after it, and see keys up to their own position. Some of these, or
-/// all, may be missing: then queries are computed with those that are there.
+/// `first_query` and those after it. Queries see keys up to their own position, and are computed
+/// with the keys that are present.
 ///
-/// So keys may come in pieces, each with the position that it begins at: results of all pieces
-/// are put together by [`merge()`](super::merge()). A query before a piece sees nothing of it.
+/// Keys may come in pieces, each with its first position; [`merge()`](super::merge()) merges the
+/// results of all pieces. A query before a piece sees nothing of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Problem<'a> {
     /// `[S, query heads, D]`
     pub queries: Rows<'a>,
     /// `[N, key heads, D]`
     pub keys: Rows<'a>,
-    /// `[N, key heads, Dv]`. Where they are the first numbers of the keys (a latent row), and
-    /// lie in the same place, they are read once.
+    /// `[N, key heads, Dv]`. If they are the first numbers of the keys (a latent row) in the same
+    /// memory, they are read once.
     pub values: Rows<'a>,
-    /// The position of the first key; 0, where those before it are no piece of their own.
+    /// Position of the first key; 0 if the keys before it are no piece of their own.
     pub first_key: u32,
-    /// The position of the first query.
+    /// Position of the first query.
     pub first_query: u32,
-    /// What products of queries and keys are multiplied with; 0 = 1 / sqrt(D).
+    /// Factor of the products of queries and keys; 0 = 1 / sqrt(D).
     pub scale: f32,
-    /// Which keys queries are computed with: positions, whatever piece is there.
+    /// The keys that queries are computed with: positions, whatever piece is present.
     pub select: Keys<'a>,
 }
 
 impl Problem<'_> {
-    /// Whether it can be computed. What numbers are is not looked at: [`check_finite`].
+    /// Checks all sizes and the index. Does not check that numbers are finite: [`check_finite`].
     pub fn check(&self) -> Result<()> {
         let (q, k, v) = (&self.queries, &self.keys, &self.values);
         if q.dim() != k.dim() {
-            fail!(Invalid, "queries have {} numbers, keys {}", q.dim(), k.dim());
+            fail!(
+                Invalid,
+                "queries have {} numbers a head, keys {}: they must be equal",
+                q.dim(),
+                k.dim()
+            );
         }
         if (k.heads(), k.tokens()) != (v.heads(), v.tokens()) {
             let (heads, tokens) = (v.heads(), v.tokens());
             let (h, t) = (k.heads(), k.tokens());
-            fail!(Invalid, "{h} heads of {t} keys, but {heads} of {tokens} values");
+            fail!(
+                Invalid,
+                "{t} keys of {h} heads, but {tokens} values of {heads}: they must be equal"
+            );
         }
         if k.heads() == 0 || q.heads() == 0 || q.heads() % k.heads() != 0 {
-            fail!(Invalid, "{} query heads cannot share {} of keys", q.heads(), k.heads());
+            fail!(
+                Invalid,
+                "{} query heads must be a multiple of {} heads of keys",
+                q.heads(),
+                k.heads()
+            );
         }
         let end = |first: u32, tokens: u32| u64::from(first) + u64::from(tokens);
         let ends = (end(self.first_query, q.tokens()), end(self.first_key, k.tokens()));
         if ends.0.max(ends.1) > u64::from(MAX_TOKENS) {
-            fail!(Limit, "queries up to {}, keys up to {}, {MAX_TOKENS} at most", ends.0, ends.1);
+            fail!(
+                Limit,
+                "queries end at {}, keys at {}, the limit is {MAX_TOKENS}",
+                ends.0,
+                ends.1
+            );
         }
         if u64::from(q.tokens()) * u64::from(q.heads()) > u64::from(u32::MAX) {
-            fail!(Limit, "{} queries of {} heads", q.tokens(), q.heads());
+            fail!(Limit, "{} queries of {} heads exceed 2^32 - 1 rows", q.tokens(), q.heads());
         }
         if !(self.scale.is_finite() && self.scale >= 0.0) {
-            fail!(Invalid, "a scale of {}", self.scale);
+            fail!(Invalid, "scale is {}, it must be finite and at least 0", self.scale);
         }
         self.select.check(self.heads(), self.first_query, q.tokens())
     }
 
-    /// How many heads there are.
+    /// Head counts.
     pub fn heads(&self) -> Heads {
         Heads { queries: self.queries.heads(), keys: self.keys.heads() }
     }
@@ -75,13 +93,13 @@ impl Problem<'_> {
         head / (self.queries.heads() / self.keys.heads())
     }
 
-    /// How many keys, from the first that is there, a query can see.
+    /// Number of keys, from the first present one, that a query can see.
     pub fn visible_keys(&self, query: u32) -> u32 {
         let behind = self.first_query + query + 1;
         behind.saturating_sub(self.first_key).min(self.keys.tokens())
     }
 
-    /// What products are multiplied with so that powers of two are taken of them.
+    /// Factor of products whose powers of two are taken.
     pub fn binary_scale(&self) -> f32 {
         let scale = if self.scale > 0.0 {
             f64::from(self.scale)
@@ -113,31 +131,31 @@ impl Problem<'_> {
     }
 }
 
-/// Whether all numbers of rows are finite, scales included: what kernels do with others is
-/// sound, but means nothing.
+/// Checks that all numbers of rows are finite, scales included. Kernels handle others without
+/// faults, but their results mean nothing.
 pub fn check_finite(what: &str, rows: &Rows<'_>) -> Result<()> {
     let mut row = [0.0_f32; MAX_DIM as usize];
     for token in 0..rows.tokens() {
         for head in 0..rows.heads() {
-            // SAFETY: the row is there, and no longer than MAX_DIM.
+            // SAFETY: the row exists and is no longer than MAX_DIM.
             unsafe { read::<Portable>(rows, head, &[token], row.as_mut_ptr()) };
             let sound =
                 row.iter().take(rows.dim() as usize).fold(true, |all, x| all & x.is_finite());
             if !sound {
-                fail!(Invalid, "{what} of token {token}, head {head} are not finite");
+                fail!(Invalid, "{what} of token {token}, head {head} are not finite numbers");
             }
         }
     }
     Ok(())
 }
 
-/// Refuses a piece that is not one of so many, and scratch of fewer numbers than it needs.
+/// Checks the index of a work item, and that scratch is large enough.
 pub fn check_item(what: &str, at: u32, of: u32, memory: &[f32], scratch: usize) -> Result<()> {
     if at >= of {
-        fail!(Invalid, "{what} {at} of {of}");
+        fail!(Invalid, "{what} {at} does not exist, there are {of}");
     }
     if memory.len() < scratch {
-        fail!(TooSmall, "{} numbers of scratch, {scratch} are needed", memory.len());
+        fail!(TooSmall, "scratch has {} numbers, {scratch} are needed", memory.len());
     }
     Ok(())
 }

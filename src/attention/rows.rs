@@ -1,4 +1,4 @@
-//! Queries, keys or values as kernels read them: a view, and what its numbers are.
+//! Queries, keys or values as kernels read them: a view with a type of numbers.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -8,10 +8,10 @@ use crate::meta::view::{Place, Side, View};
 /// Most numbers of a head.
 pub const MAX_DIM: u32 = 2048;
 
-/// What the numbers of int8 rows are multiplied with.
+/// Scales of int8 rows.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum Scales<'a> {
-    /// Nothing: they are what they are.
+    /// No scales.
     #[default]
     None,
     /// One for each token and head, heads innermost.
@@ -20,8 +20,8 @@ pub enum Scales<'a> {
     Channel(&'a [f32]),
 }
 
-/// Rows of `dim` numbers, one for each token and head. It borrows memory that stays as it is
-/// while it is read: whoever makes one says so.
+/// Rows of `dim` numbers, one for each token and head. They borrow memory that must not change
+/// while it is read; the creator guarantees that.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
     view: View<'a>,
@@ -34,8 +34,8 @@ impl<'a> Rows<'a> {
     /// Rows of a view, checked.
     ///
     /// # Safety
-    /// All that the view leads to can be read, and is not written, as long as this lives;
-    /// addresses are aligned for the type, strides are multiples of its size.
+    /// All memory of the view is readable, and is not written, as long as this lives. Addresses are
+    /// aligned for the type, and strides are multiples of its size.
     pub unsafe fn new(view: View<'a>, dtype: Dtype, scales: Scales<'a>) -> Result<Rows<'a>> {
         let known = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::I8];
         if !known.contains(&dtype) {
@@ -44,7 +44,11 @@ impl<'a> Rows<'a> {
         let bytes = u64::from(dtype.bits() / 8);
         let dim = view.run_bytes / bytes;
         if dim == 0 || dim > u64::from(MAX_DIM) || view.run_bytes % bytes != 0 {
-            fail!(Invalid, "rows of {} bytes of {dtype:?}", view.run_bytes);
+            fail!(
+                Invalid,
+                "rows of {} bytes: they must be 1 to {MAX_DIM} whole {dtype:?} numbers",
+                view.run_bytes
+            );
         }
         let aligned = |n: u64| n % bytes == 0;
         let is_aligned = match view.place {
@@ -54,7 +58,7 @@ impl<'a> Rows<'a> {
             }
         };
         if !is_aligned || !aligned(view.token_stride_bytes) || !aligned(view.head_stride_bytes) {
-            fail!(Invalid, "rows of {dtype:?} are not aligned to it");
+            fail!(Invalid, "addresses and strides of {dtype:?} rows must be multiples of its size");
         }
         view.span(0, view.tokens, Side::Source)?;
         let numbers = match scales {
@@ -63,12 +67,12 @@ impl<'a> Rows<'a> {
             Scales::Channel(all) => (all.len() as u64, dim),
         };
         if dtype != Dtype::I8 || numbers.0 != numbers.1 * u64::from(view.heads) {
-            fail!(Invalid, "{} scales of {dtype:?} rows", numbers.0);
+            fail!(Invalid, "{} scales do not fit {dtype:?} rows: only int8 has scales", numbers.0);
         }
         Ok(Rows { view, dtype, dim: dim as u32, scales })
     }
 
-    /// Rows that are nowhere, for those who ask for sizes.
+    /// Rows without memory, of which only sizes may be read.
     ///
     /// # Safety
     /// No row is read.
@@ -99,22 +103,22 @@ impl<'a> Rows<'a> {
         self.dim
     }
 
-    /// What they are.
+    /// Type of the numbers.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// What they are multiplied with.
+    /// Scales of the numbers.
     pub fn scales(&self) -> Scales<'a> {
         self.scales
     }
 
-    /// Where they are.
+    /// The view.
     pub fn view(&self) -> &View<'a> {
         &self.view
     }
 
-    /// Where the row of a token and head is. Both must be there.
+    /// Address of the row of a token and head. Both must exist.
     #[inline]
     pub fn row(&self, token: u32, head: u32) -> *const u8 {
         debug_assert!(token < self.view.tokens && head < self.view.heads);
@@ -136,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_where_the_view_says() {
+    fn row_addresses_follow_the_view() {
         let memory: Vec<f32> = (0..2 * 3 * 4).map(|n| n as f32).collect();
         let view = View {
             place: Place::At(memory.as_ptr() as u64),
@@ -146,13 +150,13 @@ mod tests {
             token_stride_bytes: 48,
             head_stride_bytes: 16,
         };
-        // SAFETY: it is `memory`, which stays.
+        // SAFETY: the view covers `memory`, which stays alive.
         let rows = unsafe { Rows::new(view, Dtype::F32, Scales::None) }.expect("sound");
         assert_eq!((rows.tokens(), rows.heads(), rows.dim()), (2, 3, 4));
         // SAFETY: a row of `memory`.
         assert_eq!(unsafe { *rows.row(1, 2).cast::<f32>() }, 20.0);
         let bad = |view, dtype, scales| {
-            // SAFETY: refused before anything is read.
+            // SAFETY: rejected before anything is read.
             unsafe { Rows::new(view, dtype, scales) }.is_err()
         };
         assert!(bad(view, Dtype::I4, Scales::None));

@@ -1,22 +1,22 @@
-//! Which of a few queries see which keys, as bits: for what goes through keys, and asks of
-//! each which queries are computed with it.
+//! Which queries of a run see which keys, as bit masks. Column sums use it to pass over keys and
+//! find the queries of each.
 
 use crate::attention::keys::{HeadKeys, Kind, Lines};
 use crate::attention::panel::TILE;
 
-/// Queries that follow each other, 32 at most: a bit each, that of the first is the lowest.
+/// A run of up to 32 queries: bit 0 is the first.
 #[derive(Clone, Copy, Debug)]
 pub struct QueryRun {
-    /// The first.
+    /// Index of the first query.
     pub query: u32,
-    /// How many.
+    /// Number of queries.
     pub count: u32,
-    /// The position of the first query of all.
+    /// Position of query 0.
     pub first_query: u32,
 }
 
-/// Sets the bits of distances that are diagonals. The last two words have none, so that two
-/// words can be read wherever a distance is.
+/// Sets the bits of distances that are diagonals. The last two words stay zero, so that two words
+/// can be read at every distance.
 pub fn mark_diagonals(lines: &Lines<'_>, words: &mut [u32]) {
     words.fill(0);
     for &d in lines.diagonals {
@@ -27,7 +27,7 @@ pub fn mark_diagonals(lines: &Lines<'_>, words: &mut [u32]) {
     }
 }
 
-/// Which queries from a position on see a key on a diagonal.
+/// Queries, from a position on, that see a key on a diagonal.
 fn on_diagonals(words: &[u32], position: u32, key: u32) -> u32 {
     let (back, ahead) = (position.saturating_sub(key), key.saturating_sub(position));
     let Some([low, high, ..]) = words.get(back as usize / 32..) else { return 0 };
@@ -35,9 +35,9 @@ fn on_diagonals(words: &[u32], position: u32, key: u32) -> u32 {
     (both >> (back % 32)).checked_shl(ahead).unwrap_or(0) as u32
 }
 
-/// Which queries see each of some keys by what is said, the first of which is at position
-/// `first`: their bits. The causal rule is not in them. `words` are the head's diagonals.
-/// Whether any key is seen.
+/// Fills the masks of keys, the first of which is at position `first`: the queries that select each
+/// key. The causal rule is not applied. `words` are the head's diagonals. Returns whether any key
+/// is selected.
 pub fn visible_masks(
     one: &HeadKeys<'_>,
     words: &[u32],
@@ -56,7 +56,7 @@ pub fn visible_masks(
     masks.iter().any(|&mask| mask != 0)
 }
 
-/// The same of those up to `until` that have one walk.
+/// The same for queries up to `until`, which share one cursor.
 fn run_masks(
     one: &HeadKeys<'_>,
     words: &[u32],

@@ -1,13 +1,12 @@
-//! Checkpoints: the index at one moment, in frames that each have a sum of their
-//! own, so that a file of any size is read with one frame of memory. The bytes
-//! are in `docs/store.md`.
+//! Checkpoint files: the disk tier's index at one moment, in frames with a checksum each. A file of
+//! any size is read with the memory of one frame. `docs/store.md` defines the bytes.
 
 use crate::format::fields::{array_at, put, put_u16, put_u32, put_u64, u16_at, u32_at, u64_at};
 use crate::format::keys::{Fingerprint, Key};
 use crate::format::record::{Chunk, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES};
 use crate::format::segment::{BLOCK_BYTES, StoreId, VERSION, is_signed, sign};
 
-/// Bytes of a frame; a session of the longest name and content fits.
+/// Bytes of a frame; the largest session entry fits.
 pub const FRAME_BYTES: usize = 128 << 10;
 
 const HEADER_MAGIC: &[u8; 4] = b"KVTI";
@@ -19,68 +18,68 @@ const CHUNK_BYTES: usize = 144;
 const CELL_ENTRY_BYTES: usize = 32;
 const SESSION_BYTES: usize = 32;
 
-/// Most cells of one entry: more are written as several entries of the chunk.
+/// Most cells of one entry; more cells go to further entries of the chunk.
 pub const MAX_CELLS_PER_ENTRY: usize = 1024;
 
 /// The first block of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Whose it is.
+    /// Id of the store.
     pub store: StoreId,
-    /// The number of the checkpoint, as in its name.
+    /// Number of the checkpoint, as in its name.
     pub number: u64,
     /// Records from this number on may be missing in it.
     pub next_record: u64,
     /// Segments from this number on are not in it.
     pub next_segment: u64,
-    /// Frames that follow.
+    /// Number of frames that follow.
     pub frames: u32,
 }
 
-/// What a checkpoint knows of a segment.
+/// Entry of a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SegmentEntry {
     /// Its number.
     pub number: u64,
-    /// Records that start before this block are in the checkpoint or gone.
+    /// Records that start before this block are in the checkpoint or deleted.
     pub blocks: u32,
-    /// Records of kind *forget* among them.
+    /// Number of *forget* records among them.
     pub forgets: u32,
-    /// The smallest number under which one of its records was born.
+    /// The smallest birth number of its records.
     pub oldest: u64,
     /// The largest number of its records.
     pub newest: u64,
 }
 
-/// Where a cell is.
+/// Entry of a cell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CellEntry {
     /// Segment, block and record, as `tier/disk` packs them.
     pub spot: u64,
     /// The seal of the cell.
     pub seal: u64,
-    /// Bytes that are stored.
+    /// Stored bytes.
     pub stored_bytes: u32,
     /// Its layer.
     pub layer: u32,
-    /// How its bytes are coded.
+    /// Codec of its bytes.
     pub codec: u16,
-    /// How many planes it has.
+    /// Number of planes.
     pub planes: u16,
 }
 
-/// A session and what is noted of it; no content = it is gone.
+/// Entry of a session; without payload, the session was deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Session<'a> {
     /// Its name.
     pub name: &'a [u8],
-    /// What the store noted.
+    /// Payload of the store.
     pub payload: &'a [u8],
-    /// The number under which that was first written.
+    /// Number under which it was first written.
     pub born: u64,
-    /// The segment that has its newest record.
+    /// Segment of its newest record.
     pub segment: u64,
-    /// The blocks of that record.
+    /// Blocks of that record.
     pub blocks: u32,
 }
 
@@ -100,7 +99,7 @@ pub enum Entry<'a> {
 pub struct CellEntries<'a>(&'a [u8]);
 
 impl<'a> CellEntries<'a> {
-    /// Them all.
+    /// All cells.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = CellEntry> + use<'a> {
         self.0.chunks_exact(CELL_ENTRY_BYTES).map(|at| CellEntry {
             spot: u64_at(at, 0),
@@ -114,7 +113,7 @@ impl<'a> CellEntries<'a> {
 }
 
 impl Header {
-    /// Fills a block.
+    /// Encodes it into a block.
     pub fn encode(&self, block: &mut [u8; BLOCK_BYTES]) {
         block.fill(0);
         put(block, 0, HEADER_MAGIC);
@@ -128,7 +127,7 @@ impl Header {
         sign(block);
     }
 
-    /// Reads a block, if it is sound.
+    /// Decodes a block; None if it is damaged or of another version.
     pub fn decode(bytes: &[u8]) -> Option<Header> {
         let block = bytes.get(..BLOCK_BYTES)?;
         let fits = &array_at::<4>(block, 0) == HEADER_MAGIC
@@ -144,22 +143,21 @@ impl Header {
         })
     }
 
-    /// How long the file is.
+    /// Bytes of the file.
     pub fn file_bytes(&self) -> u64 {
         BLOCK_BYTES as u64 + u64::from(self.frames) * FRAME_BYTES as u64
     }
 }
 
-/// Frames that entries take at most: so many segments and cells of so many chunks,
-/// and sessions of so many bytes as [`session_bytes`] says. None if that is more
-/// than a file has.
+/// The most frames for this many segments, chunks and cells, and `sessions` bytes of session
+/// entries, by [`session_bytes`]. None if a file cannot have as many.
 pub fn frames_for(segments: usize, chunks: usize, cells: usize, sessions: usize) -> Option<u32> {
     let cells = cells.checked_mul(CELL_ENTRY_BYTES + CHUNK_BYTES / 64)?;
     let plain = segments
         .checked_mul(SEGMENT_BYTES)?
         .checked_add(chunks.checked_mul(CHUNK_BYTES)?)?
         .checked_add(cells)?;
-    // A frame ends when the next entry does not fit: the longest is lost at most.
+    // A frame ends when the next entry does not fit, so it wastes at most the longest entry.
     let room = FRAME_END - FRAME_HEAD_BYTES - CHUNK_BYTES - CELL_ENTRY_BYTES * MAX_CELLS_PER_ENTRY;
     let session_room =
         FRAME_END - FRAME_HEAD_BYTES - session_bytes(MAX_NAME_BYTES, MAX_PAYLOAD_BYTES);
@@ -172,7 +170,7 @@ pub fn session_bytes(name: usize, payload: usize) -> usize {
     (SESSION_BYTES + 8 + name + payload).next_multiple_of(8)
 }
 
-/// Fills one frame.
+/// Writes one frame.
 pub struct FrameWriter<'a> {
     frame: &'a mut [u8],
     used: usize,
@@ -185,12 +183,12 @@ impl<'a> FrameWriter<'a> {
         FrameWriter { frame, used: FRAME_HEAD_BYTES }
     }
 
-    /// A frame that was begun before: so many bytes of it are [`FrameWriter::used`].
+    /// Continues a frame with [`FrameWriter::used`] bytes.
     pub fn resume(frame: &'a mut [u8], used: usize) -> FrameWriter<'a> {
         FrameWriter { frame, used: used.max(FRAME_HEAD_BYTES) }
     }
 
-    /// How far it is filled.
+    /// Bytes used so far.
     pub fn used(&self) -> usize {
         self.used
     }
@@ -207,7 +205,7 @@ impl<'a> FrameWriter<'a> {
         Some(at)
     }
 
-    /// Adds a segment; false if there is no room.
+    /// Adds a segment; false if it does not fit.
     pub fn segment(&mut self, segment: &SegmentEntry) -> bool {
         let Some(at) = self.take(1, SEGMENT_BYTES) else { return false };
         put_u64(self.frame, at + 8, segment.number);
@@ -218,7 +216,7 @@ impl<'a> FrameWriter<'a> {
         true
     }
 
-    /// Adds cells of a chunk, up to [`MAX_CELLS_PER_ENTRY`]; false if there is no room.
+    /// Adds cells of a chunk, up to [`MAX_CELLS_PER_ENTRY`]; false if they do not fit.
     pub fn chunk(&mut self, chunk: &Chunk, cells: &[CellEntry]) -> bool {
         if cells.len() > MAX_CELLS_PER_ENTRY {
             return false;
@@ -244,7 +242,7 @@ impl<'a> FrameWriter<'a> {
         true
     }
 
-    /// Adds a session; false if there is no room, or its name or content is too long.
+    /// Adds a session; false if it does not fit, or name or payload is too long.
     pub fn session(&mut self, session: &Session<'_>) -> bool {
         let (name, payload) = (session.name, session.payload);
         if name.len() > MAX_NAME_BYTES || payload.len() > MAX_PAYLOAD_BYTES {
@@ -263,7 +261,7 @@ impl<'a> FrameWriter<'a> {
         true
     }
 
-    /// Writes head and sum: the frame is `index` of the checkpoint `number`.
+    /// Writes header and checksum: the frame is number `index` of checkpoint `number`.
     pub fn finish(self, store: &StoreId, number: u64, index: u32) {
         put(self.frame, 0, FRAME_MAGIC);
         put_u32(self.frame, 4, index);
@@ -274,8 +272,8 @@ impl<'a> FrameWriter<'a> {
     }
 }
 
-/// The entries of a frame of [`FRAME_BYTES`], if it is sound and the one looked
-/// for. Entries of unknown kinds are passed by; None in their midst = malformed.
+/// The entries of a frame of [`FRAME_BYTES`], if it is intact and the expected one. Entries of
+/// unknown kinds are skipped; a None among them means malformed.
 pub fn entries<'a>(
     frame: &'a [u8],
     header: &Header,

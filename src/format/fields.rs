@@ -1,5 +1,5 @@
-//! Little-endian fields at fixed places of a byte slice. What lies outside reads
-//! as zero and is not written: lengths are checked before, nothing can panic.
+//! Little-endian fields at fixed offsets of a byte slice. Fields outside the slice read as zero and
+//! are not written: callers check lengths, and nothing can panic.
 
 /// The 16-bit number at `at`.
 pub fn u16_at(bytes: &[u8], at: usize) -> u16 {

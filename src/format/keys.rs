@@ -1,9 +1,8 @@
-//! Keys: what the KV of a chunk is called. 256 bits by BLAKE3, from the identity
-//! of a namespace and all tokens up to the end of the chunk.
+//! Keys of chunks: 256 bits by BLAKE3, from the identity of a namespace and all tokens up to the
+//! end of the chunk.
 //!
-//! The derivation is published in `docs/keys.md`, with vectors that an
-//! independent program made. Other programs, and files that exist, rely on it: a
-//! change needs new context strings.
+//! `docs/keys.md` publishes the derivation, with vectors of an independent program. Other programs
+//! and existing files rely on it: a change needs new context strings.
 
 use std::fmt;
 
@@ -24,13 +23,13 @@ pub use sparse::sparse_key;
 
 /// Most tokens of a chunk.
 pub const MAX_CHUNK_TOKENS: u32 = 65_536;
-/// Longest field of an identity, and name of a session.
+/// Longest field of an identity, and longest name of a session, in bytes.
 pub const MAX_FIELD_BYTES: usize = 64 << 10;
 
-/// 32 bytes that stand for something larger, by BLAKE3 or another hash of 256 bits.
+/// A 256-bit hash, by BLAKE3 or another function.
 pub type Digest = [u8; 32];
 
-/// What a layout is known by. Not a [`Key`], so that the two are not mixed up.
+/// The fingerprint of a layout. A type of its own, so that it is not confused with a [`Key`].
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fingerprint(pub Digest);
 

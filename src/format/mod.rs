@@ -1,4 +1,4 @@
-//! What is written down for others to read: keys, and records as bytes.
+//! Formats that others read: keys, codecs, and the records and checkpoints of the disk tier.
 
 pub mod checkpoint;
 pub mod codec;

@@ -1,8 +1,8 @@
-//! Records: a header of whole blocks that says everything, then cells of one
-//! chunk. The bytes are in `docs/store.md`.
+//! Records of the disk log: a self-contained header of whole blocks, then the cells of one chunk.
+//! `docs/store.md` defines the bytes.
 //!
-//! Whoever reads a header trusts nothing: [`decode`] checks sum, lengths and
-//! limits once, and gives a view whose cells can be walked without errors.
+//! Headers are not trusted: [`decode`] checks checksum, lengths and limits once, and returns a view
+//! whose cells can be iterated without errors.
 
 use crate::format::fields::{array_at, put, put_u16, put_u32, put_u64, u16_at, u32_at, u64_at};
 use crate::format::keys::{Fingerprint, Key};
@@ -13,53 +13,53 @@ use crate::format::segment::{BLOCK_BYTES, StoreId, VERSION, is_signed, sign};
 pub const MAX_HEADER_BLOCKS: u32 = 64;
 /// Most blocks of a record.
 pub const MAX_RECORD_BLOCKS: u32 = u16::MAX as u32;
-/// Most cells of a record, and layers that a *forget* names.
+/// Most cells of a record, and most layers of a *forget*.
 pub const MAX_CELLS: usize = 2048;
-/// Longest name of a session.
+/// Longest name of a session, in bytes.
 pub const MAX_NAME_BYTES: usize = 256;
-/// Longest content of a session's record.
+/// Largest payload of a session record, in bytes.
 pub const MAX_PAYLOAD_BYTES: usize = 64 << 10;
 
-/// Bytes before a record's cells.
+/// Bytes before the cells of a header.
 pub const HEAD_BYTES: usize = 224;
 const CELL_BYTES: usize = 32;
 const PLANE_BYTES: usize = 24;
 const SUM_BYTES: usize = 8;
 const MAGIC: &[u8; 4] = b"KVTR";
 
-/// What a record is.
+/// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Kind {
     /// Cells of a chunk.
     Cells = 1,
-    /// Cells of a chunk are gone.
+    /// Cells of a chunk were deleted.
     Forget = 2,
-    /// What a session is.
+    /// Payload of a session.
     Session = 3,
-    /// Nothing: blocks that were not written, or the end of a segment.
+    /// Empty: unwritten blocks, or the end of a segment.
     Void = 4,
 }
 
-/// Whose cells they are.
+/// The chunk of a record's cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
     /// Its namespace.
     pub namespace: Key,
-    /// The chunk before it; the namespace if it is the first.
+    /// The chunk before it; the namespace for the first chunk.
     pub parent: Key,
     /// Its own key.
     pub key: Key,
     /// Fingerprint of its layout.
     pub fingerprint: Fingerprint,
-    /// How many chunks are before it.
+    /// Number of chunks before it.
     pub position: u32,
-    /// Tokens that it has.
+    /// Valid tokens.
     pub valid_tokens: u32,
 }
 
 impl Chunk {
-    /// Nobody's: the chunk of records that have no cells.
+    /// The chunk of records without cells.
     pub const NONE: Chunk = Chunk {
         namespace: Key([0; 32]),
         parent: Key([0; 32]),
@@ -70,81 +70,81 @@ impl Chunk {
     };
 }
 
-/// What stands before the body of every record.
+/// Fixed fields of every header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// [`Kind`] as a number; others are skipped by their length.
+    /// [`Kind`] as a number; unknown kinds are skipped by their length.
     pub kind: u16,
     /// Blocks of the header.
     pub header_blocks: u32,
     /// Blocks of the whole record.
     pub blocks: u32,
-    /// Its number: they only grow.
+    /// Number of the record; numbers only grow.
     pub number: u64,
-    /// The number under which its content was first written; smaller than
-    /// `number` if cleaning moved it.
+    /// Number under which its content was first written; smaller than `number` if compaction moved
+    /// it.
     pub born: u64,
-    /// The segment that it is in.
+    /// Its segment.
     pub segment: u64,
-    /// The block of the segment at which it starts.
+    /// Its first block in the segment.
     pub at: u32,
-    /// Cells, layers, or bytes of a name.
+    /// Number of cells or layers, or bytes of a name.
     pub items: u32,
-    /// Whose it is.
+    /// Id of the store.
     pub store: StoreId,
-    /// Whose cells.
+    /// Chunk of the cells.
     pub chunk: Chunk,
-    /// Bytes of the body that count.
+    /// Used bytes of the body.
     pub body_bytes: u32,
-    /// *Forget*: what was born before this is gone.
+    /// *Forget*: content born before this number is deleted.
     pub until: u64,
-    /// The segment that cleaning copied it from; 0 = it was first written here.
+    /// The segment from which compaction copied it; 0 = first written here.
     pub from: u64,
 }
 
-/// A header that was found sound.
+/// A checked header.
 #[derive(Clone, Copy, Debug)]
 pub struct Record<'a> {
-    /// What stands before the body.
+    /// Fixed fields.
     pub head: Head,
     body: &'a [u8],
 }
 
-/// A cell, as a header lists it.
+/// A cell in a header.
 #[derive(Clone, Copy, Debug)]
 pub struct Cell<'a> {
     /// Its layer.
     pub layer: u32,
-    /// How its bytes are coded.
+    /// Codec of its bytes.
     pub codec: u16,
-    /// The block of the record at which it starts.
+    /// Its first block in the record.
     pub block: u32,
-    /// Bytes that are stored.
+    /// Stored bytes.
     pub stored_bytes: u64,
-    /// Bytes when decoded.
+    /// Decoded bytes.
     pub raw_bytes: u64,
     planes: &'a [u8],
 }
 
-/// How many blocks some bytes take.
+/// Blocks that hold this many bytes.
 pub fn blocks_of(bytes: u64) -> u64 {
     bytes.div_ceil(BLOCK_BYTES as u64)
 }
 
-/// How many blocks a header takes, if it may be as long as that.
+/// Blocks of a header, if it is within the limits.
 pub fn header_blocks(cells: usize, planes: usize) -> Option<u32> {
     let body = cells.checked_mul(CELL_BYTES)?.checked_add(planes.checked_mul(PLANE_BYTES)?)?;
     header_blocks_of(body).filter(|_| cells <= MAX_CELLS)
 }
 
-/// How many blocks the header of a body of `bytes` takes, if there may be so many.
+/// Blocks of a header with a body of `bytes`, if it is within the limits.
 pub fn header_blocks_of(bytes: usize) -> Option<u32> {
     let all = bytes.checked_add(HEAD_BYTES + SUM_BYTES)?.div_ceil(BLOCK_BYTES);
     u32::try_from(all).ok().filter(|&n| n <= MAX_HEADER_BLOCKS)
 }
 
-/// The blocks of the header that may start here, by its first block alone;
-/// nothing is checked but that it can be one.
+/// Blocks of the header that may start here, by its first block alone; checks only that it can be a
+/// header.
 pub fn peek(block: &[u8]) -> Option<u32> {
     let blocks = u32_at(block, 8);
     let fits = &array_at::<4>(block, 0) == MAGIC
@@ -153,7 +153,7 @@ pub fn peek(block: &[u8]) -> Option<u32> {
     fits.then_some(blocks)
 }
 
-/// Reads a header, if `bytes` begin with a sound one.
+/// Decodes a header, if `bytes` begin with an intact one.
 pub fn decode(bytes: &[u8]) -> Option<Record<'_>> {
     let header_blocks = peek(bytes)?;
     let bytes = bytes.get(..header_blocks as usize * BLOCK_BYTES)?;
@@ -244,14 +244,14 @@ impl<'a> Record<'a> {
         })
     }
 
-    /// The layers that a *forget* names; none = all.
+    /// The layers of a *forget*; none = all layers.
     pub fn layers(&self) -> impl Iterator<Item = u32> + use<'a> {
         let is_forget = self.head.kind == Kind::Forget as u16;
         let body = if is_forget { self.body } else { &[] };
         body.chunks_exact(4).map(|layer| u32_at(layer, 0))
     }
 
-    /// Name and content of a session's record.
+    /// Name and payload of a session record.
     pub fn session(&self) -> Option<(&'a [u8], &'a [u8])> {
         if self.head.kind != Kind::Session as u16 {
             return None;
@@ -291,22 +291,22 @@ impl<'a> Cell<'a> {
     }
 }
 
-/// Writes a header into zeroed memory of exactly its blocks: the body piece by
-/// piece, then the head. What does not fit is not written, so that the header is
-/// then unsound; callers size it by [`header_blocks`].
+/// Writes a header into zeroed memory of exactly its blocks: the body piece by piece, then the
+/// fixed fields. Parts that do not fit are not written, and the header is then invalid; callers
+/// size it by [`header_blocks`].
 pub struct Encoder<'a> {
     bytes: &'a mut [u8],
     used: usize,
 }
 
 impl<'a> Encoder<'a> {
-    /// A header in `bytes`, which it fills with zeros.
+    /// A header in `bytes`, which are zeroed.
     pub fn new(bytes: &'a mut [u8]) -> Encoder<'a> {
         bytes.fill(0);
         Encoder { bytes, used: HEAD_BYTES }
     }
 
-    /// Adds a cell; its planes follow, as many as `planes` says.
+    /// Adds a cell; `planes` planes must follow.
     pub fn cell(&mut self, layer: u32, codec: u16, planes: u16, block: u32, lengths: [u64; 2]) {
         let at = self.used;
         put_u32(self.bytes, at, layer);
@@ -335,7 +335,7 @@ impl<'a> Encoder<'a> {
         self.used += body.len();
     }
 
-    /// Writes the head (but for the lengths that follow from the memory) and the sum.
+    /// Writes the fixed fields (lengths follow from the memory) and the checksum.
     pub fn finish(self, head: &Head) {
         let bytes = self.bytes;
         put(bytes, 0, MAGIC);
@@ -473,7 +473,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a sound sum covers: no panic, and what is listed lies inside.
+        /// Signed random changes: no panic, and every listed cell lies inside the record.
         #[test]
         fn signed_noise_is_read_without_harm(
             edits in proptest::collection::vec((0usize..390, any::<u8>()), 0..12)

@@ -1,6 +1,5 @@
-//! The seal of a cell: 64 bits that bind its planes to who it is. The tables in
-//! memory keep it, so that a cell that is read is checked against its full
-//! identity without a look at its header.
+//! The seal of a cell: 64 bits that bind its planes to its identity. The cell table keeps the seal,
+//! so that a cell that is read is verified against its full identity without its header.
 
 use crate::base::checksum::{Xxh3, xxh3};
 
@@ -10,7 +9,7 @@ use crate::format::keys::{Fingerprint, Key};
 pub const PLANE_K: u16 = 1;
 /// Plane of values.
 pub const PLANE_V: u16 = 2;
-/// Plane of a sparse policy; its id says of which one.
+/// Plane of a sparse policy; its id names the policy.
 pub const PLANE_META: u16 = 3;
 /// Plane of a recurrent state.
 pub const PLANE_STATE: u16 = 4;
@@ -18,14 +17,14 @@ pub const PLANE_STATE: u16 = 4;
 /// Most planes of one cell.
 pub const MAX_PLANES: usize = 16;
 
-/// A plane as it rests: what it is, how long, and the checksum of its bytes.
+/// A stored plane: kind, length, and checksum of its bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Plane {
-    /// [`PLANE_K`] and so on; others are kept and not understood.
+    /// [`PLANE_K`] and so on; unknown kinds are stored unchanged.
     pub kind: u16,
-    /// Which one of its kind.
+    /// Number among planes of its kind.
     pub id: u16,
-    /// Version of what its content means.
+    /// Version of its content.
     pub version: u32,
     /// Stored bytes.
     pub bytes: u64,
@@ -33,7 +32,7 @@ pub struct Plane {
     pub sum: u64,
 }
 
-/// Who a cell is.
+/// Identity of a cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// Key of its chunk.
@@ -42,17 +41,17 @@ pub struct Identity {
     pub fingerprint: Fingerprint,
     /// Its layer.
     pub layer: u32,
-    /// Tokens that it has.
+    /// Valid tokens.
     pub valid_tokens: u32,
-    /// How its bytes are coded; 0 = as they are.
+    /// Codec of its bytes; 0 = plain.
     pub codec: u16,
 }
 
 const FIXED_BYTES: usize = 80;
 const PLANE_BYTES: usize = 24;
 
-/// The seal of a cell: XXH3-64 of 80 bytes that say who it is and 24 for each
-/// plane. The bytes are in `docs/store.md`.
+/// The seal of a cell: XXH3-64 of 80 bytes of identity and 24 bytes for each plane. `docs/store.md`
+/// defines the bytes.
 pub fn seal(who: &Identity, planes: impl ExactSizeIterator<Item = Plane>) -> u64 {
     let mut bytes = [0u8; FIXED_BYTES + 4 * PLANE_BYTES];
     bytes[..4].copy_from_slice(b"KVTC");
@@ -62,8 +61,8 @@ pub fn seal(who: &Identity, planes: impl ExactSizeIterator<Item = Plane>) -> u64
     bytes[40..72].copy_from_slice(&who.fingerprint.0);
     bytes[72..76].copy_from_slice(&who.layer.to_le_bytes());
     bytes[76..80].copy_from_slice(&who.valid_tokens.to_le_bytes());
-    // Most cells have two planes: all in one call then. More go through the
-    // streaming form, which gives the same sum.
+    // Most cells have two planes and take one call. More planes use the streaming form, which gives
+    // the same sum.
     let mut used = FIXED_BYTES;
     let mut long: Option<Xxh3> = None;
     for plane in planes {
@@ -110,7 +109,7 @@ mod tests {
         Plane { kind: i as u16 + 1, id: 5, version: 6, bytes: 4096 + i, sum: 77 * i }
     }
 
-    /// Field after field, as the page has it.
+    /// Field after field, as `docs/store.md` defines it.
     fn plain(who: &Identity, planes: &[Plane]) -> u64 {
         let mut all = b"KVTC".to_vec();
         all.extend(who.codec.to_le_bytes());

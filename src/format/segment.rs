@@ -1,60 +1,59 @@
-//! The first block of a segment and the file that names the store.
+//! Headers of the disk tier: the first block of a segment, and the file with the store's id.
 
 use crate::base::checksum::xxh3;
 use crate::format::fields::{array_at, put, put_u16, put_u32, put_u64, u16_at, u32_at, u64_at};
 
-/// Everything on disk starts at a multiple of this.
+/// Alignment of everything on disk, in bytes.
 pub const BLOCK_BYTES: usize = 4096;
 /// Version of the format.
 pub const VERSION: u16 = 1;
-/// Blocks of the store's file: the same content twice, so that one flipped bit
-/// does not take the store with it.
+/// Blocks of the store file: two copies, so that one flipped bit does not lose the store.
 pub const STORE_BLOCKS: usize = 2;
 
-/// The random name of a store.
+/// The random id of a store.
 pub type StoreId = [u8; 16];
 
 const SEGMENT_MAGIC: &[u8; 4] = b"KVTS";
 const STORE_MAGIC: &[u8; 4] = b"KVTD";
 const SUM_AT: usize = BLOCK_BYTES - 8;
 
-/// Why a block is not what was looked for.
+/// Why a header is not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeaderError {
-    /// Its sum or a field is wrong.
+    /// Its checksum or a field is wrong.
     Damaged,
-    /// It is sound and of another version of the format.
+    /// It is intact but of another version of the format.
     Version(u16),
 }
 
 /// The first block of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentHeader {
-    /// Whose it is.
+    /// Id of the store.
     pub store: StoreId,
     /// Its number.
     pub number: u64,
-    /// Its blocks, this one included.
+    /// Blocks of the segment, the header included.
     pub blocks: u32,
 }
 
-/// What the store's file says.
+/// Contents of the store file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoreHeader {
-    /// The store's random name.
+    /// Id of the store.
     pub store: StoreId,
-    /// How long its segments were when it was made.
+    /// Bytes of its segments when it was made.
     pub segment_bytes: u64,
 }
 
-/// Writes the sum of a block at its end.
+/// Writes the checksum to the end of a block.
 pub fn sign(block: &mut [u8]) {
     let Some(at) = block.len().checked_sub(8) else { return };
     let sum = xxh3(&block[..at]);
     put_u64(block, at, sum);
 }
 
-/// Whether a block's sum is right.
+/// Whether the checksum of a block is right.
 pub fn is_signed(block: &[u8]) -> bool {
     match block.len().checked_sub(8) {
         Some(at) => xxh3(&block[..at]) == u64_at(block, at),
@@ -74,7 +73,7 @@ fn check<'a>(bytes: &'a [u8], magic: &[u8; 4]) -> Result<&'a [u8], HeaderError> 
 }
 
 impl SegmentHeader {
-    /// Fills a block.
+    /// Encodes it into a block.
     pub fn encode(&self, block: &mut [u8; BLOCK_BYTES]) {
         block.fill(0);
         put(block, 0, SEGMENT_MAGIC);
@@ -86,7 +85,7 @@ impl SegmentHeader {
         sign(block);
     }
 
-    /// Reads a block.
+    /// Decodes a block.
     pub fn decode(bytes: &[u8]) -> Result<SegmentHeader, HeaderError> {
         let block = check(bytes, SEGMENT_MAGIC)?;
         if u32_at(block, 8) != BLOCK_BYTES as u32 {
@@ -101,7 +100,7 @@ impl SegmentHeader {
 }
 
 impl StoreHeader {
-    /// The content of the file.
+    /// Encodes the file.
     pub fn encode(&self, file: &mut [u8; STORE_BLOCKS * BLOCK_BYTES]) {
         file.fill(0);
         let (block, copy) = file.split_at_mut(BLOCK_BYTES);
@@ -114,7 +113,7 @@ impl StoreHeader {
         copy.copy_from_slice(block);
     }
 
-    /// Reads the file: the first of its blocks that is sound.
+    /// Decodes the file: its first intact copy.
     pub fn decode(bytes: &[u8]) -> Result<StoreHeader, HeaderError> {
         let mut why = HeaderError::Damaged;
         for copy in bytes.chunks(BLOCK_BYTES).take(STORE_BLOCKS) {
@@ -132,7 +131,7 @@ impl StoreHeader {
     }
 }
 
-// The sums stand where the page says.
+// `docs/store.md` defines this offset.
 const _: () = assert!(SUM_AT == 4088);
 
 #[cfg(test)]

@@ -1,41 +1,41 @@
-//! What it costs to compute KV again.
+//! Recompute cost of KV.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 
-/// The recompute cost of tokens after a context: a part that each token costs,
-/// and a part that grows with what it attends to.
+/// The cost to compute tokens after a context: a constant per token, plus a part that grows with
+/// the tokens it attends to.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cost {
-    /// Per token and token of context.
+    /// Cost per token and token of context.
     pub alpha: f64,
-    /// Per token.
+    /// Cost per token.
     pub beta: f64,
 }
 
 impl Default for Cost {
-    /// A model of the 70B class: attention costs as much as everything else at
-    /// a context of 53,800 tokens.
+    /// A model of the 70B class: attention costs as much as everything else at a context of 53,800
+    /// tokens.
     fn default() -> Cost {
         Cost { alpha: 1.0 / 53_800.0, beta: 1.0 }
     }
 }
 
 impl Cost {
-    /// The cost of `tokens` after `context` earlier ones: the exact sum over
-    /// tokens, with the attention of the tokens on each other.
+    /// The cost of `tokens` tokens after `context` earlier ones: the exact sum over tokens, with
+    /// the attention of the tokens to each other.
     #[inline]
     pub fn of(&self, context: u64, tokens: u64) -> f64 {
         self.of_floats(context as f64, tokens as f64)
     }
 
-    /// The same with numbers to reckon with.
+    /// The same with floating-point numbers.
     #[inline]
     pub fn of_floats(&self, l: f64, n: f64) -> f64 {
         n * self.beta + self.alpha * (n * l + n * n / 2.0)
     }
 
-    /// Reads `alpha` and `beta` from a spec, with these as the defaults.
+    /// Reads `alpha` and `beta` from a spec; these are the defaults.
     pub fn read(self, reader: &mut Reader) -> Result<Cost> {
         Ok(Cost {
             alpha: reader.f64("alpha", self.alpha, 0.0..=1e12)?,

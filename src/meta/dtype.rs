@@ -1,8 +1,7 @@
-//! What the numbers of a KV plane are.
+//! Number types of KV planes.
 
-/// A type of numbers. The library moves bytes of any; codecs and kernels look at
-/// what they are. Append only: these numbers cross the C boundary and are in the
-/// fingerprint of a layout.
+/// A number type. The library moves bytes of any type; codecs and kernels interpret them. Append
+/// only: codes cross the C boundary and are hashed into layout fingerprints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Dtype {
@@ -26,7 +25,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Every type, in the order of the numbers.
+    /// Every type, by code.
     pub const ALL: [Dtype; 8] = [
         Dtype::Bytes,
         Dtype::F32,
@@ -38,17 +37,17 @@ impl Dtype {
         Dtype::I4,
     ];
 
-    /// The number that crosses the C boundary.
+    /// The code that crosses the C boundary.
     pub const fn code(self) -> u32 {
         self as u32
     }
 
-    /// The type of a number from outside, if it is one of ours.
+    /// The type of a code, if known.
     pub fn from_code(code: u32) -> Option<Dtype> {
         Self::ALL.get(usize::try_from(code).ok()?).copied()
     }
 
-    /// How many bits one number has.
+    /// Bits of a number.
     pub const fn bits(self) -> u32 {
         match self {
             Dtype::F32 => 32,
@@ -58,7 +57,7 @@ impl Dtype {
         }
     }
 
-    /// Its name, as specs and the tool write it.
+    /// Name in specs and in the tool.
     pub const fn name(self) -> &'static str {
         match self {
             Dtype::Bytes => "bytes",
@@ -72,12 +71,12 @@ impl Dtype {
         }
     }
 
-    /// The type of a name.
+    /// The type with a name.
     pub fn from_name(name: &str) -> Option<Dtype> {
         Self::ALL.into_iter().find(|dtype| dtype.name() == name)
     }
 
-    /// The bytes of `count` numbers, if they fill whole bytes.
+    /// Bytes of `count` numbers, if they fill whole bytes.
     pub fn bytes_of(self, count: u64) -> Option<u64> {
         let bits = count.checked_mul(u64::from(self.bits()))?;
         (bits % 8 == 0).then_some(bits / 8)

@@ -1,8 +1,7 @@
-//! How evenly something is spread.
+//! Jain's fairness index.
 
-/// Jain's index of what each found in parts of what it could have found: 1 when
-/// all fare alike, 1/n when one has everything. Kept as sums, so that those who
-/// are gone count without being remembered.
+/// Jain's index of hit rates: 1 if all are equal, 1/n if one of n has everything. Kept as sums, so
+/// that dropped sessions still count.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Fairness {
     count: f64,
@@ -11,7 +10,7 @@ pub struct Fairness {
 }
 
 impl Fairness {
-    /// Counts one more. Who could have found nothing does not count.
+    /// Adds one hit rate. Entries that wanted nothing do not count.
     pub fn add(&mut self, found: u64, wanted: u64) {
         if wanted > 0 {
             let x = found as f64 / wanted as f64;
@@ -21,7 +20,7 @@ impl Fairness {
         }
     }
 
-    /// The index; 1 of none.
+    /// The index; 1 without entries.
     pub fn index(&self) -> f64 {
         match self.squares > 0.0 {
             true => self.sum * self.sum / (self.count * self.squares),

@@ -1,18 +1,17 @@
-//! From a 64-bit id to a slot: open addressing in buckets of one cache line, 32
-//! bits of the hash beside each slot so that a probe touches another table only
-//! for a match.
+//! A hash index from 64-bit ids to slots. Open addressing in buckets of one cache line, with 32
+//! bits of the hash beside each slot, so that a probe reads the other table only for a match.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed, prefetch};
 use crate::fail;
 
-/// Number of an object in its table.
+/// Row number in a table.
 pub type Slot = u32;
 
 /// No slot.
 pub const NONE: Slot = u32::MAX;
 
-/// No slot either: what [`Index::guess`] says when it cannot tell.
+/// Result of [`Index::guess`] if only a search can tell; no slot.
 pub const UNSURE: Slot = u32::MAX - 1;
 
 /// Most entries of an index.
@@ -20,12 +19,12 @@ pub const MAX_ENTRIES: usize = 1 << 30;
 
 const WIDTH: usize = 8;
 
-/// A cache line. All its tags are compared at once: a search that goes cell by
-/// cell ends at a different place each time, which processors cannot guess.
+/// A cache line. All its tags are compared at once: a loop over cells ends at an unpredictable cell
+/// and costs a branch miss.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Bucket {
-    /// 0 = empty.
+    /// 0 = empty cell.
     tags: [u32; WIDTH],
     slots: [Slot; WIDTH],
 }
@@ -34,13 +33,13 @@ struct Bucket {
 unsafe impl Zeroable for Bucket {}
 
 impl Bucket {
-    /// A bit for each cell with a tag.
+    /// A bit for each cell with this tag.
     #[inline]
     #[cfg(target_arch = "x86_64")]
     fn with(&self, tag: u32) -> u32 {
         use std::arch::x86_64::*;
         let [a, b, c, d, e, f, g, h] = self.tags.map(u32::cast_signed);
-        // SAFETY: SSE2 is part of x86-64; nothing but registers is touched.
+        // SAFETY: SSE2 is part of x86-64; only registers are used.
         unsafe {
             let wanted = _mm_set1_epi32(tag.cast_signed());
             let low = _mm_cmpeq_epi32(_mm_set_epi32(d, c, b, a), wanted);
@@ -50,7 +49,7 @@ impl Bucket {
         }
     }
 
-    /// A bit for each cell with a tag.
+    /// A bit for each cell with this tag.
     #[inline]
     #[cfg(not(target_arch = "x86_64"))]
     fn with(&self, tag: u32) -> u32 {
@@ -64,26 +63,26 @@ impl Bucket {
     }
 }
 
-/// Entries for which an index has room at first.
+/// Initial capacity, in entries.
 const FIRST_ENTRIES: usize = 1 << 12;
 
-/// Maps ids to slots. It grows with what is in it, twofold at a time: probes lie anywhere in it,
-/// so all of it is present soon. No randomness, so runs repeat.
+/// Maps ids to slots. Doubles as it fills: probes are spread over all of it, so all of it becomes
+/// resident. Hashing has no randomness, so runs repeat.
 pub struct Index {
     buckets: Zeroed<Bucket>,
     live: usize,
     limit: usize,
-    /// With so many entries it grows before it takes another.
+    /// Number of entries at which it grows.
     grows_at: usize,
 }
 
-/// Buckets for so many entries. Every other cell is in use then: hardly an id is outside its own
+/// Buckets for this many entries: half of the cells stay empty. Few ids are then outside their home
 /// bucket, and at least one cell is always empty.
 fn buckets_for(entries: usize) -> usize {
     (entries / (WIDTH / 2)).max(1)
 }
 
-/// Spreads an id over 64 bits.
+/// Hashes an id to 64 bits.
 #[inline]
 pub fn hash(id: u64) -> u64 {
     let wide = u128::from(id ^ 0x9E37_79B9_7F4A_7C15) * 0xD6E8_FEB8_6659_FD93_u128;
@@ -91,7 +90,7 @@ pub fn hash(id: u64) -> u64 {
     folded.wrapping_mul(0xA076_1D64_78BD_642F)
 }
 
-/// What stands for an id in its bucket; says where that is, too.
+/// The tag of an id; it also determines the home bucket.
 #[inline]
 fn tag_of(id: u64) -> u32 {
     ((hash(id) >> 32) as u32).max(1)
@@ -108,30 +107,29 @@ impl Index {
         Ok(Index { buckets, live: 0, limit, grows_at })
     }
 
-    /// How many ids are in it.
+    /// The number of ids.
     #[inline]
     pub fn len(&self) -> usize {
         self.live
     }
 
-    /// Whether none is.
+    /// Whether there is no id.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.live == 0
     }
 
-    /// Bytes that it has now.
+    /// Allocated bytes.
     pub fn bytes(&self) -> u64 {
         (self.buckets.len() * size_of::<Bucket>()) as u64
     }
 
-    /// Bytes of one that is full.
+    /// Bytes of a full index.
     pub fn full_bytes(limit: usize) -> u64 {
         (buckets_for(limit) * size_of::<Bucket>()) as u64
     }
 
-    /// Makes it twice as large. Where there is no memory for that it gets slower, and is full
-    /// when its cells are.
+    /// Doubles the index. Without memory for that, it gets slower, and is full when its cells are.
     #[cold]
     fn grow(&mut self) {
         let most = buckets_for(self.limit);
@@ -171,32 +169,32 @@ impl Index {
         if at + 1 == self.buckets.len() { 0 } else { at + 1 }
     }
 
-    /// How many steps forward lead from one bucket to another.
+    /// Buckets from one to another, in probe order.
     #[inline]
     fn steps(&self, from: usize, to: usize) -> usize {
         if to >= from { to - from } else { to + self.buckets.len() - from }
     }
 
-    /// Has the bucket of an id fetched.
+    /// Prefetches the home bucket of an id.
     #[inline]
     pub fn prefetch(&self, id: u64) {
         prefetch(&self.buckets, self.home(tag_of(id)));
     }
 
-    /// The slot that probably holds an id, to fetch what it names; NONE when the
-    /// id is not there, UNSURE when only a search can tell.
+    /// The slot that probably holds an id, for prefetching; NONE if the id is absent, UNSURE if
+    /// only a search can tell.
     #[inline]
     pub fn guess(&self, id: u64) -> Slot {
         let tag = tag_of(id);
         let bucket = &self.buckets[self.home(tag)];
         let lanes = bucket.with(tag);
-        // No branches: whether it is there nobody can guess.
+        // Branch-free: whether an id is present is unpredictable.
         let there = bucket.slots[lanes.trailing_zeros() as usize % WIDTH];
         let gone = if bucket.has_room() { NONE } else { UNSURE };
         if lanes != 0 { there } else { gone }
     }
 
-    /// The slot of an id; `is` says whether a slot holds it.
+    /// The slot of an id; `is` tells whether a slot holds it.
     #[inline]
     pub fn find(&self, id: u64, is: impl Fn(Slot) -> bool) -> Option<Slot> {
         self.search(id, is).map(|(at, lane)| self.buckets[at].slots[lane])
@@ -223,14 +221,13 @@ impl Index {
         }
     }
 
-    /// Adds an id that is not in it. False when it is full.
+    /// Adds an id that is not present. Returns false if the index is full.
     #[inline]
     pub fn insert(&mut self, id: u64, slot: Slot) -> bool {
         self.insert_new(id, slot, |_| false).is_ok()
     }
 
-    /// Adds an id unless it is in it already: then its slot, or NONE when there
-    /// is no room.
+    /// Adds an id unless it is present. Fails with its slot, or with NONE if there is no room.
     #[inline]
     pub fn insert_new(
         &mut self,
@@ -260,7 +257,7 @@ impl Index {
             }
             at = self.after(at);
         };
-        // One cell stays empty: searches end there.
+        // One cell stays empty, so that searches end.
         if self.live == self.limit || self.live + 1 == self.buckets.len() * WIDTH {
             return Err(NONE);
         }
@@ -270,7 +267,7 @@ impl Index {
         Ok(())
     }
 
-    /// Takes an id out; its slot, if it was in.
+    /// Removes an id; returns its slot, if it was present.
     #[inline]
     pub fn remove(&mut self, id: u64, is: impl Fn(Slot) -> bool) -> Option<Slot> {
         let (at, lane) = self.search(id, is)?;
@@ -284,8 +281,8 @@ impl Index {
         Some(slot)
     }
 
-    /// Searches pass a full bucket only. One that is full no longer takes back
-    /// an entry that had to go further, and so on from where that was.
+    /// Searches pass full buckets only. A bucket that was full takes back an entry that had
+    /// overflowed, and so on from where that was.
     #[cold]
     fn close_gap(&mut self, mut gap: usize, mut empty: usize) {
         let mut at = self.after(gap);
@@ -310,7 +307,7 @@ impl Index {
         }
     }
 
-    /// Forgets everything.
+    /// Removes all ids.
     pub fn clear(&mut self) {
         self.buckets.fill(Bucket { tags: [0; WIDTH], slots: [0; WIDTH] });
         self.live = 0;

@@ -1,18 +1,18 @@
-//! What the KV of a chunk is called.
+//! Keys of namespaces and chunks.
 
 use std::fmt;
 
-/// The key of a namespace or of a chunk: a hash of all that its KV depends on. The
-/// default, zeros, is nobody's.
+/// The key of a namespace or chunk: a hash of everything that its KV depends on. The default, all
+/// zeros, is not used.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(transparent)]
 pub struct Key(pub [u8; 32]);
 
 impl Key {
-    /// Bytes as keys, one behind the other; what does not fill one is left out.
+    /// Reads bytes as consecutive keys; an incomplete last key is left out.
     pub fn list(bytes: &[u8]) -> &[Key] {
         let count = bytes.len() / size_of::<Key>();
-        // SAFETY: a key is 32 bytes of any value, and so many are there.
+        // SAFETY: a key is 32 bytes of any value, and `count` of them are inside the slice.
         unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), count) }
     }
 }

@@ -1,10 +1,10 @@
-//! What a cell is: the layers of a model in groups, what each layer keeps of a
-//! token, and how much of the past it needs to go on.
+//! The layout of cells: layers of a model in groups, the bytes that each layer keeps of a token,
+//! and the tokens that it needs to continue.
 //!
-//! Canonical bytes, version 1, all numbers little-endian; fingerprints are made
-//! of them, so equal layouts have equal bytes, and what they mean never changes:
+//! Canonical bytes, version 1, all numbers little-endian. Fingerprints hash them, so equal layouts
+//! have equal bytes, and their meaning never changes:
 //!
-//! | bytes | what |
+//! | bytes | contents |
 //! |---|---|
 //! | 4 | `KVTL` |
 //! | 4 | version: 1 |
@@ -26,11 +26,11 @@ pub const MAX_LAYERS: usize = 4096;
 pub const MAX_GROUPS: usize = 64;
 /// Most tokens of a chunk.
 pub const MAX_CHUNK_TOKENS: u32 = 1 << 15;
-/// Largest cell: what fits in a segment of the host tier.
+/// Largest cell, in bytes: it fits in a slab of the host tier.
 pub const MAX_CELL_BYTES: u64 = 32 << 20;
-/// Longest window.
+/// Largest window, in tokens.
 pub const MAX_WINDOW_TOKENS: u32 = 1 << 30;
-/// Most heads.
+/// Most heads of keys.
 pub const MAX_KV_HEADS: u32 = 1 << 16;
 
 const MAGIC: [u8; 4] = *b"KVTL";
@@ -38,20 +38,20 @@ const VERSION: u32 = 1;
 const HEAD_BYTES: usize = 16;
 const GROUP_BYTES: usize = 28;
 
-/// How much of the past a group needs to go on from some point.
+/// The earlier tokens that a group needs to continue from a point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// Every earlier token.
     Full,
-    /// So many tokens before the point.
+    /// This many tokens before the point.
     Window(u32),
-    /// The state at exactly that point. States are kept at the ends of chunks.
+    /// The state at exactly that point. States are stored at the ends of chunks.
     State,
 }
 
 impl Rule {
-    /// How many tokens before a point it needs: whatever chunk has one of them
-    /// must be there. A state is that of the chunk with the last token.
+    /// Tokens before a point that it needs. Every chunk with one of them must be resident. A state
+    /// is that of the chunk with the last token.
     #[inline]
     pub fn reach_tokens(self) -> u64 {
         match self {
@@ -62,26 +62,26 @@ impl Rule {
     }
 }
 
-/// Layers that keep the same, and need the same.
+/// Layers with equal bytes and rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
     /// Its layers.
     pub layers: Vec<u16>,
-    /// What their numbers are.
+    /// Number type.
     pub dtype: Dtype,
-    /// Heads that K and V are divided into; 0 = not said.
+    /// Heads of K and V; 0 = unspecified.
     pub kv_heads: u32,
-    /// Bytes of K a token and layer; of the latent, where there is one.
+    /// Bytes of K, or of the latent, for each token and layer.
     pub k_bytes: u64,
-    /// Bytes of V a token and layer; 0 = it is in K.
+    /// Bytes of V for each token and layer; 0 = V is part of K.
     pub v_bytes: u64,
     /// Bytes of a layer's state.
     pub state_bytes: u64,
-    /// What it needs.
+    /// The earlier tokens that it needs.
     pub rule: Rule,
 }
 
-/// What a cell's planes have, one after the other.
+/// Sizes of the planes of a cell, in their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Planes {
     /// K, the latent, or the state.
@@ -91,7 +91,7 @@ pub struct Planes {
 }
 
 impl Planes {
-    /// The whole cell.
+    /// Bytes of the whole cell.
     #[inline]
     pub fn bytes(self) -> u64 {
         self.k_bytes + self.v_bytes
@@ -99,7 +99,7 @@ impl Planes {
 }
 
 impl Group {
-    /// Attention with `heads` heads of K and V; multi-head, grouped or with one.
+    /// Attention with `heads` heads of K and V: multi-head, grouped or multi-query.
     pub fn gqa(
         layers: impl IntoIterator<Item = u16>,
         heads: u32,
@@ -109,7 +109,7 @@ impl Group {
         Group::mla_expanded(layers, heads, dim, dim, dtype)
     }
 
-    /// Latent attention, kept as the latent: one vector a token, and no V.
+    /// Multi-head latent attention, stored as the latent: one vector a token, and no V.
     pub fn mla_latent(
         layers: impl IntoIterator<Item = u16>,
         rank: u32,
@@ -118,7 +118,7 @@ impl Group {
         Group::mla_expanded(layers, 1, rank, 0, dtype)
     }
 
-    /// Latent attention, kept as heads whose K and V differ in size.
+    /// Multi-head latent attention, stored as heads whose K and V differ in size.
     pub fn mla_expanded(
         layers: impl IntoIterator<Item = u16>,
         heads: u32,
@@ -126,7 +126,7 @@ impl Group {
         v_dim: u32,
         dtype: Dtype,
     ) -> Result<Group> {
-        // What does not fit in a number is above every limit; `Layout::new` says so.
+        // Saturated numbers exceed every limit; `Layout::new` rejects them.
         let heads_of = |bytes: u64| bytes.saturating_mul(u64::from(heads));
         let of = |dim: u32| dtype.bytes_of(u64::from(dim)).map(heads_of);
         let (Some(k_bytes), Some(v_bytes)) = (of(k_dim), of(v_dim)) else {
@@ -137,7 +137,7 @@ impl Group {
         Ok(Group { layers, dtype, kv_heads: heads, k_bytes, v_bytes, state_bytes: 0, rule })
     }
 
-    /// Layers with a state of a fixed size instead of a part for each token.
+    /// Layers with a state of fixed size instead of bytes for each token.
     pub fn state(layers: impl IntoIterator<Item = u16>, bytes: u64, dtype: Dtype) -> Group {
         Group {
             layers: layers.into_iter().collect(),
@@ -150,7 +150,7 @@ impl Group {
         }
     }
 
-    /// The same, but it needs only the last `tokens` tokens.
+    /// The same with a window: only the last `tokens` tokens are needed.
     pub fn window(self, tokens: u32) -> Group {
         Group { rule: Rule::Window(tokens), ..self }
     }
@@ -169,7 +169,7 @@ impl Group {
 
     fn check(&self, at: usize, chunk_tokens: u32) -> Result<()> {
         let Group { dtype, kv_heads, k_bytes, v_bytes, state_bytes, .. } = *self;
-        // Before anything is multiplied.
+        // Checked before any multiplication.
         if k_bytes.max(v_bytes).max(state_bytes) > MAX_CELL_BYTES {
             fail!(Limit, "group {at}: a cell has more than {MAX_CELL_BYTES} bytes");
         }
@@ -203,7 +203,7 @@ impl Group {
     }
 }
 
-/// The layout of a model's KV. What it says was checked when it was made.
+/// The layout of a model's KV, checked when it was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     chunk_tokens: u32,
@@ -212,8 +212,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// A layout of chunks of `chunk_tokens` tokens. Every layer from 0 on is in
-    /// one group. The groups are put in the order of their first layers.
+    /// A layout with chunks of `chunk_tokens` tokens. Each layer from 0 on must be in exactly one
+    /// group. Groups are sorted by their first layer.
     pub fn new(chunk_tokens: u32, mut groups: Vec<Group>) -> Result<Layout> {
         if !(1..=MAX_CHUNK_TOKENS).contains(&chunk_tokens) {
             fail!(Invalid, "a chunk has 1 to {MAX_CHUNK_TOKENS} tokens, not {chunk_tokens}");
@@ -236,7 +236,7 @@ impl Layout {
         let mut group_of = vec![u8::MAX; layers];
         for (at, group) in groups.iter().enumerate() {
             for &layer in &group.layers {
-                // As many layers as places: one that is there twice leaves another out.
+                // There are as many layers as places: a duplicate leaves another one out.
                 match group_of.get_mut(usize::from(layer)) {
                     None => fail!(Invalid, "layer {layer} is named, one before it is not"),
                     Some(of) if *of != u8::MAX => fail!(Invalid, "layer {layer} is named twice"),
@@ -253,13 +253,13 @@ impl Layout {
         self.chunk_tokens
     }
 
-    /// How many layers there are.
+    /// The number of layers.
     #[inline]
     pub fn layers(&self) -> usize {
         self.group_of.len()
     }
 
-    /// The groups, in the order of their first layers.
+    /// The groups, sorted by their first layer.
     #[inline]
     pub fn groups(&self) -> &[Group] {
         &self.groups
@@ -277,7 +277,7 @@ impl Layout {
         self.groups.get(usize::from(*self.group_of.get(layer)?))
     }
 
-    /// The bytes of a chunk with `tokens` valid tokens, all layers.
+    /// Bytes of a chunk with `tokens` valid tokens, all layers.
     pub fn chunk_bytes(&self, tokens: u32) -> u64 {
         let bytes = |group: &Group| group.planes(tokens).bytes() * group.layers.len() as u64;
         self.groups.iter().map(bytes).sum()
@@ -299,7 +299,7 @@ impl Layout {
                 Rule::State => (2, 0),
             };
             out.extend([group.dtype as u8, rule, 0, 0]);
-            // No size is larger than a cell.
+            // No size exceeds a cell, which fits in 32 bits.
             let [k, v, state] =
                 [group.k_bytes, group.v_bytes, group.state_bytes].map(|bytes| bytes as u32);
             for number in [window, group.kv_heads, k, v, state, 0] {
@@ -310,10 +310,10 @@ impl Layout {
         out
     }
 
-    /// The layout of canonical bytes; of nothing else.
+    /// Decodes canonical bytes, and rejects all others.
     pub fn decode(bytes: &[u8]) -> Result<Layout> {
         let layout = Layout::read(bytes)?;
-        // Numbers that are not used, the order of groups: one form only.
+        // Unused numbers and the order of groups must be canonical.
         if layout.encode() != bytes {
             fail!(Corrupt, "a layout is not in its canonical form");
         }

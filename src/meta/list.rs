@@ -1,4 +1,4 @@
-//! Doubly linked lists that live in the objects' own links.
+//! Doubly linked lists through the links of the objects, ordered by recency.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -6,27 +6,27 @@ use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Objects;
 use crate::meta::timestamp_heap::TimestampHeap;
 
-/// Most steps in search of a place for what comes back: beyond, a pile is as fast.
+/// Most steps of a search for a place in the list; beyond that, the heap is as fast.
 const MOST_STEPS: usize = 8;
 
-/// A list of objects, hot end first. An object is in one list at most.
+/// A list of objects, hot end first. An object is in at most one list.
 ///
-/// What comes back, and whose place is not near, waits in a pile until it is the
-/// oldest of all. So `tail` is always the next to leave, though not every object of
-/// the list can be reached from it.
+/// An object that is put back, and whose place is not found in a few steps, waits in a heap until
+/// it is the oldest of all. So `tail` is always the next victim, though not every object can be
+/// reached from it.
 #[derive(Clone, Copy, Debug)]
 pub struct List {
     /// The hot end.
     pub head: Slot,
     /// The cold end.
     pub tail: Slot,
-    /// How many, those that wait included.
+    /// Number of objects, those in the heap included.
     pub len: u32,
     /// The sum of their sizes.
     pub units: u64,
-    /// Who was put back last, or a neighbour of it since.
+    /// The object that was put back last, or a neighbour of it since.
     finger: Slot,
-    /// Who came back into the middle; all are younger than the tail.
+    /// Objects that were put back into the middle; all are younger than the tail.
     heap: TimestampHeap,
 }
 
@@ -37,9 +37,8 @@ impl Default for List {
     }
 }
 
-/// Walks a list some way ahead of who leaves: the order of a list is no order in
-/// memory, so that a search which takes several finds each only after it has
-/// waited for the one before. What it says is a guess, and only fetched.
+/// Prefetches nodes ahead of a search for victims. List order is not memory order, so a search that
+/// takes several objects would wait for each. The position is a guess, and is only prefetched.
 #[derive(Clone, Copy, Debug)]
 pub struct Prefetcher {
     at: Slot,
@@ -53,11 +52,10 @@ impl Default for Prefetcher {
 }
 
 impl Prefetcher {
-    /// As many as one call is likely to take.
+    /// Nodes ahead: as many as one call is likely to take.
     const DISTANCE: u32 = 16;
 
-    /// One step further towards the hot end; from `start` after a search has
-    /// caught up.
+    /// Advances one step towards the hot end; restarts from `start` when the search has caught up.
     #[inline]
     pub fn step(&mut self, objects: &Objects, start: Slot) {
         if self.ahead < Self::DISTANCE {
@@ -68,7 +66,7 @@ impl Prefetcher {
         }
     }
 
-    /// The search took one.
+    /// Tells it that the search took a node.
     #[inline]
     pub fn passed(&mut self) {
         self.ahead = self.ahead.saturating_sub(1);
@@ -82,7 +80,7 @@ impl List {
         self.len == 0
     }
 
-    /// Puts an object at the hot end.
+    /// Inserts an object at the hot end.
     #[inline]
     pub fn push_hot(&mut self, objects: &mut Objects, slot: Slot) {
         let old = self.head;
@@ -97,8 +95,7 @@ impl List {
         self.len += 1;
     }
 
-    /// Puts an object next to `before`, on its colder side; at the hot end if
-    /// that is none.
+    /// Inserts an object on the colder side of `before`, or at the hot end if that is NONE.
     pub fn insert_after(&mut self, objects: &mut Objects, before: Slot, slot: Slot) {
         if before == NONE {
             return self.push_hot(objects, slot);
@@ -114,7 +111,7 @@ impl List {
         self.len += 1;
     }
 
-    /// Takes an object out.
+    /// Removes an object.
     #[inline]
     pub fn unlink(&mut self, objects: &mut Objects, slot: Slot) {
         let node = objects.node(slot);
@@ -140,12 +137,12 @@ impl List {
         }
     }
 
-    /// Makes an object of the list its hottest.
+    /// Moves an object of the list to the hot end.
     #[inline]
     pub fn to_hot(&mut self, objects: &mut Objects, slot: Slot) {
         if self.head == slot {
             if self.tail == slot {
-                // Alone, and younger than those that wait now.
+                // The only linked object is younger than those in the heap now.
                 self.take_oldest(objects);
             }
             return;
@@ -160,7 +157,7 @@ impl List {
         let (prev, next) = (node.prev, node.next);
         (node.prev, node.next) = (NONE, old);
         objects.node_mut(old).prev = slot;
-        // Not the head, so there is a hotter one.
+        // It is not the head, so there is a hotter one.
         objects.node_mut(prev).next = next;
         match next {
             NONE => self.tail = prev,
@@ -174,9 +171,9 @@ impl List {
         }
     }
 
-    /// Whether an object of the list waits in the pile. One that does not is named by
-    /// its hotter neighbour; the link of one that does leads down to another, whose
-    /// own never lead up.
+    /// Whether an object of the list is in the heap. A linked object is named by its hotter
+    /// neighbour. The link of a heap node leads down to another heap node, whose own links never
+    /// lead up.
     #[inline]
     fn is_in_heap(&self, objects: &Objects, slot: Slot) -> bool {
         match objects.node(slot).prev {
@@ -185,13 +182,13 @@ impl List {
         }
     }
 
-    /// Takes an object out of the pile; whether it was in.
+    /// Removes an object from the heap; returns whether it was in.
     #[cold]
     fn remove_from_heap(&mut self, objects: &mut Objects, slot: Slot) -> bool {
         self.is_in_heap(objects, slot) && self.heap.remove(objects, slot)
     }
 
-    /// Another object is the last: one that waits comes before it if it is older.
+    /// Called when the tail changed: links the oldest of the heap if it is older than the tail.
     #[inline]
     fn take_oldest(&mut self, objects: &mut Objects) {
         if !self.heap.is_empty() {
@@ -211,7 +208,7 @@ impl List {
         self.insert_after(objects, last, slot);
     }
 
-    /// Puts an object that had been held back where its stamp belongs.
+    /// Puts back an object that was held, where its stamp belongs.
     pub fn put_back(&mut self, objects: &mut Objects, slot: Slot) {
         let node = objects.node(slot);
         match self.place(objects, node.stamp) {
@@ -227,11 +224,11 @@ impl List {
         }
     }
 
-    /// The coldest object that is not older than `stamp`, or NONE; None if it is not
-    /// near. Searched from the cold end, where only objects are passed that had been
-    /// held too, in turns from the hot end, for those that never were out of the way,
-    /// and from where one was put back last: many that are put back in the order of
-    /// their stamps, or against it, cost one step each.
+    /// The coldest object that is not older than `stamp`, or NONE; None if a few steps do not find
+    /// it. Searches in turns from three places. From the cold end it passes only objects that were
+    /// held, too. From the hot end it finds objects that were held briefly. From the last put-back
+    /// it takes one step for each of many objects that come in the order of their stamps, or in
+    /// reverse.
     fn place(&self, objects: &Objects, stamp: i64) -> Option<Slot> {
         let older = |slot: Slot| objects.node(slot).stamp < stamp;
         let (mut cold, mut finger, mut hot) = (self.tail, self.finger, self.head);
@@ -260,7 +257,7 @@ impl List {
         None
     }
 
-    /// The objects from the cold end, those that wait where their stamps belong.
+    /// The objects from the cold end, those of the heap in the order of their stamps.
     pub fn from_cold<'a>(&self, objects: &'a Objects) -> impl Iterator<Item = Slot> + use<'a> {
         let mut at = self.tail;
         let mut waiting: Vec<Slot> = self.heap.slots(objects).collect();
@@ -278,7 +275,7 @@ impl List {
         })
     }
 
-    /// Whether links and counts are right, and no one who waits is the oldest.
+    /// Checks links and counts, and that no object of the heap is the oldest.
     pub fn check(&self, objects: &Objects) -> Result<()> {
         let (mut len, mut units, mut at, mut next) =
             (self.heap.check(objects)?, 0, self.tail, NONE);
@@ -335,7 +332,7 @@ mod tests {
         ]
     }
 
-    /// A list, who is in it by stamp, and the last stamp given.
+    /// A list, its model by stamp, and the last stamp.
     struct World {
         objects: Objects,
         list: List,

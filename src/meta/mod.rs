@@ -1,5 +1,5 @@
-//! Facts without payload: objects by id, their tree and counts, lists over
-//! them, and what it costs to compute them again.
+//! Metadata without payload: layouts, keys and views; objects of policies with their prefix tree
+//! and lists; the chunk table; recompute costs.
 
 pub mod chunks;
 pub mod cost;

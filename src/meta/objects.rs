@@ -1,6 +1,5 @@
-//! The objects a policy chooses among: a table of slots, and the tree of
-//! prefixes they form. An object is what the user says it is: a block, a chunk,
-//! a cell or a whole sequence.
+//! The objects that a policy chooses among: a table of slots, and the prefix tree of its objects.
+//! An object is a block, a chunk, a cell, a session, or the caller's own unit.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed, prefetch};
@@ -21,33 +20,33 @@ const CHOSEN: u8 = 0x20;
 /// Largest value of [`Node::freq`].
 pub const MAX_FREQ: u8 = 0x1F;
 
-/// What is known of every object. 48 bytes; what a use changes comes first.
+/// Metadata of every object: 48 bytes. The fields that a use changes come first.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Node {
-    /// The caller's number for it.
+    /// The caller's id.
     pub id: u64,
-    /// When the policy last moved it, in ns of the caller's clock; no two are
-    /// equal, so it is an order too.
+    /// When the policy last moved it, in ns of the caller's clock. Stamps are unique, so they
+    /// define an order.
     pub stamp: i64,
-    /// Hotter neighbour; the policy's own.
+    /// Hotter neighbour; owned by the policy.
     pub prev: Slot,
-    /// Colder neighbour; the policy's own.
+    /// Colder neighbour; owned by the policy.
     pub next: Slot,
-    /// Who used it last.
+    /// The session that used it last.
     pub session: Slot,
     /// Uses since it was inserted, saturating.
     pub hits: u16,
-    /// Which of the policy's lists it is in; the policy's own.
+    /// The policy's list that it is in; owned by the policy.
     pub tag: u8,
     marks: u8,
-    /// The object whose prefix this one continues, or NONE.
+    /// The object that it continues, or NONE.
     pub parent: Slot,
-    /// Resident objects that continue this one.
+    /// Resident objects that continue it.
     pub children: u32,
     /// Its size.
     pub units: u32,
-    /// References, and the pin.
+    /// References, and the pin bit.
     refs: u32,
 }
 
@@ -57,25 +56,25 @@ const _: () = assert!(std::mem::size_of::<Node>() == 48);
 unsafe impl Zeroable for Node {}
 
 impl Node {
-    /// A counter of the policy's own, up to MAX_FREQ.
+    /// A counter of the policy, up to MAX_FREQ.
     #[inline]
     pub fn freq(&self) -> u8 {
         self.marks & MAX_FREQ
     }
 
-    /// Sets the policy's own counter.
+    /// Sets the policy's counter.
     #[inline]
     pub fn set_freq(&mut self, freq: u8) {
         self.marks = (self.marks & !MAX_FREQ) | freq.min(MAX_FREQ);
     }
 
-    /// Whether the policy was asked to keep it out of its lists.
+    /// Whether the policy must keep it out of its lists.
     #[inline]
     pub fn is_held(&self) -> bool {
         self.marks & HELD != 0
     }
 
-    /// Marks it as out of, or in, the policy's lists.
+    /// Marks it as out of the policy's lists, or in them.
     #[inline]
     pub fn set_held(&mut self, held: bool) {
         self.marks = if held { self.marks | HELD } else { self.marks & !HELD };
@@ -93,14 +92,14 @@ impl Node {
         self.refs & PINNED != 0
     }
 
-    /// How many hold it.
+    /// The number of references.
     #[inline]
     pub fn ref_count(&self) -> u32 {
         self.refs & !PINNED
     }
 }
 
-/// What only some policies need to know of an object. Kept when one does.
+/// Metadata that only some policies need; allocated if one does.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub struct Facts {
@@ -108,42 +107,42 @@ pub struct Facts {
     pub context: u32,
     /// Tokens in it.
     pub tokens: u32,
-    /// Its layer, when an object is a cell.
+    /// Its layer, if the object is a cell.
     pub layer: u16,
-    /// Layers of the model; 0 = an object has all.
+    /// Layers of the model; 0 = the object has all layers.
     pub layers: u16,
-    /// Which chunk of its sequence it is.
+    /// Index of its chunk in the sequence.
     pub chunk: u32,
     /// Chunks of that sequence.
     pub chunks: u32,
-    /// Recompute cost as the caller has it; 0 = from the tokens.
+    /// Recompute cost from the caller; 0 = computed from the tokens.
     pub cost: f32,
-    /// When it is used next, as the caller expects; 0 = unknown.
+    /// Expected time of the next use, from the caller; 0 = unknown.
     pub next_use_ns: i64,
 }
 
 // SAFETY: numbers only.
 unsafe impl Zeroable for Facts {}
 
-/// The table.
+/// The table of objects.
 pub struct Objects {
     nodes: Zeroed<Node>,
     facts: Zeroed<Facts>,
     index: Index,
-    /// First free slot, chained through `next`; beyond `fresh` none was used.
+    /// First free slot, chained through `next`. Slots from `fresh` on were never used.
     free: Slot,
     fresh: Slot,
     units: u64,
     leaf_first: bool,
-    /// Those that came before what they continue, which they name by its id.
+    /// Objects that were inserted before their parent, by the parent's id.
     orphans: Orphans<u64>,
-    /// Who uses them.
+    /// The sessions that use the objects.
     pub sessions: Sessions,
 }
 
 impl Objects {
-    /// A table for up to `limit` objects. With `leaf_first` an object may not
-    /// leave before those that continue it.
+    /// A table for up to `limit` objects. With `leaf_first`, an object may not be evicted before
+    /// its children.
     pub fn new(limit: usize, leaf_first: bool, facts: bool) -> Result<Objects> {
         Ok(Objects {
             nodes: Zeroed::new(limit)?,
@@ -158,17 +157,17 @@ impl Objects {
         })
     }
 
-    /// How many objects there are.
+    /// The number of objects.
     pub fn len(&self) -> usize {
         self.index.len()
     }
 
-    /// Whether there is none.
+    /// Whether there is no object.
     pub fn is_empty(&self) -> bool {
         self.index.is_empty()
     }
 
-    /// How many there can be.
+    /// The most objects it can hold.
     pub fn limit(&self) -> usize {
         self.nodes.len()
     }
@@ -178,7 +177,7 @@ impl Objects {
         self.units
     }
 
-    /// Whether children leave before their parents.
+    /// Whether children are evicted before their parents.
     pub fn leaf_first(&self) -> bool {
         self.leaf_first
     }
@@ -190,12 +189,12 @@ impl Objects {
         (size_of::<Node>() + facts) as f64 + Index::full_bytes(limit) as f64 / limit as f64
     }
 
-    /// The most objects that there were at once.
+    /// The most objects at any time.
     pub fn most(&self) -> usize {
         self.fresh as usize
     }
 
-    /// Bytes that the table has used so far.
+    /// Bytes in use.
     pub fn used_bytes(&self) -> u64 {
         let rows = self.nodes.front_bytes(self.most()) + self.facts.front_bytes(self.most());
         rows + self.index.bytes() + self.orphans.used_bytes() + self.sessions.used_bytes()
@@ -213,22 +212,22 @@ impl Objects {
         &mut self.nodes[slot as usize]
     }
 
-    /// Whether facts are kept.
+    /// Whether facts are stored.
     pub fn has_facts(&self) -> bool {
         !self.facts.is_empty()
     }
 
-    /// An object's facts; defaults where none are kept.
+    /// An object's facts; defaults if none are stored.
     pub fn facts(&self, slot: Slot) -> Facts {
         self.facts.get(slot as usize).copied().unwrap_or_default()
     }
 
-    /// An object's facts, to be changed, if they are kept.
+    /// An object's facts, mutable, if they are stored.
     pub fn facts_mut(&mut self, slot: Slot) -> Option<&mut Facts> {
         self.facts.get_mut(slot as usize)
     }
 
-    /// Starts to keep facts: those so far are unknown.
+    /// Begins to store facts; those of existing objects are unknown.
     pub fn keep_facts(&mut self) -> Result<()> {
         if self.facts.is_empty() {
             self.facts = Zeroed::new(self.limit())?;
@@ -242,8 +241,7 @@ impl Objects {
         self.index.find(id, |slot| self.nodes[slot as usize].id == id)
     }
 
-    /// The slots of many ids, NONE where one is not in the table: the memory of
-    /// several is fetched at a time.
+    /// The slots of many ids, NONE for absent ones. Prefetches the memory of several ids together.
     pub fn find_many(&self, ids: &[u64], slots: &mut [Slot]) {
         const GROUP: usize = 64;
         if let ([id], [slot]) = (ids, &mut *slots) {
@@ -251,8 +249,8 @@ impl Objects {
             return;
         }
         let Some(last) = self.nodes.len().checked_sub(1) else { return slots.fill(NONE) };
-        // Which ids are there nobody can guess: no branches on that. Whether a guess
-        // of the index is right is another matter.
+        // Branch-free: which ids are present is unpredictable. Whether the index guesses right is
+        // predictable.
         let last = last as Slot;
         for (ids, slots) in ids.chunks(GROUP).zip(slots.chunks_mut(GROUP)) {
             ids.iter().for_each(|&id| self.index.prefetch(id));
@@ -269,18 +267,18 @@ impl Objects {
         }
     }
 
-    /// Has a node fetched; nothing happens for NONE.
+    /// Prefetches a node; does nothing for NONE.
     #[inline]
     pub fn prefetch(&self, slot: Slot) {
         if let Some(node) = self.nodes.get(slot as usize) {
-            // It may lie on two lines.
+            // It may span two cache lines.
             prefetch(std::slice::from_ref(&node.id), 0);
             prefetch(std::slice::from_ref(&node.marks), 0);
         }
     }
 
-    /// Has fetched what the removal of an object will need, and the next hotter
-    /// one; the object's id, if there is one in the slot.
+    /// Prefetches the memory that the removal of an object needs, and its hotter neighbour. Returns
+    /// the object's id, if the slot exists.
     pub fn prefetch_victim(&self, slot: Slot) -> Option<u64> {
         let node = self.nodes.get(slot as usize)?;
         self.index.prefetch(node.id);
@@ -288,7 +286,7 @@ impl Objects {
         Some(node.id)
     }
 
-    /// Has the neighbours of objects in their lists fetched.
+    /// Prefetches the list neighbours of objects.
     pub fn prefetch_neighbours(&self, slots: &[Slot]) {
         let links = |slot: Slot| {
             if let Some(node) = self.nodes.get(slot as usize) {
@@ -301,14 +299,13 @@ impl Objects {
         }
     }
 
-    /// Has what leads from an id to an object fetched.
+    /// Prefetches the index bucket of an id.
     #[inline]
     pub fn prefetch_id(&self, id: u64) {
         self.index.prefetch(id);
     }
 
-    /// Adds an object; an error when it is in the table. Its parent counts only
-    /// where children leave first.
+    /// Adds an object. Fails if it is in the table. The parent is linked only with `leaf_first`.
     pub fn insert(&mut self, id: u64, parent: Slot, units: u64, facts: &Facts) -> Result<Slot> {
         if units > MAX_UNITS {
             fail!(Limit, "object {id} has a size of {units}, the limit is {MAX_UNITS}");
@@ -349,7 +346,7 @@ impl Objects {
         Ok(slot)
     }
 
-    /// The same of one that continues another by its id: that may come later.
+    /// The same with the parent's id; the parent may be inserted later.
     pub fn insert_with_parent_id(
         &mut self,
         id: u64,
@@ -365,7 +362,7 @@ impl Objects {
         Ok(slot)
     }
 
-    /// Those that came before an object and continue it are counted from now on.
+    /// Links the orphans of an object that was inserted.
     pub fn link_orphans(&mut self, slot: Slot) {
         if self.orphans.is_empty() {
             return;
@@ -381,13 +378,13 @@ impl Objects {
         }
     }
 
-    /// Whether an object is another or continues it, over however many.
+    /// Whether `slot` is `above` or a descendant of it.
     fn is_descendant(&self, slot: Slot, above: Slot) -> bool {
         let up = |&at: &Slot| Some(self.node(at).parent).filter(|&at| at != NONE);
         std::iter::successors(Some(slot), up).any(|at| at == above)
     }
 
-    /// Frees the slot of an object that nothing continues.
+    /// Removes an object without children and frees its slot.
     pub fn remove(&mut self, slot: Slot) {
         self.detach(slot);
         self.orphans.remove(slot);
@@ -402,8 +399,7 @@ impl Objects {
         node.next = std::mem::replace(&mut self.free, slot);
     }
 
-    /// Takes an object out of the count of its parent; the parent, if it may
-    /// leave now.
+    /// Unlinks an object from its parent. Returns the parent, if that may be evicted now.
     pub fn detach(&mut self, slot: Slot) -> Option<Slot> {
         let node = &mut self.nodes[slot as usize];
         let parent = std::mem::replace(&mut node.parent, NONE);
@@ -423,7 +419,7 @@ impl Objects {
         }
     }
 
-    /// Notes who used an object last.
+    /// Sets the session that used an object last.
     #[inline]
     pub fn set_session(&mut self, slot: Slot, session: Slot) {
         let node = &mut self.nodes[slot as usize];
@@ -434,7 +430,7 @@ impl Objects {
         }
     }
 
-    /// Counts a use of an object by a session, if there is one.
+    /// Counts a use of an object, by a session if there is one.
     #[inline]
     pub fn count_use(&mut self, slot: Slot, session: Slot) {
         let node = &mut self.nodes[slot as usize];
@@ -444,20 +440,20 @@ impl Objects {
         }
     }
 
-    /// Marks an object as chosen to leave, or not.
+    /// Marks an object as a chosen victim, or clears the mark.
     pub fn set_chosen(&mut self, slot: Slot, chosen: bool) {
         let marks = &mut self.nodes[slot as usize].marks;
         *marks = if chosen { *marks | CHOSEN } else { *marks & !CHOSEN };
     }
 
-    /// Whether an object must stay: referenced, pinned, or continued by another.
+    /// Whether an object must stay: referenced, pinned, or with children.
     #[inline]
     pub fn is_blocked(&self, slot: Slot) -> bool {
         let node = &self.nodes[slot as usize];
         node.refs != 0 || (self.leaf_first && node.children != 0)
     }
 
-    /// One more holds it.
+    /// Adds a reference.
     pub fn acquire(&mut self, slot: Slot) -> Result<()> {
         let node = &mut self.nodes[slot as usize];
         if node.ref_count() == MAX_REFS {
@@ -467,7 +463,7 @@ impl Objects {
         Ok(())
     }
 
-    /// One less holds it; whether it may leave now and could not before.
+    /// Removes a reference; returns whether the object may be evicted now.
     pub fn release(&mut self, slot: Slot) -> Result<bool> {
         let node = &mut self.nodes[slot as usize];
         if node.ref_count() == 0 {
@@ -477,7 +473,7 @@ impl Objects {
         Ok(!self.is_blocked(slot))
     }
 
-    /// Pins or unpins; whether it may leave now and could not before.
+    /// Pins or unpins; returns whether the object may be evicted now and could not before.
     pub fn set_pinned(&mut self, slot: Slot, pinned: bool) -> bool {
         let node = &mut self.nodes[slot as usize];
         let was = node.is_pinned();
@@ -485,14 +481,14 @@ impl Objects {
         was && !pinned && !self.is_blocked(slot)
     }
 
-    /// Changes the size kept in the table; lists with sums must be told first.
+    /// Changes the size in the table. Lists with sums of sizes must be updated first.
     pub fn set_units(&mut self, slot: Slot, units: u32) {
         let node = &mut self.nodes[slot as usize];
         self.units = self.units - u64::from(node.units) + u64::from(units);
         node.units = units;
     }
 
-    /// Every slot in use, in no meaningful order.
+    /// All slots in use, in no particular order.
     pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
         (0..self.fresh).filter(|&slot| self.nodes[slot as usize].marks & LIVE != 0)
     }

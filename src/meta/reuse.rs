@@ -1,10 +1,9 @@
-//! What a lookup means: how far a sequence can go on with what is there, what of
-//! it each group of layers needs for that, and what has to be moved.
+//! Reuse of stored KV: how far a sequence can continue from resident chunks, what each group of
+//! layers needs for that, and which bytes must be read.
 //!
-//! To go on from a point, a group needs the tokens that its rule reaches back
-//! over. All rules are one here: full reaches to the start, a window over its
-//! tokens, a state over the last one. A chunk that has one of those tokens must be
-//! there with every layer of the group.
+//! To continue from a point, a group needs the tokens within the reach of its rule: all of them
+//! (full), its window, or the last one (state). Every chunk with one of these tokens must be
+//! resident with every layer of the group.
 
 use crate::base::budget::Tier;
 use crate::base::status::Result;
@@ -13,75 +12,75 @@ use crate::meta::chunks::{Chunk, Chunks, TIERS};
 use crate::meta::index::Slot;
 use crate::meta::layout::{Layout, MAX_GROUPS};
 
-/// The remote among the tiers.
+/// Index of the remote tier.
 const REMOTE: usize = Tier::Remote as usize;
 
-/// What a chunk of a path is good for.
+/// Usability of a chunk of a path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum State {
-    /// What is needed of it is not all there: the engine computes it.
+    /// Some needed cells are missing: the engine computes the chunk.
     #[default]
     Miss,
-    /// All that is needed of it can be read.
+    /// All needed cells are resident.
     Hit,
-    /// All that is needed of it can be read, or is on its way into some tier.
+    /// All needed cells are resident or in flight into some tier.
     Pending,
-    /// Nothing is needed of it: no group reaches back so far.
+    /// No group reaches back to it.
     Unneeded,
 }
 
-/// What is known of a chunk of a path. Groups are bits, group 0 the lowest.
+/// Reuse of a chunk of a path. Groups are bits; bit 0 is group 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ChunkReuse {
-    /// Groups whose every cell can be read in some tier.
+    /// Groups whose cells are all resident.
     pub ready: u64,
-    /// The same if all that is on its way has come.
+    /// Groups whose cells are all resident or in flight.
     pub soon: u64,
-    /// Groups that need it.
+    /// Groups that need the chunk.
     pub needed: u64,
-    /// Bytes of the cells that are needed, in the nearest tier of each.
+    /// Bytes of the needed cells, by the fastest tier of each.
     pub bytes: [u64; TIERS],
     /// Its tokens.
     pub tokens: u32,
-    /// What it is good for.
+    /// Usability.
     pub state: State,
-    /// Set by the caller: if it is needed it is computed, whatever is there.
+    /// Set by the caller: the chunk is computed if it is needed, whatever is resident.
     pub given_up: bool,
 }
 
 impl ChunkReuse {
-    /// The farthest tier that a needed cell must be read from.
+    /// The slowest tier that a needed cell must be read from.
     pub fn farthest(&self) -> Option<usize> {
         self.bytes.iter().rposition(|&bytes| bytes > 0)
     }
 }
 
-/// How far a path goes.
+/// The reusable prefix of a path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReusablePrefix {
-    /// Chunks of the longest prefix from which the sequence can go on now.
+    /// Chunks of the longest prefix from which the sequence can continue now.
     pub chunks: usize,
     /// Its tokens.
     pub tokens: u64,
-    /// The same, once what is on its way has come.
+    /// The same, with everything in flight.
     pub soon_chunks: usize,
-    /// Its tokens.
+    /// Tokens of that prefix.
     pub soon_tokens: u64,
 }
 
-/// What it takes to go on from a point.
+/// The cost to continue from a point.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReuseCost {
-    /// Bytes to be read from each tier; those of the device are there.
+    /// Bytes to read from each tier; those of the device are in place.
     pub bytes: [u64; TIERS],
-    /// Tokens of chunks that are used as they are, or not needed.
+    /// Tokens of chunks that are reused or not needed.
     pub reused_tokens: u64,
-    /// Tokens of chunks that must be computed first, in holes or at the end.
+    /// Tokens of chunks that must be computed, in holes or at the end.
     pub computed_tokens: u64,
 }
 
-/// Looks at the chunks of a path, from the first on, NONE where one is not there.
-/// Fills a [`ChunkReuse`] for each and says how far a prefix of them reaches.
+/// Finds the reusable prefix of a path of chunks, NONE for chunks that are not in the table. Fills
+/// a [`ChunkReuse`] for each chunk.
 pub fn find_reusable(
     chunks: &Chunks,
     layout: &Layout,
@@ -90,7 +89,7 @@ pub fn find_reusable(
 ) -> Result<ReusablePrefix> {
     check(chunks, layout, path, found)?;
     let all = u64::MAX >> (MAX_GROUPS - layout.groups().len());
-    // Tokens in a row that each group has before the point, now and soon.
+    // Consecutive tokens that each group has before the point: resident; with those in flight.
     let mut runs = [[0u64; 2]; MAX_GROUPS];
     let (mut reach, mut tokens) = (ReusablePrefix::default(), 0u64);
     for (at, (&slot, found)) in path.iter().zip(found).enumerate() {
@@ -137,7 +136,7 @@ fn check(chunks: &Chunks, layout: &Layout, path: &[Slot], found: &[ChunkReuse]) 
     Ok(())
 }
 
-/// The groups of a chunk that can be read, and those that can be soon.
+/// The groups of a chunk that are resident, and those that will be.
 #[inline]
 fn groups_of(chunks: &Chunks, layout: &Layout, slot: Slot, row: &Chunk, all: u64) -> (u64, u64) {
     if usize::from(row.cells_somewhere()) == layout.layers() {
@@ -154,15 +153,14 @@ fn groups_of(chunks: &Chunks, layout: &Layout, slot: Slot, row: &Chunk, all: u64
     (ready, soon)
 }
 
-/// Says what is needed to go on after the first `until` chunks of a path that
-/// [`find_reusable`] has looked at: of each chunk its state, the groups that need it and the
-/// bytes to be read, the fewest chunks to be computed among them. A chunk that is
-/// computed needs what is before it like any point. With `wait` what is on its way
-/// is counted on. Chunks from `until` on are misses. May be called again, with
+/// Plans to continue after the first `until` chunks of a path that [`find_reusable`] has filled.
+/// Sets the state of each chunk, the groups that need it and the bytes to read, with the fewest
+/// chunks to compute. A computed chunk needs the chunks before it like any point. With `wait`,
+/// cells in flight count as resident. Chunks from `until` on are misses. May be called again with
 /// other chunks given up.
 ///
-/// Without a miss before `until` the engine can load all and go on; that is so up to
-/// what `find_reusable` returned. Else it must be able to compute holes.
+/// Without a miss before `until` the engine can load all chunks and continue. That holds up to the
+/// prefix that `find_reusable` returned. Beyond it, the engine must be able to compute holes.
 pub fn plan_reuse(
     chunks: &Chunks,
     layout: &Layout,
@@ -177,8 +175,8 @@ pub fn plan_reuse(
     }
     let mut moves = ReuseCost::default();
     let mut end: u64 = found.iter().take(until).map(|found| u64::from(found.tokens)).sum();
-    // The point nearest behind that is gone on from. Those further behind reach
-    // less far back, and need not be looked at.
+    // The nearest following point from which computation continues. Points behind it reach less far
+    // back and are irrelevant.
     let mut point = end;
     for (at, (&slot, found)) in path.iter().zip(found).enumerate().rev() {
         (found.needed, found.bytes, found.state) = (0, [0; TIERS], State::Miss);
@@ -212,13 +210,13 @@ pub fn plan_reuse(
     Ok(moves)
 }
 
-/// Adds up what is needed of a chunk by the nearest tier of each cell.
+/// Sums the needed bytes of a chunk by the fastest tier of each cell.
 #[inline]
 fn add_bytes(chunks: &Chunks, layout: &Layout, slot: Slot, found: &mut ChunkReuse) {
     let Some(row) = chunks.chunk(slot) else { return };
     let wanted = found.needed;
     let needed = |group: usize| wanted >> group & 1 != 0;
-    // Mostly the whole depth of a chunk is in one tier, and in none before that.
+    // Usually all layers of a chunk are in one tier, and in no faster one.
     let places = if chunks.counts_remote() { TIERS } else { REMOTE };
     let first = row.cells()[..places].iter().position(|&cells| cells > 0);
     if let Some(tier) = first.filter(|&t| usize::from(row.cells()[t]) == layout.layers()) {
@@ -229,7 +227,7 @@ fn add_bytes(chunks: &Chunks, layout: &Layout, slot: Slot, found: &mut ChunkReus
     }
     let cells = chunks.marks(slot).unwrap_or_default().iter().zip(layout.group_of());
     for (marks, &g) in cells.filter(|(_, g)| needed(usize::from(**g))) {
-        // One that is on its way is in no tier yet.
+        // A cell in flight is in no tier yet.
         let remote = (chunks.counts_remote() && marks.is_remote()).then_some(REMOTE);
         let Some(tier) = marks.nearest().or(remote) else { continue };
         if let Some(group) = layout.groups().get(usize::from(g)) {
@@ -238,24 +236,24 @@ fn add_bytes(chunks: &Chunks, layout: &Layout, slot: Slot, found: &mut ChunkReus
     }
 }
 
-/// Chunks in a row of the same state and farthest tier.
+/// Consecutive chunks of the same state and slowest tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// The first one.
+    /// Index of the first chunk.
     pub first: usize,
-    /// How many.
+    /// Number of chunks.
     pub chunks: usize,
     /// Their tokens.
     pub tokens: u64,
-    /// What they are good for.
+    /// Usability.
     pub state: State,
-    /// The farthest tier that something of them must be read from.
+    /// The slowest tier that any of their cells must be read from.
     pub farthest: Option<usize>,
-    /// Bytes to be read from each tier.
+    /// Bytes to read from each tier.
     pub bytes: [u64; TIERS],
 }
 
-/// The ranges of a path, in its order.
+/// The ranges of a path, in order.
 pub fn ranges(found: &[ChunkReuse]) -> impl Iterator<Item = Range> + '_ {
     let mut first = 0;
     std::iter::from_fn(move || {

@@ -1,28 +1,28 @@
-//! Who uses objects: a sequence, its tenant and class, and what the engine said
-//! of its future.
+//! Sessions that use objects: tenant, priority, statistics, and the engine's hints about their
+//! future.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::meta::fairness::Fairness;
 use crate::meta::index::{Index, NONE, Slot};
 
-/// Most sessions that are known at once.
+/// Most sessions in a table.
 pub const MAX_SESSIONS: usize = 1 << 20;
 
-/// Sessions without objects that are always remembered.
+/// Idle sessions (without objects) that are always remembered.
 const LEAST_IDLE: usize = 1 << 14;
 
-/// Sessions without objects that are remembered for each one with objects.
+/// Idle sessions that are remembered for each session with objects.
 const IDLE_EACH: usize = 3;
 
 /// Why a sequence stopped producing tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Stop {
-    /// Not said.
+    /// Unknown.
     #[default]
     Unknown = 0,
-    /// It waits for a tool and goes on soon.
+    /// It waits for a tool and continues soon.
     ToolUse = 1,
     /// The turn ended; a person reads it.
     EndTurn = 2,
@@ -33,48 +33,48 @@ pub enum Stop {
 }
 
 impl Stop {
-    /// Every reason, in the order of the numbers.
+    /// Every reason, by code.
     pub const ALL: [Stop; 5] =
         [Stop::Unknown, Stop::ToolUse, Stop::EndTurn, Stop::Length, Stop::Cancelled];
 
-    /// The reason with a number.
+    /// The reason of a code.
     pub fn from_code(code: u64) -> Option<Stop> {
         Self::ALL.get(usize::try_from(code).ok()?).copied()
     }
 }
 
-/// What is known of a session.
+/// A session's row.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Session {
-    /// The caller's number for it.
+    /// The caller's id.
     pub id: u64,
-    /// Tokens found again, over all its requests.
+    /// Tokens found in the cache, over all its requests.
     pub hit_tokens: u64,
     /// Tokens that an unbounded cache would have found.
     pub wanted_tokens: u64,
-    /// When it was active last.
+    /// Time of the last activity.
     pub active_ns: i64,
-    /// When it is expected to be active again; 0 = unknown.
+    /// Expected time of the next activity; 0 = unknown.
     pub next_use_ns: i64,
     /// Tokens so far.
     pub length: u32,
-    /// Tokens it can have; 0 = unknown.
+    /// Most tokens it can have; 0 = unknown.
     pub max_length: u32,
     /// Resident objects that it used last.
     pub objects: u32,
     /// Requests so far.
     pub turns: u32,
-    /// Whose it is.
+    /// Its tenant.
     pub tenant: u32,
-    /// Its class: 0 leaves first.
+    /// Its priority: 0 is evicted first.
     pub priority: u8,
-    /// Why it stopped last.
+    /// Why it stopped last; a [`Stop`].
     pub stop: u8,
-    /// How sure the engine is of `next_use_ns`, in 1/255.
+    /// Confidence of `next_use_ns`, in 1/255.
     pub confidence: u8,
     live: u8,
-    /// Neighbours among those without objects: who was left earlier, and later.
+    /// Neighbours in the list of idle sessions.
     earlier: Slot,
     later: Slot,
 }
@@ -82,21 +82,21 @@ pub struct Session {
 // SAFETY: integers only.
 unsafe impl Zeroable for Session {}
 
-/// The table of sessions. Its size follows the sessions with objects, not the sessions that
-/// ever were: it remembers [`IDLE_EACH`] sessions without objects for each with objects, and
-/// [`LEAST_IDLE`] in any case. A new session then takes the row of the session without objects
-/// that asked least recently. When all rows have objects, a new session gets no row.
+/// The table of sessions. Its size follows the sessions with objects, not all sessions ever seen.
+/// It remembers [`IDLE_EACH`] idle sessions for each session with objects, and [`LEAST_IDLE`] in
+/// any case. A new session then takes the row of the idle session with the oldest request. When all
+/// rows have objects, a new session gets no row.
 pub struct Sessions {
     rows: Zeroed<Session>,
     index: Index,
     fresh: usize,
-    /// The ends of the list of those without objects, and how many they are.
+    /// Ends and length of the list of idle sessions.
     earliest: Slot,
     latest: Slot,
     idle: usize,
-    /// How those fared whose rows went to others.
+    /// Fairness of sessions whose rows were reused.
     gone: Fairness,
-    /// Who makes the call under way; NONE without a session, or one without a row.
+    /// The session of the current call; NONE without a session or row.
     pub asking: Slot,
 }
 
@@ -115,12 +115,12 @@ impl Sessions {
         })
     }
 
-    /// Bytes that the table has used so far.
+    /// Bytes in use.
     pub fn used_bytes(&self) -> u64 {
         self.rows.front_bytes(self.fresh) + self.index.bytes()
     }
 
-    /// The most sessions that were known at once.
+    /// The most sessions at any time.
     pub fn most(&self) -> usize {
         self.fresh
     }
@@ -137,13 +137,13 @@ impl Sessions {
         self.rows.get(slot as usize)
     }
 
-    /// A session's row, to be changed.
+    /// A session's row, mutable.
     #[inline]
     pub fn of_mut(&mut self, slot: Slot) -> Option<&mut Session> {
         self.rows.get_mut(slot as usize)
     }
 
-    /// The slot of a session, known from now on if it can be; else NONE.
+    /// The slot of a session, which is added if possible; else NONE.
     pub fn get_or_add(&mut self, id: u64) -> Slot {
         if let Some(slot) = self.find(id) {
             if self.rows[slot as usize].objects == 0 {
@@ -173,12 +173,12 @@ impl Sessions {
         slot
     }
 
-    /// Whether no more sessions without objects may be remembered.
+    /// Whether the limit of idle sessions is reached.
     fn remembers_enough(&self) -> bool {
         self.idle >= LEAST_IDLE.max(IDLE_EACH * (self.fresh - self.idle))
     }
 
-    /// Adds a session to those without objects, as the latest.
+    /// Appends a session to the list of idle sessions.
     fn link(&mut self, slot: Slot) {
         self.idle += 1;
         let earlier = std::mem::replace(&mut self.latest, slot);
@@ -203,7 +203,7 @@ impl Sessions {
         }
     }
 
-    /// One object more is a session's.
+    /// Counts one more object of a session.
     #[inline]
     pub fn join(&mut self, slot: Slot) {
         if let Some(row) = self.rows.get_mut(slot as usize) {
@@ -214,7 +214,7 @@ impl Sessions {
         }
     }
 
-    /// One object less is a session's.
+    /// Counts one object less of a session.
     #[inline]
     pub fn leave(&mut self, slot: Slot) {
         if let Some(row) = self.rows.get_mut(slot as usize) {
@@ -225,8 +225,7 @@ impl Sessions {
         }
     }
 
-    /// Notes what another table knows of a session: all but its objects, which are
-    /// others here.
+    /// Copies another table's knowledge of a session, except its objects.
     pub fn learn(&mut self, slot: Slot, from: &Session) {
         if let Some(row) = self.of_mut(slot) {
             let Session { id, objects, live, earlier, later, .. } = *row;
@@ -234,15 +233,15 @@ impl Sessions {
         }
     }
 
-    /// How evenly all have fared so far: those known, and those whose rows went. One
-    /// that comes back after that counts as another.
+    /// Fairness over known sessions and those whose rows were reused. A session that returns after
+    /// that counts as a new one.
     pub fn fairness(&self) -> Fairness {
         let mut all = self.gone;
         self.known().for_each(|(_, row)| all.add(row.hit_tokens, row.wanted_tokens));
         all
     }
 
-    /// Those known.
+    /// All known sessions.
     pub fn known(&self) -> impl Iterator<Item = (Slot, &Session)> {
         let row = |(at, row): (usize, _)| (at as Slot, row);
         self.rows.iter().take(self.fresh).enumerate().filter(|(_, row)| row.live != 0).map(row)
@@ -277,7 +276,7 @@ mod tests {
         sessions.learn(NONE, &other);
         let row = *sessions.of(a).expect("a row");
         assert_eq!((row.id, row.tenant, row.priority, row.objects), (1, 5, 2, 1));
-        // The list of those without objects is whole: 2 leaves first, then 1.
+        // The list of idle sessions is intact: 2 is reused first, then 1.
         sessions.leave(a);
         assert_eq!((sessions.earliest, sessions.latest), (b, a));
         assert_eq!(sessions.known().count(), 2);
@@ -289,7 +288,7 @@ mod tests {
         let mut sessions = Sessions::new(MAX_SESSIONS).expect("virtual memory");
         let mut stored = std::collections::VecDeque::new();
         for id in 0..500_000u64 {
-            // One that keeps asking stays, without an object.
+            // A session with regular requests stays, though it has no object.
             let asks = sessions.get_or_add(u64::MAX);
             sessions.of_mut(asks).expect("a row").turns += 1;
             let slot = sessions.get_or_add(id);
@@ -304,7 +303,7 @@ mod tests {
         }
         let asks = sessions.find(u64::MAX).expect("it asked in every turn");
         assert_eq!(sessions.of(asks).expect("a row").turns, 500_000);
-        // All leave: those that came last are remembered.
+        // All become idle: the latest ones are remembered.
         stored.into_iter().for_each(|slot| sessions.leave(slot));
         assert!(sessions.find(499_999).is_some() && sessions.find(0).is_none());
         assert_eq!(sessions.known().count(), sessions.most());
@@ -322,14 +321,14 @@ mod tests {
         assert_eq!((sessions.find(100), sessions.find(300)), (None, Some(a)));
         assert_eq!(sessions.known().count(), 2);
         sessions.leave(NONE);
-        // One object a session, as many sessions as rows: none goes unknown.
+        // One object a session, as many sessions as rows: every session gets a row.
         let mut sessions = Sessions::new(100).expect("small");
         for id in 0..10_000u64 {
             let slot = sessions.get_or_add(id);
             assert_ne!(slot, NONE, "{id}");
             sessions.join(slot);
             if id >= 99 {
-                // Not in the order of coming: 7 and 100 have no common divisor.
+                // Sessions leave in another order than they came: 7 and 100 are coprime.
                 let leaves = id - 99 + 7 * id % 50;
                 let row = sessions
                     .find(leaves)

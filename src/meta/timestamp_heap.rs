@@ -1,18 +1,17 @@
-//! A heap of objects by stamp that lives in the objects' own links: the oldest on
-//! top. For those that came back into the middle of a list.
+//! A min-heap of objects by stamp, through the objects' own links. A recency list uses it for
+//! objects that are put back into its middle.
 //!
-//! No one is older than what is above it. On which side of those above an object
-//! stands is told by the bits of its slot, the lowest first. So it is found without
-//! a link upwards and whatever its stamp says by now, needs no memory of its own,
-//! and never stands deeper than a slot has bits; about log2 of their number where
-//! slots are many.
+//! No object is older than its parent. The bits of an object's slot, lowest first, select the side
+//! at each depth. An object is therefore found without parent links, whatever its stamp is by now.
+//! The heap needs no memory of its own. Its depth is at most the bits of a slot, and about log2 of
+//! its size if slots are dense.
 
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Objects;
 
-/// Objects by stamp. `Node::prev` and `Node::next` lead down.
+/// A heap of objects by stamp. `Node::prev` and `Node::next` are the children.
 #[derive(Clone, Copy, Debug)]
 pub struct TimestampHeap {
     top: Slot,
@@ -24,7 +23,7 @@ impl Default for TimestampHeap {
     }
 }
 
-/// The side on which an object stands of one that is so many above it.
+/// The side of a slot below its ancestor at `depth`.
 #[inline]
 fn side(slot: Slot, depth: u32) -> bool {
     slot.wrapping_shr(depth) & 1 == 1
@@ -49,7 +48,7 @@ impl TimestampHeap {
         self.top
     }
 
-    /// Says who stands on a side of `above`, or on top if that is none.
+    /// Sets the child of `above` on a side, or the root if `above` is NONE.
     fn set(&mut self, objects: &mut Objects, above: Slot, side: bool, slot: Slot) {
         match (above, side) {
             (NONE, _) => self.top = slot,
@@ -58,7 +57,7 @@ impl TimestampHeap {
         }
     }
 
-    /// Adds an object that is in no list and no pile.
+    /// Adds an object that is in no list and no heap.
     pub fn add(&mut self, objects: &mut Objects, mut slot: Slot) {
         let (mut above, mut at, mut on) = (NONE, self.top, false);
         for depth in 0..=Slot::BITS {
@@ -66,7 +65,7 @@ impl TimestampHeap {
                 break;
             }
             if objects.node(slot).stamp < objects.node(at).stamp {
-                // Takes its place; the other one goes on down.
+                // Takes its place; the displaced object moves on down.
                 let (prev, next) = (objects.node(at).prev, objects.node(at).next);
                 let node = objects.node_mut(slot);
                 (node.prev, node.next) = (prev, next);
@@ -82,7 +81,7 @@ impl TimestampHeap {
         self.set(objects, above, on, slot);
     }
 
-    /// Takes an object out; whether it was in.
+    /// Removes an object; returns whether it was in the heap.
     pub fn remove(&mut self, objects: &mut Objects, slot: Slot) -> bool {
         let (mut above, mut at, mut on) = (NONE, self.top, false);
         for depth in 0..=Slot::BITS {
@@ -95,7 +94,7 @@ impl TimestampHeap {
         if at != slot {
             return false;
         }
-        // The older of those below moves up, and leaves a place in turn.
+        // The older child moves up, and leaves a gap in turn.
         let mut links = [objects.node(slot).prev, objects.node(slot).next];
         loop {
             let stamps = links.map(|s| if s == NONE { i64::MAX } else { objects.node(s).stamp });
@@ -112,7 +111,7 @@ impl TimestampHeap {
         }
     }
 
-    /// Those in it, in no order.
+    /// All objects, in no particular order.
     pub fn slots<'a>(&self, objects: &'a Objects) -> impl Iterator<Item = Slot> + use<'a> {
         let mut left: Vec<Slot> = [self.top].into_iter().filter(|&slot| slot != NONE).collect();
         std::iter::from_fn(move || {
@@ -123,8 +122,7 @@ impl TimestampHeap {
         })
     }
 
-    /// Whether everyone stands where its slot says, and below no younger one; how
-    /// many there are.
+    /// Checks the side and order of every object; returns their number.
     pub fn check(&self, objects: &Objects) -> Result<u32> {
         let mut len = 0;
         for slot in self.slots(objects) {
@@ -165,7 +163,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
-        /// Slot, stamp, and whether its stamp changes before it is taken out.
+        /// Slot, stamp, and whether the stamp changes before the removal.
         #[test]
         fn agrees_with_a_sorted_set(calls in prop::collection::vec((0..70u32, -9..9i64, any::<bool>()), 0..400)) {
             let (mut objects, mut heap) = (table(70), TimestampHeap::default());

@@ -1,65 +1,64 @@
-//! Views: where an engine keeps one plane of the KV cache, and how. Numbers only;
-//! nothing here reads what they lead to.
+//! Views: address and strides of one plane of the KV cache in an engine's memory. Nothing here
+//! reads that memory.
 //!
-//! The store keeps a plane in *canonical* order: tokens, then heads, then what a
-//! head has, without gaps. A view leads there from `[tokens, heads, dim]`,
-//! `[heads, tokens, dim]`, K and V interleaved, padded rows, and pages of those.
-//! Stranger orders are views as well: one with the tokens innermost has "heads" of
-//! one number each.
+//! The store keeps a plane in *canonical* order: tokens, then heads, then the bytes of a head,
+//! without gaps. A view maps `[tokens, heads, dim]`, `[heads, tokens, dim]`, interleaved K and V,
+//! padded rows, and pages of those to that order. Other orders are possible, too: a view with
+//! tokens innermost has "heads" of one number each.
 
 use crate::base::status::Result;
 use crate::fail;
 
-/// Most heads of a view; one that is transposed has one for every number.
+/// Most heads of a view; a transposed view has one for every number.
 pub const MAX_HEADS: u32 = 1 << 20;
 /// Most bytes of a plane.
 pub const MAX_PLANE_BYTES: u64 = 1 << 40;
 
-/// Where the tokens of a view are.
+/// Addresses of the tokens of a view.
 #[derive(Clone, Copy, Debug)]
 pub enum Place<'a> {
-    /// All from one address on.
+    /// One address; tokens follow at their stride.
     At(u64),
-    /// In pages of equal size.
+    /// Pages of equal size.
     Pages {
-        /// Where each page starts.
+        /// Address of each page.
         addresses: &'a [u64],
         /// Tokens in a page.
         page_tokens: u32,
-        /// Added to each address: one table serves K, V and all layers.
+        /// Added to each address, so that one table serves K, V and all layers.
         shift_bytes: i64,
     },
 }
 
-/// One plane as its engine keeps it: the bytes of a token and head are together,
-/// tokens and heads each lie at equal distances (those of tokens within a page).
+/// One plane in an engine's memory. The bytes of a token and head are contiguous. Tokens and heads
+/// have constant strides; that of tokens holds within a page.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
-    /// Where.
+    /// Addresses.
     pub place: Place<'a>,
-    /// Tokens it has.
+    /// Tokens of the view.
     pub tokens: u32,
     /// Heads of a token.
     pub heads: u32,
-    /// What one head of a token has.
+    /// Bytes of one head of a token.
     pub run_bytes: u64,
-    /// From a token to the next.
+    /// Distance of tokens.
     pub token_stride_bytes: u64,
-    /// From a head to the next.
+    /// Distance of heads.
     pub head_stride_bytes: u64,
 }
 
-/// What a view is used for.
+/// Use of a view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// It is read.
+    /// The view is read.
     Source,
-    /// It is written.
+    /// The view is written.
     Target,
 }
 
-/// Some tokens of a view, checked: every address that comes from it is sound
-/// arithmetic. Whether there is memory is the caller's word.
+/// A checked range of tokens of a view: no address arithmetic overflows. The caller guarantees that
+/// the memory exists.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
     view: View<'a>,
@@ -67,31 +66,30 @@ pub struct Span<'a> {
     tokens: u32,
 }
 
-/// Bytes that lie together in canonical order, and in the view as `count` runs at
-/// equal distances.
+/// Bytes that are contiguous in canonical order, and `count` runs at constant distance in the view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Strip {
-    /// Where in canonical order, from the start of the span.
+    /// Offset in canonical order, from the start of the span.
     pub at: u64,
-    /// Where its first run is.
+    /// Address of its first run.
     pub address: u64,
-    /// How many runs.
+    /// Number of runs.
     pub count: u64,
-    /// From a run to the next.
+    /// Distance of runs.
     pub stride_bytes: u64,
-    /// The length of a run.
+    /// Bytes of a run.
     pub run_bytes: u64,
 }
 
 impl Strip {
-    /// How long it is.
+    /// Bytes of the strip.
     pub fn bytes(&self) -> u64 {
         self.count * self.run_bytes
     }
 }
 
 impl<'a> View<'a> {
-    /// Tokens that lie in canonical order already.
+    /// A view of tokens in canonical order.
     pub fn canonical(address: u64, tokens: u32, token_bytes: u64) -> View<'static> {
         View {
             place: Place::At(address),
@@ -103,21 +101,21 @@ impl<'a> View<'a> {
         }
     }
 
-    /// What all heads of a token have.
+    /// Bytes of a token, all heads.
     pub fn token_bytes(&self) -> u64 {
         u64::from(self.heads).saturating_mul(self.run_bytes)
     }
 
     /// Checks `tokens` tokens from `first` on.
     ///
-    /// A target must not have two tokens or heads in one place: within a page this
-    /// is checked (the outer stride must pass all of the inner ones, as every tensor's
-    /// does); of pages only that none comes twice in a row.
+    /// Tokens and heads of a target must not overlap. Within a page this is checked: the outer
+    /// stride must pass all inner ones, as in every tensor. Of pages only repetitions in a row are
+    /// rejected.
     pub fn span(&self, first: u32, tokens: u32, side: Side) -> Result<Span<'a>> {
         self.check_sizes(first, tokens)?;
         match self.place {
             Place::At(address) => {
-                // Tokens before the first are not touched, but lead to it.
+                // Tokens before the first are not touched, but their strides count.
                 let reach = self.reach(u64::from(first) + u64::from(tokens))?;
                 check_address(Some(address), reach)?;
                 self.check_strides(tokens, side)?;
@@ -164,7 +162,7 @@ impl<'a> View<'a> {
         Ok(())
     }
 
-    /// From the start of the first of `tokens` tokens to the end of what they touch.
+    /// Distance from the start of the first of `tokens` tokens to the end of the last.
     fn reach(&self, tokens: u64) -> Result<u64> {
         let to_token = (tokens - 1).checked_mul(self.token_stride_bytes);
         let to_head = u64::from(self.heads - 1).checked_mul(self.head_stride_bytes);
@@ -179,7 +177,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Checks that what a target writes has a place of its own.
+    /// Checks that the runs of a target do not overlap.
     fn check_strides(&self, tokens: u32, side: Side) -> Result<()> {
         if side == Side::Source {
             return Ok(());
@@ -192,7 +190,7 @@ impl<'a> View<'a> {
         } else {
             (tokens, heads)
         };
-        // No overflow: `reach` went as far.
+        // Cannot overflow: `reach` computed more.
         let past_inner = (inner.0 - 1) * inner.1 + self.run_bytes;
         if (inner.0 > 1 && inner.1 < self.run_bytes) || (outer.0 > 1 && outer.1 < past_inner) {
             fail!(
@@ -206,7 +204,7 @@ impl<'a> View<'a> {
         Ok(())
     }
 
-    /// Where a token is, and how many follow it at the stride of tokens.
+    /// The address of a token, and the number of tokens that follow at the token stride.
     fn locate(&self, token: u32, end: u32) -> (u64, u32) {
         let (addresses, page_tokens, shift) = match self.place {
             Place::At(address) => {
@@ -221,7 +219,7 @@ impl<'a> View<'a> {
         let address =
             start_of(page).wrapping_add_signed(shift) + u64::from(within) * self.token_stride_bytes;
         let mut found = (page_tokens - within).min(end - token);
-        // Pages that lie one after the other are one.
+        // Adjacent pages are merged.
         let page_bytes = u64::from(page_tokens).checked_mul(self.token_stride_bytes);
         let after = |page| page_bytes.and_then(|bytes| start_of(page).checked_add(bytes));
         while found < end - token && after(page) == Some(start_of(page + 1)) {
@@ -241,17 +239,17 @@ fn check_address(address: Option<u64>, reach: u64) -> Result<()> {
 }
 
 impl<'a> Span<'a> {
-    /// How many tokens.
+    /// Tokens of the span.
     pub fn tokens(&self) -> u32 {
         self.tokens
     }
 
-    /// How long it is in canonical order.
+    /// Bytes of the span in canonical order.
     pub fn bytes(&self) -> u64 {
         self.view.token_bytes() * u64::from(self.tokens)
     }
 
-    /// The power of two that all its addresses and runs are multiples of.
+    /// The power of two that divides all its addresses and runs.
     pub fn align_bytes(&self) -> u64 {
         let strips = self.strips();
         let bits = strips.fold(0, |bits, strip| {
@@ -261,8 +259,7 @@ impl<'a> Span<'a> {
         1 << bits.trailing_zeros()
     }
 
-    /// Its bytes in canonical order, in as few strips as can be: a span without
-    /// gaps is one run.
+    /// Its bytes in canonical order, in as few strips as possible: a span without gaps is one run.
     pub fn strips(&self) -> Strips<'a> {
         let end = self.first + self.tokens;
         let gone = Strip { at: 0, address: 0, count: 0, stride_bytes: 0, run_bytes: 1 };
@@ -278,24 +275,24 @@ impl<'a> Span<'a> {
     }
 }
 
-/// The strips of a span.
+/// Iterates over the strips of a span.
 #[derive(Clone)]
 pub struct Strips<'a> {
     view: View<'a>,
     /// The first token that is in no strip yet.
     token: u32,
     end: u32,
-    /// Where it is, and how many from it on lie at the stride of tokens.
+    /// Its address, and the number of tokens from it on at the token stride.
     address: u64,
     ready: u32,
-    /// What is left of the last strip, and what of its first run is gone already.
+    /// The rest of the last strip, and the bytes of its first run that were returned.
     strip: Strip,
     cut: u64,
 }
 
 impl Strips<'_> {
-    /// The next strip, or as much of it as fits into `most` bytes: for those who
-    /// fill a block. Nothing for 0 bytes.
+    /// The next strip, or the part of it that fits into `most` bytes, to fill a block. None for 0
+    /// bytes.
     #[inline]
     pub fn up_to(&mut self, most: u64) -> Option<Strip> {
         if most == 0 || (self.strip.count == 0 && !self.refill()) {
@@ -310,7 +307,7 @@ impl Strips<'_> {
         Some(self.part(most))
     }
 
-    /// Cuts from a strip that is longer than `most`, or whose first run was cut.
+    /// Cuts a strip that is longer than `most`, or whose first run was cut.
     fn part(&mut self, most: u64) -> Strip {
         let strip = self.strip;
         let rest = strip.run_bytes - self.cut;
@@ -327,14 +324,14 @@ impl Strips<'_> {
         } else {
             self.cut = 0;
             self.strip.count -= part.count;
-            // Behind the last run there may be no address.
+            // The address behind the last run may not exist.
             let step = part.count.wrapping_mul(strip.stride_bytes);
             self.strip.address = strip.address.wrapping_add(step);
         }
         part
     }
 
-    /// Makes the strip that comes next.
+    /// Prepares the next strip.
     fn refill(&mut self) -> bool {
         if self.token == self.end {
             return false;
@@ -392,7 +389,7 @@ mod tests {
         View { place, tokens, heads, run_bytes: run, token_stride_bytes: ts, head_stride_bytes: hs }
     }
 
-    /// The address of every byte, by the definition.
+    /// The address of every byte, by definition.
     fn plain(view: &View, first: u32, tokens: u32) -> Vec<u64> {
         let mut out = Vec::new();
         for token in first..first + tokens {
@@ -464,7 +461,7 @@ mod tests {
                 Some(piece)
             });
             prop_assert_eq!(&expand(pieces), &want);
-            // Blocks come out full, whatever the runs are.
+            // Blocks are filled completely, whatever the runs are.
             let mut strips = span.strips();
             for block in want.chunks(most as usize) {
                 let mut left = block.len() as u64;
@@ -542,7 +539,7 @@ mod tests {
             token,
             [Strip { at: 0, address: 120, count: 3, stride_bytes: 128, run_bytes: 8 }]
         );
-        // Padded rows, over pages that lie one after the other: one strip.
+        // Padded rows over adjacent pages: one strip.
         let table = [1000, 1000 + 4 * 40];
         let padded = strips(&view(pages(&table, 4), 8, 4, 8, 40, 8), 0, 8);
         let want = Strip { at: 0, address: 1000, count: 8, stride_bytes: 40, run_bytes: 32 };

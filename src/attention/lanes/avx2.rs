@@ -11,7 +11,7 @@ pub struct Avx2(__m256);
 /// An instruction of the processor.
 macro_rules! cpu {
     ($e:expr) => {
-        // SAFETY: features and pointers are promised by whoever calls a method of `Lanes`.
+        // SAFETY: the caller of a method of `Lanes` guarantees features and pointers.
         unsafe { $e }
     };
 }
@@ -126,8 +126,8 @@ unsafe impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn sums(dot_block: [Self; 4]) -> [f32; 4] {
-        cpu!(quarter(dot_block.map(|v| v.0)))
+    unsafe fn sums(vectors: [Self; 4]) -> [f32; 4] {
+        cpu!(quarter(vectors.map(|v| v.0)))
     }
 }
 

@@ -12,7 +12,7 @@ pub struct Avx512(__m512);
 /// An instruction of the processor.
 macro_rules! cpu {
     ($e:expr) => {
-        // SAFETY: features and pointers are promised by whoever calls a method of `Lanes`.
+        // SAFETY: the caller of a method of `Lanes` guarantees features and pointers.
         unsafe { $e }
     };
 }
@@ -123,15 +123,15 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn sums(dot_block: [Self; 4]) -> [f32; 4] {
+    unsafe fn sums(vectors: [Self; 4]) -> [f32; 4] {
         cpu!({
-            let [a, b, c, d] = dot_block.map(|v| v.0);
+            let [a, b, c, d] = vectors.map(|v| v.0);
             quarter([half(a), half(b), half(c), half(d)])
         })
     }
 }
 
-/// Both halves added.
+/// The sum of both halves.
 ///
 /// # Safety
 /// The processor has AVX-512 DQ.

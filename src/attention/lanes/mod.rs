@@ -1,5 +1,5 @@
-//! Several numbers at once, as each kind of processor does it. Kernels are written once over
-//! [`Lanes`] and compiled for each [`Level`](crate::attention::level::Level).
+//! SIMD vectors of each kind of processor. Kernels are written once over [`Lanes`] and compiled for
+//! each [`Level`](crate::attention::level::Level).
 
 #[cfg(target_arch = "x86_64")]
 pub mod avx2;
@@ -16,21 +16,21 @@ pub const MAX_WIDTH: usize = 32;
 /// A vector of f32.
 ///
 /// # Safety
-/// Of every method: the processor has what the type is made for, and pointers lead to as many
-/// numbers as are read or written ([`Lanes::N`], if nothing else is said), aligned or not.
-/// Methods have to be inlined into a function that has the features enabled, or they are slow.
+/// Of every method: the processor supports the type's instructions, and pointers lead to as many
+/// numbers as are read or written ([`Lanes::N`] unless stated otherwise), aligned or not. Methods
+/// are slow unless they are inlined into a function with these features enabled.
 #[allow(clippy::missing_safety_doc)] // said once, above
 pub unsafe trait Lanes: Copy {
     /// Numbers of a vector.
     const N: usize;
-    /// Two vectors.
+    /// Numbers of two vectors.
     const WIDTH: usize = 2 * Self::N;
 
     /// The same number in all lanes.
     unsafe fn splat(x: f32) -> Self;
-    /// From memory.
+    /// Loads from memory.
     unsafe fn load(from: *const f32) -> Self;
-    /// To memory.
+    /// Stores to memory.
     unsafe fn store(self, to: *mut f32);
     /// Sum.
     unsafe fn add(self, other: Self) -> Self;
@@ -42,33 +42,33 @@ pub unsafe trait Lanes: Copy {
     unsafe fn max(self, other: Self) -> Self;
     /// `self * by + plus`, rounded once where the processor can.
     unsafe fn fma(self, by: Self, plus: Self) -> Self;
-    /// The nearest whole number.
+    /// The nearest integer.
     unsafe fn round(self) -> Self;
-    /// `self * 2^n` for whole n from -126 to 0 and `self` from 0.5 to 2.
+    /// `self * 2^n` for integers n from -126 to 0 and `self` from 0.5 to 2.
     unsafe fn scale(self, n: Self) -> Self;
     /// Lanes where `self < than` become `x`, others `y`.
     unsafe fn less(self, than: Self, x: Self, y: Self) -> Self;
     /// Lanes whose bit is not set become -inf.
     unsafe fn keep(self, bits: u32) -> Self;
-    /// From binary16.
+    /// Loads binary16.
     unsafe fn load_f16(from: *const u16) -> Self;
-    /// From the upper halves of binary32.
+    /// Loads upper halves of binary32.
     unsafe fn load_bf16(from: *const u16) -> Self;
-    /// Two vectors from the upper halves of binary32: those at even places, those at odd ones.
+    /// Loads two vectors from upper halves of binary32: even places, then odd places.
     unsafe fn pair_bf16(from: *const u16) -> [Self; 2];
-    /// From signed bytes.
+    /// Loads signed bytes.
     unsafe fn load_i8(from: *const i8) -> Self;
-    /// The sum of all lanes of each.
-    unsafe fn sums(dot_block: [Self; 4]) -> [f32; 4];
+    /// The sum of all lanes of each vector.
+    unsafe fn sums(vectors: [Self; 4]) -> [f32; 4];
 
     /// The sum of all lanes.
     #[inline(always)]
     unsafe fn sum(self) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { Self::sums([self; 4])[0] }
     }
 
-    /// Says that a place will be read soon. It need not be there.
+    /// Prefetches the cache line of an address, which need not be mapped.
     #[inline(always)]
     unsafe fn prefetch(place: *const u8) {
         let _ = place;
@@ -78,7 +78,7 @@ pub unsafe trait Lanes: Copy {
     #[inline(always)]
     unsafe fn first(self) -> f32 {
         let mut all = [0.0; MAX_WIDTH];
-        // SAFETY: the caller's promise; `all` has room for any vector.
+        // SAFETY: guaranteed by the caller; `all` has room for any vector.
         unsafe { self.store(all.as_mut_ptr()) };
         all[0]
     }
@@ -87,9 +87,9 @@ pub unsafe trait Lanes: Copy {
     #[inline(always)]
     unsafe fn largest(self) -> f32 {
         let mut all = [f32::MIN; MAX_WIDTH];
-        // SAFETY: the caller's promise; `all` has room for any vector.
+        // SAFETY: guaranteed by the caller; `all` has room for any vector.
         unsafe { self.store(all.as_mut_ptr()) };
-        // Pairs, not a chain: each would wait for the one before it.
+        // Pairs instead of a chain, in which each step would wait for the one before it.
         let mut n = Self::N;
         while n > 1 {
             n /= 2;
@@ -100,11 +100,10 @@ pub unsafe trait Lanes: Copy {
         all[0]
     }
 
-    /// `2^self` for numbers up to about 1; below -126 it is 0. Wrong by at most two units in
-    /// the last place.
+    /// `2^self` for numbers up to about 1, exact to two units in the last place; 0 below -126.
     #[inline(always)]
     unsafe fn exp2(self) -> Self {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let least = Self::splat(-126.0);
             let x = self.max(least);
@@ -142,8 +141,8 @@ mod tests {
     }
 
     levels! {
-        /// Halves as f32, and those of both halves of pairs.
-        sign_split = each_half(from: &[u16], f16: &mut [f32], bf16: &mut [f32], pairs: &mut [f32])
+        /// Converts halves, alone and in pairs.
+        halves = each_half(from: &[u16], f16: &mut [f32], bf16: &mut [f32], pairs: &mut [f32])
     }
 
     /// # Safety
@@ -156,7 +155,7 @@ mod tests {
         pairs: &mut [f32],
     ) {
         for at in (0..from.len()).step_by(L::WIDTH) {
-            // SAFETY: two vectors are there.
+            // SAFETY: two vectors are inside the slices.
             unsafe {
                 for half in [at, at + L::N] {
                     L::load_f16(from.as_ptr().add(half)).store(f16.as_mut_ptr().add(half));
@@ -174,12 +173,12 @@ mod tests {
     }
 
     #[test]
-    fn powers_of_two_are_right_to_two_units_in_the_last_place() {
+    fn exp2_is_exact_to_two_units_in_the_last_place() {
         let count = 1 << 18;
         for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
             let from: Vec<f32> = (0..count).map(|i| i as f32 * -127.0 / count as f32).collect();
             let mut to = from.clone();
-            // SAFETY: the level is here.
+            // SAFETY: the level is supported.
             unsafe { powers(level, &mut to) };
             for (x, got) in from.into_iter().zip(to) {
                 let want = f64::from(x).exp2();
@@ -198,12 +197,12 @@ mod tests {
     }
 
     #[test]
-    fn every_half_is_what_its_format_says() {
+    fn every_half_converts_as_its_format_defines() {
         let from: Vec<u16> = (0..=u16::MAX).collect();
         for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
             let [mut f16, mut bf16, mut pairs] = [(); 3].map(|()| vec![0.0_f32; from.len()]);
-            // SAFETY: the level is here.
-            unsafe { sign_split(level, &from, &mut f16, &mut bf16, &mut pairs) };
+            // SAFETY: the level is supported.
+            unsafe { halves(level, &from, &mut f16, &mut bf16, &mut pairs) };
             for (i, half) in from.iter().enumerate() {
                 let (exponent, fraction) = (i32::from(half >> 10 & 31), f64::from(half & 1023));
                 let size = match exponent {

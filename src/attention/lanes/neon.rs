@@ -12,7 +12,7 @@ pub struct Neon(float32x4_t);
 /// An instruction of the processor.
 macro_rules! cpu {
     ($e:expr) => {
-        // SAFETY: features and pointers are promised by whoever calls a method of `Lanes`.
+        // SAFETY: the caller of a method of `Lanes` guarantees features and pointers.
         unsafe { $e }
     };
 }
@@ -111,13 +111,13 @@ unsafe impl Lanes for Neon {
 
     #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> Self {
-        // Eight would be read at once; four of them are all that is promised.
+        // A vector load reads eight bytes; only four of them are guaranteed.
         let bytes = cpu!(from.cast::<[i8; 4]>().read_unaligned()).map(i32::from);
         cpu!(Neon(vcvtq_f32_s32(vld1q_s32(bytes.as_ptr()))))
     }
 
     #[inline(always)]
-    unsafe fn sums(dot_block: [Self; 4]) -> [f32; 4] {
-        dot_block.map(|v| cpu!(vaddvq_f32(v.0)))
+    unsafe fn sums(vectors: [Self; 4]) -> [f32; 4] {
+        vectors.map(|v| cpu!(vaddvq_f32(v.0)))
     }
 }

@@ -1,4 +1,4 @@
-//! Vectors for any processor: what compilers make of arrays.
+//! Vectors for any processor: arrays that compilers vectorize.
 
 use crate::attention::lanes::Lanes;
 use crate::base::half::from_f16;
@@ -9,7 +9,7 @@ const N: usize = 8;
 #[derive(Clone, Copy)]
 pub struct Portable([f32; N]);
 
-/// Applies something to each lane.
+/// Applies an expression to each lane.
 macro_rules! each {
     (|$i:ident| $e:expr) => {{
         let mut out = [0.0; N];
@@ -22,10 +22,10 @@ macro_rules! each {
     }};
 }
 
-/// Reads where the caller of a method promised memory.
+/// Reads memory that the caller of a method guarantees.
 macro_rules! read {
     ($e:expr) => {
-        // SAFETY: promised by whoever calls a method of `Lanes`.
+        // SAFETY: guaranteed by the caller of a method of `Lanes`.
         unsafe { $e.read_unaligned() }
     };
 }
@@ -46,7 +46,7 @@ unsafe impl Lanes for Portable {
 
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        // SAFETY: promised by the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { to.cast::<[f32; N]>().write_unaligned(self.0) }
     }
 
@@ -72,20 +72,21 @@ unsafe impl Lanes for Portable {
 
     #[inline(always)]
     unsafe fn fma(self, by: Self, plus: Self) -> Self {
-        // Rounded twice: without the instruction, once is a function call a number.
+        // Rounds twice: without an FMA instruction, a single rounding costs a function call a
+        // number.
         each!(|i| self.0[i] * by.0[i] + plus.0[i])
     }
 
     #[inline(always)]
     unsafe fn round(self) -> Self {
-        // Adding 1.5 * 2^23 leaves no bits behind the point; good for sizes below 2^22.
+        // Adding 1.5 * 2^23 removes the fraction; valid for magnitudes below 2^22.
         const SHIFT: f32 = 12_582_912.0;
         each!(|i| (self.0[i] + SHIFT) - SHIFT)
     }
 
     #[inline(always)]
     unsafe fn scale(self, n: Self) -> Self {
-        // 2^n itself may be the smallest normal number, so the product is rounded right.
+        // 2^n itself may be the smallest normal number, so the product is rounded correctly.
         each!(|i| self.0[i] * f32::from_bits(((n.0[i] as i32 + 127) << 23) as u32))
     }
 
@@ -125,8 +126,8 @@ unsafe impl Lanes for Portable {
     }
 
     #[inline(always)]
-    unsafe fn sums(dot_block: [Self; 4]) -> [f32; 4] {
-        dot_block.map(|v| {
+    unsafe fn sums(vectors: [Self; 4]) -> [f32; 4] {
+        vectors.map(|v| {
             let [a, b, c, d, e, f, g, h] = v.0;
             ((a + e) + (c + g)) + ((b + f) + (d + h))
         })

@@ -1,7 +1,6 @@
-//! A coded cell: each of its planes begins with how many bytes follow, 4 bytes,
-//! little-endian. So whoever knows where the cell lies finds its planes without the
-//! header of its record. A plane as long as it was is as it was. What does not take
-//! fewer blocks than the plain cell is written plain.
+//! Coded cells. Each plane begins with the number of bytes that follow (4 bytes, little-endian), so
+//! that planes are found without the record's header. A plane of its original length is plain. A
+//! cell that saves no block is written plain.
 
 use crate::base::status::Result;
 use crate::format::codec::int8::Quality;
@@ -11,22 +10,22 @@ use crate::format::record::blocks_of;
 /// Bytes before each plane.
 pub const HEAD_BYTES: usize = 4;
 
-/// A plane to be coded.
+/// A plane to encode.
 #[derive(Clone, Copy)]
 pub struct Plane<'a> {
-    /// What its bytes are.
+    /// Layout of its bytes.
     pub shape: Shape,
-    /// Them.
+    /// Its bytes.
     pub bytes: &'a [u8],
 }
 
-/// Bytes that [`encode`] must have at hand for a plane, more than it will use.
+/// Upper bound of the bytes that [`encode`] needs for a plane.
 pub fn room(codec: Codec, shape: &Shape, raw_bytes: usize) -> usize {
     codec::room(codec, shape, raw_bytes).saturating_add(HEAD_BYTES)
 }
 
-/// Codes a cell into the start of `out`; `lengths` gets those of its planes as they
-/// are stored, one after the other. None = it is not worth it, or does not fit.
+/// Encodes a cell into the start of `out`, and puts the stored length of each plane into `lengths`.
+/// None if no block is saved, or `out` or `lengths` is too short.
 pub fn encode(
     codec: Codec,
     planes: &[Plane<'_>],
@@ -47,8 +46,8 @@ pub fn encode(
     (blocks_of(used as u64) < blocks_of(raw)).then_some(lost)
 }
 
-/// Finds the planes of a cell that was read, in whole blocks: the length of each.
-/// False = it cannot be what was written.
+/// Finds the planes of a cell that was read in whole blocks, and passes the length of each. False
+/// if the bytes are not a coded cell.
 pub fn find(cell: &[u8], mut plane: impl FnMut(usize, u64), planes: usize) -> bool {
     let mut rest = cell;
     for at in 0..planes {
@@ -62,7 +61,7 @@ pub fn find(cell: &[u8], mut plane: impl FnMut(usize, u64), planes: usize) -> bo
     stored > 0 && blocks_of(stored) == blocks_of(cell.len() as u64)
 }
 
-/// Reads a plane back, from what is stored of it; `out` is as long as it was.
+/// Decodes a stored plane; `out` has its original length.
 pub fn decode(codec: Codec, shape: &Shape, stored: &[u8], out: &mut [u8]) -> Result<()> {
     codec::decode(codec, shape, stored.get(HEAD_BYTES..).unwrap_or(&[]), out)
 }

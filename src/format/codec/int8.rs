@@ -1,9 +1,8 @@
-//! `int8`: a number becomes the nearest multiple of its scale, -127 to 127 times.
+//! `int8`: rounds a number to the nearest multiple of its scale, -127 to 127 times.
 //!
-//! Keys share scales by channel (a few channels are large in every token), values
-//! by token. Coded: the scales, one f32 each, little-endian; then a byte a number,
-//! in the order of the plane. A scale is the largest size that shares it, divided
-//! by 127.
+//! Keys share scales by channel, because a few channels are large in every token; values share them
+//! by token. Encoded: the scales, one f32 each, little-endian; then one byte a number, in the order
+//! of the plane. A scale is the largest magnitude that shares it, divided by 127.
 
 use crate::base::half::{from_bf16, from_f16, to_bf16, to_f16};
 use crate::base::status::Result;
@@ -11,19 +10,19 @@ use crate::fail;
 use crate::format::codec::Shape;
 use crate::meta::dtype::Dtype;
 
-/// What shares a scale.
+/// Which numbers share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scales {
-    /// One for each place in a row: for keys.
+    /// One scale for each place in a row: for keys.
     Channel,
-    /// One for each row: for values.
+    /// One scale for each row: for values.
     Token,
 }
 
-/// What was lost.
+/// Loss of an encoding.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Quality {
-    /// Numbers that were coded.
+    /// Encoded numbers.
     pub count: u64,
     /// Largest difference.
     pub most: f64,
@@ -36,8 +35,7 @@ pub struct Quality {
 }
 
 impl Quality {
-    /// The root of the mean square of the differences, in parts of that of the
-    /// numbers.
+    /// Root mean square of the differences, relative to that of the numbers.
     pub fn relative(&self) -> f64 {
         if self.all > 0.0 { (self.square / self.all).sqrt() } else { 0.0 }
     }
@@ -47,7 +45,7 @@ impl Quality {
         if self.count > 0 { self.sum / self.count as f64 } else { 0.0 }
     }
 
-    /// Both together.
+    /// Adds the loss of another plane.
     pub fn join(&mut self, other: &Quality) {
         self.count += other.count;
         self.most = self.most.max(other.most);
@@ -57,14 +55,14 @@ impl Quality {
     }
 }
 
-/// Rows are looked at in parts of this many numbers, in place.
+/// Rows are handled in parts of this many numbers, in place.
 const STRIDE: usize = 256;
 
 fn width(dtype: Dtype) -> usize {
     if dtype == Dtype::F32 { 4 } else { 2 }
 }
 
-/// Numbers of a row, and rows, if the plane can be coded at all.
+/// Numbers of a row, and rows, if the plane can be encoded.
 fn extent(shape: &Shape, raw_bytes: usize) -> Option<(usize, usize)> {
     let known = matches!(shape.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
     let width = width(shape.dtype);
@@ -73,14 +71,14 @@ fn extent(shape: &Shape, raw_bytes: usize) -> Option<(usize, usize)> {
     whole.then(|| (shape.row_bytes / width, raw_bytes / shape.row_bytes))
 }
 
-/// How long the code of a plane is; 0 where there is none.
+/// Bytes of an encoded plane; 0 if it cannot be encoded.
 pub fn coded_bytes(shape: &Shape, raw_bytes: usize) -> usize {
     let Some((row, rows)) = extent(shape, raw_bytes) else { return 0 };
     let scales = if shape.scales == Scales::Channel { row } else { rows };
     scales.saturating_mul(4).saturating_add(row.saturating_mul(rows))
 }
 
-/// Some numbers of a row.
+/// Loads numbers of a row.
 fn load(dtype: Dtype, raw: &[u8], out: &mut [f32; STRIDE]) -> usize {
     let pair = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
     match dtype {
@@ -100,7 +98,7 @@ fn load(dtype: Dtype, raw: &[u8], out: &mut [f32; STRIDE]) -> usize {
     raw.len() / width(dtype)
 }
 
-/// Largest sizes that share a scale; none if a number is not finite.
+/// Largest magnitudes that share a scale; None if a number is not finite.
 fn largest(shape: &Shape, raw: &[u8], row: usize, rows: usize) -> Option<Vec<f32>> {
     let by_channel = shape.scales == Scales::Channel;
     let mut most = Vec::new();
@@ -111,7 +109,7 @@ fn largest(shape: &Shape, raw: &[u8], row: usize, rows: usize) -> Option<Vec<f32
         for (part, bytes) in line.chunks(STRIDE * width(shape.dtype)).enumerate() {
             let count = load(shape.dtype, bytes, &mut numbers);
             let numbers = &mut numbers[..count];
-            // 0 times a number is 0, unless it is infinite or none.
+            // 0 times a number is 0, unless the number is infinite or NaN.
             sum += sum_of(numbers, |x| x * 0.0);
             let larger = |m: f32, x: f32| if x > m { x } else { m };
             if by_channel {
@@ -126,16 +124,16 @@ fn largest(shape: &Shape, raw: &[u8], row: usize, rows: usize) -> Option<Vec<f32
     (sum == 0.0).then_some(most)
 }
 
-/// Added and taken away again it rounds a small number to the nearest integer,
-/// ties to even; while it is added, the low bits are that integer.
+/// Adding and subtracting it rounds a small number to the nearest integer, ties to even. In
+/// between, the low bits are that integer.
 const ROUND: f32 = 12_582_912.0;
 
-/// The inverse of a scale; 0 for one so small that it has none: all becomes 0.
+/// The inverse of a scale; 0 for a scale too small to invert, so that all codes become 0.
 fn inverse(scale: f32) -> f32 {
     if scale >= f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 }
 }
 
-/// Adds up in eight sums: one would be waited for at every number.
+/// Sums in eight accumulators: a single one would stall at every number.
 fn sum_of(numbers: &[f32], each: impl Fn(f32) -> f32) -> f64 {
     let mut sums = [0f32; 8];
     let parts = numbers.chunks_exact(sums.len());
@@ -146,7 +144,7 @@ fn sum_of(numbers: &[f32], each: impl Fn(f32) -> f32) -> f64 {
     f64::from(sums.iter().sum::<f32>() + rest)
 }
 
-/// The largest, the same way.
+/// The maximum, in the same way.
 fn most_of(numbers: &[f32]) -> f32 {
     let mut most = [0f32; 8];
     let parts = numbers.chunks_exact(most.len());
@@ -157,8 +155,8 @@ fn most_of(numbers: &[f32]) -> f32 {
     most.iter().fold(rest, |m, x| m.max(*x))
 }
 
-/// Codes a plane into the start of `out`; none if it cannot be coded, or
-/// [`coded_bytes`] do not fit. What was lost is measured: against what will be read.
+/// Encodes a plane into the start of `out`. None if it cannot be encoded, or `out` is shorter than
+/// [`coded_bytes`]. The loss is measured against the decoded numbers.
 pub fn encode(shape: &Shape, raw: &[u8], out: &mut [u8]) -> Option<Quality> {
     let (row, rows) = extent(shape, raw.len())?;
     let out = out.get_mut(..coded_bytes(shape, raw.len()))?;
@@ -204,7 +202,7 @@ pub fn encode(shape: &Shape, raw: &[u8], out: &mut [u8]) -> Option<Quality> {
     Some(lost)
 }
 
-/// What numbers are once they were stored.
+/// Rounds numbers to their stored type.
 fn round(dtype: Dtype, numbers: &mut [f32; STRIDE]) {
     match dtype {
         Dtype::F16 => numbers.iter_mut().for_each(|x| *x = from_f16(to_f16(*x))),
@@ -213,7 +211,7 @@ fn round(dtype: Dtype, numbers: &mut [f32; STRIDE]) {
     }
 }
 
-/// Some numbers into a row.
+/// Stores numbers into a row.
 fn store(dtype: Dtype, numbers: &[f32], out: &mut [u8]) {
     match dtype {
         Dtype::F32 => {
@@ -231,7 +229,7 @@ fn store(dtype: Dtype, numbers: &[f32], out: &mut [u8]) {
     }
 }
 
-/// Reads a plane back.
+/// Decodes a plane.
 pub fn decode(shape: &Shape, coded: &[u8], out: &mut [u8]) -> Result<()> {
     let Some((row, rows)) = extent(shape, out.len()) else {
         fail!(Corrupt, "a plane of {} bytes of {} has no code", out.len(), shape.dtype.name());
@@ -314,7 +312,7 @@ mod tests {
             decode(&shape, &coded, &mut back).unwrap();
             let (before, after) = (numbers(dtype, &raw), numbers(dtype, &back));
             let share = |i: usize| if by_channel { i % row } else { i / row };
-            // Writing it down as a half rounds once more.
+            // Storing a half rounds once more.
             let rounding = [0.0, 2f64.powi(-11), 2f64.powi(-8)][kind];
             let mut largest = vec![0f64; row.max(rows)];
             for (i, x) in before.iter().enumerate() {

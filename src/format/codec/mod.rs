@@ -1,14 +1,13 @@
-//! Codecs: smaller bytes on the way down to slow tiers.
+//! Codecs: shorter cells in slow tiers.
 //!
 //! | code | name | loses | for |
 //! |---|---|---|---|
 //! | 0 | `none` | nothing | everything |
-//! | 1 | `lz4` | nothing | everything; what does not get smaller is kept as it is |
+//! | 1 | `lz4` | nothing | everything; a plane that does not shrink stays plain |
 //! | 2 | `int8` | at most half a step of its scale | f32, f16 and bf16 planes of finite numbers |
 //!
-//! A plane that does not get shorter is kept as it is, whatever the codec. Whoever
-//! uses a lossy one must have it in the recipe of the namespace: KV that was changed
-//! is other KV.
+//! A plane that does not get shorter stays plain, whatever the codec. A lossy codec must be in the
+//! recipe of the namespace: changed KV is different KV.
 
 pub mod cell;
 pub mod int8;
@@ -18,11 +17,11 @@ use crate::fail;
 use crate::format::codec::int8::{Quality, Scales};
 use crate::meta::dtype::Dtype;
 
-/// A way of writing a plane.
+/// An encoding of planes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Codec {
-    /// As it is.
+    /// Plain.
     #[default]
     None = 0,
     /// LZ4 blocks.
@@ -31,41 +30,41 @@ pub enum Codec {
     Int8 = 2,
 }
 
-/// Most bytes of a plane that is coded.
+/// Most bytes of a plane to encode.
 pub const MAX_PLANE_BYTES: usize = 1 << 30;
 
-/// What a plane's bytes are: rows of numbers, a row a token.
+/// Layout of a plane's bytes: rows of numbers, one row a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Type of the numbers.
     pub dtype: Dtype,
     /// Bytes of a row.
     pub row_bytes: usize,
-    /// What shares a scale.
+    /// Which numbers share a scale.
     pub scales: Scales,
 }
 
 impl Codec {
-    /// Every codec, in the order of the codes.
+    /// Every codec, by code.
     pub const ALL: [Codec; 3] = [Codec::None, Codec::Lz4, Codec::Int8];
 
-    /// The codec of a code from a file.
+    /// The codec of a code in a file.
     pub fn from_code(code: u8) -> Option<Codec> {
         Self::ALL.get(usize::from(code)).copied()
     }
 
-    /// Its name, as specs write it.
+    /// Name in specs.
     pub fn name(self) -> &'static str {
         ["none", "lz4", "int8"][self as usize]
     }
 
-    /// Whether what comes back may differ.
+    /// Whether decoded bytes may differ.
     pub fn is_lossy(self) -> bool {
         self == Codec::Int8
     }
 }
 
-/// Bytes that [`encode`] must have at hand, more than it will use.
+/// Upper bound of the bytes that [`encode`] needs.
 pub fn room(codec: Codec, shape: &Shape, raw_bytes: usize) -> usize {
     match codec {
         Codec::None => raw_bytes,
@@ -74,9 +73,9 @@ pub fn room(codec: Codec, shape: &Shape, raw_bytes: usize) -> usize {
     }
 }
 
-/// Writes a plane into the start of `out`: how many bytes, and what was lost. One
-/// that the codec cannot do, or that does not get shorter, is written as it is: so
-/// its length says whether it is coded. None = there is too little room.
+/// Encodes a plane into the start of `out`. Returns its length and loss. A plane that the codec
+/// cannot encode, or that does not get shorter, is written plain: its length says whether it is
+/// coded. None if `out` is too short.
 pub fn encode(codec: Codec, shape: &Shape, raw: &[u8], out: &mut [u8]) -> Option<(usize, Quality)> {
     if raw.len() > MAX_PLANE_BYTES || out.len() < room(codec, shape, raw.len()) {
         return None;
@@ -99,8 +98,7 @@ pub fn encode(codec: Codec, shape: &Shape, raw: &[u8], out: &mut [u8]) -> Option
     Some((raw.len(), Quality::default()))
 }
 
-/// Reads a plane back: `out` is as long as it was. The bytes come from a file:
-/// what does not fit is an error.
+/// Decodes a plane; `out` has its original length. The bytes come from a file and are checked.
 pub fn decode(codec: Codec, shape: &Shape, coded: &[u8], out: &mut [u8]) -> Result<()> {
     match codec {
         _ if coded.len() == out.len() => out.copy_from_slice(coded),

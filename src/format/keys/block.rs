@@ -1,4 +1,4 @@
-//! Keys of blocks: what an engine has named itself.
+//! Keys of blocks, which have names of the engine's own.
 
 use super::{Key, MAX_FIELD_BYTES, fields};
 use crate::base::status::{Result, Status};
@@ -7,9 +7,9 @@ use crate::fail;
 const NAMESPACE: u32 = 1;
 const NAME: u32 = 2;
 
-/// Makes the keys of a namespace's blocks.
+/// Derives the keys of a namespace's blocks.
 pub struct BlockKeys {
-    /// What all of them begin with.
+    /// Hash state of their common prefix.
     prefix: blake3::Hasher,
 }
 
@@ -22,7 +22,7 @@ impl BlockKeys {
         BlockKeys { prefix }
     }
 
-    /// The key of the block that the engine calls by a name.
+    /// The key of the block with a name.
     pub fn key(&self, name: &[u8]) -> Result<Key> {
         if name.is_empty() || name.len() > MAX_FIELD_BYTES {
             fail!(Limit, "a block's name has 1 to {MAX_FIELD_BYTES} bytes, not {}", name.len());
@@ -32,7 +32,7 @@ impl BlockKeys {
         Ok(Key(*hasher.finalize().as_bytes()))
     }
 
-    /// The keys of many.
+    /// The keys of many names.
     pub fn all<'a>(&self, names: impl ExactSizeIterator<Item = &'a [u8]>) -> Result<Vec<Key>> {
         let mut keys = Vec::new();
         keys.try_reserve_exact(names.len()).map_err(|_| Status::NoMem)?;

@@ -1,21 +1,21 @@
-//! The keys of a sequence's chunks: each is hashed from the one before it and
-//! the chunk's tokens, so a key stands for the whole prefix.
+//! Chunk keys of a sequence. Each is the hash of the key before it and the chunk's tokens, so a key
+//! stands for the whole prefix.
 
 use super::hashes::{Links, hash_chunks};
 use super::{Digest, Key, MAX_CHUNK_TOKENS};
 use crate::base::status::Result;
 use crate::fail;
 
-/// What a chunk has beside its tokens: an image that starts in it, for example.
+/// Extra input of a chunk beside its tokens, for example an image that starts in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Media {
-    /// Which chunk of the sequence.
+    /// Index of the chunk in the sequence.
     pub chunk: u64,
-    /// What it is.
+    /// Digest of the input.
     pub digest: Digest,
 }
 
-/// Where a sequence has come to.
+/// The key chain of a sequence at a position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chain {
     key: Key,
@@ -29,8 +29,7 @@ impl Chain {
         Chain::after(namespace, 0, chunk_tokens)
     }
 
-    /// A sequence that goes on after `position` chunks, the last of which has
-    /// this key.
+    /// A sequence that continues after `position` chunks, the last of which has this key.
     pub fn after(key: Key, position: u64, chunk_tokens: u32) -> Result<Chain> {
         if chunk_tokens == 0 || chunk_tokens > MAX_CHUNK_TOKENS {
             fail!(Limit, "chunks of {chunk_tokens} tokens; 1 to {MAX_CHUNK_TOKENS} are possible");
@@ -38,20 +37,20 @@ impl Chain {
         Ok(Chain { key, position, chunk_tokens })
     }
 
-    /// The key of the last chunk; that of the namespace where there is none yet.
+    /// The key of the last chunk; that of the namespace if there is none.
     pub fn key(&self) -> Key {
         self.key
     }
 
-    /// How many chunks came before.
+    /// Number of chunks so far.
     pub fn position(&self) -> u64 {
         self.position
     }
 
-    /// Adds the keys of the chunks that `tokens` fill. Returns how many tokens
-    /// those have: the rest belongs at the front of the next call. `media` ascend
-    /// by chunk; those of other chunks do not count, so the list of the whole
-    /// sequence can be given with every part of it. On failure nothing changes.
+    /// Appends the keys of the chunks that `tokens` fill. Returns how many tokens they have; the
+    /// caller passes the rest at the front of the next call. `media` ascend by chunk. Entries of
+    /// other chunks are ignored, so the list of the whole sequence can be passed with every part of
+    /// it. On failure nothing changes.
     pub fn extend(
         &mut self,
         tokens: &[u32],
@@ -92,7 +91,7 @@ mod tests {
 
     const NAMESPACE: Key = Key([9; 32]);
 
-    /// The definition, without any of what makes it fast.
+    /// The definition, without optimizations.
     fn plain(tokens: &[u32], each: usize, media: &BTreeMap<u64, Digest>) -> Vec<Key> {
         let mut key = NAMESPACE.0;
         let link = |(i, chunk): (usize, &[u32])| {
@@ -135,7 +134,7 @@ mod tests {
             prop_assert_eq!(chain.position(), wanted.len() as u64);
             prop_assert_eq!(chain.key(), keys.last().copied().unwrap_or(NAMESPACE));
 
-            // Cut anywhere: what does not fill a chunk comes again.
+            // Cut anywhere: tokens that do not fill a chunk are passed again.
             let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut % (count + 1)).collect();
             cuts.push(count);
             cuts.sort_unstable();

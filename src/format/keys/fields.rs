@@ -1,5 +1,4 @@
-//! Tagged, length-prefixed fields, hashed: no two lists of fields are the same
-//! bytes.
+//! Hashes of tagged, length-prefixed fields: different lists of fields have different bytes.
 
 use super::Digest;
 
@@ -15,9 +14,9 @@ pub const BLOCK: &str = "kvtier 2026-11-23 v1 block";
 
 /// Context of the keys of objects.
 pub const OBJECT: &str = "kvtier 2026-11-23 v1 object";
-/// Context of the key that a secret makes for the keys of objects.
+/// Context of the key that a secret derives for the keys of objects.
 pub const OBJECT_SECRET: &str = "kvtier 2026-11-23 v1 object secret";
-/// Context of the names of what sparse policies know.
+/// Context of namespaces for the state of sparse policies.
 pub const SPARSE: &str = "kvtier 2026-11-22 v1 sparse";
 
 /// The hash of fields in a context. Tags must ascend.
@@ -31,7 +30,7 @@ pub fn derive<'a>(context: &str, fields: impl Iterator<Item = (u32, &'a [u8])> +
     *hasher.finalize().as_bytes()
 }
 
-/// Hashes one field more.
+/// Hashes one more field.
 pub fn put(hasher: &mut blake3::Hasher, tag: u32, value: &[u8]) {
     hasher.update(&tag.to_le_bytes());
     hasher.update(&(value.len() as u64).to_le_bytes());
@@ -65,7 +64,7 @@ mod tests {
     }
 
     proptest! {
-        // Few tags, few byte values: neighbours that could be confused are frequent.
+        // Few tags and byte values, so that lists that could be confused are frequent.
         #[test]
         fn lists_that_differ_hash_differently(a in fields(), b in fields()) {
             prop_assert_eq!(a == b, hash(&a) == hash(&b));

@@ -1,20 +1,20 @@
 //! BLAKE3 of the tokens of many chunks, several at a time.
 //!
-//! Chunks do not depend on each other, and are too short for BLAKE3 to use the
-//! whole width of the processor inside one of them. So the same part of several
-//! is hashed at once, by the function that BLAKE3 itself is made of. The crate
-//! does not promise that function: tests compare every size with its public one.
+//! Chunks are independent, and too short for BLAKE3 to use the whole width of the processor inside
+//! one of them. So the same part of several chunks is hashed at once, by the function that BLAKE3
+//! itself uses. The crate does not guarantee that function: tests compare every size with the
+//! public one.
 
 use blake3::IncrementCounter;
 use blake3::platform::Platform;
 
 use super::{Digest, Key};
 
-/// Chunks hashed in one go; processors do 4 or 8 at once.
+/// Chunks hashed at once; processors do 4 or 8.
 const LANES: usize = 16;
 /// Bytes of BLAKE3's own chunks, the leaves of its tree.
 const LEAF_BYTES: usize = 1024;
-/// With more leaves BLAKE3 fills the processor by itself.
+/// With more leaves BLAKE3 uses the whole width by itself.
 const MOST_LEAVES: usize = 8;
 const PAIR_BYTES: usize = 64;
 
@@ -33,7 +33,7 @@ const CHUNK_END: u8 = 2;
 const PARENT: u8 = 4;
 const ROOT: u8 = 8;
 
-/// Flags of all blocks of an input, of its first and of its last one.
+/// Flags of all blocks of an input, of its first block and of its last.
 #[derive(Clone, Copy)]
 struct Flags {
     all: u8,
@@ -46,10 +46,10 @@ const LEAF: Flags = Flags { all: 0, first: CHUNK_START, last: CHUNK_END };
 const NODE: Flags = Flags { all: PARENT, first: 0, last: 0 };
 const TOP: Flags = Flags { all: PARENT, first: 0, last: ROOT };
 
-/// Tokens as they lie in memory.
+/// Tokens as bytes in memory.
 fn bytes_of(tokens: &[u32]) -> &[u8] {
-    // SAFETY: the same memory, as long as the borrow: integers have no padding,
-    // any byte is a valid u8, and those need no alignment.
+    // SAFETY: the same memory, for the same lifetime. Integers have no padding, any byte is a valid
+    // u8, and u8 needs no alignment.
     unsafe { std::slice::from_raw_parts(tokens.as_ptr().cast(), size_of_val(tokens)) }
 }
 
@@ -66,7 +66,7 @@ pub fn hash_tokens(tokens: &[u32]) -> Digest {
     *hasher.finalize().as_bytes()
 }
 
-/// Hands over the hash of each full chunk of `each` tokens, in order.
+/// Passes the hash of each full chunk of `each` tokens to `take`, in order.
 pub fn hash_chunks(tokens: &[u32], each: usize, mut take: impl FnMut(&Digest)) {
     if cfg!(target_endian = "big") {
         tokens.chunks_exact(each).for_each(|chunk| take(&hash_tokens(chunk)));
@@ -81,7 +81,7 @@ pub fn hash_chunks(tokens: &[u32], each: usize, mut take: impl FnMut(&Digest)) {
     }
 }
 
-/// The hashes of chunks that lie one after the other, `each` bytes long.
+/// The hashes of adjacent chunks of `each` bytes.
 fn hash_group(platform: Platform, bytes: &[u8], each: usize, hashes: &mut [Digest]) {
     let chunks = bytes.chunks_exact(each);
     let leaves = each / LEAF_BYTES;
@@ -91,7 +91,7 @@ fn hash_group(platform: Platform, bytes: &[u8], each: usize, hashes: &mut [Diges
         256 => many::<256>(platform, starts(chunks), 0, WHOLE, hashes),
         512 => many::<512>(platform, starts(chunks), 0, WHOLE, hashes),
         LEAF_BYTES => many::<LEAF_BYTES>(platform, starts(chunks), 0, WHOLE, hashes),
-        // With few chunks it is better to go along each than across.
+        // With few chunks, hashing each chunk along its leaves is faster.
         _ if each % LEAF_BYTES == 0 && leaves <= MOST_LEAVES && leaves < hashes.len() => {
             hash_trees(platform, bytes, each, hashes);
         }
@@ -128,9 +128,8 @@ fn many<'a, const N: usize>(
     platform.hash_many(inputs, &IV, counter, fixed, all, first, last, hashes);
 }
 
-/// Chunks of several whole leaves: leaf by leaf across the chunks, then the
-/// parents in the same way. Pairing neighbours, level by level, with an odd one
-/// moving up as it is, is BLAKE3's tree.
+/// Chunks of several whole leaves: hashes leaf by leaf across the chunks, then the parents
+/// likewise. BLAKE3's tree pairs neighbours level by level; an odd node moves up unchanged.
 fn hash_trees(platform: Platform, bytes: &[u8], each: usize, hashes: &mut [Digest]) {
     let mut nodes = [[[0; 32]; MOST_LEAVES]; LANES];
     let nodes = nodes.split_at_mut(hashes.len()).0;
@@ -154,9 +153,8 @@ fn hash_trees(platform: Platform, bytes: &[u8], each: usize, hashes: &mut [Diges
     }
 }
 
-/// Hashes a key, a hash of tokens and perhaps one more digest: a link of a chain.
-/// The blocks are compressed directly because a chain cannot be done in parallel,
-/// and what the general function does around them is felt.
+/// Hashes a key, a hash of tokens and an optional digest: a link of a chain. Compresses the blocks
+/// directly: a chain is sequential, so the general function's overhead is significant.
 pub struct Links(Platform);
 
 impl Links {

@@ -1,4 +1,4 @@
-//! The identity of a namespace: everything that makes KV other KV.
+//! The identity of a namespace: everything that KV depends on, beside its tokens.
 
 use super::{Fingerprint, Key, MAX_FIELD_BYTES, fields};
 use crate::base::status::Result;
@@ -21,24 +21,23 @@ const RECIPE: u32 = 8;
 /// Which part of the KV this rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// From 0.
+    /// Index, from 0.
     pub index: u32,
-    /// How many there are.
+    /// Number of parts.
     pub count: u32,
 }
 
 /// A field of the engine's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extra<'a> {
-    /// From [`FIRST_EXTRA_TAG`].
+    /// Tag, from [`FIRST_EXTRA_TAG`].
     pub tag: u32,
-    /// Up to [`MAX_FIELD_BYTES`].
+    /// Value, up to [`MAX_FIELD_BYTES`].
     pub value: &'a [u8],
 }
 
-/// The fields that are hashed into a namespace's key. A field that is absent
-/// differs from one that is empty. Values have up to [`MAX_FIELD_BYTES`] and are
-/// hashed as they are.
+/// The fields that are hashed into a namespace's key. An absent field differs from an empty one.
+/// Values have up to [`MAX_FIELD_BYTES`] and are hashed unchanged.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Identity<'a> {
     /// Name of the model.
@@ -51,13 +50,13 @@ pub struct Identity<'a> {
     pub lora: Option<&'a [u8]>,
     /// Digest of media that all sequences share.
     pub media: Option<&'a [u8]>,
-    /// What keeps a tenant's KV from others.
+    /// Separates a tenant's KV from that of others.
     pub salt: Option<&'a [u8]>,
-    /// Absent where all ranks hold the same.
+    /// Absent if all ranks hold the same.
     pub shard: Option<Shard>,
-    /// Canonical spec of how the KV is computed and stored, if not exactly.
+    /// Canonical spec of how KV is computed and stored, if not exactly.
     pub recipe: Option<&'a [u8]>,
-    /// The engine's own, in any order: order means nothing.
+    /// Fields of the engine, in any order.
     pub extra: &'a [Extra<'a>],
 }
 

@@ -1,21 +1,21 @@
-//! Media in a sequence: which tokens do not say what they stand for, and the extra digests of
-//! chunks that come of it.
+//! Media in a sequence: their placeholder tokens do not identify them, so chunks with media get
+//! extra digests.
 
 use super::Digest;
 use super::chain::Media;
 use crate::base::status::Result;
 use crate::fail;
 
-/// An image or a sound, by the place of its first token.
+/// An image or a sound, by the position of its first token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Medium {
-    /// Its first token, counted from the start of the sequence.
+    /// Position of its first token in the sequence.
     pub token: u64,
-    /// What it is.
+    /// Digest of its content.
     pub digest: Digest,
 }
 
-/// Checks media that start in some tokens: by their places, one at each.
+/// Checks that media start inside a range of tokens and ascend, one at each token.
 pub fn check(media: &[Medium], tokens: std::ops::Range<u64>) -> Result<()> {
     if let Some(one) = media.iter().find(|one| !tokens.contains(&one.token)) {
         let at = one.token.wrapping_sub(tokens.start);
@@ -27,8 +27,8 @@ pub fn check(media: &[Medium], tokens: std::ops::Range<u64>) -> Result<()> {
     Ok(())
 }
 
-/// The extra digest of a chunk that begins with the token `first`, of the media that start in
-/// it, by their places; none if there are none.
+/// The extra digest of the chunk that begins with token `first`, from the media that start in it;
+/// None without media.
 pub fn extra(media: &[Medium], first: u64) -> Option<Digest> {
     match media {
         [] => None,
@@ -36,7 +36,7 @@ pub fn extra(media: &[Medium], first: u64) -> Option<Digest> {
         many => {
             let mut hasher = blake3::Hasher::new();
             for one in many {
-                // A chunk has fewer tokens than that.
+                // The offset fits: a chunk has fewer than 2^32 tokens.
                 hasher.update(&(one.token.wrapping_sub(first) as u32).to_le_bytes());
                 hasher.update(&one.digest);
             }
@@ -45,7 +45,7 @@ pub fn extra(media: &[Medium], first: u64) -> Option<Digest> {
     }
 }
 
-/// The extra digests of all chunks in which media start. The media ascend by their tokens.
+/// The extra digests of all chunks in which media start. Media ascend by their tokens.
 pub fn extras(media: &[Medium], chunk_tokens: u32) -> Result<Vec<Media>> {
     let each = u64::from(chunk_tokens.max(1));
     let mut all = Vec::new();
@@ -67,7 +67,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     proptest! {
-        /// The definition of `docs/keys.md`, written down once more.
+        /// The definition of `docs/keys.md`, implemented again.
         #[test]
         fn each_chunk_has_the_digest_of_what_starts_in_it(
             media in proptest::collection::btree_map(0u64..60, any::<[u8; 32]>(), 0..20),

@@ -1,4 +1,4 @@
-//! What objects of a remote are called: 256 bits, from all that their content depends on.
+//! Keys of remote objects: 256 bits, from everything that their content depends on.
 
 use super::{Digest, Fingerprint, Key, fields};
 
@@ -10,26 +10,26 @@ const CODEC: u32 = 5;
 const SEALED: u32 = 6;
 const FIELDS: u32 = 6;
 
-/// Which part of a chunk an object has, and how the chunk was cut.
+/// The layers of a chunk that an object holds, and how the chunk was divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerRange {
-    /// Bytes up to which layers were put together.
+    /// Target size of objects, in bytes, by which layers were combined.
     pub object_bytes: u64,
-    /// The first layer that it has.
+    /// Its first layer.
     pub first: u32,
-    /// How many it has.
+    /// Number of its layers.
     pub layers: u32,
 }
 
-/// Makes the keys of objects of a namespace.
+/// Derives the keys of a namespace's objects.
 pub struct ObjectKeys {
-    /// What all of them begin with.
+    /// Hash state of their common prefix.
     prefix: blake3::Hasher,
 }
 
 impl ObjectKeys {
-    /// For the chunks of a namespace, stored under a layout. With a secret, nobody who has not
-    /// got it can tell what an object is from what it is called.
+    /// For the chunks of a namespace, stored under a layout. With a secret, an object's key reveals
+    /// nothing about its content to others.
     pub fn new(namespace: &Key, layout: &Fingerprint, secret: Option<&[u8]>) -> ObjectKeys {
         let mut prefix = match secret {
             None => blake3::Hasher::new_derive_key(fields::OBJECT),
@@ -44,7 +44,7 @@ impl ObjectKeys {
         ObjectKeys { prefix }
     }
 
-    /// The key of an object with cells of a chunk; `codec` is the code of what they may be coded
+    /// The key of an object with cells of a chunk. `codec` is the codec that they may be encoded
     /// with.
     pub fn key(&self, chunk: &Key, cut: &LayerRange, codec: u8, sealed: bool) -> Digest {
         let mut shape = [0; 16];

@@ -1,4 +1,4 @@
-//! Keys of what only one session may use.
+//! Keys of chunks that only one session may use.
 
 use super::hashes::hash_tokens;
 use super::{Digest, Key, MAX_CHUNK_TOKENS, MAX_FIELD_BYTES, fields};
@@ -10,12 +10,10 @@ const SESSION: u32 = 2;
 const TOKENS: u32 = 3;
 const EXTRA: u32 = 4;
 
-/// The key of a chunk that is private to a session: its tail, which is not full
-/// yet, or KV that misses tokens it was computed with. `parent` is the key of
-/// the chunk before it, or of the namespace. The tokens are part of it, so a tail
-/// that was cut back and grew differently is never taken for what it was.
-/// `extra` stands for whatever else the KV depends on: media in it, or which
-/// tokens are left.
+/// The key of a chunk that is private to a session: its incomplete tail, or KV without some tokens
+/// that it was computed with. `parent` is the key of the chunk before it, or of the namespace. The
+/// tokens are hashed, too, so a tail that was truncated and rewritten never matches the old one.
+/// `extra` stands for everything else that the KV depends on: media in it, or the retained tokens.
 pub fn private_key(
     parent: &Key,
     session: &[u8],
@@ -60,7 +58,7 @@ mod tests {
                 && tokens.0 == tokens.1
                 && extras.0 == extras.1;
             prop_assert_eq!(a == b, same);
-            // Full or not, it is no shared key of the same tokens.
+            // Full or not, it is not the shared key of the same tokens.
             let mut shared = Vec::new();
             let mut chain = Chain::new(Key([parents.0; 32]), tokens.0.len() as u32).expect("a size");
             chain.extend(&tokens.0, &[], &mut shared).expect("room");

@@ -1,12 +1,13 @@
-//! What a namespace's recipe says to the library. The rest of it is the engine's own.
+//! The part of a namespace's recipe that the library reads: its codec. The rest belongs to the
+//! engine.
 
 use crate::base::spec::{Spec, Value, unknown};
 use crate::base::status::{Error, Result, Status};
 use crate::format::codec::Codec;
 
-/// The codec that a recipe names for cells on their way down: the parameter `codec` of
-/// its spec, as in `recipe(codec=int8)`. None where it does not say, or is no spec at
-/// all: an engine may write anything there. What begins as a spec has to be one.
+/// The codec of cells in slow tiers that a recipe names: the parameter `codec` of its spec, as in
+/// `recipe(codec=int8)`. None if the parameter is missing, or the recipe is not a spec: engines may
+/// write anything. Text that begins as a spec must be one.
 pub fn codec_of(recipe: &[u8]) -> Result<Option<Codec>> {
     let spec = match std::str::from_utf8(recipe).map(|text| (text, Spec::parse(text))) {
         Ok((_, Ok(spec))) => Some(spec),
@@ -30,7 +31,7 @@ pub fn codec_of(recipe: &[u8]) -> Result<Option<Codec>> {
     }
 }
 
-/// A name and an opening bracket.
+/// Whether the text begins with a name and an opening bracket.
 fn begins_as_spec(text: &str) -> bool {
     let rest = text
         .trim_start()

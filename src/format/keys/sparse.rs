@@ -1,12 +1,12 @@
-//! The name of what sparse policies know of the chunks of a namespace.
+//! Namespaces for the state of sparse policies.
 
 use super::{Key, fields};
 
 const NAMESPACE: u32 = 1;
 const RECIPE: u32 = 2;
 
-/// The key of the namespace beside `namespace` in which policies called `recipe` keep what they
-/// know of its chunks.
+/// The key of the namespace beside `namespace` that holds the state of policies called `recipe` for
+/// its chunks.
 pub fn sparse_key(namespace: &Key, recipe: &str) -> Key {
     let own = [(NAMESPACE, namespace.0.as_slice()), (RECIPE, recipe.as_bytes())];
     Key(fields::derive(fields::SPARSE, own.into_iter()))

@@ -1,15 +1,15 @@
-//! What is known of cells: in which tiers each is, where there, and who is at
-//! it. [`CELL_BYTES`] a cell, in columns: a lookup reads the marks only.
+//! The cell table: for each cell the tiers in which it is resident, its location in each, and its
+//! readers. [`CELL_BYTES`] a cell, in columns, so that a lookup reads the residency only.
 
 use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::fail;
 
-/// Tiers that a cell can be in: the first ones of [`Tier`], the nearest first.
+/// Tiers that a cell can be in: the first ones of [`Tier`], the fastest first.
 pub const TIERS: usize = 4;
 
-/// Bytes kept for each cell.
+/// Bytes for each cell.
 pub const CELL_BYTES: usize = size_of::<Residency>()
     + 1
     + size_of::<Readers>()
@@ -21,11 +21,11 @@ const LOADING: u32 = 4;
 const STORING: u32 = 8;
 const LEAVING: u32 = 12;
 
-/// The remote's bit. What is said to be there is a hint, and no place: it may be gone.
+/// The remote's bit. A remote hint is no residency: the object may be gone.
 const REMOTE_BIT: u8 = 1 << Tier::Remote as u8;
 
-/// A bit for each tier: is the cell there, is it copied there from another tier,
-/// is it stored there from outside, does it leave as soon as nobody reads it.
+/// Four bits for each tier: the cell is resident; it is being copied there from another tier; it is
+/// being stored there from outside; it is leaving once the last reader is done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Residency(u16);
@@ -39,55 +39,56 @@ impl Residency {
         (self.0 >> from & 0xF) as u8
     }
 
-    /// The tiers of this store in which it can be read, bit 0 for the device.
+    /// The tiers of this store in which it is resident; bit 0 is the device.
     #[inline]
     pub fn there(self) -> u8 {
         self.bits(0) & !REMOTE_BIT
     }
 
-    /// Whether the remote has it, as far as is known.
+    /// Whether the remote is believed to have it.
     #[inline]
     pub fn is_remote(self) -> bool {
         self.bits(0) & REMOTE_BIT != 0
     }
 
-    /// Whether it is on its way to the remote.
+    /// Whether it is being uploaded to the remote.
     #[inline]
     pub fn is_sent(self) -> bool {
         self.bits(LOADING) & REMOTE_BIT != 0
     }
 
-    /// Whether it is in a tier, by its bit; in the remote, as far as is known.
+    /// Whether it is resident in a tier, by the tier's bit; for the remote, whether it is believed
+    /// to be there.
     #[inline]
     pub(super) fn has(self, tier: usize) -> bool {
         self.bits(0) & 1 << tier != 0
     }
 
-    /// The tiers to which it is copied from another, the remote among them.
+    /// The tiers to which it is being copied from another, the remote included.
     #[inline]
     pub fn loading(self) -> u8 {
         self.bits(LOADING)
     }
 
-    /// The tiers in which it is stored from outside.
+    /// The tiers in which it is being stored from outside.
     #[inline]
     pub fn storing(self) -> u8 {
         self.bits(STORING)
     }
 
-    /// The tiers of this store in which it will be soon, if all goes well.
+    /// The tiers of this store in which it will be resident if the transition succeeds.
     #[inline]
     pub fn arriving(self) -> u8 {
         (self.loading() | self.storing()) & !REMOTE_BIT
     }
 
-    /// The tiers that it left while it was read there: its place is still taken.
+    /// The tiers that dropped it while it was read: its memory there is still in use.
     #[inline]
     pub fn leaving(self) -> u8 {
         self.bits(LEAVING)
     }
 
-    /// The nearest tier of this store in which it can be read.
+    /// The fastest tier of this store in which it is resident.
     #[inline]
     pub fn nearest(self) -> Option<usize> {
         let tier = self.there().trailing_zeros() as usize;
@@ -95,7 +96,7 @@ impl Residency {
     }
 }
 
-/// How many read a cell in each tier.
+/// Readers of a cell in each tier.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(transparent)]
 pub struct Readers([u16; TIERS]);
@@ -103,8 +104,7 @@ pub struct Readers([u16; TIERS]);
 // SAFETY: integers only.
 unsafe impl Zeroable for Readers {}
 
-/// How a cell is stored: as it is, or coded, then by which codec (13 bits of blocks
-/// less one, 3 bits of codec).
+/// How a cell is stored: plain, or coded by a codec (13 bits of blocks minus one, 3 bits of codec).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct StoredForm(u16);
@@ -113,55 +113,55 @@ pub struct StoredForm(u16);
 unsafe impl Zeroable for StoredForm {}
 
 impl StoredForm {
-    /// As it is.
+    /// Plain: not coded.
     pub const PLAIN: StoredForm = StoredForm(0);
-    /// Most blocks of a coded cell: the largest cell less one.
+    /// Most blocks of a coded cell: one less than the largest cell.
     pub const MAX_BLOCKS: u64 = 1 << 13;
-    /// Largest code of a codec.
+    /// Largest number of a codec.
     pub const MAX_CODEC: u16 = 7;
 
-    /// Coded, in so many blocks; none if that cannot be said.
+    /// Coded in this many blocks; None if a number is out of range.
     pub fn new(codec: u16, blocks: u64) -> Option<StoredForm> {
         let fits =
             (1..=Self::MAX_CODEC).contains(&codec) && (1..=Self::MAX_BLOCKS).contains(&blocks);
         fits.then(|| StoredForm(codec << 13 | (blocks - 1) as u16))
     }
 
-    /// The codec; 0 = as it is.
+    /// The codec; 0 = plain.
     #[inline]
     pub fn codec(self) -> u16 {
         self.0 >> 13
     }
 
-    /// The blocks that it takes, if it is coded.
+    /// Blocks of a coded cell.
     #[inline]
     pub fn blocks(self) -> Option<u64> {
         (self != Self::PLAIN).then_some(u64::from(self.0 & 0x1FFF) + 1)
     }
 }
 
-/// Where a cell is in a tier.
+/// Location of a cell in a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Location {
-    /// On the device; where, the engine knows.
+    /// On the device, in the engine's memory.
     Device,
     /// A piece of the host tier.
     Host(u32),
-    /// A spot of the disk tier, and the seal of what was written there.
+    /// A spot of the disk tier, with the seal of its contents.
     Disk {
-        /// Where.
+        /// Segment, block and record, as `tier/disk` packs them.
         spot: u64,
-        /// What it must be.
+        /// The expected seal.
         seal: u64,
-        /// How it is stored there.
+        /// The stored form.
         coded: StoredForm,
     },
-    /// In a store elsewhere, under its key.
+    /// At the remote, under its key.
     Remote,
 }
 
 impl Location {
-    /// The tier it is in.
+    /// The tier of the location.
     #[inline]
     pub fn tier(self) -> Tier {
         match self {
@@ -173,7 +173,7 @@ impl Location {
     }
 }
 
-/// Where a tier's bit is. Pinned memory is a kind of host memory, not a place.
+/// The bit of a tier. Pinned memory is host memory, not a tier of its own.
 #[inline]
 pub fn bit_of(tier: Tier) -> Result<usize> {
     let at = tier as usize;
@@ -183,17 +183,17 @@ pub fn bit_of(tier: Tier) -> Result<usize> {
     Ok(at)
 }
 
-/// The columns. Cells have numbers here; which chunk they are of is the table's
-/// matter, and so is whether a change is allowed: these only assert.
+/// The columns, indexed by cell number. The chunk table maps chunks to cells and decides whether a
+/// change is allowed; these methods only assert.
 pub(super) struct Cells {
     marks: Zeroed<Residency>,
-    /// Two bits for each tier that it is copied to: from which.
+    /// Two bits for each tier: the source of a copy to it.
     sources: Zeroed<u8>,
     readers: Zeroed<Readers>,
     pieces: Zeroed<u32>,
     spots: Zeroed<u64>,
     seals: Zeroed<u64>,
-    /// Costs nothing until a cell is coded.
+    /// Uses no memory until a cell is coded.
     codeds: Zeroed<StoredForm>,
 }
 
@@ -210,7 +210,7 @@ impl Cells {
         })
     }
 
-    /// Bytes that the columns have used for the first so many cells.
+    /// Bytes that the columns use for the first `cells` cells.
     pub(super) fn used_bytes(&self, cells: usize) -> u64 {
         let narrow = self.marks.front_bytes(cells) + self.sources.front_bytes(cells);
         let wide = self.readers.front_bytes(cells) + self.pieces.front_bytes(cells);
@@ -223,13 +223,13 @@ impl Cells {
         &self.marks
     }
 
-    /// How many read a cell in a tier.
+    /// Readers of a cell in a tier.
     #[inline]
     pub(super) fn readers(&self, at: usize, tier: usize) -> u16 {
         self.readers[at].0[tier]
     }
 
-    /// Marks a cell as on its way into a tier, from another or from outside.
+    /// Marks a cell as in flight into a tier, from another tier or from outside.
     #[inline]
     pub(super) fn expect(&mut self, at: usize, tier: usize, source: Option<usize>) {
         let Residency(bits) = &mut self.marks[at];
@@ -242,35 +242,36 @@ impl Cells {
         *sources = *sources & !(3 << (2 * tier)) | from << (2 * tier);
     }
 
-    /// The tier from which a cell is copied to one.
+    /// The source tier of a copy to `tier`.
     #[inline]
     pub(super) fn source(&self, at: usize, tier: usize) -> Option<usize> {
         let loading = self.marks[at].loading() & 1 << tier != 0;
         loading.then(|| usize::from(self.sources[at] >> (2 * tier) & 3))
     }
 
-    /// How many read a cell in a tier beside those who copy it to another.
+    /// Readers of a cell in a tier, without the copies to other tiers.
     #[inline]
     pub(super) fn plain_readers(&self, at: usize, tier: usize) -> usize {
         let copies = (0..TIERS).filter(|&to| self.source(at, to) == Some(tier)).count();
         usize::from(self.readers(at, tier)) - copies
     }
 
-    /// It is no longer on its way.
+    /// Clears the in-flight marks of a tier.
     #[inline]
     pub(super) fn end_wait(&mut self, at: usize, tier: usize) {
         let Residency(bits) = &mut self.marks[at];
         *bits &= !(1 << (LOADING + tier as u32) | 1 << (STORING + tier as u32));
     }
 
-    /// Puts a cell in a place. Returns whether it was nowhere before, and is in this store now.
+    /// Records a location. Returns whether the cell was not resident in this store before and is
+    /// now.
     #[inline]
     pub(super) fn place(&mut self, at: usize, place: Location) -> bool {
         match place {
             Location::Host(piece) => self.pieces[at] = piece,
             Location::Disk { spot, seal, coded } => {
                 (self.spots[at], self.seals[at]) = (spot, seal);
-                // Pages that hold nothing else are not touched.
+                // Does not touch pages that hold plain cells only.
                 if self.codeds[at] != coded {
                     self.codeds[at] = coded;
                 }
@@ -283,7 +284,7 @@ impl Cells {
         was == 0 && marks.there() != 0
     }
 
-    /// Where a cell is, or was until it left, in a tier.
+    /// The location of a cell in a tier, also after it left.
     #[inline]
     pub(super) fn place_in(&self, at: usize, tier: usize) -> Location {
         match tier {
@@ -298,14 +299,14 @@ impl Cells {
         }
     }
 
-    /// Gives a cell another spot on disk.
+    /// Moves a cell to another spot on disk.
     #[inline]
     pub(super) fn set_spot(&mut self, at: usize, spot: u64) {
         self.spots[at] = spot;
     }
 
-    /// Takes a cell out of a tier. Returns whether it was in this store and is not any more,
-    /// and whether its place is free: if not, it is leaving.
+    /// Removes a cell from a tier. Returns whether it has left this store, and whether its memory
+    /// in the tier is free. Otherwise it is leaving.
     #[inline]
     pub(super) fn take(&mut self, at: usize, tier: usize) -> (bool, bool) {
         let free = self.readers(at, tier) == 0;
@@ -319,7 +320,7 @@ impl Cells {
         (was != 0 && marks.there() == 0, free)
     }
 
-    /// One more reads it; false when that is one too many.
+    /// Adds a reader; false if the counter is full.
     #[inline]
     pub(super) fn read(&mut self, at: usize, tier: usize) -> bool {
         let readers = &mut self.readers[at].0[tier];
@@ -328,8 +329,8 @@ impl Cells {
         more.is_some()
     }
 
-    /// One less reads it; whether that was the last one of a cell that was leaving,
-    /// and its place is free now.
+    /// Removes a reader. Returns true if it was the last one of a leaving cell, whose memory is
+    /// free now.
     #[inline]
     pub(super) fn end_read(&mut self, at: usize, tier: usize) -> bool {
         let readers = &mut self.readers[at].0[tier];
@@ -344,7 +345,7 @@ impl Cells {
         freed
     }
 
-    /// Forgets all of some cells, which nobody is at.
+    /// Clears a range of cells that have no readers and are not in flight.
     pub(super) fn clear(&mut self, from: usize, count: usize) {
         for marks in &mut self.marks[from..from + count] {
             assert_eq!(marks.0 >> LOADING, 0, "somebody is at a cell");

@@ -1,4 +1,4 @@
-//! What is known of one chunk.
+//! The row of a chunk in the chunk table.
 
 use crate::base::zeroed::Zeroable;
 use crate::meta::chunks::cells::TIERS;
@@ -10,41 +10,41 @@ const PINNED: u8 = 2;
 const HOLES: u8 = 4;
 const REJOINED: u8 = 8;
 
-/// How long a chunk is wanted. The table does not know the time: a pin holds
-/// until it is taken away.
+/// A pin. The table knows no time: a pin holds until it is removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pin {
-    /// What is given up first has a low one.
+    /// Pins with low priorities are dropped first.
     pub priority: u8,
-    /// Until when, in ns of the caller's clock.
+    /// End of the pin, in ns of the caller's clock.
     pub until_ns: u64,
 }
 
-/// A chunk to be added.
+/// A chunk to add.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NewChunk {
-    /// Its name.
+    /// Its key.
     pub key: Key,
-    /// The number of its namespace, which is part of the key too.
+    /// Number of its namespace, which is part of the key, too.
     pub namespace: u32,
-    /// The chunk that it continues, or NONE.
+    /// The chunk before it, or NONE.
     pub parent: Slot,
-    /// How many chunks are before it.
+    /// Number of chunks before it.
     pub position: u32,
-    /// How many tokens it has; all, unless it is private.
+    /// Valid tokens: those of a full chunk, unless it is private.
     pub valid_tokens: u32,
-    /// The session that alone may use it, or NONE.
+    /// The only session that may use it, or NONE.
     pub owner: u32,
-    /// In its namespace, chunks may leave before those that continue them.
+    /// Whether chunks of its namespace may leave before their children.
     pub holes: bool,
 }
 
-/// A chunk in the table. 64 bytes: a line of the cache.
+/// A row of the chunk table: 64 bytes, a cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub struct Chunk {
     pub(super) parent: Slot,
-    /// The parent's when the link was made: it may be gone, where holes are allowed.
+    /// Generation of the parent when the link was made. The parent may be gone if holes are
+    /// allowed.
     pub(super) parent_generation: u32,
     pub(super) children: u32,
     pub(super) generation: u32,
@@ -52,9 +52,9 @@ pub struct Chunk {
     pub(super) namespace: u32,
     pub(super) owner: u32,
     pub(super) position: u32,
-    /// Marks and readers of its cells that stand for something under way.
+    /// Readers and in-flight marks of its cells.
     pub(super) moving: u32,
-    /// Cells in each tier, and in any.
+    /// Cells in each tier, and in any tier.
     pub(super) cells: [u16; TIERS],
     pub(super) cells_somewhere: u16,
     pub(super) valid_tokens: u16,
@@ -69,7 +69,7 @@ const _: () = assert!(size_of::<Chunk>() == 64);
 unsafe impl Zeroable for Chunk {}
 
 impl Chunk {
-    /// A chunk without cells; nothing refers to it.
+    /// A chunk without cells and references.
     pub(super) fn new(new: &NewChunk, generation: u32, parent_generation: u32) -> Chunk {
         Chunk {
             parent: new.parent,
@@ -106,37 +106,37 @@ impl Chunk {
         self.marks = if pin.is_some() { self.marks | PINNED } else { self.marks & !PINNED };
     }
 
-    /// How many chunks are before it.
+    /// Number of chunks before it.
     #[inline]
     pub fn position(&self) -> u32 {
         self.position
     }
 
-    /// How many tokens it has.
+    /// Valid tokens.
     #[inline]
     pub fn valid_tokens(&self) -> u32 {
         u32::from(self.valid_tokens)
     }
 
-    /// The number of its namespace.
+    /// Number of its namespace.
     #[inline]
     pub fn namespace(&self) -> u32 {
         self.namespace
     }
 
-    /// The session that alone may use it.
+    /// The only session that may use it.
     #[inline]
     pub fn owner(&self) -> Option<u32> {
         (self.owner != NONE).then_some(self.owner)
     }
 
-    /// How many chunks of the table continue it.
+    /// Chunks of the table that continue it.
     #[inline]
     pub fn children(&self) -> u32 {
         self.children
     }
 
-    /// How many hold it.
+    /// References.
     #[inline]
     pub fn refs(&self) -> u32 {
         self.refs
@@ -153,43 +153,43 @@ impl Chunk {
         self.marks |= REJOINED;
     }
 
-    /// Whether a chunk that was there without it continues it now.
+    /// Whether an older row was linked to it as a child, after it was added.
     #[inline]
     pub fn is_rejoined(&self) -> bool {
         self.marks & REJOINED != 0
     }
 
-    /// Which use of its slot this is.
+    /// Generation of its slot.
     #[inline]
     pub fn generation(&self) -> u32 {
         self.generation
     }
 
-    /// How many of its cells are in each tier.
+    /// Resident cells in each tier.
     #[inline]
     pub fn cells(&self) -> [u16; TIERS] {
         self.cells
     }
 
-    /// How many of its cells are in any tier.
+    /// Cells that are resident in any tier.
     #[inline]
     pub fn cells_somewhere(&self) -> u16 {
         self.cells_somewhere
     }
 
-    /// Whether a cell of it is on its way, read, or leaving.
+    /// Whether a cell of it is in flight, read, or leaving.
     #[inline]
     pub fn is_moving(&self) -> bool {
         self.moving != 0
     }
 
-    /// Whether nobody holds it or is at it; others may continue it.
+    /// Whether it has no references, pins, readers or cells in flight. It may have children.
     pub fn is_free(&self) -> bool {
         self.refs == 0 && self.marks & PINNED == 0 && !self.is_moving()
     }
 
-    /// Whether its KV must stay: it is held or pinned, or others continue it that
-    /// are of no use without it.
+    /// Whether its KV must stay: it is referenced or pinned, or has children that are useless
+    /// without it.
     #[inline]
     pub fn is_blocked(&self) -> bool {
         self.refs != 0

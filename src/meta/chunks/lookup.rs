@@ -1,4 +1,4 @@
-//! From keys to chunks, many at a time: the memory of several is fetched at once.
+//! Lookup of chunks by key, many at a time: the memory of several is prefetched together.
 
 use crate::base::budget::Tier;
 use crate::base::zeroed::prefetch;
@@ -6,10 +6,10 @@ use crate::meta::chunks::{Chunks, TIERS, id_of};
 use crate::meta::index::{NONE, Slot, UNSURE};
 use crate::meta::key::Key;
 
-/// Keys whose memory is on its way together: as many as a core can wait for.
+/// Keys that are prefetched together: as many misses as a core has in flight.
 const GROUP: usize = 32;
 
-/// Set by [`Chunks::exists_many`] when every cell of a chunk is in some tier.
+/// Bit of [`Chunks::exists_many`]: every cell of the chunk is in some tier.
 pub const WHOLE: u8 = 1 << TIERS;
 
 impl Chunks {
@@ -19,18 +19,18 @@ impl Chunks {
         self.index.find(id_of(key), |slot| self.keys[slot as usize].0 == *key)
     }
 
-    /// What policies call a chunk: the first bytes of its key.
+    /// The id of a chunk in policies: the first bytes of its key.
     #[inline]
     pub fn id(&self, slot: Slot) -> u64 {
         self.keys.get(slot as usize).map_or(0, |row| id_of(&row.0))
     }
 
-    /// A chunk that policies call so.
+    /// The chunk of a policy id.
     pub fn find_id(&self, id: u64) -> Option<Slot> {
         self.index.find(id, |slot| id_of(&self.keys[slot as usize].0) == id)
     }
 
-    /// The slots of many keys, NONE where one is not in the table.
+    /// The slots of many keys; NONE for keys that are not in the table.
     pub fn find_many(&self, keys: &[Key], slots: &mut [Slot]) {
         for (keys, slots) in keys.chunks(GROUP).zip(slots.chunks_mut(GROUP)) {
             self.find_group(keys, slots);
@@ -42,7 +42,7 @@ impl Chunks {
         for (slot, key) in slots.iter_mut().zip(keys) {
             *slot = self.index.guess(id_of(key));
             prefetch(&self.keys, *slot as usize);
-            // Who looks for a chunk looks at it next.
+            // The caller reads the row next.
             prefetch(&self.rows, *slot as usize);
         }
         for (slot, key) in slots.iter_mut().zip(keys) {
@@ -54,8 +54,8 @@ impl Chunks {
         debug_assert!(!slots.contains(&UNSURE));
     }
 
-    /// For many keys, the tiers that have every cell of the chunk (bit 0 the
-    /// device), and [`WHOLE`] if every cell is in some tier.
+    /// For each key the tiers that have every cell of the chunk (bit 0 is the device), and
+    /// [`WHOLE`] if every cell is in some tier.
     pub fn exists_many(&self, keys: &[Key], found: &mut [u8]) {
         let mut slots = [NONE; GROUP];
         for (keys, found) in keys.chunks(GROUP).zip(found.chunks_mut(GROUP)) {
@@ -66,13 +66,13 @@ impl Chunks {
         }
     }
 
-    /// The same, with what the remote is said to have only where that is believed.
+    /// The same, without remote hints if lookups do not trust them.
     pub fn trusted_tiers(&self, slot: Slot) -> u8 {
         let doubted = u8::from(!self.counts_remote()) << Tier::Remote as u8;
         self.tiers_of(slot) & !doubted
     }
 
-    /// The tiers that have every cell of a chunk, and [`WHOLE`]; 0 where there is none.
+    /// The tiers that have every cell of a chunk, and [`WHOLE`]; 0 for an empty slot.
     #[inline]
     pub fn tiers_of(&self, slot: Slot) -> u8 {
         let layers = self.shape.layers;

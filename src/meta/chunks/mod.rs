@@ -1,9 +1,8 @@
-//! The table of chunks and their cells: what the store knows of KV without
-//! touching it. Nothing is decided here; what is not allowed is refused: what is
-//! held, pinned or needed by others stays, a place is free only when nobody reads
-//! it, who comes second finds what the first one left.
+//! The chunk table: metadata of all chunks of one layout, their prefix tree, and the cell table. It
+//! decides nothing, and rejects invalid changes. A referenced, pinned or needed chunk stays; memory
+//! is free only without readers; the second writer of a cell finds the first one's.
 //!
-//! [`CHUNK_BYTES`] a chunk, [`CELL_BYTES`] a cell, and the index: 16 bytes a chunk.
+//! Memory: [`CHUNK_BYTES`] a chunk, [`CELL_BYTES`] a cell, and the index with 16 bytes a chunk.
 
 mod cells;
 mod chunk;
@@ -26,14 +25,14 @@ use crate::meta::key::Key;
 use crate::meta::layout::{MAX_CHUNK_TOKENS, MAX_LAYERS};
 use crate::meta::orphans::Orphans;
 
-/// Bytes kept for each chunk, beside its cells and the index.
+/// Bytes for each chunk, without its cells and the index.
 pub const CHUNK_BYTES: usize = size_of::<Chunk>() + size_of::<KeyRow>();
 /// Most cells of a table.
 pub const MAX_CELLS: usize = 1 << 32;
-/// Most that hold one chunk.
+/// Most references to a chunk.
 pub const MAX_REFS: u32 = u32::MAX - 1;
 
-/// A key where searches compare it: two in a line of the cache.
+/// A key in a column of its own for searches: two fit in a cache line.
 #[derive(Clone, Copy)]
 #[repr(C, align(32))]
 struct KeyRow(Key);
@@ -41,7 +40,7 @@ struct KeyRow(Key);
 // SAFETY: bytes only.
 unsafe impl Zeroable for KeyRow {}
 
-/// What a table is sized for.
+/// Dimensions of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Layers of the model.
@@ -55,42 +54,42 @@ pub struct Shape {
 /// A cell: the part of a chunk that one layer has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cell {
-    /// The chunk's slot.
+    /// Slot of the chunk.
     pub chunk: Slot,
     /// The layer.
     pub layer: usize,
 }
 
-/// Sums over the table.
+/// Counters of the table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Chunks in the table.
     pub chunks: u64,
     /// Cells in each tier.
     pub cells: [u64; TIERS],
-    /// Cells in any tier.
+    /// Cells that are resident in any tier.
     pub cells_somewhere: u64,
-    /// Chunks that somebody holds.
+    /// Chunks with references.
     pub held: u64,
-    /// Ways and reads under way, and cells that are leaving.
+    /// Reads and transitions in progress, and leaving cells.
     pub moving: u64,
-    /// Cells that were found lost or damaged in each tier, since the start.
+    /// Cells found lost or damaged in each tier, since the start.
     pub lost: [u64; TIERS],
-    /// Ways to each tier that failed, since the start.
+    /// Failed transitions to each tier, since the start.
     pub failed: [u64; TIERS],
 }
 
-/// Where a chunk is after it was added.
+/// Result of an addition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Added {
-    /// It is new.
+    /// The chunk is new.
     New(Slot),
-    /// It was there already.
+    /// The chunk was in the table.
     Existing(Slot),
 }
 
 impl Added {
-    /// Its slot.
+    /// The slot of the chunk.
     pub fn slot(self) -> Slot {
         match self {
             Added::New(slot) | Added::Existing(slot) => slot,
@@ -98,25 +97,24 @@ impl Added {
     }
 }
 
-/// The table.
+/// The chunk table.
 pub struct Chunks {
     shape: Shape,
     keys: Zeroed<KeyRow>,
     rows: Zeroed<Chunk>,
     cells: Cells,
     index: Index,
-    /// First free slot, chained through `parent`; beyond `fresh` none was used.
+    /// First free slot, chained through `parent`. Slots from `fresh` on were never used.
     free: Slot,
     fresh: Slot,
     counts: Counts,
     orphans: Orphans<Key>,
-    /// What the remote is said to have counts as there for who looks.
+    /// Whether lookups trust remote hints.
     counts_remote: bool,
 }
 
 impl Chunks {
-    /// An empty table. All memory is mapped now and costs something only where it
-    /// is used.
+    /// An empty table. All memory is mapped now, and is committed when it is used.
     pub fn new(shape: Shape) -> Result<Chunks> {
         let Shape { layers, chunk_tokens, max_chunks } = shape;
         if !(1..=MAX_LAYERS).contains(&layers) || !(1..=MAX_CHUNK_TOKENS).contains(&chunk_tokens) {
@@ -140,80 +138,80 @@ impl Chunks {
         })
     }
 
-    /// What it was sized for.
+    /// Its dimensions.
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// Says whether what the remote is said to have counts for lookups.
+    /// Sets whether lookups trust remote hints.
     pub fn count_remote(&mut self, counts: bool) {
         self.counts_remote = counts;
     }
 
-    /// Whether it does.
+    /// Whether lookups trust remote hints.
     pub fn counts_remote(&self) -> bool {
         self.counts_remote
     }
 
-    /// How many chunks there are.
+    /// The number of chunks.
     pub fn len(&self) -> usize {
         self.index.len()
     }
 
-    /// Whether there is none.
+    /// Whether there is no chunk.
     pub fn is_empty(&self) -> bool {
         self.index.is_empty()
     }
 
-    /// Sums over the table.
+    /// Counters of the table.
     pub fn counts(&self) -> Counts {
         Counts { chunks: self.len() as u64, ..self.counts }
     }
 
-    /// Bytes of a table for `shape` when it is full.
+    /// Bytes of a full table of this shape.
     pub fn bytes_of(shape: Shape) -> u64 {
         let chunk = (CHUNK_BYTES as u64).saturating_add(shape.layers as u64 * CELL_BYTES as u64);
         (shape.max_chunks as u64).saturating_mul(chunk.saturating_add(16)).saturating_add(64)
     }
 
-    /// Bytes that the table has used so far. Rows are used from the front, and again.
+    /// Bytes in use. Rows are used from the front, and reused.
     pub fn used_bytes(&self) -> u64 {
         let most = self.most();
         let rows = self.keys.front_bytes(most) + self.rows.front_bytes(most);
         rows + self.cells.used_bytes(most * self.shape.layers) + self.index.bytes()
     }
 
-    /// The most chunks that there were at once.
+    /// The most chunks at any time.
     pub fn most(&self) -> usize {
         self.fresh as usize
     }
 
-    /// A chunk's row, if there is one in the slot.
+    /// The row of a chunk, if the slot is in use.
     #[inline]
     pub fn chunk(&self, slot: Slot) -> Option<&Chunk> {
         self.rows.get(slot as usize).filter(|row| row.is_live())
     }
 
-    /// A chunk's key.
+    /// The key of a chunk.
     #[inline]
     pub fn key(&self, slot: Slot) -> Option<&Key> {
         self.chunk(slot)?;
         Some(&self.keys[slot as usize].0)
     }
 
-    /// The slot's chunk, if it is still the one it was when its generation was read.
+    /// The row of a chunk, if the slot still has this generation.
     #[inline]
     pub fn chunk_of(&self, slot: Slot, generation: u32) -> Option<&Chunk> {
         self.chunk(slot).filter(|row| row.generation == generation)
     }
 
-    /// The chunk that one continues, if that is in the table.
+    /// The parent of a chunk, if it is in the table.
     pub fn parent(&self, slot: Slot) -> Option<Slot> {
         let Chunk { parent, parent_generation, .. } = *self.chunk(slot)?;
         self.chunk_of(parent, parent_generation).map(|_| parent)
     }
 
-    /// The marks of a chunk's cells, by layer.
+    /// The residency of a chunk's cells, by layer.
     #[inline]
     pub fn marks(&self, slot: Slot) -> Option<&[Residency]> {
         self.chunk(slot)?;
@@ -221,14 +219,14 @@ impl Chunks {
         self.cells.marks().get(from..from + self.shape.layers)
     }
 
-    /// Where a cell can be read in a tier.
+    /// The location of a cell in a tier, if it is resident there.
     pub fn place(&self, cell: Cell, tier: Tier) -> Result<Option<Location>> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let there = self.cells.marks()[at].has(bit);
         Ok(there.then(|| self.cells.place_in(at, bit)))
     }
 
-    /// Where a cell is that is being read in a tier, also where it has left that since.
+    /// The location of a cell that is being read in a tier, also after it was dropped there.
     pub fn place_read(&self, cell: Cell, tier: Tier) -> Result<Location> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if self.cells.readers(at, bit) == 0 {
@@ -237,12 +235,12 @@ impl Chunks {
         Ok(self.cells.place_in(at, bit))
     }
 
-    /// How many read a cell in a tier.
+    /// The readers of a cell in a tier.
     pub fn readers(&self, cell: Cell, tier: Tier) -> Result<u32> {
         Ok(u32::from(self.cells.readers(self.at(cell)?, bit_of(tier)?)))
     }
 
-    /// The number of a cell, once that of its chunk is known to be sound.
+    /// The number of a cell. Fails if its chunk or layer does not exist.
     #[inline]
     fn at(&self, cell: Cell) -> Result<usize> {
         if self.chunk(cell.chunk).is_none() || cell.layer >= self.shape.layers {
@@ -259,8 +257,8 @@ impl Chunks {
         }
     }
 
-    /// Adds a chunk without cells, or finds the one that has its key. Where that continues
-    /// none it continues the one that was named from now on.
+    /// Adds a chunk without cells, or finds the chunk with its key. A found chunk without a parent
+    /// is linked to the given one.
     pub fn add(&mut self, new: &NewChunk) -> Result<Added> {
         if let Some(slot) = self.known(new)? {
             self.join(slot, new.parent);
@@ -270,7 +268,7 @@ impl Chunks {
         self.insert(new).map(Added::New)
     }
 
-    /// The slot of the key of a chunk that is to be added.
+    /// The slot of a new chunk's key. Fails if the key has other metadata.
     fn known(&self, new: &NewChunk) -> Result<Option<Slot>> {
         let Some(slot) = self.find(&new.key) else { return Ok(None) };
         let row = &self.rows[slot as usize];
@@ -341,8 +339,8 @@ impl Chunks {
         self.chunk(slot).is_some_and(|row| !row.is_blocked() && !row.is_moving())
     }
 
-    /// Removes a chunk that nobody holds or is at. Each place that it had is told, and
-    /// is free. Returns the chunk that it continued, if that may leave now.
+    /// Removes a chunk without references, readers and cells in flight. `free` gets each location,
+    /// which is free. Returns the parent, if that may be removed now.
     pub fn remove(
         &mut self,
         slot: Slot,
@@ -380,7 +378,7 @@ impl Chunks {
         Ok(above.filter(|&above| self.may_leave(above)))
     }
 
-    /// One more holds it.
+    /// Adds a reference.
     pub fn retain(&mut self, slot: Slot) -> Result<()> {
         let row = self.row_mut(slot)?;
         if row.refs == MAX_REFS {
@@ -392,7 +390,7 @@ impl Chunks {
         Ok(())
     }
 
-    /// One less holds it; whether it may leave now.
+    /// Removes a reference; returns whether the chunk may be removed now.
     pub fn release(&mut self, slot: Slot) -> Result<bool> {
         let row = self.row_mut(slot)?;
         if row.refs == 0 {
@@ -404,7 +402,7 @@ impl Chunks {
         Ok(self.may_leave(slot))
     }
 
-    /// Pins a chunk, or makes its pin stronger and longer.
+    /// Pins a chunk, or raises priority and end of its pin.
     pub fn pin(&mut self, slot: Slot, pin: Pin) -> Result<()> {
         let row = self.row_mut(slot)?;
         let was = row.pin().unwrap_or_default();
@@ -413,7 +411,7 @@ impl Chunks {
         Ok(())
     }
 
-    /// Takes a pin away; whether the chunk was pinned and may leave now.
+    /// Removes a pin; returns whether the chunk was pinned and may be removed now.
     pub fn unpin(&mut self, slot: Slot) -> Result<bool> {
         let row = self.row_mut(slot)?;
         let was = row.pin().is_some();
@@ -421,8 +419,7 @@ impl Chunks {
         Ok(was && self.may_leave(slot))
     }
 
-    /// These chunks and all that continue them, at once or over others, from the ends on. The whole
-    /// table is looked through.
+    /// These chunks and all their descendants, descendants first. Scans the whole table.
     pub fn with_descendants(&self, first: &[Slot]) -> Vec<Slot> {
         const KNOWN: u8 = 1;
         const BEHIND: u8 = 2;
@@ -456,18 +453,18 @@ impl Chunks {
         found
     }
 
-    /// Every slot in use, by number.
+    /// All slots in use, ascending.
     pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
         self.slots_from(0)
     }
 
-    /// Those from one on, by number.
+    /// All slots in use from `first` on.
     pub fn slots_from(&self, first: Slot) -> impl Iterator<Item = Slot> + '_ {
         (first..self.fresh).filter(|&slot| self.rows[slot as usize].is_live())
     }
 }
 
-/// What stands for a key in the index; a match is compared as a whole.
+/// The index id of a key; a match is compared in full.
 #[inline]
 pub fn id_of(key: &Key) -> u64 {
     let [a, b, c, d, e, f, g, h, ..] = key.0;

@@ -1,5 +1,5 @@
-//! Chunks without the one before them: an earlier life wrote them down, and not that
-//! one. They wait for it by its key, and continue it as soon as it is added.
+//! Orphans: recovered chunks whose parent was not recovered. They are registered by the parent's
+//! key, and linked as soon as it is added.
 
 use crate::base::status::Result;
 use crate::meta::chunks::{Added, Chunks, NewChunk};
@@ -7,9 +7,9 @@ use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 
 impl Chunks {
-    /// Adds a chunk that continues the one with a key, or finds it, as [`Chunks::add`]. That
-    /// one need not be in the table: whenever it is added this one continues it. `new` need
-    /// not say which it is.
+    /// Adds or finds a chunk as [`Chunks::add`] does; the parent is named by its key. The parent
+    /// need not be in the table: the chunk is linked when the parent is added. `new.parent` is
+    /// ignored.
     pub fn add_with_parent_key(&mut self, new: &NewChunk, above: &Key) -> Result<Added> {
         let parent = if new.position == 0 { NONE } else { self.find(above).unwrap_or(NONE) };
         let new = NewChunk { parent, ..*new };
@@ -25,8 +25,8 @@ impl Chunks {
         Ok(Added::New(slot))
     }
 
-    /// Has a chunk continue the one before it, if it does not and that is the one; whether
-    /// it does now.
+    /// Links a chunk without parent to the chunk before it, if `parent` is that chunk. Returns
+    /// whether it is linked now.
     pub fn join(&mut self, slot: Slot, parent: Slot) -> bool {
         let (Some(row), Some(above)) = (self.chunk(slot), self.chunk(parent)) else { return false };
         if let Some(old) = self.parent(slot) {
@@ -49,7 +49,7 @@ impl Chunks {
         true
     }
 
-    /// Those that wait for a chunk that was added continue it.
+    /// Links the orphans of a chunk that was added.
     pub(super) fn join_orphans(&mut self, parent: Slot) {
         let Some(&key) = self.key(parent).filter(|_| !self.orphans.is_empty()) else {
             return;
@@ -61,8 +61,7 @@ impl Chunks {
         }
     }
 
-    /// The key of the chunk that one continues, where that is known: it need not be in the
-    /// table.
+    /// The key of a chunk's parent, if known; the parent need not be in the table.
     pub fn parent_key(&self, slot: Slot) -> Option<&Key> {
         match self.parent(slot) {
             Some(above) => self.key(above),

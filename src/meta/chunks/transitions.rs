@@ -1,6 +1,5 @@
-//! How cells come into tiers and leave them. Each way has a beginning and an end;
-//! between them whoever carries it out touches the bytes, and the table sees to it
-//! that nobody gives their place away.
+//! Transitions of cells between tiers. Each has a beginning and an end. Between them the worker
+//! touches the bytes, and the table keeps the memory reserved.
 
 use crate::base::budget::Tier;
 use crate::base::status::Result;
@@ -8,44 +7,45 @@ use crate::fail;
 use crate::meta::chunks::{Cell, Chunks, Location, TIERS, bit_of};
 use crate::meta::index::Slot;
 
-/// What came of the wish to bring a cell into a tier.
+/// Result of a request to bring a cell into a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Begin {
-    /// Begun: it must be ended.
+    /// Started: the caller must end it.
     Started,
-    /// Nothing to do: it can be read there, or, for one from outside, in any tier.
+    /// Nothing to do: the cell is resident there; for a store from outside, in any tier.
     Resident,
-    /// Nothing to do: somebody brings it.
+    /// Nothing to do: a transition into the tier is in progress.
     InFlight,
-    /// Not now: it left, but is still read there. Once that ends, its place is free.
+    /// Not now: the cell was dropped there but is still read. Its memory is free after the last
+    /// read.
     Leaving,
 }
 
-/// How a way ended.
+/// Outcome of a transition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// It can be read there now.
+    /// The cell is resident there now.
     Arrived(Location),
-    /// Nothing came; where it came from is as good as it was.
+    /// Nothing arrived; the source is intact.
     Failed,
-    /// Nothing came, for what was to be copied is lost or damaged.
+    /// Nothing arrived, because the source is lost or damaged.
     BadSource,
 }
 
-/// What became of a cell's place in a tier.
+/// Result of a drop from a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dropped {
-    /// It is free.
+    /// The memory is free.
     Freed(Location),
-    /// It is read: the end of the last read returns it.
+    /// The cell is read: the end of the last read returns its memory.
     Deferred,
-    /// It was not there.
+    /// The cell was not resident there.
     Absent,
 }
 
 impl Chunks {
-    /// Begins to store a cell in a tier from outside. The first writer wins: one that
-    /// is in any tier, or on its way, is not written again.
+    /// Begins to store a cell in a tier from outside. The first writer wins: a cell that is
+    /// resident or in flight in any tier is not written again.
     pub fn begin_store(&mut self, cell: Cell, tier: Tier) -> Result<Begin> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let marks = self.cells.marks()[at];
@@ -58,8 +58,7 @@ impl Chunks {
         Ok(self.begin_transition(cell.chunk, at, bit, None))
     }
 
-    /// Ends it. What had been allocated for a cell that did not come stays the
-    /// caller's.
+    /// Ends a store. Memory that was allocated for a cell that did not arrive stays the caller's.
     pub fn end_store(&mut self, cell: Cell, tier: Tier, place: Option<Location>) -> Result<()> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if self.cells.marks()[at].storing() & 1 << bit == 0 {
@@ -70,8 +69,8 @@ impl Chunks {
         Ok(())
     }
 
-    /// Begins to copy a cell between tiers, up or down. Until the end it is read in
-    /// the one.
+    /// Begins to copy a cell between tiers, for a promotion or a demotion. The copy counts as a
+    /// reader of the source until it ends.
     pub fn begin_copy(&mut self, cell: Cell, from: Tier, to: Tier) -> Result<Begin> {
         let (at, source, target) = (self.at(cell)?, bit_of(from)?, bit_of(to)?);
         let marks = self.cells.marks()[at];
@@ -88,7 +87,7 @@ impl Chunks {
         Ok(self.begin_transition(cell.chunk, at, target, Some(source)))
     }
 
-    /// Ends it. Returns the place it was copied from, if that is free now.
+    /// Ends a copy. Returns the location of the source, if it is free now.
     pub fn end_copy(&mut self, cell: Cell, to: Tier, arrival: Arrival) -> Result<Option<Location>> {
         let (at, target) = (self.at(cell)?, bit_of(to)?);
         let Some(source) = self.cells.source(at, target) else {
@@ -108,7 +107,7 @@ impl Chunks {
         Ok(self.stop_reading(cell.chunk, at, source))
     }
 
-    /// One more reads a cell in a tier: its place there stays until the end.
+    /// Adds a reader of a cell in a tier; its memory there stays reserved until the end.
     pub fn begin_read(&mut self, cell: Cell, tier: Tier) -> Result<Location> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if !self.cells.marks()[at].has(bit) {
@@ -121,7 +120,7 @@ impl Chunks {
         Ok(self.cells.place_in(at, bit))
     }
 
-    /// One less. Returns the place, if it is free now.
+    /// Removes a reader. Returns the location, if it is free now.
     pub fn end_read(&mut self, cell: Cell, tier: Tier) -> Result<Option<Location>> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if self.cells.plain_readers(at, bit) == 0 {
@@ -130,7 +129,7 @@ impl Chunks {
         Ok(self.stop_reading(cell.chunk, at, bit))
     }
 
-    /// Notes that the remote has a cell, as far as is known.
+    /// Records a remote hint for a cell.
     pub fn hint(&mut self, cell: Cell) -> Result<()> {
         let (at, bit) = (self.at(cell)?, bit_of(Tier::Remote)?);
         let marks = self.cells.marks()[at];
@@ -141,8 +140,8 @@ impl Chunks {
         Ok(())
     }
 
-    /// Takes a cell out of a tier. What is held, pinned or continued by others
-    /// keeps its last place in this store.
+    /// Drops a cell from a tier. A referenced or pinned chunk, or one with dependent children,
+    /// keeps the last location of its cells in this store.
     pub fn begin_drop(&mut self, cell: Cell, tier: Tier) -> Result<Dropped> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let last = self.cells.marks()[at].there() == 1 << bit;
@@ -152,8 +151,7 @@ impl Chunks {
         Ok(self.take(cell.chunk, at, bit))
     }
 
-    /// Takes a cell out of a tier where it was found lost or damaged: what is not
-    /// there cannot be kept.
+    /// Drops a cell from a tier where it was found lost or damaged, whoever references it.
     pub fn lose(&mut self, cell: Cell, tier: Tier) -> Result<Dropped> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let gone = self.take(cell.chunk, at, bit);
@@ -161,9 +159,9 @@ impl Chunks {
         Ok(gone)
     }
 
-    /// Notes that a cell on disk is at another spot now. False when it is not at the
-    /// old one: then the new one is the caller's to free. Who reads it at the old one
-    /// may find it gone there, and has to look again.
+    /// Moves a cell to another spot on disk. Returns false if the cell is not at the old spot: the
+    /// new spot then stays the caller's. Readers of the old spot may miss, and must look it up
+    /// again.
     pub fn relocate(&mut self, cell: Cell, from: u64, to: u64) -> Result<bool> {
         let (at, bit) = (self.at(cell)?, bit_of(Tier::Disk)?);
         let there = self.cells.marks()[at].there() & 1 << bit != 0;
@@ -244,8 +242,7 @@ impl Chunks {
         self.cells.end_read(at, tier).then(|| self.cells.place_in(at, tier))
     }
 
-    /// Something more is under way with a chunk. What is leaving is read, and so
-    /// counted already.
+    /// Counts an activity of a chunk. A leaving cell has readers, and is counted by them.
     #[inline]
     fn start(&mut self, slot: Slot) {
         self.rows[slot as usize].moving += 1;
