@@ -185,12 +185,19 @@ impl<'a> Decode<'a> {
         let (heads, keys) = (self.problem.queries.heads() as usize, self.split.scores);
         let wanted = if is_by_head { heads * keys } else { keys };
         if sums.len() != wanted {
-            fail!(Invalid, "{} sums, {wanted} are kept", sums.len());
+            fail!(
+                Invalid,
+                "{} sums were passed, {wanted} are kept: open the decode with scores",
+                sums.len()
+            );
         }
         let select = &self.problem.select;
         let is_one_list = select.heads.len() <= 1 || select.is_dense();
         if !is_by_head && !is_one_list {
-            fail!(Invalid, "heads that see different keys have no sum");
+            fail!(
+                Invalid,
+                "heads that select different keys have no common sum: ask for sums by head"
+            );
         }
         if keys == 0 {
             return Ok(());

@@ -131,7 +131,7 @@ impl<'a> Keys<'a> {
         }
         let is_inside = self.starts.last().is_none_or(|&end| end as usize <= self.items.len());
         if !is_inside || !self.starts.is_sorted() {
-            fail!(Invalid, "lists of an index lie outside of its items");
+            fail!(Invalid, "lists of an index end beyond its items or do not ascend");
         }
         let lists = self.starts.len().saturating_sub(1) as u32;
         for at in 0..lists {

@@ -59,12 +59,16 @@ fn outward(x: f32, is_down: bool) -> u16 {
 
 fn checked(numbers: usize, page_tokens: u32, first: u32, keys: &Rows<'_>) -> Result<usize> {
     if page_tokens == 0 || keys.dim() > MAX_DIM / 2 {
-        fail!(Invalid, "pages of {page_tokens} keys of {} numbers", keys.dim());
+        fail!(
+            Invalid,
+            "page_tokens is {page_tokens} and keys have {} numbers: both must be at least 1, keys at most half of the limit",
+            keys.dim()
+        );
     }
     let pages = (u64::from(first) + u64::from(keys.tokens())).div_ceil(page_tokens.into());
     let page = u64::from(keys.heads()) * 2 * u64::from(keys.dim());
     if pages.checked_mul(page).is_none_or(|wanted| wanted > numbers as u64) {
-        fail!(TooSmall, "{numbers} numbers for {pages} pages of {page}");
+        fail!(TooSmall, "rows have {numbers} numbers, {pages} pages of {page} are needed");
     }
     Ok(keys.dim() as usize)
 }
@@ -126,20 +130,24 @@ pub fn scores(
     let (heads, group) = (queries.heads(), queries.heads() / pages.heads().max(1));
     if pages.dim() != 2 * queries.dim() || group * pages.heads() != heads || group == 0 {
         let (h, d) = (pages.heads(), pages.dim());
-        fail!(Invalid, "pages of {h} heads, {d} numbers; queries of {heads}, {}", queries.dim());
+        fail!(
+            Invalid,
+            "pages of {h} heads and {d} numbers do not fit queries of {heads} heads and {} numbers",
+            queries.dim()
+        );
     }
     if !matches!(pages.dtype(), Dtype::F32 | Dtype::Bf16) {
-        fail!(Unsupported, "pages are f32 or bf16, not {:?}", pages.dtype());
+        fail!(Unsupported, "pages must be f32 or bf16, not {:?}", pages.dtype());
     }
     if from.checked_add(count).is_none_or(|end| end > pages.tokens()) {
-        fail!(Invalid, "pages {from} and {count} more of {}", pages.tokens());
+        fail!(Invalid, "{count} pages from page {from} on, but there are {}", pages.tokens());
     }
     if u64::from(queries.tokens()) * u64::from(heads) > u64::from(u32::MAX) {
-        fail!(Limit, "{} queries of {heads} heads", queries.tokens());
+        fail!(Limit, "{} queries of {heads} heads exceed the limit", queries.tokens());
     }
     let rows = queries.tokens() as usize * heads as usize;
     if out.len() != rows * count as usize || memory.len() < scratch(pages, queries) {
-        fail!(TooSmall, "{} scores, {} of scratch", out.len(), memory.len());
+        fail!(TooSmall, "out has {} numbers and scratch {}: too few", out.len(), memory.len());
     }
     let level = if level.is_supported() { level } else { Level::best() };
     // SAFETY: sizes were checked above.

@@ -53,10 +53,10 @@ impl<'a> Prefill<'a> {
         let rows = problem.queries.tokens() as usize * problem.queries.heads() as usize;
         let numbers = rows.saturating_mul(problem.values.dim() as usize);
         if out.len() < numbers {
-            fail!(TooSmall, "{} numbers for an output of {numbers}", out.len());
+            fail!(TooSmall, "out has {} numbers, {numbers} are needed", out.len());
         }
         if let Some(lse) = lse.as_ref().filter(|lse| lse.len() < rows) {
-            fail!(TooSmall, "{} log-sum-exps for {rows} rows", lse.len());
+            fail!(TooSmall, "lse has {} numbers, {rows} are needed", lse.len());
         }
         let lse = lse.map_or(std::ptr::null_mut(), |lse| lse.as_mut_ptr());
         let (level, out) = (Level::best(), out.as_mut_ptr());

@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_and_other_places_show() {
+    fn damaged_and_misplaced_frames_are_rejected() {
         let mut frame = filled();
         assert!(entries(&frame, &header(), 1).is_none());
         assert!(entries(&frame, &Header { number: 4, ..header() }, 0).is_none());
@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_frames_is_enough() {
+    fn frames_for_is_sufficient() {
         for (segments, chunks, cells_each, sessions) in
             [(0, 0, 0, 0), (5000, 1, 1, 0), (3, 900, 1000, 0), (1, 4000, 3, 40), (0, 0, 0, 300)]
         {
@@ -462,7 +462,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn signed_noise_is_read_without_harm(
+        fn signed_random_changes_do_not_panic(
             edits in proptest::collection::vec((24usize..500, any::<u8>()), 0..12)
         ) {
             let mut frame = filled();

@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_round_trip_and_unknown_kinds_are_skipped_by_length() {
+    fn sessions_and_forgets_round_trip_and_unknown_kinds_have_a_length() {
         let mut bytes = vec![0; BLOCK_BYTES];
         let mut encoder = Encoder::new(&mut bytes);
         encoder.bytes(&5u32.to_le_bytes());
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn every_flipped_bit_shows() {
+    fn every_flipped_bit_is_detected() {
         let mut bytes = two_cells();
         for bit in 0..bytes.len() * 8 {
             bytes[bit / 8] ^= 1 << (bit % 8);
@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_contradict_are_refused() {
+    fn contradicting_lengths_are_rejected() {
         for (at, value) in
             [(12, 3u32), (12, 5), (12, 0), (44, 1), (44, 3), (44, 0), (200, 135), (200, 4000)]
         {
@@ -475,7 +475,7 @@ mod tests {
     proptest! {
         /// Signed random changes: no panic, and every listed cell lies inside the record.
         #[test]
-        fn signed_noise_is_read_without_harm(
+        fn signed_random_changes_do_not_panic(
             edits in proptest::collection::vec((0usize..390, any::<u8>()), 0..12)
         ) {
             let mut bytes = two_cells();

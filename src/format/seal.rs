@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn agrees_with_the_definition_for_any_number_of_planes() {
+    fn seal_agrees_with_its_definition_for_any_number_of_planes() {
         for n in 0..=MAX_PLANES as u64 {
             let planes: Vec<Plane> = (0..n).map(plane).collect();
             assert_eq!(seal(&who(), planes.iter().copied()), plain(&who(), &planes), "{n}");
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_counts() {
+    fn every_field_changes_the_seal() {
         let planes = [plane(0), plane(1)];
         let of = |w: Identity, p: [Plane; 2]| seal(&w, p.into_iter());
         let mut key = who();

@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_round_trip_and_show_every_flipped_bit() {
+    fn headers_round_trip_and_every_flipped_bit_is_detected() {
         let header = SegmentHeader { store: [3; 16], number: 77, blocks: 16384 };
         let mut block = [0; BLOCK_BYTES];
         header.encode(&mut block);
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn the_store_survives_one_flipped_bit_and_no_more() {
+    fn the_store_file_survives_damage_to_one_copy() {
         let header = StoreHeader { store: [9; 16], segment_bytes: 64 << 20 };
         let mut file = [0; STORE_BLOCKS * BLOCK_BYTES];
         header.encode(&mut file);
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_named() {
+    fn another_version_is_reported() {
         let mut block = [0; BLOCK_BYTES];
         SegmentHeader { store: [3; 16], number: 1, blocks: 2 }.encode(&mut block);
         block[4] = 2;

@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_and_names_lead_back() {
+    fn codes_and_names_round_trip() {
         for (code, dtype) in Dtype::ALL.into_iter().enumerate() {
             assert_eq!(dtype.code() as usize, code);
             assert_eq!(Dtype::from_code(code as u32), Some(dtype));
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_whole_bytes_or_refused() {
+    fn sizes_are_whole_bytes_or_none() {
         assert_eq!(Dtype::Bf16.bytes_of(128), Some(256));
         assert_eq!((Dtype::I4.bytes_of(128), Dtype::I4.bytes_of(3)), (Some(64), None));
         assert_eq!(Dtype::F32.bytes_of(u64::MAX / 8), None);

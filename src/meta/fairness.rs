@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_one_when_equal_and_one_nth_when_one_has_all() {
+    fn index_is_one_if_equal_and_one_nth_if_one_has_all() {
         let of = |pairs: &[(u64, u64)]| {
             let mut all = Fairness::default();
             pairs.iter().for_each(|&(found, wanted)| all.add(found, wanted));

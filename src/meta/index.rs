@@ -100,7 +100,7 @@ impl Index {
     /// An index for up to `limit` ids.
     pub fn new(limit: usize) -> Result<Index> {
         if limit > MAX_ENTRIES {
-            fail!(Limit, "{limit} objects are more than the limit of {MAX_ENTRIES}");
+            fail!(Limit, "{limit} objects exceed the limit of {MAX_ENTRIES}");
         }
         let buckets = Zeroed::dense(buckets_for(limit.min(FIRST_ENTRIES)))?;
         let grows_at = if limit > FIRST_ENTRIES { FIRST_ENTRIES } else { usize::MAX };
@@ -320,7 +320,7 @@ mod tests {
     use std::collections::HashMap;
 
     #[test]
-    fn agrees_with_a_map_over_random_calls() {
+    fn index_agrees_with_a_map_over_random_calls() {
         for (limit, ids) in [(1, 3), (7, 20), (500, 700), (4000, 4200), (20_001, 30_000)] {
             let mut index = Index::new(limit).expect("small");
             let mut slots: Vec<u64> = vec![0; 1 << 20];
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn it_grows_with_what_is_in_it() {
+    fn index_grows_as_it_fills() {
         let mut index = Index::new(1 << 20).expect("small at first");
         let first = index.bytes();
         assert!(first <= 1 << 17, "{first}");
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_is_refused() {
+    fn limits_above_the_maximum_are_rejected() {
         assert!(Index::new(MAX_ENTRIES + 1).is_err());
     }
 }

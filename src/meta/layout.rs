@@ -130,7 +130,11 @@ impl Group {
         let heads_of = |bytes: u64| bytes.saturating_mul(u64::from(heads));
         let of = |dim: u32| dtype.bytes_of(u64::from(dim)).map(heads_of);
         let (Some(k_bytes), Some(v_bytes)) = (of(k_dim), of(v_dim)) else {
-            fail!(Invalid, "{k_dim} and {v_dim} of {} are no whole bytes", dtype.name());
+            fail!(
+                Invalid,
+                "{k_dim} and {v_dim} numbers of {} do not fill whole bytes",
+                dtype.name()
+            );
         };
         let layers = layers.into_iter().collect();
         let rule = Rule::Full;
@@ -192,7 +196,10 @@ impl Group {
         for (what, bytes) in [("k_bytes", k_bytes), ("v_bytes", v_bytes), ("state", state_bytes)] {
             if bytes % heads != 0 || !dtype.fills(bytes / heads) {
                 let name = dtype.name();
-                fail!(Invalid, "group {at}: {what} {bytes} is no whole {name} in {heads} heads");
+                fail!(
+                    Invalid,
+                    "group {at}: {what} is {bytes}, not a whole {name} in {heads} heads"
+                );
             }
         }
         let bytes = self.planes(chunk_tokens).bytes();
@@ -238,8 +245,12 @@ impl Layout {
             for &layer in &group.layers {
                 // There are as many layers as places: a duplicate leaves another one out.
                 match group_of.get_mut(usize::from(layer)) {
-                    None => fail!(Invalid, "layer {layer} is named, one before it is not"),
-                    Some(of) if *of != u8::MAX => fail!(Invalid, "layer {layer} is named twice"),
+                    None => {
+                        fail!(Invalid, "layer {layer} is in a group, but a layer before it is not")
+                    }
+                    Some(of) if *of != u8::MAX => {
+                        fail!(Invalid, "layer {layer} is in two groups or named twice")
+                    }
                     Some(of) => *of = at as u8,
                 }
             }
@@ -315,21 +326,21 @@ impl Layout {
         let layout = Layout::read(bytes)?;
         // Unused numbers and the order of groups must be canonical.
         if layout.encode() != bytes {
-            fail!(Corrupt, "a layout is not in its canonical form");
+            fail!(Corrupt, "the layout is not in canonical form");
         }
         Ok(layout)
     }
 
     fn read(bytes: &[u8]) -> Result<Layout> {
-        let short = || fail!(Corrupt, "a layout of {} bytes is too short", bytes.len());
+        let short = || fail!(Corrupt, "a layout of {} bytes is truncated", bytes.len());
         let Some((head, rest)) = bytes.split_first_chunk::<HEAD_BYTES>() else { return short() };
         let [m0, m1, m2, m3, v0, v1, v2, v3, t0, t1, t2, t3, l0, l1, g0, g1] = *head;
         if [m0, m1, m2, m3] != MAGIC {
-            fail!(Corrupt, "these bytes are no layout");
+            fail!(Corrupt, "the bytes are not a layout");
         }
         let version = u32::from_le_bytes([v0, v1, v2, v3]);
         if version != VERSION {
-            fail!(TooNew, "a layout of version {version}, this library knows {VERSION}");
+            fail!(TooNew, "the layout has version {version}, this library reads {VERSION}");
         }
         let layers = usize::from(u16::from_le_bytes([l0, l1]));
         let count = usize::from(u16::from_le_bytes([g0, g1]));
@@ -337,14 +348,16 @@ impl Layout {
             return short();
         };
         if group_of.len() != layers || layers > MAX_LAYERS || count > MAX_GROUPS {
-            fail!(Corrupt, "a layout with {layers} layers in {count} groups has other bytes");
+            fail!(Corrupt, "the layout's length does not fit {layers} layers in {count} groups");
         }
         let mut groups: Vec<Group> =
             table.chunks_exact(GROUP_BYTES).map(read_group).collect::<Result<_>>()?;
         for (layer, &at) in group_of.iter().enumerate() {
             match groups.get_mut(usize::from(at)) {
                 Some(group) => group.layers.push(layer as u16),
-                None => fail!(Corrupt, "layer {layer} is in group {at} of {count}"),
+                None => {
+                    fail!(Corrupt, "layer {layer} is in group {at}, but there are {count} groups")
+                }
             }
         }
         Layout::new(u32::from_le_bytes([t0, t1, t2, t3]), groups)
@@ -361,10 +374,10 @@ fn read_group(bytes: &[u8]) -> Result<Group> {
         0 => Rule::Full,
         1 => Rule::Window(word(1)),
         2 => Rule::State,
-        other => fail!(Corrupt, "no rule has the number {other}"),
+        other => fail!(Corrupt, "rule {other} is unknown, 0 to 2 are accepted"),
     };
     let Some(dtype) = Dtype::from_code(u32::from(dtype)) else {
-        fail!(Corrupt, "no dtype has the number {dtype}");
+        fail!(Corrupt, "dtype {dtype} is unknown");
     };
     Ok(Group {
         layers: Vec::new(),
@@ -401,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn the_usual_shapes() {
+    fn common_models_have_the_expected_sizes() {
         let layout = Layout::new(256, vec![llama()]).expect("sound");
         assert_eq!(layout.groups()[0].planes(256).bytes(), 1 << 20);
         assert_eq!(layout.chunk_bytes(1), 32 * 4096);
@@ -429,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn invalid_layouts_are_rejected() {
         let one = |change: &dyn Fn(&mut Group)| {
             let mut group = llama();
             change(&mut group);
@@ -460,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_are_those_of_the_table_above() {
+    fn canonical_bytes_match_the_table() {
         let groups = vec![
             Group::state([1], 12, Dtype::F32),
             Group::gqa([0], 2, 4, Dtype::I8).expect("whole").window(9),
@@ -478,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_bytes_are_another_layout_or_none() {
+    fn changed_bytes_decode_to_another_layout_or_fail() {
         let layout = gemma();
         let sound = layout.encode();
         assert_eq!(Layout::decode(&sound).expect("sound"), layout);
@@ -500,7 +513,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_layout_comes_back(
+        fn layouts_round_trip(
             chunk_tokens in 1u32..300,
             group_of in prop::collection::vec(0usize..5, 1..40),
             kinds in prop::collection::vec((0u32..4, 1u32..9, 1u32..65, any::<bool>()), 5),
@@ -526,7 +539,7 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_break_the_reader(mut bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+        fn arbitrary_bytes_do_not_panic(mut bytes in prop::collection::vec(any::<u8>(), 0..400)) {
             if let Some(head) = bytes.get_mut(..16) {
                 head.copy_from_slice(b"KVTL\x01\0\0\0\x10\0\0\0\x08\0\x02\0");
             }

@@ -282,7 +282,7 @@ impl List {
         while at != NONE {
             let node = objects.node(at);
             if node.next != next || len >= self.len {
-                fail!(State, "object {} is in a list and not linked", node.id);
+                fail!(State, "object {} is in a list but not linked", node.id);
             }
             (len, next, at) = (len + 1, at, node.prev);
         }
@@ -292,7 +292,7 @@ impl List {
                 || node.stamp < objects.node(last).stamp
                 || !self.is_in_heap(objects, slot)
             {
-                fail!(State, "object {} waits, and is the oldest", node.id);
+                fail!(State, "object {} is in the heap but is the oldest", node.id);
             }
         }
         self.from_cold(objects).for_each(|slot| units += u64::from(objects.node(slot).units));
@@ -406,7 +406,7 @@ mod tests {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
         #[test]
-        fn what_comes_back_stands_by_its_stamp(
+        fn objects_that_are_put_back_are_ordered_by_stamp(
             calls in prop::collection::vec(call(), 0..250),
             empty in any::<bool>(),
         ) {
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn most_that_come_back_in_no_order_wait() {
+    fn objects_put_back_in_random_order_go_to_the_heap() {
         let mut world = World::new();
         (0..MANY).for_each(|slot| world.step(Call::TakeOut(slot)));
         (0..MANY).for_each(|i| world.step(Call::PutBack(i * 37 % MANY)));
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn in_order_or_against_it_nobody_waits() {
+    fn objects_put_back_in_order_or_reverse_avoid_the_heap() {
         for step in [1, MANY - 1] {
             let mut world = World::new();
             (5..MANY - 5).for_each(|slot| world.step(Call::TakeOut(slot)));
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_use_of_the_only_one_that_does_not_wait_makes_it_the_youngest() {
+    fn a_use_of_the_only_linked_object_takes_the_oldest_of_the_heap() {
         let mut world = World::new();
         (0..MANY).for_each(|slot| world.step(Call::TakeOut(slot)));
         (0..MANY).for_each(|i| world.step(Call::PutBack(i * 37 % MANY)));
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_that_waits_is_found() {
+    fn check_finds_an_object_of_the_heap_that_is_the_oldest() {
         let mut world = World::new();
         (0..MANY).for_each(|slot| world.step(Call::TakeOut(slot)));
         (0..MANY).for_each(|i| world.step(Call::PutBack(i * 37 % MANY)));

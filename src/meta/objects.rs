@@ -315,7 +315,7 @@ impl Objects {
         let Objects { index, nodes, .. } = self;
         match index.insert_new(id, slot, |s| nodes[s as usize].id == id) {
             Ok(()) => {}
-            Err(NONE) => fail!(Limit, "the table holds {} objects, its limit", nodes.len()),
+            Err(NONE) => fail!(Limit, "the table is full: it holds {} objects", nodes.len()),
             Err(_) => fail!(Invalid, "object {id} is in the table already"),
         }
         match recycled {
@@ -389,7 +389,7 @@ impl Objects {
         self.detach(slot);
         self.orphans.remove(slot);
         let Node { id, units, children, session, .. } = self.nodes[slot as usize];
-        assert_eq!(children, 0, "object {id} is continued by others");
+        assert_eq!(children, 0, "object {id} has children");
         let gone = self.index.remove(id, |s| s == slot);
         assert_eq!(gone, Some(slot), "the index lost object {id}");
         self.units -= u64::from(units);
@@ -504,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_used_again_and_limits_hold() {
+    fn slots_are_reused_and_limits_hold() {
         let mut objects = table(2);
         let a = objects.insert(10, NONE, 3, &Facts::default()).expect("room");
         let b = objects.insert(11, a, 4, &Facts { tokens: 9, ..Facts::default() }).expect("room");
@@ -522,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn children_that_come_before_their_parent_are_its_children() {
+    fn orphans_are_linked_when_their_parent_comes() {
         let mut objects = table(4);
         let child = objects.insert_with_parent_id(2, Some(1), 1, &Facts::default()).expect("room");
         let gone = objects.insert_with_parent_id(3, Some(1), 1, &Facts::default()).expect("room");
@@ -536,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_say_to_continue_each_other_do_not() {
+    fn cycles_of_parents_are_not_linked() {
         let mut objects = table(4);
         let all = [(1, 2), (2, 3), (3, 1), (4, 4)].map(|(id, parent)| {
             let facts = Facts::default();
@@ -561,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn where_holes_are_allowed_nothing_waits_for_children() {
+    fn without_leaf_first_children_do_not_block_a_parent() {
         let mut objects = Objects::new(3, false, false).expect("small");
         let a = objects.insert(1, NONE, 1, &Facts::default()).expect("room");
         let b = objects.insert(2, a, 1, &Facts::default()).expect("room");
@@ -571,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn many_are_found_like_one() {
+    fn find_many_agrees_with_find() {
         let mut objects = table(1000);
         for id in 0..1000 {
             objects.insert(id * 3, NONE, 1, &Facts::default()).expect("room");
@@ -587,7 +587,7 @@ mod tests {
     }
 
     #[test]
-    fn who_used_an_object_last_is_counted() {
+    fn objects_are_counted_for_the_session_that_used_them_last() {
         let mut objects = table(2);
         let a = objects.insert(1, NONE, 1, &Facts::default()).expect("room");
         let first = objects.sessions.get_or_add(7);

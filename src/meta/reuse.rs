@@ -97,10 +97,10 @@ pub fn find_reusable(
         *found = ChunkReuse { tokens: layout.chunk_tokens(), ..ChunkReuse::default() };
         if let Some(row) = row {
             if row.position() as usize != at {
-                fail!(Invalid, "chunk {at} of a path is number {} of its own", row.position());
+                fail!(Invalid, "chunk {at} of the path has position {}", row.position());
             }
             if row.valid_tokens() < layout.chunk_tokens() && at + 1 < path.len() {
-                fail!(Invalid, "chunk {at} of a path is partial, and not the last");
+                fail!(Invalid, "chunk {at} of the path is partial but not the last");
             }
             found.tokens = row.valid_tokens();
             (found.ready, found.soon) = groups_of(chunks, layout, slot, row, all);
@@ -128,10 +128,15 @@ pub fn find_reusable(
 fn check(chunks: &Chunks, layout: &Layout, path: &[Slot], found: &[ChunkReuse]) -> Result<()> {
     let shape = chunks.shape();
     if shape.layers != layout.layers() || shape.chunk_tokens != layout.chunk_tokens() {
-        fail!(Invalid, "the table is not one for this layout");
+        fail!(Invalid, "the chunk table belongs to another layout");
     }
     if path.len() != found.len() {
-        fail!(Invalid, "{} chunks, and room for {}", path.len(), found.len());
+        fail!(
+            Invalid,
+            "the path has {} chunks, but found has room for {}",
+            path.len(),
+            found.len()
+        );
     }
     Ok(())
 }
@@ -171,7 +176,7 @@ pub fn plan_reuse(
 ) -> Result<ReuseCost> {
     check(chunks, layout, path, found)?;
     if until > path.len() {
-        fail!(Invalid, "{until} of {} chunks", path.len());
+        fail!(Invalid, "until is {until}, but the path has {} chunks", path.len());
     }
     let mut moves = ReuseCost::default();
     let mut end: u64 = found.iter().take(until).map(|found| u64::from(found.tokens)).sum();

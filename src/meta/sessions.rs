@@ -253,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_whose_rows_went_count_in_fairness() {
+    fn fairness_counts_sessions_whose_rows_were_reused() {
         let mut sessions = Sessions::new(4).expect("small");
         let mut all = Fairness::default();
         for id in 0..1000u64 {
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_table_knows_is_noted_without_its_objects() {
+    fn learn_copies_everything_but_the_objects() {
         let mut sessions = Sessions::new(4).expect("small");
         let (a, b) = (sessions.get_or_add(1), sessions.get_or_add(2));
         sessions.join(a);
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_as_large_as_what_has_objects() {
+    fn the_table_size_follows_sessions_with_objects() {
         const WITH: usize = 10_000;
         let mut sessions = Sessions::new(MAX_SESSIONS).expect("virtual memory");
         let mut stored = std::collections::VecDeque::new();
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_table_gives_the_row_of_one_without_objects() {
+    fn a_full_table_reuses_rows_of_idle_sessions() {
         let mut sessions = Sessions::new(2).expect("small");
         let (a, b) = (sessions.get_or_add(100), sessions.get_or_add(200));
         sessions.join(a);

@@ -133,7 +133,7 @@ impl TimestampHeap {
             }
             let node = objects.node(slot);
             if at != slot {
-                fail!(State, "object {} does not stand where its slot says", node.id);
+                fail!(State, "object {} is not on the path of its slot", node.id);
             }
             let under = [node.prev, node.next].into_iter().filter(|&slot| slot != NONE);
             if under.into_iter().any(|slot| objects.node(slot).stamp < node.stamp) {
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn many_come_out_in_order_and_none_stands_deep() {
+    fn objects_leave_in_order_and_depth_stays_logarithmic() {
         const MANY: u64 = 1 << 14;
         let (mut objects, mut heap) = (table(MANY), TimestampHeap::default());
         for slot in 0..MANY as Slot {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_wrong_is_found() {
+    fn check_finds_wrong_order_and_wrong_sides() {
         let (mut objects, mut heap) = (table(4), TimestampHeap::default());
         for slot in 0..4 {
             objects.node_mut(slot).stamp = i64::from(slot);

@@ -123,7 +123,7 @@ impl<'a> View<'a> {
             Place::Pages { addresses, page_tokens, shift_bytes } => {
                 let room = addresses.len() as u64 * u64::from(page_tokens);
                 if page_tokens == 0 || u64::from(self.tokens) > room {
-                    fail!(Invalid, "{} tokens in pages that have {room}", self.tokens);
+                    fail!(Invalid, "a view of {} tokens, but its pages hold {room}", self.tokens);
                 }
                 let reach = self.reach(u64::from(page_tokens))?;
                 self.check_strides(tokens.min(page_tokens), side)?;
@@ -135,7 +135,7 @@ impl<'a> View<'a> {
                 }
                 let twice = pages.iter().zip(pages.iter().skip(1)).any(|(a, b)| a == b);
                 if side == Side::Target && twice {
-                    fail!(Invalid, "a page comes twice in a row in a target");
+                    fail!(Invalid, "a target has the same page twice in a row");
                 }
             }
         }
@@ -153,11 +153,16 @@ impl<'a> View<'a> {
             );
         }
         if self.heads == 0 || self.heads > MAX_HEADS || self.run_bytes == 0 {
-            fail!(Invalid, "{} heads of {} bytes in a view", self.heads, self.run_bytes);
+            fail!(
+                Invalid,
+                "a view of {} heads of {} bytes: 1 to {MAX_HEADS} heads of at least 1 byte are accepted",
+                self.heads,
+                self.run_bytes
+            );
         }
         let bytes = self.token_bytes().checked_mul(u64::from(tokens));
         if bytes.is_none_or(|bytes| bytes > MAX_PLANE_BYTES) {
-            fail!(Limit, "a plane of more than {MAX_PLANE_BYTES} bytes");
+            fail!(Limit, "a plane exceeds the limit of {MAX_PLANE_BYTES} bytes");
         }
         Ok(())
     }
@@ -173,7 +178,7 @@ impl<'a> View<'a> {
             .filter(|&reach| i64::try_from(reach).is_ok());
         match reach {
             Some(reach) => Ok(reach),
-            None => fail!(Invalid, "the strides of a view lead out of the address space"),
+            None => fail!(Invalid, "the strides of a view exceed the address space"),
         }
     }
 
@@ -233,8 +238,8 @@ impl<'a> View<'a> {
 fn check_address(address: Option<u64>, reach: u64) -> Result<()> {
     match address {
         Some(address) if address != 0 && address.checked_add(reach).is_some() => Ok(()),
-        Some(0) => fail!(Invalid, "a view at address 0"),
-        _ => fail!(Invalid, "{reach} bytes of a view lead out of the address space"),
+        Some(0) => fail!(Invalid, "the address of a view is 0"),
+        _ => fail!(Invalid, "{reach} bytes of a view exceed the address space"),
     }
 }
 
@@ -424,7 +429,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn strips_are_the_definition(
+        fn strips_agree_with_the_definition(
             tokens in 1u32..40, heads in 1u32..6, run in 1u64..9, pad in 0u64..4,
             order in 0..4, page_tokens in 1u32..12, shuffle in any::<u64>(),
             paged in any::<bool>(), from in 0u32..40, n in 1u32..40, most in 1u64..70,
@@ -488,7 +493,7 @@ mod tests {
         }
 
         #[test]
-        fn nonsense_never_overflows(
+        fn arbitrary_views_never_overflow(
             at in any::<u64>(), tokens in any::<u32>(), heads in any::<u32>(),
             run in any::<u64>(), ts in any::<u64>(), hs in any::<u64>(),
             small in 0u32..64, first in any::<u32>(), n in any::<u32>(), shift in any::<i64>(),
@@ -516,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_together_is_one_run() {
+    fn contiguous_bytes_are_one_run() {
         let one = |address, bytes| {
             vec![Strip { at: 0, address, count: 1, stride_bytes: bytes, run_bytes: bytes }]
         };
@@ -551,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_views_are_refused() {
+    fn invalid_views_are_rejected() {
         let good = view(Place::At(64), 16, 4, 8, 32, 8);
         let status = |view: View, first, n, side| {
             view.span(first, n, side).map(|_| ()).map_err(|e| e.status())

@@ -88,7 +88,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cells_round_trip_or_are_not_worth_it(
+        fn cells_round_trip_or_stay_plain(
             raw in prop::collection::vec(
                 (any::<bool>(), 1usize..20_000).prop_map(|(dull, bytes)| {
                     let mut state = bytes as u64;
@@ -118,7 +118,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_looked_at_without_harm(
+        fn arbitrary_cells_do_not_panic(
             cell in prop::collection::vec(prop_oneof![Just(0u8), any::<u8>()], 0..9000),
             planes in 0usize..5,
         ) {
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_saves_no_block_is_not_coded() {
+    fn cells_that_save_no_block_are_not_coded() {
         assert!(coded(Codec::Lz4, &[vec![7; 4000]]).is_none(), "one block either way");
         assert!(coded(Codec::Lz4, &[vec![7; 4097]]).is_some());
         assert!(coded(Codec::Int8, &[vec![7; 40_000]]).is_none(), "bytes are no numbers");

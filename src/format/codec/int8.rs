@@ -232,14 +232,19 @@ fn store(dtype: Dtype, numbers: &[f32], out: &mut [u8]) {
 /// Decodes a plane.
 pub fn decode(shape: &Shape, coded: &[u8], out: &mut [u8]) -> Result<()> {
     let Some((row, rows)) = extent(shape, out.len()) else {
-        fail!(Corrupt, "a plane of {} bytes of {} has no code", out.len(), shape.dtype.name());
+        fail!(
+            Corrupt,
+            "int8 cannot encode a plane of {} bytes of {}",
+            out.len(),
+            shape.dtype.name()
+        );
     };
     let scales = if shape.scales == Scales::Channel { row } else { rows };
     let Some((scales, codes)) = coded.split_at_checked(scales.saturating_mul(4)) else {
         fail!(Corrupt, "{} bytes do not hold {scales} scales", coded.len());
     };
     if codes.len() != row * rows {
-        fail!(Corrupt, "{} bytes for {} numbers", codes.len(), row * rows);
+        fail!(Corrupt, "{} bytes do not hold {} codes", codes.len(), row * rows);
     }
     let (mut numbers, mut shared) = ([0f32; STRIDE], [0f32; STRIDE]);
     let lines = out.chunks_exact_mut(shape.row_bytes).zip(codes.chunks_exact(row.max(1)));
@@ -292,7 +297,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_is_off_by_more_than_half_a_step(
+        fn errors_are_at_most_half_a_step(
             row in 1usize..600, rows in 0usize..8, kind in 0usize..3, by_channel in any::<bool>(),
             size in -20i32..14, seed in any::<u64>(),
         ) {
@@ -335,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn large_channels_do_not_spoil_the_others() {
+    fn channel_scales_confine_outlier_channels() {
         let row: Vec<f32> = (0..64).map(|c| if c == 3 { 500.0 } else { 0.5 }).collect();
         let plain: Vec<f32> =
             (0..16).flat_map(|t| row.iter().map(move |x| x + t as f32 / 64.0)).collect();
@@ -359,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_has_no_code() {
+    fn numbers_that_are_not_finite_are_not_encoded() {
         let shape = Shape { dtype: Dtype::F16, row_bytes: 8, scales: Scales::Token };
         for bad in [f32::NAN, f32::INFINITY] {
             let raw = bytes(Dtype::F16, &[1.0, bad, 2.0, 3.0]);

@@ -104,12 +104,20 @@ pub fn decode(codec: Codec, shape: &Shape, coded: &[u8], out: &mut [u8]) -> Resu
         _ if coded.len() == out.len() => out.copy_from_slice(coded),
         Codec::Lz4 => match lz4_flex::block::decompress_into(coded, out) {
             Ok(bytes) if bytes == out.len() => {}
-            _ => fail!(Corrupt, "{} bytes of lz4 do not give {}", coded.len(), out.len()),
+            _ => {
+                fail!(Corrupt, "{} bytes of lz4 do not decode to {} bytes", coded.len(), out.len())
+            }
         },
         Codec::Int8 if coded.len() == int8::coded_bytes(shape, out.len()) => {
             int8::decode(shape, coded, out)?;
         }
-        _ => fail!(Corrupt, "{} bytes of {} do not give {}", coded.len(), codec.name(), out.len()),
+        _ => fail!(
+            Corrupt,
+            "{} bytes of {} do not decode to {} bytes",
+            coded.len(),
+            codec.name(),
+            out.len()
+        ),
     }
     Ok(())
 }
@@ -125,7 +133,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn lossless_codecs_give_back_what_they_got(
+        fn lossless_codecs_round_trip(
             bytes in proptest::collection::vec(0u8..4, 0..4000), lz4 in any::<bool>(),
         ) {
             let codec = if lz4 { Codec::Lz4 } else { Codec::None };
@@ -140,7 +148,7 @@ mod tests {
         }
 
         #[test]
-        fn rubbish_is_an_error_or_something_of_the_right_length(
+        fn arbitrary_bytes_decode_to_the_length_or_fail(
             coded in proptest::collection::vec(any::<u8>(), 0..300), len in 0usize..600, code in 0u8..4,
         ) {
             let mut out = vec![0; len];
@@ -151,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_coded_is_kept_as_it_is() {
+    fn planes_that_do_not_shrink_stay_plain() {
         let mut state = 1u64;
         let mut random = || {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -172,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_codes() {
+    fn names_and_codes_are_fixed() {
         for (code, codec) in Codec::ALL.into_iter().enumerate() {
             assert_eq!(Codec::from_code(code as u8), Some(codec));
         }

@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn limits() {
+    fn names_beyond_the_limits_are_rejected() {
         let keys = BlockKeys::new(&Key([7; 32]));
         let status = |name: &[u8]| keys.key(name).err().map(|e| e.status());
         let long = vec![1; MAX_FIELD_BYTES + 1];

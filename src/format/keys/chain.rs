@@ -32,7 +32,7 @@ impl Chain {
     /// A sequence that continues after `position` chunks, the last of which has this key.
     pub fn after(key: Key, position: u64, chunk_tokens: u32) -> Result<Chain> {
         if chunk_tokens == 0 || chunk_tokens > MAX_CHUNK_TOKENS {
-            fail!(Limit, "chunks of {chunk_tokens} tokens; 1 to {MAX_CHUNK_TOKENS} are possible");
+            fail!(Limit, "a chunk has 1 to {MAX_CHUNK_TOKENS} tokens, not {chunk_tokens}");
         }
         Ok(Chain { key, position, chunk_tokens })
     }
@@ -60,7 +60,7 @@ impl Chain {
         let each = self.chunk_tokens as usize;
         let count = tokens.len() / each;
         if self.position.checked_add(count as u64).is_none() {
-            fail!(Limit, "a sequence has fewer than 2^64 chunks");
+            fail!(Limit, "the sequence exceeds 2^64 - 1 chunks");
         }
         if !media.is_sorted_by(|a, b| a.chunk < b.chunk) {
             fail!(Invalid, "media must ascend by chunk, one digest for each");
@@ -114,7 +114,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_are_the_whole(
+        fn keys_of_pieces_are_those_of_the_whole(
             each in sizes(),
             chunks in 0usize..24,
             rest in 0usize..40,
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn chunk_sizes_and_namespaces_keep_apart() {
+    fn chunk_sizes_and_namespaces_change_keys() {
         let tokens: Vec<u32> = (0..64).collect();
         let mut all = Vec::new();
         for each in [16, 32, 64] {
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_refused_and_changes_nothing() {
+    fn invalid_input_is_rejected_and_changes_nothing() {
         for wrong in [0, MAX_CHUNK_TOKENS + 1, u32::MAX] {
             let error = Chain::new(NAMESPACE, wrong).expect_err("not a size");
             assert_eq!(error.status(), Status::Limit);

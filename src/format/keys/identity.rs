@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_over_a_limit_or_wrong_is_refused() {
+    fn fields_beyond_the_limits_are_rejected() {
         let status = |identity: Identity| identity.key().err().map(|e| e.status());
         let long = vec![0; MAX_FIELD_BYTES + 1];
         let none = Identity::default();

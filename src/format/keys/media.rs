@@ -19,10 +19,14 @@ pub struct Medium {
 pub fn check(media: &[Medium], tokens: std::ops::Range<u64>) -> Result<()> {
     if let Some(one) = media.iter().find(|one| !tokens.contains(&one.token)) {
         let at = one.token.wrapping_sub(tokens.start);
-        fail!(Invalid, "media at token {at} of {}", tokens.end.saturating_sub(tokens.start));
+        fail!(
+            Invalid,
+            "media at token {at}, but there are {} tokens",
+            tokens.end.saturating_sub(tokens.start)
+        );
     }
     if !media.is_sorted_by(|a, b| a.token < b.token) {
-        fail!(Invalid, "media must ascend by their tokens, one at each");
+        fail!(Invalid, "media must ascend by their tokens, at most one at each");
     }
     Ok(())
 }
@@ -69,7 +73,7 @@ mod tests {
     proptest! {
         /// The definition of `docs/keys.md`, implemented again.
         #[test]
-        fn each_chunk_has_the_digest_of_what_starts_in_it(
+        fn extra_digests_agree_with_their_definition(
             media in proptest::collection::btree_map(0u64..60, any::<[u8; 32]>(), 0..20),
             each in 1u32..20,
         ) {

@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn limits() {
+    fn names_and_tokens_beyond_the_limits_are_rejected() {
         let status = |session: &[u8], tokens: &[u32]| {
             private_key(&Key([0; 32]), session, tokens, None).err().map(|e| e.status())
         };

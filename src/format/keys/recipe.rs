@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_codec_is_found_and_all_else_is_the_engines() {
+    fn the_codec_is_found_and_all_else_is_ignored() {
         for (recipe, codec) in [
             ("recipe(codec=int8)", Some(Codec::Int8)),
             ("recipe(prefill=minference(budget=4096),codec=lz4)", Some(Codec::Lz4)),

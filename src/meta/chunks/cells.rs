@@ -178,7 +178,7 @@ impl Location {
 pub fn bit_of(tier: Tier) -> Result<usize> {
     let at = tier as usize;
     if at >= TIERS {
-        fail!(Invalid, "a cell cannot be in the tier {}", tier.name());
+        fail!(Invalid, "a cell cannot be resident in tier {}", tier.name());
     }
     Ok(at)
 }
@@ -235,7 +235,10 @@ impl Cells {
         let Residency(bits) = &mut self.marks[at];
         let taken = |from: u32| *bits & 1 << (from + tier as u32) != 0;
         let free = ![0, LOADING, STORING, LEAVING].into_iter().any(taken);
-        assert!(free && source != Some(tier), "its place is taken");
+        assert!(
+            free && source != Some(tier),
+            "the cell is already in the tier, in flight or leaving"
+        );
         *bits |= 1 << (source.map_or(STORING, |_| LOADING) + tier as u32);
         let from = source.unwrap_or(0) as u8;
         let sources = &mut self.sources[at];
@@ -311,7 +314,7 @@ impl Cells {
     pub(super) fn take(&mut self, at: usize, tier: usize) -> (bool, bool) {
         let free = self.readers(at, tier) == 0;
         let marks = &mut self.marks[at];
-        assert!(marks.has(tier), "it is not there");
+        assert!(marks.has(tier), "the cell is not resident in the tier");
         let was = marks.there();
         marks.0 &= !(1 << tier);
         if !free {
@@ -334,7 +337,7 @@ impl Cells {
     #[inline]
     pub(super) fn end_read(&mut self, at: usize, tier: usize) -> bool {
         let readers = &mut self.readers[at].0[tier];
-        assert!(*readers > 0, "nobody reads it");
+        assert!(*readers > 0, "the cell has no reader in the tier");
         *readers -= 1;
         let Residency(bits) = &mut self.marks[at];
         let leaving = 1 << (LEAVING + tier as u32);
@@ -348,7 +351,7 @@ impl Cells {
     /// Clears a range of cells that have no readers and are not in flight.
     pub(super) fn clear(&mut self, from: usize, count: usize) {
         for marks in &mut self.marks[from..from + count] {
-            assert_eq!(marks.0 >> LOADING, 0, "somebody is at a cell");
+            assert_eq!(marks.0 >> LOADING, 0, "a cell is in flight or leaving");
             *marks = Residency(0);
         }
     }
@@ -359,12 +362,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cell_costs_what_is_said() {
+    fn cell_bytes_is_33() {
         assert_eq!(CELL_BYTES, 33);
     }
 
     #[test]
-    fn what_the_remote_is_said_to_have_is_no_place() {
+    fn remote_hints_are_no_residency() {
         let mut cells = Cells::new(1).expect("small");
         cells.expect(0, 1, None);
         cells.end_wait(0, 1);
@@ -381,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_coded_cell_takes_fits_in_sixteen_bits() {
+    fn stored_forms_round_trip_in_sixteen_bits() {
         assert_eq!((StoredForm::PLAIN.codec(), StoredForm::PLAIN.blocks()), (0, None));
         for (codec, blocks) in [(1, 1), (1, 8192), (7, 1), (7, 8192), (2, 77)] {
             let coded = StoredForm::new(codec, blocks).expect("it fits");
@@ -393,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_of_tiers_do_not_touch_each_other() {
+    fn residency_bits_of_tiers_are_independent() {
         let mut cells = Cells::new(2).expect("small");
         cells.expect(1, 1, None);
         cells.expect(1, 0, Some(3));

@@ -118,11 +118,17 @@ impl Chunks {
     pub fn new(shape: Shape) -> Result<Chunks> {
         let Shape { layers, chunk_tokens, max_chunks } = shape;
         if !(1..=MAX_LAYERS).contains(&layers) || !(1..=MAX_CHUNK_TOKENS).contains(&chunk_tokens) {
-            fail!(Invalid, "no table has {layers} layers and {chunk_tokens} tokens a chunk");
+            fail!(
+                Invalid,
+                "a chunk table of {layers} layers and {chunk_tokens} tokens: 1 to {MAX_LAYERS} and 1 to {MAX_CHUNK_TOKENS} are accepted"
+            );
         }
         let cells = layers.checked_mul(max_chunks).filter(|&cells| cells <= MAX_CELLS);
         let Some(cells) = cells.filter(|_| max_chunks <= MAX_ENTRIES) else {
-            fail!(Limit, "{max_chunks} chunks of {layers} cells, the limit is {MAX_CELLS} cells");
+            fail!(
+                Limit,
+                "{max_chunks} chunks of {layers} cells exceed the limit of {MAX_CELLS} cells"
+            );
         };
         Ok(Chunks {
             shape,
@@ -230,7 +236,7 @@ impl Chunks {
     pub fn place_read(&self, cell: Cell, tier: Tier) -> Result<Location> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if self.cells.readers(at, bit) == 0 {
-            fail!(State, "nobody reads layer {} of chunk {}", cell.layer, cell.chunk);
+            fail!(State, "layer {} of chunk {} has no reader in the tier", cell.layer, cell.chunk);
         }
         Ok(self.cells.place_in(at, bit))
     }
@@ -244,7 +250,7 @@ impl Chunks {
     #[inline]
     fn at(&self, cell: Cell) -> Result<usize> {
         if self.chunk(cell.chunk).is_none() || cell.layer >= self.shape.layers {
-            fail!(NotFound, "there is no layer {} of a chunk {}", cell.layer, cell.chunk);
+            fail!(NotFound, "layer {} of chunk {} does not exist", cell.layer, cell.chunk);
         }
         Ok(cell.chunk as usize * self.shape.layers + cell.layer)
     }
@@ -253,7 +259,7 @@ impl Chunks {
     fn row_mut(&mut self, slot: Slot) -> Result<&mut Chunk> {
         match self.rows.get_mut(slot as usize).filter(|row| row.is_live()) {
             Some(row) => Ok(row),
-            None => fail!(NotFound, "there is no chunk {slot}"),
+            None => fail!(NotFound, "chunk {slot} does not exist"),
         }
     }
 
@@ -274,7 +280,7 @@ impl Chunks {
         let row = &self.rows[slot as usize];
         let known = (row.namespace, row.position, row.owner, row.valid_tokens());
         if known != (new.namespace, new.position, new.owner, new.valid_tokens) {
-            fail!(Invalid, "chunk {slot} has that key, and is another");
+            fail!(Invalid, "key collision: chunk {slot} has this key with other metadata");
         }
         Ok(Some(slot))
     }
@@ -283,7 +289,7 @@ impl Chunks {
         let recycled = self.free != NONE;
         let slot = if recycled { self.free } else { self.fresh };
         let Some(row) = self.rows.get(slot as usize) else {
-            fail!(Limit, "the table holds {} chunks, its limit", self.rows.len());
+            fail!(Limit, "the chunk table is full: it holds {} chunks", self.rows.len());
         };
         let (generation, next) = (row.generation, row.parent);
         let fits = self.index.insert(id_of(&new.key), slot);
@@ -306,7 +312,10 @@ impl Chunks {
     fn check_tokens(&self, new: &NewChunk) -> Result<()> {
         let (valid, full) = (new.valid_tokens, self.shape.chunk_tokens);
         if valid == 0 || valid > full || (valid < full && new.owner == NONE) {
-            fail!(Invalid, "{valid} of {full} tokens: only private chunks may have less, none 0");
+            fail!(
+                Invalid,
+                "a chunk of {valid} tokens: shared chunks have {full}, private ones 1 to {full}"
+            );
         }
         Ok(())
     }
@@ -316,20 +325,27 @@ impl Chunks {
         let NewChunk { position, owner, .. } = *new;
         if new.parent == NONE {
             if position > 0 && !new.holes {
-                fail!(Invalid, "chunk {position} of its sequence continues none");
+                fail!(
+                    Invalid,
+                    "the chunk at position {position} needs a parent, unless its namespace allows holes"
+                );
             }
             return Ok(());
         }
         let Some(above) = self.chunk(new.parent) else {
-            fail!(NotFound, "there is no chunk {} to continue", new.parent);
+            fail!(NotFound, "the parent chunk {} does not exist", new.parent);
         };
         if above.namespace != new.namespace || above.position.checked_add(1) != Some(position) {
-            fail!(Invalid, "chunk {} is not the one before {position}", new.parent);
+            fail!(Invalid, "chunk {} is not the chunk before position {position}", new.parent);
         }
         if above.valid_tokens() < self.shape.chunk_tokens
             || (above.owner != NONE && above.owner != owner)
         {
-            fail!(Invalid, "chunk {} is partial, or private to another", new.parent);
+            fail!(
+                Invalid,
+                "the parent chunk {} is partial, or private to another session",
+                new.parent
+            );
         }
         Ok(())
     }
@@ -348,7 +364,7 @@ impl Chunks {
     ) -> Result<Option<Slot>> {
         let row = *self.row_mut(slot)?;
         if row.is_blocked() || row.is_moving() {
-            fail!(Busy, "chunk {slot} is held, pinned, continued or in motion");
+            fail!(Busy, "chunk {slot} is referenced, pinned, continued or in motion");
         }
         let from = slot as usize * self.shape.layers;
         if row.cells.iter().any(|&cells| cells > 0) {
@@ -382,7 +398,7 @@ impl Chunks {
     pub fn retain(&mut self, slot: Slot) -> Result<()> {
         let row = self.row_mut(slot)?;
         if row.refs == MAX_REFS {
-            fail!(Limit, "chunk {slot} is held {MAX_REFS} times, the limit");
+            fail!(Limit, "chunk {slot} has {MAX_REFS} references, the limit");
         }
         row.refs += 1;
         let is_first = row.refs == 1;
@@ -394,7 +410,7 @@ impl Chunks {
     pub fn release(&mut self, slot: Slot) -> Result<bool> {
         let row = self.row_mut(slot)?;
         if row.refs == 0 {
-            fail!(State, "nobody holds chunk {slot}");
+            fail!(State, "chunk {slot} has no reference to release");
         }
         row.refs -= 1;
         let is_last = row.refs == 0;

@@ -62,7 +62,12 @@ impl Chunks {
     pub fn end_store(&mut self, cell: Cell, tier: Tier, place: Option<Location>) -> Result<()> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if self.cells.marks()[at].storing() & 1 << bit == 0 {
-            fail!(State, "layer {} of chunk {} is not stored there", cell.layer, cell.chunk);
+            fail!(
+                State,
+                "layer {} of chunk {} is not being stored in the tier",
+                cell.layer,
+                cell.chunk
+            );
         }
         self.check_place(tier, place)?;
         self.end_transition(cell.chunk, at, bit, place);
@@ -91,7 +96,12 @@ impl Chunks {
     pub fn end_copy(&mut self, cell: Cell, to: Tier, arrival: Arrival) -> Result<Option<Location>> {
         let (at, target) = (self.at(cell)?, bit_of(to)?);
         let Some(source) = self.cells.source(at, target) else {
-            fail!(State, "layer {} of chunk {} is not copied there", cell.layer, cell.chunk);
+            fail!(
+                State,
+                "layer {} of chunk {} is not being copied to the tier",
+                cell.layer,
+                cell.chunk
+            );
         };
         let place = match arrival {
             Arrival::Arrived(place) => Some(place),
@@ -102,7 +112,7 @@ impl Chunks {
         if arrival == Arrival::BadSource && self.cells.marks()[at].has(source) {
             self.counts.lost[source] += 1;
             let gone = self.take(cell.chunk, at, source);
-            debug_assert_eq!(gone, Dropped::Deferred, "this way still reads it");
+            debug_assert_eq!(gone, Dropped::Deferred, "this copy still reads it");
         }
         Ok(self.stop_reading(cell.chunk, at, source))
     }
@@ -111,10 +121,20 @@ impl Chunks {
     pub fn begin_read(&mut self, cell: Cell, tier: Tier) -> Result<Location> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if !self.cells.marks()[at].has(bit) {
-            fail!(NotFound, "layer {} of chunk {} is not there", cell.layer, cell.chunk);
+            fail!(
+                NotFound,
+                "layer {} of chunk {} is not resident in the tier",
+                cell.layer,
+                cell.chunk
+            );
         }
         if !self.cells.read(at, bit) {
-            fail!(Again, "layer {} of chunk {} is read too often", cell.layer, cell.chunk);
+            fail!(
+                Again,
+                "layer {} of chunk {} has the most readers possible: try again",
+                cell.layer,
+                cell.chunk
+            );
         }
         self.start(cell.chunk);
         Ok(self.cells.place_in(at, bit))
@@ -124,7 +144,7 @@ impl Chunks {
     pub fn end_read(&mut self, cell: Cell, tier: Tier) -> Result<Option<Location>> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         if self.cells.plain_readers(at, bit) == 0 {
-            fail!(State, "nobody reads layer {} of chunk {}", cell.layer, cell.chunk);
+            fail!(State, "layer {} of chunk {} has no reader in the tier", cell.layer, cell.chunk);
         }
         Ok(self.stop_reading(cell.chunk, at, bit))
     }
@@ -146,7 +166,7 @@ impl Chunks {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let last = self.cells.marks()[at].there() == 1 << bit;
         if last && self.chunk(cell.chunk).is_some_and(|row| row.is_blocked()) {
-            fail!(Busy, "chunk {} is held, pinned or continued", cell.chunk);
+            fail!(Busy, "chunk {} is referenced, pinned or continued", cell.chunk);
         }
         Ok(self.take(cell.chunk, at, bit))
     }
@@ -176,7 +196,12 @@ impl Chunks {
     fn check_place(&self, tier: Tier, place: Option<Location>) -> Result<()> {
         match place {
             Some(place) if place.tier() != tier => {
-                fail!(Invalid, "a place in {} for a way to {}", place.tier().name(), tier.name())
+                fail!(
+                    Invalid,
+                    "a location in {} for a transition to {}",
+                    place.tier().name(),
+                    tier.name()
+                )
             }
             _ => Ok(()),
         }
@@ -252,7 +277,7 @@ impl Chunks {
     #[inline]
     fn stop(&mut self, slot: Slot) {
         let moving = &mut self.rows[slot as usize].moving;
-        assert!(*moving > 0, "nothing is under way");
+        assert!(*moving > 0, "no activity is in progress");
         *moving -= 1;
         self.counts.moving -= 1;
     }
