@@ -8,7 +8,7 @@ use crate::meta::dtype::Dtype;
 /// A type of numbers that kernels read.
 ///
 /// # Safety
-/// Of every method: as of [`Lanes`]; `from` points to as many numbers as are read.
+/// Every method requires the contract of [`Lanes`]; `from` points to as many numbers as are read.
 #[allow(clippy::missing_safety_doc)] // said once, above
 pub unsafe trait Element {
     /// Bytes of a number.

@@ -28,9 +28,9 @@ pub struct Limits {
 /// Memory that suffices for every job within some limits, in f32 numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workspace {
-    /// Of a job, beside its results.
+    /// Memory of a job, without its results.
     pub memory: usize,
-    /// Of each thread.
+    /// Scratch of each thread.
     pub scratch: usize,
 }
 

@@ -288,10 +288,10 @@ impl Index {
         let mut at = self.after(gap);
         while at != gap {
             let bucket = self.buckets[at];
-            let far = self.steps(gap, at);
+            let distance = self.steps(gap, at);
             let passed = |tag: u32| {
                 let home = self.home(tag);
-                tag != 0 && home != at && (far == 1 || self.steps(home, at) >= far)
+                tag != 0 && home != at && (distance == 1 || self.steps(home, at) >= distance)
             };
             let mover = bucket.tags.iter().position(|&tag| passed(tag));
             if let Some(lane) = mover {
@@ -368,11 +368,11 @@ mod tests {
 
     #[test]
     fn neighbouring_ids_spread() {
-        let mut homes = vec![0u32; 1024];
+        let mut counts = vec![0u32; 1024];
         for id in 0..102_400u64 {
-            homes[(((hash(id) >> 32) * 1024) >> 32) as usize] += 1;
+            counts[(((hash(id) >> 32) * 1024) >> 32) as usize] += 1;
         }
-        assert!(homes.iter().all(|&n| (40..180).contains(&n)), "{homes:?}");
+        assert!(counts.iter().all(|&n| (40..180).contains(&n)), "{counts:?}");
     }
 
     #[test]

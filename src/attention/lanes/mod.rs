@@ -16,7 +16,7 @@ pub const MAX_WIDTH: usize = 32;
 /// A vector of f32.
 ///
 /// # Safety
-/// Of every method: the processor supports the type's instructions, and pointers lead to as many
+/// For every method, the processor supports the type's instructions, and pointers lead to as many
 /// numbers as are read or written ([`Lanes::N`] unless stated otherwise), aligned or not. Methods
 /// are slow unless they are inlined into a function with these features enabled.
 #[allow(clippy::missing_safety_doc)] // said once, above

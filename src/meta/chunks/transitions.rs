@@ -171,7 +171,7 @@ impl Chunks {
         Ok(self.take(cell.chunk, at, bit))
     }
 
-    /// Drops a cell from a tier where it was found lost or damaged, whoever references it.
+    /// Drops a cell from a tier where it was found lost or damaged, even if it is referenced.
     pub fn lose(&mut self, cell: Cell, tier: Tier) -> Result<Dropped> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let gone = self.take(cell.chunk, at, bit);
