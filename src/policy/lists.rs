@@ -4,7 +4,7 @@
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
-use crate::meta::list::{List, Scout};
+use crate::meta::list::{List, Prefetcher};
 use crate::meta::objects::Objects;
 use crate::policy::Rank;
 
@@ -12,12 +12,12 @@ use crate::policy::Rank;
 pub struct Lists<const N: usize> {
     /// The lists.
     pub lists: [List; N],
-    scouts: [Scout; N],
+    scouts: [Prefetcher; N],
 }
 
 impl<const N: usize> Default for Lists<N> {
     fn default() -> Lists<N> {
-        Lists { lists: [List::default(); N], scouts: [Scout::default(); N] }
+        Lists { lists: [List::default(); N], scouts: [Prefetcher::default(); N] }
     }
 }
 
