@@ -2,15 +2,16 @@
 //! and the pieces make no difference.
 #![no_main]
 
-use kvtier::tier::remote::redis::resp::{Nonsense, Reader, Reply, Value, Want};
-use kvtier::tier::remote::redis::slots::Slots;
+use kvtier::tier::remote::fault::Malformed;
+use kvtier::tier::remote::redis::resp::{Reader, Reply, Value, Want};
+use kvtier::tier::remote::redis::slots::SlotMap;
 use kvtier::tier::remote::redis::url::Address;
 
 const MOST: usize = 4096;
 const WANTS: [Want; 3] = [Want::Word, Want::Value(MOST), Want::Body(300)];
 
 /// What comes of it: values, and the bytes of objects.
-fn read(input: &[u8], piece: usize, wants: usize) -> (Vec<Value>, Vec<u8>, Option<Nonsense>) {
+fn read(input: &[u8], piece: usize, wants: usize) -> (Vec<Value>, Vec<u8>, Option<Malformed>) {
     let (mut values, mut bodies) = (Vec::new(), Vec::new());
     let mut reader = Reader::default();
     let mut left = input;
@@ -51,6 +52,6 @@ libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     for value in &whole.0 {
         assert!(depth(value) <= 8);
         // Answers about slots are what else is read of values.
-        drop(Slots::read(value, &here));
+        drop(SlotMap::read(value, &here));
     }
 });

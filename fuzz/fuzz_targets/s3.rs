@@ -2,11 +2,12 @@
 //! pieces it means the same.
 #![no_main]
 
-use kvtier::tier::remote::s3::http::{Body, Chunks, Head, MAX_HEAD_BYTES, Nonsense};
+use kvtier::tier::remote::fault::Malformed;
+use kvtier::tier::remote::s3::http::{Body, Chunks, Head, MAX_HEAD_BYTES};
 use kvtier::tier::remote::s3::xml::Said;
 
 /// A body out of its chunks, and how many bytes were taken; `cut` = where the second piece begins.
-fn unchunk(bytes: &[u8], cut: usize) -> Result<(Vec<u8>, usize, bool), Nonsense> {
+fn unchunk(bytes: &[u8], cut: usize) -> Result<(Vec<u8>, usize, bool), Malformed> {
     let (mut chunks, mut body) = (Chunks::default(), Vec::new());
     let (first, second) = bytes.split_at(cut);
     let mut add = |piece: &[u8]| {
@@ -31,7 +32,7 @@ fn check(bytes: &[u8], cut: usize) {
             assert_eq!(Head::read(&bytes[..cut.min(end - 1)]), Ok(None));
         }
         Ok(None) => assert!(bytes.len() < MAX_HEAD_BYTES),
-        Err(Nonsense(words)) => assert!(!words.is_empty()),
+        Err(Malformed(words)) => assert!(!words.is_empty()),
     }
     let whole = unchunk(bytes, 0);
     assert_eq!(unchunk(bytes, cut).is_ok(), whole.is_ok());

@@ -3,12 +3,12 @@
 #![no_main]
 
 use kvtier::tier::remote::redis::resp::{Reader, Reply, Value, Want};
-use kvtier::tier::remote::redis::slots::{MAX_NODES, MAX_REPLY_BYTES, SLOTS, Slots};
+use kvtier::tier::remote::redis::slots::{MAX_NODES, MAX_REPLY_BYTES, SLOTS, SlotMap};
 use kvtier::tier::remote::redis::url::Address;
 
 fn check(value: &Value) {
     let here = Address { host: "here".into(), port: 1 };
-    let Some(slots) = Slots::read(value, &here) else { return };
+    let Some(slots) = SlotMap::read(value, &here) else { return };
     let count = slots.nodes.len();
     assert!((1..=MAX_NODES).contains(&count));
     assert!(slots.nodes.iter().all(|node| !node.host.is_empty() && node.port > 0));

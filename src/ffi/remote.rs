@@ -16,7 +16,7 @@ use crate::ffi::store::{StoreNoun, kvt_store_t};
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
 use crate::store::spec::Secrets;
 use crate::store::state::RemoteCounters;
-use crate::tier::remote::breaker::{Breaker, State, Way};
+use crate::tier::remote::breaker::{Breaker, Direction, State};
 
 /// Requests go to the remote.
 pub const KVT_REMOTE_CIRCUIT_CLOSED: u32 = 1;
@@ -123,19 +123,19 @@ unsafe impl Plain for kvt_remote_stats_t {}
 // SAFETY: as above.
 unsafe impl Sized_ for kvt_remote_stats_t {}
 
-fn state_of(breaker: &Breaker, way: Way) -> u32 {
+fn state_of(breaker: &Breaker, way: Direction) -> u32 {
     match breaker.state(way) {
         State::Closed => KVT_REMOTE_CIRCUIT_CLOSED,
         State::Open => KVT_REMOTE_CIRCUIT_OPEN,
-        State::Half => KVT_REMOTE_CIRCUIT_PROBING,
+        State::HalfOpen => KVT_REMOTE_CIRCUIT_PROBING,
     }
 }
 
 fn filled(breaker: &Breaker, counted: &RemoteCounters) -> kvt_remote_stats_t {
     kvt_remote_stats_t {
         struct_size: size_of::<kvt_remote_stats_t>() as u64,
-        reads: state_of(breaker, Way::Read),
-        writes: state_of(breaker, Way::Write),
+        reads: state_of(breaker, Direction::Read),
+        writes: state_of(breaker, Direction::Write),
         left_alone: breaker.opened(),
         asked_names: counted.asked,
         found_names: counted.found,

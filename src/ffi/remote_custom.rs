@@ -12,7 +12,9 @@ use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 use crate::store::spec::CustomRemote;
 use crate::tier::remote::name::Prefix;
-use crate::tier::remote::{Asks, Caps, Gets, Lane, Name, Part, Puts, Remote, Server, Trouble};
+use crate::tier::remote::{
+    Caps, Client, Gets, Name, Part, Puts, Queries, Remote, RemoteError, Server,
+};
 
 /// A put does nothing where there is an object of that name; without it the last writer wins.
 pub const KVT_REMOTE_FIRST_WINS: u64 = 1;
@@ -130,7 +132,7 @@ struct Called {
 }
 
 /// A way to it: memory for batches.
-struct CalledLane {
+struct CustomClient {
     remote: Called,
     items: Vec<kvt_remote_item_t>,
     parts: Vec<kvt_remote_part_t>,
@@ -138,7 +140,7 @@ struct CalledLane {
 }
 
 // SAFETY: pointers in its tables are of the batch that is under way, and of no use after it.
-unsafe impl Send for CalledLane {}
+unsafe impl Send for CustomClient {}
 
 /// The remote of a store's options, and who is to keep its data once the store is open.
 ///
@@ -173,7 +175,7 @@ pub(crate) unsafe fn remote_of(
         ranges: true,
         first_wins: given.flags & KVT_REMOTE_FIRST_WINS != 0,
         // What the engine's own keeps is the engine's to count.
-        lane_bytes: 0,
+        client_bytes: 0,
     };
     let table = Table { get, put, exists, remove };
     let callback = Arc::new(Callback::new(table, user_data, destroy));
@@ -190,30 +192,30 @@ impl Remote for Called {
         self.caps
     }
 
-    fn lane(&self) -> Box<dyn Lane> {
+    fn client(&self) -> Box<dyn Client> {
         let (items, parts, names) = (Vec::new(), Vec::new(), Vec::new());
-        Box::new(CalledLane { remote: self.clone(), items, parts, names })
+        Box::new(CustomClient { remote: self.clone(), items, parts, names })
     }
 }
 
 /// What a callback's status says.
-fn trouble(status: kvt_status_t) -> Trouble {
+fn trouble(status: kvt_status_t) -> RemoteError {
     match Status::from_code(status) {
-        Some(Status::NotFound) => Trouble::Absent,
-        Some(Status::Again) => Trouble::Later,
-        Some(Status::Timeout) => Trouble::Late,
-        Some(Status::Budget | Status::NoMem) => Trouble::Full,
-        Some(Status::Limit) => Trouble::TooLong,
-        Some(Status::Corrupt) => Trouble::Damaged,
-        Some(Status::Unsupported) => Trouble::Denied,
-        _ => Trouble::Gone,
+        Some(Status::NotFound) => RemoteError::Absent,
+        Some(Status::Again) => RemoteError::Busy,
+        Some(Status::Timeout) => RemoteError::Timeout,
+        Some(Status::Budget | Status::NoMem) => RemoteError::Full,
+        Some(Status::Limit) => RemoteError::TooLong,
+        Some(Status::Corrupt) => RemoteError::Damaged,
+        Some(Status::Unsupported) => RemoteError::Denied,
+        _ => RemoteError::Unreachable,
     }
 }
 
 /// Which of the callbacks.
 type Which = fn(&Table) -> kvt_remote_batch_fn;
 
-impl CalledLane {
+impl CustomClient {
     fn clear(&mut self) {
         self.items.clear();
         self.parts.clear();
@@ -264,7 +266,7 @@ impl CalledLane {
     }
 
     /// What each came to.
-    fn results(&self) -> impl Iterator<Item = std::result::Result<u64, Trouble>> + '_ {
+    fn results(&self) -> impl Iterator<Item = std::result::Result<u64, RemoteError>> + '_ {
         self.items.iter().map(|item| match item.status == Status::Ok.code() {
             true => Ok(item.bytes),
             false => Err(trouble(item.status)),
@@ -272,13 +274,13 @@ impl CalledLane {
     }
 }
 
-impl Lane for CalledLane {
+impl Client for CustomClient {
     fn greet(&mut self, deadline_ns: u64) -> Result<Server> {
         self.clear();
         self.add(&Name { tenant: 0, hash: [0; 20] }, &[], 0);
         self.call(|table| table.exists, deadline_ns);
         match self.results().next() {
-            Some(Ok(_) | Err(Trouble::Absent)) => {}
+            Some(Ok(_) | Err(RemoteError::Absent)) => {}
             Some(Err(trouble)) => return Err(Error::from(trouble)),
             None => return Err(Status::Invalid.into()),
         }
@@ -298,7 +300,7 @@ impl Lane for CalledLane {
         for ((get, result), room) in gets.items.iter_mut().zip(self.results()).zip(rooms) {
             // More than there is room for cannot have come.
             get.result = result
-                .and_then(|came| if came <= room { Ok(came) } else { Err(Trouble::Nonsense) });
+                .and_then(|came| if came <= room { Ok(came) } else { Err(RemoteError::Malformed) });
         }
     }
 
@@ -315,20 +317,20 @@ impl Lane for CalledLane {
         }
     }
 
-    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64) {
+    fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
         self.clear();
-        asks.items.iter().for_each(|ask| self.add(&ask.name, &[], 0));
+        queries.items.iter().for_each(|ask| self.add(&ask.name, &[], 0));
         self.call(|table| table.exists, deadline_ns);
-        asks.items.iter_mut().zip(self.results()).for_each(|(ask, result)| ask.result = result);
+        queries.items.iter_mut().zip(self.results()).for_each(|(ask, result)| ask.result = result);
     }
 
-    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64) {
+    fn remove(&mut self, queries: &mut Queries, deadline_ns: u64) {
         self.clear();
-        asks.items.iter().for_each(|ask| self.add(&ask.name, &[], 0));
+        queries.items.iter().for_each(|ask| self.add(&ask.name, &[], 0));
         self.call(|table| table.remove, deadline_ns);
-        for (ask, result) in asks.items.iter_mut().zip(self.results()) {
+        for (ask, result) in queries.items.iter_mut().zip(self.results()) {
             ask.result = match result {
-                Err(Trouble::Absent) => Ok(0),
+                Err(RemoteError::Absent) => Ok(0),
                 result => result,
             };
         }

@@ -595,7 +595,7 @@ impl RemoteSpec {
             ..self.config.clone()
         };
         let deadline_ns = clock.now_ns() + self.connect_ns + self.config.timeout_ns;
-        let server = match remote.lane().greet(deadline_ns) {
+        let server = match remote.client().greet(deadline_ns) {
             Ok(server) => {
                 for warning in &server.warnings {
                     log::warn!("the remote ({}): {warning}", server.words);

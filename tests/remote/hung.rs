@@ -11,7 +11,7 @@ use kvtier::base::status::{Result, Status};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::CustomRemote;
 use kvtier::store::state::{Level, TransferKind};
-use kvtier::tier::remote::{Asks, Caps, Gets, Lane, Puts, Remote, Server};
+use kvtier::tier::remote::{Caps, Client, Gets, Puts, Queries, Remote, Server};
 use kvtier_testkit::fixtures::store::{
     Engine, Home, Model, Shape, document, marks_of, spec_of, wait,
 };
@@ -26,7 +26,7 @@ const MINUTES: Duration = Duration::from_secs(600);
 enum Call {
     Get = 0,
     Put = 1,
-    Ask = 2,
+    Query = 2,
 }
 
 /// Which calls hang, and how many do now.
@@ -65,19 +65,19 @@ impl Gate {
 #[derive(Clone)]
 struct Gated(Simulated, Arc<Gate>);
 
-struct GatedLane(Box<dyn Lane>, Arc<Gate>);
+struct GatedLane(Box<dyn Client>, Arc<Gate>);
 
 impl Remote for Gated {
     fn caps(&self) -> Caps {
         self.0.caps()
     }
 
-    fn lane(&self) -> Box<dyn Lane> {
-        Box::new(GatedLane(self.0.lane(), self.1.clone()))
+    fn client(&self) -> Box<dyn Client> {
+        Box::new(GatedLane(self.0.client(), self.1.clone()))
     }
 }
 
-impl Lane for GatedLane {
+impl Client for GatedLane {
     fn greet(&mut self, deadline_ns: u64) -> Result<Server> {
         self.0.greet(deadline_ns)
     }
@@ -94,13 +94,13 @@ impl Lane for GatedLane {
         unsafe { self.0.put(puts, deadline_ns) }
     }
 
-    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64) {
-        self.1.pass(Call::Ask);
-        self.0.ask(asks, deadline_ns);
+    fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        self.1.pass(Call::Query);
+        self.0.lookup(queries, deadline_ns);
     }
 
-    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64) {
-        self.0.remove(asks, deadline_ns);
+    fn remove(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        self.0.remove(queries, deadline_ns);
     }
 }
 
@@ -149,7 +149,7 @@ struct Open(Arc<Gate>);
 
 impl Drop for Open {
     fn drop(&mut self) {
-        for call in [Call::Get, Call::Put, Call::Ask] {
+        for call in [Call::Get, Call::Put, Call::Query] {
             self.0.set(call, false);
         }
     }
@@ -231,14 +231,14 @@ fn gets_miss_what_a_fetch_that_hangs_does_not_bring() {
 fn questions_that_hang_are_answered_by_nothing() {
     let world = World::new(&[document(1, 64)]);
     let session = world.session(&document(1, 64));
-    world.gate.0.set(Call::Ask, true);
+    world.gate.0.set(Call::Query, true);
     let first = world.locate(session);
-    world.gate.0.until(Call::Ask, 1);
+    world.gate.0.until(Call::Query, 1);
     assert_eq!(ended(&world.clock, &first), Status::Ok);
     // Nobody is left who could ask.
     let later = world.locate(session);
     assert_eq!(wait(&later).tokens, 0);
-    world.gate.0.set(Call::Ask, false);
+    world.gate.0.set(Call::Query, false);
     world.home.rest();
     let again = world.locate(session);
     assert_eq!(wait(&again).tokens, 64);

@@ -22,8 +22,8 @@ use kvtier::store::state::{
     Config, Finished, Level, RemoteConfig, RemoteCounters, SessionOpts, SpaceOpts, StoreState,
     TransferKind, Write,
 };
-use kvtier::tier::remote::breaker::Way;
-use kvtier::tier::remote::{Asks, Remote, Trouble};
+use kvtier::tier::remote::breaker::Direction;
+use kvtier::tier::remote::{Queries, Remote, RemoteError};
 use kvtier_testkit::remote::simulated::{Fault, Plan, Simulated};
 use shared_core::Shared;
 use support::{Engine, Model, Shape, document, marks_of};
@@ -596,7 +596,7 @@ fn what_was_cut_on_its_way_stays_at_the_remote() {
         .expect("begun");
     carry_out(&other, WorkerKind::Fetch, |work| {
         let Work::Fetches(batch) = work else { panic!("no fetches") };
-        batch.fetches.iter_mut().for_each(|one| one.result = Err(Trouble::Nonsense));
+        batch.fetches.iter_mut().for_each(|one| one.result = Err(RemoteError::Malformed));
     });
     assert_eq!(other.ended().1, 0);
     other.with(|core| core.close_session(session)).expect("open");
@@ -646,7 +646,7 @@ fn a_remote_that_is_well_again_is_found_out_by_whoever_knows_all() {
         assert_eq!((other.locate_blocks(&names), locate()), (vec![OK; 3], 64));
         remote.set_plan(Plan::default().often(Fault::Lost, 1_000_000));
         (0..5).for_each(|n| drop(other.locate_blocks(&[100 + n])));
-        assert!(other.with(|core| !core.remote_breaker().expect("one").is_closed(Way::Read)));
+        assert!(other.with(|core| !core.remote_breaker().expect("one").is_closed(Direction::Read)));
         assert_eq!((other.locate_blocks(&names), locate()), (vec![NOT_FOUND; 3], 0));
         remote.set_plan(Plan::default());
         clock.advance(5_000_000_000);
@@ -654,7 +654,7 @@ fn a_remote_that_is_well_again_is_found_out_by_whoever_knows_all() {
             true => assert_eq!(other.locate_blocks(&names), [OK; 3]),
             false => assert_eq!(locate(), 64),
         }
-        assert!(other.with(|core| core.remote_breaker().expect("one").is_closed(Way::Read)));
+        assert!(other.with(|core| core.remote_breaker().expect("one").is_closed(Direction::Read)));
     }
 }
 
@@ -684,14 +684,14 @@ fn names_that_go_have_batches_of_their_own() {
                 let late = batch.removals[1];
                 remote.plant(late, vec![0; 4096]);
                 batch.late.push(late);
-                (batch.removed, batch.trouble) = (batch.removed - 1, Some(Trouble::Late));
+                (batch.removed, batch.trouble) = (batch.removed - 1, Some(RemoteError::Timeout));
             }
             gone += batch.removed as usize;
             batches += 1;
         });
     }
     assert_eq!((remote.names(), one.far().removed), (vec![], 120));
-    assert!(one.with(|core| core.remote_breaker().expect("one").is_closed(Way::Write)));
+    assert!(one.with(|core| core.remote_breaker().expect("one").is_closed(Direction::Write)));
     one.rest();
     assert_eq!(remote.names().len(), 2);
 }
@@ -739,9 +739,9 @@ fn a_chunk_that_lacks_an_object_is_sent_again() {
         assert_eq!(one.put(&tokens, Level::Remote), OK);
         let names = remote.names();
         assert_eq!(names.len(), 2);
-        let mut gone = Asks::default();
+        let mut gone = Queries::default();
         gone.name(names[lost]);
-        remote.lane().remove(&mut gone, u64::MAX);
+        remote.client().remove(&mut gone, u64::MAX);
         assert_eq!(remote.names().len(), 1);
         let locate = || {
             let session = other.session(&tokens);

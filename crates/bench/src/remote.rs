@@ -11,7 +11,7 @@ use kvtier::base::memory::Buffer;
 use kvtier::tier::remote::name::{HASH_BYTES, Prefix};
 use kvtier::tier::remote::redis::{Redis, RedisOpts};
 use kvtier::tier::remote::secret::Secret;
-use kvtier::tier::remote::{Asks, Gets, Lane, Name, Puts, Remote};
+use kvtier::tier::remote::{Client, Gets, Name, Puts, Queries, Remote};
 
 use super::disk::{self, Outcome, in_turn, memory, part_of_raw};
 use super::home::say;
@@ -48,7 +48,7 @@ fn prefix() -> Outcome<Prefix> {
 
 /// A way to the server.
 struct Way {
-    lane: Box<dyn Lane>,
+    client: Box<dyn Client>,
     clock: Clock,
     mine: Mine,
 }
@@ -63,9 +63,9 @@ impl Way {
             ..RedisOpts::new(&server.url, prefix()?)
         };
         let clock = Clock::real();
-        let mut lane = Redis::open(&opts, clock.clone()).map_err(say)?.lane();
-        lane.greet(clock.now_ns() + PATIENCE_NS).map_err(say)?;
-        Ok(Way { lane, clock, mine: Mine(random_bytes().map_err(say)?) })
+        let mut client = Redis::open(&opts, clock.clone()).map_err(say)?.client();
+        client.greet(clock.now_ns() + PATIENCE_NS).map_err(say)?;
+        Ok(Way { client, clock, mine: Mine(random_bytes().map_err(say)?) })
     }
 
     fn deadline_ns(&self) -> u64 {
@@ -86,7 +86,7 @@ impl Way {
             let deadline_ns = self.deadline_ns();
             let start = Instant::now();
             // SAFETY: the stock is this benchmark's own, and nobody writes to it.
-            unsafe { self.lane.put(&mut puts, deadline_ns) };
+            unsafe { self.client.put(&mut puts, deadline_ns) };
             took += start.elapsed().as_secs_f64();
             if puts.items.iter().any(|put| put.result != Ok(false)) {
                 return Err("not all objects were put".to_string());
@@ -109,7 +109,7 @@ impl Way {
             let deadline_ns = self.deadline_ns();
             let start = Instant::now();
             // SAFETY: the stock is this benchmark's own.
-            unsafe { self.lane.get(&mut gets, deadline_ns) };
+            unsafe { self.client.get(&mut gets, deadline_ns) };
             took += start.elapsed().as_secs_f64();
             if gets.items.iter().any(|get| get.result != Ok(BYTES as u64)) {
                 return Err("not all objects came".to_string());
@@ -118,16 +118,16 @@ impl Way {
         Ok(took)
     }
 
-    fn asks(&self, first: u64, count: u64) -> Asks {
-        let mut asks = Asks::default();
-        (first..first + count).for_each(|number| asks.name(self.mine.name(number)));
-        asks
+    fn queries(&self, first: u64, count: u64) -> Queries {
+        let mut queries = Queries::default();
+        (first..first + count).for_each(|number| queries.name(self.mine.name(number)));
+        queries
     }
 
     fn remove(&mut self, first: u64, count: u64) {
-        let mut asks = self.asks(first, count);
+        let mut queries = self.queries(first, count);
         let deadline_ns = self.deadline_ns();
-        self.lane.remove(&mut asks, deadline_ns);
+        self.client.remove(&mut queries, deadline_ns);
     }
 }
 
@@ -160,7 +160,7 @@ fn moves(server: &Server, quick: bool) -> Outcome<[Vec<(f64, f64)>; 2]> {
 
 /// Seconds of asking for a thousand names, of which half are there, and of a bare socket's
 /// thousand lengths of the same names.
-fn asks(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
+fn queries(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
     let mut raw = server.raw()?;
     let mut way = Way::open(server)?;
     let stock = memory(BATCH * BYTES as u64)?;
@@ -173,7 +173,7 @@ fn asks(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
     }
     let deadline_ns = way.deadline_ns();
     // SAFETY: the stock is this benchmark's own, and nobody writes to it.
-    unsafe { way.lane.put(&mut puts, deadline_ns) };
+    unsafe { way.client.put(&mut puts, deadline_ns) };
     let prefix = prefix()?;
     let key = |number| {
         let mut out = Vec::new();
@@ -195,12 +195,12 @@ fn asks(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
             }
         };
         let ours = || {
-            let mut asks = way.asks(0, ASKED);
+            let mut queries = way.queries(0, ASKED);
             let deadline_ns = way.deadline_ns();
             let start = Instant::now();
-            way.lane.ask(&mut asks, deadline_ns);
+            way.client.lookup(&mut queries, deadline_ns);
             let took = start.elapsed().as_secs_f64();
-            match asks.items.iter().filter(|ask| ask.result == Ok(64)).count() as u64 == there {
+            match queries.items.iter().filter(|ask| ask.result == Ok(64)).count() as u64 == there {
                 true => Ok(took),
                 false => Err("not all names are answered".to_string()),
             }
@@ -236,7 +236,7 @@ fn ask_bar(server: &Outcome<Server>, quick: bool) -> Bar {
         better: Better::Lower,
         note: String::new(),
     };
-    match server.as_ref().map_err(Clone::clone).and_then(|server| asks(server, quick)) {
+    match server.as_ref().map_err(Clone::clone).and_then(|server| queries(server, quick)) {
         Ok(pairs) => {
             let mut parts: Vec<f64> = pairs.iter().map(|(ours, bare)| ours / bare).collect();
             let mut ours: Vec<f64> = pairs.iter().map(|(ours, _)| ours * 1e6).collect();

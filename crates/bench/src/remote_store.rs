@@ -14,7 +14,7 @@ use kvtier::store::state::plans::PlanTerms;
 use kvtier::store::state::{Level, TransferKind};
 use kvtier::tier::remote::dir::{Dir, DirOpts};
 use kvtier::tier::remote::name::Prefix;
-use kvtier::tier::remote::{Asks, Caps, Gets, Lane, Puts, Remote, Server as Said};
+use kvtier::tier::remote::{Caps, Client, Gets, Puts, Queries, Remote, Server as Said};
 
 use super::disk::{Outcome, Scratch};
 use super::home::{Home, Tensors, layout, say};
@@ -145,19 +145,19 @@ fn overhead_bars(server: &Outcome<Server>, quick: bool) -> Vec<Bar> {
 /// A remote whose objects come slowly.
 struct Slow(Dir);
 
-struct SlowLane(Box<dyn Lane>);
+struct SlowClient(Box<dyn Client>);
 
 impl Remote for Slow {
     fn caps(&self) -> Caps {
         self.0.caps()
     }
 
-    fn lane(&self) -> Box<dyn Lane> {
-        Box::new(SlowLane(self.0.lane()))
+    fn client(&self) -> Box<dyn Client> {
+        Box::new(SlowClient(self.0.client()))
     }
 }
 
-impl Lane for SlowLane {
+impl Client for SlowClient {
     fn greet(&mut self, deadline_ns: u64) -> Result<Said> {
         self.0.greet(deadline_ns)
     }
@@ -176,12 +176,12 @@ impl Lane for SlowLane {
         unsafe { self.0.put(puts, deadline_ns) };
     }
 
-    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64) {
-        self.0.ask(asks, deadline_ns);
+    fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        self.0.lookup(queries, deadline_ns);
     }
 
-    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64) {
-        self.0.remove(asks, deadline_ns);
+    fn remove(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        self.0.remove(queries, deadline_ns);
     }
 }
 

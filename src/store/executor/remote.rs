@@ -8,18 +8,18 @@ use crate::format::codec::Codec;
 use crate::store::state::remote_fetch::{Fetch, FetchBatch};
 use crate::store::state::remote_lookup::AskBatch;
 use crate::store::state::remote_upload::{Send, SendBatch};
-use crate::tier::remote::object::{CellFrom, Object, Sink};
-use crate::tier::remote::{Asks, Gets, Lane, Puts, Remote, Trouble};
+use crate::tier::remote::object::{CellSource, Object, Sink};
+use crate::tier::remote::{Client, Gets, Puts, Queries, Remote, RemoteError};
 
 /// Memory for received bytes that nobody needs.
 const SINK_BYTES: usize = 256 << 10;
 
 /// A connection to the remote, with the memory of its batches.
 struct RemoteJob {
-    lane: Box<dyn Lane>,
+    client: Box<dyn Client>,
     gets: Gets,
     puts: Puts,
-    asks: Asks,
+    queries: Queries,
     headers: Vec<u8>,
     sink: Vec<u8>,
 }
@@ -45,7 +45,7 @@ impl RemoteExecutor {
 
     /// Approximate memory of one executor.
     pub fn bytes_of(remote: &dyn Remote) -> u64 {
-        SINK_BYTES as u64 + remote.caps().lane_bytes
+        SINK_BYTES as u64 + remote.caps().client_bytes
     }
 
     /// The remote.
@@ -58,10 +58,10 @@ impl RemoteExecutor {
         let mine = self.mine.lock().take();
         let mut remote_job = mine.unwrap_or_else(|| {
             Box::new(RemoteJob {
-                lane: self.remote.lane(),
+                client: self.remote.client(),
                 gets: Gets::default(),
                 puts: Puts::default(),
-                asks: Asks::default(),
+                queries: Queries::default(),
                 headers: Vec::new(),
                 sink: vec![0; SINK_BYTES],
             })
@@ -148,9 +148,9 @@ impl RemoteJob {
             }
         }
         // This is no failure of the remote.
-        unfit.into_iter().for_each(|i| batch.fetches[i].result = Err(Trouble::TooLong));
+        unfit.into_iter().for_each(|i| batch.fetches[i].result = Err(RemoteError::TooLong));
         // SAFETY: headers and the sink are this errand's, places by the caller's promise.
-        unsafe { self.lane.get(&mut self.gets, deadline_ns) };
+        unsafe { self.client.get(&mut self.gets, deadline_ns) };
         for (get, &i) in self.gets.items.iter().zip(&which) {
             let fetch = &mut batch.fetches[i];
             let mut verdicts = std::mem::take(&mut fetch.verdicts);
@@ -161,7 +161,7 @@ impl RemoteJob {
                     unsafe { object.verify(header, came, &fetch.places, &mut verdicts) }
                 }
                 (Err(trouble), _) => Err(trouble),
-                (_, Err(_)) => Err(Trouble::TooLong),
+                (_, Err(_)) => Err(RemoteError::TooLong),
             };
             fetch.verdicts = verdicts;
         }
@@ -180,11 +180,11 @@ impl RemoteJob {
             let (header, after) = std::mem::take(&mut rest).split_at_mut(object.header_bytes());
             rest = after;
             let mut planes = &send.planes[..];
-            let cells: Vec<CellFrom<'_>> = (send.shape.cells(send.object()).iter())
+            let cells: Vec<CellSource<'_>> = (send.shape.cells(send.object()).iter())
                 .map(|shape| {
                     let (mine, others) = planes.split_at(shape.planes().len().min(planes.len()));
                     planes = others;
-                    CellFrom { codec: send.codec(), planes: mine }
+                    CellSource { codec: send.codec(), planes: mine }
                 })
                 .collect();
             // SAFETY: the caller's promise; the header is not touched before the put has ended.
@@ -194,18 +194,18 @@ impl RemoteJob {
             }
         }
         if !batch.removals.is_empty() {
-            self.asks.items.clear();
-            batch.removals.iter().for_each(|&name| self.asks.name(name));
-            self.lane.remove(&mut self.asks, deadline_ns);
-            let items = &self.asks.items;
+            self.queries.items.clear();
+            batch.removals.iter().for_each(|&name| self.queries.name(name));
+            self.client.remove(&mut self.queries, deadline_ns);
+            let items = &self.queries.items;
             batch.trouble = items.iter().find_map(|ask| ask.result.err());
             batch.removed = items.iter().filter(|ask| ask.result.is_ok()).count() as u64;
-            let late = items.iter().filter(|ask| ask.result == Err(Trouble::Late));
+            let late = items.iter().filter(|ask| ask.result == Err(RemoteError::Timeout));
             batch.late.extend(late.map(|ask| ask.name));
         }
         if !which.is_empty() {
             // SAFETY: as above.
-            unsafe { self.lane.put(&mut self.puts, deadline_ns) };
+            unsafe { self.client.put(&mut self.puts, deadline_ns) };
         }
         for (put, &i) in self.puts.items.iter().zip(&which) {
             batch.sends[i].result = put.result;
@@ -213,13 +213,13 @@ impl RemoteJob {
     }
 
     fn ask(&mut self, batch: &mut AskBatch, deadline_ns: u64) {
-        self.asks.items.clear();
-        batch.asked.iter().for_each(|one| self.asks.name(one.name));
-        self.lane.ask(&mut self.asks, deadline_ns);
-        for (one, ask) in batch.asked.iter_mut().zip(&self.asks.items) {
+        self.queries.items.clear();
+        batch.asked.iter().for_each(|one| self.queries.name(one.name));
+        self.client.lookup(&mut self.queries, deadline_ns);
+        for (one, ask) in batch.asked.iter_mut().zip(&self.queries.items) {
             one.result = match ask.result {
                 Ok(bytes) => Ok(bytes > 0),
-                Err(Trouble::Absent) => Ok(false),
+                Err(RemoteError::Absent) => Ok(false),
                 Err(trouble) => Err(trouble),
             };
         }

@@ -15,7 +15,7 @@ use crate::store::state::Finished;
 use crate::store::state::device_tier::Audited;
 use crate::store::state::plans::Look;
 use crate::store::token_path::MAX_TOKENS;
-use crate::tier::remote::{Publish, Trouble};
+use crate::tier::remote::{Publish, RemoteError};
 
 /// Most waiting ops.
 const MAX_WATCHES: usize = 1024;
@@ -204,7 +204,7 @@ impl Inner {
         turn: &Turn,
         (from, missed): (u64, u64),
         events: &[Event],
-    ) -> std::result::Result<(), Trouble> {
+    ) -> std::result::Result<(), RemoteError> {
         let fields = feed.entries.make(turn.stage, from, missed, events);
         (feed.publish)(&fields, self.runtime.clock().now_ns().saturating_add(feed.timeout_ns))
     }

@@ -28,11 +28,11 @@ use crate::store::state::stage::{self, Stage};
 use crate::store::state::transfer::{Of, TransferKind};
 use crate::store::state::work::WorkerKind;
 use crate::store::state::{At, Config, StoreState, Write};
-use crate::tier::remote::breaker::{Breaker, Heard, Way};
+use crate::tier::remote::breaker::{Breaker, Direction, Outcome};
 use crate::tier::remote::name::Names;
 use crate::tier::remote::secret::Secret;
 use crate::tier::remote::shape::Shape;
-use crate::tier::remote::{Name, Trouble};
+use crate::tier::remote::{Name, RemoteError};
 
 /// Most names waiting to be removed at the remote. More are forgotten.
 const MOST_REMOVALS: usize = 1024;
@@ -270,22 +270,24 @@ impl RemoteTier {
 
     /// Whether the circuit for reads is closed.
     pub fn is_well(&self) -> bool {
-        self.breaker.is_closed(Way::Read)
+        self.breaker.is_closed(Direction::Read)
     }
 
     /// Takes over the outcome of a request. `probes` says that the request was the probe of an open
     /// circuit.
     pub fn heard<T>(
         &mut self,
-        way: Way,
-        result: &std::result::Result<T, Trouble>,
+        way: Direction,
+        result: &std::result::Result<T, RemoteError>,
         probes: bool,
         now_ns: u64,
     ) {
-        self.breaker.record(way, Heard::of(way, result), probes, now_ns);
+        self.breaker.record(way, Outcome::of(way, result), probes, now_ns);
         match result.as_ref().err() {
-            Some(Trouble::Late | Trouble::Gone | Trouble::Later) => self.counters.late += 1,
-            Some(Trouble::Nonsense | Trouble::Damaged) => self.counters.corrupt += 1,
+            Some(RemoteError::Timeout | RemoteError::Unreachable | RemoteError::Busy) => {
+                self.counters.late += 1
+            }
+            Some(RemoteError::Malformed | RemoteError::Damaged) => self.counters.corrupt += 1,
             _ => {}
         }
     }
@@ -659,9 +661,12 @@ impl StoreState {
             match remote.known.get(&name, self.now_ns, config.fresh_ns, config.absent_ns) {
                 Some(true) if remote.is_well() => window.there.push(chunk),
                 Some(false) => {}
-                _ => {
-                    window.asked.push(Asked { chunk, key: *key, name, result: Err(Trouble::Later) })
-                }
+                _ => window.asked.push(Asked {
+                    chunk,
+                    key: *key,
+                    name,
+                    result: Err(RemoteError::Busy),
+                }),
             }
         }
         Some(window)
@@ -873,13 +878,14 @@ impl StoreState {
             }
             let Request { what, probes } = first.remove();
             remote.counters.hung += 1;
-            let way = if what.workers() == WorkerKind::Send { Way::Write } else { Way::Read };
+            let way =
+                if what.workers() == WorkerKind::Send { Direction::Write } else { Direction::Read };
             log::warn!(
                 "a remote request ({:?}) has not returned after twice its timeout: the store no \
                  longer waits for it. Check the remote's mount, server or callback",
                 what.workers()
             );
-            remote.heard(way, &Err::<(), _>(Trouble::Late), probes, self.now_ns);
+            remote.heard(way, &Err::<(), _>(RemoteError::Timeout), probes, self.now_ns);
             if let What::Fetch(cells) = &what {
                 remote.watch.cells.extend(cells.iter().copied());
             }

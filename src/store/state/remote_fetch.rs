@@ -19,10 +19,10 @@ use crate::store::state::transfer::{Level, Step, TransferKind};
 use crate::store::state::work::WorkerKind;
 use crate::store::state::{At, StoreState};
 use crate::tier::host::Piece;
-use crate::tier::remote::breaker::{Leave, Way};
+use crate::tier::remote::breaker::{Direction, Permit};
 use crate::tier::remote::object::{Place as Goal, Verdict};
 use crate::tier::remote::shape::Shape;
-use crate::tier::remote::{Name, Trouble};
+use crate::tier::remote::{Name, RemoteError};
 
 /// An object that jobs wait for. One of them is in the queue for all.
 #[derive(Default)]
@@ -55,7 +55,7 @@ pub struct Fetch {
     /// Destination of each cell.
     pub places: Vec<Goal>,
     /// Outcome of the request.
-    pub result: Result<(), Trouble>,
+    pub result: Result<(), RemoteError>,
     /// Outcome of each cell.
     pub verdicts: Vec<Verdict>,
 }
@@ -72,7 +72,7 @@ impl Fetch {
 
     /// Whether the object arrived whole with wrong content.
     fn is_damaged(&self) -> bool {
-        self.result == Err(Trouble::Damaged) || self.verdicts.contains(&Verdict::Damaged)
+        self.result == Err(RemoteError::Damaged) || self.verdicts.contains(&Verdict::Damaged)
     }
 
     fn bytes(&self) -> u64 {
@@ -99,7 +99,7 @@ impl FetchBatch {
     }
 
     pub(super) fn all_came(&self) -> bool {
-        self.fetches.iter().all(|one| matches!(one.result, Ok(()) | Err(Trouble::Absent)))
+        self.fetches.iter().all(|one| matches!(one.result, Ok(()) | Err(RemoteError::Absent)))
     }
 }
 
@@ -109,7 +109,8 @@ impl StoreState {
         let chunks = &self.tables[table as usize].chunks;
         let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
         let hangs = self.all_hang(WorkerKind::Fetch);
-        let goes = |remote: &RemoteTier| !hangs && remote.breaker.may_go(Way::Read, self.now_ns);
+        let goes =
+            |remote: &RemoteTier| !hangs && remote.breaker.allows(Direction::Read, self.now_ns);
         self.remote.as_deref().is_some_and(goes) && marks.is_some_and(|marks| marks.is_remote())
     }
 
@@ -196,11 +197,11 @@ impl StoreState {
         let remote = self.remote.as_mut()?;
         let leave = match remote.is_quiet_to_fetch() {
             true => return None,
-            false => remote.breaker.leave(Way::Read, self.now_ns),
+            false => remote.breaker.admit(Direction::Read, self.now_ns),
         };
-        let most = if leave == Leave::Go { remote.config.batch } else { 1 };
+        let most = if leave == Permit::Allow { remote.config.batch } else { 1 };
         let timeout_ns = remote.config.timeout_ns;
-        let probes = leave == Leave::Probe;
+        let probes = leave == Permit::Probe;
         let (mut batch, mut bytes) =
             (FetchBatch { timeout_ns, probes, ..FetchBatch::default() }, 0);
         while batch.fetches.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
@@ -213,7 +214,7 @@ impl StoreState {
                 log::error!("internal: an object to be fetched has no name");
                 continue;
             };
-            if leave == Leave::Stay {
+            if leave == Permit::Deny {
                 if let Some(remote) = &mut self.remote {
                     remote.counters.avoided += 1;
                 }
@@ -281,7 +282,8 @@ impl StoreState {
                 place.planes = [address, address.wrapping_add(planes.k_bytes as usize)];
             }
         }
-        let (result, verdicts, chunk) = (Err(Trouble::Later), Vec::new(), self.remote_record(at));
+        let (result, verdicts, chunk) =
+            (Err(RemoteError::Busy), Vec::new(), self.remote_record(at));
         Some(Fetch { at, object, comers, name, shape, chunk, places, result, verdicts })
     }
 
@@ -314,9 +316,9 @@ impl StoreState {
     pub(super) fn done_fetches(&mut self, batch: &FetchBatch) {
         let in_time = self.remote.as_mut().is_some_and(|remote| remote.watch.end(batch.ticket));
         for fetch in &batch.fetches {
-            let heard = if fetch.is_damaged() { Err(Trouble::Damaged) } else { fetch.result };
+            let heard = if fetch.is_damaged() { Err(RemoteError::Damaged) } else { fetch.result };
             if let Some(remote) = self.remote.as_mut().filter(|_| in_time) {
-                remote.heard(Way::Read, &heard, batch.probes, self.now_ns);
+                remote.heard(Direction::Read, &heard, batch.probes, self.now_ns);
             }
             self.end_fetch(fetch);
         }
@@ -330,7 +332,8 @@ impl StoreState {
         // An object that arrived whole with wrong content is removed. A cut or malformed reply says
         // nothing about the object.
         let is_damaged = fetch.is_damaged();
-        let is_gone = is_damaged || matches!(fetch.result, Err(Trouble::Absent | Trouble::TooLong));
+        let is_gone =
+            is_damaged || matches!(fetch.result, Err(RemoteError::Absent | RemoteError::TooLong));
         let (mut used, before) = (0, self.remote_cells(at));
         for comer in &fetch.comers {
             let verdict = fetch.verdicts.get((comer.layer - layers.start) as usize);
@@ -349,7 +352,7 @@ impl StoreState {
                     remote.counters.fetched_bytes += used;
                     remote.counters.wasted_bytes += fetch.bytes() - used;
                 }
-                Err(Trouble::Absent) => remote.counters.absent += 1,
+                Err(RemoteError::Absent) => remote.counters.absent += 1,
                 Err(_) => {}
             }
             if is_gone {

@@ -13,8 +13,8 @@ use crate::store::state::remote::{Ticket, What};
 use crate::store::state::session::Views;
 use crate::store::state::transfer::{Level, MoveSpec, Transfer, TransferKind};
 use crate::store::state::{At, StoreState};
-use crate::tier::remote::breaker::{Leave, Way};
-use crate::tier::remote::{Name, Trouble};
+use crate::tier::remote::breaker::{Direction, Permit};
+use crate::tier::remote::{Name, RemoteError};
 
 /// Chunks of one request.
 pub(super) const WINDOW: usize = 64;
@@ -77,7 +77,7 @@ pub struct Asked {
     /// Name of the object that an upload writes last.
     pub name: Name,
     /// Whether the remote has it.
-    pub result: std::result::Result<bool, Trouble>,
+    pub result: std::result::Result<bool, RemoteError>,
 }
 
 /// A batch of lookups.
@@ -304,12 +304,12 @@ impl StoreState {
                 self.end_lookup(asker);
                 continue;
             }
-            let leave = remote.breaker.leave(Way::Read, self.now_ns);
-            if leave == Leave::Stay {
+            let leave = remote.breaker.admit(Direction::Read, self.now_ns);
+            if leave == Permit::Deny {
                 self.end_lookup(asker);
                 continue;
             }
-            let probes = leave == Leave::Probe;
+            let probes = leave == Permit::Probe;
             let (serial, timeout_ns) = (inquiry.serial, remote.config.timeout_ns);
             remote.counters.asked += window.asked.len() as u64;
             let (asked, since_ns) = (window.asked, self.now_ns);
@@ -354,9 +354,12 @@ impl StoreState {
                     break;
                 }
                 // With an open circuit remembered names are looked up again: an answer closes it.
-                _ => {
-                    window.asked.push(Asked { chunk, key: *key, name, result: Err(Trouble::Later) })
-                }
+                _ => window.asked.push(Asked {
+                    chunk,
+                    key: *key,
+                    name,
+                    result: Err(RemoteError::Busy),
+                }),
             }
         }
         Some(window)
@@ -393,7 +396,7 @@ impl StoreState {
         // All names were one request, so one outcome counts for the breaker.
         let worst = batch.asked.iter().find(|one| one.result.is_err()).or(batch.asked.first());
         if let Some(one) = worst.filter(|_| in_time) {
-            remote.heard(Way::Read, &one.result, batch.probes, now_ns);
+            remote.heard(Direction::Read, &one.result, batch.probes, now_ns);
         }
         self.follow_breaker();
         let inquiry =

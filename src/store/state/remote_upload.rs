@@ -15,10 +15,10 @@ use crate::store::state::remote::{Ticket, What};
 use crate::store::state::transfer::Level;
 use crate::store::state::{At, StoreState, Write};
 use crate::tier::host::Piece;
-use crate::tier::remote::breaker::{Leave, Way};
-use crate::tier::remote::object::PlaneFrom;
+use crate::tier::remote::breaker::{Direction, Permit};
+use crate::tier::remote::object::PlaneSource;
 use crate::tier::remote::shape::Shape;
-use crate::tier::remote::{Name, Trouble};
+use crate::tier::remote::{Name, RemoteError};
 
 /// Names removed in one batch; about as many as a slow remote removes within a timeout.
 const REMOVALS: usize = 32;
@@ -36,9 +36,9 @@ pub struct Send {
     /// Header of the chunk.
     pub chunk: record::Chunk,
     /// The planes of its cells, one cell after the other.
-    pub planes: Vec<PlaneFrom>,
+    pub planes: Vec<PlaneSource>,
     /// Whether the remote had it before.
-    pub result: Result<bool, Trouble>,
+    pub result: Result<bool, RemoteError>,
 }
 
 // SAFETY: memory of planes is named, not owned; whoever carries a send out promises that it is
@@ -73,7 +73,7 @@ pub struct SendBatch {
     /// Names that the time did not suffice for.
     pub late: Vec<Name>,
     /// Why names may not be removed.
-    pub trouble: Option<Trouble>,
+    pub trouble: Option<RemoteError>,
     /// Timeout of the batch.
     pub timeout_ns: u64,
     /// It probes an open circuit.
@@ -192,7 +192,7 @@ impl StoreState {
         };
         let (now_ns, most) = (self.now_ns, self.config.host_bytes / OUT_SHARE);
         let Some(remote) = &mut self.remote else { return false };
-        let goes = remote.breaker.may_go(Way::Write, now_ns);
+        let goes = remote.breaker.allows(Direction::Write, now_ns);
         let goes = goes
             && remote.out_bytes + one.bytes <= most
             && remote.admission.admit(&one, 0.0, now_ns).is_ok();
@@ -251,11 +251,11 @@ impl StoreState {
         if !remote.has_to_send() {
             return None;
         }
-        let leave = remote.breaker.leave(Way::Write, self.now_ns);
-        let most = if leave == Leave::Go { remote.config.batch } else { 1 };
-        let (timeout_ns, probes) = (remote.config.timeout_ns, leave == Leave::Probe);
+        let leave = remote.breaker.admit(Direction::Write, self.now_ns);
+        let most = if leave == Permit::Allow { remote.config.batch } else { 1 };
+        let (timeout_ns, probes) = (remote.config.timeout_ns, leave == Permit::Probe);
         let mut batch = SendBatch { timeout_ns, probes, ..SendBatch::default() };
-        if leave == Leave::Stay {
+        if leave == Permit::Deny {
             remote.removals.clear();
         }
         // Removals come first, in a batch of their own: a dropped chunk may be put again.
@@ -278,8 +278,8 @@ impl StoreState {
                 self.give_up_upload(at, object);
                 continue;
             };
-            if leave == Leave::Stay {
-                self.end_upload(&Send { result: Err(Trouble::Gone), ..send });
+            if leave == Permit::Deny {
+                self.end_upload(&Send { result: Err(RemoteError::Unreachable), ..send });
                 continue;
             }
             bytes += send.bytes();
@@ -303,7 +303,7 @@ impl StoreState {
             remote.out_bytes -= bytes_of(&shape, object);
         }
         self.end_cells(at, shape.layers(object as usize), Arrival::Failed);
-        self.fail_uploads(at, Trouble::TooLong);
+        self.fail_uploads(at, RemoteError::TooLong);
         self.end_if_uploaded(at);
     }
 
@@ -323,11 +323,11 @@ impl StoreState {
             let mut offset = 0;
             for (_, bytes) in rows.stored_planes(cell) {
                 let address = address.wrapping_add(offset as usize).cast_const();
-                planes.push(PlaneFrom { address, bytes, sum: None });
+                planes.push(PlaneSource { address, bytes, sum: None });
                 offset += bytes;
             }
         }
-        let result = Err(Trouble::Later);
+        let result = Err(RemoteError::Busy);
         Some(Send { at, object, name, shape, chunk, planes, result })
     }
 
@@ -335,7 +335,7 @@ impl StoreState {
         let in_time = self.remote.as_mut().is_some_and(|remote| remote.watch.end(batch.ticket));
         for send in &batch.sends {
             if let Some(remote) = self.remote.as_mut().filter(|_| in_time) {
-                remote.heard(Way::Write, &send.result, batch.probes, self.now_ns);
+                remote.heard(Direction::Write, &send.result, batch.probes, self.now_ns);
             }
             self.end_upload(send);
         }
@@ -346,15 +346,17 @@ impl StoreState {
             // A remote that refuses removals is healthy otherwise. One that is slow goes on with
             // the rest later.
             let heard = match batch.trouble {
-                Some(Trouble::Late) if batch.removed > 0 => {
+                Some(RemoteError::Timeout) if batch.removed > 0 => {
                     batch.late.iter().rev().for_each(|&name| remote.removals.push_front(name));
                     Ok(())
                 }
-                Some(trouble @ (Trouble::Late | Trouble::Gone | Trouble::Later)) => Err(trouble),
+                Some(
+                    trouble @ (RemoteError::Timeout | RemoteError::Unreachable | RemoteError::Busy),
+                ) => Err(trouble),
                 _ => Ok(()),
             };
             if in_time {
-                remote.heard(Way::Write, &heard, batch.probes, self.now_ns);
+                remote.heard(Direction::Write, &heard, batch.probes, self.now_ns);
             }
         }
     }
@@ -407,7 +409,7 @@ impl StoreState {
     }
 
     /// Fails puts that wait for the upload of a chunk.
-    fn fail_uploads(&mut self, at: At, trouble: Trouble) {
+    fn fail_uploads(&mut self, at: At, trouble: RemoteError) {
         let Some(remote) = &self.remote else { return };
         let waits = remote.waits.get(&at).cloned().unwrap_or_default();
         for (number, chunk) in waits {
@@ -425,7 +427,7 @@ impl StoreState {
 
     /// Ends puts that wait for a hung upload. The memory is read until the upload returns.
     pub(super) fn leave_upload(&mut self, at: At) {
-        self.fail_uploads(at, Trouble::Late);
+        self.fail_uploads(at, RemoteError::Timeout);
         self.end_waits(at);
     }
 

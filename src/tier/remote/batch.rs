@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use crate::tier::remote::{Name, Trouble};
+use crate::io::link::Pieces;
+use crate::tier::remote::{Name, RemoteError};
 
 /// A piece of memory that an object's bytes come from or go to.
 #[derive(Clone, Copy, Debug)]
@@ -23,7 +24,7 @@ pub struct Get {
     parts: Range<usize>,
     /// How many bytes came; fewer than there is room for where the object ends. One that is
     /// longer than the room fills that, and no more.
-    pub result: Result<u64, Trouble>,
+    pub result: Result<u64, RemoteError>,
 }
 
 /// Objects to be fetched.
@@ -41,7 +42,7 @@ pub struct Put {
     pub name: Name,
     parts: Range<usize>,
     /// Whether it was there already: then nothing was written.
-    pub result: Result<bool, Trouble>,
+    pub result: Result<bool, RemoteError>,
 }
 
 /// Objects to be stored.
@@ -54,18 +55,18 @@ pub struct Puts {
 
 /// A name that is asked for.
 #[derive(Clone, Debug)]
-pub struct Ask {
+pub struct Query {
     /// The name.
     pub name: Name,
     /// How long the object is.
-    pub result: Result<u64, Trouble>,
+    pub result: Result<u64, RemoteError>,
 }
 
 /// Names that are asked for.
 #[derive(Default)]
-pub struct Asks {
+pub struct Queries {
     /// Each of them.
-    pub items: Vec<Ask>,
+    pub items: Vec<Query>,
 }
 
 // SAFETY: the memory of parts is named, not owned; whoever has a lane move it promises that it
@@ -78,7 +79,7 @@ impl Gets {
     /// Adds an object; where its bytes go follows.
     pub fn object(&mut self, name: Name, offset: u64) {
         let parts = self.parts.len()..self.parts.len();
-        self.items.push(Get { name, offset, parts, result: Err(Trouble::Later) });
+        self.items.push(Get { name, offset, parts, result: Err(RemoteError::Busy) });
     }
 
     /// Adds a piece of memory to the last object.
@@ -110,7 +111,7 @@ impl Puts {
     /// Adds an object; where its bytes are follows.
     pub fn object(&mut self, name: Name) {
         let parts = self.parts.len()..self.parts.len();
-        self.items.push(Put { name, parts, result: Err(Trouble::Later) });
+        self.items.push(Put { name, parts, result: Err(RemoteError::Busy) });
     }
 
     /// Adds a piece of memory to the last object.
@@ -138,9 +139,106 @@ impl Puts {
     }
 }
 
-impl Asks {
+impl Queries {
     /// Adds a name.
     pub fn name(&mut self, name: Name) {
-        self.items.push(Ask { name, result: Err(Trouble::Later) });
+        self.items.push(Query { name, result: Err(RemoteError::Busy) });
+    }
+}
+
+/// One operation of a client: on a batch, or one of the backend's own.
+pub enum Operation<'a, C> {
+    /// Fetches objects.
+    Get(&'a mut Gets),
+    /// Stores objects.
+    Put(&'a mut Puts),
+    /// Looks names up.
+    Lookup(&'a mut Queries),
+    /// Removes objects.
+    Remove(&'a mut Queries),
+    /// An operation of the backend that concerns no object. It counts as one item.
+    Control(C),
+}
+
+/// An operation of a backend that concerns no object.
+pub trait Control {
+    /// Records that it failed.
+    fn fail(&mut self, error: RemoteError);
+}
+
+impl<C: Control> Operation<'_, C> {
+    /// Number of items.
+    pub fn len(&self) -> usize {
+        match self {
+            Operation::Get(gets) => gets.items.len(),
+            Operation::Put(puts) => puts.items.len(),
+            Operation::Lookup(queries) | Operation::Remove(queries) => queries.items.len(),
+            Operation::Control(_) => 1,
+        }
+    }
+
+    /// The object that an item concerns; None = a control operation, or no such item.
+    pub fn name(&self, item: usize) -> Option<&Name> {
+        match self {
+            Operation::Get(gets) => gets.items.get(item).map(|get| &get.name),
+            Operation::Put(puts) => puts.items.get(item).map(|put| &put.name),
+            Operation::Lookup(queries) | Operation::Remove(queries) => {
+                queries.items.get(item).map(|query| &query.name)
+            }
+            Operation::Control(_) => None,
+        }
+    }
+
+    /// Whether an item stores more bytes than the backend accepts.
+    pub fn is_too_long(&self, item: usize, max_bytes: u64) -> bool {
+        matches!(self, Operation::Put(puts) if puts.bytes_of(item) > max_bytes)
+    }
+
+    /// Sets the result of an item to an error.
+    pub fn fail(&mut self, item: usize, error: RemoteError) {
+        match self {
+            Operation::Get(gets) => gets.items[item].result = Err(error),
+            Operation::Put(puts) => puts.items[item].result = Err(error),
+            Operation::Lookup(queries) | Operation::Remove(queries) => {
+                queries.items[item].result = Err(error);
+            }
+            Operation::Control(control) => control.fail(error),
+        }
+    }
+}
+
+/// Adds the memory of parts to `into`, from byte `skip` of the object on, at most `most` bytes;
+/// returns the number of bytes that were added.
+pub fn add_pieces(parts: &[Part], mut skip: u64, most: u64, into: &mut Pieces) -> u64 {
+    let mut added = 0;
+    for part in parts {
+        let bytes = part.bytes.saturating_sub(skip).min(most - added);
+        if bytes > 0 {
+            if !into.push(part.address.wrapping_add(skip as usize), bytes as usize) {
+                break;
+            }
+            added += bytes;
+        }
+        skip = skip.saturating_sub(part.bytes);
+    }
+    added
+}
+
+/// Copies bytes of an object to its parts, from byte `skip` of the object on. Bytes that do not
+/// fit are dropped.
+///
+/// # Safety
+/// The memory of the parts is valid, and no other thread uses it during the call.
+pub unsafe fn copy_to_parts(parts: &[Part], mut skip: u64, mut bytes: &[u8]) {
+    for part in parts {
+        let count = (part.bytes.saturating_sub(skip) as usize).min(bytes.len());
+        if count > 0 {
+            let to = part.address.wrapping_add(skip as usize);
+            // SAFETY: `count` bytes from `skip` on are within the part, which the caller
+            // guarantees; `bytes` is other memory.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, count) };
+            bytes = &bytes[count..];
+        }
+        skip = skip.saturating_sub(part.bytes);
     }
 }

@@ -17,7 +17,9 @@ use crate::fail;
 use crate::io::shared_dir::{Folder, Number, SharedFile, Span};
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::sweep::Sweep;
-use crate::tier::remote::{Asks, Caps, Gets, Lane, Name, Part, Puts, Remote, Server, Trouble};
+use crate::tier::remote::{
+    Caps, Client, Gets, Name, Part, Puts, Queries, Remote, RemoteError, Server,
+};
 
 /// Bytes that are moved between two looks at the clock.
 const PIECE_BYTES: u64 = 4 << 20;
@@ -57,17 +59,17 @@ impl Remote for Dir {
             batch: 16,
             ranges: true,
             first_wins: true,
-            lane_bytes: 64 << 10,
+            client_bytes: 64 << 10,
         }
     }
 
-    fn lane(&self) -> Box<dyn Lane> {
+    fn client(&self) -> Box<dyn Client> {
         let sweep = Sweep::default();
-        Box::new(DirLane { opts: self.0.clone(), base: None, own: None, written: 0, sweep })
+        Box::new(DirClient { opts: self.0.clone(), base: None, own: None, written: 0, sweep })
     }
 }
 
-struct DirLane {
+struct DirClient {
     opts: DirOpts,
     /// The folder of a version, and whose names those are.
     base: Option<(u64, Folder)>,
@@ -79,20 +81,22 @@ struct DirLane {
 }
 
 /// A number as a trouble.
-fn trouble(number: Number) -> Trouble {
+fn trouble(number: Number) -> RemoteError {
     match number {
-        libc::ENOENT => Trouble::Absent,
-        libc::ENOSPC | libc::EDQUOT => Trouble::Full,
-        libc::EROFS => Trouble::ReadOnly,
-        libc::EACCES | libc::EPERM => Trouble::Denied,
-        libc::EFBIG | libc::ENAMETOOLONG => Trouble::TooLong,
-        libc::ETIMEDOUT => Trouble::Late,
+        libc::ENOENT => RemoteError::Absent,
+        libc::ENOSPC | libc::EDQUOT => RemoteError::Full,
+        libc::EROFS => RemoteError::ReadOnly,
+        libc::EACCES | libc::EPERM => RemoteError::Denied,
+        libc::EFBIG | libc::ENAMETOOLONG => RemoteError::TooLong,
+        libc::ETIMEDOUT => RemoteError::Timeout,
         // Something is there that we did not make.
         libc::ELOOP | libc::ENOTDIR | libc::EISDIR | libc::ENXIO | libc::EEXIST => {
-            Trouble::Nonsense
+            RemoteError::Malformed
         }
-        libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::EAGAIN | libc::EBUSY => Trouble::Later,
-        _ => Trouble::Gone,
+        libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::EAGAIN | libc::EBUSY => {
+            RemoteError::Busy
+        }
+        _ => RemoteError::Unreachable,
     }
 }
 
@@ -135,7 +139,7 @@ fn open(above: &Folder, name: &[u8], missing: Missing) -> Result<Folder, Number>
     }
 }
 
-impl DirLane {
+impl DirClient {
     /// The folder that an object's file is in.
     fn folder(&mut self, name: &Name, missing: Missing) -> Result<(Folder, Vec<u8>), Number> {
         let places = Places::of(name);
@@ -172,8 +176,8 @@ impl DirLane {
     /// Does something, and once more where that may help.
     fn twice<T>(
         &mut self,
-        mut call: impl FnMut(&mut DirLane) -> Result<T, Failure>,
-    ) -> Result<T, Trouble> {
+        mut call: impl FnMut(&mut DirClient) -> Result<T, Failure>,
+    ) -> Result<T, RemoteError> {
         let mut result = call(self);
         if let Err(Failure::Number(number)) = result
             && passes(number)
@@ -183,7 +187,7 @@ impl DirLane {
         }
         result.map_err(|failure| match failure {
             Failure::Number(number) => trouble(number),
-            Failure::Trouble(trouble) => trouble,
+            Failure::RemoteError(trouble) => trouble,
         })
     }
 
@@ -192,7 +196,7 @@ impl DirLane {
     }
 
     fn check(&self, deadline_ns: u64) -> Result<(), Failure> {
-        if self.is_late(deadline_ns) { Err(Trouble::Late.into()) } else { Ok(()) }
+        if self.is_late(deadline_ns) { Err(RemoteError::Timeout.into()) } else { Ok(()) }
     }
 
     /// # Safety
@@ -209,7 +213,7 @@ impl DirLane {
         let file = folder.open(&file)?;
         let facts = file.facts()?;
         if !facts.regular {
-            return Err(Trouble::Nonsense.into());
+            return Err(RemoteError::Malformed.into());
         }
         let mut left = facts.bytes.saturating_sub(offset);
         let mut at = offset;
@@ -223,7 +227,7 @@ impl DirLane {
                 let got = unsafe { file.read(span, at) }?;
                 if got == 0 {
                     // It was longer when it was opened.
-                    return Err(Trouble::Nonsense.into());
+                    return Err(RemoteError::Malformed.into());
                 }
                 (done, at, left) = (done + got, at + got, left - got);
             }
@@ -248,7 +252,7 @@ impl DirLane {
                 let synced = || folder.open(&file)?.sync().and_then(|()| folder.sync());
                 return Ok(if lasts { synced().map(|()| true)? } else { true });
             }
-            Ok(_) => return Err(Trouble::Nonsense.into()),
+            Ok(_) => return Err(RemoteError::Malformed.into()),
             Err(libc::ENOENT) => {}
             Err(number) => return Err(number.into()),
         }
@@ -269,7 +273,7 @@ impl DirLane {
     fn create(&mut self, folder: &Folder) -> Result<(Vec<u8>, SharedFile), Failure> {
         let own = match self.own {
             Some(own) => own,
-            None => random_bytes().map_err(|_| Trouble::Later)?,
+            None => random_bytes().map_err(|_| RemoteError::Busy)?,
         };
         self.own = Some(own);
         let mut number = libc::EEXIST;
@@ -288,11 +292,11 @@ impl DirLane {
             }
         }
         // The folder was there a moment ago.
-        Err(if number == libc::ENOENT { Trouble::Later.into() } else { number.into() })
+        Err(if number == libc::ENOENT { RemoteError::Busy.into() } else { number.into() })
     }
 
     /// # Safety
-    /// As [`DirLane::put_one`].
+    /// As [`DirClient::put_one`].
     unsafe fn write(
         &self,
         file: SharedFile,
@@ -309,7 +313,7 @@ impl DirLane {
                 // SAFETY: the caller's promise; a piece of the part.
                 let went = unsafe { file.write(span, at) }?;
                 if went == 0 {
-                    return Err(Trouble::Full.into());
+                    return Err(RemoteError::Full.into());
                 }
                 (done, at) = (done + went, at + went);
             }
@@ -325,7 +329,7 @@ impl DirLane {
         self.check(deadline_ns)?;
         let (folder, file) = self.folder(name, Missing::Absent)?;
         let facts = folder.facts(&file)?;
-        if facts.regular { Ok(facts.bytes) } else { Err(Trouble::Nonsense.into()) }
+        if facts.regular { Ok(facts.bytes) } else { Err(RemoteError::Malformed.into()) }
     }
 
     fn remove_one(&mut self, name: &Name, deadline_ns: u64) -> Result<u64, Failure> {
@@ -342,7 +346,7 @@ impl DirLane {
     fn try_out(&mut self, warnings: &mut Vec<String>) -> Result<i64, Failure> {
         self.base = None;
         self.base(0, Missing::Made { lasts: false })?;
-        let Some((_, base)) = self.base.take() else { return Err(Trouble::Gone.into()) };
+        let Some((_, base)) = self.base.take() else { return Err(RemoteError::Unreachable.into()) };
         let (name, file) = self.create(&base)?;
         let mut word = *b"kvtier";
         let span = Span { address: word.as_mut_ptr(), bytes: word.len() as u64 };
@@ -400,7 +404,7 @@ fn publish(folder: &Folder, temporary: &[u8], file: &[u8]) -> Result<bool, Failu
 /// Why something did not go well.
 enum Failure {
     Number(Number),
-    Trouble(Trouble),
+    RemoteError(RemoteError),
 }
 
 impl From<Number> for Failure {
@@ -409,9 +413,9 @@ impl From<Number> for Failure {
     }
 }
 
-impl From<Trouble> for Failure {
-    fn from(trouble: Trouble) -> Failure {
-        Failure::Trouble(trouble)
+impl From<RemoteError> for Failure {
+    fn from(trouble: RemoteError) -> Failure {
+        Failure::RemoteError(trouble)
     }
 }
 
@@ -430,14 +434,14 @@ fn describe(path: &Path, warnings: &mut Vec<String>) -> status::Result<String> {
     Ok(format!("directory {place} ({}, {} MiB free)", system.name(), system.free_bytes >> 20))
 }
 
-impl Lane for DirLane {
+impl Client for DirClient {
     fn greet(&mut self, deadline_ns: u64) -> status::Result<Server> {
         if self.is_late(deadline_ns) {
-            return Err(Trouble::Late.into());
+            return Err(RemoteError::Timeout.into());
         }
         let mut warnings = Vec::new();
         let words = describe(&self.opts.path, &mut warnings)?;
-        match self.twice(|lane| lane.try_out(&mut warnings)) {
+        match self.twice(|client| client.try_out(&mut warnings)) {
             Ok(now_s) => {
                 if let Some((_, base)) = &self.base {
                     let late = || self.opts.clock.now_ns() >= deadline_ns;
@@ -445,7 +449,7 @@ impl Lane for DirLane {
                 }
             }
             // What is there can be read all the same.
-            Err(trouble @ (Trouble::Full | Trouble::ReadOnly | Trouble::Denied)) => {
+            Err(trouble @ (RemoteError::Full | RemoteError::ReadOnly | RemoteError::Denied)) => {
                 warnings.push(format!("nothing can be stored: {}", Error::from(trouble)));
             }
             Err(trouble) => fail!(Unavailable, "{words}: {}", Error::from(trouble)),
@@ -460,7 +464,7 @@ impl Lane for DirLane {
             let parts = gets.parts_of(at);
             // SAFETY: the caller's promise.
             let result =
-                self.twice(|lane| unsafe { lane.get_one(&name, offset, parts, deadline_ns) });
+                self.twice(|client| unsafe { client.get_one(&name, offset, parts, deadline_ns) });
             gets.items[at].result = result;
         }
     }
@@ -470,27 +474,27 @@ impl Lane for DirLane {
             let name = puts.items[at].name;
             let parts = puts.parts_of(at);
             let result = match puts.bytes_of(at) {
-                bytes if bytes > MAX_BYTES => Err(Trouble::TooLong),
+                bytes if bytes > MAX_BYTES => Err(RemoteError::TooLong),
                 // SAFETY: the caller's promise.
-                _ => self.twice(|lane| unsafe { lane.put_one(&name, parts, deadline_ns) }),
+                _ => self.twice(|client| unsafe { client.put_one(&name, parts, deadline_ns) }),
             };
             puts.items[at].result = result.map_err(|trouble| match trouble {
                 // A folder that was there is not: somebody tidies.
-                Trouble::Absent => Trouble::Later,
+                RemoteError::Absent => RemoteError::Busy,
                 other => other,
             });
         }
     }
 
-    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64) {
-        for item in &mut asks.items {
-            item.result = self.twice(|lane| lane.ask_one(&item.name, deadline_ns));
+    fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        for item in &mut queries.items {
+            item.result = self.twice(|client| client.ask_one(&item.name, deadline_ns));
         }
     }
 
-    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64) {
-        for item in &mut asks.items {
-            item.result = self.twice(|lane| lane.remove_one(&item.name, deadline_ns));
+    fn remove(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        for item in &mut queries.items {
+            item.result = self.twice(|client| client.remove_one(&item.name, deadline_ns));
         }
     }
 }
@@ -575,46 +579,46 @@ mod tests {
         Name { tenant: 0, hash: [number; 20] }
     }
 
-    fn put(lane: &mut dyn Lane, name: Name, bytes: &[u8]) -> Result<bool, Trouble> {
+    fn put(client: &mut dyn Client, name: Name, bytes: &[u8]) -> Result<bool, RemoteError> {
         let mut puts = Puts::default();
         puts.object(name);
         puts.part(bytes.as_ptr(), bytes.len() as u64);
         // SAFETY: the bytes are borrowed until it is done.
-        unsafe { lane.put(&mut puts, FAR) };
+        unsafe { client.put(&mut puts, FAR) };
         puts.items[0].result
     }
 
-    fn get(lane: &mut dyn Lane, name: Name, room: usize) -> Result<Vec<u8>, Trouble> {
+    fn get(client: &mut dyn Client, name: Name, room: usize) -> Result<Vec<u8>, RemoteError> {
         let (mut gets, mut bytes) = (Gets::default(), vec![0; room]);
         gets.object(name, 0);
         gets.part(bytes.as_mut_ptr(), room as u64);
         // SAFETY: nobody looks at the bytes until it is done.
-        unsafe { lane.get(&mut gets, FAR) };
+        unsafe { client.get(&mut gets, FAR) };
         let came = gets.items[0].result?;
         bytes.truncate(came as usize);
         Ok(bytes)
     }
 
-    fn ask(lane: &mut dyn Lane, name: Name) -> Result<u64, Trouble> {
-        let mut asks = Asks::default();
-        asks.name(name);
-        lane.ask(&mut asks, FAR);
-        asks.items[0].result
+    fn ask(client: &mut dyn Client, name: Name) -> Result<u64, RemoteError> {
+        let mut queries = Queries::default();
+        queries.name(name);
+        client.lookup(&mut queries, FAR);
+        queries.items[0].result
     }
 
-    fn remove(lane: &mut dyn Lane, name: Name) -> Result<u64, Trouble> {
-        let mut asks = Asks::default();
-        asks.name(name);
-        lane.remove(&mut asks, FAR);
-        asks.items[0].result
+    fn remove(client: &mut dyn Client, name: Name) -> Result<u64, RemoteError> {
+        let mut queries = Queries::default();
+        queries.name(name);
+        client.remove(&mut queries, FAR);
+        queries.items[0].result
     }
 
     #[test]
     fn files_are_where_the_page_says_and_nobody_elses() {
         let place = Place::new("private");
-        let mut lane = place.remote().lane();
+        let mut client = place.remote().client();
         for name in [name(0xAB), Name { tenant: 42, ..name(0xAB) }] {
-            assert_eq!(put(&mut *lane, name, b"object"), Ok(false));
+            assert_eq!(put(&mut *client, name, b"object"), Ok(false));
             let mut path = place.file(&name);
             assert_eq!(fs::read(&path).unwrap(), b"object");
             assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
@@ -629,42 +633,42 @@ mod tests {
     #[test]
     fn what_is_not_whole_is_shorter_and_what_is_empty_is_there() {
         let place = Place::new("short");
-        let mut lane = place.remote().lane();
-        put(&mut *lane, name(1), &[7; 10_000]).unwrap();
+        let mut client = place.remote().client();
+        put(&mut *client, name(1), &[7; 10_000]).unwrap();
         let file = fs::OpenOptions::new().write(true).open(place.file(&name(1))).unwrap();
         file.set_len(6000).unwrap();
-        assert_eq!(get(&mut *lane, name(1), 10_001), Ok(vec![7; 6000]));
+        assert_eq!(get(&mut *client, name(1), 10_001), Ok(vec![7; 6000]));
         file.set_len(0).unwrap();
-        assert_eq!(get(&mut *lane, name(1), 10_001), Ok(vec![]));
-        assert_eq!(ask(&mut *lane, name(1)), Ok(0));
+        assert_eq!(get(&mut *client, name(1), 10_001), Ok(vec![]));
+        assert_eq!(ask(&mut *client, name(1)), Ok(0));
         fs::write(place.file(&name(1)), b"garbage").unwrap();
-        assert_eq!(get(&mut *lane, name(1), 10_001), Ok(b"garbage".to_vec()));
+        assert_eq!(get(&mut *client, name(1), 10_001), Ok(b"garbage".to_vec()));
     }
 
     #[test]
     fn a_directory_that_goes_and_comes_is_found_again() {
         let place = Place::new("gone");
-        let mut lane = place.remote().lane();
-        put(&mut *lane, name(1), b"one").unwrap();
+        let mut client = place.remote().client();
+        put(&mut *client, name(1), b"one").unwrap();
         fs::remove_dir_all(place.0.join("pre")).unwrap();
-        assert_eq!(get(&mut *lane, name(1), 9), Err(Trouble::Absent));
-        put(&mut *place.remote().lane(), name(1), b"two").unwrap();
-        let _ = get(&mut *lane, name(1), 9);
-        assert_eq!(get(&mut *lane, name(1), 9), Ok(b"two".to_vec()));
+        assert_eq!(get(&mut *client, name(1), 9), Err(RemoteError::Absent));
+        put(&mut *place.remote().client(), name(1), b"two").unwrap();
+        let _ = get(&mut *client, name(1), 9);
+        assert_eq!(get(&mut *client, name(1), 9), Ok(b"two".to_vec()));
         fs::remove_dir_all(&place.0).unwrap();
-        let mut lane = place.remote().lane();
-        assert!(lane.greet(FAR).is_err() && put(&mut *lane, name(1), b"x").is_err());
+        let mut client = place.remote().client();
+        assert!(client.greet(FAR).is_err() && put(&mut *client, name(1), b"x").is_err());
         assert!(!place.0.exists(), "a mount that is missing is not made up for");
     }
 
     /// Writes the same names as others do, and reads what is there.
     fn compete(remote: &Dir, who: u8) {
-        let mut lane = remote.lane();
+        let mut client = remote.client();
         for number in 0..40 {
             // All bytes of an object are one writer's.
             let bytes = vec![who; 200_000 + usize::from(number)];
-            put(&mut *lane, name(number), &bytes).unwrap();
-            let found = get(&mut *lane, name(number), 300_000).unwrap();
+            put(&mut *client, name(number), &bytes).unwrap();
+            let found = get(&mut *client, name(number), 300_000).unwrap();
             assert_eq!(found.len(), bytes.len());
             assert!(found.iter().all(|byte| *byte == found[0]), "torn");
         }
@@ -689,11 +693,12 @@ mod tests {
             }
         });
         assert!(child.wait().unwrap().success());
-        let mut lane = place.remote().lane();
-        let before: Vec<_> = (0..40).map(|n| get(&mut *lane, name(n), 300_000).unwrap()).collect();
+        let mut client = place.remote().client();
+        let before: Vec<_> =
+            (0..40).map(|n| get(&mut *client, name(n), 300_000).unwrap()).collect();
         compete(&place.remote(), b'd');
         for (number, before) in (0..).zip(before) {
-            assert!(get(&mut *lane, name(number), 300_000).unwrap() == before, "{number}");
+            assert!(get(&mut *client, name(number), 300_000).unwrap() == before, "{number}");
         }
         assert_eq!(place.files().len(), 40, "no file is left that is no object");
     }
@@ -701,31 +706,31 @@ mod tests {
     #[test]
     fn a_full_one_says_so_and_is_read_and_takes_again() {
         let Some(place) = Place::mounted("full", 1 << 20) else { return };
-        let mut lane = place.remote().lane();
+        let mut client = place.remote().client();
         let bytes = vec![3; 300_000];
-        let said: Vec<_> = (0..5).map(|number| put(&mut *lane, name(number), &bytes)).collect();
-        let full = Err(Trouble::Full);
+        let said: Vec<_> = (0..5).map(|number| put(&mut *client, name(number), &bytes)).collect();
+        let full = Err(RemoteError::Full);
         assert_eq!(said, [Ok(false), Ok(false), Ok(false), full, full]);
         assert_eq!(place.files().len(), 3, "what did not fit is gone");
-        assert!(get(&mut *lane, name(2), 400_000).unwrap() == bytes);
-        assert!(lane.greet(FAR).is_ok());
-        remove(&mut *lane, name(0)).unwrap();
-        assert_eq!(put(&mut *lane, name(3), &bytes), Ok(false));
+        assert!(get(&mut *client, name(2), 400_000).unwrap() == bytes);
+        assert!(client.greet(FAR).is_ok());
+        remove(&mut *client, name(0)).unwrap();
+        assert_eq!(put(&mut *client, name(3), &bytes), Ok(false));
     }
 
     #[test]
     fn one_that_may_only_be_read_is_read() {
         let Some(place) = Place::mounted("read-only", 1 << 20) else { return };
-        let mut lane = place.remote().lane();
-        put(&mut *lane, name(1), b"object").unwrap();
+        let mut client = place.remote().client();
+        put(&mut *client, name(1), b"object").unwrap();
         let remount = Command::new("mount").args(["-o", "remount,ro"]).arg(&place.0).status();
         assert!(remount.unwrap().success());
-        for lane in [&mut *lane, &mut *place.remote().lane()] {
-            assert_eq!(put(lane, name(2), b"object"), Err(Trouble::ReadOnly));
-            assert_eq!(put(lane, name(1), b"object"), Ok(true));
-            assert_eq!(get(lane, name(1), 9), Ok(b"object".to_vec()));
-            assert_eq!(remove(lane, name(1)), Err(Trouble::ReadOnly));
-            let server = lane.greet(FAR).unwrap();
+        for client in [&mut *client, &mut *place.remote().client()] {
+            assert_eq!(put(client, name(2), b"object"), Err(RemoteError::ReadOnly));
+            assert_eq!(put(client, name(1), b"object"), Ok(true));
+            assert_eq!(get(client, name(1), 9), Ok(b"object".to_vec()));
+            assert_eq!(remove(client, name(1)), Err(RemoteError::ReadOnly));
+            let server = client.greet(FAR).unwrap();
             assert!(server.warnings.iter().any(|w| w.contains("takes nothing")), "{server:?}");
         }
     }
@@ -738,28 +743,28 @@ mod tests {
             return;
         }
         let place = Place::new("denied");
-        let mut lane = place.remote().lane();
-        put(&mut *lane, name(1), b"object").unwrap();
+        let mut client = place.remote().client();
+        put(&mut *client, name(1), b"object").unwrap();
         let folder = place.file(&name(1)).parent().unwrap().to_path_buf();
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o500)).unwrap();
-        assert_eq!(remove(&mut *lane, name(1)), Err(Trouble::Denied));
-        assert_eq!(get(&mut *lane, name(1), 9), Ok(b"object".to_vec()));
+        assert_eq!(remove(&mut *client, name(1)), Err(RemoteError::Denied));
+        assert_eq!(get(&mut *client, name(1), 9), Ok(b"object".to_vec()));
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).unwrap();
     }
 
     #[test]
     fn numbers_are_the_troubles_they_should_be() {
         for (number, wanted) in [
-            (libc::ENOENT, Trouble::Absent),
-            (libc::ENOSPC, Trouble::Full),
-            (libc::EDQUOT, Trouble::Full),
-            (libc::EROFS, Trouble::ReadOnly),
-            (libc::EACCES, Trouble::Denied),
-            (libc::EPERM, Trouble::Denied),
-            (libc::ELOOP, Trouble::Nonsense),
-            (libc::ESTALE, Trouble::Gone),
-            (libc::EIO, Trouble::Gone),
-            (libc::EMFILE, Trouble::Later),
+            (libc::ENOENT, RemoteError::Absent),
+            (libc::ENOSPC, RemoteError::Full),
+            (libc::EDQUOT, RemoteError::Full),
+            (libc::EROFS, RemoteError::ReadOnly),
+            (libc::EACCES, RemoteError::Denied),
+            (libc::EPERM, RemoteError::Denied),
+            (libc::ELOOP, RemoteError::Malformed),
+            (libc::ESTALE, RemoteError::Unreachable),
+            (libc::EIO, RemoteError::Unreachable),
+            (libc::EMFILE, RemoteError::Busy),
         ] {
             assert_eq!(trouble(number), wanted, "{number}");
         }
@@ -771,8 +776,8 @@ mod tests {
     fn what_others_put_there_is_not_followed() {
         let place = Place::new("hostile");
         let outside = Place::new("hostile-outside");
-        let mut lane = place.remote().lane();
-        put(&mut *lane, name(1), b"object").unwrap();
+        let mut client = place.remote().client();
+        put(&mut *client, name(1), b"object").unwrap();
         let secret = outside.0.join("secret");
         fs::write(&secret, b"not to be read").unwrap();
         let beside = |number: u8| {
@@ -791,18 +796,18 @@ mod tests {
         fs::rename(outside.0.join("s"), beside(5)).unwrap();
         symlink(outside.0.join("nowhere"), beside(6)).unwrap();
         for number in 2..=6 {
-            let bad = Err(Trouble::Nonsense);
+            let bad = Err(RemoteError::Malformed);
             assert_eq!(
-                get(&mut *lane, name(number), 100).map(drop),
+                get(&mut *client, name(number), 100).map(drop),
                 bad.map(drop::<u64>),
                 "{number}"
             );
-            assert_eq!(ask(&mut *lane, name(number)), bad, "{number}");
-            assert_eq!(put(&mut *lane, name(number), b"x").map(drop), bad.map(drop), "{number}");
+            assert_eq!(ask(&mut *client, name(number)), bad, "{number}");
+            assert_eq!(put(&mut *client, name(number), b"x").map(drop), bad.map(drop), "{number}");
         }
         // Taking away what is no folder takes the name away, and nothing behind it.
-        assert_eq!(remove(&mut *lane, name(2)), Ok(0));
-        assert_eq!(remove(&mut *lane, name(3)), Err(Trouble::Nonsense));
+        assert_eq!(remove(&mut *client, name(2)), Ok(0));
+        assert_eq!(remove(&mut *client, name(3)), Err(RemoteError::Malformed));
         assert_eq!(fs::read(&secret).unwrap(), b"not to be read");
         // Nor are folders that lead elsewhere.
         let leaf = beside(7).parent().unwrap().to_path_buf();
@@ -810,27 +815,27 @@ mod tests {
         symlink(&outside.0, &leaf).unwrap();
         symlink(&outside.0, place.0.join("pre").join("t9")).unwrap();
         for name in [name(7), Name { tenant: 9, ..name(1) }] {
-            assert_eq!(put(&mut *lane, name, b"x"), Err(Trouble::Nonsense));
-            assert_eq!(get(&mut *lane, name, 9), Err(Trouble::Nonsense));
-            assert_eq!(ask(&mut *lane, name), Err(Trouble::Nonsense));
-            assert!(remove(&mut *lane, name).is_err());
+            assert_eq!(put(&mut *client, name, b"x"), Err(RemoteError::Malformed));
+            assert_eq!(get(&mut *client, name, 9), Err(RemoteError::Malformed));
+            assert_eq!(ask(&mut *client, name), Err(RemoteError::Malformed));
+            assert!(remove(&mut *client, name).is_err());
         }
         assert_eq!(outside.files(), [secret]);
         // A link to the directory itself is the administrator's.
         let link = outside.0.join("link");
         symlink(&place.0, &link).unwrap();
         let remote = Dir(DirOpts { path: link, ..place.remote().0 });
-        assert_eq!(get(&mut *remote.lane(), name(1), 9), Ok(b"object".to_vec()));
+        assert_eq!(get(&mut *remote.client(), name(1), 9), Ok(b"object".to_vec()));
     }
 
     #[test]
     fn what_dead_writers_left_goes_in_small_steps() {
         let place = Place::new("sweep");
-        let mut lane = place.remote().lane();
+        let mut client = place.remote().client();
         let old = SystemTime::now() - Duration::from_secs(25 * 3600);
         let mut left = Vec::new();
         for number in 0..200u8 {
-            put(&mut *lane, name(number), b"object").unwrap();
+            put(&mut *client, name(number), b"object").unwrap();
             let folder = place.file(&name(number)).parent().unwrap().to_path_buf();
             for (what, is_old) in [("tmp-", true), ("tmp-", false), ("mine-", true)] {
                 let digits = if is_old { "a" } else { "b" };
@@ -850,15 +855,15 @@ mod tests {
         symlink(&target, &link).unwrap();
         let goes =
             |left: &[(PathBuf, bool)]| left.iter().filter(|(f, goes)| *goes && f.exists()).count();
-        lane.greet(FAR).unwrap();
+        client.greet(FAR).unwrap();
         let after_one = goes(&left);
         assert!((100..200).contains(&after_one), "{after_one} are left");
-        (0..12).for_each(|_| drop(lane.greet(FAR).unwrap()));
+        (0..12).for_each(|_| drop(client.greet(FAR).unwrap()));
         assert_eq!(goes(&left), 0);
         assert!(left.iter().all(|(file, goes)| *goes || file.exists()));
         assert!(target.exists() && fs::symlink_metadata(link).is_ok());
-        assert_eq!(ask(&mut *lane, name(199)), Ok(6));
+        assert_eq!(ask(&mut *client, name(199)), Ok(6));
         // A greeting that has no time left does nothing, and says so.
-        assert!(lane.greet(1).is_err());
+        assert!(client.greet(1).is_err());
     }
 }

@@ -1,5 +1,5 @@
 //! The remote tier: objects under names, on engines that people already run. A [`Remote`] is one
-//! of those; whoever moves objects has a [`Lane`] of it to himself.
+//! of those; whoever moves objects has a [`Client`] of it to himself.
 //!
 //! A remote is trusted with nothing. What it says of being there is a hint, what it gives is
 //! checked by whoever asked, and what it does not answer by the deadline
@@ -11,8 +11,12 @@ pub mod batch;
 pub mod breaker;
 #[cfg(feature = "dir")]
 pub mod dir;
+#[cfg(any(feature = "redis", feature = "s3"))]
+pub mod fault;
 pub mod name;
 pub mod object;
+#[cfg(any(feature = "redis", feature = "s3"))]
+pub mod reconnect;
 #[cfg(feature = "redis")]
 pub mod redis;
 #[cfg(feature = "s3")]
@@ -23,11 +27,17 @@ pub mod secret;
 pub mod shape;
 #[cfg(feature = "dir")]
 mod sweep;
+#[cfg(any(feature = "redis", feature = "s3"))]
+pub mod transport;
+#[cfg(any(feature = "redis", feature = "s3"))]
+pub mod url;
 
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 
-pub use crate::tier::remote::batch::{Ask, Asks, Get, Gets, Part, Put, Puts};
+pub use crate::tier::remote::batch::{
+    Control, Get, Gets, Operation, Part, Put, Puts, Queries, Query,
+};
 pub use crate::tier::remote::name::Name;
 
 /// What a remote likes, and what it cannot do.
@@ -44,7 +54,7 @@ pub struct Caps {
     /// A put does nothing where there is one of that name; else the last writer may win.
     pub first_wins: bool,
     /// Memory that a lane keeps for itself, about, once it was used.
-    pub lane_bytes: u64,
+    pub client_bytes: u64,
 }
 
 /// What answered.
@@ -58,17 +68,17 @@ pub struct Server {
 
 /// Why an object did not come, or did not go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trouble {
+pub enum RemoteError {
     /// There is none of that name.
     Absent,
     /// A reply that means nothing, or ended too early: it says nothing of the object.
-    Nonsense,
+    Malformed,
     /// What has that name came whole, and is not what it should be.
     Damaged,
     /// It may go well at another time: busy, loading, moving, without a leader.
-    Later,
+    Busy,
     /// Nobody answered by the deadline.
-    Late,
+    Timeout,
     /// It has no room.
     Full,
     /// It takes nothing.
@@ -76,56 +86,61 @@ pub enum Trouble {
     /// It knows us not, or forbids this.
     Denied,
     /// It cannot be reached.
-    Gone,
+    Unreachable,
     /// It takes no object that long.
     TooLong,
     /// It is not who it should be, or others read along.
     Untrusted,
 }
 
-impl Trouble {
+impl RemoteError {
     /// What a caller is told.
     pub fn status(self) -> Status {
         match self {
-            Trouble::Absent => Status::NotFound,
-            Trouble::Nonsense | Trouble::Damaged => Status::Corrupt,
-            Trouble::Later => Status::Again,
-            Trouble::Late => Status::Timeout,
-            Trouble::Full => Status::Budget,
-            Trouble::ReadOnly | Trouble::Denied | Trouble::Gone | Trouble::Untrusted => {
-                Status::Unavailable
-            }
-            Trouble::TooLong => Status::Limit,
+            RemoteError::Absent => Status::NotFound,
+            RemoteError::Malformed | RemoteError::Damaged => Status::Corrupt,
+            RemoteError::Busy => Status::Again,
+            RemoteError::Timeout => Status::Timeout,
+            RemoteError::Full => Status::Budget,
+            RemoteError::ReadOnly
+            | RemoteError::Denied
+            | RemoteError::Unreachable
+            | RemoteError::Untrusted => Status::Unavailable,
+            RemoteError::TooLong => Status::Limit,
         }
     }
 
     /// Whether it says that the remote is well, whatever became of the object.
     pub fn is_answer(self) -> bool {
-        matches!(self, Trouble::Absent | Trouble::TooLong | Trouble::Full | Trouble::ReadOnly)
+        matches!(
+            self,
+            RemoteError::Absent | RemoteError::TooLong | RemoteError::Full | RemoteError::ReadOnly
+        )
     }
 }
 
-impl From<Trouble> for Error {
-    fn from(trouble: Trouble) -> Error {
+impl From<RemoteError> for Error {
+    fn from(trouble: RemoteError) -> Error {
         let words = match trouble {
-            Trouble::Absent => "the remote has none of that name",
-            Trouble::Nonsense => "the remote gave what was not asked for",
-            Trouble::Damaged => "what the remote has of that name is damaged",
-            Trouble::Later => "the remote cannot now",
-            Trouble::Late => "the remote did not answer in time",
-            Trouble::Full => "the remote is full",
-            Trouble::ReadOnly => "the remote takes nothing",
-            Trouble::Denied => "the remote forbids it",
-            Trouble::Gone => "the remote cannot be reached",
-            Trouble::TooLong => "the remote takes no object that long",
-            Trouble::Untrusted => "there is no safe connection to the remote",
+            RemoteError::Absent => "the remote has none of that name",
+            RemoteError::Malformed => "the remote gave what was not asked for",
+            RemoteError::Damaged => "what the remote has of that name is damaged",
+            RemoteError::Busy => "the remote cannot now",
+            RemoteError::Timeout => "the remote did not answer in time",
+            RemoteError::Full => "the remote is full",
+            RemoteError::ReadOnly => "the remote takes nothing",
+            RemoteError::Denied => "the remote forbids it",
+            RemoteError::Unreachable => "the remote cannot be reached",
+            RemoteError::TooLong => "the remote takes no object that long",
+            RemoteError::Untrusted => "there is no safe connection to the remote",
         };
         Error::new(trouble.status(), words)
     }
 }
 
 /// Appends an entry, names and values, to a stream that others read, by a deadline.
-pub type Publish = Box<dyn FnMut(&[(&str, &[u8])], u64) -> std::result::Result<(), Trouble> + Send>;
+pub type Publish =
+    Box<dyn FnMut(&[(&str, &[u8])], u64) -> std::result::Result<(), RemoteError> + Send>;
 
 /// What the lanes of a remote did, all together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -169,7 +184,7 @@ pub trait Remote: Send + Sync {
     fn caps(&self) -> Caps;
 
     /// A way to it, for one thread. Connections are made when they are needed.
-    fn lane(&self) -> Box<dyn Lane>;
+    fn client(&self) -> Box<dyn Client>;
 
     /// What its lanes did. Counts nothing where there are no connections.
     fn tally(&self) -> Tally {
@@ -180,7 +195,7 @@ pub trait Remote: Send + Sync {
 /// A way to a remote. All deadlines are those of [`crate::base::clock::Clock`]; none is
 /// exceeded by more than a moment. Every item of a batch has its own result afterwards, and no
 /// memory is touched any more.
-pub trait Lane: Send {
+pub trait Client: Send {
     /// Asks who is there: within a deadline, with credentials and all. UNAVAILABLE, TIMEOUT, AGAIN
     /// = it may be there later. INVALID = it was reached, and refuses us or is not who it should be;
     /// CORRUPT = what was reached is none of its kind: nothing comes of waiting.
@@ -199,10 +214,10 @@ pub trait Lane: Send {
     unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64);
 
     /// Asks which objects are there, and how long they are.
-    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64);
+    fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64);
 
     /// Takes objects away; one that is not there is gone, too. The length in a result means nothing.
-    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64);
+    fn remove(&mut self, queries: &mut Queries, deadline_ns: u64);
 }
 
 #[cfg(test)]

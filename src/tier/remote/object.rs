@@ -19,14 +19,14 @@ use crate::format::record::{
 use crate::format::seal::Plane;
 use crate::format::segment::BLOCK_BYTES;
 use crate::tier::remote::shape::{CellShape, Shape};
-use crate::tier::remote::{Gets, Name, Puts, Trouble};
+use crate::tier::remote::{Gets, Name, Puts, RemoteError};
 
 /// What fills up blocks.
 static ZEROS: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
 /// A plane of a cell that is to be stored.
 #[derive(Clone, Copy, Debug)]
-pub struct PlaneFrom {
+pub struct PlaneSource {
     /// Where it is.
     pub address: *const u8,
     /// How long: what the layout says, unless it is coded.
@@ -37,11 +37,11 @@ pub struct PlaneFrom {
 
 /// A cell that is to be stored.
 #[derive(Clone, Copy, Debug)]
-pub struct CellFrom<'a> {
+pub struct CellSource<'a> {
     /// What it is coded with.
     pub codec: Codec,
     /// As many as the layout says; those of a coded one as [`cell`] codes them.
-    pub planes: &'a [PlaneFrom],
+    pub planes: &'a [PlaneSource],
 }
 
 /// Memory that a cell comes to.
@@ -157,7 +157,7 @@ impl<'a> Object<'a> {
     pub unsafe fn put(
         &self,
         name: Name,
-        cells: &[CellFrom<'_>],
+        cells: &[CellSource<'_>],
         header: &mut [u8],
         puts: &mut Puts,
     ) -> status::Result<u64> {
@@ -195,7 +195,7 @@ impl<'a> Object<'a> {
     }
 
     /// Whether cells are those that it has.
-    fn check(&self, cells: &[CellFrom<'_>], header: &[u8]) -> status::Result<()> {
+    fn check(&self, cells: &[CellSource<'_>], header: &[u8]) -> status::Result<()> {
         if header.len() != self.header_bytes() || cells.len() != self.cells.len() {
             let (wanted, bytes) = (self.cells.len(), self.header_bytes());
             fail!(Invalid, "an object has {wanted} cells, and {bytes} bytes of header");
@@ -289,10 +289,10 @@ impl<'a> Object<'a> {
         came: u64,
         places: &[Place],
         verdicts: &mut Vec<Verdict>,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), RemoteError> {
         verdicts.clear();
         if self.codec != Codec::None || places.len() != self.cells.len() || came != self.bytes() {
-            return Err(Trouble::Damaged);
+            return Err(RemoteError::Damaged);
         }
         let record = self.record(header, came)?;
         for (cell, place) in record.cells().zip(places) {
@@ -324,27 +324,27 @@ impl<'a> Object<'a> {
         staging: &[u8],
         came: u64,
         found: &mut Vec<Option<Found>>,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), RemoteError> {
         found.clear();
         let whole = usize::try_from(came).ok().and_then(|came| staging.get(..came));
-        let whole = whole.ok_or(Trouble::Damaged)?;
+        let whole = whole.ok_or(RemoteError::Damaged)?;
         let record = self.record(whole, came)?;
         found.extend(record.cells().map(|cell| find(whole, &cell)));
         Ok(())
     }
 
     /// Its header, if that is what it must be, and is of `came` bytes.
-    fn record<'b>(&self, bytes: &'b [u8], came: u64) -> Result<Record<'b>, Trouble> {
-        let record = decode(bytes).ok_or(Trouble::Damaged)?;
+    fn record<'b>(&self, bytes: &'b [u8], came: u64) -> Result<Record<'b>, RemoteError> {
+        let record = decode(bytes).ok_or(RemoteError::Damaged)?;
         let blocks = record.head.blocks;
         let length_fits = came == u64::from(blocks) * BLOCK_BYTES as u64
             && (blocks == self.blocks || self.codec != Codec::None && blocks < self.blocks);
         if !length_fits || record.head != self.head(blocks) {
-            return Err(Trouble::Damaged);
+            return Err(RemoteError::Damaged);
         }
         let mut cells = (self.first..).zip(self.cells).zip(record.cells());
         let all_fit = cells.all(|((layer, shape), cell)| self.fits(layer, shape, &cell));
-        if all_fit { Ok(record) } else { Err(Trouble::Damaged) }
+        if all_fit { Ok(record) } else { Err(RemoteError::Damaged) }
     }
 
     /// Whether a header's cell is what the layout says.

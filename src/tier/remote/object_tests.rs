@@ -73,11 +73,11 @@ fn encode(it: &Object<'_>, content: &Content, coded: impl Fn(usize) -> bool) -> 
         let lost = cell::encode(Codec::Lz4, &raw, &mut out, &mut lengths);
         codes.push(lost.filter(|_| coded(at)).map(|_| (out, lengths)));
     }
-    let mut planes: Vec<(Codec, Vec<PlaneFrom>)> = Vec::new();
+    let mut planes: Vec<(Codec, Vec<PlaneSource>)> = Vec::new();
     for (raw, code) in content.iter().zip(&codes) {
         let plane = |bytes: &[u8]| {
             let (address, bytes) = (bytes.as_ptr(), bytes.len() as u64);
-            PlaneFrom { address, bytes, sum: None }
+            PlaneSource { address, bytes, sum: None }
         };
         planes.push(match code {
             None => (Codec::None, raw.iter().map(|bytes| plane(bytes)).collect()),
@@ -92,8 +92,8 @@ fn encode(it: &Object<'_>, content: &Content, coded: impl Fn(usize) -> bool) -> 
             }
         });
     }
-    let cells: Vec<CellFrom<'_>> =
-        planes.iter().map(|(codec, planes)| CellFrom { codec: *codec, planes }).collect();
+    let cells: Vec<CellSource<'_>> =
+        planes.iter().map(|(codec, planes)| CellSource { codec: *codec, planes }).collect();
     let (mut header, mut puts) = (vec![0xFF; it.header_bytes()], Puts::default());
     // SAFETY: planes and header live on.
     let bytes = unsafe { it.put(NAME, &cells, &mut header, &mut puts) }.unwrap();
@@ -114,7 +114,7 @@ fn fetch(
     it: &Object<'_>,
     object: &[u8],
     wanted: impl Fn(usize) -> bool,
-) -> Result<Vec<Judged>, Trouble> {
+) -> Result<Vec<Judged>, RemoteError> {
     let mut cells: Vec<Vec<Vec<u8>>> = Vec::new();
     let mut places = Vec::new();
     for (at, shape) in it.cells.iter().enumerate() {
@@ -148,7 +148,7 @@ fn fetch(
 }
 
 /// The same, of an object that comes as a whole: its cells, decoded.
-fn fetch_whole(it: &Object<'_>, object: &[u8]) -> Result<Vec<Option<Vec<Vec<u8>>>>, Trouble> {
+fn fetch_whole(it: &Object<'_>, object: &[u8]) -> Result<Vec<Option<Vec<Vec<u8>>>>, RemoteError> {
     let mut staging = vec![0xCC; it.bytes() as usize];
     let mut one = [0; 1];
     let mut gets = Gets::default();
@@ -184,7 +184,7 @@ fn caught(it: &Object<'_>, bad: &[u8], content: &Content) -> Result<bool, TestCa
     if it.codec == Codec::None {
         match fetch(it, bad, |_| true) {
             Err(trouble) => {
-                prop_assert_eq!(trouble, Trouble::Damaged);
+                prop_assert_eq!(trouble, RemoteError::Damaged);
                 all_right = false;
             }
             Ok(cells) => {
@@ -197,7 +197,7 @@ fn caught(it: &Object<'_>, bad: &[u8], content: &Content) -> Result<bool, TestCa
     }
     match fetch_whole(it, bad) {
         Err(trouble) => {
-            prop_assert_eq!(trouble, Trouble::Damaged);
+            prop_assert_eq!(trouble, RemoteError::Damaged);
             prop_assert!(it.codec != Codec::None || !all_right);
             all_right = false;
         }
@@ -313,8 +313,8 @@ proptest! {
             others.push(encode(&other, &self::content(&shape, at, seed), |_| false));
         }
         for other in others {
-            prop_assert_eq!(fetch(&it, &other, |_| true).err(), Some(Trouble::Damaged));
-            prop_assert_eq!(fetch_whole(&it, &other).err(), Some(Trouble::Damaged));
+            prop_assert_eq!(fetch(&it, &other, |_| true).err(), Some(RemoteError::Damaged));
+            prop_assert_eq!(fetch_whole(&it, &other).err(), Some(RemoteError::Damaged));
         }
     }
 
@@ -388,23 +388,23 @@ fn what_is_not_as_the_layout_says_is_refused() {
     assert!(Object::new(&shape, 1, chunk(4), Codec::None).is_err());
     let it = Object::new(&shape, 0, chunk(4), Codec::None).unwrap();
     let bytes = [5u8; 256];
-    let plane = |length| PlaneFrom { address: bytes.as_ptr(), bytes: length, sum: None };
-    let put = |cells: &[CellFrom<'_>], header_bytes: usize| {
+    let plane = |length| PlaneSource { address: bytes.as_ptr(), bytes: length, sum: None };
+    let put = |cells: &[CellSource<'_>], header_bytes: usize| {
         let (mut header, mut puts) = (vec![0; header_bytes], Puts::default());
         // SAFETY: no plane is longer than the bytes.
         let done = unsafe { it.put(NAME, cells, &mut header, &mut puts) };
         assert_eq!(puts.items.len(), usize::from(done.is_ok()));
         done.is_ok()
     };
-    let cell = |planes| CellFrom { codec: Codec::None, planes };
+    let cell = |planes| CellSource { codec: Codec::None, planes };
     let (right, short, two) = ([plane(256)], [plane(255)], [plane(128), plane(128)]);
-    let null = [PlaneFrom { address: std::ptr::null(), ..plane(256) }];
+    let null = [PlaneSource { address: std::ptr::null(), ..plane(256) }];
     assert!(put(&[cell(&right), cell(&right)], 4096));
     assert!(!put(&[cell(&right)], 4096) && !put(&[cell(&right), cell(&right)], 8192));
     for wrong in [&short[..], &two, &null, &[]] {
         assert!(!put(&[cell(&right), cell(wrong)], 4096));
     }
-    let coded = CellFrom { codec: Codec::Lz4, planes: &short };
+    let coded = CellSource { codec: Codec::Lz4, planes: &short };
     assert!(!put(&[cell(&right), coded], 4096));
     let mut gets = Gets::default();
     let sink = Sink { address: std::ptr::null_mut(), bytes: 4095 };

@@ -7,7 +7,7 @@
 //! the nonce is the number of the frame and whether it is the last one; all frames are bound to
 //! envelope and name. Nothing of an object is given out before all of it was checked.
 
-mod lane;
+mod client;
 
 use std::ops::Range;
 
@@ -17,9 +17,9 @@ use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::tier::remote::name::HASH_BYTES;
-use crate::tier::remote::seal::lane::{SealedLane, TURN_BYTES};
+use crate::tier::remote::seal::client::{SealedClient, TURN_BYTES};
 use crate::tier::remote::secret::{Secret, wipe};
-use crate::tier::remote::{Caps, Lane, Name, Remote, Tally};
+use crate::tier::remote::{Caps, Client, Name, Remote, Tally};
 
 /// Bytes before the first frame.
 pub const ENVELOPE_BYTES: usize = 64;
@@ -196,14 +196,14 @@ impl Remote for Sealed {
             preferred_bytes: fitting(caps.preferred_bytes).min(MAX_BYTES),
             max_bytes: fitting(caps.max_bytes).min(MAX_BYTES),
             ranges: true,
-            lane_bytes: caps.lane_bytes + TURN_BYTES,
+            client_bytes: caps.client_bytes + TURN_BYTES,
             ..caps
         }
     }
 
-    fn lane(&self) -> Box<dyn Lane> {
+    fn client(&self) -> Box<dyn Client> {
         let most = self.caps().max_bytes;
-        Box::new(SealedLane::new(self.inner.lane(), self.sealer.clone(), most))
+        Box::new(SealedClient::new(self.inner.client(), self.sealer.clone(), most))
     }
 
     fn tally(&self) -> Tally {

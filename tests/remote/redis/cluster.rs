@@ -33,28 +33,28 @@ fn a_cluster_is_one_remote() {
     let masters = masters(&nodes);
     let slave = nodes.iter().position(|node| !is_master(node)).unwrap();
     let remote = open(&RedisOpts { wait: 1, ..of(&nodes, slave) });
-    let mut lane = remote.lane();
-    let said = lane.greet(at(LONG)).unwrap();
+    let mut client = remote.client();
+    let said = client.greet(at(LONG)).unwrap();
     assert!(said.words.ends_with("cluster"), "{said:?}");
     let items: Vec<_> = (0..300).map(|n| (n, bytes_of(n, 1 + n as usize * 500))).collect();
     let wanted: Vec<_> = items.iter().map(|(n, bytes)| (*n, 0, bytes.len())).collect();
-    assert!(put_in(&mut *lane, &items, LONG).iter().all(|put| *put == Ok(false)));
-    let check = |lane: &mut dyn Lane| {
-        let got = get_at(lane, &wanted, LONG);
+    assert!(put_in(&mut *client, &items, LONG).iter().all(|put| *put == Ok(false)));
+    let check = |client: &mut dyn Client| {
+        let got = get_at(client, &wanted, LONG);
         assert!(
             got.iter().zip(&items).all(|(got, item)| got.as_ref() == Ok(&item.1)),
             "{:?}",
             got.iter().filter_map(|got| got.as_ref().err()).collect::<Vec<_>>()
         );
     };
-    check(&mut *lane);
-    check(&mut *remote.lane());
+    check(&mut *client);
+    check(&mut *remote.client());
     assert!(masters.iter().all(|node| node.cli(&["dbsize"]).parse::<u64>().unwrap() > 50));
     // Without cluster=true a node has its own part only, and says so.
-    let mut alone = crate::redis::lane(&masters[0].url());
+    let mut alone = crate::redis::client(&masters[0].url());
     assert!(alone.greet(at(LONG)).unwrap().warnings.iter().any(|w| w.contains("cluster=true")));
     let asked = ask(&mut *alone, &(0..300).collect::<Vec<_>>(), LONG);
-    assert!(asked.iter().all(|ask| matches!(ask, Ok(_) | Err(Trouble::Later))));
+    assert!(asked.iter().all(|ask| matches!(ask, Ok(_) | Err(RemoteError::Busy))));
     // A slot moves: what is not there yet is asked for where it goes.
     let from = owner(&masters, 7);
     let to = masters.iter().copied().find(|node| node.port != from.port).unwrap();
@@ -62,26 +62,26 @@ fn a_cluster_is_one_remote() {
     let id = |node: &Server| node.cli(&["cluster", "myid"]);
     assert_eq!(to.cli(&["cluster", "setslot", &slot, "importing", &id(from)]), "OK");
     assert_eq!(from.cli(&["cluster", "setslot", &slot, "migrating", &id(to)]), "OK");
-    check(&mut *lane);
+    check(&mut *client);
     let port = to.port.to_string();
     assert_eq!(from.cli(&["migrate", "127.0.0.1", &port, &key(7), "0", "5000"]), "OK");
-    check(&mut *lane);
-    assert_eq!(put_one(&mut *lane, 7, 10), Ok(true));
-    let mut asks = Asks::default();
-    asks.name(name(7));
-    lane.remove(&mut asks, at(LONG));
-    assert!(asks.items[0].result.is_ok());
-    assert_eq!(get_one(&mut *lane, 7, 10), Err(Trouble::Absent));
-    assert_eq!(put_one(&mut *lane, 7, 1 + 7 * 500), Ok(false));
-    check(&mut *lane);
+    check(&mut *client);
+    assert_eq!(put_one(&mut *client, 7, 10), Ok(true));
+    let mut queries = Queries::default();
+    queries.name(name(7));
+    client.remove(&mut queries, at(LONG));
+    assert!(queries.items[0].result.is_ok());
+    assert_eq!(get_one(&mut *client, 7, 10), Err(RemoteError::Absent));
+    assert_eq!(put_one(&mut *client, 7, 1 + 7 * 500), Ok(false));
+    check(&mut *client);
     for node in [to, from].into_iter().chain(masters.iter().copied()) {
         assert_eq!(node.cli(&["cluster", "setslot", &slot, "node", &id(to)]), "OK");
     }
     assert_eq!(owner(&masters, 7).port, to.port);
-    check(&mut *lane);
+    check(&mut *client);
     std::thread::sleep(Duration::from_millis(150));
-    check(&mut *lane);
-    check(&mut *remote.lane());
+    check(&mut *client);
+    check(&mut *remote.client());
 }
 
 /// Whether all that servers have sent was received, and all that was sent to them.
@@ -152,10 +152,10 @@ fn a_node_that_stops_costs_its_own_alone() {
     let wanted: Vec<_> = (0..120).map(|n| (n, 0, 20_000)).collect();
     // The clock stands still but for what the test moves: no machine is too slow for a deadline.
     let clock = Clock::manual(1);
-    let lane_of = |opts: &RedisOpts| Redis::open(opts, clock.clone()).expect("opened").lane();
+    let lane_of = |opts: &RedisOpts| Redis::open(opts, clock.clone()).expect("opened").client();
     let by = |ns: u64| clock.now_ns() + ns;
-    let mut lane = lane_of(&of(&nodes, 0));
-    assert!(put_by(&mut *lane, &items, || by(LONG)).iter().all(Result::is_ok));
+    let mut client = lane_of(&of(&nodes, 0));
+    assert!(put_by(&mut *client, &items, || by(LONG)).iter().all(Result::is_ok));
     let lost: Vec<bool> =
         items.iter().map(|item| owner(&masters, item.0).port == masters[1].port).collect();
     let others = [masters[0], masters[2]];
@@ -165,13 +165,17 @@ fn a_node_that_stops_costs_its_own_alone() {
         // It costs one timeout: after that nobody waits for it for a while.
         let got = match round {
             0 => with_others_late(&clock, 500 * MS, others, || {
-                get_by(&mut *lane, &wanted, || by(500 * MS))
+                get_by(&mut *client, &wanted, || by(500 * MS))
             }),
-            _ => get_by(&mut *lane, &wanted, || by(500 * MS)),
+            _ => get_by(&mut *client, &wanted, || by(500 * MS)),
         };
         for ((got, item), lost) in got.into_iter().zip(&items).zip(&lost) {
             match lost {
-                true => assert!(matches!(got, Err(Trouble::Late | Trouble::Gone)), "{}", item.0),
+                true => assert!(
+                    matches!(got, Err(RemoteError::Timeout | RemoteError::Unreachable)),
+                    "{}",
+                    item.0
+                ),
                 false => assert!(got.as_ref() == Ok(&item.1), "{} {:?}", item.0, got.err()),
             }
         }
@@ -186,7 +190,7 @@ fn a_node_that_stops_costs_its_own_alone() {
     masters[1].go_on();
     // The longest pause after which a node is tried again.
     clock.advance(8001 * MS);
-    let got = get_by(&mut *lane, &wanted, || by(LONG));
+    let got = get_by(&mut *client, &wanted, || by(LONG));
     let wrong = got.iter().zip(&items).filter(|(got, item)| got.as_ref() != Ok(&item.1));
     let wrong: Vec<_> = wrong.map(|(got, item)| (item.0, got.as_ref().err())).collect();
     assert!(wrong.is_empty(), "{wrong:?}");
@@ -203,13 +207,13 @@ impl Load {
     /// Stores and reads until it is over: which objects were acknowledged.
     fn run(&self, remote: &Redis, thread: u64, is_over: &AtomicBool) -> Vec<u64> {
         const DEADLINE: u64 = 1000 * MS;
-        let mut lane = remote.lane();
+        let mut client = remote.client();
         let mut stored: Vec<u64> = Vec::new();
         let mut next = thread * 1_000_000;
         while !is_over.load(Ordering::Relaxed) {
             let items: Vec<_> = (next..next + 16).map(|n| (n, bytes_of(n, 8192))).collect();
             next += 16;
-            let put = ends(|| put_in(&mut *lane, &items, DEADLINE));
+            let put = ends(|| put_in(&mut *client, &items, DEADLINE));
             let well = items.iter().zip(&put).filter(|(_, put)| put.is_ok());
             stored.extend(well.map(|(item, _)| item.0));
             let refused = put.iter().filter(|put| put.is_err()).count() as u64;
@@ -217,7 +221,7 @@ impl Load {
             self.stored.store(stored.len() as u64, Ordering::Relaxed);
             let some: Vec<_> =
                 stored.iter().rev().step_by(7).take(16).map(|&n| (n, 0, 8192)).collect();
-            let got = ends(|| get_at(&mut *lane, &some, DEADLINE));
+            let got = ends(|| get_at(&mut *client, &some, DEADLINE));
             for (got, &(n, _, _)) in got.into_iter().zip(&some) {
                 assert!(got.is_err() || got == Ok(bytes_of(n, 8192)), "wrong bytes of {n}");
             }
@@ -279,18 +283,18 @@ fn masters_go_under_load() {
         is_over.store(true, Ordering::Relaxed);
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
-    let mut lane = remote.lane();
+    let mut client = remote.client();
     let refused: u64 = loads.iter().map(|load| load.refused.load(Ordering::Relaxed)).sum();
     println!("{} acknowledged, {refused} not", stored.len());
     assert!(stored.len() > 1000 && refused > 0);
     for some in stored.chunks(64) {
         let wanted: Vec<_> = some.iter().map(|&n| (n, 0, 8192)).collect();
-        for (got, &n) in get_at(&mut *lane, &wanted, LONG).into_iter().zip(some) {
+        for (got, &n) in get_at(&mut *client, &wanted, LONG).into_iter().zip(some) {
             assert!(got == Ok(bytes_of(n, 8192)), "{n} was acknowledged: {:?}", got.err());
         }
     }
     // It takes new ones, on all nodes.
     let items: Vec<_> = (9_000_000..9_000_100).map(|n| (n, bytes_of(n, 100))).collect();
-    let mut plain = open(&of(&nodes, 2)).lane();
+    let mut plain = open(&of(&nodes, 2)).client();
     assert!(put_in(&mut *plain, &items, LONG).iter().all(Result::is_ok));
 }

@@ -53,21 +53,21 @@ fn sealed_objects_conform() {
     let sealed = |url: &str| Sealed::new(Box::new(open(&opts(url))), &secret).unwrap();
     passes(&sealed(&server.url()));
     // What the server has is not what was put, and what it changes does not come back.
-    let mut lane = sealed(&server.url()).lane();
-    assert_eq!(put_one(&mut *lane, 1, 300_000), Ok(false));
+    let mut client = sealed(&server.url()).client();
+    assert_eq!(put_one(&mut *client, 1, 300_000), Ok(false));
     assert_eq!(server.cli(&["strlen", &key(1)]), sealed_bytes(300_000).to_string());
     assert_eq!(server.cli(&["getrange", &key(1), "0", "3"]), "KVTO");
-    assert_eq!(get_one(&mut *lane, 1, 300_000).unwrap(), bytes_of(1, 300_000));
+    assert_eq!(get_one(&mut *client, 1, 300_000).unwrap(), bytes_of(1, 300_000));
     assert_eq!(
-        get_at(&mut *lane, &[(1, 270_000, 100)], LONG)[0],
+        get_at(&mut *client, &[(1, 270_000, 100)], LONG)[0],
         Ok(bytes_of(1, 300_000)[270_000..270_100].to_vec())
     );
     // So many bytes that what was there is another for certain.
     server.cli(&["setrange", &key(1), "290000", "xxxxxxxxxxxxxxxx"]);
-    assert_eq!(get_one(&mut *lane, 1, 300_000), Err(Trouble::Damaged));
-    assert_eq!(get_at(&mut *lane, &[(1, 0, 10)], LONG), [Err(Trouble::Damaged)]);
+    assert_eq!(get_one(&mut *client, 1, 300_000), Err(RemoteError::Damaged));
+    assert_eq!(get_at(&mut *client, &[(1, 0, 10)], LONG), [Err(RemoteError::Damaged)]);
     // Another one's object under a name of ours.
-    assert_eq!(put_one(&mut *lane, 2, 5000), Ok(false));
+    assert_eq!(put_one(&mut *client, 2, 5000), Ok(false));
     server.cli(&["rename", &key(2), &key(3)]);
-    assert_eq!(get_one(&mut *lane, 3, 5000), Err(Trouble::Damaged));
+    assert_eq!(get_one(&mut *client, 3, 5000), Err(RemoteError::Damaged));
 }

@@ -17,28 +17,31 @@ fn a_server_that_stops_and_goes_on() {
         return;
     }
     let server = Server::start(&[]);
-    let mut lane = lane(&server.url());
-    assert_eq!(put_one(&mut *lane, 1, 300_000), Ok(false));
+    let mut client = client(&server.url());
+    assert_eq!(put_one(&mut *client, 1, 300_000), Ok(false));
     server.pause();
     for _ in 0..3 {
-        let got = ends(|| get_at(&mut *lane, &[(1, 0, 300_000)], 200 * MS));
-        assert!(matches!(got[0], Err(Trouble::Late | Trouble::Gone)), "{got:?}");
+        let got = ends(|| get_at(&mut *client, &[(1, 0, 300_000)], 200 * MS));
+        assert!(matches!(got[0], Err(RemoteError::Timeout | RemoteError::Unreachable)), "{got:?}");
     }
     let many: Vec<_> = (10..40).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-    let put = ends(|| put_in(&mut *lane, &many, 300 * MS));
-    assert!(put.iter().all(|put| matches!(put, Err(Trouble::Late | Trouble::Gone))), "{put:?}");
-    let mut fresh = open(&opts(&server.url())).lane();
+    let put = ends(|| put_in(&mut *client, &many, 300 * MS));
+    assert!(
+        put.iter().all(|put| matches!(put, Err(RemoteError::Timeout | RemoteError::Unreachable))),
+        "{put:?}"
+    );
+    let mut fresh = open(&opts(&server.url())).client();
     let error = ends_at_deadline(200 * MS, || fresh.greet(at(200 * MS))).unwrap_err();
     assert_eq!(error.status(), kvtier::base::status::Status::Timeout);
     server.go_on();
     wait_until("it has recovered", || {
-        get_at(&mut *lane, &[(1, 0, 300_000)], LONG)[0] == Ok(bytes_of(1, 300_000))
+        get_at(&mut *client, &[(1, 0, 300_000)], LONG)[0] == Ok(bytes_of(1, 300_000))
     });
     assert_eq!(get_one(&mut *fresh, 1, 300_000).unwrap(), bytes_of(1, 300_000));
     // It stops on a connection that works, and has a part of what is sent.
     server.pause();
-    let put = ends_at_deadline(150 * MS, || put_in(&mut *lane, &many, 150 * MS));
-    assert_eq!(put, vec![Err(Trouble::Late); many.len()]);
+    let put = ends_at_deadline(150 * MS, || put_in(&mut *client, &many, 150 * MS));
+    assert_eq!(put, vec![Err(RemoteError::Timeout); many.len()]);
     server.go_on();
     // It has read that part when it has ended the connection: `fresh` and redis-cli have theirs.
     wait_until("the server has read what came", || {
@@ -46,8 +49,8 @@ fn a_server_that_stops_and_goes_on() {
     });
     // What did not come in time is there or is not, and whole in either case.
     for (n, bytes) in &many {
-        let got = get_one(&mut *lane, *n, 1 << 20);
-        assert!(got == Err(Trouble::Absent) || got.as_ref() == Ok(bytes), "{n}");
+        let got = get_one(&mut *client, *n, 1 << 20);
+        assert!(got == Err(RemoteError::Absent) || got.as_ref() == Ok(bytes), "{n}");
     }
 }
 
@@ -76,17 +79,20 @@ fn a_server_that_goes_on_after_an_attempt_has_run_out() {
     let opts = RedisOpts { connect_ns: 100 * MS, ..opts(&url) };
     let remote = || Redis::open(&opts, clock.clone()).expect("opened");
     let by = |ns: u64| clock.now_ns() + ns;
-    assert_eq!(put_by(&mut *remote().lane(), &[(1, bytes_of(1, 1000))], || by(LONG)), [Ok(false)]);
+    assert_eq!(
+        put_by(&mut *remote().client(), &[(1, bytes_of(1, 1000))], || by(LONG)),
+        [Ok(false)]
+    );
     for _ in 0..3 {
         server.pause();
         is_stopped.store(true, Ordering::SeqCst);
-        let mut lane = remote().lane();
-        let got = ends(|| get_by(&mut *lane, &[(1, 0, 1000)], || by(30 * MS)));
-        assert_eq!(got, [Err(Trouble::Late)]);
+        let mut client = remote().client();
+        let got = ends(|| get_by(&mut *client, &[(1, 0, 1000)], || by(30 * MS)));
+        assert_eq!(got, [Err(RemoteError::Timeout)]);
         is_stopped.store(false, Ordering::SeqCst);
         clock.advance(150 * MS);
         server.go_on();
-        let got = ends(|| get_by(&mut *lane, &[(1, 0, 1000)], || by(LONG)));
+        let got = ends(|| get_by(&mut *client, &[(1, 0, 1000)], || by(LONG)));
         assert!(got == [Ok(bytes_of(1, 1000))], "{:?}", got[0].as_ref().err());
     }
 }
@@ -110,36 +116,36 @@ fn a_server_that_dies_and_comes_again() {
         }
         true
     });
-    let mut lane = lane(&format!("redis://127.0.0.1:{}", between(server.port, fate)));
-    let mut direct = crate::redis::lane(&server.url());
-    assert_eq!(put_one(&mut *lane, 1, 10), Ok(false));
+    let mut client = client(&format!("redis://127.0.0.1:{}", between(server.port, fate)));
+    let mut direct = crate::redis::client(&server.url());
+    assert_eq!(put_one(&mut *client, 1, 10), Ok(false));
     assert_eq!(get_one(&mut *direct, 1, 10).unwrap(), bytes_of(1, 10));
     // A connection that ended while nobody used it costs nothing.
     server.cli(&["client", "kill", "type", "normal"]);
-    assert_eq!(get_one(&mut *lane, 1, 10).unwrap(), bytes_of(1, 10));
+    assert_eq!(get_one(&mut *client, 1, 10).unwrap(), bytes_of(1, 10));
     assert_eq!(get_one(&mut *direct, 1, 10).unwrap(), bytes_of(1, 10));
     server.restart();
-    assert_eq!(get_one(&mut *lane, 1, 10), Err(Trouble::Absent));
-    assert_eq!(get_one(&mut *direct, 1, 10), Err(Trouble::Absent));
+    assert_eq!(get_one(&mut *client, 1, 10), Err(RemoteError::Absent));
+    assert_eq!(get_one(&mut *direct, 1, 10), Err(RemoteError::Absent));
     let many: Vec<_> = (0..400).map(|n| (n, bytes_of(n, 1 << 20))).collect();
     let put = std::thread::scope(|scope| {
-        let putting = scope.spawn(|| ends(|| put_in(&mut *lane, &many, LONG)));
+        let putting = scope.spawn(|| ends(|| put_in(&mut *client, &many, LONG)));
         has_half.recv_timeout(Duration::from_nanos(PATIENCE)).expect("half of it goes");
         server.kill();
         killed.send(()).unwrap();
         putting.join().unwrap()
     });
-    assert!(put.contains(&Err(Trouble::Gone)), "{put:?}");
-    for lane in [&mut lane, &mut direct] {
-        let got = ends(|| get_at(&mut **lane, &[(1, 0, 10)], LONG));
-        assert_eq!(got, [Err(Trouble::Gone)]);
+    assert!(put.contains(&Err(RemoteError::Unreachable)), "{put:?}");
+    for client in [&mut client, &mut direct] {
+        let got = ends(|| get_at(&mut **client, &[(1, 0, 10)], LONG));
+        assert_eq!(got, [Err(RemoteError::Unreachable)]);
     }
     server.restart();
-    for lane in [&mut lane, &mut direct] {
+    for client in [&mut client, &mut direct] {
         wait_until("it has recovered", || {
-            put_in(&mut **lane, &[(1, bytes_of(1, 10))], LONG)[0].is_ok()
+            put_in(&mut **client, &[(1, bytes_of(1, 10))], LONG)[0].is_ok()
         });
-        assert_eq!(get_one(&mut **lane, 1, 10).unwrap(), bytes_of(1, 10));
+        assert_eq!(get_one(&mut **client, 1, 10).unwrap(), bytes_of(1, 10));
     }
 }
 
@@ -191,29 +197,32 @@ fn servers_that_speak_nonsense() {
         b"%1\r\n+a\r\n+b\r\n",
         b"-WHATEVER it means\r\n",
     ] {
-        let mut lane = lane(&lies(bytes));
-        let got = ends(|| get_at(&mut *lane, &[(1, 0, 100)], LONG));
-        assert_eq!(got, [Err(Trouble::Nonsense)], "{:?}", String::from_utf8_lossy(bytes));
-        assert!(ends(|| lane.greet(at(1000 * MS))).is_err());
+        let mut client = client(&lies(bytes));
+        let got = ends(|| get_at(&mut *client, &[(1, 0, 100)], LONG));
+        assert_eq!(got, [Err(RemoteError::Malformed)], "{:?}", String::from_utf8_lossy(bytes));
+        assert!(ends(|| client.greet(at(1000 * MS))).is_err());
     }
     // One that answers before it was asked enough: what it says counts for nobody else.
-    let mut lane = lane(&lies(b"$3\r\nabc\r\n$3\r\ndef\r\n"));
+    let mut client = client(&lies(b"$3\r\nabc\r\n$3\r\ndef\r\n"));
     for turn in 0..3 {
-        let got = ends(|| get_at(&mut *lane, &[(1, 0, 100)], LONG));
-        assert!(got == [Ok(b"abc".to_vec())] || got == [Err(Trouble::Nonsense)], "{turn}: {got:?}");
+        let got = ends(|| get_at(&mut *client, &[(1, 0, 100)], LONG));
+        assert!(
+            got == [Ok(b"abc".to_vec())] || got == [Err(RemoteError::Malformed)],
+            "{turn}: {got:?}"
+        );
     }
     // Yes to a put that it has not read.
-    let mut lane = crate::redis::lane(&lies(b"+OK\r\n+OK\r\n+OK\r\n+OK\r\n"));
+    let mut client = crate::redis::client(&lies(b"+OK\r\n+OK\r\n+OK\r\n+OK\r\n"));
     let many: Vec<_> = (0..8).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-    ends(|| put_in(&mut *lane, &many, 1000 * MS));
-    ends(|| put_in(&mut *lane, &many, 1000 * MS));
+    ends(|| put_in(&mut *client, &many, 1000 * MS));
+    ends(|| put_in(&mut *client, &many, 1000 * MS));
     // It repeats a password.
-    let mut lane = open(&RedisOpts {
+    let mut client = open(&RedisOpts {
         password: secret("hunter2"),
         ..opts(&lies(b"-ERR who is hunter2?\r\n"))
     })
-    .lane();
-    let error = lane.greet(at(LONG)).unwrap_err();
+    .client();
+    let error = client.greet(at(LONG)).unwrap_err();
     assert!(!error.to_string().contains("hunter2"), "{error}");
 }
 
@@ -240,25 +249,32 @@ fn servers_that_are_slow_on_purpose() {
         // It sends messages that nobody asked for as fast as it can.
         liar(|stream, _| while stream.write_all(&b">1\r\n+x\r\n".repeat(1000)).is_ok() {}),
     ] {
-        let mut lane = lane(&url);
+        let mut client = client(&url);
         for _ in 0..2 {
-            let got = ends(|| get_at(&mut *lane, &[(1, 0, 100)], 300 * MS));
-            assert!(matches!(got[0], Err(Trouble::Late | Trouble::Gone)), "{url}: {got:?}");
+            let got = ends(|| get_at(&mut *client, &[(1, 0, 100)], 300 * MS));
+            assert!(
+                matches!(got[0], Err(RemoteError::Timeout | RemoteError::Unreachable)),
+                "{url}: {got:?}"
+            );
         }
         let many: Vec<_> = (0..20).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-        ends(|| put_in(&mut *lane, &many, 300 * MS));
+        ends(|| put_in(&mut *client, &many, 300 * MS));
     }
     // One that ends every connection.
-    let mut lane = lane(&liar(|stream, _| drop(stream.shutdown(std::net::Shutdown::Both))));
+    let mut client = client(&liar(|stream, _| drop(stream.shutdown(std::net::Shutdown::Both))));
     for _ in 0..3 {
-        let got = ends(|| get_at(&mut *lane, &[(1, 0, 9); 100], 500 * MS));
-        assert!(got.iter().all(|got| matches!(got, Err(Trouble::Gone | Trouble::Late))), "{got:?}");
+        let got = ends(|| get_at(&mut *client, &[(1, 0, 9); 100], 500 * MS));
+        assert!(
+            got.iter()
+                .all(|got| matches!(got, Err(RemoteError::Unreachable | RemoteError::Timeout))),
+            "{got:?}"
+        );
     }
     // Nobody is there; nobody has that name.
     let gone = Refusing::new();
-    let mut lane = crate::redis::lane(&format!("redis://{}", gone.address()));
-    let error = ends(|| lane.greet(at(LONG))).unwrap_err();
+    let mut client = crate::redis::client(&format!("redis://{}", gone.address()));
+    let error = ends(|| client.greet(at(LONG))).unwrap_err();
     assert!(error.message().contains("refused"), "{error}");
-    let mut lane = crate::redis::lane("redis://no-such-host.invalid");
-    assert!(lane.greet(at(10_000 * MS)).is_err());
+    let mut client = crate::redis::client("redis://no-such-host.invalid");
+    assert!(client.greet(at(10_000 * MS)).is_err());
 }

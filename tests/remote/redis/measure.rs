@@ -34,7 +34,7 @@ fn how_fast() {
         return;
     }
     let server = Server::start(&[]);
-    let mut lane = lane(&server.url());
+    let mut client = client(&server.url());
     let value = bytes_of(1, BYTES);
     let mut rooms = vec![vec![0u8; BYTES]; DEPTH as usize];
     let mut ratios = [Vec::new(), Vec::new()];
@@ -53,7 +53,7 @@ fn how_fast() {
             }
             let since = Instant::now();
             // SAFETY: the value lives.
-            unsafe { lane.put(&mut puts, at(LONG)) };
+            unsafe { client.put(&mut puts, at(LONG)) };
             took += since.elapsed().as_secs_f64();
             assert!(puts.items.iter().all(|put| put.result == Ok(false)));
         }
@@ -69,7 +69,7 @@ fn how_fast() {
             }
             let since = Instant::now();
             // SAFETY: the rooms live.
-            unsafe { lane.get(&mut gets, at(LONG)) };
+            unsafe { client.get(&mut gets, at(LONG)) };
             took += since.elapsed().as_secs_f64();
             assert!(gets.items.iter().all(|get| get.result == Ok(BYTES as u64)));
         }
@@ -86,11 +86,11 @@ fn how_fast() {
         let rate = median(rate) * BYTES as f64 / f64::from(1 << 30);
         println!("{what} of 256 KiB: {:.2} of redis-benchmark ({rate:.2} GiB/s)", median(ratio));
     }
-    existence(&server, &mut *lane);
+    existence(&server, &mut *client);
 }
 
 /// A thousand questions in one batch, and in one write and read of a bare socket.
-fn existence(server: &Server, lane: &mut dyn Lane) {
+fn existence(server: &Server, client: &mut dyn Client) {
     let mut request = String::new();
     for n in 0..1000 {
         let key = key(n);
@@ -109,12 +109,12 @@ fn existence(server: &Server, lane: &mut dyn Lane) {
             lines += bytes[..count].iter().filter(|&&byte| byte == b'\n').count();
         }
         let bare = since.elapsed().as_secs_f64();
-        let mut asks = Asks::default();
-        (0..1000).for_each(|n| asks.name(name(n)));
+        let mut queries = Queries::default();
+        (0..1000).for_each(|n| queries.name(name(n)));
         let since = Instant::now();
-        lane.ask(&mut asks, at(LONG));
+        client.lookup(&mut queries, at(LONG));
         let ours = since.elapsed().as_secs_f64();
-        assert_eq!(asks.items.iter().filter(|ask| ask.result.is_ok()).count(), 512);
+        assert_eq!(queries.items.iter().filter(|ask| ask.result.is_ok()).count(), 512);
         ratios.push(ours / bare);
         micros.push(ours * 1e6);
     }

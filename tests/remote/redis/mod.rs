@@ -14,7 +14,7 @@ use kvtier::base::clock::Clock;
 use kvtier::tier::remote::name::{HASH_BYTES, Prefix};
 use kvtier::tier::remote::redis::{Redis, RedisOpts};
 use kvtier::tier::remote::secret::Secret;
-use kvtier::tier::remote::{Asks, Gets, Lane, Name, Puts, Remote, Trouble};
+use kvtier::tier::remote::{Client, Gets, Name, Puts, Queries, Remote, RemoteError};
 
 const MS: u64 = 1_000_000;
 /// For requests that are to be answered, however slow the machine is.
@@ -34,8 +34,8 @@ fn open(opts: &RedisOpts) -> Redis {
     Redis::open(opts, Clock::real()).expect("opened")
 }
 
-fn lane(url: &str) -> Box<dyn Lane> {
-    open(&opts(url)).lane()
+fn client(url: &str) -> Box<dyn Client> {
+    open(&opts(url)).client()
 }
 
 fn at(ns: u64) -> u64 {
@@ -81,16 +81,20 @@ fn cuts(number: u64, bytes: usize, pieces: usize) -> Vec<(usize, usize)> {
     ends.into_iter().map(cut).collect()
 }
 
-fn put_in(lane: &mut dyn Lane, items: &[(u64, Vec<u8>)], ns: u64) -> Vec<Result<bool, Trouble>> {
-    put_by(lane, items, || at(ns))
+fn put_in(
+    client: &mut dyn Client,
+    items: &[(u64, Vec<u8>)],
+    ns: u64,
+) -> Vec<Result<bool, RemoteError>> {
+    put_by(client, items, || at(ns))
 }
 
 /// The same, with a deadline of any clock.
 fn put_by(
-    lane: &mut dyn Lane,
+    client: &mut dyn Client,
     items: &[(u64, Vec<u8>)],
     deadline_ns: impl FnOnce() -> u64,
-) -> Vec<Result<bool, Trouble>> {
+) -> Vec<Result<bool, RemoteError>> {
     let mut puts = Puts::default();
     for (number, bytes) in items {
         puts.object(name(*number));
@@ -99,25 +103,25 @@ fn put_by(
         }
     }
     // SAFETY: the bytes live, and nobody writes to them.
-    unsafe { lane.put(&mut puts, deadline_ns()) };
+    unsafe { client.put(&mut puts, deadline_ns()) };
     puts.items.iter().map(|put| put.result).collect()
 }
 
 /// Parts of objects: a number, the first byte, the room.
 fn get_at(
-    lane: &mut dyn Lane,
+    client: &mut dyn Client,
     items: &[(u64, u64, usize)],
     ns: u64,
-) -> Vec<Result<Vec<u8>, Trouble>> {
-    get_by(lane, items, || at(ns))
+) -> Vec<Result<Vec<u8>, RemoteError>> {
+    get_by(client, items, || at(ns))
 }
 
 /// The same, with a deadline of any clock.
 fn get_by(
-    lane: &mut dyn Lane,
+    client: &mut dyn Client,
     items: &[(u64, u64, usize)],
     deadline_ns: impl FnOnce() -> u64,
-) -> Vec<Result<Vec<u8>, Trouble>> {
+) -> Vec<Result<Vec<u8>, RemoteError>> {
     let mut rooms: Vec<Vec<u8>> = items.iter().map(|&(_, _, room)| vec![0xee; room]).collect();
     let mut gets = Gets::default();
     for (&(number, offset, room), memory) in items.iter().zip(&mut rooms) {
@@ -128,7 +132,7 @@ fn get_by(
         }
     }
     // SAFETY: the rooms live, and nobody else has them.
-    unsafe { lane.get(&mut gets, deadline_ns()) };
+    unsafe { client.get(&mut gets, deadline_ns()) };
     let done = gets.items.iter().zip(rooms);
     done.map(|(get, room)| {
         let bytes = get.result? as usize;
@@ -138,19 +142,19 @@ fn get_by(
     .collect()
 }
 
-fn ask(lane: &mut dyn Lane, numbers: &[u64], ns: u64) -> Vec<Result<u64, Trouble>> {
-    let mut asks = Asks::default();
-    numbers.iter().for_each(|&number| asks.name(name(number)));
-    lane.ask(&mut asks, at(ns));
-    asks.items.iter().map(|ask| ask.result).collect()
+fn ask(client: &mut dyn Client, numbers: &[u64], ns: u64) -> Vec<Result<u64, RemoteError>> {
+    let mut queries = Queries::default();
+    numbers.iter().for_each(|&number| queries.name(name(number)));
+    client.lookup(&mut queries, at(ns));
+    queries.items.iter().map(|ask| ask.result).collect()
 }
 
-fn put_one(lane: &mut dyn Lane, number: u64, bytes: usize) -> Result<bool, Trouble> {
-    put_in(lane, &[(number, bytes_of(number, bytes))], LONG)[0]
+fn put_one(client: &mut dyn Client, number: u64, bytes: usize) -> Result<bool, RemoteError> {
+    put_in(client, &[(number, bytes_of(number, bytes))], LONG)[0]
 }
 
-fn get_one(lane: &mut dyn Lane, number: u64, bytes: usize) -> Result<Vec<u8>, Trouble> {
-    get_at(lane, &[(number, 0, bytes)], LONG).remove(0)
+fn get_one(client: &mut dyn Client, number: u64, bytes: usize) -> Result<Vec<u8>, RemoteError> {
+    get_at(client, &[(number, 0, bytes)], LONG).remove(0)
 }
 
 /// Does something that must end. Its time is not held against the machine: what takes longer than

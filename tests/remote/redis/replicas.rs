@@ -9,8 +9,8 @@ use kvtier_testkit::fixtures::redis::{Server, cluster, is_master, is_there, wait
 /// heard nothing.
 fn begin(nodes: &[Server]) {
     let items: Vec<_> = (100_000..100_040).map(|n| (n, bytes_of(n, 10))).collect();
-    let mut lane = open(&RedisOpts { cluster: true, ..opts(&nodes[0].url()) }).lane();
-    assert!(put_in(&mut *lane, &items, LONG).iter().all(Result::is_ok));
+    let mut client = open(&RedisOpts { cluster: true, ..opts(&nodes[0].url()) }).client();
+    assert!(put_in(&mut *client, &items, LONG).iter().all(Result::is_ok));
     let names_all = |node: &Server| {
         let said = node.cli(&["cluster", "slots"]);
         nodes.iter().all(|node| said.lines().any(|line| line == node.port.to_string()))
@@ -42,20 +42,20 @@ fn replicas_are_read_and_not_believed_to_lack() {
     };
     let remote = with(true);
     assert_eq!(remote.tally(), Tally::default());
-    let mut lane = remote.lane();
+    let mut client = remote.client();
     let items: Vec<_> = (0..120).map(|n| (n, bytes_of(n, 1 + n as usize * 700))).collect();
     let wanted: Vec<_> = items.iter().map(|(n, bytes)| (*n, 0, bytes.len())).collect();
     let numbers: Vec<u64> = (0..120).collect();
-    assert!(put_in(&mut *lane, &items, LONG).iter().all(|put| *put == Ok(false)));
-    let check = |lane: &mut dyn Lane| {
-        let got = get_at(lane, &wanted, LONG);
+    assert!(put_in(&mut *client, &items, LONG).iter().all(|put| *put == Ok(false)));
+    let check = |client: &mut dyn Client| {
+        let got = get_at(client, &wanted, LONG);
         let is_right = got.iter().zip(&items).all(|(got, item)| got.as_ref() == Ok(&item.1));
         assert!(is_right);
-        assert!(ask(lane, &numbers, LONG).iter().all(Result::is_ok));
+        assert!(ask(client, &numbers, LONG).iter().all(Result::is_ok));
     };
     let sum = |of: &[&Server]| of.iter().map(|node| reads(node)).sum::<u64>();
     let before = (sum(&masters), sum(&followers));
-    check(&mut *lane);
+    check(&mut *client);
     // All of them had everything: nobody else was asked.
     assert_eq!((sum(&masters) - before.0, sum(&followers) - before.1), (0, 240));
     assert_eq!(remote.tally().retries, 0);
@@ -72,21 +72,21 @@ fn replicas_are_read_and_not_believed_to_lack() {
     wait_until("nobody is followed", || followers.iter().all(is_cut));
     let more: Vec<_> = (500..540).map(|n| (n, bytes_of(n, 3000))).collect();
     let others = open(&RedisOpts { cluster: true, ..opts(&nodes[0].url()) });
-    assert!(put_in(&mut *others.lane(), &more, LONG).iter().all(|put| *put == Ok(false)));
+    assert!(put_in(&mut *others.client(), &more, LONG).iter().all(|put| *put == Ok(false)));
     let late: Vec<_> = more.iter().map(|(n, bytes)| (*n, 0, bytes.len())).collect();
-    let got = get_at(&mut *lane, &late, LONG);
+    let got = get_at(&mut *client, &late, LONG);
     assert!(got.iter().zip(&more).all(|(got, item)| got.as_ref() == Ok(&item.1)), "{got:.60?}");
     let late: Vec<u64> = more.iter().map(|item| item.0).collect();
-    assert!(ask(&mut *lane, &late, LONG).iter().all(|ask| *ask == Ok(3000)));
+    assert!(ask(&mut *client, &late, LONG).iter().all(|ask| *ask == Ok(3000)));
     assert!(remote.tally().retries >= 40, "{:?}", remote.tally());
     // What nobody has is absent, by the word of a master.
     let none: Vec<u64> = (900..930).collect();
-    assert!(ask(&mut *lane, &none, LONG).iter().all(|ask| *ask == Err(Trouble::Absent)));
+    assert!(ask(&mut *client, &none, LONG).iter().all(|ask| *ask == Err(RemoteError::Absent)));
     let tally = remote.tally();
     assert!((4..=12).contains(&tally.connections) && tally.refreshes > 0, "{tally:?}");
     // Without them, masters alone are asked.
     let before = (sum(&masters), sum(&followers));
-    check(&mut *with(false).lane());
+    check(&mut *with(false).client());
     assert_eq!((sum(&masters) - before.0, sum(&followers) - before.1), (240, 0));
 }
 
@@ -100,20 +100,20 @@ fn followers_that_go_cost_nothing_but_a_detour() {
     let seed = nodes.iter().position(is_master).unwrap();
     let all = RedisOpts { cluster: true, replicas: true, wait: 1, ..opts(&nodes[seed].url()) };
     let remote = open(&all);
-    let mut lane = remote.lane();
+    let mut client = remote.client();
     let items: Vec<_> = (0..60).map(|n| (n, bytes_of(n, 20_000))).collect();
     let wanted: Vec<_> = (0..60).map(|n| (n, 0, 20_000)).collect();
-    assert!(put_in(&mut *lane, &items, LONG).iter().all(Result::is_ok));
-    let is_right = |lane: &mut dyn Lane| {
-        let got = get_at(lane, &wanted, LONG);
+    assert!(put_in(&mut *client, &items, LONG).iter().all(Result::is_ok));
+    let is_right = |client: &mut dyn Client| {
+        let got = get_at(client, &wanted, LONG);
         got.iter().zip(&items).all(|(got, item)| got.as_ref() == Ok(&item.1))
     };
-    assert!(is_right(&mut *lane));
+    assert!(is_right(&mut *client));
     // They die: connections end, and new ones are refused.
     let followers: Vec<usize> = (0..6).filter(|&n| !is_master(&nodes[n])).collect();
     followers.iter().for_each(|&n| nodes[n].kill());
     for _ in 0..3 {
-        assert!(is_right(&mut *lane) && is_right(&mut *remote.lane()));
+        assert!(is_right(&mut *client) && is_right(&mut *remote.client()));
     }
     assert!(remote.tally().retries >= 60, "{:?}", remote.tally());
     let before = remote.tally().reconnects;
@@ -125,8 +125,8 @@ fn followers_that_go_cost_nothing_but_a_detour() {
     });
     // After a while they are tried again.
     wait_until("they are tried again", || {
-        assert!(is_right(&mut *lane));
+        assert!(is_right(&mut *client));
         remote.tally().reconnects != before
     });
-    assert!(is_right(&mut *lane));
+    assert!(is_right(&mut *client));
 }

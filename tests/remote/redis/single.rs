@@ -9,7 +9,7 @@ fn what_goes_comes_back() {
         return;
     }
     let server = Server::start(&[]);
-    let mut lane = lane(&server.url());
+    let mut client = client(&server.url());
     let sizes = [
         1,
         2,
@@ -29,28 +29,28 @@ fn what_goes_comes_back() {
     ];
     let items: Vec<(u64, Vec<u8>)> =
         sizes.iter().zip(10..).map(|(&size, number)| (number, bytes_of(number, size))).collect();
-    assert!(put_in(&mut *lane, &items, LONG).iter().all(|put| *put == Ok(false)));
+    assert!(put_in(&mut *client, &items, LONG).iter().all(|put| *put == Ok(false)));
     let wanted: Vec<_> = items.iter().map(|(n, bytes)| (*n, 0, bytes.len())).collect();
-    for (got, (n, bytes)) in get_at(&mut *lane, &wanted, LONG).into_iter().zip(&items) {
+    for (got, (n, bytes)) in get_at(&mut *client, &wanted, LONG).into_iter().zip(&items) {
         assert!(got.as_ref() == Ok(bytes), "{n}: {} bytes", bytes.len());
     }
     let numbers: Vec<u64> = items.iter().map(|item| item.0).collect();
-    let asked = ask(&mut *lane, &numbers, LONG);
+    let asked = ask(&mut *client, &numbers, LONG);
     assert!(asked.iter().zip(&sizes).all(|(asked, &size)| *asked == Ok(size as u64)));
     // The first writer wins.
     let other: Vec<_> = numbers.iter().map(|&n| (n, bytes_of(n + 1000, 5000))).collect();
-    assert!(put_in(&mut *lane, &other, LONG).iter().all(|put| *put == Ok(true)));
-    assert_eq!(get_one(&mut *lane, 12, 4095).unwrap(), items[2].1);
+    assert!(put_in(&mut *client, &other, LONG).iter().all(|put| *put == Ok(true)));
+    assert_eq!(get_one(&mut *client, 12, 4095).unwrap(), items[2].1);
     // Nobody is there, or was.
-    assert_eq!(get_one(&mut *lane, 5, 100), Err(Trouble::Absent));
-    assert_eq!(get_one(&mut *lane, 5, 100_000), Err(Trouble::Absent));
-    assert_eq!(ask(&mut *lane, &[5], LONG), [Err(Trouble::Absent)]);
-    let mut asks = Asks::default();
-    (5..14).for_each(|number| asks.name(name(number)));
-    lane.remove(&mut asks, at(LONG));
-    assert!(asks.items.iter().all(|ask| ask.result.is_ok()));
-    assert_eq!(get_one(&mut *lane, 13, 4096), Err(Trouble::Absent));
-    assert_eq!(get_one(&mut *lane, 14, 4097).unwrap(), items[4].1);
+    assert_eq!(get_one(&mut *client, 5, 100), Err(RemoteError::Absent));
+    assert_eq!(get_one(&mut *client, 5, 100_000), Err(RemoteError::Absent));
+    assert_eq!(ask(&mut *client, &[5], LONG), [Err(RemoteError::Absent)]);
+    let mut queries = Queries::default();
+    (5..14).for_each(|number| queries.name(name(number)));
+    client.remove(&mut queries, at(LONG));
+    assert!(queries.items.iter().all(|ask| ask.result.is_ok()));
+    assert_eq!(get_one(&mut *client, 13, 4096), Err(RemoteError::Absent));
+    assert_eq!(get_one(&mut *client, 14, 4097).unwrap(), items[4].1);
     // Names are as they are documented.
     assert_eq!(server.cli(&["strlen", &key(14)]), "4097");
 }
@@ -61,9 +61,9 @@ fn parts_rooms_and_limits() {
         return;
     }
     let server = Server::start(&[]);
-    let mut lane = lane(&server.url());
+    let mut client = client(&server.url());
     let whole = bytes_of(3, 300_000);
-    assert_eq!(put_one(&mut *lane, 3, 300_000), Ok(false));
+    assert_eq!(put_one(&mut *client, 3, 300_000), Ok(false));
     for (from, room, want) in [
         (0, 10, &whole[..10]),
         (0, 4096, &whole[..4096]),
@@ -77,32 +77,32 @@ fn parts_rooms_and_limits() {
         (299_999, 9, &whole[299_999..]),
         (100_000, 9 << 20, &whole[100_000..]),
     ] {
-        let got = get_at(&mut *lane, &[(3, from, room)], LONG).remove(0);
+        let got = get_at(&mut *client, &[(3, from, room)], LONG).remove(0);
         assert!(got.as_deref() == Ok(want), "{from} + {room}: {:?}", got.map(|got| got.len()));
     }
     // Past its end there is nothing.
-    let past = get_at(&mut *lane, &[(3, 300_000, 9), (3, u64::MAX >> 1, 9)], LONG);
-    assert_eq!(past, [Err(Trouble::Absent), Err(Trouble::Absent)]);
+    let past = get_at(&mut *client, &[(3, 300_000, 9), (3, u64::MAX >> 1, 9)], LONG);
+    assert_eq!(past, [Err(RemoteError::Absent), Err(RemoteError::Absent)]);
     // One without bytes is stored, and counts as none.
-    assert_eq!(put_one(&mut *lane, 4, 0), Ok(false));
-    assert_eq!(get_one(&mut *lane, 4, 0), Err(Trouble::Absent));
-    assert_eq!(get_one(&mut *lane, 4, 100_000), Err(Trouble::Absent));
-    assert_eq!(ask(&mut *lane, &[4], LONG), [Err(Trouble::Absent)]);
+    assert_eq!(put_one(&mut *client, 4, 0), Ok(false));
+    assert_eq!(get_one(&mut *client, 4, 0), Err(RemoteError::Absent));
+    assert_eq!(get_one(&mut *client, 4, 100_000), Err(RemoteError::Absent));
+    assert_eq!(ask(&mut *client, &[4], LONG), [Err(RemoteError::Absent)]);
     let both = [(5, bytes_of(5, (8 << 20) + 1)), (6, bytes_of(6, 10))];
-    assert_eq!(put_in(&mut *lane, &both, LONG), [Err(Trouble::TooLong), Ok(false)]);
+    assert_eq!(put_in(&mut *client, &both, LONG), [Err(RemoteError::TooLong), Ok(false)]);
     // What is no object of ours.
     server.cli(&["lpush", &key(7), "x"]);
-    assert_eq!(get_one(&mut *lane, 7, 10), Err(Trouble::Nonsense));
-    assert_eq!(get_one(&mut *lane, 6, 10).unwrap(), bytes_of(6, 10));
+    assert_eq!(get_one(&mut *client, 7, 10), Err(RemoteError::Malformed));
+    assert_eq!(get_one(&mut *client, 6, 10).unwrap(), bytes_of(6, 10));
     // A batch of nothing, and one of more than fits on the way at once.
-    assert!(ask(&mut *lane, &[], LONG).is_empty());
+    assert!(ask(&mut *client, &[], LONG).is_empty());
     let many: Vec<_> = (1000..1300).map(|n| (n, bytes_of(n, 100_000))).collect();
-    assert!(put_in(&mut *lane, &many, LONG).iter().all(|put| *put == Ok(false)));
+    assert!(put_in(&mut *client, &many, LONG).iter().all(|put| *put == Ok(false)));
     let wanted: Vec<_> = many.iter().map(|(n, _)| (*n, 0, 100_000)).collect();
-    let got = get_at(&mut *lane, &wanted, LONG);
+    let got = get_at(&mut *client, &wanted, LONG);
     assert!(got.iter().zip(&many).all(|(got, (_, bytes))| got.as_ref() == Ok(bytes)));
     let numbers: Vec<u64> = (0..20_000).collect();
-    let there = ask(&mut *lane, &numbers, LONG).iter().filter(|ask| ask.is_ok()).count();
+    let there = ask(&mut *client, &numbers, LONG).iter().filter(|ask| ask.is_ok()).count();
     assert_eq!(there, 302);
 }
 
@@ -114,37 +114,37 @@ fn passwords_users_and_databases() {
     let server = Server::start(&["--requirepass", "hunter2"]);
     let with = |url: &str, password: Option<&str>| {
         let password = password.and_then(secret);
-        open(&RedisOpts { password, ..opts(url) }).lane()
+        open(&RedisOpts { password, ..opts(url) }).client()
     };
     let url = server.url();
     for password in [None, Some("Geheim123")] {
-        let mut lane = with(&url, password);
-        let error = lane.greet(at(LONG)).unwrap_err();
+        let mut client = with(&url, password);
+        let error = client.greet(at(LONG)).unwrap_err();
         assert_eq!(error.status(), kvtier::base::status::Status::Invalid);
         assert!(error.message().contains("forbids"), "{error}");
         assert!(!error.to_string().contains("Geheim123"), "{error}");
-        assert_eq!(put_one(&mut *lane, 1, 10), Err(Trouble::Denied));
-        assert_eq!(get_one(&mut *lane, 1, 10), Err(Trouble::Denied));
+        assert_eq!(put_one(&mut *client, 1, 10), Err(RemoteError::Denied));
+        assert_eq!(get_one(&mut *client, 1, 10), Err(RemoteError::Denied));
     }
-    let mut lane = with(&url, Some("hunter2"));
-    let said = lane.greet(at(LONG)).unwrap();
+    let mut client = with(&url, Some("hunter2"));
+    let said = client.greet(at(LONG)).unwrap();
     assert!(said.words.starts_with("redis ") && said.words.ends_with("standalone"), "{said:?}");
     assert_eq!(said.warnings.len(), 1, "{said:?}");
-    assert_eq!(put_one(&mut *lane, 1, 10), Ok(false));
+    assert_eq!(put_one(&mut *client, 1, 10), Ok(false));
     // A user who may read names of ours only.
     let cli = |args: &[&str]| server.cli(&[&["-a", "hunter2", "--no-auth-warning"], args].concat());
     let rule = ["acl", "setuser", "kv", "on", ">pw", "%R~test/*", "+get", "+strlen", "+set"];
     assert_eq!(cli(&rule), "OK");
     let mut reader = with(&format!("redis://kv@127.0.0.1:{}", server.port), Some("pw"));
     assert_eq!(get_one(&mut *reader, 1, 100_000).unwrap(), bytes_of(1, 10));
-    assert_eq!(put_one(&mut *reader, 2, 10), Err(Trouble::Denied));
-    assert_eq!(get_one(&mut *reader, 1, 10), Err(Trouble::Denied));
+    assert_eq!(put_one(&mut *reader, 2, 10), Err(RemoteError::Denied));
+    assert_eq!(get_one(&mut *reader, 1, 10), Err(RemoteError::Denied));
     assert_eq!(ask(&mut *reader, &[1], LONG), [Ok(10)]);
     let said = reader.greet(at(LONG)).unwrap();
     assert!(said.words.starts_with("redis ") && said.warnings.len() == 1, "{said:?}");
     // Databases are apart.
     let mut other = with(&format!("{url}/3"), Some("hunter2"));
-    assert_eq!(get_one(&mut *other, 1, 10), Err(Trouble::Absent));
+    assert_eq!(get_one(&mut *other, 1, 10), Err(RemoteError::Absent));
     let mut none = with(&format!("{url}/999"), Some("hunter2"));
     assert!(put_one(&mut *none, 1, 10).is_err());
 }
@@ -157,20 +157,20 @@ fn a_server_of_old() {
     let old = ["--rename-command", "HELLO", "", "--rename-command", "UNLINK", ""];
     let server = Server::start(&[&old[..], &["--requirepass", "hunter2"]].concat());
     let wrong = RedisOpts { password: secret("wrong"), ..opts(&server.url()) };
-    let error = open(&wrong).lane().greet(at(LONG)).unwrap_err();
+    let error = open(&wrong).client().greet(at(LONG)).unwrap_err();
     assert!(error.message().contains("refused") && !error.message().contains("wrong"), "{error}");
     let good = RedisOpts { password: secret("hunter2"), ..opts(&format!("{}/2", server.url())) };
-    let mut lane = open(&good).lane();
-    lane.greet(at(LONG)).unwrap();
-    assert_eq!(put_one(&mut *lane, 1, 100_000), Ok(false));
-    assert_eq!(put_one(&mut *lane, 1, 100_000), Ok(true));
-    assert_eq!(get_one(&mut *lane, 1, 100_000).unwrap(), bytes_of(1, 100_000));
-    assert_eq!(get_one(&mut *lane, 2, 100_000), Err(Trouble::Absent));
-    let mut asks = Asks::default();
-    asks.name(name(1));
-    lane.remove(&mut asks, at(LONG));
-    assert!(asks.items[0].result.is_ok());
-    assert_eq!(ask(&mut *lane, &[1], LONG), [Err(Trouble::Absent)]);
+    let mut client = open(&good).client();
+    client.greet(at(LONG)).unwrap();
+    assert_eq!(put_one(&mut *client, 1, 100_000), Ok(false));
+    assert_eq!(put_one(&mut *client, 1, 100_000), Ok(true));
+    assert_eq!(get_one(&mut *client, 1, 100_000).unwrap(), bytes_of(1, 100_000));
+    assert_eq!(get_one(&mut *client, 2, 100_000), Err(RemoteError::Absent));
+    let mut queries = Queries::default();
+    queries.name(name(1));
+    client.remove(&mut queries, at(LONG));
+    assert!(queries.items[0].result.is_ok());
+    assert_eq!(ask(&mut *client, &[1], LONG), [Err(RemoteError::Absent)]);
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn full_read_only_and_short_lived() {
         return;
     }
     let server = Server::start(&["--maxmemory", "6mb", "--maxmemory-policy", "noeviction"]);
-    let living = |ttl_s: u64| open(&RedisOpts { ttl_s, ..opts(&server.url()) }).lane();
+    let living = |ttl_s: u64| open(&RedisOpts { ttl_s, ..opts(&server.url()) }).client();
     let mut long = living(3600);
     assert_eq!(put_one(&mut *long, 1, 10), Ok(false));
     assert_eq!(ask(&mut *long, &[1], LONG), [Ok(10)]);
@@ -187,30 +187,30 @@ fn full_read_only_and_short_lived() {
     assert!((1..=3600).contains(&left_s), "{left_s}");
     let mut short = living(1);
     assert_eq!(put_one(&mut *short, 2, 10), Ok(false));
-    wait_until("it is gone", || ask(&mut *short, &[2], LONG) == [Err(Trouble::Absent)]);
-    let mut lane = lane(&server.url());
-    assert!(lane.greet(at(LONG)).unwrap().warnings[0].contains("evicts nothing"));
+    wait_until("it is gone", || ask(&mut *short, &[2], LONG) == [Err(RemoteError::Absent)]);
+    let mut client = client(&server.url());
+    assert!(client.greet(at(LONG)).unwrap().warnings[0].contains("evicts nothing"));
     let items: Vec<_> = (10..30).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-    let put = put_in(&mut *lane, &items, LONG);
-    assert!(put.contains(&Err(Trouble::Full)) && put.contains(&Ok(false)), "{put:?}");
+    let put = put_in(&mut *client, &items, LONG);
+    assert!(put.contains(&Err(RemoteError::Full)) && put.contains(&Ok(false)), "{put:?}");
     for (put, (n, bytes)) in put.iter().zip(&items) {
-        let want = if put.is_ok() { Ok(bytes.clone()) } else { Err(Trouble::Absent) };
-        assert!(get_one(&mut *lane, *n, 1 << 20) == want, "{n}");
+        let want = if put.is_ok() { Ok(bytes.clone()) } else { Err(RemoteError::Absent) };
+        assert!(get_one(&mut *client, *n, 1 << 20) == want, "{n}");
     }
     server.cli(&["config", "set", "maxmemory", "0"]);
     server.cli(&["replicaof", "127.0.0.1", "1"]);
-    assert_eq!(put_one(&mut *lane, 2, 10), Err(Trouble::ReadOnly));
-    assert!(lane.greet(at(LONG)).unwrap().warnings[0].contains("replica"));
+    assert_eq!(put_one(&mut *client, 2, 10), Err(RemoteError::ReadOnly));
+    assert!(client.greet(at(LONG)).unwrap().warnings[0].contains("replica"));
     server.cli(&["replicaof", "no", "one"]);
     // Nobody follows it: nothing counts as stored.
     let waiting = RedisOpts { wait: 1, ..opts(&server.url()) };
     // The clock stands still: the deadline that the server is told of comes, the lane's does not.
     let clock = Clock::manual(1);
-    let mut waiting = Redis::open(&waiting, clock.clone()).expect("opened").lane();
+    let mut waiting = Redis::open(&waiting, clock.clone()).expect("opened").client();
     let items = [(3, bytes_of(3, 10)), (4, bytes_of(4, 10))];
     let put = put_by(&mut *waiting, &items, || clock.now_ns() + 4000 * MS);
-    assert_eq!(put, [Err(Trouble::Later); 2]);
-    assert_eq!(get_one(&mut *lane, 3, 10).unwrap(), bytes_of(3, 10));
+    assert_eq!(put, [Err(RemoteError::Busy); 2]);
+    assert_eq!(get_one(&mut *client, 3, 10).unwrap(), bytes_of(3, 10));
     let got = get_by(&mut *waiting, &[(3, 0, 10)], || clock.now_ns() + LONG);
     assert_eq!(got, [Ok(bytes_of(3, 10))]);
 }
@@ -224,7 +224,7 @@ fn lanes_of_many_threads() {
     let remote = open(&opts(&server.url()));
     std::thread::scope(|scope| {
         for thread in 0..4u64 {
-            let mut lane = remote.lane();
+            let mut client = remote.client();
             scope.spawn(move || {
                 for round in 0..20 {
                     // All write the same names, and all read them.
@@ -233,9 +233,9 @@ fn lanes_of_many_threads() {
                     let size = |n: u64| 1 + (n as usize * 7919) % 150_000;
                     let items: Vec<_> =
                         numbers.iter().map(|&n| (n, bytes_of(n, size(n)))).collect();
-                    assert!(put_in(&mut *lane, &items, LONG).iter().all(Result::is_ok));
+                    assert!(put_in(&mut *client, &items, LONG).iter().all(Result::is_ok));
                     let wanted: Vec<_> = numbers.iter().map(|&n| (n, 0, size(n))).collect();
-                    let got = get_at(&mut *lane, &wanted, LONG);
+                    let got = get_at(&mut *client, &wanted, LONG);
                     assert!(got.iter().zip(&items).all(|(got, item)| got.as_ref() == Ok(&item.1)));
                 }
             });

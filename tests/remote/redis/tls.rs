@@ -175,31 +175,32 @@ fn what_goes_comes_back() {
         let (server, port) = authority.server("good", &more);
         let password = secret("hunter2");
         let remote = open(&RedisOpts { password, ..safe(port, authority.trust()) });
-        let mut lane = remote.lane();
-        let said = lane.greet(at(LONG)).unwrap();
+        let mut client = remote.client();
+        let said = client.greet(at(LONG)).unwrap();
         assert!(!said.warnings.iter().any(|words| words.contains("insecure")), "{said:?}");
         let sizes = [1, 100, 16_383, 16_384, 16_385, 65_537, 300_001, 8 << 20];
         let items: Vec<_> =
             sizes.iter().zip(0..).map(|(&size, n)| (n, bytes_of(n, size))).collect();
-        assert!(put_in(&mut *lane, &items, LONG).iter().all(|put| *put == Ok(false)));
+        assert!(put_in(&mut *client, &items, LONG).iter().all(|put| *put == Ok(false)));
         let wanted: Vec<_> = items.iter().map(|(n, bytes)| (*n, 0, bytes.len())).collect();
-        for (got, (n, bytes)) in get_at(&mut *lane, &wanted, LONG).into_iter().zip(&items) {
+        for (got, (n, bytes)) in get_at(&mut *client, &wanted, LONG).into_iter().zip(&items) {
             assert!(got.as_ref() == Ok(bytes), "{protocol}, {n}: {} bytes", bytes.len());
         }
         let many: Vec<_> = (100..400).map(|n| (n, bytes_of(n, n as usize * 150))).collect();
-        assert!(put_in(&mut *lane, &many, LONG).iter().all(|put| *put == Ok(false)));
+        assert!(put_in(&mut *client, &many, LONG).iter().all(|put| *put == Ok(false)));
         let wanted: Vec<_> = many.iter().map(|(n, bytes)| (*n, 9, bytes.len())).collect();
-        let got = get_at(&mut *lane, &wanted, LONG);
+        let got = get_at(&mut *client, &wanted, LONG);
         assert!(got.iter().zip(&many).all(|(got, item)| got.as_deref() == Ok(&item.1[9..])));
         // Another one goes on where this one was, without a new certificate.
-        assert_eq!(get_one(&mut *remote.lane(), 1, 100).unwrap(), items[1].1);
+        assert_eq!(get_one(&mut *remote.client(), 1, 100).unwrap(), items[1].1);
         // A connection that ended while nobody used it costs nothing.
         let kill = ["-a", "hunter2", "--no-auth-warning", "client", "kill", "type", "normal"];
         server.cli(&kill);
-        assert_eq!(get_one(&mut *lane, 1, 100).unwrap(), items[1].1);
+        assert_eq!(get_one(&mut *client, 1, 100).unwrap(), items[1].1);
         assert!(remote.tally().reconnects > 0, "{:?}", remote.tally());
         let mut wrong =
-            open(&RedisOpts { password: secret("wrong"), ..safe(port, authority.trust()) }).lane();
+            open(&RedisOpts { password: secret("wrong"), ..safe(port, authority.trust()) })
+                .client();
         assert_eq!(wrong.greet(at(LONG)).unwrap_err().status(), Status::Invalid);
         conform::passes(&remote);
     }
@@ -207,16 +208,16 @@ fn what_goes_comes_back() {
 
 /// What is said of a server that is not trusted.
 fn refusal(opts: &RedisOpts) -> String {
-    let mut lane = open(opts).lane();
-    let error = lane.greet(at(LONG)).unwrap_err();
+    let mut client = open(opts).client();
+    let error = client.greet(at(LONG)).unwrap_err();
     assert_eq!(error.status(), Status::Invalid, "{error}");
     assert!(error.message().contains("no safe connection"), "{error}");
     assert!(!error.message().contains("cannot be reached"), "{error}");
-    assert_eq!(put_one(&mut *lane, 1, 10), Err(Trouble::Untrusted));
-    assert_eq!(get_one(&mut *lane, 1, 10), Err(Trouble::Untrusted));
+    assert_eq!(put_one(&mut *client, 1, 10), Err(RemoteError::Untrusted));
+    assert_eq!(get_one(&mut *client, 1, 10), Err(RemoteError::Untrusted));
     // However often it is tried.
     for _ in 0..12 {
-        assert_eq!(lane.greet(at(LONG)).unwrap_err().message(), error.message());
+        assert_eq!(client.greet(at(LONG)).unwrap_err().message(), error.message());
     }
     error.message().to_string()
 }
@@ -242,11 +243,11 @@ fn certificates_that_are_wrong_are_told() {
         assert_eq!(server.cli(&["dbsize"]), "0");
         // Only who asks for it goes on without looking, and is told what that means.
         let anybody = TlsOpts { insecure: true, ..TlsOpts::default() };
-        let mut lane = open(&safe(port, anybody)).lane();
-        let warnings = lane.greet(at(LONG)).unwrap().warnings;
+        let mut client = open(&safe(port, anybody)).client();
+        let warnings = client.greet(at(LONG)).unwrap().warnings;
         assert!(warnings.iter().any(|words| words.contains("insecure=true")), "{warnings:?}");
-        assert_eq!(put_one(&mut *lane, 1, 10_000), Ok(false));
-        assert_eq!(get_one(&mut *lane, 1, 10_000).unwrap(), bytes_of(1, 10_000));
+        assert_eq!(put_one(&mut *client, 1, 10_000), Ok(false));
+        assert_eq!(get_one(&mut *client, 1, 10_000).unwrap(), bytes_of(1, 10_000));
     }
     // The authority's own, as many first tries have it.
     let (_server, port) = authority.server("ca", &[]);
@@ -264,7 +265,7 @@ fn certificates_that_are_wrong_are_told() {
     }
     // A name that it has.
     let named = RedisOpts { tls: authority.trust(), ..opts(&format!("rediss://localhost:{port}")) };
-    assert!(open(&named).lane().greet(at(LONG)).is_ok());
+    assert!(open(&named).client().greet(at(LONG)).is_ok());
 }
 
 /// A certificate to show, and its key.
@@ -291,10 +292,10 @@ fn servers_that_want_to_know_who_we_are_are_shown_it() {
         let (_server, port) = authority.server("good", &more);
         let one_file = TlsOpts { cert: Some(authority.path("both.pem")), ..authority.trust() };
         for tls in [shown(&authority, "client.crt", "client.key"), one_file] {
-            let mut lane = open(&safe(port, tls)).lane();
-            lane.greet(at(LONG)).unwrap();
-            assert_eq!(put_one(&mut *lane, 1, 100_000).map(drop), Ok(()));
-            assert_eq!(get_one(&mut *lane, 1, 100_000).unwrap(), bytes_of(1, 100_000));
+            let mut client = open(&safe(port, tls)).client();
+            client.greet(at(LONG)).unwrap();
+            assert_eq!(put_one(&mut *client, 1, 100_000).map(drop), Ok(()));
+            assert_eq!(get_one(&mut *client, 1, 100_000).unwrap(), bytes_of(1, 100_000));
         }
         let said = refusal(&safe(port, authority.trust()));
         assert!(said.contains("certificate of its clients"), "{protocol}: {said}");
@@ -318,19 +319,19 @@ fn certificates_are_renewed_under_who_shows_them() {
     let (server, port) = authority.server("good", &["--tls-auth-clients", "yes"]);
     let mine = safe(port, shown(&authority, "mine.crt", "mine.key"));
     let remote = open(&mine);
-    let mut lane = remote.lane();
-    assert!(lane.greet(at(LONG)).unwrap_err().message().contains("it is shown"));
+    let mut client = remote.client();
+    assert!(client.greet(at(LONG)).unwrap_err().message().contains("it is shown"));
     authority.sign("mine", HERE, ALWAYS);
-    lane.greet(at(LONG)).unwrap();
-    assert_eq!(put_one(&mut *lane, 1, 100_000), Ok(false));
+    client.greet(at(LONG)).unwrap();
+    assert_eq!(put_one(&mut *client, 1, 100_000), Ok(false));
     // Halfway: a key that is not that of the certificate. The old ones go on.
     authority.key("mine");
     server.cli(&["client", "kill", "type", "normal"]);
-    assert_eq!(get_one(&mut *remote.lane(), 1, 100_000).unwrap(), bytes_of(1, 100_000));
+    assert_eq!(get_one(&mut *remote.client(), 1, 100_000).unwrap(), bytes_of(1, 100_000));
     assert!(open_error(&mine).message().contains("it is not that of the certificate"));
     std::fs::remove_file(authority.path("mine.crt")).unwrap();
     server.cli(&["client", "kill", "type", "normal"]);
-    assert_eq!(get_one(&mut *lane, 1, 100_000).unwrap(), bytes_of(1, 100_000));
+    assert_eq!(get_one(&mut *client, 1, 100_000).unwrap(), bytes_of(1, 100_000));
     assert!(open_error(&mine).message().contains("No such file"));
     // What can be none is found out before anybody is asked.
     for (cert, key, words) in [
@@ -362,17 +363,17 @@ fn what_is_no_tls_is_told() {
     // With TLS where there is none, and without where there is some.
     // A server without TLS waits for the end of a line: the attempt runs out.
     let plain = RedisOpts { connect_ns: 100 * MS, ..safe(server.port, authority.trust()) };
-    let mut lane = open(&plain).lane();
-    let error = lane.greet(at(LONG)).unwrap_err();
+    let mut client = open(&plain).client();
+    let error = client.greet(at(LONG)).unwrap_err();
     assert!(error.message().contains("TLS"), "{error}");
-    let mut lane = crate::redis::lane(&format!("redis://127.0.0.1:{port}"));
-    let error = lane.greet(at(LONG)).unwrap_err();
+    let mut client = crate::redis::client(&format!("redis://127.0.0.1:{port}"));
+    let error = client.greet(at(LONG)).unwrap_err();
     assert!(error.message().contains("greeting"), "{error}");
     let http = speaks(b"HTTP/1.1 400 Bad Request\r\n\r\n");
     let said = refusal(&safe(http, authority.trust()));
     assert!(said.contains("does not speak TLS"), "{said}");
-    let mut lane = crate::redis::lane(&format!("redis://127.0.0.1:{http}"));
-    let error = lane.greet(at(LONG)).unwrap_err();
+    let mut client = crate::redis::client(&format!("redis://127.0.0.1:{http}"));
+    let error = client.greet(at(LONG)).unwrap_err();
     assert_eq!(error.status(), Status::Corrupt);
     assert!(error.message().contains("is no Redis"), "{error}");
     // Files that are none.
@@ -418,7 +419,7 @@ fn who_stands_between_changes_nothing_unseen() {
     authority.sign("good", HERE, ALWAYS);
     let (_server, port) = authority.server("good", &[]);
     let whole = bytes_of(1, 200_000);
-    assert_eq!(put_one(&mut *open(&safe(port, authority.trust())).lane(), 1, 200_000), Ok(false));
+    assert_eq!(put_one(&mut *open(&safe(port, authority.trust())).client(), 1, 200_000), Ok(false));
     let seen = Arc::new(AtomicU64::new(0));
     let spy: Fate = Arc::new({
         let (seen, text) = (seen.clone(), whole[50_000..50_016].to_vec());
@@ -430,8 +431,8 @@ fn who_stands_between_changes_nothing_unseen() {
             true
         }
     });
-    let mut lane = open(&safe(between(port, spy), authority.trust())).lane();
-    assert!(get_one(&mut *lane, 1, 200_000).as_ref() == Ok(&whole));
+    let mut client = open(&safe(between(port, spy), authority.trust())).client();
+    assert!(get_one(&mut *client, 1, 200_000).as_ref() == Ok(&whole));
     assert!((10..1 << 32).contains(&seen.load(Ordering::Relaxed)));
     // A byte changed, at many places of the way there and back.
     let mut refused = 0;
@@ -444,8 +445,8 @@ fn who_stands_between_changes_nothing_unseen() {
                 }
                 true
             });
-            let mut lane = open(&safe(between(port, flip), authority.trust())).lane();
-            let got = get_at(&mut *lane, &[(1, 0, 200_000)], 2000 * MS).remove(0);
+            let mut client = open(&safe(between(port, flip), authority.trust())).client();
+            let got = get_at(&mut *client, &[(1, 0, 200_000)], 2000 * MS).remove(0);
             assert!(got.is_err() || got.as_ref() == Ok(&whole), "byte {at}");
             refused += u32::from(got.is_err());
         }
@@ -457,9 +458,12 @@ fn who_stands_between_changes_nothing_unseen() {
         let cut: Fate = Arc::new(move |back, gone, bytes: &mut Vec<u8>| {
             !back || gone + (bytes.len() as u64) < at
         });
-        let mut lane = open(&safe(between(port, cut), authority.trust())).lane();
-        let got = get_at(&mut *lane, &[(1, 0, 200_000)], LONG).remove(0);
-        assert!(matches!(got, Err(Trouble::Gone | Trouble::Untrusted)), "cut at {at}: {got:.60?}");
+        let mut client = open(&safe(between(port, cut), authority.trust())).client();
+        let got = get_at(&mut *client, &[(1, 0, 200_000)], LONG).remove(0);
+        assert!(
+            matches!(got, Err(RemoteError::Unreachable | RemoteError::Untrusted)),
+            "cut at {at}: {got:.60?}"
+        );
     }
 }
 
@@ -471,7 +475,7 @@ fn deadlines_hold() {
     let authority = Authority::new("one");
     authority.sign("good", HERE, ALWAYS);
     let (server, port) = authority.server("good", &[]);
-    let mut used = open(&safe(port, authority.trust())).lane();
+    let mut used = open(&safe(port, authority.trust())).client();
     assert_eq!(put_one(&mut *used, 1, 300_000), Ok(false));
     // Bytes one by one, both ways: a handshake takes some thousands.
     let drip: Fate = Arc::new(|back, _, bytes: &mut Vec<u8>| {
@@ -482,20 +486,20 @@ fn deadlines_hold() {
     });
     let slow = between(port, drip);
     ends_at_deadline(300 * MS, || {
-        let mut lane = open(&safe(slow, authority.trust())).lane();
-        let got = get_at(&mut *lane, &[(1, 0, 300_000)], 300 * MS);
-        assert!(matches!(got[0], Err(Trouble::Late)), "{:.60?}", got[0]);
+        let mut client = open(&safe(slow, authority.trust())).client();
+        let got = get_at(&mut *client, &[(1, 0, 300_000)], 300 * MS);
+        assert!(matches!(got[0], Err(RemoteError::Timeout)), "{:.60?}", got[0]);
     });
     let mute = TcpListener::bind("127.0.0.1:0").unwrap();
     let silent = safe(mute.local_addr().unwrap().port(), authority.trust());
     ends_at_deadline(200 * MS, || {
-        let error = open(&silent).lane().greet(at(200 * MS)).unwrap_err();
+        let error = open(&silent).client().greet(at(200 * MS)).unwrap_err();
         assert_eq!(error.status(), Status::Timeout);
     });
     // An attempt has a time of its own, long before the deadline.
     ends(|| {
         let hasty = RedisOpts { connect_ns: 100 * MS, ..silent.clone() };
-        let error = open(&hasty).lane().greet(at(LONG)).unwrap_err();
+        let error = open(&hasty).client().greet(at(LONG)).unwrap_err();
         assert!(error.message().contains("TLS was not agreed on in time"), "{error}");
     });
     // One that stops in the middle of things, and goes on.
@@ -503,7 +507,11 @@ fn deadlines_hold() {
     let many: Vec<_> = (10..40).map(|n| (n, bytes_of(n, 1 << 20))).collect();
     ends(|| {
         let put = put_in(&mut *used, &many, 300 * MS);
-        assert!(put.iter().all(|put| matches!(put, Err(Trouble::Late | Trouble::Gone))), "{put:?}");
+        assert!(
+            put.iter()
+                .all(|put| matches!(put, Err(RemoteError::Timeout | RemoteError::Unreachable))),
+            "{put:?}"
+        );
     });
     server.go_on();
     wait_until("it has recovered", || {

@@ -39,15 +39,15 @@ fn says(bytes: &'static [u8]) -> Server {
 /// It waits before it tries again; not for ever, and not past the deadline.
 fn passes(status: &'static str, code: &'static str) {
     let (server, count) = faulty(2, move |_, stream| error(stream, status, code, ""));
-    let mut lane = narrow(&server.url());
+    let mut client = narrow(&server.url());
     let since = Instant::now();
-    assert_eq!(put_one(&mut *lane, 1, 100), Ok(false), "{status} {code}");
+    assert_eq!(put_one(&mut *client, 1, 100), Ok(false), "{status} {code}");
     assert_eq!(count.load(Ordering::SeqCst), 3, "{status} {code}");
     assert!(since.elapsed() >= Duration::from_millis(100), "it waits before it tries again");
-    assert_eq!(get_one(&mut *lane, 1, 100).unwrap(), bytes_of(1, 100));
+    assert_eq!(get_one(&mut *client, 1, 100).unwrap(), bytes_of(1, 100));
     let (server, count) = faulty(99, move |_, stream| error(stream, status, code, ""));
-    let mut lane = narrow(&server.url());
-    assert_eq!(put_one(&mut *lane, 1, 100), Err(Trouble::Later), "{status} {code}");
+    let mut client = narrow(&server.url());
+    assert_eq!(put_one(&mut *client, 1, 100), Err(RemoteError::Busy), "{status} {code}");
     assert_eq!(count.load(Ordering::SeqCst), 3);
 }
 
@@ -73,10 +73,10 @@ fn what_passes_is_tried_again() {
     // The clock stands still: no request is late, and no pause fits into the deadline.
     let clock = Clock::manual(1);
     let (server, count) = faulty(99, |_, stream| error(stream, "500 No", "", ""));
-    let mut lane = S3::open(&opts(&server.url()), clock.clone()).expect("opened").lane();
+    let mut client = S3::open(&opts(&server.url()), clock.clone()).expect("opened").client();
     for turn in 1..=2 {
         let by = || clock.now_ns() + 45 * MS;
-        let got = ends(|| get_by(&mut *lane, &[(1, 0, 9), (2, 0, 9)], by));
+        let got = ends(|| get_by(&mut *client, &[(1, 0, 9), (2, 0, 9)], by));
         assert!(got.iter().all(|got| got.is_err()), "{got:?}");
         assert_eq!(count.load(Ordering::SeqCst), 2 * turn, "each was sent once");
     }
@@ -95,9 +95,9 @@ fn a_server_that_has_too_much_to_do_is_left_alone() {
             bucket.answer(req, stream)
         }
     });
-    let mut lane = narrow(&server.url());
+    let mut client = narrow(&server.url());
     let many: Vec<_> = (0..10).map(|n| (n, bytes_of(n, 10))).collect();
-    let put = put_in(&mut *lane, &many, LONG);
+    let put = put_in(&mut *client, &many, LONG);
     assert!(put.iter().all(|put| *put == Ok(false)), "{put:?}");
     let times = times.lock().unwrap();
     let pause = times[1] - times[0];
@@ -108,21 +108,21 @@ fn a_server_that_has_too_much_to_do_is_left_alone() {
 #[test]
 fn what_does_not_pass_is_told_at_once() {
     for (status, code, put, get) in [
-        ("403 No", "AccessDenied", Trouble::Denied, Trouble::Denied),
-        ("400 No", "ExpiredToken", Trouble::Denied, Trouble::Denied),
-        ("400 No", "BadDigest", Trouble::Nonsense, Trouble::Nonsense),
-        ("404 No", "NoSuchBucket", Trouble::Gone, Trouble::Gone),
-        ("404 No", "", Trouble::Gone, Trouble::Absent),
-        ("405 No", "MethodNotAllowed", Trouble::Denied, Trouble::Denied),
-        ("413 No", "EntityTooLarge", Trouble::TooLong, Trouble::TooLong),
-        ("507 No", "XMinioStorageFull", Trouble::Full, Trouble::Full),
-        ("418 No", "Teapot", Trouble::Nonsense, Trouble::Nonsense),
+        ("403 No", "AccessDenied", RemoteError::Denied, RemoteError::Denied),
+        ("400 No", "ExpiredToken", RemoteError::Denied, RemoteError::Denied),
+        ("400 No", "BadDigest", RemoteError::Malformed, RemoteError::Malformed),
+        ("404 No", "NoSuchBucket", RemoteError::Unreachable, RemoteError::Unreachable),
+        ("404 No", "", RemoteError::Unreachable, RemoteError::Absent),
+        ("405 No", "MethodNotAllowed", RemoteError::Denied, RemoteError::Denied),
+        ("413 No", "EntityTooLarge", RemoteError::TooLong, RemoteError::TooLong),
+        ("507 No", "XMinioStorageFull", RemoteError::Full, RemoteError::Full),
+        ("418 No", "Teapot", RemoteError::Malformed, RemoteError::Malformed),
     ] {
         let (server, count) = faulty(99, move |_, stream| error(stream, status, code, ""));
         let remote = open(&S3Opts { connections: 1, ..opts(&server.url()) });
-        let mut lane = remote.lane();
-        assert_eq!(put_one(&mut *lane, 1, 100), Err(put), "{status} {code}");
-        assert_eq!(get_one(&mut *lane, 1, 100), Err(get), "{status} {code}");
+        let mut client = remote.client();
+        assert_eq!(put_one(&mut *client, 1, 100), Err(put), "{status} {code}");
+        assert_eq!(get_one(&mut *client, 1, 100), Err(get), "{status} {code}");
         assert_eq!(count.load(Ordering::SeqCst), 2);
         assert!(remote.caps().first_wins, "nothing was said of conditions");
         assert_eq!(server.connections(), 1);
@@ -135,10 +135,10 @@ fn redirections_are_not_followed() {
     let location =
         format!("Location: {}/kv-test\r\nx-amz-bucket-region: eu-west-1\r\n", other.url());
     for (status, trouble) in [
-        ("301 Moved Permanently", Trouble::Denied),
-        ("302 Found", Trouble::Denied),
-        ("307 Temporary Redirect", Trouble::Later),
-        ("308 Permanent Redirect", Trouble::Denied),
+        ("301 Moved Permanently", RemoteError::Denied),
+        ("302 Found", RemoteError::Denied),
+        ("307 Temporary Redirect", RemoteError::Busy),
+        ("308 Permanent Redirect", RemoteError::Denied),
     ] {
         let location = location.clone();
         let server = always(move |req, stream| match req.method.as_str() {
@@ -152,11 +152,11 @@ fn redirections_are_not_followed() {
                 reply(stream, status, &location, body)
             }
         });
-        let mut lane = lane(&server.url());
-        assert_eq!(get_one(&mut *lane, 1, 10), Err(trouble));
-        assert_eq!(put_one(&mut *lane, 1, 10), Err(trouble));
-        assert_eq!(ask(&mut *lane, &[1], LONG), [Err(trouble)]);
-        let error = lane.greet(at(LONG)).unwrap_err().to_string();
+        let mut client = client(&server.url());
+        assert_eq!(get_one(&mut *client, 1, 10), Err(trouble));
+        assert_eq!(put_one(&mut *client, 1, 10), Err(trouble));
+        assert_eq!(ask(&mut *client, &[1], LONG), [Err(trouble)]);
+        let error = client.greet(at(LONG)).unwrap_err().to_string();
         assert!(error.contains("region eu-west-1") && error.contains("kv.example"), "{error}");
     }
     assert_eq!(others.load(Ordering::SeqCst) as u64 + other.connections(), 0);
@@ -174,11 +174,11 @@ fn a_clock_that_is_off_is_told() {
         reply(stream, "403 Forbidden", date, body)
     };
     let server = always(skewed);
-    let error = lane(&server.url()).greet(at(LONG)).unwrap_err().to_string();
+    let error = client(&server.url()).greet(at(LONG)).unwrap_err().to_string();
     assert!(error.contains("RequestTimeTooSkewed") && error.contains("s ahead"), "{error}");
     let server =
         says(b"HTTP/1.1 200 OK\r\nDate: Sun, 24 May 2099 00:00:00 GMT\r\nServer: x\r\n\r\n");
-    let said = lane(&server.url()).greet(at(LONG)).unwrap();
+    let said = client(&server.url()).greet(at(LONG)).unwrap();
     assert!(said.words.starts_with("x at 127.0.0.1"), "{said:?}");
     assert!(said.warnings.iter().any(|warning| warning.contains("s behind")), "{said:?}");
     assert!(said.warnings.iter().any(|warning| warning.contains("not encrypted")), "{said:?}");
@@ -190,7 +190,7 @@ fn a_clock_that_is_off_is_told() {
         }
         false => stream.write_all(b"HTTP/1.1 403 Forbidden\r\n\r\n").is_ok(),
     });
-    assert!(lane(&server.url()).greet(at(LONG)).is_ok());
+    assert!(client(&server.url()).greet(at(LONG)).is_ok());
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn bodies_that_end_before_their_time() {
         false
     };
     let (server, count) = faulty(99, cut);
-    assert_eq!(get_one(&mut *narrow(&server.url()), 1, 2000), Err(Trouble::Nonsense));
+    assert_eq!(get_one(&mut *narrow(&server.url()), 1, 2000), Err(RemoteError::Malformed));
     assert_eq!(count.load(Ordering::SeqCst), 3);
     // A connection that was cut once.
     let bucket = Bucket::new(Quirks::default());
@@ -213,14 +213,14 @@ fn bodies_that_end_before_their_time() {
         }
         served.answer(req, stream)
     });
-    let mut lane = narrow(&server.url());
-    put_one(&mut *lane, 1, 1000).unwrap();
-    assert_eq!(get_one(&mut *lane, 1, 2000).unwrap(), bytes_of(1, 1000));
+    let mut client = narrow(&server.url());
+    put_one(&mut *client, 1, 1000).unwrap();
+    assert_eq!(get_one(&mut *client, 1, 2000).unwrap(), bytes_of(1, 1000));
     // One that ends every connection before it says anything.
     let server = always(|_, _| false);
-    let mut lane = crate::s3::lane(&server.url());
-    let got = ends(|| get_at(&mut *lane, &[(1, 0, 9); 3], LONG));
-    assert!(got.iter().all(|got| *got == Err(Trouble::Gone)), "{got:?}");
+    let mut client = crate::s3::client(&server.url());
+    let got = ends(|| get_at(&mut *client, &[(1, 0, 9); 3], LONG));
+    assert!(got.iter().all(|got| *got == Err(RemoteError::Unreachable)), "{got:?}");
 }
 
 #[test]
@@ -247,19 +247,19 @@ fn replies_that_were_not_asked_for() {
         b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-2/3\r\n\r\nffffffffffffffff\r\n",
     ] {
         let server = says(bytes);
-        let mut lane = narrow(&server.url());
-        let got = ends(|| get_at(&mut *lane, &[(1, 0, 100)], LONG));
-        assert_eq!(got, [Err(Trouble::Nonsense)], "{:?}", String::from_utf8_lossy(bytes));
-        assert!(ends(|| lane.greet(at(2000 * MS))).is_err() || bytes[9] == b'2');
+        let mut client = narrow(&server.url());
+        let got = ends(|| get_at(&mut *client, &[(1, 0, 100)], LONG));
+        assert_eq!(got, [Err(RemoteError::Malformed)], "{:?}", String::from_utf8_lossy(bytes));
+        assert!(ends(|| client.greet(at(2000 * MS))).is_err() || bytes[9] == b'2');
     }
     // A reply that nobody asked for is nobody's: the connection is given up with it.
     let server = says(
         b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/3\r\n\r\nabc\
           HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/3\r\n\r\ndef",
     );
-    let mut lane = narrow(&server.url());
+    let mut client = narrow(&server.url());
     for turn in 0..3 {
-        assert_eq!(get_one(&mut *lane, 1, 100).unwrap(), b"abc", "{turn}");
+        assert_eq!(get_one(&mut *client, 1, 100).unwrap(), b"abc", "{turn}");
     }
     assert_eq!(server.connections(), 3);
     // Words before the reply.
@@ -282,7 +282,7 @@ fn replies_that_were_not_asked_for() {
         false
     });
     let got = ends(|| get_at(&mut *narrow(&server.url()), &[(1, 0, 9)], LONG));
-    assert_eq!(got, [Err(Trouble::Absent)]);
+    assert_eq!(got, [Err(RemoteError::Absent)]);
     assert!(written.load(Ordering::SeqCst) < 64 << 20);
 }
 
@@ -323,47 +323,48 @@ fn servers_that_are_slow_on_purpose() {
         ),
     ];
     for (number, server) in servers.iter().enumerate() {
-        let mut lane = lane(&server.url());
+        let mut client = client(&server.url());
         for _ in 0..2 {
-            let got = ends(|| get_at(&mut *lane, &[(1, 0, 100), (2, 0, 100)], 300 * MS));
+            let got = ends(|| get_at(&mut *client, &[(1, 0, 100), (2, 0, 100)], 300 * MS));
             // A head that does not end is none once it is too long.
             assert!(
-                got.iter().all(|got| matches!(got, Err(Trouble::Late | Trouble::Nonsense))),
+                got.iter()
+                    .all(|got| matches!(got, Err(RemoteError::Timeout | RemoteError::Malformed))),
                 "{number}: {got:?}"
             );
         }
         let many: Vec<_> = (0..9).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-        ends(|| put_in(&mut *lane, &many, 300 * MS));
+        ends(|| put_in(&mut *client, &many, 300 * MS));
     }
     let silent = servers[3].url();
-    let error = ends_at_deadline(200 * MS, || lane(&silent).greet(at(200 * MS))).unwrap_err();
+    let error = ends_at_deadline(200 * MS, || client(&silent).greet(at(200 * MS))).unwrap_err();
     assert_eq!(error.status(), Status::Timeout);
     // It does not take what is sent to it.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let big = [(1, vec![1; 32 << 20])];
-    let put = ends_at_deadline(300 * MS, || put_in(&mut *lane(&url), &big, 300 * MS));
-    assert_eq!(put, [Err(Trouble::Late)]);
+    let put = ends_at_deadline(300 * MS, || put_in(&mut *client(&url), &big, 300 * MS));
+    assert_eq!(put, [Err(RemoteError::Timeout)]);
     drop(listener);
     // Nobody is there; nobody has that name. It does not wait for its deadline, which says nothing
     // of that.
     let refusing = Refusing::new();
-    let mut lane = crate::s3::lane(&format!("http://{}", refusing.address()));
-    let error = ends(|| lane.greet(at(LONG))).unwrap_err();
+    let mut client = crate::s3::client(&format!("http://{}", refusing.address()));
+    let error = ends(|| client.greet(at(LONG))).unwrap_err();
     assert!(error.message().contains("refused"), "{error}");
-    let mut lane = crate::s3::lane("http://no-such-host.invalid");
-    let error = lane.greet(at(LONG)).unwrap_err();
+    let mut client = crate::s3::client("http://no-such-host.invalid");
+    let error = client.greet(at(LONG)).unwrap_err();
     assert!(error.message().contains("no-such-host.invalid"), "{error}");
-    assert_eq!(get_one(&mut *lane, 1, 10), Err(Trouble::Gone));
+    assert_eq!(get_one(&mut *client, 1, 10), Err(RemoteError::Unreachable));
 }
 
 /// It says why before it has heard all, and hears no more.
 #[test]
 fn an_object_that_is_refused_while_it_is_sent() {
     for (status, trouble) in [
-        ("403 Forbidden", Err(Trouble::Denied)),
+        ("403 Forbidden", Err(RemoteError::Denied)),
         ("412 Precondition Failed", Ok(true)),
-        ("507 Insufficient Storage", Err(Trouble::Full)),
+        ("507 Insufficient Storage", Err(RemoteError::Full)),
     ] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -377,8 +378,8 @@ fn an_object_that_is_refused_while_it_is_sent() {
             // What is not read would make the end a hard one: the reply would be lost with it.
             ended.recv().unwrap();
         });
-        let mut lane = narrow(&url);
-        let put = ends(|| put_in(&mut *lane, &[(1, vec![1; 16 << 20])], LONG));
+        let mut client = narrow(&url);
+        let put = ends(|| put_in(&mut *client, &[(1, vec![1; 16 << 20])], LONG));
         has_ended.send(()).unwrap();
         assert_eq!(put, [trouble], "{status}");
         server.join().unwrap();
@@ -391,17 +392,17 @@ fn a_server_that_dies_and_comes_again() {
     // A port that nobody else takes while the server is away.
     let served = bucket.clone();
     let server = Server::start_at(port(), move |req, stream| served.answer(req, stream));
-    let mut lane = lane(&server.url());
-    put_one(&mut *lane, 1, 1000).unwrap();
+    let mut client = client(&server.url());
+    put_one(&mut *client, 1, 1000).unwrap();
     let (port, url) = (server.port, server.url());
     drop(server);
     for _ in 0..3 {
-        let got = ends(|| get_at(&mut *lane, &[(1, 0, 1000); 20], LONG));
-        assert!(got.iter().all(|got| *got == Err(Trouble::Gone)), "{url}: {got:?}");
+        let got = ends(|| get_at(&mut *client, &[(1, 0, 1000); 20], LONG));
+        assert!(got.iter().all(|got| *got == Err(RemoteError::Unreachable)), "{url}: {got:?}");
     }
     let again = bucket.clone();
     let _server = Server::start_at(port, move |req, stream| again.answer(req, stream));
     wait_until("it has recovered", || {
-        get_at(&mut *lane, &[(1, 0, 1000)], LONG)[0] == Ok(bytes_of(1, 1000))
+        get_at(&mut *client, &[(1, 0, 1000)], LONG)[0] == Ok(bytes_of(1, 1000))
     });
 }

@@ -30,7 +30,7 @@ fn trivial(bytes: usize) -> Server {
 
 /// Objects a second of a lane.
 fn ours(remote: &S3, bytes: usize, count: usize, is_put: bool, from: u64) -> f64 {
-    let mut lane = remote.lane();
+    let mut client = remote.client();
     let value = bytes_of(7, bytes);
     let mut rooms = vec![vec![0u8; bytes]; count.min(16)];
     let mut took = 0.0;
@@ -44,7 +44,7 @@ fn ours(remote: &S3, bytes: usize, count: usize, is_put: bool, from: u64) -> f64
                 puts.part(value.as_ptr(), bytes as u64);
             }
             // SAFETY: the value lives.
-            unsafe { lane.put(&mut puts, at(LONG * 6)) };
+            unsafe { client.put(&mut puts, at(LONG * 6)) };
             assert!(puts.items.iter().all(|put| put.result == Ok(false)));
         } else {
             let mut gets = Gets::default();
@@ -53,7 +53,7 @@ fn ours(remote: &S3, bytes: usize, count: usize, is_put: bool, from: u64) -> f64
                 gets.part(room.as_mut_ptr(), bytes as u64);
             }
             // SAFETY: the rooms live.
-            unsafe { lane.get(&mut gets, at(LONG * 6)) };
+            unsafe { client.get(&mut gets, at(LONG * 6)) };
             assert!(gets.items.iter().all(|get| get.result == Ok(bytes as u64)));
         }
         took += since.elapsed().as_secs_f64();
@@ -157,11 +157,11 @@ fn questions() {
         bucket.answer(req, stream)
     });
     for connections in [1, 4, 16] {
-        let mut lane = open(&S3Opts { connections, ..opts(&server.url()) }).lane();
-        ask(&mut *lane, &[0], LONG)[0].unwrap_err();
+        let mut client = open(&S3Opts { connections, ..opts(&server.url()) }).client();
+        ask(&mut *client, &[0], LONG)[0].unwrap_err();
         let numbers: Vec<u64> = (0..64).collect();
         let since = Instant::now();
-        assert!(ask(&mut *lane, &numbers, LONG).iter().all(|it| *it == Err(Trouble::Absent)));
+        assert!(ask(&mut *client, &numbers, LONG).iter().all(|it| *it == Err(RemoteError::Absent)));
         let took = since.elapsed().as_secs_f64() * 1e3;
         println!("64 questions at 5 ms each by {connections} connections: {took:.0} ms");
     }

@@ -17,19 +17,19 @@ fn moto_conforms() {
     }
     let mut moto = Moto::start(0, &[]);
     let remote = open(&opts(&moto.url()));
-    let mut lane = remote.lane();
-    let error = lane.greet(at(LONG)).unwrap_err().to_string();
+    let mut client = remote.client();
+    let error = client.greet(at(LONG)).unwrap_err().to_string();
     assert!(error.contains("no bucket 'kv-test'") && error.contains("NoSuchBucket"), "{error}");
-    assert_eq!(put_one(&mut *lane, 1, 10), Err(Trouble::Gone));
-    assert_eq!(get_one(&mut *lane, 1, 10), Err(Trouble::Gone));
+    assert_eq!(put_one(&mut *client, 1, 10), Err(RemoteError::Unreachable));
+    assert_eq!(get_one(&mut *client, 1, 10), Err(RemoteError::Unreachable));
     moto.client("s3.create_bucket(Bucket='kv-test')");
-    let said = lane.greet(at(LONG)).unwrap();
+    let said = client.greet(at(LONG)).unwrap();
     assert!(said.words.contains("bucket kv-test") && said.warnings.len() == 1, "{said:?}");
     let wanted = conformance::Opts { patience_ns: LONG, ..conformance::Opts::default() };
     assert_eq!(conform(&remote, &wanted).expect("it conforms").len(), 12);
     assert!(remote.caps().first_wins);
     // What botocore stored is read, and the other way round.
-    assert_eq!(put_one(&mut *lane, 5, 100_000), Ok(false));
+    assert_eq!(put_one(&mut *client, 5, 100_000), Ok(false));
     let path = path_of(5);
     moto.client(&format!(
         "got = s3.get_object(Bucket='kv-test', Key='{path}')['Body'].read()\n\
@@ -38,18 +38,18 @@ fn moto_conforms() {
     ));
     let mut turned = bytes_of(5, 100_000);
     turned.reverse();
-    assert!(get_one(&mut *lane, 5, 100_000).unwrap() == turned);
+    assert!(get_one(&mut *client, 5, 100_000).unwrap() == turned);
     // It dies, and comes again with nothing.
     let port = moto.port();
     moto.kill();
-    let got = ends(|| get_at(&mut *lane, &[(5, 0, 100)], LONG));
-    assert_eq!(got, [Err(Trouble::Gone)]);
+    let got = ends(|| get_at(&mut *client, &[(5, 0, 100)], LONG));
+    assert_eq!(got, [Err(RemoteError::Unreachable)]);
     drop(moto);
     let moto = Moto::start(port, &[]);
     moto.client("s3.create_bucket(Bucket='kv-test')");
     std::thread::sleep(Duration::from_millis(600));
-    assert_eq!(get_one(&mut *lane, 5, 100), Err(Trouble::Absent));
-    assert_eq!(put_one(&mut *lane, 5, 100), Ok(false));
+    assert_eq!(get_one(&mut *client, 5, 100), Err(RemoteError::Absent));
+    assert_eq!(put_one(&mut *client, 5, 100), Ok(false));
 }
 
 fn path_of(number: u64) -> String {
@@ -91,14 +91,14 @@ fn signatures_are_those_of_botocore() {
     let other = S3Opts { token: secret("a/b+c=="), region: "eu-west-1".into(), ..plain.clone() };
     for opts in [plain, other] {
         bucket.seen.lock().unwrap().clear();
-        let mut lane = open(&opts).lane();
-        lane.greet(at(LONG)).unwrap();
-        put_one(&mut *lane, 1, 3000).unwrap();
-        get_at(&mut *lane, &[(1, 17, 99)], LONG)[0].as_ref().unwrap();
-        ask(&mut *lane, &[1], LONG)[0].unwrap();
-        let mut asks = Asks::default();
-        asks.name(name(1));
-        lane.remove(&mut asks, at(LONG));
+        let mut client = open(&opts).client();
+        client.greet(at(LONG)).unwrap();
+        put_one(&mut *client, 1, 3000).unwrap();
+        get_at(&mut *client, &[(1, 17, 99)], LONG)[0].as_ref().unwrap();
+        ask(&mut *client, &[1], LONG)[0].unwrap();
+        let mut queries = Queries::default();
+        queries.name(name(1));
+        client.remove(&mut queries, at(LONG));
         let seen: Vec<Req> = std::mem::take(&mut *bucket.seen.lock().unwrap());
         assert_eq!(seen.len(), 5);
         let mut lines = String::new();
@@ -150,18 +150,18 @@ fn keys_are_checked_by_moto() {
     );
     let (id, key) = made.trim().split_once(' ').expect("a key");
     let good = S3Opts { key: secret(id), secret: secret(key), ..opts(&moto.url()) };
-    let mut lane = open(&good).lane();
-    lane.greet(at(LONG)).expect("the key is good");
-    assert_eq!(put_one(&mut *lane, 1, 10), Ok(false));
-    assert_eq!(get_one(&mut *lane, 1, 10).unwrap(), bytes_of(1, 10));
-    let mut stranger = crate::s3::lane(&moto.url());
+    let mut client = open(&good).client();
+    client.greet(at(LONG)).expect("the key is good");
+    assert_eq!(put_one(&mut *client, 1, 10), Ok(false));
+    assert_eq!(get_one(&mut *client, 1, 10).unwrap(), bytes_of(1, 10));
+    let mut stranger = crate::s3::client(&moto.url());
     let error = stranger.greet(at(LONG)).unwrap_err().to_string();
     assert!(error.contains("InvalidAccessKeyId"), "{error}");
-    assert_eq!(put_one(&mut *stranger, 1, 10), Err(Trouble::Denied));
-    let mut forger = open(&S3Opts { secret: secret(SECRET), ..good }).lane();
+    assert_eq!(put_one(&mut *stranger, 1, 10), Err(RemoteError::Denied));
+    let mut forger = open(&S3Opts { secret: secret(SECRET), ..good }).client();
     let error = forger.greet(at(LONG)).unwrap_err().to_string();
     assert!(error.contains("SignatureDoesNotMatch") && error.contains("secret key"), "{error}");
     assert!(!error.contains(SECRET), "{error}");
-    assert_eq!(get_one(&mut *forger, 1, 10), Err(Trouble::Denied));
-    assert_eq!(ask(&mut *forger, &[1], LONG), [Err(Trouble::Denied)]);
+    assert_eq!(get_one(&mut *forger, 1, 10), Err(RemoteError::Denied));
+    assert_eq!(ask(&mut *forger, &[1], LONG), [Err(RemoteError::Denied)]);
 }

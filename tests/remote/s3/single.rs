@@ -19,7 +19,7 @@ fn it_conforms_to_the_trait() {
         let server = bucket.serve();
         // Whether it knows conditions comes up with the first object.
         let remote = open(&opts(&server.url()));
-        assert_eq!(put_one(&mut *remote.lane(), 1, 10), Ok(false));
+        assert_eq!(put_one(&mut *remote.client(), 1, 10), Ok(false));
         assert_eq!(remote.caps().first_wins, first_wins, "{quirks:?}");
         let opts = conformance::Opts { largest_bytes: 9 << 20, ..conformance::Opts::default() };
         // Room that is smaller than the object needs ranges.
@@ -39,14 +39,14 @@ fn it_conforms_to_the_trait() {
 fn requests_say_what_is_asked() {
     let bucket = Bucket::new(Quirks::default());
     let server = bucket.serve();
-    let mut lane = narrow(&server.url());
-    put_one(&mut *lane, 1, 5000).unwrap();
-    get_at(&mut *lane, &[(1, 100, 200)], LONG).remove(0).unwrap();
+    let mut client = narrow(&server.url());
+    put_one(&mut *client, 1, 5000).unwrap();
+    get_at(&mut *client, &[(1, 100, 200)], LONG).remove(0).unwrap();
     assert_eq!(
-        get_at(&mut *lane, &[(1, 5000, 9), (1, 7, 0), (2, 0, 0)], LONG),
-        [Ok(vec![]), Ok(vec![]), Err(Trouble::Absent)]
+        get_at(&mut *client, &[(1, 5000, 9), (1, 7, 0), (2, 0, 0)], LONG),
+        [Ok(vec![]), Ok(vec![]), Err(RemoteError::Absent)]
     );
-    ask(&mut *lane, &[1], LONG)[0].unwrap();
+    ask(&mut *client, &[1], LONG)[0].unwrap();
     let seen: Vec<Req> = std::mem::take(&mut *bucket.seen.lock().unwrap());
     let methods: Vec<&str> = seen.iter().map(|req| req.method.as_str()).collect();
     assert_eq!(methods, ["PUT", "GET", "GET", "HEAD", "HEAD", "HEAD"]);
@@ -60,7 +60,7 @@ fn requests_say_what_is_asked() {
     );
     assert_eq!(server.connections(), 1, "a connection is kept");
     // Whoever has no key does not sign.
-    let mut nobody = open(&S3Opts { key: None, secret: None, ..opts(&server.url()) }).lane();
+    let mut nobody = open(&S3Opts { key: None, secret: None, ..opts(&server.url()) }).client();
     assert_eq!(get_one(&mut *nobody, 1, 5000).unwrap(), bytes_of(1, 5000));
     let last = bucket.seen.lock().unwrap().pop().unwrap();
     assert!(!last.head.to_lowercase().contains("x-amz") && last.header("authorization").is_none());
@@ -70,19 +70,19 @@ fn requests_say_what_is_asked() {
 fn a_batch_goes_by_several_connections() {
     let bucket = Bucket::new(Quirks::default());
     let server = bucket.serve();
-    let mut lane = lane(&server.url());
+    let mut client = client(&server.url());
     let many: Vec<_> = (0..40).map(|n| (n, bytes_of(n, 50_000 * (n as usize % 3) + 1))).collect();
-    assert!(put_in(&mut *lane, &many, LONG).iter().all(|put| *put == Ok(false)));
-    assert!(put_in(&mut *lane, &many, LONG).iter().all(|put| *put == Ok(true)));
+    assert!(put_in(&mut *client, &many, LONG).iter().all(|put| *put == Ok(false)));
+    assert!(put_in(&mut *client, &many, LONG).iter().all(|put| *put == Ok(true)));
     let wanted: Vec<_> = many.iter().map(|(n, bytes)| (*n, 0, bytes.len())).collect();
-    for ((n, bytes), got) in many.iter().zip(get_at(&mut *lane, &wanted, LONG)) {
+    for ((n, bytes), got) in many.iter().zip(get_at(&mut *client, &wanted, LONG)) {
         assert!(got.as_ref() == Ok(bytes), "{n}");
     }
     assert_eq!(server.connections(), 4);
     assert_eq!((bucket.count("PUT"), bucket.count("GET")), (80, 40));
     // Ended while nobody used them: nothing is lost, and nothing is waited for.
     server.hang_up();
-    let got = ends(|| get_at(&mut *lane, &wanted, LONG));
+    let got = ends(|| get_at(&mut *client, &wanted, LONG));
     assert!(got.iter().all(Result::is_ok), "{got:.300?}");
 }
 
@@ -93,19 +93,19 @@ fn many_lanes_at_once() {
     let remote = open(&opts(&server.url()));
     let firsts: usize = std::thread::scope(|scope| {
         let put = |own: u64| {
-            let mut lane = remote.lane();
+            let mut client = remote.client();
             // All store the same names; each has its own content in them.
             let many: Vec<_> = (0..30).map(|n| (n, bytes_of(n * 100 + own, 20_000))).collect();
-            let put = put_in(&mut *lane, &many, LONG);
+            let put = put_in(&mut *client, &many, LONG);
             put.iter().filter(|put| !put.expect("stored")).count()
         };
-        let lanes: Vec<_> = (0..6).map(|own| scope.spawn(move || put(own))).collect();
-        lanes.into_iter().map(|lane| lane.join().unwrap()).sum()
+        let clients: Vec<_> = (0..6).map(|own| scope.spawn(move || put(own))).collect();
+        clients.into_iter().map(|client| client.join().unwrap()).sum()
     });
     assert_eq!(firsts, 30, "one of them is the first");
-    let mut lane = remote.lane();
+    let mut client = remote.client();
     for n in 0..30 {
-        let got = get_one(&mut *lane, n, 20_000).unwrap();
+        let got = get_one(&mut *client, n, 20_000).unwrap();
         assert!((0..6).any(|own| got == bytes_of(n * 100 + own, 20_000)), "{n}");
     }
 }
@@ -116,7 +116,7 @@ fn nothing_secret_is_shown() {
     let shown = format!("{given:?}");
     assert!(!shown.contains("tok-en") && !shown.contains(KEY) && !shown.contains("bPxRf"));
     let remote = open(&given);
-    let error = remote.lane().greet(at(500 * MS)).unwrap_err().to_string();
+    let error = remote.client().greet(at(500 * MS)).unwrap_err().to_string();
     assert!(!error.contains("tok-en") && !error.contains(KEY) && !error.contains("bPxRf"));
     let refused = |opts: S3Opts| S3::open(&opts, Clock::real()).err().expect("refused").to_string();
     let good = || opts("http://a");

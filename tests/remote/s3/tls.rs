@@ -59,24 +59,24 @@ fn moto_behind_tls() {
     assert!(url.starts_with("https://"));
     let tls = TlsOpts { ca: Some(cert), ..TlsOpts::default() };
     let remote = open(&S3Opts { tls, ..opts(&url) });
-    let said = remote.lane().greet(at(LONG)).unwrap();
+    let said = remote.client().greet(at(LONG)).unwrap();
     assert_eq!(said.warnings, [""; 0]);
     let wanted = conformance::Opts { patience_ns: LONG, ..conformance::Opts::default() };
     assert_eq!(conform(&remote, &wanted).expect("it conforms").len(), 12);
     // Nobody whom the system trusts vouches for it.
-    let error = lane(&url).greet(at(LONG)).unwrap_err();
+    let error = client(&url).greet(at(LONG)).unwrap_err();
     assert_eq!(error.status(), Status::Invalid, "{error}");
-    assert_eq!(put_one(&mut *lane(&url), 1, 10), Err(Trouble::Untrusted));
+    assert_eq!(put_one(&mut *client(&url), 1, 10), Err(RemoteError::Untrusted));
     let tls = TlsOpts { insecure: true, ..TlsOpts::default() };
-    let said = open(&S3Opts { tls, ..opts(&url) }).lane().greet(at(LONG)).unwrap();
+    let said = open(&S3Opts { tls, ..opts(&url) }).client().greet(at(LONG)).unwrap();
     assert!(said.warnings[0].contains("insecure"), "{said:?}");
     // TLS to a port that speaks none, and the other way round.
     let plain = url.replace("https://", "http://");
-    assert!(lane(&plain).greet(at(2000 * MS)).is_err());
+    assert!(client(&plain).greet(at(2000 * MS)).is_err());
     let bucket =
         kvtier_testkit::fixtures::s3::Bucket::new(kvtier_testkit::fixtures::s3::Quirks::default());
     let server = bucket.serve();
-    let mut lane = lane(&server.url().replace("http://", "https://"));
-    assert!(ends(|| lane.greet(at(1000 * MS))).is_err());
+    let mut client = client(&server.url().replace("http://", "https://"));
+    assert!(ends(|| client.greet(at(1000 * MS))).is_err());
     std::fs::remove_dir_all(&folder).unwrap();
 }

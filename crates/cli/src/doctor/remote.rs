@@ -8,7 +8,7 @@ use kvtier::base::machine::random_bytes;
 use kvtier::base::status::{Error, Status};
 use kvtier::store::state::Config;
 use kvtier::tier::remote::name::HASH_BYTES;
-use kvtier::tier::remote::{Asks, Gets, Lane, Name, Puts, Trouble};
+use kvtier::tier::remote::{Client, Gets, Name, Puts, Queries, RemoteError};
 
 use super::{Finding, Mark};
 use crate::human;
@@ -43,7 +43,7 @@ pub fn run(text: &str, json: bool) -> Outcome<()> {
         }
     };
     who(&opened).print(json);
-    let mut doctor = Doctor::new(opened.remote.lane(), clock)?;
+    let mut doctor = Doctor::new(opened.remote.client(), clock)?;
     let may = doctor.permissions();
     may.finding().print(json);
     let measured = match may.all() {
@@ -95,7 +95,7 @@ fn who(opened: &Opened) -> Finding {
 }
 
 /// What came of each thing that a store does.
-struct May(Vec<(&'static str, Result<(), Trouble>)>);
+struct May(Vec<(&'static str, Result<(), RemoteError>)>);
 
 impl May {
     fn all(&self) -> bool {
@@ -111,7 +111,7 @@ impl May {
     }
 
     fn finding(&self) -> Finding {
-        let word = |(name, result): &(&str, Result<(), Trouble>)| match result {
+        let word = |(name, result): &(&str, Result<(), RemoteError>)| match result {
             Ok(()) => format!("{name}: yes"),
             Err(trouble) => format!("{name}: no, {}", Error::from(*trouble).message()),
         };
@@ -156,7 +156,7 @@ impl Times {
 
 /// What was measured.
 struct Measured {
-    asks: Times,
+    queries: Times,
     gets: Times,
     /// Bytes a second of batches of each size: put, and got.
     rates: [(f64, f64); 2],
@@ -171,7 +171,7 @@ impl Measured {
             Finding::new(
                 "ask",
                 Mark::Good,
-                self.asks.words(),
+                self.queries.words(),
                 "whether an object is there, one at a time",
             ),
             Finding::new("get of 256 KiB", Mark::Good, self.gets.words(), "one at a time"),
@@ -199,7 +199,7 @@ impl Measured {
         // The last object is taken whole.
         let bytes = most.min(Config::default().batch_bytes + config.object_bytes);
         let (put, get) = self.rates[1];
-        let takes = |rate: f64| self.asks.at(0.99) + bytes as f64 / rate.max(1.0);
+        let takes = |rate: f64| self.queries.at(0.99) + bytes as f64 / rate.max(1.0);
         let longest = takes(put.min(get)) * 1e3;
         let timeout = config.timeout_ns as f64 / 1e6;
         let value =
@@ -219,7 +219,7 @@ impl Measured {
 
 /// Tries a remote out, under names that nobody else has.
 struct Doctor {
-    lane: Box<dyn Lane>,
+    client: Box<dyn Client>,
     clock: Clock,
     hash: [u8; HASH_BYTES],
     next: u64,
@@ -228,8 +228,8 @@ struct Doctor {
 }
 
 impl Doctor {
-    fn new(lane: Box<dyn Lane>, clock: Clock) -> Outcome<Doctor> {
-        Ok(Doctor { lane, clock, hash: random_bytes()?, next: 0, there: Vec::new() })
+    fn new(client: Box<dyn Client>, clock: Clock) -> Outcome<Doctor> {
+        Ok(Doctor { client, clock, hash: random_bytes()?, next: 0, there: Vec::new() })
     }
 
     fn name(&mut self) -> Name {
@@ -244,7 +244,7 @@ impl Doctor {
     }
 
     /// Puts objects with the same bytes; they are to go even if nobody said that they are there.
-    fn put(&mut self, names: &[Name], bytes: &[u8]) -> Result<(), Trouble> {
+    fn put(&mut self, names: &[Name], bytes: &[u8]) -> Result<(), RemoteError> {
         let mut puts = Puts::default();
         for name in names {
             puts.object(*name);
@@ -253,12 +253,12 @@ impl Doctor {
         let deadline_ns = self.deadline_ns();
         self.there.extend(names);
         // SAFETY: the bytes live, and nobody writes to them.
-        unsafe { self.lane.put(&mut puts, deadline_ns) };
+        unsafe { self.client.put(&mut puts, deadline_ns) };
         puts.items.iter().try_for_each(|put| put.result.map(|_| ()))
     }
 
     /// Gets objects one behind the other; each must be as long as its room.
-    fn get(&mut self, names: &[Name], room: &mut [u8]) -> Result<(), Trouble> {
+    fn get(&mut self, names: &[Name], room: &mut [u8]) -> Result<(), RemoteError> {
         let each = room.len() / names.len().max(1);
         let mut gets = Gets::default();
         for (name, part) in names.iter().zip(room.chunks_mut(each.max(1))) {
@@ -267,27 +267,27 @@ impl Doctor {
         }
         let deadline_ns = self.deadline_ns();
         // SAFETY: the room lives, and nobody else has it.
-        unsafe { self.lane.get(&mut gets, deadline_ns) };
+        unsafe { self.client.get(&mut gets, deadline_ns) };
         gets.items.iter().try_for_each(|get| match get.result? == each as u64 {
             true => Ok(()),
-            false => Err(Trouble::Nonsense),
+            false => Err(RemoteError::Malformed),
         })
     }
 
-    fn ask(&mut self, name: Name) -> Result<u64, Trouble> {
-        let mut asks = Asks::default();
-        asks.name(name);
+    fn ask(&mut self, name: Name) -> Result<u64, RemoteError> {
+        let mut queries = Queries::default();
+        queries.name(name);
         let deadline_ns = self.deadline_ns();
-        self.lane.ask(&mut asks, deadline_ns);
-        asks.items[0].result
+        self.client.lookup(&mut queries, deadline_ns);
+        queries.items[0].result
     }
 
-    fn remove(&mut self, names: &[Name]) -> Result<(), Trouble> {
-        let mut asks = Asks::default();
-        names.iter().for_each(|name| asks.name(*name));
+    fn remove(&mut self, names: &[Name]) -> Result<(), RemoteError> {
+        let mut queries = Queries::default();
+        names.iter().for_each(|name| queries.name(*name));
         let deadline_ns = self.deadline_ns();
-        self.lane.remove(&mut asks, deadline_ns);
-        asks.items.iter().try_for_each(|ask| ask.result.map(|_| ()))
+        self.client.remove(&mut queries, deadline_ns);
+        queries.items.iter().try_for_each(|ask| ask.result.map(|_| ()))
     }
 
     /// Does each thing once. What was not put is not there, which is an answer, too.
@@ -297,8 +297,8 @@ impl Doctor {
         let bytes: Vec<u8> = (0..BYTES).map(|i| (i * 7) as u8).collect();
         let put = self.put(&[name], &bytes);
         let or_absent = |result, is_right: bool| match result {
-            Err(Trouble::Absent) if put.is_err() => Ok(()),
-            Ok(()) if !is_right => Err(Trouble::Nonsense),
+            Err(RemoteError::Absent) if put.is_err() => Ok(()),
+            Ok(()) if !is_right => Err(RemoteError::Malformed),
             result => result,
         };
         let length = self.ask(name);
@@ -306,7 +306,7 @@ impl Doctor {
         let got = self.get(&[name], &mut room);
         let get = or_absent(got, room == bytes);
         let removed = self.remove(&[name]);
-        let is_gone = ask.is_err() || self.ask(name) == Err(Trouble::Absent);
+        let is_gone = ask.is_err() || self.ask(name) == Err(RemoteError::Absent);
         let remove = or_absent(removed, is_gone);
         if remove.is_ok() || put.is_err() {
             self.there.clear();
@@ -315,23 +315,24 @@ impl Doctor {
     }
 
     fn measure(&mut self) -> Result<Measured, String> {
-        let said = |trouble: Trouble| format!("not measured: {}", Error::from(trouble).message());
+        let said =
+            |trouble: RemoteError| format!("not measured: {}", Error::from(trouble).message());
         let stock = vec![0xA5; SIZES[1]];
         let name = self.name();
         self.put(&[name], &stock[..SIZES[0]]).map_err(said)?;
-        let asks = self.times(|doctor| doctor.ask(name).map(|_| ())).map_err(said)?;
+        let queries = self.times(|doctor| doctor.ask(name).map(|_| ())).map_err(said)?;
         let mut room = vec![0; SIZES[0]];
         let gets = self.times(|doctor| doctor.get(&[name], &mut room)).map_err(said)?;
         let rates = SIZES.map(|bytes| self.rate(&stock[..bytes]));
         let [small, large] = rates;
-        Ok(Measured { asks, gets, rates: [small.map_err(said)?, large.map_err(said)?] })
+        Ok(Measured { queries, gets, rates: [small.map_err(said)?, large.map_err(said)?] })
     }
 
     /// One request after the other.
     fn times(
         &mut self,
-        mut one: impl FnMut(&mut Doctor) -> Result<(), Trouble>,
-    ) -> Result<Times, Trouble> {
+        mut one: impl FnMut(&mut Doctor) -> Result<(), RemoteError>,
+    ) -> Result<Times, RemoteError> {
         let (since, mut times) = (Instant::now(), Vec::new());
         while times.is_empty() || times.len() < SINGLE && since.elapsed() < WHILE {
             let start = Instant::now();
@@ -343,7 +344,7 @@ impl Doctor {
     }
 
     /// Bytes a second of batches: put under names of their own, and got.
-    fn rate(&mut self, bytes: &[u8]) -> Result<(f64, f64), Trouble> {
+    fn rate(&mut self, bytes: &[u8]) -> Result<(f64, f64), RemoteError> {
         let each = BATCH_BYTES / bytes.len();
         let (since, mut batches) = (Instant::now(), Vec::new());
         while batches.is_empty()

@@ -5,7 +5,7 @@ use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
 use kvtier::base::status::{self, Error, Status};
 use kvtier::tier::remote::name::HASH_BYTES;
-use kvtier::tier::remote::{Asks, Caps, Gets, Lane, Name, Puts, Remote, Trouble};
+use kvtier::tier::remote::{Caps, Client, Gets, Name, Puts, Queries, Remote, RemoteError};
 
 /// How a remote is put to the test.
 #[derive(Clone)]
@@ -61,7 +61,7 @@ pub fn conform(remote: &dyn Remote, opts: &Opts) -> status::Result<Vec<&'static 
     let mut bench = Bench {
         opts,
         caps: remote.caps(),
-        lanes: [remote.lane(), remote.lane()],
+        clients: [remote.client(), remote.client()],
         random: Random::new(opts.seed),
         names: Vec::new(),
     };
@@ -87,7 +87,7 @@ type Object = (Name, Vec<u8>);
 struct Bench<'a> {
     opts: &'a Opts,
     caps: Caps,
-    lanes: [Box<dyn Lane>; 2],
+    clients: [Box<dyn Client>; 2],
     random: Random,
     names: Vec<Name>,
 }
@@ -171,17 +171,17 @@ impl Bench<'_> {
         pieces
     }
 
-    fn put(&mut self, lane: usize, objects: &[Object]) -> Vec<Result<bool, Trouble>> {
+    fn put(&mut self, client: usize, objects: &[Object]) -> Vec<Result<bool, RemoteError>> {
         let deadline_ns = self.deadline_ns();
-        self.put_by(lane, objects, deadline_ns)
+        self.put_by(client, objects, deadline_ns)
     }
 
     fn put_by(
         &mut self,
-        lane: usize,
+        client: usize,
         objects: &[Object],
         deadline_ns: u64,
-    ) -> Vec<Result<bool, Trouble>> {
+    ) -> Vec<Result<bool, RemoteError>> {
         let mut puts = Puts::default();
         for (name, content) in objects {
             puts.object(*name);
@@ -192,17 +192,17 @@ impl Bench<'_> {
             }
         }
         // SAFETY: the parts are those of the objects, which are borrowed until it is done.
-        unsafe { self.lanes[lane].put(&mut puts, deadline_ns) };
+        unsafe { self.clients[client].put(&mut puts, deadline_ns) };
         puts.items.iter().map(|item| item.result).collect()
     }
 
     /// Fetches into so much room each, from an offset on.
     fn get(
         &mut self,
-        lane: usize,
+        client: usize,
         wanted: &[(Name, u64, usize)],
         deadline_ns: u64,
-    ) -> Result<Vec<Result<Vec<u8>, Trouble>>, String> {
+    ) -> Result<Vec<Result<Vec<u8>, RemoteError>>, String> {
         let mut gets = Gets::default();
         let mut rooms: Vec<Rooms> = Vec::new();
         for &(_, _, bytes) in wanted {
@@ -214,7 +214,7 @@ impl Bench<'_> {
             rooms.add_to(&mut gets);
         }
         // SAFETY: the parts are in the rooms, which nobody touches until it is done.
-        unsafe { self.lanes[lane].get(&mut gets, deadline_ns) };
+        unsafe { self.clients[client].get(&mut gets, deadline_ns) };
         let mut came = Vec::new();
         for ((item, rooms), &(_, _, room)) in gets.items.iter().zip(&rooms).zip(wanted) {
             let Some(mut bytes) = rooms.bytes() else {
@@ -234,32 +234,32 @@ impl Bench<'_> {
         Ok(came)
     }
 
-    fn get_one(&mut self, lane: usize, name: Name, room: usize) -> Result<Vec<u8>, String> {
+    fn get_one(&mut self, client: usize, name: Name, room: usize) -> Result<Vec<u8>, String> {
         let deadline_ns = self.deadline_ns();
-        let mut came = self.get(lane, &[(name, 0, room)], deadline_ns)?;
-        let one = came.pop().unwrap_or(Err(Trouble::Absent));
+        let mut came = self.get(client, &[(name, 0, room)], deadline_ns)?;
+        let one = came.pop().unwrap_or(Err(RemoteError::Absent));
         one.map_err(|trouble| format!("an object of up to {room} bytes: {trouble:?}"))
     }
 
-    fn ask(&mut self, names: &[Name]) -> Vec<Result<u64, Trouble>> {
-        let mut asks = asks_of(names);
+    fn ask(&mut self, names: &[Name]) -> Vec<Result<u64, RemoteError>> {
+        let mut queries = asks_of(names);
         let deadline_ns = self.deadline_ns();
-        self.lanes[1].ask(&mut asks, deadline_ns);
-        asks.items.iter().map(|item| item.result).collect()
+        self.clients[1].lookup(&mut queries, deadline_ns);
+        queries.items.iter().map(|item| item.result).collect()
     }
 
-    fn remove(&mut self, names: &[Name]) -> Vec<Result<u64, Trouble>> {
-        let mut asks = asks_of(names);
+    fn remove(&mut self, names: &[Name]) -> Vec<Result<u64, RemoteError>> {
+        let mut queries = asks_of(names);
         let deadline_ns = self.deadline_ns();
-        self.lanes[0].remove(&mut asks, deadline_ns);
-        asks.items.iter().map(|item| item.result).collect()
+        self.clients[0].remove(&mut queries, deadline_ns);
+        queries.items.iter().map(|item| item.result).collect()
     }
 }
 
-fn asks_of(names: &[Name]) -> Asks {
-    let mut asks = Asks::default();
-    names.iter().for_each(|&name| asks.name(name));
-    asks
+fn asks_of(names: &[Name]) -> Queries {
+    let mut queries = Queries::default();
+    names.iter().for_each(|&name| queries.name(name));
+    queries
 }
 
 fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, wanted: T) -> Result<(), String> {
@@ -279,7 +279,7 @@ fn same_bytes(what: &str, found: &[u8], wanted: &[u8]) -> Result<(), String> {
 
 fn greeting(bench: &mut Bench<'_>) -> Result<(), String> {
     let deadline_ns = bench.deadline_ns();
-    let server = bench.lanes[0].greet(deadline_ns).map_err(|error| error.to_string())?;
+    let server = bench.clients[0].greet(deadline_ns).map_err(|error| error.to_string())?;
     same("it says nothing of itself", server.words.is_empty(), false)
 }
 
@@ -334,8 +334,8 @@ fn first_wins(bench: &mut Bench<'_>) -> Result<(), String> {
     let second = bench.content(7000);
     same("the first put", bench.put(0, &[(name, first.clone())]), vec![Ok(false)])?;
     if bench.caps.first_wins {
-        for lane in [0, 1] {
-            same("a second put", bench.put(lane, &[(name, second.clone())]), vec![Ok(true)])?;
+        for client in [0, 1] {
+            same("a second put", bench.put(client, &[(name, second.clone())]), vec![Ok(true)])?;
         }
         same_bytes("after a second put", &bench.get_one(1, name, 9000)?, &first)?;
         let name = bench.name();
@@ -357,11 +357,11 @@ fn absent(bench: &mut Bench<'_>) -> Result<(), String> {
     let object = bench.object(3000);
     same("a put", bench.put(0, std::slice::from_ref(&object)), vec![Ok(false)])?;
     let names = [bench.name(), object.0, bench.name()];
-    let lengths = vec![Err(Trouble::Absent), Ok(3000), Err(Trouble::Absent)];
+    let lengths = vec![Err(RemoteError::Absent), Ok(3000), Err(RemoteError::Absent)];
     same("what is there", bench.ask(&names), lengths)?;
     let deadline_ns = bench.deadline_ns();
     let came = bench.get(0, &names.map(|name| (name, 0, 4000)), deadline_ns)?;
-    same("what came", came, vec![Err(Trouble::Absent), Ok(object.1), Err(Trouble::Absent)])
+    same("what came", came, vec![Err(RemoteError::Absent), Ok(object.1), Err(RemoteError::Absent)])
 }
 
 fn removed(bench: &mut Bench<'_>) -> Result<(), String> {
@@ -371,7 +371,7 @@ fn removed(bench: &mut Bench<'_>) -> Result<(), String> {
     let names = [objects[1].0, never];
     same("a removal", bench.remove(&names).iter().all(Result::is_ok), true)?;
     same("another one", bench.remove(&names).iter().all(Result::is_ok), true)?;
-    let gone = Err(Trouble::Absent);
+    let gone = Err(RemoteError::Absent);
     same("what is left", bench.ask(&[objects[0].0, names[0], never]), vec![Ok(100), gone, gone])?;
     same("a put of what was removed", bench.put(1, &objects[1..]), vec![Ok(false)])?;
     same_bytes("it", &bench.get_one(0, objects[1].0, 9000)?, &objects[1].1)
@@ -400,8 +400,8 @@ fn large(bench: &mut Bench<'_>) -> Result<(), String> {
     let came = bench.get(1, &wanted, deadline_ns)?;
     for (at, ((came, length), object)) in came.into_iter().zip(lengths).zip(&objects).enumerate() {
         if at % 7 == 0 {
-            same("an absent one of many", (came, length), (Err(Trouble::Absent), length))?;
-            same("its length", length, Err(Trouble::Absent))?;
+            same("an absent one of many", (came, length), (Err(RemoteError::Absent), length))?;
+            same("its length", length, Err(RemoteError::Absent))?;
             continue;
         }
         let came = came.map_err(|trouble| format!("object {at} of {count}: {trouble:?}"))?;
@@ -416,17 +416,17 @@ fn past(bench: &mut Bench<'_>) -> Result<(), String> {
     let objects = [bench.object(5000), bench.object(50)];
     same("puts", bench.put(0, &objects), vec![Ok(false); 2])?;
     let begun = bench.opts.clock.now_ns();
-    let late = vec![Err(Trouble::Late); 2];
+    let late = vec![Err(RemoteError::Timeout); 2];
     let other = [bench.object(5000), bench.object(50)];
-    same("puts", bench.put_by(0, &other, begun), vec![Err(Trouble::Late); 2])?;
+    same("puts", bench.put_by(0, &other, begun), vec![Err(RemoteError::Timeout); 2])?;
     let names = [objects[0].0, objects[1].0];
     let came = bench.get(0, &names.map(|name| (name, 0, 5000)), begun)?;
-    same("gets", came, vec![Err(Trouble::Late); 2])?;
-    let mut asks = asks_of(&names);
-    bench.lanes[0].ask(&mut asks, begun);
-    same("asks", asks.items.iter().map(|item| item.result).collect(), late.clone())?;
-    bench.lanes[0].remove(&mut asks, begun);
-    same("removals", asks.items.iter().map(|item| item.result).collect(), late)?;
+    same("gets", came, vec![Err(RemoteError::Timeout); 2])?;
+    let mut queries = asks_of(&names);
+    bench.clients[0].lookup(&mut queries, begun);
+    same("asks", queries.items.iter().map(|item| item.result).collect(), late.clone())?;
+    bench.clients[0].remove(&mut queries, begun);
+    same("removals", queries.items.iter().map(|item| item.result).collect(), late)?;
     let took = bench.opts.clock.now_ns() - begun;
     let most = if bench.opts.clock.is_manual() { PROMPT_NS } else { PROMPT_REAL_NS };
     same(&format!("five batches without time took {took} ns: prompt"), took < most, true)?;
@@ -441,8 +441,8 @@ fn too_long(bench: &mut Bench<'_>) -> Result<(), String> {
     let objects =
         [bench.object(10), bench.object(bench.caps.max_bytes as usize + 1), bench.object(20)];
     let said = bench.put(0, &objects);
-    same("puts", said, vec![Ok(false), Err(Trouble::TooLong), Ok(false)])?;
-    same("it is there", bench.ask(&[objects[1].0]), vec![Err(Trouble::Absent)])
+    same("puts", said, vec![Ok(false), Err(RemoteError::TooLong), Ok(false)])?;
+    same("it is there", bench.ask(&[objects[1].0]), vec![Err(RemoteError::Absent)])
 }
 
 fn tenants(bench: &mut Bench<'_>) -> Result<(), String> {
@@ -451,7 +451,7 @@ fn tenants(bench: &mut Bench<'_>) -> Result<(), String> {
     bench.names.push(own);
     let content = bench.content(600);
     same("everybody's", bench.put(0, &[(name, everybodys.clone())]), vec![Ok(false)])?;
-    same("before a tenant's own", bench.ask(&[own]), vec![Err(Trouble::Absent)])?;
+    same("before a tenant's own", bench.ask(&[own]), vec![Err(RemoteError::Absent)])?;
     same("a tenant's own", bench.put(0, &[(own, content.clone())]), vec![Ok(false)])?;
     same_bytes("everybody's", &bench.get_one(1, name, 1000)?, &everybodys)?;
     same_bytes("a tenant's own", &bench.get_one(1, own, 1000)?, &content)

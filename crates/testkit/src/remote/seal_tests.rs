@@ -2,14 +2,14 @@ use kvtier::base::clock::Clock;
 use kvtier::tier::remote::name::{HASH_BYTES, Name};
 use kvtier::tier::remote::seal::*;
 use kvtier::tier::remote::secret::Secret;
-use kvtier::tier::remote::{Lane, Remote};
+use kvtier::tier::remote::{Client, Remote};
 use proptest::prelude::*;
 
 use crate::remote::conformance::{Opts, conform};
 use crate::remote::simulated::{Fault, Plan, Simulated};
-use kvtier::tier::remote::{Asks, Gets, Puts, Trouble};
+use kvtier::tier::remote::{Gets, Puts, Queries, RemoteError};
 
-type Told<T> = std::result::Result<T, Trouble>;
+type Told<T> = std::result::Result<T, RemoteError>;
 
 const LONG: u64 = u64::MAX / 2;
 const FRAME: u64 = FRAME_BYTES as u64;
@@ -228,16 +228,16 @@ fn it_conforms() {
     }
 }
 
-fn put(lane: &mut dyn Lane, name: Name, content: &[u8]) -> Told<bool> {
+fn put(client: &mut dyn Client, name: Name, content: &[u8]) -> Told<bool> {
     let mut puts = Puts::default();
     puts.object(name);
     puts.part(content.as_ptr(), content.len() as u64);
     // SAFETY: the content lives.
-    unsafe { lane.put(&mut puts, LONG) };
+    unsafe { client.put(&mut puts, LONG) };
     puts.items[0].result
 }
 
-fn get(lane: &mut dyn Lane, name: Name, offset: u64, room: usize) -> Told<Vec<u8>> {
+fn get(client: &mut dyn Client, name: Name, offset: u64, room: usize) -> Told<Vec<u8>> {
     let mut memory = vec![0xAA; room];
     let mut gets = Gets::default();
     gets.object(name, offset);
@@ -245,7 +245,7 @@ fn get(lane: &mut dyn Lane, name: Name, offset: u64, room: usize) -> Told<Vec<u8
     gets.part(first.as_mut_ptr(), first.len() as u64);
     gets.part(rest.as_mut_ptr(), rest.len() as u64);
     // SAFETY: the memory lives, and nobody else has it.
-    unsafe { lane.get(&mut gets, LONG) };
+    unsafe { client.get(&mut gets, LONG) };
     let result = gets.items[0].result;
     if result.is_err() {
         assert!(memory.iter().all(|&byte| byte == 0xAA), "given out before it was checked");
@@ -256,45 +256,45 @@ fn get(lane: &mut dyn Lane, name: Name, offset: u64, room: usize) -> Told<Vec<u8
 #[test]
 fn what_the_remote_has_tells_nothing_and_takes_no_changes() {
     let (inner, sealed, _) = remote(Plan::default());
-    let mut lane = sealed.lane();
-    assert!(lane.greet(LONG).unwrap().words.contains("sealed"));
+    let mut client = sealed.client();
+    assert!(client.greet(LONG).unwrap().words.contains("sealed"));
     let plain = content(600_000);
-    assert_eq!(put(&mut *lane, name(1), &plain), Ok(false));
-    assert_eq!(put(&mut *lane, name(1), &plain), Ok(true));
-    assert_eq!(put(&mut *lane, name(2), &plain), Ok(false));
+    assert_eq!(put(&mut *client, name(1), &plain), Ok(false));
+    assert_eq!(put(&mut *client, name(1), &plain), Ok(true));
+    assert_eq!(put(&mut *client, name(2), &plain), Ok(false));
     let object = inner.object(&name(1)).unwrap();
     assert_eq!(object.len() as u64, sealed_bytes(600_000));
     assert!(!object.windows(16).any(|window| window == &plain[..16]));
     for (offset, room) in [(0, 600_000), (0, 10), (5, 300_000), (262_100, 100), (599_999, 50)] {
         let end = (offset + room).min(600_000);
-        let got = get(&mut *lane, name(1), offset as u64, room);
+        let got = get(&mut *client, name(1), offset as u64, room);
         assert_eq!(got.as_deref(), Ok(&plain[offset..end]), "{offset} + {room}");
     }
-    assert_eq!(get(&mut *lane, name(1), 600_000, 5), Ok(Vec::new()));
-    assert_eq!(get(&mut *lane, name(1), u64::MAX, 5), Ok(Vec::new()));
-    assert_eq!(get(&mut *lane, name(3), 0, 5), Err(Trouble::Absent));
+    assert_eq!(get(&mut *client, name(1), 600_000, 5), Ok(Vec::new()));
+    assert_eq!(get(&mut *client, name(1), u64::MAX, 5), Ok(Vec::new()));
+    assert_eq!(get(&mut *client, name(3), 0, 5), Err(RemoteError::Absent));
     // Its owner puts another object in its place, or changes it.
     inner.plant(name(1), inner.object(&name(2)).unwrap());
-    assert_eq!(get(&mut *lane, name(1), 0, 600_000), Err(Trouble::Damaged));
+    assert_eq!(get(&mut *client, name(1), 0, 600_000), Err(RemoteError::Damaged));
     let mut claims = object.clone();
     claims[24..32].copy_from_slice(&u64::MAX.to_le_bytes());
     for bad in [object[..300].to_vec(), plain[..80].to_vec(), vec![0; 7], claims] {
         inner.plant(name(1), bad);
         for room in [3, 100, 600_000] {
-            assert_eq!(get(&mut *lane, name(1), 0, room), Err(Trouble::Damaged));
+            assert_eq!(get(&mut *client, name(1), 0, room), Err(RemoteError::Damaged));
         }
     }
-    let mut asks = Asks::default();
-    asks.name(name(2));
-    lane.ask(&mut asks, LONG);
-    assert_eq!(asks.items[0].result, Ok(600_000));
+    let mut queries = Queries::default();
+    queries.name(name(2));
+    client.lookup(&mut queries, LONG);
+    assert_eq!(queries.items[0].result, Ok(600_000));
 }
 
 #[test]
 fn a_remote_that_lies_is_caught() {
     for fault in [Fault::Flip, Fault::Truncate, Fault::Reorder] {
         let (inner, sealed, _) = remote(Plan::default().often(fault, 500_000));
-        let mut lane = sealed.lane();
+        let mut client = sealed.client();
         let mut caught = 0;
         for round in 0..40u8 {
             // Two in a batch, so that they can be exchanged.
@@ -305,7 +305,7 @@ fn a_remote_that_lies_is_caught() {
                 puts.part(bytes.as_ptr(), bytes.len() as u64);
             }
             // SAFETY: both live.
-            unsafe { lane.put(&mut puts, LONG) };
+            unsafe { client.put(&mut puts, LONG) };
             let mut memory = [vec![0; 4000], vec![0; 4000]];
             let mut gets = Gets::default();
             for (number, memory) in (2 * round..).zip(&mut memory) {
@@ -313,11 +313,11 @@ fn a_remote_that_lies_is_caught() {
                 gets.part(memory.as_mut_ptr(), 4000);
             }
             // SAFETY: the memory lives, and nobody else has it.
-            unsafe { lane.get(&mut gets, LONG) };
+            unsafe { client.get(&mut gets, LONG) };
             for ((get, memory), wanted) in gets.items.iter().zip(&memory).zip([&a, &b]) {
                 match get.result {
                     Ok(bytes) => assert!(memory[..bytes as usize] == wanted[..], "{fault:?}"),
-                    Err(trouble) => caught += u32::from(trouble == Trouble::Damaged),
+                    Err(trouble) => caught += u32::from(trouble == RemoteError::Damaged),
                 }
             }
         }

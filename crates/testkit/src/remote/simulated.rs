@@ -9,7 +9,9 @@ use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
 use kvtier::base::status;
 use kvtier::base::sync::{Arc, Mutex};
-use kvtier::tier::remote::{Asks, Caps, Gets, Lane, Name, Part, Puts, Remote, Server, Trouble};
+use kvtier::tier::remote::{
+    Caps, Client, Gets, Name, Part, Puts, Queries, Remote, RemoteError, Server,
+};
 
 /// A thing that can go wrong with an item of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +67,7 @@ pub struct Plan {
     pub kib_ns: u64,
     /// What it likes and can.
     pub caps: Caps,
-    /// The most that it holds; what is more is refused as [`Trouble::Full`].
+    /// The most that it holds; what is more is refused as [`RemoteError::Full`].
     pub most_bytes: u64,
 }
 
@@ -77,7 +79,7 @@ impl Default for Plan {
             batch: 64,
             ranges: true,
             first_wins: true,
-            lane_bytes: 0,
+            client_bytes: 0,
         };
         Plan {
             per_million: [0; FAULTS],
@@ -183,7 +185,7 @@ impl Remote for Simulated {
         self.world.lock().plan.caps
     }
 
-    fn lane(&self) -> Box<dyn Lane> {
+    fn client(&self) -> Box<dyn Client> {
         Box::new(SimulatedLane { remote: self.clone() })
     }
 }
@@ -210,7 +212,7 @@ impl World {
     }
 
     /// What befalls any request before it is done. Late is not for this: it is done then.
-    fn before(&mut self, name: &Name) -> Result<(), Trouble> {
+    fn before(&mut self, name: &Name) -> Result<(), RemoteError> {
         if self.strikes(Fault::Down) {
             self.away = self.plan.down;
         }
@@ -222,17 +224,17 @@ impl World {
                     self.lost.push(name);
                 }
             }
-            return Err(Trouble::Gone);
+            return Err(RemoteError::Unreachable);
         }
         if self.away > 0 {
             self.away -= 1;
-            return Err(Trouble::Gone);
+            return Err(RemoteError::Unreachable);
         }
         if self.strikes(Fault::Lost) {
-            return Err(Trouble::Late);
+            return Err(RemoteError::Timeout);
         }
         if self.strikes(Fault::Denied) {
-            return Err(Trouble::Denied);
+            return Err(RemoteError::Denied);
         }
         if self.strikes(Fault::Forget) {
             self.drop_object(name);
@@ -251,17 +253,17 @@ impl World {
         }
     }
 
-    fn put(&mut self, name: &Name, bytes: Vec<u8>) -> Result<bool, Trouble> {
+    fn put(&mut self, name: &Name, bytes: Vec<u8>) -> Result<bool, RemoteError> {
         self.before(name)?;
         let room = self.plan.most_bytes.saturating_sub(self.bytes);
         if bytes.len() as u64 > self.plan.caps.max_bytes {
-            return Err(Trouble::TooLong);
+            return Err(RemoteError::TooLong);
         }
         if self.strikes(Fault::Full) || bytes.len() as u64 > room {
-            return Err(Trouble::Full);
+            return Err(RemoteError::Full);
         }
         if self.strikes(Fault::ReadOnly) {
-            return Err(Trouble::ReadOnly);
+            return Err(RemoteError::ReadOnly);
         }
         let is_there = self.plan.caps.first_wins && self.objects.contains_key(name);
         if self.strikes(Fault::Duplicate) && self.later.len() < MAX_LATER {
@@ -271,7 +273,7 @@ impl World {
             self.store(*name, bytes);
         }
         if self.strikes(Fault::Late) {
-            return Err(Trouble::Late);
+            return Err(RemoteError::Timeout);
         }
         if !is_there {
             self.acknowledged.push(*name);
@@ -282,15 +284,15 @@ impl World {
     }
 
     /// What is answered when an object is asked for.
-    fn answer(&mut self, name: &Name) -> Result<Vec<u8>, Trouble> {
+    fn answer(&mut self, name: &Name) -> Result<Vec<u8>, RemoteError> {
         self.before(name)?;
         if self.strikes(Fault::Late) {
-            return Err(Trouble::Late);
+            return Err(RemoteError::Timeout);
         }
         if self.strikes(Fault::Stale) {
-            return Err(Trouble::Absent);
+            return Err(RemoteError::Absent);
         }
-        let mut bytes = self.objects.get(name).ok_or(Trouble::Absent)?.clone();
+        let mut bytes = self.objects.get(name).ok_or(RemoteError::Absent)?.clone();
         let mut for_good = false;
         if !bytes.is_empty() && self.strikes(Fault::Flip) {
             let bit = self.random.below(bytes.len() as u64 * 8);
@@ -324,8 +326,8 @@ impl SimulatedLane {
         &self,
         names: &[Name],
         deadline_ns: u64,
-        mut item: impl FnMut(&mut World, usize, &Name) -> (Result<T, Trouble>, u64),
-    ) -> Vec<Result<T, Trouble>> {
+        mut item: impl FnMut(&mut World, usize, &Name) -> (Result<T, RemoteError>, u64),
+    ) -> Vec<Result<T, RemoteError>> {
         let mut world = self.remote.world.lock();
         let clock = &self.remote.clock;
         if clock.now_ns() < deadline_ns && !names.is_empty() {
@@ -334,24 +336,24 @@ impl SimulatedLane {
         let mut results = Vec::with_capacity(names.len());
         for (at, name) in names.iter().enumerate() {
             if clock.now_ns() >= deadline_ns {
-                results.push(Err(Trouble::Late));
+                results.push(Err(RemoteError::Timeout));
                 continue;
             }
             world.deliver_later();
             let (result, bytes) = item(&mut world, at, name);
             clock.advance(bytes.div_ceil(1024).saturating_mul(world.plan.kib_ns));
             let now = clock.now_ns();
-            let late = matches!(result, Err(Trouble::Late)) || now > deadline_ns;
+            let late = matches!(result, Err(RemoteError::Timeout)) || now > deadline_ns;
             if late {
                 clock.advance(deadline_ns.saturating_sub(now));
             }
-            results.push(if late { Err(Trouble::Late) } else { result });
+            results.push(if late { Err(RemoteError::Timeout) } else { result });
         }
         results
     }
 
     /// Answers that go to items that did not ask for them.
-    fn mix_up<T>(&self, results: &mut [Result<T, Trouble>]) {
+    fn mix_up<T>(&self, results: &mut [Result<T, RemoteError>]) {
         let mut world = self.remote.world.lock();
         for at in 1..results.len() {
             if world.strikes(Fault::Reorder) {
@@ -362,11 +364,11 @@ impl SimulatedLane {
     }
 }
 
-impl Lane for SimulatedLane {
+impl Client for SimulatedLane {
     fn greet(&mut self, deadline_ns: u64) -> status::Result<Server> {
         let nobody = [Name { tenant: 0, hash: [0; 20] }];
         let done = self.each(&nobody, deadline_ns, |world, _, name| (world.before(name), 0));
-        done.into_iter().collect::<Result<Vec<()>, Trouble>>()?;
+        done.into_iter().collect::<Result<Vec<()>, RemoteError>>()?;
         Ok(Server { words: "simulated".to_string(), warnings: Vec::new() })
     }
 
@@ -408,17 +410,17 @@ impl Lane for SimulatedLane {
         puts.items.iter_mut().zip(results).for_each(|(item, result)| item.result = result);
     }
 
-    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64) {
-        let names: Vec<Name> = asks.items.iter().map(|item| item.name).collect();
+    fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        let names: Vec<Name> = queries.items.iter().map(|item| item.name).collect();
         let mut results = self.each(&names, deadline_ns, |world, _, name| {
             (world.answer(name).map(|bytes| bytes.len() as u64), 0)
         });
         self.mix_up(&mut results);
-        asks.items.iter_mut().zip(results).for_each(|(item, result)| item.result = result);
+        queries.items.iter_mut().zip(results).for_each(|(item, result)| item.result = result);
     }
 
-    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64) {
-        let names: Vec<Name> = asks.items.iter().map(|item| item.name).collect();
+    fn remove(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        let names: Vec<Name> = queries.items.iter().map(|item| item.name).collect();
         let results = self.each(&names, deadline_ns, |world, _, name| {
             let done = world.before(name);
             if done.is_ok() {
@@ -426,7 +428,7 @@ impl Lane for SimulatedLane {
             }
             (done.map(|()| 0), 0)
         });
-        asks.items.iter_mut().zip(results).for_each(|(item, result)| item.result = result);
+        queries.items.iter_mut().zip(results).for_each(|(item, result)| item.result = result);
     }
 }
 

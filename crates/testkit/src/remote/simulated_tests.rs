@@ -7,7 +7,7 @@ use kvtier::format::record::Chunk;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::tier::remote::name::Names;
-use kvtier::tier::remote::object::{CellFrom, Object, Place, PlaneFrom, Sink, Verdict};
+use kvtier::tier::remote::object::{CellSource, Object, Place, PlaneSource, Sink, Verdict};
 use kvtier::tier::remote::shape::Shape;
 
 const SECOND: u64 = 1_000_000_000;
@@ -54,19 +54,19 @@ fn a_failover_tells_what_it_lost() {
     let clock = Clock::manual(0);
     let plan = Plan { lag: 2, ..Plan::default() };
     let remote = Simulated::new(1, plan, clock);
-    let mut lane = remote.lane();
+    let mut client = remote.client();
     let mut puts = Puts::default();
     for i in 0..4 {
         puts.object(Name { tenant: 0, hash: [i; 20] });
         puts.part([i; 1].as_ptr(), 0);
     }
     // SAFETY: no part has bytes.
-    unsafe { lane.put(&mut puts, SECOND) };
+    unsafe { client.put(&mut puts, SECOND) };
     remote.set_plan(plan.often(Fault::Failover, 1_000_000));
-    let mut asks = Asks::default();
-    asks.name(Name { tenant: 0, hash: [0; 20] });
-    lane.ask(&mut asks, SECOND);
-    assert_eq!(asks.items[0].result, Err(Trouble::Gone));
+    let mut queries = Queries::default();
+    queries.name(Name { tenant: 0, hash: [0; 20] });
+    client.lookup(&mut queries, SECOND);
+    assert_eq!(queries.items[0].result, Err(RemoteError::Unreachable));
     let lost = remote.take_lost();
     assert_eq!(lost.iter().map(|name| name.hash[0]).collect::<Vec<_>>(), [2, 3]);
     assert_eq!((remote.names().len(), remote.take_lost().len()), (2, 0));
@@ -77,7 +77,7 @@ type Memory = (Vec<u8>, Vec<Vec<u8>>, Vec<Place>);
 
 /// Stores and fetches objects of chunks whose content follows from their number.
 struct Driver {
-    lane: Box<dyn Lane>,
+    client: Box<dyn Client>,
     clock: Clock,
     random: Random,
     shape: Shape,
@@ -94,7 +94,7 @@ impl Driver {
         let keys = ObjectKeys::new(&Key([1; 32]), &Fingerprint([2; 32]), None);
         let names = Names::new(keys, 0, Codec::None, false);
         let random = Random::new(seed ^ 0x5EED);
-        Driver { lane: remote.lane(), clock, random, shape, names }
+        Driver { client: remote.client(), clock, random, shape, names }
     }
 
     fn chunk(number: u8) -> Chunk {
@@ -144,12 +144,12 @@ impl Driver {
     }
 
     fn ask(&mut self, which: &[(u8, usize)], deadline_ns: u64) -> String {
-        let mut asks = Asks::default();
+        let mut queries = Queries::default();
         for &(number, object) in which {
-            asks.name(self.object(number, object).1);
+            queries.name(self.object(number, object).1);
         }
-        self.lane.ask(&mut asks, deadline_ns);
-        format!("{:?}", asks.items.iter().map(|item| item.result).collect::<Vec<_>>())
+        self.client.lookup(&mut queries, deadline_ns);
+        format!("{:?}", queries.items.iter().map(|item| item.result).collect::<Vec<_>>())
     }
 
     fn put(&mut self, which: &[(u8, usize)], deadline_ns: u64) -> String {
@@ -170,22 +170,22 @@ impl Driver {
         }
         for ((&(number, object), planes), header) in which.iter().zip(&contents).zip(&mut headers) {
             let (it, name) = self.object(number, object);
-            let from: Vec<PlaneFrom> = planes
+            let from: Vec<PlaneSource> = planes
                 .iter()
-                .map(|p| PlaneFrom { address: p.as_ptr(), bytes: p.len() as u64, sum: None })
+                .map(|p| PlaneSource { address: p.as_ptr(), bytes: p.len() as u64, sum: None })
                 .collect();
             let mut rest = &from[..];
             let mut cells = Vec::new();
             for cell in self.shape.cells(object) {
                 let (planes, after) = rest.split_at(cell.planes().len());
-                cells.push(CellFrom { codec: Codec::None, planes });
+                cells.push(CellSource { codec: Codec::None, planes });
                 rest = after;
             }
             // SAFETY: planes and headers live until the put is done.
             unsafe { it.put(name, &cells, header, &mut puts) }.unwrap();
         }
         // SAFETY: as above.
-        unsafe { self.lane.put(&mut puts, deadline_ns) };
+        unsafe { self.client.put(&mut puts, deadline_ns) };
         format!("{:?}", puts.items.iter().map(|item| item.result).collect::<Vec<_>>())
     }
 
@@ -211,7 +211,7 @@ impl Driver {
             memory.push((header, planes, places));
         }
         // SAFETY: all the memory lives on, and is only looked at afterwards.
-        unsafe { self.lane.get(&mut gets, deadline_ns) };
+        unsafe { self.client.get(&mut gets, deadline_ns) };
         let mut said = String::new();
         for ((&(number, object), item), memory) in which.iter().zip(&gets.items).zip(&memory) {
             let (header, planes, places) = memory;

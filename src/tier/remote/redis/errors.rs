@@ -1,6 +1,6 @@
 //! What the errors of a server mean.
 
-use crate::tier::remote::Trouble;
+use crate::tier::remote::RemoteError;
 use crate::tier::remote::redis::url::Address;
 
 /// Most characters of a server's words that are shown.
@@ -8,11 +8,11 @@ const MAX_WORDS: usize = 160;
 
 /// What an error asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Said {
+pub enum ErrorReply {
     /// It is what it is.
-    Trouble(Trouble),
+    Error(RemoteError),
     /// It may be gone a moment later.
-    Again,
+    Retry,
     /// Another node has it from now on; no host = that of the node which said so.
     Moved(Option<Address>),
     /// Another node has it just this once.
@@ -20,21 +20,23 @@ pub enum Said {
 }
 
 /// What an error means; `here` is the node that said so.
-pub fn meaning(words: &[u8], here: &Address) -> Said {
+pub fn meaning(words: &[u8], here: &Address) -> ErrorReply {
     let mut each = words.split(|&byte| byte == b' ');
     let first = each.next().unwrap_or_default();
-    let trouble = match first {
-        b"MOVED" => return Said::Moved(each.nth(1).and_then(|at| Address::of_node(at, here))),
-        b"ASK" => return Said::Ask(each.nth(1).and_then(|at| Address::of_node(at, here))),
-        b"TRYAGAIN" | b"CLUSTERDOWN" => return Said::Again,
-        b"LOADING" | b"MASTERDOWN" | b"BUSY" | b"NOREPLICAS" => Trouble::Later,
-        b"OOM" => Trouble::Full,
-        b"READONLY" | b"MISCONF" => Trouble::ReadOnly,
-        b"NOAUTH" | b"WRONGPASS" | b"NOPERM" | b"DENIED" => Trouble::Denied,
-        _ if words.starts_with(b"ERR max number of clients") => Trouble::Later,
-        _ => Trouble::Nonsense,
+    let error = match first {
+        b"MOVED" => {
+            return ErrorReply::Moved(each.nth(1).and_then(|at| Address::of_node(at, here)));
+        }
+        b"ASK" => return ErrorReply::Ask(each.nth(1).and_then(|at| Address::of_node(at, here))),
+        b"TRYAGAIN" | b"CLUSTERDOWN" => return ErrorReply::Retry,
+        b"LOADING" | b"MASTERDOWN" | b"BUSY" | b"NOREPLICAS" => RemoteError::Busy,
+        b"OOM" => RemoteError::Full,
+        b"READONLY" | b"MISCONF" => RemoteError::ReadOnly,
+        b"NOAUTH" | b"WRONGPASS" | b"NOPERM" | b"DENIED" => RemoteError::Denied,
+        _ if words.starts_with(b"ERR max number of clients") => RemoteError::Busy,
+        _ => RemoteError::Malformed,
     };
-    Said::Trouble(trouble)
+    ErrorReply::Error(error)
 }
 
 /// Whether a server does not know a command.
@@ -69,24 +71,24 @@ mod tests {
         let here = Address { host: "me".into(), port: 7000 };
         let of = |words: &str| meaning(words.as_bytes(), &here);
         let at = |host: &str, port| Some(Address { host: host.into(), port });
-        assert_eq!(of("MOVED 3999 127.0.0.1:6381"), Said::Moved(at("127.0.0.1", 6381)));
-        assert_eq!(of("MOVED 3999 :6381"), Said::Moved(at("me", 6381)));
-        assert_eq!(of("ASK 1 ::1:6381"), Said::Ask(at("::1", 6381)));
-        assert_eq!(of("ASK 1 there"), Said::Ask(None));
-        assert_eq!(of("MOVED"), Said::Moved(None));
-        assert_eq!(of("TRYAGAIN x"), Said::Again);
-        for (words, trouble) in [
-            ("OOM command not allowed", Trouble::Full),
-            ("READONLY You can't write", Trouble::ReadOnly),
-            ("MISCONF Redis is configured", Trouble::ReadOnly),
-            ("NOAUTH Authentication required.", Trouble::Denied),
-            ("NOPERM no", Trouble::Denied),
-            ("LOADING", Trouble::Later),
-            ("ERR max number of clients reached", Trouble::Later),
-            ("WRONGTYPE Operation", Trouble::Nonsense),
-            ("", Trouble::Nonsense),
+        assert_eq!(of("MOVED 3999 127.0.0.1:6381"), ErrorReply::Moved(at("127.0.0.1", 6381)));
+        assert_eq!(of("MOVED 3999 :6381"), ErrorReply::Moved(at("me", 6381)));
+        assert_eq!(of("ASK 1 ::1:6381"), ErrorReply::Ask(at("::1", 6381)));
+        assert_eq!(of("ASK 1 there"), ErrorReply::Ask(None));
+        assert_eq!(of("MOVED"), ErrorReply::Moved(None));
+        assert_eq!(of("TRYAGAIN x"), ErrorReply::Retry);
+        for (words, error) in [
+            ("OOM command not allowed", RemoteError::Full),
+            ("READONLY You can't write", RemoteError::ReadOnly),
+            ("MISCONF Redis is configured", RemoteError::ReadOnly),
+            ("NOAUTH Authentication required.", RemoteError::Denied),
+            ("NOPERM no", RemoteError::Denied),
+            ("LOADING", RemoteError::Busy),
+            ("ERR max number of clients reached", RemoteError::Busy),
+            ("WRONGTYPE Operation", RemoteError::Malformed),
+            ("", RemoteError::Malformed),
         ] {
-            assert_eq!(of(words), Said::Trouble(trouble), "{words}");
+            assert_eq!(of(words), ErrorReply::Error(error), "{words}");
         }
     }
 

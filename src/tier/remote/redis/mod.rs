@@ -7,16 +7,16 @@
 //! In a cluster a batch is split by node; all nodes are talked to at the same time, so that one
 //! which is gone costs its own objects alone.
 
+mod client;
 mod command;
+mod connection;
 mod errors;
-mod greeting;
-mod lane;
+mod info;
 mod node;
+mod operation;
 pub mod resp;
 pub mod slots;
 pub mod url;
-mod wire;
-mod work;
 
 use crate::base::clock::Clock;
 use crate::base::status::Result;
@@ -27,11 +27,12 @@ use crate::io::tls::Trust;
 use crate::io::tls_opts::TLS_BYTES;
 pub use crate::io::tls_opts::TlsOpts;
 use crate::tier::remote::name::Prefix;
-use crate::tier::remote::redis::lane::RedisLane;
-use crate::tier::remote::redis::slots::Map;
+use crate::tier::remote::redis::client::RedisClient;
+use crate::tier::remote::redis::slots::SlotCache;
 use crate::tier::remote::redis::url::{Address, Url};
 use crate::tier::remote::secret::Secret;
-use crate::tier::remote::{Caps, Lane, Publish, Remote, Tally};
+use crate::tier::remote::url::trust;
+use crate::tier::remote::{Caps, Client, Publish, Remote, Tally};
 
 /// Most bytes of an object.
 const MAX_BYTES: u64 = 8 << 20;
@@ -100,7 +101,7 @@ pub struct Redis(Arc<Shared>);
 struct Shared {
     settings: Settings,
     clock: Clock,
-    map: Map,
+    map: SlotCache,
     tally: Counts,
 }
 
@@ -164,7 +165,8 @@ impl Redis {
         if opts.replicas && !opts.cluster {
             fail!(Spec, "replicas are known of clusters only (cluster=true)");
         }
-        let trust = trust(&url, &opts.tls)?;
+        let hosts = url.seeds.iter().map(|seed| &*seed.host);
+        let trust = trust(url.is_tls, hosts, &opts.tls, ["rediss", "redis"])?;
         if opts.wait > MAX_WAIT {
             fail!(Limit, "{} replicas to wait for, {MAX_WAIT} can be", opts.wait);
         }
@@ -185,29 +187,16 @@ impl Redis {
             wait: opts.wait,
             connect_ns: opts.connect_ns,
         };
-        let (map, tally) = (Map::default(), Counts::default());
+        let (map, tally) = (SlotCache::default(), Counts::default());
         Ok(Redis(Arc::new(Shared { settings, clock, map, tally })))
     }
 
     /// What appends entries to the stream of events, by a deadline each; about so many are kept
     /// there.
     pub fn publisher(&self, most: u64) -> Publish {
-        let mut lane = RedisLane::new(self.0.clone());
-        Box::new(move |fields, deadline_ns| lane.tell(fields, most, deadline_ns))
+        let mut client = RedisClient::new(self.0.clone());
+        Box::new(move |fields, deadline_ns| client.publish(fields, most, deadline_ns))
     }
-}
-
-/// Who is trusted to be the servers of a URL; None = there is no TLS.
-fn trust(url: &Url, opts: &TlsOpts) -> Result<Option<Trust>> {
-    if !url.is_safe {
-        if *opts != TlsOpts::default() {
-            fail!(Spec, "TLS is for rediss://, and the URL begins with redis://");
-        }
-        return Ok(None);
-    }
-    let trust = Trust::open(opts)?;
-    url.seeds.iter().try_for_each(|seed| trust.check(&seed.host))?;
-    Ok(Some(trust))
 }
 
 impl Remote for Redis {
@@ -221,12 +210,12 @@ impl Remote for Redis {
             batch: BATCH,
             ranges: true,
             first_wins: true,
-            lane_bytes: nodes * conn_bytes,
+            client_bytes: nodes * conn_bytes,
         }
     }
 
-    fn lane(&self) -> Box<dyn Lane> {
-        Box::new(RedisLane::new(self.0.clone()))
+    fn client(&self) -> Box<dyn Client> {
+        Box::new(RedisClient::new(self.0.clone()))
     }
 
     fn tally(&self) -> Tally {

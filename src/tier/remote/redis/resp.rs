@@ -1,6 +1,8 @@
 //! What a server says, in RESP2 and RESP3: read as it comes, with a limit on everything. The
 //! body of an object is not kept here: whoever asked for it takes it where it belongs.
 
+use crate::tier::remote::fault::Malformed;
+
 /// Longest line.
 pub const MAX_LINE_BYTES: usize = 64 << 10;
 /// Deepest nesting.
@@ -49,10 +51,6 @@ pub enum Reply {
     /// All of the object has come.
     End,
 }
-
-/// It is no RESP, or more than was asked for. What follows means nothing any more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Nonsense(pub &'static str);
 
 /// Reads what a server says.
 pub struct Reader {
@@ -154,7 +152,7 @@ impl Reader {
     }
 
     /// The next of what has come; None = more has to come, or an object to be taken.
-    pub fn next(&mut self, want: Want) -> Result<Option<Reply>, Nonsense> {
+    pub fn next(&mut self, want: Want) -> Result<Option<Reply>, Malformed> {
         loop {
             let value = if let Some(left) = self.body {
                 if left > 0 || !self.tail()? {
@@ -186,18 +184,18 @@ impl Reader {
     }
 
     /// Where the next line is, without its end.
-    fn line(&mut self) -> Result<Option<(usize, usize)>, Nonsense> {
+    fn line(&mut self) -> Result<Option<(usize, usize)>, Malformed> {
         let here = &self.buffer[self.start..self.end];
         let Some(at) = here[self.scanned..].iter().position(|&byte| byte == b'\n') else {
             self.scanned = here.len();
             if here.len() > MAX_LINE_BYTES {
-                return Err(Nonsense("a line that is none, or too long"));
+                return Err(Malformed("a line that is none, or too long"));
             }
             return Ok(None);
         };
         let at = self.scanned + at;
         if at < 2 || here[at - 1] != b'\r' || at > MAX_LINE_BYTES {
-            return Err(Nonsense("a line that is none, or too long"));
+            return Err(Malformed("a line that is none, or too long"));
         }
         let from = self.start;
         self.start += at + 1;
@@ -206,18 +204,18 @@ impl Reader {
     }
 
     /// Takes the end of a bulk; false = it has not come.
-    fn tail(&mut self) -> Result<bool, Nonsense> {
+    fn tail(&mut self) -> Result<bool, Malformed> {
         match &self.buffer[self.start..self.end] {
             [b'\r', b'\n', ..] => {
                 self.start += 2;
                 Ok(true)
             }
             [] | [b'\r'] => Ok(false),
-            _ => Err(Nonsense("a bulk of another length")),
+            _ => Err(Malformed("a bulk of another length")),
         }
     }
 
-    fn begin(&mut self, from: usize, to: usize, want: Want) -> Result<Begun, Nonsense> {
+    fn begin(&mut self, from: usize, to: usize, want: Want) -> Result<Begun, Malformed> {
         let (kind, text) = (self.buffer[from], &self.buffer[from + 1..to]);
         let is_aside = matches!(kind, b'>' | b'|');
         // What stands beside an answer has a limit of its own.
@@ -227,7 +225,7 @@ impl Reader {
         };
         self.held += VALUE_BYTES + text.len();
         if self.held > most {
-            return Err(Nonsense("more than was asked for"));
+            return Err(Malformed("more than was asked for"));
         }
         let is_word = !matches!(want, Want::Value(_)) && self.stack.is_empty();
         let value = match kind {
@@ -243,38 +241,40 @@ impl Reader {
                     Want::Body(most) if kind == b'$' && self.stack.is_empty() => {
                         self.held = 0;
                         return if bytes > most {
-                            Err(Nonsense("an object that is longer than was asked for"))
+                            Err(Malformed("an object that is longer than was asked for"))
                         } else {
                             Ok(Begun::Body(bytes))
                         };
                     }
-                    _ if is_word && kind != b'!' => return Err(Nonsense("not what was asked for")),
+                    _ if is_word && kind != b'!' => {
+                        return Err(Malformed("not what was asked for"));
+                    }
                     _ => {}
                 }
                 if bytes > (most - self.held) as u64 {
-                    return Err(Nonsense("more than was asked for"));
+                    return Err(Malformed("more than was asked for"));
                 }
                 let bytes = bytes as usize;
                 self.held += bytes;
                 self.bulk = Some(Bulk { text: Vec::new(), bytes, is_error: kind == b'!' });
                 return Ok(Begun::More);
             }
-            b'>' if !self.stack.is_empty() => return Err(Nonsense("a push inside an answer")),
+            b'>' if !self.stack.is_empty() => return Err(Malformed("a push inside an answer")),
             b'*' | b'%' | b'~' | b'>' | b'|' => {
                 if is_word && !is_aside {
-                    return Err(Nonsense("not what was asked for"));
+                    return Err(Malformed("not what was asked for"));
                 }
                 let each = if matches!(kind, b'%' | b'|') { 2 } else { 1 };
                 return self.open(length(text)?.saturating_mul(each), is_aside);
             }
-            _ => return Err(Nonsense("a line of no kind that is known")),
+            _ => return Err(Malformed("a line of no kind that is known")),
         };
         Ok(Begun::Value(value))
     }
 
-    fn open(&mut self, count: u64, is_aside: bool) -> Result<Begun, Nonsense> {
+    fn open(&mut self, count: u64, is_aside: bool) -> Result<Begun, Malformed> {
         if count > MAX_LIST as u64 || self.stack.len() >= MAX_DEPTH {
-            return Err(Nonsense("a list that is too long or too deep"));
+            return Err(Malformed("a list that is too long or too deep"));
         }
         if count > 0 {
             self.stack.push(Level { values: Vec::new(), left: count as usize, is_aside });
@@ -285,7 +285,7 @@ impl Reader {
     }
 
     /// More of a text; the text, if that was all.
-    fn rest_of_bulk(&mut self) -> Result<Option<Value>, Nonsense> {
+    fn rest_of_bulk(&mut self) -> Result<Option<Value>, Malformed> {
         let Some(bulk) = &mut self.bulk else { return Ok(None) };
         let bytes = (self.end - self.start).min(bulk.bytes - bulk.text.len());
         bulk.text.extend_from_slice(&self.buffer[self.start..self.start + bytes]);
@@ -342,13 +342,13 @@ impl Value {
     }
 }
 
-fn number(text: &[u8]) -> Result<i64, Nonsense> {
+fn number(text: &[u8]) -> Result<i64, Malformed> {
     let parsed = std::str::from_utf8(text).ok().and_then(|text| text.parse().ok());
-    parsed.ok_or(Nonsense("a number that is none"))
+    parsed.ok_or(Malformed("a number that is none"))
 }
 
-fn length(text: &[u8]) -> Result<u64, Nonsense> {
-    u64::try_from(number(text)?).map_err(|_| Nonsense("a length that is none"))
+fn length(text: &[u8]) -> Result<u64, Malformed> {
+    u64::try_from(number(text)?).map_err(|_| Malformed("a length that is none"))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use super::*;
 
 /// All that is read when bytes come in steps; bodies as texts.
-fn read(bytes: &[u8], want: Want, step: usize) -> Result<Vec<Value>, Nonsense> {
+fn read(bytes: &[u8], want: Want, step: usize) -> Result<Vec<Value>, Malformed> {
     let (mut reader, mut replies, mut body) = (Reader::default(), Vec::new(), Vec::new());
     let mut rest = bytes;
     loop {
@@ -33,7 +33,7 @@ fn read(bytes: &[u8], want: Want, step: usize) -> Result<Vec<Value>, Nonsense> {
     }
 }
 
-fn all(bytes: &[u8], want: Want) -> Result<Vec<Value>, Nonsense> {
+fn all(bytes: &[u8], want: Want) -> Result<Vec<Value>, Malformed> {
     let whole = read(bytes, want, bytes.len().max(1));
     for step in [1, 2, 3, 5, 17] {
         assert_eq!(read(bytes, want, step), whole, "in steps of {step}");

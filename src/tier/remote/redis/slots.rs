@@ -18,7 +18,7 @@ const CRC: [u16; 256] = table();
 
 /// Who has which slot.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Slots {
+pub struct SlotMap {
     /// All nodes, those that only follow another one, too.
     pub nodes: Vec<Address>,
     of: Vec<u16>,
@@ -27,18 +27,19 @@ pub struct Slots {
 }
 
 /// What all lanes of a remote know of the slots.
-pub struct Map(Mutex<Known>);
+pub struct SlotCache(Mutex<Known>);
 
 struct Known {
-    slots: Option<Arc<Slots>>,
+    slots: Option<Arc<SlotMap>>,
     is_stale: bool,
     asked_ns: u64,
 }
 
-impl Slots {
+impl SlotMap {
     /// Reads what `CLUSTER SLOTS` gave; `here` is the node that said so. None = it means nothing.
-    pub fn read(reply: &Value, here: &Address) -> Option<Slots> {
-        let mut slots = Slots { nodes: Vec::new(), of: vec![NOBODY; SLOTS], followers: Vec::new() };
+    pub fn read(reply: &Value, here: &Address) -> Option<SlotMap> {
+        let mut slots =
+            SlotMap { nodes: Vec::new(), of: vec![NOBODY; SLOTS], followers: Vec::new() };
         for run in reply.list()? {
             let [Value::Number(first), Value::Number(last), nodes @ ..] = run.list()? else {
                 return None;
@@ -99,15 +100,15 @@ impl Slots {
     }
 }
 
-impl Default for Map {
-    fn default() -> Map {
-        Map(Mutex::new(Known { slots: None, is_stale: false, asked_ns: 0 }))
+impl Default for SlotCache {
+    fn default() -> SlotCache {
+        SlotCache(Mutex::new(Known { slots: None, is_stale: false, asked_ns: 0 }))
     }
 }
 
-impl Map {
+impl SlotCache {
     /// What is known.
-    pub fn get(&self) -> Option<Arc<Slots>> {
+    pub fn get(&self) -> Option<Arc<SlotMap>> {
         self.0.lock().slots.clone()
     }
 
@@ -129,7 +130,7 @@ impl Map {
     }
 
     /// Replaces what is known.
-    pub fn put(&self, slots: Arc<Slots>) {
+    pub fn put(&self, slots: Arc<SlotMap>) {
         let mut known = self.0.lock();
         known.slots = Some(slots);
         known.is_stale = false;
@@ -206,7 +207,7 @@ mod tests {
             run(0, 99, vec![node("a", 1), node("b", 2)]),
             run(100, 16383, vec![node("", 3)]),
         ]);
-        let slots = Slots::read(&reply, &here).unwrap();
+        let slots = SlotMap::read(&reply, &here).unwrap();
         assert_eq!(slots.nodes.len(), 3);
         assert_eq!(slots.nodes[slots.node_of(99).unwrap()].port, 1);
         assert_eq!((slots.followers_of(0), slots.followers_of(1)), (&[1][..], &[][..]));
@@ -226,20 +227,20 @@ mod tests {
             Value::List(vec![run(0, 5, vec![node("a", 99999)])]),
             Value::List((0..2000).map(|n| run(0, 5, vec![node("a", n + 1)])).collect()),
         ] {
-            assert_eq!(Slots::read(&bad, &here), None);
+            assert_eq!(SlotMap::read(&bad, &here), None);
         }
     }
 
     #[cfg(not(feature = "shuttle"))]
     #[test]
     fn one_lane_asks_for_all() {
-        let map = Map::default();
+        let map = SlotCache::default();
         let claim = |now_ns| map.claim(now_ns, u64::MAX);
         assert!(!claim(REFRESH_NS));
         map.doubt();
         assert!(claim(REFRESH_NS) && !claim(REFRESH_NS * 2 - 1));
         assert!(claim(REFRESH_NS * 2));
-        let slots = Slots { nodes: Vec::new(), of: Vec::new(), followers: Vec::new() };
+        let slots = SlotMap { nodes: Vec::new(), of: Vec::new(), followers: Vec::new() };
         map.put(Arc::new(slots));
         assert!(map.get().is_some() && !claim(REFRESH_NS * 9));
         // One that ages.

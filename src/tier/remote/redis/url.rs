@@ -1,13 +1,13 @@
 //! Where a server is: `redis://[user@]host[:port][,host[:port]...][/db]`, `rediss://` with TLS.
 
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::tier::remote::url::{host_and_port, is_host};
 
 const PORT: u16 = 6379;
 /// Most hosts that a URL names.
 pub const MAX_SEEDS: usize = 8;
-const MAX_HOST_BYTES: usize = 253;
 const MAX_USER_BYTES: usize = 128;
 const MAX_DB: u32 = 65535;
 
@@ -24,7 +24,7 @@ pub struct Address {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Url {
     /// With TLS.
-    pub is_safe: bool,
+    pub is_tls: bool,
     /// Whom to connect as.
     pub user: Option<String>,
     /// Nodes that are asked first; one, unless it is a cluster.
@@ -59,7 +59,7 @@ impl Url {
     /// Reads a URL. What is wrong is said without repeating the part before an `@`, which may be
     /// a password that somebody put there.
     pub fn parse(text: &str) -> Result<Url> {
-        let (is_safe, rest) = match text.split_once("://") {
+        let (is_tls, rest) = match text.split_once("://") {
             Some(("redis", rest)) => (false, rest),
             Some(("rediss", rest)) => (true, rest),
             Some(_) => {
@@ -83,7 +83,7 @@ impl Url {
         if seeds.len() > MAX_SEEDS {
             fail!(Limit, "a URL names {MAX_SEEDS} hosts at most");
         }
-        Ok(Url { is_safe, user, seeds, db })
+        Ok(Url { is_tls, user, seeds, db })
     }
 }
 
@@ -117,43 +117,8 @@ fn db_of(text: &str) -> Result<u32> {
 }
 
 fn address(text: &str) -> Result<Address> {
-    let wrong = |what: &str| Error::new(Status::Spec, format!("the URL of a Redis server: {what}"));
-    let (host, port) = match text.strip_prefix('[') {
-        Some(rest) => {
-            let (host, rest) = rest.split_once(']').ok_or_else(|| wrong("a '[' is not closed"))?;
-            if host.parse::<std::net::Ipv6Addr>().is_err() {
-                return Err(wrong("between '[' and ']' stands an IPv6 address"));
-            }
-            match rest.strip_prefix(':') {
-                Some(port) => (host, Some(port)),
-                None if rest.is_empty() => (host, None),
-                None => return Err(wrong("after ']' stands a port, or nothing")),
-            }
-        }
-        None => match text.split_once(':') {
-            Some((_, port)) if port.contains(':') => {
-                return Err(wrong("an IPv6 address stands in '[' and ']'"));
-            }
-            Some((host, port)) => (host, Some(port)),
-            None => (text, None),
-        },
-    };
-    if !is_host(host) {
-        return Err(wrong("the host is missing, or is none"));
-    }
-    let port = match port {
-        None => PORT,
-        Some(port) => match port.parse() {
-            Ok(number) if number != 0 && port.bytes().all(|b| b.is_ascii_digit()) => number,
-            _ => return Err(wrong("a port is a number from 1 to 65535")),
-        },
-    };
-    Ok(Address { host: host.into(), port })
-}
-
-fn is_host(host: &str) -> bool {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:%".contains(&byte);
-    !host.is_empty() && host.len() <= MAX_HOST_BYTES && host.bytes().all(is_plain)
+    let (host, port) = host_and_port(text, "a Redis server")?;
+    Ok(Address { host: host.into(), port: port.unwrap_or(PORT) })
 }
 
 #[cfg(test)]
@@ -165,10 +130,7 @@ mod tests {
         let of = |text: &str| Url::parse(text).map_err(|error| error.message().to_string());
         let at = |host: &str, port| Address { host: host.into(), port };
         let url = of("redis://cache-0").unwrap();
-        assert_eq!(
-            url,
-            Url { is_safe: false, user: None, seeds: vec![at("cache-0", 6379)], db: 0 }
-        );
+        assert_eq!(url, Url { is_tls: false, user: None, seeds: vec![at("cache-0", 6379)], db: 0 });
         let url = of("redis://kv@10.0.0.1:7000/3").unwrap();
         assert_eq!(url.user.as_deref(), Some("kv"));
         assert_eq!((url.seeds, url.db), (vec![at("10.0.0.1", 7000)], 3));
@@ -209,6 +171,6 @@ mod tests {
             assert!(error.message().contains("as a secret"), "{error}");
             assert!(!error.to_string().contains("hunter2"), "{error}");
         }
-        assert!(Url::parse("rediss://kv@a").unwrap().is_safe);
+        assert!(Url::parse("rediss://kv@a").unwrap().is_tls);
     }
 }

@@ -1,8 +1,8 @@
 //! What replies mean.
 
-use crate::tier::remote::Trouble;
-use crate::tier::remote::s3::conn::Reply;
-use crate::tier::remote::s3::xml::Said;
+use crate::tier::remote::RemoteError;
+use crate::tier::remote::s3::connection::Reply;
+use crate::tier::remote::s3::xml::ErrorBody;
 
 /// As much of a secret as may be looked for in a message that was cut.
 const SEEN_OF_SECRETS: usize = 16;
@@ -11,29 +11,29 @@ const SEEN_OF_SECRETS: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Meaning {
     /// It is what it is.
-    Trouble(Trouble),
+    Error(RemoteError),
     /// It may go well a moment later.
-    Again(Trouble),
-    /// As [`Meaning::Again`]; and nothing else is asked for meanwhile.
-    Slower,
+    Retry(RemoteError),
+    /// As [`Meaning::Retry`]; and nothing else is asked for meanwhile.
+    SlowDown,
     /// The server does not know a header.
-    Unknown,
+    NotImplemented,
 }
 
 /// What a reply means that says of something that it went wrong.
 pub fn meaning(reply: &Reply) -> Meaning {
-    use Meaning::{Again, Slower, Trouble as Is, Unknown};
-    let said = Said::read(&reply.text).unwrap_or_default();
+    use Meaning::{Error as Is, NotImplemented, Retry, SlowDown};
+    let said = ErrorBody::read(&reply.text).unwrap_or_default();
     match said.code.as_str() {
-        "NoSuchKey" | "NoSuchVersion" => return Is(Trouble::Absent),
-        "NoSuchBucket" => return Is(Trouble::Gone),
+        "NoSuchKey" | "NoSuchVersion" => return Is(RemoteError::Absent),
+        "NoSuchBucket" => return Is(RemoteError::Unreachable),
         "SlowDown"
         | "SlowDownRead"
         | "SlowDownWrite"
         | "RequestLimitExceeded"
         | "TooManyRequests"
         | "Throttling"
-        | "ThrottlingException" => return Slower,
+        | "ThrottlingException" => return SlowDown,
         "RequestTimeout"
         | "InternalError"
         | "ServiceUnavailable"
@@ -42,15 +42,15 @@ pub fn meaning(reply: &Reply) -> Meaning {
         | "OperationAborted"
         | "IncompleteBody"
         | "XMinioServerNotInitialized" => {
-            return Again(Trouble::Later);
+            return Retry(RemoteError::Busy);
         }
-        "EntityTooLarge" => return Is(Trouble::TooLong),
+        "EntityTooLarge" => return Is(RemoteError::TooLong),
         "QuotaExceeded"
         | "XMinioStorageFull"
         | "XMinioAdminBucketQuotaExceeded"
-        | "InsufficientStorage" => return Is(Trouble::Full),
-        "ReadOnlyMode" | "XMinioReadOnly" => return Is(Trouble::ReadOnly),
-        "NotImplemented" | "InvalidArgument" | "InvalidRequest" => return Unknown,
+        | "InsufficientStorage" => return Is(RemoteError::Full),
+        "ReadOnlyMode" | "XMinioReadOnly" => return Is(RemoteError::ReadOnly),
+        "NotImplemented" | "InvalidArgument" | "InvalidRequest" => return NotImplemented,
         "ExpiredToken"
         | "InvalidToken"
         | "TokenRefreshRequired"
@@ -60,32 +60,32 @@ pub fn meaning(reply: &Reply) -> Meaning {
         | "SignatureDoesNotMatch"
         | "RequestTimeTooSkewed"
         | "IllegalLocationConstraintException" => {
-            return Is(Trouble::Denied);
+            return Is(RemoteError::Denied);
         }
         _ => {}
     }
     match reply.head.status {
-        404 => Is(Trouble::Absent),
-        401 | 403 | 405 => Is(Trouble::Denied),
+        404 => Is(RemoteError::Absent),
+        401 | 403 | 405 => Is(RemoteError::Denied),
         // Somebody else has it, who is not to be shown our keys.
-        301 | 302 | 303 | 308 => Is(Trouble::Denied),
+        301 | 302 | 303 | 308 => Is(RemoteError::Denied),
         // The bucket has moved a moment ago.
-        307 => Is(Trouble::Later),
-        400 | 501 if said.code.is_empty() => Unknown,
-        413 => Is(Trouble::TooLong),
-        429 => Slower,
-        503 => Slower,
-        507 => Is(Trouble::Full),
-        408 | 409 | 425 => Again(Trouble::Later),
-        500.. => Again(Trouble::Later),
-        _ => Is(Trouble::Nonsense),
+        307 => Is(RemoteError::Busy),
+        400 | 501 if said.code.is_empty() => NotImplemented,
+        413 => Is(RemoteError::TooLong),
+        429 => SlowDown,
+        503 => SlowDown,
+        507 => Is(RemoteError::Full),
+        408 | 409 | 425 => Retry(RemoteError::Busy),
+        500.. => Retry(RemoteError::Busy),
+        _ => Is(RemoteError::Malformed),
     }
 }
 
 /// What there is to be told of a reply, in the server's words and ours. Words that have a secret
 /// in them, or the beginning of one where they were cut, are not shown.
 pub fn words(reply: &Reply, wall_s: u64, secrets: &[&[u8]]) -> String {
-    let said = Said::read(&reply.text).unwrap_or_default();
+    let said = ErrorBody::read(&reply.text).unwrap_or_default();
     let mut words = format!("the server says {}", reply.head.status);
     if !said.code.is_empty() {
         words.push_str(&format!(" {}", said.code));
@@ -158,32 +158,32 @@ mod tests {
 
     #[test]
     fn codes_count_before_statuses() {
-        use Meaning::{Again, Slower, Trouble as Is, Unknown};
-        assert_eq!(error(404, "NoSuchKey"), Is(Trouble::Absent));
-        assert_eq!(error(404, "NoSuchBucket"), Is(Trouble::Gone));
-        assert_eq!(error(200, "InternalError"), Again(Trouble::Later));
-        assert_eq!(error(200, "SlowDown"), Slower);
-        assert_eq!(error(400, "RequestTimeout"), Again(Trouble::Later));
-        assert_eq!(error(400, "ExpiredToken"), Is(Trouble::Denied));
-        assert_eq!(error(409, "ConditionalRequestConflict"), Again(Trouble::Later));
-        assert_eq!(error(403, "SomethingNew"), Is(Trouble::Denied));
-        assert_eq!(error(501, "NotImplemented"), Unknown);
-        assert_eq!(error(400, "BadDigest"), Is(Trouble::Nonsense));
+        use Meaning::{Error as Is, NotImplemented, Retry, SlowDown};
+        assert_eq!(error(404, "NoSuchKey"), Is(RemoteError::Absent));
+        assert_eq!(error(404, "NoSuchBucket"), Is(RemoteError::Unreachable));
+        assert_eq!(error(200, "InternalError"), Retry(RemoteError::Busy));
+        assert_eq!(error(200, "SlowDown"), SlowDown);
+        assert_eq!(error(400, "RequestTimeout"), Retry(RemoteError::Busy));
+        assert_eq!(error(400, "ExpiredToken"), Is(RemoteError::Denied));
+        assert_eq!(error(409, "ConditionalRequestConflict"), Retry(RemoteError::Busy));
+        assert_eq!(error(403, "SomethingNew"), Is(RemoteError::Denied));
+        assert_eq!(error(501, "NotImplemented"), NotImplemented);
+        assert_eq!(error(400, "BadDigest"), Is(RemoteError::Malformed));
         for (status, wanted) in [
-            (404, Is(Trouble::Absent)),
-            (403, Is(Trouble::Denied)),
-            (301, Is(Trouble::Denied)),
-            (307, Is(Trouble::Later)),
-            (400, Unknown),
-            (501, Unknown),
-            (408, Again(Trouble::Later)),
-            (429, Slower),
-            (500, Again(Trouble::Later)),
-            (503, Slower),
-            (504, Again(Trouble::Later)),
-            (507, Is(Trouble::Full)),
-            (418, Is(Trouble::Nonsense)),
-            (201, Is(Trouble::Nonsense)),
+            (404, Is(RemoteError::Absent)),
+            (403, Is(RemoteError::Denied)),
+            (301, Is(RemoteError::Denied)),
+            (307, Is(RemoteError::Busy)),
+            (400, NotImplemented),
+            (501, NotImplemented),
+            (408, Retry(RemoteError::Busy)),
+            (429, SlowDown),
+            (500, Retry(RemoteError::Busy)),
+            (503, SlowDown),
+            (504, Retry(RemoteError::Busy)),
+            (507, Is(RemoteError::Full)),
+            (418, Is(RemoteError::Malformed)),
+            (201, Is(RemoteError::Malformed)),
         ] {
             assert_eq!(meaning(&reply(&status.to_string(), "<html>")), wanted, "{status}");
         }

@@ -1,6 +1,7 @@
 //! What servers say before an object, and how its bytes follow: as much of HTTP/1.1 as a client
 //! needs that asks for one thing at a time, with limits on everything.
 
+use crate::tier::remote::fault::Malformed;
 use crate::tier::remote::s3::date;
 use crate::tier::remote::s3::xml::shown;
 
@@ -11,10 +12,6 @@ const MAX_LINES: usize = 100;
 const MAX_EXTENSION_BYTES: usize = 256;
 const MAX_TRAILER_BYTES: usize = 4096;
 const MAX_DIGITS: u32 = 12;
-
-/// It is no HTTP, or none that was asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Nonsense(pub &'static str);
 
 /// How a body ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,17 +58,17 @@ pub struct Head {
 
 impl Head {
     /// Reads what stands before a body, and how long that is; none = not all of it is here.
-    pub fn read(bytes: &[u8]) -> Result<Option<(Head, usize)>, Nonsense> {
+    pub fn read(bytes: &[u8]) -> Result<Option<(Head, usize)>, Malformed> {
         let Some(end) = end_of(bytes) else {
             let is_long = bytes.len() >= MAX_HEAD_BYTES;
-            return if is_long { Err(Nonsense("a head without an end")) } else { Ok(None) };
+            return if is_long { Err(Malformed("a head without an end")) } else { Ok(None) };
         };
         if end > MAX_HEAD_BYTES {
-            return Err(Nonsense("a head that is too long"));
+            return Err(Malformed("a head that is too long"));
         }
         let mut lines = bytes[..end].split(|&byte| byte == b'\n').map(trimmed);
         let first = lines.next().unwrap_or_default();
-        let (status, is_new) = status_of(first).ok_or(Nonsense("no HTTP"))?;
+        let (status, is_new) = status_of(first).ok_or(Malformed("no HTTP"))?;
         let mut head = Head {
             status,
             body: Body::End,
@@ -89,14 +86,14 @@ impl Head {
                 break;
             }
             if number >= MAX_LINES {
-                return Err(Nonsense("too many headers"));
+                return Err(Malformed("too many headers"));
             }
             head.line(line, &mut is_chunked)?;
         }
         head.body = match (is_chunked, head.length) {
             // Nobody knows where such a body ends: who reads it otherwise than the server wrote it
             // takes a part of it for the next reply.
-            (true, Some(_)) => return Err(Nonsense("a body with two lengths")),
+            (true, Some(_)) => return Err(Malformed("a body with two lengths")),
             (true, None) => Body::Chunks,
             (false, Some(bytes)) => Body::Bytes(bytes),
             (false, None) => Body::End,
@@ -104,12 +101,12 @@ impl Head {
         Ok(Some((head, end)))
     }
 
-    fn line(&mut self, line: &[u8], is_chunked: &mut bool) -> Result<(), Nonsense> {
-        let colon = line.iter().position(|&byte| byte == b':').ok_or(Nonsense("no header"))?;
+    fn line(&mut self, line: &[u8], is_chunked: &mut bool) -> Result<(), Malformed> {
+        let colon = line.iter().position(|&byte| byte == b':').ok_or(Malformed("no header"))?;
         let (name, value) = (&line[..colon], line[colon + 1..].trim_ascii());
         let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.".contains(byte);
         if name.is_empty() || !name.iter().all(is_plain) {
-            return Err(Nonsense("no header"));
+            return Err(Malformed("no header"));
         }
         let is = |wanted: &str| name.eq_ignore_ascii_case(wanted.as_bytes());
         let has = |wanted: &[u8]| {
@@ -118,18 +115,18 @@ impl Head {
                 .any(|word| word.trim_ascii().eq_ignore_ascii_case(wanted))
         };
         if is("content-length") {
-            let length = number(value).ok_or(Nonsense("a length that is none"))?;
+            let length = number(value).ok_or(Malformed("a length that is none"))?;
             if self.length.is_some_and(|known| known != length) {
-                return Err(Nonsense("a body with two lengths"));
+                return Err(Malformed("a body with two lengths"));
             }
             self.length = Some(length);
         } else if is("transfer-encoding") {
             if !value.eq_ignore_ascii_case(b"chunked") || *is_chunked {
-                return Err(Nonsense("a body that is coded in a way that nobody knows"));
+                return Err(Malformed("a body that is coded in a way that nobody knows"));
             }
             *is_chunked = true;
         } else if is("content-range") {
-            self.range = Some(range_of(value).ok_or(Nonsense("a range that is none"))?);
+            self.range = Some(range_of(value).ok_or(Malformed("a range that is none"))?);
         } else if is("connection") {
             self.keeps = (self.keeps || has(b"keep-alive")) && !has(b"close");
         } else if is("content-encoding") {
@@ -231,8 +228,8 @@ impl Chunks {
     pub fn take(
         &mut self,
         bytes: &[u8],
-        mut to: impl FnMut(&[u8]) -> Result<(), Nonsense>,
-    ) -> Result<usize, Nonsense> {
+        mut to: impl FnMut(&[u8]) -> Result<(), Malformed>,
+    ) -> Result<usize, Malformed> {
         let mut at = 0;
         while at < bytes.len() && self.state != State::Done {
             if self.state == State::Data {
@@ -251,8 +248,8 @@ impl Chunks {
         Ok(at)
     }
 
-    fn step(&mut self, byte: u8) -> Result<(), Nonsense> {
-        const WRONG: Nonsense = Nonsense("chunks that are none");
+    fn step(&mut self, byte: u8) -> Result<(), Malformed> {
+        const WRONG: Malformed = Malformed("chunks that are none");
         self.state = match (self.state, byte) {
             (State::Size, digit) if digit.is_ascii_hexdigit() => {
                 self.digits += 1;
@@ -298,7 +295,7 @@ impl Chunks {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<Option<(Head, usize)>, Nonsense> {
+    fn read(text: &str) -> Result<Option<(Head, usize)>, Malformed> {
         Head::read(text.as_bytes())
     }
 
@@ -360,12 +357,12 @@ mod tests {
             assert!(read(text).is_err(), "{text}");
         }
         let many = format!("HTTP/1.1 200 OK\r\n{}\r\n", "a: b\r\n".repeat(MAX_LINES + 1));
-        assert_eq!(read(&many), Err(Nonsense("too many headers")));
+        assert_eq!(read(&many), Err(Malformed("too many headers")));
         let long = format!("HTTP/1.1 200 OK\r\na: {}", "b".repeat(MAX_HEAD_BYTES));
         assert!(read(&long).is_err() && read(&long[..MAX_HEAD_BYTES - 1]) == Ok(None));
     }
 
-    fn unchunk(text: &[u8], step: usize) -> Result<(Vec<u8>, usize, bool), Nonsense> {
+    fn unchunk(text: &[u8], step: usize) -> Result<(Vec<u8>, usize, bool), Malformed> {
         let (mut chunks, mut out, mut taken) = (Chunks::default(), Vec::new(), 0);
         for piece in text.chunks(step) {
             taken += chunks.take(piece, |bytes| {

@@ -5,21 +5,19 @@
 //! from and to the memory of their parts. The first writer of a name wins (`If-None-Match: *`).
 //! When objects go is the bucket's: its lifecycle rules.
 //!
-//! The client is our own (`http`, `conn`), since a reply is to be taken while a request is still
+//! The client is our own (`http`, `connection`), since a reply is to be taken while a request is still
 //! being sent, into memory that is given, from several connections at once, and by one deadline.
 
-mod conn;
+mod client;
+mod connection;
 mod date;
 mod errors;
-mod fault;
-mod greeting;
 pub mod http;
-mod lane;
-mod place;
+mod operation;
+mod probe;
 mod request;
 mod sign;
 mod url;
-mod work;
 pub mod xml;
 
 use crate::base::clock::{Clock, wall_s};
@@ -27,16 +25,16 @@ use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicBool, Ordering};
 use crate::fail;
-use crate::io::tls::Trust;
 use crate::io::tls_opts::TLS_BYTES;
 pub use crate::io::tls_opts::TlsOpts;
 use crate::tier::remote::name::Prefix;
-use crate::tier::remote::s3::conn::Reply;
-use crate::tier::remote::s3::lane::S3Lane;
+use crate::tier::remote::s3::client::S3Client;
+use crate::tier::remote::s3::connection::Reply;
 use crate::tier::remote::s3::request::Settings;
 use crate::tier::remote::s3::url::Endpoint;
 use crate::tier::remote::secret::Secret;
-use crate::tier::remote::{Caps, Lane, Remote};
+use crate::tier::remote::url::trust;
+use crate::tier::remote::{Caps, Client, Remote};
 
 pub use crate::tier::remote::s3::url::Style;
 
@@ -85,7 +83,7 @@ struct Shared {
     settings: Settings,
     clock: Clock,
     /// The server cannot store what is new only: this came up.
-    is_plain: AtomicBool,
+    is_unconditional: AtomicBool,
 }
 
 impl Shared {
@@ -112,7 +110,8 @@ impl S3 {
                 opts.connections
             );
         }
-        let trust = trust(&endpoint, &opts.tls)?;
+        let hosts = std::iter::once(endpoint.host.as_str());
+        let trust = trust(endpoint.is_tls, hosts, &opts.tls, ["https", "http"])?;
         let key = match (&opts.key, &opts.secret) {
             (Some(key), Some(secret)) => Some((plain(key, "access key")?, secret.clone())),
             (None, None) => None,
@@ -136,21 +135,8 @@ impl S3 {
             connect_ns: opts.connect_ns,
             connections: opts.connections as usize,
         };
-        Ok(S3(Arc::new(Shared { settings, clock, is_plain: AtomicBool::new(false) })))
+        Ok(S3(Arc::new(Shared { settings, clock, is_unconditional: AtomicBool::new(false) })))
     }
-}
-
-/// Who is trusted to be the server of an endpoint; None = there is no TLS.
-fn trust(endpoint: &Endpoint, opts: &TlsOpts) -> Result<Option<Trust>> {
-    if !endpoint.is_tls {
-        if *opts != TlsOpts::default() {
-            fail!(Spec, "TLS is for https://, and the URL begins with http://");
-        }
-        return Ok(None);
-    }
-    let trust = Trust::open(opts)?;
-    trust.check(&endpoint.host)?;
-    Ok(Some(trust))
 }
 
 /// A secret that goes into a header.
@@ -173,12 +159,12 @@ impl Remote for S3 {
             max_bytes: MAX_BYTES,
             batch: 2 * self.0.settings.connections,
             ranges: true,
-            first_wins: !self.0.is_plain.load(Ordering::Relaxed),
-            lane_bytes: self.0.settings.connections as u64 * conn_bytes,
+            first_wins: !self.0.is_unconditional.load(Ordering::Relaxed),
+            client_bytes: self.0.settings.connections as u64 * conn_bytes,
         }
     }
 
-    fn lane(&self) -> Box<dyn Lane> {
-        Box::new(S3Lane::new(self.0.clone()))
+    fn client(&self) -> Box<dyn Client> {
+        Box::new(S3Client::new(self.0.clone()))
     }
 }

@@ -44,7 +44,7 @@ pub struct Request<'a> {
     /// The first byte and how many.
     pub range: Option<(u64, u64)>,
     /// Only if there is none of that name.
-    pub is_new: bool,
+    pub if_absent: bool,
     /// How long the object is that follows.
     pub length: Option<u64>,
 }
@@ -64,7 +64,7 @@ impl Settings {
         wall_s: u64,
         out: &mut Vec<u8>,
     ) {
-        let Request { method, name, query, range, is_new, length } = request;
+        let Request { method, name, query, range, if_absent, length } = request;
         let path = self.path(*name);
         let target = if query.is_empty() { path.clone() } else { format!("{path}?{query}") };
         let range = range.map(|(first, bytes)| {
@@ -81,7 +81,7 @@ impl Settings {
         if let Some(length) = length {
             add("Content-Length", length.to_string().as_bytes());
         }
-        if *is_new {
+        if *if_absent {
             add("If-None-Match", b"*");
         }
         if let Some(range) = &range {
@@ -94,7 +94,7 @@ impl Settings {
             let token = self.token.as_ref().map(|token| std::str::from_utf8(token.bytes()));
             let token = token.and_then(|token| token.ok());
             let mut headers = vec![("host", self.endpoint.authority.as_str())];
-            headers.extend(is_new.then_some(("if-none-match", "*")));
+            headers.extend(if_absent.then_some(("if-none-match", "*")));
             headers.extend(range.as_ref().map(|range| ("range", range.as_str())));
             headers.push(("x-amz-content-sha256", payload));
             headers.push(("x-amz-date", &stamp));

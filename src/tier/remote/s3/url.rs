@@ -2,8 +2,7 @@
 
 use crate::base::status::Result;
 use crate::fail;
-
-const MAX_HOST_BYTES: usize = 253;
+use crate::tier::remote::url::host_and_port;
 
 /// Where a bucket's name stands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,13 +46,14 @@ impl Endpoint {
             );
         }
         let rest = rest.strip_suffix('/').unwrap_or(rest);
-        if rest.contains(['/', '?', '#']) {
+        if rest.contains(['/', '?', '#', '%']) {
             fail!(
                 Spec,
                 "the URL of an S3 endpoint is a host and a port: the bucket stands beside it"
             );
         }
-        let (host, port) = host_and_port(rest)?;
+        let (host, port) = host_and_port(rest, "an S3 endpoint")?;
+        let host = host.to_ascii_lowercase();
         if style == Style::Virtual && host.parse::<std::net::IpAddr>().is_ok() {
             fail!(Spec, "a bucket's name cannot stand before an address: use style=path");
         }
@@ -76,36 +76,6 @@ impl Endpoint {
         }
         Ok(Endpoint { is_tls, host, port, authority, path })
     }
-}
-
-fn host_and_port(text: &str) -> Result<(String, Option<u16>)> {
-    let (host, port) = match text.strip_prefix('[') {
-        Some(rest) => match rest.split_once(']') {
-            Some((host, port)) if host.parse::<std::net::Ipv6Addr>().is_ok() => {
-                (host, port.strip_prefix(':').or((!port.is_empty()).then_some("")))
-            }
-            _ => fail!(Spec, "between '[' and ']' of a URL stands an IPv6 address"),
-        },
-        None => match text.split_once(':') {
-            Some((host, port)) => (host, Some(port)),
-            None => (text, None),
-        },
-    };
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
-    let is_name = !text.starts_with('[');
-    if host.is_empty() || host.len() > MAX_HOST_BYTES || (is_name && !host.bytes().all(is_plain)) {
-        fail!(Spec, "the URL of an S3 endpoint: the host is missing, or is none");
-    }
-    let port = match port {
-        None => None,
-        Some(port) => match port.parse() {
-            Ok(number) if number != 0 && port.bytes().all(|byte| byte.is_ascii_digit()) => {
-                Some(number)
-            }
-            _ => fail!(Spec, "the URL of an S3 endpoint: a port is a number from 1 to 65535"),
-        },
-    };
-    Ok((host.to_ascii_lowercase(), port))
 }
 
 /// What a bucket can be called, as Amazon has it; and with the `_` that other servers take.

@@ -7,7 +7,7 @@ const MAX_WORDS_BYTES: usize = 300;
 
 /// An error in a server's words.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Said {
+pub struct ErrorBody {
     /// Which one; empty = it does not say.
     pub code: String,
     /// What people are told.
@@ -18,9 +18,9 @@ pub struct Said {
     pub endpoint: String,
 }
 
-impl Said {
+impl ErrorBody {
     /// Reads a reply; none = it is no error.
-    pub fn read(body: &[u8]) -> Option<Said> {
+    pub fn read(body: &[u8]) -> Option<ErrorBody> {
         let body = &body[..body.len().min(MAX_BYTES)];
         let inside = root(body, b"Error")?;
         let of = |name: &[u8]| element(inside, name).unwrap_or_default();
@@ -29,7 +29,7 @@ impl Said {
             text.len() <= MAX_CODE_BYTES && text.bytes().all(plain)
         };
         let plain = |name: &[u8]| Some(shown(of(name))).filter(|text| is_plain(text));
-        Some(Said {
+        Some(ErrorBody {
             code: plain(b"Code").unwrap_or_default(),
             message: shown(of(b"Message")),
             region: plain(b"Region").unwrap_or_default(),
@@ -90,11 +90,11 @@ mod tests {
         let body = b"\xef\xbb\xbf<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Error><Code>SlowDown\
                      </Code><Message>Please reduce your &quot;rate&quot; &amp;lt; now</Message>\
                      <RequestId>4442587FB7D0A2F9</RequestId></Error>";
-        let said = Said::read(body).unwrap();
+        let said = ErrorBody::read(body).unwrap();
         assert_eq!(said.code, "SlowDown");
         assert_eq!(said.message, "Please reduce your \"rate\" &lt; now");
         assert_eq!((said.region.as_str(), said.endpoint.as_str()), ("", ""));
-        let said = Said::read(
+        let said = ErrorBody::read(
             b"<Error xmlns=\"x\"><Message/><Code> PermanentRedirect </Code><Region>eu-west-1\
               </Region><Endpoint>b.s3.eu-west-1.amazonaws.com</Endpoint></Error>",
         );
@@ -117,7 +117,7 @@ mod tests {
             b"<?xml <Error><Code>a</Code></Error>",
             b"Error",
         ] {
-            assert_eq!(Said::read(body), None, "{:?}", String::from_utf8_lossy(body));
+            assert_eq!(ErrorBody::read(body), None, "{:?}", String::from_utf8_lossy(body));
         }
     }
 
@@ -128,11 +128,11 @@ mod tests {
             "a".repeat(65),
             "b\n\u{7}\u{e4}".repeat(9999)
         );
-        let said = Said::read(long.as_bytes()).unwrap();
+        let said = ErrorBody::read(long.as_bytes()).unwrap();
         assert_eq!(said.code, "");
         assert!(said.message.len() < MAX_WORDS_BYTES + 10, "{}", said.message.len());
         assert!(!said.message.contains(char::is_control));
-        assert_eq!(Said::read(b"<Error><Code>a b</Code>").unwrap().code, "");
-        assert_eq!(Said::read(b"<Error><Code>a").unwrap(), Said::default());
+        assert_eq!(ErrorBody::read(b"<Error><Code>a b</Code>").unwrap().code, "");
+        assert_eq!(ErrorBody::read(b"<Error><Code>a").unwrap(), ErrorBody::default());
     }
 }

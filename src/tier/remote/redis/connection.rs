@@ -1,23 +1,21 @@
 //! A connection to a server: made, greeted, and then commands in their order out and answers in
 //! the same order in. Nothing here waits.
 
-mod greet;
-
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 
-use crate::io::channel::Channel;
-use crate::io::link::{Lost, Pieces, Watch};
-use crate::tier::remote::Trouble;
+use crate::io::link::{Pieces, Watch};
+use crate::tier::remote::RemoteError;
+use crate::tier::remote::fault::{Fault, Malformed};
 use crate::tier::remote::redis::Settings;
 use crate::tier::remote::redis::command::Out;
-use crate::tier::remote::redis::errors;
-use crate::tier::remote::redis::resp::{Nonsense, Reader, Reply, Value, Want};
+use crate::tier::remote::redis::errors::{self, ErrorReply};
+use crate::tier::remote::redis::operation::{Operation, Payload, window_of, words};
+use crate::tier::remote::redis::resp::{Reader, Reply, Value, Want};
 use crate::tier::remote::redis::slots;
-use crate::tier::remote::redis::work::{Came, Work, window_of};
+use crate::tier::remote::redis::url::Address;
+use crate::tier::remote::transport::{TURNS, Transport};
 
-/// How often a connection is read from, at most, before others have their turn.
-const TURNS: usize = 16;
 /// Most bytes of what a server says when it is greeted.
 const MAX_HELLO_BYTES: usize = 64 << 10;
 
@@ -33,13 +31,13 @@ pub struct Task {
     /// How often it was sent elsewhere.
     pub moves: u8,
     /// It was sent already, on a connection that had ended before.
-    pub is_repeated: bool,
+    pub is_resent: bool,
     /// The server said that it may go well a moment later.
-    pub is_held: bool,
+    pub is_delayed: bool,
     /// The node has it only for whoever asks.
     pub is_asking: bool,
     /// It goes to a node that only follows another one, and may not have it yet.
-    pub is_aside: bool,
+    pub is_replica_read: bool,
 }
 
 /// What the next answer is about.
@@ -58,7 +56,7 @@ pub enum Expect {
     /// That the next is asked for.
     Asking,
     /// Who has which slot.
-    Slots,
+    SlotMap,
     /// An item.
     Item(Task),
     /// How many replicas have what was stored.
@@ -70,29 +68,21 @@ pub struct Answer {
     /// What it is about.
     pub to: Expect,
     /// What came.
-    pub came: Came,
-}
-
-/// Why a connection is of no use.
-#[derive(Clone, Debug)]
-pub struct Fault {
-    /// What it means for items.
-    pub trouble: Trouble,
-    /// What it is, for people.
-    pub words: String,
+    pub came: Payload,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    Connecting,
-    Securing,
+    /// TCP and TLS are being set up.
+    Opening,
     Greeting,
     Ready,
 }
 
 /// A connection.
-pub struct Wire {
-    link: Channel,
+pub struct Connection {
+    /// The connection below the protocol.
+    pub transport: Transport,
     state: State,
     reader: Reader,
     /// What is to be sent.
@@ -100,10 +90,6 @@ pub struct Wire {
     expect: VecDeque<Expect>,
     /// Bytes that have come of the object that is coming, and how long it is.
     body: Option<(u64, u64)>,
-    can_read: bool,
-    can_write: bool,
-    /// When it must be ready.
-    pub by_ns: u64,
     /// Items on the way, and their bytes.
     pub items: usize,
     /// Bytes that these items have.
@@ -122,25 +108,22 @@ pub struct Wire {
     pub hello: Value,
 }
 
-impl Wire {
+impl Connection {
     /// Begins one, that must be ready at a time.
     pub fn begin(
         to: &SocketAddr,
         host: &str,
-        by_ns: u64,
+        ready_by_ns: u64,
         settings: &Settings,
-    ) -> Result<Wire, Fault> {
+    ) -> Result<Connection, Fault> {
         let tls = settings.trust.as_ref().map(|trust| (trust, host));
-        Ok(Wire {
-            link: Channel::begin(to, tls)?,
-            state: State::Connecting,
+        Ok(Connection {
+            transport: Transport::begin(to, tls, ready_by_ns)?,
+            state: State::Opening,
             reader: Reader::default(),
             out: Out::default(),
             expect: VecDeque::new(),
             body: None,
-            can_read: false,
-            can_write: false,
-            by_ns,
             items: 0,
             bytes: 0,
             window: window_of(None),
@@ -157,11 +140,6 @@ impl Wire {
         self.state == State::Ready
     }
 
-    /// Whether there is no connection yet.
-    pub fn is_connecting(&self) -> bool {
-        self.state == State::Connecting
-    }
-
     /// Notes that what was said last will be answered.
     pub fn expects(&mut self, what: Expect) {
         self.expect.push_back(what);
@@ -174,21 +152,7 @@ impl Wire {
 
     /// Adds it to what is waited for; false = there is nothing to wait for.
     pub fn watch(&self, watch: &mut Watch) -> bool {
-        let (to_read, to_write) = match self.state {
-            State::Connecting => (false, true),
-            State::Securing => (true, self.link.owes()),
-            _ => (self.due().is_some(), !self.out.is_empty() || self.link.owes()),
-        };
-        if to_read || to_write {
-            self.link.watch(watch, to_read, to_write);
-        }
-        to_read || to_write
-    }
-
-    /// Notes what a wait has told.
-    pub fn woke(&mut self, (can_read, can_write): (bool, bool)) {
-        self.can_read |= can_read;
-        self.can_write |= can_write;
+        self.transport.watch(watch, self.due().is_some(), !self.out.is_empty())
     }
 
     /// Whether an item has no answer.
@@ -209,7 +173,7 @@ impl Wire {
     /// Before it is used again: whether it has ended meanwhile, or says what nobody asked for.
     pub fn check(
         &mut self,
-        work: &Work,
+        operation: &Operation,
         settings: &Settings,
         answers: &mut Vec<Answer>,
         pieces: &mut Pieces,
@@ -217,10 +181,10 @@ impl Wire {
         self.is_checked = true;
         self.is_old = true;
         if self.expect.is_empty() {
-            self.can_read = true;
-            self.receive(work, settings, answers, pieces)?;
+            self.transport.can_read = true;
+            self.receive(operation, settings, answers, pieces)?;
             if !self.reader.is_idle() {
-                return Err(Nonsense("half an answer that nobody asked for").into());
+                return Err(Malformed("half an answer that nobody asked for").into());
             }
         }
         Ok(())
@@ -229,20 +193,13 @@ impl Wire {
     /// Sends and takes what can be now; whether anything went. Answers are added to `answers`.
     pub fn exchange(
         &mut self,
-        work: &Work,
+        operation: &Operation,
         settings: &Settings,
         answers: &mut Vec<Answer>,
         pieces: &mut Pieces,
     ) -> Result<bool, Fault> {
-        if self.state == State::Connecting {
-            if !self.can_write {
-                return Ok(false);
-            }
-            self.link.made()?;
-            self.state = State::Securing;
-        }
-        if self.state == State::Securing {
-            if !self.link.secure()? {
+        if self.state == State::Opening {
+            if !self.transport.establish()? {
                 return Ok(false);
             }
             self.greet(settings);
@@ -251,27 +208,26 @@ impl Wire {
         // Answers are taken while commands are sent: a server that has no room for more of its
         // own takes no more of ours.
         let came =
-            self.receive(work, settings, answers, pieces).map_err(|lost| self.early(lost))?;
+            self.receive(operation, settings, answers, pieces).map_err(|lost| self.early(lost))?;
         Ok(sent || came)
     }
 
     fn send(&mut self, pieces: &mut Pieces) -> Result<bool, Fault> {
         let mut has_moved = false;
         for _ in 0..TURNS {
-            if (self.out.is_empty() && !self.link.owes()) || !self.can_write {
+            if (self.out.is_empty() && !self.transport.owes()) || !self.transport.can_write {
                 break;
             }
             self.out.fill(pieces);
             // SAFETY: heads are the wire's own; values are valid until the batch ends, and with
             // that what is not sent of them is dropped.
-            match unsafe { self.link.send(pieces) }? {
-                Some(bytes) => self.out.sent(bytes),
-                None => self.can_write = false,
+            if let Some(bytes) = unsafe { self.transport.send(pieces) }? {
+                self.out.sent(bytes);
             }
             has_moved = true;
             if self.out.is_empty() && self.state == State::Greeting {
                 self.out.wipe();
-                self.link.wipe();
+                self.transport.wipe();
             }
         }
         Ok(has_moved)
@@ -279,33 +235,30 @@ impl Wire {
 
     fn receive(
         &mut self,
-        work: &Work,
+        operation: &Operation,
         settings: &Settings,
         answers: &mut Vec<Answer>,
         pieces: &mut Pieces,
     ) -> Result<bool, Fault> {
         let mut has_moved = false;
         for _ in 0..TURNS {
-            if !self.can_read {
+            if !self.transport.can_read {
                 break;
             }
             let (item, (from, whole)) = (self.item(), self.body.unwrap_or((0, 0)));
             pieces.clear();
-            let direct = work.pieces(item, from, whole - from, pieces);
+            let direct = operation.pieces(item, from, whole - from, pieces);
             let spare = self.reader.spare();
             pieces.push(spare.as_mut_ptr(), spare.len());
             // SAFETY: the parts of the item are valid, as whoever began the batch promises; the
             // spare bytes are the reader's own.
-            let Some(bytes) = (unsafe { self.link.receive(pieces) })? else {
-                self.can_read = false;
-                break;
-            };
+            let Some(bytes) = (unsafe { self.transport.receive(pieces) })? else { break };
             has_moved = true;
             let placed = direct.min(bytes as u64);
             self.reader.passed(placed);
             self.reader.filled(bytes - placed as usize);
             self.body = self.body.map(|(from, whole)| (from + placed, whole));
-            self.read(work, settings, answers)?;
+            self.read(operation, settings, answers)?;
         }
         Ok(has_moved)
     }
@@ -313,29 +266,30 @@ impl Wire {
     /// Reads all that is here.
     fn read(
         &mut self,
-        work: &Work,
+        operation: &Operation,
         settings: &Settings,
         answers: &mut Vec<Answer>,
     ) -> Result<(), Fault> {
         loop {
-            self.take_body(work);
-            let reply = self.reader.next(self.want(work)).map_err(|said| self.nonsense(said))?;
+            self.take_body(operation);
+            let reply =
+                self.reader.next(self.want(operation)).map_err(|said| self.malformed(said))?;
             let Some(reply) = reply else { return Ok(()) };
             let came = match reply {
                 Reply::Body(bytes) => {
                     self.body = Some((0, bytes));
                     continue;
                 }
-                Reply::End => Came::Body(self.body.take().map_or(0, |(_, whole)| whole)),
-                Reply::Value(value) => Came::Value(value),
+                Reply::End => Payload::Body(self.body.take().map_or(0, |(_, whole)| whole)),
+                Reply::Value(value) => Payload::Value(value),
             };
             self.is_old = false;
             let Some(to) = self.expect.pop_front() else {
                 let words = match &came {
-                    Came::Value(Value::Error(words)) => errors::shown(words, settings.secret()),
+                    Payload::Value(Value::Error(words)) => errors::shown(words, settings.secret()),
                     _ => "an answer that nobody asked for".to_string(),
                 };
-                return Err(Fault { trouble: Trouble::Nonsense, words });
+                return Err(Fault::new(RemoteError::Malformed, words));
             };
             match (to, came) {
                 (
@@ -346,7 +300,7 @@ impl Wire {
                     | Expect::Follower),
                     came,
                 ) => {
-                    let Came::Value(value) = came else { continue };
+                    let Payload::Value(value) = came else { continue };
                     self.greeted(&to, value, settings)?;
                 }
                 (Expect::Asking, _) => {}
@@ -356,40 +310,39 @@ impl Wire {
     }
 
     /// What it means that something means nothing.
-    fn nonsense(&self, said: Nonsense) -> Fault {
+    fn malformed(&self, said: Malformed) -> Fault {
         match self.state {
             State::Ready => said.into(),
-            _ => Fault { trouble: Trouble::Nonsense, words: NO_SERVER.to_string() },
+            _ => Fault::new(RemoteError::Malformed, NO_SERVER),
         }
     }
 
     /// Why it ended, where it ended before it was ready.
     fn early(&self, fault: Fault) -> Fault {
-        match (self.state, fault.trouble) {
-            (State::Greeting, Trouble::Gone) => {
-                let words = format!("{}, instead of an answer to the greeting", fault.words);
-                Fault { words, ..fault }
+        match (self.state, fault.error) {
+            (State::Greeting, RemoteError::Unreachable) => {
+                let message = format!("{}, instead of an answer to the greeting", fault.message);
+                Fault { message, ..fault }
             }
             _ => fault,
         }
     }
 
     /// What it is that has not ended in time, of a connection that is not ready.
-    pub fn stage(&self) -> &'static str {
-        match self.state {
-            State::Connecting => "no connection in time",
-            State::Securing => "TLS was not agreed on in time: is this the server's port for TLS?",
-            State::Greeting | State::Ready => "no answer to the greeting in time: is it a server?",
+    pub fn timeout_message(&self) -> &'static str {
+        match self.transport.is_open() {
+            false => self.transport.timeout_message(),
+            true => "no answer to the greeting in time: is it a server?",
         }
     }
 
     /// Puts what is here of an object where it belongs.
-    fn take_body(&mut self, work: &Work) {
+    fn take_body(&mut self, operation: &Operation) {
         let item = self.item();
         let Some((from, whole)) = &mut self.body else { return };
         let bytes = self.reader.take(*whole - *from);
         // SAFETY: as whoever began the batch promises.
-        unsafe { work.copy(item, *from, bytes) };
+        unsafe { operation.copy(item, *from, bytes) };
         *from += bytes.len() as u64;
     }
 
@@ -400,29 +353,95 @@ impl Wire {
         }
     }
 
-    fn want(&self, work: &Work) -> Want {
+    fn want(&self, operation: &Operation) -> Want {
         match self.due() {
-            Some(Expect::Item(task)) => work.want(task.item),
-            Some(Expect::Slots) => Want::Value(slots::MAX_REPLY_BYTES),
+            Some(Expect::Item(task)) => operation.want(task.item),
+            Some(Expect::SlotMap) => Want::Value(slots::MAX_REPLY_BYTES),
             Some(Expect::Hello) => Want::Value(MAX_HELLO_BYTES),
             _ => Want::Word,
         }
     }
 }
 
-impl From<Lost> for Fault {
-    fn from(lost: Lost) -> Fault {
-        let trouble = match lost {
-            Lost::Late => Trouble::Late,
-            Lost::Gone(_) => Trouble::Gone,
-            Lost::Unsafe(_) => Trouble::Untrusted,
-        };
-        Fault { trouble, words: lost.to_string() }
+impl Connection {
+    /// Says who we are.
+    fn greet(&mut self, settings: &Settings) {
+        self.state = State::Greeting;
+        self.out.command(if settings.password.is_some() { 7 } else { 4 });
+        self.out.word(b"HELLO");
+        self.out.word(b"3");
+        if let Some(password) = &settings.password {
+            self.out.word(b"AUTH");
+            self.out.word(settings.user.as_deref().unwrap_or("default").as_bytes());
+            self.out.word(password.bytes());
+        }
+        self.out.word(b"SETNAME");
+        self.out.word(b"kvtier");
+        self.expect.push_back(Expect::Hello);
+    }
+
+    /// Goes on after an answer to the greeting.
+    fn greeted(&mut self, to: &Expect, value: Value, settings: &Settings) -> Result<(), Fault> {
+        match (to, &value) {
+            (Expect::Hello, Value::Error(said)) if is_refused(said) => {
+                match (&settings.password, &settings.user) {
+                    (Some(password), Some(user)) => {
+                        words(&mut self.out, &[b"AUTH", user.as_bytes(), password.bytes()]);
+                    }
+                    (Some(password), None) => words(&mut self.out, &[b"AUTH", password.bytes()]),
+                    (None, _) => {}
+                }
+                if settings.password.is_some() {
+                    self.expect.push_back(Expect::Auth);
+                }
+                words(&mut self.out, &[b"CLIENT", b"SETNAME", b"kvtier"]);
+                self.expect.push_back(Expect::Name);
+                self.select(settings);
+            }
+            // What a server says of a password may repeat it.
+            (Expect::Auth, Value::Error(said)) => {
+                let words = format!("the user or the password is refused: {}", errors::code(said));
+                return Err(Fault::new(RemoteError::Denied, words));
+            }
+            (Expect::Hello | Expect::Select, Value::Error(said)) => {
+                let here = Address { host: "".into(), port: 0 };
+                let error = match errors::meaning(said, &here) {
+                    ErrorReply::Error(error) => error,
+                    _ => RemoteError::Busy,
+                };
+                let words = format!("the greeting is refused: {}", errors::code(said));
+                return Err(Fault::new(error, words));
+            }
+            (Expect::Hello, Value::List(_)) => {
+                self.hello = value;
+                self.select(settings);
+            }
+            (Expect::Hello, _) => {
+                return Err(self.malformed(Malformed("no answer to a greeting")));
+            }
+            _ => {}
+        }
+        if self.expect.is_empty() {
+            self.state = State::Ready;
+            self.window = window_of(self.transport.round_trip_ns());
+        }
+        Ok(())
+    }
+
+    fn select(&mut self, settings: &Settings) {
+        if settings.reads_replicas {
+            // One that refuses sends us to its master each time.
+            words(&mut self.out, &[b"READONLY"]);
+            self.expect.push_back(Expect::Follower);
+        }
+        if settings.db > 0 {
+            words(&mut self.out, &[b"SELECT", settings.db.to_string().as_bytes()]);
+            self.expect.push_back(Expect::Select);
+        }
     }
 }
 
-impl From<Nonsense> for Fault {
-    fn from(nonsense: Nonsense) -> Fault {
-        Fault { trouble: Trouble::Nonsense, words: format!("the server gave {}", nonsense.0) }
-    }
+/// Whether a server cannot be greeted in this way, but maybe in the old one.
+fn is_refused(said: &[u8]) -> bool {
+    errors::is_unknown_command(said) || said.starts_with(b"NOPROTO") || said.starts_with(b"NOPERM")
 }

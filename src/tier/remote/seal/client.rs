@@ -9,14 +9,14 @@ use crate::base::sync::Arc;
 use crate::tier::remote::seal::{
     ENVELOPE_BYTES, Sealer, place_of, plain_bytes, sealed_bytes, whole_bytes,
 };
-use crate::tier::remote::{Asks, Gets, Lane, Part, Puts, Server, Trouble};
+use crate::tier::remote::{Client, Gets, Part, Puts, Queries, RemoteError, Server};
 
 /// Most bytes of a turn; an object that is longer has one for itself.
 pub(super) const TURN_BYTES: u64 = 16 << 20;
 
 /// A lane.
-pub struct SealedLane {
-    inner: Box<dyn Lane>,
+pub struct SealedClient {
+    inner: Box<dyn Client>,
     sealer: Arc<Sealer>,
     /// Most plain bytes of an object.
     most: u64,
@@ -30,10 +30,10 @@ struct Staged {
     at: Range<usize>,
 }
 
-impl SealedLane {
+impl SealedClient {
     /// One over another.
-    pub fn new(inner: Box<dyn Lane>, sealer: Arc<Sealer>, most: u64) -> SealedLane {
-        SealedLane { inner, sealer, most, staging: Vec::new() }
+    pub fn new(inner: Box<dyn Client>, sealer: Arc<Sealer>, most: u64) -> SealedClient {
+        SealedClient { inner, sealer, most, staging: Vec::new() }
     }
 
     /// The items of a turn: the first of those that are left, and as many more as fit. `length` is
@@ -91,7 +91,7 @@ impl SealedLane {
         gets: &Gets,
         all: &[Staged],
         deadline_ns: u64,
-    ) -> Vec<std::result::Result<u64, Trouble>> {
+    ) -> Vec<std::result::Result<u64, RemoteError>> {
         let mut inner = Gets::default();
         let start = self.staging.as_mut_ptr();
         for staged in all {
@@ -117,11 +117,11 @@ impl SealedLane {
         gets: &Gets,
         staged: &Staged,
         came: u64,
-    ) -> std::result::Result<u64, Trouble> {
+    ) -> std::result::Result<u64, RemoteError> {
         let object = self.staging[staged.at.clone()].get_mut(..came as usize);
-        let object = object.ok_or(Trouble::Nonsense)?;
+        let object = object.ok_or(RemoteError::Malformed)?;
         let item = &gets.items[staged.item];
-        let plain = self.sealer.open(&item.name, object).ok_or(Trouble::Damaged)?;
+        let plain = self.sealer.open(&item.name, object).ok_or(RemoteError::Damaged)?;
         let mut at = item.offset.min(plain);
         for Part { address, bytes } in gets.parts_of(staged.item) {
             let (end, first) = (plain.min(at.saturating_add(*bytes)), at);
@@ -140,7 +140,7 @@ impl SealedLane {
     /// they say that they are.
     ///
     /// # Safety
-    /// As for [`Lane::get`].
+    /// As for [`Client::get`].
     unsafe fn get_turn(
         &mut self,
         gets: &mut Gets,
@@ -159,11 +159,11 @@ impl SealedLane {
                         if (came + 1..=most).contains(&whole) && came == staged.at.len() as u64 =>
                     {
                         longer.push((staged.item, whole));
-                        Err(Trouble::Later)
+                        Err(RemoteError::Busy)
                     }
                     // SAFETY: as the caller promises.
                     Some(whole) if whole == came => unsafe { self.open(gets, staged, came) },
-                    _ => Err(Trouble::Damaged),
+                    _ => Err(RemoteError::Damaged),
                 },
             };
         }
@@ -171,7 +171,7 @@ impl SealedLane {
     }
 }
 
-impl Lane for SealedLane {
+impl Client for SealedClient {
     fn greet(&mut self, deadline_ns: u64) -> Result<Server> {
         let mut server = self.inner.greet(deadline_ns)?;
         server.words.push_str(", objects are sealed");
@@ -190,7 +190,7 @@ impl Lane for SealedLane {
             // SAFETY: the caller's promise.
             longer.extend(unsafe { self.get_turn(gets, &turn, deadline_ns) });
             if turn.iter().all(|staged| is_late(&gets.items[staged.item].result)) {
-                left.by_ref().for_each(|item| gets.items[item].result = Err(Trouble::Late));
+                left.by_ref().for_each(|item| gets.items[item].result = Err(RemoteError::Timeout));
             }
         }
         // Where a part is wanted all has to come, because all of it is checked.
@@ -200,7 +200,7 @@ impl Lane for SealedLane {
             turn.iter_mut().for_each(|staged| staged.item = longer[staged.item].0);
             // SAFETY: the caller's promise.
             for (item, _) in unsafe { self.get_turn(gets, &turn, deadline_ns) } {
-                gets.items[item].result = Err(Trouble::Damaged);
+                gets.items[item].result = Err(RemoteError::Damaged);
             }
         }
     }
@@ -209,7 +209,7 @@ impl Lane for SealedLane {
         let lengths: Vec<u64> = (0..puts.items.len()).map(|item| puts.bytes_of(item)).collect();
         let (some, too_long): (Vec<usize>, Vec<usize>) =
             (0..lengths.len()).partition(|&item| lengths[item] <= self.most);
-        too_long.into_iter().for_each(|item| puts.items[item].result = Err(Trouble::TooLong));
+        too_long.into_iter().for_each(|item| puts.items[item].result = Err(RemoteError::TooLong));
         let mut left = some.into_iter().peekable();
         while left.peek().is_some() {
             let turn = self.stage(&mut left, |item| sealed_bytes(lengths[item]));
@@ -223,7 +223,7 @@ impl Lane for SealedLane {
                     inner.part(object.as_ptr(), object.len() as u64);
                     sent.push(staged.item);
                 } else {
-                    puts.items[staged.item].result = Err(Trouble::Later);
+                    puts.items[staged.item].result = Err(RemoteError::Busy);
                 }
             }
             // SAFETY: the parts are in the staging, which nobody touches meanwhile.
@@ -232,24 +232,24 @@ impl Lane for SealedLane {
             results.for_each(|(&item, put)| puts.items[item].result = put.result);
             let is_over = !sent.is_empty() && inner.items.iter().all(|put| is_late(&put.result));
             if is_over {
-                left.by_ref().for_each(|item| puts.items[item].result = Err(Trouble::Late));
+                left.by_ref().for_each(|item| puts.items[item].result = Err(RemoteError::Timeout));
             }
         }
     }
 
-    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64) {
-        self.inner.ask(asks, deadline_ns);
-        for item in &mut asks.items {
+    fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        self.inner.lookup(queries, deadline_ns);
+        for item in &mut queries.items {
             item.result =
-                item.result.and_then(|sealed| plain_bytes(sealed).ok_or(Trouble::Nonsense));
+                item.result.and_then(|sealed| plain_bytes(sealed).ok_or(RemoteError::Malformed));
         }
     }
 
-    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64) {
-        self.inner.remove(asks, deadline_ns);
+    fn remove(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        self.inner.remove(queries, deadline_ns);
     }
 }
 
-fn is_late<T>(result: &std::result::Result<T, Trouble>) -> bool {
-    matches!(result, Err(Trouble::Late))
+fn is_late<T>(result: &std::result::Result<T, RemoteError>) -> bool {
+    matches!(result, Err(RemoteError::Timeout))
 }

@@ -4,10 +4,10 @@ use crate::base::clock::wall_s;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::Ordering;
 use crate::tier::remote::s3::Shared;
-use crate::tier::remote::s3::conn::Reply;
+use crate::tier::remote::s3::connection::Reply;
 use crate::tier::remote::s3::errors::{self, Meaning};
 use crate::tier::remote::s3::request::Settings;
-use crate::tier::remote::{Name, Server, Trouble};
+use crate::tier::remote::{Name, RemoteError, Server};
 
 /// From here on a clock that is off is worth a word; at 900 s requests are refused.
 const SKEW_S: u64 = 300;
@@ -29,13 +29,13 @@ pub fn server(shared: &Shared, reply: &Reply) -> Result<Server> {
         let said = shared.words(reply);
         // It answered: waiting does not help where it has refused us.
         let (status, words) = match errors::meaning(reply) {
-            Meaning::Trouble(Trouble::Absent | Trouble::Gone) => {
+            Meaning::Error(RemoteError::Absent | RemoteError::Unreachable) => {
                 (Status::Invalid, format!("there is no bucket '{bucket}': {said}"))
             }
-            Meaning::Trouble(Trouble::Denied) => (Status::Invalid, said),
-            Meaning::Trouble(trouble) | Meaning::Again(trouble) => (trouble.status(), said),
-            Meaning::Slower => (Trouble::Later.status(), said),
-            Meaning::Unknown => (Trouble::Nonsense.status(), said),
+            Meaning::Error(RemoteError::Denied) => (Status::Invalid, said),
+            Meaning::Error(error) | Meaning::Retry(error) => (error.status(), said),
+            Meaning::SlowDown => (RemoteError::Busy.status(), said),
+            Meaning::NotImplemented => (RemoteError::Malformed.status(), said),
         };
         return Err(Error::new(status, format!("{authority}: {words}")));
     }
@@ -52,7 +52,7 @@ pub fn server(shared: &Shared, reply: &Reply) -> Result<Server> {
             "anybody is trusted to be the server (insecure): who is on the way can read objects";
         warnings.push(why.to_string());
     }
-    if shared.is_plain.load(Ordering::Relaxed) {
+    if shared.is_unconditional.load(Ordering::Relaxed) {
         let why = "it cannot store what is new only: every object is looked for first, and of two \
                    that store the same at once the last one wins";
         warnings.push(why.to_string());

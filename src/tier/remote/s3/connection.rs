@@ -5,17 +5,16 @@
 
 use std::net::SocketAddr;
 
-use crate::io::channel::Channel;
 use crate::io::link::{Lost, Pieces, Watch};
 use crate::io::tls::Trust;
-use crate::tier::remote::Part;
-use crate::tier::remote::s3::fault::{Fault, short};
-use crate::tier::remote::s3::http::{Body, Chunks, Head, MAX_HEAD_BYTES, Nonsense};
+use crate::tier::remote::batch::{add_pieces, copy_to_parts};
+use crate::tier::remote::fault::{Fault, Malformed};
+use crate::tier::remote::s3::http::{Body, Chunks, Head, MAX_HEAD_BYTES};
 use crate::tier::remote::s3::xml;
 use crate::tier::remote::secret::wipe;
+use crate::tier::remote::transport::{TURNS, Transport};
+use crate::tier::remote::{Part, RemoteError};
 
-/// How often a connection is used before others have their turn.
-const TURNS: usize = 16;
 /// Most replies that only say that another one follows.
 const MAX_INTERIM: u32 = 8;
 
@@ -53,16 +52,15 @@ pub struct Reply {
 }
 
 /// A connection.
-pub struct Conn {
-    link: Channel,
-    is_linked: bool,
-    is_made: bool,
+pub struct Connection {
+    /// The connection below the protocol.
+    pub transport: Transport,
     out: Vec<u8>,
     /// Bytes that went of the head and what follows it, and how many there are.
     sent: u64,
     to_send: u64,
     /// The other side takes no more.
-    is_shut: bool,
+    is_write_closed: bool,
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
@@ -71,10 +69,6 @@ pub struct Conn {
     /// It had a reply before.
     is_kept: bool,
     has_heard: bool,
-    can_read: bool,
-    can_write: bool,
-    /// When it must be made.
-    pub by_ns: u64,
 }
 
 /// A reply that is coming.
@@ -91,18 +85,20 @@ enum Left {
     End,
 }
 
-impl Conn {
+impl Connection {
     /// Begins one, that must be made at a time; with TLS, if it is told whom to trust and whom to
     /// expect.
-    pub fn begin(to: &SocketAddr, tls: Option<(&Trust, &str)>, by_ns: u64) -> Result<Conn, Fault> {
-        Ok(Conn {
-            link: Channel::begin(to, tls)?,
-            is_linked: false,
-            is_made: false,
+    pub fn begin(
+        to: &SocketAddr,
+        tls: Option<(&Trust, &str)>,
+        ready_by_ns: u64,
+    ) -> Result<Connection, Fault> {
+        Ok(Connection {
+            transport: Transport::begin(to, tls, ready_by_ns)?,
             out: Vec::new(),
             sent: 0,
             to_send: 0,
-            is_shut: false,
+            is_write_closed: false,
             buffer: vec![0; MAX_HEAD_BYTES].into_boxed_slice(),
             start: 0,
             end: 0,
@@ -110,23 +106,7 @@ impl Conn {
             interims: 0,
             is_kept: false,
             has_heard: false,
-            can_read: false,
-            can_write: false,
-            by_ns,
         })
-    }
-
-    /// Whether it has been made.
-    pub fn is_made(&self) -> bool {
-        self.is_made
-    }
-
-    /// What it is that has not ended in time, of a connection that is not made.
-    pub fn stage(&self) -> &'static str {
-        match self.is_linked {
-            false => "no connection in time",
-            true => "TLS was not agreed on in time: is this the server's port for TLS?",
-        }
     }
 
     /// Whether another request can be sent on it: not if it has ended meanwhile, or says what
@@ -135,10 +115,11 @@ impl Conn {
         pieces.clear();
         pieces.push(self.buffer.as_mut_ptr(), self.buffer.len());
         // SAFETY: the buffer is the connection's own.
-        self.start == self.end && matches!(unsafe { self.link.receive(pieces) }, Ok(None | Some(0)))
+        self.start == self.end
+            && matches!(unsafe { self.transport.receive(pieces) }, Ok(None | Some(0)))
     }
 
-    /// Where the head of the next request is written to; [`Conn::ask`] sends it.
+    /// Where the head of the next request is written to; [`Connection::ask`] sends it.
     pub fn head(&mut self) -> &mut Vec<u8> {
         wipe(&mut self.out);
         self.out.clear();
@@ -146,59 +127,43 @@ impl Conn {
     }
 
     /// Begins to send the request whose head was written.
-    pub fn ask(&mut self, way: &Transfer) {
-        let body: u64 = way.source.iter().map(|part| part.bytes).sum();
+    pub fn ask(&mut self, transfer: &Transfer) {
+        let body: u64 = transfer.source.iter().map(|part| part.bytes).sum();
         (self.sent, self.to_send) = (0, self.out.len() as u64 + body);
         (self.incoming, self.interims) = (None, 0);
-        (self.has_heard, self.is_shut) = (false, false);
-        self.can_write = self.is_made;
+        (self.has_heard, self.is_write_closed) = (false, false);
+        self.transport.can_write = self.transport.is_open();
     }
 
     /// Adds it to what is waited for.
     pub fn watch(&self, watch: &mut Watch) {
-        let to_write = !self.is_linked || self.link.owes() || (self.is_made && self.has_to_send());
-        self.link.watch(watch, self.is_linked, to_write);
+        self.transport.watch(watch, true, self.has_to_send());
     }
 
     /// Whether something can be done without a wait, as far as is known.
     pub fn can_go_on(&self) -> bool {
-        let has_to_send = self.has_to_send() || self.link.owes();
-        self.is_made && (self.can_read || (self.can_write && has_to_send && !self.is_shut))
+        let has_to_send = self.has_to_send() || self.transport.owes();
+        let can_send = self.transport.can_write && has_to_send && !self.is_write_closed;
+        self.transport.is_open() && (self.transport.can_read || can_send)
     }
 
     fn has_to_send(&self) -> bool {
-        self.sent < self.to_send && !self.is_shut
-    }
-
-    /// Notes what a wait has told.
-    pub fn woke(&mut self, (can_read, can_write): (bool, bool)) {
-        self.can_read |= can_read;
-        self.can_write |= can_write;
+        self.sent < self.to_send && !self.is_write_closed
     }
 
     /// Sends and takes what can be now; the reply, when all of it is here. After a reply, or a
-    /// fault, [`Conn::is_kept`] says whether it can be used again.
+    /// fault, [`Connection::is_kept`] says whether it can be used again.
     pub fn exchange(
         &mut self,
-        way: &Transfer,
+        transfer: &Transfer,
         pieces: &mut Pieces,
     ) -> Result<Option<Reply>, Fault> {
-        if !self.is_made {
-            if !self.is_linked && !self.can_write {
-                return Ok(None);
-            }
-            if !self.is_linked {
-                self.link.made()?;
-                self.is_linked = true;
-            }
-            if !self.link.secure()? {
-                return Ok(None);
-            }
-            (self.is_made, self.can_read, self.can_write) = (true, true, true);
+        if !self.transport.establish()? {
+            return Ok(None);
         }
-        self.send(way.source, pieces);
-        let reply = self.receive(way, pieces).map_err(|fault| Fault {
-            is_stale: self.is_kept && !self.has_heard && fault.can_pass,
+        self.send(transfer.source, pieces);
+        let reply = self.receive(transfer, pieces).map_err(|fault| Fault {
+            is_stale: self.is_kept && !self.has_heard && fault.is_transient,
             ..fault
         })?;
         let Some(incoming) = reply else { return Ok(None) };
@@ -206,10 +171,10 @@ impl Conn {
         self.is_kept = incoming.reply.head.keeps
             && incoming.has_ended()
             && self.sent == self.to_send
-            && !self.link.owes()
+            && !self.transport.owes()
             && self.start == self.end;
         wipe(&mut self.out);
-        self.link.wipe();
+        self.transport.wipe();
         Ok(Some(incoming.reply))
     }
 
@@ -220,7 +185,8 @@ impl Conn {
 
     fn send(&mut self, source: &[Part], pieces: &mut Pieces) {
         for _ in 0..TURNS {
-            if !(self.has_to_send() || self.link.owes()) || !self.can_write || self.is_shut {
+            let has_to_send = self.has_to_send() || self.transport.owes();
+            if !has_to_send || !self.transport.can_write || self.is_write_closed {
                 break;
             }
             pieces.clear();
@@ -231,21 +197,24 @@ impl Conn {
                 pieces.push(rest.as_mut_ptr(), rest.len());
             }
             skip = skip.saturating_sub(head);
-            push_parts(source, skip, u64::MAX, pieces);
+            add_pieces(source, skip, u64::MAX, pieces);
             // SAFETY: the head is the connection's own; the parts are valid, as whoever began the
             // batch promises.
-            match unsafe { self.link.send(pieces) } {
-                Ok(Some(bytes)) => self.sent += bytes as u64,
-                Ok(None) => self.can_write = false,
+            match unsafe { self.transport.send(pieces) } {
+                Ok(bytes) => self.sent += bytes.unwrap_or(0) as u64,
                 // It may have said why.
-                Err(_) => (self.is_shut, self.can_read) = (true, true),
+                Err(_) => (self.is_write_closed, self.transport.can_read) = (true, true),
             }
         }
     }
 
-    fn receive(&mut self, way: &Transfer, pieces: &mut Pieces) -> Result<Option<Incoming>, Fault> {
+    fn receive(
+        &mut self,
+        transfer: &Transfer,
+        pieces: &mut Pieces,
+    ) -> Result<Option<Incoming>, Fault> {
         for _ in 0..TURNS {
-            if !self.can_read {
+            if !self.transport.can_read {
                 break;
             }
             let left = match &self.incoming {
@@ -255,7 +224,7 @@ impl Conn {
             pieces.clear();
             if left > 0 {
                 let from = self.incoming.as_ref().map_or(0, |incoming| incoming.reply.bytes);
-                push_parts(way.sink, from, left, pieces);
+                add_pieces(transfer.sink, from, left, pieces);
             } else {
                 if self.start == self.end {
                     (self.start, self.end) = (0, 0);
@@ -265,12 +234,9 @@ impl Conn {
             }
             // SAFETY: the parts are valid and nobody else's, as whoever began the batch promises;
             // the buffer is the connection's own.
-            let count = match unsafe { self.link.receive(pieces) } {
+            let count = match unsafe { self.transport.receive(pieces) } {
                 Ok(Some(count)) => count,
-                Ok(None) => {
-                    self.can_read = false;
-                    break;
-                }
+                Ok(None) => break,
                 Err(Lost::Gone(0)) => return self.ended(),
                 Err(lost) => return Err(lost.into()),
             };
@@ -283,7 +249,7 @@ impl Conn {
             } else {
                 self.end += count;
             }
-            if self.read(way)? {
+            if self.read(transfer)? {
                 return Ok(self.incoming.take());
             }
         }
@@ -295,16 +261,16 @@ impl Conn {
         match self.incoming.take() {
             Some(incoming) if matches!(incoming.left, Left::End) => {
                 let is_short = incoming.object.is_some_and(|bytes| bytes != incoming.reply.bytes);
-                if is_short { Err(short()) } else { Ok(Some(incoming)) }
+                if is_short { Err(truncated()) } else { Ok(Some(incoming)) }
             }
-            Some(_) => Err(short()),
-            None if self.has_heard => Err(short()),
+            Some(_) => Err(truncated()),
+            None if self.has_heard => Err(truncated()),
             None => Err(Lost::Gone(0).into()),
         }
     }
 
     /// Reads what is here; whether that is all of a reply.
-    fn read(&mut self, way: &Transfer) -> Result<bool, Fault> {
+    fn read(&mut self, transfer: &Transfer) -> Result<bool, Fault> {
         while self.incoming.is_none() {
             let Some((head, bytes)) = Head::read(&self.buffer[self.start..self.end])? else {
                 if self.start > 0 {
@@ -315,32 +281,32 @@ impl Conn {
             };
             self.start += bytes;
             if head.status >= 200 {
-                self.incoming = Some(Incoming::new(head, way)?);
+                self.incoming = Some(Incoming::new(head, transfer)?);
             } else {
                 self.interims += 1;
                 if self.interims > MAX_INTERIM || head.status == 101 {
-                    return Err(Nonsense("replies that say nothing").into());
+                    return Err(Malformed("replies that say nothing").into());
                 }
             }
         }
         let Some(incoming) = &mut self.incoming else { return Ok(false) };
-        let taken = incoming.take(&self.buffer[self.start..self.end], way)?;
+        let taken = incoming.take(&self.buffer[self.start..self.end], transfer)?;
         self.start += taken;
         Ok(incoming.is_whole())
     }
 }
 
 impl Incoming {
-    fn new(head: Head, way: &Transfer) -> Result<Incoming, Fault> {
+    fn new(head: Head, transfer: &Transfer) -> Result<Incoming, Fault> {
         let mut object = None;
-        let left = match (way.want, head.body) {
+        let left = match (transfer.want, head.body) {
             (Want::Head, _) => Left::Bytes(0),
             _ if matches!(head.status, 204 | 304) => Left::Bytes(0),
             (_, Body::Bytes(bytes)) => Left::Bytes(bytes),
             (_, Body::Chunks) => Left::Chunks(Chunks::default()),
             (_, Body::End) => Left::End,
         };
-        if let Want::Object { offset, room } = way.want
+        if let Want::Object { offset, room } = transfer.want
             && matches!(head.status, 200 | 206)
         {
             object = Some(object_bytes(&head, offset, room)?);
@@ -362,7 +328,7 @@ impl Incoming {
     }
 
     /// Takes what is here of a body; how many bytes of it.
-    fn take(&mut self, bytes: &[u8], way: &Transfer) -> Result<usize, Fault> {
+    fn take(&mut self, bytes: &[u8], transfer: &Transfer) -> Result<usize, Fault> {
         let Incoming { reply, left, object } = self;
         let mut add = |piece: &[u8]| match object {
             None => {
@@ -371,11 +337,11 @@ impl Incoming {
                 Ok(())
             }
             Some(object) if reply.bytes + piece.len() as u64 > *object => {
-                Err(Nonsense("more than was asked for"))
+                Err(Malformed("more than was asked for"))
             }
             Some(_) => {
                 // SAFETY: as whoever began the batch promises.
-                unsafe { copy(way.sink, reply.bytes, piece) };
+                unsafe { copy_to_parts(transfer.sink, reply.bytes, piece) };
                 reply.bytes += piece.len() as u64;
                 Ok(())
             }
@@ -395,70 +361,44 @@ impl Incoming {
         };
         let is_short = matches!(left, Left::Chunks(chunks) if chunks.is_done())
             && object.is_some_and(|object| object != reply.bytes);
-        if is_short { Err(short()) } else { Ok(taken) }
+        if is_short { Err(truncated()) } else { Ok(taken) }
     }
 }
 
 /// How many bytes of an object come, by what the head says: none that were not asked for.
-fn object_bytes(head: &Head, offset: u64, room: u64) -> Result<u64, Nonsense> {
+fn object_bytes(head: &Head, offset: u64, room: u64) -> Result<u64, Malformed> {
     if head.is_coded {
-        return Err(Nonsense("an object that is coded"));
+        return Err(Malformed("an object that is coded"));
     }
     let said = match (head.status, &head.range) {
         (206, Some(range)) => match range.part {
             Some((first, bytes)) if first == offset => {
                 let wanted = range.whole.map(|whole| whole.saturating_sub(offset).min(room));
                 if wanted.is_some_and(|wanted| wanted != bytes) {
-                    return Err(Nonsense("another part of the object"));
+                    return Err(Malformed("another part of the object"));
                 }
                 Some(bytes)
             }
-            _ => return Err(Nonsense("another part of the object")),
+            _ => return Err(Malformed("another part of the object")),
         },
         // All of it, although a part was asked for.
         (200, _) if offset == 0 => head.length,
-        _ => return Err(Nonsense("another part of the object")),
+        _ => return Err(Malformed("another part of the object")),
     };
-    let bytes = said.ok_or(Nonsense("an object without a length"))?;
+    let bytes = said.ok_or(Malformed("an object without a length"))?;
     if head.length.is_some_and(|length| length != bytes) || bytes > room {
-        return Err(Nonsense("another length than was asked for"));
+        return Err(Malformed("another length than was asked for"));
     }
     Ok(bytes)
 }
 
-/// Adds the pieces of parts from a byte on, at most so many bytes.
-fn push_parts(parts: &[Part], mut skip: u64, mut most: u64, into: &mut Pieces) {
-    for part in parts {
-        let bytes = part.bytes.saturating_sub(skip).min(most);
-        if bytes > 0 {
-            if !into.push(part.address.wrapping_add(skip as usize), bytes as usize) {
-                break;
-            }
-            most -= bytes;
-        }
-        skip = skip.saturating_sub(part.bytes);
-    }
+/// A reply that ended too early.
+fn truncated() -> Fault {
+    let fault = Fault::new(RemoteError::Malformed, "the reply ended before its time");
+    Fault { is_transient: true, ..fault }
 }
 
-/// Copies bytes to where they belong, from one on.
-///
-/// # Safety
-/// The memory of the parts is valid, and nobody else's meanwhile.
-unsafe fn copy(parts: &[Part], mut skip: u64, mut bytes: &[u8]) {
-    for part in parts {
-        let count = (part.bytes.saturating_sub(skip) as usize).min(bytes.len());
-        if count > 0 {
-            let to = part.address.wrapping_add(skip as usize);
-            // SAFETY: `count` bytes from `skip` on are within the part, which the caller vouches
-            // for; the buffer is another memory.
-            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, count) };
-            bytes = &bytes[count..];
-        }
-        skip = skip.saturating_sub(part.bytes);
-    }
-}
-
-impl Drop for Conn {
+impl Drop for Connection {
     fn drop(&mut self) {
         wipe(&mut self.out);
     }

@@ -1,0 +1,835 @@
+//! A thread's way to a server or a cluster: a batch is split by node, and all nodes are exchanged to
+//! at once until every item has its result, or the deadline has come.
+
+use std::collections::HashMap;
+
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::Arc;
+use crate::io::link::{Pieces, Watch};
+use crate::tier::remote::fault::Fault;
+use crate::tier::remote::redis::connection::{Answer, Expect, Task};
+use crate::tier::remote::redis::errors::{self, ErrorReply};
+use crate::tier::remote::redis::node::Node;
+use crate::tier::remote::redis::operation::{
+    Dialect, Operation, Outcome, Payload, Special, StreamEntry, words,
+};
+use crate::tier::remote::redis::resp::Value;
+use crate::tier::remote::redis::slots::{self, MAX_NODES, SlotMap};
+use crate::tier::remote::redis::url::Address;
+use crate::tier::remote::redis::{MAX_BYTES, Shared, add, info};
+use crate::tier::remote::{Client, Gets, Puts, Queries, RemoteError, Server};
+
+/// Who waited less than this does not know whether a node is late.
+const LEAST_WAIT_NS: u64 = 20_000_000;
+/// Nodes that are asked about slots at once.
+const SLOTS_NODES: usize = 2;
+/// Who follows whom is asked that often, where it is of interest: nobody says when it changes.
+const REPLICAS_NS: u64 = 30_000_000_000;
+/// The same where nobody was: nodes are not named before they have heard something.
+const NO_REPLICAS_NS: u64 = 1_000_000_000;
+/// How many commands are reply before those are sent: a server begins with the first ones while
+/// others are worded.
+const FEED_COMMANDS: usize = 128;
+/// How often an item is sent elsewhere.
+const MAX_MOVES: u8 = 5;
+/// How often a connection to a node is lost in a batch until the rest of it is.
+const MAX_FAULTS: u32 = 3;
+/// After this an item is sent again that a server could not take at the moment.
+const DELAY_NS: u64 = 20_000_000;
+/// Longest time that a server is told to wait for its replicas.
+const MAX_CONFIRM_MS: u64 = 60_000;
+/// Servers look at the clock that often while nothing else happens, and a little more.
+const CONFIRM_SPARE_MS: u64 = 150;
+/// What there is to be reply against TLS that trusts everybody.
+const INSECURE: &str = "nobody looks who it is (insecure=true): whoever is on the way can read and \
+                        change everything, the password, too";
+
+/// A way to a server or a cluster.
+pub struct RedisClient {
+    shared: Arc<Shared>,
+    nodes: Vec<Node>,
+    indices: HashMap<Address, usize>,
+    slots: Option<Arc<SlotMap>>,
+    /// The indices that nodes of `slots` have here.
+    routes: Vec<usize>,
+    /// Whom all goes to where there is no cluster.
+    server: Option<usize>,
+    /// Whom to begin with when somebody is to be asked.
+    cursor: usize,
+    dialect: Dialect,
+    /// What became of the last request that came to nothing.
+    last_error: String,
+    watch: Watch,
+    watched: Vec<usize>,
+    pieces: Pieces,
+    answers: Vec<Answer>,
+    key: Vec<u8>,
+    batch: Batch,
+}
+
+/// A batch that is under way.
+#[derive(Default)]
+struct Batch {
+    began_ns: u64,
+    deadline_ns: u64,
+    /// Items that have no result.
+    left: usize,
+    /// Items of which nobody knows where they belong.
+    unrouted: Vec<Task>,
+    /// Items that are sent again at a time.
+    delayed: Vec<(u64, usize, Task)>,
+    has_asked: bool,
+    /// What it means that nobody reply where items belong.
+    error: Option<RemoteError>,
+}
+
+// SAFETY: the pieces are filled and used within a call; between calls they are memory that
+// nobody looks at.
+unsafe impl Send for RedisClient {}
+
+impl RedisClient {
+    /// One without connections.
+    pub fn new(shared: Arc<Shared>) -> RedisClient {
+        let dialect = Dialect { ttl_s: shared.settings.ttl_s, is_old: false };
+        RedisClient {
+            shared,
+            nodes: Vec::new(),
+            indices: HashMap::new(),
+            slots: None,
+            routes: Vec::new(),
+            server: None,
+            cursor: 0,
+            dialect,
+            last_error: String::new(),
+            watch: Watch::default(),
+            watched: Vec::new(),
+            pieces: Pieces::default(),
+            answers: Vec::new(),
+            key: Vec::new(),
+            batch: Batch::default(),
+        }
+    }
+
+    /// Appends an entry to the stream of events. One that an answer was lost to may be there twice.
+    pub fn publish(
+        &mut self,
+        fields: &[(&str, &[u8])],
+        most: u64,
+        deadline_ns: u64,
+    ) -> std::result::Result<(), RemoteError> {
+        let mut result = Err(RemoteError::Busy);
+        let entry = StreamEntry { fields, most, result: &mut result };
+        self.drive(&mut Operation::Control(Special::Publish(entry)), deadline_ns);
+        result
+    }
+
+    fn drive(&mut self, operation: &mut Operation, deadline_ns: u64) {
+        self.begin(operation, deadline_ns);
+        while self.batch.left > 0 {
+            let now = self.shared.clock.now_ns();
+            if now >= deadline_ns {
+                self.expire(operation, now);
+                break;
+            }
+            self.release(now);
+            self.refresh_slots(operation, now);
+            let mut has_moved = false;
+            for node in 0..self.nodes.len() {
+                has_moved |= self.serve(node, operation, now);
+            }
+            if !has_moved && self.batch.left > 0 {
+                self.wait(now);
+            }
+        }
+        // A server that answers before it has heard all would leave values here that are
+        // somebody else's from now on.
+        for node in &mut self.nodes {
+            if node
+                .connection
+                .as_ref()
+                .is_some_and(|connection| connection.is_ready() && !connection.out.is_empty())
+            {
+                node.begin_anew();
+            }
+        }
+    }
+
+    fn begin(&mut self, operation: &mut Operation, deadline_ns: u64) {
+        if self.nodes.len() >= MAX_NODES {
+            (self.nodes, self.indices) = (Vec::new(), HashMap::new());
+            (self.slots, self.routes) = (None, Vec::new());
+        }
+        let now = self.shared.clock.now_ns();
+        for node in &mut self.nodes {
+            node.faults = 0;
+            // One that did not become ready between batches: this one begins anew.
+            if node.connection.as_ref().is_some_and(|connection| {
+                !connection.is_ready() && connection.transport.ready_by_ns <= now
+            }) {
+                node.begin_anew();
+            }
+            if let Some(connection) = &mut node.connection {
+                connection.is_checked = false;
+            }
+        }
+        if !self.shared.settings.is_cluster {
+            self.server = self.number(&self.shared.settings.seeds[0].clone());
+        }
+        self.batch =
+            Batch { began_ns: now, deadline_ns, left: operation.len(), ..Batch::default() };
+        let known = self.shared.map.get();
+        if let Some(known) = known
+            && !self.slots.as_ref().is_some_and(|slots| Arc::ptr_eq(slots, &known))
+        {
+            self.adopt(known);
+        }
+        let none = Task {
+            item: 0,
+            moves: 0,
+            is_resent: false,
+            is_delayed: false,
+            is_asking: false,
+            is_replica_read: self.shared.settings.reads_replicas && operation.is_read(),
+        };
+        for item in 0..operation.len() {
+            operation.fail(item, RemoteError::Busy);
+            if operation.is_too_long(item, MAX_BYTES) {
+                self.fail(operation, item, RemoteError::TooLong);
+            } else {
+                self.route(operation, Task { item, ..none }, now);
+            }
+        }
+    }
+
+    /// Gives an item to the node that has it, as far as is known.
+    fn route(&mut self, operation: &mut Operation, mut task: Task, now: u64) {
+        let node = if !self.shared.settings.is_cluster {
+            self.server
+        } else {
+            let Some(slots) = &self.slots else { return self.batch.unrouted.push(task) };
+            let slot = match operation.key(task.item, &self.shared.settings.prefix, &mut self.key) {
+                true => slots::slot_of(&self.key),
+                false => 0,
+            };
+            let master = slots.node_of(slot);
+            let follower = match master {
+                Some(master) if task.is_replica_read => self.follower(slots, master, slot, now),
+                _ => None,
+            };
+            task.is_replica_read = follower.is_some();
+            follower.or(master).map(|node| self.routes[node])
+        };
+        match node {
+            Some(node) => self.nodes[node].queue.push_back(task),
+            None => {
+                // Nobody has the slot: the cluster is being put together, or has lost a part.
+                self.shared.map.doubt();
+                self.fail(operation, task.item, RemoteError::Busy);
+            }
+        }
+    }
+
+    /// A node that follows one and is worth a try. Lanes and slots begin with different ones.
+    fn follower(&self, slots: &SlotMap, master: usize, slot: usize, now: u64) -> Option<usize> {
+        let all = slots.followers_of(master);
+        let from = slot.wrapping_add(self.cursor);
+        let mut rotated = (0..all.len()).map(|at| all[from.wrapping_add(at) % all.len()]);
+        rotated
+            .find(|&node| self.nodes[self.routes[usize::from(node)]].is_preferred(now))
+            .map(usize::from)
+    }
+
+    /// How old what is known of slots may be though nobody doubts it.
+    fn most_age_ns(&self) -> u64 {
+        match &self.slots {
+            Some(slots) if self.shared.settings.reads_replicas => {
+                if slots.has_followers() {
+                    REPLICAS_NS
+                } else {
+                    NO_REPLICAS_NS
+                }
+            }
+            _ => u64::MAX,
+        }
+    }
+
+    /// The number of a node here; None = there are too many.
+    fn number(&mut self, address: &Address) -> Option<usize> {
+        if let Some(&node) = self.indices.get(address) {
+            return Some(node);
+        }
+        if self.nodes.len() >= MAX_NODES {
+            return None;
+        }
+        self.nodes.push(Node::new(address.clone()));
+        self.indices.insert(address.clone(), self.nodes.len() - 1);
+        Some(self.nodes.len() - 1)
+    }
+
+    /// Goes by another map from now on.
+    fn adopt(&mut self, slots: Arc<SlotMap>) {
+        // One that there is no room for has its items sent by another node.
+        self.routes = slots.nodes.iter().map(|node| self.number(node).unwrap_or(0)).collect();
+        for (number, node) in self.nodes.iter_mut().enumerate() {
+            let is_idle =
+                node.connection.as_ref().is_some_and(|connection| connection.due().is_none());
+            if is_idle && !node.is_wanted() && !self.routes.contains(&number) {
+                node.connection = None;
+            }
+        }
+        self.slots = Some(slots);
+    }
+
+    /// Sees to it that somebody is asked who has which slot, where that is to be known.
+    fn refresh_slots(&mut self, operation: &mut Operation, now: u64) {
+        if !self.shared.settings.is_cluster {
+            return;
+        }
+        if self.slots.is_some() {
+            for task in std::mem::take(&mut self.batch.unrouted) {
+                self.route(operation, task, now);
+            }
+            if self.shared.map.claim(now, self.most_age_ns()) {
+                self.request_slots();
+            }
+        } else if !self.batch.has_asked {
+            self.batch.has_asked = true;
+            for seed in self.shared.settings.seeds.clone() {
+                if let Some(node) = self.number(&seed) {
+                    self.nodes[node].wants_slots = true;
+                }
+            }
+        } else if !self.nodes.iter().any(|node| node.wants_slots) {
+            let error = self.batch.error.unwrap_or(RemoteError::Unreachable);
+            for task in std::mem::take(&mut self.batch.unrouted) {
+                self.fail(operation, task.item, error);
+            }
+        }
+    }
+
+    /// Asks some nodes about slots: those that do well, others in cursor.
+    fn request_slots(&mut self) {
+        let count = self.nodes.len();
+        let from = self.cursor;
+        self.cursor = self.cursor.wrapping_add(1);
+        let rotated = (0..count).map(|at| from.wrapping_add(at) % count);
+        let (well, other): (Vec<usize>, Vec<usize>) = rotated
+            .partition(|&node| self.nodes[node].connection.is_some() && self.nodes[node].is_well());
+        for node in well.into_iter().chain(other).take(SLOTS_NODES) {
+            self.nodes[node].wants_slots = true;
+        }
+    }
+
+    /// Items whose time has come are sent again.
+    fn release(&mut self, now: u64) {
+        let nodes = &mut self.nodes;
+        self.batch.delayed.retain(|&(from, node, task)| {
+            if from <= now {
+                nodes[node].queue.push_back(task);
+            }
+            from > now
+        });
+    }
+
+    /// Waits until something can go on, or a time has come.
+    fn wait(&mut self, now: u64) {
+        let deadline = self.batch.deadline_ns;
+        let mut until = self.batch.delayed.iter().map(|delayed| delayed.0).fold(deadline, u64::min);
+        self.watch.clear();
+        self.watched.clear();
+        for (number, node) in self.nodes.iter().enumerate() {
+            match &node.connection {
+                Some(connection) => {
+                    if connection.watch(&mut self.watch) {
+                        self.watched.push(number);
+                    }
+                    if !connection.is_ready() && node.is_wanted() {
+                        until = until.min(connection.transport.ready_by_ns);
+                    }
+                }
+                None if node.is_wanted() => {
+                    until = until.min(node.open_from(now, deadline).unwrap_or(now));
+                }
+                None => {}
+            }
+        }
+        // It is late when a time has come: whoever waits looks at the clock again.
+        if self.watch.wait(&self.shared.clock, until).is_ok() {
+            for (at, &number) in self.watched.iter().enumerate() {
+                if let Some(connection) = &mut self.nodes[number].connection {
+                    connection.transport.woke(self.watch.ready(at));
+                }
+            }
+        }
+    }
+
+    /// The deadline has come: what has no answer has come to nothing, and a connection on which
+    /// one may still come is of no use for another batch.
+    fn expire(&mut self, operation: &mut Operation, now: u64) {
+        for number in 0..self.nodes.len() {
+            let node = &mut self.nodes[number];
+            let mut late: Vec<Task> = node.queue.drain(..).collect();
+            if let Some(mut connection) =
+                node.connection.take_if(|connection| connection.has_tasks())
+            {
+                (node.wants_slots, node.is_slots_sent) = (false, false);
+                node.failed(now);
+                late.extend(connection.drain());
+            }
+            if !late.is_empty() {
+                self.last_error = format!("{}: no answer in time", self.nodes[number].address);
+                self.shared.map.doubt();
+                let waited_ns = now.saturating_sub(self.batch.began_ns);
+                if self.shared.settings.is_cluster && waited_ns >= LEAST_WAIT_NS {
+                    self.nodes[number].late(now);
+                }
+            }
+            late.iter().for_each(|task| self.fail(operation, task.item, RemoteError::Timeout));
+        }
+        let batch = std::mem::take(&mut self.batch);
+        for task in batch.unrouted.iter().chain(batch.delayed.iter().map(|delayed| &delayed.2)) {
+            operation.fail(task.item, RemoteError::Timeout);
+        }
+    }
+
+    /// What a server reply that let us in.
+    fn hello(&self) -> Option<&Value> {
+        let mut ready = self.nodes.iter().filter_map(|node| node.connection.as_ref());
+        ready.find(|connection| connection.is_ready()).map(|connection| &connection.hello)
+    }
+
+    fn fail(&mut self, operation: &mut Operation, item: usize, error: RemoteError) {
+        operation.fail(item, error);
+        self.batch.left = self.batch.left.saturating_sub(1);
+    }
+}
+
+/// Serving one node.
+impl RedisClient {
+    /// Does what can be done with a node now; whether anything went on.
+    fn serve(&mut self, number: usize, operation: &mut Operation, now: u64) -> bool {
+        let node = &self.nodes[number];
+        if node.connection.is_none() {
+            return node.is_wanted() && self.connect(number, operation, now);
+        }
+        let exchanged = self.exchange(number, operation, now);
+        let settled = self.settle(number, operation, now);
+        match exchanged.and_then(|has_moved| settled.map(|()| has_moved)) {
+            Ok(has_moved) => has_moved,
+            Err(fault) => {
+                self.drop_connection(number, operation, fault, now);
+                true
+            }
+        }
+    }
+
+    fn connect(&mut self, number: usize, operation: &mut Operation, now: u64) -> bool {
+        let node = &mut self.nodes[number];
+        match node.open_from(now, self.batch.deadline_ns) {
+            Some(from) if from > now => return false,
+            Some(_) => {
+                if let Err(fault) = node.connect(now, &self.shared.settings) {
+                    self.drop_connection(number, operation, fault, now);
+                }
+            }
+            None => {
+                // Others may have taken over.
+                self.shared.map.doubt();
+                let fault = node.refusal();
+                self.fail_node(number, operation, &fault, now);
+            }
+        }
+        true
+    }
+
+    /// Commands out, answers in; whether anything went. Answers are left to be settled.
+    fn exchange(
+        &mut self,
+        number: usize,
+        operation: &Operation,
+        now: u64,
+    ) -> std::result::Result<bool, Fault> {
+        let shared = self.shared.clone();
+        let node = &mut self.nodes[number];
+        let is_wanted = node.is_wanted();
+        let Some(connection) = &mut node.connection else { return Ok(false) };
+        let was_ready = connection.is_ready();
+        if !was_ready && now >= connection.transport.ready_by_ns {
+            return Err(Fault::new(RemoteError::Timeout, connection.timeout_message()));
+        }
+        if was_ready && is_wanted {
+            if !connection.is_checked {
+                connection.check(
+                    operation,
+                    &shared.settings,
+                    &mut self.answers,
+                    &mut self.pieces,
+                )?;
+            }
+            self.send_commands(number, operation, now);
+        }
+        let node = &mut self.nodes[number];
+        let Some(connection) = &mut node.connection else { return Ok(false) };
+        let has_moved = connection.exchange(
+            operation,
+            &shared.settings,
+            &mut self.answers,
+            &mut self.pieces,
+        )?;
+        if !was_ready && connection.is_ready() {
+            node.connected();
+            let tally = &shared.tally;
+            add(&tally.connections);
+            if std::mem::replace(&mut node.was_connected, true) {
+                add(&tally.reconnects);
+            }
+        }
+        Ok(has_moved)
+    }
+
+    /// Says as many commands as may be on the way.
+    fn send_commands(&mut self, number: usize, operation: &Operation, now: u64) {
+        let (settings, node) = (&self.shared.settings, &mut self.nodes[number]);
+        let Some(connection) = &mut node.connection else { return };
+        if node.wants_slots && !node.is_slots_sent {
+            node.is_slots_sent = true;
+            words(&mut connection.out, &[b"CLUSTER", b"SLOTS"]);
+            connection.expects(Expect::SlotMap);
+        }
+        for _ in 0..FEED_COMMANDS {
+            let next = node.queue.front().filter(|task| {
+                operation.fits(task.item, (connection.items, connection.bytes), connection.window)
+            });
+            let Some(task) = next.copied() else { break };
+            node.queue.pop_front();
+            operation.key(task.item, &settings.prefix, &mut self.key);
+            if task.is_asking {
+                words(&mut connection.out, &[b"ASKING"]);
+                connection.expects(Expect::Asking);
+            }
+            operation.say(task.item, &self.key, self.dialect, &mut connection.out);
+            connection.expects(Expect::Item(task));
+            connection.items += 1;
+            connection.bytes += operation.weight(task.item);
+            connection.is_to_confirm = settings.wait > 0 && matches!(operation, Operation::Put(_));
+        }
+        if connection.is_to_confirm && node.queue.is_empty() {
+            connection.is_to_confirm = false;
+            // It answers before the deadline, so that the connection outlives a slow replica.
+            let left_ms = self.batch.deadline_ns.saturating_sub(now) / 1_000_000;
+            let spare_ms = (left_ms / 8).max(CONFIRM_SPARE_MS).min(left_ms / 2);
+            let most_ms = (left_ms - spare_ms).clamp(1, MAX_CONFIRM_MS);
+            connection.out.command(3);
+            connection.out.word(b"WAIT");
+            connection.out.number(u64::from(settings.wait));
+            connection.out.number(most_ms);
+            connection.expects(Expect::Wait);
+        }
+    }
+
+    /// Notes what came from a node.
+    fn settle(
+        &mut self,
+        number: usize,
+        operation: &mut Operation,
+        now: u64,
+    ) -> std::result::Result<(), Fault> {
+        let mut answers = std::mem::take(&mut self.answers);
+        let mut done = Ok(());
+        for Answer { to, came } in answers.drain(..) {
+            let of_this = match to {
+                Expect::Item(task) => self.settle_item(number, operation, task, came, now),
+                Expect::SlotMap => {
+                    self.settle_slots(number, came);
+                    Ok(())
+                }
+                Expect::Wait => {
+                    self.settle_wait(number, operation, came);
+                    Ok(())
+                }
+                _ => Ok(()),
+            };
+            done = done.and(of_this);
+        }
+        self.answers = answers;
+        done
+    }
+
+    fn settle_item(
+        &mut self,
+        number: usize,
+        operation: &mut Operation,
+        task: Task,
+        came: Payload,
+        now: u64,
+    ) -> std::result::Result<(), Fault> {
+        let node = &mut self.nodes[number];
+        if let Some(connection) = &mut node.connection {
+            connection.items = connection.items.saturating_sub(1);
+            connection.bytes = connection.bytes.saturating_sub(operation.weight(task.item));
+        }
+        match operation.complete(task.item, came) {
+            Outcome::Done if task.is_replica_read && operation.is_absent(task.item) => {
+                node.did_well();
+                self.ask_master(operation, task, now);
+            }
+            Outcome::Done => {
+                node.did_well();
+                match &mut node.connection {
+                    Some(connection)
+                        if self.shared.settings.wait > 0
+                            && matches!(operation, Operation::Put(_)) =>
+                    {
+                        connection.unconfirmed.push(task);
+                    }
+                    _ => self.batch.left = self.batch.left.saturating_sub(1),
+                }
+            }
+            Outcome::Malformed => {
+                self.fail(operation, task.item, RemoteError::Malformed);
+                return Err(Fault::unreachable("an answer to another request"));
+            }
+            Outcome::Error(reply) => self.settle_error(number, operation, task, reply, now),
+        }
+        Ok(())
+    }
+
+    /// Notes that a node gave an error, and does what that asks for.
+    fn settle_error(
+        &mut self,
+        number: usize,
+        operation: &mut Operation,
+        task: Task,
+        reply: Vec<u8>,
+        now: u64,
+    ) {
+        let node = &mut self.nodes[number];
+        let shown = errors::shown(&reply, self.shared.settings.secret());
+        self.last_error = format!("{}: {shown}", node.address);
+        if matches!(operation, Operation::Remove(_))
+            && !self.dialect.is_old
+            && errors::is_unknown_command(&reply)
+        {
+            self.dialect.is_old = true;
+            return node.queue.push_back(task);
+        }
+        match errors::meaning(&reply, &node.address) {
+            reply if task.is_replica_read => {
+                if matches!(reply, ErrorReply::Moved(_)) {
+                    self.shared.map.doubt();
+                }
+                self.ask_master(operation, task, now);
+            }
+            ErrorReply::Error(error) => self.fail(operation, task.item, error),
+            ErrorReply::Retry => {
+                self.shared.map.doubt();
+                if task.is_delayed {
+                    self.fail(operation, task.item, RemoteError::Busy);
+                } else {
+                    add(&self.shared.tally.retries);
+                    let from = now.saturating_add(DELAY_NS);
+                    self.batch.delayed.push((from, number, Task { is_delayed: true, ..task }));
+                }
+            }
+            ErrorReply::Moved(to) => {
+                self.shared.map.doubt();
+                self.send_elsewhere(operation, to, Task { is_asking: false, ..task });
+            }
+            ErrorReply::Ask(to) => {
+                self.send_elsewhere(operation, to, Task { is_asking: true, ..task })
+            }
+        }
+    }
+
+    fn send_elsewhere(&mut self, operation: &mut Operation, to: Option<Address>, task: Task) {
+        if !self.shared.settings.is_cluster || task.moves >= MAX_MOVES {
+            return self.fail(operation, task.item, RemoteError::Busy);
+        }
+        match to.and_then(|to| self.number(&to)) {
+            Some(node) => {
+                add(&self.shared.tally.redirects);
+                let task = Task { moves: task.moves + 1, ..task };
+                self.nodes[node].queue.push_back(task);
+            }
+            None => self.fail(operation, task.item, RemoteError::Malformed),
+        }
+    }
+
+    /// What a node that only follows another one did not give is asked of that other one.
+    fn ask_master(&mut self, operation: &mut Operation, task: Task, now: u64) {
+        add(&self.shared.tally.retries);
+        operation.fail(task.item, RemoteError::Busy);
+        self.route(operation, Task { is_replica_read: false, ..task }, now);
+    }
+
+    fn settle_slots(&mut self, number: usize, came: Payload) {
+        let node = &mut self.nodes[number];
+        (node.wants_slots, node.is_slots_sent) = (false, false);
+        let Payload::Value(value) = came else { return };
+        if let Some(slots) = SlotMap::read(&value, &node.address) {
+            let slots = Arc::new(slots);
+            add(&self.shared.tally.refreshes);
+            self.shared.map.put(slots.clone());
+            return self.adopt(slots);
+        }
+        let (error, words) = match &value {
+            Value::Error(reply) => {
+                let error = match errors::meaning(reply, &node.address) {
+                    ErrorReply::Error(error) => error,
+                    _ => RemoteError::Busy,
+                };
+                (error, errors::shown(reply, self.shared.settings.secret()))
+            }
+            Value::List(none) if none.is_empty() => {
+                (RemoteError::Busy, "no node has any slot".to_string())
+            }
+            _ => (RemoteError::Malformed, "what it says of slots means nothing".to_string()),
+        };
+        self.last_error = format!("{}: {words}", node.address);
+        self.batch.error = Some(error);
+    }
+
+    fn settle_wait(&mut self, number: usize, operation: &mut Operation, came: Payload) {
+        let node = &mut self.nodes[number];
+        let tasks =
+            node.connection.as_mut().map(|connection| std::mem::take(&mut connection.unconfirmed));
+        let wait = i64::from(self.shared.settings.wait);
+        let is_enough = matches!(came, Payload::Value(Value::Number(count)) if count >= wait);
+        for task in tasks.unwrap_or_default() {
+            if is_enough {
+                self.batch.left = self.batch.left.saturating_sub(1);
+            } else {
+                self.last_error =
+                    format!("{}: too few replicas have it", self.nodes[number].address);
+                self.fail(operation, task.item, RemoteError::Busy);
+            }
+        }
+    }
+
+    /// A connection is of no use any more.
+    fn drop_connection(
+        &mut self,
+        number: usize,
+        operation: &mut Operation,
+        fault: Fault,
+        now: u64,
+    ) {
+        let node = &mut self.nodes[number];
+        let connection = node.connection.take();
+        let was_ready = connection.as_ref().is_some_and(|connection| connection.is_ready());
+        let was_old = connection.as_ref().is_some_and(|connection| connection.is_old);
+        let has_other =
+            connection.as_ref().is_none_or(|connection| connection.transport.is_connecting())
+                && node.has_other();
+        node.is_slots_sent = false;
+        node.faults += 1;
+        let is_gone = fault.error == RemoteError::Unreachable;
+        if has_other && is_gone {
+            // The next address of the same name is tried.
+            node.faults -= 1;
+            return;
+        }
+        // A server that was started again, or tires of connections nobody uses, has ended it
+        // long ago: nothing was heard by anybody, or it does no harm to say it again.
+        let is_stale = was_old && is_gone;
+        let mut first = true;
+        let unanswered = connection.map(|mut connection| connection.drain()).unwrap_or_default();
+        if !is_stale {
+            self.last_error = format!("{}: {}", node.address, fault.message);
+            match self.shared.settings.is_cluster && fault.error == RemoteError::Timeout {
+                true => node.late(now),
+                false => node.failed(now),
+            }
+            node.keep(&fault);
+            self.shared.map.doubt();
+        }
+        for task in unanswered.into_iter().rev() {
+            if is_stale && !task.is_resent {
+                add(&self.shared.tally.retries);
+                let again = Task { is_resent: true, ..task };
+                self.nodes[number].queue.push_front(again);
+                continue;
+            }
+            if task.is_replica_read {
+                self.ask_master(operation, task, now);
+                continue;
+            }
+            self.fail(
+                operation,
+                task.item,
+                if first { fault.error } else { RemoteError::Unreachable },
+            );
+            first = false;
+        }
+        let node = &mut self.nodes[number];
+        if !is_stale && (!was_ready || node.faults >= MAX_FAULTS) {
+            self.fail_node(number, operation, &fault, now);
+        }
+    }
+
+    /// Nobody will do what a node has to do.
+    fn fail_node(&mut self, number: usize, operation: &mut Operation, fault: &Fault, now: u64) {
+        let node = &mut self.nodes[number];
+        if node.wants_slots {
+            (node.wants_slots, node.is_slots_sent) = (false, false);
+            self.batch.error = Some(fault.error);
+        }
+        if self.last_error.is_empty() {
+            self.last_error = format!("{}: {}", node.address, fault.message);
+        }
+        for task in std::mem::take(&mut self.nodes[number].queue) {
+            match task.is_replica_read {
+                true => self.ask_master(operation, task, now),
+                false => self.fail(operation, task.item, fault.error),
+            }
+        }
+    }
+}
+
+impl Client for RedisClient {
+    fn greet(&mut self, deadline_ns: u64) -> Result<Server> {
+        let mut reply = Err(RemoteError::Busy);
+        self.last_error.clear();
+        self.drive(&mut Operation::Control(Special::Info(&mut reply)), deadline_ns);
+        let settings = &self.shared.settings;
+        let mut server = match reply {
+            Ok(info) => info::server(&info, settings.is_cluster, settings.secret())
+                .ok_or_else(|| Error::from(RemoteError::Malformed)),
+            Err(RemoteError::Denied) if self.hello().is_some() => {
+                let hello = self.hello().unwrap_or(&Value::Nil);
+                Ok(info::of_hello(hello, settings.secret()))
+            }
+            Err(error) => {
+                let general = Error::from(error);
+                let words = match self.last_error.is_empty() {
+                    true => general.message().to_string(),
+                    false => format!("{}: {}", general.message(), self.last_error),
+                };
+                // It has answered: nothing comes of waiting until it can be reached.
+                let is_final = matches!(error, RemoteError::Denied | RemoteError::Untrusted);
+                let status = if is_final { Status::Invalid } else { error.status() };
+                Err(Error::new(status, words))
+            }
+        }?;
+        if settings.is_insecure {
+            server.warnings.push(INSECURE.to_string());
+        }
+        Ok(server)
+    }
+
+    unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64) {
+        self.drive(&mut Operation::Get(gets), deadline_ns);
+    }
+
+    unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64) {
+        self.drive(&mut Operation::Put(puts), deadline_ns);
+    }
+
+    fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        self.drive(&mut Operation::Lookup(queries), deadline_ns);
+    }
+
+    fn remove(&mut self, queries: &mut Queries, deadline_ns: u64) {
+        self.drive(&mut Operation::Remove(queries), deadline_ns);
+    }
+}
