@@ -2,6 +2,10 @@
 #![cfg(not(feature = "shuttle"))]
 #![allow(missing_docs)]
 
+#[cfg(any(feature = "redis", feature = "s3"))]
+mod backends;
+#[cfg(any(feature = "redis", feature = "s3"))]
+mod clients;
 mod events;
 mod hung;
 #[cfg(feature = "redis")]

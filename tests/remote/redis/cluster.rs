@@ -53,7 +53,7 @@ fn a_cluster_is_one_remote() {
     // Without cluster=true a node has its own part only, and says so.
     let mut alone = crate::redis::client(&masters[0].url());
     assert!(alone.greet(at(LONG)).unwrap().warnings.iter().any(|w| w.contains("cluster=true")));
-    let asked = ask(&mut *alone, &(0..300).collect::<Vec<_>>(), LONG);
+    let asked = lookup(&mut *alone, &(0..300).collect::<Vec<_>>(), LONG);
     assert!(asked.iter().all(|ask| matches!(ask, Ok(_) | Err(RemoteError::Busy))));
     // A slot moves: what is not there yet is asked for where it goes.
     let from = owner(&masters, 7);

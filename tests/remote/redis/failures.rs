@@ -1,15 +1,12 @@
 //! Servers that stop, die, and lie.
 
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::*;
-use kvtier_testkit::fixtures::ports::Refusing;
-use kvtier_testkit::fixtures::redis::{Server, is_there, wait_until};
+use kvtier_testkit::fixtures::redis::wait_until;
 
 #[test]
 fn a_server_that_stops_and_goes_on() {
@@ -149,60 +146,8 @@ fn a_server_that_dies_and_comes_again() {
     }
 }
 
-/// A server that greets well, and then says something of its own on every request.
-fn liar(say: impl Fn(&mut TcpStream, usize) + Send + Sync + 'static) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("redis://{}", listener.local_addr().unwrap());
-    let say = std::sync::Arc::new(say);
-    std::thread::spawn(move || {
-        for stream in listener.incoming() {
-            let (mut stream, say) = (stream.unwrap(), say.clone());
-            std::thread::spawn(move || {
-                let mut bytes = vec![0; 65536];
-                let mut turn = 0;
-                while let Ok(count) = stream.read(&mut bytes) {
-                    if count == 0 {
-                        return;
-                    }
-                    if bytes[..count].windows(5).any(|word| word == b"HELLO") {
-                        stream.write_all(b"%1\r\n+server\r\n+redis\r\n").unwrap();
-                    } else {
-                        say(&mut stream, turn);
-                        turn += 1;
-                    }
-                }
-            });
-        }
-    });
-    url
-}
-
-fn lies(bytes: &'static [u8]) -> String {
-    liar(move |stream, _| drop(stream.write_all(bytes)))
-}
-
 #[test]
-fn servers_that_speak_nonsense() {
-    for bytes in [
-        &b"hello\r\n"[..],
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"\0\0\0\0\r\n",
-        b":12\r\n",
-        b"+OK\r\n",
-        b"*1\r\n$1\r\nx\r\n",
-        b"$2000000000\r\nxxxxxxxxxxxxxxx",
-        b"$101\r\n",
-        b"$-5\r\n",
-        b"$3\r\nabcdef",
-        b"%1\r\n+a\r\n+b\r\n",
-        b"-WHATEVER it means\r\n",
-    ] {
-        let mut client = client(&lies(bytes));
-        let got = ends(|| get_at(&mut *client, &[(1, 0, 100)], LONG));
-        assert_eq!(got, [Err(RemoteError::Malformed)], "{:?}", String::from_utf8_lossy(bytes));
-        assert!(ends(|| client.greet(at(1000 * MS))).is_err());
-    }
-    // One that answers before it was asked enough: what it says counts for nobody else.
+fn replies_before_their_requests_count_for_no_other_request() {
     let mut client = client(&lies(b"$3\r\nabc\r\n$3\r\ndef\r\n"));
     for turn in 0..3 {
         let got = ends(|| get_at(&mut *client, &[(1, 0, 100)], LONG));
@@ -227,40 +172,7 @@ fn servers_that_speak_nonsense() {
 }
 
 #[test]
-fn servers_that_are_slow_on_purpose() {
-    // So many bytes, one by one; then nothing more comes.
-    let drip = |bytes: &'static [u8], each: u64, count: usize| {
-        liar(move |stream, _| {
-            for byte in bytes.iter().cycle().take(count) {
-                if stream.write_all(&[*byte]).is_err() {
-                    return;
-                }
-                std::thread::sleep(Duration::from_millis(each));
-            }
-        })
-    };
-    for url in [
-        // A value that never comes whole.
-        drip(b"$90\r\n0123456789", 20, 60),
-        drip(b">1\r\n+x\r\n", 1, usize::MAX),
-        // A line that never ends.
-        drip(b"+xxxxxxxx", 3, 1000),
-        liar(|_, _| {}),
-        // It sends messages that nobody asked for as fast as it can.
-        liar(|stream, _| while stream.write_all(&b">1\r\n+x\r\n".repeat(1000)).is_ok() {}),
-    ] {
-        let mut client = client(&url);
-        for _ in 0..2 {
-            let got = ends(|| get_at(&mut *client, &[(1, 0, 100)], 300 * MS));
-            assert!(
-                matches!(got[0], Err(RemoteError::Timeout | RemoteError::Unreachable)),
-                "{url}: {got:?}"
-            );
-        }
-        let many: Vec<_> = (0..20).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-        ends(|| put_in(&mut *client, &many, 300 * MS));
-    }
-    // One that ends every connection.
+fn a_server_that_ends_every_connection_fails_each_batch() {
     let mut client = client(&liar(|stream, _| drop(stream.shutdown(std::net::Shutdown::Both))));
     for _ in 0..3 {
         let got = ends(|| get_at(&mut *client, &[(1, 0, 9); 100], 500 * MS));
@@ -270,11 +182,4 @@ fn servers_that_are_slow_on_purpose() {
             "{got:?}"
         );
     }
-    // Nobody is there; nobody has that name.
-    let gone = Refusing::new();
-    let mut client = crate::redis::client(&format!("redis://{}", gone.address()));
-    let error = ends(|| client.greet(at(LONG))).unwrap_err();
-    assert!(error.message().contains("refused"), "{error}");
-    let mut client = crate::redis::client("redis://no-such-host.invalid");
-    assert!(client.greet(at(10_000 * MS)).is_err());
 }

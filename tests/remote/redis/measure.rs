@@ -6,7 +6,6 @@ use std::process::Command;
 use std::time::Instant;
 
 use super::*;
-use kvtier_testkit::fixtures::redis::{Server, is_there};
 
 const BYTES: usize = 256 << 10;
 const COUNT: u64 = 512;
@@ -20,11 +19,6 @@ fn benchmark(port: u16, what: &str, count: u64, keys: &str) -> f64 {
     let text = String::from_utf8_lossy(&out.stdout).into_owned();
     let last = text.lines().last().unwrap_or_default();
     last.split(',').nth(1).and_then(|n| n.trim_matches('"').parse().ok()).expect(&text)
-}
-
-fn median(mut of: Vec<f64>) -> f64 {
-    of.sort_by(f64::total_cmp);
-    of[of.len() / 2]
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! The Redis backend of the remote tier over servers that are started here: what goes comes back,
-//! deadlines hold whatever a server does, and nothing is wrong that is not said to be.
+//! Redis servers and clusters that are started here. The suite of all backends is
+//! [`crate::backends`].
 
 mod cluster;
 mod conform;
@@ -10,24 +10,21 @@ mod single;
 #[cfg(feature = "tls")]
 mod tls;
 
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+
 use kvtier::base::clock::Clock;
-use kvtier::tier::remote::name::{HASH_BYTES, Prefix};
+use kvtier::tier::remote::name::Prefix;
 use kvtier::tier::remote::redis::{Redis, RedisOpts};
 use kvtier::tier::remote::secret::Secret;
-use kvtier::tier::remote::{Client, Gets, Name, Puts, Queries, Remote, RemoteError};
+use kvtier::tier::remote::{Client, Gets, Puts, Queries, Remote, RemoteError};
+use kvtier_testkit::fixtures::redis::{Server, is_there};
 
-const MS: u64 = 1_000_000;
-/// For requests that are to be answered, however slow the machine is.
-const LONG: u64 = 240_000 * MS;
-/// What takes longer hangs.
-const PATIENCE: u64 = 300_000 * MS;
+use crate::backends::Backend;
+use crate::clients::*;
 
 fn opts(url: &str) -> RedisOpts {
     RedisOpts { connect_ns: LONG, ..RedisOpts::new(url, Prefix::new("test").unwrap()) }
-}
-
-fn secret(text: &str) -> Option<Secret> {
-    Some(Secret::new(text.as_bytes()).unwrap())
 }
 
 fn open(opts: &RedisOpts) -> Redis {
@@ -38,153 +35,133 @@ fn client(url: &str) -> Box<dyn Client> {
     open(&opts(url)).client()
 }
 
-fn at(ns: u64) -> u64 {
-    Clock::real().now_ns() + ns
-}
+/// One server.
+pub struct OneServer(Server);
 
-fn name(number: u64) -> Name {
-    let mut hash = [0x5a; HASH_BYTES];
-    hash[..8].copy_from_slice(&number.to_le_bytes());
-    Name { tenant: 0, hash }
-}
+impl Backend for OneServer {
+    type Fake = String;
+    const MAX_BYTES: usize = 8 << 20;
+    const SCHEME: &'static str = "redis";
 
-fn key(number: u64) -> String {
-    let mut out = Vec::new();
-    Prefix::new("test").unwrap().write(&name(number), &mut out);
-    String::from_utf8(out).unwrap()
-}
-
-/// Bytes that follow from a number.
-fn bytes_of(number: u64, bytes: usize) -> Vec<u8> {
-    let mut x = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut out = Vec::with_capacity(bytes + 8);
-    while out.len() < bytes {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        out.extend_from_slice(&x.to_le_bytes());
+    fn start() -> Option<OneServer> {
+        is_there().then(|| OneServer(Server::start(&[])))
     }
-    out.truncate(bytes);
-    out
+
+    fn url(&self) -> String {
+        self.0.url()
+    }
+
+    fn objects(&self) -> usize {
+        self.0.cli(&["dbsize"]).parse().expect("a number")
+    }
+
+    fn open(url: &str) -> Box<dyn Remote> {
+        Box::new(open(&opts(url)))
+    }
+
+    fn past_end() -> Result<Vec<u8>, RemoteError> {
+        Err(RemoteError::Absent)
+    }
+
+    fn stop(&mut self) {
+        self.0.kill();
+    }
+
+    fn start_again(&mut self) {
+        self.0.restart();
+    }
+
+    fn malformed() -> Vec<&'static [u8]> {
+        vec![
+            &b"hello\r\n"[..],
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            b"\0\0\0\0\r\n",
+            b":12\r\n",
+            b"+OK\r\n",
+            b"*1\r\n$1\r\nx\r\n",
+            b"$2000000000\r\nxxxxxxxxxxxxxxx",
+            b"$101\r\n",
+            b"$-5\r\n",
+            b"$3\r\nabcdef",
+            b"%1\r\n+a\r\n+b\r\n",
+            b"-WHATEVER it means\r\n",
+        ]
+    }
+
+    fn fake(reply: &'static [u8]) -> (String, String) {
+        let url = lies(reply);
+        (url.clone(), url)
+    }
+
+    fn slow() -> Vec<(String, String)> {
+        // Sends `count` bytes, one by one, then nothing.
+        let drip = |bytes: &'static [u8], each: u64, count: usize| {
+            liar(move |stream, _| {
+                for byte in bytes.iter().cycle().take(count) {
+                    if stream.write_all(&[*byte]).is_err() {
+                        return;
+                    }
+                    std::thread::sleep(std::time::Duration::from_millis(each));
+                }
+            })
+        };
+        let urls = [
+            // A value that never comes whole.
+            drip(b"$90\r\n0123456789", 20, 60),
+            drip(b">1\r\n+x\r\n", 1, usize::MAX),
+            // A line that never ends.
+            drip(b"+xxxxxxxx", 3, 1000),
+            liar(|_, _| {}),
+            // It sends messages that nobody asked for as fast as it can.
+            liar(|stream, _| while stream.write_all(&b">1\r\n+x\r\n".repeat(1000)).is_ok() {}),
+        ];
+        urls.into_iter().map(|url| (url.clone(), url)).collect()
+    }
+
+    fn is_slow_error(error: RemoteError) -> bool {
+        matches!(error, RemoteError::Timeout | RemoteError::Unreachable)
+    }
 }
 
-/// Cuts of so many bytes into pieces, some of them empty.
-fn cuts(number: u64, bytes: usize, pieces: usize) -> Vec<(usize, usize)> {
-    let mut ends: Vec<usize> = bytes_of(number ^ 77, pieces * 8)
-        .chunks(8)
-        .map(|x| u64::from_le_bytes(x.try_into().unwrap()) as usize % (bytes + 1))
-        .collect();
-    ends.push(bytes);
-    ends.sort_unstable();
-    let mut from = 0;
-    let cut = |end| (std::mem::replace(&mut from, end), end);
-    ends.into_iter().map(cut).collect()
-}
-
-fn put_in(
-    client: &mut dyn Client,
-    items: &[(u64, Vec<u8>)],
-    ns: u64,
-) -> Vec<Result<bool, RemoteError>> {
-    put_by(client, items, || at(ns))
-}
-
-/// The same, with a deadline of any clock.
-fn put_by(
-    client: &mut dyn Client,
-    items: &[(u64, Vec<u8>)],
-    deadline_ns: impl FnOnce() -> u64,
-) -> Vec<Result<bool, RemoteError>> {
-    let mut puts = Puts::default();
-    for (number, bytes) in items {
-        puts.object(name(*number));
-        for (from, to) in cuts(*number, bytes.len(), (*number % 5) as usize) {
-            puts.part(bytes[from..].as_ptr(), (to - from) as u64);
+/// A server that answers the greeting as it should, and every other request with `say`.
+fn liar(say: impl Fn(&mut TcpStream, usize) + Send + Sync + 'static) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("redis://{}", listener.local_addr().unwrap());
+    let say = std::sync::Arc::new(say);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (mut stream, say) = (stream.unwrap(), say.clone());
+            std::thread::spawn(move || {
+                let mut bytes = vec![0; 65536];
+                let mut turn = 0;
+                while let Ok(count) = stream.read(&mut bytes) {
+                    if count == 0 {
+                        return;
+                    }
+                    if bytes[..count].windows(5).any(|word| word == b"HELLO") {
+                        stream.write_all(b"%1\r\n+server\r\n+redis\r\n").unwrap();
+                    } else {
+                        say(&mut stream, turn);
+                        turn += 1;
+                    }
+                }
+            });
         }
-    }
-    // SAFETY: the bytes live, and nobody writes to them.
-    unsafe { client.put(&mut puts, deadline_ns()) };
-    puts.items.iter().map(|put| put.result).collect()
+    });
+    url
 }
 
-/// Parts of objects: a number, the first byte, the room.
-fn get_at(
-    client: &mut dyn Client,
-    items: &[(u64, u64, usize)],
-    ns: u64,
-) -> Vec<Result<Vec<u8>, RemoteError>> {
-    get_by(client, items, || at(ns))
+fn lies(bytes: &'static [u8]) -> String {
+    liar(move |stream, _| drop(stream.write_all(bytes)))
 }
 
-/// The same, with a deadline of any clock.
-fn get_by(
-    client: &mut dyn Client,
-    items: &[(u64, u64, usize)],
-    deadline_ns: impl FnOnce() -> u64,
-) -> Vec<Result<Vec<u8>, RemoteError>> {
-    let mut rooms: Vec<Vec<u8>> = items.iter().map(|&(_, _, room)| vec![0xee; room]).collect();
-    let mut gets = Gets::default();
-    for (&(number, offset, room), memory) in items.iter().zip(&mut rooms) {
-        gets.object(name(number), offset);
-        let base = memory.as_mut_ptr();
-        for (from, to) in cuts(number ^ offset, room, (number % 7) as usize * 20) {
-            gets.part(base.wrapping_add(from), (to - from) as u64);
-        }
-    }
-    // SAFETY: the rooms live, and nobody else has them.
-    unsafe { client.get(&mut gets, deadline_ns()) };
-    let done = gets.items.iter().zip(rooms);
-    done.map(|(get, room)| {
-        let bytes = get.result? as usize;
-        assert!(room[bytes..].iter().all(|&byte| byte == 0xee), "written past the end");
-        Ok(room[..bytes].to_vec())
-    })
-    .collect()
-}
-
-fn ask(client: &mut dyn Client, numbers: &[u64], ns: u64) -> Vec<Result<u64, RemoteError>> {
-    let mut queries = Queries::default();
-    numbers.iter().for_each(|&number| queries.name(name(number)));
-    client.lookup(&mut queries, at(ns));
-    queries.items.iter().map(|ask| ask.result).collect()
-}
-
-fn put_one(client: &mut dyn Client, number: u64, bytes: usize) -> Result<bool, RemoteError> {
-    put_in(client, &[(number, bytes_of(number, bytes))], LONG)[0]
-}
-
-fn get_one(client: &mut dyn Client, number: u64, bytes: usize) -> Result<Vec<u8>, RemoteError> {
-    get_at(client, &[(number, 0, bytes)], LONG).remove(0)
-}
-
-/// Does something that must end. Its time is not held against the machine: what takes longer than
-/// [`PATIENCE`] hangs.
-fn ends<T>(body: impl FnOnce() -> T) -> T {
-    let before = Clock::real().now_ns();
-    let result = body();
-    let took = Clock::real().now_ns() - before;
-    assert!(took < PATIENCE, "it took {} ms", took / MS);
-    result
-}
-
-/// Does something that ends at its deadline, `ns` after its begin, since nothing else ends it: a
-/// call without a deadline would hang. It does not end before.
-fn ends_at_deadline<T>(ns: u64, body: impl FnOnce() -> T) -> T {
-    let before = Clock::real().now_ns();
-    let result = ends(body);
-    let took = Clock::real().now_ns() - before;
-    assert!(took >= ns, "{} ms of {}", took / MS, ns / MS);
-    result
-}
-
-/// What is done to bytes on their way: whether they are an answer, how many have gone in that
-/// direction before, and the bytes. False = the connection is cut.
+/// Decides about bytes that pass a relay: whether they are a reply, how many passed in that
+/// direction before, and the bytes. False = the relay cuts the connection.
 type Fate = std::sync::Arc<dyn Fn(bool, u64, &mut Vec<u8>) -> bool + Send + Sync>;
 
-/// A relay to a port of this machine: the port to connect to.
+/// Starts a relay to a port of this machine; returns the port to connect to.
 fn between(to: u16, fate: Fate) -> u16 {
-    use std::io::{Read, Write};
-    use std::net::{Shutdown, TcpListener, TcpStream};
+    use std::net::Shutdown;
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let pass = |mut from: TcpStream, mut into: TcpStream, back: bool, fate: Fate| {

@@ -51,7 +51,7 @@ fn replicas_are_read_and_not_believed_to_lack() {
         let got = get_at(client, &wanted, LONG);
         let is_right = got.iter().zip(&items).all(|(got, item)| got.as_ref() == Ok(&item.1));
         assert!(is_right);
-        assert!(ask(client, &numbers, LONG).iter().all(Result::is_ok));
+        assert!(lookup(client, &numbers, LONG).iter().all(Result::is_ok));
     };
     let sum = |of: &[&Server]| of.iter().map(|node| reads(node)).sum::<u64>();
     let before = (sum(&masters), sum(&followers));
@@ -77,11 +77,11 @@ fn replicas_are_read_and_not_believed_to_lack() {
     let got = get_at(&mut *client, &late, LONG);
     assert!(got.iter().zip(&more).all(|(got, item)| got.as_ref() == Ok(&item.1)), "{got:.60?}");
     let late: Vec<u64> = more.iter().map(|item| item.0).collect();
-    assert!(ask(&mut *client, &late, LONG).iter().all(|ask| *ask == Ok(3000)));
+    assert!(lookup(&mut *client, &late, LONG).iter().all(|ask| *ask == Ok(3000)));
     assert!(remote.tally().retries >= 40, "{:?}", remote.tally());
     // What nobody has is absent, by the word of a master.
     let none: Vec<u64> = (900..930).collect();
-    assert!(ask(&mut *client, &none, LONG).iter().all(|ask| *ask == Err(RemoteError::Absent)));
+    assert!(lookup(&mut *client, &none, LONG).iter().all(|ask| *ask == Err(RemoteError::Absent)));
     let tally = remote.tally();
     assert!((4..=12).contains(&tally.connections) && tally.refreshes > 0, "{tally:?}");
     // Without them, masters alone are asked.

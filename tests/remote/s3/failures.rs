@@ -9,9 +9,7 @@ use std::time::{Duration, Instant};
 use kvtier::base::status::Status;
 
 use super::*;
-use kvtier_testkit::fixtures::ports::{Refusing, port};
-use kvtier_testkit::fixtures::redis::wait_until;
-use kvtier_testkit::fixtures::s3::{Bucket, Quirks, Req, Server, error, reply};
+use kvtier_testkit::fixtures::s3::{error, reply};
 
 /// A bucket whose first requests are answered otherwise; and how many there were.
 fn faulty(
@@ -25,15 +23,6 @@ fn faulty(
         _ => bucket.answer(req, stream),
     });
     (server, count)
-}
-
-/// A server that says the same to whatever it is asked.
-fn always(say: impl Fn(&Req, &mut TcpStream) -> bool + Send + Sync + 'static) -> Server {
-    Server::start(say)
-}
-
-fn says(bytes: &'static [u8]) -> Server {
-    always(move |_, stream| stream.write_all(bytes).is_ok())
 }
 
 /// It waits before it tries again; not for ever, and not past the deadline.
@@ -155,7 +144,7 @@ fn redirections_are_not_followed() {
         let mut client = client(&server.url());
         assert_eq!(get_one(&mut *client, 1, 10), Err(trouble));
         assert_eq!(put_one(&mut *client, 1, 10), Err(trouble));
-        assert_eq!(ask(&mut *client, &[1], LONG), [Err(trouble)]);
+        assert_eq!(lookup(&mut *client, &[1], LONG), [Err(trouble)]);
         let error = client.greet(at(LONG)).unwrap_err().to_string();
         assert!(error.contains("region eu-west-1") && error.contains("kv.example"), "{error}");
     }
@@ -224,34 +213,7 @@ fn bodies_that_end_before_their_time() {
 }
 
 #[test]
-fn replies_that_were_not_asked_for() {
-    for bytes in [
-        &b"hello\r\n\r\n"[..],
-        b"+OK\r\n\r\n",
-        b"HTTP/2 200 OK\r\n\r\n",
-        b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
-        b"HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n",
-        // More than there is room for, another part, two lengths, none, a code that nobody knows.
-        b"HTTP/1.1 200 OK\r\nContent-Length: 2000000000\r\n\r\nxxx",
-        b"HTTP/1.1 206 P\r\nContent-Length: 101\r\nContent-Range: bytes 0-100/101\r\n\r\nxxx",
-        b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 1-3/100\r\n\r\nxxx",
-        b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/100\r\n\r\nxxx",
-        b"HTTP/1.1 206 P\r\nContent-Length: 4\r\nContent-Range: bytes 0-2/3\r\n\r\nxxxx",
-        b"HTTP/1.1 206 P\r\nContent-Length: 3\r\n\r\nxxx",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nxxxx",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nxxx\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\n\r\nxxx",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Encoding: gzip\r\n\r\nxxx",
-        b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-2/3\r\n\r\n\
-          4\r\nxxxx\r\n0\r\n\r\n",
-        b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-2/3\r\n\r\nffffffffffffffff\r\n",
-    ] {
-        let server = says(bytes);
-        let mut client = narrow(&server.url());
-        let got = ends(|| get_at(&mut *client, &[(1, 0, 100)], LONG));
-        assert_eq!(got, [Err(RemoteError::Malformed)], "{:?}", String::from_utf8_lossy(bytes));
-        assert!(ends(|| client.greet(at(2000 * MS))).is_err() || bytes[9] == b'2');
-    }
+fn bytes_around_a_reply_count_for_no_other_request() {
     // A reply that nobody asked for is nobody's: the connection is given up with it.
     let server = says(
         b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/3\r\n\r\nabc\
@@ -287,56 +249,9 @@ fn replies_that_were_not_asked_for() {
 }
 
 #[test]
-fn servers_that_are_slow_on_purpose() {
-    // Says something, and then something else so many times; then nothing, until the client ends
-    // the connection.
-    let drip = |bytes: &'static [u8], again: &'static [u8], each: u64, count: usize| {
-        always(move |_, stream| {
-            stream.write_all(bytes).unwrap();
-            for _ in 0..count {
-                if stream.write_all(again).is_err() {
-                    return false;
-                }
-                std::thread::sleep(Duration::from_millis(each));
-            }
-            while stream.read(&mut [0; 4096]).is_ok_and(|count| count > 0) {}
-            false
-        })
-    };
-    let servers = [
-        // A body that never comes whole.
-        drip(
-            b"HTTP/1.1 206 P\r\nContent-Length: 90\r\nContent-Range: bytes 0-89/90\r\n\r\n",
-            b"x",
-            20,
-            60,
-        ),
-        drip(b"HTTP/1.1 200 OK\r\nA: ", b"x", 1, usize::MAX),
-        drip(b"HTTP/1.1 500 No\r\n\r\n", b"x", 20, usize::MAX),
-        drip(b"", b"", 0, 0),
-        // Chunks of a body that never comes whole.
-        drip(
-            b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-89/90\r\n\r\n",
-            b"1\r\nx\r\n",
-            30,
-            60,
-        ),
-    ];
-    for (number, server) in servers.iter().enumerate() {
-        let mut client = client(&server.url());
-        for _ in 0..2 {
-            let got = ends(|| get_at(&mut *client, &[(1, 0, 100), (2, 0, 100)], 300 * MS));
-            // A head that does not end is none once it is too long.
-            assert!(
-                got.iter()
-                    .all(|got| matches!(got, Err(RemoteError::Timeout | RemoteError::Malformed))),
-                "{number}: {got:?}"
-            );
-        }
-        let many: Vec<_> = (0..9).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-        ends(|| put_in(&mut *client, &many, 300 * MS));
-    }
-    let silent = servers[3].url();
+fn a_server_that_reads_or_says_nothing_costs_the_deadline() {
+    let server = drip(b"", b"", 0, 0);
+    let silent = server.url();
     let error = ends_at_deadline(200 * MS, || client(&silent).greet(at(200 * MS))).unwrap_err();
     assert_eq!(error.status(), Status::Timeout);
     // It does not take what is sent to it.
@@ -346,16 +261,6 @@ fn servers_that_are_slow_on_purpose() {
     let put = ends_at_deadline(300 * MS, || put_in(&mut *client(&url), &big, 300 * MS));
     assert_eq!(put, [Err(RemoteError::Timeout)]);
     drop(listener);
-    // Nobody is there; nobody has that name. It does not wait for its deadline, which says nothing
-    // of that.
-    let refusing = Refusing::new();
-    let mut client = crate::s3::client(&format!("http://{}", refusing.address()));
-    let error = ends(|| client.greet(at(LONG))).unwrap_err();
-    assert!(error.message().contains("refused"), "{error}");
-    let mut client = crate::s3::client("http://no-such-host.invalid");
-    let error = client.greet(at(LONG)).unwrap_err();
-    assert!(error.message().contains("no-such-host.invalid"), "{error}");
-    assert_eq!(get_one(&mut *client, 1, 10), Err(RemoteError::Unreachable));
 }
 
 /// It says why before it has heard all, and hears no more.
@@ -384,25 +289,4 @@ fn an_object_that_is_refused_while_it_is_sent() {
         assert_eq!(put, [trouble], "{status}");
         server.join().unwrap();
     }
-}
-
-#[test]
-fn a_server_that_dies_and_comes_again() {
-    let bucket = Bucket::new(Quirks::default());
-    // A port that nobody else takes while the server is away.
-    let served = bucket.clone();
-    let server = Server::start_at(port(), move |req, stream| served.answer(req, stream));
-    let mut client = client(&server.url());
-    put_one(&mut *client, 1, 1000).unwrap();
-    let (port, url) = (server.port, server.url());
-    drop(server);
-    for _ in 0..3 {
-        let got = ends(|| get_at(&mut *client, &[(1, 0, 1000); 20], LONG));
-        assert!(got.iter().all(|got| *got == Err(RemoteError::Unreachable)), "{url}: {got:?}");
-    }
-    let again = bucket.clone();
-    let _server = Server::start_at(port, move |req, stream| again.answer(req, stream));
-    wait_until("it has recovered", || {
-        get_at(&mut *client, &[(1, 0, 1000)], LONG)[0] == Ok(bytes_of(1, 1000))
-    });
 }

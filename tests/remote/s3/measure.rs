@@ -1,15 +1,12 @@
 //! How fast it is, against curl and Python's client on the same server, and over moto. Prints, and
 //! judges not.
 
-use std::io::Write;
-use std::net::TcpStream;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::time::Instant;
 
 use super::*;
 use kvtier_testkit::fixtures::moto::{Moto, is_there};
-use kvtier_testkit::fixtures::s3::{Bucket, Quirks, Req, Server, reply};
+use kvtier_testkit::fixtures::s3::reply;
 
 /// A server that has one object for all names, and forgets what it is given: what is measured is
 /// who asks.
@@ -112,11 +109,6 @@ fn curl(port: u16, bytes: usize, count: usize, method: &str) -> f64 {
     (count - 1) as f64 / (run(count) - run(1)).max(1e-6)
 }
 
-fn median(mut of: Vec<f64>) -> f64 {
-    of.sort_by(f64::total_cmp);
-    of[of.len() / 2]
-}
-
 #[test]
 #[ignore = "a measurement"]
 fn how_fast() {
@@ -158,10 +150,12 @@ fn questions() {
     });
     for connections in [1, 4, 16] {
         let mut client = open(&S3Opts { connections, ..opts(&server.url()) }).client();
-        ask(&mut *client, &[0], LONG)[0].unwrap_err();
+        lookup(&mut *client, &[0], LONG)[0].unwrap_err();
         let numbers: Vec<u64> = (0..64).collect();
         let since = Instant::now();
-        assert!(ask(&mut *client, &numbers, LONG).iter().all(|it| *it == Err(RemoteError::Absent)));
+        assert!(
+            lookup(&mut *client, &numbers, LONG).iter().all(|it| *it == Err(RemoteError::Absent))
+        );
         let took = since.elapsed().as_secs_f64() * 1e3;
         println!("64 questions at 5 ms each by {connections} connections: {took:.0} ms");
     }

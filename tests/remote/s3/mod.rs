@@ -1,5 +1,5 @@
-//! The S3 backend of the remote tier: over a bucket in this process, with faults, and over moto's
-//! server, which is a bucket that others wrote.
+//! The S3 backend over a bucket in this process, with faults, and over moto's server, an
+//! independent implementation. The suite of all backends is [`crate::backends`].
 
 mod failures;
 mod measure;
@@ -7,22 +7,20 @@ mod moto;
 mod single;
 mod tls;
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+
 use kvtier::base::clock::Clock;
-use kvtier::tier::remote::name::{HASH_BYTES, Prefix};
+use kvtier::tier::remote::name::Prefix;
 use kvtier::tier::remote::s3::{S3, S3Opts, Style, TlsOpts};
-use kvtier::tier::remote::secret::Secret;
-use kvtier::tier::remote::{Client, Gets, Name, Puts, Queries, Remote, RemoteError};
-
-const MS: u64 = 1_000_000;
-/// For requests that are to be answered, however slow the machine is.
-const LONG: u64 = 240_000 * MS;
-/// What takes longer hangs.
-const PATIENCE: u64 = 300_000 * MS;
+use kvtier::tier::remote::{Client, Gets, Puts, Remote, RemoteError};
 use kvtier_testkit::fixtures::moto::{KEY, SECRET};
+use kvtier_testkit::fixtures::ports::port;
+use kvtier_testkit::fixtures::s3::{Bucket, Quirks, Req, Server};
 
-fn secret(text: &str) -> Option<Secret> {
-    Some(Secret::new(text.as_bytes()).unwrap())
-}
+use crate::backends::Backend;
+use crate::clients::*;
 
 fn opts(url: &str) -> S3Opts {
     S3Opts {
@@ -48,131 +46,140 @@ fn client(url: &str) -> Box<dyn Client> {
     open(&opts(url)).client()
 }
 
-/// A lane with one connection.
+/// A client with one connection.
 fn narrow(url: &str) -> Box<dyn Client> {
     open(&S3Opts { connections: 1, ..opts(url) }).client()
 }
 
-fn at(ns: u64) -> u64 {
-    Clock::real().now_ns() + ns
+/// A bucket in this process.
+pub struct OneBucket {
+    bucket: Arc<Bucket>,
+    server: Option<Server>,
+    /// Reserved: no other program takes it while the server is stopped.
+    port: u16,
 }
 
-fn name(number: u64) -> Name {
-    let mut hash = [0x5a; HASH_BYTES];
-    hash[..8].copy_from_slice(&number.to_le_bytes());
-    Name { tenant: 0, hash }
-}
+impl Backend for OneBucket {
+    type Fake = Server;
+    const MAX_BYTES: usize = 64 << 20;
+    const SCHEME: &'static str = "http";
 
-/// Bytes that follow from a number.
-fn bytes_of(number: u64, bytes: usize) -> Vec<u8> {
-    let mut x = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut out = Vec::with_capacity(bytes + 8);
-    while out.len() < bytes {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        out.extend_from_slice(&x.to_le_bytes());
+    fn start() -> Option<OneBucket> {
+        let bucket = Bucket::new(Quirks::default());
+        let mut started = OneBucket { bucket, server: None, port: port() };
+        started.start_again();
+        Some(started)
     }
-    out.truncate(bytes);
-    out
+
+    fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
+    fn objects(&self) -> usize {
+        self.bucket.objects.lock().unwrap().len()
+    }
+
+    fn open(url: &str) -> Box<dyn Remote> {
+        Box::new(open(&opts(url)))
+    }
+
+    fn past_end() -> Result<Vec<u8>, RemoteError> {
+        Ok(Vec::new())
+    }
+
+    fn stop(&mut self) {
+        self.server = None;
+    }
+
+    fn start_again(&mut self) {
+        let bucket = self.bucket.clone();
+        let server = Server::start_at(self.port, move |req, stream| bucket.answer(req, stream));
+        self.server = Some(server);
+    }
+
+    fn malformed() -> Vec<&'static [u8]> {
+        vec![
+            &b"hello\r\n\r\n"[..],
+            b"+OK\r\n\r\n",
+            b"HTTP/2 200 OK\r\n\r\n",
+            b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
+            b"HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n",
+            // More than there is room for, another part, two lengths, none, a code that nobody knows.
+            b"HTTP/1.1 200 OK\r\nContent-Length: 2000000000\r\n\r\nxxx",
+            b"HTTP/1.1 206 P\r\nContent-Length: 101\r\nContent-Range: bytes 0-100/101\r\n\r\nxxx",
+            b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 1-3/100\r\n\r\nxxx",
+            b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/100\r\n\r\nxxx",
+            b"HTTP/1.1 206 P\r\nContent-Length: 4\r\nContent-Range: bytes 0-2/3\r\n\r\nxxxx",
+            b"HTTP/1.1 206 P\r\nContent-Length: 3\r\n\r\nxxx",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nxxxx",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nxxx\r\n0\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\n\r\nxxx",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Encoding: gzip\r\n\r\nxxx",
+            b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-2/3\r\n\r\n\
+              4\r\nxxxx\r\n0\r\n\r\n",
+            b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-2/3\r\n\r\nffffffffffffffff\r\n",
+        ]
+    }
+
+    fn may_greet(reply: &[u8]) -> bool {
+        reply[9] == b'2'
+    }
+
+    fn fake(reply: &'static [u8]) -> (Server, String) {
+        let server = says(reply);
+        let url = server.url();
+        (server, url)
+    }
+
+    fn slow() -> Vec<(Server, String)> {
+        let servers = [
+            // A body that never comes whole.
+            drip(
+                b"HTTP/1.1 206 P\r\nContent-Length: 90\r\nContent-Range: bytes 0-89/90\r\n\r\n",
+                b"x",
+                20,
+                60,
+            ),
+            drip(b"HTTP/1.1 200 OK\r\nA: ", b"x", 1, usize::MAX),
+            drip(b"HTTP/1.1 500 No\r\n\r\n", b"x", 20, usize::MAX),
+            drip(b"", b"", 0, 0),
+            // Chunks of a body that never comes whole.
+            drip(
+                b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-89/90\r\n\r\n",
+                b"1\r\nx\r\n",
+                30,
+                60,
+            ),
+        ];
+        servers.into_iter().map(|server| (server.url(), server)).map(|(u, s)| (s, u)).collect()
+    }
+
+    fn is_slow_error(error: RemoteError) -> bool {
+        // A head without an end exceeds its limit before the deadline.
+        matches!(error, RemoteError::Timeout | RemoteError::Malformed)
+    }
 }
 
-/// Cuts of so many bytes into pieces, some of them empty.
-fn cuts(number: u64, bytes: usize, pieces: usize) -> Vec<(usize, usize)> {
-    let mut ends: Vec<usize> = bytes_of(number ^ 77, pieces * 8)
-        .chunks(8)
-        .map(|x| u64::from_le_bytes(x.try_into().unwrap()) as usize % (bytes + 1))
-        .collect();
-    ends.push(bytes);
-    ends.sort_unstable();
-    let mut from = 0;
-    let cut = |end| (std::mem::replace(&mut from, end), end);
-    ends.into_iter().map(cut).collect()
+/// A server that answers every request with `say`.
+fn always(say: impl Fn(&Req, &mut TcpStream) -> bool + Send + Sync + 'static) -> Server {
+    Server::start(say)
 }
 
-fn put_in(
-    client: &mut dyn Client,
-    items: &[(u64, Vec<u8>)],
-    ns: u64,
-) -> Vec<Result<bool, RemoteError>> {
-    let mut puts = Puts::default();
-    for (number, bytes) in items {
-        puts.object(name(*number));
-        for (from, to) in cuts(*number, bytes.len(), (*number % 5) as usize * 30) {
-            puts.part(bytes[from..].as_ptr(), (to - from) as u64);
+fn says(bytes: &'static [u8]) -> Server {
+    always(move |_, stream| stream.write_all(bytes).is_ok())
+}
+
+/// Answers with `bytes`, then `count` times with `again`, then with nothing.
+fn drip(bytes: &'static [u8], again: &'static [u8], each: u64, count: usize) -> Server {
+    always(move |_, stream| {
+        stream.write_all(bytes).unwrap();
+        for _ in 0..count {
+            if stream.write_all(again).is_err() {
+                return false;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(each));
         }
-    }
-    // SAFETY: the bytes live, and nobody writes to them.
-    unsafe { client.put(&mut puts, at(ns)) };
-    puts.items.iter().map(|put| put.result).collect()
-}
-
-/// Parts of objects: a number, the first byte, the room.
-fn get_at(
-    client: &mut dyn Client,
-    items: &[(u64, u64, usize)],
-    ns: u64,
-) -> Vec<Result<Vec<u8>, RemoteError>> {
-    get_by(client, items, || at(ns))
-}
-
-/// The same, with a deadline of any clock.
-fn get_by(
-    client: &mut dyn Client,
-    items: &[(u64, u64, usize)],
-    deadline_ns: impl FnOnce() -> u64,
-) -> Vec<Result<Vec<u8>, RemoteError>> {
-    let mut rooms: Vec<Vec<u8>> = items.iter().map(|&(_, _, room)| vec![0xee; room]).collect();
-    let mut gets = Gets::default();
-    for (&(number, offset, room), memory) in items.iter().zip(&mut rooms) {
-        gets.object(name(number), offset);
-        let base = memory.as_mut_ptr();
-        for (from, to) in cuts(number ^ offset, room, (number % 7) as usize * 20) {
-            gets.part(base.wrapping_add(from), (to - from) as u64);
-        }
-    }
-    // SAFETY: the rooms live, and nobody else has them.
-    unsafe { client.get(&mut gets, deadline_ns()) };
-    let done = gets.items.iter().zip(rooms);
-    done.map(|(get, room)| {
-        let bytes = get.result? as usize;
-        assert!(room[bytes..].iter().all(|&byte| byte == 0xee), "written past the end");
-        Ok(room[..bytes].to_vec())
+        while stream.read(&mut [0; 4096]).is_ok_and(|count| count > 0) {}
+        false
     })
-    .collect()
-}
-
-fn ask(client: &mut dyn Client, numbers: &[u64], ns: u64) -> Vec<Result<u64, RemoteError>> {
-    let mut queries = Queries::default();
-    numbers.iter().for_each(|&number| queries.name(name(number)));
-    client.lookup(&mut queries, at(ns));
-    queries.items.iter().map(|ask| ask.result).collect()
-}
-
-fn put_one(client: &mut dyn Client, number: u64, bytes: usize) -> Result<bool, RemoteError> {
-    put_in(client, &[(number, bytes_of(number, bytes))], LONG)[0]
-}
-
-fn get_one(client: &mut dyn Client, number: u64, bytes: usize) -> Result<Vec<u8>, RemoteError> {
-    get_at(client, &[(number, 0, bytes)], LONG).remove(0)
-}
-
-/// Does something that must end. Its time is not held against the machine: what takes longer than
-/// [`PATIENCE`] hangs.
-fn ends<T>(body: impl FnOnce() -> T) -> T {
-    let before = Clock::real().now_ns();
-    let result = body();
-    let took = Clock::real().now_ns() - before;
-    assert!(took < PATIENCE, "it took {} ms", took / MS);
-    result
-}
-
-/// Does something that ends at its deadline, `ns` after its begin, since nothing else ends it: a
-/// call without a deadline would hang. It does not end before.
-fn ends_at_deadline<T>(ns: u64, body: impl FnOnce() -> T) -> T {
-    let before = Clock::real().now_ns();
-    let result = ends(body);
-    let took = Clock::real().now_ns() - before;
-    assert!(took >= ns, "{} ms of {}", took / MS, ns / MS);
-    result
 }

@@ -5,8 +5,9 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use kvtier_testkit::fixtures::moto::{Moto, is_there, program};
-use kvtier_testkit::fixtures::s3::{Bucket, Quirks, Req};
 use kvtier_testkit::remote::conformance::{self, conform};
+
+use kvtier::tier::remote::Queries;
 
 use super::*;
 
@@ -95,7 +96,7 @@ fn signatures_are_those_of_botocore() {
         client.greet(at(LONG)).unwrap();
         put_one(&mut *client, 1, 3000).unwrap();
         get_at(&mut *client, &[(1, 17, 99)], LONG)[0].as_ref().unwrap();
-        ask(&mut *client, &[1], LONG)[0].unwrap();
+        lookup(&mut *client, &[1], LONG)[0].unwrap();
         let mut queries = Queries::default();
         queries.name(name(1));
         client.remove(&mut queries, at(LONG));
@@ -163,5 +164,5 @@ fn keys_are_checked_by_moto() {
     assert!(error.contains("SignatureDoesNotMatch") && error.contains("secret key"), "{error}");
     assert!(!error.contains(SECRET), "{error}");
     assert_eq!(get_one(&mut *forger, 1, 10), Err(RemoteError::Denied));
-    assert_eq!(ask(&mut *forger, &[1], LONG), [Err(RemoteError::Denied)]);
+    assert_eq!(lookup(&mut *forger, &[1], LONG), [Err(RemoteError::Denied)]);
 }

@@ -263,7 +263,7 @@ fn no_seed_gives_wrong_bytes_and_every_item_has_a_result() {
             let said = drivers[step % 2].step();
             assert!(!said.is_empty());
             sound += said.matches("Sound").count();
-            bad += said.matches("Damaged").count() + said.matches("Nonsense").count();
+            bad += said.matches("Damaged").count() + said.matches("Malformed").count();
         }
         struck.iter_mut().zip(remote.world.lock().struck).for_each(|(all, more)| *all += more);
     }
