@@ -1,88 +1,88 @@
-//! Batches of objects, in flat tables that can be used again.
+//! Batches of objects, in flat tables that can be reused.
 
 use std::ops::Range;
 
 use crate::io::link::Pieces;
 use crate::tier::remote::{Name, RemoteError};
 
-/// A piece of memory that an object's bytes come from or go to.
+/// Memory that bytes of an object come from or go to.
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
-    /// Where it is.
+    /// First byte of the memory.
     pub address: *mut u8,
-    /// How long.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
-/// An object to be fetched.
+/// An object to fetch.
 #[derive(Clone, Debug)]
 pub struct Get {
-    /// Its name.
+    /// Name of the object.
     pub name: Name,
-    /// The first of its bytes that is wanted.
+    /// First byte to fetch.
     pub offset: u64,
     parts: Range<usize>,
-    /// How many bytes came; fewer than there is room for where the object ends. One that is
-    /// longer than the room fills that, and no more.
+    /// Bytes that arrived: fewer than the room if the object ends before. A longer object fills the
+    /// room, and no more.
     pub result: Result<u64, RemoteError>,
 }
 
-/// Objects to be fetched.
+/// Objects to fetch.
 #[derive(Default)]
 pub struct Gets {
-    /// Each of them.
+    /// The items.
     pub items: Vec<Get>,
     parts: Vec<Part>,
 }
 
-/// An object to be stored.
+/// An object to store.
 #[derive(Clone, Debug)]
 pub struct Put {
-    /// Its name.
+    /// Name of the object.
     pub name: Name,
     parts: Range<usize>,
-    /// Whether it was there already: then nothing was written.
+    /// True = the object existed, and nothing was written.
     pub result: Result<bool, RemoteError>,
 }
 
-/// Objects to be stored.
+/// Objects to store.
 #[derive(Default)]
 pub struct Puts {
-    /// Each of them.
+    /// The items.
     pub items: Vec<Put>,
     parts: Vec<Part>,
 }
 
-/// A name that is asked for.
+/// A name to look up or to remove.
 #[derive(Clone, Debug)]
 pub struct Query {
-    /// The name.
+    /// Name of the object.
     pub name: Name,
-    /// How long the object is.
+    /// Length of the object.
     pub result: Result<u64, RemoteError>,
 }
 
-/// Names that are asked for.
+/// Names to look up or to remove.
 #[derive(Default)]
 pub struct Queries {
-    /// Each of them.
+    /// The items.
     pub items: Vec<Query>,
 }
 
-// SAFETY: the memory of parts is named, not owned; whoever has a lane move it promises that it
-// is valid then.
+// SAFETY: parts only name memory; the caller that passes them to a client guarantees that it is
+// valid then.
 unsafe impl Send for Gets {}
 // SAFETY: as above.
 unsafe impl Send for Puts {}
 
 impl Gets {
-    /// Adds an object; where its bytes go follows.
+    /// Adds an object; its parts follow.
     pub fn object(&mut self, name: Name, offset: u64) {
         let parts = self.parts.len()..self.parts.len();
         self.items.push(Get { name, offset, parts, result: Err(RemoteError::Busy) });
     }
 
-    /// Adds a piece of memory to the last object.
+    /// Adds memory to the last object.
     pub fn part(&mut self, address: *mut u8, bytes: u64) {
         self.parts.push(Part { address, bytes });
         if let Some(last) = self.items.last_mut() {
@@ -90,17 +90,17 @@ impl Gets {
         }
     }
 
-    /// Where the bytes of an object go, by its number in the batch.
+    /// The parts of an object, by its index.
     pub fn parts_of(&self, item: usize) -> &[Part] {
         self.items.get(item).map_or(&[], |get| &self.parts[get.parts.clone()])
     }
 
-    /// How many bytes of an object there is room for.
+    /// Total length of an object's parts.
     pub fn room_of(&self, item: usize) -> u64 {
         self.parts_of(item).iter().map(|part| part.bytes).sum()
     }
 
-    /// Forgets all; keeps the memory of the tables.
+    /// Removes all items; keeps the memory of the tables.
     pub fn clear(&mut self) {
         self.items.clear();
         self.parts.clear();
@@ -108,13 +108,13 @@ impl Gets {
 }
 
 impl Puts {
-    /// Adds an object; where its bytes are follows.
+    /// Adds an object; its parts follow.
     pub fn object(&mut self, name: Name) {
         let parts = self.parts.len()..self.parts.len();
         self.items.push(Put { name, parts, result: Err(RemoteError::Busy) });
     }
 
-    /// Adds a piece of memory to the last object.
+    /// Adds memory to the last object.
     pub fn part(&mut self, address: *const u8, bytes: u64) {
         self.parts.push(Part { address: address.cast_mut(), bytes });
         if let Some(last) = self.items.last_mut() {
@@ -122,17 +122,17 @@ impl Puts {
         }
     }
 
-    /// Where the bytes of an object are, by its number in the batch.
+    /// The parts of an object, by its index.
     pub fn parts_of(&self, item: usize) -> &[Part] {
         self.items.get(item).map_or(&[], |put| &self.parts[put.parts.clone()])
     }
 
-    /// How long an object is.
+    /// Length of an object.
     pub fn bytes_of(&self, item: usize) -> u64 {
         self.parts_of(item).iter().map(|part| part.bytes).sum()
     }
 
-    /// Forgets all; keeps the memory of the tables.
+    /// Removes all items; keeps the memory of the tables.
     pub fn clear(&mut self) {
         self.items.clear();
         self.parts.clear();

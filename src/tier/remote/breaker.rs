@@ -1,52 +1,52 @@
-//! The breaker: a remote that does not answer, or answers nonsense, is left alone for a while,
-//! and then asked by one request whether it is well again. Reads and writes have one each: a
-//! remote that is full, or takes nothing, is read from.
+//! The circuit breaker. It stops requests to a remote that fails or sends malformed replies for a
+//! while, then admits one probe. Reads and writes have one circuit each: a remote that is full or
+//! read-only is still read.
 //!
-//! It has no clock and no lock: whoever asks says what time it is.
+//! It has no clock and no lock: callers pass the time.
 
 use crate::tier::remote::RemoteError;
 
-/// Failures in a row that open it.
+/// Failures in a row that open a circuit.
 pub const FAILURES: u32 = 5;
-/// Answers that are nonsense, in a row, that open it.
+/// Malformed replies in a row that open a circuit.
 pub const MALFORMED: u32 = 8;
-/// The last results that are looked at together.
+/// Number of last results whose failure rate counts.
 pub const WINDOW: u32 = 32;
-/// How many of them there must be.
+/// Least number of results for a failure rate.
 pub const MIN_RESULTS: u32 = 8;
-/// How long it is open the first time; each time after that twice as long.
+/// Time that a circuit is open at first; it doubles each time.
 pub const FIRST_OPEN_NS: u64 = 1_000_000_000;
-/// The longest it is open, before chance is added or taken.
+/// Longest time that a circuit is open, before jitter.
 pub const LONGEST_OPEN_NS: u64 = 30_000_000_000;
-/// How long a remote that refused is not written to.
+/// Time without writes after a refusal.
 pub const REFUSED_NS: u64 = 5_000_000_000;
-/// After this a probe that nothing was heard of is lost, and another may go.
+/// Time after which a probe without a result is lost, and another one is admitted.
 pub const PROBE_NS: u64 = 10_000_000_000;
 
-/// What a request does.
+/// Direction of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// Fetches, or asks.
+    /// A get or a lookup.
     Read = 0,
-    /// Stores, or removes.
+    /// A put or a removal.
     Write = 1,
 }
 
-/// What a request came to, for the breaker.
+/// The result of a request, as the breaker counts it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The remote did what it should, or said why not, as one that is well does.
+    /// The remote works: it did what was asked, or said why not.
     Success,
-    /// It did not answer, or could not.
+    /// No reply, or none in time.
     Failure,
-    /// It answered nonsense.
+    /// A malformed reply or a damaged object.
     Malformed,
-    /// It is full, takes nothing, or forbids it.
+    /// The remote is full, read-only, or forbids writing.
     Refusal,
 }
 
 impl Outcome {
-    /// What a result tells.
+    /// The outcome of a result.
     pub fn of<T>(direction: Direction, result: &Result<T, RemoteError>) -> Outcome {
         match result.as_ref().err() {
             None => Outcome::Success,
@@ -62,39 +62,39 @@ impl Outcome {
     }
 }
 
-/// How a way to the remote is.
+/// State of a circuit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Requests go.
+    /// Requests are admitted.
     Closed,
-    /// None goes.
+    /// No request is admitted.
     Open,
-    /// One goes, to see.
+    /// One probe is under way.
     HalfOpen,
 }
 
-/// Whether a request may go.
+/// Whether a request is admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Permit {
-    /// It may.
+    /// It is.
     Allow,
-    /// It may, and all others wait for what becomes of it.
+    /// It is, as a probe: all others wait for its result.
     Probe,
-    /// It may not.
+    /// It is not.
     Deny,
 }
 
-/// One way, and what was heard on it.
+/// One circuit and its last results.
 #[derive(Clone, Copy, Debug)]
 struct Circuit {
     state: State,
-    /// When it may be asked again; of a probe, when that is lost.
+    /// When a probe is admitted; half open: when the probe is lost.
     until_ns: u64,
-    /// How often it was opened since it was last closed.
+    /// Times that it opened since it was last closed.
     opened: u32,
     failures: u32,
     malformed: u32,
-    /// The last results, the latest lowest: 1 = a failure.
+    /// The last results, the latest in the lowest bit: 1 = a failure.
     window: u32,
     outcome: u32,
 }
@@ -129,44 +129,44 @@ impl Circuit {
     }
 }
 
-/// The breaker of a remote.
+/// The circuits of a remote.
 #[derive(Clone, Debug)]
 pub struct Breaker {
     circuits: [Circuit; 2],
-    /// Where the numbers of its chance have come to.
+    /// State of the random numbers for jitter.
     random: u64,
     opened: u64,
 }
 
 impl Breaker {
-    /// A closed one. Those of engines that share a remote have seeds of their own, so that they do
-    /// not all come back at the same moment.
+    /// A breaker with closed circuits. Stores that share a remote have different seeds, so that
+    /// they do not come back at the same moment.
     pub fn new(seed: u64) -> Breaker {
         Breaker { circuits: [Circuit::NEW; 2], random: seed, opened: 0 }
     }
 
-    /// How a way is.
+    /// State of a circuit.
     pub fn state(&self, direction: Direction) -> State {
         self.circuits[direction as usize].state
     }
 
-    /// How often ways were opened.
+    /// Times that circuits opened.
     pub fn opened(&self) -> u64 {
         self.opened
     }
 
-    /// Whether a request would go: nothing is changed by this, and it may not be a probe.
+    /// Whether requests are admitted, and not only as probes. Changes nothing.
     pub fn is_closed(&self, direction: Direction) -> bool {
         self.state(direction) == State::Closed
     }
 
-    /// Whether a request would go, if only to see.
+    /// Whether a request would be admitted, perhaps as a probe. Changes nothing.
     pub fn allows(&self, direction: Direction, now_ns: u64) -> bool {
         let circuit = &self.circuits[direction as usize];
         circuit.state == State::Closed || now_ns >= circuit.until_ns
     }
 
-    /// Asks for leave for a request. What comes of one that goes must be told.
+    /// Admits a request, or not. The result of an admitted request must be recorded.
     pub fn admit(&mut self, direction: Direction, now_ns: u64) -> Permit {
         let circuit = &mut self.circuits[direction as usize];
         match circuit.state {
@@ -180,8 +180,8 @@ impl Breaker {
         }
     }
 
-    /// Tells what came of a request, and whether that was a probe. Of those that went before it
-    /// was opened nothing more is believed.
+    /// Records the outcome of a request, and whether it was a probe. Outcomes of requests from
+    /// before the circuit opened are ignored.
     pub fn record(&mut self, direction: Direction, outcome: Outcome, probes: bool, now_ns: u64) {
         let circuit = &mut self.circuits[direction as usize];
         match (circuit.state, outcome) {
@@ -218,7 +218,7 @@ impl Breaker {
         self.opened += 1;
     }
 
-    /// A time of three quarters to five quarters of `ns`, by SplitMix64.
+    /// A random time from three to five quarters of `ns`, by SplitMix64.
     fn jittered(&mut self, ns: u64) -> u64 {
         self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut mixed = self.random;
@@ -253,11 +253,11 @@ mod tests {
         assert_eq!(breaker.state(Direction::Read), State::Open);
         assert_eq!(breaker.state(Direction::Write), State::Closed);
         assert_eq!(breaker.admit(Direction::Read, SECOND / 2), Permit::Deny);
-        // Late answers change nothing.
+        // Results of earlier requests change nothing.
         record(&mut breaker, Outcome::Success, 50);
         assert_eq!(breaker.admit(Direction::Read, 2 * SECOND), Permit::Probe);
         assert_eq!(breaker.admit(Direction::Read, 2 * SECOND), Permit::Deny);
-        // Nor do they while it is asked whether it is well.
+        // Nor do they while the probe is under way.
         for late in [Outcome::Success, Outcome::Failure, Outcome::Malformed] {
             breaker.record(Direction::Read, late, false, 2 * SECOND);
             assert_eq!((breaker.state(Direction::Read), breaker.opened()), (State::HalfOpen, 1));
@@ -267,7 +267,7 @@ mod tests {
             (breaker.admit(Direction::Read, 2 * SECOND), breaker.opened()),
             (Permit::Allow, 1)
         );
-        // All is forgotten.
+        // All counts were reset.
         record(&mut breaker, Outcome::Failure, 4);
         assert!(breaker.is_closed(Direction::Read));
     }
@@ -300,7 +300,7 @@ mod tests {
         assert_eq!(breaker.admit(Direction::Write, 7 + REFUSED_NS - 1), Permit::Deny);
         assert_eq!(breaker.admit(Direction::Read, 7), Permit::Allow);
         assert_eq!(breaker.admit(Direction::Write, 7 + REFUSED_NS), Permit::Probe);
-        // Still full: as long again, not longer.
+        // Still full: the same pause again, not a longer one.
         breaker.record(Direction::Write, Outcome::Refusal, true, 10 * SECOND);
         assert_eq!(breaker.admit(Direction::Write, 10 * SECOND + REFUSED_NS), Permit::Probe);
         breaker.record(Direction::Write, Outcome::Success, true, 16 * SECOND);
@@ -357,7 +357,7 @@ mod tests {
         }
     }
 
-    /// A way as its description has it: all that was heard since it was last closed.
+    /// A reference model of one circuit: all outcomes since it was last closed.
     #[derive(Default)]
     struct Model {
         outcome: Vec<Outcome>,

@@ -1,12 +1,12 @@
-//! A directory that machines share (NFS, Lustre, CephFS) as a remote: an object is a file,
+//! A shared directory (NFS, Lustre, CephFS) as a remote. An object is a file,
 //! `prefix/v1/ab/cd/rest` by the digits of its name, `prefix/t42/v1/..` for a tenant's own.
 //!
-//! No lock is taken, and nothing is believed of caches: a file is written under a name that nobody
-//! else uses, and is given its own name when it is whole, so that a reader sees all of it or
-//! nothing. Who links first wins.
+//! No lock is taken, and caches are not relied on. A file is written under a unique temporary name
+//! and gets its own name once it is complete: a reader sees all of it or nothing. The first writer
+//! that links its file wins.
 //!
-//! A deadline is looked at between items and between pieces of 4 MiB. A call to a mount that hangs
-//! cannot be interrupted: its lane is gone until the mount is back, or gives up (`soft`).
+//! The deadline is checked between items and between pieces of 4 MiB. A call to a mount that hangs
+//! cannot be interrupted: its client is blocked until the mount is back or gives up (`soft`).
 
 use std::path::{Path, PathBuf};
 
@@ -21,23 +21,23 @@ use crate::tier::remote::{
     Caps, Client, Gets, Name, Part, Puts, Queries, Remote, RemoteError, Server,
 };
 
-/// Bytes that are moved between two looks at the clock.
+/// Bytes that are moved between two checks of the deadline.
 const PIECE_BYTES: u64 = 4 << 20;
-/// What names of files begin with that are being written. No object's name does: it is not a digit.
+/// Prefix of temporary files. No object's name begins with it: `t` is no hexadecimal digit.
 pub(super) const TEMPORARY: &[u8] = b"tmp-";
-/// Names that are tried for a file before it is given up.
+/// Attempts to find an unused temporary name.
 const TRIES: u32 = 4;
 
-/// What a shared directory is to be like.
+/// Options of a shared directory.
 #[derive(Clone)]
 pub struct DirOpts {
-    /// Where it is. It must be there: a mount that is missing is not made up for.
+    /// It must exist: a missing mount is not replaced by a new folder.
     pub path: PathBuf,
-    /// What all names begin with.
+    /// Prefix of all names.
     pub prefix: Prefix,
-    /// An object is on the disks of the server before it is said to be stored.
+    /// A put succeeds only after the object is on the server's disks.
     pub fsync: bool,
-    /// What deadlines go by.
+    /// The clock of deadlines.
     pub clock: Clock,
 }
 
@@ -45,7 +45,7 @@ pub struct DirOpts {
 pub struct Dir(DirOpts);
 
 impl Dir {
-    /// One that is reached when it is needed.
+    /// A directory that is opened when it is first used.
     pub fn new(opts: DirOpts) -> Dir {
         Dir(opts)
     }
@@ -71,17 +71,17 @@ impl Remote for Dir {
 
 struct DirClient {
     opts: DirOpts,
-    /// The folder of a version, and whose names those are.
+    /// The folder of the version, and its tenant.
     base: Option<(u64, Folder)>,
-    /// What makes its names of files its own, anywhere.
+    /// Random part of its temporary names.
     own: Option<[u8; 12]>,
-    /// Files that it began.
+    /// Temporary files that it created.
     written: u64,
     sweep: Sweep,
 }
 
-/// A number as a trouble.
-fn trouble(number: Number) -> RemoteError {
+/// The error of a system call.
+fn error_of(number: Number) -> RemoteError {
     match number {
         libc::ENOENT => RemoteError::Absent,
         libc::ENOSPC | libc::EDQUOT => RemoteError::Full,
@@ -89,7 +89,7 @@ fn trouble(number: Number) -> RemoteError {
         libc::EACCES | libc::EPERM => RemoteError::Denied,
         libc::EFBIG | libc::ENAMETOOLONG => RemoteError::TooLong,
         libc::ETIMEDOUT => RemoteError::Timeout,
-        // Something is there that we did not make.
+        // Something is there that no client made.
         libc::ELOOP | libc::ENOTDIR | libc::EISDIR | libc::ENXIO | libc::EEXIST => {
             RemoteError::Malformed
         }
@@ -100,60 +100,60 @@ fn trouble(number: Number) -> RemoteError {
     }
 }
 
-/// Whether a call is worth another try, with folders that are opened anew.
-fn passes(number: Number) -> bool {
+/// Whether a call may succeed if it is repeated with folders that are opened anew.
+fn is_transient(number: Number) -> bool {
     matches!(number, libc::ESTALE | libc::EINTR | libc::EIO)
 }
 
-/// The parts of a path that an object's name is.
-struct Places {
+/// Path of an object's file: its folders, and the file.
+struct FilePath {
     folders: [[u8; 2]; 2],
     file: Vec<u8>,
 }
 
-impl Places {
-    fn of(name: &Name) -> Places {
+impl FilePath {
+    fn of(name: &Name) -> FilePath {
         let digits: Vec<u8> = name.hash.iter().flat_map(|byte| hex(*byte)).collect();
         let pair = |at: usize| [digits[at], digits[at + 1]];
-        Places { folders: [pair(0), pair(2)], file: digits[4..].to_vec() }
+        FilePath { folders: [pair(0), pair(2)], file: digits[4..].to_vec() }
     }
 }
 
-/// The digits of a byte.
+/// The hexadecimal digits of a byte.
 pub(super) fn hex(byte: u8) -> [u8; 2] {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     [DIGITS[usize::from(byte >> 4)], DIGITS[usize::from(byte & 15)]]
 }
 
-/// Whether folders that are missing are made, perhaps so that they are there after a power failure.
+/// Whether missing folders are created, and whether they must survive a power failure.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Missing {
     Absent,
-    Made { lasts: bool },
+    Made { synced_names: bool },
 }
 
 fn open(above: &Folder, name: &[u8], missing: Missing) -> Result<Folder, Number> {
     match missing {
         Missing::Absent => above.folder(name),
-        Missing::Made { lasts } => above.folder_or_new(name, lasts),
+        Missing::Made { synced_names } => above.folder_or_new(name, synced_names),
     }
 }
 
 impl DirClient {
-    /// The folder that an object's file is in.
+    /// The folder of an object's file.
     fn folder(&mut self, name: &Name, missing: Missing) -> Result<(Folder, Vec<u8>), Number> {
-        let places = Places::of(name);
+        let places = FilePath::of(name);
         let base = self.base(name.tenant, missing)?;
         let [first, second] = places.folders;
         let opened = open(base, &first, missing).and_then(|f| open(&f, &second, missing));
         if opened.is_err() {
-            // Perhaps somebody has made the prefix anew.
+            // Another process may have created the prefix again.
             self.base = None;
         }
         Ok((opened?, places.file))
     }
 
-    /// The folder of a version.
+    /// The folder of the version.
     fn base(&mut self, tenant: u64, missing: Missing) -> Result<&Folder, Number> {
         let known = self.base.take().filter(|(of, _)| *of == tenant);
         let folder = match known {
@@ -173,34 +173,34 @@ impl DirClient {
         Ok(&self.base.insert((tenant, folder)).1)
     }
 
-    /// Does something, and once more where that may help.
-    fn twice<T>(
+    /// Runs `call`; repeats it once if that may help.
+    fn with_retry<T>(
         &mut self,
         mut call: impl FnMut(&mut DirClient) -> Result<T, Failure>,
     ) -> Result<T, RemoteError> {
         let mut result = call(self);
         if let Err(Failure::Number(number)) = result
-            && passes(number)
+            && is_transient(number)
         {
             self.base = None;
             result = call(self);
         }
         result.map_err(|failure| match failure {
-            Failure::Number(number) => trouble(number),
-            Failure::RemoteError(trouble) => trouble,
+            Failure::Number(number) => error_of(number),
+            Failure::RemoteError(error) => error,
         })
     }
 
-    fn is_late(&self, deadline_ns: u64) -> bool {
+    fn has_expired(&self, deadline_ns: u64) -> bool {
         self.opts.clock.now_ns() >= deadline_ns
     }
 
     fn check(&self, deadline_ns: u64) -> Result<(), Failure> {
-        if self.is_late(deadline_ns) { Err(RemoteError::Timeout.into()) } else { Ok(()) }
+        if self.has_expired(deadline_ns) { Err(RemoteError::Timeout.into()) } else { Ok(()) }
     }
 
     /// # Safety
-    /// The memory of the parts is valid, and nobody else's.
+    /// The memory of the parts is valid, and no other thread uses it during the call.
     unsafe fn get_one(
         &mut self,
         name: &Name,
@@ -223,10 +223,10 @@ impl DirClient {
                 self.check(deadline_ns)?;
                 let bytes = (part.bytes - done).min(left).min(PIECE_BYTES);
                 let span = Span { address: part.address.wrapping_add(done as usize), bytes };
-                // SAFETY: the caller's promise; a piece of the part.
+                // SAFETY: the caller's guarantee; a piece of the part.
                 let got = unsafe { file.read(span, at) }?;
                 if got == 0 {
-                    // It was longer when it was opened.
+                    // The file was longer when it was opened.
                     return Err(RemoteError::Malformed.into());
                 }
                 (done, at, left) = (done + got, at + got, left - got);
@@ -236,7 +236,7 @@ impl DirClient {
     }
 
     /// # Safety
-    /// The memory of the parts is valid, and nobody writes it.
+    /// The memory of the parts is valid, and no one writes it.
     unsafe fn put_one(
         &mut self,
         name: &Name,
@@ -244,32 +244,32 @@ impl DirClient {
         deadline_ns: u64,
     ) -> Result<bool, Failure> {
         self.check(deadline_ns)?;
-        let lasts = self.opts.fsync;
-        let (folder, file) = self.folder(name, Missing::Made { lasts })?;
+        let synced_names = self.opts.fsync;
+        let (folder, file) = self.folder(name, Missing::Made { synced_names })?;
         match folder.facts(&file) {
             Ok(facts) if facts.regular => {
-                // Whoever wrote it may not have cared.
+                // Its writer may not have synced it.
                 let synced = || folder.open(&file)?.sync().and_then(|()| folder.sync());
-                return Ok(if lasts { synced().map(|()| true)? } else { true });
+                return Ok(if synced_names { synced().map(|()| true)? } else { true });
             }
             Ok(_) => return Err(RemoteError::Malformed.into()),
             Err(libc::ENOENT) => {}
             Err(number) => return Err(number.into()),
         }
         let (temporary, open) = self.create(&folder)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         let written = unsafe { self.write(open, parts, deadline_ns) };
         let done = written.and_then(|()| publish(&folder, &temporary, &file));
-        // After a rename there is none; else it is not needed any more.
+        // A rename left no temporary file; a link left one that is no longer needed.
         let _ = folder.remove(&temporary);
         let was_there = done?;
-        if lasts {
+        if synced_names {
             folder.sync()?;
         }
         Ok(was_there)
     }
 
-    /// A file under a name that nobody else uses.
+    /// Creates a file under a unique temporary name.
     fn create(&mut self, folder: &Folder) -> Result<(Vec<u8>, SharedFile), Failure> {
         let own = match self.own {
             Some(own) => own,
@@ -291,7 +291,7 @@ impl DirClient {
                 }
             }
         }
-        // The folder was there a moment ago.
+        // The folder existed a moment ago.
         Err(if number == libc::ENOENT { RemoteError::Busy.into() } else { number.into() })
     }
 
@@ -310,7 +310,7 @@ impl DirClient {
                 self.check(deadline_ns)?;
                 let bytes = (part.bytes - done).min(PIECE_BYTES);
                 let span = Span { address: part.address.wrapping_add(done as usize), bytes };
-                // SAFETY: the caller's promise; a piece of the part.
+                // SAFETY: the caller's guarantee; a piece of the part.
                 let went = unsafe { file.write(span, at) }?;
                 if went == 0 {
                     return Err(RemoteError::Full.into());
@@ -341,16 +341,15 @@ impl DirClient {
         }
     }
 
-    /// What a file that is written, read and removed says of the directory; when it was written, by
-    /// the clock of the server.
+    /// Writes, reads and removes a file; returns the time of the write by the server's clock.
     fn try_out(&mut self, warnings: &mut Vec<String>) -> Result<i64, Failure> {
         self.base = None;
-        self.base(0, Missing::Made { lasts: false })?;
+        self.base(0, Missing::Made { synced_names: false })?;
         let Some((_, base)) = self.base.take() else { return Err(RemoteError::Unreachable.into()) };
         let (name, file) = self.create(&base)?;
         let mut word = *b"kvtier";
         let span = Span { address: word.as_mut_ptr(), bytes: word.len() as u64 };
-        // SAFETY: an array of this call's own.
+        // SAFETY: a local array.
         let tried = unsafe { file.write(span, 0) }
             .and_then(|_| file.close())
             .and_then(|()| base.open(&name))
@@ -379,7 +378,7 @@ impl DirClient {
     }
 }
 
-/// Gives a file that is whole the name of its object; whether that was taken.
+/// Gives a complete file its object's name; whether the name existed.
 fn publish(folder: &Folder, temporary: &[u8], file: &[u8]) -> Result<bool, Failure> {
     match folder.link(temporary, file) {
         Ok(()) => return Ok(false),
@@ -387,12 +386,12 @@ fn publish(folder: &Folder, temporary: &[u8], file: &[u8]) -> Result<bool, Failu
         Err(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS | libc::EMLINK | libc::EINVAL) => {}
         Err(number) => return Err(number.into()),
     }
-    // Not every file system knows second names.
+    // Some file systems have no hard links.
     match folder.rename(temporary, file, true) {
         Ok(()) => Ok(false),
         Err(libc::EEXIST) => Ok(true),
-        // Nor this. Of two writers at the same moment the last one wins then, which does no harm: what
-        // either wrote is whole.
+        // Nor a rename that keeps an existing file. Of two writers at the same moment the last one
+        // wins then. That does no harm: either file is complete.
         Err(libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP) => {
             folder.rename(temporary, file, false)?;
             Ok(false)
@@ -401,7 +400,7 @@ fn publish(folder: &Folder, temporary: &[u8], file: &[u8]) -> Result<bool, Failu
     }
 }
 
-/// Why something did not go well.
+/// Why a call failed.
 enum Failure {
     Number(Number),
     RemoteError(RemoteError),
@@ -414,17 +413,17 @@ impl From<Number> for Failure {
 }
 
 impl From<RemoteError> for Failure {
-    fn from(trouble: RemoteError) -> Failure {
-        Failure::RemoteError(trouble)
+    fn from(error: RemoteError) -> Failure {
+        Failure::RemoteError(error)
     }
 }
 
-/// What there is to be said of where a directory is, and who may use it.
+/// Describes the directory; adds warnings about its permissions.
 fn describe(path: &Path, warnings: &mut Vec<String>) -> status::Result<String> {
     let place = path.display();
     let failed = |number: Number| {
         let why = std::io::Error::from_raw_os_error(number);
-        Error::new(trouble(number).status(), format!("{place}: {why}"))
+        Error::new(error_of(number).status(), format!("{place}: {why}"))
     };
     let root = Folder::root(path).map_err(failed)?;
     let (facts, system) = (root.own_facts().map_err(failed)?, root.system().map_err(failed)?);
@@ -436,23 +435,23 @@ fn describe(path: &Path, warnings: &mut Vec<String>) -> status::Result<String> {
 
 impl Client for DirClient {
     fn greet(&mut self, deadline_ns: u64) -> status::Result<Server> {
-        if self.is_late(deadline_ns) {
+        if self.has_expired(deadline_ns) {
             return Err(RemoteError::Timeout.into());
         }
         let mut warnings = Vec::new();
         let words = describe(&self.opts.path, &mut warnings)?;
-        match self.twice(|client| client.try_out(&mut warnings)) {
+        match self.with_retry(|client| client.try_out(&mut warnings)) {
             Ok(now_s) => {
                 if let Some((_, base)) = &self.base {
                     let late = || self.opts.clock.now_ns() >= deadline_ns;
                     self.sweep.step(base, now_s, late);
                 }
             }
-            // What is there can be read all the same.
-            Err(trouble @ (RemoteError::Full | RemoteError::ReadOnly | RemoteError::Denied)) => {
-                warnings.push(format!("nothing can be stored: {}", Error::from(trouble)));
+            // Existing objects can still be read.
+            Err(error @ (RemoteError::Full | RemoteError::ReadOnly | RemoteError::Denied)) => {
+                warnings.push(format!("nothing can be stored: {}", Error::from(error)));
             }
-            Err(trouble) => fail!(Unavailable, "{words}: {}", Error::from(trouble)),
+            Err(error) => fail!(Unavailable, "{words}: {}", Error::from(error)),
         }
         warnings.dedup();
         Ok(Server { words, warnings })
@@ -462,9 +461,9 @@ impl Client for DirClient {
         for at in 0..gets.items.len() {
             let (name, offset) = (gets.items[at].name, gets.items[at].offset);
             let parts = gets.parts_of(at);
-            // SAFETY: the caller's promise.
-            let result =
-                self.twice(|client| unsafe { client.get_one(&name, offset, parts, deadline_ns) });
+            // SAFETY: the caller's guarantee.
+            let result = self
+                .with_retry(|client| unsafe { client.get_one(&name, offset, parts, deadline_ns) });
             gets.items[at].result = result;
         }
     }
@@ -475,11 +474,11 @@ impl Client for DirClient {
             let parts = puts.parts_of(at);
             let result = match puts.bytes_of(at) {
                 bytes if bytes > MAX_BYTES => Err(RemoteError::TooLong),
-                // SAFETY: the caller's promise.
-                _ => self.twice(|client| unsafe { client.put_one(&name, parts, deadline_ns) }),
+                // SAFETY: the caller's guarantee.
+                _ => self.with_retry(|client| unsafe { client.put_one(&name, parts, deadline_ns) }),
             };
-            puts.items[at].result = result.map_err(|trouble| match trouble {
-                // A folder that was there is not: somebody tidies.
+            puts.items[at].result = result.map_err(|error| match error {
+                // The folder was removed while the object was written: someone tidies.
                 RemoteError::Absent => RemoteError::Busy,
                 other => other,
             });
@@ -488,18 +487,18 @@ impl Client for DirClient {
 
     fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
         for item in &mut queries.items {
-            item.result = self.twice(|client| client.ask_one(&item.name, deadline_ns));
+            item.result = self.with_retry(|client| client.ask_one(&item.name, deadline_ns));
         }
     }
 
     fn remove(&mut self, queries: &mut Queries, deadline_ns: u64) {
         for item in &mut queries.items {
-            item.result = self.twice(|client| client.remove_one(&item.name, deadline_ns));
+            item.result = self.with_retry(|client| client.remove_one(&item.name, deadline_ns));
         }
     }
 }
 
-/// Most bytes of an object.
+/// Longest object.
 const MAX_BYTES: u64 = 1 << 30;
 
 #[cfg(test)]
@@ -513,7 +512,7 @@ mod tests {
 
     const FAR: u64 = u64::MAX;
 
-    /// A directory for a test, which goes with it.
+    /// A directory for a test, removed when it is dropped.
     struct Place(PathBuf);
 
     impl Place {
@@ -525,7 +524,7 @@ mod tests {
             place
         }
 
-        /// With a file system of its own, of so many bytes; none where that is not allowed.
+        /// A file system of `bytes` bytes; None = mounting is not allowed.
         fn mounted(what: &str, bytes: u64) -> Option<Place> {
             let place = Place::new(what);
             let size = format!("size={bytes}");
@@ -553,7 +552,7 @@ mod tests {
             path.join("v1").join(&digits[..2]).join(&digits[2..4]).join(&digits[4..])
         }
 
-        /// Every file in it.
+        /// All files.
         fn files(&self) -> Vec<PathBuf> {
             let (mut files, mut folders) = (Vec::new(), vec![self.0.clone()]);
             while let Some(folder) = folders.pop() {
@@ -583,7 +582,7 @@ mod tests {
         let mut puts = Puts::default();
         puts.object(name);
         puts.part(bytes.as_ptr(), bytes.len() as u64);
-        // SAFETY: the bytes are borrowed until it is done.
+        // SAFETY: the bytes are borrowed until the call returns.
         unsafe { client.put(&mut puts, FAR) };
         puts.items[0].result
     }
@@ -592,7 +591,7 @@ mod tests {
         let (mut gets, mut bytes) = (Gets::default(), vec![0; room]);
         gets.object(name, 0);
         gets.part(bytes.as_mut_ptr(), room as u64);
-        // SAFETY: nobody looks at the bytes until it is done.
+        // SAFETY: no one reads the bytes before the call returns.
         unsafe { client.get(&mut gets, FAR) };
         let came = gets.items[0].result?;
         bytes.truncate(came as usize);
@@ -661,11 +660,11 @@ mod tests {
         assert!(!place.0.exists(), "a mount that is missing is not made up for");
     }
 
-    /// Writes the same names as others do, and reads what is there.
+    /// Writes the same names as other writers, and reads what is there.
     fn compete(remote: &Dir, who: u8) {
         let mut client = remote.client();
         for number in 0..40 {
-            // All bytes of an object are one writer's.
+            // All bytes of an object come from one writer.
             let bytes = vec![who; 200_000 + usize::from(number)];
             put(&mut *client, name(number), &bytes).unwrap();
             let found = get(&mut *client, name(number), 300_000).unwrap();
@@ -766,10 +765,10 @@ mod tests {
             (libc::EIO, RemoteError::Unreachable),
             (libc::EMFILE, RemoteError::Busy),
         ] {
-            assert_eq!(trouble(number), wanted, "{number}");
+            assert_eq!(error_of(number), wanted, "{number}");
         }
-        assert!([libc::ESTALE, libc::EIO, libc::EINTR].into_iter().all(passes));
-        assert!(!passes(libc::ENOENT) && !passes(libc::ENOSPC));
+        assert!([libc::ESTALE, libc::EIO, libc::EINTR].into_iter().all(is_transient));
+        assert!(!is_transient(libc::ENOENT) && !is_transient(libc::ENOSPC));
     }
 
     #[test]
@@ -805,11 +804,11 @@ mod tests {
             assert_eq!(ask(&mut *client, name(number)), bad, "{number}");
             assert_eq!(put(&mut *client, name(number), b"x").map(drop), bad.map(drop), "{number}");
         }
-        // Taking away what is no folder takes the name away, and nothing behind it.
+        // Removing a link removes the name only.
         assert_eq!(remove(&mut *client, name(2)), Ok(0));
         assert_eq!(remove(&mut *client, name(3)), Err(RemoteError::Malformed));
         assert_eq!(fs::read(&secret).unwrap(), b"not to be read");
-        // Nor are folders that lead elsewhere.
+        // Links to folders are not followed either.
         let leaf = beside(7).parent().unwrap().to_path_buf();
         fs::remove_dir(&leaf).unwrap();
         symlink(&outside.0, &leaf).unwrap();
@@ -821,7 +820,7 @@ mod tests {
             assert!(remove(&mut *client, name).is_err());
         }
         assert_eq!(outside.files(), [secret]);
-        // A link to the directory itself is the administrator's.
+        // A link to the directory itself is the administrator's choice.
         let link = outside.0.join("link");
         symlink(&place.0, &link).unwrap();
         let remote = Dir(DirOpts { path: link, ..place.remote().0 });
@@ -863,7 +862,7 @@ mod tests {
         assert!(left.iter().all(|(file, goes)| *goes || file.exists()));
         assert!(target.exists() && fs::symlink_metadata(link).is_ok());
         assert_eq!(ask(&mut *client, name(199)), Ok(6));
-        // A greeting that has no time left does nothing, and says so.
+        // A greeting after its deadline fails.
         assert!(client.greet(1).is_err());
     }
 }

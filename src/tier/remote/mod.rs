@@ -1,11 +1,10 @@
-//! The remote tier: objects under names, on engines that people already run. A [`Remote`] is one
-//! of those; whoever moves objects has a [`Client`] of it to himself.
+//! The remote tier: objects under names, in servers or directories that several stores share. A
+//! [`Remote`] is one of them; each worker has a [`Client`] of its own.
 //!
-//! A remote is trusted with nothing. What it says of being there is a hint, what it gives is
-//! checked by whoever asked, and what it does not answer by the deadline
-//! has not come.
+//! A remote is not trusted. A lookup's result is a hint, readers verify every object, and a reply
+//! after the deadline counts as none.
 //!
-//! Lanes block until their deadline, have no threads, and take no locks of the store's.
+//! Clients block until their deadline, have no threads, and take no locks of the store.
 
 pub mod batch;
 pub mod breaker;
@@ -40,61 +39,62 @@ pub use crate::tier::remote::batch::{
 };
 pub use crate::tier::remote::name::Name;
 
-/// What a remote likes, and what it cannot do.
+/// Capabilities of a remote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caps {
-    /// Bytes of an object that it is quick with.
+    /// Length of objects that it handles fast.
     pub preferred_bytes: u64,
-    /// Most bytes of an object.
+    /// Longest object.
     pub max_bytes: u64,
-    /// Most objects of a batch that are worth while; more are taken, in several turns.
+    /// Objects of a batch that one round trip can carry; a larger batch takes several.
     pub batch: usize,
     /// Parts of an object can be read.
     pub ranges: bool,
-    /// A put does nothing where there is one of that name; else the last writer may win.
+    /// A put of a name that exists does nothing; false = the last writer may win.
     pub first_wins: bool,
-    /// Memory that a lane keeps for itself, about, once it was used.
+    /// Approximate memory of a client after its first use.
     pub client_bytes: u64,
 }
 
-/// What answered.
+/// Description of a server.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Server {
-    /// What it is, and its version, as it says itself.
+    /// Its kind and version, in its own words.
     pub words: String,
-    /// What there is to be said against it, a sentence each.
+    /// Warnings about its configuration, a sentence each.
     pub warnings: Vec<String>,
 }
 
-/// Why an object did not come, or did not go.
+/// Why an object could not be read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RemoteError {
-    /// There is none of that name.
+    /// There is no object of that name.
     Absent,
-    /// A reply that means nothing, or ended too early: it says nothing of the object.
+    /// The reply was malformed or ended early: it says nothing about the object.
     Malformed,
-    /// What has that name came whole, and is not what it should be.
+    /// The object arrived, but is not what was stored.
     Damaged,
-    /// It may go well at another time: busy, loading, moving, without a leader.
+    /// The request may succeed later: the server is busy, loading, moving data, or without a
+    /// leader.
     Busy,
-    /// Nobody answered by the deadline.
+    /// No reply by the deadline.
     Timeout,
-    /// It has no room.
+    /// The server has no room.
     Full,
-    /// It takes nothing.
+    /// The server accepts no writes.
     ReadOnly,
-    /// It knows us not, or forbids this.
+    /// The server rejects the credentials or the request.
     Denied,
-    /// It cannot be reached.
+    /// The server cannot be reached.
     Unreachable,
-    /// It takes no object that long.
+    /// The object is too long for the server.
     TooLong,
-    /// It is not who it should be, or others read along.
+    /// The server could not be authenticated, or the connection is not secure.
     Untrusted,
 }
 
 impl RemoteError {
-    /// What a caller is told.
+    /// The status of the C interface.
     pub fn status(self) -> Status {
         match self {
             RemoteError::Absent => Status::NotFound,
@@ -110,7 +110,7 @@ impl RemoteError {
         }
     }
 
-    /// Whether it says that the remote is well, whatever became of the object.
+    /// Whether the error shows that the remote works, whatever became of the object.
     pub fn is_answer(self) -> bool {
         matches!(
             self,
@@ -138,26 +138,26 @@ impl From<RemoteError> for Error {
     }
 }
 
-/// Appends an entry, names and values, to a stream that others read, by a deadline.
+/// Appends an entry of names and values to a stream that others read, by a deadline.
 pub type Publish =
     Box<dyn FnMut(&[(&str, &[u8])], u64) -> std::result::Result<(), RemoteError> + Send>;
 
-/// What the lanes of a remote did, all together.
+/// Counters of all clients of a remote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Connections that were made.
+    /// Connections that became ready.
     pub connections: u64,
-    /// Those of them that went where there had been one.
+    /// Connections to a server that had had one before.
     pub reconnects: u64,
-    /// Objects that were sent for to where a server said that they are.
+    /// Objects that a server redirected to another one.
     pub redirects: u64,
-    /// How often it was learnt which server has what.
+    /// Times that the slots were read.
     pub refreshes: u64,
-    /// Objects that were sent for once more.
+    /// Objects that were requested again.
     pub retries: u64,
 }
 
-/// What a build may leave out, and whether this one has it.
+/// Optional features, and whether this build has them.
 const BUILT: [(&str, bool); 5] = [
     ("redis", cfg!(feature = "redis")),
     ("dir", cfg!(feature = "dir")),
@@ -166,8 +166,8 @@ const BUILT: [(&str, bool); 5] = [
     ("s3", cfg!(feature = "s3")),
 ];
 
-/// Whether something that a build may leave out is in this one: `redis`, `dir`, `s3`, `tls`, `seal`.
-/// UNSUPPORTED, and how to come by it, if it is not.
+/// Checks that this build has an optional feature: `redis`, `dir`, `s3`, `tls`, `seal`. UNSUPPORTED
+/// = it has not; the message says how to get it.
 pub fn need(feature: &str) -> Result<()> {
     if !BUILT.contains(&(feature, true)) {
         fail!(
@@ -178,45 +178,45 @@ pub fn need(feature: &str) -> Result<()> {
     Ok(())
 }
 
-/// An engine that keeps objects under names.
+/// A server or directory that keeps objects under names.
 pub trait Remote: Send + Sync {
-    /// What it likes.
+    /// Its capabilities.
     fn caps(&self) -> Caps;
 
-    /// A way to it, for one thread. Connections are made when they are needed.
+    /// A client for one worker thread. It connects when it is first used.
     fn client(&self) -> Box<dyn Client>;
 
-    /// What its lanes did. Counts nothing where there are no connections.
+    /// Counters of its clients; 0 where there are no connections.
     fn tally(&self) -> Tally {
         Tally::default()
     }
 }
 
-/// A way to a remote. All deadlines are those of [`crate::base::clock::Clock`]; none is
-/// exceeded by more than a moment. Every item of a batch has its own result afterwards, and no
-/// memory is touched any more.
+/// One worker's access to a remote. All deadlines are those of [`crate::base::clock::Clock`]; a
+/// call exceeds its deadline by a moment at most. Afterwards every item of a batch has its own
+/// result, and no memory of the batch is used any more.
 pub trait Client: Send {
-    /// Asks who is there: within a deadline, with credentials and all. UNAVAILABLE, TIMEOUT, AGAIN
-    /// = it may be there later. INVALID = it was reached, and refuses us or is not who it should be;
-    /// CORRUPT = what was reached is none of its kind: nothing comes of waiting.
+    /// Connects by a deadline, with credentials. UNAVAILABLE, TIMEOUT, AGAIN = a later attempt may
+    /// succeed. INVALID = the server rejects us or could not be authenticated; CORRUPT = it is a
+    /// server of another kind: a later attempt will not help.
     fn greet(&mut self, deadline_ns: u64) -> Result<Server>;
 
     /// Fetches objects, or parts of them.
     ///
     /// # Safety
-    /// The memory of every part is valid, and nobody else's meanwhile.
+    /// The memory of every part is valid, and no one else uses it during the call.
     unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64);
 
     /// Stores objects.
     ///
     /// # Safety
-    /// The memory of every part is valid, and written by nobody meanwhile.
+    /// The memory of every part is valid, and no one writes it during the call.
     unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64);
 
-    /// Asks which objects are there, and how long they are.
+    /// Looks up which objects exist, and how long they are.
     fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64);
 
-    /// Takes objects away; one that is not there is gone, too. The length in a result means nothing.
+    /// Removes objects. Removing an absent object succeeds. The length in a result has no meaning.
     fn remove(&mut self, queries: &mut Queries, deadline_ns: u64);
 }
 

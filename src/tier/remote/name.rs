@@ -1,5 +1,5 @@
-//! What objects are called: a hash of all that their content depends on, so that whoever has
-//! the same chunk asks for the same object, and nobody keeps a directory.
+//! Names of objects: a hash of everything that the content depends on. Stores with the same chunk
+//! request the same object, and there is no directory.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -11,19 +11,19 @@ use crate::format::keys::object::{LayerRange, ObjectKeys};
 pub const MAX_PREFIX_BYTES: usize = 64;
 /// Bytes of a name's hash.
 pub const HASH_BYTES: usize = 20;
-/// The version of what names and objects mean; part of every name.
+/// Version of names and objects; part of every name.
 pub const VERSION: u32 = 1;
 
-/// What an object is called, without the prefix of its remote.
+/// Name of an object, without the prefix of its remote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Name {
-    /// Whose it is, where tenants have names of their own; 0 = everybody's.
+    /// Tenant, where tenants have names of their own; 0 = shared.
     pub tenant: u64,
-    /// The hash.
+    /// Hash of the content's identity.
     pub hash: [u8; HASH_BYTES],
 }
 
-/// Makes the names of objects of a namespace.
+/// Derives the names of a namespace's objects.
 pub struct Names {
     keys: ObjectKeys,
     tenant: u64,
@@ -32,8 +32,8 @@ pub struct Names {
 }
 
 impl Names {
-    /// By what makes their keys; whose they are, what their cells may be coded with, and whether
-    /// they are sealed.
+    /// `keys` derive the hashes; `codec`: what cells may be encoded with; `sealed`: whether objects
+    /// are encrypted.
     pub fn new(keys: ObjectKeys, tenant: u64, codec: Codec, sealed: bool) -> Names {
         Names { keys, tenant, codec, sealed }
     }
@@ -47,12 +47,13 @@ impl Names {
     }
 }
 
-/// What stands before all names of a store at its remote.
+/// Prefix of all names of a store at its remote.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prefix(String);
 
 impl Prefix {
-    /// Letters, digits, `.`, `_` and `-`: what every engine, path and access rule takes as it is.
+    /// Letters, digits, `.`, `_` and `-`, which every server, path and access rule accepts
+    /// unescaped.
     pub fn new(text: &str) -> Result<Prefix> {
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         let is_path = text == "." || text == "..";
@@ -70,7 +71,7 @@ impl Prefix {
         Ok(Prefix(text.to_string()))
     }
 
-    /// Writes a name as engines know it: `prefix/v1/hash`, or `prefix/t42/v1/hash`.
+    /// Writes a name as servers know it: `prefix/v1/hash`, or `prefix/t42/v1/hash`.
     pub fn write(&self, name: &Name, out: &mut Vec<u8>) {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
         out.extend_from_slice(self.0.as_bytes());
@@ -84,7 +85,7 @@ impl Prefix {
         }
     }
 
-    /// Writes what the stream of events is called: `prefix/events`.
+    /// Writes the name of the stream of events: `prefix/events`.
     pub fn write_stream(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(self.0.as_bytes());
         out.extend_from_slice(b"/events");

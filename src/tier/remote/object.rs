@@ -1,10 +1,10 @@
-//! Objects: cells of one chunk as one record of `docs/store.md`, with 0 for all that places it in
-//! a segment. So the same cells are the same bytes, whoever stores them.
+//! Objects: cells of one chunk as one record of `docs/store.md`, with 0 in all fields that place it
+//! in a segment. The same cells are the same bytes, whichever store writes them.
 //!
-//! Nothing that a remote gives is trusted: an object must have the length, the header and the
-//! cells that the layout says before a sum of its own is looked at, and then every plane is
-//! judged by its sum. Only what fills up blocks is not looked at: nobody uses it. The sums find
-//! damage and mistakes; they are no defence against someone who forges an object.
+//! A remote is not trusted. An object must have the length, the header and the cells that the
+//! layout determines before its checksum is considered; then every plane is verified by its
+//! checksum. Only the padding of blocks is not verified: nothing uses it. Checksums find damage and
+//! mistakes; they do not stop a forger.
 
 use std::ops::Range;
 
@@ -21,38 +21,38 @@ use crate::format::segment::BLOCK_BYTES;
 use crate::tier::remote::shape::{CellShape, Shape};
 use crate::tier::remote::{Gets, Name, Puts, RemoteError};
 
-/// What fills up blocks.
+/// Padding of blocks.
 static ZEROS: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
-/// A plane of a cell that is to be stored.
+/// A plane of a cell to store.
 #[derive(Clone, Copy, Debug)]
 pub struct PlaneSource {
-    /// Where it is.
+    /// First byte of the memory.
     pub address: *const u8,
-    /// How long: what the layout says, unless it is coded.
+    /// Length by the layout, unless the cell is encoded.
     pub bytes: u64,
-    /// Its checksum, if it is known.
+    /// Its checksum, if known.
     pub sum: Option<u64>,
 }
 
-/// A cell that is to be stored.
+/// A cell to store.
 #[derive(Clone, Copy, Debug)]
 pub struct CellSource<'a> {
-    /// What it is coded with.
+    /// Its encoding.
     pub codec: Codec,
-    /// As many as the layout says; those of a coded one as [`cell`] codes them.
+    /// As many as the layout has; of an encoded cell, as [`cell`] encodes them.
     pub planes: &'a [PlaneSource],
 }
 
-/// Memory that a cell comes to.
+/// Memory that a cell is fetched into.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Where each of its planes goes; null where the cell is not wanted.
+    /// Address of each plane; null = the cell is not wanted.
     pub planes: [*mut u8; 2],
 }
 
 impl Place {
-    /// Of a cell that is not wanted.
+    /// A cell that is not wanted.
     pub const NOWHERE: Place = Place { planes: [std::ptr::null_mut(); 2] };
 
     fn is_wanted(&self, planes: usize) -> bool {
@@ -60,43 +60,43 @@ impl Place {
     }
 }
 
-/// Memory whose content is nobody's business, for what comes and is not wanted.
+/// Memory for bytes that are not wanted. Its content is undefined.
 #[derive(Clone, Copy, Debug)]
 pub struct Sink {
-    /// Where it is.
+    /// First byte of the memory.
     pub address: *mut u8,
-    /// A block at least. The longer it is, the fewer parts a cell has that is not wanted.
+    /// At least a block. The longer it is, the fewer parts an unwanted cell has.
     pub bytes: u64,
 }
 
-/// What became of a cell of an object.
+/// Result of a cell of an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Every byte is right.
     Sound,
-    /// It is not what was stored: what its memory holds means nothing.
+    /// The cell is not what was stored: its memory has no valid content.
     Damaged,
-    /// It was not asked for.
+    /// The cell was not wanted.
     Unwanted,
 }
 
-/// A sound cell in an object that came as a whole.
+/// A sound cell in an object that was fetched as a whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// What it is coded with.
+    /// Its encoding.
     pub codec: Codec,
     planes: [Range<usize>; 2],
     count: usize,
 }
 
 impl Found {
-    /// Where in the object its planes are, as they are stored.
+    /// Ranges of its stored planes in the object.
     pub fn planes(&self) -> &[Range<usize>] {
         &self.planes[..self.count]
     }
 }
 
-/// An object, as it must be.
+/// The form that an object must have.
 #[derive(Clone, Copy, Debug)]
 pub struct Object<'a> {
     cells: &'a [CellShape],
@@ -104,13 +104,13 @@ pub struct Object<'a> {
     chunk: Chunk,
     codec: Codec,
     header_blocks: u32,
-    /// When nothing in it is coded.
+    /// Blocks without any encoded cell.
     blocks: u32,
     planes: usize,
 }
 
 impl<'a> Object<'a> {
-    /// One of the objects of a chunk, by its number. Of a chunk that is not full there are none.
+    /// An object of a chunk, by its index. A partial chunk has no objects.
     pub fn new(
         shape: &'a Shape,
         object: usize,
@@ -127,7 +127,7 @@ impl<'a> Object<'a> {
         }
         let planes = cells.iter().map(|cell| cell.planes().len()).sum();
         let all: u64 = cells.iter().map(|cell| blocks_of(cell.bytes())).sum();
-        // No shape is longer; a layout whose cells are empty cannot be made.
+        // No shape is longer, and no layout has empty cells.
         let (Some(header_blocks), Ok(all)) = (header_blocks(cells.len(), planes), all.try_into())
         else {
             fail!(Limit, "an object of {} cells is no record", cells.len());
@@ -143,17 +143,17 @@ impl<'a> Object<'a> {
         self.header_blocks as usize * BLOCK_BYTES
     }
 
-    /// How long it is; with a codec, how long it can be.
+    /// Its length; with a codec, its longest possible length.
     pub fn bytes(&self) -> u64 {
         u64::from(self.blocks) * BLOCK_BYTES as u64
     }
 
-    /// Adds it to a batch: its cells lie where they are, its header in `header`, which has
-    /// [`Object::header_bytes`]. Both are to stay as they are until the batch is stored. How long it
-    /// is.
+    /// Adds the object to a batch. Its cells stay where they are; `header` has
+    /// [`Object::header_bytes`]. Both must stay unchanged until the batch is stored. Returns the
+    /// object's length.
     ///
     /// # Safety
-    /// The memory of every plane is valid, and nobody writes it until then.
+    /// The memory of every plane is valid, and no one writes it until then.
     pub unsafe fn put(
         &self,
         name: Name,
@@ -170,7 +170,7 @@ impl<'a> Object<'a> {
             let codec = from.codec as u16;
             encoder.cell(layer, codec, count, block, [stored, shape.bytes()]);
             for (&(kind, _), plane) in shape.planes().iter().zip(from.planes) {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller's guarantee.
                 let sum =
                     plane.sum.unwrap_or_else(|| unsafe { sum_of(plane.address, plane.bytes) });
                 encoder.plane(&Plane { kind, id: 0, version: 0, bytes: plane.bytes, sum });
@@ -194,7 +194,7 @@ impl<'a> Object<'a> {
         Ok(u64::from(block) * BLOCK_BYTES as u64)
     }
 
-    /// Whether cells are those that it has.
+    /// Checks that the cells are those of the object.
     fn check(&self, cells: &[CellSource<'_>], header: &[u8]) -> status::Result<()> {
         if header.len() != self.header_bytes() || cells.len() != self.cells.len() {
             let (wanted, bytes) = (self.cells.len(), self.header_bytes());
@@ -213,7 +213,7 @@ impl<'a> Object<'a> {
         Ok(())
     }
 
-    /// Whether a coded cell can have planes of these lengths.
+    /// Whether an encoded cell can have planes of these lengths.
     fn may_be_coded(&self, shape: &CellShape, planes: impl Iterator<Item = u64> + Clone) -> bool {
         let stored = planes.clone().try_fold(0u64, u64::checked_add);
         planes.clone().count() == shape.planes().len()
@@ -239,9 +239,9 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// Adds it to a batch: its header goes to `header`, of [`Object::header_bytes`], each cell to
-    /// its place, one for every layer. Only where nothing is coded: else the header says where
-    /// cells are. [`Object::verify`] says what came.
+    /// Adds the object to a batch. Its header goes to `header`, of [`Object::header_bytes`], each
+    /// cell to its place, one for every layer. Only without a codec: otherwise the header says
+    /// where cells are. [`Object::verify`] verifies what arrived.
     pub fn get(
         &self,
         name: Name,
@@ -273,16 +273,16 @@ impl<'a> Object<'a> {
                 unwanted -= bytes;
             }
         }
-        // One more: else an object that is too long would look as if it were not.
+        // One byte more: it reveals an object that is too long.
         gets.part(sink.address, 1);
         Ok(())
     }
 
-    /// Judges what came of an object that was asked for with [`Object::get`]: `came` bytes, the
-    /// first of them in `header`. Damaged = no cell can be used; else each has its verdict.
+    /// Verifies an object that was fetched with [`Object::get`]: `came` bytes, the first of them in
+    /// `header`. Damaged = no cell can be used; otherwise each cell has its verdict.
     ///
     /// # Safety
-    /// The memory of every place is valid, and nobody writes it.
+    /// The memory of every place is valid, and no one writes it.
     pub unsafe fn verify(
         &self,
         header: &[u8],
@@ -301,24 +301,24 @@ impl<'a> Object<'a> {
                 continue;
             }
             let mut planes = cell.planes().zip(&place.planes);
-            // SAFETY: the caller's promise; the record has planes as the layout says.
+            // SAFETY: the caller's guarantee; the record has planes as the layout says.
             let sound = planes.all(|(plane, &at)| unsafe { sum_of(at, plane.bytes) } == plane.sum);
             verdicts.push(if sound { Verdict::Sound } else { Verdict::Damaged });
         }
         Ok(())
     }
 
-    /// Adds it to a batch: all of it goes to `staging`, of [`Object::bytes`], and what a longer one
-    /// has more to the sink. [`Object::verify_whole`] says what came.
+    /// Adds the object to a batch. All of it goes to `staging`, of [`Object::bytes`], and the
+    /// excess of a longer one to the sink. [`Object::verify_whole`] verifies what arrived.
     pub fn get_whole(&self, name: Name, staging: *mut u8, sink: Sink, gets: &mut Gets) {
         gets.object(name, 0);
         gets.part(staging, self.bytes());
         gets.part(sink.address, 1.min(sink.bytes));
     }
 
-    /// Judges an object that came as a whole, `came` bytes, as much of it as there was room for in
-    /// `staging`. Damaged = no cell can be used; else each that is sound is found, in the order
-    /// of the layers, and comes decoded to the length that the layout says, or is damaged after all.
+    /// Verifies an object that was fetched as a whole: `came` bytes, as many of them as fit in
+    /// `staging`. Damaged = no cell can be used; otherwise sound cells are found, in the order of
+    /// the layers. A sound cell must still decode to the length by the layout.
     pub fn verify_whole(
         &self,
         staging: &[u8],
@@ -333,7 +333,7 @@ impl<'a> Object<'a> {
         Ok(())
     }
 
-    /// Its header, if that is what it must be, and is of `came` bytes.
+    /// Decodes the header; fails unless it belongs to this object of `came` bytes.
     fn record<'b>(&self, bytes: &'b [u8], came: u64) -> Result<Record<'b>, RemoteError> {
         let record = decode(bytes).ok_or(RemoteError::Damaged)?;
         let blocks = record.head.blocks;
@@ -347,7 +347,7 @@ impl<'a> Object<'a> {
         if all_fit { Ok(record) } else { Err(RemoteError::Damaged) }
     }
 
-    /// Whether a header's cell is what the layout says.
+    /// Whether a cell in the header is what the layout says.
     fn fits(&self, layer: u32, shape: &CellShape, cell: &Cell<'_>) -> bool {
         let wanted = shape.planes().iter();
         let same_kinds = cell
@@ -368,7 +368,7 @@ impl<'a> Object<'a> {
     }
 }
 
-/// Bytes that a header has for a cell, and for a plane.
+/// Bytes of a cell and of a plane in the header.
 const CELL_BYTES: usize = 32;
 const PLANE_BYTES: usize = 24;
 
@@ -379,7 +379,7 @@ fn two(numbers: impl Iterator<Item = u64>) -> [u64; 2] {
     two
 }
 
-/// What fills up the last block of so many bytes.
+/// Bytes of padding after `bytes` bytes.
 fn pad_of(bytes: u64) -> u64 {
     bytes.next_multiple_of(BLOCK_BYTES as u64) - bytes
 }
@@ -406,9 +406,9 @@ fn find(object: &[u8], cell: &Cell<'_>) -> Option<Found> {
 /// The checksum of a plane.
 ///
 /// # Safety
-/// `bytes` bytes at `address` are valid and not written meanwhile.
+/// `bytes` bytes at `address` are valid and not written during the call.
 unsafe fn sum_of(address: *const u8, bytes: u64) -> u64 {
-    // SAFETY: the caller's promise; no plane is empty, and none is without an address.
+    // SAFETY: the caller's guarantee; no plane is empty or without an address.
     checksum(unsafe { std::slice::from_raw_parts(address, bytes as usize) })
 }
 

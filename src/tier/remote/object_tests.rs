@@ -62,7 +62,7 @@ fn content(shape: &Shape, object: usize, seed: u64) -> Content {
     shape.cells(object).iter().map(cell).collect()
 }
 
-/// The bytes of an object whose cells are coded where that is said.
+/// The bytes of an object; `coded` selects the encoded cells.
 fn encode(it: &Object<'_>, content: &Content, coded: impl Fn(usize) -> bool) -> Vec<u8> {
     let mut codes = Vec::new();
     for (at, planes) in content.iter().enumerate() {
@@ -106,10 +106,11 @@ fn encode(it: &Object<'_>, content: &Content, coded: impl Fn(usize) -> bool) -> 
     all
 }
 
-/// What became of a cell, and its planes.
+/// The verdict on a cell, and its planes.
 type Judged = (Verdict, Vec<Vec<u8>>);
 
-/// Fetches an object as a remote would give it; the planes of every cell, and its verdict.
+/// Fetches an object as a remote would deliver it; returns the planes and the verdict of every
+/// cell.
 fn fetch(
     it: &Object<'_>,
     object: &[u8],
@@ -147,7 +148,7 @@ fn fetch(
     Ok(verdicts.into_iter().zip(cells).collect())
 }
 
-/// The same, of an object that comes as a whole: its cells, decoded.
+/// The same for an object that is fetched as a whole: its cells, decoded.
 fn fetch_whole(it: &Object<'_>, object: &[u8]) -> Result<Vec<Option<Vec<Vec<u8>>>>, RemoteError> {
     let mut staging = vec![0xCC; it.bytes() as usize];
     let mut one = [0; 1];
@@ -178,7 +179,7 @@ fn fetch_whole(it: &Object<'_>, object: &[u8]) -> Result<Vec<Option<Vec<Vec<u8>>
     Ok(cells.collect())
 }
 
-/// That nothing of an object that is not what was stored is taken for it.
+/// Whether a corrupted object is detected in every cell that differs.
 fn caught(it: &Object<'_>, bad: &[u8], content: &Content) -> Result<bool, TestCaseError> {
     let mut all_right = true;
     if it.codec == Codec::None {
@@ -214,7 +215,7 @@ fn caught(it: &Object<'_>, bad: &[u8], content: &Content) -> Result<bool, TestCa
     Ok(!all_right)
 }
 
-/// Whether a byte only fills up a block.
+/// Whether a byte is padding.
 fn is_pad(it: &Object<'_>, object: &[u8], at: usize) -> bool {
     let record = decode(object).unwrap();
     at >= it.header_bytes()
@@ -253,7 +254,7 @@ proptest! {
                         prop_assert!(planes.iter().flatten().all(|&byte| byte == 0xCC));
                     }
                 }
-                // The same cells are the same bytes, whoever stores them.
+                // The same cells are the same bytes.
                 prop_assert!(bytes == encode(&it, &content, |_| false));
             }
         }
@@ -275,7 +276,7 @@ proptest! {
         prop_assert!(!caught(&it, &good, &content)?);
         for bit in bits {
             let mut bad = good.clone();
-            // Every other one in the header, which is short beside the rest.
+            // Half of the bits are in the header, which is short compared with the rest.
             let end = if bit % 2 == 0 { it.header_bytes() } else { good.len() };
             let at = (bit >> 4) % end;
             bad[at] ^= if bit & 8 == 0 { 1 << (bit >> 1 & 3) } else { 0xFF };
@@ -331,7 +332,7 @@ proptest! {
             bad[at] ^= byte;
             sign(&mut bad[..it.header_bytes()]);
             let caught = caught(&it, &bad, &content)?;
-            // Two fields and what follows a cell's place are 0 and mean nothing.
+            // Two fields, and the bytes after a cell's place, are reserved and 0.
             prop_assert!(caught || is_reserved(&it, at), "byte {}", at);
         }
     }
@@ -367,7 +368,7 @@ fn every_bit_and_every_length_of_a_small_object() {
             |cells: &[(Verdict, _)]| cells.iter().filter(|cell| cell.0 == Verdict::Sound).count();
         match cells {
             Err(_) => assert!(bit / 8 < BLOCK_BYTES, "bit {bit}"),
-            // One bad cell does not condemn the other.
+            // A damaged cell does not affect the other one.
             Ok(cells) => assert_eq!(sound(&cells), if is_pad { 2 } else { 1 }, "bit {bit}"),
         }
         bad[bit / 8] ^= 1 << (bit % 8);

@@ -1,11 +1,10 @@
-//! Objects that are encrypted before they leave, and checked by that when they come back: whoever
-//! keeps them can neither read them nor put others in their place. What remains to him: to lose
-//! objects, to see how long they are and when they are asked for.
+//! Objects that are encrypted and authenticated by the client. A server can neither read nor
+//! replace them. It can lose them, and see their lengths and access times.
 //!
 //! A sealed object is an envelope, then frames of 256 KiB with a tag each: AES-256-GCM. Every
-//! object has a key of its own, derived from the secret, random bytes of the envelope, and the name;
-//! the nonce is the number of the frame and whether it is the last one; all frames are bound to
-//! envelope and name. Nothing of an object is given out before all of it was checked.
+//! object has a key of its own, derived from the secret, random bytes of the envelope, and the
+//! name. The nonce is the number of the frame and whether it is the last. All frames are bound to
+//! envelope and name. No byte of an object is returned before all of it was verified.
 
 mod client;
 
@@ -17,37 +16,37 @@ use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::tier::remote::name::HASH_BYTES;
-use crate::tier::remote::seal::client::{SealedClient, TURN_BYTES};
+use crate::tier::remote::seal::client::{ROUND_BYTES, SealedClient};
 use crate::tier::remote::secret::{Secret, wipe};
 use crate::tier::remote::{Caps, Client, Name, Remote, Tally};
 
 /// Bytes before the first frame.
 pub const ENVELOPE_BYTES: usize = 64;
-/// Plain bytes of a frame; the last one may have fewer.
+/// Plain bytes of a frame; the last one may be shorter.
 pub const FRAME_BYTES: usize = 256 << 10;
-/// Bytes of a tag, which every frame ends with.
+/// Bytes of the tag at the end of each frame.
 pub const TAG_BYTES: usize = 16;
 /// Random bytes of an envelope.
 pub const RANDOM_BYTES: usize = 16;
-/// Fewest bytes of a secret.
+/// Shortest secret.
 pub const MIN_SECRET_BYTES: usize = 32;
-/// Most plain bytes of an object: it is held as a whole while it is checked.
+/// Most plain bytes of an object: the whole object is in memory while it is verified.
 pub const MAX_BYTES: u64 = 64 << 20;
 
 const MAGIC: &[u8; 4] = b"KVTO";
 const VERSION: u16 = 1;
 const AES_256: u16 = 1;
 const CONTEXT: &str = "kvtier 2026-11-23 v1 object seal";
-/// What frames are bound to: the envelope, then the name.
+/// Bytes of the associated data of a frame: the envelope, then the name.
 const BOUND_BYTES: usize = ENVELOPE_BYTES + 8 + HASH_BYTES;
 
-/// How long an object of so many plain bytes is when it is sealed.
+/// Length of the sealed object with `plain` plain bytes.
 pub fn sealed_bytes(plain: u64) -> u64 {
     let frames = plain.div_ceil(FRAME_BYTES as u64).max(1);
     plain.saturating_add(ENVELOPE_BYTES as u64).saturating_add(frames * TAG_BYTES as u64)
 }
 
-/// How many plain bytes a sealed object has that is so long; None = none is.
+/// Plain bytes of a sealed object of that length; None = no sealed object has it.
 pub fn plain_bytes(sealed: u64) -> Option<u64> {
     let body = sealed.checked_sub(ENVELOPE_BYTES as u64)?;
     let frames = body.div_ceil((FRAME_BYTES + TAG_BYTES) as u64);
@@ -55,19 +54,19 @@ pub fn plain_bytes(sealed: u64) -> Option<u64> {
     (sealed_bytes(plain) == sealed).then_some(plain)
 }
 
-/// Where plain bytes from one on, at most so many, stand in a sealed object: those of a frame.
-pub fn place_of(plain: u64, most: u64) -> Range<usize> {
+/// Range in the sealed object of plain bytes from `plain` on, at most `max_bytes` and within one frame.
+pub fn place_of(plain: u64, max_bytes: u64) -> Range<usize> {
     let (frame, within) = (plain / FRAME_BYTES as u64, plain % FRAME_BYTES as u64);
     let from = ENVELOPE_BYTES as u64 + frame * (FRAME_BYTES + TAG_BYTES) as u64 + within;
-    let count = most.min(FRAME_BYTES as u64 - within);
+    let count = max_bytes.min(FRAME_BYTES as u64 - within);
     from as usize..(from + count) as usize
 }
 
-/// Seals objects, and opens them.
+/// Encrypts objects, and decrypts them.
 pub struct Sealer(Secret);
 
 impl Sealer {
-    /// By a secret. SPEC = it is too short to be one.
+    /// Uses a secret. SPEC = it is too short.
     pub fn new(secret: &Secret) -> Result<Sealer> {
         if secret.bytes().len() < MIN_SECRET_BYTES {
             fail!(
@@ -79,9 +78,9 @@ impl Sealer {
         Ok(Sealer(secret.clone()))
     }
 
-    /// Seals an object where it is: its plain bytes are at their places in memory that is as long
-    /// as the sealed object. The random bytes must be new for every object. False = there is no
-    /// object of that length.
+    /// Encrypts an object in place. Its plain bytes are at their places in memory as long as the
+    /// sealed object. The random bytes must be new for every object. False = no object has that
+    /// length.
     pub fn seal(&self, name: &Name, random: [u8; RANDOM_BYTES], object: &mut [u8]) -> bool {
         let Some(plain) = plain_bytes(object.len() as u64) else { return false };
         let (envelope, body) = object.split_at_mut(ENVELOPE_BYTES);
@@ -98,8 +97,8 @@ impl Sealer {
         })
     }
 
-    /// Opens an object where it is: how many plain bytes it has, which are at their places then.
-    /// None = it is not what was sealed under that name; what the memory has is of no use then.
+    /// Decrypts an object in place; returns the number of plain bytes, which are at their places
+    /// then. None = it was not sealed under that name; the memory has no valid content then.
     pub fn open(&self, name: &Name, object: &mut [u8]) -> Option<u64> {
         let plain = plain_bytes(object.len() as u64)?;
         let (envelope, body) = object.split_at_mut(ENVELOPE_BYTES);
@@ -131,7 +130,7 @@ impl Sealer {
     }
 }
 
-/// How long the whole object is of which an envelope is the first part; None = it is no envelope.
+/// Length of the whole object that begins with an envelope; None = it is no envelope.
 pub fn whole_bytes(envelope: &[u8]) -> Option<u64> {
     let plain = u64::from_le_bytes(envelope.get(24..32)?.try_into().ok()?);
     random_of(envelope.get(..ENVELOPE_BYTES)?, plain)?;
@@ -148,7 +147,8 @@ fn envelope_of(plain: u64, random: [u8; RANDOM_BYTES]) -> [u8; ENVELOPE_BYTES] {
     envelope
 }
 
-/// The random bytes of an envelope of an object with so many plain bytes; None = it is another's.
+/// The random bytes of the envelope of an object with `plain` plain bytes; None = it is another
+/// object's.
 fn random_of(envelope: &[u8], plain: u64) -> Option<[u8; RANDOM_BYTES]> {
     let random = envelope.get(8..24)?.try_into().ok()?;
     (envelope == envelope_of(plain, random)).then_some(random)
@@ -162,7 +162,7 @@ fn bound_to(envelope: &[u8], name: &Name) -> [u8; BOUND_BYTES] {
     bound
 }
 
-/// The key is this object's alone: numbers are enough.
+/// The number of the frame suffices: each object has its own key.
 fn nonce_of(number: usize, is_last: bool) -> Nonce {
     let mut nonce = [0; 12];
     nonce[..8].copy_from_slice(&(number as u64).to_le_bytes());
@@ -170,15 +170,15 @@ fn nonce_of(number: usize, is_last: bool) -> Nonce {
     Nonce::assume_unique_for_key(nonce)
 }
 
-/// A remote with objects that are sealed.
+/// A remote whose objects are encrypted.
 pub struct Sealed {
     inner: Box<dyn Remote>,
     sealer: Arc<Sealer>,
 }
 
 impl Sealed {
-    /// Seals what goes to another remote. Names should be made with the same secret
-    /// ([`crate::format::keys::object::ObjectKeys`]), so that they tell nothing, too.
+    /// Encrypts the objects of another remote. Derive names with the same secret
+    /// ([`crate::format::keys::object::ObjectKeys`]), so that they reveal nothing either.
     pub fn new(inner: Box<dyn Remote>, secret: &Secret) -> Result<Sealed> {
         Ok(Sealed { inner, sealer: Arc::new(Sealer::new(secret)?) })
     }
@@ -187,23 +187,23 @@ impl Sealed {
 impl Remote for Sealed {
     fn caps(&self) -> Caps {
         let caps = self.inner.caps();
-        // As many plain bytes as still fit when they are sealed.
-        let fitting = |most: u64| {
-            let frames = most.div_ceil((FRAME_BYTES + TAG_BYTES) as u64);
-            most.saturating_sub(ENVELOPE_BYTES as u64 + frames * TAG_BYTES as u64)
+        // Most plain bytes that fit once they are encrypted.
+        let fitting = |max_bytes: u64| {
+            let frames = max_bytes.div_ceil((FRAME_BYTES + TAG_BYTES) as u64);
+            max_bytes.saturating_sub(ENVELOPE_BYTES as u64 + frames * TAG_BYTES as u64)
         };
         Caps {
             preferred_bytes: fitting(caps.preferred_bytes).min(MAX_BYTES),
             max_bytes: fitting(caps.max_bytes).min(MAX_BYTES),
             ranges: true,
-            client_bytes: caps.client_bytes + TURN_BYTES,
+            client_bytes: caps.client_bytes + ROUND_BYTES,
             ..caps
         }
     }
 
     fn client(&self) -> Box<dyn Client> {
-        let most = self.caps().max_bytes;
-        Box::new(SealedClient::new(self.inner.client(), self.sealer.clone(), most))
+        let max_bytes = self.caps().max_bytes;
+        Box::new(SealedClient::new(self.inner.client(), self.sealer.clone(), max_bytes))
     }
 
     fn tally(&self) -> Tally {

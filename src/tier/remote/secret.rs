@@ -1,4 +1,4 @@
-//! What nobody but the remote's server is to see.
+//! Secrets: passwords and keys that only the remote's server may see.
 
 use std::sync::atomic::{Ordering, compiler_fence};
 
@@ -8,12 +8,12 @@ use crate::fail;
 /// Longest secret.
 pub const MAX_SECRET_BYTES: usize = 4096;
 
-/// Bytes that are shown to nobody, and wiped when they are not needed any more.
+/// Bytes that are never printed, and wiped when they are dropped.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Vec<u8>);
 
 impl Secret {
-    /// A copy of some bytes; LIMIT = more than [`MAX_SECRET_BYTES`].
+    /// Copies the bytes; LIMIT = more than [`MAX_SECRET_BYTES`].
     pub fn new(bytes: &[u8]) -> Result<Secret> {
         if bytes.len() > MAX_SECRET_BYTES {
             fail!(Limit, "a secret of {} bytes, {MAX_SECRET_BYTES} can be", bytes.len());
@@ -21,7 +21,7 @@ impl Secret {
         Ok(Secret(bytes.to_vec()))
     }
 
-    /// The bytes, for the server alone.
+    /// The bytes, for the server only.
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
@@ -39,10 +39,10 @@ impl Drop for Secret {
     }
 }
 
-/// Overwrites bytes in a way that the compiler does not leave out.
+/// Overwrites bytes in a way that the compiler does not remove.
 pub fn wipe(bytes: &mut [u8]) {
     for byte in bytes.iter_mut() {
-        // SAFETY: a byte that is ours.
+        // SAFETY: a byte of our own.
         unsafe { std::ptr::write_volatile(byte, 0) };
     }
     compiler_fence(Ordering::SeqCst);

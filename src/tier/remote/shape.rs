@@ -1,5 +1,5 @@
-//! How the layers of a chunk are cut into objects. It follows from the layout and one number,
-//! so that all who use the same number ask for the same objects.
+//! How the layers of a chunk are divided into objects. The division follows from the layout and one
+//! number, so that all stores with that number request the same objects.
 
 use std::ops::Range;
 
@@ -11,12 +11,12 @@ use crate::format::seal::{PLANE_K, PLANE_STATE, PLANE_V};
 use crate::format::segment::BLOCK_BYTES;
 use crate::meta::layout::{Layout, Rule};
 
-/// Least bytes of an object that can be asked for.
+/// Least length of objects that can be configured.
 pub const MIN_OBJECT_BYTES: u64 = 4 << 10;
-/// Most: with headers, and every cell filled up to a block, it still is one record.
+/// Largest: with a header, and every cell padded to blocks, the object is still one record.
 pub const MAX_OBJECT_BYTES: u64 = 128 << 20;
 
-/// The planes of a cell of a full chunk: kind and length.
+/// The planes of a full chunk's cell: kind and length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CellShape {
     planes: [(u16, u64); 2],
@@ -24,12 +24,12 @@ pub struct CellShape {
 }
 
 impl CellShape {
-    /// Them, in the order of their bytes.
+    /// The planes, in the order of their bytes.
     pub fn planes(&self) -> &[(u16, u64)] {
         &self.planes[..self.count]
     }
 
-    /// All their bytes.
+    /// Bytes of all planes.
     pub fn bytes(&self) -> u64 {
         self.planes().iter().map(|&(_, bytes)| bytes).sum()
     }
@@ -41,12 +41,12 @@ pub struct Shape {
     object_bytes: u64,
     chunk_tokens: u32,
     cells: Vec<CellShape>,
-    /// The first layer of each object, and the end of the last one.
+    /// The first layer of each object, then the number of layers.
     starts: Vec<u32>,
 }
 
 impl Shape {
-    /// Of the full chunks of a layout, in objects of up to so many bytes.
+    /// Divides the full chunks of a layout into objects of at most `object_bytes` bytes.
     pub fn new(layout: &Layout, object_bytes: u64) -> Result<Shape> {
         if !(MIN_OBJECT_BYTES..=MAX_OBJECT_BYTES).contains(&object_bytes) {
             fail!(
@@ -72,12 +72,12 @@ impl Shape {
         Ok(Shape { object_bytes, chunk_tokens: tokens, cells, starts })
     }
 
-    /// How many objects a chunk has.
+    /// Number of objects of a chunk.
     pub fn objects(&self) -> usize {
         self.starts.len() - 1
     }
 
-    /// The bytes of its longest object, as it is stored.
+    /// Stored length of its longest object.
     pub fn most_bytes(&self) -> u64 {
         let bytes = |object| {
             let cells = self.cells(object);
@@ -89,12 +89,12 @@ impl Shape {
         (0..self.objects()).map(bytes).max().unwrap_or(0)
     }
 
-    /// Tokens of every chunk that objects are made of.
+    /// Tokens of a chunk.
     pub fn chunk_tokens(&self) -> u32 {
         self.chunk_tokens
     }
 
-    /// The layers of an object, by its number in the chunk.
+    /// The layers of an object, by its index.
     pub fn layers(&self, object: usize) -> Range<u32> {
         match self.starts.get(object..).unwrap_or(&[]) {
             [first, end, ..] => *first..*end,
@@ -102,27 +102,27 @@ impl Shape {
         }
     }
 
-    /// The object that has a layer.
+    /// The object that contains a layer.
     pub fn object_of(&self, layer: u32) -> Option<usize> {
         let is_one = (layer as usize) < self.cells.len();
         is_one.then(|| self.starts.partition_point(|&start| start <= layer) - 1)
     }
 
-    /// What names are made of.
+    /// The part of an object's name that comes from the division.
     pub fn cut(&self, object: usize) -> LayerRange {
         let layers = self.layers(object);
         let Shape { object_bytes, .. } = *self;
         LayerRange { object_bytes, first: layers.start, layers: layers.end - layers.start }
     }
 
-    /// The cells of an object, in the order of their layers.
+    /// The cells of an object, by layer.
     pub fn cells(&self, object: usize) -> &[CellShape] {
         let layers = self.layers(object);
         self.cells.get(layers.start as usize..layers.end as usize).unwrap_or(&[])
     }
 }
 
-/// The planes that a cell is stored with.
+/// The planes of a stored cell.
 fn cell_shape(layout: &Layout, layer: usize, tokens: u32) -> CellShape {
     let mut shape = CellShape { planes: [(0, 0); 2], count: 0 };
     let Some(group) = layout.group(layer) else { return shape };
@@ -159,10 +159,10 @@ mod tests {
         assert_eq!((shape.object_of(2), shape.object_of(3)), (Some(0), Some(1)));
         assert_eq!((shape.object_of(6), shape.object_of(7)), (Some(2), None));
         assert_eq!((shape.layers(3), shape.cells(3).len()), (0..0, 0));
-        // One that is longer than an object is one by itself.
+        // A cell longer than the limit is an object by itself.
         let shape = Shape::new(&even(3, 10_002), 10_000).unwrap();
         assert_eq!((shape.objects(), shape.layers(1)), (3, 1..2));
-        // As many cells as a record may have.
+        // An object has as many cells as a record may have.
         let shape = Shape::new(&even(4096, 2), MAX_OBJECT_BYTES).unwrap();
         assert_eq!((shape.objects(), shape.layers(1)), (2, 2048..4096));
     }
@@ -202,7 +202,7 @@ mod tests {
                 let header = header_blocks(cells.len(), planes).map(u64::from);
                 let blocks: u64 = cells.iter().map(|cell| blocks_of(cell.bytes())).sum();
                 prop_assert!(header.is_some_and(|n| n + blocks <= u64::from(MAX_RECORD_BLOCKS)));
-                // The next layer would have been too much.
+                // The next layer would have exceeded the limit.
                 if let Some(more) = shape.cells(object + 1).first() {
                     prop_assert!(raw + more.bytes() > object_bytes);
                 }

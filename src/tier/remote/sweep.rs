@@ -1,30 +1,30 @@
-//! Takes away what writers that died have left in a shared directory: files that were never given
-//! the name of an object. A few folders at a time, so that nobody waits for it.
+//! Removes temporary files of dead writers from a shared directory. Each step covers a few folders,
+//! so that no request waits for it.
 
 use crate::io::shared_dir::{Folder, Number};
 use crate::tier::remote::dir::{TEMPORARY, hex};
 
-/// Age from which on a file that is being written is nobody's any more.
+/// Age in seconds after which a temporary file has no writer any more.
 const OLD_S: i64 = 24 * 3600;
-/// Folders that are looked through in a step, and names in them.
+/// Folders and names that a step covers.
 const FOLDERS: usize = 64;
 const NAMES: usize = 16 << 10;
-/// How many folders there are.
+/// Number of folders.
 const ALL: u32 = 1 << 16;
 
-/// Where it has come to.
+/// Position of the sweep.
 #[derive(Default)]
 pub(super) struct Sweep {
     next: Option<u32>,
 }
 
 impl Sweep {
-    /// Goes on in a version's folder, unless it is late; `now_s` is a time by the server's clock, from
-    /// which ages are counted. What it cannot do is left to the next one.
+    /// Continues in the folder of a version until `late`. `now_s` is a time by the server's clock,
+    /// to which ages are compared. A later step repeats what fails.
     pub fn step(&mut self, base: &Folder, now_s: i64, late: impl Fn() -> bool) {
         let mut names = NAMES;
         if self.next.is_none() {
-            // Files of greetings are in the folder itself. Not all lanes begin with the same one.
+            // The folder itself has the files of greetings. Clients begin with different folders.
             let _ = clean(base, now_s, &mut names);
             self.next = Some((now_s as u32).wrapping_mul(0x9E37_79B9) % ALL);
         }
@@ -40,7 +40,7 @@ impl Sweep {
                 folders += 1;
             }
             let Some((_, Some(folder))) = &above else {
-                // None of its folders is there.
+                // None of its folders exists.
                 next = (next | 0xFF).wrapping_add(1) % ALL;
                 continue;
             };
@@ -54,7 +54,7 @@ impl Sweep {
     }
 }
 
-/// Removes the old files of a folder that were never whole.
+/// Removes old temporary files of a folder.
 fn clean(folder: &Folder, now_s: i64, names: &mut usize) -> Result<(), Number> {
     let mut old = Vec::new();
     folder.each_name(|name| {
@@ -73,7 +73,7 @@ fn clean(folder: &Folder, now_s: i64, names: &mut usize) -> Result<(), Number> {
     Ok(())
 }
 
-/// Whether a name is one that a lane makes.
+/// Whether a client made the name.
 fn is_temporary(name: &[u8]) -> bool {
     name.strip_prefix(TEMPORARY).is_some_and(|digits| {
         (40..=41).contains(&digits.len()) && digits.iter().all(u8::is_ascii_hexdigit)

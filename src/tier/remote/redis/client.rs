@@ -1,5 +1,5 @@
-//! A thread's way to a server or a cluster: a batch is split by node, and all nodes are exchanged to
-//! at once until every item has its result, or the deadline has come.
+//! A client of a Redis server or cluster. A batch is split by node, and all nodes are served at
+//! once until every item has its result or the deadline has passed.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use crate::tier::remote::redis::connection::{Answer, Expect, Task};
 use crate::tier::remote::redis::errors::{self, ErrorReply};
 use crate::tier::remote::redis::node::Node;
 use crate::tier::remote::redis::operation::{
-    Dialect, Operation, Outcome, Payload, Special, StreamEntry, words,
+    Dialect, Operation, Outcome, Payload, Special, StreamEntry, write_command,
 };
 use crate::tier::remote::redis::resp::Value;
 use crate::tier::remote::redis::slots::{self, MAX_NODES, SlotMap};
@@ -19,45 +19,45 @@ use crate::tier::remote::redis::url::Address;
 use crate::tier::remote::redis::{MAX_BYTES, Shared, add, info};
 use crate::tier::remote::{Client, Gets, Puts, Queries, RemoteError, Server};
 
-/// Who waited less than this does not know whether a node is late.
+/// A batch that waited less than this cannot tell whether a node is late.
 const LEAST_WAIT_NS: u64 = 20_000_000;
-/// Nodes that are asked about slots at once.
+/// Nodes that are asked for the slots at once.
 const SLOTS_NODES: usize = 2;
-/// Who follows whom is asked that often, where it is of interest: nobody says when it changes.
+/// Age at which known replicas are asked for again, where replicas are read: no server reports
+/// changes.
 const REPLICAS_NS: u64 = 30_000_000_000;
-/// The same where nobody was: nodes are not named before they have heard something.
+/// The same while no replica is known: a replica is listed only after it has replicated something.
 const NO_REPLICAS_NS: u64 = 1_000_000_000;
-/// How many commands are reply before those are sent: a server begins with the first ones while
-/// others are worded.
+/// Commands that are encoded before they are sent: the server begins with the first ones meanwhile.
 const FEED_COMMANDS: usize = 128;
-/// How often an item is sent elsewhere.
+/// Most redirections of an item.
 const MAX_MOVES: u8 = 5;
-/// How often a connection to a node is lost in a batch until the rest of it is.
+/// Connections to a node that may be lost in a batch; after them its remaining items fail.
 const MAX_FAULTS: u32 = 3;
-/// After this an item is sent again that a server could not take at the moment.
+/// Delay before an item is sent again that a server could not serve at the moment.
 const DELAY_NS: u64 = 20_000_000;
 /// Longest time that a server is told to wait for its replicas.
 const MAX_CONFIRM_MS: u64 = 60_000;
-/// Servers look at the clock that often while nothing else happens, and a little more.
+/// Interval at which an idle server checks the time, with a margin.
 const CONFIRM_SPARE_MS: u64 = 150;
-/// What there is to be reply against TLS that trusts everybody.
+/// Warning about TLS without verification.
 const INSECURE: &str = "nobody looks who it is (insecure=true): whoever is on the way can read and \
                         change everything, the password, too";
 
-/// A way to a server or a cluster.
+/// A client of a server or a cluster.
 pub struct RedisClient {
     shared: Arc<Shared>,
     nodes: Vec<Node>,
     indices: HashMap<Address, usize>,
     slots: Option<Arc<SlotMap>>,
-    /// The indices that nodes of `slots` have here.
+    /// Index in `nodes` of each node of `slots`.
     routes: Vec<usize>,
-    /// Whom all goes to where there is no cluster.
+    /// Index of the only server; None = a cluster.
     server: Option<usize>,
-    /// Whom to begin with when somebody is to be asked.
+    /// The node to begin with when nodes are asked in turn.
     cursor: usize,
     dialect: Dialect,
-    /// What became of the last request that came to nothing.
+    /// Reason of the last failure, for people.
     last_error: String,
     watch: Watch,
     watched: Vec<usize>,
@@ -67,28 +67,27 @@ pub struct RedisClient {
     batch: Batch,
 }
 
-/// A batch that is under way.
+/// The batch under way.
 #[derive(Default)]
 struct Batch {
     began_ns: u64,
     deadline_ns: u64,
-    /// Items that have no result.
+    /// Number of items without a result.
     left: usize,
-    /// Items of which nobody knows where they belong.
+    /// Items whose node is not known.
     unrouted: Vec<Task>,
-    /// Items that are sent again at a time.
+    /// Items that are sent again later: the time, the node, the item.
     delayed: Vec<(u64, usize, Task)>,
     has_asked: bool,
-    /// What it means that nobody reply where items belong.
+    /// The result of unrouted items if no node reports the slots.
     error: Option<RemoteError>,
 }
 
-// SAFETY: the pieces are filled and used within a call; between calls they are memory that
-// nobody looks at.
+// SAFETY: the pieces are filled and used within one call; between calls no one reads them.
 unsafe impl Send for RedisClient {}
 
 impl RedisClient {
-    /// One without connections.
+    /// A client without connections.
     pub fn new(shared: Arc<Shared>) -> RedisClient {
         let dialect = Dialect { ttl_s: shared.settings.ttl_s, is_old: false };
         RedisClient {
@@ -110,7 +109,7 @@ impl RedisClient {
         }
     }
 
-    /// Appends an entry to the stream of events. One that an answer was lost to may be there twice.
+    /// Appends an entry to the stream of events. An entry whose reply was lost may be there twice.
     pub fn publish(
         &mut self,
         fields: &[(&str, &[u8])],
@@ -141,15 +140,15 @@ impl RedisClient {
                 self.wait(now);
             }
         }
-        // A server that answers before it has heard all would leave values here that are
-        // somebody else's from now on.
+        // If a server replied before it had read all commands, the rest of them would hold values
+        // whose memory belongs to the caller again.
         for node in &mut self.nodes {
             if node
                 .connection
                 .as_ref()
                 .is_some_and(|connection| connection.is_ready() && !connection.out.is_empty())
             {
-                node.begin_anew();
+                node.reset();
             }
         }
     }
@@ -162,11 +161,11 @@ impl RedisClient {
         let now = self.shared.clock.now_ns();
         for node in &mut self.nodes {
             node.faults = 0;
-            // One that did not become ready between batches: this one begins anew.
+            // The connection did not become ready between batches: this batch connects anew.
             if node.connection.as_ref().is_some_and(|connection| {
                 !connection.is_ready() && connection.transport.ready_by_ns <= now
             }) {
-                node.begin_anew();
+                node.reset();
             }
             if let Some(connection) = &mut node.connection {
                 connection.is_checked = false;
@@ -201,7 +200,7 @@ impl RedisClient {
         }
     }
 
-    /// Gives an item to the node that has it, as far as is known.
+    /// Queues an item at the node that has its slot, as far as is known.
     fn route(&mut self, operation: &mut Operation, mut task: Task, now: u64) {
         let node = if !self.shared.settings.is_cluster {
             self.server
@@ -222,14 +221,14 @@ impl RedisClient {
         match node {
             Some(node) => self.nodes[node].queue.push_back(task),
             None => {
-                // Nobody has the slot: the cluster is being put together, or has lost a part.
+                // No node has the slot: the cluster is being set up, or has lost a part.
                 self.shared.map.doubt();
                 self.fail(operation, task.item, RemoteError::Busy);
             }
         }
     }
 
-    /// A node that follows one and is worth a try. Lanes and slots begin with different ones.
+    /// A replica of a node that is worth a try. Clients and slots begin with different replicas.
     fn follower(&self, slots: &SlotMap, master: usize, slot: usize, now: u64) -> Option<usize> {
         let all = slots.followers_of(master);
         let from = slot.wrapping_add(self.cursor);
@@ -239,7 +238,7 @@ impl RedisClient {
             .map(usize::from)
     }
 
-    /// How old what is known of slots may be though nobody doubts it.
+    /// Age at which the slots are read again although no reply contradicted them.
     fn most_age_ns(&self) -> u64 {
         match &self.slots {
             Some(slots) if self.shared.settings.reads_replicas => {
@@ -253,7 +252,7 @@ impl RedisClient {
         }
     }
 
-    /// The number of a node here; None = there are too many.
+    /// The index of a node; None = there are too many nodes.
     fn number(&mut self, address: &Address) -> Option<usize> {
         if let Some(&node) = self.indices.get(address) {
             return Some(node);
@@ -266,9 +265,9 @@ impl RedisClient {
         Some(self.nodes.len() - 1)
     }
 
-    /// Goes by another map from now on.
+    /// Uses another slot map from now on.
     fn adopt(&mut self, slots: Arc<SlotMap>) {
-        // One that there is no room for has its items sent by another node.
+        // If there is no room for a node, another node redirects its items.
         self.routes = slots.nodes.iter().map(|node| self.number(node).unwrap_or(0)).collect();
         for (number, node) in self.nodes.iter_mut().enumerate() {
             let is_idle =
@@ -280,7 +279,7 @@ impl RedisClient {
         self.slots = Some(slots);
     }
 
-    /// Sees to it that somebody is asked who has which slot, where that is to be known.
+    /// Requests the slots where they are needed, and routes items that waited for them.
     fn refresh_slots(&mut self, operation: &mut Operation, now: u64) {
         if !self.shared.settings.is_cluster {
             return;
@@ -307,7 +306,7 @@ impl RedisClient {
         }
     }
 
-    /// Asks some nodes about slots: those that do well, others in cursor.
+    /// Asks some nodes for the slots: connected nodes that work first, then others in turn.
     fn request_slots(&mut self) {
         let count = self.nodes.len();
         let from = self.cursor;
@@ -320,7 +319,7 @@ impl RedisClient {
         }
     }
 
-    /// Items whose time has come are sent again.
+    /// Queues items again whose delay is over.
     fn release(&mut self, now: u64) {
         let nodes = &mut self.nodes;
         self.batch.delayed.retain(|&(from, node, task)| {
@@ -331,7 +330,7 @@ impl RedisClient {
         });
     }
 
-    /// Waits until something can go on, or a time has come.
+    /// Waits until a connection is ready or a time has come.
     fn wait(&mut self, now: u64) {
         let deadline = self.batch.deadline_ns;
         let mut until = self.batch.delayed.iter().map(|delayed| delayed.0).fold(deadline, u64::min);
@@ -353,7 +352,7 @@ impl RedisClient {
                 None => {}
             }
         }
-        // It is late when a time has come: whoever waits looks at the clock again.
+        // An error means that a time has come: the caller reads the clock again.
         if self.watch.wait(&self.shared.clock, until).is_ok() {
             for (at, &number) in self.watched.iter().enumerate() {
                 if let Some(connection) = &mut self.nodes[number].connection {
@@ -363,8 +362,8 @@ impl RedisClient {
         }
     }
 
-    /// The deadline has come: what has no answer has come to nothing, and a connection on which
-    /// one may still come is of no use for another batch.
+    /// Fails all items at the deadline. A connection that may still deliver a reply cannot serve
+    /// another batch.
     fn expire(&mut self, operation: &mut Operation, now: u64) {
         for number in 0..self.nodes.len() {
             let node = &mut self.nodes[number];
@@ -381,7 +380,7 @@ impl RedisClient {
                 self.shared.map.doubt();
                 let waited_ns = now.saturating_sub(self.batch.began_ns);
                 if self.shared.settings.is_cluster && waited_ns >= LEAST_WAIT_NS {
-                    self.nodes[number].late(now);
+                    self.nodes[number].timed_out(now);
                 }
             }
             late.iter().for_each(|task| self.fail(operation, task.item, RemoteError::Timeout));
@@ -392,7 +391,7 @@ impl RedisClient {
         }
     }
 
-    /// What a server reply that let us in.
+    /// The server's reply to HELLO.
     fn hello(&self) -> Option<&Value> {
         let mut ready = self.nodes.iter().filter_map(|node| node.connection.as_ref());
         ready.find(|connection| connection.is_ready()).map(|connection| &connection.hello)
@@ -406,7 +405,7 @@ impl RedisClient {
 
 /// Serving one node.
 impl RedisClient {
-    /// Does what can be done with a node now; whether anything went on.
+    /// Does what can be done with a node now; whether anything was done.
     fn serve(&mut self, number: usize, operation: &mut Operation, now: u64) -> bool {
         let node = &self.nodes[number];
         if node.connection.is_none() {
@@ -433,7 +432,7 @@ impl RedisClient {
                 }
             }
             None => {
-                // Others may have taken over.
+                // A replica may have taken over.
                 self.shared.map.doubt();
                 let fault = node.refusal();
                 self.fail_node(number, operation, &fault, now);
@@ -442,7 +441,8 @@ impl RedisClient {
         true
     }
 
-    /// Commands out, answers in; whether anything went. Answers are left to be settled.
+    /// Sends commands and receives replies; whether any bytes moved. [`RedisClient::settle`]
+    /// handles the replies.
     fn exchange(
         &mut self,
         number: usize,
@@ -487,14 +487,14 @@ impl RedisClient {
         Ok(has_moved)
     }
 
-    /// Says as many commands as may be on the way.
+    /// Encodes as many commands as the window allows.
     fn send_commands(&mut self, number: usize, operation: &Operation, now: u64) {
         let (settings, node) = (&self.shared.settings, &mut self.nodes[number]);
         let Some(connection) = &mut node.connection else { return };
         if node.wants_slots && !node.is_slots_sent {
             node.is_slots_sent = true;
-            words(&mut connection.out, &[b"CLUSTER", b"SLOTS"]);
-            connection.expects(Expect::SlotMap);
+            write_command(&mut connection.out, &[b"CLUSTER", b"SLOTS"]);
+            connection.expects(Expect::Slots);
         }
         for _ in 0..FEED_COMMANDS {
             let next = node.queue.front().filter(|task| {
@@ -504,10 +504,10 @@ impl RedisClient {
             node.queue.pop_front();
             operation.key(task.item, &settings.prefix, &mut self.key);
             if task.is_asking {
-                words(&mut connection.out, &[b"ASKING"]);
+                write_command(&mut connection.out, &[b"ASKING"]);
                 connection.expects(Expect::Asking);
             }
-            operation.say(task.item, &self.key, self.dialect, &mut connection.out);
+            operation.encode(task.item, &self.key, self.dialect, &mut connection.out);
             connection.expects(Expect::Item(task));
             connection.items += 1;
             connection.bytes += operation.weight(task.item);
@@ -515,7 +515,8 @@ impl RedisClient {
         }
         if connection.is_to_confirm && node.queue.is_empty() {
             connection.is_to_confirm = false;
-            // It answers before the deadline, so that the connection outlives a slow replica.
+            // The server replies before the deadline, so that the connection survives a slow
+            // replica.
             let left_ms = self.batch.deadline_ns.saturating_sub(now) / 1_000_000;
             let spare_ms = (left_ms / 8).max(CONFIRM_SPARE_MS).min(left_ms / 2);
             let most_ms = (left_ms - spare_ms).clamp(1, MAX_CONFIRM_MS);
@@ -527,7 +528,7 @@ impl RedisClient {
         }
     }
 
-    /// Notes what came from a node.
+    /// Handles the replies of a node.
     fn settle(
         &mut self,
         number: usize,
@@ -536,15 +537,15 @@ impl RedisClient {
     ) -> std::result::Result<(), Fault> {
         let mut answers = std::mem::take(&mut self.answers);
         let mut done = Ok(());
-        for Answer { to, came } in answers.drain(..) {
+        for Answer { to, payload } in answers.drain(..) {
             let of_this = match to {
-                Expect::Item(task) => self.settle_item(number, operation, task, came, now),
-                Expect::SlotMap => {
-                    self.settle_slots(number, came);
+                Expect::Item(task) => self.settle_item(number, operation, task, payload, now),
+                Expect::Slots => {
+                    self.settle_slots(number, payload);
                     Ok(())
                 }
                 Expect::Wait => {
-                    self.settle_wait(number, operation, came);
+                    self.settle_wait(number, operation, payload);
                     Ok(())
                 }
                 _ => Ok(()),
@@ -560,7 +561,7 @@ impl RedisClient {
         number: usize,
         operation: &mut Operation,
         task: Task,
-        came: Payload,
+        payload: Payload,
         now: u64,
     ) -> std::result::Result<(), Fault> {
         let node = &mut self.nodes[number];
@@ -568,13 +569,13 @@ impl RedisClient {
             connection.items = connection.items.saturating_sub(1);
             connection.bytes = connection.bytes.saturating_sub(operation.weight(task.item));
         }
-        match operation.complete(task.item, came) {
+        match operation.complete(task.item, payload) {
             Outcome::Done if task.is_replica_read && operation.is_absent(task.item) => {
-                node.did_well();
+                node.succeeded();
                 self.ask_master(operation, task, now);
             }
             Outcome::Done => {
-                node.did_well();
+                node.succeeded();
                 match &mut node.connection {
                     Some(connection)
                         if self.shared.settings.wait > 0
@@ -594,7 +595,7 @@ impl RedisClient {
         Ok(())
     }
 
-    /// Notes that a node gave an error, and does what that asks for.
+    /// Handles an error reply.
     fn settle_error(
         &mut self,
         number: usize,
@@ -655,24 +656,24 @@ impl RedisClient {
         }
     }
 
-    /// What a node that only follows another one did not give is asked of that other one.
+    /// Asks the master for an item that a replica did not deliver.
     fn ask_master(&mut self, operation: &mut Operation, task: Task, now: u64) {
         add(&self.shared.tally.retries);
         operation.fail(task.item, RemoteError::Busy);
         self.route(operation, Task { is_replica_read: false, ..task }, now);
     }
 
-    fn settle_slots(&mut self, number: usize, came: Payload) {
+    fn settle_slots(&mut self, number: usize, payload: Payload) {
         let node = &mut self.nodes[number];
         (node.wants_slots, node.is_slots_sent) = (false, false);
-        let Payload::Value(value) = came else { return };
+        let Payload::Value(value) = payload else { return };
         if let Some(slots) = SlotMap::read(&value, &node.address) {
             let slots = Arc::new(slots);
             add(&self.shared.tally.refreshes);
             self.shared.map.put(slots.clone());
             return self.adopt(slots);
         }
-        let (error, words) = match &value {
+        let (error, message) = match &value {
             Value::Error(reply) => {
                 let error = match errors::meaning(reply, &node.address) {
                     ErrorReply::Error(error) => error,
@@ -685,16 +686,16 @@ impl RedisClient {
             }
             _ => (RemoteError::Malformed, "what it says of slots means nothing".to_string()),
         };
-        self.last_error = format!("{}: {words}", node.address);
+        self.last_error = format!("{}: {message}", node.address);
         self.batch.error = Some(error);
     }
 
-    fn settle_wait(&mut self, number: usize, operation: &mut Operation, came: Payload) {
+    fn settle_wait(&mut self, number: usize, operation: &mut Operation, payload: Payload) {
         let node = &mut self.nodes[number];
         let tasks =
             node.connection.as_mut().map(|connection| std::mem::take(&mut connection.unconfirmed));
         let wait = i64::from(self.shared.settings.wait);
-        let is_enough = matches!(came, Payload::Value(Value::Number(count)) if count >= wait);
+        let is_enough = matches!(payload, Payload::Value(Value::Number(count)) if count >= wait);
         for task in tasks.unwrap_or_default() {
             if is_enough {
                 self.batch.left = self.batch.left.saturating_sub(1);
@@ -706,7 +707,7 @@ impl RedisClient {
         }
     }
 
-    /// A connection is of no use any more.
+    /// Gives up a connection.
     fn drop_connection(
         &mut self,
         number: usize,
@@ -717,7 +718,7 @@ impl RedisClient {
         let node = &mut self.nodes[number];
         let connection = node.connection.take();
         let was_ready = connection.as_ref().is_some_and(|connection| connection.is_ready());
-        let was_old = connection.as_ref().is_some_and(|connection| connection.is_old);
+        let was_old = connection.as_ref().is_some_and(|connection| connection.is_reused);
         let has_other =
             connection.as_ref().is_none_or(|connection| connection.transport.is_connecting())
                 && node.has_other();
@@ -725,19 +726,19 @@ impl RedisClient {
         node.faults += 1;
         let is_gone = fault.error == RemoteError::Unreachable;
         if has_other && is_gone {
-            // The next address of the same name is tried.
+            // The next address of the same host is tried.
             node.faults -= 1;
             return;
         }
-        // A server that was started again, or tires of connections nobody uses, has ended it
-        // long ago: nothing was heard by anybody, or it does no harm to say it again.
+        // A server that restarted, or closes idle connections, had ended the connection before this
+        // batch. It executed nothing, or a repetition does no harm.
         let is_stale = was_old && is_gone;
         let mut first = true;
         let unanswered = connection.map(|mut connection| connection.drain()).unwrap_or_default();
         if !is_stale {
             self.last_error = format!("{}: {}", node.address, fault.message);
             match self.shared.settings.is_cluster && fault.error == RemoteError::Timeout {
-                true => node.late(now),
+                true => node.timed_out(now),
                 false => node.failed(now),
             }
             node.keep(&fault);
@@ -767,7 +768,7 @@ impl RedisClient {
         }
     }
 
-    /// Nobody will do what a node has to do.
+    /// Fails all that is queued at a node.
     fn fail_node(&mut self, number: usize, operation: &mut Operation, fault: &Fault, now: u64) {
         let node = &mut self.nodes[number];
         if node.wants_slots {
@@ -801,14 +802,14 @@ impl Client for RedisClient {
             }
             Err(error) => {
                 let general = Error::from(error);
-                let words = match self.last_error.is_empty() {
+                let message = match self.last_error.is_empty() {
                     true => general.message().to_string(),
                     false => format!("{}: {}", general.message(), self.last_error),
                 };
-                // It has answered: nothing comes of waiting until it can be reached.
+                // The server replied: waiting does not help.
                 let is_final = matches!(error, RemoteError::Denied | RemoteError::Untrusted);
                 let status = if is_final { Status::Invalid } else { error.status() };
-                Err(Error::new(status, words))
+                Err(Error::new(status, message))
             }
         }?;
         if settings.is_insecure {

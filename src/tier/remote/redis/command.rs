@@ -1,5 +1,5 @@
-//! What is said to a server: commands in the order in which they are sent. Values stay where
-//! they are until the kernel takes them.
+//! Commands to a server, in the order in which they are sent. Values stay in the caller's memory
+//! until the kernel takes them.
 
 use std::collections::VecDeque;
 
@@ -9,8 +9,8 @@ use crate::tier::remote::secret::wipe;
 
 /// Commands that have not been sent.
 #[derive(Default)]
-pub struct Out {
-    /// All but the values.
+pub struct CommandBuffer {
+    /// All bytes but the values.
     heads: Vec<u8>,
     pieces: VecDeque<Piece>,
 }
@@ -20,8 +20,8 @@ enum Piece {
     Value(Part),
 }
 
-impl Out {
-    /// Begins a command of so many words.
+impl CommandBuffer {
+    /// Begins a command of `words` words.
     pub fn command(&mut self, words: usize) {
         let start = self.heads.len();
         self.head(b'*', words as u64);
@@ -42,7 +42,7 @@ impl Out {
         self.word(number.to_string().as_bytes());
     }
 
-    /// Adds a word that is elsewhere, and stays there until it is sent.
+    /// Adds a word whose bytes stay where they are until they are sent.
     pub fn value(&mut self, parts: &[Part], bytes: u64) {
         let start = self.heads.len();
         self.head(b'$', bytes);
@@ -59,7 +59,7 @@ impl Out {
         self.pieces.is_empty()
     }
 
-    /// What is to be sent next, as far as it fits.
+    /// Fills `into` with the next pieces to send, as many as fit.
     pub fn fill(&mut self, into: &mut Pieces) {
         into.clear();
         for piece in &self.pieces {
@@ -75,7 +75,7 @@ impl Out {
         }
     }
 
-    /// So many bytes of it were sent.
+    /// Removes `bytes` bytes that were sent.
     pub fn sent(&mut self, mut bytes: usize) {
         while let Some(first) = self.pieces.front_mut() {
             let here = match first {
@@ -98,7 +98,7 @@ impl Out {
         self.heads.clear();
     }
 
-    /// Overwrites what was said of secrets. Only when all has been sent.
+    /// Overwrites secrets. Allowed only after all has been sent.
     pub fn wipe(&mut self) {
         let whole = self.heads.capacity();
         self.heads.clear();
@@ -107,7 +107,7 @@ impl Out {
         self.heads.clear();
     }
 
-    /// A kind and a count. By hand: a batch may have thousands of them.
+    /// Writes a type byte and a count. Written by hand, because a batch may have thousands.
     fn head(&mut self, kind: u8, mut count: u64) {
         let (mut digits, mut at) = ([0; 20], 20);
         loop {
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn commands_are_sent_in_any_steps() {
         for step in [1, 3, 7, 1000] {
-            let mut out = Out::default();
+            let mut out = CommandBuffer::default();
             let mut value = *b"0123456789";
             out.command(3);
             out.word(b"SET");

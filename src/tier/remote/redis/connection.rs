@@ -1,5 +1,5 @@
-//! A connection to a server: made, greeted, and then commands in their order out and answers in
-//! the same order in. Nothing here waits.
+//! A connection to a server: it is opened, greets the server, then sends commands and receives
+//! replies in order. Nothing here blocks.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -8,67 +8,67 @@ use crate::io::link::{Pieces, Watch};
 use crate::tier::remote::RemoteError;
 use crate::tier::remote::fault::{Fault, Malformed};
 use crate::tier::remote::redis::Settings;
-use crate::tier::remote::redis::command::Out;
+use crate::tier::remote::redis::command::CommandBuffer;
 use crate::tier::remote::redis::errors::{self, ErrorReply};
-use crate::tier::remote::redis::operation::{Operation, Payload, window_of, words};
+use crate::tier::remote::redis::operation::{Operation, Payload, window_of, write_command};
 use crate::tier::remote::redis::resp::{Reader, Reply, Value, Want};
 use crate::tier::remote::redis::slots;
 use crate::tier::remote::redis::url::Address;
 use crate::tier::remote::transport::{TURNS, Transport};
 
-/// Most bytes of what a server says when it is greeted.
+/// Longest reply to the greeting, in bytes.
 const MAX_HELLO_BYTES: usize = 64 << 10;
 
-/// What answers a greeting in no language that is known here.
+/// Message for a greeting whose reply is no RESP.
 const NO_SERVER: &str = "what answers there is no Redis: is the port right, and is it rediss:// \
                          for a port that speaks TLS?";
 
-/// An item on its way.
+/// An item under way.
 #[derive(Clone, Copy, Debug)]
 pub struct Task {
-    /// Which of the batch.
+    /// Index in the batch.
     pub item: usize,
-    /// How often it was sent elsewhere.
+    /// Redirections so far.
     pub moves: u8,
-    /// It was sent already, on a connection that had ended before.
+    /// It was sent before, on a connection that the server had closed.
     pub is_resent: bool,
-    /// The server said that it may go well a moment later.
+    /// It was delayed once because the server was busy.
     pub is_delayed: bool,
-    /// The node has it only for whoever asks.
+    /// The node serves it only after ASKING.
     pub is_asking: bool,
-    /// It goes to a node that only follows another one, and may not have it yet.
+    /// It goes to a replica, which may not have it yet.
     pub is_replica_read: bool,
 }
 
-/// What the next answer is about.
+/// The command that the next reply belongs to.
 #[derive(Debug)]
 pub enum Expect {
-    /// The greeting.
+    /// HELLO.
     Hello,
-    /// The password, where the greeting is not known.
+    /// AUTH, where HELLO is unknown.
     Auth,
-    /// What we are called: of no consequence.
+    /// CLIENT SETNAME; its reply is ignored.
     Name,
-    /// The database.
+    /// SELECT.
     Select,
-    /// That objects are read from a node that only follows another one: of no consequence.
+    /// READONLY; its reply is ignored.
     Follower,
-    /// That the next is asked for.
+    /// ASKING.
     Asking,
-    /// Who has which slot.
-    SlotMap,
-    /// An item.
+    /// CLUSTER SLOTS.
+    Slots,
+    /// The command of an item.
     Item(Task),
-    /// How many replicas have what was stored.
+    /// WAIT: how many replicas have the objects.
     Wait,
 }
 
-/// An answer.
+/// A reply.
 pub struct Answer {
-    /// What it is about.
+    /// The command that it belongs to.
     pub to: Expect,
-    /// What came.
-    pub came: Payload,
+    /// Its content.
+    pub payload: Payload,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -79,37 +79,37 @@ enum State {
     Ready,
 }
 
-/// A connection.
+/// A connection to a server.
 pub struct Connection {
     /// The connection below the protocol.
     pub transport: Transport,
     state: State,
     reader: Reader,
-    /// What is to be sent.
-    pub out: Out,
+    /// Commands to send.
+    pub out: CommandBuffer,
     expect: VecDeque<Expect>,
-    /// Bytes that have come of the object that is coming, and how long it is.
+    /// The object being received: bytes received, and its length.
     body: Option<(u64, u64)>,
-    /// Items on the way, and their bytes.
+    /// Items without a reply.
     pub items: usize,
-    /// Bytes that these items have.
+    /// Their bytes.
     pub bytes: u64,
-    /// Bytes that they may have.
+    /// Most bytes of theirs.
     pub window: u64,
-    /// Stored, but not known to be with replicas.
+    /// Stored items that the replicas have not confirmed.
     pub unconfirmed: Vec<Task>,
-    /// Something was stored since replicas were asked about last.
+    /// Items were stored since the last WAIT.
     pub is_to_confirm: bool,
-    /// It was there before this batch, and nothing has come since.
-    pub is_old: bool,
-    /// It was looked at in this batch.
+    /// The connection is from an earlier batch and has delivered nothing in this one.
+    pub is_reused: bool,
+    /// It was checked in this batch.
     pub is_checked: bool,
-    /// What the server said when it was greeted.
+    /// The server's reply to HELLO.
     pub hello: Value,
 }
 
 impl Connection {
-    /// Begins one, that must be ready at a time.
+    /// Begins to connect; the connection must be ready at `ready_by_ns`.
     pub fn begin(
         to: &SocketAddr,
         host: &str,
@@ -121,7 +121,7 @@ impl Connection {
             transport: Transport::begin(to, tls, ready_by_ns)?,
             state: State::Opening,
             reader: Reader::default(),
-            out: Out::default(),
+            out: CommandBuffer::default(),
             expect: VecDeque::new(),
             body: None,
             items: 0,
@@ -129,39 +129,39 @@ impl Connection {
             window: window_of(None),
             unconfirmed: Vec::new(),
             is_to_confirm: false,
-            is_old: false,
+            is_reused: false,
             is_checked: true,
             hello: Value::Nil,
         })
     }
 
-    /// Whether commands can be said.
+    /// Whether commands can be sent.
     pub fn is_ready(&self) -> bool {
         self.state == State::Ready
     }
 
-    /// Notes that what was said last will be answered.
+    /// Records that a reply to the last command will follow.
     pub fn expects(&mut self, what: Expect) {
         self.expect.push_back(what);
     }
 
-    /// The first answer that is due.
+    /// The command whose reply is next.
     pub fn due(&self) -> Option<&Expect> {
         self.expect.front()
     }
 
-    /// Adds it to what is waited for; false = there is nothing to wait for.
+    /// Adds the connection to `watch`; false = it waits for nothing.
     pub fn watch(&self, watch: &mut Watch) -> bool {
         self.transport.watch(watch, self.due().is_some(), !self.out.is_empty())
     }
 
-    /// Whether an item has no answer.
+    /// Whether an item has no reply yet.
     pub fn has_tasks(&self) -> bool {
         let is_task = |expect: &Expect| matches!(expect, Expect::Item(_));
         !self.unconfirmed.is_empty() || self.expect.iter().any(is_task)
     }
 
-    /// All items that have no answer, of a connection that is given up.
+    /// Removes and returns all items without a reply, when the connection is given up.
     pub fn drain(&mut self) -> Vec<Task> {
         let on_way = self.expect.drain(..).filter_map(|expect| match expect {
             Expect::Item(task) => Some(task),
@@ -170,7 +170,8 @@ impl Connection {
         self.unconfirmed.drain(..).chain(on_way).collect()
     }
 
-    /// Before it is used again: whether it has ended meanwhile, or says what nobody asked for.
+    /// Before the connection is used again: fails if the server has closed it or sent an
+    /// unrequested reply.
     pub fn check(
         &mut self,
         operation: &Operation,
@@ -179,7 +180,7 @@ impl Connection {
         pieces: &mut Pieces,
     ) -> Result<(), Fault> {
         self.is_checked = true;
-        self.is_old = true;
+        self.is_reused = true;
         if self.expect.is_empty() {
             self.transport.can_read = true;
             self.receive(operation, settings, answers, pieces)?;
@@ -190,7 +191,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends and takes what can be now; whether anything went. Answers are added to `answers`.
+    /// Sends and receives what it can; whether any bytes moved. Replies are added to `answers`.
     pub fn exchange(
         &mut self,
         operation: &Operation,
@@ -205,11 +206,11 @@ impl Connection {
             self.greet(settings);
         }
         let sent = self.send(pieces)?;
-        // Answers are taken while commands are sent: a server that has no room for more of its
-        // own takes no more of ours.
-        let came =
+        // Replies are received while commands are sent: a server whose send buffer is full reads no
+        // more commands.
+        let payload =
             self.receive(operation, settings, answers, pieces).map_err(|lost| self.early(lost))?;
-        Ok(sent || came)
+        Ok(sent || payload)
     }
 
     fn send(&mut self, pieces: &mut Pieces) -> Result<bool, Fault> {
@@ -219,8 +220,8 @@ impl Connection {
                 break;
             }
             self.out.fill(pieces);
-            // SAFETY: heads are the wire's own; values are valid until the batch ends, and with
-            // that what is not sent of them is dropped.
+            // SAFETY: heads are the connection's own. Values are valid until the batch ends; unsent
+            // ones are dropped then.
             if let Some(bytes) = unsafe { self.transport.send(pieces) }? {
                 self.out.sent(bytes);
             }
@@ -250,7 +251,7 @@ impl Connection {
             let direct = operation.pieces(item, from, whole - from, pieces);
             let spare = self.reader.spare();
             pieces.push(spare.as_mut_ptr(), spare.len());
-            // SAFETY: the parts of the item are valid, as whoever began the batch promises; the
+            // SAFETY: the parts of the item are valid, as the caller of the batch guarantees; the
             // spare bytes are the reader's own.
             let Some(bytes) = (unsafe { self.transport.receive(pieces) })? else { break };
             has_moved = true;
@@ -263,7 +264,7 @@ impl Connection {
         Ok(has_moved)
     }
 
-    /// Reads all that is here.
+    /// Decodes all bytes that have arrived.
     fn read(
         &mut self,
         operation: &Operation,
@@ -275,7 +276,7 @@ impl Connection {
             let reply =
                 self.reader.next(self.want(operation)).map_err(|said| self.malformed(said))?;
             let Some(reply) = reply else { return Ok(()) };
-            let came = match reply {
+            let payload = match reply {
                 Reply::Body(bytes) => {
                     self.body = Some((0, bytes));
                     continue;
@@ -283,33 +284,35 @@ impl Connection {
                 Reply::End => Payload::Body(self.body.take().map_or(0, |(_, whole)| whole)),
                 Reply::Value(value) => Payload::Value(value),
             };
-            self.is_old = false;
+            self.is_reused = false;
             let Some(to) = self.expect.pop_front() else {
-                let words = match &came {
-                    Payload::Value(Value::Error(words)) => errors::shown(words, settings.secret()),
+                let message = match &payload {
+                    Payload::Value(Value::Error(message)) => {
+                        errors::shown(message, settings.secret())
+                    }
                     _ => "an answer that nobody asked for".to_string(),
                 };
-                return Err(Fault::new(RemoteError::Malformed, words));
+                return Err(Fault::new(RemoteError::Malformed, message));
             };
-            match (to, came) {
+            match (to, payload) {
                 (
                     to @ (Expect::Hello
                     | Expect::Auth
                     | Expect::Name
                     | Expect::Select
                     | Expect::Follower),
-                    came,
+                    payload,
                 ) => {
-                    let Payload::Value(value) = came else { continue };
+                    let Payload::Value(value) = payload else { continue };
                     self.greeted(&to, value, settings)?;
                 }
                 (Expect::Asking, _) => {}
-                (to, came) => answers.push(Answer { to, came }),
+                (to, payload) => answers.push(Answer { to, payload }),
             }
         }
     }
 
-    /// What it means that something means nothing.
+    /// The fault of a reply that could not be decoded.
     fn malformed(&self, said: Malformed) -> Fault {
         match self.state {
             State::Ready => said.into(),
@@ -317,7 +320,7 @@ impl Connection {
         }
     }
 
-    /// Why it ended, where it ended before it was ready.
+    /// Adds to the message of a connection that ended during the greeting.
     fn early(&self, fault: Fault) -> Fault {
         match (self.state, fault.error) {
             (State::Greeting, RemoteError::Unreachable) => {
@@ -328,7 +331,7 @@ impl Connection {
         }
     }
 
-    /// What it is that has not ended in time, of a connection that is not ready.
+    /// The message for a connection that was not ready by its deadline.
     pub fn timeout_message(&self) -> &'static str {
         match self.transport.is_open() {
             false => self.transport.timeout_message(),
@@ -336,12 +339,12 @@ impl Connection {
         }
     }
 
-    /// Puts what is here of an object where it belongs.
+    /// Copies received bytes of an object to the item's parts.
     fn take_body(&mut self, operation: &Operation) {
         let item = self.item();
         let Some((from, whole)) = &mut self.body else { return };
         let bytes = self.reader.take(*whole - *from);
-        // SAFETY: as whoever began the batch promises.
+        // SAFETY: as the caller of the batch guarantees.
         unsafe { operation.copy(item, *from, bytes) };
         *from += bytes.len() as u64;
     }
@@ -356,7 +359,7 @@ impl Connection {
     fn want(&self, operation: &Operation) -> Want {
         match self.due() {
             Some(Expect::Item(task)) => operation.want(task.item),
-            Some(Expect::SlotMap) => Want::Value(slots::MAX_REPLY_BYTES),
+            Some(Expect::Slots) => Want::Value(slots::MAX_REPLY_BYTES),
             Some(Expect::Hello) => Want::Value(MAX_HELLO_BYTES),
             _ => Want::Word,
         }
@@ -364,7 +367,7 @@ impl Connection {
 }
 
 impl Connection {
-    /// Says who we are.
+    /// Sends the greeting.
     fn greet(&mut self, settings: &Settings) {
         self.state = State::Greeting;
         self.out.command(if settings.password.is_some() { 7 } else { 4 });
@@ -380,28 +383,31 @@ impl Connection {
         self.expect.push_back(Expect::Hello);
     }
 
-    /// Goes on after an answer to the greeting.
+    /// Handles a reply to the greeting.
     fn greeted(&mut self, to: &Expect, value: Value, settings: &Settings) -> Result<(), Fault> {
         match (to, &value) {
             (Expect::Hello, Value::Error(said)) if is_refused(said) => {
                 match (&settings.password, &settings.user) {
                     (Some(password), Some(user)) => {
-                        words(&mut self.out, &[b"AUTH", user.as_bytes(), password.bytes()]);
+                        write_command(&mut self.out, &[b"AUTH", user.as_bytes(), password.bytes()]);
                     }
-                    (Some(password), None) => words(&mut self.out, &[b"AUTH", password.bytes()]),
+                    (Some(password), None) => {
+                        write_command(&mut self.out, &[b"AUTH", password.bytes()])
+                    }
                     (None, _) => {}
                 }
                 if settings.password.is_some() {
                     self.expect.push_back(Expect::Auth);
                 }
-                words(&mut self.out, &[b"CLIENT", b"SETNAME", b"kvtier"]);
+                write_command(&mut self.out, &[b"CLIENT", b"SETNAME", b"kvtier"]);
                 self.expect.push_back(Expect::Name);
                 self.select(settings);
             }
-            // What a server says of a password may repeat it.
+            // The server's message may repeat the password.
             (Expect::Auth, Value::Error(said)) => {
-                let words = format!("the user or the password is refused: {}", errors::code(said));
-                return Err(Fault::new(RemoteError::Denied, words));
+                let message =
+                    format!("the user or the password is refused: {}", errors::code(said));
+                return Err(Fault::new(RemoteError::Denied, message));
             }
             (Expect::Hello | Expect::Select, Value::Error(said)) => {
                 let here = Address { host: "".into(), port: 0 };
@@ -409,8 +415,8 @@ impl Connection {
                     ErrorReply::Error(error) => error,
                     _ => RemoteError::Busy,
                 };
-                let words = format!("the greeting is refused: {}", errors::code(said));
-                return Err(Fault::new(error, words));
+                let message = format!("the greeting is refused: {}", errors::code(said));
+                return Err(Fault::new(error, message));
             }
             (Expect::Hello, Value::List(_)) => {
                 self.hello = value;
@@ -430,18 +436,18 @@ impl Connection {
 
     fn select(&mut self, settings: &Settings) {
         if settings.reads_replicas {
-            // One that refuses sends us to its master each time.
-            words(&mut self.out, &[b"READONLY"]);
+            // A node that refuses READONLY redirects each read to its master.
+            write_command(&mut self.out, &[b"READONLY"]);
             self.expect.push_back(Expect::Follower);
         }
         if settings.db > 0 {
-            words(&mut self.out, &[b"SELECT", settings.db.to_string().as_bytes()]);
+            write_command(&mut self.out, &[b"SELECT", settings.db.to_string().as_bytes()]);
             self.expect.push_back(Expect::Select);
         }
     }
 }
 
-/// Whether a server cannot be greeted in this way, but maybe in the old one.
+/// Whether a server refuses HELLO in a way that calls for the older commands.
 fn is_refused(said: &[u8]) -> bool {
     errors::is_unknown_command(said) || said.starts_with(b"NOPROTO") || said.starts_with(b"NOPERM")
 }

@@ -1,25 +1,25 @@
-//! What the errors of a server mean.
+//! Meaning of error replies.
 
 use crate::tier::remote::RemoteError;
 use crate::tier::remote::redis::url::Address;
 
-/// Most characters of a server's words that are shown.
+/// Most characters of a server's message that are shown.
 const MAX_WORDS: usize = 160;
 
-/// What an error asks for.
+/// What an error reply asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ErrorReply {
-    /// It is what it is.
+    /// The item fails.
     Error(RemoteError),
-    /// It may be gone a moment later.
+    /// The item may succeed a moment later.
     Retry,
-    /// Another node has it from now on; no host = that of the node which said so.
+    /// Another node has the slot from now on; a missing host is the host of the node that replied.
     Moved(Option<Address>),
-    /// Another node has it just this once.
+    /// Another node serves this one request.
     Ask(Option<Address>),
 }
 
-/// What an error means; `here` is the node that said so.
+/// The meaning of an error reply of the node `here`.
 pub fn meaning(words: &[u8], here: &Address) -> ErrorReply {
     let mut each = words.split(|&byte| byte == b' ');
     let first = each.next().unwrap_or_default();
@@ -39,12 +39,12 @@ pub fn meaning(words: &[u8], here: &Address) -> ErrorReply {
     ErrorReply::Error(error)
 }
 
-/// Whether a server does not know a command.
+/// Whether the server does not know the command.
 pub fn is_unknown_command(words: &[u8]) -> bool {
     words.starts_with(b"ERR unknown command") || words.starts_with(b"ERR unknown subcommand")
 }
 
-/// A server's words as they may be shown: plain, not long, and without what is secret.
+/// A server's message for people: printable, short, and without the secret.
 pub fn shown(words: &[u8], secret: Option<&[u8]>) -> String {
     let has =
         |secret: &[u8]| !secret.is_empty() && words.windows(secret.len()).any(|w| w == secret);
@@ -55,7 +55,7 @@ pub fn shown(words: &[u8], secret: Option<&[u8]>) -> String {
     words.iter().take(MAX_WORDS).map(plain).collect()
 }
 
-/// The first word of an error, which no server makes of what it was given.
+/// The first word of an error. No server builds it from its input.
 pub fn code(words: &[u8]) -> String {
     let is_upper = |byte: &&u8| byte.is_ascii_uppercase();
     let code: String = words.iter().take_while(is_upper).take(16).map(|&b| char::from(b)).collect();

@@ -1,10 +1,10 @@
-//! What a server says of itself, and what there is to be said against it.
+//! Description of a server, and warnings about its configuration.
 
 use crate::tier::remote::Server;
 use crate::tier::remote::redis::errors;
 use crate::tier::remote::redis::resp::Value;
 
-/// Reads what `INFO` gave; None = it is nothing that a server says.
+/// Reads the reply to `INFO`; None = it is none.
 pub fn server(info: &[u8], is_cluster: bool, secret: Option<&[u8]>) -> Option<Server> {
     let of = |name: &str| {
         let value = |line: &[u8]| {
@@ -46,7 +46,7 @@ pub fn server(info: &[u8], is_cluster: bool, secret: Option<&[u8]>) -> Option<Se
     Some(Server { words, warnings })
 }
 
-/// What there is to be said where `INFO` is forbidden: what the greeting gave.
+/// The description where `INFO` is forbidden, from the reply to HELLO.
 pub fn of_hello(hello: &Value, secret: Option<&[u8]>) -> Server {
     let of = |name: &[u8]| {
         let text = hello.under(name).and_then(Value::text);

@@ -1,11 +1,11 @@
 //! Redis and Valkey, alone or as a cluster: objects are strings under their names.
 //!
-//! Batches are pipelined; values go from and to the memory of their parts without being copied
-//! here. The first writer of a name wins (`SET ... NX`). When objects go is the server's: its
-//! `maxmemory`, or a time to live. An object without bytes counts as none.
+//! Batches are pipelined; values move between the socket and the memory of their parts without a
+//! copy here. The first writer of a name wins (`SET ... NX`). The server removes objects: by its
+//! `maxmemory`, or after a time to live. An object without bytes counts as absent.
 //!
-//! In a cluster a batch is split by node; all nodes are talked to at the same time, so that one
-//! which is gone costs its own objects alone.
+//! In a cluster a batch is split by node. All nodes are served at the same time, so that a node
+//! which is gone costs only its own objects.
 
 mod client;
 mod command;
@@ -34,50 +34,50 @@ use crate::tier::remote::secret::Secret;
 use crate::tier::remote::url::trust;
 use crate::tier::remote::{Caps, Client, Publish, Remote, Tally};
 
-/// Most bytes of an object.
+/// Longest object.
 const MAX_BYTES: u64 = 8 << 20;
-/// Bytes of an object that servers are quick with.
+/// Length of objects that servers handle fast.
 const PREFERRED_BYTES: u64 = 1 << 20;
-/// Memory of a connection, about: commands to be said, and answers.
+/// Approximate memory of a connection: encoded commands and received replies.
 const CONN_BYTES: u64 = 64 << 10;
-/// For so many nodes of a cluster memory is counted: how many there are, nobody has said yet.
+/// Nodes for which memory is counted in a cluster: their number is not known at that time.
 const SOME_NODES: u64 = 8;
-/// Objects of a batch after which more of them make it no faster.
+/// Objects of a batch; a larger batch is no faster.
 const BATCH: usize = 64;
-/// Most replicas that are waited for.
+/// Most replicas to wait for.
 const MAX_WAIT: u32 = 16;
 /// Longest time to live: ten years.
 const MAX_TTL_S: u64 = 10 * 366 * 86400;
 
-/// How to reach a server, and how to use it.
+/// Address of a server, and its use.
 #[derive(Clone, Debug)]
 pub struct RedisOpts {
-    /// `redis://[user@]host[:port][/db]`; of a cluster, several hosts with commas between them.
-    /// `rediss://` is the same with TLS.
+    /// `redis://[user@]host[:port][/db]`; for a cluster, several hosts separated by commas.
+    /// `rediss://` adds TLS.
     pub url: String,
-    /// Whom to connect as, unless the URL says so.
+    /// User name, unless the URL has one.
     pub user: Option<String>,
-    /// What stands before all names.
+    /// Prefix of all names.
     pub prefix: Prefix,
-    /// The user's password, if the server wants one.
+    /// The user's password.
     pub password: Option<Secret>,
-    /// It is a cluster.
+    /// Whether the server is a cluster.
     pub cluster: bool,
-    /// Objects are read from nodes that follow others, too. What one of them has not got is asked
-    /// of the other.
+    /// Whether replicas are read, too. The master is asked for an object that its replica does not
+    /// have.
     pub replicas: bool,
-    /// Seconds after which objects go; 0 = when the server needs the room.
+    /// Time to live of objects, in seconds; 0 = until the server needs the memory.
     pub ttl_s: u64,
-    /// Replicas that must have an object before it counts as stored.
+    /// Replicas that must have an object before the put succeeds; at most 16.
     pub wait: u32,
-    /// Longest time until a connection can be used.
+    /// Longest time until a connection is ready.
     pub connect_ns: u64,
-    /// Who is trusted, where the URL is `rediss://`.
+    /// Certificates and verification, for `rediss://`.
     pub tls: TlsOpts,
 }
 
 impl RedisOpts {
-    /// A server as it is mostly used: no cluster, no password, objects stay until it needs the room.
+    /// Usual options: no cluster, no password, no time to live.
     pub fn new(url: &str, prefix: Prefix) -> RedisOpts {
         RedisOpts {
             url: url.to_string(),
@@ -94,10 +94,10 @@ impl RedisOpts {
     }
 }
 
-/// A server, or a cluster of them.
+/// A server or a cluster.
 pub struct Redis(Arc<Shared>);
 
-/// What all lanes know.
+/// State that all clients share.
 struct Shared {
     settings: Settings,
     clock: Clock,
@@ -105,7 +105,7 @@ struct Shared {
     tally: Counts,
 }
 
-/// What all lanes did.
+/// Counters of all clients.
 #[derive(Default)]
 struct Counts {
     connections: AtomicU64,
@@ -115,12 +115,12 @@ struct Counts {
     retries: AtomicU64,
 }
 
-/// Counts one.
+/// Increments a counter.
 fn add(count: &AtomicU64) {
     count.fetch_add(1, Ordering::Relaxed);
 }
 
-/// What was asked for, checked.
+/// Checked options.
 struct Settings {
     prefix: Prefix,
     seeds: Vec<Address>,
@@ -143,7 +143,7 @@ impl Settings {
 }
 
 impl Redis {
-    /// A server that is not connected to yet. SPEC, UNSUPPORTED, LIMIT = it cannot be as asked.
+    /// A remote without connections. SPEC, UNSUPPORTED, LIMIT = an option is not possible.
     pub fn open(opts: &RedisOpts, clock: Clock) -> Result<Redis> {
         let url = Url::parse(&opts.url)?;
         if url.seeds.len() > 1 && !opts.cluster {
@@ -191,8 +191,8 @@ impl Redis {
         Ok(Redis(Arc::new(Shared { settings, clock, map, tally })))
     }
 
-    /// What appends entries to the stream of events, by a deadline each; about so many are kept
-    /// there.
+    /// A function that appends entries to the stream of events, each by a deadline. The stream
+    /// keeps about `most` entries.
     pub fn publisher(&self, most: u64) -> Publish {
         let mut client = RedisClient::new(self.0.clone());
         Box::new(move |fields, deadline_ns| client.publish(fields, most, deadline_ns))

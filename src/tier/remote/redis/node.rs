@@ -1,4 +1,4 @@
-//! A server as a lane sees it: its addresses, its connection, what waits for it.
+//! A server as a client sees it: its addresses, its connection, its queue.
 
 use std::collections::VecDeque;
 
@@ -9,41 +9,39 @@ use crate::tier::remote::redis::Settings;
 use crate::tier::remote::redis::connection::{Connection, Task};
 use crate::tier::remote::redis::url::Address;
 
-/// One of several that did not answer in time is left alone for so long, then for twice as long
-/// each time: every batch that waits for it costs its whole timeout, and others take over for it
-/// meanwhile.
+/// First pause of a cluster node that did not answer in time; it doubles each time. A batch that
+/// waits for such a node costs its whole timeout, and replicas take over meanwhile.
 const LATE_NS: u64 = 1_000_000_000;
 const MAX_LATE_NS: u64 = 8_000_000_000;
-/// For so long nobody goes to one that failed who can go elsewhere.
+/// After a failure, reads prefer other nodes for this long.
 const SHUN_NS: u64 = 5_000_000_000;
 
 /// A server.
 pub struct Node {
-    /// Its name.
+    /// Host and port.
     pub address: Address,
-    /// The connection.
     pub connection: Option<Connection>,
-    /// Items that are to be sent.
+    /// Items to send.
     pub queue: VecDeque<Task>,
-    /// It is to say who has which slot, or is saying it.
+    /// It must report the slots.
     pub wants_slots: bool,
-    /// That was said to it.
+    /// CLUSTER SLOTS was sent to it.
     pub is_slots_sent: bool,
-    /// It has been connected to before.
+    /// A connection was ready before.
     pub was_connected: bool,
-    /// Connections that were lost in this batch.
+    /// Connections lost in this batch.
     pub faults: u32,
-    /// How often in a row it was late.
-    lates: u32,
+    /// Timeouts in a row.
+    timeouts: u32,
     backoff: Backoff,
     addresses: Addresses,
     shunned_ns: u64,
-    /// Why it does not let us in: that it cannot be reached for a while is not why then.
+    /// Why it rejects this client. While it pauses, this reason is reported instead of the pause.
     denial: Option<Fault>,
 }
 
 impl Node {
-    /// A server that nobody has connected to.
+    /// A server without a connection.
     pub fn new(address: Address) -> Node {
         Node {
             address,
@@ -53,7 +51,7 @@ impl Node {
             is_slots_sent: false,
             was_connected: false,
             faults: 0,
-            lates: 0,
+            timeouts: 0,
             backoff: Backoff::default(),
             addresses: Addresses::default(),
             shunned_ns: 0,
@@ -61,69 +59,69 @@ impl Node {
         }
     }
 
-    /// Whether there is something for it to do.
+    /// Whether something is to be sent to it.
     pub fn is_wanted(&self) -> bool {
         !self.queue.is_empty() || self.wants_slots
     }
 
-    /// Whether it did well when it was needed last.
+    /// Whether its last use succeeded.
     pub fn is_well(&self) -> bool {
         self.backoff.is_well()
     }
 
-    /// Whether it is worth a try where another one would do.
+    /// Whether a read should try it although another node could serve the read.
     pub fn is_preferred(&self, now_ns: u64) -> bool {
         self.is_well() || now_ns >= self.shunned_ns
     }
 
-    /// It did well.
-    pub fn did_well(&mut self) {
+    /// Records a success.
+    pub fn succeeded(&mut self) {
         self.backoff.succeeded();
-        self.lates = 0;
+        self.timeouts = 0;
         self.denial = None;
     }
 
-    /// Keeps in mind why it failed, where that is something which lasts.
+    /// Keeps the reason of a failure that will last.
     pub fn keep(&mut self, fault: &Fault) {
         let lasts = matches!(fault.error, RemoteError::Denied | RemoteError::Untrusted);
         self.denial = lasts.then(|| fault.clone());
     }
 
-    /// Why nobody connects to it now.
+    /// The fault of items while no connection is allowed.
     pub fn refusal(&self) -> Fault {
         let gone = || Fault::unreachable("it could not be reached a moment ago");
         self.denial.clone().unwrap_or_else(gone)
     }
 
-    /// It did not: nobody connects for a while.
+    /// Records a failure: no connection for a while.
     pub fn failed(&mut self, now_ns: u64) {
         self.backoff.failed(now_ns);
         self.shunned_ns = now_ns.saturating_add(SHUN_NS);
         self.addresses.restart();
     }
 
-    /// One of several did not answer in time: it is left alone for a while.
-    pub fn late(&mut self, now_ns: u64) {
+    /// Records that a cluster node did not answer in time: no connection for a while.
+    pub fn timed_out(&mut self, now_ns: u64) {
         self.failed(now_ns);
-        let pause = LATE_NS.saturating_mul(1 << self.lates.min(16)).min(MAX_LATE_NS);
-        self.lates = self.lates.saturating_add(1);
+        let pause = LATE_NS.saturating_mul(1 << self.timeouts.min(16)).min(MAX_LATE_NS);
+        self.timeouts = self.timeouts.saturating_add(1);
         self.backoff.pause_until(now_ns.saturating_add(pause));
-        self.begin_anew();
+        self.reset();
     }
 
-    /// When it may be connected to; None = later than anybody waits.
+    /// When a connection is allowed; None = later than a batch waits.
     pub fn open_from(&self, now_ns: u64, deadline_ns: u64) -> Option<u64> {
         self.backoff.open_from(now_ns, deadline_ns)
     }
 
-    /// Lets go of a connection; the next one is to the first of its addresses.
-    pub fn begin_anew(&mut self) {
+    /// Drops the connection; the next one goes to the first address.
+    pub fn reset(&mut self) {
         self.connection = None;
         self.addresses.restart();
         (self.wants_slots, self.is_slots_sent) = (false, false);
     }
 
-    /// Begins a connection to the next of its addresses.
+    /// Begins a connection to the next address.
     pub fn connect(&mut self, now_ns: u64, settings: &Settings) -> Result<(), Fault> {
         let by_ns = now_ns.saturating_add(settings.connect_ns);
         let Address { host, port } = &self.address;
@@ -138,7 +136,7 @@ impl Node {
         self.addresses.has_other()
     }
 
-    /// The connection can be used: the address it goes to is the first of the next attempt.
+    /// Records that the connection is ready: the next attempt begins with its address.
     pub fn connected(&mut self) {
         self.addresses.prefer_last();
     }
@@ -161,21 +159,21 @@ mod tests {
         assert!(!node.is_preferred(SHUN_NS - 1) && node.is_preferred(SHUN_NS));
         assert_eq!(node.open_from(0, u64::MAX), None);
         assert_eq!(node.open_from(MAX_PAUSE_NS, u64::MAX), Some(MAX_PAUSE_NS));
-        node.did_well();
+        node.succeeded();
         assert_eq!(node.open_from(0, u64::MAX), Some(0));
         assert!(node.is_preferred(0));
-        node.late(0);
+        node.timed_out(0);
         assert_eq!(node.open_from(0, u64::MAX), None, "nobody waits for that");
         assert_eq!(node.open_from(LATE_NS, u64::MAX), Some(LATE_NS));
-        (0..9).for_each(|_| node.late(0));
+        (0..9).for_each(|_| node.timed_out(0));
         assert_eq!(node.open_from(MAX_LATE_NS, u64::MAX), Some(MAX_LATE_NS));
-        node.did_well();
-        // Only what lasts is said again.
+        node.succeeded();
+        // Only lasting reasons are repeated.
         node.keep(&Fault::new(RemoteError::Timeout, ""));
         assert_eq!(node.refusal().error, RemoteError::Unreachable);
         node.keep(&Fault::new(RemoteError::Untrusted, "who is it?"));
         assert_eq!(node.refusal().message, "who is it?");
-        node.did_well();
+        node.succeeded();
         assert_eq!(node.refusal().error, RemoteError::Unreachable);
     }
 }

@@ -1,34 +1,34 @@
-//! What a lane has to do: a batch of one kind, its commands, and what answers mean for it.
+//! The commands of an operation, and the effect of their replies.
 
 use crate::io::link::Pieces;
 use crate::tier::remote::batch::{self, add_pieces, copy_to_parts};
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::redis::MAX_BYTES;
-use crate::tier::remote::redis::command::Out;
+use crate::tier::remote::redis::command::CommandBuffer;
 use crate::tier::remote::redis::resp::{Value, Want};
 use crate::tier::remote::{Control, RemoteError};
 
-/// Up to here a part of an object is asked for, also where it begins with its first byte. Longer
-/// ones come with GET: servers that can send a value without copying it do so for GET alone, and
-/// what is longer than there is room for is rare, and costs the way only.
+/// Up to this length a get uses GETRANGE, even from offset 0. Longer ones use GET: servers that
+/// send values without a copy do so for GET only. An object longer than the room is rare and costs
+/// bandwidth only.
 const RANGE_BYTES: u64 = 64 << 10;
-/// Most objects on the way at once on a connection, and least and most bytes of theirs: servers
-/// keep what nobody has read yet in memory that they do not limit, and where that is fresh memory
-/// each object costs them a third more (measured).
+/// Most objects under way on a connection, and least and most bytes of theirs. Servers keep unread
+/// replies in memory that they do not limit; where that memory is fresh, each object costs a third
+/// more (measured).
 const WINDOW_ITEMS: usize = 64;
 const LEAST_WINDOW_BYTES: u64 = 1 << 20;
 const MOST_WINDOW_BYTES: u64 = 8 << 20;
-/// What a line carries in a microsecond: 100 Gbit/s.
+/// Bytes that a link of 100 Gbit/s carries in a microsecond.
 const LINE_BYTES_PER_US: u64 = 12_500;
-/// Most questions on the way at once: their answers are a few bytes.
+/// Most lookups and removals under way: their replies are a few bytes.
 const WINDOW_ASKS: usize = 8192;
-/// Most bytes of what a server says of itself.
+/// Longest reply to INFO.
 const MAX_INFO_BYTES: usize = 256 << 10;
-/// Most bytes of what a server calls an entry of a stream.
+/// Longest id of a stream entry.
 const MAX_ID_BYTES: usize = 256;
 
-/// Bytes of objects that may be on the way at once on a connection: what keeps a fast line busy
-/// for as long as the way there and back takes, and no more.
+/// Bytes of objects that may be under way on a connection: as many as keep a fast link busy for one
+/// round trip.
 pub fn window_of(round_trip_ns: Option<u64>) -> u64 {
     let bytes = round_trip_ns.map(|ns| (ns / 1000).saturating_mul(LINE_BYTES_PER_US));
     bytes.unwrap_or(MOST_WINDOW_BYTES).clamp(LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES)
@@ -39,9 +39,9 @@ pub type Operation<'a> = batch::Operation<'a, Special<'a>>;
 
 /// An operation that concerns no object.
 pub enum Special<'a> {
-    /// Reads what the server says of itself.
+    /// INFO.
     Info(&'a mut Result<Vec<u8>, RemoteError>),
-    /// Appends to the stream of events.
+    /// XADD to the stream of events.
     Publish(StreamEntry<'a>),
 }
 
@@ -54,45 +54,44 @@ impl Control for Special<'_> {
     }
 }
 
-/// An entry of a stream.
+/// An entry of the stream of events.
 pub struct StreamEntry<'a> {
-    /// Names and values, in turn.
+    /// Field names and values.
     pub fields: &'a [(&'a str, &'a [u8])],
-    /// About so many entries are kept.
+    /// Approximate number of entries that the stream keeps.
     pub most: u64,
-    /// How it went.
     pub result: &'a mut Result<(), RemoteError>,
 }
 
-/// How commands are worded.
+/// Variants of commands.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Dialect {
-    /// Seconds after which objects go; 0 = never.
+    /// Time to live of objects, in seconds; 0 = unlimited.
     pub ttl_s: u64,
     /// The server does not know UNLINK.
     pub is_old: bool,
 }
 
-/// What came for an item.
+/// The content of a reply.
 pub enum Payload {
-    /// A value.
+    /// A decoded value.
     Value(Value),
-    /// An object of so many bytes, where it belongs.
+    /// The length of an object that is in the item's parts.
     Body(u64),
 }
 
-/// What became of an item.
+/// The effect of a reply on its item.
 pub enum Outcome {
-    /// It has its result.
+    /// The item has its result.
     Done,
-    /// An error, in the server's words.
+    /// An error reply.
     Error(Vec<u8>),
-    /// Nothing that could be meant.
+    /// A reply that no such command has.
     Malformed,
 }
 
 impl Operation<'_> {
-    /// Writes what an item is called; false = any server may have it.
+    /// Writes the key of an item; false = the command has no key, and any node can execute it.
     pub fn key(&self, item: usize, prefix: &Prefix, out: &mut Vec<u8>) -> bool {
         out.clear();
         if let Operation::Control(Special::Publish(_)) = self {
@@ -102,12 +101,12 @@ impl Operation<'_> {
         self.name(item).inspect(|name| prefix.write(name, out)).is_some()
     }
 
-    /// Whether objects are read, or asked for.
+    /// Whether a replica can execute the operation.
     pub fn is_read(&self) -> bool {
         matches!(self, Operation::Get(_) | Operation::Lookup(_))
     }
 
-    /// Whether an item is known not to be there.
+    /// Whether an item was reported absent.
     pub fn is_absent(&self, item: usize) -> bool {
         match self {
             Operation::Get(gets) => gets.items[item].result == Err(RemoteError::Absent),
@@ -116,7 +115,7 @@ impl Operation<'_> {
         }
     }
 
-    /// Bytes that an item has on the way.
+    /// Bytes that an item occupies in the window.
     pub fn weight(&self, item: usize) -> u64 {
         match self {
             Operation::Get(gets) => gets.room_of(item).min(MAX_BYTES),
@@ -125,13 +124,13 @@ impl Operation<'_> {
         }
     }
 
-    /// Whether an item may go beside others that are on the way, with so many bytes at most.
+    /// Whether an item may be sent beside the `items` under way with their `bytes`.
     pub fn fits(&self, item: usize, (items, bytes): (usize, u64), window: u64) -> bool {
         match self {
             Operation::Get(_) | Operation::Put(_) => {
                 let sum = bytes.saturating_add(self.weight(item));
-                // A server has the next one ready while one is on its way, also where one alone
-                // is longer than a short window.
+                // A server prepares the next object while it sends one, even if one object alone
+                // exceeds a short window.
                 let most = if items == 1 { MOST_WINDOW_BYTES } else { window };
                 items == 0 || (items < WINDOW_ITEMS && sum <= most)
             }
@@ -141,19 +140,19 @@ impl Operation<'_> {
         }
     }
 
-    /// Says the command of an item.
-    pub fn say(&self, item: usize, key: &[u8], dialect: Dialect, out: &mut Out) {
+    /// Encodes the command of an item.
+    pub fn encode(&self, item: usize, key: &[u8], dialect: Dialect, out: &mut CommandBuffer) {
         match self {
             Operation::Get(gets) => {
                 let (offset, room) = (gets.items[item].offset, gets.room_of(item).min(MAX_BYTES));
                 match read_command(offset, room) {
-                    ReadCommand::StrLen => words(out, &[b"STRLEN", key]),
-                    ReadCommand::Get => words(out, &[b"GET", key]),
+                    ReadCommand::StrLen => write_command(out, &[b"STRLEN", key]),
+                    ReadCommand::Get => write_command(out, &[b"GET", key]),
                     ReadCommand::GetRange => {
                         out.command(4);
                         out.word(b"GETRANGE");
                         out.word(key);
-                        // Servers count with a sign.
+                        // Servers use signed offsets.
                         out.number(offset.min(i64::MAX as u64));
                         out.number(offset.saturating_add(room - 1).min(i64::MAX as u64));
                     }
@@ -170,10 +169,10 @@ impl Operation<'_> {
                     out.number(dialect.ttl_s);
                 }
             }
-            Operation::Lookup(_) => words(out, &[b"STRLEN", key]),
-            Operation::Remove(_) if dialect.is_old => words(out, &[b"DEL", key]),
-            Operation::Remove(_) => words(out, &[b"UNLINK", key]),
-            Operation::Control(Special::Info(_)) => words(out, &[b"INFO"]),
+            Operation::Lookup(_) => write_command(out, &[b"STRLEN", key]),
+            Operation::Remove(_) if dialect.is_old => write_command(out, &[b"DEL", key]),
+            Operation::Remove(_) => write_command(out, &[b"UNLINK", key]),
+            Operation::Control(Special::Info(_)) => write_command(out, &[b"INFO"]),
             Operation::Control(Special::Publish(entry)) => {
                 out.command(6 + 2 * entry.fields.len());
                 [b"XADD", key, b"MAXLEN", b"~"].iter().for_each(|word| out.word(word));
@@ -187,7 +186,7 @@ impl Operation<'_> {
         }
     }
 
-    /// What may come for an item.
+    /// The reply that an item expects.
     pub fn want(&self, item: usize) -> Want {
         match self {
             Operation::Get(gets) => {
@@ -204,28 +203,29 @@ impl Operation<'_> {
         }
     }
 
-    /// Where the bytes of an object go from one on, at most so many; how many there is room for.
+    /// Adds the memory for bytes of an object from `from` on, at most `most`; returns how many
+    /// bytes it covers.
     pub fn pieces(&self, item: usize, from: u64, most: u64, into: &mut Pieces) -> u64 {
         let Operation::Get(gets) = self else { return 0 };
         add_pieces(gets.parts_of(item), from, most, into)
     }
 
-    /// Copies bytes of an object to where they go from one on. What there is no room for is left.
+    /// Copies bytes of an object to the item's parts, from byte `from` of the object on.
     ///
     /// # Safety
-    /// The memory of the item's parts is valid, and nobody else's meanwhile.
+    /// The memory of the item's parts is valid, and no other thread uses it during the call.
     pub unsafe fn copy(&self, item: usize, from: u64, bytes: &[u8]) {
         let Operation::Get(gets) = self else { return };
         // SAFETY: the caller's guarantee.
         unsafe { copy_to_parts(gets.parts_of(item), from, bytes) };
     }
 
-    /// Notes what came for an item.
+    /// Records the reply of an item.
     pub fn complete(&mut self, item: usize, payload: Payload) -> Outcome {
         match (self, payload) {
-            (_, Payload::Value(Value::Error(words))) => return Outcome::Error(words),
-            // An object without bytes cannot be told from none by a server's answers to
-            // questions for parts and lengths: it counts as none everywhere.
+            (_, Payload::Value(Value::Error(message))) => return Outcome::Error(message),
+            // GETRANGE and STRLEN do not tell an empty object from an absent one: an empty object
+            // counts as absent everywhere.
             (Operation::Get(gets), Payload::Value(Value::Nil) | Payload::Body(0)) => {
                 gets.items[item].result = Err(RemoteError::Absent);
             }
@@ -263,7 +263,7 @@ impl Operation<'_> {
     }
 }
 
-/// How an object, or a part of one, is asked for.
+/// The command that reads an object or a part of it.
 enum ReadCommand {
     StrLen,
     Get,
@@ -272,15 +272,15 @@ enum ReadCommand {
 
 fn read_command(offset: u64, room: u64) -> ReadCommand {
     match (offset, room) {
-        // No range is of no bytes: from 0 to -1 is all of it.
+        // There is no empty range: from 0 to -1 is the whole object.
         (_, 0) => ReadCommand::StrLen,
         (0, room) if room > RANGE_BYTES => ReadCommand::Get,
         _ => ReadCommand::GetRange,
     }
 }
 
-/// Says a command.
-pub fn words(out: &mut Out, words: &[&[u8]]) {
+/// Encodes a command.
+pub fn write_command(out: &mut CommandBuffer, words: &[&[u8]]) {
     out.command(words.len());
     words.iter().for_each(|word| out.word(word));
 }

@@ -1,5 +1,5 @@
-//! What a server says, in RESP2 and RESP3: read as it comes, with a limit on everything. The
-//! body of an object is not kept here: whoever asked for it takes it where it belongs.
+//! Decoder of RESP2 and RESP3. It takes bytes as they arrive and limits every length. Bodies of
+//! objects are not kept here: the caller takes them.
 
 use crate::tier::remote::fault::Malformed;
 
@@ -9,80 +9,80 @@ pub const MAX_LINE_BYTES: usize = 64 << 10;
 pub const MAX_DEPTH: usize = 8;
 /// Most values of a list.
 pub const MAX_LIST: usize = 65536;
-/// Most that a message which nobody asked for may have.
+/// Longest push message.
 const MAX_PUSH_BYTES: usize = 64 << 10;
-/// What a value is counted as, beside its text.
+/// Bytes that a value counts beside its text.
 const VALUE_BYTES: usize = size_of::<Value>();
 const BUFFER_BYTES: usize = 16 << 10;
 
-/// Something that was said.
+/// A decoded value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
-    /// A text, a number that is not whole, or a bulk.
+    /// A simple or bulk string, a double, or a big number.
     Text(Vec<u8>),
-    /// An error, as the server words it.
+    /// An error reply.
     Error(Vec<u8>),
-    /// A whole number, or a truth.
+    /// An integer or a boolean.
     Number(i64),
-    /// Nothing.
+    /// Null.
     Nil,
-    /// Several; of a map, keys and values in turn.
+    /// An array, set or push; of a map, keys and values in turn.
     List(Vec<Value>),
 }
 
-/// What is expected next, and how much of it at most.
+/// The kind of the next reply, and its limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
-    /// A word: a short line, a number, an error, nothing.
+    /// A simple string, number, error or null.
     Word,
-    /// A value that may have so many bytes, lists and all.
+    /// A value of at most so many bytes in total.
     Value(usize),
-    /// An object that may have so many bytes.
+    /// A bulk string of at most so many bytes.
     Body(u64),
 }
 
-/// What came.
+/// A decoded element.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reply {
-    /// A whole value.
+    /// A complete value.
     Value(Value),
-    /// An object of so many bytes begins: see [`Reader::take`].
+    /// A bulk string of so many bytes begins: see [`Reader::take`].
     Body(u64),
-    /// All of the object has come.
+    /// The bulk string is complete.
     End,
 }
 
-/// Reads what a server says.
+/// Decodes replies.
 pub struct Reader {
     buffer: Vec<u8>,
     start: usize,
     end: usize,
-    /// Bytes after `start` in which no line ends.
+    /// Bytes after `start` that contain no line end.
     scanned: usize,
     stack: Vec<Level>,
-    /// What the values of the stack have, in bytes.
-    held: usize,
+    /// Bytes of the values on the stack.
+    stack_bytes: usize,
     bulk: Option<Bulk>,
-    /// What has not been taken of an object.
+    /// Bytes of the bulk string that were not taken.
     body: Option<u64>,
 }
 
-/// A list that is not complete.
+/// An incomplete array.
 struct Level {
     values: Vec<Value>,
     left: usize,
-    /// Nobody asked for it: it is forgotten when it is complete.
-    is_aside: bool,
+    /// It is a push or an attribute: it is dropped when it is complete.
+    is_push: bool,
 }
 
-/// A text that is not complete.
+/// An incomplete string.
 struct Bulk {
     text: Vec<u8>,
     bytes: usize,
     is_error: bool,
 }
 
-/// What a line begins, or is.
+/// What a line is or begins.
 enum Begun {
     Value(Value),
     Body(u64),
@@ -97,7 +97,7 @@ impl Default for Reader {
             end: 0,
             scanned: 0,
             stack: Vec::new(),
-            held: 0,
+            stack_bytes: 0,
             bulk: None,
             body: None,
         }
@@ -105,7 +105,7 @@ impl Default for Reader {
 }
 
 impl Reader {
-    /// Where bytes that come are put; never empty after [`Reader::next`] gave None.
+    /// Memory for received bytes; never empty after [`Reader::next`] returned None.
     pub fn spare(&mut self) -> &mut [u8] {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -119,12 +119,12 @@ impl Reader {
         &mut self.buffer[self.end..]
     }
 
-    /// So many bytes were put there.
+    /// `bytes` bytes were put into [`Reader::spare`].
     pub fn filled(&mut self, bytes: usize) {
         self.end = (self.end + bytes).min(self.buffer.len());
     }
 
-    /// Whether nothing is half read, and nothing waits to be.
+    /// Whether nothing is buffered or incomplete.
     pub fn is_idle(&self) -> bool {
         self.start == self.end
             && self.stack.is_empty()
@@ -132,12 +132,12 @@ impl Reader {
             && self.body.is_none()
     }
 
-    /// Bytes of the object that have not been taken, nor read past this.
+    /// Bytes of the bulk string that were neither taken nor received past the reader.
     pub fn body_left(&self) -> u64 {
         self.body.unwrap_or(0)
     }
 
-    /// Bytes of the object that are here: at most `most`; they are taken by that.
+    /// Takes buffered bytes of the bulk string, at most `most`.
     pub fn take(&mut self, most: u64) -> &[u8] {
         let here = (self.end - self.start) as u64;
         let bytes = here.min(self.body_left()).min(most) as usize;
@@ -146,12 +146,12 @@ impl Reader {
         &self.buffer[self.start - bytes..self.start]
     }
 
-    /// So many bytes of the object went where they belong without being here.
+    /// `bytes` bytes of the bulk string were received past the reader.
     pub fn passed(&mut self, bytes: u64) {
         self.body = self.body.map(|left| left.saturating_sub(bytes));
     }
 
-    /// The next of what has come; None = more has to come, or an object to be taken.
+    /// The next element; None = more bytes are needed, or a bulk string must be taken.
     pub fn next(&mut self, want: Want) -> Result<Option<Reply>, Malformed> {
         loop {
             let value = if let Some(left) = self.body {
@@ -177,13 +177,13 @@ impl Reader {
                 }
             };
             if let Some(value) = self.fold(value) {
-                self.held = 0;
+                self.stack_bytes = 0;
                 return Ok(Some(Reply::Value(value)));
             }
         }
     }
 
-    /// Where the next line is, without its end.
+    /// The range of the next line, without its end.
     fn line(&mut self) -> Result<Option<(usize, usize)>, Malformed> {
         let here = &self.buffer[self.start..self.end];
         let Some(at) = here[self.scanned..].iter().position(|&byte| byte == b'\n') else {
@@ -203,7 +203,7 @@ impl Reader {
         Ok(Some((from, from + at - 1)))
     }
 
-    /// Takes the end of a bulk; false = it has not come.
+    /// Takes the end of a bulk string; false = it has not arrived.
     fn tail(&mut self) -> Result<bool, Malformed> {
         match &self.buffer[self.start..self.end] {
             [b'\r', b'\n', ..] => {
@@ -217,14 +217,14 @@ impl Reader {
 
     fn begin(&mut self, from: usize, to: usize, want: Want) -> Result<Begun, Malformed> {
         let (kind, text) = (self.buffer[from], &self.buffer[from + 1..to]);
-        let is_aside = matches!(kind, b'>' | b'|');
-        // What stands beside an answer has a limit of its own.
+        let is_push = matches!(kind, b'>' | b'|');
+        // Pushes have a limit of their own.
         let most = match want {
             Want::Value(most) => most.max(MAX_PUSH_BYTES),
             Want::Word | Want::Body(_) => MAX_PUSH_BYTES,
         };
-        self.held += VALUE_BYTES + text.len();
-        if self.held > most {
+        self.stack_bytes += VALUE_BYTES + text.len();
+        if self.stack_bytes > most {
             return Err(Malformed("more than was asked for"));
         }
         let is_word = !matches!(want, Want::Value(_)) && self.stack.is_empty();
@@ -239,7 +239,7 @@ impl Reader {
                 let bytes = length(text)?;
                 match want {
                     Want::Body(most) if kind == b'$' && self.stack.is_empty() => {
-                        self.held = 0;
+                        self.stack_bytes = 0;
                         return if bytes > most {
                             Err(Malformed("an object that is longer than was asked for"))
                         } else {
@@ -251,40 +251,40 @@ impl Reader {
                     }
                     _ => {}
                 }
-                if bytes > (most - self.held) as u64 {
+                if bytes > (most - self.stack_bytes) as u64 {
                     return Err(Malformed("more than was asked for"));
                 }
                 let bytes = bytes as usize;
-                self.held += bytes;
+                self.stack_bytes += bytes;
                 self.bulk = Some(Bulk { text: Vec::new(), bytes, is_error: kind == b'!' });
                 return Ok(Begun::More);
             }
             b'>' if !self.stack.is_empty() => return Err(Malformed("a push inside an answer")),
             b'*' | b'%' | b'~' | b'>' | b'|' => {
-                if is_word && !is_aside {
+                if is_word && !is_push {
                     return Err(Malformed("not what was asked for"));
                 }
                 let each = if matches!(kind, b'%' | b'|') { 2 } else { 1 };
-                return self.open(length(text)?.saturating_mul(each), is_aside);
+                return self.open(length(text)?.saturating_mul(each), is_push);
             }
             _ => return Err(Malformed("a line of no kind that is known")),
         };
         Ok(Begun::Value(value))
     }
 
-    fn open(&mut self, count: u64, is_aside: bool) -> Result<Begun, Malformed> {
+    fn open(&mut self, count: u64, is_push: bool) -> Result<Begun, Malformed> {
         if count > MAX_LIST as u64 || self.stack.len() >= MAX_DEPTH {
             return Err(Malformed("a list that is too long or too deep"));
         }
         if count > 0 {
-            self.stack.push(Level { values: Vec::new(), left: count as usize, is_aside });
+            self.stack.push(Level { values: Vec::new(), left: count as usize, is_push });
             return Ok(Begun::More);
         }
-        // One that is empty and aside leaves nothing behind.
-        Ok(if is_aside { Begun::More } else { Begun::Value(Value::List(Vec::new())) })
+        // An empty push or attribute leaves nothing behind.
+        Ok(if is_push { Begun::More } else { Begun::Value(Value::List(Vec::new())) })
     }
 
-    /// More of a text; the text, if that was all.
+    /// Continues a string; returns it when it is complete.
     fn rest_of_bulk(&mut self) -> Result<Option<Value>, Malformed> {
         let Some(bulk) = &mut self.bulk else { return Ok(None) };
         let bytes = (self.end - self.start).min(bulk.bytes - bulk.text.len());
@@ -297,7 +297,7 @@ impl Reader {
         Ok(bulk.map(|b| if b.is_error { Value::Error(b.text) } else { Value::Text(b.text) }))
     }
 
-    /// Puts a value where it belongs; the answer, if that completes one.
+    /// Adds a value to the innermost array; returns the reply that it completes.
     fn fold(&mut self, mut value: Value) -> Option<Value> {
         while let Some(level) = self.stack.last_mut() {
             level.values.push(value);
@@ -306,9 +306,9 @@ impl Reader {
                 return None;
             }
             let level = self.stack.pop()?;
-            if level.is_aside {
+            if level.is_push {
                 if self.stack.is_empty() {
-                    self.held = 0;
+                    self.stack_bytes = 0;
                 }
                 return None;
             }
@@ -319,7 +319,7 @@ impl Reader {
 }
 
 impl Value {
-    /// It as a text.
+    /// The value as a string.
     pub fn text(&self) -> Option<&[u8]> {
         match self {
             Value::Text(text) => Some(text),
@@ -327,7 +327,7 @@ impl Value {
         }
     }
 
-    /// Its values.
+    /// The value as an array.
     pub fn list(&self) -> Option<&[Value]> {
         match self {
             Value::List(values) => Some(values),
@@ -335,7 +335,7 @@ impl Value {
         }
     }
 
-    /// What stands under a key of a map.
+    /// The value of a key of a map.
     pub fn under(&self, key: &[u8]) -> Option<&Value> {
         let pairs = self.list()?.chunks_exact(2);
         pairs.into_iter().find(|pair| pair[0].text() == Some(key)).map(|pair| &pair[1])

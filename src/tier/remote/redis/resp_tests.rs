@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// All that is read when bytes come in steps; bodies as texts.
+/// All values, when bytes arrive in steps; bodies as strings.
 fn read(bytes: &[u8], want: Want, step: usize) -> Result<Vec<Value>, Malformed> {
     let (mut reader, mut replies, mut body) = (Reader::default(), Vec::new(), Vec::new());
     let mut rest = bytes;
@@ -95,7 +95,7 @@ fn objects_are_left_to_whoever_asked() {
     assert_eq!(all(said, Want::Body(4)).unwrap(), want);
     assert!(all(said, Want::Body(3)).is_err());
     assert!(all(b"$4\r\nabcdefgh\r\n", Want::Body(4)).is_err());
-    // What goes past the reader.
+    // Bytes that go past the reader.
     let mut reader = Reader::default();
     reader.spare()[..8].copy_from_slice(b"$9\r\nabc\r");
     reader.filled(7);
@@ -147,14 +147,14 @@ fn limits_hold() {
     for bad in ["$2\r\nab\r\n", "*1\r\n:1\r\n", "*0\r\n", "%0\r\n", "=2\r\nab\r\n"] {
         assert!(all(bad.as_bytes(), Want::Word).is_err(), "{bad:?}");
     }
-    // A list of as many small values as there may be, and one more than may be held.
+    // As many small values as an array may have: more than the byte limit allows.
     let many = format!("*{MAX_LIST}\r\n{}", ":1\r\n".repeat(MAX_LIST));
     assert!(read(many.as_bytes(), Want::Value(16 << 20), 9999).is_ok());
     assert!(read(many.as_bytes(), value, 9999).is_err());
     assert!(read(many.replace('*', ">").as_bytes(), Want::Word, 9999).is_err());
 }
 
-/// Something that a server may well say.
+/// A valid reply.
 fn said() -> impl Strategy<Value = Vec<u8>> {
     let word = "[a-zA-Z0-9 ]{0,20}";
     let leaf = prop_oneof![

@@ -1,4 +1,4 @@
-//! Which node of a cluster has what: 16,384 slots, and a hash of a key that chooses one.
+//! The slots of a cluster: a hash of the key selects one of 16,384 slots, and a node has each slot.
 
 use crate::base::sync::{Arc, Mutex};
 use crate::tier::remote::redis::resp::Value;
@@ -8,25 +8,25 @@ use crate::tier::remote::redis::url::Address;
 pub const SLOTS: usize = 16384;
 /// Most nodes of a cluster.
 pub const MAX_NODES: usize = 1024;
-/// Most bytes of what a node says of the slots.
+/// Longest reply to CLUSTER SLOTS.
 pub const MAX_REPLY_BYTES: usize = 16 << 20;
-/// Nobody asks again sooner.
+/// Least time between two requests for the slots.
 const REFRESH_NS: u64 = 100_000_000;
 const NOBODY: u16 = u16::MAX;
 
 const CRC: [u16; 256] = table();
 
-/// Who has which slot.
+/// The node of each slot.
 #[derive(Debug, PartialEq, Eq)]
 pub struct SlotMap {
-    /// All nodes, those that only follow another one, too.
+    /// All nodes, replicas included.
     pub nodes: Vec<Address>,
     of: Vec<u16>,
-    /// Who follows whom: those of a node that has slots, by its number.
+    /// The replicas of each master, by their indices.
     followers: Vec<Vec<u16>>,
 }
 
-/// What all lanes of a remote know of the slots.
+/// The slot map that all clients of a remote share.
 pub struct SlotCache(Mutex<Known>);
 
 struct Known {
@@ -36,7 +36,7 @@ struct Known {
 }
 
 impl SlotMap {
-    /// Reads what `CLUSTER SLOTS` gave; `here` is the node that said so. None = it means nothing.
+    /// Reads the reply of the node `here` to CLUSTER SLOTS; None = it is malformed.
     pub fn read(reply: &Value, here: &Address) -> Option<SlotMap> {
         let mut slots =
             SlotMap { nodes: Vec::new(), of: vec![NOBODY; SLOTS], followers: Vec::new() };
@@ -48,7 +48,7 @@ impl SlotMap {
             let mut master = None;
             for (rank, node) in nodes.iter().enumerate() {
                 let Some(node) = address(node, here) else {
-                    // One that is not known by an address has its slots for nobody.
+                    // Slots of a node without an address have no node.
                     continue;
                 };
                 let number = slots.node(node)?;
@@ -63,17 +63,17 @@ impl SlotMap {
         (!slots.nodes.is_empty()).then_some(slots)
     }
 
-    /// The number of the node that has a slot.
+    /// The index of the node that has a slot.
     pub fn node_of(&self, slot: usize) -> Option<usize> {
         self.of.get(slot).filter(|&&node| node != NOBODY).map(|&node| usize::from(node))
     }
 
-    /// The numbers of the nodes that follow one.
+    /// The indices of a node's replicas.
     pub fn followers_of(&self, node: usize) -> &[u16] {
         self.followers.get(node).map_or(&[], Vec::as_slice)
     }
 
-    /// Whether any node is known to follow another one.
+    /// Whether a replica is known.
     pub fn has_followers(&self) -> bool {
         self.followers.iter().any(|followers| !followers.is_empty())
     }
@@ -88,7 +88,7 @@ impl SlotMap {
     }
 
     fn node(&mut self, node: Address) -> Option<u16> {
-        // Nodes of runs that follow one another are mostly the same.
+        // Consecutive ranges mostly name the same nodes.
         if let Some(at) = self.nodes.iter().rposition(|known| *known == node) {
             return u16::try_from(at).ok();
         }
@@ -107,18 +107,18 @@ impl Default for SlotCache {
 }
 
 impl SlotCache {
-    /// What is known.
+    /// The latest slot map.
     pub fn get(&self) -> Option<Arc<SlotMap>> {
         self.0.lock().slots.clone()
     }
 
-    /// Something is not where the map says.
+    /// Records that a reply contradicted the map.
     pub fn doubt(&self) {
         self.0.lock().is_stale = true;
     }
 
-    /// Whether a lane is to ask: the map is doubted, or older than it may be, and nobody has asked
-    /// just now.
+    /// Whether the caller must request the slots: the map is doubted or older than `most_ns`, and
+    /// no client has asked just now.
     pub fn claim(&self, now_ns: u64, most_ns: u64) -> bool {
         let mut known = self.0.lock();
         let age_ns = now_ns.saturating_sub(known.asked_ns);
@@ -129,7 +129,7 @@ impl SlotCache {
         is_due
     }
 
-    /// Replaces what is known.
+    /// Replaces the slot map.
     pub fn put(&self, slots: Arc<SlotMap>) {
         let mut known = self.0.lock();
         known.slots = Some(slots);
@@ -137,8 +137,8 @@ impl SlotCache {
     }
 }
 
-/// The slot of a key: of what stands between its first `{` and the next `}`, if that is something;
-/// else of all of it.
+/// The slot of a key: the hash of the text between its first `{` and the next `}` unless that is
+/// empty, else of the whole key.
 pub fn slot_of(key: &[u8]) -> usize {
     let tag = key.iter().position(|&byte| byte == b'{').and_then(|open| {
         let rest = &key[open + 1..];
@@ -157,7 +157,7 @@ fn address(node: &Value, here: &Address) -> Option<Address> {
     Address::of_node(format!("{host}:{port}").as_bytes(), here)
 }
 
-/// CRC16 with polynomial 0x1021, from 0: what clusters use.
+/// CRC16, polynomial 0x1021, initial value 0.
 fn crc(bytes: &[u8]) -> u16 {
     bytes.iter().fold(0, |crc, &byte| crc << 8 ^ CRC[usize::from((crc >> 8) as u8 ^ byte)])
 }
@@ -192,7 +192,7 @@ mod tests {
     #[test]
     fn keys_have_the_slots_that_servers_give_them() {
         assert_eq!(crc(b"123456789"), 0x31c3);
-        // As `CLUSTER KEYSLOT` says.
+        // As `CLUSTER KEYSLOT` reports.
         for (key, slot) in [("foo", 12182), ("", 0), ("{foo}bar", 12182), ("a{foo}{b}", 12182)] {
             assert_eq!(slot_of(key.as_bytes()), slot, "{key}");
         }
@@ -243,7 +243,7 @@ mod tests {
         let slots = SlotMap { nodes: Vec::new(), of: Vec::new(), followers: Vec::new() };
         map.put(Arc::new(slots));
         assert!(map.get().is_some() && !claim(REFRESH_NS * 9));
-        // One that ages.
+        // A map that ages.
         let claim = |now_ns| map.claim(now_ns, REFRESH_NS * 5);
         assert!(!claim(REFRESH_NS * 7 - 1) && claim(REFRESH_NS * 7) && !claim(REFRESH_NS * 7));
     }

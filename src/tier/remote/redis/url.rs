@@ -1,4 +1,4 @@
-//! Where a server is: `redis://[user@]host[:port][,host[:port]...][/db]`, `rediss://` with TLS.
+//! URLs of servers: `redis://[user@]host[:port][,host[:port]...][/db]`, `rediss://` with TLS.
 
 use crate::base::status::Result;
 use crate::base::sync::Arc;
@@ -11,31 +11,31 @@ pub const MAX_SEEDS: usize = 8;
 const MAX_USER_BYTES: usize = 128;
 const MAX_DB: u32 = 65535;
 
-/// A node.
+/// Host and port of a node.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Address {
     /// A name, or an address without brackets.
     pub host: Arc<str>,
-    /// The port.
+    /// Port of the server.
     pub port: u16,
 }
 
-/// What a URL says.
+/// A parsed URL.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Url {
     /// With TLS.
     pub is_tls: bool,
-    /// Whom to connect as.
+    /// User name; None = the default user.
     pub user: Option<String>,
-    /// Nodes that are asked first; one, unless it is a cluster.
+    /// The hosts of the URL: one, or several nodes of a cluster.
     pub seeds: Vec<Address>,
-    /// The number of the database.
+    /// Number of the database.
     pub db: u32,
 }
 
 impl Address {
-    /// An address as nodes of a cluster write it: the last colon stands before the port. No host
-    /// is that of the node which writes it. None = it is no address.
+    /// An address as cluster nodes write it: the last colon precedes the port. A missing host is
+    /// the host of the node that wrote it. None = it is no address.
     pub fn of_node(text: &[u8], here: &Address) -> Option<Address> {
         let text = std::str::from_utf8(text).ok()?;
         let (host, port) = text.rsplit_once(':')?;
@@ -56,8 +56,7 @@ impl std::fmt::Display for Address {
 }
 
 impl Url {
-    /// Reads a URL. What is wrong is said without repeating the part before an `@`, which may be
-    /// a password that somebody put there.
+    /// Parses a URL. Error messages do not repeat the part before an `@`, which may be a password.
     pub fn parse(text: &str) -> Result<Url> {
         let (is_tls, rest) = match text.split_once("://") {
             Some(("redis", rest)) => (false, rest),
@@ -87,7 +86,7 @@ impl Url {
     }
 }
 
-/// Reads the name of a user.
+/// Checks the name of a user.
 pub fn user_of(text: &str) -> Result<String> {
     if text.contains(':') {
         fail!(

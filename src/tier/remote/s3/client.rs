@@ -1,5 +1,5 @@
-//! A thread's way to a bucket: a few connections, each with one request at a time, until every
-//! item of a batch has its result, or the deadline has come.
+//! A client of a bucket. It has a few connections with one request each, until every item of a
+//! batch has its result or the deadline has passed.
 
 use std::collections::VecDeque;
 
@@ -20,68 +20,67 @@ use crate::tier::remote::s3::url::Endpoint;
 use crate::tier::remote::s3::{MAX_BYTES, Shared, probe};
 use crate::tier::remote::{Client, Gets, Puts, Queries, RemoteError, Server};
 
-/// How often an item that may go well a moment later is tried retry.
+/// Most repetitions of an item that failed for a passing reason.
 const RETRIES: u8 = 2;
-/// What is waited before that: at least, and at most before each.
+/// Least pause before a repetition, and the upper bound of each pause.
 const PAUSE_NS: u64 = 50_000_000;
 const MOST_NS: [u64; RETRIES as usize] = [400_000_000, 2_000_000_000];
-/// How long a look at connections may take that is no wait.
+/// Time for a check of idle connections while another one can proceed.
 const GLANCE_NS: u64 = 20_000;
 
-/// A way to a bucket.
+/// A client of a bucket.
 pub struct S3Client {
     shared: Arc<Shared>,
     signer: Option<Signer>,
     addresses: Addresses,
     backoff: Backoff,
     pool: Vec<PooledConnection>,
-    /// The server asked for a pause until then.
+    /// End of the pause that the server asked for.
     not_before_ns: u64,
     random: Random,
-    /// What became of the last request that came to nothing.
+    /// Reason of the last failure, for people.
     last_error: String,
     watch: Watch,
     pieces: Pieces,
     batch: Batch,
 }
 
-/// A connection, and the item that it is used for.
+/// A connection, and the item that uses it.
 struct PooledConnection {
     connection: Connection,
     task: Option<Task>,
 }
 
-/// An item that has no result.
+/// An item without a result.
 #[derive(Clone, Copy, Debug, Default)]
 struct Task {
     item: usize,
     step: Step,
-    /// It was sent to a server that does not know how to store what is new only.
+    /// The server cannot store conditionally; see `Shared::is_unconditional`.
     is_unconditional: bool,
-    /// How often it was tried retry.
+    /// Repetitions so far.
     tries: u8,
-    /// It was sent on a connection that had ended.
+    /// It was sent before, on a connection that the server had closed.
     is_resent: bool,
     not_before_ns: u64,
 }
 
-/// A batch that is under way.
+/// The batch under way.
 #[derive(Default)]
 struct Batch {
     deadline_ns: u64,
     queue: VecDeque<Task>,
-    /// Items that are sent retry at a time.
+    /// Items that are sent again later.
     delayed: Vec<Task>,
 }
 
-// SAFETY: the pieces are filled and used within a call; between calls they are memory that
-// nobody looks at.
+// SAFETY: the pieces are filled and used within one call; between calls no one reads them.
 unsafe impl Send for S3Client {}
 
 impl S3Client {
-    /// One without connections.
+    /// A client without connections.
     pub fn new(shared: Arc<Shared>) -> S3Client {
-        // Lanes that wait equally long come retry together.
+        // A random pause keeps clients from coming back at the same time.
         let seed = random_bytes().map_or(0, u64::from_le_bytes);
         S3Client {
             signer: shared.settings.signer(),
@@ -132,7 +131,7 @@ impl S3Client {
             || self.pool.iter().any(|pooled| pooled.task.is_some())
     }
 
-    /// Items whose time has come are sent retry.
+    /// Queues items again whose pause is over.
     fn release(&mut self, now: u64) {
         let queue = &mut self.batch.queue;
         self.batch.delayed.retain(|task| {
@@ -143,7 +142,7 @@ impl S3Client {
         });
     }
 
-    /// Gives items to connections, as many as there are, or can be.
+    /// Assigns queued items to idle or new connections.
     fn start(&mut self, operation: &mut Operation, now: u64) {
         if self.not_before_ns >= self.batch.deadline_ns {
             return self.give_up(operation, RemoteError::Busy);
@@ -158,7 +157,7 @@ impl S3Client {
         }
     }
 
-    /// A connection that waits for a request.
+    /// An idle connection that can be used.
     fn idle(&mut self) -> Option<usize> {
         while let Some(number) = self.pool.iter().position(|pooled| pooled.task.is_none()) {
             if self.pool[number].connection.is_fit(&mut self.pieces) {
@@ -169,9 +168,9 @@ impl S3Client {
         None
     }
 
-    /// Begins another connection; None = there is no room for one, or it cannot be made.
+    /// Begins another connection; None = the limit is reached, or connecting is not possible now.
     fn connect(&mut self, operation: &mut Operation, now: u64) -> Option<usize> {
-        // A server that nobody could connect to is tried by one.
+        // After a failure only one connection is tried.
         let most = if self.backoff.is_well() { self.shared.settings.connections } else { 1 };
         if self.pool.len() >= most {
             return None;
@@ -233,7 +232,7 @@ impl S3Client {
         self.go_on(number, operation);
     }
 
-    /// Waits until something can go on, or a time has come.
+    /// Waits until a connection is ready or a time has come.
     fn wait(&mut self, now: u64) {
         let batch = &self.batch;
         let mut until =
@@ -250,14 +249,14 @@ impl S3Client {
         }
         let is_pausing = self.not_before_ns <= now && !batch.queue.is_empty();
         if is_pausing && self.pool.iter().all(|pooled| pooled.task.is_none()) {
-            // Nobody is connected to, and may not be for a moment.
+            // There is no connection, and a pause is under way.
             until = until.min(self.backoff.open_from(now, batch.deadline_ns).unwrap_or(now));
         }
         if self.pool.iter().any(|pooled| pooled.task.is_some() && pooled.connection.can_go_on()) {
-            // The others are only looked at.
+            // One connection can proceed: the others are only polled.
             until = self.shared.clock.now_ns().saturating_add(GLANCE_NS);
         }
-        // It is late when a time has come: whoever waits looks at the clock retry.
+        // An error means that a time has come: the caller reads the clock again.
         if self.watch.wait(&self.shared.clock, until).is_ok() {
             let busy = self.pool.iter_mut().filter(|pooled| pooled.task.is_some());
             busy.enumerate()
@@ -265,7 +264,7 @@ impl S3Client {
         }
     }
 
-    /// Lets all connections go on that have something to do.
+    /// Lets all busy connections proceed.
     fn serve(&mut self, operation: &mut Operation) {
         let now = self.shared.clock.now_ns();
         for number in (0..self.pool.len()).rev() {
@@ -308,7 +307,7 @@ impl S3Client {
         }
     }
 
-    /// A reply has come for an item.
+    /// Handles the reply for an item.
     fn came(&mut self, task: Task, operation: &mut Operation, reply: &Reply) {
         let meaning = match operation.complete(task.item, task.step, task.is_unconditional, reply) {
             Outcome::Done => return,
@@ -332,7 +331,8 @@ impl S3Client {
         }
     }
 
-    /// Tries an item retry a moment later, if that is worth while; when that is, or would be.
+    /// Queues an item for a repetition if the deadline allows one; returns the time of the
+    /// repetition.
     fn retry(&mut self, task: Task, operation: &mut Operation, error: RemoteError) -> u64 {
         let most = MOST_NS[usize::from(task.tries.min(RETRIES - 1))];
         let pause = PAUSE_NS + self.random.below(most - PAUSE_NS);
@@ -346,7 +346,7 @@ impl S3Client {
         not_before_ns
     }
 
-    /// A connection is of no use any more.
+    /// Gives up a connection.
     fn drop_connection(&mut self, number: usize, operation: &mut Operation, fault: Fault) {
         let pooled = self.pool.swap_remove(number);
         let Some(task) = pooled.task else { return };
@@ -366,13 +366,13 @@ impl S3Client {
         }
     }
 
-    /// What is not under way comes to nothing.
+    /// Fails all queued items.
     fn give_up(&mut self, operation: &mut Operation, error: RemoteError) {
         self.batch.queue.drain(..).for_each(|task| operation.fail(task.item, error));
     }
 
-    /// What is left when the deadline has come, has come to nothing; a connection on which a reply
-    /// may still come is of no use for another batch.
+    /// Fails all items that are left at the deadline. A connection that may still deliver a reply
+    /// cannot serve another batch.
     fn expire(&mut self, operation: &mut Operation) {
         let batch = std::mem::take(&mut self.batch);
         let mut is_late = false;
@@ -392,7 +392,7 @@ impl S3Client {
         }
     }
 
-    /// Asks the bucket itself for something.
+    /// Sends a request about the bucket itself.
     fn bucket(&mut self, method: &'static str, query: String, deadline_ns: u64) -> Result<Reply> {
         let mut bucket = BucketRequest { method, query, result: Err(RemoteError::Busy) };
         self.last_error.clear();
@@ -404,7 +404,7 @@ impl S3Client {
                 words => words.to_string(),
             };
             let status = match error {
-                // It answered, and is not who it should be: waiting does not help.
+                // The server replied: waiting does not help.
                 RemoteError::Untrusted => Status::Invalid,
                 error => error.status(),
             };
@@ -417,8 +417,7 @@ impl Client for S3Client {
     fn greet(&mut self, deadline_ns: u64) -> Result<Server> {
         let mut reply = self.bucket("HEAD", String::new(), deadline_ns)?;
         if reply.head.status != 200 {
-            // It may be forbidden to look at all of the bucket; and replies to HEAD say nothing of
-            // why.
+            // Listing the whole bucket may be forbidden, and a reply to HEAD has no reason.
             let query = probe::query(&self.shared.settings);
             reply = self.bucket("GET", query, deadline_ns)?;
         }

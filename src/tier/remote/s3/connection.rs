@@ -1,7 +1,7 @@
-//! A connection to a server: one request out, one reply in, then the next. Nothing here waits.
+//! A connection to a server: one request, one reply, then the next request. Nothing here blocks.
 //!
-//! Bytes of objects go from and to the memory of their parts. A reply is taken while its request
-//! is still being sent: a server that refuses an object need not hear all of it.
+//! Bytes of objects move between the socket and the memory of their parts. A reply is received
+//! while its request is still being sent: a server that rejects an object need not read all of it.
 
 use std::net::SocketAddr;
 
@@ -15,67 +15,66 @@ use crate::tier::remote::secret::wipe;
 use crate::tier::remote::transport::{TURNS, Transport};
 use crate::tier::remote::{Part, RemoteError};
 
-/// Most replies that only say that another one follows.
+/// Most interim replies (1xx) before a reply.
 const MAX_INTERIM: u32 = 8;
 
-/// What goes out after a request's head, and what may come.
+/// The body of a request, and the destination of the reply's body.
 #[derive(Clone, Copy)]
 pub struct Transfer<'a> {
-    /// The object that is sent.
+    /// Parts of the object to send.
     pub source: &'a [Part],
-    /// Where an object goes that comes.
+    /// Parts that an object is received into.
     pub sink: &'a [Part],
-    /// What comes.
+    /// The expected body.
     pub want: Want,
 }
 
-/// What comes after a reply's head.
+/// The expected body of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
-    /// Nothing, whatever the head says.
+    /// None, whatever the head says.
     Head,
-    /// A few words.
+    /// A short text.
     Words,
-    /// An object from a byte on, as much as there is room for.
+    /// An object from byte `offset` on, at most `room` bytes.
     Object { offset: u64, room: u64 },
 }
 
 /// A reply.
 #[derive(Clone, Debug)]
 pub struct Reply {
-    /// What stands before its body.
     pub head: Head,
-    /// Bytes of the object, where they belong.
+    /// Bytes of the object that were received into its parts.
     pub bytes: u64,
-    /// What was said instead of an object.
+    /// The body, where it is no object.
     pub text: Vec<u8>,
 }
 
-/// A connection.
+/// A connection to a server.
 pub struct Connection {
     /// The connection below the protocol.
     pub transport: Transport,
     out: Vec<u8>,
-    /// Bytes that went of the head and what follows it, and how many there are.
+    /// Bytes of the head and the body that were sent, and the total.
     sent: u64,
     to_send: u64,
-    /// The other side takes no more.
+    /// The server accepts no more bytes.
     is_write_closed: bool,
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
     incoming: Option<Incoming>,
     interims: u32,
-    /// It had a reply before.
+    /// It has had a reply, and can be used again.
     is_kept: bool,
     has_heard: bool,
 }
 
-/// A reply that is coming.
+/// A reply that is being received.
 struct Incoming {
     reply: Reply,
     left: Left,
-    /// How long the object is that comes.
+    /// Length of the object that is being received.
     object: Option<u64>,
 }
 
@@ -86,8 +85,8 @@ enum Left {
 }
 
 impl Connection {
-    /// Begins one, that must be made at a time; with TLS, if it is told whom to trust and whom to
-    /// expect.
+    /// Begins to connect; the connection must be open at `ready_by_ns`. `tls`: the accepted
+    /// certificates, and the expected host.
     pub fn begin(
         to: &SocketAddr,
         tls: Option<(&Trust, &str)>,
@@ -109,8 +108,8 @@ impl Connection {
         })
     }
 
-    /// Whether another request can be sent on it: not if it has ended meanwhile, or says what
-    /// nobody asked for.
+    /// Whether another request can be sent: not if the server has closed the connection or sent an
+    /// unrequested reply.
     pub fn is_fit(&mut self, pieces: &mut Pieces) -> bool {
         pieces.clear();
         pieces.push(self.buffer.as_mut_ptr(), self.buffer.len());
@@ -119,14 +118,14 @@ impl Connection {
             && matches!(unsafe { self.transport.receive(pieces) }, Ok(None | Some(0)))
     }
 
-    /// Where the head of the next request is written to; [`Connection::ask`] sends it.
+    /// The buffer for the head of the next request; [`Connection::ask`] sends it.
     pub fn head(&mut self) -> &mut Vec<u8> {
         wipe(&mut self.out);
         self.out.clear();
         &mut self.out
     }
 
-    /// Begins to send the request whose head was written.
+    /// Begins to send the request whose head was written, with the body of `transfer`.
     pub fn ask(&mut self, transfer: &Transfer) {
         let body: u64 = transfer.source.iter().map(|part| part.bytes).sum();
         (self.sent, self.to_send) = (0, self.out.len() as u64 + body);
@@ -135,12 +134,12 @@ impl Connection {
         self.transport.can_write = self.transport.is_open();
     }
 
-    /// Adds it to what is waited for.
+    /// Adds the connection to `watch`.
     pub fn watch(&self, watch: &mut Watch) {
         self.transport.watch(watch, true, self.has_to_send());
     }
 
-    /// Whether something can be done without a wait, as far as is known.
+    /// Whether it can proceed without a wait, as far as is known.
     pub fn can_go_on(&self) -> bool {
         let has_to_send = self.has_to_send() || self.transport.owes();
         let can_send = self.transport.can_write && has_to_send && !self.is_write_closed;
@@ -151,8 +150,8 @@ impl Connection {
         self.sent < self.to_send && !self.is_write_closed
     }
 
-    /// Sends and takes what can be now; the reply, when all of it is here. After a reply, or a
-    /// fault, [`Connection::is_kept`] says whether it can be used again.
+    /// Sends and receives what it can; returns the complete reply. After a reply or a fault,
+    /// [`Connection::is_kept`] says whether the connection can be used again.
     pub fn exchange(
         &mut self,
         transfer: &Transfer,
@@ -167,7 +166,7 @@ impl Connection {
             ..fault
         })?;
         let Some(incoming) = reply else { return Ok(None) };
-        // Whatever follows would be taken for the next reply.
+        // Further bytes would be taken for the next reply.
         self.is_kept = incoming.reply.head.keeps
             && incoming.has_ended()
             && self.sent == self.to_send
@@ -178,7 +177,7 @@ impl Connection {
         Ok(Some(incoming.reply))
     }
 
-    /// Whether it can be used again after a reply.
+    /// Whether the connection can be used again after a reply.
     pub fn is_kept(&self) -> bool {
         self.is_kept
     }
@@ -198,11 +197,11 @@ impl Connection {
             }
             skip = skip.saturating_sub(head);
             add_pieces(source, skip, u64::MAX, pieces);
-            // SAFETY: the head is the connection's own; the parts are valid, as whoever began the
-            // batch promises.
+            // SAFETY: the head is the connection's own; the parts are valid, as the caller of the
+            // batch guarantees.
             match unsafe { self.transport.send(pieces) } {
                 Ok(bytes) => self.sent += bytes.unwrap_or(0) as u64,
-                // It may have said why.
+                // A reply with the reason may have arrived.
                 Err(_) => (self.is_write_closed, self.transport.can_read) = (true, true),
             }
         }
@@ -232,8 +231,8 @@ impl Connection {
                 let spare = &mut self.buffer[self.end..];
                 pieces.push(spare.as_mut_ptr(), spare.len());
             }
-            // SAFETY: the parts are valid and nobody else's, as whoever began the batch promises;
-            // the buffer is the connection's own.
+            // SAFETY: the parts are valid and unused by others, as the caller of the batch
+            // guarantees; the buffer is the connection's own.
             let count = match unsafe { self.transport.receive(pieces) } {
                 Ok(Some(count)) => count,
                 Ok(None) => break,
@@ -256,7 +255,7 @@ impl Connection {
         Ok(None)
     }
 
-    /// The other side has ended it: that ends a body, too, if nothing else does.
+    /// The server closed the connection: that ends a body without a length.
     fn ended(&mut self) -> Result<Option<Incoming>, Fault> {
         match self.incoming.take() {
             Some(incoming) if matches!(incoming.left, Left::End) => {
@@ -269,7 +268,7 @@ impl Connection {
         }
     }
 
-    /// Reads what is here; whether that is all of a reply.
+    /// Decodes what has arrived; whether the reply is complete.
     fn read(&mut self, transfer: &Transfer) -> Result<bool, Fault> {
         while self.incoming.is_none() {
             let Some((head, bytes)) = Head::read(&self.buffer[self.start..self.end])? else {
@@ -314,7 +313,7 @@ impl Incoming {
         Ok(Incoming { reply: Reply { head, bytes: 0, text: Vec::new() }, left, object })
     }
 
-    /// Whether no more of it is wanted: of what is said, nobody reads all.
+    /// Whether no more of it is needed: an error text is read up to a limit.
     fn is_whole(&self) -> bool {
         self.has_ended() || (self.object.is_none() && self.reply.text.len() >= xml::MAX_BYTES)
     }
@@ -327,7 +326,7 @@ impl Incoming {
         }
     }
 
-    /// Takes what is here of a body; how many bytes of it.
+    /// Takes bytes of the body; returns how many.
     fn take(&mut self, bytes: &[u8], transfer: &Transfer) -> Result<usize, Fault> {
         let Incoming { reply, left, object } = self;
         let mut add = |piece: &[u8]| match object {
@@ -340,7 +339,7 @@ impl Incoming {
                 Err(Malformed("more than was asked for"))
             }
             Some(_) => {
-                // SAFETY: as whoever began the batch promises.
+                // SAFETY: as the caller of the batch guarantees.
                 unsafe { copy_to_parts(transfer.sink, reply.bytes, piece) };
                 reply.bytes += piece.len() as u64;
                 Ok(())
@@ -365,7 +364,7 @@ impl Incoming {
     }
 }
 
-/// How many bytes of an object come, by what the head says: none that were not asked for.
+/// Length of the object in the reply, by its head; fails if it is not the part that was requested.
 fn object_bytes(head: &Head, offset: u64, room: u64) -> Result<u64, Malformed> {
     if head.is_coded {
         return Err(Malformed("an object that is coded"));
@@ -381,7 +380,7 @@ fn object_bytes(head: &Head, offset: u64, room: u64) -> Result<u64, Malformed> {
             }
             _ => return Err(Malformed("another part of the object")),
         },
-        // All of it, although a part was asked for.
+        // The whole object, although a part was requested.
         (200, _) if offset == 0 => head.length,
         _ => return Err(Malformed("another part of the object")),
     };

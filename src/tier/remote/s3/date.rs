@@ -1,10 +1,10 @@
-//! Times as requests and replies write them: seconds since 1970, without a time zone.
+//! Dates of requests and replies, in seconds since 1970, UTC.
 
 const DAY_S: u64 = 86400;
 const MONTHS: [&str; 12] =
     ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
 
-/// A time as requests carry it: `20130524T000000Z`. The first 8 bytes are the day.
+/// The date of a request: `20130524T000000Z`. The first 8 bytes are the day.
 pub fn stamp(wall_s: u64) -> String {
     let (year, month, day) = day_of(wall_s / DAY_S);
     let second = wall_s % DAY_S;
@@ -12,7 +12,7 @@ pub fn stamp(wall_s: u64) -> String {
     format!("{year:04}{month:02}{day:02}T{h:02}{m:02}{s:02}Z")
 }
 
-/// A time as replies carry it: `Fri, 24 May 2013 00:00:00 GMT`. None = it is none.
+/// The date of a reply: `Fri, 24 May 2013 00:00:00 GMT`. None = it is no date.
 pub fn of_header(text: &str) -> Option<u64> {
     let rest = text.split_once(", ")?.1.strip_suffix(" GMT")?;
     let mut words = rest.split(' ');
@@ -22,7 +22,7 @@ pub fn of_header(text: &str) -> Option<u64> {
     let year = number(words.next()?, 4)?;
     let mut clock = words.next()?.split(':');
     let mut part = |most: u64| number(clock.next()?, 2).filter(|&n| n <= most);
-    // Sixty is a leap second.
+    // 60 is a leap second.
     let (h, m, s) = (part(23)?, part(59)?, part(60)?);
     if words.next().is_some() || clock.next().is_some() || year < 1970 || !(1..=31).contains(&day) {
         return None;
@@ -35,15 +35,15 @@ fn number(text: &str, digits: usize) -> Option<u64> {
     if is_number { text.parse().ok() } else { None }
 }
 
-/// Days from 1970 on to one of the Gregorian calendar; years begin in March, so that the day of
-/// leap years is their last.
+/// Days from 1970 to a Gregorian date. Years begin in March, so that a leap day is the last day of
+/// its year.
 fn days_to(year: u64, month: u64, day: u64) -> u64 {
     let year = if month <= 2 { year - 1 } else { year };
     let of_year = (153 * ((month + 9) % 12) + 2) / 5 + day - 1;
     year * 365 + year / 4 - year / 100 + year / 400 + of_year - 719_468
 }
 
-/// The other way round: year, month and day.
+/// The inverse: year, month and day.
 fn day_of(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
     let (era, of_era) = (days / 146_097, days % 146_097);

@@ -1,26 +1,26 @@
-//! What replies mean.
+//! Meaning of replies.
 
 use crate::tier::remote::RemoteError;
 use crate::tier::remote::s3::connection::Reply;
 use crate::tier::remote::s3::xml::ErrorBody;
 
-/// As much of a secret as may be looked for in a message that was cut.
+/// Bytes of a secret that are searched for in a message that may have been cut.
 const SEEN_OF_SECRETS: usize = 16;
 
-/// A trouble, and what is to be done about it.
+/// An error, and what is to be done about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Meaning {
-    /// It is what it is.
+    /// The item fails.
     Error(RemoteError),
-    /// It may go well a moment later.
+    /// The item may succeed a moment later.
     Retry(RemoteError),
-    /// As [`Meaning::Retry`]; and nothing else is asked for meanwhile.
+    /// As [`Meaning::Retry`]; nothing else is sent meanwhile either.
     SlowDown,
-    /// The server does not know a header.
+    /// The server does not support a header.
     NotImplemented,
 }
 
-/// What a reply means that says of something that it went wrong.
+/// The meaning of a reply that reports a failure.
 pub fn meaning(reply: &Reply) -> Meaning {
     use Meaning::{Error as Is, NotImplemented, Retry, SlowDown};
     let said = ErrorBody::read(&reply.text).unwrap_or_default();
@@ -67,9 +67,9 @@ pub fn meaning(reply: &Reply) -> Meaning {
     match reply.head.status {
         404 => Is(RemoteError::Absent),
         401 | 403 | 405 => Is(RemoteError::Denied),
-        // Somebody else has it, who is not to be shown our keys.
+        // Another server has the bucket; it must not see the keys.
         301 | 302 | 303 | 308 => Is(RemoteError::Denied),
-        // The bucket has moved a moment ago.
+        // The bucket moved a moment ago.
         307 => Is(RemoteError::Busy),
         400 | 501 if said.code.is_empty() => NotImplemented,
         413 => Is(RemoteError::TooLong),
@@ -82,8 +82,8 @@ pub fn meaning(reply: &Reply) -> Meaning {
     }
 }
 
-/// What there is to be told of a reply, in the server's words and ours. Words that have a secret
-/// in them, or the beginning of one where they were cut, are not shown.
+/// Message for a reply, with the server's text. A text that contains a secret, or the beginning of
+/// one, is left out.
 pub fn words(reply: &Reply, wall_s: u64, secrets: &[&[u8]]) -> String {
     let said = ErrorBody::read(&reply.text).unwrap_or_default();
     let mut words = format!("the server says {}", reply.head.status);
@@ -128,7 +128,7 @@ pub fn words(reply: &Reply, wall_s: u64, secrets: &[&[u8]]) -> String {
     words
 }
 
-/// How far the clock here is off.
+/// Difference between the local clock and the server's.
 pub fn skew_words(server_s: Option<u64>, wall_s: u64) -> String {
     match server_s {
         Some(server_s) if wall_s > server_s => {
@@ -209,7 +209,7 @@ mod tests {
         assert!(!of("400", body).contains("tok?"));
         let body = "<Error><Code>InvalidAccessKeyId</Code><Message>AKIDEXAMPLE?</Message></Error>";
         assert!(!of("403", body).contains("AKID"));
-        // One that is longer than what is kept of a message.
+        // A secret that is longer than the kept part of a message.
         let body = format!("<Error><Code>E</Code><Message>{}</Message></Error>", "x".repeat(1000));
         assert_eq!(of("400", &body), "the server says 400 E");
     }

@@ -1,63 +1,63 @@
-//! What servers say before an object, and how its bytes follow: as much of HTTP/1.1 as a client
-//! needs that asks for one thing at a time, with limits on everything.
+//! Heads and bodies of replies: the part of HTTP/1.1 that a client with one request at a time
+//! needs, with limits on all lengths.
 
 use crate::tier::remote::fault::Malformed;
 use crate::tier::remote::s3::date;
 use crate::tier::remote::s3::xml::shown;
 
-/// Most bytes before a body.
+/// Longest head.
 pub const MAX_HEAD_BYTES: usize = 16 << 10;
 const MAX_LINES: usize = 100;
-/// Most bytes of what may stand behind the length of a chunk, and behind the last chunk.
+/// Longest chunk extension, and longest trailer.
 const MAX_EXTENSION_BYTES: usize = 256;
 const MAX_TRAILER_BYTES: usize = 4096;
 const MAX_DIGITS: u32 = 12;
 
-/// How a body ends.
+/// How the end of a body is marked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Body {
-    /// After so many bytes.
+    /// By its length.
     Bytes(u64),
-    /// After a chunk of none.
+    /// By an empty chunk.
     Chunks,
-    /// With the connection.
+    /// By the end of the connection.
     End,
 }
 
-/// Which part of an object it is.
+/// `Content-Range`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// Its first byte, and how many.
+    /// The first byte, and the number of bytes.
     pub part: Option<(u64, u64)>,
-    /// How long the object is.
+    /// Length of the object.
     pub whole: Option<u64>,
 }
 
-/// What stands before a body.
+/// The status line and the headers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// What became of the request.
+    /// Status code.
     pub status: u16,
-    /// How the body ends.
+    /// How the end of the body is marked.
     pub body: Body,
-    /// How long the body is, or would be.
+    /// `Content-Length`, of a reply to HEAD, too.
     pub length: Option<u64>,
-    /// Which part of an object it is.
+    /// `Content-Range`.
     pub range: Option<Range>,
     /// The connection can be used again.
     pub keeps: bool,
-    /// It is coded, which nobody asked for.
+    /// The body has a content encoding that was not requested.
     pub is_coded: bool,
-    /// The time there, in seconds since 1970.
+    /// `Date`, in seconds since 1970.
     pub date_s: Option<u64>,
-    /// What the server calls itself.
+    /// `Server`.
     pub server: String,
-    /// Where the bucket is.
+    /// Region of the bucket.
     pub region: String,
 }
 
 impl Head {
-    /// Reads what stands before a body, and how long that is; none = not all of it is here.
+    /// Reads a head; returns it with its length. None = it is incomplete.
     pub fn read(bytes: &[u8]) -> Result<Option<(Head, usize)>, Malformed> {
         let Some(end) = end_of(bytes) else {
             let is_long = bytes.len() >= MAX_HEAD_BYTES;
@@ -91,8 +91,8 @@ impl Head {
             head.line(line, &mut is_chunked)?;
         }
         head.body = match (is_chunked, head.length) {
-            // Nobody knows where such a body ends: who reads it otherwise than the server wrote it
-            // takes a part of it for the next reply.
+            // The end of such a body is ambiguous. A client that disagrees with the server takes a
+            // part of it for the next reply.
             (true, Some(_)) => return Err(Malformed("a body with two lengths")),
             (true, None) => Body::Chunks,
             (false, Some(bytes)) => Body::Bytes(bytes),
@@ -130,7 +130,7 @@ impl Head {
         } else if is("connection") {
             self.keeps = (self.keeps || has(b"keep-alive")) && !has(b"close");
         } else if is("content-encoding") {
-            // `aws-chunked` is what a client said when it stored the object.
+            // `aws-chunked` is the encoding of the upload, not of the reply.
             self.is_coded = !value.is_empty() && !has(b"identity") && !has(b"aws-chunked");
         } else if is("date") {
             self.date_s = std::str::from_utf8(value).ok().and_then(date::of_header);
@@ -143,7 +143,7 @@ impl Head {
     }
 }
 
-/// Where the empty line ends.
+/// The end of the empty line.
 fn end_of(bytes: &[u8]) -> Option<usize> {
     let mut from = 0;
     while let Some(at) = bytes[from..].iter().position(|&byte| byte == b'\n') {
@@ -161,7 +161,7 @@ fn trimmed(line: &[u8]) -> &[u8] {
     line.strip_suffix(b"\r").unwrap_or(line)
 }
 
-/// The status, and whether connections are kept unless somebody says otherwise.
+/// The status, and whether the protocol version keeps connections by default.
 fn status_of(line: &[u8]) -> Option<(u16, bool)> {
     let rest = line.strip_prefix(b"HTTP/1.")?;
     let (minor, rest) = rest.split_first()?;
@@ -171,13 +171,13 @@ fn status_of(line: &[u8]) -> Option<(u16, bool)> {
     (matches!(minor, b'0' | b'1') && is_end).then_some((status as u16, *minor == b'1'))
 }
 
-/// A number of digits alone.
+/// A decimal number without a sign.
 fn number(text: &[u8]) -> Option<u64> {
     let is_number = !text.is_empty() && text.len() <= 18 && text.iter().all(u8::is_ascii_digit);
     is_number.then(|| text.iter().fold(0, |sum, digit| sum * 10 + u64::from(digit - b'0')))
 }
 
-/// `bytes 0-9/100`, `bytes */100`, and a `*` where the length is not known.
+/// Reads `bytes 0-9/100` or `bytes */100`; `*` after the slash = unknown length.
 fn range_of(value: &[u8]) -> Option<Range> {
     let text = value.strip_prefix(b"bytes ")?;
     let slash = text.iter().position(|&byte| byte == b'/')?;
@@ -192,15 +192,15 @@ fn range_of(value: &[u8]) -> Option<Range> {
     is_sound.then(|| Range { part: Some((first, last - first + 1)), whole })
 }
 
-/// Takes a body out of its chunks.
+/// Decodes a chunked body.
 #[derive(Debug, Default)]
 pub struct Chunks {
     state: State,
     left: u64,
     digits: u32,
-    /// Bytes of an extension, or of what follows the last chunk.
+    /// Bytes of the extension or of the trailer.
     extra: usize,
-    /// The line has nothing so far.
+    /// The trailer line is empty so far.
     is_empty: bool,
 }
 
@@ -218,12 +218,12 @@ enum State {
 }
 
 impl Chunks {
-    /// Whether all has come.
+    /// Whether the body is complete.
     pub fn is_done(&self) -> bool {
         self.state == State::Done
     }
 
-    /// Takes what has come; pieces of the body go to `to`. How many bytes were taken: all, unless
+    /// Decodes bytes; passes those of the body to `to`. Returns how many bytes it took: all, unless
     /// the body ends before.
     pub fn take(
         &mut self,

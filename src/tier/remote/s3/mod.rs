@@ -1,12 +1,12 @@
-//! Amazon S3, and what speaks as it does (MinIO, Ceph, SeaweedFS, Garage, ...): an object is an
-//! object of a bucket, under its name.
+//! Amazon S3 and compatible servers (MinIO, Ceph, SeaweedFS, Garage, ...): an object is an object
+//! of a bucket, under its name.
 //!
-//! A lane has a few connections, each with one request at a time: S3 has no pipelines. Objects go
-//! from and to the memory of their parts. The first writer of a name wins (`If-None-Match: *`).
-//! When objects go is the bucket's: its lifecycle rules.
+//! A client has a few connections with one request at a time each: S3 has no pipelining. Objects
+//! move between the socket and the memory of their parts. The first writer of a name wins
+//! (`If-None-Match: *`). The bucket's lifecycle rules remove objects.
 //!
-//! The client is our own (`http`, `connection`), since a reply is to be taken while a request is still
-//! being sent, into memory that is given, from several connections at once, and by one deadline.
+//! The HTTP client is our own (`http`, `connection`). It receives a reply while it sends the
+//! request, into given memory, from several connections at once, by one deadline.
 
 mod client;
 mod connection;
@@ -38,56 +38,56 @@ use crate::tier::remote::{Caps, Client, Remote};
 
 pub use crate::tier::remote::s3::url::Style;
 
-/// Most bytes of an object: a put takes 5 GiB at once, and a deadline far less.
+/// Longest object. A put may have 5 GiB, but far less before a deadline.
 const MAX_BYTES: u64 = 64 << 20;
-/// Bytes of an object that servers are quick with.
+/// Length of objects that servers handle fast.
 const PREFERRED_BYTES: u64 = 8 << 20;
-/// Memory of a connection, about: a request's head, and a reply's with what explains errors.
+/// Approximate memory of a connection: the head of a request, and a reply with its error text.
 const CONN_BYTES: u64 = 96 << 10;
-/// Most connections of a lane.
+/// Most connections of a client.
 pub const MAX_CONNECTIONS: u32 = 64;
 const MAX_KEY_BYTES: usize = 128;
 
-/// How to reach a bucket, and how to use it.
+/// Address of a bucket, and its use.
 #[derive(Clone, Debug)]
 pub struct S3Opts {
     /// `https://host[:port]` of the endpoint, without the bucket.
     pub url: String,
-    /// The bucket. It must be there.
+    /// The bucket; it must exist.
     pub bucket: String,
-    /// Where it is, as signatures say it: `us-east-1` where servers do not care.
+    /// Its region, for signatures; `us-east-1` for servers that ignore it.
     pub region: String,
-    /// Where its name stands.
+    /// Where URLs have the bucket.
     pub style: Style,
-    /// What stands before all names.
+    /// Prefix of all names.
     pub prefix: Prefix,
-    /// The identifier of the key that requests are signed with; none = they are not signed.
+    /// Access key id; None = requests are not signed.
     pub key: Option<Secret>,
-    /// The key.
+    /// Secret access key.
     pub secret: Option<Secret>,
-    /// What goes with keys that are good for some hours.
+    /// Session token of temporary keys.
     pub token: Option<Secret>,
-    /// Longest time until a connection is made.
+    /// Longest time until a connection is open.
     pub connect_ns: u64,
-    /// Most connections of a lane, 1 to [`MAX_CONNECTIONS`].
+    /// Most connections of a client, 1 to [`MAX_CONNECTIONS`].
     pub connections: u32,
-    /// Who is trusted to be the server, where the URL is `https://`.
+    /// Certificates and verification, for `https://`.
     pub tls: TlsOpts,
 }
 
 /// A bucket.
 pub struct S3(Arc<Shared>);
 
-/// What all lanes know.
+/// State that all clients share.
 struct Shared {
     settings: Settings,
     clock: Clock,
-    /// The server cannot store what is new only: this came up.
+    /// Whether the server has rejected a conditional put.
     is_unconditional: AtomicBool,
 }
 
 impl Shared {
-    /// What there is to be told of a reply.
+    /// Message for a reply, without secrets.
     fn words(&self, reply: &Reply) -> String {
         let Settings { key, token, .. } = &self.settings;
         let mut secrets: Vec<&[u8]> = token.iter().map(Secret::bytes).collect();
@@ -99,7 +99,7 @@ impl Shared {
 }
 
 impl S3 {
-    /// A bucket that nobody is connected to yet. SPEC, UNSUPPORTED, LIMIT = it cannot be as asked.
+    /// A remote without connections. SPEC, UNSUPPORTED, LIMIT = an option is not possible.
     pub fn open(opts: &S3Opts, clock: Clock) -> Result<S3> {
         let endpoint = Endpoint::new(&opts.url, &opts.bucket, opts.style)?;
         url::check_region(&opts.region)?;
@@ -139,7 +139,7 @@ impl S3 {
     }
 }
 
-/// A secret that goes into a header.
+/// Checks a secret that goes into a header.
 fn plain(secret: &Secret, what: &str) -> Result<String> {
     let bytes = secret.bytes();
     let most = if what == "access key" { MAX_KEY_BYTES } else { usize::MAX };

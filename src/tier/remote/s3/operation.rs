@@ -1,4 +1,4 @@
-//! What a lane has to do: a batch of one kind, its requests, and what replies mean for it.
+//! The requests of an operation, and the effect of their replies.
 
 use crate::tier::remote::batch;
 use crate::tier::remote::s3::connection::{Reply, Transfer, Want};
@@ -16,42 +16,39 @@ impl Control for &mut BucketRequest {
     }
 }
 
-/// A question about the bucket.
+/// A request about the bucket.
 pub struct BucketRequest {
-    /// How it is asked.
     pub method: &'static str,
-    /// What follows after a `?`.
+    /// Query of the URL.
     pub query: String,
-    /// What came.
     pub result: Result<Reply, RemoteError>,
 }
 
-/// How far an item that is stored has come.
+/// Progress of a put.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Step {
-    /// It goes only if there is none of that name; or, where the server does not know how to do
-    /// that, is looked for.
+    /// A conditional put; or a lookup, where the server has no conditional puts.
     #[default]
     First,
-    /// It was looked for, and is not there.
+    /// The lookup found nothing.
     Missing,
 }
 
-/// What became of an item.
+/// The effect of a reply on its item.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// It has its result.
     Done,
-    /// It is not there: it goes.
+    /// The object is absent: it is stored next.
     Missing,
-    /// The server does not know how to store what is new only.
+    /// The server has no conditional puts.
     NotImplemented,
-    /// What an error means.
+    /// An error reply.
     Error(Meaning),
 }
 
 impl Operation<'_> {
-    /// What is asked for an item; `is_unconditional` = the server cannot store what is new only.
+    /// The request of an item; `is_unconditional` = the server has no conditional puts.
     pub fn request(&self, item: usize, step: Step, is_unconditional: bool) -> Request<'_> {
         let of = |method, name| Request {
             method,
@@ -65,7 +62,7 @@ impl Operation<'_> {
             Operation::Get(gets) => {
                 let (get, room) = (&gets.items[item], gets.room_of(item));
                 match room {
-                    // No range is of no bytes.
+                    // There is no empty range.
                     0 => of("HEAD", &get.name),
                     _ => Request { range: Some((get.offset, room)), ..of("GET", &get.name) },
                 }
@@ -91,7 +88,7 @@ impl Operation<'_> {
         }
     }
 
-    /// What goes and comes with a request.
+    /// The bodies of a request and of its reply.
     pub fn transfer(&self, item: usize, request: &Request) -> Transfer<'_> {
         let (mut source, mut sink): (&[_], &[_]) = (&[], &[]);
         let mut want = if request.method == "HEAD" { Want::Head } else { Want::Words };
@@ -106,7 +103,7 @@ impl Operation<'_> {
         Transfer { source, sink, want }
     }
 
-    /// Notes what came for an item.
+    /// Records the reply of an item.
     pub fn complete(
         &mut self,
         item: usize,
@@ -126,7 +123,7 @@ impl Operation<'_> {
                     gets.items[item].result = Ok(reply.bytes);
                     return Outcome::Done;
                 }
-                // It ends before the first byte that was asked for.
+                // The object ends before the requested offset.
                 416 => {
                     gets.items[item].result = Ok(0);
                     return Outcome::Done;
@@ -135,8 +132,7 @@ impl Operation<'_> {
             },
             Operation::Put(puts) => {
                 let result = &mut puts.items[item].result;
-                // Some say in a body that it went wrong after they had begun to say that it went
-                // well.
+                // Some servers report a failure in the body of a reply with status 200.
                 let is_error = ErrorBody::read(&reply.text).is_some();
                 let is_look = is_unconditional && step == Step::First;
                 match (status, is_look, is_error) {
@@ -170,7 +166,7 @@ impl Operation<'_> {
 fn put_error(reply: &Reply, if_absent: bool) -> Outcome {
     match errors::meaning(reply) {
         Meaning::NotImplemented if if_absent => Outcome::NotImplemented,
-        // Of what is stored none can be missing: the bucket is.
+        // A put cannot miss its object: the bucket is missing.
         Meaning::Error(RemoteError::Absent) => {
             Outcome::Error(Meaning::Error(RemoteError::Unreachable))
         }

@@ -1,4 +1,4 @@
-//! What a server says of a bucket, and what there is to be said against it.
+//! Description of a bucket's server, and warnings about it.
 
 use crate::base::clock::wall_s;
 use crate::base::status::{Error, Result, Status};
@@ -9,11 +9,11 @@ use crate::tier::remote::s3::errors::{self, Meaning};
 use crate::tier::remote::s3::request::Settings;
 use crate::tier::remote::{Name, RemoteError, Server};
 
-/// From here on a clock that is off is worth a word; at 900 s requests are refused.
+/// Difference of the clocks that is worth a warning, in seconds; at 900 s requests are rejected.
 const SKEW_S: u64 = 300;
 
-/// A question for the objects under the prefix: what may be allowed where one for the whole
-/// bucket is not.
+/// Query that lists the objects under the prefix. It may be allowed where listing the bucket is
+/// not.
 pub fn query(settings: &Settings) -> String {
     let mut name = Vec::new();
     settings.prefix.write(&Name { tenant: 0, hash: [0; 20] }, &mut name);
@@ -21,13 +21,13 @@ pub fn query(settings: &Settings) -> String {
     format!("list-type=2&max-keys=1&prefix={}%2F", String::from_utf8_lossy(prefix))
 }
 
-/// What there is to be told after a reply.
+/// The description after a reply, or why the bucket cannot be used.
 pub fn server(shared: &Shared, reply: &Reply) -> Result<Server> {
     let settings = &shared.settings;
     let (authority, bucket) = (&settings.endpoint.authority, &settings.bucket);
     if reply.head.status != 200 {
         let said = shared.words(reply);
-        // It answered: waiting does not help where it has refused us.
+        // INVALID where the server rejected us: waiting does not help.
         let (status, words) = match errors::meaning(reply) {
             Meaning::Error(RemoteError::Absent | RemoteError::Unreachable) => {
                 (Status::Invalid, format!("there is no bucket '{bucket}': {said}"))

@@ -1,4 +1,4 @@
-//! Requests: what is said to a server before a body, and by whom.
+//! Heads of requests, signed where there is a key.
 
 use crate::io::tls::Trust;
 use crate::tier::remote::Name;
@@ -8,55 +8,53 @@ use crate::tier::remote::s3::sign::{self, Signed, Signer};
 use crate::tier::remote::s3::url::Endpoint;
 use crate::tier::remote::secret::Secret;
 
-/// What all lanes know: where objects are, and who asks.
+/// Checked options.
 pub struct Settings {
-    /// Where the server is, and the bucket.
+    /// The server and the bucket.
     pub endpoint: Endpoint,
-    /// Who is trusted to be the server, where it has TLS.
+    /// Accepted certificates; None = no TLS.
     pub trust: Option<Trust>,
-    /// Anybody is.
+    /// Certificates are not verified.
     pub is_insecure: bool,
-    /// The bucket.
     pub bucket: String,
-    /// Where it is, as signatures say it.
+    /// Its region, for signatures.
     pub region: String,
-    /// What stands before all names.
+    /// Prefix of all names.
     pub prefix: Prefix,
-    /// The identifier of a key, and the key; none = whoever.
+    /// Access key id and secret key; None = requests are not signed.
     pub key: Option<(String, Secret)>,
-    /// What goes with keys that are good for some hours.
+    /// Session token of temporary keys.
     pub token: Option<Secret>,
-    /// Longest time until a connection is made.
+    /// Longest time until a connection is open.
     pub connect_ns: u64,
-    /// Most connections of a lane.
+    /// Most connections of a client.
     pub connections: usize,
 }
 
 /// A request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request<'a> {
-    /// What is to be done.
     pub method: &'static str,
-    /// With what; none = with the bucket.
+    /// The object; None = the bucket.
     pub name: Option<&'a Name>,
-    /// What follows after a `?`, escaped and in order.
+    /// Query of the URL, escaped and sorted.
     pub query: &'a str,
-    /// The first byte and how many.
+    /// First byte, and number of bytes.
     pub range: Option<(u64, u64)>,
-    /// Only if there is none of that name.
+    /// `If-None-Match: *`.
     pub if_absent: bool,
-    /// How long the object is that follows.
+    /// Length of the body.
     pub length: Option<u64>,
 }
 
 impl Settings {
-    /// What signs for a lane.
+    /// A signer for one client.
     pub fn signer(&self) -> Option<Signer> {
         let (key, secret) = self.key.as_ref()?;
         Some(Signer::new(key, secret, &self.region))
     }
 
-    /// Writes what stands before a body.
+    /// Writes the head of a request.
     pub fn write(
         &self,
         request: &Request,
@@ -90,7 +88,7 @@ impl Settings {
         if let Some(signer) = signer {
             let stamp = date::stamp(wall_s);
             let payload = if length.is_some() { sign::UNSIGNED } else { sign::NO_BODY };
-            // A token that is no text is refused when a remote is opened.
+            // A token that is no text was rejected when the remote was opened.
             let token = self.token.as_ref().map(|token| std::str::from_utf8(token.bytes()));
             let token = token.and_then(|token| token.ok());
             let mut headers = vec![("host", self.endpoint.authority.as_str())];
@@ -116,7 +114,7 @@ impl Settings {
         if path.is_empty() {
             path.push(b'/');
         }
-        // Prefixes and buckets are plain text.
+        // Prefixes and bucket names are ASCII.
         String::from_utf8_lossy(&path).into_owned()
     }
 }

@@ -1,40 +1,39 @@
-//! Signatures of requests (AWS signature version 4): who asks, for what, and when. Bodies are not
-//! covered: what was stored is checked by whoever reads it.
+//! Signatures of requests (AWS signature version 4). Bodies are not covered: readers verify stored
+//! objects.
 
 use sha2::{Digest, Sha256};
 
 use crate::tier::remote::secret::{Secret, wipe};
 
 const BLOCK_BYTES: usize = 64;
-/// The hash of no body.
+/// The hash of an empty body.
 pub const NO_BODY: &str = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
-/// What stands for the hash of a body that is not covered.
+/// Stands for the hash of a body that is not covered.
 pub const UNSIGNED: &str = "UNSIGNED-PAYLOAD";
 
-/// A request, as far as it is signed.
+/// The signed parts of a request.
 pub struct Signed<'a> {
-    /// Its method.
     pub method: &'a str,
-    /// Its path, escaped.
+    /// Escaped.
     pub path: &'a str,
-    /// What follows after the `?`, escaped and in order.
+    /// Escaped and sorted.
     pub query: &'a str,
-    /// Names in small letters and what they say, in the order of names.
+    /// Names in lower case, with values, sorted by name.
     pub headers: &'a [(&'a str, &'a str)],
-    /// The hash of the body, or what stands for it.
+    /// The hash of the body, or its substitute.
     pub payload: &'a str,
 }
 
-/// Who asks.
+/// Signs with one key.
 pub struct Signer {
     key: String,
     secret: Secret,
     region: String,
-    /// What signs on a day: the same for all its requests.
+    /// The key of a day, and the day.
     daily: Option<(String, Key)>,
 }
 
-/// A key that is wiped when it is not needed any more.
+/// A key that is wiped when it is dropped.
 struct Key([u8; 32]);
 
 impl Drop for Key {
@@ -44,19 +43,19 @@ impl Drop for Key {
 }
 
 impl Signer {
-    /// By the identifier of a key, the key itself, and where it is good.
+    /// `key`: the access key id; `region`: where it is valid.
     pub fn new(key: &str, secret: &Secret, region: &str) -> Signer {
         let (key, region) = (key.to_string(), region.to_string());
         Signer { key, secret: secret.clone(), region, daily: None }
     }
 
-    /// What stands in `Authorization:`; `stamp` is what [`stamp`](super::date::stamp) gave, and in `x-amz-date`.
+    /// The value of `Authorization:`; `stamp` is the [`stamp`](super::date::stamp) in `x-amz-date`.
     pub fn authorization(&mut self, request: &Signed, stamp: &str) -> String {
         let day = &stamp[..8];
         let scope = format!("{day}/{}/s3/aws4_request", self.region);
         let names: Vec<&str> = request.headers.iter().map(|header| header.0).collect();
         let names = names.join(";");
-        // There may be a token in it.
+        // It may contain a token.
         let mut text = canonical(request, &names).into_bytes();
         let hash = hex(&Sha256::digest(&text));
         wipe(&mut text);
@@ -83,7 +82,7 @@ impl Signer {
     }
 }
 
-/// What is signed of a request, in the one way to write it.
+/// The canonical form of a request.
 fn canonical(request: &Signed, names: &str) -> String {
     let Signed { method, path, query, headers, payload } = request;
     let mut text = format!("{method}\n{path}\n{query}\n");
@@ -141,13 +140,13 @@ mod tests {
         let secret = Secret::new(b"wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY").unwrap();
         let mut signer = Signer::new("AKIAIOSFODNN7EXAMPLE", &secret, "us-east-1");
         let first = signer.authorization(request, &stamp(1_369_353_600));
-        // A key that was kept signs as one that was not; one of another day does not.
+        // A cached key signs as a fresh one; the key of another day does not.
         assert_ne!(signer.authorization(request, &stamp(1_369_353_600 + 86400)), first);
         assert_eq!(signer.authorization(request, &stamp(1_369_353_600)), first);
         first
     }
 
-    /// The examples of Amazon's description of signatures in headers.
+    /// The examples in Amazon's documentation of signatures in headers.
     #[test]
     fn signatures_are_as_published() {
         let request = Signed {

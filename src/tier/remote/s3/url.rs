@@ -1,37 +1,35 @@
-//! Where objects are: the URL of an endpoint, a bucket, and how the two are put together.
+//! The endpoint of a bucket: host, port, and path.
 
 use crate::base::status::Result;
 use crate::fail;
 use crate::tier::remote::url::host_and_port;
 
-/// Where a bucket's name stands.
+/// Where URLs have the bucket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Style {
-    /// `http://host/bucket/name`: any server takes it.
+    /// `http://host/bucket/name`: every server accepts it.
     #[default]
     Path,
-    /// `http://bucket.host/name`: Amazon wants it.
+    /// `http://bucket.host/name`: Amazon prefers it.
     Virtual,
 }
 
-/// Whom to connect to, and what all requests have in common.
+/// The server and the common part of all requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
-    /// The connection is encrypted.
+    /// Whether connections have TLS.
     pub is_tls: bool,
-    /// The machine, without brackets.
+    /// Without brackets.
     pub host: String,
-    /// Its port.
     pub port: u16,
-    /// What stands in `Host:`.
+    /// The value of `Host:`.
     pub authority: String,
-    /// The path of the bucket: names follow after a `/`.
+    /// Path of the bucket; names follow after a `/`.
     pub path: String,
 }
 
 impl Endpoint {
-    /// Reads a URL, `http[s]://host[:port]`. What is wrong is said without repeating what may be
-    /// a secret that somebody put there.
+    /// Parses `http[s]://host[:port]`. Error messages do not repeat a part that may be a secret.
     pub fn new(url: &str, bucket: &str, style: Style) -> Result<Endpoint> {
         check_bucket(bucket)?;
         let (is_tls, rest) = match url.split_once("://") {
@@ -78,7 +76,7 @@ impl Endpoint {
     }
 }
 
-/// What a bucket can be called, as Amazon has it; and with the `_` that other servers take.
+/// Checks the name of a bucket by Amazon's rules, with the `_` that other servers accept.
 fn check_bucket(bucket: &str) -> Result<()> {
     let is_plain =
         |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b".-_".contains(&byte);
@@ -99,7 +97,7 @@ fn check_bucket(bucket: &str) -> Result<()> {
     Ok(())
 }
 
-/// What a region can be called.
+/// Checks the name of a region.
 pub fn check_region(region: &str) -> Result<()> {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     if region.is_empty() || region.len() > 64 || !region.bytes().all(is_plain) {

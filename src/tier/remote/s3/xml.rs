@@ -1,25 +1,25 @@
-//! What servers say when something went wrong: a flat `<Error>` with a code and words.
+//! Error bodies: a flat `<Error>` with a code and a message.
 
-/// Most bytes of a reply that is read for what it says.
+/// Most bytes of a body that are searched for an error.
 pub const MAX_BYTES: usize = 64 << 10;
 const MAX_CODE_BYTES: usize = 64;
 const MAX_WORDS_BYTES: usize = 300;
 
-/// An error in a server's words.
+/// An error body.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ErrorBody {
-    /// Which one; empty = it does not say.
+    /// Empty = missing.
     pub code: String,
-    /// What people are told.
+    /// The message, for people.
     pub message: String,
-    /// Where the bucket is.
+    /// Region of the bucket.
     pub region: String,
-    /// Whom to ask instead.
+    /// The endpoint that has the bucket.
     pub endpoint: String,
 }
 
 impl ErrorBody {
-    /// Reads a reply; none = it is no error.
+    /// Reads a body; None = it is no error.
     pub fn read(body: &[u8]) -> Option<ErrorBody> {
         let body = &body[..body.len().min(MAX_BYTES)];
         let inside = root(body, b"Error")?;
@@ -38,7 +38,7 @@ impl ErrorBody {
     }
 }
 
-/// Text from outside as it may be shown: no control characters, and not much of it.
+/// Text of a server for people: short, without control characters.
 pub fn shown(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(&text[..text.len().min(4 * MAX_WORDS_BYTES)]);
     let mut out = String::new();
@@ -55,7 +55,7 @@ pub fn shown(text: &[u8]) -> String {
     out.replace("&amp;", "&")
 }
 
-/// What is in the first element, if that is its name.
+/// The content of the first element, if it has that name.
 fn root<'a>(mut body: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
     body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body).trim_ascii_start();
     while let Some(rest) = body.strip_prefix(b"<?") {

@@ -1,5 +1,5 @@
-//! A lane of a remote whose objects are sealed: they go and come by way of memory of its own, a
-//! batch in turns of so many bytes.
+//! A client of a remote with encrypted objects. Objects pass through a staging buffer of its own, a
+//! batch in several rounds.
 
 use std::ops::Range;
 
@@ -11,49 +11,49 @@ use crate::tier::remote::seal::{
 };
 use crate::tier::remote::{Client, Gets, Part, Puts, Queries, RemoteError, Server};
 
-/// Most bytes of a turn; an object that is longer has one for itself.
-pub(super) const TURN_BYTES: u64 = 16 << 20;
+/// Most bytes of a round; a longer object has a round for itself.
+pub(super) const ROUND_BYTES: u64 = 16 << 20;
 
-/// A lane.
+/// A client that encrypts and decrypts.
 pub struct SealedClient {
     inner: Box<dyn Client>,
     sealer: Arc<Sealer>,
     /// Most plain bytes of an object.
-    most: u64,
-    /// Sealed objects of a turn, one after the other.
+    max_bytes: u64,
+    /// The encrypted objects of a round, one after the other.
     staging: Vec<u8>,
 }
 
-/// An object of a turn: which of the batch, and where it is in the staging.
-struct Staged {
+/// An object of a round: its index in the batch, and its range of the staging buffer.
+struct StagedObject {
     item: usize,
     at: Range<usize>,
 }
 
 impl SealedClient {
-    /// One over another.
-    pub fn new(inner: Box<dyn Client>, sealer: Arc<Sealer>, most: u64) -> SealedClient {
-        SealedClient { inner, sealer, most, staging: Vec::new() }
+    /// Wraps another client.
+    pub fn new(inner: Box<dyn Client>, sealer: Arc<Sealer>, max_bytes: u64) -> SealedClient {
+        SealedClient { inner, sealer, max_bytes, staging: Vec::new() }
     }
 
-    /// The items of a turn: the first of those that are left, and as many more as fit. `length` is
-    /// how much room each takes.
+    /// The items of the next round: the first that is left, and as many more as fit. `length`:
+    /// bytes of each in the staging buffer.
     fn stage(
         &mut self,
         left: &mut std::iter::Peekable<impl Iterator<Item = usize>>,
         length: impl Fn(usize) -> u64,
-    ) -> Vec<Staged> {
+    ) -> Vec<StagedObject> {
         let (mut staged, mut end) = (Vec::new(), 0);
         while let Some(&item) = left.peek() {
             let bytes = length(item);
-            if end > 0 && end + bytes > TURN_BYTES {
+            if end > 0 && end + bytes > ROUND_BYTES {
                 break;
             }
             left.next();
-            staged.push(Staged { item, at: end as usize..(end + bytes) as usize });
+            staged.push(StagedObject { item, at: end as usize..(end + bytes) as usize });
             end += bytes;
         }
-        if self.staging.len() as u64 > TURN_BYTES {
+        if self.staging.len() as u64 > ROUND_BYTES {
             self.staging = Vec::new();
         }
         if (self.staging.len() as u64) < end {
@@ -62,11 +62,11 @@ impl SealedClient {
         staged
     }
 
-    /// Copies the parts of an object to their places, and seals it; false = it cannot be.
+    /// Copies the parts of an object to their places, and encrypts it; false = encryption failed.
     ///
     /// # Safety
-    /// The memory of the parts is valid, and written by nobody.
-    unsafe fn seal(&mut self, puts: &Puts, staged: &Staged) -> bool {
+    /// The memory of the parts is valid, and no one writes it.
+    unsafe fn seal(&mut self, puts: &Puts, staged: &StagedObject) -> bool {
         let Ok(random) = random_bytes() else { return false };
         let object = &mut self.staging[staged.at.clone()];
         let mut plain = 0;
@@ -75,8 +75,8 @@ impl SealedClient {
             while done < part.bytes {
                 let place = place_of(plain, part.bytes - done);
                 let (from, count) = (part.address.wrapping_add(done as usize), place.len());
-                // SAFETY: within the part, which the caller vouches for, and as many bytes of
-                // the staging.
+                // SAFETY: within the part, which the caller guarantees, and as many bytes of the
+                // staging buffer.
                 unsafe { object[place].as_mut_ptr().copy_from_nonoverlapping(from, count) };
                 done += count as u64;
                 plain += count as u64;
@@ -85,11 +85,11 @@ impl SealedClient {
         self.sealer.seal(&puts.items[staged.item].name, random, object)
     }
 
-    /// Fetches sealed objects to the staging; how much came of each.
+    /// Fetches encrypted objects into the staging buffer; returns the bytes of each.
     fn fetch(
         &mut self,
         gets: &Gets,
-        all: &[Staged],
+        all: &[StagedObject],
         deadline_ns: u64,
     ) -> Vec<std::result::Result<u64, RemoteError>> {
         let mut inner = Gets::default();
@@ -98,24 +98,24 @@ impl SealedClient {
             inner.object(gets.items[staged.item].name, 0);
             inner.part(start.wrapping_add(staged.at.start), staged.at.len() as u64);
         }
-        // SAFETY: the parts are in the staging, apart from one another, and nobody else has it.
+        // SAFETY: the parts are disjoint ranges of the staging buffer, and no one else uses it.
         unsafe { self.inner.get(&mut inner, deadline_ns) };
         inner.items.iter().map(|item| item.result).collect()
     }
 
-    /// How long an object is as a whole, of which so many bytes came.
-    fn whole(&self, staged: &Staged, came: u64) -> Option<u64> {
+    /// Length of the whole object, of which `came` bytes arrived.
+    fn whole(&self, staged: &StagedObject, came: u64) -> Option<u64> {
         whole_bytes(self.staging[staged.at.clone()].get(..(came as usize).min(ENVELOPE_BYTES))?)
     }
 
-    /// Opens an object, and copies what was asked for of it.
+    /// Decrypts an object, and copies the requested part.
     ///
     /// # Safety
-    /// The memory of the item's parts is valid, and nobody else's meanwhile.
+    /// The memory of the item's parts is valid, and no other thread uses it during the call.
     unsafe fn open(
         &mut self,
         gets: &Gets,
-        staged: &Staged,
+        staged: &StagedObject,
         came: u64,
     ) -> std::result::Result<u64, RemoteError> {
         let object = self.staging[staged.at.clone()].get_mut(..came as usize);
@@ -128,7 +128,8 @@ impl SealedClient {
             while at < end {
                 let place = place_of(at, end - at);
                 let (to, count) = (address.wrapping_add((at - first) as usize), place.len());
-                // SAFETY: within the part, which the caller vouches for; the staging is ours.
+                // SAFETY: within the part, which the caller guarantees; the staging buffer is our
+                // own.
                 unsafe { to.copy_from_nonoverlapping(object[place].as_ptr(), count) };
                 at += count as u64;
             }
@@ -136,32 +137,33 @@ impl SealedClient {
         Ok(at - item.offset.min(plain))
     }
 
-    /// A turn of a batch of gets. Items that are longer than there was room for here, and how long
-    /// they say that they are.
+    /// One round of gets. Returns the items that are longer than their range, with the length by
+    /// their envelope.
     ///
     /// # Safety
     /// As for [`Client::get`].
-    unsafe fn get_turn(
+    unsafe fn get_round(
         &mut self,
         gets: &mut Gets,
-        all: &[Staged],
+        all: &[StagedObject],
         deadline_ns: u64,
     ) -> Vec<(usize, u64)> {
-        let most = sealed_bytes(self.most);
+        let max_bytes = sealed_bytes(self.max_bytes);
         let mut longer = Vec::new();
         let came = self.fetch(gets, all, deadline_ns);
         for (staged, came) in all.iter().zip(came) {
             gets.items[staged.item].result = match came {
                 Err(trouble) => Err(trouble),
                 Ok(came) => match self.whole(staged, came) {
-                    // There is more of it than was expected.
+                    // The object is longer than expected.
                     Some(whole)
-                        if (came + 1..=most).contains(&whole) && came == staged.at.len() as u64 =>
+                        if (came + 1..=max_bytes).contains(&whole)
+                            && came == staged.at.len() as u64 =>
                     {
                         longer.push((staged.item, whole));
                         Err(RemoteError::Busy)
                     }
-                    // SAFETY: as the caller promises.
+                    // SAFETY: the caller's guarantee.
                     Some(whole) if whole == came => unsafe { self.open(gets, staged, came) },
                     _ => Err(RemoteError::Damaged),
                 },
@@ -180,26 +182,28 @@ impl Client for SealedClient {
 
     unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64) {
         let rooms: Vec<u64> = (0..gets.items.len())
-            .map(|item| gets.items[item].offset.saturating_add(gets.room_of(item)).min(self.most))
+            .map(|item| {
+                gets.items[item].offset.saturating_add(gets.room_of(item)).min(self.max_bytes)
+            })
             .collect();
         let mut left = (0..rooms.len()).peekable();
         let mut longer = Vec::new();
         while left.peek().is_some() {
-            // Mostly there is room for exactly the object.
-            let turn = self.stage(&mut left, |item| sealed_bytes(rooms[item]));
-            // SAFETY: the caller's promise.
-            longer.extend(unsafe { self.get_turn(gets, &turn, deadline_ns) });
-            if turn.iter().all(|staged| is_late(&gets.items[staged.item].result)) {
+            // The caller mostly has room for exactly the object.
+            let round = self.stage(&mut left, |item| sealed_bytes(rooms[item]));
+            // SAFETY: the caller's guarantee.
+            longer.extend(unsafe { self.get_round(gets, &round, deadline_ns) });
+            if round.iter().all(|staged| is_late(&gets.items[staged.item].result)) {
                 left.by_ref().for_each(|item| gets.items[item].result = Err(RemoteError::Timeout));
             }
         }
-        // Where a part is wanted all has to come, because all of it is checked.
+        // Even for a part the whole object is fetched, because all of it is verified.
         let mut left = (0..longer.len()).peekable();
         while left.peek().is_some() {
-            let mut turn = self.stage(&mut left, |at| longer[at].1);
-            turn.iter_mut().for_each(|staged| staged.item = longer[staged.item].0);
-            // SAFETY: the caller's promise.
-            for (item, _) in unsafe { self.get_turn(gets, &turn, deadline_ns) } {
+            let mut round = self.stage(&mut left, |at| longer[at].1);
+            round.iter_mut().for_each(|staged| staged.item = longer[staged.item].0);
+            // SAFETY: the caller's guarantee.
+            for (item, _) in unsafe { self.get_round(gets, &round, deadline_ns) } {
                 gets.items[item].result = Err(RemoteError::Damaged);
             }
         }
@@ -208,15 +212,15 @@ impl Client for SealedClient {
     unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64) {
         let lengths: Vec<u64> = (0..puts.items.len()).map(|item| puts.bytes_of(item)).collect();
         let (some, too_long): (Vec<usize>, Vec<usize>) =
-            (0..lengths.len()).partition(|&item| lengths[item] <= self.most);
+            (0..lengths.len()).partition(|&item| lengths[item] <= self.max_bytes);
         too_long.into_iter().for_each(|item| puts.items[item].result = Err(RemoteError::TooLong));
         let mut left = some.into_iter().peekable();
         while left.peek().is_some() {
-            let turn = self.stage(&mut left, |item| sealed_bytes(lengths[item]));
+            let round = self.stage(&mut left, |item| sealed_bytes(lengths[item]));
             let mut inner = Puts::default();
             let mut sent = Vec::new();
-            for staged in &turn {
-                // SAFETY: the caller's promise.
+            for staged in &round {
+                // SAFETY: the caller's guarantee.
                 if unsafe { self.seal(puts, staged) } {
                     inner.object(puts.items[staged.item].name);
                     let object = &self.staging[staged.at.clone()];
@@ -226,7 +230,7 @@ impl Client for SealedClient {
                     puts.items[staged.item].result = Err(RemoteError::Busy);
                 }
             }
-            // SAFETY: the parts are in the staging, which nobody touches meanwhile.
+            // SAFETY: the parts are in the staging buffer, which no one uses during the call.
             unsafe { self.inner.put(&mut inner, deadline_ns) };
             let results = sent.iter().zip(&inner.items);
             results.for_each(|(&item, put)| puts.items[item].result = put.result);
