@@ -221,7 +221,7 @@ fn filled(report: &Report, adopted: &Adopted) -> kvt_store_stats_t {
         disk_dead_bytes: disk.dead_bytes,
         disk_cells: report.disk_cells,
         disk_appended_bytes: disk_stats.appended_bytes,
-        disk_cleaned_bytes: disk_stats.cleaned_bytes,
+        disk_cleaned_bytes: disk_stats.compacted_bytes,
         disk_overhead_bytes: disk_stats.overhead_bytes,
         disk_segments: disk.segments,
         disk_syncs: disk_stats.syncs,

@@ -7,7 +7,7 @@ use crate::base::sync::Arc;
 use crate::device::Memory;
 use crate::fail;
 use crate::store::handle::Store;
-use crate::tier::device::{GRAIN_BYTES, Slab};
+use crate::tier::device::{PIECE_ALIGN_BYTES, Slab};
 
 /// What is said of that when one is opened.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -107,8 +107,8 @@ impl Own {
 
 fn check_lent(lent: &Lent, bytes: u64) -> Result<()> {
     let Lent { address, bytes: has } = *lent;
-    if address == 0 || address % GRAIN_BYTES != 0 || address.checked_add(has).is_none() {
-        fail!(Invalid, "memory at {address:#x}: it begins at a multiple of {GRAIN_BYTES}");
+    if address == 0 || address % PIECE_ALIGN_BYTES != 0 || address.checked_add(has).is_none() {
+        fail!(Invalid, "memory at {address:#x}: it begins at a multiple of {PIECE_ALIGN_BYTES}");
     }
     if has < bytes {
         fail!(TooSmall, "{has} bytes of device memory are lent, {bytes} are needed");

@@ -119,7 +119,7 @@ fn least_host(cells: &[u64]) -> Result<u64> {
         let mut lengths = cells.to_vec();
         lengths.sort_unstable();
         lengths.dedup();
-        let segments = lengths.iter().map(|&bytes| host.segment_for(bytes));
+        let segments = lengths.iter().map(|&bytes| host.slab_for(bytes));
         Ok(segments.sum::<u64>() <= host_bytes)
     };
     let mut host_bytes = crate::store::state::snapshot::LEAST_HOST_BYTES;

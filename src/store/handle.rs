@@ -19,7 +19,7 @@ use crate::store::spec::{DiskSpec, StoreSpec};
 use crate::store::state::disk_gc::{CheckpointWriter, Page};
 use crate::store::state::work::{KINDS, WorkerKind};
 use crate::store::state::{Adopted, Config, Finished, StoreState};
-use crate::tier::disk::{CellAt, DiskTier, Keeper, OpenReport, Options, Recovered, Spot};
+use crate::tier::disk::{CellAt, CellIndex, DiskTier, OpenReport, Options, Recovered, Spot};
 use crate::tier::remote::Server;
 
 mod close;
@@ -376,7 +376,7 @@ impl CheckpointWriter for &Inner {
     }
 }
 
-impl Keeper for &Inner {
+impl CellIndex for &Inner {
     fn wants(&mut self, cell: &CellAt) -> bool {
         self.state.lock().core.wants(cell)
     }

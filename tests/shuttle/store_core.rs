@@ -23,7 +23,7 @@ use kvtier::store::state::{
     CellRange, Config, Finished, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
     Write,
 };
-use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
+use kvtier::tier::disk::{CellAt, CellIndex, DiskTier, Options, Spot};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 use shuttle::scheduler::{PctScheduler, RandomScheduler, Scheduler};
 use shuttle::thread;
@@ -65,7 +65,7 @@ impl CheckpointWriter for Asker {
     }
 }
 
-impl Keeper for Asker {
+impl CellIndex for Asker {
     fn wants(&mut self, cell: &CellAt) -> bool {
         self.0.state.lock().core.wants(cell)
     }
@@ -445,7 +445,7 @@ fn power_fails() {
     // no more.
     let (evicted, stopped) = shared.with(|core| (core.counters.disk_evicted, files.crash()));
     assert!(image && stopped.is_ok());
-    MOVED.fetch_add(stats.cleaned_bytes, Ordering::Relaxed);
+    MOVED.fetch_add(stats.compacted_bytes, Ordering::Relaxed);
     CHECKPOINTS.fetch_add(stats.checkpoints, Ordering::Relaxed);
     // Whoever is at work finds the files closed.
     other.join().expect("no panic");

@@ -30,7 +30,7 @@ use kvtier::store::state::{
     CellRange, Config, Finished, SessionOpts, SpaceOpts, StoreState, Wanted, Write,
 };
 use kvtier::tier::disk::{
-    CellAt, DiskTier, FsckOptions, Keeper, Options, RESERVE_BYTES, Report, Spot, fsck,
+    CellAt, CellIndex, DiskTier, FsckOptions, Options, RESERVE_BYTES, Report, Spot, fsck,
 };
 use kvtier_testkit::disk::{SimFiles, SimOpts as DiskOpts};
 use kvtier_testkit::sim::{SimOpts, run};
@@ -323,7 +323,7 @@ fn cleaning_moves_coded_cells() {
     ];
     let disk = home.store.disk().expect("a disk");
     let (mut round, mut found) = (0, 0);
-    while disk.stats().cleaned_bytes < 1 << 20 {
+    while disk.stats().compacted_bytes < 1 << 20 {
         assert!(round < 400, "nothing is cleaned: {:?}", disk.stats());
         for (space, like, steps) in spaces {
             put(&home, space, like, &document(round, (1 + round as usize % 3) * CHUNK));
@@ -531,7 +531,7 @@ impl CheckpointWriter for Shared {
     }
 }
 
-impl Keeper for Shared {
+impl CellIndex for Shared {
     fn wants(&mut self, cell: &CellAt) -> bool {
         self.0.lock().wants(cell)
     }

@@ -10,8 +10,8 @@ use kvtier::base::status::{Result, Status};
 use kvtier::format::checkpoint::CellEntry;
 use kvtier::io::files::Files;
 use kvtier::tier::disk::{
-    CellAt, DiskTier, FsckOptions, GetPlane, Keeper, Mark, OpenReport, Options, Recovered, Report,
-    Spot, fsck,
+    CellAt, CellIndex, DiskTier, FsckOptions, GetPlane, Mark, OpenReport, Options, Recovered,
+    Report, Spot, fsck,
 };
 use kvtier_testkit::disk::plan::{Fault, Plan};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
@@ -49,7 +49,7 @@ impl Owner<'_> {
     }
 }
 
-impl Keeper for Owner<'_> {
+impl CellIndex for Owner<'_> {
     fn wants(&mut self, cell: &CellAt) -> bool {
         self.known(cell).is_some_and(|known| known.seal == cell.seal)
     }
@@ -266,7 +266,7 @@ impl World {
         let segments = tier.segments();
         let Some(segment) = segments.get(pick % segments.len().max(1)) else { return };
         let mut owner = Owner { index: &mut self.index, lost: Vec::new() };
-        match tier.clean(segment.number, &mut owner) {
+        match tier.compact(segment.number, &mut owner) {
             Ok(cleaned) => assert_eq!(cleaned.lost, owner.lost.len() as u64),
             Err(error) => assert!(
                 matches!(error.status(), Status::Budget | Status::Io | Status::Closed),
@@ -859,7 +859,7 @@ fn threads_share_a_tier() {
     });
     let stats = tier.stats();
     assert!(stats.most_used_bytes <= budget);
-    assert!(stats.cleaned_bytes > 0 && stats.checkpoints > 0, "{stats:?}");
+    assert!(stats.compacted_bytes > 0 && stats.checkpoints > 0, "{stats:?}");
     assert_eq!((stats.corrupt, stats.failed_records), (0, 0), "{stats:?}");
     tier.commit_all().expect("a sync");
     drop(tier);

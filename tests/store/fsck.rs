@@ -5,7 +5,7 @@ use kvtier::base::status::Status;
 use kvtier::format::keys::Key;
 use kvtier::io::read_only::ReadOnlyFiles;
 use kvtier::io::real::{RealFiles, RealOpts};
-use kvtier::tier::disk::{FsckOptions, Report, What, fsck};
+use kvtier::tier::disk::{DamageKind, FsckOptions, Report, fsck};
 
 use kvtier_testkit::fixtures::disk;
 
@@ -79,7 +79,7 @@ fn every_region_is_named() {
     let (what_is, at, report) = damage(&image, SEGMENT_1, 8192 + 77);
     assert_eq!((what_is, at), ("cell", 8192));
     assert_eq!((report.live.cells, report.damaged.cells, report.damages), (6, 1, 1));
-    let What::Cell { key, layer, live } = report.damage[0].what else { panic!("a cell") };
+    let DamageKind::Cell { key, layer, live } = report.damage[0].what else { panic!("a cell") };
     assert_eq!((number_of(&key), layer, live), (0, 0, true));
 
     // Without the checkpoint the same header costs its two cells.
@@ -129,7 +129,7 @@ fn what_is_cut_off_or_torn_is_named() {
     let torn = sim.durable().expect("memory");
     assert!(check(&torn).is_clean(), "what was never written is no damage");
     let report = check(&flipped(&torn, SEGMENT_1, 4096 + 9));
-    assert_eq!(report.damage[0].what, What::Tail, "{:?}", report.damage);
+    assert_eq!(report.damage[0].what, DamageKind::Tail, "{:?}", report.damage);
 }
 
 #[test]

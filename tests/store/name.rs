@@ -10,7 +10,9 @@ use kvtier::base::status::{Result, Status};
 use kvtier::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreHeader, sign};
 use kvtier::io::files::{Files, Piece, Way};
 use kvtier::io::real::{RealFiles, RealOpts};
-use kvtier::tier::disk::{DiskTier, FsckOptions, OpenReport, Options, Recovered, Spot, What, fsck};
+use kvtier::tier::disk::{
+    DamageKind, DiskTier, FsckOptions, OpenReport, Options, Recovered, Spot, fsck,
+};
 use kvtier_testkit::disk::plan::{Fault, Plan};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 
@@ -136,7 +138,7 @@ impl Place {
         let name = |damage: &kvtier::tier::disk::Damage| {
             assert_eq!(
                 (damage.file.as_str(), damage.what, damage.bytes),
-                (STORE, What::StoreName, 4096)
+                (STORE, DamageKind::StoreName, 4096)
             );
             damage.offset
         };

@@ -90,7 +90,7 @@ fn tables_that_grow_while_others_give_way_are_paid_for() {
         (waits.expect("submitted").1, session, engine)
     };
     let first = rows(1000, 1600);
-    let back = || world.with(|core| core.host().given_back_bytes());
+    let back = || world.with(|core| core.host().returned_bytes());
     let before = back();
     while back() == before && world.work(WorkerKind::Write) {}
     let second = rows(1001, 3200);

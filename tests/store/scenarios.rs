@@ -17,7 +17,7 @@ use kvtier::store::state::eviction::Granularity;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{CellRange, Config, SessionOpts, SpaceOpts, StoreState};
-use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
+use kvtier::tier::disk::{CellAt, CellIndex, DiskTier, Options, Spot};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 use support::{Engine, Model, Shape, document, marks_of};
 
@@ -34,7 +34,7 @@ impl CheckpointWriter for Nobody {
     }
 }
 
-impl Keeper for Nobody {
+impl CellIndex for Nobody {
     fn wants(&mut self, _cell: &CellAt) -> bool {
         false
     }

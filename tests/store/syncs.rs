@@ -182,7 +182,7 @@ fn what_cleaning_made_durable_lasts() {
     world.files.set_plan(Plan::default());
     let disk = world.tools.disk.clone().expect("a disk");
     let bad = disk.segments().into_iter().find(|segment| segment.poisoned).expect("one");
-    disk.clean(bad.number, &mut world.core.clone()).expect("room");
+    disk.compact(bad.number, &mut world.core.clone()).expect("room");
     let counters = world.with(|core| core.counters);
     if counters.corrupt > 0 {
         return; // the sync took the bytes along

@@ -17,7 +17,7 @@ use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{CellRange, Config, SessionOpts, SpaceOpts, StoreState, Wanted};
-use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
+use kvtier::tier::disk::{CellAt, CellIndex, DiskTier, Options, Spot};
 
 use super::home::layout;
 use super::peers::thread_ns;
@@ -113,7 +113,7 @@ impl CheckpointWriter for Nobody {
     }
 }
 
-impl Keeper for Nobody {
+impl CellIndex for Nobody {
     fn wants(&mut self, _cell: &CellAt) -> bool {
         false
     }

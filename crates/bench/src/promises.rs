@@ -75,7 +75,7 @@ fn churn(disk_bytes: u64, times: u64, layers: usize, write: &str) -> Result<[f64
     home.store.settle(0)?;
     let report = home.store.look(|core| core.report())?;
     let (disk, stats) = (report.disk, report.disk.stats);
-    let all = stats.appended_bytes + stats.cleaned_bytes + stats.overhead_bytes;
+    let all = stats.appended_bytes + stats.compacted_bytes + stats.overhead_bytes;
     home.close()?;
     let share = disk.live_bytes as f64 / disk.budget_bytes as f64;
     let put = report.counters.stored * chunk_bytes / layers as u64;

@@ -7,7 +7,7 @@ use kvtier::base::status::{Error, Status};
 use kvtier::io::files::Files;
 use kvtier::io::read_only::ReadOnlyFiles;
 use kvtier::io::real::{RealFiles, RealOpts};
-use kvtier::tier::disk::{Damage, FsckOptions, Report, Tally, What, fsck};
+use kvtier::tier::disk::{CellTotals, Damage, DamageKind, FsckOptions, Report, fsck};
 use serde_json::{Value, json};
 
 use crate::human;
@@ -55,7 +55,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn tally(tally: &Tally) -> Value {
+fn tally(tally: &CellTotals) -> Value {
     json!({"cells": tally.cells, "bytes": tally.bytes})
 }
 
@@ -66,11 +66,11 @@ fn print_json(report: &Report) {
             "kind": "damage", "what": what.name(), "file": file, "offset": offset, "bytes": bytes,
             "means": what.means(),
         });
-        if let What::Cell { key, layer, .. } | What::Unknown { key, layer } = what {
+        if let DamageKind::Cell { key, layer, .. } | DamageKind::Unknown { key, layer } = what {
             line["chunk"] = key.to_string().into();
             line["layer"] = (*layer).into();
         }
-        if let What::Cell { live, .. } = what {
+        if let DamageKind::Cell { live, .. } = what {
             line["live"] = (*live).into();
         }
         println!("{line}");
@@ -106,7 +106,7 @@ fn print_json(report: &Report) {
 fn print(path: &Path, report: &Report) {
     for Damage { file, offset, bytes, what } in &report.damage {
         let whose = match what {
-            What::Cell { key, layer, .. } | What::Unknown { key, layer } => {
+            DamageKind::Cell { key, layer, .. } | DamageKind::Unknown { key, layer } => {
                 format!(" of chunk {key} layer {layer}")
             }
             _ => String::new(),
@@ -118,7 +118,7 @@ fn print(path: &Path, report: &Report) {
     if unlisted > 0 {
         println!("... and {unlisted} more");
     }
-    let cells = |t: &Tally| format!("{} cells, {}", t.cells, human(t.bytes));
+    let cells = |t: &CellTotals| format!("{} cells, {}", t.cells, human(t.bytes));
     println!("store       {} in {}", hex(&report.store), path.display());
     println!(
         "files       {}, {} segments ({} foreign), {} unfinished",

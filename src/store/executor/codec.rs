@@ -8,7 +8,7 @@ use crate::format::codec::cell::{self, Plane};
 use crate::format::codec::{Codec, Shape};
 use crate::format::segment::BLOCK_BYTES;
 use crate::store::state::work::{Decoding, ReadBatch, WriteBatch};
-use crate::tier::disk::{DiskTier, GetPlane, Lent, PutPlane};
+use crate::tier::disk::{DiskTier, GetPlane, PutPlane, StagingGuard};
 
 /// Bytes encoded at once, if there is memory for it and no record or cell is longer.
 const MOST_BYTES: u64 = 12 << 20;
@@ -75,7 +75,7 @@ fn room_of(batch: &WriteBatch, cell: usize) -> u64 {
 /// Encodes a cell into free scratch memory, if that makes it smaller. Returns the bytes used.
 ///
 /// # Safety As [`write`].
-unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &Lent<'_>, used: u64) -> u64 {
+unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &StagingGuard<'_>, used: u64) -> u64 {
     let room = room_of(batch, cell);
     let (Some(coding), Some(address)) = (batch.codings.get_mut(cell), scratch.range(used, room))
     else {
@@ -149,7 +149,7 @@ unsafe fn read_portion(
     disk: &DiskTier,
     cells: Range<usize>,
     coded: Range<usize>,
-    scratch: Option<&Lent<'_>>,
+    scratch: Option<&StagingGuard<'_>>,
 ) {
     let decodings = batch.decodings.get(coded).unwrap_or(&[]);
     if let Some(scratch) = scratch {

@@ -261,7 +261,7 @@ fn keep_up(
             disk.sweep();
             Ok(())
         }
-        Upkeep::Clean(number) => disk.clean(*number, checkpoint_writer).map(|_| ()),
+        Upkeep::Clean(number) => disk.compact(*number, checkpoint_writer).map(|_| ()),
         Upkeep::Checkpoint(checkpoint) => checkpoint.write(disk, checkpoint_writer),
     }
 }

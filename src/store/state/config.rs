@@ -169,8 +169,8 @@ impl Config {
 
     /// Options of the host tier. A small tier has short segments.
     pub fn host_opts(&self) -> HostOpts {
-        let segment_bytes = (self.host_bytes / 16).clamp(64 << 10, 32 << 20);
-        HostOpts { segment_bytes, max_bytes: self.host_bytes, huge: Wish::Try }
+        let slab_bytes = (self.host_bytes / 16).clamp(64 << 10, 32 << 20);
+        HostOpts { slab_bytes, max_bytes: self.host_bytes, huge: Wish::Try }
     }
 
     /// Policy objects for chunks. Evicted chunks that others continue are kept for a while.

@@ -262,7 +262,7 @@ impl StoreState {
         let replicas = self.replicas.as_mut()?;
         let stats = replicas.tier.stats();
         let free = 1.0 - stats.live_bytes as f64 / stats.slab_bytes.max(1) as f64;
-        if bytes > replicas.tier.each_bytes()
+        if bytes > replicas.tier.bytes_per_slab()
             || replicas.admission.admit(&one, free, now_ns).is_err()
         {
             return None;
@@ -475,7 +475,7 @@ impl StoreState {
     /// Whether a copy worker may find device work.
     pub(super) fn has_device_work(&self) -> bool {
         self.replicas.as_ref().is_some_and(|replicas| {
-            replicas.waiting() || replicas.tier.has_leaving() || replicas.wants_slabs(self.now_ns)
+            replicas.waiting() || replicas.tier.has_returning() || replicas.wants_slabs(self.now_ns)
         })
     }
 
@@ -483,15 +483,15 @@ impl StoreState {
         let now_ns = self.now_ns;
         let replicas = self.replicas.as_mut()?;
         let takes = replicas.wants_slabs(now_ns);
-        if !takes && !replicas.tier.has_leaving() {
+        if !takes && !replicas.tier.has_returning() {
             return None;
         }
         replicas.is_taking |= takes;
         Some(SlabWork {
             count: if takes { replicas.tier.missing_slabs() } else { 0 },
-            bytes: replicas.tier.each_bytes(),
+            bytes: replicas.tier.bytes_per_slab(),
             account: replicas.account.clone(),
-            gone: replicas.tier.take_leaving(),
+            gone: replicas.tier.take_returning(),
             ..SlabWork::default()
         })
     }

@@ -22,7 +22,7 @@ use crate::store::state::eviction::{Granularity, Part};
 use crate::store::state::namespaces::{Noted, Unsure};
 use crate::store::state::work::{self, Work, WorkerKind};
 use crate::store::state::{At, HOST_MASK, SpaceOpts, StoreState};
-use crate::tier::disk::{CellAt, Cover, DiskTier, Keeper, Mark, Recovered, SegmentInfo, Spot};
+use crate::tier::disk::{CellAt, CellIndex, Cover, DiskTier, Mark, Recovered, SegmentInfo, Spot};
 
 /// Attempts to write a chunk.
 const TRIES: u8 = 3;
@@ -798,7 +798,7 @@ const PAGE_CHUNKS: usize = 256;
 const RECORDS: u64 = 1 << 15;
 
 /// What upkeep asks the store's state.
-pub trait CheckpointWriter: Keeper {
+pub trait CheckpointWriter: CellIndex {
     /// Fills a page from `from` on. Returns where the next page begins.
     fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)>;
 }

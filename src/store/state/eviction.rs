@@ -1460,10 +1460,10 @@ impl StoreState {
     /// Returns memory that other owners need; how much is or will be freed. The policy's victims
     /// leave first, then the cells in the emptiest segments.
     pub fn shrink(&mut self, bytes: u64) -> u64 {
-        let before = self.host.given_back_bytes();
+        let before = self.host.returned_bytes();
         let bytes = bytes.min(self.host.stats().cost_bytes);
         self.host.trim();
-        let mut left = bytes.saturating_sub(self.host.given_back_bytes() - before);
+        let mut left = bytes.saturating_sub(self.host.returned_bytes() - before);
         let mut victims = Vec::new();
         while left > 0 {
             self.eviction.host.choose(self.now_ns, left, MOST_VICTIMS, &mut victims);
@@ -1484,14 +1484,14 @@ impl StoreState {
         self.host.trim();
         self.request_reclaim_since(before, bytes);
         self.settle();
-        let went = self.host.given_back_bytes() - before;
-        let goes = self.host.segments().filter(|segment| segment.drains);
+        let went = self.host.returned_bytes() - before;
+        let goes = self.host.slabs().filter(|slab| slab.drains);
         bytes.min(went + goes.map(|segment| segment.cost_bytes).sum::<u64>())
     }
 
     /// Requests so many bytes more.
     pub(super) fn request_reclaim(&mut self, bytes: u64) {
-        self.request_reclaim_since(self.host.given_back_bytes(), bytes);
+        self.request_reclaim_since(self.host.returned_bytes(), bytes);
     }
 
     fn request_reclaim_since(&mut self, before: u64, bytes: u64) {
@@ -1502,7 +1502,7 @@ impl StoreState {
 
     /// Bytes still to be returned.
     pub fn reclaim_target_bytes(&self) -> u64 {
-        self.eviction.reclaim_targets.until_bytes.saturating_sub(self.host.given_back_bytes())
+        self.eviction.reclaim_targets.until_bytes.saturating_sub(self.host.returned_bytes())
     }
 
     /// Evicts cells from segments that are being emptied. Returns whether anything was freed.
@@ -1513,7 +1513,7 @@ impl StoreState {
         }
         self.eviction.reclaim_targets.looks = false;
         self.drain_to_target();
-        let drains = self.host.segments().filter(|segment| segment.drains);
+        let drains = self.host.slabs().filter(|slab| slab.drains);
         let numbers: Vec<u32> = drains.map(|segment| segment.number).collect();
         self.eviction.reclaim_targets.is_open =
             !numbers.is_empty() || self.reclaim_target_bytes() > 0;
@@ -1534,7 +1534,7 @@ impl StoreState {
     /// first.
     fn drain_to_target(&mut self) {
         let reclaim_target = self.reclaim_target_bytes();
-        let still = |number: &u32| self.host.segments().any(|s| s.number == *number && s.drains);
+        let still = |number: &u32| self.host.slabs().any(|s| s.number == *number && s.drains);
         self.eviction.reclaim_targets.draining.retain(still);
         if reclaim_target == 0 {
             for number in std::mem::take(&mut self.eviction.reclaim_targets.draining) {
@@ -1549,9 +1549,9 @@ impl StoreState {
         }
         // If that is not enough, also segments with chunks that others continue elsewhere.
         for clears in [false, true] {
-            let drains = self.host.segments().filter(|segment| segment.drains);
+            let drains = self.host.slabs().filter(|slab| slab.drains);
             let mut goes: u64 = drains.map(|segment| segment.cost_bytes).sum();
-            let mut others: Vec<_> = self.host.segments().filter(|s| !s.drains).collect();
+            let mut others: Vec<_> = self.host.slabs().filter(|s| !s.drains).collect();
             others.sort_by_key(|s| (u64::from(s.live_pieces) * s.piece_bytes, s.number));
             if clears {
                 // Few chunks continue those near the end of a path.

@@ -113,8 +113,8 @@ impl DiskGauge {
     /// Write amplification: bytes written for each byte of cells from callers; 0 if nothing was
     /// written.
     pub fn wear(&self) -> f64 {
-        let disk::Stats { appended_bytes, cleaned_bytes, overhead_bytes, .. } = self.stats;
-        share(appended_bytes + cleaned_bytes + overhead_bytes, appended_bytes)
+        let disk::Stats { appended_bytes, compacted_bytes, overhead_bytes, .. } = self.stats;
+        share(appended_bytes + compacted_bytes + overhead_bytes, appended_bytes)
     }
 }
 
@@ -298,7 +298,7 @@ impl StoreState {
                 live_bytes: host.live_bytes,
                 cost_bytes: host.cost_bytes,
                 pieces: host.live_pieces,
-                segments: host.segments,
+                segments: host.slabs,
             },
             disk: self.disk.as_deref().map(DiskGauge::of).unwrap_or_default(),
             layouts: self.tables.iter().filter(|table| table.spaces > 0).count() as u64,
@@ -555,7 +555,7 @@ fn wear(out: &mut Exposition, all: &Report) {
     let stats = &all.disk.stats;
     let samples: [(Labels, f64); 3] = [
         (&[("for", "callers")], stats.appended_bytes as f64),
-        (&[("for", "cleaning")], stats.cleaned_bytes as f64),
+        (&[("for", "cleaning")], stats.compacted_bytes as f64),
         (&[("for", "headers")], stats.overhead_bytes as f64),
     ];
     let help = "Bytes written to the disk, by what for.";
@@ -563,7 +563,7 @@ fn wear(out: &mut Exposition, all: &Report) {
     let plain = [
         ("syncs", stats.syncs, "Syncs of segments."),
         ("failed_syncs", stats.failed_syncs, "Syncs that failed."),
-        ("cleanings", stats.cleanings, "Segments that were cleaned."),
+        ("cleanings", stats.compactions, "Segments that were cleaned."),
     ];
     for (name, value, help) in plain {
         let name = format!("kvtier_disk_{name}_total");
@@ -992,7 +992,7 @@ impl StoreState {
     /// Charges missing bytes with memory that was freed, before waiters for memory get it.
     pub(super) fn charge_grown_tables(&mut self) {
         let Some((missing, since_bytes)) = self.stats.metadata.missing else { return };
-        let now_bytes = self.host.given_back_bytes();
+        let now_bytes = self.host.returned_bytes();
         let part = missing.min(now_bytes - since_bytes);
         if part == 0 {
             return;
@@ -1013,7 +1013,7 @@ impl StoreState {
     }
 
     fn charge_tables(&mut self, bytes: u64) -> bool {
-        let since_bytes = self.host.given_back_bytes();
+        let since_bytes = self.host.returned_bytes();
         let is_paid = self.stats.reserve_for_tables(bytes)
             || self.host.trim() > 0 && self.stats.reserve_for_tables(bytes);
         // Trimming freed less than was missing; it pays for a part.

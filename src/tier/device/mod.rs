@@ -14,7 +14,7 @@ use crate::fail;
 use pieces::Pieces;
 
 /// Sizes of pieces are multiples of this: what lies there is reached in full lines.
-pub const GRAIN_BYTES: u64 = 256;
+pub const PIECE_ALIGN_BYTES: u64 = 256;
 /// Slabs that a tier is had in: so much at most has to leave for another size.
 const SLABS: u64 = 32;
 const LEAST_SLAB_BYTES: u64 = 64 << 10;
@@ -80,13 +80,13 @@ impl Row {
 pub struct DeviceTier {
     account: Option<Arc<Account>>,
     limit_bytes: u64,
-    each_bytes: u64,
+    bytes_per_slab: u64,
     rows: Vec<Option<Row>>,
     held_bytes: u64,
     live_bytes: u64,
     live_pieces: u64,
     /// Empty slabs, to be given back.
-    leaving: Vec<Slab>,
+    returning: Vec<Slab>,
 }
 
 impl DeviceTier {
@@ -97,30 +97,30 @@ impl DeviceTier {
         Ok(DeviceTier {
             account,
             limit_bytes,
-            each_bytes: each / GRAIN_BYTES * GRAIN_BYTES,
+            bytes_per_slab: each / PIECE_ALIGN_BYTES * PIECE_ALIGN_BYTES,
             rows: Vec::new(),
             held_bytes: 0,
             live_bytes: 0,
             live_pieces: 0,
-            leaving: Vec::new(),
+            returning: Vec::new(),
         })
     }
 
     /// The length of its slabs: no piece can be longer.
-    pub fn each_bytes(&self) -> u64 {
-        self.each_bytes
+    pub fn bytes_per_slab(&self) -> u64 {
+        self.bytes_per_slab
     }
 
     /// Slabs that it may have and has not.
     pub fn missing_slabs(&self) -> u64 {
         let room = MOST_SLABS.saturating_sub(self.rows.iter().flatten().count()) as u64;
-        (self.limit_bytes.saturating_sub(self.held_bytes) / self.each_bytes).min(room)
+        (self.limit_bytes.saturating_sub(self.held_bytes) / self.bytes_per_slab).min(room)
     }
 
     /// Takes a slab over. One that is more than it may have by now goes back.
     pub fn add(&mut self, slab: Slab) {
         if self.missing_slabs() == 0 {
-            return self.leaving.push(slab);
+            return self.returning.push(slab);
         }
         self.held_bytes += slab.bytes();
         let row = Some(Row { slab, pieces: None, drains: false });
@@ -133,7 +133,7 @@ impl DeviceTier {
     /// Takes a piece of at least `bytes` bytes, and remembers whose it is. None: no slab has
     /// one of that size, nor is any empty.
     pub fn alloc(&mut self, bytes: u64, owner: u64) -> Option<Piece> {
-        let piece_bytes = bytes.max(1).next_multiple_of(GRAIN_BYTES);
+        let piece_bytes = bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES);
         let at = self.row_for(piece_bytes)?;
         let row = self.rows[at].as_mut()?;
         if row.live() == 0 && row.pieces.as_ref().is_none_or(|p| p.piece_bytes() != piece_bytes) {
@@ -182,7 +182,7 @@ impl DeviceTier {
         }
         if let Some(row) = self.rows[at].take() {
             self.held_bytes -= row.slab.bytes();
-            self.leaving.push(row.slab);
+            self.returning.push(row.slab);
         }
     }
 
@@ -222,7 +222,7 @@ impl DeviceTier {
     /// Whether a slab has pieces of a size, or can be cut into some: else none can be had
     /// before one is empty.
     pub fn has_size(&self, bytes: u64) -> bool {
-        let piece_bytes = bytes.max(1).next_multiple_of(GRAIN_BYTES);
+        let piece_bytes = bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES);
         let of_it = |row: &Row| {
             let pieces = row.pieces.as_ref().filter(|pieces| pieces.live() > 0);
             !row.drains && pieces.is_none_or(|pieces| pieces.piece_bytes() == piece_bytes)
@@ -265,13 +265,13 @@ impl DeviceTier {
     }
 
     /// Whether there are empty slabs to be given back.
-    pub fn has_leaving(&self) -> bool {
-        !self.leaving.is_empty()
+    pub fn has_returning(&self) -> bool {
+        !self.returning.is_empty()
     }
 
     /// Those slabs; dropping them gives them back.
-    pub fn take_leaving(&mut self) -> Vec<Slab> {
-        std::mem::take(&mut self.leaving)
+    pub fn take_returning(&mut self) -> Vec<Slab> {
+        std::mem::take(&mut self.returning)
     }
 
     /// What it has.
@@ -288,7 +288,10 @@ impl DeviceTier {
 
 fn check(bytes: u64) -> Result<()> {
     if !(LEAST_SLAB_BYTES..=MOST_BYTES).contains(&bytes) {
-        fail!(Limit, "{bytes} bytes of device memory; {LEAST_SLAB_BYTES} to {MOST_BYTES} can be");
+        fail!(
+            Limit,
+            "{bytes} bytes of device memory: {LEAST_SLAB_BYTES} to {MOST_BYTES} are possible"
+        );
     }
     Ok(())
 }

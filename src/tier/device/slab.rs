@@ -57,7 +57,7 @@ impl Drop for Slab {
         // itself when all work has ended; pieces are in use until copies of them have ended.
         let freed = unsafe { self.device.free(&self.memory) };
         if let Err(error) = freed {
-            log::warn!("device memory was not given back: {error}");
+            log::warn!("device memory could not be returned: {error}");
             if error.status() == Status::Busy {
                 return; // it is there still, and stays paid for
             }

@@ -16,7 +16,7 @@ fn device(memory_bytes: u64) -> Arc<Simulated> {
 
 fn fill(tier: &mut DeviceTier, device: &Arc<dyn Device>) {
     while tier.missing_slabs() > 0 {
-        tier.add(Slab::take(device, None, tier.each_bytes()).expect("memory"));
+        tier.add(Slab::take(device, None, tier.bytes_per_slab()).expect("memory"));
     }
 }
 
@@ -58,7 +58,7 @@ fn pieces_do_not_overlap_and_slabs_change_sizes() {
 }
 
 #[test]
-fn a_smaller_limit_gives_slabs_back_once_they_are_empty() {
+fn a_smaller_limit_returns_slabs_when_empty() {
     let simulated = device(0);
     let device: Arc<dyn Device> = simulated.clone();
     let mut tier = DeviceTier::new(None, 256 << 10).expect("sound");
@@ -67,22 +67,22 @@ fn a_smaller_limit_gives_slabs_back_once_they_are_empty() {
     assert_eq!(pieces.len(), 8);
     tier.free(pieces[0]).expect("live");
     let owners = tier.set_limit(192 << 10).expect("sound");
-    assert_eq!((owners, tier.has_leaving()), (vec![7], false), "one is in use there still");
+    assert_eq!((owners, tier.has_returning()), (vec![7], false), "one is in use there still");
     assert!(tier.alloc(32 << 10, 8).is_none(), "what drains gives nothing out");
     tier.free(pieces[1]).expect("live");
     assert_eq!((tier.stats().slabs, simulated.allocated_bytes()), (3, 256 << 10));
-    drop(tier.take_leaving());
+    drop(tier.take_returning());
     assert_eq!(simulated.allocated_bytes(), 192 << 10);
     assert_eq!(tier.set_limit(0).expect("none at all").len(), 6);
     pieces[2..].iter().for_each(|&piece| tier.free(piece).expect("live"));
-    drop(tier.take_leaving());
+    drop(tier.take_returning());
     assert_eq!((simulated.allocated_bytes(), tier.missing_slabs()), (0, 0));
     tier.set_limit(64 << 10).expect("again");
     assert_eq!(tier.missing_slabs(), 1);
 }
 
 #[test]
-fn a_slab_is_paid_for_and_refused_without_a_device() {
+fn a_slab_is_charged_and_needs_device_memory() {
     let runtime =
         Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).expect("open");
     let mut limits = [None; 5];

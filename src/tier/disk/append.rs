@@ -1,4 +1,4 @@
-//! Appending: room is taken under the lock, records are written outside it.
+//! Appending records: space is taken under the lock, records are written outside it.
 
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ use crate::tier::disk::state::{Front, Grant};
 use crate::tier::disk::{DiskTier, Spot, blocks_u32, offset_of};
 
 /// A record under way.
-struct Job<'a> {
+struct PendingRecord<'a> {
     record: usize,
     header_blocks: u32,
     blocks: u32,
@@ -28,27 +28,27 @@ struct Job<'a> {
 }
 
 impl DiskTier {
-    /// Writes records; each says how it went, and where its cells are. One that
-    /// failed takes no room from others, and may be tried again. BUDGET = there is
-    /// no room: drop cells and clean; LIMIT = it is longer than a segment.
+    /// Writes records; each has a result, and its cells get their places. A failed record takes no
+    /// space from others and may be tried again. BUDGET = there is no space: drop cells and
+    /// compact; LIMIT = the record is longer than a segment.
     ///
     /// # Safety
-    /// The memory of every plane is valid, and nobody writes it meanwhile.
+    /// The memory of every plane is valid, and no one writes it during the call.
     pub unsafe fn append(&self, puts: &mut Puts) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe { self.append_at(puts, 0..puts.len(), Front::Callers) }
     }
 
-    /// As [`DiskTier::append`], some records of a batch.
+    /// As [`DiskTier::append`], for some records of a batch.
     ///
     /// # Safety
-    /// As there, of the planes of these records.
+    /// As there, for the planes of these records.
     pub unsafe fn append_some(&self, puts: &mut Puts, records: Range<usize>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe { self.append_at(puts, records, Front::Callers) }
     }
 
-    /// The same, at one of the fronts.
+    /// The same, at one of the write positions.
     pub(super) unsafe fn append_at(&self, puts: &mut Puts, records: Range<usize>, front: Front) {
         let records = records.start..records.end.min(puts.len());
         let mut jobs = Vec::new();
@@ -59,7 +59,7 @@ impl DiskTier {
             return;
         }
         for record in records {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's guarantee.
             let job = unsafe { measure(puts, record) }
                 .and_then(|(header, blocks)| self.begin(puts, record, header, blocks, front));
             match job {
@@ -67,16 +67,16 @@ impl DiskTier {
                 Err(error) => puts.records[record].result = Err(error),
             }
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe { self.write(puts, &mut jobs) };
         for job in jobs.iter().filter(|job| job.failed.is_some()) {
-            // Best effort: an opening passes a hole that it finds, only slower.
+            // Best effort: an opening also skips a hole without it, only slower.
             let _ = self.write_void(job.pinned.file, &job.grant, job.blocks);
         }
         self.finish(puts, &mut jobs, front);
     }
 
-    /// Room for one record, and its segment's file.
+    /// Takes space for one record, and opens its segment's file.
     fn begin(
         &self,
         puts: &Puts,
@@ -84,7 +84,7 @@ impl DiskTier {
         header_blocks: u32,
         blocks: u32,
         front: Front,
-    ) -> Result<Job<'_>> {
+    ) -> Result<PendingRecord<'_>> {
         let grant = self.room_for(front, blocks, puts.records[record].born)?;
         let cells = blocks - header_blocks;
         match self.pin(grant.segment) {
@@ -93,7 +93,7 @@ impl DiskTier {
                 if let Some(segment) = state.segments.get_mut(&grant.segment) {
                     segment.live += cells;
                 }
-                Ok(Job { record, header_blocks, blocks, grant, pinned, failed: None })
+                Ok(PendingRecord { record, header_blocks, blocks, grant, pinned, failed: None })
             }
             Err(error) => {
                 let mut state = self.state.lock();
@@ -106,11 +106,11 @@ impl DiskTier {
         }
     }
 
-    unsafe fn write(&self, puts: &mut Puts, jobs: &mut [Job<'_>]) {
+    unsafe fn write(&self, puts: &mut Puts, jobs: &mut [PendingRecord<'_>]) {
         let mut gather = Gather::new(&*self.files, &self.staging, Way::Write);
         for (owner, job) in jobs.iter_mut().enumerate() {
-            // SAFETY: the caller's promise, here and below: nothing is flushed that
-            // is not memory of planes or of the gather itself.
+            // SAFETY: the caller's guarantee, here and below: flushed memory belongs to planes or
+            // to the gather itself.
             unsafe { gather.make_way() };
             // SAFETY: as above.
             if let Err(error) = unsafe { self.write_record(&mut gather, owner, puts, job) } {
@@ -131,12 +131,12 @@ impl DiskTier {
         gather: &mut Gather<'_>,
         owner: usize,
         puts: &mut Puts,
-        job: &Job<'_>,
+        job: &PendingRecord<'_>,
     ) -> Result<()> {
         let bytes = u64::from(job.header_blocks) * BLOCK_BYTES as u64;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         let (header, _) = unsafe { gather.room(bytes, bytes)? };
-        // SAFETY: staging memory of that length, this gather's alone.
+        // SAFETY: staging memory of that length, for this gather only.
         let header_bytes = unsafe { std::slice::from_raw_parts_mut(header, bytes as usize) };
         self.encode(header_bytes, puts, job);
         let file = job.pinned.file;
@@ -145,14 +145,14 @@ impl DiskTier {
         let mut at = job.grant.at + job.header_blocks;
         for cell in puts.cells.get(put.cells.clone()).unwrap_or(&[]) {
             let planes = puts.planes_of(cell);
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's guarantee.
             unsafe { self.write_cell(gather, owner, (file, offset_of(at)), cell, planes)? };
             at += blocks_u32(cell.stored_bytes);
         }
         Ok(())
     }
 
-    fn encode(&self, bytes: &mut [u8], puts: &mut Puts, job: &Job<'_>) {
+    fn encode(&self, bytes: &mut [u8], puts: &mut Puts, job: &PendingRecord<'_>) {
         let Some(put) = puts.records.get(job.record) else { return };
         let Grant { segment, at, number } = job.grant;
         let mut encoder = Encoder::new(bytes);
@@ -197,7 +197,7 @@ impl DiskTier {
             let mut done = 0;
             for range in ranges() {
                 let last = done + range.bytes == cell.stored_bytes;
-                // Where nothing is aligned, what pads a block is left unwritten.
+                // Without alignment the padding of a block is not written.
                 let pad = if last && cell.padded { whole - cell.stored_bytes } else { 0 };
                 gather.add(owner, file, offset + done, range.address, range.bytes + pad);
                 done += range.bytes;
@@ -206,7 +206,7 @@ impl DiskTier {
         }
         let mut done = 0;
         while done < whole {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's guarantee.
             let (to, bytes) = unsafe { gather.room(BLOCK_BYTES as u64, whole - done)? };
             let bytes = bytes / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
             let filled = bytes.min(cell.stored_bytes - done);
@@ -222,14 +222,14 @@ impl DiskTier {
         Ok(())
     }
 
-    fn finish(&self, puts: &mut Puts, jobs: &mut [Job<'_>], front: Front) {
+    fn finish(&self, puts: &mut Puts, jobs: &mut [PendingRecord<'_>], front: Front) {
         let mut state = self.state.lock();
         for job in jobs {
             let cells = job.blocks - job.header_blocks;
             let cell_bytes = u64::from(cells) * BLOCK_BYTES as u64;
             let mut mark = Mark { segment: job.grant.segment, write: 0 };
             if job.failed.is_some() {
-                // A place that failed once is not written again.
+                // A place that failed is not written again.
                 state.leave_front(job.grant.segment);
                 state.drop_blocks(job.grant.segment, cells);
                 state.stats.failed_records += 1;
@@ -238,7 +238,7 @@ impl DiskTier {
                 state.stats.overhead_bytes += u64::from(job.header_blocks) * BLOCK_BYTES as u64;
                 match front {
                     Front::Callers => state.stats.appended_bytes += cell_bytes,
-                    Front::Cleaning => state.stats.cleaned_bytes += cell_bytes,
+                    Front::Compaction => state.stats.compacted_bytes += cell_bytes,
                 }
             }
             if let Some(segment) = state.segments.get_mut(&job.grant.segment) {
@@ -261,7 +261,8 @@ fn described(plane: &PutPlane) -> Plane {
     Plane { kind, id, version, bytes, sum: sum.unwrap_or(0) }
 }
 
-/// Checks a record, sums and seals its cells; blocks of its header and of all of it.
+/// Checks a record, computes sums and seals of its cells; returns the blocks of its header and of
+/// the record.
 unsafe fn measure(puts: &mut Puts, record: usize) -> Result<(u32, u32)> {
     let Some(put) = puts.records.get(record) else { fail!(Invalid, "no such record") };
     let cells = puts.cells.get_mut(put.cells.clone()).unwrap_or(&mut []);
@@ -298,7 +299,7 @@ unsafe fn measure(puts: &mut Puts, record: usize) -> Result<(u32, u32)> {
     for cell in cells {
         let planes = puts.planes.get_mut(cell.planes.clone()).unwrap_or(&mut []);
         for plane in planes.iter_mut().filter(|plane| plane.sum.is_none()) {
-            // SAFETY: the caller's promise: the plane's memory is valid.
+            // SAFETY: the caller's guarantee: the plane's memory is valid.
             plane.sum = Some(unsafe { sum_of(plane.address, plane.bytes) });
         }
         let who = Identity {
@@ -316,11 +317,11 @@ unsafe fn measure(puts: &mut Puts, record: usize) -> Result<(u32, u32)> {
 /// The checksum of a plane.
 ///
 /// # Safety
-/// `bytes` bytes at `address` are valid and not written meanwhile.
+/// `bytes` bytes at `address` are valid and not written during the call.
 pub(super) unsafe fn sum_of(address: *const u8, bytes: u64) -> u64 {
     if bytes == 0 {
         return checksum(&[]);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's guarantee.
     checksum(unsafe { std::slice::from_raw_parts(address, bytes as usize) })
 }

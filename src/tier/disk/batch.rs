@@ -1,4 +1,4 @@
-//! Batches: what is to be written or read, in flat tables that can be used again.
+//! Batches of cells to write or to read, in flat tables that can be reused.
 
 use std::ops::Range as Indices;
 
@@ -8,7 +8,7 @@ use crate::format::seal::Identity;
 use crate::tier::disk::gather::Range;
 use crate::tier::disk::spot::Spot;
 
-/// A write that returned; [`crate::tier::disk::DiskTier::commit`] makes it durable.
+/// A completed write; [`crate::tier::disk::DiskTier::commit`] makes it durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark {
     pub(super) segment: u64,
@@ -16,54 +16,54 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// What was found in a segment when the store was opened.
+    /// The records that opening found in a segment.
     pub fn found(segment: u64) -> Mark {
-        // Nothing is appended to such a one: there is one sync to wait for.
+        // Nothing is appended to such a segment: one sync covers all its records.
         Mark { segment, write: 1 }
     }
 
-    /// All that was written to a segment until it is synced.
+    /// All writes to a segment up to its next sync.
     pub fn so_far(segment: u64) -> Mark {
         Mark { segment, write: u64::MAX }
     }
 
-    /// The segment that was written to.
+    /// The segment of the write.
     pub fn segment(self) -> u64 {
         self.segment
     }
 }
 
-/// A plane to be written.
+/// A plane to write.
 #[derive(Clone, Copy, Debug)]
 pub struct PutPlane {
     /// As in [`crate::format::seal::Plane`].
     pub kind: u16,
     /// Which one of its kind.
     pub id: u16,
-    /// Version of what its content means.
+    /// Version of the meaning of its content.
     pub version: u32,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: u64,
-    /// Its bytes.
+    /// First byte of the memory.
     pub address: *const u8,
-    /// Its checksum, if it is known.
+    /// Its checksum, if known.
     pub sum: Option<u64>,
 }
 
-/// A cell to be written.
+/// A cell to write.
 #[derive(Clone, Debug)]
 pub struct PutCell {
-    /// Its layer.
+    /// The layer.
     pub layer: u32,
-    /// How its bytes are coded; 0 = as they are.
+    /// Encoding of the bytes; 0 = none.
     pub codec: u16,
-    /// Bytes when decoded; 0 = as many as are stored.
+    /// Length when decoded; 0 = the stored length.
     pub raw_bytes: u64,
-    /// The memory behind the last plane up to a whole block may be written too: a
-    /// cell of any length then needs no copy.
+    /// The memory after the last plane may be read up to a whole block: then a cell of any length
+    /// needs no copy.
     pub padded: bool,
     pub(super) planes: Indices<usize>,
-    /// Where it is, once written.
+    /// Its place, once written.
     pub spot: Spot,
     /// Its seal, once written.
     pub seal: u64,
@@ -71,27 +71,27 @@ pub struct PutCell {
 }
 
 impl PutCell {
-    /// Bytes that are stored, once written.
+    /// Stored length, once written.
     pub fn stored_bytes(&self) -> u64 {
         self.stored_bytes
     }
 }
 
-/// A record to be written: cells of one chunk.
+/// A record to write: cells of one chunk.
 #[derive(Clone, Debug)]
 pub struct Put {
-    /// Whose cells.
+    /// The chunk.
     pub chunk: Chunk,
     pub(super) cells: Indices<usize>,
-    /// The number under which they were first written; 0 = this record's.
+    /// Number of the record that first contained the cells; 0 = this record.
     pub(super) born: u64,
-    /// The segment that they are copied from; 0 = none.
+    /// Segment that they are copied from; 0 = none.
     pub(super) from: u64,
-    /// How it went: on disk, not yet durable.
+    /// OK = on disk, not yet durable.
     pub result: Result<Mark>,
 }
 
-/// Records to be written.
+/// Records to write.
 #[derive(Default)]
 pub struct Puts {
     pub(super) records: Vec<Put>,
@@ -99,12 +99,12 @@ pub struct Puts {
     pub(super) planes: Vec<PutPlane>,
 }
 
-// SAFETY: the memory of planes is named, not owned; whoever appends the batch
-// promises that it is valid then.
+// SAFETY: planes only name memory; the caller that appends the batch guarantees that it is valid
+// then.
 unsafe impl Send for Puts {}
 
 impl Puts {
-    /// Forgets all; keeps the memory of the tables.
+    /// Removes all items; keeps the memory of the tables.
     pub fn clear(&mut self) {
         self.records.clear();
         self.cells.clear();
@@ -137,8 +137,8 @@ impl Puts {
         }
     }
 
-    /// Writes a cell, by its number in the batch, in another form: its planes lie one
-    /// after the other from `address` on, up to a whole block, and have these lengths.
+    /// Replaces the bytes of a cell, by its index: its planes are consecutive from `address` on, up
+    /// to a whole block, with these lengths.
     pub fn code(&mut self, cell: usize, codec: u16, address: *const u8, lengths: &[usize]) {
         let Some(cell) = self.cells.get_mut(cell) else { return };
         let planes = self.planes.get_mut(cell.planes.clone()).unwrap_or(&mut []);
@@ -152,27 +152,27 @@ impl Puts {
         }
     }
 
-    /// The cells of a record, by their numbers in the batch.
+    /// The cells of a record, by their indices in the batch.
     pub fn cells_of(&self, record: usize) -> Indices<usize> {
         self.records.get(record).map_or(0..0, |put| put.cells.clone())
     }
 
-    /// The planes of a cell, by its number in the batch.
+    /// The planes of a cell, by its index in the batch.
     pub fn planes_at(&self, cell: usize) -> &[PutPlane] {
         self.cells.get(cell).map_or(&[], |cell| self.planes_of(cell))
     }
 
-    /// The records and their cells.
+    /// Records and their cells.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&Put, &[PutCell])> {
         self.records.iter().map(|put| (put, self.cells.get(put.cells.clone()).unwrap_or(&[])))
     }
 
-    /// How many records there are.
+    /// Number of records.
     pub fn len(&self) -> usize {
         self.records.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no records.
     pub fn is_empty(&self) -> bool {
         self.records.is_empty()
     }
@@ -188,46 +188,45 @@ impl PutPlane {
     }
 }
 
-/// A plane to be read.
+/// A plane to read.
 #[derive(Clone, Copy, Debug)]
 pub struct GetPlane {
     /// As in [`crate::format::seal::Plane`].
     pub kind: u16,
     /// Which one of its kind.
     pub id: u16,
-    /// Version of what its content means.
+    /// Version of the meaning of its content.
     pub version: u32,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: u64,
-    /// Where its bytes go.
+    /// Destination of its bytes.
     pub address: *mut u8,
 }
 
-/// A cell to be read.
+/// A cell to read.
 #[derive(Clone, Debug)]
 pub struct Get {
-    /// Where it is.
+    /// Its place.
     pub spot: Spot,
-    /// Who it must be.
+    /// Expected identity.
     pub who: Identity,
-    /// The seal it must have.
+    /// Expected seal.
     pub seal: u64,
-    /// The memory behind the last plane up to a whole block may be overwritten: a
-    /// cell of any length then needs no copy.
+    /// The memory after the last plane may be overwritten up to a whole block: then a cell of any
+    /// length needs no copy.
     pub padded: bool,
-    /// The blocks of a coded cell, which go to `address` as they are stored; 0 = its
-    /// planes go where they say.
+    /// Blocks of an encoded cell, which are read to `address` as they are stored; 0 = the planes
+    /// have destinations.
     pub blocks: u32,
     /// Memory for those blocks.
     pub address: *mut u8,
     pub(super) planes: Indices<usize>,
-    /// OK only if every byte is right. Else what the memory holds means nothing:
-    /// NOT_FOUND (the segment is gone), CORRUPT (not what was expected), or an
-    /// error of the system.
+    /// OK = every byte is right. Otherwise the memory has no valid content: NOT_FOUND (the segment
+    /// was removed), CORRUPT (the seal does not match), or a system error.
     pub result: Result<()>,
 }
 
-/// Cells to be read.
+/// Cells to read.
 #[derive(Default)]
 pub struct Gets {
     pub(super) gets: Vec<Get>,
@@ -238,7 +237,7 @@ pub struct Gets {
 unsafe impl Send for Gets {}
 
 impl Gets {
-    /// Forgets all; keeps the memory of the tables.
+    /// Removes all items; keeps the memory of the tables.
     pub fn clear(&mut self) {
         self.gets.clear();
         self.planes.clear();
@@ -252,9 +251,8 @@ impl Gets {
         self.gets.push(Get { spot, who, seal, padded, blocks, address, planes, result });
     }
 
-    /// Adds a coded cell; its planes follow, and say no more than what they are: where
-    /// in its blocks they lie is found when those are read. Before that it needs
-    /// [`Gets::set_address`].
+    /// Adds an encoded cell; its planes follow, with kinds only. Reading the blocks finds the
+    /// planes in them. The cell needs [`Gets::set_address`] before.
     pub fn coded(&mut self, spot: Spot, who: Identity, seal: u64, blocks: u32) {
         self.cell(spot, who, seal, true);
         if let Some(get) = self.gets.last_mut() {
@@ -262,31 +260,31 @@ impl Gets {
         }
     }
 
-    /// Memory for the blocks of a coded cell, by its number in the batch.
+    /// Sets the memory for the blocks of an encoded cell, by its index in the batch.
     pub fn set_address(&mut self, get: usize, address: *mut u8) {
         if let Some(get) = self.gets.get_mut(get) {
             get.address = address;
         }
     }
 
-    /// A cell did not come.
+    /// Sets the result of a cell to an error.
     pub fn fail(&mut self, get: usize, error: Error) {
         if let Some(get) = self.gets.get_mut(get) {
             get.result = Err(error);
         }
     }
 
-    /// How many cells there are.
+    /// Number of cells.
     pub fn len(&self) -> usize {
         self.gets.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no cells.
     pub fn is_empty(&self) -> bool {
         self.gets.is_empty()
     }
 
-    /// A cell, by its number in the batch.
+    /// A cell, by its index in the batch.
     pub fn get(&self, get: usize) -> Option<&Get> {
         self.gets.get(get)
     }

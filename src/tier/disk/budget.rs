@@ -1,4 +1,4 @@
-//! The budget of a tier, which may change while the tier is in use.
+//! The budget of a tier. It can change while the tier is in use.
 
 use crate::base::account::Account;
 use crate::base::budget::Tier;
@@ -9,9 +9,9 @@ use crate::tier::disk::state::{Front, State};
 use crate::tier::disk::{DiskTier, least_bytes};
 
 impl DiskTier {
-    /// Changes the budget. What is used beyond a smaller one stays until its owner drops
-    /// cells, and sweeps and cleans: callers are refused until then. Cleaning goes on, in
-    /// what the budget was before. INVALID = less than any tier needs.
+    /// Changes the budget. Bytes beyond a smaller budget stay until the caller drops cells, sweeps
+    /// and compacts; appends are rejected until then. Compaction proceeds within the old budget.
+    /// INVALID = less than any tier needs.
     pub fn set_budget(&self, bytes: u64) -> Result<()> {
         let least = least_bytes(&self.options);
         if bytes < least {
@@ -22,12 +22,12 @@ impl DiskTier {
                  bytes are needed"
             );
         }
-        // What is used beyond it is paid for until it has gone.
+        // Bytes beyond it are charged until they are free.
         let used = self.state.lock().used_bytes;
         self.paid.set(bytes.max(used))?;
         let mut state = self.state.lock();
         state.set_budget(bytes, self.options.segment_bytes);
-        // No room is kept for two checkpoints that would not fit any more.
+        // No space is kept for two checkpoints that would no longer fit.
         state.checkpoint_bytes = match self.next_checkpoint_bytes(state.checkpoint_bytes, bytes) {
             0 => 0,
             _ => state.checkpoint_bytes,
@@ -37,7 +37,7 @@ impl DiskTier {
 }
 
 impl DiskTier {
-    /// Files have gone: those beyond the budget are paid for no more.
+    /// Files were removed: bytes beyond the budget are no longer charged.
     pub(super) fn pay_less(&self) {
         let state = self.state.lock();
         let bytes = state.budget_bytes.max(state.used_bytes);
@@ -46,7 +46,7 @@ impl DiskTier {
     }
 }
 
-/// What an account pays for disk, where its budget limits that.
+/// Charges an account for disk space, where its budget limits that.
 pub(super) struct Paid {
     account: Option<Arc<Account>>,
     bytes: Mutex<u64>,
@@ -57,7 +57,7 @@ impl Paid {
         Paid { account, bytes: Mutex::new(0) }
     }
 
-    /// So many bytes from now on.
+    /// Charges `bytes` bytes from now on.
     pub fn set(&self, bytes: u64) -> Result<()> {
         let Some(account) = &self.account else { return Ok(()) };
         let mut paid = self.bytes.lock();
@@ -78,7 +78,7 @@ impl Paid {
         Ok(())
     }
 
-    /// No more than so many bytes.
+    /// Reduces the charge to `bytes` bytes.
     fn lower(&self, bytes: u64) {
         let Some(account) = &self.account else { return };
         let mut paid = self.bytes.lock();
@@ -97,31 +97,31 @@ impl Drop for Paid {
 }
 
 impl State {
-    /// Another budget; cleaning makes segments of `room` bytes.
+    /// Sets another budget; compaction creates segments of `room` bytes.
     fn set_budget(&mut self, bytes: u64, room: u64) {
-        self.shrinks_from = self.limit(Front::Cleaning);
+        self.shrinks_from = self.limit(Front::Compaction);
         (self.budget_bytes, self.shrink_room) = (bytes, room);
         self.end_shrinking();
     }
 
-    /// The tier is open; cleaning makes segments of `room` bytes. Where an opening found more
-    /// than the budget, cleaning goes on in that, as where a budget shrank.
+    /// The tier is open; compaction creates segments of `room` bytes. If opening found more than
+    /// the budget, compaction proceeds within that, as after a shrunk budget.
     pub fn begin_over(&mut self, room: u64) {
         if self.used_bytes > self.budget_bytes {
             (self.shrinks_from, self.shrink_room) = (self.used_bytes.saturating_add(room), room);
         }
     }
 
-    /// What may be used by who appends. Cleaning frees more than it writes, so that it
-    /// goes on where a budget shrank.
+    /// Bytes that a write position may use. Compaction frees more than it writes, so it proceeds
+    /// after a budget shrank.
     pub fn limit(&self, front: Front) -> u64 {
         match front {
             Front::Callers => self.budget_bytes,
-            Front::Cleaning => self.budget_bytes.max(self.shrinks_from),
+            Front::Compaction => self.budget_bytes.max(self.shrinks_from),
         }
     }
 
-    /// Cleaning needs no more than the budget once a segment fits.
+    /// Compaction needs no more than the budget once a segment fits.
     pub fn end_shrinking(&mut self) {
         if self.used_bytes.saturating_add(self.shrink_room) <= self.budget_bytes {
             self.shrinks_from = 0;
@@ -134,11 +134,11 @@ mod tests {
     use super::*;
 
     fn limits(state: &State) -> [u64; 2] {
-        [state.limit(Front::Callers), state.limit(Front::Cleaning)]
+        [state.limit(Front::Callers), state.limit(Front::Compaction)]
     }
 
     #[test]
-    fn an_opening_under_a_smaller_budget_lets_cleaning_go_on() {
+    fn compaction_proceeds_after_opening_under_a_smaller_budget() {
         let mut state = State { used_bytes: 80, budget_bytes: 100, ..State::default() };
         state.begin_over(10);
         assert_eq!(limits(&state), [100, 100], "it fits");
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn cleaning_goes_on_until_a_segment_fits_under_a_budget_that_shrank() {
+    fn compaction_proceeds_until_a_segment_fits_under_a_shrunk_budget() {
         let mut state = State { used_bytes: 80, budget_bytes: 100, ..State::default() };
         state.set_budget(95, 10);
         assert_eq!(limits(&state), [95, 95], "a segment fits: nothing is special");
@@ -159,7 +159,7 @@ mod tests {
         state.set_budget(50, 10);
         assert_eq!(limits(&state), [50, 95], "as before the first of them");
         assert!(state.take(10, 0, state.limit(Front::Callers)).is_err());
-        state.take(10, 0, state.limit(Front::Cleaning)).expect("it frees more than that");
+        state.take(10, 0, state.limit(Front::Compaction)).expect("it frees more than that");
         state.give_back(45);
         assert_eq!((state.used_bytes, limits(&state)), (45, [50, 95]));
         state.give_back(5);

@@ -1,4 +1,4 @@
-//! Checkpoints: the index as a file, so that opening need not read every header.
+//! Checkpoints: the index in a file, so that opening need not read every header.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -11,21 +11,21 @@ use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::{FileId, Way};
 use crate::tier::disk::files::{checkpoint as checkpoint_name, refusal, unfinished};
 use crate::tier::disk::recovered::Finder;
-use crate::tier::disk::staging::Lent;
+use crate::tier::disk::staging::StagingGuard;
 use crate::tier::disk::state::{Note, Segment};
 use crate::tier::disk::{DiskTier, least_bytes};
 
 /// Bytes of a checkpoint that are read at once, if there is memory for it.
 const LOAD_BYTES: u64 = 16 * FRAME_BYTES as u64;
 
-/// A moment of the log: everything whose room was taken before it.
+/// A position in the log: all records whose space was taken before it.
 pub struct Cover {
     next_record: u64,
     next_segment: u64,
     segments: Vec<SegmentEntry>,
 }
 
-/// A checkpoint that is to be written, and what sessions are in it.
+/// A checkpoint to write, and its sessions.
 struct Draft {
     header: Header,
     sessions: Vec<(Box<[u8]>, Note)>,
@@ -36,11 +36,11 @@ pub struct Sink<'a> {
     tier: &'a DiskTier,
     file: FileId,
     number: u64,
-    frame: Lent<'a>,
-    /// Frames that are written, and how many there may be.
+    frame: StagingGuard<'a>,
+    /// Frames written, and the most frames.
     frames: u32,
     most_frames: u32,
-    /// Bytes of the frame that are filled.
+    /// Bytes of the frame in use.
     used: usize,
 }
 
@@ -77,14 +77,14 @@ impl Sink<'_> {
 
     fn write_frame(&mut self) -> Result<()> {
         if self.frames == self.most_frames {
-            fail!(Limit, "the checkpoint is longer than was said");
+            fail!(Limit, "the checkpoint has more entries than announced");
         }
         let address = self.frame.address();
         // SAFETY: the sink's own buffer, which is longer.
         let bytes = unsafe { std::slice::from_raw_parts_mut(address, FRAME_BYTES) };
         FrameWriter::resume(bytes, self.used).finish(&self.tier.store, self.number, self.frames);
         let offset = BLOCK_BYTES as u64 + u64::from(self.frames) * FRAME_BYTES as u64;
-        // SAFETY: as above; nobody else has the buffer.
+        // SAFETY: as above; no one else uses the buffer.
         unsafe {
             self.tier.transfer_one(self.file, Way::Write, offset, address, FRAME_BYTES as u64)?;
         }
@@ -95,10 +95,10 @@ impl Sink<'_> {
 }
 
 impl DiskTier {
-    /// The log as it is now. A checkpoint that covers it must have every cell whose
-    /// append began before, unless it was dropped: the caller waits for those, then
-    /// goes through its index, which may change meanwhile. What the tier itself writes,
-    /// sessions and what cleaning moves, [`DiskTier::checkpoint`] waits for.
+    /// The present position of the log. A checkpoint that covers it must have every cell whose
+    /// append began before, unless it was dropped. The caller waits for those appends, then walks
+    /// its index, which may change meanwhile. [`DiskTier::checkpoint`] waits for records that the
+    /// tier writes itself: sessions, and cells that compaction moves.
     pub fn cover(&self) -> Cover {
         let state = self.state.lock();
         let covered = |(&number, segment): (&u64, &Segment)| SegmentEntry {
@@ -115,15 +115,15 @@ impl DiskTier {
         }
     }
 
-    /// Writes a checkpoint of up to `chunks` calls of [`Sink::chunk`] with `cells`
-    /// cells together, which `source` makes. The one before stays until this one
-    /// lasts, so there must be room for both, and one segment more. BUDGET = there is
-    /// not: nothing was written or removed, and from then on callers leave room for
-    /// it, so that it fits once a segment was removed. Until then the store goes on,
-    /// and opening it takes longer. BUSY = another one is being written.
-    /// It waits for what cleaning moves, so no lock may be held that a [`Keeper`] takes.
+    /// Writes a checkpoint of at most `chunks` calls of [`Sink::chunk`] with `cells` cells in
+    /// total, which `source` makes. The previous checkpoint stays until this one is durable: there
+    /// must be space for both, and for one segment. BUDGET = there is not: nothing was written or
+    /// removed. From then on callers leave space for it, so that it fits once a segment was
+    /// removed; until then opening the store takes longer. BUSY = another one is being written.
     ///
-    /// [`Keeper`]: crate::tier::disk::Keeper
+    /// It waits for compaction, so the caller must hold no lock that a [`CellIndex`] takes.
+    ///
+    /// [`CellIndex`]: crate::tier::disk::Keeper
     pub fn checkpoint(
         &self,
         cover: &Cover,
@@ -138,7 +138,7 @@ impl DiskTier {
         result
     }
 
-    /// Takes room for all that it may be.
+    /// Takes space for the largest possible checkpoint.
     fn begin_checkpoint(&self, cover: &Cover, chunks: usize, cells: usize) -> Result<Draft> {
         let mut state = self.state.lock();
         if state.checkpointing {
@@ -165,8 +165,8 @@ impl DiskTier {
         Ok(Draft { header, sessions })
     }
 
-    /// What a checkpoint after one of `bytes` may take, which may be a little longer: 0
-    /// if two of them do not fit however few segments there are.
+    /// Estimated length of a checkpoint after one of `bytes` bytes, with a margin; 0 if two of them
+    /// never fit.
     pub(super) fn next_checkpoint_bytes(&self, bytes: u64, budget: u64) -> u64 {
         let most = budget.saturating_sub(least_bytes(&self.options)) / 2;
         let longer = bytes.saturating_add(bytes / 8).saturating_add(FRAME_BYTES as u64);
@@ -183,7 +183,7 @@ impl DiskTier {
         let bytes = draft.header.file_bytes();
         let name = checkpoint_name(number);
         let unfinished = unfinished(&name);
-        // What it names should be there. Where a sync failed the seals of cells show it.
+        // Cells that it lists should be durable. If a sync failed, the seals of cells show it.
         let _ = self.commit_all();
         let saved = self.save_sessions(&mut draft.sessions, &|segment| segment.poisoned);
         let written = saved.and_then(|()| self.files.create(&unfinished, bytes)).and_then(|file| {
@@ -205,7 +205,7 @@ impl DiskTier {
         state.stats.checkpoints += 1;
         state.stats.overhead_bytes += bytes;
         state.checkpoints.insert(number, bytes);
-        // What sessions are is in it.
+        // It has the sessions.
         state.let_held_go();
         drop(state);
         self.remove_checkpoints(|other| other < number);
@@ -261,7 +261,7 @@ impl DiskTier {
         }
     }
 
-    /// Gives back bytes of files that were removed, once that lasts.
+    /// Frees the bytes of removed files once the removal is durable.
     fn release(&self, bytes: u64, names: &[String]) {
         let lasts = self.files.sync_names().is_ok();
         let gone =
@@ -275,7 +275,7 @@ impl DiskTier {
         }
     }
 
-    /// Reads a checkpoint into `finder`; what it covers, or None if it is not sound.
+    /// Reads a checkpoint into `finder`; returns what it covers. None = it is not sound.
     pub(super) fn load(
         &self,
         number: u64,
@@ -298,7 +298,7 @@ impl DiskTier {
         let buffer = self.staging.scratch(FRAME_BYTES as u64, LOAD_BYTES)?;
         let address = buffer.address();
         let whole = |frames: u32| frames as usize * FRAME_BYTES;
-        // SAFETY: this call's own buffer, here and below.
+        // SAFETY: a local buffer, here and below.
         let read = unsafe { self.transfer_one(file, Way::Read, 0, address, BLOCK_BYTES as u64) };
         // SAFETY: as above.
         let block = unsafe { std::slice::from_raw_parts(address, BLOCK_BYTES) };
@@ -331,7 +331,7 @@ impl DiskTier {
     }
 }
 
-/// False if a frame is not sound.
+/// Decodes a frame; false = it is not sound.
 pub(super) fn take_frame(
     frame: &[u8],
     header: &Header,

@@ -1,4 +1,4 @@
-//! Making writes durable: one sync serves all who wait.
+//! Making writes durable: one sync serves all threads that wait.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -6,20 +6,19 @@ use crate::tier::disk::DiskTier;
 use crate::tier::disk::batch::Mark;
 
 impl DiskTier {
-    /// Waits until a write is durable. The first who asks syncs the segment, for all
-    /// that was written to it until then; others wait for that. After a sync that
-    /// failed nobody knows what is on the disk: the segment takes no more records,
-    /// and what was not durable before never is (IO).
+    /// Waits until a write is durable. The first caller syncs the segment for all writes until
+    /// then; others wait for that sync. After a failed sync the state of the disk is unknown: the
+    /// segment takes no more records, and writes that were not durable before never will be (IO).
     pub fn commit(&self, mark: Mark) -> Result<()> {
         let mut state = self.state.lock();
         let upto = loop {
-            // A segment goes only when its cells are dropped, or durable elsewhere; but
-            // what a sync lost may be in neither place.
+            // A segment is removed once its cells are dropped or durable elsewhere, but writes lost
+            // by a failed sync may be in neither place.
             let lost = state.lost.get(&mark.segment).is_some_and(|&clean| mark.write > clean);
             let Some(segment) = state.segments.get_mut(&mark.segment) else {
                 return if lost { not_durable(mark) } else { Ok(()) };
             };
-            // Where nothing was found that a checkpoint does not cover all is durable.
+            // If opening found no records after the checkpoint, all are durable.
             if segment.clean >= mark.write.min(segment.dirty) {
                 return Ok(());
             }
@@ -52,7 +51,7 @@ impl DiskTier {
         synced.map_err(|error| error.within(&format!("a sync of segment {} failed", mark.segment)))
     }
 
-    /// Waits until everything that was written is durable; the first failure.
+    /// Waits until all writes are durable; returns the first failure.
     pub fn commit_all(&self) -> Result<()> {
         let marks: Vec<Mark> = {
             let state = self.state.lock();

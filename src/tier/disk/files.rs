@@ -1,4 +1,4 @@
-//! Names of files, and segments that are open.
+//! Names of files, and open segments.
 
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
@@ -10,12 +10,12 @@ use crate::tier::disk::state::Segment;
 /// The file that names the store.
 pub(super) const STORE: &str = "store.kvt";
 
-/// Tells a directory's files apart.
+/// Kinds of files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Name {
     Segment(u64),
     Checkpoint(u64),
-    /// What was being made when the store was last used.
+    /// A file whose creation was interrupted.
     Unfinished,
     Other,
 }
@@ -28,7 +28,7 @@ pub(super) fn checkpoint(number: u64) -> String {
     format!("index-{number:016x}.kvt")
 }
 
-/// The name of a file while it is made.
+/// The name of a file until it is complete.
 pub(super) fn unfinished(name: &str) -> String {
     format!("new-{name}")
 }
@@ -51,13 +51,13 @@ pub(super) fn parse(name: &str) -> Name {
 }
 
 impl DiskTier {
-    /// Who reads and writes its files.
+    /// The file interface of the tier.
     pub fn files(&self) -> &dyn Files {
         &*self.files
     }
 }
 
-/// The file of a segment, open until this is dropped.
+/// A segment's file; it stays open until this is dropped.
 pub(super) struct Pinned<'a> {
     tier: &'a DiskTier,
     pub segment: u64,
@@ -75,7 +75,7 @@ impl Drop for Pinned<'_> {
 }
 
 impl DiskTier {
-    /// Opens a segment's file, if it is not open, and keeps it so.
+    /// Opens a segment's file if necessary, and keeps it open.
     pub(super) fn pin(&self, number: u64) -> Result<Pinned<'_>> {
         let blocks = {
             let mut state = self.state.lock();
@@ -83,7 +83,7 @@ impl DiskTier {
             let uses = state.uses;
             let there = state.segments.get_mut(&number).filter(|segment| !segment.leaving);
             let Some(segment) = there else {
-                fail!(NotFound, "segment {number} is not there");
+                fail!(NotFound, "there is no segment {number}");
             };
             segment.users += 1;
             segment.touched = uses;
@@ -92,11 +92,11 @@ impl DiskTier {
             }
             segment.blocks
         };
-        // Counted as used: it stays while the lock is not held.
+        // The segment counts as used, so that it stays while the lock is released.
         let opened = self.files.open(&self::segment(number));
         let mut state = self.state.lock();
         let Some(segment) = state.segments.get_mut(&number) else {
-            fail!(NotFound, "segment {number} is not there");
+            fail!(NotFound, "there is no segment {number}");
         };
         let file = match (opened, segment.file) {
             (Ok(ours), None) => {
@@ -119,9 +119,8 @@ impl DiskTier {
         Ok(Pinned { tier: self, segment: number, file, blocks })
     }
 
-    /// Closes those that were not used for longest, when too many are open. One
-    /// with writes that were not synced stays open: the system reports a failure of
-    /// theirs to whoever had the file open.
+    /// Closes the least recently used files when too many are open. A file with unsynced writes
+    /// stays open: the system reports their failure only to a process that has the file open.
     fn close_surplus(&self) {
         let mut state = self.state.lock();
         while state.open.len() > self.options.max_open {
@@ -136,7 +135,8 @@ impl DiskTier {
         }
     }
 
-    /// The same for who made one more, and may wait: what keeps others open is synced.
+    /// The same for a thread that opened one more and may wait: it syncs files with unsynced
+    /// writes.
     pub(super) fn sync_surplus(&self) {
         self.close_surplus();
         for _ in 0..self.options.max_open {
@@ -159,10 +159,10 @@ impl DiskTier {
         }
     }
 
-    /// Reads or writes one stretch of memory.
+    /// Reads or writes one range of memory.
     ///
     /// # Safety
-    /// The memory is valid for the way and nobody else's meanwhile.
+    /// The memory is valid, and no one else uses it during the call.
     pub(super) unsafe fn transfer_one(
         &self,
         file: FileId,
@@ -172,14 +172,14 @@ impl DiskTier {
         bytes: u64,
     ) -> Result<()> {
         let mut pieces = [Piece::one(file, way, offset, address, bytes)];
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe { self.files.transfer(&mut pieces) };
         let [piece] = pieces;
         piece.result
     }
 }
 
-/// What a failed transfer or creation means to callers: a full disk is a budget.
+/// The error that callers get: a full disk is reported as an exceeded budget.
 pub(super) fn refusal(error: Error) -> Error {
     let errno = error.detail().map_or(0, |detail| detail.os_errno);
     if errno == libc::ENOSPC || errno == libc::EDQUOT {
@@ -193,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_round_trip_and_others_are_left_alone() {
+    fn file_names_round_trip_and_foreign_names_are_ignored() {
         for number in [0, 1, 0xABCDEF, u64::MAX] {
             assert_eq!(parse(&segment(number)), Name::Segment(number));
             assert_eq!(parse(&checkpoint(number)), Name::Checkpoint(number));
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_a_budget() {
+    fn a_full_disk_is_reported_as_an_exceeded_budget() {
         for (errno, status) in [
             (libc::ENOSPC, Status::Budget),
             (libc::EDQUOT, Status::Budget),

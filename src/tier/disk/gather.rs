@@ -1,31 +1,30 @@
-//! Transfers that are collected and carried out in batches, in place or through staging
-//! memory.
+//! Collects transfers and executes them in batches, in place or through staging memory.
 
 use crate::base::status::Result;
 use crate::io::files::{FileId, Files, Part, Piece, Way};
-use crate::tier::disk::staging::{Lent, STAGING_BYTES, Staging};
+use crate::tier::disk::staging::{STAGING_BYTES, Staging, StagingGuard};
 
-/// Pieces of one batch, so that a large one does not wait for its last header.
+/// Most pieces of a batch, so that a large batch does not wait for its last header.
 const MAX_PIECES: usize = 256;
 
-/// A copy to be made once a batch was read.
+/// A copy to make once a batch was read.
 struct Back {
     from: *const u8,
     to: *mut u8,
     bytes: usize,
 }
 
-/// Collects transfers, each for an owner, and carries them out in batches.
+/// Collects transfers, each for an owner, and executes them in batches.
 pub(super) struct Gather<'a> {
     files: &'a dyn Files,
     staging: &'a Staging,
     way: Way,
-    buffer: Option<Lent<'a>>,
+    buffer: Option<StagingGuard<'a>>,
     used: u64,
     pieces: Vec<Piece>,
     owners: Vec<usize>,
     backs: Vec<Back>,
-    /// Who failed, and why.
+    /// Owners of failed transfers, with the errors.
     pub failed: Vec<(usize, crate::base::status::Error)>,
 }
 
@@ -44,8 +43,8 @@ impl<'a> Gather<'a> {
         }
     }
 
-    /// Up to `bytes` of staging memory, at least `least`; a batch is carried out
-    /// first if there is too little left.
+    /// Staging memory of at most `bytes` bytes and at least `least`; executes the batch first if
+    /// too little is left.
     ///
     /// # Safety
     /// As [`Gather::flush`].
@@ -54,7 +53,7 @@ impl<'a> Gather<'a> {
             self.buffer = Some(self.staging.take()?);
         }
         if STAGING_BYTES - self.used < least {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's guarantee.
             unsafe { self.flush() };
         }
         let bytes = bytes.min(STAGING_BYTES - self.used);
@@ -66,18 +65,18 @@ impl<'a> Gather<'a> {
         Ok((address, bytes))
     }
 
-    /// Carries out a batch if one is full: before memory for what comes is asked for.
+    /// Executes the batch if it is full, before memory for further pieces is requested.
     ///
     /// # Safety
     /// As [`Gather::flush`].
     pub unsafe fn make_way(&mut self) {
         if self.pieces.len() >= MAX_PIECES {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's guarantee.
             unsafe { self.flush() };
         }
     }
 
-    /// Adds a transfer of an owner, of memory that stays valid until the next flush.
+    /// Adds a transfer of an owner; its memory stays valid until the next flush.
     pub fn add(&mut self, owner: usize, file: FileId, offset: u64, address: *mut u8, bytes: u64) {
         if let (Some(last), Some(&by)) = (self.pieces.last_mut(), self.owners.last()) {
             let follows = last.file == file && last.offset + last.bytes() == offset;
@@ -89,18 +88,18 @@ impl<'a> Gather<'a> {
         self.owners.push(owner);
     }
 
-    /// Copies to `to` what `from`, in the staging memory, has after the batch.
+    /// After the batch, copies `bytes` bytes of staging memory from `from` to `to`.
     pub fn copy_back(&mut self, from: *const u8, to: *mut u8, bytes: u64) {
         self.backs.push(Back { from, to, bytes: bytes as usize });
     }
 
-    /// Carries out what was collected.
+    /// Executes the collected transfers.
     ///
     /// # Safety
-    /// The memory of all that was added is valid for its way, and nobody else's.
+    /// The memory of all added transfers is valid, and no one else uses it.
     pub unsafe fn flush(&mut self) {
         if !self.pieces.is_empty() {
-            // SAFETY: the caller's promise; staging memory is this gather's alone.
+            // SAFETY: the caller's guarantee; staging memory belongs to this gather only.
             unsafe { self.files.transfer(&mut self.pieces) };
         }
         for (piece, owner) in self.pieces.drain(..).zip(self.owners.drain(..)) {
@@ -109,15 +108,15 @@ impl<'a> Gather<'a> {
             }
         }
         for back in self.backs.drain(..) {
-            // SAFETY: from the staging memory to the memory of whoever reads, both of
-            // `bytes` bytes; a staging buffer belongs to nobody else.
+            // SAFETY: from staging memory to the reader's memory, both of `bytes` bytes; no one
+            // else uses a staging buffer.
             unsafe { std::ptr::copy_nonoverlapping(back.from, back.to, back.bytes) };
         }
         self.used = 0;
     }
 }
 
-/// Makes a piece longer, if it has a part left.
+/// Extends a piece, if it has room for another part.
 fn extend(piece: &mut Piece, address: *mut u8, bytes: u64) -> bool {
     if piece.bytes() + bytes > crate::io::files::MAX_PIECE_BYTES {
         return false;
@@ -136,15 +135,15 @@ fn extend(piece: &mut Piece, address: *mut u8, bytes: u64) -> bool {
     true
 }
 
-/// A range of memory that holds a plane.
+/// Memory of a plane.
 #[derive(Clone, Copy)]
 pub(super) struct Range {
     pub address: *mut u8,
     pub bytes: u64,
 }
 
-/// Whether ranges, one after the other, can be transferred in place; `padded`
-/// says that the memory behind the last one up to a whole block is free to use.
+/// Whether consecutive ranges can be transferred in place; `padded`: the memory after the last one
+/// is free up to a whole block.
 pub(super) fn in_place(ranges: impl Iterator<Item = Range>, align: u64, padded: bool) -> bool {
     let mut end: *mut u8 = std::ptr::null_mut();
     let mut run = 0;
@@ -161,8 +160,8 @@ pub(super) fn in_place(ranges: impl Iterator<Item = Range>, align: u64, padded: 
     padded || run % align == 0
 }
 
-/// Calls `each` with every part of `ranges` inside `from..from + bytes` of them
-/// all: its address, its place in the stretch, its length.
+/// Calls `each` for every part of `ranges` within `from..from + bytes` of their concatenation:
+/// address, position in the stretch, length.
 pub(super) fn within(
     ranges: impl Iterator<Item = Range>,
     from: u64,
@@ -189,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn in_place_wants_runs_that_are_aligned() {
+    fn only_aligned_ranges_are_transferred_in_place() {
         let ask = |ranges: &[Range], padded| in_place(ranges.iter().copied(), 4096, padded);
         assert!(ask(&[range(4096, 4096), range(81920, 8192)], false));
         assert!(ask(&[range(4096, 1000), range(5096, 3096)], false));
@@ -201,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stretch_of_ranges_is_cut_at_their_ends() {
+    fn a_transfer_is_split_at_the_ends_of_ranges() {
         let ranges = [range(1000, 10), range(2000, 0), range(3000, 5)];
         let mut all = Vec::new();
         within(ranges.into_iter(), 8, 6, |at, place, bytes| all.push((at as usize, place, bytes)));

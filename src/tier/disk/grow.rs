@@ -1,4 +1,4 @@
-//! Segments: making them under the budget, removing those that are empty.
+//! Creating segments under the budget, and removing empty ones.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -10,7 +10,7 @@ use crate::tier::disk::state::{Front, Grant, Segment, State};
 use crate::tier::disk::{DiskTier, offset_of};
 
 impl DiskTier {
-    /// Room for a record at a front, in a new segment if need be.
+    /// Space for a record at a write position, in a new segment if necessary.
     pub(super) fn room_for(&self, front: Front, blocks: u32, born: u64) -> Result<Grant> {
         if blocks >= self.segment_blocks() {
             fail!(
@@ -25,7 +25,7 @@ impl DiskTier {
             return Ok(grant);
         }
         let growth = self.growth.lock();
-        // Somebody else may have made one while this thread waited.
+        // Another thread may have created one while this one waited.
         if let Some(grant) = self.state.lock().grant(front, blocks, born) {
             return Ok(grant);
         }
@@ -35,12 +35,12 @@ impl DiskTier {
         drop(growth);
         match grant {
             Some(grant) => Ok(grant),
-            None => fail!(Limit, "a new segment has no room for {blocks} blocks"),
+            None => fail!(Limit, "{blocks} blocks do not fit into a new segment"),
         }
     }
 
-    /// Ends the segment of a front; what is left of it is said to be nothing, so
-    /// that an opening need not look there.
+    /// Ends the segment of a write position, and voids its remaining space, so that an opening
+    /// skips it.
     pub(super) fn end(&self, front: Front) {
         let ended = self.state.lock().end_front(front);
         let Some((grant, rest)) = ended else { return };
@@ -53,7 +53,7 @@ impl DiskTier {
         }
     }
 
-    /// Makes a segment that is its front's from now on; room in it.
+    /// Creates a segment for a write position; returns space in it.
     fn make_segment(&self, front: Front, blocks: u32, born: u64) -> Result<Option<Grant>> {
         let bytes = self.options.segment_bytes;
         let number = {
@@ -61,7 +61,7 @@ impl DiskTier {
             let spare = if front == Front::Callers { state.kept_back(bytes) } else { 0 };
             let number = state.next_segment;
             if number > MAX_SEGMENT {
-                fail!(Limit, "segment numbers are used up");
+                fail!(Limit, "all segment numbers are in use");
             }
             let limit = state.limit(front);
             state.take(bytes, spare, limit)?;
@@ -92,7 +92,8 @@ impl DiskTier {
                 state.open.push(number);
                 state.stats.segments_made += 1;
                 state.stats.overhead_bytes += BLOCK_BYTES as u64;
-                // In the same breath: else it would be swept, empty as it is, or filled.
+                // Under the same lock: otherwise another thread could sweep the empty segment, or
+                // fill it.
                 state.fronts[front as usize] = Some(number);
                 let grant = state.grant(front, blocks, born);
                 drop(state);
@@ -108,12 +109,12 @@ impl DiskTier {
         }
     }
 
-    /// The header, and a name that lasts.
+    /// Writes the header, and makes the name durable.
     fn begin_segment(&self, file: FileId, number: u64, blocks: u32) -> Result<()> {
         let buffer = self.staging.block()?;
         let mut block = [0; BLOCK_BYTES];
         SegmentHeader { store: self.store, number, blocks }.encode(&mut block);
-        // SAFETY: memory of a block that is nobody else's.
+        // SAFETY: a block of memory that no one else uses.
         let written = unsafe {
             buffer.address().copy_from_nonoverlapping(block.as_ptr(), BLOCK_BYTES);
             self.transfer_one(file, Way::Write, 0, buffer.address(), BLOCK_BYTES as u64)
@@ -123,11 +124,11 @@ impl DiskTier {
         self.files.sync_names()
     }
 
-    /// Removes what could not be made. Its bytes count until that is certain.
+    /// Removes a segment that could not be completed. Its bytes count until the removal is certain.
     fn unmake(&self, name: &str, bytes: u64, number: u64) {
         let removed = match self.files.remove(name) {
             Ok(()) => self.files.sync_names().is_ok(),
-            // It may not have been made at all.
+            // It may not have been created at all.
             Err(_) => self.files.list().is_ok_and(|all| all.iter().all(|e| e.name != name)),
         };
         let mut state = self.state.lock();
@@ -140,10 +141,10 @@ impl DiskTier {
         state.add_segment(number, segment);
     }
 
-    /// Removes segments in which nothing lives and that nobody uses; the bytes that
-    /// came free. What cannot be removed keeps counting, and is tried again.
+    /// Removes segments without live cells and users; returns the freed bytes. A segment that
+    /// cannot be removed keeps counting, and is tried again.
     pub fn sweep(&self) -> u64 {
-        // What counts instead of something must last before that goes.
+        // The newer copies of its records must be durable first.
         let superseded = |state: &State, number: &u64| {
             state.segments.get(number).is_some_and(|segment| segment.superseded)
         };
@@ -183,7 +184,7 @@ impl DiskTier {
             }
             removed
         });
-        // A name that comes back after a crash would not fit in the budget.
+        // A name that comes back after a crash would exceed the budget.
         let lasts = self.files.sync_names().is_ok();
         let mut state = self.state.lock();
         let mut freed = 0;
@@ -220,11 +221,11 @@ impl DiskTier {
         }
     }
 
-    /// Says that blocks of a segment hold nothing.
+    /// Marks blocks of a segment as void.
     pub(super) fn write_void(&self, file: FileId, grant: &Grant, blocks: u32) -> Result<()> {
         let buffer = self.staging.block()?;
         let address = buffer.address();
-        // SAFETY: memory of a block that is nobody else's.
+        // SAFETY: a block of memory that no one else uses.
         let bytes = unsafe { std::slice::from_raw_parts_mut(address, BLOCK_BYTES) };
         self.encode_void(bytes, grant, blocks);
         let offset = offset_of(grant.at);

@@ -1,21 +1,20 @@
 //! The disk tier: a log of records in segments, under a hard budget.
 //!
-//! It keeps nothing per cell: callers keep a [`Spot`] and a seal for each, and
-//! say which cells live. Everything else is in the headers on disk. What the bytes
-//! are stands in `docs/store.md`.
+//! It keeps no state per cell. Callers keep a [`Spot`] and a seal for each cell, and decide which
+//! cells live. Everything else is in the headers on disk; `docs/store.md` has the format.
 //!
-//! Calls block while files are read and written, and may come from any thread;
-//! no lock is held meanwhile but that of making a segment. A segment is written
-//! at one end only and never after the store was opened again: what follows a
-//! hole in it is found by looking for it block by block, so nobody waits for
-//! records that others write before theirs.
+//! Calls block while files are read and written, and may come from any thread. Meanwhile no lock is
+//! held but the one for creating a segment. A segment is written at one end only, and never after
+//! the store was opened again. Records after a hole are found by a search block by block, so no
+//! record waits for another one before it.
 
 mod append;
 mod batch;
 mod budget;
 mod checkpoint;
-mod clean;
 mod commit;
+mod compact;
+mod duplicates;
 mod files;
 mod fsck;
 mod gather;
@@ -30,7 +29,6 @@ mod spot;
 mod staging;
 mod state;
 mod stats;
-mod twice;
 mod underway;
 
 use crate::base::account::Account;
@@ -45,48 +43,48 @@ use crate::tier::disk::state::State;
 
 pub use crate::tier::disk::batch::{Get, GetPlane, Gets, Mark, Put, PutCell, PutPlane, Puts};
 pub use crate::tier::disk::checkpoint::{Cover, Sink};
-pub use crate::tier::disk::clean::{CellAt, Cleaned, Keeper};
+pub use crate::tier::disk::compact::{CellAt, CellIndex, Compacted};
 pub use crate::tier::disk::fsck::{
-    CheckpointFound, Damage, FsckOptions, NamespaceFound, Report, Tally, What, fsck,
+    CellTotals, CheckpointFound, Damage, DamageKind, FsckOptions, NamespaceFound, Report, fsck,
 };
 pub use crate::tier::disk::recovered::{Recovered, RecoveredSession};
 pub use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS, Spot};
-pub use crate::tier::disk::staging::{Lent, RESERVE_BYTES};
+pub use crate::tier::disk::staging::{RESERVE_BYTES, StagingGuard};
 pub use crate::tier::disk::stats::{OpenReport, SegmentInfo, Stats};
 
-/// Longest segments that are made where nothing is said of them.
+/// Longest segments that are created by default.
 pub const MOST_USUAL_SEGMENT_BYTES: u64 = 64 << 20;
-/// The shortest, where a quarter of the budget is not shorter.
+/// Shortest segments by default, unless a quarter of the budget is shorter.
 const LEAST_USUAL_SEGMENT_BYTES: u64 = 8 << 20;
 const SEGMENT_STEP_BYTES: u64 = 64 << 10;
-/// Fewest segments that a budget must have room for: one that callers write, one
-/// that cleaning writes, one that is kept back.
+/// Fewest segments that a budget must have space for: one for callers, one for compaction, one that
+/// is kept back.
 pub const MIN_SEGMENTS: u64 = 3;
 
-/// How a tier is opened.
+/// Options of a tier.
 #[derive(Clone)]
 pub struct Options {
-    /// Most bytes of all files together, until [`DiskTier::set_budget`] says otherwise.
+    /// Most bytes of all files, until [`DiskTier::set_budget`] changes it.
     pub budget_bytes: u64,
-    /// Bytes of new segments, a multiple of the block; 0 = as the budget says: one part in 1,024 of
-    /// it, from 8 MiB to [`MOST_USUAL_SEGMENT_BYTES`], and a quarter of a very small one.
+    /// Bytes of new segments, a multiple of the block; 0 = 1/1024 of the budget, from 8 MiB to
+    /// [`MOST_USUAL_SEGMENT_BYTES`], and a quarter of a very small budget.
     pub segment_bytes: u64,
-    /// Random bytes: the name of the store if it must be made.
+    /// Random bytes: the name of a new store.
     pub random: StoreId,
-    /// Segments that stay open, beside those that are in use at the moment; 0 = 32.
+    /// Segments that stay open beside those in use; 0 = 32.
     pub max_open: usize,
-    /// Who pays for staging memory: [`RESERVE_BYTES`] as long as the tier is open, and
-    /// more while there is room.
+    /// Account for staging memory: [`RESERVE_BYTES`] while the tier is open, and more while it has
+    /// room.
     pub account: Option<Arc<Account>>,
-    /// What opening is timed by.
+    /// Clock for the duration of opening.
     pub clock: Clock,
-    /// Whole cells that are read are checked. Not doing so is for measurements alone, of
-    /// what checking costs: no store does without.
+    /// Whole cells are verified when they are read. False only for measuring the cost of
+    /// verification: every store verifies.
     pub verify: bool,
 }
 
 impl Options {
-    /// A budget and some random bytes; all else as it is by default.
+    /// A budget and random bytes, with defaults for the rest.
     pub fn new(budget_bytes: u64, random: StoreId) -> Options {
         Options {
             budget_bytes,
@@ -102,31 +100,30 @@ impl Options {
 
 /// A directory of segments.
 ///
-/// Any number of threads may be in any of its calls at once, the same one or
-/// different ones: [`append`](DiskTier::append), [`read`](DiskTier::read),
-/// [`read_plane`](DiskTier::read_plane), [`planes`](DiskTier::planes),
-/// [`commit`](DiskTier::commit), [`commit_all`](DiskTier::commit_all),
-/// [`forget`](DiskTier::forget), [`put_session`](DiskTier::put_session),
-/// [`drop_cells`](DiskTier::drop_cells), [`sweep`](DiskTier::sweep),
-/// [`clean`](DiskTier::clean), [`cover`](DiskTier::cover),
-/// [`checkpoint`](DiskTier::checkpoint), [`close`](DiskTier::close),
-/// [`stats`](DiskTier::stats), [`segments`](DiskTier::segments). None waits for
-/// another but where it says so; what meets:
+/// Any number of threads may be in any of its calls at once, the same one or different ones:
+/// [`append`](DiskTier::append), [`read`](DiskTier::read), [`read_plane`](DiskTier::read_plane),
+/// [`planes`](DiskTier::planes), [`commit`](DiskTier::commit),
+/// [`commit_all`](DiskTier::commit_all), [`forget`](DiskTier::forget),
+/// [`put_session`](DiskTier::put_session), [`drop_cells`](DiskTier::drop_cells),
+/// [`sweep`](DiskTier::sweep), [`compact`](DiskTier::compact), [`cover`](DiskTier::cover),
+/// [`checkpoint`](DiskTier::checkpoint), [`close`](DiskTier::close), [`stats`](DiskTier::stats),
+/// [`segments`](DiskTier::segments). No call waits for another one, except as stated. Concurrent
+/// calls:
 ///
-/// - Two cleanings of one segment, or a cleaning and a record that is being written
-///   to it: BUSY. Two of different segments go on side by side.
+/// - Two compactions of one segment, or a compaction and a record being written to it: BUSY.
+///   Compactions of different segments run side by side.
 /// - Two checkpoints: BUSY.
-/// - A read of a cell that is moved or dropped meanwhile is right as long as it has
-///   begun before the old place goes: a segment that is read stays. One that begins
-///   later with the old place is NOT_FOUND: callers look the place up again.
-/// - A cell that is dropped while it is moved: [`Keeper::moved`] answers false. It is
-///   called under no lock of the tier, from the thread that cleans.
-/// - Two `put_session` of one name: the one that took its room later counts.
-/// - A `forget` and an `append` of the same chunk: callers order them. The append
-///   counts if it took its room later.
+/// - A read of a cell that is moved or dropped meanwhile succeeds if it began before the old place
+///   was removed: a segment being read stays. A later read of the old place is NOT_FOUND: callers
+///   look the place up again.
+/// - A cell dropped while it is moved: [`CellIndex::moved`] returns false. It is called under no lock
+///   of the tier, from the compacting thread.
+/// - Two `put_session` of one name: the one that took its space later counts.
+/// - A `forget` and an `append` of the same chunk: callers order them. The append counts if it took
+///   its space later.
 /// - A checkpoint and everything else: see [`DiskTier::cover`].
-/// - Calls of `append` that need a segment wait for the one that makes it. `commit`
-///   waits for a sync of the same segment that is under way.
+/// - Calls of `append` that need a segment wait for the one that creates it. `commit` waits for a
+///   sync of the same segment that is under way.
 ///
 /// A batch ([`Puts`], [`Gets`]) and its memory belong to one call at a time.
 pub struct DiskTier {
@@ -135,9 +132,9 @@ pub struct DiskTier {
     store: StoreId,
     align: u64,
     state: Mutex<State>,
-    /// A sync ended, or something of `underway`.
+    /// Signals the end of a sync or of a record in `underway`.
     changed: Condvar,
-    /// Held while a segment is made: one at a time.
+    /// Held while a segment is created.
     growth: Mutex<()>,
     staging: Staging,
     paid: Paid,
@@ -149,7 +146,7 @@ impl DiskTier {
         &self.store
     }
 
-    /// Counters, and what is used.
+    /// Counters, and bytes in use.
     pub fn stats(&self) -> Stats {
         let state = self.state.lock();
         Stats {
@@ -178,9 +175,8 @@ impl DiskTier {
         state.segments.iter().map(info).collect()
     }
 
-    /// Says that cells are no longer wanted: their places, and the bytes that were
-    /// stored. Nothing is written; when no cell of a segment is left,
-    /// [`DiskTier::sweep`] removes it.
+    /// Drops cells, by their places and stored lengths. Nothing is written. [`DiskTier::sweep`]
+    /// removes a segment once it has no cells.
     pub fn drop_cells(&self, cells: impl IntoIterator<Item = (Spot, u64)>) {
         let mut state = self.state.lock();
         for (spot, stored_bytes) in cells {
@@ -188,57 +184,57 @@ impl DiskTier {
         }
     }
 
-    /// Memory in which cells are coded, aligned to pages: `most` bytes, or fewer where
-    /// there is not so much, but `least`. Who pays for the tier's own staging memory pays
-    /// for it. Whoever has some asks for no more before that went back.
-    pub fn scratch(&self, least: u64, most: u64) -> Result<Lent<'_>> {
+    /// Memory for encoding cells, page-aligned: `most` bytes, or fewer if less is free, but at
+    /// least `least`. The account of the staging memory pays for it. A thread must return it before
+    /// it requests more.
+    pub fn scratch(&self, least: u64, most: u64) -> Result<StagingGuard<'_>> {
         self.staging.scratch(least, most)
     }
 
-    /// Gives back memory that is kept for later; how much that was.
+    /// Returns memory that is kept for reuse; how many bytes that was.
     pub fn trim(&self) -> u64 {
         self.staging.trim()
     }
 
-    /// Bytes of segments that are made from now on.
+    /// Bytes of new segments.
     pub fn segment_bytes(&self) -> u64 {
         self.options.segment_bytes
     }
 
-    /// Blocks of segments that are made from now on.
+    /// Blocks of new segments.
     fn segment_blocks(&self) -> u32 {
         (self.options.segment_bytes / BLOCK_BYTES as u64) as u32
     }
 }
 
-/// Bytes of segments where nothing is said of them. About three are kept free or half full, and
-/// what is dropped together lies together rather in a small one: cleaning moves less. But many
-/// segments are many files; a record has to fit into one.
+/// Default length of segments. About three are kept free or half full. Cells that are dropped
+/// together are rather in one small segment, so compaction moves less. But many segments are many
+/// files, and a record must fit into one.
 pub fn usual_segment_bytes(budget_bytes: u64) -> u64 {
     let part = (budget_bytes / 1024).clamp(LEAST_USUAL_SEGMENT_BYTES, MOST_USUAL_SEGMENT_BYTES);
     let bytes = part.min(budget_bytes / 4);
     (bytes - bytes % SEGMENT_STEP_BYTES).max(SEGMENT_STEP_BYTES)
 }
 
-/// Bytes that a record of several cells has at most in segments of so many. Where a segment ends
-/// half a record is left empty, as a rule, and each has a header: as many as make both together
-/// least.
+/// Most bytes of a record of several cells, in segments of that length. At the end of a segment
+/// half a record is left empty on average, and each record has a header: this length minimizes both
+/// together.
 pub fn usual_record_bytes(segment_bytes: u64) -> u64 {
     (segment_bytes / 64).clamp(256 << 10, 1 << 20).min(segment_bytes / 4)
 }
 
-/// The least that a budget can be.
+/// The smallest possible budget.
 fn least_bytes(options: &Options) -> u64 {
     least_bytes_for(options.segment_bytes)
 }
 
-/// The same with segments of so many bytes.
+/// The same for segments of that length.
 pub fn least_bytes_for(segment_bytes: u64) -> u64 {
     let store = (STORE_BLOCKS * BLOCK_BYTES) as u64;
     segment_bytes.saturating_mul(MIN_SEGMENTS).saturating_add(store)
 }
 
-/// Blocks that some bytes take, in a segment.
+/// Blocks in a segment that `bytes` bytes take.
 fn blocks_u32(bytes: u64) -> u32 {
     u32::try_from(crate::format::record::blocks_of(bytes)).unwrap_or(u32::MAX)
 }

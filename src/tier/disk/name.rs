@@ -1,5 +1,5 @@
-//! The file that names the store: one block, twice. Where one of the two is damaged
-//! the other counts, and the damaged one is written anew from it.
+//! The file that names the store: two copies of one block. If one copy is damaged, it is rewritten
+//! from the other.
 
 use crate::base::memory::Buffer;
 use crate::base::status::{Error, Result, Status};
@@ -15,21 +15,21 @@ use crate::tier::disk::staging::Staging;
 pub(super) const STORE_BYTES: u64 = (STORE_BLOCKS * BLOCK_BYTES) as u64;
 const COPY_BYTES: u64 = BLOCK_BYTES as u64;
 
-/// What the file says, and how it is.
+/// Content and condition of the file.
 pub(super) struct Named {
     pub store: StoreId,
-    /// Copies that were not sound.
+    /// Unsound copies.
     pub damaged: u32,
-    /// How long it is now.
+    /// Present length of the file.
     pub bytes: u64,
 }
 
-/// Where the copies start.
+/// Offsets of the copies.
 pub(super) fn copies() -> impl Iterator<Item = u64> {
     (0..STORE_BLOCKS as u64).map(|copy| copy * COPY_BYTES)
 }
 
-/// What is said where no copy is sound.
+/// The error if no copy is sound.
 pub(super) fn unnamed(why: HeaderError) -> Error {
     match why {
         HeaderError::Version(other) => {
@@ -47,13 +47,13 @@ pub(super) fn unnamed(why: HeaderError) -> Error {
     }
 }
 
-/// Makes the file.
+/// Creates the file.
 pub(super) fn make(files: &dyn Files, staging: &Staging, options: &Options) -> Result<StoreId> {
     let header = StoreHeader { store: options.random, segment_bytes: options.segment_bytes };
     let mut bytes = [0; STORE_BYTES as usize];
     header.encode(&mut bytes);
     let buffer = staging.map(STORE_BYTES)?;
-    // SAFETY: this call's own buffer, as long as the bytes.
+    // SAFETY: a local buffer, as long as the bytes.
     unsafe { buffer.address().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     let draft = unfinished(STORE);
     let file = files.create(&draft, STORE_BYTES).map_err(refusal)?;
@@ -67,8 +67,7 @@ pub(super) fn make(files: &dyn Files, staging: &Staging, options: &Options) -> R
     Ok(options.random)
 }
 
-/// Reads the file. A copy that is damaged is written anew from the other, as far as that
-/// can be done.
+/// Reads the file. A damaged copy is rewritten from the other, if possible.
 pub(super) fn read(files: &dyn Files, staging: &Staging) -> Result<Named> {
     let buffer = staging.map(STORE_BYTES)?;
     let file = files.open(STORE)?;
@@ -82,22 +81,22 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
     let (mut sound, mut damaged) = (None, Vec::new());
     let (mut why, mut failed) = (HeaderError::Damaged, None);
     for at in copies() {
-        // One read for each copy: the other may be fine where one cannot be read.
+        // One read for each copy: one may be readable when the other is not.
         let Some(address) = buffer.range(at, COPY_BYTES) else { continue };
-        // SAFETY: this call's own buffer, here and below.
+        // SAFETY: a local buffer, here and below.
         let read = unsafe { transfer(files, file, Way::Read, at, address, COPY_BYTES) };
         // SAFETY: as above; zeros where nothing was read.
         let block = unsafe { std::slice::from_raw_parts(address, BLOCK_BYTES) };
-        // What was not read to its end may look whole by chance.
+        // A copy that was not read completely may look sound by chance.
         let decoded = read.map(|()| StoreHeader::decode(block));
         match decoded {
             Ok(Ok(header)) => sound = sound.or(Some((header.store, address))),
             Ok(Err(HeaderError::Damaged)) => damaged.push(at),
-            // It is no damage: it stays as it is.
+            // Another version is no damage: the copy stays.
             Ok(Err(version)) => why = version,
             Err(error) => {
                 damaged.push(at);
-                // A file that is too short is damaged; else the disk may answer one day.
+                // A file that is too short is damaged; another failure of the disk may pass.
                 failed = failed.or(Some(error).filter(|_| at + COPY_BYTES <= bytes));
             }
         }
@@ -109,13 +108,12 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
         });
     };
     for &at in &damaged {
-        // In place: so the copy that is sound is touched by nothing, whatever happens.
-        // SAFETY: as above.
+        // In place: the sound copy is not touched, whatever happens. SAFETY: as above.
         let written = unsafe { transfer(files, file, Way::Write, at, address, COPY_BYTES) };
         match written.and_then(|()| files.sync(file)) {
-            Ok(()) => log::warn!("{STORE}: the copy at {at} was damaged, and is written anew"),
+            Ok(()) => log::warn!("{STORE}: the copy at {at} was damaged and has been rewritten"),
             Err(error) => {
-                log::warn!("{STORE}: the copy at {at} is damaged, and stays so: {error}");
+                log::warn!("{STORE}: the copy at {at} is damaged and cannot be rewritten: {error}");
             }
         }
     }
@@ -124,7 +122,7 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
 }
 
 /// # Safety
-/// The memory is valid for the way and nobody else's meanwhile.
+/// The memory is valid, and no one else uses it during the call.
 unsafe fn transfer(
     files: &dyn Files,
     file: FileId,
@@ -134,7 +132,7 @@ unsafe fn transfer(
     bytes: u64,
 ) -> Result<()> {
     let mut pieces = [Piece::one(file, way, offset, address, bytes)];
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's guarantee.
     unsafe { files.transfer(&mut pieces) };
     let [piece] = pieces;
     piece.result

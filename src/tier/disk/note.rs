@@ -1,5 +1,4 @@
-//! Records without cells: what is gone, what sessions are, blocks that hold
-//! nothing.
+//! Records without cells: forgotten cells, states of sessions, void blocks.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -13,20 +12,20 @@ use crate::tier::disk::batch::Mark;
 use crate::tier::disk::state::{Front, Grant, Note, Segment};
 use crate::tier::disk::{DiskTier, offset_of};
 
-/// A record without cells that is to be written.
+/// A record without cells to write.
 pub(super) struct NoteRecord<'a> {
     pub kind: Kind,
     pub key: Key,
     pub items: u32,
     pub body: [&'a [u8]; 2],
-    /// 0 = the record's own number, for both.
+    /// Number of the record that first had the content; 0 = the record's own number.
     pub born: u64,
     pub until: u64,
-    /// The segment that it is copied from; 0 = none.
+    /// Segment that it is copied from; 0 = none.
     pub from: u64,
 }
 
-/// The age of a record that is copied, and from where; zeros = it is new.
+/// Age and source of a copied record; zeros = it is new.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Origin {
     pub born: u64,
@@ -35,9 +34,9 @@ pub(super) struct Origin {
 }
 
 impl DiskTier {
-    /// Writes down that cells of a chunk are gone, those of some layers or, with
-    /// none named, all: they do not come back when the store is opened again. Cells
-    /// that are stored later do. The caller drops the cells themselves.
+    /// Records that cells of a chunk are gone, of some layers or of all if none is named: an
+    /// opening does not find them again. Cells that are stored later are found. The caller drops
+    /// the cells themselves.
     pub fn forget(&self, key: Key, layers: &[u32]) -> Result<Mark> {
         if layers.len() > MAX_CELLS {
             fail!(Limit, "{} layers are more than {MAX_CELLS}", layers.len());
@@ -60,8 +59,8 @@ impl DiskTier {
         self.note(front, &note).map(|(_, mark)| mark)
     }
 
-    /// Notes what a session is, in place of what was noted of that name before. No
-    /// content = it is gone.
+    /// Writes the state of a session, which replaces the earlier one of that name. An empty payload
+    /// removes the session.
     pub fn put_session(&self, name: &[u8], payload: &[u8]) -> Result<Mark> {
         if name.is_empty() || name.len() > MAX_NAME_BYTES || payload.len() > MAX_PAYLOAD_BYTES {
             fail!(
@@ -75,8 +74,8 @@ impl DiskTier {
         Ok(mark)
     }
 
-    /// Drops what is noted of a session, and writes nothing of that: unless a checkpoint was
-    /// begun afterwards an opening may find it again.
+    /// Drops the state of a session without a record of that: an opening may find it again, unless
+    /// a later checkpoint was written.
     pub fn drop_session(&self, name: &[u8]) {
         let mut state = self.state.lock();
         if let Some(note) = state.sessions.remove(name) {
@@ -84,14 +83,13 @@ impl DiskTier {
         }
     }
 
-    /// The segment that has what is noted of a session.
+    /// The segment with the newest record of a session.
     pub fn segment_of_session(&self, name: &[u8]) -> Option<u64> {
         self.state.lock().sessions.get(name).map(|note| note.segment)
     }
 
-    /// Writes what a session is; where that is then. It counts as one of its
-    /// segment, until [`DiskTier::settle_session`] or
-    /// [`crate::tier::disk::state::State::uncount_session`] says otherwise.
+    /// Writes a session's record; returns its place. The segment counts it until
+    /// [`DiskTier::settle_session`] or [`crate::tier::disk::state::State::uncount_session`].
     pub(super) fn note_session(
         &self,
         front: Front,
@@ -110,12 +108,11 @@ impl DiskTier {
         Ok((Note { payload: payload.into(), born, segment: grant.segment, blocks }, mark))
     }
 
-    /// The newest record of a session is the one that was written, unless a newer
-    /// one was written meanwhile: of two threads the one with the larger number is
-    /// the later.
+    /// Makes the written record the newest one of its session, unless a newer one was written
+    /// meanwhile: the larger number is the later one.
     pub(super) fn settle_session(&self, name: &[u8], note: Note, lasts: bool) {
         let mut state = self.state.lock();
-        // A copy of what was dropped meanwhile is of no use.
+        // A copy of a session that was dropped meanwhile is useless.
         let is_newest = state.sessions.get(name).map_or(!lasts, |old| old.born <= note.born);
         match is_newest {
             true => state.point_session(name, note, lasts),
@@ -123,8 +120,8 @@ impl DiskTier {
         }
     }
 
-    /// Writes anew what sessions are whose records are in doubtful segments and may be
-    /// gone: before what they were goes, or a checkpoint covers that.
+    /// Writes sessions again whose records are in doubtful segments and may be gone, before their
+    /// earlier records are removed or a checkpoint covers them.
     pub(super) fn save_sessions(
         &self,
         sessions: &mut [(Box<[u8]>, Note)],
@@ -138,7 +135,7 @@ impl DiskTier {
                 continue;
             }
             let origin = Origin { born: note.born, until: 0, from: note.segment };
-            match self.note_session(Front::Cleaning, name, &note.payload, origin) {
+            match self.note_session(Front::Compaction, name, &note.payload, origin) {
                 Ok((note, mark)) => written.push((at, note, mark)),
                 Err(error) => lasts = Err(error),
             }
@@ -178,7 +175,7 @@ impl DiskTier {
             segment.writing -= 1;
             segment.dirty += 1;
             mark.write = segment.dirty;
-            // Counted before anybody can take the segment for empty and remove it.
+            // Counted before another thread can find the segment empty and remove it.
             segment.forgets += u32::from(written.is_ok() && note.kind == Kind::Forget);
             segment.sessions += u32::from(written.is_ok() && note.kind == Kind::Session);
         }
@@ -190,7 +187,7 @@ impl DiskTier {
         let buffer = self.staging.take()?;
         let address = buffer.address();
         let bytes = blocks as usize * BLOCK_BYTES;
-        // SAFETY: a staging buffer is longer than any header, and nobody else's.
+        // SAFETY: a staging buffer is longer than any header, and no one else uses it.
         let header = unsafe { std::slice::from_raw_parts_mut(address, bytes) };
         let mut encoder = Encoder::new(header);
         note.body.iter().for_each(|part| encoder.bytes(part));
@@ -213,7 +210,7 @@ impl DiskTier {
         written.map_err(crate::tier::disk::files::refusal)
     }
 
-    /// The header of blocks that hold nothing.
+    /// The header of void blocks.
     pub(super) fn encode_void(&self, bytes: &mut [u8], grant: &Grant, blocks: u32) {
         Encoder::new(bytes).finish(&self.plain_head(grant, blocks));
     }

@@ -1,4 +1,4 @@
-//! Opening: what the newest sound checkpoint says, and what is behind it.
+//! Opening a store: the newest sound checkpoint, then the records after it.
 
 use std::collections::BTreeMap;
 
@@ -23,13 +23,12 @@ use crate::tier::disk::{DiskTier, Options, Spot, least_bytes, usual_segment_byte
 const DEFAULT_MAX_OPEN: usize = 32;
 
 impl DiskTier {
-    /// Opens the store of a directory, or makes one: the tier, the cells that it
-    /// has, and how that went. What is on disk is trusted in nothing: cells are
-    /// checked when they are read, and after [`DiskTier::commit_all`] those that
-    /// were found are durable, unless a sync had failed before the process ended.
-    /// CORRUPT = both copies in the file that names the store are damaged (one is
-    /// written anew from the other), or it is gone and segments are there; UNSUPPORTED =
-    /// it is of another version.
+    /// Opens the store of a directory, or creates one. Returns the tier, the cells that were found,
+    /// and a report. Nothing on disk is trusted: cells are verified when they are read. After
+    /// [`DiskTier::commit_all`] the cells found are durable, unless a sync had failed before the
+    /// process ended. CORRUPT = both copies in the file that names the store are damaged (one
+    /// damaged copy is rewritten from the other), or the file is missing and there are segments;
+    /// UNSUPPORTED = the store has another version.
     pub fn open(
         files: Arc<dyn Files>,
         options: Options,
@@ -45,7 +44,7 @@ impl DiskTier {
         }
         let begun_ns = options.clock.now_ns();
         let mut report = OpenReport::default();
-        // Before there is a file: what cannot be paid leaves none.
+        // This comes before any file: an account that cannot pay leaves none.
         let paid = Paid::new(options.account.clone());
         paid.set(options.budget_bytes)?;
         let staging = Staging::open(options.account.clone())?;
@@ -91,7 +90,7 @@ impl DiskTier {
         Ok((tier, recovered, report))
     }
 
-    /// Takes away what opening made, where there was no store before. Files of others stay.
+    /// Removes what opening created, if there was no store before. Other files stay.
     pub fn undo_open(&self) {
         let names = self.files.list().unwrap_or_default();
         let is_ours = |entry: &Entry| entry.name == STORE || parse(&entry.name) != Name::Other;
@@ -102,17 +101,17 @@ impl DiskTier {
         }
     }
 
-    /// Ends the segments that are written to and makes all durable. Not needed: it
-    /// makes the next opening faster.
+    /// Ends the segments that are written to, and makes all writes durable. Optional: it makes the
+    /// next opening faster.
     pub fn close(&self) -> Result<()> {
         let growth = self.growth.lock();
         self.end(Front::Callers);
-        self.end(Front::Cleaning);
+        self.end(Front::Compaction);
         drop(growth);
         self.commit_all()
     }
 
-    /// The directory's files, as far as their names and lengths say what they are.
+    /// Records the directory's files by their names and lengths.
     fn note_files(&self, names: &[Entry], is_new: bool, report: &mut OpenReport) {
         let mut state = self.state.lock();
         state.used_bytes = if is_new { STORE_BYTES } else { 0 };
@@ -195,9 +194,8 @@ impl DiskTier {
         Ok(recovered)
     }
 
-    /// Loads the newest checkpoint that is sound, and removes all others: one that
-    /// could be read one day and not the next would name segments that are others by
-    /// then.
+    /// Loads the newest sound checkpoint, and removes all others. A checkpoint that is readable
+    /// only sometimes would later name segments with other content.
     fn newest_checkpoint(
         &self,
         finder: &mut Finder,
@@ -246,7 +244,7 @@ impl DiskTier {
             report.damaged_segments += u32::from(found.damaged_header);
             let nothing = !notes.contains_key(&found.segment);
             if found.foreign || (nothing && found.errors > 0) {
-                // Not ours, or nobody can tell: it stays, and counts.
+                // The segment is another store's or cannot be identified: it stays, and counts.
                 state.segments.remove(&found.segment);
                 report.foreign_segments += u32::from(found.foreign);
                 continue;
@@ -254,7 +252,7 @@ impl DiskTier {
             if let Some(segment) = state.segments.get_mut(&found.segment) {
                 segment.damaged = found.damaged + u32::from(found.damaged_header);
                 segment.unread = found.errors > 0;
-                // Whoever wrote it may have died before syncing it.
+                // The process that wrote it may have died before the sync.
                 segment.dirty = u64::from(found.records > 0);
             }
         }
@@ -269,8 +267,8 @@ impl DiskTier {
         report.segments = state.segments.len() as u32;
     }
 
-    /// Says of what is behind the last record of a segment that it is nothing: the
-    /// next opening does not look there. Best effort.
+    /// Marks the space after the last record of each segment as void, so that the next opening
+    /// skips it. Best effort.
     fn cut(&self, found: &[Found]) {
         for found in found.iter().filter(|found| found.errors == 0 && !found.foreign) {
             let Ok(pinned) = self.pin(found.segment) else { continue };
@@ -301,7 +299,10 @@ fn checked(mut options: Options) -> Result<Options> {
     let most = u64::from(MAX_SEGMENT_BLOCKS) * block;
     let bytes = options.segment_bytes;
     if bytes % block != 0 || bytes < 4 * block || bytes > most {
-        fail!(Invalid, "a segment has 4 to {MAX_SEGMENT_BLOCKS} whole blocks, not {bytes} bytes");
+        fail!(
+            Invalid,
+            "segments of {bytes} bytes: give segment= a multiple of the block, of 4 to {MAX_SEGMENT_BLOCKS} blocks"
+        );
     }
     let least = least_bytes(&options);
     if options.budget_bytes < least {
@@ -315,8 +316,8 @@ fn checked(mut options: Options) -> Result<Options> {
     Ok(options)
 }
 
-/// Segments without the file that names their store are nobody's: a new store beside them
-/// would count them, and read none.
+/// Rejects segments without the file that names their store: a new store beside them would count
+/// them and read none.
 fn check_new(names: &[Entry]) -> Result<()> {
     let is_left =
         |entry: &&Entry| matches!(parse(&entry.name), Name::Segment(_) | Name::Checkpoint(_));
@@ -331,7 +332,7 @@ fn check_new(names: &[Entry]) -> Result<()> {
     Ok(())
 }
 
-/// Removes what was being made when the store was last used; what else there is.
+/// Removes unfinished files of the last use; returns the others.
 fn clear_unfinished(files: &dyn Files) -> Result<Vec<Entry>> {
     let mut names = files.list()?;
     let mut removed = false;
@@ -347,7 +348,7 @@ fn clear_unfinished(files: &dyn Files) -> Result<Vec<Entry>> {
     Ok(names)
 }
 
-/// What is remembered of a segment's records.
+/// Records what checkpoints keep of a segment's records.
 fn note(notes: &mut BTreeMap<u64, SegmentEntry>, record: &Record<'_>) {
     let head = &record.head;
     let fresh = SegmentEntry { number: head.segment, oldest: u64::MAX, ..SegmentEntry::default() };

@@ -1,5 +1,4 @@
-//! Reading cells, each checked against its seal; single planes, through the
-//! header of their record.
+//! Reading cells and verifying their seals; reading single planes by the header of their record.
 
 use std::ops::Range;
 
@@ -17,33 +16,33 @@ use crate::tier::disk::gather::{self, Gather, in_place, within};
 use crate::tier::disk::{DiskTier, Spot, offset_of};
 
 impl DiskTier {
-    /// Reads cells into memory of the caller's; each says how it went.
+    /// Reads cells into the caller's memory; each has a result.
     ///
     /// # Safety
-    /// The memory of every plane is valid, and nobody else's meanwhile; with
-    /// `padded`, also what is behind the last plane up to a whole block.
+    /// The memory of every plane is valid, and no one else uses it during the call; with
+    /// `padded`, also the memory after the last plane up to a whole block.
     pub unsafe fn read(&self, gets: &mut Gets) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe { self.read_some(gets, 0..gets.len()) }
     }
 
-    /// As [`DiskTier::read`], some cells of a batch. Of a coded one that came the
-    /// planes say where in its blocks they lie, and how long they are.
+    /// As [`DiskTier::read`], for some cells of a batch. The planes of an encoded cell get their
+    /// positions in its blocks and their lengths.
     ///
     /// # Safety
-    /// As there, of the planes and blocks of these cells.
+    /// As there, for the planes and blocks of these cells.
     pub unsafe fn read_some(&self, gets: &mut Gets, which: Range<usize>) {
         let which = which.start..which.end.min(gets.len());
         let mut gather = Gather::new(&*self.files, &self.staging, Way::Read);
         let mut pins = Vec::new();
         for owner in which.clone() {
-            // SAFETY: the caller's promise, here and below.
+            // SAFETY: the caller's guarantee, here and below.
             unsafe { gather.make_way() };
             let segment = gets.gets[owner].spot.segment();
             let is_another = pins.last().is_some_and(|pinned: &Pinned| pinned.segment != segment);
             if is_another && self.state.lock().in_use() >= self.options.max_open {
-                // As many files are in use as may be open: read the collected cells first.
-                // SAFETY: as above.
+                // The limit of open files is reached: read the collected cells first. SAFETY: as
+                // above.
                 unsafe { gather.flush() };
                 pins.clear();
             }
@@ -64,11 +63,11 @@ impl DiskTier {
                 failed += 1;
                 continue;
             }
-            // SAFETY: as above: the blocks of a coded cell were read.
+            // SAFETY: as above: the blocks of an encoded cell were read.
             unsafe { find_planes(gets, at) };
             let (get, planes) = (&gets.gets[at], gets.planes_of(&gets.gets[at]));
             bytes += planes.iter().map(|plane| plane.bytes).sum::<u64>();
-            // SAFETY: the caller's promise: the planes' memory, written above.
+            // SAFETY: the caller's guarantee: the planes' memory, written above.
             if self.options.verify && unsafe { sealed(get, planes) } != get.seal {
                 corrupt += 1;
                 gets.gets[at].result = Err(Error::from(Status::Corrupt));
@@ -103,7 +102,7 @@ impl DiskTier {
             Some(blocks) => blocks.bytes,
             None => checked_bytes(planes)?,
         };
-        // Cells that are read together mostly lie together.
+        // Cells of a batch are mostly in the same segment.
         if pins.last().is_none_or(|pinned| pinned.segment != get.spot.segment()) {
             pins.push(self.pin(get.spot.segment())?);
         }
@@ -126,7 +125,7 @@ impl DiskTier {
             return Ok(());
         }
         while done < whole {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's guarantee.
             let (from, bytes) = unsafe { gather.room(BLOCK_BYTES as u64, whole - done)? };
             let bytes = bytes / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
             gather.add(owner, file, offset + done, from, bytes);
@@ -138,15 +137,15 @@ impl DiskTier {
         Ok(())
     }
 
-    /// The planes of a cell, from the header of its record; they make up `seal`.
+    /// The planes of a cell, from the header of its record; their combined seal must be `seal`.
     pub fn planes(&self, spot: Spot, who: &Identity, seal: u64) -> Result<Vec<Plane>> {
         self.with_header(spot, who, seal, |cell| Ok(cell.planes().collect()))
     }
 
-    /// Reads one plane of a cell: which one, by `plane.kind` and `plane.id`.
+    /// Reads one plane of a cell, selected by `plane.kind` and `plane.id`.
     ///
     /// # Safety
-    /// The memory of the plane is valid, and nobody else's meanwhile.
+    /// The memory of the plane is valid, and no one else uses it during the call.
     pub unsafe fn read_plane(
         &self,
         spot: Spot,
@@ -173,7 +172,7 @@ impl DiskTier {
         let mut at = start / block * block;
         while at < start + plane.bytes {
             let left = (start + plane.bytes - at).next_multiple_of(block);
-            // SAFETY: the caller's promise, here and below.
+            // SAFETY: the caller's guarantee, here and below.
             let (from, bytes) = unsafe { gather.room(block, left)? };
             let bytes = bytes / block * block;
             gather.add(0, pinned.file, offset_of(spot.block()) + at, from, bytes);
@@ -195,8 +194,7 @@ impl DiskTier {
         Ok(())
     }
 
-    /// Reads the header of a cell's record and finds the cell in it, if it is who
-    /// it should be.
+    /// Reads the header of a cell's record, and finds the cell in it if the identity matches.
     fn with_header<T>(
         &self,
         spot: Spot,
@@ -205,15 +203,15 @@ impl DiskTier {
         then: impl FnOnce(&Cell<'_>) -> Result<T>,
     ) -> Result<T> {
         let pinned = self.pin(spot.segment())?;
-        let Some(at) = spot.record() else { fail!(NotFound, "that is no place of a cell") };
+        let Some(at) = spot.record() else { fail!(NotFound, "the place of the cell is invalid") };
         let back = spot.block() - at;
         let blocks = back.min(MAX_HEADER_BLOCKS);
         if u64::from(at) + u64::from(blocks) > u64::from(pinned.blocks) || blocks == 0 {
-            fail!(NotFound, "no record can be there");
+            fail!(NotFound, "the place of the cell is outside its segment");
         }
         let buffer = self.staging.take()?;
         let bytes = u64::from(blocks) * BLOCK_BYTES as u64;
-        // SAFETY: a staging buffer is longer than any header, and nobody else's.
+        // SAFETY: a staging buffer is longer than any header, and no one else uses it.
         let read = unsafe {
             self.transfer_one(pinned.file, Way::Read, offset_of(at), buffer.address(), bytes)
         };
@@ -240,7 +238,7 @@ impl DiskTier {
     }
 }
 
-/// The bytes of planes that are to be read.
+/// Total length of planes to read.
 fn checked_bytes(planes: &[GetPlane]) -> Result<u64> {
     let sum = |all: u64, plane: &GetPlane| all.checked_add(plane.bytes);
     let stored = planes.iter().try_fold(0u64, sum).filter(|&n| n > 0 && n <= u32::MAX.into());
@@ -253,16 +251,16 @@ fn checked_bytes(planes: &[GetPlane]) -> Result<u64> {
     Ok(stored)
 }
 
-/// The memory that the blocks of a coded cell go to.
+/// The memory for the blocks of an encoded cell.
 fn blocks_at(address: *mut u8, blocks: u32) -> Result<gather::Range> {
     if address.is_null() || blocks > MAX_RECORD_BLOCKS {
-        fail!(Invalid, "a coded cell has an address and up to {MAX_RECORD_BLOCKS} blocks");
+        fail!(Invalid, "an encoded cell needs an address and at most {MAX_RECORD_BLOCKS} blocks");
     }
     Ok(gather::Range { address, bytes: u64::from(blocks) * BLOCK_BYTES as u64 })
 }
 
-/// Has the planes of a coded cell say where they lie. Where that cannot be told they
-/// have no bytes: no seal is made of that.
+/// Sets the positions of the planes of an encoded cell. If they cannot be found the planes get no
+/// bytes: no seal matches that.
 ///
 /// # Safety
 /// Its blocks were read.
@@ -270,7 +268,7 @@ unsafe fn find_planes(gets: &mut Gets, at: usize) {
     let Some(Get { blocks: blocks @ 1.., address, planes, .. }) = gets.gets.get(at) else { return };
     let planes = gets.planes.get_mut(planes.clone()).unwrap_or(&mut []);
     let bytes = *blocks as usize * BLOCK_BYTES;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's guarantee.
     let cell = unsafe { std::slice::from_raw_parts(*address, bytes) };
     let (mut offset, count) = (0, planes.len());
     let found = cell::find(
@@ -288,11 +286,11 @@ unsafe fn find_planes(gets: &mut Gets, at: usize) {
     }
 }
 
-/// Whether a cell can be there.
+/// Checks that a cell can be at a place.
 fn check_place(spot: Spot, stored: u64, pinned: &Pinned<'_>) -> Result<()> {
     let end = u64::from(spot.block()) + blocks_of(stored);
     if spot.block() == 0 || end > u64::from(pinned.blocks) {
-        fail!(NotFound, "no cell of {stored} bytes can be there");
+        fail!(NotFound, "a cell of {stored} bytes does not fit at its place");
     }
     Ok(())
 }
@@ -304,7 +302,7 @@ unsafe fn sealed(get: &Get, planes: &[GetPlane]) -> u64 {
         id: plane.id,
         version: plane.version,
         bytes: plane.bytes,
-        // SAFETY: the caller's promise: the planes' memory is valid.
+        // SAFETY: the caller's guarantee: the planes' memory is valid.
         sum: unsafe { sum_of(plane.address, plane.bytes) },
     });
     seal(&get.who, summed)

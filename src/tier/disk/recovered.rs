@@ -1,5 +1,4 @@
-//! What opening found: the cells that live, put together from a checkpoint and
-//! from headers.
+//! Result of opening: the live cells, from a checkpoint and from headers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,26 +7,26 @@ use crate::format::checkpoint::{CellEntry, Session};
 use crate::format::keys::Key;
 use crate::format::record::{Chunk, Kind, Record};
 use crate::format::seal::{Identity, seal};
+use crate::tier::disk::duplicates::{CellCopy, counting_copy};
 use crate::tier::disk::spot::Spot;
 use crate::tier::disk::state::Note;
-use crate::tier::disk::twice::{Copy, which_counts};
 
-/// A session and what was noted of it.
+/// A session and its newest state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecoveredSession {
-    /// Its name.
+    /// Name of the session.
     pub name: Box<[u8]>,
-    /// What was noted.
+    /// Its state.
     pub payload: Box<[u8]>,
 }
 
-/// What is noted of sessions, by name.
+/// Newest records of sessions, by name.
 pub(super) type Sessions = BTreeMap<Box<[u8]>, Note>;
 
-/// What was found of sessions.
+/// Sessions that were found.
 pub(super) struct Noted {
     pub sessions: Sessions,
-    /// Segments that have records of sessions which do not count.
+    /// Segments with records of sessions that no longer count.
     pub outdated: BTreeSet<u64>,
 }
 
@@ -35,59 +34,58 @@ pub(super) struct Noted {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Row {
     pub chunk: Chunk,
-    /// The record that has them; 0 = a checkpoint says so.
+    /// Their record; 0 = listed by a checkpoint.
     pub number: u64,
     pub born: u64,
-    /// The segment that record was copied from.
+    /// Segment that the record was copied from.
     pub from: u64,
     pub first: usize,
     pub cells: usize,
 }
 
 impl Row {
-    /// Its cells, of all places.
+    /// Its cells among all places.
     pub fn of<'a>(&self, places: &'a [CellEntry]) -> &'a [CellEntry] {
         places.get(self.first..self.first + self.cells).unwrap_or(&[])
     }
 }
 
-/// A session's record, or what a checkpoint says of it (number 0).
+/// A session's record, or its entry in a checkpoint (number 0).
 struct Written {
     number: u64,
     from: u64,
     note: Note,
 }
 
-/// Cells of a chunk that are gone.
+/// Cells of a chunk that were forgotten.
 struct Forgotten {
     until: u64,
     layers: Vec<u32>,
 }
 
-/// Cells and sessions that were found. None of the cells' bytes was read yet.
+/// Cells and sessions that were found. No cell was read yet.
 #[derive(Default)]
 pub struct Recovered {
     pub(super) rows: Vec<Row>,
     pub(super) places: Vec<CellEntry>,
-    /// Sessions, by name.
+    /// By name.
     pub sessions: Vec<RecoveredSession>,
 }
 
 impl Recovered {
-    /// Chunks and cells of theirs: by position, so that a chunk comes after the
-    /// one before it. A chunk may come more than once, with other cells; no cell
-    /// comes twice.
+    /// Chunks with their cells, by position: a chunk follows its predecessor. A chunk may come more
+    /// than once, with other cells; no cell comes twice.
     pub fn chunks(&self) -> impl ExactSizeIterator<Item = (&Chunk, &[CellEntry])> {
         self.rows.iter().map(|row| (&row.chunk, row.of(&self.places)))
     }
 
-    /// How many cells there are.
+    /// Number of cells.
     pub fn cells(&self) -> u64 {
         self.rows.iter().map(|row| row.cells as u64).sum()
     }
 
-    /// Keeps the places that `wants` wants, each asked for with its row. Rows must
-    /// be in the order in which they were found.
+    /// Keeps the places for which `wants` is true; it gets each place with its row. Rows must be in
+    /// the order in which they were found.
     fn keep(&mut self, wants: impl Fn(usize, &Row, &CellEntry) -> bool) {
         let mut kept = 0;
         for (index, row) in self.rows.iter_mut().enumerate() {
@@ -108,7 +106,7 @@ impl Recovered {
         self.places.truncate(kept);
     }
 
-    /// Forgets places that are none any more, and puts chunks in order.
+    /// Removes invalid places, and sorts the chunks.
     pub(super) fn close(&mut self) {
         self.keep(|_, _, place| Spot(place.spot) != Spot::NONE);
         self.rows.retain(|row| row.cells > 0);
@@ -124,14 +122,14 @@ pub(super) struct Finder {
     all: Recovered,
     forgotten: BTreeMap<Key, Vec<Forgotten>>,
     sessions: BTreeMap<Box<[u8]>, Vec<Written>>,
-    /// Segments that have records of sessions which do not count.
+    /// Segments with records of sessions that no longer count.
     outdated: BTreeSet<u64>,
-    /// Records from this number on may be missing in the checkpoint.
+    /// The checkpoint may lack records from this number on.
     pub covered: Option<u64>,
 }
 
 fn no_memory<E: std::fmt::Display>(error: E) -> Error {
-    Error::new(Status::NoMem, format!("no memory for what the disk holds: {error}"))
+    Error::new(Status::NoMem, format!("no memory for the index of the disk: {error}"))
 }
 
 impl Finder {
@@ -182,7 +180,7 @@ impl Finder {
             self.all.places.try_reserve(1).map_err(no_memory)?;
             self.all.places.push(place);
         }
-        // All that was forgotten before is not in it.
+        // The checkpoint has no cells that were forgotten before it.
         let born = self.covered.unwrap_or(0).saturating_sub(1);
         self.row(*chunk, [0, born, 0], first)
     }
@@ -194,8 +192,8 @@ impl Finder {
         Ok(())
     }
 
-    /// Adds what was noted of a session, by a record or (number 0) a checkpoint; what
-    /// was born last counts.
+    /// Adds the state of a session from a record, or from a checkpoint (number 0). The one first
+    /// written last counts.
     pub fn session(&mut self, session: &Session<'_>, number: u64, from: u64) {
         let Session { name, payload, born, segment, blocks } = *session;
         let all = self.sessions.entry(name.into()).or_default();
@@ -211,18 +209,17 @@ impl Finder {
         all.push(Written { number, from, note });
     }
 
-    /// How many cells were added, however often each.
+    /// Number of cells added, copies included.
     pub fn cells(&self) -> u64 {
         self.all.cells()
     }
 
-    /// Forgets everything: the checkpoint it came from is not sound.
+    /// Removes everything: the checkpoint is not sound.
     pub fn clear(&mut self) {
         *self = Finder::default();
     }
 
-    /// What lives, each cell as often as it is there. `is_there` says whether one can
-    /// be where it is said to be.
+    /// The live cells, all copies included. `is_there`: whether a cell can be at its place.
     pub fn finish(mut self, is_there: impl Fn(Spot, u64) -> bool) -> (Recovered, Noted) {
         let confirmed = self.confirmed();
         let (covered, all_forgotten) = (self.covered, self.forgotten);
@@ -239,12 +236,12 @@ impl Finder {
         let mut sessions = Sessions::new();
         for (name, mut all) in self.sessions {
             all.retain(|written| is_there(Spot::new(written.note.segment, 1, 0), 1));
-            let copies = all.iter().map(|w| Copy {
+            let copies = all.iter().map(|w| CellCopy {
                 number: w.number,
                 segment: w.note.segment,
                 from: w.from,
             });
-            if let Some(counts) = which_counts(copies) {
+            if let Some(counts) = counting_copy(copies) {
                 sessions.insert(name, all.swap_remove(counts).note);
             }
             self.outdated.extend(all.into_iter().map(|written| written.note.segment));
@@ -259,8 +256,8 @@ impl Finder {
         (self.all, Noted { sessions, outdated: self.outdated })
     }
 
-    /// Cells that cleaning moved after the checkpoint, and that the checkpoint has:
-    /// one that it does not have was dropped before, and must not come back.
+    /// Cells that compaction moved after the checkpoint and that the checkpoint lists. Others were
+    /// dropped before and must not come back.
     fn confirmed(&self) -> BTreeSet<(usize, u32)> {
         let mut confirmed = BTreeSet::new();
         let Some(covered) = self.covered else { return confirmed };
@@ -285,7 +282,7 @@ impl Finder {
     }
 }
 
-/// A record that was written by cleaning, of cells older than the checkpoint.
+/// Whether compaction wrote the record, from cells older than the checkpoint.
 fn is_moved(row: &Row, covered: u64) -> bool {
     row.number != 0 && row.born != row.number && row.born < covered
 }

@@ -1,9 +1,8 @@
-//! Reading the headers of segments, many segments at a time.
+//! Reading the headers of segments, several segments at a time.
 //!
-//! Where a header should be and is none, the next one is looked for block by
-//! block: a record says whose it is, where it is, and has a sum, so one that is
-//! found behind a hole is as good as any. A hole is what a crash left between
-//! writes, or damage.
+//! Where a header is expected and missing, the next one is searched for block by block. A record
+//! has its store, its place and a checksum: a record after a hole is as good as any. A hole is what
+//! a crash left between writes, or damage.
 
 use crate::base::status::Result;
 use crate::format::record::{MAX_HEADER_BLOCKS, Record, decode, peek};
@@ -13,32 +12,32 @@ use crate::tier::disk::files::Pinned;
 use crate::tier::disk::{DiskTier, offset_of};
 
 /// Segments that are read at once.
-const LANES: usize = 16;
+const CONCURRENT_READS: usize = 16;
 const WINDOW_BLOCKS: u32 = MAX_HEADER_BLOCKS;
 const WINDOW_BYTES: usize = WINDOW_BLOCKS as usize * BLOCK_BYTES;
-/// What is read where a header is expected.
+/// Blocks that are read where a header is expected.
 const HEADER_GUESS_BLOCKS: u32 = 8;
-/// Blocks that cannot be read before a segment is given up.
+/// Unreadable blocks before a segment is given up.
 const MAX_ERRORS: u32 = 64;
 
-/// What reading a segment came to.
+/// Result of reading a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Found {
     pub segment: u64,
-    /// Behind its last record.
+    /// The block after its last record.
     pub end: u32,
     pub records: u64,
     /// Holes before other records.
     pub damaged: u32,
-    /// Something is behind the last record, and is none.
+    /// Data that is no record follows the last record.
     pub torn: bool,
-    /// Blocks that could not be read.
+    /// Unreadable blocks.
     pub errors: u32,
-    /// Its first block says that it is somebody else's.
+    /// Its header names another store.
     pub foreign: bool,
-    /// Its first block is not sound.
+    /// Its header is not sound.
     pub damaged_header: bool,
-    /// It is shorter than its first block says.
+    /// It is shorter than its header says.
     pub cut: bool,
 }
 
@@ -48,13 +47,13 @@ pub(super) struct Walk {
     blocks: u32,
     at: u32,
     last: u64,
-    /// Something that is no record was seen since the last one.
+    /// Data that is no record was seen since the last record.
     in_hole: bool,
     dirty_hole: bool,
     found: Found,
 }
 
-/// What is read next: so many blocks from there.
+/// The next read: its first block, and the number of blocks.
 pub(super) type Need = Option<(u32, u32)>;
 
 impl Walk {
@@ -63,14 +62,14 @@ impl Walk {
         Walk { store, blocks, at: from, last: 0, in_hole: false, dirty_hole: false, found }
     }
 
-    /// What to read next.
+    /// The next read.
     pub fn need(&self) -> Need {
         let guess = if self.in_hole { WINDOW_BLOCKS } else { HEADER_GUESS_BLOCKS };
         let left = self.blocks.saturating_sub(self.at);
         (left > 0).then(|| (self.at, guess.min(left)))
     }
 
-    /// Goes through a window that starts at the block it needed.
+    /// Decodes a window that starts at the requested block.
     pub fn read(
         &mut self,
         window: &[u8],
@@ -106,7 +105,7 @@ impl Walk {
         }
     }
 
-    /// The first block of the segment; false if it is somebody else's.
+    /// Decodes the segment's header; false = it names another store.
     fn read_first(&mut self, bytes: &[u8]) -> bool {
         match SegmentHeader::decode(bytes) {
             Ok(header) => {
@@ -141,15 +140,14 @@ impl Walk {
         self.found.records += 1;
     }
 
-    /// A block that is no header.
+    /// Skips a block that is no header.
     fn pass(&mut self, dirty: bool) {
         self.in_hole = true;
         self.dirty_hole |= dirty;
         self.at += 1;
     }
 
-    /// What it needed could not be read: block by block then, and past those that
-    /// cannot.
+    /// Handles a failed read: block by block then, and past unreadable blocks.
     pub fn fail(&mut self, blocks: u32) -> Need {
         if blocks > 1 {
             return Some((self.at, 1));
@@ -173,58 +171,58 @@ impl Walk {
 }
 
 /// A segment being read, and its window.
-struct Lane<'a> {
+struct SegmentRead<'a> {
     walk: Walk,
     pinned: Pinned<'a>,
     need: (u32, u32),
 }
 
 impl DiskTier {
-    /// Reads the headers of segments from some block on; 0 = the segment's own
-    /// header too. `each` sees every sound record, those of one segment in order.
+    /// Reads the headers of segments from some block on; 0 = the segment's own header too. `each`
+    /// gets every sound record, those of one segment in order.
     pub(super) fn scan(
         &self,
         starts: &[(u64, u32)],
         each: &mut dyn FnMut(&Record<'_>) -> Result<()>,
     ) -> Result<Vec<Found>> {
         let mut all = Vec::new();
-        let width = LANES.min(starts.len()).max(1);
+        let width = CONCURRENT_READS.min(starts.len()).max(1);
         let buffer = self.staging.scratch(WINDOW_BYTES as u64, (width * WINDOW_BYTES) as u64)?;
         let width = width.min(buffer.bytes() as usize / WINDOW_BYTES);
-        let mut lanes: Vec<Option<Lane<'_>>> = (0..width).map(|_| None).collect();
+        let mut reads: Vec<Option<SegmentRead<'_>>> = (0..width).map(|_| None).collect();
         let mut waiting = starts.iter();
         loop {
-            for lane in lanes.iter_mut().filter(|lane| lane.is_none()) {
-                *lane = self.next_lane(&mut waiting, &mut all);
+            for read in reads.iter_mut().filter(|read| read.is_none()) {
+                *read = self.next_lane(&mut waiting, &mut all);
             }
             let mut pieces = Vec::new();
-            for (lane, i) in lanes.iter().zip(0u64..) {
+            for (read, i) in reads.iter().zip(0u64..) {
                 let window = buffer.range(i * WINDOW_BYTES as u64, WINDOW_BYTES as u64);
-                let (Some(lane), Some(window)) = (lane, window) else { continue };
-                let (at, blocks) = lane.need;
-                let (file, bytes) = (lane.pinned.file, offset_of(blocks));
+                let (Some(read), Some(window)) = (read, window) else { continue };
+                let (at, blocks) = read.need;
+                let (file, bytes) = (read.pinned.file, offset_of(blocks));
                 pieces.push(Piece::one(file, Way::Read, offset_of(at), window, bytes));
             }
             if pieces.is_empty() {
                 return Ok(all);
             }
-            // SAFETY: every piece has a window of its own in the buffer made above.
+            // SAFETY: every piece has a window of its own in the buffer created above.
             unsafe { self.files.transfer(&mut pieces) };
-            let busy = lanes.iter_mut().filter(|lane| lane.is_some());
+            let busy = reads.iter_mut().filter(|read| read.is_some());
             for (slot, piece) in busy.zip(&pieces) {
-                let Some(lane) = slot else { continue };
+                let Some(read) = slot else { continue };
                 let need = if piece.result.is_ok() {
                     let [part, ..] = piece.parts;
-                    // SAFETY: the window that was just read, which nobody writes now.
+                    // SAFETY: the window that was just read, which no one writes now.
                     let window =
                         unsafe { std::slice::from_raw_parts(part.address, part.bytes as usize) };
-                    lane.walk.read(window, each)?
+                    read.walk.read(window, each)?
                 } else {
-                    lane.walk.fail(lane.need.1)
+                    read.walk.fail(read.need.1)
                 };
                 match need {
-                    Some(need) => lane.need = need,
-                    None => all.extend(slot.take().map(|lane| lane.walk.end())),
+                    Some(need) => read.need = need,
+                    None => all.extend(slot.take().map(|read| read.walk.end())),
                 }
             }
         }
@@ -234,7 +232,7 @@ impl DiskTier {
         &self,
         waiting: &mut std::slice::Iter<'_, (u64, u32)>,
         all: &mut Vec<Found>,
-    ) -> Option<Lane<'_>> {
+    ) -> Option<SegmentRead<'_>> {
         for &(segment, from) in waiting {
             let Ok(pinned) = self.pin(segment) else {
                 all.push(Found { segment, end: from.max(1), errors: 1, ..Found::default() });
@@ -242,7 +240,7 @@ impl DiskTier {
             };
             let walk = Walk::new(self.store, segment, pinned.blocks, from);
             match walk.need() {
-                Some(need) => return Some(Lane { walk, pinned, need }),
+                Some(need) => return Some(SegmentRead { walk, pinned, need }),
                 None => all.push(walk.end()),
             }
         }

@@ -1,12 +1,13 @@
-//! Memory through which goes what cannot be transferred in place, and in which cells are
-//! coded and moved. The account of the tier pays for it.
+//! Staging memory: for transfers that are not possible in place, and for encoding and moving cells.
+//! The account of the tier pays for it.
 //!
-//! Memory for cells comes free by writing them down: so what that takes must not depend
-//! on there being any. A *reserve* is taken when the tier is opened, and whoever finds
-//! nothing else waits for a part of it. More is had while the account has room.
+//! Writing cells back frees memory, so it must not depend on free memory. A *reserve* is taken when
+//! the tier is opened; a thread that finds nothing else waits for a part of it. Further memory is
+//! taken while the account has room.
 //!
-//! Whoever holds *scratch* may ask for a *buffer*, and then for a *block*; nobody the
-//! other way round, or for two of a kind. So who waits, waits for somebody who goes on.
+//! A thread with *scratch* memory may request a *buffer*, and then a *block*; never in another
+//! order, and never two of one kind. So every wait ends: the thread that has the memory can
+//! proceed.
 
 use std::collections::VecDeque;
 
@@ -20,34 +21,34 @@ use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
 
-/// Bytes of one staging buffer; the largest header of a record fits several times.
+/// Bytes of a staging buffer; it is several times the largest header of a record.
 pub(super) const STAGING_BYTES: u64 = 1 << 20;
 const MAX_KEPT: usize = 4;
-/// Longer memory is not kept.
+/// Longer memory is not kept for reuse.
 const MAX_KEPT_BYTES: u64 = 16 << 20;
-/// The part of what the budget may have that is kept at most, beyond the reserve: cells
-/// have better use for it.
+/// Divisor of the budget: the most memory kept for reuse beyond the reserve. Cells need the rest
+/// more.
 const KEPT_PART: u64 = 16;
-/// So long others have to give memory back for a cell that is longer than the reserve.
+/// Time in which other owners must free memory for a cell longer than the reserve.
 const PATIENCE_NS: u64 = 10_000_000_000;
 
-/// What memory is for.
+/// Use of the memory.
 #[derive(Clone, Copy)]
 enum Kind {
     /// A header without cells.
     Block,
-    /// Headers of a batch, and what is not aligned.
+    /// Headers of a batch, and unaligned bytes.
     Buffer,
-    /// Cells that are coded or moved.
+    /// Cells being encoded or moved.
     Scratch,
 }
 
 const KINDS: usize = 3;
-/// Of each kind: parts of the reserve, and bytes of a part.
+/// For each kind: number of parts of the reserve, and bytes of a part.
 const RESERVE: [(usize, u64); KINDS] =
     [(4, BLOCK_BYTES as u64), (2, STAGING_BYTES), (1, 3 * STAGING_BYTES)];
 
-/// Bytes that an account pays as long as the tier is open.
+/// Bytes that an account pays while the tier is open.
 pub const RESERVE_BYTES: u64 = reserve_bytes();
 
 const fn reserve_bytes() -> u64 {
@@ -62,13 +63,13 @@ const fn reserve_bytes() -> u64 {
 /// Memory of one kind.
 #[derive(Default)]
 struct Pool {
-    /// Parts of the reserve that are not lent.
+    /// Free parts of the reserve.
     reserve: Vec<Buffer>,
-    /// Who waits for one: first come, first served.
+    /// Threads that wait for a part, in order.
     line: VecDeque<u64>,
-    /// What is beyond the reserve, and not lent.
+    /// Free memory beyond the reserve.
     kept: Vec<Buffer>,
-    /// All of it.
+    /// All bytes of this kind.
     bytes: u64,
 }
 
@@ -82,22 +83,22 @@ struct Stock {
 /// Staging memory of a tier.
 pub(super) struct Staging {
     stock: Mutex<Stock>,
-    /// A part of the reserve came back.
+    /// Signals the return of a part of the reserve.
     returned: Condvar,
     account: Option<Arc<Account>>,
 }
 
-/// Memory that is lent: it goes back when this is dropped.
-pub struct Lent<'a> {
+/// Staging memory in use; dropping it returns it.
+pub struct StagingGuard<'a> {
     staging: &'a Staging,
     kind: Kind,
     is_reserve: bool,
     buffer: Option<Buffer>,
-    /// Dropped last: what is paid for is free only when it is gone.
+    /// Dropped last: the charge ends when the memory is gone.
     paid: Option<Paid>,
 }
 
-/// Bytes that were paid for otherwise than by their buffer.
+/// Bytes charged apart from their buffer.
 struct Paid {
     account: Arc<Account>,
     bytes: u64,
@@ -109,24 +110,24 @@ impl Drop for Paid {
     }
 }
 
-impl Lent<'_> {
-    /// The address of `offset`, if `bytes` from there lie inside.
+impl StagingGuard<'_> {
+    /// The address of `offset`, if `bytes` bytes from there are inside.
     pub fn range(&self, offset: u64, bytes: u64) -> Option<*mut u8> {
         self.buffer.as_ref()?.range(offset, bytes)
     }
 
-    /// Where it starts.
+    /// First address.
     pub fn address(&self) -> *mut u8 {
         self.buffer.as_ref().map_or(std::ptr::null_mut(), Buffer::address)
     }
 
-    /// Its size.
+    /// Length in bytes.
     pub fn bytes(&self) -> u64 {
         self.buffer.as_ref().map_or(0, Buffer::bytes)
     }
 }
 
-impl Drop for Lent<'_> {
+impl Drop for StagingGuard<'_> {
     fn drop(&mut self) {
         let Some(buffer) = self.buffer.take() else { return };
         let may_keep = self.paid.is_none() && buffer.bytes() <= MAX_KEPT_BYTES;
@@ -135,12 +136,12 @@ impl Drop for Lent<'_> {
 }
 
 impl Staging {
-    /// Without a reserve.
+    /// Staging memory without a reserve.
     pub fn new(account: Option<Arc<Account>>) -> Staging {
         Staging { stock: Mutex::new(Stock::default()), returned: Condvar::new(), account }
     }
 
-    /// With a reserve, if an account pays. BUDGET = it cannot.
+    /// Staging memory with a reserve, if there is an account. BUDGET = the account cannot pay.
     pub fn open(account: Option<Arc<Account>>) -> Result<Staging> {
         let staging = Staging::new(account);
         let Some(account) = &staging.account else { return Ok(staging) };
@@ -156,39 +157,38 @@ impl Staging {
         Ok(staging)
     }
 
-    /// Memory of `bytes`, aligned to pages, that is nobody else's.
+    /// Page-aligned memory of `bytes` bytes, for the caller only.
     pub fn map(&self, bytes: u64) -> Result<Buffer> {
         let wish = MemoryWish { bytes, account: self.account.clone(), ..MemoryWish::default() };
         Buffer::map(&wish, None)
     }
 
-    /// A block. Who holds one asks for nothing else.
-    pub fn block(&self) -> Result<Lent<'_>> {
+    /// A block. A thread that has one requests nothing else.
+    pub fn block(&self) -> Result<StagingGuard<'_>> {
         self.lend(Kind::Block, BLOCK_BYTES as u64, BLOCK_BYTES as u64)
     }
 
     /// A buffer of [`STAGING_BYTES`].
-    pub fn take(&self) -> Result<Lent<'_>> {
+    pub fn take(&self) -> Result<StagingGuard<'_>> {
         self.lend(Kind::Buffer, STAGING_BYTES, STAGING_BYTES)
     }
 
-    /// Memory of `most` bytes, or of fewer where there is not so much; of `least` at
-    /// least.
-    pub fn scratch(&self, least: u64, most: u64) -> Result<Lent<'_>> {
+    /// Memory of `most` bytes, or fewer if less is free, but at least `least`.
+    pub fn scratch(&self, least: u64, most: u64) -> Result<StagingGuard<'_>> {
         self.lend(Kind::Scratch, least.min(most), most)
     }
 
-    /// Bytes of scratch memory, lent or kept.
+    /// Bytes of scratch memory, in use or kept.
     pub fn scratch_bytes(&self) -> u64 {
         self.stock.lock().pools[Kind::Scratch as usize].bytes
     }
 
-    /// Bytes of all memory, lent or kept.
+    /// Bytes of all memory, in use or kept.
     pub fn bytes(&self) -> u64 {
         self.stock.lock().pools.iter().map(|pool| pool.bytes).sum()
     }
 
-    /// Gives back what is kept beyond the reserve; how much that was.
+    /// Returns memory kept beyond the reserve; how many bytes that was.
     pub fn trim(&self) -> u64 {
         let mut gone = Vec::new();
         let mut stock = self.stock.lock();
@@ -201,7 +201,7 @@ impl Staging {
         gone.iter().map(Buffer::charged_bytes).sum()
     }
 
-    fn lend(&self, kind: Kind, least: u64, most: u64) -> Result<Lent<'_>> {
+    fn lend(&self, kind: Kind, least: u64, most: u64) -> Result<StagingGuard<'_>> {
         if let Some(lent) = self.pick(kind, most) {
             return Ok(lent);
         }
@@ -223,12 +223,12 @@ impl Staging {
         }
     }
 
-    fn lent(&self, kind: Kind, buffer: Buffer, is_reserve: bool) -> Lent<'_> {
-        Lent { staging: self, kind, is_reserve, buffer: Some(buffer), paid: None }
+    fn lent(&self, kind: Kind, buffer: Buffer, is_reserve: bool) -> StagingGuard<'_> {
+        StagingGuard { staging: self, kind, is_reserve, buffer: Some(buffer), paid: None }
     }
 
-    /// What is there and long enough. Of what is kept and too short one goes.
-    fn pick(&self, kind: Kind, bytes: u64) -> Option<Lent<'_>> {
+    /// Free memory that is long enough. Drops one kept buffer that is too short.
+    fn pick(&self, kind: Kind, bytes: u64) -> Option<StagingGuard<'_>> {
         let mut guard = self.stock.lock();
         let stock = &mut *guard;
         let pool = &mut stock.pools[kind as usize];
@@ -251,15 +251,15 @@ impl Staging {
         None
     }
 
-    /// Memory beyond the reserve.
-    fn map_more(&self, kind: Kind, bytes: u64) -> Result<Lent<'_>> {
+    /// Takes memory beyond the reserve.
+    fn map_more(&self, kind: Kind, bytes: u64) -> Result<StagingGuard<'_>> {
         let buffer = self.map(bytes)?;
         self.stock.lock().pools[kind as usize].bytes += buffer.charged_bytes();
         Ok(self.lent(kind, buffer, false))
     }
 
-    /// A part of the reserve, once it is this one's turn.
-    fn await_reserve(&self, kind: Kind) -> Lent<'_> {
+    /// Waits for a part of the reserve.
+    fn await_reserve(&self, kind: Kind) -> StagingGuard<'_> {
         let mut stock = self.stock.lock();
         stock.tickets += 1;
         let ticket = stock.tickets;
@@ -278,8 +278,13 @@ impl Staging {
         }
     }
 
-    /// Memory for what the reserve is too short for: others have to give some back.
-    fn await_memory(&self, account: &Arc<Account>, kind: Kind, bytes: u64) -> Result<Lent<'_>> {
+    /// Waits for memory longer than the parts of the reserve: other owners must free some.
+    fn await_memory(
+        &self,
+        account: &Arc<Account>,
+        kind: Kind,
+        bytes: u64,
+    ) -> Result<StagingGuard<'_>> {
         let core = account.budget().core();
         let bytes = bytes.next_multiple_of(page_bytes() as u64);
         let deadline_ns = core.clock().now_ns().saturating_add(PATIENCE_NS);
@@ -290,7 +295,10 @@ impl Staging {
         op.remove();
         waited?;
         if status != Some(Status::Ok.code()) {
-            fail!(Budget, "nobody gave {bytes} bytes back for a cell that needs them at once");
+            fail!(
+                Budget,
+                "no memory for a cell that needs {bytes} bytes at once: raise the host budget"
+            );
         }
         account.commit(Tier::Host, bytes, bytes)?;
         let paid = Paid { account: account.clone(), bytes };
@@ -321,7 +329,7 @@ impl Staging {
         }
     }
 
-    /// Bytes that may be kept beyond the reserve, now.
+    /// Bytes that may be kept beyond the reserve now.
     fn most_kept(&self) -> u64 {
         let all = KINDS as u64 * MAX_KEPT as u64 * MAX_KEPT_BYTES;
         let Some(account) = &self.account else { return all };
@@ -371,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reserve_is_paid_for_from_the_start_or_nothing_is() {
+    fn the_account_pays_for_the_whole_reserve_or_opening_fails() {
         let (_runtime, budget, account) = budget(RESERVE_BYTES);
         let staging = Staging::open(Some(account.clone())).unwrap();
         assert_eq!((held(&account), staging.bytes()), (RESERVE_BYTES, RESERVE_BYTES));
@@ -382,7 +390,7 @@ mod tests {
             assert!(error.message().contains(words), "{error}");
         }
         assert_eq!(held(&other), 0);
-        // Each kind, though there is nothing beside the reserve.
+        // Every kind is available, even with nothing beside the reserve.
         let (scratch, buffer) = (staging.scratch(0, 12 << 20).unwrap(), staging.take().unwrap());
         let block = staging.block().unwrap();
         let bytes = [&scratch, &buffer, &block].map(|lent| lent.bytes());
@@ -394,14 +402,14 @@ mod tests {
     }
 
     #[test]
-    fn more_is_had_while_there_is_room_and_a_part_of_it_kept() {
+    fn memory_beyond_the_reserve_is_kept_up_to_a_limit() {
         let (_runtime, _budget, account) = budget(RESERVE_BYTES + 64 * ROOM);
         let staging = Staging::open(Some(account.clone())).unwrap();
         let all: Vec<_> = (0..6).map(|_| staging.scratch(1, ROOM).unwrap()).collect();
         assert!(all.iter().all(|lent| lent.bytes() == ROOM));
         assert_eq!(staging.scratch_bytes(), 6 * ROOM + (3 << 20));
         drop(all);
-        // A sixteenth of it all, and no more than so many.
+        // Kept memory is limited to 1/16 of the budget and to a fixed length.
         assert_eq!(staging.bytes(), held(&account));
         assert_eq!(staging.bytes(), RESERVE_BYTES + 4 * ROOM);
         let kept = staging.scratch(1, ROOM).unwrap();
@@ -410,14 +418,14 @@ mod tests {
         assert_eq!(staging.trim(), 4 * ROOM);
         assert_eq!((staging.bytes(), held(&account)), (RESERVE_BYTES, RESERVE_BYTES));
         assert_eq!(staging.trim(), 0);
-        // Where little is there nothing is kept.
+        // Where little memory is free nothing is kept.
         account.budget().resize(Tier::Host, RESERVE_BYTES + ROOM).unwrap();
         drop(staging.scratch(1, ROOM).unwrap());
         assert_eq!(held(&account), RESERVE_BYTES);
     }
 
     #[test]
-    fn what_is_longer_than_the_reserve_is_waited_for() {
+    fn a_request_longer_than_the_reserve_waits_for_memory() {
         let (_runtime, budget, account) = budget(RESERVE_BYTES + ROOM);
         let staging = Arc::new(Staging::open(Some(account.clone())).unwrap());
         let others = budget.account("others", 0, None).unwrap();
@@ -433,13 +441,13 @@ mod tests {
         others.give_back(Tier::Host, ROOM);
         thread.unwrap().join().unwrap();
         assert_eq!(held(&account), RESERVE_BYTES);
-        // What can never be had is not waited for.
+        // A request that can never be met does not wait.
         let error = staging.scratch(ROOM * 2, ROOM * 2).err().unwrap();
         assert_eq!(error.status(), Status::Budget);
     }
 
     #[test]
-    fn many_share_a_reserve_and_all_end() {
+    fn threads_that_share_the_reserve_all_proceed() {
         const THREADS: u64 = 6;
         const TURNS: u64 = 400;
         let (_runtime, budget, account) = budget(RESERVE_BYTES);
@@ -450,7 +458,7 @@ mod tests {
             let buffer = (turn % 4 > 0).then(|| staging.take().unwrap());
             let block = staging.block().unwrap();
             for lent in [&scratch, &buffer].into_iter().flatten().chain([&block]) {
-                // SAFETY: memory that was lent to this thread alone, longer than that.
+                // SAFETY: memory in use by this thread only, and longer than that.
                 unsafe {
                     lent.address().cast::<u64>().write_volatile(number);
                     std::thread::yield_now();

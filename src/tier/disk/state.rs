@@ -1,4 +1,4 @@
-//! What the tier knows of its segments. Nothing here is per cell.
+//! State of the tier's segments. Nothing here is per cell.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,66 +9,64 @@ use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::FileId;
 use crate::tier::disk::stats::Stats;
 
-/// Up to so many segments, debug builds check [`State::maybe_empty`] against all segments.
+/// Up to this number of segments, debug builds compare [`State::maybe_empty`] with all segments.
 const MANY: usize = 1 << 10;
 
-/// Who appends: each has a segment of its own to write at, so that what is moved,
-/// which is old, does not lie among what is new.
+/// Write positions. Each has a segment of its own, so that moved cells, which are old, are not
+/// mixed with new ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Front {
-    /// Callers.
+    /// Appends of callers.
     Callers = 0,
-    /// Cleaning; it may use the segment that is kept back.
-    Cleaning = 1,
+    /// Compaction; it may use the segment that is kept back.
+    Compaction = 1,
 }
 
 /// One segment.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Segment {
-    /// Open, or opened when needed.
+    /// The file, if it is open.
     pub file: Option<FileId>,
     /// Calls that use the file now.
     pub users: u32,
-    /// When it was used last, in uses.
+    /// Number of the last use.
     pub touched: u64,
-    /// Its blocks, the first included.
+    /// Blocks, the header included.
     pub blocks: u32,
-    /// The first block that is free.
+    /// First free block.
     pub next: u32,
-    /// Blocks of cells that live.
+    /// Blocks of live cells.
     pub live: u32,
-    /// Records of kind *forget*, and of sessions that are newest.
+    /// Records of kind *forget*, and newest records of sessions.
     pub forgets: u32,
     pub sessions: u32,
-    /// What counts instead of a session's record or a cell here may not be durable
-    /// yet.
+    /// A newer record of a session or cell here may not be durable yet.
     pub superseded: bool,
-    /// Has what a session was before a record that was found when the store was
-    /// opened. Had a sync of that failed before, no other could tell: this stays
-    /// until the session is in a checkpoint, or written anew.
+    /// It has an older state of a session than a record that was found at opening. If a sync of the
+    /// newer record had failed, nothing else would have the state. The segment stays until a
+    /// checkpoint has the session, or the session is written again.
     pub held: bool,
     /// Records being written.
     pub writing: u32,
-    /// Smallest number under which a record in it was born.
+    /// Smallest number under which a record in it was first written.
     pub oldest: u64,
     /// Largest number of its records.
     pub newest: u64,
-    /// Writes that returned, and how many of them were then synced.
+    /// Completed writes; the first ones, `clean` in number, are synced.
     pub dirty: u64,
     pub clean: u64,
     pub syncing: bool,
     /// A sync failed.
     pub poisoned: bool,
-    /// Being cleaned: not removed by others meanwhile.
-    pub cleaning: bool,
-    /// Being removed: nobody gets in any more.
+    /// Being compacted: no one else removes it.
+    pub compacting: bool,
+    /// Being removed: no one opens it any more.
     pub leaving: bool,
-    /// It is from before the store was opened: nothing more is written to it.
+    /// From before the store was opened: nothing more is written to it.
     pub old: bool,
-    /// It could not be read in full when the store was opened: what lives in it is
-    /// not known.
+    /// It could not be read completely at opening: its live cells are not all known.
     pub unread: bool,
-    /// Places in it that should have been records and were not.
+    /// Places that should be records and are not.
     pub damaged: u32,
 }
 
@@ -82,7 +80,7 @@ impl Segment {
     }
 
     pub fn is_idle(&self) -> bool {
-        self.users == 0 && self.writing == 0 && !self.syncing && !self.leaving && !self.cleaning
+        self.users == 0 && self.writing == 0 && !self.syncing && !self.leaving && !self.compacting
     }
 
     pub fn is_empty(&self) -> bool {
@@ -95,7 +93,7 @@ impl Segment {
     }
 }
 
-/// What is noted of a session.
+/// A session's newest record.
 #[derive(Clone, Debug)]
 pub(super) struct Note {
     pub payload: Arc<[u8]>,
@@ -104,7 +102,7 @@ pub(super) struct Note {
     pub blocks: u32,
 }
 
-/// Room in a segment that one record may write.
+/// Space in a segment for one record.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Grant {
     pub segment: u64,
@@ -112,46 +110,44 @@ pub(super) struct Grant {
     pub number: u64,
 }
 
-/// Everything under the tier's lock.
+/// State under the tier's lock.
 #[derive(Default)]
 pub(super) struct State {
     pub segments: BTreeMap<u64, Segment>,
-    /// A superset of the empty segments. A large disk has too many segments to scan all of them
-    /// for each new one.
+    /// A superset of the empty segments. A large disk has too many segments to scan all of them for
+    /// each new one.
     pub maybe_empty: BTreeSet<u64>,
     pub fronts: [Option<u64>; 2],
-    /// Segments that are gone and of which a sync failed: so many of their writes
-    /// were durable.
+    /// Removed segments with a failed sync, and the number of their durable writes.
     pub lost: BTreeMap<u64, u64>,
     pub next_record: u64,
-    /// What the tier writes itself and nobody points to yet: from which record on each.
+    /// First record numbers of the tier's own records that nothing references yet.
     pub underway: Vec<u64>,
     pub next_segment: u64,
     pub next_checkpoint: u64,
     pub used_bytes: u64,
     pub budget_bytes: u64,
-    /// What the budget was before it shrank, until there is room under the new one for
-    /// `shrink_room` bytes more; else 0.
+    /// The budget before it shrank, until `shrink_room` bytes are free under the new one; else 0.
     pub shrinks_from: u64,
     pub shrink_room: u64,
-    /// Of files that were removed and whose names may come back after a crash.
+    /// Bytes of removed files whose names may come back after a crash.
     pub lingering_bytes: u64,
-    /// The smallest number under which a record of theirs was born, if there are any.
+    /// Smallest number under which a record of theirs was first written.
     pub lingering_oldest: Option<u64>,
     pub sessions: BTreeMap<Box<[u8]>, Note>,
-    /// Checkpoints that are there, with their lengths.
+    /// Existing checkpoints, with their lengths.
     pub checkpoints: BTreeMap<u64, u64>,
     pub checkpointing: bool,
-    /// What the next one may take; 0 = nobody knows.
+    /// Estimated length of the next checkpoint; 0 = unknown.
     pub checkpoint_bytes: u64,
-    /// Segments whose files are open: few, however many there are.
+    /// Segments whose files are open: few, however many segments there are.
     pub open: Vec<u64>,
     pub uses: u64,
     pub stats: Stats,
 }
 
 impl State {
-    /// The open segment that was not used for longest, of those that nobody uses or writes to.
+    /// The least recently used open segment that no one uses or writes to.
     pub fn longest_unused(&self, which: impl Fn(&Segment) -> bool) -> Option<u64> {
         let open =
             self.open.iter().filter_map(|number| Some((*number, self.segments.get(number)?)));
@@ -159,7 +155,7 @@ impl State {
         idle.min_by_key(|(_, s)| s.touched).map(|(number, _)| number)
     }
 
-    /// Room for a record, if the segment of `front` has it.
+    /// Space for a record in the segment of `front`, if there is enough.
     pub fn grant(&mut self, front: Front, blocks: u32, born: u64) -> Option<Grant> {
         let segment = self.fronts[front as usize]?;
         let entry = self.segments.get_mut(&segment)?;
@@ -175,7 +171,7 @@ impl State {
         Some(Grant { segment, at, number })
     }
 
-    /// Ends the segment of a front; what is left of it, if it is to be filled.
+    /// Ends the segment of a front; returns its remaining space if that is to be voided.
     pub fn end_front(&mut self, front: Front) -> Option<(Grant, u32)> {
         let segment = self.fronts[front as usize]?;
         let rest = self.segments.get(&segment).map_or(0, Segment::room);
@@ -184,7 +180,7 @@ impl State {
         grant.map(|grant| (grant, rest))
     }
 
-    /// No more is written to a segment.
+    /// Ends writing to a segment.
     pub fn leave_front(&mut self, segment: u64) {
         self.fronts.iter_mut().filter(|f| **f == Some(segment)).for_each(|f| *f = None);
     }
@@ -195,14 +191,14 @@ impl State {
         self.maybe_empty.insert(number);
     }
 
-    /// Notes that a segment may have become empty.
+    /// Records that a segment may have become empty.
     pub fn may_be_empty(&mut self, number: u64) {
         if self.segments.get(&number).is_some_and(Segment::is_empty) {
             self.maybe_empty.insert(number);
         }
     }
 
-    /// Segments in which nothing lives and that nobody uses.
+    /// Segments without live cells and users.
     pub fn can_go(&mut self) -> Vec<u64> {
         let State { segments, maybe_empty, fronts, .. } = self;
         debug_assert!(
@@ -216,7 +212,7 @@ impl State {
         maybe_empty.iter().filter(can_go).copied().collect()
     }
 
-    /// A checkpoint has all sessions: no segment is held for their earlier records.
+    /// A checkpoint has all sessions: no segment is held for their older records.
     pub fn let_held_go(&mut self) {
         let held = self.segments.iter_mut().filter(|(_, segment)| segment.held);
         let numbers = held.map(|(&number, segment)| {
@@ -236,7 +232,7 @@ impl State {
         self.fronts.contains(&Some(segment))
     }
 
-    /// Blocks of cells that no longer count.
+    /// Records that cells of so many blocks were dropped.
     pub fn drop_blocks(&mut self, segment: u64, blocks: u32) {
         if let Some(entry) = self.segments.get_mut(&segment) {
             debug_assert!(entry.live >= blocks, "a cell was dropped twice");
@@ -245,9 +241,9 @@ impl State {
         self.may_be_empty(segment);
     }
 
-    /// What callers leave when they make a segment: one more, so that cleaning can
-    /// always go on, and what is missing to two checkpoints, of which one is made
-    /// while the other is still there.
+    /// Bytes that callers leave free when they create a segment: one segment, so that compaction
+    /// can always proceed, and the space that two checkpoints still need. One is written while the
+    /// other exists.
     pub fn kept_back(&self, segment_bytes: u64) -> u64 {
         let there = self.checkpoints.values().copied().fold(0, u64::saturating_add);
         let both = self.checkpoint_bytes.saturating_mul(2);
@@ -255,7 +251,7 @@ impl State {
         segment_bytes.saturating_add(room)
     }
 
-    /// Takes bytes of the budget, of which `spare` must stay.
+    /// Takes bytes of the budget, of which `spare` must stay free.
     pub fn take(&mut self, bytes: u64, spare: u64, budget: u64) -> Result<()> {
         let wanted = self.used_bytes.saturating_add(bytes).saturating_add(spare);
         if wanted > budget {
@@ -277,16 +273,15 @@ impl State {
         self.end_shrinking();
     }
 
-    /// A session's newest record is in another place now, where it was counted, and
-    /// `lasts` there or not.
+    /// A session's newest record is at another place now, which counts it already; `lasts`: whether
+    /// it is durable there.
     pub fn point_session(&mut self, name: &[u8], note: Note, lasts: bool) {
         if let Some(old) = self.sessions.insert(name.into(), note) {
             self.uncount_session(old.segment, !lasts);
         }
     }
 
-    /// A session's record is none that counts; `superseded` = by one that may not be
-    /// durable yet.
+    /// A session's record no longer counts; `superseded` = the newer record may not be durable yet.
     pub fn uncount_session(&mut self, segment: u64, superseded: bool) {
         if let Some(entry) = self.segments.get_mut(&segment) {
             entry.sessions = entry.sessions.saturating_sub(1);
@@ -295,7 +290,7 @@ impl State {
         self.may_be_empty(segment);
     }
 
-    /// What sessions are now.
+    /// The newest records of all sessions.
     pub fn noted(&self) -> Result<Vec<(Box<[u8]>, Note)>> {
         let mut all = Vec::new();
         all.try_reserve_exact(self.sessions.len()).map_err(|_| Status::NoMem)?;
@@ -303,7 +298,7 @@ impl State {
         Ok(all)
     }
 
-    /// What counts instead of something in a segment may not be durable yet.
+    /// Records that a newer copy of something in a segment may not be durable yet.
     pub fn supersede(&mut self, segment: u64) {
         if let Some(entry) = self.segments.get_mut(&segment) {
             entry.superseded = true;

@@ -1,18 +1,17 @@
-//! What the tier writes itself and points to only once it is written: sessions, and
-//! what cleaning moves. Its room may be taken before a checkpoint's cover while what is
-//! listed is still what was before; so a checkpoint waits for it.
+//! Records that the tier writes itself and references only once they are written: sessions, and
+//! cells that compaction moves. Their space may be taken before a checkpoint's cover while the
+//! index still has the old place. So a checkpoint waits for them.
 
 use crate::tier::disk::DiskTier;
 
-/// Records whose room was or will be taken, from that number on, and to which nobody
-/// points yet.
+/// Such records, from this number on, that nothing references yet.
 pub(super) struct Underway<'a> {
     tier: &'a DiskTier,
     from: u64,
 }
 
 impl DiskTier {
-    /// Begins such records; they end when what is given back is dropped.
+    /// Begins such records; they end when the result is dropped.
     pub(super) fn set_out(&self) -> Underway<'_> {
         let mut state = self.state.lock();
         let from = state.next_record;
@@ -20,8 +19,8 @@ impl DiskTier {
         Underway { tier: self, from }
     }
 
-    /// Waits until everything points to where it is whose room was taken before this
-    /// record. What begins meanwhile is behind it, so this ends.
+    /// Waits until all such records from before `record` are referenced. Later ones do not matter,
+    /// so the wait ends.
     pub(super) fn wait_for_older(&self, record: u64) {
         let mut state = self.state.lock();
         while state.underway.iter().any(|&from| from < record) {

@@ -1,7 +1,7 @@
 //! How segments are cut into pieces of one size.
 
-use crate::tier::host::segment::{MAX_PIECES, Segment};
-use crate::tier::host::{Class, GRAIN_BYTES, HostTier, UNUSED};
+use crate::tier::host::slab::{MAX_PIECES, Slab};
+use crate::tier::host::{Class, HostTier, PIECE_ALIGN_BYTES, UNUSED};
 
 /// Of a segment of the usual length, at most this part may be lost behind its last
 /// piece; sizes that lose more have segments of their own length.
@@ -9,24 +9,24 @@ const TAIL_PART: u64 = 16;
 
 impl HostTier {
     /// Bytes of a segment for pieces of a size, and what a piece has of that.
-    pub fn segment_for(&self, bytes: u64) -> u64 {
-        self.cut_of(bytes.max(1).next_multiple_of(GRAIN_BYTES)).segment_bytes
+    pub fn slab_for(&self, bytes: u64) -> u64 {
+        self.cut_of(bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES)).slab_bytes
     }
 
     /// Bytes of the limit that a piece of a size takes, the rest of its segment shared.
     pub fn share_of(&self, bytes: u64) -> f64 {
-        let cut = self.cut_of(bytes.max(1).next_multiple_of(GRAIN_BYTES));
-        let (mapped_bytes, _) = Segment::mapped_for(cut.segment_bytes, self.huge);
+        let cut = self.cut_of(bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES));
+        let (mapped_bytes, _) = Slab::mapped_for(cut.slab_bytes, self.huge);
         mapped_bytes as f64 / f64::from(cut.pieces.max(1))
     }
 
     /// How segments for pieces of a size are cut.
     pub(super) fn cut_of(&self, piece_bytes: u64) -> Class {
-        let fit = self.segment_bytes / piece_bytes;
+        let fit = self.slab_bytes / piece_bytes;
         let pieces = fit.clamp(1, u64::from(MAX_PIECES)) as u32;
         let used_bytes = u64::from(pieces) * piece_bytes;
-        let is_usual = fit > 0 && self.segment_bytes - used_bytes <= self.segment_bytes / TAIL_PART;
-        let segment_bytes = if is_usual { self.segment_bytes } else { used_bytes };
-        Class { piece_bytes, segment_bytes, pieces, ..UNUSED }
+        let is_usual = fit > 0 && self.slab_bytes - used_bytes <= self.slab_bytes / TAIL_PART;
+        let slab_bytes = if is_usual { self.slab_bytes } else { used_bytes };
+        Class { piece_bytes, slab_bytes, pieces, ..UNUSED }
     }
 }

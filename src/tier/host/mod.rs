@@ -6,7 +6,7 @@ mod cut;
 mod registration;
 mod reserve;
 mod resize;
-mod segment;
+mod slab;
 mod table;
 
 use crate::base::account::Account;
@@ -17,17 +17,17 @@ use crate::device::Device;
 use crate::fail;
 use crate::meta::index::NONE;
 pub use registration::Registration;
-use segment::{MAX_PIECES, Segment};
+use slab::{MAX_PIECES, Slab};
 use table::{Entry, List, Table};
 
 /// Sizes of pieces are multiples of this: direct I/O uses them in place.
-pub const GRAIN_BYTES: u64 = 4096;
+pub const PIECE_ALIGN_BYTES: u64 = 4096;
 /// The length of a segment when none is asked for.
-pub const DEFAULT_SEGMENT_BYTES: u64 = 32 << 20;
+pub const DEFAULT_SLAB_BYTES: u64 = 32 << 20;
 /// Longest segment and piece.
-pub const MAX_SEGMENT_BYTES: u64 = 1 << 40;
+pub const MAX_SLAB_BYTES: u64 = 1 << 40;
 /// Most segments. One less than their bits can number: no piece is [`NONE`].
-pub const MAX_SEGMENTS: u32 = (1 << (32 - INDEX_BITS)) - 1;
+pub const MAX_SLABS: u32 = (1 << (32 - INDEX_BITS)) - 1;
 /// Most sizes at once.
 pub const MAX_CLASSES: usize = 64;
 
@@ -38,12 +38,12 @@ const INDEX_BITS: u32 = MAX_PIECES.trailing_zeros();
 pub struct Piece(pub u32);
 
 impl Piece {
-    fn new(segment: u32, index: u32) -> Piece {
-        Piece(segment << INDEX_BITS | index)
+    fn new(slab: u32, index: u32) -> Piece {
+        Piece(slab << INDEX_BITS | index)
     }
 
     /// The number of its segment.
-    pub fn segment(self) -> u32 {
+    pub fn slab(self) -> u32 {
         self.0 >> INDEX_BITS
     }
 
@@ -55,8 +55,8 @@ impl Piece {
 /// How memory is had.
 #[derive(Clone, Copy, Debug)]
 pub struct HostOpts {
-    /// The usual length of a segment; 0 = [`DEFAULT_SEGMENT_BYTES`].
-    pub segment_bytes: u64,
+    /// The usual length of a segment; 0 = [`DEFAULT_SLAB_BYTES`].
+    pub slab_bytes: u64,
     /// Most bytes of all segments; 0 = as many as the account has.
     pub max_bytes: u64,
     /// Huge pages.
@@ -65,7 +65,7 @@ pub struct HostOpts {
 
 impl Default for HostOpts {
     fn default() -> HostOpts {
-        HostOpts { segment_bytes: 0, max_bytes: 0, huge: Wish::Try }
+        HostOpts { slab_bytes: 0, max_bytes: 0, huge: Wish::Try }
     }
 }
 
@@ -73,9 +73,9 @@ impl Default for HostOpts {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostStats {
     /// Segments that are mapped.
-    pub segments: u32,
+    pub slabs: u32,
     /// Those without a piece in use.
-    pub empty_segments: u32,
+    pub empty_slabs: u32,
     /// What segments cost, tables and all: what the account pays.
     pub cost_bytes: u64,
     /// Pieces in use.
@@ -90,7 +90,7 @@ pub struct ClassStats {
     /// The size of its pieces.
     pub piece_bytes: u64,
     /// Its segments.
-    pub segments: u32,
+    pub slabs: u32,
     /// Pieces they have.
     pub pieces: u64,
     /// Those in use.
@@ -101,7 +101,7 @@ pub struct ClassStats {
 
 /// What is known of one segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SegmentFacts {
+pub struct SlabInfo {
     /// Its number.
     pub number: u32,
     /// The size of its pieces.
@@ -124,29 +124,29 @@ struct Class {
     /// 0 = a class that is not used.
     piece_bytes: u64,
     /// How its segments are cut.
-    segment_bytes: u64,
+    slab_bytes: u64,
     pieces: u32,
-    segments: u32,
+    slabs: u32,
     /// Segments with a free piece: those that were full first, empty ones last, so
     /// that segments that are nearly empty get there.
-    roomy: List,
+    with_free: List,
     /// The empty segment that is kept, or [`NONE`].
     spare: u32,
 }
 
 const UNUSED: Class = Class {
     piece_bytes: 0,
-    segment_bytes: 0,
+    slab_bytes: 0,
     pieces: 0,
-    segments: 0,
-    roomy: List::EMPTY,
+    slabs: 0,
+    with_free: List::EMPTY,
     spare: NONE,
 };
 
 /// Memory for cells. Under its owner's lock; addresses are valid without it.
 pub struct HostTier {
     account: Option<Arc<Account>>,
-    segment_bytes: u64,
+    slab_bytes: u64,
     huge: Wish,
     classes: [Class; MAX_CLASSES],
     table: Table,
@@ -155,7 +155,7 @@ pub struct HostTier {
     mapped_bytes: u64,
     live_bytes: u64,
     live_pieces: u64,
-    given_back_bytes: u64,
+    returned_bytes: u64,
     /// The segment of the reserve: in no class, and beyond the limit.
     reserve: Option<u32>,
     /// Who is to know of all memory.
@@ -167,22 +167,24 @@ pub struct HostTier {
 impl HostTier {
     /// A tier without memory; what it takes later, `account` pays.
     pub fn new(account: Option<Arc<Account>>, opts: &HostOpts) -> Result<HostTier> {
-        let asked =
-            if opts.segment_bytes == 0 { DEFAULT_SEGMENT_BYTES } else { opts.segment_bytes };
-        if asked > MAX_SEGMENT_BYTES {
-            fail!(Limit, "segments of {asked} bytes, {MAX_SEGMENT_BYTES} can be");
+        let asked = if opts.slab_bytes == 0 { DEFAULT_SLAB_BYTES } else { opts.slab_bytes };
+        if asked > MAX_SLAB_BYTES {
+            fail!(
+                Limit,
+                "slabs of {asked} bytes are too long: at most {MAX_SLAB_BYTES} are possible"
+            );
         }
         Ok(HostTier {
             account,
-            segment_bytes: asked.next_multiple_of(GRAIN_BYTES),
+            slab_bytes: asked.next_multiple_of(PIECE_ALIGN_BYTES),
             huge: opts.huge,
             classes: [UNUSED; MAX_CLASSES],
             max_bytes: if opts.max_bytes == 0 { u64::MAX } else { opts.max_bytes },
             mapped_bytes: 0,
-            table: Table::new(MAX_SEGMENTS)?,
+            table: Table::new(MAX_SLABS)?,
             live_bytes: 0,
             live_pieces: 0,
-            given_back_bytes: 0,
+            returned_bytes: 0,
             reserve: None,
             device: None,
             unregistered: Vec::new(),
@@ -198,21 +200,21 @@ impl HostTier {
     /// Takes a piece, and remembers whose it is.
     pub fn alloc_for(&mut self, bytes: u64, owner: u64) -> Result<Piece> {
         let class = self.class_for(bytes)?;
-        if self.classes[class].roomy.first == NONE
+        if self.classes[class].with_free.first == NONE
             && let Err(error) = self.grow(class)
         {
             self.forget_if_unused(class);
             return Err(error);
         }
-        let number = self.classes[class].roomy.first;
-        let Some(segment) = self.table.get_mut(number) else { return Err(Status::NoMem.into()) };
-        let Some(index) = segment.take(owner) else { return Err(Status::NoMem.into()) };
-        let (is_full, piece_bytes) = (segment.live() == segment.pieces(), segment.piece_bytes());
+        let number = self.classes[class].with_free.first;
+        let Some(slab) = self.table.get_mut(number) else { return Err(Status::NoMem.into()) };
+        let Some(index) = slab.take(owner) else { return Err(Status::NoMem.into()) };
+        let (is_full, piece_bytes) = (slab.live() == slab.pieces(), slab.piece_bytes());
         if self.classes[class].spare == number {
             self.classes[class].spare = NONE;
         }
         if is_full {
-            self.table.unlist(&mut self.classes[class].roomy, number);
+            self.table.unlist(&mut self.classes[class].with_free, number);
         }
         self.live_pieces += 1;
         self.live_bytes += piece_bytes;
@@ -221,40 +223,40 @@ impl HostTier {
 
     /// Gives a piece back.
     pub fn free(&mut self, piece: Piece) -> Result<()> {
-        let number = piece.segment();
-        let (entry, segment) = self.find(piece)?;
+        let number = piece.slab();
+        let (entry, slab) = self.find(piece)?;
         let (class, drains) = (entry.class, entry.drains);
-        let piece_bytes = segment.piece_bytes();
+        let piece_bytes = slab.piece_bytes();
         self.live_pieces -= 1;
         self.live_bytes -= piece_bytes;
-        let Some(segment) = self.table.get_mut(number) else { return Err(stale(piece)) };
-        let was_full = segment.live() == segment.pieces();
-        segment.give_back(piece.index());
+        let Some(slab) = self.table.get_mut(number) else { return Err(stale(piece)) };
+        let was_full = slab.live() == slab.pieces();
+        slab.give_back(piece.index());
         if self.reserve == Some(number) {
             return Ok(());
         }
-        let is_empty = segment.live() == 0;
+        let is_empty = slab.live() == 0;
         if is_empty && (drains || self.classes[class].spare != NONE) {
-            self.drop_segment(number);
+            self.drop_slab(number);
         } else if is_empty {
             self.classes[class].spare = number;
-            self.table.unlist(&mut self.classes[class].roomy, number);
-            self.table.list_last(&mut self.classes[class].roomy, number);
+            self.table.unlist(&mut self.classes[class].with_free, number);
+            self.table.list_last(&mut self.classes[class].with_free, number);
         } else if was_full && !drains {
-            self.table.list_first(&mut self.classes[class].roomy, number);
+            self.table.list_first(&mut self.classes[class].with_free, number);
         }
         Ok(())
     }
 
     /// Where a piece is; valid until it is freed.
     pub fn address(&self, piece: Piece) -> Result<*mut u8> {
-        let (_, segment) = self.find(piece)?;
-        segment.address(piece.index()).ok_or_else(|| stale(piece))
+        let (_, slab) = self.find(piece)?;
+        slab.address(piece.index()).ok_or_else(|| stale(piece))
     }
 
     /// The size of a piece.
     pub fn bytes(&self, piece: Piece) -> Result<u64> {
-        self.find(piece).map(|(_, segment)| segment.piece_bytes())
+        self.find(piece).map(|(_, slab)| slab.piece_bytes())
     }
 
     /// Gives back what is kept empty; how much that was.
@@ -263,7 +265,7 @@ impl HostTier {
         for class in 0..MAX_CLASSES {
             let spare = self.classes[class].spare;
             if spare != NONE {
-                bytes += self.drop_segment(spare);
+                bytes += self.drop_slab(spare);
             }
         }
         bytes
@@ -272,40 +274,40 @@ impl HostTier {
     /// Has a segment give out no more pieces and go back once it is empty; or no
     /// longer.
     pub fn drain(&mut self, number: u32, drains: bool) -> Result<()> {
-        let Some((entry, segment)) = self.table.get(number) else {
-            fail!(NotFound, "segment {number} is not mapped");
+        let Some((entry, slab)) = self.table.get(number) else {
+            fail!(NotFound, "slab {number} is not mapped");
         };
-        let (is_empty, is_full) = (segment.live() == 0, segment.live() == segment.pieces());
+        let (is_empty, is_full) = (slab.live() == 0, slab.live() == slab.pieces());
         let class = entry.class;
         if entry.drains == drains {
             return Ok(());
         }
         if drains && is_empty {
-            self.drop_segment(number);
+            self.drop_slab(number);
             return Ok(());
         }
         self.table.entry_mut(number).drains = drains;
-        let roomy = &mut self.classes[class].roomy;
+        let with_free = &mut self.classes[class].with_free;
         match drains {
-            true => self.table.unlist(roomy, number),
-            false if !is_full => self.table.list_first(roomy, number),
+            true => self.table.unlist(with_free, number),
+            false if !is_full => self.table.list_first(with_free, number),
             false => {}
         }
         Ok(())
     }
 
     /// The segments, by number, without the reserve's.
-    pub fn segments(&self) -> impl Iterator<Item = SegmentFacts> + '_ {
+    pub fn slabs(&self) -> impl Iterator<Item = SlabInfo> + '_ {
         let all = (0..self.table.len()).filter(|&number| self.reserve != Some(number));
         all.filter_map(|number| {
-            let (entry, segment) = self.table.get(number)?;
-            Some(SegmentFacts {
+            let (entry, slab) = self.table.get(number)?;
+            Some(SlabInfo {
                 number,
-                piece_bytes: segment.piece_bytes(),
-                pieces: segment.pieces(),
-                live_pieces: segment.live(),
-                cost_bytes: segment.cost_bytes(),
-                mapped_bytes: segment.mapped_bytes(),
+                piece_bytes: slab.piece_bytes(),
+                pieces: slab.pieces(),
+                live_pieces: slab.live(),
+                cost_bytes: slab.cost_bytes(),
+                mapped_bytes: slab.mapped_bytes(),
                 drains: entry.drains,
             })
         })
@@ -313,23 +315,23 @@ impl HostTier {
 
     /// The segment that has the fewest bytes in use and does not drain: the one to
     /// empty when memory has to go.
-    pub fn emptiest(&self) -> Option<SegmentFacts> {
-        let in_use = |segment: &SegmentFacts| u64::from(segment.live_pieces) * segment.piece_bytes;
-        self.segments().filter(|segment| !segment.drains).min_by_key(in_use)
+    pub fn emptiest(&self) -> Option<SlabInfo> {
+        let in_use = |slab: &SlabInfo| u64::from(slab.live_pieces) * slab.piece_bytes;
+        self.slabs().filter(|slab| !slab.drains).min_by_key(in_use)
     }
 
     /// The pieces of a segment that are in use, in order, and whose they are.
     pub fn live_pieces(&self, number: u32) -> impl Iterator<Item = (Piece, u64)> + '_ {
-        let segment = self.table.get(number).map(|(_, segment)| segment);
-        segment.into_iter().flat_map(move |segment| {
-            let piece = move |index| (Piece::new(number, index), segment.owner(index));
-            segment.live_pieces().map(piece)
+        let slab = self.table.get(number).map(|(_, slab)| slab);
+        slab.into_iter().flat_map(move |slab| {
+            let piece = move |index| (Piece::new(number, index), slab.owner(index));
+            slab.live_pieces().map(piece)
         })
     }
 
     /// What segments that went back have cost, since the start.
-    pub fn given_back_bytes(&self) -> u64 {
-        self.given_back_bytes
+    pub fn returned_bytes(&self) -> u64 {
+        self.returned_bytes
     }
 
     /// Bytes of the pieces in use.
@@ -343,13 +345,13 @@ impl HostTier {
         let mut stats = HostStats {
             live_pieces: self.live_pieces,
             live_bytes: self.live_bytes,
-            cost_bytes: reserve.map_or(0, |(_, segment)| segment.cost_bytes()),
+            cost_bytes: reserve.map_or(0, |(_, slab)| slab.cost_bytes()),
             ..HostStats::default()
         };
-        for segment in self.segments() {
-            stats.segments += 1;
-            stats.empty_segments += u32::from(segment.live_pieces == 0);
-            stats.cost_bytes += segment.cost_bytes;
+        for slab in self.slabs() {
+            stats.slabs += 1;
+            stats.empty_slabs += u32::from(slab.live_pieces == 0);
+            stats.cost_bytes += slab.cost_bytes;
         }
         stats
     }
@@ -360,12 +362,12 @@ impl HostTier {
         used.map(|class| {
             let piece_bytes = class.piece_bytes;
             let mut stats = ClassStats { piece_bytes, ..ClassStats::default() };
-            for segment in self.segments().filter(|segment| segment.piece_bytes == piece_bytes) {
-                let live_bytes = u64::from(segment.live_pieces) * piece_bytes;
-                stats.segments += 1;
-                stats.pieces += u64::from(segment.pieces);
-                stats.live_pieces += u64::from(segment.live_pieces);
-                stats.wasted_bytes += segment.cost_bytes - live_bytes;
+            for slab in self.slabs().filter(|slab| slab.piece_bytes == piece_bytes) {
+                let live_bytes = u64::from(slab.live_pieces) * piece_bytes;
+                stats.slabs += 1;
+                stats.pieces += u64::from(slab.pieces);
+                stats.live_pieces += u64::from(slab.live_pieces);
+                stats.wasted_bytes += slab.cost_bytes - live_bytes;
             }
             stats
         })
@@ -380,8 +382,8 @@ fn stale(piece: Piece) -> Error {
 }
 
 impl HostTier {
-    fn find(&self, piece: Piece) -> Result<(&Entry, &Segment)> {
-        match self.table.get(piece.segment()) {
+    fn find(&self, piece: Piece) -> Result<(&Entry, &Slab)> {
+        match self.table.get(piece.slab()) {
             Some(found) if found.1.is_live(piece.index()) => Ok(found),
             _ => Err(stale(piece)),
         }
@@ -389,10 +391,10 @@ impl HostTier {
 
     /// The class of a size; when there is no room for one more, that of a larger.
     fn class_for(&mut self, bytes: u64) -> Result<usize> {
-        if bytes == 0 || bytes > MAX_SEGMENT_BYTES.min(MAX_BUFFER_BYTES) {
-            fail!(Invalid, "a piece has 1 to {MAX_SEGMENT_BYTES} bytes, not {bytes}");
+        if bytes == 0 || bytes > MAX_SLAB_BYTES.min(MAX_BUFFER_BYTES) {
+            fail!(Invalid, "a piece has 1 to {MAX_SLAB_BYTES} bytes, not {bytes}");
         }
-        let piece_bytes = bytes.next_multiple_of(GRAIN_BYTES);
+        let piece_bytes = bytes.next_multiple_of(PIECE_ALIGN_BYTES);
         let has = |class: &Class| class.piece_bytes == piece_bytes;
         if let Some(class) = self.classes.iter().position(has) {
             return Ok(class);
@@ -408,20 +410,20 @@ impl HostTier {
         let larger = self.classes.iter().enumerate().filter(|(_, c)| c.piece_bytes > piece_bytes);
         match larger.min_by_key(|(_, class)| class.piece_bytes) {
             Some((class, _)) => Ok(class),
-            None => fail!(Limit, "pieces of more than {MAX_CLASSES} sizes"),
+            None => fail!(Limit, "pieces have more than {MAX_CLASSES} sizes"),
         }
     }
 
     fn forget_if_unused(&mut self, class: usize) {
-        if self.classes[class].segments == 0 {
+        if self.classes[class].slabs == 0 {
             self.classes[class] = UNUSED;
         }
     }
 
     /// Gives a class one more segment: another's spare, or a new one.
     fn grow(&mut self, class: usize) -> Result<()> {
-        let bytes = self.classes[class].segment_bytes;
-        let fits = |other: &Class| other.spare != NONE && other.segment_bytes == bytes;
+        let bytes = self.classes[class].slab_bytes;
+        let fits = |other: &Class| other.spare != NONE && other.slab_bytes == bytes;
         let spare = self.classes.iter().find(|other| fits(other)).map(|other| other.spare);
         if let Some(number) = spare {
             self.leave_class(number);
@@ -432,59 +434,59 @@ impl HostTier {
         if mapped.is_err() && self.trim() > 0 {
             mapped = self.map(bytes);
         }
-        let mut segment = mapped?;
+        let mut slab = mapped?;
         if let Some(device) = &self.device {
-            self.unregistered.push(segment.register(device));
+            self.unregistered.push(slab.register(device));
         }
-        self.mapped_bytes += segment.mapped_bytes();
-        let number = self.table.enter(segment);
+        self.mapped_bytes += slab.mapped_bytes();
+        let number = self.table.enter(slab);
         self.join_class(number, class);
         Ok(())
     }
 
-    fn map(&self, bytes: u64) -> Result<Segment> {
+    fn map(&self, bytes: u64) -> Result<Slab> {
         if self.table.is_full() {
-            fail!(Limit, "{} segments are all there may be", self.table.len());
+            fail!(Limit, "the limit of {} slabs is reached", self.table.len());
         }
         // The last one may fit where it is not rounded up to huge pages.
         let left = self.max_bytes.saturating_sub(self.mapped_bytes);
-        let fits = |huge: &Wish| Segment::mapped_for(bytes, *huge).0 <= left;
+        let fits = |huge: &Wish| Slab::mapped_for(bytes, *huge).0 <= left;
         let Some(huge) = [self.huge, Wish::No].into_iter().find(fits) else {
             fail!(Limit, "{bytes} bytes more; {left} of {} are free", self.max_bytes);
         };
-        Segment::map(self.account.as_ref(), bytes, GRAIN_BYTES, huge)
+        Slab::map(self.account.as_ref(), bytes, PIECE_ALIGN_BYTES, huge)
     }
 
     fn join_class(&mut self, number: u32, class: usize) {
         let Class { piece_bytes, pieces, .. } = self.classes[class];
-        if let Some(segment) = self.table.get_mut(number) {
-            segment.cut(piece_bytes, pieces);
+        if let Some(slab) = self.table.get_mut(number) {
+            slab.cut(piece_bytes, pieces);
         }
         self.table.entry_mut(number).class = class;
-        self.classes[class].segments += 1;
-        self.table.list_last(&mut self.classes[class].roomy, number);
+        self.classes[class].slabs += 1;
+        self.table.list_last(&mut self.classes[class].with_free, number);
     }
 
     fn leave_class(&mut self, number: u32) {
         let class = self.table.entry_mut(number).class;
         let from = &mut self.classes[class];
-        self.table.unlist(&mut from.roomy, number);
+        self.table.unlist(&mut from.with_free, number);
         if from.spare == number {
             from.spare = NONE;
         }
-        from.segments -= 1;
+        from.slabs -= 1;
         self.forget_if_unused(class);
     }
 
     /// Gives an empty segment back to the budget; how much that is.
-    fn drop_segment(&mut self, number: u32) -> u64 {
+    fn drop_slab(&mut self, number: u32) -> u64 {
         self.leave_class(number);
-        let segment = self.table.remove(number);
-        debug_assert!(segment.as_ref().is_some_and(|s| s.live() == 0), "it was in use");
-        let Some(segment) = segment else { return 0 };
-        self.mapped_bytes -= segment.mapped_bytes();
-        let bytes = segment.cost_bytes();
-        self.given_back_bytes += bytes;
+        let slab = self.table.remove(number);
+        debug_assert!(slab.as_ref().is_some_and(|s| s.live() == 0), "it was in use");
+        let Some(slab) = slab else { return 0 };
+        self.mapped_bytes -= slab.mapped_bytes();
+        let bytes = slab.cost_bytes();
+        self.returned_bytes += bytes;
         bytes
     }
 }

@@ -63,7 +63,7 @@ impl Drop for Registrar {
         let place: *mut u8 = std::ptr::with_exposed_provenance_mut(registration.address);
         // SAFETY: none of the segment's pieces is in use, so no copy of them is under way.
         if let Err(error) = unsafe { registration.device.forget_host(place) } {
-            log::warn!("memory of cells stays pinned: {error}");
+            log::warn!("the memory of a slab stays pinned: {error}");
         }
     }
 }

@@ -3,33 +3,33 @@
 use crate::base::memory::Wish;
 use crate::base::status::Result;
 use crate::fail;
-use crate::tier::host::segment::Segment;
-use crate::tier::host::{GRAIN_BYTES, HostTier, Piece};
+use crate::tier::host::slab::Slab;
+use crate::tier::host::{HostTier, PIECE_ALIGN_BYTES, Piece};
 
 impl HostTier {
     /// Sees to it that the reserve has at least so many bytes; the account pays for them. One
     /// that is in use and too small stays as it is.
     pub fn keep_reserve(&mut self, bytes: u64) -> Result<()> {
-        let piece_bytes = bytes.max(1).next_multiple_of(GRAIN_BYTES);
-        if let Some((_, segment)) = self.reserve.and_then(|number| self.table.get(number)) {
-            if segment.piece_bytes() >= piece_bytes {
+        let piece_bytes = bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES);
+        if let Some((_, slab)) = self.reserve.and_then(|number| self.table.get(number)) {
+            if slab.piece_bytes() >= piece_bytes {
                 return Ok(());
             }
-            if segment.live() > 0 {
-                let has = segment.piece_bytes();
+            if slab.live() > 0 {
+                let has = slab.piece_bytes();
                 fail!(Busy, "the reserve of {has} bytes is in use, {piece_bytes} are needed");
             }
         }
         if self.table.is_full() {
-            fail!(Limit, "{} segments are all there may be", self.table.len());
+            fail!(Limit, "the limit of {} slabs is reached", self.table.len());
         }
         let account = self.account.as_ref();
-        let mut segment = Segment::map(account, piece_bytes, piece_bytes, Wish::No)?;
-        segment.cut(piece_bytes, 1);
+        let mut slab = Slab::map(account, piece_bytes, piece_bytes, Wish::No)?;
+        slab.cut(piece_bytes, 1);
         if let Some(device) = &self.device {
-            self.unregistered.push(segment.register(device));
+            self.unregistered.push(slab.register(device));
         }
-        let number = self.table.enter(segment);
+        let number = self.table.enter(slab);
         if let Some(old) = self.reserve.replace(number) {
             self.table.remove(old);
         }
@@ -39,12 +39,12 @@ impl HostTier {
     /// Takes the reserve, if it is free and long enough.
     pub fn take_reserve(&mut self, bytes: u64, owner: u64) -> Option<Piece> {
         let number = self.reserve?;
-        let segment = self.table.get_mut(number)?;
-        let piece_bytes = segment.piece_bytes();
-        if piece_bytes < bytes || segment.live() > 0 {
+        let slab = self.table.get_mut(number)?;
+        let piece_bytes = slab.piece_bytes();
+        if piece_bytes < bytes || slab.live() > 0 {
             return None;
         }
-        let index = segment.take(owner)?;
+        let index = slab.take(owner)?;
         self.live_pieces += 1;
         self.live_bytes += piece_bytes;
         Some(Piece::new(number, index))
@@ -52,13 +52,13 @@ impl HostTier {
 
     /// Whose cell is in the reserve.
     pub fn reserve_owner(&self) -> Option<u64> {
-        let (_, segment) = self.table.get(self.reserve?)?;
-        (segment.live() > 0).then(|| segment.owner(0))
+        let (_, slab) = self.table.get(self.reserve?)?;
+        (slab.live() > 0).then(|| slab.owner(0))
     }
 
     /// Whether a piece is the reserve.
     pub fn is_reserve(&self, piece: Piece) -> bool {
-        self.reserve == Some(piece.segment())
+        self.reserve == Some(piece.slab())
     }
 }
 
@@ -70,13 +70,13 @@ mod tests {
     const PIECE: u64 = 4096;
 
     #[test]
-    fn the_reserve_is_beyond_the_limit_and_comes_back() {
-        let opts = HostOpts { segment_bytes: 4 * PIECE, max_bytes: 4 * PIECE, huge: Wish::No };
+    fn the_reserve_is_beyond_the_limit_and_reusable() {
+        let opts = HostOpts { slab_bytes: 4 * PIECE, max_bytes: 4 * PIECE, huge: Wish::No };
         let mut tier = HostTier::new(None, &opts).expect("small");
         assert!(tier.take_reserve(1, 1).is_none(), "there is none");
         tier.keep_reserve(2 * PIECE - 1).expect("memory");
         let all: Vec<Piece> = std::iter::from_fn(|| tier.alloc(PIECE).ok()).collect();
-        assert_eq!((all.len(), tier.segments().count()), (4, 1));
+        assert_eq!((all.len(), tier.slabs().count()), (4, 1));
         assert!(tier.take_reserve(2 * PIECE + 1, 7).is_none(), "it is shorter");
         let one = tier.take_reserve(PIECE, 7).expect("free");
         assert!(tier.is_reserve(one) && !tier.is_reserve(all[0]));

@@ -9,8 +9,8 @@ const MAX_BYTES: u64 = 1 << 48;
 
 impl HostTier {
     /// The usual length of a segment.
-    pub fn segment_bytes(&self) -> u64 {
-        self.segment_bytes
+    pub fn slab_bytes(&self) -> u64 {
+        self.slab_bytes
     }
 
     /// Changes how many bytes all segments may have. Of those beyond a smaller limit, the
@@ -18,21 +18,21 @@ impl HostTier {
     /// with a larger limit those that drain are used again.
     pub fn set_max_bytes(&mut self, most: u64) -> Result<()> {
         if most == 0 || most > MAX_BYTES {
-            fail!(Limit, "{most} bytes of memory; 1 to {MAX_BYTES} can be");
+            fail!(Limit, "{most} bytes of memory: 1 to {MAX_BYTES} are possible");
         }
         self.max_bytes = most;
         if self.mapped_bytes > most {
             self.trim();
         }
-        let mut segments: Vec<_> = self.segments().collect();
-        let in_use = |s: &super::SegmentFacts| u64::from(s.live_pieces) * s.piece_bytes;
+        let mut slabs: Vec<_> = self.slabs().collect();
+        let in_use = |s: &super::SlabInfo| u64::from(s.live_pieces) * s.piece_bytes;
         // The fullest first: those stay.
-        segments.sort_by_key(|segment| (std::cmp::Reverse(in_use(segment)), segment.number));
+        slabs.sort_by_key(|slab| (std::cmp::Reverse(in_use(slab)), slab.number));
         let mut kept = 0;
-        for segment in segments {
-            let drains = kept + segment.mapped_bytes > most;
-            kept += if drains { 0 } else { segment.mapped_bytes };
-            self.drain(segment.number, drains)?;
+        for slab in slabs {
+            let drains = kept + slab.mapped_bytes > most;
+            kept += if drains { 0 } else { slab.mapped_bytes };
+            self.drain(slab.number, drains)?;
         }
         Ok(())
     }
@@ -51,8 +51,8 @@ mod tests {
     }
 
     #[test]
-    fn segments_beyond_a_smaller_limit_go_once_they_are_empty() {
-        let opts = HostOpts { segment_bytes: 4 * PIECE, max_bytes: 16 * PIECE, huge: Wish::No };
+    fn slabs_beyond_a_smaller_limit_are_returned_when_empty() {
+        let opts = HostOpts { slab_bytes: 4 * PIECE, max_bytes: 16 * PIECE, huge: Wish::No };
         let mut tier = HostTier::new(None, &opts).expect("small");
         let mut pieces = fill(&mut tier);
         assert_eq!(pieces.len(), 16);
@@ -61,7 +61,7 @@ mod tests {
         assert_eq!(pieces.len(), 24);
         // Segments 1 and 4 are used least, 0 not at all.
         pieces.retain(|&piece| {
-            let stays = match piece.segment() {
+            let stays = match piece.slab() {
                 0 => false,
                 1 | 4 => piece.index() == 0,
                 _ => true,
@@ -69,21 +69,21 @@ mod tests {
             stays || tier.free(piece).is_err()
         });
         tier.set_max_bytes(12 * PIECE).expect("fewer");
-        let drains: Vec<u32> = tier.segments().filter(|s| s.drains).map(|s| s.number).collect();
-        assert_eq!((drains, tier.stats().segments), (vec![1, 4], 5), "the empty one has gone");
+        let drains: Vec<u32> = tier.slabs().filter(|s| s.drains).map(|s| s.number).collect();
+        assert_eq!((drains, tier.stats().slabs), (vec![1, 4], 5), "the empty one has gone");
         assert_eq!(fill(&mut tier).len(), 0, "those that drain give out nothing");
-        pieces.retain(|&piece| !matches!(piece.segment(), 1) || tier.free(piece).is_err());
-        assert_eq!((tier.stats().segments, fill(&mut tier).len()), (4, 0));
+        pieces.retain(|&piece| !matches!(piece.slab(), 1) || tier.free(piece).is_err());
+        assert_eq!((tier.stats().slabs, fill(&mut tier).len()), (4, 0));
         // Room again: the one that drains is used first.
         tier.set_max_bytes(20 * PIECE).expect("more");
-        assert_eq!(tier.segments().filter(|s| s.drains).count(), 0);
+        assert_eq!(tier.slabs().filter(|s| s.drains).count(), 0);
         let more = fill(&mut tier);
-        assert_eq!((more.len(), tier.stats().segments), (3 + 4, 5));
+        assert_eq!((more.len(), tier.stats().slabs), (3 + 4, 5));
         for piece in pieces.into_iter().chain(more) {
             tier.free(piece).expect("in use");
         }
         tier.trim();
-        assert_eq!(tier.stats().segments, 0);
+        assert_eq!(tier.stats().slabs, 0);
         tier.set_max_bytes(4 * PIECE).expect("fewer than there were");
         assert_eq!(fill(&mut tier).len(), 4);
         assert!(tier.set_max_bytes(0).is_err());

@@ -2,11 +2,11 @@
 
 use crate::base::status::{Result, Status};
 use crate::meta::index::NONE;
-use crate::tier::host::segment::Segment;
+use crate::tier::host::slab::Slab;
 
 /// An entry of the table.
 pub struct Entry {
-    segment: Option<Segment>,
+    slab: Option<Slab>,
     /// Which class it is of.
     pub class: usize,
     /// It gives out no more pieces.
@@ -60,14 +60,14 @@ impl Table {
     }
 
     /// A segment and what is noted of it.
-    pub fn get(&self, number: u32) -> Option<(&Entry, &Segment)> {
+    pub fn get(&self, number: u32) -> Option<(&Entry, &Slab)> {
         let entry = self.entries.get(number as usize)?;
-        entry.segment.as_ref().map(|segment| (entry, segment))
+        entry.slab.as_ref().map(|slab| (entry, slab))
     }
 
     /// A segment and what is noted of it, to change them.
-    pub fn get_mut(&mut self, number: u32) -> Option<&mut Segment> {
-        self.entries.get_mut(number as usize)?.segment.as_mut()
+    pub fn get_mut(&mut self, number: u32) -> Option<&mut Slab> {
+        self.entries.get_mut(number as usize)?.slab.as_mut()
     }
 
     /// What is noted of a segment.
@@ -76,9 +76,9 @@ impl Table {
     }
 
     /// Gives a segment a number; the table is not full.
-    pub fn enter(&mut self, segment: Segment) -> u32 {
+    pub fn enter(&mut self, slab: Slab) -> u32 {
         let entry = Entry {
-            segment: Some(segment),
+            slab: Some(slab),
             class: 0,
             drains: false,
             listed: false,
@@ -97,16 +97,16 @@ impl Table {
     }
 
     /// Takes a segment out that is in no list.
-    pub fn remove(&mut self, number: u32) -> Option<Segment> {
+    pub fn remove(&mut self, number: u32) -> Option<Slab> {
         let entry = &mut self.entries[number as usize];
         debug_assert!(!entry.listed, "it is in a list");
-        let segment = entry.segment.take();
+        let slab = entry.slab.take();
         // One that was taken out before is in the list of free ones already.
-        if segment.is_some() {
+        if slab.is_some() {
             entry.after = std::mem::replace(&mut self.free, number);
             self.used -= 1;
         }
-        segment
+        slab
     }
 
     /// Puts a segment that is in no list first.

@@ -21,8 +21,8 @@ fn budget(runtime: &Runtime, bytes: u64) -> Arc<Budget> {
     Budget::open_on(runtime.core(), &opts, &facts).expect("a budget")
 }
 
-fn small(segment_bytes: u64, max_bytes: u64) -> HostOpts {
-    HostOpts { segment_bytes, max_bytes, ..HostOpts::default() }
+fn small(slab_bytes: u64, max_bytes: u64) -> HostOpts {
+    HostOpts { slab_bytes, max_bytes, ..HostOpts::default() }
 }
 
 fn held(account: &Account) -> u64 {
@@ -43,8 +43,8 @@ impl Model {
     fn mark(&mut self, piece: Piece, asked: u64) {
         let address = self.tier.address(piece).expect("live");
         let bytes = self.tier.bytes(piece).expect("live");
-        assert!(bytes >= asked && bytes % GRAIN_BYTES == 0);
-        assert_eq!(address as u64 % GRAIN_BYTES, 0);
+        assert!(bytes >= asked && bytes % PIECE_ALIGN_BYTES == 0);
+        assert_eq!(address as u64 % PIECE_ALIGN_BYTES, 0);
         self.marks += 1;
         // SAFETY: the piece is this test's.
         unsafe {
@@ -78,22 +78,22 @@ impl Model {
         assert!(stats.cost_bytes <= self.limit);
         let all: Vec<Piece> = self
             .tier
-            .segments()
+            .slabs()
             .flat_map(|s| self.tier.live_pieces(s.number))
             .map(|(p, _)| p)
             .collect();
         assert!(all.iter().eq(self.live.keys()), "live pieces, in order of number");
         let mut cost = 0;
         for class in self.tier.classes() {
-            let of_class = |s: &SegmentFacts| s.piece_bytes == class.piece_bytes;
-            let segments: Vec<_> = self.tier.segments().filter(of_class).collect();
-            assert!(segments.iter().filter(|s| s.live_pieces == 0).count() <= 1, "one spare");
-            assert!(class.live_pieces <= class.pieces && class.segments as usize == segments.len());
-            assert!(segments.iter().all(|s| !(s.drains && s.live_pieces == 0)));
+            let of_class = |s: &SlabInfo| s.piece_bytes == class.piece_bytes;
+            let slabs: Vec<_> = self.tier.slabs().filter(of_class).collect();
+            assert!(slabs.iter().filter(|s| s.live_pieces == 0).count() <= 1, "one spare");
+            assert!(class.live_pieces <= class.pieces && class.slabs as usize == slabs.len());
+            assert!(slabs.iter().all(|s| !(s.drains && s.live_pieces == 0)));
             cost += class.wasted_bytes + class.live_pieces * class.piece_bytes;
         }
         assert_eq!(cost, stats.cost_bytes);
-        let least = self.tier.segments().filter(|s| !s.drains);
+        let least = self.tier.slabs().filter(|s| !s.drains);
         let least = least.map(|s| u64::from(s.live_pieces) * s.piece_bytes).min();
         let found = self.tier.emptiest().map(|s| u64::from(s.live_pieces) * s.piece_bytes);
         assert_eq!(found, least);
@@ -102,7 +102,7 @@ impl Model {
     /// Whether a segment that does not drain has a free piece of that size.
     fn has_room(&self, piece_bytes: u64) -> bool {
         self.tier
-            .segments()
+            .slabs()
             .any(|s| s.piece_bytes == piece_bytes && !s.drains && s.live_pieces < s.pieces)
     }
 }
@@ -130,19 +130,19 @@ proptest! {
                     let sizes = [1u64, 4096, 5000, 20_000, 65_536, 200_000, 300_000];
                     let bytes = sizes[nth(sizes.len())];
                     let before = model.tier.stats();
-                    let roomy = model.has_room(bytes.next_multiple_of(GRAIN_BYTES));
+                    let with_free = model.has_room(bytes.next_multiple_of(PIECE_ALIGN_BYTES));
                     match model.tier.alloc(bytes) {
                         Ok(piece) => model.mark(piece, bytes),
                         Err(error) => {
-                            prop_assert!(!roomy, "there was room: {error}");
+                            prop_assert!(!with_free, "there was room: {error}");
                             let after = model.tier.stats();
                             prop_assert_eq!(after.live_pieces, before.live_pieces);
-                            prop_assert_eq!(after.empty_segments, 0, "spares go first");
-                            let segment = (segment_kib << 10).max(bytes) + 20_000;
+                            prop_assert_eq!(after.empty_slabs, 0, "spares go first");
+                            let slab = (segment_kib << 10).max(bytes) + 20_000;
                             let mapped: u64 =
-                                model.tier.segments().map(|s| s.mapped_bytes).sum();
-                            prop_assert!(mapped + segment > max_kib << 10
-                                || after.cost_bytes + segment > limit);
+                                model.tier.slabs().map(|s| s.mapped_bytes).sum();
+                            prop_assert!(mapped + slab > max_kib << 10
+                                || after.cost_bytes + slab > limit);
                         }
                     }
                 }
@@ -154,12 +154,12 @@ proptest! {
                     let before = held(&model.account);
                     let given = model.tier.trim();
                     prop_assert_eq!(held(&model.account), before - given);
-                    prop_assert_eq!(model.tier.stats().empty_segments, 0);
+                    prop_assert_eq!(model.tier.stats().empty_slabs, 0);
                 }
                 _ => {
-                    let facts: Vec<SegmentFacts> = model.tier.segments().collect();
-                    if let Some(segment) = facts.get(nth(facts.len())) {
-                        model.tier.drain(segment.number, kind == 18).expect("mapped");
+                    let facts: Vec<SlabInfo> = model.tier.slabs().collect();
+                    if let Some(slab) = facts.get(nth(facts.len())) {
+                        model.tier.drain(slab.number, kind == 18).expect("mapped");
                     }
                 }
             }
@@ -175,7 +175,7 @@ proptest! {
 }
 
 #[test]
-fn a_segment_is_emptied_for_another_size() {
+fn an_emptied_slab_serves_another_size() {
     let runtime = runtime("faults()");
     let budget = budget(&runtime, 3 * 300_000);
     let account = budget.account("cells", 0, None).expect("an account");
@@ -184,7 +184,7 @@ fn a_segment_is_emptied_for_another_size() {
     while let Ok(piece) = tier.alloc(8192) {
         pieces.push(piece);
     }
-    assert_eq!((pieces.len(), tier.stats().segments), (96, 3));
+    assert_eq!((pieces.len(), tier.stats().slabs), (96, 3));
     assert_eq!(tier.alloc(4096).expect_err("full").status(), Status::Budget);
     assert_eq!(tier.classes().count(), 1, "a class that got nothing is forgotten");
     // What `kv` does: pick a segment, evict what is in it, take the other size.
@@ -196,19 +196,19 @@ fn a_segment_is_emptied_for_another_size() {
     for (piece, _) in tier.live_pieces(emptiest.number).collect::<Vec<_>>() {
         tier.free(piece).expect("live");
     }
-    assert_eq!(tier.stats().segments, 2);
+    assert_eq!(tier.stats().slabs, 2);
     let other = tier.alloc(4096).expect("room");
     assert_eq!(tier.bytes(other).expect("live"), 4096);
-    assert_eq!(other.segment(), emptiest.number, "the number is used again");
+    assert_eq!(other.slab(), emptiest.number, "the number is used again");
 }
 
 #[test]
-fn a_spare_serves_another_size_without_new_memory() {
+fn a_spare_slab_serves_another_size_without_new_memory() {
     let mut tier = HostTier::new(None, &small(1 << 20, 1 << 20)).expect("sound");
     let large = tier.alloc(65_536).expect("room");
     let address = tier.address(large).expect("live");
     tier.free(large).expect("live");
-    assert_eq!((tier.stats().segments, tier.stats().empty_segments), (1, 1));
+    assert_eq!((tier.stats().slabs, tier.stats().empty_slabs), (1, 1));
     let tiny = tier.alloc(100).expect("room");
     assert_eq!(tier.address(tiny).expect("live"), address);
     assert_eq!(tier.alloc(65_536).expect_err("one segment").status(), Status::Limit);
@@ -216,7 +216,7 @@ fn a_spare_serves_another_size_without_new_memory() {
 }
 
 #[test]
-fn what_is_not_in_use_is_caught() {
+fn a_piece_that_is_not_in_use_is_rejected() {
     let mut tier = HostTier::new(None, &small(64 << 10, 256 << 10)).expect("sound");
     let (kept, gone) = (tier.alloc(4096).expect("room"), tier.alloc(4096).expect("room"));
     tier.free(gone).expect("live");
@@ -240,7 +240,7 @@ fn what_is_not_in_use_is_caught() {
 }
 
 #[test]
-fn segments_fit_their_pieces() {
+fn slabs_are_cut_with_little_loss() {
     let mut tier = HostTier::new(None, &small(0, 0)).expect("sound");
     // A megabyte: 32 to a segment. Nine: three would lose five of 32, so 27. More
     // than a segment: one of its own.
@@ -248,12 +248,12 @@ fn segments_fit_their_pieces() {
         [(1 << 20, 32, 32 << 20), (9 << 20, 3, 28 << 20), (40 << 20, 1, 40 << 20)]
     {
         let piece = tier.alloc(bytes).expect("room");
-        let segment = tier.segments().find(|s| s.number == piece.segment()).expect("mapped");
-        assert_eq!(segment.pieces, pieces);
-        let tables = segment.cost_bytes.checked_sub(mapped).expect("all is paid for");
+        let slab = tier.slabs().find(|s| s.number == piece.slab()).expect("mapped");
+        assert_eq!(slab.pieces, pieces);
+        let tables = slab.cost_bytes.checked_sub(mapped).expect("all is paid for");
         // A bit and a word for each piece of the smallest size.
-        let most = mapped / GRAIN_BYTES * 9 + 8192;
-        assert!((1..most).contains(&tables), "{segment:?}");
+        let most = mapped / PIECE_ALIGN_BYTES * 9 + 8192;
+        assert!((1..most).contains(&tables), "{slab:?}");
     }
     assert!(tier.alloc(0).is_err());
     assert!(tier.alloc(u64::MAX).is_err());
@@ -261,24 +261,25 @@ fn segments_fit_their_pieces() {
 }
 
 #[test]
-fn every_piece_of_a_segment_is_given_out_once() {
+fn every_piece_of_a_slab_is_allocated_once() {
     for pieces in [1u64, 63, 64, 65, 128, 1000, 4096, 5000] {
         let mut tier =
-            HostTier::new(None, &small(pieces * GRAIN_BYTES, pieces * GRAIN_BYTES)).expect("sound");
+            HostTier::new(None, &small(pieces * PIECE_ALIGN_BYTES, pieces * PIECE_ALIGN_BYTES))
+                .expect("sound");
         let mut live: Vec<Piece> =
-            (0..pieces).map(|_| tier.alloc(GRAIN_BYTES).expect("room")).collect();
+            (0..pieces).map(|_| tier.alloc(PIECE_ALIGN_BYTES).expect("room")).collect();
         for round in 1..6 {
             let mut places: Vec<usize> =
                 live.iter().map(|&piece| tier.address(piece).expect("live") as usize).collect();
             places.sort_unstable();
-            assert!(places.windows(2).all(|w| w[1] - w[0] == GRAIN_BYTES as usize));
-            assert_eq!(tier.alloc(GRAIN_BYTES).expect_err("full").status(), Status::Limit);
+            assert!(places.windows(2).all(|w| w[1] - w[0] == PIECE_ALIGN_BYTES as usize));
+            assert_eq!(tier.alloc(PIECE_ALIGN_BYTES).expect_err("full").status(), Status::Limit);
             // Some go and come again.
             for at in (0..live.len()).step_by(round) {
                 tier.free(live[at]).expect("live");
             }
             for at in (0..live.len()).step_by(round) {
-                live[at] = tier.alloc(GRAIN_BYTES).expect("room");
+                live[at] = tier.alloc(PIECE_ALIGN_BYTES).expect("room");
             }
         }
         assert_eq!(tier.live_pieces(0).count() as u64, pieces);
@@ -288,10 +289,10 @@ fn every_piece_of_a_segment_is_given_out_once() {
 #[test]
 fn more_sizes_than_classes_share_larger_pieces() {
     let mut tier = HostTier::new(None, &small(64 << 10, 0)).expect("sound");
-    let size = |i: usize| (i as u64 + 1) * 2 * GRAIN_BYTES;
+    let size = |i: usize| (i as u64 + 1) * 2 * PIECE_ALIGN_BYTES;
     let pieces: Vec<Piece> = (0..MAX_CLASSES).map(|i| tier.alloc(size(i)).expect("room")).collect();
-    let shared = tier.alloc(GRAIN_BYTES * 3).expect("room");
-    assert_eq!(tier.bytes(shared).expect("live"), GRAIN_BYTES * 4);
+    let shared = tier.alloc(PIECE_ALIGN_BYTES * 3).expect("room");
+    assert_eq!(tier.bytes(shared).expect("live"), PIECE_ALIGN_BYTES * 4);
     let most = tier.alloc(size(MAX_CLASSES)).expect_err("no larger class");
     assert_eq!(most.status(), Status::Limit);
     tier.free(pieces[9]).expect("live");
@@ -317,10 +318,8 @@ fn a_mapping_that_fails_leaves_no_trace() {
 }
 
 #[test]
-fn it_may_move_to_another_thread() {
+fn the_tier_is_send() {
     fn is_send<T: Send>() {}
     is_send::<HostTier>();
-    assert!(
-        size_of::<Option<Piece>>() <= 8 && Piece::new(MAX_SEGMENTS - 1, MAX_PIECES - 1).0 != NONE
-    );
+    assert!(size_of::<Option<Piece>>() <= 8 && Piece::new(MAX_SLABS - 1, MAX_PIECES - 1).0 != NONE);
 }

@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_in_a_row_open_it_and_one_probe_closes_it() {
+    fn consecutive_failures_open_the_circuit_and_one_probe_closes_it() {
         let mut breaker = Breaker::new(1);
         record(&mut breaker, Outcome::Success, 10);
         record(&mut breaker, Outcome::Failure, 4);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn half_of_the_last_results_or_lies_in_a_row_open_it() {
+    fn a_failure_rate_or_consecutive_malformed_replies_open_the_circuit() {
         let mut breaker = Breaker::new(2);
         for _ in 0..3 {
             record(&mut breaker, Outcome::Failure, 1);
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_stop_writing_for_a_while() {
+    fn a_refusal_pauses_writes_only() {
         let mut breaker = Breaker::new(4);
         breaker.record(Direction::Write, Outcome::Refusal, false, 7);
         assert_eq!(breaker.admit(Direction::Write, 7 + REFUSED_NS - 1), Permit::Deny);
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_probe_is_followed_by_another() {
+    fn a_lost_probe_is_replaced() {
         let mut breaker = Breaker::new(5);
         record(&mut breaker, Outcome::Failure, 5);
         assert_eq!(breaker.admit(Direction::Read, 2 * SECOND), Permit::Probe);
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn times_grow_to_a_limit_and_differ_by_seed() {
+    fn open_times_double_up_to_a_limit_with_jitter_by_seed() {
         let times = |seed: u64| -> Vec<u64> {
             let mut breaker = Breaker::new(seed);
             record(&mut breaker, Outcome::Failure, 5);
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn results_tell_what_they_should() {
+    fn results_map_to_outcomes() {
         let outcome = |direction, trouble| Outcome::of(direction, &Err::<(), _>(trouble));
         assert_eq!(Outcome::of(Direction::Read, &Ok::<_, RemoteError>(1)), Outcome::Success);
         assert_eq!(outcome(Direction::Read, RemoteError::Absent), Outcome::Success);
@@ -409,7 +409,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_does_what_the_description_says(
+        fn the_breaker_agrees_with_the_model(
             seed in any::<u64>(),
             steps in prop::collection::vec((outcome(), any::<bool>(), 0u64..4 * SECOND), 1..300),
         ) {

@@ -613,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_where_the_page_says_and_nobody_elses() {
+    fn files_have_the_documented_paths_and_private_modes() {
         let place = Place::new("private");
         let mut client = place.remote().client();
         for name in [name(0xAB), Name { tenant: 42, ..name(0xAB) }] {
@@ -630,7 +630,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_whole_is_shorter_and_what_is_empty_is_there() {
+    fn truncated_files_are_short_and_empty_files_exist() {
         let place = Place::new("short");
         let mut client = place.remote().client();
         put(&mut *client, name(1), &[7; 10_000]).unwrap();
@@ -645,7 +645,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_goes_and_comes_is_found_again() {
+    fn a_recreated_directory_is_found_again() {
         let place = Place::new("gone");
         let mut client = place.remote().client();
         put(&mut *client, name(1), b"one").unwrap();
@@ -674,14 +674,14 @@ mod tests {
     }
 
     #[test]
-    fn of_many_writers_the_first_wins_and_no_read_is_torn() {
+    fn the_first_of_many_writers_wins_and_no_read_is_torn() {
         if let Ok(path) = std::env::var("KVTIER_TEST_DIR") {
             let place = Place(PathBuf::from(path));
             compete(&place.remote(), b'c');
             return std::mem::forget(place);
         }
         let place = Place::new("many");
-        let this = "tier::remote::dir::tests::of_many_writers_the_first_wins_and_no_read_is_torn";
+        let this = "tier::remote::dir::tests::the_first_of_many_writers_wins_and_no_read_is_torn";
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", this]).env("KVTIER_TEST_DIR", &place.0);
         let mut child = child.stdout(std::process::Stdio::null()).spawn().unwrap();
@@ -703,7 +703,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_one_says_so_and_is_read_and_takes_again() {
+    fn a_full_directory_reports_full_and_recovers() {
         let Some(place) = Place::mounted("full", 1 << 20) else { return };
         let mut client = place.remote().client();
         let bytes = vec![3; 300_000];
@@ -718,7 +718,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_may_only_be_read_is_read() {
+    fn a_read_only_directory_is_read() {
         let Some(place) = Place::mounted("read-only", 1 << 20) else { return };
         let mut client = place.remote().client();
         put(&mut *client, name(1), b"object").unwrap();
@@ -735,7 +735,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_forbidden_is_denied() {
+    fn missing_permission_is_denied() {
         // SAFETY: it has no preconditions.
         if unsafe { libc::geteuid() } == 0 {
             println!("SKIP what_is_forbidden_is_denied: nothing is forbidden to root");
@@ -752,7 +752,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_the_troubles_they_should_be() {
+    fn errno_values_map_to_remote_errors() {
         for (number, wanted) in [
             (libc::ENOENT, RemoteError::Absent),
             (libc::ENOSPC, RemoteError::Full),
@@ -772,7 +772,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_put_there_is_not_followed() {
+    fn foreign_links_pipes_and_folders_are_not_followed() {
         let place = Place::new("hostile");
         let outside = Place::new("hostile-outside");
         let mut client = place.remote().client();
@@ -828,7 +828,7 @@ mod tests {
     }
 
     #[test]
-    fn what_dead_writers_left_goes_in_small_steps() {
+    fn temporary_files_of_dead_writers_are_swept_in_steps() {
         let place = Place::new("sweep");
         let mut client = place.remote().client();
         let old = SystemTime::now() - Duration::from_secs(25 * 3600);

@@ -122,10 +122,10 @@ impl RemoteError {
 impl From<RemoteError> for Error {
     fn from(trouble: RemoteError) -> Error {
         let words = match trouble {
-            RemoteError::Absent => "the remote has none of that name",
-            RemoteError::Malformed => "the remote gave what was not asked for",
-            RemoteError::Damaged => "what the remote has of that name is damaged",
-            RemoteError::Busy => "the remote cannot now",
+            RemoteError::Absent => "the remote has no object of that name",
+            RemoteError::Malformed => "the remote sent a malformed reply",
+            RemoteError::Damaged => "the remote's object of that name is damaged",
+            RemoteError::Busy => "the remote is busy",
             RemoteError::Timeout => "the remote did not answer in time",
             RemoteError::Full => "the remote is full",
             RemoteError::ReadOnly => "the remote takes nothing",
@@ -225,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_built_is_told() {
+    fn a_missing_feature_is_unsupported() {
         for (feature, is_built) in [
             ("redis", cfg!(feature = "redis")),
             ("dir", cfg!(feature = "dir")),

@@ -98,7 +98,7 @@ mod tests {
     use crate::format::keys::Fingerprint;
 
     #[test]
-    fn a_name_is_the_start_of_a_key() {
+    fn a_name_is_the_prefix_of_its_key() {
         let keys = || ObjectKeys::new(&Key([1; 32]), &Fingerprint([2; 32]), Some(b"secret"));
         let cut = LayerRange { object_bytes: 1 << 20, first: 0, layers: 4 };
         let name = Names::new(keys(), 7, Codec::Lz4, true).name(&Key([3; 32]), &cut);
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_plain_text() {
+    fn names_are_ascii_and_prefixes_are_checked() {
         let mut out = Vec::new();
         let name = Name { tenant: 0, hash: [0xa5; HASH_BYTES] };
         Prefix::new("prod").unwrap().write(&name, &mut out);

@@ -123,14 +123,18 @@ impl<'a> Object<'a> {
         }
         if chunk.valid_tokens != shape.chunk_tokens() {
             let tokens = shape.chunk_tokens();
-            fail!(Invalid, "a chunk of {} tokens of {tokens} is no object", chunk.valid_tokens);
+            fail!(
+                Invalid,
+                "a chunk of {} tokens is partial: only chunks of {tokens} tokens have objects",
+                chunk.valid_tokens
+            );
         }
         let planes = cells.iter().map(|cell| cell.planes().len()).sum();
         let all: u64 = cells.iter().map(|cell| blocks_of(cell.bytes())).sum();
         // No shape is longer, and no layout has empty cells.
         let (Some(header_blocks), Ok(all)) = (header_blocks(cells.len(), planes), all.try_into())
         else {
-            fail!(Limit, "an object of {} cells is no record", cells.len());
+            fail!(Limit, "an object of {} cells is too long for a record", cells.len());
         };
         let blocks: u32 = all;
         let first = shape.layers(object).start;
@@ -207,7 +211,7 @@ impl<'a> Object<'a> {
                 codec => codec == self.codec && self.may_be_coded(shape, planes()),
             };
             if !as_shaped || from.planes.iter().any(|plane| plane.address.is_null()) {
-                fail!(Invalid, "the cell of layer {layer} is not as its layout says");
+                fail!(Invalid, "the cell of layer {layer} does not match its layout");
             }
         }
         Ok(())
@@ -251,10 +255,15 @@ impl<'a> Object<'a> {
         gets: &mut Gets,
     ) -> status::Result<()> {
         if self.codec != Codec::None || places.len() != self.cells.len() {
-            fail!(Invalid, "cells that may be coded, or {} of {}", places.len(), self.cells.len());
+            fail!(
+                Invalid,
+                "the object may have encoded cells, or {} places were given for {} cells",
+                places.len(),
+                self.cells.len()
+            );
         }
         if sink.bytes < BLOCK_BYTES as u64 {
-            fail!(Invalid, "a sink of {} bytes; it has a block at least", sink.bytes);
+            fail!(Invalid, "a sink of {} bytes is too short: it needs a block", sink.bytes);
         }
         gets.object(name, 0);
         gets.part(header, self.header_bytes() as u64);

@@ -261,7 +261,7 @@ proptest! {
     }
 
     #[test]
-    fn damage_is_caught(
+    fn damaged_objects_are_detected(
         shape in shapes(),
         seed in any::<u64>(),
         lz4 in any::<bool>(),
@@ -291,7 +291,7 @@ proptest! {
     }
 
     #[test]
-    fn another_object_is_not_taken_for_it(shape in shapes(), seed in any::<u64>()) {
+    fn another_object_is_rejected(shape in shapes(), seed in any::<u64>()) {
         let tokens = shape.chunk_tokens();
         let object = seed as usize % shape.objects();
         let it = Object::new(&shape, object, chunk(tokens), Codec::None).unwrap();
@@ -320,7 +320,7 @@ proptest! {
     }
 
     #[test]
-    fn a_header_that_is_signed_anew_is_not_believed(
+    fn a_forged_header_with_a_valid_checksum_is_rejected(
         shape in shapes(), seed in any::<u64>(), at in 0usize..600, byte in 1u8..=255,
     ) {
         for codec in [Codec::None, Codec::Lz4] {
@@ -352,7 +352,7 @@ fn is_reserved(it: &Object<'_>, at: usize) -> bool {
 }
 
 #[test]
-fn every_bit_and_every_length_of_a_small_object() {
+fn every_flipped_bit_and_every_truncation_is_detected() {
     let group = Group::gqa([0, 1], 1, 64, Dtype::F32).unwrap();
     let shape = Shape::new(&Layout::new(4, vec![group]).unwrap(), 1 << 20).unwrap();
     let it = Object::new(&shape, 0, chunk(4), Codec::None).unwrap();
@@ -380,7 +380,7 @@ fn every_bit_and_every_length_of_a_small_object() {
 }
 
 #[test]
-fn what_is_not_as_the_layout_says_is_refused() {
+fn cells_that_do_not_match_the_layout_are_rejected() {
     let group = Group::mla_latent([0, 1], 64, Dtype::Bytes).unwrap();
     let shape = Shape::new(&Layout::new(4, vec![group]).unwrap(), 1 << 20).unwrap();
     for tokens in [0, 3, 5] {

@@ -71,7 +71,7 @@ impl Sealer {
         if secret.bytes().len() < MIN_SECRET_BYTES {
             fail!(
                 Spec,
-                "the secret \"seal\" has {} bytes: give it {MIN_SECRET_BYTES} random ones at least",
+                "the secret \"seal\" has {} bytes: at least {MIN_SECRET_BYTES} random bytes are needed",
                 secret.bytes().len()
             );
         }

@@ -16,7 +16,11 @@ impl Secret {
     /// Copies the bytes; LIMIT = more than [`MAX_SECRET_BYTES`].
     pub fn new(bytes: &[u8]) -> Result<Secret> {
         if bytes.len() > MAX_SECRET_BYTES {
-            fail!(Limit, "a secret of {} bytes, {MAX_SECRET_BYTES} can be", bytes.len());
+            fail!(
+                Limit,
+                "a secret of {} bytes is too long: at most {MAX_SECRET_BYTES} are possible",
+                bytes.len()
+            );
         }
         Ok(Secret(bytes.to_vec()))
     }
@@ -53,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_secret_is_not_shown() {
+    fn a_secret_is_not_printed() {
         let secret = Secret::new(b"hunter2").unwrap();
         assert_eq!(format!("{secret:?}"), "***");
         assert_eq!(secret.bytes(), b"hunter2");

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_are_put_together_up_to_a_size() {
+    fn layers_are_grouped_up_to_the_object_size() {
         let shape = Shape::new(&even(7, 3000), 10_000).unwrap();
         assert_eq!((shape.objects(), shape.layers(0), shape.layers(2)), (3, 0..3, 6..7));
         assert_eq!(shape.cut(1), LayerRange { object_bytes: 10_000, first: 3, layers: 3 });
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_have_limits() {
+    fn object_sizes_outside_the_limits_are_rejected() {
         for wrong in [0, MIN_OBJECT_BYTES - 1, MAX_OBJECT_BYTES + 1, u64::MAX] {
             assert!(Shape::new(&even(1, 2), wrong).is_err(), "{wrong}");
         }
@@ -176,7 +176,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_layer_is_in_one_object_that_is_a_record(
+        fn every_layer_is_in_exactly_one_valid_object(
             sizes in prop::collection::vec(1u64..9_000_000, 1..6),
             of in prop::collection::vec(0usize..6, 1..200),
             object_bytes in prop_oneof![4096u64..100_000, Just(MAX_OBJECT_BYTES), Just(1 << 20)],

@@ -12,7 +12,7 @@ use kvtier::store::state::disk_gc::{CheckpointWriter, Page};
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{SessionOpts, SpaceOpts, StoreState};
-use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
+use kvtier::tier::disk::{CellAt, CellIndex, DiskTier, Options, Spot};
 use kvtier_testkit::disk::{SimFiles, SimOpts as DiskOpts};
 
 use crate::device_tier::rig::{CELLS, MODEL, TOKENS, in_memory, quick};
@@ -162,7 +162,7 @@ fn what_is_lost_on_the_way_to_the_device_does_not_arrive() {
 /// Nothing here has the disk cleaned, and nobody asks these.
 struct NoCheckpoint;
 
-impl Keeper for NoCheckpoint {
+impl CellIndex for NoCheckpoint {
     fn wants(&mut self, _cell: &CellAt) -> bool {
         unreachable!("nothing is cleaned")
     }

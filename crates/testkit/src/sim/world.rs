@@ -27,7 +27,7 @@ use kvtier::store::state::eviction::Granularity;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{Config, SpaceOpts, StoreState, Write};
-use kvtier::tier::disk::{CellAt, Keeper, Spot};
+use kvtier::tier::disk::{CellAt, CellIndex, Spot};
 
 pub(super) type Outcome<T> = std::result::Result<T, Failure>;
 
@@ -79,7 +79,7 @@ impl CheckpointWriter for Shared {
     }
 }
 
-impl Keeper for Shared {
+impl CellIndex for Shared {
     fn wants(&mut self, cell: &CellAt) -> bool {
         self.0.lock().wants(cell)
     }

@@ -1,19 +1,19 @@
-//! What a check finds wrong, where, and what it means.
+//! Damage that a check finds: where it is, and what it means.
 
 use crate::format::keys::Key;
 
-/// What is damaged.
+/// Kinds of damage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
-    /// One of the two blocks that name the store.
+pub enum DamageKind {
+    /// One of the two copies of the store's name.
     StoreName,
-    /// The first block of a segment.
+    /// The header of a segment.
     SegmentHeader,
-    /// A segment is not as long as its first block says.
+    /// A segment is not as long as its header says.
     SegmentLength,
-    /// Blocks between records that are none.
+    /// Blocks between records that are no records.
     Header,
-    /// Blocks behind the last record of a segment that are none.
+    /// Blocks after the last record of a segment that are no records.
     Tail,
     /// The bytes of a cell.
     Cell {
@@ -21,81 +21,85 @@ pub enum What {
         key: Key,
         /// The layer.
         layer: u32,
-        /// An opening would find it: it was not dropped.
+        /// An opening would find the cell: it was not dropped.
         live: bool,
     },
-    /// The first block of a checkpoint.
+    /// The header of a checkpoint.
     CheckpointHeader,
     /// A frame of a checkpoint.
     Frame,
-    /// A checkpoint lists a cell, and there is no header for it at that place.
+    /// A checkpoint lists a cell that no header at that place has.
     Unknown {
         /// The chunk.
         key: Key,
         /// The layer.
         layer: u32,
     },
-    /// It could not be read.
+    /// The file could not be read there.
     Unreadable,
 }
 
 /// One damaged place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Damage {
-    /// The file.
+    /// Name of the file.
     pub file: String,
-    /// Where in it.
+    /// Offset in the file.
     pub offset: u64,
-    /// How long.
+    /// Length in bytes.
     pub bytes: u64,
-    /// What it is.
-    pub what: What,
+    /// Kind of the damage.
+    pub what: DamageKind,
 }
 
-impl What {
-    /// A word for it, which stays as it is.
+impl DamageKind {
+    /// A stable word for the kind.
     pub fn name(&self) -> &'static str {
         match self {
-            What::StoreName => "store-name",
-            What::SegmentHeader => "segment-header",
-            What::SegmentLength => "segment-length",
-            What::Header => "header",
-            What::Tail => "tail",
-            What::Cell { .. } => "cell",
-            What::CheckpointHeader => "checkpoint-header",
-            What::Frame => "checkpoint-frame",
-            What::Unknown { .. } => "checkpoint-entry",
-            What::Unreadable => "unreadable",
+            DamageKind::StoreName => "store-name",
+            DamageKind::SegmentHeader => "segment-header",
+            DamageKind::SegmentLength => "segment-length",
+            DamageKind::Header => "header",
+            DamageKind::Tail => "tail",
+            DamageKind::Cell { .. } => "cell",
+            DamageKind::CheckpointHeader => "checkpoint-header",
+            DamageKind::Frame => "checkpoint-frame",
+            DamageKind::Unknown { .. } => "checkpoint-entry",
+            DamageKind::Unreadable => "unreadable",
         }
     }
 
-    /// What it means for whoever uses the store.
+    /// The consequence for users of the store.
     pub fn means(&self) -> &'static str {
         match self {
-            What::StoreName => {
+            DamageKind::StoreName => {
                 "one of the two copies of the store's name: the other is used, and this one \
                  written anew when the store is opened"
             }
-            What::SegmentHeader => "nothing is lost: the segment's records name their store",
-            What::SegmentLength => "what was behind the end of the file is lost",
-            What::Header => {
+            DamageKind::SegmentHeader => "nothing is lost: the segment's records name their store",
+            DamageKind::SegmentLength => "what was behind the end of the file is lost",
+            DamageKind::Header => {
                 "a record's header, or what a crash left between records: its cells or session \
                  are misses unless a checkpoint has them"
             }
-            What::Tail => {
+            DamageKind::Tail => {
                 "the last record, or what a crash left half written: it is passed by, and cut \
                  off when the store is opened"
             }
-            What::Cell { live: true, .. } => "reading the cell is a miss: it is computed again",
-            What::Cell { live: false, .. } => "the cell was dropped or replaced: nothing is lost",
-            What::CheckpointHeader | What::Frame => {
+            DamageKind::Cell { live: true, .. } => {
+                "reading the cell is a miss: it is computed again"
+            }
+            DamageKind::Cell { live: false, .. } => {
+                "the cell was dropped or replaced: nothing is lost"
+            }
+            DamageKind::CheckpointHeader | DamageKind::Frame => {
                 "the checkpoint is not used: opening reads every header instead"
             }
-            What::Unknown { .. } => {
+            DamageKind::Unknown { .. } => {
                 "the header of its record is damaged or gone: the cell cannot be checked here, \
                  and is checked when it is read"
             }
-            What::Unreadable => "what is there is not known: the segment is kept",
+            DamageKind::Unreadable => "what is there is not known: the segment is kept",
         }
     }
 }

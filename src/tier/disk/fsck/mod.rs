@@ -1,9 +1,8 @@
-//! Checking a directory without opening the store: every block that means
-//! something is read, nothing is written. What would live is found as an opening
-//! finds it.
+//! Checking a directory without opening the store: every meaningful block is read, nothing is
+//! written. Live cells are found as an opening finds them.
 
 mod damage;
-mod looking;
+mod reader;
 mod report;
 mod segments;
 
@@ -16,23 +15,23 @@ use crate::format::record::blocks_of;
 use crate::format::segment::{BLOCK_BYTES, HeaderError, StoreHeader};
 use crate::io::files::Files;
 use crate::tier::disk::checkpoint::take_frame;
+use crate::tier::disk::duplicates;
 use crate::tier::disk::files::{
     Name, STORE, checkpoint as checkpoint_name, parse, segment as segment_name,
 };
-use crate::tier::disk::fsck::looking::Looking;
+use crate::tier::disk::fsck::reader::FileReader;
 use crate::tier::disk::fsck::segments::{Seen, Sighting};
 use crate::tier::disk::name::{copies, unnamed};
 use crate::tier::disk::recovered::{Finder, Recovered};
-use crate::tier::disk::twice;
 use crate::tier::disk::{Spot, offset_of};
 
-pub use crate::tier::disk::fsck::damage::{Damage, What};
-pub use crate::tier::disk::fsck::report::{CheckpointFound, NamespaceFound, Report, Tally};
+pub use crate::tier::disk::fsck::damage::{Damage, DamageKind};
+pub use crate::tier::disk::fsck::report::{CellTotals, CheckpointFound, NamespaceFound, Report};
 
-/// Damaged places that are listed unless something else is asked for.
+/// Default for the number of listed damaged places.
 const DEFAULT_MOST_DAMAGE: usize = 1000;
 
-/// How a directory is checked.
+/// Options of a check.
 #[derive(Clone, Copy, Debug)]
 pub struct FsckOptions {
     /// Most damaged places that are listed; all are counted.
@@ -45,17 +44,15 @@ impl Default for FsckOptions {
     }
 }
 
-/// Reads every segment and checkpoint of a directory, verifies every header and the
-/// bytes of every cell, and says what it found. It writes nothing. The store must
-/// not be open: [`crate::io::real::RealFiles`] sees to that by the directory's lock;
-/// with [`crate::io::read_only::ReadOnlyFiles`], which takes none, what is being
-/// written meanwhile may look damaged. NOT_FOUND = there is no store; CORRUPT,
-/// UNSUPPORTED = it cannot be opened: the file that names it is damaged, or of
-/// another version.
+/// Reads every segment and checkpoint of a directory, verifies every header and cell, and reports.
+/// It writes nothing. The store must not be open: [`crate::io::real::RealFiles`] ensures that by
+/// the directory's lock. [`crate::io::read_only::ReadOnlyFiles`] takes no lock: with it, blocks
+/// being written may look damaged. NOT_FOUND = there is no store; CORRUPT, UNSUPPORTED = the store
+/// cannot be opened: the file that names it is damaged, or of another version.
 pub fn fsck(files: &dyn Files, options: &FsckOptions) -> Result<Report> {
     let names = files.list()?;
     let mut check = Check {
-        files: Looking::new(files),
+        files: FileReader::new(files),
         most: options.most_damage,
         report: Report::default(),
         finder: Finder::default(),
@@ -82,8 +79,8 @@ pub fn fsck(files: &dyn Files, options: &FsckOptions) -> Result<Report> {
     for (number, bytes) in checkpoints {
         check.checkpoint(number, bytes)?;
     }
-    // Cells are read while a window of headers is looked at.
-    let mut windows = Looking::new(files);
+    // Cells are read while a window of headers is in use.
+    let mut windows = FileReader::new(files);
     for (number, entry) in segments {
         check.segment(&mut windows, number, &entry)?;
     }
@@ -92,11 +89,11 @@ pub fn fsck(files: &dyn Files, options: &FsckOptions) -> Result<Report> {
 
 /// A check under way.
 struct Check<'a> {
-    files: Looking<'a>,
+    files: FileReader<'a>,
     most: usize,
     report: Report,
     finder: Finder,
-    /// What the checkpoint that is used covers.
+    /// Segments that the checkpoint in use covers.
     covered: BTreeMap<u64, SegmentEntry>,
     /// Every cell that has a header.
     seen: Seen,
@@ -105,11 +102,11 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    fn note(&mut self, file: &str, at: [u64; 2], what: What) {
+    fn note(&mut self, file: &str, at: [u64; 2], what: DamageKind) {
         self.report.note(self.most, file, at, what);
     }
 
-    /// Both copies of the store's name.
+    /// Checks both copies of the store's name.
     fn store(&mut self) -> Result<()> {
         let block = BLOCK_BYTES as u64;
         let mut found = None;
@@ -128,13 +125,13 @@ impl Check<'_> {
             }
         }
         self.files.close(file);
-        bad.into_iter().for_each(|at| self.note(STORE, [at, block], What::StoreName));
+        bad.into_iter().for_each(|at| self.note(STORE, [at, block], DamageKind::StoreName));
         let Some(header) = found else { return Err(unnamed(why)) };
         self.report.store = header.store;
         Ok(())
     }
 
-    /// All frames of a checkpoint; the newest sound one counts.
+    /// Checks all frames of a checkpoint; the newest sound one counts.
     fn checkpoint(&mut self, number: u64, bytes: u64) -> Result<()> {
         let name = checkpoint_name(number);
         let block = BLOCK_BYTES as u64;
@@ -142,7 +139,7 @@ impl Check<'_> {
         let file = match self.files.open(&name) {
             Ok(file) => file,
             Err(_) => {
-                self.note(&name, [0, bytes], What::Unreadable);
+                self.note(&name, [0, bytes], DamageKind::Unreadable);
                 self.report.checkpoints.push(found);
                 return Ok(());
             }
@@ -154,7 +151,7 @@ impl Check<'_> {
         });
         let Some(header) = header else {
             self.files.close(file);
-            self.note(&name, [0, block], What::CheckpointHeader);
+            self.note(&name, [0, block], DamageKind::CheckpointHeader);
             self.report.checkpoints.push(found);
             return Ok(());
         };
@@ -176,7 +173,8 @@ impl Check<'_> {
         found.used = found.sound && self.report.checkpoints.iter().all(|other| !other.used);
         found.cells = finder.cells();
         found.next_record = header.next_record;
-        bad.into_iter().for_each(|at| self.note(&name, [at, FRAME_BYTES as u64], What::Frame));
+        bad.into_iter()
+            .for_each(|at| self.note(&name, [at, FRAME_BYTES as u64], DamageKind::Frame));
         if found.used {
             self.finder = finder;
             self.covered = segments.into_iter().map(|covered| (covered.number, covered)).collect();
@@ -185,7 +183,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Tells what lives from what does not.
+    /// Separates live cells from dead ones.
     fn finish(mut self) -> Result<Report> {
         let finder = std::mem::take(&mut self.finder);
         let covered = finder.covered.unwrap_or(0);
@@ -195,9 +193,9 @@ impl Check<'_> {
             spot.block() > 0 && sizes.get(&spot.segment()).is_some_and(|&n| end <= u64::from(n))
         });
         self.seen.close();
-        let (twice, dropped) = twice::find(&mut recovered, covered)?;
+        let (duplicates, dropped) = duplicates::find(&mut recovered, covered)?;
         self.report.duplicates += dropped.len() as u64;
-        for copies in twice.into_iter().map(|twice| twice.copies) {
+        for copies in duplicates.into_iter().map(|duplicates| duplicates.copies) {
             let right = |&at: &usize| {
                 let place = recovered.places.get(at);
                 place.is_some_and(|p| self.seen.get(p).is_some_and(|seen| seen.sound))
@@ -225,7 +223,8 @@ impl Check<'_> {
     fn live(&mut self, recovered: &Recovered) {
         let mut namespaces: BTreeMap<[u8; 32], (NamespaceFound, Vec<[u8; 32]>)> = BTreeMap::new();
         for (chunk, places) in recovered.chunks() {
-            let fresh = NamespaceFound { key: chunk.namespace, chunks: 0, live: Tally::default() };
+            let fresh =
+                NamespaceFound { key: chunk.namespace, chunks: 0, live: CellTotals::default() };
             let entry = namespaces.entry(chunk.namespace.0).or_insert((fresh, Vec::new()));
             entry.1.push(chunk.key.0);
             for place in places {
@@ -234,7 +233,7 @@ impl Check<'_> {
                     Some(seen) => {
                         seen.live = true;
                         if seen.sound {
-                            // A checkpoint counts coded cells in whole blocks.
+                            // A checkpoint counts encoded cells in whole blocks.
                             let bytes = u64::from(seen.bytes);
                             self.report.live.add(bytes);
                             entry.0.live.add(bytes);
@@ -242,7 +241,7 @@ impl Check<'_> {
                     }
                     None => {
                         self.report.unchecked.add(bytes);
-                        let what = What::Unknown { key: chunk.key, layer: place.layer };
+                        let what = DamageKind::Unknown { key: chunk.key, layer: place.layer };
                         let spot = Spot(place.spot);
                         let at = [offset_of(spot.block()), bytes];
                         self.report.note(self.most, &segment_name(spot.segment()), at, what);
@@ -258,7 +257,7 @@ impl Check<'_> {
         }
     }
 
-    /// Counts cells that are damaged or do not live.
+    /// Counts cells that are damaged or dead.
     fn rest(&mut self) {
         for Sighting { bytes, sound, live, .. } in self.seen.iter() {
             match (sound, live) {
@@ -272,7 +271,7 @@ impl Check<'_> {
                 Name::Segment(number) => number,
                 _ => continue,
             };
-            if let What::Cell { live, .. } = &mut damage.what {
+            if let DamageKind::Cell { live, .. } = &mut damage.what {
                 let block = damage.offset / BLOCK_BYTES as u64;
                 *live = self.seen.is_live(number, block);
             }

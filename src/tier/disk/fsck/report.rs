@@ -1,34 +1,34 @@
-//! What a check found.
+//! Report of a check.
 
 use crate::format::keys::Key;
 use crate::format::segment::StoreId;
-use crate::tier::disk::fsck::damage::{Damage, What};
+use crate::tier::disk::fsck::damage::{Damage, DamageKind};
 
-/// Cells and their bytes.
+/// A number of cells, and their bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
-    /// How many.
+pub struct CellTotals {
+    /// Number of cells.
     pub cells: u64,
     /// Their stored bytes.
     pub bytes: u64,
 }
 
-impl Tally {
+impl CellTotals {
     pub(super) fn add(&mut self, bytes: u64) {
         self.cells += 1;
         self.bytes = self.bytes.saturating_add(bytes);
     }
 }
 
-/// What lives of a namespace.
+/// Live content of a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceFound {
     /// Its key.
     pub key: Key,
-    /// Chunks of which something lives.
+    /// Chunks with live cells.
     pub chunks: u64,
-    /// Cells that live and are sound.
-    pub live: Tally,
+    /// Live and sound cells.
+    pub live: CellTotals,
 }
 
 /// A checkpoint.
@@ -38,69 +38,69 @@ pub struct CheckpointFound {
     pub number: u64,
     /// Its length.
     pub bytes: u64,
-    /// All of it is as it was written.
+    /// Whether all frames are sound.
     pub sound: bool,
-    /// An opening would use it: it is the newest sound one.
+    /// Whether an opening would use it: it is the newest sound one.
     pub used: bool,
     /// Cells that it lists.
     pub cells: u64,
-    /// Records from this number on may be missing in it.
+    /// It may lack records from this number on.
     pub next_record: u64,
 }
 
-/// What a check found.
+/// Report of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// The random name of the store.
     pub store: StoreId,
     /// Bytes of all files.
     pub bytes: u64,
-    /// Segments.
+    /// Number of segments.
     pub segments: u64,
     /// Segments of other stores and versions: left alone.
     pub foreign_segments: u64,
-    /// Files that were being made: the next opening removes them.
+    /// Unfinished files: the next opening removes them.
     pub unfinished: u64,
     /// Records of all kinds.
     pub records: u64,
-    /// Records that say what was forgotten.
+    /// Records of forgotten cells.
     pub forgets: u64,
-    /// Records that hold nothing.
+    /// Void records.
     pub voids: u64,
     /// Records of kinds that this version does not know.
     pub unknown: u64,
-    /// Cells that are sound and that an opening would find.
-    pub live: Tally,
-    /// Cells that are sound and that were dropped, forgotten or replaced.
-    pub dead: Tally,
-    /// Cells whose bytes are not what they were.
-    pub damaged: Tally,
+    /// Sound cells that an opening would find.
+    pub live: CellTotals,
+    /// Sound cells that were dropped, forgotten or replaced.
+    pub dead: CellTotals,
+    /// Damaged cells.
+    pub damaged: CellTotals,
     /// Cells that a checkpoint lists and that could not be checked.
-    pub unchecked: Tally,
+    pub unchecked: CellTotals,
     /// Copies of cells beside the one that counts.
     pub duplicates: u64,
-    /// Sessions that are noted, and the bytes of their content.
+    /// Number of sessions.
     pub sessions: u64,
-    /// Those bytes.
+    /// Bytes of their states.
     pub session_bytes: u64,
-    /// Namespaces that something lives of, by key.
+    /// Namespaces with live cells, by key.
     pub namespaces: Vec<NamespaceFound>,
     /// Checkpoints, newest first.
     pub checkpoints: Vec<CheckpointFound>,
-    /// Damaged places, as many as were asked for.
+    /// Damaged places, up to the limit.
     pub damage: Vec<Damage>,
-    /// All damaged places.
+    /// Number of all damaged places.
     pub damages: u64,
 }
 
 impl Report {
-    /// Whether everything is as it was written.
+    /// Whether nothing is damaged.
     pub fn is_clean(&self) -> bool {
         self.damages == 0
     }
 
-    /// Notes a damaged place, if there is room for one more.
-    pub(super) fn note(&mut self, most: usize, file: &str, at: [u64; 2], what: What) {
+    /// Records a damaged place, up to the limit.
+    pub(super) fn note(&mut self, most: usize, file: &str, at: [u64; 2], what: DamageKind) {
         self.damages += 1;
         if self.damage.len() < most && self.damage.try_reserve(1).is_ok() {
             let [offset, bytes] = at;

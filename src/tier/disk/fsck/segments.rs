@@ -1,5 +1,4 @@
-//! Checking a segment: its headers one after the other, and the bytes of every
-//! cell that they list.
+//! Checking a segment: its headers in order, and the bytes of every cell that they list.
 
 use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
@@ -9,8 +8,8 @@ use crate::format::seal::{Identity, seal};
 use crate::format::segment::{BLOCK_BYTES, SegmentHeader};
 use crate::io::files::{Entry, FileId};
 use crate::tier::disk::fsck::Check;
-use crate::tier::disk::fsck::damage::What;
-use crate::tier::disk::fsck::looking::Looking;
+use crate::tier::disk::fsck::damage::DamageKind;
+use crate::tier::disk::fsck::reader::FileReader;
 use crate::tier::disk::scan::Walk;
 use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS};
 use crate::tier::disk::{Spot, offset_of};
@@ -21,9 +20,9 @@ pub(super) struct Sighting {
     spot: u64,
     seal: u64,
     pub bytes: u32,
-    /// Its bytes are what its header says.
+    /// Whether its bytes match its header.
     pub sound: bool,
-    /// An opening would find it.
+    /// Whether an opening would find it.
     pub live: bool,
 }
 
@@ -32,7 +31,7 @@ pub(super) struct Sighting {
 pub(super) struct Seen(Vec<Sighting>);
 
 impl Seen {
-    /// Puts them in order, so that they can be asked for.
+    /// Sorts them for lookups.
     pub fn close(&mut self) {
         self.0.sort_unstable();
     }
@@ -51,7 +50,7 @@ impl Seen {
         self.0.get_mut(at)
     }
 
-    /// Whether the cell at a block of a segment lives.
+    /// Whether the cell at a block of a segment is live.
     pub fn is_live(&self, segment: u64, block: u64) -> bool {
         let least = segment << 36 | block << 16;
         let from = self.0.partition_point(|seen| seen.spot < least);
@@ -67,7 +66,7 @@ impl Check<'_> {
     /// Checks a segment.
     pub(super) fn segment(
         &mut self,
-        windows: &mut Looking<'_>,
+        windows: &mut FileReader<'_>,
         number: u64,
         entry: &Entry,
     ) -> Result<()> {
@@ -77,11 +76,11 @@ impl Check<'_> {
             return Ok(());
         }
         let Ok(file) = self.files.open(&entry.name) else {
-            self.note(&entry.name, [0, entry.bytes], What::Unreadable);
+            self.note(&entry.name, [0, entry.bytes], DamageKind::Unreadable);
             return Ok(());
         };
         if blocks == 0 {
-            self.note(&entry.name, [0, entry.bytes], What::SegmentLength);
+            self.note(&entry.name, [0, entry.bytes], DamageKind::SegmentLength);
         }
         let walk = Walk::new(self.report.store, number, blocks as u32, 0);
         let walked = self.walk(windows, walk, entry, file);
@@ -91,7 +90,7 @@ impl Check<'_> {
 
     fn walk(
         &mut self,
-        windows: &mut Looking<'_>,
+        windows: &mut FileReader<'_>,
         mut walk: Walk,
         entry: &Entry,
         file: FileId,
@@ -104,7 +103,7 @@ impl Check<'_> {
                 Ok(window) => walk.read(window, &mut |record| {
                     let at = record.head.at;
                     if at > end {
-                        self.note(name, [offset_of(end), offset_of(at - end)], What::Header);
+                        self.note(name, [offset_of(end), offset_of(at - end)], DamageKind::Header);
                     }
                     end = at + record.head.blocks;
                     self.record(name, file, record)
@@ -112,7 +111,11 @@ impl Check<'_> {
                 Err(error) if error.status() == Status::NoMem => return Err(error),
                 Err(_) => {
                     if count == 1 {
-                        self.note(name, [offset_of(at), BLOCK_BYTES as u64], What::Unreadable);
+                        self.note(
+                            name,
+                            [offset_of(at), BLOCK_BYTES as u64],
+                            DamageKind::Unreadable,
+                        );
                     }
                     walk.fail(count)
                 }
@@ -127,24 +130,24 @@ impl Check<'_> {
         self.report.segments += 1;
         self.sizes.insert(found.segment, blocks);
         if found.damaged_header {
-            self.note(name, [0, BLOCK_BYTES as u64], What::SegmentHeader);
+            self.note(name, [0, BLOCK_BYTES as u64], DamageKind::SegmentHeader);
         }
         if found.torn {
             let rest = offset_of(blocks.saturating_sub(end));
-            self.note(name, [offset_of(end), rest], What::Tail);
+            self.note(name, [offset_of(end), rest], DamageKind::Tail);
         }
         self.length(entry, file);
         Ok(())
     }
 
-    /// Whether the file is as long as it was made.
+    /// Checks the length of the file.
     fn length(&mut self, entry: &Entry, file: FileId) {
         let first = self.files.read(file, 0, BLOCK_BYTES as u64).ok();
         let Some(Ok(header)) = first.map(SegmentHeader::decode) else { return };
         let made = offset_of(header.blocks);
         if header.store == self.report.store && made != entry.bytes {
             let missing = made.saturating_sub(entry.bytes);
-            self.note(&entry.name, [entry.bytes, missing], What::SegmentLength);
+            self.note(&entry.name, [entry.bytes, missing], DamageKind::SegmentLength);
         }
     }
 
@@ -170,14 +173,14 @@ impl Check<'_> {
             let at = head.at + cell.block;
             let sums = cell.planes().map(|plane| (plane.bytes, plane.sum));
             let read = sound(&mut self.files, file, (at, cell.stored_bytes), sums);
-            // Whether it lives is filled in when that is known.
+            // Whether it is live is set once that is known.
             let what = match read {
                 Ok(true) => None,
                 Ok(false) => {
-                    Some(What::Cell { key: head.chunk.key, layer: cell.layer, live: false })
+                    Some(DamageKind::Cell { key: head.chunk.key, layer: cell.layer, live: false })
                 }
                 Err(error) if error.status() == Status::NoMem => return Err(error),
-                Err(_) => Some(What::Unreadable),
+                Err(_) => Some(DamageKind::Unreadable),
             };
             if let Some(what) = what {
                 self.note(name, [offset_of(at), cell.stored_bytes], what);
@@ -195,9 +198,9 @@ impl Check<'_> {
     }
 }
 
-/// Whether the planes of a cell have their sums.
+/// Whether the planes of a cell match their checksums.
 fn sound(
-    files: &mut Looking<'_>,
+    files: &mut FileReader<'_>,
     file: FileId,
     (at, stored): (u32, u64),
     planes: impl Iterator<Item = (u64, u64)>,

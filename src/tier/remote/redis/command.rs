@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn commands_are_sent_in_any_steps() {
+    fn commands_survive_partial_sends() {
         for step in [1, 3, 7, 1000] {
             let mut out = CommandBuffer::default();
             let mut value = *b"0123456789";

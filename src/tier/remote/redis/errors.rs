@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_mean_what_servers_mean() {
+    fn error_replies_are_classified() {
         let here = Address { host: "me".into(), port: 7000 };
         let of = |words: &str| meaning(words.as_bytes(), &here);
         let at = |host: &str, port| Some(Address { host: host.into(), port });
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn secrets_are_not_repeated() {
+    fn messages_never_contain_the_secret() {
         let words = b"ERR unknown command `HELLO`, with args beginning with: `hunter2`";
         assert_eq!(shown(words, Some(b"hunter2")), "ERR");
         assert!(shown(words, Some(b"another")).contains("HELLO"));

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn servers_are_described() {
+    fn server_info_is_parsed_with_warnings() {
         let info = b"# Server\r\nredis_version:7.0.15\r\nredis_mode:standalone\r\nrole:master\r\n\
                      maxmemory:0\r\nmaxmemory_policy:noeviction\r\nloading:0\r\n";
         let said = server(info, false, None).unwrap();

@@ -147,7 +147,7 @@ impl Redis {
     pub fn open(opts: &RedisOpts, clock: Clock) -> Result<Redis> {
         let url = Url::parse(&opts.url)?;
         if url.seeds.len() > 1 && !opts.cluster {
-            fail!(Spec, "the URL names several hosts: that is for clusters (cluster=true)");
+            fail!(Spec, "the URL names several hosts: only clusters have several (cluster=true)");
         }
         if url.db > 0 && opts.cluster {
             fail!(Spec, "a cluster has one database, 0");
@@ -160,18 +160,22 @@ impl Redis {
             (user, _) => user.clone(),
         };
         if user.is_some() && opts.password.is_none() {
-            fail!(Spec, "there is a user and no password: give it as a secret");
+            fail!(Spec, "a user needs a password: give it as a secret");
         }
         if opts.replicas && !opts.cluster {
-            fail!(Spec, "replicas are known of clusters only (cluster=true)");
+            fail!(Spec, "reading replicas needs a cluster (cluster=true)");
         }
         let hosts = url.seeds.iter().map(|seed| &*seed.host);
         let trust = trust(url.is_tls, hosts, &opts.tls, ["rediss", "redis"])?;
         if opts.wait > MAX_WAIT {
-            fail!(Limit, "{} replicas to wait for, {MAX_WAIT} can be", opts.wait);
+            fail!(Limit, "cannot wait for {} replicas: at most {MAX_WAIT} are possible", opts.wait);
         }
         if opts.ttl_s > MAX_TTL_S {
-            fail!(Limit, "objects that live {} s, {MAX_TTL_S} can be", opts.ttl_s);
+            fail!(
+                Limit,
+                "a time to live of {} s is too long: at most {MAX_TTL_S} s are possible",
+                opts.ttl_s
+            );
         }
         let settings = Settings {
             prefix: opts.prefix.clone(),
@@ -241,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn impossible_options_are_rejected() {
         let refused = |opts: RedisOpts| Redis::open(&opts, Clock::real()).err().expect("refused");
         refused(opts("redis://a:1,b:2"));
         refused(RedisOpts { cluster: true, ..opts("redis://a/1") });

@@ -292,7 +292,7 @@ mod tests {
     use crate::tier::remote::name::{HASH_BYTES, Name};
 
     #[test]
-    fn windows_are_as_long_as_the_way() {
+    fn windows_grow_with_the_round_trip() {
         let of = |us: u64| window_of(Some(us * 1000)) >> 10;
         assert_eq!(
             [0, 40, 83, 168, 335, 700, 90_000].map(of),
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn one_fits_always_and_a_second_where_it_is_not_too_long() {
+    fn the_window_always_admits_one_object_and_a_second_of_limited_length() {
         let mut gets = Gets::default();
         for _ in 0..3 {
             gets.object(Name { tenant: 0, hash: [0; HASH_BYTES] }, 0);

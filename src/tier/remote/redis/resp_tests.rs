@@ -46,7 +46,7 @@ fn text(text: &str) -> Value {
 }
 
 #[test]
-fn every_kind_is_read() {
+fn every_kind_of_value_is_decoded() {
     let most = Want::Value(1 << 20);
     let said = b"+OK\r\n-ERR no\r\n:-12\r\n$5\r\nhel\r\n\r\n$-1\r\n*-1\r\n_\r\n#t\r\n#f\r\n,1.5\r\n(123\r\n\
         !3\r\nbad\r\n=5\r\ntxt:x\r\n*2\r\n:1\r\n*1\r\n+a\r\n~1\r\n:2\r\n%1\r\n+k\r\n:3\r\n*0\r\n$0\r\n\r\n";
@@ -77,7 +77,7 @@ fn every_kind_is_read() {
 }
 
 #[test]
-fn what_nobody_asked_for_is_passed_over() {
+fn pushes_and_attributes_are_skipped() {
     let said = b">3\r\n+message\r\n$1\r\nx\r\n*2\r\n:1\r\n:2\r\n:7\r\n|1\r\n+ttl\r\n:9\r\n:8\r\n>0\r\n:9\r\n";
     for want in [Want::Word, Want::Value(100), Want::Body(9)] {
         let got = all(said, want).unwrap();
@@ -89,7 +89,7 @@ fn what_nobody_asked_for_is_passed_over() {
 }
 
 #[test]
-fn objects_are_left_to_whoever_asked() {
+fn bodies_are_left_to_the_caller() {
     let said = b"$4\r\nab\r\n\r\n$0\r\n\r\n$-1\r\n-ERR no\r\n";
     let want = [text("ab\r\n"), text(""), Value::Nil, Value::Error(b"ERR no".to_vec())];
     assert_eq!(all(said, Want::Body(4)).unwrap(), want);
@@ -112,7 +112,7 @@ fn objects_are_left_to_whoever_asked() {
 }
 
 #[test]
-fn limits_hold() {
+fn every_length_has_a_limit() {
     let value = Want::Value(1 << 20);
     let long = |kind: &str, bytes: usize| [kind.as_bytes(), &vec![b'x'; bytes], b"\r\n"].concat();
     assert!(all(&long("+", MAX_LINE_BYTES - 2), value).is_ok());
@@ -176,7 +176,7 @@ fn said() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #[test]
-    fn how_it_comes_makes_no_difference(
+    fn decoding_does_not_depend_on_the_split_of_bytes(
         bytes in proptest::collection::vec(said(), 0..6), step in 1..64usize, cut in 0..400usize,
     ) {
         let bytes = bytes.concat();
@@ -187,7 +187,7 @@ proptest! {
     }
 
     #[test]
-    fn anything_may_come(
+    fn no_input_panics(
         parts in proptest::collection::vec(prop_oneof![
             proptest::collection::vec(any::<u8>(), 0..30),
             "[-+:$*%~>|=!_#,(][-0-9]{0,4}".prop_map(|s| [s.as_bytes(), b"\r\n"].concat()),

@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_have_the_slots_that_servers_give_them() {
+    fn key_slots_match_the_server() {
         assert_eq!(crc(b"123456789"), 0x31c3);
         // As `CLUSTER KEYSLOT` reports.
         for (key, slot) in [("foo", 12182), ("", 0), ("{foo}bar", 12182), ("a{foo}{b}", 12182)] {
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn maps_are_read_and_lies_refused() {
+    fn slot_maps_are_parsed_and_malformed_ones_rejected() {
         let here = Address { host: "me".into(), port: 1 };
         let reply = Value::List(vec![
             run(0, 99, vec![node("a", 1), node("b", 2)]),
@@ -233,7 +233,7 @@ mod tests {
 
     #[cfg(not(feature = "shuttle"))]
     #[test]
-    fn one_lane_asks_for_all() {
+    fn one_client_requests_the_slots_for_all() {
         let map = SlotCache::default();
         let claim = |now_ns| map.claim(now_ns, u64::MAX);
         assert!(!claim(REFRESH_NS));

@@ -75,12 +75,12 @@ impl Url {
             None => (rest, 0),
         };
         if hosts.contains(['?', '#']) {
-            fail!(Spec, "the URL of a Redis server has no '?' and no '#'");
+            fail!(Spec, "the URL of a Redis server must not contain '?' or '#'");
         }
         let seeds: Vec<Address> =
             hosts.split(',').take(MAX_SEEDS + 1).map(address).collect::<Result<_>>()?;
         if seeds.len() > MAX_SEEDS {
-            fail!(Limit, "a URL names {MAX_SEEDS} hosts at most");
+            fail!(Limit, "the URL names more than {MAX_SEEDS} hosts");
         }
         Ok(Url { is_tls, user, seeds, db })
     }
@@ -96,7 +96,7 @@ pub fn user_of(text: &str) -> Result<String> {
     }
     if text.is_empty() || text.len() > MAX_USER_BYTES || !text.bytes().all(|b| b.is_ascii_graphic())
     {
-        fail!(Spec, "the name of a user has 1 to {MAX_USER_BYTES} plain characters");
+        fail!(Spec, "a user name must have 1 to {MAX_USER_BYTES} printable ASCII characters");
     }
     Ok(text.to_string())
 }
@@ -108,10 +108,7 @@ fn db_of(text: &str) -> Result<u32> {
     let is_number = text.bytes().all(|byte| byte.is_ascii_digit());
     match text.parse() {
         Ok(db) if is_number && db <= MAX_DB => Ok(db),
-        _ => fail!(
-            Spec,
-            "after the host of a Redis URL stands the number of a database, 0 to {MAX_DB}"
-        ),
+        _ => fail!(Spec, "the path of a Redis URL must be the number of a database, 0 to {MAX_DB}"),
     }
 }
 
@@ -164,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_password_in_a_url_is_refused_and_not_repeated() {
+    fn a_password_in_a_url_is_rejected_and_not_repeated() {
         for text in ["redis://kv:hunter2@a", "redis://:hunter2@a", "redis://x:hunter2@b@a"] {
             let error = Url::parse(text).unwrap_err();
             assert!(error.message().contains("as a secret"), "{error}");

@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn known_times() {
+    fn known_dates_are_formatted_and_parsed() {
         assert_eq!(stamp(1_369_353_600), "20130524T000000Z");
         assert_eq!(stamp(0), "19700101T000000Z");
         assert_eq!(stamp(951_782_399), "20000228T235959Z");
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ways_agree_for_every_day() {
+    fn date_conversions_are_inverse() {
         for day in 0..200_000 {
             let (year, month, of_month) = day_of(day);
             assert_eq!(days_to(year, month, of_month), day);
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_time() {
+    fn invalid_dates_are_rejected() {
         for text in [
             "",
             "Fri, 24 May 2013 00:00:00",

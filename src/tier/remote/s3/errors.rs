@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_count_before_statuses() {
+    fn error_codes_take_precedence_over_the_status() {
         use Meaning::{Error as Is, NotImplemented, Retry, SlowDown};
         assert_eq!(error(404, "NoSuchKey"), Is(RemoteError::Absent));
         assert_eq!(error(404, "NoSuchBucket"), Is(RemoteError::Unreachable));
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn words_say_what_to_do() {
+    fn messages_say_what_to_do() {
         let secrets: [&[u8]; 3] = [b"tok", b"AKIDEXAMPLE", &[b'x'; 1000]];
         let of = |head: &str, body: &str| words(&reply(head, body), 1_369_353_600, &secrets);
         let skewed = "<Error><Code>RequestTimeTooSkewed</Code><Message>a.</Message></Error>";

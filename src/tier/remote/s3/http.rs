@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_are_read() {
+    fn heads_are_parsed() {
         let text = "HTTP/1.1 206 Partial Content\r\ncontent-LENGTH: 10\r\nContent-Range: bytes \
                     5-14/100\r\nDate: Fri, 24 May 2013 00:00:00 GMT\r\nServer: A\u{7}B\r\n\
                     x-amz-bucket-region: eu-west-1\r\nX-Other:\r\n\r\n";
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_http() {
+    fn malformed_heads_are_rejected() {
         for text in [
             "\n\n",
             "hello\r\n\r\n",
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_put_together() {
+    fn chunked_bodies_are_decoded() {
         let text = b"5;name=value\r\nhello\r\n00001 \r\n,\r\n6\r\n world\r\n0\r\nA: b\r\n\r\nHTTP";
         for step in 1..text.len() {
             let got = unchunk(text, step).unwrap();

@@ -106,7 +106,7 @@ impl S3 {
         if opts.connections == 0 || opts.connections > MAX_CONNECTIONS {
             fail!(
                 Limit,
-                "{} connections of a lane, 1 to {MAX_CONNECTIONS} can be",
+                "{} connections per client: 1 to {MAX_CONNECTIONS} are possible",
                 opts.connections
             );
         }
@@ -145,7 +145,7 @@ fn plain(secret: &Secret, what: &str) -> Result<String> {
     let most = if what == "access key" { MAX_KEY_BYTES } else { usize::MAX };
     let is_plain = !bytes.is_empty() && bytes.iter().all(u8::is_ascii_graphic);
     if bytes.len() > most || !is_plain || (what == "access key" && bytes.contains(&b'/')) {
-        fail!(Spec, "the {what} has characters that none has: is there a line break at its end?");
+        fail!(Spec, "the {what} has invalid characters: is there a line break at its end?");
     }
     Ok(String::from_utf8_lossy(bytes).into_owned())
 }

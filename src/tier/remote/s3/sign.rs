@@ -122,7 +122,7 @@ mod tests {
 
     /// RFC 4231, cases 1, 2, 3 and 6.
     #[test]
-    fn hmac_is_as_published() {
+    fn hmac_matches_published_vectors() {
         let of = |key: &[u8], text: &[u8]| hex(&hmac(key, text).0);
         let wanted = "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7";
         assert_eq!(of(&[0x0b; 20], b"Hi There"), wanted);
@@ -148,7 +148,7 @@ mod tests {
 
     /// The examples in Amazon's documentation of signatures in headers.
     #[test]
-    fn signatures_are_as_published() {
+    fn signatures_match_published_examples() {
         let request = Signed {
             method: "GET",
             path: "/test.txt",

@@ -47,13 +47,13 @@ impl Endpoint {
         if rest.contains(['/', '?', '#', '%']) {
             fail!(
                 Spec,
-                "the URL of an S3 endpoint is a host and a port: the bucket stands beside it"
+                "the URL of an S3 endpoint must be a host and a port: give the bucket as bucket="
             );
         }
         let (host, port) = host_and_port(rest, "an S3 endpoint")?;
         let host = host.to_ascii_lowercase();
         if style == Style::Virtual && host.parse::<std::net::IpAddr>().is_ok() {
-            fail!(Spec, "a bucket's name cannot stand before an address: use style=path");
+            fail!(Spec, "a bucket's name cannot precede an IP address in a host: use style=path");
         }
         if style == Style::Virtual && is_tls && bucket.contains('.') {
             fail!(
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_url() {
+    fn invalid_urls_are_rejected() {
         for url in [
             "",
             "minio:9000",
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_and_regions() {
+    fn bucket_and_region_names_are_checked() {
         for bad in [
             "",
             "ab",

@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_error() {
+    fn other_bodies_are_no_errors() {
         for body in [
             &b""[..],
             b"<",
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn words_have_limits() {
+    fn messages_are_truncated_and_printable() {
         let long = format!(
             "<Error><Code>{}</Code><Message>{}</Message>",
             "a".repeat(65),

@@ -17,7 +17,7 @@ const WORD_BITS: u32 = 64;
 const SUMMARY: usize = (MAX_PIECES / WORD_BITS / WORD_BITS) as usize;
 
 /// Its memory and which of its pieces are in use.
-pub struct Segment {
+pub struct Slab {
     /// Dropped first: a device that knows the memory forgets it.
     registrar: Option<Registrar>,
     buffer: Buffer,
@@ -57,13 +57,18 @@ impl Drop for Cost {
     }
 }
 
-impl Segment {
+impl Slab {
     /// Maps a segment, after the account has paid for it and its tables. Cut it
     /// before use.
-    pub fn map(account: Option<&Arc<Account>>, bytes: u64, grain: u64, huge: Wish) -> Result<Self> {
-        let most = (bytes / grain).clamp(1, u64::from(MAX_PIECES)) as u32;
+    pub fn map(
+        account: Option<&Arc<Account>>,
+        bytes: u64,
+        align_bytes: u64,
+        huge: Wish,
+    ) -> Result<Self> {
+        let most = (bytes / align_bytes).clamp(1, u64::from(MAX_PIECES)) as u32;
         let count = most.div_ceil(WORD_BITS) as usize;
-        let (mapped_bytes, huge) = Segment::mapped_for(bytes, huge);
+        let (mapped_bytes, huge) = Slab::mapped_for(bytes, huge);
         let table_bytes = size_of::<Entry>() + (count + most as usize) * size_of::<u64>();
         let cost = Cost::pay(account, mapped_bytes + table_bytes as u64)?;
         let mut words = Vec::new();
@@ -79,7 +84,7 @@ impl Segment {
         let faults = account.and_then(|account| account.budget().core().faults());
         let buffer = Buffer::map(&wish, faults)?;
         debug_assert_eq!(buffer.charged_bytes(), mapped_bytes, "paid is what was mapped");
-        Ok(Segment {
+        Ok(Slab {
             registrar: None,
             buffer,
             words,

@@ -1,14 +1,11 @@
-//! Cells that are found twice: of which copy callers were told, and whether it is
-//! what it should be.
+//! Resolution of duplicates: which copy of a cell counts, and whether it is sound.
 //!
-//! A cell is there twice when cleaning failed or was cut short, when a segment that
-//! was removed comes back after a crash, or when it was dropped and put again. What
-//! was put last comes first. Of copies of the same, the one that was written last
-//! counts, or what that was copied from, as far as it is still there: a segment goes
-//! only once all that lives in it is durable elsewhere, so of two copies of what is
-//! gone the first was a failure, and of what is not gone nobody knows how good the
-//! copies are. All this is about bytes that nobody has read yet, and a disk that has
-//! failed: so the one that counts is read, and if it is wrong the next.
+//! A cell has several copies in three cases: compaction failed or was interrupted, a removed
+//! segment comes back after a crash, or the cell was dropped and put again. The latest put counts.
+//! Among copies of one put, the one written last counts, or its source if that still exists. A
+//! segment is removed only once all its live cells are durable elsewhere. So the copy is good if
+//! its source is gone. If the source exists, the copy may have failed. After a disk failure nothing
+//! is certain: the copy that counts is read, and if it is damaged the next one.
 
 use std::cmp::Reverse;
 
@@ -21,20 +18,20 @@ use crate::tier::disk::batch::{GetPlane, Gets};
 use crate::tier::disk::recovered::{Recovered, Row};
 use crate::tier::disk::{DiskTier, Spot};
 
-/// One of several copies of the same: the record that has it (0 = a checkpoint
-/// says so), its segment, and the segment it was copied from.
+/// One of several copies of a cell: its record (0 = listed by a checkpoint), its segment, and the
+/// segment it was copied from.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Copy {
+pub(super) struct CellCopy {
     pub number: u64,
     pub segment: u64,
     pub from: u64,
 }
 
-/// Which of several copies of the same counts.
-pub(super) fn which_counts(copies: impl Iterator<Item = Copy> + Clone) -> Option<usize> {
+/// Index of the copy that counts.
+pub(super) fn counting_copy(copies: impl Iterator<Item = CellCopy> + Clone) -> Option<usize> {
     let last = copies.clone().enumerate().max_by_key(|(_, copy)| copy.number);
     let (mut counts, mut copy) = last?;
-    // Numbers only fall, so this ends.
+    // Record numbers only decrease, so the loop ends.
     while let Some(source) = copies.clone().enumerate().find(|(_, other)| {
         copy.from != 0 && other.segment == copy.from && other.number < copy.number
     }) {
@@ -43,14 +40,13 @@ pub(super) fn which_counts(copies: impl Iterator<Item = Copy> + Clone) -> Option
     Some(counts)
 }
 
-/// A cell that is there more than once: where its copies stand among all places,
-/// the one that counts first.
-pub(super) struct Twice {
+/// A cell with several copies: their indices among all places, the copy that counts first.
+pub(super) struct Duplicate {
     pub chunk: Chunk,
     pub copies: Vec<usize>,
 }
 
-/// A copy of a cell and where it stands.
+/// A copy of a cell, and its index.
 #[derive(Clone, Copy)]
 struct Found {
     layer: u32,
@@ -58,15 +54,15 @@ struct Found {
     /// Equal for copies of the same put.
     born: u64,
     place: usize,
-    copy: Copy,
+    copy: CellCopy,
 }
 
 impl DiskTier {
-    /// Leaves of every cell one place; the blocks of the others are dropped.
-    /// `covered` = records from this number on may be missing in the checkpoint.
+    /// Keeps one place of every cell; the blocks of the others are dropped. `covered`: the
+    /// checkpoint may lack records from this number on.
     pub(super) fn settle(&self, recovered: &mut Recovered, covered: u64) -> Result<()> {
-        let (twice, mut dropped) = find(recovered, covered)?;
-        for Twice { chunk, copies } in twice {
+        let (duplicates, mut dropped) = find(recovered, covered)?;
+        for Duplicate { chunk, copies } in duplicates {
             let places: Vec<CellEntry> =
                 copies.iter().filter_map(|&at| recovered.places.get(at).copied()).collect();
             let right = |place: &CellEntry| self.is_right(&chunk, place).is_ok();
@@ -82,13 +78,13 @@ impl DiskTier {
         for place in dropped {
             let segment = Spot(place.spot).segment();
             state.drop_blocks(segment, blocks_of(place.stored_bytes.into()) as u32);
-            // What counts instead may never have been synced.
+            // The copy that counts may not have been synced.
             state.supersede(segment);
         }
         Ok(())
     }
 
-    /// Reads a cell.
+    /// Verifies a cell.
     fn is_right(&self, chunk: &Chunk, place: &CellEntry) -> Result<()> {
         let who = Identity {
             key: chunk.key,
@@ -111,21 +107,20 @@ impl DiskTier {
             gets.plane(GetPlane { kind, id, version, bytes, address });
             at += bytes;
         }
-        // SAFETY: the planes lie one after the other in this call's own buffer, which
-        // goes on to the end of the last block.
+        // SAFETY: the planes are consecutive in a local buffer, which extends to the end of the
+        // last block.
         unsafe { self.read(&mut gets) };
         gets.iter().try_for_each(|get| get.result.clone())
     }
 }
 
-/// Cells that are there more than once, and places that do not count in any case,
-/// which it takes out.
+/// Cells with several copies. Removes places that cannot count.
 pub(super) fn find(
     recovered: &mut Recovered,
     covered: u64,
-) -> Result<(Vec<Twice>, Vec<CellEntry>)> {
+) -> Result<(Vec<Duplicate>, Vec<CellEntry>)> {
     let no_memory = |error: std::collections::TryReserveError| {
-        Error::new(Status::NoMem, format!("no memory to compare what the disk holds: {error}"))
+        Error::new(Status::NoMem, format!("no memory to resolve duplicates on the disk: {error}"))
     };
     let Recovered { rows, places, .. } = recovered;
     let mut order: Vec<usize> = Vec::new();
@@ -133,7 +128,7 @@ pub(super) fn find(
     order.extend(0..rows.len());
     let whose = |&at: &usize| rows.get(at).map(|row| (row.chunk.key, row.chunk.fingerprint.0));
     order.sort_unstable_by_key(whose);
-    let (mut twice, mut dropped, mut cells) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut duplicates, mut dropped, mut cells) = (Vec::new(), Vec::new(), Vec::new());
     for group in order.chunk_by(|a, b| whose(a) == whose(b)) {
         if let [row] = group {
             let cells = rows.get(*row).map_or(&[][..], |row| row.of(places));
@@ -163,23 +158,23 @@ pub(super) fn find(
                 }
             }
             let mut copies: Vec<usize> = alike.iter().map(|found| found.place).collect();
-            if let Some(counts) = which_counts(alike.iter().map(|found| found.copy)) {
+            if let Some(counts) = counting_copy(alike.iter().map(|found| found.copy)) {
                 copies[..=counts].rotate_right(1);
             }
             if copies.len() > 1 {
-                twice.push(Twice { chunk, copies });
+                duplicates.push(Duplicate { chunk, copies });
             }
         }
     }
-    Ok((twice, dropped))
+    Ok((duplicates, dropped))
 }
 
 fn found_in(row: &Row, places: &[CellEntry], covered: u64) -> impl Iterator<Item = Found> {
-    // Of what is older than the checkpoint only what is in it was kept.
+    // Records older than the checkpoint have lost their number: only the checkpoint lists them.
     let born = if row.born < covered { 0 } else { row.born };
     let (number, from) = (row.number, row.from);
     (row.first..).zip(row.of(places)).map(move |(place, &CellEntry { layer, spot, .. })| {
-        let copy = Copy { number, segment: Spot(spot).segment(), from };
+        let copy = CellCopy { number, segment: Spot(spot).segment(), from };
         Found { layer, spot, born, place, copy }
     })
 }
@@ -189,25 +184,25 @@ mod tests {
     use super::*;
 
     fn counts(copies: &[(u64, u64, u64)]) -> Option<usize> {
-        let copy = |&(number, segment, from): &(u64, u64, u64)| Copy { number, segment, from };
-        which_counts(copies.iter().map(copy))
+        let copy = |&(number, segment, from): &(u64, u64, u64)| CellCopy { number, segment, from };
+        counting_copy(copies.iter().map(copy))
     }
 
     #[test]
-    fn what_was_copied_last_counts_unless_its_source_is_there() {
+    fn the_latest_copy_counts_unless_its_source_exists() {
         assert_eq!(counts(&[]), None);
         assert_eq!(counts(&[(5, 1, 0)]), Some(0));
-        // The source is gone: the copy that was made last is the one that did not fail.
+        // The source is gone: the latest copy is good.
         assert_eq!(counts(&[(7, 2, 1), (9, 3, 1)]), Some(1));
-        // It is there: nobody was told of a copy, or the source is as good.
+        // The source exists: the copies may have failed, or the source is as good.
         assert_eq!(counts(&[(7, 2, 1), (9, 3, 1), (5, 1, 0)]), Some(2));
         // Copies of copies.
         assert_eq!(counts(&[(11, 4, 3), (7, 2, 1), (9, 3, 1)]), Some(2));
         assert_eq!(counts(&[(11, 4, 3), (5, 1, 0)]), Some(0));
-        // What a checkpoint lists is older than all that is behind it.
+        // Cells listed by a checkpoint are older than all records after it.
         assert_eq!(counts(&[(0, 1, 0), (9, 3, 1)]), Some(0));
         assert_eq!(counts(&[(0, 1, 0), (9, 3, 2)]), Some(1));
-        // What claims to come from itself.
+        // A record that names its own segment as its source.
         assert_eq!(counts(&[(9, 3, 3), (9, 3, 3)]), Some(1));
     }
 }

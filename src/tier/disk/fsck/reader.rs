@@ -1,20 +1,20 @@
-//! Files that are read, through one buffer that grows.
+//! Reads files through one buffer that grows.
 
 use crate::base::memory::Buffer;
 use crate::base::status::{Error, Result, Status};
 use crate::io::files::{FileId, Files, Piece, Way};
 use crate::tier::disk::staging::Staging;
 
-/// Reads stretches of files, one at a time.
-pub(super) struct Looking<'a> {
+/// Reads ranges of files, one at a time.
+pub(super) struct FileReader<'a> {
     files: &'a dyn Files,
     staging: Staging,
     buffer: Option<Buffer>,
 }
 
-impl<'a> Looking<'a> {
-    pub fn new(files: &'a dyn Files) -> Looking<'a> {
-        Looking { files, staging: Staging::new(None), buffer: None }
+impl<'a> FileReader<'a> {
+    pub fn new(files: &'a dyn Files) -> FileReader<'a> {
+        FileReader { files, staging: Staging::new(None), buffer: None }
     }
 
     pub fn open(&self, name: &str) -> Result<FileId> {
@@ -28,7 +28,7 @@ impl<'a> Looking<'a> {
     /// Reads whole blocks.
     pub fn read(&mut self, file: FileId, offset: u64, bytes: u64) -> Result<&[u8]> {
         if self.buffer.as_ref().is_none_or(|buffer| buffer.bytes() < bytes) {
-            // The old one goes first.
+            // The old buffer is freed first.
             self.buffer = None;
             self.buffer = Some(self.staging.map(bytes)?);
         }
@@ -39,7 +39,7 @@ impl<'a> Looking<'a> {
         unsafe { self.files.transfer(&mut pieces) };
         let [piece] = pieces;
         piece.result?;
-        // SAFETY: as above; nobody writes it while it is borrowed.
+        // SAFETY: as above; no one writes it while it is borrowed.
         Ok(unsafe { std::slice::from_raw_parts(address, bytes as usize) })
     }
 }

@@ -1,5 +1,5 @@
-//! Cleaning: what lives in a segment is written again elsewhere, made durable,
-//! and then the segment can go.
+//! Compaction: the live cells of a segment are written again elsewhere and made durable, then the
+//! segment can be removed.
 
 use crate::base::status::{Result, Status};
 use crate::fail;
@@ -9,59 +9,57 @@ use crate::format::seal::{Identity, Plane, seal};
 use crate::format::segment::BLOCK_BYTES;
 use crate::tier::disk::batch::{GetPlane, Gets, Mark, PutPlane, Puts};
 use crate::tier::disk::note::Origin;
-use crate::tier::disk::staging::Lent;
+use crate::tier::disk::staging::StagingGuard;
 use crate::tier::disk::state::{Front, Note, Segment};
 use crate::tier::disk::{DiskTier, Spot};
 
 /// Bytes that are moved at once, if there is memory for it and no cell is longer.
 const BATCH_BYTES: u64 = 8 << 20;
 
-/// A cell and where it is.
+/// A cell and its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CellAt {
-    /// Whose it is.
+    /// The chunk.
     pub chunk: Chunk,
-    /// Its layer.
+    /// The layer.
     pub layer: u32,
-    /// Where it is.
+    /// Its place.
     pub spot: Spot,
-    /// Its seal: the same wherever it is.
+    /// Its seal: the same at every place.
     pub seal: u64,
-    /// Bytes that are stored.
+    /// Stored length.
     pub stored_bytes: u64,
 }
 
-/// Who knows which cells live. It is never called under a lock of the tier.
-pub trait Keeper {
-    /// Whether a cell at this place is still wanted.
+/// The owner of the index of live cells. It is never called under a lock of the tier.
+pub trait CellIndex {
+    /// Whether the index has the cell at this place.
     fn wants(&mut self, cell: &CellAt) -> bool;
 
-    /// A cell is at a new place, and is durable there if it was, or could be made so,
-    /// at the old one. True: the caller points there from now on,
-    /// and the tier drops the old place. False: it was dropped at the old place
-    /// meanwhile, and the tier drops the new one.
+    /// A cell is at a new place. It is durable there if it was durable, or could be made so, at the
+    /// old place. True: the index has the new place from now on, and the tier drops the old one.
+    /// False: the cell was dropped meanwhile, and the tier drops the new place.
     fn moved(&mut self, cell: &CellAt, to: Spot) -> bool;
 
-    /// The bytes of a cell that was wanted are not what they were. True: the caller
-    /// forgets it, and the tier drops it. False: it was dropped meanwhile.
+    /// A wanted cell is damaged. True: the index drops it, and so does the tier. False: it was
+    /// dropped meanwhile.
     fn lost(&mut self, cell: &CellAt) -> bool;
 }
 
-/// What cleaning came to.
+/// Result of a compaction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Cleaned {
+pub struct Compacted {
     /// Cells that were moved.
     pub moved: u64,
-    /// Cells that were wanted and lost.
+    /// Wanted cells that were damaged.
     pub lost: u64,
-    /// Blocks of cells that live and whose headers were not found: the segment
-    /// stays until they are dropped.
+    /// Blocks of live cells whose headers were not found: the segment stays until they are dropped.
     pub left_blocks: u32,
-    /// Bytes that came free.
+    /// Bytes freed.
     pub freed_bytes: u64,
 }
 
-/// A cell of the segment, and of which record.
+/// A cell of the segment, and its record.
 struct Old {
     cell: CellAt,
     born: u64,
@@ -70,7 +68,7 @@ struct Old {
     planes: std::ops::Range<usize>,
 }
 
-/// What the headers of a segment say.
+/// Content of a segment, by its headers.
 #[derive(Default)]
 struct Content {
     cells: Vec<Old>,
@@ -109,16 +107,15 @@ fn identity(chunk: &Chunk, layer: u32, codec: u16) -> Identity {
 }
 
 impl DiskTier {
-    /// Moves what lives in a segment elsewhere and removes it. BUSY = it is being
-    /// written or cleaned. After another failure what was moved is moved, the rest
-    /// is where it was.
-    pub fn clean(&self, number: u64, keeper: &mut dyn Keeper) -> Result<Cleaned> {
+    /// Moves the live cells of a segment elsewhere, and removes the segment. BUSY = it is being
+    /// written or compacted. After another failure some cells were moved, and the others stay.
+    pub fn compact(&self, number: u64, keeper: &mut dyn CellIndex) -> Result<Compacted> {
         self.begin_cleaning(number)?;
         let cleaned = self.clean_begun(number, keeper);
         let mut state = self.state.lock();
-        state.stats.cleanings += 1;
+        state.stats.compactions += 1;
         let left = state.segments.get_mut(&number).map_or(0, |segment| {
-            segment.cleaning = false;
+            segment.compacting = false;
             segment.live
         });
         drop(state);
@@ -130,7 +127,7 @@ impl DiskTier {
 
     fn begin_cleaning(&self, number: u64) -> Result<()> {
         let growth = self.growth.lock();
-        for front in [Front::Callers, Front::Cleaning] {
+        for front in [Front::Callers, Front::Compaction] {
             if self.state.lock().fronts[front as usize] == Some(number) {
                 self.end(front);
             }
@@ -138,16 +135,16 @@ impl DiskTier {
         drop(growth);
         let mut state = self.state.lock();
         let Some(segment) = state.segments.get_mut(&number) else {
-            fail!(NotFound, "segment {number} is not there");
+            fail!(NotFound, "there is no segment {number}");
         };
-        if segment.writing > 0 || segment.cleaning || segment.leaving {
+        if segment.writing > 0 || segment.compacting || segment.leaving {
             fail!(Busy, "segment {number} is in use");
         }
-        segment.cleaning = true;
+        segment.compacting = true;
         Ok(())
     }
 
-    /// Changes a segment, which may be empty afterwards.
+    /// Changes a segment, which may become empty by it.
     fn change(&self, number: u64, change: impl FnOnce(&mut Segment)) {
         let mut state = self.state.lock();
         if let Some(segment) = state.segments.get_mut(&number) {
@@ -156,26 +153,26 @@ impl DiskTier {
         state.may_be_empty(number);
     }
 
-    fn clean_begun(&self, number: u64, keeper: &mut dyn Keeper) -> Result<Cleaned> {
+    fn clean_begun(&self, number: u64, keeper: &mut dyn CellIndex) -> Result<Compacted> {
         let mut content = Content::default();
         let found = self.scan(&[(number, 1)], &mut |record| {
             content.add(record);
             Ok(())
         })?;
         if found.iter().any(|found| found.errors > 0) {
-            fail!(Io, "segment {number} cannot be read in full");
+            fail!(Io, "segment {number} cannot be read completely");
         }
         self.change(number, |segment| segment.unread = false);
         self.let_go(number)?;
-        // An opening that finds a cell twice takes the one that was not moved: that
-        // must be as good. Where a sync failed nobody was told that it lasts.
+        // An opening that finds both copies takes the old one: it must be durable. After a failed
+        // sync no caller was told that it is.
         let written = self.state.lock().segments.get(&number).map_or(0, |s| s.dirty);
         let _ = self.commit(Mark { segment: number, write: written });
-        let mut cleaned = Cleaned::default();
+        let mut cleaned = Compacted::default();
         let longest = content.cells.iter().map(|old| padded(&old.cell)).max().unwrap_or(0);
         let mut cells = content.cells.iter().peekable();
         while cells.peek().is_some() {
-            // Anew for each batch: others may wait for the same memory.
+            // For each batch anew: other threads may wait for the same memory.
             let buffer = &self.staging.scratch(longest, longest.max(BATCH_BYTES))?;
             let mut batch = Vec::new();
             let mut bytes = 0;
@@ -191,7 +188,7 @@ impl DiskTier {
         Ok(cleaned)
     }
 
-    /// What sessions were may go once what they are was written since the store was
+    /// Older records of sessions may be removed once the sessions were written since the store was
     /// opened.
     fn let_go(&self, number: u64) -> Result<()> {
         let state = self.state.lock();
@@ -203,14 +200,14 @@ impl DiskTier {
         Ok(())
     }
 
-    /// Reads cells, writes them again, makes them durable, says so.
+    /// Reads cells, writes them again, makes them durable, and reports them to the keeper.
     fn move_batch(
         &self,
         content: &Content,
         batch: &[(&Old, u64)],
-        buffer: &Lent<'_>,
-        keeper: &mut dyn Keeper,
-        cleaned: &mut Cleaned,
+        buffer: &StagingGuard<'_>,
+        keeper: &mut dyn CellIndex,
+        cleaned: &mut Compacted,
     ) -> Result<()> {
         let mut gets = Gets::default();
         let address = |at: u64, bytes: u64| buffer.range(at, bytes);
@@ -225,8 +222,7 @@ impl DiskTier {
                 at += bytes;
             }
         }
-        // SAFETY: each cell has a part of the buffer, up to whole blocks, that is
-        // nobody else's.
+        // SAFETY: each cell has a part of the buffer, up to whole blocks, that no one else uses.
         unsafe { self.read(&mut gets) };
         let mut puts = Puts::default();
         let mut kept = Vec::new();
@@ -263,17 +259,17 @@ impl DiskTier {
         }
         let _underway = self.set_out();
         // SAFETY: as above; the buffer is only read from here on.
-        unsafe { self.append_at(&mut puts, 0..usize::MAX, Front::Cleaning) };
-        self.tell(&puts, &kept, keeper, cleaned)
+        unsafe { self.append_at(&mut puts, 0..usize::MAX, Front::Compaction) };
+        self.report_moved(&puts, &kept, keeper, cleaned)
     }
 
-    /// Makes what was moved durable and has the keeper point there.
-    fn tell(
+    /// Makes moved cells durable, and reports them to the keeper.
+    fn report_moved(
         &self,
         puts: &Puts,
         kept: &[&Old],
-        keeper: &mut dyn Keeper,
-        cleaned: &mut Cleaned,
+        keeper: &mut dyn CellIndex,
+        cleaned: &mut Compacted,
     ) -> Result<()> {
         let mut olds = kept.iter();
         let mut result: Result<()> = Ok(());
@@ -281,7 +277,7 @@ impl DiskTier {
             let lasts = put.result.clone().and_then(|mark: Mark| self.commit(mark));
             for (new, old) in cells.iter().zip(olds.by_ref()) {
                 if let Err(error) = &lasts {
-                    // Nobody points to what was written, if it was.
+                    // Nothing references what was written.
                     if put.result.is_ok() {
                         self.drop_cells([(new.spot, old.cell.stored_bytes)]);
                     }
@@ -297,14 +293,14 @@ impl DiskTier {
         result
     }
 
-    fn lose(&self, old: &Old, keeper: &mut dyn Keeper, cleaned: &mut Cleaned) {
+    fn lose(&self, old: &Old, keeper: &mut dyn CellIndex, cleaned: &mut Compacted) {
         if keeper.lost(&old.cell) {
             self.drop_cells([(old.cell.spot, old.cell.stored_bytes)]);
         }
         cleaned.lost += 1;
     }
 
-    /// Moves records without cells that still say something.
+    /// Moves records without cells that still have an effect.
     fn move_notes(&self, number: u64, content: &Content) -> Result<()> {
         let _underway = self.set_out();
         let (mut marks, mut moved) = (Vec::new(), Vec::new());
@@ -313,7 +309,7 @@ impl DiskTier {
         for (name, note) in moved {
             match lasts {
                 Ok(()) => self.settle_session(&name, note, true),
-                // Nobody points to what was written.
+                // Nothing references what was written.
                 Err(_) => self.state.lock().uncount_session(note.segment, false),
             }
         }
@@ -333,7 +329,7 @@ impl DiskTier {
         for &(key, ref layers, born, until) in &content.forgets {
             if self.has_older(number, until) {
                 let origin = Origin { born, until, from };
-                marks.push(self.note_forget(Front::Cleaning, key, layers, origin)?);
+                marks.push(self.note_forget(Front::Compaction, key, layers, origin)?);
             }
         }
         let sessions: Vec<(Box<[u8]>, Note)> = {
@@ -345,12 +341,12 @@ impl DiskTier {
             if !note.payload.is_empty() || self.has_older(number, note.born) {
                 let origin = Origin { born: note.born, until: 0, from };
                 let (note, mark) =
-                    self.note_session(Front::Cleaning, &name, &note.payload, origin)?;
+                    self.note_session(Front::Compaction, &name, &note.payload, origin)?;
                 moved.push((name, note));
                 marks.push(mark);
             } else {
                 let mut state = self.state.lock();
-                // Unless it was noted anew meanwhile.
+                // Unless it was written again meanwhile.
                 if state.sessions.get(&name).is_some_and(|now| now.segment == number) {
                     state.sessions.remove(&name);
                     state.uncount_session(number, false);
@@ -360,8 +356,8 @@ impl DiskTier {
         Ok(())
     }
 
-    /// Whether another segment may have records that were born before `until`: one
-    /// that is there, or one whose name may come back after a crash.
+    /// Whether another segment may have records first written before `until`: an existing one, or a
+    /// removed one whose name may come back after a crash.
     fn has_older(&self, number: u64, until: u64) -> bool {
         let state = self.state.lock();
         let older = |segment: &Segment| segment.unread || segment.oldest < until;
