@@ -21,8 +21,8 @@ use crate::ffi::status::kvt_status_t;
 use crate::ffi::stream_opts::{kvt_stream_opts_t, options};
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, memory_of};
-use crate::stream::core::{Goal, Lease};
-use crate::stream::streamer::{Held, How, Streamer};
+use crate::stream::scheduler::{Lease, Target};
+use crate::stream::streamer::{AcquireOpts, Streamer, UnitLease};
 
 /// Weights that come as the engine computes: units whose home is in memory are at hand, the
 /// others pass through a few slots, fetched ahead in the order of a pass. Internally locked:
@@ -93,19 +93,19 @@ pub(crate) fn with_stream<R>(
 }
 
 /// A place as a number that is not 0.
-fn place_code(place: Goal) -> u64 {
+fn place_code(place: Target) -> u64 {
     match place {
-        Goal::Home => 1,
-        Goal::Line(slot) => u64::from(slot) << 2 | 2,
-        Goal::Expert(slot) => u64::from(slot) << 2 | 3,
+        Target::Resident => 1,
+        Target::Slot(slot) => u64::from(slot) << 2 | 2,
+        Target::ExpertSlot(slot) => u64::from(slot) << 2 | 3,
     }
 }
 
-fn place_of(code: u64) -> Result<Goal> {
+fn place_of(code: u64) -> Result<Target> {
     match (code & 3, u32::try_from(code >> 2)) {
-        (1, Ok(0)) => Ok(Goal::Home),
-        (2, Ok(slot)) => Ok(Goal::Line(slot)),
-        (3, Ok(slot)) => Ok(Goal::Expert(slot)),
+        (1, Ok(0)) => Ok(Target::Resident),
+        (2, Ok(slot)) => Ok(Target::Slot(slot)),
+        (3, Ok(slot)) => Ok(Target::ExpertSlot(slot)),
         _ if code == 0 => fail!(State, "the unit is not in use: it was given back"),
         _ => fail!(Invalid, "place {code:#x} was not made by kvt_stream_acquire"),
     }
@@ -232,7 +232,7 @@ pub unsafe extern "C" fn kvt_stream_acquire(
         known_flags(flags, KVT_ACQUIRE_POLL | KVT_ACQUIRE_EARLY)?;
         let has = |flag: u64| flags & flag != 0;
         let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_EARLY));
-        let how = How { poll, early, deadline_ns };
+        let how = AcquireOpts { poll, when_issued: early, deadline_ns };
         let lease = with_stream(stream, Access::Use, |streamer| streamer.acquire(unit, how))?;
         let given = kvt_unit_lease_t {
             struct_size: 0,
@@ -243,7 +243,7 @@ pub unsafe extern "C" fn kvt_stream_acquire(
                 Memory::Host => KVT_MEMORY_HOST,
                 Memory::Device => KVT_MEMORY_DEVICE,
             },
-            place: place_code(lease.lease.place),
+            place: place_code(lease.lease.location),
             event: lease.lease.event.map_or(0, |event| event.0),
             since_ns: lease.since_ns,
         };
@@ -287,9 +287,9 @@ pub unsafe extern "C" fn kvt_stream_release(
             read(lease.cast_const())?
         };
         let after = (after != 0).then_some(Event(after));
-        let place = place_of(given.place)?;
-        let back = Held {
-            lease: Lease { unit: given.unit, place, event: None },
+        let location = place_of(given.place)?;
+        let back = UnitLease {
+            lease: Lease { unit: given.unit, location, event: None },
             address: given.address.addr() as u64,
             bytes: given.bytes,
             memory: memory_of(given.memory)?,

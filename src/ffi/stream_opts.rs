@@ -11,7 +11,7 @@ use crate::ffi::policy_use::numbers;
 use crate::ffi::slice::text;
 use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 use crate::io::fixed::real::FixedOpts;
-use crate::stream::plan::{Links, Memory, Mode, Placement, Seat, Wishes};
+use crate::stream::plan::{ComputeLocation, Links, Memory, Mode, Placement, PlanOptions};
 use crate::stream::streamer::{Opts, Verify, memory_of};
 use crate::stream::units::MAX_UNITS;
 
@@ -226,18 +226,18 @@ unsafe impl Plain for kvt_stream_opts_t {}
 // SAFETY: as above.
 unsafe impl Sized_ for kvt_stream_opts_t {}
 
-fn terms_of(given: &kvt_stream_terms_t) -> Result<(Wishes, Links)> {
+fn terms_of(given: &kvt_stream_terms_t) -> Result<(PlanOptions, Links)> {
     known_flags(given.flags, (2 * KVT_TERMS_EXPERT_SLOTS - 1) | KVT_STREAM_SHRINKS)?;
     if given.reserved != 0 {
         fail!(Invalid, "reserved is {}", given.reserved);
     }
     let said = |bytes: u64, flag: u64| (bytes != 0 || given.flags & flag != 0).then_some(bytes);
     let expert_slots = said(given.expert_slots.into(), KVT_TERMS_EXPERT_SLOTS);
-    let wishes = Wishes {
-        seat: match given.compute {
+    let plan_options = PlanOptions {
+        compute: match given.compute {
             0 => None,
-            KVT_COMPUTE_HOST => Some(Seat::Host),
-            KVT_COMPUTE_DEVICE => Some(Seat::Device),
+            KVT_COMPUTE_HOST => Some(ComputeLocation::Host),
+            KVT_COMPUTE_DEVICE => Some(ComputeLocation::Device),
             other => fail!(Invalid, "seat {other} is none of KVT_COMPUTE_*"),
         },
         mode: match given.mode {
@@ -266,7 +266,7 @@ fn terms_of(given: &kvt_stream_terms_t) -> Result<(Wishes, Links)> {
         shrinks: given.flags & KVT_STREAM_SHRINKS != 0,
         staging_bytes: given.staging_bytes,
         chunk_bytes: given.chunk_bytes,
-        device_grain_bytes: 0, // as the device says, where units are in place
+        device_granularity_bytes: 0, // as the device says, where units are in place
         layer_compute_ns: given.layer_compute_ns,
         processor_layers: given.processor_layers,
     };
@@ -275,7 +275,7 @@ fn terms_of(given: &kvt_stream_terms_t) -> Result<(Wishes, Links)> {
         device: given.device_bytes_per_s,
         processor: given.processor_bytes_per_s,
     };
-    Ok((wishes, links))
+    Ok((plan_options, links))
 }
 
 /// What a plan is made from, but for the model.
@@ -285,9 +285,9 @@ fn terms_of(given: &kvt_stream_terms_t) -> Result<(Wishes, Links)> {
 pub(crate) unsafe fn inputs_of(
     terms: *const kvt_stream_terms_t,
     memory: *const kvt_stream_memory_t,
-) -> Result<(Wishes, Links, Memory)> {
+) -> Result<(PlanOptions, Links, Memory)> {
     // SAFETY: the caller's promise.
-    let (wishes, links) = terms_of(&unsafe { read(terms)? })?;
+    let (plan_options, links) = terms_of(&unsafe { read(terms)? })?;
     let memory = match memory.is_null() {
         true => memory_of(&Opts::default()),
         false => {
@@ -301,7 +301,7 @@ pub(crate) unsafe fn inputs_of(
             }
         }
     };
-    Ok((wishes, links, memory))
+    Ok((plan_options, links, memory))
 }
 
 /// All but the budget.
@@ -319,8 +319,8 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
     };
     // SAFETY: the caller's promise, of all that follows.
     unsafe {
-        let (wishes, links) = terms_of(&read(given.terms)?)?;
-        if wishes.seat == Some(Seat::Device) && given.device.is_null() {
+        let (plan_options, links) = terms_of(&read(given.terms)?)?;
+        if plan_options.compute == Some(ComputeLocation::Device) && given.device.is_null() {
             fail!(Unsupported, "the terms have a seat on a device, and there is no device");
         }
         let order = match given.order.is_null() && given.order_count == 0 {
@@ -332,7 +332,7 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
             false => Some(path(given.sidecar, given.sidecar_bytes)?),
         };
         Ok(Opts {
-            wishes,
+            plan_options,
             links,
             measure: has(KVT_STREAM_MEASURE),
             order,

@@ -11,7 +11,9 @@ use crate::ffi::slice::{give_text, text};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::stream_opts::{inputs_of, kvt_stream_memory_t, kvt_stream_terms_t};
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, write};
-use crate::stream::plan::{Binding, Forecast, Home, Inputs, Links, Mode, Plan, Seat};
+use crate::stream::plan::{
+    Binding, ComputeLocation, Forecast, Inputs, Links, Mode, Plan, Residency,
+};
 use crate::stream::units::MAX_UNITS;
 
 /// kvt_unit_residency_t.home: the file alone.
@@ -162,11 +164,11 @@ impl PlanOut {
             let (capacity, stride) = (self.capacity, self.stride_bytes);
             let rows = Strided::new(self.residency, capacity, stride, MAX_UNITS as u64)?;
             let residency =
-                plan.homes.iter().zip(&plan.on_processor).map(|(home, on_processor)| {
+                plan.residencies.iter().zip(&plan.on_processor).map(|(home, on_processor)| {
                     let home = match home {
-                        Home::File => KVT_RESIDENT_FILE,
-                        Home::Host => KVT_RESIDENT_HOST,
-                        Home::Device => KVT_RESIDENT_DEVICE,
+                        Residency::File => KVT_RESIDENT_FILE,
+                        Residency::Host => KVT_RESIDENT_HOST,
+                        Residency::Device => KVT_RESIDENT_DEVICE,
                     };
                     kvt_unit_residency_t { residency: home, on_processor: u32::from(*on_processor) }
                 });
@@ -183,20 +185,21 @@ impl PlanOut {
 }
 
 fn plan_of(plan: &Plan) -> kvt_stream_plan_t {
-    let count = |home: Home| plan.homes.iter().filter(|&&other| other == home).count() as u32;
+    let count =
+        |home: Residency| plan.residencies.iter().filter(|&&other| other == home).count() as u32;
     kvt_stream_plan_t {
         struct_size: 0,
-        compute: match plan.seat {
-            Seat::Host => crate::ffi::stream_opts::KVT_COMPUTE_HOST,
-            Seat::Device => crate::ffi::stream_opts::KVT_COMPUTE_DEVICE,
+        compute: match plan.compute {
+            ComputeLocation::Host => crate::ffi::stream_opts::KVT_COMPUTE_HOST,
+            ComputeLocation::Device => crate::ffi::stream_opts::KVT_COMPUTE_DEVICE,
         },
         mode: match plan.mode {
             Mode::Tiered => crate::ffi::stream_opts::KVT_STREAM_TIERED,
             Mode::Ring => crate::ffi::stream_opts::KVT_STREAM_RING,
         },
-        device_units: count(Home::Device),
-        host_units: count(Home::Host),
-        file_units: count(Home::File),
+        device_units: count(Residency::Device),
+        host_units: count(Residency::Host),
+        file_units: count(Residency::File),
         slots: plan.slots,
         slot_bytes: plan.slot_bytes,
         expert_slots: plan.expert_slots,
@@ -256,10 +259,10 @@ unsafe fn planned<R>(
     body: impl FnOnce(&Plan, &Inputs<'_>) -> Result<R>,
 ) -> Result<R> {
     // SAFETY: the caller's promise.
-    let (wishes, links, memory) = unsafe { inputs_of(terms, memory)? };
+    let (plan_options, links, memory) = unsafe { inputs_of(terms, memory)? };
     with_model(model, |parts: &std::sync::Arc<Parts>| {
         let (units, facts) = (&parts.units, &parts.model.facts);
-        let inputs = Inputs { units, facts, memory, links, wishes: &wishes };
+        let inputs = Inputs { units, facts, memory, links, plan_options: &plan_options };
         body(&Plan::make(&inputs)?, &inputs)
     })
 }

@@ -105,7 +105,7 @@ pub unsafe extern "C" fn kvt_stream_progress(
         let row = kvt_stream_progress_t {
             struct_size: 0,
             missing: progress.missing,
-            resident_units: progress.homes,
+            resident_units: progress.residents,
             read_bytes: progress.read_bytes,
         };
         // SAFETY: it passed `check_out`.

@@ -12,8 +12,8 @@ use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
 use kvtier::device::Device;
 use kvtier::device::cuda::{Cuda, CudaOpts};
-use kvtier::stream::plan::Wishes;
-use kvtier::stream::streamer::{How, Opts};
+use kvtier::stream::plan::PlanOptions;
+use kvtier::stream::streamer::{AcquireOpts, Opts};
 use rig::{Files, MIB, Rig, patiently, status};
 
 /// What the fake maps memory by.
@@ -27,18 +27,18 @@ fn open() -> Result<Arc<Cuda>> {
     Cuda::open(Clock::real(), &opts).map(Arc::new)
 }
 
-/// Six layers of two pieces each, of which `homes` have a home beside two slots.
-fn stream(name: &str, device: &Arc<Cuda>, homes: u64) -> Result<Rig> {
+/// Six layers of two pieces each, of which `residencies` have a home beside two slots.
+fn stream(name: &str, device: &Arc<Cuda>, residencies: u64) -> Result<Rig> {
     let files = Files::even(name, LAYERS, 2 * GRAIN - 4096);
-    let wishes = Wishes {
+    let plan_options = PlanOptions {
         host_ceiling_bytes: Some(2 * MIB),
-        device_ceiling_bytes: Some((2 + homes) * 2 * GRAIN),
+        device_ceiling_bytes: Some((2 + residencies) * 2 * GRAIN),
         staging_bytes: 2 * MIB,
         shrinks: true,
-        ..rig::wishes()
+        ..rig::plan_options()
     };
     let shared: Arc<dyn Device> = device.clone();
-    Rig::open(files, Opts { wishes, in_place: true, device: Some(shared), ..Opts::default() })
+    Rig::open(files, Opts { plan_options, in_place: true, device: Some(shared), ..Opts::default() })
 }
 
 fn addresses(rig: &Rig) -> Vec<u64> {
@@ -54,7 +54,7 @@ fn passes(rig: &Rig) -> Vec<Status> {
         assert_eq!(moved, Status::Ok);
         for unit in 0..LAYERS {
             let at = rig.streamer.fixed(unit).expect("in place").0;
-            let how = How { early: unit % 2 == 0, ..patiently() };
+            let how = AcquireOpts { when_issued: unit % 2 == 0, ..patiently() };
             let computed = rig.compute(unit, how).and_then(|computing| computing.end());
             told.push(status(computed));
             assert_eq!(rig.streamer.fixed(unit).expect("in place").0, at);
@@ -65,11 +65,11 @@ fn passes(rig: &Rig) -> Vec<Status> {
 
 #[test]
 fn weights_are_where_they_always_were() {
-    for homes in [0, 2, 4] {
-        let (_turn, fake) = alone(homes + 5);
+    for residencies in [0, 2, 4] {
+        let (_turn, fake) = alone(residencies + 5);
         let before = fake.live();
         let device = open().expect("a device");
-        let rig = stream(&format!("place-{homes}"), &device, homes).expect("opened");
+        let rig = stream(&format!("place-{residencies}"), &device, residencies).expect("opened");
         let at = addresses(&rig);
         assert!(at.windows(2).all(|pair| pair[0] + 2 * GRAIN == pair[1]), "{at:?}");
         for _ in 0..3 {
@@ -80,7 +80,7 @@ fn weights_are_where_they_always_were() {
         drop(rig);
         assert_eq!(device.close(0), Ok(()));
         drop(device);
-        assert_eq!(fake.live(), before, "{homes} homes");
+        assert_eq!(fake.live(), before, "{residencies} homes");
         fake.check();
     }
 }

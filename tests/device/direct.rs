@@ -22,8 +22,8 @@ use kvtier::ffi::status::*;
 use kvtier::ffi::stream::*;
 use kvtier::ffi::stream_look::*;
 use kvtier::ffi::stream_opts::*;
-use kvtier::stream::plan::Wishes;
-use kvtier::stream::streamer::{How, Opts, Verify};
+use kvtier::stream::plan::PlanOptions;
+use kvtier::stream::streamer::{AcquireOpts, Opts, Verify};
 
 use fake_cuda::{Fake, alone};
 use fake_cufile::{FakeFile, library, library_without};
@@ -55,20 +55,23 @@ fn device(cufile: PathBuf, file_systems: Vec<u64>) -> Arc<Cuda> {
 /// A streamer that brings most units anew in each pass.
 fn opts(files: &Files, device: Arc<dyn Device>) -> Opts {
     let bytes = files.all_bytes();
-    let wishes = Wishes {
+    let plan_options = PlanOptions {
         host_ceiling_bytes: Some(2 * MIB),
         device_ceiling_bytes: Some(bytes * 3 / 5),
         staging_bytes: 2 * MIB,
-        ..rig::wishes()
+        ..rig::plan_options()
     };
-    Opts { wishes, device: Some(device), direct: true, ..Opts::default() }
+    Opts { plan_options, device: Some(device), direct: true, ..Opts::default() }
 }
 
-fn pass(rig: &Rig, early: bool) {
+fn pass(rig: &Rig, when_issued: bool) {
     rig.streamer.pass_begin().expect("open");
     let mut under_way = Vec::new();
     for unit in rig.files.order() {
-        let held = rig.streamer.acquire(unit, How { early, ..rig::patiently() }).expect("it comes");
+        let held = rig
+            .streamer
+            .acquire(unit, AcquireOpts { when_issued, ..rig::patiently() })
+            .expect("it comes");
         if held.memory == Memory::Host {
             assert!(rig.is_right(&held).expect("no event"), "unit {unit}");
             rig.streamer.release(&held, None).expect("had");
@@ -117,8 +120,8 @@ fn weights_are_read_straight_into_slots() {
         let device = device(library(), vec![system]);
         let how = opts(&files, device.clone());
         let rig = Rig::open(files, how).expect("opened");
-        for early in [true, false, true] {
-            pass(&rig, early);
+        for when_issued in [true, false, true] {
+            pass(&rig, when_issued);
             // Nothing holds these up: all but the end of the file and what comes home.
             let before = rig.streamer.stats();
             quiet_pass(&rig);
@@ -144,7 +147,7 @@ fn the_end_of_a_file_goes_by_way_of_host_memory() {
     let device = device(library(), vec![system]);
     let mut how = opts(&files, device.clone());
     let most = files.units.units.iter().map(|unit| unit.image_bytes).max().expect("some");
-    how.wishes.device_ceiling_bytes = Some(2 * most); // two slots, and no homes
+    how.plan_options.device_ceiling_bytes = Some(2 * most); // two slots, and no homes
     let rig = Rig::open(files, how).expect("opened");
     (0..3).for_each(|_| quiet_pass(&rig));
     let stats = rig.streamer.stats();
@@ -297,7 +300,7 @@ fn what_cannot_be_together_says_so() {
     let simulated: Arc<dyn Device> = rig::device(SimulatedOpts::default());
     let cases = [
         (Rig::open(files(), Opts { verify: Verify::Always, ..usual.clone() }), "host memory"),
-        (Rig::open(files(), Opts { direct: true, ..rig::with_host(64 * MIB) }), "to a device"),
+        (Rig::open(files(), Opts { direct: true, ..rig::with_host(64 * MIB) }), "need a device"),
         (
             Rig::open(files(), Opts { device: Some(simulated), ..usual.clone() }),
             "reads no files by itself",

@@ -18,8 +18,8 @@ use kvtier::device::{Copy, Device, Memory, State, Stream, Way};
 use kvtier::store::handle::Store;
 use kvtier::store::state::CellRange;
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::stream::plan::Wishes;
-use kvtier::stream::streamer::How;
+use kvtier::stream::plan::PlanOptions;
+use kvtier::stream::streamer::AcquireOpts;
 use mirror::Mirror;
 use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
 
@@ -163,15 +163,15 @@ fn weights_pass(name: &str, sizes: &model_files::Sizes, in_place: bool) {
     let grain = if in_place { device.window_grain().expect("windows") } else { 0 };
     let rounded = |unit: &kvtier::stream::units::Unit| unit.image_bytes + grain;
     let taken: u64 = files.units.units.iter().map(rounded).sum();
-    let wishes = Wishes {
+    let plan_options = PlanOptions {
         host_ceiling_bytes: Some(2 * rig::MIB + bytes / 4),
         device_ceiling_bytes: Some(taken * 3 / 5),
         staging_bytes: 2 * rig::MIB,
-        ..rig::wishes()
+        ..rig::plan_options()
     };
     let shared: Arc<dyn Device> = device.clone();
     let opts = kvtier::stream::streamer::Opts {
-        wishes,
+        plan_options,
         in_place,
         device: Some(shared),
         ..kvtier::stream::streamer::Opts::default()
@@ -184,7 +184,7 @@ fn weights_pass(name: &str, sizes: &model_files::Sizes, in_place: bool) {
         rig.streamer.pass_begin().expect("open");
         let mut under_way = Vec::new();
         for unit in rig.files.order().into_iter().chain(experts.iter().copied()) {
-            let how = How { early: pass != 1, ..rig::patiently() };
+            let how = AcquireOpts { when_issued: pass != 1, ..rig::patiently() };
             let held = rig.streamer.acquire(unit, how).expect("it comes");
             assert_eq!(at[unit as usize], in_place.then_some(held.address), "unit {unit}");
             if held.memory == Memory::Host {
@@ -212,15 +212,15 @@ fn weights_go_straight_to_device_memory_or_it_is_said_why_not() {
     let device = cuda();
     let files = rig::Files::new("cuda-direct", &rig::large(5));
     let bytes = files.all_bytes();
-    let wishes = Wishes {
+    let plan_options = PlanOptions {
         host_ceiling_bytes: Some(2 * rig::MIB),
         device_ceiling_bytes: Some(bytes * 3 / 5),
         staging_bytes: 2 * rig::MIB,
-        ..rig::wishes()
+        ..rig::plan_options()
     };
     let shared: Arc<dyn Device> = device;
     let opts = kvtier::stream::streamer::Opts {
-        wishes,
+        plan_options,
         device: Some(shared),
         direct: true,
         ..kvtier::stream::streamer::Opts::default()

@@ -7,8 +7,8 @@ use kvtier::base::budget::{Budget, BudgetOpts, Tier};
 use kvtier::base::status::Status;
 use kvtier::device::Device;
 use kvtier::device::simulated::SimulatedOpts;
-use kvtier::stream::plan::Home;
-use kvtier::stream::streamer::{How, Opts};
+use kvtier::stream::plan::Residency;
+use kvtier::stream::streamer::{AcquireOpts, Opts};
 use kvtier::stream::units::{NONE, Role};
 
 use kvtier_lab::reference::numbers::Random;
@@ -161,18 +161,20 @@ fn a_budget_that_is_cut_while_units_are_used_is_kept() {
             let opts = Opts { in_place, budget: Some(budget.clone()), ..with_host(PLENTY) };
             let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
             rig.pass(patiently()).expect("a pass");
-            let resident = rig.streamer.plan().homes.iter().position(|h| *h == Home::Host);
+            let resident =
+                rig.streamer.plan().residencies.iter().position(|h| *h == Residency::Host);
             let resident = resident.expect("one") as u32;
             let plan = rig.streamer.plan();
             let slots = u64::from(plan.slots) * plan.slot_bytes
                 + u64::from(plan.expert_slots) * plan.expert_slot_bytes;
-            let homes = |unit: &kvtier::stream::units::Unit| {
+            let residencies = |unit: &kvtier::stream::units::Unit| {
                 let slot =
                     if unit.expert == NONE { plan.slot_bytes } else { plan.expert_slot_bytes };
                 unit.role == Role::Embedding || unit.image_bytes > slot
             };
             let units = rig.files.units.units.iter();
-            let fixed: u64 = units.filter(|unit| homes(unit)).map(|unit| unit.image_bytes).sum();
+            let fixed: u64 =
+                units.filter(|unit| residencies(unit)).map(|unit| unit.image_bytes).sum();
             for percent in [80, 50, 10] {
                 let least = slots + fixed;
                 let limit = least + (plan.host_bytes - least) * percent / 100;
@@ -266,12 +268,12 @@ fn residents_of_a_device_come_and_go() {
             Ok(plan) => assert!(plan.host_bytes <= on_host && plan.device_bytes <= on_it),
             Err(error) => assert_eq!(error.status(), Status::Budget, "{error}"),
         }
-        let early = How { early: true, ..patiently() };
-        let held = rig.streamer.acquire(random.below(20) + 1, early).expect("a unit");
+        let when_issued = AcquireOpts { when_issued: true, ..patiently() };
+        let held = rig.streamer.acquire(random.below(20) + 1, when_issued).expect("a unit");
         drop(rig.streamer.rebalance(Some(on_host), Some(on_it / 2 + all / 10), None));
         assert!(rig.is_right(&held).expect("an event"));
         rig.streamer.release(&held, None).expect("given back");
-        rig.pass(early).expect("a pass");
+        rig.pass(when_issued).expect("a pass");
     }
     budget.resize(Tier::Device, all / 3).expect("resized");
     until_kept(&rig, &budget, Tier::Device, all / 3);
@@ -293,7 +295,7 @@ fn an_embedding_that_comes_back_to_host_memory_is_used_there() {
         rig.streamer.rebalance(Some(2 * MIB + on_host), Some(all * 2), None).expect("a plan");
         rig.streamer.load(soon()).expect("residents");
         let plan = rig.streamer.plan();
-        assert_eq!(plan.homes[0] == Home::Host, on_host > 0);
+        assert_eq!(plan.residencies[0] == Residency::Host, on_host > 0);
         for unit in rig.files.order() {
             let held = rig.streamer.acquire(unit, patiently()).expect("a unit");
             assert!(rig.is_right(&held).expect("no event"));
@@ -319,17 +321,17 @@ fn a_move_that_waits_is_not_forgotten_by_the_next() {
     rig.streamer.load(soon()).expect("residents");
     let before = rig.streamer.plan();
     let residents: Vec<u32> =
-        (0..22).filter(|&unit| before.homes[unit as usize] == Home::Host).collect();
+        (0..22).filter(|&unit| before.residencies[unit as usize] == Residency::Host).collect();
     let held: Vec<_> =
         residents.iter().map(|&u| rig.streamer.acquire(u, patiently()).expect("one")).collect();
     let (less, slightly) = (all / 3, all / 3 + 4096);
     let plan = rig.streamer.rebalance(Some(less), None, None).expect("less");
-    assert!(plan.homes != before.homes);
+    assert!(plan.residencies != before.residencies);
     let kept = rig.streamer.rebalance(Some(slightly), None, None).expect("the same");
-    assert!(plan.homes == kept.homes);
+    assert!(plan.residencies == kept.residencies);
     // What a plan was made for stays, where nothing else is said.
     let same = rig.streamer.rebalance(None, None, Some(7)).expect("the same");
-    assert!(plan.homes == same.homes);
+    assert!(plan.residencies == same.residencies);
     for held in &held {
         assert!(rig.is_right(held).expect("no event"));
         rig.streamer.release(held, None).expect("given back");
@@ -338,7 +340,7 @@ fn a_move_that_waits_is_not_forgotten_by_the_next() {
     assert_eq!(used(&budget, Tier::Host), plan.host_bytes);
     // There and back while in use: it is at home again, without being read.
     let held: Vec<_> = (0..22)
-        .filter(|&unit| plan.homes[unit as usize] == Home::Host)
+        .filter(|&unit| plan.residencies[unit as usize] == Residency::Host)
         .map(|unit| rig.streamer.acquire(unit, patiently()).expect("one"))
         .collect();
     drop(rig.streamer.rebalance(Some(all / 5), None, None).expect("less"));

@@ -8,13 +8,13 @@ use kvtier::base::random::Random;
 use kvtier::base::runtime::Runtime;
 use kvtier::base::status::Status;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::stream::plan::{Mode, Placement, Wishes};
+use kvtier::stream::plan::{Mode, Placement, PlanOptions};
 use kvtier::stream::streamer::{Opts, Streamer, Verify};
 use kvtier::stream::units::{Entry, NONE, Range, Role};
 use kvtier_testkit::fixed::faults::Fault;
 use kvtier_testkit::fixed::simulated::{SimFixed, SimFixedOpts};
 
-use kvtier_testkit::fixtures::stream_rig::{Files, MIB, Rig, device, runtime, wishes};
+use kvtier_testkit::fixtures::stream_rig::{Files, MIB, Rig, device, plan_options, runtime};
 
 /// What goes wrong with files or the device.
 #[derive(Clone, Debug, PartialEq)]
@@ -172,7 +172,7 @@ fn simulated(random: &mut Random, trouble: &Trouble) -> Arc<Simulated> {
 }
 
 fn options(random: &mut Random, files: &Files, on_device: bool) -> Opts {
-    let wishes = Wishes {
+    let plan_options = PlanOptions {
         mode: one(random, &[Mode::Tiered, Mode::Tiered, Mode::Tiered, Mode::Ring]),
         placement: one(random, &[Placement::Interleaved, Placement::First, Placement::Last]),
         slots: one(random, &[0, 0, 1, 3, 5]),
@@ -180,13 +180,13 @@ fn options(random: &mut Random, files: &Files, on_device: bool) -> Opts {
         chunk_bytes: if on_device { MIB } else { one(random, &[0, MIB, 2 * MIB]) },
         staging_bytes: one(random, &[0, 4 * MIB, 8 * MIB]),
         processor_layers: if on_device { one(random, &[0, 0, 1]) } else { 0 },
-        ..wishes()
+        ..plan_options()
     };
     let mut order = files.order();
     shuffle(random, &mut order);
     let policies = ["", "lru", "sieve", "arc"];
     Opts {
-        wishes,
+        plan_options,
         order: one(random, &[None, Some(order)]),
         once: random.below(4) == 0,
         in_place: random.coin(),
@@ -274,7 +274,7 @@ impl Case {
             opts.verify,
             opts.readers,
             opts.marks,
-            opts.wishes,
+            opts.plan_options,
         );
         let threads = 1 + random.below(4);
         let rig = Rig { streamer, device: opts.device, files, runtime };
@@ -296,12 +296,12 @@ fn least(
         let mut opts = opts.clone();
         let here = all * percent / 100;
         let (host, there) = match opts.device {
-            Some(_) => (2 * MIB + opts.wishes.staging_bytes + all * on_host / 100, here),
+            Some(_) => (2 * MIB + opts.plan_options.staging_bytes + all * on_host / 100, here),
             None => (here, 0),
         };
         let host = host + all * (percent - wished) / 100;
-        opts.wishes.host_ceiling_bytes = Some(host);
-        opts.wishes.device_ceiling_bytes = opts.device.as_ref().map(|_| there);
+        opts.plan_options.host_ceiling_bytes = Some(host);
+        opts.plan_options.device_ceiling_bytes = opts.device.as_ref().map(|_| there);
         opts.budget = budget(runtime, payer, host, there);
         let budget = opts.budget.clone();
         let (model, units) = (files.model.clone(), files.units.clone());

@@ -9,7 +9,7 @@ use kvtier::base::random::Random;
 use kvtier::base::status::{Error, Status};
 use kvtier::device::Memory;
 use kvtier::stream::plan::Links;
-use kvtier::stream::streamer::{Held, How};
+use kvtier::stream::streamer::{AcquireOpts, UnitLease};
 use kvtier::stream::units::Role;
 
 use crate::cases::{Case, Ending, Payer, Trouble, one};
@@ -37,7 +37,7 @@ struct Hands<'a> {
     run: &'a Run,
     number: usize,
     random: Random,
-    held: Vec<Held>,
+    held: Vec<UnitLease>,
     most: usize,
     /// Its place in the order.
     turn: usize,
@@ -142,7 +142,7 @@ impl Hands<'_> {
                 // Others may take what a unit, too large for slots, was to move to.
                 let homeless = self.run.case.budget.is_some()
                     && status == Status::Budget
-                    && error.message().contains("has lost its home");
+                    && error.message().contains("is not resident any more");
                 let may = fine.contains(&status) || homeless || self.run.may(unit, status);
                 assert!(may, "{doing}: {error} ({status:?})");
                 if status == Status::Closed { Err(Closed) } else { Ok(None) }
@@ -187,13 +187,17 @@ impl Hands<'_> {
         order[self.turn % order.len()]
     }
 
-    fn how(&mut self) -> How {
+    fn how(&mut self) -> AcquireOpts {
         let deadline_ns = match self.random.below(4) {
             0 => 0,
             1 => within(self.random.below(300_000)),
             _ => soon(),
         };
-        How { poll: self.random.below(5) == 0, early: self.random.coin(), deadline_ns }
+        AcquireOpts {
+            poll: self.random.below(5) == 0,
+            when_issued: self.random.coin(),
+            deadline_ns,
+        }
     }
 
     fn acquire(&mut self) -> Step {
@@ -204,7 +208,7 @@ impl Hands<'_> {
         self.ask(unit, how)
     }
 
-    fn ask(&mut self, unit: u32, how: How) -> Step {
+    fn ask(&mut self, unit: u32, how: AcquireOpts) -> Step {
         let rig = &self.run.case.rig;
         self.says(format!("acquire {unit}, {how:?}, with {} held", self.held.len()));
         let is_hasty = how.deadline_ns > 0 && how.deadline_ns < within(HASTY_NS);
@@ -245,7 +249,7 @@ impl Hands<'_> {
     }
 
     /// What was given early may turn out not to have come.
-    fn looks_right(&self, held: &Held) {
+    fn looks_right(&self, held: &UnitLease) {
         let unit = held.lease.unit;
         match self.run.case.rig.is_right(held) {
             Ok(right) => assert!(right, "unit {unit} has wrong bytes at {:?}", held.lease),
@@ -266,8 +270,8 @@ impl Hands<'_> {
         // Who hears second that a unit has not come whole is not told why.
         let spoilt = |error: &Error| {
             let lost = self.run.case.trouble == Trouble::Lost && error.status() == Status::Io;
-            let early = held.lease.event.is_some() && error.status() != Status::Closed;
-            early && (lost || self.run.may(Some(unit), error.status()))
+            let when_issued = held.lease.event.is_some() && error.status() != Status::Closed;
+            when_issued && (lost || self.run.may(Some(unit), error.status()))
         };
         if let Err(error) = &told {
             assert!(spoilt(error), "release of {:?}: {error}", held.lease);
@@ -369,7 +373,7 @@ impl Hands<'_> {
         for _ in 0..1 + self.random.below(6) {
             let unit = self.wish();
             self.says(format!("compute with {unit}"));
-            let how = How { early: true, poll: false, deadline_ns: soon() };
+            let how = AcquireOpts { when_issued: true, poll: false, deadline_ns: soon() };
             let held =
                 self.judge(Some(unit), case.rig.streamer.acquire(unit, how), &[Status::Busy]);
             let Some(held) = held? else { continue };
@@ -394,10 +398,10 @@ impl Hands<'_> {
         let streamer = &case.rig.streamer;
         self.says("look");
         let plan = streamer.plan();
-        assert_eq!(plan.homes.len(), case.rig.files.units.units.len());
+        assert_eq!(plan.residencies.len(), case.rig.files.units.units.len());
         let stats = streamer.stats();
         assert!(stats.acquires >= self.held.len() as u64);
-        assert!(streamer.progress().homes <= plan.homes.len() as u64 * 2);
+        assert!(streamer.progress().residents <= plan.residencies.len() as u64 * 2);
         let texts = [streamer.plan_text(), streamer.plan_json(), streamer.engine().0];
         assert!(texts.iter().all(|text| !text.is_empty()));
         assert!(streamer.marks().len() <= 500);

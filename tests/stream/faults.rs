@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
-use kvtier::stream::streamer::{How, Opts, Verify};
+use kvtier::stream::streamer::{AcquireOpts, Opts, Verify};
 use kvtier_testkit::fixed::faults::Fault;
 use kvtier_testkit::fixed::simulated::SimFixedOpts;
 
@@ -16,10 +16,10 @@ use kvtier_testkit::fixtures::stream_rig::{
     with_host,
 };
 
-const EARLY: How = How { early: true, poll: false, deadline_ns: 0 };
+const EARLY: AcquireOpts = AcquireOpts { when_issued: true, poll: false, deadline_ns: 0 };
 
-fn early() -> How {
-    How { deadline_ns: soon(), ..EARLY }
+fn when_issued() -> AcquireOpts {
+    AcquireOpts { deadline_ns: soon(), ..EARLY }
 }
 
 #[test]
@@ -56,7 +56,7 @@ fn reads_for_a_device_fail_and_are_tried_again() {
         let rig = Rig::open_on(runtime(""), sim, files, opts).expect("a streamer");
         for _ in 0..15 {
             for unit in rig.files.order() {
-                rig.insist(unit, early(), &[Status::Io]);
+                rig.insist(unit, when_issued(), &[Status::Io]);
             }
         }
         assert!(rig.streamer.stats().failed > 0);
@@ -103,9 +103,13 @@ fn a_slow_disk_is_waited_for_until_a_deadline() {
     let rig = Rig::open_on(runtime(""), gate.clone(), files, opts).expect("a streamer");
     gate.shut(true);
     let plan = rig.streamer.plan();
-    let streamed = plan.homes.iter().rposition(|home| *home == kvtier::stream::plan::Home::File);
+    let streamed =
+        plan.residencies.iter().rposition(|home| *home == kvtier::stream::plan::Residency::File);
     let streamed = streamed.expect("one") as u32;
-    for how in [How { deadline_ns: 1, ..How::default() }, How { poll: true, ..How::default() }] {
+    for how in [
+        AcquireOpts { deadline_ns: 1, ..AcquireOpts::default() },
+        AcquireOpts { poll: true, ..AcquireOpts::default() },
+    ] {
         let told = status(rig.streamer.acquire(streamed, how));
         assert_eq!(told, if how.poll { Status::Again } else { Status::Timeout });
     }
@@ -197,8 +201,9 @@ fn a_disk_that_lies_is_found_out() {
         for _ in 0..2 {
             rig.pass(patiently()).expect("a pass");
         }
-        let homes = rig.streamer.plan().homes;
-        let streamed = homes.iter().rposition(|h| *h == kvtier::stream::plan::Home::File);
+        let residencies = rig.streamer.plan().residencies;
+        let streamed =
+            residencies.iter().rposition(|h| *h == kvtier::stream::plan::Residency::File);
         let streamed = streamed.expect("one") as u32;
         let extents = &rig.files.units.units[streamed as usize].extents;
         let last = extents.last().expect("bytes");
@@ -206,7 +211,7 @@ fn a_disk_that_lies_is_found_out() {
         let mut told = Vec::new();
         for _ in 0..3 {
             for unit in rig.files.order() {
-                let how = if on_it > 0 { early() } else { patiently() };
+                let how = if on_it > 0 { when_issued() } else { patiently() };
                 let now = status(rig.use_unit(unit, how));
                 assert!(now == Status::Ok || now == Status::Corrupt && unit == streamed);
                 told.push(now);
@@ -220,8 +225,8 @@ fn a_disk_that_lies_is_found_out() {
 #[test]
 fn copies_that_fail_are_told_and_tried_again() {
     for (seed, on_host) in [(1, 0), (2, 100)] {
-        for how in [patiently(), early()] {
-            let files = Files::new(&format!("copies-{seed}-{}", how.early), &large(8));
+        for how in [patiently(), when_issued()] {
+            let files = Files::new(&format!("copies-{seed}-{}", how.when_issued), &large(8));
             let all = files.all_bytes();
             let device = device(SimulatedOpts {
                 seed,
@@ -281,7 +286,7 @@ fn a_device_that_is_lost_is_told() {
         let mut told = Vec::new();
         for _ in 0..4 {
             for unit in rig.files.order() {
-                told.push(status(rig.use_unit(unit, early())));
+                told.push(status(rig.use_unit(unit, when_issued())));
             }
         }
         assert!(told.iter().all(|t| [Status::Ok, Status::Unavailable].contains(t)), "{told:?}");
@@ -367,19 +372,24 @@ fn a_close_waits_for_units_and_reads_and_refuses_what_comes_after() {
         }
         rig.pass(patiently()).expect("a close that was refused changes nothing");
         gate.shut(true);
-        let homes = rig.streamer.plan().homes;
-        let file = |home: &kvtier::stream::plan::Home| *home == kvtier::stream::plan::Home::File;
-        for unit in (0..count).filter(|&unit| file(&homes[unit as usize])) {
-            drop(rig.streamer.acquire(unit, How { poll: true, ..How::default() }).map(|held| {
-                rig.streamer.release(&held, None).expect("given back");
-            }));
+        let residencies = rig.streamer.plan().residencies;
+        let file =
+            |home: &kvtier::stream::plan::Residency| *home == kvtier::stream::plan::Residency::File;
+        for unit in (0..count).filter(|&unit| file(&residencies[unit as usize])) {
+            drop(
+                rig.streamer
+                    .acquire(unit, AcquireOpts { poll: true, ..AcquireOpts::default() })
+                    .map(|held| {
+                        rig.streamer.release(&held, None).expect("given back");
+                    }),
+            );
         }
         gate.wait();
         assert_eq!(status(rig.streamer.close(1)), Status::Busy);
         gate.shut(false);
         rig.closed();
         for unit in 0..count {
-            for how in [patiently(), How { poll: true, ..How::default() }] {
+            for how in [patiently(), AcquireOpts { poll: true, ..AcquireOpts::default() }] {
                 let told = status(rig.streamer.acquire(unit, how));
                 assert_eq!(told, Status::Closed, "unit {unit}");
             }

@@ -2,14 +2,14 @@
 
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
-use kvtier::stream::plan::{Home, Mode, Wishes};
-use kvtier::stream::streamer::{How, Opts, Verify};
+use kvtier::stream::plan::{Mode, PlanOptions, Residency};
+use kvtier::stream::streamer::{AcquireOpts, Opts, Verify};
 use kvtier_testkit::fixed::simulated::SimFixedOpts;
 
 use kvtier_lab::reference::numbers;
 use kvtier_testkit::fixtures::stream_rig::{
-    Files, MIB, Rig, dense, device, experts, large, on_device, patiently, runtime, soon, status,
-    wishes, with_device, with_host,
+    Files, MIB, Rig, dense, device, experts, large, on_device, patiently, plan_options, runtime,
+    soon, status, with_device, with_host,
 };
 
 const PERCENTS: [u64; 7] = [5, 12, 30, 55, 80, 100, 150];
@@ -25,7 +25,7 @@ fn a_dense_model_on_the_processor() {
                 rig.pass(patiently()).expect("a pass");
             }
             let plan = rig.streamer.plan();
-            let streamed = plan.homes.iter().filter(|home| **home == Home::File).count();
+            let streamed = plan.residencies.iter().filter(|home| **home == Residency::File).count();
             assert_eq!(streamed == 0, percent >= 100, "{percent} %: {streamed} are streamed");
             assert!(plan.host_bytes <= rig.files.all_bytes() * percent / 100);
             rig.closed();
@@ -41,7 +41,7 @@ fn units_larger_than_a_chunk_of_several_files() {
             let opts = Opts { in_place, ..with_host(files.all_bytes() * percent / 100) };
             let rig = Rig::open(files, opts).expect("a streamer");
             rig.pass(patiently()).expect("a pass");
-            rig.pass(How { poll: true, ..How::default() }).expect("a pass");
+            rig.pass(AcquireOpts { poll: true, ..AcquireOpts::default() }).expect("a pass");
             rig.closed();
         }
     }
@@ -57,13 +57,15 @@ fn every_mix_of_device_host_and_file() {
             let opts = with_device(device.clone(), all * on_it / 100, all * on_host / 100);
             let rig = Rig::open(files, opts).expect("a streamer");
             rig.pass(patiently()).expect("a pass");
-            rig.pass(How { early: true, ..patiently() }).expect("a pass");
-            rig.pass(How { early: true, poll: true, deadline_ns: 0 }).expect("a pass");
+            rig.pass(AcquireOpts { when_issued: true, ..patiently() }).expect("a pass");
+            rig.pass(AcquireOpts { when_issued: true, poll: true, deadline_ns: 0 })
+                .expect("a pass");
             rig.streamer.load(soon()).expect("residents");
-            let homes = rig.streamer.plan().homes;
-            let count = |home: Home| homes.iter().filter(|there| **there == home).count();
-            assert_eq!(count(Home::File) == 0, on_it + on_host >= 100, "{on_it} {on_host}");
-            assert_eq!(count(Home::Device) > 1, on_it > 6);
+            let residencies = rig.streamer.plan().residencies;
+            let count =
+                |home: Residency| residencies.iter().filter(|there| **there == home).count();
+            assert_eq!(count(Residency::File) == 0, on_it + on_host >= 100, "{on_it} {on_host}");
+            assert_eq!(count(Residency::Device) > 1, on_it > 6);
             // Rows of the embedding are looked up by the processor.
             let held = rig.streamer.acquire(1, patiently()).expect("a layer");
             assert!(on_device(&held));
@@ -181,7 +183,8 @@ fn experts_on_a_device() {
                     if pass % 2 == 1 {
                         rig.streamer.hint(&[expert]).expect("a hint");
                     }
-                    rig.use_unit(expert, How { early: true, ..patiently() }).expect("an expert");
+                    rig.use_unit(expert, AcquireOpts { when_issued: true, ..patiently() })
+                        .expect("an expert");
                 }
             }
             rig.streamer.pass_end().expect("a pass");
@@ -203,7 +206,7 @@ fn units_out_of_order_and_in_a_ring() {
             let name = format!("order-{percent}-{mode:?}-{once}-{in_place}");
             let files = Files::new(&name, &dense(30));
             let mut opts = with_host(files.all_bytes() * percent / 100);
-            opts.wishes.mode = mode;
+            opts.plan_options.mode = mode;
             (opts.once, opts.in_place) = (once, in_place);
             let rig = Rig::open(files, opts).expect("a streamer");
             let count = rig.files.units.units.len() as u32;
@@ -248,7 +251,7 @@ fn marks_and_progress() {
     let stats = rig.streamer.stats();
     assert_eq!(stats.acquires, rig.files.order().len() as u64);
     let marks = rig.streamer.marks();
-    use kvtier::stream::core::Stage;
+    use kvtier::stream::scheduler::Stage;
     assert_eq!(marks.iter().filter(|m| m.stage == Stage::Use).count() as u64, stats.acquires);
     let [disk, _] = rig.streamer.links();
     assert_eq!(disk.bytes, stats.read_bytes);
@@ -288,8 +291,9 @@ fn a_budget_too_small_says_what_is_needed() {
     let opts = with_device(device(SimulatedOpts::default()), MIB, 0);
     assert_eq!(status(Rig::open(files, opts)), Status::Budget);
     let files = Files::new("small", &dense(4));
-    let wishes = Wishes { host_ceiling_bytes: Some(MIB), ..wishes() };
+    let plan_options = PlanOptions { host_ceiling_bytes: Some(MIB), ..plan_options() };
     let device = Some(device(SimulatedOpts::default()) as _);
-    let text = Rig::open(files, Opts { wishes, device, ..Opts::default() }).err().expect("staging");
+    let text =
+        Rig::open(files, Opts { plan_options, device, ..Opts::default() }).err().expect("staging");
     assert_eq!(text.status(), Status::Budget, "{text}");
 }

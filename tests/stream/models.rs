@@ -12,7 +12,7 @@ use files::{Made, Meta, Scratch, Sizes, gguf_head, safetensors_head};
 use files::{write_gguf, write_safetensors};
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::stream::model::{Facts, File, Format, Model, Stop, Tensor};
-use kvtier::stream::units::{Entry, Extent, GRAIN_BYTES, Index, NONE, Range, Role, Units};
+use kvtier::stream::units::{ALIGN_BYTES, Entry, Extent, Index, NONE, Range, Role, Units};
 use proptest::prelude::*;
 
 /// Notes the largest piece of memory that this thread takes.
@@ -112,22 +112,22 @@ fn grouped(units: &Units, model: &Model, chunk: u64) {
     }
     assert!(seen.is_empty());
     for unit in &units.units {
-        let mut image = vec![0u8; (unit.image_bytes / GRAIN_BYTES) as usize];
+        let mut image = vec![0u8; (unit.image_bytes / ALIGN_BYTES) as usize];
         let mut covered = 0;
         for piece in unit.chunks(chunk) {
             let extent = &unit.extents[piece.extent as usize];
             assert_eq!(piece.file, extent.file);
             for n in [piece.read_offset, piece.read_bytes, piece.read_at] {
-                assert_eq!(n % GRAIN_BYTES, 0);
+                assert_eq!(n % ALIGN_BYTES, 0);
             }
             let slack = piece.offset - piece.read_offset;
             assert_eq!(piece.at - piece.read_at, slack);
-            assert!(piece.bytes > 0 && slack < GRAIN_BYTES);
-            assert!(piece.read_bytes - slack - piece.bytes < GRAIN_BYTES);
+            assert!(piece.bytes > 0 && slack < ALIGN_BYTES);
+            assert!(piece.read_bytes - slack - piece.bytes < ALIGN_BYTES);
             assert_eq!(piece.at - extent.at, piece.offset - extent.offset);
             covered += piece.bytes;
-            let first = (piece.read_at / GRAIN_BYTES) as usize;
-            for grain in &mut image[first..first + (piece.read_bytes / GRAIN_BYTES) as usize] {
+            let first = (piece.read_at / ALIGN_BYTES) as usize;
+            for grain in &mut image[first..first + (piece.read_bytes / ALIGN_BYTES) as usize] {
                 *grain += 1;
             }
         }
@@ -690,7 +690,7 @@ fn what_is_no_model_is_refused() {
     refused(Model::open(&[a.clone(), b.clone()]), Invalid, "not a file of a split model");
     let c = write_safetensors(dir, &made, "{}", 1);
     refused(open(dir), Invalid, "both GGUF and safetensors");
-    refused(Model::open(&[a.clone(), c.clone()]), Invalid, "cannot make one model");
+    refused(Model::open(&[a.clone(), c.clone()]), Invalid, "cannot form one model");
     refused(Model::open(&[c.clone(), c.clone()]), Corrupt, "two tensors are called \"t\"");
     open(&c).expect("sound");
     write("config.json", b"{\"n_layer\": ");
@@ -798,7 +798,7 @@ fn sharded_models_are_whole_or_refused() {
         let led = format!("\"lm_head.weight\": \"{name}\"");
         refused(put(lm, &led), Corrupt, "only names of files beside the index");
     }
-    refused(put("weight_map", "map"), Corrupt, "no \"weight_map\"");
+    refused(put("weight_map", "map"), Corrupt, "\"weight_map\" is missing");
     refused(put("}", "]"), Corrupt, "index.json: ");
     refused(put("-00003-of-00003", "-00004-of-00004"), NotFound, "a shard is missing");
     // What the index leaves out is no part of the model.
@@ -945,12 +945,12 @@ fn what_lies_near_is_read_at_once() {
         (Box::new(|e| e[1].ranges[0].file = 1), "file 1 of 1"),
         (Box::new(|e| e[1].ranges[0].offset = 99_906), "beyond the end at 100000"),
         (Box::new(|e| e[1].ranges[0].offset = u64::MAX), "beyond the end"),
-        (Box::new(|e| e[1].layer = NONE), "does not go with its role"),
-        (Box::new(|e| e[1].expert = 3), "does not go with its role"),
-        (Box::new(|e| e[0].layer = 3), "does not go with its role"),
+        (Box::new(|e| e[1].layer = NONE), "does not match its role"),
+        (Box::new(|e| e[1].expert = 3), "does not match its role"),
+        (Box::new(|e| e[0].layer = 3), "does not match its role"),
         (Box::new(|e| e[1].name = "b".into()), "two tensors are called \"b#0\""),
         (Box::new(|e| (e[0].role, e[0].layer) = (Role::Layer, 0)), "are the same"),
-        (Box::new(|e| e[1].name = "a\n".into()), "no name that can be printed"),
+        (Box::new(|e| e[1].name = "a\n".into()), "no printable name"),
     ] {
         let mut entries = entries.clone();
         spoil(&mut entries);

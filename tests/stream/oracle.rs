@@ -194,7 +194,7 @@ fn headers_are_refused_where_the_package_refuses_them() {
             }
             (Err(_), None) => refused += 1,
             // A name that nothing can be called is refused here.
-            (Err(error), Some(_)) if error.message().contains("no name") => stricter += 1,
+            (Err(error), Some(_)) if error.message().contains("no printable name") => stricter += 1,
             (Err(error), Some(_)) => panic!("{header}: {error}"),
             (Ok(_), None) => panic!("{header} is taken"),
         }

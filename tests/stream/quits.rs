@@ -1,8 +1,8 @@
 //! Units that leave their slots for good, as those in place do before they come home.
 
 use kvtier::base::status::Status;
-use kvtier::stream::core::{Core, Setup, Want};
-use kvtier::stream::plan::{Home, Seat};
+use kvtier::stream::plan::{ComputeLocation, Residency};
+use kvtier::stream::scheduler::{Acquired, Scheduler, Setup};
 use kvtier::stream::units::Role;
 
 use crate::world::{MIB, World, plan, setup, units};
@@ -12,26 +12,29 @@ const MS: u64 = 1_000_000;
 #[test]
 fn a_unit_quits_its_slot_when_nobody_is_to_use_it_there() {
     let units = units(&[(Role::Layer, 9 * MIB); 6]);
-    let plan = plan(&units, Seat::Host, vec![Home::File; 6], 2, 0);
-    let core = Core::new(&Setup { in_place: true, ..setup(&units, &plan) }).expect("a core");
+    let plan = plan(&units, ComputeLocation::Host, vec![Residency::File; 6], 2, 0);
+    let core = Scheduler::new(&Setup { in_place: true, ..setup(&units, &plan) }).expect("a core");
     let mut world = World::new(core, &units, 1e9, 1e9);
     let lease = world.acquire(0).expect("there");
-    assert!(!world.core.quit_slot(0).expect("sound"), "it is in use");
+    assert!(!world.core.evict_from_slot(0).expect("sound"), "it is in use");
     world.release(&lease);
-    assert!(world.core.quit_slot(0).expect("sound") && !world.core.is_there(0));
+    assert!(world.core.evict_from_slot(0).expect("sound") && !world.core.is_in_memory(0));
     // On its way, then promised to who sleeps until it is there.
-    assert!(matches!(world.core.want(3, false, world.now_ns).expect("sound"), Want::Wait(_)));
+    assert!(matches!(
+        world.core.acquire(3, false, world.now_ns).expect("sound"),
+        Acquired::Wait(_)
+    ));
     world.core.wait_begin(3);
-    assert!(!world.core.quit_slot(3).expect("sound"), "it is on its way");
+    assert!(!world.core.evict_from_slot(3).expect("sound"), "it is on its way");
     world.settle();
-    assert!(!world.core.quit_slot(3).expect("sound"), "it is promised");
+    assert!(!world.core.evict_from_slot(3).expect("sound"), "it is promised");
     world.core.wait_end(3).expect("sound");
-    assert!(world.core.quit_slot(3).expect("sound"));
+    assert!(world.core.evict_from_slot(3).expect("sound"));
     // Who waits for it elsewhere does not keep it.
     world.core.wait_begin(5);
-    assert!(world.core.quit_slot(5).expect("sound"));
+    assert!(world.core.evict_from_slot(5).expect("sound"));
     world.core.wait_end(5).expect("sound");
-    assert_eq!(world.core.quit_slot(6).expect_err("no such unit").status(), Status::Invalid);
+    assert_eq!(world.core.evict_from_slot(6).expect_err("no such unit").status(), Status::Invalid);
     // Both slots can be had.
     let order: Vec<u32> = (0..6).collect();
     world.run(&order, MS);
@@ -42,34 +45,35 @@ fn a_unit_quits_its_slot_when_nobody_is_to_use_it_there() {
 
 #[test]
 fn what_is_larger_than_slots_never_gets_one() {
-    for seat in [Seat::Host, Seat::Device] {
-        let here = if seat == Seat::Host { Home::Host } else { Home::Device };
+    for compute in [ComputeLocation::Host, ComputeLocation::Device] {
+        let here =
+            if compute == ComputeLocation::Host { Residency::Host } else { Residency::Device };
         let units = units(&[
             (Role::Layer, 9 * MIB),
             (Role::Layer, 9 * MIB),
             (Role::Layer, 20 * MIB),
             (Role::Layer, 9 * MIB),
         ]);
-        let homes = vec![Home::File, Home::File, here, Home::File];
-        let mut plan = plan(&units, seat, homes, 1, 32 * MIB);
+        let residencies = vec![Residency::File, Residency::File, here, Residency::File];
+        let mut plan = plan(&units, compute, residencies, 1, 32 * MIB);
         plan.slot_bytes = units.units[0].image_bytes;
-        let core = Core::new(&setup(&units, &plan)).expect("a core");
+        let core = Scheduler::new(&setup(&units, &plan)).expect("a core");
         let mut world = World::new(core, &units, 1e9, 1e9);
         world.settle();
         let mut order: Vec<u32> = (0..4).collect();
         world.run(&order, MS);
         // Its home goes, and there is no memory for another: passes do without it.
-        while !world.core.set_home(2, Home::File, world.now_ns).expect("sound") {
+        while !world.core.set_residency(2, Residency::File, world.now_ns).expect("sound") {
             world.settle();
         }
         order.remove(2);
         world.run(&order, MS);
         world.run(&order, MS);
-        let error = world.core.want(2, false, world.now_ns).expect_err("no slot is as large");
+        let error = world.core.acquire(2, false, world.now_ns).expect_err("no slot is as large");
         assert_eq!(error.status(), Status::Budget);
         world.core.hint(&[2], world.now_ns).expect("nothing is done");
-        assert!(!world.core.is_there(2));
-        assert!(world.core.set_home(2, here, world.now_ns).expect("sound"));
+        assert!(!world.core.is_in_memory(2));
+        assert!(world.core.set_residency(2, here, world.now_ns).expect("sound"));
         world.settle();
         order.insert(2, 2);
         world.run(&order, MS);

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use kvtier::base::budget::{Lane, Tier};
 use kvtier::base::status::Status;
-use kvtier::stream::streamer::How;
+use kvtier::stream::streamer::AcquireOpts;
 
 use cases::{Case, Ending, Payer, Trouble};
 use drivers::Run;
@@ -75,7 +75,7 @@ fn recovers(run: &Run) {
         let deadline = soon();
         loop {
             for unit in all.clone() {
-                rig.insist(unit, How { early: true, ..patiently() }, &[Status::Io]);
+                rig.insist(unit, AcquireOpts { when_issued: true, ..patiently() }, &[Status::Io]);
             }
             // In place, who gets a home while it is in a slot moves when it leaves that.
             match streamer.load(within(10_000_000)) {

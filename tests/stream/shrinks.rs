@@ -10,7 +10,7 @@ use kvtier::base::runtime::Runtime;
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::device::{Copy, Device, Stream, Way};
-use kvtier::stream::plan::{Home, Plan, Seat, Wishes};
+use kvtier::stream::plan::{ComputeLocation, Plan, PlanOptions, Residency};
 use kvtier::stream::streamer::Opts;
 use kvtier::stream::units::Role;
 use kvtier_testkit::fixed::simulated::SimFixedOpts;
@@ -83,7 +83,7 @@ fn end(op: &OpRef) -> Option<Status> {
 }
 
 fn takes(plan: &Plan) -> u64 {
-    if plan.seat == Seat::Device { plan.device_bytes } else { plan.host_bytes }
+    if plan.compute == ComputeLocation::Device { plan.device_bytes } else { plan.host_bytes }
 }
 
 fn floor(rig: &Rig) -> u64 {
@@ -100,15 +100,16 @@ fn use_all(rig: &Rig) {
 /// From everything to the floor in steps, and to everything again.
 fn there_and_back(rig: &Rig, other: &mut Other) {
     let all = rig.streamer.plan();
-    let here = if rig.device.is_some() { Home::Device } else { Home::Host };
+    let here = if rig.device.is_some() { Residency::Device } else { Residency::Host };
     let beside = |unit: usize| all.on_processor[unit];
-    let stay = (0..all.homes.len()).filter(|&unit| all.homes[unit] == here || beside(unit));
-    assert_eq!(stay.count(), all.homes.len());
+    let stay =
+        (0..all.residencies.len()).filter(|&unit| all.residencies[unit] == here || beside(unit));
+    assert_eq!(stay.count(), all.residencies.len());
     rig.streamer.load(soon()).expect("residents");
     let (most, least) = (takes(&all), floor(rig));
     let largest = rig.files.units.units.iter().map(|unit| unit.image_bytes).max().expect("one");
     assert!(least + largest < most, "{least} of {most}");
-    let count = all.homes.len() as u32;
+    let count = all.residencies.len() as u32;
     for step in 1..=4 {
         other.leave(rig, most - (most - least) * step / 4, (step as u32 * 7) % count);
         use_all(rig);
@@ -125,7 +126,7 @@ fn there_and_back(rig: &Rig, other: &mut Other) {
     let (host, on_it) =
         (rig.device.is_none().then_some(PLENTY), rig.device.as_ref().map(|_| PLENTY));
     let back = rig.streamer.rebalance(host, on_it, None).expect("all");
-    assert_eq!(back.homes, all.homes);
+    assert_eq!(back.residencies, all.residencies);
     rig.pass(patiently()).expect("a pass");
     rig.streamer.load(soon()).expect("residents");
     assert_eq!(other.streams(), most);
@@ -157,14 +158,14 @@ fn a_store_that_grows_gets_what_the_streamer_has() {
 
 #[test]
 fn a_store_on_the_device_gets_what_the_streamer_has() {
-    for (sizes, homes) in [(dense(16), 0), (experts(4, 6), 0), (experts(4, 6), PLENTY)] {
-        let files = Files::new(&format!("dgrows-{}-{homes}", sizes.experts), &sizes);
+    for (sizes, residencies) in [(dense(16), 0), (experts(4, 6), 0), (experts(4, 6), PLENTY)] {
+        let files = Files::new(&format!("dgrows-{}-{residencies}", sizes.experts), &sizes);
         let runtime = runtime("");
         let mut other = Other::new(&runtime, Tier::Device, files.all_bytes() * 3);
         let device = device(SimulatedOpts::default());
         let real = files.real();
         let budget = Some(other.budget.clone());
-        let opts = Opts { budget, ..with_device(device.clone(), PLENTY, homes) };
+        let opts = Opts { budget, ..with_device(device.clone(), PLENTY, residencies) };
         let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
         there_and_back(&rig, &mut other);
         rig.closed();
@@ -189,7 +190,7 @@ fn slots_for_experts_are_given_back_and_come_again() {
         };
         let budget = Some(other.budget.clone());
         let mut opts = Opts { in_place, budget, ..opts };
-        opts.wishes.expert_slots = Some(SLOTS);
+        opts.plan_options.expert_slots = Some(SLOTS);
         let real = files.real();
         let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
         assert_eq!(rig.streamer.plan().expert_slots, SLOTS);
@@ -208,8 +209,8 @@ fn slots_for_experts_are_given_back_and_come_again() {
         let plan = rig.streamer.rebalance(host, there, None).expect("a plan");
         rig.streamer.load(soon()).expect("residents");
         use_all(&rig);
-        let here = if on_device { Home::Device } else { Home::Host };
-        let units = rig.files.units.units.iter().zip(&plan.homes);
+        let here = if on_device { Residency::Device } else { Residency::Host };
+        let units = rig.files.units.units.iter().zip(&plan.residencies);
         assert!(units.filter(|(unit, _)| unit.role == Role::Layer).all(|(_, home)| *home == here));
         assert_eq!(other.streams(), takes(&plan));
         rig.closed();
@@ -228,10 +229,11 @@ fn a_slot_leaves_when_its_expert_is_given_back() {
         let real = files.real();
         let experts = files.experts_of(1);
         let mut opts = Opts { in_place, budget: Some(other.budget.clone()), ..with_host(all / 2) };
-        opts.wishes.expert_slots = Some(8);
+        opts.plan_options.expert_slots = Some(8);
         let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
-        let away =
-            experts.iter().filter(|&&unit| rig.streamer.plan().homes[unit as usize] == Home::File);
+        let away = experts
+            .iter()
+            .filter(|&&unit| rig.streamer.plan().residencies[unit as usize] == Residency::File);
         let held: Vec<_> =
             away.map(|&unit| rig.streamer.acquire(unit, patiently()).expect("a slot")).collect();
         assert!(held.len() > 4, "{}", held.len());
@@ -250,7 +252,7 @@ fn a_slot_leaves_when_its_expert_is_given_back() {
         assert_eq!(other.streams(), least);
         if in_place {
             // What was given back reads as zeros.
-            let is_gone = |one: &&kvtier::stream::streamer::Held| {
+            let is_gone = |one: &&kvtier::stream::streamer::UnitLease| {
                 let (address, bytes) = rig.streamer.fixed(one.lease.unit).expect("in place");
                 // SAFETY: addresses in place stay mapped; nobody writes while nothing is asked for.
                 let image =
@@ -298,8 +300,8 @@ fn from_all_to_the_floor_and_back_while_units_are_used() {
             let slow =
                 SimFixedOpts { latency_ns: 100_000, jitter_percent: 50, ..Default::default() };
             let simulated = files.simulate(slow);
-            let wishes = Wishes { shrinks: true, ..with_host(PLENTY).wishes };
-            let opts = Opts { in_place, wishes, ..with_host(PLENTY) };
+            let plan_options = PlanOptions { shrinks: true, ..with_host(PLENTY).plan_options };
+            let opts = Opts { in_place, plan_options, ..with_host(PLENTY) };
             let rig = Rig::open_on(runtime(""), simulated, files, opts).expect("a streamer");
             let (most, least) = (takes(&rig.streamer.plan()), floor(&rig));
             let slots = rig.streamer.plan().slots;
@@ -332,8 +334,8 @@ fn from_all_to_the_floor_and_back_while_units_are_used() {
             }
             rig.streamer.rebalance(Some(PLENTY), None, None).expect("all");
             rig.streamer.load(soon()).expect("residents");
-            let homes = rig.streamer.plan().homes;
-            assert!(homes.iter().all(|home| *home == Home::Host));
+            let residencies = rig.streamer.plan().residencies;
+            assert!(residencies.iter().all(|home| *home == Residency::Host));
             let read = rig.streamer.stats().read_bytes;
             use_all(&rig);
             assert_eq!(rig.streamer.stats().read_bytes, read);
@@ -347,8 +349,9 @@ fn homes_that_leave_are_given_to_nobody() {
     for in_place in [false, true] {
         let mut files = Files::even(&format!("raced-{in_place}"), 9, 4096);
         let simulated = files.simulate(SimFixedOpts::default());
-        let wishes = Wishes { shrinks: true, slots: 4, ..with_host(PLENTY).wishes };
-        let opts = Opts { in_place, wishes, ..with_host(PLENTY) };
+        let plan_options =
+            PlanOptions { shrinks: true, slots: 4, ..with_host(PLENTY).plan_options };
+        let opts = Opts { in_place, plan_options, ..with_host(PLENTY) };
         let rig = Rig::open_on(runtime(""), simulated, files, opts).expect("a streamer");
         let (least, rig) = (floor(&rig), &rig);
         std::thread::scope(|scope| {
@@ -382,7 +385,7 @@ fn without_wish_or_budget_what_fits_takes_no_slots() {
     let plan = rig.streamer.plan();
     assert_eq!((plan.slots, plan.host_bytes), (0, all));
     let error = rig.streamer.rebalance(Some(all / 2), None, None).expect_err("no slots");
-    assert!(error.status() == Status::Budget && error.message().contains("wish"), "{error}");
+    assert!(error.status() == Status::Budget && error.message().contains("`shrinks`"), "{error}");
     rig.pass(patiently()).expect("a pass");
     rig.closed();
 }
@@ -393,12 +396,13 @@ fn a_home_leaves_when_its_event_comes() {
     let files = Files::new("late-event", &dense(4));
     let device = device(SimulatedOpts::default());
     let mut opts = with_device(device.clone(), PLENTY, 0);
-    opts.wishes.shrinks = true;
+    opts.plan_options.shrinks = true;
     let rig = Rig::open(files, opts).expect("a streamer");
     rig.streamer.load(soon()).expect("residents");
     let (least, before) = (floor(&rig), device.allocated_bytes());
     let plan = rig.streamer.plan();
-    let home = plan.homes.iter().position(|&home| home == Home::Device).expect("one") as u32;
+    let home =
+        plan.residencies.iter().position(|&home| home == Residency::Device).expect("one") as u32;
     let held = rig.streamer.acquire(home, patiently()).expect("a unit");
     let event = device.promise().expect("one");
     rig.streamer.release(&held, Some(event)).expect("given back");
@@ -419,12 +423,13 @@ fn a_slot_leaves_when_its_event_comes() {
         let files = Files::new(&format!("slot-event-{in_place}"), &experts(4, 8));
         let device = device(SimulatedOpts { grain_bytes: 4096, ..SimulatedOpts::default() });
         let mut opts = with_device(device.clone(), files.all_bytes() / 2, 0);
-        (opts.in_place, opts.wishes.shrinks) = (in_place, true);
-        opts.wishes.expert_slots = Some(8);
+        (opts.in_place, opts.plan_options.shrinks) = (in_place, true);
+        opts.plan_options.expert_slots = Some(8);
         let rig = Rig::open(files, opts).expect("a streamer");
         rig.streamer.load(soon()).expect("residents");
-        let (least, homes) = (floor(&rig), rig.streamer.plan().homes);
-        let (away, mut events) = (|unit: &u32| homes[*unit as usize] == Home::File, Vec::new());
+        let (least, residencies) = (floor(&rig), rig.streamer.plan().residencies);
+        let (away, mut events) =
+            (|unit: &u32| residencies[*unit as usize] == Residency::File, Vec::new());
         let of_layer = rig.files.experts_of(2).into_iter().filter(away);
         let held: Vec<_> =
             of_layer.map(|unit| rig.streamer.acquire(unit, patiently()).expect("a slot")).collect();
@@ -461,8 +466,8 @@ fn what_the_device_keeps_stays_paid_for() {
     rig.streamer.load(soon()).expect("residents");
     assert_eq!(other.streams(), device.allocated_bytes());
     let least = floor(&rig);
-    let homes = rig.streamer.plan().homes;
-    let home = homes.iter().position(|&home| home == Home::Device).expect("one");
+    let residencies = rig.streamer.plan().residencies;
+    let home = residencies.iter().position(|&home| home == Residency::Device).expect("one");
     // An engine that gives a unit back too early.
     let held = rig.streamer.acquire(home as u32, patiently()).expect("a unit");
     let promise = device.promise().expect("one");
@@ -474,7 +479,7 @@ fn what_the_device_keeps_stays_paid_for() {
     rig.streamer.release(&held, None).expect("given back");
     rig.streamer.rebalance(None, Some(least), None).expect("a plan");
     rig.streamer.load(soon()).expect("those who stay");
-    assert_eq!(rig.streamer.plan().homes[home], Home::File);
+    assert_eq!(rig.streamer.plan().residencies[home], Residency::File);
     assert_eq!(other.streams(), device.allocated_bytes());
     assert_eq!(other.streams(), takes(&rig.streamer.plan()) + bytes);
     device.keep(promise).expect("a promise");

@@ -117,7 +117,7 @@ fn nobody_waits_for_the_driver_to_take_memory_back() {
     let slow = Arc::new(slow);
     let mut opts = with_device(inner.clone(), PLENTY, 0);
     opts.device = Some(slow.clone());
-    opts.wishes.shrinks = true;
+    opts.plan_options.shrinks = true;
     let files = Files::new("slow", &dense(4));
     let real = files.real();
     let rig = Rig::open_on(runtime(""), real, files, opts).expect("a streamer");

@@ -5,8 +5,8 @@ use crate::world;
 
 use kvtier::base::status::{Error, Status};
 use kvtier::device::Event;
-use kvtier::stream::core::{Core, Lease, Setup, Want};
-use kvtier::stream::plan::{Home, Mode, Seat};
+use kvtier::stream::plan::{ComputeLocation, Mode, Residency};
+use kvtier::stream::scheduler::{Acquired, Lease, Scheduler, Setup};
 use kvtier::stream::units::Role;
 use proptest::prelude::*;
 use world::{MIB, World, plan, setup, units};
@@ -22,19 +22,26 @@ fn speed(ms: f64) -> f64 {
 }
 
 /// So many of a home, at equal distances among those that have none yet.
-fn spread(homes: &mut [Home], count: usize, home: Home) {
-    let open: Vec<usize> = (0..homes.len()).filter(|&i| homes[i] == Home::File).collect();
+fn spread(residencies: &mut [Residency], count: usize, home: Residency) {
+    let open: Vec<usize> =
+        (0..residencies.len()).filter(|&i| residencies[i] == Residency::File).collect();
     for i in 0..count {
-        homes[open[i * open.len() / count]] = home;
+        residencies[open[i * open.len() / count]] = home;
     }
 }
 
 /// What a steady pass takes, in milliseconds.
-fn steady(homes: Vec<Home>, mode: Mode, slots: u32, staging_bytes: u64, compute_us: u64) -> f64 {
+fn steady(
+    residencies: Vec<Residency>,
+    mode: Mode,
+    slots: u32,
+    staging_bytes: u64,
+    compute_us: u64,
+) -> f64 {
     let units = units(&[(Role::Layer, LAYER_BYTES); LAYERS]);
-    let mut plan = plan(&units, Seat::Device, homes, slots, staging_bytes);
+    let mut plan = plan(&units, ComputeLocation::Device, residencies, slots, staging_bytes);
     plan.mode = mode;
-    let core = Core::new(&setup(&units, &plan)).expect("a core");
+    let core = Scheduler::new(&setup(&units, &plan)).expect("a core");
     let mut world = World::new(core, &units, speed(200.0), speed(103.0));
     world.settle();
     let order: Vec<u32> = (0..LAYERS as u32).collect();
@@ -50,19 +57,19 @@ fn near(value: f64, goal: f64, percent: f64) {
 #[test]
 fn passes_take_what_the_theory_says() {
     let tier = |a: usize, b: usize| {
-        let mut homes = vec![Home::File; LAYERS];
-        spread(&mut homes, a, Home::Device);
-        spread(&mut homes, b, Home::Host);
-        homes
+        let mut residencies = vec![Residency::File; LAYERS];
+        spread(&mut residencies, a, Residency::Device);
+        spread(&mut residencies, b, Residency::Host);
+        residencies
     };
     let first = |a: usize, b: usize| {
         let home = |i: usize| {
             if i < a {
-                Home::Device
+                Residency::Device
             } else if i < a + b {
-                Home::Host
+                Residency::Host
             } else {
-                Home::File
+                Residency::File
             }
         };
         (0..LAYERS).map(home).collect::<Vec<_>>()
@@ -80,29 +87,29 @@ fn passes_take_what_the_theory_says() {
     near(steady(tier(20, 30), Mode::Tiered, 2, staging, 700), 6180.0, 5.0);
     near(steady(first(20, 30), Mode::Tiered, 2, staging, 700), 8896.0, 5.0);
     // Nothing but slots: all is copied in every pass.
-    near(steady(vec![Home::Host; LAYERS], Mode::Ring, 31, 8 * CHUNK, 700), 8240.0, 3.0);
+    near(steady(vec![Residency::Host; LAYERS], Mode::Ring, 31, 8 * CHUNK, 700), 8240.0, 3.0);
 }
 
 #[test]
 fn what_fits_is_read_once() {
     let units = units(&[(Role::Layer, 20 * MIB); 10]);
-    let plan = plan(&units, Seat::Host, vec![Home::Host; 10], 0, 0);
-    let core = Core::new(&setup(&units, &plan)).expect("a core");
+    let plan = plan(&units, ComputeLocation::Host, vec![Residency::Host; 10], 0, 0);
+    let core = Scheduler::new(&setup(&units, &plan)).expect("a core");
     let mut world = World::new(core, &units, 1e9, 1e9);
     let order: Vec<u32> = (0..10).collect();
     for _ in 0..3 {
         world.run(&order, MS);
     }
     assert_eq!(world.core.stats().read_bytes, 200 * MIB);
-    assert_eq!(world.core.missing_homes(), 0);
+    assert_eq!(world.core.missing_residents(), 0);
 }
 
 #[test]
 fn a_fault_is_told_once_and_tried_again() {
     let units = units(&[(Role::Layer, 20 * MIB); 6]);
-    for home in [Home::File, Home::Host] {
-        let plan = plan(&units, Seat::Host, vec![home; 6], 2, 0);
-        let core = Core::new(&setup(&units, &plan)).expect("a core");
+    for home in [Residency::File, Residency::Host] {
+        let plan = plan(&units, ComputeLocation::Host, vec![home; 6], 2, 0);
+        let core = Scheduler::new(&setup(&units, &plan)).expect("a core");
         let mut world = World::new(core, &units, 1e9, 1e9);
         let mut left = 1;
         world.fate = Box::new(move || {
@@ -121,8 +128,8 @@ fn a_fault_is_told_once_and_tried_again() {
 #[test]
 fn slots_that_engines_hold_are_an_answer_not_a_wait() {
     let units = units(&[(Role::Layer, 9 * MIB); 6]);
-    let plan = plan(&units, Seat::Host, vec![Home::File; 6], 2, 0);
-    let core = Core::new(&setup(&units, &plan)).expect("a core");
+    let plan = plan(&units, ComputeLocation::Host, vec![Residency::File; 6], 2, 0);
+    let core = Scheduler::new(&setup(&units, &plan)).expect("a core");
     let mut world = World::new(core, &units, 1e9, 1e9);
     let (a, b) = (world.acquire(0).expect("there"), world.acquire(1).expect("there"));
     let error = world.acquire(2).expect_err("no slot");
@@ -137,14 +144,17 @@ fn slots_that_engines_hold_are_an_answer_not_a_wait() {
     let c = world.acquire(2).expect("a slot is free");
     world.release(&b);
     world.release(&c);
-    assert_eq!(world.core.want(6, false, 0).expect_err("no such unit").status(), Status::Invalid);
+    assert_eq!(
+        world.core.acquire(6, false, 0).expect_err("no such unit").status(),
+        Status::Invalid
+    );
 }
 
 #[test]
 fn whoever_gets_a_slot_waits_for_its_last_user() {
     let units = units(&[(Role::Layer, 9 * MIB); 6]);
-    let plan = plan(&units, Seat::Device, vec![Home::Host; 6], 1, 8 * CHUNK);
-    let core = Core::new(&setup(&units, &plan)).expect("a core");
+    let plan = plan(&units, ComputeLocation::Device, vec![Residency::Host; 6], 1, 8 * CHUNK);
+    let core = Scheduler::new(&setup(&units, &plan)).expect("a core");
     let mut world = World::new(core, &units, 1e9, 1e9);
     world.settle();
     let lease = world.acquire(0).expect("there");
@@ -152,7 +162,7 @@ fn whoever_gets_a_slot_waits_for_its_last_user() {
     let after = Event(u64::MAX);
     // The next unit gets the slot, and before anything of it is copied another is asked for.
     world.release_after(&lease, Some(after));
-    assert!(matches!(world.core.want(3, false, world.now_ns), Ok(Want::Wait(_))));
+    assert!(matches!(world.core.acquire(3, false, world.now_ns), Ok(Acquired::Wait(_))));
     let copy = world.core.take_copy(world.now_ns).expect("it is at home");
     assert_eq!((copy.unit, copy.after), (3, Some(after)));
 }
@@ -167,10 +177,10 @@ fn expert_hits(policy: &str, pinned_percent: u32) -> f64 {
         sizes.extend([(Role::Expert, 4096); EXPERTS]);
     }
     let units = units(&sizes);
-    let mut plan = plan(&units, Seat::Host, vec![Home::File; sizes.len()], 2, 0);
+    let mut plan = plan(&units, ComputeLocation::Host, vec![Residency::File; sizes.len()], 2, 0);
     plan.expert_slots = 16 * EXPERTS as u32 / 4;
     let setup = Setup { expert_policy: policy, pinned_percent, ..setup(&units, &plan) };
-    let mut world = World::new(Core::new(&setup).expect("a core"), &units, 1e9, 1e9);
+    let mut world = World::new(Scheduler::new(&setup).expect("a core"), &units, 1e9, 1e9);
     let weights: Vec<f64> = (1..=EXPERTS).map(|rank| (rank as f64).powf(-0.6)).collect();
     let total: f64 = weights.iter().sum();
     let mut random = 1u64;
@@ -254,8 +264,8 @@ fn act() -> impl Strategy<Value = Act> {
 #[derive(Clone, Debug)]
 struct Case {
     sizes: Vec<(Role, u64)>,
-    homes: Vec<u8>,
-    seat: Seat,
+    residencies: Vec<u8>,
+    compute: ComputeLocation,
     ring: bool,
     wrap: bool,
     in_place: bool,
@@ -279,15 +289,16 @@ fn case() -> impl Strategy<Value = Case> {
         prop::collection::vec(act(), 1..120),
     )
         .prop_map(
-            |(mut sizes, homes, flags, (slots, expert_slots, staging), fail_every, acts)| {
+            |(mut sizes, residencies, flags, (slots, expert_slots, staging), fail_every, acts)| {
                 sizes[0].0 = Role::Layer;
-                let seat = if flags.0 { Seat::Host } else { Seat::Device };
+                let compute = if flags.0 { ComputeLocation::Host } else { ComputeLocation::Device };
                 let (ring, wrap, in_place) = (flags.1, flags.2, flags.3);
-                let staging = if seat == Seat::Device { (staging + 1) * 8 * MIB } else { 0 };
+                let staging =
+                    if compute == ComputeLocation::Device { (staging + 1) * 8 * MIB } else { 0 };
                 Case {
                     sizes,
-                    homes,
-                    seat,
+                    residencies,
+                    compute,
                     ring,
                     wrap,
                     in_place,
@@ -303,19 +314,19 @@ fn case() -> impl Strategy<Value = Case> {
 
 fn live(case: &Case) {
     let units = units(&case.sizes);
-    let home = |code: u8| match (code, case.seat) {
-        (0, _) => Home::File,
-        (1, _) | (_, Seat::Host) => Home::Host,
-        _ => Home::Device,
+    let home = |code: u8| match (code, case.compute) {
+        (0, _) => Residency::File,
+        (1, _) | (_, ComputeLocation::Host) => Residency::Host,
+        _ => Residency::Device,
     };
-    let homes = case.homes.iter().take(units.units.len()).map(|&c| home(c)).collect();
-    let mut plan = plan(&units, case.seat, homes, case.slots, case.staging);
+    let residencies = case.residencies.iter().take(units.units.len()).map(|&c| home(c)).collect();
+    let mut plan = plan(&units, case.compute, residencies, case.slots, case.staging);
     plan.expert_slots = case.expert_slots;
     plan.mode = if case.ring { Mode::Ring } else { Mode::Tiered };
     let setup =
         Setup { wrap: case.wrap, in_place: case.in_place, policy: "lru", ..setup(&units, &plan) };
-    let mut world = World::new(Core::new(&setup).expect("a core"), &units, 2e9, 3e9);
-    if case.in_place && case.seat == Seat::Device {
+    let mut world = World::new(Scheduler::new(&setup).expect("a core"), &units, 2e9, 3e9);
+    if case.in_place && case.compute == ComputeLocation::Device {
         world = world.in_place();
         let mut times = 0u32;
         world.put_off = Box::new(move || {
@@ -332,7 +343,7 @@ fn live(case: &Case) {
     if case.acts.len() % 2 == 1 {
         // Two of three chunks are read to their slot, as far as that is there; no other waits.
         let mut chunk = 0;
-        world.core.set_lands(true);
+        world.core.set_direct_reads(true);
         world.lands = Box::new(move || {
             chunk += 1;
             chunk % 3 != 0
@@ -361,9 +372,9 @@ fn live(case: &Case) {
             Act::Move(unit, to_memory)
                 if unit < total && !leases.iter().any(|lease| lease.unit == unit) =>
             {
-                let home = if to_memory { Home::Host } else { Home::File };
+                let home = if to_memory { Residency::Host } else { Residency::File };
                 let now = world.now_ns;
-                if world.core.set_home(unit, home, now).expect("sound") {
+                if world.core.set_residency(unit, home, now).expect("sound") {
                     world.forget_home(unit);
                 }
             }

@@ -7,9 +7,9 @@ use kvtier::base::sync::{Arc, spawn};
 use kvtier::io::directory::Directory;
 use kvtier::io::fixed::identity::{Identity, identities};
 use kvtier::io::sidecar;
-use kvtier::stream::sums::sidecar::{default_path, load, load_or_new};
-use kvtier::stream::sums::*;
-use kvtier::stream::units::{Extent, GRAIN_BYTES, NONE, Role, Unit, Units};
+use kvtier::stream::checksums::*;
+use kvtier::stream::checksums::{default_sidecar, load, load_or_new};
+use kvtier::stream::units::{ALIGN_BYTES, Extent, NONE, Role, Unit, Units};
 use kvtier_testkit::fixed::simulated::{SimFile, SimFixed, SimFixedOpts, content};
 use kvtier_testkit::fixtures::model_files::Scratch;
 
@@ -22,7 +22,7 @@ fn units(all: &[&[(u32, u64, u64)]]) -> Units {
         expert: NONE,
         extents: extents
             .iter()
-            .map(|&(file, offset, bytes)| Extent { file, offset, bytes, at: offset % GRAIN_BYTES })
+            .map(|&(file, offset, bytes)| Extent { file, offset, bytes, at: offset % ALIGN_BYTES })
             .collect(),
         bytes: extents.iter().map(|extent| extent.2).sum(),
         image_bytes: 0,
@@ -49,7 +49,7 @@ fn cuts(offset: u64, len: u64) -> Vec<u64> {
 }
 
 /// Notes all of some units, each extent at once.
-fn note_all(sums: &Sums, units: &Units, which: impl Fn(u32) -> bool) {
+fn note_all(sums: &Checksums, units: &Units, which: impl Fn(u32) -> bool) {
     for (u, unit) in (0u32..).zip(&units.units).filter(|(u, _)| which(*u)) {
         for (e, extent) in (0..).zip(&unit.extents).filter(|(_, extent)| extent.bytes > 0) {
             let all = bytes(extent.file, extent.offset, extent.bytes);
@@ -73,7 +73,7 @@ const MIB: u64 = 1 << 20;
 fn a_sum_is_what_its_definition_says() {
     let (offset, len) = (4096 * 3 + 100, 2 * MIB + 5000);
     let units = units(&[&[(0, offset, len), (1, 77, 10)], &[]]);
-    let sums = Sums::new(&units).expect("small");
+    let sums = Checksums::new(&units).expect("small");
     assert_eq!(
         (sums.sum_of_unit(0), sums.is_complete(0), sums.is_complete(1)),
         (None, false, true)
@@ -95,7 +95,7 @@ fn a_sum_is_what_its_definition_says() {
 fn only_whole_blocks_are_taken() {
     let (offset, len) = (4096 + 100, 3 * MIB);
     let units = units(&[&[(0, 0, 5)], &[(0, offset, len), (0, 1 << 40, 0)]]);
-    let sums = Sums::new(&units).expect("small");
+    let sums = Checksums::new(&units).expect("small");
     let cuts = cuts(offset, len);
     let at = |unit, extent, from: u64, to: u64| {
         status(sums.note(unit, extent, from, &bytes(0, from, to.saturating_sub(from))))
@@ -123,8 +123,8 @@ fn only_whole_blocks_are_taken() {
     assert_eq!(at(1, 0, offset, offset + len), Status::Ok);
     assert_eq!(status(sums.verify(1, 0, offset, &bytes(0, offset, len))), Status::Ok);
     let far = self::units(&[&[(0, u64::MAX - 5, 10)]]);
-    assert_eq!(status(Sums::new(&far)), Status::Limit);
-    assert_eq!(status(Sums::new(&self::units(&[&[(0, 0, 1 << 62)]]))), Status::Limit);
+    assert_eq!(status(Checksums::new(&far)), Status::Limit);
+    assert_eq!(status(Checksums::new(&self::units(&[&[(0, 0, 1 << 62)]]))), Status::Limit);
 }
 
 /// The extents of units: file, offset, length.
@@ -148,7 +148,7 @@ proptest! {
         offset in 0..9000u64, len in 1..4 * MIB, swaps in any::<[usize; 6]>(), damage in any::<u64>(),
     ) {
         let units = units(&[&[(0, offset, len)]]);
-        let (whole, pieces) = (Sums::new(&units)?, Sums::new(&units)?);
+        let (whole, pieces) = (Checksums::new(&units)?, Checksums::new(&units)?);
         note_all(&whole, &units, |_| true);
         let cuts = cuts(offset, len);
         let mut order: Vec<(u64, u64)> = cuts.windows(2).map(|cut| (cut[0], cut[1])).collect();
@@ -180,19 +180,19 @@ proptest! {
         cut in any::<usize>(), more in 1..40usize,
     ) {
         let units = of(&shape);
-        let sums = Sums::new(&units)?;
+        let sums = Checksums::new(&units)?;
         note_all(&sums, &units, |unit| done >> unit & 1 == 1);
         let files = files(3);
         let (written, changes) = sums.encode(&files)?;
         prop_assert_eq!(changes, sums.unsaved());
-        let back = Sums::new(&units)?;
+        let back = Checksums::new(&units)?;
         prop_assert_eq!(back.decode(&files, &written), Ok(()));
         prop_assert_eq!(back.unsaved(), 0);
         for unit in 0..shape.len() as u32 {
             prop_assert_eq!(back.sum_of_unit(unit), sums.sum_of_unit(unit));
         }
         let refused = |bytes: &[u8]| {
-            let empty = Sums::new(&units).expect("small");
+            let empty = Checksums::new(&units).expect("small");
             let refused = empty.decode(&files, bytes).is_err();
             let none = (0..shape.len()).all(|unit| {
                 !empty.is_complete(unit as u32) || shape[unit].iter().all(|extent| extent.2 == 0)
@@ -210,7 +210,7 @@ proptest! {
 
     #[test]
     fn noise_is_refused(noise in proptest::collection::vec(any::<u8>(), 0..600), magic: bool) {
-        let sums = Sums::new(&units(&[&[(0, 0, 9)]]))?;
+        let sums = Checksums::new(&units(&[&[(0, 0, 9)]]))?;
         let mut noise = noise;
         if magic {
             noise.splice(0..noise.len().min(12), *b"KVTSUMS\0\x01\0\0\0");
@@ -224,7 +224,7 @@ proptest! {
 fn any_wrong_byte_and_any_other_model_is_refused() {
     let shape = vec![vec![(0, 5, 100)], vec![(1, 4096, 2 * MIB), (0, 200, 7)], vec![(1, 0, 50)]];
     let (units, files) = (of(&shape), files(2));
-    let sums = Sums::new(&units).expect("small");
+    let sums = Checksums::new(&units).expect("small");
     note_all(&sums, &units, |_| true);
     let (written, _) = sums.encode(&files).expect("small");
     for at in 0..written.len() {
@@ -235,7 +235,7 @@ fn any_wrong_byte_and_any_other_model_is_refused() {
         }
     }
     let with = |shape: &[Vec<(u32, u64, u64)>], files: &[Identity]| {
-        let sums = Sums::new(&of(shape)).expect("small");
+        let sums = Checksums::new(&of(shape)).expect("small");
         let result = sums.decode(files, &written);
         assert_eq!(sums.complete_units() > 0, result.is_ok());
         status(result)
@@ -272,7 +272,7 @@ fn any_wrong_byte_and_any_other_model_is_refused() {
 fn a_sidecar_that_does_not_fit_is_as_good_as_none() {
     let scratch = Scratch::new("sums");
     drop(Directory::open(&scratch.0).expect("made"));
-    let path = default_path(&scratch.0.join("m.gguf"));
+    let path = default_sidecar(&scratch.0.join("m.gguf"));
     assert_eq!(path, scratch.0.join("m.gguf.kvtsum"));
     let (units, files) = (units(&[&[(0, 5, 100)], &[(0, 4096, 2 * MIB)]]), files(1));
     let (sums, reason) = load_or_new(&path, &units, &files).expect("memory");
@@ -294,8 +294,8 @@ fn a_sidecar_that_does_not_fit_is_as_good_as_none() {
 #[test]
 fn threads_note_and_verify_at_once() {
     let units = units(&[&[(0, 100, 8 * MIB)], &[(1, 0, 8 * MIB)]]);
-    let sums = Arc::new(Sums::new(&units).expect("small"));
-    let alone = Sums::new(&units).expect("small");
+    let sums = Arc::new(Checksums::new(&units).expect("small"));
+    let alone = Checksums::new(&units).expect("small");
     note_all(&alone, &units, |_| true);
     let walk = |first: u32| {
         let sums = sums.clone();

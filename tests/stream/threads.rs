@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
-use kvtier::stream::streamer::{How, Opts};
+use kvtier::stream::streamer::{AcquireOpts, Opts};
 
 use kvtier_lab::reference::numbers::Random;
 use kvtier_testkit::fixtures::stream_rig::{
@@ -20,8 +20,11 @@ fn use_at_random(rig: &Rig, seed: u64, times: u32) {
     let deadline = soon();
     for _ in 0..times {
         let unit = random.below(count);
-        let how =
-            How { poll: random.below(3) == 0, early: random.below(2) == 0, deadline_ns: deadline };
+        let how = AcquireOpts {
+            poll: random.below(3) == 0,
+            when_issued: random.below(2) == 0,
+            deadline_ns: deadline,
+        };
         if random.below(8) == 0 {
             rig.streamer.hint(&[unit, random.below(count)]).expect("a hint");
         }
@@ -168,9 +171,9 @@ fn several_may_have_one_unit() {
     let opts = with_device(device(SimulatedOpts::default()), all / 3, 0);
     let rig = Rig::open(files, opts).expect("a streamer");
     for unit in rig.files.order() {
-        let early = How { early: true, ..patiently() };
+        let when_issued = AcquireOpts { when_issued: true, ..patiently() };
         let held: Vec<_> =
-            (0..3).map(|_| rig.streamer.acquire(unit, early).expect("one")).collect();
+            (0..3).map(|_| rig.streamer.acquire(unit, when_issued).expect("one")).collect();
         assert!(held.iter().all(|one| one.address == held[0].address));
         for one in &held {
             assert!(rig.is_right(one).expect("it comes") && (unit == 0 || on_device(one)));

@@ -11,8 +11,8 @@ use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::Result;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::stream::model::Model as Files;
-use kvtier::stream::plan::{Home, Wishes};
-use kvtier::stream::streamer::{Held, How, Opts, Streamer};
+use kvtier::stream::plan::{PlanOptions, Residency};
+use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer, UnitLease};
 use kvtier::stream::units::{NONE, Units};
 
 use kvtier_testkit::fixtures::model_files::{Made, Meta, Scratch, gguf_head, safetensors_head};
@@ -238,7 +238,7 @@ pub struct Streamed {
 }
 
 /// A unit, until it is dropped.
-pub struct Lease(Arc<Streamed>, Held);
+pub struct Lease(Arc<Streamed>, UnitLease);
 
 impl Drop for Lease {
     fn drop(&mut self) {
@@ -271,7 +271,7 @@ pub fn open(stored: &Arc<Stored>, mix: Mix) -> Arc<Streamed> {
     let runtime = Runtime::open(RuntimeOpts::default()).expect("a runtime");
     for more in 0.. {
         let room = |percent: u64| Some(all * (percent + more) / 100);
-        let wishes = Wishes {
+        let plan_options = PlanOptions {
             host_reserve_bytes: Some(0),
             device_safety_bytes: Some(0),
             kv_bytes: Some(0),
@@ -281,20 +281,20 @@ pub fn open(stored: &Arc<Stored>, mix: Mix) -> Arc<Streamed> {
                 Some(_) => Some((2 << 20) + all * mix.on_host / 100),
                 None => room(mix.on_host),
             },
-            ..Wishes::default()
+            ..PlanOptions::default()
         };
         let device = mix.on_it.map(|_| {
             let opts = SimulatedOpts { memory_bytes: 1 << 30, ..SimulatedOpts::default() };
             Arc::new(Simulated::new(Clock::real(), opts).expect("a device")) as _
         });
-        let opts = Opts { wishes, device, in_place: mix.in_place, ..Opts::default() };
+        let opts = Opts { plan_options, device, in_place: mix.in_place, ..Opts::default() };
         match Streamer::open(runtime.core(), files.clone(), units.clone(), opts) {
             Err(error) if more < 90 => {
                 assert!(error.to_string().contains("needs at least"), "{error}");
             }
             opened => {
                 let streamer = opened.expect("a streamer");
-                let away = streamer.plan().homes.contains(&Home::File);
+                let away = streamer.plan().residencies.contains(&Residency::File);
                 let whole = mix.on_it.unwrap_or(0) + mix.on_host >= 100;
                 assert_eq!(away, !whole, "{mix:?} and {more} % more");
                 let stored = stored.clone();
@@ -307,6 +307,6 @@ pub fn open(stored: &Arc<Stored>, mix: Mix) -> Arc<Streamed> {
 
 pub fn lease(of: &Arc<Streamed>, unit: Option<u32>) -> Result<Lease> {
     let deadline_ns = Clock::real().now_ns() + 300_000_000_000;
-    let how = How { deadline_ns, ..How::default() };
+    let how = AcquireOpts { deadline_ns, ..AcquireOpts::default() };
     Ok(Lease(of.clone(), of.streamer.acquire(unit.expect("a unit"), how)?))
 }

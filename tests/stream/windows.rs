@@ -8,8 +8,8 @@ use kvtier::base::status::{Result, Status};
 use kvtier::device::host::Host;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Copy, Device, Memory, Stream, Way};
-use kvtier::stream::plan::{Home, Mode, Wishes};
-use kvtier::stream::streamer::{How, Opts};
+use kvtier::stream::plan::{Mode, PlanOptions, Residency};
+use kvtier::stream::streamer::{AcquireOpts, Opts};
 
 use crate::budgets::{budget, used};
 use kvtier_testkit::fixtures::stream_rig::{
@@ -23,8 +23,8 @@ fn with_grain(opts: SimulatedOpts) -> Arc<Simulated> {
 }
 
 /// In place, with so many bytes of the device, and of host memory beside staging.
-fn in_place(device: Arc<Simulated>, bytes: u64, homes: u64) -> Opts {
-    Opts { in_place: true, ..with_device(device, bytes, homes) }
+fn in_place(device: Arc<Simulated>, bytes: u64, residencies: u64) -> Opts {
+    Opts { in_place: true, ..with_device(device, bytes, residencies) }
 }
 
 /// The addresses of all units.
@@ -35,7 +35,7 @@ fn addresses(rig: &Rig) -> Vec<u64> {
 
 /// A pass in which the device computes with each unit after it was given back. All of them are
 /// where they always are.
-fn pass(rig: &Rig, how: How, at: &[u64]) -> Result<()> {
+fn pass(rig: &Rig, how: AcquireOpts, at: &[u64]) -> Result<()> {
     rig.streamer.pass_begin()?;
     let experts = (0..8).flat_map(|layer| rig.files.experts_of(layer));
     let mut under_way = Vec::new();
@@ -78,13 +78,14 @@ fn addresses_never_change_and_bytes_are_right() {
             let all = files.all_bytes().max(24 * GRAIN);
             let device = with_grain(SimulatedOpts { seed: percent, ..SimulatedOpts::default() });
             let mut opts = in_place(device.clone(), all * percent / 100, all * on_host / 100);
-            opts.wishes.mode = mode;
+            opts.plan_options.mode = mode;
             let rig = Rig::open(files, opts).expect("a streamer");
             let at = addresses(&rig);
             let (start, bytes) = rig.streamer.range().expect("in place");
             let inside = |unit: &u64| (start..start + bytes).contains(unit) && unit % GRAIN == 0;
             assert!(at.iter().filter(|unit| inside(unit)).count() + 1 >= at.len());
-            for how in [patiently(), How { early: true, ..patiently() }, patiently()] {
+            for how in [patiently(), AcquireOpts { when_issued: true, ..patiently() }, patiently()]
+            {
                 pass(&rig, how, &at).expect("a pass");
             }
             assert_eq!(addresses(&rig), at);
@@ -131,14 +132,19 @@ fn plans_and_budgets_count_whole_grains() {
         pass(&rig, patiently(), &at).expect("a pass");
         rig.streamer.load(soon()).expect("residents");
         let plan = rig.streamer.plan();
-        let homes = plan.homes.iter().filter(|home| **home == Home::Device).count() as u64;
+        let residencies =
+            plan.residencies.iter().filter(|home| **home == Residency::Device).count() as u64;
         let slots = u64::from(plan.slots);
         // Whatever a unit has beyond a grain takes another.
-        assert_eq!(plan.device_bytes, (homes + slots) * 2 * GRAIN, "{homes} homes, {slots} slots");
+        assert_eq!(
+            plan.device_bytes,
+            (residencies + slots) * 2 * GRAIN,
+            "{residencies} homes, {slots} slots"
+        );
         // Who shares a budget has to be able to give something back.
         assert_eq!(slots > 0, percent < 100 || paid);
         let figure = plan.figures.iter().find(|figure| figure.name == "device grains");
-        assert_eq!(figure.expect("told").bytes, homes * (GRAIN - 4096));
+        assert_eq!(figure.expect("told").bytes, residencies * (GRAIN - 4096));
         let text = rig.streamer.plan_text();
         assert!(text.contains("whole pieces of 64.00 KiB"), "{text}");
         assert_eq!(used(&budget, Tier::Device), if paid { plan.device_bytes } else { 0 });
@@ -151,13 +157,14 @@ fn plans_and_budgets_count_whole_grains() {
 /// Homes leave and come while the device computes; the addresses stay.
 #[test]
 fn homes_come_and_go() {
-    for (sizes, homes) in [(dense(16), 0), (large(6), 0), (experts(4, 6), 0), (dense(16), 1)] {
-        let files = Files::new(&format!("windows-homes-{}-{homes}", sizes.experts), &sizes);
+    for (sizes, residencies) in [(dense(16), 0), (large(6), 0), (experts(4, 6), 0), (dense(16), 1)]
+    {
+        let files = Files::new(&format!("windows-homes-{}-{residencies}", sizes.experts), &sizes);
         let units = files.units.units.len() as u64;
         let most: u64 = files.units.units.iter().map(|u| u.image_bytes + GRAIN).sum();
         let device = with_grain(SimulatedOpts { latency_ns: 50_000, ..SimulatedOpts::default() });
-        let mut opts = in_place(device.clone(), 2 * most, files.all_bytes() * homes);
-        opts.wishes.shrinks = true;
+        let mut opts = in_place(device.clone(), 2 * most, files.all_bytes() * residencies);
+        opts.plan_options.shrinks = true;
         let rig = Rig::open(files, opts).expect("a streamer");
         let at = addresses(&rig);
         pass(&rig, patiently(), &at).expect("a pass");
@@ -168,8 +175,8 @@ fn homes_come_and_go() {
             let bytes = Some(full * step / 10);
             let told = rig.streamer.rebalance(None, bytes, None);
             assert!([Status::Ok, Status::Budget].contains(&status(told)), "{step}");
-            for early in [false, true] {
-                pass(&rig, How { early, ..patiently() }, &at).expect("a pass");
+            for when_issued in [false, true] {
+                pass(&rig, AcquireOpts { when_issued, ..patiently() }, &at).expect("a pass");
             }
             rig.streamer.load(soon()).expect("residents");
             let plan = rig.streamer.plan();
@@ -186,12 +193,12 @@ fn homes_come_and_go() {
 
 #[test]
 fn what_cannot_be_in_place_is_refused_with_words() {
-    let refused = |device: Arc<dyn Device>, wishes: Wishes| {
+    let refused = |device: Arc<dyn Device>, plan_options: PlanOptions| {
         let files = Files::new("windows-refused", &dense(4));
-        let opts = Opts { device: Some(device), wishes, in_place: true, ..Opts::default() };
+        let opts = Opts { device: Some(device), plan_options, in_place: true, ..Opts::default() };
         Rig::open(files, opts).err().expect("refused")
     };
-    let wishes = || with_device(device(SimulatedOpts::default()), 64 * MIB, 0).wishes;
+    let plan_options = || with_device(device(SimulatedOpts::default()), 64 * MIB, 0).plan_options;
     let without = device(SimulatedOpts { grain_bytes: 0, ..SimulatedOpts::default() });
     let odd = device(SimulatedOpts { grain_bytes: 5 << 30, ..SimulatedOpts::default() });
     let vast = device(SimulatedOpts { grain_bytes: 8 << 30, ..SimulatedOpts::default() });
@@ -203,7 +210,7 @@ fn what_cannot_be_in_place_is_refused_with_words() {
         (host, Status::Unsupported),
     ];
     for (device, expected) in all {
-        let error = refused(device, wishes());
+        let error = refused(device, plan_options());
         assert_eq!(error.status(), expected, "{error}");
         assert!(error.message().contains("units in place"), "{error}");
     }
@@ -221,7 +228,7 @@ fn units_of_the_processor_stay_with_it() {
     let all = files.all_bytes();
     let device = with_grain(SimulatedOpts::default());
     let mut opts = in_place(device.clone(), 60 * GRAIN, 2 * all);
-    opts.wishes.processor_layers = 2;
+    opts.plan_options.processor_layers = 2;
     let rig = Rig::open(files, opts).expect("a streamer");
     let at = addresses(&rig);
     for _ in 0..2 {

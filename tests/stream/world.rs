@@ -7,8 +7,11 @@ use std::collections::{BTreeMap, BinaryHeap};
 
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::device::Event;
-use kvtier::stream::core::{Copied, Copy, Core, From, Goal, Lease, Read, Setup, To, Want};
-use kvtier::stream::plan::{Home, Mode, Plan, Seat};
+use kvtier::stream::plan::{ComputeLocation, Mode, Plan, Residency};
+use kvtier::stream::scheduler::{
+    Acquired, CopyJob, CopyProgress, CopySource, Lease, ReadJob, ReadTarget, Scheduler, Setup,
+    Target,
+};
 use kvtier::stream::units::{Extent, NONE, Role, Unit, Units};
 
 pub const MIB: u64 = 1 << 20;
@@ -39,16 +42,22 @@ pub fn units(sizes: &[(Role, u64)]) -> Units {
 }
 
 /// A plan by hand.
-pub fn plan(units: &Units, seat: Seat, homes: Vec<Home>, slots: u32, staging_bytes: u64) -> Plan {
+pub fn plan(
+    units: &Units,
+    compute: ComputeLocation,
+    residencies: Vec<Residency>,
+    slots: u32,
+    staging_bytes: u64,
+) -> Plan {
     let largest = |expert: bool| {
         let of = units.units.iter().filter(|unit| (unit.role == Role::Expert) == expert);
         of.map(|unit| unit.image_bytes).max().unwrap_or(0)
     };
     Plan {
-        seat,
+        compute,
         mode: Mode::Tiered,
-        on_processor: vec![false; homes.len()],
-        homes,
+        on_processor: vec![false; residencies.len()],
+        residencies,
         slots,
         slot_bytes: largest(false),
         expert_slots: 0,
@@ -57,7 +66,7 @@ pub fn plan(units: &Units, seat: Seat, homes: Vec<Home>, slots: u32, staging_byt
         expert_slot_bytes: largest(true),
         staging_bytes,
         chunk_bytes: 8 * MIB,
-        device_grain_bytes: 0,
+        device_granularity_bytes: 0,
         device_bytes: 0,
         host_bytes: 0,
         pinned_bytes: 0,
@@ -83,26 +92,26 @@ pub fn setup<'a>(units: &'a Units, plan: &'a Plan) -> Setup<'a> {
 /// Where bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Place {
-    Home(u32),
+    Resident(u32),
     Line(u32),
     Expert(u32),
     Staging(u32),
 }
 
-fn place(goal: Goal, unit: u32) -> Place {
+fn place(goal: Target, unit: u32) -> Place {
     match goal {
-        Goal::Home => Place::Home(unit),
-        Goal::Line(slot) => Place::Line(slot),
-        Goal::Expert(slot) => Place::Expert(slot),
+        Target::Resident => Place::Resident(unit),
+        Target::Slot(slot) => Place::Line(slot),
+        Target::ExpertSlot(slot) => Place::Expert(slot),
     }
 }
 
 #[derive(PartialEq)]
 enum End {
-    Read(Read, Result<()>),
+    Read(ReadJob, Result<()>),
     /// It went to where it belongs, not into staging.
-    Landed(Read),
-    Copy(Copy, Result<()>),
+    Landed(ReadJob),
+    Copy(CopyJob, Result<()>),
 }
 
 /// What a read or copy is to come to.
@@ -110,7 +119,7 @@ pub type Fate = Box<dyn FnMut() -> Result<()>>;
 
 /// The machine.
 pub struct World {
-    pub core: Core,
+    pub core: Scheduler,
     pub now_ns: u64,
     pub disk_bytes_per_s: f64,
     pub link_bytes_per_s: f64,
@@ -139,7 +148,12 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(core: Core, units: &Units, disk_bytes_per_s: f64, link_bytes_per_s: f64) -> World {
+    pub fn new(
+        core: Scheduler,
+        units: &Units,
+        disk_bytes_per_s: f64,
+        link_bytes_per_s: f64,
+    ) -> World {
         let chunks = units.units.iter().map(|unit| {
             let lead = unit.extents[0].offset % 4096;
             (lead + unit.bytes).div_ceil(8 * MIB) as usize
@@ -177,7 +191,7 @@ impl World {
     /// Puts memory behind addresses. Whether anything came of it.
     fn back(&mut self) -> bool {
         let mut has_ended = false;
-        for job in self.core.take_backings() {
+        for job in self.core.take_map_jobs() {
             assert!(self.in_place, "{job:?} where no unit is in place");
             let to = place(job.to, job.unit);
             // What has to wait is asked for again when something has ended.
@@ -196,7 +210,7 @@ impl World {
                 self.content.remove(&to);
             }
             has_ended |= result != Ok(false);
-            self.core.backed(&job, result, self.now_ns).expect("sound");
+            self.core.note_mapped(&job, result, self.now_ns).expect("sound");
         }
         has_ended
     }
@@ -229,17 +243,17 @@ impl World {
             let Some(read) = self.core.take_read(self.now_ns) else { break };
             self.reading += 1;
             let (mut took, mut landed) = (0, false);
-            if let Read::Chunk { unit, chunk, to, .. } = read {
+            if let ReadJob::Chunk { unit, chunk, to, .. } = read {
                 let slower = (self.slowness)();
                 took = (chunk.bytes as f64 / self.disk_bytes_per_s * slower * 1e9) as u64;
-                let landing = self.core.landing(&read).filter(|(_, after)| after.is_none());
+                let landing = self.core.direct_target(&read).filter(|(_, after)| after.is_none());
                 let to = match (to, landing) {
-                    (To::Place(goal), _) => place(goal, unit),
-                    (To::Staging(_), Some((goal, _))) if (self.lands)() => {
+                    (ReadTarget::Unit(goal), _) => place(goal, unit),
+                    (ReadTarget::Staging(_), Some((goal, _))) if (self.lands)() => {
                         landed = true;
                         place(goal, unit)
                     }
-                    (To::Staging(slot), _) => Place::Staging(slot),
+                    (ReadTarget::Staging(slot), _) => Place::Staging(slot),
                 };
                 if matches!(to, Place::Staging(_)) {
                     self.content.remove(&to);
@@ -256,8 +270,8 @@ impl World {
             self.copying += 1;
             let took = (copy.chunk.bytes as f64 / self.link_bytes_per_s * 1e9) as u64;
             let from = match copy.from {
-                From::Staging(slot) => Place::Staging(slot),
-                From::Home => Place::Home(copy.unit),
+                CopySource::Staging(slot) => Place::Staging(slot),
+                CopySource::Resident => Place::Resident(copy.unit),
             };
             let (unit, there) = &self.content[&from];
             assert!(*unit == copy.unit && there.contains(&copy.chunk.offset), "copied too early");
@@ -266,7 +280,7 @@ impl World {
             self.write(to, copy.unit, copy.chunk.offset);
             self.link_free_ns = self.link_free_ns.max(self.now_ns) + took;
             let event = Event(self.count);
-            self.core.copied(&copy, Copied::Issued(event), self.now_ns).expect("sound");
+            self.core.copied(&copy, CopyProgress::Issued(event), self.now_ns).expect("sound");
             let result = (self.fate)();
             self.at(self.link_free_ns, End::Copy(copy, result));
         }
@@ -285,11 +299,13 @@ impl World {
         match self.what.remove(&id).expect("an end") {
             End::Read(read, result) => {
                 self.reading -= 1;
-                if let (Read::Chunk { unit, to: To::Place(goal), .. }, Err(_)) = (&read, &result) {
+                if let (ReadJob::Chunk { unit, to: ReadTarget::Unit(goal), .. }, Err(_)) =
+                    (&read, &result)
+                {
                     self.content.remove(&place(*goal, *unit));
                 }
-                if let Read::Clear { unit, .. } = read {
-                    let keep = |at: &Place| matches!(at, Place::Staging(_) | Place::Home(_));
+                if let ReadJob::Clear { unit, .. } = read {
+                    let keep = |at: &Place| matches!(at, Place::Staging(_) | Place::Resident(_));
                     self.content.retain(|at, (of, _)| keep(at) || *of != unit);
                     assert!(!self.used.keys().any(|at| !self.content.contains_key(at)), "cleared");
                 }
@@ -297,7 +313,7 @@ impl World {
             }
             End::Landed(read) => {
                 self.reading -= 1;
-                self.core.read_landed(&read, self.now_ns).expect("sound");
+                self.core.direct_read_done(&read, self.now_ns).expect("sound");
             }
             End::Copy(copy, result) => {
                 self.copying -= 1;
@@ -305,7 +321,7 @@ impl World {
                 if let (Some((_, there)), Err(_)) = (self.content.get_mut(&to), &result) {
                     there.retain(|offset| *offset != copy.chunk.offset);
                 }
-                self.core.copied(&copy, Copied::Done(result), self.now_ns).expect("sound");
+                self.core.copied(&copy, CopyProgress::Done(result), self.now_ns).expect("sound");
             }
         }
         true
@@ -328,9 +344,9 @@ impl World {
         let limit = self.count + 200_000;
         loop {
             assert!(self.count < limit, "unit {unit} does not come");
-            match self.core.want(unit, false, self.now_ns)? {
-                Want::Ready(lease) => {
-                    let at = place(lease.place, unit);
+            match self.core.acquire(unit, false, self.now_ns)? {
+                Acquired::Ready(lease) => {
+                    let at = place(lease.location, unit);
                     let (of, there) = self.content.get(&at).expect("a place with content");
                     assert!(*of == unit, "unit {unit} was asked for, unit {of} is there");
                     assert!(there.len() == self.chunks[unit as usize], "unit {unit} is in pieces");
@@ -339,7 +355,7 @@ impl World {
                     *self.used.entry(at).or_insert(0) += 1;
                     return Ok(lease);
                 }
-                Want::Wait(_) => {
+                Acquired::Wait(_) => {
                     if !self.step(u64::MAX) {
                         return Err(Error::new(Status::Timeout, "nothing is under way"));
                     }
@@ -356,7 +372,7 @@ impl World {
     /// Takes the memory of slots away that nobody needs any more. How many are left.
     pub fn empty_expert_slots(&mut self) -> u32 {
         let in_use = self.core.empty_expert_slots().expect("sound");
-        for slot in in_use..self.core.most_expert_slots() {
+        for slot in in_use..self.core.max_expert_slots() {
             let at = Place::Expert(slot);
             assert!(!self.used.contains_key(&at), "{at:?} is taken away while it is used");
             self.content.remove(&at);
@@ -368,7 +384,7 @@ impl World {
 
     /// The memory of a unit's home is used for something else.
     pub fn forget_home(&mut self, unit: u32) {
-        self.content.remove(&Place::Home(unit));
+        self.content.remove(&Place::Resident(unit));
     }
 
     pub fn release(&mut self, lease: &Lease) {
@@ -376,7 +392,7 @@ impl World {
     }
 
     pub fn release_after(&mut self, lease: &Lease, after: Option<Event>) {
-        let at = place(lease.place, lease.unit);
+        let at = place(lease.location, lease.unit);
         let users = self.used.get_mut(&at).expect("a place in use");
         *users -= 1;
         if *users == 0 {

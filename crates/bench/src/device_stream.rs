@@ -8,8 +8,8 @@ use kvtier::base::status::Result;
 use kvtier::base::sync::Arc;
 use kvtier::device::cuda::Cuda;
 use kvtier::device::{Device, Stream};
-use kvtier::stream::plan::{Home, Wishes};
-use kvtier::stream::streamer::{How, Opts, Streamer};
+use kvtier::stream::plan::{PlanOptions, Residency};
+use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer};
 
 use super::stream_timed::{files, model};
 use super::{Bar, Better, median};
@@ -30,7 +30,7 @@ fn open(
     let (model, units) = model(LAYERS, layer_bytes)?;
     let grain = if in_place { device.window_grain()? } else { 1 };
     let staging = 2 * CHUNK_BYTES;
-    let wishes = Wishes {
+    let plan_options = PlanOptions {
         device_ceiling_bytes: Some(2 * layer_bytes.next_multiple_of(grain)),
         host_ceiling_bytes: Some(u64::from(LAYERS) * layer_bytes + staging),
         device_safety_bytes: Some(0),
@@ -38,10 +38,10 @@ fn open(
         kv_bytes: Some(0),
         staging_bytes: staging,
         chunk_bytes: CHUNK_BYTES,
-        ..Wishes::default()
+        ..PlanOptions::default()
     };
     let shared: Arc<dyn Device> = device.clone();
-    let opts = Opts { wishes, in_place, device: Some(shared), ..Opts::default() };
+    let opts = Opts { plan_options, in_place, device: Some(shared), ..Opts::default() };
     let files = files(&model, 0)?;
     Streamer::open_on(runtime.core(), files, model, units, opts)
 }
@@ -56,15 +56,17 @@ fn rate(
     let runtime = Runtime::open(RuntimeOpts::default())?;
     let streamer = open(&runtime, device, layer_bytes, in_place)?;
     streamer.load(0)?;
-    let homes = streamer.plan().homes;
-    let sent = homes.iter().filter(|home| **home != Home::Device).count() as u64 * layer_bytes;
+    let residencies = streamer.plan().residencies;
+    let sent =
+        residencies.iter().filter(|home| **home != Residency::Device).count() as u64 * layer_bytes;
     let stream = Stream(1 % device.facts().streams);
     let mut took = Vec::new();
     for pass in 0..passes + 1 {
         let begun = Instant::now();
         streamer.pass_begin()?;
         for layer in 0..LAYERS {
-            let held = streamer.acquire(layer, How { early: true, ..How::default() })?;
+            let held = streamer
+                .acquire(layer, AcquireOpts { when_issued: true, ..AcquireOpts::default() })?;
             // SAFETY: a batch of nothing, which only marks the place.
             let used = unsafe { device.submit(stream, held.lease.event, &mut []) }?;
             streamer.release(&held, Some(used))?;
@@ -75,7 +77,7 @@ fn rate(
         }
     }
     streamer.close(0)?;
-    let note = format!("{} layers of {} MiB pass", homes.len(), layer_bytes >> 20);
+    let note = format!("{} layers of {} MiB pass", residencies.len(), layer_bytes >> 20);
     Ok((median(&mut took), note))
 }
 

@@ -15,8 +15,8 @@ use kvtier::base::checksum::checksum;
 use kvtier::base::machine::MemoryFacts;
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::stream::model::Model;
-use kvtier::stream::plan::{Home, Placement, Wishes};
-use kvtier::stream::streamer::{How as Ask, Opts, Streamer};
+use kvtier::stream::plan::{Placement, PlanOptions, Residency};
+use kvtier::stream::streamer::{AcquireOpts as Ask, Opts, Streamer};
 use kvtier::stream::units::Units;
 use serde_json::json;
 
@@ -24,7 +24,7 @@ use kvtier_cli::stream::{Files, Outcome, sum};
 
 /// Which way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum How {
+pub enum AcquireOpts {
     /// A memory map
     Map,
     /// The streamer, with residents at equal distances
@@ -38,7 +38,7 @@ pub enum How {
 pub struct Args {
     /// Which way
     #[arg(long, value_enum)]
-    how: How,
+    how: AcquireOpts,
     /// The cgroup's directory, which it joins before anything else
     #[arg(long)]
     cgroup: Option<PathBuf>,
@@ -86,22 +86,22 @@ enum Subject {
 impl Subject {
     fn open(args: &Args, (model, units): (Model, Units)) -> Outcome<Subject> {
         let placement = match args.how {
-            How::Map => {
+            AcquireOpts::Map => {
                 let maps = model.files.iter().map(|file| Map::new(&file.path));
                 return Ok(Subject::Map(maps.collect::<Outcome<_>>()?, units));
             }
-            How::Interleaved => Placement::Interleaved,
-            How::First => Placement::First,
+            AcquireOpts::Interleaved => Placement::Interleaved,
+            AcquireOpts::First => Placement::First,
         };
-        let wishes = Wishes {
+        let plan_options = PlanOptions {
             placement,
             host_ceiling_bytes: args.host,
             host_reserve_bytes: args.host.map(|_| 0),
             kv_bytes: args.host.map(|_| 0),
-            ..Wishes::default()
+            ..PlanOptions::default()
         };
         let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() })?;
-        let opts = Opts { wishes, ..Opts::default() };
+        let opts = Opts { plan_options, ..Opts::default() };
         let streamer = Streamer::open(runtime.core(), model, units, opts)?;
         streamer.load(0)?;
         Ok(Subject::Stream { streamer, _runtime: runtime })
@@ -146,13 +146,13 @@ impl Subject {
         let facts = MemoryFacts::probe();
         let Subject::Stream { streamer, .. } = self else { return json!({}) };
         let plan = streamer.plan();
-        let away = plan.homes.iter().zip(&streamer.units().units);
-        let away = away.filter(|(home, _)| **home == Home::File);
+        let away = plan.residencies.iter().zip(&streamer.units().units);
+        let away = away.filter(|(home, _)| **home == Residency::File);
         let (engine, fallback) = streamer.engine();
         json!({
             "moved_bytes": away.clone().map(|(_, unit)| unit.bytes).sum::<u64>(),
             "moved_units": away.count(),
-            "units": plan.homes.len(),
+            "units": plan.residencies.len(),
             "host_bytes": plan.host_bytes,
             "available_bytes": facts.available_bytes,
             "engine": engine,

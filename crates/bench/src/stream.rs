@@ -8,7 +8,7 @@ use std::time::Instant;
 use kvtier::base::memory::{Buffer, MemoryWish, prefault};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::stream::model::Model;
-use kvtier::stream::plan::Wishes;
+use kvtier::stream::plan::PlanOptions;
 use kvtier::stream::streamer::{Opts, Streamer};
 use kvtier::stream::units::Units;
 
@@ -157,13 +157,13 @@ fn load_bar(path: &PathBuf, rounds: u32) -> Bar {
             let model = Model::open(std::slice::from_ref(path)).map_err(say)?;
             let units = Units::of(&model).map_err(say)?;
             bytes = model.bytes();
-            let wishes = Wishes {
+            let plan_options = PlanOptions {
                 host_ceiling_bytes: Some(bytes + (1 << 30)),
                 host_reserve_bytes: Some(0),
                 kv_bytes: Some(0),
-                ..Wishes::default()
+                ..PlanOptions::default()
             };
-            let opts = Opts { wishes, ..Opts::default() };
+            let opts = Opts { plan_options, ..Opts::default() };
             touch(bytes)?;
             let begun = Instant::now();
             let streamer = Streamer::open(runtime.core(), model, units, opts).map_err(say)?;

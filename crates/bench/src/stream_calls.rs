@@ -6,8 +6,8 @@ use std::time::Instant;
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::Result;
 use kvtier::stream::model::Facts;
-use kvtier::stream::plan::{Inputs, Links, Memory, Plan, Seat, Wishes};
-use kvtier::stream::streamer::{Held, How, Opts, Streamer};
+use kvtier::stream::plan::{ComputeLocation, Inputs, Links, Memory, Plan, PlanOptions};
+use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer, UnitLease};
 
 use super::home::say;
 use super::stream_timed::{files, model, units};
@@ -32,9 +32,10 @@ fn plan_ms(rounds: u32) -> Result<f64> {
     };
     let links = Links { disk: 3_300_000_000, device: 13_000_000_000, processor: 0 };
     let mut slowest = 0.0f64;
-    for seat in [Seat::Host, Seat::Device] {
-        let wishes = Wishes { seat: Some(seat), ..Wishes::default() };
-        let inputs = Inputs { units: &units, facts: &facts, memory, links, wishes: &wishes };
+    for compute in [ComputeLocation::Host, ComputeLocation::Device] {
+        let plan_options = PlanOptions { compute: Some(compute), ..PlanOptions::default() };
+        let inputs =
+            Inputs { units: &units, facts: &facts, memory, links, plan_options: &plan_options };
         let mut took = Vec::new();
         for _ in 0..rounds {
             let begun = Instant::now();
@@ -51,14 +52,15 @@ fn acquire_ns(rounds: u32) -> Result<(f64, f64)> {
     const CALLS: u32 = 100_000;
     let (model, units) = model(16, 1 << 20)?;
     let runtime = Runtime::open(RuntimeOpts::default())?;
-    let wishes = Wishes { kv_bytes: Some(0), host_reserve_bytes: Some(0), ..Wishes::default() };
+    let plan_options =
+        PlanOptions { kv_bytes: Some(0), host_reserve_bytes: Some(0), ..PlanOptions::default() };
     let files = files(&model, 0)?;
-    let opts = Opts { wishes, ..Opts::default() };
+    let opts = Opts { plan_options, ..Opts::default() };
     let streamer = Streamer::open_on(runtime.core(), files, model, units, opts)?;
     streamer.load(0)?;
-    let how = How::default();
+    let how = AcquireOpts::default();
     let (mut alone, mut both) = (Vec::new(), Vec::new());
-    let mut held: Vec<Held> = Vec::with_capacity(CALLS as usize);
+    let mut held: Vec<UnitLease> = Vec::with_capacity(CALLS as usize);
     for _ in 0..rounds {
         let (mut unit, mut failed) = (0, None);
         alone.push(per_call(CALLS, || {

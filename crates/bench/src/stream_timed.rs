@@ -9,8 +9,8 @@ use kvtier::base::status::Result;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::stream::model::{File, Model, Tensor};
-use kvtier::stream::plan::{Home, Links, Wishes};
-use kvtier::stream::streamer::{How, Opts, Streamer};
+use kvtier::stream::plan::{Links, PlanOptions, Residency};
+use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer};
 use kvtier::stream::units::{Role, Unit, Units};
 use kvtier_testkit::fixed::simulated::{SimFile, SimFixed, SimFixedOpts};
 
@@ -68,7 +68,7 @@ impl Case {
         let (disk, link) = (rate(DISK_NS), rate(DEVICE_NS));
         // Staging of two layers: the disk reads while layers of host memory are copied.
         let staging = 2 * LAYER_BYTES;
-        let wishes = Wishes {
+        let plan_options = PlanOptions {
             device_ceiling_bytes: Some(u64::from(self.device + 2) * LAYER_BYTES),
             host_ceiling_bytes: Some(u64::from(self.host) * LAYER_BYTES + staging),
             device_safety_bytes: Some(0),
@@ -77,7 +77,7 @@ impl Case {
             staging_bytes: staging,
             chunk_bytes: CHUNK_BYTES,
             layer_compute_ns: self.compute_ns,
-            ..Wishes::default()
+            ..PlanOptions::default()
         };
         let device = SimulatedOpts {
             latency_ns: 0,
@@ -87,7 +87,7 @@ impl Case {
             ..SimulatedOpts::default()
         };
         let opts = Opts {
-            wishes,
+            plan_options,
             links: Links { disk, device: link, processor: 0 },
             device: Some(Arc::new(Simulated::new(Clock::real(), device)?)),
             ..Opts::default()
@@ -102,8 +102,10 @@ impl Case {
         let streamer = self.open(&runtime)?;
         streamer.load(0)?;
         let plan = streamer.plan();
-        let count = |home: Home| plan.homes.iter().filter(|h| **h == home).count() as u64;
-        let (device, host, file) = (count(Home::Device), count(Home::Host), count(Home::File));
+        let count =
+            |home: Residency| plan.residencies.iter().filter(|h| **h == home).count() as u64;
+        let (device, host, file) =
+            (count(Residency::Device), count(Residency::Host), count(Residency::File));
         let link_ns = (host + file) * DEVICE_NS;
         let all_compute_ns = u64::from(LAYERS) * self.compute_ns;
         let least_ns = all_compute_ns.max(link_ns).max(file * DISK_NS);
@@ -113,7 +115,7 @@ impl Case {
             streamer.pass_begin()?;
             for layer in 0..LAYERS {
                 let asked = Instant::now();
-                let held = streamer.acquire(layer, How::default())?;
+                let held = streamer.acquire(layer, AcquireOpts::default())?;
                 // One that is there begins as soon as the one before it has ended, as on a
                 // stream of a device: that this thread wakes late is no part of it.
                 let waited = asked.elapsed() > Duration::from_micros(50);

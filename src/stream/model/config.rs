@@ -1,17 +1,17 @@
-//! What `config.json` beside safetensors files says of a model.
+//! Properties of a model in the `config.json` beside its safetensors files.
 
 use crate::base::json::Json;
 use crate::base::status::Result;
 use crate::fail;
 use crate::io::header::Header;
 use crate::stream::model::Facts;
+use crate::stream::model::facts::WindowRule;
 use crate::stream::model::safetensors::corrupt;
-use crate::stream::model::window::Which;
 
-/// Longest file of this kind.
+/// Longest accepted `config.json`: 16 MiB.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// Numbers as they stand there, by what they are called in different families.
+/// Names of the numbers in different model families.
 const NAMES: [(&[&str], usize); 16] = [
     (&["num_hidden_layers", "n_layer", "n_layers", "num_layers"], LAYERS),
     (&["hidden_size", "n_embd", "d_model"], HIDDEN),
@@ -47,20 +47,20 @@ const WINDOW: usize = 13;
 const PERIOD: usize = 14;
 const BEHIND: usize = 15;
 
-/// Parts of a file that describe the model that makes symbols, where it is one of several.
+/// Objects that describe the language model, where it is one of several models.
 const INNER: [&str; 4] = ["text_config", "llm_config", "language_config", "ffn_config"];
 
 #[derive(Default)]
 struct Config {
     architecture: String,
     numbers: [u32; 16],
-    /// What it says of whether windows are used.
+    /// `use_sliding_window`, if given.
     uses_window: Option<bool>,
-    /// What kind each layer is of, if it says: how many have a window, of how many.
+    /// From `layer_types`, if given: number of layers with a window, and number of layers.
     layer_types: Option<(u64, u64)>,
 }
 
-/// Reads an open file.
+/// Reads an open `config.json`.
 pub fn read(file: &Header) -> Result<Facts> {
     if file.bytes() > MAX_CONFIG_BYTES {
         fail!(Limit, "{} bytes: more than {MAX_CONFIG_BYTES}", file.bytes());
@@ -68,7 +68,7 @@ pub fn read(file: &Header) -> Result<Facts> {
     parse(&file.read(0, file.bytes())?)
 }
 
-/// Reads the text of such a file.
+/// Parses the text of a `config.json`.
 pub fn parse(text: &[u8]) -> Result<Facts> {
     let mut config = Config::default();
     let mut json = Json::new(text);
@@ -103,8 +103,8 @@ fn object(json: &mut Json<'_>, config: &mut Config) -> Result<()> {
         }
         let found = NAMES.iter().find(|(names, _)| names.contains(&key));
         match found {
-            // What is null, or a list with a number for each layer, says nothing here; nor does
-            // what cannot be counted, such as -1 for a context without end.
+            // A null, a list with a number for each layer, and numbers that are no counts (such as
+            // -1 for an unlimited context) are ignored.
             Some((_, slot)) if json.is_number() => {
                 let value = json.f64()?;
                 let counts = value.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&value);
@@ -119,7 +119,7 @@ fn object(json: &mut Json<'_>, config: &mut Config) -> Result<()> {
     })
 }
 
-/// A list of words, one for each layer.
+/// Parses a list of words, one for each layer.
 fn layer_types(json: &mut Json<'_>, config: &mut Config) -> Result<()> {
     let (mut windowed, mut of) = (0, 0);
     json.array(|json| {
@@ -136,13 +136,13 @@ fn layer_types(json: &mut Json<'_>, config: &mut Config) -> Result<()> {
 
 impl Config {
     /// Which layers have a window.
-    fn which(&self) -> Which {
+    fn window_rule(&self) -> WindowRule {
         let number = |slot: usize| self.numbers.get(slot).copied().unwrap_or(0).into();
         match (self.layer_types, self.uses_window) {
-            (Some((windowed, of)), _) => Which::Listed { windowed, of },
-            (None, Some(true)) if number(BEHIND) > 0 => Which::Behind(number(BEHIND)),
-            _ if number(PERIOD) > 0 => Which::AllBut(number(PERIOD)),
-            _ => Which::Unsaid,
+            (Some((windowed, of)), _) => WindowRule::Listed { windowed, of },
+            (None, Some(true)) if number(BEHIND) > 0 => WindowRule::Behind(number(BEHIND)),
+            _ if number(PERIOD) > 0 => WindowRule::AllBut(number(PERIOD)),
+            _ => WindowRule::Unsaid,
         }
     }
 
@@ -150,11 +150,11 @@ impl Config {
         let of = |slot: usize| self.numbers.get(slot).copied().unwrap_or(0);
         let or = |value: u32, other: u32| if value > 0 { value } else { other };
         let head_dim = or(of(HEAD_DIM), of(HIDDEN).checked_div(of(HEADS)).unwrap_or(0));
-        // Compressed keys are one head, and values are part of them.
+        // Compressed keys count as one head, and values are part of them.
         let compressed = of(RANK) > 0 && of(ROPE) > 0;
         let rank = of(RANK).saturating_add(of(ROPE));
-        let which = self.which();
-        // What is not used is not there.
+        let window_rule = self.window_rule();
+        // A window that is not used is ignored.
         let window = if self.uses_window == Some(false) { 0 } else { of(WINDOW) };
         let mut facts = Facts {
             layers: of(LAYERS),
@@ -170,7 +170,7 @@ impl Config {
             architecture: self.architecture,
             ..Facts::default()
         };
-        facts.set_window(window, which);
+        facts.set_window(window, window_rule);
         facts
     }
 }
@@ -181,7 +181,7 @@ mod tests {
     use crate::base::status::Status;
 
     #[test]
-    fn families_call_the_same_by_different_names() {
+    fn names_of_model_families_are_equivalent() {
         let llama = br#"{"model_type":"llama","num_hidden_layers":32,"hidden_size":4096,
             "num_attention_heads":32,"num_key_value_heads":8,"max_position_embeddings":8192,
             "vocab_size":128256,"head_dim":null,"rope_scaling":{"num_hidden_layers":1}}"#;
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_are_those_of_the_layers_that_have_them() {
+    fn only_layers_with_a_window_are_counted() {
         let window = |text: &str| {
             let facts = parse(text.as_bytes()).expect("sound");
             (facts.window, facts.windowed_layers)
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_config_is_refused() {
+    fn invalid_config_is_rejected() {
         for text in ["", "[]", "{\"a\":1", "{} {}", "{\"n_layer\":--1}"] {
             let error = parse(text.as_bytes()).expect_err(text);
             assert_eq!(error.status(), Status::Corrupt, "{text}: {error}");

@@ -1,11 +1,11 @@
-//! The types of numbers that files of models have, and what they take.
+//! Data types of model files, and their sizes.
 
-/// A type: how many numbers make a block, and what a block takes.
+/// A data type. Elements are stored in blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dtype {
-    /// As the file's format calls it.
+    /// Name in the file's format.
     pub name: &'static str,
-    /// Numbers of a block; a row is made of whole blocks.
+    /// Elements of a block; a row is made of whole blocks.
     pub block: u64,
     /// Bits of a block.
     pub bits: u64,
@@ -16,8 +16,8 @@ impl Dtype {
         Dtype { name, block, bits: bytes * 8 }
     }
 
-    /// What a tensor takes; none where rows or the whole do not end with a block or a byte,
-    /// or where numbers are too large.
+    /// Bytes of a tensor. None if rows are not whole blocks, if the tensor does not end at a byte,
+    /// or if the size overflows.
     pub fn bytes(&self, dims: &[u64]) -> Option<u64> {
         let row = dims.first().copied().unwrap_or(1);
         if row % self.block != 0 {
@@ -29,14 +29,14 @@ impl Dtype {
     }
 }
 
-/// What a number in a GGUF file means.
+/// Meaning of a type number in a GGUF file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ggml {
-    /// A type.
+    /// A supported type.
     Known(Dtype),
-    /// A type that ggml once had.
+    /// A type that ggml removed.
     Removed(&'static str),
-    /// Nothing we know.
+    /// An unknown type.
     Unknown,
 }
 
@@ -91,7 +91,7 @@ pub fn ggml(number: u32) -> Ggml {
     Ggml::Known(Dtype::new(name, block, bytes))
 }
 
-/// The types of safetensors files and their bits.
+/// Types of safetensors files, with their bits.
 const SAFETENSORS: [(&str, u64); 22] = [
     ("BOOL", 8),
     ("F4", 4),
@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_whole_blocks_and_bytes_or_nothing() {
+    fn partial_blocks_and_overflow_have_no_size() {
         let Ggml::Known(q4_k) = ggml(12) else { panic!("known") };
         assert_eq!(q4_k.bytes(&[256, 3, 2]), Some(864));
         assert_eq!((q4_k.bytes(&[255, 256]), q4_k.bytes(&[])), (None, None));

@@ -1,48 +1,49 @@
-//! The header of a GGUF file: metadata, then the names and places of tensors.
+//! The header of a GGUF file: metadata, then names and offsets of tensors.
 
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::header::Header;
-use crate::stream::model::cursor::{Cursor, Stop, corrupt};
-use crate::stream::model::dtype::{self, Ggml};
-use crate::stream::model::gguf_value::{self, Value};
-use crate::stream::model::window::Which;
-use crate::stream::model::{Facts, MAX_NAME_BYTES, MAX_TENSORS, Tensor};
+use crate::stream::model::dtype::Ggml;
+use crate::stream::model::facts::WindowRule;
+use crate::stream::model::{Facts, MAX_NAME_BYTES, MAX_TENSORS, Tensor, dtype};
 
-/// How a GGUF file starts.
+/// Outcome of parsing part of a header.
+type Parsed<T> = std::result::Result<T, Stop>;
+
+/// First bytes of a GGUF file.
 pub const MAGIC: &[u8; 4] = b"GGUF";
-/// Longest header. Those of large vocabularies have about ten MiB.
+/// Longest accepted header. Headers with a large vocabulary have about 10 MiB.
 pub const MAX_HEAD_BYTES: u64 = 256 << 20;
-/// Most dimensions of a tensor in this format.
+/// Most dimensions of a tensor in GGUF.
 const MAX_GGUF_DIMS: u32 = 4;
-/// What is read first: most headers need more, few need much more.
+/// Bytes that are read first. Most headers need more, few need much more.
 const FIRST_BYTES: u64 = 1 << 20;
 
-/// Which file of a split model a file is.
+/// The position of a file in a split model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Split {
     /// Its number, from 0.
     pub no: u64,
-    /// How many files there are.
+    /// Number of files.
     pub count: u64,
-    /// Tensors of all files, if it says.
+    /// Number of tensors in all files, if stated.
     pub tensors: Option<u64>,
 }
 
-/// What is in one GGUF file.
+/// Contents of the header of a GGUF file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gguf {
-    /// Its tensors, in the order in which it names them; they are of file 0.
+    /// Its tensors in the order of the header; their file number is 0.
     pub tensors: Vec<Tensor>,
-    /// What it says of the model.
+    /// Properties of the model.
     pub facts: Facts,
-    /// Which file of a split model it is.
+    /// Position in a split model; none = the model has one file.
     pub split: Option<Split>,
-    /// Where the names of tensors end.
+    /// Length of the header.
     pub head_bytes: u64,
 }
 
-/// Metadata with values that are of use.
+/// Metadata pairs, sorted by key.
 struct Meta<'a>(Vec<(&'a str, Value<'a>)>);
 
 impl Meta<'_> {
@@ -60,7 +61,7 @@ impl Meta<'_> {
     }
 }
 
-/// Reads the header of an open file; and its bytes.
+/// Reads the header of an open file. Returns its contents and its bytes.
 pub fn read(file: &Header) -> Result<(Gguf, Vec<u8>)> {
     let most = file.bytes().min(MAX_HEAD_BYTES);
     let mut bytes = FIRST_BYTES.min(most);
@@ -73,20 +74,21 @@ pub fn read(file: &Header) -> Result<(Gguf, Vec<u8>)> {
             }
             Err(Stop::Bad(error)) => return Err(error),
             Err(Stop::More(needed)) if needed > most => {
-                fail!(Limit, "its header is longer than {MAX_HEAD_BYTES} bytes")
+                fail!(Limit, "the header is longer than {MAX_HEAD_BYTES} bytes")
             }
-            // Doubling keeps what is read again below what is read once.
+            // Doubling bounds the bytes that are read again by those that are read once.
             Err(Stop::More(needed)) => bytes = needed.max(bytes.saturating_mul(2)).min(most),
         }
     }
 }
 
-/// Reads a header of which `head` is the start, in a file of a length.
-pub fn parse(head: &[u8], file_bytes: u64) -> std::result::Result<Gguf, Stop> {
+/// Parses a header of which `head` is the start, in a file of `file_bytes` bytes.
+pub fn parse(head: &[u8], file_bytes: u64) -> Parsed<Gguf> {
     let mut cursor = Cursor::new(head, file_bytes);
     let version = version(&mut cursor)?;
     let (tensors, pairs) = (cursor.u64()?, cursor.u64()?);
-    // A tensor takes 24 bytes at least, a pair 13: counts that lie are told at once.
+    // A tensor takes at least 24 bytes, a pair 13: wrong counts are detected before memory is
+    // allocated.
     let least = tensors.checked_mul(24).zip(pairs.checked_mul(13));
     let least = least.and_then(|(tensors, pairs)| tensors.checked_add(pairs));
     if least.is_none_or(|least| least > cursor.left()) {
@@ -117,14 +119,14 @@ pub fn parse(head: &[u8], file_bytes: u64) -> std::result::Result<Gguf, Stop> {
     Ok(Gguf { tensors: found, facts: facts(&meta)?, split: split(&meta), head_bytes })
 }
 
-fn version(cursor: &mut Cursor<'_>) -> std::result::Result<u32, Stop> {
+fn version(cursor: &mut Cursor<'_>) -> Parsed<u32> {
     if cursor.take(4)? != MAGIC {
         return Err(corrupt(0, "not a GGUF file"));
     }
     let version = cursor.u32()?;
     let why = match version {
         2 | 3 => return Ok(version),
-        // The low half of a small number is its high half when bytes are turned round.
+        // A byte-swapped small version number has its value in the high half.
         n if n & 0xFFFF == 0 && n != 0 => "is big-endian: convert it with gguf_convert_endian.py",
         1 => "is of version 1, which nothing reads any more: convert the model again",
         0 => return Err(corrupt(4, "version 0")),
@@ -134,7 +136,7 @@ fn version(cursor: &mut Cursor<'_>) -> std::result::Result<u32, Stop> {
     Err(Stop::Bad(Error::new(Status::Unsupported, text)))
 }
 
-fn metadata<'a>(cursor: &mut Cursor<'a>, pairs: u64) -> std::result::Result<Meta<'a>, Stop> {
+fn metadata<'a>(cursor: &mut Cursor<'a>, pairs: u64) -> Parsed<Meta<'a>> {
     let mut all = Vec::new();
     all.try_reserve(pairs as usize).map_err(|_| Error::from(Status::NoMem))?;
     for _ in 0..pairs {
@@ -144,7 +146,7 @@ fn metadata<'a>(cursor: &mut Cursor<'a>, pairs: u64) -> std::result::Result<Meta
         if key.is_empty() {
             return Err(corrupt(at, "metadata without a name"));
         }
-        all.push((key, gguf_value::read(cursor, kind)?));
+        all.push((key, read_value(cursor, kind)?));
     }
     all.sort_unstable_by_key(|(key, _)| *key);
     match all.windows(2).find(|pair| pair[0].0 == pair[1].0) {
@@ -161,7 +163,7 @@ fn alignment(meta: &Meta<'_>) -> Result<u64> {
     }
 }
 
-fn tensor(cursor: &mut Cursor<'_>, alignment: u64) -> std::result::Result<Tensor, Stop> {
+fn tensor(cursor: &mut Cursor<'_>, alignment: u64) -> Parsed<Tensor> {
     let at = cursor.at();
     let name = cursor.text()?;
     if name.len() > MAX_NAME_BYTES {
@@ -204,7 +206,7 @@ fn tensor(cursor: &mut Cursor<'_>, alignment: u64) -> std::result::Result<Tensor
     Ok(Tensor { name: name.into(), dtype: dtype.name, dims, file: 0, offset, bytes })
 }
 
-/// Dimensions as people write them.
+/// Dimensions joined by `x`.
 struct Product<'a>(&'a [u64]);
 
 impl std::fmt::Display for Product<'_> {
@@ -255,7 +257,7 @@ fn facts(meta: &Meta<'_>) -> Result<Facts> {
         experts_used: number("expert_used_count")?,
         ..Facts::default()
     };
-    // Where keys are compressed, a head's own sizes stand under other names.
+    // With compressed keys, the sizes of a head have other names.
     if number("attention.key_length_mla")? > 0 {
         let rank = number("attention.kv_lora_rank")?;
         facts.kv_heads = 1;
@@ -263,12 +265,211 @@ fn facts(meta: &Meta<'_>) -> Result<Facts> {
         facts.value_dim = 0;
     }
     let window = number("attention.sliding_window")?;
-    let which = match meta.get(&format!("{architecture}.attention.sliding_window_pattern")) {
-        None => Which::Unsaid,
-        Some(Value::Number(period)) => Which::AllBut(period),
-        Some(Value::Flags(of, windowed)) => Which::Listed { windowed, of },
-        Some(_) => Which::Else,
+    let window_rule = match meta.get(&format!("{architecture}.attention.sliding_window_pattern")) {
+        None => WindowRule::Unsaid,
+        Some(Value::Number(period)) => WindowRule::AllBut(period),
+        Some(Value::Flags(of, windowed)) => WindowRule::Listed { windowed, of },
+        Some(_) => WindowRule::Unknown,
     };
-    facts.set_window(window, which);
+    facts.set_window(window, window_rule);
     Ok(facts)
+}
+
+// Values of GGUF metadata. Only whole numbers, flags and short text are used; other values, such
+// as the vocabulary, are skipped.
+
+/// Deepest accepted nesting of arrays.
+pub const MAX_DEPTH: u32 = 4;
+
+/// A metadata value, as far as it is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Value<'a> {
+    /// A number that is whole and not negative.
+    Number(u64),
+    /// Text.
+    Text(&'a str),
+    /// An array: number of elements, and the largest whole number among them.
+    Array(u64, Option<u64>),
+    /// An array of flags: number of elements, and number of set ones.
+    Flags(u64, u64),
+    /// Any other value.
+    Other,
+}
+
+const FLAG: u32 = 7;
+const STRING: u32 = 8;
+const ARRAY: u32 = 9;
+
+/// Bytes of a value of a kind with a fixed size.
+fn value_bytes(kind: u32) -> Option<u64> {
+    match kind {
+        0 | 1 | 7 => Some(1),
+        2 | 3 => Some(2),
+        4..=6 => Some(4),
+        10..=12 => Some(8),
+        _ => None,
+    }
+}
+
+/// A number that is whole and not negative.
+fn value_number(kind: u32, bytes: &[u8]) -> Option<u64> {
+    let mut wide = [0; 8];
+    wide.get_mut(..bytes.len())?.copy_from_slice(bytes);
+    let value = u64::from_le_bytes(wide);
+    let negative = bytes.last().is_some_and(|last| *last >= 128);
+    match kind {
+        0 | 2 | 4 | 10 => Some(value),
+        1 | 3 | 5 | 11 if !negative => Some(value),
+        _ => None,
+    }
+}
+
+/// Reads a value of the given kind.
+pub fn read_value<'a>(cursor: &mut Cursor<'a>, kind: u32) -> Parsed<Value<'a>> {
+    match (kind, value_bytes(kind)) {
+        (_, Some(size)) => {
+            let bytes = cursor.take(size)?;
+            Ok(value_number(kind, bytes).map_or(Value::Other, Value::Number))
+        }
+        (STRING, _) => {
+            let bytes = cursor.bytes()?;
+            Ok(std::str::from_utf8(bytes).map_or(Value::Other, Value::Text))
+        }
+        (ARRAY, _) => value_array(cursor, 1),
+        _ => Err(corrupt(cursor.at(), format_args!("a value of the unknown kind {kind}"))),
+    }
+}
+
+fn value_array<'a>(cursor: &mut Cursor<'a>, depth: u32) -> Parsed<Value<'a>> {
+    let at = cursor.at();
+    if depth > MAX_DEPTH {
+        return Err(corrupt(at, format_args!("arrays nested deeper than {MAX_DEPTH}")));
+    }
+    let (kind, count) = (cursor.u32()?, cursor.u64()?);
+    // The least bytes of an element: a wrong count is detected here, not in a long loop.
+    let least = match kind {
+        STRING => 8,
+        ARRAY => 12,
+        kind => match value_bytes(kind) {
+            Some(bytes) => bytes,
+            None => return Err(corrupt(at, format_args!("an array of the unknown kind {kind}"))),
+        },
+    };
+    if count.checked_mul(least).is_none_or(|bytes| bytes > cursor.left()) {
+        return Err(corrupt(at, format_args!("an array of {count} elements that the file lacks")));
+    }
+    let mut largest = None;
+    match kind {
+        FLAG => {
+            let set = cursor.take(count)?.iter().filter(|flag| **flag != 0).count();
+            return Ok(Value::Flags(count, set as u64));
+        }
+        STRING => {
+            for _ in 0..count {
+                cursor.bytes()?;
+            }
+        }
+        ARRAY => {
+            for _ in 0..count {
+                value_array(cursor, depth + 1)?;
+            }
+        }
+        kind => {
+            let bytes = cursor.take(count * least)?;
+            let all = bytes.chunks_exact(least as usize);
+            largest = all.filter_map(|bytes| value_number(kind, bytes)).max();
+        }
+    }
+    Ok(Value::Array(count, largest))
+}
+
+// A cursor in a GGUF header, of which only the start may have been read.
+
+/// Why parsing stopped before the end of the header.
+#[derive(Debug)]
+pub enum Stop {
+    /// The header is longer: at least so many bytes of the file are needed.
+    More(u64),
+    /// The header is invalid.
+    Bad(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Stop {
+        Stop::Bad(error)
+    }
+}
+
+/// An error at an offset of the header.
+pub fn corrupt(at: u64, what: impl std::fmt::Display) -> Stop {
+    Stop::Bad(Error::new(Status::Corrupt, format!("{what}, at byte {at}")))
+}
+
+/// A cursor in a header.
+pub struct Cursor<'a> {
+    head: &'a [u8],
+    file_bytes: u64,
+    at: u64,
+}
+
+impl<'a> Cursor<'a> {
+    /// A cursor at the start of a file of `file_bytes` bytes, of which `head` was read.
+    pub fn new(head: &'a [u8], file_bytes: u64) -> Cursor<'a> {
+        Cursor { head, file_bytes, at: 0 }
+    }
+
+    /// Current offset.
+    pub fn at(&self) -> u64 {
+        self.at
+    }
+
+    /// Bytes between the cursor and the end of the file.
+    pub fn left(&self) -> u64 {
+        self.file_bytes.saturating_sub(self.at)
+    }
+
+    /// Takes the next bytes.
+    pub fn take(&mut self, bytes: u64) -> Parsed<&'a [u8]> {
+        let end = self.at.checked_add(bytes).filter(|end| *end <= self.file_bytes);
+        let Some(end) = end else {
+            let what = format!("the file ends at {}, where its header needs", self.file_bytes);
+            return Err(corrupt(self.at, format_args!("{what} {bytes} bytes more")));
+        };
+        let range = usize::try_from(self.at).ok().zip(usize::try_from(end).ok());
+        match range.and_then(|(from, to)| self.head.get(from..to)) {
+            Some(found) => {
+                self.at = end;
+                Ok(found)
+            }
+            None => Err(Stop::More(end)),
+        }
+    }
+
+    fn array<const N: usize>(&mut self) -> Parsed<[u8; N]> {
+        let mut out = [0; N];
+        out.copy_from_slice(self.take(N as u64)?);
+        Ok(out)
+    }
+
+    /// Takes a 32-bit number.
+    pub fn u32(&mut self) -> Parsed<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    /// Takes a 64-bit number.
+    pub fn u64(&mut self) -> Parsed<u64> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    /// Takes a string, which has its length before it.
+    pub fn bytes(&mut self) -> Parsed<&'a [u8]> {
+        let bytes = self.u64()?;
+        self.take(bytes)
+    }
+
+    /// Takes a string as text.
+    pub fn text(&mut self) -> Parsed<&'a str> {
+        let at = self.at;
+        std::str::from_utf8(self.bytes()?).map_err(|_| corrupt(at, "a name that is not UTF-8"))
+    }
 }

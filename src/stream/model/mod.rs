@@ -1,25 +1,22 @@
-//! Models in files: what tensors there are, and where their bytes are. Files are read,
-//! never trusted: every count, length and offset is checked before it is used, and no
-//! memory is taken for what a file only says it has.
+//! Model files: the tensors, and where their bytes are. Files are not trusted: every count, length
+//! and offset is checked before it is used, and no memory is allocated for a size that only a file
+//! states.
 
-mod check;
 pub mod config;
-mod cursor;
 pub mod dtype;
-mod fingerprint;
+mod facts;
 pub mod gguf;
-mod gguf_value;
 mod open;
 pub mod safetensors;
 pub mod shards;
-mod split;
-mod window;
 
 use std::path::PathBuf;
 
-use crate::base::status::Result;
+use crate::base::status::{Error, Result, Status};
+use crate::fail;
 use crate::io::header::Header;
-pub use crate::stream::model::cursor::Stop;
+pub use crate::stream::model::facts::Facts;
+pub use crate::stream::model::gguf::Stop;
 
 /// Most files of a model.
 pub const MAX_FILES: usize = 1 << 12;
@@ -30,7 +27,7 @@ pub const MAX_DIMS: usize = 8;
 /// Longest name of a tensor.
 pub const MAX_NAME_BYTES: usize = 512;
 
-/// What kind of files a model is in.
+/// Format of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// GGUF, one file or split.
@@ -44,9 +41,9 @@ pub enum Format {
 /// A file of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct File {
-    /// Where it is.
+    /// Path of the file.
     pub path: PathBuf,
-    /// How long it is.
+    /// Length of the file.
     pub bytes: u64,
 }
 
@@ -55,74 +52,41 @@ pub struct File {
 pub struct Tensor {
     /// Its name.
     pub name: String,
-    /// What its numbers are, as the file's format calls it: `Q6_K`, `BF16`.
+    /// Name of the data type in the file's format: `Q6_K`, `BF16`.
     pub dtype: &'static str,
-    /// Its dimensions, the innermost first.
+    /// Dimensions, the innermost first.
     pub dims: Vec<u64>,
-    /// Which file of [`Model::files`].
+    /// Index in [`Model::files`].
     pub file: u32,
-    /// Where in that file, from its start.
+    /// Offset in the file.
     pub offset: u64,
-    /// How long it is there.
+    /// Length in the file.
     pub bytes: u64,
 }
 
-/// What the files say of the model; 0 and empty where they say nothing.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Facts {
-    /// Its architecture: `llama`.
-    pub architecture: String,
-    /// Its layers.
-    pub layers: u32,
-    /// Numbers of a hidden state.
-    pub hidden: u32,
-    /// Heads of queries.
-    pub heads: u32,
-    /// Heads of keys and values of one layer; the most where layers differ. One, where keys
-    /// are compressed to a latent vector.
-    pub kv_heads: u32,
-    /// Numbers of a key, as it is kept.
-    pub key_dim: u32,
-    /// Numbers of a value; 0 beside a `key_dim` that is not 0 where values are made of what
-    /// is kept of keys.
-    pub value_dim: u32,
-    /// The longest context.
-    pub context: u32,
-    /// Symbols.
-    pub vocabulary: u32,
-    /// Experts of a layer.
-    pub experts: u32,
-    /// Of them, those that a token uses.
-    pub experts_used: u32,
-    /// Tokens that some layers see back, and need KV of; 0 = all see everything.
-    pub window: u32,
-    /// How many layers that is true of; 0 beside a window = nobody knows which.
-    pub windowed_layers: u32,
-}
-
-/// What is in the files of a model.
+/// A model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Model {
-    /// What kind of files.
+    /// Format of the files.
     pub format: Format,
     /// The files.
     pub files: Vec<File>,
-    /// The tensors, in the order of files and offsets. None overlaps another.
+    /// The tensors, sorted by file and offset. They do not overlap.
     pub tensors: Vec<Tensor>,
-    /// What the files say of the model.
+    /// Properties of the model.
     pub facts: Facts,
-    /// A hash of the headers of the files.
+    /// Hash of the headers of the files.
     pub heads: [u8; 32],
 }
 
 impl Model {
-    /// Opens a model: a GGUF or safetensors file, the index of a sharded model, the directory
-    /// of a model, any one file of a split GGUF model, or all its files.
+    /// Opens a model: a GGUF or safetensors file, the index of a sharded model, the directory of a
+    /// model, one file of a split GGUF model, or all its files.
     pub fn open(paths: &[PathBuf]) -> Result<Model> {
         open::open(paths)
     }
 
-    /// A model whose tensors the caller names, in files that are there.
+    /// A model whose tensors the caller names, in existing files.
     pub fn table(paths: &[PathBuf], tensors: Vec<Tensor>) -> Result<Model> {
         let mut files = Vec::new();
         for path in paths.iter().take(MAX_FILES + 1) {
@@ -131,25 +95,25 @@ impl Model {
         Model::named(files, tensors)
     }
 
-    /// The same, of files whose lengths are known.
+    /// The same for files of known length.
     pub fn named(files: Vec<File>, tensors: Vec<Tensor>) -> Result<Model> {
-        let heads = fingerprint::heads(std::iter::empty());
-        check::finish(Format::Table, files, tensors, Facts::default(), heads)
+        let heads = hash_headers(std::iter::empty());
+        finish(Format::Table, files, tensors, Facts::default(), heads)
     }
 
-    /// A model of the header of one GGUF file, of which `head` is the start or all.
+    /// A model from the header of one GGUF file; `head` is its start or all of it.
     pub fn of_gguf(file: File, head: &[u8]) -> std::result::Result<Model, Stop> {
         let found = gguf::parse(head, file.bytes)?;
         let used = usize::try_from(found.head_bytes).ok().and_then(|bytes| head.get(..bytes));
-        let heads = fingerprint::heads(used.into_iter());
-        Ok(check::finish(Format::Gguf, vec![file], found.tensors, found.facts, heads)?)
+        let heads = hash_headers(used.into_iter());
+        Ok(finish(Format::Gguf, vec![file], found.tensors, found.facts, heads)?)
     }
 
-    /// A model of the header of one safetensors file, without the length before it.
+    /// A model from the header of one safetensors file, without the length before it.
     pub fn of_safetensors(file: File, head: &[u8]) -> Result<Model> {
         let tensors = safetensors::parse(head, file.bytes)?;
-        let heads = fingerprint::heads(std::iter::once(head));
-        check::finish(Format::Safetensors, vec![file], tensors, Facts::default(), heads)
+        let heads = hash_headers(std::iter::once(head));
+        finish(Format::Safetensors, vec![file], tensors, Facts::default(), heads)
     }
 
     /// Bytes of all tensors.
@@ -157,10 +121,158 @@ impl Model {
         self.tensors.iter().map(|tensor| tensor.bytes).sum()
     }
 
-    /// What tells this model from others: a BLAKE3 hash of its headers, the lengths of its
-    /// files, and names, types, sizes and places of its tensors, whatever the files are
-    /// called. Two models that differ in weights alone may have the same.
+    /// Identifies the model: a BLAKE3 hash of its headers, the lengths of its files, and the
+    /// names, types, sizes and offsets of its tensors. File names do not matter. Two models that
+    /// differ only in weights may have the same fingerprint.
     pub fn fingerprint(&self) -> [u8; 32] {
-        fingerprint::of(self)
+        fingerprint_of(self)
     }
+}
+
+// Checks that hold for every model.
+
+/// Longest file: rounded offsets stay within the limits of system calls.
+const MAX_FILE_BYTES: u64 = 1 << 62;
+
+/// Makes a model. Contradictions have the status INVALID if the caller named the tensors, else
+/// CORRUPT.
+fn finish(
+    format: Format,
+    files: Vec<File>,
+    mut tensors: Vec<Tensor>,
+    facts: Facts,
+    heads: [u8; 32],
+) -> Result<Model> {
+    let wrong = match format {
+        Format::Table => Status::Invalid,
+        _ => Status::Corrupt,
+    };
+    limits(&files, &tensors)?;
+    for tensor in &tensors {
+        alone(tensor, &files).map_err(|what| {
+            let (name, place) = (&tensor.name, place(&files, tensor.file));
+            Error::new(wrong, format!("{place}tensor {name:?} {what}"))
+        })?;
+    }
+    names(&tensors, &files, wrong)?;
+    tensors.sort_by_key(|tensor| (tensor.file, tensor.offset, tensor.bytes));
+    for pair in tensors.windows(2) {
+        let [a, b] = pair else { continue };
+        if a.file == b.file && a.offset + a.bytes > b.offset && b.bytes > 0 {
+            let (place, at) = (place(&files, a.file), b.offset);
+            let text = format!("{place}tensors {:?} and {:?} overlap at byte {at}", a.name, b.name);
+            return Err(Error::new(wrong, text));
+        }
+    }
+    Ok(Model { format, files, tensors, facts, heads })
+}
+
+fn limits(files: &[File], tensors: &[Tensor]) -> Result<()> {
+    if files.len() > MAX_FILES {
+        fail!(Limit, "{} files: a model has {MAX_FILES} at most", files.len());
+    }
+    if tensors.len() > MAX_TENSORS {
+        fail!(Limit, "{} tensors: a model has {MAX_TENSORS} at most", tensors.len());
+    }
+    match files.iter().find(|file| file.bytes > MAX_FILE_BYTES) {
+        Some(file) => fail!(
+            Limit,
+            "{}: {} bytes, more than any file may have",
+            file.path.display(),
+            file.bytes
+        ),
+        None => Ok(()),
+    }
+}
+
+/// Checks a tensor by itself. The error says what is wrong.
+fn alone(tensor: &Tensor, files: &[File]) -> std::result::Result<(), String> {
+    if tensor.name.is_empty() || tensor.name.chars().any(char::is_control) {
+        return Err("has no printable name".into());
+    }
+    if tensor.name.len() > MAX_NAME_BYTES {
+        return Err(format!("has a name of more than {MAX_NAME_BYTES} bytes"));
+    }
+    if tensor.dims.len() > MAX_DIMS {
+        return Err(format!("has more than {MAX_DIMS} dimensions"));
+    }
+    let Some(file) = files.get(tensor.file as usize) else {
+        return Err(format!("is in file {} of {}", tensor.file, files.len()));
+    };
+    let end = tensor.offset.checked_add(tensor.bytes);
+    if end.is_none_or(|end| end > file.bytes) {
+        let (offset, bytes) = (tensor.offset, tensor.bytes);
+        let what = format!("has {bytes} bytes at {offset}, beyond the end at {}", file.bytes);
+        return Err(format!("{what}: the file is damaged or cut off"));
+    }
+    Ok(())
+}
+
+fn names(tensors: &[Tensor], files: &[File], wrong: Status) -> Result<()> {
+    let mut names = Vec::new();
+    names.try_reserve(tensors.len()).map_err(|_| Status::NoMem)?;
+    names.extend(tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.file)));
+    names.sort_unstable();
+    match names.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        Some(pair) => {
+            let (name, place) = (pair[1].0, place(files, pair[1].1));
+            Err(Error::new(wrong, format!("{place}two tensors are called {name:?}")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The path of a file, as a prefix of messages.
+fn place(files: &[File], number: u32) -> String {
+    let file = files.get(number as usize);
+    file.map_or(String::new(), |file| format!("{}: ", file.path.display()))
+}
+
+// Fingerprints: identify a model without reading its weights.
+
+const DOMAIN: &str = "kvtier model fingerprint v1";
+
+/// Hash of the headers of files, each with its length before it.
+fn hash_headers<'a>(heads: impl Iterator<Item = &'a [u8]>) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new_derive_key("kvtier model headers v1");
+    for head in heads {
+        field(&mut hasher, head);
+    }
+    *hasher.finalize().as_bytes()
+}
+
+fn field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
+    hasher.update(&(bytes.len() as u64).to_le_bytes());
+    hasher.update(bytes);
+}
+
+/// See [`Model::fingerprint`].
+fn fingerprint_of(model: &Model) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new_derive_key(DOMAIN);
+    let format: u8 = match model.format {
+        Format::Gguf => 1,
+        Format::Safetensors => 2,
+        Format::Table => 3,
+    };
+    hasher.update(&[format]);
+    hasher.update(&model.heads);
+    hasher.update(&(model.files.len() as u64).to_le_bytes());
+    for file in &model.files {
+        hasher.update(&file.bytes.to_le_bytes());
+    }
+    let mut order: Vec<_> = model.tensors.iter().collect();
+    order.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+    hasher.update(&(order.len() as u64).to_le_bytes());
+    for tensor in order {
+        field(&mut hasher, tensor.name.as_bytes());
+        field(&mut hasher, tensor.dtype.as_bytes());
+        hasher.update(&(tensor.dims.len() as u64).to_le_bytes());
+        for dim in &tensor.dims {
+            hasher.update(&dim.to_le_bytes());
+        }
+        hasher.update(&tensor.file.to_le_bytes());
+        hasher.update(&tensor.offset.to_le_bytes());
+        hasher.update(&tensor.bytes.to_le_bytes());
+    }
+    *hasher.finalize().as_bytes()
 }

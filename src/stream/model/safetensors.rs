@@ -1,5 +1,5 @@
-//! The header of a safetensors file: its length, then JSON that names types, shapes and
-//! places of tensors. The data of tensors fills the rest without holes.
+//! The header of a safetensors file: its length, then JSON with types, shapes and offsets of
+//! tensors. The tensors fill the rest of the file without holes.
 
 use crate::base::json::Json;
 use crate::base::status::{Error, Result, Status};
@@ -8,12 +8,12 @@ use crate::io::header::Header;
 use crate::stream::model::dtype;
 use crate::stream::model::{MAX_DIMS, MAX_NAME_BYTES, MAX_TENSORS, Tensor};
 
-/// Longest header, as the format has it.
+/// Longest header, according to the format.
 pub const MAX_HEAD_BYTES: u64 = 100_000_000;
-/// Before the header stands its length.
+/// Bytes of the length before the header.
 const LENGTH_BYTES: u64 = 8;
 
-/// The same words, of bytes in a file that are wrong.
+/// Changes INVALID to CORRUPT, for errors in files.
 pub fn corrupt(error: Error) -> Error {
     match error.status() {
         Status::Invalid => Error::new(Status::Corrupt, error.message()),
@@ -21,7 +21,7 @@ pub fn corrupt(error: Error) -> Error {
     }
 }
 
-/// How long the header is, of a file that starts with these bytes.
+/// Length of the header of a file that begins with these bytes.
 pub fn head_bytes(start: [u8; 8], file_bytes: u64) -> Result<u64> {
     let bytes = u64::from_le_bytes(start);
     if file_bytes.checked_sub(LENGTH_BYTES).is_none_or(|left| bytes > left) {
@@ -36,7 +36,7 @@ pub fn head_bytes(start: [u8; 8], file_bytes: u64) -> Result<u64> {
     Ok(bytes)
 }
 
-/// Reads the header of an open file; and its bytes.
+/// Reads the header of an open file. Returns its tensors and its bytes.
 pub fn read(file: &Header) -> Result<(Vec<Tensor>, Vec<u8>)> {
     if file.bytes() < LENGTH_BYTES {
         fail!(Corrupt, "{} bytes: too short for a safetensors file", file.bytes());
@@ -47,7 +47,7 @@ pub fn read(file: &Header) -> Result<(Vec<Tensor>, Vec<u8>)> {
     Ok((parse(&head, file.bytes())?, head))
 }
 
-/// Reads a header in a file of a length; its tensors are of file 0.
+/// Parses the header of a file of `file_bytes` bytes; the tensors' file number is 0.
 pub fn parse(head: &[u8], file_bytes: u64) -> Result<Vec<Tensor>> {
     let data = LENGTH_BYTES.saturating_add(head.len() as u64);
     let mut tensors = Vec::new();
@@ -64,7 +64,7 @@ pub fn parse(head: &[u8], file_bytes: u64) -> Result<Vec<Tensor>> {
         }
     });
     read.and_then(|()| json.end()).map_err(corrupt)?;
-    // As the format has it: one after the other, up to the end of the file.
+    // The format requires consecutive tensors up to the end of the file.
     tensors.sort_by_key(|tensor| (tensor.offset, tensor.bytes));
     let mut end = data;
     for tensor in &tensors {
@@ -81,7 +81,7 @@ pub fn parse(head: &[u8], file_bytes: u64) -> Result<Vec<Tensor>> {
     Ok(tensors)
 }
 
-/// Words about the model, of no use here; but what is not that is no sound file.
+/// Metadata is not used, but must be valid.
 fn metadata(json: &mut Json<'_>) -> Result<()> {
     match json.null() {
         true => Ok(()),
@@ -129,7 +129,7 @@ fn tensor(json: &mut Json<'_>, name: &str, data: u64) -> Result<Tensor> {
     Ok(Tensor { name: name.into(), dtype: dtype.name, dims, file: 0, offset, bytes })
 }
 
-/// Dimensions, the innermost first; the file has them the other way round.
+/// Dimensions, the innermost first; the file has the reverse order.
 fn shape(json: &mut Json<'_>, name: &str) -> Result<Vec<u64>> {
     let mut dims = Vec::new();
     json.array(|json| {

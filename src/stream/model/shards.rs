@@ -1,4 +1,4 @@
-//! The index of a model whose tensors are in several safetensors files.
+//! The index of a model in several safetensors files.
 
 use crate::base::json::Json;
 use crate::base::status::{Result, Status};
@@ -8,15 +8,15 @@ use crate::stream::model::open::Part;
 use crate::stream::model::safetensors::corrupt;
 use crate::stream::model::{MAX_FILES, MAX_TENSORS};
 
-/// How the names of such files end.
+/// End of the name of an index file.
 pub const SUFFIX: &str = ".safetensors.index.json";
-/// Longest index.
+/// Longest accepted index: 256 MiB.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 
-/// Which file each tensor is in: names and numbers of files.
+/// The file of each tensor: tensor name and file number.
 pub type Map = Vec<(String, u32)>;
 
-/// Reads an open index: the names of files, sorted, and what is in which.
+/// Reads an open index: sorted names of files, and the file of each tensor.
 pub fn read(file: &Header) -> Result<(Vec<String>, Map)> {
     if file.bytes() > MAX_INDEX_BYTES {
         fail!(Limit, "{} bytes: more than {MAX_INDEX_BYTES}", file.bytes());
@@ -24,7 +24,7 @@ pub fn read(file: &Header) -> Result<(Vec<String>, Map)> {
     parse(&file.read(0, file.bytes())?)
 }
 
-/// Reads the text of an index.
+/// Parses the text of an index.
 pub fn parse(text: &[u8]) -> Result<(Vec<String>, Map)> {
     let (mut names, mut map) = (Vec::new(), None);
     let mut json = Json::new(text);
@@ -37,8 +37,8 @@ pub fn parse(text: &[u8]) -> Result<(Vec<String>, Map)> {
         _ => json.skip(),
     });
     read.and_then(|()| json.end()).map_err(corrupt)?;
-    let Some(mut map) = map else { fail!(Corrupt, "no \"weight_map\" is in it") };
-    // Numbers of files in the order of their names, whichever tensor named them first.
+    let Some(mut map) = map else { fail!(Corrupt, "\"weight_map\" is missing") };
+    // Files are numbered in the order of their names.
     let mut order: Vec<u32> = (0..names.len() as u32).collect();
     order.sort_unstable_by_key(|&number| names.get(number as usize));
     let mut places = vec![0; order.len()];
@@ -58,7 +58,7 @@ pub fn parse(text: &[u8]) -> Result<(Vec<String>, Map)> {
 
 fn weight_map(json: &mut Json<'_>, names: &mut Vec<String>) -> Result<Map> {
     let mut map = Vec::new();
-    // Tensors of a file follow each other, mostly.
+    // Consecutive tensors are mostly in the same file.
     let mut last = 0;
     json.object(|json, tensor| {
         let name = json.string()?;
@@ -94,8 +94,8 @@ fn is_plain(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\0', '\\'])
 }
 
-/// Checks that tensors are where the index says. What it does not name is no part of the
-/// model: files may hold what nobody uses.
+/// Checks that tensors are in the files that the index names. Tensors that the index does not name
+/// are dropped: they are no part of the model.
 pub fn choose(map: &Map, names: &[String], parts: &mut [Part]) -> Result<()> {
     let mut there = Vec::new();
     for (number, part) in parts.iter().enumerate() {
@@ -121,7 +121,7 @@ pub fn choose(map: &Map, names: &[String], parts: &mut [Part]) -> Result<()> {
         left_out += before - part.tensors.len();
     }
     if left_out > 0 {
-        log::warn!("{left_out} tensors of the files are not in the index and are left out");
+        log::warn!("{left_out} tensors of the files are not in the index and are ignored");
     }
     Ok(())
 }
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_lead_elsewhere_are_refused() {
+    fn paths_outside_the_directory_are_rejected() {
         for name in ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\\\\b", "x\\u0000"] {
             let text = format!("{{\"weight_map\":{{\"t\":\"{name}\"}}}}");
             let error = parse(text.as_bytes()).expect_err(name);

@@ -1,20 +1,20 @@
-//! How fast bytes get where, as people write it: `h2d=13,disk=3.3`.
+//! Link rates as text: `h2d=13,disk=3.3`.
 
 use crate::base::status::{Error, Result, Status};
 use crate::stream::plan::Links;
 
-/// Longest accepted text.
+/// Longest accepted text, in bytes.
 const MAX_TEXT_BYTES: usize = 256;
-/// Faster than any link there is, and far from where sums overflow; in GB/s.
+/// Highest accepted rate in GB/s: faster than any link, and sums cannot overflow.
 const MAX_GB: f64 = 1e6;
 const KEYS: &str = "h2d (host to device), disk, cpu (the processor's weights)";
 
 impl Links {
-    /// Reads `h2d=13,disk=3.3,cpu=40`: gigabytes (1e9) a second; what is not named is not
-    /// known.
+    /// Parses `h2d=13,disk=3.3,cpu=40`, in gigabytes (1e9) a second. Links that are not named have
+    /// the rate 0 (not known).
     pub fn parse(text: &str) -> Result<Links> {
         if text.len() > MAX_TEXT_BYTES {
-            let words = format!("links of {} bytes, the limit is {MAX_TEXT_BYTES}", text.len());
+            let words = format!("links have {} bytes, the limit is {MAX_TEXT_BYTES}", text.len());
             return Err(Error::at(Status::Limit, MAX_TEXT_BYTES, words));
         }
         let mut links = Links::default();
@@ -40,19 +40,19 @@ impl Links {
             other => return wrong(format!("unknown link {other:?}, known are {KEYS}")),
         };
         if *field != 0 {
-            return wrong(format!("{:?} is there twice", key.trim()));
+            return wrong(format!("{:?} is set twice", key.trim()));
         }
         match value.trim().parse::<f64>() {
             Ok(gb) if gb > 0.0 && gb <= MAX_GB => {
                 *field = ((gb * 1e9) as u64).max(1);
                 Ok(())
             }
-            Ok(gb) => wrong(format!("{gb} GB/s, allowed is more than 0 up to {MAX_GB}")),
+            Ok(gb) => wrong(format!("{gb} GB/s, accepted is more than 0 up to {MAX_GB}")),
             Err(_) => wrong(format!("{:?} is no number of GB/s", value.trim())),
         }
     }
 
-    /// These, and where they are not known those of `other`.
+    /// These rates; those that are not known are taken from `other`.
     pub fn or(self, other: Links) -> Links {
         let or = |a, b| if a == 0 { b } else { a };
         Links {
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn links_are_read_in_gigabytes() {
+    fn rates_are_parsed_in_gigabytes() {
         let links = Links::parse("h2d=13, disk=3.3,cpu=40").unwrap();
         assert_eq!((links.device, links.disk), (13_000_000_000, 3_300_000_000));
         assert_eq!(links.processor, 40_000_000_000);
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_with_its_place() {
+    fn errors_name_the_offset() {
         let tries = [
             ("", 0),
             ("h2d", 0),

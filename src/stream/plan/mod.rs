@@ -1,173 +1,158 @@
-//! Who lives where, and why; what a pass will take.
+//! Plans: the residency of each unit, the slots, the memory they need, and a forecast of a pass.
 
-mod check;
-mod experts;
-mod explain;
-mod fast;
-mod hint;
-mod json;
-mod lean;
+mod budgets;
+mod forecast;
 mod links;
-mod make;
-mod place;
-mod predict;
-mod rebalance;
-mod room;
-mod runs;
-mod show;
-mod sizing;
-mod slow;
-mod staging;
-mod steps;
-mod subset;
-mod what_if;
+mod placement;
+mod planner;
+mod report;
 
-pub use hint::Hint;
-pub use lean::Floor;
-pub use show::size;
-pub use sizing::{DEFAULT_CONTEXT, DEVICE_SAFETY_BYTES, HOST_RESERVE_BYTES};
+pub use budgets::{DEFAULT_CONTEXT, DEVICE_SAFETY_BYTES, HOST_RESERVE_BYTES};
+pub use forecast::ProcessorHint;
+pub use planner::Floor;
 
-use crate::stream::units::Units;
+use crate::base::status::Result;
+use crate::fail;
+use crate::stream::units::{Role, Units};
 
-/// Where a unit is between the times it is used.
+/// Where a unit stays between its uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Home {
-    /// Memory of the device. Not where the processor computes.
+pub enum Residency {
+    /// In device memory. Not if the engine computes on the processor.
     Device,
-    /// Host memory. Where the processor computes, that is where it is used.
+    /// In host memory. If the engine computes on the processor, the unit is used there.
     Host,
-    /// The file alone.
+    /// Only in the file.
     File,
 }
 
 /// Where the engine computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Seat {
-    /// On the processor: units come from the file to where they are used.
+pub enum ComputeLocation {
+    /// On the processor: units are read from the file to where they are used.
     Host,
-    /// On a device: they cross host memory.
+    /// On a device: units are copied through host memory.
     Device,
 }
 
-impl Seat {
-    /// The home of units that stay where they are used.
-    pub fn home(self) -> Home {
-        if self == Seat::Device { Home::Device } else { Home::Host }
+impl ComputeLocation {
+    /// The residency of units that stay where they are used.
+    pub fn residency(self) -> Residency {
+        if self == ComputeLocation::Device { Residency::Device } else { Residency::Host }
     }
 }
 
-/// How fast bytes get where; 0 = not known.
+/// Rates of the links, in bytes a second; 0 = not known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Links {
-    /// From the file into host memory, in bytes a second.
+    /// From the file to host memory.
     pub disk: u64,
     /// From host memory to the device.
     pub device: u64,
-    /// How fast the processor computes with weights in host memory.
+    /// Of the processor computing with weights in host memory.
     pub processor: u64,
 }
 
-/// What memory there is.
+/// Available memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
     /// Free on the device.
     pub device_free_bytes: u64,
-    /// What this process may still take of host memory: the headroom of its cgroup, or what
-    /// is available, whichever is less.
+    /// Host memory that this process may still use: the headroom of its cgroup, or the available
+    /// memory, whichever is less.
     pub host_free_bytes: u64,
-    /// RAM of the machine, or of the cgroup if that is less.
+    /// RAM of the machine, or the limit of the cgroup if that is less.
     pub host_total_bytes: u64,
-    /// What may be locked; `u64::MAX` = as much as there is.
+    /// Memory that may be locked; `u64::MAX` = no limit.
     pub lockable_bytes: u64,
 }
 
-/// How residents are chosen.
+/// Which units become resident where not all fit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Placement {
-    /// At equal distances: transfers hide behind what lies between.
+    /// At equal distances: transfers hide behind the units between them.
     #[default]
     Interleaved,
-    /// The first ones.
+    /// The first units.
     First,
-    /// The last ones.
+    /// The last units.
     Last,
 }
 
-/// How slots are used.
+/// How memory is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Residents stay, the others pass through a few slots.
+    /// Some units are resident, the others pass through a few slots.
     #[default]
     Tiered,
-    /// Nothing stays: all memory is slots, and a policy says who leaves. For orders that
-    /// nobody knows; slower than `Tiered` where the order is known.
+    /// No unit is resident: all memory is slots, and a policy chooses the victim. For unknown
+    /// orders; slower than `Tiered` if the order is known.
     Ring,
 }
 
-/// What the caller decides. 0 = the default, unless it says otherwise.
+/// Options of a plan. 0 = the default, if nothing else is said.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Wishes {
+pub struct PlanOptions {
     /// Where the engine computes; none = on the device, if it has memory.
-    pub seat: Option<Seat>,
-    /// Residents and slots.
+    pub compute: Option<ComputeLocation>,
+    /// How memory is used.
     pub mode: Mode,
-    /// Which units stay.
+    /// Which units become resident.
     pub placement: Placement,
-    /// Most device memory for weights; wins over what was computed if less.
+    /// Most device memory for weights; none = the computed budget.
     pub device_ceiling_bytes: Option<u64>,
-    /// Most host memory for weights, slots and staging.
+    /// Most host memory for weights, slots and staging; none = the computed budget.
     pub host_ceiling_bytes: Option<u64>,
-    /// Kept free on the device; the default is 256 MiB.
+    /// Kept free on the device; none = 256 MiB.
     pub device_safety_bytes: Option<u64>,
-    /// Kept free of host memory; the default is 6 GiB, less on small machines.
+    /// Kept free of host memory; none = 6 GiB, less on small machines.
     pub host_reserve_bytes: Option<u64>,
-    /// Tokens of context, for the KV that is to be held where the engine computes; 0 = the
-    /// model's, at most 4096.
+    /// Tokens of context that KV is reserved for where the engine computes; 0 = the model's, at
+    /// most 4096.
     pub context: u32,
-    /// Sequences at once; 0 = 1.
+    /// Concurrent sequences; 0 = 1.
     pub sequences: u32,
-    /// Bytes of a number of KV; 0 = 2.
+    /// Bytes of a KV element; 0 = 2.
     pub kv_number_bytes: u32,
-    /// KV, if not computed from the context.
+    /// Bytes of KV; none = computed from the context.
     pub kv_bytes: Option<u64>,
-    /// Memory that the engine computes in.
+    /// Bytes of the engine's workspace.
     pub workspace_bytes: u64,
-    /// Buffers for hidden states.
+    /// Bytes of buffers for hidden states.
     pub hidden_bytes: u64,
-    /// Slots that units pass through; 0 = 2. In a ring, the least there may be.
+    /// Slots for units that are not resident; 0 = 2. In [`Mode::Ring`], the least number.
     pub slots: u32,
-    /// Slots for experts; none = as many as there is room for.
+    /// Slots for experts; none = as many as fit.
     pub expert_slots: Option<u32>,
-    /// Memory is to be given back while it is used ([`Plan::rebalance`]): slots are there
-    /// also where everything fits, as large as lets it shrink most, and no more of them for
-    /// experts than a layer needs, where not said. A ring has nothing to give back.
+    /// The plan must be able to give memory back later ([`Plan::rebalance`]). Then slots exist
+    /// even if all units fit, of the size that gives most memory back, and with no more expert
+    /// slots than a layer needs, unless their number is set. No effect in [`Mode::Ring`].
     pub shrinks: bool,
-    /// Host memory that reads go to on their way to a device; 0 = chosen.
+    /// Bytes of the staging buffer in host memory for a device; 0 = chosen.
     pub staging_bytes: u64,
-    /// How much one read or copy moves; 0 = 4 MiB.
+    /// Bytes of one read or copy; 0 = 4 MiB.
     pub chunk_bytes: u64,
-    /// What a unit takes of the device is a multiple of this, where units are in place there;
-    /// 0 = it takes what it has.
-    pub device_grain_bytes: u64,
-    /// What computing a unit takes: the same for all layers.
+    /// Device memory of a unit is a multiple of this, for units in place there; 0 = no rounding.
+    pub device_granularity_bytes: u64,
+    /// Compute time of a layer, in nanoseconds.
     pub layer_compute_ns: u64,
-    /// The last layers are computed by the processor, so many; host memory is their home,
-    /// and that of their experts. Only where the seat is a device.
+    /// Number of last layers that the processor computes. Host memory is the residency of these
+    /// layers and of their experts. Only if the engine computes on a device.
     pub processor_layers: u32,
 }
 
-/// A number of a plan, and where it comes from.
+/// A figure of a plan, with its reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Figure {
-    /// What it is: `device free`, `kv`, `slots`.
+    /// Name: `device free`, `kv`, `slots`.
     pub name: &'static str,
-    /// How much; what is taken away has `takes`.
+    /// Bytes.
     pub bytes: u64,
-    /// It is subtracted.
+    /// The figure is subtracted.
     pub takes: bool,
-    /// It is what the ones before it come to.
+    /// The figure is the sum of those before it.
     pub total: bool,
-    /// Why it is as much as it is.
+    /// The reason for the number.
     pub why: String,
 }
 
@@ -176,51 +161,51 @@ pub struct Figure {
 pub enum Binding {
     /// Computing.
     Compute,
-    /// The way to the device.
+    /// The link to the device.
     Device,
     /// The disk.
     Disk,
 }
 
-/// What a pass will take.
+/// Forecast of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forecast {
-    /// A pass in the steady state. Experts count with what is expected where all are as
-    /// likely; the embedding counts where it is also the head, or has no room in memory.
+    /// Duration of a steady pass. Experts count with their expected bytes, all equally likely. The
+    /// embedding counts if it is also the head, or does not fit in memory.
     pub pass_ns: u64,
-    /// The first one: nothing was fetched ahead.
+    /// Duration of the first pass, without prefetched units.
     pub first_ns: u64,
-    /// No pass can take less: the most of computing, device link and disk.
+    /// Lower bound: the longest of computing, device link and disk.
     pub bound_ns: u64,
-    /// Computing alone.
+    /// Time of computing alone.
     pub compute_ns: u64,
-    /// The device link alone.
+    /// Time of the device link alone.
     pub device_ns: u64,
-    /// The disk alone.
+    /// Time of the disk alone.
     pub disk_ns: u64,
     /// Bytes that cross the device link in a pass.
     pub device_bytes: u64,
     /// Bytes that are read in a pass.
     pub disk_bytes: u64,
-    /// What limits it.
+    /// What limits the pass.
     pub binding: Binding,
 }
 
-/// Who lives where.
+/// A plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// Where the engine computes.
-    pub seat: Seat,
-    /// Residents and slots.
+    pub compute: ComputeLocation,
+    /// How memory is used.
     pub mode: Mode,
-    /// The home of each unit.
-    pub homes: Vec<Home>,
-    /// Units that are used in host memory, though the engine computes on a device: what the
-    /// processor computes, and the embedding where only rows are looked up in it.
+    /// The residency of each unit.
+    pub residencies: Vec<Residency>,
+    /// Units that are used in host memory, though the engine computes on a device: layers of the
+    /// processor, and the embedding if only rows are looked up in it.
     pub on_processor: Vec<bool>,
-    /// Slots that units without a home where they are used pass through.
+    /// Slots for units that are not resident where they are used.
     pub slots: u32,
-    /// The size of one.
+    /// Bytes of a slot.
     pub slot_bytes: u64,
     /// Slots for experts.
     pub expert_slots: u32,
@@ -228,52 +213,105 @@ pub struct Plan {
     pub expert_slots_least: u32,
     /// Expert slots that are added and freed together.
     pub expert_slots_step: u32,
-    /// The size of one.
+    /// Bytes of an expert slot.
     pub expert_slot_bytes: u64,
-    /// Staging in host memory.
+    /// Bytes of the staging buffer in host memory.
     pub staging_bytes: u64,
-    /// How much one read or copy moves.
+    /// Bytes of one read or copy.
     pub chunk_bytes: u64,
-    /// What units and slots on the device are multiples of; 0 = they take what they have.
-    pub device_grain_bytes: u64,
-    /// What it takes of the device.
+    /// Device memory of units and slots is a multiple of this; 0 = no rounding.
+    pub device_granularity_bytes: u64,
+    /// Device memory that the plan uses.
     pub device_bytes: u64,
-    /// What it takes of host memory.
+    /// Host memory that the plan uses.
     pub host_bytes: u64,
-    /// How much of that is locked.
+    /// Host memory of these that is locked.
     pub pinned_bytes: u64,
-    /// How it was computed.
+    /// How the budgets and the plan were computed.
     pub figures: Vec<Figure>,
-    /// What a pass will take; nothing where links are not known.
+    /// The forecast; none if link rates are not known.
     pub forecast: Option<Forecast>,
 }
 
 impl Plan {
-    /// What a unit with an image of so many bytes takes where its home is.
-    pub fn taken_by(&self, image_bytes: u64, home: Home) -> u64 {
-        taken_by(image_bytes, home, self.device_grain_bytes)
+    /// Memory that a unit with an image of so many bytes needs for a residency.
+    pub fn footprint_bytes(&self, image_bytes: u64, residency: Residency) -> u64 {
+        footprint_bytes(image_bytes, residency, self.device_granularity_bytes)
     }
 }
 
-/// The same with what units on the device are multiples of.
-fn taken_by(image_bytes: u64, home: Home, grain_bytes: u64) -> u64 {
-    match (home, grain_bytes) {
-        (Home::Device, 1..) => image_bytes.div_ceil(grain_bytes).saturating_mul(grain_bytes),
+/// The same for a given granularity of device memory.
+fn footprint_bytes(image_bytes: u64, residency: Residency, granularity_bytes: u64) -> u64 {
+    match (residency, granularity_bytes) {
+        (Residency::Device, 1..) => {
+            image_bytes.div_ceil(granularity_bytes).saturating_mul(granularity_bytes)
+        }
         _ => image_bytes,
     }
 }
 
-/// All that a plan is made from.
+/// Number and bytes of units.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct UnitCount {
+    pub units: u64,
+    pub bytes: u64,
+}
+
+impl Plan {
+    /// Number of units of a residency; of experts or of all others.
+    pub(super) fn count(&self, inputs: &Inputs, residency: Residency, experts: bool) -> UnitCount {
+        let units = inputs.units.units.iter().zip(&self.residencies);
+        let these =
+            units.filter(|(unit, of)| **of == residency && (unit.role == Role::Expert) == experts);
+        these.fold(UnitCount::default(), |count, (unit, _)| UnitCount {
+            units: count.units + 1,
+            bytes: count.bytes + self.footprint_bytes(unit.image_bytes, residency),
+        })
+    }
+}
+
+/// Bytes as text, with three digits or more.
+pub fn size(bytes: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let mut scaled = bytes as f64;
+    let mut unit = 0;
+    while scaled >= 1024.0 && unit + 1 < units.len() {
+        scaled /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes} B") } else { format!("{scaled:.2} {}", units[unit]) }
+}
+
+/// Inputs of a plan.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
-    /// The units.
+    /// The units of the model.
     pub units: &'a Units,
-    /// What the model is, for its KV.
+    /// Properties of the model, for the size of its KV.
     pub facts: &'a crate::stream::model::Facts,
-    /// What memory there is.
+    /// Available memory.
     pub memory: Memory,
-    /// How fast bytes get where.
+    /// Rates of the links.
     pub links: Links,
-    /// What the caller decides.
-    pub wishes: &'a Wishes,
+    /// The options.
+    pub plan_options: &'a PlanOptions,
+}
+
+// Lists whose length comes from outside: their allocation may fail.
+
+/// An empty list with room for `len` elements.
+/// [`Status::NoMem`](crate::base::status::Status::NoMem) if there is no memory for it.
+pub(super) fn reserved<T>(len: usize) -> Result<Vec<T>> {
+    let mut list = Vec::new();
+    if list.try_reserve_exact(len).is_err() {
+        fail!(NoMem, "no memory for a plan of {len} units");
+    }
+    Ok(list)
+}
+
+/// A list of `len` equal elements.
+pub(super) fn filled<T: Clone>(value: T, len: usize) -> Result<Vec<T>> {
+    let mut list = reserved(len)?;
+    list.resize(len, value);
+    Ok(list)
 }

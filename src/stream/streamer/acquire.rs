@@ -1,61 +1,67 @@
-//! Units for the engine: asked for, had, given back.
+//! Acquire and release of units, and the device events that are passed on release.
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::Ordering;
 use crate::device::{Event, Memory};
 use crate::fail;
-use crate::stream::core::{Goal, Lease, Want, Why};
-use crate::stream::streamer::{LEAVING, ON_DEVICE, OPEN, Shared, State, Streamer, USERS};
+use crate::stream::scheduler::{Acquired, Lease, Target, WaitReason};
+use crate::stream::streamer::{MOVING, ON_DEVICE, OPEN, Shared, State, Streamer, USERS};
 
-/// How a unit is asked for.
+/// Options of an acquire.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct How {
-    /// Without waiting: [`Status::Again`] when it is not there.
+pub struct AcquireOpts {
+    /// Do not wait: [`Status::Again`] when the unit is not loaded.
     pub poll: bool,
-    /// As soon as the device has been given all copies: the engine waits for the event.
-    pub early: bool,
-    /// When waiting ends with [`Status::Timeout`]; 0 = never.
+    /// Return as soon as all copies were submitted to the device; the engine waits for the lease's
+    /// event.
+    pub when_issued: bool,
+    /// When waiting ends with [`Status::Timeout`], in nanoseconds; 0 = never.
     pub deadline_ns: u64,
 }
 
-/// A unit that the engine has until it gives it back.
+/// A lease of a unit, with the unit's address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Held {
-    /// What gives it back.
+pub struct UnitLease {
+    /// The lease; identifies what is released.
     pub lease: Lease,
-    /// Where its image is.
+    /// Address of the unit's image.
     pub address: u64,
-    /// How long that is.
+    /// Length of the image.
     pub bytes: u64,
-    /// Where the address is valid.
+    /// Memory in which the address is valid.
     pub memory: Memory,
-    /// When it was asked for.
+    /// When the lease was granted.
     pub since_ns: u64,
 }
 
 impl Streamer {
-    /// Asks for a unit. It is there, and stays, until it is released as often as it was
-    /// acquired. [`Status::Busy`] when engines have all slots.
-    pub fn acquire(&self, unit: u32, how: How) -> Result<Held> {
+    /// Acquires a unit. The unit stays loaded until it was released as often as it was acquired.
+    /// [`Status::Busy`] when leases hold all slots.
+    pub fn acquire(&self, unit: u32, how: AcquireOpts) -> Result<UnitLease> {
         let shared = &self.shared;
         let Some(gate) = shared.gates.get(unit as usize) else {
-            fail!(Invalid, "unit {unit} of {}", shared.gates.len());
+            fail!(
+                Invalid,
+                "unit {unit} does not exist: the model has {} units",
+                shared.gates.len()
+            );
         };
-        if !shared.noted {
-            // Nothing to decide where it is at home: one atomic operation, no lock.
-            let enter = |word: u32| (word & OPEN != 0 && word & USERS < USERS).then_some(word + 1);
-            if gate.fetch_update(Ordering::AcqRel, Ordering::Acquire, enter).is_ok() {
-                shared.quick.fetch_add(1, Ordering::Relaxed);
-                return Ok(shared.at_home(unit));
+        if !shared.has_marks {
+            // A resident unit needs no decision: one atomic operation, no lock.
+            let add_user =
+                |word: u32| (word & OPEN != 0 && word & USERS < USERS).then_some(word + 1);
+            if gate.fetch_update(Ordering::AcqRel, Ordering::Acquire, add_user).is_ok() {
+                shared.fast_acquires.fetch_add(1, Ordering::Relaxed);
+                return Ok(shared.resident_lease(unit));
             }
         }
-        self.acquire_slowly(unit, how)
+        self.acquire_locked(unit, how)
     }
 
-    fn acquire_slowly(&self, unit: u32, how: How) -> Result<Held> {
+    fn acquire_locked(&self, unit: u32, how: AcquireOpts) -> Result<UnitLease> {
         let shared = &self.shared;
         let mut since_ns: Option<u64> = None;
-        let mut waiting: Option<(Why, u64)> = None;
+        let mut waiting: Option<(WaitReason, u64)> = None;
         let mut state = shared.state.lock();
         loop {
             state.check()?;
@@ -63,126 +69,133 @@ impl Streamer {
             if let Some((why, from_ns)) = waiting.take() {
                 state.waits[why as usize] += now_ns.saturating_sub(from_ns);
             }
-            let want = state.core.want(unit, how.early, now_ns);
-            if matches!(want, Ok(Want::Ready(lease)) if lease.place == Goal::Home) {
-                // First: a home that is to leave does so when it has no user.
-                shared.enter(unit)?;
+            let acquired = state.scheduler.acquire(unit, how.when_issued, now_ns);
+            if matches!(acquired, Ok(Acquired::Ready(lease)) if lease.location == Target::Resident)
+            {
+                // Before settling: a unit that is to be moved is moved when it has no user.
+                shared.add_user(unit)?;
             }
             shared.settle(&mut state);
-            match want? {
-                Want::Ready(lease) => {
+            match acquired? {
+                Acquired::Ready(lease) => {
                     if let Some(since_ns) = since_ns {
-                        state.core.waited(unit, since_ns, now_ns);
+                        state.scheduler.note_wait(unit, since_ns, now_ns);
                     }
-                    let at = state.places.at(unit, lease.place)?;
-                    if lease.place != Goal::Home {
+                    let at = state.weight_memory.at(unit, lease.location)?;
+                    if lease.location != Target::Resident {
                         state.leased += 1;
                     }
                     let bytes = shared.units.units[unit as usize].image_bytes;
                     let (address, memory) = (at.address, at.memory);
-                    return Ok(Held { lease, address, bytes, memory, since_ns: now_ns });
+                    return Ok(UnitLease { lease, address, bytes, memory, since_ns: now_ns });
                 }
-                Want::Wait(_) if how.poll => return Err(Status::Again.into()),
-                Want::Wait(why) => {
+                Acquired::Wait(_) if how.poll => return Err(Status::Again.into()),
+                Acquired::Wait(why) => {
                     if since_ns.is_none() {
                         since_ns = Some(now_ns);
-                        state.waited += 1;
+                        state.wait_count += 1;
                     }
                     waiting = Some((why, now_ns));
-                    state.core.wait_begin(unit);
+                    state.scheduler.wait_begin(unit);
                     let waited = shared.wait(&mut state, how.deadline_ns, now_ns);
-                    state.core.wait_end(unit)?;
+                    state.scheduler.wait_end(unit)?;
                     waited?;
                 }
             }
         }
     }
 
-    /// Gives a unit back. `after`: the device's event after which its memory may be used
-    /// for another; none = now. The event is the streamer's from then on, who releases it. When
-    /// the unit was given early and a copy has failed since, it is given back all the same, and
-    /// the error is that of the copy: what was computed with it is wrong.
-    pub fn release(&self, held: &Held, after: Option<Event>) -> Result<()> {
+    /// Releases a lease. `after`: the device event after which the unit's memory may be reused;
+    /// none = now. The streamer takes the event over and releases it. If the lease was granted
+    /// early and a copy failed since, the lease is released and the copy's error is returned:
+    /// results computed with the unit are wrong.
+    pub fn release(&self, held: &UnitLease, after: Option<Event>) -> Result<()> {
         self.give_back(held, after)?
     }
 
-    /// The same, for those who have to know both: whether it was given back, and whether what
-    /// was computed with it is right.
-    pub fn give_back(&self, held: &Held, after: Option<Event>) -> Result<Result<()>> {
+    /// The same with separate results: the outer one says whether the lease was released, the
+    /// inner one whether the unit was complete.
+    pub fn give_back(&self, held: &UnitLease, after: Option<Event>) -> Result<Result<()>> {
         let (shared, lease) = (&self.shared, &held.lease);
         let Some(gate) = shared.gates.get(lease.unit as usize) else {
-            fail!(Invalid, "unit {} of {}", lease.unit, shared.gates.len());
+            fail!(
+                Invalid,
+                "unit {} does not exist: the model has {} units",
+                lease.unit,
+                shared.gates.len()
+            );
         };
-        if lease.place == Goal::Home {
-            let unused = || fail!(State, "unit {} is not in use: it was given back", lease.unit);
+        if lease.location == Target::Resident {
+            let unused =
+                || fail!(State, "unit {} is not leased: it was released before", lease.unit);
             if gate.load(Ordering::Acquire) & USERS == 0 {
                 return unused();
             }
-            if shared.noted {
+            if shared.has_marks {
                 let mut state = shared.state.lock();
-                state.core.used_home(lease.unit, held.since_ns, shared.now_ns());
+                state.scheduler.note_resident_use(lease.unit, held.since_ns, shared.now_ns());
             }
             if let Some(event) = after {
-                shared.use_home_until(lease.unit, event);
+                shared.resident_used_until(lease.unit, event);
             }
-            let left = shared.leave(lease.unit);
-            shared.let_ended_go();
+            let left = shared.remove_user(lease.unit);
+            shared.release_ended_events();
             return if left { Ok(Ok(())) } else { unused() };
         }
-        // A slot has one event: of two users who compute at once the first is waited for. Whether
-        // it ended well is not asked: it has read what it was to read.
-        after.iter().for_each(|event| shared.wait_for_earlier(lease, *event));
+        // A slot has one event, so an earlier event of another user is waited for. An error of
+        // that event does not matter: the user's reads have ended.
+        after.iter().for_each(|event| shared.wait_for_earlier_user(lease, *event));
         let mut state = shared.state.lock();
-        let spoiled = state.core.spoiled(lease.unit);
-        state.core.release(lease, after, shared.now_ns())?;
+        let incomplete = state.scheduler.incomplete_error(lease.unit);
+        state.scheduler.release(lease, after, shared.now_ns())?;
         state.leased = state.leased.saturating_sub(1);
-        after.iter().for_each(|event| shared.use_slot_until(&mut state, *event));
+        after.iter().for_each(|event| shared.slot_used_until(&mut state, *event));
         shared.settle(&mut state);
-        let spent = state.core.take_spent();
+        let spent = state.scheduler.take_done_events();
         drop(state);
         shared.release_events(&spent);
-        shared.let_ended_go();
-        Ok(spoiled.map_or(Ok(()), Err))
+        shared.release_ended_events();
+        Ok(incomplete.map_or(Ok(()), Err))
     }
 
-    /// The engine will use these units: they are fetched as far as there is room.
+    /// Prefetches units that the engine will use, as far as slots are free.
     pub fn hint(&self, units: &[u32]) -> Result<()> {
         let mut state = self.shared.state.lock();
         state.check()?;
-        let told = state.core.hint(units, self.shared.now_ns());
+        let settled = state.scheduler.hint(units, self.shared.now_ns());
         self.shared.settle(&mut state);
-        told
+        settled
     }
 
-    /// A pass begins. An error when a file of the model is not what it was.
+    /// Begins a pass. Fails if a file of the model changed.
     pub fn pass_begin(&self) -> Result<()> {
         self.shared.check_files()?;
         let mut state = self.shared.state.lock();
         state.check()?;
-        let told = state.core.pass_begin(self.shared.now_ns());
+        let settled = state.scheduler.pass_begin(self.shared.now_ns());
         self.shared.settle(&mut state);
-        told
+        settled
     }
 
-    /// A pass has ended.
+    /// Ends a pass.
     pub fn pass_end(&self) -> Result<()> {
         let mut state = self.shared.state.lock();
         state.check()?;
-        let told = state.core.pass_end(self.shared.now_ns());
+        let settled = state.scheduler.pass_end(self.shared.now_ns());
         self.shared.settle(&mut state);
-        told
+        settled
     }
 }
 
 impl Shared {
-    fn at_home(&self, unit: u32) -> Held {
-        let word = self.home_addresses[unit as usize].load(Ordering::Acquire);
+    fn resident_lease(&self, unit: u32) -> UnitLease {
+        let word = self.resident_addresses[unit as usize].load(Ordering::Acquire);
         let (address, memory) = match word & ON_DEVICE {
             0 => (word, Memory::Host),
             _ => (word & !ON_DEVICE, Memory::Device),
         };
-        Held {
-            lease: Lease { unit, place: Goal::Home, event: None },
+        UnitLease {
+            lease: Lease { unit, location: Target::Resident, event: None },
             address,
             bytes: self.units.units[unit as usize].image_bytes,
             memory,
@@ -190,23 +203,26 @@ impl Shared {
         }
     }
 
-    /// A user of a home more, under the lock.
-    fn enter(&self, unit: u32) -> Result<()> {
+    /// Adds a user of a resident unit, under the lock.
+    fn add_user(&self, unit: u32) -> Result<()> {
         let more = |word: u32| (word & USERS < USERS).then_some(word + 1);
         match self.gates[unit as usize].fetch_update(Ordering::AcqRel, Ordering::Acquire, more) {
             Ok(_) => Ok(()),
-            Err(_) => fail!(Limit, "unit {unit} has {USERS} users: give it back"),
+            Err(_) => {
+                fail!(Limit, "unit {unit} has {USERS} leases, the most possible: release some")
+            }
         }
     }
 
-    /// A user of a home less; false: it had none. The last one lets the home move, if it is to.
-    fn leave(&self, unit: u32) -> bool {
+    /// Removes a user of a resident unit; false: it had none. The last user lets the unit be
+    /// moved, if that is planned.
+    fn remove_user(&self, unit: u32) -> bool {
         let less = |word: u32| (word & USERS > 0).then(|| word - 1);
         let gate = &self.gates[unit as usize];
         let Ok(before) = gate.fetch_update(Ordering::AcqRel, Ordering::Acquire, less) else {
             return false;
         };
-        if before & LEAVING != 0 && before & USERS == 1 {
+        if before & MOVING != 0 && before & USERS == 1 {
             let mut state = self.state.lock();
             self.settle(&mut state);
         }
@@ -222,7 +238,7 @@ impl Shared {
         if deadline_ns == 0 {
             self.arrived.wait(state);
         } else if now_ns >= deadline_ns {
-            return Err(Error::new(Status::Timeout, "the unit has not come in time"));
+            return Err(Error::new(Status::Timeout, "the unit was not loaded before the deadline"));
         } else {
             self.arrived.wait_for(state, deadline_ns - now_ns);
         }
@@ -236,9 +252,131 @@ impl Shared {
                     let path = self.model.files[file as usize].path.display().to_string();
                     return Err(error.within(&path));
                 }
-                _ => {} // what is open is sound, whoever has its name now
+                _ => {} // the open file is valid, even if another file has its name now
             }
         }
         Ok(())
+    }
+}
+
+// Device events passed on release: the device still reads the unit until then. Only threads that
+// need the memory wait for them.
+
+/// Events that are polled at once: they mostly end in order.
+const ASKED: usize = 4;
+
+/// An event after which the memory of a unit may be reused.
+#[derive(Clone, Copy)]
+pub struct PendingEvent {
+    pub event: Event,
+    /// The unit, if it was used where it is resident. In a slot, the slot has the event.
+    pub resident_unit: Option<u32>,
+}
+
+impl State {
+    /// The event that a move of units waits for. No call may come when it completes, so the copier
+    /// waits for it.
+    pub(super) fn event_to_wait_for(&self) -> Option<Event> {
+        let waits = self.is_moving();
+        self.pending_events.front().filter(|_| waits).map(|after| after.event)
+    }
+}
+
+impl Shared {
+    /// Takes over the event of a resident unit, before its user is removed.
+    pub(super) fn resident_used_until(&self, unit: u32, event: Event) {
+        let mut state = self.state.lock();
+        state.resident_uses[unit as usize] += 1;
+        state.pending_events.push_back(PendingEvent { event, resident_unit: Some(unit) });
+    }
+
+    /// Takes over the event of a unit in a slot.
+    pub(super) fn slot_used_until(&self, state: &mut State, event: Event) {
+        state.pending_events.push_back(PendingEvent { event, resident_unit: None });
+    }
+
+    /// Releases completed events. The device is not called under a lock; two threads that do this
+    /// at once find the same.
+    pub(super) fn release_ended_events(&self) {
+        let Some(device) = &self.device else { return };
+        loop {
+            let oldest: Vec<PendingEvent> = {
+                let state = self.state.lock();
+                state.pending_events.iter().take(ASKED).copied().collect()
+            };
+            // An event that another thread released is unknown to the device, and has completed.
+            let is_gone = |after: &PendingEvent| {
+                let said = device.release(after.event);
+                !said.is_err_and(|error| error.status() == Status::Busy)
+            };
+            let asked = oldest.len();
+            let gone: Vec<PendingEvent> = oldest.into_iter().filter(is_gone).collect();
+            if gone.is_empty() {
+                return;
+            }
+            self.forget_events(&gone);
+            if gone.len() < asked {
+                return;
+            }
+        }
+    }
+
+    fn forget_events(&self, gone: &[PendingEvent]) {
+        let mut state = self.state.lock();
+        let mut is_free = false;
+        for after in gone {
+            let at = state.pending_events.iter().position(|other| other.event == after.event);
+            let Some(at) = at else { continue };
+            state.pending_events.remove(at);
+            match after.resident_unit {
+                Some(unit) => {
+                    let uses = &mut state.resident_uses[unit as usize];
+                    *uses -= 1;
+                    is_free |= *uses == 0;
+                }
+                None => {
+                    state.scheduler.forget_event(after.event);
+                    is_free |= state.slots_change();
+                }
+            }
+        }
+        if is_free && state.is_moving() {
+            self.settle(&mut state);
+        }
+    }
+
+    /// Waits until the device reads none of the released units any more.
+    pub(super) fn wait_for_events(&self, deadline_ns: u64) -> Result<()> {
+        let Some(device) = &self.device else { return Ok(()) };
+        loop {
+            let Some(after) = self.state.lock().pending_events.front().copied() else {
+                return Ok(());
+            };
+            if let Err(error) = device.wait(after.event, deadline_ns) {
+                if error.status() == Status::Timeout {
+                    fail!(
+                        Busy,
+                        "the device still reads units that were released: wait and close again"
+                    );
+                }
+                // The reads that precede a failed event have ended, too.
+                log::debug!("an event passed on release failed: {error}");
+            }
+            self.release_ended_events();
+        }
+    }
+
+    /// Waits for the event of an earlier user of the same slot.
+    pub(super) fn wait_for_earlier_user(&self, lease: &Lease, after: Event) {
+        let mut state = self.state.lock();
+        while let Some(earlier) = state.scheduler.event_of(lease).filter(|&event| event != after) {
+            drop(state);
+            let waited = self.device.as_ref().map_or(Ok(()), |device| device.wait(earlier, 0));
+            if let Err(error) = waited {
+                log::debug!("an event of an earlier user of a slot failed: {error}");
+            }
+            state = self.state.lock();
+            state.scheduler.event_passed(lease, earlier);
+        }
     }
 }

@@ -1,22 +1,18 @@
-//! The streamer: a core that decides, memory, and threads that read and copy.
+//! The streamer: a scheduler, memory, and threads that read and copy.
 
 mod acquire;
-mod after;
-mod backing;
-mod homes;
-mod look;
+mod direct_reads;
+mod inspect;
 mod open;
-mod serve;
-mod slots;
-mod straight;
-mod verify;
-
-pub use acquire::{Held, How};
-pub use look::{LinkUse, Progress};
-pub use open::{Opts, Verify, memory_of};
+mod rebalance;
+mod threads;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
+
+pub use acquire::{AcquireOpts, UnitLease};
+pub use inspect::{LinkUse, Progress};
+pub use open::{Opts, Verify, memory_of};
 
 use crate::base::account::Account;
 use crate::base::core::Core as Runtime;
@@ -27,31 +23,31 @@ use crate::base::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex};
 use crate::device::Device;
 use crate::io::fixed::FixedFiles;
-use crate::stream::core::Core;
+use crate::stream::checksums::Checksums;
+use crate::stream::memory::{MemorySource, WeightMemory};
 use crate::stream::model::Model;
-use crate::stream::places::{Places, Source};
-use crate::stream::plan::{Home, Links, Memory, Plan, Wishes};
-use crate::stream::streamer::after::After;
-use crate::stream::streamer::straight::Straight;
-use crate::stream::sums::Sums;
+use crate::stream::plan::{Links, Memory, Plan, PlanOptions, Residency};
+use crate::stream::scheduler::Scheduler;
+use crate::stream::streamer::acquire::PendingEvent;
+use crate::stream::streamer::direct_reads::DirectReader;
 use crate::stream::units::Units;
 
-/// The unit is at home, where it is used.
+/// Gate flag: the unit is resident where it is used.
 const OPEN: u32 = 1 << 31;
-/// Its home is to be another: its last user looks after that.
-const LEAVING: u32 = 1 << 30;
-/// Of an address: it is the device's. Addresses are multiples of more than this.
+/// Gate flag: the unit's residency is to change when its last user has released it.
+const MOVING: u32 = 1 << 30;
+/// Flag in a stored address: it is a device address. Addresses are multiples of more than this.
 const ON_DEVICE: u64 = 1;
-/// How many use it there.
-const USERS: u32 = LEAVING - 1;
+/// Mask of the number of users in a gate.
+const USERS: u32 = MOVING - 1;
 
-/// Weights that are streamed.
+/// A streamer of the weights of one model.
 pub struct Streamer {
     pub(super) shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// What calls and threads share.
+/// State that calls and threads share.
 pub(super) struct Shared {
     pub runtime: Arc<Runtime>,
     pub model: Model,
@@ -59,52 +55,52 @@ pub(super) struct Shared {
     pub files: Arc<dyn FixedFiles>,
     pub device: Option<Arc<dyn Device>>,
     pub account: Option<Arc<Account>>,
-    pub sums: Sums,
+    pub sums: Checksums,
     pub verify: Verify,
     pub sidecar: Option<PathBuf>,
     pub links: Links,
     pub memory: Memory,
-    /// Before the state: what the device was told of slots is taken back before they go.
-    pub straight: Option<Straight>,
+    /// Declared before the state: slots are unregistered before they are freed.
+    pub direct_reader: Option<DirectReader>,
     pub state: Mutex<State>,
-    /// For readers, for the copier, for who waits for units.
+    /// Wake readers, the copier, and threads that wait for units.
     pub reads: Condvar,
     pub copies: Condvar,
     pub arrived: Condvar,
-    /// Of each unit: whether it may be used at home, and how many do.
+    /// For each unit: whether its resident copy may be used, and its number of users.
     pub gates: Vec<AtomicU32>,
-    /// Where their homes are; the lowest bit says that it is on the device.
-    pub home_addresses: Vec<AtomicU64>,
-    /// Units that were had through their gates.
-    pub quick: AtomicU64,
-    /// Everything is noted, so nothing takes the quick way.
-    pub noted: bool,
+    /// Addresses of resident copies; the lowest bit marks a device address.
+    pub resident_addresses: Vec<AtomicU64>,
+    /// Acquires that took the path without a lock.
+    pub fast_acquires: AtomicU64,
+    /// Marks are recorded, so no acquire takes the path without a lock.
+    pub has_marks: bool,
 }
 
-/// What the lock guards.
+/// State under the lock.
 pub(super) struct State {
-    pub core: Core,
-    pub places: Places,
+    pub scheduler: Scheduler,
+    pub weight_memory: WeightMemory,
     pub plan: Plan,
-    /// What it was made for.
-    pub wishes: Wishes,
-    /// Homes that are to be others, as soon as nobody uses the units there.
-    pub moves: Vec<(u32, Home)>,
-    /// What is to be logged, under no lock: a reader does.
+    /// The options that the plan was made for.
+    pub plan_options: PlanOptions,
+    /// Units whose residency changes as soon as they are unused.
+    pub moves: Vec<(u32, Residency)>,
+    /// A message to log without the lock; a reader does that.
     pub note: Option<String>,
-    /// Units whose checksums were looked at.
+    /// Units whose checksums were compared.
     pub verified: Vec<bool>,
     pub stop: Option<Status>,
     pub broken: bool,
     pub leased: u64,
     pub threads: u32,
-    /// How long calls waited: for reads, for copies, for slots; and how often.
+    /// Time that calls waited for reads, copies and slots; and the number of waits.
     pub waits: [u64; 3],
-    pub waited: u64,
-    /// Events that came with units that were given back, oldest first.
-    pub taken_over: VecDeque<After>,
-    /// For each unit: how many of those were used at home.
-    pub home_uses: Vec<u32>,
+    pub wait_count: u64,
+    /// Events that were passed on release, the oldest first.
+    pub pending_events: VecDeque<PendingEvent>,
+    /// For each unit: the number of those events from uses of the resident copy.
+    pub resident_uses: Vec<u32>,
 }
 
 impl State {
@@ -116,7 +112,7 @@ impl State {
         }
     }
 
-    /// Whether homes or slots are not yet what the plan says.
+    /// Whether residency or slots differ from the plan.
     fn is_moving(&self) -> bool {
         !self.moves.is_empty() || self.slots_change()
     }
@@ -127,47 +123,47 @@ impl Shared {
         self.runtime.clock().now_ns()
     }
 
-    pub fn source(&self) -> Source<'_> {
-        Source {
+    pub fn source(&self) -> MemorySource<'_> {
+        MemorySource {
             device: self.device.as_ref(),
             account: self.account.as_ref(),
             faults: self.runtime.faults(),
         }
     }
 
-    /// After anything that the core was told: homes that are there may be used, homes that
-    /// nobody uses may be others, and whoever waits looks again.
+    /// To be called after each change of the scheduler: opens gates of units that became resident,
+    /// moves unused units, and wakes waiting threads.
     pub fn settle(&self, state: &mut State) {
         self.settle_chunk(state, true);
     }
 
-    /// The same after a read or a copy: who waits for a whole unit sleeps on unless there is
-    /// news.
+    /// The same after a read or a copy: threads that wait for a whole unit are woken only if
+    /// `news`.
     pub fn settle_chunk(&self, state: &mut State, news: bool) {
         let going = state.check().is_ok();
-        let opened = state.core.take_opened();
+        let opened = state.scheduler.take_new_residents();
         let news = news || !opened.is_empty() || state.is_moving();
         if going {
             opened.into_iter().for_each(|unit| self.open_gate(unit));
         }
-        self.move_homes(state);
-        self.reads.notify_one(); // it wakes the next if there is more
+        self.move_units(state);
+        self.reads.notify_one(); // the woken thread wakes the next one
         self.copies.notify_one();
         if news {
             self.arrived.notify_all();
         }
     }
 
-    /// A unit may be used at home, unless it is about to leave.
+    /// Allows the use of a resident unit, unless it is to be moved.
     fn open_gate(&self, unit: u32) {
         let gate = &self.gates[unit as usize];
-        // Under the lock of the state, like all that says who leaves.
-        if gate.load(Ordering::Acquire) & LEAVING == 0 {
+        // Under the lock of the state, as all changes of MOVING.
+        if gate.load(Ordering::Acquire) & MOVING == 0 {
             gate.fetch_or(OPEN, Ordering::AcqRel);
         }
     }
 
-    /// Nobody comes without the lock any more, and with it they are told why.
+    /// Closes all gates: further calls take the lock, and get the error there.
     fn shut_gates(&self) {
         for gate in &self.gates {
             gate.fetch_and(!OPEN, Ordering::AcqRel);
@@ -179,7 +175,7 @@ impl Shared {
         if let Some(Err(error)) =
             closed.filter(|c| !matches!(c, Err(e) if e.status() == Status::Closed))
         {
-            log::warn!("the account of weights that were closed stays open: {error}");
+            log::warn!("the account of closed weights could not be closed: {error}");
         }
     }
 
@@ -198,29 +194,29 @@ impl Owner for Shared {
     fn abandoned(&self, _: &Op) {}
 
     fn shut(&self, _: Status) {
-        self.end(Status::Closed); // for all calls that come, not for ops that are under way
+        self.end(Status::Closed); // for later calls; this owner has no ops in flight
     }
 
     fn serve(&self) {}
 }
 
 impl Streamer {
-    /// Refuses new calls, ends what waits, and waits until a deadline (0 = for ever) for
-    /// reads and copies that are under way. [`Status::Busy`] while units are in use.
+    /// Refuses new calls, ends waits, and waits for reads and copies in flight until a deadline (0
+    /// = no deadline). [`Status::Busy`] while units are leased.
     pub fn close(&self, deadline_ns: u64) -> Result<()> {
         let shared = &self.shared;
         let mut state = shared.state.lock();
         let is_open = |gate: &AtomicU32| gate.load(Ordering::Acquire) & OPEN != 0;
         let open: Vec<bool> = shared.gates.iter().map(is_open).collect();
-        // Shut before users are counted: none may come behind the count.
+        // Gates are closed before users are counted: none may come after the count.
         shared.shut_gates();
-        let used = shared.used_homes();
+        let used = shared.used_residents();
         if state.leased > 0 || used > 0 {
             for (gate, _) in shared.gates.iter().zip(open).filter(|(_, open)| *open) {
                 gate.fetch_or(OPEN, Ordering::AcqRel);
             }
             let count = state.leased + used;
-            let text = format!("{count} units are in use: give them back first");
+            let text = format!("{count} units are leased: release them first");
             return Err(Error::new(Status::Busy, text));
         }
         state.stop.get_or_insert(Status::Closed);
@@ -234,7 +230,10 @@ impl Streamer {
             }
             let now = shared.now_ns();
             if now >= deadline_ns {
-                return Err(Error::new(Status::Busy, "a read or copy has not ended yet"));
+                return Err(Error::new(
+                    Status::Busy,
+                    "a read or copy is still in flight: close again",
+                ));
             }
             shared.arrived.wait_for(&mut state, deadline_ns - now);
         }
@@ -242,14 +241,14 @@ impl Streamer {
         let threads = std::mem::take(&mut *self.threads.lock());
         threads.into_iter().for_each(|thread| drop(thread.join()));
         shared.save_sums();
-        shared.wait_for_uses(deadline_ns)?;
-        if let Some(straight) = &shared.straight {
-            straight.close();
+        shared.wait_for_events(deadline_ns)?;
+        if let Some(direct_reader) = &shared.direct_reader {
+            direct_reader.close();
         }
-        // Drivers take their time: others look at the streamer meanwhile.
-        let mut places = std::mem::take(&mut shared.state.lock().places);
-        // SAFETY: no unit is in use, and none can be had any more; the threads have ended.
-        let freed = unsafe { places.free_all() };
+        // Drivers are slow: other threads may inspect the streamer meanwhile.
+        let mut weight_memory = std::mem::take(&mut shared.state.lock().weight_memory);
+        // SAFETY: no unit is leased, none can be leased any more, and the threads have ended.
+        let freed = unsafe { weight_memory.free_all() };
         if let Err(error) = freed {
             log::warn!("{error}");
         }
@@ -260,7 +259,7 @@ impl Streamer {
 
 impl Drop for Streamer {
     fn drop(&mut self) {
-        // Whoever still has a unit has promised not to: the threads end all the same.
+        // An engine that drops a streamer has promised to use no leased unit: the threads end.
         self.shared.end(Status::Closed);
         let threads = std::mem::take(&mut *self.threads.lock());
         threads.into_iter().for_each(|thread| drop(thread.join()));

@@ -17,22 +17,22 @@ use crate::io::fixed::FixedFiles;
 use crate::io::fixed::identity::identities;
 use crate::io::fixed::measure::measure;
 use crate::io::fixed::real::{FixedOpts, RealFixed};
-use crate::stream::core::{Core, PINNED_PERCENT, Setup};
-use crate::stream::in_window::MAX_GRAIN_BYTES;
+use crate::stream::checksums::{Checksums, default_sidecar, load_or_new};
+use crate::stream::memory::WeightMemory;
+use crate::stream::memory::device_window::MAX_GRANULARITY_BYTES;
 use crate::stream::model::Model;
-use crate::stream::places::Places;
-use crate::stream::plan::{Home, Inputs, Links, Memory, Plan, Seat, Wishes};
-use crate::stream::streamer::straight::Straight;
-use crate::stream::streamer::{Shared, State, Streamer, serve};
-use crate::stream::sums::Sums;
-use crate::stream::sums::sidecar::{default_path, load_or_new};
-use crate::stream::units::{GRAIN_BYTES, Units};
+use crate::stream::plan::{ComputeLocation, Inputs, Links, Memory, Plan, PlanOptions, Residency};
+use crate::stream::scheduler::{PINNED_PERCENT, Scheduler, Setup};
+use crate::stream::streamer::direct_reads::DirectReader;
+use crate::stream::streamer::threads::start_threads;
+use crate::stream::streamer::{Shared, State, Streamer};
+use crate::stream::units::{ALIGN_BYTES, Units};
 
-/// Threads that read, where nothing else is said.
+/// Default number of reader threads.
 const READERS: u32 = 4;
-/// Most threads that read.
+/// Most reader threads.
 pub const MAX_READERS: u32 = 64;
-/// How much is read to measure the disk.
+/// Bytes that are read to measure the disk.
 const MEASURED_BYTES: u64 = 256 << 20;
 
 /// When bytes are compared with their checksums.
@@ -41,59 +41,58 @@ pub enum Verify {
     /// Never.
     #[default]
     Never,
-    /// When a unit is read for the first time; checksums that nobody knows are noted.
+    /// When a unit is read for the first time; unknown checksums are stored.
     First,
-    /// Whenever it is read.
+    /// At each read.
     Always,
 }
 
-/// How to open one.
+/// Options of a streamer.
 #[derive(Clone)]
 pub struct Opts {
-    /// What the caller decides about memory.
-    pub wishes: Wishes,
-    /// How fast links are; 0 = not known.
+    /// Memory limits and slots; see the plan.
+    pub plan_options: PlanOptions,
+    /// Rates of the links; 0 = not known.
     pub links: Links,
-    /// The disk is measured first, if its speed is not known.
+    /// Measure the disk first, if its rate is not known.
     pub measure: bool,
-    /// The order of a pass; none = that of the units.
+    /// The order of a pass; none = the order of the units.
     pub order: Option<Vec<u32>>,
-    /// No pass follows a pass: nothing is fetched ahead across its end.
+    /// Passes do not follow each other: nothing is prefetched across the end of a pass.
     pub once: bool,
-    /// Every unit has an address of its own. On a device: one that has windows
-    /// ([`Device::window`]).
+    /// Each unit has fixed addresses. On a device, it must support windows ([`Device::window`]).
     pub in_place: bool,
-    /// Who leaves, in [`crate::stream::plan::Mode::Ring`]; empty = `fifo`.
+    /// Eviction policy for [`crate::stream::plan::Mode::Ring`]; empty = `fifo`.
     pub policy: String,
-    /// Who leaves the slots for experts; empty = `lru`.
+    /// Eviction policy of the expert slots; empty = `lru`.
     pub expert_policy: String,
-    /// Of a hundred slots for experts, those that the most used have for themselves.
+    /// Share of the expert slots for the most used experts, in percent.
     pub pinned_percent: u32,
-    /// Threads that read; 0 = 4.
+    /// Reader threads; 0 = 4, at most 64.
     pub readers: u32,
     /// How files are opened.
     pub files: FixedOpts,
-    /// The device reads units into its slots by itself, as far as they lie in the file as it
-    /// needs that. [`Status::Unavailable`] and why, where it cannot.
+    /// The device reads chunks into its slots itself, as far as their alignment in the file
+    /// allows. Opening fails with [`Status::Unavailable`] and the reason, if the device cannot.
     pub direct: bool,
-    /// When checksums are looked at.
+    /// When checksums are compared.
     pub verify: Verify,
-    /// Where they are kept; empty = beside the model; none = nowhere.
+    /// The file of checksums; empty = beside the model; none = no file.
     pub sidecar: Option<PathBuf>,
-    /// Marks of what happened that are kept; with any, nothing takes the quick way.
+    /// Most marks that are recorded; with any, each acquire takes the lock.
     pub marks: usize,
-    /// Where the engine computes, if not on the processor.
+    /// The device that the engine computes on; none = the processor.
     pub device: Option<Arc<dyn Device>>,
-    /// Who pays for memory; none = nobody. With one, [`Wishes::shrinks`] is wished.
+    /// The budget to charge; none = no budget. With a budget, [`PlanOptions::shrinks`] is set.
     pub budget: Option<Arc<Budget>>,
-    /// Its rank there: low ones are asked first to give back.
+    /// Priority in the budget: low ones are asked first to give memory back.
     pub priority: i32,
 }
 
 impl Default for Opts {
     fn default() -> Opts {
         Opts {
-            wishes: Wishes::default(),
+            plan_options: PlanOptions::default(),
             links: Links::default(),
             measure: false,
             order: None,
@@ -116,8 +115,8 @@ impl Default for Opts {
 }
 
 impl Streamer {
-    /// Opens the files of a model and streams them. Units are on their way home when this
-    /// returns.
+    /// Opens the files of a model and starts to stream them. The loads of resident units have
+    /// begun when this returns.
     pub fn open(
         runtime: &Arc<Runtime>,
         model: Model,
@@ -139,18 +138,23 @@ impl Streamer {
     ) -> Result<Streamer> {
         runtime.check_open()?;
         check(&*files, &model, &opts)?;
-        let seat = if opts.device.is_some() { Seat::Device } else { Seat::Host };
-        if opts.wishes.seat.is_some_and(|wished| wished != seat) {
-            fail!(Invalid, "the engine computes on a device exactly if one is given");
+        let compute =
+            if opts.device.is_some() { ComputeLocation::Device } else { ComputeLocation::Host };
+        if opts.plan_options.compute.is_some_and(|wished| wished != compute) {
+            fail!(
+                Invalid,
+                "`compute` and `device` contradict each other: give a device exactly if the \
+                 engine computes on one"
+            );
         }
-        opts.wishes.seat = Some(seat);
-        // Who shares a budget has to be able to give something back.
-        opts.wishes.shrinks |= opts.budget.is_some();
+        opts.plan_options.compute = Some(compute);
+        // An owner that shares a budget must be able to give memory back.
+        opts.plan_options.shrinks |= opts.budget.is_some();
         if opts.measure && opts.links.disk == 0 {
             opts.links.disk = measure(&*files, runtime.clock(), MEASURED_BYTES)?;
         }
         if let (true, Some(device)) = (opts.in_place, &opts.device) {
-            opts.wishes.device_grain_bytes = grain_of(&**device)?;
+            opts.plan_options.device_granularity_bytes = window_granularity(&**device)?;
         }
         let memory = memory_of(&opts);
         let mut plan = Plan::make(&Inputs {
@@ -158,25 +162,25 @@ impl Streamer {
             facts: &model.facts,
             memory,
             links: opts.links,
-            wishes: &opts.wishes,
+            plan_options: &opts.plan_options,
         })?;
         if opts.direct {
-            // The device is told of the slots that it reads into: all of them, and for good.
+            // All slots are registered with the device once, so their number is fixed.
             (plan.expert_slots_least, plan.expert_slots_step) =
                 (plan.expert_slots, plan.expert_slots);
         }
-        let relative: Arc<Mutex<Weak<Shared>>> = Arc::new(Mutex::new(Weak::new()));
-        let account = account_of(&opts, &relative)?;
+        let owner_slot: Arc<Mutex<Weak<Shared>>> = Arc::new(Mutex::new(Weak::new()));
+        let account = account_of(&opts, &owner_slot)?;
         let shared =
             Shared::new(runtime, files, (model, units), plan, memory, &opts, account.clone());
         let opened = shared.and_then(|shared| {
-            *relative.lock() = Arc::downgrade(&shared);
+            *owner_slot.lock() = Arc::downgrade(&shared);
             Streamer::start(shared, opts.readers)
         });
         if let (Err(_), Some(account)) = (&opened, account)
             && let Err(error) = account.close()
         {
-            log::warn!("the account of weights that were not opened stays open: {error}");
+            log::warn!("the account of weights that could not be opened was not closed: {error}");
         }
         opened
     }
@@ -185,13 +189,13 @@ impl Streamer {
         let owner: Weak<dyn Owner> = Arc::<Shared>::downgrade(&shared);
         shared.runtime.add_owner(owner);
         let readers = if readers == 0 { READERS } else { readers };
-        let threads = serve::start(&shared, readers)?;
+        let threads = start_threads(&shared, readers)?;
         Ok(Streamer { shared, threads: Mutex::new(threads) })
     }
 }
 
 impl Shared {
-    /// Everything but the threads.
+    /// All state except the threads.
     fn new(
         runtime: &Arc<Runtime>,
         files: Arc<dyn FixedFiles>,
@@ -201,18 +205,19 @@ impl Shared {
         opts: &Opts,
         account: Option<Arc<Account>>,
     ) -> Result<Arc<Shared>> {
-        let mut core = core_of(&units, &plan, opts)?;
-        core.set_lands(opts.direct);
+        let mut scheduler = core_of(&units, &plan, opts)?;
+        scheduler.set_direct_reads(opts.direct);
         let (sums, sidecar) = sums_of(&*files, &model, &units, opts)?;
-        let source = crate::stream::places::Source {
+        let source = crate::stream::memory::MemorySource {
             device: opts.device.as_ref(),
             account: account.as_ref(),
             faults: runtime.faults(),
         };
-        let places = Places::new(&units, &plan, opts.in_place, &source)?;
-        let straight = opts.direct.then(|| Straight::open(&*files, &places, opts)).transpose()?;
+        let weight_memory = WeightMemory::new(&units, &plan, opts.in_place, &source)?;
+        let direct_reader =
+            opts.direct.then(|| DirectReader::open(&*files, &weight_memory, opts)).transpose()?;
         let count = units.units.len();
-        let homes = plan.homes.clone();
+        let residencies = plan.residencies.clone();
         let shared = Arc::new(Shared {
             runtime: runtime.clone(),
             model,
@@ -224,19 +229,19 @@ impl Shared {
             sidecar,
             links: opts.links,
             memory,
-            straight,
+            direct_reader,
             reads: Condvar::new(),
             copies: Condvar::new(),
             arrived: Condvar::new(),
             gates: (0..count).map(|_| AtomicU32::new(0)).collect(),
-            home_addresses: (0..count).map(|_| AtomicU64::new(0)).collect(),
-            quick: AtomicU64::new(0),
-            noted: opts.marks > 0,
+            resident_addresses: (0..count).map(|_| AtomicU64::new(0)).collect(),
+            fast_acquires: AtomicU64::new(0),
+            has_marks: opts.marks > 0,
             state: Mutex::new(State {
-                core,
-                places,
+                scheduler,
+                weight_memory,
                 plan,
-                wishes: opts.wishes.clone(),
+                plan_options: opts.plan_options.clone(),
                 moves: Vec::new(),
                 note: None,
                 verified: vec![false; count],
@@ -245,27 +250,29 @@ impl Shared {
                 leased: 0,
                 threads: 0,
                 waits: [0; 3],
-                waited: 0,
-                taken_over: VecDeque::new(),
-                home_uses: vec![0; count],
+                wait_count: 0,
+                pending_events: VecDeque::new(),
+                resident_uses: vec![0; count],
             }),
             units,
         });
         {
             let state = shared.state.lock();
-            let at_home = (0..count).filter(|&unit| homes[unit] != Home::File);
-            at_home.into_iter().try_for_each(|unit| shared.note_home(&state, unit as u32))?;
+            let resident_lease = (0..count).filter(|&unit| residencies[unit] != Residency::File);
+            resident_lease
+                .into_iter()
+                .try_for_each(|unit| shared.publish_address(&state, unit as u32))?;
         }
         Ok(shared)
     }
 }
 
-fn core_of(units: &Units, plan: &Plan, opts: &Opts) -> Result<Core> {
+fn core_of(units: &Units, plan: &Plan, opts: &Opts) -> Result<Scheduler> {
     let or = |given: &str, default: &str| -> String {
         if given.is_empty() { default.into() } else { given.into() }
     };
     let (policy, expert_policy) = (or(&opts.policy, "fifo"), or(&opts.expert_policy, "lru"));
-    Core::new(&Setup {
+    Scheduler::new(&Setup {
         units,
         plan,
         order: opts.order.as_deref(),
@@ -278,58 +285,72 @@ fn core_of(units: &Units, plan: &Plan, opts: &Opts) -> Result<Core> {
     })
 }
 
-/// The checksums that are known, and where they are kept.
+/// The known checksums, and the file to save them in.
 fn sums_of(
     files: &dyn FixedFiles,
     model: &Model,
     units: &Units,
     opts: &Opts,
-) -> Result<(Sums, Option<PathBuf>)> {
+) -> Result<(Checksums, Option<PathBuf>)> {
     let given = opts.sidecar.clone().filter(|_| opts.verify != Verify::Never);
-    let Some(path) = given else { return Ok((Sums::new(units)?, None)) };
-    let path = if path.as_os_str().is_empty() { default_path(&model.files[0].path) } else { path };
+    let Some(path) = given else { return Ok((Checksums::new(units)?, None)) };
+    let path =
+        if path.as_os_str().is_empty() { default_sidecar(&model.files[0].path) } else { path };
     let (sums, why) = load_or_new(&path, units, &identities(files)?)?;
     if let Some(why) = why {
-        log::info!("checksums are computed anew: {why}");
+        log::info!("checksums are computed again: {why}");
     }
     Ok((sums, Some(path)))
 }
 
 fn check(files: &dyn FixedFiles, model: &Model, opts: &Opts) -> Result<()> {
     if opts.readers > MAX_READERS {
-        fail!(Limit, "at most {MAX_READERS} readers, not {}", opts.readers);
+        fail!(Limit, "{} reader threads, the limit is {MAX_READERS}", opts.readers);
     }
     if files.count() as usize != model.files.len() || model.files.is_empty() {
-        fail!(Invalid, "{} files for a model in {}", files.count(), model.files.len());
+        fail!(
+            Invalid,
+            "{} files are open for a model of {} files",
+            files.count(),
+            model.files.len()
+        );
     }
     for (number, file) in model.files.iter().enumerate() {
         let bytes = files.bytes(number as u32);
         if bytes != file.bytes {
             let path = file.path.display();
-            fail!(Corrupt, "{path} has {bytes} bytes, and had {} a moment ago", file.bytes);
+            fail!(
+                Corrupt,
+                "{path} has {bytes} bytes, and had {} when the model was opened: the file changed",
+                file.bytes
+            );
         }
     }
     Ok(())
 }
 
-/// What units in place on a device are put in whole multiples of.
-fn grain_of(device: &dyn Device) -> Result<u64> {
+/// The granularity of mappings of units in place on a device.
+fn window_granularity(device: &dyn Device) -> Result<u64> {
     let grain = device.window_grain().map_err(|error| error.within("units in place"))?;
-    if !(GRAIN_BYTES..=MAX_GRAIN_BYTES).contains(&grain) || grain % GRAIN_BYTES != 0 {
-        fail!(Unsupported, "units in place: the device maps memory by {grain} bytes");
+    if !(ALIGN_BYTES..=MAX_GRANULARITY_BYTES).contains(&grain) || grain % ALIGN_BYTES != 0 {
+        fail!(
+            Unsupported,
+            "units in place: the device maps memory in multiples of {grain} bytes, which is not \
+             supported"
+        );
     }
     Ok(grain)
 }
 
-/// What memory there is: of the machine, of the cgroup, of the budget.
+/// The memory of the machine, the cgroup, the device and the budget.
 pub fn memory_of(opts: &Opts) -> Memory {
     let facts = MemoryFacts::probe();
     let limit = facts.cgroup.map_or(u64::MAX, |cgroup| cgroup.limit_bytes);
-    // A device that does not know what it has is believed to have what the ceiling says.
+    // A device that does not know its free memory is assumed to have what the ceiling says.
     let device_free_bytes = opts
         .device
         .as_ref()
-        .and_then(|device| device.free_bytes().or(opts.wishes.device_ceiling_bytes))
+        .and_then(|device| device.free_bytes().or(opts.plan_options.device_ceiling_bytes))
         .unwrap_or(0);
     let mut memory = Memory {
         device_free_bytes,
@@ -338,13 +359,15 @@ pub fn memory_of(opts: &Opts) -> Memory {
         lockable_bytes: facts.lockable_bytes(),
     };
     if let Some(budget) = &opts.budget {
-        let free = |tier: Tier| {
-            let lane = budget.lane(tier);
-            lane.limit_bytes.saturating_sub(lane.reserved_bytes + lane.committed_bytes)
+        let free_blocks = |tier: Tier| {
+            let tier_budget = budget.lane(tier);
+            tier_budget
+                .limit_bytes
+                .saturating_sub(tier_budget.reserved_bytes + tier_budget.committed_bytes)
         };
-        memory.host_free_bytes = memory.host_free_bytes.min(free(Tier::Host));
-        memory.device_free_bytes = memory.device_free_bytes.min(free(Tier::Device));
-        memory.lockable_bytes = memory.lockable_bytes.min(free(Tier::Pinned));
+        memory.host_free_bytes = memory.host_free_bytes.min(free_blocks(Tier::Host));
+        memory.device_free_bytes = memory.device_free_bytes.min(free_blocks(Tier::Device));
+        memory.lockable_bytes = memory.lockable_bytes.min(free_blocks(Tier::Pinned));
     }
     memory
 }

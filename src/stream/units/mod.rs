@@ -1,126 +1,134 @@
-//! Units: bytes that are needed together, and move together. A layer is one, and so is an
-//! expert of a layer, the embedding, the last norm, the head.
+//! Units of weights: bytes that are needed together and moved together. A unit is a layer, an
+//! expert of a layer, the embedding, the last norm, or the head.
 
-mod check;
+mod build;
 mod chunks;
-mod group;
-mod image;
-mod index;
 pub mod names;
-mod table;
 
 use std::path::PathBuf;
 
-use crate::base::status::Result;
+use crate::base::status::{Result, Status};
 use crate::stream::model::Model;
-pub use crate::stream::units::chunks::{Chunk, Chunks};
-pub use crate::stream::units::index::Index;
-pub use crate::stream::units::table::{Entry, Range};
+pub use crate::stream::units::build::{Entry, Range};
+use crate::stream::units::build::{check, table, units_of};
+pub use crate::stream::units::chunks::{
+    CHUNK_ALIGN_BYTES, Chunk, ChunkIter, ChunkTable, MAX_CHUNK_BYTES,
+};
 
-/// What offsets of images and of reads are multiples of.
-pub const GRAIN_BYTES: u64 = 4096;
-/// Of no layer, or no expert.
+/// Alignment of offsets in images, and of reads.
+pub const ALIGN_BYTES: u64 = 4096;
+/// No layer, or no expert.
 pub const NONE: u32 = u32::MAX;
 /// Most units of a model.
 pub const MAX_UNITS: usize = 1 << 18;
 /// Most parts of tensors.
 pub const MAX_PARTS: usize = 1 << 22;
 
-/// What a unit is for.
+/// Rounds an offset down to the alignment.
+fn floor(offset: u64) -> u64 {
+    offset - offset % ALIGN_BYTES
+}
+
+/// Rounds an offset up to the alignment.
+fn ceil(offset: u64) -> u64 {
+    offset.checked_next_multiple_of(ALIGN_BYTES).unwrap_or(floor(u64::MAX))
+}
+
+/// Role of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// What symbols are looked up in.
+    /// Table of token embeddings.
     Embedding,
     /// A layer, without its experts.
     Layer,
     /// An expert of a layer.
     Expert,
-    /// What comes between the last layer and the head.
+    /// Norm between the last layer and the head.
     Norm,
-    /// What makes symbols of a hidden state.
+    /// Output projection (LM head).
     Head,
-    /// Something else.
+    /// Other tensors.
     Other,
 }
 
-/// A stretch of a file.
+/// A range of a file that belongs to a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Which file of the model.
+    /// Index of the file.
     pub file: u32,
-    /// Where in it.
+    /// Offset in the file.
     pub offset: u64,
-    /// How long.
+    /// Length.
     pub bytes: u64,
-    /// Where its first byte is in the image of its unit: at the same place within a grain
-    /// as in the file, so that whole grains of the file can be read to where they belong.
+    /// Offset of its first byte in the image of the unit. It has the same alignment as in the
+    /// file, so that aligned blocks of the file can be read into the image.
     pub at: u64,
 }
 
 /// A unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unit {
-    /// What it is called: `layer 3`, `layer 3 expert 7`, `embedding`.
+    /// Name: `layer 3`, `layer 3 expert 7`, `embedding`.
     pub name: String,
-    /// What it is for.
+    /// Role of the unit.
     pub role: Role,
     /// Its layer, or [`NONE`].
     pub layer: u32,
     /// Its expert, or [`NONE`].
     pub expert: u32,
-    /// Where its bytes are, in the order of files and offsets.
+    /// Ranges of files, sorted by file and offset.
     pub extents: Vec<Extent>,
-    /// What its tensors have.
+    /// Bytes of its tensors.
     pub bytes: u64,
-    /// What it takes in memory: its extents, each rounded to whole grains.
+    /// Bytes of its image in memory: the extents, each rounded to the alignment.
     pub image_bytes: u64,
 }
 
-/// Where a tensor, or an expert's part of one, is.
+/// Where a tensor is, or an expert's part of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Which tensor of the model.
+    /// Index of the tensor in the model.
     pub tensor: u32,
-    /// Which unit.
+    /// Index of the unit.
     pub unit: u32,
-    /// Where in the image of the unit.
+    /// Offset in the image of the unit.
     pub at: u64,
-    /// Where in the tensor: 0 unless it is divided between experts.
+    /// Offset in the tensor: 0 unless it is divided between experts.
     pub from: u64,
-    /// How long.
+    /// Length.
     pub bytes: u64,
 }
 
 /// The units of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Units {
-    /// They, in the order in which a pass needs them: the embedding, what has no role, each
-    /// layer followed by its experts, the norm, the head. Those of a table are in its order.
+    /// The units in the order of a pass: the embedding, tensors without a role, each layer
+    /// followed by its experts, the norm, the head. Units of a table keep its order.
     pub units: Vec<Unit>,
-    /// What is where, by unit, then by place. A tensor without bytes has no part.
+    /// Parts of tensors, sorted by unit and offset. A tensor without bytes has no part.
     pub parts: Vec<Part>,
 }
 
 impl Units {
-    /// Groups the tensors of a model by their names. Stacked experts are taken apart.
+    /// Groups the tensors of a model by their names. Stacked experts are separated.
     pub fn of(model: &Model) -> Result<Units> {
-        group::of(model)
+        units_of(model)
     }
 
-    /// Units that the caller names, of files that are there; and the model that they make,
-    /// whose tensors are the ranges. They stay in the order given.
+    /// Units that the caller names, in existing files, in the order given; and the model whose
+    /// tensors are the ranges.
     pub fn table(paths: &[PathBuf], entries: Vec<Entry>) -> Result<(Model, Units)> {
-        table::table(paths, entries)
+        table(paths, entries)
     }
 
-    /// Checks that every byte of every tensor is in one part, that parts are where the bytes
-    /// come to lie when extents are read, and extents in their files.
+    /// Checks that every byte of every tensor is in one part, that parts match the extents, and
+    /// that extents are inside their files.
     pub fn check(&self, model: &Model) -> Result<()> {
-        check::check(self, model)
+        check(self, model)
     }
 
-    /// Where a tensor is: one part, or one for each expert. Looks at all parts; who asks often
-    /// makes an [`Index`].
+    /// The parts of a tensor: one, or one for each expert. Searches all parts; use an [`Index`]
+    /// for many calls.
     pub fn part(&self, tensor: u32) -> impl Iterator<Item = &Part> {
         self.parts.iter().filter(move |part| part.tensor == tensor)
     }
@@ -135,12 +143,58 @@ impl Units {
         self.position(|u| u.role == Role::Expert && (u.layer, u.expert) == (layer, expert))
     }
 
-    /// The unit of a name.
+    /// The unit with a name.
     pub fn find(&self, name: &str) -> Option<u32> {
         self.position(|unit| unit.name == name)
     }
 
     fn position(&self, is: impl Fn(&Unit) -> bool) -> Option<u32> {
         self.units.iter().position(is).map(|number| number as u32)
+    }
+}
+
+// Index of units and parts, for lookups without a search.
+
+/// Units and parts, sorted.
+#[derive(Clone, Debug)]
+pub struct Index {
+    /// Layer, expert and unit.
+    layers: Vec<(u32, u32, u32)>,
+    /// Parts, sorted by tensor and offset.
+    parts: Vec<Part>,
+}
+
+impl Index {
+    /// Builds the index.
+    pub fn new(units: &Units) -> Result<Index> {
+        let (mut layers, mut parts) = (Vec::new(), Vec::new());
+        layers.try_reserve(units.units.len()).map_err(|_| Status::NoMem)?;
+        parts.try_reserve(units.parts.len()).map_err(|_| Status::NoMem)?;
+        let numbered = units.units.iter().zip(0u32..);
+        let of_layers = numbered.filter(|(u, _)| matches!(u.role, Role::Layer | Role::Expert));
+        layers.extend(of_layers.map(|(unit, number)| (unit.layer, unit.expert, number)));
+        parts.extend_from_slice(&units.parts);
+        layers.sort_unstable();
+        parts.sort_unstable_by_key(|part| (part.tensor, part.from));
+        Ok(Index { layers, parts })
+    }
+
+    /// The unit of a layer.
+    pub fn layer(&self, layer: u32) -> Option<u32> {
+        self.expert(layer, NONE)
+    }
+
+    /// The unit of an expert of a layer.
+    pub fn expert(&self, layer: u32, expert: u32) -> Option<u32> {
+        let at = self.layers.partition_point(|known| (known.0, known.1) < (layer, expert));
+        let (l, e, unit) = *self.layers.get(at)?;
+        ((l, e) == (layer, expert)).then_some(unit)
+    }
+
+    /// The parts of a tensor: one, or one for each expert.
+    pub fn parts(&self, tensor: u32) -> &[Part] {
+        let from = self.parts.partition_point(|part| part.tensor < tensor);
+        let to = self.parts.partition_point(|part| part.tensor <= tensor);
+        self.parts.get(from..to).unwrap_or(&[])
     }
 }

@@ -1,32 +1,32 @@
-//! What a tensor is for, by its name: those of GGUF and those of the families that keep
-//! safetensors files.
+//! Roles of tensors by their names, in GGUF files and in the model families that use safetensors
+//! files.
 
-/// Layers beyond this are taken for something else.
+/// Numbers from here on are not taken for layers.
 pub const MAX_LAYERS: u32 = 1 << 16;
-/// Experts of a layer beyond this are taken for something else.
+/// Numbers from here on are not taken for experts.
 pub const MAX_EXPERTS: u32 = 1 << 16;
 
-/// Where a tensor belongs.
+/// The unit that a tensor belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Belongs<'a> {
-    /// To what symbols are looked up in.
+    /// The table of token embeddings.
     Embedding,
-    /// To nothing that has a role: the first word of its name.
+    /// No known role: the first word of the name.
     Other(&'a str),
-    /// To a layer.
+    /// A layer.
     Layer(u32),
-    /// To an expert of a layer.
+    /// An expert of a layer.
     Expert(u32, u32),
-    /// To all experts of a layer, if its last dimension is that of experts.
+    /// All experts of a layer, if the last dimension is the number of experts.
     Stacked(u32),
-    /// To what comes after the last layer.
+    /// The norm after the last layer.
     Norm,
-    /// To what makes symbols.
+    /// The output projection.
     Head,
 }
 
-/// What may stand before the names of what makes symbols; the longest first. Other parts of
-/// a model, such as what looks at pictures, have layers too, and are not streamed as such.
+/// Prefixes of the language model's tensors, the longest first. Other parts of a model, such as a
+/// vision tower, have layers too, which are not streamed as layers.
 const PREFIXES: [&str; 14] = [
     "model.language_model.model.",
     "model.language_model.",
@@ -72,17 +72,17 @@ const NORMS: [&str; 8] = [
 const HEADS: [&str; 5] = ["lm_head", "output", "embed_out", "output_layer", "head"];
 const STACKED: [&str; 5] =
     ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps", "ffn_up_gate_exps"];
-/// Experts of their own, as files had them before experts were stacked.
+/// Experts with tensors of their own, from before experts were stacked.
 const APART: [&str; 3] = ["ffn_gate", "ffn_up", "ffn_down"];
 
-/// A number as it is written: no sign, no zeros before it.
+/// A decimal number without sign and leading zeros.
 fn number(word: &str, below: u32) -> Option<u32> {
     let plain =
         word.bytes().all(|b| b.is_ascii_digit()) && (word.len() == 1 || !word.starts_with('0'));
     word.parse().ok().filter(|n| plain && *n < below)
 }
 
-/// Where a tensor of a name belongs.
+/// The unit that a tensor with this name belongs to.
 pub fn belongs(name: &str) -> Belongs<'_> {
     for rest in PREFIXES.iter().filter_map(|prefix| name.strip_prefix(prefix)) {
         let (first, after) = rest.split_once('.').unwrap_or((rest, ""));
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_many_families_are_known() {
+    fn tensor_names_of_model_families_have_roles() {
         for (name, expected) in [
             ("token_embd.weight", Embedding),
             ("blk.0.attn_q.weight", Layer(0)),
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_names_are_no_layers() {
+    fn malformed_layer_numbers_are_not_layers() {
         for name in ["blk.007.x", "blk.+1.x", "blk.65536.x", "blk.99999999999.x", "blk.", "blk"] {
             assert_eq!(belongs(name), Other("blk"), "{name}");
         }

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use crate::plan::setup::{MIB, Setup, check};
-use kvtier::stream::plan::{Home, Plan, Seat};
+use kvtier::stream::plan::{ComputeLocation, Plan, Residency};
 
 const PASSES: usize = 24;
 
@@ -16,10 +16,10 @@ fn by_chunks(setup: &Setup, plan: &Plan) -> (f64, f64) {
     let (mut disk_free, mut link_free, mut now) = (0.0f64, 0.0f64, 0.0f64);
     let mut ends = vec![0.0];
     for _ in 0..PASSES {
-        for (unit, home) in setup.units.units.iter().zip(&plan.homes) {
-            let stays = match plan.seat {
-                Seat::Device => *home == Home::Device,
-                Seat::Host => *home == Home::Host,
+        for (unit, home) in setup.units.units.iter().zip(&plan.residencies) {
+            let stays = match plan.compute {
+                ComputeLocation::Device => *home == Residency::Device,
+                ComputeLocation::Host => *home == Residency::Host,
             };
             if !stays {
                 let slot_free: f64 = match freed.len().checked_sub(plan.slots as usize) {
@@ -32,11 +32,11 @@ fn by_chunks(setup: &Setup, plan: &Plan) -> (f64, f64) {
                     left -= bytes as u64;
                     let mut there: f64 = if first { slot_free } else { 0.0 };
                     first = false;
-                    if plan.seat == Seat::Host {
+                    if plan.compute == ComputeLocation::Host {
                         link_free = link_free.max(there) + bytes * disk_ns;
                         continue;
                     }
-                    if *home == Home::File {
+                    if *home == Residency::File {
                         let room: f64 = match copied.len().checked_sub(buffers) {
                             Some(before) => copied[before],
                             None => 0.0,
@@ -45,13 +45,13 @@ fn by_chunks(setup: &Setup, plan: &Plan) -> (f64, f64) {
                         there = there.max(disk_free);
                     }
                     link_free = link_free.max(there) + bytes * device_ns;
-                    if *home == Home::File {
+                    if *home == Residency::File {
                         copied.push(link_free);
                     }
                 }
                 now = now.max(link_free);
             }
-            now += setup.wishes.layer_compute_ns as f64;
+            now += setup.plan_options.layer_compute_ns as f64;
             if !stays {
                 freed.push(now);
             }
@@ -69,17 +69,17 @@ proptest! {
     fn a_pass_takes_what_its_chunks_take(
         sizes in prop::collection::vec(4u64..24, 3..24), shares in (10u64..90, 5u64..90),
         rates in (1u64..40, 1u64..40), compute in 0u64..12, slots in 1u32..5,
-        staging in 2u64..40, seat in any::<bool>(),
+        staging in 2u64..40, on_device in any::<bool>(),
     ) {
         let sizes: Vec<u64> = sizes.iter().map(|n| n * 4 * MIB).collect();
         let total: u64 = sizes.iter().sum();
         let (device, host) = (total * shares.0 / 100, total * shares.1 / 100 + staging * 4 * MIB);
         let mut setup = Setup::layers(&sizes, device, host);
-        setup.wishes.seat = Some(if seat { Seat::Device } else { Seat::Host });
-        setup.wishes.chunk_bytes = 4 * MIB;
-        setup.wishes.staging_bytes = staging * 4 * MIB;
-        setup.wishes.slots = slots;
-        setup.wishes.layer_compute_ns = compute * 10_000_000;
+        setup.plan_options.compute = Some(if on_device { ComputeLocation::Device } else { ComputeLocation::Host });
+        setup.plan_options.chunk_bytes = 4 * MIB;
+        setup.plan_options.staging_bytes = staging * 4 * MIB;
+        setup.plan_options.slots = slots;
+        setup.plan_options.layer_compute_ns = compute * 10_000_000;
         setup.links.disk = rates.0 * 200_000_000;
         setup.links.device = rates.1 * 200_000_000;
         let Ok(plan) = setup.make() else { return Ok(()) };

@@ -8,8 +8,8 @@
 //! the context gate and up (28,672 each), query and attention (8,192 each), key and value
 //! (1,024 each) in 32 bits; two hidden states of 8,192 likewise. "42 GB" are available.
 
-use crate::plan::setup::{GIB, MIB, Setup, check, homes};
-use kvtier::stream::plan::{Binding, Links, Placement, Seat};
+use crate::plan::setup::{GIB, MIB, Setup, check, residencies};
+use kvtier::stream::plan::{Binding, ComputeLocation, Links, Placement};
 
 const LAYER: u64 = 669 * MIB;
 const NUMBER: u64 = 4;
@@ -17,18 +17,18 @@ const NUMBER: u64 = 4;
 fn llama_70b(context: u32) -> Setup {
     let mut setup = Setup::layers(&[LAYER; 80], 22_000 * MIB, 42_600 * MIB);
     setup.memory.host_total_bytes = 47 * GIB;
-    setup.wishes.device_safety_bytes = None;
-    setup.wishes.host_reserve_bytes = None;
+    setup.plan_options.device_safety_bytes = None;
+    setup.plan_options.host_reserve_bytes = None;
     setup.facts.layers = 80;
     setup.facts.kv_heads = 8;
     setup.facts.key_dim = 128;
     setup.facts.value_dim = 128;
     setup.facts.context = 8192;
     let tokens = u64::from(context);
-    setup.wishes.context = context;
-    setup.wishes.kv_number_bytes = NUMBER as u32;
-    setup.wishes.workspace_bytes = tokens * (2 * 28_672 + 2 * 8_192 + 2 * 1_024) * NUMBER;
-    setup.wishes.hidden_bytes = tokens * 2 * 8_192 * NUMBER;
+    setup.plan_options.context = context;
+    setup.plan_options.kv_number_bytes = NUMBER as u32;
+    setup.plan_options.workspace_bytes = tokens * (2 * 28_672 + 2 * 8_192 + 2 * 1_024) * NUMBER;
+    setup.plan_options.hidden_bytes = tokens * 2 * 8_192 * NUMBER;
     setup
 }
 
@@ -37,8 +37,11 @@ fn seventy_billion_at_4096_tokens() {
     for placement in [Placement::Interleaved, Placement::First] {
         let setup = llama_70b(4096).placed(placement);
         let plan = setup.plan();
-        assert_eq!(homes(&plan), (24, 54, 2));
-        assert_eq!((plan.seat, plan.slots, plan.slot_bytes), (Seat::Device, 2, LAYER));
+        assert_eq!(residencies(&plan), (24, 54, 2));
+        assert_eq!(
+            (plan.compute, plan.slots, plan.slot_bytes),
+            (ComputeLocation::Device, 2, LAYER)
+        );
         check(&setup, &plan, 22_000 * MIB, 42_600 * MIB - 6 * GIB);
         let kv = plan.figures.iter().find(|figure| figure.name == "device kv").unwrap();
         assert_eq!((kv.bytes, kv.takes), (2560 * MIB, true));
@@ -50,9 +53,9 @@ fn seventy_billion_at_512_tokens() {
     let mut setup = llama_70b(512);
     // What the link measured; the disk does not matter.
     setup.links = Links { device: LAYER * 1000 / 103, disk: 3_350_000_000, processor: 0 };
-    setup.wishes.layer_compute_ns = 700_000;
+    setup.plan_options.layer_compute_ns = 700_000;
     let plan = setup.plan();
-    assert_eq!(homes(&plan), (29, 51, 0));
+    assert_eq!(residencies(&plan), (29, 51, 0));
     check(&setup, &plan, 22_000 * MIB, 42_600 * MIB - 6 * GIB);
     let forecast = plan.forecast.unwrap();
     assert_eq!(forecast.binding, Binding::Device);
@@ -72,10 +75,10 @@ fn where_links_are_known_two_reads_are_not_waited_for() {
     let mut setup = llama_70b(4096);
     setup.links = Links { device: LAYER * 1000 / 103, disk: 3_350_000_000, processor: 0 };
     let chosen = setup.plan();
-    assert_eq!(homes(&chosen), (24, 53, 3));
-    setup.wishes.staging_bytes = 64 * MIB;
+    assert_eq!(residencies(&chosen), (24, 53, 3));
+    setup.plan_options.staging_bytes = 64 * MIB;
     let small = setup.plan();
-    assert_eq!(homes(&small), (24, 54, 2));
+    assert_eq!(residencies(&small), (24, 54, 2));
     assert!(chosen.forecast.unwrap().pass_ns < small.forecast.unwrap().pass_ns);
 }
 
@@ -86,10 +89,10 @@ fn eight_billion_fit() {
     setup.units.units.iter_mut().for_each(|unit| unit.image_bytes = 221 * MIB);
     setup.facts.layers = 32;
     let plan = setup.plan();
-    assert_eq!(homes(&plan), (32, 0, 0));
+    assert_eq!(residencies(&plan), (32, 0, 0));
     assert_eq!((plan.slots, plan.slot_bytes, plan.device_bytes), (0, 0, 32 * 221 * MIB));
     setup.links = Links { device: 1, disk: 1, processor: 0 };
-    setup.wishes.layer_compute_ns = 640_000;
+    setup.plan_options.layer_compute_ns = 640_000;
     let forecast = setup.plan().forecast.unwrap();
     assert_eq!((forecast.pass_ns, forecast.binding), (32 * 640_000, Binding::Compute));
 }

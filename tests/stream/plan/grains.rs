@@ -1,6 +1,6 @@
 //! Units in place on a device take whole grains of it: what plans say of that is counted again.
 
-use kvtier::stream::plan::{Home, Seat};
+use kvtier::stream::plan::{ComputeLocation, Residency};
 use kvtier::stream::units::{NONE, Role, Unit};
 use proptest::prelude::*;
 
@@ -25,10 +25,10 @@ fn model(sizes: &[u64], experts: usize, expert_bytes: u64) -> Vec<Unit> {
 #[test]
 fn what_is_lost_is_named() {
     let mut setup = Setup::layers(&[GRAIN + 4096; 5], 100 * GRAIN, 64 * MIB);
-    setup.wishes.seat = Some(Seat::Device);
+    setup.plan_options.compute = Some(ComputeLocation::Device);
     let loose = setup.plan();
     assert!(!setup.text(&loose).contains("device grains"));
-    setup.wishes.device_grain_bytes = GRAIN;
+    setup.plan_options.device_granularity_bytes = GRAIN;
     let plan = setup.plan();
     assert_eq!((loose.device_bytes, plan.device_bytes), (5 * (GRAIN + 4096), 10 * GRAIN));
     let figure = plan.figures.iter().find(|figure| figure.name == "device grains");
@@ -60,28 +60,28 @@ proptest! {
         let total: u64 = units.iter().map(|unit| unit.image_bytes.next_multiple_of(grain)).sum();
         let mut setup = Setup::of(units);
         setup.facts.experts_used = 1;
-        let seat = if on_host { Seat::Host } else { Seat::Device };
-        (setup.wishes.seat, setup.wishes.shrinks) = (Some(seat), shrinks);
-        setup.wishes.chunk_bytes = MIB;
+        let compute = if on_host { ComputeLocation::Host } else { ComputeLocation::Device };
+        (setup.plan_options.compute, setup.plan_options.shrinks) = (Some(compute), shrinks);
+        setup.plan_options.chunk_bytes = MIB;
         let room = |share| match total * share / 100 {
             bytes if on_host => (0, bytes),
             bytes => (bytes, 30 * MIB),
         };
         setup.room(room(share).0, room(share).1);
         let loose = setup.make();
-        setup.wishes.device_grain_bytes = grain;
+        setup.plan_options.device_granularity_bytes = grain;
         let Ok(plan) = setup.make() else { return Ok(()) };
         check(&setup, &plan, room(share).0, room(share).1);
         if on_host {
             // It is of no account there.
             let loose = loose.unwrap();
-            prop_assert_eq!((loose.homes, loose.host_bytes), (plan.homes, plan.host_bytes));
+            prop_assert_eq!((loose.residencies, loose.host_bytes), (plan.residencies, plan.host_bytes));
             return Ok(());
         }
         for bytes in [plan.device_bytes, plan.slot_bytes, plan.expert_slot_bytes] {
             prop_assert_eq!(bytes % grain, 0);
         }
-        prop_assert_eq!(plan.taken_by(1, Home::Device), grain);
+        prop_assert_eq!(plan.footprint_bytes(1, Residency::Device), grain);
         setup.room(room(next).0, room(next).1);
         if let Ok(moved) = plan.rebalance(&setup.inputs()) {
             check(&setup, &moved, room(next).0, room(next).1);

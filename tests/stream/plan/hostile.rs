@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use crate::plan::setup::{MIB, Setup, check, layer, unit};
 use kvtier::base::status::Status;
-use kvtier::stream::plan::{Links, Mode, Seat};
+use kvtier::stream::plan::{ComputeLocation, Links, Mode};
 use kvtier::stream::units::{MAX_UNITS, NONE, Role};
 
 #[test]
@@ -20,16 +20,16 @@ fn what_cannot_be_is_refused_with_words() {
     assert_eq!(refused(&|s| s.units.units.clear()), Status::Invalid);
     assert_eq!(refused(&|s| s.units.units[0].image_bytes = u64::MAX), Status::Limit);
     assert_eq!(refused(&|s| s.units.units = vec![layer(0, 1); MAX_UNITS + 1]), Status::Limit);
-    assert_eq!(refused(&|s| s.wishes.slots = u32::MAX), Status::Limit);
-    assert_eq!(refused(&|s| s.wishes.chunk_bytes = u64::MAX), Status::Limit);
-    assert_eq!(refused(&|s| s.wishes.staging_bytes = u64::MAX), Status::Budget);
-    assert_eq!(refused(&|s| s.wishes.processor_layers = 5), Status::Invalid);
-    assert_eq!(refused(&|s| s.wishes.kv_bytes = Some(u64::MAX)), Status::Budget);
-    assert_eq!(refused(&|s| s.wishes.device_ceiling_bytes = Some(0)), Status::Budget);
-    assert_eq!(refused(&|s| s.wishes.host_ceiling_bytes = Some(0)), Status::Budget);
+    assert_eq!(refused(&|s| s.plan_options.slots = u32::MAX), Status::Limit);
+    assert_eq!(refused(&|s| s.plan_options.chunk_bytes = u64::MAX), Status::Limit);
+    assert_eq!(refused(&|s| s.plan_options.staging_bytes = u64::MAX), Status::Budget);
+    assert_eq!(refused(&|s| s.plan_options.processor_layers = 5), Status::Invalid);
+    assert_eq!(refused(&|s| s.plan_options.kv_bytes = Some(u64::MAX)), Status::Budget);
+    assert_eq!(refused(&|s| s.plan_options.device_ceiling_bytes = Some(0)), Status::Budget);
+    assert_eq!(refused(&|s| s.plan_options.host_ceiling_bytes = Some(0)), Status::Budget);
     let host = |s: &mut Setup| {
-        s.wishes.seat = Some(Seat::Host);
-        s.wishes.processor_layers = 1;
+        s.plan_options.compute = Some(ComputeLocation::Host);
+        s.plan_options.processor_layers = 1;
     };
     assert_eq!(refused(&host), Status::Invalid);
     let huge = |s: &mut Setup| {
@@ -37,8 +37,8 @@ fn what_cannot_be_is_refused_with_words() {
         (s.facts.window, s.facts.windowed_layers) = (u32::MAX, u32::MAX);
         s.facts.kv_heads = u32::MAX;
         s.facts.key_dim = u32::MAX;
-        s.wishes.context = u32::MAX;
-        s.wishes.sequences = u32::MAX;
+        s.plan_options.context = u32::MAX;
+        s.plan_options.sequences = u32::MAX;
     };
     assert_eq!(refused(&huge), Status::Limit);
 }
@@ -53,29 +53,31 @@ fn units_without_bytes_stay_where_they_cost_nothing() {
 
 #[test]
 fn as_much_more_as_is_said_to_be_missing_is_enough() {
-    for seat in [Seat::Device, Seat::Host] {
+    for compute in [ComputeLocation::Device, ComputeLocation::Host] {
         for (free, kv, workspace) in [(0, 0, 0), (MIB, 0, 0), (MIB, 40 * MIB, 0), (9, 7 * MIB, MIB)]
         {
             let mut setup = Setup::layers(&[MIB; 6], free, 64 * MIB);
-            setup.wishes.seat = Some(seat);
-            (setup.wishes.kv_bytes, setup.wishes.workspace_bytes) = (Some(kv), workspace);
-            (setup.wishes.device_ceiling_bytes, setup.wishes.host_ceiling_bytes) = (None, None);
-            setup.wishes.host_reserve_bytes = Some(3 * MIB);
-            if seat == Seat::Host {
+            setup.plan_options.compute = Some(compute);
+            (setup.plan_options.kv_bytes, setup.plan_options.workspace_bytes) =
+                (Some(kv), workspace);
+            (setup.plan_options.device_ceiling_bytes, setup.plan_options.host_ceiling_bytes) =
+                (None, None);
+            setup.plan_options.host_reserve_bytes = Some(3 * MIB);
+            if compute == ComputeLocation::Host {
                 setup.memory.host_free_bytes = free;
             }
             let words = setup.error().message().to_string();
             let more = words.split("free ").nth(1).and_then(|rest| rest.split(' ').next());
             let more: u64 = more.and_then(|number| number.parse().ok()).expect(&words);
-            let place = match seat {
-                Seat::Device => &mut setup.memory.device_free_bytes,
-                Seat::Host => &mut setup.memory.host_free_bytes,
+            let place = match compute {
+                ComputeLocation::Device => &mut setup.memory.device_free_bytes,
+                ComputeLocation::Host => &mut setup.memory.host_free_bytes,
             };
             *place += more - 1;
             assert!(setup.error().message().contains("free 1 more"), "{words}");
-            match seat {
-                Seat::Device => setup.memory.device_free_bytes += 1,
-                Seat::Host => setup.memory.host_free_bytes += 1,
+            match compute {
+                ComputeLocation::Device => setup.memory.device_free_bytes += 1,
+                ComputeLocation::Host => setup.memory.host_free_bytes += 1,
             }
             setup.plan();
         }
@@ -112,7 +114,7 @@ proptest! {
         memory in prop::array::uniform4(any_number()),
         links in prop::array::uniform3(any_number()),
         some in prop::array::uniform8(any_number()),
-        ring in any::<bool>(), shrinks in any::<bool>(), seat in 0usize..3, slots in 0u32..5, processor in 0u32..3, used in 0u32..4,
+        ring in any::<bool>(), shrinks in any::<bool>(), compute in 0usize..3, slots in 0u32..5, processor in 0u32..3, used in 0u32..4,
     ) {
         let mut setup = Setup::of(Vec::new());
         for (i, (role, bytes, layer)) in units.into_iter().enumerate() {
@@ -126,20 +128,20 @@ proptest! {
         setup.memory.host_total_bytes = memory[2];
         setup.memory.lockable_bytes = memory[3];
         setup.links = Links { disk: links[0], device: links[1], processor: links[2] };
-        let wishes = &mut setup.wishes;
-        wishes.shrinks = shrinks;
-        wishes.mode = if ring { Mode::Ring } else { Mode::Tiered };
-        wishes.seat = [None, Some(Seat::Host), Some(Seat::Device)][seat];
-        wishes.slots = slots;
-        wishes.processor_layers = processor;
-        wishes.host_reserve_bytes = Some(some[0]).filter(|n| n % 2 == 0);
-        wishes.device_safety_bytes = Some(some[1]).filter(|n| n % 2 == 0);
-        wishes.kv_bytes = Some(some[2]).filter(|n| n % 2 == 0);
-        wishes.context = some[3] as u32;
-        wishes.workspace_bytes = some[4] % 1024;
-        wishes.chunk_bytes = some[5] % (1 << 31);
-        wishes.expert_slots = Some(some[6] as u32).filter(|n| n % 2 == 0);
-        wishes.layer_compute_ns = some[7];
+        let plan_options = &mut setup.plan_options;
+        plan_options.shrinks = shrinks;
+        plan_options.mode = if ring { Mode::Ring } else { Mode::Tiered };
+        plan_options.compute = [None, Some(ComputeLocation::Host), Some(ComputeLocation::Device)][compute];
+        plan_options.slots = slots;
+        plan_options.processor_layers = processor;
+        plan_options.host_reserve_bytes = Some(some[0]).filter(|n| n % 2 == 0);
+        plan_options.device_safety_bytes = Some(some[1]).filter(|n| n % 2 == 0);
+        plan_options.kv_bytes = Some(some[2]).filter(|n| n % 2 == 0);
+        plan_options.context = some[3] as u32;
+        plan_options.workspace_bytes = some[4] % 1024;
+        plan_options.chunk_bytes = some[5] % (1 << 31);
+        plan_options.expert_slots = Some(some[6] as u32).filter(|n| n % 2 == 0);
+        plan_options.layer_compute_ns = some[7];
         setup.facts.layers = some[4] as u32;
         setup.facts.kv_heads = some[5] as u32 % 64;
         setup.facts.key_dim = some[6] as u32 % 512;
@@ -152,7 +154,7 @@ proptest! {
             prop_assert!(!raw(&text) && !raw(&json));
             let again = plan.rebalance(&setup.inputs()).unwrap();
             check(&setup, &again, setup.memory.device_free_bytes, setup.memory.host_free_bytes);
-            prop_assert_eq!(again.homes == plan.homes, true);
+            prop_assert_eq!(again.residencies == plan.residencies, true);
         }
     }
 }

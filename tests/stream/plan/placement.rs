@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use crate::plan::setup::{MIB, Setup, check};
-use kvtier::stream::plan::{Home, Links, Placement, Seat};
+use kvtier::stream::plan::{ComputeLocation, Links, Placement, Residency};
 
 /// The fewest bytes that can cross a pass, by trying all: what does not stay passes through
 /// slots of the largest of it.
@@ -45,9 +45,9 @@ proptest! {
         match (setup.make(), fewest(&sizes, room.max(1), 2)) {
             (Ok(plan), Some(best)) => {
                 check(&setup, &plan, room.max(1), 1 << 30);
-                let units = setup.units.units.iter().zip(&plan.homes);
+                let units = setup.units.units.iter().zip(&plan.residencies);
                 let moved: u64 = units
-                    .filter(|(_, home)| **home != Home::Device)
+                    .filter(|(_, home)| **home != Residency::Device)
                     .map(|(unit, _)| unit.image_bytes)
                     .sum();
                 // What is tiny stays first: a move costs more than its bytes. That may be at
@@ -71,11 +71,11 @@ proptest! {
 
     #[test]
     fn the_minimum_that_is_named_is_one(
-        sizes in small_sizes(), seat in any::<bool>(), shrinks in any::<bool>(),
+        sizes in small_sizes(), on_host in any::<bool>(), shrinks in any::<bool>(),
     ) {
         let mut setup = Setup::layers(&sizes, 1, 1 << 30);
-        setup.wishes.shrinks = shrinks;
-        if seat {
+        setup.plan_options.shrinks = shrinks;
+        if on_host {
             setup.room(0, 0);
         }
         let Err(error) = setup.make() else {
@@ -85,11 +85,11 @@ proptest! {
         let words = error.message();
         let (_, after) = words.split_once("at least ").unwrap();
         let needs: u64 = after.split(' ').next().unwrap().parse().unwrap();
-        let (least, most) = if seat { ((0, needs - 1), (0, needs)) } else {
+        let (least, most) = if on_host { ((0, needs - 1), (0, needs)) } else {
             ((needs - 1, 1 << 30), (needs, 1 << 30))
         };
         setup.room(least.0, least.1);
-        setup.wishes.seat = Some(if seat { Seat::Host } else { Seat::Device });
+        setup.plan_options.compute = Some(if on_host { ComputeLocation::Host } else { ComputeLocation::Device });
         prop_assert!(setup.make().is_err(), "{words}");
         setup.room(most.0, most.1);
         prop_assert!(setup.make().is_ok(), "{words}: {:?}", setup.make());
@@ -99,7 +99,7 @@ proptest! {
     fn budgets_hold_and_more_memory_is_no_slower(
         sizes in prop::collection::vec((1u64..50, 1usize..12), 1..6),
         rates in (1u64..40, 1u64..40), compute in 0u64..20,
-        placement in placements(), seat in any::<bool>(), slots in 1u32..5,
+        placement in placements(), on_host in any::<bool>(), slots in 1u32..5,
     ) {
         let sizes: Vec<u64> =
             sizes.iter().flat_map(|&(size, n)| vec![size * MIB / 4; n]).collect();
@@ -107,12 +107,12 @@ proptest! {
         let mut last: Option<u64> = None;
         for share in [8, 15, 25, 40, 60, 80, 95, 120] {
             let room = total * share / 100;
-            let (device, host) = if seat { (0, room) } else { (room, room / 2 + 2 * MIB) };
+            let (device, host) = if on_host { (0, room) } else { (room, room / 2 + 2 * MIB) };
             let mut setup = Setup::layers(&sizes, device, host).placed(placement);
-            setup.wishes.seat = Some(if seat { Seat::Host } else { Seat::Device });
-            setup.wishes.chunk_bytes = MIB;
-            setup.wishes.slots = slots;
-            setup.wishes.layer_compute_ns = compute * 100_000;
+            setup.plan_options.compute = Some(if on_host { ComputeLocation::Host } else { ComputeLocation::Device });
+            setup.plan_options.chunk_bytes = MIB;
+            setup.plan_options.slots = slots;
+            setup.plan_options.layer_compute_ns = compute * 100_000;
             setup.links = Links { device: rates.0 * 100_000_000, disk: rates.1 * 100_000_000, processor: 0 };
             let Ok(plan) = setup.make() else {
                 prop_assert!(last.is_none(), "more memory is too little");

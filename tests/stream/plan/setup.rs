@@ -2,7 +2,9 @@
 
 use kvtier::base::status::{Error, Result};
 use kvtier::stream::model::Facts;
-use kvtier::stream::plan::{Home, Inputs, Links, Memory, Placement, Plan, Seat, Wishes};
+use kvtier::stream::plan::{
+    ComputeLocation, Inputs, Links, Memory, Placement, Plan, PlanOptions, Residency,
+};
 use kvtier::stream::units::{NONE, Role, Unit, Units};
 
 pub const MIB: u64 = 1 << 20;
@@ -15,7 +17,7 @@ pub struct Setup {
     pub facts: Facts,
     pub memory: Memory,
     pub links: Links,
-    pub wishes: Wishes,
+    pub plan_options: PlanOptions,
 }
 
 pub fn unit(name: String, role: Role, layer: u32, expert: u32, bytes: u64) -> Unit {
@@ -34,7 +36,7 @@ impl Setup {
             facts: Facts::default(),
             memory,
             links: Links::default(),
-            wishes: Wishes::default(),
+            plan_options: PlanOptions::default(),
         }
     }
 
@@ -51,8 +53,8 @@ impl Setup {
         self.memory.device_free_bytes = device_bytes;
         self.memory.host_free_bytes = host_bytes;
         self.memory.host_total_bytes = host_bytes;
-        self.wishes.device_safety_bytes = Some(0);
-        self.wishes.host_reserve_bytes = Some(0);
+        self.plan_options.device_safety_bytes = Some(0);
+        self.plan_options.host_reserve_bytes = Some(0);
     }
 
     pub fn inputs(&self) -> Inputs<'_> {
@@ -61,7 +63,7 @@ impl Setup {
             facts: &self.facts,
             memory: self.memory,
             links: self.links,
-            wishes: &self.wishes,
+            plan_options: &self.plan_options,
         }
     }
 
@@ -82,34 +84,36 @@ impl Setup {
     }
 
     pub fn placed(mut self, placement: Placement) -> Setup {
-        self.wishes.placement = placement;
+        self.plan_options.placement = placement;
         self
     }
 }
 
 /// Units with each home: device, host, file.
-pub fn homes(plan: &Plan) -> (usize, usize, usize) {
-    let count = |home| plan.homes.iter().filter(|one| **one == home).count();
-    (count(Home::Device), count(Home::Host), count(Home::File))
+pub fn residencies(plan: &Plan) -> (usize, usize, usize) {
+    let count = |home| plan.residencies.iter().filter(|one| **one == home).count();
+    (count(Residency::Device), count(Residency::Host), count(Residency::File))
 }
 
 /// Counts again what a plan takes: of the device, of the host.
 pub fn takes(setup: &Setup, plan: &Plan) -> (u64, u64) {
     let bytes = |home| -> u64 {
-        let units = setup.units.units.iter().zip(&plan.homes);
+        let units = setup.units.units.iter().zip(&plan.residencies);
         let these = units.filter(|(_, of)| **of == home).map(|(unit, _)| unit.image_bytes);
-        match (home, setup.wishes.device_grain_bytes) {
-            (Home::Device, 1..) => {
-                these.map(|bytes| bytes.next_multiple_of(setup.wishes.device_grain_bytes)).sum()
-            }
+        match (home, setup.plan_options.device_granularity_bytes) {
+            (Residency::Device, 1..) => these
+                .map(|bytes| bytes.next_multiple_of(setup.plan_options.device_granularity_bytes))
+                .sum(),
             _ => these.sum(),
         }
     };
     let slots = u64::from(plan.slots) * plan.slot_bytes
         + u64::from(plan.expert_slots) * plan.expert_slot_bytes;
-    match plan.seat {
-        Seat::Device => (bytes(Home::Device) + slots, bytes(Home::Host) + plan.staging_bytes),
-        Seat::Host => (0, bytes(Home::Host) + slots),
+    match plan.compute {
+        ComputeLocation::Device => {
+            (bytes(Residency::Device) + slots, bytes(Residency::Host) + plan.staging_bytes)
+        }
+        ComputeLocation::Host => (0, bytes(Residency::Host) + slots),
     }
 }
 
@@ -122,15 +126,21 @@ pub fn check(setup: &Setup, plan: &Plan, device_bytes: u64, host_bytes: u64) {
     assert!(plan.pinned_bytes <= host.min(setup.memory.lockable_bytes));
     figures_add_up(plan);
     for (i, unit) in setup.units.units.iter().enumerate() {
-        let here = if plan.seat == Seat::Device { Home::Device } else { Home::Host };
-        let stays = plan.homes[i] == here || plan.on_processor[i];
+        let here = if plan.compute == ComputeLocation::Device {
+            Residency::Device
+        } else {
+            Residency::Host
+        };
+        let stays = plan.residencies[i] == here || plan.on_processor[i];
         let slot = match unit.role {
             Role::Expert => plan.expert_slot_bytes,
             _ => plan.slot_bytes,
         };
         assert!(stays || unit.image_bytes <= slot, "unit {i} fits no slot");
-        assert!(!plan.on_processor[i] || plan.homes[i] == Home::Host);
-        assert!(plan.seat == Seat::Device || plan.homes[i] != Home::Device);
+        assert!(!plan.on_processor[i] || plan.residencies[i] == Residency::Host);
+        assert!(
+            plan.compute == ComputeLocation::Device || plan.residencies[i] != Residency::Device
+        );
     }
     if let Some(forecast) = plan.forecast {
         assert!(forecast.pass_ns >= forecast.bound_ns);

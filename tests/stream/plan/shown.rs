@@ -1,8 +1,8 @@
 //! Experts, the processor, and what people and programs read.
 
-use crate::plan::setup::{GIB, MIB, Setup, check, homes, layer, unit};
+use crate::plan::setup::{GIB, MIB, Setup, check, layer, residencies, unit};
 use kvtier::base::status::Status;
-use kvtier::stream::plan::{Home, Links, Plan, Seat};
+use kvtier::stream::plan::{ComputeLocation, Links, Plan, Residency};
 use kvtier::stream::units::{NONE, Role, Unit};
 
 const LINKS: Links = Links { disk: 2_000_000_000, device: 8_000_000_000, processor: 0 };
@@ -27,8 +27,8 @@ fn mixture(layers: usize, experts: usize) -> Setup {
     setup
 }
 
-fn bytes_of(plan: &Plan, setup: &Setup, home: Home, role: Role) -> u64 {
-    let units = setup.units.units.iter().zip(&plan.homes);
+fn bytes_of(plan: &Plan, setup: &Setup, home: Residency, role: Role) -> u64 {
+    let units = setup.units.units.iter().zip(&plan.residencies);
     units.filter(|(u, h)| **h == home && u.role == role).map(|(u, _)| u.image_bytes).sum()
 }
 
@@ -39,13 +39,13 @@ fn experts_share_what_dense_units_leave() {
     // Room for all that is dense, and a quarter of the experts.
     let (device, host) = (dense + 256 * 8 * MIB, 300 * MIB + 64 * MIB + 384 * 8 * MIB);
     setup.room(device, host);
-    setup.wishes.staging_bytes = 64 * MIB;
+    setup.plan_options.staging_bytes = 64 * MIB;
     let plan = setup.plan();
     check(&setup, &plan, device, host);
     assert_eq!((plan.slots, plan.expert_slots, plan.expert_slot_bytes), (0, 256, 8 * MIB));
-    assert_eq!(bytes_of(&plan, &setup, Home::Host, Role::Expert), 384 * 8 * MIB);
-    assert_eq!(bytes_of(&plan, &setup, Home::Host, Role::Embedding), 300 * MIB);
-    assert!(plan.on_processor[0] && plan.homes[0] == Home::Host);
+    assert_eq!(bytes_of(&plan, &setup, Residency::Host, Role::Expert), 384 * 8 * MIB);
+    assert_eq!(bytes_of(&plan, &setup, Residency::Host, Role::Embedding), 300 * MIB);
+    assert!(plan.on_processor[0] && plan.residencies[0] == Residency::Host);
     let forecast = plan.forecast.unwrap();
     // Six of 64 in each of 16 layers, a quarter of them there; of the rest 3 of 8 in memory.
     let expected = 16.0 * 6.0 * 8.0 * MIB as f64 * 0.75;
@@ -59,12 +59,12 @@ fn experts_share_what_dense_units_leave() {
     let plan = setup.plan();
     check(&setup, &plan, 900 * MIB, host);
     assert!(plan.slots == 2 && plan.slot_bytes == 40 * MIB && plan.expert_slots >= 7, "{plan:?}");
-    assert!(bytes_of(&plan, &setup, Home::Device, Role::Head) > 0, "the head fits no slot");
-    setup.wishes.expert_slots = Some(3);
+    assert!(bytes_of(&plan, &setup, Residency::Device, Role::Head) > 0, "the head fits no slot");
+    setup.plan_options.expert_slots = Some(3);
     assert_eq!(setup.error().status(), Status::Budget);
-    setup.wishes.expert_slots = Some(20);
+    setup.plan_options.expert_slots = Some(20);
     assert_eq!(setup.plan().expert_slots, 20);
-    setup.wishes.expert_slots = None;
+    setup.plan_options.expert_slots = None;
     setup.room(300 * MIB, host);
     assert_eq!(setup.error().status(), Status::Budget);
 
@@ -78,7 +78,7 @@ fn experts_share_what_dense_units_leave() {
 #[test]
 fn on_the_processor_experts_come_from_the_file() {
     let mut setup = mixture(8, 16);
-    setup.wishes.seat = Some(Seat::Host);
+    setup.plan_options.compute = Some(ComputeLocation::Host);
     let host = 8 * 40 * MIB + 600 * MIB + MIB + 64 * 8 * MIB;
     setup.room(0, host);
     let plan = setup.plan();
@@ -90,13 +90,13 @@ fn on_the_processor_experts_come_from_the_file() {
     setup.room(0, 700 * MIB);
     let plan = setup.plan();
     check(&setup, &plan, 0, 700 * MIB);
-    assert_eq!(bytes_of(&plan, &setup, Home::File, Role::Embedding), 300 * MIB);
+    assert_eq!(bytes_of(&plan, &setup, Residency::File, Role::Embedding), 300 * MIB);
 }
 
 #[test]
 fn the_last_layers_are_the_processors() {
     let mut setup = mixture(8, 2);
-    setup.wishes.processor_layers = 3;
+    setup.plan_options.processor_layers = 3;
     setup.links.processor = 40_000_000_000;
     setup.room(600 * MIB, 2 * GIB);
     let plan = setup.plan();
@@ -121,7 +121,7 @@ fn the_processor_is_hinted_at_where_it_is_faster() {
     setup.links.processor = 40_000_000_000;
     let plan = setup.plan();
     let hints = plan.processor_hint(&setup.inputs());
-    assert_eq!((homes(&plan), hints.len()), ((3, 5, 0), 5));
+    assert_eq!((residencies(&plan), hints.len()), ((3, 5, 0), 5));
     // Five times the rate: a fifth of the time.
     assert!(hints.iter().all(|hint| hint.in_place && hint.send_ns / 5 == hint.in_place_ns));
     setup.links.processor = 4_000_000_000;
@@ -140,9 +140,9 @@ fn figures_add_up_and_are_shown() {
     setup.facts.key_dim = 64;
     setup.facts.value_dim = 64;
     setup.facts.context = 100_000;
-    setup.wishes.workspace_bytes = 700 * MIB;
-    setup.wishes.host_ceiling_bytes = Some(3 * GIB);
-    setup.wishes.layer_compute_ns = 1_000_000;
+    setup.plan_options.workspace_bytes = 700 * MIB;
+    setup.plan_options.host_ceiling_bytes = Some(3 * GIB);
+    setup.plan_options.layer_compute_ns = 1_000_000;
     let plan = setup.plan();
     check(&setup, &plan, 2 * GIB, 3 * GIB);
     assert_eq!(plan.pinned_bytes, 200 * MIB);

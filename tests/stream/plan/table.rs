@@ -1,7 +1,7 @@
 //! What a simulation of others gave for 80 layers, 31 buffers, 103 ms a transfer, 200 ms
 //! a read.
 
-use crate::plan::setup::{MIB, Setup, check, homes};
+use crate::plan::setup::{MIB, Setup, check, residencies};
 use kvtier::stream::plan::{Binding, Links, Mode, Placement, Plan};
 
 const LAYER: u64 = 669 * MIB;
@@ -15,8 +15,8 @@ fn setup(compute_us: u64, slots: u32) -> Setup {
     let mut setup = Setup::layers(&[LAYER; 80], 31 * LAYER, 100 * LAYER);
     setup.links.device = rate(LAYER, 103);
     setup.links.disk = rate(LAYER, 200);
-    setup.wishes.layer_compute_ns = compute_us * 1000;
-    setup.wishes.slots = slots;
+    setup.plan_options.layer_compute_ns = compute_us * 1000;
+    setup.plan_options.slots = slots;
     setup
 }
 
@@ -50,14 +50,14 @@ fn passes_take_what_the_simulation_said() {
         ] {
             let setup = setup(compute_us, slots).placed(placement);
             let plan = setup.plan();
-            assert_eq!(homes(&plan), (stay, 80 - stay, 0));
+            assert_eq!(residencies(&plan), (stay, 80 - stay, 0));
             check(&setup, &plan, 31 * LAYER, 100 * LAYER);
             near(plan.forecast.unwrap().bound_ns as f64 / 1e6, bound, 1e-3);
             let within = if placement == Placement::Interleaved { 0.01 } else { 1e-3 };
             near(pass_ms(&plan), want, within);
         }
         let mut ring = setup(compute_us, slots);
-        ring.wishes.mode = Mode::Ring;
+        ring.plan_options.mode = Mode::Ring;
         let plan = ring.plan();
         assert_eq!((plan.slots, plan.slot_bytes), (31, LAYER));
         near(pass_ms(&plan), 8240.0, 1e-3);
@@ -68,10 +68,10 @@ fn passes_take_what_the_simulation_said() {
 fn three_tiers(placement: Placement, chunk_bytes: u64, staging_bytes: u64) -> (Setup, Plan) {
     let mut setup = setup(700, 2).placed(placement);
     setup.room(22 * LAYER, 30 * LAYER + staging_bytes);
-    setup.wishes.chunk_bytes = chunk_bytes;
-    setup.wishes.staging_bytes = staging_bytes;
+    setup.plan_options.chunk_bytes = chunk_bytes;
+    setup.plan_options.staging_bytes = staging_bytes;
     let plan = setup.plan();
-    assert_eq!(homes(&plan), (20, 30, 30));
+    assert_eq!(residencies(&plan), (20, 30, 30));
     check(&setup, &plan, 22 * LAYER, 30 * LAYER + staging_bytes);
     (setup, plan)
 }
@@ -117,9 +117,9 @@ fn transfers_are_spread_though_nobody_knows_what_computing_takes() {
         }
         let plan = setup.plan();
         check(&setup, &plan, 31 * LAYER, 100 * LAYER);
-        assert_eq!(homes(&plan).0, 29);
+        assert_eq!(residencies(&plan).0, 29);
         let mut later = setup.clone();
-        later.wishes.layer_compute_ns = 65_000_000;
+        later.plan_options.layer_compute_ns = 65_000_000;
         let links = Links { device: rate(LAYER, 103), disk: rate(LAYER, 200), processor: 0 };
         let forecast = plan.what_if(&later.inputs(), links).unwrap();
         near(forecast.pass_ns as f64 / 1e6, 5365.0, 0.01);

@@ -1,7 +1,7 @@
 //! KV of layers whose tokens see no further back than a window.
 
 use crate::plan::setup::{GIB, MIB, Setup};
-use kvtier::stream::plan::Seat;
+use kvtier::stream::plan::ComputeLocation;
 
 /// 26 layers, of which 22 see 512 tokens back.
 fn gemma(context: u32) -> Setup {
@@ -9,7 +9,7 @@ fn gemma(context: u32) -> Setup {
     setup.facts.layers = 26;
     (setup.facts.window, setup.facts.windowed_layers) = (512, 22);
     (setup.facts.kv_heads, setup.facts.key_dim, setup.facts.value_dim) = (1, 256, 256);
-    setup.wishes.context = context;
+    setup.plan_options.context = context;
     setup
 }
 
@@ -28,11 +28,11 @@ fn layers_with_a_window_keep_no_more_than_it() {
     // A context that is shorter than the window.
     assert_eq!(kv(&gemma(100), "host kv").0, token * 26 * 100);
     let mut several = gemma(1024);
-    several.wishes.sequences = 3;
+    several.plan_options.sequences = 3;
     assert_eq!(kv(&several, "host kv").0, 3 * token * (4 * 1024 + 22 * 512));
     let mut said = gemma(1024);
-    said.wishes.kv_bytes = Some(77);
-    assert_eq!(kv(&said, "host kv"), (77, "as you say".to_string()));
+    said.plan_options.kv_bytes = Some(77);
+    assert_eq!(kv(&said, "host kv"), (77, "as you set it".to_string()));
 }
 
 #[test]
@@ -42,7 +42,7 @@ fn where_nobody_knows_which_all_keep_everything() {
     let (bytes, why) = kv(&setup, "host kv");
     assert_eq!(bytes, 26 * 2 * 256 * 2 * 4096);
     assert!(why.contains("512 tokens, but which is not known"), "{why}");
-    setup.wishes.context = 512;
+    setup.plan_options.context = 512;
     assert!(!kv(&setup, "host kv").1.contains("not known"));
 }
 
@@ -52,8 +52,8 @@ fn beside_a_device_neither_side_has_too_little() {
     for away in 0..=26u64 {
         let mut setup = gemma(4096);
         setup.memory.device_free_bytes = GIB;
-        setup.wishes.seat = Some(Seat::Device);
-        setup.wishes.processor_layers = away as u32;
+        setup.plan_options.compute = Some(ComputeLocation::Device);
+        setup.plan_options.processor_layers = away as u32;
         let least = |layers: u64| {
             let whole = layers.min(4);
             2 * 256 * 2 * (whole * 4096 + (layers - whole) * 512)

@@ -9,8 +9,8 @@ use std::time::Instant;
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::Result as Told;
 use kvtier::stream::model::Model as Files;
-use kvtier::stream::plan::{Home, Wishes};
-use kvtier::stream::streamer::{How, Opts, Streamer};
+use kvtier::stream::plan::{PlanOptions, Residency};
+use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer};
 use kvtier::stream::units::Units;
 use serde_json::{Map, json};
 
@@ -151,7 +151,7 @@ fn text(mut engine: Engine<'_, InMemory>, between: &dyn Fn(u32) -> Told<()>) -> 
 
 /// Numbers of a tensor that is in a unit.
 fn numbers(streamer: &Streamer, unit: u32, names: &[String]) -> Told<Vec<Vec<f32>>> {
-    let held = streamer.acquire(unit, How::default())?;
+    let held = streamer.acquire(unit, AcquireOpts::default())?;
     let tensors = &streamer.model().tensors;
     let of = |name: &String| {
         let tensor = tensors.iter().position(|tensor| tensor.name == *name)? as u32;
@@ -169,7 +169,7 @@ fn numbers(streamer: &Streamer, unit: u32, names: &[String]) -> Told<Vec<Vec<f32
 /// How one run went.
 struct Run {
     text: Text,
-    homes: usize,
+    residencies: usize,
     read_bytes: u64,
     weights: u64,
 }
@@ -179,13 +179,13 @@ fn stream(path: &Path, layers: u32, bytes: u64, later: Option<u64>) -> Outcome<R
     let files = Files::open(&[path.to_path_buf()])?;
     let units = Units::of(&files)?;
     let runtime = Runtime::open(RuntimeOpts::default())?;
-    let wishes = Wishes {
+    let plan_options = PlanOptions {
         host_ceiling_bytes: Some(bytes),
         host_reserve_bytes: Some(0),
         kv_bytes: Some(0),
-        ..Wishes::default()
+        ..PlanOptions::default()
     };
-    let opts = Opts { wishes, ..Opts::default() };
+    let opts = Opts { plan_options, ..Opts::default() };
     let streamer = Streamer::open(runtime.core(), files, units, opts)?;
     streamer.load(0)?;
     let outside = |unit: &str, name: &str| -> Outcome<Vec<f32>> {
@@ -230,10 +230,10 @@ fn stream(path: &Path, layers: u32, bytes: u64, later: Option<u64>) -> Outcome<R
     };
     let text = text(engine, &between)?;
     let plan = streamer.plan();
-    let homes = plan.homes.iter().filter(|home| **home != Home::File).count();
+    let residencies = plan.residencies.iter().filter(|home| **home != Residency::File).count();
     let read_bytes = (streamer.stats().read_bytes - before.get()) / u64::from(WRITTEN);
     streamer.close(0)?;
-    Ok(Run { text, homes, read_bytes, weights: plan.host_bytes })
+    Ok(Run { text, residencies, read_bytes, weights: plan.host_bytes })
 }
 
 /// Runs it.
@@ -278,7 +278,7 @@ pub fn run(args: &Args) -> Outcome<()> {
         print(&format!(
             "{name:>22}  {:>10}  {:>12}  {:>10}  {:>9.1}  {}\n",
             human(run.weights),
-            run.homes,
+            run.residencies,
             human(run.read_bytes),
             run.text.seconds * 1e3,
             if same { "the same bits" } else { "WRONG" }

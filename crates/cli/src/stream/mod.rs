@@ -15,7 +15,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use kvtier::base::checksum::checksum;
 use kvtier::stream::model::Model;
 use kvtier::stream::plan::Placement;
-use kvtier::stream::streamer::Held;
+use kvtier::stream::streamer::UnitLease;
 use kvtier::stream::units::{Unit, Units};
 
 /// What commands come to.
@@ -89,7 +89,7 @@ pub fn run(command: Command) -> Outcome<()> {
 }
 
 /// The sum of what a unit has, where the streamer has put it.
-pub fn sum(unit: &Unit, held: &Held) -> u64 {
+pub fn sum(unit: &Unit, held: &UnitLease) -> u64 {
     unit.extents.iter().fold(0u64, |sum, extent| {
         let address = (held.address + extent.at) as *const u8;
         // SAFETY: the unit is held, so all of its image is there and stays; its extents lie

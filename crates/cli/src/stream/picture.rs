@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::ops::Range;
 
-use kvtier::stream::core::{Mark, Stage};
-use kvtier::stream::plan::Home;
+use kvtier::stream::plan::Residency;
+use kvtier::stream::scheduler::{Mark, Stage};
 use kvtier::stream::streamer::Streamer;
 
 use super::draw::{band, blocks, label, line, step};
@@ -99,11 +99,11 @@ fn joined(mut all: Vec<(f64, f64)>, gap: f64) -> Vec<(f64, f64)> {
     out
 }
 
-fn home(home: Home) -> &'static str {
+fn home(home: Residency) -> &'static str {
     match home {
-        Home::Device => "device",
-        Home::Host => "host",
-        Home::File => "file",
+        Residency::Device => "device",
+        Residency::Host => "host",
+        Residency::File => "file",
     }
 }
 
@@ -125,8 +125,8 @@ impl Picture {
     /// The last passes of a model, of which all began at `begun`.
     pub fn of(model: &str, streamer: &Streamer, begun: &[u64]) -> Picture {
         let (units, plan) = (&streamer.units().units, streamer.plan());
-        let homes = units.iter().zip(&plan.homes);
-        let names = homes.map(|(unit, &at)| (unit.name.clone(), home(at))).collect();
+        let residencies = units.iter().zip(&plan.residencies);
+        let names = residencies.map(|(unit, &at)| (unit.name.clone(), home(at))).collect();
         Picture::new(model, names, streamer.marks(), begun)
     }
 

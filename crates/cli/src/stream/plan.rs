@@ -6,7 +6,7 @@ use kvtier::base::machine::MemoryFacts;
 use kvtier::io::fixed::measure::measure;
 use kvtier::io::fixed::real::{FixedOpts, RealFixed};
 use kvtier::stream::model::Model;
-use kvtier::stream::plan::{Inputs, Links, Memory, Plan, Seat, Wishes};
+use kvtier::stream::plan::{ComputeLocation, Inputs, Links, Memory, Plan, PlanOptions};
 
 use super::sizes::{bytes, rate};
 use super::{Files, Outcome, Place, print};
@@ -58,9 +58,13 @@ pub struct Args {
 }
 
 impl Args {
-    fn wishes(&self) -> Wishes {
-        Wishes {
-            seat: Some(if self.device.is_some() { Seat::Device } else { Seat::Host }),
+    fn plan_options(&self) -> PlanOptions {
+        PlanOptions {
+            compute: Some(if self.device.is_some() {
+                ComputeLocation::Device
+            } else {
+                ComputeLocation::Host
+            }),
             placement: self.placement.into(),
             host_ceiling_bytes: self.host,
             // What is named is what may be used.
@@ -69,8 +73,8 @@ impl Args {
             slots: self.slots,
             shrinks: self.shrinks,
             // What all CUDA devices map by.
-            device_grain_bytes: if self.in_place { 2 << 20 } else { 0 },
-            ..Wishes::default()
+            device_granularity_bytes: if self.in_place { 2 << 20 } else { 0 },
+            ..PlanOptions::default()
         }
     }
 
@@ -109,13 +113,13 @@ impl Args {
 /// Prints a plan.
 pub fn run(args: &Args) -> Outcome<()> {
     let (model, units) = args.files.open()?;
-    let wishes = args.wishes();
+    let plan_options = args.plan_options();
     let inputs = Inputs {
         units: &units,
         facts: &model.facts,
         memory: args.memory(),
         links: args.links(&model)?,
-        wishes: &wishes,
+        plan_options: &plan_options,
     };
     let plan = Plan::make(&inputs)?;
     let other = args.what_if.as_deref().map(Links::parse).transpose()?;
@@ -131,7 +135,7 @@ pub fn run(args: &Args) -> Outcome<()> {
     }
     let mut text = plan.text(&inputs);
     if let (Some(forecast), Some(links)) = (other, &args.what_if) {
-        text += &format!("\nover {links}:\n{}", forecast.text(plan.seat));
+        text += &format!("\nover {links}:\n{}", forecast.text(plan.compute));
     }
     print(&text)
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use kvtier::stream::core::Stats;
+use kvtier::stream::scheduler::Stats;
 use kvtier::stream::streamer::Streamer;
 use serde_json::json;
 

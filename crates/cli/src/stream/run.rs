@@ -14,8 +14,8 @@ use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::io::fixed::real::FixedOpts;
-use kvtier::stream::plan::{Links, Mode, Wishes};
-use kvtier::stream::streamer::{How, Opts, Streamer, Verify};
+use kvtier::stream::plan::{Links, Mode, PlanOptions};
+use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer, Verify};
 use kvtier::stream::units::Role;
 
 use super::picture::{Picture, page};
@@ -104,7 +104,7 @@ pub struct Args {
 
 impl Args {
     fn opts(&self) -> Outcome<Opts> {
-        let wishes = Wishes {
+        let plan_options = PlanOptions {
             mode: if self.ring { Mode::Ring } else { Mode::Tiered },
             placement: self.placement.into(),
             host_ceiling_bytes: self.host,
@@ -116,7 +116,7 @@ impl Args {
             slots: self.slots,
             shrinks: self.shrinks,
             layer_compute_ns: self.compute.unwrap_or(0),
-            ..Wishes::default()
+            ..PlanOptions::default()
         };
         let verify = match self.verify {
             None => Verify::Never,
@@ -135,7 +135,7 @@ impl Args {
         };
         let pictures = self.svg.is_some() || self.html.is_some();
         Ok(Opts {
-            wishes,
+            plan_options,
             links: Links {
                 device: self.device.map_or(0, |_| self.device_link),
                 ..Links::default()
@@ -160,19 +160,19 @@ impl Args {
 /// Waits for the residents, with a bar where somebody sees it.
 fn load(streamer: &Streamer, clock: &Clock, quiet: bool) -> Outcome<f64> {
     let begun = Instant::now();
-    let homes = streamer.progress().homes;
+    let residents = streamer.progress().residents;
     let bar = match quiet || !std::io::stderr().is_terminal() {
         true => ProgressBar::hidden(),
         false => {
             let style = "loading [{bar:40}] {pos} of {len} units  {msg}, {eta} to go";
             let style = ProgressStyle::with_template(style)?.progress_chars("=> ");
-            ProgressBar::new(homes).with_style(style)
+            ProgressBar::new(residents).with_style(style)
         }
     };
     loop {
         let loaded = streamer.load(clock.now_ns() + TICK_NS);
         let progress = streamer.progress();
-        bar.set_position(homes.saturating_sub(progress.missing));
+        bar.set_position(residents.saturating_sub(progress.missing));
         let rate = progress.read_bytes as f64 / begun.elapsed().as_secs_f64().max(1e-9);
         bar.set_message(format!("{}/s", crate::human(rate as u64)));
         match loaded {
@@ -225,7 +225,7 @@ struct Engine<'a> {
 impl Engine<'_> {
     fn unit(&mut self, number: u32) -> Outcome<()> {
         let unit = &self.streamer.units().units[number as usize];
-        let held = self.streamer.acquire(number, How::default())?;
+        let held = self.streamer.acquire(number, AcquireOpts::default())?;
         let begun = Instant::now();
         match self.compute {
             Some(time) if unit.role == Role::Layer => std::thread::sleep(time),

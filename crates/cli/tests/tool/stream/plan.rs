@@ -131,7 +131,7 @@ fn files_that_are_no_models_are_said_to_be_none() {
         (file("long.safetensors", &[0xff; 64]), "cut off, or no model file"),
         (file("model.safetensors.index.json", b"{\"weight_map\": {\"a\": \"b\"}}"), "b"),
         (dir.0.join("absent.gguf"), "No such file"),
-        (empty_dir, "no model files are there"),
+        (empty_dir, "has no model files"),
         ("/dev/zero".into(), "a device, pipe or socket"),
     ] {
         let name = path.file_name().expect("one").to_string_lossy().into_owned();
@@ -171,7 +171,7 @@ fn wrong_options_are_explained() {
     plan(&[&path], &["--what-if", "gpu=3"]).fails(1, "unknown link \"gpu\", known are h2d");
     plan(&[&path], &["--what-if", ""]).fails(1, "such as h2d=13");
     let unknown = ["--host", "200K", "--context", "1", "--what-if", "h2d=3"];
-    plan(&[&path], &unknown).fails(1, "say how fast it is");
+    plan(&[&path], &unknown).fails(1, "set it, as in");
 }
 
 #[test]

@@ -199,7 +199,7 @@ fn the_least_that_is_needed_is_said() {
     assert!(least > 1 << 20);
     run(&path, &["--host", &least.to_string(), "--passes", "1"]).fine();
     run(&path, &["--host", &(least - 4096).to_string()]).fails(1, "KVT_E_BUDGET");
-    run(&path, &["--host", "8M", "--slots", "1000"]).fails(1, "ask for fewer slots");
+    run(&path, &["--host", "8M", "--slots", "1000"]).fails(1, "set fewer slots");
 }
 
 #[test]
