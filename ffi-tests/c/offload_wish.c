@@ -1057,7 +1057,7 @@ static void refusing(void) {
     REFUSED(LOAD(0, 2, NULL, 0, &query, &right), KVT_E_INVALID, "queries");
     numbers[3] = 0;
     CHECK_EQ(count, 0);
-    REFUSED(kvt_offload_wait(engine.offload, 0, &kv, &err), KVT_E_STATE, "nothing is loaded");
+    REFUSED(kvt_offload_wait(engine.offload, 0, &kv, &err), KVT_E_STATE, "no load to wait for");
     REFUSED(kvt_offload_wait(engine.offload, 2, &kv, &err), KVT_E_INVALID, "buffer 2");
     REFUSED(kvt_offload_done(engine.offload, 2, &err), KVT_E_INVALID, "buffer 2");
     CHECK_IS(kvt_offload_blocks(engine.offload, 2, list, 64, &n), KVT_E_INVALID);

@@ -22,7 +22,7 @@ use crate::ffi::sparse_custom::{Table, kvt_sparse_custom_t, made};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 use crate::meta::dtype::Dtype;
-use crate::offload::{Home, Lent, Offload, Opts, Policies};
+use crate::offload::{LentMemory, Offload, Opts, Policies, RingPlacement};
 use crate::sparse::{Shape, Sparse, registry};
 use crate::store::state::Level;
 
@@ -144,7 +144,7 @@ pub(crate) fn with_offload<R>(
     with::<OffloadNoun, R>(handle, Access::Use, |noun| {
         let mut taken = noun.take()?;
         let Some(offload) = &mut taken.offload else { return Err(Status::Panic.into()) };
-        let (result, note) = (body(offload), offload.take_note());
+        let (result, note) = (body(offload), offload.take_error());
         drop(taken);
         if let Some(note) = note {
             log::warn!("an offload went on without {note}");
@@ -185,8 +185,8 @@ unsafe fn policy_of(
 /// Where the ring is to be.
 ///
 /// # Safety
-/// Memory that is lent is what [`Lent::new`] says.
-unsafe fn home_of(given: &kvt_offload_opts_t) -> Result<Home> {
+/// Memory that is lent is what [`LentMemory::new`] says.
+unsafe fn home_of(given: &kvt_offload_opts_t) -> Result<RingPlacement> {
     known_flags(given.flags, KVT_OFFLOAD_ON_DEVICE)?;
     let is_lent = given.memory != 0;
     match (given.flags & KVT_OFFLOAD_ON_DEVICE != 0, is_lent) {
@@ -194,10 +194,12 @@ unsafe fn home_of(given: &kvt_offload_opts_t) -> Result<Home> {
             fail!(Invalid, "memory_bytes is {}, and memory is 0", given.memory_bytes);
         }
         (false, true) => fail!(Invalid, "memory is lent without KVT_OFFLOAD_ON_DEVICE"),
-        (false, false) => Ok(Home::Host),
-        (true, false) => Ok(Home::Device),
+        (false, false) => Ok(RingPlacement::Host),
+        (true, false) => Ok(RingPlacement::Device),
         // SAFETY: the caller's promise.
-        (true, true) => Ok(Home::Lent(unsafe { Lent::new(given.memory, given.memory_bytes) })),
+        (true, true) => {
+            Ok(RingPlacement::Lent(unsafe { LentMemory::new(given.memory, given.memory_bytes) }))
+        }
     }
 }
 
@@ -252,7 +254,7 @@ pub(crate) unsafe fn options(
         dtype,
         buffers: given.buffers,
         buffer_tokens: given.buffer_tokens,
-        home,
+        placement: home,
         level,
         policies: Policies { prefill, decode },
         recipe,

@@ -120,7 +120,7 @@ pub unsafe extern "C" fn kvt_offload_kept(
         // SAFETY: the caller's promise.
         unsafe { require(count_out)? };
         with_offload(offload, |offload| -> Result<()> {
-            let kept = offload.kept(layer)?;
+            let kept = offload.retained(layer)?;
             let heads = kept.as_ref().map_or(0, |kept| kept.lists() as u32);
             if head >= heads.max(1) {
                 fail!(Invalid, "list {head} of {heads}");
@@ -165,7 +165,7 @@ pub unsafe extern "C" fn kvt_offload_append_keys(
 ) -> kvt_status_t {
     let body = || {
         let tell = |keys: Option<&Rows<'_>>| match keys {
-            Some(keys) => with_offload(offload, |offload| offload.tell_keys(layer, first, keys)),
+            Some(keys) => with_offload(offload, |offload| offload.append_keys(layer, first, keys)),
             None => fail!(Invalid, "keys is null"),
         };
         // SAFETY: the caller's promise.

@@ -17,7 +17,7 @@ use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, write};
 use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, plane_anywhere};
-use crate::offload::{Loaded, Offload, Which};
+use crate::offload::{BlockSelection, Loaded, Offload};
 use crate::store::state::session::{LayerViews, PlaneView, Tokens};
 
 /// Of a load: these blocks were chosen by somebody else. They come as they are, no policy is
@@ -59,7 +59,7 @@ unsafe impl Sized_ for kvt_offload_kv_t {}
 
 fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_kv_t> {
     let Loaded { tokens, tail_tokens, blocks } = loaded;
-    let views = offload.places(buffer)?;
+    let views = offload.views(buffer)?;
     let at = |plane: &PlaneView| match plane.place {
         Tokens::At(address) if tokens > 0 => std::ptr::with_exposed_provenance(address as usize),
         _ => std::ptr::null(),
@@ -208,9 +208,9 @@ pub unsafe extern "C" fn kvt_offload_load(
         let (context, ids) =
             unsafe { (context_of(context)?, numbers(blocks, block_count, MAX_LIST)?) };
         let which = match flags & KVT_OFFLOAD_CHOSEN {
-            0 if blocks.is_null() => Which::All,
-            0 => Which::Blocks(ids),
-            _ => Which::Chosen(ids),
+            0 if blocks.is_null() => BlockSelection::All,
+            0 => BlockSelection::Blocks(ids),
+            _ => BlockSelection::Chosen(ids),
         };
         let load = |query: Option<&crate::attention::Rows<'_>>| {
             with_offload(offload, |offload| offload.load(buffer, layer, which, query, &context))

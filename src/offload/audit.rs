@@ -1,74 +1,73 @@
-//! How good selections are: compared with what the layer's own queries look at.
+//! Audits of selections: a selection is compared with the attention of the layer's own queries.
 //!
-//! An audit loads the keys of all blocks that could have come and computes the attention of the
-//! layer's queries (of more than 16 the last 16) to them and to the tail, as far as each query
-//! may see and as tokens are left. A block's share is what its tokens got, of all heads and
-//! queries. *Wanted* are as many blocks as were chosen, those with the greatest shares (of equal
-//! ones the lower); *found* those of them that were chosen. Beside that it counts which part of
-//! what all these blocks got went to those chosen.
+//! An audit loads the keys of all candidate blocks. It computes the attention of the layer's
+//! queries (the last 16) to these keys and to the tail, with the causal mask and without evicted
+//! tokens. The share of a block is the attention to its tokens, over all heads and queries.
+//! *Wanted* blocks are as many as were chosen, those with the largest shares (among equal ones,
+//! those with lower numbers). *Found* are the wanted blocks that were chosen. The audit also sums
+//! the shares of the chosen blocks, relative to all blocks.
 //!
-//! That costs what the selection has saved and more; it changes nothing that is loaded.
+//! An audit costs more than the selection saved. It does not change what is loaded.
 
 use crate::attention::Rows;
 use crate::base::status::{Result, Status};
 use crate::device::Memory;
 use crate::fail;
-use crate::offload::carry::{address_of, rows_to};
-use crate::offload::home::Own;
-use crate::offload::kept::{Kept, Left};
-use crate::offload::source::rows_of;
+use crate::offload::copies::{address_of, row_copy};
+use crate::offload::evict::{Retained, RetainedTokens};
+use crate::offload::memory::OwnedMemory;
+use crate::offload::views::rows_of;
 use crate::offload::{Offload, end};
 use crate::sparse::Shape;
 use crate::sparse::numbers::{grow, read};
 use crate::sparse::pages::product;
 
-/// Most queries of a selection that are looked at.
+/// Most queries of an audit.
 const MOST_QUERIES: u32 = 16;
-/// The whole, in the counts.
+/// Scale of shares in the counters.
 const MILLION: f64 = 1e6;
 
-/// What is looked at, and where keys come for it.
+/// State of audits, and memory for keys.
 pub(super) struct Audit {
     every: u32,
-    /// Selections so far that left blocks out.
+    /// Selections so far that left out blocks.
     cuts: u64,
-    memory: Own,
+    memory: OwnedMemory,
 }
 
-/// A selection.
+/// A selection to audit.
 pub(super) struct Selection<'a> {
     pub layer: u32,
-    /// Blocks that could have been chosen, and those that were, ascending.
+    /// Candidate blocks and chosen blocks, ascending.
     pub candidates: &'a [u32],
     pub chosen: &'a [u32],
-    /// The tail comes too.
+    /// The tail is loaded, too.
     pub has_tail: bool,
     pub first_query: u32,
 }
 
 impl Offload {
-    /// From now on every so many-th selection that leaves blocks out is audited; 0 = none.
-    /// The store's account pays for the memory that this takes, as long as a buffer is.
+    /// Audits one of `every` selections that leave out blocks; 0 = none. The store's account is
+    /// charged for memory of the size of a buffer.
     pub fn audit(&mut self, every: u32) -> Result<()> {
         self.audit = match every {
             0 => None,
             _ => {
                 let bytes = self.geometry.planes_bytes(self.geometry.buffer_tokens);
-                Some(Audit { every, cuts: 0, memory: Own::map(&self.store, bytes)? })
+                Some(Audit { every, cuts: 0, memory: OwnedMemory::map(&self.store, bytes)? })
             }
         };
         Ok(())
     }
 
-    /// Every so many-th selection is audited; 0 = none.
-    pub fn audited_every(&self) -> u32 {
+    /// The interval of audits; 0 = none.
+    pub fn audit_interval(&self) -> u32 {
         self.audit.as_ref().map_or(0, |audit| audit.every)
     }
 
-    /// Compares a selection with the attention of the layer's own queries, if it is its turn.
-    /// What cannot be compared is not counted: nobody's load fails for that.
-    pub(super) fn audit_selection(&mut self, what: &Selection<'_>, queries: &Rows<'_>) {
-        if what.chosen.len() >= what.candidates.len() {
+    /// Audits a selection if its turn has come. Errors are noted and do not fail the load.
+    pub(super) fn audit_selection(&mut self, selection: &Selection<'_>, queries: &Rows<'_>) {
+        if selection.chosen.len() >= selection.candidates.len() {
             return;
         }
         let Some(audit) = &mut self.audit else { return };
@@ -76,85 +75,87 @@ impl Offload {
         if (audit.cuts - 1) % u64::from(audit.every) != 0 {
             return;
         }
-        match self.shares(what, queries).and_then(|shares| compare(what, &shares)) {
+        match self.shares(selection, queries).and_then(|shares| compare(selection, &shares)) {
             Ok((found, part)) => {
                 self.stats.audited += 1;
-                self.stats.wanted += what.chosen.len() as u64;
+                self.stats.wanted += selection.chosen.len() as u64;
                 self.stats.found += found;
                 self.stats.found_ppm += (part * MILLION).round() as u64;
             }
-            Err(error) => self.note = Some(error.within("an audit")),
+            Err(error) => self.last_error = Some(error.within("an audit")),
         }
     }
 
-    /// What each candidate got of the attention.
-    fn shares(&self, what: &Selection<'_>, queries: &Rows<'_>) -> Result<Vec<f64>> {
-        let (geometry, one) = (&self.geometry, self.layer(what.layer)?);
+    /// The share of each candidate block.
+    fn shares(&self, selection: &Selection<'_>, queries: &Rows<'_>) -> Result<Vec<f64>> {
+        let (geometry, one) = (&self.geometry, self.layer(selection.layer)?);
         let block = geometry.shape.block_tokens;
-        geometry.shape.check_queries(what.layer, queries)?;
+        geometry.shape.check_queries(selection.layer, queries)?;
         let Some(audit) = &self.audit else { return Err(Status::State.into()) };
-        let left = one.kept.as_ref().map(|kept: &Kept| Left::new(kept, one.tokens()));
-        let mut look = Look::new(&geometry.shape, queries, what, left)?;
+        let left = one
+            .retained
+            .as_ref()
+            .map(|retained: &Retained| RetainedTokens::new(retained, one.tokens()));
+        let mut attention = AttentionShares::new(&geometry.shape, queries, selection, left)?;
         let at_once = (geometry.buffer_tokens / block) as usize;
-        for (part, ids) in what.candidates.chunks(at_once).enumerate() {
+        for (part, ids) in selection.candidates.chunks(at_once).enumerate() {
             let tokens = ids.len() as u32 * block;
             let views = || geometry.views(&audit.memory, 0, geometry.buffer_tokens, (0, tokens));
-            end(&self.submit_get(what.layer, ids, views()?, None)?)?;
+            end(&self.submit_get(selection.layer, ids, views()?, None)?)?;
             let plane = views()?.k;
             // SAFETY: rows of the audit's memory, which no op writes any more.
             let keys = unsafe { rows_of(geometry, &plane)? };
             for (at, &id) in ids.iter().enumerate() {
                 let from = at as u32 * block;
-                look.block(part * at_once + at, id * block, &keys, from..from + block)?;
+                attention.block(part * at_once + at, id * block, &keys, from..from + block)?;
             }
         }
-        if what.has_tail && one.tail.tokens > 0 {
-            let mut plane = self.tail_views(what.layer, 0, one.tail.tokens)?.k;
+        if selection.has_tail && one.tail.tokens > 0 {
+            let mut plane = self.tail_views(selection.layer, 0, one.tail.tokens)?.k;
             if plane.memory == Memory::Device {
                 let rows = (0, one.tail.tokens);
                 let here = geometry.views(&audit.memory, 0, geometry.buffer_tokens, rows)?.k;
-                let mut copies = [rows_to(&plane, rows, address_of(&here)?, here.memory)?];
+                let mut copies = [row_copy(&plane, rows, address_of(&here)?, here.memory)?];
                 // SAFETY: rows of the tail, and the audit's memory, which no op writes.
-                unsafe { self.carrier.carry(&mut copies)? };
+                unsafe { self.copier.copy(&mut copies)? };
                 plane = here;
             }
-            // SAFETY: rows of the tail, which nobody writes during this call, or a copy.
+            // SAFETY: rows of the tail, which nothing writes during this call, or a copy.
             let keys = unsafe { rows_of(geometry, &plane)? };
-            look.block(what.candidates.len(), one.stored, &keys, 0..one.tail.tokens)?;
+            attention.block(selection.candidates.len(), one.stored, &keys, 0..one.tail.tokens)?;
         }
-        look.shares(what.candidates.len())
+        attention.shares(selection.candidates.len())
     }
 }
 
-/// How many of the blocks that got most were chosen, and which part of all attention to
-/// blocks those chosen got.
-fn compare(what: &Selection<'_>, shares: &[f64]) -> Result<(u64, f64)> {
+/// The number of wanted blocks that were chosen, and the relative share of the chosen blocks.
+fn compare(selection: &Selection<'_>, shares: &[f64]) -> Result<(u64, f64)> {
     let is_chosen = |at: u32| {
-        let id = what.candidates.get(at as usize);
-        id.is_some_and(|id| what.chosen.binary_search(id).is_ok())
+        let id = selection.candidates.get(at as usize);
+        id.is_some_and(|id| selection.chosen.binary_search(id).is_ok())
     };
     let share = |at: u32| shares.get(at as usize).copied().unwrap_or(0.0);
     let mut order: Vec<u32> = Vec::new();
-    order.try_reserve_exact(what.candidates.len()).map_err(|_| Status::NoMem)?;
-    order.extend(0..what.candidates.len() as u32);
+    order.try_reserve_exact(selection.candidates.len()).map_err(|_| Status::NoMem)?;
+    order.extend(0..selection.candidates.len() as u32);
     let all: f64 = shares.iter().sum();
     let got: f64 = order.iter().filter(|&&at| is_chosen(at)).map(|&at| share(at)).sum();
     order.sort_unstable_by(|&a, &b| share(b).total_cmp(&share(a)).then(a.cmp(&b)));
-    order.truncate(what.chosen.len());
+    order.truncate(selection.chosen.len());
     let found = order.iter().filter(|&&at| is_chosen(at)).count() as u64;
     Ok((found, if all > 0.0 { got / all } else { 1.0 }))
 }
 
-/// The greatest product of a query with keys of a block, and the sum of what all are, as
-/// powers of e, beside it.
+/// An online softmax: the largest product of a query with the keys of a block, and the sum of
+/// exponentials relative to it.
 #[derive(Clone, Copy)]
-struct Part {
+struct SoftmaxSum {
     most: f32,
     sum: f64,
 }
 
-impl Part {
-    const NONE: Part = Part { most: f32::NEG_INFINITY, sum: 0.0 };
+impl SoftmaxSum {
+    const NONE: SoftmaxSum = SoftmaxSum { most: f32::NEG_INFINITY, sum: 0.0 };
 
     fn add(&mut self, product: f32) {
         if product > self.most {
@@ -165,52 +166,61 @@ impl Part {
         }
     }
 
-    /// Its weight beside a product that is greater, or the same.
+    /// The sum relative to a product that is at least as large.
     fn weight(&self, most: f32) -> f64 {
         if self.sum > 0.0 { self.sum * f64::from(self.most - most).exp() } else { 0.0 }
     }
 }
 
-/// Attention of some queries, block by block.
-struct Look<'a> {
+/// Attention shares of some queries, computed block by block.
+struct AttentionShares<'a> {
     shape: Shape,
-    left: Option<Left<'a>>,
-    /// Numbers of the queries, and the position of the first.
+    left: Option<RetainedTokens<'a>>,
+    /// Elements of the queries, and the position of the first query.
     queries: Vec<f32>,
     count: u32,
     first: u32,
     key: Vec<f32>,
-    /// For each query and head a part a block, and one for the tail.
-    parts: Vec<Part>,
+    /// For each query and head, one sum for each block and one for the tail.
+    parts: Vec<SoftmaxSum>,
     columns: usize,
 }
 
-impl<'a> Look<'a> {
+impl<'a> AttentionShares<'a> {
     fn new(
         shape: &Shape,
         queries: &Rows<'_>,
-        what: &Selection<'_>,
-        left: Option<Left<'a>>,
-    ) -> Result<Look<'a>> {
+        selection: &Selection<'_>,
+        left: Option<RetainedTokens<'a>>,
+    ) -> Result<AttentionShares<'a>> {
         let count = queries.tokens().min(MOST_QUERIES);
         let skipped = queries.tokens() - count;
-        let (dim, columns) = (shape.key_dim as usize, what.candidates.len() + 1);
+        let (dim, columns) = (shape.key_dim as usize, selection.candidates.len() + 1);
         let lanes = count as usize * shape.query_heads as usize;
         let (mut numbers, mut key, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         grow(&mut numbers, lanes * dim, 0.0)?;
         grow(&mut key, dim, 0.0)?;
-        grow(&mut parts, lanes * columns, Part::NONE)?;
+        grow(&mut parts, lanes * columns, SoftmaxSum::NONE)?;
         for (lane, to) in (0u32..).zip(numbers.chunks_exact_mut(dim)) {
             let (token, head) = (skipped + lane / shape.query_heads, lane % shape.query_heads);
             if !read(queries, token, head, to) {
                 fail!(Invalid, "queries that are not finite numbers");
             }
         }
-        let first = what.first_query.saturating_add(skipped);
-        Ok(Look { shape: *shape, left, queries: numbers, count, first, key, parts, columns })
+        let first = selection.first_query.saturating_add(skipped);
+        Ok(AttentionShares {
+            shape: *shape,
+            left,
+            queries: numbers,
+            count,
+            first,
+            key,
+            parts,
+            columns,
+        })
     }
 
-    /// Looks at the keys of a block, which begins at a position and is some rows of `keys`.
+    /// Adds the keys of a block; `position` is that of its first row in `keys`.
     fn block(
         &mut self,
         column: usize,
@@ -229,12 +239,12 @@ impl<'a> Look<'a> {
         Ok(())
     }
 
-    /// Looks at a key.
+    /// Adds a key.
     fn key(&mut self, column: usize, position: u32, key_head: u32) {
         let (heads, group) = (self.shape.query_heads, self.shape.group());
         let (dim, scale) = (self.shape.key_dim as usize, self.shape.softmax_scale());
         for head in key_head * group..(key_head + 1) * group {
-            let list = |left: &Left<'_>| match left.lists() {
+            let list = |left: &RetainedTokens<'_>| match left.lists() {
                 1 => 0,
                 lists if lists == heads as usize => head as usize,
                 _ => key_head as usize,
@@ -242,7 +252,7 @@ impl<'a> Look<'a> {
             if self.left.as_ref().is_some_and(|left| !left.has(list(left), position)) {
                 continue;
             }
-            // A query sees itself and what is before it.
+            // Causal mask: a query attends to its own position and to earlier ones.
             for query in position.saturating_sub(self.first)..self.count {
                 let lane = (query * heads + head) as usize;
                 let numbers = self.queries.get(lane * dim..(lane + 1) * dim).unwrap_or_default();
@@ -253,7 +263,7 @@ impl<'a> Look<'a> {
         }
     }
 
-    /// What each of so many blocks got, of all queries and heads.
+    /// The shares of the first `blocks` columns, over all queries and heads.
     fn shares(&self, blocks: usize) -> Result<Vec<f64>> {
         let mut shares = Vec::new();
         grow(&mut shares, blocks, 0.0)?;

@@ -1,4 +1,4 @@
-//! Blocks of a layer come into a buffer of the ring, the tail behind them.
+//! Loads: blocks of a layer are loaded into a buffer of the ring, followed by the tail.
 
 use crate::attention::{Rows, Scales, check_finite};
 use crate::base::op::{OpOpts, OpRef};
@@ -8,37 +8,37 @@ use crate::device::{Event, Memory};
 use crate::fail;
 use crate::meta::view::{Place, View};
 use crate::offload::audit::Selection;
-use crate::offload::carry::{address_of, bytes_to};
+use crate::offload::copies::{address_of, byte_copy};
 use crate::offload::ring::State;
 use crate::offload::{Offload, end};
 use crate::sparse::{Context, Kind, caps};
 use crate::store::state::session::{LayerViews, PlaneView, Views};
 use crate::store::state::{CellRange, TransferKind, Wanted};
 
-/// Which blocks are wanted.
+/// The blocks to load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Which<'a> {
-    /// All that a policy does not leave out, and the tail.
+pub enum BlockSelection<'a> {
+    /// All blocks that a policy selects, and the tail.
     All,
-    /// Of these, ascending, those that a policy does not leave out; no tail.
+    /// Of these blocks, ascending, those that a policy selects; no tail.
     Blocks(&'a [u32]),
-    /// These, ascending, which somebody else has chosen, and the tail. A query serves audits
-    /// alone.
+    /// These blocks, ascending, chosen by the caller, and the tail. A query is used for audits
+    /// only.
     Chosen(&'a [u32]),
 }
 
-/// What a load brings.
+/// The result of a load.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Loaded {
-    /// Tokens: of blocks, and of the tail behind them.
+    /// Tokens of blocks and of the tail.
     pub tokens: u32,
-    /// Of them those of the tail.
+    /// Tokens of the tail.
     pub tail_tokens: u32,
-    /// Blocks.
+    /// Number of blocks.
     pub blocks: u32,
 }
 
-/// K and V of a buffer, row by row.
+/// Rows of K and V in a buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Kv<'a> {
     /// Keys.
@@ -48,22 +48,22 @@ pub struct Kv<'a> {
 }
 
 impl Offload {
-    /// Begins to load blocks of a layer into a buffer, which must be free; how many. Where the
-    /// policy selects blocks and a query is given, it is asked; otherwise all of them come.
-    /// LIMIT = the buffer is too short for them. [`Offload::wait`] waits for the end.
+    /// Begins to load blocks of a layer into a free buffer. Returns their number. The policy
+    /// selects blocks if it can and a query is given; otherwise all are loaded. LIMIT = the buffer
+    /// is too small. [`Offload::wait`] waits for the end.
     pub fn load(
         &mut self,
         buffer: u32,
         layer: u32,
-        which: Which<'_>,
+        which: BlockSelection<'_>,
         query: Option<&Rows<'_>>,
         context: &Context,
     ) -> Result<u32> {
         if !matches!(self.ring.get(buffer)?.state, State::Free) {
-            fail!(Busy, "buffer {buffer} is in use");
+            fail!(Busy, "buffer {buffer} is in use: call done first");
         }
         let candidates = self.candidates(layer, which)?;
-        let is_chosen = matches!(which, Which::Chosen(_));
+        let is_chosen = matches!(which, BlockSelection::Chosen(_));
         if let Some(query) = query.filter(|_| is_chosen) {
             self.geometry.shape.check_queries(layer, query)?;
             check_finite("queries", query)?;
@@ -83,7 +83,7 @@ impl Offload {
             true => None,
             false => {
                 let views = self.slot_views(buffer, 0, tokens as u32)?;
-                Some(self.submit_get(layer, &blocks, views, self.carrier.open())?)
+                Some(self.submit_get(layer, &blocks, views, self.copier.pending_event())?)
             }
         };
         let bytes = self.geometry.token_bytes() * u64::from(block);
@@ -99,17 +99,17 @@ impl Offload {
         let slot = self.ring.get_mut(buffer)?;
         slot.state = State::Loading(op);
         (slot.layer, slot.blocks, slot.stored) = (layer, blocks, stored);
-        (slot.has_tail, slot.tail_tokens) = (!matches!(which, Which::Blocks(_)), 0);
+        (slot.has_tail, slot.tail_tokens) = (!matches!(which, BlockSelection::Blocks(_)), 0);
         Ok(count)
     }
 
-    /// Waits until what is loaded into a buffer is there, and puts the tail behind it, as it
-    /// is now. After an error it is free again: NOT_FOUND = a block is not in the store any
-    /// more; STATE = the tail has become a block since, so that one is missing.
+    /// Waits for a load, and appends the current tail. After an error the buffer is free:
+    /// NOT_FOUND = a block is not in the store any more; STATE = the tail became a block
+    /// meanwhile, so that one is missing.
     pub fn wait(&mut self, buffer: u32) -> Result<Loaded> {
         let slot = self.ring.get_mut(buffer)?;
         match std::mem::take(&mut slot.state) {
-            State::Free => fail!(State, "nothing is loaded into buffer {buffer}"),
+            State::Free => fail!(State, "buffer {buffer} has no load to wait for"),
             State::Ready => {}
             State::Loading(op) => self.arrive(buffer, op)?,
         }
@@ -120,7 +120,7 @@ impl Offload {
         Ok(Loaded { tokens, tail_tokens, blocks })
     }
 
-    /// What was loaded is there, the tail too.
+    /// Ends a load, and copies the tail.
     fn arrive(&mut self, buffer: u32, op: Option<OpRef>) -> Result<()> {
         let begun_ns = self.clock.now_ns();
         let came = op.map_or(Ok(0), |op| end(&op));
@@ -136,7 +136,10 @@ impl Offload {
         let (layer, behind) = (slot.layer, slot.blocks.len() as u32);
         let one = self.layer(layer)?;
         if one.stored != slot.stored {
-            fail!(State, "layer {layer} has other blocks than when they were asked for");
+            fail!(
+                State,
+                "layer {layer} has more or fewer blocks than when the load began: load again"
+            );
         }
         let tokens = one.tail.tokens;
         self.copy_tail(buffer, layer, behind * self.geometry.shape.block_tokens, tokens)?;
@@ -144,8 +147,7 @@ impl Offload {
         Ok(())
     }
 
-    /// The engine has computed with a buffer: it is free. One whose load is under way is
-    /// given up.
+    /// Frees a buffer after the engine has used it. A load in progress is canceled.
     pub fn done(&mut self, buffer: u32) -> Result<()> {
         let slot = self.ring.get_mut(buffer)?;
         if let State::Loading(Some(op)) = std::mem::take(&mut slot.state) {
@@ -155,19 +157,19 @@ impl Offload {
         Ok(())
     }
 
-    /// Where K and V of a buffer are that has been waited for, row by row.
-    pub fn places(&self, buffer: u32) -> Result<LayerViews> {
+    /// Views of K and V in a buffer that was waited for.
+    pub fn views(&self, buffer: u32) -> Result<LayerViews> {
         let slot = self.ring.get(buffer)?;
         if !matches!(slot.state, State::Ready) {
-            fail!(State, "buffer {buffer} is not there: wait for it first");
+            fail!(State, "buffer {buffer} is not loaded: wait for it first");
         }
         let tokens = slot.blocks.len() as u32 * self.geometry.shape.block_tokens;
         self.slot_views(buffer, 0, tokens + slot.tail_tokens)
     }
 
-    /// K and V of a buffer that has been waited for. UNSUPPORTED = in device memory.
+    /// K and V in a buffer that was waited for. UNSUPPORTED = the ring is in device memory.
     pub fn kv(&self, buffer: u32) -> Result<Kv<'_>> {
-        let (shape, views) = (&self.geometry.shape, self.places(buffer)?);
+        let (shape, views) = (&self.geometry.shape, self.views(buffer)?);
         if self.memory.memory() == Memory::Device {
             fail!(Unsupported, "the ring is in device memory: the processor cannot read its rows");
         }
@@ -178,7 +180,7 @@ impl Offload {
                 run_bytes: u64::from(dim) * size,
                 ..plane.view()
             };
-            // SAFETY: the buffer's own rows; nobody writes them while it is Ready, and that
+            // SAFETY: rows of the buffer; nothing writes them while it is Ready, and that state
             // cannot change while `self` is borrowed.
             unsafe { Rows::new(view, self.geometry.dtype, Scales::None) }
         };
@@ -195,8 +197,8 @@ impl Offload {
         Ok(&self.ring.get(buffer)?.blocks)
     }
 
-    /// Which rows of a buffer have these tokens, both ascending. Tokens that are not in it are
-    /// left out.
+    /// The rows of a buffer that hold these positions, both ascending. Positions that are not in
+    /// the buffer are skipped.
     pub fn rows_of(&self, buffer: u32, positions: &[u32], rows: &mut Vec<u32>) -> Result<()> {
         let slot = self.ring.get(buffer)?;
         let block = self.geometry.shape.block_tokens;
@@ -220,31 +222,35 @@ impl Offload {
         Ok(())
     }
 
-    /// The blocks that may be wanted: those of which something was kept.
-    fn candidates(&self, layer: u32, which: Which<'_>) -> Result<Vec<u32>> {
+    /// The candidate blocks: those with retained tokens.
+    fn candidates(&self, layer: u32, which: BlockSelection<'_>) -> Result<Vec<u32>> {
         let one = self.layer(layer)?;
         let all = one.stored / self.geometry.shape.block_tokens;
         let mut blocks = Vec::new();
         match which {
-            Which::All => {
+            BlockSelection::All => {
                 blocks.try_reserve_exact(all as usize).map_err(|_| Status::NoMem)?;
                 blocks.extend(0..all);
             }
-            Which::Blocks(given) | Which::Chosen(given) => {
+            BlockSelection::Blocks(given) | BlockSelection::Chosen(given) => {
                 let is_last = given.last().is_none_or(|&last| last < all);
                 if !is_last || !given.is_sorted_by(|a, b| a < b) {
-                    fail!(Invalid, "blocks ascend, each once, below the {all} of layer {layer}");
+                    fail!(
+                        Invalid,
+                        "blocks must be ascending, without repetition, and below {all}, the \
+                         number of blocks of layer {layer}"
+                    );
                 }
                 blocks = copy_of(given)?;
             }
         }
-        if one.kept.is_some() {
-            self.drop_emptied(layer, &mut blocks);
+        if one.retained.is_some() {
+            self.drop_empty_blocks(layer, &mut blocks);
         }
         Ok(blocks)
     }
 
-    /// What is loaded of the candidates.
+    /// The blocks to load, of the candidates.
     fn chosen(
         &mut self,
         layer: u32,
@@ -264,53 +270,53 @@ impl Offload {
         let begun_ns = self.clock.now_ns();
         policy.select(layer, Some(query), candidates, context, &mut chosen)?;
         self.stats.select_waits.add(self.clock.now_ns().saturating_sub(begun_ns));
-        // A policy may be anybody's.
+        // A policy may be the engine's, so its answer is checked.
         let mut rest = candidates.iter();
         if !chosen.is_sorted_by(|a, b| a < b) || !chosen.iter().all(|id| rest.any(|c| c == id)) {
-            fail!(Invalid, "a policy has selected blocks that are no candidates, or twice");
+            fail!(Invalid, "a policy selected blocks that are no candidates, or repeated some");
         }
         self.stats.selections += 1;
         Ok(chosen)
     }
 
-    /// Audits what a load brings, if its query is the layer's own.
+    /// Audits a load, if its query is the layer's own.
     fn audit_load(
         &mut self,
         layer: u32,
-        which: Which<'_>,
+        which: BlockSelection<'_>,
         (candidates, chosen): (&[u32], &[u32]),
         query: &Rows<'_>,
         context: &Context,
     ) {
-        if self.audited_every() == 0 {
+        if self.audit_interval() == 0 {
             return;
         }
-        let is_chosen = matches!(which, Which::Chosen(_));
+        let is_chosen = matches!(which, BlockSelection::Chosen(_));
         let traits = self.policies.of(context.is_prefill).map(|policy| policy.traits());
         if !is_chosen && traits.is_some_and(|traits| traits.ahead > 0 || traits.rows.is_some()) {
             return;
         }
-        // Whoever has chosen had all blocks to choose from.
-        let all = if is_chosen { self.candidates(layer, Which::All) } else { Ok(Vec::new()) };
+        // A caller that chose blocks had all blocks as candidates.
+        let all =
+            if is_chosen { self.candidates(layer, BlockSelection::All) } else { Ok(Vec::new()) };
         let Ok(all) = all else { return };
         let candidates = if is_chosen { &all } else { candidates };
-        let has_tail = !matches!(which, Which::Blocks(_));
+        let has_tail = !matches!(which, BlockSelection::Blocks(_));
         let first_query = context.first_query;
         let what = Selection { layer, candidates, chosen, has_tail, first_query };
         self.audit_selection(&what, query);
     }
 
-    /// Audits what a buffer has of a layer, which was selected by another layer's query, by
-    /// the layer's own.
+    /// Audits a buffer that was selected by another layer's query, with the layer's own query.
     pub(super) fn audit_ahead(&mut self, buffer: u32, query: &Rows<'_>, context: &Context) {
         let traits = self.policies.of(context.is_prefill).map(|policy| policy.traits());
         let is_ahead = traits.is_some_and(|traits| traits.ahead > 0 && traits.rows.is_none());
-        if !is_ahead || self.audited_every() == 0 {
+        if !is_ahead || self.audit_interval() == 0 {
             return;
         }
         let Ok(slot) = self.ring.get_mut(buffer) else { return };
         let (layer, chosen) = (slot.layer, std::mem::take(&mut slot.blocks));
-        if let Ok(candidates) = self.candidates(layer, Which::All) {
+        if let Ok(candidates) = self.candidates(layer, BlockSelection::All) {
             let first_query = context.first_query;
             let (candidates, chosen) = (candidates.as_slice(), chosen.as_slice());
             let what = Selection { layer, candidates, chosen, has_tail: true, first_query };
@@ -342,13 +348,13 @@ impl Offload {
         self.submit(TransferKind::Get, cell_range, &OpOpts::default())
     }
 
-    /// Rows of a buffer.
+    /// Views of rows of a buffer.
     fn slot_views(&self, buffer: u32, first: u32, tokens: u32) -> Result<LayerViews> {
         let (geometry, at) = (&self.geometry, self.ring.at(buffer));
         geometry.views(&self.memory, at, geometry.slot_tokens(), (first, tokens))
     }
 
-    /// The tail lies behind what is loaded.
+    /// Copies the tail behind the loaded blocks.
     fn copy_tail(&mut self, buffer: u32, layer: u32, behind: u32, tokens: u32) -> Result<()> {
         if tokens == 0 {
             return Ok(());
@@ -360,12 +366,12 @@ impl Offload {
             let (Some(from), Some(to)) = (from, to) else { continue };
             let bytes = u64::from(tokens) * from.token_stride_bytes;
             let from = (address_of(from)?, from.memory);
-            copies.push(bytes_to(from, (address_of(to)?, to.memory), bytes)?);
+            copies.push(byte_copy(from, (address_of(to)?, to.memory), bytes)?);
             all += bytes;
         }
-        // SAFETY: both are checked parts of the offload's own memory, apart from each other;
-        // the rows behind the blocks of a buffer are nobody's but this call's.
-        unsafe { self.carrier.carry_behind(&mut copies)? };
+        // SAFETY: checked, disjoint parts of the offload's own memory; only this call uses the
+        // rows behind the blocks of a buffer.
+        unsafe { self.copier.copy_after_event(&mut copies)? };
         self.stats.tail_bytes += all;
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What is said when an offload is opened, and whether it fits the namespace.
+//! Options of an offload, and the check that they match the namespace.
 
 use crate::base::clock::Clock;
 use crate::base::status::{Result, Status};
@@ -6,77 +6,76 @@ use crate::base::sync::Arc;
 use crate::fail;
 use crate::meta::dtype::Dtype;
 use crate::meta::layout::Rule;
-use crate::offload::home::Home;
+use crate::offload::memory::RingPlacement;
 use crate::sparse::{Kind, Shape, Sparse, caps, needs};
 use crate::store::handle::Store;
 use crate::store::state::Level;
 
 /// Most buffers of a ring.
 pub const MAX_BUFFERS: u32 = 256;
-/// Addresses of planes are multiples of this.
+/// Alignment of planes, in bytes.
 const ALIGN: u64 = 64;
 
-/// Who says what is loaded and kept: one policy while the prompt is computed, one while text
-/// is written.
+/// Sparse policies that decide what is loaded and retained: one for prefill, one for decode.
 #[derive(Default)]
 pub struct Policies {
-    /// For prompts; none = all is loaded.
+    /// For prefill; none = all blocks are loaded.
     pub prefill: Option<Box<dyn Sparse>>,
-    /// For text.
+    /// For decode; none = all blocks are loaded.
     pub decode: Option<Box<dyn Sparse>>,
 }
 
 impl Policies {
-    /// The one that is asked.
+    /// The policy for a phase.
     pub(super) fn of(&mut self, is_prefill: bool) -> Option<&mut Box<dyn Sparse>> {
         if is_prefill { self.prefill.as_mut() } else { self.decode.as_mut() }
     }
 
-    /// Both.
+    /// Both policies.
     pub(super) fn all(&mut self) -> impl Iterator<Item = &mut Box<dyn Sparse>> {
         [&mut self.prefill, &mut self.decode].into_iter().flatten()
     }
 
-    /// Whether one of them has to see keys.
+    /// Whether a policy needs keys.
     pub(super) fn need_keys(&self) -> bool {
         let both = [&self.prefill, &self.decode].into_iter().flatten();
         both.into_iter().any(|policy| policy.traits().needs & needs::KEYS != 0)
     }
 }
 
-/// What is said when one is opened.
+/// Options of an offload.
 pub struct Opts {
-    /// The session whose KV it has.
+    /// The session whose KV is kept.
     pub session: u32,
-    /// The model's attention; a block is a chunk.
+    /// Shape of the model's attention; a block is a chunk of the namespace.
     pub shape: Shape,
-    /// What the numbers of keys and values are.
+    /// Data type of keys and values.
     pub dtype: Dtype,
-    /// Buffers of the ring.
+    /// Buffers of the ring, 1 to 256.
     pub buffers: u32,
-    /// Tokens of a buffer, rounded up to blocks; the tail has room beside them.
+    /// Tokens of a buffer, rounded up to whole blocks. The tail has room in addition.
     pub buffer_tokens: u32,
-    /// Where buffers and tails are.
-    pub home: Home,
-    /// When a put has ended.
+    /// Memory of buffers and tails.
+    pub placement: RingPlacement,
+    /// The level at which a put is complete.
     pub level: Level,
-    /// Who says what is loaded and kept.
+    /// Sparse policies.
     pub policies: Policies,
-    /// What the policies are called, with their parameters: what they know of a block is kept
-    /// with it in the store, for all of the same name. Empty = it is not kept.
+    /// Name of the policies with their parameters. Policy state of blocks is stored with the
+    /// blocks, and shared by all offloads of the same name. Empty = not stored.
     pub recipe: String,
-    /// By which time waits are measured.
+    /// The clock that measures waits.
     pub clock: Clock,
 }
 
-/// Sizes that follow from what was said.
+/// Sizes derived from the options.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Geometry {
     pub shape: Shape,
     pub dtype: Dtype,
     /// Tokens of a buffer, without its tail.
     pub buffer_tokens: u32,
-    /// Bytes of K, and of V, of a token; V is 0 where it is a part of K.
+    /// Bytes of a token's K and V; V is 0 if it is a part of K.
     pub k_bytes: u64,
     pub v_bytes: u64,
 }
@@ -87,17 +86,17 @@ impl Geometry {
         self.k_bytes + self.v_bytes
     }
 
-    /// Tokens that a buffer has room for, the tail among them.
+    /// Tokens of a buffer with its tail.
     pub fn slot_tokens(&self) -> u32 {
         self.buffer_tokens + self.shape.block_tokens
     }
 
-    /// Where V begins, behind K, in room for so many tokens.
+    /// Offset of V behind K, for `tokens` tokens.
     pub fn v_at(&self, tokens: u32) -> u64 {
         (u64::from(tokens) * self.k_bytes).next_multiple_of(ALIGN)
     }
 
-    /// Bytes of room for so many tokens.
+    /// Bytes of both planes, for `tokens` tokens.
     pub fn planes_bytes(&self, tokens: u32) -> u64 {
         self.v_at(tokens) + (u64::from(tokens) * self.v_bytes).next_multiple_of(ALIGN)
     }
@@ -112,7 +111,7 @@ impl Geometry {
         self.planes_bytes(self.shape.block_tokens)
     }
 
-    /// Bytes of a ring, and of two tails for each layer.
+    /// Bytes of the ring and of two tails for each layer.
     pub fn all_bytes(&self, buffers: u32) -> Result<u64> {
         let ring = u64::from(buffers).checked_mul(self.slot_bytes());
         let tails = u64::from(self.shape.layers).checked_mul(2 * self.tail_bytes());
@@ -121,16 +120,16 @@ impl Geometry {
     }
 }
 
-/// Sizes, if what is said fits the session's namespace.
+/// The sizes, if the options match the session's namespace.
 pub(super) fn geometry_of(store: &Arc<Store>, opts: &Opts) -> Result<Geometry> {
     let shape = opts.shape;
     shape.check()?;
     if opts.buffers == 0 || opts.buffers > MAX_BUFFERS {
-        fail!(Invalid, "{} buffers, it can be 1 to {MAX_BUFFERS}", opts.buffers);
+        fail!(Invalid, "{} buffers: accepted are 1 to {MAX_BUFFERS}", opts.buffers);
     }
     if opts.buffer_tokens == 0 || opts.buffer_tokens > shape.max_tokens {
         let (n, most) = (opts.buffer_tokens, shape.max_tokens);
-        fail!(Invalid, "buffer_tokens is {n}, it can be 1 to max_tokens ({most})");
+        fail!(Invalid, "buffer_tokens is {n}: accepted are 1 to max_tokens ({most})");
     }
     let bytes = |heads: u32, dim: u32| {
         let of_head = opts.dtype.bytes_of(u64::from(dim));
@@ -148,7 +147,7 @@ pub(super) fn geometry_of(store: &Arc<Store>, opts: &Opts) -> Result<Geometry> {
         if layout.chunk_tokens() != shape.block_tokens || layout.layers() != shape.layers as usize {
             fail!(
                 Invalid,
-                "{} layers in blocks of {} tokens; the namespace has {} in chunks of {}",
+                "{} layers in blocks of {} tokens: the namespace has {} layers in chunks of {}",
                 shape.layers,
                 shape.block_tokens,
                 layout.layers(),
@@ -164,7 +163,7 @@ pub(super) fn geometry_of(store: &Arc<Store>, opts: &Opts) -> Result<Geometry> {
             {
                 fail!(
                     Invalid,
-                    "layer {layer} has {} and {} bytes of {} a token, the shape {k_bytes} and \
+                    "layer {layer} has {} and {} bytes of {} a token, and the shape {k_bytes} and \
                      {v_bytes} of {}",
                     group.k_bytes,
                     group.v_bytes,
@@ -176,12 +175,12 @@ pub(super) fn geometry_of(store: &Arc<Store>, opts: &Opts) -> Result<Geometry> {
         Ok(())
     })?;
     check_policies(&opts.policies)?;
-    // More than there are tokens would never be filled.
+    // Longer buffers than the sequence were rejected above, since they would never be filled.
     let buffer_tokens = opts.buffer_tokens.next_multiple_of(shape.block_tokens);
     Ok(Geometry { shape, dtype: opts.dtype, buffer_tokens, k_bytes, v_bytes })
 }
 
-/// A policy must be able to do something where it is asked.
+/// Checks that a policy can do something in its phase.
 fn check_policies(policies: &Policies) -> Result<()> {
     let prefill = caps::LOAD_PREFILL | caps::INDEX_PREFILL | caps::EVICT_PREFILL;
     let decode = caps::LOAD_DECODE | caps::INDEX_DECODE | caps::EVICT_DECODE | caps::EVICT_PREFILL;
@@ -190,7 +189,7 @@ fn check_policies(policies: &Policies) -> Result<()> {
         let Some(policy) = policy else { continue };
         let caps = policy.traits().caps;
         if caps != 0 && caps & wanted == 0 {
-            fail!(Unsupported, "the policy for {when} does nothing in {when}");
+            fail!(Unsupported, "the policy for {when} has no function in {when}");
         }
     }
     Ok(())

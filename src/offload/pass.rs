@@ -1,26 +1,26 @@
-//! A pass over all layers in their order. Layers whose blocks nobody has to select, or whose
-//! selection has a query before its own, are loaded ahead: as many as there are buffers.
+//! A pass over all layers in order. Layers are prefetched, as many as there are buffers, if no
+//! policy selects their blocks or if an earlier layer's query selects them.
 
 use crate::attention::Rows;
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::offload::Offload;
-use crate::offload::load::{Loaded, Which};
+use crate::offload::load::{BlockSelection, Loaded};
 use crate::sparse::{Context, caps};
 
-/// A pass under way.
+/// A pass in progress.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pass {
     context: Context,
-    /// The layer that is taken next, and the first whose load was not begun.
+    /// The layer to be taken next, and the first layer whose load has not begun.
     next: u32,
     begun: u32,
-    /// The engine has one.
+    /// The engine uses a layer.
     is_taken: bool,
 }
 
 impl Offload {
-    /// Begins a pass: the first layers are on their way. What was loaded before is given up.
+    /// Begins a pass: the first layers are being loaded. Earlier loads are canceled.
     pub fn begin(&mut self, context: &Context) -> Result<()> {
         for buffer in 0..self.ring.len() {
             self.done(buffer)?;
@@ -30,15 +30,20 @@ impl Offload {
         Ok(())
     }
 
-    /// The buffer with the blocks of the next layer, which is waited for. Its query is asked
-    /// for where a policy selects; nothing that is selected by it can be there before. The
-    /// new tokens of this layer were put before this.
+    /// Waits for the next layer. Returns its buffer. A policy that selects blocks needs the
+    /// layer's query; such a load begins only now. New tokens of the layer must be put before.
     pub fn take(&mut self, layer: u32, query: Option<&Rows<'_>>) -> Result<(u32, Loaded)> {
         let pass = match self.pass {
             Some(pass) if pass.next == layer && !pass.is_taken => pass,
-            Some(pass) if pass.is_taken => fail!(State, "layer {} was not given back", pass.next),
-            Some(pass) => fail!(State, "layer {layer}: the next of this pass is {}", pass.next),
-            None => fail!(State, "no pass has begun"),
+            Some(pass) if pass.is_taken => {
+                fail!(State, "layer {} was not given back: do that first", pass.next)
+            }
+            Some(pass) => fail!(
+                State,
+                "layer {layer} is out of order: the next of this pass is {}",
+                pass.next
+            ),
+            None => fail!(State, "no pass has begun: call begin first"),
         };
         let buffer = layer % self.ring.len();
         let mut came = Err(Status::State.into());
@@ -46,10 +51,10 @@ impl Offload {
         if pass.begun > layer && slot.layer == layer && slot.has_tail {
             came = self.wait(buffer);
         }
-        // It was not begun, or its tail has become a block since, or the engine uses the buffer
-        // for something else.
+        // The load has not begun, the tail became a block since, or the engine used the buffer
+        // otherwise.
         if came.as_ref().is_err_and(|error| error.status() == Status::State) {
-            self.load(buffer, layer, Which::All, query, &pass.context)?;
+            self.load(buffer, layer, BlockSelection::All, query, &pass.context)?;
             came = self.wait(buffer);
         }
         let loaded = came?;
@@ -59,26 +64,25 @@ impl Offload {
         if let Some(pass) = &mut self.pass {
             (pass.begun, pass.is_taken) = (pass.begun.max(layer + 1), true);
         }
-        self.load_by(layer, query)?;
+        self.load_with_query(layer, query)?;
         Ok((buffer, loaded))
     }
 
-    /// The engine has computed with the layer that it took: its buffer is free, and used for
-    /// one that is loaded ahead.
+    /// Gives back the layer that the engine has used. Its buffer is used for prefetching.
     pub fn give_back(&mut self, layer: u32) -> Result<()> {
         match &mut self.pass {
             Some(pass) if pass.is_taken && pass.next == layer => {
                 (pass.next, pass.is_taken) = (layer + 1, false);
             }
-            _ => fail!(State, "layer {layer} was not taken"),
+            _ => fail!(State, "layer {layer} is not taken"),
         }
         self.done(layer % self.ring.len())?;
         self.load_ahead();
         Ok(())
     }
 
-    /// Begins loads that need no query, as far as there are buffers. Those that fail are
-    /// begun again when they are taken, which then says why.
+    /// Begins loads that need no query, as far as buffers are free. A failed one begins again when
+    /// the layer is taken, and reports its error there.
     fn load_ahead(&mut self) {
         while let Some(pass) = self.pass {
             let layer = pass.begun;
@@ -87,16 +91,15 @@ impl Offload {
                 return;
             }
             let buffer = layer % self.ring.len();
-            if self.load(buffer, layer, Which::All, None, &pass.context).is_err() {
+            if self.load(buffer, layer, BlockSelection::All, None, &pass.context).is_err() {
                 return;
             }
             self.pass = Some(Pass { begun: layer + 1, ..pass });
         }
     }
 
-    /// Begins the load of a later layer by this one's query, where a policy selects by earlier
-    /// ones.
-    fn load_by(&mut self, layer: u32, query: Option<&Rows<'_>>) -> Result<()> {
+    /// Begins to load a later layer with this layer's query, if the policy selects that way.
+    fn load_with_query(&mut self, layer: u32, query: Option<&Rows<'_>>) -> Result<()> {
         let (Some(pass), Some(query)) = (self.pass, query) else { return Ok(()) };
         let policy = self.policies.of(pass.context.is_prefill);
         let ahead = policy.map_or(0, |policy| policy.traits().ahead);
@@ -106,13 +109,13 @@ impl Offload {
             return Ok(());
         }
         let buffer = after % self.ring.len();
-        if self.load(buffer, after, Which::All, Some(query), &pass.context).is_ok() {
+        if self.load(buffer, after, BlockSelection::All, Some(query), &pass.context).is_ok() {
             self.pass = Some(Pass { begun: after + 1, ..pass });
         }
         Ok(())
     }
 
-    /// Whether somebody selects blocks of a layer by a query.
+    /// Whether a policy selects blocks of a layer by its query.
     fn selects(&mut self, layer: u32) -> bool {
         let Some(pass) = self.pass else { return false };
         let is_prefill = pass.context.is_prefill;

@@ -1,4 +1,4 @@
-//! What the engine computed goes in: whole blocks into the store, the rest into the tail.
+//! Puts: whole blocks go to the store, the rest to the tail.
 
 use crate::attention::check_finite;
 use crate::base::op::{OpOpts, OpRef};
@@ -6,24 +6,24 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::{Event, Memory};
 use crate::fail;
-use crate::offload::carry::{address_of, rows_to};
-use crate::offload::source::{Source, part_of, rows_of};
+use crate::offload::copies::{address_of, row_copy};
+use crate::offload::views::{PutSource, part_of, rows_of};
 use crate::offload::{Layer, Offload, end};
 use crate::sparse::{Sparse, Traits};
 use crate::store::state::session::{LayerViews, PlaneView, Views};
 use crate::store::state::{CellRange, Level, TransferKind, Wanted};
 
 impl Offload {
-    /// Keeps K and V of `tokens` tokens of a layer, which go on where those before ended. The
-    /// session has these tokens already. Policies see the keys; then whole blocks are on their
-    /// way into the store, and what is left is in the tail. The op, if there is one, tells when
-    /// the engine's tensors are its own again; without one they are when this returns.
+    /// Puts K and V of the next `tokens` tokens of a layer. The session must have these tokens.
+    /// Policies see the keys; then whole blocks are put into the store, and the rest is copied to
+    /// the tail. The op, if one is returned, tells when the library no longer accesses the
+    /// engine's tensors; without one, it does not when this returns.
     ///
-    /// After an error [`Offload::tokens`] says how far it came. BUDGET, IO = the tail could not
-    /// leave: nothing was taken in, and the next put tries again.
+    /// After an error [`Offload::tokens`] tells how many tokens were taken. BUDGET, IO = the tail
+    /// could not be put: no token was taken, and the next put tries again.
     ///
     /// # Safety
-    /// The views lead to memory that can be read, and that nobody writes, until then.
+    /// The views lead to readable memory that nothing writes until then.
     pub unsafe fn put(
         &mut self,
         layer: u32,
@@ -35,13 +35,16 @@ impl Offload {
         let block = self.geometry.shape.block_tokens;
         self.check_put(layer, first, tokens)?;
         let reaches = self.store.reaches_device();
-        let mut source = Source::new(&self.geometry, views, tokens, reaches)?;
+        let mut source = PutSource::new(&self.geometry, views, tokens, reaches)?;
         // SAFETY: the caller's promise.
-        unsafe { self.look_at_keys(&mut source)? };
-        if !self.pay() {
-            fail!(Budget, "no memory is left for what policies know of the sequence");
+        unsafe { self.fetch_and_check_keys(&mut source)? };
+        if !self.charge_account() {
+            fail!(
+                Budget,
+                "the budget has no memory for policy state: raise it, or end other sequences"
+            );
         }
-        self.empty_full_tail(layer)?;
+        self.flush_full_tail(layer)?;
         let mut done = 0;
         let tail = self.layer(layer)?.tail.tokens;
         if tail > 0 {
@@ -52,7 +55,7 @@ impl Offload {
         let whole = (tokens - done) / block * block;
         let rest = tokens - done - whole;
         if whole + rest > 0 {
-            self.empty_full_tail(layer)?;
+            self.flush_full_tail(layer)?;
         }
         let mut op = None;
         if whole > 0 {
@@ -63,12 +66,12 @@ impl Offload {
                     // SAFETY: the caller's promise.
                     op = Some(unsafe { self.put_blocks(layer, part, keys, opts)? });
                 }
-                // Pages end within blocks: by way of the tail.
+                // Pages end within blocks: copy through the tail.
                 None => {
                     for at in (done..done + whole).step_by(block as usize) {
                         // SAFETY: the caller's promise.
                         unsafe { self.extend_tail(layer, &source, at, block)? };
-                        self.empty_full_tail(layer)?;
+                        self.flush_full_tail(layer)?;
                     }
                 }
             }
@@ -77,7 +80,7 @@ impl Offload {
             // SAFETY: the caller's promise.
             let extended = unsafe { self.extend_tail(layer, &source, done + whole, rest) };
             if let Err(error) = extended {
-                // The op goes to nobody, and reads the engine's tensors.
+                // The op is not returned, and still reads the engine's tensors.
                 if op.is_some_and(|op| end(&op).is_err()) {
                     self.layers[layer as usize].stored -= whole;
                 }
@@ -91,22 +94,25 @@ impl Offload {
         let have = self.layer(layer)?.tokens();
         let most = self.geometry.shape.max_tokens;
         if first != have || tokens == 0 {
-            fail!(Invalid, "{tokens} tokens from {first} on: layer {layer} has {have}");
+            fail!(
+                Invalid,
+                "{tokens} tokens from {first} on: layer {layer} has {have} tokens, not {first}"
+            );
         }
         let Some(end) = first.checked_add(tokens).filter(|&end| end <= most) else {
-            fail!(Limit, "{tokens} tokens from {first} on, of {most} that a sequence may have");
+            fail!(Limit, "{tokens} tokens from {first} on: a sequence has at most {most} tokens");
         };
         self.check_known(end)
     }
 
-    /// Keys that are put are where policies can see them, if one has to, and are finite then.
+    /// Makes keys visible to policies that need them, and checks that they are finite.
     ///
     /// # Safety
     /// As [`Offload::put`].
-    unsafe fn look_at_keys(&mut self, source: &mut Source) -> Result<()> {
+    unsafe fn fetch_and_check_keys(&mut self, source: &mut PutSource) -> Result<()> {
         let here = [self.memory.memory(), source.views.k.memory] == [Memory::Host; 2];
         if source.views.k.memory == Memory::Host && self.policies.all().next().is_some() {
-            self.carrier.settle()?;
+            self.copier.wait_until_ready()?;
         }
         if !self.policies.need_keys() {
             return Ok(());
@@ -115,8 +121,8 @@ impl Offload {
             let keys = std::slice::from_ref(&source.views.k);
             // SAFETY: the caller's promise.
             let brought = unsafe {
-                self.put_keys.bring(
-                    &self.carrier,
+                self.put_keys.copy_keys_to_host(
+                    &self.copier,
                     self.store.account(),
                     &self.geometry,
                     keys,
@@ -127,18 +133,18 @@ impl Offload {
             source.keys = brought.into_iter().next();
         }
         let keys = source.keys.as_ref().unwrap_or(&source.views.k);
-        // SAFETY: the caller's promise, or they were just written.
+        // SAFETY: the caller's promise, or just written by this call.
         check_finite("keys", &unsafe { rows_of(&self.geometry, keys)? })
     }
 
-    /// Keys came out of device memory.
+    /// Counts keys that were copied from device memory.
     pub(super) fn count_keys(&mut self, planes: &[PlaneView]) {
-        let far = planes.iter().filter(|plane| plane.memory == Memory::Device);
-        let tokens: u64 = far.map(|plane| u64::from(plane.tokens)).sum();
+        let on_device = planes.iter().filter(|plane| plane.memory == Memory::Device);
+        let tokens: u64 = on_device.map(|plane| u64::from(plane.tokens)).sum();
         self.stats.key_bytes += tokens * self.geometry.k_bytes;
     }
 
-    /// Whole blocks from the engine's own memory.
+    /// Puts whole blocks from the engine's own memory.
     ///
     /// # Safety
     /// As [`Offload::put`].
@@ -156,7 +162,7 @@ impl Offload {
             // SAFETY: the caller's promise.
             unsafe { self.seal(layer, first, &keys, |_| true)? };
         }
-        let op = self.submit_put(layer, first, (part, self.carrier.open()), opts)?;
+        let op = self.submit_put(layer, first, (part, self.copier.pending_event()), opts)?;
         self.save(layer, first, tokens);
         self.layers[layer as usize].stored += tokens;
         self.stats.put_blocks += u64::from(tokens / block);
@@ -164,7 +170,7 @@ impl Offload {
         Ok(op)
     }
 
-    /// Policies see blocks that are about to be moved away.
+    /// Passes blocks to policies before they are put.
     ///
     /// # Safety
     /// As [`Offload::put`].
@@ -178,7 +184,7 @@ impl Offload {
         let block = self.geometry.shape.block_tokens;
         for at in (0..keys.tokens).step_by(block as usize) {
             let Some(one) = part_of(keys, at, block) else {
-                // Blocks are in pages, and not in whole ones: they were copied before.
+                // Blocks in pages that are no multiple were copied through the tail.
                 return Err(Status::Invalid.into());
             };
             // SAFETY: the caller's promise.
@@ -211,7 +217,7 @@ impl Offload {
         self.submit(TransferKind::Put, cell_range, opts)
     }
 
-    /// Begins a move of the store's.
+    /// Submits a transfer to the store.
     pub(super) fn submit(
         &self,
         kind: TransferKind,
@@ -223,14 +229,14 @@ impl Offload {
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 
-    /// Adds rows to a tail that has room for them; once it is full it is on its way.
+    /// Appends rows to a tail with room for them. A full tail is put.
     ///
     /// # Safety
     /// As [`Offload::put`].
     unsafe fn extend_tail(
         &mut self,
         layer: u32,
-        source: &Source,
+        source: &PutSource,
         from: u32,
         tokens: u32,
     ) -> Result<()> {
@@ -241,20 +247,19 @@ impl Offload {
         let mut copies = Vec::new();
         for (from_plane, to_plane) in planes {
             let (Some(plane), Some(to)) = (from_plane, to_plane) else { continue };
-            copies.push(rows_to(plane, (from, tokens), address_of(to)?, to.memory)?);
+            copies.push(row_copy(plane, (from, tokens), address_of(to)?, to.memory)?);
         }
-        // SAFETY: sources by the caller's promise; the tail's rows are nobody else's while it
-        // is not full.
-        unsafe { self.carrier.carry_behind(&mut copies)? };
+        // SAFETY: the sources by the caller's promise; nothing else uses the tail's free rows.
+        unsafe { self.copier.copy_after_event(&mut copies)? };
         drop(copies);
         let keys = match tail.k.memory {
             Memory::Host => Some(tail.k),
             Memory::Device => source.keys_of(from, tokens),
         };
         if let Some(keys) = keys {
-            // SAFETY: they were just written, or brought here.
+            // SAFETY: just written by this call, or a copy.
             let keys = unsafe { rows_of(&self.geometry, &keys)? };
-            // Who has rows of its own is told of them by the engine.
+            // Policies with rows of their own get these from the engine.
             for policy in self.policies.all().filter(|policy| policy.traits().rows.is_none()) {
                 policy.append(layer, first, &keys)?;
             }
@@ -262,17 +267,17 @@ impl Offload {
         self.layers[layer as usize].tail.tokens += tokens;
         self.stats.tail_bytes += u64::from(tokens) * self.geometry.token_bytes();
         if self.layer(layer)?.tail.tokens == self.geometry.shape.block_tokens {
-            self.send_tail(layer)?;
+            self.put_full_tail(layer)?;
         }
         Ok(())
     }
 
-    /// A full tail is a block: on its way into the store.
-    fn send_tail(&mut self, layer: u32) -> Result<()> {
+    /// Begins to put a full tail into the store.
+    fn put_full_tail(&mut self, layer: u32) -> Result<()> {
         let (first, block) = (self.layer(layer)?.stored, self.geometry.shape.block_tokens);
         let views = self.tail_views(layer, 0, block)?;
         if let Some(keys) = self.tail_keys(&[layer])?.first() {
-            // SAFETY: the tail's own rows, which stay until the put has ended, or a copy.
+            // SAFETY: rows of the tail, which stay until the put has ended, or a copy.
             unsafe { self.seal(layer, first, keys, |traits| !traits.seals_together)? };
         }
         let op = self.submit_put(layer, first, (views, None), &OpOpts::default())?;
@@ -281,13 +286,13 @@ impl Offload {
         self.seal_together(first)
     }
 
-    /// Policies that want to see a block in all layers together do, once the tails of all are
-    /// full of it.
+    /// Passes a block to policies that need it of all layers together, once the tails of all
+    /// layers are full.
     fn seal_together(&mut self, first: u32) -> Result<()> {
         let block = self.geometry.shape.block_tokens;
         let is_full = |layer: &Layer| layer.stored == first && layer.tail.tokens == block;
         let wants = |policy: &mut Box<dyn Sparse>| policy.traits().seals_together;
-        if first < self.together
+        if first < self.sealed_together
             || !self.policies.all().any(wants)
             || !self.layers.iter().all(is_full)
         {
@@ -301,32 +306,33 @@ impl Offload {
         let mut keys = Vec::new();
         keys.try_reserve_exact(planes.len()).map_err(|_| Status::NoMem)?;
         for plane in &planes {
-            // SAFETY: rows of tails, which stay until they are put to again, or copies.
+            // SAFETY: rows of tails, which stay until the next put, or copies.
             keys.push(unsafe { rows_of(&self.geometry, plane)? });
         }
         for policy in self.policies.all().filter(|policy| policy.traits().seals_together) {
             policy.seal_all(first / block, first, &keys)?;
         }
-        self.together = first + block;
+        self.sealed_together = first + block;
         Ok(())
     }
 
-    /// A block that has left one layer's tail before it was complete in others is told alone.
-    fn seal_alone(&mut self, layer: u32) -> Result<()> {
+    /// Passes a single layer's block to these policies, if it leaves the tail before other layers
+    /// have it.
+    fn seal_single_layer(&mut self, layer: u32) -> Result<()> {
         let first = self.layer(layer)?.stored;
         let wants = |policy: &mut Box<dyn Sparse>| policy.traits().seals_together;
-        if first < self.together || !self.policies.all().any(wants) {
+        if first < self.sealed_together || !self.policies.all().any(wants) {
             return Ok(());
         }
         match self.tail_keys(&[layer])?.first() {
-            // SAFETY: the tail's own rows, or a copy.
+            // SAFETY: rows of the tail, or a copy.
             Some(keys) => unsafe { self.seal(layer, first, keys, |traits| traits.seals_together) },
             None => Ok(()),
         }
     }
 
-    /// The keys of full tails where policies can see them; none where they are in device memory
-    /// and nobody has to.
+    /// The keys of full tails in host memory; none if they are in device memory and no policy
+    /// needs them.
     fn tail_keys(&mut self, layers: &[u32]) -> Result<Vec<PlaneView>> {
         let block = self.geometry.shape.block_tokens;
         let mut planes = Vec::new();
@@ -334,11 +340,11 @@ impl Offload {
         for &layer in layers {
             planes.push(self.tail_views(layer, 0, block)?.k);
         }
-        self.show(planes)
+        self.host_keys(planes)
     }
 
-    /// Keys of the offload's own memory, where policies can see them.
-    pub(super) fn show(&mut self, planes: Vec<PlaneView>) -> Result<Vec<PlaneView>> {
+    /// The keys of the offload's own memory, in host memory.
+    pub(super) fn host_keys(&mut self, planes: Vec<PlaneView>) -> Result<Vec<PlaneView>> {
         if self.memory.memory() == Memory::Host {
             return Ok(planes);
         }
@@ -346,34 +352,40 @@ impl Offload {
             return Ok(Vec::new());
         }
         let account = self.store.account();
-        // SAFETY: rows that nobody writes during this call.
+        // SAFETY: rows that nothing writes during this call.
         let shown = unsafe {
-            self.seal_keys.bring(&self.carrier, account, &self.geometry, &planes, false)?
+            self.seal_keys.copy_keys_to_host(
+                &self.copier,
+                account,
+                &self.geometry,
+                &planes,
+                false,
+            )?
         };
         self.count_keys(&planes);
         Ok(shown)
     }
 
-    /// What policies know of blocks is kept with them, if that can be.
+    /// Stores the policy state of blocks, if possible.
     fn save(&mut self, layer: u32, first: u32, tokens: u32) {
-        let Some(saved) = &mut self.saved else { return };
+        let Some(policy_state) = &mut self.policy_state else { return };
         let what = (layer, first, tokens, self.geometry.shape.block_tokens);
-        if let Err(error) = saved.put(&self.store, self.session, &mut self.policies, what) {
-            self.note = Some(error.within("what policies know of blocks"));
+        if let Err(error) = policy_state.put(&self.store, self.session, &mut self.policies, what) {
+            self.last_error = Some(error.within("policy state of blocks"));
         }
     }
 
-    /// Waits until a full tail has left.
-    pub(super) fn empty_full_tail(&mut self, layer: u32) -> Result<()> {
+    /// Waits until a full tail was put.
+    pub(super) fn flush_full_tail(&mut self, layer: u32) -> Result<()> {
         let block = self.geometry.shape.block_tokens;
         if self.layer(layer)?.tail.tokens < block {
             return Ok(());
         }
         if self.layer(layer)?.tail.leaving.is_none() {
-            // It could not leave before.
-            self.send_tail(layer)?;
+            // An earlier attempt failed.
+            self.put_full_tail(layer)?;
         }
-        self.seal_alone(layer)?;
+        self.seal_single_layer(layer)?;
         let begun_ns = self.clock.now_ns();
         let one = &mut self.layers[layer as usize];
         let left = one.tail.leaving.take().map_or(Ok(0), |op| end(&op));
@@ -387,19 +399,19 @@ impl Offload {
         left.map(|_| ())
     }
 
-    /// Rows of a layer's tail.
+    /// Views of rows of a layer's tail.
     pub(super) fn tail_views(&self, layer: u32, first: u32, tokens: u32) -> Result<LayerViews> {
-        self.geometry.tail_views(&self.memory, self.tail_at(layer), (first, tokens))
+        self.geometry.tail_views(&self.memory, self.tail_offset(layer), (first, tokens))
     }
 
-    /// Where a layer's tail begins, in the offload's memory.
-    pub(super) fn tail_at(&self, layer: u32) -> u64 {
+    /// Offset of a layer's current tail in the offload's memory.
+    pub(super) fn tail_offset(&self, layer: u32) -> u64 {
         let is_second = self.layers.get(layer as usize).is_some_and(|one| one.tail.is_second);
-        self.tail_place(layer, is_second)
+        self.tail_slot_offset(layer, is_second)
     }
 
-    /// Where one of the two tails of a layer is that there is room for.
-    pub(super) fn tail_place(&self, layer: u32, is_second: bool) -> u64 {
+    /// Offset of one of the two tails of a layer.
+    pub(super) fn tail_slot_offset(&self, layer: u32, is_second: bool) -> u64 {
         let number = 2 * u64::from(layer) + u64::from(is_second);
         self.ring.bytes() + number * self.geometry.tail_bytes()
     }

@@ -1,18 +1,18 @@
-//! The ring: buffers that a layer's blocks are loaded into, and what is in them.
+//! The ring of buffers that blocks are loaded into, and the tails beside it.
 
 use crate::base::op::OpRef;
 use crate::base::status::Result;
 use crate::fail;
 
-/// What a buffer is doing.
+/// State of a buffer.
 #[derive(Default)]
 pub(super) enum State {
-    /// Nothing is in it.
+    /// Empty.
     #[default]
     Free,
-    /// Blocks are coming; none where only a tail was wanted.
+    /// A load is in progress; no op if only a tail is loaded.
     Loading(Option<OpRef>),
-    /// All is there, and the engine may be reading it.
+    /// Loaded; the engine may be reading it.
     Ready,
 }
 
@@ -21,17 +21,17 @@ pub(super) enum State {
 pub(super) struct Slot {
     pub state: State,
     pub layer: u32,
-    /// Blocks in it, ascending.
+    /// Blocks in the buffer, ascending.
     pub blocks: Vec<u32>,
-    /// Tokens that the layer had in blocks: the position of the tail's first.
+    /// Tokens that the layer had in blocks: the position of the tail's first token.
     pub stored: u32,
-    /// The tail is wanted behind them.
+    /// The tail follows the blocks.
     pub has_tail: bool,
-    /// Its tokens, once all is there.
+    /// Tokens of the tail, once the buffer is loaded.
     pub tail_tokens: u32,
 }
 
-/// All of them.
+/// The buffers.
 pub(super) struct Ring {
     slots: Vec<Slot>,
     slot_bytes: u64,
@@ -42,17 +42,17 @@ impl Ring {
         Ring { slots: (0..buffers).map(|_| Slot::default()).collect(), slot_bytes }
     }
 
-    /// How many there are.
+    /// Number of buffers.
     pub fn len(&self) -> u32 {
         self.slots.len() as u32
     }
 
-    /// Where a buffer begins, in the offload's memory.
+    /// Offset of a buffer in the offload's memory.
     pub fn at(&self, buffer: u32) -> u64 {
         u64::from(buffer) * self.slot_bytes
     }
 
-    /// Where the tails begin.
+    /// Offset of the tails: bytes of the ring.
     pub fn bytes(&self) -> u64 {
         self.slots.len() as u64 * self.slot_bytes
     }
@@ -60,7 +60,9 @@ impl Ring {
     pub fn get(&self, buffer: u32) -> Result<&Slot> {
         match self.slots.get(buffer as usize) {
             Some(slot) => Ok(slot),
-            None => fail!(Invalid, "buffer {buffer} of {}", self.slots.len()),
+            None => {
+                fail!(Invalid, "buffer {buffer} does not exist: the ring has {}", self.slots.len())
+            }
         }
     }
 
@@ -68,15 +70,30 @@ impl Ring {
         let count = self.slots.len();
         match self.slots.get_mut(buffer as usize) {
             Some(slot) => Ok(slot),
-            None => fail!(Invalid, "buffer {buffer} of {count}"),
+            None => fail!(Invalid, "buffer {buffer} does not exist: the ring has {count}"),
         }
     }
 
-    /// Takes what loads into it is under way.
+    /// Takes the ops of loads in progress.
     pub fn ops(&mut self) -> impl Iterator<Item = OpRef> {
         self.slots.iter_mut().filter_map(|slot| match std::mem::take(&mut slot.state) {
             State::Loading(op) => op,
             _ => None,
         })
     }
+}
+
+// Tails: the last tokens of a layer, which fill no block. They stay beside the ring, and follow
+// the blocks of each load.
+
+/// A layer's tail: rows of K, then of V. There is memory for two tails, so that a truncation can
+/// load the new one beside the current one.
+#[derive(Default)]
+pub(super) struct Tail {
+    /// The current tail is the second of the two.
+    pub is_second: bool,
+    /// Tokens in the tail; a full tail is being put.
+    pub tokens: u32,
+    /// The put of a full tail. Its rows are valid until it has ended.
+    pub leaving: Option<OpRef>,
 }

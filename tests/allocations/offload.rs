@@ -11,7 +11,7 @@ use kvtier::base::sync::Arc;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
-use kvtier::offload::{Home, Offload, Opts, Policies};
+use kvtier::offload::{Offload, Opts, Policies, RingPlacement};
 use kvtier::sparse::{Context, Kind, Shape, registry};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
@@ -62,7 +62,7 @@ fn open(decode: &str) -> World {
         dtype: Dtype::F32,
         buffers: 1,
         buffer_tokens: 256,
-        home: Home::Host,
+        placement: RingPlacement::Host,
         level: Level::Ram,
         policies: Policies { prefill: None, decode: Some(policy) },
         recipe: String::new(),
@@ -124,7 +124,7 @@ fn a_put_costs_the_same_however_long_the_sequence_is() {
     assert!(bytes.iter().all(|&bytes| bytes < u64::from(TURNS / 4) * 8192), "{bytes:?}");
     assert!(bytes[3] < 3 * bytes[0], "{bytes:?}");
     for layer in 0..2 {
-        let left = world.offload.kept(layer).expect("a layer").expect("some went");
+        let left = world.offload.retained(layer).expect("a layer").expect("some went");
         assert_eq!(left.lists(), 8);
         for at in 0..8 {
             assert_eq!(left.count(at), (PROMPT / 2 + TURNS) as usize);
@@ -144,7 +144,8 @@ fn a_put_costs_the_same_however_long_the_sequence_is() {
         for layer in 0..2 {
             world.offload.observe(layer, 1, &sums[..8 * there as usize], there).expect("sound");
             assert!(world.offload.evict(layer, &context).expect("sound"));
-            peak = peak.max(world.offload.kept(layer).expect("a layer").expect("some").count(7));
+            peak =
+                peak.max(world.offload.retained(layer).expect("a layer").expect("some").count(7));
         }
         there = 205;
     };

@@ -17,7 +17,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::meta::view::{Place, View};
-use kvtier::offload::{Home, Offload, Opts, Policies, Which};
+use kvtier::offload::{BlockSelection, Offload, Opts, Policies, RingPlacement};
 use kvtier::sparse::{Context, Kind, Shape, registry};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
@@ -107,7 +107,7 @@ impl World {
             dtype: Dtype::Bf16,
             buffers: 1,
             buffer_tokens: tokens,
-            home: Home::Device,
+            placement: RingPlacement::Device,
             level: Level::Ram,
             policies: Policies { prefill: None, decode },
             recipe: String::new(),
@@ -205,13 +205,13 @@ impl World {
     }
 
     /// Seconds of a step through all layers.
-    fn step(&mut self, which: Which<'_>, query: Option<&Rows<'_>>) -> Result<f64> {
+    fn step(&mut self, which: BlockSelection<'_>, query: Option<&Rows<'_>>) -> Result<f64> {
         let (tokens, began) = (self.tokens, Instant::now());
         let context = Context { parts: 1, first_query: tokens - 1, tokens, ..Context::default() };
         for layer in 0..LAYERS {
             self.offload.load(0, layer, which, query, &context)?;
             let loaded = self.offload.wait(0)?;
-            let views = self.offload.places(0)?;
+            let views = self.offload.views(0)?;
             let at = |plane: &PlaneView| match plane.place {
                 Tokens::At(address) => address,
                 Tokens::Pages { .. } => 0,
@@ -251,21 +251,21 @@ fn measure(library: Option<std::path::PathBuf>, tokens: u32, rounds: usize) -> R
     // SAFETY: `numbers`, which stay.
     let query = unsafe { Rows::new(view, Dtype::F32, Scales::None)? };
     let before = world.offload.stats();
-    world.step(Which::All, Some(&query))?;
+    world.step(BlockSelection::All, Some(&query))?;
     let blocks = world.offload.blocks(0)?.to_vec();
     let after = world.offload.stats();
     let came = (after.loaded_bytes - before.loaded_bytes) as f64;
     let part = came / (came + (after.saved_bytes - before.saved_bytes) as f64);
-    let mut of = |which: Which<'_>, query: Option<&Rows<'_>>| -> Result<f64> {
+    let mut of = |which: BlockSelection<'_>, query: Option<&Rows<'_>>| -> Result<f64> {
         let mut times = Vec::new();
         for _ in 0..rounds {
             times.push(world.step(which, query)?);
         }
         Ok(median(&mut times))
     };
-    let all = of(Which::All, None)?;
-    let quest = of(Which::All, Some(&query))?;
-    Ok(Times { all, quest, chosen: of(Which::Chosen(&blocks), None)?, part })
+    let all = of(BlockSelection::All, None)?;
+    let quest = of(BlockSelection::All, Some(&query))?;
+    Ok(Times { all, quest, chosen: of(BlockSelection::Chosen(&blocks), None)?, part })
 }
 
 /// The bars. With a library the driver is none of a GPU, and it shows only that this runs.

@@ -14,7 +14,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::meta::view::{Place, View};
-use kvtier::offload::{Home, Offload, Opts, Policies, Which};
+use kvtier::offload::{BlockSelection, Offload, Opts, Policies, RingPlacement};
 use kvtier::sparse::{Context, Kind, Shape, registry};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
@@ -83,7 +83,7 @@ impl World {
             dtype: Dtype::Bf16,
             buffers,
             buffer_tokens: TOKENS,
-            home: Home::Host,
+            placement: RingPlacement::Host,
             level: Level::Ram,
             policies: Policies { prefill: None, decode },
             recipe: String::new(),
@@ -211,7 +211,7 @@ fn quest() -> Bar {
         let context = world.context();
         let mut union = 0;
         for layer in 0..world.shape.layers {
-            union += world.offload.load(0, layer, Which::All, Some(&rows), &context)?;
+            union += world.offload.load(0, layer, BlockSelection::All, Some(&rows), &context)?;
             world.offload.wait(0)?;
             world.offload.done(0)?;
         }

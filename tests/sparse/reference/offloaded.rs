@@ -13,7 +13,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::meta::view::{Place, View};
-use kvtier::offload::{Home, Offload, Opts, Policies as Loads, Which};
+use kvtier::offload::{BlockSelection, Offload, Opts, Policies as Loads, RingPlacement};
 use kvtier::sparse::{Context, Kind, RetainedTokens, Shape};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
@@ -70,7 +70,7 @@ impl Offloaded {
             dtype: Dtype::F32,
             buffers: 2,
             buffer_tokens,
-            home: Home::Host,
+            placement: RingPlacement::Host,
             level: Level::Ram,
             policies: Loads::default(),
             recipe: String::new(),
@@ -179,7 +179,8 @@ impl Cache for Offloaded {
             let chosen = wanted.blocks.iter().copied().filter(|id| id * block < stored);
             chosen.chain(wanted.from / block..stored / block).collect()
         });
-        let which = if wanted.is_some() { Which::Chosen(&ids) } else { Which::All };
+        let which =
+            if wanted.is_some() { BlockSelection::Chosen(&ids) } else { BlockSelection::All };
         self.offload.load(0, layer, which, None, &Context::default())?;
         self.offload.wait(0)?;
         let of = |&id: &u32| id * block..(id + 1) * block;

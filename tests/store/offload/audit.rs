@@ -1,6 +1,6 @@
 //! Audits against attention in binary64.
 
-use kvtier::offload::Which;
+use kvtier::offload::BlockSelection;
 use kvtier::sparse::{Context, Kind};
 
 use super::{BLOCK, Kept, World, decode_context, rows, shape};
@@ -21,7 +21,7 @@ fn shares(
     let of = |&id: &u32| id * BLOCK..(id + 1) * BLOCK;
     let tail = stored..if has_tail { world.tokens(layer) } else { stored };
     let all: Vec<u32> = blocks.iter().flat_map(of).chain(tail).collect();
-    let left = world.offload.kept(layer as u32).expect("a layer");
+    let left = world.offload.retained(layer as u32).expect("a layer");
     let mut got = vec![0.0; blocks.len() + 1];
     for (at, numbers) in query.chunks(dim).enumerate() {
         let (token, head) = (first + (at / heads) as u32, at % heads);
@@ -99,7 +99,7 @@ pub fn audits_count_what_attention_says() {
         let policies = ["knorm(budget=90)", "quest(budget=24,page=8,dense=1)"];
         let mut world = World::with(seed + 61, shape(kind), "store(host=4MiB)", policies, ring);
         world.offload.audit(1).expect("memory");
-        assert_eq!(world.offload.audited_every(), 1);
+        assert_eq!(world.offload.audit_interval(), 1);
         world.put(175);
         if seed % 4 == 3 {
             let context = Context { is_prefill: true, tokens: 175, ..Context::default() };
@@ -115,9 +115,9 @@ pub fn audits_count_what_attention_says() {
             let all: Vec<u32> = (0..10).collect();
             let some: Vec<u32> = (0..10).filter(|id| (id + turn) % 3 != 0).collect();
             let (which, layer) = match turn % 4 {
-                0 | 1 => (Which::All, 1),
-                2 => (Which::Blocks(&some), 2),
-                _ => (Which::Chosen(&some[..3]), 2),
+                0 | 1 => (BlockSelection::All, 1),
+                2 => (BlockSelection::Blocks(&some), 2),
+                _ => (BlockSelection::Chosen(&some[..3]), 2),
             };
             let load = world.offload.load(0, layer, which, Some(&query), &context);
             match load.map_err(|error| error.status()) {
@@ -128,11 +128,11 @@ pub fn audits_count_what_attention_says() {
             }
             let chosen = world.offload.blocks(0).expect("a buffer").to_vec();
             world.offload.done(0).expect("a buffer");
-            let candidates = if let Which::Blocks(some) = which { some } else { &all };
+            let candidates = if let BlockSelection::Blocks(some) = which { some } else { &all };
             if chosen.len() == candidates.len() {
                 continue;
             }
-            let has_tail = !matches!(which, Which::Blocks(_));
+            let has_tail = !matches!(which, BlockSelection::Blocks(_));
             let asked = (numbers.as_slice(), tokens - count);
             let shares = shares(&world, layer as usize, asked, candidates, has_tail);
             sum.add(model(&shares, candidates, &chosen));
@@ -140,7 +140,7 @@ pub fn audits_count_what_attention_says() {
         assert!(sum.audited > 1, "seed {seed}");
         sum.check(&world);
         world.offload.audit(0).expect("it is off");
-        assert_eq!(world.offload.audited_every(), 0);
+        assert_eq!(world.offload.audit_interval(), 0);
     }
 }
 
@@ -158,7 +158,7 @@ pub fn some_are_audited_if_some_are_asked_for() {
         let query = rows(&numbers, 1, shape.query_heads, shape.key_dim);
         let query = (turn % 5 != 0).then_some(&query);
         let layer = turn % 3;
-        let count = world.offload.load(0, layer, Which::All, query, &decode_context(160));
+        let count = world.offload.load(0, layer, BlockSelection::All, query, &decode_context(160));
         cuts += u64::from(count.expect("room") < 10);
         world.offload.done(0).expect("a buffer");
     }
@@ -172,7 +172,7 @@ pub fn some_are_audited_if_some_are_asked_for() {
     world.store.with(|core| core.append(session, &[1 << 30; 160])).expect("room");
     let numbers = world.query(1);
     let query = rows(&numbers, 1, shape.query_heads, shape.key_dim);
-    let count = world.offload.load(0, 1, Which::All, Some(&query), &decode_context(160));
+    let count = world.offload.load(0, 1, BlockSelection::All, Some(&query), &decode_context(160));
     assert!(count.expect("begun") < 10);
     assert_eq!(world.offload.stats().audited, before.audited);
 }

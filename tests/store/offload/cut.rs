@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::device::host::Host;
-use kvtier::offload::Which;
+use kvtier::offload::BlockSelection;
 use kvtier::sparse::{Context, Kind};
 
 use super::far::ground;
@@ -19,7 +19,10 @@ fn chosen(world: &mut World, query: &[f32]) -> Vec<Vec<u32>> {
     let context = decode_context(world.tokens(0));
     (0..3)
         .map(|layer| {
-            world.offload.load(0, layer, Which::All, Some(&query), &context).expect("begun");
+            world
+                .offload
+                .load(0, layer, BlockSelection::All, Some(&query), &context)
+                .expect("begun");
             world.offload.wait(0).expect("there");
             let blocks = world.offload.blocks(0).expect("a buffer").to_vec();
             world.offload.done(0).expect("a buffer");
@@ -29,7 +32,7 @@ fn chosen(world: &mut World, query: &[f32]) -> Vec<Vec<u32>> {
 }
 
 fn kept(world: &World, layer: u32) -> Option<Vec<u32>> {
-    let left = world.offload.kept(layer).expect("a layer")?;
+    let left = world.offload.retained(layer).expect("a layer")?;
     Some((0..left.lists()).flat_map(|at| left.positions(at)).collect())
 }
 
@@ -92,7 +95,7 @@ impl World {
             let tokens = self.tokens(layer);
             let (stored, _) = self.offload.tokens(layer as u32).expect("a layer");
             let context = decode_context(tokens);
-            self.offload.load(0, layer as u32, Which::All, None, &context).expect("room");
+            self.offload.load(0, layer as u32, BlockSelection::All, None, &context).expect("room");
             self.check(0, layer, stored..tokens);
             self.offload.done(0).expect("a buffer");
         }

@@ -8,7 +8,7 @@ use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Device, Event, Memory};
-use kvtier::offload::Which;
+use kvtier::offload::BlockSelection;
 use kvtier::sparse::{Context, Kind, Shape};
 use kvtier::store::state::SessionOpts;
 use kvtier::store::state::session::{LayerViews, Tokens};
@@ -69,7 +69,7 @@ fn buffers_are_not_written_while_kernels_read_them() {
                     world.put_as(layer as usize, 1, Kept::Plain).expect("room");
                     let (buffer, loaded) = world.offload.take(layer, None).expect("there");
                     assert_eq!(loaded.tokens, tokens);
-                    let views = world.offload.places(buffer).expect("there");
+                    let views = world.offload.views(buffer).expect("there");
                     assert_eq!(views.k.memory, Memory::Device);
                     let Tokens::At(address) = views.k.place else { panic!("in one piece") };
                     let mut got = vec![0.0; (tokens * 16) as usize];
@@ -101,10 +101,10 @@ fn blocks_and_tails_wait_for_the_kernel_that_reads_the_buffer() {
             let mut world = World::with(89, shape(Kind::Split), spec, ["", ""], (1, 256));
             world.put(38);
             let context = decode_context(38);
-            for next in [Which::Chosen(&[]), Which::Blocks(&[0, 1])] {
-                world.offload.load(0, 0, Which::All, None, &context).expect("room");
+            for next in [BlockSelection::Chosen(&[]), BlockSelection::Blocks(&[0, 1])] {
+                world.offload.load(0, 0, BlockSelection::All, None, &context).expect("room");
                 world.offload.wait(0).expect("there");
-                let views = world.offload.places(0).expect("there");
+                let views = world.offload.views(0).expect("there");
                 let Tokens::At(address) = views.k.place else { panic!("in one piece") };
                 let mut got = vec![0.0; 38 * 16];
                 let event = far::read(&*device, address, &mut got);
@@ -223,7 +223,7 @@ fn loads_are_begun_behind_a_promise() {
         let event = device.promise().expect("it makes some");
         world.offload.after(Some(event)).expect("an event");
         for buffer in 0..2 {
-            let all = (Which::All, decode_context(70));
+            let all = (BlockSelection::All, decode_context(70));
             world.offload.load(buffer, buffer, all.0, None, &all.1).expect("begun");
         }
         // Whole blocks are taken in behind it, too.
@@ -288,7 +288,7 @@ fn a_copy_that_fails_on_the_device_costs_one_call() {
             world.check_all();
         }
         // The tail that cannot go behind the blocks: the buffer is free, and loaded again.
-        world.offload.load(0, 0, Which::All, None, &decode_context(62)).expect("room");
+        world.offload.load(0, 0, BlockSelection::All, None, &decode_context(62)).expect("room");
         device.gather.store(1, Ordering::SeqCst);
         let came = world.offload.wait(0).map(|_| ()).map_err(|error| error.status());
         assert_eq!(came, Err(Status::Io));
@@ -314,7 +314,7 @@ fn a_lost_device_fails_calls_and_closes() {
         world.put(70);
         world.append(1);
         let context = decode_context(70);
-        world.offload.load(1, 1, Which::All, None, &context).expect("room");
+        world.offload.load(1, 1, BlockSelection::All, None, &context).expect("room");
         device.lose();
         let gone = Err(Status::Unavailable);
         let status = |result: Result<(), kvtier::base::status::Error>| {
@@ -324,7 +324,7 @@ fn a_lost_device_fails_calls_and_closes() {
         let _ = world.offload.wait(1);
         assert_eq!(world.put_as(0, 1, Kept::Plain), gone);
         assert_eq!(world.offload.tokens(0).expect("a layer"), (64, 6));
-        let loaded = world.offload.load(0, 0, Which::All, None, &context).map(|_| ());
+        let loaded = world.offload.load(0, 0, BlockSelection::All, None, &context).map(|_| ());
         assert_eq!(
             loaded
                 .map_err(|error| error.status())

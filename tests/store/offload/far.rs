@@ -8,7 +8,7 @@ use kvtier::base::sync::Arc;
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
-use kvtier::offload::Home;
+use kvtier::offload::RingPlacement;
 use kvtier::store::state::session::{LayerViews, PlaneView, Tokens};
 
 use super::fake_cuda;
@@ -25,10 +25,10 @@ pub fn ground() -> Option<Arc<dyn Device>> {
 }
 
 /// Where their rings are.
-pub fn home() -> Home {
+pub fn home() -> RingPlacement {
     let is_remote =
         GROUND.with(|ground| ground.borrow().as_ref().is_some_and(|(_, is_remote)| *is_remote));
-    if is_remote { Home::Device } else { Home::Host }
+    if is_remote { RingPlacement::Device } else { RingPlacement::Host }
 }
 
 /// A device that takes its time.

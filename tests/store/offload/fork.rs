@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
-use kvtier::offload::Which;
+use kvtier::offload::BlockSelection;
 use kvtier::sparse::{Context, Kind, Shape};
 use kvtier::store::state::SessionOpts;
 use kvtier::store::state::session::{LayerViews, PlaneView};
@@ -53,7 +53,7 @@ impl World {
         let ids: Vec<u32> = (0..stored / BLOCK).collect();
         let mut right = Vec::new();
         beside.select(layer, Some(&query), &ids, &context, &mut right).expect("sound");
-        self.offload.load(1, layer, Which::All, Some(&query), &context).expect("room");
+        self.offload.load(1, layer, BlockSelection::All, Some(&query), &context).expect("room");
         self.check(1, layer as usize, stored..tokens);
         assert_eq!(self.offload.blocks(1).expect("a buffer"), right);
         self.offload.done(1).expect("a buffer");
@@ -121,7 +121,7 @@ pub fn what_was_evicted_is_gone_in_both() {
     assert!(world.offload.evict(0, &context).expect("sound"));
     let mut other = world.fork(3);
     let left = |world: &World| -> Vec<u32> {
-        let left = world.offload.kept(0).expect("a layer").expect("some went");
+        let left = world.offload.retained(0).expect("a layer").expect("some went");
         left.positions(0).collect()
     };
     let right: Vec<u32> = (0..4).chain(40..48).chain(130..150).collect();
@@ -140,7 +140,7 @@ pub fn what_was_evicted_is_gone_in_both() {
     let of = |new: u32| (0..4).chain(40..48).chain(130 + new..150 + new).collect::<Vec<u32>>();
     assert_eq!((left(&world), left(&other)), (of(3), of(5)));
     for world in [&mut world, &mut other] {
-        world.offload.load(0, 0, Which::All, None, &decode_context(150)).expect("room");
+        world.offload.load(0, 0, BlockSelection::All, None, &decode_context(150)).expect("room");
         let tokens = world.tokens(0);
         world.check(0, 0, 144..tokens);
         assert_eq!(world.offload.blocks(0).expect("a buffer"), [0, 2, 8]);
@@ -250,9 +250,9 @@ pub fn blocks_on_their_way_are_those_of_both() {
         }
         drop(world);
         for layer in 0..3 {
-            other.load(0, layer, Which::All, None, &decode_context(64)).expect("room");
+            other.load(0, layer, BlockSelection::All, None, &decode_context(64)).expect("room");
             assert_eq!(other.wait(0).expect("it is there").tokens, 64);
-            let views = other.places(0).expect("there");
+            let views = other.views(0).expect("there");
             let [k, v] = super::far::numbers(super::far::ground().as_ref(), &views);
             assert_eq!(k, numbers);
             assert_eq!(v, numbers[..64 * 12]);

@@ -11,7 +11,7 @@ use kvtier::device::{Device, Memory};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
-use kvtier::offload::{Home, Lent, Offload, Opts, Policies};
+use kvtier::offload::{LentMemory, Offload, Opts, Policies, RingPlacement};
 use kvtier::sparse::Kind;
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
@@ -50,7 +50,7 @@ impl Base {
         Base { session: session.expect("a session"), store, _runtime: runtime }
     }
 
-    fn opts(&self, home: Home) -> Opts {
+    fn opts(&self, placement: RingPlacement) -> Opts {
         let shape = shape(Kind::Split);
         let decode = policy("quest(budget=32)", &shape);
         Opts {
@@ -59,7 +59,7 @@ impl Base {
             dtype: Dtype::F32,
             buffers: 2,
             buffer_tokens: 64,
-            home,
+            placement,
             level: Level::Ram,
             policies: Policies { prefill: None, decode },
             recipe: String::new(),
@@ -67,8 +67,8 @@ impl Base {
         }
     }
 
-    fn status(&self, home: Home) -> Status {
-        match Offload::open(&self.store, self.opts(home)) {
+    fn status(&self, placement: RingPlacement) -> Status {
+        match Offload::open(&self.store, self.opts(placement)) {
             Ok(_) => Status::Ok,
             Err(error) => {
                 assert!(error.to_string().len() > 20, "{error}");
@@ -87,21 +87,22 @@ impl Base {
 fn memory_is_paid_for_where_it_is_and_can_be_lent() {
     for device in [far::simulated(1) as Arc<dyn Device>, far::cuda()] {
         let base = Base::open(device.clone());
-        let bytes = Offload::memory_bytes(&base.store, &base.opts(Home::Device)).expect("sound");
+        let bytes =
+            Offload::memory_bytes(&base.store, &base.opts(RingPlacement::Device)).expect("sound");
         // Two buffers of 80 rows, and two tails of 16 for each of three layers, of 112 bytes.
         assert_eq!(bytes, (2 * 80 + 6 * 16) * 112);
         let before = (base.held(Tier::Host), base.held(Tier::Device));
-        let there = Offload::open(&base.store, base.opts(Home::Device)).expect("room");
+        let there = Offload::open(&base.store, base.opts(RingPlacement::Device)).expect("room");
         assert_eq!(base.held(Tier::Device), before.1 + bytes);
         assert_eq!(base.held(Tier::Host), before.0);
         drop(there);
-        let here = Offload::open(&base.store, base.opts(Home::Host)).expect("room");
+        let here = Offload::open(&base.store, base.opts(RingPlacement::Host)).expect("room");
         assert!(base.held(Tier::Host) >= before.0 + bytes);
         drop(here);
         let lent = Far::new(&device, bytes + 256);
         let lend = |address: u64, bytes: u64| {
             // SAFETY: memory of the device, or refused before anything is done with it.
-            Home::Lent(unsafe { Lent::new(address, bytes) })
+            RingPlacement::Lent(unsafe { LentMemory::new(address, bytes) })
         };
         let own = Offload::open(&base.store, base.opts(lend(lent.address(), bytes)));
         assert_eq!(base.held(Tier::Device), before.1);
@@ -117,10 +118,10 @@ fn memory_is_paid_for_where_it_is_and_can_be_lent() {
     let mut host = vec![0u64; 1 << 13];
     let address = (host.as_mut_ptr() as u64).next_multiple_of(256);
     // SAFETY: refused, as this test wants to see.
-    let wrong = Home::Lent(unsafe { Lent::new(address, 60_000) });
+    let wrong = RingPlacement::Lent(unsafe { LentMemory::new(address, 60_000) });
     assert_eq!(base.status(wrong), Status::Invalid);
     // More than the account may have.
-    let mut opts = base.opts(Home::Device);
+    let mut opts = base.opts(RingPlacement::Device);
     opts.buffers = 256;
     let refused = Offload::open(&base.store, opts).map(|_| ()).map_err(|error| error.status());
     assert_eq!(refused, Err(Status::Budget));
@@ -130,11 +131,11 @@ fn memory_is_paid_for_where_it_is_and_can_be_lent() {
 #[test]
 fn a_store_without_such_a_device_says_so() {
     let base = Base::open(Arc::new(kvtier::device::host::Host::default()));
-    assert_eq!(base.status(Home::Device), Status::Unavailable);
+    assert_eq!(base.status(RingPlacement::Device), Status::Unavailable);
     // SAFETY: refused before anything is done with it.
-    let lent = Home::Lent(unsafe { Lent::new(1 << 20, 1 << 20) });
+    let lent = RingPlacement::Lent(unsafe { LentMemory::new(1 << 20, 1 << 20) });
     assert_eq!(base.status(lent), Status::Unavailable);
-    let mut offload = Offload::open(&base.store, base.opts(Home::Host)).expect("room");
+    let mut offload = Offload::open(&base.store, base.opts(RingPlacement::Host)).expect("room");
     let numbers = [1.0; 256];
     let (k, v) = (plane(&numbers, 16, 2, 8, Kept::Plain), plane(&numbers, 16, 2, 6, Kept::Plain));
     for (k_far, v_far) in [(true, false), (false, true)] {
@@ -154,10 +155,10 @@ fn a_store_without_such_a_device_says_so() {
     let small = SimulatedOpts { memory_bytes: 20_000, ..SimulatedOpts::default() };
     let small = Arc::new(Simulated::new(Clock::real(), small).expect("sound"));
     let base = Base::open(small.clone());
-    assert_eq!(base.status(Home::Device), Status::NoMem);
+    assert_eq!(base.status(RingPlacement::Device), Status::NoMem);
     assert_eq!((base.held(Tier::Device), small.allocated_bytes()), (0, 0));
     small.lose();
-    assert_eq!(base.status(Home::Device), Status::Unavailable);
+    assert_eq!(base.status(RingPlacement::Device), Status::Unavailable);
     drop(base);
     small.close(0).expect("it is idle");
 }

@@ -13,7 +13,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::meta::view::{Place, View};
-use kvtier::offload::{Home, Offload, Opts, Policies, Which};
+use kvtier::offload::{BlockSelection, Offload, Opts, Policies, RingPlacement};
 use kvtier::sparse::{Context, Index, Kind, Shape, Sparse, registry};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
@@ -215,7 +215,7 @@ fn open(
         dtype: Dtype::F32,
         buffers,
         buffer_tokens,
-        home: far::home(),
+        placement: far::home(),
         level: Level::Ram,
         policies: Policies { prefill: policy(prefill, shape), decode: policy(decode, shape) },
         recipe: format!("{prefill} {decode}").trim().to_string(),
@@ -360,13 +360,13 @@ impl World {
 
     /// The numbers of a buffer's rows.
     fn kv(&self, buffer: u32) -> (Vec<f32>, Vec<f32>) {
-        if self.far.is_none() || far::home() == Home::Host {
+        if self.far.is_none() || far::home() == RingPlacement::Host {
             let kv = self.offload.kv(buffer).expect("there");
             return (numbers_of(&kv.keys), numbers_of(&kv.values));
         }
         let status = self.offload.kv(buffer).map(|_| ()).map_err(|error| error.status());
         assert_eq!(status, Err(Status::Unsupported), "no processor reads it");
-        let views = self.offload.places(buffer).expect("there");
+        let views = self.offload.views(buffer).expect("there");
         let [k, v] = far::numbers(self.far.as_ref(), &views);
         let (k_row, v_row) = (self.shape.key_dim as usize, self.shape.value_dim as usize);
         let of_keys = || k.chunks(k_row).flat_map(|row| row[..v_row].to_vec()).collect();
@@ -381,7 +381,7 @@ impl World {
             let (stored, tail) = self.offload.tokens(layer as u32).expect("a layer");
             assert_eq!(stored + tail, tokens, "layer {layer}");
             let context = decode_context(tokens.max(1));
-            self.offload.load(0, layer as u32, Which::All, None, &context).expect("room");
+            self.offload.load(0, layer as u32, BlockSelection::All, None, &context).expect("room");
             self.check(0, layer, stored..tokens);
             self.offload.done(0).expect("a buffer");
         }
@@ -464,8 +464,8 @@ fn what_is_loaded_is_what_was_put() {
                         (0..stored / BLOCK).filter(|_| world.random.below(2) == 0).collect()
                     };
                     let (wanted, tail) = match which.is_empty() {
-                        true => (Which::All, stored..tokens),
-                        false => (Which::Blocks(&which), 0..0),
+                        true => (BlockSelection::All, stored..tokens),
+                        false => (BlockSelection::Blocks(&which), 0..0),
                     };
                     let blocks = world.offload.load(buffer, layer as u32, wanted, None, &context);
                     blocks.expect("room");
@@ -497,7 +497,7 @@ fn what_is_on_disk_comes_too() {
         let tokens = world.tokens(layer);
         let (stored, _) = world.offload.tokens(layer as u32).expect("a layer");
         let context = decode_context(tokens);
-        world.offload.load(1, layer as u32, Which::All, None, &context).expect("room");
+        world.offload.load(1, layer as u32, BlockSelection::All, None, &context).expect("room");
         world.check(1, layer, stored..tokens);
         world.offload.done(1).expect("a buffer");
     }
@@ -548,7 +548,8 @@ fn quest_over_what_is_loaded_has_the_bits_of_quest_in_memory() {
         let query = rows(&numbers, 1, shape.query_heads, shape.key_dim);
         let context = decode_context(200);
         let at = layer as u32;
-        let blocks = world.offload.load(0, at, Which::All, Some(&query), &context).expect("room");
+        let blocks =
+            world.offload.load(0, at, BlockSelection::All, Some(&query), &context).expect("room");
         if layer == 0 {
             assert_eq!(blocks, 200 / BLOCK, "a dense layer");
         }
@@ -611,7 +612,7 @@ fn a_prompt_larger_than_the_ring_is_computed_in_parts() {
             let context =
                 Context { is_prefill: true, part, parts, first_query: first, tokens: first + each };
             let buffer = group % 2;
-            let which = Which::Blocks(&ids);
+            let which = BlockSelection::Blocks(&ids);
             world.offload.load(buffer, 1, which, None, &context).expect("room");
             world.check(buffer, 1, 0..0);
             let (k, v) = world.kv(buffer);
@@ -710,17 +711,17 @@ fn blocks_of_which_nothing_is_left_are_not_loaded() {
         world.offload.observe(layer, tokens, &sums, tokens).expect("sound");
         let context = Context { is_prefill: true, part: 0, parts: 1, first_query: 0, tokens };
         assert!(world.offload.evict(layer, &context).expect("sound"));
-        let kept = world.offload.kept(layer).expect("a layer").expect("some went");
+        let kept = world.offload.retained(layer).expect("a layer").expect("some went");
         let right: Vec<u32> = (0..4).chain(40..48).chain(130..150).collect();
         assert!(kept.lists() == 1 && kept.positions(0).eq(right));
     }
     world.put(3);
     for layer in 0..3 {
         let context = decode_context(153);
-        world.offload.load(0, layer as u32, Which::All, None, &context).expect("room");
+        world.offload.load(0, layer as u32, BlockSelection::All, None, &context).expect("room");
         assert_eq!(world.offload.blocks(0).expect("a buffer"), [0, 2, 8]);
         world.check(0, layer, 144..153);
-        let kept = world.offload.kept(layer as u32).expect("a layer").expect("some went");
+        let kept = world.offload.retained(layer as u32).expect("a layer").expect("some went");
         let positions: Vec<u32> = kept.positions(0).collect();
         assert_eq!(positions[positions.len() - 3..], [150, 151, 152]);
         let mut rows = Vec::new();
@@ -746,26 +747,28 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     let status = |result: Result<u32, kvtier::base::status::Error>| {
         result.map_or_else(|error| error.status(), |_| Status::Ok)
     };
-    let load = |offload: &mut Offload, buffer, layer, which: Which<'_>| {
+    let load = |offload: &mut Offload, buffer, layer, which: BlockSelection<'_>| {
         status(offload.load(buffer, layer, which, None, &context))
     };
-    refused(&mut |o| load(o, 3, 0, Which::All), Status::Invalid);
-    refused(&mut |o| load(o, 0, 3, Which::All), Status::Invalid);
-    refused(&mut |o| load(o, 0, 0, Which::Blocks(&[1, 0])), Status::Invalid);
-    refused(&mut |o| load(o, 0, 0, Which::Blocks(&[0, 0])), Status::Invalid);
-    refused(&mut |o| load(o, 0, 0, Which::Blocks(&[2])), Status::Invalid);
+    refused(&mut |o| load(o, 3, 0, BlockSelection::All), Status::Invalid);
+    refused(&mut |o| load(o, 0, 3, BlockSelection::All), Status::Invalid);
+    refused(&mut |o| load(o, 0, 0, BlockSelection::Blocks(&[1, 0])), Status::Invalid);
+    refused(&mut |o| load(o, 0, 0, BlockSelection::Blocks(&[0, 0])), Status::Invalid);
+    refused(&mut |o| load(o, 0, 0, BlockSelection::Blocks(&[2])), Status::Invalid);
     let few = rows(&numbers, 1, 2, shape.key_dim * 2);
-    let wrong_heads = |o: &mut Offload| status(o.load(0, 2, Which::All, Some(&few), &context));
+    let wrong_heads =
+        |o: &mut Offload| status(o.load(0, 2, BlockSelection::All, Some(&few), &context));
     refused(&mut { wrong_heads }, Status::Invalid);
     let nan = vec![f32::NAN; numbers.len()];
     let nan = rows(&nan, 1, shape.query_heads, shape.key_dim);
-    let not_finite = |o: &mut Offload| status(o.load(0, 2, Which::All, Some(&nan), &context));
+    let not_finite =
+        |o: &mut Offload| status(o.load(0, 2, BlockSelection::All, Some(&nan), &context));
     refused(&mut { not_finite }, Status::Invalid);
     refused(&mut |o| status(o.kv(0).map(|_| 0)), Status::State);
     refused(&mut |o| status(o.wait(0).map(|_| 0)), Status::State);
     refused(&mut |o| status(o.take(0, Some(&query)).map(|_| 0)), Status::State);
-    refused(&mut |o| load(o, 0, 0, Which::All), Status::Ok);
-    refused(&mut |o| load(o, 0, 0, Which::All), Status::Busy);
+    refused(&mut |o| load(o, 0, 0, BlockSelection::All), Status::Ok);
+    refused(&mut |o| load(o, 0, 0, BlockSelection::All), Status::Busy);
     world.offload.done(0).expect("a buffer");
     // Tokens that the session does not have, that do not go on, keys that are no numbers.
     assert_eq!(world.put_as(0, 1, Kept::Plain), Err(Status::Invalid));
@@ -794,10 +797,10 @@ fn a_block_that_is_gone_is_not_found() {
     world.store.with(|core| core.truncate(session, 16)).expect("cut");
     world.store.with(|core| core.append(session, &[1 << 30; 48])).expect("room");
     let context = decode_context(64);
-    world.offload.load(0, 1, Which::All, None, &context).expect("begun");
+    world.offload.load(0, 1, BlockSelection::All, None, &context).expect("begun");
     assert_eq!(world.offload.wait(0).map_err(|error| error.status()), Err(Status::NotFound));
     assert_eq!(world.offload.stats().failed_loads, 1);
-    world.offload.load(0, 1, Which::Blocks(&[0]), None, &context).expect("begun");
+    world.offload.load(0, 1, BlockSelection::Blocks(&[0]), None, &context).expect("begun");
     world.check(0, 1, 0..0);
 }
 
@@ -817,7 +820,7 @@ fn what_policies_know_is_kept_with_blocks() {
     let mut chosen = |offload: &mut Offload| -> Vec<Vec<u32>> {
         let mut all = Vec::new();
         for layer in 0..3 {
-            offload.load(0, layer, Which::All, Some(&query), &context).expect("begun");
+            offload.load(0, layer, BlockSelection::All, Some(&query), &context).expect("begun");
             offload.wait(0).expect("there");
             all.push(offload.blocks(0).expect("a buffer").to_vec());
             offload.done(0).expect("a buffer");
@@ -884,7 +887,7 @@ fn lengths_of_keys_are_kept_with_blocks() {
             for offload in [&mut world.offload, &mut again] {
                 assert!(offload.evict(layer, &context).expect("sound"));
             }
-            let (right, got) = (world.offload.kept(layer), again.kept(layer));
+            let (right, got) = (world.offload.retained(layer), again.retained(layer));
             let (right, got) = (right.expect("a layer"), got.expect("a layer"));
             let (right, got) = (right.expect("some went"), got.expect("some went"));
             assert_eq!((right.lists(), got.lists()), (2, 2));

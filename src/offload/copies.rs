@@ -1,5 +1,5 @@
-//! Who copies for an offload beside the store: rows to and from tails, and keys that policies
-//! read to where the processor reaches them.
+//! Copies that an offload makes itself: rows to and from tails, and keys to host memory for
+//! policies.
 
 use crate::base::account::Account;
 use crate::base::memory::{Buffer, MemoryWish};
@@ -8,74 +8,74 @@ use crate::base::sync::Arc;
 use crate::device::host::Host;
 use crate::device::{Copy, Device, Event, Memory, State, Stream, Way};
 use crate::offload::opts::Geometry;
-use crate::offload::source::canonical;
+use crate::offload::views::canonical;
 use crate::store::state::session::{PlaneView, Tokens};
 
-/// Least memory for keys: it is told to the device, which takes its time.
+/// Smallest buffer for keys: registering it with the device is slow.
 const LEAST_BYTES: u64 = 64 << 10;
 
-/// The store's device, and what it has to wait for.
-pub(super) struct Carrier {
+/// The store's device, and the event that copies wait for.
+pub(super) struct Copier {
     pub device: Arc<dyn Device>,
-    /// What is copied from now on waits for this.
+    /// The ready event of later copies.
     pub after: Option<Event>,
 }
 
-impl Carrier {
-    /// Waits until what the engine has said to wait for has come: before the processor reads.
-    pub fn settle(&self) -> Result<()> {
+impl Copier {
+    /// Waits for the ready event, before the processor reads.
+    pub fn wait_until_ready(&self) -> Result<()> {
         match self.after {
             Some(event) => self.device.wait(event, 0),
             None => Ok(()),
         }
     }
 
-    /// What the engine has said to wait for, if it has not come.
-    pub fn open(&self) -> Option<Event> {
+    /// The ready event, if it has not completed.
+    pub fn pending_event(&self) -> Option<Event> {
         self.after.filter(|event| !matches!(self.device.state(*event), Ok(State::Done)))
     }
 
-    /// Copies from memory of the engine's, or to buffers that its kernels may have read: behind
-    /// what it has said to wait for. All has ended when this returns.
+    /// Copies from the engine's memory, or to buffers that its kernels may have read, after the
+    /// ready event. The copies have completed when this returns.
     ///
     /// # Safety
     /// As [`Device::submit`].
-    pub unsafe fn carry_behind(&self, copies: &mut [Copy<'_>]) -> Result<()> {
-        let Some(after) = self.open() else {
+    pub unsafe fn copy_after_event(&self, copies: &mut [Copy<'_>]) -> Result<()> {
+        let Some(after) = self.pending_event() else {
             // SAFETY: the caller's promise.
-            return unsafe { self.carry(copies) };
+            return unsafe { self.copy(copies) };
         };
-        // On a stream of its own it holds nobody up.
+        // A stream of its own blocks no other copies.
         let lent = if are_host(copies) { None } else { self.device.lend().ok() };
         let Some(lent) = lent else {
             self.device.wait(after, 0)?;
             // SAFETY: the caller's promise.
-            return unsafe { self.carry(copies) };
+            return unsafe { self.copy(copies) };
         };
         // SAFETY: the caller's promise.
-        let ended = unsafe { self.carry_on(lent, Some(after), copies) };
+        let ended = unsafe { self.copy_on(lent, Some(after), copies) };
         self.device.take_back(lent);
         ended
     }
 
-    /// Copies within memory of the offload's own. All has ended when this returns.
+    /// Copies within the offload's own memory. The copies have completed when this returns.
     ///
     /// # Safety
     /// As [`Device::submit`].
-    pub unsafe fn carry(&self, copies: &mut [Copy<'_>]) -> Result<()> {
+    pub unsafe fn copy(&self, copies: &mut [Copy<'_>]) -> Result<()> {
         if are_host(copies) {
-            // SAFETY: the caller's promise; it is done when `submit` returns.
+            // SAFETY: the caller's promise; the host copies before `submit` returns.
             return unsafe { Host::default().submit(Stream(0), None, copies) }.map(|_| ());
         }
-        // The store's hands begin with the first.
+        // The streams of the store's workers begin after this one.
         let stream = Stream(self.device.common_streams().saturating_sub(1));
         // SAFETY: the caller's promise.
-        unsafe { self.carry_on(stream, None, copies) }
+        unsafe { self.copy_on(stream, None, copies) }
     }
 
     /// # Safety
     /// As [`Device::submit`].
-    unsafe fn carry_on(
+    unsafe fn copy_on(
         &self,
         stream: Stream,
         after: Option<Event>,
@@ -92,33 +92,33 @@ impl Carrier {
 }
 
 fn are_host(copies: &[Copy<'_>]) -> bool {
-    copies.iter().all(|copy| [copy.memory, copy.plane_memory] == [Memory::Host; 2])
+    copies.iter().all(|job| [job.memory, job.plane_memory] == [Memory::Host; 2])
 }
 
-/// Rows of a plane, to an address on.
-pub(super) fn rows_to<'a>(
+/// A copy of rows of a plane to consecutive memory.
+pub(super) fn row_copy<'a>(
     plane: &'a PlaneView,
     (first, tokens): (u32, u32),
     to: u64,
     to_memory: Memory,
 ) -> Result<Copy<'a>> {
     let target = std::ptr::with_exposed_provenance_mut(to as usize);
-    let copy = Copy::new(&plane.view(), first, tokens, target, Way::Gather)?;
-    Ok(Copy { memory: plane.memory, plane_memory: to_memory, ..copy })
+    let job = Copy::new(&plane.view(), first, tokens, target, Way::Gather)?;
+    Ok(Copy { memory: plane.memory, plane_memory: to_memory, ..job })
 }
 
-/// Bytes from one place to another.
-pub(super) fn bytes_to(
+/// A copy of bytes.
+pub(super) fn byte_copy(
     (from, from_memory): (u64, Memory),
     (to, to_memory): (u64, Memory),
     bytes: u64,
 ) -> Result<Copy<'static>> {
     let target = std::ptr::with_exposed_provenance_mut(to as usize);
-    let copy = Copy::bytes(target, from, bytes, Way::Gather, from_memory)?;
-    Ok(Copy { plane_memory: to_memory, ..copy })
+    let job = Copy::bytes(target, from, bytes, Way::Gather, from_memory)?;
+    Ok(Copy { plane_memory: to_memory, ..job })
 }
 
-/// Where a plane begins that is in one piece.
+/// The address of a contiguous plane.
 pub(super) fn address_of(plane: &PlaneView) -> Result<u64> {
     match plane.place {
         Tokens::At(address) => Ok(address),
@@ -126,36 +126,36 @@ pub(super) fn address_of(plane: &PlaneView) -> Result<u64> {
     }
 }
 
-/// Host memory that a device was told of.
-struct Known {
+/// Host memory that is registered with a device.
+struct RegisteredBuffer {
     buffer: Buffer,
     device: Arc<dyn Device>,
 }
 
-impl Drop for Known {
+impl Drop for RegisteredBuffer {
     fn drop(&mut self) {
-        // SAFETY: copies to it have ended when `carry` returns.
+        // SAFETY: copies to the memory have completed when `copy` returns.
         if let Err(error) = unsafe { self.device.forget_host(self.buffer.address()) } {
-            log::warn!("host memory that keys came to: {error}");
+            log::warn!("host memory for keys stays registered with the device: {error}");
         }
     }
 }
 
-/// Keys in host memory, of one put or one seal. The memory stays for the next.
+/// Keys in host memory, for one put or one seal. The memory is reused.
 #[derive(Default)]
-pub(super) struct Staging {
-    memory: Option<Known>,
+pub(super) struct KeyStaging {
+    memory: Option<RegisteredBuffer>,
 }
 
-impl Staging {
-    /// Brings rows of keys here, all in one batch; what each plane is then. The engine's own
-    /// come behind what it has said to wait for.
+impl KeyStaging {
+    /// Copies rows of keys to host memory in one batch. Returns a view of each plane. Copies from
+    /// the engine's memory wait for the ready event.
     ///
     /// # Safety
-    /// The planes lead to memory that can be read, and that nobody writes.
-    pub unsafe fn bring(
+    /// The planes are readable, and nothing writes them.
+    pub unsafe fn copy_keys_to_host(
         &mut self,
-        by: &Carrier,
+        by: &Copier,
         account: Option<&Arc<Account>>,
         geometry: &Geometry,
         planes: &[PlaneView],
@@ -163,7 +163,7 @@ impl Staging {
     ) -> Result<Vec<PlaneView>> {
         let bytes_of = |plane: &PlaneView| u64::from(plane.tokens) * geometry.k_bytes;
         let all = planes.iter().map(bytes_of).sum();
-        let buffer = self.room(&by.device, account, all)?;
+        let buffer = self.buffer_of(&by.device, account, all)?;
         let (mut here, mut copies) = (Vec::new(), Vec::new());
         here.try_reserve_exact(planes.len()).map_err(|_| Status::NoMem)?;
         copies.try_reserve_exact(planes.len()).map_err(|_| Status::NoMem)?;
@@ -173,18 +173,18 @@ impl Staging {
                 return Err(Status::Invalid.into());
             };
             let (to, heads) = (to.expose_provenance() as u64, geometry.shape.key_heads);
-            copies.push(rows_to(plane, (0, plane.tokens), to, Memory::Host)?);
+            copies.push(row_copy(plane, (0, plane.tokens), to, Memory::Host)?);
             here.push(canonical((to, Memory::Host), plane.tokens, heads, geometry.k_bytes));
             at += bytes_of(plane);
         }
-        // SAFETY: the caller's promise; the buffer is this call's.
+        // SAFETY: the caller's promise; the buffer belongs to this call.
         let came = unsafe {
-            if are_engines { by.carry_behind(&mut copies) } else { by.carry(&mut copies) }
+            if are_engines { by.copy_after_event(&mut copies) } else { by.copy(&mut copies) }
         };
         came.map(|()| here)
     }
 
-    fn room(
+    fn buffer_of(
         &mut self,
         device: &Arc<dyn Device>,
         account: Option<&Arc<Account>>,
@@ -195,9 +195,9 @@ impl Staging {
             let bytes = bytes.max(LEAST_BYTES).checked_next_power_of_two().ok_or(Status::Limit)?;
             let wish = MemoryWish { bytes, account: account.cloned(), ..Default::default() };
             let buffer = Buffer::map(&wish, None)?;
-            // SAFETY: it stays until it is forgotten.
+            // SAFETY: the memory stays until it is unregistered.
             unsafe { device.know_host(buffer.address(), buffer.bytes())? };
-            self.memory = Some(Known { buffer, device: device.clone() });
+            self.memory = Some(RegisteredBuffer { buffer, device: device.clone() });
         }
         match &self.memory {
             Some(known) => Ok(&known.buffer),

@@ -1,35 +1,35 @@
-//! The engine's tensors of one layer, as policies read them and cut to blocks.
+//! Views of the engine's tensors of one layer, and their division into blocks.
 
 use crate::attention::{Rows, Scales};
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::device::Memory;
 use crate::fail;
-use crate::offload::home::Own;
+use crate::offload::memory::OwnedMemory;
 use crate::offload::opts::Geometry;
 use crate::store::state::session::{LayerViews, PlaneView, Tokens};
 
 /// K and V of some tokens of a layer.
-pub(super) struct Source {
+pub(super) struct PutSource {
     pub views: LayerViews,
-    /// The keys in host memory, if they were brought there.
+    /// The keys in host memory, if they were copied there.
     pub keys: Option<PlaneView>,
 }
 
-impl Source {
-    /// The engine's views, checked; heads that it does not tell apart are told apart.
+impl PutSource {
+    /// Checks the engine's views. Heads in one run are separated.
     pub fn new(
         geometry: &Geometry,
         given: &LayerViews,
         tokens: u32,
         reaches_device: bool,
-    ) -> Result<Source> {
+    ) -> Result<PutSource> {
         let on_device = |plane: &PlaneView| plane.memory == Memory::Device;
         if !reaches_device && (on_device(&given.k) || given.v.as_ref().is_some_and(on_device)) {
             fail!(
                 Unavailable,
-                "K or V is in device memory, and the store was opened with no device that \
-                 reaches it"
+                "K or V is in device memory, and the store was opened without a device that \
+                 reaches it: open it with one"
             );
         }
         let heads = geometry.shape.key_heads;
@@ -37,13 +37,15 @@ impl Source {
         let v = match (&given.v, geometry.v_bytes) {
             (Some(v), bytes) if bytes > 0 => Some(plane_of("V", v, heads, bytes, tokens)?),
             (None, 0) => None,
-            (Some(_), _) => fail!(Invalid, "V is a part of K here, and there is a view of it"),
+            (Some(_), _) => {
+                fail!(Invalid, "V is a part of K in this shape, so no view of V is accepted")
+            }
             (None, _) => fail!(Invalid, "the view of V is missing"),
         };
-        Ok(Source { views: LayerViews { k, v }, keys: None })
+        Ok(PutSource { views: LayerViews { k, v }, keys: None })
     }
 
-    /// Whether blocks of so many tokens begin at pages.
+    /// Whether blocks of this size begin at page boundaries.
     pub fn has_blocks_of(&self, block: u32) -> bool {
         let begin = |plane: &PlaneView| match plane.place {
             Tokens::At(_) => true,
@@ -52,15 +54,14 @@ impl Source {
         begin(&self.views.k) && self.views.v.as_ref().is_none_or(begin)
     }
 
-    /// The keys of some of its tokens where policies can see them; none where they are not, or
-    /// begin within a page.
+    /// The keys of some tokens in host memory; none if they are elsewhere, or begin within a page.
     pub fn keys_of(&self, first: u32, tokens: u32) -> Option<PlaneView> {
         let is_here = self.views.k.memory == Memory::Host;
         let keys = self.keys.as_ref().or(is_here.then_some(&self.views.k));
         part_of(keys?, first, tokens)
     }
 
-    /// Some of its tokens; none where they begin within a page.
+    /// The views of some tokens; none if they begin within a page.
     pub fn part(&self, first: u32, tokens: u32) -> Option<LayerViews> {
         let v = match &self.views.v {
             Some(v) => Some(part_of(v, first, tokens)?),
@@ -73,7 +74,7 @@ impl Source {
 /// Rows of a plane.
 ///
 /// # Safety
-/// What the view leads to can be read, and is not written, as long as the rows live.
+/// The memory of the view is readable, and nothing writes it while the rows live.
 pub(super) unsafe fn rows_of<'a>(geometry: &Geometry, plane: &'a PlaneView) -> Result<Rows<'a>> {
     // SAFETY: the caller's promise.
     unsafe { Rows::new(plane.view(), geometry.dtype, Scales::None) }
@@ -87,7 +88,7 @@ fn plane_of(
     tokens: u32,
 ) -> Result<PlaneView> {
     if given.tokens < tokens {
-        fail!(Invalid, "{name}: a view of {} tokens, {tokens} are put", given.tokens);
+        fail!(Invalid, "{name}: the view has {} tokens, and {tokens} are put", given.tokens);
     }
     let run_bytes = token_bytes / u64::from(heads);
     let mut plane = PlaneView { tokens, ..given.clone() };
@@ -97,7 +98,7 @@ fn plane_of(
     if plane.heads != heads || plane.run_bytes != run_bytes {
         fail!(
             Invalid,
-            "{name}: {} heads of {} bytes, the shape has {heads} of {run_bytes}",
+            "{name}: {} heads of {} bytes, and the shape has {heads} of {run_bytes}",
             plane.heads,
             plane.run_bytes
         );
@@ -105,7 +106,7 @@ fn plane_of(
     Ok(plane)
 }
 
-/// Some tokens of a plane; none where they begin within a page.
+/// Some tokens of a plane; none if they begin within a page.
 pub(super) fn part_of(plane: &PlaneView, first: u32, tokens: u32) -> Option<PlaneView> {
     let place = match &plane.place {
         Tokens::At(address) => {
@@ -124,7 +125,7 @@ pub(super) fn part_of(plane: &PlaneView, first: u32, tokens: u32) -> Option<Plan
     Some(PlaneView { place, tokens, ..plane.clone() })
 }
 
-/// A plane in canonical order.
+/// A contiguous plane in canonical order.
 pub(super) fn canonical(
     (address, memory): (u64, Memory),
     tokens: u32,
@@ -144,11 +145,10 @@ pub(super) fn canonical(
 }
 
 impl Geometry {
-    /// Some rows of K and V in memory of the offload's own, from a place on in which there is
-    /// room for `all` rows.
+    /// Views of rows of K and V in the offload's memory, at an offset with room for `all` rows.
     pub(super) fn views(
         &self,
-        memory: &Own,
+        memory: &OwnedMemory,
         at: u64,
         all: u32,
         (first, tokens): (u32, u32),
@@ -166,8 +166,13 @@ impl Geometry {
         Ok(LayerViews { k: plane(at, self.k_bytes)?, v })
     }
 
-    /// The same of a tail.
-    pub(super) fn tail_views(&self, memory: &Own, at: u64, rows: (u32, u32)) -> Result<LayerViews> {
+    /// Views of rows of a tail.
+    pub(super) fn tail_views(
+        &self,
+        memory: &OwnedMemory,
+        at: u64,
+        rows: (u32, u32),
+    ) -> Result<LayerViews> {
         self.views(memory, at, self.shape.block_tokens, rows)
     }
 }

@@ -1,13 +1,13 @@
-//! What policies know of blocks, kept in the store beside them: it moves, is paid for and
-//! comes back as everything there.
+//! Policy state of blocks, kept in the store beside the blocks: it is demoted, charged and loaded
+//! as other KV.
 //!
-//! It has a namespace of its own, whose name follows from that of the blocks and from what the
-//! policies are called: the state of a layer in a chunk is what they know of that block. It
-//! may leave before the block does, or not come: a policy takes what it does not know for
-//! wanted. So nothing here is an error of the offload's.
+//! The state has a namespace of its own, whose key derives from that of the blocks and from the
+//! name of the policies. The state plane of a layer in a chunk is the policy state of that block.
+//! It may be evicted before the block, or fail to load: policies treat unknown blocks as wanted.
+//! So no failure here is an error of the offload.
 //!
-//! A row, little-endian, padded with zeros: `KVTS` (4), then for each policy how many bytes
-//! (4) and the bytes.
+//! A row, little endian, padded with zeros: `KVTS` (4 bytes), then for each policy the length of
+//! its state (4 bytes) and the state.
 
 use crate::base::op::{OpOpts, OpRef, RELEASED};
 use crate::base::status::{Result, Status};
@@ -18,7 +18,7 @@ use crate::meta::dtype::Dtype;
 use crate::meta::layout::{Group, Layout};
 use crate::offload::end;
 use crate::offload::opts::{Geometry, Policies};
-use crate::offload::source::{canonical, rows_of};
+use crate::offload::views::{canonical, rows_of};
 use crate::sparse::{Sparse, needs};
 use crate::store::handle::Store;
 use crate::store::state::session::{LayerViews, PlaneView, Tokens, Views};
@@ -28,11 +28,11 @@ use crate::store::state::{
 
 const MAGIC: [u8; 4] = *b"KVTS";
 const WORD: usize = 4;
-/// Puts under way at once; the oldest is waited for then.
+/// Most puts in flight; beyond, the oldest is waited for.
 const MOST_PUTS: usize = 256;
 
-/// Where it is kept.
-pub(super) struct Saved {
+/// The namespace and session of the state.
+pub(super) struct PolicyState {
     space: u32,
     session: u32,
     /// Tokens of the session.
@@ -42,19 +42,19 @@ pub(super) struct Saved {
     puts: Vec<(OpRef, Vec<u8>)>,
 }
 
-impl Saved {
-    /// A place for what policies know; none if they keep nothing with blocks.
+impl PolicyState {
+    /// Opens the namespace; none if the policies store nothing with blocks.
     pub fn open(
         store: &Arc<Store>,
         session: u32,
         recipe: &str,
         geometry: &Geometry,
         policies: &Policies,
-    ) -> Result<Option<Saved>> {
+    ) -> Result<Option<PolicyState>> {
         if recipe.is_empty() {
             return Ok(None);
         }
-        let row_bytes = longest(geometry, policies)?;
+        let row_bytes = max_row_bytes(geometry, policies)?;
         if row_bytes == 0 {
             return Ok(None);
         }
@@ -65,13 +65,12 @@ impl Saved {
             let space = core.session(session)?.space();
             let key = core.space(space).map_or(Key([0; 32]), |space| space.key);
             let opts = SpaceOpts { key: sparse_key(&key, recipe), layout, holes: true };
-            Saved::open_in(core, &opts, row_bytes).map(Some)
+            PolicyState::open_in(core, &opts, row_bytes).map(Some)
         })
     }
 
-    /// The same place, for a session that goes on from there: it is told the tokens when it
-    /// keeps something.
-    pub fn fork(&self, store: &Store) -> Result<Saved> {
+    /// The same namespace for a forked session. Its tokens are appended with the first put.
+    pub fn fork(&self, store: &Store) -> Result<PolicyState> {
         store.with(|core| {
             let Some(space) = core.space(self.space) else { return Err(Status::NotFound.into()) };
             let (key, holes) = (space.key, space.holes);
@@ -79,11 +78,11 @@ impl Saved {
                 return Err(Status::NotFound.into());
             };
             let opts = SpaceOpts { key, layout: table.layout.clone(), holes };
-            Saved::open_in(core, &opts, self.row_bytes)
+            PolicyState::open_in(core, &opts, self.row_bytes)
         })
     }
 
-    fn open_in(core: &mut StoreState, opts: &SpaceOpts, row_bytes: usize) -> Result<Saved> {
+    fn open_in(core: &mut StoreState, opts: &SpaceOpts, row_bytes: usize) -> Result<PolicyState> {
         let space = core.open_space(opts)?;
         let session = match core.open_session(space, &SessionOpts::default()) {
             Ok(session) => session,
@@ -92,10 +91,10 @@ impl Saved {
                 return Err(error);
             }
         };
-        Ok(Saved { space, session, tokens: 0, row_bytes, puts: Vec::new() })
+        Ok(PolicyState { space, session, tokens: 0, row_bytes, puts: Vec::new() })
     }
 
-    /// Keeps what policies know of blocks of a layer that begin at a token.
+    /// Stores the policy state of blocks of a layer; `first`: token of the first block.
     pub fn put(
         &mut self,
         store: &Store,
@@ -119,20 +118,20 @@ impl Saved {
                 rows[head..head + WORD].copy_from_slice(&bytes.to_le_bytes());
             }
             if rows.len() > start + self.row_bytes {
-                // Longer than any was said to be: it is not kept.
+                // A row longer than the maximum is not stored.
                 rows.truncate(start);
             }
             rows.resize(start + self.row_bytes, 0);
         }
-        self.follow(store, of, first + tokens)?;
+        self.append_tokens_from(store, of, first + tokens)?;
         let op = self.submit(store, TransferKind::Put, (layer, first, tokens), count, &mut rows)?;
         self.reap(MOST_PUTS);
         self.puts.push((op, rows));
         Ok(())
     }
 
-    /// Tells policies of blocks of a layer what was kept of them, up to a token; the blocks of
-    /// which that was not there for all of them.
+    /// Loads the policy state of a layer's blocks, up to a token. Returns the blocks whose state
+    /// is unknown to some policy.
     pub fn load(
         &mut self,
         store: &Store,
@@ -144,15 +143,15 @@ impl Saved {
         let mut rows: Vec<u8> = Vec::new();
         rows.try_reserve_exact(count * self.row_bytes).map_err(|_| Status::NoMem)?;
         rows.resize(count * self.row_bytes, 0);
-        self.follow(store, of, tokens)?;
+        self.append_tokens_from(store, of, tokens)?;
         let op = self.submit(store, TransferKind::Get, (layer, 0, tokens), count, &mut rows)?;
-        // What does not come stays zero.
+        // Rows that could not be loaded stay zero.
         let _ = end(&op);
         let mut unknown = Vec::new();
         unknown.try_reserve_exact(count).map_err(|_| Status::NoMem)?;
         for (id, row) in (0u32..).zip(rows.chunks_exact(self.row_bytes)) {
-            // It was never there, or has left before the block: that is normal.
-            if tell(policies, row, |policy, bytes| policy.load(layer, id, id * block, bytes))
+            // The row was never stored, or was evicted before the block: that is normal.
+            if apply_row(policies, row, |policy, bytes| policy.load(layer, id, id * block, bytes))
                 .is_err()
             {
                 unknown.push(id);
@@ -161,7 +160,7 @@ impl Saved {
         Ok(unknown)
     }
 
-    /// The session is cut.
+    /// Truncates the session.
     pub fn truncate(&mut self, store: &Store, tokens: u32) -> Result<()> {
         self.reap(0);
         let tokens = self.tokens.min(tokens as usize);
@@ -170,7 +169,7 @@ impl Saved {
         Ok(())
     }
 
-    /// Ends it: waits for puts under way.
+    /// Waits for puts, and closes session and namespace.
     pub fn close(&mut self, store: &Store) {
         self.reap(0);
         let closed = store.let_go(|core| {
@@ -178,12 +177,12 @@ impl Saved {
             core.close_session(self.session)
         });
         if let Err(error) = closed {
-            log::error!("where policies keep what they know was not closed: {error}");
+            log::error!("the session of policy state could not be closed: {error}");
         }
     }
 
-    /// Has the tokens of another session, up to one.
-    fn follow(&mut self, store: &Store, of: u32, tokens: u32) -> Result<()> {
+    /// Appends the tokens of another session, up to one.
+    fn append_tokens_from(&mut self, store: &Store, of: u32, tokens: u32) -> Result<()> {
         let (has, wanted) = (self.tokens, tokens as usize);
         if has < wanted {
             store.with(|core| {
@@ -228,15 +227,16 @@ impl Saved {
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 
-    /// Lets puts go that have ended, and waits for the oldest of more than `most`.
+    /// Drops puts that have ended, and waits for the oldest beyond `most`.
     fn reap(&mut self, most: usize) {
         let mut wait = self.puts.len().saturating_sub(most);
         self.puts.retain(|(op, _)| {
-            // Asked once: one that ends between two looks would be dropped and never ended.
+            // The state is read once: an op that ends between two reads would be dropped without
+            // its end.
             let goes = wait > 0 || op.info().state & RELEASED != 0;
             wait = wait.saturating_sub(1);
             if goes {
-                // Where it failed a policy will not know that block.
+                // After a failed put, policies do not know the block.
                 let _ = end(op);
             }
             !goes
@@ -244,8 +244,8 @@ impl Saved {
     }
 }
 
-/// Has each policy take its bytes of a row.
-fn tell(
+/// Passes the state in a row to each policy.
+fn apply_row(
     policies: &mut Policies,
     row: &[u8],
     take: impl Fn(&mut Box<dyn Sparse>, &[u8]) -> Result<()>,
@@ -259,48 +259,48 @@ fn tell(
     Ok(())
 }
 
-/// The bytes of a policy, and what is behind them.
+/// The state of one policy, and the rest of the row.
 fn split(row: &[u8]) -> Option<(&[u8], &[u8])> {
     let (bytes, rest) = row.split_first_chunk::<WORD>()?;
     rest.split_at_checked(u32::from_le_bytes(*bytes) as usize)
 }
 
-/// Whether a policy wants to see the keys of blocks.
-pub(super) fn wants_keys(policy: &dyn Sparse) -> bool {
+/// Whether a policy needs the keys of blocks.
+pub(super) fn needs_block_keys(policy: &dyn Sparse) -> bool {
     let traits = policy.traits();
     traits.rows.is_none() && traits.needs & needs::KEYS != 0
 }
 
-/// The longest row that policies can make, by what they make of a block of numbers of all
-/// bits; 0 if they keep nothing, or one of them keeps nothing of what it wants to see.
-fn longest(geometry: &Geometry, policies: &Policies) -> Result<usize> {
+/// The longest row, measured with a block in which all bytes of keys are set. 0 if the policies
+/// store nothing, or if one that needs keys does not.
+fn max_row_bytes(geometry: &Geometry, policies: &Policies) -> Result<usize> {
     let block = geometry.shape.block_tokens;
     let mut keys: Vec<u64> = Vec::new();
     let words = (u64::from(block) * geometry.k_bytes).div_ceil(8) as usize;
     keys.try_reserve_exact(words).map_err(|_| Status::NoMem)?;
-    // A sound number of any type, none of whose bytes is zero.
+    // A finite number in any data type, without a zero byte.
     keys.resize(words, 0x3D3D_3D3D_3D3D_3D3D);
     let heads = geometry.shape.key_heads;
     let address = keys.as_mut_ptr().expose_provenance() as u64;
     let plane = canonical((address, Memory::Host), block, heads, geometry.k_bytes);
-    let (mut longest, mut kept) = (0, 0);
+    let (mut max_row_bytes, mut kept_bytes) = (0, 0);
     let both: [&Option<Box<dyn Sparse>>; 2] = [&policies.prefill, &policies.decode];
     for policy in both.into_iter().flatten() {
-        let mut trial = policy.fork()?;
+        let mut probe = policy.fork()?;
         let mut most = 0;
         for layer in 0..geometry.shape.layers {
-            // SAFETY: `keys`, which nobody writes.
+            // SAFETY: `keys`, which nothing writes.
             let rows = unsafe { rows_of(geometry, &plane)? };
             let mut bytes = Vec::new();
-            // One that wants rows of its own keeps nothing of these.
-            if trial.seal(layer, 0, 0, &rows).is_ok() && trial.save(layer, 0, &mut bytes).is_ok() {
+            // A policy with rows of its own stores nothing for these.
+            if probe.seal(layer, 0, 0, &rows).is_ok() && probe.save(layer, 0, &mut bytes).is_ok() {
                 most = most.max(bytes.len());
             }
         }
-        if most == 0 && wants_keys(&**policy) {
+        if most == 0 && needs_block_keys(&**policy) {
             return Ok(0);
         }
-        (longest, kept) = (longest + WORD + most, kept + most);
+        (max_row_bytes, kept_bytes) = (max_row_bytes + WORD + most, kept_bytes + most);
     }
-    Ok(if kept > 0 { (MAGIC.len() + longest).next_multiple_of(8) } else { 0 })
+    Ok(if kept_bytes > 0 { (MAGIC.len() + max_row_bytes).next_multiple_of(8) } else { 0 })
 }
