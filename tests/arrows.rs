@@ -1,7 +1,7 @@
 //! Rules that a reader of the sources relies on, checked by reading them: imports inside the
-//! library point down, inside the store too; system facilities are reached through `base` and
-//! `io`; functions stay readable; the store speaks the glossary's words. The dependencies between
-//! packages are cargo's.
+//! library point down, inside the store and the streamer too; system facilities are reached through
+//! `base` and `io`; functions stay readable; the store speaks the glossary's words. The
+//! dependencies between packages are cargo's.
 
 use std::path::{Path, PathBuf};
 
@@ -31,6 +31,10 @@ const STORE: [&[&str]; 5] = [
     &["state"],
     &["admission", "events", "job_queues", "plan", "ready_event", "token_path"],
 ];
+
+/// The streamer's modules from the top down, with the same rule.
+const STREAM: [&[&str]; 7] =
+    [&["streamer"], &["memory"], &["scheduler"], &["plan"], &["checksums"], &["units"], &["model"]];
 
 /// Words that the glossary replaces: no part of an identifier of the store.
 const RETIRED: [&str; 24] = [
@@ -146,40 +150,63 @@ fn the_check_sees_an_arrow_that_points_up() {
     assert!(allowed("ffi", "base") && allowed("offload", "store") && !allowed("store", "offload"));
 }
 
-/// The level of a module of the store.
-fn store_level(module: &str) -> Option<usize> {
-    STORE.iter().position(|modules| modules.contains(&module))
+/// The level of a module.
+fn level_of(module: &str, levels: &[&[&str]]) -> Option<usize> {
+    levels.iter().position(|modules| modules.contains(&module))
 }
 
-/// Modules of the store that a text names.
-fn named_in_store(code: &str) -> Vec<String> {
+/// Modules that a text names by a prefix such as `crate::store::`.
+fn named_in(code: &str, prefix: &str) -> Vec<String> {
     let name = |rest: &str| -> String {
         rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
     };
-    let names = code.split("crate::store::").skip(1).map(name);
+    let names = code.split(prefix).skip(1).map(name);
     names.filter(|name| !name.is_empty()).collect()
 }
 
-#[test]
-fn imports_inside_the_store_point_down() {
+/// Imports between modules of a folder that point to a higher level.
+fn upward_imports(folder: &str, levels: &[&[&str]]) -> Vec<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(folder);
+    let prefix = format!("crate::{folder}::");
     let mut wrong = Vec::new();
-    for (path, text) in sources_below("src/store") {
-        let below = path.strip_prefix(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/store"));
-        let first = below.expect("in the store").components().next().expect("a name");
+    for (path, text) in sources_below(&format!("src/{folder}")) {
+        let below = path.strip_prefix(&root).expect("in the folder");
+        let first = below.components().next().expect("a name");
         let here = first.as_os_str().to_string_lossy().trim_end_matches(".rs").to_string();
         if here == "mod" {
             continue;
         }
-        let Some(level) = store_level(&here) else { panic!("{here} is on no level of the store") };
+        let Some(level) = level_of(&here, levels) else {
+            panic!("{here} is on no level of {folder}")
+        };
         for (i, line) in production(&text).lines().enumerate() {
-            for there in named_in_store(line.split("//").next().unwrap_or("")) {
-                if store_level(&there).is_none_or(|below| below < level) {
+            for there in named_in(line.split("//").next().unwrap_or(""), &prefix) {
+                if level_of(&there, levels).is_none_or(|below| below < level) {
                     wrong.push(format!("{}:{}: {here} -> {there}", path.display(), i + 1));
                 }
             }
         }
     }
+    wrong
+}
+
+#[test]
+fn imports_inside_the_store_point_down() {
+    let wrong = upward_imports("store", &STORE);
     assert!(wrong.is_empty(), "imports that point up:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn imports_inside_the_streamer_point_down() {
+    let wrong = upward_imports("stream", &STREAM);
+    assert!(wrong.is_empty(), "imports that point up:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn the_level_check_sees_an_import_that_points_up() {
+    assert_eq!(named_in("use crate::stream::plan::{Plan};", "crate::stream::"), ["plan"]);
+    assert!(level_of("streamer", &STREAM) < level_of("model", &STREAM));
+    assert_eq!(level_of("places", &STREAM), None);
 }
 
 /// The words of an identifier: of `told_far` and `ToldFar` *told* and *far*.
