@@ -276,11 +276,7 @@ pub unsafe extern "C" fn kvt_sums_open(
             let (lse, sums) =
                 (numbers(lse, lse_count, MAX_NUMBERS)?, numbers_mut(sums, sum_count)?);
             let by_head = flags & KVT_SUMS_BY_HEAD != 0;
-            open(
-                Kernel::Sums(ColumnSums::new(args, lse, first, by_head, sums)?),
-                planes,
-                job_out,
-            )
+            open(Kernel::Sums(ColumnSums::new(args, lse, first, by_head, sums)?), planes, job_out)
         }
     };
     // SAFETY: the caller's promise about `err`.

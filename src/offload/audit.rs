@@ -14,7 +14,7 @@ use crate::base::status::{Result, Status};
 use crate::device::Memory;
 use crate::fail;
 use crate::offload::copies::{address_of, row_copy};
-use crate::offload::evict::{Retained, RetainedTokens};
+use crate::offload::evict::{Retained, TokensLeft};
 use crate::offload::memory::OwnedMemory;
 use crate::offload::views::rows_of;
 use crate::offload::{Offload, end};
@@ -95,7 +95,7 @@ impl Offload {
         let left = one
             .retained
             .as_ref()
-            .map(|retained: &Retained| RetainedTokens::new(retained, one.tokens()));
+            .map(|retained: &Retained| TokensLeft::new(retained, one.tokens()));
         let mut attention = AttentionShares::new(&geometry.shape, queries, selection, left)?;
         let at_once = (geometry.buffer_tokens / block) as usize;
         for (part, ids) in selection.candidates.chunks(at_once).enumerate() {
@@ -175,7 +175,7 @@ impl SoftmaxSum {
 /// Attention shares of some queries, computed block by block.
 struct AttentionShares<'a> {
     shape: Shape,
-    left: Option<RetainedTokens<'a>>,
+    left: Option<TokensLeft<'a>>,
     /// Elements of the queries, and the position of the first query.
     queries: Vec<f32>,
     count: u32,
@@ -191,7 +191,7 @@ impl<'a> AttentionShares<'a> {
         shape: &Shape,
         queries: &Rows<'_>,
         selection: &Selection<'_>,
-        left: Option<RetainedTokens<'a>>,
+        left: Option<TokensLeft<'a>>,
     ) -> Result<AttentionShares<'a>> {
         let count = queries.tokens().min(MOST_QUERIES);
         let skipped = queries.tokens() - count;
@@ -244,7 +244,7 @@ impl<'a> AttentionShares<'a> {
         let (heads, group) = (self.shape.query_heads, self.shape.group());
         let (dim, scale) = (self.shape.key_dim as usize, self.shape.softmax_scale());
         for head in key_head * group..(key_head + 1) * group {
-            let list = |left: &RetainedTokens<'_>| match left.lists() {
+            let list = |left: &TokensLeft<'_>| match left.lists() {
                 1 => 0,
                 lists if lists == heads as usize => head as usize,
                 _ => key_head as usize,

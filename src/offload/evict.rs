@@ -60,7 +60,7 @@ impl Offload {
             let lists = keep.heads.len() as u64;
             let before = match &one.retained {
                 Some(retained) => (0..keep.heads.len())
-                    .map(|at| RetainedTokens::new(retained, all).count(at) as u64)
+                    .map(|at| TokensLeft::new(retained, all).count(at) as u64)
                     .sum(),
                 None => lists * u64::from(all),
             };
@@ -110,9 +110,9 @@ impl Offload {
     }
 
     /// The retained tokens of a layer; none = all.
-    pub fn retained(&self, layer: u32) -> Result<Option<RetainedTokens<'_>>> {
+    pub fn retained(&self, layer: u32) -> Result<Option<TokensLeft<'_>>> {
         let one = self.layer(layer)?;
-        Ok(one.retained.as_ref().map(|retained| RetainedTokens::new(retained, one.tokens())))
+        Ok(one.retained.as_ref().map(|retained| TokensLeft::new(retained, one.tokens())))
     }
 
     /// Drops blocks of which no head retains a token.
@@ -178,14 +178,14 @@ impl Retained {
 
 /// The retained tokens of a layer.
 #[derive(Clone, Debug)]
-pub struct RetainedTokens<'a> {
+pub struct TokensLeft<'a> {
     lists: &'a Lists,
     new: Range<u32>,
 }
 
-impl<'a> RetainedTokens<'a> {
-    pub(super) fn new(retained: &'a Retained, tokens: u32) -> RetainedTokens<'a> {
-        RetainedTokens { lists: &retained.lists, new: retained.since..tokens.max(retained.since) }
+impl<'a> TokensLeft<'a> {
+    pub(super) fn new(retained: &'a Retained, tokens: u32) -> TokensLeft<'a> {
+        TokensLeft { lists: &retained.lists, new: retained.since..tokens.max(retained.since) }
     }
 
     /// Number of lists: one for each key head or query head, or one for all.
@@ -231,7 +231,7 @@ mod tests {
         for tokens in 0..16 {
             let mut some = retained(&lists, 10);
             some.cut(tokens);
-            let left = RetainedTokens::new(&some, tokens.min(14));
+            let left = TokensLeft::new(&some, tokens.min(14));
             assert_eq!(left.lists(), 3);
             for (at, list) in lists.iter().enumerate() {
                 let all = list.iter().copied().chain(10..14);

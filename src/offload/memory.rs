@@ -6,7 +6,7 @@ use crate::base::sync::Arc;
 use crate::device::Memory;
 use crate::fail;
 use crate::store::handle::Store;
-use crate::tier::device::{GRAIN_BYTES, Slab};
+use crate::tier::device::{PIECE_ALIGN_BYTES, Slab};
 
 /// The memory to use for the ring and the tails.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -112,10 +112,10 @@ impl OwnedMemory {
 
 fn check_lent(lent: &LentMemory, bytes: u64) -> Result<()> {
     let LentMemory { address, bytes: has } = *lent;
-    if address == 0 || address % GRAIN_BYTES != 0 || address.checked_add(has).is_none() {
+    if address == 0 || address % PIECE_ALIGN_BYTES != 0 || address.checked_add(has).is_none() {
         fail!(
             Invalid,
-            "lent memory at {address:#x}: its address must be a multiple of {GRAIN_BYTES}"
+            "lent memory at {address:#x}: its address must be a multiple of {PIECE_ALIGN_BYTES}"
         );
     }
     if has < bytes {

@@ -52,7 +52,7 @@ use crate::offload::ring::{Ring, Tail};
 use crate::sparse::RetainedTokens;
 use crate::store::handle::Store;
 use crate::store::state::Level;
-pub use evict::RetainedTokens;
+pub use evict::TokensLeft;
 pub use load::{BlockSelection, Loaded};
 pub use memory::{LentMemory, RingPlacement};
 pub use opts::{Opts, Policies};
