@@ -3,7 +3,7 @@
 use crate::base::status::Result;
 
 /// What memory, offsets and lengths are multiples of.
-pub const DIRECT_GRAIN_BYTES: u64 = 4096;
+pub const DIRECT_ALIGN_BYTES: u64 = 4096;
 
 /// A file that is read like that, of one device. Numbers are not used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub trait Direct {
     /// No read of the file is under way.
     unsafe fn remove_file(&self, file: DirectFile) -> Result<()>;
 
-    /// Memory of the device that is read into: from a multiple of [`DIRECT_GRAIN_BYTES`].
+    /// Memory of the device that is read into: from a multiple of [`DIRECT_ALIGN_BYTES`].
     ///
     /// # Safety
     /// It stays the device's until [`Direct::remove_memory`].
@@ -43,7 +43,7 @@ pub trait Direct {
     unsafe fn remove_memory(&self, address: u64) -> Result<()>;
 
     /// Reads bytes that the file has into memory that was added: offset, length and address are
-    /// multiples of [`DIRECT_GRAIN_BYTES`]. After an error nobody knows what is in the memory.
+    /// multiples of [`DIRECT_ALIGN_BYTES`]. After an error nobody knows what is in the memory.
     ///
     /// # Safety
     /// Nobody else uses the memory until this returns: also no batch of the device.

@@ -10,7 +10,7 @@ use crate::base::sync::{Condvar, Mutex};
 use crate::device::pool::Pool;
 use crate::device::strips::{gather, scatter};
 use crate::device::{
-    Copy, Device, DeviceMemory, Event, Facts, MAX_STREAMS, Memory, State, Stream, Way, check,
+    Copy, Device, DeviceMemory, Direction, Event, Facts, MAX_STREAMS, Memory, State, Stream, check,
 };
 use crate::fail;
 
@@ -176,9 +176,9 @@ impl Device for Host {
         for copy in copies {
             // SAFETY: the caller's promise.
             let sum = unsafe {
-                match copy.way {
-                    Way::Gather => gather(&copy.tensor, copy.plane, copy.wants_sum),
-                    Way::Scatter => scatter(&copy.tensor, copy.plane, copy.wants_sum),
+                match copy.direction {
+                    Direction::Gather => gather(&copy.tensor, copy.plane, copy.wants_sum),
+                    Direction::Scatter => scatter(&copy.tensor, copy.plane, copy.wants_sum),
                 }
             };
             copy.sum = sum.unwrap_or(0);

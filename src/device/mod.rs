@@ -25,20 +25,19 @@ pub mod cuda;
 pub mod direct;
 pub mod foreign;
 pub mod host;
-mod moved;
+pub mod op_wait;
 mod pool;
 pub mod simulated;
 mod slots;
 mod strips;
-pub mod until;
 pub mod window;
 
 /// Most streams of a device.
 pub const MAX_STREAMS: u32 = 64;
 /// Most streams that a device lends at a time, where it makes them for that.
-pub const MAX_LENT: usize = 16;
+pub const MAX_LEASED_STREAMS: usize = 16;
 /// Most promises of a device that are known at once.
-pub const MAX_PROMISES: usize = 1024;
+pub const MAX_USER_EVENTS: usize = 1024;
 /// Most copies of one batch.
 pub const MAX_COPIES: usize = 65_536;
 
@@ -70,7 +69,7 @@ pub enum Memory {
 
 /// Which way a copy goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Direction {
     /// From the tensor into the plane.
     Gather,
     /// From the plane into the tensor.
@@ -114,7 +113,7 @@ pub struct Facts {
 
 /// One plane to copy, between a tensor and canonical order.
 pub struct Copy<'a> {
-    /// The tokens of the tensor; for [`Way::Scatter`] checked as a target.
+    /// The tokens of the tensor; for [`Direction::Scatter`] checked as a target.
     pub tensor: Span<'a>,
     /// Where the tensor is valid.
     pub memory: Memory,
@@ -123,7 +122,7 @@ pub struct Copy<'a> {
     /// Where the plane is valid.
     pub plane_memory: Memory,
     /// Which way.
-    pub way: Way,
+    pub direction: Direction,
     /// Its checksum is wanted: of the plane, in canonical order. An asynchronous device sums the
     /// side that is in its memory, what was read there or what is there now; where both are, the
     /// target.
@@ -135,26 +134,32 @@ pub struct Copy<'a> {
 
 impl<'a> Copy<'a> {
     /// A copy of tokens of a view in host memory, without a sum.
-    pub fn new(view: &View<'a>, first: u32, tokens: u32, plane: *mut u8, way: Way) -> Result<Self> {
-        let side = if way == Way::Gather { Side::Source } else { Side::Target };
+    pub fn new(
+        view: &View<'a>,
+        first: u32,
+        tokens: u32,
+        plane: *mut u8,
+        direction: Direction,
+    ) -> Result<Self> {
+        let side = if direction == Direction::Gather { Side::Source } else { Side::Target };
         let tensor = view.span(first, tokens, side)?;
         let (memory, plane_memory) = (Memory::Host, Memory::Host);
-        Ok(Copy { tensor, memory, plane, plane_memory, way, wants_sum: false, sum: 0 })
+        Ok(Copy { tensor, memory, plane, plane_memory, direction, wants_sum: false, sum: 0 })
     }
 }
 
 impl Copy<'static> {
     /// A copy of plain bytes between host memory and where `memory` says, without a sum:
-    /// [`Way::Scatter`] goes to the device.
+    /// [`Direction::Scatter`] goes to the device.
     pub fn bytes(
         host: *mut u8,
         address: u64,
         bytes: u64,
-        way: Way,
+        direction: Direction,
         memory: Memory,
     ) -> Result<Copy<'static>> {
         let view = View::canonical(address, 1, bytes);
-        Ok(Copy { memory, ..Copy::new(&view, 0, 1, host, way)? })
+        Ok(Copy { memory, ..Copy::new(&view, 0, 1, host, direction)? })
     }
 }
 
@@ -233,8 +238,8 @@ pub trait Device: Send + Sync {
     /// as fast as they can be. Devices to which all host memory is the same do nothing.
     ///
     /// # Safety
-    /// The memory stays what it is until [`Device::forget_host`].
-    unsafe fn know_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
+    /// The memory stays what it is until [`Device::unregister_host`].
+    unsafe fn register_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
         let _ = (address, bytes);
         Ok(())
     }
@@ -243,7 +248,7 @@ pub trait Device: Send + Sync {
     ///
     /// # Safety
     /// No work that uses the memory is under way.
-    unsafe fn forget_host(&self, address: *mut u8) -> Result<()> {
+    unsafe fn unregister_host(&self, address: *mut u8) -> Result<()> {
         let _ = address;
         Ok(())
     }
@@ -253,7 +258,7 @@ pub trait Device: Send + Sync {
     ///
     /// # Safety
     /// It is such an event, and stays so until the event made of it has ended.
-    unsafe fn adopt(&self, raw: u64) -> Result<Event> {
+    unsafe fn import_event(&self, raw: u64) -> Result<Event> {
         fail!(Unsupported, "the {} device knows no event {raw:#x}", self.facts().name)
     }
 
@@ -262,7 +267,7 @@ pub trait Device: Send + Sync {
     ///
     /// # Safety
     /// It is such a stream.
-    unsafe fn hold(&self, raw_stream: u64, event: Event) -> Result<()> {
+    unsafe fn stream_wait_event(&self, raw_stream: u64, event: Event) -> Result<()> {
         let _ = event;
         fail!(Unsupported, "the {} device knows no stream {raw_stream:#x}", self.facts().name)
     }
@@ -270,18 +275,18 @@ pub trait Device: Send + Sync {
     /// An event that comes when it is said to: [`Device::keep`]. It can be waited for before
     /// that, by batches, streams and threads, and is released like any other.
     /// [`Status::Unsupported`] where there is no such thing; a device has room for some.
-    fn promise(&self) -> Result<Event> {
+    fn create_user_event(&self) -> Result<Event> {
         fail!(Unsupported, "the {} device makes no promises", self.facts().name)
     }
 
     /// Has such an event come, if it has not: what waits for it goes on. [`Status::Handle`]: it
     /// is no promise of this device's. The device keeps all that are open when it is closed.
-    fn keep(&self, event: Event) -> Result<()> {
+    fn signal_event(&self, event: Event) -> Result<()> {
         fail!(Handle, "event {:#x} is no promise of the {} device's", event.0, self.facts().name)
     }
 
     /// Keeps all promises that are open: what they were to wait for ends now.
-    fn keep_all(&self) {}
+    fn signal_all_events(&self) {}
 
     /// Puts kernels on a stream, as `submit` does copies.
     ///
@@ -294,39 +299,39 @@ pub trait Device: Send + Sync {
 
     /// Whether `submit` keeps its caller until what such copies are behind has ended: where the
     /// driver takes bytes only then, in the call.
-    fn keeps_caller(&self, copies: &[Copy<'_>]) -> bool {
+    fn may_block_submit(&self, copies: &[Copy<'_>]) -> bool {
         let _ = copies;
         false
     }
 
     /// Streams that are never lent: 0 to one less than this. What must not wait for long behind
     /// anything of others' goes to one of these.
-    fn common_streams(&self) -> u32 {
+    fn shared_streams(&self) -> u32 {
         self.facts().streams
     }
 
-    /// Lends a stream that the device gives to nobody else until [`Device::take_back`]: for
+    /// Lends a stream that the device gives to nobody else until [`Device::return_stream`]: for
     /// batches behind events that may come late, so that they hold up nothing else.
     /// [`Status::Again`]: there is none, or none now.
-    fn lend(&self) -> Result<Stream> {
+    fn lease_stream(&self) -> Result<Stream> {
         fail!(Again, "the {} device has no stream to lend", self.facts().name)
     }
 
     /// Takes such a stream back, when all that was put on it has ended.
-    fn take_back(&self, stream: Stream) {
+    fn return_stream(&self, stream: Stream) {
         let _ = stream;
     }
 
     /// What places and lengths in windows of the device are multiples of.
     /// [`Status::Unsupported`] where it has none.
-    fn window_grain(&self) -> Result<u64> {
+    fn window_granularity(&self) -> Result<u64> {
         let name = self.facts().name;
         fail!(Unsupported, "the {name} device has no addresses that stay while memory moves")
     }
 
     /// Reserves at least so many bytes of addresses, without memory.
     fn window(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
-        self.window_grain()?;
+        self.window_granularity()?;
         fail!(Unsupported, "the {} device reserves no {bytes} addresses", self.facts().name)
     }
 

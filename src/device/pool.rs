@@ -26,7 +26,7 @@ pub struct Pool {
 struct Blocks {
     last: u64,
     used_bytes: u64,
-    given: BTreeMap<u64, Buffer>,
+    allocations: BTreeMap<u64, Buffer>,
     kept: VecDeque<Buffer>,
     kept_bytes: u64,
 }
@@ -68,7 +68,7 @@ impl Pool {
         let mut blocks = self.blocks.lock();
         let buffer = mapped.inspect_err(|_| blocks.used_bytes -= bytes)?;
         let address = buffer.address().expose_provenance() as u64;
-        blocks.given.insert(number, buffer);
+        blocks.allocations.insert(number, buffer);
         Ok(DeviceMemory { address, bytes, memory: self.memory, number })
     }
 
@@ -78,10 +78,10 @@ impl Pool {
         let ours = |buffer: &Buffer| {
             (buffer.address() as u64, buffer.bytes()) == (memory.address, memory.bytes)
         };
-        if !blocks.given.get(&memory.number).is_some_and(ours) {
+        if !blocks.allocations.get(&memory.number).is_some_and(ours) {
             fail!(Handle, "the memory at {:#x} is not the device's, or free", memory.address);
         }
-        let Some(buffer) = blocks.given.remove(&memory.number) else {
+        let Some(buffer) = blocks.allocations.remove(&memory.number) else {
             return Err(Status::Handle.into());
         };
         blocks.used_bytes -= buffer.bytes();

@@ -6,9 +6,10 @@
 //! the seed chooses. Across streams, batches overtake each other. One seed and one
 //! order of calls give one run.
 
+mod copy;
 mod opts;
-mod promise;
 mod streams;
+mod user_events;
 mod window;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -16,12 +17,13 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use crate::base::clock::Clock;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, Guard, Mutex, Weak};
-use crate::device::moved::Moved;
 use crate::device::pool::Pool;
+use crate::device::simulated::copy::LoweredCopy;
 use crate::device::slots::Slots;
 use crate::device::window::Window;
 use crate::device::{
-    Copy, Device, DeviceMemory, Event, Facts, MAX_LENT, MAX_STREAMS, Memory, State, Stream, check,
+    Copy, Device, DeviceMemory, Event, Facts, MAX_LEASED_STREAMS, MAX_STREAMS, Memory, State,
+    Stream, check,
 };
 use crate::fail;
 pub use opts::SimulatedOpts;
@@ -48,7 +50,7 @@ struct Batch {
     /// It touches its targets although it fails: what came before did not.
     spoils: bool,
     loses: bool,
-    copies: Vec<Moved>,
+    copies: Vec<LoweredCopy>,
 }
 
 enum Phase {
@@ -74,12 +76,12 @@ struct Inner {
     /// When each stream has done what it was given.
     free_ns: Vec<u64>,
     /// Which of the streams after its own are lent.
-    lent: [bool; MAX_LENT],
+    leased: [bool; MAX_LEASED_STREAMS],
     /// Batches of each stream of which nobody knows when they begin: they, or those before
     /// them, are behind a promise.
     parked: Vec<VecDeque<Event>>,
     /// Events that are promises, kept or not.
-    promises: BTreeSet<u64>,
+    user_events: BTreeSet<u64>,
     /// What happens next: by time, then by the order in which it was planned.
     agenda: BTreeMap<(u64, u64), (Event, Step)>,
     planned: u64,
@@ -110,10 +112,12 @@ impl Simulated {
             crossed: 0,
             lost: false,
             closed: false,
-            free_ns: vec![0; opts.streams as usize + MAX_LENT],
-            lent: [false; MAX_LENT],
-            parked: (0..opts.streams as usize + MAX_LENT).map(|_| VecDeque::new()).collect(),
-            promises: BTreeSet::new(),
+            free_ns: vec![0; opts.streams as usize + MAX_LEASED_STREAMS],
+            leased: [false; MAX_LEASED_STREAMS],
+            parked: (0..opts.streams as usize + MAX_LEASED_STREAMS)
+                .map(|_| VecDeque::new())
+                .collect(),
+            user_events: BTreeSet::new(),
             agenda: BTreeMap::new(),
             planned: 0,
             known: Slots::new(MAX_EVENTS),
@@ -203,7 +207,7 @@ impl Inner {
     }
 
     /// Chooses the copies that are to come wrong.
-    fn spoil(&mut self, opts: &SimulatedOpts, copies: &mut [Moved]) {
+    fn spoil(&mut self, opts: &SimulatedOpts, copies: &mut [LoweredCopy]) {
         for copy in copies.iter_mut().filter(|copy| copy.crosses) {
             self.crossed += 1;
             let by_chance = opts.damage_permille > 0 && self.up_to(999) < opts.damage_permille;
@@ -216,7 +220,7 @@ impl Inner {
             let (event, step) = next.remove();
             let Ok(Phase::Pending(batch)) = self.known.get_mut(event) else { continue };
             match step {
-                Step::Start if batch.touches() => batch.copies.iter().for_each(Moved::write),
+                Step::Start if batch.touches() => batch.copies.iter().for_each(LoweredCopy::write),
                 Step::Read(copy) if batch.touches() => batch.copies[copy].read(),
                 Step::Finish => self.finish(event),
                 _ => {}
@@ -230,7 +234,7 @@ impl Inner {
             return self.lose();
         }
         if batch.doom.is_none() {
-            batch.copies.iter().for_each(Moved::write);
+            batch.copies.iter().for_each(LoweredCopy::write);
         }
         let outcome = batch.doom.map_or(Ok(()), Err);
         self.end(event, outcome);
@@ -261,7 +265,7 @@ impl Inner {
         if let Ok(phase) = self.known.get_mut(event) {
             let sums = match phase {
                 Phase::Pending(batch) if outcome.is_ok() => {
-                    batch.copies.iter().filter_map(Moved::sum).collect()
+                    batch.copies.iter().filter_map(LoweredCopy::sum).collect()
                 }
                 _ => Vec::new(),
             };
@@ -316,12 +320,12 @@ impl Device for Simulated {
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
         let mut facts = self.facts();
-        if self.inner.lock().lends(stream.0.wrapping_sub(self.opts.streams)) {
+        if self.inner.lock().is_leased(stream.0.wrapping_sub(self.opts.streams)) {
             facts.streams = stream.0 + 1;
         }
         check(&facts, stream, copies)?;
-        let mut lowered: Vec<Moved> =
-            copies.iter().map(|copy| Moved::lower(copy, POISON)).collect::<Result<_>>()?;
+        let mut lowered: Vec<LoweredCopy> =
+            copies.iter().map(|copy| LoweredCopy::lower(copy, POISON)).collect::<Result<_>>()?;
         self.check_windows(&lowered)?;
         let mut inner = self.now();
         let now = self.clock.now_ns();
@@ -414,7 +418,7 @@ impl Device for Simulated {
             return Err(Status::Busy.into());
         }
         inner.ended.retain(|ended| *ended != event);
-        inner.promises.remove(&event.0);
+        inner.user_events.remove(&event.0);
         inner.known.remove(event).map(|_| ())
     }
 
@@ -430,28 +434,28 @@ impl Device for Simulated {
         self.pool.free(memory)
     }
 
-    fn promise(&self) -> Result<Event> {
-        self.make_promise()
+    fn create_user_event(&self) -> Result<Event> {
+        self.new_user_event()
     }
 
-    fn keep(&self, event: Event) -> Result<()> {
-        self.keep_promise(event)
+    fn signal_event(&self, event: Event) -> Result<()> {
+        self.signal_user_event(event)
     }
 
-    fn keep_all(&self) {
-        self.keep_open(&mut self.now());
+    fn signal_all_events(&self) {
+        self.signal_open_events(&mut self.now());
     }
 
-    fn lend(&self) -> Result<Stream> {
-        self.inner.lock().lend(self.opts.streams)
+    fn lease_stream(&self) -> Result<Stream> {
+        self.inner.lock().lease_stream(self.opts.streams)
     }
 
-    fn take_back(&self, stream: Stream) {
-        self.inner.lock().take_back(stream.0.wrapping_sub(self.opts.streams));
+    fn return_stream(&self, stream: Stream) {
+        self.inner.lock().return_stream(stream.0.wrapping_sub(self.opts.streams));
     }
 
-    fn window_grain(&self) -> Result<u64> {
-        self.grain()
+    fn window_granularity(&self) -> Result<u64> {
+        self.granularity()
     }
 
     fn window(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
@@ -465,7 +469,7 @@ impl Device for Simulated {
     fn close(&self, deadline_ns: u64) -> Result<()> {
         let mut inner = self.now();
         inner.closed = true;
-        self.keep_open(&mut inner);
+        self.signal_open_events(&mut inner);
         while inner.pending > 0 {
             let until = inner.agenda.first_key_value().map_or(0, |((time, _), _)| *time);
             if !self.sleep(&mut inner, until, deadline_ns) {

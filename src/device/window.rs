@@ -20,7 +20,7 @@ pub trait Window: Send + Sync {
     fn bytes(&self) -> u64;
 
     /// What places and lengths are multiples of.
-    fn grain_bytes(&self) -> u64;
+    fn granularity_bytes(&self) -> u64;
 
     /// Memory of the device, behind no addresses yet. `NoMem` when there is not so
     /// much.
@@ -49,7 +49,7 @@ pub trait Window: Send + Sync {
 
 /// A piece, and what its device knows of it.
 #[derive(Clone, Copy)]
-pub struct Known<T> {
+pub struct PieceState<T> {
     /// What its device knows.
     pub own: T,
     /// How long it is.
@@ -61,24 +61,24 @@ pub struct Known<T> {
 /// The pieces of a window, and where they are.
 pub struct Pieces<T> {
     bytes: u64,
-    grain_bytes: u64,
+    granularity_bytes: u64,
     last: u64,
-    known: BTreeMap<u64, Known<T>>,
+    known: BTreeMap<u64, PieceState<T>>,
     /// Of those that have addresses: from where to where.
     placed: BTreeMap<u64, u64>,
 }
 
 impl<T: Copy> Pieces<T> {
     /// None, of a window of so many bytes.
-    pub fn new(bytes: u64, grain_bytes: u64) -> Pieces<T> {
+    pub fn new(bytes: u64, granularity_bytes: u64) -> Pieces<T> {
         let (known, placed) = (BTreeMap::new(), BTreeMap::new());
-        Pieces { bytes, grain_bytes, last: 0, known, placed }
+        Pieces { bytes, granularity_bytes, last: 0, known, placed }
     }
 
     /// Whether a piece may be so long.
     pub fn check_length(&self, bytes: u64) -> Result<()> {
-        if bytes == 0 || bytes % self.grain_bytes != 0 {
-            fail!(Invalid, "{bytes} bytes for a window, by {}", self.grain_bytes);
+        if bytes == 0 || bytes % self.granularity_bytes != 0 {
+            fail!(Invalid, "{bytes} bytes for a window, by {}", self.granularity_bytes);
         }
         Ok(())
     }
@@ -86,12 +86,12 @@ impl<T: Copy> Pieces<T> {
     /// One more.
     pub fn add(&mut self, own: T, bytes: u64) -> Piece {
         self.last += 1;
-        self.known.insert(self.last, Known { own, bytes, at: None });
+        self.known.insert(self.last, PieceState { own, bytes, at: None });
         Piece(self.last)
     }
 
     /// What is known of one.
-    pub fn get(&self, piece: Piece) -> Result<Known<T>> {
+    pub fn get(&self, piece: Piece) -> Result<PieceState<T>> {
         let Some(known) = self.known.get(&piece.0) else {
             fail!(Handle, "piece {} is none of this window, or was given back", piece.0);
         };
@@ -102,9 +102,9 @@ impl<T: Copy> Pieces<T> {
     pub fn check_place(&self, piece: Piece, at: u64) -> Result<()> {
         let known = self.get(piece)?;
         let end = at.checked_add(known.bytes).filter(|end| *end <= self.bytes);
-        let (Some(end), 0) = (end, at % self.grain_bytes) else {
-            let (bytes, grain) = (known.bytes, self.grain_bytes);
-            fail!(Invalid, "{bytes} bytes at {at} of a window of {}, by {grain}", self.bytes);
+        let (Some(end), 0) = (end, at % self.granularity_bytes) else {
+            let (bytes, granularity) = (known.bytes, self.granularity_bytes);
+            fail!(Invalid, "{bytes} bytes at {at} of a window of {}, by {granularity}", self.bytes);
         };
         let others = self.placed.range(..end).rev().filter(|(from, _)| Some(**from) != known.at);
         match others.into_iter().next() {
@@ -129,7 +129,7 @@ impl<T: Copy> Pieces<T> {
 
     /// One less.
     pub fn remove(&mut self, piece: Piece) {
-        if let Some(Known { at: Some(from), .. }) = self.known.remove(&piece.0) {
+        if let Some(PieceState { at: Some(from), .. }) = self.known.remove(&piece.0) {
             self.placed.remove(&from);
         }
     }

@@ -9,10 +9,10 @@ use crate::base::owner::Owner;
 use crate::base::slab::{Pin, Slab};
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex};
-use crate::device::cuda::{Choice, Cuda, CudaOpts};
+use crate::device::cuda::{CopyMethodChoice, Cuda, CudaOpts};
 use crate::device::host::Host;
+use crate::device::op_wait::SignalOnShutdown;
 use crate::device::simulated::{Simulated, SimulatedOpts};
-use crate::device::until::Keeper;
 use crate::device::{Device, MAX_STREAMS};
 use crate::fail;
 use crate::ffi::device_custom::{kvt_device_custom_t, with_custom};
@@ -142,7 +142,7 @@ pub(crate) struct DeviceNoun {
     pub(crate) device: Arc<dyn Device>,
     kind: u32,
     /// Hears of the runtime's end.
-    _keeper: Arc<Keeper>,
+    _keeper: Arc<SignalOnShutdown>,
     /// Nothing is opened with it any more.
     closing: Mutex<bool>,
 }
@@ -214,7 +214,7 @@ unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
         ordinal: given.ordinal,
         context: given.context,
         streams: streams.to_vec(),
-        choice: Choice::Measured,
+        choice: CopyMethodChoice::Measured,
         arena: (given.arena, given.arena_bytes),
         peers: peers.to_vec(),
         verify: given.flags & KVT_DEVICE_VERIFY != 0,
@@ -290,7 +290,7 @@ pub unsafe extern "C" fn kvt_device_open(
             core.check_open()?;
             let clock = core.clock().clone();
             let put = |device: Arc<dyn Device>| {
-                let keeper = Keeper::new(&device);
+                let keeper = SignalOnShutdown::new(&device);
                 let owner: Arc<dyn Owner> = keeper.clone();
                 core.add_owner(Arc::downgrade(&owner));
                 let (core, kind, closing) = (core.clone(), given.kind, Mutex::new(false));

@@ -336,7 +336,7 @@ impl Engine for Called {
         })
     }
 
-    fn know_host(&self, address: u64, bytes: u64) -> Result<()> {
+    fn register_host(&self, address: u64, bytes: u64) -> Result<()> {
         self.call(|table, user_data| match table.register_host {
             // SAFETY: function and data came together.
             Some(know) => result("know_host", unsafe { know(user_data, address, bytes) }),
@@ -344,11 +344,11 @@ impl Engine for Called {
         })
     }
 
-    fn forget_host(&self, address: u64) -> Result<()> {
-        self.know_host(address, 0)
+    fn unregister_host(&self, address: u64) -> Result<()> {
+        self.register_host(address, 0)
     }
 
-    fn adopt(&self, raw: u64) -> Result<u64> {
+    fn import_event(&self, raw: u64) -> Result<u64> {
         self.call(|table, user_data| {
             let Some(adopt) = table.import_event else { return none("adopt") };
             let mut event = 0;
@@ -358,7 +358,7 @@ impl Engine for Called {
         })
     }
 
-    fn hold(&self, raw_stream: u64, event: u64) -> Result<()> {
+    fn stream_wait_event(&self, raw_stream: u64, event: u64) -> Result<()> {
         self.call(|table, user_data| {
             let Some(hold) = table.stream_wait else { return none("hold") };
             // SAFETY: function and data came together.
@@ -366,7 +366,7 @@ impl Engine for Called {
         })
     }
 
-    fn promise(&self) -> Result<u64> {
+    fn create_user_event(&self) -> Result<u64> {
         self.call(|table, user_data| {
             let Some(promise) = table.create_event else { return none("promise") };
             let mut event = 0;
@@ -376,7 +376,7 @@ impl Engine for Called {
         })
     }
 
-    fn keep(&self, event: u64) -> Result<()> {
+    fn signal_event(&self, event: u64) -> Result<()> {
         self.call(|table, user_data| {
             let Some(keep) = table.signal_event else { return none("keep") };
             // SAFETY: function and data came together.

@@ -3,7 +3,7 @@
 use crate::base::callback::refuse_reentry;
 use crate::base::op::Op;
 use crate::base::status::{Error, Status};
-use crate::device::until::hold_until_released;
+use crate::device::op_wait::stream_wait_op;
 use crate::device::{Event, State};
 use crate::fail;
 use crate::ffi::device::{kvt_device_t, with_device, with_open_device};
@@ -225,7 +225,7 @@ pub unsafe extern "C" fn kvt_device_import_event(
         // SAFETY: the caller's promise.
         unsafe { require(out_event)? };
         // SAFETY: the caller's promise.
-        let event = with_device(device, |device| unsafe { device.adopt(raw) })?;
+        let event = with_device(device, |device| unsafe { device.import_event(raw) })?;
         // SAFETY: not null, and the caller's promise.
         unsafe { out_event.write(event.0) };
         Ok(())
@@ -257,7 +257,7 @@ pub unsafe extern "C" fn kvt_device_stream_wait(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        with_device(device, |device| unsafe { device.hold(raw_stream, Event(event)) })
+        with_device(device, |device| unsafe { device.stream_wait_event(raw_stream, Event(event)) })
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }
@@ -289,7 +289,7 @@ pub unsafe extern "C" fn kvt_device_create_event(
     let body = || {
         // SAFETY: the caller's promise.
         unsafe { require(out_event)? };
-        let event = with_open_device(device, |device| device.promise())?;
+        let event = with_open_device(device, |device| device.create_user_event())?;
         // SAFETY: not null, and the caller's promise.
         unsafe { out_event.write(event.0) };
         Ok(())
@@ -317,7 +317,7 @@ pub unsafe extern "C" fn kvt_device_signal_event(
     event: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || with_device(device, |device| device.keep(Event(event)));
+    let body = || with_device(device, |device| device.signal_event(Event(event)));
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }
 }
@@ -352,7 +352,7 @@ pub unsafe extern "C" fn kvt_device_stream_wait_op(
     let body = || {
         let op = pin::<Op>(op, Access::Use)?;
         // SAFETY: the caller's promise.
-        with_device(device, |device| unsafe { hold_until_released(device, raw_stream, &op) })
+        with_device(device, |device| unsafe { stream_wait_op(device, raw_stream, &op) })
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::base::status::{Result, Status};
-use crate::device::{Copy, DeviceMemory, Event, MAX_COPIES, Memory, Stream, Way};
+use crate::device::{Copy, DeviceMemory, Direction, Event, MAX_COPIES, Memory, Stream};
 use crate::fail;
 use crate::ffi::device::{kvt_device_t, with_device};
 use crate::ffi::error::kvt_error_t;
@@ -185,7 +185,7 @@ pub unsafe extern "C" fn kvt_device_register_host(
             fail!(Invalid, "{bytes} bytes of host memory at {address:p}");
         }
         // SAFETY: the caller's promise.
-        with_device(device, |device| unsafe { device.know_host(address.cast(), bytes) })
+        with_device(device, |device| unsafe { device.register_host(address.cast(), bytes) })
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }
@@ -211,7 +211,7 @@ pub unsafe extern "C" fn kvt_device_unregister_host(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        with_device(device, |device| unsafe { device.forget_host(address.cast()) })
+        with_device(device, |device| unsafe { device.unregister_host(address.cast()) })
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }
@@ -223,8 +223,8 @@ fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
         fail!(Invalid, "flags {:#x} of a copy", given.flags);
     }
     let direction = match given.direction {
-        KVT_COPY_GATHER => Way::Gather,
-        KVT_COPY_SCATTER => Way::Scatter,
+        KVT_COPY_GATHER => Direction::Gather,
+        KVT_COPY_SCATTER => Direction::Scatter,
         other => fail!(Invalid, "way {other} is neither KVT_COPY_GATHER nor _SCATTER"),
     };
     let all = plane.tokens.saturating_sub(given.first_token);

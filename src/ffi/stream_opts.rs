@@ -10,7 +10,7 @@ use crate::ffi::model::{kvt_model_t, path};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::slice::text;
 use crate::ffi::structs::{Plain, Sized_, known_flags, read};
-use crate::io::fixed::real::FixedOpts;
+use crate::io::model_files::real::ModelFilesOpts;
 use crate::stream::plan::{ComputeLocation, Links, Memory, Mode, Placement, PlanOptions};
 use crate::stream::streamer::{Opts, Verify, memory_of};
 use crate::stream::units::MAX_UNITS;
@@ -342,7 +342,7 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
             expert_policy: text("expert_policy", given.expert_policy, given.expert_policy_bytes)?
                 .to_string(),
             readers: given.readers,
-            files: FixedOpts {
+            files: ModelFilesOpts {
                 buffered: has(KVT_STREAM_BUFFERED),
                 no_uring: has(KVT_STREAM_NO_URING),
                 depth: given.depth,

@@ -31,7 +31,7 @@ impl Channel {
 
     /// Goes on with what has to be said before anything else; whether all of that has been.
     pub fn secure(&mut self) -> Result<bool, Lost> {
-        self.tls.as_mut().map_or(Ok(true), |tls| tls.shake_hands(&self.link))
+        self.tls.as_mut().map_or(Ok(true), |tls| tls.handshake(&self.link))
     }
 
     /// Whether something is to be sent besides what [`Channel::send`] was given and did not take.

@@ -34,7 +34,7 @@ pub struct Entry {
 
 /// Which way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Access {
     /// From the file into memory.
     Read,
     /// From memory into the file.
@@ -56,7 +56,7 @@ pub struct Piece {
     /// Which file.
     pub file: FileId,
     /// Which way.
-    pub way: Way,
+    pub access: Access,
     /// Where in the file.
     pub offset: u64,
     /// The ranges; those of length 0 do not count.
@@ -77,9 +77,9 @@ impl Part {
 
 impl Piece {
     /// A transfer of one range.
-    pub fn one(file: FileId, way: Way, offset: u64, address: *mut u8, bytes: u64) -> Piece {
+    pub fn one(file: FileId, access: Access, offset: u64, address: *mut u8, bytes: u64) -> Piece {
         let parts = [Part { address, bytes }, Part::NONE, Part::NONE, Part::NONE];
-        Piece { file, way, offset, parts, result: Err(Error::from(Status::Again)) }
+        Piece { file, access, offset, parts, result: Err(Error::from(Status::Again)) }
     }
 
     /// How long it is.
@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn a_piece_is_as_long_as_its_parts() {
-        let mut piece = Piece::one(FileId(0), Way::Read, 0, std::ptr::null_mut(), 5);
+        let mut piece = Piece::one(FileId(0), Access::Read, 0, std::ptr::null_mut(), 5);
         piece.parts[2].bytes = 7;
         assert_eq!((piece.bytes(), piece.result.is_err()), (12, true));
         piece.parts[1].bytes = u64::MAX;
@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn a_piece_is_checked() {
         let at = |address: usize, offset, bytes| {
-            Piece::one(FileId(0), Way::Read, offset, address as *mut u8, bytes)
+            Piece::one(FileId(0), Access::Read, offset, address as *mut u8, bytes)
         };
         let fine = |piece: Piece, align| piece.check(align).is_ok();
         assert!(fine(at(4096, 0, 512), 512) && fine(at(4097, 1, 1), 1) && fine(at(0, 3, 0), 512));

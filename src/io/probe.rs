@@ -119,7 +119,7 @@ pub fn direct_alignment(directory: &Path) -> Result<u64> {
 }
 
 /// What the kernel says of a file (since Linux 6.1); 0 when it says nothing.
-pub fn told_alignment(file: &impl AsRawFd) -> Result<u64> {
+pub fn reported_alignment(file: &impl AsRawFd) -> Result<u64> {
     // SAFETY: integers only, which may be zero.
     let mut facts: libc::statx = unsafe { std::mem::zeroed() };
     let (fd, flags) = (file.as_raw_fd(), libc::AT_EMPTY_PATH);

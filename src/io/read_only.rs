@@ -9,7 +9,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Mutex};
 use crate::fail;
 use crate::io::errno;
-use crate::io::files::{Entry, FileId, Files, Piece, Way, check_name};
+use crate::io::files::{Access, Entry, FileId, Files, Piece, check_name};
 use crate::io::open_files::OpenFiles;
 
 /// A directory that is only read.
@@ -45,7 +45,7 @@ impl ReadOnlyFiles {
     /// As for [`Files::transfer`].
     unsafe fn read(&self, piece: &Piece) -> Result<()> {
         piece.check(1)?;
-        if piece.way == Way::Write {
+        if piece.access == Access::Write {
             return refused();
         }
         let file = self.file(piece.file)?;
@@ -157,7 +157,7 @@ mod tests {
             .expect("a directory");
         let made = real.create("a", 5).expect("room");
         let mut bytes = *b"hello";
-        let mut pieces = [Piece::one(made, Way::Write, 0, bytes.as_mut_ptr(), 5)];
+        let mut pieces = [Piece::one(made, Access::Write, 0, bytes.as_mut_ptr(), 5)];
         // SAFETY: the test's own array, here and below.
         unsafe { real.transfer(&mut pieces) };
         assert!(pieces[0].result.is_ok());
@@ -170,9 +170,9 @@ mod tests {
         let mut found = [0u8; 6];
         let at = found.as_mut_ptr();
         let mut pieces = [
-            Piece::one(file, Way::Read, 1, at, 4),
-            Piece::one(file, Way::Read, 4, at.wrapping_add(4), 2),
-            Piece::one(file, Way::Write, 0, at, 1),
+            Piece::one(file, Access::Read, 1, at, 4),
+            Piece::one(file, Access::Read, 4, at.wrapping_add(4), 2),
+            Piece::one(file, Access::Write, 0, at, 1),
         ];
         // SAFETY: as above.
         unsafe { files.transfer(&mut pieces) };

@@ -97,7 +97,7 @@ impl Drop for RealFiles {
 
 /// What direct transfers have to be aligned to, if they work.
 fn direct_alignment(directory: &Directory, lock: &Lock, most: u64) -> Result<u64> {
-    let align = match lock.file().map_or(Ok(0), probe::told_alignment)? {
+    let align = match lock.file().map_or(Ok(0), probe::reported_alignment)? {
         0 => tried_alignment(directory)?,
         told => told,
     };
@@ -222,7 +222,7 @@ impl Files for RealFiles {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
-    use crate::io::files::Way;
+    use crate::io::files::Access;
     use crate::io::scratch::{Scratch, bytes_of, memory, read, write};
     use crate::io::uring::Damage;
     use std::os::fd::AsRawFd;
@@ -357,11 +357,11 @@ mod tests {
     /// Writes and reads a batch, and says through which engine that went.
     fn batch(files: &RealFiles, file: FileId, fill: u8) -> String {
         let stock = memory(32 << 12);
-        for way in [Way::Write, Way::Read] {
-            bytes_of(&stock).fill(if way == Way::Write { fill } else { 0 });
+        for access in [Access::Write, Access::Read] {
+            bytes_of(&stock).fill(if access == Access::Write { fill } else { 0 });
             let piece = |i: u64| {
                 let address = stock.range(i << 12, 1 << 12).expect("inside");
-                Piece::one(file, way, i << 12, address, 1 << 12)
+                Piece::one(file, access, i << 12, address, 1 << 12)
             };
             let mut pieces: Vec<Piece> = (0..32).map(piece).collect();
             // SAFETY: the memory is this test's own.
@@ -429,7 +429,7 @@ mod tests {
         let tried = tried_alignment(&directory);
         assert!(!left.exists() && directory.list() == Ok(vec![]));
         let lock = Lock::take(&directory).expect("free");
-        let told = lock.file().map_or(Ok(0), probe::told_alignment);
+        let told = lock.file().map_or(Ok(0), probe::reported_alignment);
         if let (Ok(tried), Ok(told)) = (&tried, &told) {
             // Less may work than is promised, never more.
             assert!(*told == 0 || tried <= told, "tried {tried}, told {told}");

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::Result;
-use crate::io::files::{FileId, Files, Piece, Way};
+use crate::io::files::{Access, FileId, Files, Piece};
 
 /// A directory that goes away with its test.
 pub struct Scratch(pub PathBuf);
@@ -45,18 +45,18 @@ fn transfer(files: &dyn Files, piece: Piece) -> Result<()> {
     piece.result
 }
 
-pub fn whole(file: FileId, way: Way, offset: u64, buffer: &Buffer) -> Piece {
-    Piece::one(file, way, offset, buffer.address(), buffer.bytes())
+pub fn whole(file: FileId, access: Access, offset: u64, buffer: &Buffer) -> Piece {
+    Piece::one(file, access, offset, buffer.address(), buffer.bytes())
 }
 
 pub fn write(files: &dyn Files, file: FileId, offset: u64, fill: u8, bytes: u64) -> Result<()> {
     let buffer = memory(bytes);
     bytes_of(&buffer).fill(fill);
-    transfer(files, whole(file, Way::Write, offset, &buffer))
+    transfer(files, whole(file, Access::Write, offset, &buffer))
 }
 
 pub fn read(files: &dyn Files, file: FileId, offset: u64, bytes: u64) -> Result<Vec<u8>> {
     let buffer = memory(bytes);
-    transfer(files, whole(file, Way::Read, offset, &buffer))?;
+    transfer(files, whole(file, Access::Read, offset, &buffer))?;
     Ok(bytes_of(&buffer).to_vec())
 }

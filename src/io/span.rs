@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use crate::base::status::{Error, Result};
 use crate::fail;
 use crate::io::errno;
-use crate::io::files::{MAX_PARTS, Piece, Way};
+use crate::io::files::{Access, MAX_PARTS, Piece};
 
 /// Calls that pass without a byte, before it is called an error.
 const MAX_IDLE_CALLS: u32 = 10_000;
@@ -14,7 +14,7 @@ const MAX_IDLE_CALLS: u32 = 10_000;
 #[derive(Clone, Copy)]
 pub struct Span {
     fd: RawFd,
-    way: Way,
+    access: Access,
     offset: u64,
     left: u64,
     /// Where the file ends, if that is known: a read that comes so far is complete.
@@ -31,7 +31,7 @@ impl Span {
     /// No transfer.
     pub const NONE: Span = Span {
         fd: -1,
-        way: Way::Read,
+        access: Access::Read,
         offset: 0,
         left: 0,
         end: u64::MAX,
@@ -44,8 +44,8 @@ impl Span {
             iov_base: part.address.cast(),
             iov_len: part.bytes as usize, // at most MAX_PIECE_BYTES
         });
-        let (way, offset) = (piece.way, piece.offset);
-        Span { fd: fd.as_raw_fd(), way, offset, left: piece.bytes(), end: u64::MAX, parts }
+        let (access, offset) = (piece.access, piece.offset);
+        Span { fd: fd.as_raw_fd(), access, offset, left: piece.bytes(), end: u64::MAX, parts }
     }
 
     /// The same, done where a file of so many bytes ends.
@@ -59,8 +59,8 @@ impl Span {
     }
 
     /// Where, which way and from which ranges the rest goes.
-    pub fn rest(&self) -> (RawFd, Way, u64, &[libc::iovec; MAX_PARTS]) {
-        (self.fd, self.way, self.offset, &self.parts)
+    pub fn rest(&self) -> (RawFd, Access, u64, &[libc::iovec; MAX_PARTS]) {
+        (self.fd, self.access, self.offset, &self.parts)
     }
 
     /// Takes note of bytes that were moved. An error when there will be no more.
@@ -98,9 +98,9 @@ impl Span {
     }
 
     fn verb(&self) -> &'static str {
-        match self.way {
-            Way::Read => "a read",
-            Way::Write => "a write",
+        match self.access {
+            Access::Read => "a read",
+            Access::Write => "a write",
         }
     }
 
@@ -111,13 +111,13 @@ impl Span {
     pub unsafe fn carry_out(&mut self, align: u64) -> Result<()> {
         let mut idle = 0;
         while !self.is_done() {
-            let (fd, way, offset, parts) = self.rest();
+            let (fd, access, offset, parts) = self.rest();
             let (at, count) = (offset as libc::off_t, MAX_PARTS as libc::c_int);
             // SAFETY: the caller's promise; empty ranges are not touched.
             let got = unsafe {
-                match way {
-                    Way::Read => libc::preadv(fd, parts.as_ptr(), count, at),
-                    Way::Write => libc::pwritev(fd, parts.as_ptr(), count, at),
+                match access {
+                    Access::Read => libc::preadv(fd, parts.as_ptr(), count, at),
+                    Access::Write => libc::pwritev(fd, parts.as_ptr(), count, at),
                 }
             };
             match u64::try_from(got) {
@@ -143,7 +143,7 @@ mod tests {
     use std::os::fd::OwnedFd;
 
     fn piece(memory: &mut [u8], cuts: [u64; 3]) -> Piece {
-        let mut piece = Piece::one(FileId(0), Way::Write, 100, memory.as_mut_ptr(), 0);
+        let mut piece = Piece::one(FileId(0), Access::Write, 100, memory.as_mut_ptr(), 0);
         let mut from = 0;
         for (part, to) in piece.parts.iter_mut().zip([cuts[0], cuts[1], cuts[2], 64]) {
             // SAFETY: inside the slice.

@@ -41,7 +41,7 @@ impl Session {
     }
 
     /// Goes on with the handshake.
-    pub fn shake_hands(&mut self, _: &Link) -> std::result::Result<bool, Lost> {
+    pub fn handshake(&mut self, _: &Link) -> std::result::Result<bool, Lost> {
         match self.0 {}
     }
 

@@ -15,7 +15,7 @@ use crate::base::fork;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Mutex};
 use crate::io::errno;
-use crate::io::files::{FileId, MAX_PARTS, Piece, Way};
+use crate::io::files::{Access, FileId, MAX_PARTS, Piece};
 use crate::io::open_file::OpenFile;
 use crate::io::span::Span;
 
@@ -224,11 +224,11 @@ impl Flight<'_> {
         let Some(slot) = self.ring.slots.get(place as usize) else {
             return Err(Status::State.into());
         };
-        let (fd, way, offset, parts) = slot.span.rest();
+        let (fd, access, offset, parts) = slot.span.rest();
         let (fd, count) = (types::Fd(fd), MAX_PARTS as u32);
-        let entry = match way {
-            Way::Read => opcode::Readv::new(fd, parts.as_ptr(), count).offset(offset).build(),
-            Way::Write => opcode::Writev::new(fd, parts.as_ptr(), count).offset(offset).build(),
+        let entry = match access {
+            Access::Read => opcode::Readv::new(fd, parts.as_ptr(), count).offset(offset).build(),
+            Access::Write => opcode::Writev::new(fd, parts.as_ptr(), count).offset(offset).build(),
         };
         let entry = entry.user_data(u64::from(place));
         // SAFETY: the ranges lie in the slot, which stays where it is and as it is
@@ -407,7 +407,7 @@ mod tests {
             let mut flight = Flight { ring: &mut ring, given: 0, returned: 0 };
             for i in 0..16 {
                 let address = stock.range(i << 20, 1 << 20).expect("inside");
-                let mut piece = Piece::one(FileId(0), Way::Read, i << 20, address, 1 << 20);
+                let mut piece = Piece::one(FileId(0), Access::Read, i << 20, address, 1 << 20);
                 flight.start(i as usize, &mut piece, file.clone()).expect("room");
                 if i == 11 {
                     flight.ring.ring.submit().expect("taken by the kernel");
@@ -431,7 +431,7 @@ mod tests {
         let stock = memory(8192);
         let mut flight = Flight { ring: &mut ring, given: 0, returned: 0 };
         let judged = |flight: &mut Flight, results: &[i32]| {
-            let mut piece = Piece::one(FileId(0), Way::Read, 0, stock.address(), 8192);
+            let mut piece = Piece::one(FileId(0), Access::Read, 0, stock.address(), 8192);
             flight.start(7, &mut piece, file.clone()).expect("room");
             let mut last = Settled::Not;
             for result in results {
@@ -475,7 +475,7 @@ mod tests {
     }
 
     fn unsafe_nothing(rings: &Rings) -> Outcome {
-        let mut pieces = [Piece::one(FileId(0), Way::Read, 0, std::ptr::null_mut(), 0)];
+        let mut pieces = [Piece::one(FileId(0), Access::Read, 0, std::ptr::null_mut(), 0)];
         let open = |_| Err(Status::Closed.into());
         // SAFETY: there is no memory in it.
         let outcome = unsafe { rings.transfer(&mut pieces, 1, &open) };

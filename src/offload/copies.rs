@@ -6,7 +6,7 @@ use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::host::Host;
-use crate::device::{Copy, Device, Event, Memory, State, Stream, Way};
+use crate::device::{Copy, Device, Direction, Event, Memory, State, Stream};
 use crate::offload::opts::Geometry;
 use crate::offload::views::canonical;
 use crate::store::state::session::{PlaneView, Tokens};
@@ -46,7 +46,7 @@ impl Copier {
             return unsafe { self.copy(copies) };
         };
         // A stream of its own blocks no other copies.
-        let lent = if are_host(copies) { None } else { self.device.lend().ok() };
+        let lent = if are_host(copies) { None } else { self.device.lease_stream().ok() };
         let Some(lent) = lent else {
             self.device.wait(after, 0)?;
             // SAFETY: the caller's promise.
@@ -54,7 +54,7 @@ impl Copier {
         };
         // SAFETY: the caller's promise.
         let ended = unsafe { self.copy_on(lent, Some(after), copies) };
-        self.device.take_back(lent);
+        self.device.return_stream(lent);
         ended
     }
 
@@ -68,7 +68,7 @@ impl Copier {
             return unsafe { Host::default().submit(Stream(0), None, copies) }.map(|_| ());
         }
         // The streams of the store's workers begin after this one.
-        let stream = Stream(self.device.common_streams().saturating_sub(1));
+        let stream = Stream(self.device.shared_streams().saturating_sub(1));
         // SAFETY: the caller's promise.
         unsafe { self.copy_on(stream, None, copies) }
     }
@@ -103,7 +103,7 @@ pub(super) fn row_copy<'a>(
     to_memory: Memory,
 ) -> Result<Copy<'a>> {
     let target = std::ptr::with_exposed_provenance_mut(to as usize);
-    let job = Copy::new(&plane.view(), first, tokens, target, Way::Gather)?;
+    let job = Copy::new(&plane.view(), first, tokens, target, Direction::Gather)?;
     Ok(Copy { memory: plane.memory, plane_memory: to_memory, ..job })
 }
 
@@ -114,7 +114,7 @@ pub(super) fn byte_copy(
     bytes: u64,
 ) -> Result<Copy<'static>> {
     let target = std::ptr::with_exposed_provenance_mut(to as usize);
-    let job = Copy::bytes(target, from, bytes, Way::Gather, from_memory)?;
+    let job = Copy::bytes(target, from, bytes, Direction::Gather, from_memory)?;
     Ok(Copy { plane_memory: to_memory, ..job })
 }
 
@@ -135,7 +135,7 @@ struct RegisteredBuffer {
 impl Drop for RegisteredBuffer {
     fn drop(&mut self) {
         // SAFETY: copies to the memory have completed when `copy` returns.
-        if let Err(error) = unsafe { self.device.forget_host(self.buffer.address()) } {
+        if let Err(error) = unsafe { self.device.unregister_host(self.buffer.address()) } {
             log::warn!("host memory for keys stays registered with the device: {error}");
         }
     }
@@ -196,7 +196,7 @@ impl KeyStaging {
             let wish = MemoryWish { bytes, account: account.cloned(), ..Default::default() };
             let buffer = Buffer::map(&wish, None)?;
             // SAFETY: the memory stays until it is unregistered.
-            unsafe { device.know_host(buffer.address(), buffer.bytes())? };
+            unsafe { device.register_host(buffer.address(), buffer.bytes())? };
             self.memory = Some(RegisteredBuffer { buffer, device: device.clone() });
         }
         match &self.memory {

@@ -17,7 +17,7 @@ use kvtier::device::cuda::{Cuda, CudaOpts};
 use kvtier::device::foreign::{Engine, Foreign};
 use kvtier::device::host::Host;
 use kvtier::device::simulated::{POISON, Simulated, SimulatedOpts};
-use kvtier::device::{Copy, Device, Event, MAX_PROMISES, Memory, State, Stream, Way};
+use kvtier::device::{Copy, Device, Direction, Event, MAX_USER_EVENTS, Memory, State, Stream};
 use kvtier::meta::view::{Side, View};
 use relay::{Fault, Relay};
 
@@ -160,7 +160,7 @@ fn an_engine_gets_all_back_that_it_gave() {
     let memory = device.allocate(5_000).expect("room");
     let kept = device.allocate(5_000).expect("room");
     let (a, b) = (Room::filled(100, 1), Room::filled(100, 2));
-    let first = submit(&device, 0, None, &mut [a.copy(&b, Way::Gather)]).expect("taken");
+    let first = submit(&device, 0, None, &mut [a.copy(&b, Direction::Gather)]).expect("taken");
     let second = submit(&device, 1, Some(first), &mut []).expect("taken");
     assert_eq!(device.release(first).expect_err("pending").status(), Status::Busy);
     done(&device, second);
@@ -176,17 +176,17 @@ fn an_engine_gets_all_back_that_it_gave() {
 #[test]
 fn an_engine_lends_the_upper_half_of_its_streams() {
     let (device, _relay) = foreign(Clock::manual(1), 1, Fault::None);
-    assert_eq!((device.facts().streams, device.common_streams()), (4, 2));
+    assert_eq!((device.facts().streams, device.shared_streams()), (4, 2));
     let lent = [3, 2].map(|number| {
-        let stream = device.lend().expect("one is left");
+        let stream = device.lease_stream().expect("one is left");
         assert_eq!(stream, Stream(number));
         stream
     });
-    assert_eq!(device.lend().expect_err("none is left").status(), Status::Again);
-    device.take_back(lent[1]);
-    assert_eq!(device.lend().expect("it is back"), lent[1]);
+    assert_eq!(device.lease_stream().expect_err("none is left").status(), Status::Again);
+    device.return_stream(lent[1]);
+    assert_eq!(device.lease_stream().expect("it is back"), lent[1]);
     // One with a single stream, or that copies at once, has none to lend.
-    assert_eq!(Host::default().lend().expect_err("none").status(), Status::Again);
+    assert_eq!(Host::default().lease_stream().expect_err("none").status(), Status::Again);
 }
 
 #[test]
@@ -194,20 +194,20 @@ fn promises_of_an_engine_are_kept_once_and_forgotten() {
     let (device, relay) = foreign(Clock::manual(1), 1, Fault::None);
     for _ in 0..3 {
         let promises: Vec<Event> =
-            (0..MAX_PROMISES).map(|_| device.promise().expect("room")).collect();
-        assert_eq!(device.promise().expect_err("no room").status(), Status::Again);
+            (0..MAX_USER_EVENTS).map(|_| device.create_user_event().expect("room")).collect();
+        assert_eq!(device.create_user_event().expect_err("no room").status(), Status::Again);
         for promise in promises {
             assert_eq!(device.release(promise).expect_err("open").status(), Status::Busy);
-            device.keep(promise).expect("a promise");
-            device.keep(promise).expect("once more does no harm");
+            device.signal_event(promise).expect("a promise");
+            device.signal_event(promise).expect("once more does no harm");
             device.forget(promise);
-            assert_eq!(device.keep(promise).expect_err("gone").status(), Status::Handle);
+            assert_eq!(device.signal_event(promise).expect_err("gone").status(), Status::Handle);
         }
     }
-    let open = device.promise().expect("room");
+    let open = device.create_user_event().expect("room");
     device.close(0).expect("nothing is under way");
     assert_eq!(device.state(open).expect("known"), State::Done);
-    assert_eq!(device.promise().expect_err("closed").status(), Status::Closed);
+    assert_eq!(device.create_user_event().expect_err("closed").status(), Status::Closed);
     drop(device);
     assert_eq!(relay.open.load(std::sync::atomic::Ordering::SeqCst), 0);
 }
@@ -216,7 +216,7 @@ fn promises_of_an_engine_are_kept_once_and_forgotten() {
 fn an_engine_that_says_its_device_is_gone_is_asked_no_more() {
     let (device, relay) = foreign(Clock::manual(1), 1, Fault::None);
     let (a, b) = (Room::filled(100, 1), Room::filled(100, 2));
-    let put = |stream| submit(&device, stream, None, &mut [a.copy(&b, Way::Gather)]);
+    let put = |stream| submit(&device, stream, None, &mut [a.copy(&b, Direction::Gather)]);
     let (early, first, second) = (put(0), put(1), put(2));
     let (early, first, second) =
         (early.expect("taken"), first.expect("taken"), second.expect("taken"));
@@ -244,10 +244,11 @@ fn an_engines_own_events_and_streams_and_kernels() {
     // The engine's own event: of work that it gave its device itself.
     let theirs = relay.submit(3, 0, &[]).expect("taken");
     // SAFETY: an event of the engine's.
-    let adopted = unsafe { device.adopt(theirs) }.expect("known");
-    let moved = submit(&device, 0, Some(adopted), &mut [a.copy(&b, Way::Gather)]).expect("taken");
+    let adopted = unsafe { device.import_event(theirs) }.expect("known");
+    let moved =
+        submit(&device, 0, Some(adopted), &mut [a.copy(&b, Direction::Gather)]).expect("taken");
     // SAFETY: a stream of the engine's.
-    unsafe { device.hold(3, moved) }.expect("a stream");
+    unsafe { device.stream_wait_event(3, moved) }.expect("a stream");
     let (from, to) = (b.at(), c.at());
     let table: [u64; 5] = [from, to, 0, 0, 64 | 1 << 32];
     let mut scratch = [0u64; 2];
@@ -269,7 +270,7 @@ fn an_engines_own_events_and_streams_and_kernels() {
         assert_eq!(said.expect_err("no such kernel").status(), Status::Unsupported);
     }
     // SAFETY: refused.
-    let said = unsafe { device.adopt(0xdead) };
+    let said = unsafe { device.import_event(0xdead) };
     assert_eq!(said.expect_err("none of the engine's").status(), Status::Handle);
     done(&device, submit(&device, 0, None, &mut []).expect("it goes on"));
 }
@@ -326,8 +327,8 @@ impl Room {
     }
 
     /// Copies this room, as a tensor, to or from a plane of the same length.
-    fn copy(&self, plane: &Room, way: Way) -> Copy<'static> {
-        Copy::new(&self.view(), 0, 1, plane.address, way).expect("sound")
+    fn copy(&self, plane: &Room, direction: Direction) -> Copy<'static> {
+        Copy::new(&self.view(), 0, 1, plane.address, direction).expect("sound")
     }
 }
 
@@ -354,7 +355,7 @@ fn noise(len: usize, seed: u64) -> Vec<u8> {
 fn a_released_event_is_not_reported() {
     let (device, _clock) = simulated(1);
     let (a, b) = (Room::filled(100, 1), Room::filled(100, 2));
-    let put = || submit(&device, 0, None, &mut [a.copy(&b, Way::Gather)]).expect("taken");
+    let put = || submit(&device, 0, None, &mut [a.copy(&b, Direction::Gather)]).expect("taken");
     let (first, second) = (put(), put());
     done(&device, second);
     device.release(first).expect("ended");
@@ -374,7 +375,7 @@ fn after_close_no_memory_is_touched() {
             std::thread::scope(|scope| {
                 let engine = scope.spawn(|| {
                     loop {
-                        let mut copies = [room.copy(plane, Way::Gather)];
+                        let mut copies = [room.copy(plane, Direction::Gather)];
                         if let Err(error) = submit(device, 0, None, &mut copies) {
                             return error.status();
                         }
@@ -449,8 +450,8 @@ fn wander(device: &dyn Device, seed: u64, forgets: u64) -> bool {
         events.append(&mut rooms[to].readers);
         let after = must_wait(&mut events.into_iter(), false);
         let mut copies = match pick(2) {
-            0 => [rooms[from].room.copy(&rooms[to].room, Way::Gather)],
-            _ => [rooms[to].room.copy(&rooms[from].room, Way::Scatter)],
+            0 => [rooms[from].room.copy(&rooms[to].room, Direction::Gather)],
+            _ => [rooms[to].room.copy(&rooms[from].room, Direction::Scatter)],
         };
         let event = submit(device, pick(3) as u32, after, &mut copies).expect("taken");
         rooms[from].readers.push(event);
@@ -488,9 +489,9 @@ fn race(seed: u64, orderly: bool) -> (bool, bool) {
     let (activations, kv, plane) =
         (Room::filled(20_000, 1), Room::filled(20_000, 2), Room::filled(20_000, 3));
     let computed = activations.bytes();
-    let compute = submit(&device, 0, None, &mut [kv.copy(&activations, Way::Scatter)]);
+    let compute = submit(&device, 0, None, &mut [kv.copy(&activations, Direction::Scatter)]);
     let ready = compute.ok().filter(|_| orderly);
-    let put = submit(&device, 1, ready, &mut [kv.copy(&plane, Way::Gather)]).expect("taken");
+    let put = submit(&device, 1, ready, &mut [kv.copy(&plane, Direction::Gather)]).expect("taken");
     done(&device, put);
     let stored = plane.bytes() == computed;
 
@@ -498,9 +499,10 @@ fn race(seed: u64, orderly: bool) -> (bool, bool) {
     let (kv, used, plane) =
         (Room::filled(20_000, 2), Room::filled(20_000, 4), Room::filled(20_000, 3));
     let old = kv.bytes();
-    let attend = submit(&device, 0, None, &mut [kv.copy(&used, Way::Gather)]).expect("taken");
+    let attend = submit(&device, 0, None, &mut [kv.copy(&used, Direction::Gather)]).expect("taken");
     let consumed = orderly.then_some(attend);
-    let get = submit(&device, 1, consumed, &mut [kv.copy(&plane, Way::Scatter)]).expect("taken");
+    let get =
+        submit(&device, 1, consumed, &mut [kv.copy(&plane, Direction::Scatter)]).expect("taken");
     done(&device, get);
     done(&device, attend);
     (stored, used.bytes() == old && kv.bytes() == plane.bytes())
@@ -524,7 +526,7 @@ fn targets_are_poisoned_and_sources_read_at_any_time() {
         let (device, clock) = simulated(seed);
         let (a, b) = (Room::filled(20_000, 1), Room::filled(20_000, 2));
         let content = a.bytes();
-        let event = submit(&device, 0, None, &mut [a.copy(&b, Way::Gather)]).expect("taken");
+        let event = submit(&device, 0, None, &mut [a.copy(&b, Direction::Gather)]).expect("taken");
         assert_eq!(b.bytes(), [POISON; 20_000]);
         clock.advance(5_000);
         assert_eq!(device.state(event).expect("known"), State::Pending);
@@ -546,7 +548,7 @@ fn trace(seed: u64) -> (Vec<u64>, Vec<Event>, Vec<Vec<u8>>) {
     let mut order = Vec::new();
     for (i, room) in rooms.iter().enumerate() {
         let view = View::canonical(source.at(), 1, room.len as u64);
-        let mut copies = [Copy::new(&view, 0, 1, room.address, Way::Gather).expect("sound")];
+        let mut copies = [Copy::new(&view, 0, 1, room.address, Direction::Gather).expect("sound")];
         submit(&device, i as u32 % 3, None, &mut copies).expect("taken");
     }
     while let Some(next) = device.next_ns() {
@@ -584,7 +586,7 @@ fn a_failed_batch_takes_along_what_was_to_follow_and_no_more() {
     let (device, _clock) = simulated_as(opts);
     let rooms: Vec<Room> = (0..6).map(|i| Room::filled(1_000, i)).collect();
     let before: Vec<Vec<u8>> = rooms.iter().map(Room::bytes).collect();
-    let copy = |from: usize, to: usize| [rooms[from].copy(&rooms[to], Way::Gather)];
+    let copy = |from: usize, to: usize| [rooms[from].copy(&rooms[to], Direction::Gather)];
     let good = submit(&device, 0, None, &mut copy(0, 1)).expect("taken");
     let bad = submit(&device, 1, None, &mut copy(0, 2)).expect("taken");
     let heir = submit(&device, 2, Some(bad), &mut copy(2, 3)).expect("taken");
@@ -612,7 +614,7 @@ fn a_lost_device_fails_everything_cleanly() {
     let (device, clock) = simulated_as(opts);
     let rooms: Vec<Room> = (0..6).map(|i| Room::filled(1_000, i)).collect();
     let put = |stream, to: usize| {
-        submit(&device, stream, None, &mut [rooms[0].copy(&rooms[to], Way::Gather)])
+        submit(&device, stream, None, &mut [rooms[0].copy(&rooms[to], Direction::Gather)])
     };
     let events = [put(0, 1), put(0, 2), put(0, 3), put(0, 4)].map(|event| event.expect("taken"));
     done(&device, events[0]);
@@ -633,8 +635,8 @@ fn a_lost_device_fails_everything_cleanly() {
     device.close(0).expect("nothing is under way");
 
     let (device, _clock) = simulated(1);
-    let event =
-        submit(&device, 0, None, &mut [rooms[0].copy(&rooms[1], Way::Gather)]).expect("taken");
+    let event = submit(&device, 0, None, &mut [rooms[0].copy(&rooms[1], Direction::Gather)])
+        .expect("taken");
     device.lose();
     assert_eq!(device.state(event).expect_err("lost").status(), Status::Unavailable);
 }
@@ -647,7 +649,7 @@ fn waits_end_at_their_deadline() {
         [(Simulated::new(real.clone(), slow.clone()).expect("sound"), real), simulated_as(slow)];
     for (device, clock) in devices {
         let (a, b) = (Room::filled(100, 1), Room::filled(100, 2));
-        let event = submit(&device, 0, None, &mut [a.copy(&b, Way::Gather)]).expect("taken");
+        let event = submit(&device, 0, None, &mut [a.copy(&b, Direction::Gather)]).expect("taken");
         let deadline = clock.now_ns() + 3_000_000;
         let status = device.wait(event, deadline).expect_err("too early").status();
         assert_eq!(status, Status::Timeout);
@@ -669,7 +671,7 @@ fn a_checked_target_does_not_overlap_itself() {
     let room = Room::filled(100, 1);
     let view = View { token_stride_bytes: 3, tokens: 4, ..View::canonical(room.at(), 1, 8) };
     assert!(view.span(0, 4, Side::Source).is_ok());
-    let refused = Copy::new(&view, 0, 4, room.address, Way::Scatter).err().expect("refused");
+    let refused = Copy::new(&view, 0, 4, room.address, Direction::Scatter).err().expect("refused");
     assert_eq!(refused.status(), Status::Invalid);
 }
 
@@ -677,7 +679,7 @@ fn a_checked_target_does_not_overlap_itself() {
 fn bytes_are_copied_up_to_a_gibibyte_and_more() {
     let copy = |address, bytes| {
         let room = 8 as *mut u8;
-        Copy::bytes(room, address, bytes, Way::Scatter, Memory::Device)
+        Copy::bytes(room, address, bytes, Direction::Scatter, Memory::Device)
     };
     let large = copy(4096, 1 << 30).expect("a chunk");
     assert_eq!((large.tensor.bytes(), large.tensor.strips().count()), (1 << 30, 1));
@@ -703,7 +705,7 @@ fn device_memory_has_an_end_and_leaks_are_counted() {
     // Work under way keeps its memory; what is freed is poisoned.
     let room = Room::filled(6_000, 3);
     let to_a =
-        || [Copy::bytes(room.address, a.address, 6_000, Way::Scatter, a.memory).expect("it")];
+        || [Copy::bytes(room.address, a.address, 6_000, Direction::Scatter, a.memory).expect("it")];
     let event = submit(&device, 0, None, &mut to_a()).expect("taken");
     // SAFETY: refused, as this test wants to see.
     assert_eq!(unsafe { device.free(&a) }.expect_err("in use").status(), Status::Busy);
@@ -712,7 +714,8 @@ fn device_memory_has_an_end_and_leaks_are_counted() {
     done(&device, event);
     // SAFETY: nothing uses it any more.
     assert_eq!(unsafe { device.free(&a) }, Ok(()));
-    let late = [Copy::bytes(room.address, a.address, 6_000, Way::Gather, a.memory).expect("it")];
+    let late =
+        [Copy::bytes(room.address, a.address, 6_000, Direction::Gather, a.memory).expect("it")];
     done(&device, submit(&device, 0, None, &mut { late }).expect("taken"));
     assert_eq!(room.bytes(), [POISON; 6_000], "who comes too late sees it");
     assert_eq!((device.allocated_bytes(), clock.now_ns() > 1_000), (0, true));

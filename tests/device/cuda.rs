@@ -9,7 +9,7 @@ use fake_cuda::{Fake, alone};
 use kvtier::base::clock::Clock;
 use kvtier::base::status::Status;
 use kvtier::device::cuda::{Cuda, CudaOpts, probe};
-use kvtier::device::{Copy, Device, Event, Memory, State, Stream, Way};
+use kvtier::device::{Copy, Device, Direction, Event, Memory, State, Stream};
 
 fn opts() -> CudaOpts {
     CudaOpts { library: Some(fake_cuda::library()), ..CudaOpts::default() }
@@ -28,13 +28,15 @@ fn round_trip(cuda: &Cuda) -> kvtier::base::status::Result<bool> {
     let back = Box::leak(vec![0u8; BYTES].into_boxed_slice());
     let memory = cuda.allocate(BYTES as u64)?;
     let moved = (|| {
-        let to = |host: *mut u8, way| {
-            Copy::bytes(host, memory.address, BYTES as u64, way, Memory::Device)
+        let to = |host: *mut u8, direction| {
+            Copy::bytes(host, memory.address, BYTES as u64, direction, Memory::Device)
         };
         // SAFETY: memory that stays.
         unsafe {
-            let up = cuda.submit(Stream(0), None, &mut [to(there.as_mut_ptr(), Way::Scatter)?])?;
-            let down = cuda.submit(Stream(1), Some(up), &mut [to(back.as_mut_ptr(), Way::Gather)?]);
+            let up =
+                cuda.submit(Stream(0), None, &mut [to(there.as_mut_ptr(), Direction::Scatter)?])?;
+            let down =
+                cuda.submit(Stream(1), Some(up), &mut [to(back.as_mut_ptr(), Direction::Gather)?]);
             let ended = down.and_then(|down| cuda.wait(down, 0));
             cuda.wait(up, 0).and(ended)
         }
@@ -316,7 +318,7 @@ fn a_batch_that_fails_half_way_ends_with_its_failure() {
     let host = Box::leak(vec![3u8; 4096].into_boxed_slice());
     let to = |at: usize| {
         let place = host.as_ptr().wrapping_add(at).cast_mut();
-        Copy::bytes(place, memory.address + at as u64, 64, Way::Scatter, Memory::Device)
+        Copy::bytes(place, memory.address + at as u64, 64, Direction::Scatter, Memory::Device)
     };
     let mut copies: Vec<_> = (0..4).map(|n| to(n * 64).expect("sound")).collect();
     let syncs = fake.calls("cuStreamSynchronize");
@@ -355,7 +357,7 @@ fn each_ordinal_is_a_device_of_its_own() {
     assert!(round_trip(&first).expect("it works") && round_trip(&last).expect("it works"));
     let memory = first.allocate(4096).expect("memory");
     let host = Box::leak(vec![0u8; 64].into_boxed_slice()).as_mut_ptr();
-    let copy = || Copy::bytes(host, memory.address, 64, Way::Gather, Memory::Device);
+    let copy = || Copy::bytes(host, memory.address, 64, Direction::Gather, Memory::Device);
     // SAFETY: memory that stays; the other device's is refused.
     unsafe {
         let strange = last.submit(Stream(0), None, &mut [copy().expect("sound")]);

@@ -8,18 +8,18 @@ use fake_cuda::{Fake, alone};
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
 use kvtier::device::call::{Call, Kind};
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
-use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
+use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts};
+use kvtier::device::{Copy, Device, DeviceMemory, Direction, Event, Memory, Stream};
 use kvtier::meta::view::{Place, View};
 
 const NEW: i32 = 12_080;
 const OLD: i32 = 12_040;
 
-fn opts(choice: Choice) -> CudaOpts {
+fn opts(choice: CopyMethodChoice) -> CudaOpts {
     CudaOpts { library: Some(fake_cuda::library()), choice, ..CudaOpts::default() }
 }
 
-fn open(choice: Choice) -> Result<Cuda> {
+fn open(choice: CopyMethodChoice) -> Result<Cuda> {
     Cuda::open(Clock::real(), &opts(choice))
 }
 
@@ -50,21 +50,27 @@ fn shuffle(cuda: &Cuda, told: bool) -> Result<bool> {
         if told {
             // SAFETY: memory that stays.
             unsafe {
-                cuda.know_host(from, (PAGES * 4096) as u64)?;
-                cuda.know_host(to, (PAGES * 4096) as u64)?;
+                cuda.register_host(from, (PAGES * 4096) as u64)?;
+                cuda.register_host(to, (PAGES * 4096) as u64)?;
             }
         }
         let mut up = Vec::new();
         for cell in 0..CELLS {
             let host = from.wrapping_add(cell * CELL);
-            up.push(Copy::bytes(host, place(cell), CELL as u64, Way::Scatter, Memory::Device)?);
+            up.push(Copy::bytes(
+                host,
+                place(cell),
+                CELL as u64,
+                Direction::Scatter,
+                Memory::Device,
+            )?);
         }
         let mut down = Vec::new();
         for cell in 0..CELLS {
             let mut view = View::canonical(place(cell), 12, 256);
             view.token_stride_bytes = 512;
             let plane = to.wrapping_add(cell * CELL);
-            let copy = Copy::new(&view, 0, 12, plane, Way::Gather)?;
+            let copy = Copy::new(&view, 0, 12, plane, Direction::Gather)?;
             down.push(Copy { memory: Memory::Device, ..copy });
         }
         // SAFETY: memory that stays.
@@ -79,7 +85,7 @@ fn shuffle(cuda: &Cuda, told: bool) -> Result<bool> {
     if told {
         for address in [from, to] {
             // SAFETY: nothing uses it any more, or the device is lost.
-            let one = unsafe { cuda.forget_host(address) };
+            let one = unsafe { cuda.unregister_host(address) };
             let unknown = one.as_ref().is_err_and(|error| error.status() == Status::Handle);
             gone = gone.and(if unknown { Ok(()) } else { one });
         }
@@ -102,11 +108,11 @@ fn shuffle(cuda: &Cuda, told: bool) -> Result<bool> {
     Ok(right)
 }
 
-const ALL: [Choice; 4] = [
-    Choice::Fixed(Means::Plain),
-    Choice::Fixed(Means::Batch),
-    Choice::Fixed(Means::Kernel),
-    Choice::Measured,
+const ALL: [CopyMethodChoice; 4] = [
+    CopyMethodChoice::Fixed(CopyMethod::Plain),
+    CopyMethodChoice::Fixed(CopyMethod::Batch),
+    CopyMethodChoice::Fixed(CopyMethod::Kernel),
+    CopyMethodChoice::Measured,
 ];
 
 #[test]
@@ -120,9 +126,10 @@ fn every_means_copies_right_with_every_driver() {
         let launches = fake.calls("cuLaunchKernel");
         let told = seed % 3 != 0;
         assert!(shuffle(&cuda, told).expect("it works"), "{choice:?}, seed {seed}");
-        if choice != Choice::Measured {
+        if choice != CopyMethodChoice::Measured {
             // Memory that the device was not told of is out of a kernel's reach.
-            let by_kernel = choice == Choice::Fixed(Means::Kernel) && told && kernels(&cuda);
+            let by_kernel =
+                choice == CopyMethodChoice::Fixed(CopyMethod::Kernel) && told && kernels(&cuda);
             assert_eq!(fake.calls("cuLaunchKernel") > launches, by_kernel, "{choice:?}");
         }
         drop(cuda);
@@ -141,7 +148,7 @@ fn lists_that_are_not_full_are_in_use_as_well() {
     let (_turn, fake) = alone(3);
     fake.set(NEW, 1, 1 << 30, false);
     fake.emulate(emulated::launches());
-    let cuda = open(Choice::Fixed(Means::Kernel)).expect("a device");
+    let cuda = open(CopyMethodChoice::Fixed(CopyMethod::Kernel)).expect("a device");
     let bytes = COPIES * PIECES * 2 * RUN;
     let (there, back) = (pages(bytes / 4096), pages(bytes / 2 / 4096));
     there.iter_mut().enumerate().for_each(|(n, byte)| *byte = (n / RUN * 7 % 251) as u8);
@@ -150,21 +157,21 @@ fn lists_that_are_not_full_are_in_use_as_well() {
         (0..COPIES * PIECES).map(|n| memory.address + (n * 2 * RUN) as u64).collect();
     // SAFETY: memory that stays, and is the device's until its events.
     unsafe {
-        cuda.know_host(back.as_mut_ptr(), back.len() as u64).expect("told");
+        cuda.register_host(back.as_mut_ptr(), back.len() as u64).expect("told");
         let (from, to) = (there.as_mut_ptr(), memory.address);
-        let up = Copy::bytes(from, to, bytes as u64, Way::Scatter, Memory::Device);
+        let up = Copy::bytes(from, to, bytes as u64, Direction::Scatter, Memory::Device);
         let up = cuda.submit(Stream(0), None, &mut [up.expect("sound")]).expect("begun");
         let mut down = Vec::new();
         for (n, addresses) in addresses.chunks(PIECES).enumerate() {
             let place = Place::Pages { addresses, page_tokens: 1, shift_bytes: 0 };
             let view = View { place, ..View::canonical(0, PIECES as u32, RUN as u64) };
             let plane = back.as_mut_ptr().wrapping_add(n * PIECES * RUN);
-            let copy = Copy::new(&view, 0, PIECES as u32, plane, Way::Gather).expect("sound");
+            let copy = Copy::new(&view, 0, PIECES as u32, plane, Direction::Gather).expect("sound");
             down.push(Copy { memory: Memory::Device, ..copy });
         }
         let down = cuda.submit(Stream(1), Some(up), &mut down).expect("begun");
         cuda.wait(down, 0).expect("it comes");
-        cuda.forget_host(back.as_mut_ptr()).expect("told");
+        cuda.unregister_host(back.as_mut_ptr()).expect("told");
         cuda.free(&memory).expect("its own");
     }
     let right = |(n, run): (usize, &[u8])| run.iter().all(|&byte| byte == (n * 14 % 251) as u8);
@@ -177,7 +184,7 @@ fn lists_that_are_not_full_are_in_use_as_well() {
 fn the_driver_takes_many_copies_in_one_call_where_it_can() {
     let (_turn, fake) = alone(1);
     fake.set(NEW, 1, 1 << 30, false);
-    let cuda = open(Choice::Fixed(Means::Batch)).expect("a device");
+    let cuda = open(CopyMethodChoice::Fixed(CopyMethod::Batch)).expect("a device");
     let (single, batches) = (fake.calls("cuMemcpyHtoDAsync"), fake.calls("cuMemcpyBatchAsync"));
     assert!(shuffle(&cuda, true).expect("it works"));
     assert_eq!(fake.calls("cuMemcpyHtoDAsync"), single, "none went alone");
@@ -191,16 +198,16 @@ fn the_driver_takes_many_copies_in_one_call_where_it_can() {
     drop(cuda);
     // Host memory that is not registered goes alone, and where the device has other addresses for
     // it all does.
-    let strange = open(Choice::Fixed(Means::Batch)).expect("a device");
+    let strange = open(CopyMethodChoice::Fixed(CopyMethod::Batch)).expect("a device");
     assert!(shuffle(&strange, false).expect("it works"));
     drop(strange);
     fake.same_addresses(false);
-    let strange = open(Choice::Fixed(Means::Batch)).expect("a device");
+    let strange = open(CopyMethodChoice::Fixed(CopyMethod::Batch)).expect("a device");
     assert!(shuffle(&strange, true).expect("it works"));
     drop(strange);
     fake.same_addresses(true);
     fake.set(OLD, 1, 1 << 30, false);
-    let old = open(Choice::Fixed(Means::Batch)).expect("a device");
+    let old = open(CopyMethodChoice::Fixed(CopyMethod::Batch)).expect("a device");
     assert!(shuffle(&old, true).expect("it works"));
     assert_eq!(fake.calls("cuMemcpyBatchAsync"), batches + 2);
     fake.check();
@@ -210,7 +217,7 @@ fn the_driver_takes_many_copies_in_one_call_where_it_can() {
 fn what_was_measured_is_said_and_what_could_not_be_too() {
     let (_turn, fake) = alone(2);
     fake.set(NEW, 1, 1 << 30, false);
-    let cuda = open(Choice::Measured).expect("a device");
+    let cuda = open(CopyMethodChoice::Measured).expect("a device");
     let told = cuda.describe();
     assert_eq!((told.name.as_str(), told.capability, told.version), ("fake 0", 80, 12_080));
     if told.not_measured.is_none() {
@@ -237,7 +244,7 @@ fn what_was_measured_is_said_and_what_could_not_be_too() {
     drop(cuda);
     // The device is lost while it is tried: it is there, and says so to whoever asks.
     fake.fail("cuMemcpyHtoDAsync", 3, 700);
-    let lost = open(Choice::Measured).expect("opened");
+    let lost = open(CopyMethodChoice::Measured).expect("opened");
     let told = lost.describe();
     assert!(told.to_string().contains("not measured"), "{told}");
     // On a machine that is too busy nothing may have been tried.
@@ -252,15 +259,15 @@ fn what_was_measured_is_said_and_what_could_not_be_too() {
 fn host_memory_is_told_of_once_and_taken_back() {
     let (_turn, fake) = alone(3);
     let before = fake.live();
-    let cuda = open(Choice::default()).expect("a device");
+    let cuda = open(CopyMethodChoice::default()).expect("a device");
     let memory = pages(8);
     let at = memory.as_mut_ptr();
     let know = |from: usize, bytes: u64| {
         // SAFETY: memory that stays, or what is refused.
-        unsafe { cuda.know_host(at.wrapping_add(from * 4096), bytes) }
+        unsafe { cuda.register_host(at.wrapping_add(from * 4096), bytes) }
     };
     // SAFETY: nothing uses it.
-    let forget = |from: usize| unsafe { cuda.forget_host(at.wrapping_add(from * 4096)) };
+    let forget = |from: usize| unsafe { cuda.unregister_host(at.wrapping_add(from * 4096)) };
     know(2, 2 * 4096).expect("memory");
     for (from, count) in [(2, 2), (1, 2), (3, 1), (3, 4), (0, 8), (2, 1)] {
         let error = know(from, count * 4096).expect_err("it overlaps");
@@ -271,7 +278,7 @@ fn host_memory_is_told_of_once_and_taken_back() {
     assert_eq!(know(6, 0).expect_err("none").status(), Status::Invalid);
     assert_eq!(know(6, u64::MAX).expect_err("too much").status(), Status::Invalid);
     // SAFETY: it is refused.
-    let null = unsafe { cuda.know_host(std::ptr::null_mut(), 4096) };
+    let null = unsafe { cuda.register_host(std::ptr::null_mut(), 4096) };
     assert_eq!(null.expect_err("none").status(), Status::Invalid);
     for unknown in [1, 3, 5] {
         assert_eq!(forget(unknown).expect_err("not its start").status(), Status::Handle);
@@ -307,7 +314,7 @@ fn what_cannot_be_registered_is_slow_counted_and_right() {
         assert!(shuffle(&cuda, true).expect("it works"), "{choice:?}");
         let memory = pages(3);
         // SAFETY: memory that stays.
-        unsafe { cuda.know_host(memory.as_mut_ptr(), 3 * 4096) }.expect("it is no failure");
+        unsafe { cuda.register_host(memory.as_mut_ptr(), 3 * 4096) }.expect("it is no failure");
         let told = cuda.describe();
         assert_eq!(told.pageable_bytes, 3 * 4096);
         assert!(
@@ -324,7 +331,7 @@ fn what_cannot_be_registered_is_slow_counted_and_right() {
 #[test]
 fn large_pools_are_present_when_they_are_registered() {
     let (_turn, fake) = alone(5);
-    let cuda = open(Choice::default()).expect("a device");
+    let cuda = open(CopyMethodChoice::default()).expect("a device");
     let bytes = 200 << 20;
     // SAFETY: a mapping of its own, which is looked at and taken down again.
     unsafe {
@@ -337,11 +344,11 @@ fn large_pools_are_present_when_they_are_registered() {
             0,
         );
         assert!(at != libc::MAP_FAILED);
-        cuda.know_host(at.cast(), bytes as u64).expect("memory");
+        cuda.register_host(at.cast(), bytes as u64).expect("memory");
         let mut there = vec![0u8; bytes / 4096];
         assert_eq!(libc::mincore(at, bytes, there.as_mut_ptr()), 0);
         assert!(there.iter().all(|page| page & 1 == 1), "some pages are not there");
-        cuda.forget_host(at.cast()).expect("it was told");
+        cuda.unregister_host(at.cast()).expect("it was told");
         libc::munmap(at, bytes);
     }
     fake.check();
@@ -373,7 +380,7 @@ fn any_call_may_fail() {
         let (mut met, mut seen) = (0, 0);
         let cases = ALL.into_iter().flat_map(|choice| {
             // A measurement takes its time.
-            let all = choice != Choice::Measured;
+            let all = choice != CopyMethodChoice::Measured;
             let nths: &[i64] = if all { &[1, 2, 3, 20] } else { &[1, 7] };
             let codes: &[i32] = if all { &[1, 2, 700] } else { &[2, 700] };
             nths.iter().flat_map(move |nth| codes.iter().map(move |code| (choice, *nth, *code)))
@@ -447,7 +454,7 @@ fn kernels_that_are_all_tried_are_told_of_one_by_one() {
     // Each source in turn, and all of them.
     for nth in [1, 4, 7, 10, -1] {
         let (_turn, fake) = alone(9);
-        let cuda = open(Choice::default()).expect("a device");
+        let cuda = open(CopyMethodChoice::default()).expect("a device");
         if !kernels(&cuda) {
             continue;
         }
@@ -457,7 +464,7 @@ fn kernels_that_are_all_tried_are_told_of_one_by_one() {
         cuda.load_kernels().expect("a context");
         assert_eq!(fake.calls("cuModuleLoadDataEx"), loads, "once each");
         drop(cuda);
-        let cuda = open(Choice::default()).expect("a device");
+        let cuda = open(CopyMethodChoice::default()).expect("a device");
         // What one of them needs was loaded when it was opened, perhaps.
         fake.fail("cuModuleLoadDataEx", nth, 218);
         cuda.load_kernels().expect("a context");
@@ -484,7 +491,7 @@ fn kernels_take_no_more_shared_memory_than_there_is() {
     for (kilobytes, sees) in [(227, true), (163, true), (99, true), (48, false)] {
         let (_turn, fake) = alone(10);
         fake.block_shared(kilobytes << 10);
-        let cuda = open(Choice::default()).expect("a device");
+        let cuda = open(CopyMethodChoice::default()).expect("a device");
         if !kernels(&cuda) {
             continue;
         }
@@ -540,7 +547,7 @@ fn kernels_are_launched_in_turn_and_what_cannot_be_is_refused() {
     fake.emulate(emulated::launches());
     fake.set(NEW, 2, 1 << 30, false);
     let before = fake.live();
-    let cuda = open(Choice::default()).expect("a device");
+    let cuda = open(CopyMethodChoice::default()).expect("a device");
     let strange = Call { kind: 999, ..Call::default() };
     assert_eq!(launch(&cuda, None, &[strange]).expect_err("none").status(), Status::Unsupported);
     // SAFETY: it is refused.
@@ -566,18 +573,18 @@ fn kernels_are_launched_in_turn_and_what_cannot_be_is_refused() {
         let mut seen = [0u8; 64];
         let content = pages(1);
         content.iter_mut().enumerate().for_each(|(n, byte)| *byte = n as u8);
-        let bytes = |host: *mut u8, at: u64, count: u64, way| {
-            Copy::bytes(host, at, count, way, Memory::Device).expect("sound")
+        let bytes = |host: *mut u8, at: u64, count: u64, direction| {
+            Copy::bytes(host, at, count, direction, Memory::Device).expect("sound")
         };
         let mut up = [
-            bytes(host.as_mut_ptr(), good.table, 40, Way::Scatter),
-            bytes(content.as_mut_ptr(), memory.address, 64, Way::Scatter),
+            bytes(host.as_mut_ptr(), good.table, 40, Direction::Scatter),
+            bytes(content.as_mut_ptr(), memory.address, 64, Direction::Scatter),
         ];
         // SAFETY: memory that is there until all has ended.
         unsafe {
             let up = cuda.submit(Stream(1), None, &mut up).expect("taken");
             let moved = launch(&cuda, Some(up), &[good]).expect("taken");
-            let mut down = [bytes(seen.as_mut_ptr(), memory.address + 2048, 64, Way::Gather)];
+            let mut down = [bytes(seen.as_mut_ptr(), memory.address + 2048, 64, Direction::Gather)];
             let down = cuda.submit(Stream(2), Some(moved), &mut down).expect("taken");
             cuda.wait(down, 0).expect("it comes");
         }
@@ -595,7 +602,7 @@ fn machine_code_is_for_one_device_and_others_compile() {
     {
         let (_turn, fake) = alone(8);
         fake.capability(capability);
-        let cuda = open(Choice::default()).expect("a device");
+        let cuda = open(CopyMethodChoice::default()).expect("a device");
         if !kernels(&cuda) {
             continue;
         }
@@ -606,8 +613,9 @@ fn machine_code_is_for_one_device_and_others_compile() {
         }
         let (call, words) = piece(&memory);
         list[..40].copy_from_slice(&words);
-        let mut up = [Copy::bytes(list.as_mut_ptr(), call.table, 40, Way::Scatter, Memory::Device)
-            .expect("sound")];
+        let mut up =
+            [Copy::bytes(list.as_mut_ptr(), call.table, 40, Direction::Scatter, Memory::Device)
+                .expect("sound")];
         // SAFETY: memory that is there until all has ended.
         let mut last = Some(unsafe { cuda.submit(Stream(1), None, &mut up) }.expect("taken"));
         for _ in 0..2 {
@@ -625,7 +633,7 @@ fn machine_code_is_for_one_device_and_others_compile() {
 fn kernels_that_do_not_load_say_why_and_copies_go_on() {
     let (_turn, fake) = alone(7);
     fake.set(NEW, 1, 1 << 30, false);
-    let cuda = open(Choice::default()).expect("a device");
+    let cuda = open(CopyMethodChoice::default()).expect("a device");
     if kernels(&cuda) {
         let memory = cuda.allocate(1 << 16).expect("memory");
         let (call, _) = piece(&memory);

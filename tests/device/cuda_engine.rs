@@ -7,8 +7,8 @@ use kvtier_testkit::fixtures::fake_cuda;
 use fake_cuda::{Fake, alone};
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Error, Result, Status};
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
-use kvtier::device::{Copy, Device, Event, MAX_COPIES, Memory, State, Stream, Way};
+use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts};
+use kvtier::device::{Copy, Device, Direction, Event, MAX_COPIES, Memory, State, Stream};
 use kvtier::meta::view::View;
 
 fn opts() -> CudaOpts {
@@ -44,7 +44,7 @@ fn submit(
 fn copy(from: (u64, Memory), to: (u64, Memory), bytes: u64) -> Copy<'static> {
     let plane = std::ptr::with_exposed_provenance_mut(to.0 as usize);
     let view = View::canonical(from.0, 1, bytes);
-    let copy = Copy::new(&view, 0, 1, plane, Way::Gather).expect("sound");
+    let copy = Copy::new(&view, 0, 1, plane, Direction::Gather).expect("sound");
     Copy { memory: from.1, plane_memory: to.1, ..copy }
 }
 
@@ -70,7 +70,7 @@ fn the_default_stream_and_streams_of_other_contexts_are_refused() {
     let cuda = with(context, &[own]).expect("its own stream");
     // What is measured at the start is measured beside the engine's streams.
     fake.capture(own, true);
-    let choice = Choice::Measured;
+    let choice = CopyMethodChoice::Measured;
     let measured = open(&CudaOpts { context, streams: vec![own], choice, ..opts() }).describe();
     assert!(measured.not_measured.is_none_or(|why| why.contains("deadline")));
     fake.capture(own, false);
@@ -78,13 +78,13 @@ fn the_default_stream_and_streams_of_other_contexts_are_refused() {
     // SAFETY: a stream of the engine's, or what is refused.
     unsafe {
         for stream in [0, 1, 2] {
-            refused(cuda.hold(stream, event), Status::Invalid, "the default one");
+            refused(cuda.stream_wait_event(stream, event), Status::Invalid, "the default one");
         }
-        refused(cuda.hold(strange, event), Status::Invalid, "another context");
+        refused(cuda.stream_wait_event(strange, event), Status::Invalid, "another context");
         fake.capture(own, true);
-        refused(cuda.hold(own, event), Status::State, "graph");
+        refused(cuda.stream_wait_event(own, event), Status::State, "graph");
         fake.capture(own, false);
-        refused(cuda.hold(own, Event(77)), Status::Handle, "none of this device");
+        refused(cuda.stream_wait_event(own, Event(77)), Status::Handle, "none of this device");
     }
     cuda.close(0).expect("it ends");
     drop(cuda);
@@ -100,7 +100,9 @@ fn the_default_stream_and_streams_of_other_contexts_are_refused() {
 #[test]
 fn planes_and_tensors_are_on_either_side() {
     let (_turn, fake) = alone(2);
-    for choice in [Choice::Fixed(Means::Plain), Choice::Fixed(Means::Batch)] {
+    for choice in
+        [CopyMethodChoice::Fixed(CopyMethod::Plain), CopyMethodChoice::Fixed(CopyMethod::Batch)]
+    {
         fake.set(12_080, 1, 1 << 30, false);
         let cuda = open(&CudaOpts { choice, ..opts() });
         let (rows, run, stride) = (24u64, 40u64, 104u64);
@@ -116,7 +118,7 @@ fn planes_and_tensors_are_on_either_side() {
             let mut view = View::canonical(from.0, rows as u32, run);
             view.token_stride_bytes = stride;
             let plane = std::ptr::with_exposed_provenance_mut(to.0 as usize);
-            let copy = Copy::new(&view, 0, rows as u32, plane, Way::Gather).expect("sound");
+            let copy = Copy::new(&view, 0, rows as u32, plane, Direction::Gather).expect("sound");
             Copy { memory: from.1, plane_memory: to.1, ..copy }
         };
         // To the device, within it with rows gathered, back again, and from host to host.
@@ -195,7 +197,7 @@ fn an_event_of_the_engines_is_waited_for_by_streams_and_not_by_threads() {
     let (other, ready) = (fake.stream_in(context), fake.event(context));
     fake.record(context, ready, other);
     // SAFETY: an event that was recorded.
-    let adopted = unsafe { cuda.adopt(ready) }.expect("an event");
+    let adopted = unsafe { cuda.import_event(ready) }.expect("an event");
     let (from, to) = (bytes(5000, 1), bytes(5000, 2));
     let copied = submit(&cuda, 0, Some(adopted), &mut [copy(host(from), host(to), 5000)]);
     cuda.wait(copied.expect("taken"), 0).expect("it comes");
@@ -207,8 +209,8 @@ fn an_event_of_the_engines_is_waited_for_by_streams_and_not_by_threads() {
     fake.capture_event(ready, true);
     // SAFETY: as above, or what is refused.
     unsafe {
-        refused(cuda.adopt(ready), Status::State, "engine's");
-        refused(cuda.adopt(0), Status::Invalid, "address 0");
+        refused(cuda.import_event(ready), Status::State, "engine's");
+        refused(cuda.import_event(0), Status::Invalid, "address 0");
     }
     fake.capture_event(ready, false);
     drop(cuda);
@@ -234,14 +236,14 @@ fn events_that_come_late_hold_up_no_others() {
     fake.stand(context, stream, opens);
     fake.record(context, late, stream);
     // SAFETY: events that were recorded.
-    let waits = unsafe { cuda.adopt(late) }.expect("an event");
+    let waits = unsafe { cuda.import_event(late) }.expect("an event");
     let quick: Vec<Event> = (0..10)
         .map(|_| {
             let event = fake.event(context);
             let other = fake.stream_in(context);
             fake.record(context, event, other);
             // SAFETY: as above.
-            unsafe { cuda.adopt(event) }.expect("an event")
+            unsafe { cuda.import_event(event) }.expect("an event")
         })
         .collect();
     for event in &quick {
@@ -270,7 +272,7 @@ fn a_stream_of_the_engines_goes_on_when_a_batch_has_ended() {
     let up = submit(&cuda, 0, None, &mut [copy(host(from), there, 9000)]).expect("taken");
     let down = submit(&cuda, 1, Some(up), &mut [copy(there, host(to), 9000)]).expect("taken");
     // SAFETY: a stream of the device's context.
-    unsafe { cuda.hold(stream, down) }.expect("it waits");
+    unsafe { cuda.stream_wait_event(stream, down) }.expect("it waits");
     fake.record(context, after, stream);
     let clock = Clock::real();
     let end_ns = clock.now_ns() + 300_000_000_000;
@@ -280,7 +282,7 @@ fn a_stream_of_the_engines_goes_on_when_a_batch_has_ended() {
     assert_eq!(from, to, "the engine goes on only when the copy has come");
     cuda.wait(down, 0).expect("it has come");
     // SAFETY: as above.
-    unsafe { cuda.hold(stream, down) }.expect("there is nothing to wait for");
+    unsafe { cuda.stream_wait_event(stream, down) }.expect("there is nothing to wait for");
     fake.end_event(context, after);
     fake.end_stream_in(context, stream);
     drop(cuda);
@@ -295,9 +297,9 @@ fn beside(fake: &Fake, cuda: &Cuda, context: u64, stream: u64, events: [u64; 2])
     let (from, to) = (bytes(3000, 1), bytes(3000, 2));
     // SAFETY: the engine's own events and streams.
     unsafe {
-        let adopted = cuda.adopt(ready)?;
+        let adopted = cuda.import_event(ready)?;
         let copied = submit(cuda, 1, Some(adopted), &mut [copy(host(from), host(to), 3000)]);
-        let held = copied.as_ref().map_or(Ok(()), |event| cuda.hold(stream, *event));
+        let held = copied.as_ref().map_or(Ok(()), |event| cuda.stream_wait_event(stream, *event));
         let ended = copied.and_then(|event| cuda.wait(event, 0));
         cuda.wait(adopted, 0).and(ended).and(held)?;
     }

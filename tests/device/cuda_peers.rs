@@ -12,16 +12,16 @@ use kvtier::base::checksum::checksum;
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
 use kvtier::device::call::{Call, Kind};
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts, CudaWindow, Means};
+use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts, CudaWindow};
 use kvtier::device::window::Window;
-use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, DeviceMemory, Direction, Memory, Stream};
 use kvtier::meta::view::{Place, View};
 use kvtier::store::handle::Store;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use mirror::Mirror;
 use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
 
-const MEANS: [Means; 3] = [Means::Plain, Means::Batch, Means::Kernel];
+const MEANS: [CopyMethod; 3] = [CopyMethod::Plain, CopyMethod::Batch, CopyMethod::Kernel];
 /// Tokens of a tensor here, and the bytes of each.
 const SHAPE: (u32, u64) = (300, 100);
 const BYTES: usize = 30_000;
@@ -87,9 +87,9 @@ impl<'a> Room<'a> {
         Room { owner, memory: owner.allocate(2 * BYTES as u64).expect("room") }
     }
 
-    fn moves(&self, bytes: &mut [u8], is_spread: bool, way: Way) {
+    fn moves(&self, bytes: &mut [u8], is_spread: bool, direction: Direction) {
         let view = view(self.memory.address, is_spread);
-        let copy = Copy::new(&view, 0, SHAPE.0, bytes.as_mut_ptr(), way).expect("sound");
+        let copy = Copy::new(&view, 0, SHAPE.0, bytes.as_mut_ptr(), direction).expect("sound");
         go(self.owner, Copy { memory: Memory::Device, ..copy }).expect("its own memory");
     }
 }
@@ -107,27 +107,32 @@ fn copies_go_from_every_memory_to_every_other() {
     for (reaches, means) in [true, false].into_iter().flat_map(|r| MEANS.map(|means| (r, means))) {
         let (_turn, fake) = alone(3, reaches);
         let before = fake.calls(PEER);
-        let choice = Choice::Fixed(means);
+        let choice = CopyMethodChoice::Fixed(means);
         let first = open(CudaOpts { choice, verify: true, ..opts(0, &[1, 2]) });
         let others = [open(opts(1, &[])), open(opts(2, &[]))];
         let (mut here, mut seed) = (content(0), 0);
         // SAFETY: memory that stays until it is forgotten.
-        unsafe { first.know_host(here.as_mut_ptr(), BYTES as u64) }.expect("registered");
+        unsafe { first.register_host(here.as_mut_ptr(), BYTES as u64) }.expect("registered");
         let all = [None, Some(&first), Some(&others[0]), Some(&others[1])];
         for (tensor, plane) in all.iter().flat_map(|t| all.iter().map(move |p| (t, p))) {
             let Some(owner) = tensor else { continue };
-            for (is_spread, way) in
-                [true, false].into_iter().flat_map(|s| [(s, Way::Gather), (s, Way::Scatter)])
+            for (is_spread, direction) in [true, false]
+                .into_iter()
+                .flat_map(|s| [(s, Direction::Gather), (s, Direction::Scatter)])
             {
-                let words = format!("{reaches}, {means}, {is_spread}, {way:?}");
+                let words = format!("{reaches}, {means}, {is_spread}, {direction:?}");
                 let there = Room::new(owner);
                 let beside = plane.map(Room::new);
                 seed += 1;
                 let mut right = content(seed);
-                match (&way, &beside) {
-                    (Way::Gather, _) => there.moves(&mut right, is_spread, Way::Scatter),
-                    (Way::Scatter, None) => here.copy_from_slice(&right),
-                    (Way::Scatter, Some(room)) => room.moves(&mut right, false, Way::Scatter),
+                match (&direction, &beside) {
+                    (Direction::Gather, _) => {
+                        there.moves(&mut right, is_spread, Direction::Scatter)
+                    }
+                    (Direction::Scatter, None) => here.copy_from_slice(&right),
+                    (Direction::Scatter, Some(room)) => {
+                        room.moves(&mut right, false, Direction::Scatter)
+                    }
                 }
                 let view = view(there.memory.address, is_spread);
                 let (address, plane_memory) = match &beside {
@@ -137,15 +142,17 @@ fn copies_go_from_every_memory_to_every_other() {
                         (std::ptr::with_exposed_provenance_mut(address), Memory::Device)
                     }
                 };
-                let copy = Copy::new(&view, 0, SHAPE.0, address, way).expect("sound");
+                let copy = Copy::new(&view, 0, SHAPE.0, address, direction).expect("sound");
                 let (memory, wants_sum) = (Memory::Device, true);
                 let sum = go(&first, Copy { memory, plane_memory, wants_sum, ..copy });
                 assert_eq!(sum, Ok(checksum(&right)), "{words}");
                 let mut got = vec![0; BYTES];
-                match (way, &beside) {
-                    (Way::Gather, None) => got.copy_from_slice(&here),
-                    (Way::Gather, Some(room)) => room.moves(&mut got, false, Way::Gather),
-                    (Way::Scatter, _) => there.moves(&mut got, is_spread, Way::Gather),
+                match (direction, &beside) {
+                    (Direction::Gather, None) => got.copy_from_slice(&here),
+                    (Direction::Gather, Some(room)) => {
+                        room.moves(&mut got, false, Direction::Gather)
+                    }
+                    (Direction::Scatter, _) => there.moves(&mut got, is_spread, Direction::Gather),
                 }
                 assert!(got == right, "{words}");
                 fake.check();
@@ -166,7 +173,7 @@ trait Forget {
 impl Forget for Cuda {
     fn forget_host_of(&self, memory: &mut [u8]) {
         // SAFETY: nothing uses it any more.
-        unsafe { self.forget_host(memory.as_mut_ptr()) }.expect("known");
+        unsafe { self.unregister_host(memory.as_mut_ptr()) }.expect("known");
     }
 }
 
@@ -176,19 +183,24 @@ fn memory_that_is_mapped_has_access_of_its_own() {
     let (_turn, fake) = alone(5, true);
     let (first, other) = (open(opts(0, &[1])), Arc::new(open(opts(1, &[]))));
     let window = CudaWindow::new(other.clone(), 1 << 20).expect("addresses");
-    let piece = window.create(window.grain_bytes()).expect("memory");
+    let piece = window.create(window.granularity_bytes()).expect("memory");
     // SAFETY: nobody has it yet.
     unsafe { window.put(piece, 0).expect("a place") };
     let mut right = content(9);
-    let piece = |bytes: &mut [u8], way| {
-        let copy =
-            Copy::bytes(bytes.as_mut_ptr(), window.address(), BYTES as u64, way, Memory::Device);
+    let piece = |bytes: &mut [u8], direction| {
+        let copy = Copy::bytes(
+            bytes.as_mut_ptr(),
+            window.address(),
+            BYTES as u64,
+            direction,
+            Memory::Device,
+        );
         copy.expect("sound")
     };
     let before = fake.calls(PEER);
-    go(&first, piece(&mut right, Way::Scatter)).expect("by way of its own memory");
+    go(&first, piece(&mut right, Direction::Scatter)).expect("by way of its own memory");
     let mut got = vec![0; BYTES];
-    go(&first, piece(&mut got, Way::Gather)).expect("and back");
+    go(&first, piece(&mut got, Direction::Gather)).expect("and back");
     assert!(got == right && fake.calls(PEER) > before);
     drop((window, first, other));
     fake.check();
@@ -211,7 +223,8 @@ fn what_is_no_peer_is_refused() {
     let (near, strange) = (Room::new(&peer), Room::new(&stranger));
     let mut here = content(1);
     let to = here.as_mut_ptr();
-    let copy = |address| Copy::bytes(to, address, 64, Way::Gather, Memory::Device).expect("sound");
+    let copy =
+        |address| Copy::bytes(to, address, 64, Direction::Gather, Memory::Device).expect("sound");
     let error = go(&first, copy(strange.memory.address)).expect_err("no peer");
     assert_eq!(error.status(), Status::Invalid);
     assert!(error.to_string().contains("is device 2's, this is 0"), "{error}");
@@ -223,7 +236,7 @@ fn what_is_no_peer_is_refused() {
         tokens: 2,
         ..view(0, false)
     };
-    let copy = Copy::new(&pages, 0, 2, to, Way::Gather).expect("sound");
+    let copy = Copy::new(&pages, 0, 2, to, Direction::Gather).expect("sound");
     let error = go(&first, Copy { memory: Memory::Device, ..copy }).expect_err("two devices");
     assert!(error.to_string().contains("several devices"), "{error}");
     // Kernels go there only where there is access.
@@ -285,11 +298,12 @@ fn calls_that_fail_between_devices_cost_one_batch() {
         let (first, other) = (open(opts(0, &[1])), open(opts(1, &[])));
         let there = Room::new(&other);
         let mut right = content(4);
-        there.moves(&mut right, true, Way::Scatter);
+        there.moves(&mut right, true, Direction::Scatter);
         let mut got = vec![0; BYTES];
         let view = view(there.memory.address, true);
         let mut gather = || {
-            let copy = Copy::new(&view, 0, SHAPE.0, got.as_mut_ptr(), Way::Gather).expect("sound");
+            let copy =
+                Copy::new(&view, 0, SHAPE.0, got.as_mut_ptr(), Direction::Gather).expect("sound");
             go(&first, Copy { memory: Memory::Device, ..copy })
         };
         fake.fail(call, nth, 2);
@@ -314,7 +328,7 @@ fn a_store_takes_moves_of_views_on_other_devices() {
     for (reaches, spec) in [true, false].into_iter().flat_map(|r| specs.map(|spec| (r, spec))) {
         for means in MEANS {
             let (_turn, fake) = alone(13, reaches);
-            let choice = Choice::Fixed(means);
+            let choice = CopyMethodChoice::Fixed(means);
             let first: Arc<dyn Device> =
                 Arc::new(open(CudaOpts { choice, verify: true, ..opts(0, &[1, 2]) }));
             let others = [open(opts(1, &[])), open(opts(2, &[]))];
@@ -334,7 +348,7 @@ fn a_store_takes_moves_of_views_on_other_devices() {
                 let right = Done { status: Status::Ok, tokens: TOKENS };
                 assert_eq!(wait(&ops[0]), right, "{spec}, {reaches}, {means}");
             }
-            to.copy(Way::Gather);
+            to.copy(Direction::Gather);
             assert!(to.engine.is_right(&marks_of(0, &tokens)), "{spec}, {reaches}, {means}");
             assert_eq!(home.counters().damaged, 0);
             drop((from, to));

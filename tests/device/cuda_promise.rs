@@ -12,8 +12,8 @@ use kvtier::base::clock::Clock;
 use kvtier::base::op::RELEASED;
 use kvtier::base::status::{Result, Status};
 use kvtier::device::cuda::{Cuda, CudaOpts};
-use kvtier::device::until::hold_until_released;
-use kvtier::device::{Copy, Device, Event, MAX_LENT, Memory, State, Stream, Way};
+use kvtier::device::op_wait::stream_wait_op;
+use kvtier::device::{Copy, Device, Direction, Event, MAX_LEASED_STREAMS, Memory, State, Stream};
 use kvtier::store::handle::Store;
 use kvtier::store::state::CellRange;
 use kvtier::store::state::transfer::{Level, TransferKind};
@@ -48,15 +48,20 @@ fn bytes(seed: u8) -> &'static mut [u8] {
 fn copy(cuda: &Cuda, stream: u32, after: Event, from: &mut [u8], to: &mut [u8]) -> Result<Event> {
     let bytes = from.len() as u64;
     let there = cuda.allocate(bytes)?;
-    let piece = |host: *mut u8, way| Copy::bytes(host, there.address, bytes, way, Memory::Device);
+    let piece = |host: *mut u8, direction| {
+        Copy::bytes(host, there.address, bytes, direction, Memory::Device)
+    };
     // SAFETY: memory that stays.
     unsafe {
-        cuda.know_host(to.as_mut_ptr(), bytes)?;
-        let up =
-            cuda.submit(Stream(stream), None, &mut [piece(from.as_mut_ptr(), Way::Scatter)?])?;
+        cuda.register_host(to.as_mut_ptr(), bytes)?;
+        let up = cuda.submit(
+            Stream(stream),
+            None,
+            &mut [piece(from.as_mut_ptr(), Direction::Scatter)?],
+        )?;
         cuda.wait(up, soon())?;
         cuda.release(up)?;
-        cuda.submit(Stream(stream), Some(after), &mut [piece(to.as_mut_ptr(), Way::Gather)?])
+        cuda.submit(Stream(stream), Some(after), &mut [piece(to.as_mut_ptr(), Direction::Gather)?])
     }
 }
 
@@ -68,13 +73,13 @@ fn batches_and_streams_wait_until_it_is_kept() {
     let (stream, after) = (fake.stream_in(context), fake.event(context));
     // Numbers are used again and again: more promises than there are of them.
     for turn in 0..1500u32 {
-        let promise = cuda.promise().expect("one");
+        let promise = cuda.create_user_event().expect("one");
         refused(cuda.release(promise), Status::Busy);
         if turn % 250 == 7 {
             let (from, to) = (bytes(1), bytes(2));
             let copied = copy(&cuda, turn % 4, promise, from, to).expect("taken");
             // SAFETY: a stream of the device's context.
-            unsafe { cuda.hold(stream, promise) }.expect("it waits");
+            unsafe { cuda.stream_wait_event(stream, promise) }.expect("it waits");
             fake.record(context, after, stream);
             fake.run();
             assert_eq!(cuda.state(copied).expect("known"), State::Pending);
@@ -82,19 +87,19 @@ fn batches_and_streams_wait_until_it_is_kept() {
             let late = cuda.wait(promise, Clock::real().now_ns() + 1_000_000);
             refused(late, Status::Timeout);
             assert!(!fake.has_come(context, after) && from != to);
-            cuda.keep(promise).expect("a promise");
+            cuda.signal_event(promise).expect("a promise");
             cuda.wait(copied, soon()).expect("it comes");
             fake.run();
             assert!(fake.has_come(context, after) && from == to);
-            refused(cuda.keep(copied), Status::Handle);
+            refused(cuda.signal_event(copied), Status::Handle);
             cuda.release(copied).expect("it has ended");
         }
-        cuda.keep(promise).expect("once more does no harm");
+        cuda.signal_event(promise).expect("once more does no harm");
         cuda.wait(promise, 0).expect("it has come");
         // SAFETY: as above.
-        unsafe { cuda.hold(stream, promise) }.expect("there is nothing to wait for");
+        unsafe { cuda.stream_wait_event(stream, promise) }.expect("there is nothing to wait for");
         cuda.release(promise).expect("kept");
-        refused(cuda.keep(promise), Status::Handle);
+        refused(cuda.signal_event(promise), Status::Handle);
     }
     drop(cuda);
     fake.end_event(context, after);
@@ -113,13 +118,13 @@ fn whoever_waits_for_a_number_that_is_used_again_goes_on() {
     let (stream, gate, after) = (fake.stream_in(context), fake.event(context), fake.event(context));
     fake.hold_back(gate, true);
     fake.stand(context, stream, gate);
-    let first = cuda.promise().expect("one");
+    let first = cuda.create_user_event().expect("one");
     // SAFETY: a stream of the device's context.
-    unsafe { cuda.hold(stream, first) }.expect("it waits");
+    unsafe { cuda.stream_wait_event(stream, first) }.expect("it waits");
     fake.record(context, after, stream);
-    cuda.keep(first).expect("a promise");
+    cuda.signal_event(first).expect("a promise");
     cuda.release(first).expect("kept");
-    let second = cuda.promise().expect("the same number");
+    let second = cuda.create_user_event().expect("the same number");
     fake.run();
     assert!(!fake.has_come(context, after), "the gate is shut");
     fake.hold_back(gate, false);
@@ -145,15 +150,15 @@ fn a_device_that_goes_leaves_no_stream_standing() {
             (fake.stream_in(context), fake.event(context), fake.event(context));
         fake.hold_back(gate, true);
         fake.stand(context, stream, gate);
-        let promise = cuda.promise().expect("one");
+        let promise = cuda.create_user_event().expect("one");
         let copied = copy(&cuda, 0, promise, bytes(1), bytes(2)).expect("taken");
         // SAFETY: a stream of the device's context.
-        unsafe { cuda.hold(stream, promise) }.expect("it waits");
+        unsafe { cuda.stream_wait_event(stream, promise) }.expect("it waits");
         fake.record(context, after, stream);
         if !is_slow {
             cuda.close(soon()).expect("all ends");
             assert_eq!(cuda.state(copied).expect("known"), State::Done);
-            refused(cuda.promise(), Status::Closed);
+            refused(cuda.create_user_event(), Status::Closed);
             fake.hold_back(gate, false);
             fake.run();
             assert!(fake.has_come(context, after));
@@ -179,24 +184,28 @@ fn what_cannot_wait_for_it_is_refused() {
     let cuda = open();
     let context = fake.context();
     let stream = fake.stream_in(context);
-    let promise = cuda.promise().expect("one");
+    let promise = cuda.create_user_event().expect("one");
     fake.capture(stream, true);
     // SAFETY: a stream of the device's context, or what is refused.
     unsafe {
-        refused(cuda.hold(stream, promise), Status::State);
+        refused(cuda.stream_wait_event(stream, promise), Status::State);
         fake.capture(stream, false);
-        refused(cuda.hold(0, promise), Status::Invalid);
+        refused(cuda.stream_wait_event(0, promise), Status::Invalid);
         fake.fail("cuStreamWaitValue32", 1, 801);
-        refused(cuda.hold(stream, promise), Status::Unsupported);
+        refused(cuda.stream_wait_event(stream, promise), Status::Unsupported);
     }
-    let others: Vec<Event> = (1..1024).map(|_| cuda.promise().expect("a number")).collect();
-    refused(cuda.promise(), Status::Again);
+    let others: Vec<Event> =
+        (1..1024).map(|_| cuda.create_user_event().expect("a number")).collect();
+    refused(cuda.create_user_event(), Status::Again);
     for event in others.iter().chain([&promise]) {
-        cuda.keep(*event).expect("a promise");
+        cuda.signal_event(*event).expect("a promise");
         cuda.release(*event).expect("kept");
     }
     cuda.release(
-        cuda.promise().map(|one| cuda.keep(one).map(|()| one)).expect("one").expect("kept"),
+        cuda.create_user_event()
+            .map(|one| cuda.signal_event(one).map(|()| one))
+            .expect("one")
+            .expect("kept"),
     )
     .expect("there is room again");
     drop(cuda);
@@ -211,13 +220,13 @@ fn what_cannot_wait_for_it_is_refused() {
 fn a_lost_device_keeps_its_promises_badly() {
     let (_turn, fake) = alone(5);
     let cuda = open();
-    let promise = cuda.promise().expect("one");
+    let promise = cuda.create_user_event().expect("one");
     let copied = copy(&cuda, 0, promise, bytes(1), bytes(2)).expect("taken");
     fake.fail("cuEventQuery", 1, 700);
     refused(cuda.state(copied), Status::Unavailable);
     refused(cuda.wait(promise, soon()), Status::Unavailable);
-    cuda.keep(promise).expect("known still");
-    refused(cuda.promise(), Status::Unavailable);
+    cuda.signal_event(promise).expect("known still");
+    refused(cuda.create_user_event(), Status::Unavailable);
     drop(cuda);
     let _ = Fake::begin(0);
 }
@@ -254,14 +263,14 @@ fn a_store_stands_between_the_engines_kernels() {
                 fake.stand(context, before, gate);
                 fake.record(context, ready, before);
                 // SAFETY: an event that was recorded.
-                let event = unsafe { cuda.adopt(ready) }.expect("an event");
+                let event = unsafe { cuda.import_event(ready) }.expect("an event");
                 let what = engine.cell_range(0, TOKENS, 0..MODEL.layers, by_layer);
                 let what = CellRange { after: Some(event), ..what };
                 let ops = store.submit(session, kind, Level::Ram, what).expect("taken");
                 let device: Arc<dyn Device> = cuda.clone();
                 for op in &ops {
                     // SAFETY: a stream of the device's context.
-                    unsafe { hold_until_released(&device, behind, op) }.expect("it waits");
+                    unsafe { stream_wait_op(&device, behind, op) }.expect("it waits");
                 }
                 fake.record(context, after, behind);
                 fake.run();
@@ -283,7 +292,7 @@ fn a_store_stands_between_the_engines_kernels() {
                     let done = support::wait(op);
                     assert_eq!((done.status, done.tokens), (Status::Ok, TOKENS));
                     // SAFETY: as above.
-                    unsafe { hold_until_released(&device, behind, op) }.expect("nothing to do");
+                    unsafe { stream_wait_op(&device, behind, op) }.expect("nothing to do");
                 }
                 engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
                 cuda.release(event).expect("it has come");
@@ -311,13 +320,15 @@ fn streams_are_lent_to_one_at_a_time() {
     let cuda = open();
     let own = cuda.facts().streams;
     refused(copy_on(&cuda, own, None), Status::Invalid);
-    let lent: Vec<Stream> = (0..MAX_LENT).map(|_| cuda.lend().expect("a stream")).collect();
-    refused(cuda.lend(), Status::Again);
+    let lent: Vec<Stream> =
+        (0..MAX_LEASED_STREAMS).map(|_| cuda.lease_stream().expect("a stream")).collect();
+    refused(cuda.lease_stream(), Status::Again);
     let mut numbers: Vec<u32> = lent.iter().map(|stream| stream.0).collect();
     numbers.sort_unstable();
     numbers.dedup();
-    assert!(numbers.len() == MAX_LENT && numbers[0] >= own);
-    let promises: Vec<Event> = lent.iter().map(|_| cuda.promise().expect("one")).collect();
+    assert!(numbers.len() == MAX_LEASED_STREAMS && numbers[0] >= own);
+    let promises: Vec<Event> =
+        lent.iter().map(|_| cuda.create_user_event().expect("one")).collect();
     let behind: Vec<Event> = lent
         .iter()
         .zip(&promises)
@@ -326,12 +337,12 @@ fn streams_are_lent_to_one_at_a_time() {
     for at in (0..lent.len()).rev() {
         fake.run();
         assert!(behind[..=at].iter().all(|event| cuda.state(*event) == Ok(State::Pending)));
-        cuda.keep(promises[at]).expect("a promise");
+        cuda.signal_event(promises[at]).expect("a promise");
         cuda.wait(behind[at], soon()).expect("it is behind no other");
-        cuda.take_back(lent[at]);
+        cuda.return_stream(lent[at]);
         refused(copy_on(&cuda, lent[at].0, None), Status::Invalid);
     }
-    assert!(cuda.lend().is_ok());
+    assert!(cuda.lease_stream().is_ok());
     for event in promises.into_iter().chain(behind) {
         cuda.release(event).expect("it has come");
     }
@@ -343,7 +354,7 @@ fn streams_are_lent_to_one_at_a_time() {
 fn copy_on(cuda: &Cuda, stream: u32, after: Option<Event>) -> Result<Event> {
     let (from, to) = (cuda.allocate(3000)?, cuda.allocate(3000)?);
     let plane = std::ptr::with_exposed_provenance_mut(to.address as usize);
-    let copy = Copy::bytes(plane, from.address, 3000, Way::Gather, Memory::Device)?;
+    let copy = Copy::bytes(plane, from.address, 3000, Direction::Gather, Memory::Device)?;
     let copy = Copy { plane_memory: Memory::Device, ..copy };
     // SAFETY: memory that stays for as long as the device does.
     unsafe { cuda.submit(Stream(stream), after, &mut [copy]) }
@@ -352,13 +363,13 @@ fn copy_on(cuda: &Cuda, stream: u32, after: Option<Event>) -> Result<Event> {
 /// A batch and an engine's stream behind a promise; whether both came in time, and not before.
 fn beside(fake: &Fake, cuda: &Cuda, context: u64, stream: u64, after: u64) -> Result<bool> {
     let (from, to) = (bytes(1), bytes(2));
-    let promise = cuda.promise()?;
+    let promise = cuda.create_user_event()?;
     // SAFETY: the engine's stream.
-    let held = unsafe { cuda.hold(stream, promise) };
+    let held = unsafe { cuda.stream_wait_event(stream, promise) };
     let copied = copy(cuda, 1, promise, from, to);
     fake.run();
     let is_early = from == to;
-    cuda.keep(promise)?;
+    cuda.signal_event(promise)?;
     let ended = copied.and_then(|event| cuda.wait(event, soon()));
     cuda.wait(promise, soon())?;
     cuda.release(promise)?;

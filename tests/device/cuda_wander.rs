@@ -6,8 +6,8 @@ use kvtier_testkit::fixtures::fake_cuda;
 
 use fake_cuda::alone;
 use kvtier::base::clock::Clock;
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
-use kvtier::device::{Copy, Device, Event, Memory, Stream, Way};
+use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts};
+use kvtier::device::{Copy, Device, Direction, Event, Memory, Stream};
 use kvtier::meta::view::View;
 
 const ROOM: usize = 16 << 10;
@@ -52,7 +52,8 @@ fn copies(random: &mut Random, from: &Room, to: &mut Room, content: &[u8]) -> Ve
         let (tensor, plane) = (from.address + at as u64, to.address + at as u64);
         let mut view = View::canonical(tensor, count as u32, CELL as u64);
         view.token_stride_bytes = stride as u64;
-        let copy = Copy::new(&view, 0, count as u32, host(plane), Way::Gather).expect("sound");
+        let copy =
+            Copy::new(&view, 0, count as u32, host(plane), Direction::Gather).expect("sound");
         made.push(Copy { memory: from.memory, plane_memory: to.memory, ..copy });
         for n in 0..count {
             let source = at + n * stride;
@@ -82,7 +83,7 @@ fn wander(cuda: &Cuda, seed: u64, told: bool) {
             let memory = if on_device { Memory::Device } else { Memory::Host };
             if told && !on_device && n != 5 {
                 // SAFETY: memory that stays.
-                unsafe { cuda.know_host(host(address), ROOM as u64) }.expect("memory");
+                unsafe { cuda.register_host(host(address), ROOM as u64) }.expect("memory");
             }
             Room { address, memory, content: Vec::new(), writer: None, readers: Vec::new() }
         })
@@ -92,7 +93,7 @@ fn wander(cuda: &Cuda, seed: u64, told: bool) {
         let first = Box::leak(room.content.clone().into_boxed_slice());
         let at = first.as_mut_ptr().expose_provenance() as u64;
         let view = View::canonical(at, 1, ROOM as u64);
-        let copy = Copy::new(&view, 0, 1, host(room.address), Way::Gather).expect("sound");
+        let copy = Copy::new(&view, 0, 1, host(room.address), Direction::Gather).expect("sound");
         // SAFETY: memory that stays.
         let filled = unsafe {
             cuda.submit(Stream(0), None, &mut [Copy { plane_memory: room.memory, ..copy }])
@@ -129,7 +130,7 @@ fn wander(cuda: &Cuda, seed: u64, told: bool) {
     for (n, room) in rooms.iter().enumerate() {
         let found = Box::leak(vec![0u8; ROOM].into_boxed_slice());
         let copy = View::canonical(room.address, 1, ROOM as u64);
-        let copy = Copy::new(&copy, 0, 1, found.as_mut_ptr(), Way::Gather).expect("sound");
+        let copy = Copy::new(&copy, 0, 1, found.as_mut_ptr(), Direction::Gather).expect("sound");
         let mut copies = [Copy { memory: room.memory, ..copy }];
         // SAFETY: as above.
         let event = unsafe { cuda.submit(Stream(1), room.writer, &mut copies) }.expect("taken");
@@ -143,14 +144,14 @@ fn who_waits_as_documented_finds_the_right_bytes() {
     // Each seed takes half a second: the soak has more of them.
     let seeds = std::env::var("KVTIER_WANDER_SEEDS").ok();
     let seeds = seeds.map_or(8, |seeds| seeds.parse().expect("KVTIER_WANDER_SEEDS is a number"));
-    for means in [Means::Plain, Means::Batch, Means::Kernel] {
+    for means in [CopyMethod::Plain, CopyMethod::Batch, CopyMethod::Kernel] {
         for seed in 0..seeds {
             let (_turn, fake) = alone(seed);
             fake.set(12_080, 1, 1 << 30, false);
             fake.emulate(emulated::launches());
             let before = fake.live();
             let library = Some(fake_cuda::library());
-            let choice = Choice::Fixed(means);
+            let choice = CopyMethodChoice::Fixed(means);
             let cuda =
                 Cuda::open(Clock::real(), &CudaOpts { library, choice, ..CudaOpts::default() })
                     .expect("a device");
@@ -165,11 +166,11 @@ fn who_waits_as_documented_finds_the_right_bytes() {
 
 #[test]
 fn threads_do_not_disturb_each_other() {
-    for means in [Means::Plain, Means::Batch, Means::Kernel] {
+    for means in [CopyMethod::Plain, CopyMethod::Batch, CopyMethod::Kernel] {
         let (_turn, fake) = alone(7);
         fake.set(12_080, 1, 1 << 30, false);
         let library = Some(fake_cuda::library());
-        let choice = Choice::Fixed(means);
+        let choice = CopyMethodChoice::Fixed(means);
         let cuda = Cuda::open(Clock::real(), &CudaOpts { library, choice, ..CudaOpts::default() })
             .expect("a device");
         std::thread::scope(|scope| {

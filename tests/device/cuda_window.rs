@@ -9,7 +9,7 @@ use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
 use kvtier::device::cuda::{Cuda, CudaOpts, CudaWindow};
 use kvtier::device::window::{Piece, Window};
-use kvtier::device::{Copy, Device, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, Direction, Memory, Stream};
 
 fn open() -> Result<Arc<Cuda>> {
     let opts = CudaOpts { library: Some(fake_cuda::library()), ..CudaOpts::default() };
@@ -17,9 +17,9 @@ fn open() -> Result<Arc<Cuda>> {
 }
 
 /// Copies bytes of this process to or from an address. They stay where they are for ever.
-fn copy(cuda: &Cuda, address: u64, bytes: &mut [u8], way: Way) -> Result<()> {
+fn copy(cuda: &Cuda, address: u64, bytes: &mut [u8], direction: Direction) -> Result<()> {
     let count = bytes.len() as u64;
-    let mut copies = [Copy::bytes(bytes.as_mut_ptr(), address, count, way, Memory::Device)?];
+    let mut copies = [Copy::bytes(bytes.as_mut_ptr(), address, count, direction, Memory::Device)?];
     // SAFETY: memory that stays; the address is one of a window, or it is refused.
     let event = unsafe { cuda.submit(Stream(0), None, &mut copies)? };
     cuda.wait(event, 0)
@@ -31,7 +31,7 @@ fn noise(len: usize) -> &'static mut [u8] {
 
 /// A window of so many grains, and how long one is.
 fn window(cuda: &Arc<Cuda>, grains: u64) -> Result<(CudaWindow, u64)> {
-    let grain = cuda.window_grain()?;
+    let grain = cuda.window_granularity()?;
     Ok((CudaWindow::new(cuda.clone(), grains * grain)?, grain))
 }
 
@@ -49,7 +49,7 @@ fn pass(cuda: &Arc<Cuda>) -> Result<bool> {
     let there = noise(200);
     let (first, second) = (map(&window, 0, grain)?, map(&window, grain, grain)?);
     // A copy that goes over both pieces.
-    copy(cuda, window.address() + grain - 100, there, Way::Scatter)?;
+    copy(cuda, window.address() + grain - 100, there, Direction::Scatter)?;
     // SAFETY: the copy has ended.
     unsafe {
         window.put(first, 2 * grain)?;
@@ -57,7 +57,7 @@ fn pass(cuda: &Arc<Cuda>) -> Result<bool> {
         window.put(second, 3 * grain)?;
     }
     let found = Box::leak(vec![0u8; 200].into_boxed_slice());
-    copy(cuda, window.address() + 3 * grain - 100, found, Way::Gather)?;
+    copy(cuda, window.address() + 3 * grain - 100, found, Direction::Gather)?;
     let right = found == there;
     // SAFETY: as above.
     unsafe {
@@ -88,7 +88,7 @@ fn what_cannot_be_is_refused() {
     assert_eq!(status(0), Some(Status::Invalid));
     assert_eq!(status(u64::MAX), Some(Status::Limit));
     let (window, grain) = window(&cuda, 4).expect("addresses");
-    assert_eq!((window.bytes(), window.grain_bytes()), (4 * grain, grain));
+    assert_eq!((window.bytes(), window.granularity_bytes()), (4 * grain, grain));
     let small = CudaWindow::new(cuda.clone(), 1).expect("addresses");
     assert_eq!(small.bytes(), grain);
     drop(small);
@@ -115,9 +115,9 @@ fn what_cannot_be_is_refused() {
     }
     // Addresses without memory are no memory.
     let some = noise(64);
-    let none = copy(&cuda, window.address() + 2 * grain, some, Way::Scatter);
+    let none = copy(&cuda, window.address() + 2 * grain, some, Direction::Scatter);
     assert_eq!(none.expect_err("refused").status(), Status::Invalid);
-    let over = copy(&cuda, window.address() + 2 * grain - 32, some, Way::Scatter);
+    let over = copy(&cuda, window.address() + 2 * grain - 32, some, Direction::Scatter);
     assert_eq!(over.expect_err("refused").status(), Status::Invalid);
     fake.set(12_040, 1, 0, false);
     assert_eq!(window.create(grain).expect_err("no memory").status(), Status::NoMem);

@@ -290,11 +290,12 @@ fn what_cannot_be_together_says_so() {
     let device = device(library(), vec![system]);
     let shared: Arc<dyn Device> = device.clone();
     let usual = opts(&files(), shared);
-    let buffered = kvtier::io::fixed::real::FixedOpts { buffered: true, ..Default::default() };
+    let buffered =
+        kvtier::io::model_files::real::ModelFilesOpts { buffered: true, ..Default::default() };
     let through_cache = {
         let files = files();
-        let real =
-            kvtier::io::fixed::real::RealFixed::open(&files.paths, &buffered).expect("files");
+        let real = kvtier::io::model_files::real::RealModelFiles::open(&files.paths, &buffered)
+            .expect("files");
         Rig::open_on(rig::runtime(""), Arc::new(real), files, usual.clone())
     };
     let simulated: Arc<dyn Device> = rig::device(SimulatedOpts::default());

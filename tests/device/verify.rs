@@ -13,9 +13,9 @@ use kvtier::base::checksum::checksum;
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
 use kvtier::device::conformance::{self, ConformanceOpts, Verdict};
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
+use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts};
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::device::{Copy, Device, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, Direction, Memory, Stream};
 use kvtier::meta::view::{Place, View};
 use kvtier::store::handle::Store;
 use kvtier::store::state::CellRange;
@@ -25,14 +25,14 @@ use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wa
 
 const MODEL: Model = Model { layers: 2, heads: 4, run: 64, chunk: 16 };
 const TOKENS: usize = 3 * MODEL.chunk + 7;
-const MEANS: [Means; 3] = [Means::Plain, Means::Batch, Means::Kernel];
+const MEANS: [CopyMethod; 3] = [CopyMethod::Plain, CopyMethod::Batch, CopyMethod::Kernel];
 
-fn opts(means: Means, verify: bool) -> CudaOpts {
-    let (library, choice) = (Some(fake_cuda::library()), Choice::Fixed(means));
+fn opts(means: CopyMethod, verify: bool) -> CudaOpts {
+    let (library, choice) = (Some(fake_cuda::library()), CopyMethodChoice::Fixed(means));
     CudaOpts { library, choice, verify, ..CudaOpts::default() }
 }
 
-fn cuda(means: Means, verify: bool) -> Arc<dyn Device> {
+fn cuda(means: CopyMethod, verify: bool) -> Arc<dyn Device> {
     Arc::new(Cuda::open(Clock::real(), &opts(means, verify)).expect("a device"))
 }
 
@@ -74,7 +74,7 @@ fn sums_are_those_of_planes_whatever_their_layout() {
         let device = cuda(means, true);
         assert!(device.facts().sums);
         // (heads, run, tokens): up to 9 MB in one plane, which is more than a stage has.
-        let long = if means == Means::Plain { 9_000 } else { 100 };
+        let long = if means == CopyMethod::Plain { 9_000 } else { 100 };
         for (heads, run, tokens) in [(1, 1, 1), (3, 20, 300), (4, 64, 500), (8, 128, long)] {
             let bytes = (heads * run * tokens) as usize;
             let there = device.allocate(2 * bytes as u64).expect("room");
@@ -92,14 +92,15 @@ fn sums_are_those_of_planes_whatever_their_layout() {
             for (view, count) in [(spread, tokens as u32), (one, 1)] {
                 let mut plane = content(bytes, run as usize);
                 let right = checksum(&plane);
-                for way in [Way::Scatter, Way::Gather] {
-                    if way == Way::Gather {
+                for direction in [Direction::Scatter, Direction::Gather] {
+                    if direction == Direction::Gather {
                         plane.fill(0);
                     }
-                    let copy = Copy::new(&view, 0, count, plane.as_mut_ptr(), way).expect("sound");
+                    let copy =
+                        Copy::new(&view, 0, count, plane.as_mut_ptr(), direction).expect("sound");
                     let copy = Copy { memory: Memory::Device, wants_sum: true, ..copy };
                     let sums = sums_of(&*device, &mut [copy]).expect("they come");
-                    assert_eq!(sums, [right], "{means}, {heads} {run} {tokens}, {way:?}");
+                    assert_eq!(sums, [right], "{means}, {heads} {run} {tokens}, {direction:?}");
                     assert_eq!(checksum(&plane), right);
                 }
             }
@@ -114,7 +115,7 @@ fn sums_are_those_of_planes_whatever_their_layout() {
 #[test]
 fn batches_under_way_have_sums_of_their_own() {
     let (_turn, fake) = alone(5);
-    let device = cuda(Means::Kernel, true);
+    let device = cuda(CopyMethod::Kernel, true);
     let (planes, bytes) = (40usize, 50_000usize);
     let there = device.allocate((2 * 3 * planes * bytes) as u64).expect("room");
     let mut batches = Vec::new();
@@ -134,7 +135,7 @@ fn batches_under_way_have_sums_of_their_own() {
             .iter()
             .zip(&mut hosts)
             .map(|(view, host)| {
-                let copy = Copy::new(view, 0, 500, host.as_mut_ptr(), Way::Scatter);
+                let copy = Copy::new(view, 0, 500, host.as_mut_ptr(), Direction::Scatter);
                 let copy = copy.expect("sound");
                 Copy { memory: Memory::Device, wants_sum: true, ..copy }
             })
@@ -166,22 +167,23 @@ fn batches_under_way_have_sums_of_their_own() {
 fn sums_that_cannot_be_made_are_refused() {
     let (_turn, fake) = alone(7);
     let (mut a, mut b) = (vec![1u8; 64], vec![2u8; 64]);
-    let device = cuda(Means::Plain, true);
+    let device = cuda(CopyMethod::Plain, true);
     let (from, to) = (a.as_mut_ptr(), b.as_mut_ptr());
-    let here = Copy::bytes(from, to.expose_provenance() as u64, 64, Way::Gather, Memory::Host);
+    let here =
+        Copy::bytes(from, to.expose_provenance() as u64, 64, Direction::Gather, Memory::Host);
     let here = Copy { wants_sum: true, ..here.expect("sound") };
     let status = |said: Result<Vec<u64>>| said.expect_err("refused").status();
     assert_eq!(status(sums_of(&*device, &mut [here])), Status::Unsupported);
-    let without = cuda(Means::Plain, false);
+    let without = cuda(CopyMethod::Plain, false);
     assert!(!without.facts().sums);
     let there = without.allocate(64).expect("room");
-    let copy = Copy::bytes(from, there.address, 64, Way::Gather, Memory::Device);
+    let copy = Copy::bytes(from, there.address, 64, Direction::Gather, Memory::Device);
     let copy = Copy { wants_sum: true, ..copy.expect("sound") };
     assert_eq!(status(sums_of(&*without, &mut [copy])), Status::Unsupported);
     // SAFETY: nothing uses it any more.
     unsafe { without.free(&there) }.expect("its own");
     fake.fail("cuModuleLoadDataEx", -1, 218);
-    let error = Cuda::open(Clock::real(), &opts(Means::Plain, true)).err().expect("no kernel");
+    let error = Cuda::open(Clock::real(), &opts(CopyMethod::Plain, true)).err().expect("no kernel");
     assert_eq!(error.status(), Status::Unavailable);
     assert!(error.message().contains("cannot be verified"), "{error}");
     drop((device, without));
@@ -196,7 +198,7 @@ fn calls_that_fail_cost_one_batch() {
     for (call, nth) in calls.into_iter().chain(["cuMemcpyDtoHAsync"]).flat_map(|c| [(c, 1), (c, 2)])
     {
         let (_turn, fake) = alone(nth as u64);
-        let device = cuda(Means::Plain, true);
+        let device = cuda(CopyMethod::Plain, true);
         let there = device.allocate(20_000).expect("room");
         let view = View {
             place: Place::At(there.address),
@@ -209,7 +211,8 @@ fn calls_that_fail_cost_one_batch() {
         let mut plane = content(10_000, 1);
         let right = checksum(&plane);
         let mut go = || {
-            let copy = Copy::new(&view, 0, 100, plane.as_mut_ptr(), Way::Scatter).expect("sound");
+            let copy =
+                Copy::new(&view, 0, 100, plane.as_mut_ptr(), Direction::Scatter).expect("sound");
             sums_of(&*device, &mut [Copy { memory: Memory::Device, wants_sum: true, ..copy }])
         };
         fake.fail(call, nth, 2);
@@ -231,7 +234,7 @@ fn devices_that_sum_keep_the_contract() {
     // Who waits asks often here, and would wait long for many small copies.
     fake.pace(1024);
     let sums = SimulatedOpts { sums: true, ..SimulatedOpts::default() };
-    for device in [cuda(Means::Plain, true), cuda(Means::Kernel, true), simulated(sums)] {
+    for device in [cuda(CopyMethod::Plain, true), cuda(CopyMethod::Kernel, true), simulated(sums)] {
         let name = device.facts().name;
         let opts = ConformanceOpts {
             seed: 5,
@@ -278,13 +281,13 @@ impl Rig {
 
     /// The same behind an event that comes once all of it was submitted.
     fn move_behind(&self, kind: TransferKind, mirror: &Mirror<'_>) -> Done {
-        let event = self.device.promise().expect("one");
+        let event = self.device.create_user_event().expect("one");
         let cell_range = CellRange { after: Some(event), ..mirror.whole() };
         let ops = self.home.submit(self.session, kind, Level::Ram, cell_range).expect("taken");
         while self.home.store.look(|core| core.cells_behind() > 0).expect("open") {
             std::thread::yield_now();
         }
-        self.device.keep(event).expect("a promise");
+        self.device.signal_event(event).expect("a promise");
         let done = wait(&ops[0]);
         self.home.rest();
         self.device.release(event).expect("it has come");
@@ -303,7 +306,7 @@ impl Rig {
 
     /// What came; whether it is right.
     fn is_right(&self, to: &mut Mirror<'_>) -> bool {
-        to.copy(Way::Gather);
+        to.copy(Direction::Gather);
         to.engine.is_right(&marks_of(0, &self.tokens))
     }
 
@@ -356,7 +359,7 @@ fn a_bit_that_changes_on_the_bus_is_noticed() {
 fn a_tier_that_changes_is_noticed_when_it_is_read() {
     let (_turn, fake) = alone(23);
     for verify in [true, false] {
-        let rig = Rig::open(cuda(Means::Plain, verify), SPECS[1]);
+        let rig = Rig::open(cuda(CopyMethod::Plain, verify), SPECS[1]);
         let from = rig.full();
         assert_eq!(rig.move_all(TransferKind::Put, &from), RIGHT);
         let cells = rig.home.store.with(|core| Ok(core.device_cells())).expect("open");
@@ -415,7 +418,7 @@ fn a_bus_that_always_changes_bits_stores_nothing() {
 fn without_sums_nobody_notices() {
     let (_turn, fake) = alone(19);
     for from_device in [true, false] {
-        let rig = Rig::open(cuda(Means::Plain, false), SPECS[0]);
+        let rig = Rig::open(cuda(CopyMethod::Plain, false), SPECS[0]);
         let (from, mut to) = (rig.full(), rig.empty());
         if from_device {
             fake.flip(true, 1);

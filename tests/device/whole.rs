@@ -13,8 +13,8 @@ use std::sync::Arc;
 use kvtier::base::clock::Clock;
 use kvtier::base::op::RELEASED;
 use kvtier::base::status::Status;
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
-use kvtier::device::{Copy, Device, Memory, State, Stream, Way};
+use kvtier::device::cuda::{CopyMethodChoice, Cuda, CudaOpts};
+use kvtier::device::{Copy, Device, Direction, Memory, State, Stream};
 use kvtier::store::handle::Store;
 use kvtier::store::state::CellRange;
 use kvtier::store::state::transfer::{Level, TransferKind};
@@ -28,7 +28,7 @@ const TOKENS: usize = 5 * MODEL.chunk + 7;
 
 fn cuda() -> Arc<Cuda> {
     let library = std::env::var_os("KVTIER_GPU").is_none().then(fake_cuda::library);
-    let opts = CudaOpts { library, choice: Choice::Measured, ..CudaOpts::default() };
+    let opts = CudaOpts { library, choice: CopyMethodChoice::Measured, ..CudaOpts::default() };
     Arc::new(Cuda::open(Clock::real(), &opts).expect("a device"))
 }
 
@@ -56,7 +56,7 @@ fn kv_goes_from_device_memory_to_device_memory() {
                 let mut to = Mirror::new(&*device, Engine::new(MODEL, other, tokens.len()));
                 let get = home.submit(session, TransferKind::Get, Level::Ram, to.whole());
                 assert_eq!(wait(&get.expect("taken")[0]), right, "{spec}, {shape:?}, {other:?}");
-                to.copy(Way::Gather);
+                to.copy(Direction::Gather);
                 to.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
             }
             home.end(session);
@@ -86,17 +86,18 @@ fn kv_is_behind_what_comes_before_on_the_device() {
             // Nothing is there yet but poison.
             let mut tensors = Mirror::new(&*device, Engine::new(MODEL, shape, tokens.len()));
             for kind in [TransferKind::Put, TransferKind::Get, TransferKind::Get] {
-                let promise = device.promise().expect("one");
+                let promise = device.create_user_event().expect("one");
                 if kind == TransferKind::Put {
                     tensors.engine.compute(&marks);
                 }
-                let way = if kind == TransferKind::Put { Way::Scatter } else { Way::Gather };
-                let before = tensors.begin(Stream(1), Some(promise), way);
+                let direction =
+                    if kind == TransferKind::Put { Direction::Scatter } else { Direction::Gather };
+                let before = tensors.begin(Stream(1), Some(promise), direction);
                 let what = CellRange { after: Some(before), ..tensors.whole() };
                 let ops = home.submit(session, kind, Level::Ram, what).expect("taken");
                 assert_eq!(device.state(before).expect("known"), State::Pending);
                 assert_eq!(ops[0].state() & RELEASED, 0);
-                device.keep(promise).expect("a promise");
+                device.signal_event(promise).expect("a promise");
                 assert_eq!(wait(&ops[0]), right, "{spec}, {shape:?}, {kind:?}");
                 for event in [promise, before] {
                     device.release(event).expect("it has come");
@@ -104,12 +105,12 @@ fn kv_is_behind_what_comes_before_on_the_device() {
                 if kind == TransferKind::Get {
                     // The copy had read what was there before the get.
                     assert!(tensors.engine.is_untouched(), "{spec}, {shape:?}");
-                    tensors.copy(Way::Gather);
+                    tensors.copy(Direction::Gather);
                     tensors.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
                 } else {
                     tensors.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
                 }
-                tensors.copy(Way::Scatter);
+                tensors.copy(Direction::Scatter);
             }
             home.end(session);
         }
@@ -160,7 +161,7 @@ fn weights_pass(name: &str, sizes: &model_files::Sizes, in_place: bool) {
     let files = rig::Files::new(name, sizes);
     let bytes = files.all_bytes();
     // In place all takes whole pieces: of a few, some pass through slots.
-    let grain = if in_place { device.window_grain().expect("windows") } else { 0 };
+    let grain = if in_place { device.window_granularity().expect("windows") } else { 0 };
     let rounded = |unit: &kvtier::stream::units::Unit| unit.image_bytes + grain;
     let taken: u64 = files.units.units.iter().map(rounded).sum();
     let plan_options = PlanOptions {
@@ -265,14 +266,15 @@ fn wrong_addresses_and_too_much_memory_cost_one_call() {
         memory.address + 4000,
     ];
     for address in wrong {
-        let copy = Copy::bytes(host.as_mut_ptr(), address, 4096, Way::Scatter, Memory::Device);
+        let copy =
+            Copy::bytes(host.as_mut_ptr(), address, 4096, Direction::Scatter, Memory::Device);
         // SAFETY: refused, as this test wants to see.
         let said = unsafe { device.submit(Stream(0), None, &mut [copy.expect("arithmetic")]) };
         assert_eq!(said.expect_err("no memory of the device").status(), Status::Invalid);
     }
     let mut back = [0u8; 4096];
-    for (there, way) in [(&mut host, Way::Scatter), (&mut back, Way::Gather)] {
-        let copy = Copy::bytes(there.as_mut_ptr(), memory.address, 4096, way, Memory::Device);
+    for (there, direction) in [(&mut host, Direction::Scatter), (&mut back, Direction::Gather)] {
+        let copy = Copy::bytes(there.as_mut_ptr(), memory.address, 4096, direction, Memory::Device);
         // SAFETY: both stay until the event.
         let event = unsafe { device.submit(Stream(0), None, &mut [copy.expect("sound")]) };
         device.wait(event.expect("taken"), 0).expect("it goes on");

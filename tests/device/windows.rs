@@ -11,7 +11,7 @@ use kvtier::device::cuda::{Cuda, CudaOpts};
 use kvtier::device::host::Host;
 use kvtier::device::simulated::{POISON, Simulated, SimulatedOpts};
 use kvtier::device::window::{Piece, Window};
-use kvtier::device::{Copy, Device, Event, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, Direction, Event, Memory, Stream};
 
 fn simulated(opts: SimulatedOpts) -> Arc<Simulated> {
     Arc::new(Simulated::new(Clock::real(), opts).expect("sound"))
@@ -26,15 +26,20 @@ fn cuda() -> Arc<Cuda> {
 }
 
 /// Begins a copy of bytes of this process, which stay for ever.
-fn begin(device: &dyn Device, address: u64, bytes: &mut [u8], way: Way) -> Result<Event> {
+fn begin(
+    device: &dyn Device,
+    address: u64,
+    bytes: &mut [u8],
+    direction: Direction,
+) -> Result<Event> {
     let length = bytes.len() as u64;
-    let copy = Copy::bytes(bytes.as_mut_ptr(), address, length, way, Memory::Device)?;
+    let copy = Copy::bytes(bytes.as_mut_ptr(), address, length, direction, Memory::Device)?;
     // SAFETY: memory that stays; the address is one of a window, or it is refused.
     unsafe { device.submit(Stream(0), None, &mut [copy]) }
 }
 
-fn copy(device: &dyn Device, address: u64, bytes: &mut [u8], way: Way) -> Result<()> {
-    let event = begin(device, address, bytes, way)?;
+fn copy(device: &dyn Device, address: u64, bytes: &mut [u8], direction: Direction) -> Result<()> {
+    let event = begin(device, address, bytes, direction)?;
     device.wait(event, 0)?;
     device.release(event)
 }
@@ -55,12 +60,12 @@ unsafe fn put(window: &dyn Window, piece: Piece, at: u64) -> Status {
 }
 
 fn keeps_the_contract(device: Arc<dyn Device>) {
-    let grain = device.window_grain().expect("windows");
+    let grain = device.window_granularity().expect("windows");
     let device_ref = &*device;
     assert_eq!(status(device.clone().window(0)), Status::Invalid);
     assert_eq!(status(device.clone().window(u64::MAX)), Status::Limit);
     let window = device.clone().window(3 * grain + 1).expect("addresses");
-    assert_eq!((window.bytes(), window.grain_bytes()), (4 * grain, grain));
+    assert_eq!((window.bytes(), window.granularity_bytes()), (4 * grain, grain));
     let start = window.address();
     assert_eq!(start % 4096, 0);
     for bytes in [0, 1, grain + 1] {
@@ -73,12 +78,16 @@ fn keeps_the_contract(device: Arc<dyn Device>) {
         assert_eq!(put(&*window, one, 0), Status::Ok);
         assert_eq!(put(&*window, two, grain), Status::Ok);
         // Over both, and there again.
-        copy(device_ref, start + grain - 150, bytes, Way::Scatter).expect("there is memory");
-        copy(device_ref, start + grain - 150, back, Way::Gather).expect("there is memory");
+        copy(device_ref, start + grain - 150, bytes, Direction::Scatter).expect("there is memory");
+        copy(device_ref, start + grain - 150, back, Direction::Gather).expect("there is memory");
         assert_eq!(bytes, back);
         let last = start + 3 * grain;
         for at in [last, last - 150] {
-            assert_eq!(status(copy(device_ref, at, back, Way::Gather)), Status::Invalid, "{at:#x}");
+            assert_eq!(
+                status(copy(device_ref, at, back, Direction::Gather)),
+                Status::Invalid,
+                "{at:#x}"
+            );
         }
         for (piece, at) in
             [(one, grain), (one, 2 * grain), (one, 5), (one, 4 * grain), (two, 3 * grain)]
@@ -88,11 +97,14 @@ fn keeps_the_contract(device: Arc<dyn Device>) {
         // Along, over a part of where it was; then another where that began.
         assert_eq!(put(&*window, two, 2 * grain), Status::Ok);
         assert_eq!(put(&*window, one, grain), Status::Ok);
-        assert_eq!(status(copy(device_ref, start, back, Way::Gather)), Status::Invalid);
-        copy(device_ref, start + grain, bytes, Way::Scatter).expect("there is memory");
+        assert_eq!(status(copy(device_ref, start, back, Direction::Gather)), Status::Invalid);
+        copy(device_ref, start + grain, bytes, Direction::Scatter).expect("there is memory");
         assert_eq!(window.take(one), Ok(()));
         assert_eq!(window.take(one), Ok(()), "it is nowhere");
-        assert_eq!(status(copy(device_ref, start + grain, back, Way::Gather)), Status::Invalid);
+        assert_eq!(
+            status(copy(device_ref, start + grain, back, Direction::Gather)),
+            Status::Invalid
+        );
         assert_eq!(window.destroy(one), Ok(()));
         for said in [window.put(one, 0), window.take(one), window.destroy(one)] {
             assert_eq!(status(said), Status::Handle);
@@ -119,7 +131,7 @@ fn others_have_none_and_say_so() {
     let without: Arc<dyn Device> =
         simulated(SimulatedOpts { grain_bytes: 0, ..SimulatedOpts::default() });
     for device in [host, without] {
-        assert_eq!(status(device.window_grain()), Status::Unsupported);
+        assert_eq!(status(device.window_granularity()), Status::Unsupported);
         assert_eq!(status(device.window(4096)), Status::Unsupported);
     }
 }
@@ -138,15 +150,16 @@ fn the_simulated_device_catches_who_moves_what_is_in_use() {
     unsafe {
         assert_eq!(put(&*window, piece, 0), Status::Ok);
         // What nobody wrote is poison, also where it was written elsewhere.
-        copy(&*device, window.address() + 8000, back, Way::Gather).expect("there is memory");
+        copy(&*device, window.address() + 8000, back, Direction::Gather).expect("there is memory");
         assert_eq!(back, [POISON; 64]);
-        let event = begin(&*device, window.address() + 8000, bytes, Way::Scatter).expect("taken");
+        let event =
+            begin(&*device, window.address() + 8000, bytes, Direction::Scatter).expect("taken");
         assert_eq!(put(&*window, piece, 8192), Status::Busy);
         assert_eq!(status(window.take(piece)), Status::Busy);
         assert_eq!(status(window.destroy(piece)), Status::Busy);
         device.wait(event, 0).expect("it ends");
         assert_eq!(put(&*window, piece, 8192), Status::Ok);
-        copy(&*device, window.address() + 8192 + 8000, back, Way::Gather).expect("memory");
+        copy(&*device, window.address() + 8192 + 8000, back, Direction::Gather).expect("memory");
         assert_eq!(back, [POISON; 64]);
         device.lose();
         assert_eq!(put(&*window, piece, 0), Status::Unavailable);

@@ -35,7 +35,7 @@ pub fn device() -> &'static Cuda {
         let device = Cuda::open(Clock::real(), &opts).expect("a GPU, as KVTIER_GPU says");
         if let Some(start) = STRETCH.start() {
             // SAFETY: the stretch stays as long as the process.
-            unsafe { device.know_host(start, STRETCH_BYTES as u64) }.expect("pinned memory");
+            unsafe { device.register_host(start, STRETCH_BYTES as u64) }.expect("pinned memory");
         }
         device
     })

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use kvtier::base::status::{Error, Result, Status};
-use kvtier::io::files::{Entry, FileId, Files, MAX_PARTS, Piece, Way};
+use kvtier::io::files::{Access, Entry, FileId, Files, MAX_PARTS, Piece};
 use kvtier::tier::disk::{DiskTier, Options, Spot};
 
 use kvtier_testkit::fixtures::disk::{put, read};
@@ -64,13 +64,13 @@ impl Disk {
                     unsafe { std::slice::from_raw_parts_mut(part.address.add(from as usize), len) };
                 let block = at / BLOCK;
                 assert_eq!(at % BLOCK, 0);
-                match piece.way {
-                    Way::Write if block < HEADS || number.is_multiple_of(KEPT) => {
+                match piece.access {
+                    Access::Write if block < HEADS || number.is_multiple_of(KEPT) => {
                         let end = memory.iter().rposition(|&byte| byte != 0).map_or(0, |at| at + 1);
                         file.blocks.insert(block, memory[..end].to_vec());
                     }
-                    Way::Write => {}
-                    Way::Read => {
+                    Access::Write => {}
+                    Access::Read => {
                         let kept = file.blocks.get(&block).map_or(&[][..], |bytes| &bytes[..]);
                         let kept = &kept[..kept.len().min(len)];
                         memory.fill(0);
@@ -80,7 +80,7 @@ impl Disk {
                 at += len as u64;
             }
         }
-        if piece.way == Way::Read && at > file.bytes {
+        if piece.access == Access::Read && at > file.bytes {
             return Err(Error::new(Status::Io, "past the end"));
         }
         file.bytes = file.bytes.max(at);

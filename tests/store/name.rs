@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use kvtier::base::status::{Result, Status};
 use kvtier::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreHeader, sign};
-use kvtier::io::files::{Files, Piece, Way};
+use kvtier::io::files::{Access, Files, Piece};
 use kvtier::io::real::{RealFiles, RealOpts};
 use kvtier::tier::disk::{
     DamageKind, DiskTier, FsckOptions, OpenReport, Options, Recovered, Spot, fsck,
@@ -35,7 +35,7 @@ fn simulated(image: &Image) -> SimFiles {
     for (name, bytes) in image {
         let (mut bytes, length) = (bytes.clone(), bytes.len() as u64);
         let file = sim.create(name, length).expect("room");
-        let mut pieces = [Piece::one(file, Way::Write, 0, bytes.as_mut_ptr(), length)];
+        let mut pieces = [Piece::one(file, Access::Write, 0, bytes.as_mut_ptr(), length)];
         // SAFETY: the test's own bytes.
         unsafe { sim.transfer(&mut pieces) };
         assert!(length == 0 || pieces[0].result.is_ok(), "{:?}", pieces[0].result);

@@ -11,8 +11,8 @@ use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::stream::plan::{Mode, Placement, PlanOptions};
 use kvtier::stream::streamer::{Opts, Streamer, Verify};
 use kvtier::stream::units::{Entry, NONE, Range, Role};
-use kvtier_testkit::fixed::faults::Fault;
-use kvtier_testkit::fixed::simulated::{SimFixed, SimFixedOpts};
+use kvtier_testkit::model_files::faults::Fault;
+use kvtier_testkit::model_files::simulated::{SimFixed, SimFixedOpts};
 
 use kvtier_testkit::fixtures::stream_rig::{Files, MIB, Rig, device, plan_options, runtime};
 

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::stream::streamer::{AcquireOpts, Opts, Verify};
-use kvtier_testkit::fixed::faults::Fault;
-use kvtier_testkit::fixed::simulated::SimFixedOpts;
+use kvtier_testkit::model_files::faults::Fault;
+use kvtier_testkit::model_files::simulated::SimFixedOpts;
 
 use crate::gate::Gate;
 use kvtier_testkit::fixtures::stream_rig::{

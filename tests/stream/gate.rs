@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvtier::base::status::Result;
 use kvtier::io::files::Piece;
-use kvtier::io::fixed::{FixedFiles, Stamp};
+use kvtier::io::model_files::{ModelFiles, Stamp};
 
 #[derive(Default)]
 struct State {
@@ -17,7 +17,7 @@ struct State {
 
 /// Files behind a gate.
 pub struct Gate {
-    files: Arc<dyn FixedFiles>,
+    files: Arc<dyn ModelFiles>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -26,7 +26,7 @@ pub struct Gate {
 const LONG: Duration = Duration::from_secs(240);
 
 impl Gate {
-    pub fn new(files: Arc<dyn FixedFiles>) -> Arc<Gate> {
+    pub fn new(files: Arc<dyn ModelFiles>) -> Arc<Gate> {
         Arc::new(Gate { files, state: Mutex::default(), changed: Condvar::new() })
     }
 
@@ -50,7 +50,7 @@ impl Gate {
     }
 }
 
-impl FixedFiles for Gate {
+impl ModelFiles for Gate {
     fn align_bytes(&self) -> u64 {
         self.files.align_bytes()
     }

@@ -4,7 +4,7 @@ use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::stream::plan::{Mode, PlanOptions, Residency};
 use kvtier::stream::streamer::{AcquireOpts, Opts, Verify};
-use kvtier_testkit::fixed::simulated::SimFixedOpts;
+use kvtier_testkit::model_files::simulated::SimFixedOpts;
 
 use kvtier_lab::reference::numbers;
 use kvtier_testkit::fixtures::stream_rig::{

@@ -9,11 +9,11 @@ use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::runtime::Runtime;
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
-use kvtier::device::{Copy, Device, Stream, Way};
+use kvtier::device::{Copy, Device, Direction, Stream};
 use kvtier::stream::plan::{ComputeLocation, Plan, PlanOptions, Residency};
 use kvtier::stream::streamer::Opts;
 use kvtier::stream::units::Role;
-use kvtier_testkit::fixed::simulated::SimFixedOpts;
+use kvtier_testkit::model_files::simulated::SimFixedOpts;
 
 use kvtier_lab::reference::numbers::Random;
 use kvtier_testkit::fixtures::stream_rig::{
@@ -404,13 +404,13 @@ fn a_home_leaves_when_its_event_comes() {
     let home =
         plan.residencies.iter().position(|&home| home == Residency::Device).expect("one") as u32;
     let held = rig.streamer.acquire(home, patiently()).expect("a unit");
-    let event = device.promise().expect("one");
+    let event = device.create_user_event().expect("one");
     rig.streamer.release(&held, Some(event)).expect("given back");
     rig.streamer.rebalance(None, Some(least), None).expect("a plan");
     let soonest = rig.runtime.core().clock().now_ns() + 50_000_000;
     let early = rig.streamer.load(soonest).expect_err("the device reads it still");
     assert_eq!(early.status(), Status::Timeout);
-    device.keep(event).expect("a promise");
+    device.signal_event(event).expect("a promise");
     rig.streamer.load(soon()).expect("it has left");
     assert!(device.allocated_bytes() < before);
     rig.closed();
@@ -435,7 +435,7 @@ fn a_slot_leaves_when_its_event_comes() {
             of_layer.map(|unit| rig.streamer.acquire(unit, patiently()).expect("a slot")).collect();
         assert!(held.len() > 4, "{}", held.len());
         for one in &held {
-            let event = device.promise().expect("one");
+            let event = device.create_user_event().expect("one");
             rig.streamer.release(one, Some(event)).expect("given back");
             events.push(event);
         }
@@ -444,7 +444,7 @@ fn a_slot_leaves_when_its_event_comes() {
         let early = rig.streamer.load(soonest).expect_err("the device reads them still");
         assert_eq!(early.status(), Status::Timeout);
         assert!(device.allocated_bytes() > least);
-        events.into_iter().for_each(|event| device.keep(event).expect("a promise"));
+        events.into_iter().for_each(|event| device.signal_event(event).expect("a promise"));
         rig.streamer.load(soon()).expect("they have left");
         assert_eq!(device.allocated_bytes(), least);
         use_all(&rig);
@@ -470,10 +470,11 @@ fn what_the_device_keeps_stays_paid_for() {
     let home = residencies.iter().position(|&home| home == Residency::Device).expect("one");
     // An engine that gives a unit back too early.
     let held = rig.streamer.acquire(home as u32, patiently()).expect("a unit");
-    let promise = device.promise().expect("one");
+    let promise = device.create_user_event().expect("one");
     let mut out = vec![0u8; held.bytes as usize];
     let (to, bytes) = (out.as_mut_ptr(), held.bytes);
-    let copied = Copy::bytes(to, held.address, bytes, Way::Gather, held.memory).expect("sound");
+    let copied =
+        Copy::bytes(to, held.address, bytes, Direction::Gather, held.memory).expect("sound");
     // SAFETY: the device refuses to free what a batch uses, and this waits for the batch.
     let event = unsafe { device.submit(Stream(1), Some(promise), &mut [copied]) }.expect("taken");
     rig.streamer.release(&held, None).expect("given back");
@@ -482,7 +483,7 @@ fn what_the_device_keeps_stays_paid_for() {
     assert_eq!(rig.streamer.plan().residencies[home], Residency::File);
     assert_eq!(other.streams(), device.allocated_bytes());
     assert_eq!(other.streams(), takes(&rig.streamer.plan()) + bytes);
-    device.keep(promise).expect("a promise");
+    device.signal_event(promise).expect("a promise");
     device.wait(event, soon()).expect("copied");
     rig.closed();
 }

@@ -23,7 +23,7 @@ struct Slow {
 }
 
 impl Slow {
-    fn hold(&self, holds: bool) {
+    fn stream_wait_event(&self, holds: bool) {
         self.held.lock().expect("no panic").0 = holds;
         self.changed.notify_all();
     }

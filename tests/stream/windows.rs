@@ -7,7 +7,7 @@ use kvtier::base::budget::Tier;
 use kvtier::base::status::{Result, Status};
 use kvtier::device::host::Host;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::device::{Copy, Device, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, Direction, Memory, Stream};
 use kvtier::stream::plan::{Mode, PlanOptions, Residency};
 use kvtier::stream::streamer::{AcquireOpts, Opts};
 
@@ -59,7 +59,7 @@ fn pass(rig: &Rig, how: AcquireOpts, at: &[u64]) -> Result<()> {
 /// What a device says of a copy from somewhere in its memory.
 fn touch(device: &Simulated, address: u64) -> Status {
     let out = Box::leak(Box::new([0u8; 64]));
-    let copy = Copy::bytes(out.as_mut_ptr(), address, 64, Way::Gather, Memory::Device);
+    let copy = Copy::bytes(out.as_mut_ptr(), address, 64, Direction::Gather, Memory::Device);
     // SAFETY: what is copied to stays; addresses without memory are refused.
     let put = unsafe { device.submit(Stream(2), None, &mut [copy.expect("arithmetic")]) };
     status(put.and_then(|event| device.wait(event, soon())))

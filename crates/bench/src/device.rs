@@ -7,8 +7,8 @@ use kvtier::base::clock::Clock;
 use kvtier::base::memory::{Buffer, MemoryWish};
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::base::sync::Arc;
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means, probe};
-use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
+use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts, probe};
+use kvtier::device::{Copy, Device, DeviceMemory, Direction, Event, Memory, Stream};
 use kvtier::fail;
 
 use super::{Bar, Better, device_files, device_kernels, device_offload, device_stream, median};
@@ -61,9 +61,9 @@ struct Rig {
 /// Cells that each way of giving copies to the driver is timed with.
 const CELLS: [usize; 3] = [16 << 10, 64 << 10, MIB];
 /// What the bars of each way are called, to the device and from it.
-const MEANS: [(Means, [[&str; 2]; 3]); 3] = [
+const MEANS: [(CopyMethod, [[&str; 2]; 3]); 3] = [
     (
-        Means::Plain,
+        CopyMethod::Plain,
         [
             ["h2d_16k_plain", "d2h_16k_plain"],
             ["h2d_64k_plain", "d2h_64k_plain"],
@@ -71,7 +71,7 @@ const MEANS: [(Means, [[&str; 2]; 3]); 3] = [
         ],
     ),
     (
-        Means::Batch,
+        CopyMethod::Batch,
         [
             ["h2d_16k_batch", "d2h_16k_batch"],
             ["h2d_64k_batch", "d2h_64k_batch"],
@@ -79,7 +79,7 @@ const MEANS: [(Means, [[&str; 2]; 3]); 3] = [
         ],
     ),
     (
-        Means::Kernel,
+        CopyMethod::Kernel,
         [
             ["h2d_16k_kernel", "d2h_16k_kernel"],
             ["h2d_64k_kernel", "d2h_64k_kernel"],
@@ -89,7 +89,7 @@ const MEANS: [(Means, [[&str; 2]; 3]); 3] = [
 ];
 
 impl Rig {
-    fn open(quick: bool, choice: Choice) -> Result<Rig> {
+    fn open(quick: bool, choice: CopyMethodChoice) -> Result<Rig> {
         let opts = direct::opts(0, choice);
         // The fake driver of the tests is far from a GPU: it only shows that this runs.
         let is_fake = opts.library.is_some();
@@ -114,7 +114,7 @@ impl Rig {
         };
         let (pinned, pageable) = (map()?, map()?);
         // SAFETY: it stays until the device has gone, which forgets it.
-        unsafe { device.know_host(pinned.address(), bytes as u64)? };
+        unsafe { device.register_host(pinned.address(), bytes as u64)? };
         let (far, other) = (device.allocate(bytes as u64)?, device.allocate(bytes as u64)?);
         let next_door = || {
             let next = Cuda::open(Clock::real(), &CudaOpts { ordinal: 1, ..plain.clone() })?;
@@ -127,7 +127,12 @@ impl Rig {
     }
 
     /// Copies of cells: all of the memory, the cells of one side in another order.
-    fn cells(&self, host: &Buffer, cell: usize, way: Way) -> Result<Vec<Copy<'static>>> {
+    fn cells(
+        &self,
+        host: &Buffer,
+        cell: usize,
+        direction: Direction,
+    ) -> Result<Vec<Copy<'static>>> {
         let count = self.bytes / cell;
         // An odd factor visits each cell of a power of two once.
         let place = |at: usize| at.wrapping_mul(2_654_435_761) % count;
@@ -135,7 +140,7 @@ impl Rig {
             .map(|at| {
                 let host = host.address().wrapping_add(place(at) * cell);
                 let address = self.far.address + (at * cell) as u64;
-                Copy::bytes(host, address, cell as u64, way, Memory::Device)
+                Copy::bytes(host, address, cell as u64, direction, Memory::Device)
             })
             .collect()
     }
@@ -168,8 +173,8 @@ impl Rig {
         Ok(median(&mut rates))
     }
 
-    fn whole(&self, host: &Buffer, way: Way) -> Result<Vec<Copy<'static>>> {
-        self.cells(host, self.bytes, way)
+    fn whole(&self, host: &Buffer, direction: Direction) -> Result<Vec<Copy<'static>>> {
+        self.cells(host, self.bytes, direction)
     }
 
     fn rate_on_device(&self) -> Option<f64> {
@@ -180,14 +185,18 @@ impl Rig {
     fn far_to(&self, other: &DeviceMemory) -> Result<Vec<Copy<'static>>> {
         let plane = std::ptr::with_exposed_provenance_mut(other.address as usize);
         let address = self.far.address;
-        let copy = Copy::bytes(plane, address, self.bytes as u64, Way::Gather, Memory::Device)?;
+        let copy =
+            Copy::bytes(plane, address, self.bytes as u64, Direction::Gather, Memory::Device)?;
         Ok(vec![Copy { plane_memory: Memory::Device, ..copy }])
     }
 
     /// What a bar is of: its rate, and that of its baseline.
     fn measure(&self, bar: &str, up: f64, down: f64) -> Result<(f64, f64)> {
-        let (way, baseline) =
-            if bar.starts_with("d2h") { (Way::Gather, down) } else { (Way::Scatter, up) };
+        let (direction, baseline) = if bar.starts_with("d2h") {
+            (Direction::Gather, down)
+        } else {
+            (Direction::Scatter, up)
+        };
         let cell = match bar {
             "h2d_1m_cells" => MIB,
             "h2d_64k_cells" | "d2h_64k_cells" => 64 << 10,
@@ -199,29 +208,29 @@ impl Rig {
             "both_ways" => {
                 let half = self.bytes / 2;
                 let mut both = [
-                    self.twice(0, self.far.address, Way::Scatter)?,
-                    self.twice(half, self.other.address, Way::Gather)?,
+                    self.twice(0, self.far.address, Direction::Scatter)?,
+                    self.twice(half, self.other.address, Direction::Gather)?,
                 ];
                 return Ok((self.rate(&mut both)?, up + down));
             }
             "h2d_pageable" | "d2h_pageable" => {
-                self.rate(&mut [self.cells(&self.pageable, cell, way)?])?
+                self.rate(&mut [self.cells(&self.pageable, cell, direction)?])?
             }
             "d2d_copy" => self.rate(&mut [self.far_to(&self.other)?])?,
             "peer_copy" => match &self.peer {
                 Some((_, memory)) => self.rate(&mut [self.far_to(memory)?])?,
                 None => fail!(Unsupported, "one GPU has no peer"),
             },
-            _ => self.rate(&mut [self.cells(&self.pinned, cell, way)?])?,
+            _ => self.rate(&mut [self.cells(&self.pinned, cell, direction)?])?,
         };
         Ok((rate, baseline))
     }
 
     /// Half of the pinned memory, from `at` on, two times: the other half is for the other way.
-    fn twice(&self, at: usize, address: u64, way: Way) -> Result<Vec<Copy<'static>>> {
+    fn twice(&self, at: usize, address: u64, direction: Direction) -> Result<Vec<Copy<'static>>> {
         let host = self.pinned.address().wrapping_add(at);
         let half = self.bytes as u64 / 2;
-        (0..2).map(|_| Copy::bytes(host, address, half, way, Memory::Device)).collect()
+        (0..2).map(|_| Copy::bytes(host, address, half, direction, Memory::Device)).collect()
     }
 }
 
@@ -242,16 +251,20 @@ fn bar(wish: &Wish, value: Option<(f64, f64)>, note: String) -> Bar {
 fn by_means(quick: bool, ends: &Result<(f64, f64)>) -> Vec<Bar> {
     let mut bars = Vec::new();
     for (means, names) in MEANS {
-        let rig = Rig::open(quick, Choice::Fixed(means));
+        let rig = Rig::open(quick, CopyMethodChoice::Fixed(means));
         for (cell, names) in CELLS.into_iter().zip(names) {
-            for (way, bar_name) in [Way::Scatter, Way::Gather].into_iter().zip(names) {
-                let baseline = if way == Way::Scatter { UP } else { DOWN };
+            for (direction, bar_name) in
+                [Direction::Scatter, Direction::Gather].into_iter().zip(names)
+            {
+                let baseline = if direction == Direction::Scatter { UP } else { DOWN };
                 let wish = Wish { bar: bar_name, goal: None, baseline };
                 let rate = match (&rig, ends) {
                     (Ok(rig), Ok((up, down))) => rig
-                        .cells(&rig.pinned, cell, way)
+                        .cells(&rig.pinned, cell, direction)
                         .and_then(|cells| rig.rate(&mut [cells]))
-                        .map(|rate| (rate, if way == Way::Scatter { *up } else { *down })),
+                        .map(|rate| {
+                            (rate, if direction == Direction::Scatter { *up } else { *down })
+                        }),
                     (Err(error), _) | (_, Err(error)) => {
                         Err(Error::new(error.status(), error.message().to_string()))
                     }
@@ -267,7 +280,7 @@ fn by_means(quick: bool, ends: &Result<(f64, f64)>) -> Vec<Bar> {
 }
 
 pub fn run(quick: bool) -> Vec<Bar> {
-    let rig = match Rig::open(quick, Choice::Measured) {
+    let rig = match Rig::open(quick, CopyMethodChoice::Measured) {
         Ok(rig) => rig,
         Err(error) => {
             let why = error.to_string();
@@ -277,8 +290,8 @@ pub fn run(quick: bool) -> Vec<Bar> {
             return none.chain(rest).chain([device_files::bar(Err(error))]).collect();
         }
     };
-    let large = |way| rig.rate(&mut [rig.whole(&rig.pinned, way)?]);
-    let ends = large(Way::Scatter).and_then(|up| Ok((up, large(Way::Gather)?)));
+    let large = |direction| rig.rate(&mut [rig.whole(&rig.pinned, direction)?]);
+    let ends = large(Direction::Scatter).and_then(|up| Ok((up, large(Direction::Gather)?)));
     let measured = |wish: &Wish| {
         let value = match &ends {
             Ok((up, down)) => rig.measure(wish.bar, *up, *down),
@@ -296,7 +309,10 @@ pub fn run(quick: bool) -> Vec<Bar> {
     let copied = rig.rate_on_device();
     bars.extend(device_kernels::run(&rig.device, copied, is_small, rig.rounds));
     bars.push(device_files::bar(device_files::run(&rig.device, rig.bytes, rig.rounds)));
-    bars.extend(device_offload::run(direct::opts(0, Choice::Measured).library, rig.rounds));
+    bars.extend(device_offload::run(
+        direct::opts(0, CopyMethodChoice::Measured).library,
+        rig.rounds,
+    ));
     if let Some(first) = bars.first_mut() {
         first.note = format!("{}; {}", first.note, rig.device.describe());
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use kvtier::base::memory::{Buffer, MemoryWish};
 use kvtier::base::status::{Result, Status};
 use kvtier::device::cuda::Cuda;
-use kvtier::device::{Copy, Device, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, Direction, Memory, Stream};
 
 use super::{Bar, Better, median};
 use kvtier_cli::direct::Trial;
@@ -45,7 +45,7 @@ pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
     let staging = (0..THREADS).map(|_| Buffer::map(&wish, None)).collect::<Result<Vec<_>>>()?;
     let known = staging.iter().try_for_each(|buffer| {
         // SAFETY: it stays until it is forgotten below.
-        unsafe { device.know_host(buffer.address(), CHUNK_BYTES as u64) }
+        unsafe { device.register_host(buffer.address(), CHUNK_BYTES as u64) }
     });
     let (mut straight, mut by_host) = (Vec::new(), Vec::new());
     let measure = |_| {
@@ -56,7 +56,7 @@ pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
                     let host = staging[thread].address();
                     trial.read_to_host(offset, host, part)?;
                     let to = trial.address() + offset;
-                    let copy = Copy::bytes(host, to, part, Way::Scatter, Memory::Device)?;
+                    let copy = Copy::bytes(host, to, part, Direction::Scatter, Memory::Device)?;
                     // SAFETY: memory of this thread's, until the event has come.
                     let event = unsafe { device.submit(Stream(0), None, &mut [copy]) }?;
                     device.wait(event, 0)?;
@@ -73,7 +73,7 @@ pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
     let measured = known.and_then(measure);
     for buffer in &staging {
         // SAFETY: nothing is under way. What was not told of is not known, and no loss.
-        drop(unsafe { device.forget_host(buffer.address()) });
+        drop(unsafe { device.unregister_host(buffer.address()) });
     }
     measured.map(|()| (median(&mut straight), median(&mut by_host)))
 }

@@ -7,7 +7,7 @@ use kvtier::attention::keys::{Head, Kind as Told};
 use kvtier::base::status::Result;
 use kvtier::device::call::{Call, Kind};
 use kvtier::device::cuda::Cuda;
-use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, DeviceMemory, Direction, Memory, Stream};
 use kvtier::meta::dtype::Dtype;
 
 use super::{Bar, Better, median};
@@ -41,7 +41,7 @@ impl Lab<'_> {
         let bytes = size_of_val(content) as u64;
         let address = self.room(bytes)?;
         let host = content.as_ptr().cast::<u8>().cast_mut(); // only read on this way
-        let copy = Copy::bytes(host, address, bytes, Way::Scatter, Memory::Device)?;
+        let copy = Copy::bytes(host, address, bytes, Direction::Scatter, Memory::Device)?;
         // SAFETY: both stay until the event, which is waited for.
         let event = unsafe { self.device.submit(Stream(0), None, &mut [copy])? };
         self.device.wait(event, 0)?;

@@ -11,8 +11,8 @@ use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::spec::Spec;
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::device::call::{Call, Kind as Kernel};
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
-use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
+use kvtier::device::cuda::{CopyMethodChoice, Cuda, CudaOpts};
+use kvtier::device::{Copy, Device, DeviceMemory, Direction, Memory, Stream};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
@@ -83,7 +83,7 @@ struct World {
 
 impl World {
     fn open(library: Option<std::path::PathBuf>, tokens: u32) -> Result<World> {
-        let opts = CudaOpts { library, choice: Choice::Measured, ..CudaOpts::default() };
+        let opts = CudaOpts { library, choice: CopyMethodChoice::Measured, ..CudaOpts::default() };
         let device = Arc::new(Cuda::open(Clock::real(), &opts)?);
         let runtime = Runtime::open(RuntimeOpts::default())?;
         let all = u64::from(LAYERS) * u64::from(tokens) * 2 * ROW_BYTES;
@@ -161,7 +161,8 @@ impl World {
     }
 
     fn send(&self, from: *const u8, address: u64, bytes: u64) -> Result<()> {
-        let copy = Copy::bytes(from.cast_mut(), address, bytes, Way::Scatter, Memory::Device)?;
+        let copy =
+            Copy::bytes(from.cast_mut(), address, bytes, Direction::Scatter, Memory::Device)?;
         // SAFETY: memory of the caller's and of this world's, until the event.
         let event = unsafe { self.device.submit(Stream(0), None, &mut [copy])? };
         self.device.wait(event, 0)?;
@@ -265,7 +266,7 @@ fn measure(library: Option<std::path::PathBuf>, tokens: u32, rounds: usize) -> R
     };
     let all = of(BlockSelection::All, None)?;
     let quest = of(BlockSelection::All, Some(&query))?;
-    Ok(Times { all, quest, chosen: of(BlockSelection::Chosen(&blocks), None)?, part })
+    Ok(Times { all, quest, chosen: of(BlockSelection::ChosenMethods(&blocks), None)?, part })
 }
 
 /// The bars. With a library the driver is none of a GPU, and it shows only that this runs.

@@ -28,7 +28,7 @@ fn open(
     in_place: bool,
 ) -> Result<Streamer> {
     let (model, units) = model(LAYERS, layer_bytes)?;
-    let grain = if in_place { device.window_grain()? } else { 1 };
+    let grain = if in_place { device.window_granularity()? } else { 1 };
     let staging = 2 * CHUNK_BYTES;
     let plan_options = PlanOptions {
         device_ceiling_bytes: Some(2 * layer_bytes.next_multiple_of(grain)),

@@ -13,7 +13,7 @@ use kvtier::base::memory::{Buffer, MemoryWish};
 use kvtier::format::keys::{Fingerprint, Key};
 use kvtier::format::record::Chunk;
 use kvtier::format::seal::{Identity, PLANE_K, PLANE_V};
-use kvtier::io::files::{Files, Piece, Way};
+use kvtier::io::files::{Access, Files, Piece};
 use kvtier::io::real::{RealFiles, RealOpts};
 use kvtier::tier::disk::{DiskTier, GetPlane, Gets, Options, PutPlane, Puts, Spot};
 
@@ -90,12 +90,18 @@ pub fn segments(dir: &Path) -> Outcome<Vec<PathBuf>> {
 
 /// Seconds of plain calls over the first bytes of files, so many of them at once;
 /// writes are synced in the end.
-pub fn raw(paths: &[PathBuf], way: Way, bytes: u64, stock: &Buffer, depth: usize) -> Outcome<f64> {
+pub fn raw(
+    paths: &[PathBuf],
+    access: Access,
+    bytes: u64,
+    stock: &Buffer,
+    depth: usize,
+) -> Outcome<f64> {
     let mut pieces = Vec::new();
     let mut files = Vec::new();
     for path in paths {
         let mut options = File::options();
-        options.read(true).write(way == Way::Write).custom_flags(libc::O_DIRECT);
+        options.read(true).write(access == Access::Write).custom_flags(libc::O_DIRECT);
         let file = options.open(path).map_err(|e| format!("without O_DIRECT: {e}"))?;
         let pieces_of = file.metadata().map_err(say)?.len() / PIECE;
         pieces.extend((0..pieces_of).map(|at| (file.as_raw_fd(), at * PIECE)));
@@ -109,9 +115,9 @@ pub fn raw(paths: &[PathBuf], way: Way, bytes: u64, stock: &Buffer, depth: usize
             let address = stock.address().with_addr(place).cast();
             // SAFETY: a part of the stock for each of those who are at it.
             let got = unsafe {
-                match way {
-                    Way::Read => libc::pread(fd, address, PIECE as usize, offset as i64),
-                    Way::Write => libc::pwrite(fd, address, PIECE as usize, offset as i64),
+                match access {
+                    Access::Read => libc::pread(fd, address, PIECE as usize, offset as i64),
+                    Access::Write => libc::pwrite(fd, address, PIECE as usize, offset as i64),
                 }
             };
             if got != PIECE as isize {
@@ -126,7 +132,7 @@ pub fn raw(paths: &[PathBuf], way: Way, bytes: u64, stock: &Buffer, depth: usize
         let ended = hands.into_iter().map(|hand| hand.join().map_err(|_| "a panic".to_string())?);
         ended.collect::<Outcome<()>>()
     })?;
-    if way == Way::Write {
+    if access == Access::Write {
         files.iter().try_for_each(File::sync_data).map_err(say)?;
     }
     let read = pieces.len() as u64 * PIECE;
@@ -146,20 +152,26 @@ pub fn in_turn(
     Ok((ours()?, raw()?))
 }
 
-fn transfers(files: &RealFiles, name: &str, way: Way, bytes: u64, stock: &Buffer) -> Outcome<f64> {
+fn transfers(
+    files: &RealFiles,
+    name: &str,
+    access: Access,
+    bytes: u64,
+    stock: &Buffer,
+) -> Outcome<f64> {
     let file = files.open(name).map_err(say)?;
     let start = Instant::now();
     for first in (0..bytes).step_by((DEPTH * PIECE) as usize) {
         let piece = |i: u64| {
             let address = stock.range(i * PIECE, PIECE).unwrap_or(stock.address());
-            Piece::one(file, way, first + i * PIECE, address, PIECE)
+            Piece::one(file, access, first + i * PIECE, address, PIECE)
         };
         let mut pieces: Vec<Piece> = (0..DEPTH).map(piece).collect();
         // SAFETY: the stock is this benchmark's own.
         unsafe { files.transfer(&mut pieces) };
         pieces.into_iter().try_for_each(|piece| piece.result).map_err(say)?;
     }
-    if way == Way::Write {
+    if access == Access::Write {
         files.sync(file).map_err(say)?;
     }
     let took = start.elapsed().as_secs_f64();
@@ -297,7 +309,7 @@ fn read_pair(
     let depth = DEPTH as usize * callers;
     let plain = || {
         let before = processor();
-        let took = raw(segments, Way::Read, places.len() as u64 * PIECE, stock, depth);
+        let took = raw(segments, Access::Read, places.len() as u64 * PIECE, stock, depth);
         used.1 = processor() - before;
         took
     };
@@ -317,11 +329,11 @@ fn round(pairs: &mut Pairs, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()
     allocated(&plain, bytes)?;
     allocated(&own, bytes)?;
     let depth = DEPTH as usize;
-    let write = || raw(std::slice::from_ref(&plain), Way::Write, bytes, stock, depth);
-    let ours = || transfers(&files, "own", Way::Write, bytes, stock);
+    let write = || raw(std::slice::from_ref(&plain), Access::Write, bytes, stock, depth);
+    let ours = || transfers(&files, "own", Access::Write, bytes, stock);
     pairs.seconds[0].push(in_turn(turn, ours, write)?);
-    let ours = || transfers(&files, "own", Way::Read, bytes, stock);
-    let read_own = || raw(std::slice::from_ref(&own), Way::Read, bytes, stock, depth);
+    let ours = || transfers(&files, "own", Access::Read, bytes, stock);
+    let read_own = || raw(std::slice::from_ref(&own), Access::Read, bytes, stock, depth);
     pairs.seconds[1].push(in_turn(turn, ours, read_own)?);
     allocated(&plain, bytes)?;
     let dir = scratch.0.join("tier");

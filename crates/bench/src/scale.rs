@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier::base::status::{Error, Result, Status};
-use kvtier::io::files::Way;
+use kvtier::io::files::Access;
 use kvtier::meta::index::hash;
 use kvtier::store::state::transfer::{Level, TransferKind};
 
@@ -87,7 +87,7 @@ fn reopen(bar: &mut Bar, rounds: u32) -> Outcome<()> {
         let is_index = |path: &std::path::PathBuf| path.to_string_lossy().contains("/index-");
         let index: Vec<_> = paths.filter(is_index).collect();
         let bytes = index.iter().filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum();
-        plain.push(disk::raw(&index, Way::Read, bytes, &stock, disk::DEPTH as usize)?);
+        plain.push(disk::raw(&index, Access::Read, bytes, &stock, disk::DEPTH as usize)?);
         let start = Instant::now();
         let home = open(&dir).map_err(say)?;
         ours.push(start.elapsed().as_secs_f64());

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kvtier::base::memory::Buffer;
 use kvtier::base::status::{Result, Status};
-use kvtier::io::files::Way;
+use kvtier::io::files::Access;
 use kvtier::meta::key::Key;
 use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
@@ -286,11 +286,11 @@ fn restore(out: &mut Restores, turn: u32, bytes: u64, stock: &Buffer) -> Outcome
     };
     let depth = disk::DEPTH as usize;
     let put = || Ok(carry(TransferKind::Put, Level::Durable, false).map_err(say)?[0]);
-    let write = || disk::raw(&[plain], Way::Write, bytes, stock, depth);
+    let write = || disk::raw(&[plain], Access::Write, bytes, stock, depth);
     out.puts.push(disk::in_turn(turn, put, write)?);
     let segments = disk::segments(&dir)?;
     let get = || Ok(carry(TransferKind::Get, Level::Ram, false).map_err(say)?[0]);
-    let read = || disk::raw(&segments, Way::Read, bytes, stock, 2 * depth);
+    let read = || disk::raw(&segments, Access::Read, bytes, stock, 2 * depth);
     out.gets.push(disk::in_turn(turn, get, read)?);
     let layers = carry(TransferKind::Get, Level::Ram, true).map_err(say)?;
     out.first.push((layers[0], layers.iter().copied().fold(0.0, f64::max)));

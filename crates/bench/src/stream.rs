@@ -62,7 +62,8 @@ fn higher(mut bar: Bar, goal: f64) -> Bar {
 
 /// What was measured, as bars.
 pub fn pass_bars(measured: &Measured, limit_bytes: u64) -> Vec<Bar> {
-    let seconds = |way: usize| measured.seconds(way).map_or("-".into(), |s| format!("{s:.3} s"));
+    let seconds =
+        |access: usize| measured.seconds(access).map_or("-".into(), |s| format!("{s:.3} s"));
     let bound = measured.bounds(SPREAD_STAY).map(|mut bounds| median(&mut bounds));
     let rate =
         measured.bytes as f64 / median(&mut measured.raw[SPREAD_STAY].clone()) / f64::from(1 << 30);
@@ -118,8 +119,8 @@ pub fn pass_bars(measured: &Measured, limit_bytes: u64) -> Vec<Bar> {
 }
 
 /// The most memory of a way, in parts of its limit; a way that was killed has none.
-fn memory_bar(measured: &Measured, limit: u64, way: usize, name: &'static str) -> Bar {
-    let ready = &measured.ready[way];
+fn memory_bar(measured: &Measured, limit: u64, access: usize, name: &'static str) -> Bar {
+    let ready = &measured.ready[access];
     let bytes = |name: &str| human(ready[name].as_u64().unwrap_or(0));
     let note = format!(
         "(weights {}, limit {}, available {})",
@@ -127,9 +128,9 @@ fn memory_bar(measured: &Measured, limit: u64, way: usize, name: &'static str) -
         human(limit),
         bytes("available_bytes")
     );
-    let ended = measured.took[way].as_ref().map(|_| ()).map_err(Clone::clone);
+    let ended = measured.took[access].as_ref().map(|_| ()).map_err(Clone::clone);
     let part =
-        ended.and_then(|()| measured.peak[way].clone()).map(|peak| peak as f64 / limit as f64);
+        ended.and_then(|()| measured.peak[access].clone()).map(|peak| peak as f64 / limit as f64);
     told(lower(bar(name, "of limit", "the memory cgroup's limit"), 1.0), part, note)
 }
 
@@ -175,7 +176,7 @@ fn load_bar(path: &PathBuf, rounds: u32) -> Bar {
         let all = std::fs::metadata(path).map_err(say)?.len() / PIECE * PIECE;
         let plain = || {
             let files = std::slice::from_ref(path);
-            raw(files, kvtier::io::files::Way::Read, all, &stock, DEPTH as usize)
+            raw(files, kvtier::io::files::Access::Read, all, &stock, DEPTH as usize)
         };
         pairs.push(in_turn(turn, ours, plain)?);
         Ok(())

@@ -114,14 +114,14 @@ fn forget(files: &[PathBuf]) -> Outcome<()> {
 
 /// Starts a way. Maps need a cgroup: nothing else keeps the page cache small.
 fn start(
-    way: usize,
+    access: usize,
     files: &[PathBuf],
     limit: u64,
     slots_bytes: u64,
     maps: &Outcome<Rc<Group>>,
 ) -> Outcome<Child> {
     let own = |name| Group::new(name, limit).map(Rc::new);
-    let group = match way {
+    let group = match access {
         MAP | MAP_USUAL => Some(maps.clone()?),
         FOUND => Some(own("found")?),
         NOTHING_STAYS => own("nothing").ok(),
@@ -129,7 +129,7 @@ fn start(
         _ => own("spread").ok(),
     };
     let host = limit.saturating_sub(LEAST_SPARE_BYTES.max(limit / 50));
-    let (how, host_bytes) = match way {
+    let (how, host_bytes) = match access {
         MAP | MAP_USUAL => ("map", None),
         NOTHING_STAYS => ("interleaved", Some(slots_bytes)),
         FIRST_STAY => ("first", Some(host)),
@@ -137,7 +137,7 @@ fn start(
         _ => ("interleaved", None),
     };
     // Files keep what it was when they were opened.
-    let _set = match (way, files.first()) {
+    let _set = match (access, files.first()) {
         (MAP_USUAL, Some(first)) => Some(Readahead::set(first, USUAL_READAHEAD_KIB)?),
         _ => None,
     };
@@ -157,20 +157,22 @@ fn round(
     if turn % 2 == 1 {
         order.reverse();
     }
-    for way in order {
-        let (Ok(child), Ok(all)) = (&mut children[way], &mut measured.took[way]) else { continue };
+    for access in order {
+        let (Ok(child), Ok(all)) = (&mut children[access], &mut measured.took[access]) else {
+            continue;
+        };
         match child.passes(passes) {
             Ok((_, sum)) if seen.is_some_and(|seen| seen != sum) => {
-                return Err(format!("way {way} saw other bytes than the others"));
+                return Err(format!("way {access} saw other bytes than the others"));
             }
             Ok((seconds, sum)) => {
                 seen = Some(sum);
                 all.push(seconds);
             }
-            Err(why) => measured.took[way] = Err(why),
+            Err(why) => measured.took[access] = Err(why),
         }
         let after = raw()?;
-        measured.raw[way].push((before + after) / 2.0);
+        measured.raw[access].push((before + after) / 2.0);
         before = after;
     }
     Ok(())
@@ -186,24 +188,25 @@ pub fn measure(paths: &[PathBuf], setting: &Setting) -> Outcome<Measured> {
     forget(&files)?;
     // One for both maps: pages that one has are there for the other.
     let maps = Group::new("maps", setting.limit_bytes).map(Rc::new);
-    let mut children: Vec<Outcome<Child>> =
-        (0..WAYS).map(|way| start(way, paths, setting.limit_bytes, slots_bytes, &maps)).collect();
+    let mut children: Vec<Outcome<Child>> = (0..WAYS)
+        .map(|access| start(access, paths, setting.limit_bytes, slots_bytes, &maps))
+        .collect();
     let mut measured = Measured {
         bytes,
         raw: Default::default(),
-        took: std::array::from_fn(|way| match &children[way] {
+        took: std::array::from_fn(|access| match &children[access] {
             Ok(_) => Ok(Vec::new()),
             Err(why) => Err(why.clone()),
         }),
-        ready: std::array::from_fn(|way| {
-            children[way].as_ref().map_or(serde_json::Value::Null, |child| child.ready.clone())
+        ready: std::array::from_fn(|access| {
+            children[access].as_ref().map_or(serde_json::Value::Null, |child| child.ready.clone())
         }),
         peak: std::array::from_fn(|_| Err(String::new())),
         readahead_kib: files.first().and_then(|file| Readahead::kib(file).ok()),
     };
     let stock = stock()?;
     for turn in 0..setting.rounds {
-        let plain = || raw(&files, kvtier::io::files::Way::Read, bytes, &stock, DEPTH as usize);
+        let plain = || raw(&files, kvtier::io::files::Access::Read, bytes, &stock, DEPTH as usize);
         round(&mut measured, &mut children, turn, setting.passes, plain)?;
     }
     for (peak, child) in measured.peak.iter_mut().zip(&children) {
@@ -221,22 +224,22 @@ impl Measured {
     }
 
     /// Seconds of a pass.
-    pub fn seconds(&self, way: usize) -> Outcome<f64> {
-        let took = self.took[way].as_ref().map_err(Clone::clone)?;
+    pub fn seconds(&self, access: usize) -> Outcome<f64> {
+        let took = self.took[access].as_ref().map_err(Clone::clone)?;
         Ok(median(&mut took.clone()))
     }
 
     /// Seconds in which plain reads have what a way has to read, in each round.
-    pub fn bounds(&self, way: usize) -> Outcome<Vec<f64>> {
-        let moved = self.ready[way]["moved_bytes"].as_u64().ok_or("it reads nothing")?;
+    pub fn bounds(&self, access: usize) -> Outcome<Vec<f64>> {
+        let moved = self.ready[access]["moved_bytes"].as_u64().ok_or("it reads nothing")?;
         let part = moved as f64 / self.bytes.max(1) as f64;
-        Ok(self.raw[way].iter().map(|raw| raw * part).collect())
+        Ok(self.raw[access].iter().map(|raw| raw * part).collect())
     }
 
     /// The median over rounds of a pass over its bound.
-    pub fn over_bound(&self, way: usize) -> Outcome<f64> {
-        let took = self.took[way].as_ref().map_err(Clone::clone)?;
-        let bounds = self.bounds(way)?;
+    pub fn over_bound(&self, access: usize) -> Outcome<f64> {
+        let took = self.took[access].as_ref().map_err(Clone::clone)?;
+        let bounds = self.bounds(access)?;
         Ok(median(&mut took.iter().zip(&bounds).map(|(a, b)| a / b).collect::<Vec<_>>()))
     }
 }

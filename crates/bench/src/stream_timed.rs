@@ -12,7 +12,7 @@ use kvtier::stream::model::{File, Model, Tensor};
 use kvtier::stream::plan::{Links, PlanOptions, Residency};
 use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer};
 use kvtier::stream::units::{Role, Unit, Units};
-use kvtier_testkit::fixed::simulated::{SimFile, SimFixed, SimFixedOpts};
+use kvtier_testkit::model_files::simulated::{SimFile, SimFixed, SimFixedOpts};
 
 use super::home::say;
 use super::{Bar, Better, median};

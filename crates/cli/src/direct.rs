@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Error, Result, Status};
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
+use kvtier::device::cuda::{CopyMethodChoice, Cuda, CudaOpts};
 use kvtier::device::direct::DirectFile;
-use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, DeviceMemory, Direction, Memory, Stream};
 use kvtier::fail;
-use kvtier::io::files::{FileId, Piece, Way as FileWay};
-use kvtier::io::fixed::FixedFiles;
-use kvtier::io::fixed::real::{FixedOpts, RealFixed};
+use kvtier::io::files::{Access, FileId, Piece};
+use kvtier::io::model_files::ModelFiles;
+use kvtier::io::model_files::real::{ModelFilesOpts, RealModelFiles};
 
 /// Where the CUDA driver is, if not where the system has it: for a run without a GPU.
 const DRIVER: &str = "KVTIER_CUDA_LIBRARY";
@@ -18,7 +18,7 @@ const DRIVER: &str = "KVTIER_CUDA_LIBRARY";
 const CUFILE: &str = "KVTIER_CUFILE_LIBRARY";
 
 /// How the tool opens a GPU.
-pub fn opts(ordinal: u32, choice: Choice) -> CudaOpts {
+pub fn opts(ordinal: u32, choice: CopyMethodChoice) -> CudaOpts {
     CudaOpts {
         library: std::env::var_os(DRIVER).map(Into::into),
         cufile: std::env::var_os(CUFILE).map(Into::into),
@@ -32,7 +32,7 @@ pub fn opts(ordinal: u32, choice: Choice) -> CudaOpts {
 pub struct Trial<'a> {
     device: &'a Cuda,
     path: PathBuf,
-    files: Option<RealFixed>,
+    files: Option<RealModelFiles>,
     known: Option<DirectFile>,
     memory: Option<DeviceMemory>,
     bytes: u64,
@@ -57,8 +57,10 @@ impl<'a> Trial<'a> {
         })?;
         let direct = device.direct()?;
         let paths = [trial.path.clone()];
-        let of =
-            trial.files.insert(RealFixed::open(&paths, &FixedOpts::default())?).descriptor(0)?;
+        let of = trial
+            .files
+            .insert(RealModelFiles::open(&paths, &ModelFilesOpts::default())?)
+            .descriptor(0)?;
         // SAFETY: the file stays open, and the memory the device's, until this is dropped.
         unsafe {
             trial.known = Some(direct.add_file(of.number, of.file_system)?);
@@ -83,7 +85,7 @@ impl<'a> Trial<'a> {
     /// Reads a part into host memory, as much as it is to be.
     pub fn read_to_host(&self, offset: u64, host: *mut u8, bytes: u64) -> Result<()> {
         let files = self.files.as_ref().ok_or(Status::State)?;
-        let mut pieces = [Piece::one(FileId(0), FileWay::Read, offset, host, bytes)];
+        let mut pieces = [Piece::one(FileId(0), Access::Read, offset, host, bytes)];
         // SAFETY: the caller's buffer, which has as much and nobody else uses.
         unsafe { files.transfer(&mut pieces) };
         let [piece] = pieces;
@@ -95,7 +97,7 @@ impl<'a> Trial<'a> {
         self.read(0, self.bytes)?;
         let mut back = vec![0u8; self.bytes as usize];
         let (host, address) = (back.as_mut_ptr(), self.address());
-        let copy = Copy::bytes(host, address, self.bytes, Way::Gather, Memory::Device)?;
+        let copy = Copy::bytes(host, address, self.bytes, Direction::Gather, Memory::Device)?;
         // SAFETY: both stay until the event has come.
         let event = unsafe { self.device.submit(Stream(0), None, &mut [copy]) }?;
         self.device.wait(event, 0)?;
@@ -128,5 +130,5 @@ impl Drop for Trial<'_> {
 
 /// Opens the first GPU.
 pub fn first() -> Result<Cuda> {
-    Cuda::open(Clock::real(), &opts(0, Choice::default()))
+    Cuda::open(Clock::real(), &opts(0, CopyMethodChoice::default()))
 }

@@ -270,7 +270,7 @@ fn opened(path: &Path) -> Result<(String, Option<String>)> {
 /// Each device is opened for a moment, so that what it says is what a store would have.
 fn cuda() -> Finding {
     let check = "cuda devices";
-    let opts = direct::opts(0, cuda::Choice::Measured);
+    let opts = direct::opts(0, cuda::CopyMethodChoice::Measured);
     let found = match cuda::probe(opts.library.as_deref()) {
         Ok(found) if found.is_empty() => {
             return Finding::new(check, Mark::Absent, "none", "a driver without devices");
@@ -294,7 +294,7 @@ fn cuda() -> Finding {
 fn described(ordinal: usize, count: usize) -> Result<cuda::Description> {
     let opts = cuda::CudaOpts {
         peers: (0..count as u32).filter(|other| *other as usize != ordinal).collect(),
-        ..direct::opts(ordinal as u32, cuda::Choice::Measured)
+        ..direct::opts(ordinal as u32, cuda::CopyMethodChoice::Measured)
     };
     let device = cuda::Cuda::open(Clock::real(), &opts)?;
     device.load_kernels()?;

@@ -10,7 +10,7 @@
 //! (`kvtier::device`), since C exports both.
 
 pub mod disk;
-pub mod fixed;
 pub mod fixtures;
+pub mod model_files;
 pub mod remote;
 pub mod sim;

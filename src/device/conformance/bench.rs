@@ -7,8 +7,8 @@ use crate::base::clock::Clock;
 use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex};
-use crate::device::conformance::{ConformanceOpts, Outcome, Trouble, need};
-use crate::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
+use crate::device::conformance::{ConformanceOpts, NotPassed, Outcome, need};
+use crate::device::{Copy, Device, DeviceMemory, Direction, Event, Memory, Stream};
 use crate::meta::view::View;
 
 /// How long an event may take.
@@ -16,7 +16,7 @@ const PATIENCE_NS: u64 = 30_000_000_000;
 /// How often chance is tried.
 const ROUNDS: u32 = 40;
 /// Of devices whose memory only the engine gives out.
-pub const NO_MEMORY: Trouble = Trouble::Nothing("the device gives out no memory");
+pub const NO_MEMORY: NotPassed = NotPassed::Skipped("the device gives out no memory");
 
 /// Numbers that a seed chooses (splitmix64).
 pub struct Chance(Cell<u64>);
@@ -226,10 +226,10 @@ impl<'a> Bench<'a> {
         said.map_err(|error| self.trouble(what, &error))
     }
 
-    fn trouble(&self, what: &str, error: &Error) -> Trouble {
+    fn trouble(&self, what: &str, error: &Error) -> NotPassed {
         // What is said of work under way is not known then.
         self.stuck.set(self.stuck.get() || error.status() == Status::Timeout);
-        Trouble::Wrong(format!("{what}: {error}"))
+        NotPassed::Failed(format!("{what}: {error}"))
     }
 
     /// Where memory can be.
@@ -241,10 +241,10 @@ impl<'a> Bench<'a> {
     }
 
     /// Memory with bytes of chance.
-    pub fn room(&self, memory: Memory, len: usize) -> Outcome<Room<'_>> {
-        let room = Room::empty(self, memory, len)?;
-        room.set(&self.chance.noise(len))?;
-        Ok(room)
+    pub fn buffer(&self, memory: Memory, len: usize) -> Outcome<TestBuffer<'_>> {
+        let buffer = TestBuffer::empty(self, memory, len)?;
+        buffer.set(&self.chance.noise(len))?;
+        Ok(buffer)
     }
 }
 
@@ -267,7 +267,7 @@ enum Holds {
 }
 
 /// Memory that is looked at and filled by way of the device, where nothing else reaches it.
-pub struct Room<'a> {
+pub struct TestBuffer<'a> {
     bench: &'a Bench<'a>,
     pub memory: Memory,
     pub address: u64,
@@ -275,9 +275,9 @@ pub struct Room<'a> {
     holds: Option<Holds>,
 }
 
-impl<'a> Room<'a> {
+impl<'a> TestBuffer<'a> {
     /// Memory, as it comes.
-    pub fn empty(bench: &'a Bench<'_>, memory: Memory, len: usize) -> Outcome<Room<'a>> {
+    pub fn empty(bench: &'a Bench<'_>, memory: Memory, len: usize) -> Outcome<TestBuffer<'a>> {
         let bytes = (len as u64).max(1);
         let (address, holds) = match memory {
             Memory::Host => {
@@ -292,7 +292,7 @@ impl<'a> Room<'a> {
                 (given.address, Holds::Device(given))
             }
         };
-        Ok(Room { bench, memory, address, len, holds: Some(holds) })
+        Ok(TestBuffer { bench, memory, address, len, holds: Some(holds) })
     }
 
     /// Whose check it is for.
@@ -319,8 +319,8 @@ impl<'a> Room<'a> {
                 Ok(content.to_vec())
             }
             Memory::Device => {
-                let there = Room::empty(self.bench, Memory::Host, self.len)?;
-                self.bench.do_copy(self.copy(&there, Way::Gather)?)?;
+                let there = TestBuffer::empty(self.bench, Memory::Host, self.len)?;
+                self.bench.do_copy(self.copy(&there, Direction::Gather)?)?;
                 there.bytes()
             }
         }
@@ -338,22 +338,22 @@ impl<'a> Room<'a> {
                 Ok(())
             }
             Memory::Device => {
-                let there = Room::empty(self.bench, Memory::Host, self.len)?;
+                let there = TestBuffer::empty(self.bench, Memory::Host, self.len)?;
                 there.set(content)?;
-                self.bench.do_copy(self.copy(&there, Way::Scatter)?)
+                self.bench.do_copy(self.copy(&there, Direction::Scatter)?)
             }
         }
     }
 
     /// A copy of this room, as a tensor, from or to a plane of the same length.
-    pub fn copy(&self, plane: &Room<'_>, way: Way) -> Outcome<Copy<'static>> {
+    pub fn copy(&self, plane: &TestBuffer<'_>, direction: Direction) -> Outcome<Copy<'static>> {
         let view = View::canonical(self.address, 1, self.len as u64);
-        let copy = self.bench.said("a copy", Copy::new(&view, 0, 1, plane.pointer(), way))?;
+        let copy = self.bench.said("a copy", Copy::new(&view, 0, 1, plane.pointer(), direction))?;
         Ok(Copy { memory: self.memory, plane_memory: plane.memory, ..copy })
     }
 }
 
-impl Drop for Room<'_> {
+impl Drop for TestBuffer<'_> {
     fn drop(&mut self) {
         self.bench.left.borrow_mut().extend(self.holds.take());
     }

@@ -1,9 +1,9 @@
 //! Checks of what is around copies: memory, events, deadlines, refusals, the end.
 
 use crate::base::status::Status;
-use crate::device::conformance::bench::{Bench, NO_MEMORY, Room};
-use crate::device::conformance::{Outcome, Trouble, need, refused};
-use crate::device::{Copy, DeviceMemory, Event, MAX_COPIES, MAX_STREAMS, Memory, State, Way};
+use crate::device::conformance::bench::{Bench, NO_MEMORY, TestBuffer};
+use crate::device::conformance::{NotPassed, Outcome, need, refused};
+use crate::device::{Copy, DeviceMemory, Direction, Event, MAX_COPIES, MAX_STREAMS, Memory, State};
 
 /// What it says of itself makes sense.
 pub fn facts(bench: &Bench<'_>) -> Outcome {
@@ -59,9 +59,9 @@ pub fn memory(bench: &Bench<'_>) -> Outcome {
 /// What cannot be is refused, and nothing of it was done.
 pub fn refusals(bench: &Bench<'_>) -> Outcome {
     let device = bench.device;
-    let (a, b) = (bench.room(Memory::Host, 64)?, bench.room(Memory::Host, 64)?);
+    let (a, b) = (bench.buffer(Memory::Host, 64)?, bench.buffer(Memory::Host, 64)?);
     let before = (a.bytes()?, b.bytes()?);
-    let copy = || a.copy(&b, Way::Gather);
+    let copy = || a.copy(&b, Direction::Gather);
     let streams = device.facts().streams;
     let said = bench.submit(streams, None, &mut [copy()?]);
     refused("a stream that there is not", said, Status::Invalid)?;
@@ -80,8 +80,8 @@ pub fn refusals(bench: &Bench<'_>) -> Outcome {
     let said = bench.submit(0, None, &mut [copy()?, nowhere]);
     refused("a plane at address 0", said, Status::Invalid)?;
     if !device.facts().reaches_device {
-        let far = Copy { memory: Memory::Device, ..copy()? };
-        let said = bench.submit(0, None, &mut [copy()?, far]);
+        let on_device = Copy { memory: Memory::Device, ..copy()? };
+        let said = bench.submit(0, None, &mut [copy()?, on_device]);
         refused("device memory", said, Status::Unsupported)?;
     }
     let mut many = (0..=MAX_COPIES).map(|_| copy()).collect::<Outcome<Vec<_>>>()?;
@@ -95,11 +95,12 @@ pub fn events(bench: &Bench<'_>) -> Outcome {
     let (asynchronous, streams) = (device.facts().asynchronous, device.facts().streams);
     let mut old = [Event(0); 64];
     while device.poll(&mut old) > 0 {}
-    let rooms = (0..7).map(|_| bench.room(Memory::Host, 70_000)).collect::<Outcome<Vec<_>>>()?;
+    let buffers =
+        (0..7).map(|_| bench.buffer(Memory::Host, 70_000)).collect::<Outcome<Vec<_>>>()?;
     let mut open = Vec::new();
     // Nothing orders batches of different streams: each has a target of its own.
-    for (stream, target) in [0, 1, 0, 2, 1, 0].into_iter().zip(&rooms[1..]) {
-        let copies = &mut [rooms[0].copy(target, Way::Gather)?];
+    for (stream, target) in [0, 1, 0, 2, 1, 0].into_iter().zip(&buffers[1..]) {
+        let copies = &mut [buffers[0].copy(target, Direction::Gather)?];
         open.push(bench.begin(stream % streams, None, copies)?);
     }
     for event in &open {
@@ -133,14 +134,14 @@ pub fn events(bench: &Bench<'_>) -> Outcome {
 pub fn polling(bench: &Bench<'_>) -> Outcome {
     let device = bench.device;
     if !device.facts().asynchronous {
-        return Err(Trouble::Nothing("its events are done when it returns"));
+        return Err(NotPassed::Skipped("its events are done when it returns"));
     }
-    let mut told = [Event(0); 64];
-    while device.poll(&mut told) > 0 {}
-    let rooms = (0..6).map(|_| bench.room(Memory::Host, 5_000)).collect::<Outcome<Vec<_>>>()?;
+    let mut reported = [Event(0); 64];
+    while device.poll(&mut reported) > 0 {}
+    let buffers = (0..6).map(|_| bench.buffer(Memory::Host, 5_000)).collect::<Outcome<Vec<_>>>()?;
     let mut open = Vec::new();
-    for target in &rooms[1..] {
-        open.push(bench.begin(0, None, &mut [rooms[0].copy(target, Way::Gather)?])?);
+    for target in &buffers[1..] {
+        open.push(bench.begin(0, None, &mut [buffers[0].copy(target, Direction::Gather)?])?);
     }
     // Those of a stream come in order: when the last has come, all have.
     let until_ns = bench.until_ns();
@@ -151,9 +152,9 @@ pub fn polling(bench: &Bench<'_>) -> Outcome {
         }
         bench.pass();
     }
-    let count = device.poll(&mut told);
+    let count = device.poll(&mut reported);
     for event in &open {
-        need(told[..count].contains(event), || {
+        need(reported[..count].contains(event), || {
             format!("{} events of a stream have ended, a poll told of {count}", open.len())
         })?;
     }
@@ -162,9 +163,9 @@ pub fn polling(bench: &Bench<'_>) -> Outcome {
 
 /// Deadlines are kept.
 pub fn deadlines(bench: &Bench<'_>) -> Outcome {
-    let (a, b) = (bench.room(Memory::Host, 1 << 20)?, bench.room(Memory::Host, 1 << 20)?);
+    let (a, b) = (bench.buffer(Memory::Host, 1 << 20)?, bench.buffer(Memory::Host, 1 << 20)?);
     for late_ns in [1, 20_000, 1_000_000] {
-        let event = bench.begin(0, None, &mut [a.copy(&b, Way::Gather)?])?;
+        let event = bench.begin(0, None, &mut [a.copy(&b, Direction::Gather)?])?;
         let deadline_ns = bench.now_ns() + late_ns;
         match bench.device.wait(event, deadline_ns) {
             Ok(()) => {}
@@ -179,16 +180,16 @@ pub fn deadlines(bench: &Bench<'_>) -> Outcome {
 }
 
 /// Host memory that the device is told of is copied as any other, before and after.
-pub fn known_host(bench: &Bench<'_>) -> Outcome {
+pub fn registered_host(bench: &Bench<'_>) -> Outcome {
     let place = *bench.places().last().unwrap_or(&Memory::Host);
-    let (there, here) = (bench.room(place, 1 << 20)?, bench.room(Memory::Host, 1 << 20)?);
+    let (there, here) = (bench.buffer(place, 1 << 20)?, bench.buffer(Memory::Host, 1 << 20)?);
     for is_known in [false, true, false, true, false] {
         if is_known {
             // SAFETY: the room stays until it is forgotten.
-            let known = unsafe { bench.device.know_host(here.pointer(), here.len as u64) };
+            let known = unsafe { bench.device.register_host(here.pointer(), here.len as u64) };
             match known {
                 Err(error) if error.status() == Status::Unsupported => {
-                    return Err(Trouble::Nothing("all host memory is the same to it"));
+                    return Err(NotPassed::Skipped("all host memory is the same to it"));
                 }
                 said => bench.said("host memory that it may know", said)?,
             }
@@ -196,7 +197,7 @@ pub fn known_host(bench: &Bench<'_>) -> Outcome {
         let moved = round(bench, &there, &here);
         if is_known {
             // SAFETY: nothing is under way, or the room stays for ever.
-            let forgotten = unsafe { bench.device.forget_host(here.pointer()) };
+            let forgotten = unsafe { bench.device.unregister_host(here.pointer()) };
             bench.said("host memory that it knows is not forgotten", forgotten)?;
         }
         moved?;
@@ -204,25 +205,25 @@ pub fn known_host(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-fn round(bench: &Bench<'_>, there: &Room<'_>, here: &Room<'_>) -> Outcome {
+fn round(bench: &Bench<'_>, there: &TestBuffer<'_>, here: &TestBuffer<'_>) -> Outcome {
     let content = bench.chance.noise(here.len);
     here.set(&content)?;
-    bench.do_copy(there.copy(here, Way::Scatter)?)?;
+    bench.do_copy(there.copy(here, Direction::Scatter)?)?;
     here.set(&bench.chance.noise(here.len))?;
-    bench.do_copy(there.copy(here, Way::Gather)?)?;
+    bench.do_copy(there.copy(here, Direction::Gather)?)?;
     need(here.bytes()? == content, || "wrong bytes by way of known memory".into())
 }
 
 /// After it is closed no memory is touched, and nothing more is taken.
 pub fn close(bench: &Bench<'_>) -> Outcome {
     let device = bench.device;
-    let a = bench.room(Memory::Host, 300_000)?;
+    let a = bench.buffer(Memory::Host, 300_000)?;
     let targets =
-        (0..12).map(|_| bench.room(Memory::Host, 300_000)).collect::<Outcome<Vec<_>>>()?;
+        (0..12).map(|_| bench.buffer(Memory::Host, 300_000)).collect::<Outcome<Vec<_>>>()?;
     let streams = device.facts().streams;
     let mut open = Vec::new();
     for (stream, target) in (0..).zip(&targets) {
-        let copies = &mut [a.copy(target, Way::Gather)?];
+        let copies = &mut [a.copy(target, Direction::Gather)?];
         open.push(bench.begin(stream % streams, None, copies)?);
     }
     bench.said("closing", device.close(bench.until_ns()))?;
@@ -233,7 +234,7 @@ pub fn close(bench: &Bench<'_>) -> Outcome {
         need(done, || "it is closed, and an event is open".into())?;
         bench.finish(event)?;
     }
-    let late = bench.submit(0, None, &mut [a.copy(&targets[0], Way::Gather)?]);
+    let late = bench.submit(0, None, &mut [a.copy(&targets[0], Direction::Gather)?]);
     refused("a batch after close", late, Status::Closed)?;
     bench.said("closing again", device.close(bench.until_ns()))?;
     targets.iter().try_for_each(|target| {

@@ -9,9 +9,9 @@ mod plain;
 use crate::base::half::{from_bf16, from_f16, to_bf16, to_f16};
 use crate::base::status::{Result, Status};
 use crate::device::call::{Call, Kind};
-use crate::device::conformance::bench::{Bench, Room};
-use crate::device::conformance::{Check, Outcome, Trouble, need, refused};
-use crate::device::{Event, Memory, Stream, Way};
+use crate::device::conformance::bench::{Bench, TestBuffer};
+use crate::device::conformance::{Check, NotPassed, Outcome, need, refused};
+use crate::device::{Direction, Event, Memory, Stream};
 use crate::meta::dtype::Dtype;
 
 const fn check(name: &'static str, run: fn(&Bench<'_>) -> Outcome) -> Check {
@@ -46,7 +46,7 @@ struct Lab<'a> {
 
 /// Memory that a kernel writes, with an edge behind it.
 struct Out<'a> {
-    room: Room<'a>,
+    buffer: TestBuffer<'a>,
     edge: Vec<u8>,
 }
 
@@ -55,7 +55,7 @@ impl<'a> Lab<'a> {
     fn new(bench: &'a Bench<'a>, kind: Kind) -> Outcome<Lab<'a>> {
         let facts = bench.device.facts();
         if facts.kernels & kind.bit() == 0 {
-            return Err(Trouble::Nothing("the device does not have this kernel"));
+            return Err(NotPassed::Skipped("the device does not have this kernel"));
         }
         let place = if facts.reaches_device { Memory::Device } else { Memory::Host };
         Ok(Lab { bench, place })
@@ -77,23 +77,23 @@ impl<'a> Lab<'a> {
     }
 
     /// Memory with bytes, to be read.
-    fn put(&self, bytes: &[u8]) -> Outcome<Room<'a>> {
-        let room = Room::empty(self.bench, self.place, bytes.len().max(1))?;
+    fn put(&self, bytes: &[u8]) -> Outcome<TestBuffer<'a>> {
+        let buffer = TestBuffer::empty(self.bench, self.place, bytes.len().max(1))?;
         if !bytes.is_empty() {
-            room.set(bytes)?;
+            buffer.set(bytes)?;
         }
-        Ok(room)
+        Ok(buffer)
     }
 
-    fn put_numbers(&self, numbers: &[f32], dtype: Dtype) -> Outcome<Room<'a>> {
+    fn put_numbers(&self, numbers: &[f32], dtype: Dtype) -> Outcome<TestBuffer<'a>> {
         self.put(&bytes_of(numbers, dtype))
     }
 
-    fn put_u32(&self, all: &[u32]) -> Outcome<Room<'a>> {
+    fn put_u32(&self, all: &[u32]) -> Outcome<TestBuffer<'a>> {
         self.put(&all.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>())
     }
 
-    fn put_u64(&self, all: &[u64]) -> Outcome<Room<'a>> {
+    fn put_u64(&self, all: &[u64]) -> Outcome<TestBuffer<'a>> {
         self.put(&all.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>())
     }
 
@@ -105,8 +105,8 @@ impl<'a> Lab<'a> {
     /// Memory with bytes, to be changed.
     fn change(&self, bytes: &[u8]) -> Outcome<Out<'a>> {
         let edge = self.bench.chance.noise(EDGE);
-        let room = self.put(&[bytes, &edge].concat())?;
-        Ok(Out { room, edge })
+        let buffer = self.put(&[bytes, &edge].concat())?;
+        Ok(Out { buffer, edge })
     }
 
     /// Puts kernels on a stream.
@@ -118,7 +118,7 @@ impl<'a> Lab<'a> {
     /// One kernel, done.
     fn run(&self, call: Call) -> Outcome {
         self.try_run(call)?.then_some(()).ok_or_else(|| {
-            Trouble::Wrong("a kernel that it says it has is refused as unsupported".into())
+            NotPassed::Failed("a kernel that it says it has is refused as unsupported".into())
         })
     }
 
@@ -135,12 +135,12 @@ impl<'a> Lab<'a> {
 
 impl Out<'_> {
     fn at(&self) -> u64 {
-        self.room.address
+        self.buffer.address
     }
 
     /// What is in it; what lies behind it is as it was.
     fn bytes(&self) -> Outcome<Vec<u8>> {
-        let mut all = self.room.bytes()?;
+        let mut all = self.buffer.bytes()?;
         let edge = all.split_off(all.len() - EDGE);
         need(edge == self.edge, || "a kernel wrote behind what it was to write".into())?;
         Ok(all)
@@ -201,17 +201,17 @@ fn numbers_of(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
 
 /// Whether a number is what it should be, up to a bound for numbers of size 1 and below, and for
 /// larger ones so many times their size.
-fn near(what: &str, at: usize, got: f32, want: f64, bound: f64) -> Outcome {
-    let is_near = (f64::from(got) - want).abs() <= bound * want.abs().max(1.0);
+fn check_close(what: &str, at: usize, got: f32, want: f64, bound: f64) -> Outcome {
+    let is_close = (f64::from(got) - want).abs() <= bound * want.abs().max(1.0);
     let is_same = f64::from(got) == want;
-    need(is_near || is_same, || format!("{what} {at} is {got}, and should be {want}"))
+    need(is_close || is_same, || format!("{what} {at} is {got}, and should be {want}"))
 }
 
 /// The same of many.
-fn all_near(what: &str, got: &[f32], want: &[f64], bound: f64) -> Outcome {
+fn check_all_close(what: &str, got: &[f32], want: &[f64], bound: f64) -> Outcome {
     need(got.len() >= want.len(), || format!("{} {what} of {}", got.len(), want.len()))?;
     let mut both = got.iter().zip(want).enumerate();
-    both.try_for_each(|(at, (&got, &want))| near(what, at, got, want, bound))
+    both.try_for_each(|(at, (&got, &want))| check_close(what, at, got, want, bound))
 }
 
 /// What is no kernel of the device's, or put where nothing is, is refused; kernels come behind what
@@ -222,7 +222,7 @@ fn launches(bench: &Bench<'_>) -> Outcome {
         let lab = Lab { bench, place: Memory::Host };
         let said = lab.launch(0, None, &[Call { kind: Kind::Move as u32, ..Call::default() }]);
         refused("a kernel of a device that has none", said, Status::Unsupported)?;
-        return Err(Trouble::Nothing("the device has no kernels"));
+        return Err(NotPassed::Skipped("the device has no kernels"));
     }
     let place = if facts.reaches_device { Memory::Device } else { Memory::Host };
     let lab = Lab { bench, place };
@@ -247,7 +247,8 @@ fn in_order(lab: &Lab<'_>, streams: u32) -> Outcome {
     let bench = lab.bench;
     for _ in 0..lab.rounds() {
         let content = bench.chance.noise(300_000);
-        let (host, back) = (bench.room(Memory::Host, content.len())?, bench.room(Memory::Host, 8)?);
+        let (host, back) =
+            (bench.buffer(Memory::Host, content.len())?, bench.buffer(Memory::Host, 8)?);
         host.set(&content)?;
         let (there, sum) = (lab.put(&bench.chance.noise(content.len()))?, lab.put(&[7; 8])?);
         let table = lab.put_u64(&[there.address, content.len() as u64])?;
@@ -261,10 +262,11 @@ fn in_order(lab: &Lab<'_>, streams: u32) -> Outcome {
             scratch_bytes: scratch.len as u64,
             ..Call::default()
         };
-        let up = bench.begin(0, None, &mut [there.copy(&host, Way::Scatter)?])?;
+        let up = bench.begin(0, None, &mut [there.copy(&host, Direction::Scatter)?])?;
         let said = lab.launch(1 % streams, Some(up), &[call]);
         let summed = bench.begun("a kernel was refused", said)?;
-        let down = bench.begin(2 % streams, Some(summed), &mut [sum.copy(&back, Way::Gather)?])?;
+        let down =
+            bench.begin(2 % streams, Some(summed), &mut [sum.copy(&back, Direction::Gather)?])?;
         [down, summed, up].into_iter().try_for_each(|event| bench.finish(event))?;
         let right = crate::base::checksum::checksum(&content).to_le_bytes();
         need(back.bytes()? == right, || "a kernel did not see what it was to come behind".into())?;

@@ -2,7 +2,7 @@
 
 use crate::device::conformance::bench::Bench;
 use crate::device::conformance::{Outcome, need};
-use crate::device::{Copy, Memory, Way};
+use crate::device::{Copy, Direction, Memory};
 use crate::meta::view::{Place, View};
 
 /// A layout of an engine: where each byte of a plane is in its memory.
@@ -91,30 +91,30 @@ fn there_and_back(bench: &Bench<'_>, tensor_memory: Memory, plane_memory: Memory
     let tokens = 1 + bench.chance.below((shape.tokens - first).into()) as u32;
     let offsets = shape.offsets(first, tokens);
     let (skew, len) = (bench.chance.below(64) as usize, offsets.len());
-    let tensor = bench.room(tensor_memory, shape.len)?;
-    let plane = bench.room(plane_memory, skew + len + 70)?;
+    let tensor = bench.buffer(tensor_memory, shape.len)?;
+    let plane = bench.buffer(plane_memory, skew + len + 70)?;
     let (mut whole, mut around) = (tensor.bytes()?, plane.bytes()?);
     let mut table = Vec::new();
     let view = shape.view(tensor.address, &mut table);
-    let copy = |way| -> Outcome<Copy<'_>> {
+    let copy = |direction| -> Outcome<Copy<'_>> {
         let pointer = plane.pointer().wrapping_add(skew);
-        let copy = bench.said("a copy", Copy::new(&view, first, tokens, pointer, way))?;
+        let copy = bench.said("a copy", Copy::new(&view, first, tokens, pointer, direction))?;
         Ok(Copy { memory: tensor_memory, plane_memory, ..copy })
     };
-    let wrong = |way: &str| {
+    let wrong = |direction: &str| {
         format!(
-            "{way} {tokens} tokens of {} heads of {} bytes, strides {} and {}, pages of {}, \
+            "{direction} {tokens} tokens of {} heads of {} bytes, strides {} and {}, pages of {}, \
              {tensor_memory:?} and {plane_memory:?}: wrong bytes, or bytes beside them",
             shape.heads, shape.run, shape.token_stride, shape.head_stride, shape.page_tokens
         )
     };
-    bench.do_copy(copy(Way::Gather)?)?;
+    bench.do_copy(copy(Direction::Gather)?)?;
     offsets.iter().zip(&mut around[skew..]).for_each(|(&at, byte)| *byte = whole[at]);
     need(plane.bytes()? == around && tensor.bytes()? == whole, || wrong("gathering"))?;
 
     around = bench.chance.noise(around.len());
     plane.set(&around)?;
-    bench.do_copy(copy(Way::Scatter)?)?;
+    bench.do_copy(copy(Direction::Scatter)?)?;
     offsets.iter().zip(&around[skew..]).for_each(|(&at, byte)| whole[at] = *byte);
     need(plane.bytes()? == around && tensor.bytes()? == whole, || wrong("scattering"))
 }

@@ -6,11 +6,11 @@
 
 mod bench;
 mod checks;
+mod copies;
 mod kernels;
 mod layouts;
-mod moves;
-mod promises;
-mod wander;
+mod random_walk;
+mod user_events;
 
 use crate::base::clock::Clock;
 use crate::base::status::Status;
@@ -57,20 +57,20 @@ pub struct Count {
 }
 
 /// Why a check did not pass.
-enum Trouble {
+enum NotPassed {
     /// There is nothing to test.
-    Nothing(&'static str),
+    Skipped(&'static str),
     /// Something is wrong.
-    Wrong(String),
+    Failed(String),
 }
 
-impl From<String> for Trouble {
-    fn from(text: String) -> Trouble {
-        Trouble::Wrong(text)
+impl From<String> for NotPassed {
+    fn from(text: String) -> NotPassed {
+        NotPassed::Failed(text)
     }
 }
 
-type Outcome<T = ()> = std::result::Result<T, Trouble>;
+type Outcome<T = ()> = std::result::Result<T, NotPassed>;
 
 /// One check.
 struct Check {
@@ -89,31 +89,31 @@ const fn check(name: &'static str, run: fn(&Bench<'_>) -> Outcome) -> Check {
 const CHECKS: [Check; 19] = [
     check("facts", checks::facts),
     check("memory", checks::memory),
-    check("bytes", moves::bytes),
-    check("sizes", moves::sizes),
+    check("bytes", copies::bytes),
+    check("sizes", copies::sizes),
     check("layouts", layouts::layouts),
-    check("sums", moves::sums),
-    check("large-batch", moves::large_batch),
-    check("empty-batch", moves::empty_batch),
-    check("stream-order", moves::stream_order),
-    check("event-order", moves::event_order),
-    check("promises", promises::promises),
+    check("sums", copies::sums),
+    check("large-batch", copies::large_batch),
+    check("empty-batch", copies::empty_batch),
+    check("stream-order", copies::stream_order),
+    check("event-order", copies::event_order),
+    check("promises", user_events::user_events),
     check("refusals", checks::refusals),
     check("events", checks::events),
     check("polling", checks::polling),
     check("deadlines", checks::deadlines),
-    check("known-host-memory", checks::known_host),
-    check("anything", wander::anything),
-    check("threads", wander::threads),
+    check("known-host-memory", checks::registered_host),
+    check("anything", random_walk::anything),
+    check("threads", random_walk::threads),
     Check { name: "close", run: checks::close, closes: true, trusts: false },
 ];
 
-/// Puts a device to all checks; `tell` hears of each. After a failure in which work did not end
+/// Puts a device to all checks; `report` hears of each. After a failure in which work did not end
 /// no more is begun, and after any other none that trusts it.
 pub fn run(
     device: &Arc<dyn Device>,
     opts: &ConformanceOpts,
-    tell: &mut dyn FnMut(&'static str, &Verdict),
+    report: &mut dyn FnMut(&'static str, &Verdict),
 ) -> Count {
     let (mut count, mut is_wrong) = (Count::default(), false);
     let bench = Bench::new(device, opts);
@@ -129,8 +129,8 @@ pub fn run(
             }
             () => match (check.run)(&bench) {
                 Ok(()) => Verdict::Passed,
-                Err(Trouble::Nothing(why)) => Verdict::Skipped(why.into()),
-                Err(Trouble::Wrong(why)) => Verdict::Failed(why),
+                Err(NotPassed::Skipped(why)) => Verdict::Skipped(why.into()),
+                Err(NotPassed::Failed(why)) => Verdict::Failed(why),
             },
         };
         is_wrong |= !check.trusts && matches!(verdict, Verdict::Failed(_));
@@ -140,14 +140,14 @@ pub fn run(
             Verdict::Failed(_) => count.failed += 1,
         }
         bench.settle();
-        tell(check.name, &verdict);
+        report(check.name, &verdict);
     }
     count
 }
 
 /// Fails with words unless something is so.
 fn need(is_so: bool, words: impl FnOnce() -> String) -> Outcome {
-    if is_so { Ok(()) } else { Err(Trouble::Wrong(words())) }
+    if is_so { Ok(()) } else { Err(NotPassed::Failed(words())) }
 }
 
 /// A call must be refused with a status.

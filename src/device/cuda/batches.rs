@@ -4,16 +4,16 @@
 use std::fmt;
 
 use crate::base::status::{Error, Result, Status};
+use crate::device::cuda::abi::{BatchOrder, Handle, Pointer, is_sticky};
 use crate::device::cuda::copies::Run;
-use crate::device::cuda::hosts::How;
-use crate::device::cuda::words::{BatchOrder, Handle, Pointer, is_sticky};
+use crate::device::cuda::host_memory::Registration;
 use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Memory};
 
 /// Most runs that are given to the driver in one call: some drivers crash on very many.
 const MAX_RUNS: usize = 1024;
 /// Fewer are given one by one.
-const LEAST_RUNS: usize = 4;
+const MIN_BATCH_RUNS: usize = 4;
 /// Longer runs keep the bus busy however they are given.
 const LONG_BYTES: u64 = 4 << 20;
 /// Classes of shorter runs, by where each ends; the last one has all others.
@@ -23,7 +23,7 @@ pub const CLASSES: usize = 3;
 
 /// How many copies are given to the driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Means {
+pub enum CopyMethod {
     /// One call each.
     #[default]
     Plain,
@@ -33,45 +33,45 @@ pub enum Means {
     Kernel,
 }
 
-impl fmt::Display for Means {
+impl fmt::Display for CopyMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Means::Plain => "one by one",
-            Means::Batch => "in batches",
-            Means::Kernel => "by a kernel",
+            CopyMethod::Plain => "one by one",
+            CopyMethod::Batch => "in batches",
+            CopyMethod::Kernel => "by a kernel",
         })
     }
 }
 
 /// How a device comes to its means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Choice {
+pub enum CopyMethodChoice {
     /// It is told. What it does not have is one by one.
-    Fixed(Means),
+    Fixed(CopyMethod),
     /// It tries each for a moment when it is opened, and takes the fastest.
     Measured,
 }
 
-impl Default for Choice {
-    fn default() -> Choice {
-        Choice::Fixed(Means::Plain)
+impl Default for CopyMethodChoice {
+    fn default() -> CopyMethodChoice {
+        CopyMethodChoice::Fixed(CopyMethod::Plain)
     }
 }
 
 /// What was chosen: to the device and from it (also within it), for runs up to 32 KiB, up to
 /// 512 KiB, and below 4 MiB.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Chosen {
+pub struct ChosenMethods {
     /// To the device, the shortest first.
-    pub to_device: [Means; CLASSES],
+    pub to_device: [CopyMethod; CLASSES],
     /// From it.
-    pub from_device: [Means; CLASSES],
+    pub from_device: [CopyMethod; CLASSES],
 }
 
-impl Chosen {
+impl ChosenMethods {
     /// The same for all.
-    pub fn all(means: Means) -> Chosen {
-        Chosen { to_device: [means; CLASSES], from_device: [means; CLASSES] }
+    pub fn all(method: CopyMethod) -> ChosenMethods {
+        ChosenMethods { to_device: [method; CLASSES], from_device: [method; CLASSES] }
     }
 }
 
@@ -121,13 +121,13 @@ impl Inner {
     /// Whether the device was told of host memory, and all of it is registered.
     fn is_registered(&self, address: u64, bytes: u64) -> bool {
         self.host_range(address).is_some_and(|(start, range)| {
-            range.how != How::Pageable && bytes <= range.bytes - (address - start)
+            range.registration != Registration::Pageable && bytes <= range.bytes - (address - start)
         })
     }
 
     /// Whether the driver may stand still in a copy until the stream comes to it: it does from
     /// host to host, and may with host memory that it has to gather first.
-    pub fn may_stand(&self, copy: &Copy<'_>) -> bool {
+    pub fn may_block(&self, copy: &Copy<'_>) -> bool {
         let plane = copy.plane.expose_provenance() as u64;
         match (copy.memory, copy.plane_memory) {
             (Memory::Host, Memory::Host) => true,
@@ -152,17 +152,17 @@ impl Inner {
 
 impl Cuda {
     /// How a copy is given to the driver.
-    pub(super) fn means_for(&self, copy: &Copy<'_>) -> Means {
+    pub(super) fn method_for(&self, copy: &Copy<'_>) -> CopyMethod {
         let is_host = copy.memory == Memory::Host && copy.plane_memory == Memory::Host;
-        let Some(strip) = copy.tensor.strips().next() else { return Means::Plain };
+        let Some(strip) = copy.tensor.strips().next() else { return CopyMethod::Plain };
         let is_one = strip.stride_bytes == strip.run_bytes;
         let bytes = if is_one { strip.bytes() } else { strip.run_bytes };
         if is_host || bytes >= LONG_BYTES {
-            return Means::Plain;
+            return CopyMethod::Plain;
         }
-        let to_device = match copy.way {
-            crate::device::Way::Gather => copy.plane_memory == Memory::Device,
-            crate::device::Way::Scatter => copy.memory == Memory::Device,
+        let to_device = match copy.direction {
+            crate::device::Direction::Gather => copy.plane_memory == Memory::Device,
+            crate::device::Direction::Scatter => copy.memory == Memory::Device,
         };
         let chosen = if to_device { self.chosen.to_device } else { self.chosen.from_device };
         chosen[CLASS_BYTES.iter().filter(|&&most| bytes > most).count()]
@@ -183,7 +183,7 @@ impl Cuda {
         let mut at = 0;
         while at < runs.len() {
             let count = (runs.len() - at).min(MAX_RUNS);
-            let is_many = count >= LEAST_RUNS && !inner.batches_fail;
+            let is_many = count >= MIN_BATCH_RUNS && !inner.batches_fail;
             // SAFETY: the caller's promise.
             if !is_many || !unsafe { self.issue_batch(inner, runs, at, count, stream, begun)? } {
                 for run in at..at + count {
@@ -228,11 +228,11 @@ impl Cuda {
         if is_sticky(code) {
             return Err(error);
         }
-        self.give_up_batches(inner, &error);
+        self.disable_batches(inner, &error);
         Ok(false)
     }
 
-    fn give_up_batches(&self, inner: &mut Inner, error: &Error) {
+    fn disable_batches(&self, inner: &mut Inner, error: &Error) {
         log::warn!("copies go one by one from now on: {}", error.message());
         inner.batches_fail = true;
     }

@@ -4,11 +4,11 @@
 use std::ffi::c_void;
 
 use crate::base::status::Result;
-use crate::device::cuda::batches::{Means, Runs};
-use crate::device::cuda::peers::Apart;
-use crate::device::cuda::words::{Handle, KIND_DEVICE, KIND_HOST, Pointer, Rows, is_sticky};
+use crate::device::cuda::abi::{Handle, KIND_DEVICE, KIND_HOST, Pointer, Rows, is_sticky};
+use crate::device::cuda::batches::{CopyMethod, Runs};
+use crate::device::cuda::peers::PeerCopy;
 use crate::device::cuda::{Cuda, Inner};
-use crate::device::{Copy, Event, Memory, Way};
+use crate::device::{Copy, Direction, Event, Memory};
 use crate::meta::view::Strip;
 
 /// Runs of this length and longer are better as runs than as rows, where many go in one call.
@@ -33,31 +33,33 @@ impl Cuda {
     pub(super) unsafe fn issue(
         &self,
         inner: &mut Inner,
-        (copies, apart): (&[Copy<'_>], &[Apart]),
+        (copies, no_access): (&[Copy<'_>], &[PeerCopy]),
         event: Event,
-        (line, stream): (usize, Handle),
+        (queue, stream): (usize, Handle),
         begun: &mut bool,
     ) -> Result<()> {
         let mut runs = std::mem::take(&mut inner.runs);
         runs.clear();
-        inner.begin_moves();
+        inner.begin_copy_lists();
         let mut issue = || {
             for (at, copy) in copies.iter().enumerate() {
                 // SAFETY: the caller's promise.
                 unsafe {
-                    match Apart::find(apart, at) {
+                    match PeerCopy::find(no_access, at) {
                         None => self.issue_copy(inner, copy, &mut runs, stream, begun)?,
-                        Some(one) => self.issue_apart(inner, (copy, one), (line, stream), begun)?,
+                        Some(one) => {
+                            self.issue_peer_copy(inner, (copy, one), (queue, stream), begun)?
+                        }
                     }
                     if inner.has_full_list() {
-                        self.issue_moves(inner, event, stream, begun)?;
+                        self.issue_copy_lists(inner, event, stream, begun)?;
                     }
                 }
             }
             // SAFETY: as above.
             unsafe {
                 self.issue_runs(inner, &runs, stream, begun)?;
-                self.issue_moves(inner, event, stream, begun)
+                self.issue_copy_lists(inner, event, stream, begun)
             }
         };
         let issued = issue();
@@ -75,11 +77,11 @@ impl Cuda {
         stream: Handle,
         begun: &mut bool,
     ) -> Result<()> {
-        let means = self.means_for(copy);
+        let method = self.method_for(copy);
         // What the kernel does not take, or has no room for, goes together all the same.
-        let gathers = means != Means::Plain && self.batch_call.is_some();
+        let gathers = method != CopyMethod::Plain && self.batch_call.is_some();
         for strip in copy.tensor.strips() {
-            if means == Means::Kernel && inner.note_piece(copy, &strip) {
+            if method == CopyMethod::Kernel && inner.note_piece(copy, &strip) {
                 continue;
             }
             let is_one = runs_of(&strip).0 == 1;
@@ -158,15 +160,15 @@ pub fn run_of(copy: &Copy<'_>, strip: &Strip, row: u64, bytes: u64) -> Run {
     let plane = copy.plane.expose_provenance() as u64 + strip.at + row * strip.run_bytes;
     let bytes = bytes as usize;
     let (tensor_memory, plane_memory) = (copy.memory, copy.plane_memory);
-    match copy.way {
-        Way::Gather => Run {
+    match copy.direction {
+        Direction::Gather => Run {
             to: plane,
             from: tensor,
             bytes,
             to_memory: plane_memory,
             from_memory: tensor_memory,
         },
-        Way::Scatter => Run {
+        Direction::Scatter => Run {
             to: tensor,
             from: plane,
             bytes,
@@ -204,7 +206,8 @@ fn rows(copy: &Copy<'_>, strip: &Strip) -> Rows {
     let plane = copy.plane.expose_provenance() as u64 + strip.at;
     let tensor = RowSide::new(copy.memory, strip.address, strip.stride_bytes);
     let plane = RowSide::new(copy.plane_memory, plane, strip.run_bytes);
-    let (from, to) = if copy.way == Way::Gather { (tensor, plane) } else { (plane, tensor) };
+    let (from, to) =
+        if copy.direction == Direction::Gather { (tensor, plane) } else { (plane, tensor) };
     Rows {
         from_x_bytes: 0,
         from_y: 0,

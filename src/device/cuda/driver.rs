@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::base::library::{CUDA_DRIVER, LEAST_CUDA, Library};
 use crate::base::status::{Error, Result, Status};
-use crate::device::cuda::words::{
+use crate::device::cuda::abi::{
     AccessOf, Allocation, BatchOrder, Code, Handle, Ordinal, Pointer, Rows, status_of,
 };
 use crate::fail;
@@ -72,7 +72,7 @@ driver! {
         pop = "cuCtxPopCurrent_v2" (*mut Handle);
         /// Whether a graph that is being made elsewhere forbids this thread some calls.
         exchange_capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_uint);
-        /// Whose device the thread's context is.
+        /// MemoryOwner device the thread's context is.
         context_device = "cuCtxGetDevice" (*mut Ordinal);
         /// What is free, and all there is.
         memory_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
@@ -131,7 +131,7 @@ driver! {
         free_host = "cuMemFreeHost" (*mut c_void);
         /// What the driver knows of an address: so many questions, their numbers, where each answer
         /// goes.
-        about_pointer =
+        pointer_attributes =
             "cuPointerGetAttributes" (c_uint, *const c_int, *const *mut c_void, Pointer);
         /// Loads kernels: an image, and so many options with their values.
         load_module =

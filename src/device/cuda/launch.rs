@@ -7,11 +7,11 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::Ordering;
 use crate::device::call::Call;
 use crate::device::cuda::Cuda;
-use crate::device::cuda::kernels::{MAX_STEPS, MODULES, Module, Step, steps};
-use crate::device::cuda::put::Work;
-use crate::device::cuda::words::{
+use crate::device::cuda::abi::{
     Handle, JIT_ERROR_BYTES, JIT_ERRORS, MAX_SHARED, PLAIN_SHARED_BYTES,
 };
+use crate::device::cuda::kernels::{MAX_STEPS, MODULES, Module, Step, steps};
+use crate::device::cuda::submit::Work;
 use crate::device::{Event, Stream};
 use crate::fail;
 
@@ -81,7 +81,7 @@ impl Cuda {
     pub(super) fn prepare(&self, calls: &[Call]) -> Result<Vec<Launch>> {
         let (mut launches, mut found) = (Vec::new(), Vec::new());
         launches.try_reserve(calls.len() * MAX_STEPS).map_err(|_| Status::NoMem)?;
-        let _inside = self.enter()?;
+        let _guard = self.enter()?;
         let mut loaded = self.loaded.lock();
         for (at, call) in calls.iter().enumerate() {
             found.clear();
@@ -135,7 +135,7 @@ impl Cuda {
     /// Loads all kernels there are, for those who want to know now whether they can be had; what
     /// [`Cuda::describe`] says of them is the answer.
     pub fn load_kernels(&self) -> Result<()> {
-        let _inside = self.enter()?;
+        let _guard = self.enter()?;
         let mut loaded = self.loaded.lock();
         for which in 0..MODULES.len() {
             // Why not is kept where it is told.

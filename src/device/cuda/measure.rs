@@ -5,22 +5,22 @@ use std::fmt;
 
 use crate::base::clock::Clock;
 use crate::base::status::Result;
-use crate::device::cuda::batches::{CLASSES, Choice, Chosen, Means};
-use crate::device::cuda::hosts::{HostRange, How};
+use crate::device::cuda::abi::{HOST_MAPPED, HOST_PORTABLE};
+use crate::device::cuda::batches::{CLASSES, ChosenMethods, CopyMethod, CopyMethodChoice};
+use crate::device::cuda::host_memory::{HostRange, Registration};
 use crate::device::cuda::peers::Peer;
-use crate::device::cuda::put::Work;
-use crate::device::cuda::words::{HOST_MAPPED, HOST_PORTABLE};
-use crate::device::cuda::{Cuda, Found};
-use crate::device::{Copy, Device, DeviceMemory, Memory, Way};
+use crate::device::cuda::submit::Work;
+use crate::device::cuda::{Cuda, DeviceInfo};
+use crate::device::{Copy, Device, DeviceMemory, Direction, Memory};
 
 /// What is copied to try a way.
-const TRIAL_BYTES: u64 = 8 << 20;
+const PROBE_BYTES: u64 = 8 << 20;
 /// How long the runs are, for each class.
 const CELL_BYTES: [u64; CLASSES] = [16 << 10, 64 << 10, 1 << 20];
 /// How often each way is tried; the best counts.
-const TRIALS: u32 = 3;
+const PROBE_REPEATS: u32 = 3;
 /// No trial begins when so much time has gone: what was found by then decides.
-const TRIAL_NS: u64 = 80_000_000;
+const PROBE_BUDGET_NS: u64 = 80_000_000;
 
 /// How fast small copies went one way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub struct Rate {
     /// How long each copy was.
     pub cell_bytes: u64,
     /// How they were given to the driver.
-    pub means: Means,
+    pub method: CopyMethod,
     /// Bytes in a second.
     pub bytes_per_s: u64,
 }
@@ -45,7 +45,7 @@ pub struct Description {
     /// Which CUDA the driver knows, as 12040 for 12.4.
     pub version: u32,
     /// How small copies are given to the driver.
-    pub chosen: Chosen,
+    pub chosen: ChosenMethods,
     /// What was measured for that, when the device was opened.
     pub rates: Vec<Rate>,
     /// Why it was not, or not to the end.
@@ -61,7 +61,7 @@ pub struct Description {
 }
 
 impl Description {
-    pub(super) fn found(&mut self, found: &Found, version: i32) {
+    pub(super) fn found(&mut self, found: &DeviceInfo, version: i32) {
         (self.name, self.capability) = (found.name.clone(), found.capability);
         self.version = version.max(0) as u32;
     }
@@ -72,10 +72,10 @@ impl fmt::Display for Description {
         let (major, minor) = (self.capability / 10, self.capability % 10);
         let (cuda, point) = (self.version / 1000, self.version % 1000 / 10);
         write!(f, "{} ({major}.{minor}, CUDA {cuda}.{point})", self.name)?;
-        for (words, means) in
+        for (words, method) in
             [("to it", self.chosen.to_device), ("from it", self.chosen.from_device)]
         {
-            let [short, middle, long] = means;
+            let [short, middle, long] = method;
             write!(f, "; copies {words} up to 32 KiB {short}, 512 KiB {middle}, 4 MiB {long}")?;
         }
         if let Some(why) = &self.not_measured {
@@ -87,8 +87,8 @@ impl fmt::Display for Description {
         for why in &self.no_kernels {
             write!(f, "; no {why}")?;
         }
-        for (ordinal, apart) in &self.peers {
-            match apart {
+        for (ordinal, no_access) in &self.peers {
+            match no_access {
                 None => write!(f, "; reaches device {ordinal}")?,
                 Some(why) => write!(f, "; device {ordinal} by copies alone: {why}")?,
             }
@@ -101,53 +101,53 @@ impl fmt::Display for Description {
 }
 
 /// Memory on both sides, for trials; given back when it is dropped.
-struct Trial<'a> {
+struct Probe<'a> {
     cuda: &'a Cuda,
     host: *mut u8,
     memory: Option<DeviceMemory>,
 }
 
-impl<'a> Trial<'a> {
-    fn new(cuda: &'a Cuda) -> Result<Trial<'a>> {
-        let mut trial = Trial { cuda, host: std::ptr::null_mut(), memory: None };
-        let _inside = cuda.enter()?;
+impl<'a> Probe<'a> {
+    fn new(cuda: &'a Cuda) -> Result<Probe<'a>> {
+        let mut probe = Probe { cuda, host: std::ptr::null_mut(), memory: None };
+        let _guard = cuda.enter()?;
         let mut host = std::ptr::null_mut();
         let flags = HOST_PORTABLE | HOST_MAPPED;
         // SAFETY: a place for an address.
-        let code = unsafe { (cuda.driver.allocate_host)(&mut host, TRIAL_BYTES as usize, flags) };
+        let code = unsafe { (cuda.driver.allocate_host)(&mut host, PROBE_BYTES as usize, flags) };
         cuda.driver.check("cuMemHostAlloc", code)?;
-        trial.host = host.cast();
+        probe.host = host.cast();
         let mut there = 0;
         // SAFETY: a place for an address, and memory that was taken just now.
         let code = unsafe { (cuda.driver.host_on_device)(&mut there, host, 0) };
         let is_mapped = code == 0 && there == host as u64;
-        let range = HostRange { bytes: TRIAL_BYTES, how: How::Theirs, is_mapped };
+        let range = HostRange { bytes: PROBE_BYTES, registration: Registration::Theirs, is_mapped };
         cuda.inner.lock().hosts.insert(host as u64, range);
-        trial.memory = Some(cuda.allocate(TRIAL_BYTES)?);
-        Ok(trial)
+        probe.memory = Some(cuda.allocate(PROBE_BYTES)?);
+        Ok(probe)
     }
 
     /// How long it takes to copy all of it in cells.
     fn run(&self, cell_bytes: u64, to_device: bool) -> Result<u64> {
         let Some(memory) = &self.memory else { return Ok(u64::MAX) };
-        let way = if to_device { Way::Scatter } else { Way::Gather };
-        let mut copies = Vec::with_capacity((TRIAL_BYTES / cell_bytes) as usize);
+        let direction = if to_device { Direction::Scatter } else { Direction::Gather };
+        let mut copies = Vec::with_capacity((PROBE_BYTES / cell_bytes) as usize);
         // Neighbours on one side are none on the other, as cells of a store are.
-        let count = TRIAL_BYTES / cell_bytes;
+        let count = PROBE_BYTES / cell_bytes;
         for cell in 0..count {
             let host = self.host.wrapping_add((cell * cell_bytes) as usize);
             let there = memory.address + (cell * 7 + 3) % count * cell_bytes;
-            copies.push(Copy::bytes(host, there, cell_bytes, way, Memory::Device)?);
+            copies.push(Copy::bytes(host, there, cell_bytes, direction, Memory::Device)?);
         }
         let clock = Clock::real();
         let start_ns = clock.now_ns();
         let mut inner = self.cuda.inner.lock();
         let inside = self.cuda.enter()?;
         // Not on a stream of the engine's: nothing of its is to wait for this.
-        let line = self.cuda.listener(&mut inner)?;
+        let queue = self.cuda.listener(&mut inner)?;
         drop(inside);
         // The trial's memory stays until what was begun has ended.
-        let event = self.cuda.put(&mut inner, line, None, &Work::Copies(&copies))?;
+        let event = self.cuda.put(&mut inner, queue, None, &Work::Copies(&copies))?;
         drop(inner);
         self.cuda.wait(event, 0)?;
         let took_ns = clock.now_ns() - start_ns;
@@ -156,7 +156,7 @@ impl<'a> Trial<'a> {
     }
 }
 
-impl Drop for Trial<'_> {
+impl Drop for Probe<'_> {
     fn drop(&mut self) {
         let driver = &self.cuda.driver;
         if let Some(memory) = &self.memory {
@@ -166,7 +166,7 @@ impl Drop for Trial<'_> {
             }
         }
         self.cuda.inner.lock().hosts.remove(&(self.host as u64));
-        if let (false, Ok(_inside)) = (self.host.is_null(), self.cuda.enter()) {
+        if let (false, Ok(_guard)) = (self.host.is_null(), self.cuda.enter()) {
             // SAFETY: as above.
             driver.note("cuMemFreeHost", unsafe { (driver.free_host)(self.host.cast()) });
         }
@@ -176,20 +176,22 @@ impl Drop for Trial<'_> {
 impl Cuda {
     /// Decides how small copies are given to the driver. Where that cannot be measured they are
     /// given one by one, and the description says why.
-    pub(super) fn choose(&mut self, choice: Choice) {
-        let wants_kernel = [Choice::Measured, Choice::Fixed(Means::Kernel)].contains(&choice);
-        let has_lists = wants_kernel && self.has_mover();
+    pub(super) fn choose(&mut self, choice: CopyMethodChoice) {
+        let wants_kernel =
+            [CopyMethodChoice::Measured, CopyMethodChoice::Fixed(CopyMethod::Kernel)]
+                .contains(&choice);
+        let has_lists = wants_kernel && self.has_copy_kernel();
         self.chosen = match choice {
-            Choice::Fixed(Means::Kernel) if !has_lists => Chosen::default(),
-            Choice::Fixed(means) => Chosen::all(means),
-            Choice::Measured => {
-                let has = |means: &Means| match means {
-                    Means::Plain => true,
-                    Means::Batch => self.batch_call.is_some(),
-                    Means::Kernel => has_lists,
+            CopyMethodChoice::Fixed(CopyMethod::Kernel) if !has_lists => ChosenMethods::default(),
+            CopyMethodChoice::Fixed(method) => ChosenMethods::all(method),
+            CopyMethodChoice::Measured => {
+                let has = |method: &CopyMethod| match method {
+                    CopyMethod::Plain => true,
+                    CopyMethod::Batch => self.batch_call.is_some(),
+                    CopyMethod::Kernel => has_lists,
                 };
-                let all = [Means::Plain, Means::Batch, Means::Kernel];
-                let all: Vec<Means> = all.into_iter().filter(has).collect();
+                let all = [CopyMethod::Plain, CopyMethod::Batch, CopyMethod::Kernel];
+                let all: Vec<CopyMethod> = all.into_iter().filter(has).collect();
                 self.measure(&all)
             }
         };
@@ -197,17 +199,17 @@ impl Cuda {
     }
 
     /// Whether the kernel that moves bytes can be had; all that it needs is taken.
-    fn has_mover(&self) -> bool {
-        let taken = self.take_lists().and_then(|()| self.load_mover());
+    fn has_copy_kernel(&self) -> bool {
+        let taken = self.allocate_lists().and_then(|()| self.load_copy_kernel());
         if let Err(error) = &taken {
             log::info!("no kernel moves bytes: {}", error.message());
         }
         taken.is_ok()
     }
 
-    fn measure(&mut self, all: &[Means]) -> Chosen {
-        let (mut rates, mut best) = (Vec::new(), Chosen::default());
-        let tried = self.try_all(all, &mut rates);
+    fn measure(&mut self, all: &[CopyMethod]) -> ChosenMethods {
+        let (mut rates, mut best) = (Vec::new(), ChosenMethods::default());
+        let tried = self.measure_all(all, &mut rates);
         if let Err(error) = tried {
             self.description.not_measured = Some(error.message().to_string());
         }
@@ -218,41 +220,41 @@ impl Cuda {
                 // Of the longest runs a trial has few: that gaps between them are what batches
                 // save shows in many.
                 let is_last = class == CLASSES - 1;
-                let worth = |rate: &&Rate| match is_last && rate.means == Means::Batch {
+                let worth = |rate: &&Rate| match is_last && rate.method == CopyMethod::Batch {
                     true => rate.bytes_per_s / 8 * 10,
                     false => rate.bytes_per_s,
                 };
                 let fastest = rates.iter().filter(of).max_by_key(worth);
                 let Some(fastest) = fastest else { continue };
-                let means = if to_device { &mut best.to_device } else { &mut best.from_device };
-                means[class] = fastest.means;
+                let method = if to_device { &mut best.to_device } else { &mut best.from_device };
+                method[class] = fastest.method;
             }
         }
         self.description.rates = rates;
         best
     }
 
-    fn try_all(&mut self, all: &[Means], rates: &mut Vec<Rate>) -> Result<()> {
+    fn measure_all(&mut self, all: &[CopyMethod], rates: &mut Vec<Rate>) -> Result<()> {
         let clock = Clock::real();
-        let end_ns = clock.now_ns() + TRIAL_NS;
-        for &means in all {
-            self.chosen = Chosen::all(means);
-            let trial = Trial::new(self)?;
+        let end_ns = clock.now_ns() + PROBE_BUDGET_NS;
+        for &method in all {
+            self.chosen = ChosenMethods::all(method);
+            let probe = Probe::new(self)?;
             for (to_device, cell_bytes) in
                 [true, false].into_iter().flat_map(|to| CELL_BYTES.map(|bytes| (to, bytes)))
             {
                 let mut best_ns = u64::MAX;
-                for _ in 0..=TRIALS {
+                for _ in 0..=PROBE_REPEATS {
                     if clock.now_ns() < end_ns {
-                        best_ns = best_ns.min(trial.run(cell_bytes, to_device)?);
+                        best_ns = best_ns.min(probe.run(cell_bytes, to_device)?);
                     }
                 }
                 if best_ns == u64::MAX {
                     return Err(crate::base::status::Status::Timeout.into());
                 }
                 let bytes_per_s =
-                    (u128::from(TRIAL_BYTES) * 1_000_000_000 / u128::from(best_ns)) as u64;
-                rates.push(Rate { to_device, cell_bytes, means, bytes_per_s });
+                    (u128::from(PROBE_BYTES) * 1_000_000_000 / u128::from(best_ns)) as u64;
+                rates.push(Rate { to_device, cell_bytes, method, bytes_per_s });
             }
         }
         Ok(())
@@ -262,12 +264,13 @@ impl Cuda {
     pub fn describe(&self) -> Description {
         let mut description = self.description.clone();
         let inner = self.inner.lock();
-        let pageable = inner.hosts.values().filter(|range| range.how == How::Pageable);
+        let pageable =
+            inner.hosts.values().filter(|range| range.registration == Registration::Pageable);
         description.pageable_bytes = pageable.map(|range| range.bytes).sum();
         drop(inner);
         let words = |error: &crate::base::status::Error| error.message().to_string();
-        let told = |peer: &Peer| (peer.ordinal as u32, peer.apart.as_ref().map(words));
-        description.peers = self.peers.iter().map(told).collect();
+        let describe_peer = |peer: &Peer| (peer.ordinal as u32, peer.no_access.as_ref().map(words));
+        description.peers = self.peers.iter().map(describe_peer).collect();
         description.verifies = self.verifies;
         description.no_kernels = self.loaded.lock().failures();
         description

@@ -2,33 +2,33 @@
 //! in the engine's context or the one that a process shares. Nothing here ever waits for a whole
 //! device or touches its default stream. `docs/device.md` says what it asks of drivers.
 
+mod abi;
+#[cfg(all(test, not(feature = "shuttle")))]
+mod abi_tests;
 mod arena;
 mod batches;
-#[cfg(all(test, not(feature = "shuttle")))]
-mod checked;
+mod context;
 mod copies;
-mod driver;
-mod engine;
+mod copy_lists;
+mod cufile;
+mod cufile_abi;
 #[cfg(all(test, not(feature = "shuttle")))]
-mod file_checked;
-mod file_library;
-mod file_words;
+mod cufile_abi_tests;
+mod driver;
+mod events;
 mod files;
-mod hosts;
-mod inside;
+mod host_memory;
+mod interop;
 pub mod kernels;
-mod known;
 mod launch;
 mod measure;
-mod moves;
 mod open;
 mod peers;
 mod pointers;
-mod promise;
-mod put;
+mod submit;
 mod sums;
+mod user_events;
 mod window;
-mod words;
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -40,19 +40,19 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::device::call::Call;
 use crate::device::cuda::arena::Arena;
-use crate::device::cuda::known::{Events, Outcome};
+use crate::device::cuda::events::{Events, Outcome};
 use crate::device::direct::Direct;
 use crate::device::window::Window;
 use crate::device::{Copy, Device, DeviceMemory, Event, Facts, Memory, State, Stream, check};
 use crate::fail;
-pub use batches::{Choice, Chosen, Means};
+use abi::{Handle, is_sticky};
+pub use batches::{ChosenMethods, CopyMethod, CopyMethodChoice};
+use context::ContextGuard;
 use driver::Driver;
-use hosts::HostRange;
-use inside::Inside;
+use host_memory::HostRange;
 use launch::Loaded;
 pub use measure::{Description, Rate};
 pub use window::CudaWindow;
-use words::{Handle, is_sticky};
 
 /// How long who waits with a deadline sleeps between looks, at first and at most.
 const NAP_NS: (u64, u64) = (5_000, 500_000);
@@ -74,7 +74,7 @@ pub struct CudaOpts {
     /// The default stream is refused.
     pub streams: Vec<u64>,
     /// How small copies are given to the driver.
-    pub choice: Choice,
+    pub choice: CopyMethodChoice,
     /// Device memory of the engine's, from where on and how much: what the device gives out
     /// comes from it. Nothing = the driver is asked for memory.
     pub arena: (u64, u64),
@@ -93,7 +93,7 @@ pub struct CudaOpts {
 
 /// What a driver says of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct DeviceInfo {
     /// Its name.
     pub name: String,
     /// Its compute capability, as 90 for 9.0.
@@ -104,17 +104,17 @@ pub struct Found {
 struct Inner {
     events: Events,
     /// Memory that was given out: how much, and its number.
-    given: BTreeMap<u64, (u64, u64)>,
+    allocations: BTreeMap<u64, (u64, u64)>,
     /// Where that comes from, unless it is the driver.
     arena: Option<Arena>,
     hosts: BTreeMap<u64, HostRange>,
     /// Streams that wait for events of the engine's.
     listeners: Vec<usize>,
     /// Those of their lines that are lent.
-    lent: Vec<usize>,
+    leased: Vec<usize>,
     runs: batches::Runs,
-    moves: moves::Moves,
-    promises: promise::Promises,
+    copy_lists: copy_lists::CopyLists,
+    user_events: user_events::UserEvents,
     sums: sums::Sums,
     /// The driver refused to take many copies at once.
     batches_fail: bool,
@@ -139,7 +139,7 @@ pub struct Cuda {
     shared_bytes: u32,
     reaches_pageable: bool,
     batch_call: Option<driver::BatchCall>,
-    chosen: Chosen,
+    chosen: ChosenMethods,
     description: Description,
     kernels: u64,
     verifies: bool,
@@ -154,14 +154,14 @@ pub struct Cuda {
 }
 
 /// What the driver of a library finds.
-pub fn probe(library: Option<&std::path::Path>) -> Result<Vec<Found>> {
+pub fn probe(library: Option<&std::path::Path>) -> Result<Vec<DeviceInfo>> {
     let driver = Driver::load(library)?;
     (0..driver.devices()?).map(|place| driver.found(driver.device_at(place)?)).collect()
 }
 
 impl Cuda {
-    fn enter(&self) -> Result<Inside<'_>> {
-        Inside::enter(&self.driver, self.context)
+    fn enter(&self) -> Result<ContextGuard<'_>> {
+        ContextGuard::enter(&self.driver, self.context)
     }
 
     /// The driver does not know any more what its device does: all that is under way has
@@ -172,16 +172,16 @@ impl Cuda {
             log::error!("{text}");
             inner.lost = Some(Error::new(Status::Unavailable, text));
         }
-        inner.keep_all(Some(Status::Unavailable));
+        inner.signal_all_events(Some(Status::Unavailable));
         inner.events.fail_all(Status::Unavailable);
     }
 
     /// Looks how far an event is, and notes it.
     fn look(&self, inner: &mut Inner, event: Event) -> Result<Option<Outcome>> {
         let known = inner.events.get(event)?;
-        if known.outcome.is_none() && known.promise.is_none() {
+        if known.outcome.is_none() && known.user_event.is_none() {
             match self.enter() {
-                Ok(_inside) => self.ask(inner, event)?,
+                Ok(_guard) => self.ask(inner, event)?,
                 // Nothing is known of the work: it is no failure of its.
                 Err(error) => self.refuse(inner, event, &error),
             }
@@ -194,8 +194,8 @@ impl Cuda {
         let raw = inner.events.raw(event)?;
         // SAFETY: an event of this context, which is not given back while it is known.
         match unsafe { (self.driver.query)(raw) } {
-            0 => inner.events.come(event),
-            words::code::NOT_READY => inner.events.answered(event),
+            0 => inner.events.complete(event),
+            abi::code::NOT_READY => inner.events.answered(event),
             code => self.answered(inner, event, "cuEventQuery", code),
         }
         Ok(())
@@ -203,11 +203,11 @@ impl Cuda {
 
     /// Asks for the first open events of a line, for as long as they have come: they come in
     /// order. The context is entered.
-    fn ask_first(&self, inner: &mut Inner, line: usize) {
-        while let Some(event) = inner.events.first_open(line) {
+    fn ask_first(&self, inner: &mut Inner, queue: usize) {
+        while let Some(event) = inner.events.first_open(queue) {
             // An event that is open is known.
             let asked = self.ask(inner, event);
-            if asked.is_err() || inner.events.first_open(line) == Some(event) {
+            if asked.is_err() || inner.events.first_open(queue) == Some(event) {
                 break;
             }
         }
@@ -247,7 +247,7 @@ impl Cuda {
         drop(inside);
         let mut inner = self.inner.lock();
         match code {
-            0 => inner.events.come(event),
+            0 => inner.events.complete(event),
             code => self.answered(&mut inner, event, "cuEventSynchronize", code),
         }
         code == 0 || is_sticky(code)
@@ -276,7 +276,7 @@ impl Device for Cuda {
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
         let (mut facts, inner) = (self.facts(), self.inner.lock());
-        if inner.lent.contains(&(stream.0 as usize)) {
+        if inner.leased.contains(&(stream.0 as usize)) {
             facts.streams = stream.0 + 1;
         }
         check(&facts, stream, copies)?;
@@ -299,10 +299,10 @@ impl Device for Cuda {
             if let Some(outcome) = self.look(&mut inner, event)? {
                 return outcome.map_err(Error::from);
             }
-            let is_promise = inner.events.get(event)?.promise.is_some();
+            let is_user_event = inner.events.get(event)?.user_event.is_some();
             let raw = inner.events.raw(event)?;
             drop(inner);
-            if deadline_ns == 0 && !is_promise && self.sleep_on(event, raw) {
+            if deadline_ns == 0 && !is_user_event && self.sleep_on(event, raw) {
                 continue;
             }
             let mut nap = nap_ns;
@@ -325,12 +325,12 @@ impl Device for Cuda {
 
     fn poll(&self, ended: &mut [Event]) -> usize {
         let mut inner = self.inner.lock();
-        if let Ok(_inside) = self.enter() {
-            for line in 0..inner.events.lines() {
-                self.ask_first(&mut inner, line);
+        if let Ok(_guard) = self.enter() {
+            for queue in 0..inner.events.queues() {
+                self.ask_first(&mut inner, queue);
             }
         }
-        inner.events.tell(ended)
+        inner.events.report(ended)
     }
 
     fn release(&self, event: Event) -> Result<()> {
@@ -338,8 +338,8 @@ impl Device for Cuda {
         if self.look(&mut inner, event)?.is_none() {
             return Err(Status::Busy.into());
         }
-        let promise = inner.events.get(event)?.promise;
-        promise.into_iter().for_each(|number| inner.free_promise(number));
+        let user_event = inner.events.get(event)?.user_event;
+        user_event.into_iter().for_each(|number| inner.free_user_event(number));
         inner.events.forget(event)
     }
 
@@ -353,20 +353,20 @@ impl Device for Cuda {
             Some(arena) => arena.take(bytes)?,
             None => {
                 drop(inner);
-                let address = self.take_memory(bytes)?;
+                let address = self.allocate_memory(bytes)?;
                 inner = self.inner.lock();
                 address
             }
         };
         inner.last += 1;
         let number = inner.last;
-        inner.given.insert(address, (bytes, number));
+        inner.allocations.insert(address, (bytes, number));
         Ok(DeviceMemory { address, bytes, memory: Memory::Device, number })
     }
 
     unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
         let mut inner = self.inner.lock();
-        if inner.given.get(&memory.address) != Some(&(memory.bytes, memory.number)) {
+        if inner.allocations.get(&memory.address) != Some(&(memory.bytes, memory.number)) {
             fail!(Handle, "the memory at {:#x} is not the device's, or free", memory.address);
         }
         while let Some(event) = inner.events.user(memory) {
@@ -374,7 +374,7 @@ impl Device for Cuda {
                 fail!(Busy, "a batch uses the memory at {:#x}", memory.address);
             }
         }
-        inner.given.remove(&memory.address);
+        inner.allocations.remove(&memory.address);
         if let Some(arena) = &mut inner.arena {
             arena.give(memory.address, memory.bytes);
             return Ok(());
@@ -382,7 +382,7 @@ impl Device for Cuda {
         drop(inner); // the driver may wait for all that the device does: others need not
         // It is the device's no more, whatever the driver says.
         match self.enter() {
-            Ok(_inside) => {
+            Ok(_guard) => {
                 // SAFETY: memory that this device took and gives back once; nobody uses it, as
                 // the caller promises.
                 self.driver.note("cuMemFree", unsafe { (self.driver.free)(memory.address) });
@@ -392,35 +392,35 @@ impl Device for Cuda {
         Ok(())
     }
 
-    unsafe fn know_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
+    unsafe fn register_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.tell_of_host(address, bytes) }
+        unsafe { self.register_host_range(address, bytes) }
     }
 
-    unsafe fn forget_host(&self, address: *mut u8) -> Result<()> {
-        self.take_back_host(address)
+    unsafe fn unregister_host(&self, address: *mut u8) -> Result<()> {
+        self.unregister_host_range(address)
     }
 
-    unsafe fn adopt(&self, raw: u64) -> Result<Event> {
+    unsafe fn import_event(&self, raw: u64) -> Result<Event> {
         // SAFETY: the caller's promise.
-        unsafe { self.take_event(raw) }
+        unsafe { self.import_engine_event(raw) }
     }
 
-    unsafe fn hold(&self, raw_stream: u64, event: Event) -> Result<()> {
+    unsafe fn stream_wait_event(&self, raw_stream: u64, event: Event) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.hold_stream(raw_stream, event) }
+        unsafe { self.engine_stream_wait(raw_stream, event) }
     }
 
-    fn promise(&self) -> Result<Event> {
-        self.make_promise()
+    fn create_user_event(&self) -> Result<Event> {
+        self.new_user_event()
     }
 
-    fn keep(&self, event: Event) -> Result<()> {
-        self.keep_promise(event)
+    fn signal_event(&self, event: Event) -> Result<()> {
+        self.signal_user_event(event)
     }
 
-    fn keep_all(&self) {
-        self.inner.lock().keep_all(None);
+    fn signal_all_events(&self) {
+        self.inner.lock().signal_all_events(None);
         self.nap.notify_all();
     }
 
@@ -429,21 +429,21 @@ impl Device for Cuda {
         unsafe { self.launch_all(stream, after, calls) }
     }
 
-    fn keeps_caller(&self, copies: &[Copy<'_>]) -> bool {
+    fn may_block_submit(&self, copies: &[Copy<'_>]) -> bool {
         let inner = self.inner.lock();
-        copies.iter().any(|copy| inner.may_stand(copy))
+        copies.iter().any(|copy| inner.may_block(copy))
     }
 
-    fn lend(&self) -> Result<Stream> {
-        self.lend_stream()
+    fn lease_stream(&self) -> Result<Stream> {
+        self.lease_listener()
     }
 
-    fn take_back(&self, stream: Stream) {
-        self.inner.lock().lent.retain(|line| *line != stream.0 as usize);
+    fn return_stream(&self, stream: Stream) {
+        self.inner.lock().leased.retain(|queue| *queue != stream.0 as usize);
     }
 
-    fn window_grain(&self) -> Result<u64> {
-        window::grain(self)
+    fn window_granularity(&self) -> Result<u64> {
+        window::granularity(self)
     }
 
     fn window(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
@@ -459,7 +459,7 @@ impl Device for Cuda {
         if let Some(arena) = &self.inner.lock().arena {
             return Some(arena.free_bytes());
         }
-        let _inside = self.enter().ok()?;
+        let _guard = self.enter().ok()?;
         let (mut free, mut all) = (0, 0);
         // SAFETY: places for two numbers.
         let code = unsafe { (self.driver.memory_info)(&mut free, &mut all) };
@@ -469,7 +469,7 @@ impl Device for Cuda {
     fn close(&self, deadline_ns: u64) -> Result<()> {
         let mut inner = self.inner.lock();
         inner.closed = true;
-        inner.keep_all(None);
+        inner.signal_all_events(None);
         drop(inner);
         self.nap.notify_all();
         loop {

@@ -7,19 +7,19 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::AtomicU64;
 use crate::base::sync::{Condvar, Mutex};
 use crate::device::MAX_STREAMS;
-use crate::device::cuda::arena::Arena;
-use crate::device::cuda::batches::Chosen;
-use crate::device::cuda::driver::Driver;
-use crate::device::cuda::files::Files;
-use crate::device::cuda::hosts::How;
-use crate::device::cuda::inside::Inside;
-use crate::device::cuda::launch::{Loaded, kernels};
-use crate::device::cuda::measure::Description;
-use crate::device::cuda::pointers::Seen;
-use crate::device::cuda::words::{
+use crate::device::cuda::abi::{
     BLOCK_SHARED, DEFAULT_STREAMS, Handle, MAX_PITCH, PLAIN_SHARED_BYTES, Pointer,
     REACHES_PAGEABLE, SAME_ADDRESSES,
 };
+use crate::device::cuda::arena::Arena;
+use crate::device::cuda::batches::ChosenMethods;
+use crate::device::cuda::context::ContextGuard;
+use crate::device::cuda::driver::Driver;
+use crate::device::cuda::files::Files;
+use crate::device::cuda::host_memory::Registration;
+use crate::device::cuda::launch::{Loaded, kernels};
+use crate::device::cuda::measure::Description;
+use crate::device::cuda::pointers::CheckedRanges;
 use crate::device::cuda::{Cuda, CudaOpts, Inner};
 use crate::fail;
 
@@ -56,7 +56,7 @@ impl Cuda {
             shared_bytes: PLAIN_SHARED_BYTES,
             reaches_pageable: false,
             batch_call,
-            chosen: Chosen::default(),
+            chosen: ChosenMethods::default(),
             description: Description::default(),
             kernels: kernels(),
             verifies: opts.verify,
@@ -71,7 +71,7 @@ impl Cuda {
         cuda.take_arena(opts.arena)?;
         cuda.open_peers(&opts.peers, count)?;
         if opts.verify {
-            cuda.load_summer()?;
+            cuda.load_sum_kernel()?;
         }
         cuda.choose(opts.choice);
         Ok(cuda)
@@ -82,7 +82,7 @@ impl Cuda {
         if self.owns_context {
             self.context = self.driver.retain(self.ordinal)?;
         }
-        let inside = Inside::enter(&self.driver, self.context)?;
+        let inside = ContextGuard::enter(&self.driver, self.context)?;
         self.ordinal = inside.ordinal()?;
         self.max_pitch = self.driver.attribute(MAX_PITCH, self.ordinal)?.max(0) as u64;
         self.reaches_pageable = self.driver.attribute(REACHES_PAGEABLE, self.ordinal)? != 0;
@@ -115,7 +115,7 @@ impl Cuda {
         }
         let mut inner = self.inner.lock();
         for _ in &self.streams {
-            inner.events.add_line();
+            inner.events.add_queue();
         }
         Ok(())
     }
@@ -129,15 +129,15 @@ impl Cuda {
         }
         let arena = Arena::new(address, bytes)?;
         let mut inner = self.inner.lock();
-        let _inside = self.enter()?;
-        self.check_range(&inner, &mut Seen::default(), address, bytes)?;
+        let _guard = self.enter()?;
+        self.check_range(&inner, &mut CheckedRanges::default(), address, bytes)?;
         inner.arena = Some(arena);
         Ok(())
     }
 
     /// Memory of the device's.
-    pub(super) fn take_memory(&self, bytes: u64) -> Result<Pointer> {
-        let _inside = self.enter()?;
+    pub(super) fn allocate_memory(&self, bytes: u64) -> Result<Pointer> {
+        let _guard = self.enter()?;
         let mut address = 0;
         let wanted = usize::try_from(bytes).map_err(|_| Status::Limit)?;
         // SAFETY: a place for an address.
@@ -150,7 +150,7 @@ impl Cuda {
     }
 
     /// Gives back what this device made and still has, in its context.
-    fn give_back(&self, inner: &mut Inner) {
+    fn release_all(&self, inner: &mut Inner) {
         let driver = &self.driver;
         let listeners = inner.listeners.iter().copied();
         let own = self.streams.iter().copied().filter(|_| self.owns_streams).chain(listeners);
@@ -164,26 +164,26 @@ impl Cuda {
             for module in self.loaded.lock().modules() {
                 driver.note("cuModuleUnload", (driver.unload_module)(module));
             }
-            for &address in inner.given.keys().filter(|_| inner.arena.is_none()) {
+            for &address in inner.allocations.keys().filter(|_| inner.arena.is_none()) {
                 driver.note("cuMemFree", (driver.free)(address));
             }
-            for (host, device) in inner.moves.taken() {
+            for (host, device) in inner.copy_lists.taken() {
                 driver.note("cuMemFreeHost", (driver.free_host)(host as Handle));
                 driver.note("cuMemFree", (driver.free)(device));
             }
-            for host in inner.sums.taken_hosts() {
+            for host in inner.sums.host_allocations() {
                 driver.note("cuMemFreeHost", (driver.free_host)(host as Handle));
             }
             for address in inner.sums.taken() {
                 driver.note("cuMemFree", (driver.free)(address));
             }
-            self.give_page_back(inner);
-            for event in inner.promises.passing().chain(inner.events.all()) {
+            self.free_page(inner);
+            for event in inner.user_events.pending_waits().chain(inner.events.all()) {
                 driver.note("cuEventDestroy", (driver.destroy_event)(event));
             }
         }
         for (&address, range) in &inner.hosts {
-            if range.how == How::Ours {
+            if range.registration == Registration::Ours {
                 driver.note("cuMemHostUnregister", self.unregister_raw(address));
             }
         }
@@ -195,15 +195,15 @@ impl Drop for Cuda {
         if self.context == 0 {
             return;
         }
-        self.inner.lock().keep_all(Some(Status::Closed));
+        self.inner.lock().signal_all_events(Some(Status::Closed));
         match self.enter() {
-            Ok(_inside) => {
+            Ok(_guard) => {
                 self.files.close(); // before the memory goes that it knows of
-                self.give_back(&mut self.inner.lock());
+                self.release_all(&mut self.inner.lock());
             }
             Err(error) => log::warn!("a CUDA device keeps what it has: {}", error.message()),
         }
-        self.leave_peers();
+        self.release_peers();
         if self.owns_context {
             // SAFETY: retained once.
             let code = unsafe { (self.driver.release_primary)(self.ordinal) };

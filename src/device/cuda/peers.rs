@@ -6,10 +6,10 @@
 use std::ffi::c_int;
 
 use crate::base::status::{Error, Result};
+use crate::device::cuda::abi::{Handle, Ordinal, POINTER_ACCESS, POINTER_READ_WRITE, code};
 use crate::device::cuda::copies::{Run, run_of, runs_of};
-use crate::device::cuda::words::{Handle, Ordinal, POINTER_ACCESS, POINTER_READ_WRITE, code};
 use crate::device::cuda::{Cuda, Inner};
-use crate::device::{Copy, Memory, Way};
+use crate::device::{Copy, Direction, Memory};
 use crate::fail;
 
 /// Another device, whose memory copies may name.
@@ -18,40 +18,40 @@ pub struct Peer {
     /// The context that its process shares.
     context: usize,
     /// Why this device has no access to its memory, if it has none.
-    pub apart: Option<Error>,
+    pub no_access: Option<Error>,
 }
 
-/// Whose memory copies have found.
+/// MemoryOwner memory copies have found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Whose {
+pub enum MemoryOwner {
     /// This device's, or everybody's.
     #[default]
     Own,
     /// Another's, which one, and there is access to it.
-    Reached(usize),
+    Peer(usize),
     /// Another's, without.
-    Apart(usize),
+    PeerNoAccess(usize),
 }
 
-impl Whose {
-    pub fn is_apart(self) -> bool {
-        matches!(self, Whose::Apart(_))
+impl MemoryOwner {
+    pub fn lacks_access(self) -> bool {
+        matches!(self, MemoryOwner::PeerNoAccess(_))
     }
 }
 
 /// A copy of a batch with memory that this device has no access to.
 #[derive(Clone, Copy)]
-pub struct Apart {
+pub struct PeerCopy {
     /// Which copy.
     pub copy: usize,
-    pub tensor: Whose,
-    pub plane: Whose,
+    pub tensor: MemoryOwner,
+    pub plane: MemoryOwner,
 }
 
-impl Apart {
+impl PeerCopy {
     /// What is known of a copy, if it is such; they are in order.
-    pub fn find(all: &[Apart], copy: usize) -> Option<&Apart> {
-        let at = all.binary_search_by_key(&copy, |apart| apart.copy).ok()?;
+    pub fn find(all: &[PeerCopy], copy: usize) -> Option<&PeerCopy> {
+        let at = all.binary_search_by_key(&copy, |no_access| no_access.copy).ok()?;
         all.get(at)
     }
 }
@@ -73,13 +73,13 @@ impl Cuda {
                 fail!(Invalid, "peer {place} is named twice");
             }
             let context = self.driver.retain(ordinal)?;
-            self.peers.push(Peer { ordinal, context, apart: None });
-            let apart = self.reach(ordinal, context).err();
-            if let Some(error) = &apart {
+            self.peers.push(Peer { ordinal, context, no_access: None });
+            let no_access = self.reach(ordinal, context).err();
+            if let Some(error) = &no_access {
                 log::info!("no access to device {ordinal}'s memory: {}", error.message());
             }
             if let Some(peer) = self.peers.last_mut() {
-                peer.apart = apart;
+                peer.no_access = no_access;
             }
         }
         Ok(())
@@ -93,7 +93,7 @@ impl Cuda {
         if can == 0 {
             fail!(Unsupported, "there is no way between the devices");
         }
-        let _inside = self.enter()?;
+        let _guard = self.enter()?;
         // SAFETY: a context that was retained; flags are 0, as they have to be.
         match unsafe { (self.driver.reach)(context as Handle, 0) } {
             code::ALREADY_REACHED => Ok(()),
@@ -101,26 +101,27 @@ impl Cuda {
         }
     }
 
-    /// Whose the memory of another device is, if that is one of the peers. Access is asked for
+    /// MemoryOwner the memory of another device is, if that is one of the peers. Access is asked for
     /// each allocation: what is mapped or taken from pools has its own.
-    pub(super) fn whose(&self, address: u64, ordinal: Ordinal) -> Result<Option<Whose>> {
+    pub(super) fn owner(&self, address: u64, ordinal: Ordinal) -> Result<Option<MemoryOwner>> {
         let Some(peer) = self.peers.iter().position(|peer| peer.ordinal == ordinal) else {
             return Ok(None);
         };
         let mut access: u32 = 0;
         let (asked, answer) = ([POINTER_ACCESS], [(&raw mut access).cast()]);
         // SAFETY: one question, and a place for its answer.
-        let code =
-            unsafe { (self.driver.about_pointer)(1, asked.as_ptr(), answer.as_ptr(), address) };
+        let code = unsafe {
+            (self.driver.pointer_attributes)(1, asked.as_ptr(), answer.as_ptr(), address)
+        };
         self.driver.check("cuPointerGetAttributes", code)?;
         let is_reached = access == POINTER_READ_WRITE;
-        Ok(Some(if is_reached { Whose::Reached(peer) } else { Whose::Apart(peer) }))
+        Ok(Some(if is_reached { MemoryOwner::Peer(peer) } else { MemoryOwner::PeerNoAccess(peer) }))
     }
 
-    fn context_of(&self, whose: Whose) -> Handle {
-        let peer = match whose {
-            Whose::Own => None,
-            Whose::Reached(peer) | Whose::Apart(peer) => self.peers.get(peer),
+    fn context_of(&self, owner: MemoryOwner) -> Handle {
+        let peer = match owner {
+            MemoryOwner::Own => None,
+            MemoryOwner::Peer(peer) | MemoryOwner::PeerNoAccess(peer) => self.peers.get(peer),
         };
         peer.map_or(self.context, |peer| peer.context) as Handle
     }
@@ -129,16 +130,16 @@ impl Cuda {
     ///
     /// # Safety
     /// As for [`Cuda::issue`].
-    pub(super) unsafe fn issue_apart(
+    pub(super) unsafe fn issue_peer_copy(
         &self,
         inner: &mut Inner,
-        (copy, apart): (&Copy<'_>, &Apart),
-        (line, stream): (usize, Handle),
+        (copy, no_access): (&Copy<'_>, &PeerCopy),
+        (queue, stream): (usize, Handle),
         begun: &mut bool,
     ) -> Result<()> {
-        let (from, to) = match copy.way {
-            Way::Gather => (apart.tensor, apart.plane),
-            Way::Scatter => (apart.plane, apart.tensor),
+        let (from, to) = match copy.direction {
+            Direction::Gather => (no_access.tensor, no_access.plane),
+            Direction::Scatter => (no_access.plane, no_access.tensor),
         };
         let contexts = (self.context_of(from), self.context_of(to));
         for strip in copy.tensor.strips() {
@@ -146,7 +147,7 @@ impl Cuda {
             for row in 0..count {
                 let run = run_of(copy, &strip, row, bytes);
                 // SAFETY: the caller's promise: a run of a strip.
-                unsafe { self.issue_run_apart(inner, &run, contexts, (line, stream), begun)? };
+                unsafe { self.issue_peer_run(inner, &run, contexts, (queue, stream), begun)? };
             }
         }
         Ok(())
@@ -154,12 +155,12 @@ impl Cuda {
 
     /// # Safety
     /// As for [`Cuda::issue`].
-    unsafe fn issue_run_apart(
+    unsafe fn issue_peer_run(
         &self,
         inner: &mut Inner,
         run: &Run,
         (from, to): (Handle, Handle),
-        (line, stream): (usize, Handle),
+        (queue, stream): (usize, Handle),
         begun: &mut bool,
     ) -> Result<()> {
         let own = self.context as Handle;
@@ -176,7 +177,7 @@ impl Cuda {
             return Ok(());
         }
         // A stream's work is in order: so is who has the memory on the way.
-        let stage = self.stage(&mut inner.sums, line, 1)?;
+        let stage = self.stage(&mut inner.sums, queue, 1)?;
         let mut done = 0;
         while done < run.bytes {
             let bytes = (run.bytes - done).min(stage.bytes as usize);
@@ -211,7 +212,7 @@ impl Cuda {
     }
 
     /// Gives the peers' contexts back.
-    pub(super) fn leave_peers(&mut self) {
+    pub(super) fn release_peers(&mut self) {
         for peer in self.peers.drain(..) {
             // SAFETY: retained once.
             let code = unsafe { (self.driver.release_primary)(peer.ordinal) };

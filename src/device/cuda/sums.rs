@@ -5,11 +5,11 @@
 use crate::base::checksum::BLOCK_BYTES;
 use crate::base::status::{Result, Status};
 use crate::device::call::{Call, Kind};
+use crate::device::cuda::abi::{HOST_PORTABLE, Handle, Pointer};
 use crate::device::cuda::kernels::Step;
-use crate::device::cuda::peers::{Apart, Whose};
-use crate::device::cuda::words::{HOST_PORTABLE, Handle, Pointer};
+use crate::device::cuda::peers::{MemoryOwner, PeerCopy};
 use crate::device::cuda::{Cuda, Inner};
-use crate::device::{Copy, Event, Memory, Way};
+use crate::device::{Copy, Direction, Event, Memory};
 use crate::fail;
 
 /// Lists that may be in use at once: one for each batch with sums that was not released.
@@ -19,7 +19,7 @@ const LEAST: (usize, usize) = (256, 4096);
 /// Memory for planes that are put together, for each stream that has such.
 const STAGE_BYTES: u64 = 8 << 20;
 /// Planes lie there at multiples of this.
-const STAGE_GRAIN: u64 = 256;
+const STAGE_ALIGN_BYTES: u64 = 256;
 
 /// A range, as the kernel has it.
 #[repr(C)]
@@ -89,7 +89,7 @@ pub struct Sums {
 
 impl Sums {
     /// Host memory that was taken of the driver.
-    pub fn taken_hosts(&self) -> impl Iterator<Item = usize> {
+    pub fn host_allocations(&self) -> impl Iterator<Item = usize> {
         self.lists.iter().map(|list| list.host)
     }
 
@@ -102,7 +102,7 @@ impl Sums {
 }
 
 /// Copies, and which of them have memory without access.
-type Batch<'a, 'b> = (&'a [Copy<'b>], &'a [Apart]);
+type Batch<'a, 'b> = (&'a [Copy<'b>], &'a [PeerCopy]);
 
 /// How the sums of a batch are made.
 pub struct Plan {
@@ -116,8 +116,8 @@ pub struct Plan {
 
 /// Where the side of a copy that is summed begins, if it lies in one piece that kernels reach.
 /// None: it does not.
-fn piece_of(copy: &Copy<'_>, apart: Option<&Apart>) -> Option<u64> {
-    if apart.is_some_and(|apart| side_of(copy, apart).is_apart()) {
+fn piece_of(copy: &Copy<'_>, no_access: Option<&PeerCopy>) -> Option<u64> {
+    if no_access.is_some_and(|no_access| side_of(copy, no_access).lacks_access()) {
         return None;
     }
     if is_plane(copy) {
@@ -132,21 +132,21 @@ fn piece_of(copy: &Copy<'_>, apart: Option<&Apart>) -> Option<u64> {
 /// Whether it is the plane that is summed: the device's side, of two the target.
 fn is_plane(copy: &Copy<'_>) -> bool {
     let is_alone = copy.memory == Memory::Host;
-    copy.plane_memory == Memory::Device && (is_alone || copy.way == Way::Gather)
+    copy.plane_memory == Memory::Device && (is_alone || copy.direction == Direction::Gather)
 }
 
-/// Whose the summed side is.
-fn side_of(copy: &Copy<'_>, apart: &Apart) -> Whose {
-    if is_plane(copy) { apart.plane } else { apart.tensor }
+/// MemoryOwner the summed side is.
+fn side_of(copy: &Copy<'_>, no_access: &PeerCopy) -> MemoryOwner {
+    if is_plane(copy) { no_access.plane } else { no_access.tensor }
 }
 
 impl Cuda {
     /// Loads the kernel, for a device that is to sum.
-    pub(super) fn load_summer(&self) -> Result<()> {
+    pub(super) fn load_sum_kernel(&self) -> Result<()> {
         if self.kernels & Kind::Sum.bit() == 0 {
             fail!(Unsupported, "no kernel sums here: copies cannot be verified");
         }
-        let (host, device, (ranges, blocks)) = (0, STAGE_GRAIN, LEAST);
+        let (host, device, (ranges, blocks)) = (0, STAGE_ALIGN_BYTES, LEAST);
         let any = List { host, device, ranges, blocks, user: None, count: 0 };
         let prepared = self.prepare(&[any.call(0, 1)]);
         let launches = prepared.map_err(|e| e.within("copies cannot be verified"))?;
@@ -168,11 +168,11 @@ impl Cuda {
     pub(super) fn plan_sums(
         &self,
         inner: &mut Inner,
-        (copies, apart): Batch<'_, '_>,
+        (copies, no_access): Batch<'_, '_>,
         event: Event,
-        line: usize,
+        queue: usize,
     ) -> Result<Option<Plan>> {
-        let piece_at = |at: usize, copy: &Copy<'_>| piece_of(copy, Apart::find(apart, at));
+        let piece_at = |at: usize, copy: &Copy<'_>| piece_of(copy, PeerCopy::find(no_access, at));
         let wanted = || copies.iter().enumerate().filter(|(_, copy)| copy.wants_sum);
         let (mut count, mut blocks, mut longest) = (0, 0, 0);
         for (at, copy) in wanted() {
@@ -183,7 +183,7 @@ impl Cuda {
         if count == 0 || !self.verifies {
             return Ok(None);
         }
-        let stage = self.stage(&mut inner.sums, line, longest)?;
+        let stage = self.stage(&mut inner.sums, queue, longest)?;
         let list = self.take_list(inner, event, count, blocks)?;
         let (mut ranges, mut staged, mut groups) = (Vec::new(), Vec::new(), Vec::new());
         let room = ranges.try_reserve_exact(count).and_then(|()| staged.try_reserve_exact(count));
@@ -199,7 +199,7 @@ impl Cuda {
             ranges.push(Range { address: piece.unwrap_or(stage.address + used), bytes });
             staged.push(piece.is_none().then_some(at));
             if piece.is_none() {
-                used = (used + bytes).next_multiple_of(STAGE_GRAIN);
+                used = (used + bytes).next_multiple_of(STAGE_ALIGN_BYTES);
             }
         }
         groups.push(count);
@@ -207,21 +207,21 @@ impl Cuda {
     }
 
     /// Memory for planes of a line, at least so much in one piece.
-    pub(super) fn stage(&self, sums: &mut Sums, line: usize, longest: u64) -> Result<Stage> {
+    pub(super) fn stage(&self, sums: &mut Sums, queue: usize, longest: u64) -> Result<Stage> {
         if longest == 0 {
             return Ok(Stage::default());
         }
-        if sums.stages.len() <= line {
-            sums.stages.resize(line + 1, Stage::default());
+        if sums.stages.len() <= queue {
+            sums.stages.resize(queue + 1, Stage::default());
         }
-        if sums.stages[line].bytes < longest {
+        if sums.stages[queue].bytes < longest {
             let bytes = longest.checked_next_power_of_two().ok_or(Status::Limit)?;
             let bytes = bytes.max(STAGE_BYTES);
-            let new = Stage { address: self.take_memory(bytes)?, bytes };
-            let old = std::mem::replace(&mut sums.stages[line], new);
+            let new = Stage { address: self.allocate_memory(bytes)?, bytes };
+            let old = std::mem::replace(&mut sums.stages[queue], new);
             sums.outgrown.extend(Some(old.address).filter(|at| *at != 0));
         }
-        Ok(sums.stages[line])
+        Ok(sums.stages[queue])
     }
 
     /// A list that nobody has, for a batch.
@@ -260,7 +260,7 @@ impl Cuda {
         let code = unsafe { (self.driver.allocate_host)(&mut host, bytes, HOST_PORTABLE) };
         self.driver.check("cuMemHostAlloc", code)?;
         list.host = host.expose_provenance();
-        match self.take_memory((bytes + list.scratch_bytes()) as u64) {
+        match self.allocate_memory((bytes + list.scratch_bytes()) as u64) {
             Ok(device) => Ok(List { device, ..list }),
             Err(error) => {
                 // SAFETY: what was taken just now.
@@ -279,7 +279,7 @@ impl Cuda {
         inner: &mut Inner,
         (batch, plan): (Batch<'_, '_>, &Plan),
         event: Event,
-        (line, stream): (usize, Handle),
+        (queue, stream): (usize, Handle),
         begun: &mut bool,
     ) -> Result<()> {
         let list = &inner.sums.lists[plan.list];
@@ -298,7 +298,7 @@ impl Cuda {
             if end > first {
                 // SAFETY: the caller's promise.
                 unsafe {
-                    self.issue_group(inner, (batch, plan), first..end, event, (line, stream))?
+                    self.issue_group(inner, (batch, plan), first..end, event, (queue, stream))?
                 };
             }
             first = end;
@@ -316,31 +316,36 @@ impl Cuda {
     unsafe fn issue_group(
         &self,
         inner: &mut Inner,
-        ((copies, apart), plan): (Batch<'_, '_>, &Plan),
+        ((copies, no_access), plan): (Batch<'_, '_>, &Plan),
         part: std::ops::Range<usize>,
         event: Event,
-        (line, stream): (usize, Handle),
+        (queue, stream): (usize, Handle),
     ) -> Result<()> {
-        let (mut gathers, mut far) = (Vec::new(), Vec::new());
+        let (mut gathers, mut peer_copies) = (Vec::new(), Vec::new());
         let room = gathers.try_reserve_exact(part.len());
-        room.and_then(|()| far.try_reserve_exact(apart.len().min(part.len())))
+        room.and_then(|()| peer_copies.try_reserve_exact(no_access.len().min(part.len())))
             .map_err(|_| Status::NoMem)?;
         for at in part.clone() {
             let Some(number) = plan.staged[at] else { continue };
             let (copy, Range { address, bytes }) = (&copies[number], plan.ranges[at]);
-            let whose = Apart::find(apart, number).map_or(Whose::Own, |one| side_of(copy, one));
-            if whose.is_apart() {
-                far.push(Apart { copy: gathers.len(), tensor: whose, plane: Whose::Own });
+            let owner = PeerCopy::find(no_access, number)
+                .map_or(MemoryOwner::Own, |one| side_of(copy, one));
+            if owner.lacks_access() {
+                peer_copies.push(PeerCopy {
+                    copy: gathers.len(),
+                    tensor: owner,
+                    plane: MemoryOwner::Own,
+                });
             }
             let there = std::ptr::with_exposed_provenance_mut(address as usize);
             let from = copy.plane.expose_provenance() as u64;
-            let whole = Copy::bytes(there, from, bytes, Way::Gather, Memory::Device)?;
+            let whole = Copy::bytes(there, from, bytes, Direction::Gather, Memory::Device)?;
             let tensor = if is_plane(copy) { whole.tensor } else { copy.tensor };
             gathers.push(Copy { tensor, plane_memory: Memory::Device, ..whole });
         }
         let mut begun = true;
         // SAFETY: tensors of the caller's, and memory of this stream's alone.
-        unsafe { self.issue(inner, (&gathers, &far), event, (line, stream), &mut begun)? };
+        unsafe { self.issue(inner, (&gathers, &peer_copies), event, (queue, stream), &mut begun)? };
         let mut found = std::mem::take(&mut inner.sums.steps);
         let call = inner.sums.lists[plan.list].call(part.start, part.len());
         // SAFETY: ranges of this batch's memory, and a list that is its until it is released.

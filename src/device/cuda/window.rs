@@ -4,11 +4,12 @@
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Mutex};
 use crate::device::cuda::Cuda;
-use crate::device::cuda::inside::Inside;
-use crate::device::cuda::words::{
-    ACCESS_READ_WRITE, AccessOf, Allocation, GRAIN_LEAST, LOCATION_DEVICE, MEMORY_STAYS, Pointer,
+use crate::device::cuda::abi::{
+    ACCESS_READ_WRITE, AccessOf, Allocation, GRANULARITY_MINIMUM, LOCATION_DEVICE, MEMORY_STAYS,
+    Pointer,
 };
-use crate::device::window::{Known, Piece, Pieces, Window};
+use crate::device::cuda::context::ContextGuard;
+use crate::device::window::{Piece, PieceState, Pieces, Window};
 use crate::fail;
 
 /// What the driver knows of a piece.
@@ -24,28 +25,30 @@ pub struct CudaWindow {
     cuda: Arc<Cuda>,
     start: Pointer,
     bytes: u64,
-    grain_bytes: u64,
+    granularity_bytes: u64,
     /// Held while the driver maps: what it says and what is noted are one.
     pieces: Mutex<Pieces<Memory>>,
 }
 
 /// What places and lengths are multiples of. [`Status::Unsupported`] where the driver cannot map.
-pub(super) fn grain(cuda: &Cuda) -> Result<u64> {
+pub(super) fn granularity(cuda: &Cuda) -> Result<u64> {
     let of = of_device(cuda);
-    let (call, mut grain) = (&cuda.driver, 0);
+    let (call, mut granularity) = (&cuda.driver, 0);
     let ask = there(call.granularity)?;
-    let _inside = cuda.enter()?;
+    let _guard = cuda.enter()?;
     // SAFETY: a description and a place for a number.
-    call.check("cuMemGetAllocationGranularity", unsafe { ask(&mut grain, &of, GRAIN_LEAST) })?;
-    Ok(grain.max(1) as u64)
+    call.check("cuMemGetAllocationGranularity", unsafe {
+        ask(&mut granularity, &of, GRANULARITY_MINIMUM)
+    })?;
+    Ok(granularity.max(1) as u64)
 }
 
 impl CudaWindow {
     /// Reserves at least so many bytes of addresses. [`Status::Unsupported`] where the driver
     /// cannot.
     pub fn new(cuda: Arc<Cuda>, bytes: u64) -> Result<CudaWindow> {
-        let grain_bytes = grain(&cuda)?;
-        let Some(whole) = bytes.checked_next_multiple_of(grain_bytes) else {
+        let granularity_bytes = granularity(&cuda)?;
+        let Some(whole) = bytes.checked_next_multiple_of(granularity_bytes) else {
             return Err(Status::Limit.into());
         };
         if whole == 0 {
@@ -57,8 +60,8 @@ impl CudaWindow {
         let code = unsafe { reserve(&mut start, whole as usize, 0, 0, 0) };
         cuda.driver.check("cuMemAddressReserve", code)?;
         drop(inside);
-        let pieces = Mutex::new(Pieces::new(whole, grain_bytes));
-        Ok(CudaWindow { cuda, start, bytes: whole, grain_bytes, pieces })
+        let pieces = Mutex::new(Pieces::new(whole, granularity_bytes));
+        Ok(CudaWindow { cuda, start, bytes: whole, granularity_bytes, pieces })
     }
 
     /// How much memory is mapped.
@@ -67,7 +70,12 @@ impl CudaWindow {
     }
 
     /// Gives memory its address, and the device leave to use it.
-    fn attach(&self, inside: &Inside<'_>, at: u64, known: &Known<Memory>) -> (bool, Result<()>) {
+    fn attach(
+        &self,
+        inside: &ContextGuard<'_>,
+        at: u64,
+        known: &PieceState<Memory>,
+    ) -> (bool, Result<()>) {
         let (call, address, bytes) = (&self.cuda.driver, self.start + at, known.bytes as usize);
         let mapped = there(call.map).and_then(|map| {
             // SAFETY: a part of what is reserved, to which nothing is mapped, and memory that long.
@@ -87,14 +95,14 @@ impl CudaWindow {
         (stays, set)
     }
 
-    fn detach(&self, _inside: &Inside<'_>, at: u64, bytes: u64) -> Result<()> {
+    fn detach(&self, _guard: &ContextGuard<'_>, at: u64, bytes: u64) -> Result<()> {
         let call = &self.cuda.driver;
         // SAFETY: a piece as it was mapped; nobody uses it, as the caller promised.
         let code = unsafe { there(call.unmap)?(self.start + at, bytes as usize) };
         call.check("cuMemUnmap", code)
     }
 
-    fn release(&self, _inside: &Inside<'_>, handle: u64) -> Result<()> {
+    fn release(&self, _guard: &ContextGuard<'_>, handle: u64) -> Result<()> {
         let call = &self.cuda.driver;
         let release = there(call.release_memory)?;
         // SAFETY: memory that this window made, and gives back once.
@@ -104,10 +112,10 @@ impl CudaWindow {
     /// Unmaps a piece, where it is mapped.
     fn free_place(
         &self,
-        inside: &Inside<'_>,
+        inside: &ContextGuard<'_>,
         pieces: &mut Pieces<Memory>,
         piece: Piece,
-    ) -> Result<Known<Memory>> {
+    ) -> Result<PieceState<Memory>> {
         let mut known = pieces.get(piece)?;
         if let Some(at) = known.at {
             self.detach(inside, at, known.bytes)?;
@@ -127,15 +135,15 @@ impl Window for CudaWindow {
         self.bytes
     }
 
-    fn grain_bytes(&self) -> u64 {
-        self.grain_bytes
+    fn granularity_bytes(&self) -> u64 {
+        self.granularity_bytes
     }
 
     fn create(&self, bytes: u64) -> Result<Piece> {
         self.pieces.lock().check_length(bytes)?;
         let (of, call, mut handle) = (of_device(&self.cuda), &self.cuda.driver, 0);
         let create = there(call.create_memory)?;
-        let _inside = self.cuda.enter()?;
+        let _guard = self.cuda.enter()?;
         // SAFETY: a place for a handle, and a description.
         let code = unsafe { create(&mut handle, bytes as usize, &of, 0) };
         call.check("cuMemCreate", code)?;

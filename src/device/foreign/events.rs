@@ -40,13 +40,13 @@ impl Drop for Raw {
     }
 }
 
-struct Known {
+struct EventRecord {
     /// `None`: the engine is being asked for it.
     raw: Option<Arc<Raw>>,
     outcome: Option<Outcome>,
 }
 
-impl Known {
+impl EventRecord {
     fn is_open(&self) -> bool {
         self.raw.is_some() && self.outcome.is_none()
     }
@@ -54,10 +54,10 @@ impl Known {
 
 /// All events of a device.
 pub struct Events {
-    known: Slots<Known>,
+    known: Slots<EventRecord>,
     count: usize,
     /// For each stream, and last for what was adopted: events that may be open, oldest first.
-    lines: Vec<VecDeque<Event>>,
+    queues: Vec<VecDeque<Event>>,
     /// Those that ended and were not reported.
     ended: VecDeque<Event>,
 }
@@ -65,14 +65,14 @@ pub struct Events {
 impl Events {
     /// For so many streams.
     pub fn new(streams: u32) -> Events {
-        let lines = (0..=streams).map(|_| VecDeque::new()).collect();
-        Events { known: Slots::new(MAX_EVENTS), count: 0, lines, ended: VecDeque::new() }
+        let queues = (0..=streams).map(|_| VecDeque::new()).collect();
+        Events { known: Slots::new(MAX_EVENTS), count: 0, queues, ended: VecDeque::new() }
     }
 
     /// A place for an event that the engine is asked for now: where there is none, nothing has
     /// been begun.
-    pub fn promise(&mut self) -> Result<Event> {
-        let event = self.known.insert(Known { raw: None, outcome: None })?;
+    pub fn reserve(&mut self) -> Result<Event> {
+        let event = self.known.insert(EventRecord { raw: None, outcome: None })?;
         self.count += 1;
         Ok(event)
     }
@@ -85,11 +85,11 @@ impl Events {
     }
 
     /// The engine has given it.
-    pub fn fill(&mut self, event: Event, line: usize, raw: Arc<Raw>) {
-        self.tidy(line);
+    pub fn fill(&mut self, event: Event, queue: usize, raw: Arc<Raw>) {
+        self.tidy(queue);
         if let Ok(known) = self.known.get_mut(event) {
             known.raw = Some(raw);
-            self.lines[line].push_back(event);
+            self.queues[queue].push_back(event);
         }
     }
 
@@ -121,21 +121,21 @@ impl Events {
     }
 
     /// The event of a line that is open, after so many others that are.
-    pub fn open(&mut self, line: usize, after: usize) -> Option<Event> {
-        self.tidy(line);
-        let is_open = |event: &&Event| self.known.get(**event).is_ok_and(Known::is_open);
-        self.lines[line].iter().filter(is_open).nth(after).copied()
+    pub fn open(&mut self, queue: usize, after: usize) -> Option<Event> {
+        self.tidy(queue);
+        let is_open = |event: &&Event| self.known.get(**event).is_ok_and(EventRecord::is_open);
+        self.queues[queue].iter().filter(is_open).nth(after).copied()
     }
 
     /// Forgets the oldest of a line that have ended.
-    fn tidy(&mut self, line: usize) {
-        while let Some(&event) = self.lines[line].front()
-            && !self.known.get(event).is_ok_and(Known::is_open)
+    fn tidy(&mut self, queue: usize) {
+        while let Some(&event) = self.queues[queue].front()
+            && !self.known.get(event).is_ok_and(EventRecord::is_open)
         {
-            self.lines[line].pop_front();
+            self.queues[queue].pop_front();
         }
         // What was adopted ends in any order, and who never polls leaves all that ended here.
-        for list in [&mut self.lines[line], &mut self.ended] {
+        for list in [&mut self.queues[queue], &mut self.ended] {
             if list.len() > 2 * self.count + 64 {
                 list.retain(|event| self.known.get(*event).is_ok());
             }

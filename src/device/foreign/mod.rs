@@ -2,8 +2,8 @@
 //! makes a [`Device`] of that. No lock is held while the engine is called.
 
 mod events;
-mod promise;
 mod table;
+mod user_events;
 
 use std::collections::BTreeMap;
 
@@ -27,16 +27,16 @@ const NAP_NS: (u64, u64) = (5_000, 500_000);
 struct Inner {
     events: Events,
     /// Memory that was given out, by number: where, how much.
-    given: BTreeMap<u64, (u64, u64)>,
+    allocations: BTreeMap<u64, (u64, u64)>,
     last: u64,
     /// Calls of the engine that begin work.
     under_way: u32,
     /// Events that are promises, and whether the engine has kept each.
-    promises: BTreeMap<u64, bool>,
+    user_events: BTreeMap<u64, bool>,
     /// Promises that were kept, did not come yet, and are asked for by nobody.
     leaving: Vec<Event>,
     /// Streams that are lent.
-    lent: Vec<u32>,
+    leased: Vec<u32>,
     /// Why nothing can be begun any more.
     lost: Option<Error>,
     closed: bool,
@@ -63,12 +63,12 @@ impl Foreign {
         }
         let inner = Inner {
             events: Events::new(facts.streams),
-            given: BTreeMap::new(),
+            allocations: BTreeMap::new(),
             last: 0,
             under_way: 0,
-            promises: BTreeMap::new(),
+            user_events: BTreeMap::new(),
             leaving: Vec::new(),
-            lent: Vec::new(),
+            leased: Vec::new(),
             lost: None,
             closed: false,
             spare: Vec::new(),
@@ -108,7 +108,7 @@ impl Foreign {
     /// Has the engine begin work on a line, behind `after`; the event of its end.
     fn begin(
         &self,
-        line: usize,
+        queue: usize,
         after: Option<Event>,
         ask: impl FnOnce(u64) -> Result<u64>,
     ) -> Result<Event> {
@@ -119,7 +119,7 @@ impl Foreign {
             Some((raw, None)) => Some(raw),
             _ => None,
         };
-        let event = inner.events.promise()?;
+        let event = inner.events.reserve()?;
         inner.under_way += 1;
         drop(inner);
         let said = self.heard(ask(before.as_ref().map_or(0, |raw| raw.number())));
@@ -128,7 +128,7 @@ impl Foreign {
         inner.under_way -= 1;
         self.changed.notify_all();
         match raw {
-            Ok(raw) => inner.events.fill(event, line, raw),
+            Ok(raw) => inner.events.fill(event, queue, raw),
             Err(error) => {
                 inner.events.forget(event);
                 return Err(error);
@@ -224,14 +224,14 @@ impl Device for Foreign {
     }
 
     fn poll(&self, ended: &mut [Event]) -> usize {
-        for line in 0..=self.facts.streams as usize {
+        for queue in 0..=self.facts.streams as usize {
             let mut at = 0;
             loop {
-                let next = self.inner.lock().events.open(line, at);
+                let next = self.inner.lock().events.open(queue, at);
                 let Some(event) = next else { break };
                 // Those of a stream come in order; what was adopted comes in any.
                 match self.look(event) {
-                    Ok(None) if line < self.facts.streams as usize => break,
+                    Ok(None) if queue < self.facts.streams as usize => break,
                     Ok(None) => at += 1,
                     _ => {} // it is open no more, and the next is in its place
                 }
@@ -246,7 +246,7 @@ impl Device for Foreign {
         }
         let mut inner = self.inner.lock();
         let gone = inner.events.remove(event)?;
-        inner.promises.remove(&event.0);
+        inner.user_events.remove(&event.0);
         drop(inner);
         drop(gone); // with no lock held
         Ok(())
@@ -265,7 +265,7 @@ impl Device for Foreign {
         let mut inner = self.inner.lock();
         inner.last += 1;
         let number = inner.last;
-        inner.given.insert(number, (address, bytes));
+        inner.allocations.insert(number, (address, bytes));
         drop(inner);
         let memory = if self.facts.reaches_device { Memory::Device } else { Memory::Host };
         let memory = DeviceMemory { address, bytes, memory, number };
@@ -279,47 +279,47 @@ impl Device for Foreign {
 
     unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
         let mut inner = self.inner.lock();
-        if inner.given.get(&memory.number) != Some(&(memory.address, memory.bytes)) {
+        if inner.allocations.get(&memory.number) != Some(&(memory.address, memory.bytes)) {
             fail!(Handle, "the memory at {:#x} is not the device's, or free", memory.address);
         }
-        inner.given.remove(&memory.number);
+        inner.allocations.remove(&memory.number);
         drop(inner);
         self.engine.free(memory.address, memory.bytes);
         Ok(())
     }
 
-    unsafe fn know_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
+    unsafe fn register_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
         self.check_there()?;
-        self.heard(self.engine.know_host(address.expose_provenance() as u64, bytes))
+        self.heard(self.engine.register_host(address.expose_provenance() as u64, bytes))
     }
 
-    unsafe fn forget_host(&self, address: *mut u8) -> Result<()> {
+    unsafe fn unregister_host(&self, address: *mut u8) -> Result<()> {
         self.check_there()?;
-        self.heard(self.engine.forget_host(address.addr() as u64))
+        self.heard(self.engine.unregister_host(address.addr() as u64))
     }
 
-    unsafe fn adopt(&self, raw: u64) -> Result<Event> {
-        self.begin(self.facts.streams as usize, None, |_| self.engine.adopt(raw))
+    unsafe fn import_event(&self, raw: u64) -> Result<Event> {
+        self.begin(self.facts.streams as usize, None, |_| self.engine.import_event(raw))
     }
 
-    unsafe fn hold(&self, raw_stream: u64, event: Event) -> Result<()> {
+    unsafe fn stream_wait_event(&self, raw_stream: u64, event: Event) -> Result<()> {
         let (raw, known) = self.inner.lock().events.get(event)?;
         match known {
             Some(outcome) => outcome.map_err(Error::from),
-            None => self.heard(self.engine.hold(raw_stream, raw.number())),
+            None => self.heard(self.engine.stream_wait_event(raw_stream, raw.number())),
         }
     }
 
-    fn promise(&self) -> Result<Event> {
-        self.make_promise()
+    fn create_user_event(&self) -> Result<Event> {
+        self.new_user_event()
     }
 
-    fn keep(&self, event: Event) -> Result<()> {
-        self.keep_promise(event)
+    fn signal_event(&self, event: Event) -> Result<()> {
+        self.signal_user_event(event)
     }
 
-    fn keep_all(&self) {
-        self.keep_open();
+    fn signal_all_events(&self) {
+        self.signal_open_events();
     }
 
     unsafe fn launch(&self, stream: Stream, after: Option<Event>, calls: &[Call]) -> Result<Event> {
@@ -333,23 +333,23 @@ impl Device for Foreign {
         self.begin(stream.0 as usize, after, ask)
     }
 
-    fn common_streams(&self) -> u32 {
+    fn shared_streams(&self) -> u32 {
         self.facts.streams.div_ceil(2)
     }
 
-    fn lend(&self) -> Result<Stream> {
+    fn lease_stream(&self) -> Result<Stream> {
         let mut inner = self.inner.lock();
-        let is_free = |stream: &u32| !inner.lent.contains(stream);
-        let Some(stream) = (self.common_streams()..self.facts.streams).rev().find(is_free) else {
-            fail!(Again, "{} of {} streams are lent", inner.lent.len(), self.facts.streams);
+        let is_free = |stream: &u32| !inner.leased.contains(stream);
+        let Some(stream) = (self.shared_streams()..self.facts.streams).rev().find(is_free) else {
+            fail!(Again, "{} of {} streams are lent", inner.leased.len(), self.facts.streams);
         };
-        inner.lent.try_reserve(1).map_err(|_| Status::NoMem)?;
-        inner.lent.push(stream);
+        inner.leased.try_reserve(1).map_err(|_| Status::NoMem)?;
+        inner.leased.push(stream);
         Ok(Stream(stream))
     }
 
-    fn take_back(&self, stream: Stream) {
-        self.inner.lock().lent.retain(|lent| *lent != stream.0);
+    fn return_stream(&self, stream: Stream) {
+        self.inner.lock().leased.retain(|leased| *leased != stream.0);
     }
 
     fn free_bytes(&self) -> Option<u64> {
@@ -359,9 +359,9 @@ impl Device for Foreign {
 
     fn close(&self, deadline_ns: u64) -> Result<()> {
         self.inner.lock().closed = true;
-        self.keep_open();
+        self.signal_open_events();
         let is_over = || deadline_ns != 0 && self.clock.now_ns() >= deadline_ns;
-        for line in 0..=self.facts.streams as usize {
+        for queue in 0..=self.facts.streams as usize {
             loop {
                 let mut inner = self.inner.lock();
                 if inner.under_way > 0 {
@@ -371,7 +371,7 @@ impl Device for Foreign {
                     self.changed.wait_for(&mut inner, NAP_NS.1);
                     continue;
                 }
-                let Some(event) = inner.events.open(line, 0) else { break };
+                let Some(event) = inner.events.open(queue, 0) else { break };
                 drop(inner);
                 match self.wait(event, deadline_ns) {
                     Err(error) if error.status() == Status::Timeout => {
@@ -387,8 +387,8 @@ impl Device for Foreign {
 
 impl Drop for Foreign {
     fn drop(&mut self) {
-        let given = std::mem::take(&mut self.inner.lock().given);
-        for (address, bytes) in given.into_values() {
+        let allocations = std::mem::take(&mut self.inner.lock().allocations);
+        for (address, bytes) in allocations.into_values() {
             self.engine.free(address, bytes);
         }
     }

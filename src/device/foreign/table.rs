@@ -2,7 +2,7 @@
 
 use crate::base::status::{Result, Status};
 use crate::device::call::Call;
-use crate::device::{Copy, Facts, Memory, Way};
+use crate::device::{Copy, Direction, Facts, Memory};
 use crate::fail;
 use crate::meta::view::Strip;
 
@@ -59,22 +59,22 @@ pub trait Engine: Send + Sync {
     fn free_bytes(&self) -> Option<u64>;
 
     /// Learns of host memory that is used again and again.
-    fn know_host(&self, address: u64, bytes: u64) -> Result<()>;
+    fn register_host(&self, address: u64, bytes: u64) -> Result<()>;
 
     /// Is told that this memory goes.
-    fn forget_host(&self, address: u64) -> Result<()>;
+    fn unregister_host(&self, address: u64) -> Result<()>;
 
     /// An event that comes with one of the engine's own.
-    fn adopt(&self, raw: u64) -> Result<u64>;
+    fn import_event(&self, raw: u64) -> Result<u64>;
 
     /// Has a stream of the engine's own wait for an event.
-    fn hold(&self, raw_stream: u64, event: u64) -> Result<()>;
+    fn stream_wait_event(&self, raw_stream: u64, event: u64) -> Result<()>;
 
     /// An event that comes when it is told to, by `keep`.
-    fn promise(&self) -> Result<u64>;
+    fn create_user_event(&self) -> Result<u64>;
 
     /// Has such an event come, if it has not. It must not wait.
-    fn keep(&self, event: u64) -> Result<()>;
+    fn signal_event(&self, event: u64) -> Result<()>;
 
     /// Puts kernels on a stream, as copies.
     fn launch(&self, stream: u32, after: u64, calls: &[Call]) -> Result<u64>;
@@ -106,9 +106,9 @@ fn row_of(copy: &Copy<'_>, strip: &Strip) -> Rows {
     let stride = if is_one { run_bytes } else { strip.stride_bytes };
     let tensor = (strip.address, stride, is_device(copy.memory));
     let plane = (plane, run_bytes, is_device(copy.plane_memory));
-    let (from, to) = match copy.way {
-        Way::Gather => (tensor, plane),
-        Way::Scatter => (plane, tensor),
+    let (from, to) = match copy.direction {
+        Direction::Gather => (tensor, plane),
+        Direction::Scatter => (plane, tensor),
     };
     Rows {
         from: from.0,

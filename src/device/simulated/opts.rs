@@ -20,7 +20,7 @@ pub struct SimulatedOpts {
     /// What memory it has to give; 0 = no limit.
     pub memory_bytes: u64,
     /// What places and lengths in its windows are multiples of; 0 = it has none.
-    pub grain_bytes: u64,
+    pub granularity_bytes: u64,
     /// It sums what is in its memory.
     pub sums: bool,
     /// Copies between its memory and the host's, counted from 1, that come with a wrong bit.
@@ -40,7 +40,7 @@ impl Default for SimulatedOpts {
             fail_at: Vec::new(),
             lost_at: 0,
             memory_bytes: 0,
-            grain_bytes: 2 << 20,
+            granularity_bytes: 2 << 20,
             sums: false,
             damage_at: Vec::new(),
             damage_permille: 0,

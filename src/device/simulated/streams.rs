@@ -2,7 +2,7 @@
 
 use crate::base::status::Result;
 use crate::device::simulated::{Inner, NEVER, Phase, Step};
-use crate::device::{Event, MAX_LENT, Stream};
+use crate::device::{Event, MAX_LEASED_STREAMS, Stream};
 use crate::fail;
 
 impl Inner {
@@ -47,23 +47,23 @@ impl Inner {
         }
     }
 
-    /// What [`crate::device::Device::lend`] says: those that are lent have numbers from `first` on.
-    pub(super) fn lend(&mut self, first: u32) -> Result<Stream> {
-        let Some(at) = self.lent.iter().position(|lent| !lent) else {
-            fail!(Again, "all {MAX_LENT} streams are lent");
+    /// What [`crate::device::Device::lease_stream`] says: those that are lent have numbers from `first` on.
+    pub(super) fn lease_stream(&mut self, first: u32) -> Result<Stream> {
+        let Some(at) = self.leased.iter().position(|leased| !leased) else {
+            fail!(Again, "all {MAX_LEASED_STREAMS} streams are lent");
         };
-        self.lent[at] = true;
+        self.leased[at] = true;
         Ok(Stream(first + at as u32))
     }
 
     /// Whether it is lent now.
-    pub(super) fn lends(&self, at: u32) -> bool {
-        self.lent.get(at as usize) == Some(&true)
+    pub(super) fn is_leased(&self, at: u32) -> bool {
+        self.leased.get(at as usize) == Some(&true)
     }
 
-    pub(super) fn take_back(&mut self, at: u32) {
-        if let Some(lent) = self.lent.get_mut(at as usize) {
-            *lent = false;
+    pub(super) fn return_stream(&mut self, at: u32) {
+        if let Some(leased) = self.leased.get_mut(at as usize) {
+            *leased = false;
         }
     }
 }

@@ -4,7 +4,7 @@
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Mutex};
 use crate::base::window::Window as Range;
-use crate::device::moved::Moved;
+use crate::device::simulated::copy::LoweredCopy;
 use crate::device::simulated::{POISON, Simulated};
 use crate::device::window::{Piece, Pieces, Window};
 use crate::fail;
@@ -15,7 +15,7 @@ pub struct Addresses {
     /// The first of them that is a multiple of the grain, and how many bytes follow.
     start: u64,
     bytes: u64,
-    grain_bytes: u64,
+    granularity_bytes: u64,
     pieces: Mutex<Pieces<()>>,
 }
 
@@ -38,27 +38,28 @@ impl Addresses {
 }
 
 impl Simulated {
-    pub(super) fn grain(&self) -> Result<u64> {
-        match self.opts.grain_bytes {
+    pub(super) fn granularity(&self) -> Result<u64> {
+        match self.opts.granularity_bytes {
             0 => fail!(Unsupported, "this simulated device has no windows"),
-            grain if grain.is_power_of_two() => Ok(grain),
-            grain => fail!(Invalid, "a grain of {grain} bytes: it is a power of two"),
+            granularity if granularity.is_power_of_two() => Ok(granularity),
+            granularity => fail!(Invalid, "a grain of {granularity} bytes: it is a power of two"),
         }
     }
 
     pub(super) fn reserve(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
-        let grain_bytes = self.grain()?;
-        let Some(whole) = bytes.checked_next_multiple_of(grain_bytes) else {
+        let granularity_bytes = self.granularity()?;
+        let Some(whole) = bytes.checked_next_multiple_of(granularity_bytes) else {
             return Err(Status::Limit.into());
         };
         if whole == 0 {
             fail!(Invalid, "a window of no addresses");
         }
         self.check_there()?;
-        let range = Range::strict(whole.checked_add(grain_bytes).ok_or(Status::Limit)?)?;
-        let start = (range.address().expose_provenance() as u64).next_multiple_of(grain_bytes);
-        let pieces = Mutex::new(Pieces::new(whole, grain_bytes));
-        let at = Arc::new(Addresses { range, start, bytes: whole, grain_bytes, pieces });
+        let range = Range::strict(whole.checked_add(granularity_bytes).ok_or(Status::Limit)?)?;
+        let start =
+            (range.address().expose_provenance() as u64).next_multiple_of(granularity_bytes);
+        let pieces = Mutex::new(Pieces::new(whole, granularity_bytes));
+        let at = Arc::new(Addresses { range, start, bytes: whole, granularity_bytes, pieces });
         let mut windows = self.windows.lock();
         windows.retain(|window| window.strong_count() > 0);
         windows.push(Arc::downgrade(&at));
@@ -76,7 +77,7 @@ impl Simulated {
     }
 
     /// Refuses copies to or from addresses of windows that have no memory.
-    pub(super) fn check_windows(&self, copies: &[Moved]) -> Result<()> {
+    pub(super) fn check_windows(&self, copies: &[LoweredCopy]) -> Result<()> {
         for window in self.windows.lock().iter().filter_map(|window| window.upgrade()) {
             for range in copies.iter().flat_map(|copy| copy.ranges()) {
                 if !window.backs(range) {
@@ -110,8 +111,8 @@ impl Window for SimulatedWindow {
         self.at.bytes
     }
 
-    fn grain_bytes(&self) -> u64 {
-        self.at.grain_bytes
+    fn granularity_bytes(&self) -> u64 {
+        self.at.granularity_bytes
     }
 
     fn create(&self, bytes: u64) -> Result<Piece> {

@@ -1,9 +1,9 @@
 //! TLS on connections to other machines, by rustls: who is trusted, and what goes over a
 //! connection then. It has no threads and waits for nothing, so that deadlines are the caller's.
 
-mod own;
+mod client_cert;
+mod messages;
 mod trust;
-mod words;
 
 use std::mem::take;
 
@@ -111,7 +111,7 @@ impl Session {
     }
 
     /// Goes on with the handshake as far as it can; whether it has ended.
-    pub fn shake_hands(&mut self, link: &Link) -> Result<bool, Lost> {
+    pub fn handshake(&mut self, link: &Link) -> Result<bool, Lost> {
         while !self.is_open {
             let mut rest = take(&mut self.rest);
             let none = &mut std::iter::empty();
@@ -122,13 +122,13 @@ impl Session {
             done?;
             self.flush(link)?;
             if self.has_ended {
-                return Err(Lost::Unsafe(words::ENDED.to_string()));
+                return Err(Lost::Unsafe(messages::ENDED.to_string()));
             }
             if !self.is_open {
                 match self.fill(link) {
                     Ok(true) => {}
                     Ok(false) => return Ok(false),
-                    Err(Lost::Gone(0)) => return Err(Lost::Unsafe(words::ENDED.to_string())),
+                    Err(Lost::Gone(0)) => return Err(Lost::Unsafe(messages::ENDED.to_string())),
                     Err(lost) => return Err(lost),
                 }
             }
@@ -251,7 +251,7 @@ impl Session {
         }
         let room = &mut self.incoming[self.end..];
         if room.is_empty() {
-            return Err(Lost::Unsafe(words::TOO_LONG.to_string()));
+            return Err(Lost::Unsafe(messages::TOO_LONG.to_string()));
         }
         let mut pieces = Pieces::default();
         pieces.push(room.as_mut_ptr(), room.len());
@@ -333,7 +333,7 @@ impl Session {
                 }
                 Ok(_) => is_done = true,
                 Err(error) => {
-                    let why = words::of(&error, &self.host);
+                    let why = messages::of(&error, &self.host);
                     self.start += discard;
                     self.failed = Some(why.clone());
                     self.say_why(link);
@@ -388,7 +388,7 @@ fn grow(
         wrote = write(&mut buffer[end..]);
     }
     buffer.truncate(end + wrote.as_ref().copied().unwrap_or(0));
-    wrote.map(drop).map_err(|_| Lost::Unsafe(words::EXHAUSTED.to_string()))
+    wrote.map(drop).map_err(|_| Lost::Unsafe(messages::EXHAUSTED.to_string()))
 }
 
 #[cfg(all(test, not(feature = "shuttle")))]

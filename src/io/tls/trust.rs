@@ -16,7 +16,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::link::Lost;
 use crate::io::tls::Session;
-use crate::io::tls::own::Own;
+use crate::io::tls::client_cert::Own;
 use crate::io::tls_opts::TlsOpts;
 
 /// Where systems keep the authorities that they trust.

@@ -177,7 +177,7 @@ impl Crew {
             return Some(*stream);
         }
         // Without a stream its copies begin when it has completed.
-        let stream = self.tools.device.lend().ok()?;
+        let stream = self.tools.device.lease_stream().ok()?;
         self.streams.push((event, stream));
         Some(stream)
     }
@@ -189,7 +189,7 @@ impl Crew {
             let is_used = begun.iter().any(|one| one.after == *event)
                 || ahead.iter().any(|(other, has)| other == event && *has);
             if !is_used {
-                device.take_back(*stream);
+                device.return_stream(*stream);
             }
             is_used
         });
@@ -218,7 +218,7 @@ impl Crew {
         let mut is_parked = false;
         let behind = Some(after).filter(|_| is_known);
         let outcome = Made::of(&self.tools, &batch, None).and_then(|mut made| {
-            is_parked = is_ahead && self.tools.device.keeps_caller(&made.copies);
+            is_parked = is_ahead && self.tools.device.may_block_submit(&made.copies);
             if is_parked {
                 return Ok(());
             }
@@ -272,7 +272,7 @@ fn fails_together(batch: &CopyBatch, outcome: &Result<()>) -> bool {
 impl Drop for Crew {
     fn drop(&mut self) {
         self.finish();
-        self.streams.drain(..).for_each(|(_, stream)| self.tools.device.take_back(stream));
+        self.streams.drain(..).for_each(|(_, stream)| self.tools.device.return_stream(stream));
     }
 }
 

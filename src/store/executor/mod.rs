@@ -9,7 +9,7 @@ mod verify;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::host::Host;
-use crate::device::{Copy, Device, Event, Memory, Stream, Way};
+use crate::device::{Copy, Device, Direction, Event, Memory, Stream};
 use crate::store::executor::remote::RemoteExecutor;
 use crate::store::state::device_tier::Audit;
 use crate::store::state::disk_gc::CheckpointWriter;
@@ -126,7 +126,7 @@ impl Tools {
             return Ok(None);
         }
         bytes.resize(one.bytes as usize, 0u8);
-        let (way, memory) = (Way::Gather, Memory::Device);
+        let (way, memory) = (Direction::Gather, Memory::Device);
         // Damage on the bus says nothing about the replica.
         for _ in 0..2 {
             let back = Copy::bytes(bytes.as_mut_ptr(), one.device, one.bytes, way, memory)?;

@@ -4,7 +4,7 @@
 
 use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
-use crate::device::{Copy, Device, Event, Memory, Stream, Way};
+use crate::device::{Copy, Device, Direction, Event, Memory, Stream};
 use crate::fail;
 use crate::store::executor::{Failed, Tools, copy_of};
 use crate::store::state::work::CopyBatch;
@@ -149,7 +149,7 @@ impl<'a> Made<'a> {
             let parts = [(false, 0, k_bytes), (true, k_bytes, fill.bytes - k_bytes)];
             for (is_v, at, bytes) in parts.into_iter().filter(|(.., bytes)| *bytes > 0) {
                 let (host, to) = ((fill.host + at as usize) as *mut u8, fill.device + at);
-                let copy = Copy::bytes(host, to, bytes, Way::Scatter, Memory::Device)?;
+                let copy = Copy::bytes(host, to, bytes, Direction::Scatter, Memory::Device)?;
                 made.fills.push(Copy { wants_sum: verifies && crosses(&copy), ..copy });
                 made.of_fills.push(Of { job: fill.job, is_v, sum: None });
             }

@@ -192,7 +192,7 @@ pub(super) fn start(
     for (workers, count) in WorkerKind::ALL.into_iter().zip(counts) {
         for at in 0..count {
             let (inner, tools) = (inner.clone(), tools.clone());
-            let stream = Stream(at % tools.device.common_streams().max(1));
+            let stream = Stream(at % tools.device.shared_streams().max(1));
             let name = format!("kvt-{}", format!("{workers:?}").to_lowercase());
             let number = threads.len() as u32;
             threads.push(spawn(name, move || {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
-use crate::device::{Event, Memory, Way};
+use crate::device::{Direction, Event, Memory};
 use crate::fail;
 use crate::format::keys::media::Medium;
 use crate::meta::chunks::id_of;
@@ -660,9 +660,9 @@ impl Views {
         first_layer: usize,
         tokens: u32,
         chunks: u32,
-        way: Way,
+        way: Direction,
     ) -> Result<()> {
-        let side = if way == Way::Gather { Side::Source } else { Side::Target };
+        let side = if way == Direction::Gather { Side::Source } else { Side::Target };
         for (i, layer) in self.0.iter().enumerate() {
             let at = first_layer + i;
             let Some(group) = layout.group(at) else {

@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, VecDeque};
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
-use crate::device::{Event, Memory, Way};
+use crate::device::{Direction, Event, Memory};
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::meta::chunks::{Arrival, Begin, Cell, Location, Residency};
@@ -238,8 +238,8 @@ impl Transfer {
     }
 
     /// Direction of its copies.
-    pub(super) fn way(&self) -> Way {
-        if self.spec.kind == TransferKind::Put { Way::Gather } else { Way::Scatter }
+    pub(super) fn way(&self) -> Direction {
+        if self.spec.kind == TransferKind::Put { Direction::Gather } else { Direction::Scatter }
     }
 
     /// Whether no cell has failed so far.
@@ -423,8 +423,8 @@ impl StoreState {
     ) -> Result<()> {
         let way = match kind {
             TransferKind::Prefetch => return Ok(()),
-            TransferKind::Put => Way::Gather,
-            TransferKind::Get => Way::Scatter,
+            TransferKind::Put => Direction::Gather,
+            TransferKind::Get => Direction::Scatter,
         };
         views.check(&self.tables[table as usize].layout, first_layer, tokens, chunks, way)
     }

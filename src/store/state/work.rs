@@ -3,7 +3,7 @@
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
-use crate::device::{Memory, Way};
+use crate::device::{Direction, Memory};
 use crate::format::codec::int8::Quality;
 use crate::format::codec::{Codec, Shape};
 use crate::meta::layout::Planes;
@@ -76,7 +76,7 @@ pub struct CopyItem {
     /// Index of its job in the batch.
     pub job: usize,
     /// Direction.
-    pub way: Way,
+    pub way: Direction,
     /// Checksum of the plane, if the device tier has it.
     pub sum: Option<u64>,
 }

@@ -22,7 +22,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex};
 use crate::device::Device;
-use crate::io::fixed::FixedFiles;
+use crate::io::model_files::ModelFiles;
 use crate::stream::checksums::Checksums;
 use crate::stream::memory::{MemorySource, WeightMemory};
 use crate::stream::model::Model;
@@ -52,7 +52,7 @@ pub(super) struct Shared {
     pub runtime: Arc<Runtime>,
     pub model: Model,
     pub units: Units,
-    pub files: Arc<dyn FixedFiles>,
+    pub files: Arc<dyn ModelFiles>,
     pub device: Option<Arc<dyn Device>>,
     pub account: Option<Arc<Account>>,
     pub sums: Checksums,

@@ -13,10 +13,10 @@ use crate::base::sync::atomic::{AtomicU32, AtomicU64};
 use crate::base::sync::{Arc, Condvar, Mutex, Weak};
 use crate::device::Device;
 use crate::fail;
-use crate::io::fixed::FixedFiles;
-use crate::io::fixed::identity::identities;
-use crate::io::fixed::measure::measure;
-use crate::io::fixed::real::{FixedOpts, RealFixed};
+use crate::io::model_files::ModelFiles;
+use crate::io::model_files::identity::identities;
+use crate::io::model_files::measure::measure;
+use crate::io::model_files::real::{ModelFilesOpts, RealModelFiles};
 use crate::stream::checksums::{Checksums, default_sidecar, load_or_new};
 use crate::stream::memory::WeightMemory;
 use crate::stream::memory::device_window::MAX_GRANULARITY_BYTES;
@@ -71,7 +71,7 @@ pub struct Opts {
     /// Reader threads; 0 = 4, at most 64.
     pub readers: u32,
     /// How files are opened.
-    pub files: FixedOpts,
+    pub files: ModelFilesOpts,
     /// The device reads chunks into its slots itself, as far as their alignment in the file
     /// allows. Opening fails with [`Status::Unavailable`] and the reason, if the device cannot.
     pub direct: bool,
@@ -102,7 +102,7 @@ impl Default for Opts {
             expert_policy: String::new(),
             pinned_percent: PINNED_PERCENT,
             readers: 0,
-            files: FixedOpts::default(),
+            files: ModelFilesOpts::default(),
             direct: false,
             verify: Verify::Never,
             sidecar: None,
@@ -124,14 +124,14 @@ impl Streamer {
         opts: Opts,
     ) -> Result<Streamer> {
         let paths: Vec<PathBuf> = model.files.iter().map(|file| file.path.clone()).collect();
-        let files = RealFixed::open(&paths, &opts.files)?;
+        let files = RealModelFiles::open(&paths, &opts.files)?;
         Streamer::open_on(runtime, Arc::new(files), model, units, opts)
     }
 
     /// The same with given files.
     pub fn open_on(
         runtime: &Arc<Runtime>,
-        files: Arc<dyn FixedFiles>,
+        files: Arc<dyn ModelFiles>,
         model: Model,
         units: Units,
         mut opts: Opts,
@@ -198,7 +198,7 @@ impl Shared {
     /// All state except the threads.
     fn new(
         runtime: &Arc<Runtime>,
-        files: Arc<dyn FixedFiles>,
+        files: Arc<dyn ModelFiles>,
         (model, units): (Model, Units),
         plan: Plan,
         memory: Memory,
@@ -287,7 +287,7 @@ fn core_of(units: &Units, plan: &Plan, opts: &Opts) -> Result<Scheduler> {
 
 /// The known checksums, and the file to save them in.
 fn sums_of(
-    files: &dyn FixedFiles,
+    files: &dyn ModelFiles,
     model: &Model,
     units: &Units,
     opts: &Opts,
@@ -303,7 +303,7 @@ fn sums_of(
     Ok((sums, Some(path)))
 }
 
-fn check(files: &dyn FixedFiles, model: &Model, opts: &Opts) -> Result<()> {
+fn check(files: &dyn ModelFiles, model: &Model, opts: &Opts) -> Result<()> {
     if opts.readers > MAX_READERS {
         fail!(Limit, "{} reader threads, the limit is {MAX_READERS}", opts.readers);
     }
@@ -331,7 +331,7 @@ fn check(files: &dyn FixedFiles, model: &Model, opts: &Opts) -> Result<()> {
 
 /// The granularity of mappings of units in place on a device.
 fn window_granularity(device: &dyn Device) -> Result<u64> {
-    let grain = device.window_grain().map_err(|error| error.within("units in place"))?;
+    let grain = device.window_granularity().map_err(|error| error.within("units in place"))?;
     if !(ALIGN_BYTES..=MAX_GRANULARITY_BYTES).contains(&grain) || grain % ALIGN_BYTES != 0 {
         fail!(
             Unsupported,

@@ -10,7 +10,7 @@ use crate::format::record::{
 };
 use crate::format::seal::{Identity, MAX_PLANES, Plane, seal};
 use crate::format::segment::BLOCK_BYTES;
-use crate::io::files::{FileId, Way};
+use crate::io::files::{Access, FileId};
 use crate::tier::disk::batch::{Mark, PutCell, PutPlane, Puts};
 use crate::tier::disk::files::{Pinned, refusal};
 use crate::tier::disk::gather::{Gather, in_place, within};
@@ -107,7 +107,7 @@ impl DiskTier {
     }
 
     unsafe fn write(&self, puts: &mut Puts, jobs: &mut [PendingRecord<'_>]) {
-        let mut gather = Gather::new(&*self.files, &self.staging, Way::Write);
+        let mut gather = Gather::new(&*self.files, &self.staging, Access::Write);
         for (owner, job) in jobs.iter_mut().enumerate() {
             // SAFETY: the caller's guarantee, here and below: flushed memory belongs to planes or
             // to the gather itself.

@@ -8,7 +8,7 @@ use crate::format::checkpoint::{
 };
 use crate::format::record::Chunk;
 use crate::format::segment::BLOCK_BYTES;
-use crate::io::files::{FileId, Way};
+use crate::io::files::{Access, FileId};
 use crate::tier::disk::files::{checkpoint as checkpoint_name, refusal, unfinished};
 use crate::tier::disk::recovered::Finder;
 use crate::tier::disk::staging::StagingGuard;
@@ -86,7 +86,13 @@ impl Sink<'_> {
         let offset = BLOCK_BYTES as u64 + u64::from(self.frames) * FRAME_BYTES as u64;
         // SAFETY: as above; no one else uses the buffer.
         unsafe {
-            self.tier.transfer_one(self.file, Way::Write, offset, address, FRAME_BYTES as u64)?;
+            self.tier.transfer_one(
+                self.file,
+                Access::Write,
+                offset,
+                address,
+                FRAME_BYTES as u64,
+            )?;
         }
         self.frames += 1;
         self.used = 0;
@@ -240,7 +246,7 @@ impl DiskTier {
         // SAFETY: the sink's own buffer, longer than a block.
         unsafe {
             address.copy_from_nonoverlapping(block.as_ptr(), BLOCK_BYTES);
-            self.transfer_one(file, Way::Write, 0, address, BLOCK_BYTES as u64)?;
+            self.transfer_one(file, Access::Write, 0, address, BLOCK_BYTES as u64)?;
         }
         self.files.sync(file)
     }
@@ -299,7 +305,7 @@ impl DiskTier {
         let address = buffer.address();
         let whole = |frames: u32| frames as usize * FRAME_BYTES;
         // SAFETY: a local buffer, here and below.
-        let read = unsafe { self.transfer_one(file, Way::Read, 0, address, BLOCK_BYTES as u64) };
+        let read = unsafe { self.transfer_one(file, Access::Read, 0, address, BLOCK_BYTES as u64) };
         // SAFETY: as above.
         let block = unsafe { std::slice::from_raw_parts(address, BLOCK_BYTES) };
         let header = Header::decode(block).filter(|header| {
@@ -315,7 +321,7 @@ impl DiskTier {
             let offset = BLOCK_BYTES as u64 + whole(index) as u64;
             let length = whole(frames) as u64;
             // SAFETY: as above.
-            if unsafe { self.transfer_one(file, Way::Read, offset, address, length) }.is_err() {
+            if unsafe { self.transfer_one(file, Access::Read, offset, address, length) }.is_err() {
                 return Ok(None);
             }
             // SAFETY: as above.

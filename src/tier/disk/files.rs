@@ -2,7 +2,7 @@
 
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
-use crate::io::files::{FileId, Files, Piece, Way};
+use crate::io::files::{Access, FileId, Files, Piece};
 use crate::tier::disk::DiskTier;
 use crate::tier::disk::batch::Mark;
 use crate::tier::disk::state::Segment;
@@ -166,7 +166,7 @@ impl DiskTier {
     pub(super) unsafe fn transfer_one(
         &self,
         file: FileId,
-        way: Way,
+        way: Access,
         offset: u64,
         address: *mut u8,
         bytes: u64,

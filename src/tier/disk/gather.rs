@@ -1,7 +1,7 @@
 //! Collects transfers and executes them in batches, in place or through staging memory.
 
 use crate::base::status::Result;
-use crate::io::files::{FileId, Files, Part, Piece, Way};
+use crate::io::files::{Access, FileId, Files, Part, Piece};
 use crate::tier::disk::staging::{STAGING_BYTES, Staging, StagingGuard};
 
 /// Most pieces of a batch, so that a large batch does not wait for its last header.
@@ -18,7 +18,7 @@ struct Back {
 pub(super) struct Gather<'a> {
     files: &'a dyn Files,
     staging: &'a Staging,
-    way: Way,
+    way: Access,
     buffer: Option<StagingGuard<'a>>,
     used: u64,
     pieces: Vec<Piece>,
@@ -29,7 +29,7 @@ pub(super) struct Gather<'a> {
 }
 
 impl<'a> Gather<'a> {
-    pub fn new(files: &'a dyn Files, staging: &'a Staging, way: Way) -> Gather<'a> {
+    pub fn new(files: &'a dyn Files, staging: &'a Staging, way: Access) -> Gather<'a> {
         Gather {
             files,
             staging,

@@ -3,7 +3,7 @@
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::segment::{BLOCK_BYTES, SegmentHeader};
-use crate::io::files::{FileId, Way};
+use crate::io::files::{Access, FileId};
 use crate::tier::disk::files::{refusal, segment as segment_name};
 use crate::tier::disk::spot::MAX_SEGMENT;
 use crate::tier::disk::state::{Front, Grant, Segment, State};
@@ -117,7 +117,7 @@ impl DiskTier {
         // SAFETY: a block of memory that no one else uses.
         let written = unsafe {
             buffer.address().copy_from_nonoverlapping(block.as_ptr(), BLOCK_BYTES);
-            self.transfer_one(file, Way::Write, 0, buffer.address(), BLOCK_BYTES as u64)
+            self.transfer_one(file, Access::Write, 0, buffer.address(), BLOCK_BYTES as u64)
         };
         drop(buffer);
         written?;
@@ -231,7 +231,7 @@ impl DiskTier {
         let offset = offset_of(grant.at);
         // SAFETY: as above.
         let written =
-            unsafe { self.transfer_one(file, Way::Write, offset, address, BLOCK_BYTES as u64) };
+            unsafe { self.transfer_one(file, Access::Write, offset, address, BLOCK_BYTES as u64) };
         drop(buffer);
         self.state.lock().stats.overhead_bytes += BLOCK_BYTES as u64;
         written

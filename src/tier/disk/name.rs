@@ -6,7 +6,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::format::segment::{
     BLOCK_BYTES, HeaderError, STORE_BLOCKS, StoreHeader, StoreId, VERSION,
 };
-use crate::io::files::{FileId, Files, Piece, Way};
+use crate::io::files::{Access, FileId, Files, Piece};
 use crate::tier::disk::Options;
 use crate::tier::disk::files::{STORE, refusal, unfinished};
 use crate::tier::disk::staging::Staging;
@@ -58,7 +58,7 @@ pub(super) fn make(files: &dyn Files, staging: &Staging, options: &Options) -> R
     let draft = unfinished(STORE);
     let file = files.create(&draft, STORE_BYTES).map_err(refusal)?;
     // SAFETY: as above.
-    let written = unsafe { transfer(files, file, Way::Write, 0, buffer.address(), STORE_BYTES) };
+    let written = unsafe { transfer(files, file, Access::Write, 0, buffer.address(), STORE_BYTES) };
     let written = written.and_then(|()| files.sync(file));
     files.close(file);
     written.map_err(refusal)?;
@@ -84,7 +84,7 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
         // One read for each copy: one may be readable when the other is not.
         let Some(address) = buffer.range(at, COPY_BYTES) else { continue };
         // SAFETY: a local buffer, here and below.
-        let read = unsafe { transfer(files, file, Way::Read, at, address, COPY_BYTES) };
+        let read = unsafe { transfer(files, file, Access::Read, at, address, COPY_BYTES) };
         // SAFETY: as above; zeros where nothing was read.
         let block = unsafe { std::slice::from_raw_parts(address, BLOCK_BYTES) };
         // A copy that was not read completely may look sound by chance.
@@ -109,7 +109,7 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
     };
     for &at in &damaged {
         // In place: the sound copy is not touched, whatever happens. SAFETY: as above.
-        let written = unsafe { transfer(files, file, Way::Write, at, address, COPY_BYTES) };
+        let written = unsafe { transfer(files, file, Access::Write, at, address, COPY_BYTES) };
         match written.and_then(|()| files.sync(file)) {
             Ok(()) => log::warn!("{STORE}: the copy at {at} was damaged and has been rewritten"),
             Err(error) => {
@@ -126,7 +126,7 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
 unsafe fn transfer(
     files: &dyn Files,
     file: FileId,
-    way: Way,
+    way: Access,
     offset: u64,
     address: *mut u8,
     bytes: u64,

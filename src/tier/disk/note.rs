@@ -7,7 +7,7 @@ use crate::format::record::{
     Chunk, Encoder, Head, Kind, MAX_CELLS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, header_blocks_of,
 };
 use crate::format::segment::BLOCK_BYTES;
-use crate::io::files::Way;
+use crate::io::files::Access;
 use crate::tier::disk::batch::Mark;
 use crate::tier::disk::state::{Front, Grant, Note, Segment};
 use crate::tier::disk::{DiskTier, offset_of};
@@ -202,7 +202,8 @@ impl DiskTier {
         });
         let (file, offset) = (pinned.file, offset_of(grant.at));
         // SAFETY: as above.
-        let written = unsafe { self.transfer_one(file, Way::Write, offset, address, bytes as u64) };
+        let written =
+            unsafe { self.transfer_one(file, Access::Write, offset, address, bytes as u64) };
         drop(buffer);
         if written.is_err() {
             let _ = self.write_void(file, grant, blocks);

@@ -8,7 +8,7 @@ use crate::format::codec::cell;
 use crate::format::record::{self, Cell, MAX_HEADER_BLOCKS, MAX_RECORD_BLOCKS, blocks_of};
 use crate::format::seal::{Identity, MAX_PLANES, Plane, seal};
 use crate::format::segment::BLOCK_BYTES;
-use crate::io::files::Way;
+use crate::io::files::Access;
 use crate::tier::disk::append::sum_of;
 use crate::tier::disk::batch::{Get, GetPlane, Gets};
 use crate::tier::disk::files::Pinned;
@@ -33,7 +33,7 @@ impl DiskTier {
     /// As there, for the planes and blocks of these cells.
     pub unsafe fn read_some(&self, gets: &mut Gets, which: Range<usize>) {
         let which = which.start..which.end.min(gets.len());
-        let mut gather = Gather::new(&*self.files, &self.staging, Way::Read);
+        let mut gather = Gather::new(&*self.files, &self.staging, Access::Read);
         let mut pins = Vec::new();
         for owner in which.clone() {
             // SAFETY: the caller's guarantee, here and below.
@@ -167,7 +167,7 @@ impl DiskTier {
             fail!(Corrupt, "the plane has {} bytes, version {}", found.bytes, found.version);
         }
         let pinned = self.pin_cell(spot, stored)?;
-        let mut gather = Gather::new(&*self.files, &self.staging, Way::Read);
+        let mut gather = Gather::new(&*self.files, &self.staging, Access::Read);
         let block = BLOCK_BYTES as u64;
         let mut at = start / block * block;
         while at < start + plane.bytes {
@@ -213,7 +213,7 @@ impl DiskTier {
         let bytes = u64::from(blocks) * BLOCK_BYTES as u64;
         // SAFETY: a staging buffer is longer than any header, and no one else uses it.
         let read = unsafe {
-            self.transfer_one(pinned.file, Way::Read, offset_of(at), buffer.address(), bytes)
+            self.transfer_one(pinned.file, Access::Read, offset_of(at), buffer.address(), bytes)
         };
         // SAFETY: as above; written by the transfer, or zeros.
         let header = unsafe { std::slice::from_raw_parts(buffer.address(), bytes as usize) };

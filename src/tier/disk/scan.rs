@@ -7,7 +7,7 @@
 use crate::base::status::Result;
 use crate::format::record::{MAX_HEADER_BLOCKS, Record, decode, peek};
 use crate::format::segment::{BLOCK_BYTES, HeaderError, SegmentHeader, StoreId};
-use crate::io::files::{Piece, Way};
+use crate::io::files::{Access, Piece};
 use crate::tier::disk::files::Pinned;
 use crate::tier::disk::{DiskTier, offset_of};
 
@@ -201,7 +201,7 @@ impl DiskTier {
                 let (Some(read), Some(window)) = (read, window) else { continue };
                 let (at, blocks) = read.need;
                 let (file, bytes) = (read.pinned.file, offset_of(blocks));
-                pieces.push(Piece::one(file, Way::Read, offset_of(at), window, bytes));
+                pieces.push(Piece::one(file, Access::Read, offset_of(at), window, bytes));
             }
             if pieces.is_empty() {
                 return Ok(all);

@@ -31,7 +31,7 @@ impl Registration {
         }
         let place: *mut u8 = std::ptr::with_exposed_provenance_mut(self.address);
         // SAFETY: a segment's memory, which stays until it is taken back here.
-        match unsafe { self.device.know_host(place, self.bytes) } {
+        match unsafe { self.device.register_host(place, self.bytes) } {
             Ok(()) => *state = State::Known,
             Err(error) => log::warn!("{} bytes of memory are not pinned: {error}", self.bytes),
         }
@@ -62,7 +62,7 @@ impl Drop for Registrar {
         }
         let place: *mut u8 = std::ptr::with_exposed_provenance_mut(registration.address);
         // SAFETY: none of the segment's pieces is in use, so no copy of them is under way.
-        if let Err(error) = unsafe { registration.device.forget_host(place) } {
+        if let Err(error) = unsafe { registration.device.unregister_host(place) } {
             log::warn!("the memory of a slab stays pinned: {error}");
         }
     }

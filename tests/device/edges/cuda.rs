@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
-use kvtier::device::{Copy, Device, Event, Memory, State, Stream, Way};
+use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts};
+use kvtier::device::{Copy, Device, Direction, Event, Memory, State, Stream};
 
 use kvtier_testkit::fixtures::fake_cuda::{Fake, alone, library};
 
@@ -17,7 +17,7 @@ fn opts() -> CudaOpts {
     CudaOpts { library: Some(library()), ..CudaOpts::default() }
 }
 
-fn open(clock: Clock, choice: Choice) -> Cuda {
+fn open(clock: Clock, choice: CopyMethodChoice) -> Cuda {
     Cuda::open(clock, &CudaOpts { choice, ..opts() }).expect("a device")
 }
 
@@ -51,35 +51,36 @@ fn submit(cuda: &Cuda, after: Option<Event>, copies: &mut [Copy<'_>]) -> Result<
 #[test]
 fn memory_that_others_registered_in_parts() {
     let call = |means| match means {
-        Means::Kernel => "cuLaunchKernel",
+        CopyMethod::Kernel => "cuLaunchKernel",
         _ => "cuMemcpyBatchAsync",
     };
-    for (means, has_hole) in
-        [Means::Kernel, Means::Batch].into_iter().flat_map(|means| [(means, true), (means, false)])
+    for (means, has_hole) in [CopyMethod::Kernel, CopyMethod::Batch]
+        .into_iter()
+        .flat_map(|means| [(means, true), (means, false)])
     {
         let (_turn, fake) = alone(1);
         fake.set(12_080, 1, 1 << 30, false);
         let context = fake.own_context(0);
-        let cuda = open(Clock::real(), Choice::Fixed(means));
+        let cuda = open(Clock::real(), CopyMethodChoice::Fixed(means));
         let at = pages(4, 5);
         let page = |n: usize| at.wrapping_add(n * PAGE);
         let parts: &[usize] = if has_hole { &[0, 3] } else { &[0, 1, 2, 3] };
         parts.iter().for_each(|n| fake.register(context, page(*n), PAGE));
         // SAFETY: memory that stays.
-        unsafe { cuda.know_host(at, 4 * PAGE as u64) }.expect("it is no failure");
+        unsafe { cuda.register_host(at, 4 * PAGE as u64) }.expect("it is no failure");
         let slow = if has_hole { 4 * PAGE as u64 } else { 0 };
         assert_eq!(cuda.describe().pageable_bytes, slow, "{means}");
         let memory = cuda.allocate(PAGE as u64).expect("memory");
         let to = |n: usize| {
             let from = page(2).wrapping_add(n * 1024);
             let there = memory.address + ((n + 2) % 4 * 1024) as u64;
-            Copy::bytes(from, there, 1024, Way::Scatter, Memory::Device).expect("sound")
+            Copy::bytes(from, there, 1024, Direction::Scatter, Memory::Device).expect("sound")
         };
         let mut copies: Vec<_> = (0..4).map(to).collect();
         let before = fake.calls(call(means));
         let event = submit(&cuda, None, &mut copies).expect("taken");
         cuda.wait(event, 0).expect("it comes");
-        let goes = i64::from(means == Means::Batch && !has_hole);
+        let goes = i64::from(means == CopyMethod::Batch && !has_hole);
         assert_eq!(fake.calls(call(means)) - before, goes, "{means}, a hole: {has_hole}");
         drop(cuda);
         parts.iter().for_each(|n| fake.unregister(context, page(*n)));
@@ -94,7 +95,7 @@ fn who_asks_does_not_wait_for_a_copy_that_stands_still() {
     let kinds = ["cuMemcpyAsync", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync"];
     for (kind, pinned) in kinds.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
         let (_turn, fake) = alone(2);
-        let cuda = open(Clock::real(), Choice::default());
+        let cuda = open(Clock::real(), CopyMethodChoice::default());
         let context = fake.own_context(0);
         let (gate, barrier, ready) =
             (fake.stream_in(context), fake.event(context), fake.event(context));
@@ -102,22 +103,28 @@ fn who_asks_does_not_wait_for_a_copy_that_stands_still() {
         fake.stand(context, gate, barrier);
         fake.record(context, ready, gate);
         // SAFETY: an event that was recorded.
-        let before = unsafe { cuda.adopt(ready) }.expect("an event");
+        let before = unsafe { cuda.import_event(ready) }.expect("an event");
         let memory = cuda.allocate(PAGE as u64).expect("memory");
         let (from, to) = (pages(1, 7), pages(1, 9));
         if pinned {
             for at in [from, to] {
                 // SAFETY: memory that stays.
-                unsafe { cuda.know_host(at, PAGE as u64) }.expect("registered");
+                unsafe { cuda.register_host(at, PAGE as u64) }.expect("registered");
             }
         }
         let (bytes, from, to) = (PAGE as u64, host(from), host(to));
         let copy = || match kind {
-            "cuMemcpyAsync" => Copy::bytes(pointer(from), to, bytes, Way::Scatter, Memory::Host),
-            "cuMemcpyHtoDAsync" => {
-                Copy::bytes(pointer(from), memory.address, bytes, Way::Scatter, Memory::Device)
+            "cuMemcpyAsync" => {
+                Copy::bytes(pointer(from), to, bytes, Direction::Scatter, Memory::Host)
             }
-            _ => Copy::bytes(pointer(to), memory.address, bytes, Way::Gather, Memory::Device),
+            "cuMemcpyHtoDAsync" => Copy::bytes(
+                pointer(from),
+                memory.address,
+                bytes,
+                Direction::Scatter,
+                Memory::Device,
+            ),
+            _ => Copy::bytes(pointer(to), memory.address, bytes, Direction::Gather, Memory::Device),
         };
         let stands = !pinned || kind == "cuMemcpyAsync";
         let (waits, copies) = (fake.calls("cuStreamWaitEvent"), fake.calls(kind));
@@ -166,7 +173,8 @@ fn a_copy_that_stands_still_is_behind_the_engines_own_work() {
     let (marks, copies) = (fake.calls("cuEventRecord"), fake.calls("cuMemcpyAsync"));
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
-            let copy = Copy::bytes(pointer(here), there, PAGE as u64, Way::Scatter, Memory::Host);
+            let copy =
+                Copy::bytes(pointer(here), there, PAGE as u64, Direction::Scatter, Memory::Host);
             submit(&cuda, None, &mut [copy.expect("sound")])
         });
         let end_ns = Clock::real().now_ns() + LONG_NS;
@@ -188,7 +196,7 @@ fn a_copy_that_stands_still_is_behind_the_engines_own_work() {
 #[test]
 fn no_bytes_are_no_memory() {
     let (_turn, fake) = alone(4);
-    let engine = open(Clock::real(), Choice::default());
+    let engine = open(Clock::real(), CopyMethodChoice::default());
     let mine = engine.allocate(1 << 20).expect("memory");
     let arena = (mine.address, mine.bytes);
     let within = Cuda::open(Clock::real(), &CudaOpts { arena, ..opts() }).expect("a device");
@@ -207,7 +215,7 @@ fn no_bytes_are_no_memory() {
 fn memory_is_given_back_once_whatever_the_driver_says() {
     for is_lost in [true, false] {
         let (_turn, fake) = alone(5);
-        let cuda = open(Clock::real(), Choice::default());
+        let cuda = open(Clock::real(), CopyMethodChoice::default());
         let memory = cuda.allocate(PAGE as u64).expect("memory");
         let event = submit(&cuda, None, &mut []).expect("an event");
         if is_lost {
@@ -231,7 +239,7 @@ fn memory_is_given_back_once_whatever_the_driver_says() {
 fn a_moment_without_answers_is_no_loss() {
     let (_turn, fake) = alone(6);
     let clock = Clock::manual(1);
-    let cuda = open(clock.clone(), Choice::default());
+    let cuda = open(clock.clone(), CopyMethodChoice::default());
     let event = submit(&cuda, None, &mut []).expect("an event");
     fake.fail("cuEventQuery", -1, 1);
     for _ in 0..1000 {

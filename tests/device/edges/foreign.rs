@@ -9,7 +9,7 @@ use kvtier::device::call::Call;
 use kvtier::device::foreign::{Engine, Foreign, Rows};
 use kvtier::device::host::Host;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::device::{Copy, Device, Event, Facts, State, Stream, Way};
+use kvtier::device::{Copy, Device, Direction, Event, Facts, State, Stream};
 use kvtier::meta::view::View;
 
 /// An engine whose events come when it is told so, and whose device goes.
@@ -71,11 +71,11 @@ impl Engine for Told {
         self.ask().ok().map(|()| 77)
     }
 
-    fn know_host(&self, _: u64, _: u64) -> Result<()> {
+    fn register_host(&self, _: u64, _: u64) -> Result<()> {
         self.ask()
     }
 
-    fn forget_host(&self, _: u64) -> Result<()> {
+    fn unregister_host(&self, _: u64) -> Result<()> {
         self.ask()
     }
 
@@ -83,11 +83,11 @@ impl Engine for Told {
         Err(Status::Unsupported.into())
     }
 
-    fn hold(&self, _: u64, _: u64) -> Result<()> {
+    fn stream_wait_event(&self, _: u64, _: u64) -> Result<()> {
         self.ask()
     }
 
-    fn promise(&self) -> Result<u64> {
+    fn create_user_event(&self) -> Result<u64> {
         Err(Status::Unsupported.into())
     }
 
@@ -133,8 +133,8 @@ fn gone(says: impl FnOnce(&Foreign, Event)) {
     let place = std::ptr::dangling_mut::<u8>();
     // SAFETY: the engine does not look at it, and is not asked.
     unsafe {
-        assert_eq!(device.know_host(place, 1).expect_err("lost").status(), Status::Unavailable);
-        assert_eq!(device.forget_host(place).expect_err("lost").status(), Status::Unavailable);
+        assert_eq!(device.register_host(place, 1).expect_err("lost").status(), Status::Unavailable);
+        assert_eq!(device.unregister_host(place).expect_err("lost").status(), Status::Unavailable);
     }
     assert_eq!(device.free_bytes(), None);
     assert_eq!(engine.asked.load(Ordering::SeqCst), asked, "it was asked again");
@@ -149,11 +149,11 @@ fn any_callback_may_say_that_the_device_has_gone() {
     // With a deadline, so that this ends where nobody listens.
     gone(|device, event| unavailable(device.wait(event, Clock::real().now_ns() + 300_000_000_000)));
     // SAFETY: the engine does not look at it.
-    gone(|device, _| unavailable(unsafe { device.know_host(place, 1) }));
+    gone(|device, _| unavailable(unsafe { device.register_host(place, 1) }));
     // SAFETY: as above.
-    gone(|device, _| unavailable(unsafe { device.forget_host(place) }));
+    gone(|device, _| unavailable(unsafe { device.unregister_host(place) }));
     // SAFETY: as above.
-    gone(|device, event| unavailable(unsafe { device.hold(3, event) }));
+    gone(|device, event| unavailable(unsafe { device.stream_wait_event(3, event) }));
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn a_simulated_device_may_take_for_ever() {
     let device = Simulated::new(Clock::manual(5), opts).expect("sound");
     let (from, to) = (Box::leak(Box::new([1u8; 8])), Box::leak(Box::new([2u8; 8])));
     let view = View::canonical(from.as_mut_ptr().expose_provenance() as u64, 1, 8);
-    let copy = Copy::new(&view, 0, 1, to.as_mut_ptr(), Way::Gather).expect("sound");
+    let copy = Copy::new(&view, 0, 1, to.as_mut_ptr(), Direction::Gather).expect("sound");
     // SAFETY: memory that stays.
     let event = unsafe { device.submit(Stream(0), None, &mut [copy]) }.expect("taken");
     assert_eq!(device.state(event).expect("known"), State::Pending);

@@ -4,7 +4,7 @@
 use kvtier::base::op::{OpOpts, OpRef, RELEASED, RESOLVED};
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
-use kvtier::device::{Copy, Device, Event, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, Direction, Event, Memory, Stream};
 use kvtier::store::handle::Store;
 use kvtier::store::ready_event::Ready;
 use kvtier::store::state::CellRange;
@@ -80,7 +80,7 @@ impl Moving {
 }
 
 fn keep(rig: &Rig, event: Event) {
-    rig.device.keep(event).expect("a promise");
+    rig.device.signal_event(event).expect("a promise");
 }
 
 /// Stores documents, so that gets have something to find.
@@ -97,7 +97,7 @@ fn nothing_is_read_or_written_before_the_event() {
     {
         let rig = Rig::open(&spec_of(spec));
         for (number, shape) in (0u32..).zip(SHAPES) {
-            let event = rig.device.promise().expect("one");
+            let event = rig.device.create_user_event().expect("one");
             let mut put = Moving::begin(&rig, TransferKind::Put, number, (shape, memory), event);
             until("it was submitted", || {
                 rig.home.store.look(|core| core.cells_behind() == 0) == Ok(true)
@@ -111,7 +111,7 @@ fn nothing_is_read_or_written_before_the_event() {
 
             // Twice: out of host memory, and of the device's if there is such a tier.
             for _ in 0..2 {
-                let event = rig.device.promise().expect("one");
+                let event = rig.device.create_user_event().expect("one");
                 let get = Moving::begin(&rig, TransferKind::Get, number, (shape, memory), event);
                 // Others pass.
                 rig.get(number, Memory::Host);
@@ -138,10 +138,10 @@ fn an_event_that_fails_fails_its_moves_alone() {
         SimulatedOpts { latency_ns: 1000, fail_at: (2..40).collect(), ..SimulatedOpts::default() };
     let rig = Rig::on(&spec_of("store(host=8MiB, copiers=1)"), simulated(opts), None);
     rig.put(1, Memory::Device);
-    let promise = rig.device.promise().expect("one");
+    let promise = rig.device.create_user_event().expect("one");
     let (mut host, mut there) = ([7u8; 64], [9u8; 64]);
     let address = there.as_mut_ptr().expose_provenance() as u64;
-    let copy = Copy::bytes(host.as_mut_ptr(), address, 64, Way::Scatter, Memory::Device);
+    let copy = Copy::bytes(host.as_mut_ptr(), address, 64, Direction::Scatter, Memory::Device);
     // SAFETY: memory of this test's, which it leaves alone until the event.
     let event = unsafe { rig.device.submit(Stream(0), Some(promise), &mut [copy.expect("sound")]) };
     let event = event.expect("taken");
@@ -175,7 +175,7 @@ fn what_cannot_be_behind_an_event_is_refused() {
     let tokens = document(1, TOKENS);
     let session = rig.home.session(rig.space, &tokens);
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
-    let event = rig.device.promise().expect("one");
+    let event = rig.device.create_user_event().expect("one");
     let refused = |home: &Home, session, kind, after| {
         let what = CellRange { after: Some(after), ..engine.whole() };
         home.submit(session, kind, Level::Ram, what).map(|_| ()).unwrap_err().status()
@@ -204,7 +204,8 @@ fn a_late_event_holds_up_nothing_behind_others() {
     const COUNT: u32 = 40;
     let rig = Rig::open(&spec_of("store(host=32MiB, copiers=1)"));
     fill(&rig, 0..COUNT);
-    let events: Vec<Event> = (0..COUNT).map(|_| rig.device.promise().expect("one")).collect();
+    let events: Vec<Event> =
+        (0..COUNT).map(|_| rig.device.create_user_event().expect("one")).collect();
     let mut gets: Vec<Option<Moving>> = (0..COUNT)
         .map(|number| {
             let there = (Shape::Heads, Memory::Device);
@@ -227,7 +228,7 @@ fn moves_that_wait_leave_room_for_others() {
     let scratch = Scratch::new("behind");
     let spec = with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=1MiB,write=through");
     let rig = Rig::open(&spec);
-    let event = rig.device.promise().expect("one");
+    let event = rig.device.create_user_event().expect("one");
     // Twice what memory has.
     let mut puts: Vec<Moving> = (0..16)
         .map(|number| {
@@ -258,7 +259,7 @@ fn what_is_on_disk_comes_meanwhile() {
     rig.close();
     let rig = Rig::open(&spec);
     assert_eq!(rig.report().host_cells, 0);
-    let event = rig.device.promise().expect("one");
+    let event = rig.device.create_user_event().expect("one");
     let get = Moving::begin(&rig, TransferKind::Get, 1, (Shape::Tokens, Memory::Device), event);
     until("it was read", || rig.report().host_cells == CELLS);
     assert!(get.is_open() && get.engine.is_untouched());
@@ -274,7 +275,7 @@ fn both_have_to_come() {
     let rig = Rig::open(&spec_of("store(host=8MiB)"));
     fill(&rig, 1..2);
     for word_first in [false, true] {
-        let (event, word) = (rig.device.promise().expect("one"), Ready::default());
+        let (event, word) = (rig.device.create_user_event().expect("one"), Ready::default());
         let session = rig.home.session(rig.space, &document(1, TOKENS));
         let mut engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
         let whole = in_memory(engine.whole(), Memory::Device);
@@ -306,7 +307,7 @@ fn both_have_to_come() {
 fn who_gives_up_has_its_memory_when_the_event_has_come() {
     let rig = Rig::open(&spec_of("store(host=8MiB)"));
     fill(&rig, 1..2);
-    let event = rig.device.promise().expect("one");
+    let event = rig.device.create_user_event().expect("one");
     let tokens = document(1, TOKENS);
     let session = rig.home.session(rig.space, &tokens);
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);

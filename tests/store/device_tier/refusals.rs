@@ -129,20 +129,20 @@ impl Device for Picky {
         unsafe { self.inner.free(memory) }
     }
 
-    fn promise(&self) -> Result<Event> {
+    fn create_user_event(&self) -> Result<Event> {
         Device::promise(&*self.inner)
     }
 
-    fn keep(&self, event: Event) -> Result<()> {
+    fn signal_event(&self, event: Event) -> Result<()> {
         Device::keep(&*self.inner, event)
     }
 
-    fn lend(&self) -> Result<Stream> {
-        self.inner.lend()
+    fn lease_stream(&self) -> Result<Stream> {
+        self.inner.lease_stream()
     }
 
-    fn take_back(&self, stream: Stream) {
-        self.inner.take_back(stream);
+    fn return_stream(&self, stream: Stream) {
+        self.inner.return_stream(stream);
     }
 
     fn close(&self, deadline_ns: u64) -> Result<()> {

@@ -220,7 +220,7 @@ fn loads_are_begun_behind_a_promise() {
     far::on(device.clone(), || {
         let mut world = World::with(31, shape(Kind::Split), "store(host=4MiB)", ["", ""], (2, 256));
         world.put(70);
-        let event = device.promise().expect("it makes some");
+        let event = device.create_user_event().expect("it makes some");
         world.offload.after(Some(event)).expect("an event");
         for buffer in 0..2 {
             let all = (BlockSelection::All, decode_context(70));
@@ -249,7 +249,7 @@ fn loads_are_begun_behind_a_promise() {
         let op = unsafe { world.offload.put(2, 80, 16, &views, &OpOpts::default()) };
         let op = op.expect("room").expect("a block");
         assert!(op.info().status.is_none(), "it has not begun");
-        device.keep(event).expect("a promise");
+        device.signal_event(event).expect("a promise");
         op.wait(kvtier::base::op::RELEASED, 0).expect("it ends");
         assert_eq!(op.info().status, Some(0));
         op.remove();

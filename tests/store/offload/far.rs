@@ -5,9 +5,9 @@ use std::cell::RefCell;
 
 use kvtier::base::clock::Clock;
 use kvtier::base::sync::Arc;
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
+use kvtier::device::cuda::{CopyMethodChoice, Cuda, CudaOpts};
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, DeviceMemory, Direction, Event, Memory, Stream};
 use kvtier::offload::RingPlacement;
 use kvtier::store::state::session::{LayerViews, PlaneView, Tokens};
 
@@ -41,7 +41,7 @@ pub fn simulated(seed: u64) -> Arc<Simulated> {
 /// CUDA's; on a GPU where `KVTIER_GPU` says that there is one.
 pub fn cuda() -> Arc<Cuda> {
     let library = std::env::var_os("KVTIER_GPU").is_none().then(fake_cuda::library);
-    let opts = CudaOpts { library, choice: Choice::Measured, ..CudaOpts::default() };
+    let opts = CudaOpts { library, choice: CopyMethodChoice::Measured, ..CudaOpts::default() };
     Arc::new(Cuda::open(Clock::real(), &opts).expect("a device"))
 }
 
@@ -82,7 +82,7 @@ impl Far {
     pub fn fill(&self, from: &[f32]) -> Event {
         let (bytes, host) = (size_of_val(from) as u64, from.as_ptr().cast::<u8>().cast_mut());
         let address = self.memory.address;
-        let copy = Copy::bytes(host, address, bytes, Way::Scatter, Memory::Device);
+        let copy = Copy::bytes(host, address, bytes, Direction::Scatter, Memory::Device);
         // SAFETY: both stay until the event, for which whoever asked waits.
         unsafe { self.device.submit(Stream(0), None, &mut [copy.expect("sound")]) }.expect("taken")
     }
@@ -104,7 +104,7 @@ pub fn end(device: &dyn Device, event: Event) {
 /// Begins to read numbers of device memory, as a kernel would.
 pub fn read(device: &dyn Device, address: u64, to: &mut [f32]) -> Event {
     let (bytes, host) = (size_of_val(to) as u64, to.as_mut_ptr().cast::<u8>());
-    let copy = Copy::bytes(host, address, bytes, Way::Gather, Memory::Device).expect("sound");
+    let copy = Copy::bytes(host, address, bytes, Direction::Gather, Memory::Device).expect("sound");
     // SAFETY: both stay until the event, for which whoever asked waits.
     unsafe { device.submit(Stream(1), None, &mut [copy]) }.expect("taken")
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvtier::base::status::{Result, Status};
 use kvtier::base::sync::Arc;
 use kvtier::device::host::Host;
-use kvtier::device::{Copy, Device, DeviceMemory, Event, Facts, Memory, State, Stream, Way};
+use kvtier::device::{Copy, Device, DeviceMemory, Direction, Event, Facts, Memory, State, Stream};
 
 /// Another one, with faults: which copy of a way is the next to fail, counted from 1; 0 = none,
 /// the greatest number = all.
@@ -66,7 +66,7 @@ impl Device for Faulty {
     ) -> Result<Event> {
         for copy in copies.iter() {
             let plane = copy.plane.expose_provenance() as u64;
-            if copy.way == Way::Gather {
+            if copy.direction == Direction::Gather {
                 if counts(copy, self.gather.load(Ordering::SeqCst)) {
                     Faulty::pass(&self.gather)?;
                 }

@@ -3,8 +3,8 @@
 use kvtier::base::clock::Clock;
 use kvtier::base::json_out::Json;
 use kvtier::base::machine::MemoryFacts;
-use kvtier::io::fixed::measure::measure;
-use kvtier::io::fixed::real::{FixedOpts, RealFixed};
+use kvtier::io::model_files::measure::measure;
+use kvtier::io::model_files::real::{ModelFilesOpts, RealModelFiles};
 use kvtier::stream::model::Model;
 use kvtier::stream::plan::{ComputeLocation, Inputs, Links, Memory, Plan, PlanOptions};
 
@@ -103,7 +103,7 @@ impl Args {
         let mut disk = self.disk.unwrap_or(0);
         if self.measure {
             let paths: Vec<_> = model.files.iter().map(|file| file.path.clone()).collect();
-            let files = RealFixed::open(&paths, &FixedOpts::default())?;
+            let files = RealModelFiles::open(&paths, &ModelFilesOpts::default())?;
             disk = measure(&files, &Clock::real(), MEASURED_BYTES)?;
         }
         Ok(Links { disk, device: self.device_link.unwrap_or(0), processor: 0 })

@@ -13,7 +13,7 @@ use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::io::fixed::real::FixedOpts;
+use kvtier::io::model_files::real::ModelFilesOpts;
 use kvtier::stream::plan::{Links, Mode, PlanOptions};
 use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer, Verify};
 use kvtier::stream::units::Role;
@@ -143,10 +143,10 @@ impl Args {
             measure: true,
             in_place: self.in_place,
             readers: self.readers,
-            files: FixedOpts {
+            files: ModelFilesOpts {
                 buffered: self.buffered,
                 mapped: self.mapped,
-                ..FixedOpts::default()
+                ..ModelFilesOpts::default()
             },
             verify,
             sidecar: Some(PathBuf::new()),

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use crate::disk::{SimFiles, SimOpts};
 use kvtier::base::memory::{Buffer, MemoryWish};
 use kvtier::base::status::{Result, Status};
-use kvtier::io::files::{Entry, FileId, Files, LOCK_NAME, MAX_PARTS, Part, Piece, Way};
+use kvtier::io::files::{Access, Entry, FileId, Files, LOCK_NAME, MAX_PARTS, Part, Piece};
 use kvtier::io::real::{RealFiles, RealOpts};
 
 /// A directory that goes away with its test.
@@ -96,19 +96,19 @@ fn transfer(files: &dyn Files, piece: Piece) -> Result<()> {
     piece.result
 }
 
-pub fn whole(file: FileId, way: Way, offset: u64, buffer: &Buffer) -> Piece {
-    Piece::one(file, way, offset, buffer.address(), buffer.bytes())
+pub fn whole(file: FileId, access: Access, offset: u64, buffer: &Buffer) -> Piece {
+    Piece::one(file, access, offset, buffer.address(), buffer.bytes())
 }
 
 pub fn write(files: &dyn Files, file: FileId, offset: u64, fill: u8, bytes: u64) -> Result<()> {
     let buffer = memory(bytes);
     bytes_of(&buffer).fill(fill);
-    transfer(files, whole(file, Way::Write, offset, &buffer))
+    transfer(files, whole(file, Access::Write, offset, &buffer))
 }
 
 pub fn read(files: &dyn Files, file: FileId, offset: u64, bytes: u64) -> Result<Vec<u8>> {
     let buffer = memory(bytes);
-    transfer(files, whole(file, Way::Read, offset, &buffer))?;
+    transfer(files, whole(file, Access::Read, offset, &buffer))?;
     Ok(bytes_of(&buffer).to_vec())
 }
 
@@ -127,8 +127,8 @@ fn what_is_written_is_read_in_any_parts() {
             let file = files.create("x", offset + total).expect("created");
             let (from, to) = (memory(total), memory(total + unit));
             bytes_of(&from).iter_mut().enumerate().for_each(|(i, b)| *b = (i * 7 / 3) as u8);
-            let mut out = whole(file, Way::Write, offset, &from);
-            let mut back = whole(file, Way::Read, offset, &to);
+            let mut out = whole(file, Access::Write, offset, &from);
+            let mut back = whole(file, Access::Read, offset, &to);
             let (mut a, mut b) = (0, unit);
             for i in 0..MAX_PARTS {
                 let (bytes, other) = (unit * lens[i], unit * lens[MAX_PARTS - 1 - i]);
@@ -156,19 +156,19 @@ fn a_batch_goes_to_several_files() {
             (0..5).map(|i| files.create(&format!("f{i}"), unit * 40).expect("created")).collect();
         let stock = memory(unit * 200);
         let at = |i: u64| stock.range(i * unit, unit).expect("inside");
-        let pieces = |way| -> Vec<Piece> {
+        let pieces = |access| -> Vec<Piece> {
             (0..200)
-                .map(|i| Piece::one(ids[i as usize % 5], way, i / 5 * unit, at(i), unit))
+                .map(|i| Piece::one(ids[i as usize % 5], access, i / 5 * unit, at(i), unit))
                 .collect()
         };
         let pattern = |i: usize| (i / unit as usize * 31 + i) as u8;
         bytes_of(&stock).iter_mut().enumerate().for_each(|(i, b)| *b = pattern(i));
-        let mut batch = pieces(Way::Write);
+        let mut batch = pieces(Access::Write);
         // SAFETY: the memory is this test's own.
         unsafe { files.transfer(&mut batch) };
         assert!(batch.iter().all(|piece| piece.result.is_ok()));
         bytes_of(&stock).fill(0);
-        let mut batch = pieces(Way::Read);
+        let mut batch = pieces(Access::Read);
         // One that is wrong, one past the end, one of a file that is not open, one
         // with nothing in it: each for itself.
         batch[10].parts[0].address = std::ptr::null_mut();
@@ -176,7 +176,7 @@ fn a_batch_goes_to_several_files() {
         batch[101].file = FileId(u32::MAX);
         batch[102].parts[0].bytes = 0;
         batch[199].offset = unit * 39 + unit / 2 * (files.align_bytes() == 1) as u64;
-        batch.push(Piece::one(ids[0], Way::Read, unit * 41, at(3), unit));
+        batch.push(Piece::one(ids[0], Access::Read, unit * 41, at(3), unit));
         batch.pop();
         // SAFETY: as above.
         unsafe { files.transfer(&mut batch) };
@@ -222,14 +222,14 @@ fn reads_past_the_end_are_errors_and_writes_make_longer() {
         let (far, long) = ((1 << 63) - unit, (1 << 30) + unit);
         let buffer = memory(4096);
         for (offset, bytes) in [(far, unit), (u64::MAX - unit + 1, unit), (0, long)] {
-            let piece = Piece::one(file, Way::Read, offset, buffer.address(), bytes);
+            let piece = Piece::one(file, Access::Read, offset, buffer.address(), bytes);
             assert_eq!(status(transfer(files, piece)), Status::Invalid);
         }
         if unit > 1 {
             assert_eq!(status(read(files, file, 1, unit)), Status::Invalid);
             assert_eq!(status(read(files, file, 0, unit - 1)), Status::Invalid);
             let inside = buffer.range(1, unit.min(2048)).expect("inside");
-            let piece = Piece::one(file, Way::Read, 0, inside, unit);
+            let piece = Piece::one(file, Access::Read, 0, inside, unit);
             assert_eq!(status(transfer(files, piece)), Status::Invalid);
         }
     });

@@ -11,7 +11,7 @@ use crate::disk::plan::{Fault, Plan, Planned, STUCK_NS};
 use kvtier::base::random::Random;
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::fail;
-use kvtier::io::files::{Entry, FileId, Piece, Way};
+use kvtier::io::files::{Access, Entry, FileId, Piece};
 use kvtier::io::open_files::OpenFiles;
 
 /// What is in the memory after a read that failed.
@@ -303,9 +303,9 @@ impl Disk {
         let inode = self.open.get(piece.file)?.inode;
         // SAFETY: the caller's promise, for either way.
         let done = unsafe {
-            match piece.way {
-                Way::Read => self.read(inode, piece),
-                Way::Write => self.write(inode, piece),
+            match piece.access {
+                Access::Read => self.read(inode, piece),
+                Access::Write => self.write(inode, piece),
             }
         };
         done.map_err(|error| error.within(&self.name_of(piece.file)))

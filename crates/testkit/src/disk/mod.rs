@@ -23,7 +23,7 @@ use crate::disk::medium::{Call, Disk};
 use crate::disk::plan::{Costs, Plan};
 use kvtier::base::status::{Result, Status};
 use kvtier::base::sync::{Arc, Mutex};
-use kvtier::io::files::{Entry, FileId, Files, Piece, Way, check_name};
+use kvtier::io::files::{Access, Entry, FileId, Files, Piece, check_name};
 
 /// How a simulated disk is.
 #[derive(Clone, Copy, Debug)]
@@ -154,9 +154,9 @@ impl SimFiles {
     unsafe fn transfer_one(&self, piece: &mut Piece) -> Result<()> {
         piece.check(self.align)?;
         let file = self.disk.lock().name_of(piece.file);
-        let name = match piece.way {
-            Way::Read => "read",
-            Way::Write => "write",
+        let name = match piece.access {
+            Access::Read => "read",
+            Access::Write => "write",
         };
         let call = Call { name, file: &file, offset: piece.offset, bytes: piece.bytes() };
         // SAFETY: the caller's promise.

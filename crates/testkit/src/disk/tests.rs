@@ -340,7 +340,7 @@ fn a_failed_write_leaves_anything_and_a_failed_read_shows_nothing() {
         let file = files.create("x", 1024).expect("created");
         assert!(write(&files, file, 0, 9, 1024).is_err());
         let buffer = crate::disk::contract::memory(1024);
-        let mut pieces = [crate::disk::contract::whole(file, Way::Read, 0, &buffer)];
+        let mut pieces = [crate::disk::contract::whole(file, Access::Read, 0, &buffer)];
         // SAFETY: the memory is this test's own.
         unsafe { files.transfer(&mut pieces) };
         assert!(pieces[0].result.is_err());

@@ -54,7 +54,7 @@ impl Behind {
             return Some(self.named[self.random.below(known) as usize]);
         }
         // One that is lost makes none.
-        let promise = device.promise().ok()?;
+        let promise = device.create_user_event().ok()?;
         let mut event = promise;
         if self.random.coin() {
             // SAFETY: without copies there is no memory.
@@ -125,7 +125,7 @@ impl World {
         for asked in self.asked.values_mut().filter(|asked| asked.after == Some(event)) {
             asked.show()?;
         }
-        match self.tools.device.keep(promise) {
+        match self.tools.device.signal_event(promise) {
             Ok(()) => Ok(()),
             Err(error) => Err(error.into()),
         }

@@ -2,8 +2,8 @@
 
 use crate::device::call::{Call, Kind};
 use crate::device::conformance::Outcome;
-use crate::device::conformance::bench::{Bench, Room};
-use crate::device::conformance::kernels::{Lab, all_near, near, rounded, size};
+use crate::device::conformance::bench::{Bench, TestBuffer};
+use crate::device::conformance::kernels::{Lab, check_all_close, check_close, rounded, size};
 use crate::meta::dtype::Dtype;
 
 /// What is written is f32, whatever queries are; what each head got is written.
@@ -55,8 +55,8 @@ struct Problem<'a> {
     keys: Vec<f32>,
     /// Rows as long as those of keys.
     values: Vec<f32>,
-    rooms: [Room<'a>; 3],
-    table: Room<'a>,
+    buffers: [TestBuffer<'a>; 3],
+    table: TestBuffer<'a>,
 }
 
 impl<'a> Problem<'a> {
@@ -71,18 +71,18 @@ impl<'a> Problem<'a> {
             let bytes = super::bytes_of(numbers, dtype);
             lab.put(&if shape.is_paged { paged(&bytes, shape.row()) } else { bytes })
         };
-        let rooms = [lab.put_numbers(&queries, dtype)?, lay(&keys)?, lay(&values)?];
+        let buffers = [lab.put_numbers(&queries, dtype)?, lay(&keys)?, lay(&values)?];
         let table: Vec<u64> = places(tokens.div_ceil(PAGE), shape.row())
             .into_iter()
-            .map(|at| rooms[1].address + at as u64)
+            .map(|at| buffers[1].address + at as u64)
             .collect();
-        Ok(Problem { shape, queries, keys, values, rooms, table: lab.put_u64(&table)? })
+        Ok(Problem { shape, queries, keys, values, buffers, table: lab.put_u64(&table)? })
     }
 
     /// A call without what is written.
     fn call(&self, kind: Kind) -> Call {
         let Shape { queries, tokens, heads, key_heads, dim, dtype, is_paged } = self.shape;
-        let [asked, keys, values] = &self.rooms;
+        let [asked, keys, values] = &self.buffers;
         let values = if self.shape.is_latent() { keys } else { values };
         let (row, head) = (self.shape.row() as i64, (dim * size(dtype)) as i64);
         let before = BEFORE as u64;
@@ -159,8 +159,8 @@ impl<'a> Problem<'a> {
             let (query, head) = (at / heads, at % heads);
             let position = self.shape.first() + query;
             let (_, want, log) = self.attend((query, head), &|key| sees(head, position, key));
-            near("log-sum-exp", at, lse[at], log, lse_bound)?;
-            all_near("result", &out[at * want.len()..][..want.len()], &want, bound)?;
+            check_close("log-sum-exp", at, lse[at], log, lse_bound)?;
+            check_all_close("result", &out[at * want.len()..][..want.len()], &want, bound)?;
         }
         Ok(())
     }
@@ -217,8 +217,8 @@ pub fn estimate(bench: &Bench<'_>) -> Outcome {
                 want[1][head * tokens + shape.first() + query - key] += weight;
             }
         }
-        all_near("sum of key", &columns.numbers(Dtype::F32)?, &want[0], 4e-6)?;
-        all_near("sum of distance", &distances.numbers(Dtype::F32)?, &want[1], 4e-6)?;
+        check_all_close("sum of key", &columns.numbers(Dtype::F32)?, &want[0], 4e-6)?;
+        check_all_close("sum of distance", &distances.numbers(Dtype::F32)?, &want[1], 4e-6)?;
     }
     Ok(())
 }
@@ -273,17 +273,17 @@ fn prefill_once(
     let out = lab.out(queries * heads * value_dim * 4)?;
     let more = lab.out(queries * heads * 4)?;
     let scratch = lab.put(&vec![7; 12 * heads * (tokens / 32 + 8)])?;
-    let told = |room: &Room<'_>| if lists.is_empty() { 0 } else { room.address };
+    let if_listed = |buffer: &TestBuffer<'_>| if lists.is_empty() { 0 } else { buffer.address };
     let ran = lab.try_run(Call {
         out: out.at(),
         out_stride: (heads * value_dim * 4) as i64,
         out_head_stride: (value_dim * 4) as i64,
         more: more.at(),
         count: lists.len() as u32,
-        numbers: told(&said),
-        counts: told(&starts),
-        index: told(&items),
-        scratch: told(&scratch),
+        numbers: if_listed(&said),
+        counts: if_listed(&starts),
+        index: if_listed(&items),
+        scratch: if_listed(&scratch),
         scratch_bytes: if lists.is_empty() { 0 } else { scratch.len as u64 },
         flags: OUT_F32,
         ..problem.call(Kind::Prefill)
@@ -333,17 +333,17 @@ fn decode_once(lab: &Lab<'_>, problem: &Problem<'_>, list: Option<Vec<u32>>) -> 
     let sum_bytes = if has_list { 0 } else { 4 * rows * places };
     let scratch = lab.put(&vec![7; 4 * rows * (parts * (value_dim + 2) + 1) + sum_bytes])?;
     let (index, counts) = (lab.put_u32(&list)?, lab.put_u32(&[list.len() as u32])?);
-    let told = |n: u64| if has_list { n } else { 0 };
+    let if_listed = |n: u64| if has_list { n } else { 0 };
     lab.run(Call {
         out: out.at(),
         out_stride: (heads * value_dim * 4) as i64,
         out_head_stride: (value_dim * 4) as i64,
         more: more.at(),
-        count: told(1) as u32,
-        index: told(index.address),
-        counts: told(counts.address),
-        keep: told(list.len() as u64) as u32,
-        recent: told(PAGE as u64) as u32,
+        count: if_listed(1) as u32,
+        index: if_listed(index.address),
+        counts: if_listed(counts.address),
+        keep: if_listed(list.len() as u64) as u32,
+        recent: if_listed(PAGE as u64) as u32,
         numbers: if has_list { 0 } else { sums.at() },
         scratch: scratch.address,
         scratch_bytes: scratch.len as u64,
@@ -364,5 +364,5 @@ fn decode_once(lab: &Lab<'_>, problem: &Problem<'_>, list: Option<Vec<u32>>) -> 
         let line = &mut want[at % heads * tokens..];
         line.iter_mut().zip(weights).for_each(|(sum, weight)| *sum += weight);
     }
-    all_near("sum of key", &sums.numbers(Dtype::F32)?, &want, 4e-6)
+    check_all_close("sum of key", &sums.numbers(Dtype::F32)?, &want, 4e-6)
 }

@@ -2,7 +2,7 @@
 
 use crate::device::call::{Call, Kind};
 use crate::device::conformance::bench::Bench;
-use crate::device::conformance::kernels::{Lab, all_near};
+use crate::device::conformance::kernels::{Lab, check_all_close};
 use crate::device::conformance::{Outcome, need};
 use crate::meta::dtype::Dtype;
 
@@ -15,28 +15,30 @@ pub fn add(bench: &Bench<'_>) -> Outcome {
     let group = 3;
     for _ in 0..lab.rounds() {
         let tokens = 1 + lab.below(900);
-        let (far, apart) = (tokens + lab.below(9), tokens + lab.below(9));
-        let (before, more) =
-            (lab.numbers(LISTS * far, Dtype::F32), lab.numbers(LISTS * group * apart, Dtype::F32));
+        let (score_stride, row_stride) = (tokens + lab.below(9), tokens + lab.below(9));
+        let (before, more) = (
+            lab.numbers(LISTS * score_stride, Dtype::F32),
+            lab.numbers(LISTS * group * row_stride, Dtype::F32),
+        );
         let scores = lab.change(&super::bytes_of(&before, Dtype::F32))?;
         let there = lab.put_numbers(&more, Dtype::F32)?;
         lab.run(Call {
             kind: Kind::Add as u32,
             numbers: scores.at(),
-            out_head_stride: 4 * far as i64,
+            out_head_stride: 4 * score_stride as i64,
             key_heads: LISTS as u32,
             tokens: tokens as u32,
             more: there.address,
             query_heads: (LISTS * group) as u32,
-            query_head_stride: 4 * apart as i64,
+            query_head_stride: 4 * row_stride as i64,
             ..Call::default()
         })?;
         let mut want: Vec<f64> = before.iter().map(|x| f64::from(*x)).collect();
-        for (row, more) in more.chunks(apart).enumerate() {
-            let list = &mut want[row / group * far..];
+        for (row, more) in more.chunks(row_stride).enumerate() {
+            let list = &mut want[row / group * score_stride..];
             list.iter_mut().zip(&more[..tokens]).for_each(|(x, y)| *x += f64::from(*y));
         }
-        all_near("score", &scores.numbers(Dtype::F32)?, &want, 1e-6)?;
+        check_all_close("score", &scores.numbers(Dtype::F32)?, &want, 1e-6)?;
     }
     Ok(())
 }
@@ -48,12 +50,12 @@ pub fn keep(bench: &Bench<'_>) -> Outcome {
         let tokens = 1 + lab.below(1500);
         let [sinks, recent] = [0, 1].map(|_| lab.below(10));
         let keep = 1 + lab.below(tokens as u64);
-        let room = tokens.min(sinks + recent + keep);
+        let capacity = tokens.min(sinks + recent + keep);
         let few = |x: f32| if round % 2 == 0 { (x * 3.0).round() } else { x };
         let numbers = lab.numbers(LISTS * tokens, Dtype::F32);
         let numbers: Vec<f32> = numbers.into_iter().map(few).collect();
         let scores = lab.put_numbers(&numbers, Dtype::F32)?;
-        let (index, counts) = (lab.out(LISTS * room * 4)?, lab.out(LISTS * 4)?);
+        let (index, counts) = (lab.out(LISTS * capacity * 4)?, lab.out(LISTS * 4)?);
         lab.run(Call {
             kind: Kind::Keep as u32,
             numbers: scores.address,
@@ -64,7 +66,7 @@ pub fn keep(bench: &Bench<'_>) -> Outcome {
             recent: recent as u32,
             keep: keep as u32,
             index: index.at(),
-            out_stride: 4 * room as i64,
+            out_stride: 4 * capacity as i64,
             counts: counts.at(),
             ..Call::default()
         })?;
@@ -73,7 +75,7 @@ pub fn keep(bench: &Bench<'_>) -> Outcome {
             let want = kept(scores, (sinks, recent, keep));
             let count = counts[list] as usize;
             need(count == want.len(), || format!("{count} of {tokens} stay: {}", want.len()))?;
-            let is_right = index[list * room..][..count] == want;
+            let is_right = index[list * capacity..][..count] == want;
             need(is_right, || format!("others than the best {keep} of {tokens} stay"))?;
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::device::call::{Call, Kind};
 use crate::device::conformance::bench::Bench;
-use crate::device::conformance::kernels::{Lab, all_near, size};
+use crate::device::conformance::kernels::{Lab, check_all_close, size};
 use crate::device::conformance::{Outcome, need};
 use crate::meta::dtype::Dtype;
 
@@ -114,7 +114,7 @@ pub fn scores(bench: &Bench<'_>) -> Outcome {
         let want: Vec<f64> = (0..queries * heads * list.len()).map(score).collect();
         // 2 u (D + 1) times the sum of sizes, which is D at most.
         let bound = 2.0 * (DIM * (DIM + 1)) as f64 / f64::from(1 << 24);
-        all_near("score", &out.numbers(Dtype::F32)?, &want, bound)?;
+        check_all_close("score", &out.numbers(Dtype::F32)?, &want, bound)?;
     }
     Ok(())
 }

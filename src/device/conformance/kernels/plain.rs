@@ -3,7 +3,7 @@
 use crate::base::checksum::checksum;
 use crate::device::call::{Call, Kind};
 use crate::device::conformance::bench::Bench;
-use crate::device::conformance::kernels::{Lab, all_near, bytes_of, near};
+use crate::device::conformance::kernels::{Lab, bytes_of, check_all_close, check_close};
 use crate::device::conformance::{Outcome, need};
 use crate::meta::dtype::Dtype;
 
@@ -147,15 +147,15 @@ fn narrow(lab: &Lab<'_>, dtype: Dtype) -> Outcome {
     for (row, numbers) in numbers.chunks(dim).enumerate() {
         let most = numbers.iter().fold(0.0_f64, |most, x| most.max(f64::from(*x).abs()));
         let scale = most / 127.0;
-        near("scale", row, own[row] / scale as f32, 1.0, 1e-6)?;
+        check_close("scale", row, own[row] / scale as f32, 1.0, 1e-6)?;
         for (at, (&x, &code)) in numbers.iter().zip(&got[row * dim..]).enumerate() {
-            let is_near = (f64::from(x) / scale - f64::from(code)).abs() < 0.501;
-            need(is_near, || format!("number {at} of row {row}, {x}, becomes {code} of {scale}"))?;
+            let is_close = (f64::from(x) / scale - f64::from(code)).abs() < 0.501;
+            need(is_close, || format!("number {at} of row {row}, {x}, becomes {code} of {scale}"))?;
         }
     }
     let wide = lab.out(4 * numbers.len())?;
     lab.run(call(Dtype::I8, Dtype::F32, (codes.at(), wide.at()), scales.at()))?;
     let product = |(at, code): (usize, &i8)| f64::from(*code) * f64::from(own[at / dim]);
     let want: Vec<f64> = got.iter().enumerate().map(product).collect();
-    all_near("number from I8", &wide.numbers(Dtype::F32)?, &want, 1e-6)
+    check_all_close("number from I8", &wide.numbers(Dtype::F32)?, &want, 1e-6)
 }

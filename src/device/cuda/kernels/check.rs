@@ -88,9 +88,9 @@ impl Rows<'_> {
             if stride.unsigned_abs() % size != 0 {
                 fail!(Invalid, "{name} lie {stride} bytes apart, numbers have {size}");
             }
-            let far = i128::from(count.max(1) - 1) * i128::from(stride);
-            low += far.min(0);
-            high += far.max(0);
+            let reach = i128::from(count.max(1) - 1) * i128::from(stride);
+            low += reach.min(0);
+            high += reach.max(0);
         }
         if low < 0 || high > i128::from(u64::MAX) {
             fail!(Invalid, "{name} reach beyond all addresses");

@@ -2,7 +2,7 @@
 
 use crate::base::memory::Buffer;
 use crate::base::status::{Error, Result, Status};
-use crate::io::files::{FileId, Files, Piece, Way};
+use crate::io::files::{Access, FileId, Files, Piece};
 use crate::tier::disk::staging::Staging;
 
 /// Reads ranges of files, one at a time.
@@ -34,7 +34,7 @@ impl<'a> FileReader<'a> {
         }
         let address = self.buffer.as_ref().and_then(|buffer| buffer.range(0, bytes));
         let address = address.ok_or_else(|| Error::from(Status::NoMem))?;
-        let mut pieces = [Piece::one(file, Way::Read, offset, address, bytes)];
+        let mut pieces = [Piece::one(file, Access::Read, offset, address, bytes)];
         // SAFETY: this value's own buffer, of at least that length.
         unsafe { self.files.transfer(&mut pieces) };
         let [piece] = pieces;

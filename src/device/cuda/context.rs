@@ -3,36 +3,36 @@
 use std::ffi::{CStr, c_int};
 
 use crate::base::status::Result;
-use crate::device::cuda::Found;
-use crate::device::cuda::driver::Driver;
-use crate::device::cuda::words::{
+use crate::device::cuda::DeviceInfo;
+use crate::device::cuda::abi::{
     CAPABILITY_MAJOR, CAPABILITY_MINOR, CAPTURE_RELAXED, Handle, Ordinal, STREAM_NON_BLOCKING,
 };
+use crate::device::cuda::driver::Driver;
 
 /// Most bytes of a device's name.
 const NAME_BYTES: usize = 256;
 
 /// The calling thread is in a context until this is dropped.
-pub struct Inside<'a> {
+pub struct ContextGuard<'a> {
     driver: &'a Driver,
     capture_mode: u32,
 }
 
-impl<'a> Inside<'a> {
-    pub fn enter(driver: &'a Driver, context: usize) -> Result<Inside<'a>> {
+impl<'a> ContextGuard<'a> {
+    pub fn enter(driver: &'a Driver, context: usize) -> Result<ContextGuard<'a>> {
         let mut capture_mode = CAPTURE_RELAXED;
         // SAFETY: a context that outlives its device. An engine that is making a graph forbids
         // other threads some calls, and its graph would fail; this thread is not part of it.
         unsafe {
             driver.check("cuCtxPushCurrent", (driver.push)(context as Handle))?;
             let code = (driver.exchange_capture_mode)(&mut capture_mode);
-            let inside = Inside { driver, capture_mode };
+            let inside = ContextGuard { driver, capture_mode };
             driver.check("cuThreadExchangeStreamCaptureMode", code)?;
             Ok(inside)
         }
     }
 
-    /// Whose device the context is.
+    /// MemoryOwner device the context is.
     pub fn ordinal(&self) -> Result<Ordinal> {
         let mut ordinal: Ordinal = 0;
         // SAFETY: a place for a number.
@@ -41,7 +41,7 @@ impl<'a> Inside<'a> {
     }
 }
 
-impl Drop for Inside<'_> {
+impl Drop for ContextGuard<'_> {
     fn drop(&mut self) {
         let mut context: Handle = std::ptr::null_mut();
         // SAFETY: what `enter` did, undone; places for what was there.
@@ -79,7 +79,7 @@ impl Driver {
     }
 
     /// What a device is.
-    pub fn found(&self, ordinal: Ordinal) -> Result<Found> {
+    pub fn found(&self, ordinal: Ordinal) -> Result<DeviceInfo> {
         let mut name = [0; NAME_BYTES];
         // SAFETY: a place of that many bytes, the last of which stays zero.
         let code =
@@ -88,7 +88,7 @@ impl Driver {
         // SAFETY: as above: it ends with a zero.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         let of = |which| self.attribute(which, ordinal).map(|number| number.max(0) as u32);
-        Ok(Found { name, capability: of(CAPABILITY_MAJOR)? * 10 + of(CAPABILITY_MINOR)? })
+        Ok(DeviceInfo { name, capability: of(CAPABILITY_MAJOR)? * 10 + of(CAPABILITY_MINOR)? })
     }
 
     /// A number of a device.

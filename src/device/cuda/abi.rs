@@ -94,7 +94,7 @@ pub const MEMORY_STAYS: c_uint = 1;
 /// A place: a device, by its number.
 pub const LOCATION_DEVICE: c_int = 1;
 /// The smallest pieces that are possible.
-pub const GRAIN_LEAST: c_int = 0;
+pub const GRANULARITY_MINIMUM: c_int = 0;
 /// Memory may be read and written.
 pub const ACCESS_READ_WRITE: c_uint = 3;
 /// Streams that are everybody's: the default one as 0 and as its old and its new name.

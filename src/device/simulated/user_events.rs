@@ -3,19 +3,19 @@
 use crate::base::status::{Result, Status};
 use crate::base::sync::Guard;
 use crate::device::simulated::{Batch, Inner, NEVER, Phase, Simulated};
-use crate::device::{Event, MAX_PROMISES};
+use crate::device::{Event, MAX_USER_EVENTS};
 use crate::fail;
 
 impl Simulated {
-    /// What [`crate::device::Device::promise`] says.
-    pub(super) fn make_promise(&self) -> Result<Event> {
+    /// What [`crate::device::Device::user_event`] says.
+    pub(super) fn new_user_event(&self) -> Result<Event> {
         let mut inner = self.now();
         if inner.lost || inner.closed {
             let status = if inner.lost { Status::Unavailable } else { Status::Closed };
             return Err(status.into());
         }
-        if inner.promises.len() >= MAX_PROMISES {
-            fail!(Again, "{MAX_PROMISES} promises are known, as many as can be");
+        if inner.user_events.len() >= MAX_USER_EVENTS {
+            fail!(Again, "{MAX_USER_EVENTS} promises are known, as many as can be");
         }
         let number = inner.batches;
         let event = inner.known.insert(Phase::Pending(Batch {
@@ -29,32 +29,32 @@ impl Simulated {
             loses: false,
             copies: Vec::new(),
         }))?;
-        inner.promises.insert(event.0);
+        inner.user_events.insert(event.0);
         inner.pending += 1;
         Ok(event)
     }
 
     /// What [`crate::device::Device::keep`] says.
-    pub(super) fn keep_promise(&self, event: Event) -> Result<()> {
+    pub(super) fn signal_user_event(&self, event: Event) -> Result<()> {
         let mut inner = self.now();
-        if !inner.promises.contains(&event.0) {
+        if !inner.user_events.contains(&event.0) {
             fail!(Handle, "event {:#x} is no promise of this device", event.0);
         }
-        inner.keep(event, self.clock.now_ns());
+        inner.signal(event, self.clock.now_ns());
         self.changed.notify_all();
         Ok(())
     }
 
     /// Keeps all that are open.
-    pub(super) fn keep_open(&self, inner: &mut Guard<'_, Inner>) {
-        let all: Vec<u64> = inner.promises.iter().copied().collect();
-        all.into_iter().for_each(|event| inner.keep(Event(event), self.clock.now_ns()));
+    pub(super) fn signal_open_events(&self, inner: &mut Guard<'_, Inner>) {
+        let all: Vec<u64> = inner.user_events.iter().copied().collect();
+        all.into_iter().for_each(|event| inner.signal(Event(event), self.clock.now_ns()));
         self.changed.notify_all();
     }
 }
 
 impl Inner {
-    fn keep(&mut self, event: Event, now: u64) {
+    fn signal(&mut self, event: Event, now: u64) {
         if let Ok(Phase::Pending(_)) = self.known.get(event) {
             self.end(event, Ok(()));
             self.unpark(now);

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 
 use crate::base::status::{Result, Status};
 use crate::device::call::{Call, Kind};
+use crate::device::cuda::abi::{EVENT_FLAGS, Handle};
 use crate::device::cuda::driver::Driver;
-use crate::device::cuda::words::{EVENT_FLAGS, Handle};
 use crate::device::slots::Slots;
 use crate::device::{Copy, DeviceMemory, Event, Memory};
 
@@ -17,11 +17,11 @@ const MAX_EVENTS: usize = 65_536;
 pub type Outcome = std::result::Result<(), Status>;
 
 /// An event of the driver's, and what it is for.
-pub struct Known {
+pub struct EventRecord {
     /// The driver's handle.
     pub event: usize,
     /// Which line it waits in.
-    line: usize,
+    queue: usize,
     /// How the batch ended, if it has.
     pub outcome: Option<Outcome>,
     /// What it ends with although its event comes: only a part of it was begun.
@@ -30,36 +30,36 @@ pub struct Known {
     refusals: (u32, u64),
     /// It comes when its device is told so, and the driver knows nothing of it: its number
     /// among the promises.
-    pub promise: Option<usize>,
+    pub user_event: Option<usize>,
     /// Its end was reported.
-    is_told: bool,
+    is_reported: bool,
     /// Device memory that the batch uses, as addresses from and to.
     uses: Vec<(u64, u64)>,
 }
 
-impl Known {
+impl EventRecord {
     /// A new event of the current context.
-    pub fn new(driver: &Driver) -> Result<Known> {
+    pub fn new(driver: &Driver) -> Result<EventRecord> {
         let mut event: Handle = std::ptr::null_mut();
         // SAFETY: a place for a handle.
         let code = unsafe { (driver.create_event)(&mut event, EVENT_FLAGS) };
         driver.check("cuEventCreate", code)?;
-        Ok(Known {
+        Ok(EventRecord {
             event: event as usize,
-            line: 0,
+            queue: 0,
             outcome: None,
             fails: None,
             refusals: (0, 0),
-            promise: None,
-            is_told: false,
+            user_event: None,
+            is_reported: false,
             uses: Vec::new(),
         })
     }
 
     /// Makes it as if new, for a batch of a line.
-    fn reset(&mut self, line: usize) {
-        (self.line, self.outcome, self.fails) = (line, None, None);
-        (self.refusals, self.promise, self.is_told) = ((0, 0), None, false);
+    fn reset(&mut self, queue: usize) {
+        (self.queue, self.outcome, self.fails) = (queue, None, None);
+        (self.refusals, self.user_event, self.is_reported) = ((0, 0), None, false);
         self.uses.clear();
     }
 
@@ -131,35 +131,35 @@ pub fn addresses(call: &Call) -> [(&'static str, u64); 11] {
 
 /// All events that are known.
 pub struct Events {
-    known: Slots<Known>,
+    known: Slots<EventRecord>,
     /// The open ones of each stream, the oldest first.
-    lines: Vec<VecDeque<Event>>,
+    queues: Vec<VecDeque<Event>>,
     open: usize,
     count: usize,
     /// Those that ended and were not reported.
     ended: VecDeque<Event>,
     /// Events of the driver that may be used again.
-    spare: Vec<Known>,
+    spare: Vec<EventRecord>,
 }
 
 impl Default for Events {
     fn default() -> Events {
         let known = Slots::new(MAX_EVENTS);
-        let (lines, ended, spare) = (Vec::new(), VecDeque::new(), Vec::new());
-        Events { known, lines, open: 0, count: 0, ended, spare }
+        let (queues, ended, spare) = (Vec::new(), VecDeque::new(), Vec::new());
+        Events { known, queues, open: 0, count: 0, ended, spare }
     }
 }
 
 impl Events {
     /// One more line; its number.
-    pub fn add_line(&mut self) -> usize {
-        self.lines.push(VecDeque::new());
-        self.lines.len() - 1
+    pub fn add_queue(&mut self) -> usize {
+        self.queues.push(VecDeque::new());
+        self.queues.len() - 1
     }
 
     /// How many events of a line are open.
-    pub fn open_in(&self, line: usize) -> usize {
-        self.lines[line].len()
+    pub fn open_in(&self, queue: usize) -> usize {
+        self.queues[queue].len()
     }
 
     /// One more event, at the end of a line. What it needs to end one day is taken now, so that
@@ -167,63 +167,63 @@ impl Events {
     pub fn begin(
         &mut self,
         driver: &Driver,
-        line: usize,
-        note: impl FnOnce(&mut Known) -> Result<()>,
+        queue: usize,
+        note: impl FnOnce(&mut EventRecord) -> Result<()>,
     ) -> Result<Event> {
         self.known.reserve()?;
-        self.lines[line].try_reserve(1).map_err(|_| Status::NoMem)?;
+        self.queues[queue].try_reserve(1).map_err(|_| Status::NoMem)?;
         self.ended.try_reserve(self.open + 1).map_err(|_| Status::NoMem)?;
         self.spare.try_reserve(self.count + 1).map_err(|_| Status::NoMem)?;
         let mut known = match self.spare.pop() {
             Some(known) => known,
-            None => Known::new(driver)?,
+            None => EventRecord::new(driver)?,
         };
-        known.reset(line);
+        known.reset(queue);
         if let Err(error) = note(&mut known) {
             self.spare.push(known);
             return Err(error);
         }
         let event = self.known.insert(known)?;
-        self.lines[line].push_back(event);
+        self.queues[queue].push_back(event);
         (self.open, self.count) = (self.open + 1, self.count + 1);
         Ok(event)
     }
 
     /// One more event that comes when it is said to. It is on no stream.
-    pub fn promise(&mut self, driver: &Driver, number: usize) -> Result<Event> {
+    pub fn user_event(&mut self, driver: &Driver, number: usize) -> Result<Event> {
         self.known.reserve()?;
         self.ended.try_reserve(self.open + 1).map_err(|_| Status::NoMem)?;
         self.spare.try_reserve(self.count + 1).map_err(|_| Status::NoMem)?;
         let mut known = match self.spare.pop() {
             Some(known) => known,
-            None => Known::new(driver)?,
+            None => EventRecord::new(driver)?,
         };
         known.reset(0);
-        known.promise = Some(number);
+        known.user_event = Some(number);
         let event = self.known.insert(known)?;
         (self.open, self.count) = (self.open + 1, self.count + 1);
         Ok(event)
     }
 
     /// Such an event ends, if it has not.
-    pub fn end_promise(&mut self, event: Event, failed: Option<Status>) {
+    pub fn end_user_event(&mut self, event: Event, failed: Option<Status>) {
         if self.known.get(event).is_ok_and(|known| known.outcome.is_none()) {
             self.end(event, failed);
         }
     }
 
     /// An event of the driver's to be put on a stream that nobody looks at.
-    pub fn take_spare(&mut self, driver: &Driver) -> Result<Known> {
-        self.spare.pop().map_or_else(|| Known::new(driver), Ok)
+    pub fn take_spare(&mut self, driver: &Driver) -> Result<EventRecord> {
+        self.spare.pop().map_or_else(|| EventRecord::new(driver), Ok)
     }
 
     /// Takes it back when it has come.
-    pub fn give_spare(&mut self, known: Known) {
+    pub fn give_spare(&mut self, known: EventRecord) {
         self.spare.push(known);
     }
 
     /// What is known of an event.
-    pub fn get(&self, event: Event) -> Result<&Known> {
+    pub fn get(&self, event: Event) -> Result<&EventRecord> {
         self.known.get(event)
     }
 
@@ -233,7 +233,7 @@ impl Events {
     }
 
     /// It ends with a status when it comes.
-    pub fn will_fail(&mut self, event: Event, status: Status) {
+    pub fn set_failure(&mut self, event: Event, status: Status) {
         if let Ok(known) = self.known.get_mut(event) {
             known.fails = Some(status);
         }
@@ -241,17 +241,17 @@ impl Events {
 
     /// What an open event will come to, if that is known: whatever would run behind one that
     /// fails has no input.
-    pub fn fate(&self, event: Event) -> Result<()> {
+    pub fn pending_failure(&self, event: Event) -> Result<()> {
         self.known.get(event)?.fails.map_or(Ok(()), |status| Err(status.into()))
     }
 
     /// The event has come, and so have all before it on its stream.
-    pub fn come(&mut self, event: Event) {
-        let line = match self.known.get(event) {
-            Ok(known) if known.outcome.is_none() && known.promise.is_none() => known.line,
+    pub fn complete(&mut self, event: Event) {
+        let queue = match self.known.get(event) {
+            Ok(known) if known.outcome.is_none() && known.user_event.is_none() => known.queue,
             _ => return,
         };
-        while let Some(first) = self.lines[line].pop_front() {
+        while let Some(first) = self.queues[queue].pop_front() {
             self.end(first, None);
             if first == event {
                 break;
@@ -269,8 +269,8 @@ impl Events {
 
     /// All that is open has failed.
     pub fn fail_all(&mut self, status: Status) {
-        for line in 0..self.lines.len() {
-            while let Some(event) = self.lines[line].pop_front() {
+        for queue in 0..self.queues.len() {
+            while let Some(event) = self.queues[queue].pop_front() {
                 self.end(event, Some(status));
             }
         }
@@ -293,33 +293,33 @@ impl Events {
     }
 
     /// The oldest open event of a line.
-    pub fn first_open(&self, line: usize) -> Option<Event> {
-        self.lines[line].front().copied()
+    pub fn first_open(&self, queue: usize) -> Option<Event> {
+        self.queues[queue].front().copied()
     }
 
     /// The newest open event of the first line that has any.
     pub fn last_open(&self) -> Option<Event> {
-        self.lines.iter().find_map(|line| line.back().copied())
+        self.queues.iter().find_map(|queue| queue.back().copied())
     }
 
     /// How many lines there are.
-    pub fn lines(&self) -> usize {
-        self.lines.len()
+    pub fn queues(&self) -> usize {
+        self.queues.len()
     }
 
     /// An open event whose batch uses that memory.
     pub fn user(&self, memory: &DeviceMemory) -> Option<Event> {
         let uses = |event: &&Event| self.known.get(**event).is_ok_and(|known| known.uses(memory));
-        self.lines.iter().flatten().find(uses).copied()
+        self.queues.iter().flatten().find(uses).copied()
     }
 
     /// Reports what has ended, each once.
-    pub fn tell(&mut self, ended: &mut [Event]) -> usize {
+    pub fn report(&mut self, ended: &mut [Event]) -> usize {
         let count = ended.len().min(self.ended.len());
         for (slot, event) in ended.iter_mut().zip(self.ended.drain(..count)) {
             *slot = event;
             if let Ok(known) = self.known.get_mut(event) {
-                known.is_told = true;
+                known.is_reported = true;
             }
         }
         count
@@ -331,9 +331,9 @@ impl Events {
         self.count -= 1;
         if known.outcome.is_none() {
             // The newest of its line: it was taken back before others came.
-            self.lines[known.line].retain(|other| *other != event);
+            self.queues[known.queue].retain(|other| *other != event);
             self.open -= 1;
-        } else if !known.is_told {
+        } else if !known.is_reported {
             // Mostly the first: events are released in the order in which they end.
             if let Some(at) = self.ended.iter().position(|other| *other == event) {
                 self.ended.remove(at);

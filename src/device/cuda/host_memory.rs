@@ -6,7 +6,7 @@ use std::ops::Bound;
 
 use crate::base::status::{Error, Result};
 use crate::base::sync::{cores, spawn};
-use crate::device::cuda::words::{Code, HOST_MAPPED, HOST_PORTABLE, code, is_sticky};
+use crate::device::cuda::abi::{Code, HOST_MAPPED, HOST_PORTABLE, code, is_sticky};
 use crate::device::cuda::{Cuda, Inner};
 use crate::fail;
 
@@ -22,7 +22,7 @@ const MAX_PIECES: u32 = 4096;
 
 /// How the device reaches a range of host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum How {
+pub enum Registration {
     /// This device has registered it.
     Ours,
     /// Somebody else has.
@@ -35,7 +35,7 @@ pub enum How {
 #[derive(Clone, Copy, Debug)]
 pub struct HostRange {
     pub bytes: u64,
-    pub how: How,
+    pub registration: Registration,
     /// Kernels find it where the processor does. Of what others have registered, perhaps in
     /// pieces, that is not known.
     pub is_mapped: bool,
@@ -48,36 +48,36 @@ impl Inner {
         (address - start < range.bytes).then_some((start, range))
     }
 
-    fn is_told(&self, from: u64, bytes: u64) -> bool {
+    fn overlaps_host_range(&self, from: u64, bytes: u64) -> bool {
         let after = (Bound::Included(from), Bound::Excluded(from + bytes));
         self.host_range(from).is_some() || self.hosts.range(after).next().is_some()
     }
 }
 
 impl Cuda {
-    /// What [`crate::device::Device::know_host`] says.
+    /// What [`crate::device::Device::register_host`] says.
     ///
     /// # Safety
     /// As there.
-    pub(super) unsafe fn tell_of_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
+    pub(super) unsafe fn register_host_range(&self, address: *mut u8, bytes: u64) -> Result<()> {
         let from = address.expose_provenance() as u64;
         if from == 0 || bytes == 0 || from.checked_add(bytes).is_none() {
             fail!(Invalid, "{bytes} bytes of host memory at {from:#x}");
         }
         let mut inner = self.inner.lock();
         Cuda::check_alive(&inner)?;
-        if inner.is_told(from, bytes) {
+        if inner.overlaps_host_range(from, bytes) {
             fail!(Invalid, "{bytes} bytes at {from:#x} overlap what the device was told of");
         }
-        let told = HostRange { bytes, how: How::Pageable, is_mapped: false };
-        inner.hosts.insert(from, told);
+        let range = HostRange { bytes, registration: Registration::Pageable, is_mapped: false };
+        inner.hosts.insert(from, range);
         drop(inner); // registering takes its time
         populate(from as usize, bytes as usize);
         let found = self.register(address, bytes);
         let mut inner = self.inner.lock();
         match (found, inner.hosts.get_mut(&from)) {
             (Ok(found), Some(range)) => *range = found,
-            (Ok(HostRange { how: How::Ours, .. }), None) => {
+            (Ok(HostRange { registration: Registration::Ours, .. }), None) => {
                 // Taken back meanwhile, against the rules: nothing of it stays.
                 drop(inner);
                 self.unregister(from)?;
@@ -93,8 +93,8 @@ impl Cuda {
 
     /// Registers a range, if it can be. An error is the device's end.
     fn register(&self, address: *mut u8, bytes: u64) -> Result<HostRange> {
-        let pageable = HostRange { bytes, how: How::Pageable, is_mapped: false };
-        let _inside = self.enter()?;
+        let pageable = HostRange { bytes, registration: Registration::Pageable, is_mapped: false };
+        let _guard = self.enter()?;
         let place: *mut c_void = address.cast();
         // SAFETY: the caller's memory, which stays until it is taken back.
         let code = unsafe {
@@ -103,7 +103,7 @@ impl Cuda {
         match code {
             0 => {}
             code::ALREADY_REGISTERED if self.is_pinned(address as u64, bytes)? => {
-                return Ok(HostRange { how: How::Theirs, ..pageable });
+                return Ok(HostRange { registration: Registration::Theirs, ..pageable });
             }
             code => {
                 let error = self.driver.error("cuMemHostRegister", code);
@@ -120,14 +120,14 @@ impl Cuda {
         // SAFETY: a place for an address, and memory that is registered.
         let code = unsafe { (self.driver.host_on_device)(&mut there, place, 0) };
         let is_mapped = code == 0 && there == address as u64;
-        Ok(HostRange { bytes, how: How::Ours, is_mapped })
+        Ok(HostRange { bytes, registration: Registration::Ours, is_mapped })
     }
 
     /// Whether all of a range is registered, piece by piece.
     fn is_pinned(&self, from: u64, bytes: u64) -> Result<bool> {
         let mut at = from;
         for _ in 0..MAX_PIECES {
-            let Some(next) = self.about(at)?.pinned_host_end(at) else { return Ok(false) };
+            let Some(next) = self.pointer_info(at)?.pinned_host_end(at) else { return Ok(false) };
             if next - from >= bytes {
                 return Ok(true);
             }
@@ -137,7 +137,7 @@ impl Cuda {
     }
 
     fn unregister(&self, address: u64) -> Result<()> {
-        let _inside = self.enter()?;
+        let _guard = self.enter()?;
         self.driver.check("cuMemHostUnregister", self.unregister_raw(address))
     }
 
@@ -148,13 +148,13 @@ impl Cuda {
         unsafe { (self.driver.unregister_host)(place) }
     }
 
-    /// What [`crate::device::Device::forget_host`] says.
-    pub(super) fn take_back_host(&self, address: *mut u8) -> Result<()> {
+    /// What [`crate::device::Device::unregister_host`] says.
+    pub(super) fn unregister_host_range(&self, address: *mut u8) -> Result<()> {
         let at = address as u64;
         let Some(range) = self.inner.lock().hosts.remove(&at) else {
             fail!(Handle, "the device was told of no host memory at {at:#x}");
         };
-        if range.how == How::Ours { self.unregister(at) } else { Ok(()) }
+        if range.registration == Registration::Ours { self.unregister(at) } else { Ok(()) }
     }
 }
 

@@ -3,9 +3,9 @@
 use crate::base::status::Result;
 use crate::base::sync::Guard;
 use crate::device::call::Call;
+use crate::device::cuda::abi::Handle;
 use crate::device::cuda::launch::Launch;
-use crate::device::cuda::peers::Apart;
-use crate::device::cuda::words::Handle;
+use crate::device::cuda::peers::PeerCopy;
 use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Device, Event};
 
@@ -26,16 +26,16 @@ impl Cuda {
     pub(super) fn put_copies<'a>(
         &'a self,
         mut inner: Guard<'a, Inner>,
-        line: usize,
+        queue: usize,
         mut after: Option<Event>,
         copies: &[Copy<'_>],
     ) -> Result<Event> {
-        if copies.iter().any(|copy| inner.may_stand(copy)) {
+        if copies.iter().any(|copy| inner.may_block(copy)) {
             // Of what an engine puts on its own streams only the driver knows.
-            let mut is_seen = self.owns_streams || line >= self.streams.len();
-            while !is_seen || self.is_behind(&mut inner, line, after)? {
+            let mut is_seen = self.owns_streams || queue >= self.streams.len();
+            while !is_seen || self.is_behind(&mut inner, queue, after)? {
                 is_seen = true;
-                let mark = self.put(&mut inner, line, after.take(), &Work::Copies(&[]))?;
+                let mark = self.put(&mut inner, queue, after.take(), &Work::Copies(&[]))?;
                 drop(inner);
                 // By asking again and again: a device that is lost meanwhile ends it.
                 let came = self.wait(mark, u64::MAX);
@@ -44,19 +44,19 @@ impl Cuda {
                 came?;
             }
         }
-        self.put(&mut inner, line, after, &Work::Copies(copies))
+        self.put(&mut inner, queue, after, &Work::Copies(copies))
     }
 
     /// Whether work that is put on a line now has to wait for any before it.
-    fn is_behind(&self, inner: &mut Inner, line: usize, after: Option<Event>) -> Result<bool> {
+    fn is_behind(&self, inner: &mut Inner, queue: usize, after: Option<Event>) -> Result<bool> {
         if let Some(event) = after
             && self.look(inner, event)?.is_none()
         {
             return Ok(true);
         }
-        let _inside = self.enter()?;
-        self.ask_first(inner, line);
-        Ok(inner.events.open_in(line) > 0)
+        let _guard = self.enter()?;
+        self.ask_first(inner, queue);
+        Ok(inner.events.open_in(queue) > 0)
     }
 
     /// Puts work on the stream of a line. When it fails before anything was begun, nothing was.
@@ -65,38 +65,38 @@ impl Cuda {
     pub(super) fn put(
         &self,
         inner: &mut Inner,
-        line: usize,
+        queue: usize,
         after: Option<Event>,
         work: &Work<'_, '_>,
     ) -> Result<Event> {
         Cuda::check_alive(inner)?;
         let waits = match after.map(|event| self.look(inner, event)).transpose()? {
             Some(Some(Err(status))) => return Err(status.into()),
-            Some(None) => {
-                after.map(|event| inner.events.fate(event).map(|()| event)).transpose()?
-            }
+            Some(None) => after
+                .map(|event| inner.events.pending_failure(event).map(|()| event))
+                .transpose()?,
             _ => None,
         };
         Cuda::check_alive(inner)?; // looking may have found that it is lost
-        let stream = self.stream_of(inner, line);
-        let _inside = self.enter()?;
-        if !self.owns_streams && line < self.streams.len() {
+        let stream = self.stream_of(inner, queue);
+        let _guard = self.enter()?;
+        if !self.owns_streams && queue < self.streams.len() {
             self.refuse_capturing(stream)?;
         }
-        let mut apart = Vec::new();
+        let mut no_access = Vec::new();
         match work {
-            Work::Copies(copies) => apart = self.check_copies(inner, copies)?,
+            Work::Copies(copies) => no_access = self.check_copies(inner, copies)?,
             Work::Kernels(_, calls) => self.check_calls(inner, calls)?,
             Work::After(_) => {}
         }
-        let event = inner.events.begin(&self.driver, line, |known| match work {
+        let event = inner.events.begin(&self.driver, queue, |known| match work {
             Work::Copies(copies) => known.note_copies(copies),
             Work::Kernels(_, calls) => known.note_calls(calls),
             Work::After(_) => Ok(()),
         })?;
         let mut begun = false;
         let issued = self.wait_for(inner, stream, waits).and_then(|()| {
-            self.issue_work(inner, event, (line, stream), (work, &apart), &mut begun)
+            self.issue_work(inner, event, (queue, stream), (work, &no_access), &mut begun)
         });
         let raw = inner.events.raw(event)?;
         // SAFETY: an event and a stream of this context.
@@ -105,7 +105,7 @@ impl Cuda {
         let Err(error) = issued.and_then(|()| record()) else { return Ok(event) };
         if begun && record().is_ok() {
             log::warn!("a batch was begun and failed: {}", error.message());
-            inner.events.will_fail(event, error.status());
+            inner.events.set_failure(event, error.status());
             return Ok(event);
         }
         // What may have been begun must have ended before the caller hears of it.
@@ -119,8 +119,8 @@ impl Cuda {
 
     fn wait_for(&self, inner: &mut Inner, stream: Handle, before: Option<Event>) -> Result<()> {
         let Some(before) = before else { return Ok(()) };
-        if let Some(number) = inner.events.get(before)?.promise {
-            return self.wait_for_promise(inner, stream, number);
+        if let Some(number) = inner.events.get(before)?.user_event {
+            return self.wait_for_user_event(inner, stream, number);
         }
         let raw = inner.events.raw(before)?;
         // SAFETY: an event and a stream of this context.
@@ -132,14 +132,14 @@ impl Cuda {
         &self,
         inner: &mut Inner,
         event: Event,
-        (line, stream): (usize, Handle),
-        (work, apart): (&Work<'_, '_>, &[Apart]),
+        (queue, stream): (usize, Handle),
+        (work, no_access): (&Work<'_, '_>, &[PeerCopy]),
         begun: &mut bool,
     ) -> Result<()> {
         match work {
             Work::Copies(copies) => {
-                let (batch, onto) = ((*copies, apart), (line, stream));
-                let plan = self.plan_sums(inner, batch, event, line)?;
+                let (batch, onto) = ((*copies, no_access), (queue, stream));
+                let plan = self.plan_sums(inner, batch, event, queue)?;
                 // SAFETY: the promise that came with the work.
                 unsafe { self.issue(inner, batch, event, onto, begun)? };
                 let Some(plan) = plan else { return Ok(()) };
@@ -158,16 +158,16 @@ impl Cuda {
         }
     }
 
-    fn stream_of(&self, inner: &Inner, line: usize) -> Handle {
-        let own = self.streams.get(line).copied();
-        own.unwrap_or_else(|| inner.listeners[line - self.streams.len()]) as Handle
+    fn stream_of(&self, inner: &Inner, queue: usize) -> Handle {
+        let own = self.streams.get(queue).copied();
+        own.unwrap_or_else(|| inner.listeners[queue - self.streams.len()]) as Handle
     }
 }
 
 impl Inner {
     /// Where memory of this device's that an address is in ends.
-    pub fn given_end(&self, address: u64) -> Option<u64> {
-        let (&start, &(bytes, _)) = self.given.range(..=address).next_back()?;
+    pub fn allocation_end(&self, address: u64) -> Option<u64> {
+        let (&start, &(bytes, _)) = self.allocations.range(..=address).next_back()?;
         let end = start.saturating_add(bytes);
         (address < end).then_some(end)
     }

@@ -4,8 +4,8 @@ use crate::base::clock::Clock;
 use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
-use crate::io::files::{FileId, Piece, Way};
-use crate::io::fixed::{FixedFiles, GRAIN_BYTES};
+use crate::io::files::{Access, FileId, Piece};
+use crate::io::model_files::{ModelFiles, READ_UNIT_BYTES};
 
 /// Length of a read.
 const PIECE_BYTES: u64 = 4 << 20;
@@ -15,7 +15,7 @@ const IN_FLIGHT: u64 = 8;
 /// Bytes per second of reads that are spread over the largest file: about `bytes` of them,
 /// and none twice. Page cache that others have filled may make it too much where reads are
 /// not direct.
-pub fn measure(files: &dyn FixedFiles, clock: &Clock, bytes: u64) -> Result<u64> {
+pub fn measure(files: &dyn ModelFiles, clock: &Clock, bytes: u64) -> Result<u64> {
     let Some(file) = (0..files.count()).max_by_key(|file| files.bytes(*file)) else {
         fail!(Invalid, "a model without files has no bandwidth");
     };
@@ -23,12 +23,12 @@ pub fn measure(files: &dyn FixedFiles, clock: &Clock, bytes: u64) -> Result<u64>
     if whole == 0 {
         fail!(Invalid, "files without bytes have no bandwidth");
     }
-    let piece = PIECE_BYTES.min(whole.next_multiple_of(GRAIN_BYTES));
+    let piece = PIECE_BYTES.min(whole.next_multiple_of(READ_UNIT_BYTES));
     let count = (bytes.min(whole) / piece).max(1);
     // From the start of one to the start of the next, so that the last ends in the file.
     let apart = match count {
         1 => 0,
-        _ => (whole.saturating_sub(piece) / (count - 1)) / GRAIN_BYTES * GRAIN_BYTES,
+        _ => (whole.saturating_sub(piece) / (count - 1)) / READ_UNIT_BYTES * READ_UNIT_BYTES,
     };
     let at_once = count.min(IN_FLIGHT);
     // As weights have it: with small pages disks give less.
@@ -41,7 +41,7 @@ pub fn measure(files: &dyn FixedFiles, clock: &Clock, bytes: u64) -> Result<u64>
         let mut pieces = Vec::new();
         for i in first..count.min(first + at_once) {
             let address = stock.range((i - first) * piece, piece).ok_or(Status::Invalid)?;
-            pieces.push(Piece::one(FileId(file), Way::Read, i * apart, address, piece));
+            pieces.push(Piece::one(FileId(file), Access::Read, i * apart, address, piece));
         }
         // SAFETY: the stock is this call's alone, and no range of it comes twice.
         unsafe { files.transfer(&mut pieces) };

@@ -1,14 +1,14 @@
 //! Checks of what callers do: anything, in any order, from several threads, waiting as they must.
 
 use crate::base::sync::{Arc, spawn};
-use crate::device::conformance::bench::{Bench, Room};
-use crate::device::conformance::{Outcome, Trouble, need};
-use crate::device::{Event, Way};
+use crate::device::conformance::bench::{Bench, TestBuffer};
+use crate::device::conformance::{NotPassed, Outcome, need};
+use crate::device::{Direction, Event};
 
 /// What a caller knows of a room: what is in it once all is done, who wrote it last and who has
 /// read it since.
-struct Known<'a> {
-    room: Room<'a>,
+struct TrackedBuffer<'a> {
+    buffer: TestBuffer<'a>,
     content: Vec<u8>,
     writer: Option<Event>,
     readers: Vec<Event>,
@@ -27,45 +27,45 @@ pub fn anything(bench: &Bench<'_>) -> Outcome {
 fn walk(bench: &Bench<'_>, len: usize, steps: u64) -> Outcome {
     let places = bench.places();
     let know = |_| {
-        let room = bench.room(bench.chance.of(&places), len)?;
-        Ok(Known { content: room.bytes()?, room, writer: None, readers: Vec::new() })
+        let buffer = bench.buffer(bench.chance.of(&places), len)?;
+        Ok(TrackedBuffer { content: buffer.bytes()?, buffer, writer: None, readers: Vec::new() })
     };
-    let mut rooms = (0..ROOMS).map(know).collect::<Outcome<Vec<Known<'_>>>>()?;
+    let mut buffers = (0..ROOMS).map(know).collect::<Outcome<Vec<TrackedBuffer<'_>>>>()?;
     let streams = u64::from(bench.device.facts().streams);
     let mut all = Vec::new();
     for _ in 0..steps {
         let from = bench.chance.below(ROOMS) as usize;
         if bench.chance.below(5) == 0 {
             // The caller uses a room itself: looks at it, then fills it.
-            let known = &mut rooms[from];
+            let known = &mut buffers[from];
             known.writer.take().map_or(Ok(()), |event| bench.wait(event))?;
-            let right = known.room.bytes()? == known.content;
+            let right = known.buffer.bytes()? == known.content;
             need(right, || "bytes that were waited for are wrong".into())?;
             known.readers.drain(..).try_for_each(|event| bench.wait(event))?;
             known.content = bench.chance.noise(len);
-            known.room.set(&known.content)?;
+            known.buffer.set(&known.content)?;
             continue;
         }
         let to = (from + 1 + bench.chance.below(ROOMS - 1) as usize) % ROOMS as usize;
-        let mut before: Vec<Event> = rooms[from].writer.into_iter().collect();
-        before.extend(rooms[to].writer);
-        before.append(&mut rooms[to].readers);
+        let mut before: Vec<Event> = buffers[from].writer.into_iter().collect();
+        before.extend(buffers[to].writer);
+        before.append(&mut buffers[to].readers);
         // One may be left to the device, the others are waited for here.
         let after = before.pop();
         before.into_iter().try_for_each(|event| bench.wait(event))?;
         let copy = match bench.chance.below(2) {
-            0 => rooms[from].room.copy(&rooms[to].room, Way::Gather)?,
-            _ => rooms[to].room.copy(&rooms[from].room, Way::Scatter)?,
+            0 => buffers[from].buffer.copy(&buffers[to].buffer, Direction::Gather)?,
+            _ => buffers[to].buffer.copy(&buffers[from].buffer, Direction::Scatter)?,
         };
         let event = bench.begin(bench.chance.below(streams) as u32, after, &mut [copy])?;
         all.push(event);
-        rooms[from].readers.push(event);
-        rooms[to].content = rooms[from].content.clone();
-        rooms[to].writer = Some(event);
+        buffers[from].readers.push(event);
+        buffers[to].content = buffers[from].content.clone();
+        buffers[to].writer = Some(event);
     }
     all.into_iter().try_for_each(|event| bench.finish(event))?;
-    for known in &rooms {
-        need(known.room.bytes()? == known.content, || "bytes are wrong at the end".into())?;
+    for known in &buffers {
+        need(known.buffer.bytes()? == known.content, || "bytes are wrong at the end".into())?;
     }
     Ok(())
 }
@@ -83,8 +83,8 @@ pub fn threads(bench: &Bench<'_>) -> Outcome {
             });
             match said {
                 Ok(()) => None,
-                Err(Trouble::Nothing(why)) => Some((why.to_string(), bench.is_stuck())),
-                Err(Trouble::Wrong(why)) => Some((why, bench.is_stuck())),
+                Err(NotPassed::Skipped(why)) => Some((why.to_string(), bench.is_stuck())),
+                Err(NotPassed::Failed(why)) => Some((why, bench.is_stuck())),
             }
         }
     };

@@ -10,12 +10,12 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::io::errno::{self, uninterrupted};
-use crate::io::fixed::{Descriptor, GRAIN_BYTES, Stamp};
+use crate::io::model_files::{Descriptor, READ_UNIT_BYTES, Stamp};
 use crate::io::open_file::OpenFile;
 use crate::io::probe;
 
 /// A file of a model.
-pub struct Opened {
+pub struct ModelFile {
     /// Its descriptor.
     pub file: Arc<OpenFile>,
     /// Its path.
@@ -51,9 +51,9 @@ fn stamp_of(file: &OpenFile, place: &str) -> Result<Stamp> {
     file.metadata().map(|facts| Stamp::from(&facts)).map_err(|e| os(&e, place))
 }
 
-impl Opened {
+impl ModelFile {
     /// Opens a regular file, also behind links: that is how models are kept.
-    pub fn open(path: &Path) -> Result<Opened> {
+    pub fn open(path: &Path) -> Result<ModelFile> {
         let place = path.display().to_string();
         // Asked before, since opening a device may do something, and asked again below, of
         // what was opened. Without waiting: a pipe may have nobody at its other end.
@@ -67,11 +67,11 @@ impl Opened {
         let file = opened.map_err(|e| os(&e, &place))?;
         let facts = file.metadata().map_err(|e| os(&e, &place)).and_then(regular)?;
         let stamp = Stamp::from(&facts);
-        if i64::try_from(stamp.bytes.saturating_add(GRAIN_BYTES)).is_err() {
+        if i64::try_from(stamp.bytes.saturating_add(READ_UNIT_BYTES)).is_err() {
             fail!(Limit, "{place} has {} bytes", stamp.bytes);
         }
         let file = OpenFile::fixed(OwnedFd::from(file), &place, stamp.bytes);
-        let opened = Opened { file: Arc::new(file), path: path.to_path_buf(), stamp };
+        let opened = ModelFile { file: Arc::new(file), path: path.to_path_buf(), stamp };
         // io_uring would give up with EAGAIN where it ought to wait.
         opened.set_flags(0)?;
         Ok(opened)
@@ -87,17 +87,17 @@ impl Opened {
     }
 
     /// Has it read past the page cache from now on; what reads must be aligned to. After an
-    /// error it may be either way: [`Opened::through_cache`] is to be called.
+    /// error it may be either way: [`ModelFile::through_cache`] is to be called.
     pub fn go_direct(&self, scratch: &Buffer) -> Result<u64> {
-        let told = probe::told_alignment(&*self.file)?;
-        if told > GRAIN_BYTES || (told != 0 && !told.is_power_of_two()) {
-            fail!(Unavailable, "O_DIRECT wants multiples of {told} bytes, not {GRAIN_BYTES}");
+        let told = probe::reported_alignment(&*self.file)?;
+        if told > READ_UNIT_BYTES || (told != 0 && !told.is_power_of_two()) {
+            fail!(Unavailable, "O_DIRECT wants multiples of {told} bytes, not {READ_UNIT_BYTES}");
         }
         self.set_flags(libc::O_DIRECT)?;
         // What the kernel says is tried as well: layered file systems promise much.
         let least = if told == 0 { 512 } else { told };
         let tried = std::iter::successors(Some(least), |align| Some(align * 2))
-            .take_while(|align| *align <= GRAIN_BYTES)
+            .take_while(|align| *align <= READ_UNIT_BYTES)
             .find(|align| self.reads_at(scratch, *align));
         tried.ok_or_else(|| {
             Error::new(Status::Unavailable, format!("no O_DIRECT read of {} works", self.name()))

@@ -7,11 +7,12 @@ use std::path::Path;
 
 use crate::base::library::Library;
 use crate::base::status::{Error, Result, Status};
-use crate::device::cuda::file_words::{
-    ALLOW_COMPATIBLE, Descriptor, FALL_BACK, FEATURE_P2P, FORCE_COMPATIBLE, MODE_COMPATIBLE,
-    MODE_POLL, PLAIN_READS, Properties, REACHES_P2P, RoomyProperties, Told, code, words_of,
+use crate::device::cuda::abi::Handle;
+use crate::device::cuda::cufile_abi::{
+    ALLOW_COMPATIBLE, Descriptor, FALL_BACK, FEATURE_P2P, FORCE_COMPATIBLE, FileStatus,
+    MODE_COMPATIBLE, MODE_POLL, PLAIN_READS, Properties, REACHES_P2P, RoomyProperties, code,
+    describe_code,
 };
-use crate::device::cuda::words::Handle;
 use crate::fail;
 
 /// The library, where the system keeps them.
@@ -23,7 +24,7 @@ macro_rules! cufile {
         /// The functions of a cuFile that was loaded. Those that older ones lack may be absent.
         pub struct Calls {
             $($(#[$doc])* pub $name: unsafe extern "C" fn($($arg),*) -> $ret,)*
-            $($(#[$may_doc])* pub $may: Option<unsafe extern "C" fn($($may_arg),*) -> Told>,)*
+            $($(#[$may_doc])* pub $may: Option<unsafe extern "C" fn($($may_arg),*) -> FileStatus>,)*
         }
 
         impl Calls {
@@ -40,7 +41,7 @@ macro_rules! cufile {
                         unsafe { std::mem::transmute::<Handle, Function>(symbol) }
                     },)*
                     $($may: library.symbol($may_symbol).map(|symbol| {
-                        type Function = unsafe extern "C" fn($($may_arg),*) -> Told;
+                        type Function = unsafe extern "C" fn($($may_arg),*) -> FileStatus;
                         // SAFETY: as above.
                         unsafe { std::mem::transmute::<Handle, Function>(symbol) }
                     }),)*
@@ -53,19 +54,19 @@ macro_rules! cufile {
 cufile! {
     all {
         /// Starts it, for the process; counted.
-        open = "cuFileDriverOpen" () -> Told;
+        open = "cuFileDriverOpen" () -> FileStatus;
         /// Ends that. (Its older form is not known to all libraries.)
-        close = "cuFileDriverClose_v2" () -> Told;
+        close = "cuFileDriverClose_v2" () -> FileStatus;
         /// What it can do.
-        properties = "cuFileDriverGetProperties" (*mut RoomyProperties) -> Told;
+        properties = "cuFileDriverGetProperties" (*mut RoomyProperties) -> FileStatus;
         /// Makes a file known.
-        add_file = "cuFileHandleRegister" (*mut Handle, *mut Descriptor) -> Told;
+        add_file = "cuFileHandleRegister" (*mut Handle, *mut Descriptor) -> FileStatus;
         /// Takes that back.
         remove_file = "cuFileHandleDeregister" (Handle) -> ();
         /// Pins device memory for reads.
-        add_memory = "cuFileBufRegister" (*const c_void, usize, c_int) -> Told;
+        add_memory = "cuFileBufRegister" (*const c_void, usize, c_int) -> FileStatus;
         /// Takes that back.
-        remove_memory = "cuFileBufDeregister" (*const c_void) -> Told;
+        remove_memory = "cuFileBufDeregister" (*const c_void) -> FileStatus;
         /// Reads: a file, registered memory, how much, where in the file, where in the memory.
         read = "cuFileRead" (Handle, *mut c_void, usize, i64, i64) -> isize;
     }
@@ -83,7 +84,7 @@ cufile! {
 pub struct CuFile {
     pub calls: Calls,
     /// What it is, for people.
-    pub words: String,
+    pub description: String,
 }
 
 impl CuFile {
@@ -96,8 +97,8 @@ impl CuFile {
         let before = calls.switch(ALLOW_COMPATIBLE);
         calls.set(ALLOW_COMPATIBLE, false);
         // SAFETY: its own function.
-        let told = unsafe { (calls.open)() };
-        if let Err(error) = check("cuFileDriverOpen", told) {
+        let status = unsafe { (calls.open)() };
+        if let Err(error) = check("cuFileDriverOpen", status) {
             // What was set waits for the next who opens it, who may want it as it was.
             if let Ok(Some(before)) = before {
                 calls.set(ALLOW_COMPATIBLE, before);
@@ -106,18 +107,18 @@ impl CuFile {
             return Err(Error::new(Status::Unavailable, text));
         }
         // From here on it is closed when it is dropped.
-        let mut cufile = CuFile { calls, words: String::new() };
+        let mut cufile = CuFile { calls, description: String::new() };
         let properties = cufile.calls.known_properties()?;
         cufile.calls.refuse_compatibility(&properties)?;
-        cufile.words = cufile.describe(&properties);
+        cufile.description = cufile.describe(&properties);
         Ok(cufile)
     }
 
     fn describe(&self, properties: &Properties) -> String {
         let mut version: c_int = 0;
         // SAFETY: a place for a number.
-        let told = self.calls.get_version.map(|of| unsafe { of(&mut version) });
-        let name = match told.is_some_and(|told| told.code == 0) {
+        let status = self.calls.get_version.map(|of| unsafe { of(&mut version) });
+        let name = match status.is_some_and(|status| status.code == 0) {
             true => format!("cuFile {}.{}", version / 1000, version % 1000 / 10),
             false => "cuFile".to_string(),
         };
@@ -133,8 +134,8 @@ impl CuFile {
 impl Drop for CuFile {
     fn drop(&mut self) {
         // SAFETY: opened once.
-        let told = unsafe { (self.calls.close)() };
-        note("cuFileDriverClose", told);
+        let status = unsafe { (self.calls.close)() };
+        note("cuFileDriverClose", status);
     }
 }
 
@@ -144,17 +145,17 @@ impl Calls {
         let Some(get) = self.get_switch else { return Ok(None) };
         let mut is_on: u8 = 0; // as wide as a bool, whatever comes
         // SAFETY: a place for an answer.
-        let told = unsafe { get(which, &mut is_on) };
-        check("cuFileGetParameterBool", told).map(|()| Some(is_on != 0))
+        let status = unsafe { get(which, &mut is_on) };
+        check("cuFileGetParameterBool", status).map(|()| Some(is_on != 0))
     }
 
     /// Sets a switch, if it has them. What comes of it is asked for later.
     fn set(&self, which: c_uint, is_on: bool) {
         if let Some(set) = self.set_switch {
             // SAFETY: its own function.
-            let told = unsafe { set(which, is_on) };
-            if told.code != 0 {
-                log::debug!("{}", error("cuFileSetParameterBool", told).message());
+            let status = unsafe { set(which, is_on) };
+            if status.code != 0 {
+                log::debug!("{}", error("cuFileSetParameterBool", status).message());
             }
         }
     }
@@ -162,8 +163,8 @@ impl Calls {
     fn known_properties(&self) -> Result<Properties> {
         let mut found = RoomyProperties { known: Properties::default(), rest: [0; 128] };
         // SAFETY: a place with more room than any that is known of fills.
-        let told = unsafe { (self.properties)(&mut found) };
-        check("cuFileDriverGetProperties", told).map_err(unavailable)?;
+        let status = unsafe { (self.properties)(&mut found) };
+        check("cuFileDriverGetProperties", status).map_err(unavailable)?;
         Ok(found.known)
     }
 
@@ -211,21 +212,21 @@ fn unavailable(error: Error) -> Error {
 }
 
 /// What a call returned, as a result.
-pub fn check(call: &str, told: Told) -> Result<()> {
-    if told.code == 0 { Ok(()) } else { Err(error(call, told)) }
+pub fn check(call: &str, status: FileStatus) -> Result<()> {
+    if status.code == 0 { Ok(()) } else { Err(error(call, status)) }
 }
 
 /// Notes a call that failed where nothing more can be done about it.
-pub fn note(call: &str, told: Told) {
-    if told.code != 0 {
-        log::warn!("giving back to cuFile: {}", error(call, told).message());
+pub fn note(call: &str, status: FileStatus) {
+    if status.code != 0 {
+        log::warn!("giving back to cuFile: {}", error(call, status).message());
     }
 }
 
-fn error(call: &str, told: Told) -> Error {
-    let code = told.code.saturating_abs();
-    let also = if code == code::CUDA { format!(" ({})", told.cuda) } else { String::new() };
-    Error::new(Status::Io, format!("{call}: {}{also} ({code})", words_of(code)))
+fn error(call: &str, status: FileStatus) -> Error {
+    let code = status.code.saturating_abs();
+    let also = if code == code::CUDA { format!(" ({})", status.cuda) } else { String::new() };
+    Error::new(Status::Io, format!("{call}: {}{also} ({code})", describe_code(code)))
 }
 
 /// What a read came to that did not bring all.
@@ -237,14 +238,14 @@ pub fn short(got: isize, wanted: u64) -> Error {
             let found = std::io::Error::last_os_error();
             match found.raw_os_error() {
                 Some(code) if code > code::BASE => {
-                    return error("cuFileRead", Told { code, cuda: 0 });
+                    return error("cuFileRead", FileStatus { code, cuda: 0 });
                 }
                 _ => format!("cuFileRead: {found}"),
             }
         }
         _ => {
             let code = c_int::try_from(got).unwrap_or(c_int::MIN).saturating_abs();
-            return error("cuFileRead", Told { code, cuda: 0 });
+            return error("cuFileRead", FileStatus { code, cuda: 0 });
         }
     };
     Error::new(Status::Io, text)

@@ -5,8 +5,8 @@ use std::mem::{offset_of, size_of};
 
 use cudarc::cufile::sys;
 
-use crate::device::cuda::file_library::Calls;
-use crate::device::cuda::file_words::*;
+use crate::device::cuda::cufile::Calls;
+use crate::device::cuda::cufile_abi::*;
 
 trait Shape {
     const SIZES: &'static [usize];
@@ -65,9 +65,9 @@ fn functions_have_the_arguments_of_the_header() {
 
 #[test]
 fn descriptions_are_laid_out_as_in_the_header() {
-    assert_eq!(offset_of!(Told, code), offset_of!(sys::CUfileError, err));
-    assert_eq!(offset_of!(Told, cuda), offset_of!(sys::CUfileError, cu_err));
-    assert_eq!(size_of::<Told>(), size_of::<sys::CUfileError>());
+    assert_eq!(offset_of!(FileStatus, code), offset_of!(sys::CUfileError, err));
+    assert_eq!(offset_of!(FileStatus, cuda), offset_of!(sys::CUfileError, cu_err));
+    assert_eq!(size_of::<FileStatus>(), size_of::<sys::CUfileError>());
     assert_eq!(offset_of!(Descriptor, kind), offset_of!(sys::CUfileDescr_t, type_));
     assert_eq!(offset_of!(Descriptor, file), offset_of!(sys::CUfileDescr_t, handle));
     assert_eq!(offset_of!(Descriptor, calls), offset_of!(sys::CUfileDescr_t, fs_ops));
@@ -133,6 +133,6 @@ fn numbers_are_those_of_the_header() {
         (code::SWITCHED_OFF, Failure::CU_FILE_IO_DISABLED),
     ];
     for (ours, theirs) in codes {
-        assert_eq!(ours, theirs as i32, "{}", words_of(ours));
+        assert_eq!(ours, theirs as i32, "{}", describe_code(ours));
     }
 }

@@ -3,15 +3,15 @@
 use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
 use crate::device::strips::{copy_strip, there};
-use crate::device::{Copy, Memory, Way};
+use crate::device::{Copy, Direction, Memory};
 use crate::meta::view::Strip;
 
 /// A copy, lowered: the caller's tables need not outlive `submit`. Addresses are
 /// numbers: the memory behind them is the caller's promise.
-pub struct Moved {
+pub struct LoweredCopy {
     strips: Vec<Strip>,
     plane: u64,
-    way: Way,
+    direction: Direction,
     /// Poison at first, then what was read from the source.
     pub bytes: Vec<u8>,
     /// It goes over the bus: one side is the device's, the other is not.
@@ -24,9 +24,9 @@ pub struct Moved {
     sum: u64,
 }
 
-impl Moved {
+impl LoweredCopy {
     /// Notes what a copy moves; until that is read it holds poison.
-    pub fn lower(copy: &Copy<'_>, poison: u8) -> Result<Moved> {
+    pub fn lower(copy: &Copy<'_>, poison: u8) -> Result<LoweredCopy> {
         let (mut strips, mut bytes) = (Vec::new(), Vec::new());
         let (count, len) = (copy.tensor.strips().count(), copy.tensor.bytes() as usize);
         if strips.try_reserve_exact(count).is_err() || bytes.try_reserve_exact(len).is_err() {
@@ -35,11 +35,12 @@ impl Moved {
         strips.extend(copy.tensor.strips());
         bytes.resize(len, poison);
         let plane = copy.plane.expose_provenance() as u64;
-        let target = if copy.way == Way::Gather { copy.plane_memory } else { copy.memory };
-        Ok(Moved {
+        let target =
+            if copy.direction == Direction::Gather { copy.plane_memory } else { copy.memory };
+        Ok(LoweredCopy {
             strips,
             plane,
-            way: copy.way,
+            direction: copy.direction,
             bytes,
             crosses: copy.memory != copy.plane_memory,
             spoils: false,
@@ -74,12 +75,12 @@ impl Moved {
         // SAFETY: `submit` was promised that the memory is valid until the event has
         // ended, and it has not; `bytes` are as long as the strips.
         unsafe {
-            match self.way {
-                Way::Gather => self
+            match self.direction {
+                Direction::Gather => self
                     .strips
                     .iter()
                     .for_each(|strip| copy_strip::<true>(strip, bytes.add(strip.at as usize))),
-                Way::Scatter => {
+                Direction::Scatter => {
                     std::ptr::copy_nonoverlapping(there(self.plane), bytes, self.bytes.len());
                 }
             }
@@ -92,11 +93,11 @@ impl Moved {
         let bytes = self.bytes.as_ptr().cast_mut();
         // SAFETY: as in `read`.
         unsafe {
-            match self.way {
-                Way::Gather => {
+            match self.direction {
+                Direction::Gather => {
                     std::ptr::copy_nonoverlapping(bytes, there(self.plane), self.bytes.len());
                 }
-                Way::Scatter => self
+                Direction::Scatter => self
                     .strips
                     .iter()
                     .for_each(|strip| copy_strip::<false>(strip, bytes.add(strip.at as usize))),

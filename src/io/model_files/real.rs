@@ -10,16 +10,16 @@ use crate::base::sync::Arc;
 use crate::fail;
 use crate::io::engine::Engine;
 use crate::io::files::{FileId, Piece};
-use crate::io::fixed::mapped::Map;
-use crate::io::fixed::opened::Opened;
-use crate::io::fixed::{
-    Descriptor, FixedFiles, GRAIN_BYTES, MAX_FIXED_FILES, Stamp, check_piece, zero_past,
+use crate::io::model_files::file::ModelFile;
+use crate::io::model_files::mapped::Map;
+use crate::io::model_files::{
+    Descriptor, MAX_MODEL_FILES, ModelFiles, READ_UNIT_BYTES, Stamp, check_piece, zero_past,
 };
 use crate::io::open_file::OpenFile;
 
 /// How to open the files of a model.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct FixedOpts {
+pub struct ModelFilesOpts {
     /// Through the page cache, which is told to forget what was read.
     pub buffered: bool,
     /// Without io_uring.
@@ -32,26 +32,26 @@ pub struct FixedOpts {
 }
 
 /// Files of a model that are open.
-pub struct RealFixed {
-    files: Vec<Opened>,
+pub struct RealModelFiles {
+    files: Vec<ModelFile>,
     /// As many as files, if they are mapped.
     maps: Option<Vec<Map>>,
     engine: Engine,
     align: u64,
 }
 
-impl RealFixed {
+impl RealModelFiles {
     /// Opens files, to read only.
-    pub fn open(paths: &[PathBuf], opts: &FixedOpts) -> Result<RealFixed> {
+    pub fn open(paths: &[PathBuf], opts: &ModelFilesOpts) -> Result<RealModelFiles> {
         fork::arm()?;
         fork::check()?;
-        if paths.is_empty() || paths.len() > MAX_FIXED_FILES {
-            fail!(Invalid, "{} files of a model, 1 to {MAX_FIXED_FILES} can be", paths.len());
+        if paths.is_empty() || paths.len() > MAX_MODEL_FILES {
+            fail!(Invalid, "{} files of a model, 1 to {MAX_MODEL_FILES} can be", paths.len());
         }
         let mut files = Vec::new();
         files.try_reserve_exact(paths.len()).map_err(|_| Status::NoMem)?;
         for path in paths {
-            files.push(Opened::open(path)?);
+            files.push(ModelFile::open(path)?);
         }
         let mut reasons = Vec::new();
         let mut align = 1;
@@ -59,7 +59,7 @@ impl RealFixed {
             match all_direct(&files) {
                 Ok(found) => align = found,
                 Err(error) => {
-                    files.iter().try_for_each(Opened::through_cache)?;
+                    files.iter().try_for_each(ModelFile::through_cache)?;
                     let why = error.message();
                     reasons.push(format!("no direct reads, slower and at more CPU time: {why}"));
                 }
@@ -67,9 +67,9 @@ impl RealFixed {
         }
         let maps = opts.mapped.then(|| files.iter().map(Map::new).collect::<Result<Vec<Map>>>());
         let maps = maps.transpose()?;
-        let place = files.first().map_or("", Opened::name).to_string();
+        let place = files.first().map_or("", ModelFile::name).to_string();
         let engine = Engine::new(&place, opts.no_uring || opts.mapped, opts.depth, reasons);
-        Ok(RealFixed { files, maps, engine, align })
+        Ok(RealModelFiles { files, maps, engine, align })
     }
 
     fn file(&self, id: FileId) -> Result<Arc<OpenFile>> {
@@ -80,7 +80,7 @@ impl RealFixed {
     }
 
     /// # Safety
-    /// As for [`FixedFiles::transfer`].
+    /// As for [`ModelFiles::transfer`].
     unsafe fn copy(&self, maps: &[Map], piece: &Piece) -> Result<()> {
         let index = piece.file.0 as usize;
         let (Some(map), Some(opened)) = (maps.get(index), self.files.get(index)) else {
@@ -95,8 +95,8 @@ impl RealFixed {
 }
 
 /// Has all files read past the page cache; what that must be aligned to.
-fn all_direct(files: &[Opened]) -> Result<u64> {
-    let wish = MemoryWish { bytes: 2 * GRAIN_BYTES, ..MemoryWish::default() };
+fn all_direct(files: &[ModelFile]) -> Result<u64> {
+    let wish = MemoryWish { bytes: 2 * READ_UNIT_BYTES, ..MemoryWish::default() };
     let scratch = Buffer::map(&wish, None)?;
     let mut align = 1;
     for opened in files {
@@ -105,7 +105,7 @@ fn all_direct(files: &[Opened]) -> Result<u64> {
     Ok(align)
 }
 
-impl FixedFiles for RealFixed {
+impl ModelFiles for RealModelFiles {
     fn align_bytes(&self) -> u64 {
         self.align
     }

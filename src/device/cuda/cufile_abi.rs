@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_uint, c_void};
 /// What most of its functions return.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Told {
+pub struct FileStatus {
     /// 0 = well, else a code.
     pub code: c_int,
     /// The driver's code, where the other is [`code::CUDA`].
@@ -104,7 +104,7 @@ pub mod code {
 }
 
 /// What a code means.
-pub fn words_of(code: c_int) -> &'static str {
+pub fn describe_code(code: c_int) -> &'static str {
     match code {
         code::NO_MODULE => "the kernel module nvidia-fs is not loaded",
         code::OTHER_MODULE => "the kernel module nvidia-fs is of another version",

@@ -4,10 +4,10 @@
 
 use crate::base::status::{Result, Status};
 use crate::device::call::{Call, Kind};
+use crate::device::cuda::abi::{HOST_PORTABLE, Handle, Pointer};
 use crate::device::cuda::kernels::Step;
-use crate::device::cuda::words::{HOST_PORTABLE, Handle, Pointer};
 use crate::device::cuda::{Cuda, Inner};
-use crate::device::{Copy, Event, Memory, Way};
+use crate::device::{Copy, Direction, Event, Memory};
 use crate::meta::view::Strip;
 
 /// Pieces of one launch. It begins as soon as they are noted, while others still are.
@@ -41,7 +41,7 @@ struct List {
 
 /// All lists, and what is noted down for the next.
 #[derive(Default)]
-pub struct Moves {
+pub struct CopyLists {
     lists: Vec<List>,
     pieces: Vec<Piece>,
     steps: Vec<Step>,
@@ -51,7 +51,7 @@ pub struct Moves {
     room: usize,
 }
 
-impl Moves {
+impl CopyLists {
     /// What was taken of the driver: in host memory and of the device.
     pub fn taken(&self) -> impl Iterator<Item = (usize, Pointer)> {
         self.lists.iter().map(|list| (list.host, list.device))
@@ -60,15 +60,15 @@ impl Moves {
 
 impl Inner {
     /// Finds out how many pieces there is room for.
-    pub fn begin_moves(&mut self) {
+    pub fn begin_copy_lists(&mut self) {
         let events = &self.events;
-        for list in &mut self.moves.lists {
+        for list in &mut self.copy_lists.lists {
             let in_use = |event| events.get(event).is_ok_and(|known| known.outcome.is_none());
             list.user = list.user.filter(|event| in_use(*event));
         }
-        let free = self.moves.lists.iter().filter(|list| list.user.is_none()).count();
-        self.moves.room = free * LIST_PIECES;
-        self.moves.pieces.clear();
+        let free = self.copy_lists.lists.iter().filter(|list| list.user.is_none()).count();
+        self.copy_lists.room = free * LIST_PIECES;
+        self.copy_lists.pieces.clear();
     }
 
     /// Notes a strip for the kernel; whether it takes it.
@@ -82,18 +82,19 @@ impl Inner {
         let (Ok(run_bytes), Ok(runs)) = (u32::try_from(run), u32::try_from(runs)) else {
             return false;
         };
-        if self.moves.room == 0
+        if self.copy_lists.room == 0
             || !reaches(copy.memory, strip.address, tensor_reach)
             || !reaches(copy.plane_memory, plane, strip.bytes())
-            || self.moves.pieces.try_reserve(1).is_err()
+            || self.copy_lists.pieces.try_reserve(1).is_err()
         {
             return false;
         }
         let (tensor, plane) =
             ((strip.address, strip.stride_bytes as i64), (plane, strip.run_bytes as i64));
-        let (from, to) = if copy.way == Way::Gather { (tensor, plane) } else { (plane, tensor) };
-        self.moves.room -= 1;
-        self.moves.pieces.push(Piece {
+        let (from, to) =
+            if copy.direction == Direction::Gather { (tensor, plane) } else { (plane, tensor) };
+        self.copy_lists.room -= 1;
+        self.copy_lists.pieces.push(Piece {
             from: from.0,
             to: to.0,
             from_stride: from.1,
@@ -106,7 +107,7 @@ impl Inner {
 
     /// Whether the pieces that were noted fill a list.
     pub fn has_full_list(&self) -> bool {
-        self.moves.pieces.len() >= LIST_PIECES
+        self.copy_lists.pieces.len() >= LIST_PIECES
     }
 
     /// Whether kernels find all of a range of host memory where the processor does.
@@ -119,20 +120,20 @@ impl Inner {
 
 impl Cuda {
     /// Takes memory for lists. [`Status::Unsupported`] where there is no such kernel.
-    pub(super) fn take_lists(&self) -> Result<()> {
+    pub(super) fn allocate_lists(&self) -> Result<()> {
         if self.kernels & Kind::Move.bit() == 0 {
             return Err(Status::Unsupported.into());
         }
-        let _inside = self.enter()?;
+        let _guard = self.enter()?;
         for _ in 0..LISTS {
             let mut host = std::ptr::null_mut();
             // SAFETY: a place for an address.
             let code = unsafe { (self.driver.allocate_host)(&mut host, LIST_BYTES, HOST_PORTABLE) };
             self.driver.check("cuMemHostAlloc", code)?;
-            let device = self.take_memory((LIST_BYTES + SCRATCH_BYTES) as u64);
+            let device = self.allocate_memory((LIST_BYTES + SCRATCH_BYTES) as u64);
             let list = List { host: host as usize, device: 0, user: None };
             match device {
-                Ok(device) => self.inner.lock().moves.lists.push(List { device, ..list }),
+                Ok(device) => self.inner.lock().copy_lists.lists.push(List { device, ..list }),
                 Err(error) => {
                     // SAFETY: what was taken just now.
                     self.driver.note("cuMemFreeHost", unsafe { (self.driver.free_host)(host) });
@@ -144,12 +145,12 @@ impl Cuda {
     }
 
     /// Loads the kernel. Later launches need not ask for it: others may be loading theirs then.
-    pub(super) fn load_mover(&self) -> Result<()> {
-        let device = self.inner.lock().moves.lists.first().map(|list| list.device);
+    pub(super) fn load_copy_kernel(&self) -> Result<()> {
+        let device = self.inner.lock().copy_lists.lists.first().map(|list| list.device);
         let Some(device) = device else { return Err(Status::Unsupported.into()) };
         let launches = self.prepare(&[move_call(device, 1)])?;
         let functions = launches.iter().map(|launch| (launch.step.name, launch.function));
-        self.inner.lock().moves.functions = functions.collect();
+        self.inner.lock().copy_lists.functions = functions.collect();
         Ok(())
     }
 
@@ -157,16 +158,16 @@ impl Cuda {
     ///
     /// # Safety
     /// As for [`Cuda::issue`].
-    pub(super) unsafe fn issue_moves(
+    pub(super) unsafe fn issue_copy_lists(
         &self,
         inner: &mut Inner,
         event: Event,
         stream: Handle,
         begun: &mut bool,
     ) -> Result<()> {
-        let mut moves = std::mem::take(&mut inner.moves);
+        let mut copy_lists = std::mem::take(&mut inner.copy_lists);
         let mut issue = || {
-            let Moves { lists, pieces, steps, functions, .. } = &mut moves;
+            let CopyLists { lists, pieces, steps, functions, .. } = &mut copy_lists;
             let mut free = lists.iter_mut().filter(|list| list.user.is_none());
             for part in pieces.chunks(LIST_PIECES) {
                 let Some(list) = free.next() else { return Err(Status::Again.into()) };
@@ -177,10 +178,11 @@ impl Cuda {
             Ok(())
         };
         let issued = issue();
-        moves.pieces.clear();
+        copy_lists.pieces.clear();
         // A list that is not full is in use as well.
-        moves.room = moves.lists.iter().filter(|list| list.user.is_none()).count() * LIST_PIECES;
-        inner.moves = moves;
+        copy_lists.room =
+            copy_lists.lists.iter().filter(|list| list.user.is_none()).count() * LIST_PIECES;
+        inner.copy_lists = copy_lists;
         issued
     }
 

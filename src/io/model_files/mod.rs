@@ -4,19 +4,19 @@
 
 use crate::base::status::Result;
 use crate::fail;
-use crate::io::files::{FileId, MAX_PARTS, Part, Piece, Way};
+use crate::io::files::{Access, FileId, MAX_PARTS, Part, Piece};
 
+pub mod file;
 pub mod identity;
 mod mapped;
 pub mod measure;
-pub mod opened;
 pub mod real;
 
 /// Most files of a model.
-pub const MAX_FIXED_FILES: usize = 4096;
+pub const MAX_MODEL_FILES: usize = 4096;
 /// How far a piece may reach past the end of its file, less one: files end where they
 /// like, direct reads do not.
-pub const GRAIN_BYTES: u64 = 4096;
+pub const READ_UNIT_BYTES: u64 = 4096;
 
 /// What tells that a file is still the one that was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,9 +43,9 @@ pub struct Descriptor {
 }
 
 /// The files of a model, numbered from 0.
-pub trait FixedFiles: Send + Sync {
+pub trait ModelFiles: Send + Sync {
     /// What offsets, lengths and addresses must be a multiple of: 1 where the page cache
-    /// is used, at most [`GRAIN_BYTES`].
+    /// is used, at most [`READ_UNIT_BYTES`].
     fn align_bytes(&self) -> u64;
 
     /// How they are read, for humans: `io_uring, direct`.
@@ -80,7 +80,7 @@ pub trait FixedFiles: Send + Sync {
     }
 
     /// Carries out a batch of reads; each piece says how it went. A piece may reach past
-    /// the end of its file by less than [`GRAIN_BYTES`]: memory for what is not there is
+    /// the end of its file by less than [`READ_UNIT_BYTES`]: memory for what is not there is
     /// zeroed. All else that is short is an error
     /// ([`crate::base::status::Status::Io`]): then nobody knows what is in the memory.
     ///
@@ -91,17 +91,17 @@ pub trait FixedFiles: Send + Sync {
 }
 
 /// Checks what all implementations refuse.
-pub fn check_piece(files: &dyn FixedFiles, piece: &Piece) -> Result<()> {
+pub fn check_piece(files: &dyn ModelFiles, piece: &Piece) -> Result<()> {
     piece.check(files.align_bytes())?;
     let FileId(file) = piece.file;
-    if piece.way != Way::Read {
+    if piece.access != Access::Read {
         fail!(Invalid, "the files of a model are not written to");
     }
     if file >= files.count() {
         fail!(Invalid, "file {file} of {}", files.count());
     }
     let (bytes, end) = (files.bytes(file), piece.offset.saturating_add(piece.bytes()));
-    if end >= bytes.saturating_add(GRAIN_BYTES) {
+    if end >= bytes.saturating_add(READ_UNIT_BYTES) {
         fail!(
             Io,
             "a read of {} bytes at {} of file {file}, which has {bytes}",
@@ -115,7 +115,7 @@ pub fn check_piece(files: &dyn FixedFiles, piece: &Piece) -> Result<()> {
 /// Zeroes what of a piece's memory is for bytes past the end of its file.
 ///
 /// # Safety
-/// As for [`FixedFiles::transfer`].
+/// As for [`ModelFiles::transfer`].
 pub unsafe fn zero_past(piece: &Piece, file_bytes: u64) {
     let mut at = piece.offset;
     for part in &piece.parts {

@@ -2,45 +2,46 @@
 
 use crate::base::status::{Result, Status};
 use crate::device::foreign::Foreign;
-use crate::device::{Device, Event, MAX_PROMISES};
+use crate::device::{Device, Event, MAX_USER_EVENTS};
 use crate::fail;
 
 impl Foreign {
-    /// What [`crate::device::Device::promise`] says.
-    pub(super) fn make_promise(&self) -> Result<Event> {
+    /// What [`crate::device::Device::user_event`] says.
+    pub(super) fn new_user_event(&self) -> Result<Event> {
         self.sweep();
-        if self.inner.lock().promises.len() >= MAX_PROMISES {
-            fail!(Again, "{MAX_PROMISES} promises are known, as many as can be");
+        if self.inner.lock().user_events.len() >= MAX_USER_EVENTS {
+            fail!(Again, "{MAX_USER_EVENTS} promises are known, as many as can be");
         }
         // They come in any order, as what was adopted does.
-        let event = self.begin(self.facts.streams as usize, None, |_| self.engine.promise())?;
+        let event =
+            self.begin(self.facts.streams as usize, None, |_| self.engine.create_user_event())?;
         let mut inner = self.inner.lock();
-        inner.promises.insert(event.0, false);
+        inner.user_events.insert(event.0, false);
         let is_late = inner.closed;
         drop(inner);
         if is_late {
             // A close beside this did not see it.
-            self.keep_promise(event)?;
+            self.signal_user_event(event)?;
         }
         Ok(event)
     }
 
     /// What [`crate::device::Device::keep`] says.
-    pub(super) fn keep_promise(&self, event: Event) -> Result<()> {
+    pub(super) fn signal_user_event(&self, event: Event) -> Result<()> {
         let mut inner = self.inner.lock();
-        let Some(is_kept) = inner.promises.get_mut(&event.0) else {
+        let Some(is_signalled) = inner.user_events.get_mut(&event.0) else {
             fail!(Handle, "event {:#x} is no promise", event.0);
         };
-        if std::mem::replace(is_kept, true) || inner.lost.is_some() {
+        if std::mem::replace(is_signalled, true) || inner.lost.is_some() {
             return Ok(());
         }
         let (raw, _) = inner.events.get(event)?;
         drop(inner);
-        let kept = self.heard(self.engine.keep(raw.number()));
+        let kept = self.heard(self.engine.signal_event(raw.number()));
         if kept.is_err()
-            && let Some(is_kept) = self.inner.lock().promises.get_mut(&event.0)
+            && let Some(is_signalled) = self.inner.lock().user_events.get_mut(&event.0)
         {
-            *is_kept = false;
+            *is_signalled = false;
         }
         kept
     }
@@ -62,14 +63,14 @@ impl Foreign {
     }
 
     /// Has the engine keep all that are open, so that nothing stands still for ever.
-    pub(super) fn keep_open(&self) {
+    pub(super) fn signal_open_events(&self) {
         let open: Vec<u64> = {
             let inner = self.inner.lock();
-            let all = inner.promises.iter().filter(|(_, is_kept)| !**is_kept);
+            let all = inner.user_events.iter().filter(|(_, is_signalled)| !**is_signalled);
             all.map(|(event, _)| *event).collect()
         };
         for event in open {
-            if let Err(error) = self.keep_promise(Event(event)) {
+            if let Err(error) = self.signal_user_event(Event(event)) {
                 log::warn!("a promise of a device that is closed: {}", error.message());
             }
         }

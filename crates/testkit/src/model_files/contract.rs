@@ -1,4 +1,4 @@
-//! What [`FixedFiles`] promise, tried on every implementation there is.
+//! What [`ModelFiles`] promise, tried on every implementation there is.
 
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -6,14 +6,14 @@ use std::path::PathBuf;
 use proptest::prelude::*;
 
 use crate::disk::contract::{Scratch, bytes_of, memory};
-use crate::fixed::faults::Fault;
-use crate::fixed::simulated::{SimFile, SimFixed, SimFixedOpts, content};
+use crate::model_files::faults::Fault;
+use crate::model_files::simulated::{SimFile, SimFixed, SimFixedOpts, content};
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
-use kvtier::io::files::{FileId, MAX_PARTS, Part, Piece, Way};
-use kvtier::io::fixed::measure::measure;
-use kvtier::io::fixed::real::{FixedOpts, RealFixed};
-use kvtier::io::fixed::{FixedFiles, Stamp};
+use kvtier::io::files::{Access, FileId, MAX_PARTS, Part, Piece};
+use kvtier::io::model_files::measure::measure;
+use kvtier::io::model_files::real::{ModelFilesOpts, RealModelFiles};
+use kvtier::io::model_files::{ModelFiles, Stamp};
 
 /// Lengths that end in and at grains, and in sectors.
 const LENGTHS: [u64; 7] = [0, 1, 4096, 4097, 300_000, 65_536 + 512, 3 << 20];
@@ -42,19 +42,19 @@ impl Model {
         Model { _scratch: scratch, paths }
     }
 
-    fn open(&self, opts: &FixedOpts) -> RealFixed {
-        RealFixed::open(&self.paths, opts).expect("opened")
+    fn open(&self, opts: &ModelFilesOpts) -> RealModelFiles {
+        RealModelFiles::open(&self.paths, opts).expect("opened")
     }
 }
 
-fn ways() -> [FixedOpts; 5] {
-    let plain = FixedOpts::default();
+fn ways() -> [ModelFilesOpts; 5] {
+    let plain = ModelFilesOpts::default();
     [
         plain,
-        FixedOpts { no_uring: true, ..plain },
-        FixedOpts { buffered: true, depth: 2, ..plain },
-        FixedOpts { buffered: true, no_uring: true, ..plain },
-        FixedOpts { mapped: true, ..plain },
+        ModelFilesOpts { no_uring: true, ..plain },
+        ModelFilesOpts { buffered: true, depth: 2, ..plain },
+        ModelFilesOpts { buffered: true, no_uring: true, ..plain },
+        ModelFilesOpts { mapped: true, ..plain },
     ]
 }
 
@@ -64,7 +64,7 @@ fn simulated(lengths: &[u64], opts: SimFixedOpts) -> SimFixed {
     SimFixed::new(Clock::manual(5), SimFixedOpts { files, ..opts }).expect("sound")
 }
 
-fn everywhere(lengths: &[u64], test: impl Fn(&dyn FixedFiles)) {
+fn everywhere(lengths: &[u64], test: impl Fn(&dyn ModelFiles)) {
     let model = Model::new(lengths);
     for opts in ways() {
         let files = model.open(&opts);
@@ -76,15 +76,15 @@ fn everywhere(lengths: &[u64], test: impl Fn(&dyn FixedFiles)) {
     }
 }
 
-fn transfer(files: &dyn FixedFiles, pieces: &mut [Piece]) {
+fn transfer(files: &dyn ModelFiles, pieces: &mut [Piece]) {
     // SAFETY: the memory is a test's own, and outlives the call.
     unsafe { files.transfer(pieces) };
 }
 
-fn read(files: &dyn FixedFiles, file: u32, offset: u64, len: u64) -> Result<Vec<u8>> {
+fn read(files: &dyn ModelFiles, file: u32, offset: u64, len: u64) -> Result<Vec<u8>> {
     let buffer = memory(len.max(1));
     bytes_of(&buffer).fill(0xAB);
-    let mut pieces = [Piece::one(FileId(file), Way::Read, offset, buffer.address(), len)];
+    let mut pieces = [Piece::one(FileId(file), Access::Read, offset, buffer.address(), len)];
     transfer(files, &mut pieces);
     let [piece] = pieces;
     piece.result.map(|()| bytes_of(&buffer)[..len as usize].to_vec())
@@ -134,7 +134,8 @@ fn what_is_wrong_is_refused_piece_by_piece() {
     everywhere(&LENGTHS, |files| {
         let stock = memory(64 << 10);
         let at = |i: u64| stock.range(i * 8192, 8192).expect("inside");
-        let piece = |file, i, offset, len| Piece::one(FileId(file), Way::Read, offset, at(i), len);
+        let piece =
+            |file, i, offset, len| Piece::one(FileId(file), Access::Read, offset, at(i), len);
         let mut batch = [
             piece(4, 0, 8192, 8192),
             piece(99, 1, 0, 4096),
@@ -142,7 +143,7 @@ fn what_is_wrong_is_refused_piece_by_piece() {
             piece(4, 3, u64::MAX - 4095, 4096),
             piece(3, 4, 4096, 4096),
             piece(2, 5, 1 << 40, 4096),
-            Piece { way: Way::Write, ..piece(4, 6, 0, 4096) },
+            Piece { access: Access::Write, ..piece(4, 6, 0, 4096) },
             piece(0, 7, 0, 0),
         ];
         transfer(files, &mut batch);
@@ -186,7 +187,7 @@ proptest! {
             let stock = memory(total.max(1));
             bytes_of(&stock).fill(0xAB);
             let mut batch: Vec<Piece> = places.iter().map(|(file, offset, len, cuts, base)| {
-                let mut piece = Piece::one(FileId(*file), Way::Read, *offset, stock.address(), 0);
+                let mut piece = Piece::one(FileId(*file), Access::Read, *offset, stock.address(), 0);
                 let mut from = 0;
                 for (part, to) in (0..MAX_PARTS).zip(cuts.iter().chain([len])) {
                     let address = stock.range(base + from, to - from).expect("inside");
@@ -291,7 +292,7 @@ const DEEDS: [Act; 6] = [
 
 #[test]
 fn what_is_done_to_a_file_shows() {
-    let judge = |files: &dyn FixedFiles, target: &Target, act: &Act| {
+    let judge = |files: &dyn ModelFiles, target: &Target, act: &Act| {
         let (what, run, check, reads) = act;
         run(target);
         let found = files.check(0);
@@ -325,7 +326,7 @@ fn what_is_done_to_a_file_shows() {
 #[test]
 fn attributes_are_told_apart_from_bytes() {
     let model = Model::new(&[5000]);
-    let files = model.open(&FixedOpts::default());
+    let files = model.open(&ModelFilesOpts::default());
     let time = std::fs::metadata(&model.paths[0]).expect("there").modified().expect("known");
     // Bytes changed, and the time put back: only the time of change is left to tell.
     let file = std::fs::OpenOptions::new().write(true).open(&model.paths[0]).expect("opened");
@@ -341,7 +342,7 @@ fn attributes_are_told_apart_from_bytes() {
 #[test]
 fn only_regular_files_are_opened() {
     let model = Model::new(&[5000]);
-    let open = |paths: &[PathBuf]| status(RealFixed::open(paths, &FixedOpts::default()));
+    let open = |paths: &[PathBuf]| status(RealModelFiles::open(paths, &ModelFilesOpts::default()));
     let aside = |name| model.paths[0].with_file_name(name);
     std::os::unix::fs::symlink(&model.paths[0], aside("link")).expect("linked");
     let pipe = std::ffi::CString::new(aside("pipe").to_str().expect("text")).expect("text");
@@ -416,7 +417,7 @@ fn planted_faults_strike_where_they_should() {
 fn time_follows_from_bytes_and_seed() {
     let opts = SimFixedOpts { bytes_per_second: 1 << 20, latency_ns: 1000, ..Default::default() };
     let piece =
-        |offset, bytes| Piece::one(FileId(0), Way::Read, offset, std::ptr::null_mut(), bytes);
+        |offset, bytes| Piece::one(FileId(0), Access::Read, offset, std::ptr::null_mut(), bytes);
     let files = simulated(&[1 << 20], opts.clone());
     let second = 1_000_000_000;
     assert_eq!(files.cost_ns(&[piece(0, 1 << 19), piece(1 << 19, 1 << 19)]), second + 1000);

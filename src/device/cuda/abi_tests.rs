@@ -5,8 +5,8 @@ use std::mem::{offset_of, size_of};
 
 use cudarc::driver::sys;
 
+use crate::device::cuda::abi::*;
 use crate::device::cuda::driver::{BatchCall, Driver};
-use crate::device::cuda::words::*;
 
 /// How large each argument of a function is, and what it returns.
 trait Shape {
@@ -96,7 +96,7 @@ fn functions_have_the_arguments_of_the_headers() {
         host_on_device = cuMemHostGetDevicePointer_v2(_, _, _);
         allocate_host = cuMemHostAlloc(_, _, _);
         free_host = cuMemFreeHost(_);
-        about_pointer = cuPointerGetAttributes(_, _, _, _);
+        pointer_attributes = cuPointerGetAttributes(_, _, _, _);
         load_module = cuModuleLoadDataEx(_, _, _, _, _);
         unload_module = cuModuleUnload(_);
         find_function = cuModuleGetFunction(_, _, _);
@@ -173,7 +173,7 @@ fn descriptions_are_laid_out_as_in_the_headers() {
 #[test]
 fn numbers_are_those_of_the_headers() {
     use sys::CUdevice_attribute as Attribute;
-    use sys::CUpointer_attribute as About;
+    use sys::CUpointer_attribute as PointerInfo;
     let same = [
         (
             BLOCK_SHARED as i64,
@@ -200,13 +200,13 @@ fn numbers_are_those_of_the_headers() {
             SAME_ADDRESSES as i64,
             Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM as i64,
         ),
-        (POINTER_KIND as i64, About::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as i64),
-        (POINTER_ON_DEVICE as i64, About::CU_POINTER_ATTRIBUTE_DEVICE_POINTER as i64),
-        (POINTER_MANAGED as i64, About::CU_POINTER_ATTRIBUTE_IS_MANAGED as i64),
-        (POINTER_ORDINAL as i64, About::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL as i64),
-        (POINTER_START as i64, About::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR as i64),
-        (POINTER_BYTES as i64, About::CU_POINTER_ATTRIBUTE_RANGE_SIZE as i64),
-        (POINTER_ACCESS as i64, About::CU_POINTER_ATTRIBUTE_ACCESS_FLAGS as i64),
+        (POINTER_KIND as i64, PointerInfo::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as i64),
+        (POINTER_ON_DEVICE as i64, PointerInfo::CU_POINTER_ATTRIBUTE_DEVICE_POINTER as i64),
+        (POINTER_MANAGED as i64, PointerInfo::CU_POINTER_ATTRIBUTE_IS_MANAGED as i64),
+        (POINTER_ORDINAL as i64, PointerInfo::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL as i64),
+        (POINTER_START as i64, PointerInfo::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR as i64),
+        (POINTER_BYTES as i64, PointerInfo::CU_POINTER_ATTRIBUTE_RANGE_SIZE as i64),
+        (POINTER_ACCESS as i64, PointerInfo::CU_POINTER_ATTRIBUTE_ACCESS_FLAGS as i64),
         (
             POINTER_READ_WRITE as i64,
             sys::CUDA_POINTER_ATTRIBUTE_ACCESS_FLAGS::CU_POINTER_ATTRIBUTE_ACCESS_FLAG_READWRITE
@@ -222,7 +222,7 @@ fn numbers_are_those_of_the_headers() {
         (MEMORY_STAYS as i64, sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as i64),
         (LOCATION_DEVICE as i64, sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as i64),
         (
-            GRAIN_LEAST as i64,
+            GRANULARITY_MINIMUM as i64,
             sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM as i64,
         ),
         (

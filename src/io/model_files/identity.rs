@@ -3,11 +3,11 @@
 use crate::base::checksum::xxh3;
 use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::Result;
-use crate::io::files::{FileId, Piece, Way};
-use crate::io::fixed::{FixedFiles, GRAIN_BYTES};
+use crate::io::files::{Access, FileId, Piece};
+use crate::io::model_files::{ModelFiles, READ_UNIT_BYTES};
 
 /// How much of each end counts: headers of models differ in the first.
-const END_BYTES: u64 = 16 * GRAIN_BYTES;
+const END_BYTES: u64 = 16 * READ_UNIT_BYTES;
 
 /// What a file is known by, under whatever path, on whatever machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,20 +21,26 @@ pub struct Identity {
 }
 
 /// Looks at every file; reads little.
-pub fn identities(files: &dyn FixedFiles) -> Result<Vec<Identity>> {
+pub fn identities(files: &dyn ModelFiles) -> Result<Vec<Identity>> {
     let stock = Buffer::map(&MemoryWish { bytes: 2 * END_BYTES, ..MemoryWish::default() }, None)?;
     (0..files.count()).map(|file| identity(files, file, &stock)).collect()
 }
 
-fn identity(files: &dyn FixedFiles, file: u32, stock: &Buffer) -> Result<Identity> {
+fn identity(files: &dyn ModelFiles, file: u32, stock: &Buffer) -> Result<Identity> {
     let stamp = files.stamp(file);
-    let grains = stamp.bytes.next_multiple_of(GRAIN_BYTES);
+    let grains = stamp.bytes.next_multiple_of(READ_UNIT_BYTES);
     let head = grains.min(END_BYTES);
     let tail = (grains - head).min(END_BYTES);
     let id = FileId(file);
     let mut pieces = [
-        Piece::one(id, Way::Read, 0, stock.address(), head),
-        Piece::one(id, Way::Read, grains - tail, stock.address().wrapping_add(head as usize), tail),
+        Piece::one(id, Access::Read, 0, stock.address(), head),
+        Piece::one(
+            id,
+            Access::Read,
+            grains - tail,
+            stock.address().wrapping_add(head as usize),
+            tail,
+        ),
     ];
     // SAFETY: two ranges of the stock, which is this call's alone and as long as both.
     unsafe { files.transfer(&mut pieces) };

@@ -7,8 +7,8 @@ use std::os::fd::AsRawFd;
 use crate::base::fork;
 use crate::base::status::{Error, Result, Status};
 use crate::io::files::Piece;
-use crate::io::fixed::inside;
-use crate::io::fixed::opened::Opened;
+use crate::io::model_files::file::ModelFile;
+use crate::io::model_files::inside;
 
 /// The pages of a file.
 pub struct Map {
@@ -23,7 +23,7 @@ unsafe impl Sync for Map {}
 
 impl Map {
     /// Maps all of a file.
-    pub fn new(opened: &Opened) -> Result<Map> {
+    pub fn new(opened: &ModelFile) -> Result<Map> {
         let Ok(bytes) = usize::try_from(opened.stamp.bytes) else {
             return Err(Error::new(Status::NoMem, "the file is longer than the address space"));
         };
@@ -46,7 +46,7 @@ impl Map {
     /// Copies what a piece wants, as far as the file has it.
     ///
     /// # Safety
-    /// As for [`crate::io::fixed::FixedFiles::transfer`].
+    /// As for [`crate::io::model_files::ModelFiles::transfer`].
     pub unsafe fn read(&self, piece: &Piece) {
         for (at, part) in inside(piece, self.bytes as u64) {
             if part.bytes > 0 {

@@ -2,10 +2,10 @@
 //! an engine is making is refused: it would come whenever that is launched, and never now.
 
 use crate::base::status::{Error, Result};
-use crate::device::cuda::put::Work;
-use crate::device::cuda::words::{DEFAULT_STREAMS, Handle, code};
+use crate::device::cuda::abi::{DEFAULT_STREAMS, Handle, code};
+use crate::device::cuda::submit::Work;
 use crate::device::cuda::{Cuda, Inner};
-use crate::device::{Event, MAX_LENT, Stream};
+use crate::device::{Event, MAX_LEASED_STREAMS, Stream};
 use crate::fail;
 
 /// Most streams that only listen for the engine's events. While there are fewer such events open
@@ -13,11 +13,11 @@ use crate::fail;
 const MAX_LISTENERS: usize = 32;
 
 impl Cuda {
-    /// What [`crate::device::Device::adopt`] says.
+    /// What [`crate::device::Device::import_event`] says.
     ///
     /// # Safety
     /// As there.
-    pub(super) unsafe fn take_event(&self, raw: u64) -> Result<Event> {
+    pub(super) unsafe fn import_engine_event(&self, raw: u64) -> Result<Event> {
         if raw == 0 {
             fail!(Invalid, "an event of the engine's at address 0");
         }
@@ -30,56 +30,56 @@ impl Cuda {
         let code = unsafe { (self.driver.query)(raw as Handle) };
         if code != 0 && code != code::NOT_READY {
             let error = self.driver.error("cuEventQuery", code);
-            self.note_end(&mut inner, code, &error);
+            self.lose_if_sticky(&mut inner, code, &error);
             return Err(error.within("an event of the engine's"));
         }
-        let line = self.listener(&mut inner)?;
+        let queue = self.listener(&mut inner)?;
         drop(inside);
-        self.put(&mut inner, line, None, &Work::After(raw as Handle))
+        self.put(&mut inner, queue, None, &Work::After(raw as Handle))
     }
 
     /// The line of a stream that no engine knows of: one that has nothing to wait for, if there is
     /// any. The context is entered.
     pub(super) fn listener(&self, inner: &mut Inner) -> Result<usize> {
         let first = self.streams.len();
-        let lines = first..first + inner.listeners.len();
-        for line in lines.clone() {
-            self.ask_first(inner, line);
+        let queues = first..first + inner.listeners.len();
+        for queue in queues.clone() {
+            self.ask_first(inner, queue);
         }
-        let is_free = |line: &usize| !inner.lent.contains(line);
-        let idle = lines.clone().find(|at| is_free(at) && inner.events.open_in(*at) == 0);
-        if let Some(line) = idle {
-            return Ok(line);
+        let is_free = |queue: &usize| !inner.leased.contains(queue);
+        let idle = queues.clone().find(|at| is_free(at) && inner.events.open_in(*at) == 0);
+        if let Some(queue) = idle {
+            return Ok(queue);
         }
         if inner.listeners.len() < MAX_LISTENERS {
             inner.listeners.push(self.driver.make_stream()?);
-            return Ok(inner.events.add_line());
+            return Ok(inner.events.add_queue());
         }
-        let shared = lines.filter(is_free).min_by_key(|line| inner.events.open_in(*line));
+        let shared = queues.filter(is_free).min_by_key(|queue| inner.events.open_in(*queue));
         Ok(shared.unwrap_or(first))
     }
 
-    /// What [`crate::device::Device::lend`] says: one of those streams.
-    pub(super) fn lend_stream(&self) -> Result<Stream> {
+    /// What [`crate::device::Device::lease_stream`] says: one of those streams.
+    pub(super) fn lease_listener(&self) -> Result<Stream> {
         let mut inner = self.inner.lock();
         Cuda::check_alive(&inner)?;
-        let _inside = self.enter()?;
-        let is_over = inner.lent.len() >= MAX_LENT;
-        let line = if is_over { None } else { Some(self.listener(&mut inner)?) };
-        match line.filter(|line| inner.events.open_in(*line) == 0) {
-            Some(line) => {
-                inner.lent.push(line);
-                Ok(Stream(line as u32))
+        let _guard = self.enter()?;
+        let is_over = inner.leased.len() >= MAX_LEASED_STREAMS;
+        let queue = if is_over { None } else { Some(self.listener(&mut inner)?) };
+        match queue.filter(|queue| inner.events.open_in(*queue) == 0) {
+            Some(queue) => {
+                inner.leased.push(queue);
+                Ok(Stream(queue as u32))
             }
-            None => fail!(Again, "{} streams are lent, the others wait", inner.lent.len()),
+            None => fail!(Again, "{} streams are lent, the others wait", inner.leased.len()),
         }
     }
 
-    /// What [`crate::device::Device::hold`] says.
+    /// What [`crate::device::Device::stream_wait_event`] says.
     ///
     /// # Safety
     /// As there.
-    pub(super) unsafe fn hold_stream(&self, raw: u64, event: Event) -> Result<()> {
+    pub(super) unsafe fn engine_stream_wait(&self, raw: u64, event: Event) -> Result<()> {
         let mut inner = self.inner.lock();
         let outcome = self.look(&mut inner, event)?;
         let inside = self.enter()?;
@@ -90,15 +90,15 @@ impl Cuda {
             Some(Err(status)) => return Err(status.into()),
             None => {}
         }
-        if let Some(number) = inner.events.get(event)?.promise {
-            return self.hold_for_promise(&mut inner, raw as Handle, number);
+        if let Some(number) = inner.events.get(event)?.user_event {
+            return self.engine_stream_wait_user_event(&mut inner, raw as Handle, number);
         }
         let before = inner.events.raw(event)?;
         // SAFETY: a stream and an event of this context.
         let code = unsafe { (self.driver.stream_wait)(raw as Handle, before, 0) };
         drop(inside);
         let held = self.driver.check("cuStreamWaitEvent", code);
-        held.inspect_err(|error| self.note_end(&mut inner, code, error))
+        held.inspect_err(|error| self.lose_if_sticky(&mut inner, code, error))
     }
 
     /// Refuses streams that are not of this context, and those that are everybody's.
@@ -129,8 +129,8 @@ impl Cuda {
     }
 
     /// A call that was refused for good ends the device.
-    pub(super) fn note_end(&self, inner: &mut Inner, code: i32, error: &Error) {
-        if crate::device::cuda::words::is_sticky(code) {
+    pub(super) fn lose_if_sticky(&self, inner: &mut Inner, code: i32, error: &Error) {
+        if crate::device::cuda::abi::is_sticky(code) {
             self.lose(inner, error);
         }
     }

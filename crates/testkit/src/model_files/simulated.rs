@@ -1,16 +1,16 @@
 //! Files of a model that exist only as a formula: any byte of any of them is known, so
 //! tests need neither room nor a disk. They take their time, and go wrong when told to.
 
-use crate::fixed::faults::Fault;
+use crate::model_files::faults::Fault;
 use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::base::sync::Mutex;
 use kvtier::fail;
 use kvtier::io::files::{FileId, Piece};
-use kvtier::io::fixed::opened::compare;
-use kvtier::io::fixed::{
-    FixedFiles, GRAIN_BYTES, MAX_FIXED_FILES, Stamp, check_piece, inside, zero_past,
+use kvtier::io::model_files::file::compare;
+use kvtier::io::model_files::{
+    MAX_MODEL_FILES, ModelFiles, READ_UNIT_BYTES, Stamp, check_piece, inside, zero_past,
 };
 
 /// A simulated file.
@@ -46,7 +46,7 @@ impl Default for SimFixedOpts {
     fn default() -> SimFixedOpts {
         SimFixedOpts {
             files: Vec::new(),
-            align_bytes: GRAIN_BYTES,
+            align_bytes: READ_UNIT_BYTES,
             bytes_per_second: 0,
             latency_ns: 0,
             jitter_percent: 0,
@@ -105,11 +105,11 @@ impl SimFixed {
     /// Files on a clock.
     pub fn new(clock: Clock, opts: SimFixedOpts) -> Result<SimFixed> {
         let (count, align) = (opts.files.len(), opts.align_bytes);
-        if count == 0 || count > MAX_FIXED_FILES {
-            fail!(Invalid, "{count} files of a model, 1 to {MAX_FIXED_FILES} can be");
+        if count == 0 || count > MAX_MODEL_FILES {
+            fail!(Invalid, "{count} files of a model, 1 to {MAX_MODEL_FILES} can be");
         }
-        if !align.is_power_of_two() || align > GRAIN_BYTES {
-            fail!(Invalid, "alignment {align} is no power of two up to {GRAIN_BYTES}");
+        if !align.is_power_of_two() || align > READ_UNIT_BYTES {
+            fail!(Invalid, "alignment {align} is no power of two up to {READ_UNIT_BYTES}");
         }
         if let Some(file) = opts.files.iter().find(|file| file.bytes > 1 << 60) {
             fail!(Invalid, "a file of {} bytes", file.bytes);
@@ -196,7 +196,7 @@ impl SimFixed {
     }
 
     /// # Safety
-    /// As for [`FixedFiles::transfer`].
+    /// As for [`ModelFiles::transfer`].
     unsafe fn fill(&self, piece: &Piece, fate: &Fate) -> Result<()> {
         let FileId(file) = piece.file;
         let whole = self.bytes(file);
@@ -270,7 +270,7 @@ impl Inner {
     }
 }
 
-impl FixedFiles for SimFixed {
+impl ModelFiles for SimFixed {
     fn align_bytes(&self) -> u64 {
         self.opts.align_bytes
     }
