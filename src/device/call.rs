@@ -1,131 +1,133 @@
-//! What a device can compute on memory that it reaches: one flat description for all kernels,
-//! the same in the C header, in the kernels' own header and for the devices of engines.
+//! The argument of all kernels: one flat struct. `cuda/kernels/call.h` and the C header declare the
+//! same struct.
 
-/// One kernel. Addresses are the device's, distances are bytes, 0 = none. Each kernel uses some
-/// of the fields, and those that it does not use are 0: `cuda/kernels/call.h` says which.
+/// Argument of one kernel launch. Addresses are device addresses, strides are in bytes, 0 = unused.
+/// Each kernel uses some of the fields; the others must be 0. `cuda/kernels/call.h` lists the
+/// fields of each kernel.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Call {
-    /// [`Kind`], as a number.
+    /// Kernel: a [`Kind`].
     pub kind: u32,
-    /// What keys and values, or what is read, are.
+    /// Element type of keys and values, or of the input.
     pub dtype: u32,
-    /// What queries and the output, or what is written, are.
+    /// Element type of queries and output, or of the output.
     pub other_dtype: u32,
-    /// What scales belong to.
+    /// How scales apply: 0 none, 1 by token, 2 by channel.
     pub scaling: u32,
-    /// Queries.
+    /// Address of the queries.
     pub queries: u64,
-    /// Keys, or what is read.
+    /// Address of the keys, or of the input.
     pub keys: u64,
-    /// Values.
+    /// Address of the values.
     pub values: u64,
-    /// What is written.
+    /// Address of the output.
     pub out: u64,
-    /// Lists of places.
+    /// Address of lists of positions.
     pub index: u64,
-    /// How long each list is.
+    /// Address of the length of each list.
     pub counts: u64,
-    /// Where pages are.
+    /// Address of the page table.
     pub table: u64,
-    /// Numbers that are read or changed: boxes, scores, sums.
+    /// Address of numbers that are read or updated: boxes, scores, sums.
     pub numbers: u64,
-    /// More of them, as the kernel says.
+    /// Address of further numbers; the kernel defines them.
     pub more: u64,
-    /// Scales of narrow numbers.
+    /// Address of the scales of quantized numbers.
     pub scales: u64,
-    /// Memory for the kernel alone, while it runs.
+    /// Address of scratch memory.
     pub scratch: u64,
-    /// How much that is.
+    /// Size of the scratch memory.
     pub scratch_bytes: u64,
-    /// From a query to the next.
+    /// Distance between queries.
     pub query_stride: i64,
-    /// From a head of a query to the next.
+    /// Distance between heads of a query.
     pub query_head_stride: i64,
-    /// From a key to the next.
+    /// Distance between keys.
     pub key_stride: i64,
-    /// From a head of a key to the next.
+    /// Distance between heads of a key.
     pub key_head_stride: i64,
-    /// From a value to the next.
+    /// Distance between values.
     pub value_stride: i64,
-    /// From a head of a value to the next.
+    /// Distance between heads of a value.
     pub value_head_stride: i64,
-    /// From a row of what is written to the next.
+    /// Distance between rows of the output.
     pub out_stride: i64,
-    /// From a head of it to the next.
+    /// Distance between heads of an output row.
     pub out_head_stride: i64,
-    /// How many queries.
+    /// Number of queries.
     pub query_count: u32,
     /// Heads of a query.
     pub query_heads: u32,
     /// Heads of a key.
     pub key_heads: u32,
-    /// Numbers of a key's head.
+    /// Elements of a key head.
     pub key_dim: u32,
-    /// Numbers of a value's head.
+    /// Elements of a value head.
     pub value_dim: u32,
     /// Tokens of a page or block.
     pub page_tokens: u32,
-    /// Tokens that the sequence has.
+    /// Tokens of the sequence.
     pub tokens: u32,
-    /// The first of what is worked on.
+    /// First item to process.
     pub first: u32,
-    /// How many.
+    /// Number of items.
     pub count: u32,
-    /// How many stay, or are chosen.
+    /// Number of items to keep or choose.
     pub keep: u32,
-    /// So many of the last stay.
+    /// Last tokens that are always kept.
     pub recent: u32,
-    /// So many of the first stay.
+    /// First tokens that are always kept.
     pub sinks: u32,
-    /// What products are multiplied with.
+    /// Factor of the products of queries and keys.
     pub scale: f32,
-    /// What else the kernel is to do.
+    /// Flags of the kernel.
     pub flags: u32,
     /// 0.
     pub reserved: [u64; 3],
 }
 
 impl Call {
-    /// Scratch of a [`Kind::Prefill`] that is told of an index: bits of lines, for each head of it.
+    /// Scratch bytes of a [`Kind::Prefill`] with an index: bit sets of positions for each head of
+    /// the index.
     pub fn line_bytes(&self) -> u64 {
         let end = (u64::from(self.first) + u64::from(self.query_count)).max(self.tokens.into());
         u64::from(self.count) * 3 * (end / 32 + 8) * 4
     }
 }
 
-/// Which kernel.
+/// Kernels.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Moves runs of bytes.
+    /// Copies runs of bytes.
     Move = 1,
-    /// Changes what numbers are, with scales or without.
+    /// Converts numbers to another type, with or without scales.
     Convert = 2,
-    /// Sums bytes as the store does.
+    /// Computes the store's checksums.
     Sum = 3,
-    /// Makes the boxes of pages wider.
+    /// Extends the bounding boxes of pages by new keys.
     PageBoxes = 4,
-    /// The most that a query can have of each page.
+    /// Computes an upper bound of a query's product with the keys of each page.
     PageScores = 5,
-    /// The largest of each row.
+    /// Finds the largest scores of each row.
     Top = 6,
-    /// Adds weights to what tokens had.
+    /// Adds attention weights to accumulated scores of tokens.
     Add = 7,
-    /// Which tokens stay.
+    /// Chooses the tokens to keep.
     Keep = 8,
-    /// Moves what stays together.
+    /// Compacts the rows of kept tokens.
     Compact = 9,
-    /// Columns and diagonals of the last queries.
+    /// Estimates column and diagonal weights from the last queries.
     Estimate = 10,
-    /// Attention of a prompt over lines or blocks.
+    /// Attention of a prompt over columns, diagonals or blocks.
     Prefill = 11,
     /// Attention of few queries over chosen pages.
     Decode = 12,
 }
 
 impl Kind {
-    /// All of them.
+    /// All kernels.
     pub const ALL: [Kind; 12] = [
         Kind::Move,
         Kind::Convert,
@@ -141,12 +143,12 @@ impl Kind {
         Kind::Decode,
     ];
 
-    /// The kernel of a number.
+    /// The kernel with a number.
     pub fn of(number: u32) -> Option<Kind> {
         Kind::ALL.into_iter().find(|kind| *kind as u32 == number)
     }
 
-    /// Its place in a set of kernels.
+    /// Bit in a set of kernels ([`crate::device::Facts::kernels`]).
     pub fn bit(self) -> u64 {
         1 << self as u32
     }

@@ -1,51 +1,52 @@
-//! Reads from files into memory of a device that do not pass through host memory.
+//! Direct reads from files into device memory (GPUDirect Storage). No bytes pass through host
+//! memory.
 
 use crate::base::status::Result;
 
-/// What memory, offsets and lengths are multiples of.
+/// Alignment of memory, offsets and lengths.
 pub const DIRECT_ALIGN_BYTES: u64 = 4096;
 
-/// A file that is read like that, of one device. Numbers are not used again.
+/// A file of one device that is open for direct reads. Numbers are not reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirectFile(pub(crate) u64);
 
-/// What reads files straight into a device's memory. Any thread may call, and calls wait until
-/// they have ended.
+/// Direct reads from files into a device's memory. Any thread may call; calls return when they are
+/// done.
 pub trait Direct {
-    /// What it is, for people.
+    /// Description for people.
     fn describe(&self) -> String;
 
-    /// A file, by its descriptor and the kernel's number of its file system.
-    /// [`crate::base::status::Status::Unavailable`] and why, where its bytes would pass
-    /// through host memory, or nobody can tell.
+    /// Adds a file, by its descriptor and the kernel's number of its file system (`statfs.f_type`).
+    /// [`crate::base::status::Status::Unavailable`] says why its bytes would, or might, pass
+    /// through host memory.
     ///
     /// # Safety
-    /// The descriptor is open, for reads past the page cache, until
-    /// [`Direct::remove_file`] or the end of the device.
+    /// The descriptor is open for reads past the page cache until [`Direct::remove_file`] or the
+    /// end of the device.
     unsafe fn add_file(&self, descriptor: i32, file_system: u64) -> Result<DirectFile>;
 
-    /// Takes that back.
+    /// Removes a file.
     ///
     /// # Safety
-    /// No read of the file is under way.
+    /// No read of the file is in flight.
     unsafe fn remove_file(&self, file: DirectFile) -> Result<()>;
 
-    /// Memory of the device that is read into: from a multiple of [`DIRECT_ALIGN_BYTES`].
+    /// Adds device memory as a target of reads, starting at a multiple of [`DIRECT_ALIGN_BYTES`].
     ///
     /// # Safety
-    /// It stays the device's until [`Direct::remove_memory`].
+    /// The memory stays allocated until [`Direct::remove_memory`].
     unsafe fn add_memory(&self, address: u64, bytes: u64) -> Result<()>;
 
-    /// Takes that back, before the memory is given back.
+    /// Removes memory, before it is freed.
     ///
     /// # Safety
-    /// No read into it is under way.
+    /// No read into it is in flight.
     unsafe fn remove_memory(&self, address: u64) -> Result<()>;
 
-    /// Reads bytes that the file has into memory that was added: offset, length and address are
-    /// multiples of [`DIRECT_ALIGN_BYTES`]. After an error nobody knows what is in the memory.
+    /// Reads bytes of the file into memory that was added. Offset, length and address are multiples
+    /// of [`DIRECT_ALIGN_BYTES`]. After an error the content of the memory is undefined.
     ///
     /// # Safety
-    /// Nobody else uses the memory until this returns: also no batch of the device.
+    /// Nobody else uses the memory until this returns, including batches of the device.
     unsafe fn read(&self, file: DirectFile, offset: u64, address: u64, bytes: u64) -> Result<()>;
 }

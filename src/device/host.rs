@@ -1,5 +1,5 @@
-//! The host copy engine: the calling thread copies and sums. As items of ops, from
-//! plain memory to plain memory; as a [`Device`], between tensors and planes.
+//! The host copy engine: the calling thread copies and computes checksums. It executes items of ops
+//! between plain buffers, and implements [`Device`] for copies between tensors and planes.
 
 use crate::base::checksum::{BLOCK_BYTES, Summer};
 use crate::base::clock::Clock;
@@ -14,36 +14,38 @@ use crate::device::{
 };
 use crate::fail;
 
-/// Copy the source to the target.
+/// Item kind: copy the source to the target.
 pub const COPY: u32 = 1;
-/// Report the checksum of the source as it was read.
+/// Item kind: report the checksum of the source as it was read.
 pub const CHECKSUM: u32 = 2;
-/// Compare that checksum with the expected one.
+/// Item kind: compare the checksum with the expected one.
 pub const VERIFY: u32 = 4;
-/// Make the target's pages present.
+/// Item kind: fault in the target's pages.
 pub const PREFAULT: u32 = 8;
 
-/// Which buffers a kind of item needs: target, source.
+/// Buffers that an item kind needs: target, source.
 pub fn needs(kind: u32) -> Result<(bool, bool)> {
     match kind {
         PREFAULT => Ok((true, false)),
-        0 => fail!(Invalid, "an item without a kind does nothing"),
+        0 => fail!(Invalid, "kind 0: an item needs COPY, CHECKSUM, VERIFY or PREFAULT"),
         kind if kind & !(COPY | CHECKSUM | VERIFY) == 0 => Ok((kind & COPY != 0, true)),
-        kind => fail!(Invalid, "kind {kind:#x} is not a combination that can be done"),
+        kind => {
+            fail!(Invalid, "kind {kind:#x}: PREFAULT alone, or COPY, CHECKSUM and VERIFY combined")
+        }
     }
 }
 
-/// Carries out one item.
+/// Executes one item.
 pub fn run(item: &Item) -> Outcome {
     match (item.kind, item.dst_ptr(), item.src_ptr()) {
         (PREFAULT, Some(dst), _) => {
-            // SAFETY: a range inside a buffer that is the library's until release.
+            // SAFETY: a range inside a buffer that belongs to the library until release.
             unsafe { prefault(dst, item.bytes) };
             Outcome { value: 0, error: None }
         }
         (COPY, Some(dst), Some(src)) => {
-            // SAFETY: both ranges lie inside buffers kept alive by the item; they
-            // may overlap, which `copy` allows.
+            // SAFETY: both ranges lie inside buffers that the item keeps alive. They may overlap,
+            // which `copy` allows.
             unsafe { std::ptr::copy(src, dst, item.bytes as usize) };
             Outcome { value: 0, error: None }
         }
@@ -55,23 +57,25 @@ pub fn run(item: &Item) -> Outcome {
             Outcome { value, error: wrong.then(|| mismatch(item, value)) }
         }
         _ => {
-            let text = "an item reached the copy engine without its buffers";
+            let text = "the item lacks a buffer that its kind needs";
             Outcome { value: 0, error: Some(Error::new(Status::Invalid, text)) }
         }
     }
 }
 
 fn mismatch(item: &Item, value: u64) -> Error {
-    let text =
-        format!("{} bytes sum to {value:#018x}, {:#018x} was expected", item.bytes, item.expect);
+    let text = format!(
+        "checksum mismatch in {} bytes: {value:#018x}, expected {:#018x}",
+        item.bytes, item.expect
+    );
     Error::new(Status::Corrupt, text)
 }
 
-/// Sums a range block by block, copying each block while it is in cache.
+/// Computes the checksum of a range block by block and copies each block while it is in cache.
 ///
 /// # Safety
-/// `src`, and `dst` if given, must be valid for `bytes`; ranges that overlap
-/// are summed as read, and copied like `memmove` only when `dst` <= `src`.
+/// `src`, and `dst` if given, must be valid for `bytes`. Overlapping ranges are summed as read, and
+/// copied like `memmove` only when `dst` <= `src`.
 unsafe fn summed(src: *const u8, dst: Option<*mut u8>, bytes: usize) -> u64 {
     let mut summer = Summer::default();
     let overlaps =
@@ -79,8 +83,8 @@ unsafe fn summed(src: *const u8, dst: Option<*mut u8>, bytes: usize) -> u64 {
     let mut at = 0;
     while at < bytes {
         let n = BLOCK_BYTES.min(bytes - at);
-        // SAFETY: inside the caller's ranges; nobody else writes the source while
-        // it is the library's.
+        // SAFETY: inside the caller's ranges. Nobody else writes the source while it belongs to the
+        // library.
         let block = unsafe { std::slice::from_raw_parts(src.add(at), n) };
         summer.block(block);
         if let (Some(dst), false) = (dst, overlaps) {
@@ -90,13 +94,13 @@ unsafe fn summed(src: *const u8, dst: Option<*mut u8>, bytes: usize) -> u64 {
         at += n;
     }
     if let (Some(dst), true) = (dst, overlaps) {
-        // SAFETY: the caller's ranges; block order would overwrite the source.
+        // SAFETY: the caller's ranges. Copying in block order would overwrite the source.
         unsafe { std::ptr::copy(src, dst, bytes) };
     }
     summer.finish()
 }
 
-/// Copies in host memory, done when `submit` returns.
+/// Device that copies in host memory; copies are done when `submit` returns.
 pub struct Host {
     calls: Mutex<Calls>,
     idle: Condvar,
@@ -105,9 +109,9 @@ pub struct Host {
 
 #[derive(Default)]
 struct Calls {
-    /// The event made last.
+    /// The newest event.
     last: u64,
-    /// Calls that copy now.
+    /// Calls in flight.
     under_way: u32,
     closed: bool,
 }
@@ -146,7 +150,7 @@ impl Host {
 impl Calls {
     fn known(&self, event: Event) -> Result<()> {
         if event.0 == 0 || event.0 > self.last {
-            fail!(Handle, "event {} is none of this device", event.0);
+            fail!(Handle, "event {} is not an event of this device", event.0);
         }
         Ok(())
     }
@@ -219,7 +223,7 @@ impl Device for Host {
                 deadline => deadline.saturating_sub(Clock::real().now_ns()),
             };
             if left == 0 {
-                fail!(Busy, "{} batches are under way", calls.under_way);
+                fail!(Busy, "{} batches are still in flight", calls.under_way);
             }
             self.idle.wait_for(&mut calls, left);
         }
@@ -252,7 +256,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn copies_like_memmove_and_sums_what_it_read(
+        fn copies_like_memmove_and_sums_the_source_as_read(
             len in 1usize..30_000, from in 0usize..30_000, to in 0usize..30_000,
             n in 0usize..30_000, kind in prop_oneof![Just(COPY), Just(COPY | CHECKSUM)],
         ) {
@@ -273,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_sum_is_reported_with_the_true_one() {
+    fn checksum_mismatch_reports_the_actual_checksum() {
         let source = buffer(b"some bytes");
         let item = Item::new(VERIFY, None, Some((source, 0)), 10, 1);
         let outcome = run(&item);
@@ -282,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_checked() {
+    fn invalid_item_kinds_are_rejected() {
         assert_eq!(needs(COPY | VERIFY).unwrap(), (true, true));
         assert_eq!(needs(CHECKSUM).unwrap(), (false, true));
         assert_eq!(needs(PREFAULT).unwrap(), (true, false));

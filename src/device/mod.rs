@@ -1,15 +1,15 @@
-//! Copy engines: who moves bytes, sums them and compares them.
+//! Copy engines: devices copy bytes, compute checksums and compare them.
 //!
-//! A [`Device`] copies between the tensors of an engine and the canonical planes of
-//! the store. Work is put on *streams*: in order within one, in any order across
-//! them. Each batch ends with an *event*. What a caller must wait for:
+//! A [`Device`] copies between an engine's tensors and the store's canonical planes. Work is
+//! submitted to *streams*: in order within one stream, in any order across streams. Each batch ends
+//! with an *event*. Rules for callers:
 //!
-//! - a source must be complete, and a target no longer in use by others, when the
-//!   event given as `after` is done (none: when the batch is submitted);
-//! - a source must stay as it is, and a target is not to be read or written, until
-//!   the batch's own event is done.
+//! - When the event `after` is done (without `after`: when the batch is submitted), a source must
+//!   be complete and a target must not be in use.
+//! - Until the batch's own event is done, nobody changes a source, and nobody reads or writes a
+//!   target.
 //!
-//! An event may be given as `after`, or waited on, from when `submit` has returned it.
+//! An event may be passed as `after`, or waited for, as soon as `submit` has returned it.
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
@@ -32,108 +32,108 @@ mod slots;
 mod strips;
 pub mod window;
 
-/// Most streams of a device.
+/// Limit: streams of a device.
 pub const MAX_STREAMS: u32 = 64;
-/// Most streams that a device lends at a time, where it makes them for that.
+/// Limit: streams that a device leases at a time, if it creates them on demand.
 pub const MAX_LEASED_STREAMS: usize = 16;
-/// Most promises of a device that are known at once.
+/// Limit: user events of a device that are not released.
 pub const MAX_USER_EVENTS: usize = 1024;
-/// Most copies of one batch.
+/// Limit: copies of a batch.
 pub const MAX_COPIES: usize = 65_536;
 
 /// A queue of a device: 0 to [`Facts::streams`] - 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream(pub u32);
 
-/// A moment on a stream, of one device. Numbers are not used again soon.
+/// A point on a stream of one device. Numbers are not reused soon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event(pub u64);
 
-/// How far an event is.
+/// State of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Not yet.
+    /// Its work has not completed.
     Pending,
-    /// It has come to pass.
+    /// Its work has completed.
     Done,
 }
 
-/// Where an address is valid.
+/// Address space of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Memory {
-    /// The processor reaches it.
+    /// Accessible by the processor.
     Host,
-    /// Only the device does.
+    /// Accessible by the device only.
     Device,
 }
 
-/// Which way a copy goes.
+/// Direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From the tensor into the plane.
+    /// From the tensor to the plane.
     Gather,
-    /// From the plane into the tensor.
+    /// From the plane to the tensor.
     Scatter,
 }
 
-/// Memory that a device has set aside: [`Device::allocate`]. It is not freed by being
-/// forgotten: what was not given back goes with its device.
+/// Device memory from [`Device::allocate`]. Dropping this value does not free it; closing the
+/// device frees the rest.
 #[derive(Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Where it starts: a multiple of 256.
+    /// Start, a multiple of 256.
     pub address: u64,
-    /// How long it is.
+    /// Length.
     pub bytes: u64,
-    /// Where the address is valid.
+    /// Address space.
     pub memory: Memory,
-    /// Which one of its device's it is.
+    /// Id within its device.
     pub(crate) number: u64,
 }
 
-/// What a device is and can do.
+/// Properties of a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Facts {
-    /// Its kind.
+    /// Kind of the device.
     pub name: &'static str,
-    /// Work goes on after `submit` has returned. Where not, events are done by then.
+    /// Work continues after `submit` has returned. Otherwise events are done by then.
     pub asynchronous: bool,
-    /// It sums planes on the way. Where not, whoever wants a sum makes it after. An asynchronous
-    /// device that does sums what lies in its own memory, so that bytes can be held against that
-    /// which have crossed a bus: whoever copies is to do so.
+    /// The device computes checksums of planes as it copies. Otherwise the caller computes them
+    /// afterwards. An asynchronous device sums the bytes in its own memory; the caller must compare
+    /// that sum with the bytes on the other side of the bus.
     pub sums: bool,
-    /// It reaches [`Memory::Device`].
+    /// Copies may name [`Memory::Device`].
     pub reaches_device: bool,
-    /// Planes must be in pinned memory, or copies are slow and not asynchronous.
+    /// Planes should be in pinned memory; otherwise copies are slow and synchronous.
     pub wants_pinned: bool,
-    /// How many streams it has.
+    /// Number of streams.
     pub streams: u32,
-    /// The kernels it has: a bit for each [`call::Kind`].
+    /// Available kernels: a bit for each [`call::Kind`].
     pub kernels: u64,
 }
 
-/// One plane to copy, between a tensor and canonical order.
+/// One plane to copy between a tensor and canonical order.
 pub struct Copy<'a> {
-    /// The tokens of the tensor; for [`Direction::Scatter`] checked as a target.
+    /// Tokens of the tensor. For [`Direction::Scatter`] the view was checked as a target.
     pub tensor: Span<'a>,
-    /// Where the tensor is valid.
+    /// Address space of the tensor.
     pub memory: Memory,
-    /// The plane: as many bytes as the span has.
+    /// The plane, as long as the span.
     pub plane: *mut u8,
-    /// Where the plane is valid.
+    /// Address space of the plane.
     pub plane_memory: Memory,
-    /// Which way.
+    /// Direction of the copy.
     pub direction: Direction,
-    /// Its checksum is wanted: of the plane, in canonical order. An asynchronous device sums the
-    /// side that is in its memory, what was read there or what is there now; where both are, the
-    /// target.
+    /// Request a checksum of the plane, in canonical order. An asynchronous device sums the side in
+    /// its memory: the source as read, or the target as written. If both sides are in its memory,
+    /// it sums the target.
     pub wants_sum: bool,
-    /// The checksum of the plane, if that was wanted and the device makes sums. Of asynchronous
-    /// devices it is to be asked for: [`Device::sums`].
+    /// Checksum of the plane, if requested and if the device computes checksums. Asynchronous
+    /// devices return it from [`Device::sums`] instead.
     pub sum: u64,
 }
 
 impl<'a> Copy<'a> {
-    /// A copy of tokens of a view in host memory, without a sum.
+    /// A copy of tokens of a view in host memory, without a checksum.
     pub fn new(
         view: &View<'a>,
         first: u32,
@@ -149,8 +149,8 @@ impl<'a> Copy<'a> {
 }
 
 impl Copy<'static> {
-    /// A copy of plain bytes between host memory and where `memory` says, without a sum:
-    /// [`Direction::Scatter`] goes to the device.
+    /// A copy of plain bytes between host memory and an address in `memory`, without a checksum.
+    /// [`Direction::Scatter`] copies to `address`.
     pub fn bytes(
         host: *mut u8,
         address: u64,
@@ -165,22 +165,21 @@ impl Copy<'static> {
 
 /// A copy engine.
 pub trait Device: Send + Sync {
-    /// What it is.
+    /// Properties of the device.
     fn facts(&self) -> Facts;
 
-    /// The same in words, for people: what it is called, and how it copies.
+    /// Description for people: name, and how the device copies.
     fn describe(&self) -> String {
         self.facts().name.to_string()
     }
 
-    /// Puts a batch on a stream, behind what is there and behind `after`. A batch
-    /// without copies only marks the place. What is refused was not begun; when
-    /// `after` has failed, that is its status.
+    /// Submits a batch to a stream, after earlier work of the stream and after the event `after`. A
+    /// batch without copies only records an event. A rejected batch was not begun. If `after` has
+    /// failed, the call fails with the status of `after`.
     ///
     /// # Safety
-    /// The memory of every copy is valid for its way, tensor and plane of a copy do
-    /// not overlap, and nobody touches them but as this module says, until the event
-    /// is done or has failed.
+    /// The memory of every copy is valid for its direction. Tensor and plane of a copy do not
+    /// overlap. Until the event is done or has failed, callers obey the rules of this module.
     unsafe fn submit(
         &self,
         stream: Stream,
@@ -188,177 +187,206 @@ pub trait Device: Send + Sync {
         copies: &mut [Copy<'_>],
     ) -> Result<Event>;
 
-    /// How far an event is. The error it failed with, if it did: what its targets
-    /// have is then not known, and the device touches them no more.
+    /// State of an event, or the error that it failed with. After a failure the content of the
+    /// targets is undefined, and the device no longer accesses them.
     fn state(&self, event: Event) -> Result<State>;
 
-    /// Waits for an event until a deadline (0 = none), then [`Status::Timeout`].
+    /// Waits for an event until a deadline (0 = none), then returns [`Status::Timeout`].
     fn wait(&self, event: Event, deadline_ns: u64) -> Result<()>;
 
-    /// The sums that copies of a batch wanted, in their order, from when its event has come until
-    /// that is released; how many were written. [`Status::Busy`]: it has not come. Devices that
-    /// are not asynchronous have put them into the copies.
+    /// Writes the checksums that a batch requested, in the order of its copies; returns their
+    /// number. They are available from completion of the event until its release. [`Status::Busy`]:
+    /// the event is pending. Synchronous devices store checksums in the copies.
     fn sums(&self, event: Event, sums: &mut [u64]) -> Result<usize> {
         let _ = sums;
-        fail!(Unsupported, "the {} device has no sums of event {:#x}", self.facts().name, event.0)
+        fail!(
+            Unsupported,
+            "the {} device computes no checksums (event {:#x})",
+            self.facts().name,
+            event.0
+        )
     }
 
-    /// Reports events that have ended, well or not; how many were written. An
-    /// asynchronous device reports each event once, unless it is released before;
-    /// others report none.
+    /// Writes events that have completed or failed; returns their number. An asynchronous device
+    /// reports each event once, unless it is released before. Synchronous devices report none.
     fn poll(&self, ended: &mut [Event]) -> usize;
 
-    /// Forgets an event that has ended; [`Status::Busy`] for one that has not. An
-    /// asynchronous device has room for so many, then it refuses with [`Status::Again`].
+    /// Releases an event that has completed or failed. [`Status::Busy`]: it is pending. The number
+    /// of unreleased events is limited; beyond the limit `submit` returns [`Status::Again`].
     fn release(&self, event: Event) -> Result<()>;
 
-    /// Releases an event as soon as it has ended: nobody asks for it any more.
+    /// Releases an event as soon as it completes; nobody uses it any more.
     fn forget(&self, event: Event) {
         if let Err(error) = self.release(event) {
-            log::warn!("an event stays known: {error}");
+            log::warn!("releasing an event failed; it leaks: {error}");
         }
     }
 
-    /// Sets memory aside. [`Status::NoMem`] when there is not so much;
-    /// [`Status::Unsupported`] when the device has none to give. What is in it is not said.
+    /// Allocates memory with undefined content. [`Status::NoMem`]: not enough memory is free.
+    /// [`Status::Unsupported`]: the device does not allocate memory.
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
-        fail!(Unsupported, "the {} device gives out no memory: {bytes} bytes", self.facts().name)
+        fail!(
+            Unsupported,
+            "the {} device cannot allocate {bytes} bytes: use the engine's memory",
+            self.facts().name
+        )
     }
 
-    /// Gives memory back, once. [`Status::Handle`]: it is not this device's, or was given
-    /// back; [`Status::Busy`]: work under way has been seen to use it.
+    /// Frees memory, once. [`Status::Handle`]: the memory is not of this device or was freed.
+    /// [`Status::Busy`]: work in flight uses it, as far as the device can tell.
     ///
     /// # Safety
-    /// Nobody uses the memory any more, and no work that does is under way.
+    /// Nobody uses the memory, and no work in flight does.
     unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
-        fail!(Handle, "the memory at {:#x} is not of this device", memory.address)
+        fail!(Handle, "no allocation of this device at {:#x}", memory.address)
     }
 
-    /// Tells the device of host memory that copies will use again and again, so that they are
-    /// as fast as they can be. Devices to which all host memory is the same do nothing.
+    /// Registers host memory that many copies will use, so that they run at full speed. Devices
+    /// without such a distinction do nothing.
     ///
     /// # Safety
-    /// The memory stays what it is until [`Device::unregister_host`].
+    /// The memory stays mapped until [`Device::unregister_host`].
     unsafe fn register_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
         let _ = (address, bytes);
         Ok(())
     }
 
-    /// Takes that back, before the memory goes.
+    /// Unregisters host memory, before it is unmapped.
     ///
     /// # Safety
-    /// No work that uses the memory is under way.
+    /// No work in flight uses the memory.
     unsafe fn unregister_host(&self, address: *mut u8) -> Result<()> {
         let _ = address;
         Ok(())
     }
 
-    /// An event that comes when an event of the engine's own (for CUDA a `CUevent` that was
-    /// recorded) has come: to be waited for by batches, and released like any other.
+    /// Imports an event of the engine (CUDA: a `CUevent` that was recorded). The result completes
+    /// with it, may be waited for by batches, and is released like any other event.
     ///
     /// # Safety
-    /// It is such an event, and stays so until the event made of it has ended.
+    /// `raw` is such an event, and stays valid until the imported event has completed.
     unsafe fn import_event(&self, raw: u64) -> Result<Event> {
-        fail!(Unsupported, "the {} device knows no event {raw:#x}", self.facts().name)
+        fail!(Unsupported, "the {} device cannot import event {raw:#x}", self.facts().name)
     }
 
-    /// Has a stream of the engine's own (for CUDA a `CUstream`) go on only when an event has
-    /// come. The calling thread does not wait.
+    /// Makes a stream of the engine (CUDA: a `CUstream`) wait for an event. The calling thread does
+    /// not wait.
     ///
     /// # Safety
-    /// It is such a stream.
+    /// `raw_stream` is such a stream.
     unsafe fn stream_wait_event(&self, raw_stream: u64, event: Event) -> Result<()> {
         let _ = event;
-        fail!(Unsupported, "the {} device knows no stream {raw_stream:#x}", self.facts().name)
+        fail!(
+            Unsupported,
+            "the {} device cannot make stream {raw_stream:#x} wait",
+            self.facts().name
+        )
     }
 
-    /// An event that comes when it is said to: [`Device::keep`]. It can be waited for before
-    /// that, by batches, streams and threads, and is released like any other.
-    /// [`Status::Unsupported`] where there is no such thing; a device has room for some.
+    /// Creates an event that completes when the host signals it with [`Device::signal_event`].
+    /// Batches, streams and threads may wait for it before that; it is released like any other
+    /// event. [`Status::Unsupported`]: the device has no user events. [`Status::Again`]:
+    /// [`MAX_USER_EVENTS`] exist.
     fn create_user_event(&self) -> Result<Event> {
-        fail!(Unsupported, "the {} device makes no promises", self.facts().name)
+        fail!(Unsupported, "the {} device has no user events", self.facts().name)
     }
 
-    /// Has such an event come, if it has not: what waits for it goes on. [`Status::Handle`]: it
-    /// is no promise of this device's. The device keeps all that are open when it is closed.
+    /// Signals a user event; work that waits for it proceeds. Signalling it again does nothing.
+    /// [`Status::Handle`]: it is not a user event of this device. Closing a device signals all
+    /// pending user events.
     fn signal_event(&self, event: Event) -> Result<()> {
-        fail!(Handle, "event {:#x} is no promise of the {} device's", event.0, self.facts().name)
+        fail!(
+            Handle,
+            "event {:#x} is not a user event of the {} device",
+            event.0,
+            self.facts().name
+        )
     }
 
-    /// Keeps all promises that are open: what they were to wait for ends now.
+    /// Signals all pending user events.
     fn signal_all_events(&self) {}
 
-    /// Puts kernels on a stream, as `submit` does copies.
+    /// Submits kernels to a stream, as `submit` does with copies.
     ///
     /// # Safety
-    /// As for `submit`: all memory that the calls name is the device's to use until the event.
+    /// As for `submit`: all memory that the calls name belongs to the device until the event is
+    /// done.
     unsafe fn launch(&self, stream: Stream, after: Option<Event>, calls: &[Call]) -> Result<Event> {
         let _ = (stream, after);
-        fail!(Unsupported, "the {} device has no kernels: {}", self.facts().name, calls.len())
+        fail!(
+            Unsupported,
+            "the {} device has no kernels ({} requested)",
+            self.facts().name,
+            calls.len()
+        )
     }
 
-    /// Whether `submit` keeps its caller until what such copies are behind has ended: where the
-    /// driver takes bytes only then, in the call.
+    /// Whether `submit` of these copies may block until earlier work has completed, because the
+    /// driver accesses host memory inside the call.
     fn may_block_submit(&self, copies: &[Copy<'_>]) -> bool {
         let _ = copies;
         false
     }
 
-    /// Streams that are never lent: 0 to one less than this. What must not wait for long behind
-    /// anything of others' goes to one of these.
+    /// Number of streams that are never leased: streams 0 to this minus one. Work that must not
+    /// wait long for others' work uses one of these.
     fn shared_streams(&self) -> u32 {
         self.facts().streams
     }
 
-    /// Lends a stream that the device gives to nobody else until [`Device::return_stream`]: for
-    /// batches behind events that may come late, so that they hold up nothing else.
-    /// [`Status::Again`]: there is none, or none now.
+    /// Leases a stream for exclusive use until [`Device::return_stream`]. It serves batches that
+    /// wait for late events, so that they delay nothing else. [`Status::Again`]: no stream is
+    /// available now.
     fn lease_stream(&self) -> Result<Stream> {
-        fail!(Again, "the {} device has no stream to lend", self.facts().name)
+        fail!(Again, "the {} device leases no streams", self.facts().name)
     }
 
-    /// Takes such a stream back, when all that was put on it has ended.
+    /// Returns a leased stream, after all work on it has completed.
     fn return_stream(&self, stream: Stream) {
         let _ = stream;
     }
 
-    /// What places and lengths in windows of the device are multiples of.
-    /// [`Status::Unsupported`] where it has none.
+    /// Granularity of positions and lengths in windows of the device. [`Status::Unsupported`]: it
+    /// has no windows.
     fn window_granularity(&self) -> Result<u64> {
         let name = self.facts().name;
-        fail!(Unsupported, "the {name} device has no addresses that stay while memory moves")
+        fail!(Unsupported, "the {name} device has no windows (reserved addresses)")
     }
 
-    /// Reserves at least so many bytes of addresses, without memory.
+    /// Reserves at least `bytes` of address space, without memory.
     fn window(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
         self.window_granularity()?;
-        fail!(Unsupported, "the {} device reserves no {bytes} addresses", self.facts().name)
+        fail!(
+            Unsupported,
+            "the {} device cannot reserve {bytes} bytes of addresses",
+            self.facts().name
+        )
     }
 
-    /// What reads files straight into the device's memory.
-    /// [`Status::Unavailable`] and why not, where the machine has not all that it takes.
+    /// Direct reads from files into device memory. [`Status::Unavailable`] names what the machine
+    /// lacks.
     fn direct(&self) -> Result<&dyn Direct> {
-        fail!(Unsupported, "the {} device reads no files by itself", self.facts().name)
+        fail!(Unsupported, "the {} device has no direct file reads", self.facts().name)
     }
 
-    /// What the device has left to give, if it has memory of its own and knows.
+    /// Free device memory, if the device has memory of its own and knows how much is free.
     fn free_bytes(&self) -> Option<u64> {
         None
     }
 
-    /// Refuses new batches and waits for what is under way until a deadline (0 =
-    /// none), then [`Status::Busy`]. Memory may be freed after it has succeeded;
-    /// events are known until the device is dropped.
+    /// Rejects new batches, then waits for work in flight until a deadline (0 = none); after it
+    /// returns [`Status::Busy`]. Callers may free memory after success. Events stay valid until the
+    /// device is dropped.
     fn close(&self, deadline_ns: u64) -> Result<()>;
 }
 
-/// Checks what all devices refuse.
+/// Checks that all devices share.
 fn check(facts: &Facts, stream: Stream, copies: &[Copy<'_>]) -> Result<()> {
     if stream.0 >= facts.streams {
-        fail!(Invalid, "stream {} of {}", stream.0, facts.streams);
+        fail!(Invalid, "stream {}: the device has {}", stream.0, facts.streams);
     }
     if copies.len() > MAX_COPIES {
-        fail!(Limit, "{} copies in a batch, {MAX_COPIES} can be", copies.len());
+        fail!(Limit, "{} copies in a batch, the limit is {MAX_COPIES}", copies.len());
     }
     for copy in copies {
         if copy.plane.is_null() {
@@ -366,7 +394,7 @@ fn check(facts: &Facts, stream: Stream, copies: &[Copy<'_>]) -> Result<()> {
         }
         let is_device = [copy.memory, copy.plane_memory].contains(&Memory::Device);
         if is_device && !facts.reaches_device {
-            fail!(Unsupported, "the {} device does not reach device memory", facts.name);
+            fail!(Unsupported, "the {} device cannot access device memory", facts.name);
         }
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! Streams of an engine's that wait for an op, which need not have begun; and what becomes of
-//! promises when a runtime ends.
+//! Makes streams of an engine wait for an op that need not have begun, and signals user events when
+//! a runtime shuts down.
 
 use crate::base::op::{Op, RELEASED};
 use crate::base::owner::Owner;
@@ -7,8 +7,8 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Weak};
 use crate::device::{Device, Event};
 
-/// Has a stream of the engine's own go on only when an op was released, well or not. Nobody
-/// waits. When it fails the stream does not wait either.
+/// Makes a stream of the engine wait until an op is released, whether it succeeded or not. The
+/// calling thread does not wait. After an error the stream does not wait either.
 ///
 /// # Safety
 /// As for [`Device::stream_wait_event`].
@@ -17,13 +17,13 @@ pub unsafe fn stream_wait_op(device: &Arc<dyn Device>, raw_stream: u64, op: &Op)
         return Ok(());
     }
     let user_event = device.create_user_event()?;
-    // A device that has gone has kept all of its promises.
-    let kept = Arc::downgrade(device);
+    // A device that was dropped has signalled all of its user events.
+    let weak = Arc::downgrade(device);
     // SAFETY: the caller's promise.
     let held = unsafe { device.stream_wait_event(raw_stream, user_event) };
     let joined = held.and_then(|()| {
         op.when_released(Box::new(move || {
-            kept.upgrade().into_iter().for_each(|device| end(&device, user_event));
+            weak.upgrade().into_iter().for_each(|device| end(&device, user_event));
         }))
     });
     joined.inspect_err(|_| end(device, user_event))
@@ -31,17 +31,16 @@ pub unsafe fn stream_wait_op(device: &Arc<dyn Device>, raw_stream: u64, op: &Op)
 
 fn end(device: &Arc<dyn Device>, user_event: Event) {
     if let Err(error) = device.signal_event(user_event) {
-        log::error!("a stream that waits for an op may stand still: {error}");
+        log::error!("signalling a user event failed; a stream may wait forever: {error}");
     }
     device.forget(user_event);
 }
 
-/// Has a device of a runtime keep its promises when that ends: what waits for the last ops may be
-/// behind them.
+/// Signals a device's user events when its runtime shuts down: streams may wait for the last ops.
 pub struct SignalOnShutdown(Weak<dyn Device>);
 
 impl SignalOnShutdown {
-    /// Of a device; the runtime is to know it as an owner.
+    /// Registers a device; the runtime must add the result as an owner.
     pub fn new(device: &Arc<dyn Device>) -> Arc<SignalOnShutdown> {
         Arc::new(SignalOnShutdown(Arc::downgrade(device)))
     }

@@ -1,4 +1,4 @@
-//! Memory that a device sets aside, where host memory stands in for it.
+//! Device memory backed by host memory, for the host device and the simulated one.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -8,16 +8,16 @@ use crate::base::sync::Mutex;
 use crate::device::{DeviceMemory, Memory};
 use crate::fail;
 
-/// What is kept of memory that was freed and poisoned. While it is kept its addresses are
-/// not given out again, so that who uses it still finds poison and nothing else.
+/// Limit: freed and poisoned memory that is quarantined. Its addresses are not reused meanwhile, so
+/// a use after free finds poison.
 const KEPT_BYTES: u64 = 64 << 20;
 
-/// Blocks of memory, by number.
+/// Allocations by number.
 pub struct Pool {
     memory: Memory,
-    /// 0 = no limit.
+    /// Limit in bytes; 0 = none.
     limit: u64,
-    /// What freed memory is filled with, if it is.
+    /// Fill byte of freed memory; none = memory is unmapped at once.
     poison: Option<u8>,
     blocks: Mutex<Blocks>,
 }
@@ -32,38 +32,42 @@ struct Blocks {
 }
 
 impl Pool {
-    /// Up to `limit` bytes (0 = no limit) that are valid where `memory` says.
+    /// A pool of up to `limit` bytes (0 = no limit) in an address space.
     pub fn new(memory: Memory, limit: u64, poison: Option<u8>) -> Pool {
         Pool { memory, limit, poison, blocks: Mutex::new(Blocks::default()) }
     }
 
-    /// Counts memory that somebody sets aside elsewhere.
+    /// Charges memory that is allocated elsewhere.
     pub fn count(&self, bytes: u64) -> Result<()> {
         let mut blocks = self.blocks.lock();
         let Some(used) = blocks.used_bytes.checked_add(bytes) else {
-            fail!(NoMem, "{bytes} bytes of device memory");
+            fail!(NoMem, "{bytes} bytes of device memory exceed the address space");
         };
         if self.limit != 0 && used > self.limit {
             let free = self.limit.saturating_sub(blocks.used_bytes);
-            fail!(NoMem, "{bytes} bytes of device memory, {free} of {} are free", self.limit);
+            fail!(
+                NoMem,
+                "{bytes} bytes of device memory requested, {free} of {} are free",
+                self.limit
+            );
         }
         blocks.used_bytes = used;
         Ok(())
     }
 
-    /// Takes that back.
+    /// Undoes [`Pool::count`].
     pub fn discount(&self, bytes: u64) {
         self.blocks.lock().used_bytes -= bytes;
     }
 
-    /// Sets memory aside.
+    /// Allocates memory.
     pub fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
         self.count(bytes)?;
         let mut blocks = self.blocks.lock();
         blocks.last += 1;
         let number = blocks.last;
         drop(blocks);
-        // Outside the lock: mapping may take its time.
+        // Outside the lock: mapping may take long.
         let mapped = Buffer::map(&MemoryWish { bytes, ..MemoryWish::default() }, None);
         let mut blocks = self.blocks.lock();
         let buffer = mapped.inspect_err(|_| blocks.used_bytes -= bytes)?;
@@ -72,14 +76,18 @@ impl Pool {
         Ok(DeviceMemory { address, bytes, memory: self.memory, number })
     }
 
-    /// Takes memory back.
+    /// Frees memory.
     pub fn free(&self, memory: &DeviceMemory) -> Result<()> {
         let mut blocks = self.blocks.lock();
         let ours = |buffer: &Buffer| {
             (buffer.address() as u64, buffer.bytes()) == (memory.address, memory.bytes)
         };
         if !blocks.allocations.get(&memory.number).is_some_and(ours) {
-            fail!(Handle, "the memory at {:#x} is not the device's, or free", memory.address);
+            fail!(
+                Handle,
+                "no allocation of this size at {:#x}: wrong device, or freed before",
+                memory.address
+            );
         }
         let Some(buffer) = blocks.allocations.remove(&memory.number) else {
             return Err(Status::Handle.into());
@@ -91,7 +99,7 @@ impl Pool {
             return Ok(());
         };
         let bytes = buffer.bytes();
-        // SAFETY: the block's own memory, which whoever freed it does not use any more.
+        // SAFETY: the block's own memory, which its owner has freed and no longer uses.
         unsafe { buffer.address().write_bytes(poison, bytes as usize) };
         blocks.kept_bytes += bytes;
         blocks.kept.push_back(buffer);
@@ -102,12 +110,12 @@ impl Pool {
         Ok(())
     }
 
-    /// What is given out.
+    /// Allocated bytes.
     pub fn allocated_bytes(&self) -> u64 {
         self.blocks.lock().used_bytes
     }
 
-    /// What is left, where there is a limit.
+    /// Free bytes, if there is a limit.
     pub fn free_bytes(&self) -> Option<u64> {
         (self.limit != 0).then(|| self.limit.saturating_sub(self.allocated_bytes()))
     }

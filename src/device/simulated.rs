@@ -1,10 +1,10 @@
-//! A device that takes its time, for tests and dry runs: given bandwidth and
-//! latency, on a clock that can be moved by hand, without threads.
+//! A simulated device for tests and dry runs: it has bandwidth and latency on a clock that tests
+//! can move, and no threads.
 //!
-//! It punishes whoever does not wait. From the moment a batch may begin, its targets
-//! are *poisoned*; they are right from its event on. Sources are read at a moment that
-//! the seed chooses. Across streams, batches overtake each other. One seed and one
-//! order of calls give one run.
+//! It exposes callers that do not wait. From the moment a batch may begin, its targets hold
+//! *poison*; they hold the result from its event on. The seed chooses when a source is read.
+//! Batches on different streams overtake each other. One seed and one order of calls always give
+//! the same run.
 
 mod copy;
 mod opts;
@@ -28,26 +28,27 @@ use crate::device::{
 use crate::fail;
 pub use opts::SimulatedOpts;
 
-/// What targets have until their event is done.
+/// Content of targets until their event is done.
 pub const POISON: u8 = 0xDB;
-/// Most events that are known at once.
+/// Limit: unreleased events.
 pub const MAX_EVENTS: usize = 65_536;
-/// Nobody knows when.
+/// Unknown time.
 const NEVER: u64 = u64::MAX;
-/// Longest wait of a real clock before it is looked at again.
+/// Longest sleep on a real clock before the state is checked again.
 const LONGEST_SLEEP_NS: u64 = 1_000_000_000;
 
 struct Batch {
     number: u64,
     after: Option<Event>,
     stream: usize,
-    /// How long it takes.
+    /// Duration.
     length_ns: u64,
-    /// [`NEVER`] while nobody knows when it begins.
+    /// [`NEVER`] while the start is unknown.
     finish_ns: u64,
-    /// What it will fail with.
+    /// Failure that the batch will end with.
     doom: Option<Status>,
-    /// It touches its targets although it fails: what came before did not.
+    /// The batch writes its targets although it fails; a batch that fails because of `after` does
+    /// not.
     spoils: bool,
     loses: bool,
     copies: Vec<LoweredCopy>,
@@ -55,7 +56,7 @@ struct Batch {
 
 enum Phase {
     Pending(Batch),
-    /// How it went, and the sums that copies wanted.
+    /// Outcome, and the requested checksums.
     Ended(std::result::Result<(), Status>, Vec<u64>),
 }
 
@@ -73,16 +74,15 @@ struct Inner {
     crossed: u64,
     lost: bool,
     closed: bool,
-    /// When each stream has done what it was given.
+    /// When each stream becomes idle.
     free_ns: Vec<u64>,
-    /// Which of the streams after its own are lent.
+    /// Leased streams, of those after the device's own.
     leased: [bool; MAX_LEASED_STREAMS],
-    /// Batches of each stream of which nobody knows when they begin: they, or those before
-    /// them, are behind a promise.
+    /// Batches of each stream whose start is unknown: they, or earlier ones, wait for a user event.
     parked: Vec<VecDeque<Event>>,
-    /// Events that are promises, kept or not.
+    /// User events, signalled or not.
     user_events: BTreeSet<u64>,
-    /// What happens next: by time, then by the order in which it was planned.
+    /// Next steps, by time, then by the order of planning.
     agenda: BTreeMap<(u64, u64), (Event, Step)>,
     planned: u64,
     known: Slots<Phase>,
@@ -90,7 +90,7 @@ struct Inner {
     ended: VecDeque<Event>,
 }
 
-/// A device that exists only in time.
+/// A simulated device.
 pub struct Simulated {
     opts: SimulatedOpts,
     clock: Clock,
@@ -104,7 +104,7 @@ impl Simulated {
     /// A device on a clock.
     pub fn new(clock: Clock, opts: SimulatedOpts) -> Result<Simulated> {
         if opts.streams == 0 || opts.streams > MAX_STREAMS {
-            fail!(Invalid, "{} streams, 1 to {MAX_STREAMS} can be", opts.streams);
+            fail!(Invalid, "{} streams: 1 to {MAX_STREAMS} are accepted", opts.streams);
         }
         let inner = Inner {
             random: opts.seed,
@@ -129,36 +129,36 @@ impl Simulated {
         Ok(Simulated { opts, clock, inner, changed: Condvar::new(), pool, windows })
     }
 
-    /// When something happens next; nothing does while nothing is under way.
+    /// Time of the next step; none while nothing is in flight.
     pub fn next_ns(&self) -> Option<u64> {
         let inner = self.now();
         inner.agenda.first_key_value().map(|((time, _), _)| *time)
     }
 
-    /// The device is gone: what is under way fails, and all that follows.
+    /// Simulates loss of the device: work in flight fails, and so do later calls.
     pub fn lose(&self) {
         self.now().lose();
         self.changed.notify_all();
     }
 
-    /// Whether it is gone.
+    /// Whether the device is lost.
     pub fn is_lost(&self) -> bool {
         self.now().lost
     }
 
-    /// What is allocated and was not freed.
+    /// Allocated bytes.
     pub fn allocated_bytes(&self) -> u64 {
         self.pool.allocated_bytes()
     }
 
-    /// All that should have happened by now has.
+    /// The state, after all steps that are due.
     fn now(&self) -> Guard<'_, Inner> {
         let mut inner = self.inner.lock();
         inner.run_until(self.clock.now_ns());
         inner
     }
 
-    /// Lets time pass until `until` or the deadline; false when that has passed.
+    /// Sleeps until `until_ns` or the deadline; false if the deadline has passed.
     fn sleep(&self, inner: &mut Guard<'_, Inner>, until_ns: u64, deadline_ns: u64) -> bool {
         let now = self.clock.now_ns();
         if deadline_ns != 0 && now >= deadline_ns {
@@ -167,7 +167,7 @@ impl Simulated {
         let until = if deadline_ns == 0 { until_ns } else { until_ns.min(deadline_ns) };
         let left = until.saturating_sub(now);
         if self.clock.is_manual() {
-            // Nobody else moves the clock for one who waits.
+            // Nobody else moves the clock while this thread waits.
             self.clock.advance(left);
         } else {
             self.changed.wait_for(inner, left.clamp(1, LONGEST_SLEEP_NS));
@@ -188,7 +188,7 @@ impl Simulated {
 }
 
 impl Inner {
-    /// The next number of the seed's sequence (splitmix64).
+    /// Next number of the seed's sequence (splitmix64).
     fn random(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.random;
@@ -206,7 +206,7 @@ impl Inner {
         self.agenda.insert((time, self.planned), (event, step));
     }
 
-    /// Chooses the copies that are to come wrong.
+    /// Chooses the copies that will be damaged.
     fn spoil(&mut self, opts: &SimulatedOpts, copies: &mut [LoweredCopy]) {
         for copy in copies.iter_mut().filter(|copy| copy.crosses) {
             self.crossed += 1;
@@ -238,7 +238,7 @@ impl Inner {
         }
         let outcome = batch.doom.map_or(Ok(()), Err);
         self.end(event, outcome);
-        // Whoever was to run after it has no input.
+        // Batches that wait for it have no input.
         let Err(status) = outcome else { return };
         for (_, phase) in self.known.iter_mut() {
             if let Phase::Pending(batch) = phase
@@ -249,7 +249,7 @@ impl Inner {
         }
     }
 
-    /// Fails while work under way uses a range of device memory.
+    /// Fails while a batch in flight uses a range of device memory.
     fn check_unused(&mut self, address: u64, bytes: u64) -> Result<()> {
         for (_, phase) in self.known.iter_mut() {
             if let Phase::Pending(batch) = phase
@@ -290,7 +290,7 @@ impl Inner {
 }
 
 impl Batch {
-    /// Whether one of its copies goes to or from a range of device memory.
+    /// Whether one of its copies accesses a range of device memory.
     fn uses(&self, address: u64, bytes: u64) -> bool {
         self.copies.iter().any(|copy| copy.uses(address, bytes))
     }
@@ -375,7 +375,7 @@ impl Device for Simulated {
         let mut inner = self.now();
         loop {
             let until = match inner.known.get(event)? {
-                // Of what is behind a promise nobody knows: who keeps it wakes this.
+                // Work behind a pending user event has no known time; signalling wakes this wait.
                 Phase::Pending(batch) if batch.finish_ns == NEVER => {
                     inner.next_or(LONGEST_SLEEP_NS, self.clock.now_ns())
                 }
@@ -391,7 +391,7 @@ impl Device for Simulated {
 
     fn sums(&self, event: Event, sums: &mut [u64]) -> Result<usize> {
         if !self.opts.sums {
-            fail!(Unsupported, "the device makes no sums");
+            fail!(Unsupported, "the device computes no checksums (sums=false)");
         }
         match self.now().known.get(event)? {
             Phase::Pending(_) => Err(Status::Busy.into()),
@@ -473,7 +473,7 @@ impl Device for Simulated {
         while inner.pending > 0 {
             let until = inner.agenda.first_key_value().map_or(0, |((time, _), _)| *time);
             if !self.sleep(&mut inner, until, deadline_ns) {
-                fail!(Busy, "{} batches are under way", inner.pending);
+                fail!(Busy, "{} batches are still in flight", inner.pending);
             }
         }
         Ok(())

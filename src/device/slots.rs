@@ -1,5 +1,4 @@
-//! Numbers for events: a place and how often it was used, so that the number of an event that
-//! was released means nothing any more.
+//! Event numbers: a slot and its generation. The number of a released event becomes invalid.
 
 use crate::base::status::{Result, Status};
 use crate::device::Event;
@@ -10,7 +9,7 @@ struct Slot<T> {
     value: Option<T>,
 }
 
-/// Events that are known, each with what its device knows of it.
+/// Table of unreleased events with a value for each.
 pub struct Slots<T> {
     slots: Vec<Slot<T>>,
     free: Vec<u32>,
@@ -18,25 +17,24 @@ pub struct Slots<T> {
 }
 
 impl<T> Slots<T> {
-    /// Room for so many.
+    /// A table of at most `most` events.
     pub fn new(most: usize) -> Slots<T> {
         Slots { slots: Vec::new(), free: Vec::new(), most }
     }
 
-    /// Makes sure that there is room for one more; [`Status::Again`] where there are as many as
-    /// there may be.
+    /// Makes room for one more event. [`Status::Again`]: the limit is reached.
     pub fn reserve(&mut self) -> Result<()> {
         if self.free.is_empty() && self.slots.len() == self.most {
             return Err(Status::Again.into());
         }
-        // Each has room among the free ones, too: releasing one never fails.
+        // Reserves room in the free list, too, so that a release never fails.
         let more = usize::from(self.free.is_empty());
         let listed = (self.slots.len() + more).saturating_sub(self.free.len());
         let room = self.slots.try_reserve(more).and_then(|()| self.free.try_reserve(listed));
         room.map_err(|_| Status::NoMem.into())
     }
 
-    /// One more event.
+    /// Adds an event.
     pub fn insert(&mut self, value: T) -> Result<Event> {
         self.reserve()?;
         let at = self.free.pop().map_or(self.slots.len(), |at| at as usize);
@@ -52,23 +50,23 @@ impl<T> Slots<T> {
         let (at, generation) = (event.0 as u32 as usize, (event.0 >> 32) as u32);
         match self.slots.get(at) {
             Some(slot) if slot.generation == generation && slot.value.is_some() => Ok(at),
-            _ => fail!(Handle, "event {:#x} is none of this device, or was released", event.0),
+            _ => fail!(Handle, "event {:#x} is not of this device, or was released", event.0),
         }
     }
 
-    /// What is known of an event.
+    /// The value of an event.
     pub fn get(&self, event: Event) -> Result<&T> {
         let at = self.at(event)?;
         self.slots[at].value.as_ref().ok_or_else(|| Status::Handle.into())
     }
 
-    /// The same, to be changed.
+    /// The value of an event, mutable.
     pub fn get_mut(&mut self, event: Event) -> Result<&mut T> {
         let at = self.at(event)?;
         self.slots[at].value.as_mut().ok_or_else(|| Status::Handle.into())
     }
 
-    /// Forgets an event; what was known of it.
+    /// Removes an event; returns its value.
     pub fn remove(&mut self, event: Event) -> Result<T> {
         let at = self.at(event)?;
         let slot = &mut self.slots[at];
@@ -77,7 +75,7 @@ impl<T> Slots<T> {
         slot.value.take().ok_or_else(|| Status::Handle.into())
     }
 
-    /// All that are known.
+    /// All events.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = (Event, &mut T)> {
         self.slots.iter_mut().enumerate().filter_map(|(at, slot)| {
             let event = Event(u64::from(slot.generation) << 32 | at as u64);

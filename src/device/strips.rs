@@ -1,19 +1,19 @@
 //! Copies between strided tensors and canonical planes, by the calling thread.
 //!
-//! All goes block by block: what is small enough to stay in the nearest cache is
-//! gathered or read, summed, and written. Larger units are slower: the processor
-//! then finishes one step before it begins to fetch for the next.
+//! Work proceeds in blocks that fit the L1 cache: gather or read a block, sum it, write it. Larger
+//! blocks are slower, because the processor finishes one step before it starts to fetch for the
+//! next.
 
 use std::mem::MaybeUninit;
 
 use crate::base::checksum::{BLOCK_BYTES, Summer};
 use crate::meta::view::{Span, Strip};
 
-/// Copies a tensor into a plane; its checksum, if wanted.
+/// Copies a tensor to a plane; returns the plane's checksum if `sum`.
 ///
 /// # Safety
-/// The span's memory is valid for reads and the plane for writes of as many bytes
-/// as the span has; they do not overlap, and nobody else touches them meanwhile.
+/// The span is valid for reads, and the plane for writes of as many bytes. They do not overlap, and
+/// nobody else accesses them meanwhile.
 pub unsafe fn gather(span: &Span<'_>, plane: *mut u8, sum: bool) -> Option<u64> {
     let mut strips = span.strips();
     let mut summer = sum.then(Summer::default);
@@ -24,8 +24,8 @@ pub unsafe fn gather(span: &Span<'_>, plane: *mut u8, sum: bool) -> Option<u64> 
     while at < bytes {
         let block = (bytes - at).min(BLOCK_BYTES as u64);
         let Some(first) = strips.up_to(block) else { break };
-        // SAFETY: the caller's promise: strips stay inside the span, `at` inside the
-        // plane, and the strips taken have the length of the block.
+        // SAFETY: the caller's promise: strips stay inside the span, `at` inside the plane, and the
+        // strips taken have the length of the block.
         unsafe {
             let mut from = there(first.address).cast_const();
             if first.count > 1 || first.run_bytes < block {
@@ -48,7 +48,7 @@ pub unsafe fn gather(span: &Span<'_>, plane: *mut u8, sum: bool) -> Option<u64> 
     summer.map(Summer::finish)
 }
 
-/// Copies a plane into a tensor; the plane's checksum, if wanted.
+/// Copies a plane to a tensor; returns the plane's checksum if `sum`.
 ///
 /// # Safety
 /// As for [`gather`], with the plane read and the span written.
@@ -84,15 +84,15 @@ pub unsafe fn scatter(span: &Span<'_>, plane: *const u8, sum: bool) -> Option<u6
 #[repr(align(64))]
 struct Block(MaybeUninit<[u8; BLOCK_BYTES]>);
 
-/// Copies one strip to (`IN`) or from where it is in the plane.
+/// Copies one strip to (`IN`) or from its position in the plane.
 ///
 /// # Safety
-/// The runs of the strip are valid for reads (`IN`) or writes, the plane's bytes for
-/// the other; they do not overlap.
+/// The runs of the strip are valid for reads (`IN`) or writes, the plane's bytes for the other.
+/// They do not overlap.
 #[inline]
 pub unsafe fn copy_strip<const IN: bool>(strip: &Strip, plane: *mut u8) {
-    // Runs of a length known here are a few instructions, others a call each.
-    // SAFETY: the caller's promise.
+    // Runs of a constant length compile to a few instructions, others to a call each. SAFETY: the
+    // caller's promise.
     unsafe {
         match strip.run_bytes {
             1 => copy_fixed::<IN, 1>(strip, plane),
@@ -132,7 +132,7 @@ unsafe fn copy_fixed<const IN: bool, const N: usize>(strip: &Strip, plane: *mut 
     let mut address = strip.address;
     for _ in 0..strip.count {
         let tensor = there(address).cast::<[u8; N]>();
-        // SAFETY: the caller's promise; an array of bytes may lie anywhere.
+        // SAFETY: the caller's promise; an array of bytes has no alignment.
         unsafe {
             let (from, to) = if IN { (tensor, here) } else { (here, tensor) };
             std::ptr::copy_nonoverlapping(from, to, 1);
@@ -142,14 +142,14 @@ unsafe fn copy_fixed<const IN: bool, const N: usize>(strip: &Strip, plane: *mut 
     }
 }
 
-/// The memory at an address that an engine gave.
+/// Pointer to an address that an engine gave.
 pub fn there(address: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(address as usize)
 }
 
-/// Writes without fetching what is overwritten: what is stored is mostly not read
-/// soon. A third faster than `memcpy` where both sides are larger than the caches.
-/// [`fence_writes`] must follow before others are told.
+/// Copies with non-temporal stores, which do not fetch the target's cache lines: stored KV is
+/// rarely read soon. A third faster than `memcpy` when both sides exceed the caches.
+/// [`fence_writes`] must follow before other threads learn of the bytes.
 ///
 /// # Safety
 /// As for `copy_nonoverlapping`.
@@ -161,11 +161,11 @@ unsafe fn write_past_caches(from: *const u8, to: *mut u8, bytes: usize) {
         return unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
     }
     for at in (0..bytes).step_by(64) {
-        // SAFETY: a line of both ranges; the target is aligned for these stores.
+        // SAFETY: one cache line of both ranges; the target is aligned for these stores.
         unsafe {
             let from = from.add(at).cast::<__m128i>();
             let to = to.add(at).cast::<__m128i>();
-            // Without a closure, which a build without whole-program optimisation calls.
+            // Not a closure: builds without LTO would call it.
             let first = _mm_loadu_si128(from);
             let second = _mm_loadu_si128(from.add(1));
             let third = _mm_loadu_si128(from.add(2));
@@ -178,10 +178,10 @@ unsafe fn write_past_caches(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Orders what [`write_past_caches`] wrote before what follows.
+/// Orders the stores of [`write_past_caches`] before later ones.
 #[cfg(target_arch = "x86_64")]
 fn fence_writes() {
-    // SAFETY: part of x86-64; it touches no memory.
+    // SAFETY: part of x86-64; it accesses no memory.
     unsafe { std::arch::x86_64::_mm_sfence() }
 }
 

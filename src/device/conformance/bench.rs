@@ -1,4 +1,4 @@
-//! What checks work with: a device, chance, and memory in all places that the device reaches.
+//! Tools of the checks: a device, random numbers, and buffers in every address space of the device.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -11,14 +11,14 @@ use crate::device::conformance::{ConformanceOpts, NotPassed, Outcome, need};
 use crate::device::{Copy, Device, DeviceMemory, Direction, Event, Memory, Stream};
 use crate::meta::view::View;
 
-/// How long an event may take.
+/// Default time limit of an event.
 const PATIENCE_NS: u64 = 30_000_000_000;
-/// How often chance is tried.
+/// Default number of random trials.
 const ROUNDS: u32 = 40;
-/// Of devices whose memory only the engine gives out.
-pub const NO_MEMORY: NotPassed = NotPassed::Skipped("the device gives out no memory");
+/// Skip reason of devices that cannot allocate memory.
+pub const NO_MEMORY: NotPassed = NotPassed::Skipped("the device cannot allocate memory");
 
-/// Numbers that a seed chooses (splitmix64).
+/// Random numbers from a seed (splitmix64).
 pub struct Chance(Cell<u64>);
 
 impl Chance {
@@ -34,17 +34,17 @@ impl Chance {
         z ^ (z >> 31)
     }
 
-    /// One of `n`.
+    /// A number below `n`.
     pub fn below(&self, n: u64) -> u64 {
         self.next() % n.max(1)
     }
 
-    /// One of these.
+    /// A random element.
     pub fn of<T: std::marker::Copy>(&self, all: &[T]) -> T {
         all[self.below(all.len() as u64) as usize]
     }
 
-    /// Bytes.
+    /// Random bytes.
     pub fn noise(&self, len: usize) -> Vec<u8> {
         let mut out = Vec::with_capacity(len + 8);
         while out.len() < len {
@@ -55,29 +55,28 @@ impl Chance {
     }
 }
 
-/// A device that is put to the test.
+/// A device under test.
 pub struct Bench<'a> {
     pub device: &'a Arc<dyn Device>,
     pub chance: Chance,
     pub rounds: u64,
     clock: Clock,
     patience_ns: u64,
-    /// The device gives out memory.
+    /// The device can allocate memory.
     gives: bool,
-    /// Work did not end: memory that it may use stays for ever.
+    /// Work did not end: memory that it may use leaks.
     stuck: Cell<bool>,
-    /// Events of batches that were begun and not finished: a check that fails leaves some.
+    /// Unreleased events; a failed check leaves some.
     open: RefCell<Vec<Event>>,
-    /// Memory of rooms that are gone.
+    /// Memory of dropped buffers.
     left: RefCell<Vec<Holds>>,
-    /// Host memory that no check uses any more: a device that goes on writing is found out by the
-    /// next look, and not by a crash.
+    /// Quarantined host memory: a later check, not a crash, finds a device that keeps writing.
     kept: Arc<Mutex<VecDeque<Buffer>>>,
 }
 
-/// What host memory has before and after it, to see what is written there.
+/// Guard bytes before and after host memory.
 const EDGE: usize = 4096;
-/// How many pieces of host memory are kept.
+/// Limit: quarantined buffers.
 const KEPT: usize = 512;
 
 impl<'a> Bench<'a> {
@@ -97,7 +96,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// What another thread needs to test the same device.
+    /// State for another thread that tests the same device.
     pub fn share(&self) -> (Arc<dyn Device>, ConformanceOpts, Arc<Mutex<VecDeque<Buffer>>>) {
         let opts = ConformanceOpts {
             seed: self.chance.next(),
@@ -114,7 +113,7 @@ impl<'a> Bench<'a> {
         Bench { kept, ..self }
     }
 
-    /// Waits for what a check that failed has left, and gives its memory back.
+    /// Waits for the events that a failed check left, and frees its memory.
     pub fn settle(&self) {
         let until_ns = self.until_ns();
         for event in self.open.take() {
@@ -122,7 +121,7 @@ impl<'a> Bench<'a> {
             let is_late = said.is_err_and(|error| error.status() == Status::Timeout);
             self.stuck.set(self.stuck.get() || is_late);
             if let Err(error) = self.device.release(event) {
-                log::debug!("an event that a check left: {error}");
+                log::debug!("releasing an event of a failed check: {error}");
             }
         }
         for holds in self.left.take() {
@@ -136,9 +135,9 @@ impl<'a> Bench<'a> {
                     drop(oldest);
                 }
                 Holds::Device(given) => {
-                    // SAFETY: nothing that a sound device would do is under way any more.
+                    // SAFETY: a sound device has no work in flight any more.
                     if let Err(error) = unsafe { self.device.free(&given) } {
-                        log::warn!("memory of a check was not taken back: {error}");
+                        log::warn!("memory of a check was not freed: {error}");
                     }
                 }
             }
@@ -149,7 +148,7 @@ impl<'a> Bench<'a> {
         self.stuck.get()
     }
 
-    /// Work that a thread began has not ended.
+    /// Records that work of another thread has not ended.
     pub fn get_stuck(&self) {
         self.stuck.set(true);
     }
@@ -158,7 +157,7 @@ impl<'a> Bench<'a> {
         self.clock.now_ns()
     }
 
-    /// Lets a little time pass for who waits for nothing.
+    /// Lets a little time pass.
     pub fn pass(&self) {
         if self.clock.is_manual() {
             self.clock.advance((self.patience_ns >> 12).max(1));
@@ -167,72 +166,72 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Until when an event that begins now may take.
+    /// Deadline of an event that begins now.
     pub fn until_ns(&self) -> u64 {
         self.now_ns().saturating_add(self.patience_ns)
     }
 
-    /// Puts copies on a stream.
+    /// Submits copies.
     pub fn submit(
         &self,
         stream: u32,
         after: Option<Event>,
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
-        // SAFETY: rooms stay until the work of a check has ended, or for ever.
+        // SAFETY: buffers live until the work of a check has ended, or forever.
         unsafe { self.device.submit(Stream(stream), after, copies) }
     }
 
-    /// The same, and it must be taken.
+    /// Submits copies, which must be accepted.
     pub fn begin(
         &self,
         stream: u32,
         after: Option<Event>,
         copies: &mut [Copy<'_>],
     ) -> Outcome<Event> {
-        self.begun("a batch was refused", self.submit(stream, after, copies))
+        self.begun("a batch was rejected", self.submit(stream, after, copies))
     }
 
-    /// Work that must have been taken.
+    /// Records accepted work.
     pub fn begun(&self, what: &str, said: Result<Event>) -> Outcome<Event> {
         let event = self.said(what, said)?;
         self.open.borrow_mut().push(event);
         Ok(event)
     }
 
-    /// Waits for an event that must end well.
+    /// Waits for an event that must succeed.
     pub fn wait(&self, event: Event) -> Outcome {
         match self.device.wait(event, self.until_ns()) {
             Ok(()) => Ok(()),
-            Err(error) => Err(self.trouble("an event did not end well", &error)),
+            Err(error) => Err(self.trouble("an event failed", &error)),
         }
     }
 
-    /// Waits for it and forgets it.
+    /// Waits for an event and releases it.
     pub fn finish(&self, event: Event) -> Outcome {
         self.wait(event)?;
         self.open.borrow_mut().retain(|open| *open != event);
-        self.said("an event that has ended was not released", self.device.release(event))
+        self.said("release of a completed event failed", self.device.release(event))
     }
 
-    /// One copy, done.
+    /// Executes one copy.
     pub fn do_copy(&self, copy: Copy<'_>) -> Outcome {
         let event = self.begin(0, None, &mut [copy])?;
         self.finish(event)
     }
 
-    /// What must go well.
+    /// Requires success.
     pub fn said<T>(&self, what: &str, said: Result<T>) -> Outcome<T> {
         said.map_err(|error| self.trouble(what, &error))
     }
 
     fn trouble(&self, what: &str, error: &Error) -> NotPassed {
-        // What is said of work under way is not known then.
+        // The state of work in flight is unknown after a timeout.
         self.stuck.set(self.stuck.get() || error.status() == Status::Timeout);
         NotPassed::Failed(format!("{what}: {error}"))
     }
 
-    /// Where memory can be.
+    /// Address spaces to test.
     pub fn places(&self) -> Vec<Memory> {
         match self.device.facts().reaches_device && self.gives {
             true => vec![Memory::Host, Memory::Device],
@@ -240,7 +239,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Memory with bytes of chance.
+    /// A buffer with random content.
     pub fn buffer(&self, memory: Memory, len: usize) -> Outcome<TestBuffer<'_>> {
         let buffer = TestBuffer::empty(self, memory, len)?;
         buffer.set(&self.chance.noise(len))?;
@@ -253,7 +252,7 @@ fn gives(device: &Arc<dyn Device>) -> bool {
         Ok(memory) => {
             // SAFETY: nobody uses it.
             if let Err(error) = unsafe { device.free(&memory) } {
-                log::warn!("memory of a check was not taken back: {error}");
+                log::warn!("memory of a check was not freed: {error}");
             }
             true
         }
@@ -266,7 +265,7 @@ enum Holds {
     Device(DeviceMemory),
 }
 
-/// Memory that is looked at and filled by way of the device, where nothing else reaches it.
+/// A test buffer, read and written through the device if nothing else can access it.
 pub struct TestBuffer<'a> {
     bench: &'a Bench<'a>,
     pub memory: Memory,
@@ -276,7 +275,7 @@ pub struct TestBuffer<'a> {
 }
 
 impl<'a> TestBuffer<'a> {
-    /// Memory, as it comes.
+    /// A buffer with undefined content.
     pub fn empty(bench: &'a Bench<'_>, memory: Memory, len: usize) -> Outcome<TestBuffer<'a>> {
         let bytes = (len as u64).max(1);
         let (address, holds) = match memory {
@@ -295,7 +294,7 @@ impl<'a> TestBuffer<'a> {
         Ok(TestBuffer { bench, memory, address, len, holds: Some(holds) })
     }
 
-    /// Whose check it is for.
+    /// The device under test.
     pub fn device(&self) -> &Arc<dyn Device> {
         self.bench.device
     }
@@ -304,18 +303,18 @@ impl<'a> TestBuffer<'a> {
         std::ptr::with_exposed_provenance_mut(self.address as usize)
     }
 
-    /// What is in it; nothing may be under way that writes it.
+    /// The content; no work in flight may write it.
     pub fn bytes(&self) -> Outcome<Vec<u8>> {
         match self.memory {
             Memory::Host => {
-                // SAFETY: the room's own memory, with its edges.
+                // SAFETY: the buffer's own memory, with its guards.
                 let all = unsafe {
                     let start = self.pointer().wrapping_sub(EDGE);
                     std::slice::from_raw_parts(start, self.len + 2 * EDGE)
                 };
                 let (content, after) = all[EDGE..].split_at(self.len);
                 let clean = all[..EDGE].iter().chain(after).all(|byte| *byte == 0);
-                need(clean, || format!("bytes beside {} that were copied were written", self.len))?;
+                need(clean, || format!("bytes outside the {} copied ones were written", self.len))?;
                 Ok(content.to_vec())
             }
             Memory::Device => {
@@ -326,12 +325,12 @@ impl<'a> TestBuffer<'a> {
         }
     }
 
-    /// Fills it; nothing may be under way that uses it.
+    /// Sets the content; no work in flight may use it.
     pub fn set(&self, content: &[u8]) -> Outcome {
         assert_eq!(content.len(), self.len);
         match self.memory {
             Memory::Host => {
-                // SAFETY: the room's own memory.
+                // SAFETY: the buffer's own memory.
                 unsafe {
                     std::ptr::copy_nonoverlapping(content.as_ptr(), self.pointer(), self.len);
                 }
@@ -345,7 +344,7 @@ impl<'a> TestBuffer<'a> {
         }
     }
 
-    /// A copy of this room, as a tensor, from or to a plane of the same length.
+    /// A copy between this buffer, as a tensor, and a plane of the same length.
     pub fn copy(&self, plane: &TestBuffer<'_>, direction: Direction) -> Outcome<Copy<'static>> {
         let view = View::canonical(self.address, 1, self.len as u64);
         let copy = self.bench.said("a copy", Copy::new(&view, 0, 1, plane.pointer(), direction))?;

@@ -1,20 +1,20 @@
-//! Checks of what is around copies: memory, events, deadlines, refusals, the end.
+//! Checks of everything around copies: memory, events, deadlines, rejected calls, closing.
 
 use crate::base::status::Status;
 use crate::device::conformance::bench::{Bench, NO_MEMORY, TestBuffer};
 use crate::device::conformance::{NotPassed, Outcome, need, refused};
 use crate::device::{Copy, DeviceMemory, Direction, Event, MAX_COPIES, MAX_STREAMS, Memory, State};
 
-/// What it says of itself makes sense.
+/// The device's properties are valid.
 pub fn facts(bench: &Bench<'_>) -> Outcome {
     let facts = bench.device.facts();
-    need(!facts.name.is_empty(), || "it has no name".into())?;
+    need(!facts.name.is_empty(), || "the device has no name".into())?;
     need((1..=MAX_STREAMS).contains(&facts.streams), || {
-        format!("{} streams, 1 to {MAX_STREAMS} can be", facts.streams)
+        format!("{} streams: 1 to {MAX_STREAMS} are accepted", facts.streams)
     })
 }
 
-/// Memory is apart, aligned, given back once, and has an end.
+/// Allocations are disjoint, aligned, limited, and freed once.
 pub fn memory(bench: &Bench<'_>) -> Outcome {
     let device = bench.device;
     let reaches = device.facts().reaches_device;
@@ -23,40 +23,42 @@ pub fn memory(bench: &Bench<'_>) -> Outcome {
         Err(error) if error.status() == Status::Unsupported => return Err(NO_MEMORY),
         said => bench.said("300,001 bytes", said)?,
     };
-    need(left.is_none_or(|left| left >= 300_001), || format!("more was given than {left:?}"))?;
+    need(left.is_none_or(|left| left >= 300_001), || {
+        format!("300,001 bytes allocated with {left:?} free")
+    })?;
     let second = bench.said("1 byte", device.allocate(1))?;
     for memory in [&first, &second] {
         need(memory.address != 0 && memory.address % 256 == 0, || {
-            format!("memory at {:#x}, not at a multiple of 256", memory.address)
+            format!("memory at {:#x} is not a multiple of 256", memory.address)
         })?;
         need((memory.memory == Memory::Device) == reaches, || {
-            format!("memory in {:?}, and the device says otherwise", memory.memory)
+            format!("memory in {:?} contradicts reaches_device", memory.memory)
         })?;
     }
-    need((first.bytes, second.bytes) == (300_001, 1), || "other sizes than asked for".into())?;
+    need((first.bytes, second.bytes) == (300_001, 1), || "allocations have the wrong size".into())?;
     let ends = |at: u64, bytes: u64| at + bytes;
     let apart = ends(first.address, first.bytes) <= second.address
         || ends(second.address, second.bytes) <= first.address;
-    need(apart, || "two pieces of memory overlap".into())?;
+    need(apart, || "two allocations overlap".into())?;
     refused("0 bytes", device.allocate(0), Status::Invalid)?;
-    need(device.allocate(1 << 62).is_err(), || "2^62 bytes of memory were given".into())?;
+    need(device.allocate(1 << 62).is_err(), || "an allocation of 2^62 bytes succeeded".into())?;
     let part = DeviceMemory { bytes: first.bytes - 1, ..first };
     // SAFETY: nobody uses it; it is refused.
     let said = unsafe { device.free(&part) };
-    refused("memory of another length", said, Status::Handle)?;
+    refused("freeing with a wrong length", said, Status::Handle)?;
     let DeviceMemory { address, memory, number, .. } = part;
     let first = DeviceMemory { address, bytes: 300_001, memory, number };
     for memory in [&second, &first] {
         // SAFETY: nobody uses it.
         let freed = unsafe { device.free(memory) };
-        bench.said("memory was not taken back", freed)?;
+        bench.said("free failed", freed)?;
     }
     // SAFETY: nobody uses it; it is refused.
     let again = unsafe { device.free(&first) };
-    refused("memory that was given back", again, Status::Handle)
+    refused("freeing twice", again, Status::Handle)
 }
 
-/// What cannot be is refused, and nothing of it was done.
+/// Invalid calls are rejected and have no effect.
 pub fn refusals(bench: &Bench<'_>) -> Outcome {
     let device = bench.device;
     let (a, b) = (bench.buffer(Memory::Host, 64)?, bench.buffer(Memory::Host, 64)?);
@@ -64,7 +66,7 @@ pub fn refusals(bench: &Bench<'_>) -> Outcome {
     let copy = || a.copy(&b, Direction::Gather);
     let streams = device.facts().streams;
     let said = bench.submit(streams, None, &mut [copy()?]);
-    refused("a stream that there is not", said, Status::Invalid)?;
+    refused("a stream that does not exist", said, Status::Invalid)?;
     let used = bench.begin(0, None, &mut [])?;
     bench.finish(used)?;
     let asynchronous = device.facts().asynchronous;
@@ -86,10 +88,10 @@ pub fn refusals(bench: &Bench<'_>) -> Outcome {
     }
     let mut many = (0..=MAX_COPIES).map(|_| copy()).collect::<Outcome<Vec<_>>>()?;
     refused("too many copies", bench.submit(0, None, &mut many), Status::Limit)?;
-    need((a.bytes()?, b.bytes()?) == before, || "what was refused was begun".into())
+    need((a.bytes()?, b.bytes()?) == before, || "a rejected batch was begun".into())
 }
 
-/// Each event ends once, is reported once, and is known until it is released.
+/// Each event completes once, is reported once, and stays valid until it is released.
 pub fn events(bench: &Bench<'_>) -> Outcome {
     let device = bench.device;
     let (asynchronous, streams) = (device.facts().asynchronous, device.facts().streams);
@@ -98,7 +100,7 @@ pub fn events(bench: &Bench<'_>) -> Outcome {
     let buffers =
         (0..7).map(|_| bench.buffer(Memory::Host, 70_000)).collect::<Outcome<Vec<_>>>()?;
     let mut open = Vec::new();
-    // Nothing orders batches of different streams: each has a target of its own.
+    // Batches on different streams are unordered: each has a target of its own.
     for (stream, target) in [0, 1, 0, 2, 1, 0].into_iter().zip(&buffers[1..]) {
         let copies = &mut [buffers[0].copy(target, Direction::Gather)?];
         open.push(bench.begin(stream % streams, None, copies)?);
@@ -106,7 +108,7 @@ pub fn events(bench: &Bench<'_>) -> Outcome {
     for event in &open {
         bench.wait(*event)?;
         let done = device.state(*event).ok() == Some(State::Done);
-        need(done, || "an event that was waited for is not done".into())?;
+        need(done, || "an event is not done after a successful wait".into())?;
     }
     let mut seen = Vec::new();
     let mut some = [Event(0); 4];
@@ -120,21 +122,23 @@ pub fn events(bench: &Bench<'_>) -> Outcome {
     seen.sort_unstable();
     let mut want: Vec<u64> = open.iter().filter(|_| asynchronous).map(|event| event.0).collect();
     want.sort_unstable();
-    need(seen == want, || format!("{} events ended, {} were reported", want.len(), seen.len()))?;
+    need(seen == want, || {
+        format!("{} events completed, {} were reported", want.len(), seen.len())
+    })?;
     for event in open {
         bench.finish(event)?;
         if asynchronous {
-            refused("an event that was released", device.state(event), Status::Handle)?;
+            refused("the state of a released event", device.state(event), Status::Handle)?;
         }
     }
     Ok(())
 }
 
-/// Who never waits for events is told of all that have ended.
+/// A caller that only polls learns of all completed events.
 pub fn polling(bench: &Bench<'_>) -> Outcome {
     let device = bench.device;
     if !device.facts().asynchronous {
-        return Err(NotPassed::Skipped("its events are done when it returns"));
+        return Err(NotPassed::Skipped("the device is synchronous"));
     }
     let mut reported = [Event(0); 64];
     while device.poll(&mut reported) > 0 {}
@@ -143,25 +147,25 @@ pub fn polling(bench: &Bench<'_>) -> Outcome {
     for target in &buffers[1..] {
         open.push(bench.begin(0, None, &mut [buffers[0].copy(target, Direction::Gather)?])?);
     }
-    // Those of a stream come in order: when the last has come, all have.
+    // Events of a stream complete in order: if the last one has, all have.
     let until_ns = bench.until_ns();
     while bench.said("an event", device.state(open[4]))? == State::Pending {
         if bench.now_ns() >= until_ns {
             bench.get_stuck();
-            return Err("events do not come where nobody waits for them".to_string().into());
+            return Err("events do not complete unless somebody waits for them".to_string().into());
         }
         bench.pass();
     }
     let count = device.poll(&mut reported);
     for event in &open {
         need(reported[..count].contains(event), || {
-            format!("{} events of a stream have ended, a poll told of {count}", open.len())
+            format!("{} events of a stream have completed, a poll reported {count}", open.len())
         })?;
     }
     open.into_iter().try_for_each(|event| bench.finish(event))
 }
 
-/// Deadlines are kept.
+/// Waits respect their deadlines.
 pub fn deadlines(bench: &Bench<'_>) -> Outcome {
     let (a, b) = (bench.buffer(Memory::Host, 1 << 20)?, bench.buffer(Memory::Host, 1 << 20)?);
     for late_ns in [1, 20_000, 1_000_000] {
@@ -179,26 +183,28 @@ pub fn deadlines(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-/// Host memory that the device is told of is copied as any other, before and after.
+/// Registered host memory is copied like any other, before, during and after registration.
 pub fn registered_host(bench: &Bench<'_>) -> Outcome {
     let place = *bench.places().last().unwrap_or(&Memory::Host);
     let (there, here) = (bench.buffer(place, 1 << 20)?, bench.buffer(Memory::Host, 1 << 20)?);
     for is_known in [false, true, false, true, false] {
         if is_known {
-            // SAFETY: the room stays until it is forgotten.
+            // SAFETY: the buffer lives until it is unregistered.
             let known = unsafe { bench.device.register_host(here.pointer(), here.len as u64) };
             match known {
                 Err(error) if error.status() == Status::Unsupported => {
-                    return Err(NotPassed::Skipped("all host memory is the same to it"));
+                    return Err(NotPassed::Skipped(
+                        "the device does not distinguish registered host memory",
+                    ));
                 }
-                said => bench.said("host memory that it may know", said)?,
+                said => bench.said("registering host memory", said)?,
             }
         }
         let moved = round(bench, &there, &here);
         if is_known {
-            // SAFETY: nothing is under way, or the room stays for ever.
+            // SAFETY: nothing is in flight, or the buffer lives forever.
             let forgotten = unsafe { bench.device.unregister_host(here.pointer()) };
-            bench.said("host memory that it knows is not forgotten", forgotten)?;
+            bench.said("unregistering host memory", forgotten)?;
         }
         moved?;
     }
@@ -211,10 +217,10 @@ fn round(bench: &Bench<'_>, there: &TestBuffer<'_>, here: &TestBuffer<'_>) -> Ou
     bench.do_copy(there.copy(here, Direction::Scatter)?)?;
     here.set(&bench.chance.noise(here.len))?;
     bench.do_copy(there.copy(here, Direction::Gather)?)?;
-    need(here.bytes()? == content, || "wrong bytes by way of known memory".into())
+    need(here.bytes()? == content, || "wrong bytes through registered memory".into())
 }
 
-/// After it is closed no memory is touched, and nothing more is taken.
+/// After close no memory is accessed and no work is accepted.
 pub fn close(bench: &Bench<'_>) -> Outcome {
     let device = bench.device;
     let a = bench.buffer(Memory::Host, 300_000)?;
@@ -231,7 +237,7 @@ pub fn close(bench: &Bench<'_>) -> Outcome {
     targets.iter().try_for_each(|target| target.set(&fresh))?;
     for event in open {
         let done = device.state(event).ok() == Some(State::Done);
-        need(done, || "it is closed, and an event is open".into())?;
+        need(done, || "an event is pending after close".into())?;
         bench.finish(event)?;
     }
     let late = bench.submit(0, None, &mut [a.copy(&targets[0], Direction::Gather)?]);

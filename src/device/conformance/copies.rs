@@ -1,19 +1,18 @@
-//! Checks of copies: all bytes are there, no others were written, and in the order that streams
-//! and events give.
+//! Checks of copies: the right bytes arrive, no others change, and streams and events order them.
 
 use crate::base::checksum::checksum;
 use crate::device::conformance::bench::{Bench, TestBuffer};
 use crate::device::conformance::{NotPassed, Outcome, need};
 use crate::device::{Copy, Direction, Memory};
 
-/// From each place to each other and back.
+/// Copies between all address spaces, in both directions.
 pub fn bytes(bench: &Bench<'_>) -> Outcome {
     for from in bench.places() {
         for to in bench.places() {
             for direction in [Direction::Gather, Direction::Scatter] {
                 let (a, b) = (bench.buffer(from, 70_001)?, bench.buffer(to, 70_001)?);
                 let (mut left, mut right) = (a.bytes()?, b.bytes()?);
-                need(left != right, || "two rooms have the same noise".into())?;
+                need(left != right, || "two buffers have the same random content".into())?;
                 bench.do_copy(a.copy(&b, direction)?)?;
                 match direction {
                     Direction::Gather => right.clone_from(&left),
@@ -30,7 +29,7 @@ pub fn bytes(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-/// Copies of all lengths, at all alignments, touch what they should and nothing beside it.
+/// Copies of all lengths and alignments change exactly their bytes.
 pub fn sizes(bench: &Bench<'_>) -> Outcome {
     let lens = [1, 2, 3, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097, 65_536, 1 << 20];
     for (len, direction) in
@@ -60,13 +59,14 @@ pub fn sizes(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-/// A device that says it sums does.
+/// Checksums are right, if the device computes them.
 pub fn sums(bench: &Bench<'_>) -> Outcome {
     if !bench.device.facts().sums {
-        return Err(NotPassed::Skipped("the device makes no sums"));
+        return Err(NotPassed::Skipped("the device computes no checksums"));
     }
     let facts = bench.device.facts();
-    // An asynchronous one sums what is in its own memory, and is asked when that is there.
+    // An asynchronous device sums what is in its own memory and returns the checksum after
+    // completion.
     let place = if facts.asynchronous { Memory::Device } else { Memory::Host };
     for len in [1, 100, 4096, 65_537, 1 << 20] {
         for direction in [Direction::Gather, Direction::Scatter] {
@@ -78,7 +78,7 @@ pub fn sums(bench: &Bench<'_>) -> Outcome {
             bench.wait(event)?;
             if facts.asynchronous {
                 let reported = bench.device.sums(event, std::slice::from_mut(&mut copies[0].sum));
-                need(reported == Ok(1), || format!("{direction:?} of {len}: {reported:?} sums"))?;
+                need(reported == Ok(1), || format!("{direction:?} of {len}: {reported:?} checksums"))?;
             }
             bench.finish(event)?;
             need(copies[0].sum == checksum(&moved), || {
@@ -89,7 +89,7 @@ pub fn sums(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-/// Many small cells at once, mixed in size, way and place.
+/// Large batches of small cells, mixed in size, direction and address space.
 pub fn large_batch(bench: &Bench<'_>) -> Outcome {
     for place in bench.places() {
         for cell in [64usize, 1000, 4096, 16_384] {
@@ -120,7 +120,7 @@ pub fn large_batch(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-/// A batch without copies has an event that comes after what is before it.
+/// The event of an empty batch completes after earlier work.
 pub fn empty_batch(bench: &Bench<'_>) -> Outcome {
     let (a, b) = (bench.buffer(Memory::Host, 90_000)?, bench.buffer(Memory::Host, 90_000)?);
     let copied = bench.begin(0, None, &mut [a.copy(&b, Direction::Gather)?])?;
@@ -128,10 +128,10 @@ pub fn empty_batch(bench: &Bench<'_>) -> Outcome {
     bench.finish(marked)?;
     let right = a.bytes()? == b.bytes()?;
     bench.finish(copied)?;
-    need(right, || "the mark came before the copy".into())
+    need(right, || "the event of an empty batch completed before the copy".into())
 }
 
-/// Passes bytes through a row of rooms; the last must have what the first has.
+/// Copies bytes through a chain of buffers; the last must equal the first.
 fn chain(bench: &Bench<'_>, by_events: bool) -> Outcome {
     let streams = bench.device.facts().streams;
     for _ in 0..bench.rounds {
@@ -168,12 +168,12 @@ fn chain(bench: &Bench<'_>, by_events: bool) -> Outcome {
     Ok(())
 }
 
-/// What is on one stream happens in order.
+/// Work of one stream is in order.
 pub fn stream_order(bench: &Bench<'_>) -> Outcome {
     chain(bench, false)
 }
 
-/// What is behind an event of any stream happens after it.
+/// Work that waits for an event of any stream runs after it.
 pub fn event_order(bench: &Bench<'_>) -> Outcome {
     if bench.device.facts().streams < 2 {
         return Err(NotPassed::Skipped("the device has one stream"));

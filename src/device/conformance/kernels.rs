@@ -1,5 +1,5 @@
-//! Checks of kernels: what a device says it has, on small inputs of chance, against what the
-//! definitions of docs/kernels.md come to in binary64 on the processor.
+//! Checks of kernels: the results of each available kernel on small random inputs, against the
+//! definitions of docs/kernels.md computed in binary64 on the host.
 
 mod attend;
 mod heavy;
@@ -18,7 +18,7 @@ const fn check(name: &'static str, run: fn(&Bench<'_>) -> Outcome) -> Check {
     Check { name, run, closes: false, trusts: true }
 }
 
-/// All of them: they rely on copies, and nothing relies on them.
+/// All checks of kernels. They rely on copies, and no other check relies on them.
 pub const CHECKS: [Check; 13] = [
     check("kernel-launches", launches),
     check("kernel-move", plain::moves),
@@ -35,16 +35,16 @@ pub const CHECKS: [Check; 13] = [
     check("kernel-decode", attend::decode),
 ];
 
-/// How much lies behind what a kernel writes, and stays as it is.
+/// Guard bytes after a kernel's output.
 const EDGE: usize = 64;
 
-/// What kernels work with: memory that they reach.
+/// Tools for kernels: memory that they can access.
 struct Lab<'a> {
     bench: &'a Bench<'a>,
     place: Memory,
 }
 
-/// Memory that a kernel writes, with an edge behind it.
+/// Output memory of a kernel, with guard bytes after it.
 struct Out<'a> {
     buffer: TestBuffer<'a>,
     edge: Vec<u8>,
@@ -61,7 +61,7 @@ impl<'a> Lab<'a> {
         Ok(Lab { bench, place })
     }
 
-    /// How often something of chance is tried.
+    /// Number of random trials.
     fn rounds(&self) -> u64 {
         self.bench.rounds.div_ceil(8)
     }
@@ -70,13 +70,13 @@ impl<'a> Lab<'a> {
         self.bench.chance.below(n) as usize
     }
 
-    /// Numbers from -1 to 1, as they are when they are kept as a type.
+    /// Random numbers from -1 to 1, rounded to a type.
     fn numbers(&self, count: usize, dtype: Dtype) -> Vec<f32> {
         let one = |_| (self.bench.chance.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
         (0..count).map(one).map(|x| rounded(x, dtype)).collect()
     }
 
-    /// Memory with bytes, to be read.
+    /// Input memory.
     fn put(&self, bytes: &[u8]) -> Outcome<TestBuffer<'a>> {
         let buffer = TestBuffer::empty(self.bench, self.place, bytes.len().max(1))?;
         if !bytes.is_empty() {
@@ -97,36 +97,36 @@ impl<'a> Lab<'a> {
         self.put(&all.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>())
     }
 
-    /// Memory for results, full of chance.
+    /// Output memory with random content.
     fn out(&self, bytes: usize) -> Outcome<Out<'a>> {
         self.change(&self.bench.chance.noise(bytes))
     }
 
-    /// Memory with bytes, to be changed.
+    /// Memory that a kernel updates.
     fn change(&self, bytes: &[u8]) -> Outcome<Out<'a>> {
         let edge = self.bench.chance.noise(EDGE);
         let buffer = self.put(&[bytes, &edge].concat())?;
         Ok(Out { buffer, edge })
     }
 
-    /// Puts kernels on a stream.
+    /// Submits kernels.
     fn launch(&self, stream: u32, after: Option<Event>, calls: &[Call]) -> Result<Event> {
-        // SAFETY: rooms stay until the work of a check has ended, or for ever.
+        // SAFETY: buffers live until the work of a check has ended, or forever.
         unsafe { self.bench.device.launch(Stream(stream), after, calls) }
     }
 
-    /// One kernel, done.
+    /// Executes one kernel.
     fn run(&self, call: Call) -> Outcome {
         self.try_run(call)?.then_some(()).ok_or_else(|| {
-            NotPassed::Failed("a kernel that it says it has is refused as unsupported".into())
+            NotPassed::Failed("a kernel in the device's set is rejected as unsupported".into())
         })
     }
 
-    /// The same; false where the device has the kernel, and not for this.
+    /// Executes one kernel; false if the device has the kernel but not for this call.
     fn try_run(&self, call: Call) -> Outcome<bool> {
         let event = match self.launch(0, None, &[call]) {
             Err(error) if error.status() == Status::Unsupported => return Ok(false),
-            said => self.bench.begun("a kernel was refused", said)?,
+            said => self.bench.begun("a kernel was rejected", said)?,
         };
         self.bench.finish(event)?;
         Ok(true)
@@ -138,11 +138,11 @@ impl Out<'_> {
         self.buffer.address
     }
 
-    /// What is in it; what lies behind it is as it was.
+    /// The content; the guard bytes must be unchanged.
     fn bytes(&self) -> Outcome<Vec<u8>> {
         let mut all = self.buffer.bytes()?;
         let edge = all.split_off(all.len() - EDGE);
-        need(edge == self.edge, || "a kernel wrote behind what it was to write".into())?;
+        need(edge == self.edge, || "a kernel wrote past the end of its output".into())?;
         Ok(all)
     }
 
@@ -168,7 +168,7 @@ fn size(dtype: Dtype) -> usize {
     dtype.bits() as usize / 8
 }
 
-/// A number as it is after it was kept as a type.
+/// A number rounded to a type.
 fn rounded(x: f32, dtype: Dtype) -> f32 {
     match dtype {
         Dtype::F16 => from_f16(to_f16(x)),
@@ -177,7 +177,7 @@ fn rounded(x: f32, dtype: Dtype) -> f32 {
     }
 }
 
-/// Numbers as they lie in memory: F16, BF16 or F32.
+/// Numbers as F16, BF16 or F32 in memory.
 fn bytes_of(numbers: &[f32], dtype: Dtype) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(numbers.len() * size(dtype));
     for &x in numbers {
@@ -199,23 +199,22 @@ fn numbers_of(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     }
 }
 
-/// Whether a number is what it should be, up to a bound for numbers of size 1 and below, and for
-/// larger ones so many times their size.
+/// Compares a number with its expected value. `bound` is absolute up to 1, relative above.
 fn check_close(what: &str, at: usize, got: f32, want: f64, bound: f64) -> Outcome {
     let is_close = (f64::from(got) - want).abs() <= bound * want.abs().max(1.0);
     let is_same = f64::from(got) == want;
     need(is_close || is_same, || format!("{what} {at} is {got}, and should be {want}"))
 }
 
-/// The same of many.
+/// Compares many numbers.
 fn check_all_close(what: &str, got: &[f32], want: &[f64], bound: f64) -> Outcome {
     need(got.len() >= want.len(), || format!("{} {what} of {}", got.len(), want.len()))?;
     let mut both = got.iter().zip(want).enumerate();
     both.try_for_each(|(at, (&got, &want))| check_close(what, at, got, want, bound))
 }
 
-/// What is no kernel of the device's, or put where nothing is, is refused; kernels come behind what
-/// they are told to come behind.
+/// Unknown kernels and invalid streams are rejected, and kernels respect the event that they wait
+/// for.
 fn launches(bench: &Bench<'_>) -> Outcome {
     let facts = bench.device.facts();
     if facts.kernels == 0 {
@@ -236,13 +235,13 @@ fn launches(bench: &Bench<'_>) -> Outcome {
     let unknown = lab.launch(0, Some(Event(u64::MAX)), &[]);
     refused("kernels behind an unknown event", unknown, Status::Handle)?;
     for stream in 0..facts.streams {
-        let event = bench.begun("no kernels were refused", lab.launch(stream, None, &[]))?;
+        let event = bench.begun("an empty launch was rejected", lab.launch(stream, None, &[]))?;
         bench.finish(event)?;
     }
     if facts.kernels & Kind::Sum.bit() == 0 { Ok(()) } else { in_order(&lab, facts.streams) }
 }
 
-/// A copy, a sum of what it brings, and a copy of the sum, each on another stream.
+/// Copies bytes in, sums them, and copies the sum out, each on another stream.
 fn in_order(lab: &Lab<'_>, streams: u32) -> Outcome {
     let bench = lab.bench;
     for _ in 0..lab.rounds() {
@@ -264,12 +263,12 @@ fn in_order(lab: &Lab<'_>, streams: u32) -> Outcome {
         };
         let up = bench.begin(0, None, &mut [there.copy(&host, Direction::Scatter)?])?;
         let said = lab.launch(1 % streams, Some(up), &[call]);
-        let summed = bench.begun("a kernel was refused", said)?;
+        let summed = bench.begun("a kernel was rejected", said)?;
         let down =
             bench.begin(2 % streams, Some(summed), &mut [sum.copy(&back, Direction::Gather)?])?;
         [down, summed, up].into_iter().try_for_each(|event| bench.finish(event))?;
         let right = crate::base::checksum::checksum(&content).to_le_bytes();
-        need(back.bytes()? == right, || "a kernel did not see what it was to come behind".into())?;
+        need(back.bytes()? == right, || "a kernel did not wait for its event".into())?;
     }
     Ok(())
 }

@@ -1,18 +1,18 @@
-//! Checks of tensors as engines keep them, against a formula for where each byte is.
+//! Checks of engines' tensor layouts against a formula for the offset of each byte.
 
 use crate::device::conformance::bench::Bench;
 use crate::device::conformance::{Outcome, need};
 use crate::device::{Copy, Direction, Memory};
 use crate::meta::view::{Place, View};
 
-/// A layout of an engine: where each byte of a plane is in its memory.
+/// A tensor layout.
 struct Shape {
     tokens: u32,
     heads: u32,
     run: u64,
     token_stride: u64,
     head_stride: u64,
-    /// Where pages start; one page where there are none.
+    /// Page starts; one page if the tensor is not paged.
     pages: Vec<u64>,
     page_tokens: u32,
     len: usize,
@@ -33,7 +33,7 @@ impl Shape {
         };
         let page_bytes = rows * token_stride + heads * head_stride;
         let count = tokens.div_ceil(rows);
-        // Pages in an order of their own: some follow one another, some do not.
+        // Pages in a mixed order: some adjoin, some do not.
         let mut pages: Vec<u64> = (0..count).map(|page| 5 + page * page_bytes).collect();
         for at in (1..pages.len()).rev() {
             if pick(3) == 0 {
@@ -45,7 +45,7 @@ impl Shape {
         Shape { tokens, heads, run, token_stride, head_stride, pages, page_tokens, len }
     }
 
-    /// Where the bytes of some tokens are, in canonical order.
+    /// Offsets of the bytes of some tokens, in canonical order.
     fn offsets(&self, first: u32, tokens: u32) -> Vec<usize> {
         let mut out = Vec::new();
         for token in first..first + tokens {
@@ -73,7 +73,7 @@ impl Shape {
     }
 }
 
-/// Every layout goes into a plane and comes back, wherever both are.
+/// Every layout survives a copy to a plane and back, in all address spaces.
 pub fn layouts(bench: &Bench<'_>) -> Outcome {
     for _ in 0..bench.rounds * 2 {
         for tensor in bench.places() {

@@ -1,8 +1,8 @@
-//! What every device has to do, as checks that any device can be put to: those of this library
-//! are, and engines that bring their own run the same.
+//! The conformance suite of devices. The library's own devices and custom ones of engines run the
+//! same checks.
 //!
-//! A check does nothing but what a [`Device`] promises, waits as the promise says it must, and
-//! looks whether all bytes are right. Nothing in it waits without an end.
+//! A check uses only what [`Device`] guarantees, obeys its rules, and compares all bytes. Every
+//! wait has a time limit.
 
 mod bench;
 mod checks;
@@ -19,48 +19,48 @@ use crate::device::Device;
 
 use bench::Bench;
 
-/// How a device is put to the test.
+/// Options of the suite.
 #[derive(Clone)]
 pub struct ConformanceOpts {
-    /// Chooses all that is left to chance.
+    /// Seed of all random choices.
     pub seed: u64,
-    /// How often what is left to chance is tried; 0 = 40.
+    /// Random trials; 0 = 40.
     pub rounds: u32,
-    /// The clock of the device.
+    /// The device's clock.
     pub clock: Clock,
-    /// How long an event may take before that is a failure; 0 = 30 s.
+    /// Time limit of an event; 0 = 30 s.
     pub patience_ns: u64,
-    /// The device is closed at the end, which is tested as well.
+    /// Close the device at the end, and test that.
     pub closes: bool,
 }
 
-/// What became of a check.
+/// Result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The device does what it should.
+    /// The device conforms.
     Passed,
-    /// It has nothing that could be tested, and why.
+    /// Not applicable, and why.
     Skipped(String),
-    /// It does not.
+    /// The device does not conform.
     Failed(String),
 }
 
-/// How many checks ended how.
+/// Numbers of results.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Count {
-    /// As they should.
+    /// Passed checks.
     pub passed: u32,
-    /// Without a test.
+    /// Skipped checks.
     pub skipped: u32,
-    /// With a failure.
+    /// Failed checks.
     pub failed: u32,
 }
 
 /// Why a check did not pass.
 enum NotPassed {
-    /// There is nothing to test.
+    /// Not applicable.
     Skipped(&'static str),
-    /// Something is wrong.
+    /// Failed.
     Failed(String),
 }
 
@@ -72,12 +72,12 @@ impl From<String> for NotPassed {
 
 type Outcome<T = ()> = std::result::Result<T, NotPassed>;
 
-/// One check.
+/// A check.
 struct Check {
     name: &'static str,
     run: fn(&Bench<'_>) -> Outcome,
     closes: bool,
-    /// It hands over addresses by way of copies: wrong ones would end the process.
+    /// The check passes addresses through copies: wrong bytes would crash the process.
     trusts: bool,
 }
 
@@ -85,7 +85,7 @@ const fn check(name: &'static str, run: fn(&Bench<'_>) -> Outcome) -> Check {
     Check { name, run, closes: false, trusts: false }
 }
 
-/// All of them, in the order in which they make sense: later ones rely on earlier ones.
+/// All checks; later ones rely on earlier ones.
 const CHECKS: [Check; 19] = [
     check("facts", checks::facts),
     check("memory", checks::memory),
@@ -108,8 +108,8 @@ const CHECKS: [Check; 19] = [
     Check { name: "close", run: checks::close, closes: true, trusts: false },
 ];
 
-/// Puts a device to all checks; `report` hears of each. After a failure in which work did not end
-/// no more is begun, and after any other none that trusts it.
+/// Runs all checks; `report` receives each result. After a failure with work in flight no further
+/// check runs. After any other failure the checks that trust copies are skipped.
 pub fn run(
     device: &Arc<dyn Device>,
     opts: &ConformanceOpts,
@@ -122,11 +122,11 @@ pub fn run(
     for check in all {
         let verdict = match () {
             () if bench.is_stuck() => {
-                Verdict::Skipped("work of an earlier check has not ended".into())
+                Verdict::Skipped("work of an earlier check is still in flight".into())
             }
-            () if check.trusts && is_wrong => {
-                Verdict::Skipped("an earlier check failed: it might go anywhere".into())
-            }
+            () if check.trusts && is_wrong => Verdict::Skipped(
+                "an earlier check failed: wrong copies would crash the process".into(),
+            ),
             () => match (check.run)(&bench) {
                 Ok(()) => Verdict::Passed,
                 Err(NotPassed::Skipped(why)) => Verdict::Skipped(why.into()),
@@ -145,16 +145,18 @@ pub fn run(
     count
 }
 
-/// Fails with words unless something is so.
+/// Fails with a text unless a condition holds.
 fn need(is_so: bool, words: impl FnOnce() -> String) -> Outcome {
     if is_so { Ok(()) } else { Err(NotPassed::Failed(words())) }
 }
 
-/// A call must be refused with a status.
+/// Requires that a call was rejected with a status.
 fn refused<T>(what: &str, said: crate::base::status::Result<T>, status: Status) -> Outcome {
     match said {
         Err(error) if error.status() == status => Ok(()),
-        Err(error) => Err(format!("{what}: refused with \"{error}\", not {status:?}").into()),
-        Ok(_) => Err(format!("{what}: taken, and should be refused with {status:?}").into()),
+        Err(error) => {
+            Err(format!("{what}: rejected with \"{error}\" instead of {status:?}").into())
+        }
+        Ok(_) => Err(format!("{what}: accepted, expected {status:?}").into()),
     }
 }

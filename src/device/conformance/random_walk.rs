@@ -1,12 +1,11 @@
-//! Checks of what callers do: anything, in any order, from several threads, waiting as they must.
+//! Checks of random call sequences, from one and several threads, with the required waits only.
 
 use crate::base::sync::{Arc, spawn};
 use crate::device::conformance::bench::{Bench, TestBuffer};
 use crate::device::conformance::{NotPassed, Outcome, need};
 use crate::device::{Direction, Event};
 
-/// What a caller knows of a room: what is in it once all is done, who wrote it last and who has
-/// read it since.
+/// A buffer with its expected content after all work, its last writer and the readers since.
 struct TrackedBuffer<'a> {
     buffer: TestBuffer<'a>,
     content: Vec<u8>,
@@ -16,7 +15,7 @@ struct TrackedBuffer<'a> {
 
 const ROOMS: u64 = 6;
 
-/// Moves bytes between rooms in all places at random, with as few waits as are right.
+/// Copies between random buffers in all address spaces, with the fewest allowed waits.
 pub fn anything(bench: &Bench<'_>) -> Outcome {
     for _ in 0..bench.rounds.div_ceil(4) {
         walk(bench, 3_000, 120)?;
@@ -36,11 +35,11 @@ fn walk(bench: &Bench<'_>, len: usize, steps: u64) -> Outcome {
     for _ in 0..steps {
         let from = bench.chance.below(ROOMS) as usize;
         if bench.chance.below(5) == 0 {
-            // The caller uses a room itself: looks at it, then fills it.
+            // The host uses a buffer: compares it, then fills it.
             let known = &mut buffers[from];
             known.writer.take().map_or(Ok(()), |event| bench.wait(event))?;
             let right = known.buffer.bytes()? == known.content;
-            need(right, || "bytes that were waited for are wrong".into())?;
+            need(right, || "bytes are wrong after a wait".into())?;
             known.readers.drain(..).try_for_each(|event| bench.wait(event))?;
             known.content = bench.chance.noise(len);
             known.buffer.set(&known.content)?;
@@ -50,7 +49,7 @@ fn walk(bench: &Bench<'_>, len: usize, steps: u64) -> Outcome {
         let mut before: Vec<Event> = buffers[from].writer.into_iter().collect();
         before.extend(buffers[to].writer);
         before.append(&mut buffers[to].readers);
-        // One may be left to the device, the others are waited for here.
+        // The device waits for one event, this thread for the others.
         let after = before.pop();
         before.into_iter().try_for_each(|event| bench.wait(event))?;
         let copy = match bench.chance.below(2) {
@@ -70,7 +69,7 @@ fn walk(bench: &Bench<'_>, len: usize, steps: u64) -> Outcome {
     Ok(())
 }
 
-/// Several threads do that at once.
+/// Several threads do the same concurrently.
 pub fn threads(bench: &Bench<'_>) -> Outcome {
     let run = || {
         let (device, opts, kept) = bench.share();
@@ -107,6 +106,6 @@ pub fn threads(bench: &Bench<'_>) -> Outcome {
     }
     match said.first() {
         None => Ok(()),
-        Some((why, _)) => Err(format!("of several threads: {why}").into()),
+        Some((why, _)) => Err(format!("with several threads: {why}").into()),
     }
 }

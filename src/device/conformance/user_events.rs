@@ -1,4 +1,4 @@
-//! Checks of events that come when they are said to.
+//! Checks of user events.
 
 use crate::base::status::Status;
 use crate::device::conformance::bench::{Bench, TestBuffer};
@@ -8,24 +8,24 @@ use crate::device::{Direction, Event, Memory, State};
 /// Bytes of a copy.
 const LEN: usize = 9_000;
 
-/// What is behind a promise waits until it is kept, and nothing else does.
+/// Work behind a user event waits until it is signalled; other work does not.
 pub fn user_events(bench: &Bench<'_>) -> Outcome {
     for _ in 0..3 {
         let user_event = match bench.device.create_user_event() {
             Err(error) if error.status() == Status::Unsupported => {
-                return Err(NotPassed::Skipped("the device makes no promises"));
+                return Err(NotPassed::Skipped("the device has no user events"));
             }
-            said => bench.said("a promise", said)?,
+            said => bench.said("creating a user event", said)?,
         };
         let tried = wait_and_signal(bench, user_event);
-        // Whatever was wrong: nothing is to wait for ever.
+        // Even after a failure: nothing may wait forever.
         let kept = bench.device.signal_event(user_event);
         tried?;
-        bench.said("a promise is kept again", kept)?;
+        bench.said("signalling a user event again", kept)?;
         bench.wait(user_event)?;
-        bench.said("a promise that was kept is not released", bench.device.release(user_event))?;
+        bench.said("releasing a signalled user event", bench.device.release(user_event))?;
         refused(
-            "a promise that was released",
+            "signalling a released user event",
             bench.device.signal_event(user_event),
             Status::Handle,
         )?;
@@ -36,7 +36,7 @@ pub fn user_events(bench: &Bench<'_>) -> Outcome {
 fn wait_and_signal(bench: &Bench<'_>, user_event: Event) -> Outcome {
     let device = bench.device;
     let streams = device.facts().streams;
-    // Between other memory than this, submitting may wait for what is before.
+    // Copies in other address spaces may block `submit` until earlier work has completed.
     let memory = bench.places().pop().unwrap_or(Memory::Host);
     let from = &bench.buffer(memory, LEN)?;
     let buffers = (0..3).map(|_| RegisteredBuffer::new(bench)).collect::<Outcome<Vec<_>>>()?;
@@ -44,45 +44,47 @@ fn wait_and_signal(bench: &Bench<'_>, user_event: Event) -> Outcome {
     let (content, before) = (from.bytes()?, (first.bytes()?, second.bytes()?));
     let copies = &mut [from.copy(first, Direction::Gather)?];
     if device.may_block_submit(copies) {
-        return Err(NotPassed::Skipped("it can pin no memory, and would wait in the call"));
+        return Err(NotPassed::Skipped("it cannot pin memory: submit would block"));
     }
     let behind = bench.begin(0, Some(user_event), copies)?;
     let last = bench.begin(0, None, &mut [from.copy(second, Direction::Gather)?])?;
     if streams > 1 {
         let passes = bench.begin(1, None, &mut [from.copy(beside, Direction::Gather)?])?;
         bench.finish(passes)?;
-        need(beside.bytes()? == content, || "wrong bytes beside a promise".into())?;
+        need(beside.bytes()? == content, || {
+            "wrong bytes on another stream than a pending user event".into()
+        })?;
     }
     for event in [user_event, behind, last] {
         let said = device.wait(event, bench.now_ns() + 100_000);
-        refused("what is behind a promise that is open", said, Status::Timeout)?;
+        refused("waiting for work behind a pending user event", said, Status::Timeout)?;
         let is_open = device.state(event).ok() == Some(State::Pending);
-        need(is_open, || "an event behind a promise has come before it was kept".into())?;
-        refused("an event that is open", device.release(event), Status::Busy)?;
+        need(is_open, || "an event completed before the user event it waits for".into())?;
+        refused("releasing a pending event", device.release(event), Status::Busy)?;
     }
     let now = (first.bytes()?, second.bytes()?);
-    need(now == before, || "a batch behind a promise has begun before it was kept".into())?;
-    refused("an event that is no promise", device.signal_event(behind), Status::Handle)?;
-    bench.said("a promise is kept", device.signal_event(user_event))?;
+    need(now == before, || "a batch began before the user event it waits for".into())?;
+    refused("signalling an ordinary event", device.signal_event(behind), Status::Handle)?;
+    bench.said("signalling a user event", device.signal_event(user_event))?;
     bench.finish(last)?;
     bench.finish(behind)?;
     let all = first.bytes()? == content && second.bytes()? == content;
-    need(all, || "wrong bytes behind a promise".into())
+    need(all, || "wrong bytes behind a user event".into())
 }
 
-/// Host memory, and whether the device was told of it.
+/// Host memory, and whether it is registered.
 struct RegisteredBuffer<'a>(TestBuffer<'a>, bool);
 
 impl<'a> RegisteredBuffer<'a> {
     fn new(bench: &'a Bench<'_>) -> Outcome<RegisteredBuffer<'a>> {
         let buffer = bench.buffer(Memory::Host, LEN)?;
-        // SAFETY: the room stays until it is forgotten.
+        // SAFETY: the buffer lives until it is unregistered.
         let registered = unsafe { bench.device.register_host(buffer.pointer(), LEN as u64) };
-        // To some all memory is the same.
+        // Some devices do not distinguish registered memory.
         let is_registered =
             !registered.as_ref().is_err_and(|error| error.status() == Status::Unsupported);
         if is_registered {
-            bench.said("host memory that the device is told of", registered)?;
+            bench.said("registering host memory", registered)?;
         }
         Ok(RegisteredBuffer(buffer, is_registered))
     }
@@ -93,9 +95,9 @@ impl Drop for RegisteredBuffer<'_> {
         if !self.1 {
             return;
         }
-        // SAFETY: the check has waited for all copies, or nothing of the device is used any more.
+        // SAFETY: the check has waited for all copies, or the device is not used any more.
         if let Err(error) = unsafe { self.0.device().unregister_host(self.0.pointer()) } {
-            log::warn!("memory of a check is not forgotten: {error}");
+            log::warn!("unregistering memory of a check failed: {error}");
         }
     }
 }

@@ -1,20 +1,20 @@
-//! What the driver calls things: types, numbers, codes and descriptions of its interface. A test
-//! compares them with another's reading of its headers.
+//! Types, constants, codes and structs of the CUDA driver's interface. A test compares them with
+//! its headers.
 
 use std::ffi::{c_int, c_uint, c_void};
 
 use crate::base::status::Status;
 
-/// An address of the device.
+/// Device address.
 pub type Pointer = u64;
-/// A device's number.
+/// Number of a device.
 pub type Ordinal = c_int;
-/// What the driver hands out: contexts, streams, events.
+/// Handle of the driver: context, stream, event.
 pub type Handle = *mut c_void;
-/// What its functions return; 0 = well.
+/// Return code; 0 = success.
 pub type Code = c_int;
 
-/// A copy of rows of bytes at distances: `CUDA_MEMCPY2D` of the driver.
+/// A 2D copy: `CUDA_MEMCPY2D` of the driver.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Rows {
@@ -36,106 +36,106 @@ pub struct Rows {
     pub height: usize,
 }
 
-/// [`Rows::from_kind`]: memory of the processor.
+/// [`Rows::from_kind`]: host memory.
 pub const KIND_HOST: c_uint = 1;
-/// [`Rows::from_kind`]: memory of the device.
+/// [`Rows::from_kind`]: device memory.
 pub const KIND_DEVICE: c_uint = 2;
-/// Streams that do not wait for the default stream.
+/// Streams that do not synchronize with the default stream.
 pub const STREAM_NON_BLOCKING: c_uint = 1;
-/// Events that only order: no times, and who waits sleeps.
+/// Events without timing, whose waits block instead of spinning.
 pub const EVENT_FLAGS: c_uint = 1 | 2;
-/// A graph that another thread makes forbids this one nothing.
+/// Capture mode: graph captures of other threads restrict this thread in nothing.
 pub const CAPTURE_RELAXED: c_uint = 2;
-/// Host memory that is pinned for all contexts, and that devices reach by its address.
+/// Host memory that is pinned for all contexts.
 pub const HOST_PORTABLE: c_uint = 1;
-/// A number is waited for until it is as large, or larger, counted in a circle.
+/// Wait until a number is equal or greater, in cyclic order.
 pub const WAIT_AS_LARGE: c_uint = 0;
-/// Host memory that kernels reach.
+/// Host memory that kernels can access.
 pub const HOST_MAPPED: c_uint = 2;
-/// Attribute: the longest distance between rows of a copy.
+/// Device attribute: maximum pitch of a copy.
 pub const MAX_PITCH: c_int = 11;
-/// Attribute: the first number of the compute capability.
+/// Device attribute: major number of the compute capability.
 pub const CAPABILITY_MAJOR: c_int = 75;
-/// Attribute: the second.
+/// Device attribute: minor number of the compute capability.
 pub const CAPABILITY_MINOR: c_int = 76;
 
-/// Attribute: kernels reach all host memory, registered or not.
+/// Device attribute: kernels can access pageable host memory.
 pub const REACHES_PAGEABLE: c_int = 88;
-/// Attribute: the device finds registered host memory where the processor does.
+/// Device attribute: registered host memory has the same address on the device.
 pub const SAME_ADDRESSES: c_int = 91;
-/// Of an address: [`KIND_HOST`] or [`KIND_DEVICE`]; 0 = the driver does not know it.
+/// Pointer attribute: [`KIND_HOST`] or [`KIND_DEVICE`]; 0 = unknown address.
 pub const POINTER_KIND: c_int = 2;
-/// Of an address: where kernels find what is there.
+/// Pointer attribute: address for kernels.
 pub const POINTER_ON_DEVICE: c_int = 3;
-/// Of an address: the processor and all devices share what is there.
+/// Pointer attribute: managed memory, shared by the processor and all devices.
 pub const POINTER_MANAGED: c_int = 8;
-/// Of an address: whose device it is.
+/// Pointer attribute: device.
 pub const POINTER_ORDINAL: c_int = 9;
-/// Of an address: where the memory begins that it is in.
+/// Pointer attribute: start of the allocation.
 pub const POINTER_START: c_int = 11;
-/// Of an address: how long that is.
+/// Pointer attribute: length of the allocation.
 pub const POINTER_BYTES: c_int = 12;
-/// Of an address: what the device of the current context may do there.
+/// Pointer attribute: access rights of the current context's device.
 pub const POINTER_ACCESS: c_int = 16;
 /// [`POINTER_ACCESS`]: read and write.
 pub const POINTER_READ_WRITE: c_uint = 3;
-/// Of kernels: where a compiler's words of errors go.
+/// JIT option: buffer for the error log.
 pub const JIT_ERRORS: c_int = 5;
-/// Of kernels: how many bytes of them.
+/// JIT option: size of that buffer.
 pub const JIT_ERROR_BYTES: c_int = 6;
-/// Of a kernel: the most shared memory that a launch may ask for.
+/// Function attribute: maximum dynamic shared memory of a launch.
 pub const MAX_SHARED: c_int = 8;
-/// Of a device: how much that can be.
+/// Device attribute: maximum shared memory of a block, opt-in.
 pub const BLOCK_SHARED: c_int = 97;
-/// Shared memory that every kernel may ask for without that.
+/// Shared memory that every kernel can use without opt-in.
 pub const PLAIN_SHARED_BYTES: u32 = 48 << 10;
-/// Memory that stays where it is.
+/// Pinned device memory.
 pub const MEMORY_STAYS: c_uint = 1;
-/// A place: a device, by its number.
+/// Location kind: a device.
 pub const LOCATION_DEVICE: c_int = 1;
-/// The smallest pieces that are possible.
+/// Request for the minimum granularity.
 pub const GRANULARITY_MINIMUM: c_int = 0;
-/// Memory may be read and written.
+/// Access rights: read and write.
 pub const ACCESS_READ_WRITE: c_uint = 3;
-/// Streams that are everybody's: the default one as 0 and as its old and its new name.
+/// The default streams: 0, legacy and per-thread.
 pub const DEFAULT_STREAMS: [u64; 3] = [0, 1, 2];
 
-/// How a batch reads its sources: `CUmemcpyAttributes`.
+/// How a batched copy reads its sources: `CUmemcpyAttributes`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct BatchOrder {
-    /// 1 = as the stream's turn comes.
+    /// 1 = in stream order.
     pub order: c_uint,
-    /// Where memory is that is everywhere: kind and number, 0 = not said.
+    /// Hint of the location of managed memory: kind and number, 0 = none.
     pub from: [c_int; 2],
     pub to: [c_int; 2],
     pub flags: c_uint,
 }
 
-/// Memory of a device that has no address yet: `CUmemAllocationProp`.
+/// Physical device memory to allocate: `CUmemAllocationProp`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Allocation {
     /// [`MEMORY_STAYS`].
     pub kind: c_uint,
     pub handles: c_uint,
-    /// [`LOCATION_DEVICE`], and which.
+    /// [`LOCATION_DEVICE`] and its number.
     pub location: [c_int; 2],
     pub unused: *mut c_void,
     pub flags: [u8; 8],
 }
 
-/// Who may use memory: `CUmemAccessDesc`.
+/// Access rights to set: `CUmemAccessDesc`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct AccessOf {
-    /// [`LOCATION_DEVICE`], and which.
+    /// [`LOCATION_DEVICE`] and its number.
     pub location: [c_int; 2],
     /// [`ACCESS_READ_WRITE`].
     pub flags: c_uint,
 }
 
-/// Codes that mean something of their own here.
+/// Codes with a meaning here.
 pub mod code {
     use super::Code;
 
@@ -150,17 +150,17 @@ pub mod code {
     pub const ALREADY_REGISTERED: Code = 712;
     pub const NOT_SUPPORTED: Code = 801;
     pub const CAPTURED_EVENT: Code = 907;
-    /// After these the context is of no use any more: the process would have to make another.
+    /// Sticky errors: the context is unusable afterwards, and the process must create a new one.
     pub const STICKY: [Code; 18] =
         [4, 46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 999];
 }
 
-/// Whether nothing works any more after a code.
+/// Whether a code makes the context unusable.
 pub fn is_sticky(code: Code) -> bool {
     code::STICKY.contains(&code)
 }
 
-/// The status of a code.
+/// Status for a code.
 pub fn status_of(code: Code) -> Status {
     match code {
         code::OUT_OF_MEMORY => Status::NoMem,

@@ -1,5 +1,5 @@
-//! What this device believes of the driver's interface, against another's reading of CUDA's
-//! headers: the crate `cudarc`, whose declarations are made from them. Nothing of it is run.
+//! Compares the declarations of the driver's interface with the crate `cudarc`, which generates its
+//! own from CUDA's headers. No driver function is called.
 
 use std::mem::{offset_of, size_of};
 
@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use crate::device::cuda::abi::*;
 use crate::device::cuda::driver::{BatchCall, Driver};
 
-/// How large each argument of a function is, and what it returns.
+/// Sizes of a function's result and arguments.
 trait Shape {
     const SIZES: &'static [usize];
 }
@@ -34,12 +34,12 @@ fn theirs<F: Shape>(_: F) -> &'static [usize] {
     F::SIZES
 }
 
-/// The shape of a field, of which there need not be one.
+/// Sizes for a required function of the driver.
 fn ours<F: Shape>(_: fn(&Driver) -> F) -> &'static [usize] {
     F::SIZES
 }
 
-/// The shape of a field that may be absent.
+/// Sizes for an optional function of the driver.
 fn ours_newer<F: Shape>(_: fn(&Driver) -> Option<F>) -> &'static [usize] {
     F::SIZES
 }
@@ -119,7 +119,7 @@ fn functions_have_the_arguments_of_the_headers() {
     assert_eq!(BatchCall::SIZES, batch);
 }
 
-/// Compares a description field by field, in order, and as a whole.
+/// Compares a struct field by field, in order, and as a whole.
 macro_rules! same_layout {
     ($ours:ty, $theirs:ty, $($our:ident = $their:ident,)*) => {
         $(assert_eq!(offset_of!($ours, $our), offset_of!($theirs, $their), stringify!($our));)*
@@ -276,7 +276,7 @@ fn codes_are_those_of_the_headers() {
     for theirs in sticky {
         assert!(is_sticky(theirs as Code), "{theirs:?}");
     }
-    // 226, of newer headers: an error was contained, and took the context with it.
+    // 226 is in newer headers only: a contained error that destroys the context.
     assert_eq!(sticky.len() + 1, code::STICKY.len());
     for harmless in [
         Theirs::CUDA_ERROR_JIT_COMPILER_NOT_FOUND,

@@ -1,23 +1,22 @@
-//! Device memory that the engine has handed in: what the device gives out comes from it, the
-//! driver is not asked.
+//! Suballocates device memory that the engine provides, without calls of the driver.
 
 use std::collections::BTreeMap;
 
 use crate::base::status::{Result, Status};
 use crate::fail;
 
-/// What addresses that are given out are multiples of.
+/// Alignment of allocations.
 const ALIGN: u64 = 256;
 
-/// A stretch of memory, and what of it is free.
+/// A range of memory with its free parts.
 pub struct Arena {
     bytes: u64,
-    /// Free stretches, by where they begin: how long each is. No two touch.
+    /// Length of each free range by its start. No two adjoin.
     free: BTreeMap<u64, u64>,
 }
 
 impl Arena {
-    /// One of which everything is free.
+    /// An arena that is entirely free.
     pub fn new(address: u64, bytes: u64) -> Result<Arena> {
         let begins = address.checked_next_multiple_of(ALIGN);
         let ends = address.checked_add(bytes).map(|end| end / ALIGN * ALIGN);
@@ -25,22 +24,28 @@ impl Arena {
             Some((from, to)) if address != 0 && from < to => {
                 Ok(Arena { bytes: to - from, free: BTreeMap::from([(from, to - from)]) })
             }
-            _ => fail!(Invalid, "no device memory can be taken of {bytes} bytes at {address:#x}"),
+            _ => fail!(
+                Invalid,
+                "an arena of {bytes} bytes at {address:#x} holds no aligned 256 bytes"
+            ),
         }
     }
 
-    /// What is left, in pieces.
+    /// Free bytes, possibly fragmented.
     pub fn free_bytes(&self) -> u64 {
         self.free.values().sum()
     }
 
-    /// Takes so much, where it first fits.
+    /// Allocates from the first free range that fits.
     pub fn take(&mut self, bytes: u64) -> Result<u64> {
         let padded = bytes.max(1).checked_next_multiple_of(ALIGN).ok_or(Status::Limit)?;
         let fits = self.free.iter().find(|(_, free)| **free >= padded);
         let Some((&at, &free)) = fits else {
             let (left, all) = (self.free_bytes(), self.bytes);
-            fail!(NoMem, "{bytes} bytes of device memory: {left} are left, in pieces, of {all}");
+            fail!(
+                NoMem,
+                "{bytes} bytes of device memory requested: {left} of {all} are free, perhaps fragmented"
+            );
         };
         self.free.remove(&at);
         if free > padded {
@@ -49,7 +54,7 @@ impl Arena {
         Ok(at)
     }
 
-    /// Gives back what was taken.
+    /// Frees an allocation.
     pub fn give(&mut self, at: u64, bytes: u64) {
         let padded = bytes.max(1).next_multiple_of(ALIGN);
         let (mut from, mut to) = (at, at + padded);
@@ -71,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_used_is_refused() {
+    fn unusable_arenas_are_rejected() {
         for (address, bytes) in [(0, 4096), (256, 0), (256, 255), (1, 300), (u64::MAX - 10, 100)] {
             assert!(Arena::new(address, bytes).is_err(), "{address} {bytes}");
         }
@@ -84,9 +89,9 @@ mod tests {
     }
 
     proptest! {
-        /// Against a byte for each unit of memory.
+        /// Compares with a flag for each unit of memory.
         #[test]
-        fn nothing_overlaps_and_nothing_is_lost(
+        fn allocations_never_overlap_and_frees_are_complete(
             steps in proptest::collection::vec((any::<bool>(), 0u64..3000, 0usize..64), 1..200),
         ) {
             let (base, units) = (0x10_0000u64, 64u64);

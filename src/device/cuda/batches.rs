@@ -1,5 +1,5 @@
-//! Many small copies at once: how they are given to the driver, and which way is the fastest
-//! here, as measured when the device is opened.
+//! Methods to give many small copies to the driver, and the choice among them, measured when the
+//! device is opened.
 
 use std::fmt;
 
@@ -10,26 +10,26 @@ use crate::device::cuda::host_memory::Registration;
 use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Memory};
 
-/// Most runs that are given to the driver in one call: some drivers crash on very many.
+/// Limit: runs of one driver call; some drivers crash on very many.
 const MAX_RUNS: usize = 1024;
-/// Fewer are given one by one.
+/// Fewer runs are copied one by one.
 const MIN_BATCH_RUNS: usize = 4;
-/// Longer runs keep the bus busy however they are given.
+/// Runs of this length keep the bus busy with any method.
 const LONG_BYTES: u64 = 4 << 20;
-/// Classes of shorter runs, by where each ends; the last one has all others.
+/// Upper bounds of the classes of shorter runs; the last class has the rest.
 const CLASS_BYTES: [u64; CLASSES - 1] = [32 << 10, 512 << 10];
-/// How many classes there are.
+/// Number of classes.
 pub const CLASSES: usize = 3;
 
-/// How many copies are given to the driver.
+/// How small copies are given to the driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CopyMethod {
-    /// One call each.
+    /// One call for each run.
     #[default]
     Plain,
-    /// Many in a call, where the driver has one for that (CUDA 12.8).
+    /// Many runs in one call, if the driver supports it (CUDA 12.8).
     Batch,
-    /// By a kernel, where both sides are within its reach. Elsewhere one by one.
+    /// One kernel for many runs, if kernels can access both sides; other runs one by one.
     Kernel,
 }
 
@@ -43,12 +43,12 @@ impl fmt::Display for CopyMethod {
     }
 }
 
-/// How a device comes to its means.
+/// How a device chooses its copy method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyMethodChoice {
-    /// It is told. What it does not have is one by one.
+    /// A given method. If the device lacks it, copies go one by one.
     Fixed(CopyMethod),
-    /// It tries each for a moment when it is opened, and takes the fastest.
+    /// Each method is measured when the device is opened, and the fastest is used.
     Measured,
 }
 
@@ -58,24 +58,24 @@ impl Default for CopyMethodChoice {
     }
 }
 
-/// What was chosen: to the device and from it (also within it), for runs up to 32 KiB, up to
-/// 512 KiB, and below 4 MiB.
+/// The chosen methods, for copies to the device and for copies from or within it, for runs up to 32
+/// KiB, up to 512 KiB, and below 4 MiB.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ChosenMethods {
-    /// To the device, the shortest first.
+    /// Copies to the device, shortest class first.
     pub to_device: [CopyMethod; CLASSES],
-    /// From it.
+    /// Copies from the device or within it.
     pub from_device: [CopyMethod; CLASSES],
 }
 
 impl ChosenMethods {
-    /// The same for all.
+    /// One method for all classes.
     pub fn all(method: CopyMethod) -> ChosenMethods {
         ChosenMethods { to_device: [method; CLASSES], from_device: [method; CLASSES] }
     }
 }
 
-/// Runs that wait to be given to the driver together; the lists are used again.
+/// Runs that will be given to the driver together; the lists are reused.
 #[derive(Default)]
 pub struct Runs {
     to: Vec<Pointer>,
@@ -118,15 +118,15 @@ impl Runs {
 }
 
 impl Inner {
-    /// Whether the device was told of host memory, and all of it is registered.
+    /// Whether a range is in registered host memory.
     fn is_registered(&self, address: u64, bytes: u64) -> bool {
         self.host_range(address).is_some_and(|(start, range)| {
             range.registration != Registration::Pageable && bytes <= range.bytes - (address - start)
         })
     }
 
-    /// Whether the driver may stand still in a copy until the stream comes to it: it does from
-    /// host to host, and may with host memory that it has to gather first.
+    /// Whether the driver may block in this copy until the stream reaches it. It does from host to
+    /// host, and may with pageable host memory.
     pub fn may_block(&self, copy: &Copy<'_>) -> bool {
         let plane = copy.plane.expose_provenance() as u64;
         match (copy.memory, copy.plane_memory) {
@@ -140,8 +140,7 @@ impl Inner {
         }
     }
 
-    /// Whether a run may go with others in a call: drivers were seen to crash on host memory that
-    /// is not registered.
+    /// Whether a run may be part of a batch call: drivers crash on pageable host memory.
     pub fn is_batched(&self, run: &Run) -> bool {
         let is_sound = |memory, address, bytes: usize| {
             memory == Memory::Device || self.is_registered(address, bytes as u64)
@@ -151,7 +150,7 @@ impl Inner {
 }
 
 impl Cuda {
-    /// How a copy is given to the driver.
+    /// Method for a copy.
     pub(super) fn method_for(&self, copy: &Copy<'_>) -> CopyMethod {
         let is_host = copy.memory == Memory::Host && copy.plane_memory == Memory::Host;
         let Some(strip) = copy.tensor.strips().next() else { return CopyMethod::Plain };
@@ -168,8 +167,8 @@ impl Cuda {
         chosen[CLASS_BYTES.iter().filter(|&&most| bytes > most).count()]
     }
 
-    /// Gives runs to the driver together. What it does not take together it is given one by one:
-    /// to copy a run twice does no harm.
+    /// Gives runs to the driver together. If it rejects a batch, its runs are copied one by one:
+    /// repeating a run does no harm.
     ///
     /// # Safety
     /// As for [`Cuda::issue`].
@@ -197,7 +196,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Whether the driver took some runs together.
+    /// Tries to issue some runs in one call; false if the driver cannot.
     ///
     /// # Safety
     /// As for [`Cuda::issue`].
@@ -214,12 +213,12 @@ impl Cuda {
         let part = at..at + count;
         let (to, from) = (runs.to[part.clone()].as_ptr(), runs.from[part.clone()].as_ptr());
         let bytes = runs.bytes[part].as_ptr();
-        // One description for all: sources are read when the stream's turn comes.
+        // One description for all runs: sources are read in stream order.
         let (order, first, mut failed) =
             (BatchOrder { order: 1, ..BatchOrder::default() }, 0, usize::MAX);
         *begun = true;
-        // SAFETY: lists of `count` each, one description from the first copy on, and a place for
-        // a number; the memory is the caller's promise.
+        // SAFETY: lists of `count` each, one description that applies from the first copy on, and a
+        // place for a number. The caller guarantees the memory.
         let code = unsafe { call(to, from, bytes, count, &order, &first, 1, &mut failed, stream) };
         if code == 0 {
             return Ok(true);
@@ -233,7 +232,7 @@ impl Cuda {
     }
 
     fn disable_batches(&self, inner: &mut Inner, error: &Error) {
-        log::warn!("copies go one by one from now on: {}", error.message());
+        log::warn!("batched copies failed, copies go one by one from now on: {}", error.message());
         inner.batches_fail = true;
     }
 }

@@ -1,4 +1,4 @@
-//! A context, for as long as a call needs it: the thread has its own again afterwards.
+//! Makes a CUDA context current for the duration of a call.
 
 use std::ffi::{CStr, c_int};
 
@@ -9,10 +9,10 @@ use crate::device::cuda::abi::{
 };
 use crate::device::cuda::driver::Driver;
 
-/// Most bytes of a device's name.
+/// Limit: bytes of a device's name.
 const NAME_BYTES: usize = 256;
 
-/// The calling thread is in a context until this is dropped.
+/// A context is current on the calling thread until this is dropped.
 pub struct ContextGuard<'a> {
     driver: &'a Driver,
     capture_mode: u32,
@@ -21,8 +21,9 @@ pub struct ContextGuard<'a> {
 impl<'a> ContextGuard<'a> {
     pub fn enter(driver: &'a Driver, context: usize) -> Result<ContextGuard<'a>> {
         let mut capture_mode = CAPTURE_RELAXED;
-        // SAFETY: a context that outlives its device. An engine that is making a graph forbids
-        // other threads some calls, and its graph would fail; this thread is not part of it.
+        // SAFETY: a context that outlives its device. While an engine captures a graph, some calls
+        // are forbidden in other threads and would invalidate the capture; relaxed mode excludes
+        // this thread from that.
         unsafe {
             driver.check("cuCtxPushCurrent", (driver.push)(context as Handle))?;
             let code = (driver.exchange_capture_mode)(&mut capture_mode);
@@ -32,7 +33,7 @@ impl<'a> ContextGuard<'a> {
         }
     }
 
-    /// MemoryOwner device the context is.
+    /// Device of the context.
     pub fn ordinal(&self) -> Result<Ordinal> {
         let mut ordinal: Ordinal = 0;
         // SAFETY: a place for a number.
@@ -44,7 +45,7 @@ impl<'a> ContextGuard<'a> {
 impl Drop for ContextGuard<'_> {
     fn drop(&mut self) {
         let mut context: Handle = std::ptr::null_mut();
-        // SAFETY: what `enter` did, undone; places for what was there.
+        // SAFETY: undoes `enter`; places for the previous values.
         unsafe {
             let code = (self.driver.exchange_capture_mode)(&mut self.capture_mode);
             self.driver.note("cuThreadExchangeStreamCaptureMode", code);
@@ -54,7 +55,7 @@ impl Drop for ContextGuard<'_> {
 }
 
 impl Driver {
-    /// Which CUDA it knows, as 12040 for 12.4.
+    /// CUDA version of the driver: 12040 is 12.4.
     pub fn version(&self) -> Result<c_int> {
         let mut version = 0;
         // SAFETY: a place for a number.
@@ -62,7 +63,7 @@ impl Driver {
         self.check("cuDriverGetVersion", code).map(|()| version)
     }
 
-    /// How many devices there are.
+    /// Number of devices.
     pub fn devices(&self) -> Result<c_int> {
         let mut count = 0;
         // SAFETY: a place for a number.
@@ -70,7 +71,7 @@ impl Driver {
         self.check("cuDeviceGetCount", code).map(|()| count)
     }
 
-    /// A device's handle, by its place.
+    /// Handle of the device at an index.
     pub fn device_at(&self, place: c_int) -> Result<Ordinal> {
         let mut device = 0;
         // SAFETY: a place for a handle.
@@ -78,7 +79,7 @@ impl Driver {
         self.check("cuDeviceGet", code).map(|()| device)
     }
 
-    /// What a device is.
+    /// Name and capability of a device.
     pub fn found(&self, ordinal: Ordinal) -> Result<DeviceInfo> {
         let mut name = [0; NAME_BYTES];
         // SAFETY: a place of that many bytes, the last of which stays zero.
@@ -91,7 +92,7 @@ impl Driver {
         Ok(DeviceInfo { name, capability: of(CAPABILITY_MAJOR)? * 10 + of(CAPABILITY_MINOR)? })
     }
 
-    /// A number of a device.
+    /// Attribute of a device.
     pub fn attribute(&self, which: c_int, ordinal: Ordinal) -> Result<c_int> {
         let mut value = 0;
         // SAFETY: a place for a number.
@@ -99,7 +100,7 @@ impl Driver {
         self.check("cuDeviceGetAttribute", code).map(|()| value)
     }
 
-    /// The context of a device that all of the process share.
+    /// Retains the device's primary context, which the process shares.
     pub fn retain(&self, ordinal: Ordinal) -> Result<usize> {
         let mut context: Handle = std::ptr::null_mut();
         // SAFETY: a place for a handle.
@@ -107,7 +108,7 @@ impl Driver {
         self.check("cuDevicePrimaryCtxRetain", code).map(|()| context as usize)
     }
 
-    /// A stream of the current context.
+    /// Creates a stream in the current context.
     pub fn make_stream(&self) -> Result<usize> {
         let mut stream: Handle = std::ptr::null_mut();
         // SAFETY: a place for a handle.

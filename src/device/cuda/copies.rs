@@ -1,5 +1,4 @@
-//! Copies as the driver wants them: runs of bytes, one by one or many in a call, and rows at a
-//! distance.
+//! Lowers copies to driver calls: runs of bytes, single or batched, and 2D copies.
 
 use std::ffi::c_void;
 
@@ -11,10 +10,10 @@ use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Direction, Event, Memory};
 use crate::meta::view::Strip;
 
-/// Runs of this length and longer are better as runs than as rows, where many go in one call.
+/// Runs of at least this length go into a batch rather than a 2D copy.
 const ROW_BYTES: u64 = 4096;
 
-/// A run of bytes, from and to addresses that say where they are valid.
+/// A run of bytes to copy.
 #[derive(Clone, Copy)]
 pub struct Run {
     pub to: Pointer,
@@ -25,11 +24,10 @@ pub struct Run {
 }
 
 impl Cuda {
-    /// Puts copies on a stream. `begun` says whether any may be under way when it fails.
+    /// Issues copies on a stream. After a failure `begun` says whether some may be in flight.
     ///
     /// # Safety
-    /// As for [`crate::device::Device::submit`]; the stream is one of this context, which is
-    /// entered.
+    /// As for [`crate::device::Device::submit`]. The stream is of this context, which is current.
     pub(super) unsafe fn issue(
         &self,
         inner: &mut Inner,
@@ -78,14 +76,14 @@ impl Cuda {
         begun: &mut bool,
     ) -> Result<()> {
         let method = self.method_for(copy);
-        // What the kernel does not take, or has no room for, goes together all the same.
+        // Runs that the kernel cannot take are batched instead.
         let gathers = method != CopyMethod::Plain && self.batch_call.is_some();
         for strip in copy.tensor.strips() {
             if method == CopyMethod::Kernel && inner.note_piece(copy, &strip) {
                 continue;
             }
             let is_one = runs_of(&strip).0 == 1;
-            // The driver takes no rows that overlap, and none that are too far from each other.
+            // The driver rejects overlapping rows and pitches above its limit.
             let fits = (strip.run_bytes..=self.max_pitch).contains(&strip.stride_bytes);
             if !is_one && fits && !(gathers && strip.run_bytes >= ROW_BYTES) {
                 let rows = rows(copy, &strip);
@@ -95,7 +93,7 @@ impl Cuda {
                     *begun = true;
                     continue;
                 }
-                // Within a device some distances may not suit it: then row by row.
+                // Some pitches within a device are rejected: then copy row by row.
                 if is_sticky(code) {
                     return Err(self.driver.error("cuMemcpy2DAsync", code));
                 }
@@ -115,7 +113,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Puts one run on a stream.
+    /// Issues one run on a stream.
     ///
     /// # Safety
     /// As for [`Cuda::issue`].
@@ -146,7 +144,7 @@ impl Cuda {
     }
 }
 
-/// A strip as runs: how many, and their length.
+/// A strip as runs: their number and length.
 pub fn runs_of(strip: &Strip) -> (u64, u64) {
     match strip.count == 1 || strip.stride_bytes == strip.run_bytes {
         true => (1, strip.bytes()),
@@ -154,7 +152,7 @@ pub fn runs_of(strip: &Strip) -> (u64, u64) {
     }
 }
 
-/// One of them.
+/// Run number `row` of a strip.
 pub fn run_of(copy: &Copy<'_>, strip: &Strip, row: u64, bytes: u64) -> Run {
     let tensor = strip.address.wrapping_add(row.wrapping_mul(strip.stride_bytes));
     let plane = copy.plane.expose_provenance() as u64 + strip.at + row * strip.run_bytes;
@@ -178,7 +176,7 @@ pub fn run_of(copy: &Copy<'_>, strip: &Strip, row: u64, bytes: u64) -> Run {
     }
 }
 
-/// One side of a copy of rows.
+/// One side of a 2D copy.
 struct RowSide {
     kind: u32,
     host: *mut c_void,
@@ -201,7 +199,7 @@ impl RowSide {
     }
 }
 
-/// A copy of rows as the driver wants it.
+/// A strip as a 2D copy.
 fn rows(copy: &Copy<'_>, strip: &Strip) -> Rows {
     let plane = copy.plane.expose_provenance() as u64 + strip.at;
     let tensor = RowSide::new(copy.memory, strip.address, strip.stride_bytes);

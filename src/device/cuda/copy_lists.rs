@@ -1,6 +1,6 @@
-//! Small copies by a kernel: it reads and writes host memory that is registered where it is, so
-//! one launch moves any number of pieces, whatever their layouts. Lists of pieces lie in memory
-//! of the device's own, which is used again when the batch has ended.
+//! Small copies by a kernel. It accesses registered host memory in place, so one launch copies any
+//! number of pieces in any layout. Lists of pieces are in memory of the device, which is reused
+//! after the batch.
 
 use crate::base::status::{Result, Status};
 use crate::device::call::{Call, Kind};
@@ -10,15 +10,15 @@ use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Direction, Event, Memory};
 use crate::meta::view::Strip;
 
-/// Pieces of one launch. It begins as soon as they are noted, while others still are.
+/// Pieces of a launch. A full list is launched while further pieces are added.
 const LIST_PIECES: usize = 1024;
-/// Lists that may be in use at once; when all are, copies go another way.
+/// Limit: lists in use. If all are, copies use another method.
 const LISTS: usize = 32;
 const LIST_BYTES: usize = LIST_PIECES * size_of::<Piece>();
-/// What the kernel needs beside a list: a number for each piece, and one more.
+/// Scratch of the kernel: a number for each piece, and one more.
 const SCRATCH_BYTES: usize = (LIST_PIECES + 1) * 8;
 
-/// Runs of equal length at equal distances: what the kernel calls a piece.
+/// Runs of equal length at constant strides.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Piece {
@@ -32,34 +32,34 @@ pub struct Piece {
 
 const _: () = assert!(size_of::<Piece>() == 40);
 
-/// A list of pieces, in host memory and on the device, and the batch that uses it.
+/// A list of pieces, in host and device memory, and the batch that uses it.
 struct List {
     host: usize,
     device: Pointer,
     user: Option<Event>,
 }
 
-/// All lists, and what is noted down for the next.
+/// All lists, and the pieces of the next one.
 #[derive(Default)]
 pub struct CopyLists {
     lists: Vec<List>,
     pieces: Vec<Piece>,
     steps: Vec<Step>,
-    /// The kernel's functions by their names.
+    /// Functions of the kernel by name.
     functions: Vec<(&'static str, usize)>,
-    /// How many pieces there is room for in lists that nobody uses.
+    /// Free pieces in unused lists.
     room: usize,
 }
 
 impl CopyLists {
-    /// What was taken of the driver: in host memory and of the device.
+    /// Driver allocations: host memory and device memory.
     pub fn taken(&self) -> impl Iterator<Item = (usize, Pointer)> {
         self.lists.iter().map(|list| (list.host, list.device))
     }
 }
 
 impl Inner {
-    /// Finds out how many pieces there is room for.
+    /// Counts the free pieces.
     pub fn begin_copy_lists(&mut self) {
         let events = &self.events;
         for list in &mut self.copy_lists.lists {
@@ -71,7 +71,7 @@ impl Inner {
         self.copy_lists.pieces.clear();
     }
 
-    /// Notes a strip for the kernel; whether it takes it.
+    /// Adds a strip; false if the kernel cannot copy it.
     pub fn note_piece(&mut self, copy: &Copy<'_>, strip: &Strip) -> bool {
         let plane = copy.plane.expose_provenance() as u64 + strip.at;
         let tensor_reach = (strip.count - 1).saturating_mul(strip.stride_bytes) + strip.run_bytes;
@@ -105,12 +105,12 @@ impl Inner {
         true
     }
 
-    /// Whether the pieces that were noted fill a list.
+    /// Whether the pieces fill a list.
     pub fn has_full_list(&self) -> bool {
         self.copy_lists.pieces.len() >= LIST_PIECES
     }
 
-    /// Whether kernels find all of a range of host memory where the processor does.
+    /// Whether kernels use the same addresses for a range of host memory.
     fn is_mapped(&self, address: u64, bytes: u64) -> bool {
         self.host_range(address).is_some_and(|(start, range)| {
             range.is_mapped && bytes <= range.bytes - (address - start)
@@ -119,7 +119,7 @@ impl Inner {
 }
 
 impl Cuda {
-    /// Takes memory for lists. [`Status::Unsupported`] where there is no such kernel.
+    /// Allocates the lists. [`Status::Unsupported`]: there is no such kernel.
     pub(super) fn allocate_lists(&self) -> Result<()> {
         if self.kernels & Kind::Move.bit() == 0 {
             return Err(Status::Unsupported.into());
@@ -135,7 +135,7 @@ impl Cuda {
             match device {
                 Ok(device) => self.inner.lock().copy_lists.lists.push(List { device, ..list }),
                 Err(error) => {
-                    // SAFETY: what was taken just now.
+                    // SAFETY: allocated just now.
                     self.driver.note("cuMemFreeHost", unsafe { (self.driver.free_host)(host) });
                     return Err(error);
                 }
@@ -144,7 +144,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Loads the kernel. Later launches need not ask for it: others may be loading theirs then.
+    /// Loads the kernel now: later launches must not wait for modules that others load.
     pub(super) fn load_copy_kernel(&self) -> Result<()> {
         let device = self.inner.lock().copy_lists.lists.first().map(|list| list.device);
         let Some(device) = device else { return Err(Status::Unsupported.into()) };
@@ -154,7 +154,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Puts the pieces that were noted on a stream; then none are.
+    /// Launches the pieces so far, and clears them.
     ///
     /// # Safety
     /// As for [`Cuda::issue`].
@@ -179,7 +179,7 @@ impl Cuda {
         };
         let issued = issue();
         copy_lists.pieces.clear();
-        // A list that is not full is in use as well.
+        // A partly filled list is in use as well.
         copy_lists.room =
             copy_lists.lists.iter().filter(|list| list.user.is_none()).count() * LIST_PIECES;
         inner.copy_lists = copy_lists;
@@ -198,7 +198,7 @@ impl Cuda {
     ) -> Result<()> {
         let host: *mut Piece = std::ptr::with_exposed_provenance_mut(list.host);
         let bytes = size_of_val(pieces);
-        // SAFETY: the list's own memory, which is that long and which nobody uses now.
+        // SAFETY: the list's own memory, which is long enough and unused.
         let code = unsafe {
             std::ptr::copy_nonoverlapping(pieces.as_ptr(), host, pieces.len());
             (self.driver.to_device)(list.device, host.cast_const().cast(), bytes, stream)
@@ -206,12 +206,12 @@ impl Cuda {
         *begun = true;
         self.driver.check("cuMemcpyHtoDAsync", code)?;
         let call = move_call(list.device, pieces.len() as u32);
-        // SAFETY: the caller's promise, and a list that is this launch's until its event.
+        // SAFETY: the caller's promise, and a list that belongs to this launch until its event.
         unsafe { self.issue_call(&call, (found, functions), stream, begun) }
     }
 }
 
-/// What the kernel is asked.
+/// Argument of the kernel.
 fn move_call(device: Pointer, count: u32) -> Call {
     Call {
         kind: Kind::Move as u32,

@@ -1,6 +1,6 @@
-//! cuFile: loaded when somebody wants to read files straight into device memory, and refused
-//! unless it says that it will never do so by way of host memory instead. It does that in silence
-//! otherwise (its compatibility mode), in memory that nobody has counted.
+//! cuFile (GPUDirect Storage), loaded when direct reads are first requested. It is rejected unless
+//! it guarantees direct reads. In its compatibility mode it silently reads through host memory of
+//! its own, which no budget counts.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::path::Path;
@@ -15,13 +15,13 @@ use crate::device::cuda::cufile_abi::{
 };
 use crate::fail;
 
-/// The library, where the system keeps them.
+/// Default library.
 const CUFILE: &str = "libcufile.so.0";
 
 macro_rules! cufile {
     (all { $($(#[$doc:meta])* $name:ident = $symbol:literal ($($arg:ty),*) -> $ret:ty;)* }
      newer { $($(#[$may_doc:meta])* $may:ident = $may_symbol:literal ($($may_arg:ty),*);)* }) => {
-        /// The functions of a cuFile that was loaded. Those that older ones lack may be absent.
+        /// Functions of a loaded cuFile; those that older versions lack are optional.
         pub struct Calls {
             $($(#[$doc])* pub $name: unsafe extern "C" fn($($arg),*) -> $ret,)*
             $($(#[$may_doc])* pub $may: Option<unsafe extern "C" fn($($may_arg),*) -> FileStatus>,)*
@@ -33,7 +33,7 @@ macro_rules! cufile {
                     $($name: {
                         let Some(symbol) = library.symbol($symbol) else {
                             let name = library.name();
-                            fail!(Unavailable, "{name} has no {}: an old cuFile, or none", $symbol);
+                            fail!(Unavailable, "{name} lacks {}: too old, or not cuFile", $symbol);
                         };
                         type Function = unsafe extern "C" fn($($arg),*) -> $ret;
                         // SAFETY: cuFile's functions of these names have these signatures; a test
@@ -53,43 +53,43 @@ macro_rules! cufile {
 
 cufile! {
     all {
-        /// Starts it, for the process; counted.
+        /// Opens the driver for the process; calls are counted.
         open = "cuFileDriverOpen" () -> FileStatus;
-        /// Ends that. (Its older form is not known to all libraries.)
+        /// Closes it. (Some libraries lack the older form.)
         close = "cuFileDriverClose_v2" () -> FileStatus;
-        /// What it can do.
+        /// Properties of the driver.
         properties = "cuFileDriverGetProperties" (*mut RoomyProperties) -> FileStatus;
-        /// Makes a file known.
+        /// Registers a file.
         add_file = "cuFileHandleRegister" (*mut Handle, *mut Descriptor) -> FileStatus;
-        /// Takes that back.
+        /// Deregisters a file.
         remove_file = "cuFileHandleDeregister" (Handle) -> ();
-        /// Pins device memory for reads.
+        /// Registers (pins) device memory.
         add_memory = "cuFileBufRegister" (*const c_void, usize, c_int) -> FileStatus;
-        /// Takes that back.
+        /// Deregisters memory.
         remove_memory = "cuFileBufDeregister" (*const c_void) -> FileStatus;
-        /// Reads: a file, registered memory, how much, where in the file, where in the memory.
+        /// Reads: file, registered memory, length, file offset, memory offset.
         read = "cuFileRead" (Handle, *mut c_void, usize, i64, i64) -> isize;
     }
     newer {
-        /// Which one it is: 1130 is 1.13.
+        /// Version: 1130 is 1.13.
         get_version = "cuFileGetVersion" (*mut c_int);
-        /// What a switch is at: while it is not open, what it will be at.
+        /// Value of a boolean parameter; before the driver is open, the value that it will have.
         get_switch = "cuFileGetParameterBool" (c_uint, *mut u8);
-        /// Sets a switch, before it is opened.
+        /// Sets a boolean parameter, before the driver is opened.
         set_switch = "cuFileSetParameterBool" (c_uint, bool);
     }
 }
 
-/// cuFile, open, and such that it reads directly or fails.
+/// An open cuFile that reads directly or fails.
 pub struct CuFile {
     pub calls: Calls,
-    /// What it is, for people.
+    /// Description for people.
     pub description: String,
 }
 
 impl CuFile {
-    /// Loads a cuFile, the system's if none is named, and opens it. The thread is in a context.
-    /// [`Status::Unavailable`] and why, where it cannot be had or might not read directly.
+    /// Loads a cuFile (default: the system's) and opens it. A context is current.
+    /// [`Status::Unavailable`] says why it cannot be used, or might not read directly.
     pub fn open(path: Option<&Path>) -> Result<CuFile> {
         let library = Library::open(path.unwrap_or(Path::new(CUFILE)))
             .map_err(|error| error.within("no cuFile"))?;
@@ -99,14 +99,14 @@ impl CuFile {
         // SAFETY: its own function.
         let status = unsafe { (calls.open)() };
         if let Err(error) = check("cuFileDriverOpen", status) {
-            // What was set waits for the next who opens it, who may want it as it was.
+            // The parameter stays set for the next user of cuFile in this process: restore it.
             if let Ok(Some(before)) = before {
                 calls.set(ALLOW_COMPATIBLE, before);
             }
-            let text = format!("cuFile does not start: {}", error.message());
+            let text = format!("cuFile does not open: {}", error.message());
             return Err(Error::new(Status::Unavailable, text));
         }
-        // From here on it is closed when it is dropped.
+        // Dropping it closes the driver from here on.
         let mut cufile = CuFile { calls, description: String::new() };
         let properties = cufile.calls.known_properties()?;
         cufile.calls.refuse_compatibility(&properties)?;
@@ -140,16 +140,16 @@ impl Drop for CuFile {
 }
 
 impl Calls {
-    /// What a switch is at; none: it has no switches to ask for.
+    /// Value of a parameter; `None`: this version has no parameters.
     fn switch(&self, which: c_uint) -> Result<Option<bool>> {
         let Some(get) = self.get_switch else { return Ok(None) };
-        let mut is_on: u8 = 0; // as wide as a bool, whatever comes
-        // SAFETY: a place for an answer.
+        let mut is_on: u8 = 0; // the size of a C bool, valid for any value
+        // SAFETY: a place for the value.
         let status = unsafe { get(which, &mut is_on) };
         check("cuFileGetParameterBool", status).map(|()| Some(is_on != 0))
     }
 
-    /// Sets a switch, if it has them. What comes of it is asked for later.
+    /// Sets a parameter, if this version has parameters. Its effect is checked later.
     fn set(&self, which: c_uint, is_on: bool) {
         if let Some(set) = self.set_switch {
             // SAFETY: its own function.
@@ -162,36 +162,42 @@ impl Calls {
 
     fn known_properties(&self) -> Result<Properties> {
         let mut found = RoomyProperties { known: Properties::default(), rest: [0; 128] };
-        // SAFETY: a place with more room than any that is known of fills.
+        // SAFETY: a struct larger than any known version fills.
         let status = unsafe { (self.properties)(&mut found) };
         check("cuFileDriverGetProperties", status).map_err(unavailable)?;
         Ok(found.known)
     }
 
-    /// Whoever opened it before may have allowed what is refused here, and what is set may not
-    /// have come to pass: what counts is what it says now that it is open.
+    /// Rejects compatibility mode. An earlier user in this process may have enabled it, and setting
+    /// parameters may have had no effect, so this checks the open driver.
     fn refuse_compatibility(&self, properties: &Properties) -> Result<()> {
         const REMEDY: &str = "set allow_compat_mode to false in cufile.json";
         let modes = properties.modes;
         if modes & 1 << MODE_COMPATIBLE != 0 {
-            fail!(Unavailable, "cuFile may read by way of host memory, in silence: {REMEDY}");
+            fail!(Unavailable, "cuFile may silently read through host memory: {REMEDY}");
         }
         if modes & !(1 << MODE_POLL) != 0 {
-            fail!(Unavailable, "cuFile is in a mode that is not known here: {modes:#x}");
+            fail!(
+                Unavailable,
+                "cuFile is in an unknown mode {modes:#x}: only polling (0x1) is accepted"
+            );
         }
         for which in [ALLOW_COMPATIBLE, FORCE_COMPATIBLE] {
             if self.switch(which).map_err(unavailable)? == Some(true) {
                 fail!(
                     Unavailable,
-                    "cuFile was opened in this process to read by way of host memory, in \
-                     silence: {REMEDY}, and force_compat_mode"
+                    "cuFile was opened in this process with silent reads through host memory: \
+                     {REMEDY}, and force_compat_mode"
                 );
             }
         }
-        // Those who do not know these switches say so.
+        // Versions without these parameters return an error.
         for which in [PLAIN_READS, FALL_BACK] {
             if let Ok(Some(true)) = self.switch(which) {
-                fail!(Unavailable, "cuFile is set to plain reads, by way of host memory");
+                fail!(
+                    Unavailable,
+                    "cuFile is configured for POSIX reads through host memory: switch them off in cufile.json"
+                );
             }
         }
         let has_module = (properties.major_version, properties.minor_version) != (0, 0);
@@ -200,7 +206,7 @@ impl Calls {
         if !has_module && !has_p2p {
             fail!(
                 Unavailable,
-                "cuFile has no way to a GPU: neither the kernel module nvidia-fs nor PCI P2PDMA"
+                "cuFile has no path to a GPU: load the kernel module nvidia-fs, or enable PCI P2PDMA"
             );
         }
         Ok(())
@@ -211,15 +217,15 @@ fn unavailable(error: Error) -> Error {
     Error::new(Status::Unavailable, error.message().to_string())
 }
 
-/// What a call returned, as a result.
+/// Converts a status to a result.
 pub fn check(call: &str, status: FileStatus) -> Result<()> {
     if status.code == 0 { Ok(()) } else { Err(error(call, status)) }
 }
 
-/// Notes a call that failed where nothing more can be done about it.
+/// Logs a failed cleanup call.
 pub fn note(call: &str, status: FileStatus) {
     if status.code != 0 {
-        log::warn!("giving back to cuFile: {}", error(call, status).message());
+        log::warn!("a cuFile cleanup call failed: {}", error(call, status).message());
     }
 }
 
@@ -229,11 +235,11 @@ fn error(call: &str, status: FileStatus) -> Error {
     Error::new(Status::Io, format!("{call}: {}{also} ({code})", describe_code(code)))
 }
 
-/// What a read came to that did not bring all.
+/// The error of a short read.
 pub fn short(got: isize, wanted: u64) -> Error {
     let text = match got {
         0.. => format!("cuFileRead: {got} bytes of {wanted}"),
-        // The system's error number, or a code of its own in the same place.
+        // A system error number, or a code of cuFile in its place.
         -1 => {
             let found = std::io::Error::last_os_error();
             match found.raw_os_error() {

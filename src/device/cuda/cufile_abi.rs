@@ -1,19 +1,18 @@
-//! What cuFile calls things: types, numbers and codes of its interface. A test compares them with
-//! another's reading of its header.
+//! Types, constants and codes of cuFile's interface. A test compares them with its header.
 
 use std::ffi::{c_int, c_uint, c_void};
 
-/// What most of its functions return.
+/// Result of most functions: `CUfileError_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileStatus {
-    /// 0 = well, else a code.
+    /// 0 = success, else a code.
     pub code: c_int,
-    /// The driver's code, where the other is [`code::CUDA`].
+    /// The CUDA driver's code, if `code` is [`code::CUDA`].
     pub cuda: c_int,
 }
 
-/// A file, as it is made known: `CUfileDescr_t`.
+/// A file to register: `CUfileDescr_t`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Descriptor {
@@ -23,7 +22,7 @@ pub struct Descriptor {
     pub calls: *const c_void,
 }
 
-/// Which file.
+/// Handle of a file.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub union DescriptorOf {
@@ -31,23 +30,23 @@ pub union DescriptorOf {
     pub other: *mut c_void,
 }
 
-/// [`Descriptor::kind`]: a file descriptor of Linux.
+/// [`Descriptor::kind`]: a Linux file descriptor.
 pub const KIND_DESCRIPTOR: c_uint = 1;
 
-/// What is known once it is open: `CUfileDrvProps_t`.
+/// Properties of an open driver: `CUfileDrvProps_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct Properties {
-    /// Of the kernel's module; both 0 = there is none.
+    /// Version of the kernel module; both 0 = none.
     pub major_version: c_uint,
     pub minor_version: c_uint,
     pub poll_size: usize,
     pub max_direct_size: usize,
-    /// A bit for each kind of storage that it reaches.
+    /// Bit set of supported storage.
     pub reaches: c_uint,
-    /// A bit for each mode that is on.
+    /// Bit set of active modes.
     pub modes: c_uint,
-    /// A bit for each thing that it can do.
+    /// Bit set of features.
     pub features: c_uint,
     pub max_cache_size: c_uint,
     pub buffer_cache_size: c_uint,
@@ -56,7 +55,7 @@ pub struct Properties {
     pub max_batch_timeout: c_uint,
 }
 
-/// The same with room behind it: who fills it may know of more.
+/// With room for fields of newer versions.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct RoomyProperties {
@@ -64,26 +63,26 @@ pub struct RoomyProperties {
     pub rest: [u64; 128],
 }
 
-/// [`Properties::modes`], which bit: small reads ask again and again whether they have ended.
+/// Bit of [`Properties::modes`]: poll for completion of small reads.
 pub const MODE_POLL: u32 = 0;
-/// Which bit: what cannot go directly may go by way of host memory, in silence.
+/// Bit of [`Properties::modes`]: compatibility mode, which may silently read through host memory.
 pub const MODE_COMPATIBLE: u32 = 1;
-/// [`Properties::features`], which bit: the kernel's own way from device to device.
+/// Bit of [`Properties::features`]: the kernel's PCI P2PDMA.
 pub const FEATURE_P2P: u32 = 4;
-/// [`Properties::reaches`], which bit: disks by that way, of those that do not say the former.
+/// Bit of [`Properties::reaches`]: NVMe by P2PDMA, in versions without the former.
 pub const REACHES_P2P: u32 = 11;
 
-/// Switches: what cannot go directly may go by way of host memory.
+/// Parameter: allow compatibility mode.
 pub const ALLOW_COMPATIBLE: c_uint = 1;
-/// All goes by way of host memory.
+/// Parameter: force compatibility mode.
 pub const FORCE_COMPATIBLE: c_uint = 2;
-/// All goes by plain reads (newer ones).
+/// Parameter of newer versions: always use POSIX reads.
 pub const PLAIN_READS: c_uint = 12;
-/// What fails goes by plain reads (newer ones).
+/// Parameter of newer versions: fall back to POSIX reads.
 pub const FALL_BACK: c_uint = 13;
 
-/// Codes that mean something of their own here. All are above [`code::BASE`], so that the system's
-/// error numbers can be told from them.
+/// Codes with a meaning here. All are above [`code::BASE`], which separates them from system error
+/// numbers.
 pub mod code {
     use std::ffi::c_int;
 
@@ -103,20 +102,20 @@ pub mod code {
     pub const SWITCHED_OFF: c_int = 5034;
 }
 
-/// What a code means.
+/// Describes a code.
 pub fn describe_code(code: c_int) -> &'static str {
     match code {
         code::NO_MODULE => "the kernel module nvidia-fs is not loaded",
         code::OTHER_MODULE => "the kernel module nvidia-fs is of another version",
-        code::NOT_THIS_PLATFORM => "not on this platform",
-        code::NOT_THIS_FILE => "not for this file: its file system or disk",
-        code::NOT_THIS_DEVICE => "not with this GPU",
+        code::NOT_THIS_PLATFORM => "this platform is not supported",
+        code::NOT_THIS_FILE => "the file's file system or disk is not supported",
+        code::NOT_THIS_DEVICE => "this GPU is not supported",
         code::CUDA => "CUDA failed",
         code::TOO_MUCH_PINNED => "too much memory is pinned",
-        code::NOT_THIS_KIND => "not this kind of file",
+        code::NOT_THIS_KIND => "this kind of file is not supported",
         code::NOT_DIRECT => "the file is not open for direct reads",
-        code::NOT_ALLOWED => "no leave to use it",
-        code::FILE_IS_KNOWN => "the file is known already",
+        code::NOT_ALLOWED => "permission denied",
+        code::FILE_IS_KNOWN => "the file is registered already",
         code::NOT_STARTED => "the kernel module nvidia-fs does not start",
         code::SWITCHED_OFF => "switched off for this file, in cufile.json",
         _ => "see cufile.log",

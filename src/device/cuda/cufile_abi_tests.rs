@@ -1,5 +1,5 @@
-//! What is believed here of cuFile's interface, against another's reading of its header: the crate
-//! `cudarc`, whose declarations are made from it. Nothing of it is run.
+//! Compares the declarations of cuFile's interface with the crate `cudarc`, which generates its own
+//! from cuFile's header. No function of cuFile is called.
 
 use std::mem::{offset_of, size_of};
 

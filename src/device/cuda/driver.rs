@@ -1,5 +1,5 @@
-//! The CUDA driver: loaded when somebody asks for a device, and not needed by anybody else.
-//! What it lacks is an error with words, never a panic.
+//! The CUDA driver, loaded when the first device is opened. Missing parts are errors with an
+//! explanation.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::fail;
 macro_rules! driver {
     (all { $($(#[$doc:meta])* $name:ident = $symbol:literal ($($arg:ty),*);)* }
      newer { $($(#[$may_doc:meta])* $may:ident = $may_symbol:literal ($($may_arg:ty),*);)* }) => {
-        /// The functions of a driver that was loaded. Those that older ones lack may be absent.
+        /// Functions of a loaded driver; those that older drivers lack are optional.
         pub struct Driver {
             $($(#[$doc])* pub $name: unsafe extern "C" fn($($arg),*) -> Code,)*
             $($(#[$may_doc])* pub $may: Option<unsafe extern "C" fn($($may_arg),*) -> Code>,)*
@@ -26,11 +26,11 @@ macro_rules! driver {
                     $($name: {
                         let Some(symbol) = library.symbol($symbol) else {
                             let name = library.name();
-                            fail!(Unavailable, "{name} has no {}: an old driver, or none", $symbol);
+                            fail!(Unavailable, "{name} lacks {}: too old, or not a CUDA driver", $symbol);
                         };
                         type Function = unsafe extern "C" fn($($arg),*) -> Code;
-                        // SAFETY: the driver's functions of these names have had these
-                        // signatures since they are there; names change when those do.
+                        // SAFETY: the driver's functions of these names keep their signatures; a
+                        // changed signature gets a new name.
                         unsafe { std::mem::transmute::<Handle, Function>(symbol) }
                     },)*
                     $($may: library.symbol($may_symbol).map(|symbol| {
@@ -46,134 +46,133 @@ macro_rules! driver {
 
 driver! {
     all {
-        /// Starts it.
+        /// Initializes the driver.
         init = "cuInit" (c_uint);
-        /// Which CUDA it knows: 12040 is 12.4.
+        /// CUDA version of the driver: 12040 is 12.4.
         get_version = "cuDriverGetVersion" (*mut c_int);
-        /// What a code is called.
+        /// Name of a code.
         error_name = "cuGetErrorName" (Code, *mut *const c_char);
-        /// What a code means.
+        /// Description of a code.
         error_text = "cuGetErrorString" (Code, *mut *const c_char);
-        /// How many devices there are.
+        /// Number of devices.
         device_count = "cuDeviceGetCount" (*mut c_int);
-        /// A device's handle, by its place.
+        /// Handle of the device at an index.
         device = "cuDeviceGet" (*mut Ordinal, c_int);
-        /// Its name.
+        /// Name of a device.
         device_name = "cuDeviceGetName" (*mut c_char, c_int, Ordinal);
-        /// A number that says what it can do.
+        /// Attribute of a device.
         device_attribute = "cuDeviceGetAttribute" (*mut c_int, c_int, Ordinal);
-        /// The context that everybody in the process shares.
+        /// Retains the context that the process shares.
         retain_primary = "cuDevicePrimaryCtxRetain" (*mut Handle, Ordinal);
-        /// Gives that back.
+        /// Releases it.
         release_primary = "cuDevicePrimaryCtxRelease_v2" (Ordinal);
-        /// Makes a context the calling thread's.
+        /// Makes a context current on the calling thread.
         push = "cuCtxPushCurrent_v2" (Handle);
-        /// The one before is it again.
+        /// Restores the previous context.
         pop = "cuCtxPopCurrent_v2" (*mut Handle);
-        /// Whether a graph that is being made elsewhere forbids this thread some calls.
+        /// Exchanges the thread's stream capture mode: a graph capture elsewhere may forbid calls.
         exchange_capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_uint);
-        /// MemoryOwner device the thread's context is.
+        /// Device of the current context.
         context_device = "cuCtxGetDevice" (*mut Ordinal);
-        /// What is free, and all there is.
+        /// Free and total memory.
         memory_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
-        /// Takes device memory.
+        /// Allocates device memory.
         allocate = "cuMemAlloc_v2" (*mut Pointer, usize);
-        /// Gives it back.
+        /// Frees device memory.
         free = "cuMemFree_v2" (Pointer);
-        /// Copies to the device.
+        /// Copies host to device.
         to_device = "cuMemcpyHtoDAsync_v2" (Pointer, *const c_void, usize, Handle);
-        /// Copies from it.
+        /// Copies device to host.
         from_device = "cuMemcpyDtoHAsync_v2" (*mut c_void, Pointer, usize, Handle);
-        /// Copies within it, or from one to another.
+        /// Copies within a device, or between devices with peer access.
         within_device = "cuMemcpyDtoDAsync_v2" (Pointer, Pointer, usize, Handle);
-        /// Copies from one context's memory to another's: target, its context, source, its context.
+        /// Copies between contexts: target, its context, source, its context.
         between_devices =
             "cuMemcpyPeerAsync" (Pointer, Handle, Pointer, Handle, usize, Handle);
-        /// Whether a device can have access to another's memory.
+        /// Whether a device can access a peer's memory.
         can_reach = "cuDeviceCanAccessPeer" (*mut c_int, Ordinal, Ordinal);
-        /// Gives the current context that access.
+        /// Enables access of the current context to a peer.
         reach = "cuCtxEnablePeerAccess" (Handle, c_uint);
-        /// Copies from anywhere to anywhere: addresses say what they are.
+        /// Copies between any addresses; the driver finds out what they are.
         anywhere = "cuMemcpyAsync" (Pointer, Pointer, usize, Handle);
-        /// Copies rows.
+        /// Copies rows (2D).
         rows = "cuMemcpy2DAsync_v2" (*const Rows, Handle);
-        /// A stream.
+        /// Creates a stream.
         create_stream = "cuStreamCreate" (*mut Handle, c_uint);
-        /// Ends one.
+        /// Destroys a stream.
         destroy_stream = "cuStreamDestroy_v2" (Handle);
-        /// Waits until it has done what it was given.
+        /// Waits until a stream is idle.
         sync_stream = "cuStreamSynchronize" (Handle);
-        /// Has a stream wait for an event.
+        /// Makes a stream wait for an event.
         stream_wait = "cuStreamWaitEvent" (Handle, Handle, c_uint);
-        /// Whether a graph is being made of what is put on it.
+        /// Whether a stream is being captured into a graph.
         is_capturing = "cuStreamIsCapturing" (Handle, *mut c_int);
-        /// An event.
+        /// Creates an event.
         create_event = "cuEventCreate" (*mut Handle, c_uint);
-        /// Ends one.
+        /// Destroys an event.
         destroy_event = "cuEventDestroy_v2" (Handle);
-        /// Puts an event on a stream.
+        /// Records an event on a stream.
         record = "cuEventRecord" (Handle, Handle);
-        /// Whether it has come to pass.
+        /// Whether an event has completed.
         query = "cuEventQuery" (Handle);
-        /// Sleeps until it has.
+        /// Blocks until an event has completed.
         sync_event = "cuEventSynchronize" (Handle);
-        /// Which context a stream is of.
+        /// Context of a stream.
         stream_context = "cuStreamGetCtx" (Handle, *mut Handle);
-        /// Keeps host memory where it is, and tells the device.
+        /// Pins host memory and maps it for the device.
         register_host = "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
-        /// Takes that back.
+        /// Undoes that.
         unregister_host = "cuMemHostUnregister" (*mut c_void);
-        /// Where the device finds such memory.
+        /// Device address of pinned host memory.
         host_on_device = "cuMemHostGetDevicePointer_v2" (*mut Pointer, *mut c_void, c_uint);
-        /// Host memory that is such from the start.
+        /// Allocates pinned host memory.
         allocate_host = "cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
-        /// Gives that back.
+        /// Frees it.
         free_host = "cuMemFreeHost" (*mut c_void);
-        /// What the driver knows of an address: so many questions, their numbers, where each answer
-        /// goes.
+        /// Attributes of an address: count, attribute numbers, places for the values.
         pointer_attributes =
             "cuPointerGetAttributes" (c_uint, *const c_int, *const *mut c_void, Pointer);
-        /// Loads kernels: an image, and so many options with their values.
+        /// Loads a module: image, count of options, options, values.
         load_module =
             "cuModuleLoadDataEx" (*mut Handle, *const c_void, c_uint, *const c_int,
                                   *mut *mut c_void);
-        /// Unloads them.
+        /// Unloads a module.
         unload_module = "cuModuleUnload" (Handle);
-        /// A kernel by its name.
+        /// Finds a kernel by name.
         find_function = "cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
-        /// What a kernel may have.
+        /// Sets an attribute of a kernel.
         set_function = "cuFuncSetAttribute" (Handle, c_int, c_int);
-        /// Puts a kernel on a stream: blocks, threads, shared memory, where each argument is.
+        /// Launches a kernel: grid, block, shared memory, stream, arguments.
         launch = "cuLaunchKernel" (Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
                                    Handle, *const *mut c_void, *const *mut c_void);
     }
     newer {
-        /// A function of a name and a CUDA version, and whether it was found.
+        /// Finds a function by name and CUDA version.
         find_symbol =
             "cuGetProcAddress_v2" (*const c_char, *mut Handle, c_int, c_ulonglong, *mut c_int);
-        /// The smallest pieces that memory can be mapped in.
+        /// Granularity of mapped memory.
         granularity = "cuMemGetAllocationGranularity" (*mut usize, *const Allocation, c_int);
-        /// Sets addresses aside.
+        /// Reserves addresses.
         reserve = "cuMemAddressReserve" (*mut Pointer, usize, usize, Pointer, c_ulonglong);
-        /// Gives them back.
+        /// Frees reserved addresses.
         unreserve = "cuMemAddressFree" (Pointer, usize);
-        /// Memory that has no address yet.
+        /// Allocates physical memory.
         create_memory = "cuMemCreate" (*mut u64, usize, *const Allocation, c_ulonglong);
-        /// Gives it back, once it is nowhere mapped.
+        /// Frees physical memory, after it is unmapped.
         release_memory = "cuMemRelease" (u64);
-        /// Gives it an address.
+        /// Maps physical memory.
         map = "cuMemMap" (Pointer, usize, usize, u64, c_ulonglong);
-        /// Takes that from it.
+        /// Unmaps it.
         unmap = "cuMemUnmap" (Pointer, usize);
-        /// Has a stream wait until a number in memory is as large as another, or larger.
+        /// Makes a stream wait until a number in memory reaches a value.
         wait_value = "cuStreamWaitValue32_v2" (Handle, Pointer, u32, c_uint);
-        /// Who may use what is mapped.
+        /// Sets the access rights of mapped memory.
         set_access = "cuMemSetAccess" (Pointer, usize, *const AccessOf, usize);
     }
 }
 
-/// Many copies in one call: targets, sources, lengths and how many; descriptions, which copy each
-/// is of first and how many; which copy failed; a stream.
+/// Batched copy: targets, sources, lengths, count; attributes, index of the first copy of each,
+/// their count; index of the failed copy; stream.
 pub type BatchCall = unsafe extern "C" fn(
     *const Pointer,
     *const Pointer,
@@ -186,12 +185,12 @@ pub type BatchCall = unsafe extern "C" fn(
     Handle,
 ) -> Code;
 
-/// The CUDA whose form of that call is asked for. Later drivers still have it beside a newer one,
-/// and hand out the one that belongs to the version in the question.
+/// CUDA version of that signature. Later drivers provide it beside a newer one; the requested
+/// version selects.
 const BATCH_VERSION: c_int = 12_080;
 
 impl Driver {
-    /// Loads a driver, the system's if none is named, and starts it.
+    /// Loads a driver (default: the system's) and initializes it.
     pub fn load(path: Option<&Path>) -> Result<Driver> {
         let library = Library::open(path.unwrap_or(Path::new(CUDA_DRIVER)))
             .map_err(|error| error.within("no CUDA driver"))?;
@@ -199,22 +198,25 @@ impl Driver {
         // SAFETY: the driver's own function.
         let code = unsafe { (driver.init)(0) };
         driver.check("cuInit", code).map_err(|error| {
-            Error::new(Status::Unavailable, format!("CUDA does not start: {error}"))
+            Error::new(Status::Unavailable, format!("CUDA does not initialize: {error}"))
         })?;
         let version = driver.version()?;
         if version < LEAST_CUDA {
             let named = |v: c_int| format!("{}.{}", v / 1000, v % 1000 / 10);
             let (has, needs) = (named(version), named(LEAST_CUDA));
-            fail!(Unavailable, "the driver knows CUDA {has}, at least {needs} is needed");
+            fail!(
+                Unavailable,
+                "the driver supports CUDA {has}, at least {needs} is needed: update it"
+            );
         }
         Ok(driver)
     }
 
-    /// The call for many copies at once, where the driver has it.
+    /// The batched copy, if the driver has it.
     pub fn batch_call(&self) -> Option<BatchCall> {
         let find = self.find_symbol?;
         let (mut symbol, mut found): (Handle, c_int) = (std::ptr::null_mut(), -1);
-        // SAFETY: a name that ends with a zero, and places for the answers.
+        // SAFETY: a NUL-terminated name, and places for the results.
         let code = unsafe {
             find(c"cuMemcpyBatchAsync".as_ptr(), &mut symbol, BATCH_VERSION, 0, &mut found)
         };
@@ -225,23 +227,23 @@ impl Driver {
         Some(unsafe { std::mem::transmute::<Handle, BatchCall>(symbol) })
     }
 
-    /// Notes a call that failed where nothing more can be done about it.
+    /// Logs a failed cleanup call.
     pub fn note(&self, call: &str, code: Code) {
         if code != 0 {
-            log::warn!("giving back to CUDA: {}", self.error(call, code).message());
+            log::warn!("a CUDA cleanup call failed: {}", self.error(call, code).message());
         }
     }
 
-    /// What a call returned, as a result.
+    /// Converts a return code to a result.
     pub fn check(&self, call: &str, code: Code) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(self.error(call, code)) }
     }
 
-    /// A code with its words.
+    /// Describes a return code.
     pub fn error(&self, call: &str, code: Code) -> Error {
         let word = |of: unsafe extern "C" fn(Code, *mut *const c_char) -> Code| {
             let mut text: *const c_char = std::ptr::null();
-            // SAFETY: a place for the address of words that the driver keeps for ever.
+            // SAFETY: a place for the address of a string that the driver never frees.
             unsafe {
                 if of(code, &mut text) != 0 || text.is_null() {
                     return "?".to_string();

@@ -1,5 +1,5 @@
-//! What is known of events: each one alone, and all that are open, stream by stream. Events of
-//! one stream come in order, so only the first open one of each has to be asked for.
+//! State of events: of each one, and the pending ones of each stream. Events of one stream complete
+//! in order, so only the first pending one is queried.
 
 use std::collections::VecDeque;
 
@@ -10,35 +10,34 @@ use crate::device::cuda::driver::Driver;
 use crate::device::slots::Slots;
 use crate::device::{Copy, DeviceMemory, Event, Memory};
 
-/// Most events that are known at once.
+/// Limit: unreleased events.
 const MAX_EVENTS: usize = 65_536;
 
-/// How a batch ended.
+/// Outcome of a batch.
 pub type Outcome = std::result::Result<(), Status>;
 
-/// An event of the driver's, and what it is for.
+/// A driver's event and its use.
 pub struct EventRecord {
-    /// The driver's handle.
+    /// Driver's handle.
     pub event: usize,
-    /// Which line it waits in.
+    /// Queue of its stream.
     queue: usize,
-    /// How the batch ended, if it has.
+    /// Outcome of the batch, once it has ended.
     pub outcome: Option<Outcome>,
-    /// What it ends with although its event comes: only a part of it was begun.
+    /// Failure that the event ends with, because only a part of the batch was begun.
     fails: Option<Status>,
-    /// How often in a row the driver has refused to say how far it is, and since when.
+    /// Consecutive failed queries, and the time of the first.
     refusals: (u32, u64),
-    /// It comes when its device is told so, and the driver knows nothing of it: its number
-    /// among the promises.
+    /// Index of a user event, which the driver does not know.
     pub user_event: Option<usize>,
-    /// Its end was reported.
+    /// The event was reported by `poll`.
     is_reported: bool,
-    /// Device memory that the batch uses, as addresses from and to.
+    /// Ranges of device memory that the batch uses.
     uses: Vec<(u64, u64)>,
 }
 
 impl EventRecord {
-    /// A new event of the current context.
+    /// Creates an event in the current context.
     pub fn new(driver: &Driver) -> Result<EventRecord> {
         let mut event: Handle = std::ptr::null_mut();
         // SAFETY: a place for a handle.
@@ -56,7 +55,7 @@ impl EventRecord {
         })
     }
 
-    /// Makes it as if new, for a batch of a line.
+    /// Resets a reused event for a batch of a queue.
     fn reset(&mut self, queue: usize) {
         (self.queue, self.outcome, self.fails) = (queue, None, None);
         (self.refusals, self.user_event, self.is_reported) = ((0, 0), None, false);
@@ -75,7 +74,7 @@ impl EventRecord {
         Ok(())
     }
 
-    /// Notes which device memory copies use.
+    /// Records the device memory that copies use.
     pub fn note_copies(&mut self, copies: &[Copy<'_>]) -> Result<()> {
         for copy in copies {
             if copy.plane_memory == Memory::Device {
@@ -92,7 +91,7 @@ impl EventRecord {
         Ok(())
     }
 
-    /// Notes where kernels begin to read and write: how far they go only they know.
+    /// Records where kernels begin to read and write; only the kernels know the lengths.
     pub fn note_calls(&mut self, calls: &[Call]) -> Result<()> {
         for address in calls.iter().flat_map(|call| addresses(call).map(|(_, address)| address)) {
             if address != 0 {
@@ -108,8 +107,8 @@ impl EventRecord {
     }
 }
 
-/// The addresses of a call, with their names; 0 = none. With a table of blocks keys and values
-/// are distances from where each begins; attention over no keys reads none, wherever they would be.
+/// The named addresses of a call; 0 = none. With a page table, keys and values are offsets into
+/// pages. Attention over no keys reads none.
 pub fn addresses(call: &Call) -> [(&'static str, u64); 11] {
     let attends = [Kind::Decode, Kind::Prefill].iter().any(|&kind| call.kind == kind as u32);
     let is_alone = call.table == 0 && !(attends && call.tokens == 0);
@@ -129,16 +128,16 @@ pub fn addresses(call: &Call) -> [(&'static str, u64); 11] {
     ]
 }
 
-/// All events that are known.
+/// All unreleased events.
 pub struct Events {
     known: Slots<EventRecord>,
-    /// The open ones of each stream, the oldest first.
+    /// Pending events of each stream, oldest first.
     queues: Vec<VecDeque<Event>>,
     open: usize,
     count: usize,
-    /// Those that ended and were not reported.
+    /// Ended events that were not reported.
     ended: VecDeque<Event>,
-    /// Events of the driver that may be used again.
+    /// Driver's events for reuse.
     spare: Vec<EventRecord>,
 }
 
@@ -151,19 +150,19 @@ impl Default for Events {
 }
 
 impl Events {
-    /// One more line; its number.
+    /// Adds a queue; returns its index.
     pub fn add_queue(&mut self) -> usize {
         self.queues.push(VecDeque::new());
         self.queues.len() - 1
     }
 
-    /// How many events of a line are open.
+    /// Number of pending events of a queue.
     pub fn open_in(&self, queue: usize) -> usize {
         self.queues[queue].len()
     }
 
-    /// One more event, at the end of a line. What it needs to end one day is taken now, so that
-    /// ending it never fails.
+    /// Adds an event at the end of a queue. All memory that its completion needs is reserved now,
+    /// so that completion never fails.
     pub fn begin(
         &mut self,
         driver: &Driver,
@@ -189,7 +188,7 @@ impl Events {
         Ok(event)
     }
 
-    /// One more event that comes when it is said to. It is on no stream.
+    /// Adds a user event, which is on no stream.
     pub fn user_event(&mut self, driver: &Driver, number: usize) -> Result<Event> {
         self.known.reserve()?;
         self.ended.try_reserve(self.open + 1).map_err(|_| Status::NoMem)?;
@@ -205,47 +204,46 @@ impl Events {
         Ok(event)
     }
 
-    /// Such an event ends, if it has not.
+    /// Ends a user event, if it is pending.
     pub fn end_user_event(&mut self, event: Event, failed: Option<Status>) {
         if self.known.get(event).is_ok_and(|known| known.outcome.is_none()) {
             self.end(event, failed);
         }
     }
 
-    /// An event of the driver's to be put on a stream that nobody looks at.
+    /// Takes a driver's event for a stream of the engine.
     pub fn take_spare(&mut self, driver: &Driver) -> Result<EventRecord> {
         self.spare.pop().map_or_else(|| EventRecord::new(driver), Ok)
     }
 
-    /// Takes it back when it has come.
+    /// Returns it after it has completed.
     pub fn give_spare(&mut self, known: EventRecord) {
         self.spare.push(known);
     }
 
-    /// What is known of an event.
+    /// State of an event.
     pub fn get(&self, event: Event) -> Result<&EventRecord> {
         self.known.get(event)
     }
 
-    /// The driver's handle of an event.
+    /// Driver's handle of an event.
     pub fn raw(&self, event: Event) -> Result<Handle> {
         self.known.get(event).map(|known| known.event as Handle)
     }
 
-    /// It ends with a status when it comes.
+    /// Sets the failure that an event will end with.
     pub fn set_failure(&mut self, event: Event, status: Status) {
         if let Ok(known) = self.known.get_mut(event) {
             known.fails = Some(status);
         }
     }
 
-    /// What an open event will come to, if that is known: whatever would run behind one that
-    /// fails has no input.
+    /// Fails if a pending event is known to fail: work after it would have no input.
     pub fn pending_failure(&self, event: Event) -> Result<()> {
         self.known.get(event)?.fails.map_or(Ok(()), |status| Err(status.into()))
     }
 
-    /// The event has come, and so have all before it on its stream.
+    /// Completes an event and all earlier ones of its stream.
     pub fn complete(&mut self, event: Event) {
         let queue = match self.known.get(event) {
             Ok(known) if known.outcome.is_none() && known.user_event.is_none() => known.queue,
@@ -267,7 +265,7 @@ impl Events {
         }
     }
 
-    /// All that is open has failed.
+    /// Fails all pending events.
     pub fn fail_all(&mut self, status: Status) {
         for queue in 0..self.queues.len() {
             while let Some(event) = self.queues[queue].pop_front() {
@@ -276,14 +274,14 @@ impl Events {
         }
     }
 
-    /// The driver said how far an event is.
+    /// Records that a query of an event succeeded.
     pub fn answered(&mut self, event: Event) {
         if let Ok(known) = self.known.get_mut(event) {
             known.refusals = (0, 0);
         }
     }
 
-    /// It did not; how often in a row by now, and for how long.
+    /// Records a failed query; returns the number of consecutive failures and their duration.
     pub fn refused(&mut self, event: Event, now_ns: u64) -> (u32, u64) {
         let Ok(known) = self.known.get_mut(event) else { return (0, 0) };
         let (count, first_ns) = known.refusals;
@@ -292,28 +290,28 @@ impl Events {
         (known.refusals.0, now_ns.saturating_sub(since_ns))
     }
 
-    /// The oldest open event of a line.
+    /// The oldest pending event of a queue.
     pub fn first_open(&self, queue: usize) -> Option<Event> {
         self.queues[queue].front().copied()
     }
 
-    /// The newest open event of the first line that has any.
+    /// The newest pending event of the first queue that has any.
     pub fn last_open(&self) -> Option<Event> {
         self.queues.iter().find_map(|queue| queue.back().copied())
     }
 
-    /// How many lines there are.
+    /// Number of queues.
     pub fn queues(&self) -> usize {
         self.queues.len()
     }
 
-    /// An open event whose batch uses that memory.
+    /// A pending event whose batch uses that memory.
     pub fn user(&self, memory: &DeviceMemory) -> Option<Event> {
         let uses = |event: &&Event| self.known.get(**event).is_ok_and(|known| known.uses(memory));
         self.queues.iter().flatten().find(uses).copied()
     }
 
-    /// Reports what has ended, each once.
+    /// Writes ended events that were not reported; returns their number.
     pub fn report(&mut self, ended: &mut [Event]) -> usize {
         let count = ended.len().min(self.ended.len());
         for (slot, event) in ended.iter_mut().zip(self.ended.drain(..count)) {
@@ -325,16 +323,16 @@ impl Events {
         count
     }
 
-    /// Forgets an event, which has ended or was never begun.
+    /// Removes an event that has ended or was never begun.
     pub fn forget(&mut self, event: Event) -> Result<()> {
         let known = self.known.remove(event)?;
         self.count -= 1;
         if known.outcome.is_none() {
-            // The newest of its line: it was taken back before others came.
+            // The newest of its queue: it is removed before others follow.
             self.queues[known.queue].retain(|other| *other != event);
             self.open -= 1;
         } else if !known.is_reported {
-            // Mostly the first: events are released in the order in which they end.
+            // Usually the first: events are released in the order in which they end.
             if let Some(at) = self.ended.iter().position(|other| *other == event) {
                 self.ended.remove(at);
             }
@@ -343,7 +341,7 @@ impl Events {
         Ok(())
     }
 
-    /// All events of the driver that were made.
+    /// All driver's events.
     pub fn all(&mut self) -> impl Iterator<Item = Handle> {
         let known = self.known.iter_mut().map(|(_, known)| known.event as Handle);
         known.chain(self.spare.iter().map(|known| known.event as Handle))

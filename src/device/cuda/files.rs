@@ -1,4 +1,4 @@
-//! Files that are read straight into device memory, by cuFile.
+//! Direct file reads by cuFile.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,12 +12,12 @@ use crate::device::cuda::{Cuda, CudaOpts};
 use crate::device::direct::{DIRECT_ALIGN_BYTES, Direct, DirectFile};
 use crate::fail;
 
-/// ext2 to ext4, by the kernel's number.
+/// Kernel's number of ext2, ext3 and ext4.
 const EXT: u64 = 0xef53;
-/// XFS.
+/// Kernel's number of XFS.
 const XFS: u64 = 0x5846_5342;
 
-/// What a device has of cuFile.
+/// cuFile state of a device.
 pub struct Files {
     library: Option<PathBuf>,
     file_systems: Vec<u64>,
@@ -27,15 +27,15 @@ pub struct Files {
 #[derive(Default)]
 struct Registered {
     cufile: Option<Arc<CuFile>>,
-    /// Handles of files, by number.
+    /// File handles by number.
     files: BTreeMap<u64, usize>,
-    /// Memory, by address: how much.
+    /// Registered memory: length by address.
     memory: BTreeMap<u64, u64>,
     last: u64,
 }
 
 impl Files {
-    /// Nothing is loaded yet.
+    /// State without a loaded library.
     pub fn new(opts: &CudaOpts) -> Files {
         Files {
             library: opts.cufile.clone(),
@@ -44,16 +44,16 @@ impl Files {
         }
     }
 
-    /// Takes back what was made known, and closes it. The thread is in the device's context.
+    /// Deregisters everything and closes cuFile. The device's context is current.
     pub fn close(&self) {
         let registered = std::mem::take(&mut *self.registered.lock());
         let Some(cufile) = registered.cufile else { return };
         for &handle in registered.files.values() {
-            // SAFETY: a file that was made known, of which no read is under way.
+            // SAFETY: a registered file without reads in flight.
             unsafe { (cufile.calls.remove_file)(handle as Handle) };
         }
         for &address in registered.memory.keys() {
-            // SAFETY: memory that was made known, which no read goes to.
+            // SAFETY: registered memory without reads in flight.
             let status = unsafe { (cufile.calls.remove_memory)(address as Handle) };
             note("cuFileBufDeregister", status);
         }
@@ -61,7 +61,7 @@ impl Files {
 }
 
 impl Cuda {
-    /// Loads and opens cuFile, the first time.
+    /// Loads and opens cuFile on first use.
     pub(super) fn begin_files(&self) -> Result<()> {
         let mut registered = self.files.registered.lock();
         if registered.cufile.is_none() {
@@ -77,14 +77,14 @@ impl Cuda {
         self.files.registered.lock().cufile.clone().ok_or_else(|| Status::State.into())
     }
 
-    /// Only of local file systems is it said that what does not go directly fails: others may
-    /// try again by way of host memory, whatever was set.
+    /// Accepts local file systems only: others may retry through host memory whatever was
+    /// configured.
     fn check_file_system(&self, number: u64) -> Result<()> {
         if ![EXT, XFS].contains(&number) && !self.files.file_systems.contains(&number) {
             fail!(
                 Unavailable,
-                "the file system ({number:#x}) is neither ext4 nor XFS: nobody can tell whether \
-                 cuFile reads it directly"
+                "file system {number:#x} is neither ext4 nor XFS: cuFile may read it through host \
+                 memory; add it to file_systems if it reads directly"
             );
         }
         Ok(())
@@ -119,22 +119,25 @@ impl Direct for Cuda {
         let cufile = self.files.registered.lock().cufile.clone().ok_or(Status::State)?;
         let handle = self.files.registered.lock().files.remove(&file.0).ok_or(Status::Handle)?;
         let _guard = self.enter()?;
-        // SAFETY: made known once; no read is under way, as the caller promises.
+        // SAFETY: registered once; no read is in flight, as the caller promises.
         unsafe { (cufile.calls.remove_file)(handle as Handle) };
         Ok(())
     }
 
     unsafe fn add_memory(&self, address: u64, bytes: u64) -> Result<()> {
         if address % DIRECT_ALIGN_BYTES != 0 || bytes == 0 {
-            fail!(Invalid, "{bytes} bytes at {address:#x}: not on {DIRECT_ALIGN_BYTES} bytes");
+            fail!(
+                Invalid,
+                "{bytes} bytes at {address:#x}: the address must be a multiple of {DIRECT_ALIGN_BYTES}, the length positive"
+            );
         }
         let cufile = self.cufile()?;
         let length = usize::try_from(bytes).map_err(|_| Status::Limit)?;
         if self.files.registered.lock().memory.contains_key(&address) {
-            fail!(Invalid, "the memory at {address:#x} is known already");
+            fail!(Invalid, "the memory at {address:#x} is registered already");
         }
         let _guard = self.enter()?;
-        // SAFETY: memory of the device's, as the caller promises; it is not touched here.
+        // SAFETY: device memory, as the caller promises; it is not accessed here.
         let status = unsafe { (cufile.calls.add_memory)(address as Handle, length, 0) };
         check("cuFileBufRegister", status)?;
         self.files.registered.lock().memory.insert(address, bytes);
@@ -145,7 +148,7 @@ impl Direct for Cuda {
         let cufile = self.files.registered.lock().cufile.clone().ok_or(Status::State)?;
         self.files.registered.lock().memory.remove(&address).ok_or(Status::Handle)?;
         let _guard = self.enter()?;
-        // SAFETY: made known once; no read is under way, as the caller promises.
+        // SAFETY: registered once; no read is in flight, as the caller promises.
         let status = unsafe { (cufile.calls.remove_memory)(address as Handle) };
         check("cuFileBufDeregister", status)
     }
@@ -153,25 +156,29 @@ impl Direct for Cuda {
     unsafe fn read(&self, file: DirectFile, offset: u64, address: u64, bytes: u64) -> Result<()> {
         let cufile = self.cufile()?;
         if [offset, address, bytes].iter().any(|number| number % DIRECT_ALIGN_BYTES != 0) {
-            // cuFile would read elsewhere first, and copy.
-            fail!(Invalid, "a direct read is not on {DIRECT_ALIGN_BYTES} bytes");
+            // cuFile would read to a bounce buffer, and copy.
+            fail!(
+                Invalid,
+                "a direct read at {offset} of {bytes} bytes to {address:#x}: all must be multiples of {DIRECT_ALIGN_BYTES}"
+            );
         }
         let registered = self.files.registered.lock();
         let handle = *registered.files.get(&file.0).ok_or(Status::Handle)?;
         let place =
             registered.memory.range(..=address).next_back().map(|(base, all)| (*base, *all));
         drop(registered);
-        // Into other memory cuFile would read by way of buffers of its own, if it has any.
+        // cuFile would read to other memory through bounce buffers, if it has any.
         let inside = |(base, all): &(u64, u64)| {
             all.checked_sub(address - base).is_some_and(|left| bytes <= left)
         };
         let Some((base, _)) = place.filter(inside) else {
-            fail!(Invalid, "{bytes} bytes at {address:#x}: not memory for direct reads");
+            fail!(Invalid, "{bytes} bytes at {address:#x} are not registered for direct reads");
         };
         let length = isize::try_from(bytes).map_err(|_| Status::Limit)?;
         let offset = i64::try_from(offset).map_err(|_| Status::Limit)?;
         let _guard = self.enter()?;
-        // SAFETY: a file and memory that are known; nobody else uses it, as the caller promises.
+        // SAFETY: a registered file, and registered memory that nobody else uses, as the caller
+        // promises.
         let got = unsafe {
             let at = (address - base) as i64; // inside of memory: far below the limit
             (cufile.calls.read)(handle as Handle, base as Handle, length as usize, offset, at)

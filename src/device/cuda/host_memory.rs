@@ -1,5 +1,5 @@
-//! Host memory that the device is told of: it is made present by several threads, then registered
-//! with the driver. What cannot be registered is copied as any memory is, only slower, and counted.
+//! Registration of host memory. Several threads fault it in, then the driver pins it. Memory that
+//! cannot be pinned is counted, and copied as pageable memory, which is slower.
 
 use std::ffi::c_void;
 use std::ops::Bound;
@@ -10,39 +10,39 @@ use crate::device::cuda::abi::{Code, HOST_MAPPED, HOST_PORTABLE, code, is_sticky
 use crate::device::cuda::{Cuda, Inner};
 use crate::fail;
 
-/// What one thread makes present at least: less is not worth it.
+/// Minimum share of a thread.
 const SHARE_BYTES: usize = 64 << 20;
-/// Most threads that do it.
+/// Limit: threads.
 const MAX_THREADS: usize = 8;
-/// Where shares begin: on a huge page, so that none has two writers.
+/// Alignment of shares: a huge page, so that no page has two writers.
 const SHARE_ALIGN: usize = 2 << 20;
 
-/// Most pieces that memory of somebody else's may be registered in.
+/// Limit: parts in which others may have registered a range.
 const MAX_PIECES: u32 = 4096;
 
-/// How the device reaches a range of host memory.
+/// Who has pinned a range of host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Registration {
-    /// This device has registered it.
+    /// This device.
     Ours,
-    /// Somebody else has.
+    /// Another user in the process.
     Theirs,
-    /// Nobody has, or not yet.
+    /// Nobody, or not yet.
     Pageable,
 }
 
-/// A range of host memory that the device was told of.
+/// A registered range of host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct HostRange {
     pub bytes: u64,
     pub registration: Registration,
-    /// Kernels find it where the processor does. Of what others have registered, perhaps in
-    /// pieces, that is not known.
+    /// Kernels use the same address as the processor. Unknown for ranges that others registered,
+    /// perhaps in parts.
     pub is_mapped: bool,
 }
 
 impl Inner {
-    /// The range that an address is in.
+    /// The range that contains an address.
     pub fn host_range(&self, address: u64) -> Option<(u64, HostRange)> {
         let (&start, &range) = self.hosts.range(..=address).next_back()?;
         (address - start < range.bytes).then_some((start, range))
@@ -55,30 +55,30 @@ impl Inner {
 }
 
 impl Cuda {
-    /// What [`crate::device::Device::register_host`] says.
+    /// Implements [`crate::device::Device::register_host`].
     ///
     /// # Safety
     /// As there.
     pub(super) unsafe fn register_host_range(&self, address: *mut u8, bytes: u64) -> Result<()> {
         let from = address.expose_provenance() as u64;
         if from == 0 || bytes == 0 || from.checked_add(bytes).is_none() {
-            fail!(Invalid, "{bytes} bytes of host memory at {from:#x}");
+            fail!(Invalid, "{bytes} bytes of host memory at {from:#x} are no valid range");
         }
         let mut inner = self.inner.lock();
         Cuda::check_alive(&inner)?;
         if inner.overlaps_host_range(from, bytes) {
-            fail!(Invalid, "{bytes} bytes at {from:#x} overlap what the device was told of");
+            fail!(Invalid, "{bytes} bytes at {from:#x} overlap memory that is registered already");
         }
         let range = HostRange { bytes, registration: Registration::Pageable, is_mapped: false };
         inner.hosts.insert(from, range);
-        drop(inner); // registering takes its time
+        drop(inner); // registering may take long
         populate(from as usize, bytes as usize);
         let found = self.register(address, bytes);
         let mut inner = self.inner.lock();
         match (found, inner.hosts.get_mut(&from)) {
             (Ok(found), Some(range)) => *range = found,
             (Ok(HostRange { registration: Registration::Ours, .. }), None) => {
-                // Taken back meanwhile, against the rules: nothing of it stays.
+                // Unregistered concurrently, against the contract: undo the registration.
                 drop(inner);
                 self.unregister(from)?;
             }
@@ -91,12 +91,12 @@ impl Cuda {
         Ok(())
     }
 
-    /// Registers a range, if it can be. An error is the device's end.
+    /// Pins a range, if possible. An error means that the device is lost.
     fn register(&self, address: *mut u8, bytes: u64) -> Result<HostRange> {
         let pageable = HostRange { bytes, registration: Registration::Pageable, is_mapped: false };
         let _guard = self.enter()?;
         let place: *mut c_void = address.cast();
-        // SAFETY: the caller's memory, which stays until it is taken back.
+        // SAFETY: the caller's memory, which stays mapped until it is unregistered.
         let code = unsafe {
             (self.driver.register_host)(place, bytes as usize, HOST_PORTABLE | HOST_MAPPED)
         };
@@ -112,7 +112,7 @@ impl Cuda {
                     return Err(error);
                 }
                 let text = error.message();
-                log::warn!("{bytes} bytes of host memory stay as they are, and slow: {text}");
+                log::warn!("{bytes} bytes of host memory stay pageable, copies are slower: {text}");
                 return Ok(pageable);
             }
         }
@@ -123,7 +123,7 @@ impl Cuda {
         Ok(HostRange { bytes, registration: Registration::Ours, is_mapped })
     }
 
-    /// Whether all of a range is registered, piece by piece.
+    /// Whether all parts of a range are pinned.
     fn is_pinned(&self, from: u64, bytes: u64) -> Result<bool> {
         let mut at = from;
         for _ in 0..MAX_PIECES {
@@ -141,25 +141,24 @@ impl Cuda {
         self.driver.check("cuMemHostUnregister", self.unregister_raw(address))
     }
 
-    /// In the context already.
+    /// Unregisters in the current context.
     pub(super) fn unregister_raw(&self, address: u64) -> Code {
         let place: *mut c_void = std::ptr::with_exposed_provenance_mut(address as usize);
-        // SAFETY: what this device has registered, and takes back once.
+        // SAFETY: memory that this device registered, and unregisters once.
         unsafe { (self.driver.unregister_host)(place) }
     }
 
-    /// What [`crate::device::Device::unregister_host`] says.
+    /// Implements [`crate::device::Device::unregister_host`].
     pub(super) fn unregister_host_range(&self, address: *mut u8) -> Result<()> {
         let at = address as u64;
         let Some(range) = self.inner.lock().hosts.remove(&at) else {
-            fail!(Handle, "the device was told of no host memory at {at:#x}");
+            fail!(Handle, "no host memory is registered at {at:#x}");
         };
         if range.registration == Registration::Ours { self.unregister(at) } else { Ok(()) }
     }
 }
 
-/// Makes pages present, by several threads where there are many. A kernel that does not know how
-/// leaves it to the driver.
+/// Faults in pages, with several threads for large ranges. If the kernel cannot, the driver will.
 fn populate(from: usize, bytes: usize) {
     let threads = (bytes / SHARE_BYTES).clamp(1, MAX_THREADS.min(cores().max(1)));
     let share = (bytes / threads).next_multiple_of(SHARE_ALIGN);
@@ -180,15 +179,15 @@ fn populate(from: usize, bytes: usize) {
         }
     }
     for helper in helpers {
-        let _ = helper.join(); // it only advises
+        let _ = helper.join(); // it only gives advice to the kernel
     }
 }
 
-/// Asks the kernel for the pages of a range, to be written; nothing in them changes.
+/// Asks the kernel to fault in a range for writing; its content does not change.
 fn advise(from: usize, to: usize) {
     let page = crate::base::fork::page_bytes();
     let start = from / page * page;
     let place: *mut c_void = std::ptr::with_exposed_provenance_mut(start);
-    // SAFETY: pages of the caller's; a kernel that refuses changes nothing either.
+    // SAFETY: pages of the caller. A kernel that rejects the call changes nothing either.
     unsafe { libc::madvise(place, to - start, libc::MADV_POPULATE_WRITE) };
 }

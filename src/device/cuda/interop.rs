@@ -1,5 +1,5 @@
-//! Events and streams of the engine's own. Nothing here waits, and what is part of a graph that
-//! an engine is making is refused: it would come whenever that is launched, and never now.
+//! Events and streams of the engine. No call here waits. Streams and events that belong to a graph
+//! capture are rejected: captured work runs when the graph is launched, not now.
 
 use crate::base::status::{Error, Result};
 use crate::device::cuda::abi::{DEFAULT_STREAMS, Handle, code};
@@ -8,38 +8,36 @@ use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Event, MAX_LEASED_STREAMS, Stream};
 use crate::fail;
 
-/// Most streams that only listen for the engine's events. While there are fewer such events open
-/// each has a stream of its own, so that one that comes late holds up no others.
+/// Limit: streams that wait for imported events. Below the limit each pending imported event has
+/// its own stream, so that a late one delays no others.
 const MAX_LISTENERS: usize = 32;
 
 impl Cuda {
-    /// What [`crate::device::Device::import_event`] says.
+    /// Implements [`crate::device::Device::import_event`].
     ///
     /// # Safety
     /// As there.
     pub(super) unsafe fn import_engine_event(&self, raw: u64) -> Result<Event> {
         if raw == 0 {
-            fail!(Invalid, "an event of the engine's at address 0");
+            fail!(Invalid, "a CUevent of 0 cannot be imported");
         }
         let mut inner = self.inner.lock();
         Cuda::check_alive(&inner)?;
         let inside = self.enter()?;
-        // An event that belongs to a graph says so only here: a stream that waits for one would
-        // become part of that graph.
-        // SAFETY: the caller's promise: an event.
+        // Only a query tells that an event belongs to a graph: a stream that waited for it would be
+        // captured into that graph. SAFETY: the caller's promise: an event.
         let code = unsafe { (self.driver.query)(raw as Handle) };
         if code != 0 && code != code::NOT_READY {
             let error = self.driver.error("cuEventQuery", code);
             self.lose_if_sticky(&mut inner, code, &error);
-            return Err(error.within("an event of the engine's"));
+            return Err(error.within("importing the engine's event"));
         }
         let queue = self.listener(&mut inner)?;
         drop(inside);
         self.put(&mut inner, queue, None, &Work::After(raw as Handle))
     }
 
-    /// The line of a stream that no engine knows of: one that has nothing to wait for, if there is
-    /// any. The context is entered.
+    /// The queue of a listener stream that is idle, if possible. The context is current.
     pub(super) fn listener(&self, inner: &mut Inner) -> Result<usize> {
         let first = self.streams.len();
         let queues = first..first + inner.listeners.len();
@@ -59,7 +57,7 @@ impl Cuda {
         Ok(shared.unwrap_or(first))
     }
 
-    /// What [`crate::device::Device::lease_stream`] says: one of those streams.
+    /// Implements [`crate::device::Device::lease_stream`] with a listener stream.
     pub(super) fn lease_listener(&self) -> Result<Stream> {
         let mut inner = self.inner.lock();
         Cuda::check_alive(&inner)?;
@@ -71,11 +69,15 @@ impl Cuda {
                 inner.leased.push(queue);
                 Ok(Stream(queue as u32))
             }
-            None => fail!(Again, "{} streams are lent, the others wait", inner.leased.len()),
+            None => fail!(
+                Again,
+                "{} streams are leased, the others are busy: return one first",
+                inner.leased.len()
+            ),
         }
     }
 
-    /// What [`crate::device::Device::stream_wait_event`] says.
+    /// Implements [`crate::device::Device::stream_wait_event`].
     ///
     /// # Safety
     /// As there.
@@ -101,34 +103,40 @@ impl Cuda {
         held.inspect_err(|error| self.lose_if_sticky(&mut inner, code, error))
     }
 
-    /// Refuses streams that are not of this context, and those that are everybody's.
+    /// Rejects streams of other contexts, and the default streams.
     pub(super) fn check_stream(&self, raw: u64) -> Result<()> {
         if DEFAULT_STREAMS.contains(&raw) {
-            fail!(Invalid, "stream {raw:#x} is the default one, which is everybody's");
+            fail!(
+                Invalid,
+                "stream {raw:#x} is a default stream, which all of the process shares: create one"
+            );
         }
         let mut context: Handle = std::ptr::null_mut();
         // SAFETY: a stream, as the caller promises, and a place for a handle.
         let code = unsafe { (self.driver.stream_context)(raw as Handle, &mut context) };
         self.driver.check("cuStreamGetCtx", code)?;
         if context as usize != self.context {
-            fail!(Invalid, "stream {raw:#x} is of another context than the device");
+            fail!(Invalid, "stream {raw:#x} belongs to another context than the device");
         }
         Ok(())
     }
 
-    /// Copies do not go into a graph that the engine is making.
+    /// Rejects streams that are being captured into a graph.
     pub(super) fn refuse_capturing(&self, stream: Handle) -> Result<()> {
         let mut state = 0;
         // SAFETY: a stream of the engine's, of this context, and a place for a number.
         let code = unsafe { (self.driver.is_capturing)(stream, &mut state) };
         self.driver.check("cuStreamIsCapturing", code)?;
         if state != 0 {
-            fail!(State, "the stream is making a graph: give the device others, or none");
+            fail!(
+                State,
+                "the stream is being captured into a graph: give the device other streams, or none"
+            );
         }
         Ok(())
     }
 
-    /// A call that was refused for good ends the device.
+    /// Marks the device as lost if an error is sticky.
     pub(super) fn lose_if_sticky(&self, inner: &mut Inner, code: i32, error: &Error) {
         if crate::device::cuda::abi::is_sticky(code) {
             self.lose(inner, error);

@@ -1,5 +1,5 @@
-//! Kernels: loaded when the first of a source is asked for, once for a device, and launched with
-//! the one argument that all of them take.
+//! Kernel modules, loaded once for a device on first use, and launches. All kernels take one
+//! argument.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 
@@ -15,32 +15,32 @@ use crate::device::cuda::submit::Work;
 use crate::device::{Event, Stream};
 use crate::fail;
 
-/// The words of a compiler that are kept.
+/// Bytes kept of a compiler log.
 const LOG_BYTES: usize = 4096;
 
-/// One launch, ready: which of the calls is its argument.
+/// A prepared launch: `call` is the index of its argument.
 pub struct Launch {
     pub function: usize,
     pub step: Step,
     pub call: usize,
 }
 
-/// What was loaded, and why the rest was not.
+/// Loaded modules and load failures.
 #[derive(Default)]
 pub struct Loaded {
     modules: Vec<Option<Result<usize>>>,
     functions: Vec<(usize, &'static str, usize)>,
-    /// The most shared memory that each function was allowed, in the same order.
+    /// Allowed dynamic shared memory of each function, in the same order.
     allowed: Vec<u32>,
 }
 
 impl Loaded {
-    /// What is to be unloaded.
+    /// Modules to unload.
     pub fn modules(&self) -> impl Iterator<Item = Handle> {
         self.modules.iter().flatten().flatten().map(|module| *module as Handle)
     }
 
-    /// Why kernels that were asked for cannot be had, source by source.
+    /// Why requested kernels are unavailable, by module.
     pub fn failures(&self) -> Vec<String> {
         let failed = |module: &Option<Result<usize>>| {
             Some(module.as_ref()?.as_ref().err()?.message().to_string())
@@ -49,13 +49,13 @@ impl Loaded {
     }
 }
 
-/// The kernels that there are sources of.
+/// The kernels in all modules.
 pub fn kernels() -> u64 {
     MODULES.iter().fold(0, |set, source| set | source.kind_bits())
 }
 
 impl Cuda {
-    /// What [`crate::device::Device::launch`] says.
+    /// Implements [`crate::device::Device::launch`].
     ///
     /// # Safety
     /// As there.
@@ -66,10 +66,10 @@ impl Cuda {
         calls: &[Call],
     ) -> Result<Event> {
         if stream.0 as usize >= self.streams.len() {
-            fail!(Invalid, "stream {} of {}", stream.0, self.streams.len());
+            fail!(Invalid, "stream {}: the device has {}", stream.0, self.streams.len());
         }
         if calls.len() > crate::device::MAX_COPIES {
-            fail!(Limit, "{} kernels in a batch", calls.len());
+            fail!(Limit, "{} kernels in a batch exceed the limit", calls.len());
         }
         Cuda::check_alive(&self.inner.lock())?;
         let launches = self.prepare(calls)?;
@@ -77,7 +77,7 @@ impl Cuda {
         self.put(&mut self.inner.lock(), stream.0 as usize, after, &work)
     }
 
-    /// Loads what the calls need.
+    /// Loads the modules that calls need.
     pub(super) fn prepare(&self, calls: &[Call]) -> Result<Vec<Launch>> {
         let (mut launches, mut found) = (Vec::new(), Vec::new());
         launches.try_reserve(calls.len() * MAX_STEPS).map_err(|_| Status::NoMem)?;
@@ -95,7 +95,7 @@ impl Cuda {
         Ok(launches)
     }
 
-    /// The driver's handle of a function, with as much shared memory as a launch asks for.
+    /// Driver's handle of a function, with the shared memory that a launch needs.
     fn function(&self, loaded: &mut Loaded, step: &Step) -> Result<usize> {
         let same =
             |(module, name, _): &(usize, &str, usize)| *module == step.module && *name == step.name;
@@ -105,8 +105,7 @@ impl Cuda {
                 let module = self.module(loaded, step.module)?;
                 let name = CString::new(step.name).map_err(|_| Status::Invalid)?;
                 let mut function: Handle = std::ptr::null_mut();
-                // SAFETY: a place for a handle, a module that is loaded, and a name that ends
-                // with a zero.
+                // SAFETY: a place for a handle, a loaded module, and a NUL-terminated name.
                 let code = unsafe {
                     (self.driver.find_function)(&mut function, module as Handle, name.as_ptr())
                 };
@@ -118,7 +117,7 @@ impl Cuda {
         };
         let function = loaded.functions[at].2;
         if step.shared_bytes > loaded.allowed[at] {
-            // SAFETY: a function of a module that is loaded.
+            // SAFETY: a function of a loaded module.
             let code = unsafe {
                 (self.driver.set_function)(
                     function as Handle,
@@ -132,19 +131,18 @@ impl Cuda {
         Ok(function)
     }
 
-    /// Loads all kernels there are, for those who want to know now whether they can be had; what
-    /// [`Cuda::describe`] says of them is the answer.
+    /// Loads all modules now; [`Cuda::describe`] tells which are unavailable.
     pub fn load_kernels(&self) -> Result<()> {
         let _guard = self.enter()?;
         let mut loaded = self.loaded.lock();
         for which in 0..MODULES.len() {
-            // Why not is kept where it is told.
+            // The failure is stored in `loaded`.
             let _ = self.module(&mut loaded, which);
         }
         Ok(())
     }
 
-    /// A module, loaded the first time. What cannot be loaded is not tried again.
+    /// A module, loaded on first use. A failed load is not retried.
     fn module(&self, loaded: &mut Loaded, which: usize) -> Result<usize> {
         let Some(source) = MODULES.get(which) else { return Err(Status::Unsupported.into()) };
         if loaded.modules.len() <= which {
@@ -164,12 +162,16 @@ impl Cuda {
         }
     }
 
-    /// Machine code where it fits the device, else what the driver compiles itself.
+    /// Loads machine code for the device's capability, else PTX, which the driver compiles.
     fn load(&self, source: &Module) -> Result<usize> {
         if self.capability == 90 {
             match self.load_image(&source.cubin_90()?) {
                 Ok(module) => return Ok(module),
-                Err(error) => log::warn!("{} is compiled anew: {}", source.name, error.message()),
+                Err(error) => log::warn!(
+                    "machine code of {} does not load, the driver compiles PTX: {}",
+                    source.name,
+                    error.message()
+                ),
             }
         }
         self.load_image(&source.ptx()?)
@@ -178,13 +180,12 @@ impl Cuda {
     fn load_image(&self, image: &[u8]) -> Result<usize> {
         let mut log = vec![0u8; LOG_BYTES];
         let options = [JIT_ERRORS, JIT_ERROR_BYTES];
-        // Numbers are handed over as if they were addresses, and the driver writes there how long
-        // the log is.
+        // The interface passes numbers as pointers; the driver writes the log's length there.
         let log_bytes: *mut c_void = std::ptr::without_provenance_mut(LOG_BYTES - 1);
         let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log_bytes];
         let mut module: Handle = std::ptr::null_mut();
-        // SAFETY: a place for a handle, an image that ends as its kind does, as many values as
-        // options, and a log that is longer than it is said to be: it ends with a zero.
+        // SAFETY: a place for a handle, an image in its format, as many values as options, and a
+        // log that is longer than stated, so it ends with a zero.
         let code = unsafe {
             (self.driver.load_module)(
                 &mut module,
@@ -204,7 +205,7 @@ impl Cuda {
         Err(Error::new(Status::Unavailable, text.trim_end()))
     }
 
-    /// Puts one kernel on a stream, of functions that were loaded before.
+    /// Launches one call with functions that were loaded before.
     ///
     /// # Safety
     /// As for [`Cuda::issue_kernels`].
@@ -227,11 +228,10 @@ impl Cuda {
         Ok(())
     }
 
-    /// Puts kernels on a stream.
+    /// Launches kernels on a stream.
     ///
     /// # Safety
-    /// As for [`crate::device::Device::launch`]; the stream is one of this context, which is
-    /// entered.
+    /// As for [`crate::device::Device::launch`]. The stream is of this context, which is current.
     pub(super) unsafe fn issue_kernels(
         &self,
         launches: &[Launch],
@@ -244,8 +244,8 @@ impl Cuda {
             let argument: *mut c_void = std::ptr::from_ref(call).cast_mut().cast();
             let arguments = [argument];
             let Step { grid, block, shared_bytes, .. } = launch.step;
-            // SAFETY: a function that is loaded and takes one `Call` by value, which the driver
-            // copies before it returns; the memory in it is the caller's promise.
+            // SAFETY: a loaded function that takes one `Call` by value, which the driver copies
+            // before it returns. The caller guarantees the memory in it.
             let code = unsafe {
                 (self.driver.launch)(
                     launch.function as Handle,

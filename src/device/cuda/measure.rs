@@ -1,5 +1,5 @@
-//! What a device is, in words and numbers, and which way of giving it small copies is the
-//! fastest here: each is tried for a moment when the device is opened.
+//! Description of a device, and the choice of its copy methods: each method is measured briefly
+//! when the device is opened.
 
 use std::fmt;
 
@@ -13,50 +13,50 @@ use crate::device::cuda::submit::Work;
 use crate::device::cuda::{Cuda, DeviceInfo};
 use crate::device::{Copy, Device, DeviceMemory, Direction, Memory};
 
-/// What is copied to try a way.
+/// Bytes of a measurement.
 const PROBE_BYTES: u64 = 8 << 20;
-/// How long the runs are, for each class.
+/// Run length measured for each class.
 const CELL_BYTES: [u64; CLASSES] = [16 << 10, 64 << 10, 1 << 20];
-/// How often each way is tried; the best counts.
+/// Repetitions; the best counts.
 const PROBE_REPEATS: u32 = 3;
-/// No trial begins when so much time has gone: what was found by then decides.
+/// Time limit of all measurements; the results so far decide.
 const PROBE_BUDGET_NS: u64 = 80_000_000;
 
-/// How fast small copies went one way.
+/// Measured bandwidth of small copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rate {
-    /// To the device, not from it.
+    /// To the device, else from it.
     pub to_device: bool,
-    /// How long each copy was.
+    /// Length of each copy.
     pub cell_bytes: u64,
-    /// How they were given to the driver.
+    /// Copy method.
     pub method: CopyMethod,
-    /// Bytes in a second.
+    /// Bandwidth in bytes per second.
     pub bytes_per_s: u64,
 }
 
-/// What a device is, for people.
+/// Description of a device for people.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Description {
-    /// What the driver calls it.
+    /// Name that the driver reports.
     pub name: String,
-    /// Its compute capability, as 90 for 9.0.
+    /// Compute capability: 90 is 9.0.
     pub capability: u32,
-    /// Which CUDA the driver knows, as 12040 for 12.4.
+    /// CUDA version of the driver: 12040 is 12.4.
     pub version: u32,
-    /// How small copies are given to the driver.
+    /// Chosen copy methods.
     pub chosen: ChosenMethods,
-    /// What was measured for that, when the device was opened.
+    /// Measurements behind that choice.
     pub rates: Vec<Rate>,
-    /// Why it was not, or not to the end.
+    /// Why measurements are missing or incomplete.
     pub not_measured: Option<String>,
-    /// Host memory that it was told of and that could not be registered.
+    /// Registered host memory that could not be pinned.
     pub pageable_bytes: u64,
-    /// Which kernels were asked for and cannot be had, and why.
+    /// Requested kernels that are unavailable, and why.
     pub no_kernels: Vec<String>,
-    /// Its peers, and why it has no access to their memory, where it has none.
+    /// Peers, and why their memory is not accessible, if it is not.
     pub peers: Vec<(u32, Option<String>)>,
-    /// It sums what it copies.
+    /// Copies are verified by checksums.
     pub verifies: bool,
 }
 
@@ -100,7 +100,7 @@ impl fmt::Display for Description {
     }
 }
 
-/// Memory on both sides, for trials; given back when it is dropped.
+/// Memory on both sides for measurements, freed on drop.
 struct Probe<'a> {
     cuda: &'a Cuda,
     host: *mut u8,
@@ -127,12 +127,12 @@ impl<'a> Probe<'a> {
         Ok(probe)
     }
 
-    /// How long it takes to copy all of it in cells.
+    /// Time to copy everything in cells.
     fn run(&self, cell_bytes: u64, to_device: bool) -> Result<u64> {
         let Some(memory) = &self.memory else { return Ok(u64::MAX) };
         let direction = if to_device { Direction::Scatter } else { Direction::Gather };
         let mut copies = Vec::with_capacity((PROBE_BYTES / cell_bytes) as usize);
-        // Neighbours on one side are none on the other, as cells of a store are.
+        // Cells that adjoin on one side do not on the other, as in a store.
         let count = PROBE_BYTES / cell_bytes;
         for cell in 0..count {
             let host = self.host.wrapping_add((cell * cell_bytes) as usize);
@@ -143,10 +143,10 @@ impl<'a> Probe<'a> {
         let start_ns = clock.now_ns();
         let mut inner = self.cuda.inner.lock();
         let inside = self.cuda.enter()?;
-        // Not on a stream of the engine's: nothing of its is to wait for this.
+        // Not on a stream of the engine, whose work must not wait for this.
         let queue = self.cuda.listener(&mut inner)?;
         drop(inside);
-        // The trial's memory stays until what was begun has ended.
+        // The memory lives until the batch has ended.
         let event = self.cuda.put(&mut inner, queue, None, &Work::Copies(&copies))?;
         drop(inner);
         self.cuda.wait(event, 0)?;
@@ -160,9 +160,9 @@ impl Drop for Probe<'_> {
     fn drop(&mut self) {
         let driver = &self.cuda.driver;
         if let Some(memory) = &self.memory {
-            // SAFETY: memory of the trial's; what used it has ended.
+            // SAFETY: memory of the measurement; work that used it has ended.
             if let Err(error) = unsafe { self.cuda.free(memory) } {
-                log::warn!("memory of a trial stays: {}", error.message());
+                log::warn!("memory of a measurement leaks: {}", error.message());
             }
         }
         self.cuda.inner.lock().hosts.remove(&(self.host as u64));
@@ -174,8 +174,8 @@ impl Drop for Probe<'_> {
 }
 
 impl Cuda {
-    /// Decides how small copies are given to the driver. Where that cannot be measured they are
-    /// given one by one, and the description says why.
+    /// Chooses the copy methods. If they cannot be measured, copies go one by one, and the
+    /// description says why.
     pub(super) fn choose(&mut self, choice: CopyMethodChoice) {
         let wants_kernel =
             [CopyMethodChoice::Measured, CopyMethodChoice::Fixed(CopyMethod::Kernel)]
@@ -198,11 +198,11 @@ impl Cuda {
         self.description.chosen = self.chosen;
     }
 
-    /// Whether the kernel that moves bytes can be had; all that it needs is taken.
+    /// Loads the copy kernel and its lists; false if it is unavailable.
     fn has_copy_kernel(&self) -> bool {
         let taken = self.allocate_lists().and_then(|()| self.load_copy_kernel());
         if let Err(error) = &taken {
-            log::info!("no kernel moves bytes: {}", error.message());
+            log::info!("the copy kernel is unavailable: {}", error.message());
         }
         taken.is_ok()
     }
@@ -217,8 +217,8 @@ impl Cuda {
             for (class, cell_bytes) in CELL_BYTES.into_iter().enumerate() {
                 let of =
                     |rate: &&Rate| rate.to_device == to_device && rate.cell_bytes == cell_bytes;
-                // Of the longest runs a trial has few: that gaps between them are what batches
-                // save shows in many.
+                // A measurement has few runs of the longest class. In long batches the gaps between
+                // single copies matter more than it shows, so batches get a bonus.
                 let is_last = class == CLASSES - 1;
                 let worth = |rate: &&Rate| match is_last && rate.method == CopyMethod::Batch {
                     true => rate.bytes_per_s / 8 * 10,
@@ -260,7 +260,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// What the device is and how it is used, for people.
+    /// Describes the device and how it is used.
     pub fn describe(&self) -> Description {
         let mut description = self.description.clone();
         let inner = self.inner.lock();

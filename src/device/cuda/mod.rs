@@ -1,6 +1,6 @@
-//! A GPU by way of the CUDA driver: copies and kernels on streams of its own or of the engine's,
-//! in the engine's context or the one that a process shares. Nothing here ever waits for a whole
-//! device or touches its default stream. `docs/device.md` says what it asks of drivers.
+//! GPUs through the CUDA driver: copies and kernels on streams of the device or of the engine, in
+//! the engine's context or in the one that the process shares. No call waits for a whole device or
+//! uses its default stream. `docs/device.md` lists requirements on drivers.
 
 mod abi;
 #[cfg(all(test, not(feature = "shuttle")))]
@@ -54,72 +54,70 @@ use launch::Loaded;
 pub use measure::{Description, Rate};
 pub use window::CudaWindow;
 
-/// How long who waits with a deadline sleeps between looks, at first and at most.
+/// Sleep of a wait with a deadline between polls, at first and at most.
 const NAP_NS: (u64, u64) = (5_000, 500_000);
-/// How often in a row the driver may refuse to say how far an event is, and how long it may do
-/// so however often it is asked.
+/// The device is lost after this many consecutive failed queries of an event, over at least this
+/// time.
 const MAX_REFUSALS: (u32, u64) = (64, 100_000_000);
 
-/// How to open a device.
+/// Options to open a device.
 #[derive(Clone, Debug, Default)]
 pub struct CudaOpts {
-    /// The driver's library; none = the system's.
+    /// Path of the driver's library; none = the system's.
     pub library: Option<PathBuf>,
-    /// Which device, where no context is given.
+    /// Index of the device, unless a context is given.
     pub ordinal: u32,
-    /// The engine's context (`CUcontext` as a number), which has to outlive the device; 0 = the
-    /// one that the process shares.
+    /// The engine's context (`CUcontext` as a number), which must outlive the device; 0 = the one
+    /// that the process shares.
     pub context: u64,
-    /// The engine's streams (`CUstream` as numbers), of that context; none = some of its own.
-    /// The default stream is refused.
+    /// The engine's streams (`CUstream` as numbers) of that context; none = the device creates its
+    /// own. Default streams are rejected.
     pub streams: Vec<u64>,
-    /// How small copies are given to the driver.
+    /// Method of small copies.
     pub choice: CopyMethodChoice,
-    /// Device memory of the engine's, from where on and how much: what the device gives out
-    /// comes from it. Nothing = the driver is asked for memory.
+    /// Device memory of the engine to allocate from: address and length; (0, 0) = allocate from the
+    /// driver.
     pub arena: (u64, u64),
-    /// Other devices of the process, by their places, whose memory copies may name, too: what
-    /// their shared contexts gave out.
+    /// Indices of peer devices whose memory copies may name, allocated in their shared contexts.
     pub peers: Vec<u32>,
-    /// The device sums what it copies, where it lies in its memory, and who copies compares.
+    /// Compute checksums of copied bytes in device memory, for comparison by the caller.
     pub verify: bool,
-    /// The library of cuFile, which is loaded when files are to be read straight into device
-    /// memory; none = the system's.
+    /// Path of cuFile's library, loaded for direct file reads; none = the system's.
     pub cufile: Option<PathBuf>,
-    /// File systems, by the kernel's numbers, of which it is known that cuFile reads them directly
-    /// or fails, beside ext4 and XFS.
+    /// Kernel's numbers of further file systems that cuFile reads directly or not at all, beside
+    /// ext4 and XFS.
     pub file_systems: Vec<u64>,
 }
 
-/// What a driver says of a device.
+/// A device that the driver found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// Its compute capability, as 90 for 9.0.
+    /// Compute capability: 90 is 9.0.
     pub capability: u32,
 }
 
 #[derive(Default)]
 struct Inner {
     events: Events,
-    /// Memory that was given out: how much, and its number.
+    /// Allocated memory: length and number, by address.
     allocations: BTreeMap<u64, (u64, u64)>,
-    /// Where that comes from, unless it is the driver.
+    /// The engine's memory to allocate from; none = the driver.
     arena: Option<Arena>,
     hosts: BTreeMap<u64, HostRange>,
-    /// Streams that wait for events of the engine's.
+    /// Streams that wait for imported events.
     listeners: Vec<usize>,
-    /// Those of their lines that are lent.
+    /// Queues of those that are leased.
     leased: Vec<usize>,
     runs: batches::Runs,
     copy_lists: copy_lists::CopyLists,
     user_events: user_events::UserEvents,
     sums: sums::Sums,
-    /// The driver refused to take many copies at once.
+    /// The driver failed to copy in batches.
     batches_fail: bool,
     last: u64,
-    /// Why nothing can be begun any more.
+    /// Why no work can begin any more.
     lost: Option<Error>,
     closed: bool,
 }
@@ -135,7 +133,7 @@ pub struct Cuda {
     owns_streams: bool,
     max_pitch: u64,
     capability: u32,
-    /// Shared memory that a block of threads can have.
+    /// Shared memory that a thread block can have.
     shared_bytes: u32,
     reaches_pageable: bool,
     batch_call: Option<driver::BatchCall>,
@@ -144,16 +142,16 @@ pub struct Cuda {
     kernels: u64,
     verifies: bool,
     peers: Vec<peers::Peer>,
-    /// Those of them that were asked for and do not load.
+    /// Kernels that failed to load.
     kernels_fail: AtomicU64,
     loaded: Mutex<Loaded>,
     files: files::Files,
     inner: Mutex<Inner>,
-    /// For those who sleep until they ask again; nobody wakes them.
+    /// For sleeps between polls.
     nap: Condvar,
 }
 
-/// What the driver of a library finds.
+/// Devices that the driver of a library finds.
 pub fn probe(library: Option<&std::path::Path>) -> Result<Vec<DeviceInfo>> {
     let driver = Driver::load(library)?;
     (0..driver.devices()?).map(|place| driver.found(driver.device_at(place)?)).collect()
@@ -164,8 +162,7 @@ impl Cuda {
         ContextGuard::enter(&self.driver, self.context)
     }
 
-    /// The driver does not know any more what its device does: all that is under way has
-    /// failed, and nothing more is begun.
+    /// Marks the device as lost: all work in flight has failed, and nothing can begin.
     fn lose(&self, inner: &mut Inner, why: &Error) {
         if inner.lost.is_none() {
             let text = format!("the device is lost: {}", why.message());
@@ -176,23 +173,23 @@ impl Cuda {
         inner.events.fail_all(Status::Unavailable);
     }
 
-    /// Looks how far an event is, and notes it.
+    /// Queries an event and returns its outcome, if it has ended.
     fn look(&self, inner: &mut Inner, event: Event) -> Result<Option<Outcome>> {
         let known = inner.events.get(event)?;
         if known.outcome.is_none() && known.user_event.is_none() {
             match self.enter() {
                 Ok(_guard) => self.ask(inner, event)?,
-                // Nothing is known of the work: it is no failure of its.
+                // The query failed, the work perhaps not.
                 Err(error) => self.refuse(inner, event, &error),
             }
         }
         Ok(inner.events.get(event)?.outcome)
     }
 
-    /// Asks the driver how far an event is. The context is entered.
+    /// Queries an event. The context is current.
     fn ask(&self, inner: &mut Inner, event: Event) -> Result<()> {
         let raw = inner.events.raw(event)?;
-        // SAFETY: an event of this context, which is not given back while it is known.
+        // SAFETY: an event of this context, which is not destroyed while it is in the table.
         match unsafe { (self.driver.query)(raw) } {
             0 => inner.events.complete(event),
             abi::code::NOT_READY => inner.events.answered(event),
@@ -201,11 +198,11 @@ impl Cuda {
         Ok(())
     }
 
-    /// Asks for the first open events of a line, for as long as they have come: they come in
-    /// order. The context is entered.
+    /// Queries the pending events of a queue in order, up to the first that has not completed. The
+    /// context is current.
     fn ask_first(&self, inner: &mut Inner, queue: usize) {
         while let Some(event) = inner.events.first_open(queue) {
-            // An event that is open is known.
+            // A pending event is in the table.
             let asked = self.ask(inner, event);
             if asked.is_err() || inner.events.first_open(queue) == Some(event) {
                 break;
@@ -213,7 +210,7 @@ impl Cuda {
         }
     }
 
-    /// A question was answered with an error.
+    /// Handles an error of a query.
     fn answered(&self, inner: &mut Inner, event: Event, call: &str, code: c_int) {
         let error = self.driver.error(call, code);
         if is_sticky(code) {
@@ -223,11 +220,11 @@ impl Cuda {
         }
     }
 
-    /// The question failed, the work perhaps not: it is asked again, but not for ever.
+    /// The query failed, the work perhaps not: it is repeated, but not forever.
     fn refuse(&self, inner: &mut Inner, event: Event, error: &Error) {
         let (count, for_ns) = inner.events.refused(event, self.clock.now_ns());
         if count >= MAX_REFUSALS.0 && for_ns >= MAX_REFUSALS.1 {
-            self.lose(inner, &error.clone().within("the driver does not say how far work is"));
+            self.lose(inner, &error.clone().within("the driver keeps rejecting queries"));
         }
     }
 
@@ -239,10 +236,10 @@ impl Cuda {
         }
     }
 
-    /// Sleeps until an event has come, unless that cannot be had.
+    /// Blocks until an event has completed; false if the driver cannot.
     fn sleep_on(&self, event: Event, raw: Handle) -> bool {
         let Ok(inside) = self.enter() else { return false };
-        // SAFETY: events are used again and not given back before the device is dropped.
+        // SAFETY: events are reused, and not destroyed before the device is dropped.
         let code = unsafe { (self.driver.sync_event)(raw) };
         drop(inside);
         let mut inner = self.inner.lock();
@@ -256,7 +253,7 @@ impl Cuda {
 
 impl Device for Cuda {
     fn facts(&self) -> Facts {
-        // Asked with every batch: not of what may be loading for a while.
+        // Called for every batch: must not wait for a module that is being loaded.
         let failed = self.kernels_fail.load(Ordering::Acquire);
         Facts {
             name: "cuda",
@@ -313,7 +310,7 @@ impl Device for Cuda {
                 }
                 nap = nap.min(deadline_ns - now_ns);
             }
-            // The driver tells nobody when an event comes: it is asked again after a while.
+            // The driver has no completion callback without side effects: poll.
             self.nap.wait_for(&mut self.inner.lock(), nap);
             nap_ns = (nap_ns * 2).min(NAP_NS.1);
         }
@@ -367,11 +364,15 @@ impl Device for Cuda {
     unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
         let mut inner = self.inner.lock();
         if inner.allocations.get(&memory.address) != Some(&(memory.bytes, memory.number)) {
-            fail!(Handle, "the memory at {:#x} is not the device's, or free", memory.address);
+            fail!(
+                Handle,
+                "no allocation of this size at {:#x}: wrong device, or freed before",
+                memory.address
+            );
         }
         while let Some(event) = inner.events.user(memory) {
             if self.look(&mut inner, event)?.is_none() {
-                fail!(Busy, "a batch uses the memory at {:#x}", memory.address);
+                fail!(Busy, "a batch in flight uses the memory at {:#x}", memory.address);
             }
         }
         inner.allocations.remove(&memory.address);
@@ -379,15 +380,15 @@ impl Device for Cuda {
             arena.give(memory.address, memory.bytes);
             return Ok(());
         }
-        drop(inner); // the driver may wait for all that the device does: others need not
-        // It is the device's no more, whatever the driver says.
+        drop(inner); // the driver may wait for all work of the device
+        // The memory is no longer the device's, whatever the driver says.
         match self.enter() {
             Ok(_guard) => {
-                // SAFETY: memory that this device took and gives back once; nobody uses it, as
-                // the caller promises.
+                // SAFETY: memory that this device allocated and frees once; nobody uses it, as the
+                // caller promises.
                 self.driver.note("cuMemFree", unsafe { (self.driver.free)(memory.address) });
             }
-            Err(error) => log::warn!("memory of a device stays: {}", error.message()),
+            Err(error) => log::warn!("device memory leaks: {}", error.message()),
         }
         Ok(())
     }
@@ -476,9 +477,9 @@ impl Device for Cuda {
             let Some(event) = self.inner.lock().events.last_open() else { return Ok(()) };
             match self.wait(event, deadline_ns) {
                 Err(error) if error.status() == Status::Timeout => {
-                    fail!(Busy, "batches are under way")
+                    fail!(Busy, "batches are still in flight")
                 }
-                _ => {} // how it ended is its owner's to know
+                _ => {} // its owner learns the outcome
             }
         }
     }

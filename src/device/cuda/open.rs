@@ -1,4 +1,4 @@
-//! What a device takes of the driver, and gives back.
+//! Opens a device, and releases what it holds of the driver.
 
 use std::ffi::c_int;
 
@@ -23,23 +23,26 @@ use crate::device::cuda::pointers::CheckedRanges;
 use crate::device::cuda::{Cuda, CudaOpts, Inner};
 use crate::fail;
 
-/// Streams where nobody names any: two for each way.
+/// Default number of streams: two for each direction.
 const STREAMS: u32 = 4;
 
 impl Cuda {
-    /// Opens a device. [`Status::Unavailable`] and why, where there is none or no driver.
+    /// Opens a device. [`Status::Unavailable`] says why there is none.
     pub fn open(clock: Clock, opts: &CudaOpts) -> Result<Cuda> {
         if opts.streams.len() > MAX_STREAMS as usize {
-            fail!(Invalid, "{} streams, up to {MAX_STREAMS} can be", opts.streams.len());
+            fail!(Invalid, "{} streams: at most {MAX_STREAMS} are accepted", opts.streams.len());
         }
         if let Some(stream) = opts.streams.iter().find(|one| DEFAULT_STREAMS.contains(one)) {
-            fail!(Invalid, "stream {stream:#x} is the default one, which is everybody's");
+            fail!(
+                Invalid,
+                "stream {stream:#x} is a default stream, which all of the process shares: create one"
+            );
         }
         let driver = Driver::load(opts.library.as_deref())?;
         let count = driver.devices()?;
         let place = c_int::try_from(opts.ordinal).ok().filter(|place| *place < count);
         let Some(place) = place else {
-            fail!(Unavailable, "device {}, the driver has {count}", opts.ordinal);
+            fail!(Unavailable, "device {}: the driver has {count} devices", opts.ordinal);
         };
         let ordinal = driver.device_at(place)?;
         let batch_call = driver.batch_call();
@@ -77,7 +80,7 @@ impl Cuda {
         Ok(cuda)
     }
 
-    /// Takes what it needs of the driver; what was taken is given back when it is dropped.
+    /// Acquires contexts, streams and attributes; dropping the device releases them.
     fn begin(&mut self) -> Result<()> {
         if self.owns_context {
             self.context = self.driver.retain(self.ordinal)?;
@@ -86,7 +89,7 @@ impl Cuda {
         self.ordinal = inside.ordinal()?;
         self.max_pitch = self.driver.attribute(MAX_PITCH, self.ordinal)?.max(0) as u64;
         self.reaches_pageable = self.driver.attribute(REACHES_PAGEABLE, self.ordinal)? != 0;
-        // Elsewhere a batch would go to addresses that mean nothing to the device, and lose it.
+        // Otherwise a batched copy would use addresses that are invalid on the device, and lose it.
         if self.driver.attribute(SAME_ADDRESSES, self.ordinal)? == 0 {
             self.batch_call = None;
         }
@@ -122,7 +125,7 @@ impl Cuda {
 }
 
 impl Cuda {
-    /// Takes memory over that the engine hands in.
+    /// Takes over memory that the engine provides.
     fn take_arena(&self, (address, bytes): (u64, u64)) -> Result<()> {
         if (address, bytes) == (0, 0) {
             return Ok(());
@@ -135,7 +138,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Memory of the device's.
+    /// Allocates device memory.
     pub(super) fn allocate_memory(&self, bytes: u64) -> Result<Pointer> {
         let _guard = self.enter()?;
         let mut address = 0;
@@ -149,13 +152,13 @@ impl Cuda {
         Ok(address)
     }
 
-    /// Gives back what this device made and still has, in its context.
+    /// Releases everything that this device created, in its context.
     fn release_all(&self, inner: &mut Inner) {
         let driver = &self.driver;
         let listeners = inner.listeners.iter().copied();
         let own = self.streams.iter().copied().filter(|_| self.owns_streams).chain(listeners);
-        // SAFETY: what this device made; its own streams have ended what they were given before
-        // anything else goes, those of others were waited for by `close`.
+        // SAFETY: created by this device. Its own streams are synchronized before anything else is
+        // destroyed; `close` has waited for those of others.
         unsafe {
             for stream in own {
                 driver.note("cuStreamSynchronize", (driver.sync_stream)(stream as Handle));
@@ -198,10 +201,10 @@ impl Drop for Cuda {
         self.inner.lock().signal_all_events(Some(Status::Closed));
         match self.enter() {
             Ok(_guard) => {
-                self.files.close(); // before the memory goes that it knows of
+                self.files.close(); // before registered memory is freed
                 self.release_all(&mut self.inner.lock());
             }
-            Err(error) => log::warn!("a CUDA device keeps what it has: {}", error.message()),
+            Err(error) => log::warn!("resources of a CUDA device leak: {}", error.message()),
         }
         self.release_peers();
         if self.owns_context {

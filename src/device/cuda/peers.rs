@@ -1,7 +1,7 @@
-//! Memory of other devices of the process. Where this device has access to it, it is as its own:
-//! for copies of all kinds, and for kernels. Elsewhere there is one call that takes it, a run of
-//! bytes at a time, and between it and the host bytes pass through this device's memory: nothing
-//! else is documented to work without access.
+//! Memory of peer devices. With peer access it is used like the device's own, by copies and
+//! kernels. Without access there is one driver call, for a run at a time; copies between such
+//! memory and the host are staged in this device's memory. Nothing else is documented to work
+//! without access.
 
 use std::ffi::c_int;
 
@@ -12,24 +12,24 @@ use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Direction, Memory};
 use crate::fail;
 
-/// Another device, whose memory copies may name.
+/// A peer device.
 pub struct Peer {
     pub ordinal: Ordinal,
-    /// The context that its process shares.
+    /// The shared context of the peer.
     context: usize,
-    /// Why this device has no access to its memory, if it has none.
+    /// Why its memory is not accessible, if it is not.
     pub no_access: Option<Error>,
 }
 
-/// MemoryOwner memory copies have found.
+/// Owner of memory that a copy names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MemoryOwner {
-    /// This device's, or everybody's.
+    /// This device, or shared by all.
     #[default]
     Own,
-    /// Another's, which one, and there is access to it.
+    /// The peer at an index, with access.
     Peer(usize),
-    /// Another's, without.
+    /// The peer at an index, without access.
     PeerNoAccess(usize),
 }
 
@@ -39,17 +39,17 @@ impl MemoryOwner {
     }
 }
 
-/// A copy of a batch with memory that this device has no access to.
+/// A copy of a batch that names memory without access.
 #[derive(Clone, Copy)]
 pub struct PeerCopy {
-    /// Which copy.
+    /// Index of the copy.
     pub copy: usize,
     pub tensor: MemoryOwner,
     pub plane: MemoryOwner,
 }
 
 impl PeerCopy {
-    /// What is known of a copy, if it is such; they are in order.
+    /// The entry of a copy, if it has one; entries are sorted.
     pub fn find(all: &[PeerCopy], copy: usize) -> Option<&PeerCopy> {
         let at = all.binary_search_by_key(&copy, |no_access| no_access.copy).ok()?;
         all.get(at)
@@ -57,17 +57,17 @@ impl PeerCopy {
 }
 
 impl Cuda {
-    /// Has access to other devices' memory from now on, as far as that can be had. It stays when
-    /// this device is closed: others may have come to count on it.
+    /// Enables access to peers as far as possible. Access stays enabled when this device is closed,
+    /// since others may rely on it.
     pub(super) fn open_peers(&mut self, places: &[u32], count: c_int) -> Result<()> {
         for place in places {
             let found = c_int::try_from(*place).ok().filter(|place| *place < count);
             let Some(found) = found else {
-                fail!(Invalid, "peer {place}, the driver has {count} devices");
+                fail!(Invalid, "peer {place}: the driver has {count} devices");
             };
             let ordinal = self.driver.device_at(found)?;
             if ordinal == self.ordinal {
-                fail!(Invalid, "device {place} is no peer of itself");
+                fail!(Invalid, "device {place} cannot be its own peer");
             }
             if self.peers.iter().any(|peer| peer.ordinal == ordinal) {
                 fail!(Invalid, "peer {place} is named twice");
@@ -91,18 +91,18 @@ impl Cuda {
         let asked = unsafe { (self.driver.can_reach)(&mut can, self.ordinal, ordinal) };
         self.driver.check("cuDeviceCanAccessPeer", asked)?;
         if can == 0 {
-            fail!(Unsupported, "there is no way between the devices");
+            fail!(Unsupported, "the devices cannot access each other");
         }
         let _guard = self.enter()?;
-        // SAFETY: a context that was retained; flags are 0, as they have to be.
+        // SAFETY: a retained context; flags must be 0.
         match unsafe { (self.driver.reach)(context as Handle, 0) } {
             code::ALREADY_REACHED => Ok(()),
             other => self.driver.check("cuCtxEnablePeerAccess", other),
         }
     }
 
-    /// MemoryOwner the memory of another device is, if that is one of the peers. Access is asked for
-    /// each allocation: what is mapped or taken from pools has its own.
+    /// Owner of a peer's memory, or none if the device is no peer. Access is queried for each
+    /// allocation: mapped and pooled memory has its own.
     pub(super) fn owner(&self, address: u64, ordinal: Ordinal) -> Result<Option<MemoryOwner>> {
         let Some(peer) = self.peers.iter().position(|peer| peer.ordinal == ordinal) else {
             return Ok(None);
@@ -126,7 +126,7 @@ impl Cuda {
         peer.map_or(self.context, |peer| peer.context) as Handle
     }
 
-    /// Puts a copy on a stream that has memory without access on one side or both.
+    /// Issues a copy of memory without access on one side or both.
     ///
     /// # Safety
     /// As for [`Cuda::issue`].
@@ -165,7 +165,7 @@ impl Cuda {
     ) -> Result<()> {
         let own = self.context as Handle;
         let between = |run: &Run, from: Handle, to: Handle| {
-            // SAFETY: the caller's promise, and contexts that are retained.
+            // SAFETY: the caller's promise, and retained contexts.
             let code = unsafe {
                 (self.driver.between_devices)(run.to, to, run.from, from, run.bytes, stream)
             };
@@ -176,7 +176,7 @@ impl Cuda {
             *begun = true;
             return Ok(());
         }
-        // A stream's work is in order: so is who has the memory on the way.
+        // Work of a stream is in order, and so is the use of its staging memory.
         let stage = self.stage(&mut inner.sums, queue, 1)?;
         let mut done = 0;
         while done < run.bytes {
@@ -198,7 +198,7 @@ impl Cuda {
             };
             *begun = true;
             if run.from_memory == Memory::Host {
-                // SAFETY: the caller's promise, and memory of this stream's alone.
+                // SAFETY: the caller's promise, and staging memory of this stream.
                 unsafe { self.issue_run(&first, stream)? };
                 between(&then, own, to)?;
             } else {
@@ -211,7 +211,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Gives the peers' contexts back.
+    /// Releases the peers' contexts.
     pub(super) fn release_peers(&mut self) {
         for peer in self.peers.drain(..) {
             // SAFETY: retained once.

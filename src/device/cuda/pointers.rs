@@ -1,5 +1,5 @@
-//! What the driver knows of addresses that others name: a wrong one is refused here, where it
-//! costs its owner one batch. On the device it would cost everybody the context.
+//! Validates addresses with the driver. A wrong address is rejected here and costs one batch; on
+//! the device it would destroy the context for everybody.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -15,27 +15,25 @@ use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Memory};
 use crate::fail;
 
-/// Most pieces that one range is looked at in: memory that an engine maps bit by bit is known to
-/// the driver bit by bit.
+/// Limit: mapped parts of one range.
 const MAX_PIECES: u32 = 4096;
-/// Ranges that are remembered while one batch is looked at.
+/// Ranges remembered while one batch is checked.
 const REMEMBERED: usize = 4;
 
-/// What the driver says of an address.
+/// The driver's attributes of an address.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PointerInfo {
     kind: c_uint,
     ordinal: c_int,
     is_managed: c_uint,
-    /// Where kernels find it; 0 = nowhere.
+    /// Address for kernels; 0 = not accessible.
     on_device: u64,
     start: u64,
     bytes: usize,
 }
 
 impl PointerInfo {
-    /// Where the piece of host memory ends that somebody has registered and the address is in, if
-    /// the driver says so.
+    /// End of the pinned host memory that contains an address.
     pub fn pinned_host_end(&self, address: u64) -> Option<u64> {
         let end = self.start.saturating_add(self.bytes as u64);
         let is_inside = (self.start..end).contains(&address);
@@ -43,7 +41,7 @@ impl PointerInfo {
     }
 }
 
-/// Ranges of a batch that were found to be sound, and whose they are.
+/// Valid ranges found so far, with their owners.
 #[derive(Default)]
 pub struct CheckedRanges {
     ranges: [(u64, u64, MemoryOwner); REMEMBERED],
@@ -62,19 +60,22 @@ impl CheckedRanges {
     }
 }
 
-/// MemoryOwner several parts of one side are. What is not all of one device cannot be copied where
-/// there is no access to it.
+/// Merges the owners of the parts of one side. Memory of several devices in one copy requires
+/// access to all of it.
 fn merge_owner(found: Option<MemoryOwner>, more: MemoryOwner) -> Result<MemoryOwner> {
     match found {
         Some(before) if before != more && (before.lacks_access() || more.lacks_access()) => {
-            fail!(Invalid, "memory of several devices in one copy, without access to all of it")
+            fail!(
+                Invalid,
+                "one copy names memory of several devices without access to all of it: split it"
+            )
         }
         _ => Ok(more),
     }
 }
 
 impl Cuda {
-    /// What the driver knows of an address; nothing, as a kind of 0, if it never heard of it.
+    /// Attributes of an address; kind 0 if the driver does not know it.
     pub(super) fn pointer_info(&self, address: u64) -> Result<PointerInfo> {
         let mut pointer_info = PointerInfo { ordinal: -1, ..PointerInfo::default() };
         let asked = [
@@ -94,8 +95,8 @@ impl Cuda {
             (&raw mut pointer_info.bytes).cast(),
         ];
         let count = asked.len() as c_uint;
-        // SAFETY: as many questions as places, each as large as its answer; the driver looks an
-        // address up, it does not go there.
+        // SAFETY: as many attributes as places, each of the size of its value. The driver looks the
+        // address up without accessing it.
         let code = unsafe {
             (self.driver.pointer_attributes)(count, asked.as_ptr(), answers.as_ptr(), address)
         };
@@ -105,8 +106,8 @@ impl Cuda {
         self.driver.check("cuPointerGetAttributes", code).map(|()| pointer_info)
     }
 
-    /// Refuses copies whose device memory is not this device's or a peer's, as far as that can be
-    /// known. Which of them have memory that there is no access to.
+    /// Rejects copies of device memory that belongs neither to this device nor to a peer, as far as
+    /// the driver knows. Returns the copies of memory without access.
     pub(super) fn check_copies(&self, inner: &Inner, copies: &[Copy<'_>]) -> Result<Vec<PeerCopy>> {
         let (mut seen, mut no_access) = (CheckedRanges::default(), Vec::new());
         for (at, copy) in copies.iter().enumerate() {
@@ -140,7 +141,7 @@ impl Cuda {
         bytes: u64,
     ) -> Result<MemoryOwner> {
         let Some(end) = from.checked_add(bytes) else {
-            fail!(Invalid, "{bytes} bytes at {from:#x} lead out of the address space");
+            fail!(Invalid, "{bytes} bytes at {from:#x} exceed the address space");
         };
         let (mut at, mut all) = (from, None);
         for _ in 0..MAX_PIECES {
@@ -152,7 +153,7 @@ impl Cuda {
                     let owner = self.check_device(at, &pointer_info)?;
                     let to = pointer_info.start.saturating_add(pointer_info.bytes as u64);
                     if !(pointer_info.start..to).contains(&at) {
-                        return merge_owner(all, owner); // the driver does not say how far it goes
+                        return merge_owner(all, owner); // the driver does not report its length
                     }
                     seen.add(pointer_info.start, to, owner);
                     (to, owner)
@@ -167,7 +168,7 @@ impl Cuda {
         Ok(all.unwrap_or_default())
     }
 
-    /// Memory that processors and devices share is everybody's.
+    /// Managed memory is shared by all.
     fn check_device(&self, address: u64, pointer_info: &PointerInfo) -> Result<MemoryOwner> {
         if pointer_info.is_managed != 0
             || (pointer_info.kind == KIND_DEVICE && pointer_info.ordinal == self.ordinal)
@@ -179,17 +180,17 @@ impl Cuda {
                 Some(owner) => Ok(owner),
                 None => fail!(
                     Invalid,
-                    "the memory at {address:#x} is device {}'s, this is {}",
+                    "the memory at {address:#x} is on device {}, this is device {}",
                     pointer_info.ordinal,
                     self.ordinal
                 ),
             },
-            KIND_HOST => fail!(Invalid, "the memory at {address:#x} is the processor's"),
+            KIND_HOST => fail!(Invalid, "the memory at {address:#x} is host memory"),
             _ => fail!(Invalid, "the driver knows no memory at {address:#x}"),
         }
     }
 
-    /// Refuses kernels that would go where the device cannot.
+    /// Rejects kernels that would access invalid addresses.
     pub(super) fn check_calls(&self, inner: &Inner, calls: &[Call]) -> Result<()> {
         for (name, address) in calls.iter().flat_map(addresses) {
             if address == 0 || inner.allocation_end(address).is_some() {
@@ -203,7 +204,7 @@ impl Cuda {
                 let owner =
                     checked.map_err(|error| error.within(&format!("{name} of a kernel")))?;
                 if owner.lacks_access() {
-                    fail!(Invalid, "{name} of a kernel: there is no access to {address:#x}");
+                    fail!(Invalid, "{name} of a kernel: no peer access to {address:#x}");
                 }
             }
         }

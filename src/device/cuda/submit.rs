@@ -1,4 +1,4 @@
-//! Work, put on a stream between what it waits for and the event that it ends with.
+//! Submits work to a stream, between the event that it waits for and the event that it ends with.
 
 use crate::base::status::Result;
 use crate::base::sync::Guard;
@@ -9,20 +9,19 @@ use crate::device::cuda::peers::PeerCopy;
 use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Device, Event};
 
-/// What is put on a stream. The memory that it names is the device's to use until its event, as
-/// whoever made it promised.
+/// Work for a stream. The caller guarantees that its memory belongs to the device until its event.
 pub enum Work<'a, 'b> {
     /// Copies.
     Copies(&'a [Copy<'b>]),
-    /// Kernels, and what each of them is asked.
+    /// Kernels with their arguments.
     Kernels(&'a [Launch], &'a [Call]),
-    /// An event of the engine's is waited for.
+    /// A wait for an event of the engine.
     After(Handle),
 }
 
 impl Cuda {
-    /// Puts copies on the stream of a line. Where the driver may stand still in one of them, what
-    /// is ahead of it is waited for first, with no lock held: nobody who only asks waits with it.
+    /// Submits copies to a queue's stream. If the driver may block in a copy, this first waits for
+    /// earlier work without a lock, so that queries of other threads do not block.
     pub(super) fn put_copies<'a>(
         &'a self,
         mut inner: Guard<'a, Inner>,
@@ -31,13 +30,13 @@ impl Cuda {
         copies: &[Copy<'_>],
     ) -> Result<Event> {
         if copies.iter().any(|copy| inner.may_block(copy)) {
-            // Of what an engine puts on its own streams only the driver knows.
+            // Work that an engine put on its own streams is known to the driver only.
             let mut is_seen = self.owns_streams || queue >= self.streams.len();
             while !is_seen || self.is_behind(&mut inner, queue, after)? {
                 is_seen = true;
                 let mark = self.put(&mut inner, queue, after.take(), &Work::Copies(&[]))?;
                 drop(inner);
-                // By asking again and again: a device that is lost meanwhile ends it.
+                // Polls: loss of the device ends the wait.
                 let came = self.wait(mark, u64::MAX);
                 inner = self.inner.lock();
                 inner.events.forget(mark)?;
@@ -47,7 +46,7 @@ impl Cuda {
         self.put(&mut inner, queue, after, &Work::Copies(copies))
     }
 
-    /// Whether work that is put on a line now has to wait for any before it.
+    /// Whether new work of a queue would have to wait for earlier work.
     fn is_behind(&self, inner: &mut Inner, queue: usize, after: Option<Event>) -> Result<bool> {
         if let Some(event) = after
             && self.look(inner, event)?.is_none()
@@ -59,9 +58,9 @@ impl Cuda {
         Ok(inner.events.open_in(queue) > 0)
     }
 
-    /// Puts work on the stream of a line. When it fails before anything was begun, nothing was.
-    /// When it fails later there is an event all the same, which ends with that failure once the
-    /// device has done what was begun.
+    /// Submits work to a queue's stream. If it fails before anything was begun, it returns the
+    /// error. If it fails later, it returns an event that ends with the failure once the device has
+    /// done the part that was begun.
     pub(super) fn put(
         &self,
         inner: &mut Inner,
@@ -77,7 +76,7 @@ impl Cuda {
                 .transpose()?,
             _ => None,
         };
-        Cuda::check_alive(inner)?; // looking may have found that it is lost
+        Cuda::check_alive(inner)?; // the query may have found it lost
         let stream = self.stream_of(inner, queue);
         let _guard = self.enter()?;
         if !self.owns_streams && queue < self.streams.len() {
@@ -104,12 +103,12 @@ impl Cuda {
             || self.driver.check("cuEventRecord", unsafe { (self.driver.record)(raw, stream) });
         let Err(error) = issued.and_then(|()| record()) else { return Ok(event) };
         if begun && record().is_ok() {
-            log::warn!("a batch was begun and failed: {}", error.message());
+            log::warn!("a batch failed after it was begun: {}", error.message());
             inner.events.set_failure(event, error.status());
             return Ok(event);
         }
-        // What may have been begun must have ended before the caller hears of it.
-        // SAFETY: as above.
+        // Work that may have begun must end before the caller learns of the failure. SAFETY: as
+        // above.
         if begun && unsafe { (self.driver.sync_stream)(stream) } != 0 {
             self.lose(inner, &error);
         }
@@ -140,7 +139,7 @@ impl Cuda {
             Work::Copies(copies) => {
                 let (batch, onto) = ((*copies, no_access), (queue, stream));
                 let plan = self.plan_sums(inner, batch, event, queue)?;
-                // SAFETY: the promise that came with the work.
+                // SAFETY: the contract of the work.
                 unsafe { self.issue(inner, batch, event, onto, begun)? };
                 let Some(plan) = plan else { return Ok(()) };
                 // SAFETY: as above.
@@ -165,7 +164,7 @@ impl Cuda {
 }
 
 impl Inner {
-    /// Where memory of this device's that an address is in ends.
+    /// End of the allocation that contains an address.
     pub fn allocation_end(&self, address: u64) -> Option<u64> {
         let (&start, &(bytes, _)) = self.allocations.range(..=address).next_back()?;
         let end = start.saturating_add(bytes);

@@ -1,6 +1,6 @@
-//! What a device sums of its own memory, for whoever copies to hold bytes against that have
-//! crossed a bus. A plane that lies there in one piece is summed where it is. Of others the pieces
-//! are put together first, in memory of the stream's own: a sum is one of a plane's order.
+//! Checksums of device memory, which callers compare with the bytes on the other side of the bus. A
+//! contiguous plane is summed in place. Other planes are first gathered in staging memory of the
+//! stream, because a checksum is of canonical order.
 
 use crate::base::checksum::BLOCK_BYTES;
 use crate::base::status::{Result, Status};
@@ -12,16 +12,16 @@ use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Direction, Event, Memory};
 use crate::fail;
 
-/// Lists that may be in use at once: one for each batch with sums that was not released.
+/// Limit: lists in use, one for each unreleased batch with checksums.
 const LISTS: usize = 256;
-/// The least that a list has room for, in ranges and in blocks of them.
+/// Minimum capacity of a list, in ranges and in blocks.
 const LEAST: (usize, usize) = (256, 4096);
-/// Memory for planes that are put together, for each stream that has such.
+/// Minimum staging memory of a stream.
 const STAGE_BYTES: u64 = 8 << 20;
-/// Planes lie there at multiples of this.
+/// Alignment of planes in staging memory.
 const STAGE_ALIGN_BYTES: u64 = 256;
 
-/// A range, as the kernel has it.
+/// A range, as the kernel reads it.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Range {
@@ -29,24 +29,24 @@ struct Range {
     bytes: u64,
 }
 
-/// Ranges and their sums, in host memory and on the device, and the batch that they are of.
+/// Ranges and checksums in host and device memory, and the batch that uses them.
 struct List {
     host: usize,
     device: Pointer,
     ranges: usize,
     blocks: usize,
     user: Option<Event>,
-    /// How many ranges that has.
+    /// Ranges of that batch.
     count: usize,
 }
 
 impl List {
-    /// Where the sums are, behind the ranges.
+    /// Offset of the checksums, after the ranges.
     fn sums_at(&self) -> usize {
         self.ranges * size_of::<Range>()
     }
 
-    /// Where the kernel's own memory is, behind the sums.
+    /// Offset of the scratch memory, after the checksums.
     fn scratch_at(&self) -> usize {
         self.sums_at() + self.ranges * 8
     }
@@ -68,32 +68,32 @@ impl List {
     }
 }
 
-/// Where planes of a stream are put together. Its work is in order: so is who has the memory.
+/// Staging memory of a stream. Work of a stream is in order, and so is the use of this memory.
 #[derive(Clone, Copy, Default)]
 pub struct Stage {
     pub address: Pointer,
     pub bytes: u64,
 }
 
-/// What sums are made with; memory is taken when it is first needed, and used again.
+/// State of checksums; memory is allocated on first use, and reused.
 #[derive(Default)]
 pub struct Sums {
     lists: Vec<List>,
     stages: Vec<Stage>,
-    /// Stages that were too small: to give memory back may wait for the whole device.
+    /// Outgrown staging memory: freeing it could wait for the whole device.
     outgrown: Vec<Pointer>,
     steps: Vec<Step>,
-    /// The kernel's functions by their names.
+    /// Functions of the kernel by name.
     functions: Vec<(&'static str, usize)>,
 }
 
 impl Sums {
-    /// Host memory that was taken of the driver.
+    /// Host allocations.
     pub fn host_allocations(&self) -> impl Iterator<Item = usize> {
         self.lists.iter().map(|list| list.host)
     }
 
-    /// Memory of the device's that was.
+    /// Device allocations.
     pub fn taken(&self) -> impl Iterator<Item = Pointer> {
         let stages = self.stages.iter().map(|stage| stage.address).filter(|at| *at != 0);
         let lists = self.lists.iter().map(|list| list.device);
@@ -101,21 +101,20 @@ impl Sums {
     }
 }
 
-/// Copies, and which of them have memory without access.
+/// Copies, and those of memory without access.
 type Batch<'a, 'b> = (&'a [Copy<'b>], &'a [PeerCopy]);
 
-/// How the sums of a batch are made.
+/// Plan of a batch's checksums.
 pub struct Plan {
     ranges: Vec<Range>,
-    /// Which of them are put together first, and from which copy.
+    /// Index of the copy for each range that is gathered first.
     staged: Vec<Option<usize>>,
-    /// The stage is used anew from these on.
+    /// Ends of the groups that share the staging memory.
     groups: Vec<usize>,
     list: usize,
 }
 
-/// Where the side of a copy that is summed begins, if it lies in one piece that kernels reach.
-/// None: it does not.
+/// Start of a copy's summed side, if it is contiguous and kernels can access it.
 fn piece_of(copy: &Copy<'_>, no_access: Option<&PeerCopy>) -> Option<u64> {
     if no_access.is_some_and(|no_access| side_of(copy, no_access).lacks_access()) {
         return None;
@@ -129,22 +128,22 @@ fn piece_of(copy: &Copy<'_>, no_access: Option<&PeerCopy>) -> Option<u64> {
     (is_one && strips.next().is_none()).then_some(first.address)
 }
 
-/// Whether it is the plane that is summed: the device's side, of two the target.
+/// Whether the plane is summed: the side on the device, of two the target.
 fn is_plane(copy: &Copy<'_>) -> bool {
     let is_alone = copy.memory == Memory::Host;
     copy.plane_memory == Memory::Device && (is_alone || copy.direction == Direction::Gather)
 }
 
-/// MemoryOwner the summed side is.
+/// Owner of the summed side.
 fn side_of(copy: &Copy<'_>, no_access: &PeerCopy) -> MemoryOwner {
     if is_plane(copy) { no_access.plane } else { no_access.tensor }
 }
 
 impl Cuda {
-    /// Loads the kernel, for a device that is to sum.
+    /// Loads the kernel.
     pub(super) fn load_sum_kernel(&self) -> Result<()> {
         if self.kernels & Kind::Sum.bit() == 0 {
-            fail!(Unsupported, "no kernel sums here: copies cannot be verified");
+            fail!(Unsupported, "copies cannot be verified: the checksum kernel is not built in");
         }
         let (host, device, (ranges, blocks)) = (0, STAGE_ALIGN_BYTES, LEAST);
         let any = List { host, device, ranges, blocks, user: None, count: 0 };
@@ -155,16 +154,19 @@ impl Cuda {
         Ok(())
     }
 
-    /// Refuses sums that cannot be made.
+    /// Rejects checksums that cannot be computed.
     pub(super) fn check_sums(&self, copies: &[Copy<'_>]) -> Result<()> {
         let in_host = |copy: &Copy<'_>| [copy.memory, copy.plane_memory] == [Memory::Host; 2];
         if self.verifies && copies.iter().any(|copy| copy.wants_sum && in_host(copy)) {
-            fail!(Unsupported, "a sum of what is in host memory on both sides");
+            fail!(
+                Unsupported,
+                "a checksum of a copy within host memory is not supported: compute it on the host"
+            );
         }
         Ok(())
     }
 
-    /// Takes what the sums of a batch need. None: there are none.
+    /// Allocates what a batch's checksums need; none if it has no checksums.
     pub(super) fn plan_sums(
         &self,
         inner: &mut Inner,
@@ -206,7 +208,7 @@ impl Cuda {
         Ok(Some(Plan { ranges, staged, groups, list }))
     }
 
-    /// Memory for planes of a line, at least so much in one piece.
+    /// Staging memory of a queue, at least `longest` bytes.
     pub(super) fn stage(&self, sums: &mut Sums, queue: usize, longest: u64) -> Result<Stage> {
         if longest == 0 {
             return Ok(Stage::default());
@@ -224,7 +226,7 @@ impl Cuda {
         Ok(sums.stages[queue])
     }
 
-    /// A list that nobody has, for a batch.
+    /// Takes an unused list for a batch.
     fn take_list(
         &self,
         inner: &mut Inner,
@@ -240,7 +242,9 @@ impl Cuda {
             |list: &List| list.user.is_none() && list.ranges >= count && list.blocks >= blocks;
         let at = match lists.iter().position(fits) {
             Some(at) => at,
-            None if lists.len() == LISTS => fail!(Again, "{LISTS} batches with sums are open"),
+            None if lists.len() == LISTS => {
+                fail!(Again, "{LISTS} batches with checksums are not released: release some first")
+            }
             None => {
                 let ranges = count.next_power_of_two().max(LEAST.0);
                 let list = self.new_list(ranges, blocks.next_power_of_two().max(LEAST.1))?;
@@ -263,14 +267,14 @@ impl Cuda {
         match self.allocate_memory((bytes + list.scratch_bytes()) as u64) {
             Ok(device) => Ok(List { device, ..list }),
             Err(error) => {
-                // SAFETY: what was taken just now.
+                // SAFETY: allocated just now.
                 self.driver.note("cuMemFreeHost", unsafe { (self.driver.free_host)(host) });
                 Err(error)
             }
         }
     }
 
-    /// Puts the sums of a batch on its stream, behind its copies.
+    /// Issues a batch's checksums on its stream, after its copies.
     ///
     /// # Safety
     /// As for [`Cuda::issue`]; the plan is of these copies.
@@ -287,7 +291,7 @@ impl Cuda {
         let (sums_at, bytes) = (list.sums_at(), std::mem::size_of_val(&plan.ranges[..]));
         let there: *mut Range = std::ptr::with_exposed_provenance_mut(host);
         *begun = true;
-        // SAFETY: the list's own memory, which has room for the ranges and is this batch's.
+        // SAFETY: the list's own memory, which has room for the ranges and belongs to this batch.
         let code = unsafe {
             std::ptr::copy_nonoverlapping(plan.ranges.as_ptr(), there, plan.ranges.len());
             (self.driver.to_device)(device, there.cast_const().cast(), bytes, stream)
@@ -304,7 +308,7 @@ impl Cuda {
             first = end;
         }
         let sums: Handle = std::ptr::with_exposed_provenance_mut(host + sums_at);
-        // SAFETY: as above; as many sums as ranges, and places for them.
+        // SAFETY: as above; as many checksums as ranges, and places for them.
         let code = unsafe {
             (self.driver.from_device)(sums, device + sums_at as u64, 8 * plan.ranges.len(), stream)
         };
@@ -344,11 +348,11 @@ impl Cuda {
             gathers.push(Copy { tensor, plane_memory: Memory::Device, ..whole });
         }
         let mut begun = true;
-        // SAFETY: tensors of the caller's, and memory of this stream's alone.
+        // SAFETY: tensors of the caller, and staging memory of this stream.
         unsafe { self.issue(inner, (&gathers, &peer_copies), event, (queue, stream), &mut begun)? };
         let mut found = std::mem::take(&mut inner.sums.steps);
         let call = inner.sums.lists[plan.list].call(part.start, part.len());
-        // SAFETY: ranges of this batch's memory, and a list that is its until it is released.
+        // SAFETY: ranges of this batch's memory, and a list that it owns until it is released.
         let issued = unsafe {
             self.issue_call(&call, (&mut found, &inner.sums.functions), stream, &mut begun)
         };
@@ -356,10 +360,10 @@ impl Cuda {
         issued
     }
 
-    /// What [`crate::device::Device::sums`] says.
+    /// Implements [`crate::device::Device::sums`].
     pub(super) fn sums_of(&self, event: Event, sums: &mut [u64]) -> Result<usize> {
         if !self.verifies {
-            fail!(Unsupported, "the device was not opened to make sums");
+            fail!(Unsupported, "the device was opened without verify: it computes no checksums");
         }
         let mut inner = self.inner.lock();
         self.look(&mut inner, event)?.ok_or(Status::Busy)??;
@@ -367,7 +371,7 @@ impl Cuda {
         let Some(list) = list else { return Ok(0) };
         let count = list.count.min(sums.len());
         let from = std::ptr::with_exposed_provenance::<u64>(list.host + list.sums_at());
-        // SAFETY: sums of the list, which the device has written: its event has come.
+        // SAFETY: checksums of the list, which the device has written: its event has completed.
         unsafe { std::ptr::copy_nonoverlapping(from, sums.as_mut_ptr(), count) };
         Ok(count)
     }

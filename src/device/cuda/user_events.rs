@@ -1,7 +1,6 @@
-//! Events that come when the host says so. Each is a number in host memory that the device reads:
-//! a stream that is behind one waits until the number is as large as it has to be
-//! (`cuStreamWaitValue32`), and the host writes that. Numbers only grow, so whoever waits for a
-//! number that was used again since goes on all the same.
+//! User events. Each has a number in host memory. A stream that waits for one waits until the
+//! number reaches a value (`cuStreamWaitValue32`), and the host writes it. Numbers only grow, so
+//! waits for an earlier use of a reused number succeed.
 
 use std::ffi::c_void;
 
@@ -13,34 +12,34 @@ use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Event, MAX_USER_EVENTS};
 use crate::fail;
 
-/// The memory of all of them.
+/// Size of all numbers.
 const PAGE_BYTES: usize = MAX_USER_EVENTS * size_of::<u32>();
 
-/// The promises of a device.
+/// User events of a device.
 #[derive(Default)]
 pub struct UserEvents {
-    /// Where the numbers are, for the host and for the device; 0 = nowhere yet.
+    /// Address of the numbers for the host and for the device; 0 = not allocated.
     host: usize,
     device: Pointer,
-    /// For each number the value that it gets next, and the event that is open for it.
+    /// Next value and pending event of each number.
     all: Vec<(u32, Option<Event>)>,
-    /// Those that no event has.
+    /// Unused numbers.
     free: Vec<usize>,
-    /// Events behind waits that were put on streams of the engine's.
+    /// Events recorded after waits on streams of the engine.
     pending_waits: Vec<EventRecord>,
-    /// Whether a stream has passed its wait cannot be known: the memory stays.
+    /// The memory must leak: a wait of a stream cannot be tracked.
     stays: bool,
 }
 
 impl UserEvents {
     fn word(&self, number: usize) -> &AtomicU32 {
         let place = std::ptr::with_exposed_provenance::<AtomicU32>(self.host);
-        // SAFETY: one of the numbers of the page, which stays for as long as there are promises;
-        // the host uses it by atomic operations only, and the device only reads.
+        // SAFETY: a number of the page, which stays allocated as long as user events exist. The
+        // host accesses it atomically, and the device only reads.
         unsafe { &*place.add(number) }
     }
 
-    /// Where the device finds a number, and how large it has to be.
+    /// Device address of a number, and the value to wait for.
     fn wanted(&self, number: usize) -> (Pointer, u32) {
         let at = self.device + (number * size_of::<u32>()) as Pointer;
         (at, self.all[number].0)
@@ -50,17 +49,17 @@ impl UserEvents {
         self.all.iter().filter_map(|(_, event)| *event).collect()
     }
 
-    /// The events that are still on streams of the engine's.
+    /// Driver's events that are still on streams of the engine.
     pub fn pending_waits(&self) -> impl Iterator<Item = Handle> {
         self.pending_waits.iter().map(|known| known.event as Handle)
     }
 }
 
 impl Cuda {
-    /// What [`crate::device::Device::user_event`] says.
+    /// Implements [`crate::device::Device::create_user_event`].
     pub(super) fn new_user_event(&self) -> Result<Event> {
         if self.driver.wait_value.is_none() {
-            fail!(Unsupported, "the driver has no stream wait for a number (cuStreamWaitValue32)");
+            fail!(Unsupported, "user events need cuStreamWaitValue32, which the driver lacks");
         }
         let mut inner = self.inner.lock();
         Cuda::check_alive(&inner)?;
@@ -70,7 +69,7 @@ impl Cuda {
             self.allocate_page(inner)?;
         }
         let Some(&number) = inner.user_events.free.last() else {
-            fail!(Again, "{MAX_USER_EVENTS} promises are known, as many as can be");
+            fail!(Again, "{MAX_USER_EVENTS} user events are not released: release some first");
         };
         let event = inner.events.user_event(&self.driver, number)?;
         inner.user_events.free.pop();
@@ -79,7 +78,7 @@ impl Cuda {
         Ok(event)
     }
 
-    /// Memory for the numbers. The context is entered.
+    /// Allocates the numbers. The context is current.
     fn allocate_page(&self, inner: &mut Inner) -> Result<()> {
         let user_events = &mut inner.user_events;
         let rooms = [
@@ -110,18 +109,18 @@ impl Cuda {
         Ok(())
     }
 
-    /// What [`crate::device::Device::keep`] says. No context is needed: the device reads.
+    /// Implements [`crate::device::Device::signal_event`]. It needs no context.
     pub(super) fn signal_user_event(&self, event: Event) -> Result<()> {
         let mut inner = self.inner.lock();
         if inner.events.get(event)?.user_event.is_none() {
-            fail!(Handle, "event {:#x} is no promise", event.0);
+            fail!(Handle, "event {:#x} is not a user event", event.0);
         }
         inner.signal(event, None);
         self.nap.notify_all();
         Ok(())
     }
 
-    /// Has a stream wait for a promise that is open. The context is entered.
+    /// Makes a stream wait for a pending user event. The context is current.
     pub(super) fn wait_for_user_event(
         &self,
         inner: &mut Inner,
@@ -133,13 +132,16 @@ impl Cuda {
         // SAFETY: a stream of this context, and a number that the device reaches.
         let code = unsafe { call(stream, at, value, WAIT_AS_LARGE) };
         if code == code::NOT_SUPPORTED {
-            fail!(Unsupported, "the driver has no stream wait for a number here");
+            fail!(
+                Unsupported,
+                "user events need cuStreamWaitValue32, which this device does not support"
+            );
         }
         let waits = self.driver.check("cuStreamWaitValue32", code);
         waits.inspect_err(|error: &Error| self.lose_if_sticky(inner, code, error))
     }
 
-    /// The same of a stream of the engine's: the numbers stay until it has passed.
+    /// Makes a stream of the engine wait; the numbers stay allocated until it has passed.
     pub(super) fn engine_stream_wait_user_event(
         &self,
         inner: &mut Inner,
@@ -163,7 +165,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Streams of the engine's that have passed need the numbers no more. The context is entered.
+    /// Drops waits that streams of the engine have passed. The context is current.
     fn reclaim_passed_waits(&self, inner: &mut Inner) {
         let mut at = 0;
         while at < inner.user_events.pending_waits.len() {
@@ -178,26 +180,28 @@ impl Cuda {
         }
     }
 
-    /// Gives the numbers back, if all who wait have passed. The context is entered, and streams of
-    /// the device's own have ended what they had.
+    /// Frees the numbers, if all waits have passed. The context is current, and the device's own
+    /// streams are idle.
     pub(super) fn free_page(&self, inner: &mut Inner) {
         if inner.user_events.host == 0 {
             return;
         }
         self.reclaim_passed_waits(inner);
         if !inner.user_events.pending_waits.is_empty() || inner.user_events.stays {
-            log::warn!("streams of the engine's may wait still: {PAGE_BYTES} bytes stay with them");
+            log::warn!(
+                "streams of the engine may still wait for user events: {PAGE_BYTES} bytes leak"
+            );
             return;
         }
         let place: *mut c_void = std::ptr::with_exposed_provenance_mut(inner.user_events.host);
-        // SAFETY: taken once, and nobody waits for what is there any more.
+        // SAFETY: allocated once, and no stream waits for it any more.
         self.driver.note("cuMemFreeHost", unsafe { (self.driver.free_host)(place) });
         inner.user_events.host = 0;
     }
 }
 
 impl Inner {
-    /// A promise ends, if it is open: whoever waits for its number goes on.
+    /// Signals a user event, if it is pending.
     fn signal(&mut self, event: Event, failed: Option<Status>) {
         let number = self.events.get(event).ok().and_then(|known| known.user_event);
         let Some(number) = number else { return };
@@ -209,14 +213,14 @@ impl Inner {
         }
     }
 
-    /// All that are open end, so that no stream stands still for ever.
+    /// Signals all pending user events, so that no stream waits forever.
     pub fn signal_all_events(&mut self, failed: Option<Status>) {
         for event in self.user_events.open() {
             self.signal(event, failed);
         }
     }
 
-    /// A promise was forgotten: its number may be used again.
+    /// Reuses the number of a released user event.
     pub fn free_user_event(&mut self, number: usize) {
         self.user_events.free.push(number);
     }

@@ -1,5 +1,5 @@
-//! A range of the device's addresses of which only some have memory: weights keep their addresses
-//! while the memory behind them moves along with the model.
+//! Windows of CUDA devices: addresses of weights stay the same while memory behind them is
+//! remapped.
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Mutex};
@@ -12,25 +12,26 @@ use crate::device::cuda::context::ContextGuard;
 use crate::device::window::{Piece, PieceState, Pieces, Window};
 use crate::fail;
 
-/// What the driver knows of a piece.
+/// Driver's state of a piece.
 #[derive(Clone, Copy)]
 struct Memory {
     handle: u64,
-    /// The device may use it where it is. Not where the driver mapped it and then failed twice.
+    /// The device may access it. False if mapping succeeded, and setting access and unmapping
+    /// failed.
     is_open: bool,
 }
 
-/// Addresses that stay reserved until this is dropped, with whatever is mapped into them.
+/// Addresses that stay reserved until this is dropped, and the memory mapped into them.
 pub struct CudaWindow {
     cuda: Arc<Cuda>,
     start: Pointer,
     bytes: u64,
     granularity_bytes: u64,
-    /// Held while the driver maps: what it says and what is noted are one.
+    /// Locked during driver calls, so that the table matches the driver.
     pieces: Mutex<Pieces<Memory>>,
 }
 
-/// What places and lengths are multiples of. [`Status::Unsupported`] where the driver cannot map.
+/// Granularity of positions and lengths. [`Status::Unsupported`]: the driver cannot map memory.
 pub(super) fn granularity(cuda: &Cuda) -> Result<u64> {
     let of = of_device(cuda);
     let (call, mut granularity) = (&cuda.driver, 0);
@@ -44,15 +45,15 @@ pub(super) fn granularity(cuda: &Cuda) -> Result<u64> {
 }
 
 impl CudaWindow {
-    /// Reserves at least so many bytes of addresses. [`Status::Unsupported`] where the driver
-    /// cannot.
+    /// Reserves at least `bytes` of addresses. [`Status::Unsupported`]: the driver cannot map
+    /// memory.
     pub fn new(cuda: Arc<Cuda>, bytes: u64) -> Result<CudaWindow> {
         let granularity_bytes = granularity(&cuda)?;
         let Some(whole) = bytes.checked_next_multiple_of(granularity_bytes) else {
             return Err(Status::Limit.into());
         };
         if whole == 0 {
-            fail!(Invalid, "a window of no addresses");
+            fail!(Invalid, "a window of 0 bytes");
         }
         let (reserve, mut start) = (there(cuda.driver.reserve)?, 0);
         let inside = cuda.enter()?;
@@ -64,12 +65,12 @@ impl CudaWindow {
         Ok(CudaWindow { cuda, start, bytes: whole, granularity_bytes, pieces })
     }
 
-    /// How much memory is mapped.
+    /// Mapped bytes.
     pub fn mapped_bytes(&self) -> u64 {
         self.pieces.lock().placed_bytes()
     }
 
-    /// Gives memory its address, and the device leave to use it.
+    /// Maps memory and enables access of the device. Returns whether it is mapped, and the result.
     fn attach(
         &self,
         inside: &ContextGuard<'_>,
@@ -78,7 +79,7 @@ impl CudaWindow {
     ) -> (bool, Result<()>) {
         let (call, address, bytes) = (&self.cuda.driver, self.start + at, known.bytes as usize);
         let mapped = there(call.map).and_then(|map| {
-            // SAFETY: a part of what is reserved, to which nothing is mapped, and memory that long.
+            // SAFETY: an unmapped part of the reservation, and memory of that length.
             call.check("cuMemMap", unsafe { map(address, bytes, 0, known.own.handle, 0) })
         });
         if mapped.is_err() {
@@ -87,7 +88,7 @@ impl CudaWindow {
         let who =
             AccessOf { location: [LOCATION_DEVICE, self.cuda.ordinal], flags: ACCESS_READ_WRITE };
         let set = there(call.set_access).and_then(|set_access| {
-            // SAFETY: what was mapped just now, and one description.
+            // SAFETY: mapped just now, and one description.
             call.check("cuMemSetAccess", unsafe { set_access(address, bytes, &who, 1) })
         });
         // Nobody could use it yet.
@@ -105,11 +106,11 @@ impl CudaWindow {
     fn release(&self, _guard: &ContextGuard<'_>, handle: u64) -> Result<()> {
         let call = &self.cuda.driver;
         let release = there(call.release_memory)?;
-        // SAFETY: memory that this window made, and gives back once.
+        // SAFETY: memory that this window allocated, and frees once.
         call.check("cuMemRelease", unsafe { release(handle) })
     }
 
-    /// Unmaps a piece, where it is mapped.
+    /// Unmaps a piece, if it is mapped.
     fn free_place(
         &self,
         inside: &ContextGuard<'_>,
@@ -190,26 +191,26 @@ impl Drop for CudaWindow {
         let call = &self.cuda.driver;
         let inside = match self.cuda.enter() {
             Ok(inside) => inside,
-            Err(error) => return log::warn!("a window stays: {}", error.message()),
+            Err(error) => return log::warn!("a window leaks: {}", error.message()),
         };
         let mut pieces = self.pieces.lock();
         for piece in pieces.all() {
             let Ok(known) = pieces.get(piece) else { continue };
             if let Err(error) = self.free_place(&inside, &mut pieces, piece) {
-                log::warn!("a part of a window stays: {}", error.message());
+                log::warn!("a part of a window leaks: {}", error.message());
             }
             if let Err(error) = self.release(&inside, known.own.handle) {
-                log::warn!("memory of a window stays: {}", error.message());
+                log::warn!("memory of a window leaks: {}", error.message());
             }
         }
         if let Some(unreserve) = call.unreserve {
-            // SAFETY: what was reserved, with nothing mapped to it.
+            // SAFETY: the reservation, with nothing mapped.
             call.note("cuMemAddressFree", unsafe { unreserve(self.start, self.bytes as usize) });
         }
     }
 }
 
-/// Memory of the device.
+/// Description of the device's memory.
 fn of_device(cuda: &Cuda) -> Allocation {
     Allocation {
         kind: MEMORY_STAYS,
@@ -222,5 +223,6 @@ fn of_device(cuda: &Cuda) -> Allocation {
 
 /// A function that the driver may lack.
 fn there<F>(function: Option<F>) -> Result<F> {
-    function.ok_or_else(|| Error::new(Status::Unsupported, "the driver maps no memory"))
+    function
+        .ok_or_else(|| Error::new(Status::Unsupported, "the driver cannot map memory (cuMemMap)"))
 }

@@ -1,5 +1,5 @@
-//! The events of an engine's device: how they ended, which are open on each stream, and which
-//! nobody was told of yet.
+//! Events of an engine's device: their outcomes, the pending ones of each stream, and those not
+//! reported yet.
 
 use std::collections::VecDeque;
 
@@ -9,26 +9,25 @@ use crate::device::Event;
 use crate::device::foreign::table::Engine;
 use crate::device::slots::Slots;
 
-/// Most events that are known at once.
+/// Limit: unreleased events.
 const MAX_EVENTS: usize = 65_536;
 
-/// How a batch ended.
+/// Outcome of a batch.
 pub type Outcome = std::result::Result<(), Status>;
 
-/// The engine's own event. It is given back when the last who asks for it has gone, which must
-/// not be under a lock.
+/// The engine's event. Dropping the last reference releases it, which must not happen under a lock.
 pub struct Raw {
     engine: Arc<dyn Engine>,
     number: u64,
 }
 
 impl Raw {
-    /// An event that the engine has made.
+    /// Wraps an event of the engine.
     pub fn new(engine: &Arc<dyn Engine>, number: u64) -> Arc<Raw> {
         Arc::new(Raw { engine: engine.clone(), number })
     }
 
-    /// What the engine calls it.
+    /// The engine's number.
     pub fn number(&self) -> u64 {
         self.number
     }
@@ -41,7 +40,7 @@ impl Drop for Raw {
 }
 
 struct EventRecord {
-    /// `None`: the engine is being asked for it.
+    /// `None`: the engine is creating the event.
     raw: Option<Arc<Raw>>,
     outcome: Option<Outcome>,
 }
@@ -56,35 +55,36 @@ impl EventRecord {
 pub struct Events {
     known: Slots<EventRecord>,
     count: usize,
-    /// For each stream, and last for what was adopted: events that may be open, oldest first.
+    /// Events that may be pending, oldest first: a queue for each stream, and one for imported
+    /// events.
     queues: Vec<VecDeque<Event>>,
-    /// Those that ended and were not reported.
+    /// Ended events that were not reported.
     ended: VecDeque<Event>,
 }
 
 impl Events {
-    /// For so many streams.
+    /// For a number of streams.
     pub fn new(streams: u32) -> Events {
         let queues = (0..=streams).map(|_| VecDeque::new()).collect();
         Events { known: Slots::new(MAX_EVENTS), count: 0, queues, ended: VecDeque::new() }
     }
 
-    /// A place for an event that the engine is asked for now: where there is none, nothing has
-    /// been begun.
+    /// Reserves a slot before the engine is asked for an event, so that a full table rejects work
+    /// before it begins.
     pub fn reserve(&mut self) -> Result<Event> {
         let event = self.known.insert(EventRecord { raw: None, outcome: None })?;
         self.count += 1;
         Ok(event)
     }
 
-    /// The engine has given none.
+    /// The engine has created no event.
     pub fn forget(&mut self, event: Event) {
         if self.known.remove(event).is_ok() {
             self.count -= 1;
         }
     }
 
-    /// The engine has given it.
+    /// The engine has created the event.
     pub fn fill(&mut self, event: Event, queue: usize, raw: Arc<Raw>) {
         self.tidy(queue);
         if let Ok(known) = self.known.get_mut(event) {
@@ -93,14 +93,14 @@ impl Events {
         }
     }
 
-    /// An event of the engine's, and how it ended if it has.
+    /// The engine's event, and its outcome if it has ended.
     pub fn get(&self, event: Event) -> Result<(Arc<Raw>, Option<Outcome>)> {
         let known = self.known.get(event)?;
         let raw = known.raw.clone().ok_or(Status::Handle)?;
         Ok((raw, known.outcome))
     }
 
-    /// It has ended; only the first who says so counts.
+    /// Records the outcome of an event; only the first one counts.
     pub fn settle(&mut self, event: Event, outcome: Outcome) {
         if let Ok(known) = self.known.get_mut(event)
             && known.outcome.is_none()
@@ -110,7 +110,7 @@ impl Events {
         }
     }
 
-    /// All that are open have failed.
+    /// Fails all pending events.
     pub fn lose(&mut self) {
         for (event, known) in self.known.iter_mut() {
             if known.is_open() {
@@ -120,21 +120,21 @@ impl Events {
         }
     }
 
-    /// The event of a line that is open, after so many others that are.
+    /// The pending event of a queue after `after` others.
     pub fn open(&mut self, queue: usize, after: usize) -> Option<Event> {
         self.tidy(queue);
         let is_open = |event: &&Event| self.known.get(**event).is_ok_and(EventRecord::is_open);
         self.queues[queue].iter().filter(is_open).nth(after).copied()
     }
 
-    /// Forgets the oldest of a line that have ended.
+    /// Drops ended events from the front of a queue.
     fn tidy(&mut self, queue: usize) {
         while let Some(&event) = self.queues[queue].front()
             && !self.known.get(event).is_ok_and(EventRecord::is_open)
         {
             self.queues[queue].pop_front();
         }
-        // What was adopted ends in any order, and who never polls leaves all that ended here.
+        // Imported events end in any order, and callers that never poll leave ended events here.
         for list in [&mut self.queues[queue], &mut self.ended] {
             if list.len() > 2 * self.count + 64 {
                 list.retain(|event| self.known.get(*event).is_ok());
@@ -142,7 +142,7 @@ impl Events {
         }
     }
 
-    /// Writes those that ended and were not reported; how many.
+    /// Writes ended events that were not reported; returns their number.
     pub fn report(&mut self, ended: &mut [Event]) -> usize {
         let mut count = 0;
         while count < ended.len()
@@ -156,7 +156,7 @@ impl Events {
         count
     }
 
-    /// Forgets an event; the engine's goes when what is returned does.
+    /// Removes an event. The engine's event is released when the result is dropped.
     pub fn remove(&mut self, event: Event) -> Result<Option<Arc<Raw>>> {
         let known = self.known.remove(event)?;
         self.count -= 1;

@@ -1,5 +1,5 @@
-//! A device of the engine's own: the engine copies, keeps events and gives memory; this is what
-//! makes a [`Device`] of that. No lock is held while the engine is called.
+//! A custom device: the engine copies, creates events and allocates memory through callbacks, and
+//! this module implements [`Device`] with them. No lock is held while the engine is called.
 
 mod events;
 mod table;
@@ -19,38 +19,38 @@ pub use table::{Engine, Rows, lower};
 
 use events::{Events, Outcome, Raw};
 
-/// What addresses of memory are multiples of.
+/// Alignment of allocations.
 const ALIGN_BYTES: u64 = 256;
-/// How long who waits sleeps between questions, at first and at most.
+/// Sleep between polls of a wait, at first and at most.
 const NAP_NS: (u64, u64) = (5_000, 500_000);
 
 struct Inner {
     events: Events,
-    /// Memory that was given out, by number: where, how much.
+    /// Allocations by number: address, bytes.
     allocations: BTreeMap<u64, (u64, u64)>,
     last: u64,
-    /// Calls of the engine that begin work.
+    /// Calls of the engine in flight that begin work.
     under_way: u32,
-    /// Events that are promises, and whether the engine has kept each.
+    /// User events, and whether the engine has signalled each.
     user_events: BTreeMap<u64, bool>,
-    /// Promises that were kept, did not come yet, and are asked for by nobody.
+    /// Forgotten user events that were signalled and have not completed.
     leaving: Vec<Event>,
-    /// Streams that are lent.
+    /// Leased streams.
     leased: Vec<u32>,
-    /// Why nothing can be begun any more.
+    /// Why no work can begin any more.
     lost: Option<Error>,
     closed: bool,
-    /// Copies as the engine wants them: memory that is used again.
+    /// Buffer of lowered copies, reused.
     spare: Vec<Rows>,
 }
 
-/// A device that an engine is.
+/// A custom device.
 pub struct Foreign {
     engine: Arc<dyn Engine>,
     facts: Facts,
     clock: Clock,
     inner: Mutex<Inner>,
-    /// Somebody's call has ended.
+    /// Some call has ended.
     changed: Condvar,
 }
 
@@ -59,7 +59,7 @@ impl Foreign {
     pub fn new(clock: Clock, engine: Arc<dyn Engine>) -> Result<Foreign> {
         let facts = engine.facts();
         if facts.streams == 0 || facts.streams > MAX_STREAMS {
-            fail!(Invalid, "{} streams, 1 to {MAX_STREAMS} can be", facts.streams);
+            fail!(Invalid, "{} streams: 1 to {MAX_STREAMS} are accepted", facts.streams);
         }
         let inner = Inner {
             events: Events::new(facts.streams),
@@ -77,7 +77,8 @@ impl Foreign {
         Ok(Foreign { engine, facts, clock, inner: Mutex::new(inner), changed })
     }
 
-    /// What an engine said of work: who hears that the device is gone hears it for all.
+    /// Passes on a result of the engine. If it says that the device is gone, all pending work
+    /// fails.
     fn heard<T>(&self, said: Result<T>) -> Result<T> {
         if let Err(error) = &said
             && error.status() == Status::Unavailable
@@ -91,7 +92,7 @@ impl Foreign {
         said
     }
 
-    /// Whether anything can be begun.
+    /// Whether work can begin.
     fn check_alive(inner: &Inner) -> Result<()> {
         match &inner.lost {
             Some(why) => Err(why.clone()),
@@ -100,12 +101,12 @@ impl Foreign {
         }
     }
 
-    /// Whether the engine may be asked at all.
+    /// Whether the engine may be called at all.
     fn check_there(&self) -> Result<()> {
         self.inner.lock().lost.clone().map_or(Ok(()), Err)
     }
 
-    /// Has the engine begin work on a line, behind `after`; the event of its end.
+    /// Calls the engine to begin work of a queue after `after`; returns its event.
     fn begin(
         &self,
         queue: usize,
@@ -140,7 +141,7 @@ impl Foreign {
         Ok(event)
     }
 
-    /// How far an event is: what is known, else what the engine says.
+    /// The outcome of an event: the recorded one, else the engine's answer.
     fn look(&self, event: Event) -> Result<Option<Outcome>> {
         let (raw, known) = self.inner.lock().events.get(event)?;
         if known.is_some() {
@@ -159,13 +160,13 @@ impl Foreign {
         Ok(known)
     }
 
-    /// Has the engine wait, or sleeps a while.
+    /// Waits in the engine, or sleeps.
     fn rest(&self, raw: &Raw, deadline_ns: u64, nap_ns: &mut u64) {
         let now_ns = self.clock.now_ns();
         match self.engine.wait(raw.number(), deadline_ns).map(|said| self.heard(said)) {
-            // All have failed: nothing is to be waited for.
+            // All work has failed: nothing to wait for.
             Some(Err(error)) if error.status() == Status::Unavailable => return,
-            // An engine that comes back early, time and again, must not be asked in a circle.
+            // An engine whose wait keeps returning early must not be polled in a busy loop.
             Some(_) if self.clock.now_ns() > now_ns + NAP_NS.0 => return,
             _ => {}
         }
@@ -229,11 +230,11 @@ impl Device for Foreign {
             loop {
                 let next = self.inner.lock().events.open(queue, at);
                 let Some(event) = next else { break };
-                // Those of a stream come in order; what was adopted comes in any.
+                // Events of a stream end in order, imported ones in any order.
                 match self.look(event) {
                     Ok(None) if queue < self.facts.streams as usize => break,
                     Ok(None) => at += 1,
-                    _ => {} // it is open no more, and the next is in its place
+                    _ => {} // it has ended, and the next took its index
                 }
             }
         }
@@ -272,7 +273,10 @@ impl Device for Foreign {
         if address == 0 || address % ALIGN_BYTES != 0 {
             // SAFETY: nobody has it yet.
             unsafe { self.free(&memory)? };
-            fail!(Invalid, "the engine gave memory at {address:#x}: not a multiple of 256");
+            fail!(
+                Invalid,
+                "the engine allocated memory at {address:#x}: it must be a nonzero multiple of 256"
+            );
         }
         Ok(memory)
     }
@@ -280,7 +284,11 @@ impl Device for Foreign {
     unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
         let mut inner = self.inner.lock();
         if inner.allocations.get(&memory.number) != Some(&(memory.address, memory.bytes)) {
-            fail!(Handle, "the memory at {:#x} is not the device's, or free", memory.address);
+            fail!(
+                Handle,
+                "no allocation of this size at {:#x}: wrong device, or freed before",
+                memory.address
+            );
         }
         inner.allocations.remove(&memory.number);
         drop(inner);
@@ -326,7 +334,7 @@ impl Device for Foreign {
         check(&self.facts, stream, &[])?;
         for call in calls {
             if call.kind >= u64::BITS || self.facts.kernels & 1 << call.kind == 0 {
-                fail!(Unsupported, "the engine's device has no kernel {}", call.kind);
+                fail!(Unsupported, "the custom device has no kernel {}", call.kind);
             }
         }
         let ask = |before| self.engine.launch(stream.0, before, calls);
@@ -341,7 +349,12 @@ impl Device for Foreign {
         let mut inner = self.inner.lock();
         let is_free = |stream: &u32| !inner.leased.contains(stream);
         let Some(stream) = (self.shared_streams()..self.facts.streams).rev().find(is_free) else {
-            fail!(Again, "{} of {} streams are lent", inner.leased.len(), self.facts.streams);
+            fail!(
+                Again,
+                "{} of {} streams are leased: return one first",
+                inner.leased.len(),
+                self.facts.streams
+            );
         };
         inner.leased.try_reserve(1).map_err(|_| Status::NoMem)?;
         inner.leased.push(stream);
@@ -366,7 +379,7 @@ impl Device for Foreign {
                 let mut inner = self.inner.lock();
                 if inner.under_way > 0 {
                     if is_over() {
-                        fail!(Busy, "{} calls are under way", inner.under_way);
+                        fail!(Busy, "{} calls are in flight", inner.under_way);
                     }
                     self.changed.wait_for(&mut inner, NAP_NS.1);
                     continue;
@@ -375,9 +388,9 @@ impl Device for Foreign {
                 drop(inner);
                 match self.wait(event, deadline_ns) {
                     Err(error) if error.status() == Status::Timeout => {
-                        fail!(Busy, "batches are under way")
+                        fail!(Busy, "batches are still in flight")
                     }
-                    _ => {} // how it ended is its owner's to know
+                    _ => {} // its owner learns the outcome
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! What an engine has to be able to do, to be a device.
+//! The interface that an engine implements to be a device.
 
 use crate::base::status::{Result, Status};
 use crate::device::call::Call;
@@ -6,89 +6,88 @@ use crate::device::{Copy, Direction, Facts, Memory};
 use crate::fail;
 use crate::meta::view::Strip;
 
-/// Rows of bytes to copy: `runs` runs of `run_bytes`, from and to addresses at equal distances.
+/// Rows of bytes to copy: `runs` runs of `run_bytes` at constant strides.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rows {
-    /// Where the first run is read.
+    /// Source of the first run.
     pub from: u64,
-    /// Where it is written.
+    /// Target of the first run.
     pub to: u64,
-    /// From a run to the next, where they are read.
+    /// Distance between runs of the source.
     pub from_stride_bytes: u64,
-    /// The same, where they are written.
+    /// Distance between runs of the target.
     pub to_stride_bytes: u64,
     /// Bytes of a run.
     pub run_bytes: u64,
-    /// How many.
+    /// Number of runs.
     pub runs: u64,
-    /// Whether they are read in device memory (1) or in host memory (0).
+    /// The source is in device memory (1) or in host memory (0).
     pub from_device: u32,
-    /// The same, where they are written.
+    /// The target is in device memory (1) or in host memory (0).
     pub to_device: u32,
 }
 
-/// An engine that copies. Events are numbers of its own, not 0; after
-/// [`Status::Unavailable`] from any of these nothing more is asked of it but to take back what
-/// it gave.
+/// An engine that copies. It numbers its events, not with 0. After [`Status::Unavailable`] from any
+/// function, only functions that take something back are called.
 pub trait Engine: Send + Sync {
-    /// What it is and can do.
+    /// Properties of the device.
     fn facts(&self) -> Facts;
 
-    /// Puts copies on a stream, behind an event if that is not 0; the event of their end. No
-    /// copies: the event marks the place. What it refuses it has not begun.
+    /// Submits copies to a stream after an event (0 = none); returns the event of their end.
+    /// Without copies it only records an event. A rejected call has begun nothing.
     fn submit(&self, stream: u32, after: u64, copies: &[Rows]) -> Result<u64>;
 
-    /// Whether an event has come.
+    /// Whether an event has completed.
     fn query(&self, event: u64) -> Result<bool>;
 
-    /// Waits for an event until a deadline (0 = as long as it likes). It is asked afterwards
-    /// whether it has come. `None`: it cannot wait.
+    /// Waits for an event until a deadline (0 = none). The caller queries the event afterwards.
+    /// `None`: the engine cannot wait.
     fn wait(&self, event: u64, deadline_ns: u64) -> Option<Result<()>>;
 
-    /// Takes an event back.
+    /// Releases an event.
     fn release(&self, event: u64);
 
-    /// Gives memory, at a multiple of 256.
+    /// Allocates memory, at a multiple of 256.
     fn allocate(&self, bytes: u64) -> Result<u64>;
 
-    /// Takes it back.
+    /// Frees memory.
     fn free(&self, address: u64, bytes: u64);
 
-    /// What it has left to give, if it knows.
+    /// Free memory, if known.
     fn free_bytes(&self) -> Option<u64>;
 
-    /// Learns of host memory that is used again and again.
+    /// Registers host memory that many copies will use.
     fn register_host(&self, address: u64, bytes: u64) -> Result<()>;
 
-    /// Is told that this memory goes.
+    /// Unregisters host memory.
     fn unregister_host(&self, address: u64) -> Result<()>;
 
-    /// An event that comes with one of the engine's own.
+    /// Imports an event of the engine.
     fn import_event(&self, raw: u64) -> Result<u64>;
 
-    /// Has a stream of the engine's own wait for an event.
+    /// Makes a stream of the engine wait for an event.
     fn stream_wait_event(&self, raw_stream: u64, event: u64) -> Result<()>;
 
-    /// An event that comes when it is told to, by `keep`.
+    /// Creates an event that completes when `signal_event` is called.
     fn create_user_event(&self) -> Result<u64>;
 
-    /// Has such an event come, if it has not. It must not wait.
+    /// Signals a user event; signalling it again does nothing. The call must not wait.
     fn signal_event(&self, event: u64) -> Result<()>;
 
-    /// Puts kernels on a stream, as copies.
+    /// Submits kernels to a stream, as copies.
     fn launch(&self, stream: u32, after: u64, calls: &[Call]) -> Result<u64>;
 }
 
-/// Most rows of a batch: more are a batch that should be two.
+/// Limit: rows of a batch.
 const MAX_ROWS: usize = 1 << 22;
 
-/// Copies as an engine wants them.
+/// Lowers copies to rows.
 pub fn lower(copies: &[Copy<'_>], rows: &mut Vec<Rows>) -> Result<()> {
     for copy in copies {
         for strip in copy.tensor.strips() {
             if rows.len() == MAX_ROWS {
-                fail!(Limit, "a batch of more than {MAX_ROWS} rows");
+                fail!(Limit, "a batch of more than {MAX_ROWS} rows: split it");
             }
             rows.try_reserve(1).map_err(|_| Status::NoMem)?;
             rows.push(row_of(copy, &strip));

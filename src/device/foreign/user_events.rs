@@ -1,4 +1,4 @@
-//! Promises of an engine's device: it makes the events, and has them come when it is told to.
+//! User events of a custom device: the engine creates and signals them.
 
 use crate::base::status::{Result, Status};
 use crate::device::foreign::Foreign;
@@ -6,13 +6,13 @@ use crate::device::{Device, Event, MAX_USER_EVENTS};
 use crate::fail;
 
 impl Foreign {
-    /// What [`crate::device::Device::user_event`] says.
+    /// Implements [`crate::device::Device::create_user_event`].
     pub(super) fn new_user_event(&self) -> Result<Event> {
         self.sweep();
         if self.inner.lock().user_events.len() >= MAX_USER_EVENTS {
-            fail!(Again, "{MAX_USER_EVENTS} promises are known, as many as can be");
+            fail!(Again, "{MAX_USER_EVENTS} user events are not released: release some first");
         }
-        // They come in any order, as what was adopted does.
+        // User events complete in any order, as imported events do.
         let event =
             self.begin(self.facts.streams as usize, None, |_| self.engine.create_user_event())?;
         let mut inner = self.inner.lock();
@@ -20,17 +20,17 @@ impl Foreign {
         let is_late = inner.closed;
         drop(inner);
         if is_late {
-            // A close beside this did not see it.
+            // A concurrent close did not see this event.
             self.signal_user_event(event)?;
         }
         Ok(event)
     }
 
-    /// What [`crate::device::Device::keep`] says.
+    /// Implements [`crate::device::Device::signal_event`].
     pub(super) fn signal_user_event(&self, event: Event) -> Result<()> {
         let mut inner = self.inner.lock();
         let Some(is_signalled) = inner.user_events.get_mut(&event.0) else {
-            fail!(Handle, "event {:#x} is no promise", event.0);
+            fail!(Handle, "event {:#x} is not a user event", event.0);
         };
         if std::mem::replace(is_signalled, true) || inner.lost.is_some() {
             return Ok(());
@@ -46,14 +46,13 @@ impl Foreign {
         kept
     }
 
-    /// What [`Device::forget`] says. An engine may take a while until an event that was kept has
-    /// come.
+    /// Implements [`Device::forget`]. An engine may complete a signalled event later.
     pub(super) fn forget_later(&self, event: Event) {
         self.inner.lock().leaving.push(event);
         self.sweep();
     }
 
-    /// Releases those that have come meanwhile.
+    /// Releases forgotten events that have completed.
     fn sweep(&self) {
         let mut leaving = std::mem::take(&mut self.inner.lock().leaving);
         leaving.retain(|event| {
@@ -62,7 +61,7 @@ impl Foreign {
         self.inner.lock().leaving.append(&mut leaving);
     }
 
-    /// Has the engine keep all that are open, so that nothing stands still for ever.
+    /// Signals all pending user events, so that nothing waits forever.
     pub(super) fn signal_open_events(&self) {
         let open: Vec<u64> = {
             let inner = self.inner.lock();
@@ -71,7 +70,10 @@ impl Foreign {
         };
         for event in open {
             if let Err(error) = self.signal_user_event(Event(event)) {
-                log::warn!("a promise of a device that is closed: {}", error.message());
+                log::warn!(
+                    "signalling a user event of a closing device failed: {}",
+                    error.message()
+                );
             }
         }
     }

@@ -1,4 +1,4 @@
-//! A copy of the simulated device, between its start and its event.
+//! A copy of the simulated device, from its start to its event.
 
 use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
@@ -6,26 +6,26 @@ use crate::device::strips::{copy_strip, there};
 use crate::device::{Copy, Direction, Memory};
 use crate::meta::view::Strip;
 
-/// A copy, lowered: the caller's tables need not outlive `submit`. Addresses are
-/// numbers: the memory behind them is the caller's promise.
+/// A lowered copy, so that the caller's tables need not outlive `submit`. Addresses are numbers;
+/// the caller of `submit` guarantees the memory behind them.
 pub struct LoweredCopy {
     strips: Vec<Strip>,
     plane: u64,
     direction: Direction,
-    /// Poison at first, then what was read from the source.
+    /// Poison at first, then the bytes that were read from the source.
     pub bytes: Vec<u8>,
-    /// It goes over the bus: one side is the device's, the other is not.
+    /// The copy crosses the bus: exactly one side is in device memory.
     pub crosses: bool,
-    /// A bit of it changes there.
+    /// One bit is flipped on the bus.
     pub spoils: bool,
-    /// The target is in the device's memory: what is summed is what came there.
+    /// The target is in device memory: the checksum is of the bytes that arrived there.
     sums_target: bool,
     wants_sum: bool,
     sum: u64,
 }
 
 impl LoweredCopy {
-    /// Notes what a copy moves; until that is read it holds poison.
+    /// Lowers a copy. Its bytes are poison until the source is read.
     pub fn lower(copy: &Copy<'_>, poison: u8) -> Result<LoweredCopy> {
         let (mut strips, mut bytes) = (Vec::new(), Vec::new());
         let (count, len) = (copy.tensor.strips().count(), copy.tensor.bytes() as usize);
@@ -50,12 +50,12 @@ impl LoweredCopy {
         })
     }
 
-    /// The sum of what the device has of it, if that was wanted.
+    /// Checksum of the device's side, if requested.
     pub fn sum(&self) -> Option<u64> {
         self.wants_sum.then_some(self.sum)
     }
 
-    /// Takes the source as it is now, over the bus if it is on the other side.
+    /// Reads the source now, over the bus if it is on the other side.
     pub fn read(&mut self) {
         self.take();
         if self.wants_sum && !self.sums_target {
@@ -72,8 +72,8 @@ impl LoweredCopy {
 
     fn take(&mut self) {
         let bytes = self.bytes.as_mut_ptr();
-        // SAFETY: `submit` was promised that the memory is valid until the event has
-        // ended, and it has not; `bytes` are as long as the strips.
+        // SAFETY: the caller of `submit` guarantees valid memory until the event has ended, and it
+        // has not. `bytes` is as long as the strips.
         unsafe {
             match self.direction {
                 Direction::Gather => self
@@ -87,9 +87,9 @@ impl LoweredCopy {
         }
     }
 
-    /// Puts what it holds into the target.
+    /// Writes its bytes to the target.
     pub fn write(&self) {
-        // Only read on this way.
+        // Only read in this direction.
         let bytes = self.bytes.as_ptr().cast_mut();
         // SAFETY: as in `read`.
         unsafe {
@@ -105,13 +105,13 @@ impl LoweredCopy {
         }
     }
 
-    /// Whether it goes to or from a range of device memory.
+    /// Whether the copy accesses a range of device memory.
     pub fn uses(&self, address: u64, bytes: u64) -> bool {
         let end = address.saturating_add(bytes);
         self.ranges().any(|(from, to)| from < end && address < to)
     }
 
-    /// From where to where the ranges go that it reads and writes.
+    /// Address ranges that the copy reads and writes.
     pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let plane = (self.plane, self.plane.saturating_add(self.bytes.len() as u64));
         let strips = self.strips.iter().map(|strip| {

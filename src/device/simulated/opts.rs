@@ -1,31 +1,31 @@
-//! How a device that exists only in time behaves.
+//! Options of the simulated device.
 
-/// How a simulated device behaves.
+/// Options of the simulated device.
 #[derive(Clone, Debug)]
 pub struct SimulatedOpts {
-    /// How many streams it has.
+    /// Number of streams; default 4.
     pub streams: u32,
-    /// What each batch with copies takes at least.
+    /// Minimum duration of a batch with copies; default 10 µs.
     pub latency_ns: u64,
-    /// What a stream moves in a second; 0 = no limit.
+    /// Bandwidth of a stream; 0 = unlimited; default 20 GB/s.
     pub bytes_per_second: u64,
-    /// Batches take up to this much longer, as the seed says.
+    /// Batches take up to this much longer, chosen by the seed; default 200.
     pub jitter_percent: u64,
-    /// Chooses all that is left to chance.
+    /// Seed of all random choices.
     pub seed: u64,
     /// Batches, counted from 1, whose events fail.
     pub fail_at: Vec<u64>,
-    /// The batch, counted from 1, with which the device is lost; 0 = none.
+    /// The batch, counted from 1, that loses the device; 0 = none.
     pub lost_at: u64,
-    /// What memory it has to give; 0 = no limit.
+    /// Memory that can be allocated; 0 = unlimited.
     pub memory_bytes: u64,
-    /// What places and lengths in its windows are multiples of; 0 = it has none.
+    /// Granularity of windows, a power of two; 0 = no windows; default 2 MiB.
     pub granularity_bytes: u64,
-    /// It sums what is in its memory.
+    /// Compute checksums of bytes in device memory.
     pub sums: bool,
-    /// Copies between its memory and the host's, counted from 1, that come with a wrong bit.
+    /// Copies over the bus, counted from 1, that flip a bit.
     pub damage_at: Vec<u64>,
-    /// So many of a thousand such copies do, as the seed says.
+    /// Share of copies over the bus that flip a bit, in thousandths, chosen by the seed.
     pub damage_permille: u64,
 }
 

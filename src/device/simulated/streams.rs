@@ -1,4 +1,4 @@
-//! Streams of a simulated device: when what is put on them begins, and those that are lent.
+//! Streams of the simulated device: when batches begin, and which streams are leased.
 
 use crate::base::status::Result;
 use crate::device::simulated::{Inner, NEVER, Phase, Step};
@@ -6,7 +6,7 @@ use crate::device::{Event, MAX_LEASED_STREAMS, Stream};
 use crate::fail;
 
 impl Inner {
-    /// Plans a batch, unless nobody knows when what it is behind comes.
+    /// Plans a batch; false if the time of the event that it waits for is unknown.
     pub(super) fn begin(&mut self, event: Event, now: u64) -> bool {
         let Ok(Phase::Pending(batch)) = self.known.get(event) else { return true };
         let (stream, length_ns) = (batch.stream, batch.length_ns);
@@ -32,7 +32,7 @@ impl Inner {
         true
     }
 
-    /// Plans those whose time is known now.
+    /// Plans parked batches whose start is known now.
     pub(super) fn unpark(&mut self, now: u64) {
         let mut goes_on = true;
         while std::mem::take(&mut goes_on) {
@@ -47,16 +47,17 @@ impl Inner {
         }
     }
 
-    /// What [`crate::device::Device::lease_stream`] says: those that are lent have numbers from `first` on.
+    /// Implements [`crate::device::Device::lease_stream`]; leased streams are numbered from
+    /// `first`.
     pub(super) fn lease_stream(&mut self, first: u32) -> Result<Stream> {
         let Some(at) = self.leased.iter().position(|leased| !leased) else {
-            fail!(Again, "all {MAX_LEASED_STREAMS} streams are lent");
+            fail!(Again, "all {MAX_LEASED_STREAMS} streams are leased: return one first");
         };
         self.leased[at] = true;
         Ok(Stream(first + at as u32))
     }
 
-    /// Whether it is lent now.
+    /// Whether the stream is leased now.
     pub(super) fn is_leased(&self, at: u32) -> bool {
         self.leased.get(at as usize) == Some(&true)
     }

@@ -1,4 +1,4 @@
-//! Promises of a simulated device: of what is behind one nobody knows when it begins.
+//! User events of the simulated device. Work behind a pending one has no known start.
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Guard;
@@ -7,7 +7,7 @@ use crate::device::{Event, MAX_USER_EVENTS};
 use crate::fail;
 
 impl Simulated {
-    /// What [`crate::device::Device::user_event`] says.
+    /// Implements [`crate::device::Device::create_user_event`].
     pub(super) fn new_user_event(&self) -> Result<Event> {
         let mut inner = self.now();
         if inner.lost || inner.closed {
@@ -15,7 +15,7 @@ impl Simulated {
             return Err(status.into());
         }
         if inner.user_events.len() >= MAX_USER_EVENTS {
-            fail!(Again, "{MAX_USER_EVENTS} promises are known, as many as can be");
+            fail!(Again, "{MAX_USER_EVENTS} user events are not released: release some first");
         }
         let number = inner.batches;
         let event = inner.known.insert(Phase::Pending(Batch {
@@ -34,18 +34,18 @@ impl Simulated {
         Ok(event)
     }
 
-    /// What [`crate::device::Device::keep`] says.
+    /// Implements [`crate::device::Device::signal_event`].
     pub(super) fn signal_user_event(&self, event: Event) -> Result<()> {
         let mut inner = self.now();
         if !inner.user_events.contains(&event.0) {
-            fail!(Handle, "event {:#x} is no promise of this device", event.0);
+            fail!(Handle, "event {:#x} is not a user event of this device", event.0);
         }
         inner.signal(event, self.clock.now_ns());
         self.changed.notify_all();
         Ok(())
     }
 
-    /// Keeps all that are open.
+    /// Signals all pending user events.
     pub(super) fn signal_open_events(&self, inner: &mut Guard<'_, Inner>) {
         let all: Vec<u64> = inner.user_events.iter().copied().collect();
         all.into_iter().for_each(|event| inner.signal(Event(event), self.clock.now_ns()));
@@ -62,7 +62,7 @@ impl Inner {
         }
     }
 
-    /// When something happens next, or so long from now.
+    /// Time of the next step, at most `longest_ns` from now.
     pub(super) fn next_or(&self, longest_ns: u64, now: u64) -> u64 {
         let next = self.agenda.first_key_value().map(|((time, _), _)| *time);
         next.unwrap_or(u64::MAX).min(now.saturating_add(longest_ns))

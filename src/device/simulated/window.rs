@@ -1,5 +1,5 @@
-//! Windows of the simulated device: addresses that fault where no memory was put. What was put
-//! behind them is poison until it is written, and what was taken is gone.
+//! Windows of the simulated device: addresses without memory fault. Newly mapped memory is poison
+//! until it is written, and unmapped memory loses its content.
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Mutex};
@@ -9,10 +9,10 @@ use crate::device::simulated::{POISON, Simulated};
 use crate::device::window::{Piece, Pieces, Window};
 use crate::fail;
 
-/// What the device knows of a window.
+/// Address range of a window.
 pub struct Addresses {
     range: Range,
-    /// The first of them that is a multiple of the grain, and how many bytes follow.
+    /// Start of the window: the first address of the range that is a multiple of the granularity.
     start: u64,
     bytes: u64,
     granularity_bytes: u64,
@@ -25,12 +25,12 @@ struct SimulatedWindow {
 }
 
 impl Addresses {
-    /// Where a part begins in the range that it is of.
+    /// Offset in the underlying range.
     fn offset(&self, at: u64) -> u64 {
         self.start - self.range.address() as u64 + at
     }
 
-    /// Whether what lies here of a range of addresses has memory.
+    /// Whether the part of a range that lies in this window is mapped.
     fn backs(&self, (from, to): (u64, u64)) -> bool {
         let (from, to) = (from.max(self.start), to.min(self.start + self.bytes));
         from >= to || self.pieces.lock().covers(from - self.start, to - self.start)
@@ -42,7 +42,9 @@ impl Simulated {
         match self.opts.granularity_bytes {
             0 => fail!(Unsupported, "this simulated device has no windows"),
             granularity if granularity.is_power_of_two() => Ok(granularity),
-            granularity => fail!(Invalid, "a grain of {granularity} bytes: it is a power of two"),
+            granularity => {
+                fail!(Invalid, "a granularity of {granularity} bytes: it must be a power of two")
+            }
         }
     }
 
@@ -52,7 +54,7 @@ impl Simulated {
             return Err(Status::Limit.into());
         };
         if whole == 0 {
-            fail!(Invalid, "a window of no addresses");
+            fail!(Invalid, "a window of 0 bytes");
         }
         self.check_there()?;
         let range = Range::strict(whole.checked_add(granularity_bytes).ok_or(Status::Limit)?)?;
@@ -67,7 +69,7 @@ impl Simulated {
         Ok(Arc::new(SimulatedWindow { device: self, at }))
     }
 
-    /// Windows that are there.
+    /// Number of open windows.
     pub fn windows(&self) -> usize {
         self.windows.lock().iter().filter(|window| window.strong_count() > 0).count()
     }
@@ -76,12 +78,17 @@ impl Simulated {
         if self.is_lost() { Err(Status::Unavailable.into()) } else { Ok(()) }
     }
 
-    /// Refuses copies to or from addresses of windows that have no memory.
+    /// Rejects copies that access unmapped addresses of windows.
     pub(super) fn check_windows(&self, copies: &[LoweredCopy]) -> Result<()> {
         for window in self.windows.lock().iter().filter_map(|window| window.upgrade()) {
             for range in copies.iter().flat_map(|copy| copy.ranges()) {
                 if !window.backs(range) {
-                    fail!(Invalid, "no memory is behind all of {:#x} to {:#x}", range.0, range.1);
+                    fail!(
+                        Invalid,
+                        "the window has no memory mapped at some of {:#x} to {:#x}",
+                        range.0,
+                        range.1
+                    );
                 }
             }
         }
@@ -90,7 +97,7 @@ impl Simulated {
 }
 
 impl SimulatedWindow {
-    /// Takes a piece from its addresses, if it has any.
+    /// Unmaps a piece, if it is mapped.
     fn free_place(&self, pieces: &mut Pieces<()>, piece: Piece) -> Result<()> {
         let known = pieces.get(piece)?;
         let Some(at) = known.at else { return Ok(()) };
@@ -135,7 +142,7 @@ impl Window for SimulatedWindow {
         let offset = self.at.offset(at);
         self.at.range.take(offset, known.bytes)?;
         if let Some(address) = self.at.range.range(offset, known.bytes) {
-            // SAFETY: a part of the range that was taken just now, which nobody has yet.
+            // SAFETY: a part of the range that was mapped just now, which nobody has yet.
             unsafe { address.write_bytes(POISON, known.bytes as usize) };
         }
         pieces.set(piece, (), Some(at));

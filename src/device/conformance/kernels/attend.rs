@@ -1,4 +1,4 @@
-//! Kernels of attention, against attention in binary64.
+//! Checks of attention kernels, against attention in binary64.
 
 use crate::device::call::{Call, Kind};
 use crate::device::conformance::Outcome;
@@ -6,17 +6,17 @@ use crate::device::conformance::bench::{Bench, TestBuffer};
 use crate::device::conformance::kernels::{Lab, check_all_close, check_close, rounded, size};
 use crate::meta::dtype::Dtype;
 
-/// What is written is f32, whatever queries are; what each head got is written.
+/// Flags: write results as f32; write weights for each query head.
 const OUT_F32: u32 = 1;
 const BY_QUERY_HEAD: u32 = 2;
 /// Prefill: lines of `src/attention/keys.rs`, and no query that sees all keys.
 const LINES: u32 = 1;
 const NO_QUERY: u32 = u32::MAX;
-/// Tokens of a page where keys are in pages, and what is before the first row of one.
+/// Tokens of a page of keys, and padding before its first row.
 const PAGE: usize = 16;
 const BEFORE: usize = 32;
 
-/// What is asked.
+/// Shape of a problem.
 #[derive(Clone, Copy)]
 struct Shape {
     queries: usize,
@@ -29,7 +29,7 @@ struct Shape {
 }
 
 impl Shape {
-    /// Numbers of values; latent rows are keys and values.
+    /// Elements of a value; rows of latent attention are keys and values.
     fn value_dim(&self) -> usize {
         if self.is_latent() { 512 } else { self.dim }
     }
@@ -48,7 +48,7 @@ impl Shape {
     }
 }
 
-/// Numbers, and the same in memory that the kernel reaches.
+/// Input numbers, and the same in memory of the kernel.
 struct Problem<'a> {
     shape: Shape,
     queries: Vec<f32>,
@@ -62,7 +62,7 @@ struct Problem<'a> {
 impl<'a> Problem<'a> {
     fn new(lab: &Lab<'a>, shape: Shape) -> Outcome<Problem<'a>> {
         let Shape { queries, tokens, heads, key_heads, dim, dtype, .. } = shape;
-        // Products that are large enough for softmax to prefer some.
+        // Products large enough for a non-uniform softmax.
         let asked = lab.numbers(queries * heads * dim, dtype);
         let queries: Vec<f32> = asked.iter().map(|x| rounded(4.0 * x, dtype)).collect();
         let [keys, own] = [0, 1].map(|_| lab.numbers(tokens * key_heads * dim, dtype));
@@ -79,7 +79,7 @@ impl<'a> Problem<'a> {
         Ok(Problem { shape, queries, keys, values, buffers, table: lab.put_u64(&table)? })
     }
 
-    /// A call without what is written.
+    /// A call without outputs.
     fn call(&self, kind: Kind) -> Call {
         let Shape { queries, tokens, heads, key_heads, dim, dtype, is_paged } = self.shape;
         let [asked, keys, values] = &self.buffers;
@@ -113,7 +113,7 @@ impl<'a> Problem<'a> {
         }
     }
 
-    /// Weights, results and log-sum-exp of a query over keys of which `sees` is true.
+    /// Weights, result and log-sum-exp of a query over the keys for which `sees` is true.
     fn attend(
         &self,
         (query, head): (usize, usize),
@@ -147,7 +147,7 @@ impl<'a> Problem<'a> {
         (weights, out, most + sum.ln())
     }
 
-    /// Holds results and log-sum-exps to that, each of (head, position, key) seen or not.
+    /// Compares results and log-sum-exps; `sees` takes head, position and key.
     fn check(
         &self,
         (out, lse): (&[f32], &[f32]),
@@ -166,7 +166,7 @@ impl<'a> Problem<'a> {
     }
 }
 
-/// Where pages are: the last first, each with room before it.
+/// Page positions: last page first, each with padding before it.
 fn places(pages: usize, row: usize) -> Vec<usize> {
     (0..pages).rev().map(|page| page * (PAGE * row + BEFORE)).collect()
 }
@@ -180,12 +180,12 @@ fn paged(bytes: &[u8], row: usize) -> Vec<u8> {
     all
 }
 
-/// Weights are kept in as many bits as numbers.
+/// Error bound: weights are rounded to the type of the keys.
 fn bound(dtype: Dtype) -> f64 {
     if dtype == Dtype::Bf16 { 5e-3 } else { 7e-4 }
 }
 
-/// What keys and distances get of the last queries.
+/// Column and diagonal weights of the last queries.
 pub fn estimate(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Estimate)?;
     for (queries, dim, dtype, is_paged) in
@@ -234,7 +234,7 @@ pub fn prefill(bench: &Bench<'_>) -> Outcome {
         let problem = Problem::new(&lab, shape)?;
         for lists in [None, Some(lines(&lab, shape))] {
             if !prefill_once(&lab, &problem, lists)? {
-                // Latent rows take more of a device than some have.
+                // Latent attention needs more shared memory than some devices have.
                 need_latent(shape)?;
             }
         }
@@ -243,16 +243,16 @@ pub fn prefill(bench: &Bench<'_>) -> Outcome {
 }
 
 fn need_latent(shape: Shape) -> Outcome {
-    super::need(shape.is_latent(), || format!("prefill of {} numbers is refused", shape.dim))
+    super::need(shape.is_latent(), || format!("prefill of heads of {} is rejected", shape.dim))
 }
 
-/// Columns and diagonals for each query head.
+/// Random columns and diagonals for each query head.
 fn lines(lab: &Lab<'_>, shape: Shape) -> Vec<[Vec<u32>; 2]> {
     let some = |_| (0..shape.tokens as u32).filter(|_| lab.below(6) == 0).collect();
     (0..shape.heads).map(|_| [0, 1].map(some)).collect()
 }
 
-/// False where the device does not have this.
+/// False if the device does not support the call.
 fn prefill_once(
     lab: &Lab<'_>,
     problem: &Problem<'_>,
@@ -301,10 +301,10 @@ fn prefill_once(
     Ok(true)
 }
 
-/// Attention of few queries: over all keys with what each got, and over some blocks.
+/// Attention of few queries: over all keys with the weight of each, and over some blocks.
 pub fn decode(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Decode)?;
-    // Latent rows are those of many heads.
+    // Latent rows are shared by many heads.
     for (dim, dtype, is_paged, heads) in
         [(64, Dtype::F32, false, 4), (128, Dtype::F16, true, 4), (576, Dtype::Bf16, true, 20)]
     {
@@ -352,7 +352,7 @@ fn decode_once(lab: &Lab<'_>, problem: &Problem<'_>, list: Option<Vec<u32>>) -> 
     })?;
     let sees = |_, _, key: usize| !has_list || list.contains(&((key / PAGE) as u32));
     let (out, lse) = (out.numbers(Dtype::F32)?, more.numbers(Dtype::F32)?);
-    // Sums of products of tiles are rounded a little more.
+    // Tiles round sums of products slightly more.
     let bounds = if problem.shape.is_latent() { (5e-5, 2e-5) } else { (4e-6, 2e-6) };
     problem.check((&out, &lse), &sees, bounds)?;
     if has_list {

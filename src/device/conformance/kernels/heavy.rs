@@ -1,4 +1,4 @@
-//! Kernels of what stays.
+//! Checks of kernels that evict tokens by accumulated weight.
 
 use crate::device::call::{Call, Kind};
 use crate::device::conformance::bench::Bench;
@@ -6,10 +6,10 @@ use crate::device::conformance::kernels::{Lab, check_all_close};
 use crate::device::conformance::{Outcome, need};
 use crate::meta::dtype::Dtype;
 
-/// Lists of scores, and what lies between two of them.
+/// Number of score lists.
 const LISTS: usize = 2;
 
-/// What rows got is added to the scores of their list.
+/// Weights of rows are added to the scores of their list.
 pub fn add(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Add)?;
     let group = 3;
@@ -43,7 +43,7 @@ pub fn add(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-/// The best stay, and the first and last.
+/// The tokens with the highest scores are kept, and the first and last ones.
 pub fn keep(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Keep)?;
     for round in 0..2 * lab.rounds() {
@@ -74,9 +74,11 @@ pub fn keep(bench: &Bench<'_>) -> Outcome {
         for (list, scores) in numbers.chunks(tokens).enumerate() {
             let want = kept(scores, (sinks, recent, keep));
             let count = counts[list] as usize;
-            need(count == want.len(), || format!("{count} of {tokens} stay: {}", want.len()))?;
+            need(count == want.len(), || {
+                format!("{count} of {tokens} tokens are kept, expected {}", want.len())
+            })?;
             let is_right = index[list * capacity..][..count] == want;
-            need(is_right, || format!("others than the best {keep} of {tokens} stay"))?;
+            need(is_right, || format!("the kept tokens are not the best {keep} of {tokens}"))?;
         }
     }
     Ok(())
@@ -85,7 +87,7 @@ pub fn keep(bench: &Bench<'_>) -> Outcome {
 fn kept(scores: &[f32], (sinks, recent, keep): (usize, usize, usize)) -> Vec<u32> {
     let to = scores.len().saturating_sub(recent);
     let mut between: Vec<usize> = (to.min(sinks)..to).collect();
-    // The worst first, of equal ones the lower; minus zero is zero.
+    // Lowest score first; of equal scores the lower index. -0 equals 0.
     between.sort_by(|&a, &b| (scores[a] + 0.0).total_cmp(&(scores[b] + 0.0)).then(a.cmp(&b)));
     let gone = &between[..between.len().saturating_sub(keep)];
     (0..scores.len()).filter(|at| !gone.contains(at)).map(|at| at as u32).collect()
@@ -95,12 +97,12 @@ fn kept(scores: &[f32], (sinks, recent, keep): (usize, usize, usize)) -> Vec<u32
 const ROW: usize = 32;
 const BLOCK: usize = 16;
 
-/// Rows that stay move to the first places, and their scores with them; in one piece and in blocks.
+/// Kept rows and their scores move to the front; contiguous and in blocks.
 pub fn compact(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Compact)?;
     for round in 0..2 * lab.rounds() {
         let tokens = BLOCK * (2 + lab.below(8));
-        // One list for all, or one for each head.
+        // One list for all heads, or one for each.
         let count = 1 + lab.below(LISTS as u64);
         let share = 1 + bench.chance.below(3);
         let some = |_| (0..tokens as u32).filter(|_| bench.chance.below(4) < share).collect();
@@ -110,7 +112,7 @@ pub fn compact(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-/// What lists say has come to the first places of their heads.
+/// The rows after compaction.
 fn moved(before: &[u8], lists: &[Vec<u32>]) -> Vec<u8> {
     let mut after = before.to_vec();
     for head in 0..LISTS {
@@ -163,7 +165,7 @@ fn compact_once(lab: &Lab<'_>, tokens: usize, lists: &[Vec<u32>], is_paged: bool
     })?;
     let (keys, values) = before.split_at(bytes);
     let is_right = rows.bytes()? == [moved(keys, lists), moved(values, lists)].concat();
-    need(is_right, || "rows that stay are not at the first places, or others moved".into())?;
+    need(is_right, || "kept rows are not at the front, or other rows moved".into())?;
     let got = numbers.numbers(Dtype::F32)?;
     for (list, at) in lists.iter().zip((0..).step_by(tokens)) {
         let stay = |(to, from): (usize, &u32)| got[at + to] == scores[at + *from as usize];

@@ -1,4 +1,4 @@
-//! Kernels that look for pages.
+//! Checks of kernels that choose pages.
 
 use crate::device::call::{Call, Kind};
 use crate::device::conformance::bench::Bench;
@@ -11,8 +11,8 @@ const DIM: usize = 48;
 const PAGE: usize = 8;
 const PAGES: usize = 7;
 
-/// Boxes have each number of their keys' between their least and their greatest, whether keys come
-/// at once or in turns, in one piece or in blocks.
+/// Boxes hold the minimum and maximum of each element of their keys, whether keys come at once or
+/// in turns, contiguous or in blocks.
 pub fn boxes(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::PageBoxes)?;
     for round in 0..2 * lab.rounds() {
@@ -59,7 +59,7 @@ pub fn boxes(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-/// The most that a query can have of each page, of all pages from one on and of some.
+/// Upper bounds of a query for each page, for all pages from a first one on, and for a list.
 pub fn scores(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::PageScores)?;
     let (queries, heads) = (2, 2 * HEADS);
@@ -112,26 +112,26 @@ pub fn scores(bench: &Bench<'_>) -> Outcome {
             (0..DIM).map(one).sum::<f64>()
         };
         let want: Vec<f64> = (0..queries * heads * list.len()).map(score).collect();
-        // 2 u (D + 1) times the sum of sizes, which is D at most.
+        // 2 u (D + 1) times the sum of magnitudes, which is at most D.
         let bound = 2.0 * (DIM * (DIM + 1)) as f64 / f64::from(1 << 24);
         check_all_close("score", &out.numbers(Dtype::F32)?, &want, bound)?;
     }
     Ok(())
 }
 
-/// The largest of rows: of equal ones the first, and the first and last always.
+/// The largest scores of rows: of equal ones the first, and always the first and last entries.
 pub fn top(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Top)?;
     let (queries, heads) = (2, 3);
     for round in 0..2 * lab.rounds() {
         let (count, keep) = (20 + lab.below(300), 1 + lab.below(40));
         let (sinks, recent) = (lab.below(keep as u64 / 2 + 1), lab.below(keep as u64 / 2 + 1));
-        // Few different ones: many are equal.
+        // Few distinct values, so that many are equal.
         let few = |x: f32| if round % 3 == 0 { (x * 4.0).round() } else { x };
         let numbers = lab.numbers(queries * heads * count, Dtype::F32);
         let mut numbers: Vec<f32> = numbers.into_iter().map(few).collect();
         numbers[lab.below(count as u64)] = f32::NAN;
-        // Heads together, by the largest.
+        // Heads share a list, by their maximum.
         let is_joined = round % 2 == 1;
         let lists = if is_joined { queries } else { queries * heads };
         let (index, counts) = (lab.out(lists * keep * 4)?, lab.out(lists * 4)?);
@@ -157,7 +157,7 @@ pub fn top(bench: &Bench<'_>) -> Outcome {
         let (index, counts) = (index.u32s()?, counts.u32s()?);
         let group = queries * heads / lists;
         for (list, rows) in numbers.chunks(count * group).enumerate() {
-            // What is no number is less than any: `max` takes the other.
+            // NaN is less than any number: `max` takes the other operand.
             let higher =
                 |column| rows.chunks(count).map(|row| row[column]).fold(f32::NAN, f32::max);
             let row: Vec<f32> = (0..count).map(higher).collect();

@@ -1,4 +1,4 @@
-//! Kernels of bytes and of single numbers.
+//! Checks of kernels for bytes and single numbers.
 
 use crate::base::checksum::checksum;
 use crate::device::call::{Call, Kind};
@@ -7,7 +7,7 @@ use crate::device::conformance::kernels::{Lab, bytes_of, check_all_close, check_
 use crate::device::conformance::{Outcome, need};
 use crate::meta::dtype::Dtype;
 
-/// Runs go where they belong, and nothing else changes.
+/// Runs are copied to their targets, and nothing else changes.
 pub fn moves(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Move)?;
     for _ in 0..lab.rounds() {
@@ -16,10 +16,10 @@ pub fn moves(bench: &Bench<'_>) -> Outcome {
         let (from, before) = (lab.put(&content)?, bench.chance.noise(len));
         let to = lab.change(&before)?;
         let (mut table, mut want) = (Vec::new(), before);
-        // Each piece has a part of both for itself, which is more than it takes.
+        // Each piece has its own part of both buffers, larger than it needs.
         let part = 3_000_usize;
         for place in 0..10 {
-            // Of multiples of 16 more goes at once.
+            // Kernels copy multiples of 16 in wider units.
             let unit = bench.chance.of(&[1, 4, 16]);
             let (run, runs) =
                 (unit * (1 + lab.below(40)), if place == 4 { 0 } else { 1 + lab.below(4) });
@@ -50,12 +50,12 @@ pub fn moves(bench: &Bench<'_>) -> Outcome {
             scratch_bytes: scratch.len as u64,
             ..Call::default()
         })?;
-        need(to.bytes()? == want, || "runs of bytes went elsewhere, or are wrong".into())?;
+        need(to.bytes()? == want, || "runs of bytes are wrong or at a wrong place".into())?;
     }
     Ok(())
 }
 
-/// Sums are those of the store.
+/// Checksums equal the store's.
 pub fn sums(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Sum)?;
     for _ in 0..lab.rounds() {
@@ -85,10 +85,10 @@ pub fn sums(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-/// Tokens, heads and numbers of what is converted.
+/// Tokens, heads and elements to convert.
 const ROWS: [usize; 3] = [37, 3, 64];
 
-/// Numbers become numbers of another type: without scales, and to 8 bits and back with a scale of
+/// Numbers are converted between types, without scales, and to 8 bits and back with a scale for
 /// each row.
 pub fn convert(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Convert)?;
@@ -112,7 +112,7 @@ pub fn convert(bench: &Bench<'_>) -> Outcome {
     Ok(())
 }
 
-/// Rows of one type to another, by `scales` if there are any.
+/// Converts rows, with `scales` unless 0.
 fn call(from: Dtype, to: Dtype, (keys, out): (u64, u64), scales: u64) -> Call {
     let [tokens, heads, dim] = ROWS;
     let row = |dtype: Dtype| (dim * dtype.bits() as usize / 8) as i64;
@@ -135,7 +135,7 @@ fn call(from: Dtype, to: Dtype, (keys, out): (u64, u64), scales: u64) -> Call {
     }
 }
 
-/// To I8 and back: scales are the largest sizes divided by 127, codes the nearest.
+/// To I8 and back: scales are the largest magnitudes divided by 127, codes are rounded to nearest.
 fn narrow(lab: &Lab<'_>, dtype: Dtype) -> Outcome {
     let [tokens, heads, dim] = ROWS;
     let numbers = lab.numbers(ROWS.iter().product(), dtype);

@@ -8,21 +8,21 @@ use crate::device::cuda::kernels::{Steps, module};
 use crate::fail;
 use crate::meta::dtype::Dtype;
 
-/// What each key got is wanted: a row for each query head, for each head of keys, or one.
+/// Flags: write the weight of each key, for each query head, for each key head, or summed.
 const SUMS: u32 = 6;
 const SUMS_BY_QUERY_HEAD: u32 = 2;
 const SUMS_BY_KEY_HEAD: u32 = 4;
-/// Keys of a part, and from which number of keys on parts are long.
+/// Keys of a part, and the number of keys above which parts are long.
 const SHORT_PART: u32 = 128;
 const LONG_PART: u32 = 512;
 const LONG_FROM: u32 = 16_384;
 const THREADS: u32 = 128;
-/// Most numbers of a head.
+/// Limit: elements of a head.
 const MAX_DIM: u32 = 1024;
-/// Most rows of a block of threads.
+/// Limit: rows of a thread block.
 const ROWS: u32 = 8;
 
-/// How a decode is cut: `cut` of attend_decode.cu.
+/// Partition of a decode: `cut` of attend_decode.cu.
 struct Cut {
     keys: u32,
     part: u32,
@@ -35,7 +35,7 @@ fn cut(call: &Call) -> Result<Cut> {
     let chosen = u64::from(call.keep) * u64::from(call.recent);
     let keys = if call.count == 0 { call.tokens.into() } else { chosen };
     if keys > MAX_TOKENS.into() {
-        fail!(Limit, "{keys} keys of a list, {MAX_TOKENS} at most");
+        fail!(Limit, "a list of {keys} keys: the limit is {MAX_TOKENS}");
     }
     let keys = keys as u32;
     let part = if keys > LONG_FROM { LONG_PART } else { SHORT_PART };
@@ -43,13 +43,13 @@ fn cut(call: &Call) -> Result<Cut> {
     let group = if is_shared { call.query_heads / call.key_heads } else { 1 };
     let rows = u64::from(call.query_count) * u64::from(group);
     if rows.div_ceil(ROWS.into()) > MAX_HEADS.into() {
-        fail!(Limit, "{rows} rows that share keys");
+        fail!(Limit, "{rows} rows share keys: too many");
     }
     let parts = keys.div_ceil(part).max(1);
     Ok(Cut { keys, part, parts, groups: call.query_heads / group, rows: rows as u32 })
 }
 
-/// Bytes of scratch that a call needs: `results` of attend_decode.cu.
+/// Scratch bytes of a call: `results` of attend_decode.cu.
 fn results(call: &Call, cut: &Cut) -> Option<u64> {
     let rows = u64::from(call.query_count) * u64::from(call.query_heads);
     let parts = u64::from(cut.parts) * (u64::from(call.value_dim) + 2);
@@ -57,7 +57,7 @@ fn results(call: &Call, cut: &Cut) -> Option<u64> {
     rows.checked_mul(4 * (parts + 1 + products))
 }
 
-/// What rows of keys and values are multiples of.
+/// Checks types; returns the alignment of rows of keys and values.
 fn check_types(call: &Call) -> Result<u64> {
     const KNOWN: [Dtype; 4] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::I8];
     let of = dtype("keys", call.dtype, &KNOWN)?;
@@ -65,11 +65,17 @@ fn check_types(call: &Call) -> Result<u64> {
     match (call.scaling, of) {
         (0, _) => {}
         (1 | 2, Dtype::I8) => place("scales", call.scales, 4)?,
-        (scaling, _) => fail!(Invalid, "scales {scaling} of {of:?}"),
+        (scaling, _) => fail!(
+            Invalid,
+            "scaling {scaling} of {of:?}: only I8 has scales, by token (1) or by channel (2)"
+        ),
     }
     for (name, dim) in [("keys", call.key_dim), ("values", call.value_dim)] {
         if dim == 0 || dim > MAX_DIM || dim % 8 != 0 {
-            fail!(Unsupported, "decode of {name} of {dim} numbers");
+            fail!(
+                Unsupported,
+                "decode of {name} of {dim} elements: a multiple of 8 up to {MAX_DIM} is supported"
+            );
         }
     }
     Ok(if of == Dtype::I8 { 8 } else { 16 })
@@ -81,7 +87,12 @@ fn check_chosen(call: &Call) -> Result<()> {
         return Ok(());
     }
     if call.keep == 0 || call.recent == 0 {
-        fail!(Invalid, "lists of {} blocks of {} tokens", call.keep, call.recent);
+        fail!(
+            Invalid,
+            "lists of {} blocks of {} tokens: both must be positive",
+            call.keep,
+            call.recent
+        );
     }
     attend::places(4, &[("index", call.index), ("counts", call.counts)])
 }
@@ -93,7 +104,7 @@ fn check_sums(call: &Call) -> Result<()> {
         SUMS_BY_QUERY_HEAD => {}
         SUMS_BY_KEY_HEAD if is_shared => {}
         SUMS if call.count <= 1 => {}
-        _ => fail!(Invalid, "heads that see different keys have no sum"),
+        _ => fail!(Invalid, "weights cannot be summed over heads with different lists"),
     }
     place("numbers", call.numbers, 4)
 }
@@ -117,19 +128,18 @@ fn check(call: &Call) -> Result<()> {
     check_chosen(call)?;
     check_sums(call)?;
     aligned("more", call.more, 4)?;
-    // Results are written two at a time.
+    // Results are written in pairs.
     attend::places(8, &[("queries", call.queries), ("out", call.out)])?;
     attend::strides(8, &[call.query_stride, call.query_head_stride])?;
     attend::strides(8, &[call.out_stride, call.out_head_stride])?;
     attend::check_rows(call, bytes)
 }
 
-/// From so many rows on, which share latent rows, products are those of tiles.
+/// From this many rows that share latent rows on, products use tensor-core tiles.
 const TILE_ROWS: u32 = 16;
 
-/// Rows of a block of threads that makes products of tiles, its kernel, and the shared memory that
-/// it takes: where many heads share latent rows, of the same type as queries, and what each key
-/// got is not wanted. `latent_decode.cu`.
+/// Rows of a thread block that uses tiles, its kernel, and its shared memory; `latent_decode.cu`.
+/// Conditions: many heads share latent rows of the queries' type, and weights are not requested.
 fn tiles(call: &Call, cut: &Cut, shared_bytes: u32) -> Option<(u32, &'static str, u32)> {
     let of_type = [Dtype::F16, Dtype::Bf16].iter().position(|known| *known as u32 == call.dtype)?;
     let is_latent = (call.key_dim, call.value_dim) == (576, 512)
@@ -147,14 +157,14 @@ fn tiles(call: &Call, cut: &Cut, shared_bytes: u32) -> Option<(u32, &'static str
         (64, ["latent_decode_f16", "latent_decode_bf16"]),
         (32, ["latent_decode_small_f16", "latent_decode_small_bf16"]),
     ];
-    // Queries, keys of half tiles, weights twice, what rows tell each other, and two tiles.
+    // Queries, keys of half tiles, weights twice, exchange between rows, and two tiles.
     let bytes = |rows: u32| rows * 1152 + rows / 32 * 36_864 + rows * 128 + rows * 20 + 2 * 1792;
     let fits =
         |(rows, _): &&(u32, _)| bytes(*rows) <= shared_bytes && (*rows == 32 || cut.rows > 32);
     NAMES.iter().find(fits).map(|(rows, names)| (*rows, names[of_type], bytes(*rows)))
 }
 
-/// The kernel for so many rows.
+/// The kernel for a number of rows.
 fn kernel(dtype: u32, rows: u32) -> &'static str {
     const NAMES: [[&str; 3]; 4] = [
         ["decode_f32_1", "decode_f32_4", "decode_f32_8"],
@@ -186,7 +196,7 @@ pub fn steps(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
             _ => ROWS,
         };
         let dim = call.key_dim.max(call.value_dim).next_multiple_of(64);
-        // Queries and weights of rows, where keys and values are, and what warps tell each other.
+        // Queries and weights of rows, positions of keys and values, and exchange between warps.
         let shared = rows * (dim + cut.part) * 4 + cut.part * 20 + 4 * rows * 4;
         let grid = [cut.parts, cut.groups, cut.rows.div_ceil(rows)];
         steps.add_with(place, kernel(call.dtype, rows), grid, THREADS, shared)?;

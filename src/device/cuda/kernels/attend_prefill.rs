@@ -10,29 +10,30 @@ use crate::meta::dtype::Dtype;
 
 /// Keys of a tile.
 const KEYS: u32 = 64;
-/// Bytes of what is told of two tiles, and of keys in line: `tile` and `queue` of attend_walk.h.
+/// Bytes of the descriptions of two tiles, and of the key queue: `tile` and `queue` of
+/// attend_walk.h.
 const TILES: u32 = 2 * 1792;
 const QUEUE: u32 = 4552;
-/// Queries that have blocks of threads of their own where there are lists.
+/// Queries of a thread block, if there are lists.
 const LISTED_ROWS: u32 = 64;
 
 /// Kernels of a shape.
 struct Shape {
     dtype: Dtype,
     dims: (u32, u32),
-    /// Of all keys, and by lists.
+    /// Kernel over all keys, and kernel by lists.
     names: [&'static str; 2],
     module: usize,
-    /// Queries and threads of a block, of all keys.
+    /// Queries and threads of a block, over all keys.
     rows: u32,
     threads: u32,
-    /// The same by lists; where lists are of other numbers, blocks have more than one each.
+    /// Queries of a block, by lists.
     listed_rows: u32,
-    /// Shared memory of a block, beside what tiles and lists take.
+    /// Shared memory of a block, without tiles and lists.
     bytes: [u32; 2],
 }
 
-/// Keys and values of a tile, and queries: 128, or by lists 64.
+/// Shared memory: keys and values of a tile, and 128 queries, or 64 by lists.
 const fn whole(dtype: Dtype, dim: u32, names: [&'static str; 2]) -> Shape {
     let tile = 2 * KEYS * dim * 2;
     let (module, bytes) =
@@ -41,7 +42,8 @@ const fn whole(dtype: Dtype, dim: u32, names: [&'static str; 2]) -> Shape {
     Shape { dtype, dims: (dim, dim), names, module, rows, listed_rows, threads, bytes }
 }
 
-/// Queries, keys of half tiles, one for each 32 queries, weights, and what rows tell each other.
+/// Shared memory: queries, keys of half tiles (one for each 32 queries), weights, and exchange
+/// between rows.
 const fn latent(dtype: Dtype, rows: u32, names: [&'static str; 2]) -> Shape {
     let halves = rows / 32 * (KEYS / 2) * 576 * 2;
     let bytes = [rows * 576 * 2 + halves + rows * 32 * 2 + 5 * rows * 4; 2];
@@ -49,7 +51,7 @@ const fn latent(dtype: Dtype, rows: u32, names: [&'static str; 2]) -> Shape {
     Shape { dtype, dims, names, module, rows, listed_rows: rows, threads, bytes }
 }
 
-/// Of two of a kind the first that a device has shared memory for is taken.
+/// Of two shapes of a kind the first that fits the device's shared memory is used.
 const SHAPES: [Shape; 8] = [
     whole(Dtype::F16, 64, ["prefill_f16_64", "prefill_listed_f16_64"]),
     whole(Dtype::F16, 128, ["prefill_f16_128", "prefill_listed_f16_128"]),
@@ -62,25 +64,34 @@ const SHAPES: [Shape; 8] = [
 ];
 
 impl Shape {
-    /// Shared memory of a block, by lists or not.
+    /// Shared memory of a block.
     fn shared(&self, is_listed: bool) -> u32 {
         let lists = if is_listed { QUEUE } else { 0 };
         self.bytes[usize::from(is_listed)] + TILES + lists
     }
 }
 
-/// The kernels of a call; those that take the least where none fits.
+/// The kernels of a call; the smallest if none fits.
 fn find(call: &Call, shared_bytes: u32) -> Result<&'static Shape> {
     let of = dtype("keys", call.dtype, &[Dtype::F16, Dtype::Bf16])?;
     if call.other_dtype != call.dtype {
-        fail!(Invalid, "queries of type {}, keys of {of:?}", call.other_dtype);
+        fail!(
+            Invalid,
+            "queries of type {} with keys of {of:?}: the types must be equal",
+            call.other_dtype
+        );
     }
     let dims = (call.key_dim, call.value_dim);
     let mut all = SHAPES.iter().filter(|shape| shape.dims == dims && shape.dtype == of);
     let last = all.clone().next_back();
     match all.find(|shape| shape.shared(call.count > 0) <= shared_bytes).or(last) {
         Some(shape) => Ok(shape),
-        None => fail!(Unsupported, "prefill of keys of {} numbers, values of {}", dims.0, dims.1),
+        None => fail!(
+            Unsupported,
+            "prefill of keys of {} elements and values of {}: 64 and 64, 128 and 128, or 576 and 512 are supported",
+            dims.0,
+            dims.1
+        ),
     }
 }
 
@@ -104,7 +115,10 @@ fn check(call: &Call, shape: &Shape) -> Result<()> {
         (call.values, call.value_stride, call.value_head_stride),
     ];
     if shape.module == module::ATTEND_LATENT && keys != values {
-        fail!(Unsupported, "values that are not the first numbers of latent rows");
+        fail!(
+            Unsupported,
+            "latent attention with separate values: values must be the first 512 elements of keys"
+        );
     }
     if call.count == 0 {
         return Ok(());

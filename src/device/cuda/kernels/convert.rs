@@ -1,4 +1,4 @@
-//! `Kind::Convert`: rows of numbers become rows of others; scales by number are found first.
+//! `Kind::Convert`: converts rows of numbers. Scales by channel are computed first.
 
 use crate::base::status::Result;
 use crate::device::call::Call;
@@ -11,11 +11,11 @@ const KNOWN: [Dtype; 6] =
     [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::F8E4m3, Dtype::F8E5m2, Dtype::I8];
 /// One scale for each token and head.
 const BY_TOKEN: u32 = 1;
-/// One for each head and number.
+/// One scale for each head and element.
 const BY_CHANNEL: u32 = 2;
 /// Flag: scales are given.
 const GIVEN: u32 = 1;
-/// Numbers of a token that a warp has when it looks for the largest.
+/// Elements that a warp compares at a time to find the largest.
 const LINE: u64 = 128;
 
 /// The launches of a call.
@@ -25,7 +25,7 @@ pub fn steps(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     let rows = u64::from(call.count) * heads;
     if is_found {
         let of_scales = [blocks(heads * dim, 256), 1, 1];
-        // Warps beyond a whole number of lines stand still.
+        // Warps beyond a whole number of lines stay idle.
         let columns = heads * dim.div_ceil(LINE);
         let lines =
             [blocks(columns * u64::from(call.count), 8).max(columns.div_ceil(8) as u32), 1, 1];
@@ -36,7 +36,7 @@ pub fn steps(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     steps.add(module::CONVERT, "convert_rows", [blocks(rows, 8), 1, 1], 256)
 }
 
-/// What is wrong with a call; whether scales by number are to be found.
+/// Validates a call; whether scales by channel are computed.
 fn check(call: &Call) -> Result<bool> {
     only(call, |rest| {
         (rest.dtype, rest.other_dtype, rest.scaling, rest.scales) = (0, 0, 0, 0);
@@ -47,8 +47,8 @@ fn check(call: &Call) -> Result<bool> {
             (rest.table, rest.page_tokens, rest.first) = (0, 0, 0);
         }
     })?;
-    let from = dtype("what is read", call.dtype, &KNOWN)?;
-    let to = dtype("what is written", call.other_dtype, &KNOWN)?;
+    let from = dtype("the input", call.dtype, &KNOWN)?;
+    let to = dtype("the output", call.other_dtype, &KNOWN)?;
     number("tokens", call.count, u32::MAX)?;
     number("heads", call.key_heads, 1 << 16)?;
     number("numbers of a head", call.key_dim, 1 << 16)?;
@@ -64,13 +64,13 @@ fn check(call: &Call) -> Result<bool> {
         aligned("blocks", call.table, 8)?;
         number("tokens of a block", call.page_tokens, u32::MAX)?;
         read.steps[0].0 = call.page_tokens.into();
-        // How far into a block: its own address is added.
+        // An offset into a block, which is added to the block's address.
         read.address = (1 << 62) + call.keys % (1 << 62);
     }
     read.check()?;
     let heads = (u64::from(call.key_heads), call.out_head_stride);
     Rows {
-        name: "what is written",
+        name: "the output",
         address: call.out,
         size: u64::from(to.bits() / 8),
         numbers: call.key_dim.into(),
@@ -83,20 +83,30 @@ fn check(call: &Call) -> Result<bool> {
 fn check_scales(call: &Call, from: Dtype, to: Dtype) -> Result<bool> {
     let (is_to_narrow, is_from_narrow) = (to.bits() == 8, from.bits() == 8);
     if call.scaling > BY_CHANNEL {
-        fail!(Invalid, "scaling {}", call.scaling);
+        fail!(Invalid, "scaling {}: 0 none, 1 by token, 2 by channel", call.scaling);
     }
     if call.scaling == 0 {
         if call.scales != 0 || call.flags != 0 {
-            fail!(Invalid, "scales of numbers that are not scaled");
+            fail!(Invalid, "scales or flags are set, but scaling is 0");
         }
         return Ok(false);
     }
     if is_to_narrow == is_from_narrow {
-        fail!(Invalid, "scales between {} and {}", from.name(), to.name());
+        fail!(
+            Invalid,
+            "scaling from {} to {}: exactly one of them must have 8 bits",
+            from.name(),
+            to.name()
+        );
     }
     place("scales", call.scales, 4)?;
     if call.flags & !GIVEN != 0 || (call.flags != 0 && is_from_narrow) {
-        fail!(Invalid, "flags {:#x} of numbers that become {}", call.flags, to.name());
+        fail!(
+            Invalid,
+            "flags {:#x} of a conversion to {}: only 1 (scales given), when quantizing",
+            call.flags,
+            to.name()
+        );
     }
     debug_assert!([BY_TOKEN, BY_CHANNEL].contains(&call.scaling));
     Ok(call.scaling == BY_CHANNEL && is_to_narrow && call.flags & GIVEN == 0)

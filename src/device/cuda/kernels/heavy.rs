@@ -1,5 +1,5 @@
-//! `Kind::Add`, `Kind::Keep` and `Kind::Compact`: what tokens got is added up, those that stay
-//! are chosen, and moved together.
+//! `Kind::Add`, `Kind::Keep` and `Kind::Compact`: accumulate weights of tokens, choose the tokens
+//! to keep, and compact their rows.
 
 use crate::base::status::Result;
 use crate::device::call::Call;
@@ -9,22 +9,26 @@ use crate::device::cuda::kernels::{Steps, module};
 use crate::fail;
 use crate::meta::dtype::Dtype;
 
-/// Threads of a block, adding and moving; and choosing.
+/// Threads of a block that adds or moves, and of one that chooses.
 const THREADS: u32 = 256;
 const KEEP_THREADS: u32 = 1024;
-/// Bytes of a row that one block of threads moves.
+/// Bytes of a row that one thread block moves.
 const SLICE: u32 = 64;
-/// Most bytes of a row.
+/// Limit: bytes of a row.
 const MAX_ROW: u64 = 1 << 30;
 
 fn check_scores(call: &Call, lists: u32) -> Result<()> {
     number("lists", lists, MAX_HEADS)?;
     if call.tokens > MAX_TOKENS {
-        fail!(Limit, "{} tokens, {MAX_TOKENS} at most", call.tokens);
+        fail!(Limit, "{} tokens: the limit is {MAX_TOKENS}", call.tokens);
     }
     let bytes = 4 * u64::from(call.tokens);
     if lists > 1 && call.out_head_stride.unsigned_abs() < bytes {
-        fail!(Invalid, "scores of {bytes} bytes begin {} apart", call.out_head_stride);
+        fail!(
+            Invalid,
+            "score lists of {bytes} bytes overlap with a stride of {}",
+            call.out_head_stride
+        );
     }
     attend::strides(4, &[call.out_head_stride])?;
     place("numbers", call.numbers, 4)
@@ -32,13 +36,17 @@ fn check_scores(call: &Call, lists: u32) -> Result<()> {
 
 fn check_lists(call: &Call, lists: u32, most: u64) -> Result<()> {
     if lists > 1 && call.out_stride.unsigned_abs() < 4 * most {
-        fail!(Invalid, "lists of up to {most} begin {} bytes apart", call.out_stride);
+        fail!(
+            Invalid,
+            "lists of up to {most} entries overlap with a stride of {} bytes",
+            call.out_stride
+        );
     }
     attend::strides(4, &[call.out_stride])?;
     attend::places(4, &[("index", call.index), ("counts", call.counts)])
 }
 
-/// The launches of a call that adds what tokens got.
+/// The launches that add weights.
 pub fn add(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     only(call, |rest| {
         (rest.numbers, rest.out_head_stride, rest.key_heads, rest.tokens) = (0, 0, 0, 0);
@@ -47,7 +55,7 @@ pub fn add(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     let (rows, lists) = (call.query_heads, call.key_heads);
     check_scores(call, lists)?;
     if rows == 0 || rows % lists != 0 {
-        fail!(Invalid, "{rows} rows of sums for {lists} lists");
+        fail!(Invalid, "{rows} rows of sums: must be a positive multiple of {lists} lists");
     }
     attend::strides(4, &[call.query_head_stride])?;
     place("more", call.more, 4)?;
@@ -57,7 +65,7 @@ pub fn add(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     }
 }
 
-/// The launches of a call that chooses what stays.
+/// The launches that choose tokens.
 pub fn keep(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     only(call, |rest| {
         (rest.numbers, rest.out_head_stride, rest.key_heads, rest.tokens) = (0, 0, 0, 0);
@@ -71,16 +79,19 @@ pub fn keep(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     steps.add(module::HEAVY, "heavy_keep", [lists, 1, 1], KEEP_THREADS)
 }
 
-/// Bytes of a row of so many numbers.
+/// Bytes of a row.
 fn row_bytes(of: Dtype, dim: u32) -> Result<u32> {
     let bytes = if of == Dtype::Bytes { Some(dim.into()) } else { of.bytes_of(dim.into()) };
     match bytes {
         Some(bytes @ 1..=MAX_ROW) => Ok(bytes as u32),
-        _ => fail!(Invalid, "rows of {dim} numbers of {of:?}"),
+        _ => fail!(
+            Invalid,
+            "rows of {dim} elements of {of:?}: 1 to {MAX_ROW} whole bytes are accepted"
+        ),
     }
 }
 
-/// Fails unless rows are somewhere; in pages, their place is what is added to those.
+/// Checks the addresses of rows; with a page table they are offsets.
 fn check_rows(call: &Call, has_values: bool) -> Result<()> {
     if call.table == 0 {
         place("keys", call.keys, 1)?;
@@ -90,7 +101,7 @@ fn check_rows(call: &Call, has_values: bool) -> Result<()> {
     number("tokens of a page", call.page_tokens, MAX_TOKENS)
 }
 
-/// The launches of a call that moves what stays together.
+/// The launches that compact rows.
 pub fn compact(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     only(call, |rest| {
         attend::used(rest);
@@ -102,13 +113,13 @@ pub fn compact(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     let (heads, lists) = (call.key_heads, call.count);
     number("heads", heads, MAX_HEADS)?;
     if lists != 1 && lists != heads {
-        fail!(Invalid, "{lists} lists of what stays of {heads} heads");
+        fail!(Invalid, "{lists} lists for {heads} heads: one for all, or one for each");
     }
     check_lists(call, lists, 0)?;
     let has_values = call.value_dim > 0;
     check_rows(call, has_values)?;
     if has_values && call.values == call.keys {
-        fail!(Invalid, "keys and values in one place would move twice");
+        fail!(Invalid, "keys and values have the same address: they would move twice");
     }
     let keys = row_bytes(of, call.key_dim)?;
     let values = if has_values { row_bytes(of, call.value_dim)? } else { 0 };

@@ -1,6 +1,6 @@
-//! Kernels: CUDA sources that stand here beside what they were compiled to, and how each call is
-//! laid out on a device. All take one argument, the [`Call`] itself; `call.h` says what of it.
-//! `ffi-tests/cuda/kernels/build.py` compiles them.
+//! Kernels: CUDA sources with their compiled code, and the grid of each call. All take one
+//! argument, the [`Call`]; `call.h` describes its fields. `ffi-tests/cuda/kernels/build.py`
+//! compiles the sources.
 
 pub mod attend;
 mod attend_decode;
@@ -22,23 +22,23 @@ use crate::base::status::{Result, Status};
 use crate::device::call::{Call, Kind};
 use crate::fail;
 
-/// One source, compiled, and packed by zstd: most programs never need it.
+/// A compiled source, packed with zstd because most programs do not need it.
 pub struct Module {
-    /// Its file, without an ending.
+    /// File name without extension.
     pub name: &'static str,
-    /// What cannot be had without it.
+    /// Kernels in it.
     pub kinds: &'static [Kind],
     ptx: &'static [u8],
     cubin_90: &'static [u8],
 }
 
 impl Module {
-    /// What cannot be had without it, as a set.
+    /// Kernels in it, as a set.
     pub fn kind_bits(&self) -> u64 {
         self.kinds.iter().fold(0, |set, kind| set | kind.bit())
     }
 
-    /// What it is for, in words.
+    /// Description for messages.
     pub fn words(&self) -> String {
         match self.kinds {
             [] => format!("kernels of {}", self.name),
@@ -46,14 +46,14 @@ impl Module {
         }
     }
 
-    /// For compute capability 8.0 and, compiled by the driver, all later ones. Ends with a zero.
+    /// NUL-terminated PTX for compute capability 8.0, which the driver compiles for later ones.
     pub fn ptx(&self) -> Result<Vec<u8>> {
         let mut code = unpack(self.name, self.ptx)?;
         code.push(0);
         Ok(code)
     }
 
-    /// For 9.0, ready to run.
+    /// Machine code for 9.0.
     pub fn cubin_90(&self) -> Result<Vec<u8>> {
         unpack(self.name, self.cubin_90)
     }
@@ -66,11 +66,11 @@ fn unpack(name: &str, packed: &[u8]) -> Result<Vec<u8>> {
         .and_then(|mut all| all.read_to_end(&mut code).map_err(|error| error.to_string()));
     match unpacked {
         Ok(_) => Ok(code),
-        Err(why) => fail!(Corrupt, "the kernels of {name} do not unpack: {why}"),
+        Err(why) => fail!(Corrupt, "the kernels of {name} cannot be decompressed: {why}"),
     }
 }
 
-/// What a source was compiled to.
+/// The compiled code of a source.
 macro_rules! compiled {
     ($name:literal, $($kind:ident)*) => {
         Module {
@@ -82,7 +82,7 @@ macro_rules! compiled {
     };
 }
 
-/// All sources.
+/// All modules.
 pub const MODULES: [Module; 11] = [
     compiled!("move", Move),
     compiled!("convert", Convert),
@@ -90,7 +90,7 @@ pub const MODULES: [Module; 11] = [
     compiled!("pages", PageBoxes PageScores),
     compiled!("top", Top),
     compiled!("attend_prefill", Prefill),
-    // Latent rows alone, as `latent_decode`: other attention goes on without.
+    // Latent attention only, as `latent_decode`: other attention works without it.
     compiled!("attend_latent",),
     compiled!("attend_decode", Decode),
     compiled!("estimate", Estimate),
@@ -98,7 +98,7 @@ pub const MODULES: [Module; 11] = [
     compiled!("latent_decode",),
 ];
 
-/// Places of [`MODULES`].
+/// Indices in [`MODULES`].
 mod module {
     pub const MOVE: usize = 0;
     pub const CONVERT: usize = 1;
@@ -113,40 +113,40 @@ mod module {
     pub const LATENT_DECODE: usize = 10;
 }
 
-/// One launch.
+/// A launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// The place of its module in [`MODULES`].
+    /// Index of its module in [`MODULES`].
     pub module: usize,
-    /// The function's name.
+    /// Function name.
     pub name: &'static str,
-    /// Blocks.
+    /// Thread blocks.
     pub grid: [u32; 3],
     /// Threads of a block.
     pub block: [u32; 3],
-    /// Shared memory that is asked for when it is launched.
+    /// Dynamic shared memory.
     pub shared_bytes: u32,
 }
 
-/// Most launches of a call.
+/// Limit: launches of a call.
 pub const MAX_STEPS: usize = 4;
-/// Shared memory that a block of threads can have on compute capability 9.0: the most there is.
+/// Limit: shared memory of a thread block, on compute capability 9.0.
 pub const MOST_SHARED: u32 = 227 << 10;
 
-/// Launches as they are told.
+/// Collects launches.
 struct Steps<'a> {
     all: &'a mut Vec<Step>,
-    /// Shared memory that a block of threads can have.
+    /// Shared memory that a thread block can have.
     shared_bytes: u32,
 }
 
 impl Steps<'_> {
-    /// One more, of blocks of so many threads.
+    /// Adds a launch with blocks of `block` threads.
     fn add(&mut self, module: usize, name: &'static str, grid: [u32; 3], block: u32) -> Result<()> {
         self.add_with(module, name, grid, block, 0)
     }
 
-    /// The same with shared memory.
+    /// Adds a launch with dynamic shared memory.
     fn add_with(
         &mut self,
         module: usize,
@@ -157,7 +157,10 @@ impl Steps<'_> {
     ) -> Result<()> {
         if shared_bytes > self.shared_bytes {
             let there = self.shared_bytes;
-            fail!(Unsupported, "{name} takes {shared_bytes} bytes of shared memory, {there} are");
+            fail!(
+                Unsupported,
+                "{name} needs {shared_bytes} bytes of shared memory, the device has {there}"
+            );
         }
         if self.all.try_reserve(1).is_err() {
             return Err(Status::NoMem.into());
@@ -167,13 +170,12 @@ impl Steps<'_> {
     }
 }
 
-/// The launches of a call, in this order on one stream, where a block of threads can have so much
-/// shared memory; they replace those in `steps`. What is wrong with a call is said here: a kernel
-/// checks nothing.
+/// Validates a call and writes its launches to `steps`, to be issued in order on one stream.
+/// `shared_bytes` is the shared memory of a thread block. Kernels validate nothing themselves.
 pub fn steps(call: &Call, shared_bytes: u32, steps: &mut Vec<Step>) -> Result<()> {
     steps.clear();
     let Some(kind) = Kind::of(call.kind) else {
-        fail!(Unsupported, "kernel {} is none of this device", call.kind)
+        fail!(Unsupported, "kernel {} does not exist", call.kind)
     };
     let steps = &mut Steps { all: steps, shared_bytes };
     match kind {

@@ -1,11 +1,11 @@
-//! `Kind::Move`: pieces are counted by parts, then moved part by part.
+//! `Kind::Move`: plans parts of pieces, then copies part by part.
 
 use crate::base::status::Result;
 use crate::device::call::Call;
 use crate::device::cuda::kernels::check::{FULL, number, only, place, scratch};
 use crate::device::cuda::kernels::{Steps, module};
 
-/// Threads of a block that plans: `PLANNERS` of `plan.h`.
+/// Threads of the planning block: `PLANNERS` of `plan.h`.
 pub const PLANNERS: u32 = 1024;
 
 /// The launches of a call.

@@ -1,4 +1,4 @@
-//! `Kind::PageBoxes` and `Kind::PageScores`: what pages of keys are like.
+//! `Kind::PageBoxes` and `Kind::PageScores`: bounding boxes of pages and their scores.
 
 use crate::base::status::Result;
 use crate::device::call::Call;
@@ -11,13 +11,13 @@ use crate::meta::dtype::Dtype;
 
 const KEYS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 const BOXES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
-/// Most numbers of a head.
+/// Limit: elements of a head.
 const MAX_DIM: u32 = 1024;
-/// Most heads: a dimension of a grid.
+/// Limit: heads, a grid dimension.
 const MAX_HEADS: u32 = 65_535;
-/// Flag: blocks of a table are aligned.
+/// Flag: blocks of a page table are aligned.
 const EVEN: u32 = 1;
-/// Threads of a block that scores, and shared memory that every device gives.
+/// Threads of a scoring block, and shared memory of every device.
 const SCORERS: u32 = 128;
 const SHARED_BYTES: u32 = 48 << 10;
 
@@ -25,7 +25,7 @@ fn bytes(dtype: Dtype) -> u64 {
     u64::from(dtype.bits() / 8)
 }
 
-/// The launches of a call that widens boxes.
+/// The launches that extend boxes.
 pub fn boxes(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     only(call, |rest| {
         (rest.dtype, rest.other_dtype, rest.flags) = (0, 0, 0);
@@ -47,7 +47,7 @@ pub fn boxes(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     let (heads, tokens) = (u64::from(call.key_heads), if is_table { 1 } else { call.count });
     Rows {
         name: "keys",
-        // In a table: how far into a block, whose own address is added.
+        // With a table: an offset into a block, which is added to the block's address.
         address: if is_table { (1 << 62) + call.keys % (1 << 62) } else { call.keys },
         size: bytes(key),
         numbers: call.key_dim.into(),
@@ -73,24 +73,29 @@ pub fn boxes(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     let name = if is_whole { "page_boxes" } else { "page_boxes_odd" };
     let pages = end - u64::from(call.first) / each;
     let work = pages * heads * u64::from(call.key_dim) / at_once;
-    // Pages are long: many blocks that each have little share them better than a few.
+    // Pages are long: many small blocks balance better than a few large ones.
     let blocks = work.div_ceil(256).clamp(1, 8 * u64::from(FULL)) as u32;
     steps.add(module::PAGES, name, [blocks, 1, 1], 256)
 }
 
-/// Whether keys are in blocks.
+/// Validates the block table; whether keys are in blocks.
 fn check_table(call: &Call) -> Result<bool> {
     if call.flags & !EVEN != 0 || (call.table == 0 && call.flags != 0) {
-        fail!(Invalid, "flags {:#x} of boxes", call.flags);
+        fail!(Invalid, "flags {:#x} of page boxes: only 1, with a block table", call.flags);
     }
     if call.tokens % call.page_tokens != 0 {
-        fail!(Invalid, "blocks of {} tokens, pages of {}", call.tokens, call.page_tokens);
+        fail!(
+            Invalid,
+            "blocks of {} tokens: must be a multiple of {} page tokens",
+            call.tokens,
+            call.page_tokens
+        );
     }
     aligned("blocks", call.table, 8)?;
     Ok(call.table != 0)
 }
 
-/// The launches of a call that scores.
+/// The launches that score pages.
 pub fn scores(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     let (box_bytes, rows) = check_scores(call)?;
     let heads = call.key_heads;
@@ -100,7 +105,7 @@ pub fn scores(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
         let all = rows * u64::from(heads) * u64::from(call.count);
         return steps.add(module::PAGES, "page_scores_odd", [blocks(all, 8), 1, 1], 256);
     }
-    // Of each query a warp reads 16 bytes' worth of numbers a lane.
+    // For each query, every lane of a warp reads 16 bytes of numbers.
     let line = 32 * 16 / box_bytes;
     let row_bytes = 4 * numbers.next_multiple_of(line) as u32;
     let (name, at_once, pages) = match rows {
@@ -115,7 +120,7 @@ pub fn scores(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     steps.add_with(module::PAGES, name, [across.min(few), heads, parts], SCORERS, shared)
 }
 
-/// What is wrong with a call; bytes of a number of a box, and rows of queries of a head of keys.
+/// Validates a call; returns the bytes of a box element and the query rows of a key head.
 fn check_scores(call: &Call) -> Result<(u64, u64)> {
     only(call, |rest| {
         (rest.dtype, rest.other_dtype) = (0, 0);
@@ -134,20 +139,25 @@ fn check_scores(call: &Call) -> Result<(u64, u64)> {
     number("heads of queries", call.query_heads, u32::MAX)?;
     let (heads, key_heads) = (u64::from(call.query_heads), u64::from(call.key_heads));
     if heads % key_heads != 0 {
-        fail!(Invalid, "{heads} heads of queries for {key_heads} of keys");
+        fail!(Invalid, "{heads} query heads: must be a multiple of {key_heads} key heads");
     }
     let rows = u64::from(call.query_count) * heads;
     if rows > u64::from(u32::MAX) {
-        fail!(Limit, "{} queries of {heads} heads", call.query_count);
+        fail!(Limit, "{} queries of {heads} heads exceed the limit of rows", call.query_count);
     }
     if call.first.checked_add(call.count).is_none() || (call.index != 0 && call.first != 0) {
-        fail!(Invalid, "pages {} and {} more", call.first, call.count);
+        fail!(
+            Invalid,
+            "pages from {} on, {} of them: out of range, or combined with a list",
+            call.first,
+            call.count
+        );
     }
     aligned("numbers of pages", call.index, 4)?;
     place("scores", call.out, 4)?;
     if (rows * u64::from(call.count)).checked_mul(4).and_then(|n| n.checked_add(call.out)).is_none()
     {
-        fail!(Invalid, "scores reach beyond all addresses");
+        fail!(Invalid, "scores exceed the address space");
     }
     let pages = if call.index != 0 { 1 } else { u64::from(call.first) + u64::from(call.count) };
     Rows {

@@ -1,4 +1,4 @@
-//! `Kind::Sum`: blocks of 4 KiB are summed, then their sums.
+//! `Kind::Sum`: sums blocks of 4 KiB, then combines their sums.
 
 use crate::base::status::Result;
 use crate::device::call::Call;
@@ -15,7 +15,7 @@ pub fn steps(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
     place("ranges", call.table, 8)?;
     place("sums", call.out, 8)?;
     number("ranges", call.count, u32::MAX)?;
-    // How long ranges are is known on the device only; the kernel looks at it.
+    // Lengths of ranges are known on the device only; the kernel checks them.
     scratch(call, Some(8 * (u64::from(call.count) + 1)))?;
     steps.add(module::SUM, "sum_plan", [1, 1, 1], PLANNERS)?;
     steps.add(module::SUM, "sum_blocks", [FULL, 1, 1], 256)?;
