@@ -1,46 +1,45 @@
-//! Connections as they are, or with TLS on them: the same to whoever sends and receives. As with
-//! links, nothing waits.
+//! Connections with or without TLS, behind one interface. As with links, no call waits.
 
 use std::net::SocketAddr;
 
 use crate::io::link::{Link, Lost, Pieces, Watch};
 use crate::io::tls::{Session, Trust};
 
-/// A connection, or one that is being made.
+/// A connection, established or in progress.
 pub struct Channel {
     link: Link,
     tls: Option<Session>,
 }
 
 impl Channel {
-    /// Begins a connection; with TLS, if it is told whom to trust and whom to expect.
+    /// Begins to connect; `tls` is the trust configuration and the expected host.
     pub fn begin(to: &SocketAddr, tls: Option<(&Trust, &str)>) -> Result<Channel, Lost> {
         let tls = tls.map(|(trust, host)| trust.session(host)).transpose()?;
         Ok(Channel { link: Link::begin(to)?, tls })
     }
 
-    /// What became of the connection that was begun. Only after a wait for room to write.
+    /// The result of connecting. Call it only after a wait for room to write.
     pub fn made(&self) -> Result<(), Lost> {
         self.link.made()
     }
 
-    /// How long the way to the other side and back takes, as far as the kernel knows.
+    /// Round-trip time, if the kernel knows it.
     pub fn round_trip_ns(&self) -> Option<u64> {
         self.link.round_trip_ns()
     }
 
-    /// Goes on with what has to be said before anything else; whether all of that has been.
+    /// Continues the TLS handshake; true once it is complete.
     pub fn secure(&mut self) -> Result<bool, Lost> {
         self.tls.as_mut().map_or(Ok(true), |tls| tls.handshake(&self.link))
     }
 
-    /// Whether something is to be sent besides what [`Channel::send`] was given and did not take.
-    pub fn owes(&self) -> bool {
-        self.tls.as_ref().is_some_and(Session::owes)
+    /// Whether encrypted bytes that [`Channel::send`] took are still to be sent.
+    pub fn wants_write(&self) -> bool {
+        self.tls.as_ref().is_some_and(Session::wants_write)
     }
 
-    /// Sends what there is room for now; None = there is none. What it took may be on its way
-    /// still: see [`Channel::owes`].
+    /// Sends as much as there is room for now; None = no room. Bytes that it took may not be sent
+    /// yet: see [`Channel::wants_write`].
     ///
     /// # Safety
     /// Every piece can be read.
@@ -53,10 +52,10 @@ impl Channel {
         }
     }
 
-    /// Takes what has come, at most as much as the pieces have room for; None = nothing has.
+    /// Receives what has arrived, as far as the pieces have room; None = nothing has.
     ///
     /// # Safety
-    /// Every piece can be written, by nobody else meanwhile.
+    /// Every piece can be written, and nobody else accesses it meanwhile.
     pub unsafe fn receive(&mut self, pieces: &mut Pieces) -> Result<Option<usize>, Lost> {
         match &mut self.tls {
             // SAFETY: the caller vouches for the pieces.
@@ -66,14 +65,14 @@ impl Channel {
         }
     }
 
-    /// Forgets what was sent last.
+    /// Overwrites copies of the bytes that were sent last.
     pub fn wipe(&mut self) {
         if let Some(tls) = &mut self.tls {
             tls.wipe();
         }
     }
 
-    /// Adds it to what is waited for.
+    /// Adds the connection to a set to wait for.
     pub fn watch(&self, watch: &mut Watch, to_read: bool, to_write: bool) {
         watch.add(&self.link, to_read, to_write);
     }

@@ -1,4 +1,4 @@
-//! A directory of our own, held open: 0700, and nothing in it leads outside.
+//! A private directory, held open: mode 0700, and no name in it is followed to the outside.
 
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -10,7 +10,7 @@ use crate::fail;
 use crate::io::errno::{self, uninterrupted};
 use crate::io::files::{Entry, check_name};
 
-/// Most names in a directory.
+/// Limit: names in a directory.
 pub const MAX_NAMES: usize = 1 << 20;
 
 const FLAGS: i32 = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC;
@@ -19,16 +19,16 @@ const FLAGS: i32 = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW | libc:
 pub struct Directory {
     fd: OwnedFd,
     path: PathBuf,
-    /// It was absent.
-    is_made: bool,
+    /// Opening created it.
+    is_created: bool,
 }
 
-/// What is known of a file.
+/// Attributes of a file.
 #[derive(Clone, Copy)]
 pub struct Facts {
-    /// A regular file: no link, no directory, no device.
+    /// A regular file, and no link, directory or device.
     pub regular: bool,
-    /// Its length.
+    /// Length.
     pub bytes: u64,
 }
 
@@ -48,7 +48,7 @@ impl From<libc::stat> for Facts {
     }
 }
 
-/// What a descriptor leads to.
+/// Attributes of a descriptor.
 fn stat_of(fd: RawFd) -> Result<libc::stat> {
     let mut stat = blank();
     // SAFETY: `stat` is a writable stat.
@@ -56,16 +56,16 @@ fn stat_of(fd: RawFd) -> Result<libc::stat> {
     if rc == 0 { Ok(stat) } else { Err(errno::last("fstat")) }
 }
 
-/// What is known of an open file.
+/// Attributes of an open file.
 pub fn facts_of(fd: &OwnedFd) -> Result<Facts> {
     Ok(stat_of(fd.as_raw_fd())?.into())
 }
 
 impl Directory {
-    /// Opens a directory, and makes it when it is absent (in one that is there).
-    /// It must be this user's, and no link; others must be kept out of it.
+    /// Opens a directory, and creates it in an existing parent if it is absent. It must belong to
+    /// this user, be no link, and be closed to others.
     pub fn open(path: &Path) -> Result<Directory> {
-        // Without a slash at its end: behind one, a link would be followed.
+        // Without a trailing slash, which would make the kernel follow a link.
         let path: PathBuf = path.components().collect();
         let name = text(path.as_os_str().as_bytes())?;
         // SAFETY: a NUL-terminated path.
@@ -77,40 +77,40 @@ impl Directory {
         // SAFETY: a NUL-terminated path.
         let fd = uninterrupted(|| unsafe { libc::open(name.as_ptr(), FLAGS) });
         let fd = match fd {
-            // SAFETY: a descriptor this call has just made and nobody else owns.
+            // SAFETY: a descriptor this call has just created and nobody else owns.
             Ok(fd) => unsafe { OwnedFd::from_raw_fd(fd) },
             Err(libc::ELOOP | libc::ENOTDIR) => {
-                fail!(Invalid, "{place} is a link or a file, not a directory")
+                fail!(Invalid, "{place} is a link or a file: a directory is needed")
             }
             Err(number) => return Err(errno::error(number, &format!("opening {place}"))),
         };
-        let directory = Directory { fd, path, is_made: made };
+        let directory = Directory { fd, path, is_created: made };
         if made {
-            // Else all of it could be gone after a power failure.
+            // Otherwise all of it could be lost in a power failure.
             if let Err(error) = directory.sync_above() {
                 // SAFETY: a NUL-terminated path.
                 unsafe { libc::rmdir(name.as_ptr()) };
                 return Err(error);
             }
         }
-        if let Err(error) = directory.keep_others_out(&place) {
-            directory.unmake();
+        if let Err(error) = directory.require_private(&place) {
+            directory.remove_if_created();
             return Err(error);
         }
         Ok(directory)
     }
 
-    /// Takes it away again, if opening made it and it is empty.
-    pub fn unmake(&self) {
+    /// Removes the directory, if opening created it and it is empty.
+    pub fn remove_if_created(&self) {
         let Ok(name) = text(self.path.as_os_str().as_bytes()) else { return };
-        // SAFETY: a NUL-terminated path. A directory that has anything in it stays.
-        if self.is_made && unsafe { libc::rmdir(name.as_ptr()) } != 0 {
-            log::debug!("{} stays", self.path.display());
+        // SAFETY: a NUL-terminated path. A directory with entries stays.
+        if self.is_created && unsafe { libc::rmdir(name.as_ptr()) } != 0 {
+            log::debug!("{} was not removed", self.path.display());
         }
     }
 
-    /// Whether it has nothing but, maybe, one name.
-    pub fn is_bare_but(&self, name: &str) -> Result<bool> {
+    /// Whether it contains no name except, maybe, one.
+    pub fn is_empty_except(&self, name: &str) -> Result<bool> {
         let mut is_bare = true;
         self.each_name(&mut |other| {
             is_bare &= other.to_bytes() == name.as_bytes();
@@ -119,7 +119,7 @@ impl Directory {
         Ok(is_bare)
     }
 
-    /// Makes its own name durable.
+    /// Makes the directory's own name durable.
     fn sync_above(&self) -> Result<()> {
         let above = match self.path.parent() {
             Some(above) if !above.as_os_str().is_empty() => above,
@@ -130,17 +130,17 @@ impl Directory {
         // SAFETY: a NUL-terminated path.
         let fd = uninterrupted(|| unsafe { libc::open(path.as_ptr(), flags) })
             .map_err(|number| errno::error(number, &format!("opening {place} to sync it")))?;
-        // SAFETY: a descriptor this call has just made and nobody else owns.
+        // SAFETY: a descriptor this call has just created and nobody else owns.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         // SAFETY: no memory is involved.
         match uninterrupted(|| unsafe { libc::fsync(fd.as_raw_fd()) }) {
-            // Some file systems have no such call for directories, and no need of it.
+            // Some file systems do not support this call for directories, and do not need it.
             Ok(_) | Err(libc::EINVAL) => Ok(()),
             Err(number) => Err(errno::error(number, &format!("syncing {place}"))),
         }
     }
 
-    fn keep_others_out(&self, place: &str) -> Result<()> {
+    fn require_private(&self, place: &str) -> Result<()> {
         let stat = stat_of(self.fd.as_raw_fd())?;
         // SAFETY: it has no preconditions.
         let us = unsafe { libc::geteuid() };
@@ -157,7 +157,7 @@ impl Directory {
             Ok(())
         })?;
         if names > 0 {
-            fail!(Invalid, "{place} lets others in (mode {mode:o}): chmod 700 it");
+            fail!(Invalid, "{place} is accessible to others (mode {mode:o}): chmod 700 it");
         }
         // SAFETY: no memory is involved.
         match unsafe { libc::fchmod(self.fd.as_raw_fd(), 0o700) } {
@@ -166,22 +166,22 @@ impl Directory {
         }
     }
 
-    /// Its path, as it was opened.
+    /// Path, as it was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Which directory it is, whatever its path: device and inode.
+    /// Device and inode of the directory.
     pub fn identity(&self) -> Result<(u64, u64)> {
         let stat = stat_of(self.fd.as_raw_fd())?;
         Ok((stat.st_dev, stat.st_ino))
     }
 
-    /// Opens a regular file to read and write, with more flags. Without `O_CREAT` it
-    /// must be there. The name is not checked.
+    /// Opens a regular file for reading and writing, with more flags. Without `O_CREAT` it must
+    /// exist. The name is not validated.
     pub fn open_file(&self, name: &str, flags: i32) -> Result<OwnedFd> {
-        // Asked before, since opening a device may do something, and asked again
-        // below, of what was opened.
+        // Checked before, because opening a device may have side effects, and again below for the
+        // opened file.
         let path = match flags & libc::O_CREAT {
             0 => self.regular(name)?,
             _ => text(name.as_bytes())?,
@@ -189,16 +189,16 @@ impl Directory {
         let flags = flags | libc::O_RDWR | libc::O_NOFOLLOW | libc::O_CLOEXEC;
         let at = self.fd.as_raw_fd();
         let mode: libc::c_uint = 0o600;
-        // SAFETY: a NUL-terminated path; the mode is read when a file is made.
+        // SAFETY: a NUL-terminated path; the mode is used when a file is created.
         let fd = uninterrupted(|| unsafe { libc::openat(at, path.as_ptr(), flags, mode) })
             .map_err(|number| match number {
                 libc::ELOOP => Error::new(Status::NotFound, format!("{name} is a link")),
                 _ => errno::error(number, &format!("opening {name}")),
             })?;
-        // SAFETY: a descriptor this call has just made and nobody else owns.
+        // SAFETY: a descriptor this call has just created and nobody else owns.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         if !facts_of(&fd)?.regular {
-            fail!(NotFound, "{name} is no regular file");
+            fail!(NotFound, "{name} is not a regular file");
         }
         Ok(fd)
     }
@@ -217,8 +217,8 @@ impl Directory {
         Ok(self.stat(path)?.into())
     }
 
-    /// Whether a name still leads to a file that was opened by it.
-    pub fn leads_to(&self, name: &str, file: &OwnedFd) -> Result<bool> {
+    /// Whether a name still refers to a file that was opened by it.
+    pub fn names_file(&self, name: &str, file: &OwnedFd) -> Result<bool> {
         let opened = stat_of(file.as_raw_fd())?;
         match self.stat(&text(name.as_bytes())?) {
             Ok(named) => Ok((named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)),
@@ -230,12 +230,12 @@ impl Directory {
     fn regular(&self, name: &str) -> Result<CString> {
         let path = text(name.as_bytes())?;
         if !self.facts(&path)?.regular {
-            fail!(NotFound, "{name} is no regular file");
+            fail!(NotFound, "{name} is not a regular file");
         }
         Ok(path)
     }
 
-    /// Its regular files, by name; names that [`check_name`] refuses are not ours.
+    /// Lists the regular files, sorted by name. Names that [`check_name`] rejects are skipped.
     pub fn list(&self) -> Result<Vec<Entry>> {
         let mut entries: Vec<Entry> = Vec::new();
         self.each_name(&mut |path| {
@@ -258,8 +258,8 @@ impl Directory {
 
     fn each_name(&self, visit: &mut dyn FnMut(&CStr) -> Result<()>) -> Result<()> {
         let at = self.fd.as_raw_fd();
-        // A descriptor of its own: the place in the list belongs to one caller.
-        // SAFETY: a NUL-terminated path.
+        // A separate descriptor, because the read position belongs to one caller. SAFETY: a
+        // NUL-terminated path.
         let fd = uninterrupted(|| unsafe { libc::openat(at, c".".as_ptr(), FLAGS) })
             .map_err(|number| errno::error(number, "opening the directory to list it"))?;
         let listing = Listing::new(fd)?;
@@ -272,7 +272,7 @@ impl Directory {
         fail!(Limit, "{} has more than {MAX_NAMES} names", self.path.display())
     }
 
-    /// Gives a regular file another name.
+    /// Renames a regular file.
     pub fn rename(&self, from: &str, to: &str) -> Result<()> {
         let (source, target, at) = (self.regular(from)?, text(to.as_bytes())?, self.fd.as_raw_fd());
         // SAFETY: NUL-terminated paths.
@@ -296,14 +296,14 @@ impl Directory {
         }
     }
 
-    /// Makes names durable; -1 when that failed.
+    /// Makes names durable; -1 on failure.
     pub fn sync(&self) -> i32 {
         // SAFETY: no memory is involved.
         unsafe { libc::fsync(self.fd.as_raw_fd()) }
     }
 
-    /// That it has a name still: in one that was removed a sync is said to be well, and
-    /// nothing lasts.
+    /// Checks that the directory still has a name. Syncs in a removed directory succeed, but
+    /// nothing is durable.
     pub fn check_there(&self) -> Result<()> {
         // SAFETY: integers only, which may be zero.
         let mut facts: libc::stat = unsafe { std::mem::zeroed() };
@@ -313,23 +313,23 @@ impl Directory {
             return Err(errno::last(&format!("looking at {place}")));
         }
         if facts.st_nlink == 0 {
-            fail!(Io, "{place} was removed while it was in use: nothing in it lasts");
+            fail!(Io, "{place} was removed while it was in use: nothing in it is durable");
         }
         Ok(())
     }
 
-    /// What the file system has left for this user.
+    /// Free bytes of the file system for this user.
     pub fn free_bytes(&self) -> Result<u64> {
         // SAFETY: integers only, which may be zero.
         let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
         // SAFETY: a writable statvfs.
         uninterrupted(|| unsafe { libc::fstatvfs(self.fd.as_raw_fd(), &mut stat) })
-            .map_err(|number| errno::error(number, "asking what space is left"))?;
+            .map_err(|number| errno::error(number, "reading the free space"))?;
         Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
 }
 
-/// The names of a directory, one after the other.
+/// Iterates over the names of a directory.
 struct Listing(*mut libc::DIR);
 
 impl Listing {
@@ -340,15 +340,15 @@ impl Listing {
             return Ok(Listing(stream));
         }
         let error = errno::last("listing the directory");
-        // SAFETY: nobody took it over.
+        // SAFETY: the stream did not take it over.
         drop(unsafe { OwnedFd::from_raw_fd(fd) });
         Err(error)
     }
 
-    /// The next name; valid until the one after it is asked for.
+    /// The next name; valid until the following call.
     fn next(&self) -> Result<Option<&CStr>> {
-        // SAFETY: this thread's own errno, which alone tells the end from an error;
-        // the stream is open, and used by this value's only owner.
+        // SAFETY: this thread's own errno, which alone distinguishes the end from an error. The
+        // stream is open, and used by this value's only owner.
         let entry = unsafe {
             *libc::__errno_location() = 0;
             libc::readdir(self.0)

@@ -1,9 +1,9 @@
-//! How batches are carried out: by rings as long as those work, else piece by piece.
-//! What is not as good as it could be is said, once.
+//! Executes batches of transfers: by io_uring while it works, else piece by piece. Fallbacks are
+//! logged once.
 
 use once_cell::sync::OnceCell;
 
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicU32, Ordering};
 use crate::io::files::{FileId, Piece};
@@ -11,26 +11,26 @@ use crate::io::open_file::OpenFile;
 use crate::io::span::Span;
 use crate::io::uring::{MAX_DEPTH, Rings};
 
-/// How often a ring may fail before it goes on without.
+/// Limit: failures of rings before io_uring is given up.
 const MAX_FAILURES: u32 = 2;
 
-/// Which file a piece means.
+/// Looks up the file of a piece.
 pub type Open<'a> = &'a dyn Fn(FileId) -> Result<Arc<OpenFile>>;
 
-/// What carries out transfers between real files and memory.
+/// Executes transfers between real files and memory.
 pub struct Engine {
     place: String,
     rings: Option<Rings>,
     ring_failures: AtomicU32,
-    /// What was found when it was opened.
+    /// Limitations found when it was opened.
     fallback: Option<String>,
-    /// That, and why the rings were given up.
+    /// Those, and why io_uring was given up.
     rings_off: OnceCell<String>,
 }
 
 impl Engine {
-    /// The best there is for the files of a place; `reasons` say what is not the best
-    /// already. So many transfers of a caller are in flight at once; 0 = [`MAX_DEPTH`].
+    /// The best engine for the files of a place. `reasons` are limitations that are known already.
+    /// `depth` limits transfers in flight for a caller; 0 = [`MAX_DEPTH`].
     pub fn new(place: &str, no_uring: bool, depth: u32, mut reasons: Vec<String>) -> Engine {
         let mut rings = None;
         if !no_uring {
@@ -53,7 +53,7 @@ impl Engine {
         self.rings.as_ref().filter(|_| self.rings_off.get().is_none())
     }
 
-    /// What it is, for humans.
+    /// Description for people.
     pub fn name(&self, direct: bool) -> &'static str {
         match (self.rings().is_some(), direct) {
             (true, true) => "io_uring, direct",
@@ -63,12 +63,12 @@ impl Engine {
         }
     }
 
-    /// Why it is not the best one.
+    /// Why a better engine is not used.
     pub fn fallback(&self) -> Option<&str> {
         self.rings_off.get().or(self.fallback.as_ref()).map(String::as_str)
     }
 
-    /// Carries out those pieces that say [`Status::Again`].
+    /// Executes the open pieces of a batch.
     ///
     /// # Safety
     /// As for [`crate::io::files::Files::transfer`].
@@ -78,7 +78,7 @@ impl Engine {
             // SAFETY: the caller's promise.
             outcome = unsafe { rings.transfer(pieces, align, open) };
         }
-        // SAFETY: the caller's promise; no ring has any of the memory any more.
+        // SAFETY: the caller's promise; no ring uses the memory any more.
         let any = unsafe { one_by_one(pieces, align, open) };
         if let Some(error) = outcome.failed {
             self.ring_failed(error.message());
@@ -87,7 +87,7 @@ impl Engine {
         }
     }
 
-    /// A ring failed. What it left undone was done without.
+    /// A ring failed; its open pieces were transferred without it.
     fn ring_failed(&self, reason: &str) {
         let place = &self.place;
         if self.ring_failures.fetch_add(1, Ordering::AcqRel) + 1 < MAX_FAILURES {
@@ -102,17 +102,13 @@ impl Engine {
     }
 }
 
-/// Carries out what is left of a batch, piece by piece; whether any of it went well.
+/// Executes the open pieces of a batch one by one; whether any succeeded.
 ///
 /// # Safety
 /// As for [`crate::io::files::Files::transfer`].
 unsafe fn one_by_one(pieces: &mut [Piece], align: u64, open: Open<'_>) -> bool {
     let mut any = false;
-    let is_left = |piece: &&mut Piece| match &piece.result {
-        Err(error) => error.status() == Status::Again,
-        Ok(()) => false,
-    };
-    for piece in pieces.iter_mut().filter(is_left) {
+    for piece in pieces.iter_mut().filter(|piece| piece.is_open()) {
         piece.result = open(piece.file).and_then(|file| {
             let mut span = Span::new(piece, &*file).until(file.end());
             // SAFETY: the caller's promise.

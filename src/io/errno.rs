@@ -1,18 +1,18 @@
-//! What the numbers of the operating system mean for files.
+//! Maps errors of the operating system to statuses for files.
 
 use crate::base::status::{Error, Status};
 
-/// An error of the system call that failed last.
+/// Error of the system call that failed last.
 pub fn last(what: &str) -> Error {
     error(last_number(), what)
 }
 
-/// The number the system call that failed last left behind.
+/// Number of the system call that failed last.
 pub fn last_number() -> i32 {
     std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
 
-/// An error of a number, in the terms of [`crate::io::files::Files`].
+/// Error of a number, in the terms of [`crate::io::files::Files`].
 pub fn error(number: i32, what: &str) -> Error {
     let status = match number {
         libc::ENOENT => Status::NotFound,
@@ -24,27 +24,36 @@ pub fn error(number: i32, what: &str) -> Error {
     };
     let os = std::io::Error::from_raw_os_error(number);
     if number == libc::EMFILE {
-        let text =
-            format!("{what}: {os}: the process may have no more (ulimit -n): raise that limit");
+        let text = format!(
+            "{what}: {os}: the process has reached its limit of open files: raise it (ulimit -n)"
+        );
         return Error::new(status, text);
     }
     Error::new(status, format!("{what}: {os}"))
 }
 
-/// Whether a device said so, and not a kernel that cannot do a call: another way
-/// to make the call would end the same.
+/// An error of the standard library, in the same terms.
+pub fn of_io(error: &std::io::Error, what: impl std::fmt::Display) -> Error {
+    match error.raw_os_error() {
+        Some(number) => self::error(number, &what.to_string()),
+        None => Error::new(Status::Io, format!("{what}: {error}")),
+    }
+}
+
+/// Whether the number is a device error, which another system call would meet as well, rather than
+/// an unsupported call.
 pub fn is_of_device(number: i32) -> bool {
     use libc::{EDQUOT, EILSEQ, EIO, ENODATA, ENODEV, ENOSPC, EROFS, ESTALE, ETIMEDOUT};
     [EDQUOT, EILSEQ, EIO, ENODATA, ENODEV, ENOSPC, EROFS, ESTALE, ETIMEDOUT].contains(&number)
 }
 
-/// Whether the same call may go through at once.
+/// Whether the same call may succeed when repeated.
 pub fn is_passing(number: i32) -> bool {
     matches!(number, libc::EINTR | libc::EAGAIN)
 }
 
-/// Repeats a call that returns -1 on failure for as long as signals interrupt it;
-/// the number of the error that is left.
+/// Repeats a call that returns -1 for as long as signals interrupt it; returns the remaining error
+/// number.
 pub fn uninterrupted<T: From<i8> + PartialEq>(mut call: impl FnMut() -> T) -> Result<T, i32> {
     loop {
         let got = call();

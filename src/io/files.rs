@@ -1,10 +1,8 @@
-//! The files of one directory, as the disk tier sees them. Two kinds: real ones
-//! (`io/real`) and simulated ones (`crates/testkit`)
-//! with torn writes, lost syncs and crashes.
+//! Files of one directory, as the disk tier uses them. Implementations: real files (`io/real`), and
+//! simulated files (`crates/testkit`) with torn writes, lost syncs and crashes.
 //!
-//! Calls block, and may come from any thread. A batch of pieces is carried out as
-//! the engine can: all at once by io_uring, one after the other without. Each
-//! piece has a result of its own.
+//! Calls block, and may come from any thread. A batch of pieces is executed concurrently by
+//! io_uring, or sequentially without it. Each piece has its own result.
 
 use crate::base::status::{Error, Result, Status};
 
@@ -12,27 +10,28 @@ use crate::base::status::{Error, Result, Status};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileId(pub u32);
 
-/// Most files that are open at once.
+/// Limit: open files.
 pub const MAX_FILES: usize = 1 << 16;
-/// Longest name: letters, digits, `-`, `_` and `.`, not first a dot.
+/// Limit: bytes of a name. Names consist of letters, digits, `-`, `_` and `.`, and do not begin
+/// with a dot.
 pub const MAX_NAME_BYTES: usize = 64;
-/// The one name that is not for files: who holds the directory has it locked.
+/// Name of the lock file, which is not available for other files.
 pub const LOCK_NAME: &str = "LOCK";
-/// Most ranges of memory in one piece.
+/// Limit: memory ranges of a piece.
 pub const MAX_PARTS: usize = 4;
-/// Most bytes of one piece.
+/// Limit: bytes of a piece.
 pub const MAX_PIECE_BYTES: u64 = 1 << 30;
 
-/// What a directory lists.
+/// Entry of a directory listing.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// Its length.
+    /// Length.
     pub bytes: u64,
 }
 
-/// Which way.
+/// Direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// From the file into memory.
@@ -41,37 +40,36 @@ pub enum Access {
     Write,
 }
 
-/// A range of memory that a piece reads or writes.
+/// A memory range of a piece.
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
-    /// Its start; aligned as [`Files::align_bytes`] says.
+    /// Start, aligned to [`Files::align_bytes`].
     pub address: *mut u8,
-    /// Its length.
+    /// Length.
     pub bytes: u64,
 }
 
-/// One transfer between a stretch of a file and up to [`MAX_PARTS`] ranges of
-/// memory, one after the other.
+/// A transfer between a range of a file and up to [`MAX_PARTS`] memory ranges, in order.
 pub struct Piece {
-    /// Which file.
+    /// File.
     pub file: FileId,
-    /// Which way.
+    /// Direction.
     pub access: Access,
-    /// Where in the file.
+    /// Offset in the file.
     pub offset: u64,
-    /// The ranges; those of length 0 do not count.
+    /// Memory ranges; ranges of length 0 are skipped.
     pub parts: [Part; MAX_PARTS],
-    /// How it went. A read past the end, and any transfer that is cut short
-    /// for good, is an error ([`Status::Io`]), never a smaller success.
+    /// Result. A read past the end, and any transfer that ends early for good, is an error
+    /// ([`Status::Io`]), never a partial success.
     pub result: Result<()>,
 }
 
-// SAFETY: the memory is named, not owned: whoever builds a piece promises that
-// it stays valid, and is not touched by others, until `transfer` returns.
+// SAFETY: the memory is named, not owned. Whoever builds a piece guarantees that it stays valid,
+// and that nobody else accesses it, until `transfer` returns.
 unsafe impl Send for Piece {}
 
 impl Part {
-    /// No memory.
+    /// An empty range.
     pub const NONE: Part = Part { address: std::ptr::null_mut(), bytes: 0 };
 }
 
@@ -82,28 +80,42 @@ impl Piece {
         Piece { file, access, offset, parts, result: Err(Error::from(Status::Again)) }
     }
 
-    /// How long it is.
+    /// Length.
     pub fn bytes(&self) -> u64 {
         self.parts.iter().fold(0, |sum, part| sum.saturating_add(part.bytes))
     }
 
-    /// Whether it can be carried out where everything is a multiple of `align`.
+    /// Marks a piece that was checked as not transferred yet, or stores why it is invalid.
+    pub fn begin(&mut self, checked: Result<()>) {
+        self.result = checked.and(Err(Status::Again.into()));
+    }
+
+    /// Whether it is still to be transferred.
+    pub fn is_open(&self) -> bool {
+        matches!(&self.result, Err(error) if error.status() == Status::Again)
+    }
+
+    /// Checks ranges and alignment.
     pub fn check(&self, align: u64) -> Result<()> {
         let bytes = self.bytes();
         let end = self.offset.checked_add(bytes).filter(|end| i64::try_from(*end).is_ok());
         if bytes > MAX_PIECE_BYTES || end.is_none() {
-            crate::fail!(Invalid, "{bytes} bytes at {} are out of range", self.offset);
+            crate::fail!(
+                Invalid,
+                "{bytes} bytes at {} are out of range: at most {MAX_PIECE_BYTES} below 2^63",
+                self.offset
+            );
         }
         let crooked = |x: u64| x % align.max(1) != 0;
         for part in self.parts.iter().filter(|part| part.bytes > 0) {
             if part.address.is_null() {
-                crate::fail!(Invalid, "{} bytes of a piece are nowhere in memory", part.bytes);
+                crate::fail!(Invalid, "{} bytes of a piece have a null address", part.bytes);
             }
             if crooked(self.offset) || crooked(part.bytes) || crooked(part.address as u64) {
                 let Part { address, bytes } = *part;
                 crate::fail!(
                     Invalid,
-                    "{bytes} bytes from {address:p} for offset {} are not multiples of {align}",
+                    "{bytes} bytes from {address:p} for offset {}: all must be multiples of {align}",
                     self.offset
                 );
             }
@@ -112,83 +124,78 @@ impl Piece {
     }
 }
 
-/// The files of one directory.
+/// Files of one directory.
 ///
-/// What errors mean: [`Status::NotFound`], there is no regular file of that name;
-/// [`Status::State`], there is one already; [`Status::Closed`], the file is not
-/// open any more, or nothing is; [`Status::Forked`], a parent process has it open;
-/// [`Status::Budget`], the disk or a quota is full; [`Status::Busy`], somebody else
-/// has the directory open; [`Status::Invalid`], the call is wrong; [`Status::Io`],
-/// all else that went wrong outside.
+/// Errors: [`Status::NotFound`], no regular file of that name; [`Status::State`], the file exists;
+/// [`Status::Closed`], the file or the directory is closed; [`Status::Forked`], a parent process
+/// opened it; [`Status::Budget`], disk or quota full; [`Status::Busy`], another user has the
+/// directory open; [`Status::Invalid`], invalid call; [`Status::Io`], any other failure.
 pub trait Files: Send + Sync {
-    /// What offsets, lengths and addresses must be a multiple of; 1 where the
-    /// page cache is used.
+    /// Alignment of offsets, lengths and addresses; 1 with the page cache.
     fn align_bytes(&self) -> u64;
 
-    /// How transfers are made, for humans: `io_uring, direct`.
+    /// How transfers are executed, for people: `io_uring, direct`.
     fn engine(&self) -> &str;
 
-    /// Why a better engine is not used, if one is not.
+    /// Why a better engine is not used, if it is not.
     fn fallback(&self) -> Option<&str>;
 
-    /// What is there, by name.
+    /// Lists the files, sorted by name.
     fn list(&self) -> Result<Vec<Entry>>;
 
-    /// Makes a file that must not exist, of `bytes` bytes that are allocated as
-    /// far as the file system can.
+    /// Creates a file that must not exist, and allocates `bytes` bytes if the file system can.
     fn create(&self, name: &str, bytes: u64) -> Result<FileId>;
 
-    /// Opens a file that exists.
+    /// Opens an existing file.
     fn open(&self, name: &str) -> Result<FileId>;
 
-    /// How long a file is.
+    /// Length of a file.
     fn len(&self, file: FileId) -> Result<u64>;
 
-    /// Closes a file. No transfer of it may be under way.
+    /// Closes a file. No transfer of it may be in flight.
     fn close(&self, file: FileId);
 
-    /// Gives a file another name, in place of what had that name: at every moment,
-    /// also after a crash, the name leads to one of the two.
+    /// Renames a file and atomically replaces an existing one: at any time, also after a crash, the
+    /// name refers to one of the two.
     fn rename(&self, from: &str, to: &str) -> Result<()>;
 
     /// Removes a file.
     fn remove(&self, name: &str) -> Result<()>;
 
-    /// Makes names durable: what was created, renamed and removed before.
+    /// Makes earlier creates, renames and removes durable.
     fn sync_names(&self) -> Result<()>;
 
-    /// Makes a file's bytes durable: all writes that returned before. After a
-    /// failure ([`Status::Io`], whatever the reason) nobody knows what is on the
-    /// disk: it is not tried again.
+    /// Makes the file's completed writes durable. After a failure ([`Status::Io`] for any reason)
+    /// the content of the disk is unknown, and later syncs fail.
     fn sync(&self, file: FileId) -> Result<()>;
 
-    /// Carries out a batch; each piece says how it went. A write past the end makes
-    /// the file longer. After an error nobody knows what is in the memory, or in the
-    /// stretch of the file. In which order pieces of a batch run is not said.
+    /// Executes a batch; each piece stores its result. A write past the end extends the file. After
+    /// an error the content of the memory, or of the file range, is undefined. The order of pieces
+    /// is undefined.
     ///
     /// # Safety
-    /// The memory of every piece is valid for its way, and nobody else touches it,
-    /// until this returns.
+    /// The memory of every piece is valid for its direction, and nobody else accesses it, until
+    /// this returns.
     unsafe fn transfer(&self, pieces: &mut [Piece]);
 
-    /// What the file system has left.
+    /// Free bytes of the file system.
     fn free_bytes(&self) -> Result<u64>;
 }
 
-/// Checks a name: nothing that leads out of the directory gets through.
+/// Validates a name; names that lead out of the directory are rejected.
 pub fn check_name(name: &str) -> Result<()> {
     let fine = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'_' | b'.');
     if name.is_empty() || name.len() > MAX_NAME_BYTES || name.starts_with('.') {
         crate::fail!(
             Invalid,
-            "{name:?} is no name of 1 to {MAX_NAME_BYTES} bytes without a dot first"
+            "{name:?}: a name has 1 to {MAX_NAME_BYTES} bytes and does not begin with a dot"
         );
     }
     if !name.bytes().all(fine) {
-        crate::fail!(Invalid, "{name:?} has more than letters, digits, '-', '_' and '.'");
+        crate::fail!(Invalid, "{name:?}: a name consists of letters, digits, '-', '_' and '.'");
     }
     if name == LOCK_NAME {
-        crate::fail!(Invalid, "{name} is the lock of the directory");
+        crate::fail!(Invalid, "{name} is reserved for the lock of the directory");
     }
     Ok(())
 }
@@ -198,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_stay_inside() {
+    fn names_cannot_leave_the_directory() {
         for bad in ["", ".", "..", ".x", "a/b", "a\0", "a b", LOCK_NAME, &"x".repeat(65)] {
             assert!(check_name(bad).is_err(), "{bad:?}");
         }
@@ -206,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_is_as_long_as_its_parts() {
+    fn piece_length_is_the_sum_of_its_parts() {
         let mut piece = Piece::one(FileId(0), Access::Read, 0, std::ptr::null_mut(), 5);
         piece.parts[2].bytes = 7;
         assert_eq!((piece.bytes(), piece.result.is_err()), (12, true));
@@ -215,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_is_checked() {
+    fn misaligned_and_oversized_pieces_are_rejected() {
         let at = |address: usize, offset, bytes| {
             Piece::one(FileId(0), Access::Read, offset, address as *mut u8, bytes)
         };

@@ -1,62 +1,54 @@
-//! Looking into regular files: how long they are, and what stands at a place. For the
-//! headers of files of others, which say themselves how long they are, and may lie.
+//! Bounded reads of regular files, for headers of model files whose stated lengths cannot be
+//! trusted.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::io::errno;
+use crate::io::errno::of_io;
 
-/// Most names that are looked at in a directory.
+/// Limit: files of a directory.
 pub const MAX_NAMES: usize = 1 << 16;
 
-/// A regular file that is only looked into.
+/// A regular file for reading.
 pub struct Header {
     file: File,
     path: PathBuf,
     bytes: u64,
 }
 
-fn error(error: &std::io::Error, path: &Path) -> Error {
-    let place = path.display().to_string();
-    match error.raw_os_error() {
-        Some(number) => errno::error(number, &place),
-        None => Error::new(Status::Io, format!("{place}: {error}")),
-    }
-}
-
 impl Header {
-    /// Opens a file. Links are followed, since caches of models are made of them;
-    /// directories, devices and pipes are refused before they are opened.
+    /// Opens a file. Links are followed, since model caches consist of them. Directories, devices
+    /// and pipes are rejected before they are opened.
     pub fn open(path: &Path) -> Result<Header> {
-        let facts = std::fs::metadata(path).map_err(|e| error(&e, path))?;
+        let facts = std::fs::metadata(path).map_err(|e| of_io(&e, path.display()))?;
         refuse(path, facts.file_type())?;
-        // Without waiting: it may have become a pipe meanwhile.
+        // Non-blocking: it may have become a pipe meanwhile.
         let file = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
             .open(path)
-            .map_err(|e| error(&e, path))?;
-        let facts = file.metadata().map_err(|e| error(&e, path))?;
+            .map_err(|e| of_io(&e, path.display()))?;
+        let facts = file.metadata().map_err(|e| of_io(&e, path.display()))?;
         refuse(path, facts.file_type())?;
         Ok(Header { file, path: path.into(), bytes: facts.len() })
     }
 
-    /// How long it was when it was opened.
+    /// Length when it was opened.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Reads so many bytes from a place on. What is not in the file is refused before any
-    /// memory is taken.
+    /// Reads `bytes` bytes at `offset`. A range beyond the end is rejected before memory is
+    /// allocated.
     pub fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>> {
         let place = self.path.display();
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             fail!(
                 Corrupt,
-                "{place}: {bytes} bytes at {offset} are beyond its end at {}",
+                "{place}: {bytes} bytes at {offset} exceed its length of {} bytes",
                 self.bytes
             );
         }
@@ -69,9 +61,9 @@ impl Header {
         match self.file.read_exact_at(&mut out, offset) {
             Ok(()) => Ok(out),
             Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => {
-                fail!(Corrupt, "{place}: it became shorter while it was read")
+                fail!(Corrupt, "{place}: truncated while it was read")
             }
-            Err(e) => Err(error(&e, &self.path)),
+            Err(e) => Err(of_io(&e, self.path.display())),
         }
     }
 }
@@ -79,24 +71,24 @@ impl Header {
 fn refuse(path: &Path, kind: std::fs::FileType) -> Result<()> {
     if !kind.is_file() {
         let what = if kind.is_dir() { "a directory" } else { "a device, pipe or socket" };
-        fail!(Invalid, "{}: {what}, not a file", path.display());
+        fail!(Invalid, "{}: {what}, a regular file is needed", path.display());
     }
     Ok(())
 }
 
-/// Whether a path is a directory; that it is nothing at all is an error.
+/// Whether a path is a directory; an absent path is an error.
 pub fn is_directory(path: &Path) -> Result<bool> {
-    std::fs::metadata(path).map(|facts| facts.is_dir()).map_err(|e| error(&e, path))
+    std::fs::metadata(path).map(|facts| facts.is_dir()).map_err(|e| of_io(&e, path.display()))
 }
 
-/// The names of the regular files of a directory, and of links to such, sorted. Names that
-/// are not UTF-8 are left out.
+/// Sorted names of a directory's regular files and of links to such. Names that are not UTF-8 are
+/// skipped.
 pub fn names(directory: &Path) -> Result<Vec<String>> {
     let mut found = Vec::new();
-    for entry in std::fs::read_dir(directory).map_err(|e| error(&e, directory))? {
-        let entry = entry.map_err(|e| error(&e, directory))?;
+    for entry in std::fs::read_dir(directory).map_err(|e| of_io(&e, directory.display()))? {
+        let entry = entry.map_err(|e| of_io(&e, directory.display()))?;
         let Ok(name) = entry.file_name().into_string() else { continue };
-        // A link may lead nowhere, and a file may go while it is looked at.
+        // A link may be dangling, and a file may be removed concurrently.
         if !std::fs::metadata(entry.path()).is_ok_and(|facts| facts.is_file()) {
             continue;
         }
@@ -115,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_there_is_read_and_nothing_else() {
+    fn only_ranges_of_regular_files_are_read() {
         let dir = std::env::temp_dir().join(format!("kvtier-header-{}", std::process::id()));
         drop(std::fs::remove_dir_all(&dir));
         std::fs::create_dir(&dir).expect("a directory");
@@ -124,7 +116,7 @@ mod tests {
         std::os::unix::fs::symlink("nowhere", dir.join("c")).expect("a link");
         std::fs::create_dir(dir.join("d")).expect("a directory");
         let pipe = std::ffi::CString::new(dir.join("e").to_string_lossy().as_bytes());
-        // SAFETY: the name ends with a zero.
+        // SAFETY: a NUL-terminated path.
         assert_eq!(unsafe { libc::mkfifo(pipe.expect("a name").as_ptr(), 0o600) }, 0);
 
         assert_eq!(names(&dir), Ok(vec!["a".into(), "b".into()]));
@@ -135,7 +127,7 @@ mod tests {
             let error = file.read(offset, bytes).expect_err("beyond the end");
             assert_eq!(error.status(), Status::Corrupt, "{error}");
         }
-        // What became shorter since it was opened is told, not made up.
+        // A file that was truncated after opening is an error.
         std::fs::write(dir.join("b"), b"hel").expect("written");
         assert_eq!(file.read(0, 5).map_err(|e| e.status()), Err(Status::Corrupt));
         for (name, status) in

@@ -1,7 +1,6 @@
-//! One opener per directory: a record lock on its file `LOCK` keeps other
-//! processes out. Record locks do not keep the own process out, and closing any
-//! descriptor of the file gives the lock up; so a table of the process is asked
-//! first, and the file is opened by its one holder only.
+//! One user per directory: a record lock on its file `LOCK` excludes other processes. Record locks
+//! do not exclude the own process, and closing any descriptor of the file releases the lock.
+//! Therefore a table of the process is checked first, and only the holder opens the file.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -16,67 +15,68 @@ use crate::io::files::LOCK_NAME;
 
 type Identity = (u64, u64);
 
-/// So often the file that was locked may have been removed meanwhile.
+/// Limit: retries when a previous holder removes the lock file.
 const TRIES: usize = 100;
 
-/// The directories this process has open.
+/// Directories that this process has open.
 static HELD: Lazy<Mutex<Vec<Identity>>> = Lazy::new(|| Mutex::new(Vec::new()));
 
-/// A directory that nobody else has open.
+/// An exclusively opened directory.
 pub struct Lock {
-    /// Empty only while it is dropped.
+    /// None only while it is dropped.
     file: Option<OwnedFd>,
     identity: Identity,
-    /// The file was absent.
-    is_made: bool,
+    /// Opening created the lock file.
+    is_created: bool,
 }
 
 impl Lock {
-    /// Locks a directory, or says who has it.
+    /// Locks a directory; an error names the holder.
     pub fn take(directory: &Directory) -> Result<Lock> {
         let place = directory.path().display();
         let identity = directory.identity()?;
         let mut held = HELD.lock();
         if held.contains(&identity) {
             drop(held);
-            fail!(Busy, "{place} is open already, in this process");
+            fail!(Busy, "{place} is open already in this process");
         }
         held.try_reserve(1).map_err(|_| Status::NoMem)?;
         held.push(identity);
         drop(held);
-        // From here on dropping it undoes what was done.
-        let mut lock = Lock { file: None, identity, is_made: true };
+        // From here on dropping it undoes earlier steps.
+        let mut lock = Lock { file: None, identity, is_created: true };
         for _ in 0..TRIES {
             let file = match directory.open_file(LOCK_NAME, libc::O_CREAT | libc::O_EXCL) {
                 Ok(file) => file,
                 Err(_) => {
-                    lock.is_made = false;
+                    lock.is_created = false;
                     directory.open_file(LOCK_NAME, libc::O_CREAT)?
                 }
             };
             lock_file(&file, &place.to_string())?;
-            // Its last holder may have removed it since it was opened: such a lock keeps nobody out.
-            if directory.leads_to(LOCK_NAME, &file)? {
+            // The previous holder may have removed the file after it was opened here; such a lock
+            // excludes nobody.
+            if directory.names_file(LOCK_NAME, &file)? {
                 lock.file = Some(file);
                 return Ok(lock);
             }
-            lock.is_made = true;
+            lock.is_created = true;
         }
-        fail!(Busy, "{place} is opened and left by others again and again")
+        fail!(Busy, "{place}: other processes keep opening and closing it, try again")
     }
 
-    /// Whether its file was made by who has the lock.
-    pub fn is_made(&self) -> bool {
-        self.is_made
+    /// Whether the holder created the lock file.
+    pub fn is_created(&self) -> bool {
+        self.is_created
     }
 
-    /// The file that is locked: an ordinary one of its directory.
+    /// The lock file, an ordinary file of its directory.
     pub fn file(&self) -> Option<&OwnedFd> {
         self.file.as_ref()
     }
 }
 
-/// Locks the file of a directory, or says who has it.
+/// Locks the file of a directory; an error names the holder.
 fn lock_file(file: &OwnedFd, place: &str) -> Result<()> {
     let mut wish = whole_file();
     // SAFETY: a valid flock.
@@ -89,15 +89,15 @@ fn lock_file(file: &OwnedFd, place: &str) -> Result<()> {
         return Err(errno::error(number, &format!("locking {place}")));
     }
     // SAFETY: a valid, writable flock.
-    let told = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLK, &mut wish) };
-    if told == 0 && wish.l_type != libc::F_UNLCK as libc::c_short && wish.l_pid > 0 {
-        fail!(Busy, "{place} is open already, in process {}", wish.l_pid);
+    let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLK, &mut wish) };
+    if rc == 0 && wish.l_type != libc::F_UNLCK as libc::c_short && wish.l_pid > 0 {
+        fail!(Busy, "{place} is open already in process {}", wish.l_pid);
     }
-    fail!(Busy, "{place} is open already, in another process")
+    fail!(Busy, "{place} is open already in another process")
 }
 
 fn whole_file() -> libc::flock {
-    // SAFETY: integers only, which may be zero; from 0 on, 0 bytes: all.
+    // SAFETY: integers only, which may be zero. A start and a length of 0 cover the whole file.
     let mut wish: libc::flock = unsafe { std::mem::zeroed() };
     wish.l_type = libc::F_WRLCK as libc::c_short;
     wish.l_whence = libc::SEEK_SET as libc::c_short;
@@ -106,10 +106,10 @@ fn whole_file() -> libc::flock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // In this order: once the table has no entry, another may open the file,
-        // and closing ours would then take its lock away.
+        // In this order: once the table entry is gone, another thread may open the file, and
+        // closing ours would release its lock.
         drop(self.file.take());
-        // A child of a fork has a copy of the table, maybe locked for ever.
+        // A forked child has a copy of the table, whose mutex may be locked forever.
         if crate::base::fork::check().is_ok() {
             HELD.lock().retain(|other| *other != self.identity);
         }
@@ -130,16 +130,16 @@ mod tests {
         RealFiles::open(&scratch.0, &RealOpts::default())
     }
 
-    /// Opens a directory and leaves a file there, so that it stays.
+    /// Opens a directory and leaves a file in it, so that it stays.
     fn kept(scratch: &Scratch) {
         let files = open(scratch).expect("free");
         std::fs::write(scratch.0.join("kept"), b"").expect("written");
         drop(files);
     }
 
-    /// Run by the tests below, in a process of its own.
+    /// Run by the tests below in a process of its own.
     #[test]
-    fn child_opens_what_it_is_told() {
+    fn child_opens_given_directory() {
         let Some(path) = std::env::var_os(CHILD) else { return };
         let opened = RealFiles::open(&PathBuf::from(path), &RealOpts::default());
         std::process::exit(match opened {
@@ -153,7 +153,7 @@ mod tests {
     }
 
     fn child(scratch: &Scratch) -> Option<i32> {
-        let test = "io::lock::tests::child_opens_what_it_is_told";
+        let test = "io::lock::tests::child_opens_given_directory";
         let exe = std::env::current_exe().expect("this test");
         let mut command = std::process::Command::new(exe);
         command.args(["--exact", test]).env(CHILD, &scratch.0);
@@ -161,15 +161,15 @@ mod tests {
     }
 
     #[test]
-    fn a_second_opener_is_kept_out() {
+    fn a_second_opener_is_rejected() {
         let scratch = Scratch::new();
         let first = open(&scratch).expect("free");
-        // However often somebody tries and fails, the lock stays.
+        // Failed attempts do not release the lock.
         for _ in 0..3 {
             let error = open(&scratch).err().expect("held");
             assert_eq!(error.status(), Status::Busy);
             assert!(error.message().contains("in this process"), "{error}");
-            assert_eq!(child(&scratch), Some(41), "another process is told who has it");
+            assert_eq!(child(&scratch), Some(41), "another process learns who holds the lock");
         }
         let elsewhere = Scratch::new();
         assert!(open(&elsewhere).is_ok(), "another directory is free");
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn another_name_of_the_directory_does_not_help() {
+    fn another_path_of_the_directory_is_rejected() {
         let scratch = Scratch::new();
         let _first = open(&scratch).expect("free");
         let name = scratch.0.file_name().expect("a name");
@@ -189,23 +189,22 @@ mod tests {
         assert_eq!(error.status(), Status::Busy);
     }
 
-    /// Forks a child that takes the lock by itself, says so, and holds it until it
-    /// is told to end.
+    /// Forks a child that takes the lock, reports it, and holds it until it is told to exit.
     fn holder(scratch: &Scratch) -> (i32, [i32; 2]) {
         let path = CString::new(scratch.0.join(LOCK_NAME).to_str().expect("text")).expect("text");
-        let (mut said, mut told) = ([0; 2], [0; 2]);
+        let (mut said, mut quit) = ([0; 2], [0; 2]);
         let wish = whole_file();
         // SAFETY: the child makes system calls only, and ends in `_exit`.
         unsafe {
-            assert_eq!((libc::pipe(said.as_mut_ptr()), libc::pipe(told.as_mut_ptr())), (0, 0));
+            assert_eq!((libc::pipe(said.as_mut_ptr()), libc::pipe(quit.as_mut_ptr())), (0, 0));
             let pid = libc::fork();
             if pid == 0 {
                 let fd = libc::open(path.as_ptr(), libc::O_RDWR);
                 let held = libc::fcntl(fd, libc::F_SETLK, &wish) == 0;
                 let mut word = u8::from(held);
                 libc::write(said[1], (&raw const word).cast(), 1);
-                libc::close(told[1]);
-                libc::read(told[0], (&raw mut word).cast(), 1);
+                libc::close(quit[1]);
+                libc::read(quit[0], (&raw mut word).cast(), 1);
                 libc::_exit(0);
             }
             let mut word = 0u8;
@@ -213,46 +212,46 @@ mod tests {
             assert_eq!(word, 1, "the child holds the lock");
             libc::close(said[0]);
             libc::close(said[1]);
-            (pid, told)
+            (pid, quit)
         }
     }
 
     #[test]
-    fn who_leaves_nothing_takes_away_what_opening_made() {
+    fn closing_an_empty_directory_removes_it_if_opening_created_it() {
         let scratch = Scratch::new();
         drop(open(&scratch).expect("made"));
         assert!(!scratch.0.exists());
         kept(&scratch);
         assert!(scratch.0.join(LOCK_NAME).exists() && scratch.0.join("kept").exists());
-        // What was there before stays, whoever made it.
+        // Files that existed before stay.
         std::fs::remove_file(scratch.0.join("kept")).expect("removed");
         drop(open(&scratch).expect("free"));
         assert!(scratch.0.join(LOCK_NAME).exists());
     }
 
     #[test]
-    fn a_process_that_dies_gives_the_lock_up() {
+    fn a_killed_process_releases_the_lock() {
         let scratch = Scratch::new();
         kept(&scratch);
-        let (pid, told) = holder(&scratch);
+        let (pid, quit) = holder(&scratch);
         let error = open(&scratch).err().expect("held");
         assert_eq!(error.status(), Status::Busy);
         assert!(error.message().contains(&format!("in process {pid}")), "{error}");
-        // SAFETY: the child made above, and its pipe.
+        // SAFETY: the child created above, and its pipe.
         unsafe {
             assert_eq!(libc::kill(pid, libc::SIGKILL), 0);
             assert_eq!(libc::waitpid(pid, std::ptr::null_mut(), 0), pid);
-            libc::close(told[0]);
-            libc::close(told[1]);
+            libc::close(quit[0]);
+            libc::close(quit[1]);
         }
         assert!(open(&scratch).is_ok());
     }
 
     #[test]
-    fn a_forked_child_can_do_nothing_and_takes_nothing_away() {
+    fn a_forked_child_is_rejected_and_releases_nothing() {
         let scratch = Scratch::new();
         let files = open(&scratch).expect("free");
-        // SAFETY: the child asks, drops its copies and ends in `_exit`.
+        // SAFETY: the child queries, drops its copies and ends in `_exit`.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             use crate::io::files::Files;
@@ -265,7 +264,7 @@ mod tests {
             unsafe { libc::_exit(i32::from(refused)) };
         }
         let mut status = 0;
-        // SAFETY: the child made above.
+        // SAFETY: the child created above.
         assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
         assert_eq!(libc::WEXITSTATUS(status), 1);
         assert_eq!(child(&scratch), Some(41), "the lock is still held");

@@ -1,4 +1,4 @@
-//! Files: reading them, and what this machine's kernel can do for them; sockets.
+//! Files, sockets, TLS, and probes of the kernel's I/O features.
 
 pub mod channel;
 pub mod directory;

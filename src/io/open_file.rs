@@ -1,4 +1,4 @@
-//! A real file that is open.
+//! An open real file.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
@@ -7,7 +7,7 @@ use crate::base::sync::Mutex;
 use crate::fail;
 use crate::io::errno::{self, uninterrupted};
 
-/// An open file, with what went wrong with it.
+/// An open file, and whether a sync of it has failed.
 pub struct OpenFile {
     fd: OwnedFd,
     name: String,
@@ -27,31 +27,31 @@ impl OpenFile {
         OpenFile { fd, name: name.to_string(), poison: Poison::default(), end: u64::MAX }
     }
 
-    /// A file that is only read, and expected to keep its length.
+    /// A read-only file that is expected to keep its length.
     pub fn fixed(fd: OwnedFd, name: &str, bytes: u64) -> OpenFile {
         OpenFile { end: bytes, ..OpenFile::new(fd, name) }
     }
 
-    /// Where reads may end before their piece does: nowhere, unless it is fixed.
+    /// Offset at which reads are complete, even before the end of their piece; `u64::MAX` unless
+    /// the file is read-only.
     pub fn end(&self) -> u64 {
         self.end
     }
 
-    /// The name under which it was opened.
+    /// Name that it was opened by.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its descriptor.
+    /// Descriptor.
     pub fn fd(&self) -> &OwnedFd {
         &self.fd
     }
 
-    /// Has the file system set bytes aside from its start on; where it cannot, the
-    /// file only gets its length.
+    /// Allocates disk space from the start; if the file system cannot, it only sets the length.
     pub fn allocate(&self, bytes: u64) -> Result<()> {
         let Ok(length) = libc::off_t::try_from(bytes) else {
-            fail!(Invalid, "{} of {bytes} bytes is too long", self.name);
+            fail!(Invalid, "{}: {bytes} bytes exceed the maximum length of a file", self.name);
         };
         if bytes == 0 {
             return Ok(());
@@ -80,8 +80,8 @@ impl OpenFile {
     }
 }
 
-/// Whether a sync has failed. The kernel reports once that it could not write what
-/// it had, and forgets it; this does not.
+/// Whether a sync has failed. The kernel reports a failed write-back once and forgets it; this does
+/// not.
 pub struct Poison(Mutex<bool>);
 
 impl Default for Poison {
@@ -91,8 +91,8 @@ impl Default for Poison {
 }
 
 impl Poison {
-    /// Syncs, unless that has failed before. One sync at a time: of two at once only
-    /// one would be told of the error.
+    /// Syncs, unless an earlier sync failed. One at a time: of two concurrent syncs only one would
+    /// see the error.
     pub fn sync(&self, name: &str, call: impl FnMut() -> i32) -> Result<()> {
         let mut poisoned = self.0.lock();
         if *poisoned {
@@ -101,16 +101,16 @@ impl Poison {
         let Err(number) = uninterrupted(call) else { return Ok(()) };
         *poisoned = true;
         drop(poisoned);
-        // Whatever the number: a full disk at this point is no request to make room.
+        // Whatever the number: ENOSPC here is no request to free space.
         let error = errno::error(number, &format!("syncing {name}"));
         let error = Error::new(Status::Io, error.message());
-        log::error!("{error}; what is on the disk is not known any more");
+        log::error!("{error}; the content of the disk is unknown");
         Err(error)
     }
 }
 
-/// What is said of a file that could not be made durable.
+/// Error for a file after a failed sync.
 pub fn poison(name: &str) -> Error {
-    let text = format!("a sync of {name} failed before: nobody knows what is on the disk");
+    let text = format!("a sync of {name} failed before: the content of the disk is unknown");
     Error::new(Status::Io, text)
 }

@@ -1,5 +1,5 @@
-//! Open files by their ids. An id carries the turn of its slot, so that one that
-//! was closed leads nowhere.
+//! Open files by id. An id contains the generation of its slot, so the id of a closed file is
+//! invalid.
 
 use crate::base::status::{Result, Status};
 use crate::fail;
@@ -39,7 +39,7 @@ impl<T> OpenFiles<T> {
     fn grow(&mut self) -> Result<u16> {
         let place = match u16::try_from(self.slots.len()) {
             Ok(place) if self.slots.len() < MAX_FILES => place,
-            _ => fail!(Limit, "{MAX_FILES} files are open"),
+            _ => fail!(Limit, "{MAX_FILES} files are open, which is the limit"),
         };
         // Room in both, so that closing needs no memory.
         let most = self.slots.len() + 1;
@@ -61,7 +61,7 @@ impl<T> OpenFiles<T> {
         file.ok_or_else(|| Status::Closed.into())
     }
 
-    /// Takes a file out.
+    /// Removes a file.
     pub fn remove(&mut self, id: FileId) -> Option<T> {
         let slot = self.slot(id)?;
         let file = slot.file.take()?;
@@ -70,7 +70,7 @@ impl<T> OpenFiles<T> {
         Some(file)
     }
 
-    /// Takes all files out.
+    /// Removes all files.
     pub fn clear(&mut self) {
         for place in 0..self.slots.len() as u32 {
             let turn = self.slots.get(place as usize).map_or(0, |slot| slot.turn);
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_id_leads_to_its_file_until_it_is_closed() {
+    fn an_id_is_valid_until_its_file_is_closed() {
         let mut files = OpenFiles::default();
         let (a, b) = (files.add('a').expect("room"), files.add('b').expect("room"));
         assert_eq!(files.get(a), Ok(&mut 'a'));
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn there_are_so_many_and_no_more() {
+    fn the_number_of_open_files_is_limited() {
         let mut files = OpenFiles::default();
         let ids: Vec<_> = (0..MAX_FILES).map(|i| files.add(i).expect("room")).collect();
         assert_eq!(files.add(0).map_err(|e| e.status()), Err(Status::Limit));

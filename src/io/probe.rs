@@ -1,4 +1,4 @@
-//! Probes: io_uring, O_DIRECT alignment, and the list of optional features.
+//! Probes of io_uring, O_DIRECT alignment and optional features.
 
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -11,20 +11,20 @@ use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 
-/// Something optional: is it in this build, and on this machine?
+/// An optional feature: whether it is built in, and whether this machine supports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Feature {
-    /// Its name.
+    /// Name.
     pub name: &'static str,
-    /// What it is for.
+    /// Purpose.
     pub note: &'static str,
-    /// The code for it is in this library.
+    /// The library contains it.
     pub built: bool,
-    /// This machine offers it.
+    /// This machine supports it.
     pub present: bool,
 }
 
-/// Names and notes of all features.
+/// Names and purposes of all features.
 pub const FEATURES: [(&str, &str); 12] = [
     ("cuda", "copies to and from NVIDIA devices; the driver is loaded at run time\0"),
     ("dir", "a remote tier in a directory that machines share\0"),
@@ -40,7 +40,7 @@ pub const FEATURES: [(&str, &str); 12] = [
     ("wipeonfork", "the kernel tells a forked child apart at no cost\0"),
 ];
 
-/// The feature at a place in the list.
+/// The feature at an index of the list.
 pub fn feature(index: usize) -> Option<Feature> {
     let (name, note) = *FEATURES.get(index)?;
     let facts = MemoryFacts::probe;
@@ -63,26 +63,25 @@ pub fn feature(index: usize) -> Option<Feature> {
     Some(Feature { name, note: note.trim_end_matches('\0'), built, present })
 }
 
-/// Sets up a small ring and closes it: what the kernel and its seccomp filter
-/// say is what counts.
+/// Sets up a small ring and closes it: the kernel and its seccomp filter decide.
 pub fn io_uring() -> Result<()> {
     let mut params = [0u8; 120]; // struct io_uring_params
-    // SAFETY: the kernel reads and writes 120 bytes at `params`; a descriptor comes back.
+    // SAFETY: the kernel reads and writes 120 bytes at `params`, and returns a descriptor.
     let fd = unsafe { libc::syscall(libc::SYS_io_uring_setup, 2u32, params.as_mut_ptr()) };
     if fd < 0 {
         return Err(Error::os("io_uring_setup"));
     }
-    // SAFETY: a descriptor this call has just made and nobody else owns.
+    // SAFETY: a descriptor this call has just created and nobody else owns.
     drop(unsafe { OwnedFd::from_raw_fd(fd as i32) });
     Ok(())
 }
 
-/// Whether the CUDA driver of this machine is one that the device can use.
+/// Whether the machine has a CUDA driver that the device can use.
 fn has_cuda() -> bool {
     cuda_version(Path::new(CUDA_DRIVER)).is_ok_and(|version| version >= LEAST_CUDA)
 }
 
-/// The least alignment at which O_DIRECT reads work on a directory's file system.
+/// The smallest alignment that O_DIRECT reads support on a directory's file system.
 pub fn direct_alignment(directory: &Path) -> Result<u64> {
     let name = directory.join(format!(".kvt-probe-{}", std::process::id()));
     let path = CString::new(name.as_os_str().as_encoded_bytes())
@@ -93,7 +92,7 @@ pub fn direct_alignment(directory: &Path) -> Result<u64> {
     if fd < 0 {
         return Err(Error::os(&format!("O_DIRECT in {}", directory.display())));
     }
-    // SAFETY: a descriptor this call has just made and nobody else owns.
+    // SAFETY: a descriptor this call has just created and nobody else owns.
     let file = unsafe { OwnedFd::from_raw_fd(fd) };
     // SAFETY: the path opened above; the file lives on through its descriptor.
     unsafe { libc::unlink(path.as_ptr()) };
@@ -115,10 +114,15 @@ pub fn direct_alignment(directory: &Path) -> Result<u64> {
         .map(|bits| 1usize << bits)
         .find(|align| works(*align))
         .map(|align| align as u64)
-        .ok_or_else(|| Error::new(Status::Unavailable, "no alignment up to 64 KiB works"))
+        .ok_or_else(|| {
+            Error::new(
+                Status::Unavailable,
+                "O_DIRECT works with no alignment up to 64 KiB: open the disk with buffered=true",
+            )
+        })
 }
 
-/// What the kernel says of a file (since Linux 6.1); 0 when it says nothing.
+/// Alignment that the kernel reports for a file (since Linux 6.1); 0 = unknown.
 pub fn reported_alignment(file: &impl AsRawFd) -> Result<u64> {
     // SAFETY: integers only, which may be zero.
     let mut facts: libc::statx = unsafe { std::mem::zeroed() };
@@ -130,7 +134,10 @@ pub fn reported_alignment(file: &impl AsRawFd) -> Result<u64> {
     }
     let (memory, offset) = (facts.stx_dio_mem_align, facts.stx_dio_offset_align);
     if memory == 0 || offset == 0 {
-        fail!(Unavailable, "this file system has no O_DIRECT: open the disk with buffered=true");
+        fail!(
+            Unavailable,
+            "this file system does not support O_DIRECT: open the disk with buffered=true"
+        );
     }
     Ok(u64::from(memory.max(offset)))
 }

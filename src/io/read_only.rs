@@ -1,14 +1,14 @@
-//! The files of a real directory, to be looked at: nothing in it is made, changed
-//! or locked, so whoever has the store open goes on meanwhile.
+//! Read-only access to a store's directory. It creates, changes and locks nothing, so the process
+//! that has the store open is not disturbed.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Mutex};
 use crate::fail;
-use crate::io::errno;
+use crate::io::errno::of_io;
 use crate::io::files::{Access, Entry, FileId, Files, Piece, check_name};
 use crate::io::open_files::OpenFiles;
 
@@ -18,19 +18,12 @@ pub struct ReadOnlyFiles {
     files: Mutex<OpenFiles<Arc<File>>>,
 }
 
-fn error(error: &std::io::Error, what: &str) -> Error {
-    match error.raw_os_error() {
-        Some(number) => errno::error(number, what),
-        None => Error::new(Status::Io, format!("{what}: {error}")),
-    }
-}
-
 fn refused<T>() -> Result<T> {
-    fail!(Unsupported, "the directory is open for reading only")
+    fail!(Unsupported, "the directory is open read-only")
 }
 
 impl ReadOnlyFiles {
-    /// Opens a directory that is there.
+    /// Opens an existing directory.
     pub fn open(path: &Path) -> Result<ReadOnlyFiles> {
         let files = ReadOnlyFiles { path: path.into(), files: Mutex::new(OpenFiles::default()) };
         files.list()?;
@@ -52,9 +45,9 @@ impl ReadOnlyFiles {
         let mut at = piece.offset;
         for part in piece.parts.iter().filter(|part| part.bytes > 0) {
             let bytes = part.bytes as usize;
-            // SAFETY: the caller's promise: memory of that length, nobody else's.
+            // SAFETY: the caller's promise: memory of that length, which nobody else accesses.
             let memory = unsafe { std::slice::from_raw_parts_mut(part.address, bytes) };
-            file.read_exact_at(memory, at).map_err(|e| error(&e, "a read"))?;
+            file.read_exact_at(memory, at).map_err(|e| of_io(&e, "a read"))?;
             at = at.saturating_add(part.bytes);
         }
         Ok(())
@@ -77,10 +70,10 @@ impl Files for ReadOnlyFiles {
     fn list(&self) -> Result<Vec<Entry>> {
         let place = self.path.display().to_string();
         let mut entries = Vec::new();
-        for entry in std::fs::read_dir(&self.path).map_err(|e| error(&e, &place))? {
-            let entry = entry.map_err(|e| error(&e, &place))?;
+        for entry in std::fs::read_dir(&self.path).map_err(|e| of_io(&e, &place))? {
+            let entry = entry.map_err(|e| of_io(&e, &place))?;
             let Ok(name) = entry.file_name().into_string() else { continue };
-            // A file that goes while it is looked at is not there.
+            // Skip a file that was removed concurrently.
             let Ok(facts) = entry.metadata() else { continue };
             if facts.is_file() && check_name(&name).is_ok() {
                 entries.try_reserve(1).map_err(|_| Status::NoMem)?;
@@ -99,15 +92,15 @@ impl Files for ReadOnlyFiles {
         check_name(name)?;
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
         let opened = OpenOptions::new().read(true).custom_flags(flags).open(self.path.join(name));
-        let file = opened.map_err(|e| error(&e, name))?;
+        let file = opened.map_err(|e| of_io(&e, name))?;
         if !file.metadata().is_ok_and(|facts| facts.is_file()) {
-            fail!(NotFound, "{name} is no regular file");
+            fail!(NotFound, "{name} is not a regular file");
         }
         self.files.lock().add(Arc::new(file))
     }
 
     fn len(&self, file: FileId) -> Result<u64> {
-        let facts = self.file(file)?.metadata().map_err(|e| error(&e, "asking for a length"))?;
+        let facts = self.file(file)?.metadata().map_err(|e| of_io(&e, "reading the length"))?;
         Ok(facts.len())
     }
 
@@ -151,7 +144,7 @@ mod tests {
     use crate::io::scratch::Scratch;
 
     #[test]
-    fn it_reads_what_somebody_else_has_open_and_writes_nothing() {
+    fn files_of_an_open_store_are_read_and_never_written() {
         let scratch = Scratch::new();
         let real = RealFiles::open(&scratch.0, &RealOpts { buffered: true, ..RealOpts::default() })
             .expect("a directory");

@@ -1,10 +1,10 @@
-//! The files of a real directory: O_DIRECT and io_uring where both work, a plainer
-//! way where one does not, and a word about that.
+//! Files of a real directory: O_DIRECT and io_uring where both work, and logged fallbacks where one
+//! does not.
 
 use std::path::Path;
 
 use crate::base::fork;
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
 use crate::base::sync::{Arc, Mutex};
 use crate::fail;
 use crate::io::directory::{Directory, facts_of};
@@ -15,37 +15,35 @@ use crate::io::open_file::{OpenFile, Poison};
 use crate::io::open_files::OpenFiles;
 use crate::io::probe;
 
-/// Largest alignment for which O_DIRECT is used if nothing else is said: a block
-/// of the store.
+/// Default limit of the alignment for O_DIRECT: a block of the store.
 pub const MAX_ALIGN_BYTES: u64 = 4096;
 
-/// How to open a directory.
+/// Options to open a directory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RealOpts {
-    /// Through the page cache.
+    /// Use the page cache.
     pub buffered: bool,
-    /// Without io_uring.
+    /// Do not use io_uring.
     pub no_uring: bool,
-    /// Transfers that one caller has in flight; 0 = as many as can be.
+    /// Transfers in flight of one caller; 0 = the maximum.
     pub depth: u32,
-    /// Through the page cache if direct transfers have to be aligned to more; 0 =
-    /// [`MAX_ALIGN_BYTES`].
+    /// Use the page cache if direct transfers need a larger alignment; 0 = [`MAX_ALIGN_BYTES`].
     pub max_align_bytes: u64,
 }
 
-/// A directory that is open.
+/// An open directory.
 pub struct RealFiles {
     directory: Directory,
     files: Mutex<OpenFiles<Arc<OpenFile>>>,
     engine: Engine,
     align: u64,
     names_poison: Poison,
-    /// Given up last: fields are dropped in this order.
+    /// Released last: fields are dropped in order of declaration.
     lock: Lock,
 }
 
 impl RealFiles {
-    /// Opens a directory, makes it if it is absent, and keeps everybody else out.
+    /// Opens a directory exclusively, and creates it if it is absent.
     pub fn open(path: &Path, opts: &RealOpts) -> Result<RealFiles> {
         fork::arm()?;
         fork::check()?;
@@ -81,45 +79,45 @@ impl RealFiles {
 }
 
 impl Drop for RealFiles {
-    /// Who found nothing and leaves nothing takes away what opening made.
+    /// Removes what opening created, if the directory is empty.
     fn drop(&mut self) {
-        if !self.lock.is_made() || fork::check().is_err() {
+        if !self.lock.is_created() || fork::check().is_err() {
             return;
         }
-        // While the lock is held: nobody else has opened the file that goes.
-        if matches!(self.directory.is_bare_but(LOCK_NAME), Ok(true))
+        // Safe while the lock is held: nobody else has opened the file.
+        if matches!(self.directory.is_empty_except(LOCK_NAME), Ok(true))
             && self.directory.remove(LOCK_NAME).is_ok()
         {
-            self.directory.unmake();
+            self.directory.remove_if_created();
         }
     }
 }
 
-/// What direct transfers have to be aligned to, if they work.
+/// Alignment for direct transfers, or why they do not work.
 fn direct_alignment(directory: &Directory, lock: &Lock, most: u64) -> Result<u64> {
     let align = match lock.file().map_or(Ok(0), probe::reported_alignment)? {
-        0 => tried_alignment(directory)?,
-        told => told,
+        0 => probed_alignment(directory)?,
+        reported => reported,
     };
     let most = if most == 0 { MAX_ALIGN_BYTES } else { most };
     if align > most || !align.is_power_of_two() {
         fail!(
             Unavailable,
-            "O_DIRECT wants multiples of {align} bytes here, more than {most}: open the disk with \
+            "O_DIRECT needs an alignment of {align} bytes here, the limit is {most}: open the disk with \
              buffered=true"
         );
     }
     Ok(align)
 }
 
-/// What is found out by trying. The second choice: it takes room on the disk, and
-/// what works may be less than what is promised.
-fn tried_alignment(directory: &Directory) -> Result<u64> {
-    // Left behind by a process that was killed while it tried, it would be in the
-    // way for ever: in a container every process has the same number.
+/// Alignment found by trying. Second choice: it needs space on the disk, and what works may be less
+/// than what is guaranteed.
+fn probed_alignment(directory: &Directory) -> Result<u64> {
+    // Remove a probe file of a killed process. It would stay forever, since every process in a
+    // container has the same pid.
     let left = format!(".kvt-probe-{}", std::process::id());
     if directory.remove(&left).is_ok() {
-        log::info!("removed {left}, left behind by a probe");
+        log::info!("removed {left} of an interrupted probe");
     }
     probe::direct_alignment(directory.path())
 }
@@ -149,9 +147,9 @@ impl Files for RealFiles {
         let file = OpenFile::new(self.directory.open_file(name, flags)?, name);
         let added = file.allocate(bytes).and_then(|()| self.files.lock().add(Arc::new(file)));
         if added.is_err() {
-            // Half a file is of no use to anybody.
+            // A partly allocated file is useless.
             if let Err(error) = self.directory.remove(name) {
-                log::warn!("a file that could not be made stays: {error}");
+                log::warn!("removing a file that could not be allocated failed: {error}");
             }
         }
         added
@@ -205,9 +203,7 @@ impl Files for RealFiles {
     unsafe fn transfer(&self, pieces: &mut [Piece]) {
         let forked = fork::check();
         for piece in pieces.iter_mut() {
-            // What nobody has carried out yet says `Again`.
-            let fine = forked.clone().and_then(|()| piece.check(self.align));
-            piece.result = fine.and(Err(Status::Again.into()));
+            piece.begin(forked.clone().and_then(|()| piece.check(self.align)));
         }
         // SAFETY: the caller's promise.
         unsafe { self.engine.transfer(pieces, self.align, &|file| self.file(file)) };
@@ -222,6 +218,7 @@ impl Files for RealFiles {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
+    use crate::base::status::Status;
     use crate::io::files::Access;
     use crate::io::scratch::{Scratch, bytes_of, memory, read, write};
     use crate::io::uring::Damage;
@@ -268,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_followed_and_nothing_strange_is_opened() {
+    fn links_are_not_followed_and_only_regular_files_are_opened() {
         let (scratch, outside) = (Scratch::new(), Scratch::new());
         let files = open(&scratch.0).expect("made");
         std::fs::create_dir(&outside.0).expect("made");
@@ -307,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_of_somebody_else_is_refused() {
+    fn a_directory_of_another_user_is_rejected() {
         let scratch = Scratch::new();
         std::fs::create_dir(&scratch.0).expect("made");
         if std::os::unix::fs::chown(&scratch.0, Some(12_345), None).is_err() {
@@ -317,16 +314,16 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_sync_is_not_forgotten() {
+    fn a_failed_sync_poisons_the_file() {
         let scratch = Scratch::new();
         let files = open(&scratch.0).expect("made");
         let (x, y) = (files.create("x", 4096), files.create("y", 4096));
         let (x, y) = (x.expect("created"), y.expect("created"));
         let open_x = files.file(x).expect("open");
         assert_eq!((files.sync(x), files.sync(y)), (Ok(()), Ok(())));
-        // A pipe cannot be synced: it stands in for a disk that cannot.
+        // A pipe cannot be synced: it stands in for a disk that fails.
         let mut ends = [0; 2];
-        // SAFETY: descriptors of this test; `kept` is put back below.
+        // SAFETY: descriptors of this test; `kept` is restored below.
         unsafe {
             assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
             let kept = libc::dup(open_x.as_raw_fd());
@@ -341,11 +338,11 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_told_apart() {
+    fn a_full_disk_is_a_budget_error() {
         let shm = Path::new("/dev/shm");
         let scratch = Scratch(shm.join(format!("kvtier-io-full-{}", std::process::id())));
         let Ok(files) = open(&scratch.0) else { return };
-        // Refused at once there, without filling it.
+        // tmpfs rejects the size at once, without filling up.
         let error = files.create("x", 1 << 50).expect_err("too large");
         assert_eq!(error.status(), Status::Budget, "{error}");
         assert_eq!(files.list(), Ok(vec![]));
@@ -354,7 +351,7 @@ mod tests {
         assert_eq!(read(&files, x, 0, 4096).expect("read"), [5; 4096]);
     }
 
-    /// Writes and reads a batch, and says through which engine that went.
+    /// Writes and reads a batch; returns the engine's name.
     fn batch(files: &RealFiles, file: FileId, fill: u8) -> String {
         let stock = memory(32 << 12);
         for access in [Access::Write, Access::Read] {
@@ -373,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn without_rings_it_goes_on() {
+    fn broken_rings_fall_back_to_threads() {
         for how in [Damage::Cut, Damage::Restricted] {
             let scratch = Scratch::new();
             let files = open(&scratch.0).expect("made");
@@ -409,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn alignment_above_what_callers_can_is_not_used() {
+    fn alignment_above_the_limit_uses_the_page_cache() {
         let scratch = Scratch::new();
         let files =
             RealFiles::open(&scratch.0, &RealOpts { max_align_bytes: 1, ..RealOpts::default() })
@@ -420,20 +417,20 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_says_works_and_so_does_trying() {
+    fn the_reported_alignment_works_and_so_does_probing() {
         let scratch = Scratch::new();
         let directory = Directory::open(&scratch.0).expect("made");
-        // What a process left behind that was killed while it tried.
+        // Left by a process that was killed while it probed.
         let left = scratch.0.join(format!(".kvt-probe-{}", std::process::id()));
         std::fs::write(&left, "").expect("written");
-        let tried = tried_alignment(&directory);
+        let tried = probed_alignment(&directory);
         assert!(!left.exists() && directory.list() == Ok(vec![]));
         let lock = Lock::take(&directory).expect("free");
-        let told = lock.file().map_or(Ok(0), probe::reported_alignment);
-        if let (Ok(tried), Ok(told)) = (&tried, &told) {
-            // Less may work than is promised, never more.
-            assert!(*told == 0 || tried <= told, "tried {tried}, told {told}");
+        let reported = lock.file().map_or(Ok(0), probe::reported_alignment);
+        if let (Ok(tried), Ok(reported)) = (&tried, &reported) {
+            // Less may work than is guaranteed, never more.
+            assert!(*reported == 0 || tried <= reported, "tried {tried}, reported {reported}");
         }
-        println!("tried {tried:?}, told {told:?}");
+        println!("tried {tried:?}, reported {reported:?}");
     }
 }

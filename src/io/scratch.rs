@@ -1,4 +1,4 @@
-//! What unit tests of files have in common: a directory that goes away, memory, whole transfers.
+//! Shared tools of file unit tests: temporary directories, memory, whole transfers.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -7,7 +7,7 @@ use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::Result;
 use crate::io::files::{Access, FileId, Files, Piece};
 
-/// A directory that goes away with its test.
+/// A directory that is removed after its test.
 pub struct Scratch(pub PathBuf);
 
 impl Scratch {
@@ -26,14 +26,14 @@ impl Drop for Scratch {
     }
 }
 
-/// Memory that starts at a page.
+/// Page-aligned memory.
 pub fn memory(bytes: u64) -> Buffer {
     Buffer::map(&MemoryWish { bytes, ..MemoryWish::default() }, None).expect("memory")
 }
 
 #[allow(clippy::mut_from_ref)] // of memory that a buffer only names
 pub fn bytes_of(buffer: &Buffer) -> &mut [u8] {
-    // SAFETY: the buffer is one test's alone, and nothing is in flight.
+    // SAFETY: the buffer belongs to one test, and nothing is in flight.
     unsafe { std::slice::from_raw_parts_mut(buffer.address(), buffer.bytes() as usize) }
 }
 

@@ -1,8 +1,8 @@
-//! Calls for a directory that several machines share, as the operating system has them: every
-//! folder is opened from the one above it, no link is followed, and what went wrong is its number.
+//! System calls for a directory that several machines share. Every folder is opened relative to its
+//! parent, no link is followed, and errors are raw numbers.
 //!
-//! None of these calls has a deadline: a server that does not answer holds up whoever asked until
-//! it is back, or the mount gives up (`soft`).
+//! No call has a deadline: an unresponsive server blocks the caller until it is back, or until the
+//! mount gives up (`soft`).
 
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
@@ -11,11 +11,11 @@ use std::path::Path;
 
 use crate::io::errno::{last_number, uninterrupted};
 
-/// The number of an error.
+/// A system error number.
 pub type Number = i32;
 
 const FOLDER: i32 = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC;
-/// A pipe that somebody has put there is not waited for.
+/// Non-blocking: another user may have put a pipe there.
 const FILE: i32 = libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK;
 
 /// An open folder.
@@ -24,32 +24,32 @@ pub struct Folder(OwnedFd);
 /// An open file.
 pub struct SharedFile(OwnedFd);
 
-/// What is known of a file or folder.
+/// Attributes of a file or folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
-    /// A regular file: no link, no folder, no device.
+    /// A regular file, and no link, folder or device.
     pub regular: bool,
     /// A folder.
     pub folder: bool,
-    /// How long it is.
+    /// Length.
     pub bytes: u64,
-    /// When it was last written, by the clock of its server, in seconds.
+    /// Time of the last write by the server's clock, in seconds.
     pub written_s: i64,
-    /// Who may do what.
+    /// Permissions.
     pub mode: u32,
 }
 
-/// The file system of a folder.
+/// File system of a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct System {
-    /// Its kind, as the kernel numbers them.
+    /// Kind, by the kernel's number.
     pub kind: i64,
-    /// What is left for this user.
+    /// Free bytes for this user.
     pub free_bytes: u64,
 }
 
 impl System {
-    /// What its kind is called.
+    /// Name of its kind.
     pub fn name(&self) -> &'static str {
         match self.kind {
             0x6969 => "nfs",
@@ -68,12 +68,12 @@ impl System {
     }
 }
 
-/// Where bytes are, or go.
+/// A memory range.
 #[derive(Clone, Copy, Debug)]
 pub struct Span {
-    /// The address.
+    /// Address.
     pub address: *mut u8,
-    /// How many.
+    /// Length.
     pub bytes: u64,
 }
 
@@ -82,7 +82,7 @@ fn text(name: &[u8]) -> Result<CString, Number> {
 }
 
 fn owned(fd: RawFd) -> OwnedFd {
-    // SAFETY: callers have just been given it by the system, and nobody else owns it.
+    // SAFETY: the system has just returned it to the caller, and nobody else owns it.
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
@@ -101,7 +101,7 @@ fn stat_of(call: impl Fn(*mut libc::stat) -> i32) -> Result<Facts, Number> {
 }
 
 impl Folder {
-    /// Opens a folder by its path, through whatever links lead to it.
+    /// Opens a folder by its path, following links.
     pub fn root(path: &Path) -> Result<Folder, Number> {
         let path = text(path.as_os_str().as_bytes())?;
         let flags = FOLDER & !libc::O_NOFOLLOW;
@@ -110,7 +110,7 @@ impl Folder {
         Ok(Folder(owned(fd)))
     }
 
-    /// Opens a folder in it.
+    /// Opens a subfolder.
     pub fn folder(&self, name: &[u8]) -> Result<Folder, Number> {
         let (name, at) = (text(name)?, self.0.as_raw_fd());
         // SAFETY: a NUL-terminated name.
@@ -118,9 +118,8 @@ impl Folder {
         Ok(Folder(owned(fd)))
     }
 
-    /// The same; makes it if it is absent, for this user alone, and so that it is there after a
-    /// power failure if it is to last.
-    pub fn folder_or_new(&self, name: &[u8], lasts: bool) -> Result<Folder, Number> {
+    /// Opens a subfolder, and creates it for this user only if it is absent; durably, if `lasts`.
+    pub fn folder_or_create(&self, name: &[u8], lasts: bool) -> Result<Folder, Number> {
         match self.folder(name) {
             Err(libc::ENOENT) => {}
             opened => return opened,
@@ -128,7 +127,7 @@ impl Folder {
         let path = text(name)?;
         // SAFETY: a NUL-terminated name.
         match uninterrupted(|| unsafe { libc::mkdirat(self.0.as_raw_fd(), path.as_ptr(), 0o700) }) {
-            // Another one was quicker.
+            // Another process was faster.
             Ok(_) | Err(libc::EEXIST) => {}
             Err(number) => return Err(number),
         }
@@ -138,7 +137,7 @@ impl Folder {
         self.folder(name)
     }
 
-    /// Opens a file to read it.
+    /// Opens a file for reading.
     pub fn open(&self, name: &[u8]) -> Result<SharedFile, Number> {
         let (name, at) = (text(name)?, self.0.as_raw_fd());
         let flags = FILE | libc::O_RDONLY;
@@ -147,17 +146,17 @@ impl Folder {
         Ok(SharedFile(owned(fd)))
     }
 
-    /// Makes a file, for this user alone; EEXIST where there is anything of that name.
+    /// Creates a file for this user only; EEXIST if the name exists.
     pub fn create(&self, name: &[u8]) -> Result<SharedFile, Number> {
         let (name, at) = (text(name)?, self.0.as_raw_fd());
         let flags = FILE | libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
         let mode: libc::c_uint = 0o600;
-        // SAFETY: a NUL-terminated name; the mode is read since a file is made.
+        // SAFETY: a NUL-terminated name; the mode is used since a file is created.
         let fd = uninterrupted(|| unsafe { libc::openat(at, name.as_ptr(), flags, mode) })?;
         Ok(SharedFile(owned(fd)))
     }
 
-    /// What is known of what has a name in it; of a link, not of what it leads to.
+    /// Attributes of a name; of a link itself, not of its target.
     pub fn facts(&self, name: &[u8]) -> Result<Facts, Number> {
         let (name, at) = (text(name)?, self.0.as_raw_fd());
         let flags = libc::AT_SYMLINK_NOFOLLOW;
@@ -165,13 +164,13 @@ impl Folder {
         stat_of(|stat| unsafe { libc::fstatat(at, name.as_ptr(), stat, flags) })
     }
 
-    /// What is known of itself.
+    /// Attributes of this folder.
     pub fn own_facts(&self) -> Result<Facts, Number> {
         // SAFETY: a writable stat.
         stat_of(|stat| unsafe { libc::fstat(self.0.as_raw_fd(), stat) })
     }
 
-    /// Gives a file a second name; EEXIST where there is anything of that name.
+    /// Adds a second name to a file; EEXIST if the name exists.
     pub fn link(&self, from: &[u8], to: &[u8]) -> Result<(), Number> {
         let (from, to, at) = (text(from)?, text(to)?, self.0.as_raw_fd());
         // SAFETY: NUL-terminated names.
@@ -179,19 +178,19 @@ impl Folder {
         Ok(())
     }
 
-    /// Gives a file another name. With `keep` EEXIST where there is anything of that name, or EINVAL
-    /// where the file system cannot do that; else that is replaced.
+    /// Renames a file. With `keep` it fails with EEXIST if the target exists, or EINVAL if the file
+    /// system cannot do that. Without, the target is replaced.
     pub fn rename(&self, from: &[u8], to: &[u8], keep: bool) -> Result<(), Number> {
         let (from, to, at) = (text(from)?, text(to)?, self.0.as_raw_fd());
         let flags = if keep { libc::RENAME_NOREPLACE } else { 0 };
-        // SAFETY: NUL-terminated names; by its number, since not every C library has the call.
+        // SAFETY: NUL-terminated names. By number, since not every C library has the call.
         uninterrupted(|| unsafe {
             libc::syscall(libc::SYS_renameat2, at, from.as_ptr(), at, to.as_ptr(), flags)
         })?;
         Ok(())
     }
 
-    /// Takes a file's name away.
+    /// Removes a name of a file.
     pub fn remove(&self, name: &[u8]) -> Result<(), Number> {
         let (name, at) = (text(name)?, self.0.as_raw_fd());
         // SAFETY: a NUL-terminated name.
@@ -199,11 +198,11 @@ impl Folder {
         Ok(())
     }
 
-    /// Makes its names durable, where there is such a thing.
+    /// Makes names durable, if the file system supports that.
     pub fn sync(&self) -> Result<(), Number> {
         // SAFETY: no memory is involved.
         match uninterrupted(|| unsafe { libc::fsync(self.0.as_raw_fd()) }) {
-            // Some file systems have no such call for folders, and no need of it.
+            // Some file systems do not support this call for folders, and do not need it.
             Ok(_) | Err(libc::EINVAL) => Ok(()),
             Err(number) => Err(number),
         }
@@ -220,14 +219,14 @@ impl Folder {
         Ok(System { kind: stat.f_type & 0xFFFF_FFFF, free_bytes })
     }
 
-    /// Goes through the names in it, in no order, until `visit` says that it is enough.
+    /// Visits the names, in any order, until `visit` returns false.
     pub fn each_name(&self, mut visit: impl FnMut(&[u8]) -> bool) -> Result<(), Number> {
         let at = self.0.as_raw_fd();
-        // A descriptor of its own: the place in the list belongs to one caller.
-        // SAFETY: a NUL-terminated name.
+        // A separate descriptor, because the read position belongs to one caller. SAFETY: a
+        // NUL-terminated name.
         let fd = uninterrupted(|| unsafe { libc::openat(at, c".".as_ptr(), FOLDER) })?;
         let fd = owned(fd);
-        // SAFETY: an open descriptor of a folder; the stream owns it if there is one.
+        // SAFETY: an open descriptor of a folder; on success the stream owns it.
         let stream = unsafe { libc::fdopendir(fd.as_raw_fd()) };
         if stream.is_null() {
             return Err(last_number());
@@ -235,8 +234,8 @@ impl Folder {
         let _ = fd.into_raw_fd();
         let mut done = Ok(());
         loop {
-            // SAFETY: this thread's own errno, which alone tells the end from an error; the
-            // stream is open and this call's own.
+            // SAFETY: this thread's own errno, which alone distinguishes the end from an error. The
+            // stream is open and belongs to this call.
             let entry = unsafe {
                 *libc::__errno_location() = 0;
                 libc::readdir(stream)
@@ -260,16 +259,16 @@ impl Folder {
 }
 
 impl SharedFile {
-    /// What is known of it.
+    /// Attributes of the file.
     pub fn facts(&self) -> Result<Facts, Number> {
         // SAFETY: a writable stat.
         stat_of(|stat| unsafe { libc::fstat(self.0.as_raw_fd(), stat) })
     }
 
-    /// Reads some bytes from an offset on: how many came, 0 at the end.
+    /// Reads at an offset; returns the number of bytes, 0 at the end.
     ///
     /// # Safety
-    /// The memory is valid, and nobody else's.
+    /// The memory is valid, and nobody else accesses it.
     pub unsafe fn read(&self, span: Span, offset: u64) -> Result<u64, Number> {
         let offset = i64::try_from(offset).map_err(|_| libc::EINVAL)?;
         let fd = self.0.as_raw_fd();
@@ -280,7 +279,7 @@ impl SharedFile {
         Ok(got as u64)
     }
 
-    /// Writes some bytes at an offset: how many went.
+    /// Writes at an offset; returns the number of bytes.
     ///
     /// # Safety
     /// The memory is valid, and nobody writes it.
@@ -301,12 +300,12 @@ impl SharedFile {
         Ok(())
     }
 
-    /// Closes it: some servers say only then that there was no room for what was written.
+    /// Closes it. Some servers report only then that there was no space.
     pub fn close(self) -> Result<(), Number> {
-        // SAFETY: it owned the descriptor, which is closed once, whatever comes of it.
+        // SAFETY: it owned the descriptor, which is closed once in any case.
         match unsafe { libc::close(self.0.into_raw_fd()) } {
             0 => Ok(()),
-            // It is closed, and what was written is the server's.
+            // It is closed, and the server has the data.
             _ if last_number() == libc::EINTR => Ok(()),
             _ => Err(last_number()),
         }
@@ -318,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kinds_have_names() {
+    fn file_systems_have_names() {
         let system = |kind| System { kind, free_bytes: 0 }.name();
         assert_eq!(
             (system(0x6969), system(0x0BD0_0BD0), system(0x00C3_6400)),
@@ -328,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn names_with_a_nul_are_none() {
+    fn names_with_a_nul_are_rejected() {
         let root = Folder::root(&std::env::temp_dir()).unwrap();
         assert_eq!(root.open(b"a\0b").err(), Some(libc::EINVAL));
         assert_eq!(root.folder(b"\0").err(), Some(libc::EINVAL));
@@ -336,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn no_link_is_followed() {
+    fn links_are_not_followed() {
         let dir = std::env::temp_dir().join(format!("kvtier-shared-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&dir);
         std::fs::create_dir(&dir).unwrap();
@@ -345,12 +344,16 @@ mod tests {
         assert_eq!(root.create(b"file").err(), Some(libc::EEXIST));
         file.close().unwrap();
         assert_eq!(root.facts(b"file").unwrap().mode, 0o600);
-        assert_eq!(root.folder_or_new(b"folder", true).unwrap().own_facts().unwrap().mode, 0o700);
+        assert_eq!(
+            root.folder_or_create(b"folder", true).unwrap().own_facts().unwrap().mode,
+            0o700
+        );
         std::os::unix::fs::symlink("file", dir.join("to-file")).unwrap();
         std::os::unix::fs::symlink("folder", dir.join("to-folder")).unwrap();
         assert_eq!(root.open(b"to-file").err(), Some(libc::ELOOP));
         assert!(
-            root.folder(b"to-folder").is_err() && root.folder_or_new(b"to-folder", false).is_err()
+            root.folder(b"to-folder").is_err()
+                && root.folder_or_create(b"to-folder", false).is_err()
         );
         assert!(!root.facts(b"to-file").unwrap().regular);
         assert_eq!(root.link(b"file", b"to-folder").err(), Some(libc::EEXIST));

@@ -1,5 +1,4 @@
-//! A small file beside others: read as a whole, written so that it is there as a whole or
-//! not at all.
+//! Small files beside others, read as a whole and replaced atomically.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -8,45 +7,39 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::io::errno;
+use crate::io::errno::of_io;
 
-fn os(error: &std::io::Error, path: &Path) -> Error {
-    let place = path.display().to_string();
-    match error.raw_os_error() {
-        Some(number) => errno::error(number, &place),
-        None => Error::new(Status::Io, format!("{place}: {error}")),
-    }
-}
-
-/// All of a file that has at most `limit` bytes. No links are followed: what is beside a
-/// file belongs to it.
+/// Content of a file of at most `limit` bytes. Links are not followed: a sidecar belongs to the
+/// file beside it.
 pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC | libc::O_NOCTTY;
     let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
-    let file = opened.map_err(|e| os(&e, path))?;
-    let facts = file.metadata().map_err(|e| os(&e, path))?;
+    let file = opened.map_err(|e| of_io(&e, path.display()))?;
+    let facts = file.metadata().map_err(|e| of_io(&e, path.display()))?;
     if !facts.is_file() {
-        fail!(Invalid, "{} is no regular file", path.display());
+        fail!(Invalid, "{} is not a regular file", path.display());
     }
     let mut out = Vec::new();
     let expected = facts.len().min(limit) as usize;
     out.try_reserve_exact(expected).map_err(|_| Status::NoMem)?;
-    // One more than may be, to see whether there is.
-    file.take(limit.saturating_add(1)).read_to_end(&mut out).map_err(|e| os(&e, path))?;
+    // One byte more than the limit, to detect longer files.
+    file.take(limit.saturating_add(1))
+        .read_to_end(&mut out)
+        .map_err(|e| of_io(&e, path.display()))?;
     if out.len() as u64 > limit {
-        fail!(Limit, "{} has more than {limit} bytes", path.display());
+        fail!(Limit, "{} is longer than the limit of {limit} bytes", path.display());
     }
     Ok(out)
 }
 
-/// Writes a file, in place of what had its name: a reader finds the old bytes or the new
-/// ones, also after a crash. Nobody but this user may read it.
+/// Replaces a file atomically: a reader finds the old bytes or the new ones, also after a crash.
+/// Only this user may read it.
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let Some(name) = path.file_name() else {
-        fail!(Invalid, "{} has no name", path.display());
+        fail!(Invalid, "{} has no file name", path.display());
     };
     let mut draft = OsString::from(".");
     draft.push(name);
@@ -55,16 +48,16 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let made = fill(&draft, bytes)
         .and_then(|()| std::fs::rename(&draft, path).map_err(|error| (error, true)));
     if let Err((error, ours)) = made {
-        // A draft of somebody else stays: it was not made here.
+        // A draft of another process stays: it was not created here.
         if ours {
             let _ = std::fs::remove_file(&draft);
         }
-        return Err(os(&error, path));
+        return Err(of_io(&error, path.display()));
     }
     sync_above(path)
 }
 
-/// Makes a draft durable; with an error, whether the draft is ours to remove.
+/// Writes a draft durably; an error says whether the draft is ours to remove.
 fn fill(draft: &Path, bytes: &[u8]) -> std::result::Result<(), (std::io::Error, bool)> {
     let flags = libc::O_NOFOLLOW | libc::O_CLOEXEC;
     let mut options = OpenOptions::new();
@@ -79,13 +72,15 @@ fn sync_above(path: &Path) -> Result<()> {
         _ => Path::new("."),
     };
     match File::open(above).and_then(|file| file.sync_all()) {
-        // Some file systems have no such call for directories, and no need of it.
-        Err(error) if error.raw_os_error() != Some(libc::EINVAL) => Err(os(&error, above)),
+        // Some file systems do not support this call for directories, and do not need it.
+        Err(error) if error.raw_os_error() != Some(libc::EINVAL) => {
+            Err(of_io(&error, above.display()))
+        }
         _ => Ok(()),
     }
 }
 
-/// Where the sidecar of a file is, with a suffix of its own.
+/// Path of a file's sidecar with a suffix.
 pub fn beside(file: &Path, suffix: &str) -> PathBuf {
     let mut name = file.as_os_str().to_os_string();
     name.push(suffix);
@@ -99,7 +94,7 @@ mod tests {
     use std::os::unix::fs::{MetadataExt, symlink};
 
     #[test]
-    fn all_or_nothing_and_private() {
+    fn writes_are_atomic_and_private() {
         let scratch = Scratch::new();
         std::fs::create_dir(&scratch.0).expect("made");
         let path = beside(&scratch.0.join("m.gguf"), ".x");
@@ -111,7 +106,7 @@ mod tests {
         }
         assert_eq!(read(&path, 11).map_err(|e| e.status()), Err(Status::Limit));
         assert_eq!(std::fs::metadata(&path).expect("there").mode() & 0o777, 0o600);
-        // In the way of a rename: the old stays, and no draft does.
+        // A rename that fails keeps the old file and leaves no draft.
         let busy = scratch.0.join("busy");
         std::fs::create_dir_all(busy.join("full")).expect("made");
         assert!(write(&busy, b"x").is_err());

@@ -1,5 +1,5 @@
-//! Local sockets for people who look at a running program: a path that only its
-//! owner can reach, and connections on which nothing ever waits but [`wait`].
+//! Local sockets for introspection of a running program, at a path that only its owner can access.
+//! Only [`wait`] waits.
 
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -10,102 +10,100 @@ use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::errno::{self, uninterrupted};
 
-/// Connections that may wait to be taken.
+/// Backlog of connections.
 const BACKLOG: i32 = 16;
-/// How often, and how long each time, another that binds in the same directory is
-/// waited for.
-const TURNS: u32 = 100;
-const TURN_MS: i32 = 10;
-/// Most descriptors that are waited for at once.
+/// Tries, and milliseconds between them, to lock the directory against concurrent binds.
+const LOCK_TRIES: u32 = 100;
+const LOCK_RETRY_MS: i32 = 10;
+/// Limit: descriptors of a wait.
 pub const MAX_WATCHED: usize = 32;
 
 const KIND: i32 = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
 
-/// A socket that takes connections at a path: 0600, and removed when this is dropped.
+/// A listening socket at a path with mode 0600. Dropping it removes the path.
 pub struct Listener {
     fd: OwnedFd,
     path: PathBuf,
     name: CString,
-    /// Device and inode of the path: somebody may put another thing there.
+    /// Device and inode of the path, which others may replace.
     identity: (u64, u64),
 }
 
 /// A connection.
 pub struct Stream(OwnedFd);
 
-/// What ends a [`wait`] from another thread.
-pub struct Bell(OwnedFd);
+/// Ends a [`wait`] from another thread.
+pub struct Waker(OwnedFd);
 
-/// Something that is waited for.
+/// A descriptor to wait for.
 pub struct Watched {
     fd: RawFd,
     events: libc::c_short,
-    /// It can be gone on with, if only to hear that it has ended.
+    /// The descriptor is ready, perhaps only to report its end.
     pub ready: bool,
 }
 
-/// Held while a path is looked at and bound: by one at a time in a directory.
-struct Turn(#[allow(dead_code)] OwnedFd);
+/// Held while a path is checked and bound: one process at a time in a directory.
+struct DirectoryLock(#[allow(dead_code)] OwnedFd);
 
 impl Listener {
-    /// Listens at a path. A socket that nobody answers on any more is replaced;
-    /// anything else that is there stays. BUSY = somebody answers there; STATE = it is
-    /// no socket, or not this user's.
+    /// Listens at a path. A stale socket, on which nobody listens, is replaced; anything else
+    /// stays. BUSY = another process listens there. STATE = no socket, or another user's.
     pub fn bind(path: &Path) -> Result<Listener> {
         let path = std::path::absolute(path)
             .map_err(|error| Error::new(Status::Invalid, format!("a socket's path: {error}")))?;
         let address = address_of(&path)?;
         let name = text(path.as_os_str().as_bytes())?;
-        let turn = Turn::take(&path)?;
+        let lock = DirectoryLock::take(&path)?;
         clear_stale(&path, &name, &address)?;
         let fd = socket()?;
         let place = path.display().to_string();
-        // On Linux the mode of a socket that is not bound yet is that of its path.
-        // SAFETY: an open descriptor.
+        // On Linux the mode of an unbound socket becomes the mode of its path. SAFETY: an open
+        // descriptor.
         if unsafe { libc::fchmod(fd.as_raw_fd(), 0o600) } != 0 {
-            return Err(errno::last(&format!("{place}: keeping others out")));
+            return Err(errno::last(&format!("{place}: setting its mode")));
         }
         let (at, bytes) = ((&raw const address).cast(), size_of::<libc::sockaddr_un>() as u32);
         // SAFETY: an open descriptor, and a whole address.
         if unsafe { libc::bind(fd.as_raw_fd(), at, bytes) } != 0 {
             return Err(errno::last(&format!("binding {place}")));
         }
-        let facts = look(&name).map_err(|number| errno::error(number, &place))?;
+        let facts = lstat(&name).map_err(|number| errno::error(number, &place))?;
         let identity = (facts.st_dev, facts.st_ino);
         let listener = Listener { fd, path, name, identity };
         if facts.st_mode & 0o177 != 0 {
-            fail!(Unavailable, "{place}: this file system does not keep others out");
+            fail!(Unavailable, "{place}: this file system does not enforce the socket's mode");
         }
         // SAFETY: an open descriptor.
         if unsafe { libc::listen(listener.fd.as_raw_fd(), BACKLOG) } != 0 {
             return Err(errno::last(&format!("listening on {place}")));
         }
-        drop(turn);
+        drop(lock);
         Ok(listener)
     }
 
-    /// Where it listens.
+    /// Path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The next connection, if there is one. Those of other users are ended: the path
-    /// keeps them out, unless somebody opened it to them.
+    /// Accepts a connection, if there is one. Connections of other users are closed; the path
+    /// excludes them unless somebody changed its mode.
     pub fn accept(&self) -> Result<Option<Stream>> {
         let flags = libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
         let (at, null) = (self.fd.as_raw_fd(), std::ptr::null_mut());
-        // SAFETY: an open descriptor; nobody asks for the address.
+        // SAFETY: an open descriptor; the address is not requested.
         let fd = uninterrupted(|| unsafe { libc::accept4(at, null, null.cast(), flags) });
         let stream = match fd {
-            // SAFETY: a descriptor this call has just made and nobody else owns.
+            // SAFETY: a descriptor this call has just created and nobody else owns.
             Ok(fd) => Stream(unsafe { OwnedFd::from_raw_fd(fd) }),
             Err(libc::EAGAIN | libc::ECONNABORTED) => return Ok(None),
-            Err(number) => return Err(errno::error(number, "taking a connection")),
+            Err(number) => return Err(errno::error(number, "accepting a connection")),
         };
         Ok(stream.is_of_owner().then_some(stream))
     }
 
-    /// To be waited for: somebody connects.
+    /// Readiness to accept.
     pub fn watched(&self) -> Watched {
         Watched { fd: self.fd.as_raw_fd(), events: libc::POLLIN, ready: false }
     }
@@ -113,12 +111,12 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // The path belongs to the process that made it, not to its forks.
+        // The path belongs to the process that created it, not to its forks.
         if crate::base::fork::check().is_err() {
             return;
         }
         let is_ours = |facts: libc::stat| (facts.st_dev, facts.st_ino) == self.identity;
-        if look(&self.name).is_ok_and(is_ours) {
+        if lstat(&self.name).is_ok_and(is_ours) {
             // SAFETY: a NUL-terminated path.
             if unsafe { libc::unlink(self.name.as_ptr()) } != 0 {
                 log::warn!("{}", errno::last(&format!("removing {}", self.path.display())));
@@ -128,23 +126,23 @@ impl Drop for Listener {
 }
 
 impl Stream {
-    /// What has come; 0 = the other side will send no more, None = nothing yet.
+    /// Reads available bytes; 0 = the peer will send no more, None = nothing yet.
     pub fn read(&self, into: &mut [u8]) -> Result<Option<usize>> {
         let (at, room) = (into.as_mut_ptr().cast(), into.len());
-        // SAFETY: an open descriptor, and memory that is ours to write.
+        // SAFETY: an open descriptor, and memory that this call may write.
         let got = uninterrupted(|| unsafe { libc::recv(self.0.as_raw_fd(), at, room, 0) });
         passed(got, "reading from a socket")
     }
 
-    /// Sends as much as the other side has room for; None = it has none now.
+    /// Writes as much as there is room for; None = no room now.
     pub fn write(&self, bytes: &[u8]) -> Result<Option<usize>> {
         let (at, count, flags) = (bytes.as_ptr().cast(), bytes.len(), libc::MSG_NOSIGNAL);
-        // SAFETY: an open descriptor, and memory that is there to be read.
+        // SAFETY: an open descriptor, and readable memory.
         let sent = uninterrupted(|| unsafe { libc::send(self.0.as_raw_fd(), at, count, flags) });
         passed(sent, "writing to a socket")
     }
 
-    /// To be waited for: until there is something to read, or room to write.
+    /// Readiness to read, or to write.
     pub fn watched(&self, to_write: bool) -> Watched {
         let events = if to_write { libc::POLLOUT } else { libc::POLLIN };
         Watched { fd: self.0.as_raw_fd(), events, ready: false }
@@ -154,49 +152,49 @@ impl Stream {
         let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
         let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
         let (fd, at) = (self.0.as_raw_fd(), (&raw mut peer).cast());
-        // SAFETY: an open descriptor, and a ucred of the length that is stated.
-        let told = unsafe {
+        // SAFETY: an open descriptor, and a ucred of the stated length.
+        let rc = unsafe {
             libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, at, &raw mut bytes)
         };
-        told == 0 && (peer.uid == user() || peer.uid == 0)
+        rc == 0 && (peer.uid == user() || peer.uid == 0)
     }
 }
 
-impl Bell {
-    /// One that does not ring.
-    pub fn new() -> Result<Bell> {
+impl Waker {
+    /// A waker that is not set.
+    pub fn new() -> Result<Waker> {
         // SAFETY: no memory is involved.
         match unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) } {
-            -1 => Err(errno::last("making an eventfd")),
-            // SAFETY: a descriptor this call has just made and nobody else owns.
-            fd => Ok(Bell(unsafe { OwnedFd::from_raw_fd(fd) })),
+            -1 => Err(errno::last("creating an eventfd")),
+            // SAFETY: a descriptor this call has just created and nobody else owns.
+            fd => Ok(Waker(unsafe { OwnedFd::from_raw_fd(fd) })),
         }
     }
 
-    /// Rings, from now on.
-    pub fn ring(&self) {
+    /// Sets the waker, for good.
+    pub fn wake(&self) {
         let one = 1u64.to_ne_bytes();
-        // SAFETY: an open descriptor, and eight bytes. It fails only when it rings already.
+        // SAFETY: an open descriptor, and eight bytes. It fails only if it is set already.
         unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
-    /// To be waited for: it rings.
+    /// Readiness of a set waker.
     pub fn watched(&self) -> Watched {
         Watched { fd: self.0.as_raw_fd(), events: libc::POLLIN, ready: false }
     }
 }
 
-/// Waits until one of some is ready, at most so many milliseconds (-1 = for ever).
-/// May return early. LIMIT = more than [`MAX_WATCHED`].
+/// Waits until a descriptor is ready, at most `timeout_ms` milliseconds (-1 = forever). It may
+/// return early. LIMIT = more than [`MAX_WATCHED`].
 pub fn wait(watched: &mut [Watched], timeout_ms: i32) -> Result<()> {
     if watched.len() > MAX_WATCHED {
-        fail!(Limit, "{} descriptors to wait for, {MAX_WATCHED} can be", watched.len());
+        fail!(Limit, "{} descriptors to wait for: the limit is {MAX_WATCHED}", watched.len());
     }
     let mut polled = [libc::pollfd { fd: -1, events: 0, revents: 0 }; MAX_WATCHED];
     for (polled, one) in polled.iter_mut().zip(watched.iter()) {
         (polled.fd, polled.events) = (one.fd, one.events);
     }
-    // SAFETY: as many pollfds as are stated; a closed descriptor is only told of.
+    // SAFETY: as many pollfds as stated; a closed descriptor is only reported.
     let rc = unsafe { libc::poll(polled.as_mut_ptr(), watched.len() as libc::nfds_t, timeout_ms) };
     if rc < 0 && errno::last_number() != libc::EINTR {
         return Err(errno::last("waiting for sockets"));
@@ -207,46 +205,45 @@ pub fn wait(watched: &mut [Watched], timeout_ms: i32) -> Result<()> {
     Ok(())
 }
 
-impl Turn {
-    /// A lock on the directory of a path; it ends with the descriptor. Who holds it does
-    /// nothing that waits.
-    fn take(path: &Path) -> Result<Turn> {
+impl DirectoryLock {
+    /// Locks the directory of a path until the descriptor is closed. The holder must not wait.
+    fn take(path: &Path) -> Result<DirectoryLock> {
         let above = path.parent().unwrap_or(Path::new("/"));
         let name = text(above.as_os_str().as_bytes())?;
         let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
         // SAFETY: a NUL-terminated path.
         let fd = uninterrupted(|| unsafe { libc::open(name.as_ptr(), flags) })
             .map_err(|number| errno::error(number, &format!("opening {}", above.display())))?;
-        // SAFETY: a descriptor this call has just made and nobody else owns.
+        // SAFETY: a descriptor this call has just created and nobody else owns.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        for _ in 0..TURNS {
+        for _ in 0..LOCK_TRIES {
             // SAFETY: an open descriptor.
             if unsafe { libc::flock(fd.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
-                return Ok(Turn(fd));
+                return Ok(DirectoryLock(fd));
             }
             let number = errno::last_number();
             if !errno::is_passing(number) {
                 return Err(errno::error(number, &format!("locking {}", above.display())));
             }
-            wait(&mut [], TURN_MS)?;
+            wait(&mut [], LOCK_RETRY_MS)?;
         }
         fail!(Busy, "{} is locked by another process", above.display())
     }
 }
 
-/// Removes a socket of ours that nobody answers on; fails for anything else at a path.
+/// Removes a stale socket of this user; fails for anything else at the path.
 fn clear_stale(path: &Path, name: &CString, address: &libc::sockaddr_un) -> Result<()> {
     let place = path.display();
-    let facts = match look(name) {
+    let facts = match lstat(name) {
         Err(libc::ENOENT) => return Ok(()),
-        Err(number) => return Err(errno::error(number, &format!("looking at {place}"))),
+        Err(number) => return Err(errno::error(number, &format!("checking {place}"))),
         Ok(facts) => facts,
     };
     if facts.st_mode & libc::S_IFMT != libc::S_IFSOCK {
-        fail!(State, "{place} is there, and is no socket");
+        fail!(State, "{place} exists and is not a socket");
     }
     if facts.st_uid != user() {
-        fail!(State, "{place} is there, and is another user's");
+        fail!(State, "{place} exists and belongs to another user");
     }
     let probe = socket()?;
     let (at, bytes) = ((address as *const libc::sockaddr_un).cast(), size_of_val(address) as u32);
@@ -254,9 +251,11 @@ fn clear_stale(path: &Path, name: &CString, address: &libc::sockaddr_un) -> Resu
     match uninterrupted(|| unsafe { libc::connect(probe.as_raw_fd(), at, bytes) }) {
         Err(libc::ECONNREFUSED) => {}
         Err(libc::ENOENT) => return Ok(()),
-        // One that has too many connections has somebody to answer them.
-        Ok(_) | Err(libc::EAGAIN) => fail!(Busy, "{place} is in use: somebody answers there"),
-        Err(number) => return Err(errno::error(number, &format!("asking at {place}"))),
+        // A full backlog has a listener, too.
+        Ok(_) | Err(libc::EAGAIN) => {
+            fail!(Busy, "{place} is in use: another process listens there")
+        }
+        Err(number) => return Err(errno::error(number, &format!("connecting to {place}"))),
     }
     // SAFETY: a NUL-terminated path.
     match unsafe { libc::unlink(name.as_ptr()) } {
@@ -276,8 +275,8 @@ fn passed(done: std::result::Result<isize, i32>, what: &str) -> Result<Option<us
 fn socket() -> Result<OwnedFd> {
     // SAFETY: no memory is involved.
     match unsafe { libc::socket(libc::AF_UNIX, KIND, 0) } {
-        -1 => Err(errno::last("making a socket")),
-        // SAFETY: a descriptor this call has just made and nobody else owns.
+        -1 => Err(errno::last("creating a socket")),
+        // SAFETY: a descriptor this call has just created and nobody else owns.
         fd => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
     }
 }
@@ -301,8 +300,8 @@ fn address_of(path: &Path) -> Result<libc::sockaddr_un> {
     Ok(address)
 }
 
-/// What is at a path; links are not followed.
-fn look(name: &CString) -> std::result::Result<libc::stat, i32> {
+/// Attributes of a path; links are not followed.
+fn lstat(name: &CString) -> std::result::Result<libc::stat, i32> {
     // SAFETY: integers only, which may be zero.
     let mut facts: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: a NUL-terminated path and a writable stat.
@@ -339,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_its_owners_and_goes_with_the_listener() {
+    fn the_path_is_private_and_removed_with_the_listener() {
         let (_scratch, path) = placed();
         let listener = Listener::bind(&path).expect("free");
         let facts = std::fs::symlink_metadata(&path).expect("there");
@@ -365,9 +364,9 @@ mod tests {
     }
 
     #[test]
-    fn only_a_socket_that_nobody_answers_on_is_replaced() {
+    fn only_a_stale_socket_is_replaced() {
         let (scratch, path) = placed();
-        // As after a process that was killed.
+        // As after a killed process.
         drop(UnixListener::bind(&path).expect("free"));
         drop(Listener::bind(&path).expect("it was stale"));
         std::fs::write(&path, "a file").expect("written");
@@ -384,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_put_in_its_place_stays() {
+    fn a_replaced_path_is_not_removed() {
         let (_scratch, path) = placed();
         let listener = Listener::bind(&path).expect("free");
         std::fs::remove_file(&path).expect("removed");
@@ -394,18 +393,18 @@ mod tests {
     }
 
     #[test]
-    fn a_bell_ends_a_wait_and_goes_on_ringing() {
-        let bell = crate::base::sync::Arc::new(Bell::new().expect("made"));
-        let mut watched = [bell.watched()];
+    fn a_waker_ends_a_wait_and_stays_set() {
+        let waker = crate::base::sync::Arc::new(Waker::new().expect("made"));
+        let mut watched = [waker.watched()];
         wait(&mut watched, 0).expect("polled");
         assert!(!watched[0].ready);
-        let other = bell.clone();
-        let thread = crate::base::sync::spawn("ringer".into(), move || other.ring()).expect("ok");
+        let other = waker.clone();
+        let thread = crate::base::sync::spawn("ringer".into(), move || other.wake()).expect("ok");
         wait(&mut watched, -1).expect("polled");
         thread.join().expect("rang");
         wait(&mut watched, 0).expect("polled");
         assert!(watched[0].ready);
-        let mut many: Vec<Watched> = (0..=MAX_WATCHED).map(|_| bell.watched()).collect();
+        let mut many: Vec<Watched> = (0..=MAX_WATCHED).map(|_| waker.watched()).collect();
         assert_eq!(wait(&mut many, 0).map_err(|e| e.status()), Err(Status::Limit));
     }
 }

@@ -1,5 +1,5 @@
-//! Reading a file from its start to its end, plain or packed with zstd (windows
-//! up to 128 MiB), in lines or in pieces, with limits.
+//! Sequential reads of a file, plain or compressed with zstd (windows up to 128 MiB), in lines or
+//! pieces, with limits.
 
 use std::fs::OpenOptions;
 use std::io::{BufRead, BufReader, Cursor, ErrorKind, Read};
@@ -12,32 +12,32 @@ use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 
-/// Longest accepted line.
+/// Limit: bytes of a line.
 pub const MAX_LINE_BYTES: usize = 256 << 20;
-/// Most bytes that go into one source, and that come out of it, unpacked.
+/// Limit: bytes of a source, both compressed and decompressed.
 pub const MAX_SOURCE_BYTES: u64 = 64 << 30;
-/// Largest window of a packed file: what unpacking holds in memory.
+/// Limit: window of a compressed file, which decompression holds in memory.
 pub const MAX_WINDOW_BYTES: u64 = 128 << 20;
 
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xB5, 0x2F, 0xFD];
-/// How frames start that hold something else; the first byte ends in any digit.
+/// Start of a skippable frame; the low digit of the first byte varies.
 const SKIPPED_MAGIC: [u8; 4] = [0x50, 0x2A, 0x4D, 0x18];
 const BUFFER_BYTES: usize = 256 << 10;
-/// The most that is unpacked at a time; blocks of a frame have up to 128 KiB.
+/// Bytes to decompress at a time; blocks of a frame have up to 128 KiB.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// Bytes in order.
+/// A sequence of bytes.
 pub struct Source {
     reader: BufReader<Box<dyn Read>>,
     left: u64,
 }
 
 impl Source {
-    /// Opens a file; what it holds decides whether it is unpacked. Directories,
-    /// devices and pipes are refused: some never end, some never begin.
+    /// Opens a file, and decompresses it if its content says so. Directories, devices and pipes are
+    /// rejected: some never end, some never begin.
     pub fn open(path: &Path) -> Result<Source> {
         let place = |e: Error| e.within(&path.display().to_string());
-        // Without waiting: a pipe may have nobody at its other end.
+        // Non-blocking: a pipe may have no writer.
         let file = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)
@@ -46,12 +46,15 @@ impl Source {
         let kind = file.metadata().map_err(|e| place(io_error(&e)))?.file_type();
         if !kind.is_file() {
             let what = if kind.is_dir() { "a directory" } else { "a device, pipe or socket" };
-            return Err(place(Error::new(Status::Invalid, format!("{what}, not a file"))));
+            return Err(place(Error::new(
+                Status::Invalid,
+                format!("{what}, a regular file is needed"),
+            )));
         }
         Source::new(Box::new(file)).map_err(place)
     }
 
-    /// Reads what the process is given.
+    /// Reads standard input.
     pub fn stdin() -> Result<Source> {
         Source::new(Box::new(std::io::stdin()))
     }
@@ -72,12 +75,12 @@ impl Source {
         Ok(Source { reader, left: MAX_SOURCE_BYTES })
     }
 
-    /// The bytes that come next, at most what is buffered; none at the end.
+    /// The next bytes, at most the buffered ones; none at the end.
     pub fn peek(&mut self) -> Result<&[u8]> {
         buffered(&mut self.reader)
     }
 
-    /// How it starts: as much as the buffer holds, however little comes at a time.
+    /// The first bytes, as many as the buffer holds, even if reads return few at a time.
     pub fn start(&mut self) -> Result<&[u8]> {
         start(&mut self.reader, BUFFER_BYTES)
     }
@@ -85,12 +88,12 @@ impl Source {
     fn used(&mut self, bytes: usize) -> Result<()> {
         match self.left.checked_sub(bytes as u64) {
             Some(left) => self.left = left,
-            None => fail!(Limit, "more than {MAX_SOURCE_BYTES} bytes"),
+            None => fail!(Limit, "the source exceeds the limit of {MAX_SOURCE_BYTES} bytes"),
         }
         Ok(())
     }
 
-    /// Reads a line into `line`, without its end. False when there is none.
+    /// Reads a line into `line`, without its end. False at the end of the source.
     pub fn line(&mut self, line: &mut Vec<u8>) -> Result<bool> {
         line.clear();
         let mut any = false;
@@ -103,7 +106,7 @@ impl Source {
             let end = buffer.iter().position(|&b| b == b'\n');
             let part = &buffer[..end.unwrap_or(buffer.len())];
             if line.len() + part.len() > MAX_LINE_BYTES {
-                fail!(Limit, "a line of more than {MAX_LINE_BYTES} bytes");
+                fail!(Limit, "a line exceeds the limit of {MAX_LINE_BYTES} bytes");
             }
             if line.try_reserve(part.len()).is_err() {
                 fail!(NoMem, "no memory for a line of {} bytes", line.len() + part.len());
@@ -121,7 +124,7 @@ impl Source {
         }
     }
 
-    /// Fills `out` as far as there are bytes; how many there were.
+    /// Fills `out` as far as there are bytes; returns their number.
     pub fn fill(&mut self, out: &mut [u8]) -> Result<usize> {
         let mut filled = 0;
         while filled < out.len() {
@@ -136,7 +139,7 @@ impl Source {
         Ok(filled)
     }
 
-    /// Everything that is left, if that is not more than `limit` bytes.
+    /// Everything that is left; an error if it is more than `limit` bytes.
     pub fn rest(&mut self, limit: usize) -> Result<Vec<u8>> {
         let mut out = Vec::new();
         loop {
@@ -158,7 +161,7 @@ impl Source {
     }
 }
 
-/// What is buffered, after reading if that is nothing. A signal is no end.
+/// The buffered bytes, after a read if there are none. A signal does not end the source.
 fn buffered(reader: &mut BufReader<Box<dyn Read>>) -> Result<&[u8]> {
     loop {
         match reader.fill_buf() {
@@ -169,7 +172,7 @@ fn buffered(reader: &mut BufReader<Box<dyn Read>>) -> Result<&[u8]> {
     }
 }
 
-/// What comes next, at least `least` bytes of it unless it ends before.
+/// The next bytes, at least `least` of them unless the source ends before.
 fn start(reader: &mut BufReader<Box<dyn Read>>, least: usize) -> Result<&[u8]> {
     if buffered(reader)?.len() >= least {
         return Ok(reader.buffer());
@@ -187,7 +190,7 @@ fn start(reader: &mut BufReader<Box<dyn Read>>, least: usize) -> Result<&[u8]> {
         start.extend_from_slice(&buffer[..part]);
         reader.consume(part);
     }
-    // What was looked at is read again.
+    // The bytes that were peeked at are read again.
     let nothing: Box<dyn Read> = Box::new(std::io::empty());
     let rest = std::mem::replace(reader, BufReader::with_capacity(0, nothing));
     let again: Box<dyn Read> = Box::new(Cursor::new(start).chain(rest));
@@ -200,7 +203,7 @@ fn is_packed(start: &[u8]) -> bool {
     start.starts_with(&ZSTD_MAGIC) || start.get(..4).is_some_and(skipped)
 }
 
-/// What is read, up to a limit: packed bytes that come to nothing count too.
+/// Limits the bytes read: compressed bytes that decompress to nothing count, too.
 struct Bounded {
     raw: Box<dyn Read>,
     left: u64,
@@ -212,7 +215,7 @@ impl Read for Bounded {
         match self.left.checked_sub(bytes as u64) {
             Some(left) => self.left = left,
             None => {
-                let text = format!("more than {MAX_SOURCE_BYTES} bytes");
+                let text = format!("the source exceeds the limit of {MAX_SOURCE_BYTES} bytes");
                 return Err(std::io::Error::new(ErrorKind::FileTooLarge, text));
             }
         }
@@ -229,7 +232,7 @@ fn io_error(error: &std::io::Error) -> Error {
     }
 }
 
-/// The content of zstd frames, one after another.
+/// The content of consecutive zstd frames.
 struct Unpacked<R> {
     packed: R,
     decoder: FrameDecoder,
@@ -247,8 +250,7 @@ impl<R: BufRead> Unpacked<R> {
         Unpacked { packed, decoder, open: false }
     }
 
-    /// Begins the next frame; false when there is none. Frames that hold
-    /// something else are passed over.
+    /// Begins the next frame; false at the end. Skippable frames are skipped.
     fn next_frame(&mut self) -> std::io::Result<bool> {
         use FrameDecoderError::ReadFrameHeaderError as Header;
         loop {
@@ -285,8 +287,8 @@ impl<R: BufRead> Read for Unpacked<R> {
                 return self.decoder.read(out);
             }
             if self.open && self.decoder.is_finished() {
-                if let Some(told) = self.decoder.get_checksum_from_data()
-                    && self.decoder.get_calculated_checksum() != Some(told)
+                if let Some(stored) = self.decoder.get_checksum_from_data()
+                    && self.decoder.get_calculated_checksum() != Some(stored)
                 {
                     return Err(damaged("the checksum differs"));
                 }
@@ -321,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_ends_nothing() {
+    fn a_signal_does_not_end_a_source() {
         let bytes = b"one\ntwo\n".repeat(100_000);
         let open = || Source::new(Box::new(Signalled(Cursor::new(bytes.clone()), false)));
         assert_eq!(open().expect("readable").rest(1 << 20).expect("all"), bytes);
@@ -333,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_come_out_of_plain_and_packed_bytes() {
+    fn lines_are_read_from_plain_and_compressed_bytes() {
         let text = b"one\r\ntwo\n\nlast".repeat(3000);
         let mut packed = compress_to_vec(&text[..], CompressionLevel::Fastest);
         packed.extend(compress_to_vec(&b"\nanother frame"[..], CompressionLevel::Fastest));
@@ -357,7 +359,7 @@ mod tests {
         assert!(Source::bytes(text).expect("readable").rest(100).is_err());
     }
 
-    /// A byte at a time.
+    /// One byte at a time.
     struct Slow(Cursor<Vec<u8>>);
 
     impl Read for Slow {
@@ -367,7 +369,7 @@ mod tests {
         }
     }
 
-    /// A frame that holds something else.
+    /// A skippable frame.
     fn skippable(digit: u8, bytes: &[u8]) -> Vec<u8> {
         let mut out = SKIPPED_MAGIC.to_vec();
         out[0] |= digit;
@@ -377,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_that_hold_something_else_are_passed_over() {
+    fn skippable_frames_are_skipped() {
         let frame = |text: &[u8]| compress_to_vec(text, CompressionLevel::Fastest);
         let large = vec![0xA5; 2 * BUFFER_BYTES + 3];
         for digit in 0..16 {
@@ -404,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn how_it_starts_is_seen_however_it_comes() {
+    fn the_start_is_complete_even_with_short_reads() {
         let text: Vec<u8> = (0..2 * BUFFER_BYTES as u32).map(|n| (n % 251) as u8).collect();
         for len in [0, 1, 3, 100, BUFFER_BYTES, text.len()] {
             let bytes = text[..len].to_vec();
@@ -424,28 +426,28 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_is_refused() {
+    fn only_regular_files_are_opened() {
         for (path, word) in [("/dev/zero", "device"), ("/", "directory"), ("/nowhere", "No such")] {
             let error = Source::open(Path::new(path)).err().expect("no file");
             assert!(error.message().starts_with(&format!("{path}: ")), "{error}");
             assert!(error.message().contains(word), "{error}");
         }
-        // Nobody is at the other end of a pipe.
+        // A pipe without a writer.
         let pipe = std::env::temp_dir().join(format!("kvtier-pipe-{}", std::process::id()));
         let name = std::ffi::CString::new(pipe.to_string_lossy().as_bytes()).expect("a name");
-        // SAFETY: the name ends with a zero.
+        // SAFETY: a NUL-terminated path.
         assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
         let error = Source::open(&pipe).err().expect("a pipe");
         std::fs::remove_file(&pipe).expect("ours");
         assert_eq!(error.status(), Status::Invalid);
-        // What never ends is cut by a limit.
+        // An endless source is cut by the limit.
         let mut endless = Bounded { raw: Box::new(std::io::repeat(0)), left: 10 };
         let error = endless.read_to_end(&mut Vec::new()).expect_err("endless");
         assert_eq!(io_error(&error).status(), Status::Limit);
     }
 
     #[test]
-    fn damaged_packs_are_refused_and_nothing_panics() {
+    fn damaged_compressed_data_is_an_error_and_never_panics() {
         let text: Vec<u8> = (0..9_000u32).flat_map(|n| (n * n % 977).to_le_bytes()).collect();
         let packed = compress_to_vec(&text[..], CompressionLevel::Fastest);
         let step = (packed.len() * 8 / 1500).max(1);
@@ -460,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_filled() {
+    fn fill_returns_the_available_bytes() {
         let mut source = Source::bytes((0..100).collect()).expect("readable");
         assert_eq!(source.peek().expect("bytes").len(), 100);
         let mut out = [0; 64];

@@ -1,4 +1,4 @@
-//! What is left of a piece, as system calls want it.
+//! The rest of a piece, in the form of system calls.
 
 use std::os::fd::{AsRawFd, RawFd};
 
@@ -7,28 +7,28 @@ use crate::fail;
 use crate::io::errno;
 use crate::io::files::{Access, MAX_PARTS, Piece};
 
-/// Calls that pass without a byte, before it is called an error.
+/// Limit: consecutive calls without progress before the transfer fails.
 const MAX_IDLE_CALLS: u32 = 10_000;
 
-/// A stretch of a file and the ranges of memory for it.
+/// A range of a file and its memory ranges.
 #[derive(Clone, Copy)]
 pub struct Span {
     fd: RawFd,
     access: Access,
     offset: u64,
     left: u64,
-    /// Where the file ends, if that is known: a read that comes so far is complete.
+    /// End of the file, if known: a read that reaches it is complete.
     end: u64,
     parts: [libc::iovec; MAX_PARTS],
 }
 
-// SAFETY: it names memory as a piece does, under the same promise.
+// SAFETY: it names memory as a piece does, under the same contract.
 unsafe impl Send for Span {}
 
 const NOWHERE: libc::iovec = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
 
 impl Span {
-    /// No transfer.
+    /// An empty transfer.
     pub const NONE: Span = Span {
         fd: -1,
         access: Access::Read,
@@ -48,7 +48,7 @@ impl Span {
         Span { fd: fd.as_raw_fd(), access, offset, left: piece.bytes(), end: u64::MAX, parts }
     }
 
-    /// The same, done where a file of so many bytes ends.
+    /// The same transfer, complete at the end of a file of `end` bytes.
     pub fn until(self, end: u64) -> Span {
         Span { end, ..self }
     }
@@ -58,17 +58,17 @@ impl Span {
         self.left == 0 || self.offset >= self.end
     }
 
-    /// Where, which way and from which ranges the rest goes.
+    /// Descriptor, direction, offset and memory ranges of the rest.
     pub fn rest(&self) -> (RawFd, Access, u64, &[libc::iovec; MAX_PARTS]) {
         (self.fd, self.access, self.offset, &self.parts)
     }
 
-    /// Takes note of bytes that were moved. An error when there will be no more.
+    /// Records transferred bytes; an error if no more will follow.
     pub fn moved(&mut self, bytes: u64, align: u64) -> Result<()> {
         if bytes == 0 {
             fail!(
                 Io,
-                "{} of {} bytes at {} that are not there",
+                "{} of {} bytes at {} is past the end of the file",
                 self.verb(),
                 self.left,
                 self.offset
@@ -85,13 +85,13 @@ impl Span {
             on -= step;
         }
         if !self.is_done() && bytes % align.max(1) != 0 {
-            // Only the end of a file is not aligned.
+            // Only the end of a file is unaligned.
             fail!(Io, "{} ended at {}, {} bytes too early", self.verb(), self.offset, self.left);
         }
         Ok(())
     }
 
-    /// An error of the call for the rest.
+    /// Error of a call for the rest.
     pub fn failed(&self, number: i32) -> Error {
         let text = format!("{} of {} bytes at {}", self.verb(), self.left, self.offset);
         errno::error(number, &text)
@@ -104,16 +104,16 @@ impl Span {
         }
     }
 
-    /// Carries out the rest, call by call.
+    /// Executes the rest, call by call.
     ///
     /// # Safety
-    /// The memory is valid for its way, and nobody else touches it meanwhile.
+    /// The memory is valid for its direction, and nobody else accesses it meanwhile.
     pub unsafe fn carry_out(&mut self, align: u64) -> Result<()> {
         let mut idle = 0;
         while !self.is_done() {
             let (fd, access, offset, parts) = self.rest();
             let (at, count) = (offset as libc::off_t, MAX_PARTS as libc::c_int);
-            // SAFETY: the caller's promise; empty ranges are not touched.
+            // SAFETY: the caller's promise; empty ranges are not accessed.
             let got = unsafe {
                 match access {
                     Access::Read => libc::preadv(fd, parts.as_ptr(), count, at),
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cut_leaves_the_right_rest() {
+    fn a_short_transfer_leaves_the_right_rest() {
         let mut memory = [0u8; 64];
         for cuts in [[16, 32, 48], [0, 1, 1], [64, 64, 64], [0, 0, 63]] {
             for first in 1..64u64 {
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_known_end_is_an_end_and_nothing_before_it_is() {
+    fn a_read_is_complete_only_at_the_known_end() {
         let mut memory = [0u8; 64];
         let span = Span::new(&piece(&mut memory, [16, 32, 48]), &null()).until(137);
         let moved = |steps: &[u64]| {
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_more_and_crooked_ends_are_errors() {
+    fn no_progress_and_unaligned_ends_are_errors() {
         let mut memory = [0u8; 64];
         let span = Span::new(&piece(&mut memory, [16, 32, 48]), &null());
         let status = |bytes, align| {

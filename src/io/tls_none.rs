@@ -1,4 +1,5 @@
-//! In the place of TLS where it is not built in: it cannot be had, and so nothing of it happens.
+//! Stub without the `tls` feature: [`Trust::open`] returns UNSUPPORTED, so no other function can be
+//! called.
 
 use std::convert::Infallible;
 
@@ -7,14 +8,14 @@ use crate::fail;
 use crate::io::link::{Link, Lost, Pieces};
 use crate::io::tls_opts::TlsOpts;
 
-/// Who would be trusted.
+/// Trust configuration.
 pub struct Trust(Infallible);
 
-/// What would be on a connection.
+/// A TLS session.
 pub struct Session(Infallible);
 
 impl Trust {
-    /// UNSUPPORTED.
+    /// Returns UNSUPPORTED.
     pub fn open(_: &TlsOpts) -> Result<Trust> {
         fail!(
             Unsupported,
@@ -23,24 +24,24 @@ impl Trust {
         );
     }
 
-    /// Whether a host can be expected.
+    /// Validates a host.
     pub fn check(&self, _: &str) -> Result<()> {
         match self.0 {}
     }
 
-    /// A session.
+    /// Begins a session.
     pub fn session(&self, _: &str) -> std::result::Result<Session, Lost> {
         match self.0 {}
     }
 }
 
 impl Session {
-    /// Whether something is to be sent.
-    pub fn owes(&self) -> bool {
+    /// Whether bytes are to be sent.
+    pub fn wants_write(&self) -> bool {
         match self.0 {}
     }
 
-    /// Goes on with the handshake.
+    /// Continues the handshake.
     pub fn handshake(&mut self, _: &Link) -> std::result::Result<bool, Lost> {
         match self.0 {}
     }
@@ -69,7 +70,7 @@ impl Session {
         match self.0 {}
     }
 
-    /// Forgets.
+    /// Overwrites copies of sent bytes.
     pub fn wipe(&mut self) {
         match self.0 {}
     }

@@ -1,35 +1,35 @@
-//! What TLS is to be like.
+//! TLS options.
 
 use std::path::PathBuf;
 
 use crate::base::status::Result;
 use crate::fail;
 
-/// Memory that a connection with TLS takes beside what one without does, about: records that came
-/// and that are to go, and what of the plain ones nobody has taken yet.
+/// Approximate memory of a TLS connection beside that of a plain one: received and outgoing
+/// records, and decrypted bytes that were not taken yet.
 pub const TLS_BYTES: u64 = 256 << 10;
 
-/// Who is trusted to be the server, and who we are.
+/// Trusted servers, and the client certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsOpts {
-    /// A file with certificates of authorities, in PEM; none = those that the system trusts.
+    /// PEM file with certificates of authorities; none = the system's.
     pub ca: Option<PathBuf>,
-    /// Anybody is. What is sent can then be read, and changed, by whoever is on the way.
+    /// Accept any certificate: whoever controls the network can then read and change the data.
     pub insecure: bool,
-    /// A file with a certificate to show to servers that ask for one, in PEM.
+    /// PEM file with the client certificate, for servers that require one.
     pub cert: Option<PathBuf>,
-    /// The file of its key; none = it is in the same one.
+    /// PEM file with its key; none = in the same file.
     pub cert_key: Option<PathBuf>,
 }
 
 impl TlsOpts {
-    /// What makes no sense, whatever there is in files.
+    /// Rejects contradicting options.
     pub fn check(&self) -> Result<()> {
         if self.insecure && self.ca.is_some() {
-            fail!(Spec, "TLS that trusts everybody needs no ca: leave one of the two out");
+            fail!(Spec, "insecure and ca contradict each other: leave one out");
         }
         if self.cert_key.is_some() && self.cert.is_none() {
-            fail!(Spec, "a key (cert_key) is for a certificate: name its file, too (cert)");
+            fail!(Spec, "cert_key needs cert: name the file of the certificate, too");
         }
         Ok(())
     }

@@ -1,11 +1,10 @@
-//! Transfers by io_uring: a batch is handed to the kernel at once. A few rings are
-//! shared by all threads; a call takes a free one and has it to itself.
+//! Transfers by io_uring: a batch is submitted at once. All threads share a few rings; a call takes
+//! a free one exclusively.
 //!
-//! The memory of a caller is never in flight when a call returns: a `Flight`
-//! counts what the kernel has taken from the ring and not yet given back, and
-//! whichever way it ends, also by an error of the ring or a panic, its drop waits
-//! until that is nothing. What the kernel has not taken yet is never started,
-//! since the ring is not entered again: one that failed is dropped.
+//! When a call returns, none of the caller's memory is in flight. A `Flight` counts the entries
+//! that the kernel has taken from the ring and not returned. Its drop waits until there are none,
+//! also after a failure of the ring or a panic. Entries that the kernel has not taken never start,
+//! since a failed ring is not entered again but dropped.
 
 use std::mem::ManuallyDrop;
 
@@ -19,20 +18,19 @@ use crate::io::files::{Access, FileId, MAX_PARTS, Piece};
 use crate::io::open_file::OpenFile;
 use crate::io::span::Span;
 
-/// Most transfers that one ring has in flight.
+/// Limit: transfers in flight on a ring.
 pub const MAX_DEPTH: u32 = 64;
-/// Most rings of one directory: more callers than that do without.
+/// Limit: rings of a directory; further callers work without.
 pub const MAX_RINGS: usize = 16;
-/// How often a transfer that the kernel puts off is given to it again.
+/// Limit: submissions of a transfer that the kernel defers.
 const MAX_TRIES: u32 = 16;
 
-/// How a batch went.
+/// Outcome of a batch.
 #[derive(Default)]
 pub struct Outcome {
-    /// The ring failed: what says [`Status::Again`] was not carried out.
+    /// The ring failed; open pieces were not transferred.
     pub failed: Option<Error>,
-    /// The number of an error that is not one of a device, if there was any. What
-    /// it befell says [`Status::Again`] too.
+    /// The number of an error that is no device error, if there was any. Its pieces are open, too.
     pub refused: Option<i32>,
 }
 
@@ -44,12 +42,12 @@ pub struct Rings {
 
 struct Idle {
     rings: Vec<Ring>,
-    /// How many there may be beside those.
+    /// How many more may be created.
     more: usize,
 }
 
 impl Rings {
-    /// Sets up a first ring: an error where the kernel does not allow it.
+    /// Creates the first ring; an error if the kernel does not allow it.
     pub fn new(depth: u32) -> Result<Rings> {
         let depth = depth.clamp(1, MAX_DEPTH);
         let mut rings = Vec::new();
@@ -71,16 +69,15 @@ impl Rings {
         match Ring::new(self.depth) {
             Ok(ring) => Some(ring),
             Err(error) => {
-                // Too many descriptors, or too much locked memory: those there are do.
+                // Too many descriptors, or too much locked memory: use the existing rings.
                 self.idle.lock().more = 0;
-                log::warn!("no more rings of io_uring: {error}");
+                log::warn!("creating another ring of io_uring failed: {error}");
                 None
             }
         }
     }
 
-    /// Carries out those pieces that say [`Status::Again`], as far as it can; none
-    /// when all rings are taken.
+    /// Executes the open pieces as far as possible; none if all rings are taken.
     ///
     /// # Safety
     /// As for [`crate::io::files::Files::transfer`].
@@ -106,10 +103,10 @@ impl Rings {
     }
 }
 
-/// One ring, and what is in its transfers.
+/// A ring with the state of its transfers.
 struct Ring {
     ring: ManuallyDrop<IoUring>,
-    /// What the kernel reads stays where it is.
+    /// Boxed: the kernel reads from these addresses.
     slots: Box<[Slot]>,
     free: Vec<u32>,
 }
@@ -123,17 +120,13 @@ struct Slot {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // A child of a fork has no mapping of it (MADV_DONTFORK): what lies there now
-        // is somebody else's.
+        // A forked child does not inherit the mapping (MADV_DONTFORK): other memory may be there
+        // now.
         if fork::check().is_ok() {
             // SAFETY: dropped once, here.
             unsafe { ManuallyDrop::drop(&mut self.ring) };
         }
     }
-}
-
-fn is_open(piece: &Piece) -> bool {
-    matches!(&piece.result, Err(error) if error.status() == Status::Again)
 }
 
 impl Ring {
@@ -150,7 +143,7 @@ impl Ring {
         Ok(Ring { ring: ManuallyDrop::new(ring), slots: slots.into(), free })
     }
 
-    /// An error when the ring cannot be used any more; else the first refusal.
+    /// An error means that the ring is unusable; else the first refused number.
     ///
     /// # Safety
     /// As for [`crate::io::files::Files::transfer`].
@@ -168,7 +161,7 @@ impl Ring {
                 if flight.ring.free.is_empty() {
                     break;
                 }
-                if is_open(piece) {
+                if piece.is_open() {
                     match open(piece.file) {
                         Ok(file) => flight.start(next, piece, file)?,
                         Err(error) => piece.result = Err(error),
@@ -180,7 +173,7 @@ impl Ring {
             if there == 0 {
                 return Ok(refused);
             }
-            // With more to come, a place is filled as soon as there is one.
+            // If pieces remain, refill slots as soon as one is free.
             flight.enter(if next < pieces.len() { 1 } else { there as usize })?;
             while let Some((slot, result)) = flight.next_return() {
                 match flight.settle(slot, result, align)? {
@@ -197,12 +190,12 @@ impl Ring {
     }
 }
 
-/// Transfers that are under way on a ring.
+/// Transfers in flight on a ring.
 struct Flight<'a> {
     ring: &'a mut Ring,
-    /// Put into the ring so far.
+    /// Entries submitted so far.
     given: u64,
-    /// Come back so far.
+    /// Entries returned so far.
     returned: u64,
 }
 
@@ -231,27 +224,27 @@ impl Flight<'_> {
             Access::Write => opcode::Writev::new(fd, parts.as_ptr(), count).offset(offset).build(),
         };
         let entry = entry.user_data(u64::from(place));
-        // SAFETY: the ranges lie in the slot, which stays where it is and as it is
-        // until the kernel has returned it; the memory they name is the caller's, who
-        // promised it until `transfer` returns, which is not before this is dropped.
+        // SAFETY: the ranges are in the slot, which neither moves nor changes until the kernel has
+        // returned the entry. The caller guarantees the memory they name until `transfer` returns,
+        // which is not before this is dropped.
         let pushed = unsafe { self.ring.ring.submission().push(&entry) };
         pushed.map_err(|_| Error::new(Status::State, "the ring is full"))?;
         self.given += 1;
         Ok(())
     }
 
-    /// What the kernel has taken and not returned. What waits in the ring it has not
-    /// seen: it moves the head of the queue only in `enter`.
+    /// Entries that the kernel has taken and not returned. It has not seen entries that wait in the
+    /// ring: it moves the queue's head only in `enter`.
     fn in_kernel(&mut self) -> u64 {
         let waiting = self.ring.ring.submission().len() as u64;
         self.given.saturating_sub(self.returned).saturating_sub(waiting)
     }
 
-    /// Hands over what waits, and waits for some to come back.
+    /// Submits waiting entries, and waits for returns.
     fn enter(&mut self, want: usize) -> Result<()> {
         let Err(error) = self.ring.ring.submit_and_wait(want) else { return Ok(()) };
         let number = error.raw_os_error().unwrap_or(0);
-        // EAGAIN and EBUSY: the kernel is short of something that returns free.
+        // EAGAIN and EBUSY: the kernel lacks a resource that returns will free.
         let passing = errno::is_passing(number) || number == libc::EBUSY;
         let interrupted = number == libc::EINTR;
         if interrupted || (passing && self.in_kernel() > 0) {
@@ -269,10 +262,10 @@ impl Flight<'_> {
         Some((entry.user_data() as u32, entry.result()))
     }
 
-    /// Takes note of what came back, and hands the rest over again if there is any.
+    /// Handles a returned entry, and resubmits the rest if there is any.
     fn settle(&mut self, place: u32, result: i32, align: u64) -> Result<Settled> {
         let Some(slot) = self.ring.slots.get_mut(place as usize) else {
-            return Err(Error::new(Status::State, "the ring returned what it was not given"));
+            return Err(Error::new(Status::State, "the ring returned an unknown entry"));
         };
         slot.tries += 1;
         let settled = match u32::try_from(result).map_err(|_| result.saturating_neg()) {
@@ -302,21 +295,20 @@ impl Flight<'_> {
     }
 }
 
-/// What became of a transfer that came back.
+/// What became of a returned transfer.
 enum Settled {
-    /// It goes on.
+    /// It continues.
     Not,
     /// A piece has its result.
     Done(usize, Result<()>),
-    /// An error that another way to transfer may not have.
+    /// An error that another transfer method may not have.
     Refused(i32),
 }
 
 impl Drop for Flight<'_> {
     fn drop(&mut self) {
-        // Nothing is left here unless the ring failed. Then it is not entered again:
-        // returns show up by themselves, the kernel posts them when this thread is in
-        // any system call.
+        // Entries are left here only if the ring failed. It is not entered again: the kernel posts
+        // returns during any system call of this thread.
         while self.in_kernel() > 0 {
             if self.next_return().is_none() {
                 pause();
@@ -325,7 +317,7 @@ impl Drop for Flight<'_> {
     }
 }
 
-/// Lets a millisecond pass.
+/// Sleeps for a millisecond.
 fn pause() {
     // SAFETY: no descriptors, no memory.
     unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
@@ -337,13 +329,13 @@ fn pause() {
 pub enum Damage {
     /// Entering them fails.
     Cut,
-    /// They carry nothing out.
+    /// They reject every operation.
     Restricted,
 }
 
 #[cfg(all(test, not(feature = "shuttle")))]
 impl Rings {
-    /// Breaks every ring that is idle.
+    /// Breaks every idle ring.
     pub fn damage(&self, how: Damage) {
         for ring in &mut self.idle.lock().rings {
             match how {
@@ -363,7 +355,7 @@ impl Rings {
 
 #[cfg(all(test, not(feature = "shuttle")))]
 impl Ring {
-    /// Its descriptor leads elsewhere from now on; what the kernel has goes on.
+    /// Redirects its descriptor; transfers in the kernel continue.
     fn cut(&mut self) {
         use std::os::fd::AsRawFd;
         let null = std::fs::File::open("/dev/null").expect("the null device");
@@ -384,7 +376,7 @@ mod tests {
         Ring::new(depth).inspect_err(|error| println!("skipped: {error}")).ok()
     }
 
-    /// A file of 16 MiB whose every MiB is filled with its number, and one.
+    /// A file of 16 MiB; each MiB is filled with its number plus one.
     fn file(scratch: &Scratch) -> Arc<OpenFile> {
         std::fs::create_dir(&scratch.0).expect("made");
         let path = scratch.0.join("x");
@@ -398,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_not_in_flight_after_a_ring_failed() {
+    fn no_memory_is_in_flight_after_a_ring_failed() {
         let Some(mut ring) = ring(16) else { return };
         let scratch = Scratch::new();
         let file = file(&scratch);
@@ -418,13 +410,13 @@ mod tests {
             drop(flight);
             let whole = bytes_of(&stock).chunks(1 << 20).enumerate();
             let came = whole.filter(|(i, mib)| mib.iter().all(|b| *b == *i as u8 + 1)).count();
-            assert_eq!(came, 12, "what the kernel took has come, the rest never will");
+            assert_eq!(came, 12, "submitted transfers complete, others never start");
             ring = Ring::new(16).expect("another");
         }
     }
 
     #[test]
-    fn what_comes_back_is_judged() {
+    fn returned_results_are_classified() {
         let Some(mut ring) = ring(4) else { return };
         let scratch = Scratch::new();
         let file = file(&scratch);
@@ -436,7 +428,7 @@ mod tests {
             let mut last = Settled::Not;
             for result in results {
                 assert!(matches!(last, Settled::Not), "it goes on");
-                // Never handed to the kernel: what it would say is made up here.
+                // Never submitted to the kernel: the results are made up here.
                 let place = (0..4).find(|place| !flight.ring.free.contains(place)).expect("one");
                 *flight.ring.ring = IoUring::new(4).expect("an empty ring");
                 last = flight.settle(place, *result, 4096).expect("sound");
@@ -466,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn there_are_so_many_rings_and_no_more() {
+    fn the_number_of_rings_is_limited() {
         let Ok(rings) = Rings::new(2) else { return };
         let taken: Vec<Ring> = std::iter::from_fn(|| rings.take()).collect();
         assert!(taken.len() <= MAX_RINGS && !taken.is_empty());
@@ -479,7 +471,7 @@ mod tests {
         let open = |_| Err(Status::Closed.into());
         // SAFETY: there is no memory in it.
         let outcome = unsafe { rings.transfer(&mut pieces, 1, &open) };
-        assert!(is_open(&pieces[0]), "all rings were taken: it is left to the caller");
+        assert!(pieces[0].is_open(), "all rings were taken: it is left to the caller");
         outcome
     }
 }

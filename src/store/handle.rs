@@ -11,7 +11,7 @@ use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak};
 use crate::device::Device;
 use crate::device::host::Host;
 use crate::io::real::RealFiles;
-use crate::io::socket::{Bell, Listener};
+use crate::io::socket::{Listener, Waker};
 use crate::store::executor::Tools;
 use crate::store::executor::remote::RemoteExecutor;
 use crate::store::handle::watch::Watches;
@@ -65,7 +65,7 @@ struct Inner {
     ended: Condvar,
     tools: Mutex<Tools>,
     /// Stops the thread of the control socket, if there is one.
-    bell: Option<Bell>,
+    waker: Option<Waker>,
     this: Weak<Inner>,
 }
 
@@ -138,7 +138,7 @@ impl Store {
     ) -> Result<Store> {
         // The socket comes before the disk: a path in use must fail before a long recovery.
         let listener = spec.control.as_deref().map(Listener::bind).transpose()?;
-        let bell = listener.as_ref().map(|_| Bell::new()).transpose()?;
+        let waker = listener.as_ref().map(|_| Waker::new()).transpose()?;
         let found = match &spec.disk {
             Some(disk) => Some(open_disk(runtime, account.clone(), disk)?),
             None => None,
@@ -146,7 +146,7 @@ impl Store {
         let is_new = |(_, _, report): &&Found| report.is_new;
         let made = found.as_ref().filter(is_new).map(|(disk, ..)| disk.clone());
         let opened =
-            Store::open_over(runtime, account, slot, spec, device, (listener, bell), found);
+            Store::open_over(runtime, account, slot, spec, device, (listener, waker), found);
         if let (Err(_), Some(disk)) = (&opened, made) {
             disk.undo_open();
         }
@@ -160,7 +160,7 @@ impl Store {
         slot: &Mutex<Weak<Inner>>,
         spec: &StoreSpec,
         device: Arc<dyn Device>,
-        (listener, bell): (Option<Listener>, Option<Bell>),
+        (listener, waker): (Option<Listener>, Option<Waker>),
         found: Option<Found>,
     ) -> Result<Store> {
         let (disk, recovered, report) = match found {
@@ -196,7 +196,7 @@ impl Store {
             feed: Condvar::new(),
             ended: Condvar::new(),
             tools: Mutex::new(Tools { device, disk, remote }),
-            bell,
+            waker,
             this: this.clone(),
         });
         *slot.lock() = Arc::downgrade(&inner);
@@ -335,7 +335,7 @@ impl Inner {
         self.work.iter().for_each(|work| work.notify_all());
         self.behind.notify_all();
         self.feed.notify_all();
-        self.bell.iter().for_each(Bell::ring);
+        self.waker.iter().for_each(Waker::wake);
     }
 }
 

@@ -69,15 +69,15 @@ fn a_driver_that_is_none_too_old_or_without_devices_is_unavailable_and_says_why(
     };
     let library = |path: &str| CudaOpts { library: Some(PathBuf::from(path)), ..opts() };
     fails(&library("/nowhere/libcuda.so"), "no CUDA driver");
-    fails(&library("libc.so.6"), "has no cuInit");
-    fails(&CudaOpts { ordinal: 1, ..opts() }, "device 1, the driver has 1");
+    fails(&library("libc.so.6"), "lacks cuInit");
+    fails(&CudaOpts { ordinal: 1, ..opts() }, "device 1: the driver has 1");
     fake.set(11_080, 1, 1 << 30, false);
-    fails(&opts(), "knows CUDA 11.8, at least 12.0");
+    fails(&opts(), "supports CUDA 11.8, at least 12.0");
     fake.set(12_040, 0, 1 << 30, false);
-    fails(&opts(), "device 0, the driver has 0");
+    fails(&opts(), "device 0: the driver has 0");
     fake.set(12_040, 1, 1 << 30, false);
     fake.fail("cuInit", 1, 999);
-    fails(&opts(), "does not start");
+    fails(&opts(), "does not initialize");
     assert_eq!(probe(Some(&fake_cuda::library())).expect("one")[0].name, "fake 0");
     fake.check();
 }
@@ -223,7 +223,7 @@ fn a_deadline_is_kept_while_nothing_comes() {
     let _ = Fake::begin(0);
 }
 
-/// A driver that does not say how far work is, for ever: the wait ends, and says so.
+/// A driver that keeps rejecting queries, for ever: the wait ends, and says so.
 #[test]
 fn a_driver_that_never_answers_is_given_up() {
     for (calls, with_deadline) in [
@@ -241,7 +241,7 @@ fn a_driver_that_never_answers_is_given_up() {
         assert_eq!(error.expect_err("it cannot know").status(), Status::Unavailable);
         assert!(Clock::real().now_ns() < deadline_ns);
         let error = cuda.allocate(1).expect_err("it is lost");
-        assert!(error.to_string().contains("does not say how far work is"), "{error}");
+        assert!(error.to_string().contains("keeps rejecting queries"), "{error}");
         cuda.close(0).expect("nothing is under way any more");
         let _ = Fake::begin(0);
         drop(cuda);
@@ -362,7 +362,7 @@ fn each_ordinal_is_a_device_of_its_own() {
     unsafe {
         let strange = last.submit(Stream(0), None, &mut [copy().expect("sound")]);
         let error = strange.expect_err("not its memory");
-        assert!(error.to_string().contains("is device 0's, this is 2"), "{error}");
+        assert!(error.to_string().contains("is on device 0, this is device 2"), "{error}");
         assert_eq!(last.free(&memory).expect_err("not its memory").status(), Status::Handle);
         first.free(&memory).expect("its own");
     }

@@ -63,7 +63,7 @@ fn the_default_stream_and_streams_of_other_contexts_are_refused() {
         Cuda::open(Clock::real(), &CudaOpts { context, streams: streams.to_vec(), ..opts() })
     };
     for stream in [0, 1, 2] {
-        refused(with(context, &[own, stream]), Status::Invalid, "the default one");
+        refused(with(context, &[own, stream]), Status::Invalid, "default stream");
     }
     refused(with(context, &[own, strange]), Status::Invalid, "another context");
     refused(with(0, &[strange]), Status::Invalid, "another context");
@@ -78,13 +78,13 @@ fn the_default_stream_and_streams_of_other_contexts_are_refused() {
     // SAFETY: a stream of the engine's, or what is refused.
     unsafe {
         for stream in [0, 1, 2] {
-            refused(cuda.stream_wait_event(stream, event), Status::Invalid, "the default one");
+            refused(cuda.stream_wait_event(stream, event), Status::Invalid, "default stream");
         }
         refused(cuda.stream_wait_event(strange, event), Status::Invalid, "another context");
         fake.capture(own, true);
         refused(cuda.stream_wait_event(own, event), Status::State, "graph");
         fake.capture(own, false);
-        refused(cuda.stream_wait_event(own, Event(77)), Status::Handle, "none of this device");
+        refused(cuda.stream_wait_event(own, Event(77)), Status::Handle, "not of this device");
     }
     cuda.close(0).expect("it ends");
     drop(cuda);
@@ -210,7 +210,7 @@ fn an_event_of_the_engines_is_waited_for_by_streams_and_not_by_threads() {
     // SAFETY: as above, or what is refused.
     unsafe {
         refused(cuda.import_event(ready), Status::State, "engine's");
-        refused(cuda.import_event(0), Status::Invalid, "address 0");
+        refused(cuda.import_event(0), Status::Invalid, "CUevent of 0");
     }
     fake.capture_event(ready, false);
     drop(cuda);

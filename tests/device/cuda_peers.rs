@@ -210,8 +210,8 @@ fn memory_that_is_mapped_has_access_of_its_own() {
 fn what_is_no_peer_is_refused() {
     let (_turn, fake) = alone(7, false);
     for (peers, words) in [
-        (&[3][..], "peer 3, the driver has 3 devices"),
-        (&[1, 0], "device 0 is no peer of itself"),
+        (&[3][..], "peer 3: the driver has 3 devices"),
+        (&[1, 0], "device 0 cannot be its own peer"),
         (&[2, 2], "peer 2 is named twice"),
     ] {
         let error = Cuda::open(Clock::real(), &opts(0, peers)).err().expect("refused");
@@ -227,7 +227,7 @@ fn what_is_no_peer_is_refused() {
         |address| Copy::bytes(to, address, 64, Direction::Gather, Memory::Device).expect("sound");
     let error = go(&first, copy(strange.memory.address)).expect_err("no peer");
     assert_eq!(error.status(), Status::Invalid);
-    assert!(error.to_string().contains("is device 2's, this is 0"), "{error}");
+    assert!(error.to_string().contains("is on device 2, this is device 0"), "{error}");
     // Tokens on two devices, one of which is not reached.
     let own = Room::new(&first);
     let addresses = [own.memory.address, near.memory.address];
@@ -251,9 +251,12 @@ fn what_is_no_peer_is_refused() {
     };
     // SAFETY: refused, as this test wants to see.
     let error = unsafe { first.launch(Stream(0), None, &[call]) }.expect_err("no access");
-    assert!(error.to_string().contains("there is no access"), "{error}");
+    assert!(error.to_string().contains("no peer access"), "{error}");
     let words = first.describe().to_string();
-    assert!(words.contains("device 1 by copies alone: there is no way between"), "{words}");
+    assert!(
+        words.contains("device 1 by copies alone: the devices cannot access each other"),
+        "{words}"
+    );
     drop((own, near, strange));
     drop((first, peer, stranger));
     assert_eq!(fake.live(), 0);

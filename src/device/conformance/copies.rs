@@ -78,7 +78,9 @@ pub fn sums(bench: &Bench<'_>) -> Outcome {
             bench.wait(event)?;
             if facts.asynchronous {
                 let reported = bench.device.sums(event, std::slice::from_mut(&mut copies[0].sum));
-                need(reported == Ok(1), || format!("{direction:?} of {len}: {reported:?} checksums"))?;
+                need(reported == Ok(1), || {
+                    format!("{direction:?} of {len}: {reported:?} checksums")
+                })?;
             }
             bench.finish(event)?;
             need(copies[0].sum == checksum(&moved), || {

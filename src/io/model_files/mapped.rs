@@ -1,6 +1,6 @@
-//! A file as memory, to compare with: every first touch of a page is a fault, and what the
-//! kernel reads ahead is its own idea. Whoever cuts the file short meanwhile kills this
-//! process by SIGBUS, so it is used only where it is asked for by name.
+//! Memory-mapped reads, for comparison: every first touch of a page faults, and the kernel chooses
+//! the readahead. Truncation of the file by another process raises SIGBUS, so this is used on
+//! explicit request only.
 
 use std::os::fd::AsRawFd;
 
@@ -10,7 +10,7 @@ use crate::io::files::Piece;
 use crate::io::model_files::file::ModelFile;
 use crate::io::model_files::inside;
 
-/// The pages of a file.
+/// The mapped pages of a file.
 pub struct Map {
     start: *mut libc::c_void,
     bytes: usize,
@@ -22,10 +22,10 @@ unsafe impl Send for Map {}
 unsafe impl Sync for Map {}
 
 impl Map {
-    /// Maps all of a file.
+    /// Maps a whole file.
     pub fn new(opened: &ModelFile) -> Result<Map> {
         let Ok(bytes) = usize::try_from(opened.stamp.bytes) else {
-            return Err(Error::new(Status::NoMem, "the file is longer than the address space"));
+            return Err(Error::new(Status::NoMem, "the file exceeds the address space"));
         };
         if bytes == 0 {
             return Ok(Map { start: std::ptr::null_mut(), bytes });
@@ -37,21 +37,20 @@ impl Map {
         if start == libc::MAP_FAILED {
             return Err(Error::os("mapping a file").within(opened.name()));
         }
-        // A child has no use for it, and its page tables would be copied.
-        // SAFETY: the mapping made above.
+        // A child does not need it, and copying its page tables would cost time. SAFETY: the
+        // mapping created above.
         unsafe { libc::madvise(start, bytes, libc::MADV_DONTFORK) };
         Ok(Map { start, bytes })
     }
 
-    /// Copies what a piece wants, as far as the file has it.
+    /// Copies the bytes of a piece, up to the end of the file.
     ///
     /// # Safety
     /// As for [`crate::io::model_files::ModelFiles::transfer`].
     pub unsafe fn read(&self, piece: &Piece) {
         for (at, part) in inside(piece, self.bytes as u64) {
             if part.bytes > 0 {
-                // SAFETY: `inside` ends where the mapping does; the memory is the caller's,
-                // and nobody else's.
+                // SAFETY: `inside` ends where the mapping does; the caller guarantees the memory.
                 unsafe {
                     let from = self.start.byte_add(at as usize).cast::<u8>();
                     std::ptr::copy_nonoverlapping(from, part.address, part.bytes as usize);
@@ -63,7 +62,7 @@ impl Map {
 
 impl Drop for Map {
     fn drop(&mut self) {
-        // A child of a fork has no mapping of it: what lies there is somebody else's.
+        // A forked child does not inherit the mapping: other memory may be there now.
         if self.bytes > 0 && fork::check().is_ok() {
             // SAFETY: exactly what was mapped.
             unsafe { libc::munmap(self.start, self.bytes) };

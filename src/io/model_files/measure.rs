@@ -1,4 +1,4 @@
-//! What the disk under a model gives when it is asked for large pieces.
+//! Measures the read bandwidth of the disk that holds a model.
 
 use crate::base::clock::Clock;
 use crate::base::memory::{Buffer, MemoryWish};
@@ -9,32 +9,31 @@ use crate::io::model_files::{ModelFiles, READ_UNIT_BYTES};
 
 /// Length of a read.
 const PIECE_BYTES: u64 = 4 << 20;
-/// Reads that are in flight at once.
+/// Reads in flight.
 const IN_FLIGHT: u64 = 8;
 
-/// Bytes per second of reads that are spread over the largest file: about `bytes` of them,
-/// and none twice. Page cache that others have filled may make it too much where reads are
-/// not direct.
+/// Bandwidth in bytes per second of reads that are spread over the largest file, about `bytes` in
+/// total, none twice. Without direct reads, cached pages may inflate the result.
 pub fn measure(files: &dyn ModelFiles, clock: &Clock, bytes: u64) -> Result<u64> {
     let Some(file) = (0..files.count()).max_by_key(|file| files.bytes(*file)) else {
-        fail!(Invalid, "a model without files has no bandwidth");
+        fail!(Invalid, "a model without files cannot be measured");
     };
     let whole = files.bytes(file);
     if whole == 0 {
-        fail!(Invalid, "files without bytes have no bandwidth");
+        fail!(Invalid, "empty files cannot be measured");
     }
     let piece = PIECE_BYTES.min(whole.next_multiple_of(READ_UNIT_BYTES));
     let count = (bytes.min(whole) / piece).max(1);
-    // From the start of one to the start of the next, so that the last ends in the file.
+    // Distance between starts, so that the last read ends in the file.
     let apart = match count {
         1 => 0,
         _ => (whole.saturating_sub(piece) / (count - 1)) / READ_UNIT_BYTES * READ_UNIT_BYTES,
     };
     let at_once = count.min(IN_FLIGHT);
-    // As weights have it: with small pages disks give less.
+    // Huge pages, as for weights: small ones reduce the bandwidth.
     let wish = MemoryWish { bytes: piece * at_once, prefer_huge: true, ..MemoryWish::default() };
     let stock = Buffer::map(&wish, None)?;
-    // SAFETY: the stock is this call's alone. Faults are not what is to be measured.
+    // SAFETY: the buffer belongs to this call. Page faults must not be measured.
     unsafe { crate::base::memory::prefault(stock.address(), stock.bytes()) };
     let (mut moved, start) = (0u64, clock.now_ns());
     for first in (0..count).step_by(at_once as usize) {
@@ -43,7 +42,7 @@ pub fn measure(files: &dyn ModelFiles, clock: &Clock, bytes: u64) -> Result<u64>
             let address = stock.range((i - first) * piece, piece).ok_or(Status::Invalid)?;
             pieces.push(Piece::one(FileId(file), Access::Read, i * apart, address, piece));
         }
-        // SAFETY: the stock is this call's alone, and no range of it comes twice.
+        // SAFETY: the buffer belongs to this call, and no range of it occurs twice.
         unsafe { files.transfer(&mut pieces) };
         for piece in pieces {
             moved += piece.bytes().min(whole.saturating_sub(piece.offset));
@@ -52,7 +51,10 @@ pub fn measure(files: &dyn ModelFiles, clock: &Clock, bytes: u64) -> Result<u64>
     }
     let took_ns = clock.now_ns().saturating_sub(start);
     if took_ns == 0 {
-        return Err(Error::new(Status::State, "the clock stood still while reads were measured"));
+        return Err(Error::new(
+            Status::State,
+            "the clock did not advance while reads were measured",
+        ));
     }
     let rate = u128::from(moved) * 1_000_000_000 / u128::from(took_ns);
     Ok(u64::try_from(rate).unwrap_or(u64::MAX).max(1))

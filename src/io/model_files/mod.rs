@@ -1,6 +1,6 @@
-//! The files of a model: opened by path, read in large pieces, and expected not to
-//! change. Two kinds: real ones ([`real`]) and simulated ones ([`simulated`]), which
-//! have their bytes from a formula and can be slow, broken, cut short and replaced.
+//! Read-only model files: opened by path, read in large pieces, and expected not to change.
+//! Implementations: real files ([`real`]), and simulated ones (`crates/testkit`) whose bytes follow
+//! from a formula, and which can be slow, broken, truncated and replaced.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -12,99 +12,98 @@ mod mapped;
 pub mod measure;
 pub mod real;
 
-/// Most files of a model.
+/// Limit: files of a model.
 pub const MAX_MODEL_FILES: usize = 4096;
-/// How far a piece may reach past the end of its file, less one: files end where they
-/// like, direct reads do not.
+/// Unit of reads. A piece may reach past the end of its file by less than this: lengths of files
+/// are arbitrary, direct reads are aligned.
 pub const READ_UNIT_BYTES: u64 = 4096;
 
-/// What tells that a file is still the one that was opened.
+/// Attributes that tell whether a file has changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stamp {
-    /// Its length.
+    /// Length.
     pub bytes: u64,
-    /// The file system it is on.
+    /// Device of its file system.
     pub device: u64,
-    /// Its number there.
+    /// Inode.
     pub inode: u64,
-    /// When its bytes were written last, since 1970. Anybody may set this.
+    /// Time of the last write since 1970. Users can set it.
     pub modified_ns: i128,
-    /// When anything about it changed last: its bytes, mode, owner, names. Nobody sets it.
+    /// Time of the last change of bytes, mode, owner or names. Users cannot set it.
     pub changed_ns: i128,
 }
 
-/// A file that is open for reads past the page cache, for those who read it by themselves.
+/// A file that is open for direct reads, for users that read it by themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Descriptor {
-    /// What the kernel calls it in this process.
+    /// File descriptor in this process.
     pub number: i32,
-    /// What the kernel calls the kind of its file system.
+    /// Kernel's number of its file system.
     pub file_system: u64,
 }
 
-/// The files of a model, numbered from 0.
+/// Files of a model, numbered from 0.
 pub trait ModelFiles: Send + Sync {
-    /// What offsets, lengths and addresses must be a multiple of: 1 where the page cache
-    /// is used, at most [`READ_UNIT_BYTES`].
+    /// Alignment of offsets, lengths and addresses: 1 with the page cache, at most
+    /// [`READ_UNIT_BYTES`].
     fn align_bytes(&self) -> u64;
 
-    /// How they are read, for humans: `io_uring, direct`.
+    /// How files are read, for people: `io_uring, direct`.
     fn engine(&self) -> &str;
 
-    /// Why a better engine is not used, if one is not.
+    /// Why a better engine is not used, if it is not.
     fn fallback(&self) -> Option<&str>;
 
-    /// How many there are.
+    /// Number of files.
     fn count(&self) -> u32;
 
-    /// How long a file was when it was opened; 0 if there is none of that number.
+    /// Length of a file when it was opened; 0 if the number is invalid.
     fn bytes(&self, file: u32) -> u64 {
         self.stamp(file).bytes
     }
 
-    /// What a file was when it was opened; all zero if there is none of that number.
+    /// Attributes of a file when it was opened; all zero if the number is invalid.
     fn stamp(&self, file: u32) -> Stamp;
 
-    /// Whether a file is still what was opened. [`crate::base::status::Status::Corrupt`]:
-    /// it was cut, made longer or written to, so what was read may be anything.
-    /// [`crate::base::status::Status::State`]: another file has its name, or none has, or
-    /// its attributes changed; what was read is sound. A change within a tick of the file
-    /// system's clock (some ms) after it was opened does not show.
+    /// Whether a file is unchanged. [`crate::base::status::Status::Corrupt`]: it was truncated,
+    /// extended or written to, so the bytes read are undefined.
+    /// [`crate::base::status::Status::State`]: its name refers to another file or to none, or its
+    /// attributes changed; the bytes read are sound. A change within a tick of the file system's
+    /// clock (some ms) after opening is not noticed.
     fn check(&self, file: u32) -> Result<()>;
 
-    /// The descriptor of a file, which is open as long as this is.
-    /// [`crate::base::status::Status::Unavailable`]: it goes through the page cache, or there
-    /// is none.
+    /// Descriptor of a file, open as long as this is. [`crate::base::status::Status::Unavailable`]:
+    /// the file is read through the page cache, or has no descriptor.
     fn descriptor(&self, file: u32) -> Result<Descriptor> {
-        fail!(Unavailable, "file {file} is none of the kernel's")
+        fail!(Unavailable, "file {file} has no descriptor")
     }
 
-    /// Carries out a batch of reads; each piece says how it went. A piece may reach past
-    /// the end of its file by less than [`READ_UNIT_BYTES`]: memory for what is not there is
-    /// zeroed. All else that is short is an error
-    /// ([`crate::base::status::Status::Io`]): then nobody knows what is in the memory.
+    /// Executes a batch of reads; each piece stores its result. A piece may reach past the end of
+    /// its file by less than [`READ_UNIT_BYTES`]; memory past the end is zeroed. Any other short
+    /// read is an error ([`crate::base::status::Status::Io`]), after which the content of the
+    /// memory is undefined.
     ///
     /// # Safety
-    /// The memory of every piece is valid for writes, and nobody else touches it, until
-    /// this returns.
+    /// The memory of every piece is valid for writes, and nobody else accesses it, until this
+    /// returns.
     unsafe fn transfer(&self, pieces: &mut [Piece]);
 }
 
-/// Checks what all implementations refuse.
+/// Checks that all implementations share.
 pub fn check_piece(files: &dyn ModelFiles, piece: &Piece) -> Result<()> {
     piece.check(files.align_bytes())?;
     let FileId(file) = piece.file;
     if piece.access != Access::Read {
-        fail!(Invalid, "the files of a model are not written to");
+        fail!(Invalid, "model files are read-only");
     }
     if file >= files.count() {
-        fail!(Invalid, "file {file} of {}", files.count());
+        fail!(Invalid, "file {file}: the model has {} files", files.count());
     }
     let (bytes, end) = (files.bytes(file), piece.offset.saturating_add(piece.bytes()));
     if end >= bytes.saturating_add(READ_UNIT_BYTES) {
         fail!(
             Io,
-            "a read of {} bytes at {} of file {file}, which has {bytes}",
+            "a read of {} bytes at {} exceeds the {bytes} bytes of file {file}",
             piece.bytes(),
             piece.offset
         );
@@ -112,7 +111,7 @@ pub fn check_piece(files: &dyn ModelFiles, piece: &Piece) -> Result<()> {
     Ok(())
 }
 
-/// Zeroes what of a piece's memory is for bytes past the end of its file.
+/// Zeroes a piece's memory past the end of its file.
 ///
 /// # Safety
 /// As for [`ModelFiles::transfer`].
@@ -121,7 +120,7 @@ pub unsafe fn zero_past(piece: &Piece, file_bytes: u64) {
     for part in &piece.parts {
         let here = file_bytes.saturating_sub(at).min(part.bytes);
         if here < part.bytes {
-            // SAFETY: the rest of the part, whose memory the caller promised.
+            // SAFETY: the rest of the part, whose memory the caller guarantees.
             unsafe {
                 part.address.add(here as usize).write_bytes(0, (part.bytes - here) as usize);
             }
@@ -130,8 +129,7 @@ pub unsafe fn zero_past(piece: &Piece, file_bytes: u64) {
     }
 }
 
-/// The parts of a piece, each with where in the file its bytes are, as far as those are
-/// before the end.
+/// The parts of a piece with their offsets in the file, clipped at its end.
 pub fn inside(piece: &Piece, file_bytes: u64) -> [(u64, Part); MAX_PARTS] {
     let mut at = piece.offset;
     piece.parts.map(|part| {

@@ -1,5 +1,5 @@
-//! Files of a model on a real file system: O_DIRECT and io_uring where both work, a
-//! plainer way where one does not, and a word about that.
+//! Model files on a real file system: O_DIRECT and io_uring where both work, and logged fallbacks
+//! where one does not.
 
 use std::path::PathBuf;
 
@@ -17,36 +17,36 @@ use crate::io::model_files::{
 };
 use crate::io::open_file::OpenFile;
 
-/// How to open the files of a model.
+/// Options to open model files.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ModelFilesOpts {
-    /// Through the page cache, which is told to forget what was read.
+    /// Use the page cache, and drop pages after reading.
     pub buffered: bool,
-    /// Without io_uring.
+    /// Do not use io_uring.
     pub no_uring: bool,
-    /// Transfers that one caller has in flight; 0 = as many as can be.
+    /// Transfers in flight of one caller; 0 = the maximum.
     pub depth: u32,
-    /// By copies out of a memory map. Slow, and there to be compared with; a file that is
-    /// cut short while it is read ends the process (SIGBUS).
+    /// Copy from a memory map. Slow, for comparison only; truncation of a file while it is read
+    /// ends the process (SIGBUS).
     pub mapped: bool,
 }
 
-/// Files of a model that are open.
+/// Open model files.
 pub struct RealModelFiles {
     files: Vec<ModelFile>,
-    /// As many as files, if they are mapped.
+    /// A map for each file, if they are mapped.
     maps: Option<Vec<Map>>,
     engine: Engine,
     align: u64,
 }
 
 impl RealModelFiles {
-    /// Opens files, to read only.
+    /// Opens files read-only.
     pub fn open(paths: &[PathBuf], opts: &ModelFilesOpts) -> Result<RealModelFiles> {
         fork::arm()?;
         fork::check()?;
         if paths.is_empty() || paths.len() > MAX_MODEL_FILES {
-            fail!(Invalid, "{} files of a model, 1 to {MAX_MODEL_FILES} can be", paths.len());
+            fail!(Invalid, "{} files of a model: 1 to {MAX_MODEL_FILES} are accepted", paths.len());
         }
         let mut files = Vec::new();
         files.try_reserve_exact(paths.len()).map_err(|_| Status::NoMem)?;
@@ -59,9 +59,11 @@ impl RealModelFiles {
             match all_direct(&files) {
                 Ok(found) => align = found,
                 Err(error) => {
-                    files.iter().try_for_each(ModelFile::through_cache)?;
+                    files.iter().try_for_each(ModelFile::use_page_cache)?;
                     let why = error.message();
-                    reasons.push(format!("no direct reads, slower and at more CPU time: {why}"));
+                    reasons.push(format!(
+                        "no direct reads, which costs bandwidth and CPU time: {why}"
+                    ));
                 }
             }
         }
@@ -75,7 +77,7 @@ impl RealModelFiles {
     fn file(&self, id: FileId) -> Result<Arc<OpenFile>> {
         match self.files.get(id.0 as usize) {
             Some(opened) => Ok(opened.file.clone()),
-            None => fail!(Invalid, "file {} of {}", id.0, self.files.len()),
+            None => fail!(Invalid, "file {}: the model has {} files", id.0, self.files.len()),
         }
     }
 
@@ -86,7 +88,7 @@ impl RealModelFiles {
         let (Some(map), Some(opened)) = (maps.get(index), self.files.get(index)) else {
             return Err(Status::Invalid.into());
         };
-        // Closes most of the time in which a file that was cut short is fatal, not all.
+        // Closes most of the window in which a truncated file is fatal, not all.
         opened.check_bytes()?;
         // SAFETY: the caller's promise.
         unsafe { map.read(piece) };
@@ -94,13 +96,13 @@ impl RealModelFiles {
     }
 }
 
-/// Has all files read past the page cache; what that must be aligned to.
+/// Switches all files to direct reads; returns their alignment.
 fn all_direct(files: &[ModelFile]) -> Result<u64> {
     let wish = MemoryWish { bytes: 2 * READ_UNIT_BYTES, ..MemoryWish::default() };
     let scratch = Buffer::map(&wish, None)?;
     let mut align = 1;
     for opened in files {
-        align = opened.go_direct(&scratch)?.max(align);
+        align = opened.use_direct_reads(&scratch)?.max(align);
     }
     Ok(align)
 }
@@ -130,17 +132,17 @@ impl ModelFiles for RealModelFiles {
         fork::check()?;
         match self.files.get(file as usize) {
             Some(opened) => opened.check(),
-            None => fail!(Invalid, "file {file} of {}", self.files.len()),
+            None => fail!(Invalid, "file {file}: the model has {} files", self.files.len()),
         }
     }
 
     fn descriptor(&self, file: u32) -> Result<Descriptor> {
         fork::check()?;
         let Some(opened) = self.files.get(file as usize) else {
-            fail!(Invalid, "file {file} of {}", self.files.len());
+            fail!(Invalid, "file {file}: the model has {} files", self.files.len());
         };
         if self.align == 1 {
-            let why = self.engine.fallback().unwrap_or("as was asked for");
+            let why = self.engine.fallback().unwrap_or("as requested");
             fail!(Unavailable, "{} is read through the page cache: {why}", opened.name());
         }
         opened.descriptor()
@@ -149,17 +151,12 @@ impl ModelFiles for RealModelFiles {
     unsafe fn transfer(&self, pieces: &mut [Piece]) {
         let forked = fork::check();
         for piece in pieces.iter_mut() {
-            // What nobody has carried out yet says `Again`.
-            let fine = forked.clone().and_then(|()| check_piece(self, piece));
-            piece.result = fine.and(Err(Status::Again.into()));
+            let checked = forked.clone().and_then(|()| check_piece(self, piece));
+            piece.begin(checked);
         }
-        let open = |piece: &Piece| match &piece.result {
-            Err(error) => error.status() == Status::Again,
-            Ok(()) => false,
-        };
         match &self.maps {
             Some(maps) => {
-                for piece in pieces.iter_mut().filter(|piece| open(piece)) {
+                for piece in pieces.iter_mut().filter(|piece| piece.is_open()) {
                     // SAFETY: the caller's promise.
                     piece.result = unsafe { self.copy(maps, piece) };
                 }

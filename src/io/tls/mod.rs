@@ -1,5 +1,5 @@
-//! TLS on connections to other machines, by rustls: who is trusted, and what goes over a
-//! connection then. It has no threads and waits for nothing, so that deadlines are the caller's.
+//! TLS client sessions by rustls. They have no threads and never wait, so deadlines are up to the
+//! caller.
 
 mod client_cert;
 mod messages;
@@ -17,42 +17,42 @@ use crate::io::link::{Link, Lost, Pieces};
 
 pub use crate::io::tls::trust::Trust;
 
-/// Bytes that are taken from a connection at once, at most. More than the longest message of a
-/// handshake, which is not understood before all of it is here.
+/// Receive buffer: more than the longest handshake message, which must be complete before it is
+/// processed.
 const INCOMING_BYTES: usize = 80 << 10;
-/// Room that there is for what comes next, at least: a whole record, the largest unit of TLS.
+/// Minimum free room of a buffer: a whole TLS record.
 const RECORD_ROOM: usize = 18 << 10;
-/// Plain bytes of a record.
+/// Plaintext bytes of a record.
 const RECORD_BYTES: usize = 16 << 10;
-/// Most plain bytes that are made ready to be sent at once.
+/// Limit: plaintext bytes encrypted at a time.
 const SEND_BYTES: usize = 64 << 10;
-/// How often it is looked whether something has come, until others have their turn.
+/// Limit: attempts to receive before other connections have their turn.
 const TURNS: usize = 8;
 
-/// What is on a connection.
+/// A TLS session of a connection.
 pub struct Session {
     conn: UnbufferedClientConnection,
-    /// Who is expected, for people.
+    /// Expected host, for messages.
     host: String,
-    /// What has come and is not understood yet.
+    /// Received bytes that are not processed yet.
     incoming: Vec<u8>,
     start: usize,
     end: usize,
-    /// What is to be sent, from a byte on.
+    /// Encrypted bytes to send; `sent` of them are sent.
     outgoing: Vec<u8>,
     sent: usize,
-    /// What has come and was not asked for yet, from a byte on.
+    /// Decrypted bytes that were not requested yet; `given` of them are delivered.
     rest: Vec<u8>,
     given: usize,
-    /// Pieces that are too small for a record of their own.
+    /// Small pieces, gathered into one record.
     gathered: Vec<u8>,
     is_open: bool,
     has_ended: bool,
-    /// What went wrong; nothing is done any more then.
+    /// First failure; every later call fails with it.
     failed: Option<String>,
 }
 
-/// Where plain bytes go: pieces of memory, and what does not fit into them to the rest.
+/// Destination of decrypted bytes: pieces of memory, and a buffer for the rest.
 struct Sink<'a> {
     pieces: &'a mut dyn Iterator<Item = (*mut u8, usize)>,
     at: (*mut u8, usize),
@@ -61,7 +61,7 @@ struct Sink<'a> {
 }
 
 impl Sink<'_> {
-    /// Puts bytes where they belong.
+    /// Delivers bytes.
     ///
     /// # Safety
     /// Every piece can be written.
@@ -76,8 +76,8 @@ impl Sink<'_> {
                 }
                 continue;
             }
-            // SAFETY: `count` bytes of a piece, which the caller vouches for; what has come is
-            // in other memory.
+            // SAFETY: `count` bytes of a piece, which the caller guarantees; received bytes are in
+            // other memory.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address, count) };
             self.at = (address.wrapping_add(count), room - count);
             self.placed += count;
@@ -105,12 +105,12 @@ impl Session {
         }
     }
 
-    /// Whether something waits to be sent.
-    pub fn owes(&self) -> bool {
+    /// Whether encrypted bytes are to be sent.
+    pub fn wants_write(&self) -> bool {
         self.sent < self.outgoing.len()
     }
 
-    /// Goes on with the handshake as far as it can; whether it has ended.
+    /// Continues the handshake as far as possible; true once it is complete.
     pub fn handshake(&mut self, link: &Link) -> Result<bool, Lost> {
         while !self.is_open {
             let mut rest = take(&mut self.rest);
@@ -136,8 +136,8 @@ impl Session {
         Ok(true)
     }
 
-    /// Encrypts some of what the pieces have, once all that was encrypted has been sent; how much.
-    /// None = there is no room.
+    /// Encrypts some bytes of the pieces, after all earlier bytes were sent; returns their number.
+    /// None = no room.
     ///
     /// # Safety
     /// Every piece can be read.
@@ -149,9 +149,9 @@ impl Session {
         let mut gathered = take(&mut self.gathered);
         gathered.clear();
         for (address, bytes) in pieces.each().filter(|piece| piece.1 > 0) {
-            // SAFETY: the caller vouches for the pieces.
+            // SAFETY: the caller guarantees the pieces.
             let mut piece = unsafe { std::slice::from_raw_parts(address.cast_const(), bytes) };
-            // Records of their own cost small pieces more than a copy does.
+            // A record for each small piece would cost more than a copy.
             if !gathered.is_empty() || piece.len() < RECORD_BYTES {
                 let count = piece.len().min(RECORD_BYTES - gathered.len());
                 gathered.extend_from_slice(&piece[..count]);
@@ -182,10 +182,10 @@ impl Session {
         Ok(Some(taken))
     }
 
-    /// Takes what has come, as far as the pieces have room for it; None = nothing has.
+    /// Receives what has arrived, as far as the pieces have room; None = nothing has.
     ///
     /// # Safety
-    /// Every piece can be written, by nobody else meanwhile.
+    /// Every piece can be written, and nobody else accesses it meanwhile.
     pub unsafe fn receive(&mut self, link: &Link, pieces: &Pieces) -> Result<Option<usize>, Lost> {
         let mut rest = take(&mut self.rest);
         let each = &mut pieces.each();
@@ -193,7 +193,7 @@ impl Session {
         let mut sink =
             Sink { pieces: each, at: (std::ptr::null_mut(), 0), placed: 0, rest: &mut over };
         if self.given < rest.len() {
-            // SAFETY: the caller vouches for the pieces.
+            // SAFETY: the caller guarantees the pieces.
             unsafe { sink.put(&rest[self.given..]) };
             self.given += sink.placed;
             self.rest = rest;
@@ -213,7 +213,7 @@ impl Session {
                 break;
             }
             match self.fill(link) {
-                // What comes and is nothing to us does not keep others waiting.
+                // Records without data must not delay other connections.
                 Ok(true) => done = Ok(Some(0)),
                 Ok(false) => break,
                 Err(lost) => {
@@ -225,23 +225,23 @@ impl Session {
         let placed = sink.placed;
         self.rest = rest;
         self.flush(link)?;
-        // What came before the end still counts.
+        // Bytes before the end still count.
         if placed > 0 { Ok(Some(placed)) } else { done }
     }
 
-    /// Overwrites what small pieces had, and what came of them.
+    /// Overwrites the copies of small pieces.
     pub fn wipe(&mut self) {
         let whole = self.gathered.capacity();
         self.gathered.clear();
         self.gathered.resize(whole, 0);
         for byte in &mut self.gathered {
-            // SAFETY: a byte that is ours.
+            // SAFETY: a byte of this buffer.
             unsafe { std::ptr::write_volatile(byte, 0) };
         }
         self.gathered.clear();
     }
 
-    /// Takes bytes from the connection; whether any came.
+    /// Receives bytes from the connection; whether any came.
     fn fill(&mut self, link: &Link) -> Result<bool, Lost> {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -255,7 +255,7 @@ impl Session {
         }
         let mut pieces = Pieces::default();
         pieces.push(room.as_mut_ptr(), room.len());
-        // SAFETY: the piece is what nobody uses of a buffer of ours.
+        // SAFETY: the piece is the unused part of this session's buffer.
         match unsafe { link.receive(&mut pieces) }? {
             Some(bytes) => {
                 self.end += bytes.min(self.incoming.len() - self.end);
@@ -265,13 +265,13 @@ impl Session {
         }
     }
 
-    /// Sends what waits; whether all of it is gone.
+    /// Sends encrypted bytes; whether all are sent.
     fn flush(&mut self, link: &Link) -> Result<bool, Lost> {
-        while self.owes() {
+        while self.wants_write() {
             let mut pieces = Pieces::default();
             let left = &mut self.outgoing[self.sent..];
             pieces.push(left.as_mut_ptr(), left.len());
-            // SAFETY: the piece is a part of a buffer of ours.
+            // SAFETY: the piece is a part of this session's buffer.
             match unsafe { link.send(&mut pieces) }? {
                 Some(bytes) => self.sent += bytes,
                 None => return Ok(false),
@@ -287,13 +287,13 @@ impl Session {
         let none = &mut std::iter::empty();
         let mut sink =
             Sink { pieces: none, at: (std::ptr::null_mut(), 0), placed: 0, rest: &mut rest };
-        // What came meanwhile is kept until it is asked for.
+        // Bytes that are decrypted meanwhile are kept until they are requested.
         let done = self.process(link, &mut sink, text);
         self.rest = rest;
         done
     }
 
-    /// Goes through what has come until more must come, and encrypts a text then.
+    /// Processes received records until more are needed, then encrypts `text`.
     fn process(&mut self, link: &Link, sink: &mut Sink<'_>, text: &[u8]) -> Result<(), Lost> {
         if let Some(why) = &self.failed {
             return Err(Lost::Unsafe(why.clone()));
@@ -306,7 +306,7 @@ impl Session {
                 Ok(ConnectionState::ReadTraffic(mut traffic)) => {
                     while let Some(Ok(record)) = traffic.next_record() {
                         discard += record.discard;
-                        // SAFETY: as whoever made the sink promises.
+                        // SAFETY: the creator of the sink guarantees it.
                         unsafe { sink.put(record.payload) };
                     }
                 }
@@ -318,7 +318,7 @@ impl Session {
                         })
                     })?;
                 }
-                // It is sent in its order with all else.
+                // It is sent in order with everything else.
                 Ok(ConnectionState::TransmitTlsData(data)) => data.done(),
                 Ok(ConnectionState::WriteTraffic(mut traffic)) => {
                     self.is_open = true;
@@ -347,15 +347,14 @@ impl Session {
         }
     }
 
-    /// Tells the other side why it is given up, so that its log has it, too. As far as there is
-    /// room for it now.
+    /// Sends an alert, so that the server's log has the reason, as far as there is room now.
     fn say_why(&mut self, link: &Link) {
         let incoming = &mut self.incoming[self.start..self.end];
         let UnbufferedStatus { state, .. } = self.conn.process_tls_records(incoming);
         if let Ok(ConnectionState::EncodeTlsData(mut data)) = state {
             let said = grow(&mut self.outgoing, |room| data.encode(room).map_err(|_| None));
             if said.is_ok() {
-                // The reason is told to the caller; that this fails, too, is of no interest.
+                // The caller gets the reason; a failure to send it does not matter.
                 let _ = self.flush(link);
             }
         }
@@ -375,7 +374,7 @@ fn encrypt(
     })
 }
 
-/// Has something written at the end of a buffer, which is made longer if that is all it takes.
+/// Appends to a buffer, which grows if the writer needs more room.
 fn grow(
     buffer: &mut Vec<u8>,
     mut write: impl FnMut(&mut [u8]) -> Result<usize, Option<InsufficientSizeError>>,

@@ -1,7 +1,7 @@
 use super::*;
 
 #[test]
-fn what_does_not_fit_is_kept() {
+fn bytes_beyond_the_pieces_are_kept() {
     let mut memory = [0u8; 10];
     let start = memory.as_mut_ptr();
     let mut pieces = [(start, 3), (start, 0), (start.wrapping_add(4), 2)].into_iter();
@@ -20,7 +20,7 @@ fn what_does_not_fit_is_kept() {
 }
 
 #[test]
-fn buffers_grow_as_far_as_needed() {
+fn buffers_grow_to_the_required_size() {
     let mut buffer = b"abc".to_vec();
     let fill = |most: usize| {
         move |room: &mut [u8]| {

@@ -1,5 +1,5 @@
-//! Who is trusted: an authority of one's own, those of the system, or, if that is asked for,
-//! everybody; and whom the other side is shown.
+//! Trusted certificate authorities: those of a file, the system's, or, on request, any certificate;
+//! and the client certificate.
 
 use std::io::Read;
 use std::path::Path;
@@ -16,10 +16,10 @@ use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::link::Lost;
 use crate::io::tls::Session;
-use crate::io::tls::client_cert::Own;
+use crate::io::tls::client_cert::ClientCert;
 use crate::io::tls_opts::TlsOpts;
 
-/// Where systems keep the authorities that they trust.
+/// Where systems keep the trusted authorities.
 const SYSTEM: [&str; 6] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
@@ -28,15 +28,14 @@ const SYSTEM: [&str; 6] = [
     "/etc/ssl/cert.pem",
     "/usr/local/share/certs/ca-root-nss.crt",
 ];
-/// Longest file of authorities.
+/// Limit: bytes of a file of authorities.
 const MAX_FILE_BYTES: u64 = 8 << 20;
 
-/// Who is trusted.
+/// Trust configuration.
 pub struct Trust(Arc<ClientConfig>);
 
 impl Trust {
-    /// Trusts those whom the authorities of a file vouch for; without a file, those of the system;
-    /// or everybody, whoever he is.
+    /// Loads the trusted authorities of a file, or of the system, or accepts any certificate.
     pub fn open(opts: &TlsOpts) -> Result<Trust> {
         opts.check()?;
         let provider = Arc::new(ring::default_provider());
@@ -44,7 +43,7 @@ impl Trust {
             .with_safe_default_protocol_versions()
             .map_err(|error| Error::new(Status::Unsupported, format!("TLS: {error}")))?;
         let builder = if opts.insecure {
-            let verifier = Arc::new(Anybody(provider.clone()));
+            let verifier = Arc::new(AcceptAny(provider.clone()));
             builder.dangerous().with_custom_certificate_verifier(verifier)
         } else {
             let roots = match &opts.ca {
@@ -55,7 +54,7 @@ impl Trust {
         };
         let config = match &opts.cert {
             Some(cert) => {
-                let own = Own::open(cert, opts.cert_key.as_ref().unwrap_or(cert), provider)?;
+                let own = ClientCert::open(cert, opts.cert_key.as_ref().unwrap_or(cert), provider)?;
                 builder.with_client_cert_resolver(Arc::new(own))
             }
             None => builder.with_no_client_auth(),
@@ -63,18 +62,18 @@ impl Trust {
         Ok(Trust(Arc::new(config)))
     }
 
-    /// Whether a host is one that certificates can be for.
+    /// Validates a host name.
     pub fn check(&self, host: &str) -> Result<()> {
         match ServerName::try_from(host) {
             Ok(_) => Ok(()),
-            Err(_) => fail!(Spec, "\"{host}\" is no name that certificates are for"),
+            Err(_) => fail!(Spec, "\"{host}\" is no valid host name for a certificate"),
         }
     }
 
-    /// What is to be on a connection to a host.
+    /// Begins a session with a host.
     pub fn session(&self, host: &str) -> std::result::Result<Session, Lost> {
         let name = ServerName::try_from(host.to_string()).map_err(|_| {
-            Lost::Unsafe(format!("\"{host}\" is no name that certificates are for"))
+            Lost::Unsafe(format!("\"{host}\" is no valid host name for a certificate"))
         })?;
         let conn = UnbufferedClientConnection::new(self.0.clone(), name)
             .map_err(|error| Lost::Unsafe(format!("TLS: {error}")))?;
@@ -83,17 +82,16 @@ impl Trust {
 }
 
 fn of_file(path: &Path) -> Result<RootCertStore> {
-    let wrong = |what: String| {
-        Error::new(Status::Spec, format!("the file of authorities {}: {what}", path.display()))
-    };
+    let wrong =
+        |what: String| Error::new(Status::Spec, format!("the ca file {}: {what}", path.display()));
     let found = read(path).map_err(|error| wrong(error.to_string()))?;
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(&found) {
-        let certificate = certificate.map_err(|_| wrong("it is no PEM".to_string()))?;
+        let certificate = certificate.map_err(|_| wrong("it is not PEM".to_string()))?;
         roots.add(certificate).map_err(|error| wrong(format!("{error}")))?;
     }
     if roots.is_empty() {
-        return Err(wrong("it has no certificate (BEGIN CERTIFICATE)".to_string()));
+        return Err(wrong("it contains no certificate (BEGIN CERTIFICATE)".to_string()));
     }
     Ok(roots)
 }
@@ -103,7 +101,7 @@ fn of_system() -> Result<RootCertStore> {
     for path in SYSTEM {
         let Ok(found) = read(Path::new(path)) else { continue };
         let good = CertificateDer::pem_slice_iter(&found).flatten();
-        // Systems keep some that nobody understands any more.
+        // Skip certificates that cannot be parsed, which some systems keep.
         roots.add_parsable_certificates(good);
         if !roots.is_empty() {
             return Ok(roots);
@@ -111,7 +109,7 @@ fn of_system() -> Result<RootCertStore> {
     }
     fail!(
         Unavailable,
-        "this system has no authorities that it trusts: install ca-certificates, or name a file (ca)"
+        "this system has no trusted certificate authorities: install ca-certificates, or name a file (ca)"
     );
 }
 
@@ -120,16 +118,16 @@ pub(super) fn read(path: &Path) -> std::io::Result<Vec<u8>> {
     let file = std::fs::File::open(path)?;
     file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
-        return Err(std::io::Error::other("it is too long for certificates"));
+        return Err(std::io::Error::other("it is longer than the limit of 8 MiB"));
     }
     Ok(bytes)
 }
 
-/// Takes any certificate; that who shows it has its key is still looked at.
+/// Accepts any certificate, but verifies that the server has its key.
 #[derive(Debug)]
-struct Anybody(Arc<CryptoProvider>);
+struct AcceptAny(Arc<CryptoProvider>);
 
-impl ServerCertVerifier for Anybody {
+impl ServerCertVerifier for AcceptAny {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,

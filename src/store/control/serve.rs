@@ -2,7 +2,7 @@
 
 use crate::base::clock::Clock;
 use crate::base::status::Result;
-use crate::io::socket::{Bell, Listener, Watched, wait};
+use crate::io::socket::{Listener, Waker, Watched, wait};
 use crate::store::control::connection::Connection;
 
 /// Most clients at once.
@@ -12,7 +12,7 @@ const PAUSE_NS: u64 = 1_000_000_000;
 const MS: u64 = 1_000_000;
 
 /// Serves clients until the bell rings. The listener removes its path when it is dropped.
-pub fn serve(listener: &Listener, bell: &Bell, answer: &mut dyn FnMut(&str) -> Result<String>) {
+pub fn serve(listener: &Listener, waker: &Waker, answer: &mut dyn FnMut(&str) -> Result<String>) {
     let clock = Clock::real();
     let mut clients: Vec<Connection> = Vec::new();
     let mut paused_until_ns = 0;
@@ -20,7 +20,7 @@ pub fn serve(listener: &Listener, bell: &Bell, answer: &mut dyn FnMut(&str) -> R
         let now_ns = clock.now_ns();
         clients.retain(|client| client.until_ns > now_ns);
         let is_paused = paused_until_ns > now_ns;
-        let mut watched: Vec<Watched> = vec![bell.watched()];
+        let mut watched: Vec<Watched> = vec![waker.watched()];
         watched.extend(clients.iter().map(Connection::watched));
         if !is_paused {
             watched.push(listener.watched());

@@ -135,7 +135,7 @@ impl Inner {
 
     /// Serves the control socket until the store ends.
     fn answer_all(&self, listener: &Listener) {
-        let Some(bell) = &self.bell else { return };
+        let Some(waker) = &self.waker else { return };
         let mut answer = |line: &str| {
             panic::catch(|| control::answer(self, line)).unwrap_or_else(|text| {
                 self.runtime.poison(&text);
@@ -144,7 +144,7 @@ impl Inner {
                 Err(Error::from(Status::Panic))
             })
         };
-        control::serve(listener, bell, &mut answer);
+        control::serve(listener, waker, &mut answer);
     }
 }
 

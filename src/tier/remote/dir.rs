@@ -135,7 +135,7 @@ enum Missing {
 fn open(above: &Folder, name: &[u8], missing: Missing) -> Result<Folder, Number> {
     match missing {
         Missing::Absent => above.folder(name),
-        Missing::Made { synced_names } => above.folder_or_new(name, synced_names),
+        Missing::Made { synced_names } => above.folder_or_create(name, synced_names),
     }
 }
 
