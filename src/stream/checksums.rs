@@ -12,7 +12,7 @@ use crate::base::checksum::{Xxh3, xxh3};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Mutex;
 use crate::fail;
-use crate::io::fixed::identity::Identity;
+use crate::io::model_files::identity::Identity;
 use crate::io::sidecar;
 use crate::stream::units::{ALIGN_BYTES, Extent, MAX_UNITS, Units};
 

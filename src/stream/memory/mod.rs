@@ -52,7 +52,7 @@ impl Drop for HostBlock {
         let Some(device) = &self.registered_with else { return };
         // SAFETY: no transfer of a resident unit or of staging is in flight when its block is
         // dropped.
-        if let Err(error) = unsafe { device.forget_host(self.buffer.address()) } {
+        if let Err(error) = unsafe { device.unregister_host(self.buffer.address()) } {
             log::warn!("host memory of weights stays registered with the device: {error}");
         }
     }
@@ -486,7 +486,7 @@ fn allocate_on_host(bytes: u64, pinned: bool, source: &MemorySource) -> Result<H
     let device = source.device.filter(|device| pinned && device.facts().wants_pinned);
     let Some(device) = device else { return Ok(on) };
     // SAFETY: the memory stays until it is unregistered.
-    match unsafe { device.know_host(on.buffer.address(), on.buffer.bytes()) } {
+    match unsafe { device.register_host(on.buffer.address(), on.buffer.bytes()) } {
         Ok(()) => on.registered_with = Some(device.clone()),
         Err(error) if error.status() == Status::Unavailable => return Err(error),
         Err(error) => log::warn!(

@@ -3,10 +3,10 @@
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crate::base::sync::{Arc, Mutex};
-use crate::device::direct::{DIRECT_GRAIN_BYTES, DirectFile};
+use crate::device::direct::{DIRECT_ALIGN_BYTES, DirectFile};
 use crate::device::{Device, Event, State as DeviceState};
 use crate::fail;
-use crate::io::fixed::FixedFiles;
+use crate::io::model_files::ModelFiles;
 use crate::stream::memory::WeightMemory;
 use crate::stream::scheduler::{ReadJob, Target};
 use crate::stream::streamer::{Opts, Shared, State, Verify};
@@ -33,7 +33,7 @@ impl DirectReader {
     /// Registers files and slots with a device. [`Status::Unavailable`] with the reason, if the
     /// device cannot read them.
     pub fn open(
-        files: &dyn FixedFiles,
+        files: &dyn ModelFiles,
         weight_memory: &WeightMemory,
         opts: &Opts,
     ) -> Result<DirectReader> {
@@ -89,7 +89,7 @@ impl DirectReader {
     /// resident units, which are read once and would have to be registered.
     fn takes(&self, chunk: &Chunk, file_bytes: u64, start: u64) -> bool {
         let (from, bytes) = (chunk.read_offset, chunk.read_bytes);
-        let on_grain = [from, bytes, start].iter().all(|n| n % DIRECT_GRAIN_BYTES == 0);
+        let on_grain = [from, bytes, start].iter().all(|n| n % DIRECT_ALIGN_BYTES == 0);
         let has_all = from.checked_add(bytes).is_some_and(|end| end <= file_bytes);
         let in_slot = |&(first, end): &(u64, u64)| first <= start && end - start.min(end) >= bytes;
         on_grain && has_all && self.slots.iter().any(in_slot)

@@ -5,7 +5,7 @@ use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::Ordering;
 use crate::fail;
-use crate::io::fixed::identity::identities;
+use crate::io::model_files::identity::identities;
 use crate::stream::model::Model;
 use crate::stream::plan::{Forecast, Links, Plan, PlanOptions};
 use crate::stream::scheduler::{LayerCount, Mark, Stats};

@@ -6,8 +6,8 @@ use crate::base::panic;
 use crate::base::runtime::Role;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Guard, JoinHandle, spawn};
-use crate::device::{Copy as Transfer, Device, Event, State as DeviceState, Stream, Way};
-use crate::io::files::{FileId, Piece, Way as FileWay};
+use crate::device::{Copy as Transfer, Device, Direction, Event, State as DeviceState, Stream};
+use crate::io::files::{Access, FileId, Piece};
 use crate::stream::memory::device_window::FreeJob;
 use crate::stream::memory::{FreedBlock, allocate_on_device};
 use crate::stream::scheduler::{CopyJob, CopyProgress, CopySource, MapJob, ReadJob, ReadTarget};
@@ -147,7 +147,7 @@ impl Shared {
             let at = i * REQUEST_BYTES;
             let bytes = REQUEST_BYTES.min(all - at);
             let memory = (start + at) as *mut u8;
-            Piece::one(FileId(chunk.file), FileWay::Read, offset + at, memory, bytes)
+            Piece::one(FileId(chunk.file), Access::Read, offset + at, memory, bytes)
         }));
         // SAFETY: the caller's promise.
         unsafe { self.files.transfer(pieces) };
@@ -281,7 +281,7 @@ impl Shared {
         };
         let to = weight_memory.at(copy.unit, copy.to)?;
         let from = from as *mut u8;
-        Transfer::bytes(from, to.address + chunk.at, chunk.bytes, Way::Scatter, to.memory)
+        Transfer::bytes(from, to.address + chunk.at, chunk.bytes, Direction::Scatter, to.memory)
     }
 }
 

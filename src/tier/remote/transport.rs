@@ -84,8 +84,8 @@ impl Transport {
     pub fn watch(&self, watch: &mut Watch, to_read: bool, to_write: bool) -> bool {
         let (to_read, to_write) = match self.phase {
             Phase::Connecting => (false, true),
-            Phase::Securing => (true, self.channel.owes()),
-            Phase::Open => (to_read, to_write || self.channel.owes()),
+            Phase::Securing => (true, self.channel.wants_write()),
+            Phase::Open => (to_read, to_write || self.channel.wants_write()),
         };
         if to_read || to_write {
             self.channel.watch(watch, to_read, to_write);
@@ -100,8 +100,8 @@ impl Transport {
     }
 
     /// Whether TLS has bytes to send that [`Transport::send`] already accepted.
-    pub fn owes(&self) -> bool {
-        self.channel.owes()
+    pub fn wants_write(&self) -> bool {
+        self.channel.wants_write()
     }
 
     /// Round-trip time as measured by the kernel.

@@ -320,7 +320,9 @@ fn certificates_are_renewed_under_who_shows_them() {
     let mine = safe(port, shown(&authority, "mine.crt", "mine.key"));
     let remote = open(&mine);
     let mut client = remote.client();
-    assert!(client.greet(at(LONG)).unwrap_err().message().contains("rejects the client certificate"));
+    assert!(
+        client.greet(at(LONG)).unwrap_err().message().contains("rejects the client certificate")
+    );
     authority.sign("mine", HERE, ALWAYS);
     client.greet(at(LONG)).unwrap();
     assert_eq!(put_one(&mut *client, 1, 100_000), Ok(false));

@@ -216,7 +216,7 @@ impl Connection {
     fn send(&mut self, pieces: &mut Pieces) -> Result<bool, Fault> {
         let mut has_moved = false;
         for _ in 0..TURNS {
-            if (self.out.is_empty() && !self.transport.owes()) || !self.transport.can_write {
+            if (self.out.is_empty() && !self.transport.wants_write()) || !self.transport.can_write {
                 break;
             }
             self.out.fill(pieces);

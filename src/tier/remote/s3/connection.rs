@@ -141,7 +141,7 @@ impl Connection {
 
     /// Whether it can proceed without a wait, as far as is known.
     pub fn can_go_on(&self) -> bool {
-        let has_to_send = self.has_to_send() || self.transport.owes();
+        let has_to_send = self.has_to_send() || self.transport.wants_write();
         let can_send = self.transport.can_write && has_to_send && !self.is_write_closed;
         self.transport.is_open() && (self.transport.can_read || can_send)
     }
@@ -170,7 +170,7 @@ impl Connection {
         self.is_kept = incoming.reply.head.keeps
             && incoming.has_ended()
             && self.sent == self.to_send
-            && !self.transport.owes()
+            && !self.transport.wants_write()
             && self.start == self.end;
         wipe(&mut self.out);
         self.transport.wipe();
@@ -184,7 +184,7 @@ impl Connection {
 
     fn send(&mut self, source: &[Part], pieces: &mut Pieces) {
         for _ in 0..TURNS {
-            let has_to_send = self.has_to_send() || self.transport.owes();
+            let has_to_send = self.has_to_send() || self.transport.wants_write();
             if !has_to_send || !self.transport.can_write || self.is_write_closed {
                 break;
             }
