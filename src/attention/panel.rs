@@ -247,13 +247,8 @@ pub unsafe fn attend<L: Lanes, const R: usize>(
     let (mut seen, mut column) = (0, 0);
     // SAFETY: guaranteed by the caller; a panel is queries, sums of values, maxima and sums.
     unsafe {
-        pack::<L>(
-            problem,
-            columns,
-            problem.binary_scale(),
-            scratch.scores,
-            (scratch.panels, scratch.panel),
-        );
+        let (scale, to) = (problem.binary_scale(), (scratch.panels, scratch.panel));
+        pack::<L>(problem, columns, scale, scratch.scores, to);
         for p in 0..panels {
             let state = scratch.panels.add(p * scratch.panel + scratch.dim * L::WIDTH);
             (0..(scratch.value_dim + 2) * L::WIDTH).for_each(|i| state.add(i).write(0.0));
