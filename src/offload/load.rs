@@ -20,7 +20,7 @@ use crate::store::state::{CellRange, TransferKind, Wanted};
 pub enum BlockSelection<'a> {
     /// All blocks that a policy selects, and the tail.
     All,
-    /// Of these blocks, ascending, those that a policy selects; no tail.
+    /// The blocks that a policy selects among these, ascending; no tail.
     Blocks(&'a [u32]),
     /// These blocks, ascending, chosen by the caller, and the tail. A query is used for audits
     /// only.

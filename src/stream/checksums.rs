@@ -14,7 +14,7 @@ use crate::base::sync::Mutex;
 use crate::fail;
 use crate::io::model_files::identity::Identity;
 use crate::io::sidecar;
-use crate::stream::units::{ALIGN_BYTES, Extent, MAX_UNITS, Units};
+use crate::stream::units::{ALIGN_BYTES, Extent, MAX_UNITS, Units, unknown_unit};
 
 /// Bytes of a block.
 pub const BLOCK_BYTES: u64 = 1 << 20;
@@ -145,14 +145,7 @@ impl Checksums {
     }
 
     fn unit_blocks(&self, unit: u32) -> Result<&UnitBlocks> {
-        match self.units.get(unit as usize) {
-            Some(unit_blocks) => Ok(unit_blocks),
-            None => fail!(
-                Invalid,
-                "unit {unit} does not exist: the model has {} units",
-                self.units.len()
-            ),
-        }
+        self.units.get(unit as usize).ok_or_else(|| unknown_unit(unit, self.units.len()))
     }
 
     /// The first block of a piece, and the checksums of all its blocks.

@@ -7,6 +7,7 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::window::{Piece, Window};
 use crate::fail;
+use crate::stream::memory::{charge, credit};
 use crate::stream::plan::{Plan, Residency};
 use crate::stream::scheduler::Target;
 use crate::stream::units::NONE;
@@ -171,16 +172,12 @@ impl DeviceWindow {
 
     /// Allocates memory and charges the account for it.
     fn create(&self, bytes: u64) -> Result<Piece> {
-        if let Some(account) = &self.account {
-            account.take(Tier::Device, bytes)?;
-        }
+        charge(self.account.as_ref(), Tier::Device, bytes)?;
         self.window.create(bytes).inspect_err(|_| self.pay_back(bytes))
     }
 
     fn pay_back(&self, bytes: u64) {
-        if let Some(account) = &self.account {
-            account.give_back(Tier::Device, bytes);
-        }
+        credit(self.account.as_ref(), Tier::Device, bytes);
     }
 
     fn footprint_bytes(&self, unit: u32) -> u64 {

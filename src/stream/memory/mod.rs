@@ -16,6 +16,14 @@ use crate::stream::plan::{ComputeLocation, Plan, Residency};
 use crate::stream::scheduler::Target;
 use crate::stream::units::{NONE, Role, Units};
 
+fn charge(account: Option<&Arc<Account>>, tier: Tier, bytes: u64) -> Result<()> {
+    account.map_or(Ok(()), |account| account.take(tier, bytes))
+}
+
+fn credit(account: Option<&Arc<Account>>, tier: Tier, bytes: u64) {
+    account.into_iter().for_each(|account| account.give_back(tier, bytes));
+}
+
 /// A block of device memory.
 pub struct DeviceBlock {
     device: Arc<dyn Device>,
@@ -31,9 +39,7 @@ impl DeviceBlock {
         let outcome = unsafe { self.device.free(&self.memory) };
         // Memory that the device still uses is not freed, and stays charged.
         let is_gone = !outcome.as_ref().is_err_and(|error| error.status() == Status::Busy);
-        if let Some(account) = self.account.as_ref().filter(|_| is_gone) {
-            account.give_back(Tier::Device, self.memory.bytes);
-        }
+        credit(self.account.as_ref().filter(|_| is_gone), Tier::Device, self.memory.bytes);
         let bytes = self.memory.bytes;
         outcome.map_err(|error| {
             error.within(&format!("{bytes} bytes of device memory could not be freed"))
@@ -77,9 +83,7 @@ struct HostWindow {
 
 impl Drop for HostWindow {
     fn drop(&mut self) {
-        if let Some(account) = &self.account {
-            account.give_back(Tier::Host, self.slots_bytes);
-        }
+        credit(self.account.as_ref(), Tier::Host, self.slots_bytes);
     }
 }
 
@@ -201,9 +205,7 @@ impl WeightMemory {
         }
         offsets.push(at);
         let window = Window::reserve(at)?;
-        if let Some(account) = source.account {
-            account.take(Tier::Host, slots_bytes)?;
-        }
+        charge(source.account, Tier::Host, slots_bytes)?;
         Ok(HostWindow { window, offsets, account: source.account.cloned(), slots_bytes })
     }
 
@@ -232,9 +234,7 @@ impl WeightMemory {
         let block = match (residency, &self.host_window) {
             (Residency::File, _) => None,
             (Residency::Host, Some(host_window)) => {
-                if let Some(account) = &host_window.account {
-                    account.take(Tier::Host, bytes)?;
-                }
+                charge(host_window.account.as_ref(), Tier::Host, bytes)?;
                 Some(Block::Own)
             }
             (Residency::Host, None) => Some(Block::Host(allocate_on_host(
@@ -289,9 +289,7 @@ impl WeightMemory {
             (Some(Block::Own), Some(host_window)) => {
                 // SAFETY: the caller's promise.
                 let cleared = unsafe { self.clear(unit) };
-                if let Some(account) = &host_window.account {
-                    account.give_back(Tier::Host, self.images[unit as usize]);
-                }
+                credit(host_window.account.as_ref(), Tier::Host, self.images[unit as usize]);
                 cleared
             }
             _ => Ok(()),
@@ -502,14 +500,9 @@ pub fn allocate_on_device(bytes: u64, source: &MemorySource) -> Result<DeviceBlo
     let Some(device) = source.device else {
         fail!(Invalid, "the plan computes on a device, and no device was given: set `device`");
     };
-    if let Some(account) = source.account {
-        account.take(Tier::Device, bytes)?;
-    }
-    let memory = device.allocate(bytes).inspect_err(|_| {
-        if let Some(account) = source.account {
-            account.give_back(Tier::Device, bytes);
-        }
-    })?;
+    charge(source.account, Tier::Device, bytes)?;
+    let allocated = device.allocate(bytes);
+    let memory = allocated.inspect_err(|_| credit(source.account, Tier::Device, bytes))?;
     let account = source.account.cloned();
     Ok(DeviceBlock { device: device.clone(), memory, account })
 }
@@ -577,9 +570,7 @@ impl WeightMemory {
     ) -> Result<bool> {
         let (more, bytes) = (self.experts.next(), self.experts.next_bytes());
         if let Some(host_window) = &mut self.host_window {
-            if let Some(account) = &host_window.account {
-                account.take(Tier::Host, bytes)?;
-            }
+            charge(host_window.account.as_ref(), Tier::Host, bytes)?;
             host_window.slots_bytes += bytes;
         } else if let Some(device_window) = &mut self.device_window {
             (0..more).try_for_each(|_| device_window.add_expert_slot())?;
@@ -632,9 +623,7 @@ impl WeightMemory {
                 }
                 if let Some(host_window) = &mut self.host_window {
                     host_window.slots_bytes -= bytes;
-                    if let Some(account) = &host_window.account {
-                        account.give_back(Tier::Host, bytes);
-                    }
+                    credit(host_window.account.as_ref(), Tier::Host, bytes);
                 }
             } else if let Some(device_window) = &mut self.device_window {
                 (0..last).for_each(|_| device_window.drop_expert_slot());

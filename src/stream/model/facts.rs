@@ -48,7 +48,7 @@ const FAMILIES: [(&str, u64); 10] = [
     ("mixtral", 0),
 ];
 
-/// What the files state about the layers with a window.
+/// The rule in the files for layers with a window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum WindowRule {
     /// Nothing: the family decides.

@@ -49,7 +49,7 @@ pub struct Links {
     pub disk: u64,
     /// From host memory to the device.
     pub device: u64,
-    /// Of the processor computing with weights in host memory.
+    /// Rate at which the processor computes with weights in host memory.
     pub processor: u64,
 }
 
@@ -156,7 +156,7 @@ pub struct Figure {
     pub why: String,
 }
 
-/// What limits a pass.
+/// The resource that limits a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Binding {
     /// Computing.
@@ -187,7 +187,7 @@ pub struct Forecast {
     pub device_bytes: u64,
     /// Bytes that are read in a pass.
     pub disk_bytes: u64,
-    /// What limits the pass.
+    /// The resource that limits the pass.
     pub binding: Binding,
 }
 

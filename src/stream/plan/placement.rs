@@ -159,7 +159,7 @@ fn tiered(
     spread: Spread,
 ) -> Result<Candidate> {
     let mut left = room - u64::from(slots) * slot_bytes;
-    let mut stays = none(items)?;
+    let mut stays = filled(false, items.len())?;
     for (item, stays) in items.iter().zip(&mut stays) {
         if item.bytes > slot_bytes {
             left -= item.bytes;
@@ -193,7 +193,7 @@ fn ring(items: &[Item], room: u64, slots: u32) -> Result<Candidates> {
     if fit < least {
         return Ok(Candidates::TooSmall { needs_bytes: least.saturating_mul(slot_bytes) });
     }
-    let candidate = Candidate { stays: none(items)?, slots: fit as u32, slot_bytes };
+    let candidate = Candidate { stays: filled(false, items.len())?, slots: fit as u32, slot_bytes };
     Ok(Candidates::Found(vec![candidate]))
 }
 
@@ -215,7 +215,7 @@ const JOINED_PART: u64 = 128;
 /// Most size classes; the smallest sizes share the last.
 const MAX_SIZES: usize = 512;
 
-/// What to prefer among placements.
+/// Preference among placements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Spread {
     /// Most bytes, then equal distances.
@@ -350,11 +350,6 @@ fn fill(items: &[Item], room: u64, stays: &mut [bool]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// No item is resident.
-pub(super) fn none(items: &[Item]) -> Result<Vec<bool>> {
-    filled(false, items.len())
 }
 
 // Search for the numbers of items of each size that fill a given number of bytes best.

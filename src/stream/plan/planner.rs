@@ -5,7 +5,7 @@ use crate::fail;
 use crate::stream::plan::budgets::{Budgets, align_up, budgets, check, chunk_bytes};
 use crate::stream::plan::forecast::{Experts, Pass, forecast, moved};
 use crate::stream::plan::placement::{
-    Candidate, Candidates, Item, Spread, candidates, leanest, none, place, sum,
+    Candidate, Candidates, Item, Spread, candidates, leanest, place, sum,
 };
 use crate::stream::plan::{
     ComputeLocation, Figure, Inputs, Links, Mode, Plan, PlanOptions, Residency, UnitCount, filled,
@@ -535,9 +535,9 @@ impl Planner<'_> {
 /// The least memory of a plan, after all units that may have gone back to the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Floor {
-    /// Of the device.
+    /// Device memory.
     pub device_bytes: u64,
-    /// Of host memory.
+    /// Host memory.
     pub host_bytes: u64,
 }
 
@@ -681,7 +681,7 @@ impl Planner<'_> {
         let room = self.dense_room().and_then(|room| room.checked_sub(slots_bytes));
         let Some(mut left) = room else { return Ok(None) };
         let here = self.compute.residency();
-        let mut stays = none(&self.items)?;
+        let mut stays = filled(false, self.items.len())?;
         for (item, stays) in self.items.iter().zip(&mut stays) {
             if item.bytes > before.slot_bytes {
                 let Some(less) = left.checked_sub(item.bytes) else { return Ok(None) };

@@ -86,7 +86,8 @@ impl Plan {
     }
 
     fn residencies_text(&self, out: &mut String, inputs: &Inputs) {
-        let _ = writeln!(out, "\n{:<8}{:>7}{:>14}{:>9}{:>14}", "home", "units", "", "experts", "");
+        let _ =
+            writeln!(out, "\n{:<8}{:>7}{:>14}{:>9}{:>14}", "resident", "units", "", "experts", "");
         for (residency, name) in RESIDENCIES {
             let (dense, experts): (UnitCount, UnitCount) =
                 (self.count(inputs, residency, false), self.count(inputs, residency, true));

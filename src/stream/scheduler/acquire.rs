@@ -7,7 +7,7 @@ use crate::stream::plan::Residency;
 use crate::stream::scheduler::Scheduler;
 use crate::stream::scheduler::loads::{Priority, Target};
 use crate::stream::scheduler::record::Stage;
-use crate::stream::units::NONE;
+use crate::stream::units::{NONE, unknown_unit};
 
 /// The right to use a unit until the lease is released. The unit stays where it is meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl Scheduler {
     /// submitted to the device.
     pub fn acquire(&mut self, unit: u32, when_issued: bool, now_ns: u64) -> Result<Acquired> {
         let Some(state) = self.states.get_mut(unit as usize) else {
-            fail!(Invalid, "unit {unit} does not exist: the model has {} units", self.states.len());
+            return Err(unknown_unit(unit, self.states.len()));
         };
         if let Some(error) = state.error.take() {
             return Err(error);
@@ -236,10 +236,9 @@ impl Scheduler {
         self.advance(now_ns)
     }
 
-    /// The event after which the slot of a lease may be written. Another user of the unit left it
-    /// on release.
-    pub fn event_of(&self, lease: &Lease) -> Option<Event> {
-        match lease.location {
+    /// The event after which a slot may be written. Another user of the unit left it on release.
+    pub fn event_of(&self, slot: Target) -> Option<Event> {
+        match slot {
             Target::Resident => None,
             Target::Slot(slot) => self.slots.after(slot),
             Target::ExpertSlot(slot) => self.expert_slots.after(slot),
@@ -247,8 +246,8 @@ impl Scheduler {
     }
 
     /// That event has completed.
-    pub fn event_passed(&mut self, lease: &Lease, event: Event) {
-        let (slot, pool) = match lease.location {
+    pub fn event_passed(&mut self, slot: Target, event: Event) {
+        let (slot, pool) = match slot {
             Target::Resident => return,
             Target::Slot(slot) => (slot, &mut self.slots),
             Target::ExpertSlot(slot) => (slot, &mut self.expert_slots),
@@ -297,8 +296,8 @@ impl Scheduler {
     /// hints that were not used may be evicted.
     pub fn hint(&mut self, units: &[u32], now_ns: u64) -> Result<()> {
         let count = self.states.len();
-        if let Some(unit) = units.iter().find(|&&unit| unit as usize >= count) {
-            fail!(Invalid, "unit {unit} does not exist: the model has {count} units");
+        if let Some(&unit) = units.iter().find(|&&unit| unit as usize >= count) {
+            return Err(unknown_unit(unit, count));
         }
         self.release_reserved(units)?;
         for &unit in units {

@@ -586,11 +586,6 @@ impl Scheduler {
     /// load that has not begun.
     pub fn slot_event(&self, slot: Target) -> Option<Event> {
         let of_load = self.loads().find(|load| load.target == Some(slot) && load.unmapped);
-        let of_slot = match slot {
-            Target::Resident => None,
-            Target::Slot(slot) => self.slots.after(slot),
-            Target::ExpertSlot(slot) => self.expert_slots.after(slot),
-        };
-        of_slot.or(of_load.and_then(|load| load.after))
+        self.event_of(slot).or(of_load.and_then(|load| load.after))
     }
 }

@@ -339,9 +339,7 @@ impl UnitState {
             error: None,
         }
     }
-}
 
-impl UnitState {
     /// The lease was granted early, the load failed, and the lease was not released yet.
     fn is_incomplete(&self) -> bool {
         self.slot != NONE && !self.ready && self.slot_load == NONE

@@ -2,11 +2,10 @@
 //! On the way to a device, units are read ahead as far as staging slots are free.
 
 use crate::base::status::Result;
-use crate::fail;
 use crate::stream::plan::{ComputeLocation, Mode, Residency};
 use crate::stream::scheduler::loads::{Load, LoadPath, Priority, Target};
 use crate::stream::scheduler::{MAX_PREFETCH, RING_PREFETCH, Scheduler, is_slotless};
-use crate::stream::units::NONE;
+use crate::stream::units::{NONE, unknown_unit};
 
 impl Scheduler {
     /// Extends the window, and grants slots.
@@ -290,7 +289,7 @@ impl Scheduler {
     /// in flight; try again when that has ended.
     pub fn evict_from_slot(&mut self, unit: u32) -> Result<bool> {
         let Some(state) = self.states.get(unit as usize) else {
-            fail!(Invalid, "unit {unit} does not exist: the model has {} units", self.states.len());
+            return Err(unknown_unit(unit, self.states.len()));
         };
         let load = state.slot_load;
         if load != NONE
@@ -323,7 +322,7 @@ impl Scheduler {
     /// something has arrived. The caller must know that no lease of the resident copy exists.
     pub fn set_residency(&mut self, unit: u32, residency: Residency, now_ns: u64) -> Result<bool> {
         let Some(state) = self.states.get(unit as usize) else {
-            fail!(Invalid, "unit {unit} does not exist: the model has {} units", self.states.len());
+            return Err(unknown_unit(unit, self.states.len()));
         };
         let load = state.resident_load;
         if load != NONE {

@@ -9,7 +9,7 @@ use crate::stream::units::{Role, Unit};
 /// Most marks that are recorded.
 pub const MAX_MARKS: usize = 1 << 20;
 
-/// What a span of time was spent on.
+/// Kinds of spans of time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Stage {

@@ -1,11 +1,12 @@
 //! Acquire and release of units, and the device events that are passed on release.
 
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::Ordering;
 use crate::device::{Event, Memory};
 use crate::fail;
-use crate::stream::scheduler::{Acquired, Lease, Target, WaitReason};
+use crate::stream::scheduler::{Acquired, Lease, Scheduler, Target, WaitReason};
 use crate::stream::streamer::{MOVING, ON_DEVICE, OPEN, Shared, State, Streamer, USERS};
+use crate::stream::units::unknown_unit;
 
 /// Options of an acquire.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,11 +41,7 @@ impl Streamer {
     pub fn acquire(&self, unit: u32, how: AcquireOpts) -> Result<UnitLease> {
         let shared = &self.shared;
         let Some(gate) = shared.gates.get(unit as usize) else {
-            fail!(
-                Invalid,
-                "unit {unit} does not exist: the model has {} units",
-                shared.gates.len()
-            );
+            return Err(unknown_unit(unit, shared.gates.len()));
         };
         if !shared.has_marks {
             // A resident unit needs no decision: one atomic operation, no lock.
@@ -97,9 +94,11 @@ impl Streamer {
                     }
                     waiting = Some((why, now_ns));
                     state.scheduler.wait_begin(unit);
-                    let waited = shared.wait(&mut state, how.deadline_ns, now_ns);
+                    let in_time = shared.wait(&mut state, how.deadline_ns);
                     state.scheduler.wait_end(unit)?;
-                    waited?;
+                    if !in_time {
+                        fail!(Timeout, "the unit was not loaded before the deadline");
+                    }
                 }
             }
         }
@@ -118,12 +117,7 @@ impl Streamer {
     pub fn give_back(&self, held: &UnitLease, after: Option<Event>) -> Result<Result<()>> {
         let (shared, lease) = (&self.shared, &held.lease);
         let Some(gate) = shared.gates.get(lease.unit as usize) else {
-            fail!(
-                Invalid,
-                "unit {} does not exist: the model has {} units",
-                lease.unit,
-                shared.gates.len()
-            );
+            return Err(unknown_unit(lease.unit, shared.gates.len()));
         };
         if lease.location == Target::Resident {
             let unused =
@@ -160,30 +154,18 @@ impl Streamer {
 
     /// Prefetches units that the engine will use, as far as slots are free.
     pub fn hint(&self, units: &[u32]) -> Result<()> {
-        let mut state = self.shared.state.lock();
-        state.check()?;
-        let settled = state.scheduler.hint(units, self.shared.now_ns());
-        self.shared.settle(&mut state);
-        settled
+        self.shared.report(|scheduler, now_ns| scheduler.hint(units, now_ns))
     }
 
     /// Begins a pass. Fails if a file of the model changed.
     pub fn pass_begin(&self) -> Result<()> {
         self.shared.check_files()?;
-        let mut state = self.shared.state.lock();
-        state.check()?;
-        let settled = state.scheduler.pass_begin(self.shared.now_ns());
-        self.shared.settle(&mut state);
-        settled
+        self.shared.report(Scheduler::pass_begin)
     }
 
     /// Ends a pass.
     pub fn pass_end(&self) -> Result<()> {
-        let mut state = self.shared.state.lock();
-        state.check()?;
-        let settled = state.scheduler.pass_end(self.shared.now_ns());
-        self.shared.settle(&mut state);
-        settled
+        self.shared.report(Scheduler::pass_end)
     }
 }
 
@@ -229,20 +211,13 @@ impl Shared {
         true
     }
 
-    fn wait(
-        &self,
-        state: &mut crate::base::sync::Guard<'_, State>,
-        deadline_ns: u64,
-        now_ns: u64,
-    ) -> Result<()> {
-        if deadline_ns == 0 {
-            self.arrived.wait(state);
-        } else if now_ns >= deadline_ns {
-            return Err(Error::new(Status::Timeout, "the unit was not loaded before the deadline"));
-        } else {
-            self.arrived.wait_for(state, deadline_ns - now_ns);
-        }
-        Ok(())
+    /// Reports to the scheduler, unless the streamer is closed.
+    fn report(&self, report: impl FnOnce(&mut Scheduler, u64) -> Result<()>) -> Result<()> {
+        let mut state = self.state.lock();
+        state.check()?;
+        let reported = report(&mut state.scheduler, self.now_ns());
+        self.settle(&mut state);
+        reported
     }
 
     fn check_files(&self) -> Result<()> {
@@ -369,14 +344,16 @@ impl Shared {
     /// Waits for the event of an earlier user of the same slot.
     pub(super) fn wait_for_earlier_user(&self, lease: &Lease, after: Event) {
         let mut state = self.state.lock();
-        while let Some(earlier) = state.scheduler.event_of(lease).filter(|&event| event != after) {
+        while let Some(earlier) =
+            state.scheduler.event_of(lease.location).filter(|&event| event != after)
+        {
             drop(state);
             let waited = self.device.as_ref().map_or(Ok(()), |device| device.wait(earlier, 0));
             if let Err(error) = waited {
                 log::debug!("an event of an earlier user of a slot failed: {error}");
             }
             state = self.state.lock();
-            state.scheduler.event_passed(lease, earlier);
+            state.scheduler.event_passed(lease.location, earlier);
         }
     }
 }

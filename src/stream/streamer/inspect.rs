@@ -10,7 +10,7 @@ use crate::stream::model::Model;
 use crate::stream::plan::{Forecast, Links, Plan, PlanOptions};
 use crate::stream::scheduler::{LayerCount, Mark, Stats};
 use crate::stream::streamer::{Shared, Streamer};
-use crate::stream::units::{CHUNK_ALIGN_BYTES, Units};
+use crate::stream::units::{CHUNK_ALIGN_BYTES, Units, unknown_unit};
 
 /// Progress of loading the resident units.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -94,7 +94,7 @@ impl Streamer {
     pub fn fixed(&self, unit: u32) -> Result<(u64, u64)> {
         let units = &self.shared.units.units;
         let Some(found) = units.get(unit as usize) else {
-            fail!(Invalid, "unit {unit} does not exist: the model has {} units", units.len());
+            return Err(unknown_unit(unit, units.len()));
         };
         let state = self.shared.state.lock();
         if state.weight_memory.range().is_none() {
@@ -166,17 +166,9 @@ impl Streamer {
             if state.scheduler.missing_residents() == 0 && !state.is_moving() && !is_freeing {
                 return Ok(());
             }
-            let now = shared.now_ns();
-            if deadline_ns == 0 {
-                shared.arrived.wait(&mut state);
-            } else if now >= deadline_ns {
-                fail!(
-                    Timeout,
-                    "{} units are not resident yet",
-                    state.scheduler.missing_residents()
-                );
-            } else {
-                shared.arrived.wait_for(&mut state, deadline_ns - now);
+            if !shared.wait(&mut state, deadline_ns) {
+                let missing = state.scheduler.missing_residents();
+                fail!(Timeout, "{missing} units are not resident yet");
             }
         }
     }
@@ -185,7 +177,7 @@ impl Streamer {
     pub fn sum_of(&self, unit: u32) -> Result<u64> {
         let units = self.shared.units.units.len();
         if unit as usize >= units {
-            fail!(Invalid, "unit {unit} does not exist: the model has {units} units");
+            return Err(unknown_unit(unit, units));
         }
         self.shared.sums.sum_of_unit(unit).ok_or_else(|| Status::NotFound.into())
     }
@@ -215,11 +207,7 @@ impl Streamer {
         let shared = &self.shared;
         shared.state.lock().check()?;
         let Some(of) = shared.units.units.get(unit as usize) else {
-            fail!(
-                Invalid,
-                "unit {unit} does not exist: the model has {} units",
-                shared.units.units.len()
-            );
+            return Err(unknown_unit(unit, shared.units.units.len()));
         };
         let account = shared.account.clone();
         let wish = MemoryWish { bytes: CHUNK_ALIGN_BYTES, account, ..MemoryWish::default() };

@@ -18,10 +18,11 @@ use crate::base::account::Account;
 use crate::base::core::Core as Runtime;
 use crate::base::op::Op;
 use crate::base::owner::Owner;
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex};
+use crate::base::sync::{Arc, Condvar, Guard, JoinHandle, Mutex};
 use crate::device::Device;
+use crate::fail;
 use crate::io::model_files::ModelFiles;
 use crate::stream::checksums::Checksums;
 use crate::stream::memory::{MemorySource, WeightMemory};
@@ -123,6 +124,19 @@ impl Shared {
         self.runtime.clock().now_ns()
     }
 
+    /// Waits for news until a deadline; 0 = no deadline. False: the deadline has passed.
+    pub fn wait(&self, state: &mut Guard<'_, State>, deadline_ns: u64) -> bool {
+        let now_ns = self.now_ns();
+        match deadline_ns {
+            0 => self.arrived.wait(state),
+            _ if now_ns >= deadline_ns => return false,
+            _ => {
+                self.arrived.wait_for(state, deadline_ns - now_ns);
+            }
+        }
+        true
+    }
+
     pub fn source(&self) -> MemorySource<'_> {
         MemorySource {
             device: self.device.as_ref(),
@@ -216,26 +230,16 @@ impl Streamer {
                 gate.fetch_or(OPEN, Ordering::AcqRel);
             }
             let count = state.leased + used;
-            let text = format!("{count} units are leased: release them first");
-            return Err(Error::new(Status::Busy, text));
+            fail!(Busy, "{count} units are leased: release them first");
         }
         state.stop.get_or_insert(Status::Closed);
         shared.reads.notify_all();
         shared.copies.notify_all();
         shared.arrived.notify_all();
         while state.threads > 0 {
-            if deadline_ns == 0 {
-                shared.arrived.wait(&mut state);
-                continue;
+            if !shared.wait(&mut state, deadline_ns) {
+                fail!(Busy, "a read or copy is still in flight: close again");
             }
-            let now = shared.now_ns();
-            if now >= deadline_ns {
-                return Err(Error::new(
-                    Status::Busy,
-                    "a read or copy is still in flight: close again",
-                ));
-            }
-            shared.arrived.wait_for(&mut state, deadline_ns - now);
         }
         drop(state);
         let threads = std::mem::take(&mut *self.threads.lock());

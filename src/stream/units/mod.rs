@@ -7,7 +7,7 @@ pub mod names;
 
 use std::path::PathBuf;
 
-use crate::base::status::{Result, Status};
+use crate::base::status::{Error, Result, Status};
 use crate::stream::model::Model;
 pub use crate::stream::units::build::{Entry, Range};
 use crate::stream::units::build::{check, table, units_of};
@@ -32,6 +32,11 @@ fn floor(offset: u64) -> u64 {
 /// Rounds an offset up to the alignment.
 fn ceil(offset: u64) -> u64 {
     offset.checked_next_multiple_of(ALIGN_BYTES).unwrap_or(floor(u64::MAX))
+}
+
+/// The error of a unit number that no unit of the model has.
+pub fn unknown_unit(unit: u32, count: usize) -> Error {
+    Error::new(Status::Invalid, format!("unit {unit} does not exist: the model has {count} units"))
 }
 
 /// Role of a unit.
