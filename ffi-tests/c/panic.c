@@ -159,7 +159,7 @@ static void caller_panics(void) {
         kvt_buffer_t *buffer = NULL;
         kvt_error_t *err = NULL;
         CHECK_IS(kvt_buffer_alloc(runtime, &opts, &buffer, &err), KVT_E_PANIC);
-        CHECK(buffer == NULL && strstr(kvt_error_message(err), "planted") != NULL);
+        CHECK(buffer == NULL && strstr(kvt_error_message(err), "injected") != NULL);
         CHECK_OK(kvt_error_free(&err));
         poisoned(runtime);
         close_runtime(&runtime);
@@ -185,7 +185,7 @@ static void system_failures(void) {
     kvt_buffer_t *buffer = NULL;
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_buffer_alloc(runtime, &opts, &buffer, &err), KVT_E_IO);
-    CHECK(strstr(kvt_error_message(err), "planted") != NULL);
+    CHECK(strstr(kvt_error_message(err), "injected") != NULL);
     opts.flags = KVT_BUFFER_PIN;
     CHECK_IS(kvt_buffer_alloc(runtime, &opts, &buffer, &err), KVT_E_PIN_QUOTA);
     CHECK_OK(kvt_error_free(&err));
@@ -209,7 +209,7 @@ static void system_failures(void) {
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     CHECK_EQ(info_of(op).items_failed, 1);
     CHECK_OK(kvt_op_error(op, &err));
-    CHECK(strstr(kvt_error_message(err), "planted") != NULL);
+    CHECK(strstr(kvt_error_message(err), "injected") != NULL);
     CHECK_OK(kvt_error_free(&err));
     CHECK_EQ(finish_op(&op), KVT_E_IO);
     kvt_runtime_stats_t stats = KVT_RUNTIME_STATS_INIT;

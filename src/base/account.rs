@@ -1,6 +1,8 @@
-//! Accounts: what one owner holds of a budget.
+//! Accounts: the bytes of a budget that one owner uses.
 
-use crate::base::budget::{ALL_TIERS, Budget, Inner, Lane, MAX_WAITERS, Reclaim, Tier, Waiter};
+use crate::base::budget::{
+    ALL_TIERS, Budget, Inner, MAX_WAITERS, Reclaim, Tier, TierUsage, Waiter,
+};
 use crate::base::callback::refuse_reentry;
 use crate::base::op::{OpOpts, OpRef};
 use crate::base::status::{Result, Status};
@@ -8,23 +10,23 @@ use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicU32, Ordering};
 use crate::fail;
 
+/// The bytes of one tier that an account holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-/// What an account holds of one tier.
-pub struct Held {
-    /// Promised.
+pub struct AccountUsage {
+    /// Bytes reserved and not yet in use.
     pub reserved_bytes: u64,
-    /// In use.
+    /// Bytes in use.
     pub committed_bytes: u64,
 }
 
-/// One owner's part in a budget.
+/// One owner's part of a budget.
 pub struct Account {
     budget: Arc<Budget>,
     id: u64,
     name: String,
     priority: i32,
     reclaim: Option<Reclaim>,
-    /// Calls of the reclaimer that run now; [`CLOSED`] once there will be none.
+    /// Running calls of the reclaimer; [`CLOSED`] once no more will begin.
     calls: AtomicU32,
 }
 
@@ -46,7 +48,7 @@ impl Account {
         self.id
     }
 
-    /// The reclaimer is about to be called; false when the account has closed.
+    /// Counts a call of the reclaimer that is about to begin; false when the account is closed.
     pub(crate) fn enter_reclaim(&self) -> bool {
         let entered = self.calls.fetch_add(1, Ordering::AcqRel) & CLOSED == 0;
         if !entered {
@@ -55,39 +57,39 @@ impl Account {
         entered
     }
 
-    /// That call has returned.
+    /// Counts the return of that call.
     pub(crate) fn leave_reclaim(&self) {
         self.calls.fetch_sub(1, Ordering::AcqRel);
-        drop(self.budget.inner.lock()); // a close that has just looked is waiting by now
-        self.budget.returned_from.notify_all();
+        drop(self.budget.inner.lock()); // a close that read the old count waits by now
+        self.budget.reclaim_returned.notify_all();
     }
 
     pub(crate) fn reclaimer(&self) -> Option<&Reclaim> {
         self.reclaim.as_ref()
     }
 
-    /// Its budget.
+    /// The budget of the account.
     pub fn budget(&self) -> &Arc<Budget> {
         &self.budget
     }
 
-    /// Its name.
+    /// The name, for messages.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its rank: low ones are asked to give back first.
+    /// The priority: accounts with a low one are reclaimed from first.
     pub fn priority(&self) -> i32 {
         self.priority
     }
 
-    /// What it holds of a tier.
-    pub fn held(&self, tier: Tier) -> Held {
+    /// The bytes of a tier that the account holds.
+    pub fn held(&self, tier: Tier) -> AccountUsage {
         let mut inner = self.budget.inner.lock();
-        inner.held_of(self.id).map_or(Held::default(), |held| held[tier as usize])
+        inner.held_of(self.id).map_or(AccountUsage::default(), |held| held[tier as usize])
     }
 
-    /// Reserves bytes now, or fails.
+    /// Reserves bytes at once, or fails.
     pub fn reserve(&self, tier: Tier, bytes: u64) -> Result<()> {
         let mut guard = self.budget.inner.lock();
         let inner = &mut *guard;
@@ -97,22 +99,22 @@ impl Account {
         if inner.closed {
             return Err(Status::Closed.into());
         }
-        let lane = &mut inner.lanes[tier as usize];
-        // Whoever waits came first: a reservation that fits may still not pass them.
-        if lane.fits(bytes) && inner.lines[tier as usize].is_empty() {
-            lane.reserve(bytes);
+        let usage = &mut inner.tiers[tier as usize];
+        // Waiting reservations came first: one that fits may still not pass them.
+        if usage.fits(bytes) && inner.waiters[tier as usize].is_empty() {
+            usage.reserve(bytes);
             held.1[tier as usize].reserved_bytes += bytes;
             return Ok(());
         }
-        lane.refused += 1;
-        let (free, limit) = (lane.free(), lane.limit_bytes);
-        drop(guard); // the words are made outside the lock
+        usage.refused += 1;
+        let (free, limit) = (usage.free(), usage.limit_bytes);
+        drop(guard); // the message is formatted outside the lock
         let name = tier.name();
-        let kept = self.budget.words_of_reserve(tier);
-        fail!(Budget, "{bytes} bytes of tier {name} do not fit: {free} of {limit} are free{kept}");
+        let note = self.budget.reserve_note(tier);
+        fail!(Budget, "{bytes} bytes of tier {name} do not fit: {free} of {limit} are free{note}");
     }
 
-    /// Reserves bytes when they can be had: an op that ends with OK then.
+    /// Reserves bytes once they are free: the op then completes with OK.
     pub fn reserve_later(
         self: &Arc<Account>,
         tier: Tier,
@@ -120,22 +122,25 @@ impl Account {
         opts: &OpOpts,
     ) -> Result<OpRef> {
         let budget = &self.budget;
-        let limit = budget.lane(tier).limit_bytes;
+        let limit = budget.usage(tier).limit_bytes;
         if bytes > limit {
-            let (name, kept) = (tier.name(), budget.words_of_reserve(tier));
-            fail!(Budget, "{bytes} bytes can never fit in tier {name} of {limit}{kept}");
+            let (name, note) = (tier.name(), budget.reserve_note(tier));
+            fail!(
+                Budget,
+                "{bytes} bytes can never fit in tier {name}: its limit is {limit} bytes{note}"
+            );
         }
         let inner = budget.inner.lock();
         if inner.closed {
             return Err(Status::Closed.into());
         }
-        if inner.lines.iter().map(|line| line.len()).sum::<usize>() >= MAX_WAITERS {
+        if inner.waiters.iter().map(|waiters| waiters.len()).sum::<usize>() >= MAX_WAITERS {
             return Err(Status::Again.into());
         }
         drop(inner);
         let op: OpRef = budget.core().promise(opts, budget.clone())?;
         let mut inner = budget.inner.lock();
-        // Whoever ends what waits does so under this lock: what comes later is too late.
+        // Waiters are ended under this lock. A reservation that comes later must end itself.
         let late = match () {
             () if budget.core().is_poisoned() => Some(Status::Panic),
             () if inner.closed || inner.held_of(self.id).is_none() => Some(Status::Closed),
@@ -149,38 +154,46 @@ impl Account {
             return Ok(op);
         }
         let waiter = Waiter { account: self.clone(), bytes, op: op.clone() };
-        inner.lines[tier as usize].push_back(waiter);
+        inner.waiters[tier as usize].push_back(waiter);
         drop(inner);
         budget.grant();
-        budget.ask();
+        budget.schedule_reclaim();
         Ok(op)
     }
 
-    /// Turns `reserved` bytes into `used` ones; the difference is free again.
+    /// Commits `used` of `reserved` bytes; the difference becomes free.
     pub fn commit(&self, tier: Tier, reserved: u64, used: u64) -> Result<()> {
         if used > reserved {
-            fail!(Invalid, "{used} bytes are committed out of a reservation of {reserved}");
+            fail!(Invalid, "cannot commit {used} bytes of a reservation of {reserved}");
         }
-        self.change(tier, |lane, held| {
+        self.change(tier, |usage, held| {
             if held.reserved_bytes < reserved {
-                fail!(Invalid, "{reserved} bytes committed, {} reserved", held.reserved_bytes);
+                fail!(
+                    Invalid,
+                    "cannot commit {reserved} bytes: the account has {} reserved",
+                    held.reserved_bytes
+                );
             }
             held.reserved_bytes -= reserved;
             held.committed_bytes += used;
-            lane.reserved_bytes -= reserved;
-            lane.committed_bytes += used;
+            usage.reserved_bytes -= reserved;
+            usage.committed_bytes += used;
             Ok(())
         })
     }
 
-    /// Gives committed bytes back.
+    /// Releases committed bytes.
     pub fn release(&self, tier: Tier, bytes: u64) -> Result<()> {
-        self.change(tier, |lane, held| {
+        self.change(tier, |usage, held| {
             if held.committed_bytes < bytes {
-                fail!(Invalid, "{bytes} bytes released, {} committed", held.committed_bytes);
+                fail!(
+                    Invalid,
+                    "cannot release {bytes} bytes: the account has {} committed",
+                    held.committed_bytes
+                );
             }
             held.committed_bytes -= bytes;
-            lane.committed_bytes -= bytes;
+            usage.committed_bytes -= bytes;
             Ok(())
         })
     }
@@ -188,23 +201,23 @@ impl Account {
     fn change(
         &self,
         tier: Tier,
-        change: impl FnOnce(&mut Lane, &mut Held) -> Result<()>,
+        change: impl FnOnce(&mut TierUsage, &mut AccountUsage) -> Result<()>,
     ) -> Result<()> {
         let mut guard = self.budget.inner.lock();
         let inner = &mut *guard;
         let Some((_, held)) = inner.held.iter_mut().find(|(id, _)| *id == self.id) else {
             return Err(Status::Closed.into());
         };
-        let lane = &mut inner.lanes[tier as usize];
-        let before = lane.used();
-        change(lane, &mut held[tier as usize])?;
-        let returned = before - lane.used();
-        inner.returned(tier, returned);
-        let waited = inner.lines.iter().any(|line| !line.is_empty());
+        let usage = &mut inner.tiers[tier as usize];
+        let before = usage.used();
+        change(usage, &mut held[tier as usize])?;
+        let returned = before - usage.used();
+        inner.note_returned(tier, returned);
+        let has_waiters = inner.waiters.iter().any(|waiters| !waiters.is_empty());
         drop(guard);
-        if waited {
+        if has_waiters {
             self.budget.grant();
-            self.budget.ask(); // for whoever still waits when a promise fell short
+            self.budget.schedule_reclaim(); // an owner may have returned less than it promised
         }
         Ok(())
     }
@@ -215,15 +228,15 @@ impl Account {
         self.commit(tier, bytes, bytes)
     }
 
-    /// Gives back what [`Account::take`] took.
+    /// Releases bytes of [`Account::take`]; logs a failure.
     pub fn give_back(&self, tier: Tier, bytes: u64) {
         if let Err(error) = self.release(tier, bytes) {
             log::error!("account '{}': {error}", self.name);
         }
     }
 
-    /// Closes the account; refused while it holds or awaits anything. A call of its
-    /// reclaimer that is under way is waited for.
+    /// Closes the account. Fails while the account holds bytes or has a waiting reservation.
+    /// Waits for a running call of its reclaimer.
     pub fn close(&self) -> Result<()> {
         let mut inner = self.budget.inner.lock();
         loop {
@@ -234,25 +247,29 @@ impl Account {
                 return Ok(());
             }
             if refuse_reentry().is_err() {
-                fail!(Busy, "the reclaimer of account '{}' is being called", self.name);
+                fail!(
+                    Busy,
+                    "the reclaimer of account '{}' is running: close the account outside of it",
+                    self.name
+                );
             }
-            self.budget.returned_from.wait(&mut inner);
+            self.budget.reclaim_returned.wait(&mut inner);
         }
     }
 
-    /// Its place among those that hold, when nothing stands in the way of closing.
+    /// The index of the account in `held`, if the account can be closed.
     fn closable(&self, inner: &Inner) -> Result<usize> {
         let Some(position) = inner.held.iter().position(|(id, _)| *id == self.id) else {
             return Err(Status::Closed.into());
         };
         let held = inner.held[position].1;
-        let waits = inner.lines.iter().flatten().any(|w| w.account.id == self.id);
-        let used = ALL_TIERS.iter().find(|t| held[**t as usize] != Held::default());
+        let waits = inner.waiters.iter().flatten().any(|w| w.account.id == self.id);
+        let used = ALL_TIERS.iter().find(|t| held[**t as usize] != AccountUsage::default());
         match used {
-            _ if waits => fail!(Busy, "a reservation of account '{}' waits", self.name),
-            _ if self.budget.core().is_poisoned() => {} // leaked memory is never given back
+            _ if waits => fail!(Busy, "a reservation of account '{}' is waiting", self.name),
+            _ if self.budget.core().is_poisoned() => {} // leaked memory is never released
             Some(tier) => {
-                let Held { reserved_bytes, committed_bytes } = held[*tier as usize];
+                let AccountUsage { reserved_bytes, committed_bytes } = held[*tier as usize];
                 fail!(
                     Busy,
                     "account '{}' still has {reserved_bytes} bytes reserved and {committed_bytes} \

@@ -1,21 +1,20 @@
-//! The budget: the bytes that may be used, per tier, hard at every instant.
+//! The budget: hard limits on the bytes in use, for each tier, at every instant.
 //!
-//! Owners open an *account*; what it holds is *reserved* (promised to it) or
-//! *committed* (in use). A reservation that does not fit fails at once, or
-//! waits as an op while other owners are asked to give back.
+//! An owner opens an *account*. The bytes of an account are *reserved* (not yet in use) or
+//! *committed* (in use). A reservation that does not fit fails at once, or waits as an op while
+//! the budget reclaims bytes from other owners.
 
 use std::collections::VecDeque;
 
-use crate::base::account::{Account, Held};
+use crate::base::account::{Account, AccountUsage};
 use crate::base::core::Core;
 use crate::base::machine::MemoryFacts;
-use crate::base::op::{ISSUED, Op, OpRef};
-use crate::base::owner::Owner;
+use crate::base::op::{ISSUED, Op, OpRef, Owner};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex, Weak};
 use crate::fail;
 
-/// Where bytes are counted. `Pinned` is the part of `Host` that is locked.
+/// A tier whose bytes are counted. `Pinned` is the locked part of `Host`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Tier {
@@ -25,31 +24,31 @@ pub enum Tier {
     Host = 1,
     /// Local files.
     Disk = 2,
-    /// A store elsewhere.
+    /// A remote store.
     Remote = 3,
-    /// RAM that is locked.
+    /// Locked RAM.
     Pinned = 4,
 }
 
-/// How many tiers there are.
+/// The number of tiers.
 pub const TIERS: usize = 5;
 
 /// The tiers in the order of their numbers.
 pub const ALL_TIERS: [Tier; TIERS] =
     [Tier::Device, Tier::Host, Tier::Disk, Tier::Remote, Tier::Pinned];
 
-/// Most accounts of one budget.
+/// Most open accounts of one budget.
 pub const MAX_ACCOUNTS: usize = 1024;
-/// Most reservations that wait at once.
+/// Most waiting reservations of one budget.
 pub const MAX_WAITERS: usize = 4096;
-/// Share of the effective memory that is used when no number is given.
+/// Default host limit, in percent of the effective memory.
 pub const DEFAULT_HOST_PERCENT: u64 = 50;
-/// Most that is kept free for the rest of the process when no number is given.
+/// Largest default reserve for the rest of the process.
 pub const DEFAULT_RESERVE_BYTES: u64 = 512 << 20;
 
-/// What is kept free for the rest of the process when no number is given: an eighth of what it may
-/// still use, at most [`DEFAULT_RESERVE_BYTES`].
-pub fn usual_reserve_bytes(facts: &MemoryFacts) -> u64 {
+/// The default reserve for the rest of the process: an eighth of the effective memory, at most
+/// [`DEFAULT_RESERVE_BYTES`].
+pub fn default_reserve_bytes(facts: &MemoryFacts) -> u64 {
     (facts.effective_bytes() / 8).min(DEFAULT_RESERVE_BYTES)
 }
 
@@ -57,53 +56,56 @@ impl Tier {
     /// The tier of a number from outside.
     pub fn from_code(code: u32) -> Result<Tier> {
         ALL_TIERS.get(code as usize).copied().ok_or_else(|| {
-            Error::new(Status::Invalid, format!("tier {code} is none of 0 to {}", TIERS - 1))
+            let text = format!("tier {code} is unknown: tiers are 0 to {}", TIERS - 1);
+            Error::new(Status::Invalid, text)
         })
     }
 
-    /// Its name.
+    /// The name in messages.
     pub fn name(self) -> &'static str {
         ["device", "host", "disk", "remote", "pinned"][self as usize]
     }
 }
 
-/// Asked to give bytes back; returns how many it promises to release soon.
+/// Called with tier, bytes and deadline to reclaim bytes from an owner. Returns the bytes that
+/// the owner promises to release soon.
 pub type Reclaim = Box<dyn Fn(Tier, u64, u64) -> u64 + Send + Sync>;
 
-/// How to open a budget.
+/// Options of a budget.
 #[derive(Clone, Debug, Default)]
 pub struct BudgetOpts {
-    /// Limits per tier; `None` = the default (host and pinned from the machine,
-    /// the others nothing).
+    /// Limits in bytes for each tier; `None` = the default: host and pinned from the machine, 0
+    /// for the others.
     pub limits: [Option<u64>; TIERS],
-    /// Kept free of the effective host memory; `None` = [`usual_reserve_bytes`].
+    /// Bytes of the effective host memory left to the rest of the process; `None` =
+    /// [`default_reserve_bytes`].
     pub reserve_bytes: Option<u64>,
-    /// Refuse a host limit above what the machine has, instead of cutting it.
+    /// Refuse a host limit above the memory of the machine, instead of lowering it.
     pub strict: bool,
 }
 
+/// Limit and counters of one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-/// Counters of one tier.
-pub struct Lane {
-    /// What was asked for.
+pub struct TierUsage {
+    /// The requested limit.
     pub asked_bytes: u64,
-    /// What holds.
+    /// The effective limit.
     pub limit_bytes: u64,
-    /// Promised.
+    /// Bytes reserved and not yet in use.
     pub reserved_bytes: u64,
-    /// In use.
+    /// Bytes in use.
     pub committed_bytes: u64,
-    /// Most ever promised and in use together.
+    /// Most bytes ever reserved and committed together.
     pub peak_bytes: u64,
     /// Reservations that failed.
     pub refused: u64,
     /// Reservations that wait.
     pub waiting: u64,
-    /// Bytes owners were asked to give back.
+    /// Bytes that owners were asked to release.
     pub reclaim_asked_bytes: u64,
 }
 
-impl Lane {
+impl TierUsage {
     pub(crate) fn used(&self) -> u64 {
         self.reserved_bytes + self.committed_bytes
     }
@@ -130,56 +132,57 @@ pub(crate) struct Waiter {
 }
 
 impl Waiter {
-    /// Whether its op was ended while it waited.
-    fn is_gone(&self) -> bool {
+    /// Whether the op ended while it waited.
+    fn has_ended(&self) -> bool {
         self.op.state() & ISSUED != 0
     }
 }
 
 pub(crate) struct Inner {
-    pub(crate) lanes: [Lane; TIERS],
-    pub(crate) held: Vec<(u64, [Held; TIERS])>,
+    pub(crate) tiers: [TierUsage; TIERS],
+    pub(crate) held: Vec<(u64, [AccountUsage; TIERS])>,
     accounts: Vec<Weak<Account>>,
-    /// Who waits, tier by tier, in the order they came.
-    pub(crate) lines: [VecDeque<Waiter>; TIERS],
+    /// Waiting reservations of each tier, oldest first.
+    pub(crate) waiters: [VecDeque<Waiter>; TIERS],
     next_account: u64,
-    /// Bytes owners have promised to give back and have not yet.
+    /// Bytes that owners have promised to release and have not released yet.
     promised: [u64; TIERS],
-    /// When the latest of those promises stops to matter; 0 = never.
+    /// Deadline of the latest of those promises; 0 = none.
     promised_until: [u64; TIERS],
-    /// Bytes given back so far.
+    /// Bytes released so far.
     returned: [u64; TIERS],
-    asked: bool,
+    reclaim_queued: bool,
     pub(crate) closed: bool,
 }
 
-/// Byte limits of all tiers.
+/// The byte limits of all tiers.
 pub struct Budget {
     core: Arc<Core>,
     this: Weak<Budget>,
     reserve_bytes: u64,
     pub(crate) inner: Mutex<Inner>,
-    /// A reclaimer has returned.
-    pub(crate) returned_from: Condvar,
+    /// Signalled when a reclaimer has returned.
+    pub(crate) reclaim_returned: Condvar,
 }
 
 impl Budget {
-    /// Opens a budget; host memory is measured now.
+    /// Opens a budget on the memory that the machine has now.
     pub fn open(core: &Arc<Core>, opts: &BudgetOpts) -> Result<Arc<Budget>> {
         Budget::open_on(core, opts, &MemoryFacts::probe())
     }
 
-    /// Opens one for a caller that names none: it never takes more than the machine, or the
-    /// cgroup, can give now, less the usual reserve. Other tiers have no limit.
+    /// Opens the budget of a store whose caller passed none. Its host limit is the memory that
+    /// the machine or the cgroup has free now, less the default reserve. Other tiers have no
+    /// limit.
     pub fn of_machine(core: &Arc<Core>, host_bytes: u64) -> Result<Arc<Budget>> {
         let facts = MemoryFacts::probe();
-        let reserve = usual_reserve_bytes(&facts);
+        let reserve = default_reserve_bytes(&facts);
         let usable = facts.effective_bytes().saturating_sub(reserve);
         if usable < host_bytes {
             let limit = if facts.cgroup.is_some() { "the cgroup" } else { "the machine" };
             log::warn!(
-                "host={host_bytes} bytes were asked for; {limit} can give {usable} now, {reserve} \
-                 bytes left aside for the rest of the process"
+                "host={host_bytes} bytes were requested; {limit} has {usable} free now, besides \
+                 {reserve} bytes reserved for the rest of the process"
             );
         }
         let mut limits = [Some(u64::MAX); TIERS];
@@ -189,37 +192,37 @@ impl Budget {
         Budget::open_on(core, &BudgetOpts { limits, ..BudgetOpts::default() }, &facts)
     }
 
-    /// Opens a budget on given facts.
+    /// Opens a budget on given facts about the machine.
     pub fn open_on(
         core: &Arc<Core>,
         opts: &BudgetOpts,
         facts: &MemoryFacts,
     ) -> Result<Arc<Budget>> {
         core.check_open()?;
-        let reserve_bytes = opts.reserve_bytes.unwrap_or_else(|| usual_reserve_bytes(facts));
-        let mut lanes = [Lane::default(); TIERS];
+        let reserve_bytes = opts.reserve_bytes.unwrap_or_else(|| default_reserve_bytes(facts));
+        let mut tiers = [TierUsage::default(); TIERS];
         for tier in ALL_TIERS {
-            let asked = opts.limits[tier as usize];
-            lanes[tier as usize] = open_lane(tier, asked, reserve_bytes, facts, opts.strict)?;
+            let limit = opts.limits[tier as usize];
+            tiers[tier as usize] = open_tier(tier, limit, reserve_bytes, facts, opts.strict)?;
         }
-        let host = lanes[Tier::Host as usize].limit_bytes;
-        let pinned = &mut lanes[Tier::Pinned as usize];
+        let host = tiers[Tier::Host as usize].limit_bytes;
+        let pinned = &mut tiers[Tier::Pinned as usize];
         pinned.limit_bytes = pinned.limit_bytes.min(host);
         let budget = Arc::new_cyclic(|this| Budget {
             core: core.clone(),
             this: this.clone(),
             reserve_bytes,
-            returned_from: Condvar::new(),
+            reclaim_returned: Condvar::new(),
             inner: Mutex::new(Inner {
-                lanes,
+                tiers,
                 held: Vec::new(),
                 accounts: Vec::new(),
-                lines: [const { VecDeque::new() }; TIERS],
+                waiters: [const { VecDeque::new() }; TIERS],
                 next_account: 1,
                 promised: [0; TIERS],
                 promised_until: [0; TIERS],
                 returned: [0; TIERS],
-                asked: false,
+                reclaim_queued: false,
                 closed: false,
             }),
         });
@@ -228,67 +231,70 @@ impl Budget {
         Ok(budget)
     }
 
-    /// The runtime it belongs to.
+    /// The runtime of the budget.
     pub fn core(&self) -> &Arc<Core> {
         &self.core
     }
 
-    /// Kept free of the machine's memory.
+    /// Bytes of host memory left to the rest of the process.
     pub fn reserve_bytes(&self) -> u64 {
         self.reserve_bytes
     }
 
-    /// What is kept free beside a tier's limit, for messages.
-    pub(crate) fn words_of_reserve(&self, tier: Tier) -> String {
+    /// The reserve beside a tier's limit, for messages.
+    pub(crate) fn reserve_note(&self, tier: Tier) -> String {
         match (tier, self.reserve_bytes) {
             (Tier::Host, 1..) => {
-                format!("; the budget keeps {} bytes aside (reserve_bytes)", self.reserve_bytes)
+                format!(
+                    "; the budget reserves {} bytes for the rest of the process (reserve_bytes)",
+                    self.reserve_bytes
+                )
             }
             _ => String::new(),
         }
     }
 
     /// Counters of a tier.
-    pub fn lane(&self, tier: Tier) -> Lane {
+    pub fn usage(&self, tier: Tier) -> TierUsage {
         let inner = self.inner.lock();
-        let waiting = inner.lines[tier as usize].len() as u64;
-        Lane { waiting, ..inner.lanes[tier as usize] }
+        let waiting = inner.waiters[tier as usize].len() as u64;
+        TierUsage { waiting, ..inner.tiers[tier as usize] }
     }
 
-    /// Accounts that are open.
+    /// The number of open accounts.
     pub fn accounts(&self) -> usize {
         self.inner.lock().held.len()
     }
 
-    /// Sets a tier's limit. Below what is used: nothing more is granted until
-    /// the owners, who are asked to, have given back.
+    /// Sets the limit of a tier. Under a limit below the bytes in use, nothing is granted until
+    /// enough was reclaimed from the owners.
     pub fn resize(self: &Arc<Budget>, tier: Tier, bytes: u64) -> Result<()> {
         let facts = MemoryFacts::probe();
         let mut inner = self.inner.lock();
         if inner.closed {
             return Err(Status::Closed.into());
         }
-        let own = |tier: Tier, inner: &Inner| inner.lanes[tier as usize].committed_bytes;
+        let own = |tier: Tier, inner: &Inner| inner.tiers[tier as usize].committed_bytes;
         let usable = facts.effective_bytes().saturating_add(own(Tier::Host, &inner));
         let lockable = facts.lockable_bytes().saturating_add(own(Tier::Pinned, &inner));
-        inner.lanes[tier as usize].asked_bytes = bytes;
+        inner.tiers[tier as usize].asked_bytes = bytes;
         let cap = match tier {
             Tier::Host => usable.saturating_sub(self.reserve_bytes),
             _ => u64::MAX,
         };
-        inner.lanes[tier as usize].limit_bytes = bytes.min(cap);
-        // What is pinned is host memory: its limit follows.
-        let host = inner.lanes[Tier::Host as usize].limit_bytes;
-        let pinned = &mut inner.lanes[Tier::Pinned as usize];
+        inner.tiers[tier as usize].limit_bytes = bytes.min(cap);
+        // Pinned memory is host memory, so its limit follows.
+        let host = inner.tiers[Tier::Host as usize].limit_bytes;
+        let pinned = &mut inner.tiers[Tier::Pinned as usize];
         pinned.limit_bytes = pinned.asked_bytes.min(lockable).min(host);
         drop(inner);
         self.grant();
-        self.ask();
+        self.schedule_reclaim();
         Ok(())
     }
 
-    /// Opens an account. `reclaim` is called on the notifier thread, owners of
-    /// low priority first.
+    /// Opens an account. `reclaim` is called on the notifier thread, for accounts of low
+    /// priority first.
     pub fn account(
         self: &Arc<Budget>,
         name: &str,
@@ -301,49 +307,49 @@ impl Budget {
             return Err(Status::Closed.into());
         }
         if inner.held.len() >= MAX_ACCOUNTS {
-            fail!(Limit, "a budget has at most {MAX_ACCOUNTS} accounts");
+            fail!(Limit, "a budget has at most {MAX_ACCOUNTS} accounts: close one first");
         }
         let id = inner.next_account;
         inner.next_account += 1;
         let budget = self.clone();
         let account = Arc::new(Account::new(budget, id, name, priority, reclaim));
-        inner.held.push((id, [Held::default(); TIERS]));
+        inner.held.push((id, [AccountUsage::default(); TIERS]));
         inner.accounts.retain(|a| a.strong_count() > 0);
         inner.accounts.push(Arc::downgrade(&account));
         Ok(account)
     }
 
-    /// Refuses new accounts and reservations; what waits is cancelled.
+    /// Refuses new accounts and reservations; ends waiting ones with `KVT_E_CLOSED`.
     pub fn close(&self) {
         self.inner.lock().closed = true;
         self.end_waiters(Status::Closed);
     }
 
     fn end_waiters(&self, status: Status) {
-        let lines = std::mem::take(&mut self.inner.lock().lines);
-        for waiter in lines.into_iter().flatten().filter(|w| w.op.claim()) {
+        let waiters = std::mem::take(&mut self.inner.lock().waiters);
+        for waiter in waiters.into_iter().flatten().filter(|w| w.op.claim()) {
             waiter.op.finish(status, None, None);
         }
     }
 
-    /// Grants waiting reservations, in each tier in the order they came.
+    /// Grants waiting reservations that fit, oldest first in each tier.
     pub(crate) fn grant(&self) {
         let (mut granted, mut refused) = (Vec::new(), Vec::new());
         let mut inner = self.inner.lock();
         for tier in 0..TIERS {
-            while let Some(waiter) = inner.lines[tier].front() {
+            while let Some(waiter) = inner.waiters[tier].front() {
                 let (bytes, id) = (waiter.bytes, waiter.account.id());
-                let lane = inner.lanes[tier];
-                // A limit that shrank below it: it can never fit, and must not stop others.
-                let never = bytes > lane.limit_bytes || inner.held_of(id).is_none();
-                if !inner.lines[tier][0].is_gone() && !never && !lane.fits(bytes) {
+                let usage = inner.tiers[tier];
+                // After a resize it may never fit; then it must not block the others.
+                let never = bytes > usage.limit_bytes || inner.held_of(id).is_none();
+                if !inner.waiters[tier][0].has_ended() && !never && !usage.fits(bytes) {
                     break;
                 }
-                let Some(waiter) = inner.lines[tier].pop_front() else { break };
+                let Some(waiter) = inner.waiters[tier].pop_front() else { break };
                 if never {
                     refused.push(waiter);
                 } else if waiter.op.claim() {
-                    inner.lanes[tier].reserve(bytes);
+                    inner.tiers[tier].reserve(bytes);
                     if let Some(held) = inner.held_of(id) {
                         held[tier].reserved_bytes += bytes;
                     }
@@ -358,32 +364,32 @@ impl Budget {
         }
     }
 
-    /// Asks the notifier to talk to the owners, if anything is short.
-    pub(crate) fn ask(self: &Arc<Budget>) {
+    /// Schedules a reclaim on the notifier thread, if any tier is short of bytes.
+    pub(crate) fn schedule_reclaim(self: &Arc<Budget>) {
         let mut inner = self.inner.lock();
-        if !inner.is_short() || std::mem::replace(&mut inner.asked, true) {
+        if !inner.is_short() || std::mem::replace(&mut inner.reclaim_queued, true) {
             return;
         }
         drop(inner);
-        self.core.notifier().ask(self.clone());
+        self.core.notifier().schedule(self.clone());
     }
 
-    /// Asks owners, the least important first, for what `tier` is short of.
+    /// Asks owners for the bytes that `tier` is short of, lowest priority first.
     fn reclaim(&self, tier: Tier) {
         let mut inner = self.inner.lock();
-        let lane = inner.lanes[tier as usize];
-        let waiting = inner.lines[tier as usize].iter().filter(|w| !w.is_gone());
+        let usage = inner.tiers[tier as usize];
+        let waiting = inner.waiters[tier as usize].iter().filter(|w| !w.has_ended());
         let (wanted, deadline) = waiting.fold((0u64, u64::MAX), |(bytes, soonest), w| {
             let deadline = w.op.deadline_ns();
             let deadline = if deadline == 0 { u64::MAX } else { deadline };
             (bytes.saturating_add(w.bytes), soonest.min(deadline))
         });
-        let over = lane.used().saturating_sub(lane.limit_bytes);
-        let mut short = wanted.saturating_sub(lane.free()).saturating_add(over);
+        let over = usage.used().saturating_sub(usage.limit_bytes);
+        let mut short = wanted.saturating_sub(usage.free()).saturating_add(over);
         let now = self.core.clock().now_ns();
         let until = inner.promised_until[tier as usize];
         if wanted == 0 || (until != 0 && until <= now) {
-            inner.promised[tier as usize] = 0; // nobody waits for it, or it came too late
+            inner.promised[tier as usize] = 0; // no reservation waits, or the promise is late
         }
         short = short.saturating_sub(inner.promised[tier as usize]);
         let mut owners: Vec<_> = inner.accounts.iter().filter_map(Weak::upgrade).collect();
@@ -395,37 +401,37 @@ impl Budget {
             if !account.enter_reclaim() {
                 continue; // closed since the list was made
             }
-            let before = self.inner.lock().asking(tier, short);
-            let promise = reclaim(tier, short, deadline).min(short);
+            let before = self.inner.lock().begin_reclaim(tier, short);
+            let promised = reclaim(tier, short, deadline).min(short);
             account.leave_reclaim();
-            self.inner.lock().promise(tier, promise, before, deadline);
-            short -= promise;
+            self.inner.lock().end_reclaim(tier, promised, before, deadline);
+            short -= promised;
         }
     }
 }
 
 impl Inner {
-    pub(crate) fn held_of(&mut self, id: u64) -> Option<&mut [Held; TIERS]> {
+    pub(crate) fn held_of(&mut self, id: u64) -> Option<&mut [AccountUsage; TIERS]> {
         self.held.iter_mut().find(|(held, _)| *held == id).map(|(_, held)| held)
     }
 
-    /// An owner is about to be asked; what came back in all until now.
-    fn asking(&mut self, tier: Tier, bytes: u64) -> u64 {
-        let lane = &mut self.lanes[tier as usize];
-        lane.reclaim_asked_bytes = lane.reclaim_asked_bytes.saturating_add(bytes);
+    /// Counts a call of a reclaimer; returns all bytes released so far.
+    fn begin_reclaim(&mut self, tier: Tier, bytes: u64) -> u64 {
+        let usage = &mut self.tiers[tier as usize];
+        usage.reclaim_asked_bytes = usage.reclaim_asked_bytes.saturating_add(bytes);
         self.returned[tier as usize]
     }
 
-    /// It has promised bytes; some may have come back while it was asked.
-    fn promise(&mut self, tier: Tier, bytes: u64, returned_before: u64, deadline_ns: u64) {
+    /// Records the promise of a reclaimer. Some bytes may have been released during its call.
+    fn end_reclaim(&mut self, tier: Tier, bytes: u64, returned_before: u64, deadline_ns: u64) {
         self.promised_until[tier as usize] = deadline_ns;
         let meanwhile = self.returned[tier as usize].wrapping_sub(returned_before);
         let promised = &mut self.promised[tier as usize];
         *promised = promised.saturating_add(bytes.saturating_sub(meanwhile));
     }
 
-    /// Bytes came back: a promise is kept, or more is given than was promised.
-    pub(crate) fn returned(&mut self, tier: Tier, bytes: u64) {
+    /// Counts released bytes, against promises first.
+    pub(crate) fn note_returned(&mut self, tier: Tier, bytes: u64) {
         let returned = &mut self.returned[tier as usize];
         *returned = returned.wrapping_add(bytes);
         let promised = &mut self.promised[tier as usize];
@@ -433,26 +439,26 @@ impl Inner {
     }
 
     fn is_short(&self) -> bool {
-        self.lines.iter().any(|line| !line.is_empty())
-            || self.lanes.iter().any(|l| l.used() > l.limit_bytes)
+        self.waiters.iter().any(|waiters| !waiters.is_empty())
+            || self.tiers.iter().any(|usage| usage.used() > usage.limit_bytes)
     }
 }
 
 impl Owner for Budget {
     fn abandoned(&self, _op: &Op) {
-        // The one that went may have stood in the way, and what was promised to it
-        // is not what the next one needs.
-        let mut gone = Vec::new();
-        for line in &mut self.inner.lock().lines {
-            let (left, stay) = std::mem::take(line).into_iter().partition(Waiter::is_gone);
-            *line = stay;
-            gone.push(left);
+        // The ended reservation may have blocked others, and the next one needs another number
+        // of bytes than was promised for it.
+        let mut ended = Vec::new();
+        for waiters in &mut self.inner.lock().waiters {
+            let (gone, waiting) = std::mem::take(waiters).into_iter().partition(Waiter::has_ended);
+            *waiters = waiting;
+            ended.push(gone);
         }
-        drop::<Vec<VecDeque<Waiter>>>(gone); // outside the lock: the last pins of ops
+        drop::<Vec<VecDeque<Waiter>>>(ended); // outside the lock: these may be the last pins
         self.grant();
         let short = self.inner.lock().is_short();
         if short && let Some(this) = self.this.upgrade() {
-            this.ask();
+            this.schedule_reclaim();
         }
     }
 
@@ -461,18 +467,18 @@ impl Owner for Budget {
     }
 
     fn serve(&self) {
-        self.inner.lock().asked = false;
+        self.inner.lock().reclaim_queued = false;
         ALL_TIERS.iter().for_each(|tier| self.reclaim(*tier));
     }
 }
 
-fn open_lane(
+fn open_tier(
     tier: Tier,
     asked: Option<u64>,
     reserve: u64,
     facts: &MemoryFacts,
     strict: bool,
-) -> Result<Lane> {
+) -> Result<TierUsage> {
     let usable = facts.effective_bytes().saturating_sub(reserve);
     let (default, cap) = match tier {
         Tier::Host => (usable / 100 * DEFAULT_HOST_PERCENT, usable),
@@ -482,8 +488,8 @@ fn open_lane(
     let asked = asked.unwrap_or(default);
     if asked > cap {
         let text = format!(
-            "{asked} bytes were asked for tier {}, {cap} can be had (cgroup headroom, available \
-             memory, reserve of {reserve} bytes, lock quota)",
+            "{asked} bytes were requested for tier {}, {cap} are available (cgroup headroom, \
+             available memory, reserve of {reserve} bytes, lock quota)",
             tier.name()
         );
         if strict {
@@ -491,7 +497,7 @@ fn open_lane(
         }
         log::warn!("{text}");
     }
-    Ok(Lane { asked_bytes: asked, limit_bytes: asked.min(cap), ..Lane::default() })
+    Ok(TierUsage { asked_bytes: asked, limit_bytes: asked.min(cap), ..TierUsage::default() })
 }
 
 #[cfg(all(test, not(feature = "shuttle")))]

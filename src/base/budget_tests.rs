@@ -1,4 +1,4 @@
-//! Tests of the budget against a plain model; beside it to keep it readable.
+//! Tests of the budget, some against a plain model.
 
 use super::*;
 use crate::base::op::{OpOpts, RELEASED, RESOLVED};
@@ -25,33 +25,33 @@ fn status(op: &OpRef) -> Option<i32> {
 }
 
 #[test]
-fn defaults_come_from_the_machine_and_asks_are_cut_to_it() {
+fn default_limits_come_from_the_machine_and_larger_limits_are_lowered() {
     let runtime = runtime();
     let open = |opts: &BudgetOpts| Budget::open_on(runtime.core(), opts, &facts(10 << 30));
     let budget = open(&BudgetOpts::default()).unwrap();
     let usable = (10u64 << 30) - DEFAULT_RESERVE_BYTES;
-    assert_eq!(budget.lane(Tier::Host).limit_bytes, usable / 100 * DEFAULT_HOST_PERCENT);
-    assert_eq!(budget.lane(Tier::Device).limit_bytes, 0);
+    assert_eq!(budget.usage(Tier::Host).limit_bytes, usable / 100 * DEFAULT_HOST_PERCENT);
+    assert_eq!(budget.usage(Tier::Device).limit_bytes, 0);
     let mut opts = BudgetOpts::default();
     opts.limits[Tier::Host as usize] = Some(20 << 30);
-    let lane = open(&opts).unwrap().lane(Tier::Host);
+    let lane = open(&opts).unwrap().usage(Tier::Host);
     assert_eq!((lane.asked_bytes, lane.limit_bytes), (20 << 30, usable));
     opts.strict = true;
     assert_eq!(open(&opts).err().unwrap().status(), Status::Budget);
 }
 
 #[test]
-fn the_usual_reserve_leaves_most_of_a_small_machine() {
+fn the_default_reserve_leaves_most_of_a_small_machine() {
     let runtime = runtime();
     let budget = Budget::open_on(runtime.core(), &BudgetOpts::default(), &facts(512 << 20));
     let budget = budget.expect("a budget");
     assert_eq!(budget.reserve_bytes(), 64 << 20);
-    let limit = budget.lane(Tier::Host).limit_bytes;
+    let limit = budget.usage(Tier::Host).limit_bytes;
     assert!(limit > 200 << 20, "{limit} bytes of 512 MiB");
 }
 
 #[test]
-fn a_reservation_waits_in_line_and_cancel_makes_room() {
+fn reservations_are_granted_in_order_and_a_cancel_unblocks_the_next() {
     let runtime = runtime();
     let budget = open(&runtime, 100);
     let account = budget.account("a", 0, None).unwrap();
@@ -62,9 +62,9 @@ fn a_reservation_waits_in_line_and_cancel_makes_room() {
     assert_eq!(account.reserve(Tier::Host, 1).unwrap_err().status(), Status::Budget);
     big.cancel();
     assert_eq!(status(&big), Some(Status::Cancelled.code()));
-    assert_eq!(status(&small), Some(0), "the one behind it moves up");
+    assert_eq!(status(&small), Some(0), "the next reservation is granted");
     account.release(Tier::Host, 60).unwrap();
-    assert_eq!(account.held(Tier::Host), Held { reserved_bytes: 10, committed_bytes: 0 });
+    assert_eq!(account.held(Tier::Host), AccountUsage { reserved_bytes: 10, committed_bytes: 0 });
     assert_eq!(account.close().unwrap_err().status(), Status::Busy);
     account.commit(Tier::Host, 10, 0).unwrap();
     account.close().unwrap();
@@ -74,7 +74,7 @@ fn a_reservation_waits_in_line_and_cancel_makes_room() {
 }
 
 #[test]
-fn what_can_never_fit_is_refused_at_once() {
+fn a_reservation_above_the_limit_is_refused_at_once() {
     let runtime = runtime();
     let account = open(&runtime, 100).account("a", 0, None).unwrap();
     let error = account.reserve_later(Tier::Host, 101, &OpOpts::default()).err().unwrap();
@@ -82,14 +82,14 @@ fn what_can_never_fit_is_refused_at_once() {
 }
 
 #[test]
-fn the_least_important_owner_gives_back_first() {
+fn the_account_of_lowest_priority_is_reclaimed_from_first() {
     let runtime = runtime();
     let budget = open(&runtime, 100);
-    let asked = Arc::new(Mutex::new(Vec::new()));
+    let reclaim_queued = Arc::new(Mutex::new(Vec::new()));
     let owner = |name: &'static str, priority, gives: u64| {
-        let asked = asked.clone();
+        let reclaim_queued = reclaim_queued.clone();
         let reclaim = move |_, bytes, _| {
-            asked.lock().push((name, bytes));
+            reclaim_queued.lock().push((name, bytes));
             gives
         };
         let account = budget.account(name, priority, Some(Box::new(reclaim))).unwrap();
@@ -99,8 +99,8 @@ fn the_least_important_owner_gives_back_first() {
     let (high, low, mid) = (owner("high", 9, 0), owner("low", 1, 10), owner("mid", 5, 30));
     let wanting = budget.account("wanting", 7, None).unwrap();
     let op = wanting.reserve_later(Tier::Host, 50, &OpOpts::default()).unwrap();
-    // The notifier asks; the owners keep their promises from this thread.
-    while asked.lock().len() < 2 {
+    // The notifier calls the reclaimers; this thread releases the promised bytes.
+    while reclaim_queued.lock().len() < 2 {
         std::thread::yield_now();
     }
     low.release(Tier::Host, 10).unwrap();
@@ -108,13 +108,13 @@ fn the_least_important_owner_gives_back_first() {
     mid.release(Tier::Host, 30).unwrap();
     op.wait(RELEASED, 0).unwrap();
     assert_eq!(status(&op), Some(0));
-    assert_eq!(*asked.lock(), [("low", 40), ("mid", 30)]);
+    assert_eq!(*reclaim_queued.lock(), [("low", 40), ("mid", 30)]);
     assert_eq!(high.held(Tier::Host).committed_bytes, 30);
     op.remove();
 }
 
 #[test]
-fn a_deadline_ends_a_wait() {
+fn a_deadline_ends_a_waiting_reservation() {
     let runtime = runtime();
     let account = open(&runtime, 10).account("a", 0, None).unwrap();
     account.take(Tier::Host, 10).unwrap();
@@ -128,14 +128,14 @@ fn a_deadline_ends_a_wait() {
 }
 
 #[test]
-fn closing_the_runtime_ends_what_waits() {
+fn closing_the_runtime_ends_waiting_reservations() {
     let runtime = runtime();
     let account = open(&runtime, 10).account("a", 0, None).unwrap();
     account.take(Tier::Host, 10).unwrap();
     let op = account.reserve_later(Tier::Host, 5, &OpOpts::default()).unwrap();
     runtime.close(0).unwrap();
     assert_eq!(status(&op), Some(Status::Cancelled.code()));
-    assert_eq!(account.reserve(Tier::Device, 0).err(), None, "counting goes on");
+    assert_eq!(account.reserve(Tier::Device, 0).err(), None, "accounting continues");
     op.remove();
 }
 
@@ -181,7 +181,7 @@ proptest! {
         let budget = open(&runtime, 100);
         let account = budget.account("a", 0, None).unwrap();
         let mut limit = 100u64;
-        let mut held = Held::default();
+        let mut held = AccountUsage::default();
         let mut waiting: Vec<(OpRef, u64)> = Vec::new();
         for step in steps {
             let used = held.reserved_bytes + held.committed_bytes;
@@ -236,7 +236,7 @@ proptest! {
                 waiting.remove(0);
             }
             prop_assert_eq!(account.held(Tier::Host), held);
-            let lane = budget.lane(Tier::Host);
+            let lane = budget.usage(Tier::Host);
             prop_assert_eq!(lane.reserved_bytes, held.reserved_bytes);
             prop_assert_eq!(lane.committed_bytes, held.committed_bytes);
         }
@@ -244,22 +244,25 @@ proptest! {
 }
 
 #[test]
-fn a_buffer_that_is_refused_gives_nothing_back() {
-    use crate::base::memory::{Buffer, MemoryWish};
+fn a_refused_buffer_releases_no_bytes_of_others() {
+    use crate::base::memory::{AllocationRequest, Buffer};
     let runtime = runtime();
     let budget = open(&runtime, 1 << 20);
     let account = budget.account("a", 0, None).unwrap();
-    let wish =
-        |bytes| MemoryWish { bytes, account: Some(account.clone()), ..MemoryWish::default() };
-    let kept = Buffer::map(&wish(768 << 10), None).unwrap();
-    assert_eq!(Buffer::map(&wish(512 << 10), None).err().unwrap().status(), Status::Budget);
-    assert_eq!(budget.lane(Tier::Host).committed_bytes, 768 << 10);
+    let request = |bytes| AllocationRequest {
+        bytes,
+        account: Some(account.clone()),
+        ..AllocationRequest::default()
+    };
+    let kept = Buffer::map(&request(768 << 10), None).unwrap();
+    assert_eq!(Buffer::map(&request(512 << 10), None).err().unwrap().status(), Status::Budget);
+    assert_eq!(budget.usage(Tier::Host).committed_bytes, 768 << 10);
     drop(kept);
-    assert_eq!(budget.lane(Tier::Host).committed_bytes, 0);
+    assert_eq!(budget.usage(Tier::Host).committed_bytes, 0);
 }
 
 #[test]
-fn a_close_waits_for_the_reclaimer_that_still_runs() {
+fn close_waits_for_a_running_reclaimer() {
     let runtime = runtime();
     let budget = open(&runtime, 10);
     let inside = Arc::new(AtomicU32::new(0));

@@ -1,4 +1,4 @@
-//! Foreign callbacks: function, user data, destroy; and who is inside one.
+//! Callbacks of the caller: function, user data, destroy function, and re-entry detection.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -7,18 +7,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::base::status::{Result, Status};
 use crate::base::sync::assert_no_lock_held;
 
-/// Called once when the library will not call the callback again.
+/// Called once, after the last call of the callback.
 pub type DestroyFn = Option<unsafe extern "C" fn(user_data: *mut c_void)>;
 
 thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// A caller's function with its data. Dropping it calls `destroy`.
+/// A caller's function with its user data. Dropping it calls `destroy`.
 ///
-/// The caller promises that the function and the data may be used from any
-/// thread; the library never calls one from two threads at once unless the
-/// function's documentation says so.
+/// The caller guarantees that the function and the data may be used from any thread. The
+/// library never calls one from two threads at once unless its documentation says so.
 pub struct Foreign<F: Copy> {
     function: F,
     user_data: *mut c_void,
@@ -26,20 +25,19 @@ pub struct Foreign<F: Copy> {
     kept: AtomicBool,
 }
 
-// SAFETY: the header demands callbacks that may be called from any thread; the
-// data pointer is only ever handed back to them.
+// SAFETY: the header requires callbacks that may be called from any thread; the data pointer
+// is only passed back to them.
 unsafe impl<F: Copy + Send> Send for Foreign<F> {}
 // SAFETY: as above.
 unsafe impl<F: Copy + Sync> Sync for Foreign<F> {}
 
 impl<F: Copy> Foreign<F> {
-    /// A callback that is not yet taken over: until [`Foreign::keep`] its data
-    /// stays the caller's.
+    /// Wraps a callback. Until [`Foreign::keep`] the user data belongs to the caller.
     pub fn new(function: F, user_data: *mut c_void, destroy: DestroyFn) -> Foreign<F> {
         Foreign { function, user_data, destroy, kept: AtomicBool::new(false) }
     }
 
-    /// Takes over `user_data`: from here on `destroy` will be called once.
+    /// Takes ownership of the user data: `destroy` will be called once.
     pub fn keep(&self) {
         self.kept.store(true, Ordering::Release);
     }
@@ -50,8 +48,8 @@ impl<F: Copy> Foreign<F> {
         body(self.function, self.user_data)
     }
 
-    /// The same of a function whose documentation says that it calls nothing of the library and
-    /// waits for nobody who does: a lock may be held.
+    /// Calls through `body` while a lock may be held. The documentation of such a function
+    /// says that it neither calls the library nor waits for a thread that does.
     pub fn call_leaf<R>(&self, body: impl FnOnce(F, *mut c_void) -> R) -> R {
         let _inside = Inside::enter_leaf();
         body(self.function, self.user_data)
@@ -61,12 +59,12 @@ impl<F: Copy> Foreign<F> {
 impl<F: Copy> Drop for Foreign<F> {
     fn drop(&mut self) {
         if !self.kept.load(Ordering::Acquire) {
-            return; // what it was meant for failed: the data stays the caller's
+            return; // the registration failed: the data belongs to the caller
         }
         if let Some(destroy) = self.destroy {
             let _inside = Inside::enter();
-            // SAFETY: the caller gave `destroy` for exactly this pointer and it is
-            // called once, here, after the last use.
+            // SAFETY: the caller passed `destroy` for exactly this pointer; it is called
+            // once, here, after the last use.
             unsafe { destroy(self.user_data) };
         }
     }
@@ -92,8 +90,8 @@ impl Drop for Inside {
     }
 }
 
-/// Fails when this thread is inside a foreign callback: for calls that wait for
-/// the very thread they would run on.
+/// Fails when this thread runs a callback. Calls that wait for the thread they would run on
+/// use it.
 pub fn refuse_reentry() -> Result<()> {
     if DEPTH.with(Cell::get) == 0 { Ok(()) } else { Err(Status::Reentrant.into()) }
 }
@@ -109,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn destroy_runs_once_and_reentry_is_seen() {
+    fn destroy_runs_once_and_reentry_is_refused() {
         let hits = AtomicU32::new(0);
         let data = (&raw const hits).cast_mut().cast::<c_void>();
         let foreign = Foreign::new(count as unsafe extern "C" fn(*mut c_void), data, Some(count));

@@ -1,28 +1,29 @@
-//! The checksum of bytes that cross a boundary: XXH3-64 of every 4 KiB block,
-//! and one XXH3-64 over the block sums (little-endian).
+//! The checksum of data: XXH3-64 of every 4 KiB block, and one XXH3-64 over the block sums
+//! (little-endian).
 //!
-//! Block sums let a reader name the damaged block and verify a part; hashing
-//! block by block also lets a copy be summed while it is still in cache.
+//! Block sums let a reader name the damaged block and verify a part. Hashing block by block
+//! also sums a copy while it is still in cache.
 
 use std::hash::Hasher;
 
 use twox_hash::XxHash3_64;
 use twox_hash::xxhash3_64::{RawHasher, SecretBuffer};
 
-/// Bytes summed together.
+/// Bytes of a block.
 pub const BLOCK_BYTES: usize = 4096;
 
-const GATHERED: usize = 64;
+/// Block sums that are collected before they are hashed.
+const COLLECTED: usize = 64;
 
-/// XXH3-64, seed 0, with the widest instructions that the processor at hand has.
+/// XXH3-64 with seed 0, using the widest instructions of the processor.
 pub fn xxh3(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// The same of bytes that come in parts.
+/// XXH3-64 with seed 0 of bytes that arrive in parts.
 pub struct Xxh3(RawHasher<&'static [u8; SECRET_BYTES]>);
 
-/// Bytes of the secret that the algorithm comes with.
+/// Bytes of the default secret of XXH3.
 const SECRET_BYTES: usize = 192;
 
 impl Default for Xxh3 {
@@ -43,17 +44,17 @@ impl Xxh3 {
     }
 }
 
-/// Sums blocks as they come. Feed whole blocks; only the last may be short.
+/// Computes the checksum block by block. Every block but the last must be whole.
 pub struct Summer {
-    sums: [u8; GATHERED * 8],
+    sums: [u8; COLLECTED * 8],
     used: usize,
-    /// Started only when more blocks come than are gathered: its state is large.
+    /// Created only for more blocks than are collected: its state is large.
     long: Option<Xxh3>,
 }
 
 impl Default for Summer {
     fn default() -> Self {
-        Summer { sums: [0; GATHERED * 8], used: 0, long: None }
+        Summer { sums: [0; COLLECTED * 8], used: 0, long: None }
     }
 }
 
@@ -69,7 +70,7 @@ impl Summer {
         self.used += 8;
     }
 
-    /// The sum over the block sums.
+    /// The checksum of all blocks.
     pub fn finish(self) -> u64 {
         let rest = &self.sums[..self.used];
         match self.long {
@@ -93,7 +94,7 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    // Another's implementation, to compare with.
+    // An independent implementation.
     use xxhash_rust::xxh3::xxh3_64;
 
     fn plain(bytes: &[u8]) -> u64 {
@@ -103,8 +104,8 @@ mod tests {
     }
 
     #[test]
-    fn published_vectors() {
-        // XXH3-64 of nothing, from the algorithm's own test table.
+    fn published_vectors_match() {
+        // XXH3-64 of no bytes, from the test table of the algorithm.
         assert_eq!(checksum(&[]), 0x2d06_8005_38d3_94c2);
         let ramp: Vec<u8> = (0..10_000u32).map(|i| (i % 251) as u8).collect();
         assert_eq!(checksum(&ramp), plain(&ramp));
@@ -112,13 +113,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_the_definition(len in 0usize..1_200_000, seed in any::<u8>()) {
+        fn checksum_matches_its_definition(len in 0usize..1_200_000, seed in any::<u8>()) {
             let bytes: Vec<u8> = (0..len).map(|i| (i as u8).wrapping_mul(seed)).collect();
             prop_assert_eq!(checksum(&bytes), plain(&bytes));
         }
 
         #[test]
-        fn parts_and_the_whole_agree_with_another_s(
+        fn streaming_and_one_shot_hashes_match_an_independent_implementation(
             lengths in proptest::collection::vec(0usize..1500, 0..12),
             seed in any::<u8>(),
         ) {
@@ -133,7 +134,7 @@ mod tests {
         }
 
         #[test]
-        fn any_flipped_bit_shows(len in 1usize..20_000, bit in any::<usize>()) {
+        fn any_flipped_bit_changes_the_checksum(len in 1usize..20_000, bit in any::<usize>()) {
             let mut bytes = vec![0x5au8; len];
             let before = checksum(&bytes);
             let bit = bit % (len * 8);

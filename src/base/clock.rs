@@ -1,9 +1,9 @@
-//! The one clock: CLOCK_MONOTONIC nanoseconds, or a number a test moves.
+//! The clock: CLOCK_MONOTONIC in nanoseconds, or a manual clock for tests and simulation.
 
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 
-/// A monotonic clock. Cheap to clone.
+/// A monotonic clock, cheap to clone.
 #[derive(Clone, Default)]
 pub struct Clock(Option<Arc<AtomicU64>>);
 
@@ -13,12 +13,12 @@ impl Clock {
         Clock(None)
     }
 
-    /// A clock that stands still until it is moved. For simulation and tests.
+    /// A clock that stands still until [`Clock::advance`].
     pub fn manual(start_ns: u64) -> Clock {
         Clock(Some(Arc::new(AtomicU64::new(start_ns))))
     }
 
-    /// Nanoseconds since an arbitrary start; the zero of C's CLOCK_MONOTONIC.
+    /// Nanoseconds since the start of CLOCK_MONOTONIC, or of the manual clock.
     pub fn now_ns(&self) -> u64 {
         match &self.0 {
             Some(manual) => manual.load(Ordering::Acquire),
@@ -26,12 +26,12 @@ impl Clock {
         }
     }
 
-    /// Whether this is a manual clock: waits then cannot sleep by it.
+    /// Whether this is a manual clock; waits cannot sleep by one.
     pub fn is_manual(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Moves a manual clock forward; the real one is not moved by anybody.
+    /// Advances a manual clock; does nothing to the real one.
     pub fn advance(&self, by_ns: u64) {
         if let Some(manual) = &self.0 {
             manual.fetch_add(by_ns, Ordering::AcqRel);
@@ -46,8 +46,8 @@ fn monotonic_ns() -> u64 {
     (ts.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(ts.tv_nsec as u64)
 }
 
-/// Seconds since 1970 by the machine's calendar, which may be wrong, and may jump: for what
-/// others read, never for how long something takes.
+/// Seconds since 1970 by the wall clock, which may be wrong and may jump. Only for time stamps
+/// that other programs read, never for durations.
 pub fn wall_s() -> u64 {
     let mut ts = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `ts` is a valid, writable timespec; CLOCK_REALTIME always exists.
@@ -60,12 +60,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_calendar_is_past_this_line() {
+    fn the_wall_clock_is_plausible() {
         assert!((1_700_000_000..10_000_000_000).contains(&wall_s()));
     }
 
     #[test]
-    fn real_clock_moves_forward() {
+    fn the_real_clock_advances() {
         let clock = Clock::real();
         let a = clock.now_ns();
         assert!(a > 0 && clock.now_ns() >= a);
@@ -73,7 +73,7 @@ mod tests {
 
     #[cfg(not(feature = "shuttle"))]
     #[test]
-    fn manual_clock_moves_when_told() {
+    fn clones_of_a_manual_clock_advance_together() {
         let clock = Clock::manual(5);
         let same = clock.clone();
         clock.advance(7);

@@ -1,16 +1,17 @@
-//! What the threads, ops and nouns of a runtime share: its counters, its pool,
-//! and the one way in for ops.
+//! The state that the threads, ops and objects of a runtime share: counters, worker pool, and
+//! the submission of ops.
 
 use crate::base::clock::Clock;
 use crate::base::fault::{Faults, Site};
 use crate::base::item::{Item, Items, MAX_ITEMS, RunFn};
+use crate::base::list_pool::ListPool;
 use crate::base::notifier::Notifier;
+use crate::base::op::Owner;
 use crate::base::op::{Op, OpOpts, OpRef, ops};
-use crate::base::owner::Owner;
 use crate::base::panic;
 use crate::base::queue::Queue;
 use crate::base::runtime::{OnThread, Role};
-use crate::base::spare::Spare;
+
 use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crate::base::sync::{Arc, Condvar, Mutex, Weak};
@@ -30,13 +31,13 @@ pub struct RuntimeStats {
     pub ops_submitted: u64,
     /// Ops waiting for a worker.
     pub ops_queued: u64,
-    /// Submissions refused because too many ops lived.
+    /// Submissions refused because the limit of live ops was reached.
     pub refused: u64,
-    /// A panic was caught.
+    /// Whether a panic was caught.
     pub poisoned: bool,
 }
 
-/// What threads, ops and nouns share of a runtime.
+/// State shared by the threads, ops and objects of a runtime.
 pub struct Core {
     pub(super) clock: Clock,
     pub(super) faults: Option<Faults>,
@@ -50,15 +51,16 @@ pub struct Core {
     pub(super) refused: AtomicU64,
     pub(super) closing: AtomicBool,
     pub(super) poisoned: AtomicBool,
-    /// Threads that live, by role.
+    /// Running threads by role.
     pub(super) alive: [AtomicU32; 2],
-    /// Told of every thread until the runtime is closed.
+    /// Called in every new thread until the runtime is closed.
     pub(super) on_thread: Mutex<Option<OnThread>>,
-    pub(super) quiet: Mutex<()>,
-    pub(super) quieter: Condvar,
+    /// Guards the wait of a close for the counters above.
+    pub(super) close_wait: Mutex<()>,
+    pub(super) close_progress: Condvar,
     pub(super) owners: Mutex<Vec<Weak<dyn Owner>>>,
-    pub(super) items: Spare<Item>,
-    pub(super) refs: Spare<OpRef>,
+    pub(super) items: ListPool<Item>,
+    pub(super) refs: ListPool<OpRef>,
 }
 
 impl Core {
@@ -72,18 +74,18 @@ impl Core {
         &self.notifier
     }
 
-    /// Planted faults.
+    /// Faults to inject.
     pub fn faults(&self) -> Option<&Faults> {
         self.faults.as_ref()
     }
 
-    /// Passes a site where a fault may be planted.
+    /// Passes a site at which a fault may be injected.
     pub fn pass(&self, site: Site) -> Result<()> {
         self.faults.as_ref().map_or(Ok(()), |faults| faults.pass(site))
     }
 
-    /// The first thing a thread does: the host is told of it.
-    pub fn greet(&self, role: Role, number: u32) {
+    /// Calls the host's thread hook; every thread does so first.
+    pub fn thread_started(&self, role: Role, number: u32) {
         let hook = self.on_thread.lock().clone();
         if let Some(hook) = hook {
             hook(role, number);
@@ -100,13 +102,13 @@ impl Core {
         self.poisoned.load(Ordering::Acquire)
     }
 
-    /// A panic was caught: what is queued ends with `KVT_E_PANIC`.
+    /// Records a caught panic: queued ops end with `KVT_E_PANIC`.
     pub fn poison(&self, text: &str) {
-        // Before the log: a sink may take its time, and may call back in.
+        // Before the log: a log callback may be slow, and may call the library.
         if !self.poisoned.swap(true, Ordering::AcqRel) {
             self.shut_owners(Status::Panic);
         }
-        log::error!("caught a defect, the runtime is poisoned: {text}");
+        log::error!("caught a panic inside the library; the runtime is poisoned: {text}");
     }
 
     pub(super) fn shut_owners(&self, status: Status) {
@@ -114,7 +116,7 @@ impl Core {
         owners.iter().for_each(|owner| owner.shut(status));
     }
 
-    /// Fails when the runtime takes no new work.
+    /// Fails when the runtime accepts no new work.
     pub fn check_open(&self) -> Result<()> {
         if self.is_poisoned() {
             return Err(Status::Panic.into());
@@ -125,7 +127,7 @@ impl Core {
         Ok(())
     }
 
-    /// Registers someone who promises ops.
+    /// Registers an owner of promised ops.
     pub fn add_owner(&self, owner: Weak<dyn Owner>) {
         let mut owners = self.owners.lock();
         owners.retain(|o| o.strong_count() > 0);
@@ -139,7 +141,7 @@ impl Core {
     fn open_less(&self, n: u32) {
         let n = u64::from(n);
         if self.open.fetch_sub(n, Ordering::SeqCst) == n && self.is_closing() {
-            self.stir();
+            self.wake_close();
         }
     }
 
@@ -150,34 +152,34 @@ impl Core {
         }
     }
 
-    pub(super) fn stir(&self) {
-        drop(self.quiet.lock()); // whoever looked before the change now waits
-        self.quieter.notify_all();
+    pub(super) fn wake_close(&self) {
+        drop(self.close_wait.lock()); // a close that read the old count waits by now
+        self.close_progress.notify_all();
     }
 
-    /// Waits until `quiet` holds; false when the deadline came first.
-    pub(super) fn settle(&self, deadline_ns: u64, quiet: impl Fn() -> bool) -> bool {
-        let mut guard = self.quiet.lock();
-        while !quiet() {
+    /// Waits until `done` returns true; false when the deadline passed first.
+    pub(super) fn wait_until(&self, deadline_ns: u64, done: impl Fn() -> bool) -> bool {
+        let mut guard = self.close_wait.lock();
+        while !done() {
             if deadline_ns == 0 {
-                self.quieter.wait(&mut guard);
+                self.close_progress.wait(&mut guard);
                 continue;
             }
             let now = self.clock.now_ns();
             if now >= deadline_ns {
                 return false;
             }
-            self.quieter.wait_for(&mut guard, deadline_ns - now);
+            self.close_progress.wait_for(&mut guard, deadline_ns - now);
         }
         true
     }
 
-    /// Reserves room for `n` ops that tell `queue`.
+    /// Counts `n` ops in the limits and reserves their queue entries.
     fn admit(&self, n: u32, opts: &OpOpts) -> Result<()> {
-        // Counted before the look at `closing`, which a close sets before it looks
-        // at the count: one of the two sees the other.
+        // The count is raised before `closing` is read, and a close sets `closing` before it
+        // reads the count: one of the two sees the other.
         self.open.fetch_add(u64::from(n), Ordering::SeqCst);
-        let admitted = self.check_open().and_then(|()| self.make_room(n, opts));
+        let admitted = self.check_open().and_then(|()| self.reserve_ops(n, opts));
         match admitted {
             Ok(()) => {
                 self.submitted.fetch_add(u64::from(n), Ordering::Relaxed);
@@ -187,12 +189,12 @@ impl Core {
         admitted
     }
 
-    fn make_room(&self, n: u32, opts: &OpOpts) -> Result<()> {
+    fn reserve_ops(&self, n: u32, opts: &OpOpts) -> Result<()> {
         if opts.detached && opts.queue.is_none() {
-            fail!(Invalid, "an op without a handle needs a queue, or nobody hears of its end");
+            fail!(Invalid, "a detached op has neither a handle nor a queue: pass a queue");
         }
         if opts.queue.as_ref().is_some_and(|q| !std::ptr::eq(Arc::as_ptr(q.core()), self)) {
-            fail!(Invalid, "the queue belongs to another runtime");
+            fail!(Invalid, "the queue belongs to another runtime: pass one of this runtime");
         }
         let before = self.live.fetch_add(n, Ordering::AcqRel);
         if before.saturating_add(n) > self.max_ops {
@@ -209,8 +211,8 @@ impl Core {
         Ok(())
     }
 
-    /// Takes back what [`Core::admit`] reserved for `n` ops that were not made.
-    fn dismiss(&self, n: u32, opts: &OpOpts) {
+    /// Undoes [`Core::admit`] for `n` ops that were not created.
+    fn unreserve_ops(&self, n: u32, opts: &OpOpts) {
         self.open_less(n);
         self.live.fetch_sub(n, Ordering::AcqRel);
         if let Some(queue) = &opts.queue {
@@ -222,13 +224,13 @@ impl Core {
         if opts.deadline_ns != 0 {
             ops.iter().for_each(|op| self.notifier.watch(opts.deadline_ns, op.key()));
         }
-        // A close that began meanwhile may have looked for ops before these existed.
+        // A close that began meanwhile may have cancelled ops before these existed.
         if self.is_closing() || opts.queue.as_ref().is_some_and(|queue| queue.is_closing()) {
             ops.iter().for_each(|op| op.cancel());
         }
     }
 
-    /// Room for `n` items, recycled where possible.
+    /// A list for `n` items, recycled where possible.
     pub fn item_list(&self, n: usize) -> Result<Vec<Item>> {
         if n > MAX_ITEMS {
             fail!(Limit, "an op has at most {MAX_ITEMS} items, not {n}");
@@ -236,19 +238,19 @@ impl Core {
         self.items.take(n)
     }
 
-    /// Submits one op of many items for the workers.
+    /// Submits one op of several items to the workers.
     pub fn submit(self: &Arc<Core>, opts: &OpOpts, items: Vec<Item>, run: RunFn) -> Result<OpRef> {
         self.admit(1, opts)?;
         let op = Op::create(self, opts, Items::Many(items), Some(run), None)
-            .inspect_err(|_| self.dismiss(1, opts))?;
+            .inspect_err(|_| self.unreserve_ops(1, opts))?;
         let ops = std::slice::from_ref(&op);
         self.start(ops, opts);
-        self.pool.push(opts.lane, ops);
+        self.pool.push(opts.priority, ops);
         Ok(op)
     }
 
-    /// Submits an op for each item; `tag_of` gives each its tag,
-    /// `see` is shown each before it can complete. All or none.
+    /// Submits one op for each item, all or none. `tag_of` returns the tag of an op; `see` is
+    /// called with each op before the op can complete.
     pub fn submit_each(
         self: &Arc<Core>,
         opts: &OpOpts,
@@ -266,9 +268,9 @@ impl Core {
             match Op::create(self, &each, Items::One([item]), Some(run), None) {
                 Ok(op) => made.push(op),
                 Err(error) => {
-                    // Made ops give their places back one by one as they are dropped.
+                    // The created ops free their reservations as they are dropped.
                     let missing = n - made.len() as u32;
-                    self.dismiss(missing, opts);
+                    self.unreserve_ops(missing, opts);
                     for op in made.drain(..) {
                         op.discard();
                         op.remove();
@@ -279,18 +281,18 @@ impl Core {
         }
         made.iter().enumerate().for_each(|(i, op)| see(i, op));
         self.start(&made, opts);
-        self.pool.push(opts.lane, &made);
+        self.pool.push(opts.priority, &made);
         self.items.give(items);
         self.refs.give(made);
         Ok(())
     }
 
-    /// Makes an op that `owner` will finish.
+    /// Creates an op that `owner` will finish.
     pub fn promise(self: &Arc<Core>, opts: &OpOpts, owner: Arc<dyn Owner>) -> Result<OpRef> {
         self.promise_of(opts, |_| Ok(Items::None), owner)
     }
 
-    /// The same, of so many items of which it says how each went.
+    /// Creates an op of several items that `owner` will finish, reporting a status for each.
     pub fn promise_each(
         self: &Arc<Core>,
         opts: &OpOpts,
@@ -317,7 +319,7 @@ impl Core {
         self.admit(1, opts)?;
         let op = items(self)
             .and_then(|items| Op::create(self, opts, items, None, Some(owner)))
-            .inspect_err(|_| self.dismiss(1, opts))?;
+            .inspect_err(|_| self.unreserve_ops(1, opts))?;
         self.start(std::slice::from_ref(&op), opts);
         Ok(op)
     }
@@ -355,7 +357,7 @@ impl Core {
 
 impl Core {
     pub(super) fn work(&self) {
-        // Items are guarded one by one; this catches a defect of ours around them.
+        // Each item is guarded; this catches a defect of the library around items.
         while let Err(text) = panic::catch(|| self.pool.serve()) {
             self.poison(&text);
         }

@@ -1,9 +1,9 @@
-//! Metrics as text, in the format that Prometheus reads (version 0.0.4): a HELP
-//! and a TYPE line for each family, then a line for each sample.
+//! Metrics in the text format of Prometheus, version 0.0.4: a HELP and a TYPE line for each
+//! family, then a line for each sample.
 
 use std::fmt::Write;
 
-/// What a family counts.
+/// The type of a family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Only grows.
@@ -14,14 +14,14 @@ pub enum Kind {
     Histogram,
 }
 
-/// A text that grows by families.
+/// A text under construction.
 #[derive(Default)]
 pub struct Exposition {
     text: String,
     family: String,
 }
 
-/// Labels of a sample: names that are ours, values that may be anything.
+/// Labels of a sample: fixed names, arbitrary values.
 pub type Labels<'a> = &'a [(&'a str, &'a str)];
 
 impl Exposition {
@@ -30,14 +30,14 @@ impl Exposition {
         &self.text
     }
 
-    /// The text.
+    /// The finished text.
     pub fn into_text(self) -> String {
         self.text
     }
 
-    /// Begins a family. Its samples follow.
+    /// Begins a family; its samples follow.
     pub fn family(&mut self, name: &str, kind: Kind, help: &str) {
-        debug_assert!(is_name(name), "{name} is no name of a metric");
+        debug_assert!(is_name(name), "{name} is not a valid metric name");
         self.family.clear();
         self.family.push_str(name);
         let kind = match kind {
@@ -50,13 +50,13 @@ impl Exposition {
         let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    /// A sample of the family.
+    /// Writes a sample of the family.
     pub fn sample(&mut self, labels: Labels, value: f64) {
         self.line("", labels, None, value);
     }
 
-    /// A histogram of the family: how many were at most each bound (rising), how
-    /// many there were, and their sum.
+    /// Writes a histogram of the family: cumulative counts by ascending bound, the count of all
+    /// values, and their sum.
     pub fn histogram(&mut self, labels: Labels, buckets: &[(f64, u64)], count: u64, sum: f64) {
         for &(bound, at_most) in buckets {
             self.line("_bucket", labels, Some(bound), at_most as f64);
@@ -72,7 +72,7 @@ impl Exposition {
         text.push_str(suffix);
         let mut before = '{';
         for (name, value) in labels {
-            debug_assert!(is_name(name), "{name} is no name of a label");
+            debug_assert!(is_name(name), "{name} is not a valid label name");
             text.push(before);
             before = ',';
             let _ = write!(text, "{name}=\"");
@@ -98,7 +98,7 @@ impl Exposition {
     }
 }
 
-/// Numbers as the format wants them.
+/// A number in the notation of the format.
 struct Number(f64);
 
 impl std::fmt::Display for Number {
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_text_as_the_format_wants_it() {
+    fn text_follows_the_format() {
         let mut out = Exposition::default();
         out.family("kvtier_hits_total", Kind::Counter, "Found,\nby tier.");
         out.sample(&[("tier", "host")], 12.0);

@@ -1,16 +1,15 @@
-//! Planted faults: an engine author tests the degraded paths of their own code
-//! (and we ours) by naming a site, a count and what goes wrong there.
+//! Fault injection, to test failure paths of engines and of the library.
 //!
-//! `faults(worker=at(panic=3))`: at the third pass of
-//! the site `worker`, panic. Sites: `worker` (an item is executed), `notifier`
-//! (a callback is about to run), `map` (memory is mapped), `pin` (memory is
-//! locked), `thread` (a thread is started). Kinds: `panic`, `fail`, `stall_ns`.
+//! `faults(worker=at(panic=3))` panics at the third pass of the site `worker`. Sites: `worker`
+//! (an item is executed), `notifier` (a callback is about to run), `map` (memory is mapped),
+//! `pin` (memory is locked), `thread` (a thread is started). Kinds: `panic` and `fail` with the
+//! number of a pass, `stall` with a duration.
 
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 
-/// Places where a fault can be planted.
+/// Sites at which a fault can be injected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Site {
     /// A worker executes an item.
@@ -36,7 +35,7 @@ struct Plan {
     passes: AtomicU64,
 }
 
-/// What is planted in one runtime.
+/// The faults of one runtime.
 #[derive(Default)]
 pub struct Faults {
     plans: [Plan; SITES.len()],
@@ -66,18 +65,18 @@ impl Faults {
         Ok(faults)
     }
 
-    /// Passes a site: stalls, fails or panics if that was asked for.
+    /// Passes a site: stalls, fails or panics as configured.
     pub fn pass(&self, site: Site) -> Result<()> {
         let plan = &self.plans[site as usize];
         let pass = plan.passes.fetch_add(1, Ordering::Relaxed) + 1;
         if plan.stall_ns > 0 {
             std::thread::sleep(std::time::Duration::from_nanos(plan.stall_ns));
         }
-        assert!(pass != plan.panic_at, "planted panic at {}", SITES[site as usize]);
+        assert!(pass != plan.panic_at, "injected panic at {}", SITES[site as usize]);
         if pass == plan.fail_at {
             return Err(Error::new(
                 Status::Io,
-                format!("planted failure at {}", SITES[site as usize]),
+                format!("injected failure at {}", SITES[site as usize]),
             ));
         }
         Ok(())
@@ -89,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_nth_pass_fails_and_no_other() {
+    fn only_the_nth_pass_fails() {
         let faults = Faults::parse("faults(pin=at(fail=2))").unwrap();
         assert!(faults.pass(Site::Pin).is_ok());
         assert_eq!(faults.pass(Site::Pin).unwrap_err().status(), Status::Io);
@@ -105,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_misspelt_site_is_named() {
+    fn a_misspelt_site_gets_a_suggestion() {
         let error = Faults::parse("faults(wroker=at(panic=1))").err().unwrap();
         assert!(error.message().contains("worker"), "{error}");
     }

@@ -1,7 +1,7 @@
-//! Fork detection: one word that the kernel zeroes in a child.
+//! Fork detection by one word that the kernel zeroes in a child.
 //!
-//! Threads do not survive a fork and locks may be held by ones that did not,
-//! so a child of a process that opened the library must not enter it.
+//! Threads do not survive a fork, and lost threads may hold locks. A child of a process that
+//! used the library must therefore not call it.
 
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
@@ -11,7 +11,7 @@ use crate::base::status::{Error, Result, Status};
 
 const ALIVE: u32 = 0x6b76_7431;
 
-/// Kernels without MADV_WIPEONFORK use this, cleared by a pthread_atfork handler.
+/// The word on kernels without MADV_WIPEONFORK; a pthread_atfork handler clears it.
 static FALLBACK: AtomicU32 = AtomicU32::new(ALIVE);
 static WORD: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
 static ARMED: OnceCell<bool> = OnceCell::new();
@@ -20,8 +20,8 @@ extern "C" fn in_child() {
     FALLBACK.store(0, Ordering::Relaxed);
 }
 
-/// Arms the detection; called by whatever is opened first. Returns whether the
-/// kernel does the wiping (else an atfork handler does).
+/// Arms the detection; the first object that is opened calls it. Returns whether the kernel
+/// clears the word; otherwise an atfork handler does.
 pub fn arm() -> Result<bool> {
     ARMED
         .get_or_try_init(|| {
@@ -29,8 +29,8 @@ pub fn arm() -> Result<bool> {
                 WORD.store(word, Ordering::Release);
                 return Ok(true);
             }
-            // SAFETY: the handler only stores to a static, which is async-signal-safe,
-            // and this library is never unloaded (linked nodelete).
+            // SAFETY: the handler only stores to a static, which is async-signal-safe, and the
+            // library is never unloaded (linked with nodelete).
             if unsafe { libc::pthread_atfork(None, None, Some(in_child)) } != 0 {
                 return Err(Error::new(Status::NoMem, "pthread_atfork failed"));
             }
@@ -40,10 +40,10 @@ pub fn arm() -> Result<bool> {
         .copied()
 }
 
-/// Whether the kernel does the wiping. Asking arms nothing.
+/// Whether the kernel supports MADV_WIPEONFORK. Does not arm the detection.
 pub fn kernel_wipes() -> bool {
     let Some(page) = wiped_page() else { return false };
-    // SAFETY: the page mapped just now, which nobody else knows.
+    // SAFETY: the page mapped above, which no other code uses.
     unsafe { libc::munmap(page.cast(), page_bytes()) };
     true
 }
@@ -73,18 +73,18 @@ fn wiped_page() -> Option<*mut AtomicU32> {
     }
 }
 
-/// The size of a page of memory.
+/// The size of a memory page.
 pub fn page_bytes() -> usize {
     // SAFETY: sysconf has no preconditions.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
-/// Fails in a forked child of a process that had armed the detection.
+/// Fails in a forked child of a process that has armed the detection.
 #[inline]
 pub fn check() -> Result<()> {
     let word = WORD.load(Ordering::Acquire);
     if word.is_null() {
-        return Ok(()); // nothing was opened, so nothing can be broken
+        return Ok(()); // no object was opened before a fork
     }
     // SAFETY: set once by `arm` to memory that is never unmapped.
     if unsafe { (*word).load(Ordering::Relaxed) } == ALIVE {
@@ -112,10 +112,10 @@ mod tests {
     }
 
     #[test]
-    fn a_child_is_told() {
+    fn check_fails_in_a_child_only() {
         arm().expect("arming works on linux");
         assert!(check().is_ok());
         assert_eq!(child_sees(), 1);
-        assert!(check().is_ok(), "the parent goes on");
+        assert!(check().is_ok(), "the parent continues");
     }
 }

@@ -1,14 +1,13 @@
-//! Half-precision numbers from and to single precision, rounding to the nearest,
-//! ties to even. Without branches that depend on the number, so that several are
-//! done at once.
+//! Conversion between half and single precision, rounded to nearest, ties to even. No branch
+//! depends on the number, so that the compiler can vectorise.
 
 /// A binary16 as a binary32; exact.
 #[inline(always)]
 pub fn from_f16(half: u16) -> f32 {
     let bits = u32::from(half);
     let (sign, rest) = ((bits & 0x8000) << 16, (bits & 0x7FFF) << 13);
-    // The exponent counts from 15 there, from 127 here: 2^112 makes up for it,
-    // for subnormal numbers too.
+    // The exponent bias is 15 in binary16 and 127 in binary32. A factor of 2^112 corrects it,
+    // also for subnormal numbers.
     let scaled = (f32::from_bits(rest) * f32::from_bits(0x7780_0000)).to_bits();
     let special = if rest >= 0x0F80_0000 { 0x7F80_0000 } else { 0 };
     f32::from_bits(sign | scaled | special)
@@ -21,7 +20,7 @@ pub fn to_f16(x: f32) -> u16 {
     let (sign, rest) = (((bits >> 16) & 0x8000) as u16, bits & 0x7FFF_FFFF);
     let even = (rest >> 13) & 1;
     let normal = (rest.wrapping_add(0xFFF + even).wrapping_sub(0x3800_0000)) >> 13;
-    // Adding a half lets the processor shift and round what becomes subnormal.
+    // Adding 0.5 makes the processor shift and round subnormal results.
     let small = (f32::from_bits(rest) + 0.5).to_bits().wrapping_sub(0x3F00_0000);
     let special = if rest > 0x7F80_0000 { 0x7E00 } else { 0x7C00 };
     let half = if rest < 0x3880_0000 { small } else { normal };
@@ -46,7 +45,7 @@ pub fn to_bf16(x: f32) -> u16 {
 mod tests {
     use super::*;
 
-    /// By the definition of the format.
+    /// The value by the definition of the format.
     fn defined(half: u16) -> f64 {
         let (exponent, fraction) = (i32::from(half >> 10 & 31), f64::from(half & 1023));
         let size = match exponent {
@@ -59,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn every_half_is_what_the_format_says_and_comes_back() {
+    fn every_half_converts_exactly_and_round_trips() {
         for half in 0..=u16::MAX {
             let (got, want) = (f64::from(from_f16(half)), defined(half));
             assert!(got == want || (got.is_nan() && want.is_nan()), "{half:#x}: {got} {want}");
@@ -75,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn between_two_halves_the_nearer_is_taken_and_the_even_one_in_the_middle() {
+    fn rounding_is_to_nearest_with_ties_to_even() {
         for half in (0..0x7BFFu16).step_by(3) {
             let (low, high) = (defined(half), defined(half + 1));
             let even = if half & 1 == 0 { half } else { half + 1 };

@@ -1,28 +1,28 @@
-//! The pieces of work an op is made of.
+//! Items: the units of work of an op.
 
 use crate::base::memory::Buffer;
 use crate::base::status::Error;
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 
-/// The status of what is not done yet.
+/// The status of an item or op that has not ended.
 pub(crate) const PENDING: i32 = 1;
 
 /// Most items of one op.
 pub const MAX_ITEMS: usize = 65_536;
 
-/// How one item went.
+/// The result of one item.
 pub struct Outcome {
-    /// What the item computed: a checksum, also when it is the wrong one.
+    /// The value that the item computed, such as a checksum; set even if it does not match.
     pub value: u64,
-    /// What went wrong.
+    /// The failure, if any.
     pub error: Option<Error>,
 }
 
-/// Carries out one item. Must not block on other ops.
+/// Executes one item. Must not block on other ops.
 pub type RunFn = fn(&Item) -> Outcome;
 
-/// An op's items: one inline, many in recycled memory.
+/// The items of an op: one inline, several in recycled memory.
 #[cfg_attr(feature = "shuttle", allow(clippy::large_enum_variant))] // modelled atomics are large
 pub(crate) enum Items {
     None,
@@ -40,26 +40,26 @@ impl Items {
     }
 }
 
-/// One piece of work on up to two buffers.
+/// One unit of work on up to two buffers.
 pub struct Item {
-    /// What to do; the executor's own bits.
+    /// The operation, as bits of its executor.
     pub kind: u32,
     dst: AtomicPtr<Buffer>,
     src: AtomicPtr<Buffer>,
-    /// Where in the target.
+    /// Byte offset in the target.
     pub dst_offset: u64,
-    /// Where in the source.
+    /// Byte offset in the source.
     pub src_offset: u64,
-    /// How much.
+    /// Bytes to process.
     pub bytes: u64,
-    /// A checksum to compare with.
+    /// The expected checksum.
     pub expect: u64,
     pub(crate) status: AtomicI32,
     pub(crate) value: AtomicU64,
 }
 
 impl Item {
-    /// An item; the buffers stay alive, and count as in flight once submitted.
+    /// Creates an item. Its buffers stay alive and count as in flight.
     pub fn new(
         kind: u32,
         dst: Option<(Arc<Buffer>, u64)>,
@@ -87,8 +87,8 @@ impl Item {
     }
 
     fn buffer(slot: &AtomicPtr<Buffer>) -> Option<&Buffer> {
-        // SAFETY: the pointer came from Arc::into_raw and its count is given up
-        // only in `let_go`, which runs after the last executor is done.
+        // SAFETY: the pointer came from Arc::into_raw, and its count is released only in
+        // `release_buffers`, which runs after the last executor is done.
         unsafe { slot.load(Ordering::Acquire).as_ref() }
     }
 
@@ -102,9 +102,9 @@ impl Item {
         Some(Self::buffer(&self.src)?.range(self.src_offset, self.bytes)?.cast_const())
     }
 
-    /// Gives the buffers back. `leak` keeps their memory for ever: after a panic
-    /// nobody knows who still writes there.
-    pub(crate) fn let_go(&self, leak: bool) {
+    /// Releases the buffers. `leak` never frees their memory: after a panic, code may still
+    /// write there.
+    pub(crate) fn release_buffers(&self, leak: bool) {
         for slot in [&self.dst, &self.src] {
             let raw = slot.swap(std::ptr::null_mut(), Ordering::AcqRel);
             if raw.is_null() {
@@ -119,7 +119,7 @@ impl Item {
         }
     }
 
-    /// Status (`None` while pending) and value.
+    /// The status (`None` while pending) and the value.
     pub fn outcome(&self) -> (Option<i32>, u64) {
         match self.status.load(Ordering::Acquire) {
             PENDING => (None, 0),
@@ -130,6 +130,6 @@ impl Item {
 
 impl Drop for Item {
     fn drop(&mut self) {
-        self.let_go(false);
+        self.release_buffers(false);
     }
 }

@@ -1,6 +1,5 @@
-//! A strict JSON reader that hands values out as it meets them and builds no
-//! tree: traces are large, and most of a line is one array of numbers; headers of
-//! models come from anywhere.
+//! A strict streaming JSON reader. It builds no tree: traces are large, and most of a line is
+//! one array of numbers. Its input, such as the header of a model file, is untrusted.
 
 use std::borrow::Cow;
 
@@ -9,7 +8,7 @@ use crate::base::status::{Error, Result, Status};
 /// Deepest accepted nesting.
 pub const MAX_DEPTH: usize = 64;
 
-/// A place in a JSON text.
+/// A position in a JSON text.
 pub struct Json<'a> {
     text: &'a [u8],
     at: usize,
@@ -22,7 +21,7 @@ impl<'a> Json<'a> {
         Json { text, at: 0, depth: 0 }
     }
 
-    /// An error that says where.
+    /// An error with the current position.
     pub fn error(&self, what: impl std::fmt::Display) -> Error {
         Error::at(Status::Invalid, self.at, format!("{what} at byte {}", self.at))
     }
@@ -74,7 +73,7 @@ impl<'a> Json<'a> {
         Ok(true)
     }
 
-    /// Reads an object: `see` gets each key and must read its value.
+    /// Reads an object: `see` receives each key and must read its value.
     pub fn object(&mut self, mut see: impl FnMut(&mut Json<'a>, &str) -> Result<()>) -> Result<()> {
         self.enter(b'{')?;
         let mut first = true;
@@ -159,12 +158,12 @@ impl<'a> Json<'a> {
                 {
                     self.at += 2;
                     let low = self.hex()?;
-                    // Anything else is half a character, below.
+                    // Any other value is an unpaired surrogate, replaced below.
                     if (0xDC00..0xE000).contains(&low) {
                         code = 0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00);
                     }
                 }
-                // Halves of characters occur in real conversations.
+                // Unpaired surrogates occur in real conversations.
                 char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
             }
             _ => return Err(self.error("an unknown escape")),
@@ -184,7 +183,7 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// Reads a number that is whole and not negative.
+    /// Reads a whole number of 0 or more.
     pub fn u64(&mut self) -> Result<u64> {
         self.peek();
         let start = self.at;
@@ -202,7 +201,7 @@ impl<'a> Json<'a> {
         Ok(value)
     }
 
-    /// A number written with a fraction or an exponent that is whole all the same.
+    /// Reads a whole number that is written with a fraction or an exponent.
     fn whole(&mut self) -> Result<u64> {
         let value = self.f64()?;
         if value < 0.0 || value.fract() != 0.0 || value > 9e15 {
@@ -234,7 +233,7 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// Reads `null`, if it is next.
+    /// Reads `null` if it is next.
     pub fn null(&mut self) -> bool {
         self.peek();
         let is = self.text[self.at..].starts_with(b"null");
@@ -252,7 +251,7 @@ impl<'a> Json<'a> {
         self.peek() == Some(b'[')
     }
 
-    /// Reads `true` or `false`, if one is next.
+    /// Reads `true` or `false` if one is next.
     pub fn flag(&mut self) -> Result<Option<bool>> {
         let flag = match self.peek() {
             Some(b't') => true,
@@ -273,7 +272,7 @@ impl<'a> Json<'a> {
         matches!(self.peek(), Some(b'0'..=b'9' | b'-'))
     }
 
-    /// Reads a value of any kind and forgets it.
+    /// Skips a value of any kind.
     pub fn skip(&mut self) -> Result<()> {
         match self.peek() {
             Some(b'{') => self.object(|json, _| json.skip()),
@@ -327,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_json_is_refused() {
+    fn malformed_json_is_refused() {
         let deep = "[".repeat(MAX_DEPTH + 1);
         for text in [
             "",

@@ -1,18 +1,18 @@
-//! JSON, written by hand: answers have a fixed shape.
+//! A JSON writer without a tree, for answers of a fixed shape.
 
 use std::fmt::Write;
 
-/// A document that grows.
+/// A JSON document under construction.
 #[derive(Default)]
 pub struct Json(String);
 
 impl Json {
-    /// The document.
+    /// The finished document.
     pub fn into_text(self) -> String {
         self.0
     }
 
-    /// A comma, if something stands before.
+    /// Writes a comma after a previous value.
     fn next(&mut self) {
         if !matches!(self.0.as_bytes().last(), None | Some(b'{' | b'[' | b':')) {
             self.0.push(',');
@@ -25,14 +25,14 @@ impl Json {
         let _ = self.0.write_fmt(value);
     }
 
-    /// The name of what follows.
+    /// Writes the key of the next value.
     pub fn key(&mut self, key: &str) -> &mut Json {
         self.text(key);
         self.0.push(':');
         self
     }
 
-    /// An object, filled by `fill`.
+    /// Writes an object, filled by `fill`.
     pub fn object(&mut self, fill: impl FnOnce(&mut Json)) {
         self.next();
         self.0.push('{');
@@ -40,7 +40,7 @@ impl Json {
         self.0.push('}');
     }
 
-    /// A list, filled by `fill`.
+    /// Writes a list, filled by `fill`.
     pub fn list(&mut self, fill: impl FnOnce(&mut Json)) {
         self.next();
         self.0.push('[');
@@ -48,18 +48,18 @@ impl Json {
         self.0.push(']');
     }
 
-    /// A whole number.
+    /// Writes a whole number of 0 or more.
     pub fn whole(&mut self, value: impl Into<u64>) {
         let value: u64 = value.into();
         self.plain(format_args!("{value}"));
     }
 
-    /// A whole number that may be negative.
+    /// Writes a whole number that may be negative.
     pub fn signed(&mut self, value: i64) {
         self.plain(format_args!("{value}"));
     }
 
-    /// A number; null where it is none.
+    /// Writes a number; null if it is not finite.
     pub fn real(&mut self, value: f64) {
         match value.is_finite() {
             true => self.plain(format_args!("{value}")),
@@ -67,17 +67,17 @@ impl Json {
         }
     }
 
-    /// True or false.
+    /// Writes `true` or `false`.
     pub fn flag(&mut self, value: bool) {
         self.plain(format_args!("{value}"));
     }
 
-    /// Nothing.
+    /// Writes `null`.
     pub fn null(&mut self) {
         self.plain(format_args!("null"));
     }
 
-    /// A text.
+    /// Writes a string.
     pub fn text(&mut self, value: &str) {
         self.next();
         self.0.push('"');
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn commas_are_where_they_belong() {
+    fn documents_are_valid_json() {
         let mut json = Json::default();
         json.object(|json| {
             json.key("a").whole(1u32);

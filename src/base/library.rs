@@ -1,5 +1,4 @@
-//! Libraries that are loaded when somebody asks for what they do: drivers, mostly, which not
-//! every machine has. What is absent is an error with words.
+//! Shared libraries that are loaded at run time, mostly drivers, which not every machine has.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -8,26 +7,26 @@ use std::path::Path;
 use crate::base::status::{Result, Status};
 use crate::fail;
 
-/// The CUDA driver of this machine, if it has one.
+/// File name of the CUDA driver.
 pub const CUDA_DRIVER: &str = "libcuda.so.1";
-/// The oldest CUDA that copies and kernels need of it: 12.0.
+/// Oldest CUDA version that copies and kernels work with: 12.0.
 pub const LEAST_CUDA: i32 = 12_000;
 
-/// A library that stays loaded: drivers do not like to be unloaded.
+/// A library that stays loaded: drivers are not safe to unload.
 pub struct Library {
     handle: *mut c_void,
     name: String,
 }
 
 impl Library {
-    /// Loads a library by its path, or by its name where the system keeps them.
-    /// [`Status::Unavailable`] and why, where there is none.
+    /// Loads a library by its path, or by its name from the system's folders. Fails with
+    /// [`Status::Unavailable`] and the loader's message.
     pub fn open(path: &Path) -> Result<Library> {
         let Ok(text) = CString::new(path.as_os_str().as_bytes()) else {
-            fail!(Invalid, "the name of a library has a zero in it");
+            fail!(Invalid, "the library path {path:?} contains a NUL byte");
         };
-        // SAFETY: a string that ends with a zero. What the library does when it is loaded is the
-        // trust that is put in a driver, or in whoever named another.
+        // SAFETY: a NUL-terminated string. The initialisers of the library are trusted as those
+        // of a driver, or on behalf of the caller that named it.
         let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
             fail!(Unavailable, "{}", last_error());
@@ -35,43 +34,43 @@ impl Library {
         Ok(Library { handle, name: path.display().to_string() })
     }
 
-    /// What it is called.
+    /// The path or name that it was loaded by.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Where one of its functions is, if it has it.
+    /// The address of a symbol, if the library has it.
     pub fn symbol(&self, name: &str) -> Option<*mut c_void> {
         let text = CString::new(name).ok()?;
-        // SAFETY: a library that is loaded, and a string that ends with a zero.
+        // SAFETY: a loaded library and a NUL-terminated string.
         let symbol = unsafe { libc::dlsym(self.handle, text.as_ptr()) };
         (!symbol.is_null()).then_some(symbol)
     }
 }
 
 fn last_error() -> String {
-    // SAFETY: the words of this thread's last failure, or null; copied before anything else.
+    // SAFETY: the message of this thread's last failure, or null; copied at once.
     unsafe {
         let text = libc::dlerror();
         if text.is_null() {
-            return "it could not be loaded".into();
+            return "the library could not be loaded".into();
         }
         CStr::from_ptr(text).to_string_lossy().into_owned()
     }
 }
 
-/// Which CUDA the driver of a library knows, as 12040 for 12.4. No device is started for that.
+/// The CUDA version of a driver library, as 12040 for 12.4. No device is initialised.
 pub fn cuda_version(path: &Path) -> Result<i32> {
     let library = Library::open(path)?;
     let Some(symbol) = library.symbol("cuDriverGetVersion") else {
-        fail!(Unavailable, "{} is no CUDA driver", library.name());
+        fail!(Unavailable, "{} is not a CUDA driver", library.name());
     };
     let mut version: c_int = 0;
     // SAFETY: the symbol has this signature in every version of the driver, and may be called
-    // before it is started.
+    // before the driver is initialised.
     let code = unsafe {
-        let of: unsafe extern "C" fn(*mut c_int) -> c_int = std::mem::transmute(symbol);
-        of(&mut version)
+        let get: unsafe extern "C" fn(*mut c_int) -> c_int = std::mem::transmute(symbol);
+        get(&mut version)
     };
     if code == 0 { Ok(version) } else { Err(Status::Unavailable.into()) }
 }
@@ -81,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_there_is_found_and_what_is_not_says_so() {
+    fn present_symbols_are_found_and_absent_libraries_are_named() {
         let library = Library::open(Path::new("libc.so.6")).unwrap();
         assert!(library.symbol("getpid").is_some());
         assert!(library.symbol("no_such_function").is_none());
@@ -90,6 +89,6 @@ mod tests {
         assert_eq!(error.status(), Status::Unavailable);
         assert!(error.to_string().contains("libnone.so"), "{error}");
         let error = cuda_version(Path::new("libc.so.6")).unwrap_err();
-        assert!(error.to_string().contains("no CUDA driver"), "{error}");
+        assert!(error.to_string().contains("not a CUDA driver"), "{error}");
     }
 }

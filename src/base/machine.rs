@@ -1,54 +1,54 @@
-//! What memory this process may use: MemAvailable, the cgroup's headroom, the
-//! quota for locked memory, huge pages. Read from a root directory, so that
-//! tests read trees of their own.
+//! The memory that this process may use: MemAvailable, the headroom of its cgroup, the quota
+//! for locked memory, huge pages. Facts are read below a root folder, so that tests can
+//! provide one.
 
 use std::path::{Path, PathBuf};
 
 use crate::base::fork::page_bytes;
 use crate::base::status::{Error, Result};
 
-/// A cgroup limit counts as none above this (v1 writes a huge number for "none").
+/// A cgroup limit above this is no limit; v1 reports "none" as a huge number.
 const NO_LIMIT_BYTES: u64 = 1 << 60;
 
-/// The tightest memory limit among this process's cgroup and its ancestors.
+/// The tightest memory limit among the cgroup of this process and its ancestors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CgroupMemory {
-    /// 1 or 2.
+    /// The cgroup version, 1 or 2.
     pub version: u32,
     /// The limit.
     pub limit_bytes: u64,
-    /// What is charged to it now.
+    /// Bytes charged now.
     pub usage_bytes: u64,
-    /// Of that, clean file cache the kernel gives back under pressure.
+    /// Bytes among those of clean file cache, which the kernel reclaims under pressure.
     pub reclaimable_bytes: u64,
 }
 
 impl CgroupMemory {
-    /// What may still be used before the limit is hit.
+    /// Bytes that may still be used below the limit.
     pub fn headroom_bytes(&self) -> u64 {
         let used = self.usage_bytes.saturating_sub(self.reclaimable_bytes);
         self.limit_bytes.saturating_sub(used)
     }
 }
 
-/// Memory facts of the machine and this process's place in it.
+/// Memory of the machine, and limits of this process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryFacts {
     /// RAM of the machine.
     pub total_bytes: u64,
-    /// The kernel's estimate of what can be had without swapping.
+    /// The kernel's estimate of the bytes available without swapping.
     pub available_bytes: u64,
     /// The tightest cgroup limit, if there is one.
     pub cgroup: Option<CgroupMemory>,
-    /// Bytes this process may lock; `None` when unlimited.
+    /// Bytes that this process may lock; `None` = unlimited.
     pub lock_limit_bytes: Option<u64>,
-    /// Bytes it has locked.
+    /// Bytes that it has locked.
     pub locked_bytes: u64,
     /// Mode of transparent huge pages: `always`, `madvise`, `never` or empty.
     pub thp_mode: String,
-    /// Size of an explicit huge page, 0 when there are none.
+    /// Size of an explicit huge page; 0 = none.
     pub hugetlb_page_bytes: u64,
-    /// Explicit huge pages not in use.
+    /// Free explicit huge pages.
     pub hugetlb_free_pages: u64,
 }
 
@@ -60,7 +60,7 @@ impl MemoryFacts {
         facts
     }
 
-    /// Reads the facts from a tree that looks like `/`.
+    /// Reads the facts below `root` instead of `/`.
     pub fn read(root: &Path) -> MemoryFacts {
         let text = |path: &str| std::fs::read_to_string(root.join(path)).unwrap_or_default();
         let meminfo = text("proc/meminfo");
@@ -79,7 +79,8 @@ impl MemoryFacts {
         }
     }
 
-    /// What this process may still take: never MemAvailable alone.
+    /// Bytes that this process may still use: MemAvailable or the cgroup's headroom, the
+    /// smaller.
     pub fn effective_bytes(&self) -> u64 {
         match &self.cgroup {
             Some(cgroup) => cgroup.headroom_bytes().min(self.available_bytes),
@@ -87,7 +88,7 @@ impl MemoryFacts {
         }
     }
 
-    /// What may still be locked.
+    /// Bytes that this process may still lock.
     pub fn lockable_bytes(&self) -> u64 {
         match self.lock_limit_bytes {
             None => u64::MAX,
@@ -96,7 +97,7 @@ impl MemoryFacts {
     }
 }
 
-/// Descriptors that this process may have open at once.
+/// Descriptors that this process may have open.
 pub fn descriptor_limit() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is valid and writable.
@@ -120,7 +121,7 @@ fn lock_limit_bytes() -> Option<u64> {
     }
 }
 
-/// CAP_IPC_LOCK lifts the quota.
+/// Whether this process has CAP_IPC_LOCK, which lifts the quota for locked memory.
 fn has_ipc_lock() -> bool {
     const CAP_IPC_LOCK: u32 = 14;
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -136,7 +137,7 @@ fn labelled(text: &str, label: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// The names that differ between the two versions.
+/// The file names of a cgroup version.
 struct Hierarchy {
     version: u32,
     limit: &'static str,
@@ -179,7 +180,7 @@ fn tightest_cgroup(root: &Path) -> Option<CgroupMemory> {
     found.into_iter().min_by_key(CgroupMemory::headroom_bytes)
 }
 
-/// The mount point of the hierarchy and the directory inside it that is mounted there.
+/// The mount point of a hierarchy, and the folder of the hierarchy that is mounted there.
 fn mount_of(mountinfo: &str, version: u32) -> Option<(PathBuf, PathBuf)> {
     mountinfo.lines().find_map(|line| {
         let (left, right) = line.split_once(" - ")?;
@@ -222,7 +223,7 @@ fn limits_upwards(
 
 fn limit_of(directory: &Path, names: &Hierarchy) -> Option<CgroupMemory> {
     let text = |name: &str| std::fs::read_to_string(directory.join(name)).ok();
-    let limit_bytes: u64 = text(names.limit)?.trim().parse().ok()?; // "max" is no number
+    let limit_bytes: u64 = text(names.limit)?.trim().parse().ok()?; // fails for "max"
     if limit_bytes >= NO_LIMIT_BYTES {
         return None;
     }
@@ -235,7 +236,7 @@ fn limit_of(directory: &Path, names: &Hierarchy) -> Option<CgroupMemory> {
     })
 }
 
-/// Bytes that nobody can guess, from the system.
+/// Random bytes from the kernel, for secrets.
 pub fn random_bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0u8; N];
     let mut filled = 0;
@@ -246,7 +247,7 @@ pub fn random_bytes<const N: usize>() -> Result<[u8; N]> {
             Ok(got) => filled += got,
             Err(_) if std::io::Error::last_os_error().kind() == std::io::ErrorKind::Interrupted => {
             }
-            Err(_) => return Err(Error::os("no random bytes")),
+            Err(_) => return Err(Error::os("cannot read random bytes")),
         }
     }
     Ok(bytes)
@@ -282,7 +283,7 @@ mod tests {
     const MEMINFO: &str = "MemTotal: 1000 kB\nMemAvailable: 800 kB\nHugepagesize: 2048 kB\n";
 
     #[test]
-    fn v2_takes_the_tightest_ancestor() {
+    fn v2_uses_the_tightest_ancestor() {
         let tree = Tree::new("v2");
         tree.file("proc/meminfo", MEMINFO)
             .file("proc/self/cgroup", "0::/a/b\n")
@@ -298,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn v1_in_a_container_and_unlimited() {
+    fn v1_limits_are_read_in_a_container() {
         let tree = Tree::new("v1");
         tree.file("proc/meminfo", MEMINFO)
             .file("proc/self/cgroup", "4:cpu:/x\n3:memory:/docker/abc\n")

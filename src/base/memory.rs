@@ -1,5 +1,5 @@
-//! Aligned, pinned, huge-page memory straight from the kernel, and memory that
-//! the engine lends. Every operation works on [`Buffer`]s.
+//! Buffers: aligned, pinned or huge-page memory from the kernel, or memory of the engine. Every
+//! operation works on [`Buffer`]s.
 
 use std::ffi::c_void;
 
@@ -16,59 +16,59 @@ use crate::fail;
 pub const MAX_BUFFER_BYTES: u64 = 1 << 46;
 /// Largest alignment.
 pub const MAX_ALIGN_BYTES: u64 = 1 << 30;
-/// A huge page of x86-64 and, with 4 KiB base pages, aarch64.
+/// Size of a huge page of x86-64 and, with 4 KiB base pages, aarch64.
 pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
-/// Must the memory have a property?
+/// Whether an allocation must have a property.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Wish {
-    /// Not asked for.
+pub enum Requirement {
+    /// Not requested.
     #[default]
     No,
-    /// If it can be had.
+    /// Requested; the allocation succeeds without it.
     Try,
-    /// Else the allocation fails.
+    /// Required; the allocation fails without it.
     Must,
 }
 
-/// What kind of pages back a buffer.
+/// The kind of pages behind a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Pages {
     /// The machine's normal pages.
     #[default]
     Normal = 0,
-    /// Normal pages that the kernel was asked to merge into huge ones.
+    /// Normal pages that the kernel may merge into huge ones.
     Transparent = 1,
     /// Explicit huge pages from the reserved pool.
     HugeTlb = 2,
-    /// The caller's own memory; unknown.
+    /// The caller's memory; its pages are unknown.
     Foreign = 3,
 }
 
-/// What is asked of the kernel.
+/// A request for memory with properties.
 #[derive(Clone, Default)]
-pub struct MemoryWish {
-    /// Bytes wanted.
+pub struct AllocationRequest {
+    /// Size in bytes.
     pub bytes: u64,
-    /// Alignment; 0 = one page.
+    /// Alignment in bytes, a power of two; 0 = one page.
     pub align_bytes: u64,
     /// Locked in RAM.
-    pub pin: Wish,
+    pub pin: Requirement,
     /// Huge pages: transparent ones with `Try`, reserved ones with `Must`.
-    pub huge: Wish,
-    /// Transparent huge pages where whole ones fit: the size is not rounded to them. What
-    /// disks read into directly is read up to twice as fast.
+    pub huge: Requirement,
+    /// Transparent huge pages where whole ones fit; the size is not rounded up to them. Direct
+    /// reads from disk into such memory are up to twice as fast.
     pub prefer_huge: bool,
-    /// Who pays.
+    /// The account that is charged.
     pub account: Option<Arc<Account>>,
 }
 
-/// Marks a buffer that was freed, in the count of its operations.
+/// Marks a freed buffer in its count of operations.
 const FREED: u64 = 1 << 63;
 
-/// What else keeps a buffer's memory alive or pays for it.
-enum Owner {
+/// The owner of a buffer's memory.
+enum Backing {
     Mapping { start: *mut c_void, bytes: usize },
     Foreign { _guard: Box<dyn Send + Sync> },
 }
@@ -82,50 +82,50 @@ pub struct Buffer {
     pages: Pages,
     in_flight: AtomicU64,
     account: Option<Arc<Account>>,
-    owner: Owner,
+    backing: Backing,
 }
 
-// SAFETY: the buffer is a range of memory; who reads and writes it when is the
-// contract of operations (a buffer in flight is the library's until released).
+// SAFETY: the buffer is a range of memory. The contract of operations orders reads and writes:
+// a buffer in flight belongs to the library until it is released.
 unsafe impl Send for Buffer {}
 // SAFETY: as above; the counters are atomics.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
     /// Maps memory.
-    pub fn map(wish: &MemoryWish, faults: Option<&Faults>) -> Result<Buffer> {
+    pub fn map(request: &AllocationRequest, faults: Option<&Faults>) -> Result<Buffer> {
         let page = page_bytes() as u64;
-        if wish.bytes == 0 || wish.bytes > MAX_BUFFER_BYTES {
-            fail!(Invalid, "a buffer has 1 to {MAX_BUFFER_BYTES} bytes, not {}", wish.bytes);
+        if request.bytes == 0 || request.bytes > MAX_BUFFER_BYTES {
+            fail!(Invalid, "a buffer has 1 to {MAX_BUFFER_BYTES} bytes, not {}", request.bytes);
         }
-        let asked = wish.align_bytes;
+        let asked = request.align_bytes;
         let align = asked.max(page);
         if (asked != 0 && !asked.is_power_of_two()) || align > MAX_ALIGN_BYTES {
             fail!(Invalid, "alignment {asked} is not a power of two up to {MAX_ALIGN_BYTES}");
         }
-        let grain = if wish.huge == Wish::No { page } else { HUGE_PAGE_BYTES };
-        let mapped_bytes = wish.bytes.next_multiple_of(grain);
-        let charge = Charge::take(wish.account.as_ref(), mapped_bytes, wish.pin)?;
-        let mapping = Mapping::new(mapped_bytes, align, wish.huge, faults)?;
-        if wish.prefer_huge {
+        let unit = if request.huge == Requirement::No { page } else { HUGE_PAGE_BYTES };
+        let mapped_bytes = request.bytes.next_multiple_of(unit);
+        let charge = Charge::take(request.account.as_ref(), mapped_bytes, request.pin)?;
+        let mapping = Mapping::new(mapped_bytes, align, request.huge, faults)?;
+        if request.prefer_huge {
             mapping.prefer_huge();
         }
-        let pinned = mapping.pin(wish.pin, charge.pinned, faults)?;
+        let pinned = mapping.pin(request.pin, charge.pinned, faults)?;
         charge.keep(pinned);
         Ok(Buffer {
             address: mapping.aligned.cast(),
-            bytes: wish.bytes,
+            bytes: request.bytes,
             charged_bytes: mapped_bytes,
             pinned,
             pages: mapping.pages,
             in_flight: AtomicU64::new(0),
-            account: wish.account.clone(),
-            owner: mapping.into_owner(),
+            account: request.account.clone(),
+            backing: mapping.into_backing(),
         })
     }
 
-    /// Wraps memory the caller owns; `guard` is dropped when the last operation
-    /// on it is released and the buffer is freed.
+    /// Wraps memory of the caller. `guard` is dropped when the buffer is freed and its last
+    /// operation is released.
     ///
     /// # Safety
     /// `address` must stay valid for reads and writes of `bytes` until then.
@@ -135,7 +135,11 @@ impl Buffer {
         guard: Box<dyn Send + Sync>,
     ) -> Result<Buffer> {
         if address.is_null() || bytes == 0 || bytes > MAX_BUFFER_BYTES {
-            fail!(Invalid, "wrapped memory needs an address and 1 to {MAX_BUFFER_BYTES} bytes");
+            fail!(
+                Invalid,
+                "wrapped memory needs an address and 1 to {MAX_BUFFER_BYTES} bytes, not {bytes} \
+                 bytes at {address:p}"
+            );
         }
         if (address as u64).checked_add(bytes).is_none() {
             fail!(Invalid, "{bytes} bytes at {address:p} wrap around the address space");
@@ -148,31 +152,31 @@ impl Buffer {
             pages: Pages::Foreign,
             in_flight: AtomicU64::new(0),
             account: None,
-            owner: Owner::Foreign { _guard: guard },
+            backing: Backing::Foreign { _guard: guard },
         })
     }
 
-    /// Where it starts.
+    /// The start of the buffer.
     pub fn address(&self) -> *mut u8 {
         self.address
     }
 
-    /// Its usable size.
+    /// The usable size.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// What its account pays for it.
+    /// Bytes charged to the account.
     pub fn charged_bytes(&self) -> u64 {
         self.charged_bytes
     }
 
-    /// Whether it is locked in RAM.
+    /// Whether the memory is locked in RAM.
     pub fn is_pinned(&self) -> bool {
         self.pinned
     }
 
-    /// What backs it.
+    /// The kind of pages behind the buffer.
     pub fn pages(&self) -> Pages {
         self.pages
     }
@@ -182,28 +186,28 @@ impl Buffer {
         self.in_flight.load(Ordering::Acquire) & !FREED
     }
 
-    /// Keeps new operations out, if none is in flight.
+    /// Refuses new operations from now on; false while an operation is in flight.
     pub fn retire(&self) -> bool {
         self.in_flight.compare_exchange(0, FREED, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Whether it takes no more operations: one that entered late must leave.
+    /// Whether the buffer refuses operations: one that entered late must leave.
     pub fn is_retired(&self) -> bool {
         self.in_flight.load(Ordering::Acquire) & FREED != 0
     }
 
-    /// An operation begins to use it.
+    /// Counts an operation that begins to use the buffer.
     pub fn enter(&self) {
         self.in_flight.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// That operation has released it.
+    /// Counts an operation that has released the buffer.
     pub fn leave(&self) {
         let before = self.in_flight.fetch_sub(1, Ordering::Release);
         debug_assert!(before & !FREED > 0, "a buffer was left more often than entered");
     }
 
-    /// The address of `offset`, if `bytes` from there lie inside.
+    /// The address of `offset`, if `bytes` from there lie inside the buffer.
     pub fn range(&self, offset: u64, bytes: u64) -> Option<*mut u8> {
         let end = offset.checked_add(bytes)?;
         // SAFETY: the range lies inside the allocation, which is below 2^63 bytes.
@@ -214,9 +218,9 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         debug_assert_eq!(self.in_flight(), 0, "a buffer in flight was freed");
-        if let Owner::Mapping { start, bytes } = self.owner {
-            // SAFETY: exactly what was mapped, and nobody uses it any more: every
-            // operation holds a reference until it is released.
+        if let Backing::Mapping { start, bytes } = self.backing {
+            // SAFETY: exactly the range that was mapped. No operation uses it any more: every
+            // one holds a reference until it is released.
             unsafe { libc::munmap(start, bytes) };
         }
         if let Some(account) = &self.account {
@@ -228,7 +232,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Bytes taken from an account that go back unless they are kept.
+/// Bytes charged to an account; the drop releases them unless they were kept.
 struct Charge<'a> {
     account: Option<&'a Arc<Account>>,
     bytes: u64,
@@ -237,14 +241,14 @@ struct Charge<'a> {
 }
 
 impl<'a> Charge<'a> {
-    fn take(account: Option<&'a Arc<Account>>, bytes: u64, pin: Wish) -> Result<Charge<'a>> {
-        let mut pinned = pin != Wish::No;
+    fn take(account: Option<&'a Arc<Account>>, bytes: u64, pin: Requirement) -> Result<Charge<'a>> {
+        let mut pinned = pin != Requirement::No;
         if let Some(account) = account {
-            // A charge gives back what it holds: there is none before it does.
+            // The drop of a `Charge` releases both tiers, so it is created last.
             account.take(Tier::Host, bytes)?;
             match if pinned { account.take(Tier::Pinned, bytes) } else { Ok(()) } {
                 Ok(()) => {}
-                Err(_) if pin == Wish::Try => pinned = false,
+                Err(_) if pin == Requirement::Try => pinned = false,
                 Err(error) => {
                     account.give_back(Tier::Host, bytes);
                     return Err(error);
@@ -272,7 +276,7 @@ impl Drop for Charge<'_> {
     }
 }
 
-/// An anonymous mapping, unmapped unless it becomes a buffer's.
+/// An anonymous mapping; the drop unmaps it unless a buffer took it over.
 struct Mapping {
     start: *mut c_void,
     mapped: usize,
@@ -282,15 +286,16 @@ struct Mapping {
 }
 
 impl Mapping {
-    fn new(bytes: u64, align: u64, huge: Wish, faults: Option<&Faults>) -> Result<Mapping> {
+    fn new(bytes: u64, align: u64, huge: Requirement, faults: Option<&Faults>) -> Result<Mapping> {
         if let Some(faults) = faults {
             faults.pass(Site::Map)?;
         }
         let bytes = usize::try_from(bytes).map_err(|_| Status::NoMem)?;
-        if huge == Wish::Must {
+        if huge == Requirement::Must {
             return Mapping::reserved(bytes, align);
         }
-        let align = if huge == Wish::Try { align.max(HUGE_PAGE_BYTES) } else { align } as usize;
+        let align =
+            if huge == Requirement::Try { align.max(HUGE_PAGE_BYTES) } else { align } as usize;
         let slack = if align > page_bytes() { align } else { 0 };
         let mut mapping = Mapping::anonymous(bytes + slack, 0)?;
         let address = mapping.start as usize;
@@ -298,11 +303,12 @@ impl Mapping {
         // SAFETY: `skip` < `align` <= slack, so the aligned start lies in the mapping.
         mapping.aligned = unsafe { mapping.start.byte_add(skip) };
         mapping.bytes = bytes;
-        // SAFETY: the ranges lie in the mapping made above. Both advices may fail
-        // on old kernels without harm: they only tell it what the memory is for.
+        // SAFETY: the ranges lie in the mapping made above. Both calls may fail on old kernels
+        // without harm: they are only hints.
         unsafe {
             libc::madvise(mapping.start, mapping.mapped, libc::MADV_DONTFORK);
-            if huge == Wish::Try && libc::madvise(mapping.aligned, bytes, libc::MADV_HUGEPAGE) == 0
+            if huge == Requirement::Try
+                && libc::madvise(mapping.aligned, bytes, libc::MADV_HUGEPAGE) == 0
             {
                 mapping.pages = Pages::Transparent;
             }
@@ -310,21 +316,25 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Before pages are touched: later ones stay as small as they are.
+    /// Requests transparent huge pages. Must precede the first touch: touched pages stay small.
     fn prefer_huge(&self) {
-        // SAFETY: this map's own pages, which nobody has yet; advice changes nothing of what
-        // is in them. Where it is unknown it fails without harm.
+        // SAFETY: the pages of this mapping, which no other code has yet. The hint changes no
+        // content, and fails without harm where it is unknown.
         unsafe { libc::madvise(self.aligned, self.bytes, libc::MADV_HUGEPAGE) };
     }
 
     fn reserved(bytes: usize, align: u64) -> Result<Mapping> {
         if align > HUGE_PAGE_BYTES {
-            fail!(Invalid, "reserved huge pages are aligned to {HUGE_PAGE_BYTES} bytes at most");
+            fail!(
+                Invalid,
+                "alignment {align} is above {HUGE_PAGE_BYTES} bytes, the largest of reserved \
+                 huge pages"
+            );
         }
         let flags = libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
         let mut mapping = Mapping::anonymous(bytes, flags).map_err(|_| {
             let need = bytes as u64 / HUGE_PAGE_BYTES;
-            let text = format!("{need} huge pages are not free; raise vm.nr_hugepages");
+            let text = format!("fewer than {need} huge pages are free; raise vm.nr_hugepages");
             Error::new(Status::Unavailable, text)
         })?;
         mapping.pages = Pages::HugeTlb;
@@ -351,16 +361,16 @@ impl Mapping {
         Ok(Mapping { start, mapped: bytes, aligned: start, bytes, pages: Pages::Normal })
     }
 
-    fn pin(&self, wish: Wish, allowed: bool, faults: Option<&Faults>) -> Result<bool> {
-        if wish == Wish::No || !allowed {
+    fn pin(&self, pin: Requirement, allowed: bool, faults: Option<&Faults>) -> Result<bool> {
+        if pin == Requirement::No || !allowed {
             return Ok(false);
         }
-        let planted = faults.map_or(Ok(()), |f| f.pass(Site::Pin));
+        let injected = faults.map_or(Ok(()), |f| f.pass(Site::Pin));
         // SAFETY: a range of the mapping made above.
-        let rc = planted.map(|()| unsafe { libc::mlock(self.aligned, self.bytes) });
-        match (rc, wish) {
+        let rc = injected.map(|()| unsafe { libc::mlock(self.aligned, self.bytes) });
+        match (rc, pin) {
             (Ok(0), _) => Ok(true),
-            (_, Wish::Try) => Ok(false),
+            (_, Requirement::Try) => Ok(false),
             _ => {
                 let os = std::io::Error::last_os_error();
                 let text = format!("cannot lock {} bytes: {os}; raise RLIMIT_MEMLOCK", self.bytes);
@@ -369,24 +379,24 @@ impl Mapping {
         }
     }
 
-    fn into_owner(self) -> Owner {
+    fn into_backing(self) -> Backing {
         let this = std::mem::ManuallyDrop::new(self);
-        Owner::Mapping { start: this.start, bytes: this.mapped }
+        Backing::Mapping { start: this.start, bytes: this.mapped }
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: exactly what was mapped; it never became a buffer's.
+        // SAFETY: exactly the range that was mapped; no buffer took it over.
         unsafe { libc::munmap(self.start, self.mapped) };
     }
 }
 
-/// Makes the pages of a range present, writable and, as far as the kernel
-/// gives them, huge. Contents are kept.
+/// Makes the pages of a range present and writable, and huge where the kernel provides them.
+/// The contents are kept.
 ///
 /// # Safety
-/// The range must be mapped, writable, and not written by others meanwhile.
+/// The range must be mapped and writable, and no other thread may write to it meanwhile.
 pub unsafe fn prefault(address: *mut u8, bytes: u64) {
     let page = page_bytes();
     let start = (address as usize) / page * page;
@@ -398,7 +408,7 @@ pub unsafe fn prefault(address: *mut u8, bytes: u64) {
     }
     // Kernels before 5.14: touch every page.
     for offset in (0..bytes as usize).step_by(page) {
-        // SAFETY: inside the caller's range; volatile, so that it is not removed.
+        // SAFETY: inside the caller's range; volatile, so that the compiler keeps the access.
         unsafe {
             let at = address.add(offset);
             at.write_volatile(at.read_volatile());
@@ -410,15 +420,16 @@ pub unsafe fn prefault(address: *mut u8, bytes: u64) {
 mod tests {
     use super::*;
 
-    fn wish(bytes: u64) -> MemoryWish {
-        MemoryWish { bytes, ..MemoryWish::default() }
+    fn request(bytes: u64) -> AllocationRequest {
+        AllocationRequest { bytes, ..AllocationRequest::default() }
     }
 
     #[test]
-    fn aligned_and_writable_to_the_last_byte() {
+    fn buffers_are_aligned_and_writable_to_the_last_byte() {
         for align in [0, 4096, 1 << 16, 1 << 21, 1 << 24] {
             let buffer =
-                Buffer::map(&MemoryWish { align_bytes: align, ..wish(100_001) }, None).unwrap();
+                Buffer::map(&AllocationRequest { align_bytes: align, ..request(100_001) }, None)
+                    .unwrap();
             assert_eq!(buffer.address() as u64 % align.max(4096), 0);
             // SAFETY: the buffer is this test's alone.
             unsafe {
@@ -431,7 +442,7 @@ mod tests {
 
     #[test]
     fn ranges_do_not_leave_the_buffer() {
-        let buffer = Buffer::map(&wish(10), None).unwrap();
+        let buffer = Buffer::map(&request(10), None).unwrap();
         assert!(buffer.range(0, 10).is_some());
         assert!(buffer.range(10, 0).is_some());
         assert!(buffer.range(1, 10).is_none());
@@ -439,28 +450,34 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
-        let status = |w: &MemoryWish| Buffer::map(w, None).err().unwrap().status();
-        assert_eq!(status(&wish(0)), Status::Invalid);
-        assert_eq!(status(&wish(u64::MAX)), Status::Invalid);
-        assert_eq!(status(&MemoryWish { align_bytes: 3 << 12, ..wish(1) }), Status::Invalid);
-        assert_eq!(status(&MemoryWish { align_bytes: 3, ..wish(1) }), Status::Invalid);
-        assert_eq!(status(&MemoryWish { align_bytes: 1 << 40, ..wish(1) }), Status::Invalid);
+    fn invalid_sizes_and_alignments_are_refused() {
+        let status = |w: &AllocationRequest| Buffer::map(w, None).err().unwrap().status();
+        assert_eq!(status(&request(0)), Status::Invalid);
+        assert_eq!(status(&request(u64::MAX)), Status::Invalid);
+        assert_eq!(
+            status(&AllocationRequest { align_bytes: 3 << 12, ..request(1) }),
+            Status::Invalid
+        );
+        assert_eq!(status(&AllocationRequest { align_bytes: 3, ..request(1) }), Status::Invalid);
+        assert_eq!(
+            status(&AllocationRequest { align_bytes: 1 << 40, ..request(1) }),
+            Status::Invalid
+        );
     }
 
     #[test]
-    fn a_planted_pin_failure_is_a_quota_error_or_a_fallback() {
+    fn an_injected_pin_failure_is_a_quota_error_or_a_fallback() {
         let faults = Faults::parse("faults(pin=at(fail=1))").unwrap();
-        let must = MemoryWish { pin: Wish::Must, ..wish(4096) };
+        let must = AllocationRequest { pin: Requirement::Must, ..request(4096) };
         assert_eq!(Buffer::map(&must, Some(&faults)).err().unwrap().status(), Status::PinQuota);
         let faults = Faults::parse("faults(pin=at(fail=1))").unwrap();
-        let soft = MemoryWish { pin: Wish::Try, ..wish(4096) };
+        let soft = AllocationRequest { pin: Requirement::Try, ..request(4096) };
         assert!(!Buffer::map(&soft, Some(&faults)).unwrap().is_pinned());
     }
 
     #[test]
     fn transparent_huge_pages_are_aligned() {
-        let huge = MemoryWish { huge: Wish::Try, ..wish(3 << 20) };
+        let huge = AllocationRequest { huge: Requirement::Try, ..request(3 << 20) };
         let buffer = Buffer::map(&huge, None).unwrap();
         assert_eq!(buffer.address() as u64 % HUGE_PAGE_BYTES, 0);
         assert_eq!(buffer.charged_bytes(), 4 << 20);

@@ -1,4 +1,5 @@
-//! The ground floor: what every other room stands on. Imports nothing above.
+//! The lowest layer of the library: runtime, ops, budgets, memory, spec strings. It imports no
+//! higher layer.
 
 pub mod account;
 pub mod budget;
@@ -14,20 +15,20 @@ pub mod item;
 pub mod json;
 pub mod json_out;
 pub mod library;
+pub mod list_pool;
 pub mod logging;
 pub mod machine;
 pub mod memory;
 pub mod notifier;
 pub mod op;
-pub mod op_table;
-pub mod owner;
+
 pub mod panic;
-pub mod promise;
+
 pub mod queue;
 pub mod random;
 pub mod runtime;
 pub mod slab;
-pub mod spare;
+
 pub mod spec;
 pub mod status;
 pub mod sync;

@@ -1,11 +1,10 @@
-//! The notifier: one thread for deadlines and for everything that calls back.
+//! The notifier: one thread that watches deadlines and calls callbacks.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
 use crate::base::clock::Clock;
-use crate::base::op::{RELEASED, ops};
-use crate::base::owner::Owner;
+use crate::base::op::{Owner, RELEASED, ops};
 use crate::base::panic;
 use crate::base::queue::Queue;
 use crate::base::slab::Key;
@@ -21,11 +20,11 @@ struct Inner {
     tasks: VecDeque<Task>,
     timers: BinaryHeap<Reverse<(u64, Key)>>,
     stop: bool,
-    /// The thread has left: nobody will look in here again.
+    /// The thread has ended: no task is executed any more.
     ended: bool,
 }
 
-/// The notifier's inbox.
+/// The inbox of the notifier thread.
 pub struct Notifier {
     inner: Mutex<Inner>,
     filled: Condvar,
@@ -37,17 +36,17 @@ impl Default for Notifier {
     }
 }
 
-/// Timers kept for ops that ended long before are swept beyond this many.
+/// Timers of ended ops are removed once there are this many timers.
 const SWEEP_TIMERS: usize = 4096;
 
 impl Notifier {
-    /// A callback queue has entries.
+    /// Schedules the delivery of a callback queue that has entries.
     pub fn queue_filled(&self, queue: &Arc<Queue>) {
         self.add(Task::Queue(queue.clone()));
     }
 
-    /// Somebody wants a turn on the notifier's thread.
-    pub fn ask(&self, owner: Arc<dyn Owner>) {
+    /// Schedules [`Owner::serve`] on the notifier thread.
+    pub fn schedule(&self, owner: Arc<dyn Owner>) {
         self.add(Task::Owner(owner));
     }
 
@@ -55,7 +54,7 @@ impl Notifier {
         let mut inner = self.inner.lock();
         if inner.ended {
             drop(inner);
-            return drop(task); // kept in here it would keep its runtime for ever
+            return drop(task); // a task kept here would keep its runtime alive for ever
         }
         inner.tasks.push_back(task);
         drop(inner);
@@ -64,16 +63,16 @@ impl Notifier {
 
     /// Watches the deadline of an op.
     pub fn watch(&self, deadline_ns: u64, key: Key) {
-        let mut swept = Vec::new();
+        let mut removed = Vec::new();
         let mut inner = self.inner.lock();
         let timers = &mut inner.timers;
         if timers.len() >= SWEEP_TIMERS && timers.len() == timers.capacity() {
-            // Before it grows: drop the timers of ops that are gone.
+            // Remove the timers of ended ops before the heap grows.
             timers.retain(|Reverse((_, key))| {
                 let Some(op) = ops().pin_inside(*key) else { return false };
                 let lives = op.state() & RELEASED == 0;
-                // This pin may have become the last one: it goes outside the lock.
-                swept.push(op);
+                // This pin may be the last one: it is dropped outside the lock.
+                removed.push(op);
                 lives
             });
         }
@@ -85,13 +84,13 @@ impl Notifier {
         }
     }
 
-    /// Ends when nothing is left to call.
+    /// Lets the thread end when no task is left.
     pub fn stop(&self) {
         self.inner.lock().stop = true;
         self.filled.notify_all();
     }
 
-    /// Expires what is due.
+    /// Expires the ops whose deadline has passed.
     pub fn tick(&self, now_ns: u64) {
         loop {
             let mut inner = self.inner.lock();
@@ -107,11 +106,11 @@ impl Notifier {
         }
     }
 
-    /// The notifier's life; `trouble` is called when a task panics.
-    pub fn serve(&self, clock: &Clock, trouble: &dyn Fn(&str)) {
+    /// Runs the notifier thread; `on_panic` is called when a task panics.
+    pub fn serve(&self, clock: &Clock, on_panic: &dyn Fn(&str)) {
         loop {
             if let Err(text) = panic::catch(|| self.tick(clock.now_ns())) {
-                trouble(&text);
+                on_panic(&text);
             }
             let mut inner = self.inner.lock();
             let Some(task) = inner.tasks.pop_front() else {
@@ -131,19 +130,19 @@ impl Notifier {
                 }
             };
             let more = panic::catch(run).unwrap_or_else(|text| {
-                trouble(&text);
-                matches!(task, Task::Queue(_)) // its other entries are still owed
+                on_panic(&text);
+                matches!(task, Task::Queue(_)) // the other entries must still be delivered
             });
             if more {
-                self.add(task); // behind whatever else waits for a turn
+                self.add(task); // behind the other tasks
             }
         }
     }
 
     fn sleep(&self, inner: &mut Guard<'_, Inner>, clock: &Clock) {
-        // Read under the lock: a timer set since the last tick is seen here.
+        // Read under the lock: a timer added since the last tick is seen here.
         match inner.timers.peek().map(|Reverse((deadline, _))| *deadline) {
-            // A manual clock does not pass by itself: whoever moves it ticks.
+            // A manual clock stands still: the code that advances it calls `tick`.
             Some(deadline) if !clock.is_manual() => {
                 let now = clock.now_ns();
                 if deadline > now {

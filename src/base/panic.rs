@@ -1,8 +1,8 @@
-//! Panics of the library's own code: caught, silent, turned into a sentence.
+//! Panics of the library's code: caught without output and turned into their text.
 //!
-//! Rust's default hook prints to standard error, which belongs to the host.
-//! Ours keeps the text of a panic that happens inside the library for whoever
-//! catches it, and passes every other panic on to the hook that was there.
+//! Rust's default hook prints to standard error, which belongs to the host. The library's hook
+//! records the text of a panic inside the library for [`catch`], and passes every other panic
+//! to the previous hook.
 
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,8 +16,7 @@ thread_local! {
 
 static HOOK: OnceCell<()> = OnceCell::new();
 
-/// Installs the hook, once for the process. Not under the model checker, which
-/// has one of its own.
+/// Installs the hook, once for the process. The model checker has a hook of its own.
 fn install_hook() {
     if cfg!(feature = "shuttle") {
         return;
@@ -35,19 +34,19 @@ fn install_hook() {
     });
 }
 
-/// Runs `body`; a panic inside becomes its text.
+/// Runs `body` and returns the text of a panic inside it.
 #[inline]
 pub fn catch<R>(body: impl FnOnce() -> R) -> Result<R, String> {
     install_hook();
     DEPTH.with(|d| d.set(d.get() + 1));
     let result = catch_unwind(AssertUnwindSafe(body));
     DEPTH.with(|d| d.set(d.get() - 1));
-    result.map_err(payload_gone)
+    result.map_err(take_text)
 }
 
 #[cold]
-fn payload_gone(payload: Box<dyn std::any::Any + Send>) -> String {
-    // Dropping any other payload would run foreign code that may panic again.
+fn take_text(payload: Box<dyn std::any::Any + Send>) -> String {
+    // Dropping any other payload would run unknown code that may panic again.
     if !payload.is::<String>() && !payload.is::<&'static str>() {
         std::mem::forget(payload);
     }
@@ -59,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panic_becomes_its_text() {
+    fn catch_returns_the_text_of_a_panic() {
         let error = catch(|| panic!("planted {}", 7)).err();
         assert!(error.is_some_and(|text| text.contains("planted 7")));
         assert_eq!(catch(|| 3), Ok(3));

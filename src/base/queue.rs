@@ -1,7 +1,7 @@
-//! Completion queues: bounded, never dropping, polled or called back.
+//! Completion queues: bounded, without loss, polled or delivered by callback.
 //!
-//! A place is reserved when an op is submitted, so that a completion always
-//! finds room: a full queue is the submitter's `KVT_E_AGAIN`, not a lost entry.
+//! Submitting an op reserves an entry, so that its completion always has space. A full queue
+//! fails the submission with `KVT_E_AGAIN`; no completion is lost.
 
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
@@ -10,36 +10,36 @@ use crate::base::callback::refuse_reentry;
 use crate::base::core::Core;
 use crate::base::fault::Site;
 use crate::base::op::Op;
-use crate::base::owner::Owner;
+use crate::base::op::Owner;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex, Weak};
 use crate::fail;
 
 /// Largest capacity.
 pub const MAX_CAPACITY: u32 = 1 << 20;
-/// Capacity when none is asked for.
+/// Default capacity.
 pub const DEFAULT_CAPACITY: u32 = 4096;
-/// Completions handed to a callback at once, and posted by a worker at once.
+/// Most completions that a callback receives at once, and that a worker posts at once.
 pub const BATCH: usize = 64;
 
-/// One entry: what happened to which op.
+/// One entry of a queue: moments of an op.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Completion {
     /// The op's key bits; 0 for a detached op.
     pub op: u64,
-    /// The caller's word.
+    /// The caller's value.
     pub tag: u64,
     /// The result.
     pub status: i32,
-    /// The moments told by this entry.
+    /// The moments that this entry notifies of.
     pub events: u32,
-    /// Items that are not OK.
+    /// Items whose status is not OK.
     pub items_failed: u32,
-    /// Bytes of the items that are.
+    /// Bytes of the items that completed with OK.
     pub bytes_done: u64,
     /// The value of the first item.
     pub value: u64,
-    /// Reserved places this entry does not need.
+    /// Reserved entries that this one frees.
     pub spare: u32,
 }
 
@@ -52,7 +52,7 @@ struct Inner {
     closing: bool,
     closed: bool,
     eventfd: Option<RawFd>,
-    /// The notifier has been told and has not yet looked.
+    /// The notifier was signalled and has not yet delivered.
     signalled: bool,
     posted: u64,
     refused: u64,
@@ -62,17 +62,17 @@ struct Inner {
 /// Counters of a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueueStats {
-    /// Places in all.
+    /// Entries that the queue can hold.
     pub capacity: u32,
     /// Entries waiting to be drained.
     pub pending: u32,
-    /// Places reserved by ops that have not completed.
+    /// Entries reserved by ops that have not completed.
     pub reserved: u32,
-    /// Most places ever taken.
+    /// Most entries ever pending and reserved together.
     pub peak: u32,
     /// Entries posted so far.
     pub posted: u64,
-    /// Submissions refused because it was full.
+    /// Submissions refused because the queue was full.
     pub refused: u64,
 }
 
@@ -87,12 +87,13 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// A queue; with a sink it is in callback mode.
+    /// Opens a queue of `capacity` entries; 0 = [`DEFAULT_CAPACITY`]. With a sink, completions
+    /// are delivered by callback.
     pub fn open(core: &Arc<Core>, capacity: u32, sink: Option<Sink>) -> Result<Arc<Queue>> {
         core.check_open()?;
         let capacity = if capacity == 0 { DEFAULT_CAPACITY } else { capacity };
         if capacity > MAX_CAPACITY {
-            fail!(Limit, "a queue has at most {MAX_CAPACITY} places, not {capacity}");
+            fail!(Limit, "a queue holds at most {MAX_CAPACITY} entries, not {capacity}");
         }
         let mut ring = VecDeque::new();
         ring.try_reserve_exact(capacity as usize).map_err(|_| Status::NoMem)?;
@@ -119,22 +120,22 @@ impl Queue {
         Ok(queue)
     }
 
-    /// The runtime it belongs to.
+    /// The runtime of the queue.
     pub fn core(&self) -> &Arc<Core> {
         &self.core
     }
 
-    /// Whether it takes no new work.
+    /// Whether the queue refuses new work.
     pub fn is_closing(&self) -> bool {
         self.inner.lock().closing
     }
 
-    /// Whether completions go to a callback.
+    /// Whether completions are delivered by callback.
     pub fn is_callback(&self) -> bool {
         self.calls_back
     }
 
-    /// Keeps `n` places for ops about to be submitted.
+    /// Reserves `n` entries for ops about to be submitted.
     pub(crate) fn reserve(&self, n: u32) -> Result<()> {
         let mut inner = self.inner.lock();
         if inner.closing {
@@ -150,33 +151,33 @@ impl Queue {
         Ok(())
     }
 
-    /// Gives places back that no op will use.
+    /// Frees reserved entries that no op will use.
     pub(crate) fn unreserve(&self, n: u32) {
         let mut inner = self.inner.lock();
         debug_assert!(inner.reserved >= n);
         inner.reserved -= n;
         drop(inner);
-        self.filled.notify_all(); // a close may wait for the last place
+        self.filled.notify_all(); // a close may wait for the last entry
     }
 
-    /// Posts completions whose places were reserved.
+    /// Posts completions whose entries were reserved.
     pub(crate) fn post(self: &Arc<Queue>, batch: &[Completion]) {
         let mut inner = self.inner.lock();
         let was_empty = inner.ring.is_empty();
         for entry in batch {
-            let places = 1 + entry.spare;
-            assert!(inner.reserved >= places, "a completion without a reserved place");
-            inner.reserved -= places;
+            let entries = 1 + entry.spare;
+            assert!(inner.reserved >= entries, "a completion without a reserved entry");
+            inner.reserved -= entries;
             inner.ring.push_back(*entry);
         }
         inner.posted += batch.len() as u64;
         if let (Some(fd), true) = (inner.eventfd, was_empty) {
-            raise(fd);
+            signal_eventfd(fd);
         }
-        let tell = self.calls_back && !std::mem::replace(&mut inner.signalled, true);
+        let signal = self.calls_back && !std::mem::replace(&mut inner.signalled, true);
         let closing = inner.closing;
         drop(inner);
-        if tell {
+        if signal {
             self.core.notifier().queue_filled(self);
         } else if closing {
             self.filled.notify_all(); // consumers and the close itself
@@ -189,33 +190,35 @@ impl Queue {
         let n = inner.ring.len().min(max);
         inner.ring.drain(..n).for_each(out);
         if let (Some(fd), true) = (inner.eventfd, n > 0 && inner.ring.is_empty()) {
-            lower(fd);
+            drain_eventfd(fd);
         }
         n
     }
 
-    fn polled(&self) -> Result<()> {
+    fn check_polled(&self) -> Result<()> {
         if !self.calls_back {
             return Ok(());
         }
-        Err(Error::new(Status::State, "this queue calls back: it cannot be polled"))
+        Err(Error::new(
+            Status::State,
+            "the queue delivers completions by callback and cannot be polled",
+        ))
     }
 
     /// Drains up to `max` entries without waiting.
     pub fn poll(&self, max: usize, out: &mut dyn FnMut(Completion)) -> Result<usize> {
-        self.polled()?;
+        self.check_polled()?;
         Ok(self.pop(&mut self.inner.lock(), out, max))
     }
 
-    /// Drains up to `max` entries, waiting for the first until `deadline_ns`
-    /// (0 = for ever).
+    /// Drains up to `max` entries. Waits for the first one until `deadline_ns`; 0 = no deadline.
     pub fn wait(
         &self,
         max: usize,
         deadline_ns: u64,
         out: &mut dyn FnMut(Completion),
     ) -> Result<usize> {
-        self.polled()?;
+        self.check_polled()?;
         refuse_reentry()?;
         let mut inner = self.inner.lock();
         loop {
@@ -243,9 +246,9 @@ impl Queue {
         }
     }
 
-    /// An eventfd that is readable exactly while entries are waiting.
+    /// An eventfd that is readable exactly while entries are pending.
     pub fn eventfd(&self) -> Result<RawFd> {
-        self.polled()?;
+        self.check_polled()?;
         let mut inner = self.inner.lock();
         if inner.closed {
             return Err(Status::Closed.into());
@@ -256,20 +259,20 @@ impl Queue {
         // SAFETY: no preconditions; the result is checked.
         let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if fd < 0 {
-            return Err(Error::os("cannot make an eventfd"));
+            return Err(Error::os("cannot create an eventfd"));
         }
         if !inner.ring.is_empty() {
-            raise(fd);
+            signal_eventfd(fd);
         }
         inner.eventfd = Some(fd);
         Ok(fd)
     }
 
-    /// Runs the callback with one batch; true when more may be waiting. On the
-    /// notifier thread, which has deadlines and other queues to serve, too.
+    /// Calls the callback with one batch; returns true when more entries may be pending. Runs
+    /// on the notifier thread, which also serves deadlines and other queues.
     pub(crate) fn deliver(&self) -> bool {
         let Some(sink) = self.sink.lock().clone() else { return false };
-        // Before anything is taken: a fault planted here loses no entry.
+        // Before any entry is taken: an injected fault loses none.
         if let Err(error) = self.core.pass(Site::Notifier) {
             log::warn!("{error}");
         }
@@ -282,8 +285,8 @@ impl Queue {
         };
         self.pop(&mut inner, &mut take, BATCH);
         if n == 0 {
-            // Who closes may go on when nothing is signalled, and the user's data is gone
-            // with the last sink: that must not be this one. Not under the lock, either.
+            // A close continues once nothing is signalled, and dropping the last sink destroys
+            // the user's data. This clone must not be the last, nor be dropped under the lock.
             drop(inner);
             drop(sink);
             let mut inner = self.inner.lock();
@@ -298,7 +301,7 @@ impl Queue {
         // A close waits until the callback has seen the last entry.
         inner.reserved += n as u32;
         drop(inner);
-        let _given_back = Undo { queue: self, places: n as u32 };
+        let _delivering = Delivering { queue: self, entries: n as u32 };
         sink(&batch[..n]);
         true
     }
@@ -316,8 +319,8 @@ impl Queue {
         }
     }
 
-    /// Refuses new work, cancels what is open and waits for it until
-    /// `deadline_ns` (0 = for ever). Entries nobody drained are dropped.
+    /// Refuses new work, cancels open ops and waits for them until `deadline_ns`; 0 = no
+    /// deadline. Entries that were not drained are dropped.
     pub fn close(self: &Arc<Queue>, deadline_ns: u64) -> Result<()> {
         refuse_reentry()?;
         self.inner.lock().closing = true;
@@ -331,19 +334,19 @@ impl Queue {
             }
             let now = self.core.clock().now_ns();
             if now >= deadline_ns {
-                let text = format!("{} places of the queue are still in use", inner.reserved);
+                let text = format!("{} entries of the queue are still in use", inner.reserved);
                 return Err(Error::new(Status::Busy, text));
             }
             self.filled.wait_for(&mut inner, deadline_ns - now);
         }
-        // Ops that are not freed yet keep the queue itself: what it holds goes now.
+        // Ops that are not freed yet keep the queue alive, so its contents are freed now.
         inner.closed = true;
         let ring = std::mem::take(&mut inner.ring);
         let eventfd = inner.eventfd.take();
         drop(inner);
         close_fd(eventfd);
         let sink = self.sink.lock().take();
-        drop((ring, sink)); // under no lock: the sink may run the caller's destroy
+        drop((ring, sink)); // without a lock: the sink may call the caller's destroy function
         Ok(())
     }
 }
@@ -353,7 +356,7 @@ impl Owner for Queue {
 
     fn shut(&self, status: Status) {
         if status == Status::Cancelled {
-            self.inner.lock().closing = true; // whoever waits for more waits in vain
+            self.inner.lock().closing = true; // no more entries will come for a waiter
             self.filled.notify_all();
         }
     }
@@ -363,7 +366,7 @@ impl Owner for Queue {
 
 fn close_fd(fd: Option<RawFd>) {
     if let Some(fd) = fd {
-        // SAFETY: made by `eventfd`, taken out of the queue, so closed once.
+        // SAFETY: created by `eventfd` and taken out of the queue, so closed once.
         unsafe { libc::close(fd) };
     }
 }
@@ -374,31 +377,32 @@ impl Drop for Queue {
     }
 }
 
-struct Undo<'a> {
+/// Entries that a callback is using.
+struct Delivering<'a> {
     queue: &'a Queue,
-    places: u32,
+    entries: u32,
 }
 
-impl Drop for Undo<'_> {
+impl Drop for Delivering<'_> {
     fn drop(&mut self) {
-        self.queue.unreserve(self.places);
+        self.queue.unreserve(self.entries);
     }
 }
 
-fn raise(fd: RawFd) {
+fn signal_eventfd(fd: RawFd) {
     let one = 1u64;
     // SAFETY: an eventfd takes eight bytes; it is non-blocking and its counter is
-    // at most 1, so the write cannot fail for lack of room.
+    // at most 1, so the write cannot overflow it.
     unsafe { libc::write(fd, (&raw const one).cast(), 8) };
 }
 
-fn lower(fd: RawFd) {
+fn drain_eventfd(fd: RawFd) {
     let mut count = 0u64;
     // SAFETY: an eventfd gives eight bytes; non-blocking.
     unsafe { libc::read(fd, (&raw mut count).cast(), 8) };
 }
 
-/// Gathers a worker's completions, so that a batch costs one lock and one wake.
+/// Collects a worker's completions, so that a batch costs one lock and one wake-up.
 #[derive(Default)]
 pub struct Outbox {
     queue: Option<Arc<Queue>>,
@@ -406,12 +410,13 @@ pub struct Outbox {
 }
 
 impl Outbox {
-    /// An outbox with room for a batch.
+    /// An empty outbox with capacity for one batch.
     pub fn new() -> Outbox {
         Outbox { queue: None, entries: Vec::with_capacity(BATCH) }
     }
 
-    /// Adds an entry; posts what is gathered when it is full or for another queue.
+    /// Adds an entry. Posts the collected entries first if the batch is full or belongs to
+    /// another queue.
     pub fn add(&mut self, queue: &Arc<Queue>, entry: Completion) {
         let same = self.queue.as_ref().is_some_and(|q| Arc::ptr_eq(q, queue));
         if !same || self.entries.len() == BATCH {
@@ -421,7 +426,7 @@ impl Outbox {
         self.entries.push(entry);
     }
 
-    /// Posts what is gathered.
+    /// Posts the collected entries.
     pub fn flush(&mut self) {
         if let Some(queue) = self.queue.take() {
             queue.post(&self.entries);

@@ -1,6 +1,6 @@
-//! Numbers that look random and follow from a seed: SplitMix64.
+//! Pseudorandom numbers from a seed: SplitMix64.
 
-/// A stream of numbers.
+/// A pseudorandom stream.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
@@ -19,17 +19,17 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `end`; 0 when that is 0.
+    /// A number below `end`; 0 if `end` is 0.
     pub fn below(&mut self, end: u64) -> u64 {
         ((u128::from(self.draw()) * u128::from(end)) >> 64) as u64
     }
 
-    /// True so many times in a million.
+    /// True with a probability of `per_million` in a million.
     pub fn chance(&mut self, per_million: u32) -> bool {
         self.below(1_000_000) < u64::from(per_million)
     }
 
-    /// True every other time.
+    /// True with a probability of one half.
     pub fn coin(&mut self) -> bool {
         self.draw() >> 63 == 1
     }
@@ -40,14 +40,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_published_stream() {
+    fn the_stream_matches_published_numbers() {
         let mut random = Random::new(1_234_567);
         let first = [6_457_827_717_110_365_317, 3_203_168_211_198_807_973u64];
         assert_eq!([random.draw(), random.draw()], first);
     }
 
     #[test]
-    fn chances_are_kept_to() {
+    fn probabilities_hold() {
         let mut random = Random::new(1);
         assert!((0..10_000).all(|_| !random.chance(0) && random.chance(1_000_000)));
         let hits = (0..100_000).filter(|_| random.chance(100_000)).count();

@@ -1,8 +1,7 @@
-//! A table of slots with generations: what handles and op references point into.
+//! A table of slots with generations, behind handles and op references.
 //!
-//! A [`Key`] names a slot and the generation it had. Slots are never unmapped,
-//! so a stale key is looked up safely and simply no longer fits. [`Slab::pin`]
-//! counts a user in; a removed value is dropped by whoever unpins last.
+//! A [`Key`] names a slot and a generation. Slots are never unmapped, so a stale key is looked
+//! up safely and does not match. [`Slab::pin`] counts a user; the last pin drops a removed value.
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
@@ -16,7 +15,7 @@ use crate::base::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 pub const SLOT_BITS: u32 = 20;
 /// Bits of a generation in a key.
 pub const GENERATION_BITS: u32 = 36;
-/// Most objects of one kind that live at once.
+/// Most live objects of one table.
 pub const MAX_SLOTS: u32 = 1 << SLOT_BITS;
 
 #[cfg(not(feature = "shuttle"))]
@@ -24,14 +23,14 @@ const SEGMENT_SLOTS: u32 = 256;
 #[cfg(not(feature = "shuttle"))]
 const SEGMENTS: usize = (MAX_SLOTS / SEGMENT_SLOTS) as usize;
 
-// A modelled atomic is large and made anew for every interleaving.
+// A modelled atomic is large and created anew for every interleaving.
 #[cfg(feature = "shuttle")]
 const SEGMENT_SLOTS: u32 = 4;
 #[cfg(feature = "shuttle")]
 const SEGMENTS: usize = 8;
 const NIL: u32 = u32::MAX;
 
-// A slot's word: pins in the low bits, then flags, then the generation.
+// The word of a slot: pins in the low bits, then flags, then the generation.
 const PIN_BITS: u32 = 24;
 const PINS: u64 = (1 << PIN_BITS) - 1;
 const LIVE: u64 = 1 << 24;
@@ -42,7 +41,7 @@ const FLAGS: u64 = LIVE | REMOVED | POISON | FINAL;
 const GENERATION_SHIFT: u32 = 28;
 const MAX_GENERATION: u64 = (1 << GENERATION_BITS) - 1;
 
-/// Names one object: slot and generation. Never zero.
+/// The slot and generation of one object. Never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key(u64);
 
@@ -52,7 +51,7 @@ impl Key {
         self.0
     }
 
-    /// A key from bits that may come from anywhere.
+    /// A key from untrusted bits.
     pub fn from_bits(bits: u64) -> Option<Key> {
         let key = Key(bits & ((1 << (SLOT_BITS + GENERATION_BITS)) - 1));
         (key.0 == bits && key.generation() != 0).then_some(key)
@@ -77,26 +76,26 @@ struct Slot<T> {
     value: UnsafeCell<MaybeUninit<T>>,
 }
 
-// SAFETY: a slot's value is reached through pins alone, which share it (T: Sync)
-// or, the last one, drop it (T: Send).
+// SAFETY: the value of a slot is reached through pins only. They share it (T: Sync), and the
+// last one drops it (T: Send).
 unsafe impl<T: Send + Sync> Sync for Slot<T> {}
 
 struct Free {
     head: u32,
     tail: u32,
-    /// Slots that exist: every segment below this is mapped.
+    /// Slots that exist; every segment below is mapped.
     grown: u32,
     live: u32,
 }
 
-/// The table. `const` constructible, so that it can be a static.
+/// A table of objects, usable as a static.
 pub struct Slab<T> {
     segments: [AtomicPtr<Slot<T>>; SEGMENTS],
     free: Mutex<Free>,
 }
 
-// SAFETY: values are handed out by shared reference to several threads (T: Sync)
-// and dropped by whichever unpins last (T: Send); slot words order the accesses.
+// SAFETY: several threads share references to values (T: Sync), and the thread that unpins last
+// drops a value (T: Send). Slot words order the accesses.
 unsafe impl<T: Send + Sync> Sync for Slab<T> {}
 // SAFETY: as above; the table itself is atomics and a lock.
 unsafe impl<T: Send + Sync> Send for Slab<T> {}
@@ -132,23 +131,23 @@ impl<T> Slab<T> {
         if base.is_null() {
             return None;
         }
-        // SAFETY: a published segment holds SEGMENT_SLOTS slots and is never freed
-        // while the table lives.
+        // SAFETY: a published segment has SEGMENT_SLOTS slots and is freed only with the
+        // table.
         Some(unsafe { &*base.add((index % SEGMENT_SLOTS) as usize) })
     }
 
-    /// Objects that live now, removed but still pinned ones included.
+    /// Live objects, including removed ones that are still pinned.
     pub fn live(&self) -> u32 {
         self.free.lock().live
     }
 
-    /// Bytes the table has mapped; it never shrinks.
+    /// Mapped bytes; the table never shrinks.
     pub fn table_bytes(&self) -> u64 {
         u64::from(self.free.lock().grown) * size_of::<Slot<T>>() as u64
     }
 
-    /// Takes a free slot, or maps another segment. First in, first out, so that
-    /// generations advance evenly and a stale key stays stale for long.
+    /// Takes a free slot, or maps another segment. The free list is first in, first out:
+    /// generations advance evenly, and a stale key does not match again for long.
     fn take_slot(&self) -> Result<u32> {
         let mut free = self.free.lock();
         if free.head == NIL {
@@ -191,7 +190,7 @@ impl<T> Slab<T> {
         let mut free = self.free.lock();
         free.live -= 1;
         if retire {
-            return; // its generations are used up: the slot is never handed out again
+            return; // its generations are used up: the slot is never used again
         }
         if let Some(slot) = self.slot(index) {
             slot.next_free.store(NIL, Ordering::Relaxed);
@@ -207,25 +206,25 @@ impl<T> Slab<T> {
         free.tail = index;
     }
 
-    /// Puts a value in and returns its key.
+    /// Inserts a value and returns its key.
     pub fn insert(&self, value: T) -> Result<Key> {
         self.insert_with(|_| value)
     }
 
-    /// Puts in a value that knows its own key.
+    /// Inserts a value that contains its own key.
     pub fn insert_with(&self, make: impl FnOnce(Key) -> T) -> Result<Key> {
         let index = self.take_slot()?;
         let slot = self.slot(index).ok_or(Status::Limit)?;
         let generation = slot.word.load(Ordering::Acquire) >> GENERATION_SHIFT;
         let key = Key::new(index, generation);
-        // SAFETY: the slot came off the free list and is not LIVE, so nobody else
-        // looks at its value; a stale pin only touches the word.
+        // SAFETY: the slot came off the free list and is not LIVE, so no other thread reads
+        // its value; a stale pin only touches the word.
         unsafe { (*slot.value.get()).write(make(key)) };
         slot.word.fetch_or(LIVE, Ordering::Release);
         Ok(key)
     }
 
-    /// Counts a user in. `None` when the key no longer fits.
+    /// Counts a user of an object. `None` if the key is stale.
     #[inline]
     pub fn pin(&self, key: Key) -> Option<Pin<'_, T>> {
         let slot = self.slot(key.slot())?;
@@ -233,26 +232,25 @@ impl<T> Slab<T> {
         let pin = Pin { slab: self, slot, index: key.slot() };
         let fits =
             word >> GENERATION_SHIFT == key.generation() && word & (LIVE | REMOVED | FINAL) == LIVE;
-        fits.then_some(pin) // a pin that does not fit is undone by its drop
+        fits.then_some(pin) // the drop undoes a pin that does not match
     }
 
-    /// Takes the value out of reach of new pins; it is dropped when the last
-    /// pin goes. False when the key no longer fits.
+    /// Refuses new pins of an object; the last pin drops it. False if the key is stale.
     pub fn remove(&self, key: Key) -> bool {
         let Some(pin) = self.pin(key) else { return false };
         pin.remove()
     }
 
-    /// Like [`Slab::pin`], for the library's own use: also reaches an object that
-    /// was removed and lives on by its pins.
+    /// Like [`Slab::pin`], for internal use: also pins a removed object that other pins keep
+    /// alive.
     pub fn pin_inside(&self, key: Key) -> Option<Pin<'_, T>> {
         let pin = self.pin_any(self.slot(key.slot())?, key.slot())?;
         let generation = pin.slot.word.load(Ordering::Relaxed) >> GENERATION_SHIFT;
         (generation == key.generation()).then_some(pin)
     }
 
-    /// Shows every object that lives, removed but still pinned ones included.
-    /// Objects that come or go meanwhile may be missed.
+    /// Calls `see` for every live object, including removed ones that are still pinned. Objects
+    /// inserted or removed meanwhile may be missed.
     pub fn visit(&self, mut see: impl FnMut(&Pin<'_, T>)) {
         let grown = self.free.lock().grown;
         for index in 0..grown {
@@ -278,7 +276,7 @@ impl<T> Slab<T> {
 
     #[cold]
     fn finish(&self, slot: &Slot<T>, index: u32, word: u64) {
-        // Two late unpins may both see zero; one wins.
+        // Two late unpins may both see zero; one of them wins.
         if slot
             .word
             .compare_exchange(word, word | FINAL, Ordering::AcqRel, Ordering::Relaxed)
@@ -286,12 +284,12 @@ impl<T> Slab<T> {
         {
             return;
         }
-        // SAFETY: REMOVED keeps new users out, pins are zero, FINAL was won here:
-        // this thread alone owns the value. It is moved out, then dropped below.
+        // SAFETY: REMOVED refuses new users, no pins are left, and this thread has set FINAL:
+        // it alone owns the value. The value is moved out, then dropped below.
         let value = unsafe { (*slot.value.get()).assume_init_read() };
         let generation = word >> GENERATION_SHIFT;
         let retire = generation >= MAX_GENERATION;
-        // Clear the flags and step the generation; stale pins in flight keep their count.
+        // Clear the flags and advance the generation; stale pins keep their count.
         let flags = slot.word.load(Ordering::Relaxed) & FLAGS;
         let step: u64 = if retire { 0 } else { 1 << GENERATION_SHIFT };
         slot.word.fetch_add(step.wrapping_sub(flags), Ordering::AcqRel);
@@ -331,7 +329,7 @@ pub struct Pin<'a, T> {
 }
 
 impl<T> Pin<'_, T> {
-    /// Whether a panic has happened inside this object.
+    /// Whether a panic has damaged the object.
     #[inline]
     pub fn is_poisoned(&self) -> bool {
         self.slot.word.load(Ordering::Relaxed) & POISON != 0
@@ -342,8 +340,7 @@ impl<T> Pin<'_, T> {
         self.slot.word.fetch_or(POISON, Ordering::AcqRel);
     }
 
-    /// Keeps new users out; the value is dropped with the last pin. False when
-    /// somebody else did it first.
+    /// Refuses new pins; the last pin drops the object. False if it was removed before.
     pub fn remove(&self) -> bool {
         self.slot.word.fetch_or(REMOVED, Ordering::AcqRel) & REMOVED == 0
     }
@@ -361,8 +358,8 @@ impl<T> std::ops::Deref for Pin<'_, T> {
     type Target = T;
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: this pin was taken while the slot was LIVE and keeps `finish`
-        // from running, so the value is initialised and shared references are fine.
+        // SAFETY: this pin was taken while the slot was LIVE and prevents `finish`, so the
+        // value is initialised and may be shared.
         unsafe { (*self.slot.value.get()).assume_init_ref() }
     }
 }
@@ -383,7 +380,7 @@ mod tests {
     use crate::base::sync::Arc;
 
     #[test]
-    fn a_key_fits_until_it_is_removed() {
+    fn a_key_matches_until_its_object_is_removed() {
         let slab = Slab::new();
         let key = slab.insert(7).unwrap();
         assert_eq!(*slab.pin(key).unwrap(), 7);
@@ -405,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn the_value_outlives_its_removal_while_pinned() {
+    fn a_removed_value_lives_until_its_last_pin_drops() {
         let slab = Slab::new();
         let probe = Arc::new(());
         let key = slab.insert(probe.clone()).unwrap();
@@ -419,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn poison_goes_with_the_object() {
+    fn poison_ends_with_the_object() {
         let slab = Slab::new();
         let key = slab.insert(()).unwrap();
         slab.pin(key).unwrap().poison();
@@ -430,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_a_status() {
+    fn a_full_table_returns_limit() {
         let slab = Slab::new();
         for _ in 0..MAX_SLOTS {
             slab.insert(()).unwrap();
@@ -439,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn a_used_up_slot_retires() {
+    fn a_slot_without_generations_is_not_reused() {
         let slab: Slab<u8> = Slab::new();
         let first = slab.insert(1).unwrap();
         slab.remove(first);
@@ -454,12 +451,12 @@ mod tests {
     }
 
     #[test]
-    fn bits_from_anywhere_are_not_keys() {
+    fn untrusted_bits_do_not_match() {
         assert!(Key::from_bits(0).is_none());
         assert!(Key::from_bits(u64::MAX).is_none());
         let slab: Slab<u8> = Slab::new();
-        let far = Key::from_bits((1 << SLOT_BITS) | 12345).unwrap();
-        assert!(slab.pin(far).is_none());
+        let unmapped = Key::from_bits((1 << SLOT_BITS) | 12345).unwrap();
+        assert!(slab.pin(unmapped).is_none());
     }
 
     #[test]

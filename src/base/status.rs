@@ -1,12 +1,12 @@
-//! Status codes and the error that carries one with a sentence for a human.
+//! Status codes, and errors that carry one with a message.
 
 use std::fmt;
 
-/// Result of everything that can fail inside the library.
+/// The result of a fallible function of the library.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong, as the C boundary reports it. Append only: a number that
-/// was once published keeps its meaning, a retired one stays reserved.
+/// The status codes of the C API. Append only: a published number keeps its meaning, a retired
+/// one stays reserved.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs)] // each is described by `describe`
@@ -73,13 +73,13 @@ impl Status {
         self as i32
     }
 
-    /// The status of a number, if it is one of ours.
+    /// The status of a number; `None` if it is unknown.
     pub fn from_code(code: i32) -> Option<Status> {
         let index = usize::try_from(code.checked_neg()?).ok()?;
         Self::ALL.get(index).copied()
     }
 
-    /// The C constant and what the caller can do, both NUL-terminated.
+    /// The C constant and its description, both NUL-terminated.
     const fn texts(self) -> (&'static str, &'static str) {
         match self {
             Status::Ok => ("KVT_OK\0", "success\0"),
@@ -148,12 +148,12 @@ impl Status {
         }
     }
 
-    /// The C constant's name.
+    /// The name of the C constant.
     pub fn name(self) -> &'static str {
         self.texts().0.trim_end_matches('\0')
     }
 
-    /// What it means and what to do.
+    /// The meaning, and what the caller can do.
     pub fn describe(self) -> &'static str {
         self.texts().1.trim_end_matches('\0')
     }
@@ -169,19 +169,18 @@ impl Status {
     }
 }
 
-/// The sentence and the particulars of an error. Boxed: most errors have none.
+/// The details of an error. Boxed, since most errors have none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Detail {
     /// What happened, with names and numbers.
     pub message: String,
-    /// Where in an input string, for spec errors.
+    /// The byte offset in an input string, for spec errors.
     pub offset: Option<u64>,
-    /// `errno`, when the operating system was asked.
+    /// `errno` of a failed system call; 0 = none.
     pub os_errno: i32,
 }
 
-/// A status, and a sentence where one helps. Small, so that a hot path which
-/// fails returns two words and allocates nothing.
+/// A status with optional details. 16 bytes, so that a failure on a hot path allocates nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
     status: Status,
@@ -195,7 +194,7 @@ impl Error {
         Error { status, detail: Some(Box::new(detail)) }
     }
 
-    /// An error about a place in an input string.
+    /// An error at a byte offset of an input string.
     pub fn at(status: Status, offset: usize, message: impl Into<String>) -> Error {
         let mut error = Error::new(status, message);
         if let Some(detail) = &mut error.detail {
@@ -204,7 +203,7 @@ impl Error {
         error
     }
 
-    /// An error of a system call, from `errno` as it stands.
+    /// An error of a system call, from the current `errno`.
     pub fn os(what: &str) -> Error {
         let os = std::io::Error::last_os_error();
         let errno = os.raw_os_error().unwrap_or(0);
@@ -220,9 +219,9 @@ impl Error {
         error
     }
 
-    /// The same error with words before its message: where it happened.
-    pub fn within(mut self, place: &str) -> Error {
-        let message = format!("{place}: {}", self.message());
+    /// The same error with a context before its message.
+    pub fn within(mut self, context: &str) -> Error {
+        let message = format!("{context}: {}", self.message());
         self.detail.get_or_insert_default().message = message;
         self
     }
@@ -232,12 +231,12 @@ impl Error {
         self.status
     }
 
-    /// The particulars, if any were recorded.
+    /// The details, if any were recorded.
     pub fn detail(&self) -> Option<&Detail> {
         self.detail.as_deref()
     }
 
-    /// The message, or the status's own description.
+    /// The message, or the description of the status.
     pub fn message(&self) -> &str {
         self.detail.as_ref().map_or(self.status.describe(), |d| &d.message)
     }
@@ -292,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bare_status_still_has_words() {
+    fn an_error_without_details_has_the_status_description() {
         let error = Error::from(Status::Busy);
         assert_eq!(error.message(), Status::Busy.describe());
         assert_eq!(std::mem::size_of::<Error>(), 16);

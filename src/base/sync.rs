@@ -1,9 +1,8 @@
-//! The sync shim: the only place that names a lock, an atomic or a thread.
+//! Locks, atomics and threads. No other module names those of std or parking_lot.
 //!
-//! Production runs on parking_lot and std; with the cargo feature `shuttle`
-//! the same code runs under a model checker that picks every interleaving.
-//! Debug builds count the locks a thread holds, so that a foreign callback
-//! made under one is an assertion and not a deadlock in somebody's engine.
+//! With the cargo feature `shuttle` the same code runs under a model checker that explores
+//! interleavings. Debug builds count the locks that a thread holds: calling a callback under a
+//! lock is then an assertion failure instead of a deadlock in an engine.
 
 use crate::base::status::{Error, Result};
 
@@ -32,7 +31,7 @@ mod imp {
     pub use shuttle::sync::atomic;
     pub use shuttle::sync::{Condvar as RawCondvar, Mutex as RawMutex, MutexGuard as RawGuard};
     pub use shuttle::thread::JoinHandle;
-    // Reference counts are std's: they are not what the models look at.
+    // Reference counts come from std: the models do not check them.
     pub use std::sync::{Arc, Weak};
 
     pub fn lock<T: ?Sized>(m: &RawMutex<T>) -> RawGuard<'_, T> {
@@ -55,20 +54,19 @@ thread_local! {
 }
 
 fn note_lock(_delta: i32) {
-    // try_with: a guard may be dropped by another thread-local's destructor.
+    // try_with: the destructor of another thread-local may drop a guard.
     #[cfg(debug_assertions)]
     let _ = LOCKS_HELD.try_with(|n| n.set(n.get().wrapping_add_signed(_delta)));
 }
 
 /// Asserts (debug builds) that this thread holds no lock of the library.
 pub fn assert_no_lock_held(_why: &str) {
-    // Shuttle runs every modelled thread on one real one: the count means nothing there.
+    // Shuttle runs all modelled threads on one thread, where the count has no meaning.
     #[cfg(all(debug_assertions, not(feature = "shuttle")))]
     LOCKS_HELD.with(|n| assert_eq!(n.get(), 0, "{_why} under a lock of the library"));
 }
 
-/// A mutual exclusion lock without poisoning: a panic poisons the object at
-/// the C boundary instead.
+/// A mutex without poisoning: the C boundary poisons the object after a panic.
 pub struct Mutex<T: ?Sized>(imp::RawMutex<T>);
 
 /// A held [`Mutex`].
@@ -130,13 +128,13 @@ impl Default for Condvar {
 }
 
 impl Condvar {
-    /// A condition nobody waits on.
+    /// A condition variable without waiters.
     #[cfg(not(feature = "shuttle"))]
     pub const fn new() -> Condvar {
         Condvar(imp::RawCondvar::new())
     }
 
-    /// A condition nobody waits on.
+    /// A condition variable without waiters.
     #[cfg(feature = "shuttle")]
     pub fn new() -> Condvar {
         Condvar(imp::RawCondvar::new())
@@ -163,12 +161,12 @@ impl Condvar {
         }
     }
 
-    /// Waits for a wake-up, at most `timeout_ns`. May return early.
+    /// Waits for a wake-up, at most `timeout_ns`; may return early.
     pub fn wait_for<T>(&self, guard: &mut Guard<'_, T>, timeout_ns: u64) {
         #[cfg(not(feature = "shuttle"))]
         self.0
             .wait_for(guard.0.as_mut().expect(TAKEN), std::time::Duration::from_nanos(timeout_ns));
-        // Time does not pass in a model: a bounded wait is a scheduling point.
+        // Time does not pass in a model.
         #[cfg(feature = "shuttle")]
         {
             let _ = timeout_ns;
@@ -195,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_callback_under_a_lock_is_caught() {
+    fn a_callback_under_a_lock_fails_the_assertion() {
         let m = Mutex::new(1);
         assert_no_lock_held("probe");
         let guard = m.lock();
@@ -206,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn wait_for_returns_after_its_time() {
+    fn wait_for_returns_after_its_timeout() {
         let (m, c) = (Mutex::new(()), Condvar::new());
         let mut guard = m.lock();
         let before = std::time::Instant::now();

@@ -1,6 +1,6 @@
-//! A range of addresses as large as a model, of which only parts have memory behind them:
-//! for engines whose pointers to weights never change. A part gets its memory when it is
-//! written, and gives it back when its turn is over.
+//! A window: a range of addresses as large as a model, of which only parts have memory. It
+//! serves engines whose pointers to weights never change. A part gets memory when it is
+//! written, and returns it after its use.
 
 use std::ffi::c_void;
 
@@ -10,10 +10,10 @@ use crate::fail;
 
 /// Largest window.
 pub const MAX_WINDOW_BYTES: u64 = 1 << 46;
-/// Pages that the kernel is asked about at once.
-const ASKED_PAGES: usize = 1 << 16;
+/// Pages that one `mincore` call checks.
+const MINCORE_PAGES: usize = 1 << 16;
 
-/// Addresses.
+/// A range of reserved addresses.
 pub struct Window {
     start: *mut c_void,
     bytes: u64,
@@ -21,21 +21,21 @@ pub struct Window {
     strict: bool,
 }
 
-// SAFETY: a range of addresses; who reads and writes which part when is up to the callers
-// of `take` and `give_back`, who promise it.
+// SAFETY: a range of addresses. The callers of `take` and `give_back` guarantee the order of
+// reads and writes of a part.
 unsafe impl Send for Window {}
 // SAFETY: as above; the window itself does not change.
 unsafe impl Sync for Window {}
 
 impl Window {
-    /// Reserves addresses. What was not taken, or was given back, reads as zeros.
+    /// Reserves addresses. Parts that were not taken, or were given back, read as zeros.
     pub fn reserve(bytes: u64) -> Result<Window> {
         Window::new(bytes, false)
     }
 
-    /// The same to find mistakes with: whoever touches what was not taken, or was given
-    /// back, faults (SIGSEGV). Each edge between the two is one more mapping of the process,
-    /// of which there may be some 65,000.
+    /// Reserves addresses of which only taken parts may be touched: any other access faults
+    /// (SIGSEGV). For debugging. Each boundary of a taken part is one more mapping of the
+    /// process, whose limit is about 65,000.
     pub fn strict(bytes: u64) -> Result<Window> {
         Window::new(bytes, true)
     }
@@ -56,12 +56,12 @@ impl Window {
             let os = std::io::Error::last_os_error();
             fail!(
                 NoMem,
-                "cannot reserve {bytes} bytes of addresses: {os}; RLIMIT_AS or \
-                 vm.overcommit_memory = 2 may be why: set the latter to 0 or 1"
+                "cannot reserve {bytes} bytes of addresses: {os}; raise RLIMIT_AS, or set \
+                 vm.overcommit_memory to 0 or 1 if it is 2"
             );
         }
-        // A huge page would put memory behind neighbours that nobody took, and giving back
-        // a part of it frees nothing. Both advices may fail without harm on old kernels.
+        // A huge page would allocate memory for neighbours that were not taken, and giving back
+        // a part of it frees nothing. Both hints may fail without harm on old kernels.
         // SAFETY: the mapping made above.
         unsafe {
             libc::madvise(start, mapped, libc::MADV_DONTFORK);
@@ -70,17 +70,17 @@ impl Window {
         Ok(Window { start, bytes, mapped, strict })
     }
 
-    /// Where it starts: at a page.
+    /// The start, aligned to a page.
     pub fn address(&self) -> *mut u8 {
         self.start.cast()
     }
 
-    /// How long it is.
+    /// The length in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The address of `offset`, if `bytes` from there lie inside.
+    /// The address of `offset`, if `bytes` from there lie inside the window.
     pub fn range(&self, offset: u64, bytes: u64) -> Option<*mut u8> {
         let end = offset.checked_add(bytes)?;
         // SAFETY: the range lies inside the mapping, which is below 2^63 bytes.
@@ -91,12 +91,16 @@ impl Window {
         fork::check()?;
         match self.range(offset, bytes) {
             Some(_) => Ok(()),
-            None => fail!(Invalid, "{bytes} bytes at {offset} of a window of {}", self.bytes),
+            None => fail!(
+                Invalid,
+                "{bytes} bytes at offset {offset} exceed a window of {} bytes",
+                self.bytes
+            ),
         }
     }
 
-    /// Makes every page that a range touches usable. Memory comes when it is written; a
-    /// window that is not strict has nothing to do.
+    /// Makes every page that a range touches usable. The first write allocates memory. Does
+    /// nothing unless the window is strict.
     pub fn take(&self, offset: u64, bytes: u64) -> Result<()> {
         self.check(offset, bytes)?;
         let page = page_bytes() as u64;
@@ -105,31 +109,31 @@ impl Window {
         if !self.strict || bytes == 0 {
             return Ok(());
         }
-        // SAFETY: pages of the mapping, in which nothing changes but who may use them.
+        // SAFETY: pages of the mapping; only their protection changes.
         let rc = unsafe {
             let at = self.start.byte_add(from as usize);
             libc::mprotect(at, (to - from) as usize, libc::PROT_READ | libc::PROT_WRITE)
         };
-        if rc == 0 { Ok(()) } else { Err(Error::os("opening a part of a window")) }
+        if rc == 0 { Ok(()) } else { Err(Error::os("cannot make a part of a window usable")) }
     }
 
-    /// Gives the memory behind a range back: of the pages that lie in it as a whole. One
-    /// that a neighbour shares is left alone. How many bytes that were.
+    /// Frees the memory of the pages that lie entirely inside a range; pages shared with a
+    /// neighbour are kept. Returns the bytes freed.
     ///
     /// # Safety
-    /// Nobody uses the range any more: what was in it is lost.
+    /// The range must not be in use any more: its contents are lost.
     pub unsafe fn give_back(&self, offset: u64, bytes: u64) -> Result<u64> {
         self.check(offset, bytes)?;
         let page = page_bytes() as u64;
         let from = offset.next_multiple_of(page);
-        // The last page is the window's alone, however little of it is used.
+        // The last page belongs to the window alone, even if it is only partly used.
         let end = offset + bytes;
         let to = if end == self.bytes { self.mapped as u64 } else { end / page * page };
         if from >= to {
             return Ok(0);
         }
         let len = (to - from) as usize;
-        // SAFETY: whole pages of the mapping, which the caller says nobody uses.
+        // SAFETY: whole pages of the mapping; the caller guarantees that they are not in use.
         let rc = unsafe {
             let at = self.start.byte_add(from as usize);
             match libc::madvise(at, len, libc::MADV_DONTNEED) {
@@ -137,14 +141,14 @@ impl Window {
                 rc => rc,
             }
         };
-        if rc == 0 { Ok(to - from) } else { Err(Error::os("giving back a part of a window")) }
+        if rc == 0 { Ok(to - from) } else { Err(Error::os("cannot free a part of a window")) }
     }
 
-    /// How much memory is behind it now, as the kernel says; takes longer the larger it is.
+    /// Bytes of memory behind the window now, from `mincore`. Time grows with the window.
     pub fn resident_bytes(&self) -> Result<u64> {
         fork::check()?;
         let page = page_bytes();
-        let mut seen = vec![0u8; ASKED_PAGES.min(self.mapped / page)];
+        let mut seen = vec![0u8; MINCORE_PAGES.min(self.mapped / page)];
         let mut resident = 0u64;
         let step = seen.len() * page;
         for from in (0..self.mapped).step_by(step) {
@@ -152,7 +156,7 @@ impl Window {
             // SAFETY: a range of the mapping, and a byte for each of its pages.
             let rc = unsafe { libc::mincore(self.start.byte_add(from), len, seen.as_mut_ptr()) };
             if rc != 0 {
-                return Err(Error::os("asking what memory a window has"));
+                return Err(Error::os("cannot read the resident pages of a window"));
             }
             let pages = seen.iter().take(len / page).filter(|byte| *byte & 1 == 1).count();
             resident += (pages * page) as u64;
@@ -163,9 +167,9 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // A child of a fork has no mapping of it: what lies there is somebody else's.
+        // A forked child has no mapping of the window: other memory may lie there.
         if fork::check().is_ok() {
-            // SAFETY: exactly what was mapped, and nobody uses it any more.
+            // SAFETY: exactly the range that was mapped, and it is not in use any more.
             unsafe { libc::munmap(self.start, self.mapped) };
         }
     }
@@ -192,8 +196,8 @@ mod tests {
     }
 
     fn give_back(window: &Window, offset: u64, bytes: u64) -> u64 {
-        // SAFETY: no test uses what it gives back but to see that it is gone.
-        unsafe { window.give_back(offset, bytes) }.expect("given back")
+        // SAFETY: tests read a part that they gave back only to see zeros.
+        unsafe { window.give_back(offset, bytes) }.expect("freed")
     }
 
     #[test]
@@ -204,13 +208,13 @@ mod tests {
             fill(&window, offset, 100, 7);
             assert_eq!(at(&window, offset + 99), 7);
         }
-        assert_eq!(give_back(&window, last, 100), 0, "it does not start at a page");
+        assert_eq!(give_back(&window, last, 100), 0, "the range has no whole page");
         assert_eq!(give_back(&window, (3 << 40) - page(), page()), page());
         assert_eq!((at(&window, last), at(&window, 0)), (0, 7));
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_ranges_are_refused() {
         let status = |bytes| Window::reserve(bytes).err().map(|error| error.status());
         assert_eq!(status(0), Some(Status::Invalid));
         assert_eq!(status(u64::MAX), Some(Status::Invalid));
@@ -224,8 +228,8 @@ mod tests {
         assert_eq!(window.take(10_000, 0), Ok(()));
     }
 
-    /// Whether an address must not be touched. The kernel is asked, which says so where a
-    /// plain read would end the process: a write into a pipe from there fails.
+    /// Whether an access to an address faults. A write from there into a pipe fails, while a
+    /// plain read would end the process.
     fn faults(address: *mut u8) -> bool {
         // SAFETY: descriptors of this test; the kernel checks the address.
         unsafe {
@@ -238,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_strict_window_faults_outside_of_turns() {
+    fn a_strict_window_faults_outside_of_taken_parts() {
         let window = Window::strict(16 * page()).expect("addresses");
         assert!(faults(window.address()));
         window.take(2 * page() + 5, page()).expect("taken");
@@ -255,7 +259,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
         #[test]
-        fn memory_comes_and_goes_by_whole_pages(
+        fn memory_is_allocated_and_freed_by_whole_pages(
             bytes in 1u64..40 * 4096,
             strict in any::<bool>(),
             steps in proptest::collection::vec((any::<bool>(), any::<u64>(), any::<u64>()), 1..20),

@@ -1,5 +1,5 @@
-//! Large tables of zeros, straight from the kernel: nothing is touched before
-//! it is used, so a table can be sized for its limit at once and never grows.
+//! Large zeroed tables from the kernel. Pages are allocated on first touch, so a table is
+//! mapped for its limit at once and never grows.
 
 use std::ffi::c_void;
 use std::mem::size_of;
@@ -10,7 +10,7 @@ use crate::base::memory::HUGE_PAGE_BYTES;
 use crate::base::status::Result;
 use crate::fail;
 
-/// A type whose every byte may be zero.
+/// A type for which all-zero bytes are a valid value.
 ///
 /// # Safety
 /// All-zero bytes are a valid value, and dropping a value does nothing.
@@ -25,14 +25,14 @@ unsafe impl Zeroable for u32 {}
 // SAFETY: as above.
 unsafe impl Zeroable for u64 {}
 
-/// Shorter tables have no huge pages.
+/// Smallest table that gets huge pages.
 const LEAST_HUGE_BYTES: usize = 8 << 20;
-/// Of a table that fills from the front so much is in ordinary pages: most stores use no more.
+/// The first bytes of a table that fills from the front, kept in normal pages: most stores use
+/// no more.
 const PLAIN_BYTES: usize = 4 << 20;
 const PAGE_BYTES: u64 = 4096;
 
-/// A slice of fixed length that starts as zeros and costs memory only where it
-/// was written.
+/// A slice of fixed length that starts as zeros and uses memory only where it was written.
 pub struct Zeroed<T: Zeroable> {
     start: NonNull<T>,
     len: usize,
@@ -44,22 +44,22 @@ unsafe impl<T: Zeroable + Send> Send for Zeroed<T> {}
 unsafe impl<T: Zeroable + Sync> Sync for Zeroed<T> {}
 
 impl<T: Zeroable> Zeroed<T> {
-    /// `len` zeros of a table that fills from the front. A large one has huge pages where it is
-    /// dense by the time they are touched.
+    /// `len` zeros of a table that fills from the front. A large table gets huge pages behind
+    /// its first part.
     pub fn new(len: usize) -> Result<Zeroed<T>> {
         Zeroed::map(len, PLAIN_BYTES)
     }
 
-    /// `len` zeros of a table that is used everywhere soon: a large one is in huge pages.
+    /// `len` zeros of a table that is soon used everywhere. A large table gets huge pages.
     pub fn dense(len: usize) -> Result<Zeroed<T>> {
         Zeroed::map(len, 0)
     }
 
-    /// The first so many bytes are in ordinary pages.
+    /// Maps `len` zeros; the first `plain_bytes` get normal pages.
     fn map(len: usize, plain_bytes: usize) -> Result<Zeroed<T>> {
         let Some(bytes) = len.checked_mul(size_of::<T>()).filter(|b| isize::try_from(*b).is_ok())
         else {
-            fail!(NoMem, "a table of {len} entries is larger than memory can be");
+            fail!(NoMem, "a table of {len} entries exceeds the address space");
         };
         if bytes == 0 {
             return Ok(Zeroed { start: NonNull::dangling(), len });
@@ -69,13 +69,13 @@ impl<T: Zeroable> Zeroed<T> {
         // SAFETY: a new private mapping; no address is asked for.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, prot, flags, -1, 0) };
         if start == libc::MAP_FAILED {
-            fail!(NoMem, "no memory for a table of {bytes} bytes");
+            fail!(NoMem, "cannot map a table of {bytes} bytes");
         }
         if bytes >= LEAST_HUGE_BYTES {
-            // Random probes of a large table cost mostly TLB misses. A wish only; where the
-            // kernel gives huge pages unasked it is told where it may not.
+            // Random probes of a large table cost mostly TLB misses. Only hints; the first one
+            // matters where the kernel uses huge pages by default.
             let (plain, huge) = (plain_bytes, bytes - plain_bytes);
-            // SAFETY: the mapping just made, cut in two at a page.
+            // SAFETY: the mapping made above, split at a page.
             unsafe {
                 libc::madvise(start, plain, libc::MADV_NOHUGEPAGE);
                 libc::madvise(start.byte_add(plain), huge, libc::MADV_HUGEPAGE);
@@ -92,8 +92,8 @@ impl<T: Zeroable> Zeroed<T> {
 }
 
 impl<T: Zeroable> Zeroed<T> {
-    /// Bytes of memory that its first so many elements take, in whole pages: what a table that
-    /// fills from the front has used.
+    /// Bytes of memory that the first `elements` use, in whole pages, in a table that fills
+    /// from the front.
     pub fn front_bytes(&self, elements: usize) -> u64 {
         let all = self.len * size_of::<T>();
         let bytes = self.len.min(elements) * size_of::<T>();
@@ -125,19 +125,19 @@ impl<T: Zeroable> Drop for Zeroed<T> {
     fn drop(&mut self) {
         let bytes = self.len * size_of::<T>();
         if bytes > 0 {
-            // SAFETY: the mapping made by `new`, given back once.
+            // SAFETY: the mapping made by `map`, unmapped once.
             unsafe { libc::munmap(self.start.as_ptr().cast::<c_void>(), bytes) };
         }
     }
 }
 
-/// Asks the processor to fetch `slice[at]` soon; nothing happens past the end.
+/// Prefetches `slice[at]` into the cache; does nothing past the end.
 #[inline]
 pub fn prefetch<T>(slice: &[T], at: usize) {
     #[cfg(target_arch = "x86_64")]
     if let Some(item) = slice.get(at) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a hint; it reads nothing and cannot fault.
+        // SAFETY: a hint that cannot fault.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(item).cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
@@ -150,7 +150,7 @@ mod tests {
     use crate::base::status::Status;
 
     #[test]
-    fn zeros_that_can_be_written() {
+    fn a_table_starts_as_zeros_and_can_be_written() {
         let mut table = Zeroed::<u64>::new(3_000_000).expect("24 MB");
         assert!(table.iter().all(|&x| x == 0));
         table[2_999_999] = 7;
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_too_large_is_an_error() {
+    fn a_table_beyond_the_address_space_is_an_error() {
         let error = Zeroed::<u64>::new(usize::MAX / 8).err().expect("too large");
         assert_eq!(error.status(), Status::NoMem);
         assert!(Zeroed::<u64>::new(usize::MAX).is_err());

@@ -235,12 +235,13 @@ impl Device for Host {
 mod tests {
     use super::*;
     use crate::base::checksum::checksum;
-    use crate::base::memory::{Buffer, MemoryWish};
+    use crate::base::memory::{AllocationRequest, Buffer};
     use crate::base::sync::Arc;
     use proptest::prelude::*;
 
     fn buffer(content: &[u8]) -> Arc<Buffer> {
-        let wish = MemoryWish { bytes: content.len() as u64, ..MemoryWish::default() };
+        let wish =
+            AllocationRequest { bytes: content.len() as u64, ..AllocationRequest::default() };
         let buffer = Buffer::map(&wish, None).unwrap();
         // SAFETY: a fresh buffer of that size.
         unsafe {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Mutex;
 use crate::device::{DeviceMemory, Memory};
@@ -68,7 +68,8 @@ impl Pool {
         let number = blocks.last;
         drop(blocks);
         // Outside the lock: mapping may take long.
-        let mapped = Buffer::map(&MemoryWish { bytes, ..MemoryWish::default() }, None);
+        let mapped =
+            Buffer::map(&AllocationRequest { bytes, ..AllocationRequest::default() }, None);
         let mut blocks = self.blocks.lock();
         let buffer = mapped.inspect_err(|_| blocks.used_bytes -= bytes)?;
         let address = buffer.address().expose_provenance() as u64;

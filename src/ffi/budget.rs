@@ -315,7 +315,7 @@ pub unsafe extern "C" fn kvt_budget_tier(
         // SAFETY: the caller's promise.
         unsafe { check_out(out)? };
         with::<BudgetNoun, ()>(budget, Access::Salvage, |noun| {
-            let lane = noun.0.lane(tier);
+            let lane = noun.0.usage(tier);
             let used = lane.reserved_bytes + lane.committed_bytes;
             let filled = kvt_tier_report_t {
                 struct_size: 0,

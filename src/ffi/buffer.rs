@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use crate::base::callback::{Foreign, refuse_reentry};
 use crate::base::core::Core;
 use crate::base::item::{Item, MAX_ITEMS};
-use crate::base::memory::{Buffer, MemoryWish, Wish};
+use crate::base::memory::{AllocationRequest, Buffer, Requirement};
 use crate::base::op::{OpOpts, RELEASED};
 use crate::base::slab::Slab;
 use crate::base::status::{Result, Status};
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn kvt_buffer_alloc(
     unsafe { guard_err(err, body) }
 }
 
-fn wish_of(given: &kvt_buffer_opts_t) -> Result<MemoryWish> {
+fn wish_of(given: &kvt_buffer_opts_t) -> Result<AllocationRequest> {
     let all = KVT_BUFFER_PIN
         | KVT_BUFFER_TRY_PIN
         | KVT_BUFFER_HUGETLB
@@ -165,15 +165,15 @@ fn wish_of(given: &kvt_buffer_opts_t) -> Result<MemoryWish> {
         | KVT_BUFFER_PREFAULT;
     known_flags(given.flags, all)?;
     let wish = |must: u64, soft: u64| match (given.flags & must, given.flags & soft) {
-        (0, 0) => Wish::No,
-        (0, _) => Wish::Try,
-        _ => Wish::Must,
+        (0, 0) => Requirement::No,
+        (0, _) => Requirement::Try,
+        _ => Requirement::Must,
     };
     let account = match given.account.is_null() {
         true => None,
         false => Some(pin::<AccountNoun>(given.account, Access::Use)?.0.clone()),
     };
-    Ok(MemoryWish {
+    Ok(AllocationRequest {
         bytes: given.bytes,
         align_bytes: given.align_bytes,
         pin: wish(KVT_BUFFER_PIN, KVT_BUFFER_TRY_PIN),

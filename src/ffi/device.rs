@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 
 use crate::base::callback::refuse_reentry;
 use crate::base::core::Core;
-use crate::base::owner::Owner;
+use crate::base::op::Owner;
 use crate::base::slab::{Pin, Slab};
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex};

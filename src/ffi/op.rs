@@ -5,7 +5,7 @@ use crate::base::item::MAX_ITEMS;
 use crate::base::op::{EVENTS, ISSUED, Op, OpOpts, OpRef, RELEASED, RESOLVED, ops};
 use crate::base::slab::Slab;
 use crate::base::status::{Error, Result, Status};
-use crate::base::worker::LANES;
+use crate::base::worker::PRIORITIES;
 use crate::fail;
 use crate::ffi::error::{handle_of, kvt_error_t};
 use crate::ffi::guard::guard;
@@ -137,8 +137,8 @@ pub(crate) unsafe fn submit_opts(
     if given.notify & !EVENTS != 0 {
         fail!(Invalid, "notify {:#x} has bits that are no moments", given.notify);
     }
-    if given.priority as usize >= LANES {
-        fail!(Invalid, "priority {} is none of 0 to {}", given.priority, LANES - 1);
+    if given.priority as usize >= PRIORITIES {
+        fail!(Invalid, "priority {} is none of 0 to {}", given.priority, PRIORITIES - 1);
     }
     let queue = match given.queue.is_null() {
         true => None,
@@ -149,7 +149,7 @@ pub(crate) unsafe fn submit_opts(
         tag: given.tag,
         deadline_ns: given.deadline_ns,
         notify: given.notify,
-        lane: given.priority as usize,
+        priority: given.priority as usize,
         detached,
     };
     Ok((opts, given.flags & KVT_SUBMIT_EACH != 0))

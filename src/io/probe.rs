@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::base::fork;
 use crate::base::library::{CUDA_DRIVER, LEAST_CUDA, cuda_version};
 use crate::base::machine::MemoryFacts;
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 
@@ -96,7 +96,8 @@ pub fn direct_alignment(directory: &Path) -> Result<u64> {
     let file = unsafe { OwnedFd::from_raw_fd(fd) };
     // SAFETY: the path opened above; the file lives on through its descriptor.
     unsafe { libc::unlink(path.as_ptr()) };
-    let buffer = Buffer::map(&MemoryWish { bytes: 128 << 10, ..MemoryWish::default() }, None)?;
+    let buffer =
+        Buffer::map(&AllocationRequest { bytes: 128 << 10, ..AllocationRequest::default() }, None)?;
     // SAFETY: 64 KiB inside the buffer.
     let wrote = unsafe { libc::pwrite(file.as_raw_fd(), buffer.address().cast(), 64 << 10, 0) };
     if wrote != 64 << 10 {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::status::Result;
 use crate::io::files::{Access, FileId, Files, Piece};
 
@@ -28,7 +28,7 @@ impl Drop for Scratch {
 
 /// Page-aligned memory.
 pub fn memory(bytes: u64) -> Buffer {
-    Buffer::map(&MemoryWish { bytes, ..MemoryWish::default() }, None).expect("memory")
+    Buffer::map(&AllocationRequest { bytes, ..AllocationRequest::default() }, None).expect("memory")
 }
 
 #[allow(clippy::mut_from_ref)] // of memory that a buffer only names

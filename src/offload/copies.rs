@@ -2,7 +2,7 @@
 //! policies.
 
 use crate::base::account::Account;
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::host::Host;
@@ -193,7 +193,7 @@ impl KeyStaging {
         if self.memory.as_ref().is_none_or(|known| known.buffer.bytes() < bytes) {
             self.memory = None;
             let bytes = bytes.max(LEAST_BYTES).checked_next_power_of_two().ok_or(Status::Limit)?;
-            let wish = MemoryWish { bytes, account: account.cloned(), ..Default::default() };
+            let wish = AllocationRequest { bytes, account: account.cloned(), ..Default::default() };
             let buffer = Buffer::map(&wish, None)?;
             // SAFETY: the memory stays until it is unregistered.
             unsafe { device.register_host(buffer.address(), buffer.bytes())? };

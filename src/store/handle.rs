@@ -4,8 +4,8 @@
 use crate::base::account::Account;
 use crate::base::budget::Budget;
 use crate::base::core::Core as RuntimeCore;
+use crate::base::op::Owner;
 use crate::base::op::{Op, OpRef, RELEASED};
-use crate::base::owner::Owner;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak};
 use crate::device::Device;
@@ -342,7 +342,7 @@ impl Inner {
 /// Status of a transfer whose open ops were all cancelled; `None` if one is still wanted.
 fn given_up(ops: &[OpRef]) -> Option<Status> {
     let open = ops.iter().filter(|op| op.state() & RELEASED == 0);
-    open.map(|op| op.was_given_up()).reduce(|a, b| match (a?, b?) {
+    open.map(|op| op.abandon_status()).reduce(|a, b| match (a?, b?) {
         (Status::Cancelled, _) | (_, Status::Cancelled) => Some(Status::Cancelled),
         (status, _) => Some(status),
     })?
@@ -352,7 +352,7 @@ impl Owner for Inner {
     fn abandoned(&self, op: &Op) {
         let mut state = self.state.lock();
         // An op without a number yet is checked when it gets one.
-        let Some(number) = op.place() else { return };
+        let Some(number) = op.owner_slot() else { return };
         let mut news = News::new();
         match Watches::has(number) {
             true => state.watches.drop_given_up(number, &mut news),

@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 
 use kvtier::base::item::Item;
-use kvtier::base::memory::{Buffer, MemoryWish};
+use kvtier::base::memory::{AllocationRequest, Buffer};
 use kvtier::base::op::OpOpts;
 use kvtier::base::queue::Queue;
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
@@ -52,7 +52,7 @@ fn the_submit_path_does_not_allocate() {
     let _alone = alone();
     let runtime = Runtime::open(RuntimeOpts { workers: 2, ..RuntimeOpts::default() }).unwrap();
     let queue = Queue::open(runtime.core(), 1024, None).unwrap();
-    let wish = MemoryWish { bytes: 1 << 16, ..MemoryWish::default() };
+    let wish = AllocationRequest { bytes: 1 << 16, ..AllocationRequest::default() };
     let buffer = Arc::new(Buffer::map(&wish, None).unwrap());
     let load = Load { runtime, queue, buffer };
     // The timer heap is swept at a few thousand entries: warm up past that.

@@ -432,7 +432,7 @@ fn memory_is_given_back_to_whom_it_is_owed() {
                 let opts = OpOpts { deadline_ns, ..OpOpts::default() };
                 let op = other.reserve_later(Tier::Host, bytes, &opts).unwrap();
                 assert_eq!(wait(&op).status, Status::Ok, "{bytes} bytes were not given back");
-                let lane = budget.lane(Tier::Host);
+                let lane = budget.usage(Tier::Host);
                 assert!(lane.reserved_bytes + lane.committed_bytes <= LIMIT, "{lane:?}");
                 other.commit(Tier::Host, bytes, bytes).unwrap();
                 other.release(Tier::Host, bytes).unwrap();
@@ -458,7 +458,7 @@ fn memory_is_given_back_to_whom_it_is_owed() {
     });
     home.rest();
     assert!(asked.into_inner() > 3);
-    assert!(budget.lane(Tier::Host).peak_bytes <= LIMIT);
+    assert!(budget.usage(Tier::Host).peak_bytes <= LIMIT);
     let held = home.store.account().unwrap().held(Tier::Host);
     let host = home.store.with(|core| Ok(core.host().stats())).unwrap();
     assert!(held.committed_bytes >= host.live_bytes, "{held:?} {host:?}");

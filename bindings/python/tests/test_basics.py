@@ -123,7 +123,7 @@ def test_log_goes_to_logging() -> None:
         kvtier.log_to(logger)
         provoke()
         errors = [r for r in keep.records if r.levelno == logging.ERROR]
-        assert any("planted panic" in r.getMessage() for r in errors)
+        assert any("injected panic" in r.getMessage() for r in errors)
         assert all(r.name.startswith("kvtier-test") for r in keep.records)
         kvtier.log_to(None)
         keep.records.clear()

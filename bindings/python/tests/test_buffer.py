@@ -172,7 +172,7 @@ def test_kinds_of_memory(runtime: kvtier.Runtime) -> None:
 
 def test_planted_lack_of_memory() -> None:
     with kvtier.Runtime(workers=1, faults="faults(map=at(fail=1))") as runtime:
-        with pytest.raises(kvtier.Error, match="planted failure") as caught:
+        with pytest.raises(kvtier.Error, match="injected failure") as caught:
             runtime.buffer(4096)
         assert caught.value.name in ("KVT_E_IO", "KVT_E_NOMEM")
         runtime.buffer(4096).close()

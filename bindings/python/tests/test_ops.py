@@ -277,7 +277,7 @@ def test_planted_panic(runtime: kvtier.Runtime) -> None:
             op = poisoned.submit(Work.checksum(buffer), queue=queue, tag="t")
             done, = queue.wait(HANG_S)
             assert done.tag == "t" and isinstance(done.error, kvtier.PanicError)
-            with pytest.raises(kvtier.PanicError, match="planted panic at worker"):
+            with pytest.raises(kvtier.PanicError, match="injected panic at worker"):
                 op.result(HANG_S)
             stats = poisoned.stats()
             assert stats.poisoned and stats.ops_submitted == 1

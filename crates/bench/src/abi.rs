@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use kvtier::base::memory::{Buffer, MemoryWish};
+use kvtier::base::memory::{AllocationRequest, Buffer};
 use kvtier::ffi::buffer::*;
 use kvtier::ffi::op::*;
 use kvtier::ffi::queue::*;
@@ -137,7 +137,7 @@ pub fn run(quick: bool) -> Vec<Bar> {
 
 fn call(rounds: u32) -> Bar {
     let bench = Bench::open(1);
-    let wish = MemoryWish { bytes: 1 << 20, ..MemoryWish::default() };
+    let wish = AllocationRequest { bytes: 1 << 20, ..AllocationRequest::default() };
     let direct = Buffer::map(&wish, None).expect("a buffer");
     #[inline(never)]
     fn plain(buffer: &Buffer, address: &mut *mut c_void, bytes: &mut u64) -> i32 {

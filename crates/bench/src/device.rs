@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use kvtier::base::clock::Clock;
-use kvtier::base::memory::{Buffer, MemoryWish};
+use kvtier::base::memory::{AllocationRequest, Buffer};
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::base::sync::Arc;
 use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts, probe};
@@ -106,8 +106,10 @@ impl Rig {
         let opts = CudaOpts { peers, ..opts };
         let device = Cuda::open(Clock::real(), &opts)?;
         let map = || {
-            let buffer =
-                Buffer::map(&MemoryWish { bytes: bytes as u64, ..MemoryWish::default() }, None)?;
+            let buffer = Buffer::map(
+                &AllocationRequest { bytes: bytes as u64, ..AllocationRequest::default() },
+                None,
+            )?;
             // SAFETY: the buffer's own memory.
             unsafe { buffer.address().write_bytes(7, bytes) };
             Ok::<Buffer, Error>(buffer)
@@ -234,7 +236,7 @@ impl Rig {
     }
 }
 
-fn bar(wish: &Wish, value: Option<(f64, f64)>, note: String) -> Bar {
+fn bar(wish: &Requirement, value: Option<(f64, f64)>, note: String) -> Bar {
     Bar {
         bar: wish.bar,
         value: value.map(|(rate, baseline)| rate / baseline),
@@ -257,7 +259,7 @@ fn by_means(quick: bool, ends: &Result<(f64, f64)>) -> Vec<Bar> {
                 [Direction::Scatter, Direction::Gather].into_iter().zip(names)
             {
                 let baseline = if direction == Direction::Scatter { UP } else { DOWN };
-                let wish = Wish { bar: bar_name, goal: None, baseline };
+                let wish = Requirement { bar: bar_name, goal: None, baseline };
                 let rate = match (&rig, ends) {
                     (Ok(rig), Ok((up, down))) => rig
                         .cells(&rig.pinned, cell, direction)
@@ -292,7 +294,7 @@ pub fn run(quick: bool) -> Vec<Bar> {
     };
     let large = |direction| rig.rate(&mut [rig.whole(&rig.pinned, direction)?]);
     let ends = large(Direction::Scatter).and_then(|up| Ok((up, large(Direction::Gather)?)));
-    let measured = |wish: &Wish| {
+    let measured = |wish: &Requirement| {
         let value = match &ends {
             Ok((up, down)) => rig.measure(wish.bar, *up, *down),
             Err(error) => Err(Error::new(Status::Io, error.to_string())),

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use kvtier::base::memory::{Buffer, MemoryWish};
+use kvtier::base::memory::{AllocationRequest, Buffer};
 use kvtier::base::status::{Result, Status};
 use kvtier::device::cuda::Cuda;
 use kvtier::device::{Copy, Device, Direction, Memory, Stream};
@@ -41,7 +41,7 @@ pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
     let dir = dir.unwrap_or_else(std::env::temp_dir);
     let trial = Trial::new(device, &dir, bytes as u64)?;
     trial.check()?;
-    let wish = MemoryWish { bytes: CHUNK_BYTES as u64, ..MemoryWish::default() };
+    let wish = AllocationRequest { bytes: CHUNK_BYTES as u64, ..AllocationRequest::default() };
     let staging = (0..THREADS).map(|_| Buffer::map(&wish, None)).collect::<Result<Vec<_>>>()?;
     let known = staging.iter().try_for_each(|buffer| {
         // SAFETY: it stays until it is forgotten below.

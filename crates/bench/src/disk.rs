@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvtier::base::memory::{Buffer, MemoryWish};
+use kvtier::base::memory::{AllocationRequest, Buffer};
 use kvtier::format::keys::{Fingerprint, Key};
 use kvtier::format::record::Chunk;
 use kvtier::format::seal::{Identity, PLANE_K, PLANE_V};
@@ -53,7 +53,8 @@ impl Drop for Scratch {
 
 /// Memory that is there, and holds something.
 pub fn memory(bytes: u64) -> Outcome<Buffer> {
-    let buffer = Buffer::map(&MemoryWish { bytes, ..MemoryWish::default() }, None).map_err(say)?;
+    let buffer = Buffer::map(&AllocationRequest { bytes, ..AllocationRequest::default() }, None)
+        .map_err(say)?;
     let mut word = 0x9E37_79B9_7F4A_7C15u64;
     for at in (0..bytes / 8 * 8).step_by(8) {
         word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use kvtier::base::memory::{Buffer, MemoryWish, prefault};
+use kvtier::base::memory::{AllocationRequest, Buffer, prefault};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::stream::model::Model;
 use kvtier::stream::plan::PlanOptions;
@@ -138,7 +138,7 @@ fn memory_bar(measured: &Measured, limit: u64, access: usize, name: &'static str
 /// virtual machine is not there before it was touched once, which is slower than any disk
 /// and no work of ours.
 fn touch(bytes: u64) -> Outcome<()> {
-    let wish = MemoryWish { bytes, prefer_huge: true, ..MemoryWish::default() };
+    let wish = AllocationRequest { bytes, prefer_huge: true, ..AllocationRequest::default() };
     let memory = Buffer::map(&wish, None).map_err(say)?;
     // SAFETY: the memory is this call's alone.
     unsafe { prefault(memory.address(), memory.bytes()) };

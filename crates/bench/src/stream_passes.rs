@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use kvtier::base::memory::{Buffer, MemoryWish, prefault};
+use kvtier::base::memory::{AllocationRequest, Buffer, prefault};
 use kvtier::stream::model::Model;
 
 use super::disk::{DEPTH, Outcome, PIECE, memory, raw};
@@ -95,7 +95,11 @@ pub fn make(path: &Path, layers: u64, layer_bytes: u64) -> Outcome<()> {
 
 /// Memory that plain reads go to: as good as that of weights, or they are no bound.
 pub fn stock() -> Outcome<Buffer> {
-    let wish = MemoryWish { bytes: DEPTH * PIECE, prefer_huge: true, ..MemoryWish::default() };
+    let wish = AllocationRequest {
+        bytes: DEPTH * PIECE,
+        prefer_huge: true,
+        ..AllocationRequest::default()
+    };
     let stock = Buffer::map(&wish, None).map_err(say)?;
     // SAFETY: the stock is this call's alone.
     unsafe { prefault(stock.address(), stock.bytes()) };

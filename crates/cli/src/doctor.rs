@@ -4,7 +4,7 @@ pub mod remote;
 
 use std::path::Path;
 
-use kvtier::base::budget::{DEFAULT_HOST_PERCENT, usual_reserve_bytes};
+use kvtier::base::budget::{DEFAULT_HOST_PERCENT, default_reserve_bytes};
 use kvtier::base::clock::Clock;
 use kvtier::base::fork;
 use kvtier::base::machine::{MemoryFacts, descriptor_limit};
@@ -122,7 +122,7 @@ fn cgroup(facts: &MemoryFacts) -> Finding {
 }
 
 fn default_budget(facts: &MemoryFacts) -> Finding {
-    let usable = facts.effective_bytes().saturating_sub(usual_reserve_bytes(facts));
+    let usable = facts.effective_bytes().saturating_sub(default_reserve_bytes(facts));
     Finding::new(
         "default budget",
         if usable > 0 { Mark::Good } else { Mark::Absent },

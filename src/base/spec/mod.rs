@@ -1,4 +1,4 @@
-//! The one grammar for spec strings, and the typed reader of their parameters.
+//! The grammar of spec strings, and the typed reader of their parameters.
 //!
 //! ```text
 //! spec  := name [ '(' [ arg { ',' arg } ] ')' ]
@@ -6,10 +6,10 @@
 //! value := number [ unit ] | '"' text '"' | spec
 //! ```
 //!
-//! Names and keys are `[A-Za-z0-9][A-Za-z0-9_-]*` (so that `2q` and `lru-k` are
-//! names); spaces are free; numbers are decimal with an optional exponent and
-//! never look at the locale. Units: `%`, `B KiB MiB GiB TiB KB MB GB TB`,
-//! `ns us ms s m h d`. `true`, `false` and words are specs without arguments.
+//! Names and keys are `[A-Za-z0-9][A-Za-z0-9_-]*`, so that `2q` and `lru-k` are names. Spaces
+//! are ignored. Numbers are decimal with an optional exponent, in any locale. Units: `%`,
+//! `B KiB MiB GiB TiB KB MB GB TB`, `ns us ms s m h d`. `true`, `false` and words are specs
+//! without arguments.
 
 mod reader;
 
@@ -28,29 +28,29 @@ pub const MAX_SPEC_ARGS: usize = 64;
 /// A parsed spec: a name and its arguments.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Spec {
-    /// What it names.
+    /// The name.
     pub name: String,
-    /// Its arguments, in the order written.
+    /// The arguments, in the order of the text.
     pub args: Vec<Arg>,
-    /// Where it starts in the text.
+    /// The byte offset in the text.
     pub offset: usize,
 }
 
 /// One argument of a spec.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Arg {
-    /// The key, or empty for a positional argument.
+    /// The key; empty for a positional argument.
     pub key: String,
     /// The value.
     pub value: Value,
-    /// Where the argument starts in the text.
+    /// The byte offset in the text.
     pub offset: usize,
 }
 
 /// The value of an argument.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
-    /// A number and its unit (empty when none was written).
+    /// A number and its unit; the unit may be empty.
     Number(f64, String),
     /// A quoted text.
     Text(String),
@@ -59,8 +59,8 @@ pub enum Value {
 }
 
 impl Value {
-    /// The time that a number with a unit of time is, or one without in
-    /// nanoseconds; none if it is anything else.
+    /// The nanoseconds of a number with a unit of time, or of a number without a unit; `None`
+    /// for any other value.
     pub fn nanoseconds(&self) -> Option<f64> {
         match self {
             Value::Number(n, unit) if unit.is_empty() => Some(*n),
@@ -92,7 +92,7 @@ impl Spec {
         Ok(spec)
     }
 
-    /// The error for a name that is none of `known`; names the nearest.
+    /// The error for a name that is not among `known`; suggests the nearest.
     pub fn unknown_name(&self, known: &[&str]) -> Error {
         unknown("name", &self.name, self.offset, known)
     }
@@ -108,7 +108,7 @@ impl fmt::Display for Spec {
                 write!(f, "{}=", arg.key)?;
             }
             match &arg.value {
-                // In full where that is short: the canonical form must be parsable again.
+                // Without an exponent where that is short. Both forms can be parsed again.
                 Value::Number(n, unit) if *n == 0.0 || (1e-6..1e15).contains(&n.abs()) => {
                     write!(f, "{n}{unit}")?;
                 }
@@ -279,7 +279,7 @@ impl Parser<'_> {
         Err(self.wrong("a quoted text is not closed"))
     }
 
-    /// A number with its unit; `None` when the word is not one (a name like `2q`).
+    /// A number with its unit; `None` if the word is a name like `2q`.
     fn number(&mut self) -> Result<Option<Value>> {
         let bytes = self.text.as_bytes();
         let start = self.at;
@@ -364,10 +364,12 @@ fn scale(unit: &str) -> Option<(Dimension, f64)> {
     })
 }
 
-/// The error for a word that is none of `known`. It names the one that is near, or else all.
+/// The error for a word that is not among `known`. It suggests the nearest one, or lists all.
 pub fn unknown(what: &str, word: &str, offset: usize, known: &[&str]) -> Error {
     let text = match nearest(word, known) {
-        Some(near) => format!("unknown {what} '{word}' at offset {offset}; did you mean '{near}'?"),
+        Some(guess) => {
+            format!("unknown {what} '{word}' at offset {offset}; did you mean '{guess}'?")
+        }
         None if known.is_empty() => format!("unknown {what} '{word}' at offset {offset}"),
         None => {
             let all = known.join("', '");
@@ -377,11 +379,12 @@ pub fn unknown(what: &str, word: &str, offset: usize, known: &[&str]) -> Error {
     Error::at(Status::Spec, offset, text)
 }
 
-/// The entry of `known` with the least edit distance to `word`, if a third of it is the same.
+/// The entry of `known` with the smallest edit distance to `word`, if that is at most two thirds
+/// of the longer word.
 pub fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
-    let near = known.iter().copied().min_by_key(|k| edit_distance(word, k))?;
-    let longer = word.chars().count().max(near.chars().count());
-    (edit_distance(word, near) * 3 <= longer * 2).then_some(near)
+    let guess = known.iter().copied().min_by_key(|k| edit_distance(word, k))?;
+    let longer = word.chars().count().max(guess.chars().count());
+    (edit_distance(word, guess) * 3 <= longer * 2).then_some(guess)
 }
 
 fn edit_distance(a: &str, b: &str) -> usize {

@@ -5,21 +5,20 @@ use std::ops::RangeInclusive;
 use crate::base::spec::{Arg, Dimension, Spec, UNITS, Value, scale, unknown};
 use crate::base::status::{Error, Result, Status};
 
-/// Reads the parameters of a spec by key, and in the end names any it was not
-/// asked for.
+/// Reads the parameters of a spec by key; [`Reader::finish`] fails on unknown ones.
 pub struct Reader<'a> {
     spec: &'a Spec,
-    asked: Vec<&'static str>,
+    known: Vec<&'static str>,
 }
 
 impl<'a> Reader<'a> {
     /// A reader of `spec`.
     pub fn new(spec: &'a Spec) -> Reader<'a> {
-        Reader { spec, asked: Vec::new() }
+        Reader { spec, known: Vec::new() }
     }
 
     fn find(&mut self, key: &'static str) -> Option<&'a Arg> {
-        self.asked.push(key);
+        self.known.push(key);
         self.spec.args.iter().find(|a| a.key == key)
     }
 
@@ -30,7 +29,7 @@ impl<'a> Reader<'a> {
     ) -> Result<Option<(f64, usize)>> {
         let Some(arg) = self.find(key) else { return Ok(None) };
         let Value::Number(n, unit) = &arg.value else {
-            return Err(no_number(arg, want));
+            return Err(not_a_number(arg, want));
         };
         match scale(unit) {
             None => Ok(Some((*n, arg.offset))),
@@ -41,7 +40,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A real number within `range`; a `%` is a hundredth.
+    /// A real number within `range`; the unit `%` divides by 100.
     pub fn f64(
         &mut self,
         key: &'static str,
@@ -67,7 +66,7 @@ impl<'a> Reader<'a> {
         range: RangeInclusive<u64>,
     ) -> Result<u64> {
         let Some((n, offset)) = self.scaled(key, dimension)? else { return Ok(default) };
-        // Whole numbers above 2^53 are not exact in the text's f64; none is needed.
+        // The parser reads numbers as f64, which is exact for whole numbers up to 2^53.
         let exact = (0.0..=9_007_199_254_740_992.0).contains(&n) && n.fract() == 0.0;
         if exact && range.contains(&(n as u64)) {
             return Ok(n as u64);
@@ -89,12 +88,12 @@ impl<'a> Reader<'a> {
         self.whole(key, None, default, range)
     }
 
-    /// A number of bytes, with or without a unit.
+    /// A size in bytes, with or without a unit.
     pub fn bytes(&mut self, key: &'static str, default: u64) -> Result<u64> {
         self.whole(key, Some(Dimension::Bytes), default, 0..=u64::MAX)
     }
 
-    /// A duration, with a unit, or in nanoseconds without one.
+    /// A duration with a unit, or in nanoseconds without one.
     pub fn duration_ns(&mut self, key: &'static str, default: u64) -> Result<u64> {
         self.whole(key, Some(Dimension::Time), default, 0..=u64::MAX)
     }
@@ -107,7 +106,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// One of several words; the index of the one given.
+    /// One of several words; returns its index.
     pub fn choice(&mut self, key: &'static str, words: &[&str]) -> Result<Option<usize>> {
         let Some(arg) = self.find(key) else { return Ok(None) };
         let one_of = || format!("one of {}", words.join(", "));
@@ -140,17 +139,17 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Fails on the first argument nobody asked for.
+    /// Fails on the first argument that was not read.
     pub fn finish(self) -> Result<()> {
-        match self.spec.args.iter().find(|a| !self.asked.contains(&a.key.as_str())) {
+        match self.spec.args.iter().find(|a| !self.known.contains(&a.key.as_str())) {
             None => Ok(()),
-            Some(arg) if arg.key.is_empty() || self.asked.is_empty() => {
+            Some(arg) if arg.key.is_empty() || self.known.is_empty() => {
                 let what =
-                    if self.asked.is_empty() { "no arguments" } else { "key=value arguments" };
+                    if self.known.is_empty() { "no arguments" } else { "key=value arguments" };
                 let text = format!("'{}' takes {what}, at offset {}", self.spec.name, arg.offset);
                 Err(Error::at(Status::Spec, arg.offset, text))
             }
-            Some(arg) => Err(unknown("parameter", &arg.key, arg.offset, &self.asked)),
+            Some(arg) => Err(unknown("parameter", &arg.key, arg.offset, &self.known)),
         }
     }
 }
@@ -165,7 +164,7 @@ fn units(dimension: Option<Dimension>) -> Vec<&'static str> {
     UNITS.into_iter().filter(same).collect()
 }
 
-/// What a parameter takes, in words.
+/// The numbers that a parameter accepts, for messages.
 fn numbers(dimension: Option<Dimension>) -> String {
     match units(dimension).join(", ") {
         none if none.is_empty() => "a number without a unit".to_string(),
@@ -173,8 +172,8 @@ fn numbers(dimension: Option<Dimension>) -> String {
     }
 }
 
-/// The error for what is no number; `5sec` is one with an unknown unit.
-fn no_number(arg: &Arg, want: Option<Dimension>) -> Error {
+/// The error for a value that is not a number; `5sec` is a number with an unknown unit.
+fn not_a_number(arg: &Arg, want: Option<Dimension>) -> Error {
     if let (Value::Spec(Spec { name, offset, .. }), Some(_)) = (&arg.value, want) {
         let unit = name.trim_start_matches(|c: char| c.is_ascii_digit());
         let digits = name.len() - unit.len();

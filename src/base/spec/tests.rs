@@ -1,10 +1,10 @@
-//! Tests of the spec grammar; beside the parser to keep that file readable.
+//! Tests of the spec grammar.
 
 use super::*;
 use proptest::prelude::*;
 
 #[test]
-fn reads_what_the_policies_need() {
+fn nested_specs_and_typed_parameters_are_read() {
     let spec =
         Spec::parse(" qos( inner = s3fifo(small=10%) , strict=true,n=4GiB,t=5ms ) ").unwrap();
     let mut r = Reader::new(&spec);
@@ -27,7 +27,7 @@ fn names_may_start_with_a_digit() {
 }
 
 #[test]
-fn errors_carry_offset_and_nearest() {
+fn errors_carry_the_offset_and_a_suggestion() {
     for (text, offset) in
         [("", 0), ("lru(", 4), ("lru(a=)", 6), ("lru)x", 3), ("lru(a=1,a=2)", 8), ("a(b=\"x)", 7)]
     {
@@ -43,7 +43,7 @@ fn errors_carry_offset_and_nearest() {
 }
 
 #[test]
-fn numbers_are_checked() {
+fn numbers_out_of_range_are_refused() {
     let bad = |text: &str| {
         let spec = Spec::parse(text).unwrap();
         Reader::new(&spec).u64("n", 0, 1..=10).unwrap_err().status()
@@ -61,7 +61,7 @@ fn numbers_are_checked() {
 }
 
 #[test]
-fn every_error_says_where_in_words_and_as_a_number() {
+fn every_error_has_its_offset_in_the_message_and_as_a_number() {
     let read = |text: &str| -> Result<()> {
         let spec = Spec::parse(text)?;
         let mut r = Reader::new(&spec);
@@ -109,7 +109,7 @@ fn every_error_says_where_in_words_and_as_a_number() {
     }
     let spec = Spec::parse("fifo(k=3)").unwrap();
     assert!(Reader::new(&spec).finish().unwrap_err().message().contains("takes no arguments"));
-    // Every unit that is told of is known.
+    // Every unit in messages can be parsed.
     assert!(UNITS.iter().all(|unit| scale(unit).is_some()));
 }
 

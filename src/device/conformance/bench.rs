@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
 use crate::base::clock::Clock;
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::device::conformance::{ConformanceOpts, NotPassed, Outcome, need};
@@ -280,7 +280,10 @@ impl<'a> TestBuffer<'a> {
         let bytes = (len as u64).max(1);
         let (address, holds) = match memory {
             Memory::Host => {
-                let wish = MemoryWish { bytes: bytes + 2 * EDGE as u64, ..MemoryWish::default() };
+                let wish = AllocationRequest {
+                    bytes: bytes + 2 * EDGE as u64,
+                    ..AllocationRequest::default()
+                };
                 let buffer = bench.said("host memory", Buffer::map(&wish, None))?;
                 let start = buffer.address().expose_provenance();
                 (start as u64 + EDGE as u64, Holds::Host(buffer))

@@ -1,7 +1,7 @@
 //! Measures the read bandwidth of the disk that holds a model.
 
 use crate::base::clock::Clock;
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::files::{Access, FileId, Piece};
@@ -31,7 +31,11 @@ pub fn measure(files: &dyn ModelFiles, clock: &Clock, bytes: u64) -> Result<u64>
     };
     let at_once = count.min(IN_FLIGHT);
     // Huge pages, as for weights: small ones reduce the bandwidth.
-    let wish = MemoryWish { bytes: piece * at_once, prefer_huge: true, ..MemoryWish::default() };
+    let wish = AllocationRequest {
+        bytes: piece * at_once,
+        prefer_huge: true,
+        ..AllocationRequest::default()
+    };
     let stock = Buffer::map(&wish, None)?;
     // SAFETY: the buffer belongs to this call. Page faults must not be measured.
     unsafe { crate::base::memory::prefault(stock.address(), stock.bytes()) };

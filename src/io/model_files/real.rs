@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use crate::base::fork;
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
@@ -98,7 +98,7 @@ impl RealModelFiles {
 
 /// Switches all files to direct reads; returns their alignment.
 fn all_direct(files: &[ModelFile]) -> Result<u64> {
-    let wish = MemoryWish { bytes: 2 * READ_UNIT_BYTES, ..MemoryWish::default() };
+    let wish = AllocationRequest { bytes: 2 * READ_UNIT_BYTES, ..AllocationRequest::default() };
     let scratch = Buffer::map(&wish, None)?;
     let mut align = 1;
     for opened in files {

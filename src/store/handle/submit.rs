@@ -49,7 +49,7 @@ impl Store {
     ) -> Result<Vec<OpRef>> {
         cell_range.after = self.check_after(kind, cell_range.after)?;
         let ops = Ops::Each(if cell_range.by_layer { cell_range.layers } else { 1 });
-        let lane = opts.lane;
+        let lane = opts.priority;
         self.begin(ops, opts, ready, |core| match ready {
             Some(_) => core.submit_waiting(session, kind, level, lane, cell_range),
             None => {
@@ -84,7 +84,7 @@ impl Store {
         ready: Option<&Ready>,
     ) -> Result<Vec<OpRef>> {
         blocks.after = self.check_after(kind, blocks.after)?;
-        let (ops, how) = (Ops::Items(blocks.keys.len()), (kind, level, opts.lane));
+        let (ops, how) = (Ops::Items(blocks.keys.len()), (kind, level, opts.priority));
         self.begin(ops, opts, ready, |core| match ready {
             Some(_) => core.submit_blocks_waiting(session, how, blocks),
             None => Ok((core.submit_blocks(session, how, blocks)?, 0)),
@@ -126,7 +126,7 @@ impl Store {
         match submit(&mut state.core) {
             Ok((number, ticket)) => {
                 // A cancel from here on finds the transfer once it has the lock.
-                kept.iter().for_each(|op| op.note_place(number));
+                kept.iter().for_each(|op| op.set_owner_slot(number));
                 let number = number as usize;
                 if state.ops.len() <= number {
                     state.ops.resize_with(number + 1, Vec::new);
@@ -139,7 +139,7 @@ impl Store {
                 }
                 news.extend(self.inner.news(&mut state));
                 drop(state);
-                ops.iter().for_each(|op| op.announce());
+                ops.iter().for_each(|op| op.notify_issued());
                 finish(news);
                 if let Some(ready) = ready {
                     ready.join(self.inner.this.clone(), ticket);
@@ -185,7 +185,7 @@ impl Store {
 /// Abandons ops of a refused call. They are never reported.
 pub(super) fn undo(ops: Vec<OpRef>, error: Error) -> Error {
     for op in ops {
-        op.take_back();
+        op.retract();
         op.remove();
     }
     error

@@ -125,12 +125,12 @@ impl Store {
             }
         };
         // A cancel from here on finds the op once it has the lock.
-        op.note_place(place);
+        op.set_owner_slot(place);
         let mut news = News::new();
         state.watches.drop_given_up(place, &mut news);
         news.extend(self.inner.news(&mut state));
         drop(state);
-        op.announce();
+        op.notify_issued();
         finish(news);
         Ok(op)
     }

@@ -125,7 +125,7 @@ impl Inner {
         ops.extend(state.watches.take());
         drop(state);
         for op in ops {
-            op.give_up(Status::Panic);
+            op.abort(Status::Panic);
         }
         self.work.iter().for_each(|work| work.notify_all());
         self.behind.notify_all();
@@ -196,7 +196,7 @@ pub(super) fn start(
             let name = format!("kvt-{}", format!("{workers:?}").to_lowercase());
             let number = threads.len() as u32;
             threads.push(spawn(name, move || {
-                inner.runtime.greet(Role::Store, number);
+                inner.runtime.thread_started(Role::Store, number);
                 inner.serve(workers, stream, &tools);
             })?);
         }
@@ -205,7 +205,7 @@ pub(super) fn start(
         let inner = inner.clone();
         let number = threads.len() as u32;
         threads.push(spawn("kvt-behind".into(), move || {
-            inner.runtime.greet(Role::Store, number);
+            inner.runtime.thread_started(Role::Store, number);
             inner.serve_behind(tools);
         })?);
     }
@@ -214,7 +214,7 @@ pub(super) fn start(
         let inner = inner.clone();
         let number = threads.len() as u32;
         threads.push(spawn("kvt-feed".into(), move || {
-            inner.runtime.greet(Role::Store, number);
+            inner.runtime.thread_started(Role::Store, number);
             if let Err(text) = panic::catch(|| inner.serve_feed(feed)) {
                 inner.runtime.poison(&text);
                 inner.state.lock().broken = true;
@@ -226,7 +226,7 @@ pub(super) fn start(
         let inner = inner.clone();
         let number = threads.len() as u32;
         threads.push(spawn("kvt-control".into(), move || {
-            inner.runtime.greet(Role::Store, number);
+            inner.runtime.thread_started(Role::Store, number);
             inner.answer_all(&listener);
         })?);
     }

@@ -1,6 +1,6 @@
 //! Configuration of a store, and its counters.
 
-use crate::base::memory::Wish;
+use crate::base::memory::Requirement;
 use crate::base::spec::Spec;
 use crate::base::status::Result;
 use crate::fail;
@@ -170,7 +170,7 @@ impl Config {
     /// Options of the host tier. A small tier has short segments.
     pub fn host_opts(&self) -> HostOpts {
         let slab_bytes = (self.host_bytes / 16).clamp(64 << 10, 32 << 20);
-        HostOpts { slab_bytes, max_bytes: self.host_bytes, huge: Wish::Try }
+        HostOpts { slab_bytes, max_bytes: self.host_bytes, huge: Requirement::Try }
     }
 
     /// Policy objects for chunks. Evicted chunks that others continue are kept for a while.

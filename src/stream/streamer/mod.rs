@@ -17,7 +17,7 @@ pub use open::{Opts, Verify, memory_of};
 use crate::base::account::Account;
 use crate::base::core::Core as Runtime;
 use crate::base::op::Op;
-use crate::base::owner::Owner;
+use crate::base::op::Owner;
 use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::base::sync::{Arc, Condvar, Guard, JoinHandle, Mutex};

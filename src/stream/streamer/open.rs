@@ -7,7 +7,7 @@ use crate::base::account::Account;
 use crate::base::budget::{Budget, Tier};
 use crate::base::core::Core as Runtime;
 use crate::base::machine::MemoryFacts;
-use crate::base::owner::Owner;
+use crate::base::op::Owner;
 use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::{AtomicU32, AtomicU64};
 use crate::base::sync::{Arc, Condvar, Mutex, Weak};
@@ -360,7 +360,7 @@ pub fn memory_of(opts: &Opts) -> Memory {
     };
     if let Some(budget) = &opts.budget {
         let free_blocks = |tier: Tier| {
-            let tier_budget = budget.lane(tier);
+            let tier_budget = budget.usage(tier);
             tier_budget
                 .limit_bytes
                 .saturating_sub(tier_budget.reserved_bytes + tier_budget.committed_bytes)

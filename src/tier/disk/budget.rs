@@ -61,7 +61,7 @@ impl Paid {
     pub fn set(&self, bytes: u64) -> Result<()> {
         let Some(account) = &self.account else { return Ok(()) };
         let mut paid = self.bytes.lock();
-        let limit = account.budget().lane(Tier::Disk).limit_bytes;
+        let limit = account.budget().usage(Tier::Disk).limit_bytes;
         if limit == 0 && *paid == 0 {
             return Ok(()); // no limit
         }

@@ -12,9 +12,9 @@
 use std::collections::VecDeque;
 
 use crate::base::account::Account;
-use crate::base::budget::{Lane, Tier};
+use crate::base::budget::{Tier, TierUsage};
 use crate::base::fork::page_bytes;
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::op::{OpOpts, RELEASED};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex};
@@ -159,7 +159,11 @@ impl Staging {
 
     /// Page-aligned memory of `bytes` bytes, for the caller only.
     pub fn map(&self, bytes: u64) -> Result<Buffer> {
-        let wish = MemoryWish { bytes, account: self.account.clone(), ..MemoryWish::default() };
+        let wish = AllocationRequest {
+            bytes,
+            account: self.account.clone(),
+            ..AllocationRequest::default()
+        };
         Buffer::map(&wish, None)
     }
 
@@ -302,7 +306,8 @@ impl Staging {
         }
         account.commit(Tier::Host, bytes, bytes)?;
         let paid = Paid { account: account.clone(), bytes };
-        let buffer = Buffer::map(&MemoryWish { bytes, ..MemoryWish::default() }, None)?;
+        let buffer =
+            Buffer::map(&AllocationRequest { bytes, ..AllocationRequest::default() }, None)?;
         self.stock.lock().pools[kind as usize].bytes += bytes;
         let mut lent = self.lent(kind, buffer, false);
         lent.paid = Some(paid);
@@ -333,8 +338,8 @@ impl Staging {
     fn most_kept(&self) -> u64 {
         let all = KINDS as u64 * MAX_KEPT as u64 * MAX_KEPT_BYTES;
         let Some(account) = &self.account else { return all };
-        match account.budget().lane(Tier::Host) {
-            Lane { waiting: 0, limit_bytes, .. } => all.min(limit_bytes / KEPT_PART),
+        match account.budget().usage(Tier::Host) {
+            TierUsage { waiting: 0, limit_bytes, .. } => all.min(limit_bytes / KEPT_PART),
             _ => 0,
         }
     }
@@ -344,13 +349,13 @@ fn too_little(error: Error, account: &Account) -> Error {
     if error.status() != Status::Budget {
         return error;
     }
-    let lane = account.budget().lane(Tier::Host);
+    let lane = account.budget().usage(Tier::Host);
     let text = format!(
         "{RESERVE_BYTES} bytes of memory are kept for what goes to disk and comes back, and of the \
          budget's {} bytes of tier host too few are free{}: raise its limit, have others give \
          back, or open the store without a disk",
         lane.limit_bytes,
-        account.budget().words_of_reserve(Tier::Host)
+        account.budget().reserve_note(Tier::Host)
     );
     Error::new(Status::Budget, text)
 }
@@ -435,7 +440,7 @@ mod tests {
             let lent = asking.scratch(5 << 20, 6 << 20).unwrap();
             assert_eq!((lent.bytes(), asking.bytes()), (5 << 20, RESERVE_BYTES + (5 << 20)));
         });
-        while budget.lane(Tier::Host).waiting == 0 {
+        while budget.usage(Tier::Host).waiting == 0 {
             std::thread::yield_now();
         }
         others.give_back(Tier::Host, ROOM);
@@ -478,6 +483,6 @@ mod tests {
         threads.into_iter().for_each(|thread| thread.unwrap().join().unwrap());
         assert_eq!(ended.load(Ordering::Relaxed), THREADS);
         assert_eq!((staging.bytes(), held(&account)), (RESERVE_BYTES, RESERVE_BYTES));
-        assert_eq!(budget.lane(Tier::Host).peak_bytes, RESERVE_BYTES);
+        assert_eq!(budget.usage(Tier::Host).peak_bytes, RESERVE_BYTES);
     }
 }

@@ -10,7 +10,7 @@ mod slab;
 mod table;
 
 use crate::base::account::Account;
-use crate::base::memory::{MAX_BUFFER_BYTES, Wish};
+use crate::base::memory::{MAX_BUFFER_BYTES, Requirement};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Device;
@@ -60,12 +60,12 @@ pub struct HostOpts {
     /// Most bytes of all segments; 0 = as many as the account has.
     pub max_bytes: u64,
     /// Huge pages.
-    pub huge: Wish,
+    pub huge: Requirement,
 }
 
 impl Default for HostOpts {
     fn default() -> HostOpts {
-        HostOpts { slab_bytes: 0, max_bytes: 0, huge: Wish::Try }
+        HostOpts { slab_bytes: 0, max_bytes: 0, huge: Requirement::Try }
     }
 }
 
@@ -147,7 +147,7 @@ const UNUSED: Class = Class {
 pub struct HostTier {
     account: Option<Arc<Account>>,
     slab_bytes: u64,
-    huge: Wish,
+    huge: Requirement,
     classes: [Class; MAX_CLASSES],
     table: Table,
     /// Most bytes that may be mapped.
@@ -450,8 +450,8 @@ impl HostTier {
         }
         // The last one may fit where it is not rounded up to huge pages.
         let left = self.max_bytes.saturating_sub(self.mapped_bytes);
-        let fits = |huge: &Wish| Slab::mapped_for(bytes, *huge).0 <= left;
-        let Some(huge) = [self.huge, Wish::No].into_iter().find(fits) else {
+        let fits = |huge: &Requirement| Slab::mapped_for(bytes, *huge).0 <= left;
+        let Some(huge) = [self.huge, Requirement::No].into_iter().find(fits) else {
             fail!(Limit, "{bytes} bytes more; {left} of {} are free", self.max_bytes);
         };
         Slab::map(self.account.as_ref(), bytes, PIECE_ALIGN_BYTES, huge)

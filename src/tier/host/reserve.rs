@@ -1,6 +1,6 @@
 //! The reserve: one piece beyond the tier's limit, for a read that finds no other memory.
 
-use crate::base::memory::Wish;
+use crate::base::memory::Requirement;
 use crate::base::status::Result;
 use crate::fail;
 use crate::tier::host::slab::Slab;
@@ -24,7 +24,7 @@ impl HostTier {
             fail!(Limit, "the limit of {} slabs is reached", self.table.len());
         }
         let account = self.account.as_ref();
-        let mut slab = Slab::map(account, piece_bytes, piece_bytes, Wish::No)?;
+        let mut slab = Slab::map(account, piece_bytes, piece_bytes, Requirement::No)?;
         slab.cut(piece_bytes, 1);
         if let Some(device) = &self.device {
             self.unregistered.push(slab.register(device));
@@ -71,7 +71,8 @@ mod tests {
 
     #[test]
     fn the_reserve_is_beyond_the_limit_and_reusable() {
-        let opts = HostOpts { slab_bytes: 4 * PIECE, max_bytes: 4 * PIECE, huge: Wish::No };
+        let opts =
+            HostOpts { slab_bytes: 4 * PIECE, max_bytes: 4 * PIECE, huge: Requirement::No };
         let mut tier = HostTier::new(None, &opts).expect("small");
         assert!(tier.take_reserve(1, 1).is_none(), "there is none");
         tier.keep_reserve(2 * PIECE - 1).expect("memory");

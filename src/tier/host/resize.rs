@@ -41,7 +41,7 @@ impl HostTier {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
-    use crate::base::memory::Wish;
+    use crate::base::memory::Requirement;
     use crate::tier::host::{HostOpts, Piece};
 
     const PIECE: u64 = 4096;
@@ -52,7 +52,8 @@ mod tests {
 
     #[test]
     fn slabs_beyond_a_smaller_limit_are_returned_when_empty() {
-        let opts = HostOpts { slab_bytes: 4 * PIECE, max_bytes: 16 * PIECE, huge: Wish::No };
+        let opts =
+            HostOpts { slab_bytes: 4 * PIECE, max_bytes: 16 * PIECE, huge: Requirement::No };
         let mut tier = HostTier::new(None, &opts).expect("small");
         let mut pieces = fill(&mut tier);
         assert_eq!(pieces.len(), 16);

@@ -3,7 +3,7 @@
 use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::fork::page_bytes;
-use crate::base::memory::{Buffer, HUGE_PAGE_BYTES, MemoryWish, Wish};
+use crate::base::memory::{AllocationRequest, Buffer, HUGE_PAGE_BYTES, Requirement};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Device;
@@ -64,7 +64,7 @@ impl Slab {
         account: Option<&Arc<Account>>,
         bytes: u64,
         align_bytes: u64,
-        huge: Wish,
+        huge: Requirement,
     ) -> Result<Self> {
         let most = (bytes / align_bytes).clamp(1, u64::from(MAX_PIECES)) as u32;
         let count = most.div_ceil(WORD_BITS) as usize;
@@ -80,7 +80,7 @@ impl Slab {
         if owners.try_reserve_exact(most as usize).is_err() {
             return Err(Status::NoMem.into());
         }
-        let wish = MemoryWish { bytes, huge, ..MemoryWish::default() };
+        let wish = AllocationRequest { bytes, huge, ..AllocationRequest::default() };
         let faults = account.and_then(|account| account.budget().core().faults());
         let buffer = Buffer::map(&wish, faults)?;
         debug_assert_eq!(buffer.charged_bytes(), mapped_bytes, "paid is what was mapped");
@@ -107,12 +107,14 @@ impl Slab {
 
     /// What is mapped for a segment of so many bytes, and whether in huge pages: not where
     /// rounding up to those would cost more than they bring.
-    pub fn mapped_for(bytes: u64, huge: Wish) -> (u64, Wish) {
+    pub fn mapped_for(bytes: u64, huge: Requirement) -> (u64, Requirement) {
         let in_huge_bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
         let wasteful = in_huge_bytes - bytes > bytes / 16;
         match huge {
-            Wish::Try if wasteful => (bytes.next_multiple_of(page_bytes() as u64), Wish::No),
-            Wish::No => (bytes.next_multiple_of(page_bytes() as u64), huge),
+            Requirement::Try if wasteful => {
+                (bytes.next_multiple_of(page_bytes() as u64), Requirement::No)
+            }
+            Requirement::No => (bytes.next_multiple_of(page_bytes() as u64), huge),
             _ => (in_huge_bytes, huge),
         }
     }

@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvtier::base::budget::{Budget, Lane, Tier};
+use kvtier::base::budget::{Budget, Tier, TierUsage};
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::device::{Device, Memory};
@@ -151,7 +151,7 @@ fn a_smaller_budget_takes_slabs_back() {
     let budget = Budget::open(runtime.core(), &limits(2 << 20)).expect("a budget");
     let spec = spec_of("store(host=16MiB, device=device(capacity=4MiB))");
     let rig = Rig::on(&spec, quick(), Some(&budget));
-    let lane = || -> Lane { budget.lane(Tier::Device) };
+    let lane = || -> TierUsage { budget.usage(Tier::Device) };
     assert_eq!(lane().committed_bytes, 2 << 20, "as much as there is");
     (0..12).for_each(|number| rig.put(number, Memory::Device));
     for kib in [1536, 600, 0] {
@@ -195,7 +195,7 @@ fn a_tier_that_cannot_be_is_refused() {
     assert_eq!(refused(Some(&budget), quick()), Status::Budget);
     let small = SimulatedOpts { memory_bytes: 4096, ..SimulatedOpts::default() };
     assert_eq!(refused(None, simulated(small)), Status::NoMem);
-    assert_eq!(budget.lane(Tier::Device).committed_bytes, 0);
+    assert_eq!(budget.usage(Tier::Device).committed_bytes, 0);
     budget.close();
 }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use proptest::prelude::*;
 
 use crate::disk::{SimFiles, SimOpts};
-use kvtier::base::memory::{Buffer, MemoryWish};
+use kvtier::base::memory::{AllocationRequest, Buffer};
 use kvtier::base::status::{Result, Status};
 use kvtier::io::files::{Access, Entry, FileId, Files, LOCK_NAME, MAX_PARTS, Part, Piece};
 use kvtier::io::real::{RealFiles, RealOpts};
@@ -79,7 +79,7 @@ fn everywhere(test: impl Fn(&dyn Files)) {
 
 /// Memory that starts at a page.
 pub fn memory(bytes: u64) -> Buffer {
-    Buffer::map(&MemoryWish { bytes, ..MemoryWish::default() }, None).expect("memory")
+    Buffer::map(&AllocationRequest { bytes, ..AllocationRequest::default() }, None).expect("memory")
 }
 
 #[allow(clippy::mut_from_ref)] // of memory that a buffer only names

@@ -1,25 +1,26 @@
-//! Lists that are used again, so that submitting does not allocate.
+//! Recycled lists, so that a submission does not allocate.
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Mutex;
 
-/// Idle lists of one kind, and entries in all of them together, at most.
+/// Most idle lists of one kind.
 const MAX_LISTS: usize = 64;
+/// Most entries in all idle lists of one kind.
 const MAX_ENTRIES: usize = 131_072;
-/// No list is made smaller, so that one fits most uses.
+/// Smallest capacity of a list, so that a recycled one fits most uses.
 const MIN_ENTRIES: usize = 64;
 
-/// A stock of empty lists.
-pub struct Spare<T>(Mutex<Vec<Vec<T>>>);
+/// Idle empty lists.
+pub struct ListPool<T>(Mutex<Vec<Vec<T>>>);
 
-impl<T> Default for Spare<T> {
+impl<T> Default for ListPool<T> {
     fn default() -> Self {
-        Spare(Mutex::new(Vec::with_capacity(MAX_LISTS)))
+        ListPool(Mutex::new(Vec::with_capacity(MAX_LISTS)))
     }
 }
 
-impl<T> Spare<T> {
-    /// An empty list with room for `n`.
+impl<T> ListPool<T> {
+    /// An empty list with capacity for `n` entries.
     pub fn take(&self, n: usize) -> Result<Vec<T>> {
         let mut lists = self.0.lock();
         if let Some(i) = lists.iter().position(|list| list.capacity() >= n) {
@@ -48,22 +49,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_comes_back_empty_and_is_not_made_anew() {
-        let spare = Spare::default();
-        let mut list: Vec<u32> = spare.take(100).unwrap();
+    fn a_returned_list_is_reused_empty() {
+        let pool = ListPool::default();
+        let mut list: Vec<u32> = pool.take(100).unwrap();
         list.push(1);
         let at = list.as_ptr();
-        spare.give(list);
-        let again = spare.take(90).unwrap();
+        pool.give(list);
+        let again = pool.take(90).unwrap();
         assert!(again.is_empty() && again.as_ptr() == at);
-        let other = spare.take(90).unwrap();
+        let other = pool.take(90).unwrap();
         assert!(other.as_ptr() != at);
     }
 
     #[test]
-    fn what_lies_idle_is_bounded() {
-        let spare = Spare::default();
-        (0..200).for_each(|_| spare.give(Vec::<u8>::with_capacity(MAX_ENTRIES / 2)));
-        assert_eq!(spare.0.lock().len(), 2);
+    fn idle_lists_are_bounded() {
+        let pool = ListPool::default();
+        (0..200).for_each(|_| pool.give(Vec::<u8>::with_capacity(MAX_ENTRIES / 2)));
+        assert_eq!(pool.0.lock().len(), 2);
     }
 }
