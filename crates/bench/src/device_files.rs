@@ -10,7 +10,7 @@ use kvtier::device::cuda::Cuda;
 use kvtier::device::{Copy, Device, Direction, Memory, Stream};
 
 use super::{Bar, Better, median};
-use kvtier_cli::direct::Trial;
+use kvtier_cli::direct::DirectReadTest;
 
 /// What one thread reads at once, as a streamer's do.
 const CHUNK_BYTES: usize = 4 << 20;
@@ -39,8 +39,8 @@ pub fn bar(measured: Result<(f64, f64)>) -> Bar {
 pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
     let dir = std::env::var_os("KVTIER_BENCH_DIR").map(PathBuf::from);
     let dir = dir.unwrap_or_else(std::env::temp_dir);
-    let trial = Trial::new(device, &dir, bytes as u64)?;
-    trial.check()?;
+    let test = DirectReadTest::new(device, &dir, bytes as u64)?;
+    test.check()?;
     let wish = AllocationRequest { bytes: CHUNK_BYTES as u64, ..AllocationRequest::default() };
     let staging = (0..THREADS).map(|_| Buffer::map(&wish, None)).collect::<Result<Vec<_>>>()?;
     let known = staging.iter().try_for_each(|buffer| {
@@ -51,11 +51,11 @@ pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
     let measure = |_| {
         (0..=rounds).try_for_each(|round| {
             let ways = [
-                timed(bytes, |_, offset, part| trial.read(offset, part))?,
+                timed(bytes, |_, offset, part| test.read(offset, part))?,
                 timed(bytes, |thread, offset, part| {
                     let host = staging[thread].address();
-                    trial.read_to_host(offset, host, part)?;
-                    let to = trial.address() + offset;
+                    test.read_to_host(offset, host, part)?;
+                    let to = test.address() + offset;
                     let copy = Copy::bytes(host, to, part, Direction::Scatter, Memory::Device)?;
                     // SAFETY: memory of this thread's, until the event has come.
                     let event = unsafe { device.submit(Stream(0), None, &mut [copy]) }?;

@@ -1,5 +1,5 @@
-//! `kvtier device-conformance`: puts a device to the test, through the C interface, as whoever
-//! brings their own does.
+//! `kvtier device-conformance`: runs the conformance suite on a device through the C interface,
+//! as the author of a custom device does.
 
 use std::ffi::{CString, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -19,19 +19,19 @@ use kvtier::ffi::device_test::{
 use kvtier::ffi::error::{kvt_error_free, kvt_error_message, kvt_error_t};
 use kvtier::ffi::runtime::{kvt_runtime_close, kvt_runtime_open, kvt_runtime_t};
 
-/// What a library of a custom device has: it fills in the table.
+/// The function of a custom device's library that fills in the table.
 const SYMBOL: &str = "kvtier_device";
 
-/// Which device.
+/// The kind of device.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum Kind {
     /// The processor
     Host,
-    /// A GPU, by way of the CUDA driver
+    /// A GPU, through the CUDA driver
     Cuda,
-    /// One that exists only in time
+    /// A simulated device, which only takes time
     Simulated,
-    /// One of your own: --library exports `int32_t kvtier_device(kvt_device_custom_t *out)`
+    /// A custom device: --library exports `int32_t kvtier_device(kvt_device_custom_t *out)`
     Custom,
 }
 
@@ -44,10 +44,10 @@ pub struct Opts {
     pub json: bool,
 }
 
-/// An error of the interface, in words.
+/// The message of an error of the C interface.
 fn words(status: i32, error: *mut kvt_error_t) -> String {
     let mut error = error;
-    // SAFETY: an error that a call wrote, or null; its text ends with a zero and is copied.
+    // SAFETY: an error that a call wrote, or null; its text is NUL-terminated and is copied.
     unsafe {
         let text =
             std::ffi::CStr::from_ptr(kvt_error_message(error)).to_string_lossy().into_owned();
@@ -59,18 +59,18 @@ fn words(status: i32, error: *mut kvt_error_t) -> String {
 fn table_of(library: Option<&Path>) -> Result<kvt_device_custom_t, String> {
     let path = library.ok_or("a custom device needs --library")?;
     let name = CString::new(path.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
-    // SAFETY: a string that ends with a zero; what the library does is its user's trust in it.
+    // SAFETY: a NUL-terminated string. The user trusts the initialisers of the library.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
     if handle.is_null() {
         return Err(format!("{} cannot be loaded", path.display()));
     }
     let symbol = CString::new(SYMBOL).map_err(|error| error.to_string())?;
-    // SAFETY: a library that is loaded.
+    // SAFETY: a loaded library.
     let symbol = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
     if symbol.is_null() {
         return Err(format!("{} has no {SYMBOL}", path.display()));
     }
-    // SAFETY: the function that the documentation asks for; all zero is a table without functions.
+    // SAFETY: the function has the documented signature; a zeroed table has no functions.
     unsafe {
         let fill: unsafe extern "C" fn(*mut kvt_device_custom_t) -> i32 =
             std::mem::transmute(symbol);
@@ -83,7 +83,7 @@ fn table_of(library: Option<&Path>) -> Result<kvt_device_custom_t, String> {
     }
 }
 
-unsafe extern "C" fn heard(
+unsafe extern "C" fn print_verdict(
     user_data: *mut c_void,
     name: *const c_char,
     name_bytes: u64,
@@ -91,7 +91,7 @@ unsafe extern "C" fn heard(
     why: *const c_char,
     why_bytes: u64,
 ) {
-    // SAFETY: texts are valid for the call, and the data is what `run` passed.
+    // SAFETY: the texts are valid during the call, and `test` passed the data.
     let (name, why, json) = unsafe {
         let text = |data: *const c_char, bytes: u64| {
             String::from_utf8_lossy(std::slice::from_raw_parts(data.cast(), bytes as usize))
@@ -113,8 +113,7 @@ unsafe extern "C" fn heard(
 
 pub fn run(opts: &Opts) -> ExitCode {
     let mut runtime: *mut kvt_runtime_t = std::ptr::null_mut();
-    // SAFETY: places for what is opened, which is closed below; structs are all zero, with their
-    // sizes.
+    // SAFETY: valid outputs; the runtime is closed below.
     let outcome = unsafe {
         let mut error: *mut kvt_error_t = std::ptr::null_mut();
         match kvt_runtime_open(std::ptr::null(), &raw mut runtime, &raw mut error) {
@@ -137,7 +136,7 @@ pub fn run(opts: &Opts) -> ExitCode {
 }
 
 /// # Safety
-/// A runtime that is open.
+/// The runtime must be open.
 unsafe fn test(runtime: *const kvt_runtime_t, opts: &Opts) -> Result<bool, String> {
     let table = match opts.kind {
         Kind::Custom => Some(table_of(opts.library.as_deref())?),
@@ -146,8 +145,8 @@ unsafe fn test(runtime: *const kvt_runtime_t, opts: &Opts) -> Result<bool, Strin
     let library = opts.library.as_ref().map_or(&[][..], |path| path.as_os_str().as_bytes());
     let mut error: *mut kvt_error_t = std::ptr::null_mut();
     let mut device: *mut kvt_device_t = std::ptr::null_mut();
-    // SAFETY: structs with their sizes and pointers that outlive the calls; what is opened is
-    // closed.
+    // SAFETY: zeroed structs with their sizes, and pointers that outlive the calls; the device is
+    // closed below.
     unsafe {
         let mut given: kvt_device_opts_t = std::mem::zeroed();
         given.struct_size = size_of::<kvt_device_opts_t>() as u64;
@@ -187,14 +186,14 @@ unsafe fn test(runtime: *const kvt_runtime_t, opts: &Opts) -> Result<bool, Strin
         let status = kvt_device_conformance(
             device,
             &raw const how,
-            Some(heard),
+            Some(print_verdict),
             data,
             &raw mut count,
             &raw mut error,
         );
-        let said = if status == 0 { Ok(count) } else { Err(words(status, error)) };
+        let result = if status == 0 { Ok(count) } else { Err(words(status, error)) };
         kvt_device_close(&raw mut device, 0, std::ptr::null_mut());
-        let count = said?;
+        let count = result?;
         if !opts.json {
             let (passed, skipped, failed) = (count.passed, count.skipped, count.failed);
             println!("{passed} passed, {skipped} skipped, {failed} failed");

@@ -1,4 +1,4 @@
-//! `kvtier doctor`: what this machine has, and what that means for you.
+//! `kvtier doctor`: checks of this machine, each with its meaning for the user.
 
 pub mod remote;
 
@@ -15,10 +15,10 @@ use kvtier::io::files::Files;
 use kvtier::io::probe;
 use kvtier::io::real::{RealFiles, RealOpts};
 
-use crate::direct::{self, Trial};
+use crate::direct::{self, DirectReadTest};
 use crate::human;
 
-/// How good a finding is.
+/// The grade of a finding.
 #[derive(Clone, Copy)]
 enum Mark {
     Good,
@@ -84,7 +84,7 @@ fn cpu() -> Finding {
         "cores",
         if n > 1 { Mark::Good } else { Mark::Limited },
         n.to_string(),
-        "a runtime starts as many workers, at most 4, unless told otherwise",
+        "by default a runtime starts this many workers, at most 4",
     )
 }
 
@@ -104,19 +104,19 @@ fn cgroup(facts: &MemoryFacts) -> Finding {
             "cgroup limit",
             Mark::Good,
             "none",
-            "no container limit: a host budget is bounded by available memory alone",
+            "no container limit: only available memory bounds a host budget",
         ),
         Some(c) => Finding::new(
             "cgroup limit",
             Mark::Limited,
             format!(
-                "v{}: {} of {} left ({} of the use is reclaimable cache)",
+                "v{}: {} of {} left ({} of the usage is reclaimable cache)",
                 c.version,
                 human(c.headroom_bytes()),
                 human(c.limit_bytes),
                 human(c.reclaimable_bytes)
             ),
-            "a host budget never exceeds this headroom: beyond it the kernel kills the process",
+            "a host budget never exceeds this headroom; above it the kernel kills the process",
         ),
     }
 }
@@ -127,7 +127,7 @@ fn default_budget(facts: &MemoryFacts) -> Finding {
         "default budget",
         if usable > 0 { Mark::Good } else { Mark::Absent },
         human(usable / 100 * DEFAULT_HOST_PERCENT),
-        "what the host tier gets when no number is given: half of what can be had, less a reserve",
+        "default size of the host tier: half of the available memory, less a reserve",
     )
 }
 
@@ -137,7 +137,7 @@ fn pin_quota(facts: &MemoryFacts) -> Finding {
             "pin quota",
             Mark::Good,
             "unlimited",
-            "buffers can be locked in RAM, as fast device copies want them",
+            "buffers can be locked in RAM, which fast device copies need",
         ),
         Some(limit) => Finding::new(
             "pin quota",
@@ -157,16 +157,16 @@ fn descriptors() -> Finding {
             libc::RLIM_INFINITY => "unlimited".to_string(),
             limit => limit.to_string(),
         },
-        "a disk tier of any size keeps 32 segments open, and some more for a moment; without a free \
-         descriptor its calls end with KVT_E_LIMIT: raise RLIMIT_NOFILE (ulimit -n)",
+        "a disk tier keeps 32 segments open, and briefly a few more; without a free descriptor its \
+         calls fail with KVT_E_LIMIT: raise RLIMIT_NOFILE (ulimit -n)",
     )
 }
 
 fn transparent(facts: &MemoryFacts) -> Finding {
     let (mark, means) = match facts.thp_mode.as_str() {
-        "always" | "madvise" => (Mark::Good, "KVT_BUFFER_TRY_HUGE gets huge pages"),
-        "never" => (Mark::Limited, "KVT_BUFFER_TRY_HUGE has no effect: more TLB misses"),
-        _ => (Mark::Absent, "this kernel has none"),
+        "always" | "madvise" => (Mark::Good, "KVT_BUFFER_TRY_HUGE uses huge pages"),
+        "never" => (Mark::Limited, "KVT_BUFFER_TRY_HUGE has no effect; expect more TLB misses"),
+        _ => (Mark::Absent, "this kernel has no transparent huge pages"),
     };
     let value = if facts.thp_mode.is_empty() { "none" } else { &facts.thp_mode };
     Finding::new("transparent huge", mark, value, means)
@@ -177,7 +177,7 @@ fn reserved(facts: &MemoryFacts) -> Finding {
         "reserved huge",
         if facts.hugetlb_free_pages > 0 { Mark::Good } else { Mark::Absent },
         format!("{} free pages of {}", facts.hugetlb_free_pages, human(facts.hugetlb_page_bytes)),
-        "for KVT_BUFFER_HUGETLB; set vm.nr_hugepages to have some",
+        "used by KVT_BUFFER_HUGETLB; set vm.nr_hugepages to reserve some",
     )
 }
 
@@ -187,13 +187,13 @@ fn fork_detection() -> Finding {
             "fork detection",
             Mark::Good,
             "kernel",
-            "a forked child is told KVT_E_FORKED",
+            "calls in a forked child fail with KVT_E_FORKED",
         ),
         false => Finding::new(
             "fork detection",
             Mark::Limited,
             "atfork handler",
-            "this kernel lacks MADV_WIPEONFORK: a child made by a raw clone is not noticed",
+            "this kernel lacks MADV_WIPEONFORK: a child of a raw clone is not detected",
         ),
     }
 }
@@ -204,13 +204,13 @@ fn io_uring() -> Finding {
             "io_uring",
             Mark::Good,
             "allowed",
-            "a disk tier puts transfers into its rings, unless disk(uring=false) says otherwise",
+            "a disk tier uses it for transfers, except with disk(uring=false)",
         ),
         Err(error) => Finding::new(
             "io_uring",
             Mark::Absent,
             error.message(),
-            "a disk tier transfers by plain calls of its threads; container profiles often forbid io_uring",
+            "a disk tier uses blocking calls of its threads; container profiles often forbid io_uring",
         ),
     }
 }
@@ -221,77 +221,77 @@ fn direct(path: &Path) -> Finding {
             "direct I/O",
             Mark::Good,
             format!("{align} bytes in {}", path.display()),
-            "a disk tier here bypasses the page cache, with this alignment",
+            "a disk tier here bypasses the page cache with this alignment",
         ),
         Err(error) => Finding::new(
             "direct I/O",
             Mark::Absent,
             error.message(),
-            "a disk tier here would go through the page cache and count against the cgroup",
+            "a disk tier here would use the page cache, which counts against the cgroup",
         ),
     }
 }
 
-/// What the files of a store come to here: some are opened as a store does it.
+/// The I/O engine that a store would use here, found by opening files as a store does.
 fn disk_engine(path: &Path) -> Finding {
     const CHECK: &str = "disk engine";
-    match opened(path) {
+    match open_files(path) {
         Ok((engine, None)) => Finding::new(
             CHECK,
             Mark::Good,
             engine,
-            "how a disk tier here transfers: nothing of that is made do with",
+            "I/O engine of a disk tier here, without a fallback",
         ),
         Ok((engine, Some(why))) => {
-            let means = format!("how a disk tier here transfers, for want of better: {why}");
+            let means = format!("I/O engine of a disk tier here; it is a fallback: {why}");
             Finding::new(CHECK, Mark::Limited, engine, &means)
         }
         Err(error) => Finding::new(
             CHECK,
             Mark::Absent,
             error.message(),
-            "a disk tier cannot be made here: name another directory with --path",
+            "a disk tier cannot be created here: choose another directory with --path",
         ),
     }
 }
 
-/// The way of transfers in a directory, and why it is not the best one.
-fn opened(path: &Path) -> Result<(String, Option<String>)> {
+/// The I/O engine in a directory, and why it is a fallback.
+fn open_files(path: &Path) -> Result<(String, Option<String>)> {
     let place = path.join(format!(".kvtier-doctor-{}", std::process::id()));
     let files = RealFiles::open(&place, &RealOpts::default())?;
     let found = (files.engine().to_string(), files.fallback().map(str::to_string));
     drop(files);
     if let Err(error) = std::fs::remove_dir_all(&place) {
-        eprintln!("kvtier: {} stays: {error}", place.display());
+        eprintln!("kvtier: cannot remove {}: {error}", place.display());
     }
     Ok(found)
 }
 
-/// Each device is opened for a moment, so that what it says is what a store would have.
+/// Opens each device briefly, so that its description is the one a store would get.
 fn cuda() -> Finding {
     let check = "cuda devices";
     let opts = direct::opts(0, cuda::CopyMethodChoice::Measured);
     let found = match cuda::probe(opts.library.as_deref()) {
         Ok(found) if found.is_empty() => {
-            return Finding::new(check, Mark::Absent, "none", "a driver without devices");
+            return Finding::new(check, Mark::Absent, "none", "the driver has no devices");
         }
         Ok(found) => found,
         Err(error) => return Finding::new(check, Mark::Absent, "none", error.message()),
     };
-    let opened: Vec<_> = (0..found.len()).map(|at| described(at, found.len())).collect();
-    let is_whole = |told: &cuda::Description| told.no_kernels.is_empty();
-    let is_good = opened.iter().all(|opened| opened.as_ref().is_ok_and(is_whole));
+    let described: Vec<_> = (0..found.len()).map(|at| describe_device(at, found.len())).collect();
+    let is_whole = |description: &cuda::Description| description.no_kernels.is_empty();
+    let is_good = described.iter().all(|device| device.as_ref().is_ok_and(is_whole));
     let mark = if is_good { Mark::Good } else { Mark::Limited };
-    let words = found.iter().zip(opened).map(|(device, opened)| match opened {
-        Ok(told) => told.to_string(),
+    let words = found.iter().zip(described).map(|(device, described)| match described {
+        Ok(description) => description.to_string(),
         Err(error) => format!("{}: {}", device.name, error.message()),
     });
     let words: Vec<String> = words.collect();
-    Finding::new(check, mark, words.join("; next: "), "how KV is copied to and from them")
+    Finding::new(check, mark, words.join("; next: "), "methods of copies to and from the devices")
 }
 
-/// With all kernels loaded: those that cannot be had are named, and why.
-fn described(ordinal: usize, count: usize) -> Result<cuda::Description> {
+/// The description with all kernels loaded; it names missing kernels and why they are missing.
+fn describe_device(ordinal: usize, count: usize) -> Result<cuda::Description> {
     let opts = cuda::CudaOpts {
         peers: (0..count as u32).filter(|other| *other as usize != ordinal).collect(),
         ..direct::opts(ordinal as u32, cuda::CopyMethodChoice::Measured)
@@ -301,11 +301,11 @@ fn described(ordinal: usize, count: usize) -> Result<cuda::Description> {
     Ok(device.describe())
 }
 
-/// Files that go to a GPU without passing through host memory: one is read, and looked at.
+/// Tests direct reads from a file into GPU memory by reading and comparing one.
 fn disk_to_device(path: &Path) -> Finding {
     const CHECK: &str = "disk to device";
     const BYTES: u64 = 2 << 20;
-    let by_host = "weights go to a GPU by way of host memory: KVT_STREAM_DIRECT is refused";
+    let by_host = "weights reach a GPU through host memory; KVT_STREAM_DIRECT is refused";
     let device = match direct::first() {
         Ok(device) => device,
         Err(error) => return Finding::new(CHECK, Mark::Absent, error.message(), by_host),
@@ -314,12 +314,12 @@ fn disk_to_device(path: &Path) -> Finding {
         Ok(way) => way.describe(),
         Err(error) => return Finding::new(CHECK, Mark::Absent, error.message(), by_host),
     };
-    match Trial::new(&device, path, BYTES).and_then(|trial| trial.check()) {
+    match DirectReadTest::new(&device, path, BYTES).and_then(|test| test.check()) {
         Ok(()) => Finding::new(
             CHECK,
             Mark::Good,
             format!("{words}, files in {}", path.display()),
-            "KVT_STREAM_DIRECT has a GPU read weights here by itself",
+            "KVT_STREAM_DIRECT reads weights here directly into GPU memory",
         ),
         Err(error) => {
             let value = format!("{words}, but not in {}: {}", path.display(), error.message());
@@ -333,11 +333,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_engine_is_what_files_of_a_store_have_and_nothing_stays() {
+    fn disk_engine_reports_the_engine_of_a_store_and_removes_its_files() {
         let dir = std::env::temp_dir().join(format!("kvtier-doctor-test-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("a directory");
         let found = disk_engine(&dir);
-        let (engine, why) = opened(&dir).expect("it can be made");
+        let (engine, why) = open_files(&dir).expect("it can be made");
         assert_eq!(found.value, engine);
         assert!(engine.starts_with("io_uring, ") || engine.starts_with("threads, "), "{engine}");
         assert_eq!(matches!(found.mark, Mark::Good), why.is_none());

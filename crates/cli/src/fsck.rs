@@ -1,4 +1,4 @@
-//! `kvtier fsck`: check the directory of a disk tier that nobody has open.
+//! `kvtier fsck`: checks the directory of a disk tier that is closed.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -15,8 +15,8 @@ use crate::human;
 const DAMAGED: u8 = 1;
 const UNUSABLE: u8 = 2;
 
-/// Checks a directory; 0 = clean, 1 = damaged, 2 = it is no store, or one that
-/// cannot be opened or is in use.
+/// Checks a directory. The exit status is 0 if it is clean, 1 if it is damaged, 2 if it is not a
+/// store, cannot be opened, or is in use.
 pub fn run(path: &Path, json: bool, read_only: bool, most: usize) -> ExitCode {
     match check(path, read_only, most) {
         Ok(report) => {
@@ -32,7 +32,7 @@ pub fn run(path: &Path, json: bool, read_only: bool, most: usize) -> ExitCode {
             }
             eprintln!("kvtier: {error}");
             if error.status() == Status::Busy {
-                eprintln!("kvtier: stop it first, or look with --read-only");
+                eprintln!("kvtier: close the store first, or check it with --read-only");
             }
             UNUSABLE.into()
         }
@@ -41,12 +41,12 @@ pub fn run(path: &Path, json: bool, read_only: bool, most: usize) -> ExitCode {
 
 fn check(path: &Path, read_only: bool, most_damage: usize) -> Result<Report, Error> {
     let options = FsckOptions { most_damage };
-    // Looked at first without a lock: where no store is, none is made either.
-    let looking = ReadOnlyFiles::open(path)?;
-    if read_only || looking.list()?.iter().all(|entry| entry.name != "store.kvt") {
-        return fsck(&looking, &options);
+    // Listed without a lock first: a directory without a store must not become one.
+    let read_only_files = ReadOnlyFiles::open(path)?;
+    if read_only || read_only_files.list()?.iter().all(|entry| entry.name != "store.kvt") {
+        return fsck(&read_only_files, &options);
     }
-    // Buffered: finding out how to do without the page cache may write.
+    // Buffered: probing direct I/O may write.
     let opts = RealOpts { buffered: true, ..RealOpts::default() };
     fsck(&RealFiles::open(path, &opts)?, &options)
 }
@@ -105,13 +105,13 @@ fn print_json(report: &Report) {
 
 fn print(path: &Path, report: &Report) {
     for Damage { file, offset, bytes, what } in &report.damage {
-        let whose = match what {
+        let cell = match what {
             DamageKind::Cell { key, layer, .. } | DamageKind::Unknown { key, layer } => {
                 format!(" of chunk {key} layer {layer}")
             }
             _ => String::new(),
         };
-        println!("{file} at {offset}, {bytes} bytes: {}{whose}", what.name());
+        println!("{file} at offset {offset}, {bytes} bytes: {}{cell}", what.name());
         println!("    {}", what.means());
     }
     let unlisted = report.damages - report.damage.len() as u64;
@@ -130,7 +130,7 @@ fn print(path: &Path, report: &Report) {
     let Report { records, forgets, voids, unknown, .. } = report;
     println!("records     {records} ({forgets} forget, {voids} void, {unknown} unknown)");
     println!("live        {}", cells(&report.live));
-    println!("dead        {}, {} copies", cells(&report.dead), report.duplicates);
+    println!("dead        {}, {} duplicates", cells(&report.dead), report.duplicates);
     println!("damaged     {}", cells(&report.damaged));
     if report.unchecked.cells > 0 {
         println!("unchecked   {}", cells(&report.unchecked));

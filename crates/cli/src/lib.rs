@@ -1,4 +1,4 @@
-//! The command line tool: what `kvtier` runs, and what `kvtier-bench` shares with it.
+//! The command line tool `kvtier`, and code that `kvtier-bench` shares with it.
 
 mod config;
 mod conformance;
@@ -18,14 +18,14 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 
-/// The profile of cargo that this was built with.
+/// The cargo profile of the build.
 pub const PROFILE: &str = env!("KVTIER_PROFILE");
 
-/// The version, and what the library was built for: `release` builds fast, `dist` is shipped.
+/// Version and cargo profile: `release` builds fast, `dist` is shipped.
 pub const VERSION: &str =
     concat!(env!("CARGO_PKG_VERSION"), " (profile ", env!("KVTIER_PROFILE"), ")");
 
-/// Tiered KV-cache storage for LLM inference engines: the tool beside the library.
+/// Tools for kvtier, tiered KV-cache storage for LLM inference engines
 #[derive(Parser)]
 #[command(name = "kvtier", version = VERSION, propagate_version = true)]
 struct Cli {
@@ -35,101 +35,102 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Look at this machine: memory, quotas, I/O, accelerators, and what each means
+    /// Check this machine: memory, quotas, I/O, accelerators, and what each finding means
     Doctor {
-        /// Directory a disk tier would live in
+        /// Directory for a disk tier
         #[arg(long, default_value = ".")]
         path: PathBuf,
-        /// A remote to be tried instead: redis://HOST[:PORT], dir:PATH, or a spec as a store's
+        /// Check a remote instead: redis://HOST[:PORT], dir:PATH, or a remote of a store's spec
         #[arg(long, conflicts_with = "path")]
         remote: Option<String>,
-        /// One JSON object a line
+        /// Print one JSON object a line
         #[arg(long)]
         json: bool,
     },
-    /// Conversations that do not fit into memory: kept in a store, brought back, compared
+    /// Store conversations that do not fit into memory, load them again, and compare every byte
     Demo {
-        /// Conversations
+        /// Number of conversations
         #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(1..=4096))]
         sessions: u32,
-        /// Worker threads; 0 = as many as cores, at most 4
+        /// Worker threads; 0 = the number of cores, at most 4
         #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=64))]
         workers: u32,
-        /// Who leaves memory, such as `lru` or `lru,qos(inner=lfu)`: several are compared
+        /// Eviction policies of host memory, such as `lru` or `lru,qos(inner=lfu)`; one run each
         #[arg(long, default_value = "horizon")]
         policies: String,
-        /// One JSON object a policy instead of a live view and a table
+        /// Print one JSON object a policy instead of a live view and a table
         #[arg(long)]
         json: bool,
-        /// A store's configuration, as `kvtier config` reads it; its directory must not exist
+        /// Configuration file of a store (see `kvtier config`); its directory must not exist
         #[arg(long, value_name = "FILE", conflicts_with_all = ["policies", "workers"])]
         config: Option<PathBuf>,
-        /// Open a control socket there: `kvtier top --socket PATH --once` and others look at it
+        /// Open a control socket at PATH for `kvtier top --socket PATH --once` and others
         #[arg(long, value_name = "PATH")]
         control: Option<PathBuf>,
-        /// Have conversations come back for so many seconds more, before the table
+        /// Keep loading conversations for this many seconds before the table
         #[arg(long, default_value_t = 0, value_name = "SECONDS")]
         linger: u64,
-        /// Two processes share a remote instead: redis://HOST[:PORT], dir:PATH, or a spec as a
-        /// store's; its secrets are taken from KVTIER_REMOTE_PASSWORD and others (docs/remote.md)
+        /// Share KV between two processes through a remote instead: redis://HOST[:PORT], dir:PATH,
+        /// or a remote of a store's spec; secrets come from KVTIER_REMOTE_PASSWORD and others
+        /// (docs/remote.md)
         #[arg(long, conflicts_with_all = ["sessions", "workers", "policies", "config", "control", "linger"])]
         remote: Option<String>,
     },
-    /// What the demo of a remote runs in processes of their own
+    /// One process of `demo --remote`
     #[command(hide = true)]
-    DemoPart(demo::shared::Args),
-    /// Print the spec string of a store's configuration, a TOML file (docs/control.md)
+    DemoPart(demo::remote::Args),
+    /// Print the spec string of a store's configuration file, which is TOML (docs/control.md)
     Config {
         /// The file
         file: PathBuf,
-        /// One JSON object
+        /// Print one JSON object
         #[arg(long)]
         json: bool,
     },
-    /// How much memory, disk and remote hold of a model's KV, and the least sizes
+    /// Compute how many tokens of a model's KV memory, disk and remote hold, and minimum sizes
     Plan(plan::Args),
     #[command(flatten)]
     Control(control::Command),
-    /// Check a disk tier's directory that nobody has open; 0 = clean, 1 = damaged, 2 = not usable
+    /// Check the directory of a disk tier that is closed; exit 0 = clean, 1 = damaged, 2 = unusable
     Fsck {
         /// The directory
         dir: PathBuf,
-        /// One JSON object a line
+        /// Print one JSON object a line
         #[arg(long)]
         json: bool,
-        /// Without its lock, even while the store is in use: what is being written looks damaged
+        /// Do not lock the directory; while the store is open, data being written looks damaged
         #[arg(long)]
         read_only: bool,
-        /// Most damaged places that are listed
+        /// Most damaged places to list
         #[arg(long, default_value_t = 1000)]
         most: usize,
     },
-    /// Put a device to the test: the processor, a GPU, or one of your own
+    /// Test a device for conformance: the processor, a GPU, or a custom device
     DeviceConformance {
-        /// Which device
+        /// Kind of device
         kind: conformance::Kind,
-        /// A custom device's library, or the CUDA driver's
+        /// Library of a custom device, or of the CUDA driver
         #[arg(long, value_name = "PATH")]
         library: Option<PathBuf>,
-        /// Which GPU
+        /// Ordinal of the GPU
         #[arg(long, default_value_t = 0)]
         ordinal: u32,
-        /// Chooses what is left to chance
+        /// Seed of the randomised checks
         #[arg(long, default_value_t = 0)]
         seed: u64,
-        /// How often that is tried; 0 = 40
+        /// Rounds of the randomised checks; 0 = 40
         #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=100_000))]
         rounds: u32,
-        /// One JSON object a check
+        /// Print one JSON object a check
         #[arg(long)]
         json: bool,
     },
-    /// Models larger than memory: plan who lives where, stream them, measure that
+    /// Stream models larger than memory: plan residency, run passes, measure them
     Stream {
         #[command(subcommand)]
         command: stream::Command,
     },
-    /// Read, make and replay traces; compare eviction policies on them, and sparse ones
+    /// Read, generate and replay traces; compare eviction policies and sparse policies
     Lab {
         #[command(subcommand)]
         command: lab::Command,
@@ -145,8 +146,8 @@ pub fn main() -> ExitCode {
             doctor::run(&path, json);
             Ok(())
         }
-        Command::Demo { remote: Some(remote), json, .. } => demo::shared::run(&remote, json),
-        Command::DemoPart(args) => demo::shared::part(&args),
+        Command::Demo { remote: Some(remote), json, .. } => demo::remote::run(&remote, json),
+        Command::DemoPart(args) => demo::remote::role_main(&args),
         Command::Demo { sessions, workers, policies, json, config, control, linger, .. } => {
             let linger = Duration::from_secs(linger);
             let policies = lab::parse::specs(&policies);
@@ -174,7 +175,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Bytes for people.
+/// Bytes with a binary unit.
 pub fn human(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut value = bytes as f64;

@@ -1,4 +1,4 @@
-//! `kvtier plan`: how much memory, disk and remote hold of a model's KV, and the least of each.
+//! `kvtier plan`: how many tokens of a model's KV each tier holds, and the minimum sizes.
 
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::layout::{Group, Layout};
@@ -10,58 +10,58 @@ use crate::stream::sizes::bytes;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// Chunks that a store knows unless its spec says more.
-const USUAL_CHUNKS: u64 = 1 << 20;
+/// Default of `chunks` in a store's spec.
+const DEFAULT_CHUNKS: u64 = 1 << 20;
 
-/// A model, and the sizes of a store.
+/// The model, and the sizes of the store.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Layers that keep KV
+    /// Layers with KV
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=4096))]
     layers: u16,
-    /// KV heads of a layer (grouped queries: fewer than query heads)
+    /// KV heads of a layer (with grouped queries fewer than query heads)
     #[arg(long, required_unless_present = "latent", value_parser = clap::value_parser!(u32).range(1..))]
     kv_heads: Option<u32>,
-    /// Numbers of a head
+    /// Dimension of a head
     #[arg(long, required_unless_present = "latent", value_parser = clap::value_parser!(u32).range(1..))]
     head_dim: Option<u32>,
-    /// Instead of heads: numbers of a token's latent vector, the turned part included (MLA), such as 576
+    /// Instead of heads: dimension of the latent vector including the RoPE part (MLA), such as 576
     #[arg(long, conflicts_with_all = ["kv_heads", "head_dim"], value_parser = clap::value_parser!(u32).range(1..))]
     latent: Option<u32>,
-    /// Of what type: f32, f16, bf16, fp8_e4m3, fp8_e5m2, int8, int4
+    /// Number type: f32, f16, bf16, fp8_e4m3, fp8_e5m2, int8, int4
     #[arg(long, default_value = "bf16")]
     dtype: String,
-    /// Tokens of a chunk
+    /// Tokens in a chunk
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65536))]
     chunk: u32,
-    /// Tokens of a conversation, or of all that is to be kept
+    /// Tokens of a conversation, or of all KV to store
     #[arg(long)]
     tokens: u64,
-    /// Host memory, such as 8GiB
+    /// Size of host memory, such as 8GiB
     #[arg(long, default_value = "1GiB", value_parser = bytes)]
     host: u64,
-    /// A disk, such as 200GiB
+    /// Size of the disk tier, such as 200GiB
     #[arg(long, default_value = "0", value_parser = bytes)]
     disk: u64,
-    /// Bytes of a segment of the disk; by default one part in 1024 of it, from 8 to 64 MiB
+    /// Size of a disk segment; 0 = 1/1024 of the disk, from 8 to 64 MiB
     #[arg(long, default_value = "0", value_parser = bytes)]
     segment: u64,
-    /// What a remote has, such as 1TiB
+    /// Size of a remote, such as 1TiB
     #[arg(long, default_value = "0", value_parser = bytes)]
     remote: u64,
-    /// One JSON object
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// What a tier holds.
+/// The capacity of a tier.
 struct Row {
     tier: &'static str,
     bytes: u64,
     chunks: u64,
 }
 
-/// Prints what the sizes hold.
+/// Prints the capacities.
 pub fn run(args: &Args) -> Outcome<()> {
     let layout = layout(args)?;
     let sizes = Sizes { host_bytes: args.host, disk_bytes: args.disk, segment_bytes: args.segment };
@@ -94,15 +94,15 @@ fn layout(args: &Args) -> Outcome<Layout> {
     Ok(Layout::new(args.chunk, vec![group])?)
 }
 
-/// Chunks that all of the tokens take.
+/// Chunks of all tokens.
 fn wanted(args: &Args) -> u64 {
     args.tokens.div_ceil(u64::from(args.chunk))
 }
 
-/// Chunks that the store has to know, if those are more than usual.
+/// The parameter `chunks` of the spec, if the default is too small.
 fn more_chunks(all: &Capacity) -> Option<u64> {
     let chunks = all.host_chunks + all.disk_chunks;
-    (chunks > USUAL_CHUNKS).then(|| chunks.next_multiple_of(1 << 16))
+    (chunks > DEFAULT_CHUNKS).then(|| chunks.next_multiple_of(1 << 16))
 }
 
 fn spec(args: &Args, all: &Capacity) -> String {
@@ -146,9 +146,9 @@ fn object(args: &Args, all: &Capacity, rows: &[Row]) -> Value {
 
 fn show(args: &Args, all: &Capacity, rows: &[Row]) {
     let each = u64::from(args.chunk);
-    println!("a token   {}", human(all.chunk_bytes / each));
+    println!("token     {}", human(all.chunk_bytes / each));
     println!(
-        "a chunk   {} of {each} tokens, in {} cells of {}",
+        "chunk     {} for {each} tokens, in {} cells of {}",
         human(all.chunk_bytes),
         args.layers,
         human(all.cell_bytes)
@@ -175,27 +175,27 @@ fn show(args: &Args, all: &Capacity, rows: &[Row]) {
     }
     let tables = (all.host_chunks + all.disk_chunks) * all.table_bytes;
     println!(
-        "\ntables    {} for each chunk in memory or on disk: {} when both are full, from the budget \
-         that pays for host memory",
+        "\ntables    {} for each chunk in memory or on disk: {} when both are full, charged to the \
+         budget of host memory",
         human(all.table_bytes),
         human(tables)
     );
     if tables > args.host / 4 {
         println!(
-            "          a disk this large needs much memory for its tables: larger chunks (--chunk) \
-             need less"
+            "          a disk of this size needs much memory for its tables: increase --chunk to \
+             reduce it"
         );
     }
     println!(
-        "least     host {}, disk {} (its segments must hold a cell)",
+        "minimum   host {}, disk {} (a segment must hold one cell)",
         human(all.least_host_bytes),
         human(all.least_disk_bytes)
     );
     if all.segment_bytes > 0 {
         println!(
-            "disk      segments of {}; about three of them and 4 % are kept free to write and clean",
+            "disk      segments of {}; about three segments and 4 % stay free for writes and compaction",
             human(all.segment_bytes)
         );
     }
-    println!("open      {}", spec(args, all));
+    println!("spec      {}", spec(args, all));
 }

@@ -1,5 +1,5 @@
-//! A store's configuration as a TOML file: its parameters by name, as in specs. What
-//! is wrong is told as for specs, with the line.
+//! The configuration of a store as a TOML file, with the parameter names of specs. Errors are
+//! those of specs, with file, line and column.
 
 use std::path::Path;
 
@@ -10,16 +10,16 @@ use toml::de::{DeTable, DeValue};
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// Longest file.
-const MOST_BYTES: u64 = 64 << 10;
-/// Parameters that are texts: what they hold is no spec.
+/// Longest configuration file.
+const MAX_FILE_BYTES: u64 = 64 << 10;
+/// Parameters whose text is not a spec.
 const TEXTS: [&str; 2] = ["path", "control"];
 
-/// Something wrong, and where.
+/// An error at a byte offset of the file.
 #[derive(Debug)]
-struct Wrong {
+struct ConfigError {
     offset: usize,
-    words: String,
+    message: String,
 }
 
 /// Prints the spec string of a file.
@@ -32,57 +32,59 @@ pub fn run(path: &Path, json: bool) -> Outcome<()> {
     Ok(())
 }
 
-/// Reads a file; a store can be opened by what it says.
+/// Reads a file as the spec of a store.
 pub fn read(path: &Path) -> Outcome<Spec> {
     let place = path.display();
     let text = match std::fs::metadata(path) {
-        Ok(facts) if facts.len() > MOST_BYTES => {
-            return Err(format!("{place} has more than {MOST_BYTES} bytes").into());
+        Ok(facts) if facts.len() > MAX_FILE_BYTES => {
+            let bytes = facts.len();
+            return Err(format!("{place} has {bytes} bytes, the limit is {MAX_FILE_BYTES}").into());
         }
         _ => std::fs::read_to_string(path).map_err(|error| format!("{place}: {error}"))?,
     };
-    let wrong = |wrong: Wrong| {
-        let before = text.get(..wrong.offset).unwrap_or(&text);
+    let error_at = |error_at: ConfigError| {
+        let before = text.get(..error_at.offset).unwrap_or(&text);
         let line = before.matches('\n').count() + 1;
         let column = before.rsplit('\n').next().unwrap_or("").chars().count() + 1;
-        format!("{place}:{line}:{column}: {}", wrong.words)
+        format!("{place}:{line}:{column}: {}", error_at.message)
     };
-    let spec = parse(&text).map_err(wrong)?;
+    let spec = parse(&text).map_err(error_at)?;
     Ok(spec)
 }
 
-fn parse(text: &str) -> Result<Spec, Wrong> {
-    let table = DeTable::parse(text).map_err(|error| Wrong {
+fn parse(text: &str) -> Result<Spec, ConfigError> {
+    let table = DeTable::parse(text).map_err(|error| ConfigError {
         offset: error.span().map_or(0, |span| span.start),
-        words: error.message().to_string(),
+        message: error.message().to_string(),
     })?;
     let spec = spec_of("store", 0, table.get_ref())?;
-    let told = |error: kvtier::base::status::Error| Wrong {
+    let spec_error = |error: kvtier::base::status::Error| ConfigError {
         offset: error.detail().and_then(|detail| detail.offset).unwrap_or(0) as usize,
-        words: error.message().to_string(),
+        message: error.message().to_string(),
     };
-    StoreSpec::read(&spec).map_err(told)?;
-    // What is printed must be one that can be read.
-    Spec::parse(&spec.to_string()).map_err(|error| Wrong { offset: 0, ..told(error) })?;
+    StoreSpec::read(&spec).map_err(spec_error)?;
+    // The printed spec must be readable.
+    Spec::parse(&spec.to_string())
+        .map_err(|error| ConfigError { offset: 0, ..spec_error(error) })?;
     Ok(spec)
 }
 
-/// A table is a spec of its name, its keys are the parameters.
-fn spec_of(name: &str, offset: usize, table: &DeTable) -> Result<Spec, Wrong> {
+/// A table as a spec: its name, and its keys as parameters.
+fn spec_of(name: &str, offset: usize, table: &DeTable) -> Result<Spec, ConfigError> {
     let mut args = Vec::new();
     for (key, value) in table.iter() {
         let offset = key.span().start;
         let key = key.get_ref().to_string();
         args.push(Arg { value: value_of(&key, value)?, key, offset });
     }
-    // As they stand in the file.
+    // In the order of the file.
     args.sort_by_key(|arg| arg.offset);
     Ok(Spec { name: name.to_string(), args, offset })
 }
 
-fn value_of(key: &str, value: &Spanned<DeValue>) -> Result<Value, Wrong> {
+fn value_of(key: &str, value: &Spanned<DeValue>) -> Result<Value, ConfigError> {
     let offset = value.span().start;
-    let wrong = |words: String| Wrong { offset, words };
+    let error_at = |message: String| ConfigError { offset, message };
     Ok(match value.get_ref() {
         DeValue::String(text) if TEXTS.contains(&key) => Value::Text(text.to_string()),
         DeValue::String(text) => inner(key, text, offset)?,
@@ -91,42 +93,47 @@ fn value_of(key: &str, value: &Spanned<DeValue>) -> Result<Value, Wrong> {
         }
         DeValue::Integer(number) => {
             let whole = i64::from_str_radix(number.as_str(), number.radix());
-            let whole = whole.map_err(|_| wrong(format!("'{key}' is too large a number")))?;
+            let whole = whole.map_err(|_| error_at(format!("'{key}' = {number} is too large")))?;
             Value::Number(whole as f64, String::new())
         }
         DeValue::Float(number) => {
             let real = number.as_str().parse().ok().filter(|real: &f64| real.is_finite());
-            let real = real.ok_or_else(|| wrong(format!("'{key}' is no finite number")))?;
+            let real = real.ok_or_else(|| error_at(format!("'{key}' is not a finite number")))?;
             Value::Number(real, String::new())
         }
         DeValue::Table(table) => Value::Spec(spec_of(key, offset, table)?),
         DeValue::Array(_) | DeValue::Datetime(_) => {
-            return Err(wrong(format!("'{key}' takes a number, a text, true, false or a table")));
+            return Err(error_at(format!(
+                "'{key}' takes a number, a text, true, false or a table"
+            )));
         }
     })
 }
 
-/// A text that holds a value as specs have it, such as "8GiB" or "qos(inner=lru)".
-fn inner(key: &str, text: &str, offset: usize) -> Result<Value, Wrong> {
+/// The value of a text in the notation of specs, such as "8GiB" or "qos(inner=lru)".
+fn inner(key: &str, text: &str, offset: usize) -> Result<Value, ConfigError> {
     const BEFORE: &str = "x(x=";
-    // Behind the quote that opens it; what stands before it there is not in the file.
+    // Offsets in the file start behind the opening quote and do not count `BEFORE`.
     let place = |at: usize| (offset + 1 + at).saturating_sub(BEFORE.len());
-    let told = |error: kvtier::base::status::Error| Wrong {
+    let spec_error = |error: kvtier::base::status::Error| ConfigError {
         offset: place(error.detail().and_then(|detail| detail.offset).unwrap_or(0) as usize),
-        words: format!("'{key}' = \"{text}\" is no value: {}", error.message()),
+        message: format!("'{key}' = \"{text}\" is not a value: {}", error.message()),
     };
-    let mut spec = Spec::parse(&format!("{BEFORE}{text})")).map_err(told)?;
+    let mut spec = Spec::parse(&format!("{BEFORE}{text})")).map_err(spec_error)?;
     let one = spec.args.pop().filter(|arg| spec.args.is_empty() && arg.key == "x");
     match one {
         Some(mut arg) => {
             shift(&mut arg.value, &place);
             Ok(arg.value)
         }
-        None => Err(Wrong { offset, words: format!("'{key}' = \"{text}\" is no single value") }),
+        None => Err(ConfigError {
+            offset,
+            message: format!("'{key}' = \"{text}\" is not a single value"),
+        }),
     }
 }
 
-/// Says of all parts where they stand in the file.
+/// Maps the offsets of a value and its parts to offsets in the file.
 fn shift(value: &mut Value, place: &dyn Fn(usize) -> usize) {
     if let Value::Spec(spec) = value {
         spec.offset = place(spec.offset);
@@ -142,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_the_spec_it_says() {
+    fn a_file_converts_to_its_spec() {
         let text = "# a store\nhost = \"64MiB\"\npolicy = 'slru(segments=2)'\nhigh = 0.9\nlow = 0.8\n\
                     chunks = 1_000\ncontrol = \"run/k v.sock\"\n\n[disk]\npath = \"k\\\"v\"\n\
                     bytes = 0x80000000\nbuffered = true\nsegment = \"4MiB\"\n";
@@ -166,13 +173,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_where_it_stands() {
-        for (text, at, words) in [
+    fn errors_name_the_mistake_and_its_offset() {
+        for (text, at, message) in [
             ("\nhots = \"1GiB\"", "hots", "did you mean 'host'"),
             ("host = \"1Gib\"", "Gib", "GiB"),
             ("host = \"1GiB", "", ""),
-            ("policy = \"qos(inner=\"", "", "no value"),
-            ("policy = \"lru, host=3\"", "\"lru", "no single value"),
+            ("policy = \"qos(inner=\"", "", "not a value"),
+            ("policy = \"lru, host=3\"", "\"lru", "not a single value"),
             ("policy = \"lru), y=(\"", "", "no"),
             ("[disk]\npath = \"x\"", "", "bytes="),
             ("[disk]\npath = \"x\"\nbytes = 3\nsegmnt = 1", "segmnt", "segment"),
@@ -185,9 +192,12 @@ mod tests {
             ("chunks = 1979-05-27", "1979", "a number"),
             ("[disc]\npath = \"x\"", "disc", "did you mean 'disk'"),
         ] {
-            let wrong = parse(text).expect_err(text);
-            assert!(wrong.words.contains(words), "{text}: {wrong:?}");
-            assert!(text[wrong.offset.min(text.len())..].starts_with(at), "{text}: {wrong:?}");
+            let error_at = parse(text).expect_err(text);
+            assert!(error_at.message.contains(message), "{text}: {error_at:?}");
+            assert!(
+                text[error_at.offset.min(text.len())..].starts_with(at),
+                "{text}: {error_at:?}"
+            );
         }
     }
 }

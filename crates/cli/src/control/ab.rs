@@ -1,4 +1,4 @@
-//! `kvtier ab`: policies beside the live one, for a while.
+//! `kvtier ab`: shadow evaluation of policies beside the live one.
 
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
@@ -7,11 +7,11 @@ use kvtier::base::spec::Spec;
 use serde_json::Value;
 
 use super::client::Client;
-use super::show::{number, time, trial};
-use super::{Outcome, Tier, Where};
+use super::show::{comparison, number, time};
+use super::{Outcome, Target, Tier};
 
-/// Has them run, waits, and says what they came to.
-pub fn run(at: &Where, policies: &Spec, seconds: u64, tier: Tier) -> Outcome<()> {
+/// Starts the evaluation, waits for its end, and prints the results.
+pub fn run(at: &Target, policies: &Spec, seconds: u64, tier: Tier) -> Outcome<()> {
     let tier = tier.name();
     let request = format!("ab(policies={policies},seconds={seconds},tier={tier})");
     let mut client = Client::connect(&at.socket)?;
@@ -23,7 +23,7 @@ pub fn run(at: &Where, policies: &Spec, seconds: u64, tier: Tier) -> Outcome<()>
             eprint!("\r{} left \x1b[K", time(left.as_nanos() as f64));
             std::io::stderr().flush()?;
         }
-        // A little more than it says: then the last look finds it ended.
+        // Slightly longer than the remaining time, so that the last poll finds it ended.
         std::thread::sleep((left + Duration::from_millis(5)).min(Duration::from_secs(1)));
         snapshot = serde_json::from_str(&client.ask(&format!("ab-read(tier={tier})"))?)?;
     }
@@ -33,7 +33,7 @@ pub fn run(at: &Where, policies: &Spec, seconds: u64, tier: Tier) -> Outcome<()>
     let text = client.ask(&format!("ab-end(tier={tier})"))?;
     match at.json {
         true => println!("{text}"),
-        false => trial(&serde_json::from_str(&text)?),
+        false => comparison(&serde_json::from_str(&text)?),
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Commands for a store at work: they ask at its control socket.
+//! Commands for a running store, sent to its control socket.
 
 mod ab;
 mod client;
@@ -16,23 +16,23 @@ use client::Client;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// Where to ask, and how to say it.
+/// The store, and the form of the answer.
 #[derive(Args)]
-pub struct Where {
-    /// The control socket: `control="PATH"` of the store's spec
+pub struct Target {
+    /// Control socket of the store: `control="PATH"` of its spec
     #[arg(long)]
     socket: PathBuf,
-    /// JSON, as the store said it
+    /// Print the store's JSON
     #[arg(long)]
     json: bool,
 }
 
-/// A tier with a policy.
+/// A tier with an eviction policy.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum Tier {
-    /// Memory
+    /// Host memory
     Host,
-    /// The disk
+    /// Disk
     Disk,
 }
 
@@ -45,100 +45,100 @@ impl Tier {
     }
 }
 
-/// What can be asked.
+/// The commands.
 #[derive(Subcommand)]
 pub enum Command {
-    /// What a running store counts and has
+    /// Print counters, usage and latencies of a running store
     Stats {
         #[command(flatten)]
-        at: Where,
+        at: Target,
     },
-    /// Watch a running store: its tiers, and where the cells of a session are
+    /// Watch a running store: its tiers, and the residency of a session's cells
     Top {
         #[command(flatten)]
-        at: Where,
-        /// One frame, without colours and cursor
+        at: Target,
+        /// Print one frame, without colours or cursor movement
         #[arg(long)]
         once: bool,
-        /// The session's number; without it, the one that was opened last
+        /// Number of the session; by default the one that was opened last
         #[arg(long)]
         session: Option<u32>,
-        /// The first chunk that is shown
+        /// First chunk to show
         #[arg(long, default_value_t = 0)]
         first: u64,
         /// Seconds between frames
         #[arg(long, default_value_t = 1.0)]
         every: f64,
     },
-    /// Who left a running store's tiers last
+    /// List the last evictions of a running store
     Evictions {
         #[command(flatten)]
-        at: Where,
-        /// Most of each tier
+        at: Target,
+        /// Most evictions of each tier
         #[arg(long, default_value_t = 20)]
         tail: u32,
         /// Only this tier
         #[arg(long)]
         tier: Option<Tier>,
     },
-    /// Have another policy decide who leaves a tier of a running store
+    /// Change the eviction policy of a tier of a running store
     SetPolicy {
-        /// Its spec, such as `arc` or `qos(inner=s3fifo)`
+        /// Spec of the policy, such as `arc` or `qos(inner=s3fifo)`
         policy: String,
         #[command(flatten)]
-        at: Where,
-        /// Which tier
+        at: Target,
+        /// The tier
         #[arg(long, default_value = "host")]
         tier: Tier,
     },
-    /// The budgets of a running store's tiers; with numbers, other ones from now on
+    /// Print the budgets of a running store's tiers, or change them
     Budget {
         #[command(flatten)]
-        at: Where,
-        /// Bytes of cells in memory, such as 2GiB
+        at: Target,
+        /// New size of host memory, such as 2GiB
         #[arg(long)]
         host: Option<String>,
-        /// Bytes of all files of the disk tier
+        /// New size of the disk tier
         #[arg(long)]
         disk: Option<String>,
     },
-    /// A running store's metrics as Prometheus reads them
+    /// Print the metrics of a running store in the Prometheus text format
     Metrics {
         #[command(flatten)]
-        at: Where,
+        at: Target,
     },
-    /// Compare policies on what is asked of a running store, on metadata alone
+    /// Compare eviction policies on the live requests of a running store, on metadata alone
     Ab {
         #[command(flatten)]
-        at: Where,
-        /// Their specs, such as `lru,lfu,arc`; the live one is compared as well
+        at: Target,
+        /// Specs of the policies, such as `lru,lfu,arc`; the live policy is included
         #[arg(long)]
         policies: String,
-        /// Seconds
+        /// Duration in seconds
         #[arg(long, default_value_t = 60)]
         duration: u64,
-        /// Which tier
+        /// The tier
         #[arg(long, default_value = "host")]
         tier: Tier,
     },
 }
 
-/// Carries a command out.
+/// Runs a command.
 pub fn run(command: Command) -> Outcome<()> {
     match command {
-        Command::Stats { at } => say(&at, "stats", show::stats),
+        Command::Stats { at } => ask_and_print(&at, "stats", show::stats),
         Command::Top { at, once, session, first, every } => {
             let every = Duration::try_from_secs_f64(every.max(0.05))?;
             top::run(&at, &top::Opts { once, session, first, every })
         }
         Command::Evictions { at, tail, tier } => {
             let tier = tier.map_or(String::new(), |tier| format!(",tier={}", tier.name()));
-            say(&at, &format!("evictions(tail={tail}{tier})"), show::evictions)
+            ask_and_print(&at, &format!("evictions(tail={tail}{tier})"), show::evictions)
         }
         Command::SetPolicy { policy, at, tier } => {
             let policy = Spec::parse(&policy)?;
             let request = format!("set-policy(policy={policy},tier={})", tier.name());
-            say(&at, &request, show::policy)
+            ask_and_print(&at, &request, show::policy)
         }
         Command::Budget { at, host, disk } => {
             let given = [("host", host), ("disk", disk)];
@@ -146,9 +146,9 @@ pub fn run(command: Command) -> Outcome<()> {
                 .into_iter()
                 .filter_map(|(key, bytes)| bytes.map(|bytes| format!("{key}={bytes}")))
                 .collect();
-            // What is no number is told of here, before anybody is asked.
+            // Errors in the numbers are reported before the store is asked.
             let request = Spec::parse(&format!("budget({})", given.join(",")))?;
-            say(&at, &request.to_string(), show::budget)
+            ask_and_print(&at, &request.to_string(), show::budget)
         }
         Command::Metrics { at } => {
             let text = Client::connect(&at.socket)?.ask("metrics")?;
@@ -165,8 +165,8 @@ pub fn run(command: Command) -> Outcome<()> {
     }
 }
 
-/// Asks, and prints the answer: as it is, or for people.
-fn say(at: &Where, request: &str, show: fn(&Value)) -> Outcome<()> {
+/// Sends a request, and prints the answer as JSON or as text.
+fn ask_and_print(at: &Target, request: &str, show: fn(&Value)) -> Outcome<()> {
     let text = Client::connect(&at.socket)?.ask(request)?;
     match at.json {
         true => println!("{text}"),

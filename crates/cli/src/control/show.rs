@@ -1,25 +1,25 @@
-//! Answers for people.
+//! Answers of a store as text.
 
 use serde_json::Value;
 
 use crate::human;
 
-/// A number, 0 where there is none.
+/// A whole number; 0 if absent.
 pub fn number(value: &Value, key: &str) -> u64 {
     value.get(key).and_then(Value::as_u64).unwrap_or(0)
 }
 
-/// A number with a fraction.
+/// A number; 0 if absent.
 pub fn real(value: &Value, key: &str) -> f64 {
     value.get(key).and_then(Value::as_f64).unwrap_or(0.0)
 }
 
-/// A text, empty where there is none.
+/// A text; empty if absent.
 pub fn text<'a>(value: &'a Value, key: &str) -> &'a str {
     value.get(key).and_then(Value::as_str).unwrap_or("")
 }
 
-/// The entries of an object or list.
+/// The entries of an object.
 pub fn entries(value: &Value) -> impl Iterator<Item = (&str, &Value)> {
     value.as_object().into_iter().flatten().map(|(key, value)| (key.as_str(), value))
 }
@@ -28,7 +28,7 @@ fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value.get(key).and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// A time for people.
+/// A time with a unit.
 pub fn time(ns: f64) -> String {
     match ns.abs() {
         n if n < 1e3 => format!("{ns:.0} ns"),
@@ -40,7 +40,7 @@ pub fn time(ns: f64) -> String {
     }
 }
 
-/// What the store counts and has.
+/// Prints the statistics of a store.
 pub fn stats(all: &Value) {
     println!(
         "kvtier {} in process {}: {:.1} % of cells found, {:.1} % in memory",
@@ -65,18 +65,18 @@ pub fn stats(all: &Value) {
     plain(all);
     for key in ["counters", "disk", "admission"] {
         if let Some(part) = all.get(key) {
-            println!("\n{key}, since it was opened");
+            println!("\n{key} since the store was opened");
             plain(part);
         }
     }
     if let Some(refused) = all.get("admission").and_then(|part| part.get("refused_chunks")) {
         let refused: Vec<String> =
             entries(refused).map(|(why, count)| format!("{why} {count}")).collect();
-        println!("  {:<18} {:>14}", "refused chunks by", refused.join(", "));
+        println!("  {:<18} {:>14}", "rejected chunks by", refused.join(", "));
     }
     latencies(all);
     for (name, policy) in all.get("policies").into_iter().flat_map(entries) {
-        println!("\npolicy of {name}: {}", text(policy, "name"));
+        println!("\npolicy of tier {name}: {}", text(policy, "name"));
         plain(policy);
     }
     let tenants = list(all, "tenants");
@@ -95,7 +95,7 @@ pub fn stats(all: &Value) {
     }
 }
 
-/// What was timed, by what it is called: moves and batches, then decisions of policies.
+/// Latencies with their names: those of transfers and batches, then those of policy decisions.
 pub fn timed(all: &Value) -> Vec<(String, &Value)> {
     let mut found = Vec::new();
     for (name, times) in all.get("latencies").into_iter().flat_map(entries) {
@@ -115,7 +115,7 @@ fn latencies(all: &Value) {
     }
     println!(
         "\n{:<16} {:>12} {:>10} {:>10} {:>10} {:>10}",
-        "time of", "count", "mean", "p50", "p99", "longest"
+        "latency of", "count", "mean", "p50", "p99", "max"
     );
     for (name, one) in rows {
         let [mean, half, most, longest] =
@@ -125,11 +125,11 @@ fn latencies(all: &Value) {
     }
 }
 
-/// What tiers may use and use.
+/// Prints limits and usage of the tiers.
 pub fn budget(all: &Value) {
     println!(
         "{:<5} {:>10} {:>10} {:>10} {:>22}  policy",
-        "tier", "limit", "used", "cells", "room is made at, to"
+        "tier", "limit", "used", "cells", "watermarks high, low"
     );
     for (name, tier) in entries(all) {
         let bytes = |key| human(number(tier, key));
@@ -144,13 +144,13 @@ pub fn budget(all: &Value) {
     }
 }
 
-/// A policy took over.
+/// Prints a change of policy.
 pub fn policy(all: &Value) {
     let (tier, before, now) = (text(all, "tier"), text(all, "before"), text(all, "policy"));
-    println!("{tier}: {now} decides from now on; before, {before} did");
+    println!("{tier}: {now} decides from now on, instead of {before}");
 }
 
-/// Who left.
+/// Prints evictions.
 pub fn evictions(all: &Value) {
     println!(
         "{:<5} {:>8} {:>10} {:<16} {:>9} {:>10} {:>5} {:>10} {:>12}  by",
@@ -177,12 +177,12 @@ pub fn evictions(all: &Value) {
     }
 }
 
-/// What copies of policies came to.
-pub fn trial(all: &Value) {
+/// Prints the results of a shadow evaluation.
+pub fn comparison(all: &Value) {
     println!(
-        "{} on what was asked of {} for {}\n",
+        "{} on the requests to tier {} for {}\n",
         if all.get("running").and_then(Value::as_bool) == Some(true) {
-            "so far,"
+            "policies so far"
         } else {
             "policies"
         },
@@ -192,7 +192,7 @@ pub fn trial(all: &Value) {
     println!(
         "{:<24} {:>10} {:>7} {:>7} {:>10} {:>9} {:>9} {:>9} {:>10} {:>10}",
         "policy",
-        "asked",
+        "requests",
         "hits",
         "tokens",
         "re-prefill",

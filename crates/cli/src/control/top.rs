@@ -1,4 +1,4 @@
-//! `kvtier top`: the tiers of a store, and the checkerboard of a session.
+//! `kvtier top`: the tiers of a store, and the residency map of a session.
 
 use std::fmt::Write as _;
 use std::io::{IsTerminal, Write as _};
@@ -8,41 +8,42 @@ use serde_json::{Value, json};
 
 use super::client::{Client, Refusal};
 use super::show::{entries, number, real, text, time, timed};
-use super::{Outcome, Where};
+use super::{Outcome, Target};
 use crate::human;
 
-/// Columns of a bar, and of the board.
-const BAR: usize = 40;
-const CHUNKS: usize = 96;
-/// Times a line.
+/// Columns of a usage bar.
+const BAR_COLUMNS: usize = 40;
+/// Columns of the residency map.
+const MAP_CHUNKS: usize = 96;
+/// Latencies in a line.
 const TIMES: usize = 4;
-/// Most rows of the board: of more layers, some.
-const ROWS: usize = 32;
+/// Most rows of the residency map; of more layers, some are left out.
+const MAP_ROWS: usize = 32;
 
-/// What to show.
+/// Options of the view.
 pub struct Opts {
-    /// One frame.
+    /// Print one frame.
     pub once: bool,
-    /// Of which session.
+    /// Number of the session; `None` = the one opened last.
     pub session: Option<u32>,
-    /// From which chunk on.
+    /// First chunk of the map.
     pub first: u64,
-    /// Between frames.
+    /// Time between frames.
     pub every: Duration,
 }
 
-/// Shows frames until it is stopped, or the store ends.
-pub fn run(at: &Where, opts: &Opts) -> Outcome<()> {
+/// Prints frames until the process is stopped or the store closes.
+pub fn run(at: &Target, opts: &Opts) -> Outcome<()> {
     let mut client = Client::connect(&at.socket)?;
     let colours = !opts.once && !at.json && std::io::stdout().is_terminal();
     let session = opts.session.map_or(String::new(), |number| format!("session={number},"));
-    let request = format!("board({session}first={},chunks={CHUNKS})", opts.first);
+    let request = format!("board({session}first={},chunks={MAP_CHUNKS})", opts.first);
     let mut before: Option<(Instant, Value)> = None;
     loop {
         let stats: Value = serde_json::from_str(&client.ask("stats")?)?;
         let table = match client.ask(&request) {
             Ok(text) => Ok(serde_json::from_str(&text)?),
-            // It has closed, or there is none.
+            // The session has closed, or no session is open.
             Err(refusal) if refusal.status == "KVT_E_NOT_FOUND" => Err(refusal),
             Err(refusal) => return Err(refusal.into()),
         };
@@ -100,7 +101,7 @@ fn frame(
     let n = |key| number(stats, key);
     let _ = writeln!(
         out,
-        "cells   {} in memory, {} on disk; {} chunks, {} sessions, {} pins; {} moves, {} wait for memory",
+        "cells   {} in memory, {} on disk; {} chunks, {} sessions, {} pins; {} transfers, {} wait for memory",
         n("host_cells"),
         n("disk_cells"),
         n("chunks"),
@@ -114,7 +115,7 @@ fn frame(
     }
     times(&mut out, stats);
     match table {
-        Ok(table) => sheet(&mut out, table, colours),
+        Ok(table) => residency_map(&mut out, table, colours),
         Err(refusal) => {
             let _ = writeln!(out, "\n{refusal}");
         }
@@ -122,12 +123,13 @@ fn frame(
     out
 }
 
-/// Cells, then what is used beside them, then what is free.
+/// A usage bar: cells, then other used bytes, then free ones.
 fn bar(live: u64, used: u64, limit: u64) -> String {
-    let columns = |bytes: u64| (bytes as f64 / limit.max(1) as f64 * BAR as f64).round() as usize;
-    let live = columns(live).min(BAR);
-    let used = columns(used).clamp(live, BAR);
-    format!("{}{}{}", "#".repeat(live), "+".repeat(used - live), ".".repeat(BAR - used))
+    let columns =
+        |bytes: u64| (bytes as f64 / limit.max(1) as f64 * BAR_COLUMNS as f64).round() as usize;
+    let live = columns(live).min(BAR_COLUMNS);
+    let used = columns(used).clamp(live, BAR_COLUMNS);
+    format!("{}{}{}", "#".repeat(live), "+".repeat(used - live), ".".repeat(BAR_COLUMNS - used))
 }
 
 fn rates(stats: &Value, old: &Value, seconds: f64) -> String {
@@ -135,8 +137,8 @@ fn rates(stats: &Value, old: &Value, seconds: f64) -> String {
     let rate = |key| count(stats, key).saturating_sub(count(old, key)) as f64 / seconds;
     let bytes = |key| human(rate(key) as u64);
     format!(
-        "{:.0} cells/s stored, {:.0} found, {:.0} missed; {}/s written, {}/s loaded; {:.0} chunks/s down, \
-         {:.0} gone",
+        "{:.0} cells/s stored, {:.0} found, {:.0} missed; {}/s written, {}/s loaded; {:.0} chunks/s \
+         demoted, {:.0} evicted",
         rate("stored_cells"),
         rate("host_hit_cells") + rate("disk_hit_cells"),
         rate("missed_cells"),
@@ -147,7 +149,7 @@ fn rates(stats: &Value, old: &Value, seconds: f64) -> String {
     )
 }
 
-/// What half of the moves, batches and decisions took at most, and 99 in 100.
+/// p50 and p99 of transfers, batches and policy decisions.
 fn times(out: &mut String, stats: &Value) {
     let one = |(name, times): &(String, &Value)| {
         let [half, most] = ["p50_ns", "p99_ns"].map(|key| time(real(times, key)));
@@ -160,15 +162,15 @@ fn times(out: &mut String, stats: &Value) {
     }
 }
 
-fn sheet(out: &mut String, table: &Value, colours: bool) {
+fn residency_map(out: &mut String, table: &Value, colours: bool) {
     let session = table.get("session").unwrap_or(&Value::Null);
     let rows = table.get("rows").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
-    let each = rows.len().div_ceil(ROWS).max(1);
+    let each = rows.len().div_ceil(MAP_ROWS).max(1);
     let shown = rows.first().and_then(Value::as_str).map_or(0, str::len);
     let _ = writeln!(
         out,
-        "\nsession {} of tenant {}: {} tokens; chunks {} to {} of {} across, {} layers down{}\n\
-         M memory, D disk, B both, ~ on its way, . nowhere",
+        "\nsession {} of tenant {}: {} tokens; columns: chunks {} to {} of {}, rows: {} layers{}\n\
+         M memory, D disk, B both, ~ in transfer, . neither",
         number(session, "session"),
         number(session, "tenant"),
         number(session, "tokens"),
@@ -202,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_frame_shows_tiers_rates_and_the_board() {
+    fn a_frame_shows_tiers_rates_and_the_residency_map() {
         let stats = |stored: u64| {
             json!({
                 "version": "1", "pid": 7, "hit_ratio": 0.5, "host_hit_ratio": 0.25, "sessions": 3,
@@ -235,10 +237,10 @@ mod tests {
     }
 
     #[test]
-    fn a_bar_is_as_long_as_it_says_whatever_is_used() {
+    fn a_usage_bar_has_a_fixed_length() {
         for (live, used, limit) in [(0, 0, 0), (9, 9, 3), (1, 2, 1 << 60), (u64::MAX, 1, u64::MAX)]
         {
-            assert_eq!(bar(live, used, limit).len(), BAR);
+            assert_eq!(bar(live, used, limit).len(), BAR_COLUMNS);
         }
     }
 }

@@ -1,13 +1,12 @@
-//! `kvtier demo`: conversations that do not fit into memory come and go. What they
-//! have computed is kept in a store, in memory and on disk, and brought back when
-//! they go on; every byte is compared with what was put in, and planted damage must be
-//! found.
+//! `kvtier demo`: conversations whose KV does not fit into memory. A store keeps the KV in memory
+//! and on disk and loads it when a conversation continues. Every loaded byte is compared with the
+//! byte that was put, and bytes damaged on purpose must be detected.
 
 mod model;
-pub mod shared;
+pub mod remote;
 mod show;
-mod talk;
 mod tensors;
+mod workload;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -20,25 +19,25 @@ use kvtier::store::state::SpaceOpts;
 
 use model::Model;
 use show::Screen;
-use talk::{Talk, Tally};
+use workload::{Totals, Workload};
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// What to show.
+/// Options of the demo.
 pub struct Opts {
-    /// Conversations.
+    /// Number of conversations.
     pub sessions: u32,
-    /// Threads; 0 = as many as cores, at most 4.
+    /// Worker threads; 0 = the number of cores, at most 4.
     pub workers: u32,
-    /// Policies of memory: a run for each.
+    /// Eviction policies of host memory, one run each.
     pub policies: Vec<String>,
-    /// One JSON object at the end.
+    /// Print one JSON object a policy.
     pub json: bool,
-    /// A file that describes the store; its policy is the only one then.
+    /// Configuration file of the store; replaces `policies`.
     pub config: Option<PathBuf>,
-    /// Where the control socket is to be.
+    /// Path of a control socket.
     pub control: Option<PathBuf>,
-    /// How long conversations come back before the end.
+    /// Time for which conversations are loaded again before the end.
     pub linger: Duration,
 }
 
@@ -49,25 +48,25 @@ pub fn run(opts: &Opts) -> Outcome<()> {
     let mut runs = Vec::new();
     for spec in specs(opts, &model)? {
         let policy = spec.config.host_policy.clone();
-        let tally = run_one(opts, &model, &spec, &screen)?;
-        runs.push((policy, tally));
+        let totals = run_one(opts, &model, &spec, &screen)?;
+        runs.push((policy, totals));
     }
-    show::close(&runs, &model, opts);
-    let wrong: u64 = runs.iter().map(|(_, tally)| tally.wrong).sum();
+    show::close(&runs, opts);
+    let wrong: u64 = runs.iter().map(|(_, totals)| totals.wrong).sum();
     if wrong > 0 {
-        return Err(format!("{wrong} chunks came back wrong").into());
+        return Err(format!("{wrong} chunks were loaded with wrong bytes").into());
     }
     Ok(())
 }
 
-/// The stores that are tried: one that a file describes, or one for each policy.
+/// The specs of all runs: that of the configuration file, or one for each policy.
 fn specs(opts: &Opts, model: &Model) -> Outcome<Vec<StoreSpec>> {
     let texts = match &opts.config {
         Some(path) => vec![crate::config::read(path)?.to_string()],
-        None => opts.policies.iter().map(|policy| usual(opts, model, policy)).collect(),
+        None => opts.policies.iter().map(|policy| default_spec(opts, model, policy)).collect(),
     };
     if texts.is_empty() {
-        return Err("no policy is named".into());
+        return Err("--policies names no policy".into());
     }
     let mut specs = Vec::new();
     for text in texts {
@@ -75,8 +74,8 @@ fn specs(opts: &Opts, model: &Model) -> Outcome<Vec<StoreSpec>> {
         if let Some(disk) = spec.disk.as_ref().filter(|disk| disk.path.exists()) {
             let place = disk.path.display();
             return Err(format!(
-                "{place} is there already: the demo makes a directory of its own, damages some bytes in it \
-                 on purpose, and removes it"
+                "{place} exists: the demo creates this directory, damages some bytes in it on \
+                 purpose, and removes it; choose another path"
             )
             .into());
         }
@@ -86,9 +85,8 @@ fn specs(opts: &Opts, model: &Model) -> Outcome<Vec<StoreSpec>> {
     Ok(specs)
 }
 
-/// A quarter of all conversations fits into memory, three quarters on disk; each worker
-/// holds one.
-fn usual(opts: &Opts, model: &Model, policy: &str) -> String {
+/// A store with memory for a quarter of all conversations and disk for three quarters.
+fn default_spec(opts: &Opts, model: &Model, policy: &str) -> String {
     let all_bytes = all_bytes(opts, model);
     let host_bytes = (all_bytes / 4).max(16 << 20);
     let disk_bytes = (all_bytes * 3 / 4).max(96 << 20);
@@ -105,21 +103,21 @@ fn all_bytes(opts: &Opts, model: &Model) -> u64 {
     u64::from(opts.sessions) * model.session_bytes()
 }
 
-/// A directory that goes when this does.
+/// A directory that the drop removes.
 struct Scratch(PathBuf);
 
 impl Drop for Scratch {
     fn drop(&mut self) {
         match std::fs::remove_dir_all(&self.0) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                eprintln!("kvtier: {} stays: {error}", self.0.display());
+                eprintln!("kvtier: cannot remove {}: {error}", self.0.display());
             }
             _ => {}
         }
     }
 }
 
-fn run_one(opts: &Opts, model: &Model, spec: &StoreSpec, screen: &Screen) -> Outcome<Tally> {
+fn run_one(opts: &Opts, model: &Model, spec: &StoreSpec, screen: &Screen) -> Outcome<Totals> {
     let runtime = Runtime::open(RuntimeOpts { workers: opts.workers, ..RuntimeOpts::default() })?;
     let scratch = spec.disk.as_ref().map(|disk| Scratch(disk.path.clone()));
     let store = Store::open(runtime.core(), None, spec)?;
@@ -128,46 +126,46 @@ fn run_one(opts: &Opts, model: &Model, spec: &StoreSpec, screen: &Screen) -> Out
         .with(|core| core.open_space(&SpaceOpts { key: Key([0xD3; 32]), layout, holes: false }))?;
     screen.begin(opts, model, spec, all_bytes(opts, model));
 
-    let mut talk = Talk::new(&store, space, model, opts.sessions);
+    let mut workload = Workload::new(&store, space, model, opts.sessions);
     let started = Instant::now();
     let turns = u64::from(opts.sessions) * model::TURNS;
     for turn in 0..turns {
-        talk.turn(screen)?;
+        workload.turn()?;
         if screen.is_due() || turn + 1 == turns {
-            screen.draw(&store, space, &talk, turn + 1, turns)?;
+            screen.draw(&store, space, &workload, turn + 1, turns)?;
         }
     }
-    talk.tally.took = started.elapsed();
+    workload.totals.took = started.elapsed();
     store.settle(0)?;
-    talk.tally.counters = store.with(|core| Ok(core.counters))?;
-    talk.linger(opts.linger)?;
-    let mut tally = std::mem::take(&mut talk.tally);
-    drop(talk);
+    workload.totals.counters = store.with(|core| Ok(core.counters))?;
+    workload.linger(opts.linger)?;
+    let mut totals = std::mem::take(&mut workload.totals);
+    drop(workload);
     match &scratch {
         Some(scratch) => {
-            tally.damage = damage(&runtime, store, spec, scratch, model, opts.sessions)?;
+            totals.damage = damage(&runtime, store, spec, scratch, model, opts.sessions)?;
         }
         None => store.close(0)?,
     }
     screen.end();
     runtime.close(0)?;
-    Ok(tally)
+    Ok(totals)
 }
 
-/// What became of damage that was done on purpose.
+/// The result of the restart with damaged bytes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Damage {
-    /// Bytes that were changed on disk.
+    /// Bytes changed on disk.
     pub done: u64,
-    /// Cells that were found damaged.
+    /// Cells detected as damaged.
     pub found: u64,
-    /// Chunks that came back after a restart.
+    /// Chunks loaded after the restart.
     pub back: u64,
-    /// How long opening took.
+    /// Time of opening the store.
     pub open: Duration,
 }
 
-/// Closes the store, changes some bytes on disk, opens it again and reads it all.
+/// Closes the store, changes some bytes on disk, opens the store again and loads everything.
 fn damage(
     runtime: &Runtime,
     store: Store,
@@ -185,18 +183,18 @@ fn damage(
     let layout = model.layout.clone();
     let space = store
         .with(|core| core.open_space(&SpaceOpts { key: Key([0xD3; 32]), layout, holes: false }))?;
-    let mut talk = Talk::new(&store, space, model, sessions);
-    let back = talk.read_all()?;
-    if talk.tally.wrong > 0 {
-        return Err("damage was passed on as good".into());
+    let mut workload = Workload::new(&store, space, model, sessions);
+    let back = workload.read_all()?;
+    if workload.totals.wrong > 0 {
+        return Err("a damaged cell was returned as good".into());
     }
     let found = store.with(|core| Ok(core.counters.corrupt))?;
-    drop(talk);
+    drop(workload);
     store.close(0)?;
     Ok(Damage { done, found, back, open })
 }
 
-/// Turns a bit over in the middle of each of some segments.
+/// Flips one bit in the middle of up to four segments.
 fn change_bytes(path: &std::path::Path) -> Outcome<u64> {
     use std::os::unix::fs::FileExt;
     let mut names: Vec<PathBuf> = Vec::new();

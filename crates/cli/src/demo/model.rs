@@ -1,4 +1,4 @@
-//! A small model's KV: its shapes, and what it would compute.
+//! The KV of a small model: its layout, and deterministic contents.
 
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::layout::{Group, Layout};
@@ -11,16 +11,16 @@ const HEAD_DIM: u32 = 64;
 const CHUNK_TOKENS: u32 = 64;
 /// Turns of a conversation.
 pub const TURNS: u64 = 8;
-/// Tokens that all conversations begin with.
+/// Tokens of the common prefix of all conversations.
 pub const SYSTEM_TOKENS: u64 = 512;
 /// Tokens of a turn: a question and its answer.
 pub const TURN_TOKENS: u64 = 192;
-/// What a small model computes on one accelerator: what recomputing is reckoned with.
+/// Assumed prefill speed of a small model on one accelerator, for the cost of recomputing.
 pub const TOKENS_PER_SECOND: f64 = 10_000.0;
 
 /// The model.
 pub struct Model {
-    /// Its cells.
+    /// The layout of its KV.
     pub layout: Layout,
 }
 
@@ -31,23 +31,23 @@ impl Model {
         Ok(Model { layout: Layout::new(CHUNK_TOKENS, vec![group])? })
     }
 
-    /// Bytes of K, or of V, of a token in one layer.
+    /// Bytes of K, or of V, for a token in one layer.
     pub fn token_bytes(&self) -> u64 {
         u64::from(HEADS * HEAD_DIM) * 2
     }
 
-    /// Bytes of a token in all layers.
+    /// Bytes of KV for a token in all layers.
     pub fn all_token_bytes(&self) -> u64 {
         self.token_bytes() * 2 * u64::from(LAYERS)
     }
 
-    /// Bytes of a conversation at its end.
+    /// Bytes of KV of a whole conversation.
     pub fn session_bytes(&self) -> u64 {
         (SYSTEM_TOKENS + TURNS * TURN_TOKENS) * self.all_token_bytes()
     }
 
-    /// What K (0) or V (1) of a layer holds for the token that ends a prefix: it
-    /// follows from the whole prefix, as in a real model.
+    /// Fills K (plane 0) or V (plane 1) of a layer for the token that ends a prefix. The bytes
+    /// depend on the whole prefix, as in a real model.
     pub fn fill(&self, mark: u64, layer: usize, plane: u64, out: &mut [u8]) {
         let mut word = mark ^ ((layer as u64) << 48) ^ (plane << 40);
         for eight in out.chunks_mut(8) {

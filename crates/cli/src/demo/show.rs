@@ -1,4 +1,4 @@
-//! What the demo shows: the tiers while it runs, a table at the end.
+//! The output of the demo: a live view of the tiers, and a table at the end.
 
 use std::cell::Cell;
 use std::io::IsTerminal;
@@ -11,13 +11,13 @@ use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::SessionOpts;
 
 use super::model::{Model, TOKENS_PER_SECOND};
-use super::talk::{Talk, Tally};
+use super::workload::{Totals, Workload};
 use super::{Opts, Outcome};
 use crate::human;
 
 const EVERY: Duration = Duration::from_millis(200);
-/// Columns of the checkerboard.
-const BOARD_CHUNKS: usize = 32;
+/// Columns of the residency map.
+const MAP_CHUNKS: usize = 32;
 
 /// The live view.
 pub struct Screen {
@@ -28,14 +28,14 @@ pub struct Screen {
 }
 
 impl Screen {
-    /// Nothing is shown of it without a terminal, or with `json`.
+    /// A view that is hidden without a terminal and with `json`.
     pub fn new(json: bool) -> Screen {
         let quiet = json || !std::io::stderr().is_terminal();
         let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new(0) };
         Screen { bar, quiet, json, drawn: Cell::new(Instant::now()) }
     }
 
-    /// A run begins.
+    /// Prints the setting of a run.
     pub fn begin(&self, opts: &Opts, model: &Model, spec: &StoreSpec, all: u64) {
         if self.json {
             return;
@@ -51,7 +51,7 @@ impl Screen {
             spec.config.host_policy,
         );
         if let Some(path) = &spec.control {
-            println!("look at it: kvtier top --socket {}", path.display());
+            println!("watch it with: kvtier top --socket {}", path.display());
         }
         let style = ProgressStyle::with_template("{bar:40} {pos}/{len} turns\n{msg}");
         self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
@@ -62,12 +62,12 @@ impl Screen {
         !self.quiet && self.drawn.get().elapsed() >= EVERY
     }
 
-    /// Draws where everything is: sums, and the board of who spoke last.
+    /// Draws the usage of the tiers, and the residency of the conversation of the last turn.
     pub fn draw(
         &self,
         store: &Store,
         space: u32,
-        talk: &Talk,
+        workload: &Workload,
         turn: u64,
         turns: u64,
     ) -> Outcome<()> {
@@ -77,19 +77,19 @@ impl Screen {
         self.drawn.set(Instant::now());
         self.bar.set_length(turns);
         self.bar.set_position(turn);
-        self.bar.set_message(table(store, space, talk)?);
+        self.bar.set_message(table(store, space, workload)?);
         Ok(())
     }
 
-    /// A run has ended.
+    /// Ends the view of a run.
     pub fn end(&self) {
         self.bar.finish_and_clear();
     }
 }
 
-/// One letter a cell: M in memory, D on disk, B in both, . nowhere.
-fn table(store: &Store, space: u32, talk: &Talk) -> Outcome<String> {
-    let tokens = talk.tokens(talk.last);
+/// The residency map, one letter a cell: M memory, D disk, B both, . neither.
+fn table(store: &Store, space: u32, workload: &Workload) -> Outcome<String> {
+    let tokens = workload.tokens(workload.last);
     Ok(store.with(|core| {
         let session = core.open_session(space, &SessionOpts::default())?;
         core.append(session, tokens)?;
@@ -101,14 +101,14 @@ fn table(store: &Store, space: u32, talk: &Talk) -> Outcome<String> {
             let stats = disk.stats();
             text += &format!(", disk {} of {}", human(stats.used_bytes), human(stats.budget_bytes));
         }
-        text += "\nthe conversation that spoke last, layers down, chunks across:\n";
+        text += "\nresidency of the last conversation (rows: layers, columns: chunks):\n";
         let Some(rows) = core.table_of(space) else { return Ok(text) };
         for layer in 0..rows.layout.layers() {
-            for &slot in slots.iter().take(BOARD_CHUNKS) {
+            for &slot in slots.iter().take(MAP_CHUNKS) {
                 let marks = rows.chunks.marks(slot).and_then(|all| all.get(layer));
-                let there = marks.map_or(0, |marks| marks.there());
+                let resident = marks.map_or(0, |marks| marks.there());
                 let (memory, disk) = (1 << Tier::Host as u8, 1 << Tier::Disk as u8);
-                text.push(match (there & memory != 0, there & disk != 0) {
+                text.push(match (resident & memory != 0, resident & disk != 0) {
                     (true, true) => 'B',
                     (true, false) => 'M',
                     (false, true) => 'D',
@@ -122,15 +122,15 @@ fn table(store: &Store, space: u32, talk: &Talk) -> Outcome<String> {
     })?)
 }
 
-fn saved_seconds(tally: &Tally) -> (f64, f64) {
-    (tally.loaded as f64 / TOKENS_PER_SECOND, tally.load_time.as_secs_f64())
+fn saved_seconds(totals: &Totals) -> (f64, f64) {
+    (totals.loaded as f64 / TOKENS_PER_SECOND, totals.load_time.as_secs_f64())
 }
 
-/// The table, or the JSON line.
-pub fn close(runs: &[(String, Tally)], model: &Model, opts: &Opts) {
+/// Prints the table, or the JSON lines.
+pub fn close(runs: &[(String, Totals)], opts: &Opts) {
     if opts.json {
-        for (policy, tally) in runs {
-            println!("{}", line(policy, tally));
+        for (policy, totals) in runs {
+            println!("{}", line(policy, totals));
         }
         return;
     }
@@ -146,60 +146,59 @@ pub fn close(runs: &[(String, Tally)], model: &Model, opts: &Opts) {
         "load time",
         "saved"
     );
-    for (policy, tally) in runs {
-        let counters = &tally.counters;
+    for (policy, totals) in runs {
+        let counters = &totals.counters;
         let cells = (counters.host_hits + counters.disk_hits).max(1) as f64;
-        let (without, with) = saved_seconds(tally);
+        let (without, with) = saved_seconds(totals);
         println!(
             "{policy:<10} {:>5.1}% {:>8.1}% {:>8.1}% {:>6} tok {:>8} {:>9.2} {:>8.2} s {:>8.2} s",
-            100.0 * tally.loaded as f64 / tally.asked.max(1) as f64,
+            100.0 * totals.loaded as f64 / totals.asked.max(1) as f64,
             100.0 * counters.host_hits as f64 / cells,
             100.0 * counters.disk_hits as f64 / cells,
-            tally.recomputed,
-            human(tally.bytes),
-            tally.bytes as f64 / tally.load_time.as_secs_f64().max(1e-9) / 1e9,
+            totals.recomputed,
+            human(totals.bytes),
+            totals.bytes as f64 / totals.load_time.as_secs_f64().max(1e-9) / 1e9,
             with,
             without - with,
         );
     }
-    let _ = model;
-    let damage = runs.iter().fold((0, 0), |(done, found), (_, tally)| {
-        (done + tally.damage.done, found + tally.damage.found)
+    let damage = runs.iter().fold((0, 0), |(done, found), (_, totals)| {
+        (done + totals.damage.done, found + totals.damage.found)
     });
-    let back: u64 = runs.iter().map(|(_, tally)| tally.damage.back).sum();
+    let back: u64 = runs.iter().map(|(_, totals)| totals.damage.back).sum();
     println!(
-        "\nEvery byte that came back was compared: {} wrong. Saved: against computing the loaded \
-         tokens\nagain at {TOKENS_PER_SECOND:.0} tokens a second. After a restart {back} chunks were \
-         found again; {} bytes had\nbeen changed on disk, {} cells were found damaged, and none was \
-         passed on as good.",
-        runs.iter().map(|(_, tally)| tally.wrong).sum::<u64>(),
+        "\nEvery byte that was loaded was compared: {} wrong. Saved: less time than computing the \
+         loaded tokens\nagain at {TOKENS_PER_SECOND:.0} tokens a second. After a restart {back} \
+         chunks were found; {} bytes had been changed on disk;\n{} cells were detected as damaged, \
+         and none of them was returned.",
+        runs.iter().map(|(_, totals)| totals.wrong).sum::<u64>(),
         damage.0,
         damage.1,
     );
 }
 
-fn line(policy: &str, tally: &Tally) -> serde_json::Value {
-    let (without, with) = saved_seconds(tally);
-    let counters = &tally.counters;
+fn line(policy: &str, totals: &Totals) -> serde_json::Value {
+    let (without, with) = saved_seconds(totals);
+    let counters = &totals.counters;
     serde_json::json!({
         "policy": policy,
-        "turns": tally.turns,
-        "asked_tokens": tally.asked,
-        "loaded_tokens": tally.loaded,
-        "recomputed_tokens": tally.recomputed,
+        "turns": totals.turns,
+        "asked_tokens": totals.asked,
+        "loaded_tokens": totals.loaded,
+        "recomputed_tokens": totals.recomputed,
         "host_hits": counters.host_hits,
         "disk_hits": counters.disk_hits,
         "misses": counters.misses,
         "demoted_chunks": counters.demoted,
         "dropped_chunks": counters.dropped,
-        "bytes": tally.bytes,
+        "bytes": totals.bytes,
         "load_s": with,
         "recompute_s": without,
-        "took_s": tally.took.as_secs_f64(),
-        "wrong": tally.wrong,
-        "damaged": tally.damage.done,
-        "found": tally.damage.found,
-        "chunks_after_restart": tally.damage.back,
-        "open_s": tally.damage.open.as_secs_f64(),
+        "took_s": totals.took.as_secs_f64(),
+        "wrong": totals.wrong,
+        "damaged": totals.damage.done,
+        "found": totals.damage.found,
+        "chunks_after_restart": totals.damage.back,
+        "open_s": totals.damage.open.as_secs_f64(),
     })
 }

@@ -1,4 +1,4 @@
-//! The engine's tensors: what the model computes, what comes back, and whether that is the same.
+//! The engine's tensors: filled by the model, loaded from the store, and compared.
 
 use kvtier::base::sync::Arc;
 use kvtier::store::state::session::{LayerViews, PlaneView, Views};
@@ -10,13 +10,13 @@ use super::model::Model;
 pub struct Tensors(Vec<[Vec<u8>; 2]>);
 
 impl Tensors {
-    /// For so many tokens.
+    /// Tensors for `tokens` tokens.
     pub fn new(model: &Model, tokens: u64) -> Tensors {
         let bytes = (tokens * model.token_bytes()) as usize;
         Tensors((0..model.layout.layers()).map(|_| [vec![0; bytes], vec![0; bytes]]).collect())
     }
 
-    /// The first tokens of them.
+    /// A transfer of the first `tokens` tokens in all layers.
     pub fn cell_range(&mut self, model: &Model, tokens: u64, by_layer: bool) -> CellRange {
         let token_bytes = model.token_bytes();
         let plane = |bytes: &mut Vec<u8>| {
@@ -31,7 +31,7 @@ impl Tensors {
         CellRange { first_token, tokens, first_layer, layers, by_layer, wanted, views, after }
     }
 
-    /// The forward pass: the KV of tokens from one on.
+    /// The forward pass: computes the KV of the tokens from index `from`.
     pub fn compute(&mut self, model: &Model, marks: &[u64], from: usize) {
         let each = model.token_bytes() as usize;
         for (layer, planes) in self.0.iter_mut().enumerate() {
@@ -43,7 +43,7 @@ impl Tensors {
         }
     }
 
-    /// How many chunks of planes hold anything but what the model computes for these tokens.
+    /// The number of chunks of planes that differ from the model's KV for these tokens.
     pub fn wrong(&self, model: &Model, marks: &[u64]) -> u64 {
         let each = model.token_bytes() as usize;
         let chunk = model.layout.chunk_tokens() as usize;

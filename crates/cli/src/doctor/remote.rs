@@ -1,5 +1,5 @@
-//! `kvtier doctor --remote`: who is there, what may be done there, how long that takes, and what
-//! a store would make of it. All that is put there for that is taken away again.
+//! `kvtier doctor --remote`: the server's answer, permissions, latency and bandwidth, and whether
+//! the defaults of a store fit. All objects that it writes are removed again.
 
 use std::time::{Duration, Instant};
 
@@ -12,92 +12,92 @@ use kvtier::tier::remote::{Client, Gets, Name, Puts, Queries, RemoteError};
 
 use super::{Finding, Mark};
 use crate::human;
-use crate::remote::{Opened, Place, explain};
+use crate::remote::{Opened, RemoteTarget, explain};
 
-/// How long a request may take before it is given up.
-const PATIENCE_NS: u64 = 10_000_000_000;
-/// How long each thing is measured.
-const WHILE: Duration = Duration::from_millis(500);
-/// Requests after which there are enough of them, one at a time.
+/// Timeout of a request.
+const TIMEOUT_NS: u64 = 10_000_000_000;
+/// Time of each measurement.
+const MEASURE_TIME: Duration = Duration::from_millis(500);
+/// Most single requests of a measurement.
 const SINGLE: usize = 200;
-/// Bytes that are put of each size, at most.
+/// Most bytes that are put for each size.
 const STOCK_BYTES: usize = 64 << 20;
 /// Bytes of a batch.
 const BATCH_BYTES: usize = 4 << 20;
-/// Sizes of objects.
+/// Sizes of measured objects.
 const SIZES: [usize; 2] = [256 << 10, 1 << 20];
-/// Bytes of a token of a model of 70B with grouped queries, in 16 bits.
+/// Bytes of KV of a token of a 70B model with grouped lookups, in 16 bits.
 const LARGE_TOKEN_BYTES: f64 = 327_680.0;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// Prints the findings; what cannot be used at all is an error.
+/// Prints the findings; fails if the remote cannot be used at all.
 pub fn run(text: &str, json: bool) -> Outcome<()> {
-    let place = Place::read(text).map_err(explain)?;
+    let target = RemoteTarget::read(text).map_err(explain)?;
     let clock = Clock::real();
-    let opened = match place.open(&clock) {
+    let opened = match target.open(&clock) {
         Ok(opened) => opened,
         Err(error) => {
-            nobody(&error).print(json);
+            unusable(&error).print(json);
             return Err("the remote cannot be used".into());
         }
     };
-    who(&opened).print(json);
+    server_finding(&opened).print(json);
     let mut doctor = Doctor::new(opened.remote.client(), clock)?;
-    let may = doctor.permissions();
-    may.finding().print(json);
-    let measured = match may.all() {
+    let permissions_found = doctor.permissions();
+    permissions_found.finding().print(json);
+    let measured = match permissions_found.all() {
         true => doctor.measure(),
-        false => Err("not measured: what that takes is forbidden".to_string()),
+        false => Err("not measured: the server forbids an operation".to_string()),
     };
     let left = doctor.clean();
     match &measured {
         Ok(measured) => measured.findings(&opened).iter().for_each(|one| one.print(json)),
         Err(why) => {
-            Finding::new("latency", Mark::Absent, why, "put, get, ask and remove are needed")
+            Finding::new("latency", Mark::Absent, why, "measuring needs put, get, ask and remove")
                 .print(json)
         }
     }
     if left > 0 {
-        return Err(format!("{left} objects could not be taken away again").into());
+        return Err(format!("cannot remove {left} objects of this test").into());
     }
-    match may.is_of_use() && (measured.is_ok() || !may.all()) {
+    match permissions_found.is_of_use() && (measured.is_ok() || !permissions_found.all()) {
         true => Ok(()),
         false => Err("the remote cannot be used".into()),
     }
 }
 
-/// What it means that it was not opened.
-fn nobody(error: &Error) -> Finding {
+/// The finding for a remote that cannot be opened.
+fn unusable(error: &Error) -> Finding {
     let message = error.message();
     let is_refused = ["NOAUTH", "WRONGPASS", "forbids"].iter().any(|word| message.contains(word));
     let means = match error.status() {
-        _ if is_refused => "the credentials are wrong, or missing",
+        _ if is_refused => "the credentials are wrong or missing",
         Status::Spec | Status::Unsupported | Status::Limit | Status::Invalid => {
-            "it is not described as a remote is: nobody was asked"
+            "the argument does not describe a remote; no server was contacted"
         }
         Status::Timeout => {
-            "nobody answered in time: is it there, and is nothing between that drops requests?"
+            "the server did not answer in time: check that it runs and that no firewall drops requests"
         }
-        Status::Again => "it answers, and cannot do anything now: it loads, or is without a leader",
-        Status::Corrupt => "somebody answers, and not as such a server does",
-        _ => "nobody is there, or it cannot be used as it is",
+        Status::Again => "the server is not ready: it is loading data or has no leader",
+        Status::Corrupt => "the answer is not one of this kind of server",
+        _ => "no server answers, or it cannot be used as configured",
     };
     Finding::new("remote", Mark::Absent, message, means)
 }
 
-fn who(opened: &Opened) -> Finding {
+fn server_finding(opened: &Opened) -> Finding {
     let (mark, means) = match opened.server.warnings.as_slice() {
-        [] => (Mark::Good, "it answers, and there is nothing to be said against it".to_string()),
+        [] => (Mark::Good, "the server answers, without warnings".to_string()),
         warnings => (Mark::Limited, warnings.join("; ")),
     };
     Finding::new("remote", mark, opened.server.words.clone(), &means)
 }
 
-/// What came of each thing that a store does.
-struct May(Vec<(&'static str, Result<(), RemoteError>)>);
+/// The result of each operation that a store uses.
+struct Permissions(Vec<(&'static str, Result<(), RemoteError>)>);
 
-impl May {
+impl Permissions {
     fn all(&self) -> bool {
         self.0.iter().all(|(_, result)| result.is_ok())
     }
@@ -118,27 +118,27 @@ impl May {
         let words: Vec<String> = self.0.iter().map(word).collect();
         let (mark, means) = match (self.can("ask") && self.can("get"), self.can("put"), self.all())
         {
-            (_, _, true) => (Mark::Good, "all that a store does is allowed"),
+            (_, _, true) => (Mark::Good, "all operations of a store are allowed"),
             (true, true, _) => (
                 Mark::Limited,
-                "a store can share; what is damaged or dropped stays there until the server lets it go",
+                "a store can share KV; damaged or dropped objects stay until the server expires them",
             ),
             (true, false, _) => {
-                (Mark::Limited, "a store finds what others put there, and adds nothing")
+                (Mark::Limited, "a store can read objects of others, but not write")
             }
             (false, true, _) => {
-                (Mark::Limited, "a store puts objects there and finds none: of use to others")
+                (Mark::Limited, "a store can write objects for others, but not read any")
             }
-            (false, false, _) => (Mark::Absent, "a store has no use of it"),
+            (false, false, _) => (Mark::Absent, "a store can neither read nor write objects"),
         };
         Finding::new("permissions", mark, words.join("; "), means)
     }
 }
 
-/// Time of single requests, in seconds.
-struct Times(Vec<f64>);
+/// Latencies of single requests in seconds, sorted.
+struct Latencies(Vec<f64>);
 
-impl Times {
+impl Latencies {
     fn at(&self, part: f64) -> f64 {
         let last = self.0.len().saturating_sub(1);
         self.0.get((last as f64 * part).round() as usize).copied().unwrap_or(f64::NAN)
@@ -146,7 +146,7 @@ impl Times {
 
     fn words(&self) -> String {
         format!(
-            "p50 {:.2} ms, p99 {:.2} ms of {}",
+            "p50 {:.2} ms, p99 {:.2} ms of {} requests",
             self.at(0.5) * 1e3,
             self.at(0.99) * 1e3,
             self.0.len()
@@ -154,11 +154,11 @@ impl Times {
     }
 }
 
-/// What was measured.
+/// The measurements.
 struct Measured {
-    queries: Times,
-    gets: Times,
-    /// Bytes a second of batches of each size: put, and got.
+    lookups: Latencies,
+    gets: Latencies,
+    /// Bytes a second of batches of each size: of puts and of gets.
     rates: [(f64, f64); 2],
 }
 
@@ -171,10 +171,10 @@ impl Measured {
             Finding::new(
                 "ask",
                 Mark::Good,
-                self.queries.words(),
-                "whether an object is there, one at a time",
+                self.lookups.words(),
+                "lookups of one object, one at a time",
             ),
-            Finding::new("get of 256 KiB", Mark::Good, self.gets.words(), "one at a time"),
+            Finding::new("get of 256 KiB", Mark::Good, self.gets.words(), "gets, one at a time"),
         ];
         let names = ["256 KiB, batched", "1 MiB, batched"];
         for (name, &rates) in names.into_iter().zip(&self.rates) {
@@ -186,50 +186,49 @@ impl Measured {
         all.push(Finding::new(
             "plans",
             Mark::Good,
-            format!("{tokens:.0} tokens a second of a model with 320 KiB a token"),
-            "an engine that computes faster than that computes: plans load only what is sooner there",
+            format!("{tokens:.0} tokens a second for a model with 320 KiB of KV a token"),
+            "an engine that computes faster recomputes instead: plans choose the faster way",
         ));
         all
     }
 
-    /// Whether requests of a store end in time.
+    /// Whether the default timeout of a store fits.
     fn defaults(&self, opened: &Opened) -> Finding {
         let config = &opened.config;
         let most = (config.batch as u64).saturating_mul(config.object_bytes);
-        // The last object is taken whole.
+        // The last object of a batch is not split.
         let bytes = most.min(Config::default().batch_bytes + config.object_bytes);
         let (put, get) = self.rates[1];
-        let takes = |rate: f64| self.queries.at(0.99) + bytes as f64 / rate.max(1.0);
+        let takes = |rate: f64| self.lookups.at(0.99) + bytes as f64 / rate.max(1.0);
         let longest = takes(put.min(get)) * 1e3;
         let timeout = config.timeout_ns as f64 / 1e6;
         let value =
             format!("a batch of {} takes {longest:.0} ms, timeout={timeout:.0}", human(bytes),);
         if longest * 2.0 <= timeout {
-            let means = "requests end in time, with as much again to spare: objects of \
-                         the size that the remote likes";
+            let means = "requests of a store take at most half of the timeout";
             return Finding::new("defaults", Mark::Good, value, means);
         }
         let means = format!(
-            "requests may be given up before they end: timeout={:.0} would do",
+            "requests may time out: set timeout={:.0}",
             (longest * 3.0 / 50.0).ceil() * 50.0
         );
         Finding::new("defaults", Mark::Limited, value, &means)
     }
 }
 
-/// Tries a remote out, under names that nobody else has.
+/// Tests a remote under random names.
 struct Doctor {
     client: Box<dyn Client>,
     clock: Clock,
     hash: [u8; HASH_BYTES],
     next: u64,
-    /// What was put, and has to go.
-    there: Vec<Name>,
+    /// Objects that must be removed again.
+    stored: Vec<Name>,
 }
 
 impl Doctor {
     fn new(client: Box<dyn Client>, clock: Clock) -> Outcome<Doctor> {
-        Ok(Doctor { client, clock, hash: random_bytes()?, next: 0, there: Vec::new() })
+        Ok(Doctor { client, clock, hash: random_bytes()?, next: 0, stored: Vec::new() })
     }
 
     fn name(&mut self) -> Name {
@@ -240,10 +239,10 @@ impl Doctor {
     }
 
     fn deadline_ns(&self) -> u64 {
-        self.clock.now_ns() + PATIENCE_NS
+        self.clock.now_ns() + TIMEOUT_NS
     }
 
-    /// Puts objects with the same bytes; they are to go even if nobody said that they are there.
+    /// Puts objects with the same bytes. They are removed later even if the put failed.
     fn put(&mut self, names: &[Name], bytes: &[u8]) -> Result<(), RemoteError> {
         let mut puts = Puts::default();
         for name in names {
@@ -251,13 +250,13 @@ impl Doctor {
             puts.part(bytes.as_ptr(), bytes.len() as u64);
         }
         let deadline_ns = self.deadline_ns();
-        self.there.extend(names);
-        // SAFETY: the bytes live, and nobody writes to them.
+        self.stored.extend(names);
+        // SAFETY: the bytes outlive the call, and no code writes to them.
         unsafe { self.client.put(&mut puts, deadline_ns) };
         puts.items.iter().try_for_each(|put| put.result.map(|_| ()))
     }
 
-    /// Gets objects one behind the other; each must be as long as its room.
+    /// Gets objects into consecutive parts of `room`; each must have the length of its part.
     fn get(&mut self, names: &[Name], room: &mut [u8]) -> Result<(), RemoteError> {
         let each = room.len() / names.len().max(1);
         let mut gets = Gets::default();
@@ -266,7 +265,7 @@ impl Doctor {
             gets.part(part.as_mut_ptr(), part.len() as u64);
         }
         let deadline_ns = self.deadline_ns();
-        // SAFETY: the room lives, and nobody else has it.
+        // SAFETY: `room` outlives the call and is borrowed exclusively.
         unsafe { self.client.get(&mut gets, deadline_ns) };
         gets.items.iter().try_for_each(|get| match get.result? == each as u64 {
             true => Ok(()),
@@ -275,23 +274,23 @@ impl Doctor {
     }
 
     fn ask(&mut self, name: Name) -> Result<u64, RemoteError> {
-        let mut queries = Queries::default();
-        queries.name(name);
+        let mut lookups = Asks::default();
+        lookups.name(name);
         let deadline_ns = self.deadline_ns();
-        self.client.lookup(&mut queries, deadline_ns);
-        queries.items[0].result
+        self.client.ask(&mut lookups, deadline_ns);
+        lookups.items[0].result
     }
 
     fn remove(&mut self, names: &[Name]) -> Result<(), RemoteError> {
-        let mut queries = Queries::default();
-        names.iter().for_each(|name| queries.name(*name));
+        let mut lookups = Asks::default();
+        names.iter().for_each(|name| lookups.name(*name));
         let deadline_ns = self.deadline_ns();
-        self.client.remove(&mut queries, deadline_ns);
-        queries.items.iter().try_for_each(|ask| ask.result.map(|_| ()))
+        self.client.remove(&mut lookups, deadline_ns);
+        lookups.items.iter().try_for_each(|ask| ask.result.map(|_| ()))
     }
 
-    /// Does each thing once. What was not put is not there, which is an answer, too.
-    fn permissions(&mut self) -> May {
+    /// Tries each operation once. After a failed put, "absent" is a valid answer of the others.
+    fn permissions(&mut self) -> Permissions {
         const BYTES: usize = 4096;
         let (name, mut room) = (self.name(), vec![0; BYTES]);
         let bytes: Vec<u8> = (0..BYTES).map(|i| (i * 7) as u8).collect();
@@ -309,9 +308,9 @@ impl Doctor {
         let is_gone = ask.is_err() || self.ask(name) == Err(RemoteError::Absent);
         let remove = or_absent(removed, is_gone);
         if remove.is_ok() || put.is_err() {
-            self.there.clear();
+            self.stored.clear();
         }
-        May(vec![("put", put), ("get", get), ("ask", ask), ("remove", remove)])
+        Permissions(vec![("put", put), ("get", get), ("ask", ask), ("remove", remove)])
     }
 
     fn measure(&mut self) -> Result<Measured, String> {
@@ -320,35 +319,35 @@ impl Doctor {
         let stock = vec![0xA5; SIZES[1]];
         let name = self.name();
         self.put(&[name], &stock[..SIZES[0]]).map_err(said)?;
-        let queries = self.times(|doctor| doctor.ask(name).map(|_| ())).map_err(said)?;
+        let lookups = self.latencies(|doctor| doctor.ask(name).map(|_| ())).map_err(said)?;
         let mut room = vec![0; SIZES[0]];
-        let gets = self.times(|doctor| doctor.get(&[name], &mut room)).map_err(said)?;
+        let gets = self.latencies(|doctor| doctor.get(&[name], &mut room)).map_err(said)?;
         let rates = SIZES.map(|bytes| self.rate(&stock[..bytes]));
         let [small, large] = rates;
-        Ok(Measured { queries, gets, rates: [small.map_err(said)?, large.map_err(said)?] })
+        Ok(Measured { lookups, gets, rates: [small.map_err(said)?, large.map_err(said)?] })
     }
 
-    /// One request after the other.
-    fn times(
+    /// Measures single requests, one after the other.
+    fn latencies(
         &mut self,
         mut one: impl FnMut(&mut Doctor) -> Result<(), RemoteError>,
-    ) -> Result<Times, RemoteError> {
-        let (since, mut times) = (Instant::now(), Vec::new());
-        while times.is_empty() || times.len() < SINGLE && since.elapsed() < WHILE {
+    ) -> Result<Latencies, RemoteError> {
+        let (since, mut latencies) = (Instant::now(), Vec::new());
+        while latencies.is_empty() || latencies.len() < SINGLE && since.elapsed() < MEASURE_TIME {
             let start = Instant::now();
             one(self)?;
-            times.push(start.elapsed().as_secs_f64());
+            latencies.push(start.elapsed().as_secs_f64());
         }
-        times.sort_by(f64::total_cmp);
-        Ok(Times(times))
+        latencies.sort_by(f64::total_cmp);
+        Ok(Latencies(latencies))
     }
 
-    /// Bytes a second of batches: put under names of their own, and got.
+    /// Measures puts and gets of batches under fresh names, in bytes a second.
     fn rate(&mut self, bytes: &[u8]) -> Result<(f64, f64), RemoteError> {
         let each = BATCH_BYTES / bytes.len();
         let (since, mut batches) = (Instant::now(), Vec::new());
         while batches.is_empty()
-            || batches.len() * BATCH_BYTES < STOCK_BYTES && since.elapsed() < WHILE
+            || batches.len() * BATCH_BYTES < STOCK_BYTES && since.elapsed() < MEASURE_TIME
         {
             let names: Vec<Name> = (0..each).map(|_| self.name()).collect();
             self.put(&names, bytes)?;
@@ -363,16 +362,16 @@ impl Doctor {
         for names in &batches {
             self.get(names, &mut room)?;
             count += 1;
-            if since.elapsed() >= WHILE {
+            if since.elapsed() >= MEASURE_TIME {
                 break;
             }
         }
         Ok((put, rate(count, since)))
     }
 
-    /// Takes away what was put; how many may be left.
+    /// Removes all objects; returns how many may be left.
     fn clean(&mut self) -> usize {
-        let there = std::mem::take(&mut self.there);
-        there.chunks(64).filter(|names| self.remove(names).is_err()).map(<[Name]>::len).sum()
+        let stored = std::mem::take(&mut self.stored);
+        stored.chunks(64).filter(|names| self.remove(names).is_err()).map(<[Name]>::len).sum()
     }
 }

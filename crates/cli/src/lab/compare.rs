@@ -1,22 +1,16 @@
-//! `kvtier lab compare`: several policies at several sizes on one trace, as many
-//! at a time as there are threads.
+//! `kvtier lab compare`: replays one trace under several policies and capacities, in parallel.
 
-use std::io::IsTerminal;
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use indicatif::{ProgressBar, ProgressStyle};
-use kvtier::base::sync::cores;
 use kvtier::meta::cost::Cost;
 use kvtier::trace::replay::{self, Hints, Replay, ReplayOpts};
 use kvtier::trace::requests::Trace;
 use kvtier::trace::study::Study;
 use kvtier_lab::tiers::{self, Estimate, Machine, Tier};
 
-use super::{Input, Outcome, describe, html, parse, table};
+use super::{Input, Outcome, describe, html, parse, progress_bar, run_parallel, table};
 
-/// What to compare.
+/// The trace, the policies and the capacities.
 #[derive(clap::Args)]
 pub struct Args {
     /// The trace; - = the standard input
@@ -24,67 +18,67 @@ pub struct Args {
     trace: PathBuf,
     #[command(flatten)]
     input: Input,
-    /// Policy specs between commas
+    /// Policy specs, separated by commas
     #[arg(long, default_value = "lru,fifo")]
     policies: String,
-    /// Sizes between commas: blocks, or percent of the different blocks of the trace
+    /// Capacities, separated by commas: blocks, or percent of the distinct blocks of the trace
     #[arg(long, default_value = "1%,5%,10%")]
     sizes: String,
-    /// Replay cells: every block in so many layers
+    /// Replay cells: every block has this many layers
     #[arg(long, default_value_t = 1)]
     layers: u32,
-    /// The engine can use what lies behind a hole
+    /// The engine can use blocks behind a hole
     #[arg(long)]
     holes: bool,
-    /// Every block a request of its own, without prefixes
+    /// Replay every block as a request of its own, without prefixes
     #[arg(long)]
     flat: bool,
-    /// Only so many requests
+    /// Replay only the first requests
     #[arg(long)]
     head: Option<usize>,
     /// Requests replayed before counting starts: a number, or percent of all
     #[arg(long, default_value = "0")]
     warm_up: String,
-    /// What policies are told: none, stop (reasons), think (also when the next turn comes)
+    /// Hints for policies: none, stop (stop reasons), think (also the time of the next turn)
     #[arg(long, default_value = "stop")]
     hints: String,
-    /// Attention cost of a token per token of context, where computing a token costs 1
+    /// Attention cost of a token per token of context, relative to the other cost of a token
     #[arg(long)]
     alpha: Option<f64>,
-    /// Memory of the accelerator, such as 40GiB; with tiers, --sizes is not used
+    /// Memory of the accelerator, such as 40GiB; tiers replace --sizes
     #[arg(long)]
     device: Option<String>,
-    /// Host memory and its speed to the accelerator, such as 200GiB@25GB
+    /// Host memory and its bandwidth to the accelerator, such as 200GiB@25GB
     #[arg(long)]
     host: Option<String>,
-    /// Disk and its speed, such as 1TiB@5GB
+    /// Disk and its bandwidth, such as 1TiB@5GB
     #[arg(long)]
     disk: Option<String>,
-    /// Bytes of KV of a token
+    /// Bytes of KV for a token
     #[arg(long, default_value_t = Machine::default().token_bytes)]
     token_bytes: u64,
     /// Microseconds to prefill a token without context
     #[arg(long, default_value_t = Machine::default().unit_ns / 1e3)]
     prefill_us: f64,
-    /// Runs at a time; 0 = one a core
+    /// Parallel runs; 0 = the number of cores
     #[arg(long, default_value_t = 0)]
     threads: usize,
-    /// Print comma separated values
+    /// Print CSV
     #[arg(long, conflicts_with = "json")]
     csv: bool,
     /// Print one JSON object a line
     #[arg(long)]
     json: bool,
-    /// Write a page with plots that needs no network
+    /// Write a self-contained page with plots
     #[arg(long)]
     html: Option<PathBuf>,
 }
 
-/// One run: a policy at a size.
+/// A run: a policy at a capacity.
 pub struct Run {
-    /// What came of it.
+    /// The result.
     pub estimate: Estimate,
-    /// Whether it ran on tiers.
+    /// Whether tiers were simulated.
     pub tiered: bool,
 }
 
@@ -101,7 +95,7 @@ struct Work<'a> {
     opts: ReplayOpts,
 }
 
-/// Compares.
+/// Runs the command.
 pub fn run(args: &Args) -> Outcome<()> {
     let trace = load(args)?;
     let opts = ReplayOpts { warm_up: warm_up(&args.warm_up, &trace)?, ..options(args)? };
@@ -115,7 +109,7 @@ pub fn run(args: &Args) -> Outcome<()> {
         return Err("nothing to compare: no requests, no policies or no sizes".into());
     }
     let study = Study::of(&trace, &opts.cost)?;
-    // What cannot be opened is told before the first replay starts.
+    // Errors in specs are reported before the first replay starts.
     for spec in &specs {
         Replay::open(&trace, &study, spec, 1, &opts).map_err(|e| format!("{spec}: {e}"))?;
     }
@@ -135,7 +129,7 @@ pub fn run(args: &Args) -> Outcome<()> {
     if let Some(path) = &args.html {
         let page = html::page(&about, &runs, &trace);
         std::fs::write(path, page).map_err(|e| format!("{}: {e}", path.display()))?;
-        eprintln!("{} is written", path.display());
+        eprintln!("wrote {}", path.display());
     }
     Ok(())
 }
@@ -148,7 +142,7 @@ fn load(args: &Args) -> Outcome<Trace> {
     Ok(if args.flat { trace.flat()? } else { trace })
 }
 
-/// How many requests are not counted.
+/// The number of requests of the warm-up.
 pub fn warm_up(text: &str, trace: &Trace) -> Outcome<usize> {
     let total = trace.requests().len();
     let count = match text.strip_suffix('%') {
@@ -157,30 +151,30 @@ pub fn warm_up(text: &str, trace: &Trace) -> Outcome<usize> {
     };
     match count {
         Some(count) if count < total || count == 0 => Ok(count),
-        _ => Err(format!("--warm-up {text} leaves nothing of {total} requests").into()),
+        _ => Err(format!("--warm-up {text} leaves nothing to count of {total} requests").into()),
     }
 }
 
 fn options(args: &Args) -> Outcome<ReplayOpts> {
     if !(args.prefill_us > 0.0 && args.prefill_us <= 1e9) {
-        return Err(format!("--prefill-us {} is out of range", args.prefill_us).into());
+        return Err(format!("--prefill-us {} is not above 0 and up to 1e9", args.prefill_us).into());
     }
     let (holes, layers) = (args.holes, args.layers);
     Ok(ReplayOpts { holes, layers, ..replay_options(&args.hints, args.alpha)? })
 }
 
-/// What policies are told, and what computing costs.
+/// The hints for policies, and the cost of computing.
 pub fn replay_options(hints: &str, alpha: Option<f64>) -> Outcome<ReplayOpts> {
     let hints = match hints {
         "none" => Hints::None,
         "stop" => Hints::Stop,
         "think" => Hints::Think,
-        other => return Err(format!("--hints {other}: none, stop or think").into()),
+        other => return Err(format!("--hints {other} is not one of none, stop or think").into()),
     };
     let mut cost = Cost::default();
     if let Some(alpha) = alpha {
         if !(0.0..=1e6).contains(&alpha) {
-            return Err(format!("--alpha {alpha} is out of range").into());
+            return Err(format!("--alpha {alpha} is not from 0 to 1e6").into());
         }
         cost.alpha = alpha;
     }
@@ -207,55 +201,21 @@ impl Work<'_> {
         Ok(Run { estimate, tiered })
     }
 
-    /// Runs every job, in any order; the results are in the order of the jobs.
+    /// Runs every job in parallel; the results are in the order of the jobs.
     fn all(&self, jobs: &[Job], threads: usize, quiet: bool) -> Outcome<Vec<Run>> {
-        let threads = if threads == 0 { cores() } else { threads }.min(jobs.len()).min(256);
-        let bar = progress(jobs.len() * self.trace.requests().len(), quiet)?;
-        let next = AtomicUsize::new(0);
-        let results: Vec<Mutex<Option<Run>>> = jobs.iter().map(|_| Mutex::new(None)).collect();
-        let failed: Mutex<Option<String>> = Mutex::new(None);
-        let lock = |slot: &Mutex<Option<String>>, text: String| {
-            slot.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert(text);
-        };
-        let body = || {
-            loop {
-                let at = next.fetch_add(1, Ordering::Relaxed);
-                let Some(job) = jobs.get(at) else { break };
-                let mut told = 0;
-                let mut watch = |done: usize| {
-                    bar.inc((done - told) as u64);
-                    told = done;
-                    next.load(Ordering::Relaxed) != usize::MAX / 2
-                };
-                match self.one(job, &mut watch) {
-                    Ok(run) => {
-                        *results[at].lock().unwrap_or_else(|e| e.into_inner()) = Some(run);
-                    }
-                    Err(error) => {
-                        lock(&failed, format!("{} at {} blocks: {error}", job.spec, job.blocks));
-                        // Nothing more is started, and what runs stops.
-                        next.store(usize::MAX / 2, Ordering::Relaxed);
-                    }
-                }
-            }
-        };
-        std::thread::scope(|scope| {
-            (0..threads).for_each(|_| drop(scope.spawn(body)));
+        let style = "replaying [{bar:40}] {percent:>3} %  {elapsed_precise}, {eta} to go";
+        let bar = progress_bar(jobs.len() * self.trace.requests().len(), style, quiet)?;
+        let runs = run_parallel(jobs.len(), threads, |at, go_on| {
+            let (job, mut reported) = (&jobs[at], 0);
+            let mut watch = |done: usize| {
+                bar.inc((done - reported) as u64);
+                reported = done;
+                go_on()
+            };
+            self.one(job, &mut watch)
+                .map_err(|error| format!("{} at {} blocks: {error}", job.spec, job.blocks).into())
         });
         bar.finish_and_clear();
-        if let Some(error) = failed.into_inner().unwrap_or_else(|e| e.into_inner()) {
-            return Err(error.into());
-        }
-        let taken = results.into_iter().filter_map(|r| r.into_inner().ok().flatten());
-        Ok(taken.collect())
+        runs
     }
-}
-
-fn progress(requests: usize, quiet: bool) -> Outcome<ProgressBar> {
-    if quiet || !std::io::stderr().is_terminal() {
-        return Ok(ProgressBar::hidden());
-    }
-    let style = "replaying [{bar:40}] {percent:>3} %  {elapsed_precise}, {eta} to go";
-    let style = ProgressStyle::with_template(style)?.progress_chars("=> ");
-    Ok(ProgressBar::new(requests as u64).with_style(style))
 }

@@ -1,5 +1,5 @@
-//! `kvtier lab explain`: who would leave next at a point of a trace, and how the
-//! policy ranks what is around.
+//! `kvtier lab explain`: the next victims at a point of a trace, and how the policy ranks the
+//! blocks around them.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use kvtier_lab::explain::{self, ExplainedBlock, Explanation};
 use super::table::time;
 use super::{Input, Outcome, parse};
 
-/// What to look at.
+/// The trace, the policy and the point.
 #[derive(clap::Args)]
 pub struct Args {
     /// The trace; - = the standard input
@@ -21,24 +21,24 @@ pub struct Args {
     /// The policy
     #[arg(long, default_value = "lru")]
     policy: String,
-    /// The size, in blocks or percent of the different blocks of the trace
+    /// Capacity, in blocks or percent of the distinct blocks of the trace
     #[arg(long, default_value = "5%")]
     size: String,
-    /// After so many requests; by default half of them
+    /// Number of requests before the point; by default half of them
     #[arg(long)]
     at: Option<usize>,
-    /// How many victims
+    /// Number of victims
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     victims: u32,
-    /// The engine can use what lies behind a hole
+    /// The engine can use blocks behind a hole
     #[arg(long)]
     holes: bool,
-    /// Print a picture for Graphviz instead of a list
+    /// Print a graph for Graphviz instead of a list
     #[arg(long)]
     dot: bool,
 }
 
-/// Explains.
+/// Runs the command.
 pub fn run(args: &Args) -> Outcome<()> {
     let trace = args.input.read(&args.trace)?;
     let opts = ReplayOpts { holes: args.holes, ..ReplayOpts::default() };
@@ -47,24 +47,24 @@ pub fn run(args: &Args) -> Outcome<()> {
     let mut replay = Replay::open(&trace, &study, &args.policy, blocks, &opts)?;
     let at = args.at.unwrap_or(trace.requests().len() / 2);
     while replay.done() < at && replay.step()?.is_some() {}
-    let told = explain::explain(&trace, &mut replay, args.victims as usize)?;
+    let explanation = explain::explain(&trace, &mut replay, args.victims as usize)?;
     match args.dot {
-        true => dot(&told, blocks),
-        false => list(&told, blocks),
+        true => dot(&explanation, blocks),
+        false => list(&explanation, blocks),
     }
     Ok(())
 }
 
-fn list(told: &Explanation, blocks: u64) {
+fn list(explanation: &Explanation, blocks: u64) {
     println!(
-        "{} after {} requests, {} of {blocks} blocks in use. The least score leaves first.\n",
-        told.policy, told.requests, told.resident
+        "{} after {} requests, {} of {blocks} blocks in use. The lowest score is evicted first.\n",
+        explanation.policy, explanation.requests, explanation.resident
     );
     println!(
         "{:>20} {:>20} {:>6} {:>14} {:>10} {:>6} {:>8} {:>5}",
-        "block", "continues", "leaves", "score", "idle", "uses", "children", "list"
+        "block", "parent", "victim", "score", "idle", "uses", "children", "list"
     );
-    for b in &told.blocks {
+    for b in &explanation.blocks {
         let parent = b.parent.map_or("-".to_string(), |p| p.to_string());
         let turn = b.turn.map_or("-".to_string(), |t| format!("{}.", t + 1));
         match &b.standing {
@@ -80,20 +80,20 @@ fn list(told: &Explanation, blocks: u64) {
             None => println!("{:>20} {parent:>20} {turn:>6} {:>14}", b.id, "not resident"),
         }
         if b.more_children > 0 {
-            println!("{:>20} and {} more that continue it", "", b.more_children);
+            println!("{:>20} and {} more children", "", b.more_children);
         }
     }
 }
 
-fn dot(told: &Explanation, blocks: u64) {
+fn dot(explanation: &Explanation, blocks: u64) {
     println!("digraph victims {{");
     println!("  rankdir=LR; node [shape=box, fontname=\"sans-serif\", style=filled];");
     println!(
-        "  label=\"{} after {} requests, {} of {blocks} blocks in use; red leaves first\";",
-        told.policy, told.requests, told.resident
+        "  label=\"{} after {} requests, {} of {blocks} blocks in use; red is evicted first\";",
+        explanation.policy, explanation.requests, explanation.resident
     );
-    for b in &told.blocks {
-        println!("  \"{}\" [{}];", b.id, look(b));
+    for b in &explanation.blocks {
+        println!("  \"{}\" [{}];", b.id, node_style(b));
         if let Some(parent) = b.parent {
             println!("  \"{parent}\" -> \"{}\";", b.id);
         }
@@ -106,13 +106,13 @@ fn dot(told: &Explanation, blocks: u64) {
     println!("}}");
 }
 
-fn look(b: &ExplainedBlock) -> String {
+fn node_style(b: &ExplainedBlock) -> String {
     let Some(s) = &b.standing else {
         return format!("label=\"{}\\nnot resident\", fillcolor=white, style=dashed", b.id);
     };
     let (colour, turn) = match b.turn {
-        Some(0) => ("\"#ff9a8a\"", "\\nleaves first".to_string()),
-        Some(t) => ("\"#ffd9a8\"", format!("\\nleaves {}.", t + 1)),
+        Some(0) => ("\"#ff9a8a\"", "\\nfirst victim".to_string()),
+        Some(t) => ("\"#ffd9a8\"", format!("\\nvictim {}", t + 1)),
         None if s.children > 0 => ("\"#e4e4e4\"", String::new()),
         None => ("\"#d5e8d4\"", String::new()),
     };

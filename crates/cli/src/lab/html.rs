@@ -1,4 +1,4 @@
-//! The outcome of a comparison as one page with plots, whole in itself.
+//! The results of a comparison as one self-contained page with plots.
 
 use std::fmt::Write;
 
@@ -6,7 +6,7 @@ use kvtier::trace::report::Report;
 use kvtier::trace::requests::Trace;
 
 use super::compare::Run;
-use super::plot::{Axis, Line, bars, colour, dash, escape, lines};
+use super::plot::{Axis, Series, bars, colour, dash, escape, lines};
 use super::table::time;
 
 const STYLE: &str = "
@@ -32,7 +32,7 @@ th:first-child, td:first-child { text-align: left } th { background: var(--soft)
 td.best { font-weight: 700 }
 ";
 
-/// How a page begins.
+/// The head of a page.
 pub fn head(title: &str, about: &str) -> String {
     format!(
         "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">\
@@ -43,7 +43,7 @@ pub fn head(title: &str, about: &str) -> String {
     )
 }
 
-/// The lines of all plots, by their names.
+/// The legend of all plots.
 pub fn legend(out: &mut String, names: &[&str]) {
     out.push_str("<div class=\"legend\">");
     for (i, name) in names.iter().enumerate() {
@@ -110,17 +110,17 @@ impl<'a> Page<'a> {
             let mut points: Vec<(f64, f64)> =
                 of.map(|r| (r.capacity_blocks as f64, 100.0 * r.token_miss_ratio())).collect();
             points.sort_by(|a, b| a.0.total_cmp(&b.0));
-            Line { series, name: spec.to_string(), points }
+            Series { series, name: spec.to_string(), points }
         };
-        let curves: Vec<Line> = self.specs.iter().enumerate().map(line).collect();
+        let curves: Vec<Series> = self.specs.iter().enumerate().map(line).collect();
         let floor = all().next().map_or(0.0, |r| 100.0 * r.token_floor());
         let x = Axis::around("blocks", true, None, self.sizes.iter().map(|&s| s as f64));
         let values = all().map(|r| 100.0 * r.token_miss_ratio());
         let y = Axis::around("tokens to compute, %", false, Some(floor), values);
         let _ = write!(
             out,
-            "<h2>Tokens to compute, by size</h2><p>The lower, the better. An unbounded cache \
-             leaves {floor:.2} %, the bottom of the plot.</p>{}",
+            "<h2>Tokens to compute, by size</h2><p>Lower is better. With an unbounded cache \
+             {floor:.2} % remain, the bottom of the plot.</p>{}",
             lines(&x, &y, &curves)
         );
     }
@@ -162,8 +162,8 @@ impl<'a> Page<'a> {
             return;
         }
         out.push_str(
-            "<h2>Tiers</h2><p>Lost: work more than if nothing had ever left the first tier. For \
-             each tier: tokens it served, bytes that came from it and into it.</p>\
+            "<h2>Tiers</h2><p>Lost: additional work compared with a first tier of unbounded size. \
+             For each tier: tokens served, bytes read and bytes written.</p>\
              <div class=\"wide\"><table><tr><th>policy<th>first token, \
              mean<th>p50<th>p99<th>lost<th>tiers</tr>",
         );
@@ -193,7 +193,7 @@ impl<'a> Page<'a> {
         out.push_str("</table></div>");
     }
 
-    /// Bars for every size, of a number of each report.
+    /// A bar plot with a group for every size.
     fn grouped(&self, y: &Axis, of: impl Fn(&Report) -> Vec<(f64, String)>) -> String {
         let group = |&blocks: &u64| {
             let at = self.reports().filter(|r| r.capacity_blocks == blocks);
@@ -218,9 +218,8 @@ impl<'a> Page<'a> {
         });
         let _ = write!(
             out,
-            "<h2>Time of a decision</h2><p>Two bars a policy: half of the calls take no longer \
-             than the first, 99 of 100 no longer than the second. A call chooses everything that \
-             one request needs.</p>{plot}"
+            "<h2>Time of a decision</h2><p>Two bars for each policy: p50 and p99. One decision \
+             chooses all victims of one request.</p>{plot}"
         );
     }
 
@@ -232,9 +231,9 @@ impl<'a> Page<'a> {
         });
         let _ = write!(
             out,
-            "<h2>Fairness</h2><p>Two bars a policy: over sessions, over tenants. What each found \
-             in parts of what an unbounded cache would have found for it; 1 when all fare \
-             alike.</p>{plot}"
+            "<h2>Fairness</h2><p>Two bars for each policy: over sessions and over tenants. Fairness \
+             compares the hits of each with those of an unbounded cache; 1 = all have the same \
+             share.</p>{plot}"
         );
     }
 
@@ -246,16 +245,16 @@ impl<'a> Page<'a> {
                     (p.at_ns as f64 / 6e10, share(p.hit_tokens, p.tokens))
                 };
                 let points = r.timeline.iter().map(point).collect();
-                Line { series: self.series(r), name: r.spec.clone(), points }
+                Series { series: self.series(r), name: r.spec.clone(), points }
             };
-            let at: Vec<Line> =
+            let at: Vec<Series> =
                 self.reports().filter(|r| r.capacity_blocks == blocks).map(line).collect();
             let points = || at.iter().flat_map(|l| l.points.iter());
             let x = Axis::around("minutes", false, Some(0.0), points().map(|p| p.0));
-            let y = Axis::around("tokens found, %", false, Some(0.0), points().map(|p| p.1));
+            let y = Axis::around("tokens hit, %", false, Some(0.0), points().map(|p| p.1));
             let _ = write!(
                 out,
-                "<h2>The course of it, {}</h2>{}",
+                "<h2>Hits over time, {}</h2>{}",
                 self.size_name(blocks),
                 lines(&x, &y, &at)
             );

@@ -1,6 +1,5 @@
-//! `kvtier lab`: read, make, convert and replay traces, compare policies on
-//! them, and ask why one chose as it did; what many engines on one remote come
-//! to; and what sparse policies cost.
+//! `kvtier lab`: reads, generates, converts and replays traces; compares eviction policies and
+//! explains their choices; simulates many engines on one remote; measures sparse policies.
 
 mod compare;
 mod explain;
@@ -12,9 +11,14 @@ mod scale_table;
 mod sparse;
 mod table;
 
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use clap::{Args, Subcommand};
+use indicatif::{ProgressBar, ProgressStyle};
+use kvtier::base::sync::cores;
 use kvtier::io::source::Source;
 use kvtier::meta::cost::Cost;
 use kvtier::policy::registry;
@@ -25,30 +29,30 @@ use kvtier::trace::{format, study::Study};
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// What `kvtier lab` does.
+/// The commands of `kvtier lab`.
 #[derive(Subcommand)]
 pub enum Command {
     /// Replay a trace under several policies and sizes
     Compare(Box<compare::Args>),
-    /// Say who would leave next at a point of a trace, and why
+    /// List the next victims at a point of a trace, and why they are chosen
     Explain(explain::Args),
-    /// Run a trace on many engines that share a remote
+    /// Simulate a trace on many engines that share a remote
     Scale(Box<scale::Args>),
-    /// Make up a workload
+    /// Generate a workload
     Gen {
         /// chat, agent, batch, multitenant or burst
         #[arg(long)]
         kind: String,
-        /// How long it goes on, such as 90s, 10m, 2h
+        /// Duration, such as 90s, 10m, 2h
         #[arg(long, default_value = "10m")]
         duration: String,
-        /// The same seed makes the same workload
+        /// Seed; equal seeds generate equal workloads
         #[arg(long, default_value_t = 1)]
         seed: u64,
-        /// Sessions that start in a second; 0 = what is usual for the kind
+        /// Sessions started a second; 0 = default of the kind
         #[arg(long, default_value_t = 0.0)]
         rate: f64,
-        /// Tokens of a block
+        /// Tokens in a block
         #[arg(long, default_value_t = 512)]
         block_tokens: u32,
         /// The file to write
@@ -64,28 +68,28 @@ pub enum Command {
         /// The file to write
         to: PathBuf,
     },
-    /// List the policies
+    /// List the eviction policies
     Policies,
-    /// Measure what a budget of tokens costs, by sparse policy: questions answered, perplexity
+    /// Measure the answers and perplexity of sparse policies under token budgets
     Sparse(sparse::Args),
 }
 
-/// How traces are read.
+/// Options of reading a trace.
 #[derive(Args, Clone)]
 pub struct Input {
-    /// kvtier, mooncake, weka, sharegpt, azure, oracle or csv; by default what the content says
+    /// kvtier, mooncake, weka, sharegpt, azure, oracle or csv; by default detected from the content
     #[arg(long)]
     format: Option<String>,
-    /// Tokens of a block, where the file leaves it open
+    /// Tokens in a block, if the file does not define it
     #[arg(long, default_value_t = 512)]
     block_tokens: u32,
-    /// For starts of sessions that the file does not tell
+    /// Seed of session starts, for files without time stamps
     #[arg(long, default_value_t = 7)]
     seed: u64,
-    /// Mean time between such starts, such as 120s; by default what is usual for the format
+    /// Mean time between generated session starts, such as 120s; by default that of the format
     #[arg(long)]
     gap: Option<String>,
-    /// What comes later is left out where starts are chosen here
+    /// Requests after this time are left out, for files without time stamps
     #[arg(long, default_value = "24h")]
     within: String,
 }
@@ -135,6 +139,52 @@ pub fn run(command: Command) -> Outcome<()> {
     }
 }
 
+/// A progress bar on standard error; hidden if `quiet` or without a terminal.
+fn progress_bar(length: usize, style: &str, quiet: bool) -> Outcome<ProgressBar> {
+    if quiet || !std::io::stderr().is_terminal() {
+        return Ok(ProgressBar::hidden());
+    }
+    let style = ProgressStyle::with_template(style)?.progress_chars("=> ");
+    Ok(ProgressBar::new(length as u64).with_style(style))
+}
+
+/// Runs `count` jobs on `threads` threads; 0 = the number of cores. Results are in the order of
+/// the jobs. After a failure no further job starts, and the second argument of `work` returns
+/// false, so that running jobs can stop.
+fn run_parallel<T: Send>(
+    count: usize,
+    threads: usize,
+    work: impl Fn(usize, &dyn Fn() -> bool) -> Outcome<T> + Sync,
+) -> Outcome<Vec<T>> {
+    let threads = if threads == 0 { cores() } else { threads }.min(count).min(256);
+    let next = AtomicUsize::new(0);
+    let results: Mutex<Vec<Option<T>>> = Mutex::new((0..count).map(|_| None).collect());
+    let failure: Mutex<Option<String>> = Mutex::new(None);
+    let has_failed = || failure.lock().unwrap_or_else(|e| e.into_inner()).is_some();
+    let body = || {
+        while !has_failed() {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            if at >= count {
+                break;
+            }
+            match work(at, &|| !has_failed()) {
+                Ok(done) => results.lock().unwrap_or_else(|e| e.into_inner())[at] = Some(done),
+                Err(error) => {
+                    let mut first = failure.lock().unwrap_or_else(|e| e.into_inner());
+                    first.get_or_insert(error.to_string());
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        (0..threads).for_each(|_| drop(scope.spawn(body)));
+    });
+    if let Some(error) = failure.into_inner().unwrap_or_else(|e| e.into_inner()) {
+        return Err(error.into());
+    }
+    Ok(results.into_inner().unwrap_or_else(|e| e.into_inner()).into_iter().flatten().collect())
+}
+
 fn save(trace: &Trace, path: &Path) -> Outcome<()> {
     let bytes = format::write(trace)?;
     std::fs::write(path, &bytes).map_err(|e| format!("{}: {e}", path.display()))?;
@@ -143,17 +193,17 @@ fn save(trace: &Trace, path: &Path) -> Outcome<()> {
     Ok(())
 }
 
-/// A trace in a line.
+/// A summary of a trace in one line.
 fn describe(trace: &Trace) -> Outcome<String> {
     let study = Study::of(trace, &Cost::default())?;
     let floor = &study.floor;
     Ok(format!(
-        "{} requests in {:.1} h, {} sessions{}, {} blocks of {} tokens referenced, {} different; \
-         an unbounded cache finds {:.1} % of {} tokens",
+        "{} requests in {:.1} h, {} sessions{}, {} references to blocks of {} tokens, {} distinct; \
+         an unbounded cache hits {:.1} % of {} tokens",
         trace.requests().len(),
         trace.duration_ns() as f64 / 3.6e12,
         study.session_count,
-        if study.sessions_named { "" } else { " (as the paths tell)" },
+        if study.sessions_named { "" } else { " (inferred from prefixes)" },
         trace.references(),
         trace.block_tokens(),
         trace.uniques(),

@@ -1,4 +1,4 @@
-//! What is written on the command line.
+//! Parsers of command line values.
 
 use kvtier::base::spec::{Reader, Spec};
 use kvtier::trace::generate::MAX_DURATION_NS;
@@ -7,7 +7,7 @@ use kvtier_lab::tiers::Tier;
 
 use super::Outcome;
 
-/// Reads one value by the rules of specs, so that units are the same everywhere.
+/// Reads one value by the rules of specs, with their units.
 fn value<T>(
     text: &str,
     read: impl Fn(&mut Reader) -> kvtier::base::status::Result<T>,
@@ -22,15 +22,15 @@ fn value<T>(
 
 /// A time such as `90s`.
 pub fn duration_ns(text: &str) -> Outcome<i64> {
-    // First as a number of any size, so that the limit is told in days.
-    let wrong = || format!("'{text}' is no time; such as 90s, 10m, 2h or 1d");
+    // Parsed as a number of any size, so that the error names the limit in days.
+    let wrong = || format!("'{text}' is not a duration, such as 90s, 10m, 2h or 1d");
     let spec = Spec::parse(&format!("x(v={text})")).map_err(|_| wrong())?;
     let ns = match spec.args.as_slice() {
         [only] => only.value.nanoseconds().ok_or_else(wrong)?,
         _ => return Err(wrong().into()),
     };
     match ns {
-        ns if ns < 1.0 => Err(format!("'{text}' is no time to work with").into()),
+        ns if ns < 1.0 => Err(format!("'{text}' is below 1 ns").into()),
         ns if ns > MAX_DURATION_NS as f64 => {
             let days = MAX_DURATION_NS / 86_400_000_000_000;
             Err(format!("'{text}' is too long, the limit is {days} days").into())
@@ -44,7 +44,7 @@ pub fn bytes(text: &str) -> Outcome<u64> {
     value(text, |reader| reader.bytes("v", 0))
 }
 
-/// Specs between commas that are in no brackets.
+/// Specs separated by commas outside of brackets and quotes.
 pub fn specs(text: &str) -> Vec<String> {
     let mut out = vec![String::new()];
     let (mut depth, mut quoted) = (0u32, false);
@@ -66,7 +66,7 @@ pub fn specs(text: &str) -> Vec<String> {
     out.iter().map(|s| s.trim().to_string()).filter(|s| !s.is_empty()).collect()
 }
 
-/// Sizes in blocks: numbers, or percent of the different blocks.
+/// Sizes in blocks: numbers, or percent of the distinct blocks.
 pub fn sizes(text: &str, trace: &Trace) -> Outcome<Vec<u64>> {
     let one = |text: &str| -> Outcome<u64> {
         let wrong = || format!("'{text}' is neither a number of blocks nor a percentage");
@@ -85,8 +85,7 @@ pub fn sizes(text: &str, trace: &Trace) -> Outcome<Vec<u64>> {
     text.split(',').map(str::trim).filter(|s| !s.is_empty()).map(one).collect()
 }
 
-/// A tier such as `200GiB` or `1TiB@5GB`: its size, and the bytes that it gives in
-/// a second.
+/// A tier such as `200GiB` or `1TiB@5GB`: its size and its bandwidth in bytes a second.
 pub fn tier(name: &str, text: &str, token_bytes: u64, trace: &Trace) -> Outcome<Tier> {
     let (size, speed) = match text.split_once('@') {
         Some((size, speed)) => (size, bytes(speed.trim_end_matches("/s"))?),
@@ -95,7 +94,7 @@ pub fn tier(name: &str, text: &str, token_bytes: u64, trace: &Trace) -> Outcome<
     let block_bytes = token_bytes.saturating_mul(u64::from(trace.block_tokens())).max(1);
     let blocks = bytes(size)? / block_bytes;
     if blocks == 0 {
-        return Err(format!("--{name} {text}: a block has {block_bytes} bytes").into());
+        return Err(format!("--{name} {text} is too small: a block has {block_bytes} bytes").into());
     }
     Ok(Tier { name: name.to_string(), blocks, bytes_per_second: speed as f64 })
 }
@@ -106,7 +105,7 @@ mod tests {
     use kvtier::trace::requests::{Builder, Request};
 
     #[test]
-    fn sizes_are_blocks_or_a_part_of_them() {
+    fn sizes_are_blocks_or_percentages() {
         let mut builder = Builder::new(1).expect("tokens");
         let ids: Vec<u64> = (0..200).collect();
         builder.push(Request::default(), &ids).expect("room");
@@ -119,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_of_specs_are_split_outside_of_brackets() {
+    fn lists_of_specs_split_at_commas_outside_of_brackets() {
         assert_eq!(
             specs("lru, qos(inner=arc(a=1,b=2),x=3),,fifo"),
             ["lru", "qos(inner=arc(a=1,b=2),x=3)", "fifo"]

@@ -1,8 +1,8 @@
-//! Plots as SVG text: lines over an axis, and bars.
+//! Plots as SVG text: line plots and bar plots.
 
 use std::fmt::Write;
 
-/// Colours that stay apart for most eyes, then again with broken lines.
+/// Colours that are distinct for the colour-blind; reused with dashes.
 const COLOURS: [&str; 8] =
     ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b"];
 const DASHES: [&str; 3] = ["", "6 3", "2 3"];
@@ -19,28 +19,28 @@ pub fn colour(series: usize) -> &'static str {
     COLOURS[series % COLOURS.len()]
 }
 
-/// How the line of a series is broken.
+/// The dash pattern of a series.
 pub fn dash(series: usize) -> &'static str {
     DASHES[series / COLOURS.len() % DASHES.len()]
 }
 
-/// Text that is safe inside markup.
+/// Text escaped for markup.
 pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// What runs along an axis.
+/// An axis of a plot.
 pub struct Axis {
-    /// What it is.
+    /// The title.
     pub title: &'static str,
-    /// Whether equal steps are equal factors.
+    /// Whether the scale is logarithmic.
     pub log: bool,
-    /// Its ends.
+    /// The lowest and the highest value.
     pub ends: (f64, f64),
 }
 
 impl Axis {
-    /// An axis around values; a plain one starts at `from`, if that is given.
+    /// An axis that covers values, and `from` if given.
     pub fn around(
         title: &'static str,
         log: bool,
@@ -65,7 +65,7 @@ impl Axis {
         Axis { title, log, ends: (low, high) }
     }
 
-    /// Where a value is, from 0 to 1.
+    /// The position of a value, from 0 to 1.
     fn place(&self, value: f64) -> f64 {
         let (low, high) = self.ends;
         let share = match self.log {
@@ -83,13 +83,17 @@ impl Axis {
             let all = decades.flat_map(|d| steps.iter().map(move |s| s * 10f64.powi(d)));
             return all.filter(|t| (low * 0.999..=high * 1.001).contains(t)).collect();
         }
-        let rough = (high - low) / 5.0;
-        let unit = 10f64.powf(rough.log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0].map(|s| s * unit).into_iter().find(|s| *s >= rough);
-        let step = step.unwrap_or(unit);
+        let step = step((high - low) / 5.0);
         let first = (low / step).ceil() as i64;
         (first..).map(|n| n as f64 * step).take_while(|t| *t <= high * 1.0001).take(20).collect()
     }
+}
+
+/// The smallest round step of an axis that is at least `rough`.
+pub fn step(rough: f64) -> f64 {
+    let unit = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0].map(|s| s * unit).into_iter().find(|s| *s >= rough);
+    step.unwrap_or(10.0 * unit)
 }
 
 fn label(value: f64) -> String {
@@ -156,18 +160,18 @@ fn frame(out: &mut String, x: Option<&Axis>, y: &Axis) {
     );
 }
 
-/// One line of a plot: its number (for the colour), its name, its points.
-pub struct Line {
-    /// Which colour.
+/// A series of a line plot.
+pub struct Series {
+    /// Number of the series, which determines the colour.
     pub series: usize,
-    /// What it is.
+    /// The name.
     pub name: String,
-    /// Where it goes.
+    /// The points.
     pub points: Vec<(f64, f64)>,
 }
 
-/// Lines over an axis.
-pub fn lines(x: &Axis, y: &Axis, lines: &[Line]) -> String {
+/// A line plot.
+pub fn lines(x: &Axis, y: &Axis, lines: &[Series]) -> String {
     let mut out = String::new();
     frame(&mut out, Some(x), y);
     for line in lines {
@@ -196,10 +200,22 @@ pub fn lines(x: &Axis, y: &Axis, lines: &[Line]) -> String {
     out + "</svg>"
 }
 
-/// One bar: its number (for the colour), its value, what it says.
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_are_round_numbers() {
+        for (rough, expected) in [(0.7, 1.0), (1.0, 1.0), (13.0, 20.0), (410.0, 500.0)] {
+            assert_eq!(step(rough), expected, "{rough}");
+        }
+    }
+}
+
+/// A bar: number of the series (for the colour), value, tooltip.
 pub type Bar = (usize, f64, String);
 
-/// Bars, some for each group.
+/// A bar plot with groups of bars.
 pub fn bars(y: &Axis, groups: &[(String, Vec<Bar>)]) -> String {
     let mut out = String::new();
     frame(&mut out, None, y);

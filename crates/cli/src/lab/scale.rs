@@ -1,4 +1,4 @@
-//! `kvtier lab scale`: a trace on many engines that share a remote.
+//! `kvtier lab scale`: simulates a trace on many engines that share a remote.
 
 use std::path::PathBuf;
 
@@ -19,7 +19,7 @@ use super::{Input, Outcome, compare, describe, parse};
 /// Most runs of one call.
 const MAX_RUNS: usize = 64;
 
-/// What to run.
+/// The trace, the engines and the remote.
 #[derive(clap::Args)]
 pub struct Args {
     /// The trace; - = the standard input
@@ -27,46 +27,46 @@ pub struct Args {
     trace: PathBuf,
     #[command(flatten)]
     input: Input,
-    /// Only so many requests
+    /// Replay only the first requests
     #[arg(long)]
     head: Option<usize>,
-    /// So many copies of the trace, each a tenant with blocks of its own
+    /// Copies of the trace, each a tenant with its own blocks
     #[arg(long, default_value_t = 1)]
     copies: u32,
-    /// Part of the branches behind common stems that all copies share, such as 30%
+    /// Share of branches after common prefixes that all copies share, such as 30%
     #[arg(long, default_value = "0%")]
     shared: String,
-    /// Copies start at random within this
+    /// Copies start at random times within this duration
     #[arg(long, default_value = "10m")]
     shift: String,
-    /// Engines between commas: a run for each number
+    /// Numbers of engines, separated by commas; one run each
     #[arg(long, default_value = "1,4,16")]
     engines: String,
-    /// round, session or prefix, between commas: a run for each
+    /// round, session or prefix, separated by commas; one run each
     #[arg(long, default_value = "session")]
     routers: String,
-    /// With prefix: no request for an engine with so many times the mean work
+    /// With prefix: an engine with more than this times the mean load gets no requests
     #[arg(long, default_value_t = 1.25)]
     load_bound: f64,
-    /// The policy of the engines' tiers
+    /// Eviction policy of the engines' tiers
     #[arg(long, default_value = "lru")]
     policy: String,
-    /// Host memory of an engine and its speed
+    /// Host memory of an engine and its bandwidth
     #[arg(long, default_value = "256GiB@25GB")]
     host: String,
-    /// Disk of an engine and its speed, such as 1TiB@5GB
+    /// Disk of an engine and its bandwidth, such as 1TiB@5GB
     #[arg(long)]
     disk: Option<String>,
     /// Requests replayed before counting starts: a number, or percent of all
     #[arg(long)]
     warm_up: Option<String>,
-    /// What policies are told: none, stop (reasons), think (also when the next turn comes)
+    /// Hints for policies: none, stop (stop reasons), think (also the time of the next turn)
     #[arg(long, default_value = "stop")]
     hints: String,
-    /// Attention cost of a token per token of context, where computing a token costs 1
+    /// Attention cost of a token per token of context, relative to the other cost of a token
     #[arg(long)]
     alpha: Option<f64>,
-    /// Bytes of KV of a token
+    /// Bytes of KV for a token
     #[arg(long, default_value_t = Machine::default().token_bytes)]
     token_bytes: u64,
     /// Microseconds to prefill a token without context
@@ -84,79 +84,80 @@ pub struct Args {
 /// The shared remote.
 #[derive(clap::Args)]
 struct Remote {
-    /// What fits into the remote: bytes, unbounded, or none = there is no remote
+    /// Size of the remote: bytes, unbounded, or none = no remote
     #[arg(long, default_value = "unbounded")]
     remote: String,
-    /// Its shards
+    /// Number of shards
     #[arg(long, default_value_t = 16)]
     shards: usize,
-    /// What chooses an object's shard: object (its name), chunk, or root (of its path)
+    /// Sharding key: object (its name), chunk, or root (of its path)
     #[arg(long, default_value = "object")]
     place: String,
-    /// From a request to the first byte
+    /// Latency from a request to the first byte
     #[arg(long, default_value = "500us")]
     latency: String,
-    /// Bytes that an engine gets, and sends, in a second; 0 = no bound
+    /// Bandwidth of an engine in bytes a second, in each direction; 0 = no limit
     #[arg(long, default_value = "5GB")]
     engine_speed: String,
-    /// Bytes that a shard gives in a second; 0 = no bound
+    /// Bandwidth of a shard in bytes a second; 0 = no limit
     #[arg(long, default_value = "2500MB")]
     shard_speed: String,
-    /// Longest object, unless a layer is longer
+    /// Largest object, unless a layer is larger
     #[arg(long, default_value = "8MiB")]
     object: String,
     /// Layers of the model
     #[arg(long, default_value_t = 80)]
     layers: u16,
-    /// When chunks are sent: back (when they leave the host), through (when computed), never
+    /// When chunks are uploaded: back (on eviction from host memory), through (when computed),
+    /// never
     #[arg(long, default_value = "back")]
     write: String,
-    /// Only chunks used so often since they came to the host
+    /// Upload only chunks with at least this many uses in host memory
     #[arg(long, default_value_t = 0)]
     hits: u16,
-    /// What is asked for: object (every one), chunk (its first object)
+    /// Lookups: object (every object), chunk (its first object)
     #[arg(long, default_value = "object")]
     ask: String,
-    /// Ask before sending as well
+    /// Look up before uploads, too
     #[arg(long)]
     ask_before_put: bool,
     /// Absent objects that an engine remembers
     #[arg(long, default_value_t = 65_536)]
     known: usize,
-    /// Chunks that an engine remembers to be there
+    /// Present chunks that an engine remembers
     #[arg(long, default_value_t = 65_536)]
     known_there: usize,
-    /// Age at which what is there is asked for again
+    /// Age at which a present object is looked up again
     #[arg(long, default_value = "60s")]
     fresh: String,
-    /// Age at which what is absent is asked for again
+    /// Age at which an absent object is looked up again
     #[arg(long, default_value = "5s")]
     absent: String,
-    /// Most gets of one chunk in a second, of all engines; 0 = no bound
+    /// Most gets of one chunk a second, of all engines; 0 = no limit
     #[arg(long, default_value_t = 0)]
     cap: u32,
-    /// So many shards go away at a time, such as 1@30m. Counting starts then, unless --warm-up
-    /// says otherwise, and a run without that is made as well
+    /// Fail shards at a time, such as 1@30m. Counting starts then, unless --warm-up is given, and
+    /// a run without the failure is made for comparison
     #[arg(long)]
     dead: Option<String>,
-    /// What was on such shards has its place on others from then on
+    /// Move the objects of failed shards to other shards
     #[arg(long)]
     rehome: bool,
 }
 
-/// What things cost, in any currency.
+/// Prices in any currency.
 #[derive(clap::Args)]
 struct Price {
     /// A million puts
     #[arg(long, default_value_t = Prices::default().puts)]
     price_puts: f64,
-    /// A million gets or asks
+    /// A million gets or lookups
     #[arg(long, default_value_t = Prices::default().gets)]
     price_gets: f64,
-    /// A GiB that comes out of the remote
+    /// A GiB read from the remote
     #[arg(long, default_value_t = Prices::default().gib)]
     price_gib: f64,
-    /// A GiB kept for a month
+    /// A GiB stored for a month
     #[arg(long, default_value_t = Prices::default().gib_month)]
     price_gib_month: f64,
     /// An hour of an engine's accelerators
@@ -166,13 +167,13 @@ struct Price {
 
 /// One run.
 pub struct Run {
-    /// What came of it.
+    /// The result.
     pub report: ScaleReport,
-    /// The same with all shards, where some went away.
+    /// The result without the failure of shards.
     pub whole: Option<ScaleReport>,
 }
 
-/// Runs.
+/// Runs the command.
 pub fn run(args: &Args) -> Outcome<()> {
     let trace = load(args)?;
     if trace.requests().is_empty() {
@@ -209,14 +210,15 @@ fn load(args: &Args) -> Outcome<Trace> {
     let shared = args.shared.strip_suffix('%').and_then(|text| text.parse::<f64>().ok());
     let opts = CopyOpts {
         copies: args.copies,
-        shared: shared.ok_or_else(|| format!("--shared {}: such as 30%", args.shared))? / 100.0,
+        shared: shared.ok_or_else(|| format!("--shared {}: write it such as 30%", args.shared))?
+            / 100.0,
         shift_ns: age(&args.shift)?,
         seed: args.input.seed,
     };
     Ok(copies::make(&trace, &opts)?)
 }
 
-/// A time; also none.
+/// A duration, or 0.
 fn age(text: &str) -> Outcome<i64> {
     if matches!(text, "0" | "0s") { Ok(0) } else { parse::duration_ns(text) }
 }
@@ -243,7 +245,7 @@ fn options(args: &Args, trace: &Trace) -> Outcome<ScaleOpts> {
             let before = |at_ns: i64| at_ns - first < dead.at_ns;
             let count = trace.requests().partition_point(|request| before(request.at_ns));
             if count == trace.requests().len() {
-                return Err("--dead: no request comes after that".into());
+                return Err("--dead: no request comes after that time".into());
             }
             count
         }
@@ -268,7 +270,7 @@ fn remote(args: &Remote) -> Outcome<Option<RemoteOpts>> {
         "none" => return Ok(None),
         "unbounded" => 0,
         text => match parse::bytes(text)? {
-            0 => return Err("--remote 0: bytes, unbounded or none".into()),
+            0 => return Err("--remote 0: pass bytes, unbounded or none".into()),
             bytes => bytes,
         },
     };
@@ -303,7 +305,7 @@ fn remote(args: &Remote) -> Outcome<Option<RemoteOpts>> {
 }
 
 fn dead(text: &str) -> Outcome<ShardFailure> {
-    let wrong = || format!("--dead {text}: such as 1@30m");
+    let wrong = || format!("--dead {text}: write it such as 1@30m");
     let (shards, at) = text.split_once('@').ok_or_else(wrong)?;
     let shards = shards.parse().ok().filter(|&n| n > 0).ok_or_else(wrong)?;
     Ok(ShardFailure { shards, at_ns: age(at)? })
@@ -320,11 +322,11 @@ fn prices(args: &Price) -> Outcome<Prices> {
     let all = [prices.puts, prices.gets, prices.gib, prices.gib_month, prices.engine_hour];
     match all.iter().all(|price| (0.0..=1e9).contains(price)) {
         true => Ok(prices),
-        false => Err(format!("a price is out of range: {all:?}").into()),
+        false => Err(format!("a price is out of range, allowed is 0 to 1e9: {all:?}").into()),
     }
 }
 
-/// The runs: routers, and engines of each.
+/// The runs: every router with every number of engines.
 fn plan(args: &Args, opts: &ScaleOpts) -> Outcome<Vec<ScaleOpts>> {
     let mut runs = Vec::new();
     let words = |text: &str| -> Vec<String> {
@@ -333,21 +335,22 @@ fn plan(args: &Args, opts: &ScaleOpts) -> Outcome<Vec<ScaleOpts>> {
     for router in words(&args.routers) {
         let router = Router::of(&router)?;
         for engines in words(&args.engines) {
-            let engines = engines.parse().map_err(|_| format!("'{engines}' engines"))?;
+            let engines =
+                engines.parse().map_err(|_| format!("'{engines}' is not a number of engines"))?;
             runs.push(ScaleOpts { engines, router, ..opts.clone() });
         }
     }
     if runs.is_empty() || runs.len() > MAX_RUNS {
         return Err(format!("{} runs, allowed are 1 to {MAX_RUNS}", runs.len()).into());
     }
-    // What cannot run is told before the first run starts.
+    // Errors are reported before the first run starts.
     for opts in &runs {
         opts.check()?;
     }
     Ok(runs)
 }
 
-/// The same with all shards.
+/// The options without the failure of shards; `None` if none fail.
 fn without_dead(opts: &ScaleOpts) -> Option<ScaleOpts> {
     let mut opts = opts.clone();
     opts.remote.as_mut()?.dead.take()?;

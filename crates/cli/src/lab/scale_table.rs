@@ -1,4 +1,4 @@
-//! What came of many engines on one remote, as tables and as JSON.
+//! The results of many engines on one remote, as tables and as JSON.
 
 use kvtier_lab::scale::{Prices, ScaleReport};
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ fn rate(bytes: f64) -> String {
     format!("{}/s", crate::human(bytes as u64))
 }
 
-/// A number of any size, short.
+/// A number with an SI suffix.
 fn short(n: f64) -> String {
     match n {
         n if n >= 1e9 => format!("{:.1}G", n / 1e9),
@@ -25,7 +25,7 @@ fn short(n: f64) -> String {
     }
 }
 
-/// Columns of a table: the heading, and what stands below it for a run.
+/// A column of a table: the heading, and the text for a run.
 type Column<'a> = (&'a str, &'a dyn Fn(&ScaleReport) -> String);
 
 fn rows(runs: &[Run], columns: &[Column]) {
@@ -49,7 +49,7 @@ fn rows(runs: &[Run], columns: &[Column]) {
 pub fn print(runs: &[Run], prices: &Prices) {
     let router: Column = ("router", &|r| r.router.to_string());
     let engines: Column = ("engines", &|r| r.engines.to_string());
-    println!("Where tokens came from, of all tokens; the wait for the first token.");
+    println!("Sources of tokens, as shares of all tokens; time to first token.");
     rows(
         runs,
         &[
@@ -74,7 +74,7 @@ pub fn print(runs: &[Run], prices: &Prices) {
         return;
     }
     print_traffic(runs, router, engines);
-    println!("Where traffic meets, and what it costs; per million tokens loaded.");
+    println!("Hot spots of traffic, and cost per million tokens loaded.");
     rows(
         runs,
         &[
@@ -100,13 +100,13 @@ pub fn print(runs: &[Run], prices: &Prices) {
 }
 
 fn print_traffic(runs: &[Run], router: Column, engines: Column) {
-    println!("Requests to the remote in a second, of all engines.");
+    println!("Requests to the remote a second, of all engines.");
     rows(
         runs,
         &[
             router,
             engines,
-            ("asks", &|r| short(r.rate(r.counts.lookups))),
+            ("lookups", &|r| short(r.rate(r.counts.lookups))),
             ("batches", &|r| short(r.rate(r.counts.lookup_batches))),
             ("spared", &|r| short(r.rate(r.counts.hinted_present + r.counts.hinted_absent))),
             ("gets", &|r| short(r.rate(r.counts.gets))),
@@ -123,7 +123,7 @@ fn print_traffic(runs: &[Run], router: Column, engines: Column) {
     );
 }
 
-/// Something for each million of tokens that were loaded.
+/// A sum per million tokens loaded from the remote.
 fn per_million(r: &ScaleReport, sum: f64) -> f64 {
     let tokens = r.counts.remote_tokens();
     if tokens > 0 { sum * 1e6 / tokens as f64 } else { 0.0 }
@@ -134,8 +134,8 @@ fn lost(run: &Run) -> String {
     let before = whole.counts.remote_tokens();
     let after = r.counts.remote_tokens();
     format!(
-        "{} {}: the remote gave {} instead of {} of all tokens since shards went away: {} of its \
-         hits were lost; wait {} instead of {}.",
+        "{} {}: since the failure the remote served {} instead of {} of all tokens: {} of its \
+         hits were lost; mean time to first token {} instead of {}.",
         r.router,
         r.engines,
         percent(r.share(after)),

@@ -1,13 +1,13 @@
-//! The outcome of a comparison as a table, as CSV and as JSON.
+//! The results of a comparison as a table, as CSV and as JSON.
 
 use kvtier::trace::report::Report;
 
 use super::compare::Run;
 
-/// A number of a run: its name, and how it is computed.
+/// A column: its name and its value.
 type Column = (&'static str, fn(&Report) -> f64);
 
-/// What CSV and JSON say of each run, beside the policy.
+/// The columns of CSV and JSON besides the policy.
 pub const COLUMNS: [Column; 21] = [
     ("capacity_blocks", |r| r.capacity_blocks as f64),
     ("requests", |r| r.requests as f64),
@@ -32,7 +32,7 @@ pub const COLUMNS: [Column; 21] = [
     ("requests_per_second", Report::requests_per_second),
 ];
 
-/// A time for people.
+/// A time with a unit.
 pub fn time(ns: u64) -> String {
     match ns {
         0..=9_999 => format!("{ns} ns"),
@@ -47,17 +47,17 @@ pub fn print(about: &str, runs: &[Run]) {
     println!("{about}\n");
     let width = runs.iter().map(|r| r.estimate.report.spec.len()).max().unwrap_or(0).max(6);
     println!(
-        "{:<width$} {:>9}  {:>7} {:>7} {:>7}  {:>8} {:>8} {:>7} {:>6}  {:>9} {:>9} {:>9}",
+        "{:<width$} {:>9}  {:>7} {:>7} {:>7}  {:>10} {:>8} {:>7} {:>6}  {:>9} {:>9} {:>9}",
         "", "", "tokens", "cost", "blocks", "", "fair to", "fair to", "in", "decision", "", ""
     );
     println!(
-        "{:<width$} {:>9}  {:>7} {:>7} {:>7}  {:>8} {:>8} {:>7} {:>6}  {:>9} {:>9} {:>9}",
+        "{:<width$} {:>9}  {:>7} {:>7} {:>7}  {:>10} {:>8} {:>7} {:>6}  {:>9} {:>9} {:>9}",
         "policy",
         "blocks",
         "missed",
         "missed",
         "missed",
-        "refilled",
+        "re-prefill",
         "sessions",
         "tenants",
         "use",
@@ -73,7 +73,7 @@ pub fn print(about: &str, runs: &[Run]) {
         }
         last = r.capacity_blocks;
         println!(
-            "{:<width$} {:>9}  {:>6.2}% {:>6.2}% {:>6.2}%  {:>7.2}% {:>8.3} {:>7.3} {:>5.1}%  \
+            "{:<width$} {:>9}  {:>6.2}% {:>6.2}% {:>6.2}%  {:>9.2}% {:>8.3} {:>7.3} {:>5.1}%  \
              {:>9} {:>9} {:>9}",
             r.spec,
             r.capacity_blocks,
@@ -133,11 +133,11 @@ fn print_tiers(width: usize, runs: &[Run]) {
         );
     }
     println!(
-        "\nLost: work more than if nothing had ever left the first tier, in parts of all work."
+        "\nLost: additional work compared with a first tier of unbounded size, as a share of all work."
     );
 }
 
-/// Prints comma separated values.
+/// Prints CSV.
 pub fn csv(runs: &[Run]) {
     let names: Vec<&str> = COLUMNS.iter().map(|(name, _)| *name).collect();
     let tiered = runs.iter().any(|r| r.tiered);

@@ -1,5 +1,5 @@
-//! `kvtier stream demo`: a transformer writes a text, with all its weights in memory and then
-//! with less and less memory for them. What it computes must be the same, to the bit.
+//! `kvtier stream demo`: a transformer generates text, with all its weights in memory and then with
+//! less and less memory for them. The logits must be equal to the bit.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
-use kvtier::base::status::Result as Told;
+use kvtier::base::status::Result as KvtierResult;
 use kvtier::stream::model::Model as Files;
 use kvtier::stream::plan::{PlanOptions, Residency};
 use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer};
@@ -22,16 +22,17 @@ use kvtier_lab::reference::model::{Form, Layer, Model, Sizes};
 use kvtier_lab::reference::numbers::{Random, greatest};
 use kvtier_lab::reference::policies::Policies;
 
-/// Tokens of the prompt, and of what is written behind it.
+/// Tokens of the prompt.
 const PROMPT: u8 = 16;
+/// Tokens generated after the prompt.
 const WRITTEN: u32 = 8;
-/// When memory becomes less in the run where it does.
+/// Token before which memory shrinks, in the run where it does.
 const LESS_AFTER: u32 = 4;
 
-/// What to do.
+/// The model.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Where the model's file is made, and removed from again
+    /// Directory for the model's temporary file
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// Layers of the model, 13 MiB each
@@ -39,8 +40,8 @@ pub struct Args {
     layers: u32,
 }
 
-/// The names that safetensors files have for what is in a layer.
-const PARTS: [&str; 9] = [
+/// The names of a layer's tensors in safetensors files.
+const TENSOR_NAMES: [&str; 9] = [
     "input_layernorm",
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -52,7 +53,7 @@ const PARTS: [&str; 9] = [
     "mlp.down_proj",
 ];
 
-fn parts(layer: &Layer) -> [&Vec<f32>; 9] {
+fn tensors_of(layer: &Layer) -> [&Vec<f32>; 9] {
     let Layer { first, q, k, v, o, second, gate, up, down, .. } = layer;
     [first, q, k, v, o, second, gate, up, down]
 }
@@ -77,7 +78,7 @@ fn sizes(layers: u32) -> Sizes {
     }
 }
 
-/// A model of numbers by chance: what it writes means nothing, and any wrong byte changes it.
+/// A model with random weights. Its text has no meaning, but any wrong byte changes the logits.
 fn make(layers: u32) -> Model {
     let mut random = Random::new(6);
     Model::with(sizes(layers), |count, inputs| {
@@ -87,13 +88,13 @@ fn make(layers: u32) -> Model {
     })
 }
 
-/// The model's file. It goes when this is dropped.
+/// The file of the model, removed by the drop.
 struct Written(PathBuf);
 
 impl Drop for Written {
     fn drop(&mut self) {
         if let Err(error) = std::fs::remove_file(&self.0) {
-            eprintln!("{} could not be removed: {error}", self.0.display());
+            eprintln!("kvtier: cannot remove {}: {error}", self.0.display());
         }
     }
 }
@@ -101,7 +102,7 @@ impl Drop for Written {
 fn write(model: &Model, dir: &Path) -> Outcome<Written> {
     let mut all = vec![("model.embed_tokens.weight".to_string(), &model.symbols)];
     for (n, layer) in (0..).zip(&model.layers) {
-        let tensors = PARTS.iter().zip(parts(layer));
+        let tensors = TENSOR_NAMES.iter().zip(tensors_of(layer));
         all.extend(tensors.map(|(part, numbers)| (in_layer(n, part), numbers)));
     }
     all.push(("model.norm.weight".to_string(), &model.last));
@@ -114,7 +115,7 @@ fn write(model: &Model, dir: &Path) -> Outcome<Written> {
         at = end;
     }
     let mut head = serde_json::to_string(&head)?;
-    // Tensors begin at a multiple of eight.
+    // Tensors begin at a multiple of eight bytes.
     head.extend(std::iter::repeat_n(' ', head.len().next_multiple_of(8) - head.len()));
     let path = dir.join(format!("kvtier-demo-{}.safetensors", std::process::id()));
     let file = File::create_new(&path)?;
@@ -131,13 +132,16 @@ fn write(model: &Model, dir: &Path) -> Outcome<Written> {
     Ok(written)
 }
 
-/// What was written, as logits, and seconds of each token behind the prompt.
+/// The logits of all generated tokens, and seconds for each of them.
 struct Text {
     logits: Vec<f32>,
     seconds: f64,
 }
 
-fn text(mut engine: Engine<'_, InMemory>, between: &dyn Fn(u32) -> Told<()>) -> Told<Text> {
+fn text(
+    mut engine: Engine<'_, InMemory>,
+    between: &dyn Fn(u32) -> KvtierResult<()>,
+) -> KvtierResult<Text> {
     let prompt: Vec<u8> = (0..PROMPT).map(|n| n * 7 % 96).collect();
     let mut last = engine.prompt(&prompt, 1)?;
     let (mut logits, begun) = (last.clone(), Instant::now());
@@ -149,16 +153,16 @@ fn text(mut engine: Engine<'_, InMemory>, between: &dyn Fn(u32) -> Told<()>) -> 
     Ok(Text { logits, seconds: begun.elapsed().as_secs_f64() / f64::from(WRITTEN) })
 }
 
-/// Numbers of a tensor that is in a unit.
-fn numbers(streamer: &Streamer, unit: u32, names: &[String]) -> Told<Vec<Vec<f32>>> {
+/// The numbers of tensors in a unit.
+fn numbers(streamer: &Streamer, unit: u32, names: &[String]) -> KvtierResult<Vec<Vec<f32>>> {
     let held = streamer.acquire(unit, AcquireOpts::default())?;
     let tensors = &streamer.model().tensors;
     let of = |name: &String| {
         let tensor = tensors.iter().position(|tensor| tensor.name == *name)? as u32;
         let part = streamer.units().part(tensor).find(|part| part.unit == unit)?;
         let at = std::ptr::with_exposed_provenance::<f32>((held.address + part.at) as usize);
-        // SAFETY: a part of a unit that is held, on the processor; tensors begin at multiples
-        // of four bytes in the file, and images begin at pages.
+        // SAFETY: a part of a leased unit in host memory. Tensors begin at multiples of four
+        // bytes in the file, and images begin at pages.
         Some(unsafe { std::slice::from_raw_parts(at, part.bytes as usize / 4) }.to_vec())
     };
     let found = names.iter().map(of).collect::<Option<Vec<_>>>();
@@ -166,7 +170,7 @@ fn numbers(streamer: &Streamer, unit: u32, names: &[String]) -> Told<Vec<Vec<f32
     found.ok_or_else(|| kvtier::base::status::Status::NotFound.into())
 }
 
-/// How one run went.
+/// The result of a run.
 struct Run {
     text: Text,
     residencies: usize,
@@ -174,7 +178,7 @@ struct Run {
     weights: u64,
 }
 
-/// With so many bytes for weights; behind some tokens with so many fewer.
+/// Runs with `bytes` of memory for weights, and with `later` bytes after some tokens.
 fn stream(path: &Path, layers: u32, bytes: u64, later: Option<u64>) -> Outcome<Run> {
     let files = Files::open(&[path.to_path_buf()])?;
     let units = Units::of(&files)?;
@@ -196,8 +200,8 @@ fn stream(path: &Path, layers: u32, bytes: u64, later: Option<u64>) -> Outcome<R
     model.symbols = outside("embedding", "model.embed_tokens.weight")?;
     model.last = outside("norm", "model.norm.weight")?;
     model.out = outside("head", "lm_head.weight")?;
-    let lend = |at: u32| -> Told<LayerWeights> {
-        let names = PARTS.map(|part| in_layer(at, part));
+    let lend = |at: u32| -> KvtierResult<LayerWeights> {
+        let names = TENSOR_NAMES.map(|part| in_layer(at, part));
         let unit = streamer.units().layer(at);
         let unit = unit.ok_or(kvtier::base::status::Status::NotFound)?;
         let mut all = numbers(&streamer, unit, &names)?.into_iter();
@@ -243,14 +247,14 @@ pub fn run(args: &Args) -> Outcome<()> {
     let written = write(&model, &dir)?;
     let bytes = std::fs::metadata(&written.0)?.len();
     print(&format!(
-        "a transformer of {} layers, {} of weights in {}; {WRITTEN} tokens behind {PROMPT}\n\n",
+        "a transformer of {} layers, {} of weights in {}; {WRITTEN} tokens after a prompt of {PROMPT}\n\n",
         args.layers,
         human(bytes),
         written.0.display()
     ))?;
     print(&format!(
         "{:>22}  {:>10}  {:>12}  {:>10}  {:>9}  logits\n",
-        "memory for weights", "taken", "units stay", "read/token", "ms/token"
+        "memory for weights", "used", "resident", "read/token", "ms/token"
     ))?;
     let resident = Engine::in_memory(&model, Form::Split, 16, Policies::default())?;
     let expected = text(resident, &|_| Ok(()))?;
@@ -265,7 +269,7 @@ pub fn run(args: &Args) -> Outcome<()> {
     drop(model);
     let mut wrong = 0;
     for (percent, later) in [(110, None), (60, None), (30, None), (15, None), (60, Some(30))] {
-        // Less than two layers have no room to pass through.
+        // The ring needs memory for two layers at least.
         let part =
             |percent: u64| (bytes / 100 * percent).max(bytes / u64::from(args.layers) * 5 / 2);
         let run = stream(&written.0, args.layers, part(percent), later.map(part))?;
@@ -281,11 +285,11 @@ pub fn run(args: &Args) -> Outcome<()> {
             run.residencies,
             human(run.read_bytes),
             run.text.seconds * 1e3,
-            if same { "the same bits" } else { "WRONG" }
+            if same { "identical" } else { "WRONG" }
         ))?;
     }
     if wrong > 0 {
-        return Err(format!("{wrong} texts are not what they should be").into());
+        return Err(format!("{wrong} runs computed other logits than the run in memory").into());
     }
     Ok(())
 }

@@ -1,18 +1,11 @@
-//! Parts of pictures, as SVG text.
+//! Elements of pictures as SVG text.
 
 use std::fmt::Write;
 use std::ops::Range;
 
 use crate::lab::plot::escape;
 
-/// Round steps of an axis, at least so far from each other.
-pub fn step(rough: f64) -> f64 {
-    let unit = 10f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|s| s * unit).into_iter().find(|s| *s >= rough);
-    step.unwrap_or(10.0 * unit)
-}
-
-/// Words at a place.
+/// A text.
 pub fn label(out: &mut String, (x, y): (f64, f64), anchor: &str, words: &str) {
     let words = escape(words);
     // Writing to a string cannot fail, here and below.
@@ -22,7 +15,7 @@ pub fn label(out: &mut String, (x, y): (f64, f64), anchor: &str, words: &str) {
     );
 }
 
-/// Down the picture.
+/// A vertical line.
 pub fn line(out: &mut String, class: &str, x: f64, y: Range<f64>) {
     let _ = write!(
         out,
@@ -31,7 +24,7 @@ pub fn line(out: &mut String, class: &str, x: f64, y: Range<f64>) {
     );
 }
 
-/// Across the picture.
+/// A horizontal band over the whole width.
 pub fn band(out: &mut String, width: f64, y: Range<f64>) {
     let (top, height) = (y.start, y.end - y.start);
     let _ = write!(
@@ -40,7 +33,7 @@ pub fn band(out: &mut String, width: f64, y: Range<f64>) {
     );
 }
 
-/// Stretches of one kind; what they are is said where a pointer rests on them.
+/// Rectangles of one colour, with a tooltip.
 pub fn blocks(out: &mut String, all: &[(f64, f64)], y: Range<f64>, colour: &str, words: &str) {
     let (top, height) = (y.start, y.end - y.start);
     let _ = write!(out, "<g fill=\"{colour}\"><title>{}</title>", escape(words));
@@ -52,16 +45,4 @@ pub fn blocks(out: &mut String, all: &[(f64, f64)], y: Range<f64>, colour: &str,
         );
     }
     out.push_str("</g>");
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn steps_are_round_and_few() {
-        for (rough, expected) in [(0.7, 1.0), (1.0, 1.0), (13.0, 20.0), (410.0, 500.0)] {
-            assert_eq!(step(rough), expected, "{rough}");
-        }
-    }
 }

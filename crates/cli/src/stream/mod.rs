@@ -1,4 +1,4 @@
-//! `kvtier stream`: plans for models in files, passes over them, and what those take.
+//! `kvtier stream`: plans for models in files, and measured passes over them.
 
 mod demo;
 mod draw;
@@ -18,21 +18,21 @@ use kvtier::stream::plan::Placement;
 use kvtier::stream::streamer::UnitLease;
 use kvtier::stream::units::{Unit, Units};
 
-/// What commands come to.
+/// The result of a command.
 pub type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// What `kvtier stream` does.
+/// The commands of `kvtier stream`.
 #[derive(Subcommand)]
 pub enum Command {
-    /// Say which units would live where, why, and what a pass would take
+    /// Plan the residency of units, with reasons and the forecast of a pass
     Plan(plan::Args),
-    /// Stream a model: passes over all units, and where their time went
+    /// Stream a model: run passes over all units, and print where their time went
     Run(Box<run::Args>),
-    /// Make a model and have it write, with less and less memory for its weights
+    /// Generate text with a demo model, with less and less memory for its weights
     Demo(demo::Args),
 }
 
-/// Which model.
+/// The model.
 #[derive(Args)]
 pub struct Files {
     /// A GGUF or safetensors file, all files of one model, an index, or a directory
@@ -49,7 +49,7 @@ impl Files {
     }
 }
 
-/// Prints. Who reads no further, as `head` does, is no failure.
+/// Prints to standard output. A closed pipe, as of `head`, is not a failure.
 fn print(text: &str) -> Outcome<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -58,14 +58,14 @@ fn print(text: &str) -> Outcome<()> {
     }
 }
 
-/// How residents are chosen.
+/// The choice of resident units.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum Place {
-    /// At equal distances
+    /// Units at equal distances
     Interleaved,
-    /// The first ones
+    /// The first units
     First,
-    /// The last ones
+    /// The last units
     Last,
 }
 
@@ -79,7 +79,7 @@ impl From<Place> for Placement {
     }
 }
 
-/// Does it.
+/// Runs a command.
 pub fn run(command: Command) -> Outcome<()> {
     match command {
         Command::Plan(args) => plan::run(&args),
@@ -88,12 +88,11 @@ pub fn run(command: Command) -> Outcome<()> {
     }
 }
 
-/// The sum of what a unit has, where the streamer has put it.
+/// A checksum of a unit's tensors in the memory of the streamer.
 pub fn sum(unit: &Unit, held: &UnitLease) -> u64 {
     unit.extents.iter().fold(0u64, |sum, extent| {
         let address = (held.address + extent.at) as *const u8;
-        // SAFETY: the unit is held, so all of its image is there and stays; its extents lie
-        // in it.
+        // SAFETY: the unit is leased, so its image stays in memory, and its extents lie in it.
         let bytes = unsafe { std::slice::from_raw_parts(address, extent.bytes as usize) };
         sum.rotate_left(1) ^ checksum(bytes)
     })

@@ -1,4 +1,4 @@
-//! What happened to each unit when, as a picture.
+//! A timeline of reads, copies and use of each unit, as a picture.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,58 +8,59 @@ use kvtier::stream::plan::Residency;
 use kvtier::stream::scheduler::{Mark, Stage};
 use kvtier::stream::streamer::Streamer;
 
-use super::draw::{band, blocks, label, line, step};
+use super::draw::{band, blocks, label, line};
 use crate::lab::html::head;
-use crate::lab::plot::escape;
+use crate::lab::plot::{escape, step};
 
 const WIDTH: f64 = 1100.0;
 const LEFT: f64 = 178.0;
 const RIGHT: f64 = 34.0;
-/// Where the axis, the lanes of all units and the rows of units are.
+/// Vertical positions of the axis, of the lanes of all units, and of the rows of units.
 const AXIS: f64 = 64.0;
 const LANES: f64 = 84.0;
 const LANE: f64 = 17.0;
 const ROWS: f64 = LANES + 4.0 * LANE + 14.0;
-/// How high all rows are about, and the least and most that one is.
+/// Target height of all rows.
 const ALL_ROWS: f64 = 420.0;
+/// Smallest and largest height of a row.
 const ROW: (f64, f64) = (12.0, 26.0);
-/// Units that are drawn; of more, those that come first.
+/// Most units drawn; the first ones.
 const MAX_ROWS: usize = 400;
-/// Passes that are drawn; of more, the last ones: marks have to be wide enough to be seen.
+/// Most passes drawn; the last ones. Marks of more passes would be too narrow.
 const MAX_PASSES: usize = 2;
-/// Rows after which the axis is drawn once more.
-const FAR_DOWN: usize = 40;
-/// Marks of one kind that are closer than this, in points, are drawn as one.
+/// With more rows than this, the axis is repeated at the bottom.
+const REPEAT_AXIS_ROWS: usize = 40;
+/// Marks of one kind that are closer than this, in points, are merged.
 const GAP: f64 = 0.15;
-/// Characters of a unit's name.
+/// Most characters of a unit's name.
 const MAX_NAME: usize = 24;
 
-/// What is drawn of a stage.
-struct Look {
+/// The style of a stage.
+struct StageStyle {
     stage: Stage,
     name: &'static str,
     colour: &'static str,
-    /// Where in a row it is, in parts of the row.
+    /// Position and height in a row, as shares of the row.
     top: f64,
     height: f64,
 }
 
-/// Colours that the colour-blind tell apart too, above all the two that stand side by side:
-/// an engine computes or stands still.
-const LOOKS: [Look; 4] = [
-    Look { stage: Stage::Read, name: "read", colour: "#0072b2", top: 0.08, height: 0.26 },
-    Look {
+/// Styles with colours that the colour-blind can distinguish, above all compute and stall, which
+/// are adjacent.
+const STYLES: [StageStyle; 4] = [
+    StageStyle { stage: Stage::Read, name: "read", colour: "#0072b2", top: 0.08, height: 0.26 },
+    StageStyle {
         stage: Stage::Copy,
         name: "copy to the device",
         colour: "#009e73",
         top: 0.36,
         height: 0.24,
     },
-    Look { stage: Stage::Use, name: "compute", colour: "#e69f00", top: 0.62, height: 0.32 },
-    Look { stage: Stage::Wait, name: "stall", colour: "#9a1b00", top: 0.62, height: 0.32 },
+    StageStyle { stage: Stage::Use, name: "compute", colour: "#e69f00", top: 0.62, height: 0.32 },
+    StageStyle { stage: Stage::Wait, name: "stall", colour: "#9a1b00", top: 0.62, height: 0.32 },
 ];
 
-/// Own colours, so that it can be looked at alone.
+/// The style sheet, so that the picture can be shown alone.
 const STYLE: &str = "<style>
 .k { font: 10px system-ui, 'DejaVu Sans', sans-serif; fill: #1d1d1f } .t { font-size: 14px }
 .back { fill: #fff } .line { stroke: #d8d8dc } .pass { stroke: #77777c; stroke-dasharray: 4 3 }
@@ -69,7 +70,7 @@ const STYLE: &str = "<style>
 }
 </style>";
 
-/// From when to when.
+/// An interval of time.
 struct Span {
     from_ns: u64,
     to_ns: u64,
@@ -86,7 +87,7 @@ impl Span {
     }
 }
 
-/// Stretches that are apart from each other.
+/// Merges intervals that overlap or are closer than `gap`.
 fn joined(mut all: Vec<(f64, f64)>, gap: f64) -> Vec<(f64, f64)> {
     all.sort_by(|a, b| a.0.total_cmp(&b.0));
     let mut out: Vec<(f64, f64)> = Vec::new();
@@ -107,22 +108,22 @@ fn home(home: Residency) -> &'static str {
     }
 }
 
-/// Names and homes of units.
+/// Names and residency of units.
 type Names = Vec<(String, &'static str)>;
 
-/// What is drawn.
+/// A picture of the last passes.
 pub struct Picture {
     title: String,
     names: Names,
-    /// When passes that are drawn began, and their numbers.
+    /// Numbers and begins of the drawn passes.
     begun: Vec<(usize, u64)>,
     span: Span,
-    /// Those of each unit and stage, in points.
+    /// Intervals of each unit and stage, in points.
     stretches: BTreeMap<(u32, u32), Vec<(f64, f64)>>,
 }
 
 impl Picture {
-    /// The last passes of a model, of which all began at `begun`.
+    /// A picture of a model; `begun` has the begin of every pass.
     pub fn of(model: &str, streamer: &Streamer, begun: &[u64]) -> Picture {
         let (units, plan) = (&streamer.units().units, streamer.plan());
         let residencies = units.iter().zip(&plan.residencies);
@@ -137,7 +138,7 @@ impl Picture {
         let from_ns = begun.first().map_or(0, |first| first.1);
         marks.retain(|mark| mark.end_ns >= from_ns && (mark.unit as usize) < names.len());
         let to_ns = marks.iter().map(|mark| mark.end_ns).max().unwrap_or(from_ns);
-        // Where older marks have been dropped, the picture begins later.
+        // If older marks were dropped, the picture begins later.
         let first = marks.iter().map(|mark| mark.begin_ns).min().unwrap_or(from_ns);
         let span = Span { from_ns: first.clamp(from_ns, to_ns), to_ns };
         let mut stretches: BTreeMap<(u32, u32), Vec<(f64, f64)>> = BTreeMap::new();
@@ -159,13 +160,13 @@ impl Picture {
         Picture { title, names, begun, span, stretches }
     }
 
-    /// A stage of all units together: what of the link or the engine was in use.
+    /// The intervals in which any unit was in a stage: the use of a link or of the engine.
     fn lane(&self, stage: Stage) -> Vec<(f64, f64)> {
         let of = self.stretches.iter().filter(|((_, of), _)| *of == stage as u32);
         joined(of.flat_map(|(_, all)| all.iter().copied()).collect(), 0.0)
     }
 
-    /// A row for each unit that something happened to, and lanes for what is shared.
+    /// The picture as SVG: lanes for links and engine, and a row for each unit with marks.
     pub fn svg(&self) -> String {
         let mut rows: Vec<u32> = self.stretches.keys().map(|(unit, _)| *unit).collect();
         rows.dedup();
@@ -173,7 +174,7 @@ impl Picture {
         rows.truncate(MAX_ROWS);
         let row = (ALL_ROWS / rows.len().max(1) as f64).clamp(ROW.0, ROW.1);
         let bottom = ROWS + row * rows.len() as f64;
-        let again = rows.len() > FAR_DOWN;
+        let again = rows.len() > REPEAT_AXIS_ROWS;
         let height = bottom + if again { 34.0 } else { 10.0 };
         // Writing to a string cannot fail, here and below.
         let mut out = String::new();
@@ -195,7 +196,7 @@ impl Picture {
             self.row(&mut out, unit, y..y + row);
         }
         if left_out > 0 {
-            let words = format!("and {left_out} units more");
+            let words = format!("and {left_out} more units");
             label(&mut out, (LEFT, bottom + 28.0), "start", &words);
         }
         out + "</svg>\n"
@@ -227,15 +228,15 @@ impl Picture {
     }
 
     fn lanes(&self, out: &mut String) {
-        let words = ["the disk", "the device link", "computing", "stalled"];
-        for (i, (look, name)) in LOOKS.iter().zip(words).enumerate() {
+        let names = ["disk", "device link", "compute", "stall"];
+        for (i, (style, name)) in STYLES.iter().zip(names).enumerate() {
             let y = LANES + LANE * i as f64;
-            let lane = self.lane(look.stage);
+            let lane = self.lane(style.stage);
             let busy = lane.iter().fold(0.0, |sum, (from, to)| sum + (to - from));
             let percent = busy / (WIDTH - LEFT - RIGHT) * 100.0;
             let name = format!("{name}: {percent:.0} % of the time");
             label(out, (LEFT - 6.0, y + 12.0), "end", &name);
-            blocks(out, &lane, y + 2.0..y + LANE - 2.0, look.colour, &name);
+            blocks(out, &lane, y + 2.0..y + LANE - 2.0, style.colour, &name);
         }
     }
 
@@ -246,40 +247,40 @@ impl Picture {
         let short: String = name.chars().take(MAX_NAME).collect();
         let words = format!("{short}{cut} ({at})");
         label(out, (LEFT - 6.0, y.start + row / 2.0 + 3.5), "end", &words);
-        for look in &LOOKS {
-            let Some(all) = self.stretches.get(&(unit, look.stage as u32)) else { continue };
-            let top = y.start + look.top * row;
-            let words = format!("{name}: {}", look.name);
-            blocks(out, all, top..top + look.height * row, look.colour, &words);
+        for style in &STYLES {
+            let Some(all) = self.stretches.get(&(unit, style.stage as u32)) else { continue };
+            let top = y.start + style.top * row;
+            let words = format!("{name}: {}", style.name);
+            blocks(out, all, top..top + style.height * row, style.colour, &words);
         }
     }
 }
 
 fn legend(out: &mut String) {
     let mut x = LEFT;
-    for look in &LOOKS {
+    for style in &STYLES {
         let _ = write!(
             out,
             "<rect x=\"{x}\" y=\"32\" width=\"16\" height=\"9\" fill=\"{}\"/>",
-            look.colour
+            style.colour
         );
-        label(out, (x + 21.0, 40.0), "start", look.name);
-        x += 60.0 + 6.0 * look.name.len() as f64;
+        label(out, (x + 21.0, 40.0), "start", style.name);
+        x += 60.0 + 6.0 * style.name.len() as f64;
     }
 }
 
-/// The picture with what it comes to in words.
-pub fn page(picture: &Picture, words: &str, plan: &str) -> String {
-    let about = "Lanes above: how much of the time each link and the engine were busy; one that is \
-                 always busy is what a pass is bound by. Below a row for each unit that \
-                 something happened to, its home in brackets: when it was read from disk, copied \
-                 to the device, computed with, and when the engine stood still for it.";
+/// A page with the picture, the report and the plan.
+pub fn page(picture: &Picture, report: &str, plan: &str) -> String {
+    let about = "The lanes at the top show when each link and the engine were busy; a pass is \
+                 bound by a lane that is always busy. Below there is a row for each unit, with its \
+                 residency in brackets: when it was read from disk, copied to the device, used, \
+                 and when the engine waited for it.";
     format!(
         "{}<style>main svg {{ max-width: none }} pre {{ overflow-x: auto }}</style>\
          <main>{}</main><h2>Passes</h2><pre>{}</pre><h2>Plan</h2><pre>{}</pre></html>\n",
         head(&escape(&picture.title), about),
         picture.svg(),
-        escape(words),
+        escape(report),
         escape(plan)
     )
 }
@@ -299,14 +300,14 @@ mod tests {
         Picture::new("a & b", names, marks, begun)
     }
 
-    /// What stands between `before` and `after`, all of it.
+    /// All texts between `before` and `after`.
     fn between<'a>(text: &'a str, before: &str, after: &str) -> Vec<&'a str> {
         let found = text.split(before).skip(1);
         found.map(|rest| rest.split(after).next().expect("one")).collect()
     }
 
     #[test]
-    fn marks_that_touch_are_one_stretch() {
+    fn adjacent_marks_are_merged() {
         let marks = vec![
             mark(Stage::Read, 1, 300, 400),
             mark(Stage::Read, 1, 0, 200),
@@ -319,12 +320,12 @@ mod tests {
         assert_eq!(found.len(), 2);
         assert_eq!((found[0].0, found[1].1), (LEFT, END));
         assert!(!picture.stretches.contains_key(&(1, Stage::Copy as u32)));
-        // What ended before the first pass began is in no picture.
+        // Marks that ended before the first drawn pass are left out.
         assert!(!picture.stretches.contains_key(&(2, Stage::Read as u32)));
     }
 
     #[test]
-    fn lanes_count_what_overlaps_once() {
+    fn lanes_count_overlapping_marks_once() {
         let marks = vec![
             mark(Stage::Read, 0, 0, 500),
             mark(Stage::Read, 1, 250, 750),
@@ -332,13 +333,13 @@ mod tests {
             mark(Stage::Wait, 1, 600, 1000),
         ];
         let svg = drawn(2, marks, &[0]).svg();
-        for words in ["disk: 75 %", "link: 0 %", "computing: 10 %", "stalled: 40 %"] {
+        for words in ["disk: 75 %", "link: 0 %", "compute: 10 %", "stall: 40 %"] {
             assert!(svg.contains(words), "{words}: {svg}");
         }
     }
 
     #[test]
-    fn the_last_passes_are_drawn_and_said() {
+    fn the_last_passes_are_drawn_and_named() {
         let marks: Vec<Mark> = (0..8).map(|n| mark(Stage::Use, 0, n * 100, n * 100 + 50)).collect();
         let begun: Vec<u64> = (0..8).map(|n| n * 100).collect();
         let picture = drawn(1, marks.clone(), &begun);
@@ -351,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_of_few_and_of_many_units_do_not_touch() {
+    fn labels_do_not_overlap() {
         for units in [1, 5, 200, 700u32] {
             let marks = (0..units).map(|n| mark(Stage::Read, n, 0, u64::from(n) + 1)).collect();
             let svg = drawn(units as usize, marks, &[0]).svg();
@@ -362,7 +363,7 @@ mod tests {
                 .collect();
             assert_eq!(rows.len(), (units as usize).min(MAX_ROWS));
             assert!(rows.windows(2).all(|pair| pair[1] - pair[0] >= 12.0), "{units}");
-            assert_eq!(svg.contains("and 300 units more"), units == 700);
+            assert_eq!(svg.contains("and 300 more units"), units == 700);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Plans, without reading more of a model than its headers.
+//! `kvtier stream plan`: plans from the headers of a model.
 
 use kvtier::base::clock::Clock;
 use kvtier::base::json_out::Json;
@@ -11,48 +11,48 @@ use kvtier::stream::plan::{ComputeLocation, Inputs, Links, Memory, Plan, PlanOpt
 use super::sizes::{bytes, rate};
 use super::{Files, Outcome, Place, print};
 
-/// How much is read where the disk is measured.
+/// Bytes read to measure the disk.
 const MEASURED_BYTES: u64 = 256 << 20;
 
-/// What it is made from.
+/// The inputs of a plan.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
     files: Files,
-    /// Host memory that may be used, such as 8G; else what this machine has, less a reserve
+    /// Host memory for weights, such as 8G; by default that of this machine, less a reserve
     #[arg(long, value_parser = bytes)]
     host: Option<u64>,
-    /// What is free on a device, such as 24G; else the processor computes
+    /// Free memory of a device, such as 24G; by default the processor computes
     #[arg(long, value_parser = bytes)]
     device: Option<u64>,
-    /// Bytes a second from host memory to the device, such as 13G
+    /// Bandwidth from host memory to the device in bytes a second, such as 13G
     #[arg(long, value_parser = rate, requires = "device")]
     device_link: Option<u64>,
-    /// Bytes a second from the disk, such as 3.3G
+    /// Bandwidth of the disk in bytes a second, such as 3.3G
     #[arg(long, value_parser = rate)]
     disk: Option<u64>,
     /// Measure the disk
     #[arg(long, conflicts_with = "disk")]
     measure: bool,
-    /// Tokens that KV is kept for; 0 = the model's, at most 4096
+    /// Tokens of KV to reserve memory for; 0 = the context of the model, at most 4096
     #[arg(long, default_value_t = 0)]
     context: u32,
-    /// Slots that units pass through; 0 = 2
+    /// Slots of the ring; 0 = 2
     #[arg(long, default_value_t = 0)]
     slots: u32,
-    /// Which units stay
+    /// Choice of resident units
     #[arg(long, value_enum, default_value = "interleaved")]
     placement: Place,
-    /// Keep slots also where everything fits, so that memory can be given back
+    /// Keep slots even if everything fits, so that memory can be released later
     #[arg(long)]
     shrinks: bool,
-    /// Units are in place on the device: each takes whole pieces of 2 MiB
+    /// Units have fixed addresses on the device; each takes whole pieces of 2 MiB
     #[arg(long, requires = "device")]
     in_place: bool,
-    /// Say what a pass would take over other links too, such as h2d=13,disk=3.3 (GB/s)
+    /// Also forecast a pass over other links, such as h2d=13,disk=3.3 (GB/s)
     #[arg(long, value_name = "LINKS")]
     what_if: Option<String>,
-    /// One JSON object
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
@@ -67,18 +67,18 @@ impl Args {
             }),
             placement: self.placement.into(),
             host_ceiling_bytes: self.host,
-            // What is named is what may be used.
+            // All of a given size may be used.
             host_reserve_bytes: self.host.map(|_| 0),
             context: self.context,
             slots: self.slots,
             shrinks: self.shrinks,
-            // What all CUDA devices map by.
+            // The mapping granularity of all CUDA devices.
             device_granularity_bytes: if self.in_place { 2 << 20 } else { 0 },
             ..PlanOptions::default()
         }
     }
 
-    /// That of this machine; or of another, where the memory is named.
+    /// The memory of this machine, or of the sizes on the command line.
     fn memory(&self) -> Memory {
         let facts = MemoryFacts::probe();
         let limit = facts.cgroup.map_or(u64::MAX, |cgroup| cgroup.limit_bytes);

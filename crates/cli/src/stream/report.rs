@@ -1,4 +1,4 @@
-//! Where the time of passes went.
+//! The report of passes: where their time went.
 
 use std::fmt::Write;
 
@@ -9,23 +9,23 @@ use serde_json::json;
 use super::Outcome;
 use crate::human;
 
-/// A pass: how long it took, and the counters around it.
+/// A pass: its time, and the counters before and after.
 pub struct Pass {
-    /// How long.
+    /// Seconds of the pass.
     pub seconds: f64,
-    /// Of that, how long the engine had units.
+    /// Seconds for which the engine leased units.
     pub compute_s: f64,
-    /// Counters before it.
+    /// Counters before the pass.
     pub before: Stats,
-    /// Counters after it.
+    /// Counters after the pass.
     pub after: Stats,
 }
 
-/// All passes.
+/// The report of all passes.
 pub struct Report {
-    /// Seconds until all residents were there.
+    /// Seconds of loading the resident units.
     pub load_s: f64,
-    /// Bytes that were read for that.
+    /// Bytes read for the resident units.
     pub load_bytes: u64,
     /// The passes.
     pub passes: Vec<Pass>,
@@ -61,7 +61,7 @@ impl Pass {
         )
     }
 
-    /// Milliseconds of computing, of waits for reads, copies and slots, and of all else.
+    /// Milliseconds of computing, of waits for reads, copies and slots, and the rest.
     fn parts_ms(&self) -> [f64; 5] {
         let waits = [
             ms(self.of(|s| s.wait_read_ns)),
@@ -94,29 +94,29 @@ impl Pass {
 }
 
 impl Report {
-    /// Nothing but the load.
+    /// A report of the load, without passes.
     pub fn new(streamer: &Streamer, load_s: f64) -> Report {
         Report { load_s, load_bytes: streamer.stats().read_bytes, passes: Vec::new() }
     }
 
-    /// The first pass is not steady: nothing was under way before it.
+    /// The steady passes. The first pass is not: no prefetch was running before it.
     fn steady(&self) -> &[Pass] {
         if self.passes.len() > 1 { &self.passes[1..] } else { &self.passes }
     }
 
-    /// Bytes that crossed a link in the steady passes.
+    /// Bytes moved over a link in the steady passes.
     fn crossed(&self, bytes: impl Fn(&Stats) -> u64) -> u64 {
         self.steady().iter().map(|pass| pass.of(&bytes)).sum()
     }
 
-    /// A table for people.
+    /// The report as text.
     pub fn text(&self, streamer: &Streamer) -> String {
         let (engine, fallback) = streamer.engine();
         let mut out = String::new();
         // Writing to a string cannot fail, here and below.
         let _ = writeln!(
             out,
-            "loaded {} in {:.2} s, {}; files are read by {engine}",
+            "loaded {} in {:.2} s, {}; I/O engine {engine}",
             human(self.load_bytes),
             self.load_s,
             rate(self.load_bytes, self.load_s)
@@ -127,7 +127,7 @@ impl Report {
         let _ = writeln!(
             out,
             "\n pass         ms    compute wait: read      copy      slot     other        read \
-             \x20    copied     disk rate  experts there"
+             \x20    copied     disk rate  expert hits"
         );
         for (number, pass) in self.passes.iter().enumerate() {
             let _ = writeln!(out, "{}", pass.row(number + 1));
@@ -137,12 +137,12 @@ impl Report {
         out
     }
 
-    /// Where the time of a steady pass went, and what held it up.
+    /// Writes where the time of a steady pass went, and the use of the links.
     fn sum_up(&self, out: &mut String, streamer: &Streamer) {
         let passes = self.steady();
         let seconds: f64 = passes.iter().map(|pass| pass.seconds).sum();
         let all_ms = (seconds * 1e3).max(1e-9);
-        let names = ["computing", "waiting for reads", "for copies", "for slots", "other"];
+        let names = ["compute", "wait for reads", "wait for copies", "wait for slots", "other"];
         let mut parts = Vec::new();
         for (i, name) in names.into_iter().enumerate() {
             let part_ms: f64 = passes.iter().map(|pass| pass.parts_ms()[i]).sum();
@@ -154,11 +154,11 @@ impl Report {
             .map(|(name, percent)| format!("{percent:.0} % {name}"))
             .collect();
         let pass_ms = all_ms / passes.len().max(1) as f64;
-        let _ = writeln!(out, "a steady pass: {pass_ms:.1} ms, of it {}", words.join(", "));
+        let _ = writeln!(out, "steady pass: {pass_ms:.1} ms, of it {}", words.join(", "));
         let [disk, device] = streamer.links();
         let links = [
-            ("the disk", self.crossed(|s| s.read_bytes), disk.ceiling),
-            ("the device link", self.crossed(|s| s.copied_bytes), device.ceiling),
+            ("disk", self.crossed(|s| s.read_bytes), disk.ceiling),
+            ("device link", self.crossed(|s| s.copied_bytes), device.ceiling),
         ];
         for (name, bytes, ceiling) in links {
             if bytes == 0 {
@@ -169,14 +169,14 @@ impl Report {
             let known = rate(ceiling, 1.0);
             let _ = match ceiling {
                 0 => Ok(()),
-                _ if percent > 100.5 => write!(out, ", more than the {known} it was measured at"),
-                _ => write!(out, ", {percent:.0} % of the {known} it was known to do"),
+                _ if percent > 100.5 => write!(out, ", above the measured ceiling of {known}"),
+                _ => write!(out, ", {percent:.0} % of the {known} ceiling"),
             };
             out.push('\n');
         }
     }
 
-    /// All of it for programs.
+    /// The report as JSON.
     pub fn json(&self, streamer: &Streamer) -> Outcome<serde_json::Value> {
         let (engine, fallback) = streamer.engine();
         let [disk, device] = streamer.links();

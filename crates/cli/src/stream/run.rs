@@ -1,4 +1,4 @@
-//! Passes over a model, as an engine makes them.
+//! `kvtier stream run`: passes over a model, as an engine runs them.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -24,80 +24,79 @@ use super::sizes::{bytes, rate, time};
 use super::sum;
 use super::{Files, Outcome, Place, print};
 
-/// Marks that are kept for a picture.
+/// Most marks recorded for a picture.
 const MARKS: usize = 1 << 18;
-/// Experts of a layer that a token uses, where the model does not say.
+/// Default number of experts of a layer that a token uses.
 const EXPERTS_USED: u32 = 2;
-/// How often the bar moves while residents are loaded.
+/// Interval of progress updates while resident units are loaded.
 const TICK_NS: u64 = 50_000_000;
 
-/// When checksums are looked at.
+/// When checksums are verified.
 #[derive(Clone, Copy, ValueEnum)]
-pub enum Look {
-    /// When a unit is read for the first time
+pub enum VerifyWhen {
+    /// On the first read of a unit
     First,
-    /// Whenever it is read
+    /// On every read
     Always,
 }
 
-/// How to run.
+/// Options of the passes.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
     files: Files,
-    /// Most host memory for weights, such as 8G; else what this machine has, less a reserve
+    /// Most host memory for weights, such as 8G; by default that of this machine, less a reserve
     #[arg(long, value_parser = bytes)]
     host: Option<u64>,
-    /// Simulate a device with so much memory; computing there takes what --compute says
+    /// Memory of a simulated device; its compute time is that of --compute
     #[arg(long, value_parser = bytes)]
     device: Option<u64>,
-    /// Bytes a second to the simulated device
+    /// Bandwidth to the simulated device in bytes a second
     #[arg(long, value_parser = rate, default_value = "12G", requires = "device")]
     device_link: u64,
-    /// Tokens that memory for KV is kept for; 0 = none
+    /// Tokens of KV to reserve memory for; 0 = none
     #[arg(long, default_value_t = 0)]
     context: u32,
-    /// Slots that units pass through; 0 = 2
+    /// Slots of the ring; 0 = 2
     #[arg(long, default_value_t = 0)]
     slots: u32,
-    /// Which units stay
+    /// Choice of resident units
     #[arg(long, value_enum, default_value = "interleaved")]
     placement: Place,
-    /// Keep slots also where everything fits, so that memory can be given back
+    /// Keep slots even if everything fits, so that memory can be released later
     #[arg(long)]
     shrinks: bool,
-    /// Nothing stays, all memory is a ring of slots
+    /// No resident units: all memory is a ring of slots
     #[arg(long, conflicts_with = "placement")]
     ring: bool,
-    /// Passes; a token of text is one
+    /// Number of passes; a token of text is one pass
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     passes: u32,
-    /// Computing a layer takes so long, such as 5ms, on another processor; else its bytes are
-    /// summed
+    /// Compute time of a layer on another processor, such as 5ms; by default bytes are summed
     #[arg(long, value_parser = time)]
     compute: Option<u64>,
-    /// Every unit has an address of its own, of which only a window is backed by memory
+    /// Units have fixed addresses, of which only a window is backed by memory
     #[arg(long)]
     in_place: bool,
-    /// Through the page cache
+    /// Read through the page cache
     #[arg(long, conflicts_with = "mapped")]
     buffered: bool,
-    /// By copies out of a memory map: slow, to compare with
+    /// Copy from a memory map: slow, for comparison
     #[arg(long)]
     mapped: bool,
-    /// Threads that read; 0 = 4
+    /// Reader threads; 0 = 4
     #[arg(long, default_value_t = 0)]
     readers: u32,
-    /// Compare bytes with the checksums beside the model; those not there are noted
+    /// Verify the checksums beside the model; missing ones are recorded
     #[arg(long, value_enum)]
-    verify: Option<Look>,
-    /// A picture of what happened to each unit when, in the last two passes
+    verify: Option<VerifyWhen>,
+    /// Write a picture of the last two passes, with a row for each unit
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// The same as a page
+    /// Write the picture and the report as a page
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// One JSON object
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
@@ -109,7 +108,7 @@ impl Args {
             placement: self.placement.into(),
             host_ceiling_bytes: self.host,
             host_reserve_bytes: self.host.map(|_| 0),
-            // A simulated device has no driver that wants any.
+            // A simulated device has no driver that needs memory.
             device_safety_bytes: Some(0),
             context: self.context,
             kv_bytes: (self.context == 0).then_some(0),
@@ -120,8 +119,8 @@ impl Args {
         };
         let verify = match self.verify {
             None => Verify::Never,
-            Some(Look::First) => Verify::First,
-            Some(Look::Always) => Verify::Always,
+            Some(VerifyWhen::First) => Verify::First,
+            Some(VerifyWhen::Always) => Verify::Always,
         };
         let device = |memory_bytes: u64| -> Outcome<Arc<dyn kvtier::device::Device>> {
             let opts = SimulatedOpts {
@@ -157,7 +156,7 @@ impl Args {
     }
 }
 
-/// Waits for the residents, with a bar where somebody sees it.
+/// Loads the resident units, with a progress bar on a terminal.
 fn load(streamer: &Streamer, clock: &Clock, quiet: bool) -> Outcome<f64> {
     let begun = Instant::now();
     let residents = streamer.progress().residents;
@@ -185,7 +184,7 @@ fn load(streamer: &Streamer, clock: &Clock, quiet: bool) -> Outcome<f64> {
     Ok(begun.elapsed().as_secs_f64())
 }
 
-/// Experts that tokens choose: some of a layer more often than others.
+/// A random choice of experts, some more likely than others.
 struct Router {
     random: u64,
     used: u32,
@@ -199,7 +198,7 @@ impl Router {
         (((self.random >> 32) * u64::from(below)) >> 32) as u32
     }
 
-    /// Of so many, those of a token: the lower the number, the likelier.
+    /// Chooses the experts of a token among `count`; lower numbers are more likely.
     fn choose(&mut self, count: u32) -> Vec<u32> {
         let mut chosen = Vec::new();
         while chosen.len() < self.used.min(count) as usize {
@@ -212,13 +211,13 @@ impl Router {
     }
 }
 
-/// What computes, and what it has seen.
+/// A simulated engine.
 struct Engine<'a> {
     streamer: &'a Streamer,
     compute: Option<Duration>,
     reads: bool,
     router: Router,
-    /// How long it has computed.
+    /// Compute time so far.
     computed: Duration,
 }
 
@@ -248,7 +247,7 @@ impl Engine<'_> {
                 number += 1;
                 continue;
             }
-            // The experts of a layer stand together.
+            // The experts of a layer are consecutive.
             let same = |other: &&kvtier::stream::units::Unit| {
                 other.role == Role::Expert && other.layer == unit.layer
             };
@@ -263,21 +262,21 @@ impl Engine<'_> {
     }
 }
 
-/// A file for a picture; made before the passes, which may take long.
-fn made(path: &Option<PathBuf>) -> Outcome<Option<File>> {
+/// Creates the file of a picture. Called before the passes, which may take long.
+fn create_file(path: &Option<PathBuf>) -> Outcome<Option<File>> {
     let Some(path) = path else { return Ok(None) };
     let file = File::create(path).map_err(|error| format!("{}: {error}", path.display()))?;
     Ok(Some(file))
 }
 
-/// Runs.
+/// Runs the command.
 pub fn run(args: &Args) -> Outcome<()> {
     let (model, units) = args.files.open()?;
     let runtime = Runtime::open(RuntimeOpts::default())?;
     let clock = Clock::real();
     let used = if model.facts.experts_used == 0 { EXPERTS_USED } else { model.facts.experts_used };
     let streamer = Streamer::open(runtime.core(), model, units, args.opts()?)?;
-    let (svg, html) = (made(&args.svg)?, made(&args.html)?);
+    let (svg, html) = (create_file(&args.svg)?, create_file(&args.html)?);
     if !args.json {
         print(&format!("{}\n", streamer.plan_text()))?;
     }
@@ -325,7 +324,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_router_chooses_as_many_as_it_can_and_none_twice() {
+    fn a_router_chooses_distinct_experts() {
         let mut router = Router { random: 7, used: 6 };
         let mut low = 0;
         for count in 1..64 {

@@ -1,9 +1,9 @@
-//! Bytes and rates as they are written on the command line.
+//! Parsers of bytes, rates and times on the command line.
 
-/// The largest number that is taken: far from where sums overflow.
+/// Largest accepted number, so that sums do not overflow.
 const MOST: f64 = (1u64 << 60) as f64;
 
-/// A number and what stands behind it.
+/// Splits a text into a number and its unit.
 fn split(text: &str) -> Result<(f64, &str), String> {
     let text = text.trim();
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -34,26 +34,27 @@ fn power(unit: &str, plain: f64) -> Option<f64> {
 }
 
 fn read(text: &str, unit: &str, number: f64, plain: f64) -> Result<u64, String> {
-    let known = "known are B, K, M, G, T, with iB for powers of 1024 and with B for powers of 1000";
-    let factor = power(unit, plain).ok_or_else(|| format!("'{unit}' of '{text}': {known}"))?;
+    let known = "units are B, K, M, G, T, with iB for powers of 1024 and with B for powers of 1000";
+    let factor =
+        power(unit, plain).ok_or_else(|| format!("unknown unit '{unit}' in '{text}': {known}"))?;
     let value = number * factor;
     if value > MOST {
-        return Err(format!("'{text}' is more than there can be"));
+        return Err(format!("'{text}' is above 2^60"));
     }
     Ok(value as u64)
 }
 
-/// Bytes: `8G` and `8GiB` are the same, `8GB` is less.
+/// Bytes: `8G` equals `8GiB`; `8GB` is less.
 pub fn bytes(text: &str) -> Result<u64, String> {
     let (number, unit) = split(text)?;
     read(text, unit, number, 1024.0)
 }
 
-/// Bytes a second: `3.3G`, `3.3GB` and `3.3GB/s` are the same, as links are sold by.
+/// Bytes a second, in decimal units as usual for links: `3.3G`, `3.3GB` and `3.3GB/s` are equal.
 pub fn rate(text: &str) -> Result<u64, String> {
     let (number, unit) = split(text)?;
     let rate = read(text, unit.strip_suffix("/s").unwrap_or(unit), number, 1000.0)?;
-    if rate == 0 { Err(format!("'{text}' is no rate")) } else { Ok(rate) }
+    if rate == 0 { Err(format!("the rate '{text}' is below 1 byte a second")) } else { Ok(rate) }
 }
 
 /// A time up to an hour, in nanoseconds.
@@ -64,7 +65,7 @@ pub fn time(text: &str) -> Result<u64, String> {
         "us" => 1e3,
         "ms" => 1e6,
         "s" => 1e9,
-        _ => return Err(format!("'{text}' is no time; such as 5ms, 700us or 1s")),
+        _ => return Err(format!("'{text}' is not a time, such as 5ms, 700us or 1s")),
     };
     match number * factor {
         ns if ns <= 3.6e12 => Ok(ns as u64),
@@ -77,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_as_people_write_them() {
+    fn bytes_rates_and_times_are_parsed() {
         for (text, expected) in [
             ("8G", 8 << 30),
             ("8GiB", 8 << 30),

@@ -582,7 +582,7 @@ fn the_tool_asks_and_shows() {
     let session = home.session(space, &document(29, 64));
     for (args, word) in [
         (&["stats"][..], "stored cells"),
-        (&["top", "--once"], "4 layers down"),
+        (&["top", "--once"], "rows: 4 layers"),
         (&["evictions", "--tail", "3"], "lru"),
         (&["set-policy", "qos(inner=s3fifo)"], "qos(inner=s3fifo) decides"),
         (&["set-policy", "arc", "--tier", "disk"], "disk: arc"),
@@ -604,7 +604,7 @@ fn the_tool_asks_and_shows() {
     home.end(session);
     home.close();
     let (well, _, error) = tool(&["stats"], &path);
-    assert!(!well && error.contains("nobody answers"), "{error}");
+    assert!(!well && error.contains("no store answers"), "{error}");
 }
 
 #[test]

@@ -48,7 +48,7 @@ fn a_workload_is_made_converted_compared_and_explained() {
     let tiers = ["--device", "10GiB", "--host", "50GiB@25GB", "--json"];
     assert!(told(&[&two[..5], &tiers[..]].concat()).contains("\"host\""));
     let dot = told(&["explain", "--trace", &a, "--policy", "arc", "--size", "2%", "--dot"]);
-    assert!(dot.starts_with("digraph") && dot.contains("leaves first"));
+    assert!(dot.starts_with("digraph") && dot.contains("first victim"));
     assert!(told(&["policies"]).contains("lru"));
     let tool = Command::new(env!("CARGO_BIN_EXE_kvtier"))
         .args(["lab", "convert", "-", &b])

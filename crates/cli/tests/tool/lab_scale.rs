@@ -50,7 +50,7 @@ fn tables_and_json_say_the_same_in_every_run() {
 fn what_is_wrong_is_said() {
     for (args, words) in [
         (&["--routers", "prefx"][..], "did you mean 'prefix'"),
-        (&["--engines", "many"], "'many' engines"),
+        (&["--engines", "many"], "'many' is not a number of engines"),
         (&["--engines", "0"], "0 engines, allowed are 1 to"),
         (&["--engines", ""], "0 runs"),
         (&["--place", "chunks"], "did you mean 'chunk'"),

@@ -1,86 +1,82 @@
-//! `kvtier lab sparse`: what a budget of tokens costs. The reference engine answers questions and
-//! foresees texts under several sparse policies and budgets, beside all keys and keys by chance.
+//! `kvtier lab sparse`: the quality of sparse policies under token budgets. The reference engine
+//! answers questions and predicts texts with several policies and budgets, with all keys, and with
+//! random keys.
 
 mod page;
 mod plan;
 mod row;
 
-use std::io::IsTerminal;
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use indicatif::{ProgressBar, ProgressStyle};
-use kvtier::base::sync::cores;
-
-use super::Outcome;
+use super::{Outcome, progress_bar, run_parallel};
 use kvtier_lab::reference::model::{Form, Model};
 use kvtier_lab::reference::quality::{self, Answers, Prediction, Size, Subject};
 use plan::Point;
 use row::Row;
 
-/// Pairs of a text that is asked about, and of one that is foreseen.
-const ASKED: usize = 24;
-const TOLD: usize = 12;
-/// Models, and how their keys are kept.
+/// Key-value pairs of a text with questions.
+const QUESTION_PAIRS: usize = 24;
+/// Key-value pairs of a text that is predicted.
+const TEXT_PAIRS: usize = 12;
+/// Names of models, their files, and the form of their keys.
 const MODELS: [(&str, &str, Form); 3] = [
     ("gqa", "gqa", Form::Split),
     ("mla", "mla", Form::Latent),
     ("mla_expanded", "mla", Form::Expanded),
 ];
-/// What is measured where nothing else is asked for.
+/// Default policies.
 const POLICIES: &str = "quest,quest_shared,arkvale,h2o,tova,snapkv,pyramidkv,adakv,keydiff,knorm,\
                         streaming,minference";
 
-/// What to measure.
+/// The policies, budgets and models.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Between commas: names that a budget is put into (docs/lab.md), or specs, in which {budget}
-    /// and {share} stand for it
+    /// Separated by commas: names that take a budget (docs/lab.md), or specs with {budget} or
+    /// {share}
     #[arg(long, default_value = POLICIES)]
     policies: String,
-    /// Tokens that a head may have, between commas [default: 64,128,192,256,512]
+    /// Budgets in tokens of a head, separated by commas [default: 64,128,192,256,512]
     #[arg(long)]
     budgets: Option<String>,
-    /// gqa, mla (latent rows) or mla_expanded, between commas
+    /// gqa, mla (latent rows) or mla_expanded, separated by commas
     #[arg(long, default_value = "gqa,mla")]
     models: String,
-    /// At least so many questions; 24 of each text [default: 288]
+    /// Least number of questions; each text has 24 [default: 288]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     questions: Option<u32>,
-    /// Texts that are foreseen [default: 6]
+    /// Number of predicted texts [default: 6]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1000))]
     texts: Option<u32>,
-    /// Symbols of a text
+    /// Symbols in a text
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(400..=4000))]
     length: u32,
-    /// Another seed makes other texts
+    /// Seed of the texts
     #[arg(long, default_value_t = 0)]
     seed: u32,
-    /// Texts at a time; 0 = one a core
+    /// Texts in parallel; 0 = the number of cores
     #[arg(long, default_value_t = 0)]
     threads: usize,
-    /// Two budgets, few questions and one text
+    /// Measure two budgets, few questions and one text
     #[arg(long)]
     quick: bool,
-    /// The directory for sparse.csv and sparse.html
+    /// Directory for sparse.csv and sparse.html
     #[arg(long, short)]
     out: PathBuf,
 }
 
-/// A text for one of the models, and what is done with it.
+/// A text for a model, by its index, and a seed.
 enum Job {
     Ask(usize, u64),
     Foresee(usize, u64),
 }
 
-/// What came of it, for each of the points.
+/// The results of a job, one for each point.
 enum Done {
     Asked(Vec<Answers>),
     Prediction(Vec<Prediction>),
 }
 
-/// A model and what is measured of it.
+/// A model and its points.
 struct Case {
     name: &'static str,
     form: Form,
@@ -89,21 +85,29 @@ struct Case {
     specs: Vec<String>,
 }
 
-/// Measures.
+/// Runs the command.
 pub fn run(args: &Args) -> Outcome<()> {
     let default = if args.quick { "64,192" } else { "64,128,192,256,512" };
     let budgets = plan::budgets(args.budgets.as_deref().unwrap_or(default))?;
     let cases = cases(args, &budgets)?;
     let prompts = args.questions.unwrap_or(if args.quick { 24 } else { 288 });
-    let prompts = u64::from(prompts).div_ceil(ASKED as u64);
+    let prompts = u64::from(prompts).div_ceil(QUESTION_PAIRS as u64);
     let texts = u64::from(args.texts.unwrap_or(if args.quick { 1 } else { 6 }));
-    // With seed 0 the texts of `tests/sparse/reference`.
+    // Seed 0 generates the texts of `tests/sparse/reference`.
     let first = u64::from(args.seed) * 1_000_000;
     let asks = |at| (0..prompts).map(move |n| Job::Ask(at, first + 1000 + n));
     let foresees = |at| (0..texts).map(move |n| Job::Foresee(at, first + 70 + n));
     let jobs: Vec<Job> = (0..cases.len()).flat_map(|at| asks(at).chain(foresees(at))).collect();
     std::fs::create_dir_all(&args.out).map_err(|e| format!("{}: {e}", args.out.display()))?;
-    let done = spread(jobs.len(), args.threads, |at| one(&cases, &jobs[at], args.length))?;
+    let style = "reading [{bar:40}] {pos} of {len} texts  {elapsed_precise}, {eta} to go";
+    let bar = progress_bar(jobs.len(), style, false)?;
+    let done = run_parallel(jobs.len(), args.threads, |at, _| {
+        let done = one(&cases, &jobs[at], args.length)?;
+        bar.inc(1);
+        Ok(done)
+    });
+    bar.finish_and_clear();
+    let done = done?;
     let mut rows: Vec<Vec<Row>> = cases.iter().map(rows_of).collect();
     for (job, done) in jobs.iter().zip(done) {
         let (Job::Ask(at, _) | Job::Foresee(at, _)) = job;
@@ -116,9 +120,9 @@ pub fn run(args: &Args) -> Outcome<()> {
     }
     let rows: Vec<Row> = rows.into_iter().flatten().collect();
     let about = format!(
-        "Texts of {} symbols: {} questions about pairs in them, {texts} foreseen, for each model",
+        "Texts of {} symbols: {} questions about pairs, {texts} predicted texts, for each model",
         args.length,
-        prompts * ASKED as u64,
+        prompts * QUESTION_PAIRS as u64,
     );
     row::print(&about, &rows);
     save(args, "sparse.csv", row::csv(&rows))?;
@@ -128,18 +132,18 @@ pub fn run(args: &Args) -> Outcome<()> {
 fn save(args: &Args, name: &str, text: String) -> Outcome<()> {
     let path = args.out.join(name);
     std::fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))?;
-    eprintln!("{} is written", path.display());
+    eprintln!("wrote {}", path.display());
     Ok(())
 }
 
-/// The models, each with what is measured of it; what cannot be is told before anything is.
+/// The models with their points. Errors in arguments are reported before anything is measured.
 fn cases(args: &Args, budgets: &[usize]) -> Outcome<Vec<Case>> {
     let policies = super::parse::specs(&args.policies);
     let mut cases: Vec<Case> = Vec::new();
     for name in args.models.split(',').map(str::trim).filter(|name| !name.is_empty()) {
         let Some((name, file, form)) = MODELS.into_iter().find(|(known, ..)| *known == name) else {
             let known = MODELS.map(|(name, ..)| name).join(", ");
-            return Err(format!("no model '{name}'; there are {known}").into());
+            return Err(format!("unknown model '{name}': one of {known}").into());
         };
         if cases.iter().any(|case| case.name == name) {
             return Err(format!("the model '{name}' is named twice").into());
@@ -166,62 +170,12 @@ fn one(cases: &[Case], job: &Job, length: u32) -> Outcome<Done> {
     let symbols = length as usize;
     Ok(match *job {
         Job::Ask(at, seed) => {
-            let size = Size { symbols, pairs: ASKED };
+            let size = Size { symbols, pairs: QUESTION_PAIRS };
             Done::Asked(quality::ask(subject(at), seed, size, &cases[at].specs)?)
         }
         Job::Foresee(at, seed) => {
-            let size = (Size { symbols, pairs: TOLD }, 200);
+            let size = (Size { symbols, pairs: TEXT_PAIRS }, 200);
             Done::Prediction(quality::foresee(subject(at), seed, size, &cases[at].specs)?)
         }
     })
-}
-
-/// Does so many jobs, as many at a time as there are threads; results are in their order.
-fn spread<T: Send>(
-    count: usize,
-    threads: usize,
-    work: impl Fn(usize) -> Outcome<T> + Sync,
-) -> Outcome<Vec<T>> {
-    let threads = if threads == 0 { cores() } else { threads }.min(count).min(256);
-    let bar = progress(count)?;
-    let next = AtomicUsize::new(0);
-    let results: Mutex<Vec<Option<T>>> = Mutex::new((0..count).map(|_| None).collect());
-    let failed: Mutex<Option<String>> = Mutex::new(None);
-    let body = || {
-        loop {
-            let at = next.fetch_add(1, Ordering::Relaxed);
-            if at >= count {
-                break;
-            }
-            match work(at) {
-                Ok(done) => {
-                    results.lock().unwrap_or_else(|e| e.into_inner())[at] = Some(done);
-                    bar.inc(1);
-                }
-                Err(error) => {
-                    let mut first = failed.lock().unwrap_or_else(|e| e.into_inner());
-                    first.get_or_insert(error.to_string());
-                    // Nothing more is started.
-                    next.store(count, Ordering::Relaxed);
-                }
-            }
-        }
-    };
-    std::thread::scope(|scope| {
-        (0..threads).for_each(|_| drop(scope.spawn(body)));
-    });
-    bar.finish_and_clear();
-    if let Some(error) = failed.into_inner().unwrap_or_else(|e| e.into_inner()) {
-        return Err(error.into());
-    }
-    Ok(results.into_inner().unwrap_or_else(|e| e.into_inner()).into_iter().flatten().collect())
-}
-
-fn progress(texts: usize) -> Outcome<ProgressBar> {
-    if !std::io::stderr().is_terminal() {
-        return Ok(ProgressBar::hidden());
-    }
-    let style = "reading [{bar:40}] {pos} of {len} texts  {elapsed_precise}, {eta} to go";
-    let style = ProgressStyle::with_template(style)?.progress_chars("=> ");
-    Ok(ProgressBar::new(texts as u64).with_style(style))
 }

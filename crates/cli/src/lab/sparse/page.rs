@@ -1,12 +1,12 @@
-//! What a budget costs as one page with plots, whole in itself.
+//! The quality under budgets as one self-contained page with plots.
 
 use std::fmt::Write;
 
 use super::super::html::{head, legend};
-use super::super::plot::{Axis, Line, escape, lines};
+use super::super::plot::{Axis, Series, escape, lines};
 use super::row::Row;
 
-/// What a plot shows of a row: where it stands, and how high.
+/// The coordinates of a row in a plot.
 type Spot = fn(&Row) -> (f64, f64);
 
 /// The page.
@@ -17,24 +17,24 @@ pub fn page(about: &str, rows: &[Row]) -> String {
             names.push(&row.point.policy);
         }
     }
-    let mut out = head("What a budget of tokens costs", about);
+    let mut out = head("Quality of sparse policies by token budget", about);
     let _ = write!(
         out,
-        "<p>Bytes: keys and values that stay, or that are loaded for a step, of all. Where tokens \
-         go only behind the prompt, those written since count. <b>full</b> has everything, \
-         <b>random</b> keeps tokens by chance: what does no better is worth nothing.</p>"
+        "<p>Bytes: the share of keys and values that are kept, or loaded for a step. If tokens are \
+         evicted only after the prompt, tokens written since count, too. <b>full</b> uses all \
+         tokens, <b>random</b> keeps random ones: a policy must be better than that.</p>"
     );
     legend(&mut out, &names);
     for of in rows.chunk_by(|a, b| a.model == b.model) {
         let model = of.first().map_or("", |row| row.model);
         let plots = Plots { names: &names, rows: of };
-        let _ = write!(out, "<h2>{model}: questions that are answered, by bytes</h2>");
+        let _ = write!(out, "<h2>{model}: right answers, by bytes</h2>");
         let restricted = |row: &Row| row.bytes() < 1.0;
         let y = ("right answers, %", false, Some(0.0));
         plots.draw(&mut out, "bytes, %", y, restricted, |row| {
             (100.0 * row.bytes(), 100.0 * row.recall())
         });
-        let _ = write!(out, "<h2>{model}: perplexity of text behind a prompt, by bytes</h2>");
+        let _ = write!(out, "<h2>{model}: perplexity of text after a prompt, by bytes</h2>");
         let restricted = |row: &Row| row.text_bytes() < 1.0;
         plots.draw(&mut out, "bytes, %", ("perplexity", true, None), restricted, |row| {
             (100.0 * row.text_bytes(), row.perplexity())
@@ -42,7 +42,7 @@ pub fn page(about: &str, rows: &[Row]) -> String {
         if of.iter().any(|row| row.prompt_seen() < 1.0) {
             let _ = write!(
                 out,
-                "<h2>{model}: perplexity in the prompt, by the keys it is computed with</h2>"
+                "<h2>{model}: perplexity in the prompt, by keys used to compute it</h2>"
             );
             let restricted = |row: &Row| row.prompt_seen() < 1.0;
             plots.draw(&mut out, "keys, %", ("perplexity", true, None), restricted, |row| {
@@ -56,13 +56,13 @@ pub fn page(about: &str, rows: &[Row]) -> String {
 
 /// The rows of a model.
 struct Plots<'a> {
-    /// All policies: their places are their colours.
+    /// All policies; their indices determine the colours.
     names: &'a [&'a str],
     rows: &'a [Row],
 }
 
 impl Plots<'_> {
-    /// Lines of those that are restricted, and of `full` all along them.
+    /// Draws the restricted policies as lines, and `full` as a horizontal line.
     fn draw(
         &self,
         out: &mut String,
@@ -77,19 +77,19 @@ impl Plots<'_> {
             let mut points: Vec<(f64, f64)> =
                 of.filter(|row| is_restricted(row)).map(spot).collect();
             points.sort_by(|a, b| a.0.total_cmp(&b.0));
-            all.push(Line { series, name: name.to_string(), points });
+            all.push(Series { series, name: name.to_string(), points });
         }
         let places = all.iter().flat_map(|line| &line.points).map(|point| point.0);
         let x = Axis::around(x, true, None, places.chain([100.0]));
         if let Some(full) = self.rows.iter().find(|row| row.point.policy == "full") {
             let height = spot(full).1;
             let ends = vec![(x.ends.0, height), (100.0, height)];
-            all.insert(0, Line { series: 0, name: "full".to_string(), points: ends });
+            all.insert(0, Series { series: 0, name: "full".to_string(), points: ends });
         }
         let heights = || all.iter().flat_map(|line| &line.points).map(|point| point.1);
         let (low, high) =
             heights().fold((f64::INFINITY, 0.0_f64), |(a, b), x| (a.min(x), b.max(x)));
-        // Between neighbours a scale of factors has hardly a mark.
+        // A logarithmic scale over a small range would have hardly any ticks.
         let y = Axis::around(title, is_log && high > 8.0 * low, from, heights());
         out.push_str(&lines(&x, &y, &all));
     }

@@ -1,32 +1,32 @@
-//! Which specs are measured: policies, each with every budget.
+//! The specs to measure: each policy with every budget.
 
 use super::Outcome;
 use kvtier_lab::reference::model::MAX_TOKENS;
 use kvtier_lab::reference::quality::Subject;
 use kvtier_lab::reference::specs::{NAMES, share, with_budget};
 
-/// The least budget that all named policies can have.
+/// Smallest budget that all named policies accept.
 const LEAST: usize = 48;
-/// Most specs of a model: each keeps a sequence of its own.
+/// Most specs of a model, since each has a sequence of its own.
 const MOST: usize = 1000;
 
-/// A spec that is measured.
+/// A spec to measure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Point {
-    /// What it is called: with several budgets, its line in a plot.
+    /// The policy, which is one line in a plot.
     pub policy: String,
-    /// The budget; none of what has no budget, or one of its own.
+    /// The budget; `None` for a policy without one, or with its own.
     pub budget: Option<usize>,
     /// The spec.
     pub spec: String,
 }
 
-/// Budgets between commas.
+/// Budgets, separated by commas.
 pub fn budgets(text: &str) -> Outcome<Vec<usize>> {
     let one = |text: &str| -> Outcome<usize> {
         match text.parse() {
             Ok(tokens) if (LEAST..=MAX_TOKENS as usize).contains(&tokens) => Ok(tokens),
-            _ => Err(format!("'{text}' is no budget of {LEAST} to {MAX_TOKENS} tokens").into()),
+            _ => Err(format!("'{text}' is not a budget of {LEAST} to {MAX_TOKENS} tokens").into()),
         }
     };
     let all = text.split(',').map(str::trim).filter(|text| !text.is_empty()).map(one);
@@ -36,7 +36,7 @@ pub fn budgets(text: &str) -> Outcome<Vec<usize>> {
     if all.is_empty() { Err("nothing to measure: no budgets".into()) } else { Ok(all) }
 }
 
-/// What is measured of a model: all keys, the policies, and tokens by chance.
+/// The points of a model: all keys, the policies, and random keys.
 pub fn points(
     policies: &[String],
     budgets: &[usize],
@@ -62,7 +62,7 @@ pub fn points(
         }
     }
     if points.len() > MOST {
-        return Err(format!("{} specs of a model, at most {MOST}", points.len()).into());
+        return Err(format!("a model has at most {MOST} specs, not {}", points.len()).into());
     }
     Ok(points)
 }
@@ -116,13 +116,13 @@ mod tests {
         ];
         assert_eq!(got, want);
         assert_eq!(points[3].policy, "knorm(budget={budget},sink=2)");
-        // Twice the same is once.
+        // Duplicates are measured once.
         assert_eq!(all("random,full,tova,tova", &[64]).expect("points").len(), 3);
         assert!(NAMES.iter().all(|name| all(name, &[LEAST, 4096]).is_ok()));
     }
 
     #[test]
-    fn what_cannot_be_is_said() {
+    fn invalid_policies_are_refused() {
         for (text, words) in [
             ("qest", "did you mean 'quest'"),
             ("quest(budgt={budget})", "did you mean 'budget'"),

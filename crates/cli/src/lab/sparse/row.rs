@@ -1,4 +1,4 @@
-//! What came of a spec: as a table and as CSV.
+//! The results of a spec, as a table and as CSV.
 
 use super::plan::Point;
 use kvtier_lab::reference::quality::{Answers, Prediction, TextLoss, Usage, interval};
@@ -8,7 +8,7 @@ use kvtier_lab::reference::quality::{Answers, Prediction, TextLoss, Usage, inter
 pub struct Row {
     /// The model.
     pub model: &'static str,
-    /// What was measured.
+    /// The spec.
     pub point: Point,
     /// Questions, and right answers.
     asked: usize,
@@ -20,7 +20,7 @@ pub struct Row {
     seconds: f64,
 }
 
-/// What it took: sums of shares, and of how many texts.
+/// Sums of shares over texts, and the number of texts.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sum {
     bytes: f64,
@@ -38,10 +38,10 @@ impl Sum {
     }
 }
 
-/// A number of a row: its name, and how it is computed.
+/// A column: its name and its value.
 type Column = (&'static str, fn(&Row) -> f64);
 
-/// What CSV says of each row, beside its model, policy, budget and spec.
+/// The columns of CSV besides model, policy, budget and spec.
 const COLUMNS: [Column; 13] = [
     ("recall", Row::recall),
     ("recall_low", |row| row.interval().0),
@@ -59,7 +59,7 @@ const COLUMNS: [Column; 13] = [
 ];
 
 impl Row {
-    /// Nothing was measured yet.
+    /// A row without results.
     pub fn new(model: &'static str, point: &Point) -> Row {
         Row {
             model,
@@ -74,7 +74,7 @@ impl Row {
         }
     }
 
-    /// Questions about one more text.
+    /// Adds the answers about a text.
     pub fn ask(&mut self, answers: &Answers) {
         self.asked += answers.right.len();
         self.right += answers.right.iter().filter(|right| **right).count();
@@ -82,7 +82,7 @@ impl Row {
         self.seconds += answers.seconds;
     }
 
-    /// One more text was foreseen.
+    /// Adds the prediction of a text.
     pub fn foresee(&mut self, foreseen: &Prediction) {
         self.prompt = self.prompt.and(foreseen.prompt);
         self.behind = self.behind.and(foreseen.behind);
@@ -90,48 +90,48 @@ impl Row {
         self.seconds += foreseen.seconds;
     }
 
-    /// The share of questions that were answered.
+    /// The share of questions with right answers.
     pub fn recall(&self) -> f64 {
         self.right as f64 / self.asked as f64
     }
 
-    /// In which that of all questions would be, in 95 of 100 cases.
+    /// The 95 % confidence interval of the recall.
     pub fn interval(&self) -> (f64, f64) {
         interval(self.right, self.asked)
     }
 
-    /// Bytes of keys and values that were kept, or moved for a step, of all, with questions.
+    /// The share of bytes of keys and values that were kept, or moved for a step, with questions.
     pub fn bytes(&self) -> f64 {
         self.asking.bytes / self.asking.texts
     }
 
-    /// The same with texts.
+    /// The share of bytes with predicted texts.
     pub fn text_bytes(&self) -> f64 {
         self.foreseeing.bytes / self.foreseeing.texts
     }
 
-    /// Keys that prompts were computed with, of all.
+    /// The share of keys that prompts were computed with.
     pub fn prompt_seen(&self) -> f64 {
         self.foreseeing.prompt / self.foreseeing.texts
     }
 
-    /// Of the symbols behind a prompt.
+    /// The perplexity of the symbols after a prompt.
     pub fn perplexity(&self) -> f64 {
         self.behind.perplexity()
     }
 
-    /// Of the last symbols of a prompt.
+    /// The perplexity of the last symbols of a prompt.
     pub fn prompt_perplexity(&self) -> f64 {
         self.prompt.perplexity()
     }
 
-    /// Its budget in words.
+    /// The budget as text.
     pub fn budget(&self) -> String {
         self.point.budget.map_or("-".to_string(), |budget| budget.to_string())
     }
 }
 
-/// Comma separated values.
+/// The rows as CSV.
 pub fn csv(rows: &[Row]) -> String {
     let names: Vec<&str> = COLUMNS.iter().map(|(name, _)| *name).collect();
     let mut out = format!("model,policy,budget,spec,{}\n", names.join(","));

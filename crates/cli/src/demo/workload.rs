@@ -1,4 +1,4 @@
-//! The conversations: who speaks next, what is asked of the store, what is computed.
+//! The conversations: the order of turns, the transfers of each turn, and the computed KV.
 
 use std::time::{Duration, Instant};
 
@@ -7,79 +7,78 @@ use kvtier::store::handle::Store;
 use kvtier::store::state::{Counters, Level, SessionOpts, TransferKind};
 
 use super::model::{Model, SYSTEM_TOKENS, TURN_TOKENS, TURNS};
-use super::show::Screen;
+
 use super::tensors::Tensors;
 use super::{Damage, Outcome};
 
-/// Between two that come back.
+/// Pause between loads of `linger`.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// What came of it.
+/// The totals of a run.
 #[derive(Clone, Default)]
-pub struct Tally {
+pub struct Totals {
     /// Turns.
     pub turns: u64,
-    /// Tokens that conversations came back with.
+    /// Tokens of history in all turns but first ones.
     pub asked: u64,
-    /// Of those, tokens that the store had.
+    /// Tokens among those that the store had.
     pub loaded: u64,
-    /// Of those, tokens that had to be computed again.
+    /// Tokens among those that were computed again.
     pub recomputed: u64,
-    /// Bytes that were brought back, and compared.
+    /// Bytes loaded and compared.
     pub bytes: u64,
-    /// How long bringing them back took.
+    /// Time of all loads.
     pub load_time: Duration,
-    /// Chunks that came back wrong.
+    /// Chunks loaded with wrong bytes.
     pub wrong: u64,
-    /// How long all of it took.
+    /// Time of the run.
     pub took: Duration,
-    /// What the store counted.
+    /// The counters of the store.
     pub counters: Counters,
-    /// After a restart.
+    /// The result of the restart.
     pub damage: Damage,
 }
 
-/// What was said, and what follows from it.
+/// The tokens of a conversation.
 #[derive(Default)]
 pub(super) struct Conversation {
     turns: u64,
-    /// What the KV of each token follows from: all tokens up to it.
+    /// A hash of each prefix, which determines the KV of its last token.
     pub(super) marks: Vec<u64>,
     pub(super) tokens: Vec<u32>,
 }
 
 /// All conversations.
-pub struct Talk<'a> {
+pub struct Workload<'a> {
     store: &'a Store,
     space: u32,
     model: &'a Model,
     all: Vec<Conversation>,
     random: u64,
     tensors: Tensors,
-    /// What happened.
-    pub tally: Tally,
-    /// Who spoke last.
+    /// The totals so far.
+    pub totals: Totals,
+    /// The conversation of the last turn.
     pub last: usize,
 }
 
-impl<'a> Talk<'a> {
-    /// Conversations that have not begun.
-    pub fn new(store: &'a Store, space: u32, model: &'a Model, sessions: u32) -> Talk<'a> {
+impl<'a> Workload<'a> {
+    /// Conversations without a turn.
+    pub fn new(store: &'a Store, space: u32, model: &'a Model, sessions: u32) -> Workload<'a> {
         let most = SYSTEM_TOKENS + TURNS * TURN_TOKENS;
-        let begin = |at: u32| {
+        let begin = |_| {
             let mut one = Conversation::default();
-            one.say((0..SYSTEM_TOKENS).map(|i| i as u32));
-            let _ = at;
+            one.append((0..SYSTEM_TOKENS).map(|i| i as u32));
             one
         };
-        Talk {
+        Workload {
             store,
             space,
             model,
             all: (0..sessions).map(begin).collect(),
             random: 7,
             tensors: Tensors::new(model, most),
-            tally: Tally::default(),
+            totals: Totals::default(),
             last: 0,
         }
     }
@@ -89,65 +88,65 @@ impl<'a> Talk<'a> {
         (self.random >> 33) % end
     }
 
-    /// The tokens of a conversation that speaks next.
+    /// The tokens of a conversation.
     pub fn tokens(&self, at: usize) -> &[u32] {
         &self.all[at].tokens
     }
 
-    /// Somebody speaks: those who spoke lately are likelier to.
-    pub fn turn(&mut self, _screen: &Screen) -> Outcome<()> {
+    /// Runs a turn of a random conversation; recent ones are more likely.
+    pub fn turn(&mut self) -> Outcome<()> {
         let count = self.all.len() as u64;
-        let near = self.draw(3) > 0;
-        let from = if near { self.last as u64 } else { self.draw(count) };
-        let step = if near { self.draw(4) } else { 0 };
+        let recent = self.draw(3) > 0;
+        let from = if recent { self.last as u64 } else { self.draw(count) };
+        let step = if recent { self.draw(4) } else { 0 };
         let open = |at: &usize| self.all[*at].turns < TURNS;
         let order = (0..count).map(|i| ((from + step + i) % count) as usize);
         let Some(at) = order.clone().find(open) else { return Ok(()) };
         self.last = at;
-        self.speak(at)
+        self.take_turn(at)
     }
 
-    /// One turn: what is there is loaded, the rest computed, and what is new kept.
-    fn speak(&mut self, at: usize) -> Outcome<()> {
+    /// Runs a turn: loads what the store has, computes the rest, and puts new chunks.
+    fn take_turn(&mut self, at: usize) -> Outcome<()> {
         let before = self.all[at].tokens.len() as u64;
         let session = self.open(at)?;
         let loaded = self.load(session, at)?;
         if self.all[at].turns > 0 {
-            self.tally.asked += before;
-            self.tally.loaded += loaded;
-            self.tally.recomputed += before - loaded;
+            self.totals.asked += before;
+            self.totals.loaded += loaded;
+            self.totals.recomputed += before - loaded;
         }
         let turn = self.all[at].turns;
         let words = (0..TURN_TOKENS).map(|i| (at as u64 * 100_000 + turn * 1000 + i + 1000) as u32);
         let words: Vec<u32> = words.collect();
-        self.all[at].say(words.iter().copied());
+        self.all[at].append(words.iter().copied());
         self.store.with(|core| core.append(session, &words))?;
         self.compute(at, loaded);
         self.keep(session, at)?;
         self.store.with(|core| core.close_session(session))?;
         self.all[at].turns += 1;
-        self.tally.turns += 1;
+        self.totals.turns += 1;
         Ok(())
     }
 
-    /// Conversations come back and are read again for so long, one at a time; the one
-    /// that came last stays open until the next does, for those who look.
+    /// Loads random conversations for `time`, one at a time. Each session stays open until the
+    /// next load, so that tools can show it.
     pub fn linger(&mut self, time: Duration) -> Outcome<()> {
         let start = Instant::now();
-        // What is counted is what came before.
-        let tally = self.tally.clone();
+        // The totals of the run itself are restored below.
+        let totals = self.totals.clone();
         while start.elapsed() < time {
             let at = self.draw(self.all.len() as u64) as usize;
             let session = self.open(at)?;
             let loaded = self.load(session, at)?;
             self.compute(at, loaded);
-            // A budget that was made too small meanwhile refuses what it must.
+            // A budget that was lowered meanwhile may refuse the put.
             let _ = self.keep(session, at);
             std::thread::sleep(PAUSE.min(time.saturating_sub(start.elapsed())));
             self.store.with(|core| core.close_session(session))?;
         }
-        let wrong = self.tally.wrong;
-        self.tally = Tally { wrong, ..tally };
+        let wrong = self.totals.wrong;
+        self.totals = Totals { wrong, ..totals };
         Ok(())
     }
 
@@ -159,8 +158,8 @@ impl<'a> Talk<'a> {
         })?)
     }
 
-    /// Brings back what the store has of a conversation, layer by layer; how many
-    /// tokens from the start on.
+    /// Loads what the store has of a conversation, layer by layer; returns the number of tokens
+    /// from the start.
     fn load(&mut self, session: u32, at: usize) -> Outcome<u64> {
         let all = self.all[at].tokens.len() as u64;
         let each = u64::from(self.model.layout.chunk_tokens());
@@ -178,24 +177,24 @@ impl<'a> Talk<'a> {
             tokens = tokens.min(op.value());
             op.remove();
         }
-        self.tally.load_time += start.elapsed();
+        self.totals.load_time += start.elapsed();
         self.check(at, tokens);
         Ok(tokens)
     }
 
-    /// Compares what came with what it must be.
+    /// Compares loaded KV with the model's.
     fn check(&mut self, at: usize, tokens: u64) {
         let marks = &self.all[at].marks[..tokens as usize];
-        self.tally.wrong += self.tensors.wrong(self.model, marks);
-        self.tally.bytes += tokens * self.model.all_token_bytes();
+        self.totals.wrong += self.tensors.wrong(self.model, marks);
+        self.totals.bytes += tokens * self.model.all_token_bytes();
     }
 
-    /// The forward pass: the KV of tokens from one on.
+    /// The forward pass: computes the KV of the tokens from index `from`.
     fn compute(&mut self, at: usize, from: u64) {
         self.tensors.compute(self.model, &self.all[at].marks, from as usize);
     }
 
-    /// Keeps all full chunks; those that are there are not stored again.
+    /// Puts all full chunks; the store skips those that it has.
     fn keep(&mut self, session: u32, at: usize) -> Outcome<()> {
         let each = u64::from(self.model.layout.chunk_tokens());
         let full = self.all[at].tokens.len() as u64 / each * each;
@@ -204,15 +203,15 @@ impl<'a> Talk<'a> {
         for op in self.store.submit(session, TransferKind::Put, Level::Ram, cell_range, &opts)? {
             op.wait(RELEASED, 0)?;
             if let Some(status) = op.info().status.filter(|&status| status != 0) {
-                return Err(format!("a put ended with {status}").into());
+                return Err(format!("a put ended with status {status}").into());
             }
             op.remove();
         }
         Ok(())
     }
 
-    /// After a restart: brings back what can be had of all conversations as they were
-    /// at their end; how many chunks that was.
+    /// After a restart: loads what the store has of all whole conversations; returns the number
+    /// of chunks.
     pub fn read_all(&mut self) -> Outcome<u64> {
         let mut chunks = 0;
         for at in 0..self.all.len() {
@@ -220,7 +219,7 @@ impl<'a> Talk<'a> {
                 let words = (0..TURN_TOKENS)
                     .map(|i| (at as u64 * 100_000 + turn * 1000 + i + 1000) as u32)
                     .collect::<Vec<_>>();
-                self.all[at].say(words.into_iter());
+                self.all[at].append(words.into_iter());
             }
             let session = self.open(at)?;
             let tokens = self.load(session, at)?;
@@ -232,8 +231,8 @@ impl<'a> Talk<'a> {
 }
 
 impl Conversation {
-    /// Goes on.
-    pub(super) fn say(&mut self, words: impl Iterator<Item = u32>) {
+    /// Appends tokens.
+    pub(super) fn append(&mut self, words: impl Iterator<Item = u32>) {
         for word in words {
             let before = self.marks.last().copied().unwrap_or(1);
             let mark = (before ^ u64::from(word)).wrapping_mul(0xD6E8_FEB8_6659_FD93);

@@ -1,6 +1,6 @@
-//! `kvtier demo --remote`: one process computes some documents and puts them at the remote, and
-//! ends; another, with nothing in its memory, finds them there and goes on from them. Every byte
-//! is compared; what the demo has put is taken away again.
+//! `kvtier demo --remote`: one process computes some documents, puts them to the remote, and ends.
+//! A second process with empty memory locates and loads them. Every byte is compared, and the
+//! demo removes its objects again.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -17,48 +17,47 @@ use serde_json::{Value, json};
 
 use super::Outcome;
 use super::model::{Model, SYSTEM_TOKENS, TOKENS_PER_SECOND};
-use super::talk::Conversation;
 use super::tensors::Tensors;
+use super::workload::Conversation;
 use crate::human;
-use crate::remote::{Place, explain, number};
+use crate::remote::{RemoteTarget, explain, number};
 
-/// How many documents.
+/// Number of documents.
 const DOCUMENTS: u32 = 4;
-/// Tokens of each after what all begin with.
+/// Tokens of a document after the common prefix.
 const OWN_TOKENS: u64 = 768;
-/// Milliseconds that a request may take where nobody says otherwise: a machine that shows a demo
-/// may have other things to do.
+/// Default timeout of a request in milliseconds: the machine of a demo may be busy.
 const TIMEOUT_MS: f64 = 5000.0;
-/// How long the remote may take to be told what is not needed any more.
+/// Timeout of removing the objects.
 const CLEAN: Duration = Duration::from_secs(30);
 
-/// What one of the two does.
+/// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Part {
+pub enum Role {
     /// Computes and puts
     Put,
-    /// Locates, gets, compares and takes away
+    /// Locates, gets, compares and removes
     Get,
 }
 
-/// What one of the two is told.
+/// The arguments of a process.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Which one
-    part: Part,
-    /// What both name their documents by
+    /// The role
+    role: Role,
+    /// Key of the namespace of both processes, 64 hexadecimal digits
     key: String,
     /// The remote
     remote: String,
 }
 
-/// Runs both, one after the other, and shows what came of it.
+/// Runs both processes, one after the other, and prints the results.
 pub fn run(remote: &str, json: bool) -> Outcome<()> {
-    let place = place(remote)?;
+    let target = target(remote)?;
     let key: String = random_bytes::<32>()?.iter().map(|byte| format!("{byte:02x}")).collect();
-    let put = child(Part::Put, &key, remote)?;
-    let got = child(Part::Get, &key, remote)?;
-    let report = json!({ "remote": place.words(), "put": put, "get": got });
+    let put = run_role(Role::Put, &key, remote)?;
+    let got = run_role(Role::Get, &key, remote)?;
+    let report = json!({ "remote": target.words(), "put": put, "get": got });
     match json {
         true => println!("{report}"),
         false => show(&report),
@@ -66,78 +65,79 @@ pub fn run(remote: &str, json: bool) -> Outcome<()> {
     judge(&report)
 }
 
-/// What is wrong, if anything is.
+/// Fails if a result is wrong.
 fn judge(report: &Value) -> Outcome<()> {
     let of = |at: &str| report.pointer(at).and_then(Value::as_u64).unwrap_or(u64::MAX);
     let (wrong, put, loaded) = (of("/get/wrong"), of("/put/tokens"), of("/get/loaded_tokens"));
     if wrong > 0 {
-        return Err(format!("{wrong} chunks came back wrong").into());
+        return Err(format!("{wrong} chunks were loaded with wrong bytes").into());
     }
     if loaded != put {
-        return Err(format!("of {put} tokens that were put {loaded} came back").into());
+        return Err(format!("{put} tokens were put, but {loaded} were loaded").into());
     }
     if of("/get/counters/corrupt") > 0 {
-        return Err("the remote gave what nobody had put there".into());
+        return Err("the remote returned corrupt objects".into());
     }
     match of("/get/left_chunks") {
         0 => Ok(()),
-        left => Err(format!("{left} chunks may be left at the remote").into()),
+        left => Err(format!("{left} chunks may be left in the remote").into()),
     }
 }
 
-fn place(remote: &str) -> Outcome<Place> {
-    Ok(Place::read(remote).map_err(explain)?.or("timeout", number(TIMEOUT_MS)))
+fn target(remote: &str) -> Outcome<RemoteTarget> {
+    Ok(RemoteTarget::read(remote).map_err(explain)?.or("timeout", number(TIMEOUT_MS)))
 }
 
-/// A process of this program that does its part, and what it says.
-fn child(part: Part, key: &str, remote: &str) -> Outcome<Value> {
-    let name = part.to_possible_value().map(|value| value.get_name().to_string());
+/// Runs a process of this program in a role; returns its report.
+fn run_role(role: Role, key: &str, remote: &str) -> Outcome<Value> {
+    let name = role.to_possible_value().map(|value| value.get_name().to_string());
     let output = Command::new(std::env::current_exe()?)
         .arg("demo-part")
         .args([&name.unwrap_or_default(), key, remote])
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()?;
-    let said: Option<Value> = serde_json::from_slice(&output.stdout).ok();
-    match said {
-        Some(said) if output.status.success() => match said["error"].as_str() {
+    let report: Option<Value> = serde_json::from_slice(&output.stdout).ok();
+    match report {
+        Some(report) if output.status.success() => match report["error"].as_str() {
             Some(error) => Err(error.to_string().into()),
-            None => Ok(said),
+            None => Ok(report),
         },
-        _ => Err(format!("the process that was to {part:?} ended with {}", output.status).into()),
+        _ => Err(format!("the process of role {role:?} ended with {}", output.status).into()),
     }
 }
 
-/// Does a part, and prints a line of JSON; who started it is told what went wrong, and tells it.
-pub fn part(args: &Args) -> Outcome<()> {
-    let said = act(args).unwrap_or_else(|error| json!({ "error": error.to_string() }));
-    println!("{said}");
+/// Runs a role and prints its report as a line of JSON. Failures are part of the report, and the
+/// parent process prints them.
+pub fn role_main(args: &Args) -> Outcome<()> {
+    let report = execute(args).unwrap_or_else(|error| json!({ "error": error.to_string() }));
+    println!("{report}");
     Ok(())
 }
 
-fn act(args: &Args) -> Outcome<Value> {
-    let mut end = End::open(args)?;
-    let said = match args.part {
-        Part::Put => end.put_all(),
-        Part::Get => end.get_all(),
+fn execute(args: &Args) -> Outcome<Value> {
+    let mut peer = Peer::open(args)?;
+    let report = match args.role {
+        Role::Put => peer.put_all(),
+        Role::Get => peer.get_all(),
     };
-    // What is there is taken away whatever was wrong with it.
-    let left = match args.part {
-        Part::Put => 0,
-        Part::Get => end.clean()?,
+    // Objects are removed even after a failure.
+    let left = match args.role {
+        Role::Put => 0,
+        Role::Get => peer.clean()?,
     };
-    let mut said = said?;
-    said["counters"] = counters(&end.store)?;
-    said["server"] = end.store.server.as_ref().map(|server| server.words.clone()).into();
-    let warnings = end.store.server.as_ref().map(|server| server.warnings.clone());
-    said["warnings"] = warnings.unwrap_or_default().into();
-    said["left_chunks"] = left.into();
-    end.store.close(0)?;
-    Ok(said)
+    let mut report = report?;
+    report["counters"] = counters(&peer.store)?;
+    report["server"] = peer.store.server.as_ref().map(|server| server.words.clone()).into();
+    let warnings = peer.store.server.as_ref().map(|server| server.warnings.clone());
+    report["warnings"] = warnings.unwrap_or_default().into();
+    report["left_chunks"] = left.into();
+    peer.store.close(0)?;
+    Ok(report)
 }
 
-/// One of those that share a remote.
-struct End {
+/// A process that shares the remote.
+struct Peer {
     store: Store,
     _runtime: Runtime,
     space: u32,
@@ -146,26 +146,26 @@ struct End {
     tensors: Tensors,
 }
 
-impl End {
-    fn open(args: &Args) -> Outcome<End> {
+impl Peer {
+    fn open(args: &Args) -> Outcome<Peer> {
         let model = Model::small()?;
         let most = SYSTEM_TOKENS + OWN_TOKENS;
         let bytes = 2 * u64::from(DOCUMENTS) * most * model.all_token_bytes();
-        let place = place(&args.remote)?;
-        let spec = place.store(&format!("store(host={bytes}B, policy=lru)"))?;
+        let target = target(&args.remote)?;
+        let spec = target.store(&format!("store(host={bytes}B, policy=lru)"))?;
         let runtime = Runtime::open(RuntimeOpts::default())?;
         let store = Store::open(runtime.core(), None, &spec).map_err(explain)?;
         let opts = SpaceOpts { key: key(&args.key)?, layout: model.layout.clone(), holes: false };
         let space = store.with(|core| core.open_space(&opts))?;
         let document = |number: u32| {
             let mut one = Conversation::default();
-            one.say(0..SYSTEM_TOKENS as u32);
-            one.say((0..OWN_TOKENS as u32).map(|i| 100_000 * (number + 1) + i));
+            one.append(0..SYSTEM_TOKENS as u32);
+            one.append((0..OWN_TOKENS as u32).map(|i| 100_000 * (number + 1) + i));
             one
         };
         let tensors = Tensors::new(&model, most);
         let documents = (0..DOCUMENTS).map(document).collect();
-        Ok(End { store, _runtime: runtime, space, model, documents, tensors })
+        Ok(Peer { store, _runtime: runtime, space, model, documents, tensors })
     }
 
     fn session(&self, document: usize) -> Outcome<u32> {
@@ -194,7 +194,7 @@ impl End {
         Ok(least)
     }
 
-    /// Computes each document, and puts it at the remote.
+    /// Computes each document and puts it to the remote.
     fn put_all(&mut self) -> Outcome<Value> {
         let (mut took, mut tokens) = (Duration::ZERO, 0);
         for at in 0..self.documents.len() {
@@ -217,7 +217,7 @@ impl End {
         }))
     }
 
-    /// Finds each document, loads what is there, and compares it.
+    /// Locates each document, loads it and compares it.
     fn get_all(&mut self) -> Outcome<Value> {
         let (mut locating, mut loading) = (Duration::ZERO, Duration::ZERO);
         let (mut asked, mut located, mut loaded, mut wrong) = (0, 0, 0, 0);
@@ -252,27 +252,28 @@ impl End {
         }))
     }
 
-    /// Takes away what the demo has put; how many chunks may be left.
+    /// Removes the objects of the demo; returns how many chunks may be left.
     fn clean(&self) -> Outcome<u64> {
-        let before = far(&self.store)?.removed;
+        let before = remote_counters(&self.store)?.removed;
         let cleared = self.store.clear(self.space, 0)?;
         self.store.settle(kvtier::base::clock::Clock::real().now_ns() + CLEAN.as_nanos() as u64)?;
         let all = SYSTEM_TOKENS + u64::from(DOCUMENTS) * OWN_TOKENS;
         let chunks = all / u64::from(self.model.layout.chunk_tokens());
-        // An object is a chunk here, or less of one.
-        let removed = (far(&self.store)?.removed - before).min(cleared.gone).min(chunks);
+        // An object contains at most one chunk here.
+        let removed =
+            (remote_counters(&self.store)?.removed - before).min(cleared.gone).min(chunks);
         Ok(chunks - removed)
     }
 }
 
-/// Waits for an op; how many tokens it is about.
+/// Waits for an op; returns its number of tokens.
 fn value(op: &OpRef, kind: TransferKind) -> Outcome<u64> {
     op.wait(RELEASED, 0)?;
     let (tokens, status) = (op.value(), op.info().status.and_then(Status::from_code));
     op.remove();
     match status {
         Some(Status::Ok) => Ok(tokens),
-        // It says how far what came goes.
+        // The value is the number of tokens that were found.
         Some(Status::NotFound) if kind == TransferKind::Get => Ok(tokens),
         status => {
             let status = status.map_or("nothing".to_string(), |status| format!("{status:?}"));
@@ -290,31 +291,31 @@ fn key(hex: &str) -> Outcome<Key> {
     Ok(Key(key))
 }
 
-fn far(store: &Store) -> Outcome<RemoteCounters> {
+fn remote_counters(store: &Store) -> Outcome<RemoteCounters> {
     Ok(store.with(|core| Ok(core.remote_counters()))?.unwrap_or_default())
 }
 
 fn counters(store: &Store) -> Outcome<Value> {
-    let far = far(store)?;
+    let remote_counters = remote_counters(store)?;
     Ok(json!({
-        "asked": far.asked,
-        "found": far.found,
-        "remembered": far.remembered,
-        "fetched": far.fetched,
-        "fetched_bytes": far.fetched_bytes,
-        "absent": far.absent,
-        "corrupt": far.corrupt,
-        "late": far.late,
-        "avoided": far.avoided,
-        "sent": far.sent,
-        "sent_bytes": far.sent_bytes,
-        "known_there": far.known_there,
-        "failed_sends": far.failed_sends,
-        "removed": far.removed,
+        "asked": remote_counters.asked,
+        "found": remote_counters.found,
+        "remembered": remote_counters.remembered,
+        "fetched": remote_counters.fetched,
+        "fetched_bytes": remote_counters.fetched_bytes,
+        "absent": remote_counters.absent,
+        "corrupt": remote_counters.corrupt,
+        "late": remote_counters.late,
+        "avoided": remote_counters.avoided,
+        "sent": remote_counters.sent,
+        "sent_bytes": remote_counters.sent_bytes,
+        "known_there": remote_counters.known_there,
+        "failed_sends": remote_counters.failed_sends,
+        "removed": remote_counters.removed,
     }))
 }
 
-/// A page for people.
+/// Prints the report as text.
 fn show(report: &Value) {
     let (put, got) = (&report["put"], &report["get"]);
     let whole = |value: &Value| value.as_u64().unwrap_or(0);
@@ -325,14 +326,14 @@ fn show(report: &Value) {
         println!("  warning: {}", text(warning));
     }
     println!(
-        "\nfirst process   {} documents, {} tokens computed, {} put at the remote in {:.2} s",
+        "\nfirst process   {} documents, {} tokens computed, {} put to the remote in {:.2} s",
         whole(&put["documents"]),
         whole(&put["tokens"]),
         human(whole(&put["bytes"])),
         real(&put["put_s"]),
     );
     println!(
-        "                {} objects sent ({}); what documents begin with alike went once",
+        "                {} objects uploaded ({}); the common prefix was uploaded once",
         whole(&put["counters"]["sent"]),
         human(whole(&put["counters"]["sent_bytes"])),
     );
@@ -349,19 +350,19 @@ fn show(report: &Value) {
         whole(&got["wrong"]),
     );
     println!(
-        "                {} from the remote, the rest from memory, where it had come to before",
+        "                {} from the remote, the rest from memory, where earlier gets had put it",
         human(whole(&got["counters"]["fetched_bytes"])),
     );
     println!(
-        "                {recompute:.2} s of computing at {TOKENS_PER_SECOND:.0} tokens a second, or \
-         {load:.2} s: {:.1} times as fast",
+        "                computing at {TOKENS_PER_SECOND:.0} tokens a second takes {recompute:.2} s, \
+         loading {load:.2} s: {:.1} times as fast",
         recompute / load.max(1e-9),
     );
     for (which, counters) in [("first", &put["counters"]), ("second", &got["counters"])] {
         let all = counters.as_object().into_iter().flatten();
         let counted = all.filter(|(_, count)| whole(count) > 0);
         let words: Vec<String> = counted.map(|(name, count)| format!("{name} {count}")).collect();
-        println!("{which:<6} counted  {}", words.join(", "));
+        println!("{which:<6} counters {}", words.join(", "));
     }
 }
 
@@ -370,7 +371,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_is_a_failure() {
+    fn wrong_results_are_failures() {
         let report = |wrong: u64, loaded: u64, corrupt: u64, left: u64| {
             json!({
                 "put": { "tokens": 100 },
@@ -385,8 +386,8 @@ mod tests {
         assert!(judge(&report(0, 100, 0, 0)).is_ok());
         for (bad, word) in [
             (report(1, 100, 0, 0), "wrong"),
-            (report(0, 99, 0, 0), "99 came back"),
-            (report(0, 100, 1, 0), "nobody had put"),
+            (report(0, 99, 0, 0), "99 were loaded"),
+            (report(0, 100, 1, 0), "corrupt"),
             (report(0, 100, 0, 2), "2 chunks may be left"),
             (json!({}), "wrong"),
         ] {
