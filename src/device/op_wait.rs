@@ -1,8 +1,8 @@
 //! Makes streams of an engine wait for an op that need not have begun, and signals user events when
 //! a runtime shuts down.
 
+use crate::base::op::Owner;
 use crate::base::op::{Op, RELEASED};
-use crate::base::owner::Owner;
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Weak};
 use crate::device::{Device, Event};
@@ -22,7 +22,7 @@ pub unsafe fn stream_wait_op(device: &Arc<dyn Device>, raw_stream: u64, op: &Op)
     // SAFETY: the caller's promise.
     let held = unsafe { device.stream_wait_event(raw_stream, user_event) };
     let joined = held.and_then(|()| {
-        op.when_released(Box::new(move || {
+        op.on_release(Box::new(move || {
             weak.upgrade().into_iter().for_each(|device| end(&device, user_event));
         }))
     });

@@ -1,6 +1,6 @@
 //! Memory of an offload's ring and tails: host memory, or memory of the store's device.
 
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Memory;
@@ -73,7 +73,7 @@ impl OwnedMemory {
     /// Allocates host memory.
     pub fn map(store: &Arc<Store>, bytes: u64) -> Result<OwnedMemory> {
         let account = store.account().cloned();
-        let wish = MemoryWish { bytes, account, ..Default::default() };
+        let wish = AllocationRequest { bytes, account, ..Default::default() };
         Ok(OwnedMemory::Host(Buffer::map(&wish, None)?))
     }
 

@@ -58,8 +58,10 @@ impl<'a> DirectReadTest<'a> {
             .map_err(|error| Error::new(Status::Io, format!("{}: {error}", test.path.display())))?;
         let direct = device.direct()?;
         let paths = [test.path.clone()];
-        let of =
-            test.files.insert(RealModelFiles::open(&paths, &ModelFilesOpts::default())?).descriptor(0)?;
+        let of = test
+            .files
+            .insert(RealModelFiles::open(&paths, &ModelFilesOpts::default())?)
+            .descriptor(0)?;
         // SAFETY: the file stays open and the memory allocated until the drop.
         unsafe {
             test.known = Some(direct.add_file(of.number, of.file_system)?);

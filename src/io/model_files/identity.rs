@@ -1,7 +1,7 @@
 //! Identity of a model file, independent of its path: cached data about its bytes is tied to it.
 
 use crate::base::checksum::xxh3;
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::status::Result;
 use crate::io::files::{Access, FileId, Piece};
 use crate::io::model_files::{ModelFiles, READ_UNIT_BYTES};
@@ -22,7 +22,10 @@ pub struct Identity {
 
 /// Reads the ends of every file.
 pub fn identities(files: &dyn ModelFiles) -> Result<Vec<Identity>> {
-    let stock = Buffer::map(&MemoryWish { bytes: 2 * END_BYTES, ..MemoryWish::default() }, None)?;
+    let stock = Buffer::map(
+        &AllocationRequest { bytes: 2 * END_BYTES, ..AllocationRequest::default() },
+        None,
+    )?;
     (0..files.count()).map(|file| identity(files, file, &stock)).collect()
 }
 

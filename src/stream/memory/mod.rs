@@ -5,7 +5,7 @@ pub mod device_window;
 use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::fault::Faults;
-use crate::base::memory::{Buffer, MemoryWish, Wish};
+use crate::base::memory::{AllocationRequest, Buffer, Requirement};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::base::window::Window;
@@ -471,14 +471,14 @@ impl Drop for WeightMemory {
 }
 
 fn allocate_on_host(bytes: u64, pinned: bool, source: &MemorySource) -> Result<HostBlock> {
-    let wish = MemoryWish {
+    let wish = AllocationRequest {
         bytes,
-        pin: if pinned { Wish::Try } else { Wish::No },
+        pin: if pinned { Requirement::Try } else { Requirement::No },
         // Direct reads touch each page for the first time: huge pages make that faster. An
         // allocation in whole huge pages would take more than the plan says.
         prefer_huge: true,
         account: source.account.cloned(),
-        ..MemoryWish::default()
+        ..AllocationRequest::default()
     };
     let mut on = HostBlock { buffer: Buffer::map(&wish, source.faults)?, registered_with: None };
     let device = source.device.filter(|device| pinned && device.facts().wants_pinned);

@@ -1,7 +1,7 @@
 //! Inspection of a streamer: plan, counters, links, loading progress; and verification of units on
 //! demand.
 
-use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::memory::{AllocationRequest, Buffer};
 use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::Ordering;
 use crate::fail;
@@ -210,7 +210,8 @@ impl Streamer {
             return Err(unknown_unit(unit, shared.units.units.len()));
         };
         let account = shared.account.clone();
-        let wish = MemoryWish { bytes: CHUNK_ALIGN_BYTES, account, ..MemoryWish::default() };
+        let wish =
+            AllocationRequest { bytes: CHUNK_ALIGN_BYTES, account, ..AllocationRequest::default() };
         let buffer = Buffer::map(&wish, shared.runtime.faults())?;
         let mut pieces = Vec::new();
         for chunk in of.chunks(CHUNK_ALIGN_BYTES) {

@@ -110,7 +110,7 @@ impl Shared {
                     _ => {}
                 }
             }
-            let tier_budget = account.budget().lane(tier);
+            let tier_budget = account.budget().usage(tier);
             let free_bytes = tier_budget
                 .limit_bytes
                 .saturating_sub(tier_budget.reserved_bytes + tier_budget.committed_bytes);

@@ -29,7 +29,7 @@ pub(super) fn start_threads(shared: &Arc<Shared>, readers: u32) -> Result<Vec<Jo
         shared.state.lock().threads += 1;
         let own = shared.clone();
         let started = spawn(name.into(), move || {
-            own.runtime.greet(Role::Streamer, number);
+            own.runtime.thread_started(Role::Streamer, number);
             let lived =
                 panic::catch(|| if is_reader { own.run_reader() } else { own.run_copier() });
             let lived = lived.and_then(|settled| settled.map_err(|error| error.to_string()));

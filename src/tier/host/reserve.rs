@@ -71,8 +71,7 @@ mod tests {
 
     #[test]
     fn the_reserve_is_beyond_the_limit_and_reusable() {
-        let opts =
-            HostOpts { slab_bytes: 4 * PIECE, max_bytes: 4 * PIECE, huge: Requirement::No };
+        let opts = HostOpts { slab_bytes: 4 * PIECE, max_bytes: 4 * PIECE, huge: Requirement::No };
         let mut tier = HostTier::new(None, &opts).expect("small");
         assert!(tier.take_reserve(1, 1).is_none(), "there is none");
         tier.keep_reserve(2 * PIECE - 1).expect("memory");

@@ -52,8 +52,7 @@ mod tests {
 
     #[test]
     fn slabs_beyond_a_smaller_limit_are_returned_when_empty() {
-        let opts =
-            HostOpts { slab_bytes: 4 * PIECE, max_bytes: 16 * PIECE, huge: Requirement::No };
+        let opts = HostOpts { slab_bytes: 4 * PIECE, max_bytes: 16 * PIECE, huge: Requirement::No };
         let mut tier = HostTier::new(None, &opts).expect("small");
         let mut pieces = fill(&mut tier);
         assert_eq!(pieces.len(), 16);

@@ -274,15 +274,15 @@ impl Doctor {
     }
 
     fn ask(&mut self, name: Name) -> Result<u64, RemoteError> {
-        let mut lookups = Asks::default();
+        let mut lookups = Queries::default();
         lookups.name(name);
         let deadline_ns = self.deadline_ns();
-        self.client.ask(&mut lookups, deadline_ns);
+        self.client.query(&mut lookups, deadline_ns);
         lookups.items[0].result
     }
 
     fn remove(&mut self, names: &[Name]) -> Result<(), RemoteError> {
-        let mut lookups = Asks::default();
+        let mut lookups = Queries::default();
         names.iter().for_each(|name| lookups.name(*name));
         let deadline_ns = self.deadline_ns();
         self.client.remove(&mut lookups, deadline_ns);
