@@ -3,20 +3,16 @@
 
 use std::sync::atomic::Ordering;
 
-use kvtier::base::clock::Clock;
 use kvtier::base::op::OpOpts;
-use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::base::runtime::Runtime;
 use kvtier::base::spec::Spec;
 use kvtier::base::sync::Arc;
-use kvtier::meta::dtype::Dtype;
-use kvtier::meta::key::Key;
-use kvtier::meta::layout::{Group, Layout};
-use kvtier::offload::{Offload, Opts, Policies, RingPlacement};
+use kvtier::offload::{Offload, Opts, Policies};
 use kvtier::sparse::{Context, Kind, Shape, registry};
 use kvtier::store::handle::Store;
-use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::session::{LayerViews, PlaneView};
-use kvtier::store::state::{Level, SessionOpts, SpaceOpts};
+
+use kvtier_testkit::fixtures::{offload, store as support};
 
 use crate::{BYTES, alone};
 
@@ -44,30 +40,13 @@ struct World {
 }
 
 fn open(decode: &str) -> World {
-    let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() });
-    let runtime = runtime.expect("opened");
-    let spec = StoreSpec::parse("store(host=16MiB)").expect("a sound spec");
+    let runtime = support::runtime();
+    let spec = support::spec_of("store(host=16MiB)");
     let store = Arc::new(Store::open(runtime.core(), None, &spec).expect("opened"));
-    let group = Group::mla_expanded(0..2, 8, 2, 2, Dtype::F32).expect("a group");
-    let layout = Layout::new(16, vec![group]).expect("a layout");
-    let session = store.with(|core| {
-        let space = core.open_space(&SpaceOpts { key: Key([4; 32]), layout, holes: false })?;
-        core.open_session(space, &SessionOpts::default())
-    });
-    let session = session.expect("a session");
+    let session = offload::open_session(&store, &SHAPE, 4);
     let policy = registry::make(&Spec::parse(decode).expect("sound"), &SHAPE).expect("sound");
-    let opts = Opts {
-        session,
-        shape: SHAPE,
-        dtype: Dtype::F32,
-        buffers: 1,
-        buffer_tokens: 256,
-        placement: RingPlacement::Host,
-        level: Level::Ram,
-        policies: Policies { prefill: None, decode: Some(policy) },
-        recipe: String::new(),
-        clock: Clock::real(),
-    };
+    let policies = Policies { prefill: None, decode: Some(policy) };
+    let opts = Opts { buffers: 1, policies, ..offload::opts(session, &SHAPE, 256) };
     let offload = Offload::open(&store, opts).expect("it fits");
     World { offload, session, store, _runtime: runtime }
 }

@@ -16,10 +16,9 @@ use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts, CudaWin
 use kvtier::device::window::Window;
 use kvtier::device::{Copy, Device, DeviceMemory, Direction, Memory, Stream};
 use kvtier::meta::view::{Place, View};
-use kvtier::store::handle::Store;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use mirror::Mirror;
-use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
+use support::{Done, Engine, Model, SHAPES, TestStore, document, marks_of, spec_of, wait};
 
 const MEANS: [CopyMethod; 3] = [CopyMethod::Plain, CopyMethod::Batch, CopyMethod::Kernel];
 /// Tokens of a tensor here, and the bytes of each.
@@ -335,28 +334,25 @@ fn a_store_takes_moves_of_views_on_other_devices() {
             let first: Arc<dyn Device> =
                 Arc::new(open(CudaOpts { choice, verify: true, ..opts(0, &[1, 2]) }));
             let others = [open(opts(1, &[])), open(opts(2, &[]))];
-            let runtime = support::runtime();
-            let store = Store::open_with(runtime.core(), None, &spec_of(spec), first);
-            let home = Home { store: store.expect("opened"), runtime };
-            let space = home.space(1, &MODEL);
+            let store = TestStore::on_device(&spec_of(spec), first);
+            let space = store.namespace(1, &MODEL);
             let tokens = document(1, TOKENS);
-            let session = home.session(space, &tokens);
-            let mut engine = Engine::new(MODEL, SHAPES[1], TOKENS);
-            engine.compute(&marks_of(0, &tokens));
+            let session = store.session(space, &tokens);
+            let engine = Engine::computed(MODEL, SHAPES[1], &marks_of(0, &tokens));
             let from = Mirror::new(&others[0], engine);
             let mut to = Mirror::new(&others[1], Engine::new(MODEL, SHAPES[0], TOKENS));
             for (kind, what) in [(TransferKind::Put, from.whole()), (TransferKind::Get, to.whole())]
             {
-                let ops = home.submit(session, kind, Level::Ram, what).expect("taken");
-                let right = Done { status: Status::Ok, tokens: TOKENS };
+                let ops = store.submit(session, kind, Level::Ram, what).expect("taken");
+                let right = Done::ok(TOKENS);
                 assert_eq!(wait(&ops[0]), right, "{spec}, {reaches}, {means}");
             }
             to.copy(Direction::Gather);
-            assert!(to.engine.is_right(&marks_of(0, &tokens)), "{spec}, {reaches}, {means}");
-            assert_eq!(home.counters().damaged, 0);
+            assert!(to.engine.matches(&marks_of(0, &tokens)), "{spec}, {reaches}, {means}");
+            assert_eq!(store.counters().damaged, 0);
             drop((from, to));
-            home.end(session);
-            home.close();
+            store.close_session(session);
+            store.close();
             fake.check();
         }
     }

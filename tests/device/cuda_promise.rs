@@ -246,9 +246,9 @@ fn a_store_stands_between_the_engines_kernels() {
             let (runtime, spec) = (support::runtime(), support::spec_of("store(host=8MiB)"));
             let device: Arc<dyn Device> = cuda.clone();
             let store = Store::open_with(runtime.core(), None, &spec, device).expect("opened");
-            support::Home { store, runtime }
+            support::TestStore { handle: store, runtime }
         };
-        let space = store.space(1, &MODEL);
+        let space = store.namespace(1, &MODEL);
         let (before, behind) = (fake.stream_in(context), fake.stream_in(context));
         let events = [(); 3].map(|()| fake.event(context));
         let [gate, ready, after] = events;
@@ -297,7 +297,7 @@ fn a_store_stands_between_the_engines_kernels() {
                 engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
                 cuda.release(event).expect("it has come");
             }
-            store.end(session);
+            store.close_session(session);
         }
         store.close();
         cuda.close(soon()).expect("all ends");
@@ -439,24 +439,23 @@ fn memory_of_cells_is_registered_and_given_back() {
         let (runtime, spec) = (support::runtime(), support::spec_of("store(host=4MiB)"));
         let device = Arc::new(open());
         let store = Store::open_with(runtime.core(), None, &spec, device.clone()).expect("opened");
-        let home = support::Home { store, runtime };
+        let store = support::TestStore { handle: store, runtime };
         if refuses {
             fake.lockable(0);
         }
-        let space = home.space(1, &MODEL);
+        let space = store.namespace(1, &MODEL);
         let tokens = support::document(1, TOKENS);
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(MODEL, Shape::Heads, TOKENS);
-        engine.compute(&support::marks_of(0, &tokens));
+        let session = store.session(space, &tokens);
+        let engine = Engine::computed(MODEL, Shape::Heads, &support::marks_of(0, &tokens));
         for kind in [TransferKind::Put, TransferKind::Get] {
-            let ops = home.submit(session, kind, Level::Ram, engine.whole()).expect("taken");
-            assert_eq!(support::wait(&ops[0]).status, Status::Ok);
+            let done = store.transfer(session, kind, Level::Ram, engine.whole());
+            assert_eq!(done.status, Status::Ok);
         }
-        home.rest();
+        store.settle();
         let pageable = device.describe().pageable_bytes;
         assert_eq!(pageable > 0, refuses, "{pageable} bytes are not registered");
-        home.end(session);
-        home.close();
+        store.close_session(session);
+        store.close();
         assert_eq!(device.describe().pageable_bytes, 0, "it knows memory that has gone");
     }
     let after = (fake.calls(told), fake.calls(forgotten));

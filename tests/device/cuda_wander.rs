@@ -6,6 +6,7 @@ use kvtier_testkit::fixtures::fake_cuda;
 
 use fake_cuda::alone;
 use kvtier::base::clock::Clock;
+use kvtier::base::random::Random;
 use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts};
 use kvtier::device::{Copy, Device, Direction, Event, Memory, Stream};
 use kvtier::meta::view::View;
@@ -23,15 +24,6 @@ struct Room {
     readers: Vec<Event>,
 }
 
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) as usize % n
-    }
-}
-
 fn pages() -> u64 {
     let layout = std::alloc::Layout::from_size_align(ROOM, 4096).expect("sound");
     // SAFETY: memory of its own, which stays for as long as the process does.
@@ -46,7 +38,7 @@ fn host(address: u64) -> *mut u8 {
 
 /// A copy of some cells: every second one, some in a row, or all of them.
 fn copies(random: &mut Random, from: &Room, to: &mut Room, content: &[u8]) -> Vec<Copy<'static>> {
-    let (step, first) = (1 + random.below(3), random.below(4));
+    let (step, first) = (1 + random.below(3) as usize, random.below(4) as usize);
     let mut made = Vec::new();
     let mut add = |at: usize, count: usize, stride: usize| {
         let (tensor, plane) = (from.address + at as u64, to.address + at as u64);
@@ -61,7 +53,7 @@ fn copies(random: &mut Random, from: &Room, to: &mut Room, content: &[u8]) -> Ve
             to.content[at + n * CELL..at + (n + 1) * CELL].copy_from_slice(&kept);
         }
     };
-    match random.below(3) {
+    match random.below(3) as usize {
         // Rows that come closer together.
         0 => add(first * CELL, 5, 2 * CELL),
         1 => (first..CELLS).step_by(step).for_each(|cell| add(cell * CELL, 1, CELL)),
@@ -71,7 +63,7 @@ fn copies(random: &mut Random, from: &Room, to: &mut Room, content: &[u8]) -> Ve
 }
 
 fn wander(cuda: &Cuda, seed: u64, told: bool) {
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut rooms: Vec<Room> = (0..6)
         .map(|n| {
             let on_device = n % 2 == 0;
@@ -101,8 +93,8 @@ fn wander(cuda: &Cuda, seed: u64, told: bool) {
         room.writer = Some(filled.expect("taken"));
     }
     for _ in 0..60 {
-        let from = random.below(6);
-        let to = (from + 1 + random.below(5)) % 6;
+        let from = random.below(6) as usize;
+        let to = (from + 1 + random.below(5) as usize) % 6;
         let mut before: Vec<Event> = rooms[from].writer.into_iter().collect();
         before.extend(rooms[to].writer);
         before.append(&mut rooms[to].readers);

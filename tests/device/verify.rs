@@ -17,11 +17,10 @@ use kvtier::device::cuda::{CopyMethod, CopyMethodChoice, Cuda, CudaOpts};
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Copy, Device, Direction, Memory, Stream};
 use kvtier::meta::view::{Place, View};
-use kvtier::store::handle::Store;
 use kvtier::store::state::CellRange;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use mirror::Mirror;
-use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
+use support::{Done, Engine, Model, SHAPES, TestStore, document, marks_of, spec_of, wait};
 
 const MODEL: Model = Model { layers: 2, heads: 4, run: 64, chunk: 16 };
 const TOKENS: usize = 3 * MODEL.chunk + 7;
@@ -256,26 +255,24 @@ fn devices_that_sum_keep_the_contract() {
 /// A store over a device, and a document that it is given from that device's memory.
 struct Rig {
     device: Arc<dyn Device>,
-    home: Home,
+    store: TestStore,
     session: u32,
     tokens: Vec<u32>,
 }
 
 impl Rig {
     fn open(device: Arc<dyn Device>, spec: &str) -> Rig {
-        let runtime = support::runtime();
-        let store = Store::open_with(runtime.core(), None, &spec_of(spec), device.clone());
-        let home = Home { store: store.expect("opened"), runtime };
-        let space = home.space(1, &MODEL);
+        let store = TestStore::on_device(&spec_of(spec), device.clone());
+        let space = store.namespace(1, &MODEL);
         let tokens = document(3, TOKENS);
-        let session = home.session(space, &tokens);
-        Rig { device, home, session, tokens }
+        let session = store.session(space, &tokens);
+        Rig { device, store, session, tokens }
     }
 
     fn move_all(&self, kind: TransferKind, mirror: &Mirror<'_>) -> Done {
-        let ops = self.home.submit(self.session, kind, Level::Ram, mirror.whole()).expect("taken");
+        let ops = self.store.submit(self.session, kind, Level::Ram, mirror.whole()).expect("taken");
         let done = wait(&ops[0]);
-        self.home.rest();
+        self.store.settle();
         done
     }
 
@@ -283,20 +280,19 @@ impl Rig {
     fn move_behind(&self, kind: TransferKind, mirror: &Mirror<'_>) -> Done {
         let event = self.device.create_user_event().expect("one");
         let cell_range = CellRange { after: Some(event), ..mirror.whole() };
-        let ops = self.home.submit(self.session, kind, Level::Ram, cell_range).expect("taken");
-        while self.home.store.look(|core| core.cells_behind() > 0).expect("open") {
+        let ops = self.store.submit(self.session, kind, Level::Ram, cell_range).expect("taken");
+        while self.store.handle.look(|core| core.cells_behind() > 0).expect("open") {
             std::thread::yield_now();
         }
         self.device.signal_event(event).expect("a promise");
         let done = wait(&ops[0]);
-        self.home.rest();
+        self.store.settle();
         self.device.release(event).expect("it has come");
         done
     }
 
     fn full(&self) -> Mirror<'_> {
-        let mut engine = Engine::new(MODEL, SHAPES[1], TOKENS);
-        engine.compute(&marks_of(0, &self.tokens));
+        let engine = Engine::computed(MODEL, SHAPES[1], &marks_of(0, &self.tokens));
         Mirror::new(&*self.device, engine)
     }
 
@@ -307,15 +303,15 @@ impl Rig {
     /// What came; whether it is right.
     fn is_right(&self, to: &mut Mirror<'_>) -> bool {
         to.copy(Direction::Gather);
-        to.engine.is_right(&marks_of(0, &self.tokens))
+        to.engine.matches(&marks_of(0, &self.tokens))
     }
 
     fn damaged(&self) -> u64 {
-        self.home.counters().damaged
+        self.store.counters().damaged
     }
 }
 
-const RIGHT: Done = Done { status: Status::Ok, tokens: TOKENS };
+const RIGHT: Done = Done::ok(TOKENS);
 const SPECS: [&str; 2] =
     ["store(host=8MiB)", "store(host=8MiB,copiers=1,device=device(capacity=2MiB))"];
 
@@ -334,12 +330,12 @@ fn a_bit_that_changes_on_the_bus_is_noticed() {
             assert_eq!(rig.damaged(), 1, "{spec}, {means}, {nth}: on its way here");
             if spec.contains("device=") {
                 // Else nothing comes over the bus.
-                let forgotten = rig.home.store.with(|core| core.set_device_bytes(0));
+                let forgotten = rig.store.handle.with(|core| core.set_device_bytes(0));
                 forgotten.expect("open");
-                rig.home.rest();
-                let again = rig.home.store.with(|core| core.set_device_bytes(2 << 20));
+                rig.store.settle();
+                let again = rig.store.handle.with(|core| core.set_device_bytes(2 << 20));
                 again.expect("open");
-                rig.home.rest();
+                rig.store.settle();
             }
             fake.flip(false, nth);
             assert_eq!(rig.move_all(TransferKind::Get, &to), RIGHT, "{spec}, {means}, {nth}");
@@ -347,7 +343,7 @@ fn a_bit_that_changes_on_the_bus_is_noticed() {
             assert_eq!(rig.damaged(), 2, "{spec}, {means}, {nth}: on its way there");
             assert!(rig.is_right(&mut to), "{spec}, {means}, {nth}");
             drop((from, to));
-            rig.home.close();
+            rig.store.close();
         }
     }
     fake.check();
@@ -362,7 +358,7 @@ fn a_tier_that_changes_is_noticed_when_it_is_read() {
         let rig = Rig::open(cuda(CopyMethod::Plain, verify), SPECS[1]);
         let from = rig.full();
         assert_eq!(rig.move_all(TransferKind::Put, &from), RIGHT);
-        let cells = rig.home.store.with(|core| Ok(core.device_cells())).expect("open");
+        let cells = rig.store.handle.with(|core| Ok(core.device_cells())).expect("open");
         assert!(cells > 0);
         fake.rot();
         let mut to = rig.empty();
@@ -371,10 +367,10 @@ fn a_tier_that_changes_is_noticed_when_it_is_read() {
         // All planes that have as much as a KiB, twice each.
         assert_eq!(rig.damaged() > 0, verify);
         // What was wrong is gone from there, or was filled again.
-        let wrong = rig.home.store.audit_device().expect("open").wrong;
+        let wrong = rig.store.handle.audit_device().expect("open").wrong;
         assert_eq!(wrong == 0, verify, "{wrong} cells");
         drop((from, to));
-        rig.home.close();
+        rig.store.close();
     }
     fake.check();
 }
@@ -408,7 +404,7 @@ fn a_bus_that_always_changes_bits_stores_nothing() {
         assert_eq!(rig.move_all(TransferKind::Get, &to), RIGHT);
         assert!(rig.is_right(&mut to), "{spec}, {means}");
         drop((from, to));
-        rig.home.close();
+        rig.store.close();
     }
     fake.check();
 }
@@ -431,7 +427,7 @@ fn without_sums_nobody_notices() {
         assert_eq!(rig.damaged(), 0);
         assert!(!rig.is_right(&mut to), "a bit has changed on its way");
         drop((from, to));
-        rig.home.close();
+        rig.store.close();
     }
 }
 
@@ -454,7 +450,7 @@ fn damage_of_a_simulated_bus_is_noticed() {
             assert_eq!(rig.damaged(), 1, "{spec}, {nth}");
             assert!(rig.is_right(&mut to), "{spec}, {nth}");
             drop((from, to));
-            rig.home.close();
+            rig.store.close();
         }
     }
 }

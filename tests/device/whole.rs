@@ -15,13 +15,12 @@ use kvtier::base::op::RELEASED;
 use kvtier::base::status::Status;
 use kvtier::device::cuda::{CopyMethodChoice, Cuda, CudaOpts};
 use kvtier::device::{Copy, Device, Direction, Memory, State, Stream};
-use kvtier::store::handle::Store;
 use kvtier::store::state::CellRange;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::stream::plan::PlanOptions;
 use kvtier::stream::streamer::AcquireOpts;
 use mirror::Mirror;
-use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
+use support::{Done, Engine, Model, SHAPES, TestStore, document, marks_of, spec_of, wait};
 
 const MODEL: Model = Model { layers: 4, heads: 4, run: 64, chunk: 16 };
 const TOKENS: usize = 5 * MODEL.chunk + 7;
@@ -38,32 +37,29 @@ fn cuda() -> Arc<Cuda> {
 fn kv_goes_from_device_memory_to_device_memory() {
     for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
         let device = cuda();
-        let runtime = support::runtime();
-        let store = Store::open_with(runtime.core(), None, &spec_of(spec), device.clone());
-        let home = Home { store: store.expect("opened"), runtime };
-        let space = home.space(1, &MODEL);
-        let right = Done { status: Status::Ok, tokens: TOKENS };
+        let store = TestStore::on_device(&spec_of(spec), device.clone());
+        let space = store.namespace(1, &MODEL);
+        let right = Done::ok(TOKENS);
         for (number, shape) in SHAPES.into_iter().enumerate() {
             let tokens = document(number as u32, TOKENS);
             let marks = marks_of(0, &tokens);
-            let session = home.session(space, &tokens);
-            let mut engine = Engine::new(MODEL, shape, tokens.len());
-            engine.compute(&marks);
+            let session = store.session(space, &tokens);
+            let engine = Engine::computed(MODEL, shape, &marks);
             let from = Mirror::new(&*device, engine);
-            let put = home.submit(session, TransferKind::Put, Level::Ram, from.whole());
+            let put = store.submit(session, TransferKind::Put, Level::Ram, from.whole());
             assert_eq!(wait(&put.expect("taken")[0]), right, "{spec}, {shape:?}");
             for other in SHAPES {
                 let mut to = Mirror::new(&*device, Engine::new(MODEL, other, tokens.len()));
-                let get = home.submit(session, TransferKind::Get, Level::Ram, to.whole());
+                let get = store.submit(session, TransferKind::Get, Level::Ram, to.whole());
                 assert_eq!(wait(&get.expect("taken")[0]), right, "{spec}, {shape:?}, {other:?}");
                 to.copy(Direction::Gather);
                 to.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
             }
-            home.end(session);
+            store.close_session(session);
         }
-        let hits = home.counters().device_hits;
+        let hits = store.counters().device_hits;
         assert_eq!(hits > 0, spec.contains("device="), "{spec}: {hits} hits on the device");
-        home.close();
+        store.close();
         assert_eq!(device.close(0), Ok(()));
     }
 }
@@ -74,15 +70,13 @@ fn kv_goes_from_device_memory_to_device_memory() {
 fn kv_is_behind_what_comes_before_on_the_device() {
     for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
         let device = cuda();
-        let runtime = support::runtime();
-        let store = Store::open_with(runtime.core(), None, &spec_of(spec), device.clone());
-        let home = Home { store: store.expect("opened"), runtime };
-        let space = home.space(1, &MODEL);
-        let right = Done { status: Status::Ok, tokens: TOKENS };
+        let store = TestStore::on_device(&spec_of(spec), device.clone());
+        let space = store.namespace(1, &MODEL);
+        let right = Done::ok(TOKENS);
         for (number, shape) in (0u32..).zip(SHAPES) {
             let tokens = document(number, TOKENS);
             let marks = marks_of(0, &tokens);
-            let session = home.session(space, &tokens);
+            let session = store.session(space, &tokens);
             // Nothing is there yet but poison.
             let mut tensors = Mirror::new(&*device, Engine::new(MODEL, shape, tokens.len()));
             for kind in [TransferKind::Put, TransferKind::Get, TransferKind::Get] {
@@ -94,7 +88,7 @@ fn kv_is_behind_what_comes_before_on_the_device() {
                     if kind == TransferKind::Put { Direction::Scatter } else { Direction::Gather };
                 let before = tensors.begin(Stream(1), Some(promise), direction);
                 let what = CellRange { after: Some(before), ..tensors.whole() };
-                let ops = home.submit(session, kind, Level::Ram, what).expect("taken");
+                let ops = store.submit(session, kind, Level::Ram, what).expect("taken");
                 assert_eq!(device.state(before).expect("known"), State::Pending);
                 assert_eq!(ops[0].state() & RELEASED, 0);
                 device.signal_event(promise).expect("a promise");
@@ -112,9 +106,9 @@ fn kv_is_behind_what_comes_before_on_the_device() {
                 }
                 tensors.copy(Direction::Scatter);
             }
-            home.end(session);
+            store.close_session(session);
         }
-        home.close();
+        store.close();
         assert_eq!(device.close(0), Ok(()));
     }
 }
@@ -123,24 +117,20 @@ fn kv_is_behind_what_comes_before_on_the_device() {
 #[test]
 fn kv_goes_from_host_memory_by_way_of_the_device() {
     let device = cuda();
-    let runtime = support::runtime();
-    let spec = spec_of("store(host=8MiB)");
-    let store = Store::open_with(runtime.core(), None, &spec, device).expect("opened");
-    let home = Home { store, runtime };
-    let space = home.space(1, &MODEL);
+    let store = TestStore::on_device(&spec_of("store(host=8MiB)"), device);
+    let space = store.namespace(1, &MODEL);
     for (number, shape) in SHAPES.into_iter().enumerate() {
         let tokens = document(number as u32, TOKENS);
         let marks = marks_of(0, &tokens);
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(MODEL, shape, tokens.len());
-        engine.compute(&marks);
-        assert_eq!(home.put(session, Level::Ram, &engine).tokens, TOKENS);
+        let session = store.session(space, &tokens);
+        let engine = Engine::computed(MODEL, shape, &marks);
+        assert_eq!(store.put(session, Level::Ram, &engine).tokens, TOKENS);
         let mut back = Engine::new(MODEL, shape, tokens.len());
-        assert_eq!(home.get(session, &back).tokens, TOKENS);
+        assert_eq!(store.get(session, &back).tokens, TOKENS);
         back.check(&marks, 0..TOKENS, 0..MODEL.layers);
-        home.end(session);
+        store.close_session(session);
     }
-    home.close();
+    store.close();
 }
 
 /// Weights pass through device memory while the device computes behind the streamer's back; in

@@ -16,24 +16,21 @@ use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::Level;
 use kvtier::tier::remote::redis::resp::{Reader, Reply, Value, Want};
 use redis::{Server, cluster, is_there, wait_until};
-use support::{Engine, Home, Model, Shape, document, marks_of, wait};
+use support::{Model, TestStore, document, wait};
 
 const MODEL: Model = Model { layers: 2, heads: 2, run: 64, chunk: 16 };
 
-fn put(home: &Home, number: u32, tokens: usize) {
+fn put(store: &TestStore, number: u32, tokens: usize) {
     let tokens = document(number, tokens);
-    let space = home.space(1, &MODEL);
-    let session = home.session(space, &tokens);
-    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(1, &tokens));
-    assert_eq!(home.put(session, Level::Ram, &engine).status, Status::Ok);
-    home.end(session);
+    let space = store.namespace(1, &MODEL);
+    let done = store.put_tokens((space, 1), &MODEL, &tokens, Level::Ram);
+    assert_eq!(done.status, Status::Ok);
 }
 
 /// All events of a store.
-fn events_of(home: &Home) -> Vec<Event> {
+fn events_of(store: &TestStore) -> Vec<Event> {
     let mut all = vec![Event::default(); 4096];
-    let (count, lost) = home.store.look(|core| core.events.read(0, &mut all)).expect("open");
+    let (count, lost) = store.handle.look(|core| core.events.read(0, &mut all)).expect("open");
     assert_eq!(lost, 0);
     all.truncate(count);
     all
@@ -45,41 +42,41 @@ fn is_open(op: &kvtier::base::op::OpRef) -> bool {
 
 #[test]
 fn who_watches_is_woken_once_by_what_he_waits_for() {
-    let home = Home::open(&StoreSpec::parse("store(host=8MiB)").expect("sound"));
-    let watch = |from| home.store.watch(from, &OpOpts::default()).expect("begun");
+    let store = TestStore::open(&StoreSpec::parse("store(host=8MiB)").expect("sound"));
+    let watch = |from| store.handle.watch(from, &OpOpts::default()).expect("begun");
     let (first, third, next) = (watch(0), watch(2), watch(u64::MAX));
     assert!([&first, &third, &next].into_iter().all(is_open));
-    put(&home, 1, 16);
+    put(&store, 1, 16);
     let done = [wait(&first), wait(&next)];
     assert!(done.iter().all(|done| (done.status, done.tokens) == (Status::Ok, 1)), "one event");
     assert!(is_open(&third), "there is no event of that number yet");
-    put(&home, 2, 64);
+    put(&store, 2, 64);
     let done = wait(&third);
     assert_eq!(done.status, Status::Ok);
-    assert!((1..=3).contains(&done.tokens) && events_of(&home).len() == 5);
+    assert!((1..=3).contains(&done.tokens) && events_of(&store).len() == 5);
     // What is there already is told at once.
     assert_eq!(wait(&watch(1)).tokens, 4);
-    home.close();
+    store.close();
 }
 
 #[test]
 fn a_watch_ends_when_it_is_given_up() {
-    let home = Home::open(&StoreSpec::parse("store(host=8MiB)").expect("sound"));
-    let opts = OpOpts { deadline_ns: home.now_ns() + 20_000_000, ..OpOpts::default() };
-    let late = home.store.watch(0, &opts).expect("begun");
+    let store = TestStore::open(&StoreSpec::parse("store(host=8MiB)").expect("sound"));
+    let opts = OpOpts { deadline_ns: store.now_ns() + 20_000_000, ..OpOpts::default() };
+    let late = store.handle.watch(0, &opts).expect("begun");
     assert_eq!(wait(&late).status, Status::Timeout);
-    let dropped = home.store.watch(0, &OpOpts::default()).expect("begun");
+    let dropped = store.handle.watch(0, &OpOpts::default()).expect("begun");
     dropped.cancel();
     assert_eq!(wait(&dropped).status, Status::Cancelled);
     // Their places are free again; so many may wait, and no more.
     let many: Vec<_> =
-        (0..1024).map(|_| home.store.watch(0, &OpOpts::default()).expect("begun")).collect();
-    let refused = home.store.watch(0, &OpOpts::default()).err().expect("too many");
+        (0..1024).map(|_| store.handle.watch(0, &OpOpts::default()).expect("begun")).collect();
+    let refused = store.handle.watch(0, &OpOpts::default()).err().expect("too many");
     assert_eq!(refused.status(), Status::Again);
     many[7].cancel();
     assert_eq!(wait(&many[7]).status, Status::Cancelled);
-    let again = home.store.watch(0, &OpOpts::default()).expect("a place is free");
-    home.close();
+    let again = store.handle.watch(0, &OpOpts::default()).expect("a place is free");
+    store.close();
     for op in many.iter().enumerate().filter(|(at, _)| *at != 7).map(|(_, op)| op).chain([&again]) {
         assert_eq!(wait(op).status, Status::Cancelled);
     }
@@ -175,25 +172,25 @@ fn a_stream_has_what_the_store_has_also_when_its_server_was_away() {
         return;
     }
     let mut server = Server::start(&[]);
-    let home = Home::open(&told_spec(&server.url(), ""));
-    put(&home, 1, 64);
+    let store = TestStore::open(&told_spec(&server.url(), ""));
+    put(&store, 1, 64);
     wait_until("the first events are told", || check_len(&server) == 4);
     let told = entries(&server, "p/events");
     assert_eq!((&*told[0].stage, &*told[0].node, told[0].first), ("opened", "http://a:1", 0));
     assert!(told[1..].iter().all(|entry| entry.stage == "open" && entry.run == told[0].run));
-    assert_eq!(check(&told, &events_of(&home), 0), 4);
+    assert_eq!(check(&told, &events_of(&store), 0), 4);
     // A server that is away costs nobody anything, and hears of it later.
     server.kill();
     // The server comes again only when the put has ended: one that waited for it would hang.
-    put(&home, 2, 320);
+    put(&store, 2, 320);
     server.restart();
-    let count = events_of(&home).len() as u64;
+    let count = events_of(&store).len() as u64;
     wait_until("the rest is told", || {
         let told = entries(&server, "p/events");
         told.iter().any(|entry| entry.first + entry.events.len() as u64 == count)
     });
-    let events = events_of(&home);
-    home.close();
+    let events = events_of(&store);
+    store.close();
     let told = entries(&server, "p/events");
     assert_eq!(check(&told, &events, 4), count);
     assert_eq!(told.last().map(|entry| &*entry.stage), Some("closed"));
@@ -210,8 +207,8 @@ fn a_stream_of_a_cluster_is_where_its_key_belongs() {
         return;
     }
     let servers = cluster();
-    let home = Home::open(&told_spec(&servers[0].url(), ", cluster=true"));
-    put(&home, 1, 64);
+    let store = TestStore::open(&told_spec(&servers[0].url(), ", cluster=true"));
+    put(&store, 1, 64);
     let slot = servers[0].cli(&["cluster", "keyslot", "p/events"]);
     let has_it = |server: &&Server| server.cli(&["cluster", "countkeysinslot", &slot]) == "1";
     wait_until("some node has the stream", || servers.iter().any(|server| has_it(&server)));
@@ -219,8 +216,8 @@ fn a_stream_of_a_cluster_is_where_its_key_belongs() {
         servers.iter().find(|server| has_it(server) && server.cli(&["role"]).starts_with("master"));
     let master = master.expect("a master has it");
     wait_until("all is told", || check_len(master) == 4);
-    assert_eq!(check(&entries(master, "p/events"), &events_of(&home), 0), 4);
-    home.close();
+    assert_eq!(check(&entries(master, "p/events"), &events_of(&store), 0), 4);
+    store.close();
 }
 
 #[test]
@@ -231,13 +228,13 @@ fn what_is_too_much_is_said_to_be_missed() {
     let server = Server::start(&[]);
     let mut spec = told_spec(&server.url(), ", events_kept=1000");
     spec.config.events = 16;
-    let home = Home::open(&spec);
-    put(&home, 1, 16);
+    let store = TestStore::open(&spec);
+    put(&store, 1, 16);
     wait_until("it is told", || check_len(&server) == 1);
     server.pause();
-    (2..8).for_each(|number| put(&home, number, 160));
+    (2..8).for_each(|number| put(&store, number, 160));
     server.go_on();
-    let all = home.store.look(|core| core.events.next_number()).expect("open");
+    let all = store.handle.look(|core| core.events.next_number()).expect("open");
     let ends = |entry: &Entry| entry.first + entry.events.len() as u64;
     wait_until("the last one is told", || {
         entries(&server, "p/events").last().is_some_and(|entry| ends(entry) == all)
@@ -252,7 +249,7 @@ fn what_is_too_much_is_said_to_be_missed() {
         next = next.max(ends(entry));
     }
     assert_eq!(next, all);
-    home.close();
+    store.close();
 }
 
 #[test]

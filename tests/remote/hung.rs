@@ -8,12 +8,11 @@ use kvtier::base::clock::Clock;
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::{Result, Status};
-use kvtier::store::handle::Store;
 use kvtier::store::spec::CustomRemote;
 use kvtier::store::state::{Level, TransferKind};
 use kvtier::tier::remote::{Caps, Client, Gets, Puts, Queries, Remote, Server};
 use kvtier_testkit::fixtures::store::{
-    Engine, Home, Model, Shape, document, marks_of, spec_of, wait,
+    Engine, Model, Shape, TestStore, document, marks_of, spec_of, wait,
 };
 use kvtier_testkit::remote::simulated::{Plan, Simulated};
 
@@ -105,7 +104,7 @@ impl Client for GatedLane {
 }
 
 /// A store with one of these, by this clock.
-fn open(remote: &Gated, clock: &Clock) -> Home {
+fn open(remote: &Gated, clock: &Clock) -> TestStore {
     let mut spec = spec_of(&format!(
         "store(host=8MiB, remote=custom(object=16KiB, fetchers=1, senders=1, ask=locate, \
          timeout={}))",
@@ -115,8 +114,7 @@ fn open(remote: &Gated, clock: &Clock) -> Home {
     spec.custom_remote = Some(CustomRemote(Arc::new(move |_| Box::new(remote.clone()))));
     let opts = RuntimeOpts { workers: 1, clock: clock.clone(), ..RuntimeOpts::default() };
     let runtime = Runtime::open(opts).expect("opened");
-    let store = Store::open(runtime.core(), None, &spec).expect("opened");
-    Home { store, runtime }
+    TestStore::open_with(runtime, &spec, None, None)
 }
 
 /// The clock goes on until an op has ended.
@@ -131,9 +129,7 @@ fn ended(clock: &Clock, op: &OpRef) -> Status {
 }
 
 fn engine(tokens: &[u32]) -> Engine {
-    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(1, tokens));
-    engine
+    Engine::computed(MODEL, Shape::Tokens, &marks_of(1, tokens))
 }
 
 /// What another store has put there, and this one knows of.
@@ -141,7 +137,7 @@ struct World {
     // Opened before the store goes, which waits for calls that hang.
     gate: Open,
     clock: Clock,
-    home: Home,
+    store: TestStore,
 }
 
 /// Lets all calls go on in the end, also after a failure.
@@ -161,29 +157,29 @@ impl World {
         let remote = Gated(Simulated::new(1, Plan::default(), clock.clone()), gate.clone());
         let other = open(&remote, &clock);
         for tokens in documents {
-            let session = other.session(other.space(1, &MODEL), tokens);
+            let session = other.session(other.namespace(1, &MODEL), tokens);
             assert_eq!(other.put(session, Level::Remote, &engine(tokens)).status, Status::Ok);
-            other.end(session);
+            other.close_session(session);
         }
         other.close();
-        World { gate: Open(gate), home: open(&remote, &clock), clock }
+        World { gate: Open(gate), store: open(&remote, &clock), clock }
     }
 
     fn session(&self, tokens: &[u32]) -> u32 {
-        self.home.session(self.home.space(1, &MODEL), tokens)
+        self.store.session(self.store.namespace(1, &MODEL), tokens)
     }
 
     fn submit(&self, session: u32, kind: TransferKind, level: Level, engine: &Engine) -> OpRef {
-        self.home.submit(session, kind, level, engine.whole()).expect("submitted").remove(0)
+        self.store.submit(session, kind, level, engine.whole()).expect("submitted").remove(0)
     }
 
     fn close(self) {
-        self.home.close();
+        self.store.close();
     }
 
     /// Finds out how far a session can go on.
     fn locate(&self, session: u32) -> OpRef {
-        self.home.store.locate(session, &OpOpts::default()).expect("begun")
+        self.store.handle.locate(session, &OpOpts::default()).expect("begun")
     }
 }
 
@@ -213,16 +209,16 @@ fn gets_miss_what_a_fetch_that_hangs_does_not_bring() {
     let from = engine(&documents[0]);
     let put = world.submit(sessions[0], TransferKind::Put, Level::Ram, &from);
     assert_eq!(wait(&put).status, Status::Unavailable);
-    let counted = world.home.store.with(|core| Ok(core.remote_counters())).expect("open");
+    let counted = world.store.handle.with(|core| Ok(core.remote_counters())).expect("open");
     assert_eq!(counted.expect("a remote").hung, 1, "{counted:?}");
     // Once it goes on, all is as it was.
     world.gate.0.set(Call::Get, false);
-    world.home.rest();
+    world.store.settle();
     for ((session, tokens), mut engine) in sessions.iter().zip(&documents).zip(engines) {
         let op = world.submit(*session, TransferKind::Get, Level::Ram, &engine);
         assert_eq!(wait(&op).status, Status::Ok);
         engine.check(&marks_of(1, tokens), 0..64, 0..MODEL.layers);
-        world.home.end(*session);
+        world.store.close_session(*session);
     }
     world.close();
 }
@@ -239,10 +235,10 @@ fn questions_that_hang_are_answered_by_nothing() {
     let later = world.locate(session);
     assert_eq!(wait(&later).tokens, 0);
     world.gate.0.set(Call::Query, false);
-    world.home.rest();
+    world.store.settle();
     let again = world.locate(session);
     assert_eq!(wait(&again).tokens, 64);
-    world.home.end(session);
+    world.store.close_session(session);
     world.close();
 }
 
@@ -262,7 +258,7 @@ fn a_put_ends_whose_object_hangs_on_its_way() {
     assert_eq!(wait(&get).status, Status::Ok);
     engine.check(&marks_of(1, &tokens), 0..64, 0..MODEL.layers);
     world.gate.0.set(Call::Put, false);
-    world.home.end(session);
-    world.home.rest();
+    world.store.close_session(session);
+    world.store.settle();
     world.close();
 }

@@ -14,7 +14,7 @@ use kvtier::store::plan::StepKind;
 use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::plans::PlanTerms;
 use kvtier::store::state::{self, Level, RemoteCounters};
-use support::{Engine, Home, Model, Scratch, Shape, document, marks_of, spec_of, wait};
+use support::{Engine, Model, Scratch, Shape, TestStore, document, marks_of, spec_of, wait};
 
 /// Cells of 4 KiB.
 const MODEL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
@@ -28,26 +28,23 @@ fn spec(folder: &Path, rest: &str) -> StoreSpec {
     StoreSpec::parse(&format!("store(host=8MiB, {remote})")).expect("a sound spec")
 }
 
-fn far(home: &Home) -> RemoteCounters {
-    home.store.with(|core| Ok(core.remote_counters())).expect("open").expect("a remote")
+fn far(store: &TestStore) -> RemoteCounters {
+    store.handle.with(|core| Ok(core.remote_counters())).expect("open").expect("a remote")
 }
 
 /// Puts a document at the level of the remote.
-fn put(home: &Home, tokens: &[u32], level: Level) -> Option<Status> {
-    let space = home.space(1, &MODEL);
-    let session = home.session(space, tokens);
-    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(1, tokens));
-    let done = home.put(session, level, &engine);
-    home.end(session);
+fn put(store: &TestStore, tokens: &[u32], level: Level) -> Option<Status> {
+    let space = store.namespace(1, &MODEL);
+    let done = store.put_tokens((space, 1), &MODEL, tokens, level);
+
     (done.status != Status::Ok).then_some(done.status)
 }
 
 /// Finds out how far a session of these tokens can go on.
-fn located(home: &Home, tokens: &[u32]) -> (u32, usize) {
-    let space = home.space(1, &MODEL);
-    let session = home.session(space, tokens);
-    let op = home.store.locate(session, &OpOpts::default()).expect("located");
+fn located(store: &TestStore, tokens: &[u32]) -> (u32, usize) {
+    let space = store.namespace(1, &MODEL);
+    let session = store.session(space, tokens);
+    let op = store.handle.locate(session, &OpOpts::default()).expect("located");
     let done = wait(&op);
     assert_eq!(done.status, Status::Ok);
     (session, done.tokens)
@@ -69,7 +66,8 @@ fn objects(folder: &Path) -> Vec<PathBuf> {
 #[test]
 fn what_one_has_put_another_finds() {
     let scratch = Scratch::new("remote-shared");
-    let (one, other) = (Home::open(&spec(&scratch.0, "")), Home::open(&spec(&scratch.0, "")));
+    let (one, other) =
+        (TestStore::open(&spec(&scratch.0, "")), TestStore::open(&spec(&scratch.0, "")));
     let tokens = document(1, 100);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     // Six whole chunks, each an object of its four layers.
@@ -84,63 +82,63 @@ fn what_one_has_put_another_finds() {
     // They are here now.
     let again = other.get(session, &engine);
     assert!(again.status == Status::Ok && far(&other).fetched == 6);
-    other.end(session);
+    other.close_session(session);
     // And are not sent again by who has got them from there.
     assert_eq!(put(&other, &tokens, Level::Ram), None);
     assert_eq!((far(&other).sent, objects(&scratch.0).len()), (0, 6));
-    [one, other].into_iter().for_each(Home::close);
+    [one, other].into_iter().for_each(TestStore::close);
 }
 
 #[test]
 fn what_was_located_is_got_by_another_session_at_once() {
     for ask in ["append", "locate"] {
         let scratch = Scratch::new(&format!("remote-again-{ask}"));
-        let one = Home::open(&spec(&scratch.0, ""));
+        let one = TestStore::open(&spec(&scratch.0, ""));
         let tokens = document(1, 100);
         assert_eq!(put(&one, &tokens, Level::Remote), None);
-        let other = Home::open(&spec(&scratch.0, &format!(", ask={ask}")));
+        let other = TestStore::open(&spec(&scratch.0, &format!(", ask={ask}")));
         let (session, found) = located(&other, &tokens);
         assert_eq!(found, 96);
-        other.end(session);
+        other.close_session(session);
         // Nothing of it is here, and nobody waits for an answer: who goes on from it all, and who
         // begins with it.
         let asked = far(&other).asked;
         let begins = [&tokens[..64], &document(2, 40)[..]].concat();
         for (tokens, length) in [(&begins, 64), (&tokens, 96)] {
-            let session = other.session(other.space(1, &MODEL), tokens);
+            let session = other.session(other.namespace(1, &MODEL), tokens);
             let mut engine = Engine::new(MODEL, Shape::Heads, length);
             assert_eq!(other.get(session, &engine).status, Status::Ok, "{:?}", far(&other));
             engine.check(&marks_of(1, tokens), 0..length, 0..MODEL.layers);
-            other.end(session);
+            other.close_session(session);
         }
         assert!(ask == "append" || far(&other).asked == asked, "{:?}", far(&other));
-        [one, other].into_iter().for_each(Home::close);
+        [one, other].into_iter().for_each(TestStore::close);
     }
 }
 
 #[test]
 fn what_comes_sooner_than_it_is_computed_comes_by_itself() {
     let scratch = Scratch::new("remote-early");
-    let one = Home::open(&spec(&scratch.0, ""));
+    let one = TestStore::open(&spec(&scratch.0, ""));
     let tokens = document(1, 100);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
-    let other = Home::open(&spec(&scratch.0, ", ask=fetch"));
-    let space = other.space(1, &MODEL);
+    let other = TestStore::open(&spec(&scratch.0, ", ask=fetch"));
+    let space = other.namespace(1, &MODEL);
     let fix = |beta| {
         let cost = Some(Cost { alpha: 0.0, beta });
-        other.store.with(|core| core.fix_prefill(space, cost)).expect("fixed");
+        other.handle.with(|core| core.fix_prefill(space, cost)).expect("fixed");
     };
     // Where computing costs nothing, nothing comes.
     fix(0.0);
-    other.end(other.session(space, &tokens));
+    other.close_session(other.session(space, &tokens));
     let (session, found) = located(&other, &tokens);
-    other.end(session);
-    other.rest();
+    other.close_session(session);
+    other.settle();
     assert_eq!((found, far(&other).fetched), (96, 0), "{:?}", far(&other));
     fix(1e9);
     let session = other.session(space, &tokens);
     wait_until("it comes by itself", || far(&other).fetched >= 6);
-    other.rest();
+    other.settle();
     // It is here: the remote is not asked again.
     fs::remove_dir_all(&scratch.0).expect("removed");
     let mut engine = Engine::new(MODEL, Shape::Heads, 96);
@@ -148,18 +146,19 @@ fn what_comes_sooner_than_it_is_computed_comes_by_itself() {
     engine.check(&marks_of(1, &tokens), 0..96, 0..MODEL.layers);
     assert_eq!(far(&other).cells, 24);
     // A session that is closed at once leaves nothing under way.
-    let space = other.space(2, &MODEL);
+    let space = other.namespace(2, &MODEL);
     for number in 0..50 {
-        other.end(other.session(space, &document(number, 64)));
+        other.close_session(other.session(space, &document(number, 64)));
     }
-    other.end(session);
-    [one, other].into_iter().for_each(Home::close);
+    other.close_session(session);
+    [one, other].into_iter().for_each(TestStore::close);
 }
 
 #[test]
 fn the_first_writer_wins_and_a_promise_needs_the_remotes_word() {
     let scratch = Scratch::new("remote-first");
-    let (one, other) = (Home::open(&spec(&scratch.0, "")), Home::open(&spec(&scratch.0, "")));
+    let (one, other) =
+        (TestStore::open(&spec(&scratch.0, "")), TestStore::open(&spec(&scratch.0, "")));
     let tokens = document(2, 64);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     assert_eq!(put(&other, &tokens, Level::Remote), None);
@@ -168,13 +167,14 @@ fn the_first_writer_wins_and_a_promise_needs_the_remotes_word() {
     objects(&scratch.0).iter().for_each(|path| fs::remove_file(path).expect("there"));
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     assert_eq!((far(&one).sent, objects(&scratch.0).len()), (8, 4));
-    [one, other].into_iter().for_each(Home::close);
+    [one, other].into_iter().for_each(TestStore::close);
 }
 
 #[test]
 fn what_is_damaged_or_gone_is_a_miss() {
     let scratch = Scratch::new("remote-damaged");
-    let (one, other) = (Home::open(&spec(&scratch.0, "")), Home::open(&spec(&scratch.0, "")));
+    let (one, other) =
+        (TestStore::open(&spec(&scratch.0, "")), TestStore::open(&spec(&scratch.0, "")));
     let tokens = document(3, 64);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     for (i, path) in objects(&scratch.0).iter().enumerate() {
@@ -195,29 +195,29 @@ fn what_is_damaged_or_gone_is_a_miss() {
     assert_eq!(other.get(session, &engine).status, Status::NotFound);
     let counted = far(&other);
     assert!(counted.corrupt >= 4, "{counted:?}");
-    other.end(session);
-    other.rest();
+    other.close_session(session);
+    other.settle();
     assert_eq!(objects(&scratch.0), Vec::<PathBuf>::new(), "nobody else is to read them");
     assert_eq!(put(&other, &tokens, Level::Remote), None);
     assert_eq!(objects(&scratch.0).len(), 4);
-    [one, other].into_iter().for_each(Home::close);
+    [one, other].into_iter().for_each(TestStore::close);
 }
 
 /// Gets documents of 128 tokens, checks them, and says how many came whole.
-fn get_all(home: &Home, documents: &[Vec<u32>]) -> u64 {
+fn get_all(store: &TestStore, documents: &[Vec<u32>]) -> u64 {
     let mut whole = 0;
     for tokens in documents {
         // What is being sent is neither here nor there.
-        home.rest();
-        let (session, found) = located(home, tokens);
+        store.settle();
+        let (session, found) = located(store, tokens);
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        let done = home.get(session, &engine);
+        let done = store.get(session, &engine);
         assert_eq!(done.status == Status::Ok, found == 128, "{found} found, {:?}", done.status);
         if done.status == Status::Ok {
             engine.check(&marks_of(1, tokens), 0..tokens.len(), 0..MODEL.layers);
             whole += 1;
         }
-        home.end(session);
+        store.close_session(session);
     }
     whole
 }
@@ -227,21 +227,21 @@ fn get_all(home: &Home, documents: &[Vec<u32>]) -> u64 {
 #[test]
 fn what_leaves_memory_is_sent_or_counted_as_refused() {
     let scratch = Scratch::new("remote-evicts");
-    let home = Home::open(&spec(&scratch.0, ", write=back"));
+    let store = TestStore::open(&spec(&scratch.0, ", write=back"));
     // Four times as much as memory holds. Where sending is slow, some of it is dropped.
     let documents: Vec<Vec<u32>> = (0..256).map(|n| document(n, 128)).collect();
     for tokens in &documents {
-        assert_eq!(put(&home, tokens, Level::Ram), None);
-        home.rest();
+        assert_eq!(put(&store, tokens, Level::Ram), None);
+        store.settle();
     }
     // Three quarters of the 8 chunks of each were evicted, however fast that was.
-    let counted = far(&home);
+    let counted = far(&store);
     assert!(counted.sent > 0 && counted.sent + counted.refused >= 192 * 8, "{counted:?}");
-    let whole = get_all(&home, &documents);
+    let whole = get_all(&store, &documents);
     // A chunk that was not sent costs its document at most.
-    let counted = far(&home);
+    let counted = far(&store);
     assert!(whole + counted.refused + counted.failed_sends >= 256, "{whole}, {counted:?}");
-    home.close();
+    store.close();
 }
 
 /// Layers that have left memory are not sent from disk: who promises that says so.
@@ -254,59 +254,60 @@ fn what_has_left_memory_is_no_promise() {
         scratch.0.display()
     );
     fs::create_dir_all(&scratch.0).expect("made");
-    let home = Home::open(&spec_of(&format!("store(host=8MiB, write=back, {text})")));
-    let space = home.space(1, &MODEL);
+    let store = TestStore::open(&spec_of(&format!("store(host=8MiB, write=back, {text})")));
+    let space = store.namespace(1, &MODEL);
     let tokens = document(1, 64);
-    let session = home.session(space, &tokens);
-    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(1, &tokens));
+    let session = store.session(space, &tokens);
+    let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(1, &tokens));
     let put = |layers: std::ops::Range<usize>| {
         let what = engine.cell_range(0, 64, layers, false);
-        let ops =
-            home.submit(session, state::TransferKind::Put, Level::Remote, what).expect("submitted");
+        let ops = store
+            .submit(session, state::TransferKind::Put, Level::Remote, what)
+            .expect("submitted");
         wait(&ops[0]).status
     };
     assert_eq!(put(0..2), Status::Ok);
-    home.store.with(|core| core.demote_range(session, 0, 64)).expect("open");
-    home.rest();
+    store.handle.with(|core| core.demote_range(session, 0, 64)).expect("open");
+    store.settle();
     assert_eq!((put(2..4), objects(&scratch.0).len()), (Status::Again, 0));
     // All of them, once more.
     assert_eq!((put(0..4), objects(&scratch.0).len()), (Status::Ok, 4));
-    home.end(session);
-    home.close();
+    store.close_session(session);
+    store.close();
 }
 
 #[test]
 fn a_slow_remote_is_not_loaded_from_where_computing_is_faster() {
     let scratch = Scratch::new("remote-plan");
-    let (one, other) = (Home::open(&spec(&scratch.0, "")), Home::open(&spec(&scratch.0, "")));
+    let (one, other) =
+        (TestStore::open(&spec(&scratch.0, "")), TestStore::open(&spec(&scratch.0, "")));
     let tokens = document(4, 64);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     let (session, _) = located(&other, &tokens);
     let plan = |alpha: f64, beta: f64| {
         let terms = PlanTerms { cost: Some(Cost { alpha, beta }), ..PlanTerms::default() };
-        let plan = other.store.with(|core| core.plan(session, &terms).cloned()).expect("planned");
+        let plan = other.handle.with(|core| core.plan(session, &terms).cloned()).expect("planned");
         plan.legs.iter().filter(|leg| leg.kind == StepKind::Load).map(|leg| leg.tokens).sum::<u64>()
     };
     assert_eq!(plan(0.0, 1e9), 64, "a second a token: load");
     assert_eq!(plan(0.0, 1.0), 0, "a nanosecond a token: compute");
-    other.end(session);
-    [one, other].into_iter().for_each(Home::close);
+    other.close_session(session);
+    [one, other].into_iter().for_each(TestStore::close);
 }
 
 #[test]
 fn without_a_remote_nothing_can_be_put_there() {
-    let home = Home::open(&support::spec_of("store(host=1MiB)"));
-    let space = home.space(1, &MODEL);
-    let session = home.session(space, &document(5, 32));
+    let store = TestStore::open(&support::spec_of("store(host=1MiB)"));
+    let space = store.namespace(1, &MODEL);
+    let session = store.session(space, &document(5, 32));
     let (session, found) = {
-        let op = home.store.locate(session, &OpOpts::default()).expect("located");
+        let op = store.handle.locate(session, &OpOpts::default()).expect("located");
         (session, wait(&op).tokens)
     };
     assert_eq!(found, 0);
     let engine = Engine::new(MODEL, Shape::Tokens, 32);
     let what = engine.cell_range(0, 32, 0..MODEL.layers, false);
-    let refused = home.store.submit(
+    let refused = store.handle.submit(
         session,
         kvtier::store::state::TransferKind::Put,
         Level::Remote,
@@ -314,6 +315,6 @@ fn without_a_remote_nothing_can_be_put_there() {
         &OpOpts::default(),
     );
     assert_eq!(refused.err().map(|error| error.status()), Some(Status::Unavailable));
-    home.end(session);
-    home.close();
+    store.close_session(session);
+    store.close();
 }

@@ -1,31 +1,27 @@
 //! Stores that come and go, and share a remote that does what remotes do on bad days: whatever
 //! happens there, no byte is wrong and every move ends; once it is well again all is found.
 
-use kvtier_testkit::fixtures::shared_core;
 use kvtier_testkit::fixtures::store as support;
 
 use std::collections::BTreeSet;
+use std::ops::Deref;
 
 use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
 use kvtier::base::status::Status;
-use kvtier::base::sync::{Arc, Mutex};
-use kvtier::device::Stream;
-use kvtier::device::host::Host;
+use kvtier::base::sync::Arc;
 use kvtier::format::keys::block::BlockKeys;
 use kvtier::meta::key::Key;
-use kvtier::store::executor::Tools;
 use kvtier::store::executor::remote::RemoteExecutor;
 use kvtier::store::state::blocks::BlockMove;
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{
-    Config, Finished, Level, RemoteConfig, RemoteCounters, SessionOpts, SpaceOpts, StoreState,
-    TransferKind, Write,
+    Config, Finished, Level, RemoteConfig, RemoteCounters, TransferKind, Write,
 };
 use kvtier::tier::remote::breaker::Direction;
 use kvtier::tier::remote::{Queries, Remote, RemoteError};
+use kvtier_testkit::fixtures::stepped_store::{Parts, SteppedStore};
 use kvtier_testkit::remote::simulated::{Fault, Plan, Simulated};
-use shared_core::Shared;
 use support::{Engine, Model, Shape, document, marks_of};
 
 /// Cells of 4 KiB.
@@ -34,11 +30,15 @@ const SEEDS: u64 = 120;
 const STEPS: u32 = 60;
 const MINUTE_NS: u64 = 60_000_000_000;
 
-struct Twin {
-    core: Shared,
-    tools: Tools,
-    space: u32,
-    clock: Clock,
+/// A stepped store on a simulated remote.
+struct Twin(SteppedStore);
+
+impl Deref for Twin {
+    type Target = SteppedStore;
+
+    fn deref(&self) -> &SteppedStore {
+        &self.0
+    }
 }
 
 impl Twin {
@@ -83,32 +83,24 @@ impl Twin {
             remote: Some(far),
             ..Config::default()
         };
-        let mut core = StoreState::new(config, None, None).expect("opened");
-        core.tick(clock.now_ns());
-        let opts = SpaceOpts { key: Key([9; 32]), layout: MODEL.layout(), holes: false };
-        let space = core.open_space(&opts).expect("opened");
-        let far = Some(RemoteExecutor::new(Arc::new(remote.clone()), clock.clone()));
-        let tools = Tools { device: Arc::new(Host::default()), disk: None, remote: far };
-        let core = Shared(Arc::new(Mutex::new(core)));
-        Twin { core, tools, space, clock: clock.clone() }
+        Twin(SteppedStore::new(Parts {
+            config,
+            remote: Some(RemoteExecutor::new(Arc::new(remote.clone()), clock.clone())),
+            clock: Some(clock.clone()),
+            layout: MODEL.layout(),
+            key: Key([9; 32]),
+            batch_ns: 1000,
+            ..Parts::default()
+        }))
     }
 
-    fn with<R>(&self, act: impl FnOnce(&mut StoreState) -> R) -> R {
-        let mut core = self.core.0.lock();
-        core.tick(self.clock.now_ns());
-        act(&mut core)
-    }
-
-    fn rest(&self) {
+    /// Runs all batches, those of one kind together.
+    fn settle(&self) {
         for _ in 0..10_000 {
             let mut idle = true;
-            for hands in WorkerKind::ALL {
-                while let Some(mut work) = self.with(|core| core.take(hands)) {
+            for kind in WorkerKind::ALL {
+                while self.run_batch(kind) {
                     idle = false;
-                    let mut keeper = self.core.clone();
-                    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
-                    let outcome = unsafe { self.tools.work(&mut work, Stream(0), &mut keeper) };
-                    self.with(|core| core.done(work, outcome, 1000));
                 }
             }
             if idle {
@@ -117,22 +109,13 @@ impl Twin {
                 return self.with(|core| core.check()).expect("the tables agree");
             }
         }
-        panic!("it never rests: {}", self.with(|core| core.what_waits()));
+        panic!("it never settles: {}", self.with(|core| core.what_waits()));
     }
 
-    fn session(&self, tokens: &[u32]) -> u32 {
-        self.with(|core| {
-            let number = core.open_session(self.space, &SessionOpts::default()).expect("room");
-            core.append(number, tokens).expect("room");
-            number
-        })
-    }
-
-    /// The one move that has ended.
-    fn finished(&self) -> Finished {
-        self.rest();
-        let mut finished = Vec::new();
-        self.with(|core| core.finished(&mut finished));
+    /// The only transfer that has ended.
+    fn only_finished(&self) -> Finished {
+        self.settle();
+        let mut finished = self.finished();
         let one = finished.pop().expect("it has ended");
         assert!(finished.is_empty());
         one
@@ -140,13 +123,13 @@ impl Twin {
 
     /// The end of a move: how, and its tokens.
     fn ended(&self) -> (Status, usize) {
-        let one = self.finished();
+        let one = self.only_finished();
         (one.error.map_or(Status::Ok, |error| error.status()), one.tokens as usize)
     }
 
     /// That of blocks: how each went. The whole is as its parts.
     fn ended_each(&self, names: &[u32]) -> Vec<Status> {
-        let one = self.finished();
+        let one = self.only_finished();
         let well = one.outcomes.iter().take_while(|&&status| status == Status::Ok).count();
         assert_eq!((one.outcomes.len(), one.tokens as usize), (names.len(), 16 * well), "{one:?}");
         assert_eq!(one.error.is_none(), well == names.len(), "{one:?}");
@@ -159,7 +142,7 @@ impl Twin {
         let blocks = BlockMove { keys, first_layer, layers, views, after };
         let session = self.session(&[]);
         self.with(|core| core.submit_blocks(session, (kind, level, 0), blocks)).expect("begun");
-        self.with(|core| core.close_session(session)).expect("open");
+        self.close_session(session);
     }
 
     fn put_blocks(&self, names: &[u32], level: Level) -> Vec<Status> {
@@ -189,7 +172,7 @@ impl Twin {
     fn locate_blocks(&self, names: &[u32]) -> Vec<Status> {
         let (session, _) = self.begin_locating(names);
         let each = self.ended_each(names);
-        self.with(|core| core.close_session(session)).expect("open");
+        self.close_session(session);
         each
     }
 
@@ -197,19 +180,17 @@ impl Twin {
     fn exists(&self, names: &[u32]) -> Vec<u8> {
         let mut found = vec![0; names.len()];
         let keys = keys_of(names);
-        self.with(|core| core.exists(self.space, &keys, &mut found)).expect("open");
+        self.with(|core| core.exists(self.namespace, &keys, &mut found)).expect("open");
         found
     }
 
     fn put(&self, tokens: &[u32], level: Level) -> Status {
         let session = self.session(tokens);
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(9, tokens));
+        let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(9, tokens));
         let what = engine.whole();
-        self.with(|core| core.submit_cell_range(session, TransferKind::Put, level, 0, what))
-            .expect("begun");
+        self.submit(session, TransferKind::Put, level, what);
         let (status, _) = self.ended();
-        self.with(|core| core.close_session(session)).expect("open");
+        self.close_session(session);
         status
     }
 
@@ -223,15 +204,12 @@ impl Twin {
         if found > 0 {
             let mut engine = Engine::new(MODEL, Shape::Heads, found);
             let what = engine.whole();
-            self.with(|core| {
-                core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what)
-            })
-            .expect("begun");
+            self.submit(session, TransferKind::Get, Level::Ram, what);
             let came;
             (got, came) = self.ended();
             engine.check(&marks_of(9, tokens), 0..came, 0..MODEL.layers);
         }
-        self.with(|core| core.close_session(session)).expect("open");
+        self.close_session(session);
         (found, got)
     }
 
@@ -401,9 +379,7 @@ fn who_is_in_a_hurry_does_not_wait_where_a_prefetch_waits() {
             .expect("begun");
     }
     let what = engines[5].whole();
-    let get = other
-        .with(|core| core.submit_cell_range(sessions[5], TransferKind::Get, Level::Ram, 0, what))
-        .expect("begun");
+    let get = other.submit(sessions[5], TransferKind::Get, Level::Ram, what);
     // Its two objects are the first that are fetched, though five others were wanted before.
     for hands in [
         WorkerKind::Fetch,
@@ -413,17 +389,12 @@ fn who_is_in_a_hurry_does_not_wait_where_a_prefetch_waits() {
         WorkerKind::Copy,
         WorkerKind::Copy,
     ] {
-        let Some(mut work) = other.with(|core| core.take(hands)) else { continue };
-        let mut keeper = other.core.clone();
-        // SAFETY: engines outlive this call, and nobody else has the stores' memory.
-        let outcome = unsafe { other.tools.work(&mut work, Stream(0), &mut keeper) };
-        other.with(|core| core.done(work, outcome, 1000));
+        other.run_batch(hands);
     }
-    let mut ended = Vec::new();
-    other.with(|core| core.finished(&mut ended));
+    let ended = other.finished();
     assert!(ended.iter().any(|one| one.number == get), "{ended:?}");
     engines[5].check(&marks_of(9, &documents[5]), 0..16, 0..MODEL.layers);
-    other.rest();
+    other.settle();
 }
 
 /// Two stores with a remote that is well.
@@ -458,7 +429,7 @@ fn blocks_of_one_are_located_and_got_by_another() {
     // What is not there is known for a moment, and asked for again then.
     assert_eq!(other.locate_blocks(&[9]), [NOT_FOUND]);
     assert_eq!(other.far().asked, 3);
-    other.clock.advance(MINUTE_NS);
+    other.clock.as_ref().expect("a clock").advance(MINUTE_NS);
     assert_eq!(one.put_blocks(&[9], Level::Remote), [OK]);
     assert_eq!(other.locate_blocks(&[9, 2]), [OK; 2]);
     assert_eq!(other.far().asked, 5);
@@ -468,7 +439,7 @@ fn blocks_of_one_are_located_and_got_by_another() {
     // What is dropped is forgotten there, too, and its row with it.
     let session = other.session(&[]);
     other.with(|core| core.drop_blocks(session, &keys_of(&[2]))).expect("open");
-    other.rest();
+    other.settle();
     assert_eq!((other.exists(&[2]), other.locate_blocks(&[2])), (vec![0], vec![NOT_FOUND]));
 }
 
@@ -520,13 +491,12 @@ fn questions_for_blocks_end_whatever_happens() {
     // Another has its number: the answer is none of its business.
     let (_, next) = other.begin_locating(&names[50..]);
     assert_eq!(number, next);
-    let mut finished = Vec::new();
-    other.with(|core| core.finished(&mut finished));
+    let finished = other.finished();
     assert_eq!((finished.len(), finished[0].outcomes.clone()), (1, vec![Status::Cancelled; 100]));
     other.with(|core| core.done(work, Ok(()), 1000));
     // Its session is gone, and it goes on.
-    other.with(|core| core.close_session(session)).expect("open");
-    other.with(|core| core.close_session(again)).expect("open");
+    other.close_session(session);
+    other.close_session(again);
     assert_eq!(other.ended_each(&names[50..]), [[OK; 10].as_slice(), &[NOT_FOUND; 40]].concat());
     // Lost in the middle: what was heard counts.
     clock.advance(2 * MINUTE_NS);
@@ -560,22 +530,17 @@ fn what_cannot_be_asked_for_is_refused() {
     assert_eq!((ask(0), ask(65_537)), (Err(Status::Limit), Err(Status::Limit)));
     assert!((0..16).all(|_| ask(65_536).is_ok()));
     assert_eq!(ask(1), Err(Status::Again));
-    other.rest();
-    let mut finished = Vec::new();
-    other.with(|core| core.finished(&mut finished));
+    other.settle();
+    let finished = other.finished();
     assert_eq!((finished.len(), other.far().asked), (16, 1));
     assert!(ask(1).is_ok());
-    other.rest();
+    other.settle();
 }
 
-/// Carries out one batch by hand.
-fn carry_out(twin: &Twin, hands: WorkerKind, change: impl FnOnce(&mut Work)) {
-    let mut work = twin.with(|core| core.take(hands)).expect("there is work");
-    let mut keeper = twin.core.clone();
-    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
-    let outcome = unsafe { twin.tools.work(&mut work, Stream(0), &mut keeper) };
-    change(&mut work);
-    twin.with(|core| core.done(work, outcome, 1000));
+/// Runs one batch, and changes its results.
+fn run_changed(twin: &Twin, kind: WorkerKind, change: impl FnOnce(&mut Work)) {
+    let work = twin.with(|core| core.take(kind)).expect("there is work");
+    twin.run_changed(work, change);
 }
 
 #[test]
@@ -591,15 +556,13 @@ fn what_was_cut_on_its_way_stays_at_the_remote() {
     assert_eq!(other.ended(), (OK, 64));
     let engine = Engine::new(MODEL, Shape::Tokens, 64);
     let what = engine.whole();
-    other
-        .with(|core| core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what))
-        .expect("begun");
-    carry_out(&other, WorkerKind::Fetch, |work| {
+    other.submit(session, TransferKind::Get, Level::Ram, what);
+    run_changed(&other, WorkerKind::Fetch, |work| {
         let Work::Fetches(batch) = work else { panic!("no fetches") };
         batch.fetches.iter_mut().for_each(|one| one.result = Err(RemoteError::Malformed));
     });
     assert_eq!(other.ended().1, 0);
-    other.with(|core| core.close_session(session)).expect("open");
+    other.close_session(session);
     assert_eq!((remote.names(), other.far().removed), (names.clone(), 0));
     assert!(other.far().corrupt > 0);
     assert_eq!(other.find(&tokens), (64, OK));
@@ -611,12 +574,8 @@ fn what_was_cut_on_its_way_stays_at_the_remote() {
         bytes[last] ^= 1;
         remote.plant(*name, bytes);
     }
-    let (_, third, _, _) = well(256);
-    let tools = Tools {
-        remote: Some(RemoteExecutor::new(Arc::new(remote.clone()), third.clock.clone())),
-        ..third.tools.clone()
-    };
-    let third = Twin { tools, ..third };
+    let (_, mut third, _, clock) = well(256);
+    third.0.tools.remote = Some(RemoteExecutor::new(Arc::new(remote.clone()), clock));
     assert_eq!(third.find(&tokens).0, 64);
     assert!(third.far().corrupt >= 8, "{:?}", third.far());
     let opened = third.with(|core| core.remote_breaker().map(|breaker| breaker.opened()));
@@ -638,7 +597,7 @@ fn a_remote_that_is_well_again_is_found_out_by_whoever_knows_all() {
         let session = other.session(&tokens);
         other.with(|core| core.locate(session)).expect("begun");
         let (status, found) = other.ended();
-        other.with(|core| core.close_session(session)).expect("open");
+        other.close_session(session);
         assert_eq!(status, OK);
         found
     };
@@ -676,7 +635,7 @@ fn names_that_go_have_batches_of_their_own() {
     );
     let (mut gone, mut batches) = (0, 0);
     while gone < 120 {
-        carry_out(&one, WorkerKind::Send, |work| {
+        run_changed(&one, WorkerKind::Send, |work| {
             let Work::Sends(batch) = work else { panic!("no sends") };
             assert!(batch.sends.is_empty() && (1..=32).contains(&batch.removals.len()));
             // Of one batch a part came too late.
@@ -692,7 +651,7 @@ fn names_that_go_have_batches_of_their_own() {
     }
     assert_eq!((remote.names(), one.far().removed), (vec![], 120));
     assert!(one.with(|core| core.remote_breaker().expect("one").is_closed(Direction::Write)));
-    one.rest();
+    one.settle();
     assert_eq!(remote.names().len(), 2);
 }
 
@@ -701,12 +660,10 @@ fn names_that_go_have_batches_of_their_own() {
 fn layers_that_come_one_after_the_other_are_sent_together() {
     let (one, other, remote, _) = well(256);
     let tokens = document(1, 64);
-    let mut engine = Engine::new(MODEL, Shape::Tokens, 64);
-    engine.compute(&marks_of(9, &tokens));
+    let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(9, &tokens));
     let put = |session: u32, layers: std::ops::Range<usize>| {
         let what = engine.cell_range(0, 64, layers, false);
-        one.with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Remote, 0, what))
-            .expect("begun");
+        one.submit(session, TransferKind::Put, Level::Remote, what);
         one.ended().0
     };
     let session = one.session(&tokens);
@@ -715,14 +672,14 @@ fn layers_that_come_one_after_the_other_are_sent_together() {
     assert_eq!(put(session, 2..4), OK);
     assert_eq!(remote.names().len(), 8);
     assert_eq!(other.find(&tokens), (64, OK));
-    one.with(|core| core.close_session(session)).expect("open");
+    one.close_session(session);
     // In any order.
     let session = one.session(&document(2, 64));
     assert_eq!(put(session, 2..4), OK);
     assert_eq!(remote.names().len(), 8);
     assert_eq!(put(session, 0..2), OK);
     assert_eq!(remote.names().len(), 16);
-    one.with(|core| core.close_session(session)).expect("open");
+    one.close_session(session);
 }
 
 /// The object that a chunk is asked for by is there, and another one has gone: that is a miss, which
@@ -747,7 +704,7 @@ fn a_chunk_that_lacks_an_object_is_sent_again() {
             let session = other.session(&tokens);
             other.with(|core| core.locate(session)).expect("begun");
             let (status, found) = other.ended();
-            other.with(|core| core.close_session(session)).expect("open");
+            other.close_session(session);
             assert_eq!(status, OK);
             found
         };
@@ -758,9 +715,7 @@ fn a_chunk_that_lacks_an_object_is_sent_again() {
         let session = other.session(&tokens);
         let mut engine = Engine::new(MODEL, Shape::Tokens, 16);
         let what = engine.whole();
-        other
-            .with(|core| core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what))
-            .expect("begun");
+        other.submit(session, TransferKind::Get, Level::Ram, what);
         assert_eq!(other.ended().1, 0, "{:?}", other.far());
         assert_eq!((locate(), other.far().absent), (0, 1));
         clock.advance(1_000_000_000);
@@ -768,16 +723,14 @@ fn a_chunk_that_lacks_an_object_is_sent_again() {
         assert_eq!(locate(), 16);
         engine.compute(&marks_of(9, &tokens));
         let what = engine.whole();
-        other
-            .with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Ram, 0, what))
-            .expect("begun");
+        other.submit(session, TransferKind::Put, Level::Ram, what);
         assert_eq!(other.ended().0, OK);
         assert_eq!(remote.names(), names);
         assert_eq!((other.far().sent, other.far().known_there), (1, 1), "{:?}", other.far());
         // It is whole, and not sent again.
         assert_eq!(other.put(&tokens, Level::Ram), OK);
         assert_eq!((other.far().sent, other.far().known_there), (1, 1));
-        other.with(|core| core.close_session(session)).expect("open");
+        other.close_session(session);
     }
     assert_eq!(lacked, 1);
 }
@@ -794,28 +747,22 @@ fn who_gives_up_does_not_wait_for_a_remote() {
     let mut engines = [0, 1].map(|_| Engine::new(MODEL, Shape::Tokens, 16));
     let get = |at: usize| {
         let what = engines[at].whole();
-        other
-            .with(|core| core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what))
-            .expect("begun")
+        other.submit(session, TransferKind::Get, Level::Ram, what)
     };
     let (first, second) = (get(0), get(1));
-    let mut work = other.with(|core| core.take(WorkerKind::Fetch)).expect("there is work");
+    let work = other.with(|core| core.take(WorkerKind::Fetch)).expect("there is work");
     other.with(|core| core.cancel(first, Status::Cancelled));
-    let mut ended = Vec::new();
-    other.with(|core| core.finished(&mut ended));
+    let ended = other.finished();
     let status = |one: &Finished| one.error.as_ref().map(|error| error.status());
     assert_eq!(ended.iter().map(status).collect::<Vec<_>>(), [Some(Status::Cancelled)]);
     assert_eq!((ended[0].number, ended[0].last), (first, true));
-    let mut keeper = other.core.clone();
-    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
-    let outcome = unsafe { other.tools.work(&mut work, Stream(0), &mut keeper) };
-    other.with(|core| core.done(work, outcome, 1000));
-    let one = other.finished();
+    other.run(work);
+    let one = other.only_finished();
     assert_eq!((one.number, one.tokens, status(&one)), (second, 16, None));
     engines[1].check(&marks_of(9, &tokens), 0..16, 0..MODEL.layers);
     assert_eq!(other.far().cells, 4);
-    other.with(|core| core.close_session(session)).expect("open");
-    other.rest();
+    other.close_session(session);
+    other.settle();
 }
 
 /// What is known of very long sessions is noted bit by bit, and all of it in the end.
@@ -829,27 +776,25 @@ fn what_is_known_of_many_chunks_is_all_noted() {
     let (one, other) = (open(), open());
     let tokens = document(1, 16 * CHUNKS);
     let session = one.session(&tokens);
-    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(9, &tokens));
+    let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(9, &tokens));
     for first in (0..tokens.len()).step_by(320) {
         let count = 320.min(tokens.len() - first);
         let what = engine.cell_range(first, count, 0..MODEL.layers, false);
-        one.with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Remote, 0, what))
-            .expect("begun");
+        one.submit(session, TransferKind::Put, Level::Remote, what);
         assert_eq!(one.ended().0, OK);
     }
-    one.with(|core| core.close_session(session)).expect("open");
+    one.close_session(session);
     let locate = |begins: bool| {
         let session = other.session(&tokens);
         let asked = other.far().asked;
         if begins {
-            other.rest(); // whoever was told of the session asks
+            other.settle(); // whoever was told of the session asks
         } else {
             other.with(|core| core.locate(session)).expect("begun");
             assert_eq!(other.ended(), (OK, tokens.len()));
         }
-        let found = other.with(|core| core.lookup(other.space, &tokens).expect("sound").tokens);
-        other.with(|core| core.close_session(session)).expect("open");
+        let found = other.with(|core| core.lookup(other.namespace, &tokens).expect("sound").tokens);
+        other.close_session(session);
         (found as usize, other.far().asked - asked)
     };
     assert_eq!(locate(false), (tokens.len(), CHUNKS as u64));
@@ -883,11 +828,7 @@ fn what_came_in_any_order_makes_room() {
             assert_eq!(other.ended(), (OK, TOKENS));
             let mut engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
             let what = engine.whole();
-            other
-                .with(|core| {
-                    core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what)
-                })
-                .expect("begun");
+            other.submit(session, TransferKind::Get, Level::Ram, what);
             loop {
                 let take = || other.with(|core| core.take(WorkerKind::Fetch));
                 let mut batches: Vec<Work> = std::iter::from_fn(take).collect();
@@ -895,21 +836,19 @@ fn what_came_in_any_order_makes_room() {
                     break;
                 }
                 while !batches.is_empty() {
-                    let mut work = batches.swap_remove(random.below(batches.len() as u64) as usize);
-                    let mut keeper = other.core.clone();
-                    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
-                    let outcome = unsafe { other.tools.work(&mut work, Stream(0), &mut keeper) };
-                    other.with(|core| core.done(work, outcome, 1000));
+                    let work = batches.swap_remove(random.below(batches.len() as u64) as usize);
+
+                    other.run(work);
                 }
             }
             assert_eq!(other.ended(), (OK, TOKENS), "{seed}");
             engine.check(&marks_of(9, tokens), 0..TOKENS, 0..MODEL.layers);
-            other.with(|core| core.close_session(session)).expect("open");
+            other.close_session(session);
         }
         // Nor do rows, nor memory that others need, wait for such chunks.
         assert_eq!(other.put(&document(99, 60 * 16), Level::Ram), OK, "{seed}");
         other.with(|core| core.shrink(1 << 20));
-        other.rest();
+        other.settle();
         assert_eq!(other.find(&documents[0]), (TOKENS, OK), "{seed}");
     }
 }

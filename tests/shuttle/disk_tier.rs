@@ -9,21 +9,21 @@ use kvtier_testkit::disk::{SimFiles, SimOpts};
 use shuttle::thread;
 
 use kvtier_testkit::fixtures::disk;
-use kvtier_testkit::fixtures::disk_shared;
+use kvtier_testkit::fixtures::disk_index;
 
-use disk_shared::Shared;
+use disk_index::SharedIndex;
 
 const ROUNDS: usize = 2000;
 
 fn start(
-    body: impl FnOnce(&DiskTier, &Shared) + Send + 'static,
+    body: impl FnOnce(&DiskTier, &SharedIndex) + Send + 'static,
     at: &At,
 ) -> thread::JoinHandle<()> {
     let (tier, shared) = at.clone();
     thread::spawn(move || body(&tier, &shared))
 }
 
-type At = (Arc<DiskTier>, Arc<Shared>);
+type At = (Arc<DiskTier>, Arc<SharedIndex>);
 
 /// Whatever the order: what was durable and wanted is there after the power fails,
 /// once, and what was forgotten is not.
@@ -32,7 +32,7 @@ fn append_read_clean_and_checkpoint_agree() {
     let body = || {
         let sim = SimFiles::new(7, SimOpts::default());
         let (tier, ..) = disk::open(&sim).expect("a new store");
-        let at: At = (Arc::new(tier), Arc::new(Shared::new()));
+        let at: At = (Arc::new(tier), Arc::new(SharedIndex::new()));
         let (tier, shared) = &at;
         shared.append(tier, 1, &[0, 1]).expect("room");
         shared.append(tier, 2, &[0]).expect("room");
@@ -88,7 +88,7 @@ fn what_was_just_noted_is_not_swept_away() {
     let body = || {
         let sim = SimFiles::new(7, SimOpts::default());
         let (tier, ..) = disk::open(&sim).expect("a new store");
-        let at: At = (Arc::new(tier), Arc::new(Shared::new()));
+        let at: At = (Arc::new(tier), Arc::new(SharedIndex::new()));
         let (tier, shared) = &at;
         shared.append(tier, 1, &[0]).expect("room");
         shared.append(tier, 2, &[0]).expect("room");
@@ -134,7 +134,7 @@ fn a_checkpoint_has_what_is_written_while_it_begins() {
     let body = || {
         let sim = SimFiles::new(7, SimOpts::default());
         let (tier, ..) = disk::open(&sim).expect("a new store");
-        let at: At = (Arc::new(tier), Arc::new(Shared::new()));
+        let at: At = (Arc::new(tier), Arc::new(SharedIndex::new()));
         let (tier, shared) = &at;
         shared.append(tier, 1, &[0]).expect("room");
         tier.close().expect("a sync");

@@ -7,15 +7,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::budget::{Budget, Tier};
 use kvtier::base::op::OpOpts;
 use kvtier::base::status::Status;
 use kvtier::store::handle::Store;
 use kvtier::store::state::transfer::Level;
 use kvtier::tier::disk::RESERVE_BYTES;
 use support::{
-    Done, Engine, Home, LONG_NS, Model, Scratch, Shape, document, marks_of, mix, runtime, wait,
-    with_disk,
+    Done, Engine, LONG_NS, Model, Scratch, Shape, TestStore, budget, document, marks_of, mix,
+    runtime, wait, with_disk,
 };
 
 const MIB: u64 = 1 << 20;
@@ -26,15 +26,11 @@ const MODEL: Model = Model { layers: 8, heads: 4, run: 256, chunk: 64 };
 const LONG: Model = Model { layers: 1, heads: 8, run: 256, chunk: 1024 };
 
 /// A store whose budget is all that limits it.
-fn open(dir: &Path, limit: u64, rest: &str) -> (Home, Arc<Budget>) {
+fn open(dir: &Path, limit: u64, rest: &str) -> (TestStore, Arc<Budget>) {
     let runtime = runtime();
-    let mut limits = [None; 5];
-    limits[Tier::Host as usize] = Some(limit);
-    let opts = BudgetOpts { limits, reserve_bytes: Some(0), strict: false };
-    let budget = Budget::open(runtime.core(), &opts).expect("a budget");
+    let budget = budget(&runtime, &[(Tier::Host, limit)]);
     let spec = with_disk(dir, DISK, &format!("host=64MiB,chunks=4096,{rest}"));
-    let store = Store::open(runtime.core(), Some(&budget), &spec).expect("opened");
-    (Home { store, runtime }, budget)
+    (TestStore::on_budget(runtime, &budget, &spec), budget)
 }
 
 /// Of each so many tokens the last is as the one before: there is a little to be coded.
@@ -47,40 +43,40 @@ fn alike(tokens: &[u32], each: usize) -> Vec<u64> {
 }
 
 /// Stores a document.
-fn put(home: &Home, space: u32, model: Model, number: u32, each: usize, level: Level) {
+fn put(store: &TestStore, space: u32, model: Model, number: u32, each: usize, level: Level) {
     let tokens = document(number, model.chunk);
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     let mut engine = Engine::new(model, Shape::Tokens, tokens.len());
     engine.compute(&alike(&tokens, each));
-    let right = Done { status: Status::Ok, tokens: model.chunk };
-    assert_eq!(home.put(session, level, &engine), right, "{number}");
-    home.end(session);
+    let right = Done::ok(model.chunk);
+    assert_eq!(store.put(session, level, &engine), right, "{number}");
+    store.close_session(session);
 }
 
 /// Loads it, and compares every byte.
-fn get(home: &Home, space: u32, model: Model, number: u32, each: usize) {
+fn get(store: &TestStore, space: u32, model: Model, number: u32, each: usize) {
     let tokens = document(number, model.chunk);
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     let mut engine = Engine::new(model, Shape::Tokens, tokens.len());
-    let right = Done { status: Status::Ok, tokens: model.chunk };
-    assert_eq!(home.get(session, &engine), right, "{number}");
+    let right = Done::ok(model.chunk);
+    assert_eq!(store.get(session, &engine), right, "{number}");
     engine.check(&alike(&tokens, each), 0..tokens.len(), 0..model.layers);
-    home.end(session);
+    store.close_session(session);
 }
 
 /// At rest the account pays for segments, staging memory and tables, and for nothing else.
-fn all_is_counted(home: &Home, budget: &Budget, limit: u64) {
-    home.rest();
-    let (cells, paid, tables) = home
-        .store
+fn all_is_counted(store: &TestStore, budget: &Budget, limit: u64) {
+    store.settle();
+    let (cells, paid, tables) = store
+        .handle
         .with(|core| {
             let tables = (core.paid_table_bytes(), core.table_bytes());
             Ok((core.host().stats().cost_bytes, tables.0, tables.1))
         })
         .expect("open");
     assert!(paid >= tables && paid <= tables + 2 * MIB, "{paid} paid for {tables}");
-    let staging = home.store.disk().expect("a disk").stats().staging_bytes;
-    let held = home.store.account().expect("an account").held(Tier::Host);
+    let staging = store.handle.disk().expect("a disk").stats().staging_bytes;
+    let held = store.handle.account().expect("an account").held(Tier::Host);
     assert_eq!((held.committed_bytes, held.reserved_bytes), (cells + staging + paid, 0));
     assert!(staging >= RESERVE_BYTES);
     let lane = budget.lane(Tier::Host);
@@ -91,34 +87,34 @@ fn all_is_counted(home: &Home, budget: &Budget, limit: u64) {
 fn a_small_budget_holds_what_is_coded_too() {
     for limit in [20 * MIB, 48 * MIB] {
         let scratch = Scratch::new("coded");
-        let (home, budget) = open(&scratch.0, limit, "codec=lz4,readers=3");
-        let space = home.space(1, &MODEL);
+        let (store, budget) = open(&scratch.0, limit, "codec=lz4,readers=3");
+        let space = store.namespace(1, &MODEL);
         let next = AtomicU32::new(0);
         std::thread::scope(|scope| {
             for caller in 0..3u64 {
-                let (home, budget, next) = (&home, &budget, &next);
+                let (store, budget, next) = (&store, &budget, &next);
                 scope.spawn(move || {
                     let mut mine = Vec::new();
                     for turn in 0..24 {
                         mine.push(next.fetch_add(1, Ordering::Relaxed));
                         let level = if turn % 3 == 0 { Level::Disk } else { Level::Ram };
-                        put(home, space, MODEL, mine[turn], 2, level);
+                        put(store, space, MODEL, mine[turn], 2, level);
                         let back = mix(caller << 32 | turn as u64) as usize % mine.len();
-                        get(home, space, MODEL, mine[back], 2);
+                        get(store, space, MODEL, mine[back], 2);
                         let lane = budget.lane(Tier::Host);
                         assert!(lane.reserved_bytes + lane.committed_bytes <= limit, "{lane:?}");
                     }
                 });
             }
         });
-        all_is_counted(&home, &budget, limit);
-        let counters = home.counters();
+        all_is_counted(&store, &budget, limit);
+        let counters = store.counters();
         assert!(counters.coded > 300 && counters.disk_hits > 20, "{counters:?}");
         // Half of each is as the other half: what little memory there was has done.
         assert!(counters.coded * 10 > counters.written * 9, "{counters:?}");
         let (dropped, no_room) = (counters.dropped, counters.no_room);
         assert_eq!((dropped, no_room, counters.failed_reads, counters.corrupt), (0, 0, 0, 0));
-        home.store.close(home.now_ns() + LONG_NS).expect("closed");
+        store.handle.close(store.now_ns() + LONG_NS).expect("closed");
         assert_eq!((budget.lane(Tier::Host).committed_bytes, budget.accounts()), (0, 0));
     }
 }
@@ -128,10 +124,7 @@ fn a_budget_without_room_for_the_reserve_is_refused() {
     let scratch = Scratch::new("refused");
     let runtime = runtime();
     let spec = with_disk(&scratch.0, DISK, "host=64MiB,chunks=1024");
-    let mut limits = [None; 5];
-    limits[Tier::Host as usize] = Some(RESERVE_BYTES - 1);
-    let opts = BudgetOpts { limits, reserve_bytes: Some(0), strict: false };
-    let budget = Budget::open(runtime.core(), &opts).expect("a budget");
+    let budget = budget(&runtime, &[(Tier::Host, RESERVE_BYTES - 1)]);
     let error = Store::open(runtime.core(), Some(&budget), &spec).err().expect("too little");
     assert_eq!(error.status(), Status::Budget, "{error}");
     for words in [&scratch.0.display().to_string()[..], "raise its limit", "without a disk"] {
@@ -140,56 +133,56 @@ fn a_budget_without_room_for_the_reserve_is_refused() {
     // Nothing is left of it, and a larger one will do.
     assert_eq!((budget.accounts(), budget.lane(Tier::Host).committed_bytes), (0, 0));
     budget.resize(Tier::Host, RESERVE_BYTES + 16 * MIB).expect("a budget");
-    let store = Store::open(runtime.core(), Some(&budget), &spec).expect("opened");
-    let home = Home { store, runtime };
-    let space = home.space(1, &MODEL);
-    (0..40).for_each(|number| put(&home, space, MODEL, number, 2, Level::Ram));
-    (0..40).for_each(|number| get(&home, space, MODEL, number, 2));
-    all_is_counted(&home, &budget, RESERVE_BYTES + 16 * MIB);
-    home.close();
+    let store = TestStore::on_budget(runtime, &budget, &spec);
+
+    let space = store.namespace(1, &MODEL);
+    (0..40).for_each(|number| put(&store, space, MODEL, number, 2, Level::Ram));
+    (0..40).for_each(|number| get(&store, space, MODEL, number, 2));
+    all_is_counted(&store, &budget, RESERVE_BYTES + 16 * MIB);
+    store.close();
 }
 
 #[test]
 fn a_cell_longer_than_the_reserve_comes_back_though_memory_is_full() {
     const LIMIT: u64 = 96 * MIB;
     let scratch = Scratch::new("long");
-    let (home, budget) = open(&scratch.0, LIMIT, "codec=lz4,readers=2");
-    let space = home.space(1, &LONG);
+    let (store, budget) = open(&scratch.0, LIMIT, "codec=lz4,readers=2");
+    let space = store.namespace(1, &LONG);
     // There is room yet, and so they are coded.
     for number in 0..8 {
-        put(&home, space, LONG, number, 8, Level::Disk);
+        put(&store, space, LONG, number, 8, Level::Disk);
     }
-    home.rest();
-    assert_eq!(home.counters().coded, 8);
+    store.settle();
+    assert_eq!(store.counters().coded, 8);
     // Then others have most of it, and cells the rest.
     let other = budget.account("other", 1, None).expect("an account");
-    let deadline_ns = home.now_ns() + LONG_NS;
+    let deadline_ns = store.now_ns() + LONG_NS;
     let opts = OpOpts { deadline_ns, ..OpOpts::default() };
     let op = other.reserve_later(Tier::Host, LIMIT - 32 * MIB, &opts).expect("asked");
     assert_eq!(wait(&op).status, Status::Ok);
     for number in 100..116 {
-        put(&home, space, LONG, number, 8, Level::Ram);
+        put(&store, space, LONG, number, 8, Level::Ram);
     }
-    home.rest();
+    store.settle();
     let asked = budget.lane(Tier::Host).reclaim_asked_bytes;
     std::thread::scope(|scope| {
         for caller in 0..2 {
-            let home = &home;
+            let store = &store;
             scope.spawn(move || {
-                (0..16).for_each(|turn| get(home, space, LONG, (turn * 3 + caller) % 8, 8));
+                (0..16).for_each(|turn| get(store, space, LONG, (turn * 3 + caller) % 8, 8));
             });
         }
     });
-    let counters = home.counters();
+    let counters = store.counters();
     assert!(counters.disk_hits > 8, "{counters:?}");
     let lane = budget.lane(Tier::Host);
     assert!(lane.reclaim_asked_bytes > asked, "cells gave way: {lane:?}");
     assert_eq!((counters.no_room, counters.failed_reads, counters.corrupt), (0, 0, 0));
-    home.rest();
+    store.settle();
     assert!(budget.lane(Tier::Host).peak_bytes <= LIMIT);
     other.commit(Tier::Host, LIMIT - 32 * MIB, 0).expect("reserved");
-    all_is_counted(&home, &budget, LIMIT);
-    home.close();
+    all_is_counted(&store, &budget, LIMIT);
+    store.close();
 }
 
 /// What a remote's threads keep, and what is remembered of its names, is paid for with the tables.
@@ -200,15 +193,15 @@ fn a_remote_is_in_the_budget() {
     std::fs::create_dir_all(&shared.0).expect("a directory");
     let remote = |more: &str| format!("remote=dir(path=\"{}\",{more})", shared.0.display());
     let tables = |more: &str| {
-        let (home, budget) = open(&scratch.0, 48 * MIB, more);
-        let space = home.space(1, &MODEL);
-        (0..40).for_each(|number| put(&home, space, MODEL, number, 2, Level::Disk));
-        (0..40).for_each(|number| get(&home, space, MODEL, number, 2));
-        all_is_counted(&home, &budget, 48 * MIB);
-        let bytes = home.store.with(|core| Ok(core.table_bytes())).expect("open");
-        home.store.close(home.now_ns() + LONG_NS).expect("closed");
+        let (store, budget) = open(&scratch.0, 48 * MIB, more);
+        let space = store.namespace(1, &MODEL);
+        (0..40).for_each(|number| put(&store, space, MODEL, number, 2, Level::Disk));
+        (0..40).for_each(|number| get(&store, space, MODEL, number, 2));
+        all_is_counted(&store, &budget, 48 * MIB);
+        let bytes = store.handle.with(|core| Ok(core.table_bytes())).expect("open");
+        store.handle.close(store.now_ns() + LONG_NS).expect("closed");
         assert_eq!((budget.lane(Tier::Host).committed_bytes, budget.accounts()), (0, 0));
-        drop(home);
+        drop(store);
         std::fs::remove_dir_all(&scratch.0).expect("the store's own");
         bytes
     };

@@ -11,8 +11,8 @@ use kvtier::store::handle::Store;
 use kvtier::store::state::Counters;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
-    Done, Engine, Home, Model, POISON, SHAPES, Scratch, Shape, document, marks_of, mix, runtime,
-    wait, with_disk,
+    Done, Engine, Model, POISON, SHAPES, Scratch, Shape, TestStore, document, marks_of, mix,
+    runtime, wait, with_disk,
 };
 
 /// Cells of 8 KiB, chunks of 48.
@@ -21,17 +21,17 @@ const WIDE: Model = Model { layers: 6, heads: 4, run: 64, chunk: 16 };
 const SMALL: Model = Model { layers: 3, heads: 1, run: 64, chunk: 16 };
 
 /// Reads a document of one chunk; whether it is there. What is there is right.
-fn is_there(home: &Home, space: u32, number: u32) -> bool {
+fn is_there(store: &TestStore, space: u32, number: u32) -> bool {
     let tokens = document(number, WIDE.chunk);
     let marks = marks_of(0, &tokens);
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     let mut engine = Engine::new(WIDE, SHAPES[number as usize % SHAPES.len()], tokens.len());
-    let done = home.get(session, &engine);
+    let done = store.get(session, &engine);
     assert!(matches!(done.status, Status::Ok | Status::NotFound), "{number}: {done:?}");
     engine.check(&marks, 0..done.tokens, 0..WIDE.layers);
-    engine.check_if_there(&marks);
+    engine.check_written(&marks);
     assert!(engine.bytes().iter().all(|&b| b == POISON));
-    home.end(session);
+    store.close_session(session);
     done.tokens > 0
 }
 
@@ -42,20 +42,19 @@ fn spill(callers: u32, rest: &str) {
     let scratch = Scratch::new("spill");
     let host = WIDE.chunk_bytes() * u64::from(KEYS) / 2;
     let rest = format!("host={host}B,chunks=4096,{rest}");
-    let home = Home::open(&with_disk(&scratch.0, "bytes=256MiB,segment=4MiB", &rest));
-    let space = home.space(1, &WIDE);
+    let store = TestStore::open(&with_disk(&scratch.0, "bytes=256MiB,segment=4MiB", &rest));
+    let space = store.namespace(1, &WIDE);
     std::thread::scope(|scope| {
         for caller in 0..callers {
-            let home = &home;
+            let store = &store;
             scope.spawn(move || {
                 for number in (caller..KEYS).step_by(callers as usize) {
                     let tokens = document(number, WIDE.chunk);
-                    let session = home.session(space, &tokens);
-                    let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
-                    engine.compute(&marks_of(0, &tokens));
-                    let right = Done { status: Status::Ok, tokens: tokens.len() };
-                    assert_eq!(home.put(session, Level::Ram, &engine), right, "{number}");
-                    home.end(session);
+                    let session = store.session(space, &tokens);
+                    let engine = Engine::computed(WIDE, Shape::Tokens, &marks_of(0, &tokens));
+                    let right = Done::ok(tokens.len());
+                    assert_eq!(store.put(session, Level::Ram, &engine), right, "{number}");
+                    store.close_session(session);
                 }
             });
         }
@@ -63,14 +62,14 @@ fn spill(callers: u32, rest: &str) {
     // The newest first, and once more the other way round: what is read sends others
     // away, too.
     let numbers: Vec<u32> = (0..KEYS).rev().chain(0..KEYS).collect();
-    let gone: Vec<u32> = numbers.into_iter().filter(|&n| !is_there(&home, space, n)).collect();
-    let counters = home.counters();
+    let gone: Vec<u32> = numbers.into_iter().filter(|&n| !is_there(&store, space, n)).collect();
+    let counters = store.counters();
     assert!(gone.is_empty(), "{} of {KEYS} keys are gone: {gone:?}, {counters:?}", gone.len());
     let Counters { dropped, corrupt, disk_evicted, refused, misses, .. } = counters;
     assert_eq!((dropped, corrupt, disk_evicted, refused, misses), (0, 0, 0, 0, 0), "{counters:?}");
     assert!(counters.demoted > 400 && counters.disk_hits > 0, "{counters:?}");
-    home.rest();
-    home.close();
+    store.settle();
+    store.close();
 }
 
 #[test]
@@ -130,36 +129,35 @@ fn tokens_of(number: u32) -> Vec<u32> {
     tokens
 }
 
-fn open(dir: &Path) -> Result<(Home, u32)> {
+fn open(dir: &Path) -> Result<(TestStore, u32)> {
     let disk = "bytes=16MiB,segment=128KiB,uring=false";
     let rest = "host=1MiB,chunks=512,sessions=64,moves=64,cells=256,events=16,copiers=1,readers=1";
     let runtime = runtime();
     let store = Store::open(runtime.core(), None, &with_disk(dir, disk, rest))?;
-    let home = Home { store, runtime };
-    let space = home.space(1, &SMALL);
-    Ok((home, space))
+    let store = TestStore { handle: store, runtime };
+    let space = store.namespace(1, &SMALL);
+    Ok((store, space))
 }
 
-fn put(home: &Home, space: u32, number: u32) {
+fn put(store: &TestStore, space: u32, number: u32) {
     let tokens = tokens_of(number);
-    let session = home.session(space, &tokens);
-    let mut engine = Engine::new(SMALL, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(0, &tokens));
-    let right = Done { status: Status::Ok, tokens: tokens.len() };
-    assert_eq!(home.put(session, Level::Durable, &engine), right, "{number}");
-    home.end(session);
+    let session = store.session(space, &tokens);
+    let engine = Engine::computed(SMALL, Shape::Tokens, &marks_of(0, &tokens));
+    let right = Done::ok(tokens.len());
+    assert_eq!(store.put(session, Level::Durable, &engine), right, "{number}");
+    store.close_session(session);
 }
 
 /// Layers of chunks of a document that are missing; the others are right.
-fn missing(home: &Home, space: u32, number: u32) -> usize {
+fn missing(store: &TestStore, space: u32, number: u32) -> usize {
     let tokens = tokens_of(number);
     let marks = marks_of(0, &tokens);
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     let mut gone = 0;
     for first in (0..tokens.len()).step_by(16) {
         let mut engine = Engine::new(SMALL, Shape::Tokens, tokens.len());
         let what = engine.cell_range(first, 16, 0..SMALL.layers, true);
-        let ops = home.submit(session, TransferKind::Get, Level::Ram, what).expect("submitted");
+        let ops = store.submit(session, TransferKind::Get, Level::Ram, what).expect("submitted");
         for (layer, op) in ops.iter().enumerate() {
             let done = wait(op);
             match done.status {
@@ -168,30 +166,30 @@ fn missing(home: &Home, space: u32, number: u32) -> usize {
                 _ => panic!("document {number}, layer {layer}: {done:?}"),
             }
         }
-        engine.check_if_there(&marks);
+        engine.check_written(&marks);
         assert!(engine.is_untouched());
     }
-    home.end(session);
+    store.close_session(session);
     gone
 }
 
 /// A store of two lives: of the first there is a checkpoint, of the second there are
 /// the records alone.
 fn sample(dir: &Path) -> Image {
-    let (home, space) = open(dir).expect("a new store");
-    (0..DOCUMENTS / 2).for_each(|number| put(&home, space, number));
-    home.close();
-    let (home, space) = open(dir).expect("opened");
-    (DOCUMENTS / 2..DOCUMENTS).for_each(|number| put(&home, space, number));
-    drop(home); // as a crash leaves it
+    let (store, space) = open(dir).expect("a new store");
+    (0..DOCUMENTS / 2).for_each(|number| put(&store, space, number));
+    store.close();
+    let (store, space) = open(dir).expect("opened");
+    (DOCUMENTS / 2..DOCUMENTS).for_each(|number| put(&store, space, number));
+    drop(store); // as a crash leaves it
     load(dir)
 }
 
 /// Opens and reads what was damaged; whether it opened, and how much was missing.
 fn survive(dir: &Path, what: &str) -> Result<usize> {
-    let (home, space) = open(dir)?;
-    let gone: usize = (0..DOCUMENTS).map(|number| missing(&home, space, number)).sum();
-    let (counters, opened) = (home.counters(), home.store.opened);
+    let (store, space) = open(dir)?;
+    let gone: usize = (0..DOCUMENTS).map(|number| missing(&store, space, number)).sum();
+    let (counters, opened) = (store.counters(), store.handle.opened);
     let disk = opened.disk.expect("a disk");
     let said = counters.corrupt
         + opened.adopted.dropped
@@ -199,10 +197,10 @@ fn survive(dir: &Path, what: &str) -> Result<usize> {
         + u64::from(disk.damaged_headers + disk.torn_tails + disk.failed_reads);
     assert!(gone == 0 || said > 0, "{what}: {gone} cells are gone: {counters:?} {opened:?}");
     // It goes on: what is stored now is there.
-    put(&home, space, DOCUMENTS);
-    assert_eq!(missing(&home, space, DOCUMENTS), 0, "{what}");
-    home.rest();
-    home.close();
+    put(&store, space, DOCUMENTS);
+    assert_eq!(missing(&store, space, DOCUMENTS), 0, "{what}");
+    store.settle();
+    store.close();
     Ok(gone)
 }
 

@@ -17,7 +17,7 @@ use kvtier::store::state::session::{LayerViews, PlaneView, Tokens, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::{SessionOpts, SpaceOpts};
 use kvtier_testkit::fixtures::store::{
-    Engine, Home, LONG_NS, Model, POISON, Scratch, Shape, document, marks_of, mix, spec_of,
+    Engine, LONG_NS, Model, POISON, Scratch, Shape, TestStore, document, marks_of, mix, spec_of,
     with_disk,
 };
 use proptest::prelude::*;
@@ -78,7 +78,7 @@ impl Pool {
 }
 
 struct Engineer {
-    home: Home,
+    store: TestStore,
     space: u32,
     session: u32,
     keys: BlockKeys,
@@ -86,15 +86,15 @@ struct Engineer {
 
 impl Engineer {
     fn new(spec: &str) -> Engineer {
-        Engineer::on(Home::open(&spec_of(spec)), 1)
+        Engineer::on(TestStore::open(&spec_of(spec)), 1)
     }
 
-    fn on(home: Home, number: u8) -> Engineer {
+    fn on(store: TestStore, number: u8) -> Engineer {
         let opts = SpaceOpts { key: Key([number; 32]), layout: MODEL.layout(), holes: true };
-        let space = home.store.with(|core| core.open_space(&opts)).expect("opened");
-        let session = home.store.with(|core| core.open_session(space, &SessionOpts::default()));
+        let space = store.handle.with(|core| core.open_space(&opts)).expect("opened");
+        let session = store.handle.with(|core| core.open_session(space, &SessionOpts::default()));
         let session = session.expect("a session");
-        Engineer { home, space, session, keys: BlockKeys::new(&Key([number; 32])) }
+        Engineer { store, space, session, keys: BlockKeys::new(&Key([number; 32])) }
     }
 
     fn keys(&self, names: &[u32]) -> Vec<Key> {
@@ -116,13 +116,13 @@ impl Engineer {
             after: None,
         };
         let opts = OpOpts::default();
-        let ops = self.home.store.submit_blocks(self.session, (kind, level), blocks, &opts, None);
+        let ops = self.store.handle.submit_blocks(self.session, (kind, level), blocks, &opts, None);
         Ok(ops?.remove(0))
     }
 
     /// The op's own end, and that of each block.
     fn end(&self, op: &OpRef) -> (Status, Vec<Status>) {
-        op.wait(RELEASED, self.home.now_ns() + LONG_NS).expect("every op ends");
+        op.wait(RELEASED, self.store.now_ns() + LONG_NS).expect("every op ends");
         let status = |code: Option<i32>| Status::from_code(code.expect("ended")).expect("known");
         let each: Vec<Status> = op.items().iter().map(|item| status(item.outcome().0)).collect();
         let info = op.info();
@@ -169,7 +169,7 @@ impl Engineer {
 
     fn exists(&self, names: &[u32]) -> Vec<bool> {
         let (keys, mut found) = (self.keys(names), vec![0; names.len()]);
-        let asked = self.home.store.look(|core| core.exists(self.space, &keys, &mut found));
+        let asked = self.store.handle.look(|core| core.exists(self.space, &keys, &mut found));
         asked.and_then(|asked| asked).expect("open");
         found.iter().map(|&one| one & WHOLE != 0).collect()
     }
@@ -177,30 +177,33 @@ impl Engineer {
     /// Which of them were held.
     fn hold(&self, names: &[u32]) -> Vec<bool> {
         let (keys, mut found) = (self.keys(names), vec![9; names.len()]);
-        self.home.store.with(|core| core.hold_names(self.session, &keys, &mut found)).expect("few");
+        self.store
+            .handle
+            .with(|core| core.hold_names(self.session, &keys, &mut found))
+            .expect("few");
         assert!(found.iter().all(|&one| (one == 0) == (one & WHOLE == 0)));
         found.iter().map(|&one| one != 0).collect()
     }
 
     fn release(&self, names: &[u32]) -> Status {
         let keys = self.keys(names);
-        let released = self.home.store.with(|core| core.release_names(self.session, &keys));
+        let released = self.store.handle.with(|core| core.release_names(self.session, &keys));
         released.map_or_else(|error| error.status(), |()| Status::Ok)
     }
 
     fn drop_blocks(&self, names: &[u32]) -> (u64, u64) {
-        self.home.rest();
+        self.store.settle();
         let keys = self.keys(names);
-        let cleared = self.home.store.with(|core| core.drop_blocks(self.session, &keys));
+        let cleared = self.store.handle.with(|core| core.drop_blocks(self.session, &keys));
         let cleared = cleared.expect("open");
         assert_eq!(cleared.moving, 0);
         (cleared.gone, cleared.held)
     }
 
     fn close(self) {
-        self.home.end(self.session);
-        self.home.rest();
-        self.home.close();
+        self.store.close_session(self.session);
+        self.store.settle();
+        self.store.close();
     }
 }
 
@@ -216,7 +219,7 @@ fn blocks_come_back_in_any_order_and_by_themselves() {
     // What is there is not stored again.
     assert_eq!(all.put(Level::Ram, &mixed[..50]).0, Status::Ok);
     let more = mixed[..50].iter().filter(|&&name| name >= 300).count() as u64;
-    assert_eq!(all.home.counters().stored, (300 + more) * MODEL.layers as u64);
+    assert_eq!(all.store.counters().stored, (300 + more) * MODEL.layers as u64);
     all.close();
 }
 
@@ -227,7 +230,7 @@ fn names_that_come_twice_are_moved_twice() {
     assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
     assert_eq!(all.get(&names), [true; 6]);
     assert_eq!(all.get(&[8, 8, 5, 8]), [false, false, true, false]);
-    assert_eq!(all.home.counters().stored, 3 * MODEL.layers as u64);
+    assert_eq!(all.store.counters().stored, 3 * MODEL.layers as u64);
     all.close();
 }
 
@@ -235,24 +238,28 @@ fn names_that_come_twice_are_moved_twice() {
 fn namespaces_do_not_share_and_tokens_are_none_of_their_business() {
     let first = Engineer::new("store(host=16MiB)");
     let opts = SpaceOpts { key: Key([2; 32]), layout: MODEL.layout(), holes: false };
-    let (other, tokens) = (first.home.store.with(|core| core.open_space(&opts)), document(1, 20));
+    let (other, tokens) = (first.store.handle.with(|core| core.open_space(&opts)), document(1, 20));
     let other = other.expect("opened");
     assert_eq!(first.put(Level::Ram, &[1, 2, 3]).0, Status::Ok);
     let keys = first.keys(&[1, 2, 3]);
     let mut found = [9; 3];
-    first.home.store.look(|core| core.exists(other, &keys, &mut found)).expect("open").expect("ok");
+    first
+        .store
+        .handle
+        .look(|core| core.exists(other, &keys, &mut found))
+        .expect("open")
+        .expect("ok");
     assert_eq!(found, [0; 3]);
     // A sequence beside them, in the same namespace, and the other one.
     for space in [first.space, other] {
         let marks = marks_of(space, &tokens);
-        let session = first.home.session(space, &tokens);
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks);
-        assert_eq!(first.home.put(session, Level::Ram, &engine).status, Status::Ok);
+        let session = first.store.session(space, &tokens);
+        let engine = Engine::computed(MODEL, Shape::Tokens, &marks);
+        assert_eq!(first.store.put(session, Level::Ram, &engine).status, Status::Ok);
         let mut back = Engine::new(MODEL, Shape::Paged, tokens.len());
-        assert_eq!(first.home.get(session, &back).status, Status::Ok);
+        assert_eq!(first.store.get(session, &back).status, Status::Ok);
         back.check(&marks, 0..tokens.len(), 0..MODEL.layers);
-        first.home.end(session);
+        first.store.close_session(session);
     }
     assert_eq!(first.get(&[1, 2, 3]), [true; 3]);
     first.close();
@@ -274,7 +281,7 @@ fn memory_that_is_full_keeps_some_and_says_which() {
         lost += came.iter().filter(|&&came| !came).count();
         assert!(names.iter().zip(&came).all(|(name, came)| !came || stored.contains(name)));
     }
-    let counters = all.home.counters();
+    let counters = all.store.counters();
     assert!(lost > 0 && counters.dropped > 0, "{lost} of {counters:?}");
     all.close();
 }
@@ -285,7 +292,7 @@ fn what_was_acknowledged_on_disk_is_there_after_a_restart() {
     let spec = with_disk(&scratch.0, "bytes=64MiB,segment=1MiB,buffered=true", "host=8MiB");
     let names: Vec<u32> = (0..200).collect();
     for life in 0..3u32 {
-        let all = Engineer::on(Home::open(&spec), 1);
+        let all = Engineer::on(TestStore::open(&spec), 1);
         let before: Vec<bool> = names.iter().map(|name| *name < life * 50).collect();
         assert_eq!(all.get(&names), before);
         let own: Vec<u32> = (life * 50..life * 50 + 50).collect();
@@ -305,7 +312,7 @@ fn dropped_blocks_are_gone_and_can_come_again() {
     let all = Engineer::new("store(host=16MiB)");
     assert_eq!(all.put(Level::Ram, &[1, 2, 3, 4]).0, Status::Ok);
     let keys = all.keys(&[2, 4, 4, 9]);
-    let cleared = all.home.store.with(|core| core.drop_blocks(all.session, &keys)).expect("open");
+    let cleared = all.store.handle.with(|core| core.drop_blocks(all.session, &keys)).expect("open");
     assert_eq!((cleared.gone, cleared.held, cleared.moving), (2, 0, 0));
     assert_eq!(all.get(&[1, 2, 3, 4]), [true, false, true, false]);
     assert_eq!(all.put(Level::Ram, &[4]).0, Status::Ok);
@@ -332,7 +339,7 @@ fn what_cannot_be_is_refused_and_leaves_nothing() {
     assert_eq!(refused(TransferKind::Get, Level::Ram, &[1, 2], one), Status::Invalid);
     let both = pool.views(&[0, 1]);
     assert_eq!(refused(TransferKind::Put, Level::Durable, &[1, 2], both), Status::Unavailable);
-    assert_eq!((all.home.counters().stored, all.exists(&[1, 2, 3])), (0, vec![false; 3]));
+    assert_eq!((all.store.counters().stored, all.exists(&[1, 2, 3])), (0, vec![false; 3]));
     all.close();
 }
 
@@ -385,7 +392,7 @@ proptest! {
         let scratch = Scratch::new("blocks-any");
         let disk = "bytes=32MiB,segment=1MiB,buffered=true";
         let spec = with_disk(&scratch.0, disk, &format!("host={host_kib}KiB,write=back"));
-        let all = Engineer::on(Home::open(&spec), 1);
+        let all = Engineer::on(TestStore::open(&spec), 1);
         // What was acknowledged on disk and not dropped since, and what was ever put.
         let (mut known, mut ever) = (BTreeSet::new(), BTreeSet::new());
         let mut held: BTreeMap<u32, u32> = BTreeMap::new();
@@ -432,8 +439,8 @@ proptest! {
                 }
                 Step::Drop(names) => {
                     let keys = all.keys(names);
-                    all.home.rest();
-                    let cleared = all.home.store.with(|core| core.drop_blocks(all.session, &keys));
+                    all.store.settle();
+                    let cleared = all.store.handle.with(|core| core.drop_blocks(all.session, &keys));
                     let of_them: BTreeSet<u32> = names.iter().copied().collect();
                     let times = |name: &&u32| held.get(*name).is_some_and(|times| *times > 0);
                     let stay = of_them.iter().filter(times).count() as u64;
@@ -501,11 +508,11 @@ fn a_name_that_comes_often_needs_one_row() {
 fn blocks_that_found_room_on_disk_are_not_blamed_for_others() {
     let scratch = Scratch::new("blocks-full");
     let spec = with_disk(&scratch.0, "bytes=4MiB,segment=1MiB,buffered=true", "host=64MiB");
-    let all = Engineer::on(Home::open(&spec), 1);
+    let all = Engineer::on(TestStore::open(&spec), 1);
     let names: Vec<u32> = (0..600).collect();
     let (_, each) = all.put(Level::Disk, &names);
     let well = each.iter().filter(|&&one| one == Status::Ok).count();
-    let written = all.home.counters().written / MODEL.layers as u64;
+    let written = all.store.counters().written / MODEL.layers as u64;
     all.close();
     assert!(written < 600 && well as u64 >= written / 2, "{well} well of {written} written");
 }
@@ -531,7 +538,7 @@ fn first_layers(dup: bool) -> usize {
     };
     let opts = OpOpts::default();
     let how = (TransferKind::Get, Level::Ram);
-    let op = all.home.store.submit_blocks(all.session, how, blocks, &opts, None);
+    let op = all.store.handle.submit_blocks(all.session, how, blocks, &opts, None);
     let (_, each) = all.end(&op.expect("begun").remove(0));
     all.close();
     each.iter().filter(|&&one| one == Status::Ok).count()
@@ -605,18 +612,18 @@ fn holds_count_and_letting_go_what_is_not_held_changes_nothing() {
     assert_eq!(all.release(&[2]), Status::Invalid);
     assert_eq!(all.exists(&[1, 2]), [true, false]);
     // Another session holds by itself; one that is closed holds nothing.
-    let other = all.home.store.with(|core| core.open_session(all.space, &SessionOpts::default()));
+    let other = all.store.handle.with(|core| core.open_session(all.space, &SessionOpts::default()));
     let (other, keys) = (other.expect("a session"), all.keys(&[1, 3]));
-    let held = all.home.store.with(|core| core.hold_names(other, &keys, &mut [0; 2]));
+    let held = all.store.handle.with(|core| core.hold_names(other, &keys, &mut [0; 2]));
     held.expect("there");
     assert_eq!(all.release(&[1]), Status::Ok);
     assert_eq!(all.release(&[3]), Status::Invalid);
-    let fork = all.home.store.with(|core| core.fork(other, &SessionOpts::default()));
+    let fork = all.store.handle.with(|core| core.fork(other, &SessionOpts::default()));
     let fork = fork.expect("a fork");
     assert_eq!(all.drop_blocks(&[1, 3]), (0, 2));
-    all.home.end(other);
+    all.store.close_session(other);
     assert_eq!(all.drop_blocks(&[1, 3]), (2, 0));
-    all.home.end(fork);
+    all.store.close_session(fork);
     all.close();
 }
 
@@ -634,7 +641,7 @@ fn what_is_still_being_put_is_not_held() {
     let (ready, how) =
         (Arc::new(kvtier::store::ready_event::Ready::default()), (TransferKind::Put, Level::Ram));
     let opts = OpOpts::default();
-    let op = all.home.store.submit_blocks(all.session, how, blocks, &opts, Some(&*ready));
+    let op = all.store.handle.submit_blocks(all.session, how, blocks, &opts, Some(&*ready));
     let op = op.expect("begun").remove(0);
     assert_eq!(all.hold(&[7]), [false]);
     ready.give();
@@ -650,8 +657,8 @@ fn a_session_has_so_many_holds_and_no_more() {
     assert_eq!(all.put(Level::Ram, &[1, 2]).0, Status::Ok);
     let (mut keys, mut found) = (all.keys(&[1]), vec![0; MAX_BLOCKS]);
     keys.resize(MAX_BLOCKS, keys[0]);
-    all.home
-        .store
+    all.store
+        .handle
         .with(|core| {
             for _ in 0..MAX_HOLDS / MAX_BLOCKS {
                 core.hold_names(all.session, &keys, &mut found)?;
@@ -661,14 +668,14 @@ fn a_session_has_so_many_holds_and_no_more() {
         .expect("as many as may be");
     let hold = |names: &[u32]| {
         let keys = all.keys(names);
-        let held = all.home.store.with(|core| core.hold_names(all.session, &keys, &mut [0; 2]));
+        let held = all.store.handle.with(|core| core.hold_names(all.session, &keys, &mut [0; 2]));
         held.map_err(|error| error.status())
     };
     assert_eq!(hold(&[9, 2]), Err(Status::Limit));
     assert_eq!(hold(&[9, 8]), Ok(()), "these are not there");
     assert_eq!(all.drop_blocks(&[2]), (1, 0), "a call that was refused holds nothing");
     keys.push(keys[0]);
-    let too_many = all.home.store.with(|core| core.release_names(all.session, &keys));
+    let too_many = all.store.handle.with(|core| core.release_names(all.session, &keys));
     assert_eq!(too_many.unwrap_err().status(), Status::Limit);
     all.close();
 }
@@ -738,7 +745,7 @@ fn as_many_as_may_be_are_held_and_hinted_at_once() {
         let keys = all.keys(&again);
         // A time that has passed is as good as any.
         let hint = Hint { next_use: Some((1, 0.5)), ..Hint::default() };
-        all.home.store.with(|core| core.hint_blocks(all.session, &keys, &hint)).expect("told");
+        all.store.handle.with(|core| core.hint_blocks(all.session, &keys, &hint)).expect("told");
         assert_eq!(all.drop_blocks(&names), (0, 1000));
         assert_eq!(all.release(&again), Status::Ok);
         assert_eq!(all.drop_blocks(&names), (1000, 0));
@@ -750,24 +757,23 @@ fn as_many_as_may_be_are_held_and_hinted_at_once() {
 #[test]
 fn models_of_many_layers_are_hinted_cell_by_cell() {
     let model = Model { layers: 300, heads: 1, run: 8, chunk: 4 };
-    let home = Home::open(&spec_of("store(host=64MiB,policy=predictive,granularity=cell)"));
-    let space = home.space(1, &model);
+    let store = TestStore::open(&spec_of("store(host=64MiB,policy=predictive,granularity=cell)"));
+    let space = store.namespace(1, &model);
     let tokens = document(1, 4);
-    let session = home.session(space, &tokens);
-    let mut engine = Engine::new(model, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(0, &tokens));
-    assert_eq!(home.put(session, Level::Ram, &engine).status, Status::Ok);
+    let session = store.session(space, &tokens);
+    let engine = Engine::computed(model, Shape::Tokens, &marks_of(0, &tokens));
+    assert_eq!(store.put(session, Level::Ram, &engine).status, Status::Ok);
     let hint = Hint { done: true, ..Hint::default() };
-    let told = home.store.with(|core| {
+    let told = store.handle.with(|core| {
         let table = core.table_of(space).expect("it is open");
         let slot = table.chunks.slots().next().expect("a chunk");
         let keys = vec![*table.chunks.key(slot).expect("it is there"); MAX_BLOCKS];
         core.hint_blocks(session, &keys, &hint)
     });
     assert_eq!(told.map_err(|error| error.status()), Ok(()));
-    home.end(session);
-    home.rest();
-    home.close();
+    store.close_session(session);
+    store.settle();
+    store.close();
 }
 
 #[test]
@@ -776,7 +782,7 @@ fn what_is_held_may_go_down_and_is_found_there() {
     let disk = "bytes=32MiB,segment=1MiB,buffered=true";
     // Nothing would go to disk by itself.
     let spec = with_disk(&scratch.0, disk, "host=512KiB,write=never,policy=lru");
-    let all = Engineer::on(Home::open(&spec), 1);
+    let all = Engineer::on(TestStore::open(&spec), 1);
     let names: Vec<u32> = (0..30).collect();
     assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
     assert_eq!(all.hold(&names[..20]), [true; 20]);
@@ -802,7 +808,10 @@ fn left_after(rest: &str, said: Option<(std::ops::Range<u32>, Hint)>) -> usize {
     if let Some((names, hint)) = said {
         let again = names.start;
         let keys = all.keys(&names.chain([999, again]).collect::<Vec<u32>>());
-        all.home.store.with(|core| core.hint_blocks(all.session, &keys, &hint)).expect("passed on");
+        all.store
+            .handle
+            .with(|core| core.hint_blocks(all.session, &keys, &hint))
+            .expect("passed on");
     }
     all.put(Level::Ram, &(100..120).collect::<Vec<u32>>());
     let left = all.exists(&first).iter().filter(|one| **one).count();
@@ -838,7 +847,7 @@ fn storm(
     drops: bool,
 ) -> BTreeSet<u32> {
     let acknowledged = Arc::new(std::sync::Mutex::new(BTreeSet::new()));
-    let all = Arc::new(Engineer::on(Home::open(spec), 1));
+    let all = Arc::new(Engineer::on(TestStore::open(spec), 1));
     let threads: Vec<_> = (0..4u64)
         .map(|thread| {
             let (all, acknowledged) = (all.clone(), acknowledged.clone());
@@ -865,8 +874,8 @@ fn storm(
                     }
                     if what == 9 {
                         let keys = all.keys(&names);
-                        all.home
-                            .store
+                        all.store
+                            .handle
                             .with(|core| core.drop_blocks(all.session, &keys))
                             .expect("ok");
                         continue;
@@ -900,11 +909,11 @@ fn storm(
                         after: None,
                     };
                     let deadline_ns =
-                        if next(3) == 0 { all.home.now_ns() + next(400_000) } else { 0 };
+                        if next(3) == 0 { all.store.now_ns() + next(400_000) } else { 0 };
                     let opts = OpOpts { deadline_ns, ..OpOpts::default() };
                     let ready = (next(3) == 0)
                         .then(|| Arc::new(kvtier::store::ready_event::Ready::default()));
-                    let ops = all.home.store.submit_blocks(
+                    let ops = all.store.handle.submit_blocks(
                         all.session,
                         (kind, level),
                         blocks,
@@ -937,7 +946,7 @@ fn storm(
                     if next(4) == 0 {
                         op.cancel();
                     }
-                    op.wait(RELEASED, all.home.now_ns() + LONG_NS).expect("every op ends");
+                    op.wait(RELEASED, all.store.now_ns() + LONG_NS).expect("every op ends");
                     let info = op.info();
                     let each: Vec<i32> =
                         op.items().iter().map(|i| i.outcome().0.expect("ended")).collect();
@@ -966,7 +975,7 @@ fn storm(
         })
         .collect();
     threads.into_iter().for_each(|thread| thread.join().expect("sound"));
-    all.home.rest();
+    all.store.settle();
     Arc::into_inner(all).expect("alone").close();
     Arc::into_inner(acknowledged).unwrap().into_inner().unwrap()
 }
@@ -1001,7 +1010,7 @@ fn what_a_storm_was_told_is_there_after_it() {
         let rest = if seed % 2 == 0 { "host=600KiB" } else { "host=600KiB,write=never" };
         let spec = with_disk(&scratch.0, disk, rest);
         let told: Vec<u32> = storm(&spec, seed, ROUNDS, false).into_iter().collect();
-        let all = Engineer::on(Home::open(&spec), 1);
+        let all = Engineer::on(TestStore::open(&spec), 1);
         assert!(all.get(&told).iter().all(|&came| came));
         all.close();
     }

@@ -1,27 +1,22 @@
-//! Moves that are given up while others have all the room there is.
+//! Transfers that are cancelled while others occupy all job slots or all memory.
 
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::meta::dtype::Dtype;
-use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::work::WorkerKind;
-use kvtier::store::state::{
-    CellRange, Config, Finished, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
-};
+use kvtier::store::state::{CellRange, Config, Finished, Level, TransferKind, Wanted};
+use kvtier_testkit::fixtures::stepped_store::{Parts, SteppedStore};
 
 const LAYERS: usize = 4;
 const CHUNK: u32 = 4;
 
-/// A store in memory, in which nothing is copied.
-struct World {
-    core: StoreState,
-    space: u32,
-}
+/// A store in host memory. Its copies report success without touching memory.
+struct Store(SteppedStore);
 
-impl World {
-    fn new(max_jobs: u32, cells: u64) -> World {
+impl Store {
+    fn new(max_jobs: u32, cells: u64) -> Store {
         let config = Config {
             host_bytes: cells * 4096,
             host_policy: "lru".into(),
@@ -29,41 +24,51 @@ impl World {
             max_jobs,
             ..Config::default()
         };
-        let mut core = StoreState::new(config, None, None).expect("a core");
-        core.tick(1);
         let group = Group::gqa(0..LAYERS as u16, 1, 2, Dtype::Bf16).expect("a group");
         let layout = Layout::new(CHUNK, vec![group]).expect("a layout");
-        let opts = SpaceOpts { key: Key([1; 32]), layout, holes: false };
-        let space = core.open_space(&opts).expect("a namespace");
-        World { core, space }
+        Store(SteppedStore::new(Parts { config, layout, ..Parts::default() }))
     }
 
-    /// A session of so many chunks that no other has.
-    fn session(&mut self, number: u32, chunks: u32) -> u32 {
+    /// A session of so many chunks. Sessions of different numbers share none.
+    fn session(&self, number: u32, chunks: u32) -> u32 {
         let tokens: Vec<u32> = (0..chunks * CHUNK).map(|i| number << 16 | i).collect();
-        let session = self.core.open_session(self.space, &SessionOpts::default()).expect("room");
-        self.core.append(session, &tokens).expect("room");
-        session
+        self.0.session(&tokens)
     }
 
-    fn put(&mut self, session: u32, chunks: u32) -> u32 {
-        let what = cell_range(chunks);
-        self.core.submit_cell_range(session, TransferKind::Put, Level::Ram, 0, what).expect("room")
+    fn put(&self, session: u32, chunks: u32) -> u32 {
+        self.0.submit(session, TransferKind::Put, Level::Ram, cell_range(chunks))
     }
 
-    fn ended(&mut self) -> Vec<Finished> {
-        self.core.check().expect("sound");
-        let mut all = Vec::new();
-        self.core.finished(&mut all);
-        all
+    fn cancel(&self, number: u32) {
+        self.0.lock().cancel(number, Status::Cancelled);
+        self.ended_alone(number, Status::Cancelled);
     }
 
-    /// All copies that can be made.
-    fn copy(&mut self) {
-        while let Some(work) = self.core.take(WorkerKind::Copy) {
-            self.core.check().expect("sound");
-            self.core.done(work, Ok(()), 0);
+    fn ended(&self) -> Vec<Finished> {
+        self.0.lock().check().expect("sound");
+        self.0.finished()
+    }
+
+    /// Checks that this transfer is the only one that has ended, with this status.
+    fn ended_alone(&self, number: u32, status: Status) {
+        let all = self.ended();
+        let [one] = &all[..] else { panic!("{all:?}") };
+        let how = one.error.as_ref().map_or(Status::Ok, |error| error.status());
+        assert_eq!((one.number, how, one.last), (number, status, true));
+    }
+
+    /// Ends all copies that can begin.
+    fn copy(&self) {
+        loop {
+            let Some(work) = self.0.lock().take(WorkerKind::Copy) else { return };
+            let mut state = self.0.lock();
+            state.check().expect("sound");
+            state.done(work, Ok(()), 0);
         }
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.0.lock().is_quiet()
     }
 }
 
@@ -83,26 +88,18 @@ fn cell_range(chunks: u32) -> CellRange {
     }
 }
 
-/// The one move that has ended, with this status.
-fn only(all: &[Finished], number: u32, status: Status) {
-    let [one] = all else { panic!("{all:?}") };
-    let how = one.error.as_ref().map_or(Status::Ok, |error| error.status());
-    assert_eq!((one.number, how, one.last), (number, status, true));
-}
-
 #[test]
 fn a_move_that_found_no_room_among_the_jobs_ends_when_it_is_given_up() {
-    let mut world = World::new(8, 64);
-    let sessions: Vec<u32> = (1..6).map(|number| world.session(number, 8)).collect();
-    let moves: Vec<u32> = sessions.iter().map(|&session| world.put(session, 8)).collect();
-    assert!(world.ended().is_empty());
+    let store = Store::new(8, 64);
+    let sessions: Vec<u32> = (1..6).map(|number| store.session(number, 8)).collect();
+    let moves: Vec<u32> = sessions.iter().map(|&session| store.put(session, 8)).collect();
+    assert!(store.ended().is_empty());
     for &number in moves[1..].iter().rev() {
-        world.core.cancel(number, Status::Cancelled);
-        only(&world.ended(), number, Status::Cancelled);
+        store.cancel(number);
     }
-    world.copy();
-    only(&world.ended(), moves[0], Status::Ok);
-    assert!(world.core.is_quiet());
+    store.copy();
+    store.ended_alone(moves[0], Status::Ok);
+    assert!(store.is_quiet());
 }
 
 /// A move that was given up stood in line for room; the next one, which waits for the
@@ -110,72 +107,70 @@ fn a_move_that_found_no_room_among_the_jobs_ends_when_it_is_given_up() {
 #[test]
 fn a_move_does_not_begin_in_the_place_of_another() {
     for at in 1..6 {
-        let mut world = World::new(8, 256);
-        let sessions: Vec<u32> = (1..8).map(|number| world.session(number, 8)).collect();
-        let mut moves: Vec<u32> = sessions[..6].iter().map(|&one| world.put(one, 8)).collect();
+        let store = Store::new(8, 256);
+        let sessions: Vec<u32> = (1..8).map(|number| store.session(number, 8)).collect();
+        let mut moves: Vec<u32> = sessions[..6].iter().map(|&one| store.put(one, 8)).collect();
         let given_up = moves.remove(at);
-        world.core.cancel(given_up, Status::Cancelled);
-        only(&world.ended(), given_up, Status::Cancelled);
+        store.cancel(given_up);
         let what = cell_range(8);
         let submitted =
-            world.core.submit_waiting(sessions[6], TransferKind::Put, Level::Ram, 0, what);
+            store.0.lock().submit_waiting(sessions[6], TransferKind::Put, Level::Ram, 0, what);
         let (waits, ticket) = submitted.expect("room");
         assert_eq!(waits, given_up, "numbers are used again");
-        world.copy();
-        let mut ended: Vec<u32> = world.ended().iter().map(|one| one.number).collect();
+        store.copy();
+        let mut ended: Vec<u32> = store.ended().iter().map(|one| one.number).collect();
         ended.sort_unstable();
         assert_eq!(ended, moves, "{at}");
-        assert_eq!((world.core.waiting_moves(), world.core.counters.stored), (1, 5 * 32));
-        world.core.begin_waiting(ticket);
-        world.copy();
-        only(&world.ended(), waits, Status::Ok);
-        assert!(world.core.is_quiet());
+        let counts = store.0.with(|state| (state.waiting_moves(), state.counters.stored));
+        assert_eq!(counts, (1, 5 * 32));
+        store.0.lock().begin_waiting(ticket);
+        store.copy();
+        store.ended_alone(waits, Status::Ok);
+        assert!(store.is_quiet());
     }
 }
 
 /// Of jobs that wait for memory, those in the middle go and the order of the others stays.
 #[test]
 fn those_that_wait_for_memory_are_given_up_anywhere_in_the_line() {
-    let mut world = World::new(4096, 16);
-    let sessions: Vec<u32> = (1..9).map(|number| world.session(number, 4)).collect();
+    let store = Store::new(4096, 16);
+    let sessions: Vec<u32> = (1..9).map(|number| store.session(number, 4)).collect();
     // The first has all the memory; all others wait for some.
-    let moves: Vec<u32> = sessions.iter().map(|&session| world.put(session, 4)).collect();
+    let moves: Vec<u32> = sessions.iter().map(|&session| store.put(session, 4)).collect();
     for at in [3, 1, 7, 4] {
-        world.core.cancel(moves[at], Status::Cancelled);
-        only(&world.ended(), moves[at], Status::Cancelled);
+        store.cancel(moves[at]);
     }
     // What was stored may leave when its session has gone.
     for session in sessions {
-        world.core.close_session(session).expect("it is open");
+        store.0.close_session(session);
     }
-    world.copy();
-    let ended = world.ended();
+    store.copy();
+    let ended = store.ended();
     assert!(ended.iter().all(|one| one.error.is_none()), "{ended:?}");
     let order: Vec<u32> = ended.iter().map(|one| one.number).collect();
     assert_eq!(order, [moves[0], moves[2], moves[5], moves[6]]);
-    assert!(world.core.is_quiet());
+    assert!(store.is_quiet());
 }
 
 /// Of those that wait for one cell, too.
 #[test]
 fn those_that_wait_for_a_cell_are_given_up_anywhere_in_the_line() {
-    let mut world = World::new(4096, 64);
-    let sessions: Vec<u32> = (0..8).map(|_| world.session(1, 4)).collect();
+    let store = Store::new(4096, 64);
+    let sessions: Vec<u32> = (0..8).map(|_| store.session(1, 4)).collect();
     // The first puts the cells, the others wait until they are there.
-    let moves: Vec<u32> = sessions.iter().map(|&session| world.put(session, 4)).collect();
+    let moves: Vec<u32> = sessions.iter().map(|&session| store.put(session, 4)).collect();
     for at in [3, 1, 7, 4] {
-        world.core.cancel(moves[at], Status::Cancelled);
-        only(&world.ended(), moves[at], Status::Cancelled);
+        store.cancel(moves[at]);
     }
     // Nobody puts them now: the next one does.
-    world.core.cancel(moves[0], Status::Cancelled);
-    only(&world.ended(), moves[0], Status::Cancelled);
-    world.copy();
-    let mut numbers: Vec<u32> = world.ended().iter().map(|one| one.number).collect();
+    store.cancel(moves[0]);
+    store.copy();
+    let mut numbers: Vec<u32> = store.ended().iter().map(|one| one.number).collect();
     numbers.sort_unstable();
     let mut right = [moves[2], moves[5], moves[6]];
     right.sort_unstable();
     assert_eq!(numbers, right);
-    assert_eq!((world.core.counters.stored, world.core.counters.known), (16, 32));
-    assert!(world.core.is_quiet());
+    let counts = store.0.with(|state| (state.counters.stored, state.counters.known));
+    assert_eq!(counts, (16, 32));
+    assert!(store.is_quiet());
 }

@@ -7,34 +7,24 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kvtier::base::account::Account;
-use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::budget::Tier;
 use kvtier::base::half::{from_f16, to_f16};
 use kvtier::base::op::OpOpts;
 use kvtier::base::runtime::Runtime;
 use kvtier::base::status::Status;
-use kvtier::base::sync::Mutex;
-use kvtier::device::Stream;
-use kvtier::device::host::Host;
 use kvtier::format::codec::int8::Scales;
 use kvtier::format::codec::{self, Codec, cell};
 use kvtier::io::read_only::ReadOnlyFiles;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
-use kvtier::store::executor::Tools;
-use kvtier::store::state::disk_gc::{CheckpointWriter, Page};
 use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::work::WorkerKind;
-use kvtier::store::state::{
-    CellRange, Config, Finished, SessionOpts, SpaceOpts, StoreState, Wanted, Write,
-};
-use kvtier::tier::disk::{
-    CellAt, CellIndex, DiskTier, FsckOptions, Options, RESERVE_BYTES, Report, Spot, fsck,
-};
-use kvtier_testkit::disk::{SimFiles, SimOpts as DiskOpts};
+use kvtier::store::state::{CellRange, Config, Finished, SpaceOpts, Wanted, Write};
+use kvtier::tier::disk::{FsckOptions, Options, RESERVE_BYTES, Report, fsck};
+use kvtier_testkit::fixtures::stepped_store::{Parts, SteppedStore, empty_disk};
 use kvtier_testkit::sim::{SimOpts, run};
-use support::{Done, Home, Scratch, document, marks_of, mix, wait, with_disk};
+use support::{Done, Scratch, TestStore, budget, document, marks_of, mix, wait, with_disk};
 
 const LAYERS: usize = 3;
 const CHUNK: usize = 32;
@@ -133,11 +123,11 @@ fn fill(like: Like, mut state: u64, row: &mut [u8]) {
     }
 }
 
-fn space(home: &Home, number: u8, codec: Option<Codec>) -> u32 {
+fn space(store: &TestStore, number: u8, codec: Option<Codec>) -> u32 {
     let group = Group::gqa(0..LAYERS as u16, 4, 32, Dtype::F16).expect("sound");
     let layout = Layout::new(CHUNK as u32, vec![group]).expect("sound");
     let opts = SpaceOpts { key: Key([number; 32]), layout, holes: false };
-    let open = home.store.with(|core| {
+    let open = store.handle.with(|core| {
         let space = core.open_space(&opts)?;
         core.set_codec(space, codec);
         Ok(space)
@@ -146,34 +136,35 @@ fn space(home: &Home, number: u8, codec: Option<Codec>) -> u32 {
 }
 
 fn moved(
-    home: &Home,
+    store: &TestStore,
     session: u32,
     kind: TransferKind,
     level: Level,
     tensors: &mut Tensors,
 ) -> Done {
     let all = tensors.whole();
-    let ops = home.store.submit(session, kind, level, all, &OpOpts::default()).expect("submitted");
+    let ops =
+        store.handle.submit(session, kind, level, all, &OpOpts::default()).expect("submitted");
     wait(&ops[0])
 }
 
 /// Stores a document.
-fn put(home: &Home, space: u32, like: Like, tokens: &[u32]) {
-    let session = home.session(space, tokens);
+fn put(store: &TestStore, space: u32, like: Like, tokens: &[u32]) {
+    let session = store.session(space, tokens);
     let mut tensors = Tensors::of(like, &marks_of(space, tokens));
-    let done = moved(home, session, TransferKind::Put, Level::Disk, &mut tensors);
-    assert_eq!(done, Done { status: Status::Ok, tokens: tokens.len() });
-    home.end(session);
+    let done = moved(store, session, TransferKind::Put, Level::Disk, &mut tensors);
+    assert_eq!(done, Done::ok(tokens.len()));
+    store.close_session(session);
 }
 
 /// Loads one, and compares what came; how many tokens.
-fn check(home: &Home, space: u32, like: Like, tokens: &[u32], steps: f32) -> usize {
-    let session = home.session(space, tokens);
+fn check(store: &TestStore, space: u32, like: Like, tokens: &[u32], steps: f32) -> usize {
+    let session = store.session(space, tokens);
     let mut got = Tensors::new(tokens.len());
-    let done = moved(home, session, TransferKind::Get, Level::Ram, &mut got);
+    let done = moved(store, session, TransferKind::Get, Level::Ram, &mut got);
     assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
     got.assert_near(&Tensors::of(like, &marks_of(space, tokens)), done.tokens, steps);
-    home.end(session);
+    store.close_session(session);
     done.tokens
 }
 
@@ -199,33 +190,33 @@ fn what_can_be_shorter_is_and_comes_back_after_restarts() {
     let scratch = Scratch::new("codecs");
     let spec = with_disk(&scratch.0, ROOMY, "host=8MiB,chunks=1024,codec=lz4");
     let (tokens, cells) = (document(1, 10 * CHUNK), 10 * LAYERS as u64);
-    let home = Home::open(&spec);
-    let (dull, noise) = (space(&home, 1, None), space(&home, 2, None));
-    put(&home, dull, Like::Dull, &tokens);
-    let counters = home.counters();
+    let store = TestStore::open(&spec);
+    let (dull, noise) = (space(&store, 1, None), space(&store, 2, None));
+    put(&store, dull, Like::Dull, &tokens);
+    let counters = store.counters();
     assert_eq!((counters.written, counters.coded), (cells, cells));
     assert_eq!(counters.coded_raw_bytes, cells * CELL as u64);
     assert!(counters.coded_bytes < counters.coded_raw_bytes / 4, "{counters:?}");
     assert_eq!((counters.lost.count, counters.lost.most), (0, 0.0));
-    put(&home, noise, Like::Noise, &tokens);
-    assert_eq!((home.counters().written, home.counters().coded), (2 * cells, cells));
-    home.rest();
+    put(&store, noise, Like::Noise, &tokens);
+    assert_eq!((store.counters().written, store.counters().coded), (2 * cells, cells));
+    store.settle();
     let stored = counters.coded_bytes + cells * CELL as u64;
-    home.close();
+    store.close();
     // By the checkpoint, then by the headers alone.
     for life in 0..3 {
         let report = checked(&scratch.0);
         assert!(report.is_clean(), "{:?}", report.damage);
         assert_eq!((report.live.cells, report.live.bytes), (2 * cells, stored), "life {life}");
-        let home = Home::open(&spec);
-        assert_eq!(home.store.opened.adopted.cells, 2 * cells);
-        assert_eq!(home.store.opened.adopted.dropped, 0);
-        let (dull, noise) = (space(&home, 1, None), space(&home, 2, None));
-        assert_eq!(check(&home, dull, Like::Dull, &tokens, 0.0), tokens.len());
-        assert_eq!(check(&home, noise, Like::Noise, &tokens, 0.0), tokens.len());
-        assert_eq!(home.counters().disk_hits, 2 * cells);
-        home.rest();
-        home.close();
+        let store = TestStore::open(&spec);
+        assert_eq!(store.handle.opened.adopted.cells, 2 * cells);
+        assert_eq!(store.handle.opened.adopted.dropped, 0);
+        let (dull, noise) = (space(&store, 1, None), space(&store, 2, None));
+        assert_eq!(check(&store, dull, Like::Dull, &tokens, 0.0), tokens.len());
+        assert_eq!(check(&store, noise, Like::Noise, &tokens, 0.0), tokens.len());
+        assert_eq!(store.counters().disk_hits, 2 * cells);
+        store.settle();
+        store.close();
         files_of(&scratch.0, "index-").iter().for_each(|path| {
             std::fs::remove_file(path).expect("removed");
         });
@@ -240,19 +231,19 @@ fn namespaces_keep_their_recipes_and_what_is_lost_is_measured() {
     let recipes =
         [(Some(Codec::None), Like::Dull), (None, Like::Dull), (Some(Codec::Int8), Like::Real)];
     for life in 0..3 {
-        let home = Home::open(&spec);
-        let spaces: Vec<u32> = (0..).zip(recipes).map(|(n, (c, _))| space(&home, n, c)).collect();
+        let store = TestStore::open(&spec);
+        let spaces: Vec<u32> = (0..).zip(recipes).map(|(n, (c, _))| space(&store, n, c)).collect();
         for (tokens, (&space, (codec, like))) in
             tokens.iter().flat_map(|t| spaces.iter().zip(recipes).map(move |s| (t, s)))
         {
             if life == 0 {
-                put(&home, space, like, tokens);
+                put(&store, space, like, tokens);
             }
             // Half a step, and what rounding to half precision adds.
             let steps = if codec == Some(Codec::Int8) { 1.1 } else { 0.0 };
-            assert_eq!(check(&home, space, like, tokens, steps), tokens.len());
+            assert_eq!(check(&store, space, like, tokens, steps), tokens.len());
         }
-        let counters = home.counters();
+        let counters = store.counters();
         let each = (2 + 3 + 4 + 5) * LAYERS as u64;
         if life == 0 {
             assert_eq!((counters.written, counters.coded), (3 * each, 2 * each));
@@ -261,7 +252,7 @@ fn namespaces_keep_their_recipes_and_what_is_lost_is_measured() {
             let (most, mean) = (counters.lost.most, counters.lost.mean());
             assert!(most > 0.001 && most <= 40.0 / 254.0 * 1.1, "{most}");
             assert!(mean > 0.0 && mean < most / 3.0, "{mean} of {most}");
-            let text = home.store.with(|core| Ok(core.metrics_text())).expect("open");
+            let text = store.handle.with(|core| Ok(core.metrics_text())).expect("open");
             for name in ["coded_cells_total", "coded_bytes_total", "lossy_error_max"] {
                 let start = format!("kvtier_{name} ");
                 let line = text.lines().find(|line| line.starts_with(&start));
@@ -271,8 +262,8 @@ fn namespaces_keep_their_recipes_and_what_is_lost_is_measured() {
         } else {
             assert_eq!(counters.disk_hits, 3 * each, "read from disk in life {life}");
         }
-        home.rest();
-        home.close();
+        store.settle();
+        store.close();
     }
 }
 
@@ -280,81 +271,81 @@ fn namespaces_keep_their_recipes_and_what_is_lost_is_measured() {
 fn what_memory_has_no_room_for_goes_down_coded_and_partial_chunks_too() {
     let scratch = Scratch::new("small");
     let spec = with_disk(&scratch.0, ROOMY, "host=1MiB,chunks=1024");
-    let home = Home::open(&spec);
+    let store = TestStore::open(&spec);
     let spaces = [
-        (space(&home, 1, Some(Codec::Lz4)), Like::Dull, 0.0),
-        (space(&home, 2, Some(Codec::Int8)), Like::Real, 1.1),
+        (space(&store, 1, Some(Codec::Lz4)), Like::Dull, 0.0),
+        (space(&store, 2, Some(Codec::Int8)), Like::Real, 1.1),
     ];
     let mut open = Vec::new();
     for n in 0..12u32 {
         for (space, like, _) in spaces {
             let tokens = document(n, 3 * CHUNK + 1 + n as usize % (CHUNK - 1));
-            let session = home.session(space, &tokens);
+            let session = store.session(space, &tokens);
             let mut tensors = Tensors::of(like, &marks_of(space, &tokens));
-            let done = moved(&home, session, TransferKind::Put, Level::Ram, &mut tensors);
+            let done = moved(&store, session, TransferKind::Put, Level::Ram, &mut tensors);
             assert_eq!(done.tokens, tokens.len(), "{done:?}");
             open.push((session, space, tokens));
         }
     }
-    home.rest();
+    store.settle();
     for (session, space, tokens) in &open {
         let (_, like, steps) = spaces.into_iter().find(|s| s.0 == *space).expect("one of them");
         let mut got = Tensors::new(tokens.len());
-        let done = moved(&home, *session, TransferKind::Get, Level::Ram, &mut got);
+        let done = moved(&store, *session, TransferKind::Get, Level::Ram, &mut got);
         assert_eq!(done.tokens, tokens.len(), "{done:?}");
         got.assert_near(&Tensors::of(like, &marks_of(*space, tokens)), tokens.len(), steps);
     }
-    let counters = home.counters();
+    let counters = store.counters();
     assert!(counters.coded > 100 && counters.disk_hits > 100, "{counters:?}");
-    open.into_iter().for_each(|(session, ..)| home.end(session));
-    home.rest();
-    home.close();
+    open.into_iter().for_each(|(session, ..)| store.close_session(session));
+    store.settle();
+    store.close();
 }
 
 #[test]
 fn cleaning_moves_coded_cells() {
     let scratch = Scratch::new("cleaned");
     let spec = with_disk(&scratch.0, "bytes=6MiB,segment=512KiB", "host=1MiB,chunks=4096");
-    let home = Home::open(&spec);
+    let store = TestStore::open(&spec);
     let spaces = [
-        (space(&home, 1, Some(Codec::Lz4)), Like::Dull, 0.0),
-        (space(&home, 2, Some(Codec::Int8)), Like::Real, 1.1),
-        (space(&home, 3, None), Like::Noise, 0.0),
+        (space(&store, 1, Some(Codec::Lz4)), Like::Dull, 0.0),
+        (space(&store, 2, Some(Codec::Int8)), Like::Real, 1.1),
+        (space(&store, 3, None), Like::Noise, 0.0),
     ];
-    let disk = home.store.disk().expect("a disk");
+    let disk = store.handle.disk().expect("a disk");
     let (mut round, mut found) = (0, 0);
     while disk.stats().compacted_bytes < 1 << 20 {
         assert!(round < 400, "nothing is cleaned: {:?}", disk.stats());
         for (space, like, steps) in spaces {
-            put(&home, space, like, &document(round, (1 + round as usize % 3) * CHUNK));
+            put(&store, space, like, &document(round, (1 + round as usize % 3) * CHUNK));
             // Some stay because they are asked for.
             let old = document(round / 2, (1 + round as usize / 2 % 3) * CHUNK);
-            found += check(&home, space, like, &old, steps);
+            found += check(&store, space, like, &old, steps);
         }
         round += 1;
     }
-    assert!(found > 0 && home.counters().coded > 0);
-    home.rest();
+    assert!(found > 0 && store.counters().coded > 0);
+    store.settle();
     drop(disk);
-    home.close();
+    store.close();
     assert!(checked(&scratch.0).is_clean());
-    let home = Home::open(&spec);
+    let store = TestStore::open(&spec);
     let mut found = 0;
     for (n, (codec, like, steps)) in [
         (1, (Some(Codec::Lz4), Like::Dull, 0.0)),
         (2, (Some(Codec::Int8), Like::Real, 1.1)),
         (3, (None, Like::Noise, 0.0)),
     ] {
-        let space = space(&home, n, codec);
+        let space = space(&store, n, codec);
         for round in 0..round {
             let tokens = document(round, (1 + round as usize % 3) * CHUNK);
-            found += check(&home, space, like, &tokens, steps);
+            found += check(&store, space, like, &tokens, steps);
         }
     }
     assert!(found > 0);
-    assert_eq!(home.counters().corrupt, 0);
-    home.rest();
-    home.close();
+    assert_eq!(store.counters().corrupt, 0);
+    store.settle();
+    store.close();
 }
 
 #[test]
@@ -363,11 +354,11 @@ fn a_flipped_bit_of_a_coded_cell_is_a_miss() {
     let spec = with_disk(&scratch.0, "bytes=16MiB,segment=512KiB", "host=8MiB,chunks=1024");
     let tokens = document(1, 2 * CHUNK);
     let kinds = [(1, Codec::Lz4, Like::Dull, 0.0), (2, Codec::Int8, Like::Real, 1.1)];
-    let home = Home::open(&spec);
+    let store = TestStore::open(&spec);
     for (n, codec, like, _) in kinds {
-        put(&home, space(&home, n, Some(codec)), like, &tokens);
+        put(&store, space(&store, n, Some(codec)), like, &tokens);
     }
-    home.close();
+    store.close();
     let segment = files_of(&scratch.0, "seg-").remove(0);
     let all: Vec<(PathBuf, Vec<u8>)> = files_of(&scratch.0, "")
         .into_iter()
@@ -387,16 +378,16 @@ fn a_flipped_bit_of_a_coded_cell_is_a_miss() {
             let mut bytes = std::fs::read(&segment).expect("read");
             bytes[block * 4096 + at] ^= 0x04;
             std::fs::write(&segment, &bytes).expect("written");
-            let home = Home::open(&spec);
+            let store = TestStore::open(&spec);
             let mut found = 0;
             for (n, codec, like, steps) in kinds {
-                let space = space(&home, n, Some(codec));
-                found += check(&home, space, like, &tokens, steps);
+                let space = space(&store, n, Some(codec));
+                found += check(&store, space, like, &tokens, steps);
             }
             hurt += u64::from(found < 2 * tokens.len());
             assert!(found >= tokens.len(), "one bit hurts one chunk: {found}");
-            home.rest();
-            home.close();
+            store.settle();
+            store.close();
         }
     }
     assert!(hurt > 20, "{hurt}");
@@ -417,80 +408,40 @@ fn seeds_code_cells_and_find_them_again() {
     assert!(coded > 100 && lost > 1000, "{coded} {lost}");
 }
 
-/// A core and its hands on one thread, with a disk whose staging memory is paid for.
-struct ByHand {
-    core: Shared,
-    tools: Tools,
-    space: u32,
+/// A stepped store whose disk pays for its staging memory.
+struct Paid {
+    store: SteppedStore,
     /// Keeps the budget.
     _runtime: Runtime,
     account: Arc<Account>,
 }
 
-impl ByHand {
-    fn open(limit_bytes: u64) -> ByHand {
+impl Paid {
+    fn open(limit_bytes: u64) -> Paid {
         let runtime = support::runtime();
-        let mut limits = [None; 5];
-        limits[Tier::Host as usize] = Some(limit_bytes);
-        let opts = BudgetOpts { limits, reserve_bytes: Some(0), strict: false };
-        let budget = Budget::open(runtime.core(), &opts).expect("a budget");
+        let budget = budget(&runtime, &[(Tier::Host, limit_bytes)]);
         let account = budget.account("disk", 0, None).expect("an account");
-        let files = SimFiles::new(7, DiskOpts { capacity_bytes: 64 << 20, ..DiskOpts::default() });
         let options = Options {
             segment_bytes: 4 << 20,
             account: Some(account.clone()),
             ..Options::new(48 << 20, [5; 16])
         };
-        let (disk, _, _) = DiskTier::open(Arc::new(files), options).expect("a disk");
-        let disk = Arc::new(disk);
         let config = Config { host_bytes: 8 << 20, max_chunks: 256, ..Config::default() };
         let config = Config { codec: Codec::Lz4, write: Write::Through, ..config };
-        let mut core = StoreState::new(config, None, Some(disk.clone())).expect("a core");
         let group = Group::gqa(0..LAYERS as u16, 4, 32, Dtype::F16).expect("sound");
         let layout = Layout::new(CHUNK as u32, vec![group]).expect("sound");
-        let opts = SpaceOpts { key: Key([1; 32]), layout, holes: false };
-        let space = core.open_space(&opts).expect("opened");
-        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), remote: None };
-        ByHand {
-            core: Shared(Arc::new(Mutex::new(core))),
-            tools,
-            space,
-            _runtime: runtime,
-            account,
-        }
+        let disk = Some((empty_disk(), options));
+        let store = SteppedStore::new(Parts { config, disk, layout, ..Parts::default() });
+        Paid { store, _runtime: runtime, account }
     }
 
-    fn rest(&mut self) {
-        loop {
-            let mut is_idle = true;
-            for hands in WorkerKind::ALL {
-                let Some(mut work) = self.core.0.lock().take(hands) else { continue };
-                is_idle = false;
-                let mut books = self.core.clone();
-                // SAFETY: the core waits for this; tensors outlive the moves.
-                let how = unsafe { self.tools.work(&mut work, Stream(0), &mut books) };
-                self.core.0.lock().done(work, how, 0);
-            }
-            if is_idle {
-                return;
-            }
-        }
-    }
-
-    fn turn(&mut self, kind: TransferKind, tokens: &[u32], tensors: &mut Tensors) -> Finished {
-        let session = {
-            let mut core = self.core.0.lock();
-            let session = core.open_session(self.space, &SessionOpts::default()).expect("opened");
-            core.append(session, tokens).expect("appended");
-            let (level, all) = (Level::Ram, tensors.whole());
-            core.submit_cell_range(session, kind, level, 0, all).expect("submitted");
-            session
-        };
-        self.rest();
-        let mut finished = Vec::new();
-        self.core.0.lock().finished(&mut finished);
-        self.core.0.lock().close_session(session).expect("closed");
-        finished.remove(0)
+    fn transfer(&self, kind: TransferKind, tokens: &[u32], tensors: &mut Tensors) -> Finished {
+        let session = self.store.session(tokens);
+        self.store.submit(session, kind, Level::Ram, tensors.whole());
+        self.store.settle();
+        let finished = self.store.finished().remove(0);
+        self.store.close_session(session);
+        finished
     }
 }
 
@@ -500,48 +451,23 @@ fn memory_for_coding_is_counted_and_there_is_always_some() {
     let cells = 8 * LAYERS as u64;
     // In the end there is no more than the tier keeps for itself.
     for limit_bytes in [64 << 20, RESERVE_BYTES + 65_536] {
-        let mut home = ByHand::open(limit_bytes);
+        let paid = Paid::open(limit_bytes);
         let mut tensors = Tensors::of(Like::Dull, &marks_of(1, &tokens));
-        assert!(home.turn(TransferKind::Put, &tokens, &mut tensors).error.is_none());
-        let counters = home.core.0.lock().counters;
+        assert!(paid.transfer(TransferKind::Put, &tokens, &mut tensors).error.is_none());
+        let counters = paid.store.lock().counters;
         assert_eq!((counters.written, counters.coded), (cells, cells));
-        let held = home.account.held(Tier::Host).committed_bytes;
-        let stats = home.tools.disk.as_ref().expect("a disk").stats();
+        let held = paid.account.held(Tier::Host).committed_bytes;
+        let stats = paid.store.tools.disk.as_ref().expect("a disk").stats();
         assert_eq!(held, stats.staging_bytes);
         assert!(stats.scratch_bytes > 0 && held >= RESERVE_BYTES && held <= limit_bytes, "{held}");
-        // Out of memory, and back from disk.
-        home.core.0.lock().shrink(8 << 20);
-        home.rest();
+        // Evicted from host memory, then read from disk.
+        paid.store.lock().shrink(8 << 20);
+        paid.store.settle();
         let mut got = Tensors::new(tokens.len());
-        let done = home.turn(TransferKind::Get, &tokens, &mut got);
+        let done = paid.transfer(TransferKind::Get, &tokens, &mut got);
         assert_eq!((done.tokens as usize, done.error.is_none()), (tokens.len(), true));
         got.assert_near(&tensors, tokens.len(), 0.0);
-        assert_eq!(home.core.0.lock().counters.disk_hits, cells);
-        home.core.0.lock().check().expect("the tables agree");
-    }
-}
-
-/// The core as hands and keepers share it.
-#[derive(Clone)]
-struct Shared(Arc<Mutex<StoreState>>);
-
-impl CheckpointWriter for Shared {
-    fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
-        self.0.lock().page(from, page)
-    }
-}
-
-impl CellIndex for Shared {
-    fn wants(&mut self, cell: &CellAt) -> bool {
-        self.0.lock().wants(cell)
-    }
-
-    fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
-        self.0.lock().moved(cell, to)
-    }
-
-    fn lost(&mut self, cell: &CellAt) -> bool {
-        self.0.lock().lost(cell)
+        assert_eq!(paid.store.lock().counters.disk_hits, cells);
     }
 }
 

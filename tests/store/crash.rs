@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use kvtier::base::status::Status;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
-    Done, Engine, Home, Model, Scratch, Shape, document, marks_of, mix, wait, with_disk,
+    Done, Engine, Model, Scratch, Shape, TestStore, document, marks_of, mix, wait, with_disk,
 };
 
 const MODEL: Model = Model { layers: 3, heads: 2, run: 64, chunk: 16 };
@@ -28,9 +28,9 @@ const BEHIND: &str = "KVTIER_CRASH_BEHIND";
 /// Documents that go on from one prefix.
 const FAMILY: u32 = 59;
 
-fn open(dir: &Path) -> Home {
+fn open(dir: &Path) -> TestStore {
     let rest = "host=2MiB,chunks=262144,events=16";
-    Home::open(&with_disk(dir, "bytes=6GiB,segment=2MiB", rest))
+    TestStore::open(&with_disk(dir, "bytes=6GiB,segment=2MiB", rest))
 }
 
 /// Every third document goes on where an earlier one ends.
@@ -49,24 +49,23 @@ fn tokens_of(number: u32) -> Vec<u32> {
 fn child() {
     let (Some(dir), Ok(first)) = (std::env::var_os(DIR), std::env::var(FIRST)) else { return };
     let first: u32 = first.parse().expect("a number");
-    let home = open(Path::new(&dir));
-    let space = home.space(1, &MODEL);
+    let store = open(Path::new(&dir));
+    let space = store.namespace(1, &MODEL);
     let mut under_way = Vec::new();
     let mut tell = |(number, session, op, engine): (u32, u32, _, Engine)| {
         let done = wait(&op);
-        assert_eq!(done, Done { status: Status::Ok, tokens: engine.tokens });
-        home.end(session);
+        assert_eq!(done, Done::ok(engine.tokens));
+        store.close_session(session);
         let mut out = std::io::stdout().lock();
         writeln!(out, "\nstored {number}").and_then(|()| out.flush()).expect("a reader");
     };
     for number in first..first + MOST {
         let tokens = tokens_of(number);
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(0, &tokens));
+        let session = store.session(space, &tokens);
+        let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
         let level = if number % 2 == 0 { Level::Durable } else { Level::Disk };
         let mut ops =
-            home.submit(session, TransferKind::Put, level, engine.whole()).expect("submitted");
+            store.submit(session, TransferKind::Put, level, engine.whole()).expect("submitted");
         under_way.push((number, session, ops.remove(0), engine));
         if under_way.len() > BESIDE {
             tell(under_way.remove(0));
@@ -114,15 +113,15 @@ fn kill(mut child: Child, chance: u64) -> Vec<u32> {
     stored
 }
 
-fn check(home: &Home, space: u32, number: u32) {
+fn check(store: &TestStore, space: u32, number: u32) {
     let tokens = tokens_of(number);
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
-    let done = home.get(session, &engine);
-    let right = Done { status: Status::Ok, tokens: tokens.len() };
+    let done = store.get(session, &engine);
+    let right = Done::ok(tokens.len());
     assert_eq!(done, right, "document {number} was stored");
     engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..MODEL.layers);
-    home.end(session);
+    store.close_session(session);
 }
 
 #[test]
@@ -135,21 +134,21 @@ fn what_was_stored_outlives_the_process() {
     for round in 0..rounds {
         let chance = mix(seed << 20 | u64::from(round));
         let stored = kill(start(&scratch.0, round * MOST), chance);
-        let home = open(&scratch.0);
-        let space = home.space(1, &MODEL);
-        stored.iter().for_each(|&number| check(&home, space, number));
+        let store = open(&scratch.0);
+        let space = store.namespace(1, &MODEL);
+        stored.iter().for_each(|&number| check(&store, space, number));
         // Of those before some each time, and all at the end.
         let step = if round + 1 == rounds { 1 } else { 17 };
-        all.iter().skip(round as usize % step).step_by(step).for_each(|&n| check(&home, space, n));
+        all.iter().skip(round as usize % step).step_by(step).for_each(|&n| check(&store, space, n));
         all.extend(stored);
-        home.rest();
-        let counters = home.counters();
+        store.settle();
+        let counters = store.counters();
         let lost = (counters.corrupt, counters.disk_evicted, counters.misses);
         assert_eq!(lost, (0, 0, 0), "seed {seed}, round {round}: {counters:?}");
         // Half of the stores are left as they are, as if this process had died as well.
         match round % 2 {
-            0 => home.close(),
-            _ => drop(home),
+            0 => store.close(),
+            _ => drop(store),
         }
     }
     assert!(all.len() as u32 >= rounds * 5, "{} documents in {rounds} rounds", all.len());
@@ -158,26 +157,26 @@ fn what_was_stored_outlives_the_process() {
 /// Documents that a process stores between two looks at what waits to be written.
 const WAVE: u32 = 4;
 
-fn open_behind(dir: &Path) -> Home {
+fn open_behind(dir: &Path) -> TestStore {
     let rest = "host=8MiB,chunks=8192,write=behind(age=40ms)";
-    Home::open(&with_disk(dir, "bytes=1GiB,segment=2MiB", rest))
+    TestStore::open(&with_disk(dir, "bytes=1GiB,segment=2MiB", rest))
 }
 
 /// The process that asks for nothing on disk. Does nothing in a usual run.
 #[test]
 fn behind_child() {
     let (Some(dir), Some(_)) = (std::env::var_os(DIR), std::env::var_os(BEHIND)) else { return };
-    let home = open_behind(Path::new(&dir));
-    let space = home.space(1, &MODEL);
+    let store = open_behind(Path::new(&dir));
+    let space = store.namespace(1, &MODEL);
     for number in 0..MOST {
         let tokens = tokens_of(number);
-        let session = home.session(space, &tokens);
-        put_from(&home, session, &tokens, 0, Level::Ram);
-        home.end(session);
+        let session = store.session(space, &tokens);
+        put_from(&store, session, &tokens, 0, Level::Ram);
+        store.close_session(session);
         if (number + 1) % WAVE != 0 {
             continue;
         }
-        let is_written = || home.store.look(|core| core.unwritten().0 == 0 && core.is_idle());
+        let is_written = || store.handle.look(|core| core.unwritten().0 == 0 && core.is_idle());
         while !is_written().expect("open") {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
@@ -209,21 +208,20 @@ fn what_write_behind_has_written_outlives_the_process() {
         let last = said.take(enough + 1).last().expect("it has stored some");
         child.kill().expect("killed");
         child.wait().expect("it ended");
-        let home = open_behind(&scratch.0);
-        let space = home.space(1, &MODEL);
-        (0..=last).for_each(|number| check(&home, space, number));
-        home.rest();
-        home.close();
+        let store = open_behind(&scratch.0);
+        let space = store.namespace(1, &MODEL);
+        (0..=last).for_each(|number| check(&store, space, number));
+        store.settle();
+        store.close();
     }
 }
 
 /// Puts all tokens from one on.
-fn put_from(home: &Home, session: u32, tokens: &[u32], first: usize, level: Level) {
-    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(0, tokens));
+fn put_from(store: &TestStore, session: u32, tokens: &[u32], first: usize, level: Level) {
+    let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, tokens));
     let what = engine.cell_range(first, tokens.len() - first, 0..MODEL.layers, false);
-    let ops = home.submit(session, TransferKind::Put, level, what).expect("submitted");
-    assert_eq!(wait(&ops[0]), Done { status: Status::Ok, tokens: tokens.len() - first });
+    let done = store.transfer(session, TransferKind::Put, level, what);
+    assert_eq!(done, Done::ok(tokens.len() - first));
 }
 
 /// One of the documents that begin as all do.
@@ -235,28 +233,28 @@ fn relative(number: u32) -> Vec<u32> {
 #[test]
 fn prefix_child() {
     let (Some(dir), Ok(way)) = (std::env::var_os(DIR), std::env::var(PREFIX)) else { return };
-    let home = open_small(Path::new(&dir));
-    let space = home.space(1, &MODEL);
-    let prefix = home.session(space, &relative(0)[..64]);
-    put_from(&home, prefix, &relative(0)[..64], 0, Level::Ram);
+    let store = open_small(Path::new(&dir));
+    let space = store.namespace(1, &MODEL);
+    let prefix = store.session(space, &relative(0)[..64]);
+    put_from(&store, prefix, &relative(0)[..64], 0, Level::Ram);
     let count = if way == "durable" { 1 } else { FAMILY };
     let level = if way == "durable" { Level::Durable } else { Level::Ram };
     for number in 0..count {
         let tokens = relative(number);
-        let session = home.session(space, &tokens);
-        put_from(&home, session, &tokens, 64, level);
-        home.end(session);
+        let session = store.session(space, &tokens);
+        put_from(&store, session, &tokens, 64, level);
+        store.close_session(session);
     }
     if way != "durable" {
-        home.rest(); // what has left memory is on disk
+        store.settle(); // what has left memory is on disk
     }
     let mut out = std::io::stdout().lock();
     writeln!(out, "\nstored 0").and_then(|()| out.flush()).expect("a reader");
     drop(std::io::stdin().read(&mut [0]));
 }
 
-fn open_small(dir: &Path) -> Home {
-    Home::open(&with_disk(dir, "bytes=1GiB,segment=2MiB", "host=2MiB,policy=lru,chunks=8192"))
+fn open_small(dir: &Path) -> TestStore {
+    TestStore::open(&with_disk(dir, "bytes=1GiB,segment=2MiB", "host=2MiB,policy=lru,chunks=8192"))
 }
 
 /// Starts that process and kills it when it is done.
@@ -279,15 +277,15 @@ fn kill_relatives(dir: &Path, way: &str) {
 }
 
 /// How far each document can be gone on with, byte for byte.
-fn reach(home: &Home, space: u32, count: u32) -> Vec<usize> {
+fn reach(store: &TestStore, space: u32, count: u32) -> Vec<usize> {
     let read = |number| {
         let tokens = relative(number);
-        let session = home.session(space, &tokens);
+        let session = store.session(space, &tokens);
         let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
-        let done = home.get(session, &engine);
+        let done = store.get(session, &engine);
         assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
         engine.check(&marks_of(0, &tokens), 0..done.tokens, 0..MODEL.layers);
-        home.end(session);
+        store.close_session(session);
         done.tokens
     };
     (0..count).map(read).collect()
@@ -297,30 +295,30 @@ fn reach(home: &Home, space: u32, count: u32) -> Vec<usize> {
 fn what_is_durable_takes_the_prefix_along_that_was_in_memory_only() {
     let scratch = Scratch::new("prefix");
     kill_relatives(&scratch.0, "durable");
-    let home = open_small(&scratch.0);
-    let adopted = home.store.opened.adopted;
+    let store = open_small(&scratch.0);
+    let adopted = store.handle.opened.adopted;
     assert_eq!((adopted.chunks, adopted.dropped), (10, 0), "{adopted:?}");
-    let space = home.space(1, &MODEL);
-    assert_eq!(reach(&home, space, 1), [160]);
-    home.rest();
-    home.close();
+    let space = store.namespace(1, &MODEL);
+    assert_eq!(reach(&store, space, 1), [160]);
+    store.settle();
+    store.close();
 }
 
 #[test]
 fn what_left_memory_is_of_use_though_its_prefix_never_did() {
     let scratch = Scratch::new("family");
     kill_relatives(&scratch.0, "everyday");
-    let home = open_small(&scratch.0);
-    let adopted = home.store.opened.adopted;
+    let store = open_small(&scratch.0);
+    let adopted = store.handle.opened.adopted;
     // 358 chunks, of which 170 fit in memory.
     assert!(adopted.chunks > 150 && adopted.dropped == 0, "{adopted:?}");
-    let space = home.space(1, &MODEL);
-    let all = reach(&home, space, FAMILY);
+    let space = store.namespace(1, &MODEL);
+    let all = reach(&store, space, FAMILY);
     assert!(all.iter().all(|&tokens| tokens >= 64), "the prefix is gone: {all:?}");
     // Everything that was found is of use to somebody.
     let chunks: usize = all.iter().map(|tokens| tokens / 16 - 4).sum();
     assert_eq!(chunks as u64 + 4, adopted.chunks, "{all:?}");
     assert!(all.iter().filter(|&&tokens| tokens == 160).count() > 20, "{all:?}");
-    home.rest();
-    home.close();
+    store.settle();
+    store.close();
 }

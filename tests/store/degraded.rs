@@ -16,8 +16,8 @@ use kvtier::base::status::{Error, Status};
 use kvtier::store::handle::Store;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
-    Done, Engine, Home, LONG_NS, Model, POISON, Shape, document, marks_of, mix, runtime, spec_of,
-    wait, with_disk,
+    Done, Engine, LONG_NS, Model, POISON, Shape, TestStore, document, marks_of, mix, runtime,
+    spec_of, wait, with_disk,
 };
 
 /// Chunks of 96 KiB.
@@ -28,7 +28,7 @@ const ENOUGH: u32 = 6;
 
 /// A store, and the documents that it has said to keep on disk.
 struct Keep {
-    home: Home,
+    store: TestStore,
     space: u32,
     kept: Vec<u32>,
     next: u32,
@@ -37,15 +37,15 @@ struct Keep {
 impl Keep {
     fn open(dir: &Path, more: &str, rest: &str) -> Keep {
         let disk = format!("bytes=1GiB,segment=1MiB{more}");
-        let home = Home::open(&with_disk(dir, &disk, rest));
-        let space = home.space(1, &MODEL);
-        Keep { home, space, kept: Vec::new(), next: 0 }
+        let store = TestStore::open(&with_disk(dir, &disk, rest));
+        let space = store.namespace(1, &MODEL);
+        Keep { store, space, kept: Vec::new(), next: 0 }
     }
 
     /// Opened once more, with what was kept.
     fn again(self, dir: &Path, more: &str, rest: &str) -> Keep {
-        let Keep { home, kept, next, .. } = self;
-        home.close();
+        let Keep { store, kept, next, .. } = self;
+        store.close();
         Keep { kept, next, ..Keep::open(dir, more, rest) }
     }
 
@@ -53,21 +53,20 @@ impl Keep {
     fn put(&mut self, level: Level) -> Result<(), Error> {
         let (number, tokens) = (self.next, document(self.next, MODEL.chunk));
         self.next += 1;
-        let session = self.home.session(self.space, &tokens);
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(0, &tokens));
+        let session = self.store.session(self.space, &tokens);
+        let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
         let what = engine.whole();
-        let op = match self.home.submit(session, TransferKind::Put, level, what) {
+        let op = match self.store.submit(session, TransferKind::Put, level, what) {
             Ok(mut ops) => ops.remove(0),
             Err(error) => {
-                self.home.end(session);
+                self.store.close_session(session);
                 return Err(error);
             }
         };
-        op.wait(RELEASED, self.home.now_ns() + LONG_NS).expect("every op ends");
+        op.wait(RELEASED, self.store.now_ns() + LONG_NS).expect("every op ends");
         let error = op.error();
         let done = wait(&op);
-        self.home.end(session);
+        self.store.close_session(session);
         match done.status {
             Status::Ok => {
                 assert_eq!(done.tokens, MODEL.chunk);
@@ -111,13 +110,13 @@ impl Keep {
     fn get(&self, number: u32) -> Done {
         let tokens = document(number, MODEL.chunk);
         let marks = marks_of(0, &tokens);
-        let session = self.home.session(self.space, &tokens);
+        let session = self.store.session(self.space, &tokens);
         let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
-        let done = self.home.get(session, &engine);
+        let done = self.store.get(session, &engine);
         engine.check(&marks, 0..done.tokens, 0..MODEL.layers);
-        engine.check_if_there(&marks);
+        engine.check_written(&marks);
         assert!(engine.bytes().iter().all(|&b| b == POISON));
-        self.home.end(session);
+        self.store.close_session(session);
         done
     }
 
@@ -133,7 +132,7 @@ impl Keep {
     fn audit(&self) {
         let is_gone = |&&number: &&u32| self.get(number).status != Status::Ok;
         let gone = self.kept.iter().filter(is_gone).count() as u64;
-        let counters = self.home.counters();
+        let counters = self.store.counters();
         assert!(gone <= counters.disk_evicted, "{gone} of {} gone: {counters:?}", self.kept.len());
         assert_eq!(counters.corrupt, 0, "{counters:?}");
     }
@@ -142,11 +141,11 @@ impl Keep {
     fn forget_gone(&mut self) {
         let kept = std::mem::take(&mut self.kept);
         self.kept = kept.into_iter().filter(|&n| self.get(n).status == Status::Ok).collect();
-        assert_eq!(self.home.counters().corrupt, 0);
+        assert_eq!(self.store.counters().corrupt, 0);
     }
 
     fn rest(&self) {
-        self.home.rest();
+        self.store.settle();
     }
 }
 
@@ -165,7 +164,7 @@ fn full(disk: &Path, name: &str, more: &str) {
     // It makes do with what others leave it: what is older goes, as in a full budget.
     assert_eq!(keep.put_until_refused(1500), None);
     assert!(keep.kept.len() > 1400, "{} were kept", keep.kept.len());
-    assert!(keep.home.counters().disk_evicted > 500, "{:?}", keep.home.counters());
+    assert!(keep.store.counters().disk_evicted > 500, "{:?}", keep.store.counters());
     keep.is_alive();
     keep.audit();
     // Whoever opens it now finds it as it is. How much that is depends on how far cleaning came:
@@ -183,10 +182,10 @@ fn full(disk: &Path, name: &str, more: &str) {
     let mut keep = keep.again(&dir, more, REST);
     keep.forget_gone();
     assert!(keep.kept.len() > 180, "{} were kept", keep.kept.len());
-    let damaged = keep.home.store.opened.disk.expect("a disk");
+    let damaged = keep.store.handle.opened.disk.expect("a disk");
     assert_eq!((damaged.damaged_segments, damaged.damaged_headers), (0, 0), "{damaged:?}");
     keep.rest();
-    keep.home.close();
+    keep.store.close();
 }
 
 #[test]
@@ -228,7 +227,7 @@ fn files_may_not_grow() {
         let keep = keep.again(&dir, "", REST);
         keep.audit();
         keep.rest();
-        keep.home.close();
+        keep.store.close();
         Ok(())
     });
 }
@@ -255,7 +254,7 @@ fn a_device_has_errors_for_a_while() {
             assert!(matches!(done.status, Status::Ok | Status::Io), "{number}: {done:?}");
             failed += u32::from(done.status == Status::Io);
         }
-        let counters = keep.home.counters();
+        let counters = keep.store.counters();
         assert!(failed > 30 && counters.failed_reads > 0, "{failed} failed: {counters:?}");
         assert_eq!(counters.corrupt, 0, "nobody knows that it is wrong: {counters:?}");
         // A disk that cannot be synced is not asked again: what is durable by now was so
@@ -270,7 +269,7 @@ fn a_device_has_errors_for_a_while() {
         let keep = keep.again(&dir, "", REST);
         keep.audit();
         keep.rest();
-        keep.home.close();
+        keep.store.close();
         Ok(())
     });
 }
@@ -289,14 +288,14 @@ fn the_directory_is_removed() {
         keep.audit();
         keep.rest();
         // It cannot put anything away, and says so; nothing hangs.
-        let Keep { home, .. } = keep;
-        drop(home.store.close(home.now_ns() + LONG_NS));
-        drop(home);
+        let Keep { store, .. } = keep;
+        drop(store.handle.close(store.now_ns() + LONG_NS));
+        drop(store);
         let mut keep = Keep::open(&dir, "", REST);
-        assert!(keep.home.store.opened.disk.expect("a disk").is_new);
+        assert!(keep.store.handle.opened.disk.expect("a disk").is_new);
         keep.put_all(60);
         keep.audit();
-        keep.home.close();
+        keep.store.close();
         Ok(())
     });
 }
@@ -335,7 +334,7 @@ fn the_right_to_the_directory_is_lost() {
         keep.put_all(60);
         keep.audit();
         keep.rest();
-        keep.home.close();
+        keep.store.close();
         mode(0o000);
         let runtime = runtime();
         let spec = with_disk(&dir, "bytes=1GiB,segment=1MiB", REST);
@@ -355,10 +354,10 @@ fn on_budget(dir: &Path, limit: Option<u64>, reserve: u64) -> (Keep, std::sync::
     let opts = BudgetOpts { limits, reserve_bytes: Some(reserve), strict: false };
     let budget = Budget::open(runtime.core(), &opts).expect("a budget");
     let spec = with_disk(dir, "bytes=1GiB,segment=4MiB", "host=96MiB,chunks=16384");
-    let store = Store::open(runtime.core(), Some(&budget), &spec).expect("opened");
-    let home = Home { store, runtime };
-    let space = home.space(1, &MODEL);
-    (Keep { home, space, kept: Vec::new(), next: 0 }, budget)
+    let store = TestStore::on_budget(runtime, &budget, &spec);
+
+    let space = store.namespace(1, &MODEL);
+    (Keep { store, space, kept: Vec::new(), next: 0 }, budget)
 }
 
 /// Bytes of this process that are in memory and of no file.
@@ -421,13 +420,13 @@ fn the_budget_shrinks_while_it_is_used() {
         assert!(used <= 18 * MIB && lane.limit_bytes == 18 * MIB, "{lane:?}");
         let given = before.saturating_sub(resident());
         assert!(given > 40 * MIB, "{} MiB less are resident", given / MIB);
-        let counters = keep.home.counters();
+        let counters = keep.store.counters();
         assert_eq!((counters.dropped, counters.corrupt, counters.no_room), (0, 0, 0));
         budget.resize(Tier::Host, 96 * MIB).expect("a budget");
         storm(&mut keep, 120 * MIB);
         assert!(budget.lane(Tier::Host).committed_bytes > 64 * MIB);
         keep.rest();
-        keep.home.close();
+        keep.store.close();
         Ok(())
     });
 }
@@ -445,12 +444,12 @@ fn a_group_with_a_limit_holds_the_store() {
         assert!(resident() < LIMIT, "{} MiB", resident() / MIB);
         assert!(budget.lane(Tier::Host).peak_bytes > LIMIT / 4, "it uses what it may");
         keep.rest();
-        let counters = keep.home.counters();
+        let counters = keep.store.counters();
         assert_eq!((counters.dropped, counters.corrupt, counters.no_room), (0, 0, 0));
         let peak = group.peak_bytes();
         assert!(peak.is_none_or(|peak| peak <= LIMIT), "{peak:?}");
         assert_eq!(group.hits(), 0, "the limit was met");
-        keep.home.close();
+        keep.store.close();
         Ok(())
     });
 }
@@ -477,7 +476,7 @@ fn a_group_in_which_others_need_more_holds_the_store() {
         keep.rest();
         let peak = group.peak_bytes();
         assert!(peak.is_none_or(|peak| peak <= LIMIT), "{peak:?}");
-        keep.home.close();
+        keep.store.close();
         Ok(())
     });
 }
@@ -485,17 +484,17 @@ fn a_group_in_which_others_need_more_holds_the_store() {
 /// A store that nobody limits has what it was told, and no more.
 #[test]
 fn without_a_disk_what_does_not_fit_is_dropped_and_counted() {
-    let home = Home::open(&spec_of("store(host=8MiB,policy=lru,chunks=4096)"));
-    let space = home.space(1, &MODEL);
-    let mut keep = Keep { home, space, kept: Vec::new(), next: 0 };
+    let store = TestStore::open(&spec_of("store(host=8MiB,policy=lru,chunks=4096)"));
+    let space = store.namespace(1, &MODEL);
+    let mut keep = Keep { store, space, kept: Vec::new(), next: 0 };
     for _ in 0..400 {
         keep.put(Level::Ram).expect("others leave");
     }
     let there = (0..400).filter(|&number| keep.get(number).status == Status::Ok).count() as u64;
-    let counters = keep.home.counters();
+    let counters = keep.store.counters();
     assert!(there > 60 && there + counters.dropped == 400, "{there}: {counters:?}");
     let error = keep.put(Level::Disk).expect_err("there is no disk");
     assert_eq!(error.status(), Status::Unavailable, "{error}");
     keep.rest();
-    keep.home.close();
+    keep.store.close();
 }

@@ -1,43 +1,46 @@
 //! The limit of the disk: a smaller one at opening comes to hold although nothing is written, and
 //! costs no more than it has to.
 
-use kvtier_testkit::fixtures::by_hand;
+use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;
 
-use by_hand::{MODEL, World};
-use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::budget::Tier;
 use kvtier::base::status::Status;
 use kvtier::store::handle::Store;
 use kvtier::store::state::{Config, Level};
-use kvtier_testkit::disk::{SimFiles, SimOpts};
-use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, runtime, with_disk};
+use kvtier::tier::disk::Options;
+use kvtier_testkit::disk::SimFiles;
+use stepped_store::{MODEL, Parts, SteppedStore, empty_disk};
+use support::{
+    Done, Engine, Model, Scratch, Shape, TestStore, budget, document, marks_of, runtime, with_disk,
+};
 
 const ALL: std::ops::Range<usize> = 0..MODEL.layers;
 const SEGMENT: u64 = 16 * 4096;
 const LARGE: u64 = 64 * SEGMENT + 8192;
 const SMALL: u64 = 24 * SEGMENT + 8192;
 
-fn open(files: SimFiles, disk_bytes: u64) -> World {
+fn open(files: SimFiles, disk_bytes: u64) -> SteppedStore {
     let config = Config { host_bytes: 4 << 20, max_chunks: 4096, ..Config::default() };
-    World::sized(files, config, None, SEGMENT, disk_bytes)
+    let options = Options { segment_bytes: SEGMENT, ..Options::new(disk_bytes, [7; 16]) };
+    SteppedStore::new(Parts { config, disk: Some((files, options)), ..Parts::default() })
 }
 
 #[test]
 fn a_smaller_limit_holds_after_opening() {
-    let opts = SimOpts { capacity_bytes: 64 << 20, ..SimOpts::default() };
-    let world = open(SimFiles::new(1, opts), LARGE);
+    let store = open(empty_disk(), LARGE);
     let documents = 60;
     for number in 0..documents {
-        assert_eq!(world.put(&document(number, 64), ALL, Level::Disk), Status::Ok);
+        assert_eq!(store.put(&document(number, 64), ALL, Level::Disk), Status::Ok);
     }
-    world.rest();
-    let files = world.files.clone();
-    let used = world.tools.disk.as_ref().expect("a disk").stats().used_bytes;
+    store.settle();
+    let files = store.files.clone();
+    let used = store.tools.disk.as_ref().expect("a disk").stats().used_bytes;
     assert!(used > SMALL * 9 / 8, "{used} bytes are used");
-    drop(world);
-    let world = open(files.reopen(), SMALL);
-    world.rest();
-    let disk = world.tools.disk.clone().expect("a disk");
+    drop(store);
+    let store = open(files.reopen(), SMALL);
+    store.settle();
+    let disk = store.tools.disk.clone().expect("a disk");
     let (used, live) = (disk.stats().used_bytes, disk.segments());
     let live: u64 = live.iter().map(|s| u64::from(s.live_blocks) * 4096).sum();
     assert!(used <= SMALL, "{used} bytes of {SMALL} are used, and nothing was written");
@@ -45,27 +48,23 @@ fn a_smaller_limit_holds_after_opening() {
     // to, and one more may go beyond need.
     let least = (SMALL - 5 * SEGMENT) * 2 / 3;
     assert!(live >= least, "{live} bytes live, {least} had room");
-    assert!(world.is_there(&document(documents - 1, 64)), "the newest is there");
-    assert!(!world.is_there(&document(0, 64)), "the oldest is gone");
+    assert!(store.is_stored(&document(documents - 1, 64)), "the newest is there");
+    assert!(!store.is_stored(&document(0, 64)), "the oldest is gone");
 }
 
 #[test]
 fn fewer_chunks_than_are_on_disk_are_refused() {
     let scratch = Scratch::new("fewer");
     let spec = |rest: &str| with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", rest);
-    let count = |home: &Home| home.store.opened.adopted.chunks;
-    let home = Home::open(&spec("host=4MiB,chunks=1024"));
-    let space = home.space(1, &MODEL);
+    let count = |store: &TestStore| store.handle.opened.adopted.chunks;
+    let store = TestStore::open(&spec("host=4MiB,chunks=1024"));
+    let space = store.namespace(1, &MODEL);
     for number in 0..50 {
         let tokens = document(number, 64);
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(0, &tokens));
-        let done = home.put(session, Level::Disk, &engine);
-        assert_eq!(done, Done { status: Status::Ok, tokens: 64 });
-        home.end(session);
+        let done = store.put_tokens((space, 0), &MODEL, &tokens, Level::Disk);
+        assert_eq!(done, Done::ok(64));
     }
-    home.close();
+    store.close();
     let runtime = runtime();
     let refused = Store::open(runtime.core(), None, &spec("host=4MiB,chunks=100"));
     let error = refused.err().expect("200 chunks are there");
@@ -74,12 +73,12 @@ fn fewer_chunks_than_are_on_disk_are_refused() {
         assert!(error.message().contains(words), "{words}: {error}");
     }
     // Nothing is lost by that, and as many as there are is enough.
-    let home = Home::open(&spec("host=4MiB,chunks=200"));
-    assert_eq!(count(&home), 200);
-    home.close();
-    let home = Home::open(&spec("host=4MiB,chunks=100,forget=true"));
-    assert_eq!(count(&home), 100);
-    home.close();
+    let store = TestStore::open(&spec("host=4MiB,chunks=200"));
+    assert_eq!(count(&store), 200);
+    store.close();
+    let store = TestStore::open(&spec("host=4MiB,chunks=100,forget=true"));
+    assert_eq!(count(&store), 100);
+    store.close();
 }
 
 /// A chunk of two segments' length.
@@ -87,22 +86,21 @@ fn fewer_chunks_than_are_on_disk_are_refused() {
 fn a_chunk_that_is_longer_than_a_segment_goes_down() {
     const LONG: Model = Model { layers: 8, heads: 2, run: 64, chunk: 1024 };
     let scratch = Scratch::new("long");
-    let home = Home::open(&with_disk(&scratch.0, "bytes=16MiB,segment=1MiB", "host=8MiB"));
+    let store = TestStore::open(&with_disk(&scratch.0, "bytes=16MiB,segment=1MiB", "host=8MiB"));
     let tokens = document(1, 1024);
-    let session = home.session(home.space(1, &LONG), &tokens);
-    let mut engine = Engine::new(LONG, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(1, &tokens));
-    let done = home.put(session, Level::Durable, &engine);
-    assert_eq!(done, Done { status: Status::Ok, tokens: 1024 });
-    home.end(session);
-    home.close();
-    let home = Home::open(&with_disk(&scratch.0, "bytes=16MiB,segment=1MiB", "host=8MiB"));
-    let session = home.session(home.space(1, &LONG), &tokens);
+    let session = store.session(store.namespace(1, &LONG), &tokens);
+    let engine = Engine::computed(LONG, Shape::Tokens, &marks_of(1, &tokens));
+    let done = store.put(session, Level::Durable, &engine);
+    assert_eq!(done, Done::ok(1024));
+    store.close_session(session);
+    store.close();
+    let store = TestStore::open(&with_disk(&scratch.0, "bytes=16MiB,segment=1MiB", "host=8MiB"));
+    let session = store.session(store.namespace(1, &LONG), &tokens);
     let mut engine = Engine::new(LONG, Shape::Heads, tokens.len());
-    assert_eq!(home.get(session, &engine).status, Status::Ok);
+    assert_eq!(store.get(session, &engine).status, Status::Ok);
     engine.check(&marks_of(1, &tokens), 0..1024, 0..LONG.layers);
-    home.end(session);
-    home.close();
+    store.close_session(session);
+    store.close();
 }
 
 /// What is still on disk counts until it has gone.
@@ -111,28 +109,22 @@ fn a_disk_that_shrinks_is_paid_for_as_long_as_it_is_large() {
     const MIB: u64 = 1 << 20;
     let scratch = Scratch::new("paid");
     let runtime = runtime();
-    let mut limits = [None; 5];
-    limits[Tier::Host as usize] = Some(256 * MIB);
-    limits[Tier::Disk as usize] = Some(64 * MIB);
-    let opts = BudgetOpts { limits, reserve_bytes: Some(0), strict: false };
-    let budget = Budget::open(runtime.core(), &opts).expect("a budget");
+    let budget = budget(&runtime, &[(Tier::Host, 256 * MIB), (Tier::Disk, 64 * MIB)]);
     let spec = with_disk(&scratch.0, "bytes=48MiB,segment=1MiB", "host=4MiB,write=through");
-    let store = Store::open(runtime.core(), Some(&budget), &spec).expect("opened");
-    let home = Home { store, runtime };
-    let space = home.space(1, &MODEL);
+    let store = TestStore::on_budget(runtime, &budget, &spec);
+
+    let space = store.namespace(1, &MODEL);
     for number in 0..400 {
         let tokens = document(number, 128);
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(0, &tokens));
-        assert_eq!(home.put(session, Level::Disk, &engine).status, Status::Ok);
-        home.end(session);
+        let done = store.put_tokens((space, 0), &MODEL, &tokens, Level::Disk);
+        assert_eq!(done.status, Status::Ok);
     }
-    home.rest();
-    let used = || home.store.disk().expect("a disk").stats().used_bytes;
+    store.settle();
+    let used = || store.handle.disk().expect("a disk").stats().used_bytes;
     assert!(used() > 16 * MIB, "{} bytes are used", used());
     let paid = || budget.lane(Tier::Disk).committed_bytes;
-    home.store
+    store
+        .handle
         .with(|core| {
             let before = core.report().disk.stats.used_bytes;
             core.set_disk_bytes(8 * MIB)?;
@@ -140,8 +132,8 @@ fn a_disk_that_shrinks_is_paid_for_as_long_as_it_is_large() {
             Ok(())
         })
         .expect("open");
-    home.rest();
+    store.settle();
     assert!(used() <= 8 * MIB, "{} bytes are used", used());
     assert_eq!(paid(), 8 * MIB);
-    home.close();
+    store.close();
 }

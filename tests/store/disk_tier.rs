@@ -18,10 +18,10 @@ use kvtier_testkit::disk::{SimFiles, SimOpts};
 use proptest::prelude::*;
 
 use kvtier_testkit::fixtures::disk;
-use kvtier_testkit::fixtures::disk_shared;
+use kvtier_testkit::fixtures::disk_index;
 
 use disk::*;
-use disk_shared::Shared;
+use disk_index::SharedIndex;
 
 /// A cell in the model's index.
 #[derive(Clone, Copy, Debug)]
@@ -806,7 +806,7 @@ fn threads_share_a_tier() {
     let budget = 64 * SEGMENT + 1_000_000;
     let options = Options { segment_bytes: SEGMENT, max_open: 4, ..Options::new(budget, [9; 16]) };
     let (tier, ..) = DiskTier::open(real(), options.clone()).expect("a new store");
-    let shared = Shared::new();
+    let shared = SharedIndex::new();
     let writers = 4;
     let left = AtomicUsize::new(writers);
     let forgotten: Vec<u16> = std::thread::scope(|scope| {
@@ -1074,11 +1074,11 @@ fn a_checkpoint_that_does_not_fit_is_refused_and_gets_the_next_room() {
         let options = Options { segment_bytes: SEGMENT, ..Options::new(budget, [9; 16]) };
         DiskTier::open(Arc::new(sim.reopen()), options).expect("it opens")
     };
-    let checkpoint = |tier: &DiskTier, shared: &Shared| shared.checkpoint(tier);
-    let shared = Shared::new();
+    let checkpoint = |tier: &DiskTier, shared: &SharedIndex| shared.checkpoint(tier);
+    let shared = SharedIndex::new();
     let (tier, ..) = open();
     let mut n = 0;
-    let mut fill = |tier: &DiskTier, shared: &Shared| {
+    let mut fill = |tier: &DiskTier, shared: &SharedIndex| {
         let first = n;
         let refused = loop {
             match shared.append(tier, n, &[0, 1, 2]) {

@@ -6,14 +6,13 @@ use kvtier_testkit::fixtures::store as support;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::budget::Tier;
 use kvtier::base::op::{OpOpts, RELEASED, RESOLVED};
 use kvtier::base::status::Status;
-use kvtier::store::handle::Store;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
-    Done, Engine, Home, LONG_NS, Model, POISON, SHAPES, Scratch, Shape, document, marks_of, mix,
-    runtime, spec_of, wait, with_disk,
+    Done, Engine, LONG_NS, Model, POISON, SHAPES, Scratch, Shape, TestStore, budget, document,
+    marks_of, mix, runtime, spec_of, wait, with_disk,
 };
 
 const SMALL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
@@ -27,38 +26,37 @@ fn ok(tokens: usize) -> Done {
 
 #[test]
 fn every_shape_is_read_as_any_other() {
-    let home = Home::open(&spec_of("store(host=16MiB,chunks=4096)"));
-    let space = home.space(1, &SMALL);
+    let store = TestStore::open(&spec_of("store(host=16MiB,chunks=4096)"));
+    let space = store.namespace(1, &SMALL);
     for (number, from) in SHAPES.into_iter().enumerate() {
         // Not whole chunks: the tail is the session's own.
         let tokens = document(number as u32, 16 * 5 + 11);
         let marks = marks_of(0, &tokens);
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(SMALL, from, tokens.len());
-        engine.compute(&marks);
-        assert_eq!(home.put(session, Level::Ram, &engine), ok(tokens.len()));
+        let session = store.session(space, &tokens);
+        let mut engine = Engine::computed(SMALL, from, &marks);
+        assert_eq!(store.put(session, Level::Ram, &engine), ok(tokens.len()));
         engine.check(&marks, 0..tokens.len(), 0..SMALL.layers);
         assert!(engine.is_untouched(), "padding was written");
         for to in SHAPES {
             let mut engine = Engine::new(SMALL, to, tokens.len());
-            assert_eq!(home.get(session, &engine), ok(tokens.len()), "{from:?} to {to:?}");
+            assert_eq!(store.get(session, &engine), ok(tokens.len()), "{from:?} to {to:?}");
             engine.check(&marks, 0..tokens.len(), 0..SMALL.layers);
             assert!(engine.is_untouched(), "{from:?} to {to:?}: more was written");
             // A part of it: chunks 1 to 3 of layers 1 and 2.
             let part = engine.cell_range(16, 48, 1..3, false);
-            let ops = home.submit(session, TransferKind::Get, Level::Ram, part).unwrap();
-            assert_eq!(wait(&ops[0]), ok(48));
+            let done = store.transfer(session, TransferKind::Get, Level::Ram, part);
+            assert_eq!(done, ok(48));
             engine.check(&marks, 16..64, 1..3);
             assert!(engine.is_untouched(), "{from:?} to {to:?}: more was written");
         }
-        home.end(session);
+        store.close_session(session);
     }
-    home.rest();
-    home.close();
+    store.settle();
+    store.close();
 }
 
 /// Sessions of one thread: some shared start, then their own; put and read back.
-fn talk(home: &Home, space: u32, thread: u32, turns: u32, may_miss: bool) -> u64 {
+fn talk(store: &TestStore, space: u32, thread: u32, turns: u32, may_miss: bool) -> u64 {
     let mut found = 0;
     for turn in 0..turns {
         let chance = mix(u64::from(thread) << 32 | u64::from(turn));
@@ -68,10 +66,9 @@ fn talk(home: &Home, space: u32, thread: u32, turns: u32, may_miss: bool) -> u64
         tokens.extend(document(100 + thread * 1000 + turn, own));
         let marks = marks_of(0, &tokens);
         let shape = SHAPES[(chance >> 30) as usize % SHAPES.len()];
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(WIDE, shape, tokens.len());
-        engine.compute(&marks);
-        let put = home.put(session, Level::Ram, &engine);
+        let session = store.session(space, &tokens);
+        let mut engine = Engine::computed(WIDE, shape, &marks);
+        let put = store.put(session, Level::Ram, &engine);
         assert_eq!(put, ok(tokens.len()), "turn {turn} of {thread}");
         engine.check(&marks, 0..tokens.len(), 0..WIDE.layers);
         // What others and this thread have put before.
@@ -83,34 +80,34 @@ fn talk(home: &Home, space: u32, thread: u32, turns: u32, may_miss: bool) -> u64
             // The tail of an ended session went with it.
             tokens.truncate(if back == 0 { tokens.len() } else { tokens.len() / 16 * 16 });
             let marks = marks_of(0, &tokens);
-            let reader = if back == 0 { session } else { home.session(space, &tokens) };
+            let reader = if back == 0 { session } else { store.session(space, &tokens) };
             let mut engine = Engine::new(WIDE, shape, tokens.len());
-            let done = home.get(reader, &engine);
+            let done = store.get(reader, &engine);
             if may_miss {
                 assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
             } else {
                 assert_eq!(done, ok(tokens.len()), "turn {turn} of {thread}, {back} back");
             }
             engine.check(&marks, 0..done.tokens, 0..WIDE.layers);
-            engine.check_if_there(&marks);
+            engine.check_written(&marks);
             assert!(engine.is_untouched());
             found += done.tokens as u64;
             if back > 0 {
-                home.end(reader);
+                store.close_session(reader);
             }
         }
-        home.end(session);
+        store.close_session(session);
     }
     found
 }
 
-fn many_talk(home: &Home, space: u32, turns: u32, may_miss: bool) -> u64 {
+fn many_talk(store: &TestStore, space: u32, turns: u32, may_miss: bool) -> u64 {
     let found = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for thread in 0..4 {
             let found = &found;
             scope.spawn(move || {
-                let part = talk(home, space, thread, turns, may_miss);
+                let part = talk(store, space, thread, turns, may_miss);
                 found.fetch_add(part, Ordering::Relaxed);
             });
         }
@@ -121,14 +118,14 @@ fn many_talk(home: &Home, space: u32, turns: u32, may_miss: bool) -> u64 {
 #[test]
 fn sessions_beside_each_other_get_their_bytes_from_memory() {
     // Four that put, and read what they have put, hold up to 4.2 MiB, in pieces of several sizes.
-    let home = Home::open(&spec_of("store(host=6MiB,policy=lru,chunks=4096,copiers=3)"));
-    let space = home.space(1, &WIDE);
-    let found = many_talk(&home, space, 30, true);
-    home.rest();
-    let counters = home.counters();
+    let store = TestStore::open(&spec_of("store(host=6MiB,policy=lru,chunks=4096,copiers=3)"));
+    let space = store.namespace(1, &WIDE);
+    let found = many_talk(&store, space, 30, true);
+    store.settle();
+    let counters = store.counters();
     assert!(found > 0 && counters.dropped > 0, "{counters:?}");
     assert_eq!((counters.corrupt, counters.no_room), (0, 0), "{counters:?}");
-    home.close();
+    store.close();
 }
 
 #[test]
@@ -136,29 +133,28 @@ fn sessions_beside_each_other_get_their_bytes_from_disk() {
     for write in ["back", "through"] {
         let scratch = Scratch::new("talk");
         let rest = format!("host=2MiB,write={write},chunks=8192,copiers=2,readers=3");
-        let home = Home::open(&with_disk(&scratch.0, ROOMY, &rest));
-        let space = home.space(1, &WIDE);
-        let found = many_talk(&home, space, 25, false);
-        home.rest();
-        let counters = home.counters();
+        let store = TestStore::open(&with_disk(&scratch.0, ROOMY, &rest));
+        let space = store.namespace(1, &WIDE);
+        let found = many_talk(&store, space, 25, false);
+        store.settle();
+        let counters = store.counters();
         assert!(found > 0 && counters.disk_hits > 0 && counters.demoted > 0, "{counters:?}");
         let lost = (counters.corrupt, counters.dropped, counters.disk_evicted, counters.misses);
         assert_eq!(lost, (0, 0, 0, 0), "{counters:?}");
-        home.close();
+        store.close();
     }
 }
 
 /// A store whose disk has a document, and whose memory has nothing.
-fn on_disk(scratch: &Scratch, rest: &str, tokens: &[u32]) -> Home {
+fn on_disk(scratch: &Scratch, rest: &str, tokens: &[u32]) -> TestStore {
     let spec = with_disk(&scratch.0, ROOMY, rest);
-    let home = Home::open(&spec);
-    let space = home.space(1, &WIDE);
-    let session = home.session(space, tokens);
-    let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(0, tokens));
-    assert_eq!(home.put(session, Level::Durable, &engine), ok(tokens.len()));
-    home.close();
-    Home::open(&spec)
+    let store = TestStore::open(&spec);
+    let space = store.namespace(1, &WIDE);
+    let session = store.session(space, tokens);
+    let engine = Engine::computed(WIDE, Shape::Tokens, &marks_of(0, tokens));
+    assert_eq!(store.put(session, Level::Durable, &engine), ok(tokens.len()));
+    store.close();
+    TestStore::open(&spec)
 }
 
 #[test]
@@ -166,43 +162,42 @@ fn layers_end_one_by_one() {
     let scratch = Scratch::new("layers");
     let tokens = document(7, 16 * 40);
     let marks = marks_of(0, &tokens);
-    let home = on_disk(&scratch, "host=32MiB,chunks=4096", &tokens);
-    let space = home.space(1, &WIDE);
-    let session = home.session(space, &tokens);
+    let store = on_disk(&scratch, "host=32MiB,chunks=4096", &tokens);
+    let space = store.namespace(1, &WIDE);
+    let session = store.session(space, &tokens);
     // The first time from disk, then from memory.
     for _ in 0..3 {
         let mut engine = Engine::new(WIDE, Shape::Paged, tokens.len());
         let what = engine.cell_range(0, tokens.len(), 0..WIDE.layers, true);
-        let ops = home.submit(session, TransferKind::Get, Level::Ram, what).unwrap();
+        let ops = store.submit(session, TransferKind::Get, Level::Ram, what).unwrap();
         assert_eq!(ops.len(), WIDE.layers);
         for (layer, op) in ops.iter().enumerate() {
-            op.wait(RELEASED, home.now_ns() + LONG_NS).unwrap();
+            op.wait(RELEASED, store.now_ns() + LONG_NS).unwrap();
             // Others may still come; this one is whole.
             engine.check(&marks, 0..tokens.len(), layer..layer + 1);
             assert_eq!(wait(op), ok(tokens.len()));
         }
         assert!(engine.is_untouched());
     }
-    home.end(session);
-    home.rest();
-    home.close();
+    store.close_session(session);
+    store.settle();
+    store.close();
 }
 
 #[test]
 fn layers_are_put_one_by_one_and_a_missing_one_is_a_miss_of_its_own() {
-    let home = Home::open(&spec_of("store(host=16MiB,chunks=4096)"));
-    let space = home.space(1, &WIDE);
+    let store = TestStore::open(&spec_of("store(host=16MiB,chunks=4096)"));
+    let space = store.namespace(1, &WIDE);
     let tokens = document(3, 64);
     let marks = marks_of(0, &tokens);
-    let session = home.session(space, &tokens);
-    let mut engine = Engine::new(WIDE, Shape::Heads, tokens.len());
-    engine.compute(&marks);
+    let session = store.session(space, &tokens);
+    let engine = Engine::computed(WIDE, Shape::Heads, &marks);
     let what = engine.cell_range(0, 64, 0..WIDE.layers - 1, true);
-    let ops = home.submit(session, TransferKind::Put, Level::Ram, what).unwrap();
+    let ops = store.submit(session, TransferKind::Put, Level::Ram, what).unwrap();
     ops.iter().for_each(|op| assert_eq!(wait(op), ok(64)));
     let mut engine = Engine::new(WIDE, Shape::Interleaved, tokens.len());
     let what = engine.cell_range(0, 64, 0..WIDE.layers, true);
-    let ops = home.submit(session, TransferKind::Get, Level::Ram, what).unwrap();
+    let ops = store.submit(session, TransferKind::Get, Level::Ram, what).unwrap();
     for (layer, op) in ops.iter().enumerate() {
         let missing = Done { status: Status::NotFound, tokens: 0 };
         let is_last = layer + 1 == WIDE.layers;
@@ -210,9 +205,9 @@ fn layers_are_put_one_by_one_and_a_missing_one_is_a_miss_of_its_own() {
     }
     engine.check(&marks, 0..64, 0..WIDE.layers - 1);
     assert!(engine.is_untouched());
-    home.end(session);
-    home.rest();
-    home.close();
+    store.close_session(session);
+    store.settle();
+    store.close();
 }
 
 #[test]
@@ -220,25 +215,25 @@ fn what_is_late_or_cancelled_leaves_the_memory_alone_once_released() {
     let scratch = Scratch::new("late");
     let tokens = document(9, 16 * 200);
     let marks = marks_of(0, &tokens);
-    let home = on_disk(&scratch, "host=12MiB,chunks=4096", &tokens);
-    let space = home.space(1, &WIDE);
-    let session = home.session(space, &tokens);
+    let store = on_disk(&scratch, "host=12MiB,chunks=4096", &tokens);
+    let space = store.namespace(1, &WIDE);
+    let session = store.session(space, &tokens);
     let mut seen = BTreeMap::<&str, u32>::new();
     for turn in 0..24u64 {
         let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
         let by_layer = turn % 3 == 2;
         let what = engine.cell_range(0, tokens.len(), 0..WIDE.layers, by_layer);
         let late = turn % 2 == 0;
-        let deadline_ns = if late { home.now_ns() + turn * 200_000 } else { 0 };
+        let deadline_ns = if late { store.now_ns() + turn * 200_000 } else { 0 };
         let opts = OpOpts { deadline_ns, ..OpOpts::default() };
-        let ops = home.store.submit(session, TransferKind::Get, Level::Ram, what, &opts).unwrap();
+        let ops = store.handle.submit(session, TransferKind::Get, Level::Ram, what, &opts).unwrap();
         if !late {
             // Somewhere in the middle of it, wherever that is.
             (0..turn * 2_000).for_each(|_| std::hint::spin_loop());
             ops.iter().for_each(|op| op.cancel());
         }
         for op in &ops {
-            op.wait(RESOLVED, home.now_ns() + LONG_NS).unwrap();
+            op.wait(RESOLVED, store.now_ns() + LONG_NS).unwrap();
         }
         let done: Vec<Done> = ops.iter().map(wait).collect();
         let before = engine.bytes().to_vec();
@@ -247,44 +242,43 @@ fn what_is_late_or_cancelled_leaves_the_memory_alone_once_released() {
             let right = if late { Status::Timeout } else { Status::Cancelled };
             assert!(one.status == Status::Ok || one.status == right, "turn {turn}: {one:?}");
         }
-        home.store.settle(home.now_ns() + LONG_NS).unwrap();
+        store.handle.settle(store.now_ns() + LONG_NS).unwrap();
         assert!(before == engine.bytes(), "turn {turn}: written after its release");
-        engine.check_if_there(&marks);
+        engine.check_written(&marks);
     }
     assert!(seen.len() >= 2, "{seen:?}");
     // Nothing is left of all that.
     let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
-    assert_eq!(home.get(session, &engine), ok(tokens.len()));
+    assert_eq!(store.get(session, &engine), ok(tokens.len()));
     engine.check(&marks, 0..tokens.len(), 0..WIDE.layers);
-    home.end(session);
-    home.rest();
-    home.close();
+    store.close_session(session);
+    store.settle();
+    store.close();
 }
 
 #[test]
 fn a_put_that_is_given_up_is_not_said_to_be_durable() {
     let scratch = Scratch::new("given-up");
     let spec = with_disk(&scratch.0, ROOMY, "host=16MiB,chunks=4096");
-    let home = Home::open(&spec);
-    let space = home.space(1, &WIDE);
+    let store = TestStore::open(&spec);
+    let space = store.namespace(1, &WIDE);
     for turn in 0..60u64 {
         let tokens = document(turn as u32, 64);
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(0, &tokens));
-        let before = home.store.disk().unwrap().stats().syncs;
-        let ops = home.submit(session, TransferKind::Put, Level::Durable, engine.whole()).unwrap();
+        let session = store.session(space, &tokens);
+        let engine = Engine::computed(WIDE, Shape::Tokens, &marks_of(0, &tokens));
+        let before = store.handle.disk().unwrap().stats().syncs;
+        let ops = store.submit(session, TransferKind::Put, Level::Durable, engine.whole()).unwrap();
         (0..turn * 3_000).for_each(|_| std::hint::spin_loop());
         ops[0].cancel();
         let done = wait(&ops[0]);
-        home.store.settle(home.now_ns() + LONG_NS).unwrap();
-        let syncs = home.store.disk().unwrap().stats().syncs - before;
+        store.handle.settle(store.now_ns() + LONG_NS).unwrap();
+        let syncs = store.handle.disk().unwrap().stats().syncs - before;
         assert!(done.status == Status::Cancelled || done == ok(64), "{done:?}");
         assert!(done.status != Status::Ok || syncs > 0, "turn {turn}: OK, and nothing was synced");
-        home.end(session);
+        store.close_session(session);
     }
-    home.rest();
-    home.close();
+    store.settle();
+    store.close();
 }
 
 #[test]
@@ -292,30 +286,31 @@ fn a_store_that_is_closed_at_work_ends_every_op_once() {
     let scratch = Scratch::new("close");
     let tokens = document(5, 16 * 100);
     for by_close in [true, false] {
-        let home = on_disk(&scratch, "host=12MiB,chunks=4096", &tokens);
-        let space = home.space(1, &WIDE);
-        let sessions: Vec<u32> = (0..6).map(|_| home.session(space, &tokens)).collect();
+        let store = on_disk(&scratch, "host=12MiB,chunks=4096", &tokens);
+        let space = store.namespace(1, &WIDE);
+        let sessions: Vec<u32> = (0..6).map(|_| store.session(space, &tokens)).collect();
         let mut engines = Vec::new();
         let mut ops = Vec::new();
         for (i, &session) in sessions.iter().enumerate() {
             let engine = Engine::new(WIDE, SHAPES[i % SHAPES.len()], tokens.len());
             let what = engine.cell_range(0, tokens.len(), 0..WIDE.layers, i % 2 == 0);
-            ops.extend(home.submit(session, TransferKind::Get, Level::Ram, what).unwrap());
+            ops.extend(store.submit(session, TransferKind::Get, Level::Ram, what).unwrap());
             engines.push(engine);
         }
         if by_close {
             // A deadline that has passed: busy, or done by luck.
-            match home.store.close(1) {
+            match store.handle.close(1) {
                 Ok(()) => {}
                 Err(error) => assert_eq!(error.status(), Status::Busy),
             }
-            home.store.close(home.now_ns() + LONG_NS).unwrap();
-            home.store.close(0).unwrap();
-            let again = home.submit(sessions[0], TransferKind::Get, Level::Ram, engines[0].whole());
+            store.handle.close(store.now_ns() + LONG_NS).unwrap();
+            store.handle.close(0).unwrap();
+            let again =
+                store.submit(sessions[0], TransferKind::Get, Level::Ram, engines[0].whole());
             assert_eq!(again.err().map(|e| e.status()), Some(Status::Closed));
-            assert_eq!(home.store.with(|_| Ok(())).unwrap_err().status(), Status::Closed);
+            assert_eq!(store.handle.with(|_| Ok(())).unwrap_err().status(), Status::Closed);
         } else {
-            let Home { store, runtime } = home;
+            let TestStore { handle: store, runtime } = store;
             drop(store);
             runtime.close(0).unwrap();
         }
@@ -326,7 +321,7 @@ fn a_store_that_is_closed_at_work_ends_every_op_once() {
                 "{status:?}"
             );
         }
-        engines.iter_mut().for_each(|engine| engine.check_if_there(&marks_of(0, &tokens)));
+        engines.iter_mut().for_each(|engine| engine.check_written(&marks_of(0, &tokens)));
     }
 }
 
@@ -334,16 +329,16 @@ fn a_store_that_is_closed_at_work_ends_every_op_once() {
 fn a_runtime_that_closes_ends_the_ops_of_its_stores() {
     let scratch = Scratch::new("runtime");
     let tokens = document(5, 16 * 100);
-    let home = on_disk(&scratch, "host=12MiB,chunks=4096", &tokens);
-    let space = home.space(1, &WIDE);
-    let session = home.session(space, &tokens);
+    let store = on_disk(&scratch, "host=12MiB,chunks=4096", &tokens);
+    let space = store.namespace(1, &WIDE);
+    let session = store.session(space, &tokens);
     let mut engine = Engine::new(WIDE, Shape::Paged, tokens.len());
-    let ops = home.submit(session, TransferKind::Get, Level::Ram, engine.whole()).unwrap();
-    home.runtime.close(home.now_ns() + LONG_NS).unwrap();
+    let ops = store.submit(session, TransferKind::Get, Level::Ram, engine.whole()).unwrap();
+    store.runtime.close(store.now_ns() + LONG_NS).unwrap();
     let status = wait(&ops[0]).status;
     assert!(matches!(status, Status::Ok | Status::Cancelled), "{status:?}");
-    engine.check_if_there(&marks_of(0, &tokens));
-    home.store.close(0).unwrap();
+    engine.check_written(&marks_of(0, &tokens));
+    store.handle.close(0).unwrap();
 }
 
 #[test]
@@ -354,24 +349,24 @@ fn what_is_on_disk_is_there_again_byte_for_byte() {
     let levels = [Level::Disk, Level::Durable];
     let mut cells = 0;
     for life in 0..3 {
-        let home = Home::open(&spec);
-        assert_eq!(home.store.opened.adopted.cells, cells);
-        assert_eq!(home.store.opened.adopted.dropped, 0);
+        let store = TestStore::open(&spec);
+        assert_eq!(store.handle.opened.adopted.cells, cells);
+        assert_eq!(store.handle.opened.adopted.dropped, 0);
         for number in 0..2u8 {
-            let space = home.space(number, &WIDE);
+            let space = store.namespace(number, &WIDE);
             // What was put in an earlier life, and in this one.
             for (i, tokens) in all.iter().enumerate() {
                 let marks = marks_of(u32::from(number), tokens);
-                let session = home.session(space, tokens);
+                let session = store.session(space, tokens);
                 let mut engine = Engine::new(WIDE, SHAPES[i % SHAPES.len()], tokens.len());
                 if i % 3 == life {
                     engine.compute(&marks);
                     let level = levels[i % 2];
-                    assert_eq!(home.put(session, level, &engine), ok(tokens.len()));
+                    assert_eq!(store.put(session, level, &engine), ok(tokens.len()));
                     cells += (tokens.len() / 16 * WIDE.layers) as u64;
                     engine.check(&marks, 0..tokens.len(), 0..WIDE.layers);
                 }
-                let done = home.get(session, &engine);
+                let done = store.get(session, &engine);
                 if i % 3 <= life {
                     assert_eq!(done, ok(tokens.len()), "life {life}, {i}");
                 } else {
@@ -379,12 +374,12 @@ fn what_is_on_disk_is_there_again_byte_for_byte() {
                 }
                 engine.check(&marks, 0..done.tokens, 0..WIDE.layers);
                 assert!(engine.is_untouched());
-                home.end(session);
+                store.close_session(session);
             }
         }
-        home.rest();
-        assert_eq!(home.counters().corrupt, 0);
-        home.close();
+        store.settle();
+        assert_eq!(store.counters().corrupt, 0);
+        store.close();
     }
 }
 
@@ -409,26 +404,23 @@ impl Drop for Stops<'_> {
 fn memory_is_given_back_to_whom_it_is_owed() {
     const LIMIT: u64 = 32 << 20;
     let runtime = runtime();
-    let mut limits = [None; 5];
-    limits[Tier::Host as usize] = Some(LIMIT);
-    let opts = BudgetOpts { limits, reserve_bytes: Some(0), strict: false };
-    let budget = Budget::open(runtime.core(), &opts).unwrap();
+    let budget = budget(&runtime, &[(Tier::Host, LIMIT)]);
     let scratch = Scratch::new("budget");
     // It may have more than there is: the budget is what holds.
     let spec = with_disk(&scratch.0, ROOMY, "host=64MiB,chunks=4096");
-    let store = Store::open(runtime.core(), Some(&budget), &spec).unwrap();
+    let store = TestStore::on_budget(runtime, &budget, &spec);
     let other = budget.account("other", 1, None).unwrap();
-    let home = Home { store, runtime };
-    let space = home.space(1, &WIDE);
+
+    let space = store.namespace(1, &WIDE);
     let (stop, asked) = (AtomicBool::new(false), AtomicU32::new(0));
     let before = rss_bytes();
     std::thread::scope(|scope| {
-        let (home, stop, asked, other, budget) = (&home, &stop, &asked, &other, &budget);
+        let (store, stop, asked, other, budget) = (&store, &stop, &asked, &other, &budget);
         scope.spawn(move || {
             while !stop.load(Ordering::Relaxed) {
                 let bytes = (4 + asked.load(Ordering::Relaxed) as u64 % 3 * 8) << 20;
                 // It is asked once: what was promised comes, however the store is used.
-                let deadline_ns = home.now_ns() + LONG_NS;
+                let deadline_ns = store.now_ns() + LONG_NS;
                 let opts = OpOpts { deadline_ns, ..OpOpts::default() };
                 let op = other.reserve_later(Tier::Host, bytes, &opts).unwrap();
                 assert_eq!(wait(&op).status, Status::Ok, "{bytes} bytes were not given back");
@@ -443,28 +435,27 @@ fn memory_is_given_back_to_whom_it_is_owed() {
         for turn in 0..120u32 {
             let tokens = document(turn, 16 * 8);
             let marks = marks_of(0, &tokens);
-            let session = home.session(space, &tokens);
-            let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
-            engine.compute(&marks);
-            assert_eq!(home.put(session, Level::Ram, &engine), ok(tokens.len()), "{turn}");
+            let session = store.session(space, &tokens);
+            let mut engine = Engine::computed(WIDE, Shape::Tokens, &marks);
+            assert_eq!(store.put(session, Level::Ram, &engine), ok(tokens.len()), "{turn}");
             engine.check(&marks, 0..tokens.len(), 0..WIDE.layers);
-            home.end(session);
+            store.close_session(session);
             let tokens = document(turn / 2, 16 * 8);
-            let session = home.session(space, &tokens);
-            assert_eq!(home.get(session, &engine), ok(tokens.len()), "{turn}");
+            let session = store.session(space, &tokens);
+            assert_eq!(store.get(session, &engine), ok(tokens.len()), "{turn}");
             engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..WIDE.layers);
-            home.end(session);
+            store.close_session(session);
         }
     });
-    home.rest();
+    store.settle();
     assert!(asked.into_inner() > 3);
     assert!(budget.usage(Tier::Host).peak_bytes <= LIMIT);
-    let held = home.store.account().unwrap().held(Tier::Host);
-    let host = home.store.with(|core| Ok(core.host().stats())).unwrap();
+    let held = store.handle.account().unwrap().held(Tier::Host);
+    let host = store.handle.with(|core| Ok(core.host().stats())).unwrap();
     assert!(held.committed_bytes >= host.live_bytes, "{held:?} {host:?}");
     let grown = rss_bytes().saturating_sub(before);
     assert!(grown < LIMIT + (24 << 20), "{} MiB more are resident", grown >> 20);
-    home.store.close(home.now_ns() + LONG_NS).unwrap();
+    store.handle.close(store.now_ns() + LONG_NS).unwrap();
 }
 
 #[test]
@@ -474,65 +465,64 @@ fn a_disk_that_is_too_small_loses_what_it_counts_and_nothing_else() {
         let scratch = Scratch::new("spill");
         // 600 chunks of 96 KiB, and room for fewer than half of them.
         let spec = with_disk(&scratch.0, "bytes=32MiB,segment=1MiB", "host=2MiB,chunks=4096");
-        let home = Home::open(&spec);
-        let space = home.space(1, &WIDE);
+        let store = TestStore::open(&spec);
+        let space = store.namespace(1, &WIDE);
         let mut kept = Vec::new();
         let mut refused = 0;
         for number in 0..600u32 {
             let tokens = document(number, WIDE.chunk);
-            let session = home.session(space, &tokens);
-            let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
-            engine.compute(&marks_of(0, &tokens));
-            match home.put(session, level, &engine) {
+            let session = store.session(space, &tokens);
+            let engine = Engine::computed(WIDE, Shape::Tokens, &marks_of(0, &tokens));
+            match store.put(session, level, &engine) {
                 done if done == ok(WIDE.chunk) => kept.push(number),
                 done => {
                     assert!(matches!(done.status, Status::Budget | Status::Io), "{done:?}");
                     refused += 1;
                 }
             }
-            home.end(session);
+            store.close_session(session);
         }
-        home.rest();
-        let stats = home.store.disk().unwrap().stats();
+        store.settle();
+        let stats = store.handle.disk().unwrap().stats();
         assert!(stats.most_used_bytes <= 32 << 20, "{stats:?}");
-        let found = audit(&home, space, &kept, &stats);
+        let found = audit(&store, space, &kept, &stats);
         assert!(found * chunk > 8 << 20, "only {found} chunks are there; {refused} were refused");
-        let counters = home.counters();
-        home.close();
+        let counters = store.counters();
+        store.close();
         // And after a restart.
-        let home = Home::open(&spec);
-        let space = home.space(1, &WIDE);
-        let gone = kept.len() as u64 - present(&home, space, &kept);
-        let evicted = counters.disk_evicted + home.counters().disk_evicted;
+        let store = TestStore::open(&spec);
+        let space = store.namespace(1, &WIDE);
+        let gone = kept.len() as u64 - present(&store, space, &kept);
+        let evicted = counters.disk_evicted + store.counters().disk_evicted;
         assert!(gone <= evicted, "{gone} are gone, {evicted} were sent away");
-        home.rest();
-        home.close();
+        store.settle();
+        store.close();
     }
 }
 
 /// Reads everything: how much is there. Nothing may be wrong.
-fn present(home: &Home, space: u32, kept: &[u32]) -> u64 {
+fn present(store: &TestStore, space: u32, kept: &[u32]) -> u64 {
     let mut found = 0;
     for &number in kept {
         let tokens = document(number, WIDE.chunk);
         let marks = marks_of(0, &tokens);
-        let session = home.session(space, &tokens);
+        let session = store.session(space, &tokens);
         let mut engine = Engine::new(WIDE, Shape::Padded, tokens.len());
-        let done = home.get(session, &engine);
+        let done = store.get(session, &engine);
         assert!(matches!(done.status, Status::Ok | Status::NotFound), "{number}: {done:?}");
         engine.check(&marks, 0..done.tokens, 0..WIDE.layers);
-        engine.check_if_there(&marks);
+        engine.check_written(&marks);
         assert!(engine.bytes().iter().all(|&b| b == POISON));
         found += u64::from(done.tokens > 0);
-        home.end(session);
+        store.close_session(session);
     }
     found
 }
 
-fn audit(home: &Home, space: u32, kept: &[u32], stats: &impl std::fmt::Debug) -> u64 {
-    let before = home.counters();
-    let found = present(home, space, kept);
-    let after = home.counters();
+fn audit(store: &TestStore, space: u32, kept: &[u32], stats: &impl std::fmt::Debug) -> u64 {
+    let before = store.counters();
+    let found = present(store, space, kept);
+    let after = store.counters();
     let gone = kept.len() as u64 - found;
     assert!(gone <= after.disk_evicted, "{gone} of {} are gone: {before:?} {stats:?}", kept.len());
     assert_eq!(after.corrupt, 0);

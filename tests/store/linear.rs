@@ -1,19 +1,21 @@
-//! What a step of a long session costs is what it costs in a short one: counted, not timed.
+//! A step of a long session costs what a step of a short one costs: counted, not timed.
 
 use std::collections::BTreeMap;
 
+use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{Level, TransferKind};
+use kvtier_testkit::fixtures::stepped_store::SteppedStore;
 use kvtier_testkit::fixtures::store::{Engine, Model, Shape, document, marks_of};
 
-use crate::turns::World;
+use crate::turns::{copy_all, in_memory, session, submit};
 
 /// Cells of 4 KiB.
 const MODEL: Model = Model { layers: 1, heads: 2, run: 64, chunk: 16 };
 
-/// All that the store counts, and all that it has, but for what depends on time, and for memory, which
-/// comes by the segment.
-fn counted(world: &World) -> BTreeMap<String, i64> {
-    let text = world.core.metrics_text();
+/// All metrics of the store but those that depend on time, and bytes of memory, which grow by whole
+/// slabs.
+fn counted(store: &SteppedStore) -> BTreeMap<String, i64> {
+    let text = store.lock().metrics_text();
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     let parts = lines.filter_map(|line| line.rsplit_once(' '));
     let other = ["seconds", "_ns", "per_second", "_rate", "segments", "used_bytes", "table"];
@@ -22,7 +24,7 @@ fn counted(world: &World) -> BTreeMap<String, i64> {
         .collect()
 }
 
-/// How much more there is of each.
+/// The metrics that grew, and by how much.
 fn more(before: &BTreeMap<String, i64>, after: &BTreeMap<String, i64>) -> BTreeMap<String, i64> {
     let all = after
         .iter()
@@ -30,26 +32,25 @@ fn more(before: &BTreeMap<String, i64>, after: &BTreeMap<String, i64>) -> BTreeM
     all.filter(|(_, more)| *more != 0).collect()
 }
 
-/// What is counted of a put, a get, and a plan of the last of so many chunks.
+/// Changes of the metrics by a put and a get of each of two chunks behind so many chunks.
 fn steps(chunks: usize) -> Vec<BTreeMap<String, i64>> {
-    let mut world = World::new();
+    let store = in_memory(64 << 20);
     let tokens = document(1, (chunks + 2) * 16);
-    let session = world.session(1, &MODEL, &tokens[..chunks * 16]);
-    let mut whole = Engine::new(MODEL, Shape::Tokens, chunks * 16);
-    whole.compute(&marks_of(1, &tokens[..chunks * 16]));
-    world.submit(session, TransferKind::Put, &whole);
-    world.copy_all();
+    let session = session(&store, 1, &MODEL, &tokens[..chunks * 16]);
+    let whole = Engine::computed(MODEL, Shape::Tokens, &marks_of(1, &tokens[..chunks * 16]));
+    submit(&store, session, TransferKind::Put, &whole);
+    copy_all(&store);
     let mut steps = Vec::new();
     let engine = Engine::new(MODEL, Shape::Tokens, 16);
     for chunk in [chunks, chunks + 1] {
-        world.core.append(session, &tokens[chunk * 16..][..16]).expect("room");
+        store.lock().append(session, &tokens[chunk * 16..][..16]).expect("room");
         for kind in [TransferKind::Put, TransferKind::Get] {
-            let before = counted(&world);
+            let before = counted(&store);
             let mut what = engine.whole();
             what.first_token = chunk as u64 * 16;
-            world.core.submit_cell_range(session, kind, Level::Ram, 0, what).expect("sound");
-            while world.copy().is_some() {}
-            steps.push(more(&before, &counted(&world)));
+            store.submit(session, kind, Level::Ram, what);
+            store.run_all(WorkerKind::Copy);
+            steps.push(more(&before, &counted(&store)));
         }
     }
     steps

@@ -9,110 +9,112 @@ use kvtier::base::status::Status;
 use kvtier::meta::key::Key;
 use kvtier::store::state::SpaceOpts;
 use kvtier::store::state::transfer::Level;
-use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, with_disk};
+use support::{Done, Engine, Model, Scratch, Shape, TestStore, document, marks_of, with_disk};
 
 const MODEL: Model = Model { layers: 2, heads: 2, run: 64, chunk: 16 };
 
-fn open(dir: &Path) -> Home {
-    Home::open(&with_disk(dir, "bytes=8MiB,segment=256KiB", "host=2MiB,chunks=4096,write=never"))
+fn open(dir: &Path) -> TestStore {
+    TestStore::open(&with_disk(
+        dir,
+        "bytes=8MiB,segment=256KiB",
+        "host=2MiB,chunks=4096,write=never",
+    ))
 }
 
 /// The namespace of a salt.
-fn salted(home: &Home, salt: u32) -> u32 {
+fn salted(store: &TestStore, salt: u32) -> u32 {
     let mut key = [7; 32];
     key[..4].copy_from_slice(&salt.to_le_bytes());
     let opts = SpaceOpts { key: Key(key), layout: MODEL.layout(), holes: false };
-    home.store.with(|core| core.open_space(&opts)).expect("opened")
+    store.handle.with(|core| core.open_space(&opts)).expect("opened")
 }
 
-fn put(home: &Home, space: u32, salt: u32, level: Level) -> Status {
+fn put(store: &TestStore, space: u32, salt: u32, level: Level) -> Status {
     let tokens = document(salt, 16);
-    let session = home.session(space, &tokens);
-    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(salt, &tokens));
-    let done = home.put(session, level, &engine);
-    home.end(session);
+    let done = store.put_tokens((space, salt), &MODEL, &tokens, level);
+
     done.status
 }
 
-fn is_there(home: &Home, space: u32, salt: u32) -> bool {
+fn is_there(store: &TestStore, space: u32, salt: u32) -> bool {
     let tokens = document(salt, 16);
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
-    let done = home.get(session, &engine);
-    home.end(session);
-    if done == (Done { status: Status::Ok, tokens: 16 }) {
+    let done = store.get(session, &engine);
+    store.close_session(session);
+    if done == Done::ok(16) {
         engine.check(&marks_of(salt, &tokens), 0..16, 0..MODEL.layers);
         return true;
     }
     false
 }
 
-fn used_bytes(home: &Home) -> u64 {
-    home.store.disk().expect("a disk").stats().used_bytes
+fn used_bytes(store: &TestStore) -> u64 {
+    store.handle.disk().expect("a disk").stats().used_bytes
 }
 
 #[test]
 fn namespaces_that_are_only_opened_take_no_room() {
     let scratch = Scratch::new("salts");
-    let home = open(&scratch.0);
-    let before = used_bytes(&home);
+    let store = open(&scratch.0);
+    let before = used_bytes(&store);
     // As notes these would be more than the disk has.
-    let spaces: Vec<u32> = (0..3000).map(|salt| salted(&home, salt)).collect();
-    home.rest();
-    assert_eq!(used_bytes(&home), before);
-    assert_eq!(put(&home, spaces[2999], 2999, Level::Durable), Status::Ok);
-    home.close();
-    let home = open(&scratch.0);
-    assert_eq!((home.store.opened.adopted.spaces, home.store.opened.adopted.chunks), (1, 1));
-    let space = salted(&home, 2999);
-    assert!(is_there(&home, space, 2999));
-    home.rest();
-    home.close();
+    let spaces: Vec<u32> = (0..3000).map(|salt| salted(&store, salt)).collect();
+    store.settle();
+    assert_eq!(used_bytes(&store), before);
+    assert_eq!(put(&store, spaces[2999], 2999, Level::Durable), Status::Ok);
+    store.close();
+    let store = open(&scratch.0);
+    assert_eq!((store.handle.opened.adopted.spaces, store.handle.opened.adopted.chunks), (1, 1));
+    let space = salted(&store, 2999);
+    assert!(is_there(&store, space, 2999));
+    store.settle();
+    store.close();
 }
 
 #[test]
 fn what_a_namespace_was_goes_with_its_last_chunk() {
     let scratch = Scratch::new("salts-go");
-    let home = open(&scratch.0);
+    let store = open(&scratch.0);
     // Each has a chunk: far more than fit, and the first ones leave.
     let salts = 1200;
     for salt in 0..salts {
-        let space = salted(&home, salt);
+        let space = salted(&store, salt);
         assert_eq!(
-            put(&home, space, salt, Level::Disk),
+            put(&store, space, salt, Level::Disk),
             Status::Ok,
             "salt {salt}: {:?}",
-            used_bytes(&home)
+            used_bytes(&store)
         );
-        home.store
+        store
+            .handle
             .with(|core| {
                 core.close_space(space);
                 Ok(())
             })
             .expect("open");
     }
-    home.rest();
-    assert!(home.counters().disk_evicted > 400);
+    store.settle();
+    assert!(store.counters().disk_evicted > 400);
     let there: Vec<u32> =
-        (0..salts).filter(|&salt| is_there(&home, salted(&home, salt), salt)).collect();
+        (0..salts).filter(|&salt| is_there(&store, salted(&store, salt), salt)).collect();
     assert!(there.len() > 50 && there.contains(&(salts - 1)), "{}", there.len());
     // Some of them have left the disk and are in memory still, which goes with the store.
-    home.rest();
-    let cells = home.store.with(|core| Ok(core.report().disk_cells)).expect("open");
+    store.settle();
+    let cells = store.handle.with(|core| Ok(core.report().disk_cells)).expect("open");
     let below = cells as usize / MODEL.layers;
-    home.close();
+    store.close();
     // Each that has a chunk is known again, and no other.
-    let home = open(&scratch.0);
-    let adopted = home.store.opened.adopted;
+    let store = open(&scratch.0);
+    let adopted = store.handle.opened.adopted;
     assert_eq!(adopted.spaces, adopted.chunks, "{adopted:?}");
     // One may have left for the room of the checkpoint that it stands in.
     assert!(adopted.dropped <= MODEL.layers as u64, "{adopted:?}");
-    let again = (0..salts).filter(|&salt| is_there(&home, salted(&home, salt), salt)).count();
+    let again = (0..salts).filter(|&salt| is_there(&store, salted(&store, salt), salt)).count();
     assert_eq!(again as u64, adopted.chunks);
     assert!(again + 60 > below, "{again} of {below}");
-    home.rest();
-    home.close();
+    store.settle();
+    store.close();
 }
 
 /// What earlier versions have noted of namespaces without chunks goes when the store is
@@ -120,11 +122,11 @@ fn what_a_namespace_was_goes_with_its_last_chunk() {
 #[test]
 fn notes_that_nobody_needs_are_gone_after_an_opening() {
     let scratch = Scratch::new("salts-old");
-    let home = open(&scratch.0);
-    let space = salted(&home, 1);
-    assert_eq!(put(&home, space, 1, Level::Durable), Status::Ok);
+    let store = open(&scratch.0);
+    let space = salted(&store, 1);
+    assert_eq!(put(&store, space, 1, Level::Durable), Status::Ok);
     let layout = MODEL.layout().encode();
-    let disk = home.store.disk().expect("a disk");
+    let disk = store.handle.disk().expect("a disk");
     for salt in 10..800u32 {
         let mut key = [7; 32];
         key[..4].copy_from_slice(&salt.to_le_bytes());
@@ -132,16 +134,16 @@ fn notes_that_nobody_needs_are_gone_after_an_opening() {
         disk.put_session(&[b"namespace ".as_slice(), &key].concat(), &content).expect("room");
     }
     drop(disk);
-    let full = used_bytes(&home);
-    home.close();
-    let home = open(&scratch.0);
-    assert_eq!(home.store.opened.adopted.spaces, 1);
+    let full = used_bytes(&store);
+    store.close();
+    let store = open(&scratch.0);
+    assert_eq!(store.handle.opened.adopted.spaces, 1);
     // All that there is to do is done before it is closed.
-    home.close();
-    let home = open(&scratch.0);
-    assert!(used_bytes(&home) + (2 << 20) < full, "{} of {full}", used_bytes(&home));
-    let space = salted(&home, 1);
-    assert!(is_there(&home, space, 1));
-    home.rest();
-    home.close();
+    store.close();
+    let store = open(&scratch.0);
+    assert!(used_bytes(&store) + (2 << 20) < full, "{} of {full}", used_bytes(&store));
+    let space = salted(&store, 1);
+    assert!(is_there(&store, space, 1));
+    store.settle();
+    store.close();
 }

@@ -9,15 +9,13 @@ use std::time::Instant;
 
 use kvtier::base::budget::{Budget, BudgetOpts, Tier};
 use kvtier::base::status::Status;
-use kvtier::device::Memory;
 use kvtier::device::simulated::SimulatedOpts;
-use kvtier::store::handle::Store;
+use kvtier::device::{Device, Memory};
 use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
-    Done, Engine, Home, Model, Scratch, Shape, document, marks_of, runtime, spec_of, wait,
+    Done, Engine, Model, Scratch, Shape, TestStore, document, in_memory, marks_of, runtime,
+    simulated, spec_of,
 };
-
-use crate::device_tier::rig::{in_memory, simulated};
 
 const CONFIG: &str = "KVTIER_RESIDENT_CONFIG";
 /// For so many seconds, instead of once.
@@ -100,22 +98,21 @@ fn resident() -> u64 {
 
 /// `memory`: where the tensors are said to be.
 fn put(
-    home: &Home,
+    store: &TestStore,
     space: u32,
     (engine, back): (&mut Engine, &mut Engine),
     (number, memory): (u32, Memory),
 ) {
     let tokens = document(number, engine.tokens);
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     engine.compute(&marks_of(0, &tokens));
-    let what = in_memory(engine.whole(), memory);
-    let ops = home.submit(session, TransferKind::Put, Level::Ram, what).expect("submitted");
-    let done = wait(&ops[0]);
-    assert_eq!(done, Done { status: Status::Ok, tokens: engine.tokens }, "{number}");
-    if number % 3 == 0 && home.get(session, back).status == Status::Ok {
+    let cells = in_memory(engine.whole(), memory);
+    let done = store.transfer(session, TransferKind::Put, Level::Ram, cells);
+    assert_eq!(done, Done::ok(engine.tokens), "{number}");
+    if number % 3 == 0 && store.get(session, back).status == Status::Ok {
         back.check(&marks_of(0, &tokens), 0..tokens.len(), 0..back.model.layers);
     }
-    home.end(session);
+    store.close_session(session);
 }
 
 fn spec(setup: &Setup, scratch: &Path) -> String {
@@ -148,8 +145,7 @@ fn child() {
     let model = Model { layers: setup.layers, heads: 2, run: setup.cell / 64, chunk: 16 };
     let chunks = (8 * MIB / model.chunk_bytes()).clamp(1, 8);
     let tokens = 16 * chunks as usize;
-    let mut engine = Engine::new(model, Shape::Tokens, tokens);
-    engine.compute(&marks_of(0, &document(0, tokens)));
+    let mut engine = Engine::computed(model, Shape::Tokens, &marks_of(0, &document(0, tokens)));
     let mut back = Engine::new(model, Shape::Tokens, tokens);
     let runtime = runtime();
     let mut limits = [None; 5];
@@ -164,16 +160,12 @@ fn child() {
     };
     let spec = spec_of(&spec(setup, &scratch.0));
     let before = resident();
-    let is_near = setup.more.contains("device=");
-    let device = is_near.then(|| simulated(SimulatedOpts::default()));
-    let store = match &device {
-        None => Store::open(runtime.core(), budget.as_ref(), &spec).expect("opened"),
-        Some(device) => Store::open_with(runtime.core(), budget.as_ref(), &spec, device.clone())
-            .expect("opened"),
-    };
-    let memory = if is_near { Memory::Device } else { Memory::Host };
-    let home = Home { store, runtime };
-    let space = home.space(1, &model);
+    let on_device = setup.more.contains("device=");
+    let device = on_device.then(|| simulated(SimulatedOpts::default()));
+    let on = device.clone().map(|device| device as std::sync::Arc<dyn Device>);
+    let memory = if on_device { Memory::Device } else { Memory::Host };
+    let store = TestStore::open_with(runtime, &spec, budget.as_ref(), on);
+    let space = store.namespace(1, &model);
     let most = (setup.stored * MIB / (model.chunk_bytes() * chunks)) as u32;
     let mut worst = i64::MIN;
     let (mut said, mut looked, begun) = ((0, 0), Instant::now(), Instant::now());
@@ -185,20 +177,20 @@ fn child() {
         if is_over {
             break;
         }
-        put(&home, space, (&mut engine, &mut back), (number, memory));
+        put(&store, space, (&mut engine, &mut back), (number, memory));
         let is_time = seconds == 0 || looked.elapsed().as_secs() >= 1;
         let Some(budget) = budget.as_ref().filter(|_| number % 64 == 0 && is_time) else {
             continue;
         };
         looked = Instant::now();
         let committed = budget.lane(Tier::Host).committed_bytes;
-        // What is called memory of a device here is memory of this process.
-        let near = device.as_ref().map_or(0, |device| device.allocated_bytes());
-        assert_eq!(near > 0, is_near);
-        let grown = resident().saturating_sub(before + near);
+        // The memory of a simulated device is memory of this process.
+        let device_bytes = device.as_ref().map_or(0, |device| device.allocated_bytes());
+        assert_eq!(device_bytes > 0, on_device);
+        let grown = resident().saturating_sub(before + device_bytes);
         if seconds > 0 {
             let lane = budget.lane(Tier::Host);
-            let report = home.store.with(|core| Ok(core.report())).expect("open");
+            let report = store.handle.with(|core| Ok(core.report())).expect("open");
             println!(
                 "{} s: {number} documents, {grown} resident, {committed} committed, {} reserved, {} \
                  chunks, {:?}",
@@ -213,7 +205,7 @@ fn child() {
             (worst, said) = (over, (grown, committed));
         }
     }
-    home.rest();
+    store.settle();
     println!("\nresident {worst} {} {}", said.0, said.1);
 }
 

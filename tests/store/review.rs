@@ -1,51 +1,48 @@
 //! Hands in an order that a test chooses: who waits, who pays, what is noted.
 
-use kvtier_testkit::fixtures::by_hand;
+use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;
 
 use std::time::Instant;
 
-use by_hand::{MODEL, World};
-use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::budget::Tier;
 use kvtier::base::op::OpOpts;
 use kvtier::base::status::Status;
 use kvtier::meta::key::Key;
 use kvtier::store::ready_event::Ready;
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{Config, Level, SessionOpts, SpaceOpts, StoreState, TransferKind};
+use kvtier::tier::disk::Options;
 use kvtier_testkit::disk::plan::{Fault, Plan};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
-use support::{Engine, Home, Shape, document, marks_of, runtime, spec_of, wait};
+use stepped_store::{MODEL, Parts, SteppedStore, empty_disk};
+use support::{Engine, Shape, TestStore, budget, document, marks_of, runtime, spec_of, wait};
 
 /// A put waits for what is before its chunks to be on disk. That a namespace is opened again,
 /// with holes, and cleared meanwhile does not keep it waiting for ever.
 #[test]
 fn a_put_that_waits_for_its_prefix_ends_whatever_is_cleared() {
-    let world = World::open();
+    let store = SteppedStore::open();
     let tokens = document(1, 32);
-    assert_eq!(world.put(&tokens[..16], 0..2, Level::Ram), Status::Ok);
-    let session = world.session(&tokens);
-    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-    engine.compute(&marks_of(0, &tokens));
+    assert_eq!(store.put(&tokens[..16], 0..2, Level::Ram), Status::Ok);
+    let session = store.session(&tokens);
+    let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
     let what = engine.cell_range(16, 16, 0..2, false);
-    world
-        .with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Disk, 0, what))
-        .expect("submitted");
+    store.submit(session, TransferKind::Put, Level::Disk, what);
     // It is in memory, and nothing was written yet.
-    while world.work(WorkerKind::Copy) {}
-    world.with(|core| {
+    store.run_all(WorkerKind::Copy);
+    store.with(|core| {
         core.close_session(session).expect("open");
-        core.close_space(world.space);
+        core.close_space(store.namespace);
         let opts = SpaceOpts { key: Key([1; 32]), layout: MODEL.layout(), holes: true };
         core.open_space(&opts).expect("nobody has it open");
-        let mut clearing = core.begin_clear(world.space).expect("open");
+        let mut clearing = core.begin_clear(store.namespace).expect("open");
         while core.clear_more(&mut clearing, 8) {}
     });
-    while WorkerKind::ALL.into_iter().any(|hands| world.work(hands)) {}
-    let mut finished = Vec::new();
-    world.with(|core| core.finished(&mut finished));
-    assert_eq!(finished.len(), 1, "{}", world.with(|core| core.what_waits()));
-    world.rest();
+    while WorkerKind::ALL.into_iter().any(|hands| store.run_batch(hands)) {}
+    let finished = store.finished();
+    assert_eq!(finished.len(), 1, "{}", store.with(|core| core.what_waits()));
+    store.settle();
 }
 
 /// Tables that grow while memory for them is being made are paid for in the end.
@@ -53,10 +50,7 @@ fn a_put_that_waits_for_its_prefix_ends_whatever_is_cleared() {
 fn tables_that_grow_while_others_give_way_are_paid_for() {
     const MIB: u64 = 1 << 20;
     let runtime = runtime();
-    let mut limits = [None; 5];
-    limits[Tier::Host as usize] = Some(6 * MIB);
-    let opts = BudgetOpts { limits, reserve_bytes: Some(0), strict: false };
-    let budget = Budget::open(runtime.core(), &opts).expect("a budget");
+    let budget = budget(&runtime, &[(Tier::Host, 6 * MIB)]);
     let account = budget.account("store", 0, None).expect("an account");
     let config = Config {
         host_bytes: 8 * MIB,
@@ -66,8 +60,7 @@ fn tables_that_grow_while_others_give_way_are_paid_for() {
         low: 1.0,
         ..Config::default()
     };
-    let files = SimFiles::new(1, SimOpts { capacity_bytes: 64 << 20, ..SimOpts::default() });
-    let world = World::on(files, config, Some(account.clone()));
+    let store = SteppedStore::on_disk(empty_disk(), config, Some(account.clone()));
     // Cells have all that there is.
     let mut number = 0;
     let free = || {
@@ -76,76 +69,72 @@ fn tables_that_grow_while_others_give_way_are_paid_for() {
     };
     while free() > MIB / 2 {
         number += 1;
-        assert_eq!(world.put(&document(number, 64 * 16), 0..2, Level::Ram), Status::Ok);
+        assert_eq!(store.put(&document(number, 64 * 16), 0..2, Level::Ram), Status::Ok);
     }
     // Puts whose tensors are not ready need rows, and no memory for cells.
     let rows = |number: u32, chunks: usize| {
         let tokens = document(number, chunks * 16);
-        let session = world.session(&tokens);
+        let session = store.session(&tokens);
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         let what = engine.whole();
         let waits =
-            world.with(|core| core.submit_waiting(session, TransferKind::Put, Level::Ram, 0, what));
+            store.with(|core| core.submit_waiting(session, TransferKind::Put, Level::Ram, 0, what));
         engine.compute(&[]);
         (waits.expect("submitted").1, session, engine)
     };
     let first = rows(1000, 1600);
-    let back = || world.with(|core| core.host().returned_bytes());
+    let back = || store.with(|core| core.host().returned_bytes());
     let before = back();
-    while back() == before && world.work(WorkerKind::Write) {}
+    while back() == before && store.run_batch(WorkerKind::Write) {}
     let second = rows(1001, 3200);
-    while WorkerKind::ALL.into_iter().any(|hands| world.work(hands)) {}
-    let (paid, tables) = world.with(|core| (core.paid_table_bytes(), core.table_bytes()));
+    while WorkerKind::ALL.into_iter().any(|hands| store.run_batch(hands)) {}
+    let (paid, tables) = store.with(|core| (core.paid_table_bytes(), core.table_bytes()));
     assert!(paid >= tables, "{paid} paid for {tables}, and {} are free", free());
     for (ticket, session, _engine) in [first, second] {
-        world.with(|core| {
+        store.with(|core| {
             core.give_up_waiting(ticket, Status::Cancelled);
             core.close_session(session).expect("open");
         });
     }
-    world.rest();
+    store.settle();
 }
 
 /// A note that was written beside one that could not be goes when nothing of its namespace
 /// comes to the disk.
 #[test]
 fn a_note_of_a_batch_that_failed_goes_too() {
-    let world = World::open();
+    let store = SteppedStore::open();
     // There is a segment to write to.
-    assert_eq!(world.put(&document(9, 16), 0..2, Level::Disk), Status::Ok);
+    assert_eq!(store.put(&document(9, 16), 0..2, Level::Disk), Status::Ok);
     let mut sessions = Vec::new();
     let mut engines = Vec::new();
     for salt in [2, 3] {
         let tokens = document(u32::from(salt), 16);
-        let session = world.with(|core| {
+        let session = store.with(|core| {
             let opts = SpaceOpts { key: Key([salt; 32]), layout: MODEL.layout(), holes: false };
             let space = core.open_space(&opts).expect("opened");
             let number = core.open_session(space, &SessionOpts::default()).expect("room");
             core.append(number, &tokens).expect("room");
             number
         });
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(0, &tokens));
+        let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
         let what = engine.whole();
-        world
-            .with(|core| core.submit_cell_range(session, TransferKind::Put, Level::Disk, 0, what))
-            .expect("submitted");
+        store.submit(session, TransferKind::Put, Level::Disk, what);
         sessions.push(session);
         engines.push(engine);
     }
-    while world.work(WorkerKind::Copy) {}
+    store.run_all(WorkerKind::Copy);
     // The second note, each time: where a write has failed a new segment begins.
     for nth in [2, 3, 3] {
-        world.files.set_plan(Plan::default().once(Fault::WriteError, nth));
-        assert!(world.work(WorkerKind::Write));
+        store.files.set_plan(Plan::default().once(Fault::WriteError, nth));
+        assert!(store.run_batch(WorkerKind::Write));
     }
-    world.files.set_plan(Plan::default());
-    world.rest();
-    let mut finished = Vec::new();
-    world.with(|core| core.finished(&mut finished));
+    store.files.set_plan(Plan::default());
+    store.settle();
+    let finished = store.finished();
     assert_eq!(finished.len(), 2);
     assert!(finished.iter().all(|one| one.error.is_some()), "{finished:?}");
-    let disk = world.tools.disk.clone().expect("a disk");
+    let disk = store.tools.disk.clone().expect("a disk");
     for salt in [2u8, 3] {
         let name = [b"namespace ".as_slice(), &[salt; 32]].concat();
         assert_eq!(disk.segment_of_session(&name), None, "namespace {salt} has nothing on disk");
@@ -165,21 +154,18 @@ fn how_long_the_end_of_a_sync_takes() {
             ..Config::default()
         };
         let files = SimFiles::new(1, SimOpts { capacity_bytes: 2 << 30, ..SimOpts::default() });
-        let world = World::sized(files, config, None, 16 << 20, 1 << 30);
+        let options = Options { segment_bytes: 16 << 20, ..Options::new(1 << 30, [7; 16]) };
+        let disk = Some((files, options));
+        let store = SteppedStore::new(Parts { config, disk, ..Parts::default() });
         let tokens = document(1, chunks * 16);
-        let session = world.session(&tokens);
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(0, &tokens));
+        let session = store.session(&tokens);
+        let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
         let what = engine.whole();
-        world
-            .with(|core| {
-                core.submit_cell_range(session, TransferKind::Put, Level::Durable, 0, what)
-            })
-            .expect("submitted");
-        while [WorkerKind::Copy, WorkerKind::Write].into_iter().any(|hands| world.work(hands)) {}
-        let work = world.with(|core| core.take(WorkerKind::Sync)).expect("a sync");
+        store.submit(session, TransferKind::Put, Level::Durable, what);
+        while store.run_batch(WorkerKind::Copy) || store.run_batch(WorkerKind::Write) {}
+        let work = store.with(|core| core.take(WorkerKind::Sync)).expect("a sync");
         let began = Instant::now();
-        world.with(|core: &mut StoreState| core.done(work, Ok(()), 0));
+        store.with(|core: &mut StoreState| core.done(work, Ok(()), 0));
         println!("{chunks} chunks: {:?} under the lock", began.elapsed());
     }
 }
@@ -189,17 +175,17 @@ fn how_long_the_end_of_a_sync_takes() {
 #[ignore = "a measurement"]
 fn how_long_giving_up_takes() {
     for moves in [1000u32, 2000, 4000] {
-        let home = Home::open(&spec_of("store(host=64MiB,chunks=65536,sessions=8192)"));
-        let space = home.space(1, &MODEL);
+        let store = TestStore::open(&spec_of("store(host=64MiB,chunks=65536,sessions=8192)"));
+        let space = store.namespace(1, &MODEL);
         let ready = Ready::default();
         let (mut ops, mut engines) = (Vec::new(), Vec::new());
         for number in 0..moves {
             let tokens = document(number, 16);
-            let session = home.session(space, &tokens);
+            let session = store.session(space, &tokens);
             let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
             let what = engine.cell_range(0, 16, 0..2, true);
             let opts = OpOpts::default();
-            let begun = home.store.submit_after(
+            let begun = store.handle.submit_after(
                 session,
                 TransferKind::Put,
                 Level::Ram,
@@ -214,6 +200,6 @@ fn how_long_giving_up_takes() {
         ops.iter().for_each(|op| op.cancel());
         println!("{moves} moves of two ops: {:?}", began.elapsed());
         ops.iter().for_each(|op| _ = wait(op));
-        home.close();
+        store.close();
     }
 }

@@ -1,9 +1,8 @@
 //! What a failed sync costs, and what it must not: hands and disk are moved by hand.
 
-use kvtier_testkit::fixtures::by_hand;
+use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;
 
-use by_hand::{MODEL, World};
 use kvtier::base::budget::Tier;
 use kvtier::base::status::Status;
 use kvtier::device::Stream;
@@ -12,8 +11,9 @@ use kvtier::meta::key::Key;
 use kvtier::store::state::eviction::Granularity;
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{Config, Level, StoreState, TransferKind};
+use kvtier::tier::disk::Options;
 use kvtier_testkit::disk::plan::Plan;
-use kvtier_testkit::disk::{SimFiles, SimOpts};
+use stepped_store::{MODEL, Parts, SteppedStore, empty_disk};
 use support::{Engine, Shape, document, marks_of};
 
 const ALL: std::ops::Range<usize> = 0..MODEL.layers;
@@ -22,35 +22,35 @@ const ALL: std::ops::Range<usize> = 0..MODEL.layers;
 /// the first one lasts still.
 #[test]
 fn what_lasts_outlives_a_failed_sync_of_what_continues_it() {
-    let world = World::open();
+    let store = SteppedStore::open();
     let (short, long) = (document(1, 16), document(1, 32));
-    assert_eq!(world.put(&short, ALL, Level::Durable), Status::Ok);
-    world.next_sync_fails();
-    assert_eq!(world.put(&long, ALL, Level::Durable), Status::Io);
-    world.files.set_plan(Plan::default());
-    world.with(StoreState::ask_for_checkpoint);
-    world.rest();
-    let world = world.crash();
-    assert!(world.is_there(&short), "it was durable");
+    assert_eq!(store.put(&short, ALL, Level::Durable), Status::Ok);
+    store.fail_next_sync();
+    assert_eq!(store.put(&long, ALL, Level::Durable), Status::Io);
+    store.files.set_plan(Plan::default());
+    store.with(StoreState::ask_for_checkpoint);
+    store.settle();
+    let store = store.crash();
+    assert!(store.is_stored(&short), "it was durable");
 }
 
 /// The same of layers of one chunk, which lie in the same segment.
 #[test]
 fn layers_that_last_outlive_a_failed_sync_of_others() {
-    let world = World::open();
+    let store = SteppedStore::open();
     let tokens = document(1, 16);
-    assert_eq!(world.put(&tokens, 0..1, Level::Durable), Status::Ok);
-    world.next_sync_fails();
-    assert_eq!(world.put(&tokens, ALL, Level::Durable), Status::Io);
-    world.files.set_plan(Plan::default());
-    world.with(StoreState::ask_for_checkpoint);
-    world.rest();
-    let world = world.crash();
-    let session = world.session(&tokens);
+    assert_eq!(store.put(&tokens, 0..1, Level::Durable), Status::Ok);
+    store.fail_next_sync();
+    assert_eq!(store.put(&tokens, ALL, Level::Durable), Status::Io);
+    store.files.set_plan(Plan::default());
+    store.with(StoreState::ask_for_checkpoint);
+    store.settle();
+    let store = store.crash();
+    let session = store.session(&tokens);
     let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
     let what = engine.cell_range(0, 16, 0..1, false);
     assert_eq!(
-        world.ends(session, TransferKind::Get, Level::Ram, what),
+        store.transfer(session, TransferKind::Get, Level::Ram, what),
         Status::Ok,
         "it was durable"
     );
@@ -59,153 +59,154 @@ fn layers_that_last_outlive_a_failed_sync_of_others() {
 /// The same of what an earlier life made durable.
 #[test]
 fn what_lasts_since_an_earlier_life_outlives_a_failed_sync() {
-    let world = World::open();
+    let store = SteppedStore::open();
     let (short, long) = (document(1, 16), document(1, 32));
-    assert_eq!(world.put(&short, ALL, Level::Durable), Status::Ok);
-    let world = world.crash();
-    world.next_sync_fails();
-    assert_eq!(world.put(&long, ALL, Level::Durable), Status::Io);
-    world.files.set_plan(Plan::default());
-    world.with(StoreState::ask_for_checkpoint);
-    world.rest();
-    let world = world.crash();
-    assert!(world.is_there(&short), "it was durable");
+    assert_eq!(store.put(&short, ALL, Level::Durable), Status::Ok);
+    let store = store.crash();
+    store.fail_next_sync();
+    assert_eq!(store.put(&long, ALL, Level::Durable), Status::Io);
+    store.files.set_plan(Plan::default());
+    store.with(StoreState::ask_for_checkpoint);
+    store.settle();
+    let store = store.crash();
+    assert!(store.is_stored(&short), "it was durable");
 }
 
 /// Two puts of the same wait for a sync. The one that hears of its failure takes the other's
 /// promise along: neither lasts, or what does is on disk.
 #[test]
 fn who_waits_for_a_sync_hears_of_one_that_failed_before() {
-    let world = World::open();
+    let store = SteppedStore::open();
     // What the namespace is lasts already.
-    assert_eq!(world.put(&document(9, 16), ALL, Level::Durable), Status::Ok);
+    assert_eq!(store.put(&document(9, 16), ALL, Level::Durable), Status::Ok);
     let tokens = document(1, 16);
     let submit = || {
-        let session = world.session(&tokens);
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(0, &tokens));
+        let session = store.session(&tokens);
+        let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
         let what = engine.whole();
         let put = |core: &mut StoreState| {
             core.submit_cell_range(session, TransferKind::Put, Level::Durable, 0, what)
         };
-        (world.with(put).expect("submitted"), engine)
+        (store.with(put).expect("submitted"), engine)
     };
     let (first, _engine) = submit();
-    while [WorkerKind::Copy, WorkerKind::Write].into_iter().any(|hands| world.work(hands)) {}
-    world.next_sync_fails();
-    let mut sync = world.with(|core| core.take(WorkerKind::Sync)).expect("a sync");
+    while [WorkerKind::Copy, WorkerKind::Write].into_iter().any(|hands| store.run_batch(hands)) {}
+    store.fail_next_sync();
+    let mut sync = store.with(|core| core.take(WorkerKind::Sync)).expect("a sync");
     // It comes while that is under way, and finds all of it there.
     let (second, _engine) = submit();
-    let mut keeper = world.core.clone();
+    let mut keeper = store.state.clone();
     // SAFETY: syncs touch no memory.
-    let outcome = unsafe { world.tools.work(&mut sync, Stream(0), &mut keeper) };
-    world.with(|core| core.done(sync, outcome, 0));
-    world.files.set_plan(Plan::default());
-    world.rest();
-    let mut ended = Vec::new();
-    world.with(|core| core.finished(&mut ended));
+    let outcome = unsafe { store.tools.work(&mut sync, Stream(0), &mut keeper) };
+    store.with(|core| core.done(sync, outcome, 0));
+    store.files.set_plan(Plan::default());
+    store.settle();
+    let ended = store.finished();
     let of = |number| ended.iter().find(|one| one.number == number).expect("it has ended");
     assert!(of(first).error.is_some(), "{ended:?}");
     let mut keys = Vec::new();
     let chain = Chain::new(Key([1; 32]), MODEL.chunk as u32);
     chain.expect("chunks").extend(&tokens, &[], &mut keys).expect("hashed");
     let mut found = [0];
-    world.with(|core| core.exists(world.space, &keys, &mut found)).expect("open");
+    store.with(|core| core.exists(store.namespace, &keys, &mut found)).expect("open");
     let is_below = found[0] & 1 << Tier::Disk as u8 != 0;
     assert!(of(second).error.is_some() || is_below, "it lasts, and is not on disk: {ended:?}");
     if of(second).error.is_none() {
-        let world = world.crash();
-        assert!(world.is_there(&tokens), "it was durable");
+        let store = store.crash();
+        assert!(store.is_stored(&tokens), "it was durable");
     }
 }
 
 /// What has left the disk so goes there again: what goes on from there is of no use without.
 #[test]
 fn what_left_a_segment_goes_down_again() {
-    let world = World::open();
+    let store = SteppedStore::open();
     let prefix = document(1, 32);
     let branch = [prefix.clone(), document(7, 16)].concat();
-    assert_eq!(world.put(&branch, ALL, Level::Disk), Status::Ok);
-    world.next_sync_fails();
-    assert_eq!(world.put(&prefix[..16], ALL, Level::Durable), Status::Io);
-    world.files.set_plan(Plan::default());
-    world.rest();
+    assert_eq!(store.put(&branch, ALL, Level::Disk), Status::Ok);
+    store.fail_next_sync();
+    assert_eq!(store.put(&prefix[..16], ALL, Level::Durable), Status::Io);
+    store.files.set_plan(Plan::default());
+    store.settle();
     // Another branch lasts; what is before it is on disk, if not synced.
     let branch = [prefix, document(8, 16)].concat();
-    let session = world.session(&branch);
-    let mut engine = Engine::new(MODEL, Shape::Tokens, branch.len());
-    engine.compute(&marks_of(0, &branch));
+    let session = store.session(&branch);
+    let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &branch));
     let what = engine.cell_range(32, 16, ALL, false);
-    assert_eq!(world.ends(session, TransferKind::Put, Level::Durable, what), Status::Ok);
+    assert_eq!(store.transfer(session, TransferKind::Put, Level::Durable, what), Status::Ok);
     let mut keys = Vec::new();
     let chain = Chain::new(Key([1; 32]), MODEL.chunk as u32);
     chain.expect("chunks").extend(&branch, &[], &mut keys).expect("hashed");
     let mut found = [0; 3];
-    world.with(|core| core.exists(world.space, &keys, &mut found)).expect("open");
+    store.with(|core| core.exists(store.namespace, &keys, &mut found)).expect("open");
     assert!(found.iter().all(|tiers| tiers & 1 << Tier::Disk as u8 != 0), "{found:?}");
-    world.with(|core| core.check_prefixes()).expect("all that is on disk is of use");
+    store.with(|core| core.check_prefixes()).expect("all that is on disk is of use");
 }
 
 /// What could not be made durable was written anew, elsewhere: that can be.
 #[test]
 fn what_was_written_anew_can_last() {
-    let world = World::open();
+    let store = SteppedStore::open();
     let tokens = document(1, 16);
-    assert_eq!(world.put(&tokens, 0..1, Level::Disk), Status::Ok);
+    assert_eq!(store.put(&tokens, 0..1, Level::Disk), Status::Ok);
     // The segment is full before the other layer comes.
     for other in 2..6 {
-        assert_eq!(world.put(&document(other, 16), ALL, Level::Disk), Status::Ok);
+        assert_eq!(store.put(&document(other, 16), ALL, Level::Disk), Status::Ok);
     }
-    assert_eq!(world.put(&tokens, 1..2, Level::Disk), Status::Ok);
-    world.next_sync_fails();
-    assert_eq!(world.put(&tokens, ALL, Level::Durable), Status::Io);
-    world.files.set_plan(Plan::default());
-    let again: Vec<Status> = (0..3).map(|_| world.put(&tokens, ALL, Level::Durable)).collect();
+    assert_eq!(store.put(&tokens, 1..2, Level::Disk), Status::Ok);
+    store.fail_next_sync();
+    assert_eq!(store.put(&tokens, ALL, Level::Durable), Status::Io);
+    store.files.set_plan(Plan::default());
+    let again: Vec<Status> = (0..3).map(|_| store.put(&tokens, ALL, Level::Durable)).collect();
     assert_eq!(again, [Status::Ok; 3]);
-    let world = world.crash();
-    assert!(world.is_there(&tokens), "it was durable");
+    let store = store.crash();
+    assert!(store.is_stored(&tokens), "it was durable");
 }
 
 /// Cleaning moved what could not be made durable where it was, and made it durable there.
 #[test]
 fn what_cleaning_made_durable_lasts() {
-    let world = World::open();
+    let store = SteppedStore::open();
     let tokens = document(1, 16);
-    assert_eq!(world.put(&tokens, ALL, Level::Disk), Status::Ok);
+    assert_eq!(store.put(&tokens, ALL, Level::Disk), Status::Ok);
     // It is on disk alone.
-    let session = world.session(&tokens);
-    world.with(|core| core.demote_range(session, 0, 16)).expect("it is there");
-    world.rest();
-    world.with(|core| core.close_session(session)).expect("open");
-    world.next_sync_fails();
-    assert_eq!(world.put(&tokens, ALL, Level::Durable), Status::Io);
-    world.files.set_plan(Plan::default());
-    let disk = world.tools.disk.clone().expect("a disk");
+    let session = store.session(&tokens);
+    store.with(|core| core.demote_range(session, 0, 16)).expect("it is there");
+    store.settle();
+    store.close_session(session);
+    store.fail_next_sync();
+    assert_eq!(store.put(&tokens, ALL, Level::Durable), Status::Io);
+    store.files.set_plan(Plan::default());
+    let disk = store.tools.disk.clone().expect("a disk");
     let bad = disk.segments().into_iter().find(|segment| segment.poisoned).expect("one");
-    disk.compact(bad.number, &mut world.core.clone()).expect("room");
-    let counters = world.with(|core| core.counters);
+    disk.compact(bad.number, &mut store.state.clone()).expect("room");
+    let counters = store.with(|core| core.counters);
     if counters.corrupt > 0 {
         return; // the sync took the bytes along
     }
-    assert_eq!(world.put(&tokens, ALL, Level::Durable), Status::Ok);
-    let world = world.crash();
-    assert!(world.is_there(&tokens), "it was durable");
+    assert_eq!(store.put(&tokens, ALL, Level::Durable), Status::Ok);
+    let store = store.crash();
+    assert!(store.is_stored(&tokens), "it was durable");
 }
 
 /// A put that has to last, and is longer than the disk, cannot, whatever policies choose among.
 #[test]
 fn a_put_longer_than_the_disk_does_not_last() {
     for grain in [Granularity::Chunk, Granularity::Cell, Granularity::Session] {
-        let config = Config { host_bytes: 8 << 20, granularity: grain, ..World::config() };
-        let files = SimFiles::new(1, SimOpts { capacity_bytes: 64 << 20, ..SimOpts::default() });
-        let world = World::sized(files, config, None, 16 * 4096, 12 * 16 * 4096);
+        let config = Config { host_bytes: 8 << 20, granularity: grain, ..SteppedStore::config() };
+        let files = empty_disk();
+        let store = {
+            let options =
+                Options { segment_bytes: 16 * 4096, ..Options::new(12 * 16 * 4096, [7; 16]) };
+            SteppedStore::new(Parts { config, disk: Some((files, options)), ..Parts::default() })
+        };
         let tokens = document(1, 100 * 16);
-        let status = world.put(&tokens, ALL, Level::Durable);
+        let status = store.put(&tokens, ALL, Level::Durable);
         let mut keys = Vec::new();
         let chain = Chain::new(Key([1; 32]), MODEL.chunk as u32);
         chain.expect("chunks").extend(&tokens, &[], &mut keys).expect("hashed");
         let mut found = vec![0; keys.len()];
-        world.with(|core| core.exists(world.space, &keys, &mut found)).expect("open");
+        store.with(|core| core.exists(store.namespace, &keys, &mut found)).expect("open");
         let below = found.iter().filter(|&&tiers| tiers & 1 << Tier::Disk as u8 != 0).count();
         println!("{grain:?}: {status:?}, {below} of {} on disk", keys.len());
         assert!(status != Status::Ok || below == keys.len(), "{grain:?}: {below} on disk");

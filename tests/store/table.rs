@@ -6,7 +6,7 @@ use kvtier::base::status::Status;
 use kvtier::meta::chunks::Pin;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
-    Done, Engine, Home, Model, Scratch, Shape, document, marks_of, spec_of, wait, with_disk,
+    Done, Engine, Model, Scratch, Shape, TestStore, document, marks_of, spec_of, wait, with_disk,
 };
 
 const MODEL: Model = Model { layers: 2, heads: 2, run: 64, chunk: 16 };
@@ -14,162 +14,156 @@ const ROWS: usize = 100;
 const MISS: Done = Done { status: Status::NotFound, tokens: 0 };
 
 /// A store with five documents of 20 chunks, which nobody holds: its table is full.
-fn full(scratch: &Scratch) -> (Home, u32) {
+fn full(scratch: &Scratch) -> (TestStore, u32) {
     let rest = format!("host=8MiB,chunks={ROWS}");
-    filled(Home::open(&with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", &rest)), Level::Durable)
+    filled(
+        TestStore::open(&with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", &rest)),
+        Level::Durable,
+    )
 }
 
-fn filled(home: Home, level: Level) -> (Home, u32) {
-    let space = home.space(1, &MODEL);
+fn filled(store: TestStore, level: Level) -> (TestStore, u32) {
+    let space = store.namespace(1, &MODEL);
     for number in 0..5 {
         let tokens = document(number, 20 * 16);
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(0, &tokens));
-        let done = home.put(session, level, &engine);
-        assert_eq!(done, Done { status: Status::Ok, tokens: tokens.len() });
-        home.end(session);
+        let done = store.put_tokens((space, 0), &MODEL, &tokens, level);
+        assert_eq!(done, Done::ok(tokens.len()));
     }
-    home.rest();
-    (home, space)
+    store.settle();
+    (store, space)
 }
 
-fn all_are_there(home: &Home, space: u32) {
+fn all_are_there(store: &TestStore, space: u32) {
     for number in 0..5 {
         let tokens = document(number, 20 * 16);
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
-        let done = home.get(session, &engine);
-        assert_eq!(done, Done { status: Status::Ok, tokens: tokens.len() }, "document {number}");
-        engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..MODEL.layers);
-        home.end(session);
+        let done = store.get_tokens((space, 0), &MODEL, &tokens);
+        assert_eq!(done, Done::ok(tokens.len()), "document {number}");
     }
-    assert_eq!(home.counters().disk_evicted, 0);
+    assert_eq!(store.counters().disk_evicted, 0);
 }
 
 #[test]
 fn who_only_looks_sends_nobody_away() {
     let scratch = Scratch::new("table");
-    let (home, space) = full(&scratch);
+    let (store, space) = full(&scratch);
     // With a tail, and one that is longer than the table.
     for chunks in [90, ROWS + 50] {
         let tokens = document(9, chunks * 16 + 5);
-        let session = home.session(space, &tokens);
+        let session = store.session(space, &tokens);
         let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        assert_eq!(home.get(session, &engine), MISS);
+        assert_eq!(store.get(session, &engine), MISS);
         assert!(engine.is_untouched());
-        let ops = home.submit(session, TransferKind::Prefetch, Level::Ram, engine.whole());
+        let ops = store.submit(session, TransferKind::Prefetch, Level::Ram, engine.whole());
         assert_eq!(wait(&ops.expect("submitted")[0]), MISS);
         let pin = Pin { priority: 2, until_ns: u64::MAX };
-        let pinned = home.store.with(|core| core.pin(session, 0, tokens.len() as u64, pin));
+        let pinned = store.handle.with(|core| core.pin(session, 0, tokens.len() as u64, pin));
         pinned.expect("nothing to pin");
-        home.end(session);
-        home.rest();
-        all_are_there(&home, space);
+        store.close_session(session);
+        store.settle();
+        all_are_there(&store, space);
     }
     // What begins as one that is there is found as far as that goes.
     let tokens = [document(3, 20 * 16), document(9, 40 * 16)].concat();
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Padded, tokens.len());
-    let done = home.get(session, &engine);
+    let done = store.get(session, &engine);
     assert_eq!(done, Done { status: Status::NotFound, tokens: 20 * 16 });
     engine.check(&marks_of(0, &tokens), 0..20 * 16, 0..MODEL.layers);
-    home.end(session);
-    home.rest();
-    all_are_there(&home, space);
-    home.close();
+    store.close_session(session);
+    store.settle();
+    all_are_there(&store, space);
+    store.close();
 }
 
 #[test]
 fn a_put_still_makes_room_in_the_table() {
     let scratch = Scratch::new("table-put");
-    let (home, space) = full(&scratch);
+    let (store, space) = full(&scratch);
     let tokens = document(9, 90 * 16);
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-    assert_eq!(home.get(session, &engine), MISS);
+    assert_eq!(store.get(session, &engine), MISS);
     engine.compute(&marks_of(0, &tokens));
-    let all = Done { status: Status::Ok, tokens: tokens.len() };
-    assert_eq!(home.put(session, Level::Ram, &engine), all);
-    assert_eq!(home.get(session, &engine), all);
+    let all = Done::ok(tokens.len());
+    assert_eq!(store.put(session, Level::Ram, &engine), all);
+    assert_eq!(store.get(session, &engine), all);
     engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..MODEL.layers);
-    home.end(session);
-    home.rest();
-    home.close();
+    store.close_session(session);
+    store.settle();
+    store.close();
 }
 
 #[test]
 fn a_put_that_is_refused_sends_nobody_away() {
     // A level that needs a disk, and more chunks than there can be.
     let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
-    let (home, space) = filled(Home::open(&store), Level::Ram);
+    let (store, space) = filled(TestStore::open(&store), Level::Ram);
     for (chunks, level, status) in [
         (40, Level::Disk, Status::Unavailable),
         (40, Level::Durable, Status::Unavailable),
         (ROWS + 50, Level::Ram, Status::Limit),
     ] {
         let tokens = document(9, chunks * 16 + 5);
-        let session = home.session(space, &tokens);
+        let session = store.session(space, &tokens);
         let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        let refused = home.submit(session, TransferKind::Put, level, engine.whole());
+        let refused = store.submit(session, TransferKind::Put, level, engine.whole());
         assert_eq!(refused.map(|_| ()).unwrap_err().status(), status);
-        home.end(session);
-        home.rest();
-        all_are_there(&home, space);
+        store.close_session(session);
+        store.settle();
+        all_are_there(&store, space);
     }
-    home.close();
+    store.close();
 }
 
 /// What others hold stays: where that leaves too few rows the others stay as well.
 #[test]
 fn a_put_that_the_held_leave_no_room_for_sends_nobody_away() {
     let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
-    let (home, space) = filled(Home::open(&store), Level::Ram);
+    let (store, space) = filled(TestStore::open(&store), Level::Ram);
     // Three documents of five.
     let open: Vec<u32> = (0..3)
         .map(|number| {
             let tokens = document(number, 20 * 16);
-            let session = home.session(space, &tokens);
+            let session = store.session(space, &tokens);
             let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-            assert_eq!(home.get(session, &engine).status, Status::Ok);
+            assert_eq!(store.get(session, &engine).status, Status::Ok);
             engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..MODEL.layers);
             session
         })
         .collect();
     let put = |chunks: usize| {
         let tokens = document(9, chunks * 16);
-        let session = home.session(space, &tokens);
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(0, &tokens));
-        let put = home.submit(session, TransferKind::Put, Level::Ram, engine.whole());
+        let session = store.session(space, &tokens);
+        let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
+        let put = store.submit(session, TransferKind::Put, Level::Ram, engine.whole());
         let put = put.map(|ops| wait(&ops[0]).status).map_err(|error| error.status());
-        home.end(session);
-        home.rest();
+        store.close_session(session);
+        store.settle();
         put
     };
     assert_eq!(put(41), Err(Status::Limit));
-    all_are_there(&home, space);
+    all_are_there(&store, space);
     assert_eq!(put(40), Ok(Status::Ok), "as many as may leave");
-    open.iter().for_each(|&session| home.end(session));
+    open.iter().for_each(|&session| store.close_session(session));
     assert_eq!(put(ROWS), Ok(Status::Ok));
-    home.close();
+    store.close();
 }
 
 /// A pin ahead of a put holds what comes, where the table has room for it.
 #[test]
 fn what_is_to_come_can_be_pinned() {
     let scratch = Scratch::new("table-pin");
-    let home = Home::open(&with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=8MiB"));
-    let space = home.space(1, &MODEL);
+    let store = TestStore::open(&with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=8MiB"));
+    let space = store.namespace(1, &MODEL);
     let tokens = document(1, 4 * 16);
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     let pin = Pin { priority: 2, until_ns: u64::MAX };
     let pins = |core: &mut kvtier::store::state::StoreState| {
         core.pin(session, 0, 64, pin)?;
         let table = core.table_of(space).expect("it is open");
         Ok(table.chunks.slots().filter(|&s| table.chunks.chunk(s).unwrap().pin().is_some()).count())
     };
-    assert_eq!(home.store.with(pins).expect("room"), 4);
-    home.end(session);
-    home.close();
+    assert_eq!(store.handle.with(pins).expect("room"), 4);
+    store.close_session(session);
+    store.close();
 }

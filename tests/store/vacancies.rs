@@ -1,13 +1,12 @@
 //! Namespaces and layouts that come and go: more than there may be at once. What nobody needs is
 //! forgotten, its number is another's then, and nothing of before shows under it.
 
-use kvtier_testkit::fixtures::by_hand;
+use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use by_hand::{MODEL, World};
 use kvtier::base::op::{OpOpts, OpRef};
 use kvtier::base::status::{Result, Status};
 use kvtier::meta::chunks::Pin;
@@ -17,9 +16,9 @@ use kvtier::store::state::{
     Config, Level, MAX_CHUNK_TABLES, MAX_SPACES, RemoteConfig, SessionOpts, SpaceOpts, StoreState,
     TransferKind,
 };
-use kvtier_testkit::disk::{SimFiles, SimOpts};
+use stepped_store::{MODEL, SteppedStore, empty_disk};
 use support::{
-    Done, Engine, Home, Model, Scratch, Shape, document, marks_of, spec_of, wait, with_disk,
+    Engine, Model, Scratch, Shape, TestStore, document, marks_of, spec_of, wait, with_disk,
 };
 
 /// The key of a namespace.
@@ -39,9 +38,15 @@ fn opts(number: u32, model: &Model) -> SpaceOpts {
 }
 
 /// A store with a disk, in one thread or with threads.
-trait Place {
+trait AnyStore {
     fn core<R>(&self, act: impl FnOnce(&mut StoreState) -> Result<R>) -> Result<R>;
-    fn moves(&self, session: u32, deed: TransferKind, level: Level, engine: &Engine) -> Status;
+    fn transfer_all(
+        &self,
+        session: u32,
+        kind: TransferKind,
+        level: Level,
+        engine: &Engine,
+    ) -> Status;
 
     fn open(&self, number: u32, model: &Model) -> Result<u32> {
         self.core(|core| core.open_space(&opts(number, model)))
@@ -74,7 +79,7 @@ trait Place {
         let session = self.begin(space, &tokens);
         let mut engine = Engine::new(*model, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(mark, &tokens));
-        assert_eq!(self.moves(session, TransferKind::Put, level, &engine), Status::Ok);
+        assert_eq!(self.transfer_all(session, TransferKind::Put, level, &engine), Status::Ok);
         self.end(session);
     }
 
@@ -84,7 +89,7 @@ trait Place {
         let looked = self.core(|core| core.lookup(space, &tokens).cloned()).expect("open");
         let session = self.begin(space, &tokens);
         let mut engine = Engine::new(*model, Shape::Heads, tokens.len());
-        let status = self.moves(session, TransferKind::Get, Level::Ram, &engine);
+        let status = self.transfer_all(session, TransferKind::Get, Level::Ram, &engine);
         self.end(session);
         let is_there = status == Status::Ok;
         assert_eq!(looked.soon_tokens > 0, is_there, "{looked:?}");
@@ -109,51 +114,60 @@ trait Place {
     }
 }
 
-impl Place for Home {
+impl AnyStore for TestStore {
     fn core<R>(&self, act: impl FnOnce(&mut StoreState) -> Result<R>) -> Result<R> {
-        self.store.with(act)
+        self.handle.with(act)
     }
 
-    fn moves(&self, session: u32, deed: TransferKind, level: Level, engine: &Engine) -> Status {
-        let ops = self.submit(session, deed, level, engine.whole()).expect("submitted");
-        let Done { status, .. } = wait(&ops[0]);
-        status
+    fn transfer_all(
+        &self,
+        session: u32,
+        kind: TransferKind,
+        level: Level,
+        engine: &Engine,
+    ) -> Status {
+        self.transfer(session, kind, level, engine.whole()).status
     }
 }
 
-impl Place for World {
+impl AnyStore for SteppedStore {
     fn core<R>(&self, act: impl FnOnce(&mut StoreState) -> Result<R>) -> Result<R> {
         self.with(act)
     }
 
-    fn moves(&self, session: u32, deed: TransferKind, level: Level, engine: &Engine) -> Status {
-        self.ends(session, deed, level, engine.whole())
+    fn transfer_all(
+        &self,
+        session: u32,
+        kind: TransferKind,
+        level: Level,
+        engine: &Engine,
+    ) -> Status {
+        self.transfer(session, kind, level, engine.whole())
     }
 }
 
-fn home(dir: &Path) -> Home {
-    Home::open(&with_disk(dir, "bytes=64MiB,segment=256KiB", "host=8MiB,chunks=4096"))
+fn open_store(dir: &Path) -> TestStore {
+    TestStore::open(&with_disk(dir, "bytes=64MiB,segment=256KiB", "host=8MiB,chunks=4096"))
 }
 
 /// A store that may know few.
-fn few(spaces: usize, layouts: usize) -> World {
-    let opts = SimOpts { capacity_bytes: 64 << 20, ..SimOpts::default() };
-    World::on(SimFiles::new(1, opts), config(spaces, layouts), None)
+fn few(spaces: usize, layouts: usize) -> SteppedStore {
+    SteppedStore::on_disk(empty_disk(), config(spaces, layouts), None)
 }
 
 fn config(max_spaces: usize, max_layouts: usize) -> Config {
-    Config { host_bytes: 8 << 20, max_spaces, max_layouts, ..World::config() }
+    Config { host_bytes: 8 << 20, max_spaces, max_layouts, ..SteppedStore::config() }
 }
 
-/// The world's own namespace, and its layout, are no more.
-fn leave_own(world: &World) {
-    world.shut(world.space);
+/// The store's own namespace, and its layout, are no more.
+fn leave_own(store: &SteppedStore) {
+    store.shut(store.namespace);
 }
 
 #[test]
 fn layouts_come_and_go() {
     let scratch = Scratch::new("layouts");
-    let mut store = home(&scratch.0);
+    let mut store = open_store(&scratch.0);
     for number in 0..4 * MAX_CHUNK_TABLES as u32 {
         let model = model(number);
         let space = store.open(number, &model).expect("one at a time");
@@ -166,11 +180,11 @@ fn layouts_come_and_go() {
         assert!(!store.has(space, &model, number));
         store.shut(space);
         if number % 50 == 49 {
-            store.rest();
+            store.settle();
             let (spaces, layouts) = store.known();
             assert!(spaces <= 2 && layouts <= 2, "{spaces} namespaces of {layouts} layouts");
             store.close();
-            store = home(&scratch.0);
+            store = open_store(&scratch.0);
         }
     }
     store.close();
@@ -180,7 +194,7 @@ fn layouts_come_and_go() {
 #[test]
 fn layouts_that_nobody_uses_give_way() {
     let scratch = Scratch::new("layouts-way");
-    let mut store = home(&scratch.0);
+    let mut store = open_store(&scratch.0);
     let mut open = store.open(0, &model(0)).expect("the first");
     store.keep(open, &model(0), 0, Level::Durable);
     let last = 2 * MAX_CHUNK_TABLES as u32 + 7;
@@ -189,14 +203,14 @@ fn layouts_that_nobody_uses_give_way() {
         store.keep(space, &model(number), number, Level::Durable);
         store.shut(space);
         if number == MAX_CHUNK_TABLES as u32 + 20 {
-            store.rest();
+            store.settle();
             store.close();
-            store = home(&scratch.0);
+            store = open_store(&scratch.0);
             open = store.open(0, &model(0)).expect("known");
         }
     }
-    store.rest();
-    let there = |store: &Home, number: u32| {
+    store.settle();
+    let there = |store: &TestStore, number: u32| {
         let space = store.core(|core| Ok(core.find_space(&key(number)))).expect("open");
         space.is_some_and(|space| store.has(space, &model(number), number))
     };
@@ -209,49 +223,49 @@ fn layouts_that_nobody_uses_give_way() {
     store.shut(open);
     store.close();
     // What has left may be found again: there are never more than can be.
-    let store = home(&scratch.0);
-    assert!(store.store.opened.adopted.spaces <= MAX_CHUNK_TABLES as u64);
+    let store = open_store(&scratch.0);
+    assert!(store.handle.opened.adopted.spaces <= MAX_CHUNK_TABLES as u64);
     assert!((since..=last).all(|number| there(&store, number)));
-    store.rest();
+    store.settle();
     store.close();
 }
 
 #[test]
 fn layouts_that_are_open_or_pinned_stay() {
-    let world = few(64, 4);
+    let store = few(64, 4);
     let mut spaces = Vec::new();
     for number in 1..4 {
-        let space = world.open(number, &model(number)).expect("room");
-        world.keep(space, &model(number), number, Level::Ram);
+        let space = store.open(number, &model(number)).expect("room");
+        store.keep(space, &model(number), number, Level::Ram);
         spaces.push(space);
     }
-    let refused = |number| world.open(number, &model(number)).expect_err("none is free").status();
+    let refused = |number| store.open(number, &model(number)).expect_err("none is free").status();
     assert_eq!(refused(9), Status::Limit);
     // One is pinned, one has a session still.
-    let session = world.begin(spaces[0], &document(1, model(1).chunk));
+    let session = store.begin(spaces[0], &document(1, model(1).chunk));
     let pin = Pin { priority: 1, until_ns: u64::MAX };
-    world.core(|core| core.pin(session, 0, model(1).chunk as u64, pin)).expect("there");
-    world.end(session);
-    let session = world.begin(spaces[1], &document(1, model(2).chunk));
-    world.shut(spaces[0]);
-    world.shut(spaces[1]);
+    store.core(|core| core.pin(session, 0, model(1).chunk as u64, pin)).expect("there");
+    store.end(session);
+    let session = store.begin(spaces[1], &document(1, model(2).chunk));
+    store.shut(spaces[0]);
+    store.shut(spaces[1]);
     assert_eq!(refused(9), Status::Limit);
-    assert!(world.has(spaces[0], &model(1), 1) && world.has(spaces[2], &model(3), 3));
+    assert!(store.has(spaces[0], &model(1), 1) && store.has(spaces[2], &model(3), 3));
     // Another namespace of a layout that is there needs no place.
-    assert!(world.open(10, &model(3)).is_ok());
-    world.end(session);
-    let space = world.open(9, &model(9)).expect("the second has left");
-    assert!(!world.has(space, &model(9), 9));
-    assert_eq!(world.core(|core| Ok(core.find_space(&key(2)))).expect("open"), None);
-    assert!(world.has(spaces[0], &model(1), 1) && world.has(spaces[2], &model(3), 3));
-    world.rest();
+    assert!(store.open(10, &model(3)).is_ok());
+    store.end(session);
+    let space = store.open(9, &model(9)).expect("the second has left");
+    assert!(!store.has(space, &model(9), 9));
+    assert_eq!(store.core(|core| Ok(core.find_space(&key(2)))).expect("open"), None);
+    assert!(store.has(spaces[0], &model(1), 1) && store.has(spaces[2], &model(3), 3));
+    store.settle();
 }
 
 /// A namespace for each of many requests, most of which store nothing.
 #[test]
 fn salts_come_and_go() {
     let scratch = Scratch::new("salts-many");
-    let mut store = home(&scratch.0);
+    let mut store = open_store(&scratch.0);
     let model = model(0);
     let tokens = document(1, model.chunk);
     for number in 0..MAX_SPACES as u32 + 4000 {
@@ -263,16 +277,16 @@ fn salts_come_and_go() {
             let session = store.begin(space, &tokens);
             let looked = store.core(|core| core.lookup(space, &tokens).cloned()).expect("open");
             assert_eq!(looked.soon_tokens, 0);
-            store.end(session);
+            store.close_session(session);
         }
         store.shut(space);
         if number == 40_000 {
             store.close();
-            store = home(&scratch.0);
-            assert_eq!(store.store.opened.adopted.spaces, 21);
+            store = open_store(&scratch.0);
+            assert_eq!(store.handle.opened.adopted.spaces, 21);
         }
     }
-    store.rest();
+    store.settle();
     let (spaces, layouts) = store.known();
     assert!(spaces < 2000 && layouts == 1, "{spaces} namespaces of {layouts} layouts");
     for number in (0..MAX_SPACES as u32).step_by(2000) {
@@ -286,166 +300,166 @@ fn salts_come_and_go() {
 /// Where all namespaces have chunks that nobody uses, some that were used long ago give way.
 #[test]
 fn namespaces_that_nobody_uses_give_way() {
-    let mut world = few(40, 4);
+    let mut store = few(40, 4);
     for number in 0..200 {
-        let space = world.open(number, &MODEL).expect("others give way");
-        world.keep(space, &MODEL, number, Level::Durable);
-        world.shut(space);
-        assert!(world.known().0 <= 40);
+        let space = store.open(number, &MODEL).expect("others give way");
+        store.keep(space, &MODEL, number, Level::Durable);
+        store.shut(space);
+        assert!(store.known().0 <= 40);
     }
-    let there = |world: &World| -> BTreeSet<u32> {
-        let find = |number| world.core(|core| Ok(core.find_space(&key(number)))).expect("open");
-        let has = |&number: &u32| find(number).is_some_and(|at| world.has(at, &MODEL, number));
+    let there = |store: &SteppedStore| -> BTreeSet<u32> {
+        let find = |number| store.core(|core| Ok(core.find_space(&key(number)))).expect("open");
+        let has = |&number: &u32| find(number).is_some_and(|at| store.has(at, &MODEL, number));
         (0..200).filter(has).collect()
     };
-    let before = there(&world);
+    let before = there(&store);
     assert!(before.contains(&199) && before.len() > 30, "{before:?}");
-    world.rest();
+    store.settle();
     // No checkpoint says what has left: that is there again, but not all of it can be.
-    world.files.crash().expect("memory");
-    world = World::on(world.files.reopen(), config(40, 4), None);
-    assert!(world.known().0 <= 40);
-    let after = there(&world);
+    store.files.crash().expect("memory");
+    store = SteppedStore::on_disk(store.files.reopen(), config(40, 4), None);
+    assert!(store.known().0 <= 40);
+    let after = there(&store);
     assert!(after.contains(&199) && after.len() > 30, "{after:?}");
     for number in 300..400 {
-        let space = world.open(number, &MODEL).expect("others give way");
-        assert!(!world.has(space, &MODEL, number));
-        world.shut(space);
+        let space = store.open(number, &MODEL).expect("others give way");
+        assert!(!store.has(space, &MODEL, number));
+        store.shut(space);
     }
-    world.rest();
+    store.settle();
 }
 
 /// More layouts on disk than can be: those that were written last are there.
 #[test]
 fn an_opening_takes_as_many_layouts_as_can_be() {
-    let world = few(64, 16);
+    let store = few(64, 16);
     for number in 0..12 {
-        let space = world.open(number, &model(number)).expect("room");
-        world.keep(space, &model(number), number, Level::Durable);
-        world.shut(space);
+        let space = store.open(number, &model(number)).expect("room");
+        store.keep(space, &model(number), number, Level::Durable);
+        store.shut(space);
     }
-    world.rest();
-    world.files.crash().expect("memory");
-    let world = World::on(world.files.reopen(), config(64, 4), None);
-    // One is the world's own, which came after them.
-    assert_eq!(world.known(), (4, 4));
-    let find = |number| world.core(|core| Ok(core.find_space(&key(number)))).expect("open");
+    store.settle();
+    store.files.crash().expect("memory");
+    let store = SteppedStore::on_disk(store.files.reopen(), config(64, 4), None);
+    // One is the store's own, which came after them.
+    assert_eq!(store.known(), (4, 4));
+    let find = |number| store.core(|core| Ok(core.find_space(&key(number)))).expect("open");
     let known: Vec<u32> = (0..12).filter(|&number| find(number).is_some()).collect();
     assert_eq!(known.len(), 3);
-    assert!(known.iter().all(|&at| world.has(find(at).expect("known"), &model(at), at)));
-    world.rest();
+    assert!(known.iter().all(|&at| store.has(find(at).expect("known"), &model(at), at)));
+    store.settle();
 }
 
 /// A number that is used again is as new.
 #[test]
 fn nothing_of_before_shows_under_a_number() {
     for (spaces, layouts) in [(2, 4), (8, 2)] {
-        let world = few(spaces, layouts);
-        leave_own(&world);
+        let store = few(spaces, layouts);
+        leave_own(&store);
         let (first, other) = (model(1), model(2));
-        let old = world.open(1, &first).expect("room");
-        world.core(|core| core.observe_prefill(old, 0, 100, 1_000_000)).expect("open");
-        world.core(|core| core.set_tenant(old, 7)).expect("open");
-        world.keep(old, &first, 1, Level::Disk);
-        let board = world.core(|core| Ok(core.space(old).expect("open").table)).expect("open");
+        let old = store.open(1, &first).expect("room");
+        store.core(|core| core.observe_prefill(old, 0, 100, 1_000_000)).expect("open");
+        store.core(|core| core.set_tenant(old, 7)).expect("open");
+        store.keep(old, &first, 1, Level::Disk);
+        let board = store.core(|core| Ok(core.space(old).expect("open").table)).expect("open");
         let (mut early, mut late) =
-            world.core(|core| Ok((core.begin_clear(old)?, core.begin_clear(old)?))).expect("open");
-        assert!(!world.core(|core| Ok(core.clear_more(&mut early, 8))).expect("open"));
+            store.core(|core| Ok((core.begin_clear(old)?, core.begin_clear(old)?))).expect("open");
+        assert!(!store.core(|core| Ok(core.clear_more(&mut early, 8))).expect("open"));
         assert_eq!(early.cleared.gone, 1);
-        world.shut(old);
-        // Both places are taken: first the world's own, then this one's.
-        let (kept, again) = (world.open(3, &other), world.open(4, &model(4)));
+        store.shut(old);
+        // Both places are taken: first the store's own, then this one's.
+        let (kept, again) = (store.open(3, &other), store.open(4, &model(4)));
         let (kept, again) = (kept.expect("room"), again.expect("room"));
         assert!([kept, again].contains(&old), "{kept} and {again}, not {old}");
         let (at, of, mark) = if kept == old { (kept, other, 3) } else { (again, model(4), 4) };
-        let space = world.core(|core| Ok(*core.space(at).expect("open"))).expect("open");
+        let space = store.core(|core| Ok(*core.space(at).expect("open"))).expect("open");
         assert_eq!((space.key, space.tenant, space.handles), (key(mark), 0, 1));
         assert_eq!(space.table, board);
-        assert_eq!(world.core(|core| Ok(core.prefill(at).observed())).expect("open"), 0);
-        assert!(!world.has(at, &of, mark));
-        world.keep(at, &of, mark, Level::Disk);
+        assert_eq!(store.core(|core| Ok(core.prefill(at).observed())).expect("open"), 0);
+        assert!(!store.has(at, &of, mark));
+        store.keep(at, &of, mark, Level::Disk);
         // What goes on clearing the old one finds nothing.
-        assert!(!world.core(|core| Ok(core.clear_more(&mut late, 8))).expect("open"));
+        assert!(!store.core(|core| Ok(core.clear_more(&mut late, 8))).expect("open"));
         assert_eq!(late.cleared.gone, 0);
-        assert!(world.has(at, &of, mark));
+        assert!(store.has(at, &of, mark));
         // Neither does the old one find what is there now.
-        world.shut(kept);
-        world.shut(again);
-        let back = world.open(1, &first).expect("others give way");
-        assert!(!world.has(back, &first, 1));
-        world.rest();
+        store.shut(kept);
+        store.shut(again);
+        let back = store.open(1, &first).expect("others give way");
+        assert!(!store.has(back, &first, 1));
+        store.settle();
     }
 }
 
 /// Whatever goes on in a namespace that nobody has open keeps its number.
 #[test]
 fn what_is_under_way_keeps_its_place() {
-    let world = few(2, 2);
-    leave_own(&world);
-    let space = world.open(1, &MODEL).expect("room");
-    let session = world.begin(space, &document(1, 16));
+    let store = few(2, 2);
+    leave_own(&store);
+    let space = store.open(1, &MODEL).expect("room");
+    let session = store.begin(space, &document(1, 16));
     let mut engine = Engine::new(MODEL, Shape::Tokens, 16);
     let what = engine.whole();
     let waits =
-        world.core(|core| core.submit_waiting(session, TransferKind::Get, Level::Ram, 0, what));
+        store.core(|core| core.submit_waiting(session, TransferKind::Get, Level::Ram, 0, what));
     let (_, ticket) = waits.expect("submitted");
-    world.end(session);
-    world.shut(space);
-    // Its layout has a move still, that of the world's own has nothing.
-    let other = world.open(2, &model(2)).expect("room");
-    let another = world.open(3, &model(3)).map(|_| ()).map_err(|error| error.status());
+    store.end(session);
+    store.shut(space);
+    // Its layout has a move still, that of the store's own has nothing.
+    let other = store.open(2, &model(2)).expect("room");
+    let another = store.open(3, &model(3)).map(|_| ()).map_err(|error| error.status());
     assert_eq!(another, Err(Status::Limit));
-    world
+    store
         .core(|core| {
             core.begin_waiting(ticket);
             Ok(())
         })
         .expect("open");
-    world.rest();
-    let another = world.open(3, &model(3)).expect("the move has ended");
-    assert!(!world.has(another, &model(3), 3) && !world.has(other, &model(2), 2));
+    store.settle();
+    let another = store.open(3, &model(3)).expect("the move has ended");
+    assert!(!store.has(another, &model(3), 3) && !store.has(other, &model(2), 2));
     engine.compute(&[]);
-    world.rest();
+    store.settle();
 }
 
 /// A session keeps its namespace, also one that has nothing yet.
 #[test]
 fn a_session_keeps_its_namespace() {
-    let world = few(2, 2);
-    let space = world.open(1, &MODEL).expect("room");
-    let session = world.begin(space, &[]);
-    world.shut(space);
-    let other = world.open(2, &MODEL).map_err(|error| error.status());
+    let store = few(2, 2);
+    let space = store.open(1, &MODEL).expect("room");
+    let session = store.begin(space, &[]);
+    store.shut(space);
+    let other = store.open(2, &MODEL).map_err(|error| error.status());
     assert_eq!(other, Err(Status::Limit));
-    let kept = world.core(|core| Ok(core.find_space(&key(1)))).expect("open");
+    let kept = store.core(|core| Ok(core.find_space(&key(1)))).expect("open");
     assert_eq!(kept, Some(space));
-    world.end(session);
-    assert_eq!(world.open(2, &MODEL).expect("it has ended"), space);
-    world.rest();
+    store.end(session);
+    assert_eq!(store.open(2, &MODEL).expect("it has ended"), space);
+    store.settle();
 }
 
 /// Blocks that are asked for are asked for also when their session is closed.
 #[test]
 fn blocks_that_are_asked_for_keep_their_namespace() {
-    let files = SimFiles::new(1, SimOpts { capacity_bytes: 64 << 20, ..SimOpts::default() });
+    let files = empty_disk();
     let config = Config { remote: Some(RemoteConfig::default()), ..config(2, 2) };
-    let world = World::on(files, config, None);
-    let space = world.open(1, &MODEL).expect("room");
-    let session = world.begin(space, &[]);
-    let number = world.core(|core| core.locate_blocks(session, vec![key(77)])).expect("begun");
-    world.end(session);
-    world.shut(space);
-    assert!(world.with(|core| core.has_work(WorkerKind::Ask)));
-    let other = world.open(2, &MODEL).map_err(|error| error.status());
+    let store = SteppedStore::on_disk(files, config, None);
+    let space = store.open(1, &MODEL).expect("room");
+    let session = store.begin(space, &[]);
+    let number = store.core(|core| core.locate_blocks(session, vec![key(77)])).expect("begun");
+    store.end(session);
+    store.shut(space);
+    assert!(store.with(|core| core.has_work(WorkerKind::Ask)));
+    let other = store.open(2, &MODEL).map_err(|error| error.status());
     assert_eq!(other, Err(Status::Limit));
-    world
+    store
         .core(|core| {
             core.cancel(number, Status::Cancelled);
             Ok(())
         })
         .expect("open");
-    assert_eq!(world.open(2, &MODEL).expect("it has ended"), space);
-    world.rest();
+    assert_eq!(store.open(2, &MODEL).expect("it has ended"), space);
+    store.settle();
 }
 
 /// What has given way is at the remote still, and comes back right, whatever layouts had its
@@ -457,7 +471,7 @@ fn the_remote_keeps_what_gave_way() {
     let remote =
         format!("remote=dir(path=\"{}\", object=4KiB, timeout=20000)", scratch.0.display());
     let spec = spec_of(&format!("store(host=8MiB, chunks=4096, {remote})"));
-    let (one, other) = (Home::open(&spec), Home::open(&spec));
+    let (one, other) = (TestStore::open(&spec), TestStore::open(&spec));
     let last = MAX_CHUNK_TABLES as u32 + 40;
     let ends = |op: Result<OpRef>| assert_eq!(wait(&op.expect("begun")).status, Status::Ok);
     for number in 0..last {
@@ -467,24 +481,24 @@ fn the_remote_keeps_what_gave_way() {
         one.shut(space);
         let space = other.open(number, &model).expect("others give way");
         let session = other.begin(space, &[]);
-        let keys = other.store.chunk_keys(space, &tokens, &[]).expect("open");
-        ends(other.store.locate_blocks(session, keys, &OpOpts::default()));
+        let keys = other.handle.chunk_keys(space, &tokens, &[]).expect("open");
+        ends(other.handle.locate_blocks(session, keys, &OpOpts::default()));
         other.end(session);
         other.shut(space);
     }
-    one.rest();
-    other.rest();
+    one.settle();
+    other.settle();
     for store in [&one, &other] {
         for number in (0..last).rev() {
             let model = model(number);
             let space = store.open(number, &model).expect("others give way");
             let session = store.begin(space, &document(1, model.chunk));
-            ends(store.store.locate(session, &OpOpts::default()));
+            ends(store.handle.locate(session, &OpOpts::default()));
             assert!(store.has(space, &model, number), "layout {number}");
-            store.end(session);
+            store.close_session(session);
             store.shut(space);
         }
-        store.rest();
+        store.settle();
         let far = store.core(|core| Ok(core.remote_counters())).expect("open").expect("a remote");
         assert_eq!((far.removed, far.corrupt, far.absent), (0, 0, 0), "{far:?}");
     }

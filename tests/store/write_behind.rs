@@ -1,14 +1,13 @@
 //! Write-behind: what puts bring goes to the disk in time although nobody asks for it. The clock
 //! and the hands are moved by hand.
 
-use kvtier_testkit::fixtures::by_hand;
+use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;
 
-use by_hand::{MODEL, World};
 use kvtier::base::status::Status;
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{Config, Level, TransferKind, Write};
-use kvtier_testkit::disk::{SimFiles, SimOpts};
+use stepped_store::{MODEL, SteppedStore, empty_disk};
 use support::{Engine, Shape, document};
 
 const ALL: std::ops::Range<usize> = 0..MODEL.layers;
@@ -16,124 +15,118 @@ const AGE_NS: u64 = 1000;
 
 fn config() -> Config {
     let host_bytes = 8 << 20;
-    Config { host_bytes, write: Write::Behind, write_age_ns: AGE_NS, ..World::config() }
+    Config { host_bytes, write: Write::Behind, write_age_ns: AGE_NS, ..SteppedStore::config() }
 }
 
-fn world(config: Config) -> World {
-    World::on(
-        SimFiles::new(1, SimOpts { capacity_bytes: 64 << 20, ..SimOpts::default() }),
-        config,
-        None,
-    )
+fn store(config: Config) -> SteppedStore {
+    SteppedStore::on_disk(empty_disk(), config, None)
 }
 
 /// What is written so far, in chunks, and what waits for its time.
-fn written(world: &World) -> (u64, u64) {
-    world.with(|core| {
+fn written(store: &SteppedStore) -> (u64, u64) {
+    store.with(|core| {
         let (bytes, _) = core.unwritten();
         (core.counters.written / MODEL.layers as u64, bytes / MODEL.chunk_bytes())
     })
 }
 
-fn at(world: &World, now_ns: u64) {
-    world.with(|core| core.tick(now_ns));
-    world.rest();
+fn at(store: &SteppedStore, now_ns: u64) {
+    store.with(|core| core.tick(now_ns));
+    store.settle();
 }
 
 /// The process is killed, and another one opens the store.
-fn killed(world: World) -> World {
-    let files = world.files.clone();
-    drop(world);
-    World::on(files.reopen(), config(), None)
+fn killed(store: SteppedStore) -> SteppedStore {
+    let files = store.files.clone();
+    drop(store);
+    SteppedStore::on_disk(files.reopen(), config(), None)
 }
 
 #[test]
 fn a_put_is_on_disk_after_a_part_of_the_age() {
-    let world = world(config());
+    let store = store(config());
     let tokens = document(1, 64);
-    assert_eq!(world.put(&tokens, ALL, Level::Ram), Status::Ok);
-    assert_eq!(written(&world), (0, 4));
-    at(&world, AGE_NS / 4);
-    assert_eq!(written(&world), (0, 4), "it came at 1");
-    at(&world, AGE_NS / 4 + 1);
-    assert_eq!(written(&world), (4, 0));
-    let world = killed(world);
-    assert!(world.is_there(&tokens), "it was written before");
+    assert_eq!(store.put(&tokens, ALL, Level::Ram), Status::Ok);
+    assert_eq!(written(&store), (0, 4));
+    at(&store, AGE_NS / 4);
+    assert_eq!(written(&store), (0, 4), "it came at 1");
+    at(&store, AGE_NS / 4 + 1);
+    assert_eq!(written(&store), (4, 0));
+    let store = killed(store);
+    assert!(store.is_stored(&tokens), "it was written before");
 }
 
 #[test]
 fn reads_of_the_disk_go_first_for_half_of_the_age() {
-    let first = world(config());
+    let first = store(config());
     let (old, new) = (document(1, 32), document(2, 32));
     assert_eq!(first.put(&old, ALL, Level::Disk), Status::Ok);
-    let world = killed(first);
-    assert_eq!(world.put(&new, ALL, Level::Ram), Status::Ok);
-    let session = world.session(&old);
+    let store = killed(first);
+    assert_eq!(store.put(&new, ALL, Level::Ram), Status::Ok);
+    let session = store.session(&old);
     let engine = Engine::new(MODEL, Shape::Tokens, old.len());
     let what = engine.whole();
-    world
-        .with(|core| core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what))
-        .expect("room");
-    let read = world.with(|core| core.take(WorkerKind::Read)).expect("a read");
+    store.submit(session, TransferKind::Get, Level::Ram, what);
+    let read = store.with(|core| core.take(WorkerKind::Read)).expect("a read");
     let is_due = |now_ns| {
-        world.with(|core| {
+        store.with(|core| {
             core.tick(now_ns);
             core.has_work(WorkerKind::Write)
         })
     };
     assert!(!is_due(AGE_NS / 2), "a read is under way");
     assert!(is_due(AGE_NS / 2 + 1), "half of the age is over");
-    let (mut read, mut keeper) = (read, world.core.clone());
+    let (mut read, mut keeper) = (read, store.state.clone());
     // SAFETY: the engine's memory outlives the work.
-    let outcome = unsafe { world.tools.work(&mut read, kvtier::device::Stream(0), &mut keeper) };
-    world.with(|core| core.done(read, outcome, 0));
-    world.rest();
-    assert_eq!(written(&world), (2, 0));
+    let outcome = unsafe { store.tools.work(&mut read, kvtier::device::Stream(0), &mut keeper) };
+    store.with(|core| core.done(read, outcome, 0));
+    store.settle();
+    assert_eq!(written(&store), (2, 0));
 }
 
 #[test]
 fn more_bytes_than_may_wait_are_written_at_once() {
-    let world = world(Config { unwritten_bytes: 2 * MODEL.chunk_bytes(), ..config() });
-    assert_eq!(world.put(&document(1, 32), ALL, Level::Ram), Status::Ok);
-    assert_eq!(written(&world), (0, 2));
-    assert_eq!(world.put(&document(2, 48), ALL, Level::Ram), Status::Ok);
-    assert_eq!(written(&world), (3, 2), "the oldest first");
+    let store = store(Config { unwritten_bytes: 2 * MODEL.chunk_bytes(), ..config() });
+    assert_eq!(store.put(&document(1, 32), ALL, Level::Ram), Status::Ok);
+    assert_eq!(written(&store), (0, 2));
+    assert_eq!(store.put(&document(2, 48), ALL, Level::Ram), Status::Ok);
+    assert_eq!(written(&store), (3, 2), "the oldest first");
 }
 
 #[test]
 fn what_nobody_could_find_is_not_written() {
-    let world = world(config());
-    assert_eq!(world.put(&document(1, 24), ALL, Level::Ram), Status::Ok);
-    assert_eq!(written(&world), (0, 1), "half a chunk is of use to its session alone");
-    world.with(|core| {
-        let mut clearing = core.begin_clear(world.space).expect("open");
+    let store = store(config());
+    assert_eq!(store.put(&document(1, 24), ALL, Level::Ram), Status::Ok);
+    assert_eq!(written(&store), (0, 1), "half a chunk is of use to its session alone");
+    store.with(|core| {
+        let mut clearing = core.begin_clear(store.namespace).expect("open");
         while core.clear_more(&mut clearing, 16) {}
     });
-    at(&world, 2 * AGE_NS);
-    assert_eq!(written(&world), (0, 0), "it was cleared before its time");
+    at(&store, 2 * AGE_NS);
+    assert_eq!(written(&store), (0, 0), "it was cleared before its time");
 }
 
 #[test]
 fn a_chunk_that_comes_layer_by_layer_is_written_in_one_record() {
-    let world = world(config());
+    let store = store(config());
     let tokens = document(1, 16);
     for layer in ALL {
-        assert_eq!(world.put(&tokens, layer..layer + 1, Level::Ram), Status::Ok);
+        assert_eq!(store.put(&tokens, layer..layer + 1, Level::Ram), Status::Ok);
     }
-    at(&world, AGE_NS);
-    assert_eq!(written(&world), (1, 0));
-    assert!(killed(world).is_there(&tokens));
+    at(&store, AGE_NS);
+    assert_eq!(written(&store), (1, 0));
+    assert!(killed(store).is_stored(&tokens));
 }
 
 #[test]
 fn the_line_does_not_grow_with_what_has_left() {
-    let world = world(Config { unwritten_bytes: u64::MAX, ..config() });
+    let store = store(Config { unwritten_bytes: u64::MAX, ..config() });
     for number in 0..5000 {
-        assert_eq!(world.put(&document(number, 16), ALL, Level::Ram), Status::Ok);
-        world.with(|core| {
-            let mut clearing = core.begin_clear(world.space).expect("open");
+        assert_eq!(store.put(&document(number, 16), ALL, Level::Ram), Status::Ok);
+        store.with(|core| {
+            let mut clearing = core.begin_clear(store.namespace).expect("open");
             while core.clear_more(&mut clearing, 16) {}
         });
-        assert!(written(&world).1 <= 1024, "{:?} after {number}", written(&world));
+        assert!(written(&store).1 <= 1024, "{:?} after {number}", written(&store));
     }
 }

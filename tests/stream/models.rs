@@ -8,11 +8,12 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use files::{Made, Meta, Scratch, Sizes, gguf_head, safetensors_head};
+use files::{Made, Meta, Sizes, gguf_head, safetensors_head};
 use files::{write_gguf, write_safetensors};
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::stream::model::{Facts, File, Format, Model, Stop, Tensor};
 use kvtier::stream::units::{ALIGN_BYTES, Entry, Extent, Index, NONE, Range, Role, Units};
+use kvtier_testkit::fixtures::scratch::Scratch;
 use proptest::prelude::*;
 
 /// Notes the largest piece of memory that this thread takes.
@@ -245,7 +246,7 @@ proptest! {
     fn what_was_written_is_found(
         sizes in sizes(), files in 1usize..5, stacked: bool, chunk in 1u64..20_000, align in 0u32..8,
     ) {
-        let scratch = Scratch::new("models-written");
+        let scratch = Scratch::created("models-written");
         let made = sizes.gguf();
         let mut meta = sizes.metadata();
         if align > 0 {
@@ -263,7 +264,7 @@ proptest! {
         prop_assert!(Model::open(&turned).expect("sound") == model);
         prop_assert!(Model::open(std::slice::from_ref(&scratch.0)).expect("sound") == model);
 
-        let scratch = Scratch::new("models-written-too");
+        let scratch = Scratch::created("models-written-too");
         let made = sizes.safetensors(stacked);
         let path = write_safetensors(&scratch.0, &made, &sizes.config(), files);
         let model = Model::open(&[path]).expect("sound");
@@ -279,7 +280,7 @@ proptest! {
         ranges in prop::collection::vec((0u32..3, 0u64..60_000, 0u64..20_000, 0usize..5), 1..20),
         chunk in 1u64..20_000,
     ) {
-        let scratch = Scratch::new("models-table");
+        let scratch = Scratch::created("models-table");
         let paths: Vec<_> = (0..2).map(|n| scratch.0.join(n.to_string())).collect();
         for (path, bytes) in paths.iter().zip([50_000, 70_000]) {
             std::fs::write(path, vec![0; bytes]).expect("written");
@@ -442,7 +443,7 @@ fn refused_file(bytes: &[u8], status: Status, words: &str) {
     let (found, memory) = largest(|| parse_gguf(bytes, bytes.len() as u64));
     assert!(memory <= 8 * bytes.len() + 4096, "{memory} bytes at once");
     refused(found, status, words);
-    let scratch = Scratch::new("models-hostile");
+    let scratch = Scratch::created("models-hostile");
     let path = scratch.0.join("bad.gguf");
     std::fs::write(&path, bytes).expect("written");
     let found = Model::open(std::slice::from_ref(&path));
@@ -561,7 +562,7 @@ fn a_file_that_is_cut_off_anywhere_is_refused() {
     let made = sizes.safetensors(false);
     let head = safetensors_head(&made);
     let whole = head.len() as u64 + made.iter().map(Made::bytes).sum::<u64>();
-    let scratch = Scratch::new("models-cut");
+    let scratch = Scratch::created("models-cut");
     let path = scratch.0.join("model.safetensors");
     write_safetensors(&scratch.0, &made, "{}", 1);
     let bytes = std::fs::read(&path).expect("written");
@@ -581,7 +582,7 @@ fn safetensors_file(json: &str, data: usize) -> Vec<u8> {
 
 #[test]
 fn safetensors_files_that_lie_are_refused() {
-    let scratch = Scratch::new("models-lie");
+    let scratch = Scratch::created("models-lie");
     let path = scratch.0.join("bad.safetensors");
     let one = |dtype: &str, shape: &str, offsets: &str| {
         format!("\"dtype\":\"{dtype}\",\"shape\":[{shape}],\"data_offsets\":[{offsets}]")
@@ -665,7 +666,7 @@ fn open(path: &Path) -> Result<Model> {
 
 #[test]
 fn what_is_no_model_is_refused() {
-    let scratch = Scratch::new("models-none");
+    let scratch = Scratch::created("models-none");
     let dir = &scratch.0;
     let write = |name: &str, bytes: &[u8]| {
         let path = dir.join(name);
@@ -704,7 +705,7 @@ fn what_is_no_model_is_refused() {
 
 #[test]
 fn directories_have_one_model_or_leave_a_choice() {
-    let scratch = Scratch::new("models-directory");
+    let scratch = Scratch::created("models-directory");
     let dir = &scratch.0;
     let made = Sizes::default().safetensors(false);
     let main = write_safetensors(dir, &made, "{}", 1);
@@ -721,7 +722,7 @@ fn directories_have_one_model_or_leave_a_choice() {
     assert_eq!(open(dir).expect("an index").files.len(), 2);
     std::fs::copy(index, dir.join("b.safetensors.index.json")).expect("copied");
     refused(open(dir), Invalid, "2 indexes");
-    let scratch = Scratch::new("models-directory-gguf");
+    let scratch = Scratch::created("models-directory-gguf");
     let paths = write_gguf(&scratch.0, "m", &Sizes::default().gguf(), &[], 2);
     std::fs::copy(&paths[0], scratch.0.join("mmproj-m.gguf")).expect("copied");
     assert_eq!(open(&scratch.0).expect("the model alone").files.len(), 2);
@@ -729,7 +730,7 @@ fn directories_have_one_model_or_leave_a_choice() {
 
 #[test]
 fn split_models_are_whole_or_refused() {
-    let scratch = Scratch::new("models-split");
+    let scratch = Scratch::created("models-split");
     let dir = &scratch.0;
     let (sizes, made) = (Sizes::default(), Sizes::default().gguf());
     let paths = write_gguf(dir, "m", &made, &sizes.metadata(), 3);
@@ -777,7 +778,7 @@ fn split_models_are_whole_or_refused() {
 
 #[test]
 fn sharded_models_are_whole_or_refused() {
-    let scratch = Scratch::new("models-sharded");
+    let scratch = Scratch::created("models-sharded");
     let dir = &scratch.0;
     let made = Sizes::default().safetensors(false);
     let index = write_safetensors(dir, &made, "{}", 3);
@@ -816,8 +817,8 @@ fn fingerprints_tell_models_apart_and_not_where_they_are() {
     let mut note = |what: &str, model: &Model| {
         assert_eq!(seen.insert(model.fingerprint(), what.to_string()), None, "{what}");
     };
-    let one = Scratch::new("models-print");
-    let two = Scratch::new("models-print-elsewhere");
+    let one = Scratch::created("models-print");
+    let two = Scratch::created("models-print-elsewhere");
     let (made, meta) = (sizes.gguf(), sizes.metadata());
     let here = open(&write_gguf(&one.0, "a", &made, &meta, 1)[0]).expect("sound");
     let there = open(&write_gguf(&two.0, "b", &made, &meta, 1)[0]).expect("sound");
@@ -916,7 +917,7 @@ fn what_lies_near_is_read_at_once() {
         expert: NONE,
         ranges: ranges.to_vec(),
     };
-    let scratch = Scratch::new("models-near");
+    let scratch = Scratch::created("models-near");
     let path = scratch.0.join("x");
     std::fs::write(&path, vec![0; 100_000]).expect("written");
     let paths = [path];
@@ -1002,7 +1003,7 @@ fn units_that_do_not_fit_their_model_are_found_out() {
 
 #[test]
 fn long_headers_are_refused_before_memory_is_taken() {
-    let scratch = Scratch::new("models-long");
+    let scratch = Scratch::created("models-long");
     let path = scratch.0.join("long");
     let text = pair(b"k", 8, &(300u64 << 20).to_le_bytes());
     sparse(&path, &gguf(3, 0, 1, &[&text]), 1 << 30);

@@ -1,22 +1,20 @@
-//! A device whose driver takes its time to give memory and to take it back: nobody else waits.
+//! A device whose driver is slow to allocate and to free memory: no other call waits for it.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use kvtier::base::status::Result;
-use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::device::{Copy, Device, DeviceMemory, Event, Facts, State, Stream};
+use kvtier::device::simulated::SimulatedOpts;
 
+use kvtier_testkit::fixtures::device_hooks::{Hooked, Hooks};
 use kvtier_testkit::fixtures::stream_rig::{Files, Rig, dense, device, runtime, soon, with_device};
 
 const PLENTY: u64 = 1 << 30;
-/// Longer than anything here takes that does not wait for the driver, however slow the machine is.
-/// The driver is held up for twice as long: what waits for it is not done before.
+/// Longer than any call here that does not wait for the driver, however slow the machine is. The
+/// driver is held up for twice as long: a call that waits for it does not end before.
 const LONG: Duration = Duration::from_secs(120);
 
-/// A driver that says when it is asked for memory, and goes on when it may.
+/// Holds up calls of `allocate` and `free`.
 struct Slow {
-    inner: Arc<Simulated>,
     /// Whether calls are held up, and how many are.
     held: Mutex<(bool, u32)>,
     changed: Condvar,
@@ -44,58 +42,13 @@ impl Slow {
     }
 }
 
-impl Device for Slow {
-    fn facts(&self) -> Facts {
-        self.inner.facts()
-    }
-
-    unsafe fn submit(
-        &self,
-        stream: Stream,
-        after: Option<Event>,
-        copies: &mut [Copy<'_>],
-    ) -> Result<Event> {
-        // SAFETY: the caller's promise.
-        unsafe { self.inner.submit(stream, after, copies) }
-    }
-
-    fn state(&self, event: Event) -> Result<State> {
-        self.inner.state(event)
-    }
-
-    fn wait(&self, event: Event, deadline_ns: u64) -> Result<()> {
-        self.inner.wait(event, deadline_ns)
-    }
-
-    fn poll(&self, ended: &mut [Event]) -> usize {
-        self.inner.poll(ended)
-    }
-
-    fn release(&self, event: Event) -> Result<()> {
-        self.inner.release(event)
-    }
-
-    fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+impl Hooks for Slow {
+    fn before_memory(&self) {
         self.pass();
-        self.inner.allocate(bytes)
-    }
-
-    unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
-        self.pass();
-        // SAFETY: the caller's promise.
-        unsafe { self.inner.free(memory) }
-    }
-
-    fn free_bytes(&self) -> Option<u64> {
-        self.inner.free_bytes()
-    }
-
-    fn close(&self, deadline_ns: u64) -> Result<()> {
-        self.inner.close(deadline_ns)
     }
 }
 
-/// Looks at the streamer while the driver is held up; whether it answered.
+/// Whether the streamer answers while the driver is held up.
 fn answers(rig: &Rig, slow: &Slow) -> bool {
     assert!(slow.has_one(), "the driver was never asked");
     let (told, hears) = std::sync::mpsc::channel();
@@ -113,8 +66,8 @@ fn answers(rig: &Rig, slow: &Slow) -> bool {
 #[test]
 fn nobody_waits_for_the_driver_to_take_memory_back() {
     let inner = device(SimulatedOpts::default());
-    let slow = Slow { inner: inner.clone(), held: Mutex::new((false, 0)), changed: Condvar::new() };
-    let slow = Arc::new(slow);
+    let hooks = Slow { held: Mutex::new((false, 0)), changed: Condvar::new() };
+    let slow = Arc::new(Hooked { inner: inner.clone(), hooks });
     let mut opts = with_device(inner.clone(), PLENTY, 0);
     opts.device = Some(slow.clone());
     opts.plan_options.shrinks = true;

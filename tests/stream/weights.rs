@@ -15,8 +15,9 @@ use kvtier::stream::plan::{PlanOptions, Residency};
 use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer, UnitLease};
 use kvtier::stream::units::{NONE, Units};
 
-use kvtier_testkit::fixtures::model_files::{Made, Meta, Scratch, gguf_head, safetensors_head};
+use kvtier_testkit::fixtures::model_files::{Made, Meta, gguf_head, safetensors_head};
 use kvtier_testkit::fixtures::quants::{bytes_of, numbers_of};
+use kvtier_testkit::fixtures::scratch::Scratch;
 
 /// A tensor by the name that GGUF has for it, and its numbers. Experts are stacked.
 pub struct Tensor {
@@ -139,7 +140,7 @@ fn lowered(weights: &[Tensor], format: Format) -> Vec<Bytes> {
 
 impl Stored {
     pub fn write(weights: &[Tensor], format: Format, name: &str) -> Stored {
-        let dir = Scratch::new(&format!("reference-{name}"));
+        let dir = Scratch::created(&format!("reference-{name}"));
         let all = lowered(weights, format);
         let (mut paths, mut places) = (Vec::new(), BTreeMap::new());
         let extension = if format.gguf { "gguf" } else { "safetensors" };

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use kvtier::base::random::Random;
 use kvtier::meta::objects::Facts;
 use kvtier::policy::Hint;
 use kvtier::policy::evictor::{Evictor, New, Options, Who};
@@ -16,15 +17,6 @@ const BEYOND_USUAL: f64 = 0.10;
 const RARE: f64 = 1.20;
 const BEYOND_RARE: f64 = 0.03;
 const WORST: f64 = 3.0;
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) % n
-    }
-}
 
 /// The least score among those that could have left instead: not the object
 /// that only the eviction set free.
@@ -44,7 +36,7 @@ fn run(spec: &str, holes: bool, seed: u64) {
         ..Options::default()
     };
     let mut e = Evictor::open(spec, &options).expect("a known policy");
-    let (mut random, mut now, mut judged) = (Random(seed), 1_000_000_000i64, 0u32);
+    let (mut random, mut now, mut judged) = (Random::new(seed), 1_000_000_000i64, 0u32);
     let (mut beyond, mut parents) = ([0.0; 2], BTreeMap::new());
     let who = Who { tokens_each: 512, ..Who::default() };
     for step in 0..12_000u64 {

@@ -10,7 +10,7 @@ use kvtier::base::status::Status;
 use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::{Level, TransferKind};
 
-use kvtier_testkit::fixtures::store::{Engine, Home, Model, Shape, document, marks_of, wait};
+use kvtier_testkit::fixtures::store::{Engine, Model, Shape, TestStore, document, marks_of, wait};
 
 /// Cells of 16 KiB.
 const MODEL: Model = Model { layers: 4, heads: 2, run: 256, chunk: 16 };
@@ -36,7 +36,7 @@ struct Done {
 }
 
 struct Worker {
-    home: Home,
+    store: TestStore,
     space: u32,
     done: Done,
     /// Where chance is.
@@ -103,9 +103,9 @@ fn say(words: &str) {
 
 impl Worker {
     fn open(spec: &str, number: u32) -> Worker {
-        let home = Home::open(&StoreSpec::parse(spec).expect("a sound spec"));
-        let space = home.space(3, &MODEL);
-        Worker { home, space, done: Done::default(), step: number * 7 }
+        let store = TestStore::open(&StoreSpec::parse(spec).expect("a sound spec"));
+        let space = store.namespace(3, &MODEL);
+        Worker { store, space, done: Done::default(), step: number * 7 }
     }
 
     fn obey(&mut self, word: &str, rest: &str, documents: u32, (number, of): (u32, u32)) {
@@ -146,21 +146,20 @@ impl Worker {
     /// One document: put, or found and got. How that went, and how many tokens came.
     fn turn(&mut self, number: u32, is_put: bool) -> (Status, usize) {
         let tokens = tokens_of(number);
-        let session = self.home.session(self.space, &tokens);
+        let session = self.store.session(self.space, &tokens);
         let went = match is_put {
             true => self.put_in(session, &tokens),
             false => self.get_from(session, &tokens),
         };
-        self.home.end(session);
+        self.store.close_session(session);
         self.done.turns += 1;
         went
     }
 
     fn put_in(&mut self, session: u32, tokens: &[u32]) -> (Status, usize) {
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks_of(3, tokens));
+        let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(3, tokens));
         let began = Instant::now();
-        let (store, opts) = (&self.home.store, self.opts());
+        let (store, opts) = (&self.store.handle, self.opts());
         let ops = store.submit(session, TransferKind::Put, Level::Remote, engine.whole(), &opts);
         let status = wait(&ops.expect("begun")[0]).status;
         self.took(began);
@@ -170,7 +169,7 @@ impl Worker {
 
     fn get_from(&mut self, session: u32, tokens: &[u32]) -> (Status, usize) {
         let began = Instant::now();
-        let located = self.home.store.locate(session, &self.opts()).expect("begun");
+        let located = self.store.handle.locate(session, &self.opts()).expect("begun");
         let located = wait(&located);
         self.took(began);
         if located.status != Status::Ok || located.tokens == 0 {
@@ -179,7 +178,7 @@ impl Worker {
         self.done.located += 1;
         let mut engine = Engine::new(MODEL, Shape::Heads, located.tokens);
         let began = Instant::now();
-        let (store, opts) = (&self.home.store, self.opts());
+        let (store, opts) = (&self.store.handle, self.opts());
         let ops = store.submit(session, TransferKind::Get, Level::Ram, engine.whole(), &opts);
         let came = wait(&ops.expect("begun")[0]);
         self.took(began);
@@ -190,7 +189,7 @@ impl Worker {
     }
 
     fn opts(&self) -> OpOpts {
-        let deadline_ns = self.home.now_ns() + DEADLINE.as_nanos() as u64;
+        let deadline_ns = self.store.now_ns() + DEADLINE.as_nanos() as u64;
         OpOpts { deadline_ns, ..OpOpts::default() }
     }
 
@@ -203,7 +202,7 @@ impl Worker {
     /// Everything that is counted.
     fn told(&self) -> String {
         let Done { turns, put, located, got, compared, wrong, over, slowest_ms } = self.done;
-        let far = self.home.store.with(|core| Ok(core.remote_counters())).expect("open");
+        let far = self.store.handle.with(|core| Ok(core.remote_counters())).expect("open");
         let far = far.expect("a remote");
         let (fetched, corrupt, late) = (far.fetched, far.corrupt, far.late);
         let (sent, failed, avoided) = (far.sent, far.failed_sends, far.avoided);
@@ -215,9 +214,9 @@ impl Worker {
     }
 
     fn end(self) -> String {
-        self.home.rest();
+        self.store.settle();
         let told = self.told();
-        self.home.close();
+        self.store.close();
         told
     }
 }

@@ -4,27 +4,24 @@
 use std::time::Instant;
 
 use kvtier::attention::{Rows, Scales};
-use kvtier::base::clock::Clock;
 use kvtier::base::op::{OpOpts, RELEASED};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::{Result, Status};
 use kvtier::base::sync::Arc;
 use kvtier::meta::dtype::Dtype;
-use kvtier::meta::key::Key;
-use kvtier::meta::layout::{Group, Layout};
 use kvtier::meta::view::{Place, View};
-use kvtier::offload::{BlockSelection, Offload, Opts, Policies as Loads, RingPlacement};
-use kvtier::sparse::{Context, Kind, RetainedTokens, Shape};
+use kvtier::offload::{Offload, Which};
+use kvtier::sparse::{Context, Keep, Kind, Shape};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::session::{LayerViews, PlaneView};
-use kvtier::store::state::{Level, SessionOpts, SpaceOpts};
 
 use crate::reference::cache::{Cache, InMemory, KeySelection, KvRows};
 use crate::reference::engine::Engine;
 use crate::reference::model::{Form, Model, Sizes};
 use crate::reference::policies::{Policies, make};
 use kvtier_lab::reference::numbers::{Random, greatest};
+use kvtier_testkit::fixtures::offload;
 
 /// Keys and values in a store, of which two layers at most are in a ring.
 pub struct Offloaded {
@@ -48,34 +45,8 @@ impl Offloaded {
         let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() })?;
         let spec = StoreSpec::parse(store)?;
         let store = Arc::new(Store::open(runtime.core(), None, &spec)?);
-        let layers = 0..shape.layers as u16;
-        let group = match shape.kind {
-            Kind::Split => Group::mla_expanded(
-                layers,
-                shape.key_heads,
-                shape.key_dim,
-                shape.value_dim,
-                Dtype::F32,
-            )?,
-            Kind::Latent => Group::mla_latent(layers, shape.key_dim, Dtype::F32)?,
-        };
-        let layout = Layout::new(shape.block_tokens, vec![group])?;
-        let session = store.with(|core| {
-            let space = core.open_space(&SpaceOpts { key: Key([3; 32]), layout, holes: false })?;
-            core.open_session(space, &SessionOpts::default())
-        })?;
-        let opts = Opts {
-            session,
-            shape: *shape,
-            dtype: Dtype::F32,
-            buffers: 2,
-            buffer_tokens,
-            placement: RingPlacement::Host,
-            level: Level::Ram,
-            policies: Loads::default(),
-            recipe: String::new(),
-            clock: Clock::real(),
-        };
+        let session = offload::open_session(&store, shape, 3);
+        let opts = offload::opts(session, shape, buffer_tokens);
         let offload = Offload::open(&store, opts)?;
         let kept = vec![None; shape.layers as usize];
         Ok(Offloaded { offload, shape: *shape, session, known: 0, kept, store, _runtime: runtime })

@@ -5,15 +5,14 @@ use kvtier::base::op::{OpOpts, OpRef, RELEASED, RESOLVED};
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::device::{Copy, Device, Direction, Event, Memory, Stream};
-use kvtier::store::handle::Store;
 use kvtier::store::ready_event::Ready;
 use kvtier::store::state::CellRange;
 use kvtier::store::state::transfer::{Level, TransferKind};
 
-use crate::device_tier::rig::{CELLS, MODEL, RIGHT, Rig, TOKENS, in_memory, simulated, until};
+use crate::device_tier::device_store::{CELLS, DeviceStore, MODEL, RIGHT, TOKENS};
 use kvtier_testkit::fixtures::store::{
-    Done, Engine, Home, SHAPES, Scratch, Shape, document, marks_of, runtime, spec_of, wait,
-    with_disk,
+    Done, Engine, SHAPES, Scratch, Shape, TestStore, document, in_memory, marks_of, simulated,
+    spec_of, until, wait, with_disk,
 };
 
 /// A move under way, with the engine's memory and its session.
@@ -26,14 +25,14 @@ struct Moving {
 
 impl Moving {
     fn begin(
-        rig: &Rig,
+        store: &DeviceStore,
         kind: TransferKind,
         number: u32,
         there: (Shape, Memory),
         after: Event,
     ) -> Moving {
         let by_layer = number % 2 == 1;
-        Moving::with(rig, kind, Level::Ram, number, there, |what| CellRange {
+        Moving::with(store, kind, Level::Ram, number, there, |what| CellRange {
             after: Some(after),
             by_layer,
             ..what
@@ -41,7 +40,7 @@ impl Moving {
     }
 
     fn with(
-        rig: &Rig,
+        store: &DeviceStore,
         kind: TransferKind,
         level: Level,
         number: u32,
@@ -49,10 +48,10 @@ impl Moving {
         change: impl FnOnce(CellRange) -> CellRange,
     ) -> Moving {
         let tokens = document(number, TOKENS);
-        let session = rig.home.session(rig.space, &tokens);
+        let session = store.session(store.namespace, &tokens);
         let engine = Engine::new(MODEL, shape, tokens.len());
         let what = change(in_memory(engine.whole(), memory));
-        let ops = rig.home.submit(session, kind, level, what).expect("submitted");
+        let ops = store.submit(session, kind, level, what).expect("submitted");
         Moving { engine, session, ops, marks: marks_of(0, &tokens) }
     }
 
@@ -61,17 +60,17 @@ impl Moving {
         self.engine.compute(&self.marks);
     }
 
-    fn end(self, rig: &Rig) -> Vec<Done> {
+    fn end(self, store: &DeviceStore) -> Vec<Done> {
         let dones = self.ops.iter().map(wait).collect();
-        rig.home.end(self.session);
+        store.close_session(self.session);
         dones
     }
 
     /// It was a get, and all came.
-    fn end_right(mut self, rig: &Rig) {
+    fn end_right(mut self, store: &DeviceStore) {
         assert!(self.ops.iter().all(|op| wait(op) == RIGHT), "{:?}", self.ops[0].info());
         self.engine.check(&self.marks, 0..TOKENS, 0..MODEL.layers);
-        self.end(rig);
+        self.end(store);
     }
 
     fn is_open(&self) -> bool {
@@ -79,13 +78,13 @@ impl Moving {
     }
 }
 
-fn keep(rig: &Rig, event: Event) {
-    rig.device.signal_event(event).expect("a promise");
+fn keep(store: &DeviceStore, event: Event) {
+    store.device.signal_event(event).expect("a promise");
 }
 
 /// Stores documents, so that gets have something to find.
-fn fill(rig: &Rig, numbers: std::ops::Range<u32>) {
-    numbers.for_each(|number| rig.put(number, Memory::Host));
+fn fill(store: &DeviceStore, numbers: std::ops::Range<u32>) {
+    numbers.for_each(|number| store.put_document(number, Memory::Host));
 }
 
 #[test]
@@ -95,39 +94,39 @@ fn nothing_is_read_or_written_before_the_event() {
         .into_iter()
         .flat_map(|spec| [Memory::Host, Memory::Device].map(|memory| (spec, memory)))
     {
-        let rig = Rig::open(&spec_of(spec));
+        let store = DeviceStore::open(&spec_of(spec));
         for (number, shape) in (0u32..).zip(SHAPES) {
-            let event = rig.device.create_user_event().expect("one");
-            let mut put = Moving::begin(&rig, TransferKind::Put, number, (shape, memory), event);
+            let event = store.device.create_user_event().expect("one");
+            let mut put = Moving::begin(&store, TransferKind::Put, number, (shape, memory), event);
             until("it was submitted", || {
-                rig.home.store.look(|core| core.cells_behind() == 0) == Ok(true)
+                store.handle.look(|core| core.cells_behind() == 0) == Ok(true)
             });
             // What nobody may have read yet.
             put.compute();
             assert!(put.is_open());
-            keep(&rig, event);
-            assert!(put.end(&rig).iter().all(|done| *done == RIGHT));
-            rig.device.release(event).expect("it has come");
+            keep(&store, event);
+            assert!(put.end(&store).iter().all(|done| *done == RIGHT));
+            store.device.release(event).expect("it has come");
 
             // Twice: out of host memory, and of the device's if there is such a tier.
             for _ in 0..2 {
-                let event = rig.device.create_user_event().expect("one");
-                let get = Moving::begin(&rig, TransferKind::Get, number, (shape, memory), event);
+                let event = store.device.create_user_event().expect("one");
+                let get = Moving::begin(&store, TransferKind::Get, number, (shape, memory), event);
                 // Others pass.
-                rig.get(number, Memory::Host);
-                rig.put(100 + number, Memory::Device);
+                store.get_document(number, Memory::Host);
+                store.put_document(100 + number, Memory::Device);
                 assert!(get.is_open() && get.engine.is_untouched());
-                keep(&rig, event);
-                get.end_right(&rig);
-                rig.device.release(event).expect("it has come");
+                keep(&store, event);
+                get.end_right(&store);
+                store.device.release(event).expect("it has come");
             }
         }
-        rig.home.rest();
-        assert_eq!(rig.audit().wrong, 0);
+        store.settle();
+        assert_eq!(store.audit().wrong, 0);
         if spec.contains("device(") && memory == Memory::Device {
-            assert!(rig.report().counters.device_hits > 0);
+            assert!(store.report().counters.device_hits > 0);
         }
-        rig.close();
+        store.close();
     }
 }
 
@@ -136,90 +135,89 @@ fn an_event_that_fails_fails_its_moves_alone() {
     // The batches of the put, then those that fail.
     let opts =
         SimulatedOpts { latency_ns: 1000, fail_at: (2..40).collect(), ..SimulatedOpts::default() };
-    let rig = Rig::on(&spec_of("store(host=8MiB, copiers=1)"), simulated(opts), None);
-    rig.put(1, Memory::Device);
-    let promise = rig.device.create_user_event().expect("one");
+    let store = DeviceStore::on(&spec_of("store(host=8MiB, copiers=1)"), simulated(opts), None);
+    store.put_document(1, Memory::Device);
+    let promise = store.device.create_user_event().expect("one");
     let (mut host, mut there) = ([7u8; 64], [9u8; 64]);
     let address = there.as_mut_ptr().expose_provenance() as u64;
     let copy = Copy::bytes(host.as_mut_ptr(), address, 64, Direction::Scatter, Memory::Device);
     // SAFETY: memory of this test's, which it leaves alone until the event.
-    let event = unsafe { rig.device.submit(Stream(0), Some(promise), &mut [copy.expect("sound")]) };
+    let event =
+        unsafe { store.device.submit(Stream(0), Some(promise), &mut [copy.expect("sound")]) };
     let event = event.expect("taken");
     let there = (Shape::Tokens, Memory::Device);
-    let get = Moving::begin(&rig, TransferKind::Get, 1, there, event);
-    let mut put = Moving::begin(&rig, TransferKind::Put, 2, there, event);
+    let get = Moving::begin(&store, TransferKind::Get, 1, there, event);
+    let mut put = Moving::begin(&store, TransferKind::Put, 2, there, event);
     put.compute();
-    keep(&rig, promise);
+    keep(&store, promise);
     let failed = |done: &Done| assert_eq!((done.status, done.tokens), (Status::Io, 0));
     get.ops.iter().for_each(|op| failed(&wait(op)));
     assert!(get.engine.is_untouched());
-    get.end(&rig);
-    put.end(&rig).iter().for_each(failed);
-    assert_eq!(rig.device.state(event).unwrap_err().status(), Status::Io);
+    get.end(&store);
+    put.end(&store).iter().for_each(failed);
+    assert_eq!(store.device.state(event).unwrap_err().status(), Status::Io);
     // Also one that names it now.
-    let late = Moving::begin(&rig, TransferKind::Put, 2, there, event);
-    late.end(&rig).iter().for_each(failed);
-    rig.home.rest();
-    assert_eq!(rig.report().host_cells, CELLS, "what was put before is there, and no more");
-    let missed = rig.home.store.with(|core| Ok(core.counters.misses)).expect("open");
+    let late = Moving::begin(&store, TransferKind::Put, 2, there, event);
+    late.end(&store).iter().for_each(failed);
+    store.settle();
+    assert_eq!(store.report().host_cells, CELLS, "what was put before is there, and no more");
+    let missed = store.handle.with(|core| Ok(core.counters.misses)).expect("open");
     assert_eq!(missed, 0);
     for event in [promise, event] {
-        rig.device.release(event).expect("it has ended");
+        store.device.release(event).expect("it has ended");
     }
-    rig.close();
+    store.close();
 }
 
 #[test]
 fn what_cannot_be_behind_an_event_is_refused() {
-    let rig = Rig::open(&spec_of("store(host=8MiB)"));
+    let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
     let tokens = document(1, TOKENS);
-    let session = rig.home.session(rig.space, &tokens);
+    let session = store.session(store.namespace, &tokens);
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
-    let event = rig.device.create_user_event().expect("one");
-    let refused = |home: &Home, session, kind, after| {
+    let event = store.device.create_user_event().expect("one");
+    let refused = |store: &TestStore, session, kind, after| {
         let what = CellRange { after: Some(after), ..engine.whole() };
-        home.submit(session, kind, Level::Ram, what).map(|_| ()).unwrap_err().status()
+        store.submit(session, kind, Level::Ram, what).map(|_| ()).unwrap_err().status()
     };
-    assert_eq!(refused(&rig.home, session, TransferKind::Prefetch, event), Status::Invalid);
-    assert_eq!(refused(&rig.home, session, TransferKind::Get, Event(12345)), Status::Handle);
-    keep(&rig, event);
-    rig.device.release(event).expect("kept");
-    assert_eq!(refused(&rig.home, session, TransferKind::Put, event), Status::Handle);
-    rig.home.end(session);
-    rig.close();
+    assert_eq!(refused(&store, session, TransferKind::Prefetch, event), Status::Invalid);
+    assert_eq!(refused(&store, session, TransferKind::Get, Event(12345)), Status::Handle);
+    keep(&store, event);
+    store.device.release(event).expect("kept");
+    assert_eq!(refused(&store, session, TransferKind::Put, event), Status::Handle);
+    store.close_session(session);
+    store.close();
     // A store that was opened without a device knows none of its events.
-    let runtime = runtime();
-    let store = Store::open(runtime.core(), None, &spec_of("store(host=8MiB)")).expect("opened");
-    let home = Home { store, runtime };
-    let space = home.space(1, &MODEL);
-    let session = home.session(space, &tokens);
-    assert_eq!(refused(&home, session, TransferKind::Get, Event(1)), Status::Unavailable);
-    home.end(session);
-    home.close();
+    let store = TestStore::open(&spec_of("store(host=8MiB)"));
+    let space = store.namespace(1, &MODEL);
+    let session = store.session(space, &tokens);
+    assert_eq!(refused(&store, session, TransferKind::Get, Event(1)), Status::Unavailable);
+    store.close_session(session);
+    store.close();
 }
 
 /// More events than there are streams for them, which come in another order.
 #[test]
 fn a_late_event_holds_up_nothing_behind_others() {
     const COUNT: u32 = 40;
-    let rig = Rig::open(&spec_of("store(host=32MiB, copiers=1)"));
-    fill(&rig, 0..COUNT);
+    let store = DeviceStore::open(&spec_of("store(host=32MiB, copiers=1)"));
+    fill(&store, 0..COUNT);
     let events: Vec<Event> =
-        (0..COUNT).map(|_| rig.device.create_user_event().expect("one")).collect();
+        (0..COUNT).map(|_| store.device.create_user_event().expect("one")).collect();
     let mut gets: Vec<Option<Moving>> = (0..COUNT)
         .map(|number| {
             let there = (Shape::Heads, Memory::Device);
-            Some(Moving::begin(&rig, TransferKind::Get, number, there, events[number as usize]))
+            Some(Moving::begin(&store, TransferKind::Get, number, there, events[number as usize]))
         })
         .collect();
-    fill(&rig, 100..104);
+    fill(&store, 100..104);
     for at in (0..COUNT as usize).rev() {
         assert!(gets.iter().flatten().all(Moving::is_open));
-        keep(&rig, events[at]);
-        gets[at].take().expect("once each").end_right(&rig);
-        rig.device.release(events[at]).expect("it has come");
+        keep(&store, events[at]);
+        gets[at].take().expect("once each").end_right(&store);
+        store.device.release(events[at]).expect("it has come");
     }
-    rig.close();
+    store.close();
 }
 
 /// What waits has a part of the memory: others come and go.
@@ -227,101 +225,101 @@ fn a_late_event_holds_up_nothing_behind_others() {
 fn moves_that_wait_leave_room_for_others() {
     let scratch = Scratch::new("behind");
     let spec = with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=1MiB,write=through");
-    let rig = Rig::open(&spec);
-    let event = rig.device.create_user_event().expect("one");
+    let store = DeviceStore::open(&spec);
+    let event = store.device.create_user_event().expect("one");
     // Twice what memory has.
     let mut puts: Vec<Moving> = (0..16)
         .map(|number| {
-            Moving::begin(&rig, TransferKind::Put, number, (Shape::Tokens, Memory::Device), event)
+            Moving::begin(&store, TransferKind::Put, number, (Shape::Tokens, Memory::Device), event)
         })
         .collect();
     for number in 100..116 {
-        rig.put(number, Memory::Host);
-        rig.get(number, Memory::Device);
+        store.put_document(number, Memory::Host);
+        store.get_document(number, Memory::Device);
     }
     assert!(puts.iter().all(Moving::is_open));
     puts.iter_mut().for_each(Moving::compute);
-    keep(&rig, event);
+    keep(&store, event);
     for put in puts {
-        assert!(put.end(&rig).iter().all(|done| *done == RIGHT));
+        assert!(put.end(&store).iter().all(|done| *done == RIGHT));
     }
-    (0..16).for_each(|number| rig.get(number, Memory::Host));
-    rig.device.release(event).expect("it has come");
-    rig.close();
+    (0..16).for_each(|number| store.get_document(number, Memory::Host));
+    store.device.release(event).expect("it has come");
+    store.close();
 }
 
 #[test]
 fn what_is_on_disk_comes_meanwhile() {
     let scratch = Scratch::new("behind");
     let spec = with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=4MiB,write=through");
-    let rig = Rig::open(&spec);
-    fill(&rig, 1..2);
-    rig.close();
-    let rig = Rig::open(&spec);
-    assert_eq!(rig.report().host_cells, 0);
-    let event = rig.device.create_user_event().expect("one");
-    let get = Moving::begin(&rig, TransferKind::Get, 1, (Shape::Tokens, Memory::Device), event);
-    until("it was read", || rig.report().host_cells == CELLS);
+    let store = DeviceStore::open(&spec);
+    fill(&store, 1..2);
+    store.close();
+    let store = DeviceStore::open(&spec);
+    assert_eq!(store.report().host_cells, 0);
+    let event = store.device.create_user_event().expect("one");
+    let get = Moving::begin(&store, TransferKind::Get, 1, (Shape::Tokens, Memory::Device), event);
+    until("it was read", || store.report().host_cells == CELLS);
     assert!(get.is_open() && get.engine.is_untouched());
-    keep(&rig, event);
-    get.end_right(&rig);
-    rig.device.release(event).expect("it has come");
-    rig.close();
+    keep(&store, event);
+    get.end_right(&store);
+    store.device.release(event).expect("it has come");
+    store.close();
 }
 
 /// A word of the processor's and an event of the device's: both.
 #[test]
 fn both_have_to_come() {
-    let rig = Rig::open(&spec_of("store(host=8MiB)"));
-    fill(&rig, 1..2);
+    let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
+    fill(&store, 1..2);
     for word_first in [false, true] {
-        let (event, word) = (rig.device.create_user_event().expect("one"), Ready::default());
-        let session = rig.home.session(rig.space, &document(1, TOKENS));
+        let (event, word) = (store.device.create_user_event().expect("one"), Ready::default());
+        let session = store.session(store.namespace, &document(1, TOKENS));
         let mut engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
         let whole = in_memory(engine.whole(), Memory::Device);
         let what = CellRange { after: Some(event), ..whole };
-        let store = &rig.home.store;
         let opts = OpOpts::default();
         let ram = Level::Ram;
-        let ops = store.submit_after(session, TransferKind::Get, ram, what, &opts, Some(&word));
+        let ops =
+            store.handle.submit_after(session, TransferKind::Get, ram, what, &opts, Some(&word));
         let op = ops.expect("submitted").remove(0);
         for step in [word_first, !word_first] {
             assert!(engine.is_untouched() && op.state() & RESOLVED == 0);
             if step {
                 word.give()
             } else {
-                keep(&rig, event)
+                keep(&store, event)
             }
-            rig.get(1, Memory::Host);
+            store.get_document(1, Memory::Host);
         }
         assert_eq!(wait(&op), RIGHT);
         engine.check(&marks_of(0, &document(1, TOKENS)), 0..TOKENS, 0..MODEL.layers);
-        rig.home.end(session);
-        rig.device.release(event).expect("it has come");
+        store.close_session(session);
+        store.device.release(event).expect("it has come");
     }
-    rig.close();
+    store.close();
 }
 
 /// Who gives up hears of it, and has the memory back when nothing touches it any more.
 #[test]
 fn who_gives_up_has_its_memory_when_the_event_has_come() {
-    let rig = Rig::open(&spec_of("store(host=8MiB)"));
-    fill(&rig, 1..2);
-    let event = rig.device.create_user_event().expect("one");
+    let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
+    fill(&store, 1..2);
+    let event = store.device.create_user_event().expect("one");
     let tokens = document(1, TOKENS);
-    let session = rig.home.session(rig.space, &tokens);
+    let session = store.session(store.namespace, &tokens);
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     let submit = |opts: &OpOpts| {
         let whole = in_memory(engine.whole(), Memory::Device);
         let what = CellRange { after: Some(event), ..whole };
-        let ops = rig.home.store.submit(session, TransferKind::Get, Level::Ram, what, opts);
+        let ops = store.handle.submit(session, TransferKind::Get, Level::Ram, what, opts);
         ops.expect("submitted").remove(0)
     };
-    let all_submitted = || rig.home.store.look(|core| core.cells_behind() == 0) == Ok(true);
+    let all_submitted = || store.handle.look(|core| core.cells_behind() == 0) == Ok(true);
     // Late enough that the device has all of it before: on a slow machine with a later deadline.
     let mut patience_ns = 200_000_000;
     let late = loop {
-        let deadline_ns = rig.home.now_ns() + patience_ns;
+        let deadline_ns = store.now_ns() + patience_ns;
         let late = submit(&OpOpts { deadline_ns, ..OpOpts::default() });
         until("it was submitted, or is late", all_submitted);
         if late.state() & RELEASED == 0 {
@@ -333,33 +331,33 @@ fn who_gives_up_has_its_memory_when_the_event_has_come() {
     let given_up = submit(&OpOpts::default());
     until("all were submitted", all_submitted);
     given_up.cancel();
-    rig.home.end(session);
+    store.close_session(session);
     until("the deadline", || late.state() & RESOLVED != 0);
     assert_eq!([&late, &given_up].map(|op| op.state() & RELEASED), [0, 0]);
-    let busy = rig.home.store.close(rig.home.now_ns() + 5_000_000).unwrap_err();
+    let busy = store.handle.close(store.now_ns() + 5_000_000).unwrap_err();
     assert_eq!(busy.status(), Status::Busy);
     assert!(engine.is_untouched());
-    keep(&rig, event);
+    keep(&store, event);
     // It was too late to be given up: all of it came.
     let ends = [(late, Status::Timeout), (given_up, Status::Ok)];
     for (op, status) in ends {
         assert_eq!(wait(&op).status, status);
     }
-    rig.device.release(event).expect("it has come");
-    rig.home.close();
+    store.device.release(event).expect("it has come");
+    store.close();
 }
 
 /// Moves that were cancelled do not wait for the engine's word any more.
 #[test]
 fn cancelled_moves_leave_room_before_the_word() {
     const MOST: u32 = 1 << 16;
-    let rig = Rig::open(&spec_of("store(host=8MiB)"));
-    let session = rig.home.session(rig.space, &document(1, TOKENS));
+    let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
+    let session = store.session(store.namespace, &document(1, TOKENS));
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     let ready = Ready::default();
     let submit = || {
         let opts = OpOpts::default();
-        let store = &rig.home.store;
+        let store = &store.handle;
         store.submit_after(
             session,
             TransferKind::Put,
@@ -377,6 +375,6 @@ fn cancelled_moves_leave_room_before_the_word() {
     }
     ready.give();
     assert_eq!(wait(&kept[0]), RIGHT);
-    rig.home.end(session);
-    rig.close();
+    store.close_session(session);
+    store.close();
 }

@@ -11,9 +11,9 @@ use kvtier::device::{Device, Memory};
 use kvtier::store::handle::Store;
 use kvtier::store::state::transfer::{Level, TransferKind};
 
-use crate::device_tier::rig::{CELLS, KIB, RIGHT, Rig, limits, quick, simulated, until};
+use crate::device_tier::device_store::{CELLS, DeviceStore, KIB, RIGHT, device_budget, quick};
 use kvtier_testkit::fixtures::store::{
-    Done, SHAPES, Scratch, Shape, mix, runtime, spec_of, with_disk,
+    Done, SHAPES, Scratch, Shape, mix, runtime, simulated, spec_of, until, with_disk,
 };
 
 #[test]
@@ -25,15 +25,18 @@ fn a_device_that_is_lost_costs_the_way_and_no_data() {
         "host=2MiB,copiers=4,device=device(capacity=1MiB)",
     );
     let slow = simulated(SimulatedOpts { latency_ns: 200_000, ..SimulatedOpts::default() });
-    let rig = Rig::on(&spec, slow, None);
+    let store = DeviceStore::on(&spec, slow, None);
     for number in 0..24 {
         let there = (Shape::Tokens, Memory::Device);
-        assert_eq!(rig.go(TransferKind::Put, Level::Durable, number, there), RIGHT);
+        assert_eq!(
+            store.transfer_document(TransferKind::Put, Level::Durable, number, there),
+            RIGHT
+        );
     }
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for caller in 0..4u64 {
-            let (rig, is_over) = (&rig, &is_over);
+            let (store, is_over) = (&store, &is_over);
             scope.spawn(move || {
                 let mut lost = 0;
                 for turn in 0.. {
@@ -41,8 +44,12 @@ fn a_device_that_is_lost_costs_the_way_and_no_data() {
                     let number = chance as u32 % 24;
                     let memory = if chance >> 40 & 1 == 0 { Memory::Host } else { Memory::Device };
                     // What came is compared, whatever became of the rest.
-                    let done =
-                        rig.go(TransferKind::Get, Level::Ram, number, (Shape::Heads, memory));
+                    let done = store.transfer_document(
+                        TransferKind::Get,
+                        Level::Ram,
+                        number,
+                        (Shape::Heads, memory),
+                    );
                     match (done.status, memory) {
                         (Status::Ok, _) => assert_eq!(done, RIGHT),
                         (Status::Unavailable, Memory::Device) => lost += 1,
@@ -54,22 +61,22 @@ fn a_device_that_is_lost_costs_the_way_and_no_data() {
                 }
             });
         }
-        until("some hits", || rig.report().counters.device_hits > 50);
-        rig.device.lose();
+        until("some hits", || store.report().counters.device_hits > 50);
+        store.device.lose();
         is_over.store(true, Ordering::Release);
     });
-    rig.home.rest();
-    let all = rig.report();
+    store.settle();
+    let all = store.report();
     assert!(all.device.is_lost && all.counters.device_lost > 0, "{all:?}");
-    assert_eq!((all.device_cells, all.device.slabs, rig.device.allocated_bytes()), (0, 0, 0));
+    assert_eq!((all.device_cells, all.device.slabs, store.device.allocated_bytes()), (0, 0, 0));
     assert_eq!(all.counters.misses, 0, "nothing that was put is gone");
     // From host memory it goes on.
-    rig.put(77, Memory::Host);
-    (0..24).chain([77]).for_each(|number| rig.get(number, Memory::Host));
-    rig.close();
-    let rig = Rig::open(&spec);
-    (0..24).for_each(|number| rig.get(number, Memory::Device));
-    rig.close();
+    store.put_document(77, Memory::Host);
+    (0..24).chain([77]).for_each(|number| store.get_document(number, Memory::Host));
+    store.close();
+    let store = DeviceStore::open(&spec);
+    (0..24).for_each(|number| store.get_document(number, Memory::Device));
+    store.close();
 }
 
 #[test]
@@ -79,19 +86,19 @@ fn copies_that_fail_are_made_again_without_the_tier() {
         let fail_at = vec![first, first + 3];
         let opts = SimulatedOpts { latency_ns: 1000, fail_at, ..SimulatedOpts::default() };
         let spec = spec_of("store(host=8MiB, copiers=1, device=device(capacity=4MiB))");
-        let rig = Rig::on(&spec, simulated(opts), None);
+        let store = DeviceStore::on(&spec, simulated(opts), None);
         let there = (Shape::Tokens, Memory::Device);
         let put = (Shape::Tokens, from);
         let ends =
             |done: Done| assert!([Status::Ok, Status::Io].contains(&done.status), "{done:?}");
-        ends(rig.go(TransferKind::Put, Level::Ram, 1, put));
+        ends(store.transfer_document(TransferKind::Put, Level::Ram, 1, put));
         for _ in 0..30 {
-            let done = rig.go(TransferKind::Get, Level::Ram, 1, there);
+            let done = store.transfer_document(TransferKind::Get, Level::Ram, 1, there);
             assert!([Status::Ok, Status::Io, Status::NotFound].contains(&done.status), "{done:?}");
         }
-        rig.home.rest();
-        assert_eq!(rig.audit().wrong, 0);
-        rig.close();
+        store.settle();
+        assert_eq!(store.audit().wrong, 0);
+        store.close();
     }
 }
 
@@ -104,22 +111,32 @@ fn callers_in_each_others_way_get_right_bytes() {
     let spec =
         with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", &format!("host=1MiB,copiers=4,{device}"));
     let opts = SimulatedOpts { latency_ns: 20_000, seed: 9, ..SimulatedOpts::default() };
-    let rig = Rig::on(&spec, simulated(opts), None);
+    let store = DeviceStore::on(&spec, simulated(opts), None);
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let callers: Vec<_> = (0..4u64)
             .map(|caller| {
-                let rig = &rig;
+                let store = &store;
                 scope.spawn(move || {
                     for turn in 0..120u64 {
                         let chance = mix(caller << 32 | turn);
                         let (number, shape) = (chance as u32 % 30, SHAPES[chance as usize % 5]);
                         let memory =
                             if chance >> 40 & 3 == 0 { Memory::Host } else { Memory::Device };
-                        let put = rig.go(TransferKind::Put, Level::Ram, number, (shape, memory));
+                        let put = store.transfer_document(
+                            TransferKind::Put,
+                            Level::Ram,
+                            number,
+                            (shape, memory),
+                        );
                         assert_eq!(put, RIGHT);
                         let other = (chance >> 44) as u32 % 30;
-                        let got = rig.go(TransferKind::Get, Level::Ram, other, (shape, memory));
+                        let got = store.transfer_document(
+                            TransferKind::Get,
+                            Level::Ram,
+                            other,
+                            (shape, memory),
+                        );
                         assert!([Status::Ok, Status::NotFound].contains(&got.status), "{got:?}");
                     }
                 })
@@ -128,8 +145,8 @@ fn callers_in_each_others_way_get_right_bytes() {
         scope.spawn(|| {
             for turn in 0u64.. {
                 let bytes = (1 + mix(turn) % 10) * 64 * KIB;
-                rig.home.store.with(|core| core.set_device_bytes(bytes)).expect("there is a tier");
-                assert_eq!(rig.audit().wrong, 0);
+                store.handle.with(|core| core.set_device_bytes(bytes)).expect("there is a tier");
+                assert_eq!(store.audit().wrong, 0);
                 if is_over.load(Ordering::Acquire) {
                     return;
                 }
@@ -139,42 +156,42 @@ fn callers_in_each_others_way_get_right_bytes() {
         is_over.store(true, Ordering::Release);
         ended.into_iter().for_each(|one| one.expect("no caller has failed"));
     });
-    rig.home.rest();
-    let counters = rig.report().counters;
+    store.settle();
+    let counters = store.report().counters;
     assert!(counters.device_hits > 0 && counters.device_evicted > 0, "{counters:?}");
-    rig.close();
+    store.close();
 }
 
 #[test]
 fn a_smaller_budget_takes_slabs_back() {
     let runtime = runtime();
-    let budget = Budget::open(runtime.core(), &limits(2 << 20)).expect("a budget");
+    let budget = device_budget(&runtime, 2 << 20);
     let spec = spec_of("store(host=16MiB, device=device(capacity=4MiB))");
-    let rig = Rig::on(&spec, quick(), Some(&budget));
+    let store = DeviceStore::on(&spec, quick(), Some(&budget));
     let lane = || -> TierUsage { budget.usage(Tier::Device) };
     assert_eq!(lane().committed_bytes, 2 << 20, "as much as there is");
-    (0..12).for_each(|number| rig.put(number, Memory::Device));
+    (0..12).for_each(|number| store.put_document(number, Memory::Device));
     for kib in [1536, 600, 0] {
         budget.resize(Tier::Device, kib * KIB).expect("resized");
         until("slabs go back", || lane().committed_bytes <= kib * KIB);
-        assert_eq!(rig.device.allocated_bytes(), lane().committed_bytes);
-        (0..12).for_each(|number| rig.get(number, Memory::Device));
-        assert!(lane().committed_bytes <= kib * KIB && rig.audit().wrong == 0);
+        assert_eq!(store.device.allocated_bytes(), lane().committed_bytes);
+        (0..12).for_each(|number| store.get_document(number, Memory::Device));
+        assert!(lane().committed_bytes <= kib * KIB && store.audit().wrong == 0);
     }
-    assert_eq!(rig.report().device_cells, 0);
+    assert_eq!(store.report().device_cells, 0);
     // What is said of the store itself, with a budget that has room again.
     budget.resize(Tier::Device, 4 << 20).expect("resized");
-    rig.home.store.with(|core| core.set_device_bytes(1 << 20)).expect("there is a tier");
+    store.handle.with(|core| core.set_device_bytes(1 << 20)).expect("there is a tier");
     until("slabs come", || lane().committed_bytes == 1 << 20);
     // Bytes are committed before the slabs that they are for can be used.
     until("cells come", || {
-        (0..2).for_each(|number| rig.get(number, Memory::Device));
-        rig.report().device_cells > 0
+        (0..2).for_each(|number| store.get_document(number, Memory::Device));
+        store.report().device_cells > 0
     });
-    rig.home.store.with(|core| core.set_device_bytes(0)).expect("there is a tier");
+    store.handle.with(|core| core.set_device_bytes(0)).expect("there is a tier");
     until("all goes", || lane().committed_bytes == 0);
     assert!(lane().peak_bytes <= 2 << 20);
-    rig.close();
+    store.close();
     let left = [Tier::Host, Tier::Device].map(|tier| budget.lane(tier).committed_bytes);
     assert_eq!(left, [0, 0], "all of it went back");
     budget.close();
@@ -191,7 +208,7 @@ fn a_tier_that_cannot_be_is_refused() {
     };
     let host = Arc::new(kvtier::device::host::Host::default());
     assert_eq!(refused(None, host), Status::Unsupported);
-    let budget = Budget::open(runtime.core(), &limits(0)).expect("a budget");
+    let budget = device_budget(&runtime, 0);
     assert_eq!(refused(Some(&budget), quick()), Status::Budget);
     let small = SimulatedOpts { memory_bytes: 4096, ..SimulatedOpts::default() };
     assert_eq!(refused(None, simulated(small)), Status::NoMem);
@@ -208,12 +225,12 @@ fn what_is_lost_elsewhere_does_not_stay_on_the_device() {
         "bytes=64MiB,segment=1MiB,buffered=true",
         "host=512KiB,write=through,policy=lru,device=device(capacity=4MiB,policy=lru)",
     );
-    let rig = Rig::open(&spec);
+    let store = DeviceStore::open(&spec);
     for number in 0..16 {
-        rig.put(number, Memory::Device);
-        rig.home.rest();
+        store.put_document(number, Memory::Device);
+        store.settle();
     }
-    assert_eq!(rig.report().device_cells, 16 * CELLS);
+    assert_eq!(store.report().device_cells, 16 * CELLS);
     for entry in std::fs::read_dir(&scratch.0).expect("the directory") {
         let path = entry.expect("a file").path();
         if path.extension().is_some() && path.to_string_lossy().contains("seg-") {
@@ -226,12 +243,17 @@ fn what_is_lost_elsewhere_does_not_stay_on_the_device() {
     }
     let mut missed = 0;
     for number in 0..16 {
-        let done = rig.go(TransferKind::Get, Level::Ram, number, (Shape::Tokens, Memory::Host));
+        let done = store.transfer_document(
+            TransferKind::Get,
+            Level::Ram,
+            number,
+            (Shape::Tokens, Memory::Host),
+        );
         missed += u64::from(done.status == Status::NotFound);
-        rig.home.rest();
+        store.settle();
     }
-    let all = rig.report();
+    let all = store.report();
     assert!(missed > 0 && all.counters.corrupt > 0, "{all:?}");
     assert_eq!(all.device_cells, 16 * CELLS - all.counters.corrupt);
-    rig.close();
+    store.close();
 }

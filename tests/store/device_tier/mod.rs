@@ -2,9 +2,9 @@
 
 pub mod batches;
 mod behind;
+pub mod device_store;
 mod faults;
 mod moves;
 mod refusals;
-pub mod rig;
 mod sim;
 mod tight;

@@ -1,175 +1,160 @@
-//! Cores by hand that have hardly any memory: who waits, who leaves, and what is counted.
+//! Stepped stores with little memory: who waits, what is evicted, and what is counted.
 
-use std::sync::Arc;
-
-use kvtier::base::status::Status;
-use kvtier::device::{Device, Event, Memory};
+use kvtier::base::status::{Error, Status};
+use kvtier::device::{Event, Memory};
 use kvtier::meta::chunks::Pin;
-use kvtier::meta::key::Key;
-use kvtier::store::executor::Tools;
+use kvtier::store::state::CellRange;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::WorkerKind;
-use kvtier::store::state::{SessionOpts, SpaceOpts, StoreState};
 
-use crate::device_tier::batches::{by_hand, carry_out};
-use crate::device_tier::rig::{CELLS, MODEL, TOKENS, in_memory, quick};
-use kvtier_testkit::fixtures::store::{Engine, Model, Shape, document, spec_of};
+use crate::device_tier::batches::{stepped, take, with_document};
+use crate::device_tier::device_store::{CELLS, MODEL, TOKENS, quick};
+use kvtier_testkit::fixtures::stepped_store::SteppedStore;
+use kvtier_testkit::fixtures::store::{Engine, Model, Shape, document, in_memory};
 
-/// A core by hand, and documents that its engines compute.
-struct Bench {
-    core: StoreState,
-    tools: Tools,
+/// A stepped store, and the engines of its transfers.
+struct Store {
+    store: SteppedStore,
     engines: Vec<Engine>,
 }
 
-impl Bench {
-    fn new(spec: &str) -> Bench {
-        let device: Arc<dyn Device> = quick();
-        let mut core = StoreState::new(spec_of(spec).config, None, None).expect("sound");
-        core.tick(5_000_000_000);
-        core.begin_device(&device).expect("memory");
-        Bench { core, tools: Tools { device, disk: None, remote: None }, engines: Vec::new() }
+impl Store {
+    fn new(spec: &str) -> Store {
+        let store = stepped(spec, quick(), None);
+        store.lock().tick(5_000_000_000);
+        Store { store, engines: Vec::new() }
     }
 
-    fn space(&mut self, number: u8, model: &Model) -> u32 {
-        let opts = SpaceOpts { key: Key([number; 32]), layout: model.layout(), holes: false };
-        self.core.open_space(&opts).expect("opened")
+    fn session(&self, namespace: u32, number: u32) -> u32 {
+        self.store.session_in(namespace, &document(number, TOKENS))
     }
 
-    fn session(&mut self, space: u32, number: u32) -> u32 {
-        let session = self.core.open_session(space, &SessionOpts::default()).expect("opened");
-        self.core.append(session, &document(number, TOKENS)).expect("room");
-        session
-    }
-
-    /// Begins a move of a whole document in device memory.
-    fn begin(
-        &mut self,
-        session: u32,
-        kind: TransferKind,
-        model: Model,
-        after: Option<Event>,
-    ) -> u32 {
+    /// Begins a transfer of a whole document in device memory.
+    fn begin(&mut self, session: u32, kind: TransferKind, model: Model, after: Option<Event>) {
         let engine = Engine::new(model, Shape::Tokens, TOKENS);
-        let mut what = in_memory(engine.whole(), Memory::Device);
-        what.after = after;
+        let cells = CellRange { after, ..in_memory(engine.whole(), Memory::Device) };
         self.engines.push(engine);
-        self.core.submit_cell_range(session, kind, Level::Ram, 0, what).expect("submitted")
+        self.store.submit(session, kind, Level::Ram, cells);
     }
 
     fn put(&mut self, session: u32, model: Model) {
         self.begin(session, TransferKind::Put, model, None);
-        self.go();
+        self.copy();
         assert_eq!(self.ended(), [Status::Ok]);
     }
 
-    fn go(&mut self) {
-        while let Some(work) = self.core.take(WorkerKind::Copy) {
-            carry_out(&mut self.core, &self.tools, work);
-        }
+    fn copy(&self) {
+        self.store.run_all(WorkerKind::Copy);
     }
 
-    /// How moves have ended since this was asked.
-    fn ended(&mut self) -> Vec<Status> {
-        let mut finished = Vec::new();
-        self.core.finished(&mut finished);
-        let status = |error: &Option<_>| error.as_ref().map_or(Status::Ok, status_of);
-        finished.iter().filter(|one| one.last).map(|one| status(&one.error)).collect()
+    /// How transfers have ended since the last call.
+    fn ended(&self) -> Vec<Status> {
+        let finished = self.store.finished().into_iter().filter(|one| one.last);
+        finished.map(|one| one.error.as_ref().map_or(Status::Ok, Error::status)).collect()
     }
-}
 
-fn status_of(error: &kvtier::base::status::Error) -> Status {
-    error.status()
+    /// How transfers have ended, and how many cells found no memory.
+    fn ended_and_failed(&self) -> (Vec<Status>, u64) {
+        (self.ended(), self.store.lock().counters.no_room)
+    }
+
+    fn device_cells(&self) -> u64 {
+        self.store.lock().device_cells()
+    }
+
+    fn check(&self) {
+        self.store.lock().check().expect("the tables agree");
+    }
 }
 
 /// Copies out of device memory that nobody has begun are motion like any other.
 #[test]
 fn who_needs_memory_waits_for_copies_out_of_the_device() {
-    let mut bench = Bench::new("store(host=256KiB, device=device(capacity=1MiB))");
-    let space = bench.space(1, &MODEL);
-    let sessions = [1, 2, 3].map(|number| bench.session(space, number));
-    sessions[..2].iter().for_each(|&session| bench.put(session, MODEL));
-    assert_eq!(bench.core.device_cells(), 2 * CELLS);
+    let mut store = Store::new("store(host=256KiB, device=device(capacity=1MiB))");
+    let namespace = store.store.namespace;
+    let sessions = [1, 2, 3].map(|number| store.session(namespace, number));
+    sessions[..2].iter().for_each(|&session| store.put(session, MODEL));
+    assert_eq!(store.device_cells(), 2 * CELLS);
     for &session in &sessions[..2] {
-        bench.begin(session, TransferKind::Get, MODEL, None);
-        bench.core.close_session(session).expect("closed");
+        store.begin(session, TransferKind::Get, MODEL, None);
+        store.store.close_session(session);
     }
-    bench.begin(sessions[2], TransferKind::Put, MODEL, None);
-    assert_eq!((bench.ended(), bench.core.counters.no_room), (vec![], 0));
-    bench.go();
-    assert_eq!(bench.ended(), [Status::Ok; 3]);
-    bench.core.check().expect("the tables agree");
+    store.begin(sessions[2], TransferKind::Put, MODEL, None);
+    assert_eq!(store.ended_and_failed(), (vec![], 0));
+    store.copy();
+    assert_eq!(store.ended(), [Status::Ok; 3]);
+    store.check();
 }
 
 /// So are copies behind an event that has come.
 #[test]
 fn who_needs_memory_waits_for_copies_behind_an_event_that_has_come() {
-    let mut bench = Bench::new("store(host=256KiB)");
-    let space = bench.space(1, &MODEL);
-    let sessions = [1, 2, 3].map(|number| bench.session(space, number));
-    sessions[..2].iter().for_each(|&session| bench.put(session, MODEL));
+    let mut store = Store::new("store(host=256KiB)");
+    let namespace = store.store.namespace;
+    let sessions = [1, 2, 3].map(|number| store.session(namespace, number));
+    sessions[..2].iter().for_each(|&session| store.put(session, MODEL));
     let event = Event(77);
-    bench.begin(sessions[0], TransferKind::Get, MODEL, Some(event));
-    bench.core.close_session(sessions[0]).expect("closed");
-    let batch = bench.core.take_behind(event).expect("copies");
-    assert!(bench.core.take_behind(event).is_none(), "one batch has all that may begin");
-    bench.core.event_ended(event, Ok(()));
-    bench.go();
+    store.begin(sessions[0], TransferKind::Get, MODEL, Some(event));
+    store.store.close_session(sessions[0]);
+    let batch = store.store.lock().take_behind(event).expect("copies");
+    assert!(store.store.lock().take_behind(event).is_none(), "one batch has all copies");
+    store.store.lock().event_ended(event, Ok(()));
+    store.copy();
     // Its memory comes free when the batch has ended; the second document is held.
-    bench.begin(sessions[2], TransferKind::Put, MODEL, None);
-    bench.go();
-    assert_eq!((bench.ended(), bench.core.counters.no_room), (vec![], 0));
-    bench.core.done_behind(batch, &Ok(()), false);
-    bench.go();
-    assert_eq!(bench.ended(), [Status::Ok; 2]);
-    bench.core.check().expect("the tables agree");
+    store.begin(sessions[2], TransferKind::Put, MODEL, None);
+    store.copy();
+    assert_eq!(store.ended_and_failed(), (vec![], 0));
+    store.store.lock().done_behind(batch, &Ok(()), false);
+    store.copy();
+    assert_eq!(store.ended(), [Status::Ok; 2]);
+    store.check();
 }
 
 /// A cell of another size gets a slab of its own now and then, and sends nobody away between.
 #[test]
 fn a_cell_of_another_size_sends_nobody_away_for_nothing() {
     for pins in [false, true] {
-        let mut bench = Bench::new("store(host=8MiB, device=device(capacity=256KiB, policy=lru))");
+        let mut store = Store::new("store(host=8MiB, device=device(capacity=256KiB, policy=lru))");
         let small = Model { run: 32, ..MODEL };
-        let spaces = [bench.space(1, &MODEL), bench.space(2, &small)];
+        let namespaces = [store.store.namespace, store.store.open_namespace(2, &small)];
         for number in [1, 2] {
-            let session = bench.session(spaces[0], number);
+            let session = store.session(namespaces[0], number);
             let pin = Pin { priority: 1, until_ns: u64::MAX };
             for chunk in [0, 2].into_iter().filter(|_| pins) {
                 let each = MODEL.chunk as u64;
-                bench.core.pin(session, chunk * each, each, pin).expect("pinned");
+                store.store.lock().pin(session, chunk * each, each, pin).expect("pinned");
             }
-            bench.put(session, MODEL);
+            store.put(session, MODEL);
         }
-        let before = bench.core.device_cells();
+        let before = store.device_cells();
         assert_eq!(before, 2 * CELLS, "all of it is taken");
         for number in 3..7 {
-            let session = bench.session(spaces[1], number);
-            bench.put(session, small);
+            let session = store.session(namespaces[1], number);
+            store.put(session, small);
         }
-        let (cells, evicted) = (bench.core.device_cells(), bench.core.counters.device_evicted);
+        let cells = store.device_cells();
+        let counters = store.store.lock().counters;
+        let evicted = counters.device_evicted;
         println!("pins {pins}: {before} cells, then {cells}; {evicted} chunks sent away");
         if pins {
             assert_eq!((cells, evicted), (before, 0));
         } else {
-            assert!(bench.core.counters.promoted > 2 * CELLS, "a slab has become theirs");
+            assert!(counters.promoted > 2 * CELLS, "a slab has become theirs");
         }
-        bench.core.check().expect("the tables agree");
+        store.check();
     }
 }
 
-/// A cell that is copied a second time, since the first failed, was hit once.
+/// A cell whose copy failed and was made again counts as one hit.
 #[test]
 fn a_cell_is_hit_once() {
-    let (mut core, tools, session, engine) = by_hand(&quick(), Memory::Host, Level::Ram);
-    let what = in_memory(engine.whole(), Memory::Device);
-    core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what).expect("submitted");
-    let work = core.take(WorkerKind::Copy).expect("a get");
-    core.done(work, Err(Status::Io.into()), 1);
-    while let Some(work) = core.take(WorkerKind::Copy) {
-        carry_out(&mut core, &tools, work);
-    }
-    let counters = &core.counters;
+    let (store, session, engine) = with_document(&quick(), Memory::Host, Level::Ram);
+    let cells = in_memory(engine.whole(), Memory::Device);
+    store.submit(session, TransferKind::Get, Level::Ram, cells);
+    let work = take(&store).expect("a get");
+    store.lock().done(work, Err(Status::Io.into()), 1);
+    store.run_all(WorkerKind::Copy);
+    let counters = store.lock().counters;
     let hits = [counters.host_hits, counters.device_hits, counters.disk_hits];
     assert_eq!(hits, [CELLS, 0, 0]);
 }

@@ -1,6 +1,6 @@
 //! A store in one thread, with sessions that put and get at random.
 
-use kvtier_testkit::fixtures::shared_core;
+use kvtier_testkit::fixtures::shared_state;
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,7 @@ use kvtier::store::state::{
 use kvtier::tier::disk::{DiskTier, Options};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
 
-use shared_core::Shared;
+use shared_state::SharedState;
 
 const SEGMENT: u64 = 32 * 4096;
 
@@ -42,7 +42,7 @@ pub struct Space {
 }
 
 pub struct World {
-    pub core: Shared,
+    pub core: SharedState,
     pub spaces: Vec<Space>,
     pub sessions: Vec<Session>,
     pub random: Random,
@@ -122,7 +122,7 @@ impl World {
             }
         }
         World {
-            core: Shared(Arc::new(Mutex::new(core))),
+            core: SharedState(Arc::new(Mutex::new(core))),
             spaces,
             sessions: Vec::new(),
             random,

@@ -9,7 +9,7 @@ use kvtier::offload::BlockSelection;
 use kvtier::sparse::{Context, Kind};
 
 use super::far::ground;
-use super::faulty::{ALL, Faulty};
+use super::faulty::{ALL, faulty};
 use super::{Kept, World, decode_context, rows, shape};
 
 /// What a policy would load of each layer.
@@ -44,7 +44,7 @@ pub fn a_cut_that_fails_cuts_no_layer() {
         let copies = if kind == Kind::Split { 6 } else { 3 };
         for fails in 1..=copies {
             let inner = ground().unwrap_or_else(|| Arc::new(Host::default()));
-            let device = Arc::new(Faulty::of(inner));
+            let device = faulty(inner);
             let policies = ["knorm(budget=60)", "quest(budget=24,page=8,dense=0)"];
             let spec = "store(host=4MiB,copiers=1)";
             let mut world =
@@ -130,7 +130,7 @@ pub fn a_cut_without_the_store_is_refused_or_done() {
 /// A full tail that cannot leave is cut where it is, and leaves when it is full again.
 #[test]
 fn a_tail_that_cannot_leave_is_cut_where_it_is() {
-    let device = Arc::new(Faulty::default());
+    let device = faulty(Arc::new(Host::default()));
     let (spec, none) = ("store(host=4MiB,copiers=1)", ["", ""]);
     let mut world = World::on(device.clone(), 41, shape(Kind::Split), spec, none, (2, 256));
     world.put(37);

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 
 use kvtier::base::clock::Clock;
 use kvtier::base::op::OpOpts;
+use kvtier::base::random::Random;
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
@@ -14,7 +15,7 @@ use kvtier::store::state::SessionOpts;
 use kvtier::store::state::session::{LayerViews, Tokens};
 
 use super::far::{self, Far, on_devices};
-use super::faulty::Faulty;
+use super::faulty::faulty;
 use super::{Kept, World, decode_context, plane, shape};
 
 on_devices! {
@@ -156,8 +157,8 @@ impl World {
     /// As `put_as`, from device memory at all times.
     fn put_far(&mut self, layer: usize, tokens: u32) {
         let device = self.far.clone().expect("a device");
-        let numbers = |random: &mut super::Random, count: u32| -> Vec<f32> {
-            (0..count).map(|_| random.number()).collect()
+        let numbers = |random: &mut Random, count: u32| -> Vec<f32> {
+            (0..count).map(|_| super::number(random)).collect()
         };
         let (k, v) =
             (numbers(&mut self.random, tokens * 16), numbers(&mut self.random, tokens * 12));
@@ -269,7 +270,7 @@ fn loads_are_begun_behind_a_promise() {
 /// A copy on the device that fails: nothing was taken in, and the same call works then.
 #[test]
 fn a_copy_that_fails_on_the_device_costs_one_call() {
-    let device = Arc::new(Faulty::of(far::simulated(21)));
+    let device = faulty(far::simulated(21));
     far::on(device.clone(), || {
         let policies = ["", "quest(budget=24,page=8,dense=0)"];
         let (spec, none) = ("store(host=4MiB,copiers=1)", shape(Kind::Split));

@@ -3,15 +3,17 @@
 use std::sync::atomic::Ordering;
 
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
+use kvtier::base::random::Random;
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
+use kvtier::device::host::Host;
 use kvtier::offload::BlockSelection;
 use kvtier::sparse::{Context, Kind, Shape};
 use kvtier::store::state::SessionOpts;
 use kvtier::store::state::session::{LayerViews, PlaneView};
 
-use super::faulty::{ALL, Faulty};
-use super::{BLOCK, Kept, Numbers, Random, World, decode_context, policy, rows, shape};
+use super::faulty::{ALL, faulty};
+use super::{BLOCK, Kept, Numbers, World, decode_context, policy, rows, shape};
 
 impl World {
     /// What goes on from here with tokens of its own.
@@ -22,7 +24,7 @@ impl World {
         let offload = self.offload.fork(&self.store, session).expect("the same tokens");
         let copy = |one: &Numbers| Numbers { k: one.k.clone(), v: one.v.clone() };
         World {
-            random: Random(seed * 2 + 1),
+            random: Random::new(seed * 2 + 1),
             shape: self.shape,
             layers: self.layers.iter().map(copy).collect(),
             far: self.far.clone(),
@@ -68,7 +70,7 @@ pub fn both_go_on_with_tokens_of_their_own() {
     for seed in 1..9 {
         let kind = if seed % 2 == 0 { Kind::Split } else { Kind::Latent };
         let mut worlds = vec![World::open(seed, kind, "store(host=8MiB)", spec)];
-        let mut random = Random(seed * 77 + 1);
+        let mut random = Random::new(seed * 77 + 1);
         let tokens = 80 + random.below(60) as u32;
         worlds[0].put(tokens);
         for step in 0..24 {
@@ -190,7 +192,7 @@ pub fn another_sequence_is_refused() {
 /// A full tail that cannot leave is the other's too, and leaves from there.
 #[test]
 fn a_full_tail_that_cannot_leave_is_copied() {
-    let device = Arc::new(Faulty::default());
+    let device = faulty(Arc::new(Host::default()));
     let shape = Shape { layers: 2, ..shape(Kind::Split) };
     let (spec, none) = ("store(host=4MiB,copiers=1)", ["", ""]);
     let mut world = World::on(device.clone(), 53, shape, spec, none, (2, 256));

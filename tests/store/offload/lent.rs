@@ -1,25 +1,22 @@
 //! Where the memory of offloads on devices is from, who pays for it, and what cannot be.
 
-use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::budget::Tier;
 use kvtier::base::clock::Clock;
 use kvtier::base::op::OpOpts;
-use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::base::runtime::Runtime;
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Device, Memory};
-use kvtier::meta::dtype::Dtype;
-use kvtier::meta::key::Key;
-use kvtier::meta::layout::{Group, Layout};
-use kvtier::offload::{LentMemory, Offload, Opts, Policies, RingPlacement};
+use kvtier::offload::{Home, Lent, Offload, Opts, Policies};
 use kvtier::sparse::Kind;
 use kvtier::store::handle::Store;
-use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::session::LayerViews;
-use kvtier::store::state::{Level, SessionOpts, SpaceOpts};
+
+use kvtier_testkit::fixtures::{offload, store as support};
 
 use super::far::{self, Far};
-use super::{BLOCK, Kept, plane, policy, shape};
+use super::{Kept, plane, policy, shape};
 
 /// A store with a session, and what an offload of it is opened with.
 struct Base {
@@ -30,41 +27,22 @@ struct Base {
 
 impl Base {
     fn open(device: Arc<dyn Device>) -> Base {
-        let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() });
-        let runtime = runtime.expect("opened");
-        let mut limits = [None; 5];
-        limits[Tier::Device as usize] = Some(1 << 20);
-        let budget = BudgetOpts { limits, ..BudgetOpts::default() };
-        let budget = Budget::open(runtime.core(), &budget).expect("opened");
-        let spec = StoreSpec::parse("store(host=4MiB)").expect("sound");
+        let runtime = support::runtime();
+        let budget = support::budget(&runtime, &[(Tier::Device, 1 << 20)]);
+        let spec = support::spec_of("store(host=4MiB)");
         let store = Store::open_with(runtime.core(), Some(&budget), &spec, device);
         let store = Arc::new(store.expect("opened"));
-        let group = Group::mla_expanded(0..3, 2, 8, 6, Dtype::F32).expect("a group");
-        let layout = Layout::new(BLOCK, vec![group]).expect("a layout");
-        let session = store.with(|core| {
-            let space = core.open_space(&SpaceOpts { key: Key([9; 32]), layout, holes: false })?;
-            let session = core.open_session(space, &SessionOpts::default())?;
-            core.append(session, &(0..64).collect::<Vec<u32>>())?;
-            Ok(session)
-        });
-        Base { session: session.expect("a session"), store, _runtime: runtime }
+        let session = offload::open_session(&store, &shape(Kind::Split), 9);
+        let tokens: Vec<u32> = (0..64).collect();
+        store.with(|core| core.append(session, &tokens)).expect("room");
+        Base { session, store, _runtime: runtime }
     }
 
     fn opts(&self, placement: RingPlacement) -> Opts {
         let shape = shape(Kind::Split);
         let decode = policy("quest(budget=32)", &shape);
-        Opts {
-            session: self.session,
-            shape,
-            dtype: Dtype::F32,
-            buffers: 2,
-            buffer_tokens: 64,
-            placement,
-            level: Level::Ram,
-            policies: Policies { prefill: None, decode },
-            recipe: String::new(),
-            clock: Clock::real(),
-        }
+        let policies = Policies { prefill: None, decode };
+        Opts { home, policies, ..offload::opts(self.session, &shape, 64) }
     }
 
     fn status(&self, placement: RingPlacement) -> Status {

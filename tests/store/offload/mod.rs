@@ -1,9 +1,9 @@
 //! Layer-wise offload against a copy of everything that was put.
 
 use kvtier::attention::{Decode, Keys, Prefill, Problem, Rows, Scales, merge};
-use kvtier::base::clock::Clock;
 use kvtier::base::op::{OpOpts, RELEASED};
-use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::base::random::Random;
+use kvtier::base::runtime::Runtime;
 use kvtier::base::spec::Spec;
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
@@ -18,12 +18,14 @@ use kvtier::sparse::{Context, Index, Kind, Shape, Sparse, registry};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::session::{LayerViews, PlaneView, Tokens};
-use kvtier::store::state::{Level, SessionOpts, SpaceOpts, StoreState};
+use kvtier::store::state::{SessionOpts, SpaceOpts, StoreState};
 
 mod audit;
 mod cut;
 mod device;
-use kvtier_testkit::fixtures::fake_cuda;
+use kvtier_testkit::fixtures::offload;
+use kvtier_testkit::fixtures::scratch::Scratch;
+use kvtier_testkit::fixtures::{fake_cuda, store as support};
 mod far;
 mod faulty;
 mod fork;
@@ -31,23 +33,9 @@ mod lent;
 
 const BLOCK: u32 = 16;
 
-struct Random(u64);
-
-impl Random {
-    fn bits(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 >> 8
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.bits() % n
-    }
-
-    fn number(&mut self) -> f32 {
-        self.below(1 << 20) as f32 / (1 << 19) as f32 - 1.0
-    }
+/// A number from -1 to 1.
+fn number(random: &mut Random) -> f32 {
+    random.below(1 << 20) as f32 / (1 << 19) as f32 - 1.0
 }
 
 fn shape(kind: Kind) -> Shape {
@@ -210,16 +198,11 @@ fn open(
     (buffers, buffer_tokens): (u32, u32),
 ) -> Offload {
     let opts = Opts {
-        session,
-        shape: *shape,
-        dtype: Dtype::F32,
         buffers,
-        buffer_tokens,
-        placement: far::home(),
-        level: Level::Ram,
+        home: far::home(),
         policies: Policies { prefill: policy(prefill, shape), decode: policy(decode, shape) },
         recipe: format!("{prefill} {decode}").trim().to_string(),
-        clock: Clock::real(),
+        ..offload::opts(session, shape, buffer_tokens)
     };
     Offload::open(store, opts).expect("it fits")
 }
@@ -243,33 +226,15 @@ impl World {
         [prefill, decode]: [&str; 2],
         (buffers, buffer_tokens): (u32, u32),
     ) -> World {
-        let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() });
-        let runtime = Arc::new(runtime.expect("opened"));
+        let runtime = Arc::new(support::runtime());
         let spec = StoreSpec::parse(spec).expect("a sound spec");
         let far = far::ground().map(|_| device.clone());
         let store = Store::open_with(runtime.core(), None, &spec, device);
         let store = Arc::new(store.expect("opened"));
-        let group = match shape.kind {
-            Kind::Split => Group::mla_expanded(
-                0..shape.layers as u16,
-                shape.key_heads,
-                shape.key_dim,
-                shape.value_dim,
-                Dtype::F32,
-            ),
-            Kind::Latent => Group::mla_latent(0..shape.layers as u16, shape.key_dim, Dtype::F32),
-        };
-        let layout = Layout::new(BLOCK, vec![group.expect("a group")]).expect("a layout");
-        let opts = SpaceOpts { key: Key([9; 32]), layout, holes: false };
-        let session = store
-            .with(|core| {
-                let space = core.open_space(&opts)?;
-                core.open_session(space, &SessionOpts::default())
-            })
-            .expect("a session");
+        let session = offload::open_session(&store, &shape, 9);
         let offload = open(&store, session, &shape, [prefill, decode], (buffers, buffer_tokens));
         let layers = (0..shape.layers).map(|_| Numbers::default()).collect();
-        let random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+        let random = Random::new(seed);
         World { random, shape, layers, far, offload, session, next_token: 0, store, runtime }
     }
 
@@ -290,7 +255,7 @@ impl World {
         let (v_dim, n, first) =
             (self.shape.value_dim as usize, tokens as usize, self.tokens(layer));
         let mut numbers =
-            |count: usize| -> Vec<f32> { (0..count).map(|_| self.random.number()).collect() };
+            |count: usize| -> Vec<f32> { (0..count).map(|_| number(&mut self.random)).collect() };
         let (k, v) = (numbers(n * heads * k_dim), numbers(n * heads * v_dim));
         let mut k_plane = plane(&k, n, heads, k_dim, how);
         let mut v_plane = (self.shape.kind == Kind::Split).then(|| plane(&v, n, heads, v_dim, how));
@@ -335,7 +300,7 @@ impl World {
 
     fn query(&mut self, count: u32) -> Vec<f32> {
         let n = count * self.shape.query_heads * self.shape.key_dim;
-        (0..n).map(|_| self.random.number()).collect()
+        (0..n).map(|_| number(&mut self.random)).collect()
     }
 
     /// What K and V of some tokens must be.
@@ -419,15 +384,6 @@ impl World {
     }
 }
 
-/// An empty directory, of this test and this run of it.
-fn folder(name: &str) -> std::path::PathBuf {
-    let (process, thread) = (std::process::id(), std::thread::current().id());
-    let dir = std::env::temp_dir().join(format!("kvtier-offload-{name}-{process}-{thread:?}"));
-    let _ = std::fs::remove_dir_all(&dir);
-    std::fs::create_dir_all(&dir).expect("a directory");
-    dir
-}
-
 fn decode_context(tokens: u32) -> Context {
     Context { is_prefill: false, part: 0, parts: 1, first_query: tokens - 1, tokens }
 }
@@ -481,11 +437,11 @@ fn what_is_loaded_is_what_was_put() {
 /// A session's KV is more than memory, and comes from the disk.
 #[test]
 fn what_is_on_disk_comes_too() {
-    let dir = folder("disk");
+    let scratch = Scratch::created("offload-disk");
     let shape = Shape { key_dim: 512, value_dim: 512, ..shape(Kind::Split) };
     let spec = format!(
         "store(host=2MiB,write=back,disk=disk(path=\"{}\",bytes=64MiB,segment=4MiB))",
-        dir.display()
+        scratch.0.display()
     );
     let mut world = World::with(5, shape, &spec, ["", ""], (2, 512));
     for _ in 0..16 {
@@ -505,7 +461,6 @@ fn what_is_on_disk_comes_too() {
     assert_eq!((stats.loads, stats.failed_loads, stats.saved_bytes), (3, 0, 0));
     assert!(stats.load_waits.count > 0);
     drop(world);
-    std::fs::remove_dir_all(&dir).expect("it was made here");
 }
 
 /// Attention of one query over all that is in memory, by an index of positions.
@@ -808,8 +763,8 @@ fn a_block_that_is_gone_is_not_found() {
 /// selects as it did.
 #[test]
 fn what_policies_know_is_kept_with_blocks() {
-    let dir = folder("saved");
-    let disk = format!("disk=disk(path=\"{}\",bytes=64MiB,segment=4MiB)", dir.display());
+    let scratch = Scratch::created("offload-saved");
+    let disk = format!("disk=disk(path=\"{}\",bytes=64MiB,segment=4MiB)", scratch.0.display());
     let (spec, decode) = (format!("store(host=2MiB,{disk})"), "quest(budget=48,page=8,dense=1)");
     let shape = shape(Kind::Split);
     let mut world = World::with(23, shape, &spec, ["", decode], (2, 256));
@@ -856,15 +811,13 @@ fn what_policies_know_is_kept_with_blocks() {
     assert_eq!(again(&world.store, &mut chosen), right);
     world.store.close(0).expect("closed");
     drop(world);
-    let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() });
-    let runtime = runtime.expect("opened");
+    let runtime = support::runtime();
     let spec = StoreSpec::parse(&spec).expect("a sound spec");
     let device = far::ground().unwrap_or_else(|| Arc::new(Host::default()));
     let store = Store::open_with(runtime.core(), None, &spec, device).expect("opened");
     let store = Arc::new(store);
     assert_eq!(again(&store, &mut chosen), right);
     drop(store);
-    std::fs::remove_dir_all(&dir).expect("it was made here");
 }
 
 /// Lengths of keys are kept with blocks too: nobody has to see the keys again.

@@ -4,7 +4,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use kvtier_testkit::fixtures::model_files::{Scratch, Sizes, write_gguf, write_safetensors};
+use kvtier_testkit::fixtures::model_files::{Sizes, write_gguf, write_safetensors};
+use kvtier_testkit::fixtures::scratch::Scratch;
 use serde_json::Value;
 
 use crate::{Said, json, tool};
@@ -70,19 +71,19 @@ fn bars(path: &Path) {
 
 #[test]
 fn a_model_in_shards_is_measured() {
-    let (dir, sizes) = (Scratch::new("tool-bench"), large());
+    let (dir, sizes) = (Scratch::created("tool-bench"), large());
     bars(&write_safetensors(&dir.0, &sizes.safetensors(false), &sizes.config(), 3));
 }
 
 #[test]
 fn what_cannot_be_measured_is_said() {
-    let dir = Scratch::new("tool-bench-small");
+    let dir = Scratch::created("tool-bench-small");
     let path = gguf(&dir, &dense());
     let bench = |args: &[&str]| model(&path, args);
     bench(&[]).fails(1, "passes are measured from 64.0 MiB on");
     bench(&["--rounds", "0"]).fails(2, "0 is not in 1..=1000");
     bench(&["--host", "many"]).fails(2, "does not begin with a number");
-    let dir = Scratch::new("tool-bench-all");
+    let dir = Scratch::created("tool-bench-all");
     let path = gguf(&dir, &large());
     model(&path, &["--host", "1G"]).fails(1, "holds all");
 }
@@ -104,7 +105,7 @@ fn child(
 
 #[test]
 fn a_process_joins_its_cgroup_and_counts_passes() {
-    let dir = Scratch::new("tool-child");
+    let dir = Scratch::created("tool-child");
     let path = gguf(&dir, &dense());
     let group = dir.0.join("group");
     std::fs::create_dir(&group).expect("made");
@@ -130,7 +131,7 @@ fn a_process_joins_its_cgroup_and_counts_passes() {
 
 #[test]
 fn a_process_says_what_it_cannot_do() {
-    let dir = Scratch::new("tool-child-wrong");
+    let dir = Scratch::created("tool-child-wrong");
     let path = gguf(&dir, &dense());
     let absent = dir.0.join("absent");
     let said = |args: &[&str], path: &Path| {

@@ -277,7 +277,7 @@ impl Doctor {
         let mut lookups = Queries::default();
         lookups.name(name);
         let deadline_ns = self.deadline_ns();
-        self.client.query(&mut lookups, deadline_ns);
+        self.client.lookup(&mut lookups, deadline_ns);
         lookups.items[0].result
     }
 

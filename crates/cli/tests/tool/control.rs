@@ -15,7 +15,7 @@ use kvtier::store::control::{MAX_CONNECTIONS, MAX_LINE_BYTES};
 use kvtier::store::handle::Store;
 use kvtier::store::state::transfer::Level;
 use serde_json::Value;
-use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, mix, spec_of};
+use support::{Done, Engine, Model, Scratch, Shape, TestStore, document, marks_of, mix, spec_of};
 
 const SMALL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
 /// What takes longer hangs, however slow the machine is.
@@ -31,12 +31,12 @@ fn place(name: &str) -> (Scratch, PathBuf) {
     (scratch, path)
 }
 
-fn opened(path: &Path, rest: &str) -> Home {
-    Home::open(&spec_of(&format!("store(control=\"{}\",{rest})", path.display())))
+fn opened(path: &Path, rest: &str) -> TestStore {
+    TestStore::open(&spec_of(&format!("store(control=\"{}\",{rest})", path.display())))
 }
 
 /// A store with little memory and a disk beside the socket.
-fn with_disk(path: &Path, rest: &str) -> Home {
+fn with_disk(path: &Path, rest: &str) -> TestStore {
     let dir = path.with_file_name("kv");
     let disk = format!("disk=disk(path=\"{}\",bytes=64MiB,segment=1MiB)", dir.display());
     // What is where does not depend on how long a test takes.
@@ -90,47 +90,46 @@ fn number(value: &Value, path: &str) -> u64 {
 
 /// Puts a document, and reads some of those before it; every byte that comes is
 /// compared.
-fn turn(home: &Home, space: u32, turn: u32, tokens: usize) {
-    let done = talk(home, space, turn, tokens);
+fn turn(store: &TestStore, space: u32, turn: u32, tokens: usize) {
+    let done = talk(store, space, turn, tokens);
     assert_eq!(done, Done { status: Status::Ok, tokens }, "turn {turn}");
 }
 
 /// The same; how the put ended.
-fn talk(home: &Home, space: u32, turn: u32, tokens: usize) -> Done {
+fn talk(store: &TestStore, space: u32, turn: u32, tokens: usize) -> Done {
     let own = document(turn, tokens);
     let marks = marks_of(0, &own);
-    let session = home.session(space, &own);
-    let mut engine = Engine::new(SMALL, Shape::Tokens, tokens);
-    engine.compute(&marks);
-    let put = home.put(session, Level::Ram, &engine);
+    let session = store.session(space, &own);
+    let mut engine = Engine::computed(SMALL, Shape::Tokens, &marks);
+    let put = store.put(session, Level::Ram, &engine);
     engine.check(&marks, 0..tokens, 0..SMALL.layers);
-    home.end(session);
+    store.close_session(session);
     let back = mix(u64::from(turn)) as u32 % (turn + 1);
     let own = document(back, tokens);
-    let (session, marks) = (home.session(space, &own), marks_of(0, &own));
-    let done = home.get(session, &engine);
+    let (session, marks) = (store.session(space, &own), marks_of(0, &own));
+    let done = store.get(session, &engine);
     assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
     engine.check(&marks, 0..done.tokens, 0..SMALL.layers);
-    engine.check_if_there(&marks);
-    home.end(session);
+    engine.check_written(&marks);
+    store.close_session(session);
     put
 }
 
 #[test]
 fn every_request_is_answered_and_the_path_is_the_owners() {
     let (_scratch, path) = place("ask");
-    let home = with_disk(&path, "host=256KiB,policy=lru");
+    let store = with_disk(&path, "host=256KiB,policy=lru");
     let facts = std::fs::symlink_metadata(&path).expect("there");
     assert!(facts.file_type().is_socket());
     assert_eq!(facts.permissions().mode() & 0o777, 0o600);
-    let space = home.space(1, &SMALL);
+    let space = store.namespace(1, &SMALL);
     let (status, words) = ask(&path, "board");
     assert_eq!((status.as_str(), words.as_str()), ("KVT_E_NOT_FOUND", "no session is open"));
-    (0..40).for_each(|n| turn(&home, space, n, 64));
-    home.rest();
+    (0..40).for_each(|n| turn(&store, space, n, 64));
+    store.settle();
 
     let stats = ask_ok(&path, "stats");
-    let counters = home.counters();
+    let counters = store.counters();
     assert_eq!(number(&stats, "/counters/puts"), 40);
     assert_eq!(number(&stats, "/counters/stored_cells"), counters.stored);
     assert_eq!(number(&stats, "/tiers/host/limit_bytes"), 256 << 10);
@@ -162,7 +161,7 @@ fn every_request_is_answered_and_the_path_is_the_owners() {
     // A board: what was read last is in memory, what was never stored is nowhere.
     let mut tokens = document(39, 64);
     tokens.extend(document(500, 20));
-    let session = home.session(space, &tokens);
+    let session = store.session(space, &tokens);
     let table = ask_ok(&path, "board");
     assert_eq!(number(&table, "/session/session"), u64::from(session));
     assert_eq!((number(&table, "/session/tokens"), number(&table, "/session/chunks")), (84, 6));
@@ -179,7 +178,7 @@ fn every_request_is_answered_and_the_path_is_the_owners() {
     assert_eq!(beyond["rows"][0], "");
     let sessions = ask_ok(&path, "sessions(most=1)");
     assert_eq!(number(&sessions, "/sessions/0/session"), u64::from(session));
-    home.end(session);
+    store.close_session(session);
 
     let all = ask_ok(&path, "evictions(tail=5)");
     let host = all["host"].as_array().expect("a list");
@@ -190,20 +189,20 @@ fn every_request_is_answered_and_the_path_is_the_owners() {
     let last = ask_ok(&path, "evictions(tail=1,tier=host)");
     assert_eq!(number(&last, "/host/0/number"), numbers[4]);
     assert!(last.get("disk").is_none());
-    home.close();
+    store.close();
 }
 
 #[test]
 fn another_policy_takes_over_with_what_is_there() {
     let (_scratch, path) = place("switch");
-    let home = with_disk(&path, "host=256KiB,policy=lru");
-    let space = home.space(1, &SMALL);
+    let store = with_disk(&path, "host=256KiB,policy=lru");
+    let space = store.namespace(1, &SMALL);
     let policies = ["arc", "s3fifo", "horizon", "qos(inner=lfu)", "tlru", "lru"];
     for (round, policy) in policies.into_iter().enumerate() {
         let first = round as u32 * 12;
-        (first..first + 12).for_each(|n| turn(&home, space, n, 64));
+        (first..first + 12).for_each(|n| turn(&store, space, n, 64));
         // What goes down on its own would be counted in one look and not in the other.
-        home.rest();
+        store.settle();
         for tier in ["host", "disk"] {
             let before = ask_ok(&path, "budget")[tier]["policy"].clone();
             let known = number(&ask_ok(&path, "stats"), &format!("/policies/{tier}/objects"));
@@ -213,9 +212,9 @@ fn another_policy_takes_over_with_what_is_there() {
             assert!(known > 0 && kept == known, "{tier}, {policy}: {known} chunks, then {kept}");
         }
     }
-    (72..90).for_each(|n| turn(&home, space, n, 64));
-    home.rest();
-    assert_eq!(home.counters().corrupt, 0);
+    (72..90).for_each(|n| turn(&store, space, n, 64));
+    store.settle();
+    assert_eq!(store.counters().corrupt, 0);
     for (request, status, word) in [
         ("set-policy(policy=lur)", "KVT_E_SPEC", "lfu"),
         ("set-policy(policy=lru(k=1))", "KVT_E_SPEC", "lru"),
@@ -228,7 +227,7 @@ fn another_policy_takes_over_with_what_is_there() {
         assert!(told == status && words.contains(word), "{request}: {told} {words}");
     }
     assert_eq!(ask_ok(&path, "budget")["host"]["policy"], "lru", "nothing has changed");
-    home.close();
+    store.close();
 }
 
 fn budget(path: &Path, tier: &str, what: &str) -> u64 {
@@ -247,11 +246,11 @@ fn until(what: &str, holds: impl Fn() -> bool) {
 #[test]
 fn memory_grows_and_shrinks_while_it_is_used() {
     let (_scratch, path) = place("memory");
-    let home = with_disk(&path, "host=512KiB,policy=lru");
-    let space = home.space(1, &SMALL);
+    let store = with_disk(&path, "host=512KiB,policy=lru");
+    let space = store.namespace(1, &SMALL);
     let mut next = 0;
     let mut work = |turns: u32| {
-        (next..next + turns).for_each(|n| turn(&home, space, n, 64));
+        (next..next + turns).for_each(|n| turn(&store, space, n, 64));
         next += turns;
     };
     work(40);
@@ -266,9 +265,9 @@ fn memory_grows_and_shrinks_while_it_is_used() {
     ask_ok(&path, "budget(host=256KiB)");
     until("the cells leave", || budget(&path, "host", "live") <= 256 << 10);
     until("the memory goes", || budget(&path, "host", "used") <= 320 << 10);
-    home.rest();
+    store.settle();
     work(60);
-    home.rest();
+    store.settle();
     assert!(budget(&path, "host", "live") <= 256 << 10);
     assert!(budget(&path, "host", "used") <= 320 << 10);
     for (request, status) in [
@@ -280,18 +279,18 @@ fn memory_grows_and_shrinks_while_it_is_used() {
         assert_eq!(ask(&path, request).0, status, "{request}");
     }
     assert_eq!(budget(&path, "host", "limit"), 256 << 10);
-    assert_eq!(home.counters().corrupt, 0);
-    home.close();
+    assert_eq!(store.counters().corrupt, 0);
+    store.close();
 }
 
 #[test]
 fn the_disk_grows_and_shrinks_while_it_is_used() {
     let (_scratch, path) = place("disk");
-    let home = with_disk(&path, "host=1MiB,policy=lru,write=through");
-    let space = home.space(1, &SMALL);
+    let store = with_disk(&path, "host=1MiB,policy=lru,write=through");
+    let space = store.namespace(1, &SMALL);
     ask_ok(&path, "budget(disk=16MiB)");
-    (0..100).for_each(|n| turn(&home, space, n, 256));
-    home.rest();
+    (0..100).for_each(|n| turn(&store, space, n, 256));
+    store.settle();
     assert!(budget(&path, "disk", "used") > 8 << 20, "enough to shrink");
     let before = budget(&path, "disk", "used");
     let told = ask_ok(&path, "budget(disk=6MiB)");
@@ -300,10 +299,10 @@ fn the_disk_grows_and_shrinks_while_it_is_used() {
     assert!(budget(&path, "disk", "used") < before);
     for n in 100..140 {
         // One that is hardly larger than what is held may refuse.
-        let done = talk(&home, space, n, 256);
+        let done = talk(&store, space, n, 256);
         assert!(matches!(done.status, Status::Ok | Status::Budget), "turn {n}: {done:?}");
     }
-    home.rest();
+    store.settle();
     assert!(budget(&path, "disk", "used") <= 6 << 20);
     let grown = ask_ok(&path, "budget(disk=20MiB,host=512KiB)");
     assert_eq!(number(&grown, "/host/limit_bytes"), 512 << 10);
@@ -312,16 +311,16 @@ fn the_disk_grows_and_shrinks_while_it_is_used() {
     assert!(status == "KVT_E_INVALID" && words.contains("too small"), "{words}");
     assert_eq!(budget(&path, "host", "limit"), 512 << 10);
     assert_eq!(budget(&path, "disk", "limit"), 20 << 20);
-    assert_eq!(home.counters().corrupt, 0);
-    home.close();
+    assert_eq!(store.counters().corrupt, 0);
+    store.close();
 }
 
 #[test]
 fn policies_are_compared_on_live_traffic() {
     let (_scratch, path) = place("ab");
-    let home = opened(&path, "host=128KiB,policy=lru,chunks=4096");
-    let space = home.space(1, &SMALL);
-    (0..10).for_each(|n| turn(&home, space, n, 64));
+    let store = opened(&path, "host=128KiB,policy=lru,chunks=4096");
+    let space = store.namespace(1, &SMALL);
+    (0..10).for_each(|n| turn(&store, space, n, 64));
     let begun = ask_ok(&path, "ab(policies=any(lfu,lru,qos(inner=arc)),seconds=3600)");
     assert_eq!(begun["running"], true);
     let names: Vec<&str> = begun["policies"]
@@ -334,7 +333,7 @@ fn policies_are_compared_on_live_traffic() {
     let (status, words) = ask(&path, "ab(policies=any(lfu),seconds=1)");
     assert!(status == "KVT_E_BUSY", "{words}");
     assert_eq!(ask(&path, "ab-read(tier=disk)").0, "KVT_E_NOT_FOUND");
-    (10..60).for_each(|n| turn(&home, space, n, 64));
+    (10..60).for_each(|n| turn(&store, space, n, 64));
     let seen = ask_ok(&path, "ab-read");
     assert_eq!(number(&seen, "/policies/0/requests"), 50, "a get a turn");
     let ended = ask_ok(&path, "ab-end");
@@ -354,13 +353,13 @@ fn policies_are_compared_on_live_traffic() {
     ask_ok(&path, "ab(policies=any(fifo),seconds=1)");
     until("it ends", || ask_ok(&path, "ab-read")["running"] == false);
     assert_eq!(ask_ok(&path, "ab-read")["elapsed_ns"], 1_000_000_000);
-    home.close();
+    store.close();
 }
 
 #[test]
 fn clients_that_send_rubbish_are_told_so_and_hurt_nobody() {
     let (_scratch, path) = place("rubbish");
-    let home = opened(&path, "host=1MiB,chunks=256");
+    let store = opened(&path, "host=1MiB,chunks=256");
     let mut stream = connect(&path);
     let mut reply = |bytes: &[u8]| {
         stream.write_all(bytes).expect("sent");
@@ -415,14 +414,14 @@ fn clients_that_send_rubbish_are_told_so_and_hurt_nobody() {
         }
     }
     ask_ok(&path, "stats");
-    home.rest();
-    home.close();
+    store.settle();
+    store.close();
 }
 
 #[test]
 fn as_many_clients_as_may_be_and_no_more() {
     let (_scratch, path) = place("many");
-    let home = opened(&path, "host=1MiB,chunks=256");
+    let store = opened(&path, "host=1MiB,chunks=256");
     let mut open: Vec<UnixStream> = (0..MAX_CONNECTIONS).map(|_| connect(&path)).collect();
     for stream in &mut open {
         stream.write_all(b"budget\n").expect("sent");
@@ -436,7 +435,7 @@ fn as_many_clients_as_may_be_and_no_more() {
     assert_eq!(take(&mut open[0]).expect("an answer").0, "ok");
     open.pop();
     until("there is room again", || ask(&path, "stats").0 == "ok");
-    home.close();
+    store.close();
     // Whoever is connected hears that the store is gone.
     assert_eq!(open[0].read(&mut [0]).unwrap_or(0), 0);
 }
@@ -453,7 +452,7 @@ fn a_client_that_never_reads_holds_up_nobody() {
 /// How long others take beside a client that does not read.
 fn beside_a_client_that_never_reads() -> Duration {
     let (_scratch, path) = place("stuck");
-    let home = opened(&path, "host=1MiB,chunks=256");
+    let store = opened(&path, "host=1MiB,chunks=256");
     let mut stuck = connect(&path);
     stuck.set_nonblocking(true).expect("set");
     // Until neither its answers nor its requests fit anywhere.
@@ -472,9 +471,9 @@ fn beside_a_client_that_never_reads() -> Duration {
     for _ in 0..20 {
         ask_ok(&path, "stats");
     }
-    let space = home.space(1, &SMALL);
-    turn(&home, space, 0, 64);
-    home.close();
+    let space = store.namespace(1, &SMALL);
+    turn(&store, space, 0, 64);
+    store.close();
     let took = start.elapsed();
     assert!(!path.exists());
     took
@@ -483,24 +482,24 @@ fn beside_a_client_that_never_reads() -> Duration {
 #[test]
 fn one_store_a_path_and_it_goes_with_the_store() {
     let (scratch, path) = place("path");
-    let home = opened(&path, "host=1MiB,chunks=256");
-    let second = |home: &Home, rest: &str| {
+    let store = opened(&path, "host=1MiB,chunks=256");
+    let second = |store: &TestStore, rest: &str| {
         let spec = spec_of(&format!("store(control=\"{}\",{rest})", path.display()));
-        Store::open(home.runtime.core(), None, &spec)
+        Store::open(store.runtime.core(), None, &spec)
     };
     let dir = scratch.0.join("other");
     let disk = format!("disk=disk(path=\"{}\",bytes=64MiB)", dir.display());
-    let error = second(&home, &disk).err().expect("it is in use");
+    let error = second(&store, &disk).err().expect("it is in use");
     assert_eq!(error.status(), Status::Busy, "{error}");
     assert!(!dir.exists(), "nothing else was done");
     ask_ok(&path, "stats");
     // Closed: the path is gone though the store is still there.
-    let Home { store, runtime } = home;
+    let TestStore { handle: store, runtime } = store;
     store.close(0).expect("closed");
     assert!(!path.exists());
     drop(store);
-    let home = Home {
-        store: Store::open(
+    let store = TestStore {
+        handle: Store::open(
             runtime.core(),
             None,
             &spec_of(&format!("store(control=\"{}\",chunks=256)", path.display())),
@@ -510,25 +509,25 @@ fn one_store_a_path_and_it_goes_with_the_store() {
     };
     ask_ok(&path, "stats");
     // Given up without being closed.
-    drop(home.store);
+    drop(store.handle);
     assert!(!path.exists());
     // Without one there is none.
-    let home = Home::open(&spec_of("store(host=1MiB,chunks=256)"));
+    let store = TestStore::open(&spec_of("store(host=1MiB,chunks=256)"));
     assert!(!path.exists());
-    home.close();
+    store.close();
 }
 
 #[test]
 fn people_look_while_engines_work() {
     let (_scratch, path) = place("beside");
-    let home = with_disk(&path, "host=512KiB,policy=horizon,copiers=2");
-    let space = home.space(1, &SMALL);
+    let store = with_disk(&path, "host=512KiB,policy=horizon,copiers=2");
+    let space = store.namespace(1, &SMALL);
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..2u32)
             .map(|thread| {
-                let home = &home;
-                scope.spawn(move || (0..60).for_each(|n| turn(home, space, thread * 100 + n, 64)))
+                let store = &store;
+                scope.spawn(move || (0..60).for_each(|n| turn(store, space, thread * 100 + n, 64)))
             })
             .collect();
         let (path, done) = (&path, &done);
@@ -561,9 +560,9 @@ fn people_look_while_engines_work() {
         done.store(true, Ordering::Relaxed);
         look.join().expect("sound");
     });
-    home.rest();
-    assert_eq!(home.counters().corrupt, 0);
-    home.close();
+    store.settle();
+    assert_eq!(store.counters().corrupt, 0);
+    store.close();
 }
 
 fn tool(args: &[&str], path: &Path) -> (bool, String, String) {
@@ -576,10 +575,10 @@ fn tool(args: &[&str], path: &Path) -> (bool, String, String) {
 #[test]
 fn the_tool_asks_and_shows() {
     let (_scratch, path) = place("tool");
-    let home = with_disk(&path, "host=256KiB,policy=lru");
-    let space = home.space(1, &SMALL);
-    (0..30).for_each(|n| turn(&home, space, n, 64));
-    let session = home.session(space, &document(29, 64));
+    let store = with_disk(&path, "host=256KiB,policy=lru");
+    let space = store.namespace(1, &SMALL);
+    (0..30).for_each(|n| turn(&store, space, n, 64));
+    let session = store.session(space, &document(29, 64));
     for (args, word) in [
         (&["stats"][..], "stored cells"),
         (&["top", "--once"], "rows: 4 layers"),
@@ -601,8 +600,8 @@ fn the_tool_asks_and_shows() {
     assert!(!well && error.contains("did you mean 'lfu'"), "{error}");
     let (well, _, error) = tool(&["top", "--once", "--json", "--session", "4000"], &path);
     assert!(well, "{error}");
-    home.end(session);
-    home.close();
+    store.close_session(session);
+    store.close();
     let (well, _, error) = tool(&["stats"], &path);
     assert!(!well && error.contains("no store answers"), "{error}");
 }
@@ -620,10 +619,10 @@ fn a_file_describes_a_store() {
     };
     let (well, out, error) = config("host = \"3MiB\"\npolicy = \"qos(inner=lru)\"\nchunks = 256\n");
     assert!(well, "{error}");
-    let home = Home::open(&spec_of(out.trim()));
-    let limit = home.store.look(|core| core.report().host.limit_bytes).expect("open");
+    let store = TestStore::open(&spec_of(out.trim()));
+    let limit = store.handle.look(|core| core.report().host.limit_bytes).expect("open");
     assert_eq!(limit, 3 << 20);
-    home.close();
+    store.close();
     let (well, _, error) = config("host = \"3MiB\"\nchunk = 256\n");
     assert!(!well && error.contains("kv.toml:2:1: ") && error.contains("'chunks'"), "{error}");
 }

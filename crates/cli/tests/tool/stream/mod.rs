@@ -9,7 +9,8 @@ mod run;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use model_files::{Made, Scratch, Sizes, write_gguf, write_safetensors};
+use kvtier_testkit::fixtures::scratch::Scratch;
+use model_files::{Made, Sizes, write_gguf, write_safetensors};
 use serde_json::Value;
 
 /// What the tool said, and how it ended.

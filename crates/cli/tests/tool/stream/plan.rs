@@ -8,7 +8,7 @@ fn plan(files: &[&Path], args: &[&str]) -> Said {
 
 #[test]
 fn a_plan_accounts_for_every_unit() {
-    let dir = Scratch::new("tool-plan");
+    let dir = Scratch::created("tool-plan");
     let path = gguf(&dir, &dense());
     let args = ["--host", "8M", "--context", "16", "--disk", "1G"];
     let text = plan(&[&path], &args).fine();
@@ -32,7 +32,7 @@ fn a_plan_accounts_for_every_unit() {
 
 #[test]
 fn a_plan_is_made_for_another_machine() {
-    let dir = Scratch::new("tool-device");
+    let dir = Scratch::created("tool-device");
     let path = gguf(&dir, &dense());
     let args = ["--device", "264M", "--device-link", "2G", "--host", "64M", "--disk", "1G"];
     let more = ["--context", "16", "--what-if", "h2d=1,disk=4", "--json"];
@@ -54,7 +54,7 @@ fn a_plan_is_made_for_another_machine() {
 
 #[test]
 fn the_disk_is_measured_where_that_is_asked_for() {
-    let dir = Scratch::new("tool-measure");
+    let dir = Scratch::created("tool-measure");
     let path = gguf(&dir, &dense());
     let args = ["--host", "8M", "--context", "16", "--json"];
     assert!(json(&plan(&[&path], &args).fine())["forecast"].is_null());
@@ -64,7 +64,7 @@ fn the_disk_is_measured_where_that_is_asked_for() {
 
 #[test]
 fn placements_and_slots_are_as_they_are_asked_for() {
-    let dir = Scratch::new("tool-place");
+    let dir = Scratch::created("tool-place");
     let path = gguf(&dir, &dense());
     let home_of_first = |placement: &str| {
         let args = ["--host", "9M", "--context", "16", "--placement", placement, "--json"];
@@ -87,7 +87,7 @@ fn placements_and_slots_are_as_they_are_asked_for() {
 #[test]
 fn all_forms_of_a_model_have_plans() {
     let sizes = Sizes { layers: 4, ..Sizes::default() };
-    let dir = Scratch::new("tool-forms");
+    let dir = Scratch::created("tool-forms");
     let all = write_gguf(&dir.0, "split", &sizes.gguf(), &sizes.metadata(), 3);
     let all: Vec<&Path> = all.iter().map(PathBuf::as_path).collect();
     let of_first = plan(&all[..1], &["--host", "1G", "--json"]).fine();
@@ -95,13 +95,13 @@ fn all_forms_of_a_model_have_plans() {
     // Four layers, the embedding, frequencies, the norm, the head.
     assert_eq!(number(&json(&of_first), "/homes/host/units"), 8);
 
-    let dir = Scratch::new("tool-shards");
+    let dir = Scratch::created("tool-shards");
     let index = write_safetensors(&dir.0, &sizes.safetensors(false), &sizes.config(), 3);
     let of_index = plan(&[&index], &["--host", "1G", "--json"]).fine();
     assert_eq!(plan(&[&dir.0], &["--host", "1G", "--json"]).fine(), of_index);
     assert_eq!(number(&json(&of_index), "/homes/host/units"), 7);
 
-    let dir = Scratch::new("tool-experts");
+    let dir = Scratch::created("tool-experts");
     let said = json(
         &plan(&[&gguf(&dir, &experts())], &["--host", "4M", "--context", "16", "--json"]).fine(),
     );
@@ -111,7 +111,7 @@ fn all_forms_of_a_model_have_plans() {
 
 #[test]
 fn files_that_are_no_models_are_said_to_be_none() {
-    let dir = Scratch::new("tool-hostile");
+    let dir = Scratch::created("tool-hostile");
     let model = std::fs::read(gguf(&dir, &dense())).expect("ours");
     let file = |name: &str, bytes: &[u8]| {
         let path = dir.0.join(name);
@@ -146,7 +146,7 @@ fn files_that_are_no_models_are_said_to_be_none() {
 
 #[test]
 fn wrong_options_are_explained() {
-    let dir = Scratch::new("tool-wrong");
+    let dir = Scratch::created("tool-wrong");
     let path = gguf(&dir, &Sizes::default());
     for (args, words) in [
         (&["--host", "8Q"][..], "known are B, K, M, G, T"),
@@ -176,7 +176,7 @@ fn wrong_options_are_explained() {
 
 #[test]
 fn who_reads_no_further_is_no_failure() {
-    let dir = Scratch::new("tool-pipe");
+    let dir = Scratch::created("tool-pipe");
     let path = gguf(&dir, &Sizes { layers: 3000, hidden: 8, ffn: 4, ..Sizes::default() });
     let mut tool = tool();
     let tool = tool.arg("plan").arg(&path).args(["--host", "1M", "--context", "1", "--json"]);

@@ -9,7 +9,7 @@ fn run(path: &Path, args: &[&str]) -> Said {
 
 #[test]
 fn passes_read_what_does_not_stay() {
-    let dir = Scratch::new("tool-run");
+    let dir = Scratch::created("tool-run");
     let path = gguf(&dir, &dense());
     let said = json(&run(&path, &["--host", "8M", "--passes", "4", "--json"]).fine());
     let passes = said["passes"].as_array().expect("passes");
@@ -36,7 +36,7 @@ fn passes_read_what_does_not_stay() {
 
 #[test]
 fn everything_that_fits_stays() {
-    let dir = Scratch::new("tool-fits");
+    let dir = Scratch::created("tool-fits");
     let path = gguf(&dir, &dense());
     let said = json(&run(&path, &["--host", "64M", "--passes", "2", "--json"]).fine());
     assert_eq!(number(&said, "/plan/homes/file/units"), 0);
@@ -49,7 +49,7 @@ fn everything_that_fits_stays() {
 
 #[test]
 fn computing_takes_as_long_as_it_is_said_to() {
-    let dir = Scratch::new("tool-compute");
+    let dir = Scratch::created("tool-compute");
     let path = gguf(&dir, &dense());
     let args = ["--host", "8M", "--passes", "2", "--compute", "3ms", "--json"];
     let said = json(&run(&path, &args).fine());
@@ -61,7 +61,7 @@ fn computing_takes_as_long_as_it_is_said_to() {
 
 #[test]
 fn a_device_is_simulated() {
-    let dir = Scratch::new("tool-simulated");
+    let dir = Scratch::created("tool-simulated");
     let path = gguf(&dir, &dense());
     let args = ["--device", "6M", "--device-link", "500M", "--host", "24M", "--compute", "100us"];
     for more in [&[][..], &["--ring"]] {
@@ -89,7 +89,7 @@ fn a_device_is_simulated() {
 
 #[test]
 fn experts_are_drawn_as_many_as_the_model_uses() {
-    let dir = Scratch::new("tool-moe");
+    let dir = Scratch::created("tool-moe");
     let path = gguf(&dir, &experts());
     let said = json(&run(&path, &["--host", "4M", "--passes", "5", "--json"]).fine());
     for pass in said["passes"].as_array().expect("passes") {
@@ -102,7 +102,7 @@ fn experts_are_drawn_as_many_as_the_model_uses() {
 
 #[test]
 fn every_way_to_read_sees_the_same_model() {
-    let dir = Scratch::new("tool-ways");
+    let dir = Scratch::created("tool-ways");
     let path = gguf(&dir, &dense());
     for args in [&["--buffered"][..], &["--mapped"], &["--in-place"], &["--readers", "3"]] {
         let args = [&["--host", "8M", "--verify", "always", "--passes", "2"], args].concat();
@@ -115,7 +115,7 @@ fn every_way_to_read_sees_the_same_model() {
 
 #[test]
 fn pictures_can_be_read() {
-    let dir = Scratch::new("tool-page");
+    let dir = Scratch::created("tool-page");
     let sizes = [("dense", dense()), ("moe", experts())];
     for (name, sizes) in &sizes {
         // Names come from files.
@@ -154,7 +154,7 @@ fn pictures_can_be_read() {
 
 #[test]
 fn a_sidecar_finds_a_byte_that_changed() {
-    let dir = Scratch::new("tool-verify");
+    let dir = Scratch::created("tool-verify");
     let path = gguf(&dir, &dense());
     let sidecar = dir.0.join("model.gguf.kvtsum");
     run(&path, &["--host", "8M"]).fine();
@@ -189,7 +189,7 @@ fn a_sidecar_finds_a_byte_that_changed() {
 
 #[test]
 fn the_least_that_is_needed_is_said() {
-    let dir = Scratch::new("tool-least");
+    let dir = Scratch::created("tool-least");
     let path = gguf(&dir, &dense());
     let said = run(&path, &["--host", "1M"]);
     said.fails(1, "KVT_E_BUDGET");
@@ -203,7 +203,7 @@ fn the_least_that_is_needed_is_said() {
 
 #[test]
 fn options_that_make_no_sense_are_explained() {
-    let dir = Scratch::new("tool-sense");
+    let dir = Scratch::created("tool-sense");
     let path = gguf(&dir, &Sizes::default());
     for (args, words) in [
         (&["--passes", "0"][..], "0 is not in 1..=1000000"),
