@@ -66,13 +66,13 @@ resident() {
 }
 seeds() { "$target/debug/kvtier-sim" --first $((first + round * 500)) --seeds 500; }
 # shellcheck disable=SC2086
-kills() { KVTIER_CRASH_ROUNDS=50 cargo nextest run --locked --workspace $features --test store -E 'test(=crash::what_was_stored_outlives_the_process)'; }
+kills() { KVTIER_CRASH_ROUNDS=50 cargo nextest run --locked --workspace $features --test store -E 'test(=crash::stored_cells_survive_a_killed_process)'; }
 late() { "$here/late/run.sh" "$work/late" 1 "${programs[@]}"; }
 # shellcheck disable=SC2086
 cases() {
     PROPTEST_CASES=2000 KVTIER_WANDER_SEEDS=60 KVTIER_SIM_SEED=$((first + round)) \
         cargo nextest run --locked --workspace $features \
-        -E 'test(random::) | test(a_storm) | test(models::) | test(cuda_wander::) | test(seeds_keep_every_promise)'
+        -E 'test(random::) | test(concurrent_block_transfers) | test(under_concurrent_load) | test(models::) | test(cuda_wander::) | test(keep_all_invariants)'
 }
 
 cmake -S "$root" -B "$work/cmake" -G Ninja -DKVTIER_PREBUILT_DIR="$prebuilt" -DKVTIER_TESTS=ON \

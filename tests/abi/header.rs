@@ -128,7 +128,7 @@ fn without_rust_sections(text: &str) -> String {
 
 /// The generator takes one of two constants that have one name, and says nothing.
 #[test]
-fn constants_have_names_of_their_own() {
+fn constant_names_are_unique() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi");
     let mut names = std::collections::BTreeSet::new();
     for entry in std::fs::read_dir(folder).expect("src/ffi") {
@@ -169,7 +169,7 @@ fn every_sized_struct_has_an_initialiser() {
 }
 
 #[test]
-fn every_function_says_what_callers_need() {
+fn every_function_documents_threading_version_and_returns() {
     let header = generated();
     let mut functions = 0;
     for (comment, declaration) in documented(&header) {
@@ -221,7 +221,7 @@ fn documented(header: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn the_readme_shows_lines_of_hello_kv_in_order() {
+fn readme_excerpts_match_hello_kv() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let text = |path: &str| std::fs::read_to_string(root.join(path)).expect(path);
     let (readme, program) = (text("README.md"), text("examples/c/hello_kv.c"));

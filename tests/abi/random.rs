@@ -8,7 +8,7 @@ use proptest::test_runner::TestRunner;
 
 /// One test alone: the log sink and the counters are the process's.
 #[test]
-fn any_program_ends_well() {
+fn random_abi_programs_neither_crash_nor_leak() {
     // A runtime, a queue, buffers, a budget, a policy, a trace and a store with a session
     // that has tokens, so that programs get somewhere.
     // Each opcode with as many zeros as it reads, or the end of the store's is eaten.

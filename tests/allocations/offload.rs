@@ -88,7 +88,7 @@ fn quarters(mut turn: impl FnMut(u32)) -> [u64; 4] {
 
 // One test: what another does at the same time would count.
 #[test]
-fn a_put_costs_the_same_however_long_the_sequence_is() {
+fn offload_put_allocates_independently_of_sequence_length() {
     let _alone = alone();
     // The lists grow with each token: 8 of them, of up to 4,500.
     let mut world = open("knorm(ratio=0.5)");

@@ -112,7 +112,7 @@ fn every_device_conforms() {
 /// Memory that the engine hands in does as well as the driver's, and a device that has memory and
 /// gives none out passes with what is left.
 #[test]
-fn devices_whose_memory_is_the_engines_conform() {
+fn devices_with_engine_memory_conform() {
     let engine = fake_cuda();
     let mine = engine.allocate(384 << 20).expect("memory");
     let library = std::env::var_os("KVTIER_GPU").is_none().then(fake_cuda::library);
@@ -134,7 +134,7 @@ fn devices_whose_memory_is_the_engines_conform() {
 }
 
 #[test]
-fn a_device_with_any_fault_does_not_conform() {
+fn conformance_suite_detects_every_fault() {
     for fault in Fault::COPIES.into_iter().chain(relay::kinds().map(Fault::Kernel)) {
         // Memory that such a device writes beside the target is nobody's here: rooms have pages
         // of their own.
@@ -155,7 +155,7 @@ fn a_device_with_any_fault_does_not_conform() {
 }
 
 #[test]
-fn an_engine_gets_all_back_that_it_gave() {
+fn custom_device_returns_all_resources_of_the_engine() {
     let (device, relay) = foreign(Clock::manual(1), 1, Fault::None);
     let memory = device.allocate(5_000).expect("room");
     let kept = device.allocate(5_000).expect("room");
@@ -174,7 +174,7 @@ fn an_engine_gets_all_back_that_it_gave() {
 }
 
 #[test]
-fn an_engine_lends_the_upper_half_of_its_streams() {
+fn custom_device_lends_the_upper_half_of_its_streams() {
     let (device, _relay) = foreign(Clock::manual(1), 1, Fault::None);
     assert_eq!((device.facts().streams, device.shared_streams()), (4, 2));
     let lent = [3, 2].map(|number| {
@@ -190,7 +190,7 @@ fn an_engine_lends_the_upper_half_of_its_streams() {
 }
 
 #[test]
-fn promises_of_an_engine_are_kept_once_and_forgotten() {
+fn custom_device_signals_user_events_once() {
     let (device, relay) = foreign(Clock::manual(1), 1, Fault::None);
     for _ in 0..3 {
         let promises: Vec<Event> =
@@ -213,7 +213,7 @@ fn promises_of_an_engine_are_kept_once_and_forgotten() {
 }
 
 #[test]
-fn an_engine_that_says_its_device_is_gone_is_asked_no_more() {
+fn lost_custom_device_gets_no_more_calls() {
     let (device, relay) = foreign(Clock::manual(1), 1, Fault::None);
     let (a, b) = (Room::filled(100, 1), Room::filled(100, 2));
     let put = |stream| submit(&device, stream, None, &mut [a.copy(&b, Direction::Gather)]);
@@ -237,7 +237,7 @@ fn an_engine_that_says_its_device_is_gone_is_asked_no_more() {
 }
 
 #[test]
-fn an_engines_own_events_and_streams_and_kernels() {
+fn custom_device_imports_events_streams_and_kernels() {
     let (device, relay) = foreign(Clock::manual(1), 1, Fault::None);
     let (a, b, c) = (Room::filled(64, 1), Room::filled(64, 2), Room::filled(64, 3));
     let content = a.bytes();
@@ -365,7 +365,7 @@ fn a_released_event_is_not_reported() {
 }
 
 #[test]
-fn after_close_no_memory_is_touched() {
+fn closed_device_touches_no_memory() {
     for seed in 0..20 {
         on_all(seed, |device| {
             let (a, b) = (Room::filled(200_000, 1), Room::filled(200_000, 2));
@@ -463,7 +463,7 @@ fn wander(device: &dyn Device, seed: u64, forgets: u64) -> bool {
 }
 
 #[test]
-fn who_waits_as_documented_always_sees_right_bytes() {
+fn documented_waits_order_all_copies() {
     for seed in 0..60 {
         assert!(wander(&Host::default(), seed, 0), "host, seed {seed}");
         assert!(wander(&simulated(seed).0, seed, 0), "simulated, seed {seed}");
@@ -474,7 +474,7 @@ fn who_waits_as_documented_always_sees_right_bytes() {
 }
 
 #[test]
-fn who_forgets_waits_is_mostly_caught() {
+fn missing_waits_cause_wrong_bytes() {
     // What was forgotten may be covered by another wait.
     for (forgets, least) in [(40, 20), (10, 60), (3, 95)] {
         let caught = (0..100).filter(|&seed| !wander(&simulated(seed).0, seed, forgets)).count();
@@ -509,7 +509,7 @@ fn race(seed: u64, orderly: bool) -> (bool, bool) {
 }
 
 #[test]
-fn races_are_caught_and_events_prevent_them() {
+fn events_prevent_races_that_are_otherwise_detected() {
     let mut caught = (0, 0);
     for seed in 0..100 {
         assert_eq!(race(seed, true), (true, true), "seed {seed}");
@@ -520,7 +520,7 @@ fn races_are_caught_and_events_prevent_them() {
 }
 
 #[test]
-fn targets_are_poisoned_and_sources_read_at_any_time() {
+fn simulated_copies_read_late_and_poison_targets() {
     let mut late = 0;
     for seed in 0..50 {
         let (device, clock) = simulated(seed);
@@ -563,7 +563,7 @@ fn trace(seed: u64) -> (Vec<u64>, Vec<Event>, Vec<Vec<u8>>) {
 }
 
 #[test]
-fn a_seed_is_a_run_and_streams_overtake_each_other() {
+fn simulated_device_is_deterministic_and_reorders_streams() {
     let mut overtaken = 0;
     for seed in 0..20 {
         let run = trace(seed);
@@ -581,7 +581,7 @@ fn a_seed_is_a_run_and_streams_overtake_each_other() {
 }
 
 #[test]
-fn a_failed_batch_takes_along_what_was_to_follow_and_no_more() {
+fn failed_batch_fails_its_dependents_only() {
     let opts = SimulatedOpts { fail_at: vec![2], ..SimulatedOpts::default() };
     let (device, _clock) = simulated_as(opts);
     let rooms: Vec<Room> = (0..6).map(|i| Room::filled(1_000, i)).collect();
@@ -609,7 +609,7 @@ fn a_failed_batch_takes_along_what_was_to_follow_and_no_more() {
 }
 
 #[test]
-fn a_lost_device_fails_everything_cleanly() {
+fn lost_device_fails_every_call() {
     let opts = SimulatedOpts { lost_at: 3, ..SimulatedOpts::default() };
     let (device, clock) = simulated_as(opts);
     let rooms: Vec<Room> = (0..6).map(|i| Room::filled(1_000, i)).collect();
@@ -642,7 +642,7 @@ fn a_lost_device_fails_everything_cleanly() {
 }
 
 #[test]
-fn waits_end_at_their_deadline() {
+fn waits_time_out_at_their_deadline() {
     let real = Clock::real();
     let slow = SimulatedOpts { latency_ns: 60_000_000_000, ..SimulatedOpts::default() };
     let devices =
@@ -667,7 +667,7 @@ fn waits_end_at_their_deadline() {
 }
 
 #[test]
-fn a_checked_target_does_not_overlap_itself() {
+fn copy_with_overlapping_target_is_invalid() {
     let room = Room::filled(100, 1);
     let view = View { token_stride_bytes: 3, tokens: 4, ..View::canonical(room.at(), 1, 8) };
     assert!(view.span(0, 4, Side::Source).is_ok());
@@ -676,7 +676,7 @@ fn a_checked_target_does_not_overlap_itself() {
 }
 
 #[test]
-fn bytes_are_copied_up_to_a_gibibyte_and_more() {
+fn copies_may_exceed_one_gibibyte() {
     let copy = |address, bytes| {
         let room = 8 as *mut u8;
         Copy::bytes(room, address, bytes, Direction::Scatter, Memory::Device)
@@ -690,7 +690,7 @@ fn bytes_are_copied_up_to_a_gibibyte_and_more() {
 }
 
 #[test]
-fn device_memory_has_an_end_and_leaks_are_counted() {
+fn device_memory_is_limited_and_leaks_are_counted() {
     let (device, clock) =
         simulated_as(SimulatedOpts { memory_bytes: 10_000, ..SimulatedOpts::default() });
     assert_eq!((device.free_bytes(), device.allocated_bytes()), (Some(10_000), 0));

@@ -47,7 +47,7 @@ fn round_trip(cuda: &Cuda) -> kvtier::base::status::Result<bool> {
 }
 
 #[test]
-fn all_that_is_taken_is_given_back() {
+fn closed_cuda_device_leaks_nothing() {
     let (_turn, fake) = alone(1);
     let before = fake.live();
     let cuda = open();
@@ -60,7 +60,7 @@ fn all_that_is_taken_is_given_back() {
 }
 
 #[test]
-fn a_driver_that_is_none_too_old_or_without_devices_is_unavailable_and_says_why() {
+fn missing_old_or_deviceless_driver_is_unavailable_with_reason() {
     let (_turn, fake) = alone(2);
     let fails = |opts: &CudaOpts, word: &str| {
         let error = Cuda::open(Clock::real(), opts).err().expect("no device");
@@ -85,7 +85,7 @@ fn a_driver_that_is_none_too_old_or_without_devices_is_unavailable_and_says_why(
 /// Every call that a device makes fails once, early and late: nothing hangs, nothing is lost,
 /// and what is said to have gone well has.
 #[test]
-fn any_call_may_fail() {
+fn every_driver_call_may_fail_once() {
     let calls = [
         "cuDeviceGetCount",
         "cuDeviceGet",
@@ -131,7 +131,7 @@ fn any_call_may_fail() {
 }
 
 #[test]
-fn a_lost_device_says_so_to_all_and_waits_for_nothing() {
+fn lost_device_fails_all_calls_without_waiting() {
     let (_turn, fake) = alone(3);
     let cuda = open();
     assert!(round_trip(&cuda).expect("it works"));
@@ -151,7 +151,7 @@ fn a_lost_device_says_so_to_all_and_waits_for_nothing() {
 }
 
 #[test]
-fn memory_that_is_not_there_is_no_memory() {
+fn allocation_beyond_device_memory_is_nomem() {
     let (_turn, fake) = alone(4);
     fake.set(12_040, 1, 1 << 20, false);
     let cuda = open();
@@ -169,7 +169,7 @@ fn memory_that_is_not_there_is_no_memory() {
 }
 
 #[test]
-fn an_engine_has_its_own_context_and_streams_and_makes_graphs() {
+fn device_works_beside_engine_contexts_streams_and_graphs() {
     let (_turn, fake) = alone(5);
     let before = fake.live();
     let context = fake.context();
@@ -202,7 +202,7 @@ fn an_engine_has_its_own_context_and_streams_and_makes_graphs() {
 }
 
 #[test]
-fn a_deadline_is_kept_while_nothing_comes() {
+fn wait_times_out_while_the_event_is_pending() {
     let (_turn, fake) = alone(6);
     let context = fake.context();
     let stream = fake.stream();
@@ -225,7 +225,7 @@ fn a_deadline_is_kept_while_nothing_comes() {
 
 /// A driver that keeps rejecting queries, for ever: the wait ends, and says so.
 #[test]
-fn a_driver_that_never_answers_is_given_up() {
+fn wait_gives_up_a_driver_that_never_answers() {
     for (calls, with_deadline) in [
         (&["cuEventQuery", "cuEventSynchronize"][..], false),
         (&["cuEventQuery"][..], true),
@@ -250,7 +250,7 @@ fn a_driver_that_never_answers_is_given_up() {
 
 /// One question that is refused is no failure of the work.
 #[test]
-fn a_question_that_fails_is_asked_again() {
+fn failed_event_query_is_repeated() {
     let (_turn, fake) = alone(8);
     let cuda = open();
     // SAFETY: a batch without memory.
@@ -269,7 +269,7 @@ fn a_question_that_fails_is_asked_again() {
 
 /// Only the first open event of each stream is asked for, however many there are.
 #[test]
-fn a_poll_asks_once_for_each_stream() {
+fn poll_queries_one_event_per_stream() {
     let (_turn, fake) = alone(9);
     let cuda = open();
     let mut open = Vec::new();
@@ -311,7 +311,7 @@ fn a_poll_asks_once_for_each_stream() {
 /// A batch that fails when a part of it was begun: its event comes when that part has ended, and
 /// says that the batch failed; nobody waits for the stream meanwhile.
 #[test]
-fn a_batch_that_fails_half_way_ends_with_its_failure() {
+fn partly_submitted_batch_ends_with_its_error() {
     let (_turn, fake) = alone(10);
     let cuda = open();
     let memory = cuda.allocate(4096).expect("memory");
@@ -344,7 +344,7 @@ fn a_batch_that_fails_half_way_ends_with_its_failure() {
 
 /// Several devices, each with its own context and memory.
 #[test]
-fn each_ordinal_is_a_device_of_its_own() {
+fn ordinals_open_separate_devices() {
     let (_turn, fake) = alone(11);
     fake.set(12_040, 3, 1 << 30, false);
     let before = fake.live();
@@ -374,7 +374,7 @@ fn each_ordinal_is_a_device_of_its_own() {
 
 /// Memory that an engine hands in is what is given out, and stays the engine's.
 #[test]
-fn memory_comes_from_what_the_engine_hands_in() {
+fn allocations_come_from_the_engines_memory() {
     let (_turn, fake) = alone(12);
     fake.set(12_040, 2, 1 << 30, false);
     let before = fake.live();

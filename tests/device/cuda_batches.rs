@@ -116,7 +116,7 @@ const ALL: [CopyMethodChoice; 4] = [
 ];
 
 #[test]
-fn every_means_copies_right_with_every_driver() {
+fn every_copy_method_is_exact_with_every_driver() {
     for (seed, choice) in (0..12).flat_map(|seed| ALL.map(|choice| (seed, choice))) {
         let (_turn, fake) = alone(seed);
         let before = fake.live();
@@ -141,7 +141,7 @@ fn every_means_copies_right_with_every_driver() {
 /// Copies of many pieces each fill more lists than their pieces would: what has no list goes another
 /// way, and nothing fails.
 #[test]
-fn lists_that_are_not_full_are_in_use_as_well() {
+fn partly_filled_copy_lists_count_as_used() {
     const COPIES: usize = 40;
     const PIECES: usize = 600;
     const RUN: usize = 64;
@@ -181,7 +181,7 @@ fn lists_that_are_not_full_are_in_use_as_well() {
 }
 
 #[test]
-fn the_driver_takes_many_copies_in_one_call_where_it_can() {
+fn batched_driver_copies_are_used_if_available() {
     let (_turn, fake) = alone(1);
     fake.set(NEW, 1, 1 << 30, false);
     let cuda = open(CopyMethodChoice::Fixed(CopyMethod::Batch)).expect("a device");
@@ -214,7 +214,7 @@ fn the_driver_takes_many_copies_in_one_call_where_it_can() {
 }
 
 #[test]
-fn what_was_measured_is_said_and_what_could_not_be_too() {
+fn description_has_measured_and_unmeasured_methods() {
     let (_turn, fake) = alone(2);
     fake.set(NEW, 1, 1 << 30, false);
     let cuda = open(CopyMethodChoice::Measured).expect("a device");
@@ -256,7 +256,7 @@ fn what_was_measured_is_said_and_what_could_not_be_too() {
 }
 
 #[test]
-fn host_memory_is_told_of_once_and_taken_back() {
+fn host_memory_is_registered_once_and_unregistered() {
     let (_turn, fake) = alone(3);
     let before = fake.live();
     let cuda = open(CopyMethodChoice::default()).expect("a device");
@@ -304,7 +304,7 @@ fn host_memory_is_told_of_once_and_taken_back() {
 }
 
 #[test]
-fn what_cannot_be_registered_is_slow_counted_and_right() {
+fn unregistered_memory_is_counted_and_copied_exactly() {
     for choice in ALL {
         let (_turn, fake) = alone(4);
         fake.set(NEW, 1, 1 << 30, false);
@@ -329,7 +329,7 @@ fn what_cannot_be_registered_is_slow_counted_and_right() {
 
 /// Large memory is made present by several threads before it is registered.
 #[test]
-fn large_pools_are_present_when_they_are_registered() {
+fn large_pools_are_faulted_in_before_registration() {
     let (_turn, fake) = alone(5);
     let cuda = open(CopyMethodChoice::default()).expect("a device");
     let bytes = 200 << 20;
@@ -357,7 +357,7 @@ fn large_pools_are_present_when_they_are_registered() {
 /// Every call of these ways fails once, early and late: nothing hangs, nothing is lost, and what is
 /// said to have gone well has.
 #[test]
-fn any_call_may_fail() {
+fn every_copy_call_may_fail_once() {
     let calls = [
         "cuMemHostRegister",
         "cuMemHostUnregister",
@@ -449,7 +449,7 @@ fn sum(memory: &DeviceMemory) -> Call {
 
 /// Whoever wants to know what there is has all loaded; what each source is for goes with it.
 #[test]
-fn kernels_that_are_all_tried_are_told_of_one_by_one() {
+fn kernel_modules_are_reported_one_by_one() {
     let all = Kind::ALL.iter().fold(0, |set, kind| set | kind.bit());
     // Each source in turn, and all of them.
     for nth in [1, 4, 7, 10, -1] {
@@ -487,7 +487,7 @@ fn kernels_that_are_all_tried_are_told_of_one_by_one() {
 
 /// Latent rows take what a device has: 161 KB of shared memory, or 83.
 #[test]
-fn kernels_take_no_more_shared_memory_than_there_is() {
+fn kernels_stay_within_shared_memory() {
     for (kilobytes, sees) in [(227, true), (163, true), (99, true), (48, false)] {
         let (_turn, fake) = alone(10);
         fake.block_shared(kilobytes << 10);
@@ -545,7 +545,7 @@ fn launch(cuda: &Cuda, after: Option<Event>, calls: &[Call]) -> Result<Event> {
 }
 
 #[test]
-fn kernels_are_launched_in_turn_and_what_cannot_be_is_refused() {
+fn kernels_launch_in_order_and_reject_invalid_calls() {
     let (_turn, fake) = alone(6);
     fake.emulate(emulated::launches());
     fake.set(NEW, 2, 1 << 30, false);
@@ -600,7 +600,7 @@ fn kernels_are_launched_in_turn_and_what_cannot_be_is_refused() {
 }
 
 #[test]
-fn machine_code_is_for_one_device_and_others_compile() {
+fn other_architectures_compile_from_ptx() {
     for (capability, fails, images) in [(9, false, 1), (9, true, 2), (8, false, 1), (10, false, 1)]
     {
         let (_turn, fake) = alone(8);
@@ -633,7 +633,7 @@ fn machine_code_is_for_one_device_and_others_compile() {
 }
 
 #[test]
-fn kernels_that_do_not_load_say_why_and_copies_go_on() {
+fn failed_kernel_load_has_a_reason_and_copies_continue() {
     let (_turn, fake) = alone(7);
     fake.set(NEW, 1, 1 << 30, false);
     let cuda = open(CopyMethodChoice::default()).expect("a device");

@@ -53,7 +53,7 @@ fn host(bytes: &mut [u8]) -> (u64, Memory) {
 }
 
 #[test]
-fn the_default_stream_and_streams_of_other_contexts_are_refused() {
+fn default_stream_and_foreign_contexts_are_rejected() {
     let (_turn, fake) = alone(1);
     let before = fake.live();
     let (context, other) = (fake.context(), fake.own_context(0));
@@ -98,7 +98,7 @@ fn the_default_stream_and_streams_of_other_contexts_are_refused() {
 }
 
 #[test]
-fn planes_and_tensors_are_on_either_side() {
+fn planes_and_tensors_may_be_in_any_memory() {
     let (_turn, fake) = alone(2);
     for choice in
         [CopyMethodChoice::Fixed(CopyMethod::Plain), CopyMethodChoice::Fixed(CopyMethod::Batch)]
@@ -150,7 +150,7 @@ fn planes_and_tensors_are_on_either_side() {
 }
 
 #[test]
-fn addresses_that_are_not_the_devices_are_refused_one_batch_at_a_time() {
+fn foreign_addresses_fail_only_their_batch() {
     let (_turn, fake) = alone(3);
     fake.set(12_040, 2, 1 << 30, false);
     let cuda = open(&opts());
@@ -189,7 +189,7 @@ fn addresses_that_are_not_the_devices_are_refused_one_batch_at_a_time() {
 }
 
 #[test]
-fn an_event_of_the_engines_is_waited_for_by_streams_and_not_by_threads() {
+fn imported_events_block_streams_not_threads() {
     let (_turn, fake) = alone(4);
     let before = fake.live();
     let context = fake.own_context(0);
@@ -222,7 +222,7 @@ fn an_event_of_the_engines_is_waited_for_by_streams_and_not_by_threads() {
 
 /// Many events at once, of which the first stands still: who waits for others is not held up.
 #[test]
-fn events_that_come_late_hold_up_no_others() {
+fn late_event_delays_only_its_dependents() {
     let (_turn, fake) = alone(5);
     let cuda = open(&opts());
     let context = fake.own_context(0);
@@ -261,7 +261,7 @@ fn events_that_come_late_hold_up_no_others() {
 }
 
 #[test]
-fn a_stream_of_the_engines_goes_on_when_a_batch_has_ended() {
+fn engine_stream_resumes_after_the_batch() {
     let (_turn, fake) = alone(6);
     let cuda = open(&opts());
     let context = fake.context();
@@ -312,7 +312,7 @@ fn beside(fake: &Fake, cuda: &Cuda, context: u64, stream: u64, events: [u64; 2])
 /// Every call that is made beside an engine fails once, early and late: nothing hangs, nothing is
 /// lost, and what is said to have gone well has.
 #[test]
-fn any_call_beside_an_engine_may_fail() {
+fn every_interop_call_may_fail_once() {
     let calls = [
         "cuStreamGetCtx",
         "cuStreamIsCapturing",

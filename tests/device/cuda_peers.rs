@@ -102,7 +102,7 @@ impl Drop for Room<'_> {
 
 /// From each place to each, in one piece and in many, and the sums of all that is on a device.
 #[test]
-fn copies_go_from_every_memory_to_every_other() {
+fn copies_work_between_all_memories() {
     for (reaches, means) in [true, false].into_iter().flat_map(|r| MEANS.map(|means| (r, means))) {
         let (_turn, fake) = alone(3, reaches);
         let before = fake.calls(PEER);
@@ -178,7 +178,7 @@ impl Forget for Cuda {
 
 /// What is mapped piece by piece is not reached for being a peer's: it is copied all the same.
 #[test]
-fn memory_that_is_mapped_has_access_of_its_own() {
+fn mapped_peer_memory_is_copied_without_peer_access() {
     let (_turn, fake) = alone(5, true);
     let (first, other) = (open(opts(0, &[1])), Arc::new(open(opts(1, &[]))));
     let window = CudaWindow::new(other.clone(), 1 << 20).expect("addresses");
@@ -206,7 +206,7 @@ fn memory_that_is_mapped_has_access_of_its_own() {
 }
 
 #[test]
-fn what_is_no_peer_is_refused() {
+fn non_peer_devices_are_rejected() {
     let (_turn, fake) = alone(7, false);
     for (peers, words) in [
         (&[3][..], "peer 3: the driver has 3 devices"),
@@ -264,7 +264,7 @@ fn what_is_no_peer_is_refused() {
 
 /// Each call that access needs fails: the device opens without it, or not at all.
 #[test]
-fn calls_that_fail_cost_access() {
+fn failed_peer_setup_disables_access() {
     let (_turn, fake) = alone(11, true);
     for (call, nth, code) in [
         ("cuDeviceCanAccessPeer", 1, 101),
@@ -294,7 +294,7 @@ fn calls_that_fail_cost_access() {
 }
 
 #[test]
-fn calls_that_fail_between_devices_cost_one_batch() {
+fn failed_peer_copy_fails_one_batch() {
     let (_turn, fake) = alone(12, false);
     for (call, nth) in [(PEER, 1), (PEER, 40), ("cuPointerGetAttributes", 2), ("cuMemAlloc", 1)] {
         let (first, other) = (open(opts(0, &[1])), open(opts(1, &[])));
@@ -325,7 +325,7 @@ const TOKENS: usize = 3 * MODEL.chunk + 7;
 
 /// A store of the first device takes tensors of the second, and gives them to the third.
 #[test]
-fn a_store_takes_moves_of_views_on_other_devices() {
+fn store_transfers_tensors_of_peer_devices() {
     let specs = ["store(host=8MiB)", "store(host=8MiB,device=device(capacity=2MiB))"];
     for (reaches, spec) in [true, false].into_iter().flat_map(|r| specs.map(|spec| (r, spec))) {
         for means in MEANS {

@@ -64,7 +64,7 @@ fn passes(rig: &Rig) -> Vec<Status> {
 }
 
 #[test]
-fn weights_are_where_they_always_were() {
+fn in_place_weights_keep_their_addresses() {
     for residencies in [0, 2, 4] {
         let (_turn, fake) = alone(residencies + 5);
         let before = fake.live();
@@ -86,7 +86,7 @@ fn weights_are_where_they_always_were() {
 }
 
 #[test]
-fn any_call_that_maps_may_fail() {
+fn every_mapping_call_may_fail_once() {
     for call in [
         "cuMemGetAllocationGranularity",
         "cuMemAddressReserve",
@@ -142,7 +142,7 @@ fn any_call_that_maps_may_fail() {
 
 /// After a bad address CUDA does nothing more in the process: all is told so, and ends.
 #[test]
-fn a_device_that_is_lost_is_told_and_all_ends() {
+fn lost_device_ends_all_in_place_work() {
     for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyHtoDAsync"] {
         let mut told = 0;
         for nth in [2, 6, 9] {
@@ -177,7 +177,7 @@ fn a_device_that_is_lost_is_told_and_all_ends() {
 
 /// A driver that is too old maps no memory.
 #[test]
-fn a_driver_without_windows_is_told() {
+fn driver_without_virtual_memory_is_unsupported() {
     let (_turn, fake) = alone(3);
     let device = open().expect("a device");
     // It fails whenever it is asked.

@@ -66,7 +66,7 @@ fn copy(cuda: &Cuda, stream: u32, after: Event, from: &mut [u8], to: &mut [u8]) 
 }
 
 #[test]
-fn batches_and_streams_wait_until_it_is_kept() {
+fn batches_and_streams_wait_for_user_events() {
     let (_turn, fake) = alone(1);
     let cuda = open();
     let context = fake.context();
@@ -111,7 +111,7 @@ fn batches_and_streams_wait_until_it_is_kept() {
 
 /// A stream that comes to its wait late, when the number is another promise's: it goes on.
 #[test]
-fn whoever_waits_for_a_number_that_is_used_again_goes_on() {
+fn late_wait_on_a_reused_event_number_returns() {
     let (_turn, fake) = alone(2);
     let cuda = open();
     let context = fake.context();
@@ -141,7 +141,7 @@ fn whoever_waits_for_a_number_that_is_used_again_goes_on() {
 }
 
 #[test]
-fn a_device_that_goes_leaves_no_stream_standing() {
+fn closing_a_device_releases_waiting_streams() {
     for is_slow in [false, true] {
         let (_turn, fake) = alone(3);
         let cuda = open();
@@ -179,7 +179,7 @@ fn a_device_that_goes_leaves_no_stream_standing() {
 }
 
 #[test]
-fn what_cannot_wait_for_it_is_refused() {
+fn invalid_waits_on_user_events_are_rejected() {
     let (_turn, fake) = alone(4);
     let cuda = open();
     let context = fake.context();
@@ -217,7 +217,7 @@ fn what_cannot_wait_for_it_is_refused() {
 
 /// The device is lost: what was promised has failed, and streams go on.
 #[test]
-fn a_lost_device_keeps_its_promises_badly() {
+fn lost_device_fails_user_events() {
     let (_turn, fake) = alone(5);
     let cuda = open();
     let promise = cuda.create_user_event().expect("one");
@@ -237,7 +237,7 @@ const TOKENS: usize = 4 * MODEL.chunk;
 /// A store between kernels of an engine's: its moves begin behind an event of the engine's, and
 /// a stream of the engine's goes on behind the moves, which had not begun when it was told.
 #[test]
-fn a_store_stands_between_the_engines_kernels() {
+fn store_transfers_run_between_engine_kernels() {
     for by_layer in [false, true] {
         let (_turn, fake) = alone(6);
         let context = fake.context();
@@ -315,7 +315,7 @@ fn a_store_stands_between_the_engines_kernels() {
 /// Streams that are lent are nobody else's, and what is behind a late event on one holds up no
 /// other.
 #[test]
-fn streams_are_lent_to_one_at_a_time() {
+fn streams_are_lent_to_one_user() {
     let (_turn, fake) = alone(7);
     let cuda = open();
     let own = cuda.facts().streams;
@@ -382,7 +382,7 @@ fn beside(fake: &Fake, cuda: &Cuda, context: u64, stream: u64, after: u64) -> Re
 
 /// Every call that is made for promises fails once, early and late.
 #[test]
-fn any_call_for_promises_may_fail() {
+fn every_user_event_call_may_fail_once() {
     let calls = [
         "cuMemHostAlloc",
         "cuMemHostGetDevicePointer",
@@ -431,7 +431,7 @@ fn any_call_for_promises_may_fail() {
 
 /// The device is told of memory as it is taken, and forgets it before it goes.
 #[test]
-fn memory_of_cells_is_registered_and_given_back() {
+fn cell_memory_is_registered_and_unregistered() {
     let (_turn, fake) = alone(9);
     let (told, forgotten) = ("cuMemHostRegister", "cuMemHostUnregister");
     let before = (fake.calls(told), fake.calls(forgotten));

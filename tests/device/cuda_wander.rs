@@ -132,7 +132,7 @@ fn wander(cuda: &Cuda, seed: u64, told: bool) {
 }
 
 #[test]
-fn who_waits_as_documented_finds_the_right_bytes() {
+fn documented_waits_order_random_copies() {
     // Each seed takes half a second: the soak has more of them.
     let seeds = std::env::var("KVTIER_WANDER_SEEDS").ok();
     let seeds = seeds.map_or(8, |seeds| seeds.parse().expect("KVTIER_WANDER_SEEDS is a number"));
@@ -157,7 +157,7 @@ fn who_waits_as_documented_finds_the_right_bytes() {
 }
 
 #[test]
-fn threads_do_not_disturb_each_other() {
+fn threads_copy_independently() {
     for means in [CopyMethod::Plain, CopyMethod::Batch, CopyMethod::Kernel] {
         let (_turn, fake) = alone(7);
         fake.set(12_080, 1, 1 << 30, false);

@@ -70,7 +70,7 @@ fn pass(cuda: &Arc<Cuda>) -> Result<bool> {
 }
 
 #[test]
-fn memory_moves_along_and_all_is_given_back() {
+fn window_memory_moves_and_is_freed() {
     let (_turn, fake) = alone(1);
     let before = fake.live();
     let cuda = open().expect("a device");
@@ -81,7 +81,7 @@ fn memory_moves_along_and_all_is_given_back() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_window_calls_are_rejected() {
     let (_turn, fake) = alone(2);
     let cuda = open().expect("a device");
     let status = |bytes| CudaWindow::new(cuda.clone(), bytes).err().map(|error| error.status());
@@ -125,7 +125,7 @@ fn what_cannot_be_is_refused() {
 }
 
 #[test]
-fn any_call_may_fail() {
+fn every_window_call_may_fail_once() {
     let calls = [
         "cuMemGetAllocationGranularity",
         "cuMemAddressReserve",

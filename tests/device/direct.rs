@@ -107,7 +107,7 @@ fn all_is_well(fake: &Fake, file: &FakeFile) {
 /// Two fifths of a model pass through slots, read by the device itself, to the bit, while the
 /// device computes with what came before.
 #[test]
-fn weights_are_read_straight_into_slots() {
+fn direct_reads_fill_device_slots() {
     for (seed, name, sizes) in [
         (1, "whole", rig::dense(6)),
         (2, "large", rig::large(6)),
@@ -139,7 +139,7 @@ fn weights_are_read_straight_into_slots() {
 
 /// What reaches beyond the end of its file is not asked of the device, which could not bring it.
 #[test]
-fn the_end_of_a_file_goes_by_way_of_host_memory() {
+fn unaligned_file_end_is_read_through_host_memory() {
     let (_turn, fake) = alone(10);
     let file = FakeFile::begin(&fake, &library());
     let files = Files::even("direct-end", 4, 300_001);
@@ -160,7 +160,7 @@ fn the_end_of_a_file_goes_by_way_of_host_memory() {
 
 /// One that is dropped without having been closed leaves nothing behind.
 #[test]
-fn a_streamer_that_is_dropped_leaves_nothing() {
+fn dropped_streamer_releases_cufile() {
     let (_turn, fake) = alone(4);
     let file = FakeFile::begin(&fake, &library());
     let files = Files::new("direct-dropped", &rig::large(5));
@@ -189,7 +189,7 @@ fn refused(cufile: PathBuf, prepare: impl FnOnce(&Fake, &FakeFile)) -> Error {
 }
 
 #[test]
-fn what_is_absent_or_too_old_says_so() {
+fn missing_or_old_cufile_is_unavailable_with_reason() {
     let error = refused(PathBuf::from("/nowhere/libcufile.so"), |_, _| {});
     assert!(error.to_string().contains("no cuFile"), "{error}");
     let error = refused(library_without("LESS"), |_, _| {});
@@ -198,7 +198,7 @@ fn what_is_absent_or_too_old_says_so() {
 
 /// Whatever lets it read by way of host memory, it is not used, and is left as it was.
 #[test]
-fn the_silent_compatibility_mode_is_refused() {
+fn cufile_compatibility_mode_is_rejected() {
     type Case = (&'static str, fn(&FakeFile));
     let cases: [Case; 10] = [
         ("nvidia-fs is not loaded", |file| file.set((0, 0), FEATURES, 0, 0)),
@@ -220,7 +220,7 @@ fn the_silent_compatibility_mode_is_refused() {
 
 /// What was set is taken back where nothing came of it: another may want it as it was.
 #[test]
-fn the_switch_is_put_back_where_it_does_not_open() {
+fn failed_open_restores_the_cufile_mode() {
     let (_turn, fake) = alone(6);
     let file = FakeFile::begin(&fake, &library());
     file.set((0, 0), FEATURES, 0, 0);
@@ -240,7 +240,7 @@ fn the_switch_is_put_back_where_it_does_not_open() {
 
 /// One without switches is used if its settings forbid it, and not if they allow it.
 #[test]
-fn an_older_one_is_believed_where_its_modes_say_it() {
+fn old_cufile_is_used_if_its_settings_forbid_compatibility() {
     let old = library_without("OLD");
     for is_allowed in [true, false] {
         let (_turn, fake) = alone(7);
@@ -262,7 +262,7 @@ fn an_older_one_is_believed_where_its_modes_say_it() {
 
 /// A kernel that has the way itself, and a library that fills more than is known here.
 #[test]
-fn newer_ones_are_used() {
+fn newer_cufile_versions_are_used() {
     let (_turn, fake) = alone(8);
     let file = FakeFile::begin(&fake, &library());
     file.set((0, 0), FEATURES | 16, 1, 600);
@@ -274,7 +274,7 @@ fn newer_ones_are_used() {
 }
 
 #[test]
-fn files_and_memory_that_it_does_not_take_are_refused() {
+fn unregistrable_files_and_memory_are_rejected() {
     let error = refused(library(), |_, file| file.fail("cuFileHandleRegister", 1, 5008));
     assert!(error.to_string().contains("is not supported"), "{error}");
     let error = refused(library(), |_, file| file.fail("cuFileBufRegister", 1, 5016));
@@ -282,7 +282,7 @@ fn files_and_memory_that_it_does_not_take_are_refused() {
 }
 
 #[test]
-fn what_cannot_be_together_says_so() {
+fn conflicting_direct_options_are_rejected() {
     let files = || Files::new("direct-words", &rig::dense(5));
     let (_turn, fake) = alone(9);
     let file = FakeFile::begin(&fake, &library());
@@ -318,7 +318,7 @@ fn what_cannot_be_together_says_so() {
 
 /// Each read that fails, and however it does, is made up for.
 #[test]
-fn reads_that_fail_go_by_way_of_host_memory() {
+fn failed_direct_reads_are_repeated_through_host_memory() {
     for (seed, (nth, code)) in
         [(1, SHORT), (2, 5), (3, 5011), (5, 5044), (7, SHORT)].into_iter().enumerate()
     {
@@ -343,7 +343,7 @@ fn reads_that_fail_go_by_way_of_host_memory() {
 
 /// After three in a row no more are tried, and units are read ahead as without it.
 #[test]
-fn three_failures_in_a_row_end_it() {
+fn three_failures_disable_direct_reads() {
     let (_turn, fake) = alone(30);
     let file = FakeFile::begin(&fake, &library());
     let files = Files::new("direct-off", &rig::large(6));
@@ -364,7 +364,7 @@ fn three_failures_in_a_row_end_it() {
 /// Sums are made the first time, in host memory; what is read for the first time and is not what it
 /// was is found, and what is known is read directly.
 #[test]
-fn sums_are_looked_at_before_units_are_read_directly() {
+fn first_reads_verify_sums_through_host_memory() {
     let (_turn, fake) = alone(31);
     let file = FakeFile::begin(&fake, &library());
     let files = Files::new("direct-sums", &rig::large(6));
@@ -412,7 +412,7 @@ fn sums_are_looked_at_before_units_are_read_directly() {
 /// Each call of cuFile's fails once, early and late: weights come right, or it is refused and
 /// says why; nothing is left.
 #[test]
-fn any_call_may_fail() {
+fn every_cufile_call_may_fail_once() {
     let calls = [
         "cuFileDriverOpen",
         "cuFileDriverGetProperties",
@@ -454,7 +454,7 @@ fn any_call_may_fail() {
 
 /// A device is lost: that is the device's error, not the reading's.
 #[test]
-fn a_device_that_is_lost_is_told_of() {
+fn lost_device_is_reported_as_a_device_error() {
     let (_turn, fake) = alone(60);
     let _file = FakeFile::begin(&fake, &library());
     let files = Files::new("direct-lost", &rig::large(4));
@@ -481,7 +481,7 @@ fn a_device_that_is_lost_is_told_of() {
 
 /// What is asked of a device by itself.
 #[test]
-fn wrong_reads_cost_one_call() {
+fn invalid_direct_reads_fail_one_call() {
     let (_turn, fake) = alone(70);
     let file = FakeFile::begin(&fake, &library());
     let files = Files::new("direct-alone", &rig::large(5));
@@ -542,7 +542,7 @@ fn wrong_reads_cost_one_call() {
 
 /// The same as C has it: refused with words, then counted.
 #[test]
-fn c_programs_have_it_too() {
+fn c_abi_supports_direct_reads() {
     let (_turn, fake) = alone(80);
     let file = FakeFile::begin(&fake, &library());
     let files = Files::new("direct-c", &rig::large(5));

@@ -67,7 +67,7 @@ fn content(bytes: usize, seed: usize) -> Vec<u8> {
 
 /// Planes of odd lengths, in pieces and in one, more than fits where they are put together.
 #[test]
-fn sums_are_those_of_planes_whatever_their_layout() {
+fn checksums_do_not_depend_on_plane_layout() {
     let (_turn, _fake) = alone(3);
     for means in MEANS {
         let device = cuda(means, true);
@@ -112,7 +112,7 @@ fn sums_are_those_of_planes_whatever_their_layout() {
 
 /// Many batches at once, of many planes each: stages and lists are used again in order.
 #[test]
-fn batches_under_way_have_sums_of_their_own() {
+fn concurrent_batches_have_separate_checksums() {
     let (_turn, fake) = alone(5);
     let device = cuda(CopyMethod::Kernel, true);
     let (planes, bytes) = (40usize, 50_000usize);
@@ -163,7 +163,7 @@ fn batches_under_way_have_sums_of_their_own() {
 
 /// What cannot be summed is refused, and so are sums of a device that makes none.
 #[test]
-fn sums_that_cannot_be_made_are_refused() {
+fn unsupported_checksums_are_rejected() {
     let (_turn, fake) = alone(7);
     let (mut a, mut b) = (vec![1u8; 64], vec![2u8; 64]);
     let device = cuda(CopyMethod::Plain, true);
@@ -192,7 +192,7 @@ fn sums_that_cannot_be_made_are_refused() {
 
 /// Each call that sums need fails once: the batch is refused or fails, and the next is right.
 #[test]
-fn calls_that_fail_cost_one_batch() {
+fn failed_checksum_call_fails_one_batch() {
     let calls = ["cuMemHostAlloc", "cuMemAlloc", "cuLaunchKernel", "cuMemcpyHtoDAsync"];
     for (call, nth) in calls.into_iter().chain(["cuMemcpyDtoHAsync"]).flat_map(|c| [(c, 1), (c, 2)])
     {
@@ -228,7 +228,7 @@ fn calls_that_fail_cost_one_batch() {
 }
 
 #[test]
-fn devices_that_sum_keep_the_contract() {
+fn verifying_devices_conform() {
     let (_turn, fake) = alone(11);
     // Who waits asks often here, and would wait long for many small copies.
     fake.pace(1024);
@@ -318,7 +318,7 @@ const SPECS: [&str; 2] =
 /// One bit, of each copy in turn, to the device and from it: it is noticed, the copy is made
 /// again, and what is stored and loaded is right.
 #[test]
-fn a_bit_that_changes_on_the_bus_is_noticed() {
+fn bit_flip_on_the_bus_is_detected_and_repaired() {
     let (_turn, fake) = alone(13);
     for (spec, means) in SPECS.into_iter().flat_map(|spec| MEANS.map(|means| (spec, means))) {
         for nth in [1, 2, 3, 7] {
@@ -352,7 +352,7 @@ fn a_bit_that_changes_on_the_bus_is_noticed() {
 /// Memory of the device tier that changes while nobody looks: cells there are compared with what
 /// came, and come from host memory.
 #[test]
-fn a_tier_that_changes_is_noticed_when_it_is_read() {
+fn damaged_device_replica_is_detected_on_read() {
     let (_turn, fake) = alone(23);
     for verify in [true, false] {
         let rig = Rig::open(cuda(CopyMethod::Plain, verify), SPECS[1]);
@@ -377,7 +377,7 @@ fn a_tier_that_changes_is_noticed_when_it_is_read() {
 
 /// A bus that changes a bit of every copy: nothing is stored, nothing is said to have come.
 #[test]
-fn a_bus_that_always_changes_bits_stores_nothing() {
+fn permanent_bus_damage_fails_puts() {
     let (_turn, fake) = alone(17);
     for (spec, means) in SPECS.into_iter().flat_map(|spec| MEANS.map(|means| (spec, means))) {
         let rig = Rig::open(cuda(means, true), spec);
@@ -411,7 +411,7 @@ fn a_bus_that_always_changes_bits_stores_nothing() {
 
 /// The same bits, and nobody who looks: wrong bytes come back, and nothing is counted.
 #[test]
-fn without_sums_nobody_notices() {
+fn bus_damage_is_undetected_without_checksums() {
     let (_turn, fake) = alone(19);
     for from_device in [true, false] {
         let rig = Rig::open(cuda(CopyMethod::Plain, false), SPECS[0]);
@@ -434,7 +434,7 @@ fn without_sums_nobody_notices() {
 /// A device that exists only in time, and changes a bit of one copy: of each of a put's planes, and
 /// of a get's, where these come over the bus.
 #[test]
-fn damage_of_a_simulated_bus_is_noticed() {
+fn simulated_bus_damage_is_detected() {
     let planes = 2 * (MODEL.layers * TOKENS.div_ceil(MODEL.chunk)) as u64;
     for (spec, crossings) in SPECS.into_iter().zip([2 * planes, planes]) {
         for nth in (1..=crossings).step_by(3) {

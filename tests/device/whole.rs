@@ -34,7 +34,7 @@ fn cuda() -> Arc<Cuda> {
 /// What is put from device memory comes back to it, in every layout, from the tier, from host
 /// memory, and after the tier has given its memory back.
 #[test]
-fn kv_goes_from_device_memory_to_device_memory() {
+fn device_tensors_round_trip_in_every_shape() {
     for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
         let device = cuda();
         let store = TestStore::on_device(&spec_of(spec), device.clone());
@@ -67,7 +67,7 @@ fn kv_goes_from_device_memory_to_device_memory() {
 /// Moves are put down before what they are behind has happened: tensors are stored as the copy
 /// leaves them that comes before, and come back behind a copy that has read what was there.
 #[test]
-fn kv_is_behind_what_comes_before_on_the_device() {
+fn transfers_wait_for_ready_events() {
     for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
         let device = cuda();
         let store = TestStore::on_device(&spec_of(spec), device.clone());
@@ -115,7 +115,7 @@ fn kv_is_behind_what_comes_before_on_the_device() {
 
 /// Tensors in host memory, which the device pins, are the same to a store.
 #[test]
-fn kv_goes_from_host_memory_by_way_of_the_device() {
+fn host_tensors_round_trip_through_the_device() {
     let device = cuda();
     let store = TestStore::on_device(&spec_of("store(host=8MiB)"), device);
     let space = store.namespace(1, &MODEL);
@@ -136,7 +136,7 @@ fn kv_goes_from_host_memory_by_way_of_the_device() {
 /// Weights pass through device memory while the device computes behind the streamer's back; in
 /// place, too, where each has addresses that never change.
 #[test]
-fn weights_pass_through_device_memory() {
+fn streamed_weights_are_exact_on_the_device() {
     for (name, sizes) in
         [("whole", rig::dense(6)), ("large", rig::large(5)), ("experts", rig::experts(4, 6))]
     {
@@ -199,7 +199,7 @@ fn weights_pass(name: &str, sizes: &model_files::Sizes, in_place: bool) {
 /// The same, read by the device itself where the machine has all that it takes; where not, that is
 /// said when it is opened, and not when it is read.
 #[test]
-fn weights_go_straight_to_device_memory_or_it_is_said_why_not() {
+fn direct_reads_work_or_fail_at_open_with_reason() {
     let device = cuda();
     let files = rig::Files::new("cuda-direct", &rig::large(5));
     let bytes = files.all_bytes();
@@ -243,7 +243,7 @@ fn weights_go_straight_to_device_memory_or_it_is_said_why_not() {
 
 /// What cannot be is refused, and costs nothing but itself.
 #[test]
-fn wrong_addresses_and_too_much_memory_cost_one_call() {
+fn invalid_addresses_and_sizes_fail_one_call() {
     let device = cuda();
     let free = device.free_bytes().expect("known");
     let error = device.allocate(free.saturating_mul(4)).expect_err("too much");

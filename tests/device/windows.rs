@@ -114,7 +114,7 @@ fn keeps_the_contract(device: Arc<dyn Device>) {
 }
 
 #[test]
-fn all_devices_with_windows_keep_one_contract() {
+fn devices_with_windows_conform() {
     for grain_bytes in [4096, 65_536, 2 << 20] {
         let device = simulated(SimulatedOpts { grain_bytes, ..SimulatedOpts::default() });
         keeps_the_contract(device.clone());
@@ -126,7 +126,7 @@ fn all_devices_with_windows_keep_one_contract() {
 }
 
 #[test]
-fn others_have_none_and_say_so() {
+fn devices_without_windows_are_unsupported() {
     let host: Arc<dyn Device> = Arc::new(Host::default());
     let without: Arc<dyn Device> =
         simulated(SimulatedOpts { grain_bytes: 0, ..SimulatedOpts::default() });
@@ -137,7 +137,7 @@ fn others_have_none_and_say_so() {
 }
 
 #[test]
-fn the_simulated_device_catches_who_moves_what_is_in_use() {
+fn simulated_device_detects_moves_of_memory_in_use() {
     let clock = Clock::manual(1_000);
     let opts = SimulatedOpts { memory_bytes: 10_000, grain_bytes: 4096, ..Default::default() };
     let device = Arc::new(Simulated::new(clock, opts).expect("sound"));

@@ -186,7 +186,7 @@ fn compare(text: &str, ids: impl Fn(&[&str]) -> Vec<u64>) -> usize {
 }
 
 #[test]
-fn misses_are_those_of_libcachesim() {
+fn misses_match_libcachesim() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let golden = root.join("ffi-tests/oracles/libcachesim_misses.txt");
     let text = std::fs::read_to_string(golden).expect("the golden file");
@@ -200,7 +200,7 @@ fn misses_are_those_of_libcachesim() {
 /// The block sequences of real traces, where libcachesim_misses.py --traces put
 /// them.
 #[test]
-fn misses_on_traces_are_those_of_libcachesim() {
+fn misses_on_traces_match_libcachesim() {
     let Some(folder) = std::env::var_os("KVTIER_LIBCACHESIM_DIR") else { return };
     let folder = Path::new(&folder);
     let text = std::fs::read_to_string(folder.join("misses.txt")).expect("misses of traces");

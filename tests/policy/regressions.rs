@@ -31,7 +31,7 @@ fn evict(e: &mut Evictor, now: i64, required: u64) -> Vec<Victim> {
 /// The search of the small queue promoted all that could leave into the main
 /// queue, which had been searched before.
 #[test]
-fn s3fifo_finds_what_it_has_just_promoted() {
+fn s3fifo_finds_victims_it_just_promoted() {
     let mut e = open("s3fifo", 100, 10);
     put(&mut e, 1, &WHO, 0..10);
     for now in [20, 21] {
@@ -45,7 +45,7 @@ fn s3fifo_finds_what_it_has_just_promoted() {
 /// Queues that move objects in a search stamp them ahead of the time; the policy
 /// that took over then took the one used last for the oldest.
 #[test]
-fn stamps_do_not_lie_in_the_future_after_a_switch() {
+fn policy_switch_leaves_no_future_timestamps() {
     let mut e = open("s3fifo", 200, 100);
     put(&mut e, 1, &WHO, 0..100);
     for _ in 0..3 {
@@ -63,7 +63,7 @@ fn stamps_do_not_lie_in_the_future_after_a_switch() {
 /// One that a floor kept back and that was then referenced was taken out of
 /// qos's books, but not put back into those of the policy within.
 #[test]
-fn qos_gives_back_what_became_blocked_while_it_was_passed_over() {
+fn qos_returns_candidates_blocked_during_the_search() {
     for inner in ["arc", "slru", "2q", "wtinylfu", "s3fifo", "sieve", "lru", "horizon"] {
         let mut e = open(&format!("qos(inner={inner})"), 64, 20);
         let who = |session, tenant| Who { session: Some(session), tenant, ..WHO };
@@ -80,7 +80,7 @@ fn qos_gives_back_what_became_blocked_while_it_was_passed_over() {
 
 /// A winner inside of auto is told of all objects, whatever class they are in.
 #[test]
-fn auto_is_not_taken_into_qos() {
+fn qos_rejects_auto() {
     for spec in ["qos(inner=auto)", "auto(of=any(qos(inner=auto),lru))", "qos(inner=qos)"] {
         let error = Evictor::open(spec, &Options::default()).err().expect("refused");
         assert_eq!(error.status(), Status::Spec, "{spec}");
@@ -89,7 +89,7 @@ fn auto_is_not_taken_into_qos() {
 
 /// Numbers of the caller's at the ends of their types.
 #[test]
-fn columns_may_hold_any_numbers() {
+fn batch_columns_accept_extreme_values() {
     let ends = [i64::MIN, -1, 0, 1, i64::MAX];
     for entry in kvtier::policy::registry::ENTRIES {
         let mut e = open(entry.name, 16, 100);
@@ -120,7 +120,7 @@ fn columns_may_hold_any_numbers() {
 
 /// In a full table a session found no row although one was free.
 #[test]
-fn a_sequence_that_is_one_object_keeps_its_session() {
+fn single_object_sequence_keeps_its_session() {
     let mut e = open("qos", 1000, 0);
     for id in 0..5_000u64 {
         let now = 1 + id as i64;
@@ -133,20 +133,20 @@ fn a_sequence_that_is_one_object_keeps_its_session() {
 }
 
 #[test]
-fn an_unknown_id_recorded_twice_needs_room_for_one() {
+fn unknown_id_recorded_twice_takes_one_row() {
     let mut e = Evictor::open("lru", &Options { max_objects: 2, ..Options::default() }).unwrap();
     assert_eq!(e.record(1, &Who::default(), &[5, 5, 6], &[]).unwrap(), 2);
     assert!(e.record(2, &Who::default(), &[7], &[]).is_err());
 }
 
 #[test]
-fn more_to_remember_than_can_be_is_an_error() {
+fn oversized_ghost_list_is_an_error() {
     let options = Options { max_objects: 8, remember: (1 << 28) + 1, ..Options::default() };
     assert!(Evictor::open("lru", &options).is_err());
 }
 
 #[test]
-fn tlru_moves_an_object_whose_facts_change() {
+fn tlru_reorders_on_changed_facts() {
     let options = Options { max_objects: 8, ..Options::default() };
     let mut e = Evictor::open("tlru(threshold=100,turn=10)", &options).unwrap();
     let who = Who { session: Some(1), length: 200, ..Who::default() };
@@ -163,7 +163,7 @@ fn tlru_moves_an_object_whose_facts_change() {
 }
 
 #[test]
-fn an_insert_hears_of_the_class_of_a_known_session() {
+fn insert_learns_the_class_of_a_known_session() {
     let mut e = open("qos(ageing=0,floor=0)", 8, 8);
     let who = |id, priority| Who { session: Some(id), priority, ..WHO };
     e.lookup(1, &who(5, None), &[1], &mut []).unwrap();
@@ -173,7 +173,7 @@ fn an_insert_hears_of_the_class_of_a_known_session() {
 }
 
 #[test]
-fn rows_that_list_their_blocks_have_that_size() {
+fn rows_with_block_lists_have_their_size() {
     for spec in ["gdsf", "horizon"] {
         let mut e = open(spec, 8, 8);
         let blocks: Vec<u64> = (0..12).collect();
@@ -195,7 +195,7 @@ fn rows_that_list_their_blocks_have_that_size() {
 }
 
 #[test]
-fn tenants_count_even_where_sessions_have_no_room() {
+fn tenants_are_counted_when_the_session_table_is_full() {
     let mut e = open("lru", 2, 2);
     let who = |session, tenant| Who { session: Some(session), tenant, ..WHO };
     put(&mut e, 1, &who(1, 1), [1]);
@@ -210,7 +210,7 @@ fn tenants_count_even_where_sessions_have_no_room() {
 /// An engine with tables of its own: what it freed was not known as evicted, and the
 /// advice was to run more.
 #[test]
-fn what_a_selection_named_counts_as_evicted() {
+fn selected_victims_count_as_evicted() {
     let options = Options { log_entries: 16, ..Options::default() };
     let (mut e, mut resident) = (Evictor::open("arc", &options).unwrap(), Vec::new());
     for now in 1..=400i64 {
@@ -245,7 +245,7 @@ fn what_a_selection_named_counts_as_evicted() {
 /// What moves by a change of its facts was never out of the way: it is looked for
 /// from the hot end too.
 #[test]
-fn a_young_object_whose_facts_change_stays_young() {
+fn changed_facts_keep_a_young_object_young() {
     for spec in ["tlru(threshold=100,turn=10)", "pensieve"] {
         let mut e = open(spec, 2000, 2000);
         let who = Who { session: Some(1), length: 5000, ..WHO };
@@ -287,7 +287,7 @@ const BY_STAMP: [&str; 10] = [
 
 /// What came back into the middle of a list landed too near to its cold end.
 #[test]
-fn what_comes_back_in_no_order_stands_where_it_would_have_stood() {
+fn returned_objects_regain_their_list_position() {
     const MANY: u64 = 40_000;
     for spec in BY_STAMP.into_iter().chain(["wtinylfu"]) {
         let fill = || {
@@ -310,7 +310,7 @@ fn what_comes_back_in_no_order_stands_where_it_would_have_stood() {
 
 /// The same with uses, removals and newcomers while objects come back, in turns.
 #[test]
-fn uses_and_removals_between_do_not_mix_what_comes_back() {
+fn returned_objects_keep_order_among_other_changes() {
     const MANY: u64 = 2_000;
     for spec in BY_STAMP {
         let mut both = [open(spec, 8_000, 100_000), open(spec, 8_000, 100_000)];
@@ -345,7 +345,7 @@ fn uses_and_removals_between_do_not_mix_what_comes_back() {
 
 /// The same against sorting: evictions, too, while some are held and some came back.
 #[test]
-fn the_oldest_of_those_that_may_leave_is_the_next() {
+fn oldest_evictable_object_is_the_victim() {
     for spec in ["lru", "fifo", "tlru", "pensieve", "predictive(confidence=1)"] {
         let mut e = open(spec, 4_000, 4_000);
         put(&mut e, 1, &WHO, 0..4_000);
@@ -389,7 +389,7 @@ fn the_oldest_of_those_that_may_leave_is_the_next() {
 
 /// Objects whose facts change, in no order: each part stays in the order of last use.
 #[test]
-fn what_facts_move_in_no_order_stands_by_its_last_use() {
+fn objects_moved_by_facts_keep_last_use_order() {
     const MANY: u64 = 4_000;
     let mut e = open("tlru(threshold=100,turn=10)", MANY as usize, MANY);
     put(&mut e, 1, &Who { session: Some(1), length: 5_000, ..WHO }, 0..MANY);

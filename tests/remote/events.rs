@@ -41,7 +41,7 @@ fn is_open(op: &kvtier::base::op::OpRef) -> bool {
 }
 
 #[test]
-fn who_watches_is_woken_once_by_what_he_waits_for() {
+fn watch_completes_once_for_its_events() {
     let store = TestStore::open(&StoreSpec::parse("store(host=8MiB)").expect("sound"));
     let watch = |from| store.handle.watch(from, &OpOpts::default()).expect("begun");
     let (first, third, next) = (watch(0), watch(2), watch(u64::MAX));
@@ -60,7 +60,7 @@ fn who_watches_is_woken_once_by_what_he_waits_for() {
 }
 
 #[test]
-fn a_watch_ends_when_it_is_given_up() {
+fn cancelled_watch_completes() {
     let store = TestStore::open(&StoreSpec::parse("store(host=8MiB)").expect("sound"));
     let opts = OpOpts { deadline_ns: store.now_ns() + 20_000_000, ..OpOpts::default() };
     let late = store.handle.watch(0, &opts).expect("begun");
@@ -167,7 +167,7 @@ fn told_spec(url: &str, more: &str) -> StoreSpec {
 }
 
 #[test]
-fn a_stream_has_what_the_store_has_also_when_its_server_was_away() {
+fn event_stream_recovers_after_server_outage() {
     if !is_there() {
         return;
     }
@@ -202,7 +202,7 @@ fn check_len(server: &Server) -> u64 {
 }
 
 #[test]
-fn a_stream_of_a_cluster_is_where_its_key_belongs() {
+fn event_stream_is_in_the_slot_of_its_key() {
     if !is_there() {
         return;
     }
@@ -221,7 +221,7 @@ fn a_stream_of_a_cluster_is_where_its_key_belongs() {
 }
 
 #[test]
-fn what_is_too_much_is_said_to_be_missed() {
+fn overflowing_events_are_reported_as_missed() {
     if !is_there() {
         return;
     }
@@ -253,7 +253,7 @@ fn what_is_too_much_is_said_to_be_missed() {
 }
 
 #[test]
-fn who_seals_tells_nothing() {
+fn sealed_store_rejects_an_event_stream() {
     let mut spec = told_spec("redis://127.0.0.1:1", ", connect=50");
     spec.secrets.add("seal", &[7; 32]).expect("taken");
     let runtime = support::runtime();

@@ -184,7 +184,7 @@ impl World {
 }
 
 #[test]
-fn gets_miss_what_a_fetch_that_hangs_does_not_bring() {
+fn hung_fetch_is_a_miss() {
     let documents = [document(1, 64), document(2, 64)];
     let world = World::new(&documents);
     let sessions = documents.each_ref().map(|tokens| world.session(tokens));
@@ -224,7 +224,7 @@ fn gets_miss_what_a_fetch_that_hangs_does_not_bring() {
 }
 
 #[test]
-fn questions_that_hang_are_answered_by_nothing() {
+fn hung_lookup_finds_nothing() {
     let world = World::new(&[document(1, 64)]);
     let session = world.session(&document(1, 64));
     world.gate.0.set(Call::Query, true);
@@ -243,7 +243,7 @@ fn questions_that_hang_are_answered_by_nothing() {
 }
 
 #[test]
-fn a_put_ends_whose_object_hangs_on_its_way() {
+fn hung_upload_ends_its_put() {
     let world = World::new(&[]);
     let tokens = document(1, 64);
     let session = world.session(&tokens);

@@ -64,7 +64,7 @@ fn objects(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn what_one_has_put_another_finds() {
+fn stores_share_kv_through_the_remote() {
     let scratch = Scratch::new("remote-shared");
     let (one, other) =
         (TestStore::open(&spec(&scratch.0, "")), TestStore::open(&spec(&scratch.0, "")));
@@ -90,7 +90,7 @@ fn what_one_has_put_another_finds() {
 }
 
 #[test]
-fn what_was_located_is_got_by_another_session_at_once() {
+fn located_kv_is_fetched_by_other_sessions() {
     for ask in ["append", "locate"] {
         let scratch = Scratch::new(&format!("remote-again-{ask}"));
         let one = TestStore::open(&spec(&scratch.0, ""));
@@ -117,7 +117,7 @@ fn what_was_located_is_got_by_another_session_at_once() {
 }
 
 #[test]
-fn what_comes_sooner_than_it_is_computed_comes_by_itself() {
+fn cheap_remote_kv_is_prefetched() {
     let scratch = Scratch::new("remote-early");
     let one = TestStore::open(&spec(&scratch.0, ""));
     let tokens = document(1, 100);
@@ -155,7 +155,7 @@ fn what_comes_sooner_than_it_is_computed_comes_by_itself() {
 }
 
 #[test]
-fn the_first_writer_wins_and_a_promise_needs_the_remotes_word() {
+fn first_writer_wins_and_remote_level_needs_an_acknowledgement() {
     let scratch = Scratch::new("remote-first");
     let (one, other) =
         (TestStore::open(&spec(&scratch.0, "")), TestStore::open(&spec(&scratch.0, "")));
@@ -171,7 +171,7 @@ fn the_first_writer_wins_and_a_promise_needs_the_remotes_word() {
 }
 
 #[test]
-fn what_is_damaged_or_gone_is_a_miss() {
+fn damaged_or_absent_remote_object_is_a_miss() {
     let scratch = Scratch::new("remote-damaged");
     let (one, other) =
         (TestStore::open(&spec(&scratch.0, "")), TestStore::open(&spec(&scratch.0, "")));
@@ -223,9 +223,9 @@ fn get_all(store: &TestStore, documents: &[Vec<u32>]) -> u64 {
 }
 
 /// How much is dropped depends on how fast it is sent. That enough comes back is shown where a test
-/// carries out the sends: see `twins::what_leaves_memory_comes_back`.
+/// carries out the sends: see `twins::evicted_chunks_return_from_the_remote`.
 #[test]
-fn what_leaves_memory_is_sent_or_counted_as_refused() {
+fn evicted_chunks_are_uploaded_or_counted_as_rejected() {
     let scratch = Scratch::new("remote-evicts");
     let store = TestStore::open(&spec(&scratch.0, ", write=back"));
     // Four times as much as memory holds. Where sending is slow, some of it is dropped.
@@ -246,7 +246,7 @@ fn what_leaves_memory_is_sent_or_counted_as_refused() {
 
 /// Layers that have left memory are not sent from disk: who promises that says so.
 #[test]
-fn what_has_left_memory_is_no_promise() {
+fn evicted_layers_fail_a_remote_put() {
     let (scratch, disk) = (Scratch::new("remote-layers"), Scratch::new("remote-layers-disk"));
     let text = format!(
         "disk=disk(path=\"{}\", bytes=64MiB, segment=1MiB), remote=dir(path=\"{}\", timeout=300000)",
@@ -277,7 +277,7 @@ fn what_has_left_memory_is_no_promise() {
 }
 
 #[test]
-fn a_slow_remote_is_not_loaded_from_where_computing_is_faster() {
+fn plan_recomputes_if_the_remote_is_slow() {
     let scratch = Scratch::new("remote-plan");
     let (one, other) =
         (TestStore::open(&spec(&scratch.0, "")), TestStore::open(&spec(&scratch.0, "")));
@@ -296,7 +296,7 @@ fn a_slow_remote_is_not_loaded_from_where_computing_is_faster() {
 }
 
 #[test]
-fn without_a_remote_nothing_can_be_put_there() {
+fn remote_level_without_a_remote_is_unavailable() {
     let store = TestStore::open(&support::spec_of("store(host=1MiB)"));
     let space = store.namespace(1, &MODEL);
     let session = store.session(space, &document(5, 32));

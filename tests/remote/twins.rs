@@ -243,7 +243,7 @@ fn plan(random: &mut Random) -> Plan {
 
 /// In one thread: what of it is sent, and when, is the same on every machine.
 #[test]
-fn what_leaves_memory_comes_back() {
+fn evicted_chunks_return_from_the_remote() {
     const DOCUMENTS: usize = 256;
     let (mut random, clock) = (Random::new(1), Clock::manual(1));
     let remote = Simulated::new(1, Plan::default(), clock.clone());
@@ -273,7 +273,7 @@ fn what_leaves_memory_comes_back() {
 }
 
 #[test]
-fn whatever_the_remote_does_no_byte_is_wrong() {
+fn hostile_remote_never_yields_wrong_bytes() {
     let mut all = RemoteCounters::default();
     let (mut located, mut missed) = (0, 0);
     for seed in 0..SEEDS {
@@ -352,7 +352,7 @@ fn whatever_the_remote_does_no_byte_is_wrong() {
 }
 
 #[test]
-fn who_is_in_a_hurry_does_not_wait_where_a_prefetch_waits() {
+fn gets_overtake_prefetches_at_the_remote() {
     let clock = Clock::manual(1);
     let remote = Simulated::new(1, Plan::default(), clock.clone());
     let mut random = Random::new(5);
@@ -410,7 +410,7 @@ const OK: Status = Status::Ok;
 const NOT_FOUND: Status = Status::NotFound;
 
 #[test]
-fn blocks_of_one_are_located_and_got_by_another() {
+fn stores_share_named_blocks() {
     let (one, other, _, _) = well(256);
     assert_eq!(one.put_blocks(&[1, 2, 3], Level::Remote), [OK; 3]);
     assert_eq!(other.get_blocks(&[1, 2]), [NOT_FOUND; 2]);
@@ -444,7 +444,7 @@ fn blocks_of_one_are_located_and_got_by_another() {
 }
 
 #[test]
-fn located_blocks_keep_nobody_else_from_a_row() {
+fn located_blocks_take_no_rows_from_others() {
     let (one, other, _, _) = well(40);
     let names: Vec<u32> = (0..100).collect();
     for some in names.chunks(20) {
@@ -465,7 +465,7 @@ fn located_blocks_keep_nobody_else_from_a_row() {
 }
 
 #[test]
-fn hints_of_blocks_are_as_many_as_names_are_known() {
+fn block_hints_are_bounded() {
     let (one, other, _, _) = well(256);
     let names: Vec<u32> = (0..100).collect();
     for some in names.chunks(20) {
@@ -477,7 +477,7 @@ fn hints_of_blocks_are_as_many_as_names_are_known() {
 }
 
 #[test]
-fn questions_for_blocks_end_whatever_happens() {
+fn block_lookups_always_end() {
     let (one, other, remote, clock) = well(256);
     let names: Vec<u32> = (0..100).collect();
     assert_eq!(one.put_blocks(&names[..60], Level::Remote), [OK; 60]);
@@ -520,7 +520,7 @@ fn questions_for_blocks_end_whatever_happens() {
 }
 
 #[test]
-fn what_cannot_be_asked_for_is_refused() {
+fn invalid_lookups_are_rejected() {
     let (_, other, _, _) = well(256);
     let session = other.session(&[]);
     let ask = |blocks: usize| {
@@ -544,7 +544,7 @@ fn run_changed(twin: &Twin, kind: WorkerKind, change: impl FnOnce(&mut Work)) {
 }
 
 #[test]
-fn what_was_cut_on_its_way_stays_at_the_remote() {
+fn truncated_fetch_keeps_the_remote_object() {
     let (one, other, remote, _) = well(256);
     let tokens = document(1, 64);
     assert_eq!(one.put(&tokens, Level::Remote), OK);
@@ -588,7 +588,7 @@ fn what_was_cut_on_its_way_stays_at_the_remote() {
 
 /// All that is wanted is known to be there: to see whether it is well again somebody has to ask.
 #[test]
-fn a_remote_that_is_well_again_is_found_out_by_whoever_knows_all() {
+fn recovered_remote_is_probed_although_hints_are_complete() {
     let (one, other, remote, clock) = well(256);
     let (tokens, names) = (document(1, 64), [1, 2, 3]);
     assert_eq!(one.put(&tokens, Level::Remote), OK);
@@ -618,7 +618,7 @@ fn a_remote_that_is_well_again_is_found_out_by_whoever_knows_all() {
 }
 
 #[test]
-fn names_that_go_have_batches_of_their_own() {
+fn removals_have_separate_batches() {
     let (one, _, remote, _) = well(256);
     let names: Vec<u32> = (0..60).collect();
     for some in names.chunks(20) {
@@ -657,7 +657,7 @@ fn names_that_go_have_batches_of_their_own() {
 
 /// A chunk that comes by layers is sent by the put after which none is missing, and not before.
 #[test]
-fn layers_that_come_one_after_the_other_are_sent_together() {
+fn chunk_put_by_layers_is_uploaded_once() {
     let (one, other, remote, _) = well(256);
     let tokens = document(1, 64);
     let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(9, &tokens));
@@ -685,7 +685,7 @@ fn layers_that_come_one_after_the_other_are_sent_together() {
 /// The object that a chunk is asked for by is there, and another one has gone: that is a miss, which
 /// is remembered for a while, and mended by the first who computes the chunk again.
 #[test]
-fn a_chunk_that_lacks_an_object_is_sent_again() {
+fn chunk_with_a_missing_object_is_uploaded_again() {
     let mut lacked = 0;
     for lost in 0..2 {
         let (one, _, remote, clock) = well(256);
@@ -737,7 +737,7 @@ fn a_chunk_that_lacks_an_object_is_sent_again() {
 
 /// A remote that does not answer keeps nobody who gives up: what comes all the same is for others.
 #[test]
-fn who_gives_up_does_not_wait_for_a_remote() {
+fn cancel_does_not_wait_for_the_remote() {
     let (one, other, _, _) = well(256);
     let tokens = document(1, 16);
     assert_eq!(one.put(&tokens, Level::Remote), OK);
@@ -767,7 +767,7 @@ fn who_gives_up_does_not_wait_for_a_remote() {
 
 /// What is known of very long sessions is noted bit by bit, and all of it in the end.
 #[test]
-fn what_is_known_of_many_chunks_is_all_noted() {
+fn hints_of_very_long_sessions_are_complete() {
     const CHUNKS: usize = 2200;
     let (mut random, clock) = (Random::new(5), Clock::manual(1));
     let remote = Simulated::new(5, Plan::default(), clock.clone());
@@ -810,7 +810,7 @@ fn what_is_known_of_many_chunks_is_all_noted() {
 /// Batches from a remote end in any order, so policies learn of chunks after those that continue
 /// them: what cannot leave for that reason is not chosen for ever, and others make room.
 #[test]
-fn what_came_in_any_order_makes_room() {
+fn chunks_fetched_out_of_order_can_be_evicted() {
     const TOKENS: usize = 40 * 16;
     for seed in 0..40 {
         let (mut random, clock) = (Random::new(seed), Clock::manual(1));

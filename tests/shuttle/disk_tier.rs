@@ -28,7 +28,7 @@ type At = (Arc<DiskTier>, Arc<SharedIndex>);
 /// Whatever the order: what was durable and wanted is there after the power fails,
 /// once, and what was forgotten is not.
 #[test]
-fn append_read_clean_and_checkpoint_agree() {
+fn append_read_compaction_and_checkpoint_agree() {
     let body = || {
         let sim = SimFiles::new(7, SimOpts::default());
         let (tier, ..) = disk::open(&sim).expect("a new store");
@@ -84,7 +84,7 @@ fn append_read_clean_and_checkpoint_agree() {
 /// A segment that has nothing but a record without cells is not taken for an empty one
 /// before that is counted.
 #[test]
-fn what_was_just_noted_is_not_swept_away() {
+fn new_segment_without_cells_is_not_removed() {
     let body = || {
         let sim = SimFiles::new(7, SimOpts::default());
         let (tier, ..) = disk::open(&sim).expect("a new store");
@@ -130,7 +130,7 @@ fn what_was_just_noted_is_not_swept_away() {
 /// What is written while a checkpoint begins, and that the checkpoint takes for its own,
 /// is in it: a session, and a cell that cleaning moves.
 #[test]
-fn a_checkpoint_has_what_is_written_while_it_begins() {
+fn checkpoint_includes_writes_during_its_start() {
     let body = || {
         let sim = SimFiles::new(7, SimOpts::default());
         let (tier, ..) = disk::open(&sim).expect("a new store");

@@ -28,7 +28,7 @@ impl Drop for Counted {
 }
 
 #[test]
-fn a_slab_drops_each_value_once_and_never_under_a_pin() {
+fn slab_drops_each_value_once_and_never_while_pinned() {
     check(|| {
         let slab: StdArc<Slab<Counted>> = StdArc::new(Slab::new());
         let drops = Arc::new(AtomicU64::new(0));
@@ -61,7 +61,7 @@ fn a_slab_drops_each_value_once_and_never_under_a_pin() {
 }
 
 #[test]
-fn a_reused_slot_does_not_answer_to_its_old_key() {
+fn reused_slot_rejects_its_old_key() {
     check(|| {
         let slab: StdArc<Slab<u64>> = StdArc::new(Slab::new());
         let old = slab.insert(1).unwrap();
@@ -94,7 +94,7 @@ fn runtime(workers: u32) -> Runtime {
 }
 
 #[test]
-fn ops_complete_exactly_once_with_cancels_and_several_consumers() {
+fn ops_complete_exactly_once() {
     check(|| {
         let runtime = runtime(2);
         let queue = Queue::open(runtime.core(), 8, None).unwrap();
@@ -123,7 +123,7 @@ fn ops_complete_exactly_once_with_cancels_and_several_consumers() {
 }
 
 #[test]
-fn close_waits_for_what_runs_and_cancels_what_does_not() {
+fn close_waits_for_running_and_cancels_queued_ops() {
     check(|| {
         let runtime = runtime(1);
         let ops: Vec<_> = (0..3)
@@ -144,7 +144,7 @@ fn close_waits_for_what_runs_and_cancels_what_does_not() {
 }
 
 #[test]
-fn a_callback_queue_delivers_everything_before_it_closes() {
+fn callback_queue_delivers_all_before_close() {
     check(|| {
         let runtime = runtime(1);
         let seen = Arc::new(AtomicU64::new(0));

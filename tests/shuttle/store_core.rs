@@ -370,13 +370,13 @@ fn check(scheduler: impl Scheduler + 'static) {
 /// Whatever the order: what was on disk is there, bytes are right, nobody waits for
 /// ever, and in the end all tables agree.
 #[test]
-fn hands_and_a_caller_agree() {
+fn workers_and_a_caller_agree() {
     check(RandomScheduler::new(ROUNDS));
 }
 
 /// The same, in orders in which few changes of threads do the harm.
 #[test]
-fn hands_and_a_caller_agree_where_one_is_slow() {
+fn workers_and_a_caller_agree_with_few_switches() {
     check(PctScheduler::new(3, ROUNDS));
 }
 
@@ -480,7 +480,7 @@ fn power_fails() {
 /// Whenever the power fails: what a put was told lasts is there, whatever was dropped, moved
 /// and listed meanwhile.
 #[test]
-fn what_lasts_is_there_when_the_power_fails() {
+fn durable_cells_survive_power_failure() {
     let mut config = shuttle::Config::new();
     config.stack_size = 1 << 20;
     shuttle::Runner::new(PctScheduler::new(3, ROUNDS / 4), config.clone()).run(power_fails);

@@ -253,7 +253,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
     #[test]
-    fn pages_are_chosen_by_the_rule(
+    fn quest_selects_pages_by_its_definition(
         seed in any::<u64>(),
         (key_heads, group) in prop::sample::select(vec![(1usize, 1usize), (2, 2), (1, 4), (4, 1)]),
         blocks in 1usize..24,
@@ -354,7 +354,7 @@ proptest! {
     }
 
     #[test]
-    fn no_key_of_a_page_beats_its_bound(
+    fn page_score_bounds_every_key(
         seed in any::<u64>(),
         steps in prop::collection::vec((0u8..3, 1usize..40), 1..24),
     ) {
@@ -422,7 +422,7 @@ fn saved(policy: &dyn Sparse, ids: &[u32]) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn what_is_wrong_is_refused_and_changes_nothing() {
+fn invalid_calls_of_page_policies_change_nothing() {
     for spec in ["quest(page=4,budget=16)", "arkvale(page=4,budget=24)"] {
         let (mut policy, keys, query, ids) = told(spec, 12, 1);
         let before = (saved(&*policy, &ids), chosen(&mut *policy, &query, &ids));
@@ -482,7 +482,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn products_too_large_for_a_number_are_refused() {
+fn overflowing_scores_are_rejected() {
     let mut policy = make("quest(page=4,budget=4,dense=0)", &shape(2, 2, 6, 4));
     let keys = Table { numbers: vec![3e38; 32 * 12], heads: 2, dim: 6 };
     for place in 0..8 {
@@ -495,7 +495,7 @@ fn products_too_large_for_a_number_are_refused() {
 }
 
 #[test]
-fn blocks_come_back_as_they_were_saved() {
+fn saved_block_summaries_round_trip() {
     for spec in
         ["quest(page=4,budget=16)", "quest(compat=fork,topk=3)", "arkvale(page=8,budget=48)"]
     {
@@ -527,7 +527,7 @@ fn blocks_come_back_as_they_were_saved() {
 }
 
 #[test]
-fn saved_numbers_take_no_more_than_they_need() {
+fn saved_block_summaries_are_compact() {
     let (policy, _, _, ids) = told("quest(page=4)", 1, 2);
     // Two pages, two heads, two corners of six numbers, two bytes each.
     assert_eq!(saved(&*policy, &ids)[0].len(), 24 + 2 * 2 * 2 * 6 * 2);
@@ -538,7 +538,7 @@ fn saved_numbers_take_no_more_than_they_need() {
 }
 
 #[test]
-fn damaged_bytes_are_refused_or_other_pages() {
+fn damaged_summaries_are_rejected_or_valid() {
     let spec = "quest(page=4,budget=12)";
     let (mut policy, _, query, ids) = told(spec, 6, 5);
     let sound = saved(&*policy, &ids[2..3]).remove(0);
@@ -584,7 +584,7 @@ fn damaged_bytes_are_refused_or_other_pages() {
 }
 
 #[test]
-fn sequences_are_taken_back_and_copied() {
+fn truncate_and_fork_match_a_fresh_policy() {
     for spec in ["quest(page=4,budget=12)", "arkvale(page=4,budget=24)"] {
         let (mut policy, keys, query, ids) = told(spec, 10, 6);
         let all = chosen(&mut *policy, &query, &ids);
@@ -614,7 +614,7 @@ fn sequences_are_taken_back_and_copied() {
 }
 
 #[test]
-fn equal_pages_are_chosen_from_the_first_on() {
+fn ties_select_the_first_pages() {
     let mut policy = make("quest(page=8,budget=24,dense=0)", &shape(2, 1, 4, 8));
     let keys = Table { numbers: vec![1.0; 80 * 4], heads: 1, dim: 4 };
     for place in 0..10u32 {
@@ -631,7 +631,7 @@ fn equal_pages_are_chosen_from_the_first_on() {
 }
 
 #[test]
-fn of_several_queries_each_counts() {
+fn every_query_of_a_step_counts() {
     let (mut policy, keys, _, ids) = told("quest(page=4,budget=12)", 12, 14);
     let queries = Dice(15).table(3, 4, 6);
     let one =
@@ -665,7 +665,7 @@ fn of_several_queries_each_counts() {
 }
 
 #[test]
-fn latent_rows_are_one_head() {
+fn latent_rows_have_one_key_head() {
     let latent = Shape { kind: Kind::Latent, value_dim: 4, ..shape(4, 1, 6, 8) };
     let mut dice = Dice(11);
     let mut policy = make("quest(page=8,budget=24,dense=0)", &latent);
@@ -681,7 +681,7 @@ fn latent_rows_are_one_head() {
 }
 
 #[test]
-fn specs_that_cannot_be_are_refused() {
+fn invalid_specs_are_rejected_with_a_reason() {
     let shape = shape(4, 2, 6, 8);
     for (text, words) in [
         ("quest", "whole pages of 16"),
@@ -780,7 +780,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
     #[test]
-    fn heavy_hitters_stay(
+    fn h2o_keeps_heavy_hitters(
         seed in any::<u64>(),
         (key_heads, group) in prop::sample::select(vec![(1usize, 1usize), (2, 2), (1, 4), (3, 1)]),
         sink in 0usize..6,
@@ -874,7 +874,7 @@ proptest! {
     }
 
     #[test]
-    fn the_newest_query_decides(
+    fn tova_evicts_by_the_newest_query(
         seed in any::<u64>(),
         heads in 1usize..4,
         budget in 1usize..20,
@@ -912,7 +912,7 @@ proptest! {
 }
 
 #[test]
-fn attention_that_cannot_be_is_refused_and_changes_nothing() {
+fn invalid_attention_sums_change_nothing() {
     let shape = shape(4, 2, 2, 4);
     for spec in ["h2o(sink=1,recent=1,budget=2)", "tova(budget=4)", "snapkv(window=1,budget=4)"] {
         let mut policy = make(spec, &shape);
@@ -990,7 +990,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_the_last_queries_look_at_stays(
+    fn snapkv_family_keeps_tokens_of_the_last_queries(
         seed in any::<u64>(),
         (key_heads, group) in prop::sample::select(vec![(1usize, 1usize), (2, 2), (1, 4), (4, 1)]),
         tokens in 1usize..120,
@@ -1099,7 +1099,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     #[test]
-    fn keys_alone_decide(
+    fn knorm_and_keydiff_evict_by_keys_alone(
         seed in any::<u64>(),
         heads in 1usize..4,
         steps in prop::collection::vec(1usize..20, 1..10),
@@ -1183,7 +1183,7 @@ proptest! {
 // ---- duo, external, predict ----
 
 #[test]
-fn heads_that_stream_keep_the_first_and_the_newest() {
+fn duo_streaming_heads_keep_sinks_and_recent_tokens() {
     let shape = shape(4, 2, 2, 4);
     let alpha = "0.5 0.25; 0.5 0.125\n0.75,1; 0 0.5";
     // Eight heads: from the median on, 8 - ceil(3.5) = 4 of them, of equal ones the first.
@@ -1225,7 +1225,7 @@ fn heads_that_stream_keep_the_first_and_the_newest() {
 }
 
 #[test]
-fn the_engine_scores_blocks() {
+fn external_policy_uses_engine_scores() {
     let shape = shape(4, 2, 2, 4);
     let mut policy = make("external(topk=3,last=1)", &shape);
     let mut out = vec![1];
@@ -1253,7 +1253,7 @@ fn the_engine_scores_blocks() {
 }
 
 #[test]
-fn earlier_queries_choose_and_the_own_ones_judge() {
+fn prefetched_selection_is_audited_by_the_own_query() {
     use kvtier::sparse::infinigen::Predict;
     let shape = shape(4, 2, 6, BLOCK as u32);
     let mut dice = Dice(21);
@@ -1317,7 +1317,7 @@ fn best(mut work: impl FnMut()) -> f64 {
 /// --nocapture`. Goals: 100 us for choosing pages, 200 us for a step of H2O, 1 us for nothing.
 #[test]
 #[ignore = "a measurement"]
-fn speeds() {
+fn measure_decode_policies() {
     use kvtier::sparse::ranks::Ranks;
     let (pages, heads) = (4096usize, 32usize);
     let mut dice = Dice(1);

@@ -393,21 +393,21 @@ fn compare(file: &str, least: usize) {
 }
 
 #[test]
-fn what_stays_is_what_kvpress_keeps() {
+fn kept_tokens_match_kvpress() {
     compare("kvpress.json", 100);
 }
 
 #[test]
-fn what_is_chosen_is_what_minference_chooses() {
+fn selected_indices_match_minference() {
     compare("minference.json", 100);
 }
 
 #[test]
-fn tokens_are_those_of_the_indexer_of_transformers() {
+fn selected_tokens_match_transformers_indexer() {
     compare("dsa.json", 5);
 }
 
 #[test]
-fn heavy_hitters_are_those_of_their_authors() {
+fn heavy_hitters_match_h2o_reference() {
     compare("h2o.json", 4);
 }

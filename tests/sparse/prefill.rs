@@ -226,7 +226,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn columns_and_diagonals_are_the_best(
+    fn minference_selects_the_best_columns_and_diagonals(
         seed in any::<u64>(), tokens in 2usize..260, part in 0usize..200, last in 1usize..70,
         sinks in 0usize..9, recent in 1usize..60, vertical in 1usize..90, slash in 1usize..90,
         share in 0usize..12,
@@ -263,7 +263,7 @@ proptest! {
     }
 
     #[test]
-    fn kernels_compute_at_least_what_was_chosen(
+    fn minference_index_covers_its_selection(
         seed in any::<u64>(), tokens in 70usize..300, part in 0usize..200,
         vertical in 1usize..40, slash in 1usize..80,
     ) {
@@ -335,7 +335,7 @@ fn inflate([columns, diagonals]: [&[u32]; 2], e: usize, end: usize) -> Vec<u32> 
 }
 
 #[test]
-fn default_sizes_are_the_published_ones() {
+fn minference_defaults_match_the_publication() {
     let p = Prompt::new(1, 1, 4, 1000, 7);
     let sizes = |spec: &str, end: usize| {
         let index = p.index(spec, 0, end);
@@ -349,7 +349,7 @@ fn default_sizes_are_the_published_ones() {
 }
 
 #[test]
-fn fixed_sizes_stand_in_for_the_budget() {
+fn minference_fixed_sizes_override_the_budget() {
     let p = Prompt::new(1, 1, 4, 1000, 7);
     let index = p.index("minference(vertical=10,slash=60)", 0, 1000);
     let lines = lines_of(&index, 0);
@@ -361,7 +361,7 @@ fn fixed_sizes_stand_in_for_the_budget() {
 }
 
 #[test]
-fn the_first_and_last_are_what_shapes_say() {
+fn a_shape_selects_sinks_and_recent_keys() {
     let p = Prompt::new(2, 1, 4, 300, 1);
     let in_a = |query: usize, key: usize| key < 10 || query - key < 70;
     for first in [0, 100] {
@@ -407,7 +407,7 @@ fn mean64<'a>(row: impl Fn(usize) -> &'a [f32], first: usize, end: usize) -> Vec
 }
 
 #[test]
-fn blocks_by_means_are_the_best() {
+fn block_sparse_selects_the_best_blocks() {
     for (tokens, first, count) in [(700, 0, 3), (704, 0, 2), (640, 192, 4), (650, 100, 3)] {
         let p = Prompt::new(4, 2, 8, tokens, 3 + tokens as u64);
         let spec = format!("minference(type=block_sparse,blocks={count})");
@@ -432,7 +432,7 @@ fn blocks_by_means_are_the_best() {
 }
 
 #[test]
-fn a_block_that_is_not_full_counts_as_filled_with_zeros() {
+fn partial_block_is_padded_with_zeros() {
     let mut p = Prompt::new(1, 1, 4, 321, 1);
     p.q.fill(1.0);
     for (token, key) in p.k.chunks_mut(4).enumerate() {
@@ -466,7 +466,7 @@ impl Drop for File {
 }
 
 #[test]
-fn heads_have_the_patterns_of_the_file() {
+fn head_patterns_come_from_the_file() {
     let p = Prompt::new(4, 2, 4, 400, 11);
     let file = File::new(
         "kvtier-mixed",
@@ -544,7 +544,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
     #[test]
-    fn blocks_reach_the_share_and_no_more(
+    fn xattention_stops_at_its_threshold(
         seed in any::<u64>(), tokens in 40usize..400, part in 0usize..300, tau in 1u32..20,
         (block, stride) in prop_oneof![Just((16usize, 4usize)), Just((32, 8)), Just((64, 1)), Just((8, 8))],
         compat in any::<bool>(),
@@ -602,7 +602,7 @@ proptest! {
 }
 
 #[test]
-fn parts_give_the_rows_of_the_whole() {
+fn prompt_parts_select_the_rows_of_the_whole() {
     let p = Prompt::new(4, 2, 8, 1000, 5);
     for spec in [
         "xattention",
@@ -732,7 +732,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
     #[test]
-    fn each_head_gets_what_it_asks_for(
+    fn flexprefill_sizes_each_head(
         seed in any::<u64>(), tokens in 60usize..500, part in 0usize..300,
         block in prop_oneof![Just(16usize), Just(32), Just(64)], gamma in 5u32..20,
         tau in prop_oneof![Just(0.0), Just(0.1), Just(0.3), Just(1.0)],
@@ -761,7 +761,7 @@ proptest! {
 }
 
 #[test]
-fn budgets_bound_the_lines() {
+fn flexprefill_budget_bounds_the_lines() {
     let p = Prompt::new(1, 1, 4, 600, 9);
     assert_eq!(p.index("flexprefill(block=16,min_budget=600)", 0, 600), Index::default());
     let index = p.index("flexprefill(block=16,tau=0,max_budget=16)", 0, 600);
@@ -869,7 +869,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn tokens_are_the_indexers_best(
+    fn dsa_selects_the_top_tokens(
         seed in any::<u64>(), tokens in 2usize..150, part in 0usize..100, topk in 1usize..60,
         heads in prop_oneof![Just(1usize), Just(5), Just(64)], is_small in any::<bool>(),
     ) {
@@ -898,7 +898,7 @@ proptest! {
 }
 
 #[test]
-fn products_below_zero_do_not_count() {
+fn dsa_ignores_negative_products() {
     // Without ReLU token 0 would win for the first head and lose for the second.
     let x = Indexer {
         heads: 2,
@@ -915,7 +915,7 @@ fn products_below_zero_do_not_count() {
 }
 
 #[test]
-fn an_indexer_loads_saves_and_takes_back() {
+fn dsa_loads_saves_and_truncates() {
     let x = Indexer::new(4, 16, 64, 77);
     let mut policy = make(&x.spec(",topk=5,load=true"), &shape(2, 1, 8)).expect("sound");
     let traits = policy.traits();
@@ -974,7 +974,7 @@ fn an_indexer_loads_saves_and_takes_back() {
 }
 
 #[test]
-fn an_indexer_refuses_what_does_not_fit() {
+fn dsa_rejects_mismatched_keys() {
     let x = Indexer::new(4, 16, 64, 78);
     let mut policy = make(&x.spec(",topk=5"), &shape(2, 1, 8)).expect("sound");
     assert!(policy.append(2, 0, &x.keys(0, 8)).is_err(), "no such layer");
@@ -1018,7 +1018,7 @@ fn an_indexer_refuses_what_does_not_fit() {
 // streaming and full
 
 #[test]
-fn sinks_and_the_last_tokens_stay() {
+fn streaming_selects_sinks_and_recent_tokens() {
     let p = Prompt::new(2, 1, 4, 100, 1);
     for (sinks, recent) in [(4, 20), (0, 1), (1, 50)] {
         let spec = format!("streaming(sinks={sinks},recent={recent},rotate=true)");
@@ -1037,7 +1037,7 @@ fn sinks_and_the_last_tokens_stay() {
 }
 
 #[test]
-fn what_lies_between_is_evicted_once() {
+fn streaming_evicts_the_middle_once() {
     let p = Prompt::new(2, 1, 4, 1, 1);
     let mut policy = make("streaming(sinks=2,recent=3)", &p.shape).expect("sound");
     let mut keep = RetainedTokens::default();
@@ -1070,7 +1070,7 @@ fn what_lies_between_is_evicted_once() {
 }
 
 #[test]
-fn full_leaves_nothing_out() {
+fn full_policy_selects_everything() {
     let p = Prompt::new(2, 1, 4, 30, 1);
     assert_eq!(p.index("full", 10, 30), Index::default());
     let mut policy = make("full", &p.shape).expect("sound");
@@ -1095,7 +1095,7 @@ const PROMPT_POLICIES: [&str; 9] = [
 ];
 
 #[test]
-fn heads_that_change_places_take_their_answers_along() {
+fn selection_is_equivariant_to_head_order() {
     let p = Prompt::new(6, 3, 8, 300, 21);
     // Key heads 2, 0, 1, and queries of each group turned around.
     let places = [5, 4, 1, 0, 3, 2];
@@ -1119,7 +1119,7 @@ fn heads_that_change_places_take_their_answers_along() {
 }
 
 #[test]
-fn equal_scores_go_to_the_lower_and_nearer() {
+fn ties_select_lower_columns_and_nearer_diagonals() {
     let mut p = Prompt::new(2, 1, 8, 512, 2);
     p.q.fill(0.0);
     let index = p.index("minference(vertical=40,slash=60,sinks=3,recent=7)", 0, 512);
@@ -1142,7 +1142,7 @@ fn equal_scores_go_to_the_lower_and_nearer() {
 }
 
 #[test]
-fn all_of_a_budget_is_everything() {
+fn full_budget_selects_everything() {
     let p = Prompt::new(2, 1, 4, 300, 4);
     for spec in [
         "minference(budget=1)",
@@ -1163,7 +1163,7 @@ fn all_of_a_budget_is_everything() {
 }
 
 #[test]
-fn every_query_sees_itself_and_the_first_part_is_never_lost() {
+fn every_query_attends_itself_and_the_sinks() {
     let p = Prompt::new(2, 1, 4, 330, 5);
     for spec in PROMPT_POLICIES.into_iter().filter(|spec| !spec.contains("block_sparse")) {
         for first in [0, 64, 101] {
@@ -1179,7 +1179,7 @@ fn every_query_sees_itself_and_the_first_part_is_never_lost() {
 }
 
 #[test]
-fn bad_numbers_are_an_error_and_change_nothing() {
+fn non_finite_inputs_change_nothing() {
     let good = Prompt::new(2, 1, 4, 300, 6);
     for spec in PROMPT_POLICIES {
         // What goes by positions only looks at no numbers.
@@ -1215,7 +1215,7 @@ fn bad_numbers_are_an_error_and_change_nothing() {
 }
 
 #[test]
-fn questions_that_do_not_fit_are_refused() {
+fn mismatched_queries_are_rejected() {
     let p = Prompt::new(4, 2, 4, 200, 8);
     let (queries, keys) = (rows(&p.q, 4, 4), rows(&p.k, 2, 4));
     for spec in PROMPT_POLICIES {
@@ -1275,7 +1275,7 @@ fn questions_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn budgets_of_zero_and_other_nonsense_are_refused() {
+fn invalid_prefill_specs_are_rejected() {
     let good = shape(4, 2, 8);
     for spec in [
         "minference(budget=0)",
@@ -1322,7 +1322,7 @@ fn budgets_of_zero_and_other_nonsense_are_refused() {
 }
 
 #[test]
-fn other_types_and_scales_give_the_same() {
+fn selection_does_not_depend_on_dtype() {
     let mut p = Prompt::new(2, 1, 8, 200, 12);
     // Numbers that bf16 has.
     for x in p.q.iter_mut().chain(&mut p.k) {

@@ -202,7 +202,7 @@ impl Engine {
 }
 
 #[test]
-fn every_policy_can_be_served_by_its_traits() {
+fn every_policy_runs_by_its_traits() {
     let mut served = Vec::new();
     for what in [
         "adakv(budget=80,window=20)",
@@ -257,7 +257,7 @@ fn every_policy_can_be_served_by_its_traits() {
 }
 
 #[test]
-fn traits_say_what_engines_have_to_bring() {
+fn traits_name_the_required_inputs() {
     let of = |spec: &str| {
         let policy = registry::make(&Spec::parse(spec).expect(spec), &SHAPE).expect(spec);
         policy.traits()

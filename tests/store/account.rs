@@ -84,7 +84,7 @@ fn all_is_counted(store: &TestStore, budget: &Budget, limit: u64) {
 }
 
 #[test]
-fn a_small_budget_holds_what_is_coded_too() {
+fn small_budget_holds_with_a_codec() {
     for limit in [20 * MIB, 48 * MIB] {
         let scratch = Scratch::new("coded");
         let (store, budget) = open(&scratch.0, limit, "codec=lz4,readers=3");
@@ -120,7 +120,7 @@ fn a_small_budget_holds_what_is_coded_too() {
 }
 
 #[test]
-fn a_budget_without_room_for_the_reserve_is_refused() {
+fn budget_below_the_reserve_is_rejected() {
     let scratch = Scratch::new("refused");
     let runtime = runtime();
     let spec = with_disk(&scratch.0, DISK, "host=64MiB,chunks=1024");
@@ -143,7 +143,7 @@ fn a_budget_without_room_for_the_reserve_is_refused() {
 }
 
 #[test]
-fn a_cell_longer_than_the_reserve_comes_back_though_memory_is_full() {
+fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
     const LIMIT: u64 = 96 * MIB;
     let scratch = Scratch::new("long");
     let (store, budget) = open(&scratch.0, LIMIT, "codec=lz4,readers=2");
@@ -188,7 +188,7 @@ fn a_cell_longer_than_the_reserve_comes_back_though_memory_is_full() {
 /// What a remote's threads keep, and what is remembered of its names, is paid for with the tables.
 #[test]
 #[cfg(feature = "dir")]
-fn a_remote_is_in_the_budget() {
+fn remote_memory_is_charged_to_the_budget() {
     let (scratch, shared) = (Scratch::new("near"), Scratch::new("far"));
     std::fs::create_dir_all(&shared.0).expect("a directory");
     let remote = |more: &str| format!("remote=dir(path=\"{}\",{more})", shared.0.display());

@@ -73,12 +73,12 @@ fn spill(callers: u32, rest: &str) {
 }
 
 #[test]
-fn half_fits_and_every_acknowledged_key_is_there() {
+fn acknowledged_keys_survive_eviction_to_disk() {
     spill(1, "write=back");
 }
 
 #[test]
-fn half_fits_and_every_acknowledged_key_of_many_callers_is_there() {
+fn acknowledged_keys_of_concurrent_callers_survive_eviction() {
     spill(4, "write=back,policy=lru,copiers=3");
     spill(4, "write=through,policy=s3fifo");
 }
@@ -205,7 +205,7 @@ fn survive(dir: &Path, what: &str) -> Result<usize> {
 }
 
 #[test]
-fn a_flipped_bit_anywhere_is_a_counted_miss() {
+fn flipped_bit_is_a_counted_miss() {
     let scratch = quick("flips");
     let image = sample(&scratch.0);
     let kinds = ["store", "seg-", "index-"];
@@ -240,7 +240,7 @@ fn a_flipped_bit_anywhere_is_a_counted_miss() {
 
 /// Many bits, blocks that change places, and ends that are cut off.
 #[test]
-fn any_damage_is_a_counted_miss_or_a_refusal_that_says_why() {
+fn damage_is_a_counted_miss_or_an_open_error_with_reason() {
     let scratch = quick("damage");
     let image = sample(&scratch.0);
     let names: Vec<&String> = image.keys().collect();

@@ -208,7 +208,7 @@ impl Engineer {
 }
 
 #[test]
-fn blocks_come_back_in_any_order_and_by_themselves() {
+fn blocks_are_read_independently_in_any_order() {
     let all = Engineer::new("store(host=16MiB)");
     let names: Vec<u32> = (0..300).collect();
     assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
@@ -224,7 +224,7 @@ fn blocks_come_back_in_any_order_and_by_themselves() {
 }
 
 #[test]
-fn names_that_come_twice_are_moved_twice() {
+fn repeated_names_are_transferred_each_time() {
     let all = Engineer::new("store(host=16MiB)");
     let names = [5, 6, 5, 5, 7, 6];
     assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
@@ -235,7 +235,7 @@ fn names_that_come_twice_are_moved_twice() {
 }
 
 #[test]
-fn namespaces_do_not_share_and_tokens_are_none_of_their_business() {
+fn namespaces_and_sequences_do_not_share_blocks() {
     let first = Engineer::new("store(host=16MiB)");
     let opts = SpaceOpts { key: Key([2; 32]), layout: MODEL.layout(), holes: false };
     let (other, tokens) = (first.store.handle.with(|core| core.open_space(&opts)), document(1, 20));
@@ -266,7 +266,7 @@ fn namespaces_do_not_share_and_tokens_are_none_of_their_business() {
 }
 
 #[test]
-fn memory_that_is_full_keeps_some_and_says_which() {
+fn full_memory_keeps_some_blocks_and_reports_each() {
     // Room for some forty.
     let all = Engineer::new(&format!("store(host={},policy=lru)", 512 << 10));
     let mut lost = 0;
@@ -287,7 +287,7 @@ fn memory_that_is_full_keeps_some_and_says_which() {
 }
 
 #[test]
-fn what_was_acknowledged_on_disk_is_there_after_a_restart() {
+fn durable_blocks_survive_a_restart() {
     let scratch = Scratch::new("blocks");
     let spec = with_disk(&scratch.0, "bytes=64MiB,segment=1MiB,buffered=true", "host=8MiB");
     let names: Vec<u32> = (0..200).collect();
@@ -308,7 +308,7 @@ fn what_was_acknowledged_on_disk_is_there_after_a_restart() {
 }
 
 #[test]
-fn dropped_blocks_are_gone_and_can_come_again() {
+fn dropped_blocks_can_be_put_again() {
     let all = Engineer::new("store(host=16MiB)");
     assert_eq!(all.put(Level::Ram, &[1, 2, 3, 4]).0, Status::Ok);
     let keys = all.keys(&[2, 4, 4, 9]);
@@ -321,7 +321,7 @@ fn dropped_blocks_are_gone_and_can_come_again() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_and_leaves_nothing() {
+fn invalid_block_transfers_leave_nothing() {
     let all = Engineer::new("store(host=16MiB)");
     let refused = |kind, level, names: &[u32], views| {
         all.begin(kind, level, names, views).map(|_| ()).unwrap_err().status()
@@ -344,7 +344,7 @@ fn what_cannot_be_is_refused_and_leaves_nothing() {
 }
 
 #[test]
-fn a_table_that_is_full_makes_room_for_others_only() {
+fn full_table_evicts_only_other_blocks() {
     // Fewer rows than a batch has, and more than that are there already.
     let all = Engineer::new("store(host=16MiB,chunks=64,policy=lru)");
     let first: Vec<u32> = (0..60).collect();
@@ -388,7 +388,7 @@ proptest! {
     /// Whatever is asked for, in whatever order: no wrong byte, nothing that was never put,
     /// nothing on disk is lost, and each block's status is its own.
     #[test]
-    fn every_answer_is_right(steps in steps(), host_kib in 300u32..1200) {
+    fn random_block_transfers_match_a_model(steps in steps(), host_kib in 300u32..1200) {
         let scratch = Scratch::new("blocks-any");
         let disk = "bytes=32MiB,segment=1MiB,buffered=true";
         let spec = with_disk(&scratch.0, disk, &format!("host={host_kib}KiB,write=back"));
@@ -484,13 +484,13 @@ fn lru_case(first_missing: bool) -> usize {
 }
 
 #[test]
-fn blocks_behind_a_missing_one_are_used_all_the_same() {
+fn blocks_after_a_missing_one_count_as_used() {
     assert_eq!(lru_case(false), 15, "without a missing one");
     assert_eq!(lru_case(true), 15, "behind a missing one");
 }
 
 #[test]
-fn a_name_that_comes_often_needs_one_row() {
+fn repeated_name_takes_one_row() {
     let all = Engineer::new("store(host=16MiB,chunks=64,policy=lru)");
     let first: Vec<u32> = (0..60).collect();
     assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
@@ -505,7 +505,7 @@ fn a_name_that_comes_often_needs_one_row() {
 }
 
 #[test]
-fn blocks_that_found_room_on_disk_are_not_blamed_for_others() {
+fn full_disk_fails_only_blocks_without_space() {
     let scratch = Scratch::new("blocks-full");
     let spec = with_disk(&scratch.0, "bytes=4MiB,segment=1MiB,buffered=true", "host=64MiB");
     let all = Engineer::on(TestStore::open(&spec), 1);
@@ -545,13 +545,13 @@ fn first_layers(dup: bool) -> usize {
 }
 
 #[test]
-fn cells_of_a_batch_with_a_name_twice_are_told_like_any() {
+fn policies_see_repeated_names_like_single_ones() {
     let (once, twice) = (first_layers(false), first_layers(true));
     assert_eq!(once, twice, "first layers that are left");
 }
 
 #[test]
-fn with_sessions_as_objects_blocks_do_not_all_leave_at_once() {
+fn session_granularity_evicts_blocks_one_by_one() {
     let all = Engineer::new(&format!("store(host={},policy=lru,granularity=session)", 512 << 10));
     assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
     all.put(Level::Ram, &(100..112).collect::<Vec<u32>>());
@@ -561,7 +561,7 @@ fn with_sessions_as_objects_blocks_do_not_all_leave_at_once() {
 }
 
 #[test]
-fn what_is_refused_sends_nobody_away() {
+fn rejected_block_put_evicts_nothing() {
     let all = Engineer::new("store(host=16MiB,chunks=64,policy=lru)");
     let first: Vec<u32> = (0..60).collect();
     assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
@@ -573,7 +573,7 @@ fn what_is_refused_sends_nobody_away() {
 }
 
 #[test]
-fn what_is_held_stays_while_others_come_and_go() {
+fn held_blocks_are_not_evicted() {
     for rest in ["", ",granularity=cell", ",granularity=cell,drop=cell", ",granularity=session"] {
         // Room for some forty.
         let all = Engineer::new(&format!("store(host={},policy=lru{rest})", 512 << 10));
@@ -598,7 +598,7 @@ fn what_is_held_stays_while_others_come_and_go() {
 }
 
 #[test]
-fn holds_count_and_letting_go_what_is_not_held_changes_nothing() {
+fn holds_are_counted_and_excess_release_is_ignored() {
     let all = Engineer::new("store(host=16MiB)");
     assert_eq!(all.put(Level::Ram, &[1, 2, 3]).0, Status::Ok);
     assert_eq!(all.hold(&[1, 1, 2]), [true; 3]);
@@ -628,7 +628,7 @@ fn holds_count_and_letting_go_what_is_not_held_changes_nothing() {
 }
 
 #[test]
-fn what_is_still_being_put_is_not_held() {
+fn blocks_being_put_cannot_be_held() {
     let all = Engineer::new("store(host=16MiB)");
     let pool = Pool::of(&[7]);
     let blocks = BlockMove {
@@ -652,7 +652,7 @@ fn what_is_still_being_put_is_not_held() {
 }
 
 #[test]
-fn a_session_has_so_many_holds_and_no_more() {
+fn holds_per_session_are_limited() {
     let all = Engineer::new("store(host=16MiB)");
     assert_eq!(all.put(Level::Ram, &[1, 2]).0, Status::Ok);
     let (mut keys, mut found) = (all.keys(&[1]), vec![0; MAX_BLOCKS]);
@@ -681,7 +681,7 @@ fn a_session_has_so_many_holds_and_no_more() {
 }
 
 #[test]
-fn where_all_is_held_puts_end_and_holds_do_not() {
+fn puts_fail_when_all_blocks_are_held() {
     // Room for some forty in memory; then for fifty in the table.
     for (host, rows) in [("512KiB", ""), ("16MiB", ",chunks=50")] {
         let all = Engineer::new(&format!("store(host={host},policy=lru{rows})"));
@@ -713,7 +713,7 @@ fn where_all_is_held_puts_end_and_holds_do_not() {
 
 /// A refused put leaves those alone that may leave, where they are too few.
 #[test]
-fn where_the_held_leave_too_little_room_nobody_leaves() {
+fn put_without_enough_free_rows_evicts_nothing() {
     let all = Engineer::new("store(host=16MiB,policy=lru,chunks=50)");
     let names: Vec<u32> = (0..50).collect();
     assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
@@ -735,7 +735,7 @@ fn where_the_held_leave_too_little_room_nobody_leaves() {
 }
 
 #[test]
-fn as_many_as_may_be_are_held_and_hinted_at_once() {
+fn maximum_blocks_are_held_and_hinted_at_once() {
     for rest in ["", ",granularity=cell", ",granularity=session"] {
         let all = Engineer::new(&format!("store(host=64MiB,policy=predictive{rest})"));
         let names: Vec<u32> = (0..1000).collect();
@@ -777,7 +777,7 @@ fn models_of_many_layers_are_hinted_cell_by_cell() {
 }
 
 #[test]
-fn what_is_held_may_go_down_and_is_found_there() {
+fn held_blocks_may_be_demoted_to_disk() {
     let scratch = Scratch::new("blocks-held");
     let disk = "bytes=32MiB,segment=1MiB,buffered=true";
     // Nothing would go to disk by itself.
@@ -820,7 +820,7 @@ fn left_after(rest: &str, said: Option<(std::ops::Range<u32>, Hint)>) -> usize {
 }
 
 #[test]
-fn policies_go_by_what_is_said_of_blocks() {
+fn policies_use_block_hints() {
     let now_ns = kvtier::base::clock::Clock::real().now_ns() as i64;
     let late = Hint { next_use: Some((now_ns + 1_000_000_000_000, 1.0)), ..Hint::default() };
     let never = Hint { done: true, ..Hint::default() };
@@ -981,7 +981,7 @@ fn storm(
 }
 
 #[test]
-fn a_storm() {
+fn concurrent_block_transfers_are_exact() {
     for (seed, rest) in [
         (1, "host=600KiB"),
         (2, "host=600KiB,write=back"),
@@ -1003,7 +1003,7 @@ fn a_storm() {
 }
 
 #[test]
-fn what_a_storm_was_told_is_there_after_it() {
+fn acknowledged_blocks_survive_under_concurrent_load() {
     for seed in 20..22u64 {
         let scratch = Scratch::new("blocks-told");
         let disk = "bytes=64MiB,segment=1MiB,buffered=true";

@@ -89,7 +89,7 @@ fn cell_range(chunks: u32) -> CellRange {
 }
 
 #[test]
-fn a_move_that_found_no_room_among_the_jobs_ends_when_it_is_given_up() {
+fn transfer_waiting_for_job_slots_can_be_cancelled() {
     let store = Store::new(8, 64);
     let sessions: Vec<u32> = (1..6).map(|number| store.session(number, 8)).collect();
     let moves: Vec<u32> = sessions.iter().map(|&session| store.put(session, 8)).collect();
@@ -105,7 +105,7 @@ fn a_move_that_found_no_room_among_the_jobs_ends_when_it_is_given_up() {
 /// A move that was given up stood in line for room; the next one, which waits for the
 /// engine's word, has its number, and does not begin in its place.
 #[test]
-fn a_move_does_not_begin_in_the_place_of_another() {
+fn waiting_transfer_does_not_start_for_a_cancelled_one() {
     for at in 1..6 {
         let store = Store::new(8, 256);
         let sessions: Vec<u32> = (1..8).map(|number| store.session(number, 8)).collect();
@@ -132,7 +132,7 @@ fn a_move_does_not_begin_in_the_place_of_another() {
 
 /// Of jobs that wait for memory, those in the middle go and the order of the others stays.
 #[test]
-fn those_that_wait_for_memory_are_given_up_anywhere_in_the_line() {
+fn jobs_waiting_for_memory_can_be_cancelled_in_any_order() {
     let store = Store::new(4096, 16);
     let sessions: Vec<u32> = (1..9).map(|number| store.session(number, 4)).collect();
     // The first has all the memory; all others wait for some.
@@ -154,7 +154,7 @@ fn those_that_wait_for_memory_are_given_up_anywhere_in_the_line() {
 
 /// Of those that wait for one cell, too.
 #[test]
-fn those_that_wait_for_a_cell_are_given_up_anywhere_in_the_line() {
+fn jobs_waiting_for_a_cell_can_be_cancelled_in_any_order() {
     let store = Store::new(4096, 64);
     let sessions: Vec<u32> = (0..8).map(|_| store.session(1, 4)).collect();
     // The first puts the cells, the others wait until they are there.

@@ -186,7 +186,7 @@ fn files_of(dir: &Path, start: &str) -> Vec<PathBuf> {
 const ROOMY: &str = "bytes=64MiB,segment=4MiB";
 
 #[test]
-fn what_can_be_shorter_is_and_comes_back_after_restarts() {
+fn compressible_cells_are_coded_and_survive_restarts() {
     let scratch = Scratch::new("codecs");
     let spec = with_disk(&scratch.0, ROOMY, "host=8MiB,chunks=1024,codec=lz4");
     let (tokens, cells) = (document(1, 10 * CHUNK), 10 * LAYERS as u64);
@@ -224,7 +224,7 @@ fn what_can_be_shorter_is_and_comes_back_after_restarts() {
 }
 
 #[test]
-fn namespaces_keep_their_recipes_and_what_is_lost_is_measured() {
+fn namespaces_keep_their_recipe_and_loss_is_measured() {
     let scratch = Scratch::new("recipes");
     let spec = with_disk(&scratch.0, ROOMY, "host=8MiB,chunks=1024,codec=lz4");
     let tokens: Vec<Vec<u32>> = (0..4).map(|n| document(n, (2 + n as usize) * CHUNK)).collect();
@@ -268,7 +268,7 @@ fn namespaces_keep_their_recipes_and_what_is_lost_is_measured() {
 }
 
 #[test]
-fn what_memory_has_no_room_for_goes_down_coded_and_partial_chunks_too() {
+fn evicted_and_partial_chunks_are_written_coded() {
     let scratch = Scratch::new("small");
     let spec = with_disk(&scratch.0, ROOMY, "host=1MiB,chunks=1024");
     let store = TestStore::open(&spec);
@@ -303,7 +303,7 @@ fn what_memory_has_no_room_for_goes_down_coded_and_partial_chunks_too() {
 }
 
 #[test]
-fn cleaning_moves_coded_cells() {
+fn compaction_copies_coded_cells() {
     let scratch = Scratch::new("cleaned");
     let spec = with_disk(&scratch.0, "bytes=6MiB,segment=512KiB", "host=1MiB,chunks=4096");
     let store = TestStore::open(&spec);
@@ -349,7 +349,7 @@ fn cleaning_moves_coded_cells() {
 }
 
 #[test]
-fn a_flipped_bit_of_a_coded_cell_is_a_miss() {
+fn flipped_bit_of_a_coded_cell_is_a_miss() {
     let scratch = Scratch::new("flipped");
     let spec = with_disk(&scratch.0, "bytes=16MiB,segment=512KiB", "host=8MiB,chunks=1024");
     let tokens = document(1, 2 * CHUNK);
@@ -394,7 +394,7 @@ fn a_flipped_bit_of_a_coded_cell_is_a_miss() {
 }
 
 #[test]
-fn seeds_code_cells_and_find_them_again() {
+fn simulation_seeds_code_and_decode_cells() {
     let (mut coded, mut lost) = (0, 0);
     for seed in 5000..5040 {
         match run(&SimOpts { seed, steps: 500 }) {
@@ -446,7 +446,7 @@ impl Paid {
 }
 
 #[test]
-fn memory_for_coding_is_counted_and_there_is_always_some() {
+fn coding_memory_is_charged_and_reserved() {
     let tokens = document(1, 8 * CHUNK);
     let cells = 8 * LAYERS as u64;
     // In the end there is no more than the tier keeps for itself.
@@ -474,7 +474,7 @@ fn memory_for_coding_is_counted_and_there_is_always_some() {
 /// Run by hand: `cargo test --release --test store codecs:: -- --ignored --nocapture`.
 #[test]
 #[ignore = "a measurement"]
-fn measure_what_codecs_save_and_cost() {
+fn measure_codecs() {
     // 64 tokens of 8 heads of 128 numbers: cells of 256 KiB.
     const WIDE: usize = 2048;
     const TOKENS: usize = 64;

@@ -125,7 +125,7 @@ fn check(store: &TestStore, space: u32, number: u32) {
 }
 
 #[test]
-fn what_was_stored_outlives_the_process() {
+fn stored_cells_survive_a_killed_process() {
     let rounds = std::env::var("KVTIER_CRASH_ROUNDS").ok().and_then(|n| n.parse().ok());
     let rounds: u32 = rounds.unwrap_or(40);
     let seed = u64::from(std::process::id());
@@ -187,7 +187,7 @@ fn behind_child() {
 }
 
 #[test]
-fn what_write_behind_has_written_outlives_the_process() {
+fn write_behind_cells_survive_a_killed_process() {
     let seed = u64::from(std::process::id());
     for round in 0..4 {
         let scratch = Scratch::new("behind");
@@ -292,7 +292,7 @@ fn reach(store: &TestStore, space: u32, count: u32) -> Vec<usize> {
 }
 
 #[test]
-fn what_is_durable_takes_the_prefix_along_that_was_in_memory_only() {
+fn durable_put_writes_back_its_prefix() {
     let scratch = Scratch::new("prefix");
     kill_relatives(&scratch.0, "durable");
     let store = open_small(&scratch.0);
@@ -305,7 +305,7 @@ fn what_is_durable_takes_the_prefix_along_that_was_in_memory_only() {
 }
 
 #[test]
-fn what_left_memory_is_of_use_though_its_prefix_never_did() {
+fn evicted_chunks_are_usable_without_an_evicted_prefix() {
     let scratch = Scratch::new("family");
     kill_relatives(&scratch.0, "everyday");
     let store = open_small(&scratch.0);

@@ -189,8 +189,8 @@ fn full(disk: &Path, name: &str, more: &str) {
 }
 
 #[test]
-fn a_file_system_in_memory_is_full() {
-    apart(kvtier_testkit::test_name!("a_file_system_in_memory_is_full"), |dir| {
+fn full_tmpfs_fails_puts_and_recovers() {
+    apart(kvtier_testkit::test_name!("full_tmpfs_fails_puts_and_recovers"), |dir| {
         let disk = dir.join("disk");
         tmpfs(&disk, 40 * MIB)?;
         full(&disk, "kv", "");
@@ -199,8 +199,8 @@ fn a_file_system_in_memory_is_full() {
 }
 
 #[test]
-fn a_file_system_on_a_device_is_full() {
-    apart(kvtier_testkit::test_name!("a_file_system_on_a_device_is_full"), |dir| {
+fn full_ext4_fails_puts_and_recovers() {
+    apart(kvtier_testkit::test_name!("full_ext4_fails_puts_and_recovers"), |dir| {
         let disk = dir.join("disk");
         let _device = Loop::mounted(dir, &disk, 44 * MIB)?;
         full(&disk, "kv", "");
@@ -211,8 +211,8 @@ fn a_file_system_on_a_device_is_full() {
 }
 
 #[test]
-fn files_may_not_grow() {
-    apart(kvtier_testkit::test_name!("files_may_not_grow"), |dir| {
+fn file_size_limit_fails_puts_and_recovers() {
+    apart(kvtier_testkit::test_name!("file_size_limit_fails_puts_and_recovers"), |dir| {
         let dir = dir.join("kv");
         let mut keep = Keep::open(&dir, "", REST);
         keep.put_all(40);
@@ -234,8 +234,8 @@ fn files_may_not_grow() {
 
 /// A device that cannot be read or written behind its first MiB, and can be again.
 #[test]
-fn a_device_has_errors_for_a_while() {
-    apart(kvtier_testkit::test_name!("a_device_has_errors_for_a_while"), |dir| {
+fn temporary_device_errors_are_survived() {
+    apart(kvtier_testkit::test_name!("temporary_device_errors_are_survived"), |dir| {
         let disk = dir.join("disk");
         let mut device = Loop::mounted(dir, &disk, 64 * MIB)?;
         let dir = disk.join("kv");
@@ -275,8 +275,8 @@ fn a_device_has_errors_for_a_while() {
 }
 
 #[test]
-fn the_directory_is_removed() {
-    apart(kvtier_testkit::test_name!("the_directory_is_removed"), |dir| {
+fn removed_directory_keeps_the_store_alive() {
+    apart(kvtier_testkit::test_name!("removed_directory_keeps_the_store_alive"), |dir| {
         let dir = dir.join("kv");
         let mut keep = Keep::open(&dir, "", REST);
         keep.put_all(60);
@@ -301,8 +301,8 @@ fn the_directory_is_removed() {
 }
 
 #[test]
-fn nothing_is_durable_in_a_directory_that_is_gone() {
-    apart(kvtier_testkit::test_name!("nothing_is_durable_in_a_directory_that_is_gone"), |dir| {
+fn removed_directory_fails_durable_puts() {
+    apart(kvtier_testkit::test_name!("removed_directory_fails_durable_puts"), |dir| {
         let dir = dir.join("kv");
         let mut keep = Keep::open(&dir, "", REST);
         keep.put_all(2);
@@ -315,8 +315,8 @@ fn nothing_is_durable_in_a_directory_that_is_gone() {
 }
 
 #[test]
-fn the_right_to_the_directory_is_lost() {
-    apart(kvtier_testkit::test_name!("the_right_to_the_directory_is_lost"), |dir| {
+fn lost_permission_fails_puts_and_recovers() {
+    apart(kvtier_testkit::test_name!("lost_permission_fails_puts_and_recovers"), |dir| {
         become_nobody(dir)?;
         let dir = dir.join("kv");
         let mode = |mode| {
@@ -379,8 +379,8 @@ fn storm(keep: &mut Keep, bytes: u64) {
 }
 
 #[test]
-fn the_budget_shrinks_while_it_is_used() {
-    apart(kvtier_testkit::test_name!("the_budget_shrinks_while_it_is_used"), |dir| {
+fn shrinking_budget_is_obeyed_under_load() {
+    apart(kvtier_testkit::test_name!("shrinking_budget_is_obeyed_under_load"), |dir| {
         let (mut keep, budget) = on_budget(&dir.join("kv"), Some(96 * MIB), 0);
         storm(&mut keep, 120 * MIB);
         let stop = AtomicBool::new(false);
@@ -432,8 +432,8 @@ fn the_budget_shrinks_while_it_is_used() {
 }
 
 #[test]
-fn a_group_with_a_limit_holds_the_store() {
-    apart(kvtier_testkit::test_name!("a_group_with_a_limit_holds_the_store"), |dir| {
+fn store_stays_within_a_cgroup() {
+    apart(kvtier_testkit::test_name!("store_stays_within_a_cgroup"), |dir| {
         const LIMIT: u64 = 160 * MIB;
         let group = Group::joined(LIMIT)?;
         // More is asked for than the group may have, and the machine has.
@@ -455,8 +455,8 @@ fn a_group_with_a_limit_holds_the_store() {
 }
 
 #[test]
-fn a_group_in_which_others_need_more_holds_the_store() {
-    apart(kvtier_testkit::test_name!("a_group_in_which_others_need_more_holds_the_store"), |dir| {
+fn store_yields_memory_inside_a_cgroup() {
+    apart(kvtier_testkit::test_name!("store_yields_memory_inside_a_cgroup"), |dir| {
         const LIMIT: u64 = 160 * MIB;
         let group = Group::joined(LIMIT)?;
         let (mut keep, budget) = on_budget(&dir.join("kv"), Some(64 << 30), 48 * MIB);
@@ -483,7 +483,7 @@ fn a_group_in_which_others_need_more_holds_the_store() {
 
 /// A store that nobody limits has what it was told, and no more.
 #[test]
-fn without_a_disk_what_does_not_fit_is_dropped_and_counted() {
+fn without_a_disk_evicted_chunks_are_dropped_and_counted() {
     let store = TestStore::open(&spec_of("store(host=8MiB,policy=lru,chunks=4096)"));
     let space = store.namespace(1, &MODEL);
     let mut keep = Keep { store, space, kept: Vec::new(), next: 0 };

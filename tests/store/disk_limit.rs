@@ -27,7 +27,7 @@ fn open(files: SimFiles, disk_bytes: u64) -> SteppedStore {
 }
 
 #[test]
-fn a_smaller_limit_holds_after_opening() {
+fn smaller_disk_limit_is_obeyed_after_opening() {
     let store = open(empty_disk(), LARGE);
     let documents = 60;
     for number in 0..documents {
@@ -53,7 +53,7 @@ fn a_smaller_limit_holds_after_opening() {
 }
 
 #[test]
-fn fewer_chunks_than_are_on_disk_are_refused() {
+fn table_smaller_than_the_disk_index_is_rejected() {
     let scratch = Scratch::new("fewer");
     let spec = |rest: &str| with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", rest);
     let count = |store: &TestStore| store.handle.opened.adopted.chunks;
@@ -83,7 +83,7 @@ fn fewer_chunks_than_are_on_disk_are_refused() {
 
 /// A chunk of two segments' length.
 #[test]
-fn a_chunk_that_is_longer_than_a_segment_goes_down() {
+fn chunk_larger_than_a_segment_is_written() {
     const LONG: Model = Model { layers: 8, heads: 2, run: 64, chunk: 1024 };
     let scratch = Scratch::new("long");
     let store = TestStore::open(&with_disk(&scratch.0, "bytes=16MiB,segment=1MiB", "host=8MiB"));
@@ -105,7 +105,7 @@ fn a_chunk_that_is_longer_than_a_segment_goes_down() {
 
 /// What is still on disk counts until it has gone.
 #[test]
-fn a_disk_that_shrinks_is_paid_for_as_long_as_it_is_large() {
+fn shrinking_disk_is_charged_until_it_is_small() {
     const MIB: u64 = 1 << 20;
     let scratch = Scratch::new("paid");
     let runtime = runtime();

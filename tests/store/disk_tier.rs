@@ -465,12 +465,12 @@ proptest! {
     #![proptest_config(config())]
 
     #[test]
-    fn agrees_with_a_map(seed in any::<u64>(), steps in steps(false)) {
+    fn disk_tier_matches_a_map(seed in any::<u64>(), steps in steps(false)) {
         run(seed, &steps);
     }
 
     #[test]
-    fn agrees_with_a_map_when_things_fail(seed in any::<u64>(), steps in steps(true)) {
+    fn disk_tier_matches_a_map_under_faults(seed in any::<u64>(), steps in steps(true)) {
         run(seed, &steps);
     }
 }
@@ -512,7 +512,7 @@ fn survey(image: &Image) -> Result<Survey> {
 }
 
 #[test]
-fn a_checkpoint_and_a_scan_give_the_same_index() {
+fn checkpoint_and_scan_recover_the_same_index() {
     let with = sample(true);
     let mut without = with.clone();
     without.retain(|name, _| !name.starts_with("index-"));
@@ -536,7 +536,7 @@ fn a_checkpoint_and_a_scan_give_the_same_index() {
 /// One flipped bit anywhere: never wrong bytes, all else is still there, and the
 /// damage is counted.
 #[test]
-fn a_flipped_bit_costs_at_most_what_it_hits() {
+fn flipped_bit_loses_only_the_cell_it_hits() {
     // Every byte that means something takes minutes in a debug build.
     let stride = if std::env::var_os("KVTIER_EXHAUSTIVE").is_some() { 1 } else { 19 };
     let (mut hit, mut lost_sessions) = (0, 0);
@@ -579,7 +579,7 @@ fn a_flipped_bit_costs_at_most_what_it_hits() {
 
 /// A segment that ends too early keeps what is before.
 #[test]
-fn a_segment_cut_anywhere_keeps_what_is_whole() {
+fn truncated_segment_keeps_whole_records() {
     let image = sample(false);
     let name = image.keys().find(|name| name.starts_with("seg-")).expect("one").clone();
     let mut last = 0;
@@ -596,7 +596,7 @@ fn a_segment_cut_anywhere_keeps_what_is_whole() {
 }
 
 #[test]
-fn a_foreign_segment_and_a_lost_name_are_not_mixed_up() {
+fn foreign_segments_are_not_adopted() {
     let mut image = sample(false);
     let other = SimFiles::new(2, SimOpts::default());
     let options = Options { segment_bytes: SEGMENT, ..Options::new(BUDGET, [8; 16]) };
@@ -619,7 +619,7 @@ fn a_foreign_segment_and_a_lost_name_are_not_mixed_up() {
 /// Every version of the format stays readable, and what is written does not change
 /// unless the version does. `KVTIER_BLESS=1` writes the file anew.
 #[test]
-fn the_store_of_version_1_is_read_and_written_as_ever() {
+fn format_version_1_is_stable() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/disk-v1.bin");
     let now = sample(true);
     if std::env::var_os("KVTIER_BLESS").is_some() {
@@ -678,7 +678,7 @@ fn unpack(mut bytes: &[u8]) -> Image {
 }
 
 #[test]
-fn single_planes_are_read_and_checked() {
+fn single_planes_are_read_and_verified() {
     let sim = SimFiles::new(1, SimOpts::default());
     let (tier, ..) = open(&sim).expect("a new store");
     let (_, cells) = put(&tier, 0, &[2, 3], false).expect("room");
@@ -710,7 +710,7 @@ fn single_planes_are_read_and_checked() {
 }
 
 #[test]
-fn who_asks_for_another_cell_gets_none() {
+fn read_with_a_wrong_identity_is_corrupt() {
     let sim = SimFiles::new(1, SimOpts::default());
     let (tier, ..) = open(&sim).expect("a new store");
     let (_, cells) = put(&tier, 0, &[0, 4], false).expect("room");
@@ -732,7 +732,7 @@ fn who_asks_for_another_cell_gets_none() {
 }
 
 #[test]
-fn a_full_disk_is_refused_and_survived() {
+fn full_disk_fails_appends_and_recovers() {
     let sim = SimFiles::new(1, SimOpts::default());
     let (tier, ..) = open(&sim).expect("a new store");
     put(&tier, 0, &[0], true).expect("room");
@@ -752,7 +752,7 @@ fn a_full_disk_is_refused_and_survived() {
 }
 
 #[test]
-fn the_budget_refuses_and_dropping_makes_room() {
+fn dropping_cells_frees_disk_budget() {
     let sim = SimFiles::new(1, SimOpts::default());
     let (tier, ..) = open(&sim).expect("a new store");
     let mut all = Vec::new();
@@ -881,7 +881,7 @@ fn threads_share_a_tier() {
 /// the process dies, or the power fails, or both. The copy that failed may be found,
 /// and does not stand for the one that did not.
 #[test]
-fn a_copy_that_failed_does_not_count() {
+fn failed_compaction_copy_is_ignored() {
     let mut found_twice = 0;
     for seed in 0..600 {
         let mut world = World::new(seed);
@@ -914,7 +914,7 @@ fn a_copy_that_failed_does_not_count() {
 
 /// Sequences that once lost a durable cell or session.
 #[test]
-fn what_was_found_once_stays_mended() {
+fn regression_seeds_lose_nothing_durable() {
     use Step::*;
     let put = |n, first, layers| Append { n, first, layers, in_place: false };
     let session = |bytes| Session { name: 0, bytes };
@@ -1067,7 +1067,7 @@ fn what_was_found_once_stays_mended() {
 /// A budget without room for a checkpoint: it is refused before anything is touched,
 /// and what is freed then is left for it.
 #[test]
-fn a_checkpoint_that_does_not_fit_is_refused_and_gets_the_next_room() {
+fn oversized_checkpoint_is_rejected_and_gets_freed_space() {
     let (budget, seed) = (24 * SEGMENT, 3);
     let sim = SimFiles::new(seed, SimOpts::default());
     let open = || {

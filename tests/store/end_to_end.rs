@@ -25,7 +25,7 @@ fn ok(tokens: usize) -> Done {
 }
 
 #[test]
-fn every_shape_is_read_as_any_other() {
+fn every_tensor_shape_reads_every_other() {
     let store = TestStore::open(&spec_of("store(host=16MiB,chunks=4096)"));
     let space = store.namespace(1, &SMALL);
     for (number, from) in SHAPES.into_iter().enumerate() {
@@ -116,7 +116,7 @@ fn many_talk(store: &TestStore, space: u32, turns: u32, may_miss: bool) -> u64 {
 }
 
 #[test]
-fn sessions_beside_each_other_get_their_bytes_from_memory() {
+fn concurrent_sessions_read_exact_bytes_from_memory() {
     // Four that put, and read what they have put, hold up to 4.2 MiB, in pieces of several sizes.
     let store = TestStore::open(&spec_of("store(host=6MiB,policy=lru,chunks=4096,copiers=3)"));
     let space = store.namespace(1, &WIDE);
@@ -129,7 +129,7 @@ fn sessions_beside_each_other_get_their_bytes_from_memory() {
 }
 
 #[test]
-fn sessions_beside_each_other_get_their_bytes_from_disk() {
+fn concurrent_sessions_read_exact_bytes_from_disk() {
     for write in ["back", "through"] {
         let scratch = Scratch::new("talk");
         let rest = format!("host=2MiB,write={write},chunks=8192,copiers=2,readers=3");
@@ -158,7 +158,7 @@ fn on_disk(scratch: &Scratch, rest: &str, tokens: &[u32]) -> TestStore {
 }
 
 #[test]
-fn layers_end_one_by_one() {
+fn layer_ops_end_in_order() {
     let scratch = Scratch::new("layers");
     let tokens = document(7, 16 * 40);
     let marks = marks_of(0, &tokens);
@@ -185,7 +185,7 @@ fn layers_end_one_by_one() {
 }
 
 #[test]
-fn layers_are_put_one_by_one_and_a_missing_one_is_a_miss_of_its_own() {
+fn missing_layer_is_a_miss_of_its_own() {
     let store = TestStore::open(&spec_of("store(host=16MiB,chunks=4096)"));
     let space = store.namespace(1, &WIDE);
     let tokens = document(3, 64);
@@ -211,7 +211,7 @@ fn layers_are_put_one_by_one_and_a_missing_one_is_a_miss_of_its_own() {
 }
 
 #[test]
-fn what_is_late_or_cancelled_leaves_the_memory_alone_once_released() {
+fn released_op_no_longer_writes_caller_memory() {
     let scratch = Scratch::new("late");
     let tokens = document(9, 16 * 200);
     let marks = marks_of(0, &tokens);
@@ -257,7 +257,7 @@ fn what_is_late_or_cancelled_leaves_the_memory_alone_once_released() {
 }
 
 #[test]
-fn a_put_that_is_given_up_is_not_said_to_be_durable() {
+fn cancelled_put_is_not_reported_durable() {
     let scratch = Scratch::new("given-up");
     let spec = with_disk(&scratch.0, ROOMY, "host=16MiB,chunks=4096");
     let store = TestStore::open(&spec);
@@ -282,7 +282,7 @@ fn a_put_that_is_given_up_is_not_said_to_be_durable() {
 }
 
 #[test]
-fn a_store_that_is_closed_at_work_ends_every_op_once() {
+fn closing_a_busy_store_ends_every_op_once() {
     let scratch = Scratch::new("close");
     let tokens = document(5, 16 * 100);
     for by_close in [true, false] {
@@ -326,7 +326,7 @@ fn a_store_that_is_closed_at_work_ends_every_op_once() {
 }
 
 #[test]
-fn a_runtime_that_closes_ends_the_ops_of_its_stores() {
+fn closing_a_runtime_ends_ops_of_its_stores() {
     let scratch = Scratch::new("runtime");
     let tokens = document(5, 16 * 100);
     let store = on_disk(&scratch, "host=12MiB,chunks=4096", &tokens);
@@ -342,7 +342,7 @@ fn a_runtime_that_closes_ends_the_ops_of_its_stores() {
 }
 
 #[test]
-fn what_is_on_disk_is_there_again_byte_for_byte() {
+fn disk_cells_are_exact_after_reopening() {
     let scratch = Scratch::new("reopen");
     let spec = with_disk(&scratch.0, ROOMY, "host=4MiB,chunks=8192,write=never");
     let all: Vec<Vec<u32>> = (0..20).map(|i| document(i, 16 * (1 + i as usize % 7))).collect();
@@ -401,7 +401,7 @@ impl Drop for Stops<'_> {
 }
 
 #[test]
-fn memory_is_given_back_to_whom_it_is_owed() {
+fn reclaimed_memory_goes_to_the_waiting_account() {
     const LIMIT: u64 = 32 << 20;
     let runtime = runtime();
     let budget = budget(&runtime, &[(Tier::Host, LIMIT)]);
@@ -459,7 +459,7 @@ fn memory_is_given_back_to_whom_it_is_owed() {
 }
 
 #[test]
-fn a_disk_that_is_too_small_loses_what_it_counts_and_nothing_else() {
+fn small_disk_loses_only_counted_chunks() {
     let chunk = WIDE.chunk_bytes();
     for level in [Level::Disk, Level::Durable] {
         let scratch = Scratch::new("spill");

@@ -39,7 +39,7 @@ fn damage(image: &Image, file: &str, byte: usize) -> (&'static str, u64, Report)
 }
 
 #[test]
-fn a_sound_store_is_clean_and_counted() {
+fn fsck_of_a_sound_store_is_clean() {
     for checkpoint in [false, true] {
         let report = check(&sample(checkpoint));
         assert!(report.is_clean(), "{:?}", report.damage);
@@ -62,7 +62,7 @@ fn a_sound_store_is_clean_and_counted() {
 }
 
 #[test]
-fn every_region_is_named() {
+fn fsck_names_the_damaged_region() {
     let image = sample(true);
     let what = |file, byte| damage(&image, file, byte).0;
     assert_eq!(what(STORE, 33), "store-name");
@@ -90,7 +90,7 @@ fn every_region_is_named() {
 
 /// One bit anywhere in what was written: it is seen, in its file and at its place.
 #[test]
-fn every_flipped_bit_is_seen() {
+fn fsck_detects_every_flipped_bit() {
     for checkpoint in [false, true] {
         let image = sample(checkpoint);
         for (name, bytes) in &image {
@@ -111,7 +111,7 @@ fn every_flipped_bit_is_seen() {
 }
 
 #[test]
-fn what_is_cut_off_or_torn_is_named() {
+fn fsck_names_truncated_and_torn_records() {
     let image = sample(false);
     let mut cut = image.clone();
     cut.get_mut(SEGMENT_1).expect("there").truncate(9 * 4096);
@@ -133,7 +133,7 @@ fn what_is_cut_off_or_torn_is_named() {
 }
 
 #[test]
-fn what_is_no_store_is_refused() {
+fn fsck_rejects_a_directory_without_a_store() {
     let refused = |image: &Image| {
         let sim = restore(image);
         fsck(&sim, &FsckOptions::default()).expect_err("refused").status()
@@ -150,7 +150,7 @@ fn what_is_no_store_is_refused() {
 }
 
 #[test]
-fn foreign_and_unfinished_files_are_no_damage_and_the_list_has_an_end() {
+fn fsck_ignores_foreign_files_and_bounds_its_list() {
     let mut image = sample(true);
     let mut segment = image[SEGMENT_1].clone();
     segment[16] ^= 1;
@@ -172,7 +172,7 @@ fn foreign_and_unfinished_files_are_no_damage_and_the_list_has_an_end() {
 }
 
 #[test]
-fn a_store_that_is_open_is_looked_at_without_its_lock_only() {
+fn fsck_reads_an_open_store_only_without_its_lock() {
     let (scratch, tier) = store("lock");
     let busy = RealFiles::open(&scratch.0, &RealOpts::default()).err().expect("held");
     assert_eq!(busy.status(), Status::Busy);

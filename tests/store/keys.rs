@@ -61,7 +61,7 @@ fn tokens(case: &Value) -> Vec<u32> {
 }
 
 #[test]
-fn fingerprints_of_layouts() {
+fn layout_fingerprints_match_the_vectors() {
     for case in cases(&vectors(), "layouts") {
         let bytes = bytes(&case["bytes"]);
         let found = Fingerprint::of(&bytes);
@@ -98,7 +98,7 @@ fn fingerprints_of_layouts() {
 }
 
 #[test]
-fn keys_of_namespaces() {
+fn namespace_keys_match_the_vectors() {
     let vectors = vectors();
     let context = text(&vectors["contexts"]["namespace"]);
     let mut keys = BTreeSet::new();
@@ -140,7 +140,7 @@ fn keys_of_namespaces() {
 }
 
 #[test]
-fn keys_of_chunks() {
+fn chunk_keys_match_the_vectors() {
     let vectors = vectors();
     let mut sizes = BTreeSet::new();
     for case in cases(&vectors, "chains") {
@@ -168,7 +168,7 @@ fn keys_of_chunks() {
 }
 
 #[test]
-fn extra_digests_of_chunks_with_media() {
+fn media_digests_match_the_vectors() {
     let vectors = vectors();
     let pairs = |value: &Value| -> Vec<(u64, [u8; 32])> {
         let rows = value.as_array().expect("an array").iter();
@@ -186,7 +186,7 @@ fn extra_digests_of_chunks_with_media() {
 }
 
 #[test]
-fn keys_of_private_chunks() {
+fn private_chunk_keys_match_the_vectors() {
     let vectors = vectors();
     let context = text(&vectors["contexts"]["private"]);
     for case in cases(&vectors, "private") {
@@ -200,7 +200,7 @@ fn keys_of_private_chunks() {
 }
 
 #[test]
-fn keys_of_blocks() {
+fn block_keys_match_the_vectors() {
     let vectors = vectors();
     let context = text(&vectors["contexts"]["block"]);
     for case in cases(&vectors, "blocks") {
@@ -212,7 +212,7 @@ fn keys_of_blocks() {
 }
 
 #[test]
-fn keys_and_names_of_objects() {
+fn remote_object_names_match_the_vectors() {
     let vectors = vectors();
     let context = |name: &str| text(&vectors["contexts"][name]).to_string();
     for case in cases(&vectors, "objects") {
@@ -257,7 +257,7 @@ fn strings(value: &Value, found: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn examples_of_the_page_are_vectors() {
+fn documented_examples_are_vectors() {
     let Ok(page) = std::fs::read_to_string(at("docs/keys.md")) else {
         return; // the packaged crate has no docs
     };
@@ -293,7 +293,7 @@ fn oracle(file: &Path) -> Option<bool> {
 }
 
 #[test]
-fn the_oracle_agrees_with_the_vectors() {
+fn python_oracle_matches_the_vectors() {
     let Some(agrees) = oracle(&at("tests/data/keys.json")) else {
         println!("SKIP: no python3, or no ffi-tests");
         return;
@@ -313,7 +313,7 @@ fn the_oracle_agrees_with_the_vectors() {
 /// `cargo test --release --test store keys:: -- --ignored --nocapture`
 #[test]
 #[ignore = "measures"]
-fn time_of_a_long_prompt() {
+fn measure_keys_of_a_long_prompt() {
     let tokens: Vec<u32> = (0..131_072u32).map(|i| i.wrapping_mul(2_654_435_761) >> 15).collect();
     let mut keys = Vec::with_capacity(tokens.len());
     let time = |run: &mut dyn FnMut()| {

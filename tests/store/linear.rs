@@ -57,7 +57,7 @@ fn steps(chunks: usize) -> Vec<BTreeMap<String, i64>> {
 }
 
 #[test]
-fn a_step_at_the_end_of_a_long_session_counts_as_in_a_short_one() {
+fn step_cost_does_not_depend_on_session_length() {
     let short = steps(8);
     assert!(short.iter().all(|step| !step.is_empty()));
     for chunks in [64, 512, 4096] {

@@ -175,7 +175,7 @@ fn open(files: &ThinFiles) -> (DiskTier, u64) {
 }
 
 #[test]
-fn as_many_segments_as_4_tib_have_need_few_descriptors() {
+fn segments_of_4_tib_need_few_descriptors() {
     let files = ThinFiles::default();
     let (tier, _) = open(&files);
     let mut cells: Vec<(u16, u32, Spot, u64)> = Vec::new();

@@ -171,7 +171,7 @@ fn with(image: &Image, change: impl FnOnce(&mut Vec<u8>)) -> Image {
 }
 
 #[test]
-fn a_file_cut_inside_its_second_copy_is_made_whole() {
+fn truncated_second_copy_is_repaired() {
     let image = sample(true);
     for length in CUTS {
         let at: &[u64] = if length < 8192 { &[4096] } else { &[] };
@@ -181,7 +181,7 @@ fn a_file_cut_inside_its_second_copy_is_made_whole() {
 }
 
 #[test]
-fn a_flipped_bit_in_either_copy_is_made_whole() {
+fn flipped_bit_in_either_copy_is_repaired() {
     let image = sample(true);
     for at in [0, 4, 8, 16, 31, 32, 39, 40, 2000, 4087, 4088, 4095] {
         for copy in [0, 4096] {
@@ -194,7 +194,7 @@ fn a_flipped_bit_in_either_copy_is_made_whole() {
 }
 
 #[test]
-fn without_a_sound_copy_it_is_refused_with_words_that_help() {
+fn open_without_a_sound_copy_fails_with_advice() {
     let image = sample(true);
     for length in SHORT {
         for place in Place::all(&with(&image, |bytes| bytes.truncate(length))) {
@@ -214,7 +214,7 @@ fn without_a_sound_copy_it_is_refused_with_words_that_help() {
 /// What is missing reads as zeros here and there: a sum that ends in one must not make a
 /// copy without its last byte a whole one.
 #[test]
-fn a_copy_without_its_last_byte_is_not_whole_by_chance() {
+fn copy_without_its_last_byte_is_not_sound() {
     let mut image = sample(true);
     let old = image[STORE].clone();
     let mut file = [0; STORE_BLOCKS * BLOCK_BYTES];
@@ -230,7 +230,7 @@ fn a_copy_without_its_last_byte_is_not_whole_by_chance() {
 
 /// A sound copy of another version is not ours to write over.
 #[test]
-fn a_copy_of_another_version_stays() {
+fn copy_of_another_version_is_not_overwritten() {
     let image = sample(true);
     let other = with(&image, |bytes| {
         bytes[4096 + 4] = 9;
@@ -248,7 +248,7 @@ fn a_copy_of_another_version_stays() {
 
 /// Whatever goes wrong while a copy is written anew: the store opens, then or afterwards.
 #[test]
-fn faults_and_crashes_while_it_is_made_whole_cost_nothing() {
+fn faults_during_repair_lose_nothing() {
     let image = sample(true);
     let cut = with(&image, |bytes| bytes.truncate(5000));
     let flipped = with(&image, |bytes| bytes[33] ^= 4);
@@ -280,7 +280,7 @@ fn faults_and_crashes_while_it_is_made_whole_cost_nothing() {
 
 /// A copy that cannot be read may be sound: the disk's own word, unless the other is.
 #[test]
-fn a_disk_that_fails_is_no_damage() {
+fn unreadable_copy_is_an_io_error_not_damage() {
     let image = sample(true);
     let sim = simulated(&image);
     sim.set_plan(Plan::default().once(Fault::ReadError, 1));
@@ -296,7 +296,7 @@ fn a_disk_that_fails_is_no_damage() {
 
 /// A new store beside the segments of another would count them, and read none.
 #[test]
-fn segments_without_the_file_that_names_them_are_refused() {
+fn segments_without_a_store_file_are_rejected() {
     let mut image = sample(true);
     let whole = image.clone();
     image.remove(STORE).expect("it has a name");

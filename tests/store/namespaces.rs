@@ -54,7 +54,7 @@ fn used_bytes(store: &TestStore) -> u64 {
 }
 
 #[test]
-fn namespaces_that_are_only_opened_take_no_room() {
+fn opened_namespaces_take_no_disk_space() {
     let scratch = Scratch::new("salts");
     let store = open(&scratch.0);
     let before = used_bytes(&store);
@@ -73,7 +73,7 @@ fn namespaces_that_are_only_opened_take_no_room() {
 }
 
 #[test]
-fn what_a_namespace_was_goes_with_its_last_chunk() {
+fn namespace_record_is_removed_with_its_last_chunk() {
     let scratch = Scratch::new("salts-go");
     let store = open(&scratch.0);
     // Each has a chunk: far more than fit, and the first ones leave.
@@ -120,7 +120,7 @@ fn what_a_namespace_was_goes_with_its_last_chunk() {
 /// What earlier versions have noted of namespaces without chunks goes when the store is
 /// opened.
 #[test]
-fn notes_that_nobody_needs_are_gone_after_an_opening() {
+fn stale_namespace_records_are_removed_at_open() {
     let scratch = Scratch::new("salts-old");
     let store = open(&scratch.0);
     let space = salted(&store, 1);

@@ -27,7 +27,7 @@ fn items(n: usize) -> Vec<Item> {
 /// A worker that popped an op while a cancel was ending it took itself for a
 /// helper, and the op was released twice.
 #[test]
-fn cancelling_what_a_worker_takes_ends_it_once() {
+fn cancel_during_take_releases_the_op_once() {
     let runtime = Runtime::open(RuntimeOpts { workers: 2, ..RuntimeOpts::default() }).unwrap();
     for _ in 0..20_000 {
         let op = runtime.core().submit(&OpOpts::default(), items(1), quick).unwrap();
@@ -43,7 +43,7 @@ fn cancelling_what_a_worker_takes_ends_it_once() {
 
 /// Waiting for the issue slept until the op was resolved.
 #[test]
-fn a_wait_for_the_issue_ends_with_it() {
+fn wait_for_issue_ends_at_issue() {
     let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
     let op = runtime.core().submit(&OpOpts::default(), items(1), gated).unwrap();
     op.wait(ISSUED, 0).unwrap(); // for ever, if nobody wakes it: the gate is shut
@@ -56,7 +56,7 @@ fn a_wait_for_the_issue_ends_with_it() {
 /// A reservation granted in the moment of its deadline ended as a timeout and
 /// kept its bytes.
 #[test]
-fn a_reservation_is_granted_or_late_and_never_both() {
+fn reservation_is_granted_or_timed_out() {
     use kvtier::base::budget::{Budget, BudgetOpts, Tier};
     let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
     let mut opts = BudgetOpts::default();
@@ -80,7 +80,7 @@ fn a_reservation_is_granted_or_late_and_never_both() {
 /// What was pushed to a pool that had stopped stayed there, and with it the
 /// runtime's shared part, for ever.
 #[test]
-fn submitting_beside_a_close_leaks_nothing() {
+fn submit_during_close_leaks_nothing() {
     for _ in 0..300 {
         let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
         let core = std::sync::Arc::downgrade(runtime.core());
@@ -104,7 +104,7 @@ fn submitting_beside_a_close_leaks_nothing() {
 /// A budget asked its runtime's notifier for a turn after that had ended, and
 /// was kept by it.
 #[test]
-fn a_budget_used_after_its_runtime_goes_away() {
+fn budget_outliving_its_runtime_is_freed() {
     use kvtier::base::budget::{Budget, BudgetOpts, Tier};
     let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
     let mut opts = BudgetOpts::default();
@@ -122,7 +122,7 @@ fn a_budget_used_after_its_runtime_goes_away() {
 
 /// A promise that was not kept stood in the way of asking anybody else.
 #[test]
-fn a_broken_promise_does_not_silence_the_others() {
+fn unfulfilled_reclaim_does_not_block_others() {
     use kvtier::base::budget::{Budget, BudgetOpts, Tier};
     let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
     let mut opts = BudgetOpts::default();
@@ -172,7 +172,7 @@ fn a_broken_promise_does_not_silence_the_others() {
 
 /// A small op's completion waited until a large one behind it was done.
 #[test]
-fn a_completion_is_not_kept_behind_a_large_op() {
+fn small_op_completes_before_a_large_one() {
     use kvtier::base::queue::Queue;
     static HOLD: AtomicBool = AtomicBool::new(true);
     fn held(item: &Item) -> Outcome {

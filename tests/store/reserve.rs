@@ -36,7 +36,7 @@ fn full() -> (SteppedStore, Vec<u32>, u32) {
 }
 
 #[test]
-fn what_is_on_disk_is_read_while_memory_is_full() {
+fn disk_cells_are_read_while_memory_is_full() {
     let (store, old, session) = full();
     for _ in 0..3 {
         assert!(store.is_stored(&old), "the reserve serves one cell after the other");
@@ -48,14 +48,14 @@ fn what_is_on_disk_is_read_while_memory_is_full() {
 }
 
 #[test]
-fn a_put_that_finds_no_memory_still_hears_of_it() {
+fn put_without_memory_fails_with_budget() {
     let (store, old, _) = full();
     assert_eq!(store.put(&document(3, 32), ALL, Level::Ram), Status::Budget);
     assert!(store.is_stored(&old), "reads go on");
 }
 
 #[test]
-fn a_read_that_is_given_up_frees_the_reserve() {
+fn cancelled_read_frees_the_reserve() {
     let (store, old, _) = full();
     let session = store.session(&old);
     let engine = Engine::new(MODEL, Shape::Tokens, old.len());

@@ -237,19 +237,19 @@ fn check(setups: &[Setup], more: &[(&str, &str)]) {
 }
 
 #[test]
-fn what_is_resident_is_committed() {
+fn resident_memory_is_committed() {
     check(&SETUPS, &[]);
 }
 
 #[test]
 #[ignore = "gigabytes of memory and disk: ffi-tests/run --soak"]
-fn what_is_resident_is_committed_in_large_stores() {
+fn resident_memory_is_committed_in_large_stores() {
     check(&LARGE, &[]);
 }
 
 #[test]
 #[ignore = "minutes: ffi-tests/run --soak"]
-fn what_is_resident_stays_so_for_minutes() {
+fn resident_memory_stays_committed_for_minutes() {
     let seconds = std::env::var(SECONDS).unwrap_or_else(|_| "540".into());
     check(&SETUPS[4..5], &[(SECONDS, &seconds)]);
 }
@@ -291,12 +291,12 @@ fn check_in_cgroup(setups: &[Setup]) {
 }
 
 #[test]
-fn a_store_without_a_budget_lives_in_a_small_cgroup() {
+fn store_without_a_budget_fits_a_small_cgroup() {
     check_in_cgroup(&HELD[..1]);
 }
 
 #[test]
 #[ignore = "20 GB of writes: ffi-tests/run --soak"]
-fn what_is_accepted_in_a_small_cgroup_is_not_killed() {
+fn accepted_configurations_fit_a_small_cgroup() {
     check_in_cgroup(&HELD);
 }

@@ -21,7 +21,7 @@ use support::{Engine, Shape, TestStore, budget, document, marks_of, runtime, spe
 /// A put waits for what is before its chunks to be on disk. That a namespace is opened again,
 /// with holes, and cleared meanwhile does not keep it waiting for ever.
 #[test]
-fn a_put_that_waits_for_its_prefix_ends_whatever_is_cleared() {
+fn put_waiting_for_its_prefix_ends_after_clear() {
     let store = SteppedStore::open();
     let tokens = document(1, 32);
     assert_eq!(store.put(&tokens[..16], 0..2, Level::Ram), Status::Ok);
@@ -47,7 +47,7 @@ fn a_put_that_waits_for_its_prefix_ends_whatever_is_cleared() {
 
 /// Tables that grow while memory for them is being made are paid for in the end.
 #[test]
-fn tables_that_grow_while_others_give_way_are_paid_for() {
+fn tables_growing_during_eviction_are_charged() {
     const MIB: u64 = 1 << 20;
     let runtime = runtime();
     let budget = budget(&runtime, &[(Tier::Host, 6 * MIB)]);
@@ -102,7 +102,7 @@ fn tables_that_grow_while_others_give_way_are_paid_for() {
 /// A note that was written beside one that could not be goes when nothing of its namespace
 /// comes to the disk.
 #[test]
-fn a_note_of_a_batch_that_failed_goes_too() {
+fn namespace_record_of_a_failed_batch_is_removed() {
     let store = SteppedStore::open();
     // There is a segment to write to.
     assert_eq!(store.put(&document(9, 16), 0..2, Level::Disk), Status::Ok);
@@ -144,7 +144,7 @@ fn a_note_of_a_batch_that_failed_goes_too() {
 /// How long the store's lock is held when a put of many chunks was synced.
 #[test]
 #[ignore = "a measurement"]
-fn how_long_the_end_of_a_sync_takes() {
+fn measure_sync_completion() {
     for chunks in [4_000usize, 8_000, 16_000] {
         let config = Config {
             host_bytes: 1 << 30,
@@ -173,7 +173,7 @@ fn how_long_the_end_of_a_sync_takes() {
 /// How long it takes to give up all of many moves, one op after the other.
 #[test]
 #[ignore = "a measurement"]
-fn how_long_giving_up_takes() {
+fn measure_cancellation() {
     for moves in [1000u32, 2000, 4000] {
         let store = TestStore::open(&spec_of("store(host=64MiB,chunks=65536,sessions=8192)"));
         let space = store.namespace(1, &MODEL);

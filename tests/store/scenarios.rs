@@ -163,19 +163,19 @@ fn of_three_sessions(with_disk: bool) {
 }
 
 #[test]
-fn of_three_sessions_the_oldest_goes_down_first_from_its_front() {
+fn oldest_session_is_demoted_first_from_its_front() {
     of_three_sessions(true);
 }
 
 #[test]
-fn of_three_sessions_the_oldest_is_dropped_first_from_its_front() {
+fn oldest_session_is_dropped_first_from_its_front() {
     of_three_sessions(false);
 }
 
 /// Scenario 2: five turns of one session, memory for three chunks: the latest three
 /// stay, what is at its front goes.
 #[test]
-fn of_five_turns_the_latest_stay() {
+fn latest_turns_stay_resident() {
     let mut store = Store::open(3, "pensieve", true);
     let mut talk = store.talk(1);
     let mut kept = Vec::new();
@@ -193,7 +193,7 @@ fn of_five_turns_the_latest_stay() {
 /// Scenarios 1 and 3, by layers: the last layers of the oldest chunk leave memory first,
 /// its first layer, which nothing can be computed without, stays longest.
 #[test]
-fn late_layers_leave_before_early_ones() {
+fn late_layers_are_evicted_before_early_ones() {
     let mut store = Store::with(2, "lru", true, Granularity::Cell, false);
     let mut first = store.talk(1);
     store.turn(&mut first);
@@ -212,7 +212,7 @@ fn late_layers_leave_before_early_ones() {
 /// The same of what was asked for together: the last layer of all chunks goes before any
 /// of the layer before it, the end of the conversation first.
 #[test]
-fn the_last_layer_of_all_chunks_leaves_first() {
+fn last_layer_of_all_chunks_is_evicted_first() {
     let mut store = Store::with(2, "lru", true, Granularity::Cell, false);
     let mut first = store.talk(1);
     store.turn(&mut first);
@@ -236,7 +236,7 @@ fn the_last_layer_of_all_chunks_leaves_first() {
 /// By their cost, which is less for late layers and grows with the context: computed here
 /// as `cost / idle` of each cell, and the cheapest leave.
 #[test]
-fn cells_leave_by_their_cost() {
+fn cells_are_evicted_by_recompute_cost() {
     let mut store = Store::with(2, "pensieve(mode=cell)", true, Granularity::Cell, false);
     let mut first = store.talk(1);
     store.turn(&mut first);
@@ -264,7 +264,7 @@ fn cells_leave_by_their_cost() {
 /// What is dropped goes with all its layers, also where cells are chosen; alone only where
 /// that is asked for.
 #[test]
-fn chunks_are_dropped_as_a_whole_unless_cells_are_asked_for() {
+fn chunks_are_dropped_whole_unless_drop_cells_is_set() {
     for (cells, right) in [(false, [vec![], ALL.to_vec()]), (true, [vec![0, 1, 2], ALL.to_vec()])] {
         let mut store = Store::with(2, "lru", false, Granularity::Cell, cells);
         let mut first = store.talk(1);
@@ -281,7 +281,7 @@ fn chunks_are_dropped_as_a_whole_unless_cells_are_asked_for() {
 /// Where sessions are chosen, all that one was the last to use leaves together; what another
 /// has used since stays with that one.
 #[test]
-fn a_session_leaves_as_a_whole() {
+fn session_granularity_evicts_whole_sessions() {
     for with_disk in [true, false] {
         let mut store = Store::with(5, "lru", with_disk, Granularity::Session, false);
         let mut first = store.talk(1);

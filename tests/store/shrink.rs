@@ -30,7 +30,7 @@ fn by_turns(store: &SteppedStore, documents: &[Vec<u32>]) -> Vec<u32> {
 }
 
 #[test]
-fn a_store_of_few_long_paths_gives_back_what_is_asked() {
+fn shrink_returns_the_requested_bytes() {
     // Documents that are referenced; the fraction that is asked for; of it, in eighths, what must
     // be returned; and, in sixteenths, the live bytes that must stay.
     for (held, asked, least, keeps) in [(0, 2, 8, 3), (0, 8, 8, 8), (1, 4, 0, 7)] {

@@ -8,7 +8,7 @@ fn number(name: &str) -> Option<u64> {
 }
 
 #[test]
-fn seeds_keep_every_promise() {
+fn simulation_seeds_keep_all_invariants() {
     let first = number("KVTIER_SIM_SEED");
     let count = if first.is_some() { 1 } else { number("KVTIER_SIM_SEEDS").unwrap_or(300) };
     let first = first.unwrap_or(0);
@@ -29,7 +29,7 @@ fn seeds_keep_every_promise() {
 }
 
 #[test]
-fn a_seed_does_the_same_again() {
+fn simulation_is_deterministic() {
     for seed in 1000..1010 {
         let opts = SimOpts { seed, steps: 400 };
         assert_eq!(run(&opts).unwrap(), run(&opts).unwrap());

@@ -21,7 +21,7 @@ const ALL: std::ops::Range<usize> = 0..MODEL.layers;
 /// A put is told that it lasts. Another one that goes on from there fails, as a sync does:
 /// the first one lasts still.
 #[test]
-fn what_lasts_outlives_a_failed_sync_of_what_continues_it() {
+fn durable_chunk_survives_a_failed_sync_of_its_child() {
     let store = SteppedStore::open();
     let (short, long) = (document(1, 16), document(1, 32));
     assert_eq!(store.put(&short, ALL, Level::Durable), Status::Ok);
@@ -36,7 +36,7 @@ fn what_lasts_outlives_a_failed_sync_of_what_continues_it() {
 
 /// The same of layers of one chunk, which lie in the same segment.
 #[test]
-fn layers_that_last_outlive_a_failed_sync_of_others() {
+fn durable_layers_survive_a_failed_sync_of_others() {
     let store = SteppedStore::open();
     let tokens = document(1, 16);
     assert_eq!(store.put(&tokens, 0..1, Level::Durable), Status::Ok);
@@ -58,7 +58,7 @@ fn layers_that_last_outlive_a_failed_sync_of_others() {
 
 /// The same of what an earlier life made durable.
 #[test]
-fn what_lasts_since_an_earlier_life_outlives_a_failed_sync() {
+fn durable_chunks_of_an_earlier_process_survive_a_failed_sync() {
     let store = SteppedStore::open();
     let (short, long) = (document(1, 16), document(1, 32));
     assert_eq!(store.put(&short, ALL, Level::Durable), Status::Ok);
@@ -75,7 +75,7 @@ fn what_lasts_since_an_earlier_life_outlives_a_failed_sync() {
 /// Two puts of the same wait for a sync. The one that hears of its failure takes the other's
 /// promise along: neither lasts, or what does is on disk.
 #[test]
-fn who_waits_for_a_sync_hears_of_one_that_failed_before() {
+fn failed_sync_fails_all_waiting_puts() {
     let store = SteppedStore::open();
     // What the namespace is lasts already.
     assert_eq!(store.put(&document(9, 16), ALL, Level::Durable), Status::Ok);
@@ -119,7 +119,7 @@ fn who_waits_for_a_sync_hears_of_one_that_failed_before() {
 
 /// What has left the disk so goes there again: what goes on from there is of no use without.
 #[test]
-fn what_left_a_segment_goes_down_again() {
+fn chunk_lost_with_its_segment_is_written_again() {
     let store = SteppedStore::open();
     let prefix = document(1, 32);
     let branch = [prefix.clone(), document(7, 16)].concat();
@@ -145,7 +145,7 @@ fn what_left_a_segment_goes_down_again() {
 
 /// What could not be made durable was written anew, elsewhere: that can be.
 #[test]
-fn what_was_written_anew_can_last() {
+fn rewritten_chunk_becomes_durable() {
     let store = SteppedStore::open();
     let tokens = document(1, 16);
     assert_eq!(store.put(&tokens, 0..1, Level::Disk), Status::Ok);
@@ -165,7 +165,7 @@ fn what_was_written_anew_can_last() {
 
 /// Cleaning moved what could not be made durable where it was, and made it durable there.
 #[test]
-fn what_cleaning_made_durable_lasts() {
+fn compacted_chunk_becomes_durable() {
     let store = SteppedStore::open();
     let tokens = document(1, 16);
     assert_eq!(store.put(&tokens, ALL, Level::Disk), Status::Ok);
@@ -191,7 +191,7 @@ fn what_cleaning_made_durable_lasts() {
 
 /// A put that has to last, and is longer than the disk, cannot, whatever policies choose among.
 #[test]
-fn a_put_longer_than_the_disk_does_not_last() {
+fn durable_put_larger_than_the_disk_fails() {
     for grain in [Granularity::Chunk, Granularity::Cell, Granularity::Session] {
         let config = Config { host_bytes: 8 << 20, granularity: grain, ..SteppedStore::config() };
         let files = empty_disk();

@@ -43,7 +43,7 @@ fn all_are_there(store: &TestStore, space: u32) {
 }
 
 #[test]
-fn who_only_looks_sends_nobody_away() {
+fn reads_evict_nothing_from_a_full_table() {
     let scratch = Scratch::new("table");
     let (store, space) = full(&scratch);
     // With a tail, and one that is longer than the table.
@@ -76,7 +76,7 @@ fn who_only_looks_sends_nobody_away() {
 }
 
 #[test]
-fn a_put_still_makes_room_in_the_table() {
+fn put_evicts_rows_from_a_full_table() {
     let scratch = Scratch::new("table-put");
     let (store, space) = full(&scratch);
     let tokens = document(9, 90 * 16);
@@ -94,7 +94,7 @@ fn a_put_still_makes_room_in_the_table() {
 }
 
 #[test]
-fn a_put_that_is_refused_sends_nobody_away() {
+fn rejected_put_evicts_nothing() {
     // A level that needs a disk, and more chunks than there can be.
     let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
     let (store, space) = filled(TestStore::open(&store), Level::Ram);
@@ -117,7 +117,7 @@ fn a_put_that_is_refused_sends_nobody_away() {
 
 /// What others hold stays: where that leaves too few rows the others stay as well.
 #[test]
-fn a_put_that_the_held_leave_no_room_for_sends_nobody_away() {
+fn put_without_enough_unreferenced_rows_evicts_nothing() {
     let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
     let (store, space) = filled(TestStore::open(&store), Level::Ram);
     // Three documents of five.
@@ -151,7 +151,7 @@ fn a_put_that_the_held_leave_no_room_for_sends_nobody_away() {
 
 /// A pin ahead of a put holds what comes, where the table has room for it.
 #[test]
-fn what_is_to_come_can_be_pinned() {
+fn chunks_can_be_pinned_before_their_put() {
     let scratch = Scratch::new("table-pin");
     let store = TestStore::open(&with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=8MiB"));
     let space = store.namespace(1, &MODEL);

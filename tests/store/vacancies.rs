@@ -165,7 +165,7 @@ fn leave_own(store: &SteppedStore) {
 }
 
 #[test]
-fn layouts_come_and_go() {
+fn chunk_tables_of_closed_layouts_are_reused() {
     let scratch = Scratch::new("layouts");
     let mut store = open_store(&scratch.0);
     for number in 0..4 * MAX_CHUNK_TABLES as u32 {
@@ -192,7 +192,7 @@ fn layouts_come_and_go() {
 
 /// Where all layouts have chunks that nobody uses, those that were used long ago give way.
 #[test]
-fn layouts_that_nobody_uses_give_way() {
+fn unused_layouts_are_evicted() {
     let scratch = Scratch::new("layouts-way");
     let mut store = open_store(&scratch.0);
     let mut open = store.open(0, &model(0)).expect("the first");
@@ -231,7 +231,7 @@ fn layouts_that_nobody_uses_give_way() {
 }
 
 #[test]
-fn layouts_that_are_open_or_pinned_stay() {
+fn open_and_pinned_layouts_are_kept() {
     let store = few(64, 4);
     let mut spaces = Vec::new();
     for number in 1..4 {
@@ -263,7 +263,7 @@ fn layouts_that_are_open_or_pinned_stay() {
 
 /// A namespace for each of many requests, most of which store nothing.
 #[test]
-fn salts_come_and_go() {
+fn namespaces_of_many_salts_are_reclaimed() {
     let scratch = Scratch::new("salts-many");
     let mut store = open_store(&scratch.0);
     let model = model(0);
@@ -299,7 +299,7 @@ fn salts_come_and_go() {
 
 /// Where all namespaces have chunks that nobody uses, some that were used long ago give way.
 #[test]
-fn namespaces_that_nobody_uses_give_way() {
+fn unused_namespaces_are_evicted() {
     let mut store = few(40, 4);
     for number in 0..200 {
         let space = store.open(number, &MODEL).expect("others give way");
@@ -331,7 +331,7 @@ fn namespaces_that_nobody_uses_give_way() {
 
 /// More layouts on disk than can be: those that were written last are there.
 #[test]
-fn an_opening_takes_as_many_layouts_as_can_be() {
+fn open_adopts_at_most_the_maximum_of_layouts() {
     let store = few(64, 16);
     for number in 0..12 {
         let space = store.open(number, &model(number)).expect("room");
@@ -352,7 +352,7 @@ fn an_opening_takes_as_many_layouts_as_can_be() {
 
 /// A number that is used again is as new.
 #[test]
-fn nothing_of_before_shows_under_a_number() {
+fn reused_namespace_number_shows_no_old_state() {
     for (spaces, layouts) in [(2, 4), (8, 2)] {
         let store = few(spaces, layouts);
         leave_own(&store);
@@ -393,7 +393,7 @@ fn nothing_of_before_shows_under_a_number() {
 
 /// Whatever goes on in a namespace that nobody has open keeps its number.
 #[test]
-fn what_is_under_way_keeps_its_place() {
+fn pending_work_keeps_its_namespace() {
     let store = few(2, 2);
     leave_own(&store);
     let space = store.open(1, &MODEL).expect("room");
@@ -424,7 +424,7 @@ fn what_is_under_way_keeps_its_place() {
 
 /// A session keeps its namespace, also one that has nothing yet.
 #[test]
-fn a_session_keeps_its_namespace() {
+fn session_keeps_its_namespace() {
     let store = few(2, 2);
     let space = store.open(1, &MODEL).expect("room");
     let session = store.begin(space, &[]);
@@ -440,7 +440,7 @@ fn a_session_keeps_its_namespace() {
 
 /// Blocks that are asked for are asked for also when their session is closed.
 #[test]
-fn blocks_that_are_asked_for_keep_their_namespace() {
+fn block_lookups_keep_their_namespace() {
     let files = empty_disk();
     let config = Config { remote: Some(RemoteConfig::default()), ..config(2, 2) };
     let store = SteppedStore::on_disk(files, config, None);
@@ -465,7 +465,7 @@ fn blocks_that_are_asked_for_keep_their_namespace() {
 /// What has given way is at the remote still, and comes back right, whatever layouts had its
 /// board meanwhile; also where blocks were located by name.
 #[test]
-fn the_remote_keeps_what_gave_way() {
+fn evicted_namespaces_return_from_the_remote() {
     let scratch = Scratch::new("vacancies-far");
     std::fs::create_dir_all(&scratch.0).expect("made");
     let remote =

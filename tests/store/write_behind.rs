@@ -43,7 +43,7 @@ fn killed(store: SteppedStore) -> SteppedStore {
 }
 
 #[test]
-fn a_put_is_on_disk_after_a_part_of_the_age() {
+fn put_is_on_disk_within_a_fraction_of_the_age() {
     let store = store(config());
     let tokens = document(1, 64);
     assert_eq!(store.put(&tokens, ALL, Level::Ram), Status::Ok);
@@ -57,7 +57,7 @@ fn a_put_is_on_disk_after_a_part_of_the_age() {
 }
 
 #[test]
-fn reads_of_the_disk_go_first_for_half_of_the_age() {
+fn disk_reads_have_priority_for_half_the_age() {
     let first = store(config());
     let (old, new) = (document(1, 32), document(2, 32));
     assert_eq!(first.put(&old, ALL, Level::Disk), Status::Ok);
@@ -85,7 +85,7 @@ fn reads_of_the_disk_go_first_for_half_of_the_age() {
 }
 
 #[test]
-fn more_bytes_than_may_wait_are_written_at_once() {
+fn unwritten_bytes_above_the_limit_are_written_at_once() {
     let store = store(Config { unwritten_bytes: 2 * MODEL.chunk_bytes(), ..config() });
     assert_eq!(store.put(&document(1, 32), ALL, Level::Ram), Status::Ok);
     assert_eq!(written(&store), (0, 2));
@@ -94,7 +94,7 @@ fn more_bytes_than_may_wait_are_written_at_once() {
 }
 
 #[test]
-fn what_nobody_could_find_is_not_written() {
+fn unreachable_chunks_are_not_written() {
     let store = store(config());
     assert_eq!(store.put(&document(1, 24), ALL, Level::Ram), Status::Ok);
     assert_eq!(written(&store), (0, 1), "half a chunk is of use to its session alone");
@@ -107,7 +107,7 @@ fn what_nobody_could_find_is_not_written() {
 }
 
 #[test]
-fn a_chunk_that_comes_layer_by_layer_is_written_in_one_record() {
+fn chunk_put_by_layers_is_written_as_one_record() {
     let store = store(config());
     let tokens = document(1, 16);
     for layer in ALL {
@@ -119,7 +119,7 @@ fn a_chunk_that_comes_layer_by_layer_is_written_in_one_record() {
 }
 
 #[test]
-fn the_line_does_not_grow_with_what_has_left() {
+fn write_queue_does_not_grow_with_evicted_chunks() {
     let store = store(Config { unwritten_bytes: u64::MAX, ..config() });
     for number in 0..5000 {
         assert_eq!(store.put(&document(number, 16), ALL, Level::Ram), Status::Ok);

@@ -40,7 +40,7 @@ fn resident_bytes(start: u64) -> u64 {
 }
 
 #[test]
-fn what_is_committed_is_what_the_plan_says() {
+fn committed_bytes_match_the_plan() {
     for share in [1, 2, 5] {
         for in_place in [false, true] {
             for sizes in [dense(24), experts(5, 6)] {
@@ -75,7 +75,7 @@ fn what_is_committed_is_what_the_plan_says() {
 }
 
 #[test]
-fn a_device_and_host_memory_are_paid_for() {
+fn device_and_host_memory_are_charged() {
     for (on_it, on_host) in [(10, 0), (40, 30), (120, 0)] {
         let files = Files::new(&format!("paid-{on_it}"), &dense(24));
         let all = files.all_bytes();
@@ -101,7 +101,7 @@ fn a_device_and_host_memory_are_paid_for() {
 }
 
 #[test]
-fn memory_that_cannot_be_had_is_told_and_nothing_stays_taken() {
+fn failed_allocation_is_reported_and_leaves_nothing() {
     let mut opened = 0;
     for at in 1..30 {
         for (site, on_it) in [("map", false), ("pin", true), ("map", true)] {
@@ -150,7 +150,7 @@ fn until_kept(rig: &Rig, budget: &Budget, tier: Tier, limit: u64) {
 }
 
 #[test]
-fn a_budget_that_is_cut_while_units_are_used_is_kept() {
+fn reduced_budget_is_obeyed_while_units_are_used() {
     for in_place in [false, true] {
         for sizes in [dense(30), experts(6, 6)] {
             let files = Files::new(&format!("cut-{in_place}-{}", sizes.experts), &sizes);
@@ -199,7 +199,7 @@ fn a_budget_that_is_cut_while_units_are_used_is_kept() {
 }
 
 #[test]
-fn residents_come_and_go_while_units_are_used() {
+fn resident_set_changes_while_units_are_used() {
     for in_place in [false, true] {
         for sizes in [dense(30), experts(6, 6)] {
             let files = Files::new(&format!("move-{in_place}-{}", sizes.experts), &sizes);
@@ -250,7 +250,7 @@ fn residents_come_and_go_while_units_are_used() {
 }
 
 #[test]
-fn residents_of_a_device_come_and_go() {
+fn device_resident_set_changes() {
     let files = Files::new("dmove", &dense(24));
     let all = files.all_bytes();
     let runtime = runtime("");
@@ -286,7 +286,7 @@ fn residents_of_a_device_come_and_go() {
 }
 
 #[test]
-fn an_embedding_that_comes_back_to_host_memory_is_used_there() {
+fn embedding_moved_to_host_memory_is_used_there() {
     let files = Files::new("embedding", &dense(8));
     let all = files.all_bytes();
     let device = device(SimulatedOpts::default());
@@ -310,7 +310,7 @@ fn an_embedding_that_comes_back_to_host_memory_is_used_there() {
 }
 
 #[test]
-fn a_move_that_waits_is_not_forgotten_by_the_next() {
+fn pending_rebalance_survives_the_next_one() {
     let files = Files::even("forgotten", 22, 16 * 4096);
     let all = files.all_bytes();
     let runtime = runtime("");

@@ -23,7 +23,7 @@ fn when_issued() -> AcquireOpts {
 }
 
 #[test]
-fn a_read_that_fails_or_ends_too_early_is_told_and_tried_again() {
+fn failed_or_short_read_is_reported_and_retried() {
     for (in_place, share) in [(false, 3), (true, 3), (false, 1), (true, 1)] {
         let mut files = Files::new(&format!("broken-{in_place}-{share}"), &dense(12));
         let sim = files.simulate(SimFixedOpts::default());
@@ -45,7 +45,7 @@ fn a_read_that_fails_or_ends_too_early_is_told_and_tried_again() {
 }
 
 #[test]
-fn reads_for_a_device_fail_and_are_tried_again() {
+fn failed_read_for_a_device_is_retried() {
     for (on_it, on_host) in [(15, 0), (15, 50), (40, 100)] {
         let mut files = Files::new(&format!("dbroken-{on_it}-{on_host}"), &dense(16));
         let sim = files.simulate(SimFixedOpts::default());
@@ -65,7 +65,7 @@ fn reads_for_a_device_fail_and_are_tried_again() {
 }
 
 #[test]
-fn a_broken_stretch_of_the_disk_costs_one_unit() {
+fn unreadable_range_fails_one_unit() {
     let mut files = Files::new("stretch", &experts(5, 4));
     let sim = files.simulate(SimFixedOpts::default());
     let (layer, expert) = (files.order()[3], files.experts_of(1)[2]);
@@ -92,7 +92,7 @@ fn a_broken_stretch_of_the_disk_costs_one_unit() {
 }
 
 #[test]
-fn a_slow_disk_is_waited_for_until_a_deadline() {
+fn acquire_waits_for_a_slow_disk_until_its_deadline() {
     let mut files = Files::new("slow", &dense(10));
     let opts = SimFixedOpts { latency_ns: 1_000_000, jitter_percent: 300, ..Default::default() };
     let sim = files.simulate(SimFixedOpts { bytes_per_second: 100_000_000, ..opts });
@@ -119,7 +119,7 @@ fn a_slow_disk_is_waited_for_until_a_deadline() {
 }
 
 #[test]
-fn a_file_that_is_cut_or_written_to_is_told() {
+fn changed_simulated_file_is_reported() {
     for what in ["cut", "written", "replaced"] {
         let mut files = Files::new(&format!("sim-{what}"), &dense(12));
         let sim = files.simulate(SimFixedOpts::default());
@@ -147,7 +147,7 @@ fn a_file_that_is_cut_or_written_to_is_told() {
 }
 
 #[test]
-fn a_real_file_that_is_cut_or_written_to_is_told() {
+fn changed_real_file_is_reported() {
     for what in ["cut", "written", "replaced"] {
         let files = Files::new(&format!("real-{what}"), &dense(12));
         let opts =
@@ -186,7 +186,7 @@ fn a_real_file_that_is_cut_or_written_to_is_told() {
 }
 
 #[test]
-fn a_disk_that_lies_is_found_out() {
+fn wrong_bytes_from_disk_are_detected() {
     for on_it in [0, 20] {
         let mut files = Files::new(&format!("lies-{on_it}"), &large(6));
         let sim = files.simulate(SimFixedOpts::default());
@@ -223,7 +223,7 @@ fn a_disk_that_lies_is_found_out() {
 }
 
 #[test]
-fn copies_that_fail_are_told_and_tried_again() {
+fn failed_copy_is_reported_and_retried() {
     for (seed, on_host) in [(1, 0), (2, 100)] {
         for how in [patiently(), when_issued()] {
             let files = Files::new(&format!("copies-{seed}-{}", how.when_issued), &large(8));
@@ -251,7 +251,7 @@ fn copies_that_fail_are_told_and_tried_again() {
 /// What the engine computes with a unit fails: that is the engine's to know, and nobody
 /// else's. The unit is given back, and its memory is used for others.
 #[test]
-fn an_engine_that_fails_keeps_no_unit_and_no_slot() {
+fn failed_engine_work_frees_its_unit_and_slot() {
     let mut failed = 0;
     for (at, on_it) in (1..=30).flat_map(|at| [(at, 30), (at, 150)]) {
         let files = Files::new(&format!("engine-{at}-{on_it}"), &dense(8));
@@ -277,7 +277,7 @@ fn an_engine_that_fails_keeps_no_unit_and_no_slot() {
 }
 
 #[test]
-fn a_device_that_is_lost_is_told() {
+fn lost_device_is_reported() {
     for at in [1, 3, 20] {
         let files = Files::new(&format!("lost-{at}"), &dense(16));
         let all = files.all_bytes();
@@ -296,7 +296,7 @@ fn a_device_that_is_lost_is_told() {
 }
 
 #[test]
-fn a_reader_that_panics_is_told_to_all_and_nobody_waits() {
+fn reader_panic_fails_all_waiting_calls() {
     for share in [1, 4] {
         let files = Files::new(&format!("panic-{share}"), &dense(12));
         let gate = Gate::new(files.real());
@@ -329,7 +329,7 @@ fn a_reader_that_panics_is_told_to_all_and_nobody_waits() {
 }
 
 #[test]
-fn a_runtime_that_closes_ends_what_waits() {
+fn closing_the_runtime_ends_waiting_acquires() {
     let files = Files::new("runtime", &dense(12));
     let gate = Gate::new(files.real());
     gate.shut(true);
@@ -354,7 +354,7 @@ fn a_runtime_that_closes_ends_what_waits() {
 }
 
 #[test]
-fn a_close_waits_for_units_and_reads_and_refuses_what_comes_after() {
+fn close_waits_for_leases_and_rejects_new_acquires() {
     for in_place in [false, true] {
         let files = Files::new(&format!("close-{in_place}"), &dense(12));
         let gate = Gate::new(files.real());
@@ -404,7 +404,7 @@ fn a_close_waits_for_units_and_reads_and_refuses_what_comes_after() {
 }
 
 #[test]
-fn numbers_that_are_none() {
+fn out_of_range_unit_numbers_are_rejected() {
     let files = Files::new("none", &dense(4));
     let rig = Rig::open(files, with_host(1 << 30)).expect("a streamer");
     for unit in [6, 7, 1 << 30, u32::MAX] {

@@ -15,7 +15,7 @@ use kvtier_testkit::fixtures::stream_rig::{
 const PERCENTS: [u64; 7] = [5, 12, 30, 55, 80, 100, 150];
 
 #[test]
-fn a_dense_model_on_the_processor() {
+fn dense_model_on_the_cpu() {
     for percent in PERCENTS {
         for in_place in [false, true] {
             let files = Files::new(&format!("dense-{percent}-{in_place}"), &dense(48));
@@ -34,7 +34,7 @@ fn a_dense_model_on_the_processor() {
 }
 
 #[test]
-fn units_larger_than_a_chunk_of_several_files() {
+fn units_larger_than_a_chunk_in_several_files() {
     for percent in [45, 70, 100] {
         for in_place in [false, true] {
             let files = Files::split(&format!("large-{percent}-{in_place}"), &large(6), 3);
@@ -48,7 +48,7 @@ fn units_larger_than_a_chunk_of_several_files() {
 }
 
 #[test]
-fn every_mix_of_device_host_and_file() {
+fn every_mix_of_device_host_and_file_residency() {
     for (at, on_it) in (0..).zip([6, 30, 100, 150]) {
         for on_host in [0, 40, 100] {
             let files = Files::new(&format!("mix-{on_it}-{on_host}"), &dense(40));
@@ -78,7 +78,7 @@ fn every_mix_of_device_host_and_file() {
 }
 
 #[test]
-fn a_device_that_computes_behind_the_back_of_the_streamer() {
+fn device_uses_units_after_their_release() {
     let names = [(20, 20, 0, "file"), (20, 100, 1, "host"), (60, 30, 2, "both"), (6, 10, 3, "few")];
     for (on_it, on_host, seed, name) in names {
         let files = Files::new(&format!("behind-{name}"), &large(14));
@@ -194,7 +194,7 @@ fn experts_on_a_device() {
 }
 
 #[test]
-fn units_out_of_order_and_in_a_ring() {
+fn units_out_of_order_and_in_ring_mode() {
     for (percent, mode, once) in [
         (20, Mode::Tiered, false),
         (20, Mode::Tiered, true),
@@ -221,7 +221,7 @@ fn units_out_of_order_and_in_a_ring() {
 }
 
 #[test]
-fn another_order_and_no_wrap() {
+fn custom_order_without_wrap() {
     let files = Files::new("order", &dense(20));
     let mut order = files.order();
     order.reverse();
@@ -240,7 +240,7 @@ fn another_order_and_no_wrap() {
 }
 
 #[test]
-fn marks_and_progress() {
+fn trace_marks_and_progress() {
     let files = Files::new("marks", &dense(12));
     let all = files.all_bytes();
     let opts = Opts { marks: 1 << 14, ..with_host(all * 6 / 10) };
@@ -259,7 +259,7 @@ fn marks_and_progress() {
 }
 
 #[test]
-fn sums_are_looked_at_and_kept() {
+fn checksums_are_verified_and_saved() {
     for verify in [Verify::First, Verify::Always] {
         let files = Files::new(&format!("sums-{verify:?}"), &dense(10));
         let sidecar = files.scratch.0.join("sums");
@@ -283,7 +283,7 @@ fn sums_are_looked_at_and_kept() {
 }
 
 #[test]
-fn a_budget_too_small_says_what_is_needed() {
+fn too_small_budget_error_names_the_required_bytes() {
     let files = Files::new("small", &large(4));
     let text = Rig::open(files, with_host(MIB)).err().expect("too small").to_string();
     assert!(text.contains("needs at least"), "{text}");

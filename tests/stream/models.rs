@@ -243,7 +243,7 @@ proptest! {
     })]
 
     #[test]
-    fn what_was_written_is_found(
+    fn written_models_are_parsed_back(
         sizes in sizes(), files in 1usize..5, stacked: bool, chunk in 1u64..20_000, align in 0u32..8,
     ) {
         let scratch = Scratch::created("models-written");
@@ -276,7 +276,7 @@ proptest! {
     }
 
     #[test]
-    fn tables_of_any_ranges_are_refused_or_sound(
+    fn random_unit_tables_are_rejected_or_sound(
         ranges in prop::collection::vec((0u32..3, 0u64..60_000, 0u64..20_000, 0usize..5), 1..20),
         chunk in 1u64..20_000,
     ) {
@@ -324,7 +324,7 @@ proptest! {
     })]
 
     #[test]
-    fn damaged_headers_are_refused_or_sound(
+    fn damaged_headers_are_rejected_or_sound(
         sizes in sizes(),
         damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0u8..3), 1..8),
         cut in any::<prop::sample::Index>(), whole in 0u8..4,
@@ -455,7 +455,7 @@ fn refused_file(bytes: &[u8], status: Status, words: &str) {
 use Status::{Corrupt, Invalid, Limit, NotFound, Unsupported};
 
 #[test]
-fn gguf_headers_that_lie_are_refused() {
+fn invalid_gguf_headers_are_rejected() {
     let most = u64::MAX;
     let (max, key) = (most.to_le_bytes(), word(b"k"));
     for (bytes, status, words) in [
@@ -499,7 +499,7 @@ fn gguf_headers_that_lie_are_refused() {
 }
 
 #[test]
-fn gguf_tensors_that_cannot_be_are_refused() {
+fn invalid_gguf_tensors_are_rejected() {
     let most = u64::MAX;
     let long = vec![b'x'; 513];
     for (info, status, words) in [
@@ -539,7 +539,7 @@ fn gguf_tensors_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn a_file_that_is_cut_off_anywhere_is_refused() {
+fn truncated_files_are_rejected() {
     let sizes = Sizes { layers: 1, experts: 2, vocabulary: 5, ..Sizes::default() };
     let made = sizes.gguf();
     let head = gguf_head(&made, &sizes.metadata());
@@ -581,7 +581,7 @@ fn safetensors_file(json: &str, data: usize) -> Vec<u8> {
 }
 
 #[test]
-fn safetensors_files_that_lie_are_refused() {
+fn invalid_safetensors_files_are_rejected() {
     let scratch = Scratch::created("models-lie");
     let path = scratch.0.join("bad.safetensors");
     let one = |dtype: &str, shape: &str, offsets: &str| {
@@ -665,7 +665,7 @@ fn open(path: &Path) -> Result<Model> {
 }
 
 #[test]
-fn what_is_no_model_is_refused() {
+fn non_models_are_rejected() {
     let scratch = Scratch::created("models-none");
     let dir = &scratch.0;
     let write = |name: &str, bytes: &[u8]| {
@@ -704,7 +704,7 @@ fn what_is_no_model_is_refused() {
 }
 
 #[test]
-fn directories_have_one_model_or_leave_a_choice() {
+fn model_directories_are_resolved_or_ambiguous() {
     let scratch = Scratch::created("models-directory");
     let dir = &scratch.0;
     let made = Sizes::default().safetensors(false);
@@ -729,7 +729,7 @@ fn directories_have_one_model_or_leave_a_choice() {
 }
 
 #[test]
-fn split_models_are_whole_or_refused() {
+fn incomplete_split_models_are_rejected() {
     let scratch = Scratch::created("models-split");
     let dir = &scratch.0;
     let (sizes, made) = (Sizes::default(), Sizes::default().gguf());
@@ -777,7 +777,7 @@ fn split_models_are_whole_or_refused() {
 }
 
 #[test]
-fn sharded_models_are_whole_or_refused() {
+fn incomplete_sharded_models_are_rejected() {
     let scratch = Scratch::created("models-sharded");
     let dir = &scratch.0;
     let made = Sizes::default().safetensors(false);
@@ -811,7 +811,7 @@ fn sharded_models_are_whole_or_refused() {
 }
 
 #[test]
-fn fingerprints_tell_models_apart_and_not_where_they_are() {
+fn fingerprints_depend_on_headers_not_on_paths() {
     let sizes = Sizes { experts: 2, ..Sizes::default() };
     let mut seen = BTreeMap::new();
     let mut note = |what: &str, model: &Model| {
@@ -864,7 +864,7 @@ fn unit_names(model: &Model) -> Vec<String> {
 }
 
 #[test]
-fn stacked_tensors_are_divided_only_where_that_is_right() {
+fn stacked_tensors_are_split_only_by_expert() {
     let experts = |n: u32| {
         let mut names = vec!["layer 0".to_string()];
         names.extend((0..n).map(|e| format!("layer 0 expert {e}")));
@@ -908,7 +908,7 @@ fn stacked_tensors_are_divided_only_where_that_is_right() {
 }
 
 #[test]
-fn what_lies_near_is_read_at_once() {
+fn nearby_ranges_are_read_together() {
     let at = |offset, bytes| Range { file: 0, offset, bytes };
     let entry = |name: &str, role, ranges: &[Range]| Entry {
         name: name.into(),
@@ -963,7 +963,7 @@ fn what_lies_near_is_read_at_once() {
 }
 
 #[test]
-fn units_that_do_not_fit_their_model_are_found_out() {
+fn units_of_another_model_are_rejected() {
     let sizes = Sizes { experts: 3, layers: 2, ..Sizes::default() };
     let head = gguf_head(&sizes.gguf(), &sizes.metadata());
     let data: u64 = sizes.gguf().iter().map(|made| made.bytes().next_multiple_of(32)).sum();
@@ -1002,7 +1002,7 @@ fn units_that_do_not_fit_their_model_are_found_out() {
 }
 
 #[test]
-fn long_headers_are_refused_before_memory_is_taken() {
+fn oversized_headers_are_rejected_before_allocation() {
     let scratch = Scratch::created("models-long");
     let path = scratch.0.join("long");
     let text = pair(b"k", 8, &(300u64 << 20).to_le_bytes());
@@ -1030,7 +1030,7 @@ fn long_headers_are_refused_before_memory_is_taken() {
 }
 
 #[test]
-fn windows_of_attention_are_what_headers_say() {
+fn attention_windows_come_from_headers() {
     let head = |architecture: &str, pairs: Vec<(&str, Meta)>| {
         let layers = ("block_count", Meta::U32(12));
         let mut meta = vec![("general.architecture".into(), Meta::Text(architecture.into()))];

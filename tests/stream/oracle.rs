@@ -105,7 +105,7 @@ fn fact(facts: &Facts, key: &str) -> u32 {
 }
 
 #[test]
-fn gguf_files_are_read_as_their_package_does() {
+fn gguf_parsing_matches_the_gguf_package() {
     compare("dense", "dense.gguf");
     compare("types", "types.gguf");
     compare("mla", "mla.gguf");
@@ -122,7 +122,7 @@ fn gguf_files_are_read_as_their_package_does() {
 }
 
 #[test]
-fn safetensors_files_are_read_as_their_package_does() {
+fn safetensors_parsing_matches_the_safetensors_package() {
     compare("sharded", "model.safetensors.index.json");
     compare("stacked", "stacked.safetensors");
     compare("kinds", "types.safetensors");
@@ -131,7 +131,7 @@ fn safetensors_files_are_read_as_their_package_does() {
 }
 
 #[test]
-fn types_have_the_sizes_that_ggml_gives_them() {
+fn dtype_sizes_match_ggml() {
     let golden = golden();
     let sizes = array(&golden["sizes"]);
     assert!(sizes.len() >= 34);
@@ -149,7 +149,7 @@ fn types_have_the_sizes_that_ggml_gives_them() {
 
 /// The numbers that tests of streaming compute with are those that the package finds.
 #[test]
-fn quantised_numbers_are_those_of_the_package() {
+fn dequantisation_matches_the_gguf_package() {
     let golden = golden();
     let path = folder().join("types.gguf");
     let (model, file) = (
@@ -177,7 +177,7 @@ fn quantised_numbers_are_those_of_the_package() {
 
 /// Headers of one file, most of them damaged: we take what the package takes.
 #[test]
-fn headers_are_refused_where_the_package_refuses_them() {
+fn invalid_headers_match_the_safetensors_package() {
     let golden = golden();
     let (mut taken, mut refused, mut stricter) = (0, 0, 0);
     for line in array(&golden["verdicts"]) {

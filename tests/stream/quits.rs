@@ -10,7 +10,7 @@ use crate::world::{MIB, World, plan, setup, units};
 const MS: u64 = 1_000_000;
 
 #[test]
-fn a_unit_quits_its_slot_when_nobody_is_to_use_it_there() {
+fn unused_slot_is_released_on_request() {
     let units = units(&[(Role::Layer, 9 * MIB); 6]);
     let plan = plan(&units, ComputeLocation::Host, vec![Residency::File; 6], 2, 0);
     let core = Scheduler::new(&Setup { in_place: true, ..setup(&units, &plan) }).expect("a core");
@@ -44,7 +44,7 @@ fn a_unit_quits_its_slot_when_nobody_is_to_use_it_there() {
 }
 
 #[test]
-fn what_is_larger_than_slots_never_gets_one() {
+fn unit_larger_than_slots_gets_none() {
     for compute in [ComputeLocation::Host, ComputeLocation::Device] {
         let here =
             if compute == ComputeLocation::Host { Residency::Host } else { Residency::Device };

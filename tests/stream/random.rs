@@ -130,7 +130,7 @@ fn number(name: &str) -> Option<u64> {
 }
 
 #[test]
-fn whatever_threads_do_they_have_right_bytes_and_an_end() {
+fn random_threads_read_exact_bytes_and_end() {
     let first = number("KVTIER_STREAM_SEED");
     let usual = if first.is_some() { 1 } else { 120 };
     let (first, count) = (first.unwrap_or(0), number("KVTIER_STREAM_SEEDS").unwrap_or(usual));

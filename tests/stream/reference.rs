@@ -126,7 +126,7 @@ fn dense(model: &mut Model, format: Format, tied: bool) {
 }
 
 #[test]
-fn a_trained_model_has_the_bits_of_one_in_memory() {
+fn streamed_trained_model_is_bit_identical() {
     for (at, format) in NARROW.into_iter().enumerate() {
         let mut model = Model::trained("gqa").expect("a model");
         // Every other time without a head, which is the embedding then.
@@ -135,7 +135,7 @@ fn a_trained_model_has_the_bits_of_one_in_memory() {
 }
 
 #[test]
-fn a_model_of_wide_blocks_has_the_bits_of_one_in_memory() {
+fn streamed_k_quant_model_is_bit_identical() {
     let sizes = Sizes {
         vocab: 96,
         layers: 4,
@@ -280,7 +280,7 @@ fn experts(sizes: &Experts, format: Format) {
 }
 
 #[test]
-fn a_model_of_experts_has_the_bits_of_one_in_memory() {
+fn streamed_expert_model_is_bit_identical() {
     for (at, format) in NARROW.into_iter().enumerate() {
         let tied = at % 2 == 0;
         experts(&Experts { layers: 6, width: 32, inner: 64, count: 8, tied }, format);
@@ -288,7 +288,7 @@ fn a_model_of_experts_has_the_bits_of_one_in_memory() {
 }
 
 #[test]
-fn experts_of_wide_blocks_have_the_bits_of_ones_in_memory() {
+fn streamed_k_quant_expert_model_is_bit_identical() {
     for (at, format) in WIDE.into_iter().enumerate() {
         let tied = at % 2 == 1;
         experts(&Experts { layers: 4, width: 256, inner: 256, count: 4, tied }, format);
@@ -296,7 +296,7 @@ fn experts_of_wide_blocks_have_the_bits_of_ones_in_memory() {
 }
 
 #[test]
-fn quantised_numbers_come_back_as_near_as_their_steps() {
+fn dequantisation_error_is_within_one_step() {
     let mut random = Random::new(3);
     // Of each type: how many steps there are at least between zero and the largest of a block.
     for (dtype, steps) in [

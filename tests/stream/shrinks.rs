@@ -136,7 +136,7 @@ fn there_and_back(rig: &Rig, other: &mut Other) {
 }
 
 #[test]
-fn a_store_that_grows_gets_what_the_streamer_has() {
+fn growing_store_reclaims_streamer_memory() {
     for in_place in [false, true] {
         for sizes in [dense(24), large(6), experts(5, 6)] {
             let name = format!("grows-{in_place}-{}-{}", sizes.layers, sizes.experts);
@@ -157,7 +157,7 @@ fn a_store_that_grows_gets_what_the_streamer_has() {
 }
 
 #[test]
-fn a_store_on_the_device_gets_what_the_streamer_has() {
+fn growing_device_tier_reclaims_streamer_memory() {
     for (sizes, residencies) in [(dense(16), 0), (experts(4, 6), 0), (experts(4, 6), PLENTY)] {
         let files = Files::new(&format!("dgrows-{}-{residencies}", sizes.experts), &sizes);
         let runtime = runtime("");
@@ -176,7 +176,7 @@ fn a_store_on_the_device_gets_what_the_streamer_has() {
 /// Slots for experts leave with the homes, down to those without which a layer cannot be computed,
 /// and come again; wherever units are.
 #[test]
-fn slots_for_experts_are_given_back_and_come_again() {
+fn expert_slots_are_reclaimed_and_restored() {
     const SLOTS: u32 = 17;
     for (on_device, in_place) in [(false, false), (false, true), (true, false), (true, true)] {
         let files = Files::new(&format!("slots-{on_device}-{in_place}"), &experts(5, 6));
@@ -220,7 +220,7 @@ fn slots_for_experts_are_given_back_and_come_again() {
 
 /// A slot whose expert is in use stays until it is given back.
 #[test]
-fn a_slot_leaves_when_its_expert_is_given_back() {
+fn slot_in_use_is_freed_after_its_lease() {
     for in_place in [false, true] {
         let files = Files::new(&format!("slot-{in_place}"), &experts(4, 8));
         let all = files.all_bytes();
@@ -268,7 +268,7 @@ fn a_slot_leaves_when_its_expert_is_given_back() {
 }
 
 #[test]
-fn what_does_not_come_back_is_not_counted() {
+fn memory_that_is_not_returned_is_not_counted() {
     let files = Files::even("refused", 16, 16 * 4096);
     let all = files.all_bytes();
     let runtime = runtime("");
@@ -293,7 +293,7 @@ fn what_does_not_come_back_is_not_counted() {
 }
 
 #[test]
-fn from_all_to_the_floor_and_back_while_units_are_used() {
+fn resident_set_shrinks_to_the_floor_and_back_under_use() {
     for in_place in [false, true] {
         for sizes in [dense(20), experts(5, 5)] {
             let mut files = Files::new(&format!("sway-{in_place}-{}", sizes.experts), &sizes);
@@ -345,7 +345,7 @@ fn from_all_to_the_floor_and_back_while_units_are_used() {
 }
 
 #[test]
-fn homes_that_leave_are_given_to_nobody() {
+fn evicted_residents_are_not_leased() {
     for in_place in [false, true] {
         let mut files = Files::even(&format!("raced-{in_place}"), 9, 4096);
         let simulated = files.simulate(SimFixedOpts::default());
@@ -378,7 +378,7 @@ fn homes_that_leave_are_given_to_nobody() {
 }
 
 #[test]
-fn without_wish_or_budget_what_fits_takes_no_slots() {
+fn fitting_model_has_no_slots_unless_it_may_shrink() {
     let files = Files::even("plain", 8, MIB);
     let all = files.all_bytes();
     let rig = Rig::open(files, with_host(PLENTY)).expect("a streamer");
@@ -392,7 +392,7 @@ fn without_wish_or_budget_what_fits_takes_no_slots() {
 
 /// A home is given back behind an event, while it is to leave: nobody calls when that comes.
 #[test]
-fn a_home_leaves_when_its_event_comes() {
+fn resident_is_freed_when_its_event_completes() {
     let files = Files::new("late-event", &dense(4));
     let device = device(SimulatedOpts::default());
     let mut opts = with_device(device.clone(), PLENTY, 0);
@@ -418,7 +418,7 @@ fn a_home_leaves_when_its_event_comes() {
 
 /// The device computes with what is in a slot after it was given back.
 #[test]
-fn a_slot_leaves_when_its_event_comes() {
+fn slot_is_freed_when_its_event_completes() {
     for in_place in [false, true] {
         let files = Files::new(&format!("slot-event-{in_place}"), &experts(4, 8));
         let device = device(SimulatedOpts { grain_bytes: 4096, ..SimulatedOpts::default() });
@@ -454,7 +454,7 @@ fn a_slot_leaves_when_its_event_comes() {
 
 /// Memory that the device says it still uses is not free: who has paid for it goes on.
 #[test]
-fn what_the_device_keeps_stays_paid_for() {
+fn memory_kept_by_the_device_stays_charged() {
     let files = Files::new("busy", &dense(4));
     let runtime = runtime("");
     let other = Other::new(&runtime, Tier::Device, files.all_bytes() * 3);

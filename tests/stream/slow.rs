@@ -64,7 +64,7 @@ fn answers(rig: &Rig, slow: &Slow) -> bool {
 }
 
 #[test]
-fn nobody_waits_for_the_driver_to_take_memory_back() {
+fn calls_do_not_wait_for_slow_driver_allocation() {
     let inner = device(SimulatedOpts::default());
     let hooks = Slow { held: Mutex::new((false, 0)), changed: Condvar::new() };
     let slow = Arc::new(Hooked { inner: inner.clone(), hooks });

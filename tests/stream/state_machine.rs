@@ -55,7 +55,7 @@ fn near(value: f64, goal: f64, percent: f64) {
 }
 
 #[test]
-fn passes_take_what_the_theory_says() {
+fn pass_time_matches_the_model() {
     let tier = |a: usize, b: usize| {
         let mut residencies = vec![Residency::File; LAYERS];
         spread(&mut residencies, a, Residency::Device);
@@ -91,7 +91,7 @@ fn passes_take_what_the_theory_says() {
 }
 
 #[test]
-fn what_fits_is_read_once() {
+fn resident_units_are_read_once() {
     let units = units(&[(Role::Layer, 20 * MIB); 10]);
     let plan = plan(&units, ComputeLocation::Host, vec![Residency::Host; 10], 0, 0);
     let core = Scheduler::new(&setup(&units, &plan)).expect("a core");
@@ -105,7 +105,7 @@ fn what_fits_is_read_once() {
 }
 
 #[test]
-fn a_fault_is_told_once_and_tried_again() {
+fn fault_is_reported_once_and_retried() {
     let units = units(&[(Role::Layer, 20 * MIB); 6]);
     for home in [Residency::File, Residency::Host] {
         let plan = plan(&units, ComputeLocation::Host, vec![home; 6], 2, 0);
@@ -126,7 +126,7 @@ fn a_fault_is_told_once_and_tried_again() {
 }
 
 #[test]
-fn slots_that_engines_hold_are_an_answer_not_a_wait() {
+fn acquire_with_all_slots_leased_fails_at_once() {
     let units = units(&[(Role::Layer, 9 * MIB); 6]);
     let plan = plan(&units, ComputeLocation::Host, vec![Residency::File; 6], 2, 0);
     let core = Scheduler::new(&setup(&units, &plan)).expect("a core");
@@ -151,7 +151,7 @@ fn slots_that_engines_hold_are_an_answer_not_a_wait() {
 }
 
 #[test]
-fn whoever_gets_a_slot_waits_for_its_last_user() {
+fn reused_slot_waits_for_its_last_user() {
     let units = units(&[(Role::Layer, 9 * MIB); 6]);
     let plan = plan(&units, ComputeLocation::Device, vec![Residency::Host; 6], 1, 8 * CHUNK);
     let core = Scheduler::new(&setup(&units, &plan)).expect("a core");
@@ -224,7 +224,7 @@ fn expert_hits(policy: &str, pinned_percent: u32) -> f64 {
 }
 
 #[test]
-fn experts_that_are_used_much_stay() {
+fn frequently_used_experts_stay_resident() {
     let (lru, lfu) = (expert_hits("lru", 0), expert_hits("lfu", 0));
     let (half, most) = (expert_hits("lru", 50), expert_hits("lru", 95));
     // Without repetition the skew is all there is: the more is kept for it the better.
@@ -423,7 +423,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn nobody_gets_wrong_bytes_or_no_answer(case in case()) {
+    fn every_acquire_ends_with_exact_bytes_or_an_error(case in case()) {
         live(&case);
     }
 }

@@ -70,7 +70,7 @@ fn files(n: u32) -> Vec<Identity> {
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn a_sum_is_what_its_definition_says() {
+fn checksum_matches_its_definition() {
     let (offset, len) = (4096 * 3 + 100, 2 * MIB + 5000);
     let units = units(&[&[(0, offset, len), (1, 77, 10)], &[]]);
     let sums = Checksums::new(&units).expect("small");
@@ -92,7 +92,7 @@ fn a_sum_is_what_its_definition_says() {
 }
 
 #[test]
-fn only_whole_blocks_are_taken() {
+fn only_whole_blocks_are_summed() {
     let (offset, len) = (4096 + 100, 3 * MIB);
     let units = units(&[&[(0, 0, 5)], &[(0, offset, len), (0, 1 << 40, 0)]]);
     let sums = Checksums::new(&units).expect("small");
@@ -144,7 +144,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     #[test]
-    fn pieces_in_any_order_make_the_same_sums(
+    fn checksums_do_not_depend_on_piece_order(
         offset in 0..9000u64, len in 1..4 * MIB, swaps in any::<[usize; 6]>(), damage in any::<u64>(),
     ) {
         let units = units(&[&[(0, offset, len)]]);
@@ -175,7 +175,7 @@ proptest! {
     }
 
     #[test]
-    fn what_was_written_is_read_and_nothing_else_is(
+    fn sidecar_round_trips_and_rejects_changes(
         shape in shape(), done in any::<u16>(), at in any::<usize>(), bit in 0..8u8,
         cut in any::<usize>(), more in 1..40usize,
     ) {
@@ -209,7 +209,7 @@ proptest! {
     }
 
     #[test]
-    fn noise_is_refused(noise in proptest::collection::vec(any::<u8>(), 0..600), magic: bool) {
+    fn random_sidecars_are_rejected(noise in proptest::collection::vec(any::<u8>(), 0..600), magic: bool) {
         let sums = Checksums::new(&units(&[&[(0, 0, 9)]]))?;
         let mut noise = noise;
         if magic {
@@ -221,7 +221,7 @@ proptest! {
 
 /// Every byte of a small sidecar, and every kind of other model.
 #[test]
-fn any_wrong_byte_and_any_other_model_is_refused() {
+fn damaged_and_foreign_sidecars_are_rejected() {
     let shape = vec![vec![(0, 5, 100)], vec![(1, 4096, 2 * MIB), (0, 200, 7)], vec![(1, 0, 50)]];
     let (units, files) = (of(&shape), files(2));
     let sums = Checksums::new(&units).expect("small");
@@ -269,7 +269,7 @@ fn any_wrong_byte_and_any_other_model_is_refused() {
 }
 
 #[test]
-fn a_sidecar_that_does_not_fit_is_as_good_as_none() {
+fn mismatched_sidecar_is_ignored() {
     let scratch = Scratch::created("sums");
     drop(Directory::open(&scratch.0).expect("made"));
     let path = default_sidecar(&scratch.0.join("m.gguf"));
@@ -292,7 +292,7 @@ fn a_sidecar_that_does_not_fit_is_as_good_as_none() {
 }
 
 #[test]
-fn threads_note_and_verify_at_once() {
+fn checksums_are_recorded_and_verified_concurrently() {
     let units = units(&[&[(0, 100, 8 * MIB)], &[(1, 0, 8 * MIB)]]);
     let sums = Arc::new(Checksums::new(&units).expect("small"));
     let alone = Checksums::new(&units).expect("small");
@@ -317,7 +317,7 @@ fn threads_note_and_verify_at_once() {
 }
 
 #[test]
-fn identities_are_of_bytes_and_not_of_paths() {
+fn file_identity_depends_on_bytes_not_on_paths() {
     let look = |lengths: &[(u64, u64)]| {
         let file = |(bytes, seed): &(u64, u64)| SimFile { bytes: *bytes, seed: *seed };
         let files = lengths.iter().map(file).collect();

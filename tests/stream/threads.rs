@@ -52,7 +52,7 @@ fn together(rig: Rig, threads: u64, times: u32) -> Arc<Rig> {
 }
 
 #[test]
-fn many_threads_use_units_of_the_processor() {
+fn many_threads_use_units_on_the_cpu() {
     for (percent, in_place, sizes) in [
         (30, false, dense(20)),
         (30, true, dense(20)),
@@ -70,7 +70,7 @@ fn many_threads_use_units_of_the_processor() {
 }
 
 #[test]
-fn many_threads_use_units_of_a_device() {
+fn many_threads_use_units_on_a_device() {
     for (on_it, on_host, sizes) in
         [(30, 0, dense(20)), (30, 100, dense(20)), (50, 30, experts(4, 6)), (150, 0, dense(8))]
     {
@@ -85,7 +85,7 @@ fn many_threads_use_units_of_a_device() {
 }
 
 #[test]
-fn homes_move_while_threads_use_units() {
+fn residents_move_while_threads_use_units() {
     for on_it in [false, true] {
         let files = Files::new(&format!("moving-{on_it}"), &dense(20));
         let all = files.all_bytes();
@@ -128,7 +128,7 @@ fn homes_move_while_threads_use_units() {
 }
 
 #[test]
-fn a_close_while_threads_ask_ends_them_all() {
+fn close_ends_concurrent_acquires() {
     for round in 0..10 {
         let files = Files::new("ended", &dense(16));
         let rig = Arc::new(Rig::open(files, with_host(1_000_000)).expect("a streamer"));
@@ -165,7 +165,7 @@ fn a_close_while_threads_ask_ends_them_all() {
 }
 
 #[test]
-fn several_may_have_one_unit() {
+fn unit_can_be_leased_several_times() {
     let files = Files::new("shared", &dense(12));
     let all = files.all_bytes();
     let opts = with_device(device(SimulatedOpts::default()), all / 3, 0);

@@ -66,7 +66,7 @@ fn touch(device: &Simulated, address: u64) -> Status {
 }
 
 #[test]
-fn addresses_never_change_and_bytes_are_right() {
+fn in_place_units_have_fixed_addresses_and_exact_bytes() {
     for (name, sizes) in [("dense", dense(16)), ("large", large(6)), ("experts", experts(4, 6))] {
         for (percent, on_host, mode) in [
             (40, 0, Mode::Tiered),
@@ -98,7 +98,7 @@ fn addresses_never_change_and_bytes_are_right() {
 
 /// Slots are fewer than units: of those in the file alone, most have no memory.
 #[test]
-fn there_is_memory_only_behind_units_that_are_there() {
+fn only_resident_units_have_memory() {
     let files = Files::even("windows-there", 8, 3 * GRAIN / 2);
     let device = with_grain(SimulatedOpts::default());
     let mut opts = in_place(device.clone(), 2 * 2 * GRAIN, 0);
@@ -117,7 +117,7 @@ fn there_is_memory_only_behind_units_that_are_there() {
 }
 
 #[test]
-fn plans_and_budgets_count_whole_grains() {
+fn plans_and_budgets_count_whole_mapping_units() {
     for (percent, paid) in [(60, false), (60, true), (300, false), (300, true)] {
         let files = Files::even(&format!("windows-paid-{percent}-{paid}"), 9, GRAIN + 4096);
         let all = files.all_bytes();
@@ -156,7 +156,7 @@ fn plans_and_budgets_count_whole_grains() {
 
 /// Homes leave and come while the device computes; the addresses stay.
 #[test]
-fn homes_come_and_go() {
+fn residents_change_while_addresses_stay() {
     for (sizes, residencies) in [(dense(16), 0), (large(6), 0), (experts(4, 6), 0), (dense(16), 1)]
     {
         let files = Files::new(&format!("windows-homes-{}-{residencies}", sizes.experts), &sizes);
@@ -192,7 +192,7 @@ fn homes_come_and_go() {
 }
 
 #[test]
-fn what_cannot_be_in_place_is_refused_with_words() {
+fn invalid_in_place_options_are_rejected_with_a_reason() {
     let refused = |device: Arc<dyn Device>, plan_options: PlanOptions| {
         let files = Files::new("windows-refused", &dense(4));
         let opts = Opts { device: Some(device), plan_options, in_place: true, ..Opts::default() };
@@ -223,7 +223,7 @@ fn what_cannot_be_in_place_is_refused_with_words() {
 
 /// Who is used by the processor has its address there, and keeps it.
 #[test]
-fn units_of_the_processor_stay_with_it() {
+fn cpu_units_keep_their_address() {
     let files = Files::new("windows-processor", &dense(8));
     let all = files.all_bytes();
     let device = with_grain(SimulatedOpts::default());
@@ -243,7 +243,7 @@ fn units_of_the_processor_stay_with_it() {
 }
 
 #[test]
-fn a_device_that_is_lost_or_fails_costs_no_more_than_itself() {
+fn lost_or_failing_device_fails_only_its_calls() {
     for (lost_at, fail_at) in [(1, vec![]), (7, vec![]), (40, vec![]), (0, vec![2, 5, 9, 17, 30])] {
         let files = Files::new(&format!("windows-lost-{lost_at}"), &dense(12));
         let failing = SimulatedOpts { lost_at, fail_at, ..SimulatedOpts::default() };

@@ -49,7 +49,7 @@ fn submit(cuda: &Cuda, after: Option<Event>, copies: &mut [Copy<'_>]) -> Result<
 /// An engine has registered parts of what the device is told of. With a hole nothing of it counts
 /// as registered; without one all does, but not for kernels, which may not reach each part.
 #[test]
-fn memory_that_others_registered_in_parts() {
+fn memory_registered_in_parts_by_the_engine() {
     let call = |means| match means {
         CopyMethod::Kernel => "cuLaunchKernel",
         _ => "cuMemcpyBatchAsync",
@@ -91,7 +91,7 @@ fn memory_that_others_registered_in_parts() {
 /// The driver stands still in some copies until what they are behind has come. They are given to
 /// it only then, and until then others may ask.
 #[test]
-fn who_asks_does_not_wait_for_a_copy_that_stands_still() {
+fn queries_do_not_wait_for_a_blocked_copy() {
     let kinds = ["cuMemcpyAsync", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync"];
     for (kind, pinned) in kinds.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
         let (_turn, fake) = alone(2);
@@ -160,7 +160,7 @@ fn who_asks_does_not_wait_for_a_copy_that_stands_still() {
 
 /// What the engine itself has put on its streams is waited for, too.
 #[test]
-fn a_copy_that_stands_still_is_behind_the_engines_own_work() {
+fn blocked_copy_waits_for_engine_streams() {
     let (_turn, fake) = alone(3);
     let context = fake.context();
     let (stream, barrier) = (fake.stream(), fake.event(context));
@@ -194,7 +194,7 @@ fn a_copy_that_stands_still_is_behind_the_engines_own_work() {
 }
 
 #[test]
-fn no_bytes_are_no_memory() {
+fn zero_bytes_cannot_be_allocated() {
     let (_turn, fake) = alone(4);
     let engine = open(Clock::real(), CopyMethodChoice::default());
     let mine = engine.allocate(1 << 20).expect("memory");
@@ -212,7 +212,7 @@ fn no_bytes_are_no_memory() {
 /// What is given back to a device that is lost, or to a driver that does not take it, is not the
 /// device's any more, and nobody has to try again.
 #[test]
-fn memory_is_given_back_once_whatever_the_driver_says() {
+fn memory_is_freed_once_even_if_the_driver_fails() {
     for is_lost in [true, false] {
         let (_turn, fake) = alone(5);
         let cuda = open(Clock::real(), CopyMethodChoice::default());
@@ -236,7 +236,7 @@ fn memory_is_given_back_once_whatever_the_driver_says() {
 
 /// However often it is asked: a driver that does not answer for a moment has not lost its device.
 #[test]
-fn a_moment_without_answers_is_no_loss() {
+fn temporary_driver_silence_is_no_device_loss() {
     let (_turn, fake) = alone(6);
     let clock = Clock::manual(1);
     let cuda = open(clock.clone(), CopyMethodChoice::default());

@@ -115,7 +115,7 @@ fn open(runtime: *mut kvt_runtime_t, world: &'static World) -> (*mut kvt_device_
 }
 
 #[test]
-fn who_closes_a_device_is_the_last_in_it() {
+fn close_waits_for_callers_inside_the_device() {
     let world: &World = Box::leak(Box::default());
     let runtime = runtime();
     let (mut device, event) = open(runtime, world);
@@ -141,7 +141,7 @@ fn who_closes_a_device_is_the_last_in_it() {
 }
 
 #[test]
-fn nothing_is_opened_with_a_device_that_is_being_closed() {
+fn closing_device_rejects_new_users() {
     let world: &World = Box::leak(Box::default());
     let runtime = runtime();
     let (mut device, _) = open(runtime, world);
@@ -178,7 +178,7 @@ unsafe extern "C" fn closes(
 }
 
 #[test]
-fn a_report_of_conformance_is_a_callback() {
+fn conformance_report_callback_may_not_reenter() {
     let runtime = runtime();
     let (mut opts, mut device) = (new!(kvt_device_opts_t), null_mut());
     opts.kind = KVT_DEVICE_HOST;

@@ -111,7 +111,7 @@ fn mark(device: &Foreign) -> Result<Event> {
 }
 
 #[test]
-fn one_poll_tells_of_all_that_have_ended() {
+fn one_poll_returns_all_ended_events() {
     let (device, engine) = open();
     let all: Vec<Event> = (0..5).map(|_| mark(&device).expect("taken")).collect();
     engine.has_come.store(true, Ordering::SeqCst);
@@ -142,7 +142,7 @@ fn gone(says: impl FnOnce(&Foreign, Event)) {
 }
 
 #[test]
-fn any_callback_may_say_that_the_device_has_gone() {
+fn any_callback_may_report_a_lost_device() {
     let unavailable =
         |said: Result<()>| assert_eq!(said.expect_err("lost").status(), Status::Unavailable);
     let place = std::ptr::dangling_mut::<u8>();
@@ -157,7 +157,7 @@ fn any_callback_may_say_that_the_device_has_gone() {
 }
 
 #[test]
-fn more_memory_than_can_be_counted_is_refused_and_not_counted() {
+fn overflowing_allocation_is_rejected_and_not_counted() {
     let device = Host::default();
     let first = device.allocate(4096).expect("memory");
     assert_eq!(device.allocate(u64::MAX).expect_err("too much").status(), Status::NoMem);
@@ -166,7 +166,7 @@ fn more_memory_than_can_be_counted_is_refused_and_not_counted() {
 }
 
 #[test]
-fn a_simulated_device_may_take_for_ever() {
+fn simulated_latency_may_be_infinite() {
     let opts = SimulatedOpts { latency_ns: u64::MAX, jitter_percent: 200, ..Default::default() };
     let device = Simulated::new(Clock::manual(5), opts).expect("sound");
     let (from, to) = (Box::leak(Box::new([1u8; 8])), Box::leak(Box::new([2u8; 8])));

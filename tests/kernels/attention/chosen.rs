@@ -12,7 +12,7 @@ fn latent(queries: usize, tokens: usize, heads: usize) -> Shape {
 
 /// What a block takes is what there is of the device: other kernels for less, none below.
 #[test]
-fn latent_rows_take_the_shared_memory_that_there_is() {
+fn latent_kernels_adapt_to_shared_memory() {
     let problem = Problem::new(latent(3, 70, 2), 5);
     let at = problem.call(Kind::Prefill).queries;
     let call =
@@ -40,7 +40,7 @@ fn latent_rows_take_the_shared_memory_that_there_is() {
 }
 
 #[test]
-fn tiles_are_for_many_rows_of_one_type() {
+fn tiled_kernels_need_many_rows_of_one_dtype() {
     let problem =
         Problem::new(Shape { dims: (576, 512), is_latent: true, ..Shape::new(1, 64, 128, 1) }, 1);
     let at = problem.call(Kind::Decode).queries;

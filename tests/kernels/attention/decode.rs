@@ -153,7 +153,7 @@ fn all() -> Chosen {
 }
 
 #[test]
-fn over_all_keys_it_is_attention() {
+fn decode_over_all_keys_equals_attention() {
     for (n, (queries, tokens, heads, key_heads)) in
         [(1, 1, 1, 1), (1, 300, 8, 1), (2, 129, 4, 2), (16, 70, 3, 3), (1, 128, 6, 2)]
             .into_iter()
@@ -180,7 +180,7 @@ fn over_all_keys_it_is_attention() {
 }
 
 #[test]
-fn latent_rows_are_keys_and_values() {
+fn latent_rows_serve_as_keys_and_values() {
     for page_tokens in [0, 64] {
         let dims = (576, 512);
         let dtype = Dtype::Bf16;
@@ -232,7 +232,7 @@ fn many_heads_share_latent_rows() {
 }
 
 #[test]
-fn chosen_pages_are_those_of_each_head() {
+fn each_head_attends_its_own_pages() {
     let shape = Shape { page_tokens: 32, ..Shape::new(2, 333, 4, 2) };
     // Of each query head, of each head of keys, and of all; empty ones, and ones with an end.
     for (block, lists) in [
@@ -253,13 +253,13 @@ fn chosen_pages_are_those_of_each_head() {
 }
 
 #[test]
-fn long_parts_are_joined() {
+fn long_sequences_are_merged_from_parts() {
     let shape = Shape { first: 16_999, ..Shape::new(1, 17_000, 2, 1) };
     check(shape, &all(), TOGETHER);
 }
 
 #[test]
-fn the_library_gives_the_same() {
+fn decode_matches_the_cpu_kernels() {
     let shape = Shape::new(3, 200, 8, 2);
     let problem = Problem::new(shape, 4);
     let chosen = Chosen { block: 16, lists: vec![vec![0, 4, 7, 12], vec![1, 12]] };
@@ -304,7 +304,7 @@ fn the_library_gives_the_same() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_decode_calls_are_rejected() {
     let problem = Problem::new(Shape::new(1, 64, 4, 2), 1);
     let memory = Bytes::new(1 << 14);
     let at = memory.at();

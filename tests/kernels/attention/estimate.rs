@@ -54,7 +54,7 @@ fn check(shape: Shape) {
 }
 
 #[test]
-fn sums_are_those_of_softmax() {
+fn estimates_sum_softmax_probabilities() {
     check(Shape::new(1, 1, 1, 1));
     check(Shape { page_tokens: 16, ..Shape::new(64, 64, 2, 1) });
     check(Shape { dims: (128, 128), ..Shape::new(64, 130, 4, 2) });
@@ -75,7 +75,7 @@ fn top(scores: &[f32], forced: usize, count: usize) -> Vec<u32> {
 }
 
 #[test]
-fn the_policy_chooses_the_same_lines() {
+fn estimates_select_the_same_lines_as_the_policy() {
     let problem = Problem::new(Shape::new(100, 300, 4, 2), 6);
     let shape = kvtier::sparse::Shape {
         layers: 1,
@@ -109,7 +109,7 @@ fn the_policy_chooses_the_same_lines() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_estimate_calls_are_rejected() {
     let problem = Problem::new(Shape::new(4, 64, 2, 1), 1);
     let memory = Bytes::new(1 << 14);
     let at = memory.at();

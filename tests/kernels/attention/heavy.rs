@@ -79,7 +79,7 @@ fn kept(scores: &[f32], (sinks, recent, keep): (u32, u32, u32)) -> Vec<u32> {
 }
 
 #[test]
-fn what_stays_is_what_the_rule_says() {
+fn heavy_hitters_are_selected_by_the_rule() {
     for (tokens, rule) in [
         (0, (4, 8, 2)),
         (1, (0, 0, 1)),
@@ -187,7 +187,7 @@ fn compact(keys: &mut Rows, values: &mut Rows, scores: &mut Scores, lists: &[Vec
 }
 
 #[test]
-fn what_stays_is_moved_together() {
+fn kept_rows_are_compacted() {
     for (row, of_values, heads, tokens, page, is_shared) in [
         (32, 32, 3, 400, 0, false),
         (256, 128, 2, 900, 16, false),
@@ -292,14 +292,14 @@ fn follow(heads: usize, key_heads: usize, is_all: bool) {
 }
 
 #[test]
-fn the_policy_lets_the_same_go() {
+fn kernel_evicts_the_same_tokens_as_the_policy() {
     follow(8, 2, false);
     follow(3, 3, false);
     follow(6, 2, true);
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_heavy_hitter_calls_are_rejected() {
     let scores = Scores::new(2);
     let memory = Bytes::new(1 << 12);
     let at = memory.at();

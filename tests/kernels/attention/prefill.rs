@@ -142,7 +142,7 @@ fn shapes() -> Vec<Shape> {
 }
 
 #[test]
-fn dense_attention_is_attention() {
+fn dense_prefill_equals_attention() {
     for shape in shapes() {
         check(shape, &Lists::default(), |_, _, _| true);
     }
@@ -157,7 +157,7 @@ fn latent(queries: usize, tokens: usize, heads: usize) -> Shape {
 }
 
 #[test]
-fn latent_rows_are_keys_and_values() {
+fn latent_rows_serve_as_keys_and_values() {
     let half = Dtype::Bf16;
     let shapes = [
         latent(70, 70, 1),
@@ -200,7 +200,7 @@ fn sees_lines(lists: &Lists, entry: usize, position: usize, key: usize) -> bool 
 }
 
 #[test]
-fn columns_and_diagonals_are_exactly_those() {
+fn only_selected_columns_and_diagonals_are_attended() {
     let lines = Head { kind: How::Lines, ..Head::DENSE };
     for (shape, each) in shapes().into_iter().zip([1, 5, 20, 9, 40]) {
         let tokens = shape.tokens as u32;
@@ -226,7 +226,7 @@ fn columns_and_diagonals_are_exactly_those() {
 }
 
 #[test]
-fn long_lists_go_through_several_windows() {
+fn long_index_lists_are_read_in_windows() {
     let shape = Shape::new(3, 2500, 1, 1);
     let lines = Head { kind: How::Lines, ..Head::DENSE };
     let mut lists = Lists::default();
@@ -243,7 +243,7 @@ fn long_lists_go_through_several_windows() {
 }
 
 #[test]
-fn blocks_are_those_of_each_row() {
+fn each_row_attends_its_own_blocks() {
     for (shape, (rows, keys)) in
         shapes().into_iter().zip([(64, 64), (64, 64), (64, 64), (16, 10), (128, 128)])
     {
@@ -266,7 +266,7 @@ fn blocks_are_those_of_each_row() {
 }
 
 #[test]
-fn ranges_and_columns_are_those_of_each_row() {
+fn each_row_attends_its_own_ranges_and_columns() {
     for (shape, rows) in shapes().into_iter().zip([64, 64, 64, 30, 100]) {
         let count = shape.queries.div_ceil(rows);
         let mut lists = Lists::default();
@@ -290,7 +290,7 @@ fn ranges_and_columns_are_those_of_each_row() {
 }
 
 #[test]
-fn results_are_written_as_queries_are() {
+fn results_have_the_dtype_of_queries() {
     for dtype in [Dtype::F16, Dtype::Bf16] {
         let shape = Shape { dtype, query_dtype: dtype, ..Shape::new(40, 70, 4, 1) };
         let problem = Problem::new(shape, 8);
@@ -303,7 +303,7 @@ fn results_are_written_as_queries_are() {
 }
 
 #[test]
-fn parts_of_a_prompt_that_begin_with_a_block_give_the_bits_of_the_whole() {
+fn block_aligned_prompt_parts_are_bit_identical_to_the_whole() {
     let whole = Problem::new(Shape::new(200, 200, 2, 1), 3);
     let got = compute(&whole, &Lists::default(), true);
     let mut part = Problem::new(Shape::new(200, 200, 2, 1), 3);
@@ -317,7 +317,7 @@ fn parts_of_a_prompt_that_begin_with_a_block_give_the_bits_of_the_whole() {
 }
 
 #[test]
-fn an_index_of_a_policy_is_followed() {
+fn prefill_follows_a_policy_index() {
     let shape = Shape::new(130, 200, 4, 2);
     let problem = Problem::new(shape, 5);
     let of = kvtier::sparse::Shape {
@@ -355,7 +355,7 @@ fn an_index_of_a_policy_is_followed() {
 }
 
 #[test]
-fn equal_work_gives_equal_bits_whatever_the_order_of_threads() {
+fn results_do_not_depend_on_thread_order() {
     // What runs kernels here has threads in another order each time.
     let problem = Problem::new(Shape::new(70, 150, 2, 1), 2);
     let mut lists = Lists::default();
@@ -371,7 +371,7 @@ fn equal_work_gives_equal_bits_whatever_the_order_of_threads() {
 }
 
 #[test]
-fn results_over_pieces_of_keys_are_merged_by_their_log_sum_exps() {
+fn key_pieces_merge_by_log_sum_exp() {
     let shape = Shape::new(90, 190, 4, 2);
     let whole = compute(&Problem::new(shape, 7), &Lists::default(), true);
     let mut all: Option<Got> = None;
@@ -392,14 +392,14 @@ fn results_over_pieces_of_keys_are_merged_by_their_log_sum_exps() {
 }
 
 #[test]
-fn without_keys_there_is_nothing() {
+fn prefill_without_keys_is_zero() {
     let problem = Problem::new(Shape::new(3, 0, 2, 1), 2);
     let got = compute(&problem, &Lists::default(), true);
     assert!(got.out.iter().all(|&x| x == 0.0) && got.lse.iter().all(|&x| x == f32::NEG_INFINITY));
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_prefill_calls_are_rejected() {
     let problem = Problem::new(Shape::new(4, 64, 2, 1), 1);
     let memory = Bytes::new(1 << 12);
     let good = Call {

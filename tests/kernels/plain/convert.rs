@@ -179,7 +179,7 @@ fn plane() -> impl Strategy<Value = Plane> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(160))]
     #[test]
-    fn numbers_are_rounded_to_the_nearest_with_scales_and_without(
+    fn conversion_rounds_to_nearest_even(
         plane in plane(), scaling in 0_u32..3, is_given in any::<bool>(), seed in any::<u64>(),
     ) {
         let memory = aligned(&source(&plane, seed));
@@ -212,7 +212,7 @@ proptest! {
 
 /// Every number of 16 bits, and numbers between those of 8: what is in the middle goes to the even.
 #[test]
-fn every_number_of_few_bits_and_what_lies_between() {
+fn all_small_numbers_and_midpoints_convert_exactly() {
     for narrow in [Dtype::F8E4m3, Dtype::F8E5m2, Dtype::I8] {
         let codes: Vec<f32> = (0..=255).map(|code| of_code(narrow, code)).collect();
         let mut sorted: Vec<f32> = codes.iter().copied().filter(|x| x.is_finite()).collect();
@@ -255,7 +255,7 @@ fn one_row(from: Dtype, to: Dtype, dim: usize) -> Plane {
 
 /// The store's own code: the same scales and bytes, and the same numbers back.
 #[test]
-fn int8_is_what_the_codec_makes() {
+fn int8_conversion_matches_the_codec() {
     for (scales, from) in [Scales::Token, Scales::Channel]
         .into_iter()
         .flat_map(|scales| [(scales, Dtype::F32), (scales, Dtype::F16), (scales, Dtype::Bf16)])
@@ -281,7 +281,7 @@ fn int8_is_what_the_codec_makes() {
 }
 
 #[test]
-fn what_is_no_number_counts_for_no_scale() {
+fn nan_does_not_affect_scales() {
     let numbers = [1.0, f32::NAN, -4.0, 0.5];
     let memory = aligned(&numbers.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>());
     for scaling in [1, 2] {

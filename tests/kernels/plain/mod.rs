@@ -67,7 +67,7 @@ impl Chance {
 }
 
 #[test]
-fn the_kernels_own_header_has_the_same_fields() {
+fn kernel_header_matches_rust_layout() {
     macro_rules! same {
         ($($field:ident)*) => {$(
             assert_eq!(
@@ -86,7 +86,7 @@ fn the_kernels_own_header_has_the_same_fields() {
 
 /// The page that users read says what the kernels' own header says.
 #[test]
-fn the_documentation_is_that_of_the_header() {
+fn documentation_matches_the_kernel_header() {
     let header = include_str!("../../../src/device/cuda/kernels/call.h");
     let (comment, _) = header.split_once("*/").expect("a comment");
     let said = |line: &str| {
@@ -100,7 +100,7 @@ fn the_documentation_is_that_of_the_header() {
 
 /// What `build.py` wrote is whole: each module has code for both, and is none that is not built.
 #[test]
-fn what_is_embedded_is_what_was_built() {
+fn embedded_modules_match_the_built_ones() {
     for module in &MODULES {
         let (ptx, cubin) = (module.ptx().expect("whole"), module.cubin_90().expect("whole"));
         let text = std::str::from_utf8(&ptx).expect("text");

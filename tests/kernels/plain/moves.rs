@@ -72,7 +72,7 @@ fn lay(likes: &[Like], from: u64, to: u64) -> (Vec<Piece>, usize) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn every_byte_goes_where_it_belongs_and_no_other_changes(
+    fn moves_write_exactly_their_bytes(
         likes in prop::collection::vec(like(), 1..60),
         keep in prop::sample::select(vec![0_u32, 1, 3, 100]),
         seed in any::<u64>(),
@@ -111,7 +111,7 @@ proptest! {
 /// More than a block plans at once, some of which are nothing. Threads come in another order each
 /// time.
 #[test]
-fn thousands_of_pieces_are_planned() {
+fn moves_plan_thousands_of_pieces() {
     let mut chance = Chance::new(7);
     let likes: Vec<Like> = (0..9000)
         .map(|_| chance.word() as usize % 3)

@@ -180,7 +180,7 @@ fn keys() -> impl Strategy<Value = Keys> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
     #[test]
-    fn boxes_are_the_same_to_the_bit(keys in keys(), seed in any::<u64>()) {
+    fn page_boxes_are_bit_identical(keys in keys(), seed in any::<u64>()) {
         let mut chance = Chance::new(seed);
         // The last ones are so small that they are 0 as bf16.
         let [all, less] = [u32::MAX >> 1, u32::MAX].map(f32::from_bits);
@@ -301,7 +301,7 @@ fn asked() -> impl Strategy<Value = Asked> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
     #[test]
-    fn scores_are_off_by_no_more_than_sums_are_rounded(asked in asked(), seed in any::<u64>()) {
+    fn page_scores_are_within_rounding(asked in asked(), seed in any::<u64>()) {
         let (heads, dim) = (asked.heads * asked.group, asked.dim);
         let mut chance = Chance::new(seed);
         let mut queries =
@@ -329,7 +329,7 @@ proptest! {
 
 /// More queries than there are blocks for: blocks go on with others.
 #[test]
-fn thousands_of_queries() {
+fn page_scores_of_thousands_of_queries() {
     let (dtype, boxes) = (Dtype::F32, Dtype::F32);
     let asked = Asked {
         dtype,

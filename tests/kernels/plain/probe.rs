@@ -18,7 +18,7 @@ fn launch(name: &'static str, threads: u32, call: &Call) -> Result<(), String> {
 struct Aligned([u16; 256]);
 
 #[test]
-fn products_of_matrices_by_the_published_layouts() {
+fn matrix_products_follow_published_layouts() {
     for (dtype, half) in [(Dtype::F16, to_f16 as fn(f32) -> u16), (Dtype::Bf16, to_bf16)] {
         let mut chance = Chance::new(11);
         // Small whole numbers: sums are exact.
@@ -49,7 +49,7 @@ fn products_of_matrices_by_the_published_layouts() {
 }
 
 #[test]
-fn lanes_find_together() {
+fn warp_lanes_agree() {
     let mut out = vec![[u32::MAX; 4]; 64];
     launch("probe_lanes", 64, &Call { out: to(&mut out), ..Call::default() }).expect("sound");
     let thirds = (0..32).filter(|lane| lane % 3 == 0).fold(0, |mask, lane| mask | 1_u32 << lane);
@@ -67,7 +67,7 @@ fn lanes_find_together() {
 }
 
 #[test]
-fn kernels_that_are_wrong_fail() {
+fn emulator_detects_wrong_kernels() {
     let mut out = vec![0_u32; 64];
     let mut ask = |flags: u32| {
         let result =

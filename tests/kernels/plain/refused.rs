@@ -77,7 +77,7 @@ fn sound(kind: Kind) -> Call {
 }
 
 #[test]
-fn calls_that_nothing_is_wrong_with_have_launches() {
+fn valid_calls_have_launches() {
     for kind in [Kind::Move, Kind::Sum, Kind::Convert, Kind::PageBoxes, Kind::PageScores, Kind::Top]
     {
         // What was there before goes.
@@ -90,7 +90,7 @@ fn calls_that_nothing_is_wrong_with_have_launches() {
 }
 
 #[test]
-fn calls_are_refused_with_words() {
+fn invalid_calls_are_rejected_with_a_reason() {
     let refused = |call: Call, status: Status, word: &str| {
         let error = steps(&call, MOST_SHARED, &mut Vec::new()).expect_err(word);
         assert!(error.status() == status && error.message().contains(word), "{word}: {error}");

@@ -35,7 +35,7 @@ fn check(bytes: &[u8], ranges: &[(usize, usize)]) {
 }
 
 #[test]
-fn every_length_up_to_600_and_around_blocks() {
+fn checksums_of_every_length_and_block_boundary() {
     let bytes = Chance::new(1).bytes(2_000_000);
     let near = |n: usize| n - 1..n + 2;
     let lengths = (0..600).chain(near(1024)).chain(near(2048)).chain(near(4096)).chain(near(8192));
@@ -49,7 +49,7 @@ fn every_length_up_to_600_and_around_blocks() {
 }
 
 #[test]
-fn ranges_that_scratch_is_too_small_for_have_no_sum() {
+fn ranges_beyond_scratch_have_no_checksum() {
     let bytes = vec![1; 100_000];
     let ranges = [(0, 50_000), (7, 60_000)];
     assert_eq!(sums(&bytes, &ranges, room(&ranges) - 1), [0, 0]);
@@ -59,7 +59,7 @@ fn ranges_that_scratch_is_too_small_for_have_no_sum() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn any_ranges(
+    fn checksums_of_random_ranges(
         ranges in prop::collection::vec((0_usize..200, prop_oneof![0_usize..9000, 0_usize..90_000]), 1..40),
         seed in any::<u64>(),
     ) {

@@ -152,7 +152,7 @@ fn asked() -> impl Strategy<Value = Asked> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
-    fn the_largest_of_any_rows(asked in asked(), kinds in 1_u64..5, seed in any::<u64>()) {
+    fn top_k_of_random_rows(asked in asked(), kinds in 1_u64..5, seed in any::<u64>()) {
         let mut chance = Chance::new(seed);
         let special = [f32::NAN, 0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, 1e-40, 2.5];
         let scores: Vec<f32> = (0..asked.queries * asked.heads * asked.count)
@@ -169,7 +169,7 @@ proptest! {
 }
 
 #[test]
-fn as_the_processor_finds_them() {
+fn top_k_matches_the_cpu() {
     let mut chance = Chance::new(3);
     for (count, keep) in [(100_000, 5000), (70_000, 65_536), (4096, 4096), (4097, 4096), (5, 9)] {
         // Many are equal, and zeros of both signs are among those that are left out.

@@ -78,7 +78,7 @@ fn run(spec: &str, holes: bool, seed: u64) {
 }
 
 #[test]
-fn who_leaves_has_the_least_score() {
+fn victim_has_the_lowest_score() {
     for (seed, holes) in [(1, false), (2, true), (3, false)] {
         run("horizon", holes, seed);
         run("horizon(objective=cost)", holes, seed + 10);
@@ -88,7 +88,7 @@ fn who_leaves_has_the_least_score() {
 /// Half of the objects return after a minute, the others never do: from the
 /// past alone nothing tells them apart but that they were used twice.
 #[test]
-fn learns_who_returns() {
+fn horizon_learns_which_objects_return() {
     let options = Options { max_objects: 2000, capacity_units: 300, ..Options::default() };
     let mut hits = Vec::new();
     for spec in ["lru", "horizon"] {

@@ -95,12 +95,12 @@ impl Holder for Slru {
 }
 
 #[test]
-fn two_segments() {
+fn slru_with_two_segments() {
     compare_holding("slru", 20, |capacity| Slru::new(2, false, capacity));
 }
 
 #[test]
-fn equal_segments() {
+fn slru_with_equal_segments() {
     compare_holding("slru(segments=4)", 20, |capacity| Slru::new(4, true, capacity));
     compare_holding("slru(segments=3)", 0, |capacity| Slru::new(3, true, capacity));
 }

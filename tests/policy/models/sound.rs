@@ -36,7 +36,7 @@ impl Model for Any {
 }
 
 #[test]
-fn every_policy_is_sound() {
+fn every_policy_evicts_only_candidates() {
     let specs = ENTRIES.iter().map(|e| e.name).filter(|name| *name != "custom");
     let more = [
         "horizon(objective=cost)",

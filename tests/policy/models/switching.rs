@@ -55,7 +55,7 @@ const STILL: [&str; 7] = ["fifo", "lru", "arc", "2q", "slru", "slru(segments=4)"
 const MOVING: [&str; 3] = ["s3fifo", "sieve", "wtinylfu(window=10%)"];
 
 #[test]
-fn a_preview_changes_nothing() {
+fn preview_has_no_side_effects() {
     let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
     let calls = prop::collection::vec(call(), 1..200);
     proptest!(config, |(calls in calls, leaf_first in any::<bool>())| {
@@ -73,7 +73,7 @@ fn a_preview_changes_nothing() {
 }
 
 #[test]
-fn a_policy_takes_over_in_the_middle() {
+fn policy_switch_keeps_the_evictor_sound() {
     let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
     let part = || prop::collection::vec(call(), 1..60);
     let parts = prop::collection::vec((0..10usize, 0..40u64, part()), 1..6);
@@ -99,7 +99,7 @@ fn a_policy_takes_over_in_the_middle() {
 }
 
 #[test]
-fn sizes_of_nothing_and_of_much() {
+fn capacities_from_zero_to_huge() {
     let each = |spec| [20u64, 0, 1, 1 << 40].map(|capacity| (spec, capacity));
     for (spec, capacity) in STILL.into_iter().chain(MOVING).flat_map(each) {
         let options = Options { max_objects: 64, capacity_units: capacity, ..Options::default() };

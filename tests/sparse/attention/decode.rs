@@ -37,7 +37,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     #[test]
-    fn decode_is_what_the_definition_says(
+    fn decode_matches_the_definition(
         seed in 0_u64..1_000_000,
         queries in 1_usize..6,
         n in 1_usize..2500,
@@ -113,7 +113,7 @@ proptest! {
 }
 
 #[test]
-fn latent_rows_with_many_heads_stand_in_panels() {
+fn latent_decode_uses_panels_of_heads() {
     let mut random = Random::new(6);
     let n = 1500;
     let q = Data::new(&mut random, (2, 80, 144), Type::F32, 0, 0);
@@ -131,7 +131,7 @@ fn latent_rows_with_many_heads_stand_in_panels() {
 }
 
 #[test]
-fn parts_by_any_thread_give_equal_bits_and_padding_is_never_read() {
+fn decode_parts_are_bit_identical_and_skip_padding() {
     let mut random = Random::new(7);
     let n = 5000;
     let q = Data::new(&mut random, (1, 8, 64), Type::F32, 0, 0);
@@ -166,7 +166,7 @@ fn parts_by_any_thread_give_equal_bits_and_padding_is_never_read() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_decode_calls_are_rejected() {
     let mut random = Random::new(8);
     let q = Data::new(&mut random, (2, 4, 16), Type::F32, 0, 0);
     let odd = Data::new(&mut random, (2, 3, 16), Type::F32, 0, 0);

@@ -27,7 +27,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_is_lent_for_the_largest_is_enough_for_all(
+    fn scratch_of_the_largest_job_suffices_for_all(
         seed in 0_u64..1_000_000,
         most in (1_u32..40, 1_u32..2500, 1_u32..20, 1_u32..40, 1_u32..40, 0_u32..3000),
         what in 0_usize..4,
@@ -70,7 +70,7 @@ proptest! {
 }
 
 #[test]
-fn the_largest_needs_all_of_it() {
+fn largest_job_needs_all_its_scratch() {
     let mut random = Random::new(3);
     let (s, n, dim) = (3, 2100, 40);
     let limits = Limits {

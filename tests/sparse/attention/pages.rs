@@ -26,7 +26,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
 
     #[test]
-    fn scores_are_of_the_box_and_bound_every_key(
+    fn page_scores_bound_every_key(
         seed in 0_u64..1_000_000,
         n in 1_usize..400,
         cut in 0_usize..400,

@@ -45,7 +45,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
 
     #[test]
-    fn pieces_of_keys_are_together_what_the_definition_says(
+    fn merged_key_pieces_match_the_definition(
         seed in 0_u64..1_000_000,
         s in 1_usize..150,
         first in 0_usize..200,
@@ -108,7 +108,7 @@ proptest! {
 
     /// Pieces begin anywhere inside of blocks and of the parts that a decode is cut to.
     #[test]
-    fn pieces_decode_to_what_the_definition_says(
+    fn merged_decode_pieces_match_the_definition(
         seed in 0_u64..1_000_000,
         queries in 1_usize..4,
         n in 1_usize..3000,
@@ -174,7 +174,7 @@ proptest! {
     /// A piece is what a whole is of which nothing before the piece is selected; and what a
     /// shorter text is, where all is.
     #[test]
-    fn a_piece_is_bit_for_bit_what_it_would_be_alone(
+    fn key_piece_is_bit_identical_to_a_whole(
         seed in 0_u64..1_000_000,
         s in 1_usize..150,
         before in 0_usize..150,
@@ -219,7 +219,7 @@ proptest! {
 }
 
 #[test]
-fn pieces_end_where_texts_may() {
+fn key_pieces_end_at_valid_positions() {
     let mut random = Random::new(11);
     let q = Data::new(&mut random, (2, 2, 16), Type::F32, 0, 0);
     let k = Data::new(&mut random, (8, 2, 16), Type::F32, 0, 0);

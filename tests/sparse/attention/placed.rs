@@ -55,7 +55,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
     #[test]
-    fn rows_see_what_their_positions_see(
+    fn placed_rows_attend_by_position(
         seed in 0_u64..1_000_000,
         s in prop_oneof![Just(1_usize), 2_usize..60],
         first in 1_usize..200,
@@ -177,7 +177,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_not_in_order_is_refused() {
+fn unordered_placement_is_rejected() {
     let good = BlockPlacement { blocks: &[1, 4], block_tokens: 16, tail_first: 80, tail_tokens: 9 };
     let heads = Heads { queries: 2, keys: 1 };
     let ask = |placed: &BlockPlacement<'_>, first: u32| {

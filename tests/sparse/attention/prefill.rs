@@ -37,7 +37,7 @@ pub fn scale(dim: usize) -> f64 {
 }
 
 #[test]
-fn dense_is_what_the_definition_says_for_all_types_sizes_and_places() {
+fn dense_prefill_matches_the_definition() {
     let mut random = Random::new(1);
     // queries, first, keys, query heads, key heads, D, Dv, page
     let sizes = [
@@ -64,7 +64,7 @@ fn dense_is_what_the_definition_says_for_all_types_sizes_and_places() {
 }
 
 #[test]
-fn latent_rows_are_read_once_and_give_the_same_as_values_apart() {
+fn latent_rows_equal_separate_values() {
     let mut random = Random::new(2);
     for page in [0, 16] {
         let q = Data::new(&mut random, (40, 8, 72), Type::F32, 0, 0);
@@ -82,7 +82,7 @@ fn latent_rows_are_read_once_and_give_the_same_as_values_apart() {
 }
 
 #[test]
-fn a_prompt_in_parts_is_the_same_bits_and_by_parts_of_keys_within_the_bound() {
+fn prompt_parts_are_bit_identical_and_key_parts_within_rounding() {
     let mut random = Random::new(3);
     let (n, heads, dim) = (300, 4, 64);
     let q = Data::new(&mut random, (n, heads, dim), Type::F32, 0, 0);
@@ -121,7 +121,7 @@ fn a_prompt_in_parts_is_the_same_bits_and_by_parts_of_keys_within_the_bound() {
 }
 
 #[test]
-fn nothing_selected_is_zeros_and_merging_with_nothing_changes_nothing() {
+fn empty_selection_is_zero_and_neutral_in_merge() {
     let mut random = Random::new(4);
     let q = Data::new(&mut random, (3, 2, 16), Type::F32, 0, 0);
     let k = Data::new(&mut random, (9, 1, 16), Type::F32, 0, 0);
@@ -156,7 +156,7 @@ fn nothing_selected_is_zeros_and_merging_with_nothing_changes_nothing() {
 }
 
 #[test]
-fn items_in_any_order_and_by_any_thread_give_equal_bits() {
+fn prefill_items_are_bit_identical_in_any_order() {
     let mut random = Random::new(5);
     let q = Data::new(&mut random, (200, 4, 64), Type::F32, 0, 0);
     let k = Data::new(&mut random, (200, 2, 64), Type::Bf16, 16, 0);
@@ -239,7 +239,7 @@ proptest! {
 
     /// Each head has a form of its own.
     #[test]
-    fn sparse_is_what_the_definition_says(
+    fn sparse_prefill_matches_the_definition(
         seed in 0_u64..1_000_000,
         s in 1_usize..150,
         first in 0_usize..200,
@@ -279,7 +279,7 @@ proptest! {
 
     /// Tiles are the same ones, so bits are.
     #[test]
-    fn all_selected_is_dense_bit_for_bit(
+    fn full_selection_is_bit_identical_to_dense(
         seed in 0_u64..1_000_000,
         s in 1_usize..150,
         first in 0_usize..200,

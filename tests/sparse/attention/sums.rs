@@ -14,7 +14,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
 
     #[test]
-    fn sums_are_those_of_the_probabilities(
+    fn attention_sums_match_the_probabilities(
         seed in 0_u64..1_000_000,
         s in 1_usize..120,
         before in 0_usize..600,
@@ -80,7 +80,7 @@ proptest! {
 
     /// Each head has a form of its own.
     #[test]
-    fn sums_of_sparse_attention_are_those_of_its_probabilities(
+    fn sparse_attention_sums_match_its_probabilities(
         seed in 0_u64..1_000_000,
         s in 1_usize..150,
         first in 0_usize..500,
@@ -132,7 +132,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
 
     #[test]
-    fn sums_of_all_selected_are_dense_ones_bit_for_bit(
+    fn sums_of_full_selection_are_bit_identical_to_dense(
         seed in 0_u64..1_000_000,
         s in 1_usize..150,
         first in 0_usize..400,
@@ -171,7 +171,7 @@ proptest! {
 }
 
 #[test]
-fn items_of_sums_in_any_order_give_equal_bits() {
+fn sum_items_are_bit_identical_in_any_order() {
     let mut random = Random::new(9);
     let q = Data::new(&mut random, (90, 4, 32), Type::F32, 0, 0);
     let k = Data::new(&mut random, (700, 2, 32), Type::F16, 0, 0);
@@ -204,7 +204,7 @@ fn items_of_sums_in_any_order_give_equal_bits() {
 }
 
 #[test]
-fn numbers_that_are_none_are_found_where_they_are() {
+fn non_finite_values_are_located() {
     let mut numbers = vec![1.0_f32; 5 * 3 * 70];
     let view = View {
         place: Place::At(numbers.as_ptr() as u64),
@@ -228,7 +228,7 @@ fn numbers_that_are_none_are_found_where_they_are() {
 }
 
 #[test]
-fn merging_checks_sizes_and_equals_the_definition() {
+fn merge_checks_sizes_and_matches_the_definition() {
     let mut out = vec![1.0, 2.0, 3.0, 4.0];
     let mut lse = vec![0.0, f32::NEG_INFINITY];
     let other = [3.0, 0.0, 7.0, 8.0];

@@ -82,7 +82,7 @@ fn run(model: &Model, form: Form, policies: Policies) -> kvtier::base::status::R
 }
 
 #[test]
-fn every_policy_of_the_registry_runs() {
+fn every_registered_policy_runs_on_the_reference_model() {
     for (model, form) in &models() {
         let shape = model.shape(*form, BLOCK);
         let full = run(model, *form, Policies::default()).expect("no policy");
@@ -114,7 +114,7 @@ fn every_policy_of_the_registry_runs() {
 }
 
 #[test]
-fn one_policy_in_the_prompt_and_another_behind_it() {
+fn prefill_and_decode_policies_combine() {
     let (model, form) = (Model::random(Sizes::llama(2, 4, 2, 16), 21), Form::Split);
     let shape = model.shape(form, BLOCK);
     let of = |name| make(&small(name, &shape).expect("known"), &shape).expect("a policy");
@@ -142,7 +142,7 @@ fn one_policy_in_the_prompt_and_another_behind_it() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn invalid_combinations_are_rejected_with_a_reason() {
     let (model, form) = (Model::random(Sizes::llama(2, 4, 2, 16), 21), Form::Split);
     let shape = model.shape(form, BLOCK);
     let of = |spec: &str| make(spec, &shape).expect("a policy");
@@ -162,7 +162,7 @@ fn what_cannot_be_is_said() {
 }
 
 #[test]
-fn what_a_policy_does_not_do_it_refuses_or_leaves_alone() {
+fn unsupported_policy_calls_are_rejected_or_ignored() {
     let shape = Model::random(Sizes::llama(2, 4, 2, 16), 21).shape(Form::Split, BLOCK);
     let numbers = vec![0.5; 4 * 16 * 32];
     let keys = contiguous(&numbers[..2 * 16 * 32], 2, 16).expect("rows");

@@ -44,7 +44,7 @@ fn run<C: Cache>(mut engine: Engine<'_, C>, prompt: &[u8], pairs: &[(u8, u8)]) -
 
 #[test]
 #[ignore = "for a release build: two minutes there"]
-fn needles_in_a_long_prompt_are_found_offloaded_to_the_bit() {
+fn offloaded_needle_search_is_bit_identical() {
     let model = Model::trained("gqa").expect("committed");
     let mut random = Random::new(32);
     let hay = Text::new(&mut random, SYMBOLS - REACH, 0);

@@ -188,7 +188,7 @@ fn run<C: Cache>(mut engine: Engine<'_, C>, symbols: &[u8], each: usize) -> (Vec
 }
 
 #[test]
-fn a_store_behind_changes_no_bit() {
+fn offload_is_bit_identical_to_memory() {
     let llama = Model::random(Sizes::llama(3, 4, 2, 16), 1);
     let mla = Model::random(Sizes::mla(2, 4, 24), 4);
     let models = [(&llama, Form::Split), (&mla, Form::Latent), (&mla, Form::Expanded)];

@@ -107,13 +107,13 @@ fn beats(cases: &[Case], a: &str, b: &str) {
 }
 
 #[test]
-fn who_looks_at_keys_answers_better_than_chance() {
+fn key_aware_policies_beat_random() {
     let cases = compare("gqa", Form::Split, 4);
     beats(&cases, "h2o", "random");
 }
 
 #[test]
-fn who_looks_at_latent_rows_answers_better_than_chance() {
+fn key_aware_policies_beat_random_on_latent_rows() {
     // `h2o` is no better than chance here, in either form of keys: a question counts once, and is
     // little beside what all queries of the prompt have looked at.
     compare("mla", Form::Latent, 2);

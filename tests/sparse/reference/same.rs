@@ -50,7 +50,7 @@ fn off(a: &[f32], b: &[f32]) -> f32 {
 }
 
 #[test]
-fn a_prompt_in_parts_has_the_bits_of_the_whole() {
+fn prompt_in_parts_is_bit_identical() {
     for (model, form) in &models() {
         let symbols = symbols(5, 150);
         let whole = |each| {
@@ -63,7 +63,7 @@ fn a_prompt_in_parts_has_the_bits_of_the_whole() {
 }
 
 #[test]
-fn keys_in_pieces_agree_with_the_whole() {
+fn key_pieces_agree_with_the_whole() {
     for (model, form) in &models() {
         let symbols = symbols(6, 150);
         let shape = model.shape(*form, 16);
@@ -89,7 +89,7 @@ fn keys_in_pieces_agree_with_the_whole() {
 }
 
 #[test]
-fn sums_of_attention_in_pieces_are_those_of_the_whole() {
+fn attention_sums_in_pieces_match_the_whole() {
     for (model, form) in &models() {
         let shape = model.shape(*form, 16);
         let numbers = |seed, tokens: usize, each: u32| -> Vec<f32> {
@@ -131,7 +131,7 @@ fn sums_of_attention_in_pieces_are_those_of_the_whole() {
 }
 
 #[test]
-fn what_is_gone_is_as_if_it_were_not_looked_at() {
+fn evicted_tokens_equal_masked_tokens() {
     for (model, form) in &models() {
         let (symbols, shape) = (symbols(8, 150), model.shape(*form, 16));
         for spec in
@@ -190,7 +190,7 @@ const GENEROUS: &[&str] = &[
 ];
 
 #[test]
-fn enough_budget_for_all_changes_no_bit() {
+fn full_budget_is_bit_identical_to_dense() {
     for (name, form) in [("gqa", Form::Split), ("mla", Form::Latent), ("mla", Form::Expanded)] {
         let model = Model::trained(name).expect("a model");
         let text = Text::new(&mut Random::new(11), 280, 10);

@@ -69,16 +69,16 @@ fn check(name: &str, form: Form) {
 }
 
 #[test]
-fn a_llama_has_the_logits_of_torch() {
+fn llama_logits_match_torch() {
     check("gqa", Form::Split);
 }
 
 #[test]
-fn latent_rows_have_the_logits_of_torch() {
+fn latent_attention_logits_match_torch() {
     check("mla", Form::Latent);
 }
 
 #[test]
-fn heads_of_a_latent_row_have_the_logits_of_torch() {
+fn expanded_latent_attention_logits_match_torch() {
     check("mla", Form::Expanded);
 }

@@ -24,7 +24,7 @@ fn call() -> impl Strategy<Value = Call> {
 }
 
 #[test]
-fn the_table_does_what_a_naive_one_does() {
+fn chunk_table_matches_a_naive_model() {
     let config = ProptestConfig { cases: 300, ..ProptestConfig::default() };
     proptest!(config, |(calls in prop::collection::vec(call(), 1..400))| {
         let mut pair = Pair::new(false);
@@ -44,7 +44,7 @@ fn the_table_does_what_a_naive_one_does() {
 }
 
 #[test]
-fn a_cell_does_what_a_naive_one_does() {
+fn cell_states_match_a_naive_model() {
     let config = ProptestConfig { cases: 300, ..ProptestConfig::default() };
     proptest!(config, |(calls in prop::collection::vec(call(), 1..400))| {
         let mut pair = Pair::new(true);
@@ -75,7 +75,7 @@ fn root(n: u64) -> NewChunk {
 }
 
 #[test]
-fn what_is_read_keeps_its_place_until_the_end() {
+fn cell_keeps_its_place_while_it_is_read() {
     let mut table = table(1, 1);
     let chunk = table.add(&root(1)).expect("room").slot();
     let cell = Cell { chunk, layer: 0 };
@@ -101,7 +101,7 @@ fn what_is_read_keeps_its_place_until_the_end() {
 }
 
 #[test]
-fn a_slot_that_is_used_again_is_another_chunk() {
+fn reused_slot_is_a_new_chunk() {
     let mut table = table(2, 3);
     let above = table.add(&root(1)).expect("room").slot();
     let below = NewChunk { parent: above, position: 1, ..root(2) };
@@ -116,7 +116,7 @@ fn a_slot_that_is_used_again_is_another_chunk() {
 }
 
 #[test]
-fn what_waits_for_the_one_before_it_continues_it_once_that_comes() {
+fn orphan_chunk_is_linked_when_its_parent_arrives() {
     let mut table = table(1, 5);
     let at = |n: u64, position| NewChunk { position, holes: false, ..root(n) };
     // Two go on from the second chunk, which nobody has.
@@ -146,7 +146,7 @@ fn what_waits_for_the_one_before_it_continues_it_once_that_comes() {
 }
 
 #[test]
-fn readers_have_a_limit_and_do_not_wrap() {
+fn reader_count_is_limited() {
     let mut table = table(1, 1);
     let cell = Cell { chunk: table.add(&root(1)).expect("room").slot(), layer: 0 };
     table.begin_store(cell, Tier::Host).expect("sound");
@@ -164,7 +164,7 @@ fn readers_have_a_limit_and_do_not_wrap() {
 }
 
 #[test]
-fn sizes_are_what_is_said_and_limits_hold() {
+fn row_sizes_and_limits_are_as_documented() {
     assert_eq!((CELL_BYTES, CHUNK_BYTES), (33, 96));
     let shape = Shape { layers: 32, chunk_tokens: 256, max_chunks: 312_500 };
     assert_eq!(Chunks::bytes_of(shape), 312_500 * (32 * 33 + 96 + 16) + 64);

@@ -236,7 +236,7 @@ fn board() -> impl Strategy<Value = Board> {
 }
 
 #[test]
-fn a_lookup_means_what_the_rules_say() {
+fn lookup_follows_the_reuse_rules() {
     let config = ProptestConfig { cases: 1500, ..ProptestConfig::default() };
     proptest!(config, |(board in board(), until in 0usize..8, wait in any::<bool>())| {
         board.check(until.min(board.tokens.len()), wait);
@@ -244,7 +244,7 @@ fn a_lookup_means_what_the_rules_say() {
 }
 
 #[test]
-fn a_window_needs_its_last_tokens_only_and_a_state_its_own_point() {
+fn window_needs_its_last_tokens_and_state_its_position() {
     let window = Group::gqa([0], 1, 1, Dtype::I8).expect("whole").window(5);
     let layout = Layout::new(4, vec![window, Group::state([1], 8, Dtype::I8)]).expect("sound");
     let here = (2, false);
@@ -268,7 +268,7 @@ fn a_window_needs_its_last_tokens_only_and_a_state_its_own_point() {
 }
 
 #[test]
-fn a_table_of_another_layout_is_refused() {
+fn lookup_in_a_table_of_another_layout_is_rejected() {
     let layout = Layout::new(4, vec![Group::state([0], 1, Dtype::I8)]).expect("sound");
     let mut found = [ChunkReuse::default(); 2];
     assert!(find_reusable(&table(2, 1), &layout, &[NONE; 2], &mut found).is_err());

@@ -18,7 +18,7 @@ use kvtier_testkit::fixtures::store::{Engine, Shape, document, in_memory, marks_
 
 /// Which planes are copied from where, and how often.
 #[test]
-fn what_is_on_the_device_crosses_no_link() {
+fn device_replicas_are_copied_without_the_link() {
     let (store, session, mut engine) = with_document(&quick(), Memory::Host, Level::Ram);
     store.lock().drop_range(session, 0, TOKENS as u64).expect("no other references");
     let tokens = document(1, TOKENS);
@@ -110,7 +110,7 @@ pub fn take(store: &SteppedStore) -> Option<Work> {
 /// A smaller limit while copies into and out of the device tier are under way: slabs are freed when
 /// these copies have ended.
 #[test]
-fn slabs_go_when_the_copies_have_ended() {
+fn slabs_are_freed_after_their_copies_end() {
     for from in [Memory::Host, Memory::Device] {
         let device = quick();
         let (store, session, mut engine) = with_document(&device, from, Level::Ram);
@@ -136,7 +136,7 @@ fn slabs_go_when_the_copies_have_ended() {
 
 /// A cell that is lost in all other tiers while it is copied to the device is not resident there.
 #[test]
-fn what_is_lost_on_the_way_to_the_device_does_not_arrive() {
+fn cell_lost_during_promotion_is_not_resident_on_the_device() {
     let (store, session, mut engine) = with_document(&quick(), Memory::Host, Level::Disk);
     let cells = in_memory(engine.whole(), Memory::Device);
     store.submit(session, TransferKind::Get, Level::Ram, cells);

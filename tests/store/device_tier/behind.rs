@@ -88,7 +88,7 @@ fn fill(store: &DeviceStore, numbers: std::ops::Range<u32>) {
 }
 
 #[test]
-fn nothing_is_read_or_written_before_the_event() {
+fn transfers_touch_no_memory_before_the_ready_event() {
     let specs = ["store(host=8MiB)", "store(host=8MiB, device=device(capacity=4MiB))"];
     for (spec, memory) in specs
         .into_iter()
@@ -131,7 +131,7 @@ fn nothing_is_read_or_written_before_the_event() {
 }
 
 #[test]
-fn an_event_that_fails_fails_its_moves_alone() {
+fn failed_event_fails_only_its_transfers() {
     // The batches of the put, then those that fail.
     let opts =
         SimulatedOpts { latency_ns: 1000, fail_at: (2..40).collect(), ..SimulatedOpts::default() };
@@ -170,7 +170,7 @@ fn an_event_that_fails_fails_its_moves_alone() {
 }
 
 #[test]
-fn what_cannot_be_behind_an_event_is_refused() {
+fn invalid_ready_events_are_rejected() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
     let tokens = document(1, TOKENS);
     let session = store.session(store.namespace, &tokens);
@@ -198,7 +198,7 @@ fn what_cannot_be_behind_an_event_is_refused() {
 
 /// More events than there are streams for them, which come in another order.
 #[test]
-fn a_late_event_holds_up_nothing_behind_others() {
+fn late_event_delays_only_its_transfers() {
     const COUNT: u32 = 40;
     let store = DeviceStore::open(&spec_of("store(host=32MiB, copiers=1)"));
     fill(&store, 0..COUNT);
@@ -222,7 +222,7 @@ fn a_late_event_holds_up_nothing_behind_others() {
 
 /// What waits has a part of the memory: others come and go.
 #[test]
-fn moves_that_wait_leave_room_for_others() {
+fn waiting_transfers_leave_memory_for_others() {
     let scratch = Scratch::new("behind");
     let spec = with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=1MiB,write=through");
     let store = DeviceStore::open(&spec);
@@ -249,7 +249,7 @@ fn moves_that_wait_leave_room_for_others() {
 }
 
 #[test]
-fn what_is_on_disk_comes_meanwhile() {
+fn disk_reads_proceed_before_the_ready_event() {
     let scratch = Scratch::new("behind");
     let spec = with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=4MiB,write=through");
     let store = DeviceStore::open(&spec);
@@ -269,7 +269,7 @@ fn what_is_on_disk_comes_meanwhile() {
 
 /// A word of the processor's and an event of the device's: both.
 #[test]
-fn both_have_to_come() {
+fn transfer_waits_for_host_signal_and_device_event() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
     fill(&store, 1..2);
     for word_first in [false, true] {
@@ -302,7 +302,7 @@ fn both_have_to_come() {
 
 /// Who gives up hears of it, and has the memory back when nothing touches it any more.
 #[test]
-fn who_gives_up_has_its_memory_when_the_event_has_come() {
+fn cancelled_transfer_releases_memory_after_the_event() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
     fill(&store, 1..2);
     let event = store.device.create_user_event().expect("one");
@@ -344,12 +344,12 @@ fn who_gives_up_has_its_memory_when_the_event_has_come() {
         assert_eq!(wait(&op).status, status);
     }
     store.device.release(event).expect("it has come");
-    store.close();
+    store.store.close();
 }
 
 /// Moves that were cancelled do not wait for the engine's word any more.
 #[test]
-fn cancelled_moves_leave_room_before_the_word() {
+fn cancelled_transfers_free_memory_before_the_signal() {
     const MOST: u32 = 1 << 16;
     let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
     let session = store.session(store.namespace, &document(1, TOKENS));

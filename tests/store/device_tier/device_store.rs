@@ -27,7 +27,7 @@ pub const RIGHT: Done = Done::ok(TOKENS);
 
 /// A store, its device, and a namespace of [`MODEL`].
 pub struct DeviceStore {
-    store: TestStore,
+    pub store: TestStore,
     pub device: Arc<Simulated>,
     pub namespace: u32,
 }

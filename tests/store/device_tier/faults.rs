@@ -17,7 +17,7 @@ use kvtier_testkit::fixtures::store::{
 };
 
 #[test]
-fn a_device_that_is_lost_costs_the_way_and_no_data() {
+fn lost_device_loses_the_tier_and_no_data() {
     let scratch = Scratch::new("device");
     let spec = with_disk(
         &scratch.0,
@@ -80,7 +80,7 @@ fn a_device_that_is_lost_costs_the_way_and_no_data() {
 }
 
 #[test]
-fn copies_that_fail_are_made_again_without_the_tier() {
+fn failed_tier_copies_fall_back_to_host_memory() {
     // Batches of the put, then of the gets: some of these fail.
     for (first, from) in (2..20).flat_map(|n| [(n, Memory::Host), (n, Memory::Device)]) {
         let fail_at = vec![first, first + 3];
@@ -105,7 +105,7 @@ fn copies_that_fail_are_made_again_without_the_tier() {
 /// Many callers, more than fits anywhere, a device that takes its time, and another limit now
 /// and then.
 #[test]
-fn callers_in_each_others_way_get_right_bytes() {
+fn concurrent_callers_read_exact_bytes() {
     let scratch = Scratch::new("device");
     let device = "device=device(capacity=640KiB)";
     let spec =
@@ -163,7 +163,7 @@ fn callers_in_each_others_way_get_right_bytes() {
 }
 
 #[test]
-fn a_smaller_budget_takes_slabs_back() {
+fn smaller_budget_reclaims_slabs() {
     let runtime = runtime();
     let budget = device_budget(&runtime, 2 << 20);
     let spec = spec_of("store(host=16MiB, device=device(capacity=4MiB))");
@@ -199,7 +199,7 @@ fn a_smaller_budget_takes_slabs_back() {
 }
 
 #[test]
-fn a_tier_that_cannot_be_is_refused() {
+fn impossible_device_tier_is_rejected() {
     let runtime = runtime();
     let spec = spec_of("store(host=16MiB, device=device(capacity=4MiB))");
     let refused = |budget: Option<&Arc<Budget>>, device: Arc<dyn Device>| {
@@ -218,7 +218,7 @@ fn a_tier_that_cannot_be_is_refused() {
 
 /// What is damaged on disk is gone, though it may have been on the device.
 #[test]
-fn what_is_lost_elsewhere_does_not_stay_on_the_device() {
+fn cell_damaged_on_disk_is_dropped_from_the_device() {
     let scratch = Scratch::new("device");
     let spec = with_disk(
         &scratch.0,

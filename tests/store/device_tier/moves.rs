@@ -17,7 +17,7 @@ use kvtier_testkit::fixtures::store::{
 };
 
 #[test]
-fn what_is_put_from_the_device_comes_back_without_the_link() {
+fn put_from_device_memory_leaves_a_device_replica() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB, device=device(capacity=4MiB))"));
     for (number, shape) in SHAPES.into_iter().enumerate() {
         let there = (shape, Memory::Device);
@@ -54,7 +54,7 @@ fn what_is_put_from_the_device_comes_back_without_the_link() {
 }
 
 #[test]
-fn a_get_into_device_memory_leaves_a_copy_there_for_the_next() {
+fn get_into_device_memory_leaves_a_device_replica() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB, device=device(capacity=4MiB))"));
     store.put_document(1, Memory::Host);
     assert_eq!(store.report().counters.promoted, 0, "nobody has asked for it there");
@@ -74,7 +74,7 @@ fn a_get_into_device_memory_leaves_a_copy_there_for_the_next() {
 }
 
 #[test]
-fn plans_and_lookups_tell_of_the_device() {
+fn plans_and_lookups_report_device_residency() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB, device=device(capacity=4MiB))"));
     let bytes = MODEL.chunk_bytes() * 4;
     let tokens = document(1, TOKENS);
@@ -107,7 +107,7 @@ fn plans_and_lookups_tell_of_the_device() {
 }
 
 #[test]
-fn more_than_fits_is_sent_away_and_never_wrong() {
+fn full_device_tier_evicts_and_stays_exact() {
     let device = "device=device(capacity=512KiB, policy=lru)";
     let store = DeviceStore::open(&spec_of(&format!("store(host=16MiB, {device})")));
     for number in 0..40 {
@@ -127,7 +127,7 @@ fn more_than_fits_is_sent_away_and_never_wrong() {
 }
 
 #[test]
-fn a_scan_leaves_what_is_used_again_and_again() {
+fn scan_does_not_evict_frequently_used_chunks() {
     // Room for 8 documents of 4 chunks.
     let store = DeviceStore::open(&spec_of("store(host=64MiB, device=device(capacity=1MiB))"));
     (0..3).for_each(|number| store.put_document(number, Memory::Device));
@@ -147,7 +147,7 @@ fn a_scan_leaves_what_is_used_again_and_again() {
 }
 
 #[test]
-fn what_is_pinned_stays_on_the_device() {
+fn pinned_chunks_stay_on_the_device() {
     let device = "device=device(capacity=512KiB, policy=lru)";
     let store = DeviceStore::open(&spec_of(&format!("store(host=16MiB, {device})")));
     let session = store.session(store.namespace, &document(0, TOKENS));
@@ -167,7 +167,7 @@ fn what_is_pinned_stays_on_the_device() {
 }
 
 #[test]
-fn after_a_restart_the_device_is_empty_and_fills_from_disk() {
+fn device_tier_is_empty_after_restart_and_fills_from_disk() {
     let scratch = Scratch::new("device");
     let spec =
         with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=8MiB,device=device(capacity=4MiB)");
@@ -193,7 +193,7 @@ fn after_a_restart_the_device_is_empty_and_fills_from_disk() {
 }
 
 #[test]
-fn a_copy_on_the_device_serves_when_host_memory_has_none() {
+fn device_replica_serves_gets_after_host_eviction() {
     let scratch = Scratch::new("device");
     let spec = with_disk(
         &scratch.0,
@@ -220,7 +220,7 @@ fn a_copy_on_the_device_serves_when_host_memory_has_none() {
 
 /// A session's chunk that is not full is copied and told apart like any other.
 #[test]
-fn a_partial_chunk_comes_back_from_the_device() {
+fn partial_chunk_is_read_from_the_device() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB, device=device(capacity=4MiB))"));
     let tokens = document(5, TOKENS - 7);
     let session = store.session(store.namespace, &tokens);
@@ -244,7 +244,7 @@ fn a_partial_chunk_comes_back_from_the_device() {
 
 /// Cells of another size find slabs full of others, and get one.
 #[test]
-fn a_second_model_finds_room() {
+fn cells_of_another_size_get_a_slab() {
     let store = DeviceStore::open(&spec_of("store(host=64MiB, device=device(capacity=1MiB))"));
     (0..12).for_each(|number| store.put_document(number, Memory::Device));
     let other = Model { layers: 2, heads: 8, run: 64, chunk: 16 };

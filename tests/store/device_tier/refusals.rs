@@ -93,7 +93,7 @@ impl Hooks for Picky {
 }
 
 #[test]
-fn one_bad_pointer_fails_its_own_move_alone() {
+fn bad_pointer_fails_only_its_transfer() {
     let inner = quick();
     let (mut store, session, mut engine) = with_document(&inner, Memory::Device, Level::Ram);
     let device = picky(inner);
@@ -123,7 +123,7 @@ fn one_bad_pointer_fails_its_own_move_alone() {
 
 /// The same behind an event, in batches that mix sessions.
 #[test]
-fn one_bad_pointer_behind_an_event_fails_its_own_move_alone() {
+fn bad_pointer_behind_an_event_fails_only_its_transfer() {
     let device = picky(quick());
     let store = TestStore::on_device(&spec_of("store(host=8MiB, copiers=1)"), device.clone());
     let space = store.namespace(1, &MODEL);
@@ -167,7 +167,7 @@ fn one_bad_pointer_behind_an_event_fails_its_own_move_alone() {
 
 /// A store that is closed lets its device go, whatever of it is kept.
 #[test]
-fn a_closed_store_keeps_no_device() {
+fn closed_store_releases_its_device() {
     let device = picky(quick());
     let store = TestStore::on_device(
         &spec_of("store(host=8MiB, device=device(capacity=1MiB))"),
@@ -189,7 +189,7 @@ fn a_closed_store_keeps_no_device() {
 
 /// Of what the device does not read back nothing can be said: it stays.
 #[test]
-fn an_audit_that_is_refused_forgets_nothing() {
+fn failed_audit_drops_nothing() {
     let device = picky(quick());
     let store = TestStore::on_device(
         &spec_of("store(host=8MiB, device=device(capacity=1MiB))"),
@@ -216,7 +216,7 @@ fn an_audit_that_is_refused_forgets_nothing() {
 
 /// A close after a defect waits for no work, but an audit has what it looks at until its end.
 #[test]
-fn an_audit_outlives_a_defect() {
+fn audit_survives_a_worker_panic() {
     let device = picky(quick());
     let store = TestStore::on_device(
         &spec_of("store(host=8MiB, copiers=1, device=device(capacity=1MiB))"),

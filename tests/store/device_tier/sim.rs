@@ -8,7 +8,7 @@ fn number(name: &str) -> Option<u64> {
 }
 
 #[test]
-fn seeds_keep_every_promise() {
+fn simulation_seeds_with_a_device_tier_keep_all_invariants() {
     let first = number("KVTIER_SIM_SEED");
     let count = if first.is_some() { 1 } else { number("KVTIER_SIM_SEEDS").unwrap_or(60) };
     // Far from those of other tests; every second one has a device, of those every second one

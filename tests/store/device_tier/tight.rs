@@ -69,7 +69,7 @@ impl Store {
 
 /// Copies out of device memory that nobody has begun are motion like any other.
 #[test]
-fn who_needs_memory_waits_for_copies_out_of_the_device() {
+fn put_waits_for_copies_out_of_the_device() {
     let mut store = Store::new("store(host=256KiB, device=device(capacity=1MiB))");
     let namespace = store.store.namespace;
     let sessions = [1, 2, 3].map(|number| store.session(namespace, number));
@@ -88,7 +88,7 @@ fn who_needs_memory_waits_for_copies_out_of_the_device() {
 
 /// So are copies behind an event that has come.
 #[test]
-fn who_needs_memory_waits_for_copies_behind_an_event_that_has_come() {
+fn put_waits_for_copies_behind_a_signalled_event() {
     let mut store = Store::new("store(host=256KiB)");
     let namespace = store.store.namespace;
     let sessions = [1, 2, 3].map(|number| store.session(namespace, number));
@@ -112,7 +112,7 @@ fn who_needs_memory_waits_for_copies_behind_an_event_that_has_come() {
 
 /// A cell of another size gets a slab of its own now and then, and sends nobody away between.
 #[test]
-fn a_cell_of_another_size_sends_nobody_away_for_nothing() {
+fn cell_of_another_size_causes_no_useless_eviction() {
     for pins in [false, true] {
         let mut store = Store::new("store(host=8MiB, device=device(capacity=256KiB, policy=lru))");
         let small = Model { run: 32, ..MODEL };
@@ -147,7 +147,7 @@ fn a_cell_of_another_size_sends_nobody_away_for_nothing() {
 
 /// A cell whose copy failed and was made again counts as one hit.
 #[test]
-fn a_cell_is_hit_once() {
+fn retried_cell_counts_one_hit() {
     let (store, session, engine) = with_document(&quick(), Memory::Host, Level::Ram);
     let cells = in_memory(engine.whole(), Memory::Device);
     store.submit(session, TransferKind::Get, Level::Ram, cells);

@@ -108,7 +108,7 @@ fn check_histograms(family: &str, samples: &Samples) -> Result<(), String> {
 }
 
 #[test]
-fn the_parser_sees_what_is_wrong() {
+fn metrics_parser_rejects_malformed_text() {
     let head = "# HELP a_total Words.\n# TYPE a_total counter\n";
     assert!(parse(&format!("{head}a_total 1\n")).is_ok());
     for bad in ["a_total 1", "a_total x\n", "b 1\n", "a_total{x=1} 1\n", "a_total 1\na_total 1\n"] {
@@ -118,7 +118,7 @@ fn the_parser_sees_what_is_wrong() {
 }
 
 #[test]
-fn the_text_is_sound_and_says_what_the_report_says() {
+fn metrics_text_matches_the_report() {
     for (seed, disk_bytes) in [(1, 0), (2, 20 * 131_072)] {
         let mut world = World::new(seed, 600 << 10, disk_bytes);
         let mut last: Option<(BTreeMap<String, String>, Samples)> = None;
@@ -180,7 +180,7 @@ fn the_text_is_sound_and_says_what_the_report_says() {
 
 /// A piece of work takes 1000 ns here.
 #[test]
-fn moves_are_timed_by_the_farthest_tier_that_they_needed() {
+fn latency_is_attributed_to_the_slowest_tier_used() {
     let mut world = World::new(5, 600 << 10, 40 * 131_072);
     let times = |world: &World| {
         let latencies = world.core.0.lock().report().latencies;
@@ -244,7 +244,7 @@ fn moves_are_timed_by_the_farthest_tier_that_they_needed() {
 }
 
 #[test]
-fn what_admission_refuses_is_counted_by_its_reason() {
+fn admission_rejections_are_counted_by_reason() {
     for (admission, reason) in [
         ("none", "never"),
         ("select(hits=9,free=1)", "hits"),
@@ -274,7 +274,7 @@ fn what_admission_refuses_is_counted_by_its_reason() {
 }
 
 #[test]
-fn the_report_adds_up() {
+fn report_totals_are_consistent() {
     let mut world = World::new(11, 700 << 10, 20 * 131_072 + 400_000);
     for _ in 0..60 {
         (0..20).for_each(|_| world.step());
@@ -317,7 +317,7 @@ fn the_report_adds_up() {
 }
 
 #[test]
-fn tenants_have_what_they_moved() {
+fn transfers_are_counted_per_tenant() {
     let mut world = World::new(12, 4 << 20, 0);
     let bytes = 24 * world.spaces[0].layout.chunk_bytes(4);
     for tenant in [7, 3] {

@@ -105,7 +105,7 @@ fn look_around(world: &mut World) -> [u64; 4] {
 }
 
 #[test]
-fn lookups_say_what_the_rules_say() {
+fn lookups_match_the_naive_model() {
     let (mut seen, mut disk, mut both) = ([0; 4], 0, 0);
     for seed in 0..12 {
         // Little memory, so that much is on disk, and a disk that gets full.
@@ -129,7 +129,7 @@ fn lookups_say_what_the_rules_say() {
 
 /// With room for all, what is found is what was stored.
 #[test]
-fn what_was_stored_is_found() {
+fn stored_prefixes_are_found() {
     for seed in 100..108 {
         let mut world = World::new(seed, 64 << 20, 0);
         for _ in 0..40 {
@@ -157,7 +157,7 @@ fn what_was_stored_is_found() {
 }
 
 #[test]
-fn what_is_wrong_is_refused() {
+fn invalid_lookups_are_rejected() {
     let world = World::new(1, 1 << 20, 0);
     let mut core = world.core.0.lock();
     let none = core.lookup(99, &[1, 2, 3]).unwrap_err();

@@ -36,7 +36,7 @@ fn left(world: &mut World, document: u32) -> usize {
 }
 
 #[test]
-fn the_pin_that_ends_soonest_is_given_up_first_and_one_without_an_end_last() {
+fn pin_that_expires_first_is_revoked_first() {
     let mut world = World::new(3, 600 << 10, 0);
     let now_ns = world.core.0.lock().now_ns();
     let pin = |priority, seconds: u64| {
@@ -76,7 +76,7 @@ fn the_pin_that_ends_soonest_is_given_up_first_and_one_without_an_end_last() {
 }
 
 #[test]
-fn a_pin_that_was_put_off_ends_when_it_says() {
+fn extended_pin_ends_at_its_new_time() {
     let mut world = World::new(4, 600 << 10, 0);
     for seconds in [10, 20, 20, 5] {
         pinned(&mut world, 1, Pin { priority: 0, until_ns: seconds * SECOND });

@@ -157,7 +157,7 @@ fn check(
 }
 
 #[test]
-fn plans_cover_the_path_and_are_the_cheapest() {
+fn plans_cover_the_session_at_minimal_cost() {
     let (mut mixed, mut deeds) = (0, [0; 3]);
     for seed in 0..12 {
         let mut world = World::new(seed, (4 + seed) << 16, (10 + seed) * 131_072 + 400_000);
@@ -192,7 +192,7 @@ fn plans_cover_the_path_and_are_the_cheapest() {
 /// The segments that a plan loads can be got as they are planned, though of windows and
 /// states only the end is there: where only what is needed is asked for.
 #[test]
-fn what_is_planned_can_be_got() {
+fn planned_segments_can_be_loaded() {
     let mut world = World::new(5, 8 << 20, 0);
     let cost = Some(Cost { alpha: 0.0, beta: 1e9 });
     let terms = PlanTerms { cost, ..PlanTerms::default() };
@@ -232,7 +232,7 @@ fn what_is_planned_can_be_got() {
 }
 
 #[test]
-fn a_prefill_that_was_observed_decides() {
+fn observed_prefill_speed_decides_the_plan() {
     let mut world = World::new(3, 4 << 20, 0);
     let at = world.open(0, 0);
     world.grow(at, 1, 64);

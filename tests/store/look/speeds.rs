@@ -24,7 +24,7 @@ fn whole(world: &mut World) -> usize {
 }
 
 #[test]
-fn speeds_become_what_was_seen() {
+fn bandwidth_model_converges_to_measurements() {
     let mut world = World::new(5, 4 << 20, 0);
     let at = whole(&mut world);
     let first = world.core.0.lock().report().copies;
@@ -52,7 +52,7 @@ fn first_reads() -> kvtier::store::state::stats::QueueGauge {
 }
 
 #[test]
-fn what_waits_and_what_is_under_way_is_waited_for() {
+fn plan_includes_queued_and_running_work() {
     let mut world = World::new(6, 4 << 20, 0);
     let at = whole(&mut world);
     let number = world.sessions[at].number;
@@ -81,7 +81,7 @@ fn what_waits_and_what_is_under_way_is_waited_for() {
 
 /// Two batches at once that take a time each are as fast as one in half of it.
 #[test]
-fn batches_beside_each_other_share_the_way() {
+fn concurrent_batches_share_bandwidth() {
     let learned = |together: usize, elapsed_ns: u64| {
         let mut world = World::new(7, 4 << 20, 0);
         let at = whole(&mut world);
@@ -109,7 +109,7 @@ fn batches_beside_each_other_share_the_way() {
 }
 
 #[test]
-fn reads_are_timed_too() {
+fn bandwidth_model_measures_disk_reads() {
     // Memory for few: what is asked for is read from disk again and again.
     let mut world = World::new(8, 256 << 10, 60 * 131_072);
     let sessions: Vec<usize> = (0..6).map(|_| world.open(0, 0)).collect();

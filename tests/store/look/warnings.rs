@@ -47,7 +47,7 @@ fn clean(seed: u64, ended: &Error) -> u64 {
 }
 
 #[test]
-fn a_segment_that_has_gone_already_needs_no_word() {
+fn missing_segment_logs_no_warning() {
     log::set_logger(&HEARD).expect("no other logger");
     log::set_max_level(log::LevelFilter::Warn);
     let number = clean(1, &Error::new(Status::NotFound, "segment 7 is not there"));

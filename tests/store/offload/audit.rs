@@ -92,7 +92,7 @@ const NOTHING: Sum = Sum { audited: 0, wanted: 0, found: 0, ppm: 0.0 };
 /// Loads by a policy and by the engine's own choice, of whole layers and of parts, with and
 /// without evicted tokens, a buffer of a few blocks being enough.
 #[test]
-pub fn audits_count_what_attention_says() {
+pub fn audit_counts_match_attention() {
     for seed in 0..12u64 {
         let kind = if seed % 3 == 2 { Kind::Latent } else { Kind::Split };
         let ring = (2, if seed % 2 == 0 { 5 * BLOCK } else { 256 });
@@ -146,7 +146,7 @@ pub fn audits_count_what_attention_says() {
 
 /// Every third of those that leave something out; where nothing is left out nothing counts.
 #[test]
-pub fn some_are_audited_if_some_are_asked_for() {
+pub fn audit_interval_is_obeyed() {
     let spec = "quest(budget=24,page=8,dense=1)";
     let mut world = World::open(71, Kind::Split, "store(host=4MiB)", spec);
     world.offload.audit(3).expect("memory");
@@ -179,7 +179,7 @@ pub fn some_are_audited_if_some_are_asked_for() {
 
 /// A layer that was loaded by the query of the one before is audited by its own.
 #[test]
-pub fn what_is_loaded_ahead_is_audited_by_the_own_query() {
+pub fn prefetched_layer_is_audited_by_its_own_query() {
     let spec = "predict(of=quest(budget=24,page=8,dense=0))";
     let mut world = World::with(73, shape(Kind::Split), "store(host=4MiB)", ["", spec], (3, 256));
     world.offload.audit(1).expect("memory");

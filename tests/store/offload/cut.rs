@@ -39,7 +39,7 @@ fn kept(world: &World, layer: u32) -> Option<Vec<u32>> {
 /// Whichever copy fails: no layer is cut, lists and policies are as they were, and the same cut
 /// works then.
 #[test]
-pub fn a_cut_that_fails_cuts_no_layer() {
+pub fn failed_truncate_changes_no_layer() {
     for kind in [Kind::Split, Kind::Latent] {
         let copies = if kind == Kind::Split { 6 } else { 3 };
         for fails in 1..=copies {
@@ -105,7 +105,7 @@ impl World {
 /// A block that is gone in a layer, or a store that is closed, cuts no layer either; a cut that
 /// brings nothing back works with what is here.
 #[test]
-pub fn a_cut_without_the_store_is_refused_or_done() {
+pub fn truncate_without_the_store_fails_or_succeeds_whole() {
     let spec = "store(host=4MiB)";
     let mut world = World::open(37, Kind::Split, spec, "");
     world.put(101);
@@ -129,7 +129,7 @@ pub fn a_cut_without_the_store_is_refused_or_done() {
 
 /// A full tail that cannot leave is cut where it is, and leaves when it is full again.
 #[test]
-fn a_tail_that_cannot_leave_is_cut_where_it_is() {
+fn unstored_full_tail_is_truncated_in_place() {
     let device = faulty(Arc::new(Host::default()));
     let (spec, none) = ("store(host=4MiB,copiers=1)", ["", ""]);
     let mut world = World::on(device.clone(), 41, shape(Kind::Split), spec, none, (2, 256));

@@ -19,40 +19,40 @@ use super::faulty::faulty;
 use super::{Kept, World, decode_context, plane, shape};
 
 on_devices! {
-    super::what_is_loaded_is_what_was_put => loads,
-    super::what_is_on_disk_comes_too => from_disk,
-    super::quest_over_what_is_loaded_has_the_bits_of_quest_in_memory => quest,
-    super::a_prompt_larger_than_the_ring_is_computed_in_parts => prompts,
-    super::passes_bring_every_layer_with_its_newest_token => passes,
-    super::blocks_of_which_nothing_is_left_are_not_loaded => evictions,
-    super::what_is_wrong_is_refused_and_changes_nothing => refusals,
-    super::a_block_that_is_gone_is_not_found => lost_blocks,
-    super::what_policies_know_is_kept_with_blocks => saved_state,
-    super::lengths_of_keys_are_kept_with_blocks => saved_lengths,
-    super::audit::audits_count_what_attention_says => audits,
-    super::audit::some_are_audited_if_some_are_asked_for => some_audits,
-    super::audit::what_is_loaded_ahead_is_audited_by_the_own_query => audits_ahead,
-    super::cut::a_cut_that_fails_cuts_no_layer => failed_cuts,
-    super::cut::a_cut_without_the_store_is_refused_or_done => cuts,
-    super::fork::both_go_on_with_tokens_of_their_own => forks,
-    super::fork::what_was_evicted_is_gone_in_both => forks_of_lists,
-    super::fork::another_sequence_is_refused => wrong_forks,
-    super::fork::blocks_on_their_way_are_those_of_both => forks_of_puts,
+    super::loaded_rows_equal_put_rows => loads,
+    super::blocks_on_disk_are_loaded => from_disk,
+    super::quest_is_bit_identical_when_offloaded => quest,
+    super::prompt_larger_than_the_ring_is_computed_in_parts => prompts,
+    super::passes_load_every_layer_with_its_newest_token => passes,
+    super::fully_evicted_blocks_are_not_loaded => evictions,
+    super::invalid_offload_calls_change_nothing => refusals,
+    super::missing_block_is_not_found => lost_blocks,
+    super::block_summaries_are_stored_with_blocks => saved_state,
+    super::key_norms_are_stored_with_blocks => saved_lengths,
+    super::audit::audit_counts_match_attention => audits,
+    super::audit::audit_interval_is_obeyed => some_audits,
+    super::audit::prefetched_layer_is_audited_by_its_own_query => audits_ahead,
+    super::cut::failed_truncate_changes_no_layer => failed_cuts,
+    super::cut::truncate_without_the_store_fails_or_succeeds_whole => cuts,
+    super::fork::forked_sequences_diverge => forks,
+    super::fork::fork_inherits_evictions => forks_of_lists,
+    super::fork::fork_of_another_sequence_is_rejected => wrong_forks,
+    super::fork::fork_shares_blocks_being_put => forks_of_puts,
 }
 
 /// The ring is in host memory, and what is put in that of a device.
 #[test]
-fn tensors_on_a_device_go_into_a_ring_in_host_memory() {
+fn device_tensors_are_put_into_a_host_ring() {
     for device in [far::simulated(3) as Arc<dyn Device>, far::cuda()] {
-        far::beside(device.clone(), super::what_is_loaded_is_what_was_put);
-        far::beside(device.clone(), super::passes_bring_every_layer_with_its_newest_token);
-        far::beside(device, super::fork::both_go_on_with_tokens_of_their_own);
+        far::beside(device.clone(), super::loaded_rows_equal_put_rows);
+        far::beside(device.clone(), super::passes_load_every_layer_with_its_newest_token);
+        far::beside(device, super::fork::forked_sequences_diverge);
     }
 }
 
 /// Kernels read a buffer that its thread has given back: it is not written before they have.
 #[test]
-fn buffers_are_not_written_while_kernels_read_them() {
+fn buffers_are_not_reused_while_kernels_read() {
     let slow = SimulatedOpts { latency_ns: 400_000, seed: 9, ..SimulatedOpts::default() };
     let slow = Arc::new(Simulated::new(Clock::real(), slow).expect("sound"));
     for device in [slow as Arc<dyn Device>, far::cuda()] {
@@ -93,7 +93,7 @@ fn buffers_are_not_written_while_kernels_read_them() {
 /// Blocks and the tail of another layer come into a buffer only when a kernel that takes long has
 /// read it; the store copies on a stream that the kernel is not on.
 #[test]
-fn blocks_and_tails_wait_for_the_kernel_that_reads_the_buffer() {
+fn loads_wait_for_the_kernel_that_reads_the_buffer() {
     for seed in 0..6 {
         let opts = SimulatedOpts { latency_ns: 3_000_000, seed, ..SimulatedOpts::default() };
         let device = Arc::new(Simulated::new(Clock::manual(1), opts).expect("sound"));
@@ -126,7 +126,7 @@ fn blocks_and_tails_wait_for_the_kernel_that_reads_the_buffer() {
 /// Keys come to host memory where a policy has to see them: once when they are put, and once
 /// more of what was written token by token, when the block leaves.
 #[test]
-fn keys_come_to_the_host_where_a_policy_has_to_see_them() {
+fn keys_are_copied_to_the_host_for_policies() {
     let wanting = "quest(budget=32,page=8,dense=0)";
     for (decode, wants) in [("", false), ("h2o(sink=4,recent=20,budget=8)", false), (wanting, true)]
     {
@@ -181,7 +181,7 @@ impl World {
 
 /// An event that nobody knows is refused; one that fails fails what waits for it.
 #[test]
-fn events_that_are_wrong_or_fail() {
+fn invalid_and_failed_events_fail_their_dependents() {
     // The third batch: behind the offload's look at its memory, and one of the test's own.
     let opts = SimulatedOpts { fail_at: vec![3], ..SimulatedOpts::default() };
     let device = Arc::new(Simulated::new(Clock::real(), opts).expect("sound"));
@@ -216,7 +216,7 @@ fn events_that_are_wrong_or_fail() {
 
 /// Loads begin, and return, while the engine has not given its word; they come when it has.
 #[test]
-fn loads_are_begun_behind_a_promise() {
+fn loads_start_after_a_user_event() {
     let device: Arc<dyn Device> = far::simulated(23);
     far::on(device.clone(), || {
         let mut world = World::with(31, shape(Kind::Split), "store(host=4MiB)", ["", ""], (2, 256));
@@ -269,7 +269,7 @@ fn loads_are_begun_behind_a_promise() {
 
 /// A copy on the device that fails: nothing was taken in, and the same call works then.
 #[test]
-fn a_copy_that_fails_on_the_device_costs_one_call() {
+fn failed_device_copy_fails_one_call() {
     let device = faulty(far::simulated(21));
     far::on(device.clone(), || {
         let policies = ["", "quest(budget=24,page=8,dense=0)"];
@@ -306,7 +306,7 @@ fn a_copy_that_fails_on_the_device_costs_one_call() {
 
 /// A device that has gone fails calls, and closing works.
 #[test]
-fn a_lost_device_fails_calls_and_closes() {
+fn lost_device_fails_calls_and_allows_close() {
     let device = far::simulated(17);
     far::on(device.clone(), || {
         let policies = ["", "quest(budget=24,page=8,dense=0)"];

@@ -65,7 +65,7 @@ impl World {
 
 /// Both go on with tokens of their own, are cut, and are forked again; each has what it put.
 #[test]
-pub fn both_go_on_with_tokens_of_their_own() {
+pub fn forked_sequences_diverge() {
     let spec = "quest(budget=32,page=8,dense=1)";
     for seed in 1..9 {
         let kind = if seed % 2 == 0 { Kind::Split } else { Kind::Latent };
@@ -113,7 +113,7 @@ pub fn both_go_on_with_tokens_of_their_own() {
 
 /// Lists of what is left are those of both, until one of them evicts; policies know what was.
 #[test]
-pub fn what_was_evicted_is_gone_in_both() {
+pub fn fork_inherits_evictions() {
     let spec = "h2o(sink=4,recent=20,budget=8,heads=all)";
     let mut world = World::open(43, Kind::Split, "store(host=4MiB)", spec);
     world.put(150);
@@ -151,7 +151,7 @@ pub fn what_was_evicted_is_gone_in_both() {
 
 /// What is not the same sequence is refused, and costs nothing.
 #[test]
-pub fn another_sequence_is_refused() {
+pub fn fork_of_another_sequence_is_rejected() {
     let mut world = World::open(47, Kind::Split, "store(host=4MiB)", "quest(budget=48)");
     world.put(70);
     let of = world.session;
@@ -191,7 +191,7 @@ pub fn another_sequence_is_refused() {
 
 /// A full tail that cannot leave is the other's too, and leaves from there.
 #[test]
-fn a_full_tail_that_cannot_leave_is_copied() {
+fn unstored_full_tail_is_copied_by_fork() {
     let device = faulty(Arc::new(Host::default()));
     let shape = Shape { layers: 2, ..shape(Kind::Split) };
     let (spec, none) = ("store(host=4MiB,copiers=1)", ["", ""]);
@@ -218,7 +218,7 @@ fn a_full_tail_that_cannot_leave_is_copied() {
 /// Puts under way when it is forked: whoever waits for their end finds the blocks, whether the
 /// session was forked before them or behind.
 #[test]
-pub fn blocks_on_their_way_are_those_of_both() {
+pub fn fork_shares_blocks_being_put() {
     for is_before in [false, true] {
         let mut world = World::open(59, Kind::Split, "store(host=4MiB)", "");
         // The last to go.

@@ -62,7 +62,7 @@ impl Base {
 
 /// The account pays at the tier where the memory is, and not for what an engine lends.
 #[test]
-fn memory_is_paid_for_where_it_is_and_can_be_lent() {
+fn ring_memory_is_charged_to_its_tier_unless_lent() {
     for device in [far::simulated(1) as Arc<dyn Device>, far::cuda()] {
         let base = Base::open(device.clone());
         let bytes =
@@ -107,7 +107,7 @@ fn memory_is_paid_for_where_it_is_and_can_be_lent() {
 
 /// What a store's device cannot do is said when the offload is opened, or K and V are put.
 #[test]
-fn a_store_without_such_a_device_says_so() {
+fn unsupported_device_is_rejected_at_open_or_put() {
     let base = Base::open(Arc::new(kvtier::device::host::Host::default()));
     assert_eq!(base.status(RingPlacement::Device), Status::Unavailable);
     // SAFETY: refused before anything is done with it.

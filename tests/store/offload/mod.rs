@@ -389,7 +389,7 @@ fn decode_context(tokens: u32) -> Context {
 }
 
 #[test]
-fn what_is_loaded_is_what_was_put() {
+fn loaded_rows_equal_put_rows() {
     for seed in 0..24 {
         let kind = if seed % 2 == 0 { Kind::Split } else { Kind::Latent };
         let mut world = World::open(seed + 1, kind, "store(host=1MiB)", "");
@@ -436,7 +436,7 @@ fn what_is_loaded_is_what_was_put() {
 
 /// A session's KV is more than memory, and comes from the disk.
 #[test]
-fn what_is_on_disk_comes_too() {
+fn blocks_on_disk_are_loaded() {
     let scratch = Scratch::created("offload-disk");
     let shape = Shape { key_dim: 512, value_dim: 512, ..shape(Kind::Split) };
     let spec = format!(
@@ -486,7 +486,7 @@ fn attend(query: &Rows<'_>, keys: Rows<'_>, values: Rows<'_>, select: Keys<'_>) 
 /// Quest loads blocks with pages that matter, and what is computed with them has the bits of
 /// what is computed where everything is in memory.
 #[test]
-fn quest_over_what_is_loaded_has_the_bits_of_quest_in_memory() {
+fn quest_is_bit_identical_when_offloaded() {
     let spec = "quest(budget=64,page=8,dense=1)";
     let mut world = World::open(3, Kind::Split, "store(host=4MiB)", spec);
     let mut beside = registry::make(&Spec::parse(spec).expect("a sound spec"), &world.shape)
@@ -544,7 +544,7 @@ fn quest_over_what_is_loaded_has_the_bits_of_quest_in_memory() {
 
 /// A prompt in parts, of which earlier blocks come back two at a time, is the whole prompt.
 #[test]
-fn a_prompt_larger_than_the_ring_is_computed_in_parts() {
+fn prompt_larger_than_the_ring_is_computed_in_parts() {
     let shape = shape(Kind::Split);
     let mut world = World::with(11, shape, "store(host=4MiB)", ["", ""], (2, 2 * BLOCK));
     let (parts, each) = (5u32, 2 * BLOCK);
@@ -617,7 +617,7 @@ fn a_prompt_larger_than_the_ring_is_computed_in_parts() {
 /// One token after the other through passes over all layers, with as many buffers as there
 /// may be: what a layer has is all that was put, and the newest token.
 #[test]
-fn passes_bring_every_layer_with_its_newest_token() {
+fn passes_load_every_layer_with_its_newest_token() {
     for (buffers, decode) in [(1, ""), (2, ""), (3, ""), (4, ""), (2, "quest(budget=32,page=16)")] {
         let shape = Shape { layers: 5, ..shape(Kind::Split) };
         let policies = ["", decode];
@@ -654,7 +654,7 @@ fn passes_bring_every_layer_with_its_newest_token() {
 
 /// What heavy hitters leave is what is loaded, with all that came after.
 #[test]
-fn blocks_of_which_nothing_is_left_are_not_loaded() {
+fn fully_evicted_blocks_are_not_loaded() {
     let spec = "h2o(sink=4,recent=20,budget=8,heads=all)";
     let mut world = World::open(13, Kind::Split, "store(host=4MiB)", spec);
     world.put(150);
@@ -688,7 +688,7 @@ fn blocks_of_which_nothing_is_left_are_not_loaded() {
 }
 
 #[test]
-fn what_is_wrong_is_refused_and_changes_nothing() {
+fn invalid_offload_calls_change_nothing() {
     let mut world = World::open(17, Kind::Split, "store(host=1MiB)", "quest(budget=48)");
     world.put(40);
     let before = world.offload.tokens(0).expect("a layer");
@@ -744,7 +744,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
 
 /// A block that is gone is an error of the wait, and the buffer can be used again.
 #[test]
-fn a_block_that_is_gone_is_not_found() {
+fn missing_block_is_not_found() {
     let shape = Shape { key_dim: 512, value_dim: 512, ..shape(Kind::Split) };
     let mut world = World::with(19, shape, "store(host=8MiB)", ["", ""], (2, 256));
     world.put(64);
@@ -762,7 +762,7 @@ fn a_block_that_is_gone_is_not_found() {
 /// What a policy knew of blocks comes back with them, also after the store was closed: it
 /// selects as it did.
 #[test]
-fn what_policies_know_is_kept_with_blocks() {
+fn block_summaries_are_stored_with_blocks() {
     let scratch = Scratch::created("offload-saved");
     let disk = format!("disk=disk(path=\"{}\",bytes=64MiB,segment=4MiB)", scratch.0.display());
     let (spec, decode) = (format!("store(host=2MiB,{disk})"), "quest(budget=48,page=8,dense=1)");
@@ -822,7 +822,7 @@ fn what_policies_know_is_kept_with_blocks() {
 
 /// Lengths of keys are kept with blocks too: nobody has to see the keys again.
 #[test]
-fn lengths_of_keys_are_kept_with_blocks() {
+fn key_norms_are_stored_with_blocks() {
     let shape = shape(Kind::Split);
     for policy in ["knorm(budget=40)", "keydiff(budget=40)"] {
         let mut world = World::with(29, shape, "store(host=4MiB)", ["", policy], (2, 256));

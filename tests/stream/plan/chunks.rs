@@ -66,7 +66,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn a_pass_takes_what_its_chunks_take(
+    fn pass_time_is_the_sum_of_its_chunks(
         sizes in prop::collection::vec(4u64..24, 3..24), shares in (10u64..90, 5u64..90),
         rates in (1u64..40, 1u64..40), compute in 0u64..12, slots in 1u32..5,
         staging in 2u64..40, on_device in any::<bool>(),

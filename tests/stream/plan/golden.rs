@@ -33,7 +33,7 @@ fn llama_70b(context: u32) -> Setup {
 }
 
 #[test]
-fn seventy_billion_at_4096_tokens() {
+fn golden_plan_of_70b_at_4096_tokens() {
     for placement in [Placement::Interleaved, Placement::First] {
         let setup = llama_70b(4096).placed(placement);
         let plan = setup.plan();
@@ -49,7 +49,7 @@ fn seventy_billion_at_4096_tokens() {
 }
 
 #[test]
-fn seventy_billion_at_512_tokens() {
+fn golden_plan_of_70b_at_512_tokens() {
     let mut setup = llama_70b(512);
     // What the link measured; the disk does not matter.
     setup.links = Links { device: LAYER * 1000 / 103, disk: 3_350_000_000, processor: 0 };
@@ -69,7 +69,7 @@ fn seventy_billion_at_512_tokens() {
 }
 
 #[test]
-fn where_links_are_known_two_reads_are_not_waited_for() {
+fn known_bandwidth_selects_the_staging_size() {
     // The measured engine looks at sizes alone. Two layers of the file through a small
     // staging hold up the link; a staging as large as a layer costs a home, and less time.
     let mut setup = llama_70b(4096);
@@ -83,7 +83,7 @@ fn where_links_are_known_two_reads_are_not_waited_for() {
 }
 
 #[test]
-fn eight_billion_fit() {
+fn golden_plan_of_8b_fits() {
     let mut setup = llama_70b(4096);
     setup.units.units.truncate(32);
     setup.units.units.iter_mut().for_each(|unit| unit.image_bytes = 221 * MIB);

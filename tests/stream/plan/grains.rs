@@ -23,7 +23,7 @@ fn model(sizes: &[u64], experts: usize, expert_bytes: u64) -> Vec<Unit> {
 }
 
 #[test]
-fn what_is_lost_is_named() {
+fn rounding_loss_is_reported() {
     let mut setup = Setup::layers(&[GRAIN + 4096; 5], 100 * GRAIN, 64 * MIB);
     setup.plan_options.compute = Some(ComputeLocation::Device);
     let loose = setup.plan();
@@ -48,7 +48,7 @@ proptest! {
     })]
 
     #[test]
-    fn sums_are_of_whole_grains(
+    fn totals_count_whole_mapping_units(
         sizes in prop::collection::vec(1u64..900, 1..12),
         (experts, expert_size) in (0usize..5, 1u64..300),
         (share, next) in (10u64..400, 10u64..400),

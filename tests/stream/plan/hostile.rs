@@ -8,7 +8,7 @@ use kvtier::stream::plan::{ComputeLocation, Links, Mode};
 use kvtier::stream::units::{MAX_UNITS, NONE, Role};
 
 #[test]
-fn what_cannot_be_is_refused_with_words() {
+fn invalid_plan_requests_are_rejected_with_a_reason() {
     let good = Setup::layers(&[MIB; 4], 3 * MIB, 64 * MIB);
     let refused = |change: &dyn Fn(&mut Setup)| {
         let mut setup = good.clone();
@@ -44,7 +44,7 @@ fn what_cannot_be_is_refused_with_words() {
 }
 
 #[test]
-fn units_without_bytes_stay_where_they_cost_nothing() {
+fn empty_units_are_resident_at_no_cost() {
     let plan = Setup::layers(&[0; 5], 1, 64 * MIB).plan();
     assert_eq!((plan.slots, plan.device_bytes), (0, 0));
     let setup = Setup::layers(&[0, MIB, 0, MIB, MIB], 2 * MIB, 64 * MIB);
@@ -52,7 +52,7 @@ fn units_without_bytes_stay_where_they_cost_nothing() {
 }
 
 #[test]
-fn as_much_more_as_is_said_to_be_missing_is_enough() {
+fn reported_missing_bytes_are_sufficient() {
     for compute in [ComputeLocation::Device, ComputeLocation::Host] {
         for (free, kv, workspace) in [(0, 0, 0), (MIB, 0, 0), (MIB, 40 * MIB, 0), (9, 7 * MIB, MIB)]
         {
@@ -109,7 +109,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
 
     #[test]
-    fn nothing_panics_and_budgets_hold(
+    fn random_requests_never_panic_nor_exceed_budgets(
         units in prop::collection::vec((any_role(), any_number(), 0u32..4), 0..30),
         memory in prop::array::uniform4(any_number()),
         links in prop::array::uniform3(any_number()),

@@ -74,7 +74,7 @@ fn why<'a>(plan: &'a Plan, name: &str) -> Option<(u64, &'a str)> {
 }
 
 #[test]
-fn what_fits_keeps_slots_and_shrinks_to_its_floor() {
+fn fitting_model_keeps_slots_and_shrinks_to_its_floor() {
     for compute in [ComputeLocation::Host, ComputeLocation::Device] {
         // Slots for the head would take 20, for layers with the head at home 2 x 2 + 10.
         let mut sizes = [2 * MIB; 12];
@@ -105,7 +105,7 @@ fn what_fits_keeps_slots_and_shrinks_to_its_floor() {
 }
 
 #[test]
-fn without_the_wish_nothing_is_kept() {
+fn no_slots_are_kept_unless_shrinking_is_requested() {
     let mut setup = lean(&[MIB; 8], ComputeLocation::Host);
     setup.plan_options.shrinks = false;
     let plan = setup.plan();
@@ -126,7 +126,7 @@ fn without_the_wish_nothing_is_kept() {
 }
 
 #[test]
-fn of_sizes_as_good_the_smaller_leaves_more_room() {
+fn equal_plans_prefer_smaller_slots() {
     // 2 x 4, or 4 + 2 x 2: as little, and 4 MiB more for units that stay.
     let mut setup = lean(&[4 * MIB, 2 * MIB, 2 * MIB, 2 * MIB, 2 * MIB], ComputeLocation::Host);
     assert_eq!(setup.plan().slot_bytes, 2 * MIB);
@@ -135,7 +135,7 @@ fn of_sizes_as_good_the_smaller_leaves_more_room() {
 }
 
 #[test]
-fn an_embedding_leaves_last() {
+fn embedding_is_evicted_last() {
     let mut setup = lean(&[4 * MIB; 6], ComputeLocation::Host);
     let whole = |name: &str, role| unit(name.into(), role, NONE, NONE, 3 * MIB);
     setup.units.units.insert(0, whole("embedding", Role::Embedding));
@@ -161,7 +161,7 @@ fn an_embedding_leaves_last() {
 }
 
 #[test]
-fn experts_leave_one_by_one() {
+fn experts_are_evicted_one_by_one() {
     for compute in [ComputeLocation::Host, ComputeLocation::Device] {
         let mut setup = lean(&[2 * MIB; 6], compute);
         with_experts(&mut setup, &[MIB; 4]);
@@ -198,7 +198,7 @@ fn experts_leave_one_by_one() {
 }
 
 #[test]
-fn slots_for_experts_are_as_many_as_make_passes_shortest() {
+fn expert_slot_count_minimises_pass_time() {
     for compute in [ComputeLocation::Host, ComputeLocation::Device] {
         let mut setup = lean(&[2 * MIB; 6], compute);
         with_experts(&mut setup, &[MIB; 10]);
@@ -236,7 +236,7 @@ fn slots_for_experts_are_as_many_as_make_passes_shortest() {
 }
 
 #[test]
-fn slots_for_experts_come_and_go_some_at_a_time() {
+fn expert_slots_change_stepwise() {
     let mut setup = lean(&[2 * MIB; 6], ComputeLocation::Host);
     with_experts(&mut setup, &[8 * MIB; 40]);
     setup.plan_options.expert_slots = Some(200);
@@ -254,7 +254,7 @@ fn slots_for_experts_come_and_go_some_at_a_time() {
 }
 
 #[test]
-fn misses_of_experts_are_those_of_them_that_have_no_home() {
+fn expert_misses_count_non_resident_experts() {
     let mut setup = lean(&[2 * MIB; 6], ComputeLocation::Host);
     with_experts(&mut setup, &[MIB; 4]);
     setup.links.disk = 1_000_000_000;
@@ -278,7 +278,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn no_choice_of_who_stays_has_a_lower_floor(
+    fn floor_is_minimal_over_all_resident_sets(
         sizes in some_sizes(), slots in 1u32..5, compute in seats(), embedding in any::<bool>(),
     ) {
         let mut setup = lean(&sizes, compute);
@@ -308,7 +308,7 @@ proptest! {
     }
 
     #[test]
-    fn from_all_to_the_floor_and_back(
+    fn shrinking_to_the_floor_is_reversible(
         sizes in some_sizes(), experts in prop::collection::vec(1u64..20, 0..6),
         compute in seats(), shares in prop::collection::vec(0u64..=100, 1..8),
     ) {
@@ -338,7 +338,7 @@ proptest! {
 }
 
 #[test]
-fn a_plan_without_slots_gets_them_with_the_wish() {
+fn shrink_request_adds_slots_to_a_plan() {
     let mut setup = Setup::layers(&[MIB; 6], 0, 20 * MIB);
     let before = setup.plan();
     setup.plan_options.shrinks = true;

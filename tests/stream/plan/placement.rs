@@ -39,7 +39,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn no_placement_moves_fewer_bytes(sizes in small_sizes(), share in 0u64..110) {
+    fn placement_minimises_moved_bytes(sizes in small_sizes(), share in 0u64..110) {
         let room = sizes.iter().sum::<u64>() * share / 100;
         let setup = Setup::layers(&sizes, room.max(1), 1 << 30);
         match (setup.make(), fewest(&sizes, room.max(1), 2)) {
@@ -70,7 +70,7 @@ proptest! {
     }
 
     #[test]
-    fn the_minimum_that_is_named_is_one(
+    fn reported_minimum_is_minimal(
         sizes in small_sizes(), on_host in any::<bool>(), shrinks in any::<bool>(),
     ) {
         let mut setup = Setup::layers(&sizes, 1, 1 << 30);
@@ -96,7 +96,7 @@ proptest! {
     }
 
     #[test]
-    fn budgets_hold_and_more_memory_is_no_slower(
+    fn more_memory_is_never_slower(
         sizes in prop::collection::vec((1u64..50, 1usize..12), 1..6),
         rates in (1u64..40, 1u64..40), compute in 0u64..20,
         placement in placements(), on_host in any::<bool>(), slots in 1u32..5,

@@ -10,7 +10,7 @@ fn changed(a: &Plan, b: &Plan) -> usize {
 }
 
 #[test]
-fn less_memory_demotes_what_it_must_and_no_more() {
+fn less_memory_demotes_only_what_it_must() {
     let layer = 32 * MIB;
     let mut setup = Setup::layers(&[layer; 40], 22 * layer, 12 * layer);
     setup.plan_options.staging_bytes = 2 * layer;
@@ -38,7 +38,7 @@ fn less_memory_demotes_what_it_must_and_no_more() {
 }
 
 #[test]
-fn what_all_fit_in_no_longer_needs_slots() {
+fn fully_resident_plan_drops_its_slots() {
     let layer = 32 * MIB;
     let mut setup = Setup::layers(&[layer; 8], 8 * layer, 12 * layer);
     let plan = setup.plan();
@@ -55,7 +55,7 @@ fn what_all_fit_in_no_longer_needs_slots() {
 
 proptest! {
     #[test]
-    fn any_change_of_budgets_keeps_them(
+    fn rebalanced_plans_stay_within_changed_budgets(
         sizes in prop::collection::vec(1u64..30, 1..20),
         rooms in prop::collection::vec((1u64..200, 4u64..200), 2..6),
     ) {

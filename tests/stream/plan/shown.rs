@@ -33,7 +33,7 @@ fn bytes_of(plan: &Plan, setup: &Setup, home: Residency, role: Role) -> u64 {
 }
 
 #[test]
-fn experts_share_what_dense_units_leave() {
+fn experts_share_memory_left_by_dense_units() {
     let mut setup = mixture(16, 64);
     let dense = 16 * 40 * MIB + 300 * MIB + MIB / 64;
     // Room for all that is dense, and a quarter of the experts.
@@ -76,7 +76,7 @@ fn experts_share_what_dense_units_leave() {
 }
 
 #[test]
-fn on_the_processor_experts_come_from_the_file() {
+fn cpu_experts_are_read_from_the_file() {
     let mut setup = mixture(8, 16);
     setup.plan_options.compute = Some(ComputeLocation::Host);
     let host = 8 * 40 * MIB + 600 * MIB + MIB + 64 * 8 * MIB;
@@ -94,7 +94,7 @@ fn on_the_processor_experts_come_from_the_file() {
 }
 
 #[test]
-fn the_last_layers_are_the_processors() {
+fn last_layers_run_on_the_cpu() {
     let mut setup = mixture(8, 2);
     setup.plan_options.processor_layers = 3;
     setup.links.processor = 40_000_000_000;
@@ -114,7 +114,7 @@ fn the_last_layers_are_the_processors() {
 }
 
 #[test]
-fn the_processor_is_hinted_at_where_it_is_faster() {
+fn cpu_is_suggested_if_it_is_faster() {
     let mut setup = Setup::layers(&[40 * MIB; 8], 200 * MIB, GIB);
     setup.links = LINKS;
     assert!(setup.plan().processor_hint(&setup.inputs()).is_empty());
@@ -129,7 +129,7 @@ fn the_processor_is_hinted_at_where_it_is_faster() {
 }
 
 #[test]
-fn figures_add_up_and_are_shown() {
+fn description_totals_are_consistent() {
     let mut setup = mixture(8, 4);
     setup.memory.device_free_bytes = 2 * GIB;
     setup.memory.host_free_bytes = 8 * GIB;
@@ -175,7 +175,7 @@ fn is_read_by_programs(setup: &Setup, plan: &Plan) {
 }
 
 #[test]
-fn other_links_give_other_times() {
+fn pass_time_depends_on_bandwidth() {
     let mut setup = Setup::layers(&[40 * MIB; 8], 200 * MIB, 250 * MIB);
     let plan = setup.plan();
     assert!(plan.forecast.is_none());

@@ -30,7 +30,7 @@ fn near(got: f64, want: f64, within: f64) {
 }
 
 #[test]
-fn passes_take_what_the_simulation_said() {
+fn pass_times_match_recorded_simulations() {
     // Compute in us, slots, residents; contiguous, interleaved, bound.
     let rows = [
         (700, 2, 29, 5253.0, 5253.0, 5253.0),
@@ -77,7 +77,7 @@ fn three_tiers(placement: Placement, chunk_bytes: u64, staging_bytes: u64) -> (S
 }
 
 #[test]
-fn the_disk_reads_while_host_memory_crosses() {
+fn disk_reads_overlap_with_copies() {
     // Whole layers, store and forward, as simulated.
     let (_, plan) = three_tiers(Placement::First, LAYER, 2 * LAYER);
     near(pass_ms(&plan), 8896.0, 1e-3);
@@ -92,7 +92,7 @@ fn the_disk_reads_while_host_memory_crosses() {
 }
 
 #[test]
-fn staging_is_as_large_as_it_pays() {
+fn staging_grows_only_while_it_helps() {
     let (_, small) = three_tiers(Placement::Interleaved, 8 * MIB, 64 * MIB);
     let mut free = setup(700, 2);
     free.room(22 * LAYER, 31 * LAYER + 64 * MIB);
@@ -105,7 +105,7 @@ fn staging_is_as_large_as_it_pays() {
 }
 
 #[test]
-fn transfers_are_spread_though_nobody_knows_what_computing_takes() {
+fn transfers_are_spread_without_compute_times() {
     // Images of the same layer differ by where they begin in their file.
     let mut setup = setup(0, 2);
     for (i, unit) in setup.units.units.iter_mut().enumerate() {

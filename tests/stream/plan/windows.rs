@@ -20,7 +20,7 @@ fn kv(setup: &Setup, name: &str) -> (u64, String) {
 }
 
 #[test]
-fn layers_with_a_window_keep_no_more_than_it() {
+fn window_layers_keep_only_their_window() {
     let token = 2 * 256 * 2;
     let (bytes, why) = kv(&gemma(32_768), "host kv");
     assert_eq!(bytes, token * (4 * 32_768 + 22 * 512));
@@ -36,7 +36,7 @@ fn layers_with_a_window_keep_no_more_than_it() {
 }
 
 #[test]
-fn where_nobody_knows_which_all_keep_everything() {
+fn unknown_window_layers_keep_everything() {
     let mut setup = gemma(4096);
     setup.facts.windowed_layers = 0;
     let (bytes, why) = kv(&setup, "host kv");
@@ -47,7 +47,7 @@ fn where_nobody_knows_which_all_keep_everything() {
 }
 
 #[test]
-fn beside_a_device_neither_side_has_too_little() {
+fn cpu_and_device_kv_both_get_their_bytes() {
     // Which of the last layers have a window is not noted: each side may have the others.
     for away in 0..=26u64 {
         let mut setup = gemma(4096);
