@@ -142,7 +142,7 @@ fn lost_device_fails_all_calls_without_waiting() {
     assert_eq!(cuda.wait(event, 0).expect_err("it is lost").status(), Status::Unavailable);
     let mut ended = [Event(0); 4];
     let count = cuda.poll(&mut ended);
-    assert!(ended[..count].contains(&event), "its end is told");
+    assert!(ended[..count].contains(&event), "its end is reported");
     assert_eq!(cuda.allocate(1).expect_err("it is lost").status(), Status::Unavailable);
     // SAFETY: as above.
     let more = unsafe { cuda.submit(Stream(0), None, &mut []) };

@@ -40,14 +40,14 @@ const PAGES: usize = CELLS * CELL / 4096;
 
 /// Cells go to the device in another order, rows of them come back; whether all is right. Where a
 /// call fails work may be under way: host memory then stays for ever.
-fn shuffle(cuda: &Cuda, told: bool) -> Result<bool> {
+fn shuffle(cuda: &Cuda, registered: bool) -> Result<bool> {
     let (there, back) = (pages(PAGES), pages(PAGES));
     there.iter_mut().enumerate().for_each(|(n, byte)| *byte = (n * 7 % 253) as u8);
     let memory = cuda.allocate((CELLS * CELL) as u64)?;
     let place = |cell: usize| memory.address + ((cell * 7 + 3) % CELLS * CELL) as u64;
     let (from, to) = (there.as_mut_ptr(), back.as_mut_ptr());
     let moved = (|| {
-        if told {
+        if registered {
             // SAFETY: memory that stays.
             unsafe {
                 cuda.register_host(from, (PAGES * 4096) as u64)?;
@@ -82,7 +82,7 @@ fn shuffle(cuda: &Cuda, told: bool) -> Result<bool> {
         }
     })();
     let mut gone = Ok(());
-    if told {
+    if registered {
         for address in [from, to] {
             // SAFETY: nothing uses it any more, or the device is lost.
             let one = unsafe { cuda.unregister_host(address) };
@@ -124,12 +124,12 @@ fn every_copy_method_is_exact_with_every_driver() {
         fake.emulate(emulated::launches());
         let cuda = open(choice).expect("a device");
         let launches = fake.calls("cuLaunchKernel");
-        let told = seed % 3 != 0;
-        assert!(shuffle(&cuda, told).expect("it works"), "{choice:?}, seed {seed}");
+        let registered = seed % 3 != 0;
+        assert!(shuffle(&cuda, registered).expect("it works"), "{choice:?}, seed {seed}");
         if choice != CopyMethodChoice::Measured {
             // Memory that the device was not told of is out of a kernel's reach.
             let by_kernel =
-                choice == CopyMethodChoice::Fixed(CopyMethod::Kernel) && told && kernels(&cuda);
+                choice == CopyMethodChoice::Fixed(CopyMethod::Kernel) && registered && kernels(&cuda);
             assert_eq!(fake.calls("cuLaunchKernel") > launches, by_kernel, "{choice:?}");
         }
         drop(cuda);
@@ -157,7 +157,7 @@ fn partly_filled_copy_lists_count_as_used() {
         (0..COPIES * PIECES).map(|n| memory.address + (n * 2 * RUN) as u64).collect();
     // SAFETY: memory that stays, and is the device's until its events.
     unsafe {
-        cuda.register_host(back.as_mut_ptr(), back.len() as u64).expect("told");
+        cuda.register_host(back.as_mut_ptr(), back.len() as u64).expect("registered");
         let (from, to) = (there.as_mut_ptr(), memory.address);
         let up = Copy::bytes(from, to, bytes as u64, Direction::Scatter, Memory::Device);
         let up = cuda.submit(Stream(0), None, &mut [up.expect("sound")]).expect("begun");
@@ -171,7 +171,7 @@ fn partly_filled_copy_lists_count_as_used() {
         }
         let down = cuda.submit(Stream(1), Some(up), &mut down).expect("begun");
         cuda.wait(down, 0).expect("it comes");
-        cuda.unregister_host(back.as_mut_ptr()).expect("told");
+        cuda.unregister_host(back.as_mut_ptr()).expect("registered");
         cuda.free(&memory).expect("its own");
     }
     let right = |(n, run): (usize, &[u8])| run.iter().all(|&byte| byte == (n * 14 % 251) as u8);
@@ -218,20 +218,24 @@ fn description_has_measured_and_unmeasured_methods() {
     let (_turn, fake) = alone(2);
     fake.set(NEW, 1, 1 << 30, false);
     let cuda = open(CopyMethodChoice::Measured).expect("a device");
-    let told = cuda.describe();
-    assert_eq!((told.name.as_str(), told.capability, told.version), ("fake 0", 80, 12_080));
-    if told.not_measured.is_none() {
+    let description = cuda.describe();
+    assert_eq!(
+        (description.name.as_str(), description.capability, description.version),
+        ("fake 0", 80, 12_080)
+    );
+    if description.not_measured.is_none() {
         let has_kernel = cuda.facts().kernels & Kind::Move.bit() != 0;
-        assert_eq!(told.rates.len(), if has_kernel { 12 } else { 8 });
-        assert!(told.rates.iter().all(|rate| rate.bytes_per_s > 0));
-        for (to_device, chosen) in [(true, told.chosen.to_device), (false, told.chosen.from_device)]
+        assert_eq!(description.rates.len(), if has_kernel { 12 } else { 8 });
+        assert!(description.rates.iter().all(|rate| rate.bytes_per_s > 0));
+        for (to_device, chosen) in
+            [(true, description.chosen.to_device), (false, description.chosen.from_device)]
         {
             for (cell_bytes, means) in [16 << 10, 64 << 10].into_iter().zip(chosen) {
-                let of = told.rates.iter();
+                let of = description.rates.iter();
                 let of =
                     of.filter(|rate| rate.to_device == to_device && rate.cell_bytes == cell_bytes);
                 let best = of.max_by_key(|rate| rate.bytes_per_s).expect("measured");
-                let rate = told.rates.iter().find(|rate| {
+                let rate = description.rates.iter().find(|rate| {
                     rate.means == means
                         && rate.to_device == to_device
                         && rate.cell_bytes == cell_bytes
@@ -240,13 +244,13 @@ fn description_has_measured_and_unmeasured_methods() {
             }
         }
     }
-    assert!(told.to_string().starts_with("fake 0 (8.0, CUDA 12.8)"), "{told}");
+    assert!(description.to_string().starts_with("fake 0 (8.0, CUDA 12.8)"), "{description}");
     drop(cuda);
     // The device is lost while it is tried: it is there, and says so to whoever asks.
     fake.fail("cuMemcpyHtoDAsync", 3, 700);
     let lost = open(CopyMethodChoice::Measured).expect("opened");
-    let told = lost.describe();
-    assert!(told.to_string().contains("not measured"), "{told}");
+    let description = lost.describe();
+    assert!(description.to_string().contains("not measured"), "{description}");
     // On a machine that is too busy nothing may have been tried.
     if fake.has_failed() {
         assert_eq!(lost.allocate(1).expect_err("lost").status(), Status::Unavailable);
@@ -283,20 +287,20 @@ fn host_memory_is_registered_once_and_unregistered() {
     for unknown in [1, 3, 5] {
         assert_eq!(forget(unknown).expect_err("not its start").status(), Status::Handle);
     }
-    forget(2).expect("it was told");
+    forget(2).expect("it was registered");
     assert_eq!(forget(2).expect_err("it was taken back").status(), Status::Handle);
     // What the engine has registered stays registered when it is taken back here.
     let context = fake.own_context(0);
     fake.register(context, at.wrapping_add(5 * 4096), 2 * 4096);
     know(5, 2 * 4096).expect("registered by another");
     assert_eq!(cuda.describe().pageable_bytes, 0);
-    forget(5).expect("it was told");
+    forget(5).expect("it was registered");
     fake.unregister(context, at.wrapping_add(5 * 4096));
     // Part of it is the engine's: the rest cannot be had, and that is said.
     fake.register(context, at.wrapping_add(6 * 4096), 4096);
     know(6, 2 * 4096).expect("slow");
     assert_eq!(cuda.describe().pageable_bytes, 2 * 4096);
-    forget(6).expect("it was told");
+    forget(6).expect("it was registered");
     fake.unregister(context, at.wrapping_add(6 * 4096));
     drop(cuda); // two ranges are told still
     assert_eq!(fake.live(), before);
@@ -315,11 +319,11 @@ fn unregistered_memory_is_counted_and_copied_exactly() {
         let memory = pages(3);
         // SAFETY: memory that stays.
         unsafe { cuda.register_host(memory.as_mut_ptr(), 3 * 4096) }.expect("it is no failure");
-        let told = cuda.describe();
-        assert_eq!(told.pageable_bytes, 3 * 4096);
+        let description = cuda.describe();
+        assert_eq!(description.pageable_bytes, 3 * 4096);
         assert!(
-            told.to_string().contains("12288 bytes of host memory are not registered"),
-            "{told}"
+            description.to_string().contains("12288 bytes of host memory are not registered"),
+            "{description}"
         );
         drop(cuda);
         assert_eq!(fake.live(), before);
@@ -348,7 +352,7 @@ fn large_pools_are_faulted_in_before_registration() {
         let mut there = vec![0u8; bytes / 4096];
         assert_eq!(libc::mincore(at, bytes, there.as_mut_ptr()), 0);
         assert!(there.iter().all(|page| page & 1 == 1), "some pages are not there");
-        cuda.unregister_host(at.cast()).expect("it was told");
+        cuda.unregister_host(at.cast()).expect("it was registered");
         libc::munmap(at, bytes);
     }
     fake.check();
@@ -410,7 +414,7 @@ fn every_copy_call_may_fail_once() {
         assert!(met > 0 || is_kernel, "{call} was never made");
         assert!(
             seen > 0 || is_kernel || call == "cuGetProcAddress" || call == "cuMemFreeHost",
-            "{call}: no failure was told"
+            "{call}: no failure was reported"
         );
     }
 }
@@ -554,8 +558,8 @@ fn kernels_launch_in_order_and_reject_invalid_calls() {
     let strange = Call { kind: 999, ..Call::default() };
     assert_eq!(launch(&cuda, None, &[strange]).expect_err("none").status(), Status::Unsupported);
     // SAFETY: it is refused.
-    let far = unsafe { cuda.launch(Stream(64), None, &[]) };
-    assert_eq!(far.expect_err("no stream").status(), Status::Invalid);
+    let refused = unsafe { cuda.launch(Stream(64), None, &[]) };
+    assert_eq!(refused.expect_err("no stream").status(), Status::Invalid);
     let memory = cuda.allocate(1 << 16).expect("memory");
     let other = fake.memory(fake.own_context(1), 4096);
     if kernels(&cuda) {

@@ -110,7 +110,7 @@ fn planes_and_tensors_may_be_in_any_memory() {
         let want: Vec<u8> = (0..rows)
             .flat_map(|row| first[(row * stride) as usize..][..run as usize].to_vec())
             .collect();
-        let (near, far) =
+        let (first_room, second_room) =
             (cuda.allocate(4096).expect("memory"), cuda.allocate(4096).expect("memory"));
         let whole = |from, to| copy(from, to, 4096);
         let device = |address| (address, Memory::Device);
@@ -122,18 +122,18 @@ fn planes_and_tensors_may_be_in_any_memory() {
             Copy { memory: from.1, plane_memory: to.1, ..copy }
         };
         // To the device, within it with rows gathered, back again, and from host to host.
-        let up = submit(&cuda, 0, None, &mut [whole(host(first), device(near.address))]);
+        let up = submit(&cuda, 0, None, &mut [whole(host(first), device(first_room.address))]);
         let within = submit(
             &cuda,
             1,
             Some(up.expect("taken")),
-            &mut [rowed(device(near.address), device(far.address))],
+            &mut [rowed(device(first_room.address), device(second_room.address))],
         );
         let back = submit(
             &cuda,
             2,
             Some(within.expect("taken")),
-            &mut [copy(device(far.address), host(second), rows * run)],
+            &mut [copy(device(second_room.address), host(second), rows * run)],
         );
         cuda.wait(back.expect("taken"), 0).expect("it comes");
         assert_eq!(&second[..want.len()], &want[..], "{choice:?}");
@@ -355,6 +355,6 @@ fn every_interop_call_may_fail_once() {
             let _ = Fake::begin(0);
         }
         let hides = ["cuEventQuery", "cuEventSynchronize", "cuCtxPushCurrent", "cuEventRecord"];
-        assert!(failed > 0 || hides.contains(&call), "{call}: no failure was told");
+        assert!(failed > 0 || hides.contains(&call), "{call}: no failure was reported");
     }
 }

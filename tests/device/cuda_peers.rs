@@ -219,17 +219,17 @@ fn non_peer_devices_are_rejected() {
     }
     let first = open(CudaOpts { verify: true, ..opts(0, &[1]) });
     let (peer, stranger) = (open(opts(1, &[])), open(opts(2, &[])));
-    let (near, strange) = (Room::new(&peer), Room::new(&stranger));
+    let (peer_room, stranger_room) = (Room::new(&peer), Room::new(&stranger));
     let mut here = content(1);
     let to = here.as_mut_ptr();
     let copy =
         |address| Copy::bytes(to, address, 64, Direction::Gather, Memory::Device).expect("sound");
-    let error = go(&first, copy(strange.memory.address)).expect_err("no peer");
+    let error = go(&first, copy(stranger_room.memory.address)).expect_err("no peer");
     assert_eq!(error.status(), Status::Invalid);
     assert!(error.to_string().contains("is on device 2, this is device 0"), "{error}");
     // Tokens on two devices, one of which is not reached.
     let own = Room::new(&first);
-    let addresses = [own.memory.address, near.memory.address];
+    let addresses = [own.memory.address, peer_room.memory.address];
     let pages = View {
         place: Place::Pages { addresses: &addresses, page_tokens: 1, shift_bytes: 0 },
         tokens: 2,
@@ -241,7 +241,7 @@ fn non_peer_devices_are_rejected() {
     // Kernels go there only where there is access.
     let call = Call {
         kind: Kind::Sum as u32,
-        table: near.memory.address,
+        table: peer_room.memory.address,
         count: 1,
         out: own.memory.address,
         scratch: own.memory.address + 64,
@@ -256,7 +256,7 @@ fn non_peer_devices_are_rejected() {
         words.contains("device 1 by copies alone: the devices cannot access each other"),
         "{words}"
     );
-    drop((own, near, strange));
+    drop((own, peer_room, stranger_room));
     drop((first, peer, stranger));
     assert_eq!(fake.live(), 0);
     fake.check();

@@ -17,7 +17,7 @@ use kvtier::stream::streamer::{AcquireOpts, Opts};
 use rig::{Files, MIB, Rig, patiently, status};
 
 /// What the fake maps memory by.
-const GRAIN: u64 = 64 << 10;
+const GRANULARITY: u64 = 64 << 10;
 /// The driver's words for "no memory" and for an argument that it does not like.
 const CODES: [i32; 2] = [2, 1];
 const LAYERS: u32 = 6;
@@ -29,10 +29,10 @@ fn open() -> Result<Arc<Cuda>> {
 
 /// Six layers of two pieces each, of which `residencies` have a home beside two slots.
 fn stream(name: &str, device: &Arc<Cuda>, residencies: u64) -> Result<Rig> {
-    let files = Files::even(name, LAYERS, 2 * GRAIN - 4096);
+    let files = Files::even(name, LAYERS, 2 * GRANULARITY - 4096);
     let plan_options = PlanOptions {
         host_ceiling_bytes: Some(2 * MIB),
-        device_ceiling_bytes: Some((2 + residencies) * 2 * GRAIN),
+        device_ceiling_bytes: Some((2 + residencies) * 2 * GRANULARITY),
         staging_bytes: 2 * MIB,
         shrinks: true,
         ..rig::plan_options()
@@ -47,20 +47,20 @@ fn addresses(rig: &Rig) -> Vec<u64> {
 
 /// Two passes, between them all homes leave and come back. What went wrong.
 fn passes(rig: &Rig) -> Vec<Status> {
-    let mut told = Vec::new();
+    let mut statuses = Vec::new();
     let full = rig.streamer.plan().device_bytes;
-    for bytes in [full, 4 * GRAIN, full] {
+    for bytes in [full, 4 * GRANULARITY, full] {
         let moved = status(rig.streamer.rebalance(None, Some(bytes), None));
         assert_eq!(moved, Status::Ok);
         for unit in 0..LAYERS {
             let at = rig.streamer.fixed(unit).expect("in place").0;
             let how = AcquireOpts { when_issued: unit % 2 == 0, ..patiently() };
             let computed = rig.compute(unit, how).and_then(|computing| computing.end());
-            told.push(status(computed));
+            statuses.push(status(computed));
             assert_eq!(rig.streamer.fixed(unit).expect("in place").0, at);
         }
     }
-    told
+    statuses
 }
 
 #[test]
@@ -71,9 +71,9 @@ fn in_place_weights_keep_their_addresses() {
         let device = open().expect("a device");
         let rig = stream(&format!("place-{residencies}"), &device, residencies).expect("opened");
         let at = addresses(&rig);
-        assert!(at.windows(2).all(|pair| pair[0] + 2 * GRAIN == pair[1]), "{at:?}");
+        assert!(at.windows(2).all(|pair| pair[0] + 2 * GRANULARITY == pair[1]), "{at:?}");
         for _ in 0..3 {
-            assert!(passes(&rig).iter().all(|told| *told == Status::Ok));
+            assert!(passes(&rig).iter().all(|status| *status == Status::Ok));
         }
         assert_eq!(addresses(&rig), at);
         rig.closed();
@@ -97,7 +97,7 @@ fn every_mapping_call_may_fail_once() {
         "cuMemRelease",
         "cuMemAddressFree",
     ] {
-        let (mut met, mut told) = (0, 0);
+        let (mut met, mut failed) = (0, 0);
         for (nth, code) in [1, 2, 3, 5, 8, 13, 21].into_iter().flat_map(|n| CODES.map(|c| (n, c))) {
             let (_turn, fake) = alone(nth as u64);
             let before = fake.live();
@@ -108,8 +108,8 @@ fn every_mapping_call_may_fail_once() {
                 let at = addresses(rig);
                 let went = passes(rig);
                 let fine = [Status::Ok, Status::NoMem, Status::Invalid, Status::Io];
-                assert!(went.iter().all(|told| fine.contains(told)), "{call}, {nth}: {went:?}");
-                told += went.iter().filter(|told| **told != Status::Ok).count();
+                assert!(went.iter().all(|status| fine.contains(status)), "{call}, {nth}: {went:?}");
+                failed += went.iter().filter(|status| **status != Status::Ok).count();
                 // Nothing fails any more: all that was told of is tried again, and comes.
                 if call != "cuMemAddressFree" {
                     fake.no_more_failures();
@@ -120,7 +120,7 @@ fn every_mapping_call_may_fail_once() {
                 assert_eq!(addresses(rig), at, "{call}, {nth}");
                 rig.closed();
             } else {
-                told += 1;
+                failed += 1;
             }
             met += u32::from(fake.has_failed());
             fake.no_more_failures();
@@ -136,7 +136,7 @@ fn every_mapping_call_may_fail_once() {
         }
         assert!(met > 0, "{call} was never called so often");
         let is_quiet = ["cuMemAddressFree", "cuMemRelease"].contains(&call);
-        assert!(told > 0 || is_quiet, "{call}: no failure was told");
+        assert!(failed > 0 || is_quiet, "{call}: no failure was reported");
     }
 }
 
@@ -144,7 +144,7 @@ fn every_mapping_call_may_fail_once() {
 #[test]
 fn lost_device_ends_all_in_place_work() {
     for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyHtoDAsync"] {
-        let mut told = 0;
+        let mut failed = 0;
         for nth in [2, 6, 9] {
             let (_turn, fake) = alone(nth as u64);
             let device = open().expect("a device");
@@ -160,18 +160,18 @@ fn lost_device_ends_all_in_place_work() {
                     // Who hears second that a unit has not come whole is not told why.
                     let fine = [Status::Ok, Status::Unavailable, Status::Io];
                     assert!(went.iter().all(|one| fine.contains(one)), "{call}, {nth}: {went:?}");
-                    told += u32::from(went.contains(&Status::Unavailable));
+                    failed += u32::from(went.contains(&Status::Unavailable));
                     assert_eq!(addresses(&rig), at);
                     rig.closed();
                 }
                 Err(error) => {
                     assert_eq!(error.status(), Status::Unavailable, "{call}, {nth}: {error}");
-                    told += 1;
+                    failed += 1;
                 }
             }
             drop(device.close(0));
         }
-        assert!(told > 0, "{call}: nobody was told");
+        assert!(failed > 0, "{call}: no loss was reported");
     }
 }
 

@@ -368,7 +368,7 @@ fn beside(fake: &Fake, cuda: &Cuda, context: u64, stream: u64, after: u64) -> Re
     let held = unsafe { cuda.stream_wait_event(stream, promise) };
     let copied = copy(cuda, 1, promise, from, to);
     fake.run();
-    let is_early = from == to;
+    let is_premature = from == to;
     cuda.signal_event(promise)?;
     let ended = copied.and_then(|event| cuda.wait(event, soon()));
     cuda.wait(promise, soon())?;
@@ -377,7 +377,7 @@ fn beside(fake: &Fake, cuda: &Cuda, context: u64, stream: u64, after: u64) -> Re
     fake.no_more_failures();
     fake.record(context, after, stream);
     fake.run();
-    Ok(!is_early && fake.has_come(context, after) && from == to)
+    Ok(!is_premature && fake.has_come(context, after) && from == to)
 }
 
 /// Every call that is made for promises fails once, early and late.
@@ -425,7 +425,7 @@ fn every_user_event_call_may_fail_once() {
             let _ = Fake::begin(0);
         }
         let hides = ["cuEventQuery", "cuEventRecord", "cuCtxPushCurrent", "cuMemFreeHost"];
-        assert!(failed > 0 || hides.contains(&call), "{call}: no failure was told");
+        assert!(failed > 0 || hides.contains(&call), "{call}: no failure was reported");
     }
 }
 
@@ -433,8 +433,8 @@ fn every_user_event_call_may_fail_once() {
 #[test]
 fn cell_memory_is_registered_and_unregistered() {
     let (_turn, fake) = alone(9);
-    let (told, forgotten) = ("cuMemHostRegister", "cuMemHostUnregister");
-    let before = (fake.calls(told), fake.calls(forgotten));
+    let (register, unregister) = ("cuMemHostRegister", "cuMemHostUnregister");
+    let before = (fake.calls(register), fake.calls(unregister));
     for refuses in [false, true] {
         let (runtime, spec) = (support::runtime(), support::spec_of("store(host=4MiB)"));
         let device = Arc::new(open());
@@ -458,7 +458,7 @@ fn cell_memory_is_registered_and_unregistered() {
         store.close();
         assert_eq!(device.describe().pageable_bytes, 0, "it knows memory that has gone");
     }
-    let after = (fake.calls(told), fake.calls(forgotten));
+    let after = (fake.calls(register), fake.calls(unregister));
     assert!(after.0 > before.0 + 1 && after.1 - before.1 == after.0 - before.0 - 1, "{after:?}");
     fake.check();
 }

@@ -62,7 +62,7 @@ fn copies(random: &mut Random, from: &Room, to: &mut Room, content: &[u8]) -> Ve
     made
 }
 
-fn wander(cuda: &Cuda, seed: u64, told: bool) {
+fn wander(cuda: &Cuda, seed: u64, registered: bool) {
     let mut random = Random::new(seed);
     let mut rooms: Vec<Room> = (0..6)
         .map(|n| {
@@ -73,7 +73,7 @@ fn wander(cuda: &Cuda, seed: u64, told: bool) {
                 pages()
             };
             let memory = if on_device { Memory::Device } else { Memory::Host };
-            if told && !on_device && n != 5 {
+            if registered && !on_device && n != 5 {
                 // SAFETY: memory that stays.
                 unsafe { cuda.register_host(host(address), ROOM as u64) }.expect("memory");
             }
@@ -173,10 +173,10 @@ fn threads_copy_independently() {
                 })
                 .collect();
             let mut ended = [Event(0); 16];
-            let mut told = std::collections::BTreeSet::new();
+            let mut reported = std::collections::BTreeSet::new();
             while !busy.iter().all(|thread| thread.is_finished()) {
                 let count = cuda.poll(&mut ended);
-                ended[..count].iter().for_each(|event| assert!(told.insert(event.0), "twice"));
+                ended[..count].iter().for_each(|event| assert!(reported.insert(event.0), "twice"));
                 std::thread::yield_now();
             }
             busy.into_iter().for_each(|thread| thread.join().expect("right bytes"));

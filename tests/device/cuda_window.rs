@@ -31,8 +31,8 @@ fn noise(len: usize) -> &'static mut [u8] {
 
 /// A window of so many grains, and how long one is.
 fn window(cuda: &Arc<Cuda>, grains: u64) -> Result<(CudaWindow, u64)> {
-    let grain = cuda.window_granularity()?;
-    Ok((CudaWindow::new(cuda.clone(), grains * grain)?, grain))
+    let granularity = cuda.window_granularity()?;
+    Ok((CudaWindow::new(cuda.clone(), grains * granularity)?, granularity))
 }
 
 /// Memory that is put somewhere at once.
@@ -45,28 +45,28 @@ fn map(window: &CudaWindow, at: u64, bytes: u64) -> Result<Piece> {
 
 /// Memory goes through a window of four pieces; whether what was written is found again.
 fn pass(cuda: &Arc<Cuda>) -> Result<bool> {
-    let (window, grain) = window(cuda, 4)?;
+    let (window, granularity) = window(cuda, 4)?;
     let there = noise(200);
-    let (first, second) = (map(&window, 0, grain)?, map(&window, grain, grain)?);
+    let (first, second) = (map(&window, 0, granularity)?, map(&window, granularity, granularity)?);
     // A copy that goes over both pieces.
-    copy(cuda, window.address() + grain - 100, there, Direction::Scatter)?;
+    copy(cuda, window.address() + granularity - 100, there, Direction::Scatter)?;
     // SAFETY: the copy has ended.
     unsafe {
-        window.put(first, 2 * grain)?;
-        window.put(first, 2 * grain)?; // it is there
-        window.put(second, 3 * grain)?;
+        window.put(first, 2 * granularity)?;
+        window.put(first, 2 * granularity)?; // it is there
+        window.put(second, 3 * granularity)?;
     }
     let found = Box::leak(vec![0u8; 200].into_boxed_slice());
-    copy(cuda, window.address() + 3 * grain - 100, found, Direction::Gather)?;
+    copy(cuda, window.address() + 3 * granularity - 100, found, Direction::Gather)?;
     let right = found == there;
     // SAFETY: as above.
     unsafe {
         window.take(first)?;
         window.take(first)?; // it is nowhere
-        window.put(first, grain)?;
+        window.put(first, granularity)?;
         window.destroy(first)?;
     }
-    Ok(right && window.mapped_bytes() == grain)
+    Ok(right && window.mapped_bytes() == granularity)
 }
 
 #[test]
@@ -87,40 +87,46 @@ fn invalid_window_calls_are_rejected() {
     let status = |bytes| CudaWindow::new(cuda.clone(), bytes).err().map(|error| error.status());
     assert_eq!(status(0), Some(Status::Invalid));
     assert_eq!(status(u64::MAX), Some(Status::Limit));
-    let (window, grain) = window(&cuda, 4).expect("addresses");
-    assert_eq!((window.bytes(), window.granularity_bytes()), (4 * grain, grain));
+    let (window, granularity) = window(&cuda, 4).expect("addresses");
+    assert_eq!((window.bytes(), window.granularity_bytes()), (4 * granularity, granularity));
     let small = CudaWindow::new(cuda.clone(), 1).expect("addresses");
-    assert_eq!(small.bytes(), grain);
+    assert_eq!(small.bytes(), granularity);
     drop(small);
-    for bytes in [0, grain - 1, grain + 1] {
+    for bytes in [0, granularity - 1, granularity + 1] {
         assert_eq!(window.create(bytes).expect_err("refused").status(), Status::Invalid);
     }
-    let two = map(&window, grain, 2 * grain).expect("memory");
-    let one = window.create(grain).expect("memory");
+    let two = map(&window, granularity, 2 * granularity).expect("memory");
+    let one = window.create(granularity).expect("memory");
     // SAFETY: nothing is under way.
     unsafe {
-        for at in [1, grain, 2 * grain, 4 * grain, u64::MAX - grain + 1] {
+        for at in [1, granularity, 2 * granularity, 4 * granularity, u64::MAX - granularity + 1] {
             assert_eq!(window.put(one, at).expect_err("refused").status(), Status::Invalid);
         }
-        assert_eq!(window.put(two, 3 * grain).expect_err("too far").status(), Status::Invalid);
+        assert_eq!(
+            window.put(two, 3 * granularity).expect_err("too far").status(),
+            Status::Invalid
+        );
         window.put(two, 0).expect("a part of what it leaves");
-        assert_eq!(window.put(one, grain).expect_err("refused").status(), Status::Invalid);
-        window.put(one, 2 * grain).expect("free");
+        assert_eq!(window.put(one, granularity).expect_err("refused").status(), Status::Invalid);
+        window.put(one, 2 * granularity).expect("free");
         window.destroy(one).expect("its own");
         for gone in [one, Piece(77)] {
-            assert_eq!(window.put(gone, 2 * grain).expect_err("gone").status(), Status::Handle);
+            assert_eq!(
+                window.put(gone, 2 * granularity).expect_err("gone").status(),
+                Status::Handle
+            );
             assert_eq!(window.take(gone).expect_err("gone").status(), Status::Handle);
             assert_eq!(window.destroy(gone).expect_err("gone").status(), Status::Handle);
         }
     }
     // Addresses without memory are no memory.
     let some = noise(64);
-    let none = copy(&cuda, window.address() + 2 * grain, some, Direction::Scatter);
+    let none = copy(&cuda, window.address() + 2 * granularity, some, Direction::Scatter);
     assert_eq!(none.expect_err("refused").status(), Status::Invalid);
-    let over = copy(&cuda, window.address() + 2 * grain - 32, some, Direction::Scatter);
+    let over = copy(&cuda, window.address() + 2 * granularity - 32, some, Direction::Scatter);
     assert_eq!(over.expect_err("refused").status(), Status::Invalid);
     fake.set(12_040, 1, 0, false);
-    assert_eq!(window.create(grain).expect_err("no memory").status(), Status::NoMem);
+    assert_eq!(window.create(granularity).expect_err("no memory").status(), Status::NoMem);
     fake.check();
 }
 
@@ -138,14 +144,14 @@ fn every_window_call_may_fail_once() {
         "cuCtxPushCurrent",
     ];
     for call in calls {
-        let (mut met, mut told) = (0, 0);
+        let (mut met, mut failed) = (0, 0);
         for (nth, code) in (1..8).flat_map(|nth| [1, 2].map(|code| (nth, code))) {
             let (_turn, fake) = alone(nth as u64);
             let before = fake.live();
             fake.fail(call, nth, code);
             let went = open().and_then(|cuda| pass(&cuda));
             met += u32::from(fake.has_failed());
-            told += u32::from(went.is_err());
+            failed += u32::from(went.is_err());
             assert!(went.unwrap_or(true), "{call}, {nth}, {code}: wrong bytes");
             let leaves = ["cuMemAddressFree", "cuMemRelease", "cuMemUnmap", "cuCtxPushCurrent"];
             if !leaves.contains(&call) {
@@ -155,6 +161,6 @@ fn every_window_call_may_fail_once() {
             let _ = Fake::begin(0);
         }
         let is_end = ["cuMemAddressFree", "cuMemRelease"].contains(&call);
-        assert!(met > 0 && (told > 0 || is_end), "{call}: no failure was told");
+        assert!(met > 0 && (failed > 0 || is_end), "{call}: no failure was reported");
     }
 }

@@ -334,7 +334,7 @@ fn failed_direct_reads_are_repeated_through_host_memory() {
         let stats = rig.streamer.stats();
         assert_eq!(stats.direct_failed, 1, "{nth}, {code}: {stats:?}");
         assert!(stats.direct_bytes > 0, "{nth}, {code}: {stats:?}");
-        assert_eq!(stats.failed, 0, "{nth}, {code}: nobody was told of it");
+        assert_eq!(stats.failed, 0, "{nth}, {code}: it was not reported");
         rig.closed();
         drop((rig, device));
         all_is_well(&fake, &file);
@@ -491,7 +491,8 @@ fn invalid_direct_reads_fail_one_call() {
     let device = device(library(), vec![system]);
     let direct = device.direct().expect("a way");
     // SAFETY: refused. Of tmpfs, and of all others, nobody can tell how it would be read.
-    let error = unsafe { direct.add_file(descriptor, 0x0102_1994) }.expect_err("not to be told");
+    let error =
+        unsafe { direct.add_file(descriptor, 0x0102_1994) }.expect_err("an unknown file system");
     assert!(error.to_string().contains("neither ext4 nor XFS"), "{error}");
     let memory = device.allocate(2 * MIB).expect("room");
     let from = memory.address;

@@ -54,10 +54,10 @@ fn sums_of(device: &dyn Device, copies: &mut [Copy<'_>]) -> Result<Vec<u64>> {
     let event = unsafe { device.submit(Stream(0), None, copies)? };
     device.wait(event, 0)?;
     let mut sums = vec![0; copies.len()];
-    let told = device.sums(event, &mut sums)?;
+    let count = device.sums(event, &mut sums)?;
     device.release(event)?;
     assert!(device.sums(event, &mut sums).is_err(), "sums of an event that was released");
-    sums.truncate(told);
+    sums.truncate(count);
     Ok(sums)
 }
 

@@ -151,8 +151,8 @@ fn weights_pass(name: &str, sizes: &model_files::Sizes, in_place: bool) {
     let files = rig::Files::new(name, sizes);
     let bytes = files.all_bytes();
     // In place all takes whole pieces: of a few, some pass through slots.
-    let grain = if in_place { device.window_granularity().expect("windows") } else { 0 };
-    let rounded = |unit: &kvtier::stream::units::Unit| unit.image_bytes + grain;
+    let granularity = if in_place { device.window_granularity().expect("windows") } else { 0 };
+    let rounded = |unit: &kvtier::stream::units::Unit| unit.image_bytes + granularity;
     let taken: u64 = files.units.units.iter().map(rounded).sum();
     let plan_options = PlanOptions {
         host_ceiling_bytes: Some(2 * rig::MIB + bytes / 4),

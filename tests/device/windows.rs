@@ -60,28 +60,29 @@ unsafe fn put(window: &dyn Window, piece: Piece, at: u64) -> Status {
 }
 
 fn keeps_the_contract(device: Arc<dyn Device>) {
-    let grain = device.window_granularity().expect("windows");
+    let granularity = device.window_granularity().expect("windows");
     let device_ref = &*device;
     assert_eq!(status(device.clone().window(0)), Status::Invalid);
     assert_eq!(status(device.clone().window(u64::MAX)), Status::Limit);
-    let window = device.clone().window(3 * grain + 1).expect("addresses");
-    assert_eq!((window.bytes(), window.granularity_bytes()), (4 * grain, grain));
+    let window = device.clone().window(3 * granularity + 1).expect("addresses");
+    assert_eq!((window.bytes(), window.granularity_bytes()), (4 * granularity, granularity));
     let start = window.address();
     assert_eq!(start % 4096, 0);
-    for bytes in [0, 1, grain + 1] {
+    for bytes in [0, 1, granularity + 1] {
         assert_eq!(status(window.create(bytes)), Status::Invalid);
     }
-    let (one, two) = (window.create(grain).expect("room"), window.create(2 * grain).expect("room"));
+    let (one, two) =
+        (window.create(granularity).expect("room"), window.create(2 * granularity).expect("room"));
     let (bytes, back) = (room(300), room(300));
     // SAFETY: each copy has ended before anything is moved.
     unsafe {
         assert_eq!(put(&*window, one, 0), Status::Ok);
-        assert_eq!(put(&*window, two, grain), Status::Ok);
+        assert_eq!(put(&*window, two, granularity), Status::Ok);
         // Over both, and there again.
-        copy(device_ref, start + grain - 150, bytes, Direction::Scatter).expect("there is memory");
-        copy(device_ref, start + grain - 150, back, Direction::Gather).expect("there is memory");
+        copy(device_ref, start + granularity - 150, bytes, Direction::Scatter).expect("there is memory");
+        copy(device_ref, start + granularity - 150, back, Direction::Gather).expect("there is memory");
         assert_eq!(bytes, back);
-        let last = start + 3 * grain;
+        let last = start + 3 * granularity;
         for at in [last, last - 150] {
             assert_eq!(
                 status(copy(device_ref, at, back, Direction::Gather)),
@@ -89,20 +90,24 @@ fn keeps_the_contract(device: Arc<dyn Device>) {
                 "{at:#x}"
             );
         }
-        for (piece, at) in
-            [(one, grain), (one, 2 * grain), (one, 5), (one, 4 * grain), (two, 3 * grain)]
-        {
+        for (piece, at) in [
+            (one, granularity),
+            (one, 2 * granularity),
+            (one, 5),
+            (one, 4 * granularity),
+            (two, 3 * granularity),
+        ] {
             assert_eq!(put(&*window, piece, at), Status::Invalid, "{piece:?} at {at}");
         }
         // Along, over a part of where it was; then another where that began.
-        assert_eq!(put(&*window, two, 2 * grain), Status::Ok);
-        assert_eq!(put(&*window, one, grain), Status::Ok);
+        assert_eq!(put(&*window, two, 2 * granularity), Status::Ok);
+        assert_eq!(put(&*window, one, granularity), Status::Ok);
         assert_eq!(status(copy(device_ref, start, back, Direction::Gather)), Status::Invalid);
-        copy(device_ref, start + grain, bytes, Direction::Scatter).expect("there is memory");
+        copy(device_ref, start + granularity, bytes, Direction::Scatter).expect("there is memory");
         assert_eq!(window.take(one), Ok(()));
         assert_eq!(window.take(one), Ok(()), "it is nowhere");
         assert_eq!(
-            status(copy(device_ref, start + grain, back, Direction::Gather)),
+            status(copy(device_ref, start + granularity, back, Direction::Gather)),
             Status::Invalid
         );
         assert_eq!(window.destroy(one), Ok(()));

@@ -164,11 +164,11 @@ fn compare(text: &str, ids: impl Fn(&[&str]) -> Vec<u64>) -> usize {
                 let (spec, may) = ours(policy, size);
                 let got = misses(spec, size, &sequence, &nexts);
                 let off = (got as f64 - want as f64) / want as f64;
-                let far = off > may.more || -off > may.fewer;
+                let is_outside = off > may.more || -off > may.fewer;
                 if got != want {
                     println!("{name} {spec} {size}: {got} misses, libCacheSim {want}");
                 }
-                if far {
+                if is_outside {
                     wrong.push(format!("{name} {spec} {size}: {got}, not {want}"));
                 }
                 rows += 1;

@@ -184,13 +184,13 @@ fn rows_with_block_lists_have_their_size() {
             block_ids: &blocks,
             ..Columns::default()
         };
-        let told = Columns { blocks: &[10, 1, 1], block_offsets: &[], block_ids: &[], ..listed };
+        let counted = Columns { blocks: &[10, 1, 1], block_offsets: &[], block_ids: &[], ..listed };
         let mut order = |columns: &Columns| {
             let mut out = Selection::default();
             e.select(5, columns, 12, &SelectOptions::default(), &mut out).unwrap();
             out.victims.iter().map(|v| v.id).collect::<Vec<_>>()
         };
-        assert_eq!(order(&listed), order(&told), "{spec}");
+        assert_eq!(order(&listed), order(&counted), "{spec}");
     }
 }
 

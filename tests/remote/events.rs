@@ -145,9 +145,9 @@ fn entry(value: &Value) -> Entry {
 
 /// What is told of events from a number on must be what the store has, in its order; what was told
 /// twice counts once. How many were told.
-fn check(told: &[Entry], events: &[Event], from: u64) -> u64 {
+fn check(published: &[Entry], events: &[Event], from: u64) -> u64 {
     let mut next = from;
-    for entry in told {
+    for entry in published {
         assert!(entry.first <= next && entry.missed == 0, "{next}: {entry:?}");
         for (number, (words, keys)) in (entry.first..).zip(&entry.events) {
             let event = &events[number as usize];
@@ -159,7 +159,7 @@ fn check(told: &[Entry], events: &[Event], from: u64) -> u64 {
     next
 }
 
-fn told_spec(url: &str, more: &str) -> StoreSpec {
+fn publishing_spec(url: &str, more: &str) -> StoreSpec {
     let remote = format!(
         "redis(url=\"{url}\", timeout=500, write=never, events=\"http://a:1\", prefix=\"p\"{more})"
     );
@@ -172,28 +172,33 @@ fn event_stream_recovers_after_server_outage() {
         return;
     }
     let mut server = Server::start(&[]);
-    let store = TestStore::open(&told_spec(&server.url(), ""));
+    let store = TestStore::open(&publishing_spec(&server.url(), ""));
     put(&store, 1, 64);
-    wait_until("the first events are told", || check_len(&server) == 4);
-    let told = entries(&server, "p/events");
-    assert_eq!((&*told[0].stage, &*told[0].node, told[0].first), ("opened", "http://a:1", 0));
-    assert!(told[1..].iter().all(|entry| entry.stage == "open" && entry.run == told[0].run));
-    assert_eq!(check(&told, &events_of(&store), 0), 4);
+    wait_until("the first events are published", || check_len(&server) == 4);
+    let published = entries(&server, "p/events");
+    assert_eq!(
+        (&*published[0].stage, &*published[0].node, published[0].first),
+        ("opened", "http://a:1", 0)
+    );
+    assert!(
+        published[1..].iter().all(|entry| entry.stage == "open" && entry.run == published[0].run)
+    );
+    assert_eq!(check(&published, &events_of(&store), 0), 4);
     // A server that is away costs nobody anything, and hears of it later.
     server.kill();
     // The server comes again only when the put has ended: one that waited for it would hang.
     put(&store, 2, 320);
     server.restart();
     let count = events_of(&store).len() as u64;
-    wait_until("the rest is told", || {
-        let told = entries(&server, "p/events");
-        told.iter().any(|entry| entry.first + entry.events.len() as u64 == count)
+    wait_until("the rest is published", || {
+        let published = entries(&server, "p/events");
+        published.iter().any(|entry| entry.first + entry.events.len() as u64 == count)
     });
     let events = events_of(&store);
     store.close();
-    let told = entries(&server, "p/events");
-    assert_eq!(check(&told, &events, 4), count);
-    assert_eq!(told.last().map(|entry| &*entry.stage), Some("closed"));
+    let published = entries(&server, "p/events");
+    assert_eq!(check(&published, &events, 4), count);
+    assert_eq!(published.last().map(|entry| &*entry.stage), Some("closed"));
 }
 
 /// How many events a server was told of.
@@ -207,7 +212,7 @@ fn event_stream_is_in_the_slot_of_its_key() {
         return;
     }
     let servers = cluster();
-    let store = TestStore::open(&told_spec(&servers[0].url(), ", cluster=true"));
+    let store = TestStore::open(&publishing_spec(&servers[0].url(), ", cluster=true"));
     put(&store, 1, 64);
     let slot = servers[0].cli(&["cluster", "keyslot", "p/events"]);
     let has_it = |server: &&Server| server.cli(&["cluster", "countkeysinslot", &slot]) == "1";
@@ -215,7 +220,7 @@ fn event_stream_is_in_the_slot_of_its_key() {
     let master =
         servers.iter().find(|server| has_it(server) && server.cli(&["role"]).starts_with("master"));
     let master = master.expect("a master has it");
-    wait_until("all is told", || check_len(master) == 4);
+    wait_until("all is published", || check_len(master) == 4);
     assert_eq!(check(&entries(master, "p/events"), &events_of(&store), 0), 4);
     store.close();
 }
@@ -226,25 +231,25 @@ fn overflowing_events_are_reported_as_missed() {
         return;
     }
     let server = Server::start(&[]);
-    let mut spec = told_spec(&server.url(), ", events_kept=1000");
+    let mut spec = publishing_spec(&server.url(), ", events_kept=1000");
     spec.config.events = 16;
     let store = TestStore::open(&spec);
     put(&store, 1, 16);
-    wait_until("it is told", || check_len(&server) == 1);
+    wait_until("it is published", || check_len(&server) == 1);
     server.pause();
     (2..8).for_each(|number| put(&store, number, 160));
     server.go_on();
     let all = store.handle.look(|core| core.events.next_number()).expect("open");
     let ends = |entry: &Entry| entry.first + entry.events.len() as u64;
-    wait_until("the last one is told", || {
+    wait_until("the last one is published", || {
         entries(&server, "p/events").last().is_some_and(|entry| ends(entry) == all)
     });
-    let told = entries(&server, "p/events");
-    let missed = told.iter().map(|entry| entry.missed).max().expect("some");
-    assert!(missed > 0, "{told:?}");
+    let published = entries(&server, "p/events");
+    let missed = published.iter().map(|entry| entry.missed).max().expect("some");
+    assert!(missed > 0, "{published:?}");
     // Between what was told there are gaps, and they are as long as was said.
     let mut next = 0;
-    for entry in &told {
+    for entry in &published {
         assert!(entry.first <= next + entry.missed, "{next}: {entry:?}");
         next = next.max(ends(entry));
     }
@@ -254,7 +259,7 @@ fn overflowing_events_are_reported_as_missed() {
 
 #[test]
 fn sealed_store_rejects_an_event_stream() {
-    let mut spec = told_spec("redis://127.0.0.1:1", ", connect=50");
+    let mut spec = publishing_spec("redis://127.0.0.1:1", ", connect=50");
     spec.secrets.add("seal", &[7; 32]).expect("taken");
     let runtime = support::runtime();
     let error = Store::open(runtime.core(), None, &spec).err().expect("refused");

@@ -28,7 +28,7 @@ fn spec(folder: &Path, rest: &str) -> StoreSpec {
     StoreSpec::parse(&format!("store(host=8MiB, {remote})")).expect("a sound spec")
 }
 
-fn far(store: &TestStore) -> RemoteCounters {
+fn remote_counters(store: &TestStore) -> RemoteCounters {
     store.handle.with(|core| Ok(core.remote_counters())).expect("open").expect("a remote")
 }
 
@@ -71,21 +71,21 @@ fn stores_share_kv_through_the_remote() {
     let tokens = document(1, 100);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     // Six whole chunks, each an object of its four layers.
-    assert_eq!((far(&one).sent, objects(&scratch.0).len()), (6, 6));
+    assert_eq!((remote_counters(&one).sent, objects(&scratch.0).len()), (6, 6));
     let (session, found) = located(&other, &tokens);
-    assert_eq!(found, 96, "{:?}", far(&other));
+    assert_eq!(found, 96, "{:?}", remote_counters(&other));
     let mut engine = Engine::new(MODEL, Shape::Heads, 96);
     assert_eq!(other.get(session, &engine).status, Status::Ok);
     engine.check(&marks_of(1, &tokens), 0..96, 0..MODEL.layers);
-    let counted = far(&other);
+    let counted = remote_counters(&other);
     assert_eq!((counted.fetched, counted.cells, counted.corrupt), (6, 24, 0), "{counted:?}");
     // They are here now.
     let again = other.get(session, &engine);
-    assert!(again.status == Status::Ok && far(&other).fetched == 6);
+    assert!(again.status == Status::Ok && remote_counters(&other).fetched == 6);
     other.close_session(session);
     // And are not sent again by who has got them from there.
     assert_eq!(put(&other, &tokens, Level::Ram), None);
-    assert_eq!((far(&other).sent, objects(&scratch.0).len()), (0, 6));
+    assert_eq!((remote_counters(&other).sent, objects(&scratch.0).len()), (0, 6));
     [one, other].into_iter().for_each(TestStore::close);
 }
 
@@ -102,16 +102,25 @@ fn located_kv_is_fetched_by_other_sessions() {
         other.close_session(session);
         // Nothing of it is here, and nobody waits for an answer: who goes on from it all, and who
         // begins with it.
-        let asked = far(&other).asked;
+        let asked = remote_counters(&other).asked;
         let begins = [&tokens[..64], &document(2, 40)[..]].concat();
         for (tokens, length) in [(&begins, 64), (&tokens, 96)] {
             let session = other.session(other.namespace(1, &MODEL), tokens);
             let mut engine = Engine::new(MODEL, Shape::Heads, length);
-            assert_eq!(other.get(session, &engine).status, Status::Ok, "{:?}", far(&other));
+            assert_eq!(
+                other.get(session, &engine).status,
+                Status::Ok,
+                "{:?}",
+                remote_counters(&other)
+            );
             engine.check(&marks_of(1, tokens), 0..length, 0..MODEL.layers);
             other.close_session(session);
         }
-        assert!(ask == "append" || far(&other).asked == asked, "{:?}", far(&other));
+        assert!(
+            ask == "append" || remote_counters(&other).asked == asked,
+            "{:?}",
+            remote_counters(&other)
+        );
         [one, other].into_iter().for_each(TestStore::close);
     }
 }
@@ -134,17 +143,17 @@ fn cheap_remote_kv_is_prefetched() {
     let (session, found) = located(&other, &tokens);
     other.close_session(session);
     other.settle();
-    assert_eq!((found, far(&other).fetched), (96, 0), "{:?}", far(&other));
+    assert_eq!((found, remote_counters(&other).fetched), (96, 0), "{:?}", remote_counters(&other));
     fix(1e9);
     let session = other.session(space, &tokens);
-    wait_until("it comes by itself", || far(&other).fetched >= 6);
+    wait_until("it comes by itself", || remote_counters(&other).fetched >= 6);
     other.settle();
     // It is here: the remote is not asked again.
     fs::remove_dir_all(&scratch.0).expect("removed");
     let mut engine = Engine::new(MODEL, Shape::Heads, 96);
     assert_eq!(other.get(session, &engine).status, Status::Ok);
     engine.check(&marks_of(1, &tokens), 0..96, 0..MODEL.layers);
-    assert_eq!(far(&other).cells, 24);
+    assert_eq!(remote_counters(&other).cells, 24);
     // A session that is closed at once leaves nothing under way.
     let space = other.namespace(2, &MODEL);
     for number in 0..50 {
@@ -162,11 +171,18 @@ fn first_writer_wins_and_remote_level_needs_an_acknowledgement() {
     let tokens = document(2, 64);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     assert_eq!(put(&other, &tokens, Level::Remote), None);
-    assert_eq!((far(&one).sent, far(&other).sent, far(&other).known_there), (4, 0, 4));
+    assert_eq!(
+        (
+            remote_counters(&one).sent,
+            remote_counters(&other).sent,
+            remote_counters(&other).known_there
+        ),
+        (4, 0, 4)
+    );
     // What was there, as far as is known, and is not any more: a put sends it again.
     objects(&scratch.0).iter().for_each(|path| fs::remove_file(path).expect("there"));
     assert_eq!(put(&one, &tokens, Level::Remote), None);
-    assert_eq!((far(&one).sent, objects(&scratch.0).len()), (8, 4));
+    assert_eq!((remote_counters(&one).sent, objects(&scratch.0).len()), (8, 4));
     [one, other].into_iter().for_each(TestStore::close);
 }
 
@@ -193,7 +209,7 @@ fn damaged_or_absent_remote_object_is_a_miss() {
     assert_eq!(found, 64, "they are said to be there");
     let engine = Engine::new(MODEL, Shape::Tokens, 64);
     assert_eq!(other.get(session, &engine).status, Status::NotFound);
-    let counted = far(&other);
+    let counted = remote_counters(&other);
     assert!(counted.corrupt >= 4, "{counted:?}");
     other.close_session(session);
     other.settle();
@@ -235,11 +251,11 @@ fn evicted_chunks_are_uploaded_or_counted_as_rejected() {
         store.settle();
     }
     // Three quarters of the 8 chunks of each were evicted, however fast that was.
-    let counted = far(&store);
+    let counted = remote_counters(&store);
     assert!(counted.sent > 0 && counted.sent + counted.refused >= 192 * 8, "{counted:?}");
     let whole = get_all(&store, &documents);
     // A chunk that was not sent costs its document at most.
-    let counted = far(&store);
+    let counted = remote_counters(&store);
     assert!(whole + counted.refused + counted.failed_sends >= 256, "{whole}, {counted:?}");
     store.close();
 }

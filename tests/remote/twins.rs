@@ -64,7 +64,7 @@ impl Twin {
         (batch, rows): (usize, usize),
         tune: impl FnOnce(&mut RemoteConfig),
     ) -> Twin {
-        let mut far = RemoteConfig {
+        let mut remote_config = RemoteConfig {
             object_bytes: 8 << 10,
             batch,
             write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
@@ -74,13 +74,13 @@ impl Twin {
             seed: random.draw(),
             ..RemoteConfig::default()
         };
-        tune(&mut far);
+        tune(&mut remote_config);
         let config = Config {
             host_bytes: if rows > 1024 { 64 << 20 } else { 1 << 20 },
             max_chunks: rows,
             max_jobs: 16 + random.below(100) as u32,
             batch_cells: 1 + random.below(8) as usize,
-            remote: Some(far),
+            remote: Some(remote_config),
             ..Config::default()
         };
         Twin(SteppedStore::new(Parts {
@@ -213,7 +213,7 @@ impl Twin {
         (found, got)
     }
 
-    fn far(&self) -> RemoteCounters {
+    fn remote_counters(&self) -> RemoteCounters {
         self.with(|core| core.remote_counters()).expect("a remote")
     }
 }
@@ -247,26 +247,26 @@ fn evicted_chunks_return_from_the_remote() {
     const DOCUMENTS: usize = 256;
     let (mut random, clock) = (Random::new(1), Clock::manual(1));
     let remote = Simulated::new(1, Plan::default(), clock.clone());
-    let twin = Twin::open_as(&remote, &clock, &mut random, (4, 512), |far| {
-        (far.write, far.object_bytes, far.known) = (Write::Back, 16 << 10, 1024);
+    let twin = Twin::open_as(&remote, &clock, &mut random, (4, 512), |config| {
+        (config.write, config.object_bytes, config.known) = (Write::Back, 16 << 10, 1024);
     });
     // Four times as much as memory holds, a chunk each.
     let documents: Vec<Vec<u32>> = (0..DOCUMENTS).map(|n| document(n as u32, 16)).collect();
     for tokens in &documents {
         assert_eq!(twin.put(tokens, Level::Ram), Status::Ok);
     }
-    let counted = twin.far();
+    let counted = twin.remote_counters();
     assert_eq!(counted.failed_sends, 0, "{counted:?}");
     // A chunk that is evicted is sent, or refused because too much waits to be sent.
     assert!((counted.sent + counted.refused) as usize >= DOCUMENTS * 3 / 4, "{counted:?}");
     let mut whole = 0;
     for tokens in &documents {
         let (found, got) = twin.find(tokens);
-        assert_eq!(got, Status::Ok, "{:?}", twin.far());
+        assert_eq!(got, Status::Ok, "{:?}", twin.remote_counters());
         whole += usize::from(found == tokens.len());
     }
     // A quarter of them can be in memory.
-    let counted = twin.far();
+    let counted = twin.remote_counters();
     println!("{whole} of {DOCUMENTS} came, {counted:?}");
     assert!(whole > DOCUMENTS / 2, "{whole} of {DOCUMENTS} came, {counted:?}");
     assert!(whole + counted.refused as usize >= DOCUMENTS, "{counted:?}");
@@ -308,12 +308,12 @@ fn hostile_remote_never_yields_wrong_bytes() {
                     remote.set_plan(plan(&mut random));
                 }
                 _ => {
-                    all.add(&twins[at].far());
+                    all.add(&twins[at].remote_counters());
                     twins[at] = Twin::open(&remote, &clock, &mut random);
                 }
             }
         }
-        twins.iter().for_each(|twin| all.add(&twin.far()));
+        twins.iter().for_each(|twin| all.add(&twin.remote_counters()));
         // It is well again: what one puts another one gets.
         remote.set_plan(Plan::default());
         clock.advance(2 * MINUTE_NS);
@@ -324,15 +324,24 @@ fn hostile_remote_never_yields_wrong_bytes() {
             clock.advance(MINUTE_NS);
             twins[0].put(&tokens, Level::Remote) == Status::Ok
         });
-        assert!(is_well, "seed {seed}: {:?}", twins[0].far());
+        assert!(is_well, "seed {seed}: {:?}", twins[0].remote_counters());
         let fresh = Twin::open(&remote, &clock, &mut random);
-        assert_eq!(fresh.find(&tokens), (128, Status::Ok), "seed {seed}: {:?}", fresh.far());
-        assert_eq!((fresh.far().cells, fresh.far().corrupt), (32, 0), "seed {seed}");
+        assert_eq!(
+            fresh.find(&tokens),
+            (128, Status::Ok),
+            "seed {seed}: {:?}",
+            fresh.remote_counters()
+        );
+        assert_eq!(
+            (fresh.remote_counters().cells, fresh.remote_counters().corrupt),
+            (32, 0),
+            "seed {seed}"
+        );
         let names: Vec<u32> = (1000..1001 + random.below(20) as u32).collect();
         assert_eq!(twins[0].put_blocks(&names, Level::Remote), vec![Status::Ok; names.len()]);
-        let before = fresh.far().asked;
+        let before = fresh.remote_counters().asked;
         assert_eq!(fresh.locate_blocks(&names), vec![Status::Ok; names.len()], "seed {seed}");
-        assert_eq!(fresh.far().asked - before, names.len() as u64);
+        assert_eq!(fresh.remote_counters().asked - before, names.len() as u64);
         assert_eq!(fresh.get_blocks(&names), vec![Status::Ok; names.len()], "seed {seed}");
     }
     assert!(located > SEEDS as usize && missed > SEEDS as usize, "{located}, {missed}");
@@ -381,7 +390,7 @@ fn gets_overtake_prefetches_at_the_remote() {
     let what = engines[5].whole();
     let get = other.submit(sessions[5], TransferKind::Get, Level::Ram, what);
     // Its two objects are the first that are fetched, though five others were wanted before.
-    for hands in [
+    for kind in [
         WorkerKind::Fetch,
         WorkerKind::Fetch,
         WorkerKind::Copy,
@@ -389,7 +398,7 @@ fn gets_overtake_prefetches_at_the_remote() {
         WorkerKind::Copy,
         WorkerKind::Copy,
     ] {
-        other.run_batch(hands);
+        other.run_batch(kind);
     }
     let ended = other.finished();
     assert!(ended.iter().any(|one| one.number == get), "{ended:?}");
@@ -417,25 +426,25 @@ fn stores_share_named_blocks() {
     let names = [1, 9, 1, 3, 9];
     assert_eq!(other.locate_blocks(&names), [OK, NOT_FOUND, OK, OK, NOT_FOUND]);
     // One that is named twice is asked for once.
-    assert_eq!((other.far().asked, other.far().found), (3, 2));
+    assert_eq!((other.remote_counters().asked, other.remote_counters().found), (3, 2));
     // The remote has it; it is not here.
     assert_eq!(other.exists(&names), [8, 0, 8, 8, 0]);
     assert_eq!(other.get_blocks(&names), [OK, NOT_FOUND, OK, OK, NOT_FOUND]);
-    assert_eq!((other.far().fetched, other.far().cells), (4, 8));
+    assert_eq!((other.remote_counters().fetched, other.remote_counters().cells), (4, 8));
     // Here now: nobody is asked.
     assert_eq!(other.exists(&[1, 3]), [8 | 2 | 16; 2]);
     assert_eq!(other.locate_blocks(&[1, 3]), [OK; 2]);
-    assert_eq!(other.far().asked, 3);
+    assert_eq!(other.remote_counters().asked, 3);
     // What is not there is known for a moment, and asked for again then.
     assert_eq!(other.locate_blocks(&[9]), [NOT_FOUND]);
-    assert_eq!(other.far().asked, 3);
+    assert_eq!(other.remote_counters().asked, 3);
     other.clock.as_ref().expect("a clock").advance(MINUTE_NS);
     assert_eq!(one.put_blocks(&[9], Level::Remote), [OK]);
     assert_eq!(other.locate_blocks(&[9, 2]), [OK; 2]);
-    assert_eq!(other.far().asked, 5);
+    assert_eq!(other.remote_counters().asked, 5);
     // One store's own are found without the remote.
     assert_eq!(one.locate_blocks(&[1, 2, 3, 9]), [OK; 4]);
-    assert_eq!(one.far().asked, 0);
+    assert_eq!(one.remote_counters().asked, 0);
     // What is dropped is forgotten there, too, and its row with it.
     let session = other.session(&[]);
     other.with(|core| core.drop_blocks(session, &keys_of(&[2]))).expect("open");
@@ -506,9 +515,9 @@ fn block_lookups_always_end() {
     assert_eq!(each, [[NOT_FOUND; 50].as_slice(), &[OK; 10]].concat());
     // Left alone: what is there counts for nothing meanwhile, and nobody is asked.
     (0..5).for_each(|_| drop(other.locate_blocks(&names[..50])));
-    let asked = other.far().asked;
+    let asked = other.remote_counters().asked;
     assert_eq!(other.locate_blocks(&names[50..60]), [NOT_FOUND; 10]);
-    assert_eq!((other.exists(&names[50..60]), other.far().asked), (vec![0; 10], asked));
+    assert_eq!((other.exists(&names[50..60]), other.remote_counters().asked), (vec![0; 10], asked));
     assert_eq!(other.put_blocks(&[50], Level::Ram), [OK]);
     assert_eq!(other.locate_blocks(&[50, 51]), [OK, NOT_FOUND]);
     // Well again.
@@ -532,7 +541,7 @@ fn invalid_lookups_are_rejected() {
     assert_eq!(ask(1), Err(Status::Again));
     other.settle();
     let finished = other.finished();
-    assert_eq!((finished.len(), other.far().asked), (16, 1));
+    assert_eq!((finished.len(), other.remote_counters().asked), (16, 1));
     assert!(ask(1).is_ok());
     other.settle();
 }
@@ -563,8 +572,8 @@ fn truncated_fetch_keeps_the_remote_object() {
     });
     assert_eq!(other.ended().1, 0);
     other.close_session(session);
-    assert_eq!((remote.names(), other.far().removed), (names.clone(), 0));
-    assert!(other.far().corrupt > 0);
+    assert_eq!((remote.names(), other.remote_counters().removed), (names.clone(), 0));
+    assert!(other.remote_counters().corrupt > 0);
     assert_eq!(other.find(&tokens), (64, OK));
 
     // What came whole and is wrong goes, and the remote is not believed any more.
@@ -577,10 +586,10 @@ fn truncated_fetch_keeps_the_remote_object() {
     let (_, mut third, _, clock) = well(256);
     third.0.tools.remote = Some(RemoteExecutor::new(Arc::new(remote.clone()), clock));
     assert_eq!(third.find(&tokens).0, 64);
-    assert!(third.far().corrupt >= 8, "{:?}", third.far());
+    assert!(third.remote_counters().corrupt >= 8, "{:?}", third.remote_counters());
     let opened = third.with(|core| core.remote_breaker().map(|breaker| breaker.opened()));
     assert_eq!(opened, Some(1));
-    assert_eq!((remote.names(), third.far().removed), (vec![], 8));
+    assert_eq!((remote.names(), third.remote_counters().removed), (vec![], 8));
     // Who has it puts it there again.
     assert_eq!(one.put(&tokens, Level::Remote), OK);
     assert_eq!(remote.names(), names);
@@ -649,7 +658,7 @@ fn removals_have_separate_batches() {
             batches += 1;
         });
     }
-    assert_eq!((remote.names(), one.far().removed), (vec![], 120));
+    assert_eq!((remote.names(), one.remote_counters().removed), (vec![], 120));
     assert!(one.with(|core| core.remote_breaker().expect("one").is_closed(Direction::Write)));
     one.settle();
     assert_eq!(remote.names().len(), 2);
@@ -689,8 +698,8 @@ fn chunk_with_a_missing_object_is_uploaded_again() {
     let mut lacked = 0;
     for lost in 0..2 {
         let (one, _, remote, clock) = well(256);
-        let other = Twin::open_as(&remote, &clock, &mut Random::new(1), (4, 256), |far| {
-            far.write = Write::Through;
+        let other = Twin::open_as(&remote, &clock, &mut Random::new(1), (4, 256), |config| {
+            config.write = Write::Through;
         });
         let tokens = document(1, 16);
         assert_eq!(one.put(&tokens, Level::Remote), OK);
@@ -716,8 +725,8 @@ fn chunk_with_a_missing_object_is_uploaded_again() {
         let mut engine = Engine::new(MODEL, Shape::Tokens, 16);
         let what = engine.whole();
         other.submit(session, TransferKind::Get, Level::Ram, what);
-        assert_eq!(other.ended().1, 0, "{:?}", other.far());
-        assert_eq!((locate(), other.far().absent), (0, 1));
+        assert_eq!(other.ended().1, 0, "{:?}", other.remote_counters());
+        assert_eq!((locate(), other.remote_counters().absent), (0, 1));
         clock.advance(1_000_000_000);
         // Somebody is told again that all of it is there, before who missed it has computed it.
         assert_eq!(locate(), 16);
@@ -726,10 +735,15 @@ fn chunk_with_a_missing_object_is_uploaded_again() {
         other.submit(session, TransferKind::Put, Level::Ram, what);
         assert_eq!(other.ended().0, OK);
         assert_eq!(remote.names(), names);
-        assert_eq!((other.far().sent, other.far().known_there), (1, 1), "{:?}", other.far());
+        assert_eq!(
+            (other.remote_counters().sent, other.remote_counters().known_there),
+            (1, 1),
+            "{:?}",
+            other.remote_counters()
+        );
         // It is whole, and not sent again.
         assert_eq!(other.put(&tokens, Level::Ram), OK);
-        assert_eq!((other.far().sent, other.far().known_there), (1, 1));
+        assert_eq!((other.remote_counters().sent, other.remote_counters().known_there), (1, 1));
         other.close_session(session);
     }
     assert_eq!(lacked, 1);
@@ -760,7 +774,7 @@ fn cancel_does_not_wait_for_the_remote() {
     let one = other.only_finished();
     assert_eq!((one.number, one.tokens, status(&one)), (second, 16, None));
     engines[1].check(&marks_of(9, &tokens), 0..16, 0..MODEL.layers);
-    assert_eq!(other.far().cells, 4);
+    assert_eq!(other.remote_counters().cells, 4);
     other.close_session(session);
     other.settle();
 }
@@ -771,8 +785,11 @@ fn hints_of_very_long_sessions_are_complete() {
     const CHUNKS: usize = 2200;
     let (mut random, clock) = (Random::new(5), Clock::manual(1));
     let remote = Simulated::new(5, Plan::default(), clock.clone());
-    let mut open =
-        || Twin::open_as(&remote, &clock, &mut random, (32, 2 * CHUNKS), |far| far.known = 16_384);
+    let mut open = || {
+        Twin::open_as(&remote, &clock, &mut random, (32, 2 * CHUNKS), |config| {
+            config.known = 16_384
+        })
+    };
     let (one, other) = (open(), open());
     let tokens = document(1, 16 * CHUNKS);
     let session = one.session(&tokens);
@@ -786,7 +803,7 @@ fn hints_of_very_long_sessions_are_complete() {
     one.close_session(session);
     let locate = |begins: bool| {
         let session = other.session(&tokens);
-        let asked = other.far().asked;
+        let asked = other.remote_counters().asked;
         if begins {
             other.settle(); // whoever was told of the session asks
         } else {
@@ -795,7 +812,7 @@ fn hints_of_very_long_sessions_are_complete() {
         }
         let found = other.with(|core| core.lookup(other.namespace, &tokens).expect("sound").tokens);
         other.close_session(session);
-        (found as usize, other.far().asked - asked)
+        (found as usize, other.remote_counters().asked - asked)
     };
     assert_eq!(locate(false), (tokens.len(), CHUNKS as u64));
     // All is remembered, and nothing is asked for: more than fits in one go.
@@ -804,7 +821,11 @@ fn hints_of_very_long_sessions_are_complete() {
         // A few names have lost their place to others.
         assert!(found == tokens.len() && asked < 50, "{found}, {asked}");
     }
-    assert!(other.far().remembered > 2 * CHUNKS as u64 - 100, "{:?}", other.far());
+    assert!(
+        other.remote_counters().remembered > 2 * CHUNKS as u64 - 100,
+        "{:?}",
+        other.remote_counters()
+    );
 }
 
 /// Batches from a remote end in any order, so policies learn of chunks after those that continue

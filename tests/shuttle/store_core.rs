@@ -143,7 +143,7 @@ impl Shared {
         engine: &mut Engine,
         first: usize,
     ) -> usize {
-        let cell_range = engine.rectangle_from(first);
+        let cell_range = engine.cells_from(first);
         let mut state = self.state.lock();
         let number = state.core.submit_cell_range(session, kind, level, 0, cell_range);
         let ticket = state.tickets.len() + state.finished.len();
@@ -159,13 +159,13 @@ impl Shared {
     fn serve(self: &Arc<Shared>, kinds: &[WorkerKind]) {
         let mut keeper = Asker(self.clone());
         loop {
-            let take = |core: &mut StoreState| kinds.iter().find_map(|&hands| core.take(hands));
+            let take = |core: &mut StoreState| kinds.iter().find_map(|&kind| core.take(kind));
             let Some(mut work) = self.with(take) else {
                 let mut state = self.state.lock();
                 if state.stop {
                     return;
                 }
-                if !kinds.iter().any(|&hands| state.core.has_work(hands)) {
+                if !kinds.iter().any(|&kind| state.core.has_work(kind)) {
                     self.changed.wait(&mut state);
                 }
                 continue;
@@ -242,7 +242,7 @@ impl Engine {
     }
 
     /// All of a session from a token on.
-    fn rectangle_from(&mut self, first: usize) -> CellRange {
+    fn cells_from(&mut self, first: usize) -> CellRange {
         let count = self.planes[0].len() / TOKEN - first;
         let mut views = Vec::new();
         for layer in self.planes.chunks_mut(2) {
@@ -330,7 +330,7 @@ fn call(shared: &Shared) -> bool {
 
 fn run() {
     let shared = Shared::open();
-    let hands: Vec<_> = [
+    let workers: Vec<_> = [
         &[WorkerKind::Copy, WorkerKind::Read][..],
         &[WorkerKind::Write, WorkerKind::Sync, WorkerKind::Upkeep],
     ]
@@ -345,7 +345,7 @@ fn run() {
     shared.wait(|state| state.core.is_quiet());
     shared.state.lock().stop = true;
     shared.changed.notify_all();
-    hands.into_iter().for_each(|hand| hand.join().expect("no panic"));
+    workers.into_iter().for_each(|worker| worker.join().expect("no panic"));
     let state = shared.state.lock();
     assert_eq!((state.finished.len(), state.tickets.len()), (5, 0));
     state.core.check().expect("tables agree with each other and with the tiers");
@@ -424,11 +424,11 @@ fn power_fails() {
         &[WorkerKind::Sync],
         &[WorkerKind::Upkeep],
     ];
-    let hands = kinds.into_iter().map(|kinds| {
+    let workers = kinds.into_iter().map(|kinds| {
         let shared = shared.clone();
         thread::spawn(move || shared.serve(kinds))
     });
-    let hands: Vec<_> = hands.collect();
+    let workers: Vec<_> = workers.collect();
     let other = shared.clone();
     let other = thread::spawn(move || disturb(&other));
     let a: Vec<u32> = (0..12).collect();
@@ -451,7 +451,7 @@ fn power_fails() {
     other.join().expect("no panic");
     shared.state.lock().stop = true;
     shared.changed.notify_all();
-    hands.into_iter().for_each(|hand| hand.join().expect("no panic"));
+    workers.into_iter().for_each(|worker| worker.join().expect("no panic"));
     let again = files.reopen();
     let shared = Shared::on(&again, 14, config);
     let mut keeper = Asker(shared.clone());
@@ -463,7 +463,7 @@ fn power_fails() {
         let mut back = Engine::new(tokens, false);
         let get = shared.submit(number, TransferKind::Get, Level::Ram, &mut back);
         while let Some(mut work) =
-            shared.with(|core| WorkerKind::ALL.into_iter().find_map(|hands| core.take(hands)))
+            shared.with(|core| WorkerKind::ALL.into_iter().find_map(|kind| core.take(kind)))
         {
             // SAFETY: as in `serve`.
             let outcome = unsafe { shared.tools.work(&mut work, Stream(0), &mut keeper) };

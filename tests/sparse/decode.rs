@@ -167,8 +167,8 @@ fn quest_scores(how: &str, keys: &Table, query: &Table, page: usize) -> Vec<Vec<
         let (mut least, mut most) = corners(keys, key_head, from, to);
         for d in 0..keys.dim {
             let centre = (least[d] + most[d]) / 2.0;
-            let far = |t: usize| (f64::from(keys.row(t, key_head)[d]) - centre).abs();
-            let reach = (from..to).map(far).sum::<f64>() / (to - from) as f64;
+            let distance = |t: usize| (f64::from(keys.row(t, key_head)[d]) - centre).abs();
+            let reach = (from..to).map(distance).sum::<f64>() / (to - from) as f64;
             (least[d], most[d]) = (centre - reach, centre + reach);
         }
         bound(query.row(0, head), &(least, most))
@@ -207,7 +207,7 @@ fn id(place: usize) -> u32 {
 
 /// Tells a policy of keys: whole blocks are sealed or appended and then sealed, the rest comes
 /// in small steps.
-fn tell(policy: &mut dyn Sparse, layer: u32, keys: &Table, block: usize, dice: &mut Dice) {
+fn append_blocks(policy: &mut dyn Sparse, layer: u32, keys: &Table, block: usize, dice: &mut Dice) {
     let mut at = 0;
     while at < keys.tokens() {
         let is_whole = keys.tokens() - at >= block && at % block == 0;
@@ -277,7 +277,7 @@ proptest! {
         let keys = dice.table(tokens, key_heads, dim);
         let query = dice.table(1, key_heads * group, dim);
         let mut policy = make(&spec, &shape);
-        tell(&mut *policy, 1, &keys, block, &mut dice);
+        append_blocks(&mut *policy, 1, &keys, block, &mut dice);
         let pages = tokens.div_ceil(page);
         let forced: BTreeSet<usize> = match how {
             "last" => [pages - 1].into(),
@@ -395,11 +395,15 @@ proptest! {
 const BLOCK: usize = 8;
 
 /// A policy that was told of blocks in layer 3, with the keys.
-fn told(spec: &str, blocks: usize, seed: u64) -> (Box<dyn Sparse>, Table, Table, Vec<u32>) {
+fn policy_with_blocks(
+    spec: &str,
+    blocks: usize,
+    seed: u64,
+) -> (Box<dyn Sparse>, Table, Table, Vec<u32>) {
     let mut dice = Dice(seed);
     let mut policy = make(spec, &shape(4, 2, 6, BLOCK as u32));
     let keys = dice.table(blocks * BLOCK, 2, 6);
-    tell(&mut *policy, 3, &keys, BLOCK, &mut dice);
+    append_blocks(&mut *policy, 3, &keys, BLOCK, &mut dice);
     let query = dice.table(1, 4, 6);
     (policy, keys, query, (0..blocks).map(id).collect())
 }
@@ -424,7 +428,7 @@ fn saved(policy: &dyn Sparse, ids: &[u32]) -> Vec<Vec<u8>> {
 #[test]
 fn invalid_calls_of_page_policies_change_nothing() {
     for spec in ["quest(page=4,budget=16)", "arkvale(page=4,budget=24)"] {
-        let (mut policy, keys, query, ids) = told(spec, 12, 1);
+        let (mut policy, keys, query, ids) = policy_with_blocks(spec, 12, 1);
         let before = (saved(&*policy, &ids), chosen(&mut *policy, &query, &ids));
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut wrong = keys.clone();
@@ -457,9 +461,12 @@ fn invalid_calls_of_page_policies_change_nothing() {
                 && policy.seal(3, 1, 0, &keys.rows(0, 9)).is_err()
         );
         assert!(policy.append(3, 98, &block).is_err(), "a gap in a page");
-        assert_eq!(policy.append(3, 1 << 16, &block).expect_err("far").status(), Status::Limit);
         assert_eq!(
-            policy.seal(3, 1, u32::MAX - 7, &block).expect_err("far").status(),
+            policy.append(3, 1 << 16, &block).expect_err("beyond the limit").status(),
+            Status::Limit
+        );
+        assert_eq!(
+            policy.seal(3, 1, u32::MAX - 7, &block).expect_err("beyond the limit").status(),
             Status::Limit
         );
         // Candidates.
@@ -472,10 +479,10 @@ fn invalid_calls_of_page_policies_change_nothing() {
             }
         }
         assert!(policy.select(3, Some(&keys.rows(0, 1)), &ids, &decode(96), &mut out).is_err());
-        let far = decode((1 << 16) + 1);
-        assert!(policy.select(3, Some(&rows), &ids, &far, &mut out).is_err());
+        let beyond = decode((1 << 16) + 1);
+        assert!(policy.select(3, Some(&rows), &ids, &beyond, &mut out).is_err());
         let mut index = Index::default();
-        assert!(policy.index(3, &rows, None, &far, &mut index).is_err());
+        assert!(policy.index(3, &rows, None, &beyond, &mut index).is_err());
         assert!(policy.save(3, 77, &mut Vec::new()).is_err());
         assert_eq!((saved(&*policy, &ids), chosen(&mut *policy, &query, &ids)), before, "{spec}");
     }
@@ -499,7 +506,7 @@ fn saved_block_summaries_round_trip() {
     for spec in
         ["quest(page=4,budget=16)", "quest(compat=fork,topk=3)", "arkvale(page=8,budget=48)"]
     {
-        let (mut policy, _, query, ids) = told(spec, 12, 2);
+        let (mut policy, _, query, ids) = policy_with_blocks(spec, 12, 2);
         let bytes = saved(&*policy, &ids);
         let mut other = make(spec, &shape(4, 2, 6, BLOCK as u32));
         // In any order, and under other names.
@@ -528,7 +535,7 @@ fn saved_block_summaries_round_trip() {
 
 #[test]
 fn saved_block_summaries_are_compact() {
-    let (policy, _, _, ids) = told("quest(page=4)", 1, 2);
+    let (policy, _, _, ids) = policy_with_blocks("quest(page=4)", 1, 2);
     // Two pages, two heads, two corners of six numbers, two bytes each.
     assert_eq!(saved(&*policy, &ids)[0].len(), 24 + 2 * 2 * 2 * 6 * 2);
     let mut dice = Dice(4);
@@ -540,7 +547,7 @@ fn saved_block_summaries_are_compact() {
 #[test]
 fn damaged_summaries_are_rejected_or_valid() {
     let spec = "quest(page=4,budget=12)";
-    let (mut policy, _, query, ids) = told(spec, 6, 5);
+    let (mut policy, _, query, ids) = policy_with_blocks(spec, 6, 5);
     let sound = saved(&*policy, &ids[2..3]).remove(0);
     let before = saved(&*policy, &ids);
     for len in 0..sound.len() {
@@ -586,7 +593,7 @@ fn damaged_summaries_are_rejected_or_valid() {
 #[test]
 fn truncate_and_fork_match_a_fresh_policy() {
     for spec in ["quest(page=4,budget=12)", "arkvale(page=4,budget=24)"] {
-        let (mut policy, keys, query, ids) = told(spec, 10, 6);
+        let (mut policy, keys, query, ids) = policy_with_blocks(spec, 10, 6);
         let all = chosen(&mut *policy, &query, &ids);
         let mut copy = policy.fork().expect("memory");
         // Taken back to the middle of a page, written again and sealed: as if nothing was.
@@ -608,7 +615,7 @@ fn truncate_and_fork_match_a_fresh_policy() {
         policy.reset();
         assert!(policy.save(3, ids[0], &mut out.iter().map(|_| 0).collect()).is_err());
         assert_eq!(chosen(&mut *copy, &query, &ids), all);
-        tell(&mut *policy, 3, &keys, BLOCK, &mut Dice(9));
+        append_blocks(&mut *policy, 3, &keys, BLOCK, &mut Dice(9));
         assert_eq!(chosen(&mut *policy, &query, &ids), all);
     }
 }
@@ -632,7 +639,7 @@ fn ties_select_the_first_pages() {
 
 #[test]
 fn every_query_of_a_step_counts() {
-    let (mut policy, keys, _, ids) = told("quest(page=4,budget=12)", 12, 14);
+    let (mut policy, keys, _, ids) = policy_with_blocks("quest(page=4,budget=12)", 12, 14);
     let queries = Dice(15).table(3, 4, 6);
     let one =
         |at: usize| Table { numbers: queries.numbers[at * 24..at * 24 + 24].to_vec(), ..queries };
@@ -670,7 +677,7 @@ fn latent_rows_have_one_key_head() {
     let mut dice = Dice(11);
     let mut policy = make("quest(page=8,budget=24,dense=0)", &latent);
     let keys = dice.table(80, 1, 6);
-    tell(&mut *policy, 0, &keys, 8, &mut dice);
+    append_blocks(&mut *policy, 0, &keys, 8, &mut dice);
     let query = dice.table(1, 4, 6);
     let mut index = Index::default();
     policy.index(0, &query.all(), None, &decode(80), &mut index).expect("index");
@@ -867,8 +874,8 @@ proptest! {
             policy.evicted(2, &pinned).expect("a part of what is there");
             let all: BTreeSet<usize> = said.iter().map(|l| l.len() + usize::from(!l.contains(&2))).collect();
             let now = *all.first().expect("one");
-            let told = policy.observe(2, 1, &sums(&mut dice, heads, now), now as u32);
-            prop_assert_eq!(told.is_ok(), all.len() == 1);
+            let observed = policy.observe(2, 1, &sums(&mut dice, heads, now), now as u32);
+            prop_assert_eq!(observed.is_ok(), all.len() == 1);
             drop(keep);
         }
     }
@@ -928,8 +935,8 @@ fn invalid_attention_sums_change_nothing() {
             assert!(policy.observe(1, 1, &sums(&mut dice, heads, tokens), said).is_err(), "{spec}");
         }
         assert!(policy.observe(4, 1, &sums(&mut dice, 4, 9), 9).is_err(), "{spec}: no such layer");
-        let far = sums(&mut dice, 4, (1 << 16) + 1);
-        let error = policy.observe(1, 1, &far, (1 << 16) + 1).expect_err("too many");
+        let beyond = sums(&mut dice, 4, (1 << 16) + 1);
+        let error = policy.observe(1, 1, &beyond, (1 << 16) + 1).expect_err("too many");
         assert_eq!(error.status(), Status::Limit);
         assert!(policy.evict(4, &prefill(9), &mut RetainedTokens::default()).is_err(), "{spec}");
         let mut keep = RetainedTokens::default();
@@ -977,9 +984,13 @@ fn snap_scores(
             let sum = |t: usize| rows.iter().map(|row| f64::from(row[t])).sum::<f64>();
             (0..old)
                 .map(|t| {
-                    let near = (t as i64 - kernel as i64 / 2..=t as i64 + kernel as i64 / 2)
+                    let neighbours = (t as i64 - kernel as i64 / 2..=t as i64 + kernel as i64 / 2)
                         .map(|t| if t < 0 || t >= old as i64 { 0.0 } else { sum(t as usize) });
-                    if max { near.fold(0.0, f64::max) } else { near.sum::<f64>() / kernel as f64 }
+                    if max {
+                        neighbours.fold(0.0, f64::max)
+                    } else {
+                        neighbours.sum::<f64>() / kernel as f64
+                    }
                 })
                 .collect()
         })
@@ -1264,8 +1275,8 @@ fn prefetched_selection_is_audited_by_the_own_query() {
     assert!(policy.traits().caps & caps::LOAD_DECODE != 0);
     let keys = dice.table(20 * BLOCK, 2, 6);
     for layer in 1..4 {
-        tell(&mut policy, layer, &keys, BLOCK, &mut Dice(5));
-        tell(&mut *truth, layer, &keys, BLOCK, &mut Dice(6));
+        append_blocks(&mut policy, layer, &keys, BLOCK, &mut Dice(5));
+        append_blocks(&mut *truth, layer, &keys, BLOCK, &mut Dice(6));
     }
     let ids: Vec<u32> = (0..20).map(id).collect();
     let (mut wanted, mut found, mut chosen) = (0, 0, 0);
@@ -1378,7 +1389,7 @@ fn measure_decode_policies() {
         h2o.observe(0, 1, &vec![0.25; 32 * 8192], 8192).expect("sound");
         let got: Vec<f32> = dice.normal(1, 32, 8193).numbers.iter().map(|n| n * n).collect();
         let mut keep = RetainedTokens::default();
-        let (mut step, mut told) = (f64::INFINITY, f64::INFINITY);
+        let (mut step, mut forget) = (f64::INFINITY, f64::INFINITY);
         for _ in 0..60 {
             tokens += 1;
             let start = std::time::Instant::now();
@@ -1387,9 +1398,9 @@ fn measure_decode_policies() {
             step = step.min(start.elapsed().as_secs_f64() * 1e6);
             let start = std::time::Instant::now();
             h2o.evicted(0, &keep).expect("what it said");
-            told = told.min(start.elapsed().as_secs_f64() * 1e6);
+            forget = forget.min(start.elapsed().as_secs_f64() * 1e6);
         }
-        println!("{spec}: step of 8192 x 32: {step:.0} us, and {told:.0} us to forget");
+        println!("{spec}: step of 8192 x 32: {step:.0} us, and {forget:.0} us to forget");
     }
     let mut h2o = make("h2o", &shape);
     h2o.observe(0, 1, &[0.5; 3200], 100).expect("sound");

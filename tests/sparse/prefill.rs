@@ -318,9 +318,9 @@ fn kernel_has(index: &Index, head: usize, row: usize, key: usize) -> bool {
 /// from the farthest to the nearest become 64 keys each; what touches grows by 64.
 fn inflate([columns, diagonals]: [&[u32]; 2], e: usize, end: usize) -> Vec<u32> {
     let mut ranges: Vec<(usize, usize)> = Vec::new();
-    let mut far: Vec<usize> = diagonals.iter().map(|&d| d as usize).collect();
-    far.sort_by(|a, b| b.cmp(a));
-    for d in far.into_iter().filter(|&d| d < e) {
+    let mut descending: Vec<usize> = diagonals.iter().map(|&d| d as usize).collect();
+    descending.sort_by(|a, b| b.cmp(a));
+    for d in descending.into_iter().filter(|&d| d < e) {
         let stop = if e - d < 64 { 64 } else { e - d };
         match ranges.last_mut() {
             Some(last) if stop <= last.1 => {}
@@ -750,8 +750,8 @@ proptest! {
             let got: Vec<Vec<u32>> =
                 (0..index.head(0).rows() as usize).map(|row| row_of(&index, head, row).to_vec()).collect();
             // A sum that ends on the threshold may fall to either side of it.
-            let near = [0.0, 2e-6, -2e-6, 2e-5, -2e-5];
-            let is_right = near.iter().any(|slack| {
+            let slacks = [0.0, 2e-6, -2e-6, 2e-5, -2e-5];
+            let is_right = slacks.iter().any(|slack| {
                 let f = Flex { block, gamma: gamma + slack, tau: tau + slack };
                 flex(&p, head, first, &f) == got
             });

@@ -84,7 +84,7 @@ impl Engine {
         }
     }
 
-    fn tell_keys(&mut self, layer: u32, context: &Context) {
+    fn append_keys(&mut self, layer: u32, context: &Context) {
         let (first, end) = (context.first_query, context.tokens);
         if self.traits.needs & needs::KEYS == 0 {
             return;
@@ -178,7 +178,7 @@ impl Engine {
                 false => [caps::LOAD_DECODE, caps::INDEX_DECODE, caps::EVICT_DECODE],
             };
             for layer in 0..SHAPE.layers {
-                self.tell_keys(layer, &context);
+                self.append_keys(layer, &context);
                 if !self.has(load) {
                     self.select_all(layer, &context, &mut out);
                 }

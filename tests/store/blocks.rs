@@ -745,7 +745,7 @@ fn maximum_blocks_are_held_and_hinted_at_once() {
         let keys = all.keys(&again);
         // A time that has passed is as good as any.
         let hint = Hint { next_use: Some((1, 0.5)), ..Hint::default() };
-        all.store.handle.with(|core| core.hint_blocks(all.session, &keys, &hint)).expect("told");
+        all.store.handle.with(|core| core.hint_blocks(all.session, &keys, &hint)).expect("hinted");
         assert_eq!(all.drop_blocks(&names), (0, 1000));
         assert_eq!(all.release(&again), Status::Ok);
         assert_eq!(all.drop_blocks(&names), (1000, 0));
@@ -764,13 +764,13 @@ fn models_of_many_layers_are_hinted_cell_by_cell() {
     let engine = Engine::computed(model, Shape::Tokens, &marks_of(0, &tokens));
     assert_eq!(store.put(session, Level::Ram, &engine).status, Status::Ok);
     let hint = Hint { done: true, ..Hint::default() };
-    let told = store.handle.with(|core| {
+    let hinted = store.handle.with(|core| {
         let table = core.table_of(space).expect("it is open");
         let slot = table.chunks.slots().next().expect("a chunk");
         let keys = vec![*table.chunks.key(slot).expect("it is there"); MAX_BLOCKS];
         core.hint_blocks(session, &keys, &hint)
     });
-    assert_eq!(told.map_err(|error| error.status()), Ok(()));
+    assert_eq!(hinted.map_err(|error| error.status()), Ok(()));
     store.close_session(session);
     store.settle();
     store.close();
@@ -1005,13 +1005,13 @@ fn concurrent_block_transfers_are_exact() {
 #[test]
 fn acknowledged_blocks_survive_under_concurrent_load() {
     for seed in 20..22u64 {
-        let scratch = Scratch::new("blocks-told");
+        let scratch = Scratch::new("blocks-acknowledged");
         let disk = "bytes=64MiB,segment=1MiB,buffered=true";
         let rest = if seed % 2 == 0 { "host=600KiB" } else { "host=600KiB,write=never" };
         let spec = with_disk(&scratch.0, disk, rest);
-        let told: Vec<u32> = storm(&spec, seed, ROUNDS, false).into_iter().collect();
+        let acknowledged: Vec<u32> = storm(&spec, seed, ROUNDS, false).into_iter().collect();
         let all = Engineer::on(TestStore::open(&spec), 1);
-        assert!(all.get(&told).iter().all(|&came| came));
+        assert!(all.get(&acknowledged).iter().all(|&came| came));
         all.close();
     }
 }

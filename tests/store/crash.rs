@@ -52,7 +52,7 @@ fn child() {
     let store = open(Path::new(&dir));
     let space = store.namespace(1, &MODEL);
     let mut under_way = Vec::new();
-    let mut tell = |(number, session, op, engine): (u32, u32, _, Engine)| {
+    let mut report = |(number, session, op, engine): (u32, u32, _, Engine)| {
         let done = wait(&op);
         assert_eq!(done, Done::ok(engine.tokens));
         store.close_session(session);
@@ -68,10 +68,10 @@ fn child() {
             store.submit(session, TransferKind::Put, level, engine.whole()).expect("submitted");
         under_way.push((number, session, ops.remove(0), engine));
         if under_way.len() > BESIDE {
-            tell(under_way.remove(0));
+            report(under_way.remove(0));
         }
     }
-    under_way.drain(..).for_each(&mut tell);
+    under_way.drain(..).for_each(&mut report);
     // From here on only the end is waited for.
     drop(std::io::stdin().read(&mut [0]));
 }

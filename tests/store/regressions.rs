@@ -131,9 +131,9 @@ fn unfulfilled_reclaim_does_not_block_others() {
     let asked = std::sync::Arc::new(AtomicBool::new(false));
     let lies = AtomicBool::new(true); // once
     let lied = std::sync::Arc::new(AtomicBool::new(false));
-    let told = lied.clone();
+    let flag = lied.clone();
     let lie = move |_, bytes, _| {
-        told.store(true, Ordering::SeqCst);
+        flag.store(true, Ordering::SeqCst);
         if lies.swap(false, Ordering::SeqCst) { bytes } else { 0 }
     };
     let liar = budget.account("liar", 0, Some(Box::new(lie))).unwrap();

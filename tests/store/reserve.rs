@@ -63,8 +63,8 @@ fn cancelled_read_frees_the_reserve() {
     let number = store.with(|core| {
         core.submit_cell_range(session, TransferKind::Get, Level::Ram, 0, what).expect("room")
     });
-    for hands in kvtier::store::state::work::WorkerKind::ALL {
-        while store.run_batch(hands) {
+    for kind in kvtier::store::state::work::WorkerKind::ALL {
+        while store.run_batch(kind) {
             let cells = store.with(|core| core.report()).host_cells;
             assert!(cells <= CELLS as u64 + 1, "{cells} cells");
             if cells > CELLS as u64 {

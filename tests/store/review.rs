@@ -39,7 +39,7 @@ fn put_waiting_for_its_prefix_ends_after_clear() {
         let mut clearing = core.begin_clear(store.namespace).expect("open");
         while core.clear_more(&mut clearing, 8) {}
     });
-    while WorkerKind::ALL.into_iter().any(|hands| store.run_batch(hands)) {}
+    while WorkerKind::ALL.into_iter().any(|kind| store.run_batch(kind)) {}
     let finished = store.finished();
     assert_eq!(finished.len(), 1, "{}", store.with(|core| core.what_waits()));
     store.settle();
@@ -87,7 +87,7 @@ fn tables_growing_during_eviction_are_charged() {
     let before = back();
     while back() == before && store.run_batch(WorkerKind::Write) {}
     let second = rows(1001, 3200);
-    while WorkerKind::ALL.into_iter().any(|hands| store.run_batch(hands)) {}
+    while WorkerKind::ALL.into_iter().any(|kind| store.run_batch(kind)) {}
     let (paid, tables) = store.with(|core| (core.paid_table_bytes(), core.table_bytes()));
     assert!(paid >= tables, "{paid} paid for {tables}, and {} are free", free());
     for (ticket, session, _engine) in [first, second] {

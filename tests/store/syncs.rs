@@ -90,7 +90,7 @@ fn failed_sync_fails_all_waiting_puts() {
         (store.with(put).expect("submitted"), engine)
     };
     let (first, _engine) = submit();
-    while [WorkerKind::Copy, WorkerKind::Write].into_iter().any(|hands| store.run_batch(hands)) {}
+    while [WorkerKind::Copy, WorkerKind::Write].into_iter().any(|kind| store.run_batch(kind)) {}
     store.fail_next_sync();
     let mut sync = store.with(|core| core.take(WorkerKind::Sync)).expect("a sync");
     // It comes while that is under way, and finds all of it there.

@@ -361,7 +361,7 @@ fn reused_namespace_number_shows_no_old_state() {
         store.core(|core| core.observe_prefill(old, 0, 100, 1_000_000)).expect("open");
         store.core(|core| core.set_tenant(old, 7)).expect("open");
         store.keep(old, &first, 1, Level::Disk);
-        let board = store.core(|core| Ok(core.space(old).expect("open").table)).expect("open");
+        let table = store.core(|core| Ok(core.space(old).expect("open").table)).expect("open");
         let (mut early, mut late) =
             store.core(|core| Ok((core.begin_clear(old)?, core.begin_clear(old)?))).expect("open");
         assert!(!store.core(|core| Ok(core.clear_more(&mut early, 8))).expect("open"));
@@ -374,7 +374,7 @@ fn reused_namespace_number_shows_no_old_state() {
         let (at, of, mark) = if kept == old { (kept, other, 3) } else { (again, model(4), 4) };
         let space = store.core(|core| Ok(*core.space(at).expect("open"))).expect("open");
         assert_eq!((space.key, space.tenant, space.handles), (key(mark), 0, 1));
-        assert_eq!(space.table, board);
+        assert_eq!(space.table, table);
         assert_eq!(store.core(|core| Ok(core.prefill(at).observed())).expect("open"), 0);
         assert!(!store.has(at, &of, mark));
         store.keep(at, &of, mark, Level::Disk);
@@ -499,8 +499,9 @@ fn evicted_namespaces_return_from_the_remote() {
             store.shut(space);
         }
         store.settle();
-        let far = store.core(|core| Ok(core.remote_counters())).expect("open").expect("a remote");
-        assert_eq!((far.removed, far.corrupt, far.absent), (0, 0, 0), "{far:?}");
+        let remote =
+            store.core(|core| Ok(core.remote_counters())).expect("open").expect("a remote");
+        assert_eq!((remote.removed, remote.corrupt, remote.absent), (0, 0, 0), "{remote:?}");
     }
     one.close();
     other.close();

@@ -33,7 +33,7 @@ pub struct Run {
 }
 
 /// What a thread has.
-struct Hands<'a> {
+struct Caller<'a> {
     run: &'a Run,
     number: usize,
     random: Random,
@@ -65,14 +65,16 @@ impl Run {
 
     /// Whether something may go wrong in a way: with a unit, or with whichever.
     fn may(&self, unit: Option<u32>, status: Status) -> bool {
-        let near = |file, from, to| unit.is_none_or(|unit| self.touches(unit, file, from, to));
+        let overlaps = |file, from, to| unit.is_none_or(|unit| self.touches(unit, file, from, to));
         match (&self.case.trouble, status) {
             (_, Status::Closed) => self.case.ending != Ending::Quiet,
             (Trouble::Reads | Trouble::Copies, Status::Io) => true,
-            (Trouble::Stretch(file, span), Status::Io) => near(*file, span.start, span.end),
-            (Trouble::Cut(file, at), Status::Io | Status::Corrupt) => near(*file, *at, u64::MAX),
+            (Trouble::Stretch(file, span), Status::Io) => overlaps(*file, span.start, span.end),
+            (Trouble::Cut(file, at), Status::Io | Status::Corrupt) => {
+                overlaps(*file, *at, u64::MAX)
+            }
             (Trouble::Written(file, at) | Trouble::Lie(file, at), Status::Corrupt) => {
-                near(*file, *at, at + 1)
+                overlaps(*file, *at, at + 1)
             }
             (Trouble::Lost, Status::Unavailable) => true,
             _ => false,
@@ -108,21 +110,21 @@ impl Run {
     pub fn work(&self, number: usize) {
         let mut random = Random::new(self.case.seed.wrapping_mul(31) + number as u64);
         let most = 1 + random.below(3) as usize;
-        let mut hands = Hands { run: self, number, random, held: Vec::new(), most, turn: 0 };
+        let mut caller = Caller { run: self, number, random, held: Vec::new(), most, turn: 0 };
         for step in 0..STEPS {
             if number == 0 && step == STEPS / 2 {
                 self.strike();
             }
-            if hands.step(step).is_err() {
+            if caller.step(step).is_err() {
                 break;
             }
         }
-        hands.let_go_all();
-        hands.says("nothing any more");
+        caller.let_go_all();
+        caller.says("nothing any more");
     }
 }
 
-impl Hands<'_> {
+impl Caller<'_> {
     fn says(&self, text: impl Into<String>) {
         *self.run.doing[self.number].lock().expect("a lock") = text.into();
     }
@@ -212,7 +214,7 @@ impl Hands<'_> {
         let rig = &self.run.case.rig;
         self.says(format!("acquire {unit}, {how:?}, with {} held", self.held.len()));
         let is_hasty = how.deadline_ns > 0 && how.deadline_ns < within(HASTY_NS);
-        let told = rig.streamer.acquire(unit, how);
+        let result = rig.streamer.acquire(unit, how);
         let mut fine = vec![Status::Busy];
         if how.poll {
             fine.push(Status::Again);
@@ -220,12 +222,12 @@ impl Hands<'_> {
         if is_hasty {
             fine.push(Status::Timeout);
         }
-        if let Err(error) = &told
+        if let Err(error) = &result
             && error.status() == Status::Busy
         {
             self.may_be_busy(unit);
         }
-        let Some(held) = self.judge(Some(unit), told, &fine)? else { return Ok(()) };
+        let Some(held) = self.judge(Some(unit), result, &fine)? else { return Ok(()) };
         self.run.had.fetch_add(1, Ordering::Relaxed);
         if let Ok((address, bytes)) = rig.streamer.fixed(unit) {
             assert_eq!((address, bytes), (held.address, held.bytes), "unit {unit} is in place");
@@ -265,7 +267,7 @@ impl Hands<'_> {
         let held = self.held.swap_remove(at);
         self.looks_right(&held);
         self.says(format!("release {:?}", held.lease));
-        let told = self.run.case.rig.streamer.release(&held, None);
+        let result = self.run.case.rig.streamer.release(&held, None);
         let unit = held.lease.unit;
         // Who hears second that a unit has not come whole is not told why.
         let spoilt = |error: &Error| {
@@ -273,7 +275,7 @@ impl Hands<'_> {
             let when_issued = held.lease.event.is_some() && error.status() != Status::Closed;
             when_issued && (lost || self.run.may(Some(unit), error.status()))
         };
-        if let Err(error) = &told {
+        if let Err(error) = &result {
             assert!(spoilt(error), "release of {:?}: {error}", held.lease);
         }
     }
@@ -308,14 +310,14 @@ impl Hands<'_> {
             return self.judge(None, streamer.pass_end(), &[]).map(drop);
         }
         self.says("pass_begin");
-        let (before, told) = (self.run.is_changed(), streamer.pass_begin());
-        assert!(!(before && told.is_ok()), "a file has changed, and a pass begins");
+        let (before, result) = (self.run.is_changed(), streamer.pass_begin());
+        assert!(!(before && result.is_ok()), "a file has changed, and a pass begins");
         let changed = self.run.case.trouble.clone();
         let fine = match changed {
             Trouble::Cut(..) | Trouble::Longer(..) | Trouble::Written(..) => &[Status::Corrupt][..],
             _ => &[],
         };
-        self.judge(None, told, fine).map(drop)
+        self.judge(None, result, fine).map(drop)
     }
 
     fn rebalance(&mut self) -> Step {
@@ -325,15 +327,15 @@ impl Hands<'_> {
         let (host, on_device) = (some(), some());
         let host = if case.device.is_some() { host.map(|host| host + 3 * MIB) } else { host };
         self.says(format!("rebalance {host:?} {on_device:?}"));
-        let told = case.rig.streamer.rebalance(host, on_device, None);
-        if let Ok(plan) = &told {
+        let result = case.rig.streamer.rebalance(host, on_device, None);
+        if let Ok(plan) = &result {
             assert!(plan.host_bytes <= host.unwrap_or(u64::MAX), "{host:?}: {plan:?}");
             assert!(plan.device_bytes <= on_device.unwrap_or(u64::MAX), "{on_device:?}: {plan:?}");
         }
         // Who is used by the processor is so for good, where units are in place on a device.
         let moves = case.device.is_some() && case.rig.streamer.fixed(0).is_ok();
         let fine = [Status::Budget, Status::Unsupported];
-        self.judge(None, told, &fine[..1 + usize::from(moves)])?;
+        self.judge(None, result, &fine[..1 + usize::from(moves)])?;
         if let (Payer::Cut, Some(budget), true) = (case.payer, &case.budget, self.random.coin()) {
             let tier = one(&mut self.random, &[Tier::Host, Tier::Device]);
             let bytes = 1 + all * self.random.below(150) / 100;
@@ -347,8 +349,8 @@ impl Hands<'_> {
         self.let_go_all();
         let wait_ns = self.random.below(3_000_000);
         self.says("load");
-        let told = self.run.case.rig.streamer.load(within(wait_ns));
-        self.judge(None, told, &[Status::Timeout]).map(drop)
+        let result = self.run.case.rig.streamer.load(within(wait_ns));
+        self.judge(None, result, &[Status::Timeout]).map(drop)
     }
 
     /// Reads past all that is in memory, into memory of its own.
@@ -356,10 +358,10 @@ impl Hands<'_> {
         let case = &self.run.case;
         let unit = self.any_unit();
         self.says(format!("verify {unit}"));
-        let told = case.rig.streamer.verify(unit);
+        let result = case.rig.streamer.verify(unit);
         let poor = [Status::Budget, Status::NoMem];
         let fine = if matches!(case.payer, Payer::Cut | Payer::Exact) { &poor[..] } else { &[] };
-        self.judge(Some(unit), told, fine).map(drop)
+        self.judge(Some(unit), result, fine).map(drop)
     }
 
     /// The device computes with some units behind the back of the streamer, which has them back.
@@ -423,12 +425,12 @@ impl Hands<'_> {
         }
         let until = within(self.random.below(1_000_000));
         self.says("close");
-        let told = match case.ending {
+        let result = match case.ending {
             Ending::Shut => case.rig.runtime.close(until),
             _ => case.rig.streamer.close(until),
         };
-        let is_closed = case.ending == Ending::Closed && told.is_ok();
+        let is_closed = case.ending == Ending::Closed && result.is_ok();
         assert!(!is_closed || self.held.is_empty(), "closed, and units are in use");
-        self.judge(None, told, &[Status::Busy]).map(drop)
+        self.judge(None, result, &[Status::Busy]).map(drop)
     }
 }

@@ -78,9 +78,12 @@ fn unreadable_range_fails_one_unit() {
     for _ in 0..3 {
         for unit in 0..rig.files.units.units.len() as u32 {
             // A read goes by grains, so a neighbour may fail with it.
-            let told = status(rig.use_unit(unit, patiently()));
+            let outcome = status(rig.use_unit(unit, patiently()));
             let is_it = unit == layer || unit == expert;
-            assert!(if is_it { told == Status::Io } else { told != Status::Timeout }, "{unit}");
+            assert!(
+                if is_it { outcome == Status::Io } else { outcome != Status::Timeout },
+                "{unit}"
+            );
         }
     }
     sim.heal();
@@ -110,8 +113,8 @@ fn acquire_waits_for_a_slow_disk_until_its_deadline() {
         AcquireOpts { deadline_ns: 1, ..AcquireOpts::default() },
         AcquireOpts { poll: true, ..AcquireOpts::default() },
     ] {
-        let told = status(rig.streamer.acquire(streamed, how));
-        assert_eq!(told, if how.poll { Status::Again } else { Status::Timeout });
+        let outcome = status(rig.streamer.acquire(streamed, how));
+        assert_eq!(outcome, if how.poll { Status::Again } else { Status::Timeout });
     }
     gate.shut(false);
     rig.pass(patiently()).expect("a pass");
@@ -136,11 +139,15 @@ fn changed_simulated_file_is_reported() {
             "written" => sim.write(0, at + 5),
             _ => sim.replace(0),
         }
-        let told = status(rig.pass(patiently()));
-        assert_eq!(told, if what == "replaced" { Status::Ok } else { Status::Corrupt }, "{what}");
+        let outcome = status(rig.pass(patiently()));
+        assert_eq!(
+            outcome,
+            if what == "replaced" { Status::Ok } else { Status::Corrupt },
+            "{what}"
+        );
         for unit in rig.files.order() {
-            let told = status(rig.use_unit(unit, patiently()));
-            assert!(told == Status::Ok || told == Status::Corrupt, "{what}: {told:?}");
+            let outcome = status(rig.use_unit(unit, patiently()));
+            assert!(outcome == Status::Ok || outcome == Status::Corrupt, "{what}: {outcome:?}");
         }
         rig.closed();
     }
@@ -176,11 +183,15 @@ fn changed_real_file_is_reported() {
                 }
             }
         }
-        let told = status(rig.pass(patiently()));
-        assert_eq!(told, if what == "replaced" { Status::Ok } else { Status::Corrupt }, "{what}");
-        let told: Vec<Status> =
+        let outcome = status(rig.pass(patiently()));
+        assert_eq!(
+            outcome,
+            if what == "replaced" { Status::Ok } else { Status::Corrupt },
+            "{what}"
+        );
+        let outcomes: Vec<Status> =
             rig.files.order().iter().map(|&u| status(rig.use_unit(u, patiently()))).collect();
-        assert!(told.iter().all(|t| [Status::Ok, Status::Corrupt].contains(t)), "{told:?}");
+        assert!(outcomes.iter().all(|t| [Status::Ok, Status::Corrupt].contains(t)), "{outcomes:?}");
         rig.closed();
     }
 }
@@ -208,16 +219,16 @@ fn wrong_bytes_from_disk_are_detected() {
         let extents = &rig.files.units.units[streamed as usize].extents;
         let last = extents.last().expect("bytes");
         sim.flip(last.file, last.offset + last.bytes - 1);
-        let mut told = Vec::new();
+        let mut outcomes = Vec::new();
         for _ in 0..3 {
             for unit in rig.files.order() {
                 let how = if on_it > 0 { when_issued() } else { patiently() };
                 let now = status(rig.use_unit(unit, how));
                 assert!(now == Status::Ok || now == Status::Corrupt && unit == streamed);
-                told.push(now);
+                outcomes.push(now);
             }
         }
-        assert!(told.contains(&Status::Corrupt));
+        assert!(outcomes.contains(&Status::Corrupt));
         rig.closed();
     }
 }
@@ -283,14 +294,17 @@ fn lost_device_is_reported() {
         let all = files.all_bytes();
         let device = device(SimulatedOpts { lost_at: at, ..SimulatedOpts::default() });
         let rig = Rig::open(files, with_device(device, all / 3, 0)).expect("a streamer");
-        let mut told = Vec::new();
+        let mut outcomes = Vec::new();
         for _ in 0..4 {
             for unit in rig.files.order() {
-                told.push(status(rig.use_unit(unit, when_issued())));
+                outcomes.push(status(rig.use_unit(unit, when_issued())));
             }
         }
-        assert!(told.iter().all(|t| [Status::Ok, Status::Unavailable].contains(t)), "{told:?}");
-        assert!(told.contains(&Status::Unavailable));
+        assert!(
+            outcomes.iter().all(|t| [Status::Ok, Status::Unavailable].contains(t)),
+            "{outcomes:?}"
+        );
+        assert!(outcomes.contains(&Status::Unavailable));
         rig.closed();
     }
 }
@@ -390,8 +404,8 @@ fn close_waits_for_leases_and_rejects_new_acquires() {
         rig.closed();
         for unit in 0..count {
             for how in [patiently(), AcquireOpts { poll: true, ..AcquireOpts::default() }] {
-                let told = status(rig.streamer.acquire(unit, how));
-                assert_eq!(told, Status::Closed, "unit {unit}");
+                let outcome = status(rig.streamer.acquire(unit, how));
+                assert_eq!(outcome, Status::Closed, "unit {unit}");
             }
         }
         assert_eq!(status(rig.streamer.pass_begin()), Status::Closed);

@@ -957,9 +957,9 @@ fn nearby_ranges_are_read_together() {
         spoil(&mut entries);
         refused(Units::table(&paths, entries).map(|(model, _)| model), Invalid, words);
     }
-    let mut far = entries.clone();
-    far[1].layer = 1 << 16;
-    refused(Units::table(&paths, far).map(|(model, _)| model), Limit, "below 65536");
+    let mut beyond = entries.clone();
+    beyond[1].layer = 1 << 16;
+    refused(Units::table(&paths, beyond).map(|(model, _)| model), Limit, "below 65536");
 }
 
 #[test]

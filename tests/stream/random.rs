@@ -137,7 +137,7 @@ fn random_threads_read_exact_bytes_and_end() {
     let mut had = 0;
     for seed in first..first + count {
         for _ in 0..number("KVTIER_STREAM_TIMES").unwrap_or(1) {
-            let told = std::panic::catch_unwind(|| {
+            let result = std::panic::catch_unwind(|| {
                 let run = case_of(seed);
                 watched(seed, &run);
                 if run.case.ending == Ending::Quiet {
@@ -146,7 +146,7 @@ fn random_threads_read_exact_bytes_and_end() {
                 ends(&run);
                 run.had.load(Ordering::Acquire)
             });
-            match told {
+            match result {
                 Ok(units) => had += units,
                 Err(_) => panic!("KVTIER_STREAM_SEED={seed} runs it again"),
             }

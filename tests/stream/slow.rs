@@ -51,13 +51,13 @@ impl Hooks for Slow {
 /// Whether the streamer answers while the driver is held up.
 fn answers(rig: &Rig, slow: &Slow) -> bool {
     assert!(slow.has_one(), "the driver was never asked");
-    let (told, hears) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             rig.streamer.progress();
-            told.send(()).ok(); // whoever waited may have gone
+            sender.send(()).ok(); // whoever waited may have gone
         });
-        let answered = hears.recv_timeout(LONG).is_ok();
+        let answered = receiver.recv_timeout(LONG).is_ok();
         slow.hold(false);
         answered
     })

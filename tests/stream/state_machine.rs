@@ -50,7 +50,7 @@ fn steady(
     world.run(&order, compute_us * 1000) as f64 / 1e6
 }
 
-fn near(value: f64, goal: f64, percent: f64) {
+fn assert_close(value: f64, goal: f64, percent: f64) {
     assert!((value / goal - 1.0).abs() * 100.0 <= percent, "{value} instead of {goal}");
 }
 
@@ -77,17 +77,17 @@ fn pass_time_matches_the_model() {
     // 29 on the device, 51 in host memory: the link is what counts until computing is.
     for (compute_us, goal) in [(700, 5253.0), (20_000, 5253.0), (40_000, 5253.0), (90_000, 7200.0)]
     {
-        near(steady(tier(29, 51), Mode::Tiered, 2, 8 * CHUNK, compute_us), goal, 5.0);
+        assert_close(steady(tier(29, 51), Mode::Tiered, 2, 8 * CHUNK, compute_us), goal, 5.0);
     }
-    near(steady(tier(29, 51), Mode::Tiered, 2, 8 * CHUNK, 65_000), 5365.0, 5.0);
+    assert_close(steady(tier(29, 51), Mode::Tiered, 2, 8 * CHUNK, 65_000), 5365.0, 5.0);
     // Contiguous residents hide no more transfers than there are slots.
-    near(steady(first(29, 51), Mode::Tiered, 2, 8 * CHUNK, 40_000), 6287.0, 3.0);
+    assert_close(steady(first(29, 51), Mode::Tiered, 2, 8 * CHUNK, 40_000), 6287.0, 3.0);
     // Some in files: the disk reads while the others are copied.
     let staging = 2 * LAYER_BYTES;
-    near(steady(tier(20, 30), Mode::Tiered, 2, staging, 700), 6180.0, 5.0);
-    near(steady(first(20, 30), Mode::Tiered, 2, staging, 700), 8896.0, 5.0);
+    assert_close(steady(tier(20, 30), Mode::Tiered, 2, staging, 700), 6180.0, 5.0);
+    assert_close(steady(first(20, 30), Mode::Tiered, 2, staging, 700), 8896.0, 5.0);
     // Nothing but slots: all is copied in every pass.
-    near(steady(vec![Residency::Host; LAYERS], Mode::Ring, 31, 8 * CHUNK, 700), 8240.0, 3.0);
+    assert_close(steady(vec![Residency::Host; LAYERS], Mode::Ring, 31, 8 * CHUNK, 700), 8240.0, 3.0);
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn fault_is_reported_once_and_retried() {
             left -= 1;
             if left == 0 { Err(Error::new(Status::Io, "a bad sector")) } else { Ok(()) }
         });
-        assert_eq!(world.acquire(0).expect_err("told").status(), Status::Io);
+        assert_eq!(world.acquire(0).expect_err("a fault").status(), Status::Io);
         let lease = world.acquire(0).expect("read again");
         world.release(&lease);
         let order: Vec<u32> = (0..6).collect();

@@ -122,8 +122,8 @@ fn only_whole_blocks_are_summed() {
     assert_eq!(status(sums.verify(1, 0, offset, &bytes(0, offset, len))), Status::State);
     assert_eq!(at(1, 0, offset, offset + len), Status::Ok);
     assert_eq!(status(sums.verify(1, 0, offset, &bytes(0, offset, len))), Status::Ok);
-    let far = self::units(&[&[(0, u64::MAX - 5, 10)]]);
-    assert_eq!(status(Checksums::new(&far)), Status::Limit);
+    let beyond = self::units(&[&[(0, u64::MAX - 5, 10)]]);
+    assert_eq!(status(Checksums::new(&beyond)), Status::Limit);
     assert_eq!(status(Checksums::new(&self::units(&[&[(0, 0, 1 << 62)]]))), Status::Limit);
 }
 

@@ -105,8 +105,8 @@ fn residents_move_while_threads_use_units() {
                         true => (None, Some(bytes)),
                         false => (Some(bytes), None),
                     };
-                    let told = status(rig.streamer.rebalance(host, device, None));
-                    assert!(told == Status::Ok || told == Status::Budget, "{told:?}");
+                    let outcome = status(rig.streamer.rebalance(host, device, None));
+                    assert!(outcome == Status::Ok || outcome == Status::Budget, "{outcome:?}");
                     std::thread::yield_now();
                 }
             })

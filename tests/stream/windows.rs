@@ -16,10 +16,10 @@ use kvtier_testkit::fixtures::stream_rig::{
     Files, MIB, Rig, dense, device, experts, large, patiently, runtime, soon, status, with_device,
 };
 
-const GRAIN: u64 = 64 << 10;
+const GRANULARITY: u64 = 64 << 10;
 
-fn with_grain(opts: SimulatedOpts) -> Arc<Simulated> {
-    device(SimulatedOpts { grain_bytes: GRAIN, ..opts })
+fn with_granularity(opts: SimulatedOpts) -> Arc<Simulated> {
+    device(SimulatedOpts { grain_bytes: GRANULARITY, ..opts })
 }
 
 /// In place, with so many bytes of the device, and of host memory beside staging.
@@ -75,14 +75,16 @@ fn in_place_units_have_fixed_addresses_and_exact_bytes() {
             (400, 0, Mode::Tiered),
         ] {
             let files = Files::new(&format!("windows-{name}-{percent}-{mode:?}"), &sizes);
-            let all = files.all_bytes().max(24 * GRAIN);
-            let device = with_grain(SimulatedOpts { seed: percent, ..SimulatedOpts::default() });
+            let all = files.all_bytes().max(24 * GRANULARITY);
+            let device =
+                with_granularity(SimulatedOpts { seed: percent, ..SimulatedOpts::default() });
             let mut opts = in_place(device.clone(), all * percent / 100, all * on_host / 100);
             opts.plan_options.mode = mode;
             let rig = Rig::open(files, opts).expect("a streamer");
             let at = addresses(&rig);
             let (start, bytes) = rig.streamer.range().expect("in place");
-            let inside = |unit: &u64| (start..start + bytes).contains(unit) && unit % GRAIN == 0;
+            let inside =
+                |unit: &u64| (start..start + bytes).contains(unit) && unit % GRANULARITY == 0;
             assert!(at.iter().filter(|unit| inside(unit)).count() + 1 >= at.len());
             for how in [patiently(), AcquireOpts { when_issued: true, ..patiently() }, patiently()]
             {
@@ -99,9 +101,9 @@ fn in_place_units_have_fixed_addresses_and_exact_bytes() {
 /// Slots are fewer than units: of those in the file alone, most have no memory.
 #[test]
 fn only_resident_units_have_memory() {
-    let files = Files::even("windows-there", 8, 3 * GRAIN / 2);
-    let device = with_grain(SimulatedOpts::default());
-    let mut opts = in_place(device.clone(), 2 * 2 * GRAIN, 0);
+    let files = Files::even("windows-there", 8, 3 * GRANULARITY / 2);
+    let device = with_granularity(SimulatedOpts::default());
+    let mut opts = in_place(device.clone(), 2 * 2 * GRANULARITY, 0);
     opts.once = true;
     let rig = Rig::open(files, opts).expect("a streamer");
     let at = addresses(&rig);
@@ -119,11 +121,11 @@ fn only_resident_units_have_memory() {
 #[test]
 fn plans_and_budgets_count_whole_mapping_units() {
     for (percent, paid) in [(60, false), (60, true), (300, false), (300, true)] {
-        let files = Files::even(&format!("windows-paid-{percent}-{paid}"), 9, GRAIN + 4096);
+        let files = Files::even(&format!("windows-paid-{percent}-{paid}"), 9, GRANULARITY + 4096);
         let all = files.all_bytes();
         let runtime = runtime("");
         let budget = budget(&runtime, 1 << 30);
-        let device = with_grain(SimulatedOpts::default());
+        let device = with_granularity(SimulatedOpts::default());
         let mut opts = in_place(device.clone(), 2 * all * percent / 100, 0);
         opts.budget = paid.then(|| budget.clone());
         let real = files.real();
@@ -138,13 +140,13 @@ fn plans_and_budgets_count_whole_mapping_units() {
         // Whatever a unit has beyond a grain takes another.
         assert_eq!(
             plan.device_bytes,
-            (residencies + slots) * 2 * GRAIN,
+            (residencies + slots) * 2 * GRANULARITY,
             "{residencies} homes, {slots} slots"
         );
         // Who shares a budget has to be able to give something back.
         assert_eq!(slots > 0, percent < 100 || paid);
         let figure = plan.figures.iter().find(|figure| figure.name == "device grains");
-        assert_eq!(figure.expect("told").bytes, residencies * (GRAIN - 4096));
+        assert_eq!(figure.expect("a figure").bytes, residencies * (GRANULARITY - 4096));
         let text = rig.streamer.plan_text();
         assert!(text.contains("whole pieces of 64.00 KiB"), "{text}");
         assert_eq!(used(&budget, Tier::Device), if paid { plan.device_bytes } else { 0 });
@@ -161,8 +163,9 @@ fn residents_change_while_addresses_stay() {
     {
         let files = Files::new(&format!("windows-homes-{}-{residencies}", sizes.experts), &sizes);
         let units = files.units.units.len() as u64;
-        let most: u64 = files.units.units.iter().map(|u| u.image_bytes + GRAIN).sum();
-        let device = with_grain(SimulatedOpts { latency_ns: 50_000, ..SimulatedOpts::default() });
+        let most: u64 = files.units.units.iter().map(|u| u.image_bytes + GRANULARITY).sum();
+        let device =
+            with_granularity(SimulatedOpts { latency_ns: 50_000, ..SimulatedOpts::default() });
         let mut opts = in_place(device.clone(), 2 * most, files.all_bytes() * residencies);
         opts.plan_options.shrinks = true;
         let rig = Rig::open(files, opts).expect("a streamer");
@@ -173,8 +176,8 @@ fn residents_change_while_addresses_stay() {
         let mut least = full;
         for step in [9, 6, 3, 1, 5, 2, 10] {
             let bytes = Some(full * step / 10);
-            let told = rig.streamer.rebalance(None, bytes, None);
-            assert!([Status::Ok, Status::Budget].contains(&status(told)), "{step}");
+            let outcome = rig.streamer.rebalance(None, bytes, None);
+            assert!([Status::Ok, Status::Budget].contains(&status(outcome)), "{step}");
             for when_issued in [false, true] {
                 pass(&rig, AcquireOpts { when_issued, ..patiently() }, &at).expect("a pass");
             }
@@ -216,8 +219,8 @@ fn invalid_in_place_options_are_rejected_with_a_reason() {
     }
     // Too little for two slots in whole grains, though not in bytes.
     let files = Files::even("windows-small", 8, 4096);
-    let small = with_grain(SimulatedOpts::default());
-    let error = Rig::open(files, in_place(small, 2 * GRAIN - 1, 0)).err().expect("refused");
+    let small = with_granularity(SimulatedOpts::default());
+    let error = Rig::open(files, in_place(small, 2 * GRANULARITY - 1, 0)).err().expect("refused");
     assert_eq!(error.status(), Status::Budget);
 }
 
@@ -226,8 +229,8 @@ fn invalid_in_place_options_are_rejected_with_a_reason() {
 fn cpu_units_keep_their_address() {
     let files = Files::new("windows-processor", &dense(8));
     let all = files.all_bytes();
-    let device = with_grain(SimulatedOpts::default());
-    let mut opts = in_place(device.clone(), 60 * GRAIN, 2 * all);
+    let device = with_granularity(SimulatedOpts::default());
+    let mut opts = in_place(device.clone(), 60 * GRANULARITY, 2 * all);
     opts.plan_options.processor_layers = 2;
     let rig = Rig::open(files, opts).expect("a streamer");
     let at = addresses(&rig);
@@ -236,8 +239,8 @@ fn cpu_units_keep_their_address() {
     }
     let plan = rig.streamer.plan();
     assert!(plan.on_processor.iter().filter(|there| **there).count() >= 2);
-    let told = rig.streamer.rebalance(Some(2 * MIB + 1), None, None);
-    assert!([Status::Unsupported, Status::Budget].contains(&status(told)));
+    let outcome = rig.streamer.rebalance(Some(2 * MIB + 1), None, None);
+    assert!([Status::Unsupported, Status::Budget].contains(&status(outcome)));
     pass(&rig, patiently(), &at).expect("all is as it was");
     rig.closed();
 }
@@ -247,17 +250,18 @@ fn lost_or_failing_device_fails_only_its_calls() {
     for (lost_at, fail_at) in [(1, vec![]), (7, vec![]), (40, vec![]), (0, vec![2, 5, 9, 17, 30])] {
         let files = Files::new(&format!("windows-lost-{lost_at}"), &dense(12));
         let failing = SimulatedOpts { lost_at, fail_at, ..SimulatedOpts::default() };
-        let device = with_grain(failing);
-        let rig = Rig::open(files, in_place(device.clone(), 8 * GRAIN, 0)).expect("a streamer");
-        let mut told = Vec::new();
+        let device = with_granularity(failing);
+        let rig =
+            Rig::open(files, in_place(device.clone(), 8 * GRANULARITY, 0)).expect("a streamer");
+        let mut outcomes = Vec::new();
         for _ in 0..4 {
             for unit in rig.files.order() {
-                told.push(status(rig.use_unit(unit, patiently())));
+                outcomes.push(status(rig.use_unit(unit, patiently())));
             }
         }
         let expected = if lost_at > 0 { Status::Unavailable } else { Status::Io };
-        assert!(told.iter().all(|t| [Status::Ok, expected].contains(t)), "{told:?}");
-        assert!(told.contains(&expected));
+        assert!(outcomes.iter().all(|t| [Status::Ok, expected].contains(t)), "{outcomes:?}");
+        assert!(outcomes.contains(&expected));
         rig.closed();
         assert_eq!((device.allocated_bytes(), device.windows()), (0, 0));
     }

@@ -189,9 +189,9 @@ fn conformance_report_callback_may_not_reenter() {
     unsafe {
         assert_eq!(kvt_device_open(runtime, &opts, &mut device, null_mut()), KVT_OK);
         let user_data = device.cast();
-        let told =
+        let status =
             kvt_device_conformance(device, &how, Some(closes), user_data, &mut out, null_mut());
-        assert_eq!((told, out.failed), (KVT_OK, 0));
+        assert_eq!((status, out.failed), (KVT_OK, 0));
         assert_eq!(SAID.load(SeqCst), KVT_E_REENTRANT);
         assert_eq!(kvt_device_close(&mut device, 0, null_mut()), KVT_OK);
     }

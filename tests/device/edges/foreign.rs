@@ -14,7 +14,7 @@ use kvtier::meta::view::View;
 
 /// An engine whose events come when it is told so, and whose device goes.
 #[derive(Default)]
-struct Told {
+struct ScriptedEngine {
     last: AtomicU64,
     has_come: AtomicBool,
     is_gone: AtomicBool,
@@ -22,7 +22,7 @@ struct Told {
     asked: AtomicU64,
 }
 
-impl Told {
+impl ScriptedEngine {
     fn ask(&self) -> Result<()> {
         self.asked.fetch_add(1, Ordering::SeqCst);
         match self.is_gone.load(Ordering::SeqCst) {
@@ -32,7 +32,7 @@ impl Told {
     }
 }
 
-impl Engine for Told {
+impl Engine for ScriptedEngine {
     fn facts(&self) -> Facts {
         Facts {
             name: "told",
@@ -100,8 +100,8 @@ impl Engine for Told {
     }
 }
 
-fn open() -> (Foreign, Arc<Told>) {
-    let engine = Arc::new(Told::default());
+fn open() -> (Foreign, Arc<ScriptedEngine>) {
+    let engine = Arc::new(ScriptedEngine::default());
     (Foreign::new(Clock::real(), engine.clone()).expect("sound"), engine)
 }
 

@@ -99,7 +99,7 @@ fn compute(problem: &Problem, chosen: &Chosen, sums: u32) -> Got {
     }
 }
 
-fn near(a: f32, b: f64, bound: f64) -> bool {
+fn is_close(a: f32, b: f64, bound: f64) -> bool {
     f64::from(a) == b || (f64::from(a) - b).abs() < bound * b.abs().max(1.0)
 }
 
@@ -128,10 +128,10 @@ fn check(shape: Shape, chosen: &Chosen, sums: u32) {
                 problem.attend((query, head), |key| places.contains(&Some(key)));
             let at = query * shape.heads + head;
             let (bound, lse_bound) = bounds(&shape);
-            assert!(near(got.lse[at], lse, lse_bound), "{query} {head}: {} {lse}", got.lse[at]);
+            assert!(is_close(got.lse[at], lse, lse_bound), "{query} {head}: {} {lse}", got.lse[at]);
             for (d, want) in out.iter().enumerate() {
                 let got = got.out[at * dim + d];
-                assert!(near(got, *want, bound), "query {query} head {head} {d}: {got} {want}");
+                assert!(is_close(got, *want, bound), "query {query} head {head} {d}: {got} {want}");
             }
             let line = head / (shape.heads / lines);
             for (sum, place) in want[line * keys..].iter_mut().zip(places) {
@@ -143,7 +143,7 @@ fn check(shape: Shape, chosen: &Chosen, sums: u32) {
     if sums != 0 {
         assert_eq!(got.sums.len(), want.len());
         for (key, (a, b)) in got.sums.iter().zip(&want).enumerate() {
-            assert!(near(*a, *b, 4e-6), "key {key}: {a} {b}");
+            assert!(is_close(*a, *b, 4e-6), "key {key}: {a} {b}");
         }
     }
 }
@@ -299,7 +299,9 @@ fn decode_matches_the_cpu_kernels() {
     let there: Vec<f32> = got.sums.chunks(64).flat_map(|row| &row[..56]).copied().collect();
     for (a, b) in [(&got.out, &out), (&got.lse, &lse), (&there, &sums)] {
         assert_eq!(a.len(), b.len());
-        a.iter().zip(b.iter()).for_each(|(a, b)| assert!(near(*a, f64::from(*b), 4e-6), "{a} {b}"));
+        a.iter()
+            .zip(b.iter())
+            .for_each(|(a, b)| assert!(is_close(*a, f64::from(*b), 4e-6), "{a} {b}"));
     }
 }
 

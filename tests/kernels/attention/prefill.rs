@@ -91,8 +91,8 @@ fn check(shape: Shape, lists: &Lists, sees: impl Fn(usize, usize, usize) -> bool
             assert!(a == b || (a - b).abs() < 1e-5 * b.abs().max(1.0), "{query} {head}: {a} {b}");
             for (d, want) in out.iter().enumerate() {
                 let got = f64::from(got.out[at * dim + d]);
-                let is_near = (got - want).abs() < bound(shape.dtype);
-                assert!(is_near, "query {query} head {head} number {d}: {got} {want}");
+                let is_close = (got - want).abs() < bound(shape.dtype);
+                assert!(is_close, "query {query} head {head} number {d}: {got} {want}");
             }
         }
     }

@@ -131,11 +131,11 @@ impl Keys {
         let mut halves: Vec<u16> = boxes.iter().map(|&x| to_bf16(x)).collect();
         for &(first, count) in &self.turns {
             let shape = [count, self.heads, self.dim];
-            let told = rows(keys + first as u64 * token, shape, self.dtype);
+            let appended = rows(keys + first as u64 * token, shape, self.dtype);
             let (page, first) = (self.page as u32, first as u32);
             match self.boxes {
-                Dtype::F32 => extend(boxes, page, first, &told),
-                _ => extend_bf16(&mut halves, page, first, &told),
+                Dtype::F32 => extend(boxes, page, first, &appended),
+                _ => extend_bf16(&mut halves, page, first, &appended),
             }
             .expect("room");
         }

@@ -37,8 +37,9 @@ fn check(bytes: &[u8], ranges: &[(usize, usize)]) {
 #[test]
 fn checksums_of_every_length_and_block_boundary() {
     let bytes = Chance::new(1).bytes(2_000_000);
-    let near = |n: usize| n - 1..n + 2;
-    let lengths = (0..600).chain(near(1024)).chain(near(2048)).chain(near(4096)).chain(near(8192));
+    let around = |n: usize| n - 1..n + 2;
+    let lengths =
+        (0..600).chain(around(1024)).chain(around(2048)).chain(around(4096)).chain(around(8192));
     // Of so many block sums their own sum is of each kind: 2, 16, 17, 30, 31, 128, 129, 400.
     let many = [2, 16, 17, 30, 31, 128, 129, 400].map(|blocks| blocks * 4096 - 5);
     let ranges: Vec<(usize, usize)> =

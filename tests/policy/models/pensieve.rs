@@ -38,7 +38,7 @@ impl Pensieve {
     }
 }
 
-fn near(got: Option<f64>, least: Option<f64>) -> Result<(), String> {
+fn check_close(got: Option<f64>, least: Option<f64>) -> Result<(), String> {
     match (got, least) {
         (None, None) => Ok(()),
         (Some(got), Some(least)) if got <= least * WITHIN => Ok(()),
@@ -50,7 +50,7 @@ impl rich::Model for Pensieve {
     fn judge(&mut self, state: &State, got: Option<u64>, _by: &str) -> Result<(), String> {
         let value = |o: &rich::Object| self.value(&o.facts, o.used, state.now);
         let least = state.free().map(|(_, o)| value(o)).min_by(f64::total_cmp);
-        near(got.map(|id| value(&state.objects[&id])), least)
+        check_close(got.map(|id| value(&state.objects[&id])), least)
     }
 }
 

@@ -285,12 +285,12 @@ impl Model {
                 assert!(out[row * dim..(row + 1) * dim].iter().all(|&x| x == 0.0), "{what}");
                 continue;
             }
-            let near = (got - want).abs() <= bound + 2f64.powi(-22) * want.abs();
-            assert!(near, "{what}: log-sum-exp {got} of row {row}, not {want} ({bound})");
+            let is_close = (got - want).abs() <= bound + 2f64.powi(-22) * want.abs();
+            assert!(is_close, "{what}: log-sum-exp {got} of row {row}, not {want} ({bound})");
             for d in 0..dim {
                 let (got, want) = (f64::from(out[row * dim + d]), self.out[row * dim + d]);
-                let near = (got - want).abs() <= bound * self.most_value;
-                assert!(near, "{what}: {got} at {row}, {d}, not {want} ({bound})");
+                let is_close = (got - want).abs() <= bound * self.most_value;
+                assert!(is_close, "{what}: {got} at {row}, {d}, not {want} ({bound})");
             }
         }
     }

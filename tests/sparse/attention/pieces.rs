@@ -190,12 +190,12 @@ proptest! {
         let dense = problem(&q, &k, &v, first);
         let rows = s.div_ceil(query_block);
         let lists: Vec<Vec<u32>> = (0..rows).map(|_| some(&mut random, n, one_in)).collect();
-        let near: Vec<Vec<u32>> = lists
+        let local: Vec<Vec<u32>> = lists
             .iter()
             .map(|list| list.iter().copied().filter(|&key| key >= cut as u32).collect())
             .collect();
         let all = Chosen::blocks(query_block, 1, rows, &lists);
-        let near = Chosen::blocks(query_block, 1, rows, &near);
+        let local = Chosen::blocks(query_block, 1, rows, &local);
         for level in levels() {
             let part = piece(&dense, &k, &v, cut, n);
             let alone = Problem { first_key: 0, first_query: before as u32, ..part };
@@ -203,15 +203,15 @@ proptest! {
             prop_assert_eq!(&got, &run(alone, level));
             prop_assert_eq!(sums(part, &got.1, level), sums(alone, &got.1, level));
             let got = run(Problem { select: all.keys(), ..part }, level);
-            let whole = Problem { select: near.keys(), ..dense };
+            let whole = Problem { select: local.keys(), ..dense };
             prop_assert_eq!(&got, &run(whole, level));
             let all = sums(Problem { select: all.keys(), ..part }, &got.1, level);
             let whole = sums(whole, &got.1, level);
             for head in 0..2 {
-                let near = |key: usize| f64::from(whole[head * n + cut + key]);
+                let local = |key: usize| f64::from(whole[head * n + cut + key]);
                 for key in 0..n - cut {
                     let got = f64::from(all[head * (n - cut) + key]);
-                    prop_assert!((got - near(key)).abs() <= 1e-4 * near(key), "{}", got);
+                    prop_assert!((got - local(key)).abs() <= 1e-4 * local(key), "{}", got);
                 }
             }
         }

@@ -74,9 +74,9 @@ proptest! {
         // Nothing loaded is nothing to compute with.
         prop_assume!(!positions.is_empty());
         let rows: BTreeMap<u32, u32> = positions.iter().copied().zip(0..).collect();
-        let mut told = vec![9];
-        positions_of(&placed, &mut told).expect("memory");
-        prop_assert_eq!(&told, &positions);
+        let mut found = vec![9];
+        positions_of(&placed, &mut found).expect("memory");
+        prop_assert_eq!(&found, &positions);
         prop_assert_eq!(placed.rows() as usize, positions.len());
         for at in 0..n as u32 + 50 {
             prop_assert_eq!(placed.row_of(at), rows.get(&at).copied());
@@ -131,7 +131,7 @@ proptest! {
         let mut job = ColumnSums::new(here, &lse, 0, true, &mut sums).expect("sound");
         job.all(&mut vec![0.0; job.scratch()]).expect("enough scratch");
         all.add(&sums, &positions, &mut there).expect("all are there");
-        let near = |got: &[f32]| {
+        let check_close = |got: &[f32]| {
             for head in 0..heads {
                 for key in 0..n {
                     let sum: f64 = (0..s).map(|q| want.shares[(q * heads + head) * n + key]).sum();
@@ -141,7 +141,7 @@ proptest! {
             }
             Ok(())
         };
-        near(&there)?;
+        check_close(&there)?;
         if s == 1 {
             let (mut out, mut lse) = (vec![0.0; heads * 20], vec![0.0; heads]);
             let mut memory = vec![0.0; Decode::memory(&here, true).expect("decode follows it")];
@@ -154,7 +154,7 @@ proptest! {
             there.fill(0.0);
             let asked = (&index.keys(), row, 1);
             all.add_selected(&sums, asked, &placed, &mut there).expect("all are there");
-            near(&there)?;
+            check_close(&there)?;
             // Only what was seen has stayed, and the query's own token.
             let mut keep = RetainedTokens::default();
             let seen: Vec<Vec<u32>> = (0..heads)
@@ -164,11 +164,11 @@ proptest! {
             if seen.iter().all(|list| list.len() == same) {
                 seen.iter().for_each(|list| keep.heads.push(list.iter().copied()));
                 let kept = ResidentTokens { kept: Some(&keep), from: first as u32, ..all };
-                let mut told = vec![0.0; heads * (same + 1)];
-                kept.add_selected(&sums, asked, &placed, &mut told).expect("all are there");
-                for (head, (told, list)) in told.chunks(same + 1).zip(&seen).enumerate() {
+                let mut found = vec![0.0; heads * (same + 1)];
+                kept.add_selected(&sums, asked, &placed, &mut found).expect("all are there");
+                for (head, (found, list)) in found.chunks(same + 1).zip(&seen).enumerate() {
                     let at = list.iter().map(|&at| there[head * n + at as usize]);
-                    prop_assert!(at.chain([there[head * n + first]]).eq(told.iter().copied()));
+                    prop_assert!(at.chain([there[head * n + first]]).eq(found.iter().copied()));
                 }
             }
             want.check(&out, &lse, "decode");

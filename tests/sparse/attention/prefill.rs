@@ -99,22 +99,22 @@ fn prompt_parts_are_bit_identical_and_key_parts_within_rounding() {
             assert_eq!(lse, whole_lse[from * heads..to * heads]);
         }
         // Keys in two parts; only the queries behind the first see all of it.
-        let (near, cut) = (200, 150);
-        let queries = q.part(near, n - near, dim);
+        let (second, cut) = (200, 150);
+        let queries = q.part(second, n - second, dim);
         let part = |from: usize, to: usize| Problem {
             queries,
             keys: k.part(from, to - from, dim),
             values: v.part(from, to - from, dim),
-            ..problem(&q, &k, &v, near - from)
+            ..problem(&q, &k, &v, second - from)
         };
         let (mut out, mut lse) = run(part(0, cut), level);
         let (other, other_lse) = run(part(cut, n), level);
         merge(&mut out, &mut lse, &other, &other_lse).expect("same sizes");
-        for (i, (got, want)) in lse.iter().zip(&want.lse[near * heads..]).enumerate() {
+        for (i, (got, want)) in lse.iter().zip(&want.lse[second * heads..]).enumerate() {
             let bound = want.abs() * 2f64.powi(-22) + 2.0 * 1e-4;
             assert!((f64::from(*got) - want).abs() <= bound, "{i}");
         }
-        for (got, want) in out.iter().zip(&want.out[near * heads * dim..]) {
+        for (got, want) in out.iter().zip(&want.out[second * heads * dim..]) {
             assert!((f64::from(*got) - want).abs() <= 2e-5 * 2.0);
         }
     }

@@ -51,8 +51,8 @@ proptest! {
                     } else {
                         together[place]
                     };
-                    let near = (f64::from(got) - want).abs() <= 1e-4 * want + 1e-9;
-                    prop_assert!(near, "{} {} {:?} {}", got, want, level, place);
+                    let is_close = (f64::from(got) - want).abs() <= 1e-4 * want + 1e-9;
+                    prop_assert!(is_close, "{} {} {:?} {}", got, want, level, place);
                 }
             }
         }

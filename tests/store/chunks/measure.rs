@@ -33,9 +33,9 @@ fn measure_find_in_a_million() {
     for n in 0..COUNT {
         table.add(&root(n)).expect("room");
     }
-    let far = |n: u64| n.wrapping_mul(0x5851_F42D_4C95_7F2D) % COUNT;
+    let scattered = |n: u64| n.wrapping_mul(0x5851_F42D_4C95_7F2D) % COUNT;
     for (what, from) in [("there", 0), ("not there", COUNT)] {
-        let keys: Vec<Key> = (0..512 * 400).map(|n| root(from + far(n)).key).collect();
+        let keys: Vec<Key> = (0..512 * 400).map(|n| root(from + scattered(n)).key).collect();
         let (mut slots, mut found) = (vec![0; 512], vec![0; 512]);
         let find = ns(keys.len(), || keys.chunks(512).for_each(|k| table.find_many(k, &mut slots)));
         let exists =

@@ -211,10 +211,10 @@ impl Model {
         let tiers = self.cell(cell)?;
         let to = bit(tier)?;
         // What the remote has is a hint: it keeps nothing from being stored here.
-        let [near @ .., _] = &*tiers;
-        Ok(if near.iter().any(|t| t.place.is_some()) || tiers[to].place.is_some() {
+        let [upper @ .., _] = &*tiers;
+        Ok(if upper.iter().any(|t| t.place.is_some()) || tiers[to].place.is_some() {
             Begin::Resident
-        } else if near.iter().any(|t| t.way.is_some()) || tiers[to].way.is_some() {
+        } else if upper.iter().any(|t| t.way.is_some()) || tiers[to].way.is_some() {
             Begin::InFlight
         } else if tiers[to].leaving.is_some() {
             Begin::Leaving
@@ -307,8 +307,8 @@ impl Model {
             return Ok(Dropped::Absent);
         }
         // A hint can always go, and is no copy that another could go for.
-        let [near @ .., _] = &tiers;
-        let copies = near.iter().filter(|t| t.place.is_some()).count();
+        let [upper @ .., _] = &tiers;
+        let copies = upper.iter().filter(|t| t.place.is_some()).count();
         if copies == 1 && tier != Tier::Remote && self.is_blocked(cell.chunk) {
             return Err(Status::Busy);
         }

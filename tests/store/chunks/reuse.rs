@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 /// What decides whether a path can be gone on from, token by token.
 #[derive(Debug)]
-struct Board {
+struct TableCase {
     layout: Layout,
     /// By chunk and layer: tiers where it is; whether it is on its way.
     cells: Vec<Vec<(u8, bool)>>,
@@ -20,7 +20,7 @@ struct Board {
     given_up: Vec<bool>,
 }
 
-impl Board {
+impl TableCase {
     /// The first token of a chunk.
     fn start(&self, chunk: usize) -> u64 {
         self.tokens[..chunk].iter().map(|&t| u64::from(t)).sum()
@@ -193,7 +193,7 @@ impl Board {
     }
 }
 
-fn board() -> impl Strategy<Value = Board> {
+fn table_case() -> impl Strategy<Value = TableCase> {
     let groups = prop::collection::vec((0u8..4, 1u32..20), 1..4);
     // Whole chunks in one tier, whole ones in any, and cells here and there.
     let cell = prop_oneof![3 => 1u8..16, 1 => Just(0u8)];
@@ -231,15 +231,15 @@ fn board() -> impl Strategy<Value = Board> {
             *end = size;
         }
         let given_up = given_up.iter().map(|&n| n == 7).collect();
-        Board { layout, cells, tokens, given_up }
+        TableCase { layout, cells, tokens, given_up }
     })
 }
 
 #[test]
 fn lookup_follows_the_reuse_rules() {
     let config = ProptestConfig { cases: 1500, ..ProptestConfig::default() };
-    proptest!(config, |(board in board(), until in 0usize..8, wait in any::<bool>())| {
-        board.check(until.min(board.tokens.len()), wait);
+    proptest!(config, |(case in table_case(), until in 0usize..8, wait in any::<bool>())| {
+        case.check(until.min(case.tokens.len()), wait);
     });
 }
 
@@ -249,20 +249,20 @@ fn window_needs_its_last_tokens_and_state_its_position() {
     let layout = Layout::new(4, vec![window, Group::state([1], 8, Dtype::I8)]).expect("sound");
     let here = (2, false);
     let cells = vec![vec![(0, false); 2], vec![here; 2], vec![here, (0, false)], vec![here; 2]];
-    let board = Board { layout, cells, tokens: vec![4; 4], given_up: vec![false; 8] };
-    board.check(4, false);
-    let (table, path) = board.table();
+    let case = TableCase { layout, cells, tokens: vec![4; 4], given_up: vec![false; 8] };
+    case.check(4, false);
+    let (table, path) = case.table();
     let mut found = [ChunkReuse::default(); 4];
-    let reach = find_reusable(&table, &board.layout, &path, &mut found).expect("sound");
+    let reach = find_reusable(&table, &case.layout, &path, &mut found).expect("sound");
     assert_eq!((reach.chunks, reach.tokens), (4, 16));
-    plan_reuse(&table, &board.layout, &path, 4, false, &mut found).expect("sound");
+    plan_reuse(&table, &case.layout, &path, 4, false, &mut found).expect("sound");
     let states = found.map(|found| found.state);
     assert_eq!(states, [State::Unneeded, State::Unneeded, State::Hit, State::Hit]);
     assert_eq!(found[3].bytes, [0, 8 + 8, 0, 0]);
     // To compute the last one, the state before it is computed too, and for that the
     // window before.
     found[3].given_up = true;
-    let moves = plan_reuse(&table, &board.layout, &path, 4, false, &mut found).expect("sound");
+    let moves = plan_reuse(&table, &case.layout, &path, 4, false, &mut found).expect("sound");
     assert_eq!(found.map(|found| found.state == State::Miss), [true, false, true, true]);
     assert_eq!(moves.computed_tokens, 12);
 }

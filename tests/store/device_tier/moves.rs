@@ -112,8 +112,11 @@ fn full_device_tier_evicts_and_stays_exact() {
     let store = DeviceStore::open(&spec_of(&format!("store(host=16MiB, {device})")));
     for number in 0..40 {
         store.put_document(number, Memory::Device);
-        let near = store.report().device;
-        assert!(near.used_bytes <= 512 * KIB && near.live_bytes <= near.used_bytes, "{near:?}");
+        let device = store.report().device;
+        assert!(
+            device.used_bytes <= 512 * KIB && device.live_bytes <= device.used_bytes,
+            "{device:?}"
+        );
     }
     for turn in 0..200 {
         store.get_document(mix(turn) as u32 % 40, Memory::Device);

@@ -239,11 +239,11 @@ fn audit_survives_a_worker_panic() {
         let what = in_memory(engine.whole(), Memory::Device);
         let done = store.transfer(other, TransferKind::Put, Level::Ram, what);
         assert_eq!(done.status, Status::Panic);
-        let (told, hears) = std::sync::mpsc::channel();
+        let (sender, receiver) = std::sync::mpsc::channel();
         let store = &store.handle;
-        scope.spawn(move || told.send(store.close(0).is_ok()));
+        scope.spawn(move || sender.send(store.close(0).is_ok()));
         // It may wait for the audit, or must have left it what it needs.
-        let _ = hears.recv_timeout(Duration::from_secs(1));
+        let _ = receiver.recv_timeout(Duration::from_secs(1));
         device.set_next(Next::Goes);
         audit.join().expect("no panic").expect("it was begun before");
     });

@@ -219,8 +219,8 @@ fn latency_is_attributed_to_the_slowest_tier_used() {
     for status in [Status::Cancelled, Status::Timeout] {
         assert!(world.submit_part(at, TransferKind::Get, 0, 4, 4, 1..2));
         // Memory is made for it first.
-        for hands in WorkerKind::ALL.into_iter().filter(|&hands| hands != WorkerKind::Read) {
-            let work = world.core.0.lock().take(hands);
+        for kind in WorkerKind::ALL.into_iter().filter(|&kind| kind != WorkerKind::Read) {
+            let work = world.core.0.lock().take(kind);
             work.into_iter().for_each(|work| world.carry_out(work, 0));
         }
         assert!(world.core.0.lock().has_work(WorkerKind::Read));

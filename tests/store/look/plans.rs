@@ -66,36 +66,36 @@ fn close(a: f64, b: f64) -> bool {
 
 /// The deed of each chunk; legs cover them exactly.
 fn deeds_of(rows: &Rows, plan: &SessionPlan) -> Vec<StepKind> {
-    let (mut deeds, mut at) = (Vec::new(), 0);
+    let (mut steps, mut at) = (Vec::new(), 0);
     for (i, leg) in plan.legs.iter().enumerate() {
         assert_eq!(leg.first_token, at);
         assert!(i == 0 || plan.legs[i - 1].kind != leg.kind, "two legs of a kind");
         at += leg.tokens;
-        while deeds.len() < rows.tokens.len() && rows.start(deeds.len() + 1) <= at {
-            deeds.push(leg.kind);
+        while steps.len() < rows.tokens.len() && rows.start(steps.len() + 1) <= at {
+            steps.push(leg.kind);
         }
-        assert_eq!(rows.start(deeds.len()), at, "a leg ends inside of a chunk");
+        assert_eq!(rows.start(steps.len()), at, "a leg ends inside of a chunk");
     }
     assert_eq!(at, rows.tokens.iter().sum::<u64>());
-    deeds
+    steps
 }
 
 /// What is done suffices, is what is said, and is no more than that.
 fn check_sound(rows: &Rows, plan: &SessionPlan, wait: bool, terms: &Terms) {
-    let deeds = deeds_of(rows, plan);
-    let is_computed = |chunk: usize| deeds[chunk] == StepKind::Recompute;
-    let starts = (0..deeds.len()).filter(|&chunk| is_computed(chunk)).map(|c| rows.start(c));
-    let points: Vec<u64> = starts.chain([rows.start(deeds.len())]).collect();
+    let steps = deeds_of(rows, plan);
+    let is_computed = |chunk: usize| steps[chunk] == StepKind::Recompute;
+    let starts = (0..steps.len()).filter(|&chunk| is_computed(chunk)).map(|c| rows.start(c));
+    let points: Vec<u64> = starts.chain([rows.start(steps.len())]).collect();
     if !terms.holes {
-        assert!(deeds.windows(2).all(|pair| pair[0] != StepKind::Recompute || pair[1] == pair[0]));
+        assert!(steps.windows(2).all(|pair| pair[0] != StepKind::Recompute || pair[1] == pair[0]));
     }
     let (mut legs, mut sums) = (plan.legs.iter(), [0; SOURCES]);
     let mut leg = legs.next();
-    for (chunk, deed) in deeds.iter().enumerate() {
+    for (chunk, step) in steps.iter().enumerate() {
         let layers = 0..rows.layout.layers();
         let needed = layers.filter(|&l| points.iter().any(|&p| rows.needs(l, p, chunk)));
         let needed: Vec<usize> = needed.collect();
-        match deed {
+        match step {
             StepKind::Recompute => {}
             StepKind::Resident => assert!(needed.is_empty(), "chunk {chunk} is needed"),
             StepKind::Load => {
@@ -158,7 +158,7 @@ fn check(
 
 #[test]
 fn plans_cover_the_session_at_minimal_cost() {
-    let (mut mixed, mut deeds) = (0, [0; 3]);
+    let (mut mixed, mut steps) = (0, [0; 3]);
     for seed in 0..12 {
         let mut world = World::new(seed, (4 + seed) << 16, (10 + seed) * 131_072 + 400_000);
         for step in 0..400 {
@@ -181,12 +181,12 @@ fn plans_cover_the_session_at_minimal_cost() {
                 let rows = Rows::of(&core, space, &session.tokens, tail);
                 mixed += u32::from(check(&mut core, space, session.number, &rows, &asked));
                 let plan = core.plan(session.number, &asked).unwrap();
-                plan.legs.iter().for_each(|leg| deeds[leg.kind as usize] += 1);
+                plan.legs.iter().for_each(|leg| steps[leg.kind as usize] += 1);
             }
             assert_eq!(core.report(), before, "a plan is no use");
         }
     }
-    assert!(mixed > 100 && deeds.iter().all(|&n| n > 50), "{mixed} {deeds:?}");
+    assert!(mixed > 100 && steps.iter().all(|&n| n > 50), "{mixed} {steps:?}");
 }
 
 /// The segments that a plan loads can be got as they are planned, though of windows and
@@ -241,19 +241,19 @@ fn observed_prefill_speed_decides_the_plan() {
     let (number, space) = (world.sessions[at].number, world.spaces[0].number);
     let mut core = world.core.0.lock();
     let terms = PlanTerms { overlap: false, ..PlanTerms::default() };
-    let deeds = |core: &mut StoreState| {
+    let steps = |core: &mut StoreState| {
         core.plan(number, &terms).unwrap().legs.iter().map(|leg| leg.kind).collect::<Vec<_>>()
     };
     for _ in 0..50 {
         core.observe_prefill(space, 0, 1000, 1_000_000_000).unwrap();
     }
-    assert_eq!(deeds(&mut core), [StepKind::Load], "a millisecond a token");
+    assert_eq!(steps(&mut core), [StepKind::Load], "a millisecond a token");
     for _ in 0..400 {
         core.observe_prefill(space, 0, 1000, 10_000).unwrap();
     }
-    assert_eq!(deeds(&mut core), [StepKind::Recompute], "ten nanoseconds a token");
+    assert_eq!(steps(&mut core), [StepKind::Recompute], "ten nanoseconds a token");
     core.fix_prefill(space, Some(Cost { alpha: 0.0, beta: 1e6 })).unwrap();
-    assert_eq!(deeds(&mut core), [StepKind::Load]);
+    assert_eq!(steps(&mut core), [StepKind::Load]);
     assert_eq!(core.prefill(world.spaces[1].number).observed(), 0, "each has its own");
     let none = core.observe_prefill(99, 0, 1, 1).unwrap_err();
     assert_eq!(none.status(), Status::NotFound);

@@ -284,8 +284,8 @@ impl World {
 
     /// Takes some work that is not carried out yet.
     pub fn take(&mut self) {
-        let hands = WorkerKind::ALL[self.random.below(WorkerKind::ALL.len() as u64) as usize];
-        let work = self.core.0.lock().take(hands);
+        let kind = WorkerKind::ALL[self.random.below(WorkerKind::ALL.len() as u64) as usize];
+        let work = self.core.0.lock().take(kind);
         self.pending.extend(work);
     }
 
@@ -333,14 +333,13 @@ impl World {
     /// Carries everything out.
     pub fn rest(&mut self, elapsed_ns: u64) {
         for _ in 0..100_000 {
-            for hands in WorkerKind::ALL {
-                let work = self.core.0.lock().take(hands);
+            for kind in WorkerKind::ALL {
+                let work = self.core.0.lock().take(kind);
                 self.pending.extend(work);
             }
             self.collect();
             let core = self.core.0.lock();
-            if self.pending.is_empty() && WorkerKind::ALL.iter().all(|&hands| !core.has_work(hands))
-            {
+            if self.pending.is_empty() && WorkerKind::ALL.iter().all(|&kind| !core.has_work(kind)) {
                 assert!(core.is_idle(), "{}", core.what_waits());
                 return;
             }
@@ -356,8 +355,8 @@ impl World {
         let mut reads = 0;
         loop {
             let mut idle = true;
-            for hands in WorkerKind::ALL {
-                let Some(work) = self.core.0.lock().take(hands) else { continue };
+            for kind in WorkerKind::ALL {
+                let Some(work) = self.core.0.lock().take(kind) else { continue };
                 let is_read = matches!(work, Work::Reads(_));
                 reads += u64::from(is_read);
                 self.carry_out(work, if is_read { read_ns } else { 0 });

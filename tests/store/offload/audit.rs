@@ -3,7 +3,7 @@
 use kvtier::offload::BlockSelection;
 use kvtier::sparse::{Context, Kind};
 
-use super::{BLOCK, Kept, World, decode_context, rows, shape};
+use super::{BLOCK, PlaneShape, World, decode_context, rows, shape};
 
 /// What each block of some gets of the attention of queries of a layer to them, and to the
 /// tail if that comes, by the rule of the manual.
@@ -190,7 +190,7 @@ pub fn prefetched_layer_is_audited_by_its_own_query() {
         world.append(1);
         world.offload.begin(&decode_context(tokens)).expect("room");
         for layer in 0..3u32 {
-            world.put_as(layer as usize, 1, Kept::Plain).expect("room");
+            world.put_as(layer as usize, 1, PlaneShape::Plain).expect("room");
             let numbers = world.query(1);
             let query = rows(&numbers, 1, world.shape.query_heads, world.shape.key_dim);
             let (buffer, loaded) = world.offload.take(layer, Some(&query)).expect("there");

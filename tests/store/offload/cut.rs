@@ -8,9 +8,9 @@ use kvtier::device::host::Host;
 use kvtier::offload::BlockSelection;
 use kvtier::sparse::{Context, Kind};
 
-use super::far::ground;
 use super::faulty::{ALL, faulty};
-use super::{Kept, World, decode_context, rows, shape};
+use super::on_device::current;
+use super::{PlaneShape, World, decode_context, rows, shape};
 
 /// What a policy would load of each layer.
 fn chosen(world: &mut World, query: &[f32]) -> Vec<Vec<u32>> {
@@ -43,7 +43,7 @@ pub fn failed_truncate_changes_no_layer() {
     for kind in [Kind::Split, Kind::Latent] {
         let copies = if kind == Kind::Split { 6 } else { 3 };
         for fails in 1..=copies {
-            let inner = ground().unwrap_or_else(|| Arc::new(Host::default()));
+            let inner = current().unwrap_or_else(|| Arc::new(Host::default()));
             let device = faulty(inner);
             let policies = ["knorm(budget=60)", "quest(budget=24,page=8,dense=0)"];
             let spec = "store(host=4MiB,copiers=1)";
@@ -137,11 +137,11 @@ fn unstored_full_tail_is_truncated_in_place() {
     device.gather.store(ALL, Ordering::SeqCst);
     world.append(11);
     for layer in 0..3 {
-        world.put_as(layer, 11, Kept::Plain).expect("there is room in the tail");
+        world.put_as(layer, 11, PlaneShape::Plain).expect("there is room in the tail");
         assert_eq!(world.offload.tokens(layer as u32).expect("a layer"), (32, 16));
     }
     world.append(1);
-    assert_eq!(world.put_as(1, 1, Kept::Plain), Err(Status::Io));
+    assert_eq!(world.put_as(1, 1, PlaneShape::Plain), Err(Status::Io));
     world.offload.truncate(43).expect("in the tail");
     world.was_cut(43);
     for layer in 0..3 {

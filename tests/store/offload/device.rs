@@ -14,9 +14,9 @@ use kvtier::sparse::{Context, Kind, Shape};
 use kvtier::store::state::SessionOpts;
 use kvtier::store::state::session::{LayerViews, Tokens};
 
-use super::far::{self, Far, on_devices};
 use super::faulty::faulty;
-use super::{Kept, World, decode_context, plane, shape};
+use super::on_device::{self, DeviceBuffer, on_devices};
+use super::{PlaneShape, World, decode_context, plane, shape};
 
 on_devices! {
     super::loaded_rows_equal_put_rows => loads,
@@ -43,10 +43,10 @@ on_devices! {
 /// The ring is in host memory, and what is put in that of a device.
 #[test]
 fn device_tensors_are_put_into_a_host_ring() {
-    for device in [far::simulated(3) as Arc<dyn Device>, far::cuda()] {
-        far::beside(device.clone(), super::loaded_rows_equal_put_rows);
-        far::beside(device.clone(), super::passes_load_every_layer_with_its_newest_token);
-        far::beside(device, super::fork::forked_sequences_diverge);
+    for device in [on_device::simulated(3) as Arc<dyn Device>, on_device::cuda()] {
+        on_device::beside(device.clone(), super::loaded_rows_equal_put_rows);
+        on_device::beside(device.clone(), super::passes_load_every_layer_with_its_newest_token);
+        on_device::beside(device, super::fork::forked_sequences_diverge);
     }
 }
 
@@ -55,8 +55,8 @@ fn device_tensors_are_put_into_a_host_ring() {
 fn buffers_are_not_reused_while_kernels_read() {
     let slow = SimulatedOpts { latency_ns: 400_000, seed: 9, ..SimulatedOpts::default() };
     let slow = Arc::new(Simulated::new(Clock::real(), slow).expect("sound"));
-    for device in [slow as Arc<dyn Device>, far::cuda()] {
-        far::on(device.clone(), || {
+    for device in [slow as Arc<dyn Device>, on_device::cuda()] {
+        on_device::on(device.clone(), || {
             let shape = Shape { layers: 4, ..shape(Kind::Split) };
             let spec = "store(host=4MiB,copiers=1)";
             let mut world = World::with(83, shape, spec, ["", ""], (2, 256));
@@ -67,21 +67,21 @@ fn buffers_are_not_reused_while_kernels_read() {
                 world.offload.begin(&decode_context(tokens)).expect("room");
                 let mut reads: Vec<(u32, Vec<f32>, Event)> = Vec::new();
                 for layer in 0..shape.layers {
-                    world.put_as(layer as usize, 1, Kept::Plain).expect("room");
+                    world.put_as(layer as usize, 1, PlaneShape::Plain).expect("room");
                     let (buffer, loaded) = world.offload.take(layer, None).expect("there");
                     assert_eq!(loaded.tokens, tokens);
                     let views = world.offload.views(buffer).expect("there");
                     assert_eq!(views.k.memory, Memory::Device);
                     let Tokens::At(address) = views.k.place else { panic!("in one piece") };
                     let mut got = vec![0.0; (tokens * 16) as usize];
-                    let event = far::read(&*device, address, &mut got);
+                    let event = on_device::read(&*device, address, &mut got);
                     world.offload.after(Some(event)).expect("an event");
                     world.offload.give_back(layer).expect("it was taken");
                     reads.push((layer, got, event));
                 }
                 world.offload.after(None).expect("none");
                 for (layer, got, event) in reads {
-                    far::end(&*device, event);
+                    on_device::end(&*device, event);
                     let positions: Vec<u32> = (0..tokens).collect();
                     assert!(got == world.right(layer as usize, &positions).0, "layer {layer}");
                 }
@@ -97,7 +97,7 @@ fn loads_wait_for_the_kernel_that_reads_the_buffer() {
     for seed in 0..6 {
         let opts = SimulatedOpts { latency_ns: 3_000_000, seed, ..SimulatedOpts::default() };
         let device = Arc::new(Simulated::new(Clock::manual(1), opts).expect("sound"));
-        far::on(device.clone(), || {
+        on_device::on(device.clone(), || {
             let spec = "store(host=4MiB,copiers=1)";
             let mut world = World::with(89, shape(Kind::Split), spec, ["", ""], (1, 256));
             world.put(38);
@@ -108,13 +108,13 @@ fn loads_wait_for_the_kernel_that_reads_the_buffer() {
                 let views = world.offload.views(0).expect("there");
                 let Tokens::At(address) = views.k.place else { panic!("in one piece") };
                 let mut got = vec![0.0; 38 * 16];
-                let event = far::read(&*device, address, &mut got);
+                let event = on_device::read(&*device, address, &mut got);
                 world.offload.after(Some(event)).expect("an event");
                 world.offload.done(0).expect("a buffer");
                 world.offload.load(0, 1, next, None, &context).expect("room");
                 world.offload.wait(0).expect("there");
                 world.offload.after(None).expect("none");
-                far::end(&*device, event);
+                on_device::end(&*device, event);
                 let positions: Vec<u32> = (0..38).collect();
                 assert!(got == world.right(0, &positions).0, "{next:?}, seed {seed}");
                 world.offload.done(0).expect("a buffer");
@@ -130,7 +130,7 @@ fn keys_are_copied_to_the_host_for_policies() {
     let wanting = "quest(budget=32,page=8,dense=0)";
     for (decode, wants) in [("", false), ("h2o(sink=4,recent=20,budget=8)", false), (wanting, true)]
     {
-        far::on(far::simulated(11), || {
+        on_device::on(on_device::simulated(11), || {
             let mut world = World::open(5, Kind::Split, "store(host=4MiB)", decode);
             // All tensors in device memory: (first + layer) % 5 > 0 in none of the layers else.
             let (k_row, layers) = (2 * 8 * 4, 3u64);
@@ -156,16 +156,16 @@ fn keys_are_copied_to_the_host_for_policies() {
 impl World {
     /// As `put_as`, from device memory at all times.
     fn put_far(&mut self, layer: usize, tokens: u32) {
-        let device = self.far.clone().expect("a device");
+        let device = self.device.clone().expect("a device");
         let numbers = |random: &mut Random, count: u32| -> Vec<f32> {
             (0..count).map(|_| super::number(random)).collect()
         };
         let (k, v) =
             (numbers(&mut self.random, tokens * 16), numbers(&mut self.random, tokens * 12));
-        let mut k_plane = plane(&k, tokens as usize, 2, 8, Kept::Heads);
-        let mut v_plane = plane(&v, tokens as usize, 2, 6, Kept::Padded);
-        far::end(&*device, k_plane.send(&device));
-        far::end(&*device, v_plane.send(&device));
+        let mut k_plane = plane(&k, tokens as usize, 2, 8, PlaneShape::Heads);
+        let mut v_plane = plane(&v, tokens as usize, 2, 6, PlaneShape::Padded);
+        on_device::end(&*device, k_plane.send(&device));
+        on_device::end(&*device, v_plane.send(&device));
         let views = LayerViews { k: k_plane.view.clone(), v: Some(v_plane.view.clone()) };
         let (first, opts) = (self.tokens(layer), OpOpts::default());
         // SAFETY: the planes live until the op has ended.
@@ -185,18 +185,20 @@ fn invalid_and_failed_events_fail_their_dependents() {
     // The third batch: behind the offload's look at its memory, and one of the test's own.
     let opts = SimulatedOpts { fail_at: vec![3], ..SimulatedOpts::default() };
     let device = Arc::new(Simulated::new(Clock::real(), opts).expect("sound"));
-    far::on(device.clone(), || {
+    on_device::on(device.clone(), || {
         let mut world = World::open(13, Kind::Split, "store(host=4MiB)", "");
         world.append(20);
         let status = world.offload.after(Some(Event(1 << 60))).map_err(|error| error.status());
         assert_eq!(status, Err(Status::Handle));
-        let far = Far::new(&world.far.clone().expect("one"), 4096);
+        let buffer = DeviceBuffer::new(&world.device.clone().expect("one"), 4096);
         let numbers = vec![1.0; 1024];
-        let good = far.fill(&numbers);
-        let bad = far.fill(&numbers);
+        let good = buffer.fill(&numbers);
+        let bad = buffer.fill(&numbers);
         world.offload.after(Some(bad)).expect("under way");
-        let (k, v) =
-            (plane(&numbers, 20, 2, 8, Kept::Plain), plane(&numbers, 20, 2, 6, Kept::Plain));
+        let (k, v) = (
+            plane(&numbers, 20, 2, 8, PlaneShape::Plain),
+            plane(&numbers, 20, 2, 6, PlaneShape::Plain),
+        );
         let views = LayerViews { k: k.view.clone(), v: Some(v.view.clone()) };
         // SAFETY: the planes stay.
         let put = unsafe { world.offload.put(0, 0, 20, &views, &OpOpts::default()) };
@@ -206,7 +208,7 @@ fn invalid_and_failed_events_fail_their_dependents() {
         assert_eq!(status, Err(Status::Io), "it has failed by now");
         world.offload.after(None).expect("none");
         device.release(bad).expect("it has ended");
-        far::end(&*device, good);
+        on_device::end(&*device, good);
         for layer in 0..3 {
             world.put_far(layer, 20);
         }
@@ -217,8 +219,8 @@ fn invalid_and_failed_events_fail_their_dependents() {
 /// Loads begin, and return, while the engine has not given its word; they come when it has.
 #[test]
 fn loads_start_after_a_user_event() {
-    let device: Arc<dyn Device> = far::simulated(23);
-    far::on(device.clone(), || {
+    let device: Arc<dyn Device> = on_device::simulated(23);
+    on_device::on(device.clone(), || {
         let mut world = World::with(31, shape(Kind::Split), "store(host=4MiB)", ["", ""], (2, 256));
         world.put(70);
         let event = device.create_user_event().expect("it makes some");
@@ -232,16 +234,16 @@ fn loads_start_after_a_user_event() {
         world.append(26);
         world.offload.after(None).expect("none");
         for layer in 0..3 {
-            world.put_as(layer, 10, Kept::Plain).expect("own events");
+            world.put_as(layer, 10, PlaneShape::Plain).expect("own events");
         }
         world.offload.after(Some(event)).expect("an event");
-        let far = Far::new(&device, 4 * 2 * 16 * 16);
-        far::end(&*device, far.fill(&numbers));
-        let mut views = plane(&numbers, 16, 2, 8, Kept::Plain).view;
-        (views.place, views.memory) = (Tokens::At(far.address()), Memory::Device);
-        let v = plane(&numbers, 16, 2, 6, Kept::Plain).view;
+        let buffer = DeviceBuffer::new(&device, 4 * 2 * 16 * 16);
+        on_device::end(&*device, buffer.fill(&numbers));
+        let mut views = plane(&numbers, 16, 2, 8, PlaneShape::Plain).view;
+        (views.place, views.memory) = (Tokens::At(buffer.address()), Memory::Device);
+        let v = plane(&numbers, 16, 2, 6, PlaneShape::Plain).view;
         let v = kvtier::store::state::session::PlaneView {
-            place: Tokens::At(far.address()),
+            place: Tokens::At(buffer.address()),
             memory: Memory::Device,
             ..v
         };
@@ -270,8 +272,8 @@ fn loads_start_after_a_user_event() {
 /// A copy on the device that fails: nothing was taken in, and the same call works then.
 #[test]
 fn failed_device_copy_fails_one_call() {
-    let device = faulty(far::simulated(21));
-    far::on(device.clone(), || {
+    let device = faulty(on_device::simulated(21));
+    on_device::on(device.clone(), || {
         let policies = ["", "quest(budget=24,page=8,dense=0)"];
         let (spec, none) = ("store(host=4MiB,copiers=1)", shape(Kind::Split));
         let mut world = World::on(device.clone(), 19, none, spec, policies, (2, 256));
@@ -280,11 +282,11 @@ fn failed_device_copy_fails_one_call() {
             world.append(tokens);
             let before = world.offload.tokens(1).expect("a layer");
             device.gather.store(1, Ordering::SeqCst);
-            assert_eq!(world.put_as(1, tokens, Kept::Plain), Err(Status::Io));
+            assert_eq!(world.put_as(1, tokens, PlaneShape::Plain), Err(Status::Io));
             assert_eq!(device.gather.load(Ordering::SeqCst), 0);
             assert_eq!(world.offload.tokens(1).expect("a layer"), before);
             for layer in 0..3 {
-                world.put_as(layer, tokens, Kept::Plain).expect("room");
+                world.put_as(layer, tokens, PlaneShape::Plain).expect("room");
             }
             world.check_all();
         }
@@ -307,8 +309,8 @@ fn failed_device_copy_fails_one_call() {
 /// A device that has gone fails calls, and closing works.
 #[test]
 fn lost_device_fails_calls_and_allows_close() {
-    let device = far::simulated(17);
-    far::on(device.clone(), || {
+    let device = on_device::simulated(17);
+    on_device::on(device.clone(), || {
         let policies = ["", "quest(budget=24,page=8,dense=0)"];
         let spec = "store(host=4MiB)";
         let mut world = World::with(29, shape(Kind::Split), spec, policies, (2, 256));
@@ -323,7 +325,7 @@ fn lost_device_fails_calls_and_allows_close() {
         };
         // What it was in the middle of may have come before.
         let _ = world.offload.wait(1);
-        assert_eq!(world.put_as(0, 1, Kept::Plain), gone);
+        assert_eq!(world.put_as(0, 1, PlaneShape::Plain), gone);
         assert_eq!(world.offload.tokens(0).expect("a layer"), (64, 6));
         let loaded = world.offload.load(0, 0, BlockSelection::All, None, &context).map(|_| ());
         assert_eq!(

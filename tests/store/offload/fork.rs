@@ -13,7 +13,7 @@ use kvtier::store::state::SessionOpts;
 use kvtier::store::state::session::{LayerViews, PlaneView};
 
 use super::faulty::{ALL, faulty};
-use super::{BLOCK, Kept, Numbers, World, decode_context, policy, rows, shape};
+use super::{BLOCK, LayerRows, PlaneShape, World, decode_context, policy, rows, shape};
 
 impl World {
     /// What goes on from here with tokens of its own.
@@ -22,12 +22,12 @@ impl World {
         let session = self.store.with(|core| core.fork(of, &SessionOpts::default()));
         let session = session.expect("a session");
         let offload = self.offload.fork(&self.store, session).expect("the same tokens");
-        let copy = |one: &Numbers| Numbers { k: one.k.clone(), v: one.v.clone() };
+        let copy = |one: &LayerRows| LayerRows { k: one.k.clone(), v: one.v.clone() };
         World {
             random: Random::new(seed * 2 + 1),
             shape: self.shape,
             layers: self.layers.iter().map(copy).collect(),
-            far: self.far.clone(),
+            device: self.device.clone(),
             offload,
             session,
             next_token: self.next_token + seed as u32 * 100_000,
@@ -200,7 +200,7 @@ fn unstored_full_tail_is_copied_by_fork() {
     device.gather.store(ALL, Ordering::SeqCst);
     world.append(11);
     for layer in 0..2 {
-        world.put_as(layer, 11, Kept::Plain).expect("there is room in the tail");
+        world.put_as(layer, 11, PlaneShape::Plain).expect("there is room in the tail");
     }
     let mut other = world.fork(5);
     for layer in 0..2 {
@@ -255,7 +255,7 @@ pub fn fork_shares_blocks_being_put() {
             other.load(0, layer, BlockSelection::All, None, &decode_context(64)).expect("room");
             assert_eq!(other.wait(0).expect("it is there").tokens, 64);
             let views = other.views(0).expect("there");
-            let [k, v] = super::far::numbers(super::far::ground().as_ref(), &views);
+            let [k, v] = super::on_device::numbers(super::on_device::current().as_ref(), &views);
             assert_eq!(k, numbers);
             assert_eq!(v, numbers[..64 * 12]);
             other.done(0).expect("a buffer");

@@ -15,8 +15,8 @@ use kvtier::store::state::session::LayerViews;
 
 use kvtier_testkit::fixtures::{offload, store as support};
 
-use super::far::{self, Far};
-use super::{Kept, plane, policy, shape};
+use super::on_device::{self, DeviceBuffer};
+use super::{PlaneShape, plane, policy, shape};
 
 /// A store with a session, and what an offload of it is opened with.
 struct Base {
@@ -63,7 +63,7 @@ impl Base {
 /// The account pays at the tier where the memory is, and not for what an engine lends.
 #[test]
 fn ring_memory_is_charged_to_its_tier_unless_lent() {
-    for device in [far::simulated(1) as Arc<dyn Device>, far::cuda()] {
+    for device in [on_device::simulated(1) as Arc<dyn Device>, on_device::cuda()] {
         let base = Base::open(device.clone());
         let bytes =
             Offload::memory_bytes(&base.store, &base.opts(RingPlacement::Device)).expect("sound");
@@ -77,7 +77,7 @@ fn ring_memory_is_charged_to_its_tier_unless_lent() {
         let here = Offload::open(&base.store, base.opts(RingPlacement::Host)).expect("room");
         assert!(base.held(Tier::Host) >= before.0 + bytes);
         drop(here);
-        let lent = Far::new(&device, bytes + 256);
+        let lent = DeviceBuffer::new(&device, bytes + 256);
         let lend = |address: u64, bytes: u64| {
             // SAFETY: memory of the device, or refused before anything is done with it.
             RingPlacement::Lent(unsafe { LentMemory::new(address, bytes) })
@@ -92,7 +92,7 @@ fn ring_memory_is_charged_to_its_tier_unless_lent() {
         drop(lent);
     }
     // A driver says whose memory it is.
-    let base = Base::open(far::cuda());
+    let base = Base::open(on_device::cuda());
     let mut host = vec![0u64; 1 << 13];
     let address = (host.as_mut_ptr() as u64).next_multiple_of(256);
     // SAFETY: refused, as this test wants to see.
@@ -115,7 +115,10 @@ fn unsupported_device_is_rejected_at_open_or_put() {
     assert_eq!(base.status(lent), Status::Unavailable);
     let mut offload = Offload::open(&base.store, base.opts(RingPlacement::Host)).expect("room");
     let numbers = [1.0; 256];
-    let (k, v) = (plane(&numbers, 16, 2, 8, Kept::Plain), plane(&numbers, 16, 2, 6, Kept::Plain));
+    let (k, v) = (
+        plane(&numbers, 16, 2, 8, PlaneShape::Plain),
+        plane(&numbers, 16, 2, 6, PlaneShape::Plain),
+    );
     for (k_far, v_far) in [(true, false), (false, true)] {
         let mut views = LayerViews { k: k.view.clone(), v: Some(v.view.clone()) };
         if k_far {

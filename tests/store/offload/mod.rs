@@ -26,10 +26,10 @@ mod device;
 use kvtier_testkit::fixtures::offload;
 use kvtier_testkit::fixtures::scratch::Scratch;
 use kvtier_testkit::fixtures::{fake_cuda, store as support};
-mod far;
 mod faulty;
 mod fork;
 mod lent;
+mod on_device;
 
 const BLOCK: u32 = 16;
 
@@ -58,7 +58,7 @@ fn shape(kind: Kind) -> Shape {
 
 /// What was computed of a layer, tokens outermost.
 #[derive(Default)]
-struct Numbers {
+struct LayerRows {
     k: Vec<f32>,
     v: Vec<f32>,
 }
@@ -66,9 +66,9 @@ struct Numbers {
 struct World {
     random: Random,
     shape: Shape,
-    layers: Vec<Numbers>,
+    layers: Vec<LayerRows>,
     /// The device, where the ring and the tensors of the engine are in its memory.
-    far: Option<Arc<dyn Device>>,
+    device: Option<Arc<dyn Device>>,
     offload: Offload,
     session: u32,
     next_token: u32,
@@ -79,7 +79,7 @@ struct World {
 
 /// How the engine keeps a plane.
 #[derive(Clone, Copy, Debug)]
-enum Kept {
+enum PlaneShape {
     Plain,
     Padded,
     Heads,
@@ -87,47 +87,49 @@ enum Kept {
     Pages(u32),
 }
 
-const WAYS: [Kept; 7] = [
-    Kept::Plain,
-    Kept::Padded,
-    Kept::Heads,
-    Kept::Flat,
-    Kept::Pages(BLOCK),
-    Kept::Pages(8),
-    Kept::Pages(3),
+const PLANE_SHAPES: [PlaneShape; 7] = [
+    PlaneShape::Plain,
+    PlaneShape::Padded,
+    PlaneShape::Heads,
+    PlaneShape::Flat,
+    PlaneShape::Pages(BLOCK),
+    PlaneShape::Pages(8),
+    PlaneShape::Pages(3),
 ];
 
 /// A plane of the engine's, and its view.
 struct Plane {
     memory: Vec<f32>,
     view: PlaneView,
-    far: Option<far::Far>,
+    buffer: Option<on_device::DeviceBuffer>,
 }
 
 impl Plane {
     /// The same in memory of a device; the event with which it is there.
     fn send(&mut self, device: &Arc<dyn Device>) -> Event {
-        let far = far::Far::new(device, self.memory.len() as u64 * 4);
-        let event = far.fill(&self.memory);
-        self.view = far::moved(&self.view, self.memory.as_ptr() as u64, far.address());
-        self.far = Some(far);
+        let buffer = on_device::DeviceBuffer::new(device, self.memory.len() as u64 * 4);
+        let event = buffer.fill(&self.memory);
+        self.view = on_device::moved(&self.view, self.memory.as_ptr() as u64, buffer.address());
+        self.buffer = Some(buffer);
         event
     }
 }
 
-fn plane(rows: &[f32], tokens: usize, heads: usize, dim: usize, how: Kept) -> Plane {
+fn plane(rows: &[f32], tokens: usize, heads: usize, dim: usize, how: PlaneShape) -> Plane {
     let (token, head, size) = match how {
-        Kept::Plain | Kept::Flat | Kept::Pages(_) => (heads * dim, dim, tokens * heads * dim),
-        Kept::Padded => (heads * dim + 5, dim, tokens * (heads * dim + 5)),
-        Kept::Heads => (dim, tokens * dim, tokens * heads * dim),
+        PlaneShape::Plain | PlaneShape::Flat | PlaneShape::Pages(_) => {
+            (heads * dim, dim, tokens * heads * dim)
+        }
+        PlaneShape::Padded => (heads * dim + 5, dim, tokens * (heads * dim + 5)),
+        PlaneShape::Heads => (dim, tokens * dim, tokens * heads * dim),
     };
-    let page_tokens = if let Kept::Pages(n) = how { n as usize } else { tokens };
+    let page_tokens = if let PlaneShape::Pages(n) = how { n as usize } else { tokens };
     let pages = tokens.div_ceil(page_tokens);
     // Pages lie in the opposite order.
     let start = |page: usize| (pages - 1 - page) * page_tokens * token;
     let mut memory = vec![f32::NAN; size + page_tokens * token];
     let at = |t: usize, h: usize| match how {
-        Kept::Pages(_) => start(t / page_tokens) + t % page_tokens * token + h * head,
+        PlaneShape::Pages(_) => start(t / page_tokens) + t % page_tokens * token + h * head,
         _ => t * token + h * head,
     };
     for t in 0..tokens {
@@ -138,14 +140,14 @@ fn plane(rows: &[f32], tokens: usize, heads: usize, dim: usize, how: Kept) -> Pl
     }
     let base = memory.as_ptr() as u64;
     let place = match how {
-        Kept::Pages(_) => Tokens::Pages {
+        PlaneShape::Pages(_) => Tokens::Pages {
             addresses: Arc::new((0..pages).map(|page| base + 4 * start(page) as u64).collect()),
             page_tokens: page_tokens as u32,
             shift_bytes: 0,
         },
         _ => Tokens::At(base),
     };
-    let is_flat = matches!(how, Kept::Flat);
+    let is_flat = matches!(how, PlaneShape::Flat);
     let view = PlaneView {
         place,
         tokens: tokens as u32,
@@ -155,7 +157,7 @@ fn plane(rows: &[f32], tokens: usize, heads: usize, dim: usize, how: Kept) -> Pl
         head_stride_bytes: head as u64 * 4,
         memory: Memory::Host,
     };
-    Plane { memory, view, far: None }
+    Plane { memory, view, buffer: None }
 }
 
 fn rows(numbers: &[f32], tokens: u32, heads: u32, dim: u32) -> Rows<'_> {
@@ -199,7 +201,7 @@ fn open(
 ) -> Offload {
     let opts = Opts {
         buffers,
-        home: far::home(),
+        home: on_device::ring_home(),
         policies: Policies { prefill: policy(prefill, shape), decode: policy(decode, shape) },
         recipe: format!("{prefill} {decode}").trim().to_string(),
         ..offload::opts(session, shape, buffer_tokens)
@@ -213,7 +215,7 @@ impl World {
     }
 
     fn with(seed: u64, shape: Shape, spec: &str, policies: [&str; 2], ring: (u32, u32)) -> World {
-        let device = far::ground().unwrap_or_else(|| Arc::new(Host::default()));
+        let device = on_device::current().unwrap_or_else(|| Arc::new(Host::default()));
         World::on(device, seed, shape, spec, policies, ring)
     }
 
@@ -228,14 +230,14 @@ impl World {
     ) -> World {
         let runtime = Arc::new(support::runtime());
         let spec = StoreSpec::parse(spec).expect("a sound spec");
-        let far = far::ground().map(|_| device.clone());
+        let on = on_device::current().map(|_| device.clone());
         let store = Store::open_with(runtime.core(), None, &spec, device);
         let store = Arc::new(store.expect("opened"));
         let session = offload::open_session(&store, &shape, 9);
         let offload = open(&store, session, &shape, [prefill, decode], (buffers, buffer_tokens));
-        let layers = (0..shape.layers).map(|_| Numbers::default()).collect();
+        let layers = (0..shape.layers).map(|_| LayerRows::default()).collect();
         let random = Random::new(seed);
-        World { random, shape, layers, far, offload, session, next_token: 0, store, runtime }
+        World { random, shape, layers, device: on, offload, session, next_token: 0, store, runtime }
     }
 
     fn tokens(&self, layer: usize) -> u32 {
@@ -250,7 +252,7 @@ impl World {
         self.store.with(|core| core.append(self.session, &new)).expect("room");
     }
 
-    fn put_as(&mut self, layer: usize, tokens: u32, how: Kept) -> Result<(), Status> {
+    fn put_as(&mut self, layer: usize, tokens: u32, how: PlaneShape) -> Result<(), Status> {
         let (heads, k_dim) = (self.shape.key_heads as usize, self.shape.key_dim as usize);
         let (v_dim, n, first) =
             (self.shape.value_dim as usize, tokens as usize, self.tokens(layer));
@@ -261,7 +263,7 @@ impl World {
         let mut v_plane = (self.shape.kind == Kind::Split).then(|| plane(&v, n, heads, v_dim, how));
         // On a device they are still computed when they are put; some are in host memory.
         let mut computed = Vec::new();
-        if let Some(device) = self.far.as_ref().filter(|_| (first + layer as u32) % 5 > 0) {
+        if let Some(device) = self.device.as_ref().filter(|_| (first + layer as u32) % 5 > 0) {
             computed.push(k_plane.send(device));
             computed.extend(v_plane.as_mut().map(|plane| plane.send(device)));
             // Of one stream: the last comes behind the others.
@@ -278,9 +280,9 @@ impl World {
             op.remove();
             status
         });
-        if let Some(device) = &self.far {
+        if let Some(device) = &self.device {
             self.offload.after(None).expect("none");
-            computed.into_iter().for_each(|event| far::end(&**device, event));
+            computed.into_iter().for_each(|event| on_device::end(&**device, event));
         }
         op.map_err(|error| error.status())?;
         assert_eq!(status.unwrap_or(0), 0, "{:?}", status.map(Status::from_code));
@@ -293,7 +295,7 @@ impl World {
     fn put(&mut self, tokens: u32) {
         self.append(tokens);
         for layer in 0..self.layers.len() {
-            let how = WAYS[self.random.below(WAYS.len() as u64) as usize];
+            let how = PLANE_SHAPES[self.random.below(PLANE_SHAPES.len() as u64) as usize];
             self.put_as(layer, tokens, how).expect("room");
         }
     }
@@ -325,14 +327,14 @@ impl World {
 
     /// The numbers of a buffer's rows.
     fn kv(&self, buffer: u32) -> (Vec<f32>, Vec<f32>) {
-        if self.far.is_none() || far::home() == RingPlacement::Host {
+        if self.device.is_none() || on_device::ring_home() == RingPlacement::Host {
             let kv = self.offload.kv(buffer).expect("there");
             return (numbers_of(&kv.keys), numbers_of(&kv.values));
         }
         let status = self.offload.kv(buffer).map(|_| ()).map_err(|error| error.status());
         assert_eq!(status, Err(Status::Unsupported), "no processor reads it");
         let views = self.offload.views(buffer).expect("there");
-        let [k, v] = far::numbers(self.far.as_ref(), &views);
+        let [k, v] = on_device::numbers(self.device.as_ref(), &views);
         let (k_row, v_row) = (self.shape.key_dim as usize, self.shape.value_dim as usize);
         let of_keys = || k.chunks(k_row).flat_map(|row| row[..v_row].to_vec()).collect();
         let v = if self.shape.kind == Kind::Latent { of_keys() } else { v };
@@ -554,9 +556,9 @@ fn prompt_larger_than_the_ring_is_computed_in_parts() {
     let mut got = Vec::new();
     for part in 0..parts {
         world.append(each);
-        world.put_as(1, each, Kept::Plain).expect("room");
-        world.put_as(0, each, Kept::Plain).expect("room");
-        world.put_as(2, each, Kept::Plain).expect("room");
+        world.put_as(1, each, PlaneShape::Plain).expect("room");
+        world.put_as(0, each, PlaneShape::Plain).expect("room");
+        world.put_as(2, each, PlaneShape::Plain).expect("room");
         let first = part * each;
         let mine = &queries[first as usize * row..(first + each) as usize * row];
         let query = rows(mine, each, shape.query_heads, shape.key_dim);
@@ -629,7 +631,7 @@ fn passes_load_every_layer_with_its_newest_token() {
             let context = decode_context(tokens);
             world.offload.begin(&context).expect("room");
             for layer in 0..5u32 {
-                world.put_as(layer as usize, 1, Kept::Plain).expect("room");
+                world.put_as(layer as usize, 1, PlaneShape::Plain).expect("room");
                 let numbers = world.query(1);
                 let query = rows(&numbers, 1, shape.query_heads, shape.key_dim);
                 let (buffer, loaded) = world.offload.take(layer, Some(&query)).expect("there");
@@ -726,11 +728,11 @@ fn invalid_offload_calls_change_nothing() {
     refused(&mut |o| load(o, 0, 0, BlockSelection::All), Status::Busy);
     world.offload.done(0).expect("a buffer");
     // Tokens that the session does not have, that do not go on, keys that are no numbers.
-    assert_eq!(world.put_as(0, 1, Kept::Plain), Err(Status::Invalid));
+    assert_eq!(world.put_as(0, 1, PlaneShape::Plain), Err(Status::Invalid));
     world.append(4);
     let bad = vec![f32::INFINITY; 4 * 16];
-    let k = plane(&bad, 4, 2, 8, Kept::Plain);
-    let v = plane(&bad[..48], 4, 2, 6, Kept::Plain);
+    let k = plane(&bad, 4, 2, 8, PlaneShape::Plain);
+    let v = plane(&bad[..48], 4, 2, 6, PlaneShape::Plain);
     let views = LayerViews { k: k.view.clone(), v: Some(v.view.clone()) };
     for (layer, first, tokens) in [(0, 40, 4), (0, 39, 4), (0, 41, 3), (0, 40, 0), (3, 40, 4)] {
         let opts = OpOpts::default();
@@ -739,7 +741,7 @@ fn invalid_offload_calls_change_nothing() {
         assert_eq!(put.map(|_| ()).map_err(|error| error.status()), Err(Status::Invalid));
     }
     assert_eq!(world.offload.tokens(0).expect("a layer"), before);
-    world.put_as(0, 4, Kept::Plain).expect("as before");
+    world.put_as(0, 4, PlaneShape::Plain).expect("as before");
 }
 
 /// A block that is gone is an error of the wait, and the buffer can be used again.
@@ -813,7 +815,7 @@ fn block_summaries_are_stored_with_blocks() {
     drop(world);
     let runtime = support::runtime();
     let spec = StoreSpec::parse(&spec).expect("a sound spec");
-    let device = far::ground().unwrap_or_else(|| Arc::new(Host::default()));
+    let device = on_device::current().unwrap_or_else(|| Arc::new(Host::default()));
     let store = Store::open_with(runtime.core(), None, &spec, device).expect("opened");
     let store = Arc::new(store);
     assert_eq!(again(&store, &mut chosen), right);

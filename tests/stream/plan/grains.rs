@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use crate::plan::setup::{MIB, Setup, check, layer, unit};
 
-const GRAIN: u64 = 2 * MIB;
+const GRANULARITY: u64 = 2 * MIB;
 
 /// Layers, an embedding and a head, and experts of each layer.
 fn model(sizes: &[u64], experts: usize, expert_bytes: u64) -> Vec<Unit> {
@@ -24,22 +24,28 @@ fn model(sizes: &[u64], experts: usize, expert_bytes: u64) -> Vec<Unit> {
 
 #[test]
 fn rounding_loss_is_reported() {
-    let mut setup = Setup::layers(&[GRAIN + 4096; 5], 100 * GRAIN, 64 * MIB);
+    let mut setup = Setup::layers(&[GRANULARITY + 4096; 5], 100 * GRANULARITY, 64 * MIB);
     setup.plan_options.compute = Some(ComputeLocation::Device);
     let loose = setup.plan();
     assert!(!setup.text(&loose).contains("device grains"));
-    setup.plan_options.device_granularity_bytes = GRAIN;
+    setup.plan_options.device_granularity_bytes = GRANULARITY;
     let plan = setup.plan();
-    assert_eq!((loose.device_bytes, plan.device_bytes), (5 * (GRAIN + 4096), 10 * GRAIN));
+    assert_eq!(
+        (loose.device_bytes, plan.device_bytes),
+        (5 * (GRANULARITY + 4096), 10 * GRANULARITY)
+    );
     let figure = plan.figures.iter().find(|figure| figure.name == "device grains");
-    assert_eq!(figure.expect("named").bytes, 5 * (GRAIN - 4096));
+    assert_eq!(figure.expect("named").bytes, 5 * (GRANULARITY - 4096));
     assert!(setup.text(&plan).contains("whole pieces of 2.00 MiB"));
     // Two slots and a home, of two grains each.
-    setup.room(6 * GRAIN + 1, 64 * MIB);
+    setup.room(6 * GRANULARITY + 1, 64 * MIB);
     let plan = setup.plan();
-    assert_eq!((plan.slots, plan.slot_bytes, plan.device_bytes), (2, 2 * GRAIN, 6 * GRAIN));
-    setup.room(4 * GRAIN - 1, 64 * MIB);
-    assert!(setup.error().message().contains(&(4 * GRAIN).to_string()));
+    assert_eq!(
+        (plan.slots, plan.slot_bytes, plan.device_bytes),
+        (2, 2 * GRANULARITY, 6 * GRANULARITY)
+    );
+    setup.room(4 * GRANULARITY - 1, 64 * MIB);
+    assert!(setup.error().message().contains(&(4 * GRANULARITY).to_string()));
 }
 
 proptest! {
@@ -52,7 +58,7 @@ proptest! {
         sizes in prop::collection::vec(1u64..900, 1..12),
         (experts, expert_size) in (0usize..5, 1u64..300),
         (share, next) in (10u64..400, 10u64..400),
-        grain in prop_oneof![Just(4096u64), Just(65_536), Just(GRAIN)],
+        grain in prop_oneof![Just(4096u64), Just(65_536), Just(GRANULARITY)],
         (shrinks, on_host) in any::<(bool, bool)>(),
     ) {
         let sizes: Vec<u64> = sizes.iter().map(|size| size * 8192).collect();

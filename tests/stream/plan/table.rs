@@ -25,7 +25,7 @@ fn pass_ms(plan: &Plan) -> f64 {
 }
 
 #[track_caller]
-fn near(got: f64, want: f64, within: f64) {
+fn assert_close(got: f64, want: f64, within: f64) {
     assert!((got - want).abs() <= want * within, "{got} for {want}");
 }
 
@@ -52,15 +52,15 @@ fn pass_times_match_recorded_simulations() {
             let plan = setup.plan();
             assert_eq!(residencies(&plan), (stay, 80 - stay, 0));
             check(&setup, &plan, 31 * LAYER, 100 * LAYER);
-            near(plan.forecast.unwrap().bound_ns as f64 / 1e6, bound, 1e-3);
+            assert_close(plan.forecast.unwrap().bound_ns as f64 / 1e6, bound, 1e-3);
             let within = if placement == Placement::Interleaved { 0.01 } else { 1e-3 };
-            near(pass_ms(&plan), want, within);
+            assert_close(pass_ms(&plan), want, within);
         }
         let mut ring = setup(compute_us, slots);
         ring.plan_options.mode = Mode::Ring;
         let plan = ring.plan();
         assert_eq!((plan.slots, plan.slot_bytes), (31, LAYER));
-        near(pass_ms(&plan), 8240.0, 1e-3);
+        assert_close(pass_ms(&plan), 8240.0, 1e-3);
     }
 }
 
@@ -80,15 +80,15 @@ fn three_tiers(placement: Placement, chunk_bytes: u64, staging_bytes: u64) -> (S
 fn disk_reads_overlap_with_copies() {
     // Whole layers, store and forward, as simulated.
     let (_, plan) = three_tiers(Placement::First, LAYER, 2 * LAYER);
-    near(pass_ms(&plan), 8896.0, 1e-3);
+    assert_close(pass_ms(&plan), 8896.0, 1e-3);
     let (_, plan) = three_tiers(Placement::Interleaved, LAYER, 2 * LAYER);
-    near(pass_ms(&plan), 6180.0, 0.02);
+    assert_close(pass_ms(&plan), 6180.0, 0.02);
     assert_eq!(plan.forecast.unwrap().binding, Binding::Device);
     // Chunks of the same memory are no slower.
     let (_, plan) = three_tiers(Placement::First, 8 * MIB, 168 * 8 * MIB);
     assert!((8600.0..8896.0).contains(&pass_ms(&plan)), "{}", pass_ms(&plan));
     let (_, plan) = three_tiers(Placement::Interleaved, 8 * MIB, 168 * 8 * MIB);
-    near(pass_ms(&plan), 6180.0, 0.02);
+    assert_close(pass_ms(&plan), 6180.0, 0.02);
 }
 
 #[test]
@@ -122,6 +122,6 @@ fn transfers_are_spread_without_compute_times() {
         later.plan_options.layer_compute_ns = 65_000_000;
         let links = Links { device: rate(LAYER, 103), disk: rate(LAYER, 200), processor: 0 };
         let forecast = plan.what_if(&later.inputs(), links).unwrap();
-        near(forecast.pass_ns as f64 / 1e6, 5365.0, 0.01);
+        assert_close(forecast.pass_ns as f64 / 1e6, 5365.0, 0.01);
     }
 }

@@ -16,18 +16,18 @@ use super::fake_cuda;
 thread_local! {
     /// The device of the worlds that a test opens, and whether their rings are there; none =
     /// all is in host memory.
-    static GROUND: RefCell<Option<(Arc<dyn Device>, bool)>> = const { RefCell::new(None) };
+    static CURRENT: RefCell<Option<(Arc<dyn Device>, bool)>> = const { RefCell::new(None) };
 }
 
 /// Where a test's worlds are.
-pub fn ground() -> Option<Arc<dyn Device>> {
-    GROUND.with(|ground| ground.borrow().as_ref().map(|(device, _)| device.clone()))
+pub fn current() -> Option<Arc<dyn Device>> {
+    CURRENT.with(|current| current.borrow().as_ref().map(|(device, _)| device.clone()))
 }
 
 /// Where their rings are.
-pub fn home() -> RingPlacement {
+pub fn ring_home() -> RingPlacement {
     let is_remote =
-        GROUND.with(|ground| ground.borrow().as_ref().is_some_and(|(_, is_remote)| *is_remote));
+        CURRENT.with(|current| current.borrow().as_ref().is_some_and(|(_, is_remote)| *is_remote));
     if is_remote { RingPlacement::Device } else { RingPlacement::Host }
 }
 
@@ -55,23 +55,23 @@ pub fn beside<R>(device: Arc<dyn Device>, test: impl FnOnce() -> R) -> R {
     with((device, false), test)
 }
 
-fn with<R>(ground: (Arc<dyn Device>, bool), test: impl FnOnce() -> R) -> R {
-    GROUND.with(|all| *all.borrow_mut() = Some(ground));
+fn with<R>(current: (Arc<dyn Device>, bool), test: impl FnOnce() -> R) -> R {
+    CURRENT.with(|all| *all.borrow_mut() = Some(current));
     let done = test();
-    GROUND.with(|all| *all.borrow_mut() = None);
+    CURRENT.with(|all| *all.borrow_mut() = None);
     done
 }
 
 /// Memory of a device.
-pub struct Far {
+pub struct DeviceBuffer {
     device: Arc<dyn Device>,
     memory: DeviceMemory,
 }
 
-impl Far {
-    pub fn new(device: &Arc<dyn Device>, bytes: u64) -> Far {
+impl DeviceBuffer {
+    pub fn new(device: &Arc<dyn Device>, bytes: u64) -> DeviceBuffer {
         let memory = device.allocate(bytes).expect("room");
-        Far { device: device.clone(), memory }
+        DeviceBuffer { device: device.clone(), memory }
     }
 
     pub fn address(&self) -> u64 {
@@ -88,7 +88,7 @@ impl Far {
     }
 }
 
-impl Drop for Far {
+impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         // SAFETY: whoever had it has waited for what used it.
         unsafe { self.device.free(&self.memory) }.expect("its own");
@@ -148,8 +148,8 @@ macro_rules! on_devices {
     ($($test:path => $name:ident,)*) => {
         $(#[test]
         fn $name() {
-            super::far::on(super::far::simulated(7), $test);
-            super::far::on(super::far::cuda(), $test);
+            super::on_device::on(super::on_device::simulated(7), $test);
+            super::on_device::on(super::on_device::cuda(), $test);
         })*
     };
 }
