@@ -1,5 +1,5 @@
-//! The committed header is what the sources say. To bring it up to date:
-//! `KVTIER_BLESS=1 cargo test --test abi header`.
+//! The committed header equals the generated one. Update: `KVTIER_BLESS=1 cargo test --test abi
+//! header`.
 
 use std::path::Path;
 
@@ -126,7 +126,7 @@ fn without_rust_sections(text: &str) -> String {
     out.join("\n") + "\n"
 }
 
-/// The generator takes one of two constants that have one name, and says nothing.
+/// The generator silently takes one of two constants of the same name.
 #[test]
 fn constant_names_are_unique() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi");

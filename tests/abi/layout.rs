@@ -1,5 +1,5 @@
-//! What Rust thinks of the C structs, compared with the committed table that C
-//! compilers have agreed on (`ffi-tests/abi/layout.txt`, made by `layout.py`).
+//! Compares the layout of the C structs in Rust with the committed table of C compilers
+//! (`ffi-tests/abi/layout.txt`, made by `layout.py`).
 
 use std::collections::BTreeMap;
 use std::mem::{align_of, offset_of, size_of};

@@ -1,12 +1,12 @@
-//! Random programs over the whole C ABI: a clear status each time, nothing
-//! lost, nothing undefined. `fuzz/` runs the same machine under libFuzzer.
+//! Random programs over the whole C ABI: each call returns a valid status, nothing leaks, nothing
+//! is undefined. `fuzz/` runs the same machine under libFuzzer.
 
 use kvtier_testkit::fixtures::abi as machine;
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-/// One test alone: the log sink and the counters are the process's.
+/// The only test of its process: the log sink and the counters are global.
 #[test]
 fn random_abi_programs_neither_crash_nor_leak() {
     // A runtime, a queue, buffers, a budget, a policy, a trace and a store with a session

@@ -1,4 +1,4 @@
-//! What calls allocate, counted by an allocator that sees every thread of this process.
+//! Allocations of calls, counted by an allocator that sees every thread of this process.
 #![cfg(not(feature = "shuttle"))]
 #![allow(missing_docs)]
 

@@ -1,5 +1,5 @@
-//! What a put costs does not grow with the sequence, also where tokens were evicted: counted by
-//! an allocator that sees every thread of this process.
+//! The cost of a put does not grow with the sequence, also after tokens were evicted. An allocator
+//! that sees every thread of this process counts bytes.
 
 use std::sync::atomic::Ordering;
 

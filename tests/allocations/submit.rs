@@ -1,5 +1,5 @@
-//! Submitting does not allocate once it has warmed up: counted by an allocator
-//! that sees every thread of this process, the workers included.
+//! Submitting does not allocate after warm-up. An allocator that sees every thread of this process,
+//! workers included, counts calls.
 
 use std::sync::atomic::Ordering;
 

@@ -1,5 +1,5 @@
-//! One contract for all devices: what a caller who waits as documented may rely on,
-//! and that the simulated device catches one who does not.
+//! The contract of all devices: what callers may rely on that wait as documented. The simulated
+//! device must detect callers that do not.
 
 use kvtier_testkit::fixtures::emulated;
 use kvtier_testkit::fixtures::fake_cuda;
@@ -109,8 +109,8 @@ fn every_device_conforms() {
     }
 }
 
-/// Memory that the engine hands in does as well as the driver's, and a device that has memory and
-/// gives none out passes with what is left.
+/// Engine memory serves as well as the driver's. A device whose memory is all given out passes
+/// without that part.
 #[test]
 fn devices_with_engine_memory_conform() {
     let engine = fake_cuda();

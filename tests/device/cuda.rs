@@ -1,5 +1,5 @@
-//! The CUDA device over a driver without a device: what it asks the driver for, what it gives
-//! back, and what becomes of each call that fails. (That it copies right is in `devices`.)
+//! The CUDA device over the fake driver: which calls it makes, what it frees, and what happens when
+//! a call fails. (`devices` checks that copies are exact.)
 
 use kvtier_testkit::fixtures::fake_cuda;
 
@@ -82,8 +82,8 @@ fn missing_old_or_deviceless_driver_is_unavailable_with_reason() {
     fake.check();
 }
 
-/// Every call that a device makes fails once, early and late: nothing hangs, nothing is lost,
-/// and what is said to have gone well has.
+/// Every driver call fails once, early and late: nothing hangs or leaks, and what is reported as
+/// done is done.
 #[test]
 fn every_driver_call_may_fail_once() {
     let calls = [
@@ -223,7 +223,7 @@ fn wait_times_out_while_the_event_is_pending() {
     let _ = Fake::begin(0);
 }
 
-/// A driver that keeps rejecting queries, for ever: the wait ends, and says so.
+/// The driver never reports progress: the wait ends with an error that says so.
 #[test]
 fn wait_gives_up_a_driver_that_never_answers() {
     for (calls, with_deadline) in [
@@ -248,7 +248,7 @@ fn wait_gives_up_a_driver_that_never_answers() {
     }
 }
 
-/// One question that is refused is no failure of the work.
+/// One failed query is not a failure of the work.
 #[test]
 fn failed_event_query_is_repeated() {
     let (_turn, fake) = alone(8);
@@ -267,7 +267,7 @@ fn failed_event_query_is_repeated() {
     fake.check();
 }
 
-/// Only the first open event of each stream is asked for, however many there are.
+/// A poll queries only the first open event of each stream.
 #[test]
 fn poll_queries_one_event_per_stream() {
     let (_turn, fake) = alone(9);
@@ -308,8 +308,8 @@ fn poll_queries_one_event_per_stream() {
     fake.check();
 }
 
-/// A batch that fails when a part of it was begun: its event comes when that part has ended, and
-/// says that the batch failed; nobody waits for the stream meanwhile.
+/// A batch fails after a part of it was submitted: its event completes when that part has ended,
+/// with the error, and no thread waits for the stream meanwhile.
 #[test]
 fn partly_submitted_batch_ends_with_its_error() {
     let (_turn, fake) = alone(10);
@@ -342,7 +342,6 @@ fn partly_submitted_batch_ends_with_its_error() {
     fake.check();
 }
 
-/// Several devices, each with its own context and memory.
 #[test]
 fn ordinals_open_separate_devices() {
     let (_turn, fake) = alone(11);
@@ -372,7 +371,7 @@ fn ordinals_open_separate_devices() {
     fake.check();
 }
 
-/// Memory that an engine hands in is what is given out, and stays the engine's.
+/// Allocations are parts of the engine's memory, which the device does not free.
 #[test]
 fn allocations_come_from_the_engines_memory() {
     let (_turn, fake) = alone(12);

@@ -1,5 +1,5 @@
-//! Many small copies and host memory that the CUDA device is told of, over a driver without a
-//! device: every way copies right, what fails goes another way or says so, and all is given back.
+//! Many small copies and registered host memory on the CUDA device, over the fake driver: every
+//! copy method is exact, a failed call falls back or is reported, and everything is freed.
 
 use kvtier_testkit::fixtures::emulated;
 use kvtier_testkit::fixtures::fake_cuda;
@@ -138,8 +138,8 @@ fn every_copy_method_is_exact_with_every_driver() {
     }
 }
 
-/// Copies of many pieces each fill more lists than their pieces would: what has no list goes another
-/// way, and nothing fails.
+/// Copies of many pieces each need more lists than their pieces would. Copies without a list use
+/// another method, and none fails.
 #[test]
 fn partly_filled_copy_lists_count_as_used() {
     const COPIES: usize = 40;
@@ -331,7 +331,7 @@ fn unregistered_memory_is_counted_and_copied_exactly() {
     }
 }
 
-/// Large memory is made present by several threads before it is registered.
+/// Several threads touch large memory before it is registered.
 #[test]
 fn large_pools_are_faulted_in_before_registration() {
     let (_turn, fake) = alone(5);
@@ -358,8 +358,8 @@ fn large_pools_are_faulted_in_before_registration() {
     fake.check();
 }
 
-/// Every call of these ways fails once, early and late: nothing hangs, nothing is lost, and what is
-/// said to have gone well has.
+/// Every call of the copy methods fails once, early and late: nothing hangs or leaks, and what is
+/// reported as done is done.
 #[test]
 fn every_copy_call_may_fail_once() {
     let calls = [
@@ -451,7 +451,7 @@ fn sum(memory: &DeviceMemory) -> Call {
     }
 }
 
-/// Whoever wants to know what there is has all loaded; what each source is for goes with it.
+/// A report loads all modules; each has its source and purpose.
 #[test]
 fn kernel_modules_are_reported_one_by_one() {
     let all = Kind::ALL.iter().fold(0, |set, kind| set | kind.bit());
@@ -489,7 +489,7 @@ fn kernel_modules_are_reported_one_by_one() {
     }
 }
 
-/// Latent rows take what a device has: 161 KB of shared memory, or 83.
+/// Kernels for latent rows use 161 KB of shared memory, or 83 KB where the device has less.
 #[test]
 fn kernels_stay_within_shared_memory() {
     for (kilobytes, sees) in [(227, true), (163, true), (99, true), (48, false)] {

@@ -1,6 +1,5 @@
-//! The CUDA device beside an engine that has contexts, streams, events and memory of its own, over
-//! a driver without a device: what is taken from it, what is refused, and that nothing else is
-//! touched.
+//! The CUDA device beside an engine with its own contexts, streams, events and memory, over the
+//! fake driver: what is imported, what is rejected, and that nothing else is touched.
 
 use kvtier_testkit::fixtures::fake_cuda;
 
@@ -220,7 +219,7 @@ fn imported_events_block_streams_not_threads() {
     fake.check();
 }
 
-/// Many events at once, of which the first stands still: who waits for others is not held up.
+/// Many events, of which the first is blocked: work behind the others is not delayed.
 #[test]
 fn late_event_delays_only_its_dependents() {
     let (_turn, fake) = alone(5);
@@ -309,8 +308,8 @@ fn beside(fake: &Fake, cuda: &Cuda, context: u64, stream: u64, events: [u64; 2])
     Ok(fake.has_come(context, after) && from == to)
 }
 
-/// Every call that is made beside an engine fails once, early and late: nothing hangs, nothing is
-/// lost, and what is said to have gone well has.
+/// Every call for interop with an engine fails once, early and late: nothing hangs or leaks, and
+/// what is reported as done is done.
 #[test]
 fn every_interop_call_may_fail_once() {
     let calls = [

@@ -1,4 +1,4 @@
-//! Memory of other devices: copies of all ways with access to it and without, and what is refused.
+//! Memory of peer devices: copies with and without peer access, and what is rejected.
 
 use kvtier_testkit::fixtures::emulated;
 use kvtier_testkit::fixtures::fake_cuda;
@@ -100,7 +100,7 @@ impl Drop for Room<'_> {
     }
 }
 
-/// From each place to each, in one piece and in many, and the sums of all that is on a device.
+/// Every pair of memories, in one piece and in many, with checksums of all device memory.
 #[test]
 fn copies_work_between_all_memories() {
     for (reaches, means) in [true, false].into_iter().flat_map(|r| MEANS.map(|means| (r, means))) {
@@ -176,7 +176,7 @@ impl Forget for Cuda {
     }
 }
 
-/// What is mapped piece by piece is not reached for being a peer's: it is copied all the same.
+/// Peer access does not cover memory that is mapped piece by piece. It is copied all the same.
 #[test]
 fn mapped_peer_memory_is_copied_without_peer_access() {
     let (_turn, fake) = alone(5, true);
@@ -262,7 +262,7 @@ fn non_peer_devices_are_rejected() {
     fake.check();
 }
 
-/// Each call that access needs fails: the device opens without it, or not at all.
+/// Each call of the peer setup fails: the device opens without access, or not at all.
 #[test]
 fn failed_peer_setup_disables_access() {
     let (_turn, fake) = alone(11, true);
@@ -323,7 +323,7 @@ fn failed_peer_copy_fails_one_batch() {
 const MODEL: Model = Model { layers: 2, heads: 4, run: 64, chunk: 16 };
 const TOKENS: usize = 3 * MODEL.chunk + 7;
 
-/// A store of the first device takes tensors of the second, and gives them to the third.
+/// A store on the first device puts tensors of the second and gets them into the third.
 #[test]
 fn store_transfers_tensors_of_peer_devices() {
     let specs = ["store(host=8MiB)", "store(host=8MiB,device=device(capacity=2MiB))"];

@@ -1,6 +1,6 @@
-//! Weights in place on CUDA, over a driver without a device: every call that maps memory is made
-//! to fail, early and late. A failure costs who asked for that unit, addresses never change, and
-//! nothing is left in the end.
+//! Weights in place on CUDA, over the fake driver. Every call that maps memory fails once, early
+//! and late: only the caller of that unit sees the failure, addresses never change, and nothing
+//! leaks.
 
 use kvtier_testkit::fixtures::fake_cuda;
 use kvtier_testkit::fixtures::stream_rig as rig;
@@ -140,7 +140,8 @@ fn every_mapping_call_may_fail_once() {
     }
 }
 
-/// After a bad address CUDA does nothing more in the process: all is told so, and ends.
+/// After an invalid address CUDA fails every call of the process: all callers get the error, and
+/// all work ends.
 #[test]
 fn lost_device_ends_all_in_place_work() {
     for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyHtoDAsync"] {
@@ -175,7 +176,6 @@ fn lost_device_ends_all_in_place_work() {
     }
 }
 
-/// A driver that is too old maps no memory.
 #[test]
 fn driver_without_virtual_memory_is_unsupported() {
     let (_turn, fake) = alone(3);

@@ -1,6 +1,5 @@
-//! Events of the CUDA device that come when the host says so, over a driver without a device:
-//! streams and batches wait for them, numbers are used again only as they may be, and no stream
-//! stands still when the device has gone.
+//! User events of the CUDA device, over the fake driver: streams and batches wait for them, numbers
+//! are reused safely, and no stream is blocked when the device has gone.
 
 use kvtier_testkit::fixtures::fake_cuda;
 use kvtier_testkit::fixtures::store as support;
@@ -109,7 +108,7 @@ fn batches_and_streams_wait_for_user_events() {
     fake.check();
 }
 
-/// A stream that comes to its wait late, when the number is another promise's: it goes on.
+/// A stream reaches its wait when the number belongs to another user event: it continues.
 #[test]
 fn late_wait_on_a_reused_event_number_returns() {
     let (_turn, fake) = alone(2);
@@ -215,7 +214,7 @@ fn invalid_waits_on_user_events_are_rejected() {
     fake.check();
 }
 
-/// The device is lost: what was promised has failed, and streams go on.
+/// User events fail, and streams continue.
 #[test]
 fn lost_device_fails_user_events() {
     let (_turn, fake) = alone(5);
@@ -234,8 +233,8 @@ fn lost_device_fails_user_events() {
 const MODEL: support::Model = support::Model { layers: 3, heads: 2, run: 64, chunk: 16 };
 const TOKENS: usize = 4 * MODEL.chunk;
 
-/// A store between kernels of an engine's: its moves begin behind an event of the engine's, and
-/// a stream of the engine's goes on behind the moves, which had not begun when it was told.
+/// Transfers begin after an event of the engine. A stream of the engine continues after transfers
+/// that had not begun when it was told to wait.
 #[test]
 fn store_transfers_run_between_engine_kernels() {
     for by_layer in [false, true] {
@@ -312,8 +311,7 @@ fn store_transfers_run_between_engine_kernels() {
     }
 }
 
-/// Streams that are lent are nobody else's, and what is behind a late event on one holds up no
-/// other.
+/// A lent stream has one user. Work behind a late event on it delays no other stream.
 #[test]
 fn streams_are_lent_to_one_user() {
     let (_turn, fake) = alone(7);
@@ -380,7 +378,7 @@ fn beside(fake: &Fake, cuda: &Cuda, context: u64, stream: u64, after: u64) -> Re
     Ok(!is_premature && fake.has_come(context, after) && from == to)
 }
 
-/// Every call that is made for promises fails once, early and late.
+/// Every call for user events fails once, early and late.
 #[test]
 fn every_user_event_call_may_fail_once() {
     let calls = [
@@ -429,7 +427,7 @@ fn every_user_event_call_may_fail_once() {
     }
 }
 
-/// The device is told of memory as it is taken, and forgets it before it goes.
+/// Host memory is registered when it is allocated, and unregistered before it is freed.
 #[test]
 fn cell_memory_is_registered_and_unregistered() {
     let (_turn, fake) = alone(9);

@@ -1,5 +1,5 @@
-//! Bytes that wander between host memory and a device's, on several streams, given to the driver in
-//! every way, by several threads: who waits as documented finds the right ones.
+//! Random copies between host and device memory on several streams, by every copy method and
+//! several threads: callers that wait as documented find the expected bytes.
 
 use kvtier_testkit::fixtures::emulated;
 use kvtier_testkit::fixtures::fake_cuda;

@@ -1,4 +1,4 @@
-//! Addresses of a CUDA device that get memory and lose it again, over a driver without a device.
+//! Windows of the CUDA device, to which memory is mapped and unmapped, over the fake driver.
 
 use kvtier_testkit::fixtures::fake_cuda;
 

@@ -1,5 +1,5 @@
-//! Files that are read straight into device memory: over the driver without a device and a cuFile
-//! without storage, which count what is called wrongly.
+//! Direct reads of files into device memory, over the fake driver and a fake cuFile that count
+//! wrong calls.
 
 use kvtier_testkit::fixtures::fake_cuda;
 use kvtier_testkit::fixtures::fake_cufile;
@@ -104,8 +104,8 @@ fn all_is_well(fake: &Fake, file: &FakeFile) {
     assert_eq!(fake.live(), 0, "the driver knows of something still");
 }
 
-/// Two fifths of a model pass through slots, read by the device itself, to the bit, while the
-/// device computes with what came before.
+/// Two fifths of a model are read into slots by the device itself while the device computes with
+/// earlier units. Bytes are exact.
 #[test]
 fn direct_reads_fill_device_slots() {
     for (seed, name, sizes) in [
@@ -137,7 +137,7 @@ fn direct_reads_fill_device_slots() {
     }
 }
 
-/// What reaches beyond the end of its file is not asked of the device, which could not bring it.
+/// The device could not read a block that reaches beyond the end of its file.
 #[test]
 fn unaligned_file_end_is_read_through_host_memory() {
     let (_turn, fake) = alone(10);
@@ -158,7 +158,7 @@ fn unaligned_file_end_is_read_through_host_memory() {
     all_is_well(&fake, &file);
 }
 
-/// One that is dropped without having been closed leaves nothing behind.
+/// A streamer that is dropped without close releases everything.
 #[test]
 fn dropped_streamer_releases_cufile() {
     let (_turn, fake) = alone(4);
@@ -196,7 +196,7 @@ fn missing_or_old_cufile_is_unavailable_with_reason() {
     assert!(error.to_string().contains("lacks cuFileRead"), "{error}");
 }
 
-/// Whatever lets it read by way of host memory, it is not used, and is left as it was.
+/// Settings that allow reads through host memory are rejected, and are left unchanged.
 #[test]
 fn cufile_compatibility_mode_is_rejected() {
     type Case = (&'static str, fn(&FakeFile));
@@ -218,7 +218,7 @@ fn cufile_compatibility_mode_is_rejected() {
     }
 }
 
-/// What was set is taken back where nothing came of it: another may want it as it was.
+/// A failed open restores the settings, which other users share.
 #[test]
 fn failed_open_restores_the_cufile_mode() {
     let (_turn, fake) = alone(6);
@@ -238,7 +238,7 @@ fn failed_open_restores_the_cufile_mode() {
     all_is_well(&fake, &file);
 }
 
-/// One without switches is used if its settings forbid it, and not if they allow it.
+/// A version without switches is used only if its configuration forbids compatibility mode.
 #[test]
 fn old_cufile_is_used_if_its_settings_forbid_compatibility() {
     let old = library_without("OLD");
@@ -260,7 +260,7 @@ fn old_cufile_is_used_if_its_settings_forbid_compatibility() {
     }
 }
 
-/// A kernel that has the way itself, and a library that fills more than is known here.
+/// A kernel with native support, and a library that fills a larger struct than is known here.
 #[test]
 fn newer_cufile_versions_are_used() {
     let (_turn, fake) = alone(8);
@@ -316,7 +316,7 @@ fn conflicting_direct_options_are_rejected() {
     all_is_well(&fake, &file);
 }
 
-/// Each read that fails, and however it does, is made up for.
+/// Every kind of failure of a read.
 #[test]
 fn failed_direct_reads_are_repeated_through_host_memory() {
     for (seed, (nth, code)) in
@@ -341,7 +341,8 @@ fn failed_direct_reads_are_repeated_through_host_memory() {
     }
 }
 
-/// After three in a row no more are tried, and units are read ahead as without it.
+/// After three failures in a row there are no more direct reads, and units are read ahead as
+/// without them.
 #[test]
 fn three_failures_disable_direct_reads() {
     let (_turn, fake) = alone(30);
@@ -361,8 +362,8 @@ fn three_failures_disable_direct_reads() {
     all_is_well(&fake, &file);
 }
 
-/// Sums are made the first time, in host memory; what is read for the first time and is not what it
-/// was is found, and what is known is read directly.
+/// First reads pass through host memory, where checksums are made or compared. Verified units are
+/// read directly.
 #[test]
 fn first_reads_verify_sums_through_host_memory() {
     let (_turn, fake) = alone(31);
@@ -409,8 +410,8 @@ fn first_reads_verify_sums_through_host_memory() {
     all_is_well(&fake, &file);
 }
 
-/// Each call of cuFile's fails once, early and late: weights come right, or it is refused and
-/// says why; nothing is left.
+/// Each cuFile call fails once, early and late: weights are exact, or the open fails with a
+/// reason; nothing leaks.
 #[test]
 fn every_cufile_call_may_fail_once() {
     let calls = [
@@ -452,7 +453,7 @@ fn every_cufile_call_may_fail_once() {
     assert!(went > 10 && was_refused >= 5, "{went} went, {was_refused} were refused");
 }
 
-/// A device is lost: that is the device's error, not the reading's.
+/// A lost device is an error of the device, not of the read.
 #[test]
 fn lost_device_is_reported_as_a_device_error() {
     let (_turn, fake) = alone(60);
@@ -479,7 +480,7 @@ fn lost_device_is_reported_as_a_device_error() {
     fake.no_more_failures();
 }
 
-/// What is asked of a device by itself.
+/// Calls of the device's own interface.
 #[test]
 fn invalid_direct_reads_fail_one_call() {
     let (_turn, fake) = alone(70);
@@ -541,7 +542,7 @@ fn invalid_direct_reads_fail_one_call() {
     all_is_well(&fake, &file);
 }
 
-/// The same as C has it: refused with words, then counted.
+/// The C ABI: rejected with a reason, then counted.
 #[test]
 fn c_abi_supports_direct_reads() {
     let (_turn, fake) = alone(80);

@@ -1,4 +1,4 @@
-//! Devices: one contract for all, and the CUDA device over a driver without a GPU.
+//! Devices: the contract of all, and the CUDA device over the fake driver.
 #![cfg(not(feature = "shuttle"))]
 #![allow(missing_docs)]
 

@@ -1,5 +1,5 @@
-//! A device that sums what it copies, where it lies: sums that are right in every layout, and
-//! stores that notice each bit that changes on the bus.
+//! A device that computes checksums where the copied bytes lie: the checksums are independent of
+//! layout, and stores detect each bit flip on the bus.
 
 use kvtier_testkit::fixtures::emulated;
 use kvtier_testkit::fixtures::fake_cuda;
@@ -65,7 +65,7 @@ fn content(bytes: usize, seed: usize) -> Vec<u8> {
     (0..bytes).map(|at| ((at * 131 + seed * 29) >> 3) as u8 ^ at as u8).collect()
 }
 
-/// Planes of odd lengths, in pieces and in one, more than fits where they are put together.
+/// Planes of odd lengths, in pieces and whole, larger than the staging memory.
 #[test]
 fn checksums_do_not_depend_on_plane_layout() {
     let (_turn, _fake) = alone(3);
@@ -110,7 +110,7 @@ fn checksums_do_not_depend_on_plane_layout() {
     }
 }
 
-/// Many batches at once, of many planes each: stages and lists are used again in order.
+/// Many batches of many planes: stages and lists are reused in order.
 #[test]
 fn concurrent_batches_have_separate_checksums() {
     let (_turn, fake) = alone(5);
@@ -161,7 +161,7 @@ fn concurrent_batches_have_separate_checksums() {
     fake.check();
 }
 
-/// What cannot be summed is refused, and so are sums of a device that makes none.
+/// Planes that cannot be summed are rejected, and so are checksums of devices without support.
 #[test]
 fn unsupported_checksums_are_rejected() {
     let (_turn, fake) = alone(7);
@@ -190,7 +190,7 @@ fn unsupported_checksums_are_rejected() {
     fake.check();
 }
 
-/// Each call that sums need fails once: the batch is refused or fails, and the next is right.
+/// Each call for checksums fails once: the batch is rejected or fails, and the next one is exact.
 #[test]
 fn failed_checksum_call_fails_one_batch() {
     let calls = ["cuMemHostAlloc", "cuMemAlloc", "cuLaunchKernel", "cuMemcpyHtoDAsync"];
@@ -315,8 +315,8 @@ const RIGHT: Done = Done::ok(TOKENS);
 const SPECS: [&str; 2] =
     ["store(host=8MiB)", "store(host=8MiB,copiers=1,device=device(capacity=2MiB))"];
 
-/// One bit, of each copy in turn, to the device and from it: it is noticed, the copy is made
-/// again, and what is stored and loaded is right.
+/// One bit of each copy in turn, in both directions: it is detected, the copy is repeated, and
+/// stored and loaded bytes are exact.
 #[test]
 fn bit_flip_on_the_bus_is_detected_and_repaired() {
     let (_turn, fake) = alone(13);
@@ -349,8 +349,7 @@ fn bit_flip_on_the_bus_is_detected_and_repaired() {
     fake.check();
 }
 
-/// Memory of the device tier that changes while nobody looks: cells there are compared with what
-/// came, and come from host memory.
+/// Device replicas are compared when they are read. A damaged one is replaced from host memory.
 #[test]
 fn damaged_device_replica_is_detected_on_read() {
     let (_turn, fake) = alone(23);
@@ -375,7 +374,7 @@ fn damaged_device_replica_is_detected_on_read() {
     fake.check();
 }
 
-/// A bus that changes a bit of every copy: nothing is stored, nothing is said to have come.
+/// Every copy is damaged: nothing is stored or reported as stored.
 #[test]
 fn permanent_bus_damage_fails_puts() {
     let (_turn, fake) = alone(17);
@@ -409,7 +408,7 @@ fn permanent_bus_damage_fails_puts() {
     fake.check();
 }
 
-/// The same bits, and nobody who looks: wrong bytes come back, and nothing is counted.
+/// The same damage without checksums: wrong bytes are returned, and no counter changes.
 #[test]
 fn bus_damage_is_undetected_without_checksums() {
     let (_turn, fake) = alone(19);
@@ -431,8 +430,8 @@ fn bus_damage_is_undetected_without_checksums() {
     }
 }
 
-/// A device that exists only in time, and changes a bit of one copy: of each of a put's planes, and
-/// of a get's, where these come over the bus.
+/// A simulated device flips a bit of one copy: of each plane of a put, and of a get that crosses
+/// the bus.
 #[test]
 fn simulated_bus_damage_is_detected() {
     let planes = 2 * (MODEL.layers * TOKENS.div_ceil(MODEL.chunk)) as u64;

@@ -1,6 +1,5 @@
-//! The library as a whole on CUDA: stores with tensors and a tier in device memory, weights that
-//! pass through it, to the bit; on a GPU where `KVTIER_GPU` says that there is one, else over the
-//! driver without a device.
+//! The whole library on CUDA: stores with tensors and a device tier, and streamed weights, exact to
+//! the bit. It runs on a GPU if `KVTIER_GPU` is set, else over the fake driver.
 
 use kvtier_testkit::fixtures::fake_cuda;
 use kvtier_testkit::fixtures::mirror;
@@ -31,8 +30,8 @@ fn cuda() -> Arc<Cuda> {
     Arc::new(Cuda::open(Clock::real(), &opts).expect("a device"))
 }
 
-/// What is put from device memory comes back to it, in every layout, from the tier, from host
-/// memory, and after the tier has given its memory back.
+/// Tensors in device memory, read from the device tier, from host memory, and after the tier was
+/// emptied.
 #[test]
 fn device_tensors_round_trip_in_every_shape() {
     for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
@@ -64,8 +63,8 @@ fn device_tensors_round_trip_in_every_shape() {
     }
 }
 
-/// Moves are put down before what they are behind has happened: tensors are stored as the copy
-/// leaves them that comes before, and come back behind a copy that has read what was there.
+/// Transfers are submitted before their ready events: a put stores what the copy before it wrote,
+/// a get writes after the copy before it has read.
 #[test]
 fn transfers_wait_for_ready_events() {
     for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
@@ -113,7 +112,7 @@ fn transfers_wait_for_ready_events() {
     }
 }
 
-/// Tensors in host memory, which the device pins, are the same to a store.
+/// Tensors in host memory that the device pins.
 #[test]
 fn host_tensors_round_trip_through_the_device() {
     let device = cuda();
@@ -133,8 +132,8 @@ fn host_tensors_round_trip_through_the_device() {
     store.close();
 }
 
-/// Weights pass through device memory while the device computes behind the streamer's back; in
-/// place, too, where each has addresses that never change.
+/// Weights are streamed while the device computes with released units; also in place, where each
+/// has a fixed address.
 #[test]
 fn streamed_weights_are_exact_on_the_device() {
     for (name, sizes) in
@@ -196,8 +195,7 @@ fn weights_pass(name: &str, sizes: &model_files::Sizes, in_place: bool) {
     rig.closed();
 }
 
-/// The same, read by the device itself where the machine has all that it takes; where not, that is
-/// said when it is opened, and not when it is read.
+/// Direct reads are used if the machine supports them. If not, the open fails, not a read.
 #[test]
 fn direct_reads_work_or_fail_at_open_with_reason() {
     let device = cuda();
@@ -241,7 +239,6 @@ fn direct_reads_work_or_fail_at_open_with_reason() {
     rig.closed();
 }
 
-/// What cannot be is refused, and costs nothing but itself.
 #[test]
 fn invalid_addresses_and_sizes_fail_one_call() {
     let device = cuda();

@@ -1,5 +1,5 @@
-//! Addresses that stay while memory moves behind them: one contract for all devices that have such,
-//! and that the simulated device catches who moves what is in use.
+//! Windows: addresses that stay while the memory behind them moves. All devices with windows obey
+//! one contract; the simulated device detects moves of memory in use.
 
 use kvtier_testkit::fixtures::fake_cuda;
 

@@ -1,6 +1,5 @@
-//! Kernels of tests on a GPU, where `KVTIER_GPU` says that there is one. What tests own is memory
-//! of this process; here all of it lies in one stretch that the GPU is told of, so that kernels
-//! reach it where it is.
+//! Kernels of tests on a GPU, if `KVTIER_GPU` is set. The memory of tests is memory of this
+//! process; here it is one range that is registered with the GPU, so that kernels reach it.
 #![allow(dead_code)] // not every test binary uses all of it
 
 use std::alloc::{GlobalAlloc, Layout, System};

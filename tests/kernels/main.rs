@@ -1,4 +1,4 @@
-//! Kernels for devices, run by the processor or, where `KVTIER_GPU` is set, by a GPU.
+//! Device kernels, run by the CPU or, if `KVTIER_GPU` is set, by a GPU.
 #![cfg(not(feature = "shuttle"))]
 #![allow(missing_docs)]
 

@@ -1,6 +1,5 @@
-//! Misses against libCacheSim on the same requests, for objects of one unit.
-//! Where both follow the same definition they must be equal; where not, the
-//! reason stands beside the tolerance.
+//! Misses compared with libCacheSim on the same requests, for objects of one unit. Implementations
+//! of one definition must be equal; where they differ, the reason stands beside the tolerance.
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -1,5 +1,4 @@
-//! Defects of policies that were found once, each by the smallest call that
-//! showed it.
+//! Fixed defects of policies, each by the smallest calls that showed it.
 
 use kvtier::base::status::Status;
 use kvtier::policy::batch::{SelectOptions, Selection};
@@ -28,8 +27,8 @@ fn evict(e: &mut Evictor, now: i64, required: u64) -> Vec<Victim> {
     out
 }
 
-/// The search of the small queue promoted all that could leave into the main
-/// queue, which had been searched before.
+/// The search of the small queue promoted all candidates into the main queue, which had been
+/// searched before.
 #[test]
 fn s3fifo_finds_victims_it_just_promoted() {
     let mut e = open("s3fifo", 100, 10);
@@ -42,8 +41,8 @@ fn s3fifo_finds_victims_it_just_promoted() {
     assert_eq!(evict(&mut e, 30, 1).len(), 1);
 }
 
-/// Queues that move objects in a search stamp them ahead of the time; the policy
-/// that took over then took the one used last for the oldest.
+/// Queues that move objects in a search give them future timestamps. The next policy then took
+/// the most recent object for the oldest.
 #[test]
 fn policy_switch_leaves_no_future_timestamps() {
     let mut e = open("s3fifo", 200, 100);
@@ -60,8 +59,8 @@ fn policy_switch_leaves_no_future_timestamps() {
     assert_ne!(chosen.victims[0].id, 7);
 }
 
-/// One that a floor kept back and that was then referenced was taken out of
-/// qos's books, but not put back into those of the policy within.
+/// An object that a floor held back, and that was then referenced, was removed from the lists of
+/// qos but not returned to the inner policy.
 #[test]
 fn qos_returns_candidates_blocked_during_the_search() {
     for inner in ["arc", "slru", "2q", "wtinylfu", "s3fifo", "sieve", "lru", "horizon"] {
@@ -78,7 +77,7 @@ fn qos_returns_candidates_blocked_during_the_search() {
     }
 }
 
-/// A winner inside of auto is told of all objects, whatever class they are in.
+/// A winner inside `auto` is notified of all objects, whatever their class.
 #[test]
 fn qos_rejects_auto() {
     for spec in ["qos(inner=auto)", "auto(of=any(qos(inner=auto),lru))", "qos(inner=qos)"] {
@@ -87,7 +86,7 @@ fn qos_rejects_auto() {
     }
 }
 
-/// Numbers of the caller's at the ends of their types.
+/// Numbers of the caller at the ends of their types.
 #[test]
 fn batch_columns_accept_extreme_values() {
     let ends = [i64::MIN, -1, 0, 1, i64::MAX];
@@ -207,7 +206,7 @@ fn tenants_are_counted_when_the_session_table_is_full() {
     assert_eq!(e.metrics.tenants(), 7);
 }
 
-/// An engine with tables of its own: what it freed was not known as evicted, and the
+/// For an engine with its own tables: blocks that it freed were not counted as evicted, and the
 /// advice was to run more.
 #[test]
 fn selected_victims_count_as_evicted() {
@@ -242,8 +241,7 @@ fn selected_victims_count_as_evicted() {
     assert_eq!(e.metrics.counts.evicted_references, before + 1);
 }
 
-/// What moves by a change of its facts was never out of the way: it is looked for
-/// from the hot end too.
+/// An object that moves because its facts changed is searched for from the hot end, too.
 #[test]
 fn changed_facts_keep_a_young_object_young() {
     for spec in ["tlru(threshold=100,turn=10)", "pensieve"] {
@@ -285,7 +283,7 @@ const BY_STAMP: [&str; 10] = [
     "predictive(confidence=1)",
 ];
 
-/// What came back into the middle of a list landed too near to its cold end.
+/// An object that was returned into the middle of a list landed too near to its cold end.
 #[test]
 fn returned_objects_regain_their_list_position() {
     const MANY: u64 = 40_000;
@@ -308,7 +306,7 @@ fn returned_objects_regain_their_list_position() {
     }
 }
 
-/// The same with uses, removals and newcomers while objects come back, in turns.
+/// The same with uses, removals and inserts in between.
 #[test]
 fn returned_objects_keep_order_among_other_changes() {
     const MANY: u64 = 2_000;
@@ -343,7 +341,8 @@ fn returned_objects_keep_order_among_other_changes() {
     }
 }
 
-/// The same against sorting: evictions, too, while some are held and some came back.
+/// The same compared with sorting, with evictions while some objects are held and some were
+/// returned.
 #[test]
 fn oldest_evictable_object_is_the_victim() {
     for spec in ["lru", "fifo", "tlru", "pensieve", "predictive(confidence=1)"] {
@@ -387,7 +386,7 @@ fn oldest_evictable_object_is_the_victim() {
     }
 }
 
-/// Objects whose facts change, in no order: each part stays in the order of last use.
+/// Objects whose facts change in any order: each part keeps the order of last use.
 #[test]
 fn objects_moved_by_facts_keep_last_use_order() {
     const MANY: u64 = 4_000;

@@ -1,5 +1,5 @@
-//! What changed in a store: whoever waits for it is woken, and a stream at the remote has it as the
-//! store's own ring has it.
+//! Events of a store: watches complete, and the stream at the remote has the same events as the
+//! store's ring.
 
 use kvtier_testkit::fixtures::redis;
 use kvtier_testkit::fixtures::store as support;

@@ -1,5 +1,5 @@
-//! A remote that hangs in a call: whoever waits for it goes on when twice the time of a request is
-//! over, and all is as before once the call has ended. By a clock that is told what time it is.
+//! A remote that hangs in a call: waiting callers continue after twice the request timeout, and the
+//! store recovers when the call has ended. The clock is manual.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};

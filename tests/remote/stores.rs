@@ -1,5 +1,5 @@
-//! Stores that share a remote: what one has put is a hit for the other, and what goes wrong there
-//! costs misses.
+//! Stores that share a remote: KV that one has put is a hit for the other, and remote failures cost
+//! misses only.
 
 use kvtier_testkit::fixtures::redis::wait_until;
 use kvtier_testkit::fixtures::store as support;
@@ -238,8 +238,9 @@ fn get_all(store: &TestStore, documents: &[Vec<u32>]) -> u64 {
     whole
 }
 
-/// How much is dropped depends on how fast it is sent. That enough comes back is shown where a test
-/// carries out the sends: see `twins::evicted_chunks_return_from_the_remote`.
+/// The number of dropped chunks depends on the speed of uploads.
+/// `twins::evicted_chunks_return_from_the_remote` checks, with uploads run by the test, that
+/// enough return.
 #[test]
 fn evicted_chunks_are_uploaded_or_counted_as_rejected() {
     let scratch = Scratch::new("remote-evicts");
@@ -260,7 +261,7 @@ fn evicted_chunks_are_uploaded_or_counted_as_rejected() {
     store.close();
 }
 
-/// Layers that have left memory are not sent from disk: who promises that says so.
+/// Layers that were evicted from host memory are not uploaded from disk: the put fails.
 #[test]
 fn evicted_layers_fail_a_remote_put() {
     let (scratch, disk) = (Scratch::new("remote-layers"), Scratch::new("remote-layers-disk"));

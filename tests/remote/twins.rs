@@ -1,5 +1,5 @@
-//! Stores that come and go, and share a remote that does what remotes do on bad days: whatever
-//! happens there, no byte is wrong and every move ends; once it is well again all is found.
+//! Stores that share a remote with faults. No byte is wrong and every transfer ends, whatever
+//! happens; after recovery everything is found.
 
 use kvtier_testkit::fixtures::store as support;
 
@@ -241,7 +241,7 @@ fn plan(random: &mut Random) -> Plan {
     }
 }
 
-/// In one thread: what of it is sent, and when, is the same on every machine.
+/// One thread: which chunks are uploaded, and when, is the same on every machine.
 #[test]
 fn evicted_chunks_return_from_the_remote() {
     const DOCUMENTS: usize = 256;
@@ -595,7 +595,7 @@ fn truncated_fetch_keeps_the_remote_object() {
     assert_eq!(remote.names(), names);
 }
 
-/// All that is wanted is known to be there: to see whether it is well again somebody has to ask.
+/// All wanted names have hints. The recovery is found only if a lookup is sent all the same.
 #[test]
 fn recovered_remote_is_probed_although_hints_are_complete() {
     let (one, other, remote, clock) = well(256);
@@ -664,7 +664,7 @@ fn removals_have_separate_batches() {
     assert_eq!(remote.names().len(), 2);
 }
 
-/// A chunk that comes by layers is sent by the put after which none is missing, and not before.
+/// The put that completes the chunk uploads it.
 #[test]
 fn chunk_put_by_layers_is_uploaded_once() {
     let (one, other, remote, _) = well(256);
@@ -691,8 +691,8 @@ fn chunk_put_by_layers_is_uploaded_once() {
     one.close_session(session);
 }
 
-/// The object that a chunk is asked for by is there, and another one has gone: that is a miss, which
-/// is remembered for a while, and mended by the first who computes the chunk again.
+/// The object that a lookup asks for is there, and another one is missing: that is a miss, which
+/// is remembered for a while. The next store that computes the chunk uploads it again.
 #[test]
 fn chunk_with_a_missing_object_is_uploaded_again() {
     let mut lacked = 0;
@@ -749,7 +749,8 @@ fn chunk_with_a_missing_object_is_uploaded_again() {
     assert_eq!(lacked, 1);
 }
 
-/// A remote that does not answer keeps nobody who gives up: what comes all the same is for others.
+/// A cancel ends at once although the remote does not answer. Fetched cells serve other
+/// transfers.
 #[test]
 fn cancel_does_not_wait_for_the_remote() {
     let (one, other, _, _) = well(256);
@@ -779,7 +780,7 @@ fn cancel_does_not_wait_for_the_remote() {
     other.settle();
 }
 
-/// What is known of very long sessions is noted bit by bit, and all of it in the end.
+/// Hints of very long sessions are recorded in steps, completely in the end.
 #[test]
 fn hints_of_very_long_sessions_are_complete() {
     const CHUNKS: usize = 2200;
@@ -828,8 +829,8 @@ fn hints_of_very_long_sessions_are_complete() {
     );
 }
 
-/// Batches from a remote end in any order, so policies learn of chunks after those that continue
-/// them: what cannot leave for that reason is not chosen for ever, and others make room.
+/// Batches from a remote end in any order, so policies learn of chunks after their children.
+/// Chunks that cannot be evicted for that reason must not be chosen forever.
 #[test]
 fn chunks_fetched_out_of_order_can_be_evicted() {
     const TOKENS: usize = 40 * 16;

@@ -1,6 +1,5 @@
-//! The disk tier under a model checker that picks the interleavings of append,
-//! commit, read, forget, clean and checkpoint:
-//! `cargo test --features shuttle --test shuttle disk_tier`.
+//! The disk tier under a model checker that picks the interleavings of append, commit, read,
+//! forget, compaction and checkpoint: `cargo test --features shuttle --test shuttle disk_tier`.
 
 use std::sync::Arc;
 
@@ -25,8 +24,8 @@ fn start(
 
 type At = (Arc<DiskTier>, Arc<SharedIndex>);
 
-/// Whatever the order: what was durable and wanted is there after the power fails,
-/// once, and what was forgotten is not.
+/// In every order: after a power failure, durable and wanted cells are found once, and forgotten
+/// ones are not.
 #[test]
 fn append_read_compaction_and_checkpoint_agree() {
     let body = || {
@@ -81,8 +80,7 @@ fn append_read_compaction_and_checkpoint_agree() {
     shuttle::check_random(body, ROUNDS);
 }
 
-/// A segment that has nothing but a record without cells is not taken for an empty one
-/// before that is counted.
+/// A segment with only a record without cells is not taken for an empty one before it is counted.
 #[test]
 fn new_segment_without_cells_is_not_removed() {
     let body = || {
@@ -127,8 +125,8 @@ fn new_segment_without_cells_is_not_removed() {
     shuttle::check_random(body, ROUNDS);
 }
 
-/// What is written while a checkpoint begins, and that the checkpoint takes for its own,
-/// is in it: a session, and a cell that cleaning moves.
+/// Writes during the start of a checkpoint that it covers are in it: a session record, and a cell
+/// that compaction moves.
 #[test]
 fn checkpoint_includes_writes_during_its_start() {
     let body = || {

@@ -1,5 +1,5 @@
-//! What threads share, under a model checker that picks the interleavings:
-//! `cargo test --no-default-features --features shuttle --test shuttle`.
+//! Data that threads share, under a model checker that picks the interleavings: `cargo test
+//! --no-default-features --features shuttle --test shuttle`.
 #![cfg(feature = "shuttle")]
 #![allow(missing_docs)]
 

@@ -1,5 +1,5 @@
-//! The parts that threads share, under a model checker that picks the
-//! interleavings: `cargo test --no-default-features --features shuttle --test shuttle`.
+//! The runtime under a model checker that picks the interleavings: `cargo test
+//! --no-default-features --features shuttle --test shuttle`.
 
 use std::sync::Arc as StdArc;
 

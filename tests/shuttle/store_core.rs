@@ -1,6 +1,6 @@
-//! What decides in a store, under a model checker that picks the interleavings of its
-//! hands and a caller: residency and references of chunks, jobs, what leaves and what
-//! comes back: `cargo test --features shuttle --test shuttle store_core`.
+//! The state of a store under a model checker that picks the interleavings of its workers and a
+//! caller: residency and references of chunks, jobs, eviction and promotion: `cargo test --features
+//! shuttle --test shuttle store_core`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -367,14 +367,14 @@ fn check(scheduler: impl Scheduler + 'static) {
     assert!(seen.iter().all(|&count| count > 0), "what was meant to happen: {seen:?}");
 }
 
-/// Whatever the order: what was on disk is there, bytes are right, nobody waits for
-/// ever, and in the end all tables agree.
+/// In every order: cells on disk are found, bytes are exact, no call waits forever, and the
+/// tables agree in the end.
 #[test]
 fn workers_and_a_caller_agree() {
     check(RandomScheduler::new(ROUNDS));
 }
 
-/// The same, in orders in which few changes of threads do the harm.
+/// The same for defects that need few thread switches.
 #[test]
 fn workers_and_a_caller_agree_with_few_switches() {
     check(PctScheduler::new(3, ROUNDS));
@@ -477,8 +477,8 @@ fn power_fails() {
     }
 }
 
-/// Whenever the power fails: what a put was told lasts is there, whatever was dropped, moved
-/// and listed meanwhile.
+/// The power fails at any time: durable cells are found, whatever was dropped, moved and listed
+/// meanwhile.
 #[test]
 fn durable_cells_survive_power_failure() {
     let mut config = shuttle::Config::new();

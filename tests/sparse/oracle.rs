@@ -1,7 +1,7 @@
-//! What sparse policies choose, against published implementations on the same inputs:
-//! `tests/data/sparse/*.json`, made by `ffi-tests/oracles/sparse/golden.py`. Cuts between what
-//! is chosen and what is not are wide there, so lists must be equal; where ours differ by
-//! intent, what differs is named beside the comparison.
+//! Selections of sparse policies, compared with published implementations on the same inputs:
+//! `tests/data/sparse/*.json`, made by `ffi-tests/oracles/sparse/golden.py`. The margin between
+//! selected and other scores is wide there, so lists must be equal. Intended differences are named
+//! beside the comparison.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! An engine that serves every policy by its traits alone: it knows no name, tells what it is
-//! asked for, and nothing is refused.
+//! An engine that serves every policy by its traits alone: it knows no policy names, supplies the
+//! inputs that the traits ask for, and no call is rejected.
 
 use kvtier::attention::keys::Heads;
 use kvtier::attention::{Rows, Scales};

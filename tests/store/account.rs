@@ -1,5 +1,5 @@
-//! What a store takes of memory to write down and to read back is in its account: under
-//! a small budget it is never more than that, and never too little to go on.
+//! Memory for writing to disk and reading back is charged to the store's account: it never exceeds
+//! a small budget, and always suffices to make progress.
 
 use kvtier_testkit::fixtures::store as support;
 
@@ -185,7 +185,7 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
     store.close();
 }
 
-/// What a remote's threads keep, and what is remembered of its names, is paid for with the tables.
+/// Memory of the remote's threads and of the remote index is charged with the tables.
 #[test]
 #[cfg(feature = "dir")]
 fn remote_memory_is_charged_to_the_budget() {

@@ -1,5 +1,5 @@
-//! What a store has said to keep is there, every key of it; and a bit that flips
-//! anywhere in its files is never a wrong byte, always a miss that is counted.
+//! Acknowledged keys are never lost, and a bit flip anywhere in the files is a counted miss, never
+//! a wrong byte.
 
 use kvtier_testkit::fixtures::store as support;
 
@@ -238,7 +238,7 @@ fn flipped_bit_is_a_counted_miss() {
     assert_eq!(most[2], 0, "what a checkpoint says is in the records, too: {most:?}");
 }
 
-/// Many bits, blocks that change places, and ends that are cut off.
+/// Many bits, swapped blocks, and truncated files.
 #[test]
 fn damage_is_a_counted_miss_or_an_open_error_with_reason() {
     let scratch = quick("damage");

@@ -1,5 +1,5 @@
-//! Blocks that an engine names itself: what comes back is what was stored under the name, or it
-//! is said to be missing, block by block.
+//! Blocks under names of the engine: a get returns what was stored under the name or reports a
+//! miss, block by block.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -385,8 +385,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
-    /// Whatever is asked for, in whatever order: no wrong byte, nothing that was never put,
-    /// nothing on disk is lost, and each block's status is its own.
+    /// In any order: no wrong byte, no block that was never put, nothing durable is lost, and
+    /// each block has its own status.
     #[test]
     fn random_block_transfers_match_a_model(steps in steps(), host_kib in 300u32..1200) {
         let scratch = Scratch::new("blocks-any");
@@ -711,7 +711,7 @@ fn puts_fail_when_all_blocks_are_held() {
     }
 }
 
-/// A refused put leaves those alone that may leave, where they are too few.
+/// A rejected put does not evict the candidates, which are too few.
 #[test]
 fn put_without_enough_free_rows_evicts_nothing() {
     let all = Engineer::new("store(host=16MiB,policy=lru,chunks=50)");
@@ -753,7 +753,7 @@ fn maximum_blocks_are_held_and_hinted_at_once() {
     }
 }
 
-/// Cells may be more than a policy takes at once.
+/// The cells of a block may be more than a policy takes in one batch.
 #[test]
 fn models_of_many_layers_are_hinted_cell_by_cell() {
     let model = Model { layers: 300, heads: 1, run: 8, chunk: 4 };

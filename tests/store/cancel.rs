@@ -102,8 +102,8 @@ fn transfer_waiting_for_job_slots_can_be_cancelled() {
     assert!(store.is_quiet());
 }
 
-/// A move that was given up stood in line for room; the next one, which waits for the
-/// engine's word, has its number, and does not begin in its place.
+/// A transfer that waits for job slots is cancelled. The next transfer, which waits for its ready
+/// signal, gets the same number and must not start in its place.
 #[test]
 fn waiting_transfer_does_not_start_for_a_cancelled_one() {
     for at in 1..6 {
@@ -130,7 +130,7 @@ fn waiting_transfer_does_not_start_for_a_cancelled_one() {
     }
 }
 
-/// Of jobs that wait for memory, those in the middle go and the order of the others stays.
+/// Jobs in the middle of the queue are cancelled; the others keep their order.
 #[test]
 fn jobs_waiting_for_memory_can_be_cancelled_in_any_order() {
     let store = Store::new(4096, 16);
@@ -152,7 +152,6 @@ fn jobs_waiting_for_memory_can_be_cancelled_in_any_order() {
     assert!(store.is_quiet());
 }
 
-/// Of those that wait for one cell, too.
 #[test]
 fn jobs_waiting_for_a_cell_can_be_cancelled_in_any_order() {
     let store = Store::new(4096, 64);

@@ -1,5 +1,5 @@
-//! Codecs on the way down: what was coded comes back, as it was or as near as its codec
-//! says; through the disk, restarts, cleaning and damage; namespaces beside each other.
+//! Codecs of disk cells: decoded cells equal the original or are within the codec's error, through
+//! restarts, compaction and damage, with several namespaces.
 
 use kvtier_testkit::fixtures::store as support;
 

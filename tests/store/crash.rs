@@ -1,7 +1,5 @@
-//! A process that stores is killed, again and again: what it was told to be on disk is
-//! there afterwards, and every byte is right.
-//!
-//! `KVTIER_CRASH_ROUNDS` kills more often than usual.
+//! A process that stores is killed again and again. Cells that were acknowledged on disk are found
+//! afterwards, and every byte is exact. `KVTIER_CRASH_ROUNDS` sets the number of kills.
 
 use kvtier_testkit::fixtures::store as support;
 

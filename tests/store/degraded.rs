@@ -1,6 +1,6 @@
-//! A store whose surroundings fail: a disk that is really full, a device with errors,
-//! a directory that is gone or closed, memory that others need. It says so, goes on
-//! with what is left, never gives a wrong byte, and is well again when they are.
+//! Failing surroundings: a full disk, a device with errors, a removed or forbidden directory,
+//! memory pressure. The store reports the error, continues with what is left, never returns a wrong
+//! byte, and recovers.
 
 use kvtier_testkit::fixtures::apart;
 use kvtier_testkit::fixtures::store as support;
@@ -232,7 +232,7 @@ fn file_size_limit_fails_puts_and_recovers() {
     });
 }
 
-/// A device that cannot be read or written behind its first MiB, and can be again.
+/// A device fails behind its first MiB for a while.
 #[test]
 fn temporary_device_errors_are_survived() {
     apart(kvtier_testkit::test_name!("temporary_device_errors_are_survived"), |dir| {
@@ -481,7 +481,7 @@ fn store_yields_memory_inside_a_cgroup() {
     });
 }
 
-/// A store that nobody limits has what it was told, and no more.
+/// A store without a budget uses its configured memory, and no more.
 #[test]
 fn without_a_disk_evicted_chunks_are_dropped_and_counted() {
     let store = TestStore::open(&spec_of("store(host=8MiB,policy=lru,chunks=4096)"));

@@ -1,5 +1,5 @@
-//! The limit of the disk: a smaller one at opening comes to hold although nothing is written, and
-//! costs no more than it has to.
+//! The limit of the disk: a smaller limit at opening is reached although nothing is written, and
+//! drops no more than it must.
 
 use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;
@@ -103,7 +103,7 @@ fn chunk_larger_than_a_segment_is_written() {
     store.close();
 }
 
-/// What is still on disk counts until it has gone.
+/// Segments count until they are deleted.
 #[test]
 fn shrinking_disk_is_charged_until_it_is_small() {
     const MIB: u64 = 1 << 20;

@@ -1,6 +1,6 @@
-//! The disk tier against a model: random appends, reads, drops, cleanings,
-//! checkpoints, faults and crashes on a simulated disk; damage of every bit and
-//! every length; a store of this version of the format that is in the repository.
+//! The disk tier against a model: random appends, reads, drops, compactions, checkpoints, faults
+//! and crashes on a simulated disk; damage of every bit and every length; a committed store of this
+//! version of the format.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -533,8 +533,8 @@ fn checkpoint_and_scan_recover_the_same_index() {
     assert_eq!((report.torn_tails, report.damaged_headers), (0, 0));
 }
 
-/// One flipped bit anywhere: never wrong bytes, all else is still there, and the
-/// damage is counted.
+/// One flipped bit anywhere: no wrong bytes, all other cells are found, and the damage is
+/// counted.
 #[test]
 fn flipped_bit_loses_only_the_cell_it_hits() {
     // Every byte that means something takes minutes in a debug build.
@@ -577,7 +577,6 @@ fn flipped_bit_loses_only_the_cell_it_hits() {
     assert!(hit > 0 && lost_sessions > 0, "{hit} hits, {lost_sessions} sessions");
 }
 
-/// A segment that ends too early keeps what is before.
 #[test]
 fn truncated_segment_keeps_whole_records() {
     let image = sample(false);
@@ -616,8 +615,8 @@ fn foreign_segments_are_not_adopted() {
     assert_eq!(survey(&image).err().expect("damaged").status(), Status::Corrupt);
 }
 
-/// Every version of the format stays readable, and what is written does not change
-/// unless the version does. `KVTIER_BLESS=1` writes the file anew.
+/// Every version of the format stays readable, and written bytes change only with the version.
+/// `KVTIER_BLESS=1` writes the file anew.
 #[test]
 fn format_version_1_is_stable() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/disk-v1.bin");
@@ -793,8 +792,8 @@ impl Drop for Writing<'_> {
     }
 }
 
-/// Several threads append, commit, read, drop, forget, clean and write checkpoints on
-/// real files; what was durable is there afterwards, what was forgotten is not.
+/// Several threads append, commit, read, drop, forget, compact and write checkpoints on real
+/// files. Afterwards durable cells are found, and forgotten ones are not.
 #[test]
 fn threads_share_a_tier() {
     let dir = std::env::temp_dir().join(format!("kvtier-disk-{}", std::process::id()));
@@ -877,9 +876,9 @@ fn threads_share_a_tier() {
     std::fs::remove_dir_all(&dir).expect("it was made here");
 }
 
-/// Cleaning fails at a write or a sync, a second try does not, the source goes; then
-/// the process dies, or the power fails, or both. The copy that failed may be found,
-/// and does not stand for the one that did not.
+/// A compaction fails at a write or a sync, a second one succeeds, and the source is deleted.
+/// Then the process dies, or the power fails, or both. The failed copy may be found, and must not
+/// replace the good one.
 #[test]
 fn failed_compaction_copy_is_ignored() {
     let mut found_twice = 0;
@@ -1064,8 +1063,8 @@ fn regression_seeds_lose_nothing_durable() {
     );
 }
 
-/// A budget without room for a checkpoint: it is refused before anything is touched,
-/// and what is freed then is left for it.
+/// A budget without space for a checkpoint: it is rejected before anything changes, and space
+/// that is freed later is reserved for it.
 #[test]
 fn oversized_checkpoint_is_rejected_and_gets_freed_space() {
     let (budget, seed) = (24 * SEGMENT, 3);

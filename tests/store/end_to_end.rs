@@ -1,4 +1,4 @@
-//! The store from the outside: real threads, real files, small budgets, and every byte
+//! The store through its public interface: real threads, real files, small budgets, and every byte
 //! compared.
 
 use kvtier_testkit::fixtures::store as support;

@@ -1,5 +1,5 @@
-//! The offline check of a disk tier: what it counts in a sound store, what it says
-//! of damage in every region of every file, and that it changes nothing.
+//! The offline check of a disk tier: its counts for a sound store, its reports of damage in every
+//! region of every file, and that it changes nothing.
 
 use kvtier::base::status::Status;
 use kvtier::format::keys::Key;

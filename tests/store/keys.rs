@@ -1,4 +1,4 @@
-//! Keys against vectors that an independent program made from `docs/keys.md`.
+//! Keys, compared with vectors that an independent program made from `docs/keys.md`.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

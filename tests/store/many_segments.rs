@@ -1,5 +1,5 @@
-//! As many segments as a disk of 4 TiB has, in files that keep little of their bytes: no more
-//! files are open at once than for a small disk, and nothing gets slower with their number.
+//! As many segments as a disk of 4 TiB has, in files that keep few of their bytes: the number of
+//! open files stays that of a small disk, and nothing gets slower.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};

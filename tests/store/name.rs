@@ -1,5 +1,5 @@
-//! The file that names the store: two copies of a block, of which one is enough, and
-//! that are both there again after an opening.
+//! The file that identifies the store has two copies of a block. One sound copy is enough; opening
+//! repairs the other.
 
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
@@ -211,8 +211,8 @@ fn open_without_a_sound_copy_fails_with_advice() {
     }
 }
 
-/// What is missing reads as zeros here and there: a sum that ends in one must not make a
-/// copy without its last byte a whole one.
+/// Missing bytes may read as zeros: a checksum that ends in zero must not make a truncated copy
+/// sound.
 #[test]
 fn copy_without_its_last_byte_is_not_sound() {
     let mut image = sample(true);
@@ -228,7 +228,6 @@ fn copy_without_its_last_byte_is_not_sound() {
     mended(&image, &cut, &[4096], "the last byte");
 }
 
-/// A sound copy of another version is not ours to write over.
 #[test]
 fn copy_of_another_version_is_not_overwritten() {
     let image = sample(true);
@@ -246,7 +245,7 @@ fn copy_of_another_version_is_not_overwritten() {
     }
 }
 
-/// Whatever goes wrong while a copy is written anew: the store opens, then or afterwards.
+/// Whatever fails during the repair, the store opens then or later.
 #[test]
 fn faults_during_repair_lose_nothing() {
     let image = sample(true);
@@ -278,7 +277,8 @@ fn faults_during_repair_lose_nothing() {
     }
 }
 
-/// A copy that cannot be read may be sound: the disk's own word, unless the other is.
+/// An unreadable copy may be sound: the error is that of the disk, unless the other copy is
+/// sound.
 #[test]
 fn unreadable_copy_is_an_io_error_not_damage() {
     let image = sample(true);
@@ -294,7 +294,7 @@ fn unreadable_copy_is_an_io_error_not_damage() {
     assert_eq!(place.survive("all is well again"), 0);
 }
 
-/// A new store beside the segments of another would count them, and read none.
+/// A new store beside foreign segments would count them and read none.
 #[test]
 fn segments_without_a_store_file_are_rejected() {
     let mut image = sample(true);

@@ -1,5 +1,5 @@
-//! Namespaces on disk: what one is is noted with the first chunk that goes there, and goes
-//! with the last. Who opens many and stores nothing takes no room.
+//! Namespace records on disk: one is written with the first chunk of its namespace, and removed
+//! with the last. Opening many namespaces without storing takes no space.
 
 use kvtier_testkit::fixtures::store as support;
 
@@ -117,8 +117,7 @@ fn namespace_record_is_removed_with_its_last_chunk() {
     store.close();
 }
 
-/// What earlier versions have noted of namespaces without chunks goes when the store is
-/// opened.
+/// Earlier versions recorded namespaces without chunks.
 #[test]
 fn stale_namespace_records_are_removed_at_open() {
     let scratch = Scratch::new("salts-old");

@@ -1,4 +1,4 @@
-//! Defects that were found once, each as small as it could be made.
+//! Fixed defects, each by the smallest program that showed it.
 
 use kvtier::base::item::{Item, Outcome};
 use kvtier::base::op::{ISSUED, OpOpts, RELEASED};
@@ -24,8 +24,8 @@ fn items(n: usize) -> Vec<Item> {
     (0..n).map(|_| Item::new(1, None, None, 1, 0)).collect()
 }
 
-/// A worker that popped an op while a cancel was ending it took itself for a
-/// helper, and the op was released twice.
+/// A worker that took an op during its cancellation acted as a helper, and the op was released
+/// twice.
 #[test]
 fn cancel_during_take_releases_the_op_once() {
     let runtime = Runtime::open(RuntimeOpts { workers: 2, ..RuntimeOpts::default() }).unwrap();
@@ -53,8 +53,7 @@ fn wait_for_issue_ends_at_issue() {
     op.remove();
 }
 
-/// A reservation granted in the moment of its deadline ended as a timeout and
-/// kept its bytes.
+/// A reservation granted at its deadline ended as a timeout and kept its bytes.
 #[test]
 fn reservation_is_granted_or_timed_out() {
     use kvtier::base::budget::{Budget, BudgetOpts, Tier};
@@ -77,8 +76,7 @@ fn reservation_is_granted_or_timed_out() {
     }
 }
 
-/// What was pushed to a pool that had stopped stayed there, and with it the
-/// runtime's shared part, for ever.
+/// An op submitted to a stopped pool stayed there, and kept the shared part of the runtime alive.
 #[test]
 fn submit_during_close_leaks_nothing() {
     for _ in 0..300 {
@@ -101,8 +99,7 @@ fn submit_during_close_leaks_nothing() {
     }
 }
 
-/// A budget asked its runtime's notifier for a turn after that had ended, and
-/// was kept by it.
+/// A budget registered with the notifier of a closed runtime, which kept it alive.
 #[test]
 fn budget_outliving_its_runtime_is_freed() {
     use kvtier::base::budget::{Budget, BudgetOpts, Tier};
@@ -120,7 +117,7 @@ fn budget_outliving_its_runtime_is_freed() {
     assert_eq!(watched.strong_count(), 0);
 }
 
-/// A promise that was not kept stood in the way of asking anybody else.
+/// An owner that did not return promised memory blocked requests to other owners.
 #[test]
 fn unfulfilled_reclaim_does_not_block_others() {
     use kvtier::base::budget::{Budget, BudgetOpts, Tier};
@@ -170,7 +167,7 @@ fn unfulfilled_reclaim_does_not_block_others() {
     [first, second].iter().for_each(|op| assert!(op.remove()));
 }
 
-/// A small op's completion waited until a large one behind it was done.
+/// The completion of a small op waited for a large op behind it.
 #[test]
 fn small_op_completes_before_a_large_one() {
     use kvtier::base::queue::Queue;

@@ -1,5 +1,5 @@
-//! The reserve for reads: what is on disk can be read while all memory is taken by what has to
-//! stay, and the disk takes nothing more.
+//! The reserve for reads: cells on disk can be read while all memory is taken by cells that must
+//! stay, and nothing can be written.
 
 use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;

@@ -1,5 +1,5 @@
-//! What a store takes is what its budget has committed: the kernel says how much memory the
-//! process has, in a process of its own for each configuration.
+//! Memory of the process is at most what its budget has committed. The kernel measures it, in a
+//! separate process for each configuration.
 
 use kvtier_testkit::fixtures::store as support;
 

@@ -1,4 +1,4 @@
-//! Hands in an order that a test chooses: who waits, who pays, what is noted.
+//! Workers in an order that a test chooses: waiting puts, charged tables, namespace records.
 
 use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;
@@ -18,8 +18,8 @@ use kvtier_testkit::disk::{SimFiles, SimOpts};
 use stepped_store::{MODEL, Parts, SteppedStore, empty_disk};
 use support::{Engine, Shape, TestStore, budget, document, marks_of, runtime, spec_of, wait};
 
-/// A put waits for what is before its chunks to be on disk. That a namespace is opened again,
-/// with holes, and cleared meanwhile does not keep it waiting for ever.
+/// A put waits for its prefix to be on disk. Reopening the namespace with holes and clearing it
+/// meanwhile must not block the put forever.
 #[test]
 fn put_waiting_for_its_prefix_ends_after_clear() {
     let store = SteppedStore::open();
@@ -45,7 +45,7 @@ fn put_waiting_for_its_prefix_ends_after_clear() {
     store.settle();
 }
 
-/// Tables that grow while memory for them is being made are paid for in the end.
+/// Tables that grow while memory for them is reclaimed are charged in the end.
 #[test]
 fn tables_growing_during_eviction_are_charged() {
     const MIB: u64 = 1 << 20;
@@ -99,8 +99,8 @@ fn tables_growing_during_eviction_are_charged() {
     store.settle();
 }
 
-/// A note that was written beside one that could not be goes when nothing of its namespace
-/// comes to the disk.
+/// A namespace record that was written beside a failed one is removed if no cell of its namespace
+/// reaches the disk.
 #[test]
 fn namespace_record_of_a_failed_batch_is_removed() {
     let store = SteppedStore::open();
@@ -141,7 +141,7 @@ fn namespace_record_of_a_failed_batch_is_removed() {
     }
 }
 
-/// How long the store's lock is held when a put of many chunks was synced.
+/// How long the store's lock is held after the sync of a put of many chunks.
 #[test]
 #[ignore = "a measurement"]
 fn measure_sync_completion() {
@@ -170,7 +170,7 @@ fn measure_sync_completion() {
     }
 }
 
-/// How long it takes to give up all of many moves, one op after the other.
+/// How long it takes to cancel many transfers, one op after the other.
 #[test]
 #[ignore = "a measurement"]
 fn measure_cancellation() {

@@ -172,8 +172,8 @@ fn oldest_session_is_dropped_first_from_its_front() {
     of_three_sessions(false);
 }
 
-/// Scenario 2: five turns of one session, memory for three chunks: the latest three
-/// stay, what is at its front goes.
+/// Scenario 2: five turns of one session, memory for three chunks: the latest three stay, the
+/// front is evicted.
 #[test]
 fn latest_turns_stay_resident() {
     let mut store = Store::open(3, "pensieve", true);
@@ -190,8 +190,8 @@ fn latest_turns_stay_resident() {
     store.sleeps(&talk);
 }
 
-/// Scenarios 1 and 3, by layers: the last layers of the oldest chunk leave memory first,
-/// its first layer, which nothing can be computed without, stays longest.
+/// Scenarios 1 and 3, by layers: the last layers of the oldest chunk are evicted first. Its first
+/// layer, which all others need, stays longest.
 #[test]
 fn late_layers_are_evicted_before_early_ones() {
     let mut store = Store::with(2, "lru", true, Granularity::Cell, false);
@@ -209,8 +209,8 @@ fn late_layers_are_evicted_before_early_ones() {
     store.sleeps(&second);
 }
 
-/// The same of what was asked for together: the last layer of all chunks goes before any
-/// of the layer before it, the end of the conversation first.
+/// After one get of all chunks: the last layer of every chunk is evicted before any earlier
+/// layer, from the end of the conversation.
 #[test]
 fn last_layer_of_all_chunks_is_evicted_first() {
     let mut store = Store::with(2, "lru", true, Granularity::Cell, false);
@@ -233,8 +233,8 @@ fn last_layer_of_all_chunks_is_evicted_first() {
     store.sleeps(&first);
 }
 
-/// By their cost, which is less for late layers and grows with the context: computed here
-/// as `cost / idle` of each cell, and the cheapest leave.
+/// The cost is lower for late layers and grows with the context. The test computes `cost / idle`
+/// of each cell; the lowest value is evicted.
 #[test]
 fn cells_are_evicted_by_recompute_cost() {
     let mut store = Store::with(2, "pensieve(mode=cell)", true, Granularity::Cell, false);
@@ -261,8 +261,7 @@ fn cells_are_evicted_by_recompute_cost() {
     store.sleeps(&second);
 }
 
-/// What is dropped goes with all its layers, also where cells are chosen; alone only where
-/// that is asked for.
+/// Drops remove all layers, also with cell granularity, unless `drop_cells` is set.
 #[test]
 fn chunks_are_dropped_whole_unless_drop_cells_is_set() {
     for (cells, right) in [(false, [vec![], ALL.to_vec()]), (true, [vec![0, 1, 2], ALL.to_vec()])] {
@@ -278,8 +277,8 @@ fn chunks_are_dropped_whole_unless_drop_cells_is_set() {
     }
 }
 
-/// Where sessions are chosen, all that one was the last to use leaves together; what another
-/// has used since stays with that one.
+/// All chunks that a session was the last to use are evicted together. Chunks that another
+/// session used since stay with that one.
 #[test]
 fn session_granularity_evicts_whole_sessions() {
     for with_disk in [true, false] {

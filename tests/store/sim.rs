@@ -1,4 +1,4 @@
-//! The store in simulations: thousands of seeds, and the same again for the same.
+//! The store in simulations: thousands of seeds, and equal results of equal seeds.
 
 use kvtier_testkit::sim::{SimOpts, run};
 

@@ -1,4 +1,5 @@
-//! What a failed sync costs, and what it must not: hands and disk are moved by hand.
+//! Failed syncs: which puts fail, and which cells must stay durable. The test runs workers and disk
+//! step by step.
 
 use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;
@@ -18,8 +19,7 @@ use support::{Engine, Shape, document, marks_of};
 
 const ALL: std::ops::Range<usize> = 0..MODEL.layers;
 
-/// A put is told that it lasts. Another one that goes on from there fails, as a sync does:
-/// the first one lasts still.
+/// A put is durable. A later put of its child fails with its sync: the first one stays durable.
 #[test]
 fn durable_chunk_survives_a_failed_sync_of_its_child() {
     let store = SteppedStore::open();
@@ -34,7 +34,7 @@ fn durable_chunk_survives_a_failed_sync_of_its_child() {
     assert!(store.is_stored(&short), "it was durable");
 }
 
-/// The same of layers of one chunk, which lie in the same segment.
+/// The same for layers of one chunk, which lie in one segment.
 #[test]
 fn durable_layers_survive_a_failed_sync_of_others() {
     let store = SteppedStore::open();
@@ -56,7 +56,7 @@ fn durable_layers_survive_a_failed_sync_of_others() {
     );
 }
 
-/// The same of what an earlier life made durable.
+/// The same for chunks that an earlier process made durable.
 #[test]
 fn durable_chunks_of_an_earlier_process_survive_a_failed_sync() {
     let store = SteppedStore::open();
@@ -72,8 +72,8 @@ fn durable_chunks_of_an_earlier_process_survive_a_failed_sync() {
     assert!(store.is_stored(&short), "it was durable");
 }
 
-/// Two puts of the same wait for a sync. The one that hears of its failure takes the other's
-/// promise along: neither lasts, or what does is on disk.
+/// Two puts of the same chunk wait for a sync. If it fails, either both puts fail or the chunk is
+/// on disk.
 #[test]
 fn failed_sync_fails_all_waiting_puts() {
     let store = SteppedStore::open();
@@ -117,7 +117,8 @@ fn failed_sync_fails_all_waiting_puts() {
     }
 }
 
-/// What has left the disk so goes there again: what goes on from there is of no use without.
+/// A chunk that was lost from the disk is written again, because its children are useless without
+/// it.
 #[test]
 fn chunk_lost_with_its_segment_is_written_again() {
     let store = SteppedStore::open();
@@ -143,7 +144,7 @@ fn chunk_lost_with_its_segment_is_written_again() {
     store.with(|core| core.check_prefixes()).expect("all that is on disk is of use");
 }
 
-/// What could not be made durable was written anew, elsewhere: that can be.
+/// A chunk whose sync failed is written to another segment, and can become durable there.
 #[test]
 fn rewritten_chunk_becomes_durable() {
     let store = SteppedStore::open();
@@ -163,7 +164,7 @@ fn rewritten_chunk_becomes_durable() {
     assert!(store.is_stored(&tokens), "it was durable");
 }
 
-/// Cleaning moved what could not be made durable where it was, and made it durable there.
+/// Compaction moved a chunk whose sync had failed, and made it durable.
 #[test]
 fn compacted_chunk_becomes_durable() {
     let store = SteppedStore::open();
@@ -189,7 +190,7 @@ fn compacted_chunk_becomes_durable() {
     assert!(store.is_stored(&tokens), "it was durable");
 }
 
-/// A put that has to last, and is longer than the disk, cannot, whatever policies choose among.
+/// With every granularity of eviction.
 #[test]
 fn durable_put_larger_than_the_disk_fails() {
     for grain in [Granularity::Chunk, Granularity::Cell, Granularity::Session] {

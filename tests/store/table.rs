@@ -1,4 +1,4 @@
-//! A table of chunks that is full: who only looks for chunks sends nobody away.
+//! A full chunk table: lookups and gets evict nothing.
 
 use kvtier_testkit::fixtures::store as support;
 
@@ -115,7 +115,7 @@ fn rejected_put_evicts_nothing() {
     store.close();
 }
 
-/// What others hold stays: where that leaves too few rows the others stay as well.
+/// Referenced chunks stay. If the rest is too few, the rest stays as well.
 #[test]
 fn put_without_enough_unreferenced_rows_evicts_nothing() {
     let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
@@ -149,7 +149,7 @@ fn put_without_enough_unreferenced_rows_evicts_nothing() {
     store.close();
 }
 
-/// A pin ahead of a put holds what comes, where the table has room for it.
+/// A pin before a put pins the chunks when they arrive, if the table has rows for them.
 #[test]
 fn chunks_can_be_pinned_before_their_put() {
     let scratch = Scratch::new("table-pin");

@@ -1,5 +1,5 @@
-//! Namespaces and layouts that come and go: more than there may be at once. What nobody needs is
-//! forgotten, its number is another's then, and nothing of before shows under it.
+//! More namespaces and layouts than the tables hold: unused ones are evicted, their numbers are
+//! reused, and no old state is visible under a reused number.
 
 use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;
@@ -190,7 +190,7 @@ fn chunk_tables_of_closed_layouts_are_reused() {
     store.close();
 }
 
-/// Where all layouts have chunks that nobody uses, those that were used long ago give way.
+/// All layouts have chunks and none is open: the least recently used ones are evicted.
 #[test]
 fn unused_layouts_are_evicted() {
     let scratch = Scratch::new("layouts-way");
@@ -261,7 +261,7 @@ fn open_and_pinned_layouts_are_kept() {
     store.settle();
 }
 
-/// A namespace for each of many requests, most of which store nothing.
+/// One namespace for each of many requests, most of which store nothing.
 #[test]
 fn namespaces_of_many_salts_are_reclaimed() {
     let scratch = Scratch::new("salts-many");
@@ -297,7 +297,7 @@ fn namespaces_of_many_salts_are_reclaimed() {
     store.close();
 }
 
-/// Where all namespaces have chunks that nobody uses, some that were used long ago give way.
+/// All namespaces have chunks and none is open: old ones are evicted.
 #[test]
 fn unused_namespaces_are_evicted() {
     let mut store = few(40, 4);
@@ -329,7 +329,7 @@ fn unused_namespaces_are_evicted() {
     store.settle();
 }
 
-/// More layouts on disk than can be: those that were written last are there.
+/// More layouts on disk than the maximum: the latest written ones are adopted.
 #[test]
 fn open_adopts_at_most_the_maximum_of_layouts() {
     let store = few(64, 16);
@@ -350,7 +350,6 @@ fn open_adopts_at_most_the_maximum_of_layouts() {
     store.settle();
 }
 
-/// A number that is used again is as new.
 #[test]
 fn reused_namespace_number_shows_no_old_state() {
     for (spaces, layouts) in [(2, 4), (8, 2)] {
@@ -391,7 +390,7 @@ fn reused_namespace_number_shows_no_old_state() {
     }
 }
 
-/// Whatever goes on in a namespace that nobody has open keeps its number.
+/// Pending work in a closed namespace keeps the number of the namespace.
 #[test]
 fn pending_work_keeps_its_namespace() {
     let store = few(2, 2);
@@ -422,7 +421,7 @@ fn pending_work_keeps_its_namespace() {
     store.settle();
 }
 
-/// A session keeps its namespace, also one that has nothing yet.
+/// Also a session without tokens.
 #[test]
 fn session_keeps_its_namespace() {
     let store = few(2, 2);
@@ -438,7 +437,7 @@ fn session_keeps_its_namespace() {
     store.settle();
 }
 
-/// Blocks that are asked for are asked for also when their session is closed.
+/// Lookups continue after their session was closed.
 #[test]
 fn block_lookups_keep_their_namespace() {
     let files = empty_disk();
@@ -462,8 +461,8 @@ fn block_lookups_keep_their_namespace() {
     store.settle();
 }
 
-/// What has given way is at the remote still, and comes back right, whatever layouts had its
-/// board meanwhile; also where blocks were located by name.
+/// Evicted namespaces are still at the remote. Their cells are exact after a fetch, whatever
+/// layouts used the chunk table meanwhile; also blocks located by name.
 #[test]
 fn evicted_namespaces_return_from_the_remote() {
     let scratch = Scratch::new("vacancies-far");

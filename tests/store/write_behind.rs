@@ -1,5 +1,5 @@
-//! Write-behind: what puts bring goes to the disk in time although nobody asks for it. The clock
-//! and the hands are moved by hand.
+//! Write-behind: cells of puts are written to disk in time without a request. The test moves the
+//! clock and runs the workers.
 
 use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;

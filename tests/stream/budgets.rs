@@ -1,5 +1,4 @@
-//! Memory: never more than was allowed, given back when it is asked for, and all of it at
-//! the end.
+//! Memory of streamers: never above the budget, reclaimed on request, and all freed at the end.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Streamers that a seed chooses: models, memory, ways of reading, and what goes wrong.
+//! Random streamers by seed: models, memory, I/O modes and faults.
 
 use std::ops::Range as Span;
 use std::sync::Arc;

@@ -1,5 +1,4 @@
-//! Threads that do with a streamer whatever comes to their minds, and look at every byte that
-//! they are given, as long as they have it.
+//! Threads that make random calls to a streamer, and check every byte of each leased unit.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,5 +1,5 @@
-//! What goes wrong is told, once, to who asked; nobody is given wrong bytes, nobody waits
-//! for ever, and what works again is used again.
+//! A fault is reported once, to the caller that it concerns. No caller gets wrong bytes or waits
+//! forever, and what recovers is used again.
 
 use std::io::{Seek, SeekFrom, Write};
 use std::sync::Arc;
@@ -259,8 +259,8 @@ fn failed_copy_is_reported_and_retried() {
     }
 }
 
-/// What the engine computes with a unit fails: that is the engine's to know, and nobody
-/// else's. The unit is given back, and its memory is used for others.
+/// Work of the engine with a unit fails: the streamer is not affected. The unit is released, and
+/// its memory is reused.
 #[test]
 fn failed_engine_work_frees_its_unit_and_slot() {
     let mut failed = 0;

@@ -1,4 +1,4 @@
-//! Files that are read when a test lets them, and that go wrong in ways no disk does.
+//! Files whose reads a test holds up, and whose readers panic.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Every mix of homes, every way of asking: the bytes are those of the file.
+//! Every mix of residency and every way to acquire: the bytes are those of the file.
 
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;

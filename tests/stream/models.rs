@@ -1,5 +1,5 @@
-//! Files of models, good ones and bad ones: what is read of them, how it is grouped, and
-//! that images of units have the bytes of the tensors.
+//! Model files, valid and invalid: what is parsed, how tensors are grouped into units, and that
+//! images of units have the bytes of the tensors.
 
 use kvtier_testkit::fixtures::model_files as files;
 

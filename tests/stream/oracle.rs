@@ -1,4 +1,4 @@
-//! What files of models have in them, against what the packages `gguf` and `safetensors` say:
+//! Contents of model files, compared with the packages `gguf` and `safetensors`:
 //! `tests/data/stream`, made by `ffi-tests/oracles/stream/models.py`.
 
 use kvtier_testkit::fixtures::quants;
@@ -147,7 +147,7 @@ fn dtype_sizes_match_ggml() {
     }
 }
 
-/// The numbers that tests of streaming compute with are those that the package finds.
+/// The numbers that streaming tests compute with equal those of the package.
 #[test]
 fn dequantisation_matches_the_gguf_package() {
     let golden = golden();
@@ -175,7 +175,7 @@ fn dequantisation_matches_the_gguf_package() {
     }
 }
 
-/// Headers of one file, most of them damaged: we take what the package takes.
+/// Headers of one file, most of them damaged: both implementations accept the same ones.
 #[test]
 fn invalid_headers_match_the_safetensors_package() {
     let golden = golden();

@@ -1,4 +1,4 @@
-//! Units that leave their slots for good, as those in place do before they come home.
+//! Units that leave their slots for good, as units in place do before they become resident.
 
 use kvtier::base::status::Status;
 use kvtier::stream::plan::{ComputeLocation, Residency};

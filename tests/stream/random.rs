@@ -1,7 +1,6 @@
-//! Streamers at random: threads that ask, give back, hint, rebalance, look and close in any
-//! order, over models, memory and files that go wrong as a seed says. Whoever has a unit has
-//! its bytes, errors are those that were planted, no call waits for ever, and in the end all
-//! memory is given back.
+//! Random streamers: threads acquire, release, hint, rebalance, inspect and close in any order,
+//! over models, memory and faulty files by seed. Leased units have their bytes, errors are those
+//! that were planted, no call waits forever, and all memory is freed in the end.
 
 use crate::cases;
 use crate::drivers;

@@ -1,6 +1,5 @@
-//! A transformer whose weights come through the streamer, layer by layer and expert by
-//! expert, computes the bits of one that has them all in memory: in every format, in every
-//! mix of tiers.
+//! A transformer whose weights are streamed, layer by layer and expert by expert, is bit-identical
+//! to one with all weights in memory: in every format, in every mix of tiers.
 
 use crate::weights;
 use kvtier_lab::reference;

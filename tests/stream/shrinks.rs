@@ -1,5 +1,5 @@
-//! A streamer that shares a budget: what it had room for goes back to the files when others
-//! need memory, down to its floor, and comes again.
+//! A streamer on a shared budget: memory of residents and slots is reclaimed by others, down to the
+//! floor, and restored later.
 
 use std::sync::Arc;
 
@@ -173,8 +173,8 @@ fn growing_device_tier_reclaims_streamer_memory() {
     }
 }
 
-/// Slots for experts leave with the homes, down to those without which a layer cannot be computed,
-/// and come again; wherever units are.
+/// Expert slots are reclaimed with the residents, down to those that a layer needs, and restored
+/// later, wherever units are.
 #[test]
 fn expert_slots_are_reclaimed_and_restored() {
     const SLOTS: u32 = 17;
@@ -218,7 +218,6 @@ fn expert_slots_are_reclaimed_and_restored() {
     }
 }
 
-/// A slot whose expert is in use stays until it is given back.
 #[test]
 fn slot_in_use_is_freed_after_its_lease() {
     for in_place in [false, true] {
@@ -390,7 +389,8 @@ fn fitting_model_has_no_slots_unless_it_may_shrink() {
     rig.closed();
 }
 
-/// A home is given back behind an event, while it is to leave: nobody calls when that comes.
+/// A resident that is being evicted is released with an event. It is freed at the event without
+/// another call.
 #[test]
 fn resident_is_freed_when_its_event_completes() {
     let files = Files::new("late-event", &dense(4));
@@ -416,7 +416,7 @@ fn resident_is_freed_when_its_event_completes() {
     rig.closed();
 }
 
-/// The device computes with what is in a slot after it was given back.
+/// The device computes with a slot after its release.
 #[test]
 fn slot_is_freed_when_its_event_completes() {
     for in_place in [false, true] {
@@ -452,7 +452,7 @@ fn slot_is_freed_when_its_event_completes() {
     }
 }
 
-/// Memory that the device says it still uses is not free: who has paid for it goes on.
+/// Memory that the device reports as in use is not free, and stays charged.
 #[test]
 fn memory_kept_by_the_device_stays_charged() {
     let files = Files::new("busy", &dense(4));

@@ -1,5 +1,5 @@
-//! The core of the streamer against a simulated machine: what passes take, and that no
-//! order of calls, and nothing that fails, gives anybody wrong bytes or no answer.
+//! The state of the streamer against a simulated machine: the time of passes; no order of calls and
+//! no fault leads to wrong bytes or a missing answer.
 
 use crate::world;
 

@@ -1,4 +1,4 @@
-//! Several threads at once: each has what it asked for, and none waits for ever.
+//! Concurrent threads: each gets the unit that it acquires, and none waits forever.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,5 +1,5 @@
-//! Weights in files of every format, and the same weights behind a streamer. What an engine
-//! computes with is made of the bytes that it is given, each time it is given them.
+//! Weights in files of every format, and the same weights behind a streamer. An engine computes
+//! with the leased bytes, read anew at each lease.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;

@@ -1,5 +1,5 @@
-//! Units in place on a simulated device: their addresses never change, there is memory only where
-//! they are, and whoever touches others is told.
+//! Units in place on a simulated device: their addresses never change, only resident units have
+//! memory, and access to others is detected.
 
 use std::sync::Arc;
 
@@ -98,7 +98,7 @@ fn in_place_units_have_fixed_addresses_and_exact_bytes() {
     }
 }
 
-/// Slots are fewer than units: of those in the file alone, most have no memory.
+/// There are fewer slots than units, so most units of the file have no memory.
 #[test]
 fn only_resident_units_have_memory() {
     let files = Files::even("windows-there", 8, 3 * GRANULARITY / 2);
@@ -156,7 +156,7 @@ fn plans_and_budgets_count_whole_mapping_units() {
     }
 }
 
-/// Homes leave and come while the device computes; the addresses stay.
+/// Residents change while the device computes.
 #[test]
 fn residents_change_while_addresses_stay() {
     for (sizes, residencies) in [(dense(16), 0), (large(6), 0), (experts(4, 6), 0), (dense(16), 1)]
@@ -224,7 +224,7 @@ fn invalid_in_place_options_are_rejected_with_a_reason() {
     assert_eq!(error.status(), Status::Budget);
 }
 
-/// Who is used by the processor has its address there, and keeps it.
+/// Units that the CPU uses have a fixed address.
 #[test]
 fn cpu_units_keep_their_address() {
     let files = Files::new("windows-processor", &dense(8));

@@ -1,6 +1,5 @@
-//! A machine that exists only in time: one disk, one link to a device, a core of the
-//! streamer that says what they do; and a record of which bytes are where, so that whoever
-//! is given a unit that is not complete, or written under its user, is caught.
+//! A simulated machine: one disk, one link to a device, and the state of a streamer. It records
+//! which bytes are where, so that a lease of an incomplete or overwritten unit is detected.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};

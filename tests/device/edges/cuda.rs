@@ -46,8 +46,8 @@ fn submit(cuda: &Cuda, after: Option<Event>, copies: &mut [Copy<'_>]) -> Result<
     unsafe { cuda.submit(Stream(0), after, copies) }
 }
 
-/// An engine has registered parts of what the device is told of. With a hole nothing of it counts
-/// as registered; without one all does, but not for kernels, which may not reach each part.
+/// An engine has registered parts of a range. With a gap nothing counts as registered. Without a
+/// gap all does, but not for kernels, which may not reach each part.
 #[test]
 fn memory_registered_in_parts_by_the_engine() {
     let call = |means| match means {
@@ -88,8 +88,8 @@ fn memory_registered_in_parts_by_the_engine() {
     }
 }
 
-/// The driver stands still in some copies until what they are behind has come. They are given to
-/// it only then, and until then others may ask.
+/// The driver blocks in some copies until their dependencies have completed. The device submits
+/// them only then, so other calls proceed.
 #[test]
 fn queries_do_not_wait_for_a_blocked_copy() {
     let kinds = ["cuMemcpyAsync", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync"];
@@ -158,7 +158,7 @@ fn queries_do_not_wait_for_a_blocked_copy() {
     }
 }
 
-/// What the engine itself has put on its streams is waited for, too.
+/// The dependencies include work of the engine on its streams.
 #[test]
 fn blocked_copy_waits_for_engine_streams() {
     let (_turn, fake) = alone(3);
@@ -209,8 +209,8 @@ fn zero_bytes_cannot_be_allocated() {
     fake.check();
 }
 
-/// What is given back to a device that is lost, or to a driver that does not take it, is not the
-/// device's any more, and nobody has to try again.
+/// A free on a lost device, or one that the driver rejects, ends the ownership: the caller need
+/// not repeat it.
 #[test]
 fn memory_is_freed_once_even_if_the_driver_fails() {
     for is_lost in [true, false] {
@@ -234,7 +234,7 @@ fn memory_is_freed_once_even_if_the_driver_fails() {
     }
 }
 
-/// However often it is asked: a driver that does not answer for a moment has not lost its device.
+/// Any number of queries without an answer for a moment is not a device loss.
 #[test]
 fn temporary_driver_silence_is_no_device_loss() {
     let (_turn, fake) = alone(6);

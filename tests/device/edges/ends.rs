@@ -1,4 +1,4 @@
-//! Devices of the C ABI that are closed while others are in them.
+//! Closing devices of the C ABI while other threads are inside them.
 
 use std::ffi::{c_char, c_void};
 use std::ptr::{null, null_mut};

@@ -1,4 +1,4 @@
-//! Devices that an engine is, and those that exist only here.
+//! Devices that an engine implements, and simulated devices.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,6 +1,6 @@
-//! Devices where a driver, an engine or a caller does what is rare: memory that is registered in
-//! parts, drivers that stand still or do not answer, engines whose device goes while one waits,
-//! and devices that are closed while others are in them.
+//! Rare behaviour of drivers, engines and callers: memory that is registered in parts, drivers that
+//! block or do not answer, engines that lose their device during a wait, and devices that are
+//! closed while in use.
 
 mod cuda;
 mod ends;

@@ -1,4 +1,4 @@
-//! Which kernels are taken for latent rows.
+//! Selection of kernels for latent rows.
 
 use kvtier::base::status::Status;
 use kvtier::device::call::{Call, Kind};
@@ -10,7 +10,7 @@ fn latent(queries: usize, tokens: usize, heads: usize) -> Shape {
     Shape { dims: (576, 512), is_latent: true, ..Shape::new(queries, tokens, heads, 1) }
 }
 
-/// What a block takes is what there is of the device: other kernels for less, none below.
+/// Devices with less shared memory get other kernels; below a minimum there are none.
 #[test]
 fn latent_kernels_adapt_to_shared_memory() {
     let problem = Problem::new(latent(3, 70, 2), 5);

@@ -1,4 +1,4 @@
-//! Attention of few queries.
+//! Attention of few queries over the whole sequence.
 
 use kvtier::attention::{self, Decode, Head, Keys, Kind as How};
 use kvtier::base::status::Status;
@@ -190,8 +190,8 @@ fn latent_rows_serve_as_keys_and_values() {
     }
 }
 
-/// Many heads over latent rows: products of tiles, of 64 rows or of 32. Weights in two numbers of
-/// 16 bits are as near as those of f32.
+/// Many heads over latent rows: products of tiles of 64 or 32 rows. Weights as two 16-bit numbers
+/// are as exact as f32.
 #[test]
 fn many_heads_share_latent_rows() {
     let latent = |queries, tokens, heads| Shape {

@@ -1,4 +1,4 @@
-//! What keys and distances get of the attention of the last queries.
+//! Attention that keys and distances get from the last queries.
 
 use kvtier::base::spec::Spec;
 use kvtier::base::status::Status;

@@ -1,4 +1,4 @@
-//! Heavy hitters: scores, what stays, and moving it together.
+//! Heavy hitters: scores, selection of the kept tokens, and compaction.
 
 use kvtier::base::spec::Spec;
 use kvtier::base::status::Status;

@@ -1,6 +1,6 @@
-//! Kernels of attention for devices, on the processor: their sources are compiled with what stands
-//! in for a device (`ffi-tests/cuda/kernels`), and what they come to is compared with attention in
-//! binary64 and with the kernels and policies of the library.
+//! Attention kernels for devices, run on the CPU by an emulation of a device
+//! (`ffi-tests/cuda/kernels`). Results are compared with attention in binary64, and with the
+//! kernels and policies of the library.
 
 mod chosen;
 mod data;

@@ -1,4 +1,4 @@
-//! Attention of prompts.
+//! Attention of prompts, dense and sparse.
 
 use kvtier::attention::{self, Head, Keys, Kind as How, Prefill};
 use kvtier::base::spec::Spec;

@@ -1,4 +1,4 @@
-//! Numbers become others.
+//! Conversion of numbers between dtypes.
 
 use kvtier::device::call::{Call, Kind};
 use kvtier::format::codec::int8::{Scales, coded_bytes, decode, encode};
@@ -210,7 +210,7 @@ proptest! {
     }
 }
 
-/// Every number of 16 bits, and numbers between those of 8: what is in the middle goes to the even.
+/// Every 16-bit number, and midpoints of 8-bit numbers, which round to even.
 #[test]
 fn all_small_numbers_and_midpoints_convert_exactly() {
     for narrow in [Dtype::F8E4m3, Dtype::F8E5m2, Dtype::I8] {
@@ -253,7 +253,7 @@ fn one_row(from: Dtype, to: Dtype, dim: usize) -> Plane {
     Plane { from, to, tokens: 1, heads: 1, dim, gap: 0, shift: 0, block: None, first: 0 }
 }
 
-/// The store's own code: the same scales and bytes, and the same numbers back.
+/// The same scales and bytes as the store's codec, and the same numbers back.
 #[test]
 fn int8_conversion_matches_the_codec() {
     for (scales, from) in [Scales::Token, Scales::Channel]

@@ -1,4 +1,5 @@
-//! The kernels of the CUDA device, run by a processor and held to what the library computes itself.
+//! The kernels of the CUDA device, run by the CPU and compared with what the library computes
+//! itself.
 
 use crate::gpu;
 use kvtier_testkit::fixtures::emulated;
@@ -84,7 +85,7 @@ fn kernel_header_matches_rust_layout() {
     assert_eq!(emulated::offset("nothing"), None);
 }
 
-/// The page that users read says what the kernels' own header says.
+/// The user documentation has the text of the kernels' header.
 #[test]
 fn documentation_matches_the_kernel_header() {
     let header = include_str!("../../../src/device/cuda/kernels/call.h");
@@ -98,7 +99,7 @@ fn documentation_matches_the_kernel_header() {
     assert!(page.contains(text.join("\n").trim()), "docs/kernels.md is not what call.h says");
 }
 
-/// What `build.py` wrote is whole: each module has code for both, and is none that is not built.
+/// `build.py` wrote all modules: each has code for both architectures, and none is stale.
 #[test]
 fn embedded_modules_match_the_built_ones() {
     for module in &MODULES {

@@ -1,4 +1,4 @@
-//! Runs of bytes.
+//! The kernel that copies runs of bytes.
 
 use kvtier::device::call::{Call, Kind};
 use proptest::prelude::*;
@@ -108,7 +108,7 @@ proptest! {
     }
 }
 
-/// More than a block plans at once, some of which are nothing. Threads come in another order each
+/// More pieces than a block plans at once, some of them empty. Threads run in another order each
 /// time.
 #[test]
 fn moves_plan_thousands_of_pieces() {

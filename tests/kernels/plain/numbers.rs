@@ -1,4 +1,4 @@
-//! Numbers as they lie in memory, by the definitions of their formats: what kernels are held to.
+//! Numbers in memory by the definitions of their formats: the reference for kernels.
 
 use kvtier::base::half::{from_bf16, from_f16, to_bf16, to_f16};
 use kvtier::meta::dtype::Dtype;

@@ -1,4 +1,4 @@
-//! Boxes of pages, and scores by them.
+//! Page boxes, and scores by them.
 
 use kvtier::attention::pages::{extend, extend_bf16, scores, scratch};
 use kvtier::attention::{Level, Rows, Scales};
@@ -327,7 +327,7 @@ proptest! {
     }
 }
 
-/// More queries than there are blocks for: blocks go on with others.
+/// More queries than blocks: each block handles several.
 #[test]
 fn page_scores_of_thousands_of_queries() {
     let (dtype, boxes) = (Dtype::F32, Dtype::F32);

@@ -1,4 +1,4 @@
-//! What stands in for a device does what a device would, and says so where a kernel is wrong.
+//! The emulated device behaves like a device, and detects wrong kernels.
 
 use kvtier::base::half::{to_bf16, to_f16};
 use kvtier::device::call::Call;

@@ -1,4 +1,4 @@
-//! Calls that are wrong.
+//! Validation of calls.
 
 use kvtier::base::status::Status;
 use kvtier::device::call::{Call, Kind};

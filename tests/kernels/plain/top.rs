@@ -1,4 +1,4 @@
-//! The largest of rows.
+//! The largest numbers of each row.
 
 use kvtier::device::call::{Call, Kind};
 use kvtier::sparse::ranks::Ranks;

@@ -1,4 +1,4 @@
-//! The farthest next use, by what was told with the insert or by a hint since.
+//! The farthest next use, as given with the insert or by a later hint.
 
 use std::collections::BTreeMap;
 

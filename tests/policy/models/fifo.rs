@@ -1,4 +1,4 @@
-//! The one that came first.
+//! The object that was inserted first.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! Clock, uses, cost and size.
+//! GDSF: clock, uses, cost and size.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! For policies in which it matters when an object that was passed over comes
-//! back: the model is told of it.
+//! For policies in which the moment matters at which a skipped object is returned: the model is
+//! notified of it.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};

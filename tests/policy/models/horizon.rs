@@ -1,5 +1,5 @@
-//! Scores are learned, so the model cannot know them; but whoever leaves must
-//! have the least of them, within what bins of age and weight allow.
+//! Scores are learned, so the model cannot know them. The victim must have the lowest score, within
+//! the tolerance of bins of age and weight.
 
 use std::collections::BTreeMap;
 
@@ -85,8 +85,8 @@ fn victim_has_the_lowest_score() {
     }
 }
 
-/// Half of the objects return after a minute, the others never do: from the
-/// past alone nothing tells them apart but that they were used twice.
+/// Half of the objects return after a minute, the others never. Only their use count tells them
+/// apart.
 #[test]
 fn horizon_learns_which_objects_return() {
     let options = Options { max_objects: 2000, capacity_units: 300, ..Options::default() };

@@ -1,4 +1,4 @@
-//! The least often used, aged or not.
+//! The least frequently used object, with and without ageing.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! The least recently used.
+//! The least recently used object.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! The least recent k-th last use.
+//! The object whose k-th last use is the oldest.
 
 use std::collections::BTreeMap;
 

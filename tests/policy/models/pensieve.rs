@@ -1,4 +1,4 @@
-//! Recompute cost by time inactive: within 5 % of the least.
+//! Recompute cost divided by idle time: within 5 % of the lowest.
 
 use kvtier::meta::objects::Facts;
 
@@ -69,7 +69,7 @@ fn pensieve_with_facts() {
     }
 }
 
-/// Where nothing is known every object costs the same: the one used longest ago.
+/// Without facts every object costs the same: the victim is the one used longest ago.
 #[test]
 fn pensieve() {
     compare("pensieve", 0, |_| Box::<Recent>::default());

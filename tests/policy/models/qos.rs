@@ -1,4 +1,4 @@
-//! Classes, ageing, floors, then the last use.
+//! Classes, ageing and floors, then the last use.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,5 +1,5 @@
-//! Random calls for policies that look at more than uses: objects have facts,
-//! sessions have tenants, classes and lengths, engines give hints.
+//! Random calls for policies that use more than accesses: objects have facts, sessions have
+//! tenants, classes and lengths, engines give hints.
 
 use std::collections::{BTreeMap, BTreeSet};
 

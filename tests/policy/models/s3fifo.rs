@@ -1,4 +1,4 @@
-//! Three queues.
+//! S3-FIFO: three queues.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,4 +1,4 @@
-//! A hand over a queue.
+//! SIEVE: a hand over a queue.
 
 use std::collections::BTreeSet;
 

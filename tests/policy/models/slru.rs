@@ -1,4 +1,4 @@
-//! Segments by use.
+//! SLRU: segments by use.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,5 +1,5 @@
-//! What holds for every policy of the registry, whatever it decides: nobody who
-//! must stay leaves, somebody leaves while one may, and structures stay sound.
+//! Invariants of every registered policy: blocked objects are never victims, a victim is found
+//! while there is a candidate, and the data structures stay sound.
 
 use std::collections::BTreeSet;
 

@@ -1,5 +1,5 @@
-//! A preview changes nothing that the next search sees, and a policy that takes
-//! over in the middle is sound; so is each with other capacities and odd sizes.
+//! A preview has no effect on the next search. A policy that takes over from another one is sound,
+//! also with odd capacities and sizes.
 
 use std::collections::BTreeMap;
 

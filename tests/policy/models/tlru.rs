@@ -1,4 +1,4 @@
-//! What the next turn can do without, then the rest.
+//! T-LRU: tokens that the next turn does not need, then the rest.
 
 use std::collections::BTreeMap;
 
@@ -41,7 +41,7 @@ fn tlru() {
     compare_rich("tlru(threshold=1500,turn=100)", Tlru::default);
 }
 
-/// Without sessions nothing is known to be needless.
+/// Without sessions no token is known to be unneeded.
 #[test]
 fn tlru_without_sessions() {
     compare("tlru", 0, |_| Box::<Recent>::default());

@@ -1,4 +1,4 @@
-//! A1in, A1out and Am.
+//! 2Q: A1in, A1out and Am.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,5 +1,5 @@
-//! A window, a segmented main part, and counts with halving. The counts are
-//! exact: a sketch for so few ids has no collisions.
+//! W-TinyLFU: a window, a segmented main part, and counts with halving. The counts are exact: a
+//! sketch of so few ids has no collisions.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,4 +1,4 @@
-//! Rows of all types and places, with their numbers beside them.
+//! Rows of all dtypes and layouts, with their numbers.
 
 use kvtier::attention::keys::NO_QUERY;
 use kvtier::attention::{Head, Keys, Kind, Rows, Scales};

@@ -1,4 +1,4 @@
-//! Decode beside the definition.
+//! Decode attention, compared with the definition.
 
 use kvtier::attention::keys::NO_QUERY;
 use kvtier::attention::{Decode, Head, Keys, Kind, Level, Problem};

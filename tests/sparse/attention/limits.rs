@@ -1,4 +1,4 @@
-//! What is lent once is enough for all.
+//! Scratch memory of the largest job suffices for all jobs.
 
 use kvtier::attention::{ColumnSums, Decode, Limits, Prefill, Problem};
 use proptest::prelude::*;

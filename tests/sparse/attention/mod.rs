@@ -1,4 +1,4 @@
-//! Attention kernels beside their definition in f64.
+//! Attention kernels, compared with their definition in f64.
 
 mod data;
 mod decode;

@@ -1,4 +1,4 @@
-//! What pages are like, and their scores.
+//! Page boxes and their scores.
 
 use kvtier::attention::{Rows, Scales, pages};
 use kvtier::meta::dtype::Dtype;

@@ -1,4 +1,4 @@
-//! Keys that come in pieces, each with the position that it begins at.
+//! Keys in pieces, each with its first position.
 
 use kvtier::attention::{ColumnSums, Decode, Level, Prefill, Problem, merge};
 use proptest::prelude::*;
@@ -106,7 +106,7 @@ proptest! {
         }
     }
 
-    /// Pieces begin anywhere inside of blocks and of the parts that a decode is cut to.
+    /// Pieces begin anywhere inside blocks and inside the parts of a decode.
     #[test]
     fn merged_decode_pieces_match_the_definition(
         seed in 0_u64..1_000_000,
@@ -171,8 +171,8 @@ proptest! {
         }
     }
 
-    /// A piece is what a whole is of which nothing before the piece is selected; and what a
-    /// shorter text is, where all is.
+    /// A piece equals a whole of which nothing before the piece is selected, and a shorter
+    /// text if all is selected.
     #[test]
     fn key_piece_is_bit_identical_to_a_whole(
         seed in 0_u64..1_000_000,

@@ -1,4 +1,4 @@
-//! Attention over some blocks and a tail, by an index that names positions.
+//! Attention over some blocks and a tail, with an index that names positions.
 
 use std::collections::BTreeMap;
 

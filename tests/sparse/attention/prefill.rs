@@ -1,4 +1,4 @@
-//! Prefill: dense and sparse, beside the definition.
+//! Prefill attention, dense and sparse, compared with the definition.
 
 use kvtier::attention::{Head, Keys, Kind, Level, Prefill, Problem, merge};
 use proptest::prelude::*;
@@ -237,7 +237,7 @@ pub fn any_head(
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// Each head has a form of its own.
+    /// Each head has its own selection.
     #[test]
     fn sparse_prefill_matches_the_definition(
         seed in 0_u64..1_000_000,
@@ -277,7 +277,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// Tiles are the same ones, so bits are.
+    /// The tiles are the same, so the bits are.
     #[test]
     fn full_selection_is_bit_identical_to_dense(
         seed in 0_u64..1_000_000,

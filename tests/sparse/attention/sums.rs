@@ -1,4 +1,4 @@
-//! Column sums, and numbers that are none.
+//! Column sums of attention, and non-finite numbers.
 
 use kvtier::attention::{
     ColumnSums, Head, Keys, Kind, Level, Prefill, Problem, check_finite, merge,
@@ -78,7 +78,7 @@ fn sums(
 proptest! {
     #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
 
-    /// Each head has a form of its own.
+    /// Each head has its own selection.
     #[test]
     fn sparse_attention_sums_match_its_probabilities(
         seed in 0_u64..1_000_000,

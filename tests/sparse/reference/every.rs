@@ -1,5 +1,5 @@
-//! Every policy of the registry drives the engine, in every form that keys can have; what a
-//! policy or the engine cannot do it says.
+//! Every registered policy drives the reference engine, with every form of keys. Unsupported
+//! combinations are rejected with a reason.
 
 use kvtier::base::status::Status;
 use kvtier::sparse::{Index, RetainedTokens, Shape, caps, registry};

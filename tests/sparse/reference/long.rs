@@ -1,5 +1,5 @@
-//! A long prompt with pairs to be found in its last symbols: the policies that offloads are
-//! measured with, in memory and with keys and values in a store, to the bit.
+//! A long prompt whose last symbols ask for pairs in it: the policies with which offloads are
+//! measured, in memory and offloaded, must agree to the bit.
 
 use std::time::Instant;
 

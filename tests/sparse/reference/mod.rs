@@ -1,6 +1,5 @@
-//! A small engine over the attention kernels and sparse policies, with small trained models:
-//! what they are, docs/reference.md says. `kvtier lab sparse` runs the same engine, which is kept
-//! with the tool.
+//! A small engine over the attention kernels and sparse policies, with small trained models
+//! (docs/reference.md). `kvtier lab sparse` runs the same engine, which is part of the tool.
 
 use kvtier_lab::reference;
 

@@ -1,5 +1,5 @@
-//! The same engine with its keys and values in a store, layer by layer: bits must be those of
-//! the one in memory, whatever policies do.
+//! The reference engine with its KV in a store, layer by layer: results must be bit-identical to
+//! those in memory, whatever policies do.
 
 use std::time::Instant;
 

@@ -1,5 +1,5 @@
-//! Policies and models of the tests' own: tokens that are named are looked at, as if the others
-//! were gone; models with random weights, for tests of bits.
+//! Policies and models of these tests: a policy that selects given tokens only, and models with
+//! random weights.
 
 use kvtier::attention::Rows;
 use kvtier::base::status::Result;

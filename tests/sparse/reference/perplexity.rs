@@ -1,4 +1,4 @@
-//! What a budget costs where a text is foreseen: perplexity beside that of `full`, as a table.
+//! The cost of a budget in text prediction: perplexity beside that of `full`, as a table.
 
 use kvtier::sparse::caps;
 

@@ -1,5 +1,5 @@
-//! What a budget costs: questions about pairs far back in a text. All policies are asked the same
-//! ones (`reference::quality`).
+//! The cost of a budget in recall: questions about pairs far back in a text. All policies get the
+//! same ones (`reference::quality`).
 
 use crate::reference::model::{Form, Model};
 use kvtier_lab::reference::quality::{Size, Subject, Usage, ask, interval};

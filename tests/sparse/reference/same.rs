@@ -1,4 +1,4 @@
-//! What must come out the same whichever way it is computed.
+//! Results that must not depend on how they are computed.
 
 use kvtier::sparse::{Index, Kind};
 

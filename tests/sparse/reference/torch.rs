@@ -1,4 +1,4 @@
-//! The engine beside torch: logits of the same weights and text.
+//! The reference engine compared with torch: logits of the same weights and text.
 
 use kvtier::sparse::RetainedTokens;
 

@@ -1,4 +1,4 @@
-//! Calls made to the table and to the naive one; all answers must be the same.
+//! Calls to the chunk table and to the naive model; all results must be equal.
 
 use crate::chunks::naive::{In, LAYERS, LIMIT, Model, TOKENS, Way, status};
 use kvtier::base::budget::{ALL_TIERS, Tier};

@@ -1,5 +1,5 @@
-//! The table of chunks against a naive one, over random calls, sound and unsound;
-//! what a lookup means against its definition, token by token.
+//! The chunk table against a naive model, over random valid and invalid calls; lookups against
+//! their definition, token by token.
 
 use kvtier::base::budget::Tier;
 use kvtier::base::status::Status;

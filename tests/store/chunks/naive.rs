@@ -1,4 +1,4 @@
-//! The table as one would write it down: maps, and a search for every answer.
+//! The chunk table written plainly: maps, and a search for every answer.
 
 use kvtier::base::budget::{ALL_TIERS, Tier};
 use kvtier::base::status::{Result, Status};

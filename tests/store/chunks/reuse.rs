@@ -1,5 +1,5 @@
-//! What a lookup says, against the rules read token by token and every set of
-//! chunks that could be computed.
+//! Lookups against the reuse rules, read token by token over every set of chunks that could be
+//! computed.
 
 use crate::chunks::{root, table};
 use kvtier::base::budget::{ALL_TIERS, Tier};

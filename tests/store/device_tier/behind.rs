@@ -1,5 +1,5 @@
-//! Moves behind events of the device: nothing between tensors and the store before they have
-//! come, everything after, and nobody else held up.
+//! Transfers with ready events: the store touches no tensor before the event, and other transfers
+//! are not delayed.
 
 use kvtier::base::op::{OpOpts, OpRef, RELEASED, RESOLVED};
 use kvtier::base::status::Status;
@@ -196,7 +196,7 @@ fn invalid_ready_events_are_rejected() {
     store.close();
 }
 
-/// More events than there are streams for them, which come in another order.
+/// More events than streams, completed in reverse order.
 #[test]
 fn late_event_delays_only_its_transfers() {
     const COUNT: u32 = 40;
@@ -220,7 +220,7 @@ fn late_event_delays_only_its_transfers() {
     store.close();
 }
 
-/// What waits has a part of the memory: others come and go.
+/// Waiting transfers may take a part of the memory only.
 #[test]
 fn waiting_transfers_leave_memory_for_others() {
     let scratch = Scratch::new("behind");
@@ -267,7 +267,6 @@ fn disk_reads_proceed_before_the_ready_event() {
     store.close();
 }
 
-/// A word of the processor's and an event of the device's: both.
 #[test]
 fn transfer_waits_for_host_signal_and_device_event() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
@@ -300,7 +299,8 @@ fn transfer_waits_for_host_signal_and_device_event() {
     store.close();
 }
 
-/// Who gives up hears of it, and has the memory back when nothing touches it any more.
+/// A cancelled transfer resolves at once, and releases the caller's memory when no copy touches
+/// it.
 #[test]
 fn cancelled_transfer_releases_memory_after_the_event() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
@@ -347,7 +347,7 @@ fn cancelled_transfer_releases_memory_after_the_event() {
     store.store.close();
 }
 
-/// Moves that were cancelled do not wait for the engine's word any more.
+/// Cancelled transfers do not wait for the ready signal.
 #[test]
 fn cancelled_transfers_free_memory_before_the_signal() {
     const MOST: u32 = 1 << 16;

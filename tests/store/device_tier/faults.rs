@@ -1,4 +1,4 @@
-//! A device that fails, memory that others need, and callers in each other's way.
+//! A failing device, memory pressure, and concurrent callers.
 
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -102,8 +102,7 @@ fn failed_tier_copies_fall_back_to_host_memory() {
     }
 }
 
-/// Many callers, more than fits anywhere, a device that takes its time, and another limit now
-/// and then.
+/// Many callers, more data than fits anywhere, a slow device, and changing limits.
 #[test]
 fn concurrent_callers_read_exact_bytes() {
     let scratch = Scratch::new("device");
@@ -216,7 +215,7 @@ fn impossible_device_tier_is_rejected() {
     budget.close();
 }
 
-/// What is damaged on disk is gone, though it may have been on the device.
+/// A cell that is damaged on disk is dropped, also from the device.
 #[test]
 fn cell_damaged_on_disk_is_dropped_from_the_device() {
     let scratch = Scratch::new("device");

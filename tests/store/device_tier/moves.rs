@@ -1,4 +1,4 @@
-//! Puts and gets, and where what they bring rests.
+//! Puts and gets, and the residency that they leave.
 
 use kvtier::base::budget::Tier;
 use kvtier::base::clock::Clock;
@@ -221,7 +221,6 @@ fn device_replica_serves_gets_after_host_eviction() {
     store.close();
 }
 
-/// A session's chunk that is not full is copied and told apart like any other.
 #[test]
 fn partial_chunk_is_read_from_the_device() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB, device=device(capacity=4MiB))"));
@@ -245,7 +244,7 @@ fn partial_chunk_is_read_from_the_device() {
     store.close();
 }
 
-/// Cells of another size find slabs full of others, and get one.
+/// All slabs are full of cells of one size: cells of another size get one.
 #[test]
 fn cells_of_another_size_get_a_slab() {
     let store = DeviceStore::open(&spec_of("store(host=64MiB, device=device(capacity=1MiB))"));

@@ -121,7 +121,7 @@ fn bad_pointer_fails_only_its_transfer() {
     });
 }
 
-/// The same behind an event, in batches that mix sessions.
+/// The same with a ready event, in batches with cells of several sessions.
 #[test]
 fn bad_pointer_behind_an_event_fails_only_its_transfer() {
     let device = picky(quick());
@@ -165,7 +165,7 @@ fn bad_pointer_behind_an_event_fails_only_its_transfer() {
     store.close();
 }
 
-/// A store that is closed lets its device go, whatever of it is kept.
+/// Even while ops are kept.
 #[test]
 fn closed_store_releases_its_device() {
     let device = picky(quick());
@@ -187,7 +187,7 @@ fn closed_store_releases_its_device() {
     drop(ops);
 }
 
-/// Of what the device does not read back nothing can be said: it stays.
+/// Cells that the device does not read back are unknown, and stay.
 #[test]
 fn failed_audit_drops_nothing() {
     let device = picky(quick());
@@ -214,7 +214,8 @@ fn failed_audit_drops_nothing() {
     store.close();
 }
 
-/// A close after a defect waits for no work, but an audit has what it looks at until its end.
+/// A close after a panic does not wait for workers, but keeps memory that an audit reads until
+/// the audit ends.
 #[test]
 fn audit_survives_a_worker_panic() {
     let device = picky(quick());

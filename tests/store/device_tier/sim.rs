@@ -1,4 +1,4 @@
-//! Simulations: seeds that have a device tier.
+//! Simulation seeds with a device tier.
 
 use kvtier_testkit::sim::{SimOpts, run};
 

@@ -67,7 +67,7 @@ impl Store {
     }
 }
 
-/// Copies out of device memory that nobody has begun are motion like any other.
+/// Copies out of device memory that have not begun count as motion.
 #[test]
 fn put_waits_for_copies_out_of_the_device() {
     let mut store = Store::new("store(host=256KiB, device=device(capacity=1MiB))");
@@ -86,7 +86,6 @@ fn put_waits_for_copies_out_of_the_device() {
     store.check();
 }
 
-/// So are copies behind an event that has come.
 #[test]
 fn put_waits_for_copies_behind_a_signalled_event() {
     let mut store = Store::new("store(host=256KiB)");
@@ -110,7 +109,7 @@ fn put_waits_for_copies_behind_a_signalled_event() {
     store.check();
 }
 
-/// A cell of another size gets a slab of its own now and then, and sends nobody away between.
+/// A cell of another size takes over a slab from time to time, and evicts nothing in between.
 #[test]
 fn cell_of_another_size_causes_no_useless_eviction() {
     for pins in [false, true] {

@@ -1,4 +1,4 @@
-//! Reports, and the text for Prometheus.
+//! Reports, and the Prometheus text.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -178,7 +178,7 @@ fn metrics_text_matches_the_report() {
     }
 }
 
-/// A piece of work takes 1000 ns here.
+/// Each batch takes 1000 ns here.
 #[test]
 fn latency_is_attributed_to_the_slowest_tier_used() {
     let mut world = World::new(5, 600 << 10, 40 * 131_072);

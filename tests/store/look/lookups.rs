@@ -127,7 +127,7 @@ fn lookups_match_the_naive_model() {
     assert!(enough && disk > 0 && both > 0, "too little was seen: {seen:?}, {disk}, {both}");
 }
 
-/// With room for all, what is found is what was stored.
+/// With memory for everything.
 #[test]
 fn stored_prefixes_are_found() {
     for seed in 100..108 {

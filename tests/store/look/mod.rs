@@ -1,5 +1,5 @@
-//! What a store says of itself: lookups, plans, speeds, figures. The core is driven
-//! in one thread, as in simulations, and compared with the rules read naively.
+//! Introspection of a store: lookups, plans, bandwidth, counters. The state runs in one thread, as
+//! in simulations, and is compared with a naive reading of the rules.
 
 mod figures;
 mod lookups;

@@ -1,4 +1,4 @@
-//! The rules of reuse, read token by token.
+//! The reuse rules, read token by token.
 
 use kvtier::format::keys::chain::Chain;
 use kvtier::meta::chunks::TIERS;

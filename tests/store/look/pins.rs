@@ -1,4 +1,4 @@
-//! Pins: what is given up first when nothing else may leave.
+//! Pins: which one is revoked first when there is no other candidate.
 
 use kvtier::meta::chunks::Pin;
 use kvtier::store::state::TransferKind;

@@ -1,4 +1,4 @@
-//! Plans against `store/plan` where that is exact, and against what they promise
+//! Plans, compared with `store/plan` where that is exact, and checked for their guarantees
 //! elsewhere.
 
 use kvtier::base::budget::Tier;
@@ -189,8 +189,8 @@ fn plans_cover_the_session_at_minimal_cost() {
     assert!(mixed > 100 && steps.iter().all(|&n| n > 50), "{mixed} {steps:?}");
 }
 
-/// The segments that a plan loads can be got as they are planned, though of windows and
-/// states only the end is there: where only what is needed is asked for.
+/// Segments that a plan loads can be got as planned, also where only the end of a window or state
+/// is stored.
 #[test]
 fn planned_segments_can_be_loaded() {
     let mut world = World::new(5, 8 << 20, 0);

@@ -1,4 +1,4 @@
-//! What a store learns of its ways.
+//! The bandwidth model of a store.
 
 use kvtier::base::sync::Arc;
 use kvtier::store::state::TransferKind;
@@ -79,7 +79,7 @@ fn plan_includes_queued_and_running_work() {
     }
 }
 
-/// Two batches at once that take a time each are as fast as one in half of it.
+/// Two concurrent batches count as one batch in half the time.
 #[test]
 fn concurrent_batches_share_bandwidth() {
     let learned = |together: usize, elapsed_ns: u64| {

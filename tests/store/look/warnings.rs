@@ -1,4 +1,4 @@
-//! What the log says, and what is no news.
+//! Warnings in the log, and events that log none.
 
 use kvtier::base::status::{Error, Status};
 use kvtier::base::sync::Mutex;

@@ -1,4 +1,4 @@
-//! A store in one thread, with sessions that put and get at random.
+//! A store in one thread, with random puts and gets of sessions.
 
 use kvtier_testkit::fixtures::shared_state;
 

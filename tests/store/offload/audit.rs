@@ -1,4 +1,4 @@
-//! Audits against attention in binary64.
+//! Audits, compared with attention in binary64.
 
 use kvtier::offload::BlockSelection;
 use kvtier::sparse::{Context, Kind};
@@ -89,8 +89,8 @@ impl Sum {
 
 const NOTHING: Sum = Sum { audited: 0, wanted: 0, found: 0, ppm: 0.0 };
 
-/// Loads by a policy and by the engine's own choice, of whole layers and of parts, with and
-/// without evicted tokens, a buffer of a few blocks being enough.
+/// Selections by a policy and by the engine, of whole layers and of parts, with and without
+/// evicted tokens, with a buffer of a few blocks.
 #[test]
 pub fn audit_counts_match_attention() {
     for seed in 0..12u64 {
@@ -144,7 +144,7 @@ pub fn audit_counts_match_attention() {
     }
 }
 
-/// Every third of those that leave something out; where nothing is left out nothing counts.
+/// Every third load that leaves blocks out is audited; loads of all blocks do not count.
 #[test]
 pub fn audit_interval_is_obeyed() {
     let spec = "quest(budget=24,page=8,dense=1)";
@@ -177,7 +177,7 @@ pub fn audit_interval_is_obeyed() {
     assert_eq!(world.offload.stats().audited, before.audited);
 }
 
-/// A layer that was loaded by the query of the one before is audited by its own.
+/// A layer that was selected by the query of the layer before is audited by its own query.
 #[test]
 pub fn prefetched_layer_is_audited_by_its_own_query() {
     let spec = "predict(of=quest(budget=24,page=8,dense=0))";

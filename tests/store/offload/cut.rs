@@ -1,4 +1,4 @@
-//! A cut that fails has cut nothing.
+//! A failed truncation changes nothing.
 
 use std::sync::atomic::Ordering;
 
@@ -36,8 +36,8 @@ fn kept(world: &World, layer: u32) -> Option<Vec<u32>> {
     Some((0..left.lists()).flat_map(|at| left.positions(at)).collect())
 }
 
-/// Whichever copy fails: no layer is cut, lists and policies are as they were, and the same cut
-/// works then.
+/// Whichever copy fails: no layer is truncated, lists and policies are unchanged, and the same
+/// call succeeds later.
 #[test]
 pub fn failed_truncate_changes_no_layer() {
     for kind in [Kind::Split, Kind::Latent] {
@@ -102,8 +102,8 @@ impl World {
     }
 }
 
-/// A block that is gone in a layer, or a store that is closed, cuts no layer either; a cut that
-/// brings nothing back works with what is here.
+/// A block that is missing in one layer, or a closed store, truncates no layer. A truncation that
+/// needs no block from the store succeeds.
 #[test]
 pub fn truncate_without_the_store_fails_or_succeeds_whole() {
     let spec = "store(host=4MiB)";
@@ -127,7 +127,8 @@ pub fn truncate_without_the_store_fails_or_succeeds_whole() {
     }
 }
 
-/// A full tail that cannot leave is cut where it is, and leaves when it is full again.
+/// A full tail that could not be stored is truncated in place, and is stored when it is full
+/// again.
 #[test]
 fn unstored_full_tail_is_truncated_in_place() {
     let device = faulty(Arc::new(Host::default()));

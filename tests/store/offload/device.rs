@@ -1,4 +1,5 @@
-//! Offloads in device memory: what is the same there, and what only they have.
+//! Offloads in device memory: behaviour that equals that in host memory, and behaviour of devices
+//! only.
 
 use std::sync::atomic::Ordering;
 
@@ -40,7 +41,7 @@ on_devices! {
     super::fork::fork_shares_blocks_being_put => forks_of_puts,
 }
 
-/// The ring is in host memory, and what is put in that of a device.
+/// The ring is in host memory, the tensors are in device memory.
 #[test]
 fn device_tensors_are_put_into_a_host_ring() {
     for device in [on_device::simulated(3) as Arc<dyn Device>, on_device::cuda()] {
@@ -50,7 +51,7 @@ fn device_tensors_are_put_into_a_host_ring() {
     }
 }
 
-/// Kernels read a buffer that its thread has given back: it is not written before they have.
+/// Kernels read a buffer that its thread has released: it is not written before they end.
 #[test]
 fn buffers_are_not_reused_while_kernels_read() {
     let slow = SimulatedOpts { latency_ns: 400_000, seed: 9, ..SimulatedOpts::default() };
@@ -90,8 +91,8 @@ fn buffers_are_not_reused_while_kernels_read() {
     }
 }
 
-/// Blocks and the tail of another layer come into a buffer only when a kernel that takes long has
-/// read it; the store copies on a stream that the kernel is not on.
+/// Blocks and the tail of another layer are loaded into a buffer only after a slow kernel has
+/// read it. The store copies on another stream than the kernel's.
 #[test]
 fn loads_wait_for_the_kernel_that_reads_the_buffer() {
     for seed in 0..6 {
@@ -123,8 +124,8 @@ fn loads_wait_for_the_kernel_that_reads_the_buffer() {
     }
 }
 
-/// Keys come to host memory where a policy has to see them: once when they are put, and once
-/// more of what was written token by token, when the block leaves.
+/// Keys that a policy needs are copied to host memory: once at their put, and once more for
+/// token-wise puts when the block is stored.
 #[test]
 fn keys_are_copied_to_the_host_for_policies() {
     let wanting = "quest(budget=32,page=8,dense=0)";
@@ -179,7 +180,7 @@ impl World {
     }
 }
 
-/// An event that nobody knows is refused; one that fails fails what waits for it.
+/// An unknown event is rejected. A failed event fails its dependents.
 #[test]
 fn invalid_and_failed_events_fail_their_dependents() {
     // The third batch: behind the offload's look at its memory, and one of the test's own.
@@ -216,7 +217,7 @@ fn invalid_and_failed_events_fail_their_dependents() {
     });
 }
 
-/// Loads begin, and return, while the engine has not given its word; they come when it has.
+/// Loads are submitted before the engine signals the event, and complete after it.
 #[test]
 fn loads_start_after_a_user_event() {
     let device: Arc<dyn Device> = on_device::simulated(23);
@@ -269,7 +270,7 @@ fn loads_start_after_a_user_event() {
     });
 }
 
-/// A copy on the device that fails: nothing was taken in, and the same call works then.
+/// A failed copy on the device changes nothing, and the same call succeeds later.
 #[test]
 fn failed_device_copy_fails_one_call() {
     let device = faulty(on_device::simulated(21));
@@ -306,7 +307,6 @@ fn failed_device_copy_fails_one_call() {
     });
 }
 
-/// A device that has gone fails calls, and closing works.
 #[test]
 fn lost_device_fails_calls_and_allows_close() {
     let device = on_device::simulated(17);

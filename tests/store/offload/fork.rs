@@ -1,4 +1,4 @@
-//! Two sequences that go on from one.
+//! Forks: two sequences that continue one.
 
 use std::sync::atomic::Ordering;
 
@@ -63,7 +63,8 @@ impl World {
     }
 }
 
-/// Both go on with tokens of their own, are cut, and are forked again; each has what it put.
+/// Both sequences continue with tokens of their own, are truncated and forked again; each has the
+/// rows that it put.
 #[test]
 pub fn forked_sequences_diverge() {
     let spec = "quest(budget=32,page=8,dense=1)";
@@ -111,7 +112,7 @@ pub fn forked_sequences_diverge() {
     }
 }
 
-/// Lists of what is left are those of both, until one of them evicts; policies know what was.
+/// Lists of kept tokens are shared until one sequence evicts; policies know the evicted tokens.
 #[test]
 pub fn fork_inherits_evictions() {
     let spec = "h2o(sink=4,recent=20,budget=8,heads=all)";
@@ -149,7 +150,7 @@ pub fn fork_inherits_evictions() {
     }
 }
 
-/// What is not the same sequence is refused, and costs nothing.
+/// The rejected call changes nothing.
 #[test]
 pub fn fork_of_another_sequence_is_rejected() {
     let mut world = World::open(47, Kind::Split, "store(host=4MiB)", "quest(budget=48)");
@@ -189,7 +190,7 @@ pub fn fork_of_another_sequence_is_rejected() {
     assert_eq!(status, Err(Status::Closed));
 }
 
-/// A full tail that cannot leave is the other's too, and leaves from there.
+/// A full tail that could not be stored is copied, and is stored by the fork.
 #[test]
 fn unstored_full_tail_is_copied_by_fork() {
     let device = faulty(Arc::new(Host::default()));
@@ -215,8 +216,8 @@ fn unstored_full_tail_is_copied_by_fork() {
     other.check_all();
 }
 
-/// Puts under way when it is forked: whoever waits for their end finds the blocks, whether the
-/// session was forked before them or behind.
+/// Puts under way at a fork: after their end both sequences find the blocks, whether the session
+/// was forked before or after them.
 #[test]
 pub fn fork_shares_blocks_being_put() {
     for is_before in [false, true] {

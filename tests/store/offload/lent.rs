@@ -1,4 +1,5 @@
-//! Where the memory of offloads on devices is from, who pays for it, and what cannot be.
+//! Memory of offloads on devices: where it is allocated, which account pays, and which options are
+//! rejected.
 
 use kvtier::base::budget::Tier;
 use kvtier::base::clock::Clock;
@@ -60,7 +61,7 @@ impl Base {
     }
 }
 
-/// The account pays at the tier where the memory is, and not for what an engine lends.
+/// The account is charged in the tier of the memory, and not for memory that an engine lends.
 #[test]
 fn ring_memory_is_charged_to_its_tier_unless_lent() {
     for device in [on_device::simulated(1) as Arc<dyn Device>, on_device::cuda()] {
@@ -105,7 +106,6 @@ fn ring_memory_is_charged_to_its_tier_unless_lent() {
     assert_eq!(refused, Err(Status::Budget));
 }
 
-/// What a store's device cannot do is said when the offload is opened, or K and V are put.
 #[test]
 fn unsupported_device_is_rejected_at_open_or_put() {
     let base = Base::open(Arc::new(kvtier::device::host::Host::default()));

@@ -1,4 +1,4 @@
-//! Layer-wise offload against a copy of everything that was put.
+//! Layer-wise offload, compared with a copy of everything that was put.
 
 use kvtier::attention::{Decode, Keys, Prefill, Problem, Rows, Scales, merge};
 use kvtier::base::op::{OpOpts, RELEASED};
@@ -436,7 +436,7 @@ fn loaded_rows_equal_put_rows() {
     }
 }
 
-/// A session's KV is more than memory, and comes from the disk.
+/// A session larger than memory is loaded from the disk.
 #[test]
 fn blocks_on_disk_are_loaded() {
     let scratch = Scratch::created("offload-disk");
@@ -485,8 +485,8 @@ fn attend(query: &Rows<'_>, keys: Rows<'_>, values: Rows<'_>, select: Keys<'_>) 
     out
 }
 
-/// Quest loads blocks with pages that matter, and what is computed with them has the bits of
-/// what is computed where everything is in memory.
+/// Quest loads the blocks of selected pages. Results are bit-identical to those with all rows in
+/// memory.
 #[test]
 fn quest_is_bit_identical_when_offloaded() {
     let spec = "quest(budget=64,page=8,dense=1)";
@@ -544,7 +544,7 @@ fn quest_is_bit_identical_when_offloaded() {
     assert_eq!(moved, 36 * u64::from(BLOCK) * 4 * 2 * 14, "all blocks of three layers");
 }
 
-/// A prompt in parts, of which earlier blocks come back two at a time, is the whole prompt.
+/// Earlier blocks are loaded two at a time; the result is that of the whole prompt.
 #[test]
 fn prompt_larger_than_the_ring_is_computed_in_parts() {
     let shape = shape(Kind::Split);
@@ -616,8 +616,8 @@ fn prompt_larger_than_the_ring_is_computed_in_parts() {
     }
 }
 
-/// One token after the other through passes over all layers, with as many buffers as there
-/// may be: what a layer has is all that was put, and the newest token.
+/// Token by token through passes over all layers, with the largest number of buffers: each layer
+/// has all rows that were put, and the newest token.
 #[test]
 fn passes_load_every_layer_with_its_newest_token() {
     for (buffers, decode) in [(1, ""), (2, ""), (3, ""), (4, ""), (2, "quest(budget=32,page=16)")] {
@@ -654,7 +654,7 @@ fn passes_load_every_layer_with_its_newest_token() {
     }
 }
 
-/// What heavy hitters leave is what is loaded, with all that came after.
+/// Loads cover the kept heavy hitters and all later tokens.
 #[test]
 fn fully_evicted_blocks_are_not_loaded() {
     let spec = "h2o(sink=4,recent=20,budget=8,heads=all)";
@@ -744,7 +744,7 @@ fn invalid_offload_calls_change_nothing() {
     world.put_as(0, 4, PlaneShape::Plain).expect("as before");
 }
 
-/// A block that is gone is an error of the wait, and the buffer can be used again.
+/// The wait fails, and the buffer can be used again.
 #[test]
 fn missing_block_is_not_found() {
     let shape = Shape { key_dim: 512, value_dim: 512, ..shape(Kind::Split) };
@@ -761,8 +761,8 @@ fn missing_block_is_not_found() {
     world.check(0, 1, 0..0);
 }
 
-/// What a policy knew of blocks comes back with them, also after the store was closed: it
-/// selects as it did.
+/// Summaries of a policy are loaded with the blocks, also after the store was closed: the policy
+/// selects as before.
 #[test]
 fn block_summaries_are_stored_with_blocks() {
     let scratch = Scratch::created("offload-saved");
@@ -822,7 +822,7 @@ fn block_summaries_are_stored_with_blocks() {
     drop(store);
 }
 
-/// Lengths of keys are kept with blocks too: nobody has to see the keys again.
+/// No keys need to be read again.
 #[test]
 fn key_norms_are_stored_with_blocks() {
     let shape = shape(Kind::Split);

@@ -1,5 +1,5 @@
-//! The same tests with the ring, the tails and the engine's tensors in memory of a device: one
-//! that takes its time and punishes who does not wait, and CUDA's over a driver without a GPU.
+//! The offload tests with ring, tails and tensors in device memory: on a simulated device that
+//! detects missing waits, and on CUDA over the fake driver.
 
 use std::cell::RefCell;
 

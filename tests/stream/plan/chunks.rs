@@ -1,4 +1,4 @@
-//! The forecast against a model of each chunk: reads, copies and computing one by one.
+//! The forecast, compared with a model of each chunk: reads, copies and computing one by one.
 
 use proptest::prelude::*;
 

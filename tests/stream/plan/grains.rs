@@ -1,4 +1,4 @@
-//! Units in place on a device take whole grains of it: what plans say of that is counted again.
+//! Units in place take whole mapping units of the device: the totals of plans are counted again.
 
 use kvtier::stream::plan::{ComputeLocation, Residency};
 use kvtier::stream::units::{NONE, Role, Unit};

@@ -1,4 +1,4 @@
-//! Numbers that no machine has.
+//! Extreme and invalid numbers.
 
 use proptest::prelude::*;
 

@@ -1,4 +1,4 @@
-//! Plans that can shrink: from everything in memory to as little as can be, and back.
+//! Plans that can shrink: from everything in memory to the floor, and back.
 
 use proptest::prelude::*;
 

@@ -1,5 +1,5 @@
-//! Plans: against numbers measured and simulated by others, against every possible
-//! placement of small models, and against budgets counted again.
+//! Plans, compared with numbers that others measured and simulated, with every possible placement
+//! of small models, and with budgets counted again.
 
 mod chunks;
 mod golden;

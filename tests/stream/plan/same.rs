@@ -1,4 +1,4 @@
-//! Plans for other budgets than they were made for.
+//! Plans that are adapted to other budgets.
 
 use proptest::prelude::*;
 

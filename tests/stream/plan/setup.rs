@@ -1,4 +1,4 @@
-//! Models made by hand.
+//! Hand-made models.
 
 use kvtier::base::status::{Error, Result};
 use kvtier::stream::model::Facts;

@@ -1,4 +1,4 @@
-//! Experts, the processor, and what people and programs read.
+//! Experts, layers on the CPU, and the description of plans.
 
 use crate::plan::setup::{GIB, MIB, Setup, check, layer, residencies, unit};
 use kvtier::base::status::Status;

@@ -1,4 +1,4 @@
-//! KV of layers whose tokens see no further back than a window.
+//! KV of layers with window attention.
 
 use crate::plan::setup::{GIB, MIB, Setup};
 use kvtier::stream::plan::ComputeLocation;
