@@ -128,8 +128,9 @@ fn every_copy_method_is_exact_with_every_driver() {
         assert!(shuffle(&cuda, registered).expect("it works"), "{choice:?}, seed {seed}");
         if choice != CopyMethodChoice::Measured {
             // Memory that the device was not told of is out of a kernel's reach.
-            let by_kernel =
-                choice == CopyMethodChoice::Fixed(CopyMethod::Kernel) && registered && kernels(&cuda);
+            let by_kernel = choice == CopyMethodChoice::Fixed(CopyMethod::Kernel)
+                && registered
+                && kernels(&cuda);
             assert_eq!(fake.calls("cuLaunchKernel") > launches, by_kernel, "{choice:?}");
         }
         drop(cuda);
@@ -236,7 +237,7 @@ fn description_has_measured_and_unmeasured_methods() {
                     of.filter(|rate| rate.to_device == to_device && rate.cell_bytes == cell_bytes);
                 let best = of.max_by_key(|rate| rate.bytes_per_s).expect("measured");
                 let rate = description.rates.iter().find(|rate| {
-                    rate.means == means
+                    rate.method == means
                         && rate.to_device == to_device
                         && rate.cell_bytes == cell_bytes
                 });

@@ -79,8 +79,10 @@ fn keeps_the_contract(device: Arc<dyn Device>) {
         assert_eq!(put(&*window, one, 0), Status::Ok);
         assert_eq!(put(&*window, two, granularity), Status::Ok);
         // Over both, and there again.
-        copy(device_ref, start + granularity - 150, bytes, Direction::Scatter).expect("there is memory");
-        copy(device_ref, start + granularity - 150, back, Direction::Gather).expect("there is memory");
+        copy(device_ref, start + granularity - 150, bytes, Direction::Scatter)
+            .expect("there is memory");
+        copy(device_ref, start + granularity - 150, back, Direction::Gather)
+            .expect("there is memory");
         assert_eq!(bytes, back);
         let last = start + 3 * granularity;
         for at in [last, last - 150] {
@@ -120,8 +122,8 @@ fn keeps_the_contract(device: Arc<dyn Device>) {
 
 #[test]
 fn devices_with_windows_conform() {
-    for grain_bytes in [4096, 65_536, 2 << 20] {
-        let device = simulated(SimulatedOpts { grain_bytes, ..SimulatedOpts::default() });
+    for granularity_bytes in [4096, 65_536, 2 << 20] {
+        let device = simulated(SimulatedOpts { granularity_bytes, ..SimulatedOpts::default() });
         keeps_the_contract(device.clone());
         assert_eq!((device.allocated_bytes(), device.windows()), (0, 0));
     }
@@ -134,7 +136,7 @@ fn devices_with_windows_conform() {
 fn devices_without_windows_are_unsupported() {
     let host: Arc<dyn Device> = Arc::new(Host::default());
     let without: Arc<dyn Device> =
-        simulated(SimulatedOpts { grain_bytes: 0, ..SimulatedOpts::default() });
+        simulated(SimulatedOpts { granularity_bytes: 0, ..SimulatedOpts::default() });
     for device in [host, without] {
         assert_eq!(status(device.window_granularity()), Status::Unsupported);
         assert_eq!(status(device.window(4096)), Status::Unsupported);
@@ -144,7 +146,8 @@ fn devices_without_windows_are_unsupported() {
 #[test]
 fn simulated_device_detects_moves_of_memory_in_use() {
     let clock = Clock::manual(1_000);
-    let opts = SimulatedOpts { memory_bytes: 10_000, grain_bytes: 4096, ..Default::default() };
+    let opts =
+        SimulatedOpts { memory_bytes: 10_000, granularity_bytes: 4096, ..Default::default() };
     let device = Arc::new(Simulated::new(clock, opts).expect("sound"));
     let window = device.clone().window(4 * 4096).expect("addresses");
     let piece = window.create(8192).expect("room");

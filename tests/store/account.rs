@@ -79,7 +79,7 @@ fn all_is_counted(store: &TestStore, budget: &Budget, limit: u64) {
     let held = store.handle.account().expect("an account").held(Tier::Host);
     assert_eq!((held.committed_bytes, held.reserved_bytes), (cells + staging + paid, 0));
     assert!(staging >= RESERVE_BYTES);
-    let lane = budget.lane(Tier::Host);
+    let lane = budget.usage(Tier::Host);
     assert!(lane.peak_bytes <= limit, "{lane:?}");
 }
 
@@ -101,7 +101,7 @@ fn small_budget_holds_with_a_codec() {
                         put(store, space, MODEL, mine[turn], 2, level);
                         let back = mix(caller << 32 | turn as u64) as usize % mine.len();
                         get(store, space, MODEL, mine[back], 2);
-                        let lane = budget.lane(Tier::Host);
+                        let lane = budget.usage(Tier::Host);
                         assert!(lane.reserved_bytes + lane.committed_bytes <= limit, "{lane:?}");
                     }
                 });
@@ -115,7 +115,7 @@ fn small_budget_holds_with_a_codec() {
         let (dropped, no_room) = (counters.dropped, counters.no_room);
         assert_eq!((dropped, no_room, counters.failed_reads, counters.corrupt), (0, 0, 0, 0));
         store.handle.close(store.now_ns() + LONG_NS).expect("closed");
-        assert_eq!((budget.lane(Tier::Host).committed_bytes, budget.accounts()), (0, 0));
+        assert_eq!((budget.usage(Tier::Host).committed_bytes, budget.accounts()), (0, 0));
     }
 }
 
@@ -131,7 +131,7 @@ fn budget_below_the_reserve_is_rejected() {
         assert!(error.message().contains(words), "{error}");
     }
     // Nothing is left of it, and a larger one will do.
-    assert_eq!((budget.accounts(), budget.lane(Tier::Host).committed_bytes), (0, 0));
+    assert_eq!((budget.accounts(), budget.usage(Tier::Host).committed_bytes), (0, 0));
     budget.resize(Tier::Host, RESERVE_BYTES + 16 * MIB).expect("a budget");
     let store = TestStore::on_budget(runtime, &budget, &spec);
 
@@ -164,7 +164,7 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
         put(&store, space, LONG, number, 8, Level::Ram);
     }
     store.settle();
-    let asked = budget.lane(Tier::Host).reclaim_asked_bytes;
+    let asked = budget.usage(Tier::Host).reclaim_asked_bytes;
     std::thread::scope(|scope| {
         for caller in 0..2 {
             let store = &store;
@@ -175,11 +175,11 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
     });
     let counters = store.counters();
     assert!(counters.disk_hits > 8, "{counters:?}");
-    let lane = budget.lane(Tier::Host);
+    let lane = budget.usage(Tier::Host);
     assert!(lane.reclaim_asked_bytes > asked, "cells gave way: {lane:?}");
     assert_eq!((counters.no_room, counters.failed_reads, counters.corrupt), (0, 0, 0));
     store.settle();
-    assert!(budget.lane(Tier::Host).peak_bytes <= LIMIT);
+    assert!(budget.usage(Tier::Host).peak_bytes <= LIMIT);
     other.commit(Tier::Host, LIMIT - 32 * MIB, 0).expect("reserved");
     all_is_counted(&store, &budget, LIMIT);
     store.close();
@@ -200,7 +200,7 @@ fn remote_memory_is_charged_to_the_budget() {
         all_is_counted(&store, &budget, 48 * MIB);
         let bytes = store.handle.with(|core| Ok(core.table_bytes())).expect("open");
         store.handle.close(store.now_ns() + LONG_NS).expect("closed");
-        assert_eq!((budget.lane(Tier::Host).committed_bytes, budget.accounts()), (0, 0));
+        assert_eq!((budget.usage(Tier::Host).committed_bytes, budget.accounts()), (0, 0));
         drop(store);
         std::fs::remove_dir_all(&scratch.0).expect("the store's own");
         bytes

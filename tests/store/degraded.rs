@@ -389,7 +389,7 @@ fn shrinking_budget_is_obeyed_under_load() {
             let (stop, budget) = (&stop, &budget);
             scope.spawn(move || {
                 let used = || {
-                    let lane = budget.lane(Tier::Host);
+                    let lane = budget.usage(Tier::Host);
                     lane.reserved_bytes + lane.committed_bytes
                 };
                 // At least a segment of 6 MiB, staging memory and tables.
@@ -411,11 +411,11 @@ fn shrinking_budget_is_obeyed_under_load() {
                 }
             }
             stop.store(true, Ordering::Relaxed);
-            panic!("what was asked for was not given back: {:?}", budget.lane(Tier::Host));
+            panic!("what was asked for was not given back: {:?}", budget.usage(Tier::Host));
         });
         storm(&mut keep, 40 * MIB);
         keep.rest();
-        let lane = budget.lane(Tier::Host);
+        let lane = budget.usage(Tier::Host);
         let used = lane.reserved_bytes + lane.committed_bytes;
         assert!(used <= 18 * MIB && lane.limit_bytes == 18 * MIB, "{lane:?}");
         let given = before.saturating_sub(resident());
@@ -424,7 +424,7 @@ fn shrinking_budget_is_obeyed_under_load() {
         assert_eq!((counters.dropped, counters.corrupt, counters.no_room), (0, 0, 0));
         budget.resize(Tier::Host, 96 * MIB).expect("a budget");
         storm(&mut keep, 120 * MIB);
-        assert!(budget.lane(Tier::Host).committed_bytes > 64 * MIB);
+        assert!(budget.usage(Tier::Host).committed_bytes > 64 * MIB);
         keep.rest();
         keep.store.close();
         Ok(())
@@ -438,11 +438,11 @@ fn store_stays_within_a_cgroup() {
         let group = Group::joined(LIMIT)?;
         // More is asked for than the group may have, and the machine has.
         let (mut keep, budget) = on_budget(&dir.join("kv"), Some(64 << 30), 48 * MIB);
-        let lane = budget.lane(Tier::Host);
+        let lane = budget.usage(Tier::Host);
         assert!(lane.limit_bytes <= LIMIT - 48 * MIB, "{lane:?}");
         storm(&mut keep, 3 * LIMIT / 2);
         assert!(resident() < LIMIT, "{} MiB", resident() / MIB);
-        assert!(budget.lane(Tier::Host).peak_bytes > LIMIT / 4, "it uses what it may");
+        assert!(budget.usage(Tier::Host).peak_bytes > LIMIT / 4, "it uses what it may");
         keep.rest();
         let counters = keep.store.counters();
         assert_eq!((counters.dropped, counters.corrupt, counters.no_room), (0, 0, 0));
@@ -465,13 +465,13 @@ fn store_yields_memory_inside_a_cgroup() {
         for _ in 0..6 {
             storm(&mut keep, 8 * MIB);
         }
-        assert!(budget.lane(Tier::Host).committed_bytes <= 40 * MIB);
+        assert!(budget.usage(Tier::Host).committed_bytes <= 40 * MIB);
         let others = vec![1u8; 48 << 20];
         storm(&mut keep, LIMIT / 2);
         assert!(others.iter().all(|&byte| byte == 1));
         // What is there for the store follows from what is left in the group.
         budget.resize(Tier::Host, 64 << 30).expect("a budget");
-        assert!(budget.lane(Tier::Host).limit_bytes <= LIMIT - 96 * MIB);
+        assert!(budget.usage(Tier::Host).limit_bytes <= LIMIT - 96 * MIB);
         storm(&mut keep, LIMIT / 2);
         keep.rest();
         let peak = group.peak_bytes();

@@ -122,7 +122,7 @@ fn shrinking_disk_is_charged_until_it_is_small() {
     store.settle();
     let used = || store.handle.disk().expect("a disk").stats().used_bytes;
     assert!(used() > 16 * MIB, "{} bytes are used", used());
-    let paid = || budget.lane(Tier::Disk).committed_bytes;
+    let paid = || budget.usage(Tier::Disk).committed_bytes;
     store
         .handle
         .with(|core| {

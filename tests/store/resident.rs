@@ -183,13 +183,13 @@ fn child() {
             continue;
         };
         looked = Instant::now();
-        let committed = budget.lane(Tier::Host).committed_bytes;
+        let committed = budget.usage(Tier::Host).committed_bytes;
         // The memory of a simulated device is memory of this process.
         let device_bytes = device.as_ref().map_or(0, |device| device.allocated_bytes());
         assert_eq!(device_bytes > 0, on_device);
         let grown = resident().saturating_sub(before + device_bytes);
         if seconds > 0 {
-            let lane = budget.lane(Tier::Host);
+            let lane = budget.usage(Tier::Host);
             let report = store.handle.with(|core| Ok(core.report())).expect("open");
             println!(
                 "{} s: {number} documents, {grown} resident, {committed} committed, {} reserved, {} \

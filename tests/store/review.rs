@@ -64,7 +64,7 @@ fn tables_growing_during_eviction_are_charged() {
     // Cells have all that there is.
     let mut number = 0;
     let free = || {
-        let lane = budget.lane(Tier::Host);
+        let lane = budget.usage(Tier::Host);
         lane.limit_bytes - lane.committed_bytes - lane.reserved_bytes
     };
     while free() > MIB / 2 {

@@ -26,7 +26,7 @@ pub fn budget(rig_runtime: &kvtier::base::runtime::Runtime, host: u64) -> Arc<Bu
 }
 
 pub fn used(budget: &Budget, tier: Tier) -> u64 {
-    let lane = budget.lane(tier);
+    let lane = budget.usage(tier);
     lane.reserved_bytes + lane.committed_bytes
 }
 
@@ -47,7 +47,7 @@ fn committed_bytes_match_the_plan() {
                 let all = files.all_bytes();
                 let runtime = runtime("");
                 let budget = budget(&runtime, all / share * 11 / 10);
-                let limit = budget.lane(Tier::Host).limit_bytes;
+                let limit = budget.usage(Tier::Host).limit_bytes;
                 let real = files.real();
                 let opts = Opts { in_place, budget: Some(budget.clone()), ..with_host(PLENTY) };
                 let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
@@ -64,7 +64,7 @@ fn committed_bytes_match_the_plan() {
                         assert!(there <= plan.host_bytes, "{there} of {}", plan.host_bytes);
                     }
                 }
-                assert!(budget.lane(Tier::Host).peak_bytes <= limit);
+                assert!(budget.usage(Tier::Host).peak_bytes <= limit);
                 rig.closed();
                 assert_eq!(used(&budget, Tier::Host), 0);
                 assert_eq!(budget.accounts(), 0);

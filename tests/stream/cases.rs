@@ -164,7 +164,7 @@ fn simulated(random: &mut Random, trouble: &Trouble) -> Arc<Simulated> {
     device(SimulatedOpts {
         latency_ns: one(random, &[0, 10_000, 200_000]),
         seed: random.draw(),
-        grain_bytes: one(random, &[4096, 16_384]),
+        granularity_bytes: one(random, &[4096, 16_384]),
         fail_at: if *trouble == Trouble::Copies { some(random) } else { Vec::new() },
         lost_at: if *trouble == Trouble::Lost { 1 + random.below(100) } else { 0 },
         ..SimulatedOpts::default()

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use kvtier::base::budget::{Lane, Tier};
+use kvtier::base::budget::{Tier, TierUsage};
 use kvtier::base::status::Status;
 use kvtier::stream::streamer::AcquireOpts;
 
@@ -23,8 +23,8 @@ use rig::{patiently, soon, status, within};
 const LONG: Duration = Duration::from_secs(480);
 
 impl Case {
-    pub fn lane(&self, tier: Tier) -> Option<Lane> {
-        self.budget.as_ref().map(|budget| budget.lane(tier))
+    pub fn lane(&self, tier: Tier) -> Option<TierUsage> {
+        self.budget.as_ref().map(|budget| budget.usage(tier))
     }
 
     fn used(&self, tier: Tier) -> u64 {

@@ -49,7 +49,7 @@ impl Other {
     /// Grows until the streamer has so many bytes, while passes go on; one unit is in use
     /// when it begins.
     fn leave(&mut self, rig: &Rig, bytes: u64, in_use: u32) {
-        let more = self.budget.lane(self.tier).limit_bytes - bytes - self.bytes;
+        let more = self.budget.usage(self.tier).limit_bytes - bytes - self.bytes;
         let held = rig.streamer.acquire(in_use, patiently()).expect("a unit");
         let op = self.ask(more, soon());
         rig.pass(patiently()).expect("a pass");
@@ -58,7 +58,7 @@ impl Other {
         assert_eq!(end(&op), Some(Status::Ok));
         self.bytes += more;
         rig.pass(patiently()).expect("a pass");
-        let lane = self.budget.lane(self.tier);
+        let lane = self.budget.usage(self.tier);
         assert!(lane.reserved_bytes + lane.committed_bytes <= lane.limit_bytes);
     }
 
@@ -69,7 +69,7 @@ impl Other {
 
     /// What the streamer has.
     fn streams(&self) -> u64 {
-        let lane = self.budget.lane(self.tier);
+        let lane = self.budget.usage(self.tier);
         lane.reserved_bytes + lane.committed_bytes - self.bytes
     }
 }
@@ -183,7 +183,8 @@ fn expert_slots_are_reclaimed_and_restored() {
         let runtime = runtime("");
         let tier = if on_device { Tier::Device } else { Tier::Host };
         let mut other = Other::new(&runtime, tier, files.all_bytes() * 4);
-        let simulated = device(SimulatedOpts { grain_bytes: 4096, ..SimulatedOpts::default() });
+        let simulated =
+            device(SimulatedOpts { granularity_bytes: 4096, ..SimulatedOpts::default() });
         let opts = match on_device {
             true => with_device(simulated.clone(), PLENTY, 0),
             false => with_host(PLENTY),
@@ -421,7 +422,7 @@ fn resident_is_freed_when_its_event_completes() {
 fn slot_is_freed_when_its_event_completes() {
     for in_place in [false, true] {
         let files = Files::new(&format!("slot-event-{in_place}"), &experts(4, 8));
-        let device = device(SimulatedOpts { grain_bytes: 4096, ..SimulatedOpts::default() });
+        let device = device(SimulatedOpts { granularity_bytes: 4096, ..SimulatedOpts::default() });
         let mut opts = with_device(device.clone(), files.all_bytes() / 2, 0);
         (opts.in_place, opts.plan_options.shrinks) = (in_place, true);
         opts.plan_options.expert_slots = Some(8);

@@ -21,7 +21,7 @@ struct Slow {
 }
 
 impl Slow {
-    fn stream_wait_event(&self, holds: bool) {
+    fn set_held(&self, holds: bool) {
         self.held.lock().expect("no panic").0 = holds;
         self.changed.notify_all();
     }
@@ -58,7 +58,7 @@ fn answers(rig: &Rig, slow: &Slow) -> bool {
             sender.send(()).ok(); // whoever waited may have gone
         });
         let answered = receiver.recv_timeout(LONG).is_ok();
-        slow.hold(false);
+        slow.set_held(false);
         answered
     })
 }
@@ -77,7 +77,7 @@ fn calls_do_not_wait_for_slow_driver_allocation() {
     rig.streamer.load(soon()).expect("residents");
     let before = inner.allocated_bytes();
     let least = rig.streamer.plan().floor(&rig.files.units).device_bytes;
-    slow.hold(true);
+    slow.set_held(true);
     std::thread::scope(|scope| {
         scope.spawn(|| rig.streamer.rebalance(None, Some(least), None).expect("a plan"));
         assert!(answers(&rig, &slow));
@@ -86,7 +86,7 @@ fn calls_do_not_wait_for_slow_driver_allocation() {
     assert_eq!(inner.allocated_bytes(), rig.streamer.plan().device_bytes);
     assert!(inner.allocated_bytes() < before);
     // Nor for the driver to give some.
-    slow.hold(true);
+    slow.set_held(true);
     std::thread::scope(|scope| {
         scope.spawn(|| rig.streamer.rebalance(None, Some(PLENTY), None).expect("a plan"));
         assert!(answers(&rig, &slow));
@@ -94,7 +94,7 @@ fn calls_do_not_wait_for_slow_driver_allocation() {
     rig.streamer.load(soon()).expect("residents");
     assert_eq!(inner.allocated_bytes(), before);
     // And when it closes.
-    slow.hold(true);
+    slow.set_held(true);
     std::thread::scope(|scope| {
         scope.spawn(|| rig.streamer.close(soon()).expect("it closes"));
         assert!(answers(&rig, &slow));

@@ -87,7 +87,11 @@ fn pass_time_matches_the_model() {
     assert_close(steady(tier(20, 30), Mode::Tiered, 2, staging, 700), 6180.0, 5.0);
     assert_close(steady(first(20, 30), Mode::Tiered, 2, staging, 700), 8896.0, 5.0);
     // Nothing but slots: all is copied in every pass.
-    assert_close(steady(vec![Residency::Host; LAYERS], Mode::Ring, 31, 8 * CHUNK, 700), 8240.0, 3.0);
+    assert_close(
+        steady(vec![Residency::Host; LAYERS], Mode::Ring, 31, 8 * CHUNK, 700),
+        8240.0,
+        3.0,
+    );
 }
 
 #[test]

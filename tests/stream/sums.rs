@@ -7,11 +7,11 @@ use kvtier::base::sync::{Arc, spawn};
 use kvtier::io::directory::Directory;
 use kvtier::io::model_files::identity::{Identity, identities};
 use kvtier::io::sidecar;
-use kvtier::stream::sums::sidecar::{default_path, load, load_or_new};
-use kvtier::stream::sums::*;
-use kvtier::stream::units::{Extent, GRAIN_BYTES, NONE, Role, Unit, Units};
-use kvtier_testkit::fixed::simulated::{SimFile, SimFixed, SimFixedOpts, content};
+use kvtier::stream::checksums::*;
+use kvtier::stream::checksums::{default_sidecar, load, load_or_new};
+use kvtier::stream::units::{ALIGN_BYTES, Extent, NONE, Role, Unit, Units};
 use kvtier_testkit::fixtures::scratch::Scratch;
+use kvtier_testkit::model_files::simulated::{SimFile, SimFixed, SimFixedOpts, content};
 
 /// Units of extents given as file, offset and length.
 fn units(all: &[&[(u32, u64, u64)]]) -> Units {

@@ -19,7 +19,7 @@ use kvtier_testkit::fixtures::stream_rig::{
 const GRANULARITY: u64 = 64 << 10;
 
 fn with_granularity(opts: SimulatedOpts) -> Arc<Simulated> {
-    device(SimulatedOpts { grain_bytes: GRANULARITY, ..opts })
+    device(SimulatedOpts { granularity_bytes: GRANULARITY, ..opts })
 }
 
 /// In place, with so many bytes of the device, and of host memory beside staging.
@@ -202,9 +202,9 @@ fn invalid_in_place_options_are_rejected_with_a_reason() {
         Rig::open(files, opts).err().expect("refused")
     };
     let plan_options = || with_device(device(SimulatedOpts::default()), 64 * MIB, 0).plan_options;
-    let without = device(SimulatedOpts { grain_bytes: 0, ..SimulatedOpts::default() });
-    let odd = device(SimulatedOpts { grain_bytes: 5 << 30, ..SimulatedOpts::default() });
-    let vast = device(SimulatedOpts { grain_bytes: 8 << 30, ..SimulatedOpts::default() });
+    let without = device(SimulatedOpts { granularity_bytes: 0, ..SimulatedOpts::default() });
+    let odd = device(SimulatedOpts { granularity_bytes: 5 << 30, ..SimulatedOpts::default() });
+    let vast = device(SimulatedOpts { granularity_bytes: 8 << 30, ..SimulatedOpts::default() });
     let host = Arc::new(Host::default());
     let all: [(Arc<dyn Device>, Status); 4] = [
         (without, Status::Unsupported),

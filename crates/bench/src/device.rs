@@ -236,7 +236,7 @@ impl Rig {
     }
 }
 
-fn bar(wish: &Requirement, value: Option<(f64, f64)>, note: String) -> Bar {
+fn bar(wish: &Wish, value: Option<(f64, f64)>, note: String) -> Bar {
     Bar {
         bar: wish.bar,
         value: value.map(|(rate, baseline)| rate / baseline),
@@ -259,7 +259,7 @@ fn by_means(quick: bool, ends: &Result<(f64, f64)>) -> Vec<Bar> {
                 [Direction::Scatter, Direction::Gather].into_iter().zip(names)
             {
                 let baseline = if direction == Direction::Scatter { UP } else { DOWN };
-                let wish = Requirement { bar: bar_name, goal: None, baseline };
+                let wish = Wish { bar: bar_name, goal: None, baseline };
                 let rate = match (&rig, ends) {
                     (Ok(rig), Ok((up, down))) => rig
                         .cells(&rig.pinned, cell, direction)
@@ -294,7 +294,7 @@ pub fn run(quick: bool) -> Vec<Bar> {
     };
     let large = |direction| rig.rate(&mut [rig.whole(&rig.pinned, direction)?]);
     let ends = large(Direction::Scatter).and_then(|up| Ok((up, large(Direction::Gather)?)));
-    let measured = |wish: &Requirement| {
+    let measured = |wish: &Wish| {
         let value = match &ends {
             Ok((up, down)) => rig.measure(wish.bar, *up, *down),
             Err(error) => Err(Error::new(Status::Io, error.to_string())),

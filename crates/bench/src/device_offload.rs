@@ -266,7 +266,7 @@ fn measure(library: Option<std::path::PathBuf>, tokens: u32, rounds: usize) -> R
     };
     let all = of(BlockSelection::All, None)?;
     let quest = of(BlockSelection::All, Some(&query))?;
-    Ok(Times { all, quest, chosen: of(BlockSelection::ChosenMethods(&blocks), None)?, part })
+    Ok(Times { all, quest, chosen: of(BlockSelection::Chosen(&blocks), None)?, part })
 }
 
 /// The bars. With a library the driver is none of a GPU, and it shows only that this runs.

@@ -79,7 +79,7 @@ impl Engine for ScriptedEngine {
         self.ask()
     }
 
-    fn adopt(&self, _: u64) -> Result<u64> {
+    fn import_event(&self, _: u64) -> Result<u64> {
         Err(Status::Unsupported.into())
     }
 
@@ -91,7 +91,7 @@ impl Engine for ScriptedEngine {
         Err(Status::Unsupported.into())
     }
 
-    fn keep(&self, _: u64) -> Result<()> {
+    fn signal_event(&self, _: u64) -> Result<()> {
         Err(Status::Unsupported.into())
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvtier::base::budget::Tier;
 use kvtier::device::Memory;
 use kvtier::device::simulated::Simulated;
-use kvtier::meta::chunks::{Cell, Place};
+use kvtier::meta::chunks::{Cell, Location};
 use kvtier::meta::key::Key;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::{Work, WorkerKind};
@@ -153,7 +153,7 @@ fn cell_lost_during_promotion_is_not_resident_on_the_device() {
             let table = state.table_of(space).expect("open");
             let cell = Cell { chunk: slot, layer };
             let place = table.chunks.place(cell, Tier::Disk).expect("there is a chunk");
-            let Some(Place::Disk { spot, seal, coded }) = place else {
+            let Some(Location::Disk { spot, seal, coded }) = place else {
                 panic!("not on disk: {cell:?}")
             };
             let chunk = table.record_of(slot, Key([1; 32]));

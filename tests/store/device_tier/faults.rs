@@ -191,7 +191,7 @@ fn smaller_budget_reclaims_slabs() {
     until("all goes", || lane().committed_bytes == 0);
     assert!(lane().peak_bytes <= 2 << 20);
     store.close();
-    let left = [Tier::Host, Tier::Device].map(|tier| budget.lane(tier).committed_bytes);
+    let left = [Tier::Host, Tier::Device].map(|tier| budget.usage(tier).committed_bytes);
     assert_eq!(left, [0, 0], "all of it went back");
     budget.close();
     drop(runtime);

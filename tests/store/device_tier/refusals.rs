@@ -134,7 +134,7 @@ fn bad_pointer_behind_an_event_fails_only_its_transfer() {
     assert_eq!(store.put(sessions[0], Level::Ram, &engines[0]), RIGHT);
     engines[0] = Engine::new(MODEL, Shape::Tokens, TOKENS);
     device.unregister(&engines[1]);
-    let event = device.promise().expect("one");
+    let event = device.create_user_event().expect("one");
     let after = |engine: &Engine| CellRange {
         after: Some(event),
         ..in_memory(engine.whole(), Memory::Device)
@@ -155,7 +155,7 @@ fn bad_pointer_behind_an_event_fails_only_its_transfer() {
     let begun = begun.expect("submitted");
     until("it was submitted", || store.handle.look(|core| core.cells_behind() == 0) == Ok(true));
     assert!(engines[0].is_untouched());
-    device.keep(event).expect("a promise");
+    device.signal_event(event).expect("a promise");
     store.settle();
     assert_eq!(begun.len(), 2);
     engines[0].check(&marks_of(0, &tokens), 0..TOKENS, 0..MODEL.layers);

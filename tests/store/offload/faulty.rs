@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier::base::status::{Result, Status};
 use kvtier::base::sync::Arc;
-use kvtier::device::{Copy, Device, Memory, Way};
+use kvtier::device::{Copy, Device, Direction, Memory};
 use kvtier_testkit::fixtures::device_hooks::{Hooked, Hooks};
 
 /// Which copy of a way is the next to fail, counted from 1; 0 = none, [`ALL`] = all.

@@ -9,7 +9,7 @@ use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Device, Memory};
-use kvtier::offload::{Home, Lent, Offload, Opts, Policies};
+use kvtier::offload::{LentMemory, Offload, Opts, Policies, RingPlacement};
 use kvtier::sparse::Kind;
 use kvtier::store::handle::Store;
 use kvtier::store::state::session::LayerViews;
@@ -43,7 +43,7 @@ impl Base {
         let shape = shape(Kind::Split);
         let decode = policy("quest(budget=32)", &shape);
         let policies = Policies { prefill: None, decode };
-        Opts { home, policies, ..offload::opts(self.session, &shape, 64) }
+        Opts { placement, policies, ..offload::opts(self.session, &shape, 64) }
     }
 
     fn status(&self, placement: RingPlacement) -> Status {

@@ -201,7 +201,7 @@ fn open(
 ) -> Offload {
     let opts = Opts {
         buffers,
-        home: on_device::ring_home(),
+        placement: on_device::ring_home(),
         policies: Policies { prefill: policy(prefill, shape), decode: policy(decode, shape) },
         recipe: format!("{prefill} {decode}").trim().to_string(),
         ..offload::opts(session, shape, buffer_tokens)
