@@ -409,7 +409,7 @@ impl Caller<'_> {
         assert!(streamer.layers().is_sorted_by(|a, b| a.layer < b.layer), "each layer once");
         drop((streamer.links(), streamer.range(), streamer.sum_of(self.any_unit())));
         drop(streamer.what_if(Links { disk: 1_000_000_000, device: 9_000_000_000, processor: 0 }));
-        for (lane, tier) in [Tier::Host, Tier::Device].map(|tier| (case.lane(tier), tier)) {
+        for (lane, tier) in [Tier::Host, Tier::Device].map(|tier| (case.usage(tier), tier)) {
             let over = lane.is_some_and(|lane| lane.peak_bytes > lane.limit_bytes);
             assert!(!over || case.payer == Payer::Cut, "{tier:?}: {lane:?}");
         }

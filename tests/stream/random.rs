@@ -28,7 +28,7 @@ impl Case {
     }
 
     fn used(&self, tier: Tier) -> u64 {
-        self.lane(tier).map_or(0, |lane| lane.reserved_bytes + lane.committed_bytes)
+        self.usage(tier).map_or(0, |lane| lane.reserved_bytes + lane.committed_bytes)
     }
 }
 

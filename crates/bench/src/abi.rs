@@ -1,4 +1,4 @@
-//! The boundary: what a call, an op and a round trip cost.
+//! Group `abi`: the cost of a call, an op and a round trip through the C boundary.
 
 use std::ffi::c_void;
 use std::hint::black_box;
@@ -13,7 +13,7 @@ use kvtier::ffi::runtime::*;
 use kvtier::ffi::status::{KVT_E_AGAIN, KVT_OK};
 use kvtier::ffi::work::*;
 
-use super::{Bar, Better, allocations, pairs, per_call};
+use super::{Bar, allocations, pairs, per_call};
 
 const BATCH: usize = 64;
 
@@ -164,16 +164,11 @@ fn call(rounds: u32) -> Bar {
             })
         },
     );
-    Bar {
-        bar: "call_overhead",
-        value: Some(abi - rust),
-        unit: "ns",
-        baseline: "direct Rust call",
-        baseline_value: Some(rust),
-        goal: Some(15.0),
-        better: Better::Lower,
-        note: String::new(),
-    }
+    Bar::lower("call_overhead", "ns")
+        .baseline("direct Rust call")
+        .baseline_value(rust)
+        .goal(15.0)
+        .value(abi - rust)
 }
 
 fn batch(rounds: u32) -> Bar {
@@ -186,32 +181,18 @@ fn batch(rounds: u32) -> Bar {
         || per_call(200, || bench.batch(&opts, &items, &mut out)) / BATCH as f64,
         || ping_pong(200, None) / BATCH as f64,
     );
-    Bar {
-        bar: "op_in_batch_of_64",
-        value: Some(ours),
-        unit: "ns/op",
-        baseline: "futex ping-pong / 64",
-        baseline_value: Some(futex),
-        goal: Some(1000.0),
-        better: Better::Lower,
-        note: String::new(),
-    }
+    Bar::lower("op_in_batch_of_64", "ns/op")
+        .baseline("futex ping-pong / 64")
+        .baseline_value(futex)
+        .goal(1000.0)
+        .value(ours)
 }
 
-/// Two threads on one core and on two: left alone, the kernel places the pair
-/// now this way, now that, and a cross-core wake of an idle core costs several
-/// times as much, so that an unpinned comparison measures luck.
+/// A round trip between two threads that are pinned to one core or to two. The kernel would place
+/// an unpinned pair at random, and waking an idle core costs several times as much.
 fn round_trip(rounds: u32, bar: &'static str, core: usize) -> Bar {
-    let mut bar = Bar {
-        bar,
-        value: None,
-        unit: "x",
-        baseline: "futex ping-pong, same cores",
-        baseline_value: Some(1.0),
-        goal: Some(1.5),
-        better: Better::Lower,
-        note: String::new(),
-    };
+    let mut bar =
+        Bar::lower(bar, "x").baseline("futex ping-pong, same cores").baseline_value(1.0).goal(1.5);
     if !pin_to(0) || !pin_to(core) {
         bar.note = "this machine has no second core to pin to".to_string();
         return bar;
@@ -278,16 +259,12 @@ fn steady_allocations() -> Bar {
     (0..200).for_each(|_| turn(&mut opts, &mut out));
     let before = allocations();
     (0..2000).for_each(|_| turn(&mut opts, &mut out));
-    Bar {
-        bar: "allocations_steady",
-        value: Some((allocations() - before) as f64),
-        unit: "count",
-        baseline: "none wanted",
-        baseline_value: Some(0.0),
-        goal: Some(0.0),
-        better: Better::Lower,
-        note: format!("(in {} ops)", 2000 * (BATCH + 1)),
-    }
+    Bar::lower("allocations_steady", "count")
+        .baseline("none wanted")
+        .baseline_value(0.0)
+        .goal(0.0)
+        .value((allocations() - before) as f64)
+        .note(format!("(in {} ops)", 2000 * (BATCH + 1)))
 }
 
 fn million(total: u64) -> Bar {
@@ -303,16 +280,12 @@ fn million(total: u64) -> Bar {
         consume(&bench, total)
     });
     let seconds = start.elapsed().as_secs_f64();
-    Bar {
-        bar: "lost_or_duplicated",
-        value: Some(wrong as f64),
-        unit: "ops",
-        baseline: "none wanted",
-        baseline_value: Some(0.0),
-        goal: Some(0.0),
-        better: Better::Lower,
-        note: format!("({total} ops, 4 producers, {:.2} M ops/s)", total as f64 / seconds / 1e6),
-    }
+    Bar::lower("lost_or_duplicated", "ops")
+        .baseline("none wanted")
+        .baseline_value(0.0)
+        .goal(0.0)
+        .value(wrong as f64)
+        .note(format!("({total} ops, 4 producers, {:.2} M ops/s)", total as f64 / seconds / 1e6))
 }
 
 fn produce(bench: &Bench, first: u64, count: u64) {
@@ -368,7 +341,7 @@ fn ping_pong(turns: u32, other_core: Option<usize>) -> f64 {
             );
         }
     };
-    let tell = |value: u32| {
+    let set_and_wake = |value: u32| {
         WORD.store(value, Ordering::Release);
         // SAFETY: a valid futex word.
         unsafe {
@@ -387,12 +360,12 @@ fn ping_pong(turns: u32, other_core: Option<usize>) -> f64 {
             }
             for i in 0..turns {
                 wait_for(2 * i + 1);
-                tell(2 * i + 2);
+                set_and_wake(2 * i + 2);
             }
         });
         let mut i = 0;
         per_call(turns, || {
-            tell(2 * i + 1);
+            set_and_wake(2 * i + 1);
             wait_for(2 * i + 2);
             i += 1;
         })

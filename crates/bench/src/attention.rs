@@ -1,5 +1,5 @@
-//! Attention on one core, by its own processor time: products beside the core's best
-//! multiply-adds, what reads memory beside plain reading.
+//! Group `attention`: kernels on one core in processor time. Compute-bound kernels are compared with
+//! the core's peak of multiply-adds, memory-bound ones with plain reads.
 
 use std::hint::black_box;
 
@@ -8,26 +8,21 @@ use kvtier::attention::{Decode, Head, Keys, Kind, Prefill, Problem, Rows, Scales
 use kvtier::base::spec::Spec;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
-use kvtier::sparse::{Context, Index, Shape, registry};
+use kvtier::sparse::{Context, Index, registry};
 
+use super::fixtures::{gqa_shape, thread_ns};
 use super::{Bar, Better, median};
 
 const DIM: usize = 128;
 
-/// Processor seconds of this thread: others on the machine do not count.
+/// Processor seconds of this thread.
 pub(super) fn seconds(body: impl FnOnce()) -> f64 {
-    let now = || {
-        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: `time` is a timespec.
-        unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
-        time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-    };
-    let start = now();
+    let start = thread_ns();
     body();
-    now() - start
+    (thread_ns() - start) * 1e-9
 }
 
-/// Numbers from -1 to 1, always the same.
+/// Pseudorandom numbers from -1 to 1 with a fixed seed.
 pub(super) fn numbers(count: usize) -> Vec<f32> {
     let mut state = 88_172_645_463_325_252_u64;
     let mut next = || {
@@ -54,7 +49,7 @@ pub(super) fn rows<T>(memory: &[T], heads: usize, dim: usize, dtype: Dtype) -> R
     unsafe { Rows::new(view, dtype, Scales::None) }.expect("sound rows")
 }
 
-/// Sixteen chains of multiply-adds, which is enough for any core; flop per second.
+/// Twelve independent chains of multiply-adds, which saturate a core; flop a second.
 macro_rules! chains {
     ($name:ident, $features:literal, $width:literal, $splat:path, $fma:path, $sum:path) => {
         #[cfg(target_arch = "x86_64")]
@@ -78,11 +73,11 @@ macro_rules! chains {
 chains!(chains_512, "avx512f", 16.0, _mm512_set1_ps, _mm512_fmadd_ps, _mm512_reduce_add_ps);
 chains!(chains_256, "avx2,fma", 8.0, _mm256_set1_ps, _mm256_fmadd_ps, _mm256_cvtss_f32);
 
-/// The best of one core; flop per second.
+/// The peak of one core, in flop a second.
 fn peak() -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     return match Level::best() {
-        // SAFETY: the level is here.
+        // SAFETY: the processor has this level.
         Level::Avx512 => Some(unsafe { chains_512(4_000_000) }),
         // SAFETY: as above.
         Level::Avx2 => Some(unsafe { chains_256(8_000_000) }),
@@ -92,10 +87,10 @@ fn peak() -> Option<f64> {
     None
 }
 
-/// Bytes per second of plain reading.
+/// Plain reads, in bytes a second.
 pub(super) fn reading<T>(memory: &[T]) -> f64 {
     let bytes = size_of_val(memory);
-    // SAFETY: plain numbers, and as many as there are.
+    // SAFETY: plain numbers, within the length of the slice.
     let words = unsafe { std::slice::from_raw_parts(memory.as_ptr().cast::<u64>(), bytes / 8) };
     let time = seconds(|| {
         let mut sums = [0_u64; 32];
@@ -107,7 +102,7 @@ pub(super) fn reading<T>(memory: &[T]) -> f64 {
     bytes as f64 / time
 }
 
-/// Medians of a measure and of what it is compared with, in turn: a value of each a round.
+/// Medians of a measurement and of its baseline, taken in turn.
 pub(super) fn pairs(
     rounds: usize,
     mut a: impl FnMut() -> f64,
@@ -123,7 +118,7 @@ pub(super) fn pairs(
     (median(&mut left), baseline)
 }
 
-/// A bar in percent of a baseline, both in billions a second.
+/// A bar in percent of a baseline; both are rates a second.
 fn share(
     bar: &'static str,
     unit: &'static str,
@@ -131,22 +126,18 @@ fn share(
     (value, base): (f64, Option<f64>),
     goal: f64,
 ) -> Bar {
-    Bar {
-        bar,
-        value: base.map(|base| value / base * 100.0),
-        unit: "%",
-        baseline,
-        baseline_value: base.map(|_| 100.0),
-        goal: Some(goal),
-        better: Better::Higher,
-        note: match base {
+    Bar::higher(bar, "%")
+        .baseline(baseline)
+        .baseline_value(base.map(|_| 100.0))
+        .goal(goal)
+        .value(base.map(|base| value / base * 100.0))
+        .note(match base {
             Some(base) => format!("{:.1} of {:.1} {unit}", value / 1e9, base / 1e9),
             None => "no loop of multiply-adds for this processor".to_string(),
-        },
-    }
+        })
 }
 
-/// Queries, keys and values of some heads, and time for them.
+/// Queries, keys and values of some heads.
 struct Prompt {
     tokens: usize,
     heads: usize,
@@ -182,7 +173,7 @@ impl Prompt {
         seconds(|| job.all(&mut memory).expect("enough scratch"))
     }
 
-    /// Multiplications and additions of so many pairs of queries and keys in each head.
+    /// Floating point operations of `pairs` pairs of queries and keys in each head.
     fn flop(&self, pairs: f64) -> f64 {
         4.0 * (self.heads * DIM) as f64 * pairs
     }
@@ -209,25 +200,20 @@ fn dense(quick: bool) -> Vec<Bar> {
     let more = seconds(|| job.all(&mut memory).expect("enough scratch"));
     vec![
         share("prefill_f32", "Gflop/s", "multiply-adds of the core", best, 60.0),
-        Bar {
-            bar: "column_sums",
-            value: Some(more / whole),
-            unit: "x",
-            baseline: "the prefill they follow",
-            baseline_value: Some(1.0),
-            goal: Some(0.6),
-            better: Better::Lower,
-            note: String::new(),
-        },
+        Bar::lower("column_sums", "x")
+            .baseline("the prefill they follow")
+            .baseline_value(1.0)
+            .goal(0.6)
+            .value(more / whole),
     ]
 }
 
-/// How long sparse prefill takes, in parts of what dense takes for as many pairs.
+/// Sparse prefill: the speed-up over dense prefill, and the relative time of a pair.
 fn sparse(quick: bool) -> Vec<Bar> {
     let prompt = Prompt::new(if quick { 16_384 } else { 32_768 }, 1);
     let tokens = prompt.tokens as u32;
     let all = prompt.all_pairs();
-    // A sink, the diagonal, and others of the same distance until three tenths are kept.
+    // A sink, the diagonal, and blocks at equal distances until three tenths are kept.
     let (mut starts, mut items, mut kept) = (vec![0_u32], Vec::new(), 0.0);
     let blocks = tokens / 64;
     for row in 0..blocks {
@@ -247,8 +233,8 @@ fn sparse(quick: bool) -> Vec<Bar> {
     let slashes = budget / 5 * 4;
     // A recent band, and bands of 64 at equal distances.
     let wide = slashes / 2;
-    let far = (0..slashes - wide).map(|i| wide + i / 64 * 192 + i % 64);
-    let diagonals: Vec<u32> = (0..wide).chain(far).filter(|&d| d < tokens).collect();
+    let distant = (0..slashes - wide).map(|i| wide + i / 64 * 192 + i % 64);
+    let diagonals: Vec<u32> = (0..wide).chain(distant).filter(|&d| d < tokens).collect();
     let (from, both) = (columns.len() as u32, [&columns[..], &diagonals[..]].concat());
     let lines = Keys {
         heads: &[Head { kind: Kind::Lines, lists: 2, ..Head::DENSE }],
@@ -258,15 +244,13 @@ fn sparse(quick: bool) -> Vec<Bar> {
     let line_pairs = pairs_of_lines(tokens, &columns, &diagonals);
     let line = prompt.seconds(lines);
     let dense = block.1.unwrap_or(f64::NAN);
-    let bar = |bar, value, goal, better, note| Bar {
-        bar,
-        value: Some(value),
-        unit: "x",
-        baseline: "dense prefill",
-        baseline_value: Some(1.0),
-        goal,
-        better,
-        note,
+    let bar = |bar, value, goal, better, note| {
+        Bar::new(bar, "x", better)
+            .baseline("dense prefill")
+            .baseline_value(1.0)
+            .goal(goal)
+            .value(value)
+            .note(note)
     };
     let note = |kept: f64| format!("{:.1} % of {tokens} tokens kept", kept / all * 100.0);
     vec![
@@ -289,23 +273,12 @@ fn sparse(quick: bool) -> Vec<Bar> {
     ]
 }
 
-/// What it costs to say which keys a prompt is computed with, in parts of computing it dense.
+/// The cost of choosing the keys of a prompt, as a share of dense prefill.
 fn indices(quick: bool) -> Vec<Bar> {
     let prompt = Prompt::new(if quick { 8192 } else { 32_768 }, 1);
     let problem = Prompt::problem(&prompt.memory, 1, Keys::DENSE);
     let tokens = prompt.tokens as u32;
-    let dim = DIM as u32;
-    let shape = Shape {
-        layers: 1,
-        query_heads: 1,
-        key_heads: 1,
-        key_dim: dim,
-        value_dim: dim,
-        scale: 0.0,
-        kind: kvtier::sparse::Kind::Split,
-        block_tokens: 128,
-        max_tokens: tokens,
-    };
+    let shape = gqa_shape(1, 1, 1, 128, tokens);
     let context = Context { is_prefill: true, part: 0, parts: 1, first_query: 0, tokens };
     let mut bars = Vec::new();
     for (bar, spec) in [
@@ -325,16 +298,14 @@ fn indices(quick: bool) -> Vec<Bar> {
         run();
         let rounds = if quick { 3 } else { 1 };
         let (time, dense) = pairs(rounds, run, || Some(prompt.seconds(Keys::DENSE)));
-        bars.push(Bar {
-            bar,
-            value: dense.map(|dense| time / dense * 100.0),
-            unit: "%",
-            baseline: "dense prefill",
-            baseline_value: Some(100.0),
-            goal: Some(5.0),
-            better: Better::Lower,
-            note: format!("{tokens} tokens, one head: {:.1} ms", time * 1e3),
-        });
+        bars.push(
+            Bar::lower(bar, "%")
+                .baseline("dense prefill")
+                .baseline_value(100.0)
+                .goal(5.0)
+                .value(dense.map(|dense| time / dense * 100.0))
+                .note(format!("{tokens} tokens, one head: {:.1} ms", time * 1e3)),
+        );
     }
     bars
 }
@@ -344,7 +315,7 @@ fn pairs_of_lines(tokens: u32, columns: &[u32], diagonals: &[u32]) -> f64 {
     let mut is_diagonal = vec![false; tokens as usize];
     diagonals.iter().for_each(|&d| is_diagonal[d as usize] = true);
     let all: f64 = diagonals.iter().map(|&d| f64::from(tokens - d)).sum();
-    // Of a column, what is not on a diagonal: distances up to the last query's.
+    // The part of a column that is not on a diagonal.
     let mut beside = vec![0_u32];
     for is in &is_diagonal {
         let before = beside.last().copied().unwrap_or_default();
@@ -354,7 +325,7 @@ fn pairs_of_lines(tokens: u32, columns: &[u32], diagonals: &[u32]) -> f64 {
     all + more.map(|&c| f64::from(beside[(tokens - c) as usize])).sum::<f64>()
 }
 
-/// A token of 32 query heads and 8 of keys over 16k tokens of bf16.
+/// Decode of a token with 32 query heads and 8 key heads over 16k tokens in bf16.
 fn decode(quick: bool) -> Vec<Bar> {
     let (tokens, heads, group) = (16_384, 8, 4);
     let half = |x: f32| (x.to_bits() >> 16) as u16;
@@ -395,7 +366,7 @@ fn decode(quick: bool) -> Vec<Bar> {
     bars
 }
 
-/// Scores of the pages of 16 of 128k tokens, for 8 heads of keys and 4 queries of each.
+/// Scores of 8,192 pages of 16 tokens, for 8 key heads with 4 queries each.
 fn page_scores(quick: bool) -> Vec<Bar> {
     let (count, heads, group) = (8192, 8, 4);
     let memory = numbers(count * heads * 2 * DIM);

@@ -1,5 +1,5 @@
-//! A file that goes to a GPU straight from disk, beside the same by way of host memory.
-//! `KVTIER_BENCH_DIR` names the directory, if not the one for temporary files.
+//! Direct reads from a file into GPU memory, beside reads through host memory. `KVTIER_BENCH_DIR`
+//! names the directory; by default that for temporary files.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -9,33 +9,28 @@ use kvtier::base::status::{Result, Status};
 use kvtier::device::cuda::Cuda;
 use kvtier::device::{Copy, Device, Direction, Memory, Stream};
 
-use super::{Bar, Better, median};
+use super::{Bar, median};
 use kvtier_cli::direct::DirectReadTest;
 
-/// What one thread reads at once, as a streamer's do.
+/// Bytes of a read, as in a streamer.
 const CHUNK_BYTES: usize = 4 << 20;
-/// Threads that read, likewise.
+/// Reader threads, as in a streamer.
 const THREADS: usize = 4;
 
-/// The bar, or why it was not measured: GB/s of both ways.
+/// The bar from the GB/s of both methods, or with the reason why it was not measured.
 pub fn bar(measured: Result<(f64, f64)>) -> Bar {
     let (value, note) = match &measured {
         Ok((rate, _)) => (measured.as_ref().ok(), format!("{rate:.2} GB/s")),
         Err(error) => (None, error.to_string()),
     };
-    Bar {
-        bar: "disk_to_device",
-        value: value.map(|(rate, baseline)| rate / baseline),
-        unit: "x",
-        baseline: "the same by way of host memory",
-        baseline_value: value.map(|(_, baseline)| *baseline),
-        goal: None,
-        better: Better::Higher,
-        note,
-    }
+    Bar::higher("disk_to_device", "x")
+        .baseline("the same through host memory")
+        .baseline_value(value.map(|(_, baseline)| *baseline))
+        .value(value.map(|(rate, baseline)| rate / baseline))
+        .note(note)
 }
 
-/// Measures both ways in turn.
+/// Measures both methods in turn.
 pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
     let dir = std::env::var_os("KVTIER_BENCH_DIR").map(PathBuf::from);
     let dir = dir.unwrap_or_else(std::env::temp_dir);
@@ -44,7 +39,7 @@ pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
     let wish = AllocationRequest { bytes: CHUNK_BYTES as u64, ..AllocationRequest::default() };
     let staging = (0..THREADS).map(|_| Buffer::map(&wish, None)).collect::<Result<Vec<_>>>()?;
     let known = staging.iter().try_for_each(|buffer| {
-        // SAFETY: it stays until it is forgotten below.
+        // SAFETY: the buffer stays until it is unregistered below.
         unsafe { device.register_host(buffer.address(), CHUNK_BYTES as u64) }
     });
     let (mut straight, mut by_host) = (Vec::new(), Vec::new());
@@ -72,13 +67,13 @@ pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
     };
     let measured = known.and_then(measure);
     for buffer in &staging {
-        // SAFETY: nothing is under way. What was not told of is not known, and no loss.
+        // SAFETY: no copy is in progress. Unregistering an unknown buffer has no effect.
         drop(unsafe { device.unregister_host(buffer.address()) });
     }
     measured.map(|()| (median(&mut straight), median(&mut by_host)))
 }
 
-/// GB/s of threads that take a file in chunks: which thread, from where, how much.
+/// GB/s of threads that process a file in chunks; `each` gets thread, offset and bytes.
 fn timed(bytes: usize, each: impl Fn(usize, u64, u64) -> Result<()> + Sync) -> Result<f64> {
     let began = Instant::now();
     let each = &each;

@@ -1,51 +1,50 @@
-//! Kernels of a GPU: moving and scoring beside what the device copies, attention over some keys
-//! beside the same over all.
+//! Kernels of a GPU: moves and page scores beside copies on the device, sparse attention beside
+//! attention over all keys.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use kvtier::attention::keys::{Head, Kind as Told};
+use kvtier::attention::keys::{Head, Kind as KeyKind};
 use kvtier::base::status::Result;
 use kvtier::device::call::{Call, Kind};
 use kvtier::device::cuda::Cuda;
-use kvtier::device::{Copy, Device, DeviceMemory, Direction, Memory, Stream};
+use kvtier::device::{Device, Stream};
 use kvtier::meta::dtype::Dtype;
 
+use super::fixtures::device::{DeviceBuffer, finish, upload};
 use super::{Bar, Better, median};
 
-/// Heads of queries and keys, and numbers of each.
+/// Query heads, key heads, and their dimension.
 const QUERY_HEADS: u32 = 32;
 const KEY_HEADS: u32 = 8;
 const DIM: u32 = 128;
 /// Tokens of a block of keys and of a row of queries.
 const BLOCK: u32 = 64;
-/// Of a hundred blocks, those that are kept.
+/// Percent of blocks that sparse attention keeps.
 const KEPT_PERCENT: u32 = 30;
 
-/// A device, and memory of it that goes when this does.
+/// A device, and memory of it.
 struct Lab<'a> {
-    device: &'a Cuda,
+    device: &'a Arc<Cuda>,
     rounds: usize,
-    taken: std::cell::RefCell<Vec<DeviceMemory>>,
+    buffers: std::cell::RefCell<Vec<DeviceBuffer>>,
 }
 
 impl Lab<'_> {
-    fn room(&self, bytes: u64) -> Result<u64> {
-        let memory = self.device.allocate(bytes)?;
-        let address = memory.address;
-        self.taken.borrow_mut().push(memory);
+    /// Allocates device memory for the life of the lab.
+    fn allocate(&self, bytes: u64) -> Result<u64> {
+        let buffer = DeviceBuffer::new(self.device, bytes)?;
+        let address = buffer.memory.address;
+        self.buffers.borrow_mut().push(buffer);
         Ok(address)
     }
 
-    /// What is in device memory then.
-    fn told<T: Copy_>(&self, content: &[T]) -> Result<u64> {
+    /// Copies content to new device memory.
+    fn put<T: PlainData>(&self, content: &[T]) -> Result<u64> {
         let bytes = size_of_val(content) as u64;
-        let address = self.room(bytes)?;
-        let host = content.as_ptr().cast::<u8>().cast_mut(); // only read on this way
-        let copy = Copy::bytes(host, address, bytes, Direction::Scatter, Memory::Device)?;
-        // SAFETY: both stay until the event, which is waited for.
-        let event = unsafe { self.device.submit(Stream(0), None, &mut [copy])? };
-        self.device.wait(event, 0)?;
-        self.device.release(event)?;
+        let address = self.allocate(bytes)?;
+        // SAFETY: the content and new memory of the lab, which no other work uses.
+        unsafe { upload(self.device, content.as_ptr().cast(), address, bytes)? };
         Ok(address)
     }
 
@@ -54,10 +53,9 @@ impl Lab<'_> {
         let mut times = Vec::new();
         for round in 0..=self.rounds {
             let began = Instant::now();
-            // SAFETY: memory of the lab's, which nobody else uses.
+            // SAFETY: memory of the lab, which no other work uses.
             let event = unsafe { self.device.launch(Stream(0), None, std::slice::from_ref(call))? };
-            self.device.wait(event, 0)?;
-            self.device.release(event)?;
+            finish(self.device, event)?;
             if round > 0 {
                 times.push(began.elapsed().as_secs_f64());
             }
@@ -66,26 +64,15 @@ impl Lab<'_> {
     }
 }
 
-impl Drop for Lab<'_> {
-    fn drop(&mut self) {
-        for memory in self.taken.take() {
-            // SAFETY: all calls have ended.
-            if let Err(error) = unsafe { self.device.free(&memory) } {
-                log::warn!("memory of a bench stays: {error}");
-            }
-        }
-    }
-}
+/// Types that can be copied to a device as bytes.
+trait PlainData: std::marker::Copy {}
+impl PlainData for u32 {}
+impl PlainData for [u64; 5] {}
+impl PlainData for Head {}
 
-/// Plain numbers.
-trait Copy_: std::marker::Copy {}
-impl Copy_ for u32 {}
-impl Copy_ for [u64; 5] {}
-impl Copy_ for Head {}
-
-/// Pieces of 64 KiB that change places on the device: GB/s.
+/// Moves pieces of 64 KiB on the device; GB/s.
 fn moving(lab: &Lab<'_>, bytes: u64) -> Result<f64> {
-    let (from, to, piece) = (lab.room(bytes)?, lab.room(bytes)?, 64 << 10);
+    let (from, to, piece) = (lab.allocate(bytes)?, lab.allocate(bytes)?, 64 << 10);
     let count = bytes / piece;
     // from, to, two distances that one run does not need, and its length with how many there are.
     let row = |at: u64| {
@@ -95,16 +82,16 @@ fn moving(lab: &Lab<'_>, bytes: u64) -> Result<f64> {
     let table: Vec<[u64; 5]> = (0..count).map(row).collect();
     let call = Call {
         kind: Kind::Move as u32,
-        table: lab.told(&table)?,
+        table: lab.put(&table)?,
         count: count as u32,
-        scratch: lab.room(8 * (count + 1))?,
+        scratch: lab.allocate(8 * (count + 1))?,
         scratch_bytes: 8 * (count + 1),
         ..Call::default()
     };
     Ok(bytes as f64 / lab.time(&call)? / 1e9)
 }
 
-/// Boxes of pages that are read for their scores: GB/s.
+/// Scores pages from their bounding boxes; GB/s.
 fn scoring(lab: &Lab<'_>, bytes: u64) -> Result<f64> {
     let row = u64::from(2 * DIM) * 4;
     let pages = bytes / (row * u64::from(KEY_HEADS));
@@ -112,26 +99,26 @@ fn scoring(lab: &Lab<'_>, bytes: u64) -> Result<f64> {
         kind: Kind::PageScores as u32,
         dtype: Dtype::F32.code(),
         other_dtype: Dtype::Bf16.code(),
-        queries: lab.room(u64::from(QUERY_HEADS * DIM) * 2)?,
+        queries: lab.allocate(u64::from(QUERY_HEADS * DIM) * 2)?,
         query_count: 1,
         query_heads: QUERY_HEADS,
         query_head_stride: i64::from(DIM) * 2,
         key_heads: KEY_HEADS,
         key_dim: DIM,
-        numbers: lab.room(bytes)?,
+        numbers: lab.allocate(bytes)?,
         key_stride: row as i64 * i64::from(KEY_HEADS),
         key_head_stride: row as i64,
         count: pages as u32,
-        out: lab.room(pages * u64::from(QUERY_HEADS) * 4)?,
+        out: lab.allocate(pages * u64::from(QUERY_HEADS) * 4)?,
         ..Call::default()
     };
     Ok(bytes as f64 / lab.time(&call)? / 1e9)
 }
 
-/// Attention over memory as it is: its numbers do not matter.
+/// Attention over uninitialised memory: the values do not matter.
 fn problem(lab: &Lab<'_>, (kind, dtype): (Kind, Dtype), queries: u32, tokens: u32) -> Result<Call> {
     let row = |heads: u32| i64::from(heads * DIM) * 2;
-    let room = |tokens: u32, heads: u32| lab.room(u64::from(tokens) * row(heads) as u64);
+    let room = |tokens: u32, heads: u32| lab.allocate(u64::from(tokens) * row(heads) as u64);
     Ok(Call {
         kind: kind as u32,
         dtype: dtype.code(),
@@ -159,7 +146,7 @@ fn problem(lab: &Lab<'_>, (kind, dtype): (Kind, Dtype), queries: u32, tokens: u3
     })
 }
 
-/// A prompt over all keys, and over some blocks of them: how much faster, and TFLOP/s of all.
+/// Prefill over some blocks: the speed-up over all keys, and TFLOP/s over all keys.
 fn prefill(lab: &Lab<'_>, dtype: Dtype, tokens: u32) -> Result<(f64, f64)> {
     let dense = problem(lab, (Kind::Prefill, dtype), tokens, tokens)?;
     let rows = tokens / BLOCK;
@@ -172,7 +159,7 @@ fn prefill(lab: &Lab<'_>, dtype: Dtype, tokens: u32) -> Result<(f64, f64)> {
         starts.push(items.len() as u32);
     }
     let head = Head {
-        kind: Told::Blocks,
+        kind: KeyKind::Blocks,
         first: 0,
         lists: rows,
         query_block: BLOCK,
@@ -182,10 +169,10 @@ fn prefill(lab: &Lab<'_>, dtype: Dtype, tokens: u32) -> Result<(f64, f64)> {
     let scratch_bytes = 12 * u64::from(tokens / 32 + 8);
     let sparse = Call {
         count: 1,
-        numbers: lab.told(&[head])?,
-        counts: lab.told(&starts)?,
-        index: lab.told(&items)?,
-        scratch: lab.room(scratch_bytes)?,
+        numbers: lab.put(&[head])?,
+        counts: lab.put(&starts)?,
+        index: lab.put(&items)?,
+        scratch: lab.allocate(scratch_bytes)?,
         scratch_bytes,
         ..dense
     };
@@ -194,13 +181,13 @@ fn prefill(lab: &Lab<'_>, dtype: Dtype, tokens: u32) -> Result<(f64, f64)> {
     Ok((all / lab.time(&sparse)?, work / all / 1e12))
 }
 
-/// One query over all keys, and over a sixteenth of their pages: how much faster, and GB/s of all.
+/// Decode over a sixteenth of pages: the speed-up over all keys, and GB/s over all keys.
 fn decode(lab: &Lab<'_>, dtype: Dtype, tokens: u32) -> Result<(f64, f64)> {
     let page = 16;
     let parts = tokens.div_ceil(128).max(1);
     let scratch_bytes = 4 * u64::from(QUERY_HEADS) * (u64::from(parts) * u64::from(DIM + 2) + 1);
     let dense = Call {
-        scratch: lab.room(scratch_bytes)?,
+        scratch: lab.allocate(scratch_bytes)?,
         scratch_bytes,
         ..problem(lab, (Kind::Decode, dtype), 1, tokens)?
     };
@@ -210,8 +197,8 @@ fn decode(lab: &Lab<'_>, dtype: Dtype, tokens: u32) -> Result<(f64, f64)> {
         count: KEY_HEADS,
         keep,
         recent: page,
-        index: lab.told(&lists)?,
-        counts: lab.told(&[keep; KEY_HEADS as usize])?,
+        index: lab.put(&lists)?,
+        counts: lab.put(&[keep; KEY_HEADS as usize])?,
         ..dense
     };
     let all = lab.time(&dense)?;
@@ -230,12 +217,17 @@ fn bar(
         Err(error) => (None, None, error.to_string()),
     };
     let (bar, unit, better) = (name, "x", Better::Higher);
-    Bar { bar, value, unit, baseline, baseline_value, goal, better, note }
+    Bar::new(bar, unit, better)
+        .baseline(baseline)
+        .baseline_value(baseline_value)
+        .goal(goal)
+        .value(value)
+        .note(note)
 }
 
-/// The bars. `copied`: GB/s that the device copies within itself, where that was measured.
-pub fn run(device: &Cuda, copied: Option<f64>, small: bool, rounds: usize) -> Vec<Bar> {
-    let lab = || Lab { device, rounds, taken: Default::default() };
+/// Measures the bars. `copied` is the measured GB/s of copies on the device.
+pub fn run(device: &Arc<Cuda>, copied: Option<f64>, small: bool, rounds: usize) -> Vec<Bar> {
+    let lab = || Lab { device, rounds, buffers: Default::default() };
     let bytes: u64 = if small { 4 << 20 } else { 256 << 20 };
     let tokens = if small { 256 } else { 65_536 };
     let beside =

@@ -1,5 +1,5 @@
-//! Weights that pass from host memory through two slots of a GPU, and the same in place, where
-//! memory moves behind addresses that stay: beside one large copy, in the same run.
+//! Weights streamed from host memory through two slots of a GPU, and in place, with memory mapped
+//! behind fixed addresses; beside one large copy in the same run.
 
 use std::time::Instant;
 
@@ -11,8 +11,8 @@ use kvtier::device::{Device, Stream};
 use kvtier::stream::plan::{PlanOptions, Residency};
 use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer};
 
-use super::stream_timed::{files, model};
-use super::{Bar, Better, median};
+use super::fixtures::stream::{files, model};
+use super::{Bar, median};
 
 const LAYERS: u32 = 12;
 const CHUNK_BYTES: u64 = 4 << 20;
@@ -20,7 +20,7 @@ const CHUNK_BYTES: u64 = 4 << 20;
 /// The bars, and whether units are in place.
 const BARS: [(&str, bool); 2] = [("stream_slots", false), ("stream_in_place", true)];
 
-/// A streamer of which all layers but those that two slots hold are in host memory.
+/// A streamer with two slots on the device and all layers in host memory.
 fn open(
     runtime: &Runtime,
     device: &Arc<Cuda>,
@@ -46,7 +46,7 @@ fn open(
     Streamer::open_on(runtime.core(), files, model, units, opts)
 }
 
-/// GB/s of passes whose units the device has used when an event that it records comes.
+/// GB/s of passes whose units are released by an event of the device.
 fn rate(
     device: &Arc<Cuda>,
     layer_bytes: u64,
@@ -67,7 +67,7 @@ fn rate(
         for layer in 0..LAYERS {
             let held = streamer
                 .acquire(layer, AcquireOpts { when_issued: true, ..AcquireOpts::default() })?;
-            // SAFETY: a batch of nothing, which only marks the place.
+            // SAFETY: an empty batch, which only records an event.
             let used = unsafe { device.submit(stream, held.lease.event, &mut []) }?;
             streamer.release(&held, Some(used))?;
         }
@@ -82,19 +82,15 @@ fn rate(
 }
 
 fn bar(bar: &'static str, rate: Option<f64>, up: Option<f64>, note: String) -> Bar {
-    Bar {
-        bar,
-        value: rate.zip(up).map(|(rate, up)| rate / up),
-        unit: "x",
-        baseline: "one large copy to the device",
-        baseline_value: up,
-        goal: Some(0.95),
-        better: Better::Higher,
-        note,
-    }
+    Bar::higher(bar, "x")
+        .baseline("one large copy to the device")
+        .baseline_value(up)
+        .goal(0.95)
+        .value(rate.zip(up).map(|(rate, up)| rate / up))
+        .note(note)
 }
 
-/// Measures both; `up`: what one large copy to the device reaches, where that is known.
+/// Measures both; `up` is the GB/s of one large copy to the device.
 pub fn run(device: &Arc<Cuda>, up: Option<f64>, is_small: bool, passes: usize) -> Vec<Bar> {
     let layer_bytes = if is_small { 1 << 20 } else { 64 << 20 };
     let measure = |(name, in_place)| match rate(device, layer_bytes, in_place, passes) {
@@ -104,7 +100,7 @@ pub fn run(device: &Arc<Cuda>, up: Option<f64>, is_small: bool, passes: usize) -
     BARS.into_iter().map(measure).collect()
 }
 
-/// The same where there is no device.
+/// The bars without a device.
 pub fn none(why: &str) -> impl Iterator<Item = Bar> {
     BARS.into_iter().map(move |(name, _)| bar(name, None, None, why.to_string()))
 }

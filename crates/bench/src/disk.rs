@@ -1,6 +1,6 @@
-//! The disk: what the ways to transfer and the tier get out of it, beside plain
-//! O_DIRECT calls of the same size, depth and level. `KVTIER_BENCH_DIR` names the
-//! directory (the temporary one if it is not set).
+//! Group `disk`: bandwidth of I/O engines and of the disk tier, beside plain O_DIRECT calls of the
+//! same size, depth and durability. `KVTIER_BENCH_DIR` names the directory; by default that for
+//! temporary files.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvtier::base::memory::{AllocationRequest, Buffer};
+use kvtier::base::memory::Buffer;
 use kvtier::format::keys::{Fingerprint, Key};
 use kvtier::format::record::Chunk;
 use kvtier::format::seal::{Identity, PLANE_K, PLANE_V};
@@ -17,64 +17,25 @@ use kvtier::io::files::{Access, Files, Piece};
 use kvtier::io::real::{RealFiles, RealOpts};
 use kvtier::tier::disk::{DiskTier, GetPlane, Gets, Options, PutPlane, Puts, Spot};
 
-use super::{Bar, Better, median};
+use super::fixtures::{Outcome, Scratch, memory, say};
+use super::{Bar, median};
 
-/// Bytes of a transfer, and of a cell.
+/// Bytes of a transfer and of a cell.
 pub const PIECE: u64 = 1 << 20;
-/// Transfers that are under way at once.
+/// Concurrent transfers.
 pub const DEPTH: u64 = 8;
 
-/// What can go wrong, in words.
-pub type Outcome<T> = Result<T, String>;
-
-fn say(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
-
-/// A directory that goes when it is done with.
-pub struct Scratch(pub PathBuf);
-
-impl Scratch {
-    /// An empty one.
-    pub fn new(name: &str) -> Scratch {
-        let dir = std::env::var_os("KVTIER_BENCH_DIR").map(PathBuf::from);
-        let dir = dir.unwrap_or_else(std::env::temp_dir);
-        let path = dir.join(format!("kvtier-bench-{name}-{}", std::process::id()));
-        drop(std::fs::remove_dir_all(&path));
-        Scratch(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        drop(std::fs::remove_dir_all(&self.0));
-    }
-}
-
-/// Memory that is there, and holds something.
-pub fn memory(bytes: u64) -> Outcome<Buffer> {
-    let buffer = Buffer::map(&AllocationRequest { bytes, ..AllocationRequest::default() }, None)
-        .map_err(say)?;
-    let mut word = 0x9E37_79B9_7F4A_7C15u64;
-    for at in (0..bytes / 8 * 8).step_by(8) {
-        word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        // SAFETY: inside the buffer, which nobody else has, and aligned.
-        unsafe { buffer.address().add(at as usize).cast::<u64>().write(word) };
-    }
-    Ok(buffer)
-}
-
-/// A file with room for so many bytes, none of them written.
+/// Creates a file of `bytes` allocated and unwritten bytes.
 pub fn allocated(path: &Path, bytes: u64) -> Outcome<()> {
     let file = File::options().write(true).create(true).truncate(true).open(path).map_err(say)?;
-    // SAFETY: integers, and a file that is open.
+    // SAFETY: an open file and integers.
     match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as i64) } {
         0 => file.sync_all().map_err(say),
         code => Err(say(std::io::Error::from_raw_os_error(code))),
     }
 }
 
-/// The segments of a tier, by name.
+/// The segments of a disk tier, sorted by name.
 pub fn segments(dir: &Path) -> Outcome<Vec<PathBuf>> {
     let entries = std::fs::read_dir(dir).map_err(say)?;
     let mut paths = Vec::new();
@@ -89,8 +50,8 @@ pub fn segments(dir: &Path) -> Outcome<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// Seconds of plain calls over the first bytes of files, so many of them at once;
-/// writes are synced in the end.
+/// Seconds of plain calls over the first bytes of files, `depth` of them concurrently. Writes are
+/// synced at the end.
 pub fn raw(
     paths: &[PathBuf],
     access: Access,
@@ -114,7 +75,7 @@ pub fn raw(
         let place = stock.range(first as u64 * PIECE, PIECE).map_or(0, |a| a.addr());
         for &(fd, offset) in pieces.iter().skip(first).step_by(depth) {
             let address = stock.address().with_addr(place).cast();
-            // SAFETY: a part of the stock for each of those who are at it.
+            // SAFETY: each thread has a part of the buffer.
             let got = unsafe {
                 match access {
                     Access::Read => libc::pread(fd, address, PIECE as usize, offset as i64),
@@ -122,15 +83,16 @@ pub fn raw(
                 }
             };
             if got != PIECE as isize {
-                return Err(format!("a transfer came to {got} bytes"));
+                return Err(format!("a transfer moved {got} of {PIECE} bytes"));
             }
         }
         Ok(())
     };
     std::thread::scope(|scope| {
         let pass = &pass;
-        let hands: Vec<_> = (0..depth).map(|first| scope.spawn(move || pass(first))).collect();
-        let ended = hands.into_iter().map(|hand| hand.join().map_err(|_| "a panic".to_string())?);
+        let threads: Vec<_> = (0..depth).map(|first| scope.spawn(move || pass(first))).collect();
+        let ended =
+            threads.into_iter().map(|thread| thread.join().map_err(|_| "a panic".to_string())?);
         ended.collect::<Outcome<()>>()
     })?;
     if access == Access::Write {
@@ -140,7 +102,7 @@ pub fn raw(
     Ok(start.elapsed().as_secs_f64() * bytes as f64 / read.max(1) as f64)
 }
 
-/// Two measurements, this one first or that one: what was touched last may be nearer.
+/// Two measurements in alternating order, since the second may find warmer caches.
 pub fn in_turn(
     turn: u32,
     ours: impl FnOnce() -> Outcome<f64>,
@@ -168,7 +130,7 @@ fn transfers(
             Piece::one(file, access, first + i * PIECE, address, PIECE)
         };
         let mut pieces: Vec<Piece> = (0..DEPTH).map(piece).collect();
-        // SAFETY: the stock is this benchmark's own.
+        // SAFETY: only this benchmark uses the buffer.
         unsafe { files.transfer(&mut pieces) };
         pieces.into_iter().try_for_each(|piece| piece.result).map_err(say)?;
     }
@@ -193,7 +155,7 @@ fn chunk_of(number: u64) -> Chunk {
     }
 }
 
-/// Appends cells, `DEPTH` a batch, and makes them durable; seconds, and where they are.
+/// Appends cells in batches of `DEPTH` and makes them durable; returns seconds and their spots.
 fn append(tier: &DiskTier, bytes: u64, stock: &Buffer) -> Outcome<(f64, Vec<(Spot, u64)>)> {
     let (mut places, start) = (Vec::new(), Instant::now());
     for first in (0..bytes / PIECE).step_by(DEPTH as usize) {
@@ -208,7 +170,7 @@ fn append(tier: &DiskTier, bytes: u64, stock: &Buffer) -> Outcome<(f64, Vec<(Spo
                 puts.plane(PutPlane { kind, id, version, bytes, address, sum });
             }
         }
-        // SAFETY: the stock stays.
+        // SAFETY: the buffer outlives the call.
         unsafe { tier.append(&mut puts) };
         for (put, cells) in puts.iter() {
             put.result.clone().map_err(say)?;
@@ -221,18 +183,18 @@ fn append(tier: &DiskTier, bytes: u64, stock: &Buffer) -> Outcome<(f64, Vec<(Spo
 
 /// Processor time of all threads, in seconds.
 fn processor() -> f64 {
-    // SAFETY: integers only, which may be zero.
+    // SAFETY: a struct of integers may be zero.
     let mut used: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: a valid place for the answer.
+    // SAFETY: a valid output.
     unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut used) };
     let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
     seconds(used.ru_utime) + seconds(used.ru_stime)
 }
 
-/// Reads cells, `DEPTH` a batch, by so many callers; seconds, and those of processors.
+/// Reads cells in batches of `DEPTH` on `callers` threads; returns seconds and processor seconds.
 fn read(tier: &DiskTier, places: &[(Spot, u64)], callers: usize) -> Outcome<(f64, f64)> {
     let stocks: Vec<Buffer> =
-        (0..callers).map(|_| memory(DEPTH * PIECE)).collect::<Outcome<_>>()?;
+        (0..callers).map(|_| memory(DEPTH * PIECE).map_err(say)).collect::<Outcome<_>>()?;
     let (start, used) = (Instant::now(), processor());
     let pass = |caller: usize| {
         let batches = places.chunks(DEPTH as usize).enumerate().skip(caller).step_by(callers);
@@ -249,7 +211,7 @@ fn read(tier: &DiskTier, places: &[(Spot, u64)], callers: usize) -> Outcome<(f64
                     gets.plane(GetPlane { kind, id: 0, version: 0, bytes: PIECE / 2, address });
                 }
             }
-            // SAFETY: each caller has memory of its own.
+            // SAFETY: each thread has its own memory.
             unsafe { tier.read(&mut gets) };
             gets.iter().try_for_each(|get| get.result.clone()).map_err(say)?;
         }
@@ -257,28 +219,20 @@ fn read(tier: &DiskTier, places: &[(Spot, u64)], callers: usize) -> Outcome<(f64
     };
     std::thread::scope(|scope| {
         let pass = &pass;
-        let hands: Vec<_> = (0..callers).map(|i| scope.spawn(move || pass(i))).collect();
-        let ended = hands.into_iter().map(|hand| hand.join().map_err(|_| "a panic".to_string())?);
+        let threads: Vec<_> = (0..callers).map(|i| scope.spawn(move || pass(i))).collect();
+        let ended =
+            threads.into_iter().map(|thread| thread.join().map_err(|_| "a panic".to_string())?);
         ended.collect::<Outcome<()>>()
     })?;
     Ok((start.elapsed().as_secs_f64(), processor() - used))
 }
 
-/// A part of the raw rate, as a bar.
+/// A bar of a share of the raw bandwidth.
 pub fn part_of_raw(bar: &'static str, baseline: &'static str, goal: Option<f64>) -> Bar {
-    Bar {
-        bar,
-        value: None,
-        unit: "of raw",
-        baseline,
-        baseline_value: None,
-        goal,
-        better: Better::Higher,
-        note: String::new(),
-    }
+    Bar::higher(bar, "of raw").baseline(baseline).goal(goal)
 }
 
-/// Fills a bar from pairs of seconds, ours and the baseline's, for so many bytes.
+/// Fills a bar from pairs of seconds, of kvtier and of the baseline, for `bytes` bytes.
 pub fn fill(bar: &mut Bar, pairs: &[(f64, f64)], bytes: u64) {
     let gib = bytes as f64 / f64::from(1 << 30);
     let mut parts: Vec<f64> = pairs.iter().map(|(ours, raw)| raw / ours).collect();
@@ -289,7 +243,7 @@ pub fn fill(bar: &mut Bar, pairs: &[(f64, f64)], bytes: u64) {
     bar.note = format!("({:.2} against {:.2} GiB/s)", median(&mut ours), median(&mut raws));
 }
 
-/// What each way takes, one pair a round.
+/// The measurements, one pair a round.
 #[derive(Default)]
 struct Pairs {
     seconds: [Vec<(f64, f64)>; 5],
@@ -297,8 +251,7 @@ struct Pairs {
     used: [Vec<(f64, f64)>; 3],
 }
 
-/// Reads what was written beside plain calls, in turn; seconds of both, and the
-/// processor time of both.
+/// Reads cells and plain files in turn; returns the seconds and the processor seconds of both.
 fn read_pair(
     turn: u32,
     tier: &DiskTier,
@@ -370,7 +323,7 @@ fn round(pairs: &mut Pairs, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()
     }
     tier.close().map_err(say)?;
     drop(tier);
-    // The same cells by the same calls, but that nobody looks at their bytes.
+    // The same reads without verification of the bytes.
     let [_, used] = read_pair(turn, &open(false)?, there, 1, stock)?;
     pairs.used[2].push(used);
     Ok(())
@@ -389,7 +342,7 @@ pub fn run(quick: bool) -> Vec<Bar> {
     ];
     let (bytes, rounds) = if quick { (256 << 20, 6) } else { (1 << 30, 8) };
     let mut pairs = Pairs::default();
-    let stock = memory(2 * DEPTH * PIECE);
+    let stock = memory(2 * DEPTH * PIECE).map_err(say);
     let measured = stock
         .and_then(|stock| (0..rounds).try_for_each(|turn| round(&mut pairs, turn, bytes, &stock)));
     for (bar, pairs) in bars.iter_mut().zip(&pairs.seconds) {
@@ -407,20 +360,15 @@ pub fn run(quick: bool) -> Vec<Bar> {
     all
 }
 
-/// What transfers cost of a core, for each GB a second.
+/// Percent of a core for each GB/s of transfers.
 fn used_bar(bar: &'static str, goal: f64, pairs: &[(f64, f64)], bytes: u64) -> Bar {
     let percent = |seconds: f64| seconds / (bytes as f64 / 1e9) * 100.0;
     let mut ours: Vec<f64> = pairs.iter().map(|(ours, _)| percent(*ours)).collect();
     let mut raws: Vec<f64> = pairs.iter().map(|(_, raw)| percent(*raw)).collect();
     let is_there = !pairs.is_empty();
-    Bar {
-        bar,
-        value: is_there.then(|| median(&mut ours)),
-        unit: "%/(GB/s)",
-        baseline: "the same by plain calls",
-        baseline_value: is_there.then(|| median(&mut raws)),
-        goal: Some(goal),
-        better: Better::Lower,
-        note: String::new(),
-    }
+    Bar::lower(bar, "%/(GB/s)")
+        .baseline("the same by plain calls")
+        .baseline_value(is_there.then(|| median(&mut raws)))
+        .goal(goal)
+        .value(is_there.then(|| median(&mut ours)))
 }

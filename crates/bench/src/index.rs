@@ -1,5 +1,5 @@
-//! An index of very many cells: a store's core over a disk that keeps nothing, so that
-//! what is measured is what the store keeps of cells, and what finding them costs.
+//! The index of very many cells: the state of a store over a disk that stores nothing. The bars
+//! measure the memory of the tables and the cost of lookups.
 
 use std::sync::Arc;
 
@@ -12,23 +12,22 @@ use kvtier::io::files::{Entry, FileId, Files, Piece};
 use kvtier::meta::index::hash;
 use kvtier::meta::key::Key;
 use kvtier::store::executor::Tools;
+use kvtier::store::state::Config;
 use kvtier::store::state::disk_gc::{CheckpointWriter, Page};
-use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::{Work, WorkerKind};
-use kvtier::store::state::{CellRange, Config, SessionOpts, SpaceOpts, StoreState, Wanted};
 use kvtier::tier::disk::{CellAt, CellIndex, DiskTier, Options, Spot};
 
-use super::home::layout;
-use super::peers::thread_ns;
-use super::{Bar, Better, median};
+use super::fixtures::store::StateFixture;
+use super::fixtures::thread_ns;
+use super::{Bar, median};
 
-/// Bytes of K, and of V, of a cell: together a block.
+/// Bytes of K, and of V, in a cell: together one block of 4 KiB.
 const PLANE_BYTES: u64 = 2048;
-/// Chunks that are put at once.
+/// Chunks of a put.
 const EACH: u32 = 512;
 
-/// A disk that takes everything and keeps nothing but names and lengths.
+/// A disk that stores only names and lengths.
 struct Nowhere {
     files: Mutex<Vec<Entry>>,
 }
@@ -94,7 +93,7 @@ impl Files for Nowhere {
         Ok(())
     }
 
-    // SAFETY: no memory is touched.
+    // SAFETY: touches no memory.
     unsafe fn transfer(&self, pieces: &mut [Piece]) {
         pieces.iter_mut().for_each(|piece| piece.result = Ok(()));
     }
@@ -104,16 +103,16 @@ impl Files for Nowhere {
     }
 }
 
-/// Nothing is cleaned here, and no checkpoint is written.
-struct Nobody;
+/// Without compaction and checkpoints.
+struct NoUpkeep;
 
-impl CheckpointWriter for Nobody {
+impl CheckpointWriter for NoUpkeep {
     fn page(&mut self, _from: (u32, u32), _page: &mut Page) -> Option<(u32, u32)> {
         None
     }
 }
 
-impl CellIndex for Nobody {
+impl CellIndex for NoUpkeep {
     fn wants(&mut self, _cell: &CellAt) -> bool {
         false
     }
@@ -127,20 +126,16 @@ impl CellIndex for Nobody {
     }
 }
 
-/// A store's core whose cells are on that disk.
-struct World {
-    core: StoreState,
-    tools: Tools,
-    space: u32,
-    views: Arc<Views>,
-    layers: usize,
-    tokens: u32,
-}
-
 const NAMESPACE: Key = Key([5; 32]);
 
-impl World {
-    fn open(chunks: u32, layers: usize, tokens: u32) -> Result<World> {
+/// The state of a store whose cells are on that disk.
+struct Index {
+    fixture: StateFixture,
+    tools: Tools,
+}
+
+impl Index {
+    fn open(chunks: u32, layers: usize, tokens: u32) -> Result<Index> {
         let disk_bytes = u64::from(chunks) * layers as u64 * 4096;
         let options = Options::new(disk_bytes * 5 / 4 + (1 << 30), [5; 16]);
         let (disk, ..) =
@@ -152,94 +147,68 @@ impl World {
             max_chunks: chunks as usize,
             ..Config::default()
         };
-        let mut core = StoreState::new(config, None, Some(disk.clone()))?;
         let token_bytes = PLANE_BYTES / u64::from(tokens);
-        let layout = layout(layers, tokens, token_bytes)?;
-        let space = core.open_space(&SpaceOpts { key: NAMESPACE, layout, holes: false })?;
-        // Never touched: nobody copies.
-        let plane = PlaneView::canonical(4096, 1 << 24, token_bytes);
-        let layer = LayerViews { k: plane.clone(), v: Some(plane) };
-        let views = Arc::new(Views(vec![layer; layers]));
+        let disk_of = Some(disk.clone());
+        let fixture = StateFixture::open(config, disk_of, NAMESPACE, layers, tokens, token_bytes)?;
         let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), remote: None };
-        Ok(World { core, tools, space, views, layers, tokens })
+        Ok(Index { fixture, tools })
     }
 
-    fn document(&self, number: u32, chunks: u32) -> Vec<u32> {
-        (0..chunks * self.tokens).map(|i| (number << 20).wrapping_add(i)).collect()
-    }
-
-    /// Puts a document and has it written; the keys of its chunks.
+    /// Puts a document to the disk; returns the keys of its chunks.
     fn put(&mut self, number: u32, chunks: u32) -> Result<Vec<Key>> {
-        let tokens = self.document(number, chunks);
-        let session = self.core.open_session(self.space, &SessionOpts::default())?;
-        self.core.append(session, &tokens)?;
-        let keys = self.core.session(session)?.path().keys().to_vec();
-        let what = CellRange {
-            first_token: 0,
-            tokens: tokens.len() as u64,
-            first_layer: 0,
-            layers: self.layers,
-            by_layer: false,
-            wanted: Wanted::All,
-            views: self.views.clone(),
-            after: None,
-        };
-        self.core.submit_cell_range(session, TransferKind::Put, Level::Disk, 0, what)?;
+        let state = &mut self.fixture;
+        let session = state.session(number, chunks)?;
+        let keys = state.state.session(session)?.path().keys().to_vec();
+        let what = state.cell_range(0, chunks);
+        state.state.submit_cell_range(session, TransferKind::Put, Level::Disk, 0, what)?;
         while let Some(mut work) =
-            WorkerKind::ALL.into_iter().find_map(|hands| self.core.take(hands))
+            WorkerKind::ALL.into_iter().find_map(|kind| state.state.take(kind))
         {
             let outcome = match &work {
                 Work::Copies(_) | Work::Slabs(_) | Work::Unregistered(_) | Work::Upkeep(_) => {
                     Ok(())
                 }
-                // SAFETY: what is written lies in memory that the core keeps for this.
-                _ => unsafe { self.tools.work(&mut work, Stream(0), &mut Nobody) },
+                // SAFETY: the state keeps the memory of the cells until the work is done.
+                _ => unsafe { self.tools.work(&mut work, Stream(0), &mut NoUpkeep) },
             };
-            self.core.done(work, outcome, 0);
+            state.state.done(work, outcome, 0);
         }
-        let mut finished = Vec::new();
-        self.core.finished(&mut finished);
-        self.core.close_session(session)?;
-        match finished.pop().map(|one| one.error) {
-            Some(None) => Ok(keys),
-            Some(Some(error)) => Err(error),
-            None => Err(Error::new(Status::State, "a put has not ended")),
-        }
+        state.state.close_session(session)?;
+        state.finished().map(|()| keys)
     }
 
-    /// Nanoseconds a key of asking whether chunks are there, many in a call: those
-    /// of a document, in all orders.
+    /// Nanoseconds for each key of existence checks in batches.
     fn exists(&mut self, keys: &[Key]) -> Result<f64> {
         let mut found = vec![0; keys.len()];
         let start = thread_ns();
         for (keys, found) in keys.chunks(EACH as usize).zip(found.chunks_mut(EACH as usize)) {
-            self.core.exists(self.space, keys, found)?;
+            self.fixture.state.exists(self.fixture.space, keys, found)?;
         }
         let took = thread_ns() - start;
-        // Every other one is known.
+        // Every other key exists.
         if found.iter().enumerate().any(|(at, &tiers)| (tiers != 0) != (at % 2 == 0)) {
-            return Err(Error::new(Status::State, "what is there is said to be missing"));
+            return Err(Error::new(Status::State, "an existence check is wrong"));
         }
         Ok(took / keys.len() as f64)
     }
 
-    /// Microseconds of a lookup of a document of so many chunks, and of its hashes alone.
+    /// Microseconds of the lookup of a document, and of deriving its keys alone.
     fn lookup(&mut self, number: u32, chunks: u32) -> Result<(f64, f64)> {
-        let tokens = self.document(number, chunks);
+        let tokens = self.fixture.document(number, chunks);
         let start = thread_ns();
-        let found = self.core.lookup(self.space, &tokens)?.now_tokens;
+        let found = self.fixture.state.lookup(self.fixture.space, &tokens)?.now_tokens;
         let took = thread_ns() - start;
         if found != tokens.len() as u64 {
             return Err(Error::new(Status::NotFound, format!("{found} tokens are found")));
         }
         let start = thread_ns();
         let mut keys = Vec::new();
-        Chain::new(NAMESPACE, self.tokens)?.extend(&tokens, &[], &mut keys)?;
+        Chain::new(NAMESPACE, self.fixture.chunk_tokens)?.extend(&tokens, &[], &mut keys)?;
         Ok((took / 1e3, (thread_ns() - start) / 1e3))
     }
 }
 
-/// Bytes of this process that are in memory and of no file.
+/// Resident anonymous memory of this process, in bytes.
 pub fn resident() -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
@@ -248,29 +217,20 @@ pub fn resident() -> u64 {
 }
 
 fn bar(bar: &'static str, unit: &'static str, goal: f64) -> Bar {
-    Bar {
-        bar,
-        value: None,
-        unit,
-        baseline: "",
-        baseline_value: None,
-        goal: Some(goal),
-        better: Better::Lower,
-        note: String::new(),
-    }
+    Bar::lower(bar, unit).goal(goal)
 }
 
-/// GiB that 10,000,000 cells cost, and ns a key of asking for chunks among them.
+/// Memory of 10,000,000 cells in GiB, and existence checks among them in ns for each key.
 fn index(cells: u64, rounds: u32, sizes: &mut Bar, asks: &mut Bar) -> Result<()> {
     const LAYERS: usize = 32;
     let chunks = (cells / LAYERS as u64) as u32 / EACH * EACH;
     let before = resident();
-    let mut world = World::open(chunks, LAYERS, 16)?;
+    let mut index = Index::open(chunks, LAYERS, 16)?;
     let mut keys = Vec::new();
     let mut held = 0;
     for number in 0..chunks / EACH {
-        let all = world.put(number, EACH)?;
-        // Some of each, and as many that nobody knows.
+        let all = index.put(number, EACH)?;
+        // A quarter of the keys, and as many unknown ones.
         for key in all.iter().step_by(4) {
             let mut other = *key;
             other.0[..8].copy_from_slice(&u64::from(number).to_le_bytes());
@@ -278,7 +238,8 @@ fn index(cells: u64, rounds: u32, sizes: &mut Bar, asks: &mut Bar) -> Result<()>
         }
         held = keys.capacity() as u64 * 32;
     }
-    let counts = world.core.table_of(world.space).map(|table| table.chunks.counts());
+    let counts =
+        index.fixture.state.table_of(index.fixture.space).map(|table| table.chunks.counts());
     let known = counts.map_or(0, |counts| counts.cells[2]);
     if known != u64::from(chunks) * LAYERS as u64 {
         return Err(Error::new(Status::State, format!("{known} cells are known")));
@@ -287,29 +248,29 @@ fn index(cells: u64, rounds: u32, sizes: &mut Bar, asks: &mut Bar) -> Result<()>
     sizes.value = Some(grown as f64 / known as f64 * 1e7 / f64::from(1 << 30));
     sizes.note =
         format!("({known} cells, {:.1} bytes each, all tables)", grown as f64 / known as f64);
-    // Pairs stay pairs; neighbours lie apart.
+    // The order of pairs is shuffled.
     let mut order: Vec<usize> = (0..keys.len() / 2).collect();
     order.sort_unstable_by_key(|&pair| hash(pair as u64));
     let mixed: Vec<Key> = order.iter().flat_map(|&i| [keys[2 * i], keys[2 * i + 1]]).collect();
     let mut each = Vec::new();
     for _ in 0..rounds {
-        each.push(world.exists(&mixed)?);
+        each.push(index.exists(&mixed)?);
     }
     asks.value = Some(median(&mut each));
-    asks.note = format!("({} keys among {chunks} chunks, half of them there)", mixed.len());
+    asks.note = format!("({} keys among {chunks} chunks, half of them exist)", mixed.len());
     Ok(())
 }
 
 /// A prompt of 131,072 tokens in chunks of 256, of 32 layers.
 fn prompt(rounds: u32, bar: &mut Bar) -> Result<()> {
     const CHUNKS: u32 = 512;
-    let mut world = World::open(16 * CHUNKS, 32, 256)?;
+    let mut index = Index::open(16 * CHUNKS, 32, 256)?;
     for number in 0..16 {
-        world.put(number, CHUNKS)?;
+        index.put(number, CHUNKS)?;
     }
     let (mut all, mut hashes) = (Vec::new(), Vec::new());
     for round in 0..rounds {
-        let (took, alone) = world.lookup(round % 16, CHUNKS)?;
+        let (took, alone) = index.lookup(round % 16, CHUNKS)?;
         all.push(took);
         hashes.push(alone);
     }

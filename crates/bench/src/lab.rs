@@ -1,4 +1,4 @@
-//! Replay: how many requests of a trace one thread serves in a second.
+//! Group `lab`: requests of a trace that one thread replays in a second.
 //!
 //! `KVTIER_BENCH_TRACE` names a file of libCacheSim's oracleGeneral records and
 //! `KVTIER_BENCH_OBJECTS` the capacity, `KVTIER_BENCH_SPEC` the policy (`lru`) and
@@ -9,8 +9,9 @@
 use kvtier::policy::evict::Victim;
 use kvtier::policy::evictor::{Evictor, New, Options, Who};
 
-use super::peers::{Zipf, thread_ns};
-use super::{Bar, Better, median};
+use super::fixtures::thread_ns;
+use super::peers::Zipf;
+use super::{Bar, median};
 
 /// Seconds, id, size, next use: 4, 8, 4 and 8 bytes.
 const RECORD: usize = 24;
@@ -20,17 +21,16 @@ fn record(bytes: &[u8]) -> u64 {
     bytes.get(4..12).and_then(|id| id.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
-/// What is served, and how.
+/// The trace, the policy and its capacity.
 struct Source {
     records: Vec<u8>,
     objects: usize,
     spec: String,
-    /// So many records come before those that are timed.
+    /// Records of the warm-up.
     warm: usize,
 }
 
-/// Serves every record, ids as they stand there; of those that are timed, how
-/// many were not there, and their nanoseconds.
+/// Replays every record; returns the misses and the nanoseconds after the warm-up.
 fn replay(source: &Source, batch: usize) -> Result<(usize, f64), String> {
     let Source { records, objects, spec, warm } = source;
     let objects = *objects;
@@ -58,7 +58,7 @@ fn replay(source: &Source, batch: usize) -> Result<(usize, f64), String> {
         evictor.lookup(now, &who, &ids, found).map_err(say)?;
         new.clear();
         for (&id, _) in ids.iter().zip(&*found).filter(|(_, f)| **f == 0) {
-            // An id twice in a batch is there the second time.
+            // A duplicate id in a batch is inserted once.
             if !new.iter().any(|one: &New| one.id == id) {
                 new.push(New { id, units: 1, ..New::default() });
             }
@@ -127,16 +127,8 @@ fn measure(bar: &mut Bar, source: &Source, batch: usize, rounds: u32) -> Result<
 pub fn run(quick: bool) -> Vec<Bar> {
     let source = source(quick);
     let of = |(name, batch): (&'static str, usize)| {
-        let mut bar = Bar {
-            bar: name,
-            value: None,
-            unit: "M/s",
-            baseline: "libCacheSim: by ffi-tests/oracles/throughput.py",
-            baseline_value: None,
-            goal: None,
-            better: Better::Higher,
-            note: String::new(),
-        };
+        let mut bar =
+            Bar::higher(name, "M/s").baseline("libCacheSim: by ffi-tests/oracles/throughput.py");
         let done = source.as_ref().map_err(String::clone);
         let rounds = if quick { 3 } else { 7 };
         if let Err(why) = done.and_then(|source| measure(&mut bar, source, batch, rounds)) {

@@ -1,17 +1,18 @@
-//! `kvtier-bench`: groups of bars, each a number beside a baseline of the same run.
+//! `kvtier-bench`: groups of bars, each a measured number beside a baseline of the same run.
 //!
-//! `cargo run --release -p kvtier-bench -- GROUP`; what is shipped is measured with
-//! `--profile dist` in the place of `--release`.
+//! `cargo run --release -p kvtier-bench -- GROUP`; measure the shipped profile with
+//! `--profile dist` instead of `--release`.
 
 mod abi;
 mod attention;
+mod bar;
 mod device;
 mod device_files;
 mod device_kernels;
 mod device_offload;
 mod device_stream;
 mod disk;
-mod home;
+mod fixtures;
 mod index;
 mod lab;
 mod model;
@@ -39,14 +40,15 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+pub use bar::{Bar, Better};
 use clap::{Parser, Subcommand};
 
-/// Counts the allocations of the benchmark's own process.
+/// Counts the allocations of this process.
 struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: passes everything on to the system's allocator.
+// SAFETY: forwards every call to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
@@ -74,112 +76,30 @@ pub fn allocations() -> u64 {
     ALLOCATIONS.load(Ordering::Relaxed)
 }
 
-/// Which way is good.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Better {
-    /// Less is better.
-    Lower,
-    /// More is better.
-    Higher,
-}
-
-/// One measured bar.
-pub struct Bar {
-    /// Its name.
-    pub bar: &'static str,
-    /// What was measured; `None` when something needed is absent.
-    pub value: Option<f64>,
-    /// Of what.
-    pub unit: &'static str,
-    /// What it is compared with.
-    pub baseline: &'static str,
-    /// What that measured, in the same unit.
-    pub baseline_value: Option<f64>,
-    /// What is wanted of `value`.
-    pub goal: Option<f64>,
-    /// Which way is good.
-    pub better: Better,
-    /// Anything to say.
-    pub note: String,
-}
-
-impl Bar {
-    /// Whether the goal is met; `None` without a goal or a value.
-    pub fn ok(&self) -> Option<bool> {
-        let (value, goal) = (self.value?, self.goal?);
-        Some(match self.better {
-            Better::Lower => value <= goal,
-            Better::Higher => value >= goal,
-        })
-    }
-
-    fn json(&self, group: &str) -> serde_json::Value {
-        let mut line = serde_json::json!({
-            "group": group,
-            "bar": self.bar,
-            "value": self.value,
-            "unit": self.unit,
-            "baseline": self.baseline,
-            "baseline_value": self.baseline_value,
-            "goal": self.goal,
-            "better": if self.better == Better::Lower { "lower" } else { "higher" },
-            "ok": self.ok(),
-            "profile": kvtier_cli::PROFILE,
-        });
-        if !self.note.is_empty() {
-            line["note"] = self.note.clone().into();
-        }
-        line
-    }
-
-    fn row(&self) -> String {
-        let number = |n: Option<f64>| n.map_or("-".to_string(), |n| format!("{n:.2}"));
-        let verdict = match self.ok() {
-            Some(true) => "ok",
-            Some(false) => "MISSED",
-            None => "-",
-        };
-        let goal = self.goal.map_or("-".to_string(), |goal| {
-            format!("{} {goal}", if self.better == Better::Lower { "<=" } else { ">=" })
-        });
-        format!(
-            "{:<24} {:>12} {:<10} {:>10}  {:<8} {:>12}  {} {}",
-            self.bar,
-            number(self.value),
-            self.unit,
-            goal,
-            verdict,
-            number(self.baseline_value),
-            self.baseline,
-            self.note
-        )
-    }
-}
-
-/// Measures kvtier, each number beside a baseline of the same run.
+/// Measure kvtier, each number beside a baseline of the same run
 #[derive(Parser)]
 #[command(name = "kvtier-bench", version = kvtier_cli::VERSION, args_conflicts_with_subcommands = true)]
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,
-    /// The group; none lists them
+    /// Group of bars; without it all groups are listed
     group: Option<String>,
     /// Finish within 50 seconds
     #[arg(long)]
     quick: bool,
-    /// The server of the group `remote`, redis://HOST[:PORT]; without it a server is started
+    /// Server of the group `remote`, redis://HOST[:PORT]; by default a server is started
     #[arg(long)]
     url: Option<String>,
-    /// One JSON object a line
+    /// Print one JSON object a line
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Subcommand)]
 enum Command {
-    /// Measure passes over a model beside the bound, other placements and a memory map
+    /// Measure passes over a model, beside their bound, other placements and a memory map
     Model(model::Args),
-    /// What the group `stream` and `model` run inside of memory cgroups
+    /// A process of the group `stream` and of `model` in a memory cgroup
     #[command(hide = true)]
     Child(model_child::Args),
 }
@@ -218,13 +138,13 @@ const GROUPS: [(&str, &str, Group); 14] = [
     ("lab", "replaying a trace on one thread", lab::run),
     (
         "offload",
-        "layers that come while others are computed, blocks that a policy spares",
+        "layer loads hidden behind computing, blocks that a sparse policy saves",
         offload::run,
     ),
     ("policy", "choosing victims, in the caller's tables and among a million", policy::run),
     (
         "promises",
-        "the disk's share, write-behind, closes by polls, long sessions, gets beside puts",
+        "disk utilisation, write-behind, closes by polls, long sessions, gets beside puts",
         promises::run,
     ),
     (
@@ -233,7 +153,7 @@ const GROUPS: [(&str, &str, Group); 14] = [
         remote::run,
     ),
     ("scale", "ten million cells, an opening after a crash, memory in a storm", scale::run),
-    ("sparse", "decisions of sparse policies, beside reading what they are made from", sparse::run),
+    ("sparse", "decisions of sparse policies, beside reading their inputs", sparse::run),
     ("store", "puts, gets and restores, beside memcpy and plain reads", store::run),
     ("stream", "weights larger than memory, beside the disk and a memory map", stream::run),
 ];
@@ -245,15 +165,15 @@ pub fn list() {
     }
 }
 
-/// Runs a group; its server, where one is named. Bars that are missed are printed as such and fail
-/// nothing: time is not a test.
+/// Runs a group, on the server at `url` if given. A missed goal is printed and is not a failure:
+/// time is not a test.
 pub fn run(group: &str, quick: bool, url: Option<&str>, json: bool) -> Result<(), String> {
     let Some((_, _, measure)) = GROUPS.iter().find(|(name, _, _)| *name == group) else {
-        return Err(format!("there is no group '{group}'; `kvtier-bench` lists them"));
+        return Err(format!("unknown group '{group}'; `kvtier-bench` lists the groups"));
     };
     let bars = match (group, url) {
         ("remote", Some(_)) => remote::run_at(quick, url),
-        (_, Some(_)) => return Err("--url is for the group 'remote' alone".to_string()),
+        (_, Some(_)) => return Err("only the group 'remote' accepts --url".to_string()),
         (_, None) => measure(quick),
     };
     print(group, &bars, json);
@@ -277,7 +197,7 @@ pub fn print(group: &str, bars: &[Bar], json: bool) {
     }
 }
 
-/// The median; the slice is sorted by it.
+/// The median; sorts the slice.
 pub fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
@@ -290,7 +210,7 @@ pub fn per_call(n: u32, mut body: impl FnMut()) -> f64 {
     start.elapsed().as_nanos() as f64 / f64::from(n)
 }
 
-/// Medians of two things measured in turn, so that both see the same machine.
+/// Medians of two measurements taken in turn, so that both see the same state of the machine.
 pub fn pairs(rounds: u32, mut a: impl FnMut() -> f64, mut b: impl FnMut() -> f64) -> (f64, f64) {
     let (mut left, mut right) = (Vec::new(), Vec::new());
     for _ in 0..rounds {

@@ -1,4 +1,4 @@
-//! `kvtier-bench model`: the passes of the group `stream`, over a model that is there.
+//! `kvtier-bench model`: the passes of the group `stream` over a given model.
 
 use kvtier_cli::human;
 use kvtier_cli::stream::sizes::bytes;
@@ -6,27 +6,27 @@ use kvtier_cli::stream::{Files, Outcome};
 
 use crate::Bar;
 
-/// A smaller model is read before its pieces could be under way at once, and a cgroup that
-/// holds a part of it has no room for a process.
+/// Smallest model. A smaller one is read too fast for concurrent pieces, and a cgroup for a part of
+/// it is too small for a process.
 const LEAST_BYTES: u64 = 64 << 20;
 
-/// What is measured.
+/// The model and the setting.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
     files: Files,
-    /// Memory of each way, such as 8G; else 59 % of the model
+    /// Memory of each method, such as 8G; by default 59 % of the model
     #[arg(long, value_parser = bytes)]
     host: Option<u64>,
-    /// Rounds, in each of which every way has its turn
+    /// Rounds; each runs every method
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// One JSON object a line
+    /// Print one JSON object a line
     #[arg(long)]
     json: bool,
 }
 
-/// What keeps several bars from having a number is long, and is said with the first.
+/// Shortens repeated notes of bars without values: the text is long.
 fn say_once(bars: &mut [Bar]) {
     let mut said: Vec<(String, &str)> = Vec::new();
     for bar in bars.iter_mut().filter(|bar| bar.value.is_none()) {
@@ -37,7 +37,7 @@ fn say_once(bars: &mut [Bar]) {
     }
 }
 
-/// Measures, and prints bars.
+/// Measures and prints the bars.
 pub fn run(args: &Args) -> Outcome<()> {
     let (model, _) = args.files.open()?;
     let (has, limit) = (model.bytes(), args.host.unwrap_or(0));

@@ -1,8 +1,8 @@
-//! One way to pass over a model, in a process of its own: so it can be put into a memory
-//! cgroup, and the page cache that it fills is charged there.
+//! One method of passes over a model, in its own process: a memory cgroup is then charged for the
+//! page cache that it fills.
 //!
-//! It says one line of JSON when it is ready, and one for each line of its input: a number of
-//! passes, before which comes one that does not count. A line with an `error` is its last.
+//! The process prints one line of JSON when it is ready, and one for each line of its input, which
+//! is a number of passes after a warm-up pass. A line with an `error` is the last one.
 
 use std::fs::File;
 use std::io::{BufRead, Write};
@@ -22,27 +22,27 @@ use serde_json::json;
 
 use kvtier_cli::stream::{Files, Outcome, sum};
 
-/// Which way.
+/// The method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum AcquireOpts {
     /// A memory map
     Map,
-    /// The streamer, with residents at equal distances
+    /// The streamer, with resident units at equal distances
     Interleaved,
-    /// The streamer, with the first units as residents
+    /// The streamer, with the first units resident
     First,
 }
 
-/// What to do.
+/// The arguments of the process.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Which way
+    /// The method
     #[arg(long, value_enum)]
     how: AcquireOpts,
-    /// The cgroup's directory, which it joins before anything else
+    /// Folder of the cgroup to join first
     #[arg(long)]
     cgroup: Option<PathBuf>,
-    /// Bytes of host memory for the streamer; else what it finds
+    /// Host memory for the streamer in bytes; by default that of the machine
     #[arg(long)]
     host: Option<u64>,
     #[command(flatten)]
@@ -60,7 +60,7 @@ impl Map {
         let file = File::open(path)?;
         let bytes = usize::try_from(file.metadata()?.len())?;
         let (protection, flags) = (libc::PROT_READ, libc::MAP_SHARED);
-        // SAFETY: a new map of a file that is open; nobody has its addresses.
+        // SAFETY: a new mapping of an open file.
         let address = unsafe {
             libc::mmap(std::ptr::null_mut(), bytes, protection, flags, file.as_raw_fd(), 0)
         };
@@ -73,7 +73,7 @@ impl Map {
 
 impl Drop for Map {
     fn drop(&mut self) {
-        // SAFETY: a map that this has made, and that nothing refers to any more.
+        // SAFETY: the mapping made by `new`, which is not used any more.
         unsafe { libc::munmap(self.address, self.bytes) };
     }
 }
@@ -107,7 +107,7 @@ impl Subject {
         Ok(Subject::Stream { streamer, _runtime: runtime })
     }
 
-    /// Looks at every byte of every unit, in their order.
+    /// Reads every byte of every unit in order; returns a checksum.
     fn pass(&self) -> Outcome<u64> {
         let mut all = 0u64;
         let mut add = |sum: u64| all = all.rotate_left(7) ^ sum;
@@ -117,8 +117,8 @@ impl Subject {
                     let of = |sum: u64, extent: &kvtier::stream::units::Extent| {
                         let map = &maps[extent.file as usize];
                         debug_assert!(extent.offset + extent.bytes <= map.bytes as u64);
-                        // SAFETY: extents lie in their files, as the model was checked to have
-                        // it, and the map is as long as the file.
+                        // SAFETY: the model was checked: extents lie in their files, and the map
+                        // has the length of the file.
                         let bytes = unsafe {
                             let start = map.address.cast::<u8>().add(extent.offset as usize);
                             std::slice::from_raw_parts(start, extent.bytes as usize)
@@ -167,7 +167,7 @@ fn join(group: &Path) -> Outcome<()> {
         .map_err(|error| format!("no memory cgroup to be in: {}: {error}", procs.display()).into())
 }
 
-/// Serves its input; who started it is told what went wrong, and tells it.
+/// Serves requests from the input; prints a failure as an answer.
 pub fn run(args: &Args) -> Outcome<()> {
     if let Err(error) = serve(args) {
         println!("{}", json!({ "error": error.to_string() }));
@@ -189,7 +189,7 @@ fn serve(args: &Args) -> Outcome<()> {
         let begun = Instant::now();
         for _ in 0..count {
             if subject.pass()? != sum {
-                return Err("a pass saw other bytes than the one before".into());
+                return Err("a pass read other bytes than the previous one".into());
             }
         }
         let ns = begun.elapsed().as_nanos() as f64 / f64::from(count.max(1));

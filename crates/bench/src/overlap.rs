@@ -1,38 +1,38 @@
-//! A restore, layer by layer, beside a model that computes: while it computes one
-//! layer the next ones are loaded.
+//! A layer-wise restore that overlaps with computing: while one layer is computed, the next ones are
+//! loaded.
 
 use std::time::{Duration, Instant};
 
 use kvtier::base::status::Result;
 use kvtier::store::state::transfer::{Level, TransferKind};
 
-use super::disk::{Outcome, Scratch};
-use super::home::{Home, TOKEN_BYTES, Tensors, layout, say};
-use super::{Bar, Better, median};
+use super::fixtures::store::{StoreFixture, TOKEN_BYTES, Tensors, layout};
+use super::fixtures::{Outcome, Scratch, say};
+use super::{Bar, median};
 
 const LAYERS: usize = 32;
 
-/// How much longer computing takes than loading.
+/// Ratios of compute time and load time.
 const PARTS: [(&str, f64); 3] =
     [("restore_compute_half", 0.5), ("restore_compute_same", 1.0), ("restore_compute_double", 2.0)];
 
-/// Seconds until the first and the last layer of a restore are there.
-fn load(home: &Home, tensors: &Tensors) -> Result<(f64, f64)> {
+/// Seconds until the first and the last layer of a restore are loaded.
+fn load(home: &StoreFixture, tensors: &Tensors) -> Result<(f64, f64)> {
     let session = home.session(1, tensors.tokens)?;
-    let took = home.carry(session, TransferKind::Get, Level::Ram, tensors.whole(true))?;
+    let took = home.transfer(session, TransferKind::Get, Level::Ram, tensors.whole(true))?;
     home.end(session)?;
     Ok((took[0], took.iter().copied().fold(0.0, f64::max)))
 }
 
-/// Seconds until the last layer is computed: each once it is there and the one before
-/// it is computed. The processor is free meanwhile, as beside an accelerator.
-fn load_and_compute(home: &Home, tensors: &Tensors, each: Duration) -> Result<f64> {
+/// Seconds until the last layer is computed. A layer is computed once it is loaded and the previous
+/// one is computed. The processor is idle meanwhile, as beside an accelerator.
+fn load_and_compute(home: &StoreFixture, tensors: &Tensors, each: Duration) -> Result<f64> {
     let session = home.session(1, tensors.tokens)?;
     let begun = Instant::now();
     let mut computed = begun;
-    home.carry_and(session, TransferKind::Get, Level::Ram, tensors.whole(true), |waits| {
-        // One that is there begins as soon as the one before it has ended, as on a
-        // stream of a device: that this thread wakes late is no part of it.
+    home.transfer_then(session, TransferKind::Get, Level::Ram, tensors.whole(true), |waits| {
+        // A loaded layer begins when the previous one ends, as on a stream of a device: a late
+        // wake-up of this thread does not count.
         computed = if waits { computed.max(Instant::now()) } else { computed } + each;
         std::thread::sleep(computed.saturating_duration_since(Instant::now()));
     })?;
@@ -40,7 +40,7 @@ fn load_and_compute(home: &Home, tensors: &Tensors, each: Duration) -> Result<f6
     Ok(computed.duration_since(begun).as_secs_f64())
 }
 
-/// Ratios of each part, and what they came from.
+/// Measures the ratio to the ideal for each compute time.
 fn round(ratios: &mut [Vec<f64>; 3], bytes: u64, tensors: &Tensors) -> Outcome<()> {
     let scratch = Scratch::new("overlap");
     std::fs::create_dir_all(&scratch.0).map_err(|e| e.to_string())?;
@@ -49,14 +49,14 @@ fn round(ratios: &mut [Vec<f64>; 3], bytes: u64, tensors: &Tensors) -> Outcome<(
         bytes + (256 << 20),
         scratch.0.join("tier").display()
     );
-    // Opened anew each time: nothing is in memory.
-    let open = || Home::open(&spec, layout(LAYERS, 256, TOKEN_BYTES)?, None);
+    // Opened for each measurement, with empty memory.
+    let open = || StoreFixture::open(&spec, layout(LAYERS, 256, TOKEN_BYTES)?, None);
     let measured = || -> Result<[f64; 3]> {
         let home = open()?;
         let session = home.session(1, tensors.tokens)?;
-        home.carry(session, TransferKind::Put, Level::Durable, tensors.whole(false))?;
+        home.transfer(session, TransferKind::Put, Level::Durable, tensors.whole(false))?;
         home.close()?;
-        // Once before it counts: the disk reads faster what it has read.
+        // A warm-up: the disk is faster on a second read.
         let home = open()?;
         load(&home, tensors)?;
         home.close()?;
@@ -70,7 +70,7 @@ fn round(ratios: &mut [Vec<f64>; 3], bytes: u64, tensors: &Tensors) -> Outcome<(
             let took =
                 load_and_compute(&home, tensors, Duration::from_secs_f64(compute / LAYERS as f64))?;
             home.close()?;
-            // Before and after: the disk is shared.
+            // Loads are measured before and after, since the disk is shared.
             let home = open()?;
             let after = load(&home, tensors)?;
             home.close()?;
@@ -86,20 +86,17 @@ fn round(ratios: &mut [Vec<f64>; 3], bytes: u64, tensors: &Tensors) -> Outcome<(
 
 /// Measures the bars.
 pub fn bars(quick: bool) -> Vec<Bar> {
-    let bar = |(name, _)| Bar {
-        bar: name,
-        value: None,
-        unit: "of ideal",
-        baseline: "the first layer alone, and the longer of loading and computing",
-        baseline_value: Some(1.0),
-        goal: Some(1.05),
-        better: Better::Lower,
-        note: String::new(),
+    let bar = |(name, _)| {
+        Bar::lower(name, "of ideal")
+            .baseline("the first layer alone, and the longer of loading and computing")
+            .baseline_value(1.0)
+            .goal(1.05)
     };
     let mut bars = PARTS.map(bar);
     let (bytes, rounds) = if quick { (128 << 20, 5) } else { (512 << 20, 8) };
     let mut ratios = [const { Vec::new() }; 3];
     let measured = Tensors::new(bytes, LAYERS)
+        .map_err(say)
         .and_then(|tensors| (0..rounds).try_for_each(|_| round(&mut ratios, bytes, &tensors)));
     for (bar, ratios) in bars.iter_mut().zip(&mut ratios) {
         match &measured {

@@ -1,5 +1,5 @@
-//! Beside other caches: what a lookup and an insert with eviction cost at a
-//! million entries, in the same run. The peers need the feature `peers`.
+//! Group `cache`: lookups and inserts with eviction at a million entries, beside other caches in the
+//! same run. The peers need the feature `peers`.
 
 use std::hint::black_box;
 
@@ -7,53 +7,45 @@ use kvtier::meta::index::hash;
 use kvtier::policy::evict::Victim;
 use kvtier::policy::evictor::{Evictor, New, Options, Who};
 
-use super::{Bar, Better, median};
+use super::fixtures::thread_ns;
+use super::{Bar, median};
 
 const ENTRIES: usize = 1_000_000;
-/// Keys of lookups, all resident.
+/// Distinct keys of lookups, all resident.
 const RESIDENT: usize = 900_000;
-/// Keys of the mix: a miss inserts, and mostly evicts.
+/// Distinct keys of the mix, in which a miss inserts and usually evicts.
 const MIXED: usize = 4_000_000;
 const BATCH: usize = 64;
 const SPECS: [&str; 4] = ["lru", "sieve", "s3fifo", "fifo"];
 
-/// What a stretch of ids does to a cache.
+/// The workload of a run.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Load {
-    /// Every id is there.
+    /// Every id is resident.
     Get,
-    /// What is not there is inserted.
+    /// Missing ids are inserted.
     Mix,
 }
 
-/// A cache in the contest.
+/// A cache to compare.
 trait Runner {
     fn name(&self) -> &'static str;
-    /// Serves the ids; how many were there.
+    /// Serves ids; returns the number of hits.
     fn run(&mut self, ids: &[u64], load: Load) -> usize;
-    /// It serves only one in so many ids of a stretch: it is that slow.
+    /// A slow cache serves only 1/`part` of the ids.
     fn part(&self) -> usize {
         1
     }
 }
 
-/// Processor time of this thread: others share the machine.
-pub fn thread_ns() -> f64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: a valid place for the answer.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
-    time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
-}
-
-/// Ids whose use falls with their rank as 1/rank; neighbours in rank are
-/// neighbours nowhere else.
+/// Ids with a Zipf distribution: the frequency falls as 1/rank. Ranks are hashed to ids.
 pub struct Zipf {
     ends: Vec<f64>,
     state: u64,
 }
 
 impl Zipf {
-    /// So many different ids.
+    /// A distribution over `keys` ids.
     pub fn new(keys: usize) -> Zipf {
         let mut sum = 0.0;
         let weights = (1..=keys).map(|rank| 1.0 / rank as f64);
@@ -79,7 +71,7 @@ impl Zipf {
     }
 }
 
-/// Ours: ids a batch.
+/// An evictor of kvtier, called in batches.
 struct Ours {
     name: &'static str,
     evictor: Evictor,
@@ -113,7 +105,7 @@ impl Ours {
     fn insert(&mut self, ids: &[u64]) {
         self.new.clear();
         for (i, &id) in ids.iter().enumerate() {
-            // An id twice in a batch is missed twice.
+            // A duplicate id in a batch misses twice.
             if self.found[i] == 0 && !self.new.iter().any(|one| one.id == id) {
                 self.new.push(New { id, units: 1, ..New::default() });
             }
@@ -162,7 +154,7 @@ mod others {
 
     use super::{ENTRIES, Load, Runner};
 
-    /// Ids are spread already: what an engine's block hashes are.
+    /// An identity hash: ids are uniformly distributed, as the block hashes of an engine.
     #[derive(Default)]
     struct Same(u64);
 
@@ -182,7 +174,7 @@ mod others {
 
     type Identity = BuildHasherDefault<Same>;
 
-    /// A map that forgets.
+    /// A bounded map.
     trait Peer {
         const PART: usize = 1;
         fn get(&mut self, id: u64) -> Option<u64>;
@@ -259,13 +251,13 @@ mod others {
         }
     }
 
-    /// The form for one thread: it takes no locks.
+    /// The single-threaded form without locks.
     fn quick<S: BuildHasher + 'static>(hasher: S) -> impl Peer + 'static {
         let (weighter, life) = (quick_cache::UnitWeighter, Default::default());
         quick_cache::unsync::Cache::with(ENTRIES, ENTRIES as u64, weighter, hasher, life)
     }
 
-    /// Each with its own hasher, and with none to speak of.
+    /// All peers, with their own hashers and with the identity hash.
     pub fn all() -> Vec<Box<dyn Runner>> {
         let entries = NonZeroUsize::new(ENTRIES).unwrap_or(NonZeroUsize::MIN);
         let length = || schnellru::ByLength::new(ENTRIES as u32);
@@ -301,20 +293,15 @@ fn peers() -> Vec<Box<dyn Runner>> {
 }
 
 fn bar(name: String) -> Bar {
-    Bar {
-        bar: Box::leak(name.into_boxed_str()),
-        value: None,
-        unit: "x",
-        baseline: "the fastest peer",
-        baseline_value: Some(1.0),
-        goal: Some(1.0),
-        better: Better::Lower,
-        note: "built without the feature `peers`".to_string(),
-    }
+    Bar::lower(Box::leak(name.into_boxed_str()), "x")
+        .baseline("the fastest peer")
+        .baseline_value(1.0)
+        .goal(1.0)
+        .note("built without the feature `peers`".to_string())
 }
 
-/// Ours and the peers in turn over the same ids; medians of ns an id, and of
-/// what ours take in parts of what the fastest peer takes.
+/// Runs kvtier and the peers in turn over the same ids. The values are medians of the ratio to the
+/// fastest peer.
 fn contest(load: Load, rounds: usize, stretch: usize) -> Vec<Bar> {
     let (what, keys) = match load {
         Load::Get => ("get", RESIDENT),
@@ -330,7 +317,7 @@ fn contest(load: Load, rounds: usize, stretch: usize) -> Vec<Bar> {
     }
     let mut zipf = Zipf::new(keys);
     let warm = match load {
-        // The order of ranks is no order of ids, nor of places.
+        // Inserted in the order of ids, which is not the order of ranks.
         Load::Get => {
             let mut ids: Vec<u64> = (0..keys as u64).map(hash).collect();
             ids.sort_unstable();

@@ -1,5 +1,5 @@
-//! Decisions: what it costs to choose victims, in tables of the caller's and
-//! among a million objects of the evictor's own.
+//! Group `policy`: the cost of choosing victims, in the caller's tables and among a million objects
+//! of an evictor.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -10,17 +10,17 @@ use kvtier::policy::evict::Victim;
 use kvtier::policy::evictor::{Evictor, New, Options, Who};
 use kvtier::policy::registry::ENTRIES;
 
-use super::{Bar, Better, allocations, median};
+use super::{Bar, allocations, median};
 
-/// Made of lists alone: their goals are the tightest.
+/// Policies made of lists only, which have the tightest goals.
 const LISTS: [&str; 8] = ["2q", "arc", "fifo", "lru", "s3fifo", "sieve", "slru", "wtinylfu"];
-/// No goal: one looks ahead, the others call foreign code or run copies.
+/// Policies without a goal: `belady` looks ahead, the others call the caller or run copies.
 const EXEMPT: [&str; 3] = ["auto", "belady", "custom"];
-/// They keep state even of rows that they do not know.
+/// Policies that keep state of unknown rows.
 const STATEFUL: [&str; 1] = ["horizon"];
 const MILLION: u64 = 1_000_000;
 
-/// A name that lives as long as the tool.
+/// A name with static lifetime.
 fn named(text: String) -> &'static str {
     Box::leak(text.into_boxed_str())
 }
@@ -80,7 +80,7 @@ impl Table {
         }
     }
 
-    /// What a straightforward engine does: sort everybody by the last use.
+    /// The baseline of a simple engine: sorts all rows by last use.
     fn sorted(&self, required: u64) -> u64 {
         let mut rows: Vec<usize> = (0..self.ids.len()).collect();
         rows.sort_unstable_by_key(|&row| self.last[row]);
@@ -112,19 +112,13 @@ fn micros(mut body: impl FnMut() -> u64) -> f64 {
     start.elapsed().as_nanos() as f64 / 1000.0
 }
 
-/// Columns of `rows` candidates, a tenth of their blocks wanted.
+/// A selection of a tenth of all blocks among `rows` candidates.
 fn select(spec: &str, rows: usize, known: bool, rounds: usize, goal: f64) -> Bar {
     let of = if rows >= 1000 { format!("{}k", rows / 1000) } else { rows.to_string() };
-    let mut bar = Bar {
-        bar: named(format!("select_{of}{}_{spec}", if known { "_known" } else { "" })),
-        value: None,
-        unit: "us",
-        baseline: "sorting all by last use",
-        baseline_value: None,
-        goal: (!EXEMPT.contains(&spec)).then_some(goal),
-        better: Better::Lower,
-        note: String::new(),
-    };
+    let mut bar =
+        Bar::lower(named(format!("select_{of}{}_{spec}", if known { "_known" } else { "" })), "us")
+            .baseline("sorting all by last use")
+            .goal((!EXEMPT.contains(&spec)).then_some(goal));
     let mut evictor = match open(spec, 2 * rows as u64) {
         Ok(evictor) => evictor,
         Err(why) => return Bar { note: why, ..bar },
@@ -153,17 +147,10 @@ fn select(spec: &str, rows: usize, known: bool, rounds: usize, goal: f64) -> Bar
     bar
 }
 
-/// One in, one out, with a million objects there and a skewed mix of uses.
+/// One eviction and one insert at a time among a million objects, with skewed accesses.
 fn victims(spec: &str, turns: u64) -> Vec<Bar> {
-    let bar = |what: &str, unit, goal| Bar {
-        bar: named(format!("{what}_{spec}")),
-        value: None,
-        unit,
-        baseline: "reading the clock",
-        baseline_value: None,
-        goal,
-        better: Better::Lower,
-        note: String::new(),
+    let bar = |what: &str, unit, goal| {
+        Bar::lower(named(format!("{what}_{spec}")), unit).baseline("reading the clock").goal(goal)
     };
     let list = LISTS.contains(&spec);
     let bound = !EXEMPT.contains(&spec);
@@ -184,7 +171,7 @@ fn victims(spec: &str, turns: u64) -> Vec<Bar> {
     let (mut times, mut clock) = (Vec::new(), Vec::new());
     let mut out: Vec<Victim> = Vec::with_capacity(4);
     for turn in 0..turns {
-        // The square of a random number: low ids are used more.
+        // The square of a random number favours low ids.
         let x = (random(&mut seed) >> 11) as f64 / (1u64 << 53) as f64;
         let id = (x * x * (MILLION + turn) as f64) as u64;
         now += 1000;
@@ -215,7 +202,7 @@ fn victims(spec: &str, turns: u64) -> Vec<Bar> {
     ]
 }
 
-/// Once warm, neither a selection nor a lookup nor an eviction allocates.
+/// Allocations of selections, lookups and evictions after the warm-up.
 fn steady_allocations() -> Bar {
     let mut evictor = open("lru", 4096).expect("a known policy");
     let table = Table::random(1000);
@@ -233,16 +220,7 @@ fn steady_allocations() -> Bar {
     (0..3).for_each(|_| turn());
     let before = allocations();
     (0..100).for_each(|_| turn());
-    Bar {
-        bar: "steady_allocations",
-        value: Some((allocations() - before) as f64),
-        unit: "in 400",
-        baseline: "",
-        baseline_value: None,
-        goal: Some(0.0),
-        better: Better::Lower,
-        note: String::new(),
-    }
+    Bar::lower("steady_allocations", "in 400").goal(0.0).value((allocations() - before) as f64)
 }
 
 /// Measures every bar of the group.

@@ -1,6 +1,6 @@
-//! What a store promises beside speed: how much of its disk cells have and what that costs in
-//! writes, what write-behind costs those who read, how long a close by polls takes, what a long
-//! session costs a put, and how long a small get waits beside large puts.
+//! Group `promises`: properties of a store besides speed. They are disk utilisation and write
+//! amplification, the cost of write-behind for gets, closes by polls, puts in long sessions, and
+//! small gets beside large puts.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -11,27 +11,31 @@ use kvtier::store::state::SpaceOpts;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::trace::generate::{GenOpts, kind_of, make};
 
-use super::disk::Scratch;
-use super::home::{Home, TOKEN_BYTES, Tensors, layout, say};
+use super::fixtures::store::{StoreFixture, TOKEN_BYTES, Tensors, layout};
+use super::fixtures::{Scratch, say};
 use super::{Bar, Better, median};
 
 const MIB: u64 = 1 << 20;
 const HOUR_NS: i64 = 3_600_000_000_000;
-/// Tokens of a chunk whose cells have 64 KiB.
+/// Tokens of a chunk with cells of 64 KiB.
 const CHUNK: u32 = 16;
 
 fn bar(name: &'static str, unit: &'static str, goal: Option<f64>, better: Better) -> Bar {
     let (value, baseline, baseline_value, note) = (None, "", None, String::new());
-    Bar { bar: name, value, unit, baseline, baseline_value, goal, better, note }
+    Bar::new(name, unit, better)
+        .baseline(baseline)
+        .baseline_value(baseline_value)
+        .goal(goal)
+        .value(value)
+        .note(note)
 }
 
-/// Stores the conversations of a trace on a disk of so many bytes, several times what it holds, in
-/// chunks of so many layers; the share of it that cells have then, the bytes written for each byte
-/// of cells, and for each byte that was put.
+/// Stores conversations of a trace, `times` the size of the disk, in chunks of `layers` layers.
+/// Returns the share of the disk with live cells, and the bytes written for each byte of cells and
+/// for each byte put.
 fn churn(disk_bytes: u64, times: u64, layers: usize, write: &str) -> Result<[f64; 3]> {
-    /// Tokens of the longest request, in bytes of their cells.
+    /// Bytes of cells of the longest request.
     const LONGEST_BYTES: u64 = 128 * MIB;
-    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
     let scratch = Scratch::new("churn");
     let chunk_bytes = u64::from(CHUNK) * 2 * TOKEN_BYTES * layers as u64;
     let wanted = times * disk_bytes / chunk_bytes;
@@ -41,8 +45,8 @@ fn churn(disk_bytes: u64, times: u64, layers: usize, write: &str) -> Result<[f64
         "store(host=128MiB,write={write},disk_policy=lru,disk=disk(path=\"{}\",bytes={disk_bytes}B))",
         scratch.0.display()
     );
-    let home = Home::open(&spec, layout(layers, CHUNK, TOKEN_BYTES)?, None)?;
-    let tensors = Tensors::new(LONGEST_BYTES, layers).map_err(failed)?;
+    let home = StoreFixture::open(&spec, layout(layers, CHUNK, TOKEN_BYTES)?, None)?;
+    let tensors = Tensors::new(LONGEST_BYTES, layers)?;
     let (mut stored, mut round) = (0, 0u64);
     while stored < wanted {
         let trace = make(&GenOpts { seed: 1 + round, ..opts })?;
@@ -62,7 +66,7 @@ fn churn(disk_bytes: u64, times: u64, layers: usize, write: &str) -> Result<[f64
             let mut what = tensors.whole(false);
             what.tokens = tokens.len() as u64;
             let level = if write == "through" { Level::Disk } else { Level::Ram };
-            home.carry(session, TransferKind::Put, level, what)?;
+            home.transfer(session, TransferKind::Put, level, what)?;
             home.end(session)?;
             let report = home.store.look(|core| core.report())?;
             stored = report.counters.stored / layers as u64;
@@ -106,7 +110,7 @@ fn churn_bars(quick: bool) -> Vec<Bar> {
     bars
 }
 
-/// What write-behind writes of what is put, beside what write-through does.
+/// The bytes written with write-behind, beside write-through.
 fn less_bar() -> Bar {
     let mut bar = bar("writes_behind_1GiB", "of through", None, Better::Lower);
     bar.baseline = "write=through, the same puts";
@@ -121,38 +125,37 @@ fn less_bar() -> Bar {
     bar
 }
 
-/// Seconds of gets of what is in memory, while what was put last is written or not.
+/// Seconds of gets from memory, with and without concurrent writes of the last put.
 fn behind_pairs(rounds: u32) -> Result<Vec<(f64, f64)>> {
     const LAYERS: usize = 8;
     const MOVE: u64 = 64 * MIB;
-    /// Until all of memory was used.
+    /// Rounds until all memory was used.
     const WARM: u32 = 10;
-    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
-    let tensors = Tensors::new(MOVE, LAYERS).map_err(failed)?;
+    let tensors = Tensors::new(MOVE, LAYERS)?;
     let open = |write: &str, scratch: &Scratch| {
         let spec = format!(
             "store(host=512MiB,policy=lru,write={write},disk=disk(path=\"{}\",bytes=4GiB))",
             scratch.0.display()
         );
-        Home::open(&spec, layout(LAYERS, CHUNK, TOKEN_BYTES)?, None)
+        StoreFixture::open(&spec, layout(LAYERS, CHUNK, TOKEN_BYTES)?, None)
     };
     let (one, two) = (Scratch::new("behind"), Scratch::new("back"));
-    let homes = [open("behind(age=1ms)", &one)?, open("back", &two)?];
+    let stores = [open("behind(age=1ms)", &one)?, open("back", &two)?];
     let mut pairs = Vec::new();
     for round in 0..rounds + WARM {
         let mut took = [0.0; 2];
         for at in [round as usize % 2, (round as usize + 1) % 2] {
-            let home = &homes[at];
+            let home = &stores[at];
             let session = home.session(round, tensors.tokens)?;
-            home.carry(session, TransferKind::Put, Level::Ram, tensors.whole(false))?;
+            home.transfer(session, TransferKind::Put, Level::Ram, tensors.whole(false))?;
             home.end(session)?;
             for _ in 0..3 {
                 let session = home.session(round.saturating_sub(1), tensors.tokens)?;
                 took[at] +=
-                    home.carry(session, TransferKind::Get, Level::Ram, tensors.whole(false))?[0];
+                    home.transfer(session, TransferKind::Get, Level::Ram, tensors.whole(false))?[0];
                 home.end(session)?;
             }
-            // Until nothing is written any more: the other one is alone.
+            // Waits until no write is in progress, so that the other store runs alone.
             while home.store.look(|core| core.unwritten().0 > 0 || !core.is_idle())? {
                 std::thread::sleep(std::time::Duration::from_millis(2));
             }
@@ -161,7 +164,7 @@ fn behind_pairs(rounds: u32) -> Result<Vec<(f64, f64)>> {
             pairs.push((took[0], took[1]));
         }
     }
-    homes.into_iter().try_for_each(Home::close)?;
+    stores.into_iter().try_for_each(StoreFixture::close)?;
     Ok(pairs)
 }
 
@@ -178,20 +181,19 @@ fn behind_bar(quick: bool) -> Bar {
     bar
 }
 
-/// Seconds of closing a store of so many short sessions: by polls, and by waiting.
+/// Seconds of closing a store with many short sessions, by polls or by waiting.
 fn close(sessions: u32, by_polls: bool) -> Result<f64> {
-    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
     let scratch = Scratch::new("close");
     let spec = format!(
         "store(host=256MiB,write=back,sessions={},disk=disk(path=\"{}\",bytes=1GiB))",
         sessions + 1,
         scratch.0.display()
     );
-    let home = Home::open(&spec, layout(1, 4, 512)?, None)?;
-    let tensors = Tensors::of(4096, 1, 512).map_err(failed)?;
+    let home = StoreFixture::open(&spec, layout(1, 4, 512)?, None)?;
+    let tensors = Tensors::with_token_bytes(4096, 1, 512)?;
     for number in 0..sessions {
         let session = home.session(number, 4)?;
-        home.carry(session, TransferKind::Put, Level::Ram, tensors.whole(false))?;
+        home.transfer(session, TransferKind::Put, Level::Ram, tensors.whole(false))?;
     }
     let start = Instant::now();
     match by_polls {
@@ -222,29 +224,27 @@ fn close_bar(quick: bool) -> Bar {
     bar
 }
 
-/// Nanoseconds of a put of one chunk at the end of sessions of so many, one after the other as
-/// an engine makes them that decodes. The first ones find caches that the prompt has filled with
-/// its bytes: they do not count.
+/// Nanoseconds of a put of one chunk at the end of sessions of given lengths, as of an engine that
+/// decodes. The first puts find caches filled by the prompt and do not count.
 fn put_at<const N: usize>(lengths: [u32; N], rounds: u32) -> Result<[f64; N]> {
     const PUTS: u32 = 12;
     const WARM: u32 = 4;
-    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
-    let home = Home::open("store(host=1GiB,policy=lru)", layout(1, CHUNK, 128)?, None)?;
-    let tensors = Tensors::of(u64::from(CHUNK) * 256, 1, 128).map_err(failed)?;
+    let home = StoreFixture::open("store(host=1GiB,policy=lru)", layout(1, CHUNK, 128)?, None)?;
+    let tensors = Tensors::with_token_bytes(u64::from(CHUNK) * 256, 1, 128)?;
     let mut took = [const { Vec::new() }; N];
     for round in 0..rounds {
         for (at, &length) in lengths.iter().enumerate() {
             let document = (at as u32 + 1) << 9 | round;
             let tokens = u64::from(length * CHUNK);
             let session = home.session(document, tokens)?;
-            let whole = Tensors::of(tokens * 256, 1, 128).map_err(failed)?;
-            home.carry(session, TransferKind::Put, Level::Ram, whole.whole(false))?;
+            let whole = Tensors::with_token_bytes(tokens * 256, 1, 128)?;
+            home.transfer(session, TransferKind::Put, Level::Ram, whole.whole(false))?;
             for put in 0..PUTS {
                 let one: Vec<u32> = (0..CHUNK).map(|i| 1 << 31 | document << 8 | i).collect();
                 home.store.with(|core| core.append(session, &one))?;
                 let mut what = tensors.whole(false);
                 what.first_token = tokens + u64::from(put * CHUNK);
-                let ns = home.carry(session, TransferKind::Put, Level::Ram, what)?[0] * 1e9;
+                let ns = home.transfer(session, TransferKind::Put, Level::Ram, what)?[0] * 1e9;
                 took[at].extend((put >= WARM).then_some(ns));
             }
             home.end(session)?;
@@ -268,13 +268,12 @@ fn length_bar(quick: bool) -> Bar {
     bar
 }
 
-/// The slowest of a thousand gets of a cell of 64 KiB, one copy thread, in microseconds: alone and
-/// beside somebody who puts cells of 4 MiB. Memory is full of those before: a page that is touched
-/// for the first time may cost a virtual machine milliseconds.
+/// p99.9 in microseconds of gets of a 64 KiB cell with one copy worker, alone and beside puts of
+/// 4 MiB cells. Memory is filled first: the first touch of a page can take a virtual machine
+/// milliseconds.
 fn slowest(gets: u32) -> Result<(f64, f64)> {
     const FILLS: u32 = 40;
-    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
-    let home = Home::open(
+    let home = StoreFixture::open(
         "store(host=512MiB,policy=lru,copiers=1)",
         layout(1, CHUNK, TOKEN_BYTES)?,
         None,
@@ -282,13 +281,13 @@ fn slowest(gets: u32) -> Result<(f64, f64)> {
     let long = layout(1, 1024, TOKEN_BYTES)?;
     let opts = SpaceOpts { key: Key([7; 32]), layout: long, holes: false };
     let space = home.store.with(|core| core.open_space(&opts))?;
-    let small = Tensors::new(64 << 10, 1).map_err(failed)?;
-    let large = Tensors::new(16 * MIB, 1).map_err(failed)?;
+    let small = Tensors::new(64 << 10, 1)?;
+    let large = Tensors::new(16 * MIB, 1)?;
     let session = home.session(1, small.tokens)?;
-    home.carry(session, TransferKind::Put, Level::Ram, small.whole(false))?;
+    home.transfer(session, TransferKind::Put, Level::Ram, small.whole(false))?;
     let put = |document: u32| -> Result<()> {
         let session = home.session_in(space, document, large.tokens)?;
-        home.carry(session, TransferKind::Put, Level::Ram, large.whole(false))?;
+        home.transfer(session, TransferKind::Put, Level::Ram, large.whole(false))?;
         home.end(session)
     };
     (0..FILLS).try_for_each(put)?;
@@ -296,7 +295,7 @@ fn slowest(gets: u32) -> Result<(f64, f64)> {
         let mut all = Vec::new();
         for _ in 0..gets {
             all.push(
-                home.carry(session, TransferKind::Get, Level::Ram, small.whole(false))?[0] * 1e6,
+                home.transfer(session, TransferKind::Get, Level::Ram, small.whole(false))?[0] * 1e6,
             );
         }
         all.sort_by(f64::total_cmp);

@@ -1,7 +1,7 @@
-//! The remote: what a way to a server moves beside the server's own benchmark, what asking costs
-//! beside one round trip of a bare socket, and what a store with a remote costs its callers.
+//! Group `remote`: bandwidth of a connection beside the server's own benchmark, lookups beside one
+//! round trip of a bare socket, and the cost of a remote for the callers of a store.
 //!
-//! What is measured with is a server that is named, or one that is started here.
+//! The server is the one at `--url`, or one that the group starts.
 
 use std::time::Instant;
 
@@ -13,24 +13,24 @@ use kvtier::tier::remote::redis::{Redis, RedisOpts};
 use kvtier::tier::remote::secret::Secret;
 use kvtier::tier::remote::{Client, Gets, Name, Puts, Queries, Remote};
 
-use super::disk::{self, Outcome, in_turn, memory, part_of_raw};
-use super::home::say;
+use super::disk::{self, in_turn, part_of_raw};
+use super::fixtures::{Outcome, memory, say};
 use super::remote_server::{BYTES, KEYS, Raw, Server};
 use super::remote_store;
-use super::{Bar, Better, median};
+use super::{Bar, median};
 
-/// How long a batch may take.
-const PATIENCE_NS: u64 = 20_000_000_000;
+/// Timeout of a batch.
+const TIMEOUT_NS: u64 = 20_000_000_000;
 /// Objects of a batch.
 const BATCH: u64 = 64;
-/// Requests that the server's own benchmark has under way.
+/// Concurrent requests of the server's own benchmark.
 const DEPTH: u64 = 16;
-/// Names that are asked for together.
+/// Names of a lookup.
 const ASKED: u64 = 1000;
-/// What stands before all names.
+/// Prefix of all names.
 const PREFIX: &str = "kvtbench";
 
-/// Names of this run.
+/// Random names of this run.
 #[derive(Clone, Copy)]
 struct Mine([u8; HASH_BYTES]);
 
@@ -46,33 +46,33 @@ fn prefix() -> Outcome<Prefix> {
     Prefix::new(PREFIX).map_err(say)
 }
 
-/// A way to the server.
-struct Way {
+/// A connection to the server.
+struct Connection {
     client: Box<dyn Client>,
     clock: Clock,
     mine: Mine,
 }
 
-impl Way {
-    fn open(server: &Server) -> Outcome<Way> {
+impl Connection {
+    fn open(server: &Server) -> Outcome<Connection> {
         let password = server.password.as_deref().map(Secret::new).transpose().map_err(say)?;
         let opts = RedisOpts {
             password,
             ttl_s: 600,
-            connect_ns: PATIENCE_NS,
+            connect_ns: TIMEOUT_NS,
             ..RedisOpts::new(&server.url, prefix()?)
         };
         let clock = Clock::real();
         let mut client = Redis::open(&opts, clock.clone()).map_err(say)?.client();
-        client.greet(clock.now_ns() + PATIENCE_NS).map_err(say)?;
-        Ok(Way { client, clock, mine: Mine(random_bytes().map_err(say)?) })
+        client.greet(clock.now_ns() + TIMEOUT_NS).map_err(say)?;
+        Ok(Connection { client, clock, mine: Mine(random_bytes().map_err(say)?) })
     }
 
     fn deadline_ns(&self) -> u64 {
-        self.clock.now_ns() + PATIENCE_NS
+        self.clock.now_ns() + TIMEOUT_NS
     }
 
-    /// Seconds of putting so many objects, in batches.
+    /// Seconds of putting `count` objects in batches.
     fn put(&mut self, first: u64, count: u64, stock: &Buffer) -> Outcome<f64> {
         let mut puts = Puts::default();
         let mut took = 0.0;
@@ -85,7 +85,7 @@ impl Way {
             }
             let deadline_ns = self.deadline_ns();
             let start = Instant::now();
-            // SAFETY: the stock is this benchmark's own, and nobody writes to it.
+            // SAFETY: the buffer outlives the call, and no code writes to it.
             unsafe { self.client.put(&mut puts, deadline_ns) };
             took += start.elapsed().as_secs_f64();
             if puts.items.iter().any(|put| put.result != Ok(false)) {
@@ -95,7 +95,7 @@ impl Way {
         Ok(took)
     }
 
-    /// Seconds of getting them again.
+    /// Seconds of getting `count` objects in batches.
     fn get(&mut self, first: u64, count: u64, stock: &Buffer) -> Outcome<f64> {
         let mut gets = Gets::default();
         let mut took = 0.0;
@@ -108,11 +108,11 @@ impl Way {
             }
             let deadline_ns = self.deadline_ns();
             let start = Instant::now();
-            // SAFETY: the stock is this benchmark's own.
+            // SAFETY: the buffer outlives the call, and no other code uses it.
             unsafe { self.client.get(&mut gets, deadline_ns) };
             took += start.elapsed().as_secs_f64();
             if gets.items.iter().any(|get| get.result != Ok(BYTES as u64)) {
-                return Err("not all objects came".to_string());
+                return Err("not all objects were loaded".to_string());
             }
         }
         Ok(took)
@@ -136,8 +136,8 @@ fn moves(server: &Server, quick: bool) -> Outcome<[Vec<(f64, f64)>; 2]> {
     server.is_measurable()?;
     server.check()?;
     let (rounds, count) = (if quick { 3 } else { 9 }, KEYS);
-    let stock = memory(BATCH * BYTES as u64)?;
-    let mut way = Way::open(server)?;
+    let stock = memory(BATCH * BYTES as u64).map_err(say)?;
+    let mut connection = Connection::open(server)?;
     let mut pairs = [Vec::new(), Vec::new()];
     for turn in 0..rounds {
         let first = u64::from(turn) * count;
@@ -146,38 +146,38 @@ fn moves(server: &Server, quick: bool) -> Outcome<[Vec<(f64, f64)>; 2]> {
             let took = server.benchmark("set", count, DEPTH)?;
             server.empty().map(|()| took)
         };
-        pairs[0].push(in_turn(turn, || way.put(first, count, &stock), theirs)?);
-        // Ours may have gone with what the other wrote.
-        way.remove(first, count);
-        way.put(first, count, &stock)?;
+        pairs[0].push(in_turn(turn, || connection.put(first, count, &stock), theirs)?);
+        // The server may have evicted objects during its benchmark.
+        connection.remove(first, count);
+        connection.put(first, count, &stock)?;
         server.stock()?;
         let theirs = || server.benchmark("get", count, DEPTH);
-        pairs[1].push(in_turn(turn, || way.get(first, count, &stock), theirs)?);
-        way.remove(first, count);
+        pairs[1].push(in_turn(turn, || connection.get(first, count, &stock), theirs)?);
+        connection.remove(first, count);
     }
     Ok(pairs)
 }
 
-/// Seconds of asking for a thousand names, of which half are there, and of a bare socket's
-/// thousand lengths of the same names.
+/// Seconds of a lookup of a thousand names, half of which exist, and of the same lengths over a bare
+/// socket.
 fn queries(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
     let mut raw = server.raw()?;
-    let mut way = Way::open(server)?;
-    let stock = memory(BATCH * BYTES as u64)?;
+    let mut connection = Connection::open(server)?;
+    let stock = memory(BATCH * BYTES as u64).map_err(say)?;
     let there = ASKED / 2;
-    // What an object holds says nothing of how it is asked for.
+    // The contents do not matter for a lookup.
     let mut puts = Puts::default();
     for number in 0..there {
-        puts.object(way.mine.name(number));
+        puts.object(connection.mine.name(number));
         puts.part(stock.address(), 64);
     }
-    let deadline_ns = way.deadline_ns();
-    // SAFETY: the stock is this benchmark's own, and nobody writes to it.
-    unsafe { way.client.put(&mut puts, deadline_ns) };
+    let deadline_ns = connection.deadline_ns();
+    // SAFETY: the buffer outlives the call, and no code writes to it.
+    unsafe { connection.client.put(&mut puts, deadline_ns) };
     let prefix = prefix()?;
     let key = |number| {
         let mut out = Vec::new();
-        prefix.write(&way.mine.name(number), &mut out);
+        prefix.write(&connection.mine.name(number), &mut out);
         String::from_utf8_lossy(&out).into_owned()
     };
     let keys: Vec<String> = (0..ASKED).map(key).collect();
@@ -191,23 +191,23 @@ fn queries(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
             let took = start.elapsed().as_secs_f64();
             match lengths.iter().filter(|length| **length == 64).count() as u64 == there {
                 true => Ok(took),
-                false => Err("a bare socket hears other lengths".to_string()),
+                false => Err("the bare socket received other lengths".to_string()),
             }
         };
         let ours = || {
-            let mut queries = way.queries(0, ASKED);
-            let deadline_ns = way.deadline_ns();
+            let mut queries = connection.queries(0, ASKED);
+            let deadline_ns = connection.deadline_ns();
             let start = Instant::now();
-            way.client.lookup(&mut queries, deadline_ns);
+            connection.client.lookup(&mut queries, deadline_ns);
             let took = start.elapsed().as_secs_f64();
             match queries.items.iter().filter(|ask| ask.result == Ok(64)).count() as u64 == there {
                 true => Ok(took),
-                false => Err("not all names are answered".to_string()),
+                false => Err("not all lookups were answered".to_string()),
             }
         };
         pairs.push(in_turn(turn, ours, bare)?);
     }
-    way.remove(0, there);
+    connection.remove(0, there);
     Ok(pairs)
 }
 
@@ -226,16 +226,9 @@ fn move_bars(server: &Outcome<Server>, quick: bool) -> Vec<Bar> {
 }
 
 fn ask_bar(server: &Outcome<Server>, quick: bool) -> Bar {
-    let mut bar = Bar {
-        bar: "remote_ask_1000",
-        value: None,
-        unit: "of bare",
-        baseline: "1,000 STRLEN in one write of a bare socket",
-        baseline_value: None,
-        goal: Some(1.3),
-        better: Better::Lower,
-        note: String::new(),
-    };
+    let mut bar = Bar::lower("remote_ask_1000", "of bare")
+        .baseline("1,000 STRLEN in one write of a bare socket")
+        .goal(1.3);
     match server.as_ref().map_err(Clone::clone).and_then(|server| queries(server, quick)) {
         Ok(pairs) => {
             let mut parts: Vec<f64> = pairs.iter().map(|(ours, bare)| ours / bare).collect();
@@ -249,12 +242,12 @@ fn ask_bar(server: &Outcome<Server>, quick: bool) -> Bar {
     bar
 }
 
-/// Measures every bar of the group, with a server that is started for it.
+/// Measures every bar of the group with a server that it starts.
 pub fn run(quick: bool) -> Vec<Bar> {
     run_at(quick, None)
 }
 
-/// The same with a server that is there, if one is named.
+/// Measures every bar of the group with the server at `url`, if given.
 pub fn run_at(quick: bool, url: Option<&str>) -> Vec<Bar> {
     let server = match url {
         Some(url) => Ok(Server::at(url)),

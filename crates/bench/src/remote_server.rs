@@ -1,5 +1,5 @@
-//! The server that a remote is measured with: one that is there, or one that is started here; its
-//! own benchmark, and a socket that speaks its protocol and knows nothing else.
+//! The Redis server of the group `remote`, given or started; its own benchmark; and a bare socket
+//! that speaks its protocol.
 
 use std::cell::Cell;
 use std::io::{BufRead, BufReader, Write};
@@ -8,33 +8,33 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::disk::Outcome;
+use super::fixtures::Outcome;
 
 /// Bytes of an object.
 pub const BYTES: usize = 256 << 10;
-/// Where the password of a server that is there is taken from.
+/// Environment variable with the password of a given server.
 const PASSWORD: &str = "KVTIER_REMOTE_PASSWORD";
-/// How long a server may take to start, and a reply to come.
+/// Timeout of starting the server and of a reply.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Keys that its benchmark writes on a server that is somebody's.
+/// Keys that its benchmark writes on a given server.
 pub const KEYS: u64 = 256;
 
 /// A server.
 pub struct Server {
-    /// Where it is.
+    /// The URL.
     pub url: String,
-    /// The password that it wants.
+    /// The password, if the server needs one.
     pub password: Option<Vec<u8>>,
-    /// Its host and port, where its benchmark can be run: without a user, a database, a password.
+    /// Host and port, if its benchmark can be run: without user, database and password.
     place: Option<(String, u16)>,
-    /// One that is ours, and where its files are.
+    /// The process and the folder of a server that was started here.
     own: Option<(Child, PathBuf)>,
-    /// It was seen to have no keys that its benchmark would write: those there are ours.
+    /// Whether the server was checked to have none of the keys that its benchmark writes.
     is_checked: Cell<bool>,
 }
 
 impl Server {
-    /// One that is there.
+    /// A given server.
     pub fn at(url: &str) -> Server {
         let password = std::env::var_os(PASSWORD).filter(|password| !password.is_empty());
         let password = password.map(std::os::unix::ffi::OsStringExt::into_vec);
@@ -42,7 +42,7 @@ impl Server {
         Server { url: url.to_string(), password, place, own: None, is_checked: Cell::new(false) }
     }
 
-    /// One of our own, on a port of this machine that nobody else sees.
+    /// Starts a server on a free local port.
     pub fn start() -> Outcome<Server> {
         let is_there = Command::new("redis-server").arg("--version").output().is_ok();
         if !is_there {
@@ -71,28 +71,24 @@ impl Server {
         let since = Instant::now();
         while server.raw().and_then(|mut raw| raw.ask(&[&["PING"]])).is_err() {
             if since.elapsed() > PATIENCE {
-                return Err(format!(
-                    "a redis-server was started at port {port}, and answers nobody"
-                ));
+                return Err(format!("the redis-server started at port {port} does not answer"));
             }
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(server)
     }
 
-    /// Whether it was started here, and holds nothing of anybody's.
+    /// Whether the server was started here.
     pub fn is_own(&self) -> bool {
         self.own.is_some()
     }
 
-    /// Whether its benchmark can be run against it; else why not.
+    /// Fails with the reason if its benchmark cannot be run.
     pub fn is_measurable(&self) -> Outcome<()> {
         if self.place.is_none() {
-            return Err(
-                "SKIP: a server with a user, a password, a database or other hosts: what is \
-                        compared with takes its password where others see it"
-                    .to_string(),
-            );
+            return Err("SKIP: a server with a user, a password, a database or several hosts: \
+                 redis-benchmark would show the password to other users"
+                .to_string());
         }
         match Command::new("redis-benchmark").arg("--version").output() {
             Ok(_) => Ok(()),
@@ -100,13 +96,13 @@ impl Server {
         }
     }
 
-    /// A socket.
+    /// Opens a bare socket.
     pub fn raw(&self) -> Outcome<Raw> {
         let (host, port) = self.place.as_ref().ok_or("SKIP: its host alone is not known")?;
         Raw::open(host, *port)
     }
 
-    /// Makes room: all of it on a server of ours, what its benchmark leaves on another.
+    /// Removes all keys of a server started here, or those of its benchmark from a given one.
     pub fn empty(&self) -> Outcome<()> {
         if self.own.is_some() {
             return self.raw()?.ask(&[&["FLUSHALL"]]).map(drop);
@@ -119,7 +115,7 @@ impl Server {
         self.raw()?.ask(&lines.iter().map(|line| &line[..]).collect::<Vec<_>>()).map(drop)
     }
 
-    /// A server that is somebody's must not have keys of the names that its benchmark writes.
+    /// Fails if a given server has keys that its benchmark would write.
     pub fn check(&self) -> Outcome<()> {
         let names: Vec<String> = (0..KEYS).map(key).collect();
         let lines: Vec<[&str; 2]> = names.iter().map(|name| ["STRLEN", name]).collect();
@@ -137,12 +133,12 @@ impl Server {
         }
     }
 
-    /// Seconds that its own benchmark takes for so many objects, over one connection, with so
-    /// many requests under way.
+    /// Seconds of its own benchmark for `count` objects over one connection with `depth` concurrent
+    /// requests.
     pub fn benchmark(&self, what: &str, count: u64, depth: u64) -> Outcome<f64> {
         let (host, port) = self.place.as_ref().ok_or("its host alone is not known")?;
-        // On a server of ours names that nobody has had, as ours are: memory is new to both. A get
-        // wants names that are there.
+        // On a server started here, sets use fresh keys as kvtier does, so that both allocate. Gets
+        // need keys that exist.
         let is_new = self.own.is_some() && what == "set";
         let keys = if is_new { 1_000_000_000 } else { KEYS };
         let out = Command::new("redis-benchmark")
@@ -156,11 +152,11 @@ impl Server {
         let rate: Option<f64> = rate.and_then(|rate| rate.trim_matches('"').parse().ok());
         match rate.filter(|rate| *rate > 0.0) {
             Some(rate) => Ok(count as f64 / rate),
-            None => Err("redis-benchmark said nothing that is known".to_string()),
+            None => Err("the output of redis-benchmark is not understood".to_string()),
         }
     }
 
-    /// Has all keys that are got there.
+    /// Writes all keys for gets.
     pub fn stock(&self) -> Outcome<()> {
         let value = "x".repeat(BYTES);
         let mut raw = self.raw()?;
@@ -184,7 +180,7 @@ impl Drop for Server {
     }
 }
 
-/// What its benchmark calls its keys.
+/// A key of its benchmark.
 fn key(number: u64) -> String {
     format!("key:{number:012}")
 }
@@ -202,7 +198,7 @@ fn place_of(url: &str) -> Option<(String, u16)> {
     }
 }
 
-/// A socket that writes commands and reads what is answered in a line.
+/// A socket that writes commands and reads one-line answers.
 pub struct Raw {
     stream: BufReader<TcpStream>,
     line: Vec<u8>,
@@ -217,7 +213,7 @@ impl Raw {
         Ok(Raw { stream: BufReader::with_capacity(64 << 10, stream), line: Vec::new() })
     }
 
-    /// Commands as they go.
+    /// The bytes of commands.
     pub fn request(commands: &[&[&str]]) -> Vec<u8> {
         let mut out = Vec::new();
         for words in commands {
@@ -229,12 +225,12 @@ impl Raw {
         out
     }
 
-    /// Writes all commands, reads all answers; the numbers among them.
+    /// Sends commands; returns the numbers among the answers.
     pub fn ask(&mut self, commands: &[&[&str]]) -> Outcome<Vec<i64>> {
         self.round_trip(&Raw::request(commands), commands.len())
     }
 
-    /// The same of a request that is made already.
+    /// Sends the bytes of `count` commands; returns the numbers among the answers.
     pub fn round_trip(&mut self, request: &[u8], count: usize) -> Outcome<Vec<i64>> {
         let say = |error: std::io::Error| error.to_string();
         self.stream.get_mut().write_all(request).map_err(say)?;

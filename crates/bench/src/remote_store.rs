@@ -1,5 +1,5 @@
-//! What a remote costs a store's callers: their own processor time, beside the same store without
-//! one. And that nothing is loaded from where computing is sooner.
+//! The cost of a remote for the callers of a store, in processor time of the calling thread, beside
+//! the same store without a remote; and plans that recompute where that is faster.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,34 +16,33 @@ use kvtier::tier::remote::dir::{Dir, DirOpts};
 use kvtier::tier::remote::name::Prefix;
 use kvtier::tier::remote::{Caps, Client, Gets, Puts, Queries, Remote, Server as Said};
 
-use super::disk::{Outcome, Scratch};
-use super::home::{Home, Tensors, layout, say};
-use super::peers::thread_ns;
+use super::fixtures::store::{StoreFixture, Tensors, layout};
+use super::fixtures::{Outcome, Scratch, say, thread_ns};
 use super::remote_server::Server;
-use super::{Bar, Better, median};
+use super::{Bar, median};
 
-/// Layers, tokens of a chunk and bytes of K, or of V, of a token in a layer.
+/// Layers, tokens of a chunk, and bytes of K or V for a token in a layer.
 const LAYERS: usize = 8;
 const CHUNK: u32 = 16;
 const TOKEN_BYTES: u64 = 128;
 /// Bytes of a document: 256 tokens.
 const DOCUMENT_BYTES: u64 = 512 << 10;
-/// What a caller may lose to a remote, in microseconds.
+/// Goal for the additional time of a call, in microseconds.
 const GOAL_US: f64 = 5.0;
-/// Bytes a second of the remote that is made slow.
+/// Bandwidth of the slow remote, in bytes a second.
 const SLOW: f64 = 2e7;
-/// How much sooner, or later, computing is than that.
+/// Factor by which computing is faster or slower than the slow remote.
 const FACTOR: f64 = 8.0;
-/// Documents that are loaded before it is asked for plans, and those that it is asked for.
+/// Documents loaded to learn the bandwidth, and documents planned.
 const LEARNED: u32 = 6;
 const PLANNED: u32 = 12;
 
-/// What callers do, and what it is called.
+/// The bars of the calls.
 const CALLS: [&str; 4] =
     ["remote_session", "remote_locate", "remote_put_submit", "remote_get_submit"];
 
-fn open(spec: &StoreSpec) -> Result<Home> {
-    Home::of(spec, layout(LAYERS, CHUNK, TOKEN_BYTES)?, None)
+fn open(spec: &StoreSpec) -> Result<StoreFixture> {
+    StoreFixture::from_spec(spec, layout(LAYERS, CHUNK, TOKEN_BYTES)?, None)
 }
 
 fn wait(op: &OpRef) -> Result<u64> {
@@ -56,7 +55,7 @@ fn wait(op: &OpRef) -> Result<u64> {
     }
 }
 
-/// Microseconds of this thread until a call has returned; what it gave.
+/// Processor microseconds of a call, and its result.
 fn timed<R>(call: impl FnOnce() -> Result<R>) -> Result<(f64, R)> {
     let start = thread_ns();
     let result = call()?;
@@ -64,7 +63,7 @@ fn timed<R>(call: impl FnOnce() -> Result<R>) -> Result<(f64, R)> {
 }
 
 /// Microseconds of each call for one document.
-fn round(home: &Home, document: u32, tensors: &Tensors) -> Result<[f64; 4]> {
+fn round(home: &StoreFixture, document: u32, tensors: &Tensors) -> Result<[f64; 4]> {
     let opts = OpOpts::default();
     let submit = |session, kind| -> Result<f64> {
         let what = tensors.whole(false);
@@ -82,9 +81,8 @@ fn round(home: &Home, document: u32, tensors: &Tensors) -> Result<[f64; 4]> {
 }
 
 fn overheads(server: &Server, quick: bool) -> Result<[Vec<(f64, f64)>; 4]> {
-    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
-    let tensors = Tensors::of(DOCUMENT_BYTES, LAYERS, TOKEN_BYTES).map_err(failed)?;
-    // Nothing leaves memory; what is somebody's server gets nothing.
+    let tensors = Tensors::with_token_bytes(DOCUMENT_BYTES, LAYERS, TOKEN_BYTES)?;
+    // Memory is large enough for all documents. A server at --url receives no objects.
     let write = if server.is_own() { "back" } else { "never" };
     let common = "host=256MiB,policy=lru,copiers=1,chunks=16384";
     let remote =
@@ -104,7 +102,7 @@ fn overheads(server: &Server, quick: bool) -> Result<[Vec<(f64, f64)>; 4]> {
                 (round(&with, document, &tensors)?, without)
             }
         };
-        // The first ones find tables that have to grow.
+        // The first documents grow the tables.
         if document >= 20 {
             let each = pairs.iter_mut().zip(both.0.into_iter().zip(both.1));
             each.for_each(|(pairs, one)| pairs.push(one));
@@ -116,15 +114,10 @@ fn overheads(server: &Server, quick: bool) -> Result<[Vec<(f64, f64)>; 4]> {
 }
 
 fn overhead_bars(server: &Outcome<Server>, quick: bool) -> Vec<Bar> {
-    let of = |bar| Bar {
-        bar,
-        value: None,
-        unit: "us more",
-        baseline: "us of the calling thread, the same store without a remote",
-        baseline_value: None,
-        goal: Some(GOAL_US),
-        better: Better::Lower,
-        note: String::new(),
+    let of = |bar| {
+        Bar::lower(bar, "us more")
+            .baseline("us of the calling thread, the same store without a remote")
+            .goal(GOAL_US)
     };
     let mut bars = CALLS.map(of);
     let measured = server.as_ref().map_err(Clone::clone);
@@ -142,7 +135,7 @@ fn overhead_bars(server: &Outcome<Server>, quick: bool) -> Vec<Bar> {
     bars.into()
 }
 
-/// A remote whose objects come slowly.
+/// A remote with slow gets.
 struct Slow(Dir);
 
 struct SlowClient(Box<dyn Client>);
@@ -186,7 +179,7 @@ impl Client for SlowClient {
 }
 
 /// Tokens that a plan loads.
-fn loads(home: &Home, session: u32, token_ns: f64) -> Result<u64> {
+fn loads(home: &StoreFixture, session: u32, token_ns: f64) -> Result<u64> {
     let cost = Some(Cost { alpha: 0.0, beta: token_ns });
     let terms = PlanTerms { cost, ..PlanTerms::default() };
     home.store.with(|core| {
@@ -196,16 +189,16 @@ fn loads(home: &Home, session: u32, token_ns: f64) -> Result<u64> {
     })
 }
 
-/// The part of all tokens that plans load where computing is sooner, and where it is later.
+/// The share of tokens that plans load where computing is faster, and where it is slower.
 fn plans() -> Outcome<(f64, f64)> {
     let scratch = Scratch::new("remote");
     std::fs::create_dir_all(&scratch.0).map_err(|error| error.to_string())?;
-    let tensors = Tensors::of(DOCUMENT_BYTES, LAYERS, TOKEN_BYTES)?;
+    let tensors = Tensors::with_token_bytes(DOCUMENT_BYTES, LAYERS, TOKEN_BYTES).map_err(say)?;
     let opts = || -> Result<DirOpts> {
         let (prefix, clock) = (Prefix::new("kvtbench")?, Clock::real());
         Ok(DirOpts { path: scratch.0.clone(), prefix, fsync: false, clock })
     };
-    let store = |remote: Arc<MakeRemote>| -> Result<Home> {
+    let store = |remote: Arc<MakeRemote>| -> Result<StoreFixture> {
         let remote_spec = "custom(prefix=\"kvtbench\",object=64KiB,timeout=60000,require=true)";
         let text = format!("store(host=64MiB,policy=lru,copiers=1,remote={remote_spec})");
         let mut spec = StoreSpec::parse(&text)?;
@@ -217,7 +210,7 @@ fn plans() -> Outcome<(f64, f64)> {
         let from = store(Arc::new(move |_: &Prefix| Box::new(Dir::new(place.clone()))))?;
         for document in 0..LEARNED + PLANNED {
             let session = from.session(document, tensors.tokens)?;
-            from.carry(session, TransferKind::Put, Level::Remote, tensors.whole(false))?;
+            from.transfer(session, TransferKind::Put, Level::Remote, tensors.whole(false))?;
             from.end(session)?;
         }
         from.close()?;
@@ -232,7 +225,7 @@ fn plans() -> Outcome<(f64, f64)> {
                 return Err(Status::NotFound.into());
             }
             if document < LEARNED {
-                to.carry(session, TransferKind::Get, Level::Ram, tensors.whole(false))?;
+                to.transfer(session, TransferKind::Get, Level::Ram, tensors.whole(false))?;
             } else {
                 sooner += loads(&to, session, token_ns / FACTOR)?;
                 later += loads(&to, session, token_ns * FACTOR)?;
@@ -247,16 +240,9 @@ fn plans() -> Outcome<(f64, f64)> {
 }
 
 fn plan_bar() -> Bar {
-    let mut bar = Bar {
-        bar: "remote_slow_loads",
-        value: None,
-        unit: "of tokens",
-        baseline: "loaded where computing takes 8 times as long as loading",
-        baseline_value: None,
-        goal: Some(0.0),
-        better: Better::Lower,
-        note: String::new(),
-    };
+    let mut bar = Bar::lower("remote_slow_loads", "of tokens")
+        .baseline("loaded where computing takes 8 times as long as loading")
+        .goal(0.0);
     match plans() {
         Ok((sooner, later)) => {
             (bar.value, bar.baseline_value) = (Some(sooner), Some(later));

@@ -1,5 +1,5 @@
-//! Size: ten million cells, an opening after a crash with a million, and memory while
-//! a store is worked hard.
+//! Group `scale`: the index of ten million cells, an opening after a crash with a million cells, and
+//! memory of a store under load.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -12,40 +12,41 @@ use kvtier::io::files::Access;
 use kvtier::meta::index::hash;
 use kvtier::store::state::transfer::{Level, TransferKind};
 
-use super::disk::{self, Outcome, Scratch};
-use super::home::{Home, Tensors, layout, say};
+use super::disk;
+use super::fixtures::store::{StoreFixture, TOKEN_BYTES, Tensors, layout};
+use super::fixtures::{Outcome, Scratch, memory, say};
 use super::index::{self, resident};
-use super::{Bar, Better, median};
+use super::{Bar, median};
 
-/// Says to a process of the benchmark that it is to store, and die: where.
+/// Environment variable with the directory in which a process stores cells and then crashes.
 const CRASH: &str = "KVTIER_BENCH_CRASH";
 const CELLS: u64 = 1_000_000;
 const LAYERS: usize = 32;
-/// Chunks of a put: with cells of a block 64 MiB.
+/// Chunks of a put: 64 MiB with cells of one block.
 const CHUNKS: u64 = 512;
-/// Tokens of a chunk, and bytes of K, or V, of one.
+/// Tokens of a chunk, and bytes of K or V for a token.
 const SMALL: (u32, u64) = (16, 128);
-/// What a put or a get of the storm moves.
+/// Bytes of a put or get under load.
 const STORM_BYTES: u64 = 32 << 20;
 
-fn open(dir: &Path) -> Result<Home> {
+fn open(dir: &Path) -> Result<StoreFixture> {
     let spec = format!(
         "store(host=256MiB,policy=lru,chunks=65536,disk=disk(path=\"{}\",bytes=8GiB))",
         dir.display()
     );
-    Home::open(&spec, layout(LAYERS, SMALL.0, SMALL.1)?, None)
+    StoreFixture::open(&spec, layout(LAYERS, SMALL.0, SMALL.1)?, None)
 }
 
-/// Stores a million cells, has a checkpoint written, stores some more, and dies.
+/// Stores a million cells, writes a checkpoint, stores some more cells, and crashes.
 fn crash(dir: &Path) -> Outcome<()> {
     let bytes = CHUNKS * LAYERS as u64 * 4096;
-    let tensors = Tensors::of(bytes, LAYERS, SMALL.1)?;
+    let tensors = Tensors::with_token_bytes(bytes, LAYERS, SMALL.1).map_err(say)?;
     let puts = CELLS.div_ceil(CHUNKS * LAYERS as u64) as u32;
     let run = || -> Result<()> {
         let home = open(dir)?;
         let put = |number| {
             let session = home.session(number, tensors.tokens)?;
-            home.carry(session, TransferKind::Put, Level::Disk, tensors.whole(false))?;
+            home.transfer(session, TransferKind::Put, Level::Disk, tensors.whole(false))?;
             home.end(session)
         };
         (0..puts).try_for_each(put)?;
@@ -59,15 +60,14 @@ fn crash(dir: &Path) -> Outcome<()> {
             std::thread::sleep(Duration::from_millis(1));
         }
         put(puts)?;
-        // SAFETY: it ends this process, as a crash would.
+        // SAFETY: kills this process, as a crash would.
         unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
         Ok(())
     };
     run().map_err(say)
 }
 
-/// Seconds until a store with so many cells is open, and until its checkpoint is read
-/// by plain calls.
+/// Seconds until the store is open, and until its checkpoint is read by plain calls.
 fn reopen(bar: &mut Bar, rounds: u32) -> Outcome<()> {
     let scratch = Scratch::new("scale");
     std::fs::create_dir_all(&scratch.0).map_err(|e| e.to_string())?;
@@ -77,10 +77,10 @@ fn reopen(bar: &mut Bar, rounds: u32) -> Outcome<()> {
     command.arg("scale").env(CRASH, &dir).stdout(Stdio::null());
     let ended = command.status().map_err(|e| e.to_string())?;
     if ended.signal() != Some(libc::SIGKILL) {
-        return Err(format!("the process that stores ended by itself: {ended}"));
+        return Err(format!("the storing process did not crash: {ended}"));
     }
     let (mut ours, mut plain, mut last) = (Vec::new(), Vec::new(), None);
-    let stock = disk::memory(2 * disk::DEPTH * disk::PIECE)?;
+    let stock = memory(2 * disk::DEPTH * disk::PIECE).map_err(say)?;
     for _ in 0..rounds {
         let names = std::fs::read_dir(&dir).map_err(|e| e.to_string())?;
         let paths = names.filter_map(|entry| Some(entry.ok()?.path()));
@@ -93,7 +93,7 @@ fn reopen(bar: &mut Bar, rounds: u32) -> Outcome<()> {
         ours.push(start.elapsed().as_secs_f64());
         let opened = home.store.opened;
         if opened.adopted.cells < CELLS {
-            return Err(format!("not all is there: {opened:?}"));
+            return Err(format!("cells are missing after the crash: {opened:?}"));
         }
         last = Some(opened);
         drop(home); // without another checkpoint
@@ -108,22 +108,22 @@ fn reopen(bar: &mut Bar, rounds: u32) -> Outcome<()> {
     Ok(())
 }
 
-/// Puts documents, and gets earlier ones, until an instant; counts what was moved.
+/// Puts documents and gets earlier ones until `end`; counts the bytes moved.
 fn talk(
-    home: &Home,
+    home: &StoreFixture,
     caller: u32,
     tensors: &Tensors,
     end: Instant,
     moved: &AtomicU64,
 ) -> Result<()> {
-    /// So many documents of each caller: then from the start again.
+    /// Documents of each caller, used cyclically.
     const DOCUMENTS: u32 = 30;
     for turn in 0u32.. {
         let before = hash(u64::from(turn)) as u32 % (turn + 1).min(DOCUMENTS);
         for (turn, kind) in [(turn, TransferKind::Put), (turn - before, TransferKind::Get)] {
             let number = turn % DOCUMENTS * 2 + caller;
             let session = home.session(number, tensors.tokens)?;
-            home.carry(session, kind, Level::Ram, tensors.whole(false))?;
+            home.transfer(session, kind, Level::Ram, tensors.whole(false))?;
             home.end(session)?;
             moved.fetch_add(STORM_BYTES, Ordering::Relaxed);
         }
@@ -134,7 +134,7 @@ fn talk(
     Ok(())
 }
 
-/// Puts and gets for some time, and how much more than the budget was resident at worst.
+/// Runs puts and gets for some time; measures the largest resident memory above the budget.
 fn storm(bar: &mut Bar, seconds: u64) -> Outcome<()> {
     const BUDGET: u64 = 512 << 20;
     let scratch = Scratch::new("storm");
@@ -143,9 +143,10 @@ fn storm(bar: &mut Bar, seconds: u64) -> Outcome<()> {
         "store(host=2GiB,chunks=65536,disk=disk(path=\"{}\",bytes=4GiB))",
         scratch.0.join("tier").display()
     );
-    let callers = [Tensors::new(STORM_BYTES, LAYERS)?, Tensors::new(STORM_BYTES, LAYERS)?];
+    let tensors = || Tensors::new(STORM_BYTES, LAYERS).map_err(say);
+    let callers = [tensors()?, tensors()?];
     let run = || -> Result<(u64, u64, u64)> {
-        let home = Home::open(&spec, layout(LAYERS, 16, super::home::TOKEN_BYTES)?, Some(BUDGET))?;
+        let home = StoreFixture::open(&spec, layout(LAYERS, 16, TOKEN_BYTES)?, Some(BUDGET))?;
         let before = resident();
         let (most, moved, stop) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
         let end = Instant::now() + Duration::from_secs(seconds);
@@ -157,15 +158,15 @@ fn storm(bar: &mut Bar, seconds: u64) -> Outcome<()> {
                 }
             });
             let (home, moved) = (&home, &moved);
-            let hands: Vec<_> = (0..)
+            let threads: Vec<_> = (0..)
                 .zip(&callers)
                 .map(|(caller, tensors)| {
                     scope.spawn(move || talk(home, caller, tensors, end, moved))
                 })
                 .collect();
-            let ended = hands.into_iter().map(|hand| match hand.join() {
+            let ended = threads.into_iter().map(|thread| match thread.join() {
                 Ok(result) => result,
-                Err(_) => Err(Error::new(Status::Panic, "a caller has panicked")),
+                Err(_) => Err(Error::new(Status::Panic, "a caller's thread panicked")),
             });
             let ended = ended.collect::<Vec<_>>().into_iter().collect::<Result<()>>();
             stop.store(true, Ordering::Relaxed);
@@ -192,16 +193,7 @@ pub fn run(quick: bool) -> Vec<Bar> {
         }
         return Vec::new();
     }
-    let bar = |bar, unit, baseline, goal| Bar {
-        bar,
-        value: None,
-        unit,
-        baseline,
-        baseline_value: None,
-        goal: Some(goal),
-        better: Better::Lower,
-        note: String::new(),
-    };
+    let bar = |bar, unit, baseline, goal| Bar::lower(bar, unit).baseline(baseline).goal(goal);
     let mut bars = index::bars(quick);
     let plain = "its checkpoint by plain O_DIRECT calls";
     let mut opened = bar("open_of_1M_cells", "s", plain, 2.0);

@@ -1,5 +1,5 @@
-//! Sparse policies on one core, by its own processor time: what a decision costs beside reading
-//! the numbers that it is made from, and what a policy keeps.
+//! Group `sparse`: decisions of sparse policies on one core in processor time, beside reading their
+//! inputs, and the state of policies.
 
 use std::hint::black_box;
 
@@ -10,11 +10,11 @@ use kvtier::sparse::pages::{Bound, Pages};
 use kvtier::sparse::quest::{PageScoring, PageSelector};
 use kvtier::sparse::quest::{PageSharing, Rule};
 use kvtier::sparse::ranks::Ranks;
-use kvtier::sparse::{Context, Index, Kind, RetainedTokens, Shape, Sparse, needs, registry};
+use kvtier::sparse::{Context, Index, Keep, Shape, Sparse, needs, registry};
 
 use super::attention::{numbers, pairs, reading, rows, seconds};
-use super::home::say;
-use super::{Bar, Better, allocations, median};
+use super::fixtures::{gqa_shape, say};
+use super::{Bar, allocations, median};
 
 const DIM: usize = 128;
 const PAGE: u32 = 16;
@@ -22,43 +22,24 @@ const PAGES: u32 = 4096;
 const HEADS: u32 = 32;
 
 fn shape(key_heads: u32) -> Shape {
-    Shape {
-        layers: 1,
-        query_heads: HEADS,
-        key_heads,
-        key_dim: DIM as u32,
-        value_dim: DIM as u32,
-        scale: 0.0,
-        kind: Kind::Split,
-        block_tokens: PAGE,
-        max_tokens: 1 << 20,
-    }
+    gqa_shape(1, HEADS, key_heads, PAGE, 1 << 20)
 }
 
 fn make(spec: &str, shape: &Shape) -> Result<Box<dyn Sparse>> {
     registry::make(&Spec::parse(spec)?, shape)
 }
 
-/// One token is written, of so many.
+/// The context of a step that writes the last of `tokens` tokens.
 fn step(tokens: u32) -> Context {
     Context { parts: 1, first_query: tokens - 1, tokens, ..Context::default() }
 }
 
 fn bar(bar: &'static str, value: Result<f64>, unit: &'static str) -> Bar {
     let note = value.as_ref().err().map_or_else(String::new, |error| say(error.clone()));
-    Bar {
-        bar,
-        value: value.ok(),
-        unit,
-        baseline: "",
-        baseline_value: None,
-        goal: None,
-        better: Better::Lower,
-        note,
-    }
+    Bar::lower(bar, unit).value(value.ok()).note(note)
 }
 
-/// Microseconds of a decision, beside those of reading what it is made from.
+/// Microseconds of a decision, beside reading its inputs.
 fn beside<T>(name: &'static str, memory: &[T], goal: f64, run: impl FnMut() -> f64) -> Bar {
     let plain = || Some(size_of_val(memory) as f64 / reading(memory) * 1e6);
     let (value, baseline_value) = pairs(101, run, plain);
@@ -70,8 +51,8 @@ fn beside<T>(name: &'static str, memory: &[T], goal: f64, run: impl FnMut() -> f
     }
 }
 
-/// Eight of 4,096 pages for each of 32 heads, scored already; and where every score is better
-/// than all before.
+/// The choice of 8 of 4,096 scored pages for each of 32 heads, with usual scores and with rising
+/// ones, which are the worst case.
 fn choosing() -> Result<Vec<Bar>> {
     let shape = shape(8);
     let rule = Rule {
@@ -86,7 +67,7 @@ fn choosing() -> Result<Vec<Bar>> {
     };
     let row = shape.key_heads as usize * DIM;
     let each = PAGE as usize * row;
-    // Pages from places of one noise that differ: no two are the same.
+    // Pages from different offsets of one noise, so that all differ.
     let noise = numbers(each + 37 * PAGES as usize);
     let mut boxes = Pages::new(PAGE, shape.key_heads, shape.key_dim, Bound::Range);
     for page in 0..PAGES {
@@ -125,7 +106,7 @@ fn choosing() -> Result<Vec<Bar>> {
     Ok(vec![usual, Bar { goal: None, ..worst }])
 }
 
-/// All of a selection among 4,096 blocks, with scores: a policy as it is called.
+/// A whole selection among 4,096 blocks, scores included.
 fn selecting(quick: bool) -> Result<Vec<Bar>> {
     let shape = shape(8);
     let mut quest = make("quest(budget=128,dense=0)", &shape)?;
@@ -162,7 +143,7 @@ fn selecting(quick: bool) -> Result<Vec<Bar>> {
     ])
 }
 
-/// What became of steps of `h2o`: the medians of what each part takes, in microseconds.
+/// Medians of the parts of a step of `h2o`, in microseconds.
 struct Steps {
     all: f64,
     parts: [f64; 3],
@@ -170,20 +151,20 @@ struct Steps {
     reading: f64,
 }
 
-/// A step of `h2o` over 8,192 tokens of 32 heads: what was looked at is added up, the least is
-/// found, and the lists are compacted.
+/// A step of `h2o` over 8,192 tokens of 32 heads: adds attention, finds the smallest sum, and
+/// compacts the lists.
 fn steps(spec: &str, quick: bool) -> Result<Steps> {
     const TOKENS: u32 = 8192;
     let mut h2o = make(spec, &shape(HEADS))?;
     let got: Vec<f32> = numbers((HEADS * (TOKENS + 1)) as usize).iter().map(|x| x * x).collect();
     h2o.observe(0, TOKENS, &got[..(HEADS * TOKENS) as usize], TOKENS)?;
     let (rounds, mut before) = (if quick { 61 } else { 301 }, 0);
-    // Counted are allocations of steps, not of this.
+    // Allocated before the steps, whose allocations are counted.
     let mut times = Vec::with_capacity(rounds as usize);
     let mut reads = Vec::with_capacity(rounds as usize);
     let mut keep = RetainedTokens::default();
     for round in 1..=rounds {
-        // Memory is made in the first step.
+        // The first step allocates the state.
         before = if round == 2 { allocations() } else { before };
         let context = step(TOKENS + round);
         let observe = seconds(|| h2o.observe(0, 1, &got, TOKENS + 1).expect("as many"));
@@ -247,8 +228,8 @@ fn spec_of(name: &str, shape: &Shape) -> String {
     }
 }
 
-/// Tells a policy what it wants to know of so many tokens.
-fn tell(policy: &mut dyn Sparse, shape: &Shape, tokens: u32) -> Result<()> {
+/// Passes the inputs that a policy needs for `tokens` tokens.
+fn observe_all(policy: &mut dyn Sparse, shape: &Shape, tokens: u32) -> Result<()> {
     let traits = policy.traits();
     if traits.needs & needs::KEYS != 0 {
         let (heads, dim) = traits.key_rows(shape);
@@ -262,10 +243,10 @@ fn tell(policy: &mut dyn Sparse, shape: &Shape, tokens: u32) -> Result<()> {
     Ok(())
 }
 
-/// Nanoseconds of a call that has nothing to do, of one policy.
+/// Nanoseconds of a call of a policy that has nothing to do.
 type Idle = fn(&mut dyn Sparse, &Shape) -> Result<f64>;
 
-/// The best of some rounds of many calls: nothing is rarely done in between.
+/// The best of several rounds of many calls.
 fn call(mut body: impl FnMut() -> Result<()>) -> Result<f64> {
     const CALLS: u32 = 2000;
     let mut best = f64::INFINITY;
@@ -282,7 +263,7 @@ fn call(mut body: impl FnMut() -> Result<()>) -> Result<f64> {
     Ok(best)
 }
 
-/// Tokens of a sequence that leaves nothing to be done.
+/// Tokens of a sequence that is too short for any decision.
 const SHORT: u32 = 128;
 
 fn idle_select(policy: &mut dyn Sparse, _shape: &Shape) -> Result<f64> {
@@ -323,7 +304,7 @@ fn idle(name: &'static str, of: Idle) -> Bar {
     let shape = shape(8);
     let one = |policy: &str| -> Result<f64> {
         let mut policy = make(&spec_of(policy, &shape), &shape)?;
-        tell(&mut *policy, &shape, SHORT)?;
+        observe_all(&mut *policy, &shape, SHORT)?;
         of(&mut *policy, &shape)
     };
     let (mut slowest, mut notes) = (("", 0.0), Vec::new());
@@ -331,7 +312,7 @@ fn idle(name: &'static str, of: Idle) -> Bar {
         match one(entry.name) {
             Ok(time) if time > slowest.1 => slowest = (entry.name, time),
             Ok(_) => {}
-            // Not what it is for.
+            // The policy does not support the call.
             Err(error) if error.status() == Status::Unsupported => {}
             Err(error) => notes.push(format!("{}: {}", entry.name, error.message())),
         }
@@ -346,7 +327,7 @@ fn idle(name: &'static str, of: Idle) -> Bar {
     }
 }
 
-/// What policies keep of a token and layer, in parts of its keys and values of bf16.
+/// State of policies in bytes for a token and layer, beside its keys and values in bf16.
 fn state() -> Vec<Bar> {
     const TOKENS: u32 = 8192;
     let shape = shape(8);
@@ -363,7 +344,7 @@ fn state() -> Vec<Bar> {
     ];
     let of = |spec: &str| -> Result<f64> {
         let mut policy = make(spec, &shape)?;
-        tell(&mut *policy, &shape, TOKENS)?;
+        observe_all(&mut *policy, &shape, TOKENS)?;
         Ok(policy.state_bytes() as f64 / f64::from(TOKENS))
     };
     let plain = f64::from(2 * 2 * shape.key_heads * shape.key_dim);

@@ -1,6 +1,6 @@
-//! Weights that do not fit into memory: passes over them beside what the disk allows, and
-//! beside a memory map; what the streamer itself takes. `KVTIER_BENCH_DIR` names the
-//! directory (the temporary one if it is not set).
+//! Group `stream`: passes over weights larger than memory, beside the bound of the disk and a memory
+//! map, and the cost of the streamer itself. `KVTIER_BENCH_DIR` names the directory; by default
+//! that for temporary files.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -12,42 +12,26 @@ use kvtier::stream::plan::PlanOptions;
 use kvtier::stream::streamer::{Opts, Streamer};
 use kvtier::stream::units::Units;
 
-use super::disk::{DEPTH, Outcome, PIECE, Scratch, fill, in_turn, part_of_raw, raw};
+use super::disk::{DEPTH, PIECE, fill, in_turn, part_of_raw, raw};
+use super::fixtures::stream::{make, stock};
+use super::fixtures::{Outcome, Scratch, say};
 use super::stream_passes::{
-    FIRST_STAY, FOUND, MAP, MAP_USUAL, Measured, NOTHING_STAYS, SPREAD_STAY, Setting, make,
-    measure, stock,
+    FIRST_STAY, FOUND, MAP, MAP_USUAL, Measured, NOTHING_STAYS, SPREAD_STAY, Setting, measure,
 };
 use super::{Bar, Better, median, stream_calls, stream_timed};
 use kvtier::stream::plan::size as human;
 
 const LAYERS: u64 = 40;
-/// Of the model, what the memory cgroups hold.
+/// Limit of the memory cgroups, in percent of the model.
 const PERCENT: u64 = 59;
 
-fn say(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
-
 fn bar(bar: &'static str, unit: &'static str, baseline: &'static str) -> Bar {
-    Bar {
-        bar,
-        value: None,
-        unit,
-        baseline,
-        baseline_value: Some(1.0),
-        goal: None,
-        better: Better::Higher,
-        note: String::new(),
-    }
+    Bar::higher(bar, unit).baseline(baseline).baseline_value(1.0)
 }
 
-/// Fills a bar, or says why there is no number.
-fn told(mut bar: Bar, value: Outcome<f64>, note: String) -> Bar {
-    match value {
-        Ok(value) => (bar.value, bar.note) = (Some(value), note),
-        Err(why) => bar.note = why,
-    }
-    bar
+/// Sets value and note of a bar, or the reason why there is no value.
+fn filled(bar: Bar, value: Outcome<f64>, note: String) -> Bar {
+    bar.note(note).measured(value)
 }
 
 fn lower(mut bar: Bar, goal: f64) -> Bar {
@@ -60,7 +44,7 @@ fn higher(mut bar: Bar, goal: f64) -> Bar {
     bar
 }
 
-/// What was measured, as bars.
+/// The measurements as bars.
 pub fn pass_bars(measured: &Measured, limit_bytes: u64) -> Vec<Bar> {
     let seconds =
         |access: usize| measured.seconds(access).map_or("-".into(), |s| format!("{s:.3} s"));
@@ -79,27 +63,27 @@ pub fn pass_bars(measured: &Measured, limit_bytes: u64) -> Vec<Bar> {
     let map = "a thrashing memory map";
     let usual = "a thrashing memory map, 128 KiB readahead";
     let of_map = |name: &'static str, value: Outcome<f64>, note: String| {
-        told(bar(name, "x map", map), value, note)
+        filled(bar(name, "x map", map), value, note)
     };
     let spread = measured.ratio(MAP, SPREAD_STAY);
     let bound_ratio = measured.seconds(MAP).and_then(|map| Ok(map / bound.clone()?));
     vec![
-        told(
+        filled(
             lower(bar("steady_pass", "of bound", plain), 1.10),
             measured.over_bound(SPREAD_STAY),
             about,
         ),
-        told(
+        filled(
             bar("interleaved_over_first", "x", "the first units stay"),
             measured.ratio(FIRST_STAY, SPREAD_STAY),
             String::new(),
         ),
-        told(
+        filled(
             higher(bar("over_map", "x", map), 2.5),
             spread.clone(),
             format!("(map {}, readahead {readahead} KiB)", seconds(MAP)),
         ),
-        told(
+        filled(
             higher(bar("over_map_128k", "x", usual), 4.8),
             measured.ratio(MAP_USUAL, SPREAD_STAY),
             format!("(map {})", seconds(MAP_USUAL)),
@@ -110,7 +94,7 @@ pub fn pass_bars(measured: &Measured, limit_bytes: u64) -> Vec<Bar> {
         of_map("parts_bound", bound_ratio, bound.map_or(String::new(), |s| format!("{s:.3} s"))),
         memory_bar(measured, limit_bytes, SPREAD_STAY, "memory_as_told"),
         memory_bar(measured, limit_bytes, FOUND, "memory_as_found"),
-        told(
+        filled(
             bar("found_pass", "of bound", plain),
             measured.over_bound(FOUND),
             format!("({} a pass)", seconds(FOUND)),
@@ -118,7 +102,7 @@ pub fn pass_bars(measured: &Measured, limit_bytes: u64) -> Vec<Bar> {
     ]
 }
 
-/// The most memory of a way, in parts of its limit; a way that was killed has none.
+/// The peak memory of a method as a share of its limit; a killed process has none.
 fn memory_bar(measured: &Measured, limit: u64, access: usize, name: &'static str) -> Bar {
     let ready = &measured.ready[access];
     let bytes = |name: &str| human(ready[name].as_u64().unwrap_or(0));
@@ -131,12 +115,11 @@ fn memory_bar(measured: &Measured, limit: u64, access: usize, name: &'static str
     let ended = measured.took[access].as_ref().map(|_| ()).map_err(Clone::clone);
     let part =
         ended.and_then(|()| measured.peak[access].clone()).map(|peak| peak as f64 / limit as f64);
-    told(lower(bar(name, "of limit", "the memory cgroup's limit"), 1.0), part, note)
+    filled(lower(bar(name, "of limit", "the memory cgroup's limit"), 1.0), part, note)
 }
 
-/// Has the machine touch as much memory as a model takes, and gives it back. Memory of a
-/// virtual machine is not there before it was touched once, which is slower than any disk
-/// and no work of ours.
+/// Touches and frees as much memory as a model uses. A virtual machine backs memory on first
+/// touch, which is slower than any disk and not the work of the streamer.
 fn touch(bytes: u64) -> Outcome<()> {
     let wish = AllocationRequest { bytes, prefer_huge: true, ..AllocationRequest::default() };
     let memory = Buffer::map(&wish, None).map_err(say)?;
@@ -145,7 +128,7 @@ fn touch(bytes: u64) -> Outcome<()> {
     Ok(())
 }
 
-/// A model of which everything stays, from open until all of it is there.
+/// Loading a model whose units are all resident, from open until the end.
 fn load_bar(path: &PathBuf, rounds: u32) -> Bar {
     let mut bar =
         part_of_raw("load_resident", "plain O_DIRECT calls, 1 MiB, 8 at once", Some(0.95));
@@ -188,7 +171,7 @@ fn load_bar(path: &PathBuf, rounds: u32) -> Bar {
     bar
 }
 
-/// Measures passes over a model that is there, or is made.
+/// Measures passes over a generated model.
 fn on_disk(quick: bool) -> Outcome<Vec<Bar>> {
     let scratch = Scratch::new("stream");
     std::fs::create_dir_all(&scratch.0).map_err(say)?;
@@ -215,8 +198,8 @@ pub fn run(quick: bool) -> Vec<Bar> {
     bars
 }
 
-/// Measures passes over a model of the caller's, in memory cgroups of so many bytes; 0 = of
-/// a part of it as in the group.
+/// Measures passes over a model of the caller in memory cgroups of `limit_bytes`; 0 = the share of
+/// the model that the group uses.
 pub fn of_files(files: &[PathBuf], limit_bytes: u64, rounds: u32) -> Outcome<Vec<Bar>> {
     let model = Model::open(files).map_err(say)?;
     let limit_bytes = match limit_bytes {

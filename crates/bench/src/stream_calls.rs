@@ -1,4 +1,4 @@
-//! What the streamer's own work takes: a plan of a thousand units, a unit that is there.
+//! The cost of the streamer itself: a plan of a thousand units, the lease of a resident unit.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -9,13 +9,12 @@ use kvtier::stream::model::Facts;
 use kvtier::stream::plan::{ComputeLocation, Inputs, Links, Memory, Plan, PlanOptions};
 use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer, UnitLease};
 
-use super::home::say;
-use super::stream_timed::{files, model, units};
-use super::{Bar, Better, median, per_call};
+use super::fixtures::stream::{files, model, units};
+use super::{Bar, median, per_call};
 
 const UNITS: u32 = 1000;
 
-/// The slower of the seats; the units have many sizes, so that filling memory is work.
+/// The slower of both seats. The units differ in size, so that packing memory takes work.
 fn plan_ms(rounds: u32) -> Result<f64> {
     let mut units = units(UNITS, 64 << 20);
     for (i, unit) in (0u64..).zip(&mut units.units) {
@@ -47,7 +46,7 @@ fn plan_ms(rounds: u32) -> Result<f64> {
     Ok(slowest)
 }
 
-/// Nanoseconds of an acquire, and of both.
+/// Nanoseconds of an acquire, and of an acquire with its release.
 fn acquire_ns(rounds: u32) -> Result<(f64, f64)> {
     const CALLS: u32 = 100_000;
     let (model, units) = model(16, 1 << 20)?;
@@ -87,25 +86,8 @@ fn acquire_ns(rounds: u32) -> Result<(f64, f64)> {
 /// Measures the bars.
 pub fn bars(quick: bool) -> Vec<Bar> {
     let rounds = if quick { 9 } else { 31 };
-    let bar = |bar, unit, baseline, goal| Bar {
-        bar,
-        value: None,
-        unit,
-        baseline,
-        baseline_value: None,
-        goal: Some(goal),
-        better: Better::Lower,
-        note: String::new(),
-    };
-    let mut plan = bar("plan_1000_units", "ms", "nothing", 10.0);
-    match plan_ms(rounds) {
-        Ok(ms) => plan.value = Some(ms),
-        Err(error) => plan.note = say(error),
-    }
-    let mut acquire = bar("acquire_resident", "ns", "with its release", 200.0);
-    match acquire_ns(rounds) {
-        Ok((alone, both)) => (acquire.value, acquire.baseline_value) = (Some(alone), Some(both)),
-        Err(error) => acquire.note = say(error),
-    }
-    vec![plan, acquire]
+    let bar = |bar, unit, baseline, goal| Bar::lower(bar, unit).baseline(baseline).goal(goal);
+    let plan = bar("plan_1000_units", "ms", "nothing", 10.0);
+    let acquire = bar("acquire_resident", "ns", "with its release", 200.0);
+    vec![plan.measured(plan_ms(rounds)), acquire.measured_pair(acquire_ns(rounds))]
 }

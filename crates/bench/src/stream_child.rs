@@ -1,4 +1,4 @@
-//! Processes that pass over a model, each in a memory cgroup of its own if one can be made.
+//! Processes that run passes over a model, each in its own memory cgroup where possible.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -8,14 +8,10 @@ use std::rc::Rc;
 
 use serde_json::Value;
 
-use super::disk::Outcome;
+use super::fixtures::{Outcome, say};
 pub use super::stream_group::Group;
 
-fn say(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
-
-/// A setting of the disk that is put back.
+/// The readahead of a disk; the drop restores it.
 pub struct Readahead {
     place: PathBuf,
     before: String,
@@ -28,18 +24,18 @@ impl Readahead {
         let (major, minor) = (libc::major(device), libc::minor(device));
         let disk = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
         let own = disk.join("queue/read_ahead_kb");
-        // A partition has it one floor up.
+        // A partition has the setting in its parent folder.
         let place = if own.exists() { own } else { disk.join("../queue/read_ahead_kb") };
         if place.exists() { Ok(place) } else { Err("the disk has no readahead to set".into()) }
     }
 
-    /// What it is, in KiB.
+    /// The current readahead in KiB.
     pub fn kib(file: &Path) -> Outcome<u64> {
         let text = std::fs::read_to_string(Readahead::place(file)?).map_err(say)?;
         text.trim().parse().map_err(say)
     }
 
-    /// Sets it, for files that are opened from now on.
+    /// Sets the readahead of files that are opened from now on.
     pub fn set(file: &Path, kib: u64) -> Outcome<Readahead> {
         let place = Readahead::place(file)?;
         let before = std::fs::read_to_string(&place).map_err(say)?.trim().to_string();
@@ -52,39 +48,35 @@ impl Readahead {
 impl Drop for Readahead {
     fn drop(&mut self) {
         if let Err(error) = std::fs::write(&self.place, &self.before) {
-            eprintln!(
-                "{} was {} and could not be put back: {error}",
-                self.place.display(),
-                self.before
-            );
+            eprintln!("cannot restore {} to {}: {error}", self.place.display(), self.before);
         }
     }
 }
 
-/// A process that passes over a model.
+/// A process that runs passes over a model.
 pub struct Child {
     process: Process,
-    asks: Option<ChildStdin>,
+    requests: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
-    /// What it said when it was ready.
+    /// Its first answer.
     pub ready: Value,
     group: Option<Rc<Group>>,
 }
 
-/// How one is started.
+/// The arguments of a process.
 pub struct Start<'a> {
-    /// As the tool calls it.
+    /// The method, as on the command line.
     pub how: &'a str,
     /// The model.
     pub files: &'a [PathBuf],
-    /// Its memory for weights; none = what it finds.
+    /// Memory for weights; `None` = what the process finds.
     pub host_bytes: Option<u64>,
-    /// Where it runs.
+    /// The cgroup.
     pub group: Option<Rc<Group>>,
 }
 
 impl Child {
-    /// Starts one, and waits until it is ready.
+    /// Starts a process and waits until it is ready.
     pub fn start(start: Start) -> Outcome<Child> {
         let mut command = Command::new(std::env::current_exe().map_err(say)?);
         command.args(["child", "--how", start.how]);
@@ -96,10 +88,11 @@ impl Child {
         }
         command.args(start.files).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut process = command.spawn().map_err(say)?;
-        let asks = process.stdin.take();
-        let answers = process.stdout.take().ok_or("no way to hear of a process")?;
+        let requests = process.stdin.take();
+        let answers = process.stdout.take().ok_or("the process has no standard output")?;
         let answers = BufReader::new(answers);
-        let mut child = Child { process, asks, answers, ready: Value::Null, group: start.group };
+        let mut child =
+            Child { process, requests, answers, ready: Value::Null, group: start.group };
         child.ready = child.answer()?;
         Ok(child)
     }
@@ -120,18 +113,18 @@ impl Child {
         }
     }
 
-    /// Seconds of one pass, of so many after one that does not count; and what it saw.
+    /// Seconds of one of `count` passes after a warm-up pass, and the checksum of the bytes.
     pub fn passes(&mut self, count: u32) -> Outcome<(f64, u64)> {
-        let asks = self.asks.as_mut().ok_or("no way to ask a process")?;
-        writeln!(asks, "{count}").and_then(|()| asks.flush()).map_err(say)?;
+        let requests = self.requests.as_mut().ok_or("the process has no standard input")?;
+        writeln!(requests, "{count}").and_then(|()| requests.flush()).map_err(say)?;
         let answer = self.answer()?;
         match (answer["pass_ns"].as_f64(), answer["sum"].as_u64()) {
             (Some(ns), Some(sum)) => Ok((ns / 1e9, sum)),
-            _ => Err("a process said something else".into()),
+            _ => Err("the process sent an unexpected answer".into()),
         }
     }
 
-    /// The most memory that it ever had.
+    /// The peak memory of its cgroup.
     pub fn peak_bytes(&self) -> Outcome<u64> {
         self.group.as_ref().map_or(Err("no memory cgroup".into()), |group| group.peak_bytes())
     }
@@ -139,8 +132,8 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // Without input it ends by itself; it is not waited for that it does so in time.
-        drop(self.asks.take());
+        // The process ends when its input closes; the kill does not wait for that.
+        drop(self.requests.take());
         drop(self.process.kill());
         drop(self.process.wait());
     }

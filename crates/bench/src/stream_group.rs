@@ -1,30 +1,26 @@
-//! Memory cgroups for benchmarks, of both versions. Read from a root directory, so that
-//! tests have trees of their own.
+//! Memory cgroups of both versions. Files are read below a root folder, so that tests can provide
+//! one.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::disk::Outcome;
+use super::fixtures::{Outcome, say};
 
-fn say(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
-
-/// A memory cgroup that goes when it is done with.
+/// A memory cgroup that the drop removes.
 pub struct Group {
     dir: PathBuf,
     version: &'static Version,
 }
 
-/// The names that differ.
+/// The file names of a version.
 struct Version {
     number: u32,
     kind: &'static str,
     limit: &'static str,
     peak: &'static str,
-    /// Where 0 keeps its memory out of swap.
+    /// The file in which 0 disables swap.
     swap: &'static str,
-    /// Since when there is a peak, where that has not been always.
+    /// Note on the first kernel with a peak.
     peak_since: &'static str,
 }
 
@@ -45,10 +41,10 @@ static V2: Version = Version {
     peak_since: " (Linux has it since 5.19)",
 };
 
-/// A hierarchy that is mounted.
+/// A mounted hierarchy.
 struct Mount {
     point: PathBuf,
-    /// Which of its directories is there.
+    /// The folder of the hierarchy that is mounted.
     inner: PathBuf,
     version: &'static Version,
 }
@@ -81,7 +77,7 @@ fn own_path<'a>(member: &'a str, version: &Version) -> Option<&'a str> {
 }
 
 impl Mount {
-    /// Where a cgroup may be made: at the top, else in the own one, else between the two.
+    /// Parents for a new cgroup: the top, the own cgroup, and those in between.
     fn parents(&self, root: &Path, member: &str) -> Vec<PathBuf> {
         let top = root.join(self.point.strip_prefix("/").unwrap_or(&self.point));
         let own = Path::new(own_path(member, self.version).unwrap_or("/"));
@@ -99,7 +95,7 @@ impl Mount {
     }
 }
 
-/// Whether cgroups in there can have limits; the words say why not.
+/// Fails with the reason if children of a cgroup cannot have limits.
 fn can_limit(parent: &Path, version: &Version) -> Outcome<()> {
     if version.number == 1 {
         return Ok(());
@@ -110,13 +106,13 @@ fn can_limit(parent: &Path, version: &Version) -> Outcome<()> {
     };
     match (has("cgroup.subtree_control"), has("cgroup.controllers")) {
         (true, _) => Ok(()),
-        // A cgroup that has processes may not hand it down, but for the very first.
+        // Only the root cgroup may have processes and enable controllers for its children.
         (false, true) => Err("memory is not in its cgroup.subtree_control".into()),
-        (false, false) => Err("no memory controller is there".into()),
+        (false, false) => Err("no memory controller is available".into()),
     }
 }
 
-/// Why there can be none in a directory, and in some below it.
+/// Why a folder, and some folders below it, cannot have a new cgroup.
 struct Refusal {
     parent: PathBuf,
     below: u32,
@@ -131,12 +127,12 @@ impl Refusal {
 }
 
 impl Group {
-    /// One of so many bytes; the words say why there can be none.
+    /// Creates a cgroup with a limit; fails with the reasons of all parents.
     pub fn new(name: &str, limit_bytes: u64) -> Outcome<Group> {
         Group::within(Path::new("/"), name, limit_bytes)
     }
 
-    /// One in a tree that looks like `/`.
+    /// Creates a cgroup below `root` instead of `/`.
     fn within(root: &Path, name: &str, limit_bytes: u64) -> Outcome<Group> {
         let text = |path: &str| std::fs::read_to_string(root.join(path)).unwrap_or_default();
         let (mountinfo, member) = (text("proc/self/mountinfo"), text("proc/self/cgroup"));
@@ -175,17 +171,17 @@ impl Group {
         let limit = group.dir.join(version.limit);
         std::fs::write(limit, limit_bytes.to_string())
             .map_err(|error| format!("{}: {error}", version.limit))?;
-        // Where there is no swap, there is nothing to switch off.
+        // Fails without harm on a machine without swap.
         drop(std::fs::write(group.dir.join(version.swap), "0"));
         Ok(group)
     }
 
-    /// Where it is.
+    /// The folder of the cgroup.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The most that was charged to it.
+    /// The most bytes charged to the cgroup.
     pub fn peak_bytes(&self) -> Outcome<u64> {
         let Version { peak, peak_since, .. } = self.version;
         let text = std::fs::read_to_string(self.dir.join(peak))
@@ -196,14 +192,14 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // What has ended is gone from it a moment later.
+        // An ended process leaves the cgroup a moment later.
         for _ in 0..100 {
             if std::fs::remove_dir(&self.dir).is_ok() {
                 return;
             }
             std::thread::sleep(Duration::from_millis(10));
         }
-        eprintln!("{} could not be removed", self.dir.display());
+        eprintln!("cannot remove {}", self.dir.display());
     }
 }
 
@@ -321,7 +317,7 @@ mod tests {
         tree.file("sys/fs/cgroup/own/cgroup.controllers", "memory pids\n");
         tree.file("sys/fs/cgroup/own/cgroup.subtree_control", "pids\n");
         let why = tree.make().err().expect("none");
-        assert!(why.contains("fs/cgroup: no memory controller is there; "), "{why}");
+        assert!(why.contains("fs/cgroup: no memory controller is available; "), "{why}");
         assert!(
             why.ends_with("fs/cgroup/own: memory is not in its cgroup.subtree_control"),
             "{why}"
@@ -332,7 +328,7 @@ mod tests {
         let tree = Tree::new("bare-twice", V2_MOUNT, "0::/a/b\n");
         std::fs::create_dir_all(tree.0.join("sys/fs/cgroup/a/b")).expect("made");
         let why = tree.make().err().expect("none");
-        assert!(why.ends_with("fs/cgroup and 2 below: no memory controller is there"), "{why}");
+        assert!(why.ends_with("fs/cgroup and 2 below: no memory controller is available"), "{why}");
 
         // Where the top of the first version is not there, nothing can be made in it.
         let tree = Tree::new("gone", V1_MOUNTS, "4:memory:/\n");

@@ -1,5 +1,5 @@
-//! Passes of models that compute, over a disk and to a device that take exactly as long
-//! as they say: beside the least that arithmetic allows.
+//! Passes with compute time over a simulated disk and device of exact speed, beside the arithmetic
+//! lower bound.
 
 use std::time::{Duration, Instant};
 
@@ -8,52 +8,25 @@ use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::Result;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::stream::model::{File, Model, Tensor};
-use kvtier::stream::plan::{Links, PlanOptions, Residency};
-use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer};
-use kvtier::stream::units::{Role, Unit, Units};
-use kvtier_testkit::model_files::simulated::{SimFile, SimFixed, SimFixedOpts};
+use kvtier::stream::plan::{Home, Links, Wishes};
+use kvtier::stream::streamer::{How, Opts, Streamer};
 
-use super::home::say;
-use super::{Bar, Better, median};
+use super::fixtures::stream::{files, model};
+use super::{Bar, median};
 
 const LAYERS: u32 = 80;
-/// A tensor for each layer, and a chunk of it: the least there can be.
+/// Bytes of a layer, which is one tensor.
 const LAYER_BYTES: u64 = 4 << 20;
 const CHUNK_BYTES: u64 = 1 << 20;
-/// What a layer takes to the device and from the disk, of which the published cases are
-/// the tenfold.
+/// Time of a layer to the device and from the disk; a tenth of the published cases.
 const DEVICE_NS: u64 = 10_300_000;
 const DISK_NS: u64 = 20_000_000;
-
-/// A model in a file that does not exist, of layers of one tensor.
-pub fn model(layers: u32, layer_bytes: u64) -> Result<(Model, Units)> {
-    let tensor = |i: u32| Tensor {
-        name: format!("blk.{i}.ffn_up.weight"),
-        dtype: "F16",
-        dims: vec![layer_bytes / 2],
-        file: 0,
-        offset: u64::from(i) * layer_bytes,
-        bytes: layer_bytes,
-    };
-    let file = File { path: "simulated".into(), bytes: u64::from(layers) * layer_bytes };
-    let model = Model::named(vec![file], (0..layers).map(tensor).collect())?;
-    let units = Units::of(&model)?;
-    Ok((model, units))
-}
-
-/// Its file.
-pub fn files(model: &Model, rate: u64) -> Result<Arc<SimFixed>> {
-    let files = model.files.iter().map(|file| SimFile { bytes: file.bytes, seed: 1 }).collect();
-    let opts = SimFixedOpts { files, bytes_per_second: rate, ..SimFixedOpts::default() };
-    Ok(Arc::new(SimFixed::new(Clock::real(), opts)?))
-}
 
 fn rate(ns: u64) -> u64 {
     (LAYER_BYTES as f64 * 1e9 / ns as f64) as u64
 }
 
-/// So many layers on the device, so many in host memory, the others in the file.
+/// A case: layers resident on the device and in host memory; the others are in the file.
 #[derive(Clone, Copy)]
 struct Case {
     bar: &'static str,
@@ -96,7 +69,7 @@ impl Case {
         Streamer::open_on(runtime.core(), files, model, units, opts)
     }
 
-    /// A pass over the least that it can take, and what homes there were.
+    /// The ratio of a pass and its lower bound, and a note with the residency of layers.
     fn measure(&self, passes: u32) -> Result<(f64, String)> {
         let runtime = Runtime::open(RuntimeOpts::default())?;
         let streamer = self.open(&runtime)?;
@@ -115,9 +88,9 @@ impl Case {
             streamer.pass_begin()?;
             for layer in 0..LAYERS {
                 let asked = Instant::now();
-                let held = streamer.acquire(layer, AcquireOpts::default())?;
-                // One that is there begins as soon as the one before it has ended, as on a
-                // stream of a device: that this thread wakes late is no part of it.
+                let held = streamer.acquire(layer, How::default())?;
+                // A loaded layer begins when the previous one ends, as on a stream of a device:
+                // a late wake-up of this thread does not count.
                 let waited = asked.elapsed() > Duration::from_micros(50);
                 computed = if waited { computed.max(Instant::now()) } else { computed };
                 computed += Duration::from_nanos(self.compute_ns);
@@ -150,37 +123,17 @@ pub fn bars(quick: bool) -> Vec<Bar> {
         case("pass_20_30_30_c2", 20, 30, 2_000_000),
     ];
     let bar = |case: &Case| {
-        let mut bar = Bar {
-            bar: case.bar,
-            value: None,
-            unit: "of least",
-            baseline: "the most of computing, the device link and the disk (simulated)",
-            baseline_value: Some(1.0),
-            goal: Some(1.05),
-            better: Better::Lower,
-            note: String::new(),
-        };
+        let mut bar = Bar::lower(case.bar, "of least")
+            .baseline("the most of computing, the device link and the disk (simulated)")
+            .baseline_value(1.0)
+            .goal(1.05);
         match case.measure(if quick { 3 } else { 7 }) {
             Ok((value, note)) => (bar.value, bar.note) = (Some(value), note),
-            Err(error) => bar.note = say(error),
+            Err(error) => bar.note = error.to_string(),
         }
         bar
     };
-    // Those in between say little that their neighbours do not.
+    // A quick run skips every other case.
     let step = if quick { 2 } else { 1 };
     all.iter().step_by(step).map(bar).collect()
-}
-
-/// Units of one size that are in no file.
-pub fn units(count: u32, bytes: u64) -> Units {
-    let unit = |layer: u32| Unit {
-        name: format!("layer {layer}"),
-        role: Role::Layer,
-        layer,
-        expert: kvtier::stream::units::NONE,
-        extents: Vec::new(),
-        bytes,
-        image_bytes: bytes,
-    };
-    Units { units: (0..count).map(unit).collect(), parts: Vec::new() }
 }

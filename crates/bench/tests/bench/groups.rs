@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::{Said, tool};
 
 #[test]
-fn a_url_is_for_the_group_remote_alone() {
+fn only_the_group_remote_accepts_a_url() {
     let said = Said::of(tool().args(["abi", "--url", "redis://a"]).output().expect("it runs"));
     said.fails(1, "'remote'");
 }
@@ -17,7 +17,7 @@ fn a_url_is_for_the_group_remote_alone() {
 /// Over a driver without a device, which has no speed to speak of: each bar is measured, and
 /// without a driver each says why not.
 #[test]
-fn bars_are_measured_or_say_why_not() {
+fn bars_have_a_value_or_a_reason() {
     for (has_driver, devices) in [(true, "2"), (true, "1"), (false, "1")] {
         let library =
             if has_driver { fake_cuda::library() } else { PathBuf::from("/nowhere/libcuda.so") };
@@ -52,7 +52,7 @@ fn bars_are_measured_or_say_why_not() {
 }
 
 #[test]
-fn without_a_server_bars_say_so_and_plans_are_tried_all_the_same() {
+fn without_a_server_only_plans_are_measured() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvtier-bench"));
     let output = command.args(["remote", "--quick", "--json"]).env("PATH", "").output();
     let out = String::from_utf8(output.expect("started").stdout).expect("text");

@@ -76,7 +76,7 @@ fn a_model_in_shards_is_measured() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_said() {
+fn invalid_models_and_arguments_are_reported() {
     let dir = Scratch::created("tool-bench-small");
     let path = gguf(&dir, &dense());
     let bench = |args: &[&str]| model(&path, args);
@@ -130,7 +130,7 @@ fn a_process_joins_its_cgroup_and_counts_passes() {
 }
 
 #[test]
-fn a_process_says_what_it_cannot_do() {
+fn a_process_reports_failures() {
     let dir = Scratch::created("tool-child-wrong");
     let path = gguf(&dir, &dense());
     let absent = dir.0.join("absent");

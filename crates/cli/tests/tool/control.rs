@@ -116,7 +116,7 @@ fn talk(store: &TestStore, space: u32, turn: u32, tokens: usize) -> Done {
 }
 
 #[test]
-fn every_request_is_answered_and_the_path_is_the_owners() {
+fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
     let (_scratch, path) = place("ask");
     let store = with_disk(&path, "host=256KiB,policy=lru");
     let facts = std::fs::symlink_metadata(&path).expect("there");
@@ -193,7 +193,7 @@ fn every_request_is_answered_and_the_path_is_the_owners() {
 }
 
 #[test]
-fn another_policy_takes_over_with_what_is_there() {
+fn a_new_policy_takes_over_resident_chunks() {
     let (_scratch, path) = place("switch");
     let store = with_disk(&path, "host=256KiB,policy=lru");
     let space = store.namespace(1, &SMALL);
@@ -223,8 +223,8 @@ fn another_policy_takes_over_with_what_is_there() {
         ("ab(policies=any(lru,custom))", "KVT_E_INVALID", "a store has none"),
         ("set-policy(policy=arc,tier=dusk)", "KVT_E_SPEC", "disk"),
     ] {
-        let (told, words) = ask(&path, request);
-        assert!(told == status && words.contains(word), "{request}: {told} {words}");
+        let (answer, words) = ask(&path, request);
+        assert!(answer == status && words.contains(word), "{request}: {answer} {words}");
     }
     assert_eq!(ask_ok(&path, "budget")["host"]["policy"], "lru", "nothing has changed");
     store.close();
@@ -244,7 +244,7 @@ fn until(what: &str, holds: impl Fn() -> bool) {
 }
 
 #[test]
-fn memory_grows_and_shrinks_while_it_is_used() {
+fn the_host_budget_grows_and_shrinks_under_load() {
     let (_scratch, path) = place("memory");
     let store = with_disk(&path, "host=512KiB,policy=lru");
     let space = store.namespace(1, &SMALL);
@@ -284,7 +284,7 @@ fn memory_grows_and_shrinks_while_it_is_used() {
 }
 
 #[test]
-fn the_disk_grows_and_shrinks_while_it_is_used() {
+fn the_disk_budget_grows_and_shrinks_under_load() {
     let (_scratch, path) = place("disk");
     let store = with_disk(&path, "host=1MiB,policy=lru,write=through");
     let space = store.namespace(1, &SMALL);
@@ -293,8 +293,8 @@ fn the_disk_grows_and_shrinks_while_it_is_used() {
     store.settle();
     assert!(budget(&path, "disk", "used") > 8 << 20, "enough to shrink");
     let before = budget(&path, "disk", "used");
-    let told = ask_ok(&path, "budget(disk=6MiB)");
-    assert_eq!(number(&told, "/disk/limit_bytes"), 6 << 20);
+    let answer = ask_ok(&path, "budget(disk=6MiB)");
+    assert_eq!(number(&answer, "/disk/limit_bytes"), 6 << 20);
     until("the disk shrinks", || budget(&path, "disk", "used") <= 6 << 20);
     assert!(budget(&path, "disk", "used") < before);
     for n in 100..140 {
@@ -316,7 +316,7 @@ fn the_disk_grows_and_shrinks_while_it_is_used() {
 }
 
 #[test]
-fn policies_are_compared_on_live_traffic() {
+fn shadow_evaluation_compares_policies_on_live_requests() {
     let (_scratch, path) = place("ab");
     let store = opened(&path, "host=128KiB,policy=lru,chunks=4096");
     let space = store.namespace(1, &SMALL);
@@ -357,7 +357,7 @@ fn policies_are_compared_on_live_traffic() {
 }
 
 #[test]
-fn clients_that_send_rubbish_are_told_so_and_hurt_nobody() {
+fn malformed_requests_get_errors_and_do_not_affect_the_store() {
     let (_scratch, path) = place("rubbish");
     let store = opened(&path, "host=1MiB,chunks=256");
     let mut stream = connect(&path);
@@ -419,7 +419,7 @@ fn clients_that_send_rubbish_are_told_so_and_hurt_nobody() {
 }
 
 #[test]
-fn as_many_clients_as_may_be_and_no_more() {
+fn clients_above_the_limit_are_rejected() {
     let (_scratch, path) = place("many");
     let store = opened(&path, "host=1MiB,chunks=256");
     let mut open: Vec<UnixStream> = (0..MAX_CONNECTIONS).map(|_| connect(&path)).collect();
@@ -441,7 +441,7 @@ fn as_many_clients_as_may_be_and_no_more() {
 }
 
 #[test]
-fn a_client_that_never_reads_holds_up_nobody() {
+fn a_client_that_never_reads_does_not_block_the_store() {
     // Where the machine is so slow that the store has given up the client meanwhile, nothing can be
     // told: once more. Others that waited for that client would wait every time.
     let took = (0..20).map(|_| beside_a_client_that_never_reads());
@@ -480,7 +480,7 @@ fn beside_a_client_that_never_reads() -> Duration {
 }
 
 #[test]
-fn one_store_a_path_and_it_goes_with_the_store() {
+fn a_socket_path_belongs_to_one_store_until_it_closes() {
     let (scratch, path) = place("path");
     let store = opened(&path, "host=1MiB,chunks=256");
     let second = |store: &TestStore, rest: &str| {
@@ -518,7 +518,7 @@ fn one_store_a_path_and_it_goes_with_the_store() {
 }
 
 #[test]
-fn people_look_while_engines_work() {
+fn the_control_socket_works_under_load() {
     let (_scratch, path) = place("beside");
     let store = with_disk(&path, "host=512KiB,policy=horizon,copiers=2");
     let space = store.namespace(1, &SMALL);
@@ -573,7 +573,7 @@ fn tool(args: &[&str], path: &Path) -> (bool, String, String) {
 }
 
 #[test]
-fn the_tool_asks_and_shows() {
+fn commands_print_answers_as_text_and_json() {
     let (_scratch, path) = place("tool");
     let store = with_disk(&path, "host=256KiB,policy=lru");
     let space = store.namespace(1, &SMALL);
@@ -607,7 +607,7 @@ fn the_tool_asks_and_shows() {
 }
 
 #[test]
-fn a_file_describes_a_store() {
+fn a_configuration_file_describes_a_store() {
     let (scratch, _path) = place("config");
     let file = scratch.0.join("kv.toml");
     let config = |text: &str| {

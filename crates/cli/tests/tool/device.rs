@@ -60,7 +60,7 @@ fn conformance(args: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn the_devices_of_the_library_conform() {
+fn built_in_devices_conform() {
     for kind in ["host", "simulated"] {
         let (code, text) = conformance(&[kind]);
         assert_eq!(code, Some(0), "{text}");
@@ -82,7 +82,7 @@ fn the_devices_of_the_library_conform() {
 }
 
 #[test]
-fn a_device_of_ones_own_is_put_to_the_test() {
+fn a_custom_device_is_tested_for_conformance() {
     let path = library("good", "row->runs");
     let (code, text) = conformance(&["custom", "--library", path.to_str().expect("a name")]);
     assert_eq!(code, Some(0), "{text}");
@@ -94,7 +94,7 @@ fn a_device_of_ones_own_is_put_to_the_test() {
 }
 
 #[test]
-fn what_cannot_be_opened_says_why() {
+fn a_device_that_cannot_be_opened_reports_the_reason() {
     for (args, word) in [
         (&["custom"][..], "needs --library"),
         (&["custom", "--library", "/nowhere.so"], "cannot be loaded"),
@@ -132,7 +132,7 @@ fn disk_to_device(driver: &Path, cufile: &Path, has_module: bool) -> (String, St
 }
 
 #[test]
-fn the_doctor_says_whether_files_go_straight_to_a_device() {
+fn doctor_reports_direct_reads_to_a_device() {
     let (driver, cufile, none) =
         (fake_cuda::library(), fake_cufile::library(), PathBuf::from("/nowhere/lib.so"));
     let (mark, value) = disk_to_device(&none, &cufile, true);

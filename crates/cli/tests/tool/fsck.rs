@@ -21,7 +21,7 @@ fn lines(text: &str) -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn its_exit_status_and_lines_say_how_the_directory_is() {
+fn exit_status_and_output_report_damage() {
     let (scratch, tier) = store("tool");
     let (code, _, error) = run(&scratch.0, &[]);
     assert!(code == 2 && error.contains("is open already"), "{code} {error}");

@@ -13,43 +13,43 @@ fn lab(args: &[&str]) -> Output {
     tool.expect("the tool starts")
 }
 
-fn told(args: &[&str]) -> String {
+fn stdout_of(args: &[&str]) -> String {
     let output = lab(args);
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("text")
 }
 
 #[test]
-fn a_workload_is_made_converted_compared_and_explained() {
+fn a_workload_is_generated_converted_compared_and_explained() {
     let dir = std::env::temp_dir().join(format!("kvtier-lab-{}", std::process::id()));
     std::fs::create_dir_all(&dir).expect("a directory");
     let path = |name: &str| dir.join(name).to_string_lossy().into_owned();
     let (a, b, page) = (path("a.kvtrace"), path("b.kvtrace"), path("page.html"));
-    told(&["gen", "--kind", "chat", "--duration", "15m", "--seed", "1", "--out", &a]);
-    told(&["convert", &a, &b]);
+    stdout_of(&["gen", "--kind", "chat", "--duration", "15m", "--seed", "1", "--out", &a]);
+    stdout_of(&["convert", &a, &b]);
     let read = |path: &str| std::fs::read(path).expect("written");
     assert!(read(&a) == read(&b) && read(&a) == std::fs::read(data("chat")).expect("ours"));
 
     let two = ["compare", "--trace", &a, "--policies", "lru,arc", "--sizes", "2%,200"];
-    let table = told(&[&two[..], &["--html", &page, "--threads", "2"]].concat());
+    let table = stdout_of(&[&two[..], &["--html", &page, "--threads", "2"]].concat());
     assert!(table.contains("arc") && table.contains("unbounded cache misses"));
     let html = String::from_utf8(read(&page)).expect("text");
     assert!(html.contains("<svg") && html.contains("polyline"));
     for outside in ["http", "src=", "href=", "@import", "url("] {
         assert!(!html.contains(outside), "{outside}");
     }
-    assert_eq!(told(&[&two[..], &["--csv"]].concat()).lines().count(), 5);
-    let lines = told(&[&two[..], &["--json"]].concat());
+    assert_eq!(stdout_of(&[&two[..], &["--csv"]].concat()).lines().count(), 5);
+    let lines = stdout_of(&[&two[..], &["--json"]].concat());
     for line in lines.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
         assert!(line["token_miss_ratio"].as_f64().is_some_and(|r| r > 0.3 && r < 1.0));
     }
     assert_eq!(lines.lines().count(), 4);
     let tiers = ["--device", "10GiB", "--host", "50GiB@25GB", "--json"];
-    assert!(told(&[&two[..5], &tiers[..]].concat()).contains("\"host\""));
-    let dot = told(&["explain", "--trace", &a, "--policy", "arc", "--size", "2%", "--dot"]);
+    assert!(stdout_of(&[&two[..5], &tiers[..]].concat()).contains("\"host\""));
+    let dot = stdout_of(&["explain", "--trace", &a, "--policy", "arc", "--size", "2%", "--dot"]);
     assert!(dot.starts_with("digraph") && dot.contains("first victim"));
-    assert!(told(&["policies"]).contains("lru"));
+    assert!(stdout_of(&["policies"]).contains("lru"));
     let tool = Command::new(env!("CARGO_BIN_EXE_kvtier"))
         .args(["lab", "convert", "-", &b])
         .stdin(std::fs::File::open(data("burst")).expect("committed"))
@@ -60,7 +60,7 @@ fn a_workload_is_made_converted_compared_and_explained() {
 }
 
 #[test]
-fn what_is_wrong_is_said() {
+fn invalid_arguments_are_reported() {
     let chat = data("chat").to_string_lossy().into_owned();
     for (args, words) in [
         (&["compare", "--trace", &chat, "--policies", "s3fif"][..], "did you mean 's3fifo'"),

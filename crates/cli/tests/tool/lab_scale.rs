@@ -15,18 +15,20 @@ fn scale(args: &[&str]) -> Output {
     tool.expect("the tool starts")
 }
 
-fn told(args: &[&str]) -> String {
+fn stdout_of(args: &[&str]) -> String {
     let output = scale(args);
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("text")
 }
 
 #[test]
-fn tables_and_json_say_the_same_in_every_run() {
+fn tables_and_json_are_deterministic() {
     let two = ["--engines", "1,6", "--routers", "session,prefix", "--write", "through"];
-    let table = told(&two);
-    assert!(table.contains("hottest chunk") && table.contains("session") && table == told(&two));
-    let lines = told(&[&two[..], &["--json"]].concat());
+    let table = stdout_of(&two);
+    assert!(
+        table.contains("hottest chunk") && table.contains("session") && table == stdout_of(&two)
+    );
+    let lines = stdout_of(&[&two[..], &["--json"]].concat());
     assert_eq!(lines.lines().count(), 4);
     for line in lines.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
@@ -36,18 +38,18 @@ fn tables_and_json_say_the_same_in_every_run() {
         assert!(line["cost"]["per_million_tokens"].as_f64().is_some_and(|cost| cost > 0.0));
     }
     let dead = ["--engines", "6", "--write", "through", "--dead", "4@7m", "--place", "chunk"];
-    assert!(told(&dead).contains("hits were lost"));
-    let dead = told(&[&dead[..], &["--json"]].concat());
+    assert!(stdout_of(&dead).contains("hits were lost"));
+    let dead = stdout_of(&[&dead[..], &["--json"]].concat());
     let dead: serde_json::Value = serde_json::from_str(&dead).expect("JSON");
     let others = |of: &serde_json::Value| of["tokens"]["remote_others"].as_u64();
     assert!(others(&dead) < others(&dead["whole"]));
-    assert!(!told(&["--remote", "none"]).contains("hottest chunk"));
-    let copies = told(&["--copies", "3", "--shared", "50%", "--engines", "3", "--json"]);
+    assert!(!stdout_of(&["--remote", "none"]).contains("hottest chunk"));
+    let copies = stdout_of(&["--copies", "3", "--shared", "50%", "--engines", "3", "--json"]);
     assert!(copies.contains("\"requests\""));
 }
 
 #[test]
-fn what_is_wrong_is_said() {
+fn invalid_arguments_are_reported() {
     for (args, words) in [
         (&["--routers", "prefx"][..], "did you mean 'prefix'"),
         (&["--engines", "many"], "'many' is not a number of engines"),

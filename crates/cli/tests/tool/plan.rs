@@ -15,7 +15,7 @@ fn run(args: &str) -> (i32, String, String) {
 const MODEL: &str = "--layers 32 --kv-heads 8 --head-dim 128 --dtype bf16 --tokens 100000";
 
 #[test]
-fn a_model_and_sizes_say_what_they_hold() {
+fn a_plan_reports_the_capacity_of_each_tier() {
     let (code, out, error) =
         run(&format!("{MODEL} --host 8GiB --disk 200GiB --remote 1TiB --json"));
     assert_eq!((code, error.as_str()), (0, ""));
@@ -39,7 +39,7 @@ fn a_model_and_sizes_say_what_they_hold() {
 }
 
 #[test]
-fn many_small_chunks_are_named_in_the_spec() {
+fn many_small_chunks_set_the_parameter_chunks() {
     let (code, out, _) = run(
         "--layers 2 --latent 64 --dtype fp8_e4m3 --chunk 16 --tokens 1000 --disk 100GiB --json",
     );
@@ -49,7 +49,7 @@ fn many_small_chunks_are_named_in_the_spec() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn invalid_sizes_are_reported() {
     let (code, _, error) = run("--layers 2 --kv-heads 1 --head-dim 8 --dtype bf17 --tokens 1");
     assert!(code == 1 && error.contains("bf16"), "{error}");
     let (code, _, error) = run("--layers 2 --tokens 1");

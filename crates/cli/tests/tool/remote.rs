@@ -96,7 +96,7 @@ fn number(value: &Value, at: &str) -> u64 {
 }
 
 #[test]
-fn one_process_finds_what_another_has_put() {
+fn a_second_process_loads_the_kv_of_the_first() {
     let place = Place::new("demo");
     let report = tool(&["demo", "--json", "--remote", &place.patient()]).json();
     let (put, loaded) = (number(&report, "/put/tokens"), number(&report, "/get/loaded_tokens"));
@@ -113,7 +113,7 @@ fn one_process_finds_what_another_has_put() {
 }
 
 #[test]
-fn what_is_damaged_between_the_two_is_found() {
+fn damaged_objects_are_detected() {
     let place = Place::new("damaged");
     let key = "5a".repeat(32);
     let remote = place.patient();
@@ -136,7 +136,7 @@ fn what_is_damaged_between_the_two_is_found() {
 }
 
 #[test]
-fn a_directory_is_tried_out_and_left_as_it_was() {
+fn doctor_leaves_a_directory_unchanged() {
     let place = Place::new("doctor");
     std::fs::write(place.0.join("somebodys"), b"own").expect("written");
     let said = tool(&["doctor", "--json", "--remote", &place.short()]);
@@ -150,7 +150,7 @@ fn a_directory_is_tried_out_and_left_as_it_was() {
 }
 
 #[test]
-fn what_cannot_be_used_is_said_in_words() {
+fn unusable_remotes_are_reported() {
     let none = format!("kvt-remote-tool-none-{}", std::process::id());
     let none = std::env::temp_dir().join(none);
     let none = format!("dir:{}", none.display());
@@ -175,7 +175,7 @@ fn what_cannot_be_used_is_said_in_words() {
 }
 
 #[test]
-fn a_server_is_shared_tried_out_and_left_as_it_was() {
+fn demo_and_doctor_leave_a_server_unchanged() {
     if !is_there() {
         return;
     }

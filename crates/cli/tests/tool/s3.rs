@@ -17,7 +17,7 @@ fn tool(args: &[&str], key: &str) -> (bool, String) {
 }
 
 #[test]
-fn the_tool_takes_buckets() {
+fn demo_and_doctor_work_with_a_bucket() {
     if !is_there("moto.server") {
         return;
     }

@@ -130,7 +130,7 @@ fn foreseen(model: &Model, form: Form, spec: &str) -> (f64, f64) {
 }
 
 #[test]
-fn the_tool_says_what_the_engine_says() {
+fn results_match_the_reference_engine() {
     let dir = std::env::temp_dir().join(format!("kvtier-lab-sparse-{}", std::process::id()));
     let out = dir.join("deep");
     let policies = "quest,snapkv,minference(budget={share}, sinks=4, recent=16)";
@@ -215,7 +215,7 @@ fn page(html: &str) {
 }
 
 #[test]
-fn what_cannot_be_measured_is_said_before_anything_is() {
+fn invalid_arguments_are_reported_before_measuring() {
     let out = std::env::temp_dir().join(format!("kvtier-lab-none-{}", std::process::id()));
     let path = out.to_string_lossy().into_owned();
     for (args, words) in [

@@ -53,7 +53,7 @@ fn a_plan_is_made_for_another_machine() {
 }
 
 #[test]
-fn the_disk_is_measured_where_that_is_asked_for() {
+fn the_disk_is_measured_on_request() {
     let dir = Scratch::created("tool-measure");
     let path = gguf(&dir, &dense());
     let args = ["--host", "8M", "--context", "16", "--json"];
@@ -63,7 +63,7 @@ fn the_disk_is_measured_where_that_is_asked_for() {
 }
 
 #[test]
-fn placements_and_slots_are_as_they_are_asked_for() {
+fn placements_and_slots_follow_the_arguments() {
     let dir = Scratch::created("tool-place");
     let path = gguf(&dir, &dense());
     let home_of_first = |placement: &str| {
@@ -110,7 +110,7 @@ fn all_forms_of_a_model_have_plans() {
 }
 
 #[test]
-fn files_that_are_no_models_are_said_to_be_none() {
+fn files_that_are_not_models_are_refused() {
     let dir = Scratch::created("tool-hostile");
     let model = std::fs::read(gguf(&dir, &dense())).expect("ours");
     let file = |name: &str, bytes: &[u8]| {
@@ -145,7 +145,7 @@ fn files_that_are_no_models_are_said_to_be_none() {
 }
 
 #[test]
-fn wrong_options_are_explained() {
+fn invalid_options_are_reported() {
     let dir = Scratch::created("tool-wrong");
     let path = gguf(&dir, &Sizes::default());
     for (args, words) in [
@@ -175,7 +175,7 @@ fn wrong_options_are_explained() {
 }
 
 #[test]
-fn who_reads_no_further_is_no_failure() {
+fn a_closed_pipe_is_not_a_failure() {
     let dir = Scratch::created("tool-pipe");
     let path = gguf(&dir, &Sizes { layers: 3000, hidden: 8, ffn: 4, ..Sizes::default() });
     let mut tool = tool();

@@ -8,7 +8,7 @@ fn run(path: &Path, args: &[&str]) -> Said {
 }
 
 #[test]
-fn passes_read_what_does_not_stay() {
+fn passes_read_units_that_are_not_resident() {
     let dir = Scratch::created("tool-run");
     let path = gguf(&dir, &dense());
     let said = json(&run(&path, &["--host", "8M", "--passes", "4", "--json"]).fine());
@@ -35,7 +35,7 @@ fn passes_read_what_does_not_stay() {
 }
 
 #[test]
-fn everything_that_fits_stays() {
+fn all_units_are_resident_if_they_fit() {
     let dir = Scratch::created("tool-fits");
     let path = gguf(&dir, &dense());
     let said = json(&run(&path, &["--host", "64M", "--passes", "2", "--json"]).fine());
@@ -48,7 +48,7 @@ fn everything_that_fits_stays() {
 }
 
 #[test]
-fn computing_takes_as_long_as_it_is_said_to() {
+fn compute_time_follows_the_argument() {
     let dir = Scratch::created("tool-compute");
     let path = gguf(&dir, &dense());
     let args = ["--host", "8M", "--passes", "2", "--compute", "3ms", "--json"];
@@ -88,7 +88,7 @@ fn a_device_is_simulated() {
 }
 
 #[test]
-fn experts_are_drawn_as_many_as_the_model_uses() {
+fn the_number_of_experts_follows_the_model() {
     let dir = Scratch::created("tool-moe");
     let path = gguf(&dir, &experts());
     let said = json(&run(&path, &["--host", "4M", "--passes", "5", "--json"]).fine());
@@ -101,7 +101,7 @@ fn experts_are_drawn_as_many_as_the_model_uses() {
 }
 
 #[test]
-fn every_way_to_read_sees_the_same_model() {
+fn all_read_methods_return_the_same_bytes() {
     let dir = Scratch::created("tool-ways");
     let path = gguf(&dir, &dense());
     for args in [&["--buffered"][..], &["--mapped"], &["--in-place"], &["--readers", "3"]] {
@@ -114,7 +114,7 @@ fn every_way_to_read_sees_the_same_model() {
 }
 
 #[test]
-fn pictures_can_be_read() {
+fn pictures_are_well_formed() {
     let dir = Scratch::created("tool-page");
     let sizes = [("dense", dense()), ("moe", experts())];
     for (name, sizes) in &sizes {
@@ -153,7 +153,7 @@ fn pictures_can_be_read() {
 }
 
 #[test]
-fn a_sidecar_finds_a_byte_that_changed() {
+fn a_sidecar_detects_a_changed_byte() {
     let dir = Scratch::created("tool-verify");
     let path = gguf(&dir, &dense());
     let sidecar = dir.0.join("model.gguf.kvtsum");
@@ -188,7 +188,7 @@ fn a_sidecar_finds_a_byte_that_changed() {
 }
 
 #[test]
-fn the_least_that_is_needed_is_said() {
+fn errors_name_the_minimum_memory() {
     let dir = Scratch::created("tool-least");
     let path = gguf(&dir, &dense());
     let said = run(&path, &["--host", "1M"]);
@@ -202,7 +202,7 @@ fn the_least_that_is_needed_is_said() {
 }
 
 #[test]
-fn options_that_make_no_sense_are_explained() {
+fn conflicting_options_are_reported() {
     let dir = Scratch::created("tool-sense");
     let path = gguf(&dir, &Sizes::default());
     for (args, words) in [
