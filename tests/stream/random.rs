@@ -23,12 +23,12 @@ use rig::{patiently, soon, status, within};
 const LONG: Duration = Duration::from_secs(480);
 
 impl Case {
-    pub fn lane(&self, tier: Tier) -> Option<TierUsage> {
+    pub fn usage(&self, tier: Tier) -> Option<TierUsage> {
         self.budget.as_ref().map(|budget| budget.usage(tier))
     }
 
     fn used(&self, tier: Tier) -> u64 {
-        self.usage(tier).map_or(0, |lane| lane.reserved_bytes + lane.committed_bytes)
+        self.usage(tier).map_or(0, |usage| usage.reserved_bytes + usage.committed_bytes)
     }
 }
 
