@@ -38,7 +38,7 @@ const BARS: [BarSpec; 13] = [
     BarSpec { bar: "h2d_4k_cells", goal: None, baseline: UP },
     goal("d2h_64k_cells", 0.85, DOWN),
     goal("d2h_16k_cells", 0.60, DOWN),
-    goal("both_ways", 0.85, "each way alone, added"),
+    goal("both_ways", 0.85, "each direction alone, added"),
     BarSpec { bar: "h2d_pageable", goal: None, baseline: UP },
     BarSpec { bar: "d2h_pageable", goal: None, baseline: DOWN },
     BarSpec { bar: "d2d_copy", goal: None, baseline: UP },
@@ -116,7 +116,7 @@ impl CopyFixture {
         };
         let (pinned, pageable) = (map()?, map()?);
         // SAFETY: the memory outlives the device, which unregisters it.
-        unsafe { device.know_host(pinned.address(), bytes as u64)? };
+        unsafe { device.register_host(pinned.address(), bytes as u64)? };
         let (device_memory, other) =
             (device.allocate(bytes as u64)?, device.allocate(bytes as u64)?);
         let next_door = || {
@@ -130,7 +130,12 @@ impl CopyFixture {
     }
 
     /// Copies of the whole memory in cells; the cells of the host side are shuffled.
-    fn cells(&self, host: &Buffer, cell: usize, way: Direction) -> Result<Vec<Copy<'static>>> {
+    fn cells(
+        &self,
+        host: &Buffer,
+        cell: usize,
+        direction: Direction,
+    ) -> Result<Vec<Copy<'static>>> {
         let count = self.bytes / cell;
         // An odd factor permutes a power of two of cells.
         let place = |at: usize| at.wrapping_mul(2_654_435_761) % count;
@@ -138,7 +143,7 @@ impl CopyFixture {
             .map(|at| {
                 let host = host.address().wrapping_add(place(at) * cell);
                 let address = self.device_memory.address + (at * cell) as u64;
-                Copy::bytes(host, address, cell as u64, way, Memory::Device)
+                Copy::bytes(host, address, cell as u64, direction, Memory::Device)
             })
             .collect()
     }
@@ -183,7 +188,8 @@ impl CopyFixture {
     fn device_copies(&self, other: &DeviceMemory) -> Result<Vec<Copy<'static>>> {
         let plane = std::ptr::with_exposed_provenance_mut(other.address as usize);
         let address = self.device_memory.address;
-        let copy = Copy::bytes(plane, address, self.bytes as u64, Direction::Gather, Memory::Device)?;
+        let copy =
+            Copy::bytes(plane, address, self.bytes as u64, Direction::Gather, Memory::Device)?;
         Ok(vec![Copy { plane_memory: Memory::Device, ..copy }])
     }
 
@@ -224,7 +230,7 @@ impl CopyFixture {
     }
 
     /// Two copies of one half of the pinned memory; the other half is used in the other direction.
-    fn twice(&self, at: usize, address: u64, way: Direction) -> Result<Vec<Copy<'static>>> {
+    fn twice(&self, at: usize, address: u64, direction: Direction) -> Result<Vec<Copy<'static>>> {
         let host = self.pinned.address().wrapping_add(at);
         let half = self.bytes as u64 / 2;
         (0..2).map(|_| Copy::bytes(host, address, half, direction, Memory::Device)).collect()
@@ -246,8 +252,10 @@ fn by_means(quick: bool, ends: &Result<(f64, f64)>) -> Vec<Bar> {
     for (means, names) in MEANS {
         let rig = CopyFixture::open(quick, CopyMethodChoice::Fixed(means));
         for (cell, names) in CELLS.into_iter().zip(names) {
-            for (way, bar_name) in [Direction::Scatter, Direction::Gather].into_iter().zip(names) {
-                let baseline = if way == Direction::Scatter { UP } else { DOWN };
+            for (direction, bar_name) in
+                [Direction::Scatter, Direction::Gather].into_iter().zip(names)
+            {
+                let baseline = if direction == Direction::Scatter { UP } else { DOWN };
                 let spec = BarSpec { bar: bar_name, goal: None, baseline };
                 let rate = match (&rig, ends) {
                     (Ok(rig), Ok((up, down))) => rig
@@ -281,7 +289,7 @@ pub fn run(quick: bool) -> Vec<Bar> {
             return none.chain(rest).chain([device_files::bar(Err(error))]).collect();
         }
     };
-    let large = |way| rig.rate(&mut [rig.whole(&rig.pinned, way)?]);
+    let large = |direction| rig.rate(&mut [rig.whole(&rig.pinned, direction)?]);
     let ends = large(Direction::Scatter).and_then(|up| Ok((up, large(Direction::Gather)?)));
     let measured = |spec: &BarSpec| {
         let value = match &ends {

@@ -10,11 +10,11 @@ use kvtier::base::op::{OpOpts, RELEASED};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::device::call::{Call, Kind as Kernel};
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
+use kvtier::device::cuda::{CopyMethodChoice, Cuda, CudaOpts};
 use kvtier::device::{Device, Memory, Stream};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
-use kvtier::offload::{Home, Which};
+use kvtier::offload::{BlockSelection, RingPlacement};
 use kvtier::sparse::Context;
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
@@ -148,7 +148,7 @@ impl Sequence {
         for layer in 0..LAYERS {
             self.fixture.offload.load(0, layer, which, query, &context)?;
             let loaded = self.fixture.offload.wait(0)?;
-            let views = self.fixture.offload.places(0)?;
+            let views = self.fixture.offload.views(0)?;
             let at = |plane: &PlaneView| match plane.place {
                 Tokens::At(address) => address,
                 Tokens::Pages { .. } => 0,

@@ -12,7 +12,7 @@ use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
-use kvtier::offload::{Home, Which};
+use kvtier::offload::{BlockSelection, RingPlacement};
 use kvtier::sparse::Context;
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
@@ -145,7 +145,8 @@ fn quest() -> Bar {
         let context = sequence.context();
         let mut union = 0;
         for layer in 0..sequence.0.shape.layers {
-            union += sequence.0.offload.load(0, layer, BlockSelection::All, Some(&rows), &context)?;
+            union +=
+                sequence.0.offload.load(0, layer, BlockSelection::All, Some(&rows), &context)?;
             sequence.0.offload.wait(0)?;
             sequence.0.offload.done(0)?;
         }

@@ -10,7 +10,7 @@ use kvtier::sparse::pages::{Bound, Pages};
 use kvtier::sparse::quest::{PageScoring, PageSelector};
 use kvtier::sparse::quest::{PageSharing, Rule};
 use kvtier::sparse::ranks::Ranks;
-use kvtier::sparse::{Context, Index, Keep, Shape, Sparse, needs, registry};
+use kvtier::sparse::{Context, Index, RetainedTokens, Shape, Sparse, needs, registry};
 
 use super::attention::{numbers, pairs, reading, rows, seconds};
 use super::fixtures::{gqa_shape, say};

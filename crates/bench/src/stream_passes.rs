@@ -95,7 +95,7 @@ fn start(
         _ => ("interleaved", None),
     };
     // Files keep the readahead of the time of their opening.
-    let _set = match (way, files.first()) {
+    let _set = match (access, files.first()) {
         (MAP_USUAL, Some(first)) => Some(Readahead::set(first, DEFAULT_READAHEAD_KIB)?),
         _ => None,
     };
@@ -121,7 +121,7 @@ fn round(
         };
         match child.passes(passes) {
             Ok((_, sum)) if seen.is_some_and(|seen| seen != sum) => {
-                return Err(format!("method {way} read other bytes than the others"));
+                return Err(format!("method {access} read other bytes than the others"));
             }
             Ok((seconds, sum)) => {
                 seen = Some(sum);
@@ -188,16 +188,16 @@ impl Measured {
     }
 
     /// Seconds of plain reads of the bytes that a method reads, in each round.
-    pub fn bounds(&self, way: usize) -> Outcome<Vec<f64>> {
-        let moved = self.ready[way]["moved_bytes"].as_u64().ok_or("it reads nothing")?;
+    pub fn bounds(&self, access: usize) -> Outcome<Vec<f64>> {
+        let moved = self.ready[access]["moved_bytes"].as_u64().ok_or("it reads nothing")?;
         let part = moved as f64 / self.bytes.max(1) as f64;
         Ok(self.raw[access].iter().map(|raw| raw * part).collect())
     }
 
     /// The median over rounds of the ratio of a pass and its bound.
-    pub fn over_bound(&self, way: usize) -> Outcome<f64> {
-        let took = self.took[way].as_ref().map_err(Clone::clone)?;
-        let bounds = self.bounds(way)?;
+    pub fn over_bound(&self, access: usize) -> Outcome<f64> {
+        let took = self.took[access].as_ref().map_err(Clone::clone)?;
+        let bounds = self.bounds(access)?;
         Ok(median(&mut took.iter().zip(&bounds).map(|(a, b)| a / b).collect::<Vec<_>>()))
     }
 }

@@ -8,8 +8,8 @@ use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::Result;
 use kvtier::base::sync::Arc;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::stream::plan::{Home, Links, Wishes};
-use kvtier::stream::streamer::{How, Opts, Streamer};
+use kvtier::stream::plan::{Links, PlanOptions, Residency};
+use kvtier::stream::streamer::{AcquireOpts, Opts, Streamer};
 
 use super::fixtures::stream::{files, model};
 use super::{Bar, median};
@@ -88,7 +88,7 @@ impl Case {
             streamer.pass_begin()?;
             for layer in 0..LAYERS {
                 let asked = Instant::now();
-                let held = streamer.acquire(layer, How::default())?;
+                let held = streamer.acquire(layer, AcquireOpts::default())?;
                 // A loaded layer begins when the previous one ends, as on a stream of a device:
                 // a late wake-up of this thread does not count.
                 let waited = asked.elapsed() > Duration::from_micros(50);
