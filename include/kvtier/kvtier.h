@@ -118,6 +118,11 @@ template <typename T> inline T kvt_sized_() {
 
 
 /**
+ * As the length of a text: it ends with a NUL.
+ */
+#define KVT_NUL_TERMINATED UINT64_MAX
+
+/**
  * Major version of this header.
  */
 #define KVT_VERSION_MAJOR 0
@@ -1389,11 +1394,6 @@ template <typename T> inline T kvt_sized_() {
  * A put does nothing where there is an object of that name; without it the last writer wins.
  */
 #define KVT_REMOTE_FIRST_WINS 1
-
-/**
- * As the length of a text: it ends with a NUL.
- */
-#define KVT_NUL_TERMINATED UINT64_MAX
 
 /**
  * The processor reaches it.

@@ -44,6 +44,12 @@ pub fn catch<R>(body: impl FnOnce() -> R) -> Result<R, String> {
     result.map_err(take_text)
 }
 
+/// Whether this thread unwinds from a panic now.
+#[inline]
+pub fn unwinding() -> bool {
+    std::thread::panicking()
+}
+
 #[cold]
 fn take_text(payload: Box<dyn std::any::Any + Send>) -> String {
     // Dropping any other payload would run unknown code that may panic again.

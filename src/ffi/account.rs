@@ -6,17 +6,16 @@ use crate::base::account::Account;
 use crate::base::budget::{Reclaim, Tier};
 use crate::base::callback::Foreign;
 use crate::base::op::Op;
-use crate::base::slab::Slab;
 use crate::base::sync::Arc;
-use crate::ffi::budget::{BudgetNoun, kvt_budget_t};
+use crate::ffi::abi::{
+    Plain, capi, encode, enter, foreign, free, insert, inspect, known_flags, noun, put, read,
+    require, text,
+};
+use crate::ffi::budget::kvt_budget_t;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{foreign, guard, guard_err};
-use crate::ffi::handle::{Access, Noun, encode, free, insert, with};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
-use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 
 /// One owner's part in a budget. Internally locked: any thread may use it.
 pub struct kvt_account_t(());
@@ -31,7 +30,7 @@ pub type kvt_reclaim_fn = Option<
 
 /// How to open an account.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_account_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -51,23 +50,9 @@ pub struct kvt_account_opts_t {
     pub destroy: kvt_destroy_fn,
 }
 
-// SAFETY: integers, raw pointers and nullable functions; the first field is the size.
-unsafe impl Plain for kvt_account_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_account_opts_t {}
-
 pub(crate) struct AccountNoun(pub(crate) Arc<Account>);
 
-static ACCOUNTS: Slab<AccountNoun> = Slab::new();
-
-impl Noun for AccountNoun {
-    type C = kvt_account_t;
-    const TYPE: u8 = 6;
-    const NAME: &'static str = "account";
-    fn table() -> &'static Slab<Self> {
-        &ACCOUNTS
-    }
-}
+noun!(AccountNoun, kvt_account_t, 6, "account");
 
 const MAX_ACCOUNT_NAME_BYTES: u64 = 64;
 
@@ -84,40 +69,30 @@ const MAX_ACCOUNT_NAME_BYTES: u64 = 64;
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_account_open(
     budget: *const kvt_budget_t,
     opts: *const kvt_account_opts_t,
     out: *mut *mut kvt_account_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            require(out)?;
-            read(opts)?
-        };
-        known_flags(given.flags, 0)?;
-        if given.name_bytes > MAX_ACCOUNT_NAME_BYTES {
-            crate::fail!(Limit, "an account's name has at most {MAX_ACCOUNT_NAME_BYTES} bytes");
-        }
-        let Ok(priority) = i32::try_from(given.priority) else {
-            crate::fail!(Invalid, "priority {} does not fit in 32 bits", given.priority);
-        };
-        // SAFETY: the caller's promise.
-        let name = unsafe { text("name", given.name, given.name_bytes)? };
-        let foreign = foreign(given.reclaim, given.user_data, given.destroy)?;
-        let account = with::<BudgetNoun, _>(budget, Access::Use, |noun| {
-            noun.0.account(name, priority, foreign.clone().map(reclaim))
-        })?;
-        let handle = insert(AccountNoun(account))?;
-        foreign.iter().for_each(|f| f.keep());
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
+    require(out)?;
+    let given = read(opts)?;
+    known_flags(given.flags, 0)?;
+    if given.name_bytes > MAX_ACCOUNT_NAME_BYTES {
+        crate::fail!(Limit, "an account's name has at most {MAX_ACCOUNT_NAME_BYTES} bytes");
+    }
+    let Ok(priority) = i32::try_from(given.priority) else {
+        crate::fail!(Invalid, "priority {} does not fit in 32 bits", given.priority);
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let name = text("name", given.name, given.name_bytes)?;
+    let foreign = foreign(given.reclaim, given.user_data, given.destroy)?;
+    let budget = enter(budget)?;
+    let account = budget.0.account(name, priority, foreign.clone().map(reclaim))?;
+    let handle = insert(AccountNoun(account))?;
+    foreign.iter().for_each(|f| f.keep());
+    out.write(handle);
+    Ok(())
 }
 
 type Call = unsafe extern "C" fn(*mut c_void, u32, u64, u64) -> u64;
@@ -144,19 +119,16 @@ fn reclaim(foreign: Arc<Foreign<Call>>) -> Reclaim {
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_account_reserve(
     account: *const kvt_account_t,
     tier: u32,
     bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let tier = Tier::from_code(tier)?;
-        with::<AccountNoun, ()>(account, Access::Use, |noun| noun.0.reserve(tier, bytes))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let tier = Tier::from_code(tier)?;
+    let account = enter(account)?;
+    account.0.reserve(tier, bytes)
 }
 
 /// Reserves bytes when they can be had: first come, first served, and owners
@@ -178,7 +150,7 @@ pub unsafe extern "C" fn kvt_account_reserve(
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_account_reserve_later(
     account: *const kvt_account_t,
     tier: u32,
@@ -187,24 +159,15 @@ pub unsafe extern "C" fn kvt_account_reserve_later(
     out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let tier = Tier::from_code(tier)?;
-        // SAFETY: the caller's promise.
-        let (opts, each) = unsafe { submit_opts(opts, out.is_null())? };
-        if each {
-            crate::fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for a reservation");
-        }
-        let op = with::<AccountNoun, _>(account, Access::Use, |noun| {
-            noun.0.reserve_later(tier, bytes, &opts)
-        })?;
-        if !out.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out.write(encode::<Op>(op.key())) };
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let tier = Tier::from_code(tier)?;
+    let (opts, each) = submit_opts(opts, out.is_null())?;
+    if each {
+        crate::fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for a reservation");
+    }
+    let account = enter(account)?;
+    let op = account.0.reserve_later(tier, bytes, &opts)?;
+    put(out, encode::<Op>(op.key()));
+    Ok(())
 }
 
 /// Turns reserved bytes into used ones; the difference is free again.
@@ -221,7 +184,7 @@ pub unsafe extern "C" fn kvt_account_reserve_later(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_account_commit(
     account: *const kvt_account_t,
     tier: u32,
@@ -229,14 +192,9 @@ pub unsafe extern "C" fn kvt_account_commit(
     used_bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let tier = Tier::from_code(tier)?;
-        with::<AccountNoun, ()>(account, Access::Use, |noun| {
-            noun.0.commit(tier, reserved_bytes, used_bytes)
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let tier = Tier::from_code(tier)?;
+    let account = enter(account)?;
+    account.0.commit(tier, reserved_bytes, used_bytes)
 }
 
 /// Gives used bytes back.
@@ -252,19 +210,16 @@ pub unsafe extern "C" fn kvt_account_commit(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_account_release(
     account: *const kvt_account_t,
     tier: u32,
     bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let tier = Tier::from_code(tier)?;
-        with::<AccountNoun, ()>(account, Access::Salvage, |noun| noun.0.release(tier, bytes))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let tier = Tier::from_code(tier)?;
+    let account = inspect(account)?;
+    account.0.release(tier, bytes)
 }
 
 /// What an account holds of a tier.
@@ -279,29 +234,23 @@ pub unsafe extern "C" fn kvt_account_release(
 ///
 /// # Safety
 /// Pointers are null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_account_held(
     account: *const kvt_account_t,
     tier: u32,
     out_reserved_bytes: *mut u64,
     out_used_bytes: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        let tier = Tier::from_code(tier)?;
-        with::<AccountNoun, ()>(account, Access::Salvage, |noun| {
-            let held = noun.0.held(tier);
-            // SAFETY: null or valid, by the caller's promise.
-            unsafe {
-                if let Some(out) = out_reserved_bytes.as_mut() {
-                    *out = held.reserved_bytes;
-                }
-                if let Some(out) = out_used_bytes.as_mut() {
-                    *out = held.committed_bytes;
-                }
-            }
-            Ok(())
-        })
-    })
+    let tier = Tier::from_code(tier)?;
+    let account = inspect(account)?;
+    let held = account.0.held(tier);
+    if let Some(out) = out_reserved_bytes.as_mut() {
+        *out = held.reserved_bytes;
+    }
+    if let Some(out) = out_used_bytes.as_mut() {
+        *out = held.committed_bytes;
+    }
+    Ok(())
 }
 
 /// Closes an account. Everything must have been given back. Waits for a call of
@@ -318,11 +267,10 @@ pub unsafe extern "C" fn kvt_account_held(
 ///
 /// # Safety
 /// Pointers are null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_account_close(
     account: *mut *mut kvt_account_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { guard_err(err, || free::<AccountNoun>(account, |noun| noun.0.close())) }
+    free(account, |noun| noun.0.close())
 }

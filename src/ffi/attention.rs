@@ -4,8 +4,8 @@ use crate::attention::{Rows, Scales};
 use crate::base::status::Result;
 use crate::device::Memory;
 use crate::fail;
+use crate::ffi::abi::{Plain, read};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::structs::{Plain, Sized_, read};
 use crate::ffi::view::{kvt_view_t, plane_alone};
 use crate::meta::dtype::Dtype;
 use crate::sparse::{Context, Kind, Shape};
@@ -18,7 +18,7 @@ pub const KVT_ATTENTION_LATENT: u32 = 1;
 
 /// What a model's attention is.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_attention_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -46,7 +46,7 @@ pub struct kvt_attention_t {
 
 /// Where in a sequence a question is asked.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_context_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -74,7 +74,7 @@ pub const KVT_SCALES_CHANNEL: u32 = 2;
 /// Queries, keys or values that the library reads during a call: a view, and what its
 /// numbers are.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_rows_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -89,19 +89,6 @@ pub struct kvt_rows_t {
     /// How many.
     pub scale_count: u64,
 }
-
-// SAFETY: integers and floats; the first field is the size.
-unsafe impl Plain for kvt_attention_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_attention_t {}
-// SAFETY: integers; the first field is the size.
-unsafe impl Plain for kvt_sparse_context_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_sparse_context_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_rows_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_rows_t {}
 
 /// # Safety
 /// `given` is null or valid for the size it states.

@@ -2,20 +2,17 @@
 
 use crate::base::status::{Result, Status};
 use crate::fail;
+use crate::ffi::abi::{Plain, bytes, capi, enter, read, require};
 use crate::ffi::clear::{check, kvt_clear_report_t, tell};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::event::kvt_event_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
-use crate::ffi::namespace::{NamespaceNoun, Space, kvt_namespace_t};
+use crate::ffi::namespace::{Space, kvt_namespace_t};
 use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::session_begin::{Common, How, Moved, submit};
 use crate::ffi::session_move::layers_of;
-use crate::ffi::slice::{bytes, require};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, read};
 use crate::ffi::view::kvt_view_t;
 use crate::format::keys::Key;
 use crate::format::keys::block::BlockKeys;
@@ -31,7 +28,7 @@ const GROUP: usize = 1024;
 /// are equal content: its own hashes, say, of all that the content depends on and the
 /// namespace's identity does not say.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_names_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -47,7 +44,7 @@ pub struct kvt_names_t {
 
 /// Blocks, and where the engine has them.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_blocks_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -77,15 +74,6 @@ pub struct kvt_blocks_t {
     /// See kvt_transfer_t.
     pub after: u64,
 }
-
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_names_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_names_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_blocks_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_blocks_t {}
 
 impl Moved for kvt_blocks_t {
     const FLAGS: u64 = 0;
@@ -157,31 +145,23 @@ pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_names_t) -> Result<Ve
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; structs for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_block_keys(
     ns: *const kvt_namespace_t,
     names: *const kvt_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
-            // SAFETY: the caller's promise.
-            unsafe {
-                let keys = keys_of(&noun.0, names)?;
-                if !keys.is_empty() {
-                    require(out)?;
-                }
-                let each = crate::ffi::namespace::KVT_KEY_BYTES as usize;
-                for (i, key) in keys.iter().enumerate() {
-                    std::ptr::copy_nonoverlapping(key.0.as_ptr(), out.add(i * each), each);
-                }
-            }
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let ns = enter(ns)?;
+    let keys = keys_of(&ns.0, names)?;
+    if !keys.is_empty() {
+        require(out)?;
+    }
+    let each = crate::ffi::namespace::KVT_KEY_BYTES as usize;
+    for (i, key) in keys.iter().enumerate() {
+        std::ptr::copy_nonoverlapping(key.0.as_ptr(), out.add(i * each), each);
+    }
+    Ok(())
 }
 
 /// Says of blocks whether a namespace has them, and where. No use is counted, nothing
@@ -199,34 +179,27 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
 ///
 /// # Safety
 /// As kvt_namespace_block_keys.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_find_blocks(
     ns: *const kvt_namespace_t,
     names: *const kvt_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
-            // SAFETY: the caller's promise.
-            let keys = unsafe { keys_of(&noun.0, names)? };
-            if !keys.is_empty() {
-                // SAFETY: the caller's promise.
-                unsafe { require(out)? };
-            }
-            let mut found = Vec::new();
-            found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
-            found.resize(keys.len(), 0);
-            for (keys, found) in keys.chunks(GROUP).zip(found.chunks_mut(GROUP)) {
-                noun.0.store.look(|core| core.exists(noun.0.number, keys, found))??;
-            }
-            // SAFETY: room for a byte a name, by the caller's promise.
-            unsafe { std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len()) };
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let ns = enter(ns)?;
+    let keys = keys_of(&ns.0, names)?;
+    if !keys.is_empty() {
+        require(out)?;
+    }
+    let mut found = Vec::new();
+    found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
+    found.resize(keys.len(), 0);
+    for (keys, found) in keys.chunks(GROUP).zip(found.chunks_mut(GROUP)) {
+        ns.0.store.look(|core| core.exists(ns.0.number, keys, found))??;
+    }
+    // SAFETY: room for a byte a name, by the caller's promise.
+    std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len());
+    Ok(())
 }
 
 /// # Safety
@@ -237,8 +210,7 @@ unsafe fn move_blocks(
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
     op_out: *mut *mut kvt_op_t,
-    err: *mut *mut kvt_error_t,
-) -> kvt_status_t {
+) -> Result<()> {
     let begin = |noun: &SessionNoun, given: &kvt_blocks_t, how: &How<'_>| {
         let layers = layers_of(noun.ns.layers, given.first_layer, given.layers)?;
         // SAFETY: the caller's promise.
@@ -257,7 +229,7 @@ unsafe fn move_blocks(
         store.submit_blocks(noun.number, (kind, *level), blocks, opts, *ready)
     };
     // SAFETY: the caller's promise; there is one op.
-    unsafe { submit(session, kind, blocks, opts, (op_out, err), begin) }
+    unsafe { submit(session, kind, blocks, opts, op_out, begin) }
 }
 
 /// Stores blocks that the engine has named: from its tensors into memory, and down from
@@ -287,7 +259,7 @@ unsafe fn move_blocks(
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state; views lead
 /// to memory that can be read until the release.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_put_blocks(
     session: *const kvt_session_t,
     blocks: *const kvt_blocks_t,
@@ -295,8 +267,7 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { move_blocks(session, TransferKind::Put, blocks, opts, op_out, err) }
+    move_blocks(session, TransferKind::Put, blocks, opts, op_out)
 }
 
 /// Loads blocks into the engine's tensors, from whatever tier has them; from the remote those that
@@ -317,7 +288,7 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
 ///
 /// # Safety
 /// As kvt_session_put_blocks; views lead to memory that can be written.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_get_blocks(
     session: *const kvt_session_t,
     blocks: *const kvt_blocks_t,
@@ -325,8 +296,7 @@ pub unsafe extern "C" fn kvt_session_get_blocks(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { move_blocks(session, TransferKind::Get, blocks, opts, op_out, err) }
+    move_blocks(session, TransferKind::Get, blocks, opts, op_out)
 }
 
 /// Brings blocks into memory, for a get to come. Never waits. The op's items are as those
@@ -343,7 +313,7 @@ pub unsafe extern "C" fn kvt_session_get_blocks(
 ///
 /// # Safety
 /// As kvt_session_put_blocks.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_prefetch_blocks(
     session: *const kvt_session_t,
     blocks: *const kvt_blocks_t,
@@ -351,8 +321,7 @@ pub unsafe extern "C" fn kvt_session_prefetch_blocks(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { move_blocks(session, TransferKind::Prefetch, blocks, opts, op_out, err) }
+    move_blocks(session, TransferKind::Prefetch, blocks, opts, op_out)
 }
 
 /// Takes blocks away that nobody holds: out of all tiers. Those that moves or sessions hold
@@ -370,25 +339,17 @@ pub unsafe extern "C" fn kvt_session_prefetch_blocks(
 ///
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_drop_blocks(
     session: *const kvt_session_t,
     names: *const kvt_names_t,
     out: *mut kvt_clear_report_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { check(out)? };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            // SAFETY: the caller's promise.
-            let keys = unsafe { keys_of(&noun.ns, names)? };
-            let cleared = noun.ns.store.with(|core| core.drop_blocks(noun.number, &keys))?;
-            // SAFETY: checked above.
-            unsafe { tell(out, &cleared) };
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check(out)?;
+    let session = enter(session)?;
+    let keys = keys_of(&session.ns, names)?;
+    let cleared = session.ns.store.with(|core| core.drop_blocks(session.number, &keys))?;
+    tell(out, &cleared);
+    Ok(())
 }

@@ -2,13 +2,12 @@
 
 use crate::base::status::Status;
 use crate::fail;
+use crate::ffi::abi::{capi, enter};
 use crate::ffi::blocks::{keys_of, kvt_names_t};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
 use crate::ffi::policy_keep::hint;
 use crate::ffi::policy_use::kvt_policy_hint_t;
-use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::session::kvt_session_t;
 use crate::ffi::status::kvt_status_t;
 use crate::store::state::blocks::MAX_BLOCKS;
 
@@ -39,31 +38,25 @@ const CELLS_AT_ONCE: usize = 1 << 14;
 ///
 /// # Safety
 /// Pointers are null or valid; `names` for the size it states, `out` for a byte a name.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_hold_blocks(
     session: *const kvt_session_t,
     names: *const kvt_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            // SAFETY: the caller's promise.
-            let keys = unsafe { keys_of(&noun.ns, names)? };
-            let mut found = Vec::new();
-            found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
-            found.resize(keys.len(), 0);
-            let store = &noun.ns.store;
-            store.with(|core| core.hold_names(noun.number, &keys, &mut found))?;
-            if !out.is_null() {
-                // SAFETY: room for a byte a name, by the caller's promise.
-                unsafe { std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len()) };
-            }
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let session = enter(session)?;
+    let keys = keys_of(&session.ns, names)?;
+    let mut found = Vec::new();
+    found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
+    found.resize(keys.len(), 0);
+    let store = &session.ns.store;
+    store.with(|core| core.hold_names(session.number, &keys, &mut found))?;
+    if !out.is_null() {
+        // SAFETY: room for a byte a name, by the caller's promise.
+        std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len());
+    }
+    Ok(())
 }
 
 /// Takes one hold of each block back; the last one of all lets it leave. Never waits.
@@ -82,21 +75,15 @@ pub unsafe extern "C" fn kvt_session_hold_blocks(
 ///
 /// # Safety
 /// Pointers are null or valid; `names` for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_release_blocks(
     session: *const kvt_session_t,
     names: *const kvt_names_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            // SAFETY: the caller's promise.
-            let keys = unsafe { keys_of(&noun.ns, names)? };
-            noun.ns.store.with(|core| core.release_names(noun.number, &keys))
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let session = enter(session)?;
+    let keys = keys_of(&session.ns, names)?;
+    session.ns.store.with(|core| core.release_names(session.number, &keys))
 }
 
 /// Tells the policies what the engine knows of the future of some blocks, as kvt_session_hint
@@ -114,35 +101,28 @@ pub unsafe extern "C" fn kvt_session_release_blocks(
 ///
 /// # Safety
 /// Pointers are null or valid; structs for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_hint_blocks(
     session: *const kvt_session_t,
     names: *const kvt_names_t,
     hint: *const kvt_policy_hint_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let hint = unsafe { self::hint(hint)? };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            // SAFETY: the caller's promise.
-            let keys = unsafe { keys_of(&noun.ns, names)? };
-            if keys.len() > MAX_BLOCKS {
-                fail!(Limit, "{} names; a call has at most {MAX_BLOCKS}", keys.len());
-            }
-            // Others have their turn between: policies may be told of each layer of each.
-            let at_once = (CELLS_AT_ONCE / noun.ns.layers.max(1)).max(1);
-            let mut rest = &keys[..];
-            loop {
-                let (some, others) = rest.split_at(rest.len().min(at_once));
-                noun.ns.store.with(|core| core.hint_blocks(noun.number, some, &hint))?;
-                if others.is_empty() {
-                    return Ok(());
-                }
-                rest = others;
-            }
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let hint = self::hint(hint)?;
+    let session = enter(session)?;
+    let keys = keys_of(&session.ns, names)?;
+    if keys.len() > MAX_BLOCKS {
+        fail!(Limit, "{} names; a call has at most {MAX_BLOCKS}", keys.len());
+    }
+    // Others have their turn between: policies may be told of each layer of each.
+    let at_once = (CELLS_AT_ONCE / session.ns.layers.max(1)).max(1);
+    let mut rest = &keys[..];
+    loop {
+        let (some, others) = rest.split_at(rest.len().min(at_once));
+        session.ns.store.with(|core| core.hint_blocks(session.number, some, &hint))?;
+        if others.is_empty() {
+            return Ok(());
+        }
+        rest = others;
+    }
 }

@@ -2,15 +2,13 @@
 
 use crate::base::budget::{Budget, BudgetOpts, TIERS, Tier};
 use crate::base::machine::MemoryFacts;
-use crate::base::slab::Slab;
 use crate::base::sync::Arc;
+use crate::ffi::abi::{
+    Plain, capi, check_out, enter, free, insert, inspect, known_flags, noun, read, require, write,
+};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 
 /// The bytes that may be used, per tier; hard at every instant. Internally
 /// locked: any thread may use it.
@@ -41,7 +39,7 @@ pub const KVT_BUDGET_ZERO_RESERVE: u64 = 8;
 
 /// How to open a budget.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_budget_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -65,7 +63,7 @@ pub struct kvt_budget_opts_t {
 
 /// What a budget found on this machine.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_budget_report_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -95,7 +93,7 @@ pub struct kvt_budget_report_t {
 
 /// Counters of one tier of a budget.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_tier_report_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -119,30 +117,9 @@ pub struct kvt_tier_report_t {
     pub reclaim_asked_bytes: u64,
 }
 
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_budget_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_budget_opts_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_budget_report_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_budget_report_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_tier_report_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_tier_report_t {}
 pub(crate) struct BudgetNoun(pub(crate) Arc<Budget>);
 
-static BUDGETS: Slab<BudgetNoun> = Slab::new();
-
-impl Noun for BudgetNoun {
-    type C = kvt_budget_t;
-    const TYPE: u8 = 5;
-    const NAME: &'static str = "budget";
-    fn table() -> &'static Slab<Self> {
-        &BUDGETS
-    }
-}
+noun!(BudgetNoun, kvt_budget_t, 5, "budget");
 
 /// Opens a budget.
 ///
@@ -157,45 +134,33 @@ impl Noun for BudgetNoun {
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_budget_open(
     runtime: *const kvt_runtime_t,
     opts: *const kvt_budget_opts_t,
     out: *mut *mut kvt_budget_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            require(out)?;
-            read(opts)?
-        };
-        let all = KVT_BUDGET_STRICT
-            | KVT_BUDGET_ZERO_HOST
-            | KVT_BUDGET_ZERO_PINNED
-            | KVT_BUDGET_ZERO_RESERVE;
-        known_flags(given.flags, all)?;
-        let meant =
-            |bytes: u64, zero: u64| (bytes != 0 || given.flags & zero != 0).then_some(bytes);
-        let opts = BudgetOpts {
-            limits: [
-                Some(given.device_bytes),
-                meant(given.host_bytes, KVT_BUDGET_ZERO_HOST),
-                Some(given.disk_bytes),
-                Some(given.remote_bytes),
-                meant(given.pinned_bytes, KVT_BUDGET_ZERO_PINNED),
-            ],
-            reserve_bytes: meant(given.reserve_bytes, KVT_BUDGET_ZERO_RESERVE),
-            strict: given.flags & KVT_BUDGET_STRICT != 0,
-        };
-        let budget = on_runtime(runtime, |core| Budget::open(core, &opts))?;
-        let handle = insert(BudgetNoun(budget))?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
+    require(out)?;
+    let given = read(opts)?;
+    let all =
+        KVT_BUDGET_STRICT | KVT_BUDGET_ZERO_HOST | KVT_BUDGET_ZERO_PINNED | KVT_BUDGET_ZERO_RESERVE;
+    known_flags(given.flags, all)?;
+    let meant = |bytes: u64, zero: u64| (bytes != 0 || given.flags & zero != 0).then_some(bytes);
+    let opts = BudgetOpts {
+        limits: [
+            Some(given.device_bytes),
+            meant(given.host_bytes, KVT_BUDGET_ZERO_HOST),
+            Some(given.disk_bytes),
+            Some(given.remote_bytes),
+            meant(given.pinned_bytes, KVT_BUDGET_ZERO_PINNED),
+        ],
+        reserve_bytes: meant(given.reserve_bytes, KVT_BUDGET_ZERO_RESERVE),
+        strict: given.flags & KVT_BUDGET_STRICT != 0,
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let budget = on_runtime(runtime, |core| Budget::open(core, &opts))?;
+    out.write(insert(BudgetNoun(budget))?);
+    Ok(())
 }
 
 /// Closes a budget: reservations that wait end with KVT_E_CLOSED, nothing more
@@ -210,7 +175,7 @@ pub unsafe extern "C" fn kvt_budget_open(
 ///
 /// # Safety
 /// Pointers are null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_budget_close(
     budget: *mut *mut kvt_budget_t,
     err: *mut *mut kvt_error_t,
@@ -219,8 +184,7 @@ pub unsafe extern "C" fn kvt_budget_close(
         noun.0.close();
         Ok(())
     };
-    // SAFETY: the caller's promise.
-    unsafe { guard_err(err, || free::<BudgetNoun>(budget, close)) }
+    free(budget, close)
 }
 
 /// Changes a tier's limit. Below what is in use: nothing more is granted until
@@ -236,19 +200,16 @@ pub unsafe extern "C" fn kvt_budget_close(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_budget_resize(
     budget: *const kvt_budget_t,
     tier: u32,
     bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let tier = Tier::from_code(tier)?;
-        with::<BudgetNoun, ()>(budget, Access::Use, |noun| noun.0.resize(tier, bytes))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let tier = Tier::from_code(tier)?;
+    let budget = enter(budget)?;
+    budget.0.resize(tier, bytes)
 }
 
 /// What this process may use, measured now.
@@ -261,36 +222,33 @@ pub unsafe extern "C" fn kvt_budget_resize(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_budget_report(
     budget: *const kvt_budget_t,
     out: *mut kvt_budget_report_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<BudgetNoun, ()>(budget, Access::Salvage, |noun| {
-            let facts = MemoryFacts::probe();
-            let cgroup = facts.cgroup;
-            let filled = kvt_budget_report_t {
-                struct_size: 0,
-                total_bytes: facts.total_bytes,
-                available_bytes: facts.available_bytes,
-                cgroup_limit_bytes: cgroup.map_or(u64::MAX, |c| c.limit_bytes),
-                cgroup_headroom_bytes: cgroup.map_or(u64::MAX, |c| c.headroom_bytes()),
-                effective_bytes: facts.effective_bytes(),
-                reserve_bytes: noun.0.reserve_bytes(),
-                lock_quota_bytes: facts.lock_limit_bytes.unwrap_or(u64::MAX),
-                locked_bytes: facts.locked_bytes,
-                accounts: noun.0.accounts() as u64,
-                cgroup_version: cgroup.map_or(0, |c| c.version),
-                reserved: 0,
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let budget = inspect(budget)?;
+    let facts = MemoryFacts::probe();
+    let cgroup = facts.cgroup;
+    write(
+        out,
+        &kvt_budget_report_t {
+            struct_size: 0,
+            total_bytes: facts.total_bytes,
+            available_bytes: facts.available_bytes,
+            cgroup_limit_bytes: cgroup.map_or(u64::MAX, |c| c.limit_bytes),
+            cgroup_headroom_bytes: cgroup.map_or(u64::MAX, |c| c.headroom_bytes()),
+            effective_bytes: facts.effective_bytes(),
+            reserve_bytes: budget.0.reserve_bytes(),
+            lock_quota_bytes: facts.lock_limit_bytes.unwrap_or(u64::MAX),
+            locked_bytes: facts.locked_bytes,
+            accounts: budget.0.accounts() as u64,
+            cgroup_version: cgroup.map_or(0, |c| c.version),
+            reserved: 0,
+        },
+    );
+    Ok(())
 }
 
 /// Counters of one tier.
@@ -304,34 +262,31 @@ pub unsafe extern "C" fn kvt_budget_report(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_budget_tier(
     budget: *const kvt_budget_t,
     tier: u32,
     out: *mut kvt_tier_report_t,
 ) -> kvt_status_t {
-    guard(|| {
-        let tier = Tier::from_code(tier)?;
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<BudgetNoun, ()>(budget, Access::Salvage, |noun| {
-            let lane = noun.0.usage(tier);
-            let used = lane.reserved_bytes + lane.committed_bytes;
-            let filled = kvt_tier_report_t {
-                struct_size: 0,
-                asked_bytes: lane.asked_bytes,
-                limit_bytes: lane.limit_bytes,
-                reserved_bytes: lane.reserved_bytes,
-                committed_bytes: lane.committed_bytes,
-                peak_bytes: lane.peak_bytes,
-                free_bytes: lane.limit_bytes.saturating_sub(used),
-                refused: lane.refused,
-                waiting: lane.waiting,
-                reclaim_asked_bytes: lane.reclaim_asked_bytes,
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
-    })
+    let tier = Tier::from_code(tier)?;
+    check_out(out)?;
+    let budget = inspect(budget)?;
+    let lane = budget.0.usage(tier);
+    let used = lane.reserved_bytes + lane.committed_bytes;
+    write(
+        out,
+        &kvt_tier_report_t {
+            struct_size: 0,
+            asked_bytes: lane.asked_bytes,
+            limit_bytes: lane.limit_bytes,
+            reserved_bytes: lane.reserved_bytes,
+            committed_bytes: lane.committed_bytes,
+            peak_bytes: lane.peak_bytes,
+            free_bytes: lane.limit_bytes.saturating_sub(used),
+            refused: lane.refused,
+            waiting: lane.waiting,
+            reclaim_asked_bytes: lane.reclaim_asked_bytes,
+        },
+    );
+    Ok(())
 }

@@ -7,19 +7,18 @@ use crate::base::core::Core;
 use crate::base::item::{Item, MAX_ITEMS};
 use crate::base::memory::{AllocationRequest, Buffer, Requirement};
 use crate::base::op::{OpOpts, RELEASED};
-use crate::base::slab::Slab;
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::host;
-use crate::ffi::account::{AccountNoun, kvt_account_t};
+use crate::ffi::abi::{
+    Plain, capi, check_out, free, insert, inspect, known_flags, noun, pin_optional, read, require,
+    write,
+};
+use crate::ffi::account::kvt_account_t;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 
 /// A range of host memory that ops may read and write. Internally locked; the
 /// bytes themselves are yours, except between submitting an op on them and its
@@ -48,7 +47,7 @@ pub const KVT_PAGES_FOREIGN: u32 = 3;
 
 /// How to allocate a buffer.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_buffer_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -64,7 +63,7 @@ pub struct kvt_buffer_opts_t {
 
 /// What a buffer is.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_buffer_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -82,29 +81,12 @@ pub struct kvt_buffer_info_t {
     pub pages: u32,
 }
 
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_buffer_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_buffer_opts_t {}
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_buffer_info_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_buffer_info_t {}
 pub(crate) struct BufferNoun {
     pub(crate) core: Arc<Core>,
     pub(crate) buffer: Arc<Buffer>,
 }
 
-static BUFFERS: Slab<BufferNoun> = Slab::new();
-
-impl Noun for BufferNoun {
-    type C = kvt_buffer_t;
-    const TYPE: u8 = 7;
-    const NAME: &'static str = "buffer";
-    fn table() -> &'static Slab<Self> {
-        &BUFFERS
-    }
-}
+noun!(BufferNoun, kvt_buffer_t, 7, "buffer");
 
 /// Bytes made present by one piece of work.
 const PREFAULT_BYTES: u64 = 16 << 20;
@@ -126,35 +108,26 @@ const PREFAULT_BYTES: u64 = 16 << 20;
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_buffer_alloc(
     runtime: *const kvt_runtime_t,
     opts: *const kvt_buffer_opts_t,
     out: *mut *mut kvt_buffer_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            require(out)?;
-            read(opts)?
-        };
-        let wish = wish_of(&given)?;
-        let noun = on_runtime(runtime, |core| {
-            core.check_open()?;
-            let buffer = Arc::new(Buffer::map(&wish, core.faults())?);
-            if given.flags & KVT_BUFFER_PREFAULT != 0 {
-                prefault(core, &buffer)?;
-            }
-            Ok(BufferNoun { core: core.clone(), buffer })
-        })?;
-        let handle = insert(noun)?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out)?;
+    let given = read(opts)?;
+    let wish = wish_of(&given)?;
+    let noun = on_runtime(runtime, |core| {
+        core.check_open()?;
+        let buffer = Arc::new(Buffer::map(&wish, core.faults())?);
+        if given.flags & KVT_BUFFER_PREFAULT != 0 {
+            prefault(core, &buffer)?;
+        }
+        Ok(BufferNoun { core: core.clone(), buffer })
+    })?;
+    out.write(insert(noun)?);
+    Ok(())
 }
 
 fn wish_of(given: &kvt_buffer_opts_t) -> Result<AllocationRequest> {
@@ -169,10 +142,7 @@ fn wish_of(given: &kvt_buffer_opts_t) -> Result<AllocationRequest> {
         (0, _) => Requirement::Try,
         _ => Requirement::Must,
     };
-    let account = match given.account.is_null() {
-        true => None,
-        false => Some(pin::<AccountNoun>(given.account, Access::Use)?.0.clone()),
-    };
+    let account = pin_optional(given.account)?.map(|noun| noun.0.clone());
     Ok(AllocationRequest {
         bytes: given.bytes,
         align_bytes: given.align_bytes,
@@ -221,7 +191,7 @@ fn prefault(core: &Arc<Core>, buffer: &Arc<Buffer>) -> Result<()> {
 ///
 /// # Safety
 /// The memory must be readable and writable until the buffer is gone.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_buffer_wrap(
     runtime: *const kvt_runtime_t,
     address: *mut c_void,
@@ -231,24 +201,17 @@ pub unsafe extern "C" fn kvt_buffer_wrap(
     out: *mut *mut kvt_buffer_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(out)? };
-        let foreign = Arc::new(Foreign::new((), user_data, destroy));
-        let noun = on_runtime(runtime, |core| {
-            core.check_open()?;
-            // SAFETY: the caller's promise about the memory.
-            let buffer = unsafe { Buffer::wrap(address.cast(), size, Box::new(foreign.clone()))? };
-            Ok(BufferNoun { core: core.clone(), buffer: Arc::new(buffer) })
-        })?;
-        let handle = insert(noun)?;
-        foreign.keep();
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out)?;
+    let foreign = Arc::new(Foreign::new((), user_data, destroy));
+    let noun = on_runtime(runtime, |core| {
+        core.check_open()?;
+        let buffer = Buffer::wrap(address.cast(), size, Box::new(foreign.clone()))?;
+        Ok(BufferNoun { core: core.clone(), buffer: Arc::new(buffer) })
+    })?;
+    let handle = insert(noun)?;
+    foreign.keep();
+    out.write(handle);
+    Ok(())
 }
 
 /// Frees a buffer.
@@ -261,15 +224,12 @@ pub unsafe extern "C" fn kvt_buffer_wrap(
 ///
 /// # Safety
 /// `buffer` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_buffer_free(buffer: *mut *mut kvt_buffer_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe {
-        free::<BufferNoun>(buffer, |noun| match noun.buffer.retire() {
-            true => Ok(()),
-            false if noun.buffer.is_retired() => Err(Status::Handle.into()),
-            false => Err(Status::Busy.into()),
-        })
+    free(buffer, |noun| match noun.buffer.retire() {
+        true => Ok(()),
+        false if noun.buffer.is_retired() => Err(Status::Handle.into()),
+        false => Err(Status::Busy.into()),
     })
 }
 
@@ -285,26 +245,20 @@ pub unsafe extern "C" fn kvt_buffer_free(buffer: *mut *mut kvt_buffer_t) -> kvt_
 ///
 /// # Safety
 /// Pointers are null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_buffer_address(
     buffer: *const kvt_buffer_t,
     out_address: *mut *mut c_void,
     out_bytes: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        with::<BufferNoun, ()>(buffer, Access::Salvage, |noun| {
-            // SAFETY: null or valid, by the caller's promise.
-            unsafe {
-                if let Some(out) = out_address.as_mut() {
-                    *out = noun.buffer.address().cast();
-                }
-                if let Some(out) = out_bytes.as_mut() {
-                    *out = noun.buffer.bytes();
-                }
-            }
-            Ok(())
-        })
-    })
+    let buffer = inspect(buffer)?;
+    if let Some(out) = out_address.as_mut() {
+        *out = buffer.buffer.address().cast();
+    }
+    if let Some(out) = out_bytes.as_mut() {
+        *out = buffer.buffer.bytes();
+    }
+    Ok(())
 }
 
 /// What a buffer is.
@@ -317,27 +271,24 @@ pub unsafe extern "C" fn kvt_buffer_address(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_buffer_info(
     buffer: *const kvt_buffer_t,
     out: *mut kvt_buffer_info_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<BufferNoun, ()>(buffer, Access::Salvage, |noun| {
-            let filled = kvt_buffer_info_t {
-                struct_size: 0,
-                address: noun.buffer.address().cast(),
-                bytes: noun.buffer.bytes(),
-                charged_bytes: noun.buffer.charged_bytes(),
-                in_flight: noun.buffer.in_flight(),
-                pinned: u32::from(noun.buffer.is_pinned()),
-                pages: noun.buffer.pages() as u32,
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let buffer = inspect(buffer)?;
+    write(
+        out,
+        &kvt_buffer_info_t {
+            struct_size: 0,
+            address: buffer.buffer.address().cast(),
+            bytes: buffer.buffer.bytes(),
+            charged_bytes: buffer.buffer.charged_bytes(),
+            in_flight: buffer.buffer.in_flight(),
+            pinned: u32::from(buffer.buffer.is_pinned()),
+            pages: buffer.buffer.pages() as u32,
+        },
+    );
+    Ok(())
 }

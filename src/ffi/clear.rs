@@ -2,19 +2,17 @@
 
 use crate::base::callback::refuse_reentry;
 use crate::base::status::Result;
+use crate::ffi::abi::{HasSize, Plain, capi, check_out, enter, write};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
-use crate::ffi::namespace::{NamespaceNoun, kvt_namespace_t};
-use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::namespace::kvt_namespace_t;
+use crate::ffi::session::kvt_session_t;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, write};
 use crate::store::state::StoreState;
 use crate::store::state::disk_gc::Cleared;
 
 /// What became of chunks that were to go.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_clear_report_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -29,7 +27,7 @@ pub struct kvt_clear_report_t {
 
 /// What becomes of chunks in memory that are to go down.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_demote_report_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -40,15 +38,6 @@ pub struct kvt_demote_report_t {
     /// Chunks that stay: there is no disk.
     pub kept_chunks: u64,
 }
-
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_clear_report_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_clear_report_t {}
-// SAFETY: as above.
-unsafe impl Plain for kvt_demote_report_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_demote_report_t {}
 
 fn report(cleared: &Cleared) -> kvt_clear_report_t {
     kvt_clear_report_t {
@@ -70,7 +59,7 @@ pub(crate) unsafe fn tell(out: *mut kvt_clear_report_t, cleared: &Cleared) {
 
 /// # Safety
 /// `out` is null or valid for the size it states.
-pub(crate) unsafe fn check<T: Sized_>(out: *mut T) -> Result<()> {
+pub(crate) unsafe fn check<T: HasSize>(out: *mut T) -> Result<()> {
     // SAFETY: the caller's promise.
     if out.is_null() { Ok(()) } else { unsafe { check_out(out) } }
 }
@@ -94,26 +83,19 @@ pub(crate) unsafe fn check<T: Sized_>(out: *mut T) -> Result<()> {
 ///
 /// # Safety
 /// Pointers are null or valid; `out` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_clear(
     ns: *const kvt_namespace_t,
     deadline_ns: u64,
     out: *mut kvt_clear_report_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { check(out)? };
-        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
-            refuse_reentry()?;
-            let cleared = noun.0.store.clear(noun.0.number, deadline_ns)?;
-            // SAFETY: checked above.
-            unsafe { tell(out, &cleared) };
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check(out)?;
+    let ns = enter(ns)?;
+    refuse_reentry()?;
+    let cleared = ns.0.store.clear(ns.0.number, deadline_ns)?;
+    tell(out, &cleared);
+    Ok(())
 }
 
 /// What 0 tokens stands for: all from the first one on.
@@ -140,7 +122,7 @@ fn extent(core: &StoreState, session: u32, first_token: u64, tokens: u64) -> Res
 ///
 /// # Safety
 /// Pointers are null or valid; `out` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_drop(
     session: *const kvt_session_t,
     first_token: u64,
@@ -148,21 +130,14 @@ pub unsafe extern "C" fn kvt_session_drop(
     out: *mut kvt_clear_report_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { check(out)? };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            let cleared = noun.ns.store.with(|core| {
-                let tokens = extent(core, noun.number, first_token, tokens)?;
-                core.drop_range(noun.number, first_token, tokens)
-            })?;
-            // SAFETY: checked above.
-            unsafe { tell(out, &cleared) };
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check(out)?;
+    let session = enter(session)?;
+    let cleared = session.ns.store.with(|core| {
+        let tokens = extent(core, session.number, first_token, tokens)?;
+        core.drop_range(session.number, first_token, tokens)
+    })?;
+    tell(out, &cleared);
+    Ok(())
 }
 
 /// Sends chunks of a session down: what of them is in memory is written to disk where it
@@ -184,7 +159,7 @@ pub unsafe extern "C" fn kvt_session_drop(
 ///
 /// # Safety
 /// Pointers are null or valid; `out` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_demote(
     session: *const kvt_session_t,
     first_token: u64,
@@ -192,29 +167,22 @@ pub unsafe extern "C" fn kvt_session_demote(
     out: *mut kvt_demote_report_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { check(out)? };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            let demoted = noun.ns.store.with(|core| {
-                let tokens = extent(core, noun.number, first_token, tokens)?;
-                core.demote_range(noun.number, first_token, tokens)
-            })?;
-            let filled = kvt_demote_report_t {
-                struct_size: 0,
-                freed_chunks: demoted.freed,
-                pending_chunks: demoted.leaving,
-                kept_chunks: demoted.staying,
-            };
-            if !out.is_null() {
-                // SAFETY: checked above.
-                unsafe { write(out, &filled) };
-            }
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check(out)?;
+    let session = enter(session)?;
+    let demoted = session.ns.store.with(|core| {
+        let tokens = extent(core, session.number, first_token, tokens)?;
+        core.demote_range(session.number, first_token, tokens)
+    })?;
+    write(
+        out,
+        &kvt_demote_report_t {
+            struct_size: 0,
+            freed_chunks: demoted.freed,
+            pending_chunks: demoted.leaving,
+            kept_chunks: demoted.staying,
+        },
+    );
+    Ok(())
 }
 
 /// Takes the pins of chunks of a session away, whoever has set them.
@@ -230,21 +198,16 @@ pub unsafe extern "C" fn kvt_session_demote(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_unpin(
     session: *const kvt_session_t,
     first_token: u64,
     tokens: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.ns.store.with(|core| {
-                let tokens = extent(core, noun.number, first_token, tokens)?;
-                core.unpin_range(noun.number, first_token, tokens)
-            })
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let session = enter(session)?;
+    session.ns.store.with(|core| {
+        let tokens = extent(core, session.number, first_token, tokens)?;
+        core.unpin_range(session.number, first_token, tokens)
+    })
 }

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use crate::base::callback::refuse_reentry;
 use crate::base::core::Core;
 use crate::base::op::Owner;
-use crate::base::slab::{Pin, Slab};
+use crate::base::slab::Pin;
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::device::cuda::{CopyMethodChoice, Cuda, CudaOpts};
@@ -15,15 +15,15 @@ use crate::device::op_wait::SignalOnShutdown;
 use crate::device::simulated::{Simulated, SimulatedOpts};
 use crate::device::{Device, MAX_STREAMS};
 use crate::fail;
+use crate::ffi::abi::{
+    Access, Plain, capi, check_out, enter, free, give_text, insert, inspect, known_flags, noun,
+    pin, read, require, text_bytes, write,
+};
 use crate::ffi::device_custom::{kvt_device_custom_t, with_custom};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::slice::{give_text, require, text_bytes};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 
 /// Who copies between an engine's memory and the library's: the processor, a GPU, or the engine
 /// itself. Stores and streamers are opened with one. Internally locked: any thread may use it.
@@ -60,7 +60,7 @@ const NAP_NS: u64 = 50_000;
 
 /// How to open a device.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_device_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -111,7 +111,7 @@ pub struct kvt_device_opts_t {
 
 /// What a device is and can do.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_device_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -127,15 +127,6 @@ pub struct kvt_device_info_t {
     pub free_bytes: u64,
 }
 
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_device_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_device_opts_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_device_info_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_device_info_t {}
-
 /// A device, and the runtime it belongs to.
 pub(crate) struct DeviceNoun {
     pub(crate) core: Arc<Core>,
@@ -147,23 +138,14 @@ pub(crate) struct DeviceNoun {
     closing: Mutex<bool>,
 }
 
-static DEVICES: Slab<DeviceNoun> = Slab::new();
-
-impl Noun for DeviceNoun {
-    type C = kvt_device_t;
-    const TYPE: u8 = 19;
-    const NAME: &'static str = "device";
-    fn table() -> &'static Slab<Self> {
-        &DEVICES
-    }
-}
+noun!(DeviceNoun, kvt_device_t, 19, "device");
 
 /// Calls `body` with a device.
 pub(crate) fn with_device<R>(
     handle: *const kvt_device_t,
     body: impl FnOnce(&Arc<dyn Device>) -> Result<R>,
 ) -> Result<R> {
-    with::<DeviceNoun, R>(handle, Access::Use, |noun| body(&noun.device))
+    body(&enter(handle)?.device)
 }
 
 /// The same, with one whose runtime takes new work.
@@ -171,10 +153,9 @@ pub(crate) fn with_open_device<R>(
     handle: *const kvt_device_t,
     body: impl FnOnce(&Arc<dyn Device>) -> Result<R>,
 ) -> Result<R> {
-    with::<DeviceNoun, R>(handle, Access::Use, |noun| {
-        noun.core.check_open()?;
-        body(&noun.device)
-    })
+    let noun = enter(handle)?;
+    noun.core.check_open()?;
+    body(&noun.device)
 }
 
 /// The device that something of a runtime is to use; null = none.
@@ -185,7 +166,7 @@ pub(crate) fn device_of(
     if handle.is_null() {
         return Ok(None);
     }
-    let noun = pin::<DeviceNoun>(handle, Access::Use)?;
+    let noun = pin(handle, Access::Use)?;
     if !Arc::ptr_eq(&noun.core, core) {
         fail!(Invalid, "the device belongs to another runtime");
     }
@@ -272,53 +253,39 @@ fn check_fields(given: &kvt_device_opts_t) -> Result<()> {
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state; the context and the
 /// streams are what they are said to be.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_open(
     runtime: *const kvt_runtime_t,
     opts: *const kvt_device_opts_t,
     out: *mut *mut kvt_device_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            require(out)?;
-            read(opts)?
+    require(out)?;
+    let given = read(opts)?;
+    check_fields(&given)?;
+    let handle = on_runtime(runtime, |core| {
+        core.check_open()?;
+        let clock = core.clock().clone();
+        let put = |device: Arc<dyn Device>| {
+            let keeper = SignalOnShutdown::new(&device);
+            let owner: Arc<dyn Owner> = keeper.clone();
+            core.add_owner(Arc::downgrade(&owner));
+            let (core, kind, closing) = (core.clone(), given.kind, Mutex::new(false));
+            insert(DeviceNoun { core, device, kind, _keeper: keeper, closing })
         };
-        check_fields(&given)?;
-        let handle = on_runtime(runtime, |core| {
-            core.check_open()?;
-            let clock = core.clock().clone();
-            let put = |device: Arc<dyn Device>| {
-                let keeper = SignalOnShutdown::new(&device);
-                let owner: Arc<dyn Owner> = keeper.clone();
-                core.add_owner(Arc::downgrade(&owner));
-                let (core, kind, closing) = (core.clone(), given.kind, Mutex::new(false));
-                insert(DeviceNoun { core, device, kind, _keeper: keeper, closing })
-            };
-            match given.kind {
-                KVT_DEVICE_HOST => put(Arc::new(Host::default())),
-                KVT_DEVICE_CUDA => {
-                    // SAFETY: the caller's promise.
-                    let opts = unsafe { cuda_opts(&given)? };
-                    put(Arc::new(Cuda::open(clock, &opts)?))
-                }
-                // SAFETY: the caller's promise.
-                KVT_DEVICE_CUSTOM => unsafe {
-                    with_custom(given.custom, clock, |device| put(Arc::new(device)))
-                },
-                KVT_DEVICE_SIMULATED => {
-                    put(Arc::new(Simulated::new(clock, simulated_opts(&given))?))
-                }
-                other => fail!(Invalid, "kind {other} is none of KVT_DEVICE_*"),
+        match given.kind {
+            KVT_DEVICE_HOST => put(Arc::new(Host::default())),
+            KVT_DEVICE_CUDA => {
+                let opts = cuda_opts(&given)?;
+                put(Arc::new(Cuda::open(clock, &opts)?))
             }
-        })?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+            KVT_DEVICE_CUSTOM => with_custom(given.custom, clock, |device| put(Arc::new(device))),
+            KVT_DEVICE_SIMULATED => put(Arc::new(Simulated::new(clock, simulated_opts(&given))?)),
+            other => fail!(Invalid, "kind {other} is none of KVT_DEVICE_*"),
+        }
+    })?;
+    out.write(handle);
+    Ok(())
 }
 
 /// Waits until those have left a device who were in a call when it was closed: what it has taken
@@ -346,34 +313,29 @@ fn leave_last(device: Option<Arc<dyn Device>>) {
 ///
 /// # Safety
 /// Pointers are null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_close(
     device: *mut *mut kvt_device_t,
     deadline_ns: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let mut last = None;
-        let close = |noun: &Pin<'static, DeviceNoun>| {
-            refuse_reentry()?;
-            let mut closing = noun.closing.lock();
-            let users = Arc::strong_count(&noun.device) - 1;
-            if users > 0 {
-                fail!(Busy, "the device is in use: close what was opened with it first");
-            }
-            *closing = true;
-            drop(closing);
-            noun.device.close(deadline_ns)?;
-            last = Some(noun.device.clone());
-            Ok(())
-        };
-        // SAFETY: the caller's promise.
-        unsafe { free::<DeviceNoun>(device, close)? };
-        leave_last(last);
+    let mut last = None;
+    let close = |noun: &Pin<'static, DeviceNoun>| {
+        refuse_reentry()?;
+        let mut closing = noun.closing.lock();
+        let users = Arc::strong_count(&noun.device) - 1;
+        if users > 0 {
+            fail!(Busy, "the device is in use: close what was opened with it first");
+        }
+        *closing = true;
+        drop(closing);
+        noun.device.close(deadline_ns)?;
+        last = Some(noun.device.clone());
         Ok(())
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    free(device, close)?;
+    leave_last(last);
+    Ok(())
 }
 
 /// What a device is and can do.
@@ -386,33 +348,30 @@ pub unsafe extern "C" fn kvt_device_close(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_info(
     device: *const kvt_device_t,
     out: *mut kvt_device_info_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<DeviceNoun, ()>(device, Access::Salvage, |noun| {
-            let facts = noun.device.facts();
-            let flag = |has: bool, flag: u64| if has { flag } else { 0 };
-            let filled = kvt_device_info_t {
-                struct_size: 0,
-                flags: flag(facts.asynchronous, KVT_DEVICE_ASYNCHRONOUS)
-                    | flag(facts.sums, KVT_DEVICE_SUMS)
-                    | flag(facts.reaches_device, KVT_DEVICE_HAS_MEMORY)
-                    | flag(facts.wants_pinned, KVT_DEVICE_WANTS_PINNED),
-                kind: noun.kind,
-                streams: facts.streams,
-                kernels: facts.kernels,
-                free_bytes: noun.device.free_bytes().unwrap_or(u64::MAX),
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let device = inspect(device)?;
+    let facts = device.device.facts();
+    let flag = |has: bool, flag: u64| if has { flag } else { 0 };
+    write(
+        out,
+        &kvt_device_info_t {
+            struct_size: 0,
+            flags: flag(facts.asynchronous, KVT_DEVICE_ASYNCHRONOUS)
+                | flag(facts.sums, KVT_DEVICE_SUMS)
+                | flag(facts.reaches_device, KVT_DEVICE_HAS_MEMORY)
+                | flag(facts.wants_pinned, KVT_DEVICE_WANTS_PINNED),
+            kind: device.kind,
+            streams: facts.streams,
+            kernels: facts.kernels,
+            free_bytes: device.device.free_bytes().unwrap_or(u64::MAX),
+        },
+    );
+    Ok(())
 }
 
 /// A device in words, for logs: its name, and how it copies.
@@ -427,16 +386,13 @@ pub unsafe extern "C" fn kvt_device_info(
 ///
 /// # Safety
 /// `out` is null or has room for `out_capacity` bytes; `out_bytes` is null or valid for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_describe(
     device: *const kvt_device_t,
     out: *mut c_char,
     out_capacity: u64,
     out_bytes: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        let words = with_device(device, |device| Ok(device.describe()))?;
-        // SAFETY: the caller's promise.
-        unsafe { give_text(&words, out, out_capacity, out_bytes) }
-    })
+    let words = with_device(device, |device| Ok(device.describe()))?;
+    give_text(&words, out, out_capacity, out_bytes)
 }

@@ -12,17 +12,17 @@ use crate::device::Facts;
 use crate::device::call::Call;
 use crate::device::foreign::{Engine, Foreign, Rows};
 use crate::fail;
+use crate::ffi::abi::{Plain, known_flags, read};
 use crate::ffi::device::{KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED};
 use crate::ffi::device_kernel::kvt_kernel_t;
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST};
 
 /// Rows of bytes to copy: `runs` runs of `run_bytes` bytes, read and written at equal distances.
 /// One side has them without gaps. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_copy_rows_t {
     /// Where the first run is read.
     pub from: u64,
@@ -41,9 +41,6 @@ pub struct kvt_copy_rows_t {
     /// KVT_MEMORY_*: where they are written.
     pub to_memory: u32,
 }
-
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_copy_rows_t {}
 
 const _: () = assert!(size_of::<kvt_copy_rows_t>() == size_of::<Rows>());
 
@@ -151,7 +148,7 @@ pub type kvt_device_launch_fn = Option<
 /// and wait for no thread that does. The others are called with no lock held.
 /// kvt_device_conformance says whether all is as it should be.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_device_custom_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -196,11 +193,6 @@ pub struct kvt_device_custom_t {
     /// Tells them: there with `promise` alone.
     pub signal_event: kvt_device_signal_event_fn,
 }
-
-// SAFETY: integers, raw pointers and nullable functions; the first field is the size.
-unsafe impl Plain for kvt_device_custom_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_device_custom_t {}
 
 /// The functions of a device of the engine's own, without its data.
 #[derive(Clone, Copy)]

@@ -1,18 +1,15 @@
 //! Events of devices, and of engines beside them.
 
 use crate::base::callback::refuse_reentry;
-use crate::base::op::Op;
 use crate::base::status::{Error, Status};
 use crate::device::op_wait::stream_wait_op;
 use crate::device::{Event, State};
 use crate::fail;
+use crate::ffi::abi::{Access, capi, pin, require};
 use crate::ffi::device::{kvt_device_t, with_device, with_open_device};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, pin};
 use crate::ffi::op::kvt_op_t;
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 
 /// Most events of an array.
@@ -31,12 +28,12 @@ const MAX_EVENTS: usize = 65_536;
 ///
 /// # Safety
 /// None: handles are checked.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_query(device: *const kvt_device_t, event: u64) -> kvt_status_t {
-    guard(|| match with_device(device, |device| device.state(Event(event)))? {
+    match with_device(device, |device| device.state(Event(event)))? {
         State::Done => Ok(()),
         State::Pending => Err(Error::from(Status::Again)),
-    })
+    }
 }
 
 /// Waits for an event.
@@ -52,19 +49,15 @@ pub unsafe extern "C" fn kvt_device_query(device: *const kvt_device_t, event: u6
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_wait(
     device: *const kvt_device_t,
     event: u64,
     deadline_ns: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        refuse_reentry()?;
-        with_device(device, |device| device.wait(Event(event), deadline_ns))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    refuse_reentry()?;
+    with_device(device, |device| device.wait(Event(event), deadline_ns))
 }
 
 /// The checksums of the copies of a batch that wanted one (KVT_COPY_SUM), in their order, from
@@ -87,7 +80,7 @@ pub unsafe extern "C" fn kvt_device_wait(
 ///
 /// # Safety
 /// `sums` has room for `capacity` numbers; `out_count` is null or valid for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_sums(
     device: *const kvt_device_t,
     event: u64,
@@ -96,26 +89,20 @@ pub unsafe extern "C" fn kvt_device_sums(
     out_count: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { require(out_count)? };
-        if capacity > MAX_EVENTS as u64 || sums.is_null() {
-            fail!(Limit, "room for {capacity} sums at {sums:p}, {MAX_EVENTS} can be");
-        }
-        let mut found = Vec::new();
-        found.try_reserve_exact(capacity as usize).map_err(|_| Status::NoMem)?;
-        found.resize(capacity as usize, 0);
-        let count = with_device(device, |device| device.sums(Event(event), &mut found))?;
-        for (at, sum) in found.iter().take(count).enumerate() {
-            // SAFETY: fewer than the caller has room for.
-            unsafe { sums.add(at).write_unaligned(*sum) };
-        }
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out_count.write(count as u64) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out_count)?;
+    if capacity > MAX_EVENTS as u64 || sums.is_null() {
+        fail!(Limit, "room for {capacity} sums at {sums:p}, {MAX_EVENTS} can be");
+    }
+    let mut found = Vec::new();
+    found.try_reserve_exact(capacity as usize).map_err(|_| Status::NoMem)?;
+    found.resize(capacity as usize, 0);
+    let count = with_device(device, |device| device.sums(Event(event), &mut found))?;
+    for (at, sum) in found.iter().take(count).enumerate() {
+        // SAFETY: fewer than the caller has room for.
+        sums.add(at).write_unaligned(*sum);
+    }
+    out_count.write(count as u64);
+    Ok(())
 }
 
 /// Which events have ended, well or not: of an asynchronous device each is told once, unless it
@@ -132,38 +119,34 @@ pub unsafe extern "C" fn kvt_device_sums(
 ///
 /// # Safety
 /// `events` has room for `capacity` numbers; `out_count` is null or valid for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_poll(
     device: *const kvt_device_t,
     events: *mut u64,
     capacity: u64,
     out_count: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { require(out_count)? };
-        if capacity > MAX_EVENTS as u64 || events.is_null() {
-            fail!(Limit, "room for {capacity} events at {events:p}, {MAX_EVENTS} can be");
+    require(out_count)?;
+    if capacity > MAX_EVENTS as u64 || events.is_null() {
+        fail!(Limit, "room for {capacity} events at {events:p}, {MAX_EVENTS} can be");
+    }
+    let mut ended = [Event(0); 64];
+    let mut count = 0;
+    while count < capacity {
+        let most = (capacity - count).min(ended.len() as u64) as usize;
+        let room = ended.get_mut(..most).unwrap_or_default();
+        let some = with_device(device, |device| Ok(device.poll(room)))?;
+        for event in ended.iter().take(some) {
+            // SAFETY: fewer than the caller has room for.
+            events.add(count as usize).write_unaligned(event.0);
+            count += 1;
         }
-        let mut ended = [Event(0); 64];
-        let mut count = 0;
-        while count < capacity {
-            let most = (capacity - count).min(ended.len() as u64) as usize;
-            let room = ended.get_mut(..most).unwrap_or_default();
-            let some = with_device(device, |device| Ok(device.poll(room)))?;
-            for event in ended.iter().take(some) {
-                // SAFETY: fewer than the caller has room for.
-                unsafe { events.add(count as usize).write_unaligned(event.0) };
-                count += 1;
-            }
-            if some < most {
-                break;
-            }
+        if some < most {
+            break;
         }
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out_count.write(count) };
-        Ok(())
-    })
+    }
+    out_count.write(count);
+    Ok(())
 }
 
 /// Forgets events that have ended.
@@ -181,22 +164,15 @@ pub unsafe extern "C" fn kvt_device_poll(
 ///
 /// # Safety
 /// `events` is null or valid for reads of `count` numbers.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_release(
     device: *const kvt_device_t,
     events: *const u64,
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let events = unsafe { numbers(events, count, MAX_EVENTS)? };
-        with_device(device, |device| {
-            events.iter().try_for_each(|event| device.release(Event(*event)))
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let events = numbers(events, count, MAX_EVENTS)?;
+    with_device(device, |device| events.iter().try_for_each(|event| device.release(Event(*event))))
 }
 
 /// Makes an event of the device's that comes when an event of the engine's own has come: what is
@@ -214,24 +190,17 @@ pub unsafe extern "C" fn kvt_device_release(
 ///
 /// # Safety
 /// It is such an event, and stays so until the one made of it has ended.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_import_event(
     device: *const kvt_device_t,
     raw: u64,
     out_event: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { require(out_event)? };
-        // SAFETY: the caller's promise.
-        let event = with_device(device, |device| unsafe { device.import_event(raw) })?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out_event.write(event.0) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out_event)?;
+    let event = with_device(device, |device| device.import_event(raw))?;
+    out_event.write(event.0);
+    Ok(())
 }
 
 /// Has a stream of the engine's own go on only when an event has come. No thread waits.
@@ -248,19 +217,14 @@ pub unsafe extern "C" fn kvt_device_import_event(
 ///
 /// # Safety
 /// It is such a stream.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_stream_wait(
     device: *const kvt_device_t,
     raw_stream: u64,
     event: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        with_device(device, |device| unsafe { device.stream_wait_event(raw_stream, Event(event)) })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    with_device(device, |device| device.stream_wait_event(raw_stream, Event(event)))
 }
 
 /// Makes an event that comes when kvt_device_signal_event says so: batches, moves and streams can be put
@@ -280,22 +244,16 @@ pub unsafe extern "C" fn kvt_device_stream_wait(
 /// # Safety
 /// `out_event` is null or valid for a write, `err` is null or points to a handle that is null or
 /// an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_create_event(
     device: *const kvt_device_t,
     out_event: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { require(out_event)? };
-        let event = with_open_device(device, |device| device.create_user_event())?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out_event.write(event.0) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out_event)?;
+    let event = with_open_device(device, |device| device.create_user_event())?;
+    out_event.write(event.0);
+    Ok(())
 }
 
 /// Has an event of kvt_device_create_event come: what is behind it goes on. One that has come already
@@ -311,15 +269,13 @@ pub unsafe extern "C" fn kvt_device_create_event(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_signal_event(
     device: *const kvt_device_t,
     event: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || with_device(device, |device| device.signal_event(Event(event)));
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    with_device(device, |device| device.signal_event(Event(event)))
 }
 
 /// Has a stream of the engine's own go on only when an op was released, well or not: ask the op
@@ -342,18 +298,13 @@ pub unsafe extern "C" fn kvt_device_signal_event(
 ///
 /// # Safety
 /// It is such a stream.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_stream_wait_op(
     device: *const kvt_device_t,
     raw_stream: u64,
     op: *const kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let op = pin::<Op>(op, Access::Use)?;
-        // SAFETY: the caller's promise.
-        with_device(device, |device| unsafe { stream_wait_op(device, raw_stream, &op) })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let op = pin(op, Access::Use)?;
+    with_device(device, |device| stream_wait_op(device, raw_stream, &op))
 }

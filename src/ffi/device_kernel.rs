@@ -7,14 +7,12 @@ use crate::base::status::Result;
 use crate::device::call::{Call, Kind};
 use crate::device::{Event, Stream};
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, capi, require};
 use crate::ffi::device::{kvt_device_t, with_device};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::slice::require;
 use crate::ffi::sparse_ask::{kvt_index_head_t, kvt_index_t};
 use crate::ffi::sparse_lists::{keys_of, too_small};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Strided};
 
 /// Moves runs of bytes.
 pub const KVT_LAUNCH_MOVE: u32 = 1;
@@ -49,7 +47,7 @@ const MAX_KERNELS: u64 = 4096;
 /// none; each kernel uses some of the fields, and the others are 0. docs/kernels.md says which.
 /// Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_kernel_t {
     /// KVT_LAUNCH_*.
     pub kind: u32,
@@ -131,9 +129,6 @@ pub struct kvt_kernel_t {
     pub reserved: [u64; 3],
 }
 
-// SAFETY: integers and floats.
-unsafe impl Plain for kvt_kernel_t {}
-
 const _: () = assert!(size_of::<kvt_kernel_t>() == size_of::<Call>());
 
 /// Both have each field in one place: one is read as the other.
@@ -178,7 +173,7 @@ fn kernel_of(call: Call) -> kvt_kernel_t {
 /// # Safety
 /// Arrays are valid for their lengths. The memory that kernels name is the device's to use, as
 /// each of them uses it, until the event.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_launch(
     device: *const kvt_device_t,
     stream: u32,
@@ -189,25 +184,14 @@ pub unsafe extern "C" fn kvt_device_launch(
     out_event: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let rows = unsafe {
-            require(out_event)?;
-            Strided::new(kernels.cast_mut(), count, stride_bytes, MAX_KERNELS)?
-        };
-        let calls =
-            (0..rows.len()).map(|at| rows.get(at).map(call_of)).collect::<Result<Vec<Call>>>()?;
-        let after = (after != 0).then_some(Event(after));
-        let event = with_device(device, |device| {
-            // SAFETY: the caller's promise.
-            unsafe { device.launch(Stream(stream), after, &calls) }
-        })?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out_event.write(event.0) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out_event)?;
+    let rows = Strided::new(kernels.cast_mut(), count, stride_bytes, MAX_KERNELS)?;
+    let calls =
+        (0..rows.len()).map(|at| rows.get(at).map(call_of)).collect::<Result<Vec<Call>>>()?;
+    let after = (after != 0).then_some(Event(after));
+    let event = with_device(device, |device| device.launch(Stream(stream), after, &calls))?;
+    out_event.write(event.0);
+    Ok(())
 }
 
 /// Where each part of an index is, from where it begins, and how long all is.
@@ -264,7 +248,7 @@ fn told(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
 /// # Safety
 /// Pointers are null or valid; `index` for the size it states, its arrays for their counts, `to`
 /// for writes of its room.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_launch_index(
     index: *const kvt_index_t,
     kernel: *mut kvt_kernel_t,
@@ -274,38 +258,28 @@ pub unsafe extern "C" fn kvt_launch_index(
     out_bytes: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (keys, call) = unsafe {
-            require(kernel)?;
-            require(out_bytes)?;
-            (keys_of(index)?, call_of(kernel.read()))
+    require(kernel)?;
+    require(out_bytes)?;
+    let (keys, call) = (keys_of(index)?, call_of(kernel.read()));
+    let call = told(&keys, call, address)?;
+    let parts = parts_of(&keys);
+    let bytes = if keys.heads.is_empty() { 0 } else { parts.end };
+    out_bytes.write(bytes);
+    if bytes > out_capacity || (bytes > 0 && to.is_null()) {
+        return Err(too_small("the bytes of the index"));
+    }
+    let to = to.cast::<u8>();
+    // SAFETY: as many bytes as there is room for, of arrays that are the caller's; a kernel
+    // that was read.
+    if bytes > 0 {
+        let put = |at: u64, from: *const u8, bytes: usize| {
+            to.add(at as usize).copy_from_nonoverlapping(from, bytes);
         };
-        let call = told(&keys, call, address)?;
-        let parts = parts_of(&keys);
-        let bytes = if keys.heads.is_empty() { 0 } else { parts.end };
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out_bytes.write(bytes) };
-        if bytes > out_capacity || (bytes > 0 && to.is_null()) {
-            return Err(too_small("the bytes of the index"));
-        }
-        let to = to.cast::<u8>();
-        // SAFETY: as many bytes as there is room for, of arrays that are the caller's; a kernel
-        // that was read.
-        unsafe {
-            if bytes > 0 {
-                let put = |at: u64, from: *const u8, bytes: usize| {
-                    to.add(at as usize).copy_from_nonoverlapping(from, bytes);
-                };
-                const { assert!(size_of::<kvt_index_head_t>() == 24) };
-                put(0, keys.heads.as_ptr().cast(), size_of_val(keys.heads));
-                put(parts.starts, keys.starts.as_ptr().cast(), size_of_val(keys.starts));
-                put(parts.items, keys.items.as_ptr().cast(), size_of_val(keys.items));
-            }
-            kernel.write(kernel_of(call));
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+        const { assert!(size_of::<kvt_index_head_t>() == 24) };
+        put(0, keys.heads.as_ptr().cast(), size_of_val(keys.heads));
+        put(parts.starts, keys.starts.as_ptr().cast(), size_of_val(keys.starts));
+        put(parts.items, keys.items.as_ptr().cast(), size_of_val(keys.items));
+    }
+    kernel.write(kernel_of(call));
+    Ok(())
 }

@@ -5,18 +5,16 @@ use std::ffi::c_void;
 use crate::base::status::{Result, Status};
 use crate::device::{Copy, DeviceMemory, Direction, Event, MAX_COPIES, Memory, Stream};
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, capi, check_out, read, require, write};
 use crate::ffi::device::{kvt_device_t, with_device};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, read, write};
 use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, memory_of, plane_anywhere};
 use crate::store::state::session::PlaneView;
 
 /// Memory that a device has set aside.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_device_memory_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -43,7 +41,7 @@ pub const KVT_COPY_SUM: u64 = 1;
 /// A copy between tokens as an engine has them and a plane: the same tokens, heads and numbers
 /// one after the other, without gaps. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_copy_t {
     /// KVT_COPY_SUM or 0.
     pub flags: u64,
@@ -64,13 +62,6 @@ pub struct kvt_copy_t {
     pub sum: u64,
 }
 
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_device_memory_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_device_memory_t {}
-// SAFETY: integers and raw pointers.
-unsafe impl Plain for kvt_copy_t {}
-
 /// Sets memory of a device aside.
 ///
 /// @param device  The device.
@@ -86,18 +77,18 @@ unsafe impl Plain for kvt_copy_t {}
 ///
 /// # Safety
 /// Pointers are null or valid; `out` for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_alloc(
     device: *const kvt_device_t,
     bytes: u64,
     out: *mut kvt_device_memory_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let given = with_device(device, |device| device.allocate(bytes))?;
-        let filled = kvt_device_memory_t {
+    check_out(out)?;
+    let given = with_device(device, |device| device.allocate(bytes))?;
+    write(
+        out,
+        &kvt_device_memory_t {
             struct_size: 0,
             address: given.address,
             bytes: given.bytes,
@@ -107,13 +98,9 @@ pub unsafe extern "C" fn kvt_device_alloc(
                 Memory::Device => KVT_MEMORY_DEVICE,
             },
             reserved: 0,
-        };
-        // SAFETY: checked above.
-        unsafe { write(out, &filled) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+        },
+    );
+    Ok(())
 }
 
 /// Gives memory back.
@@ -130,29 +117,23 @@ pub unsafe extern "C" fn kvt_device_alloc(
 /// # Safety
 /// Pointers are null or valid; `memory` for the size it states. Nobody uses the memory any
 /// more.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_free(
     device: *const kvt_device_t,
     memory: *const kvt_device_memory_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        if memory.is_null() {
-            fail!(Invalid, "the memory is null");
-        }
-        // SAFETY: the caller's promise.
-        let given = unsafe { read(memory)? };
-        let memory = DeviceMemory {
-            address: given.address,
-            bytes: given.bytes,
-            memory: memory_of(given.memory)?,
-            number: given.number,
-        };
-        // SAFETY: the caller's promise.
-        with_device(device, |device| unsafe { device.free(&memory) })
+    if memory.is_null() {
+        fail!(Invalid, "the memory is null");
+    }
+    let given = read(memory)?;
+    let memory = DeviceMemory {
+        address: given.address,
+        bytes: given.bytes,
+        memory: memory_of(given.memory)?,
+        number: given.number,
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    with_device(device, |device| device.free(&memory))
 }
 
 /// Tells a device of host memory that copies will use again and again, so that they are as fast
@@ -172,23 +153,18 @@ pub unsafe extern "C" fn kvt_device_free(
 ///
 /// # Safety
 /// The memory stays until kvt_device_unregister_host.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_register_host(
     device: *const kvt_device_t,
     address: *mut c_void,
     bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let end = (address.addr() as u64).checked_add(bytes);
-        if address.is_null() || bytes == 0 || end.is_none() {
-            fail!(Invalid, "{bytes} bytes of host memory at {address:p}");
-        }
-        // SAFETY: the caller's promise.
-        with_device(device, |device| unsafe { device.register_host(address.cast(), bytes) })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let end = (address.addr() as u64).checked_add(bytes);
+    if address.is_null() || bytes == 0 || end.is_none() {
+        fail!(Invalid, "{bytes} bytes of host memory at {address:p}");
+    }
+    with_device(device, |device| device.register_host(address.cast(), bytes))
 }
 
 /// Takes that back, before the memory goes.
@@ -203,18 +179,13 @@ pub unsafe extern "C" fn kvt_device_register_host(
 ///
 /// # Safety
 /// No work under way uses the memory.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_unregister_host(
     device: *const kvt_device_t,
     address: *mut c_void,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        with_device(device, |device| unsafe { device.unregister_host(address.cast()) })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    with_device(device, |device| device.unregister_host(address.cast()))
 }
 
 /// A copy as devices take it, of a plane as the engine has it.
@@ -262,7 +233,7 @@ fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
 /// # Safety
 /// Arrays are valid for their lengths. Sources stay as they are, and targets are used by nobody
 /// else, until the event has come or failed.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_copy(
     device: *const kvt_device_t,
     stream: u32,
@@ -273,44 +244,32 @@ pub unsafe extern "C" fn kvt_device_copy(
     out_event: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let rows = unsafe {
-            require(out_event)?;
-            Strided::new(copies, count, stride_bytes, MAX_COPIES as u64)?
-        };
-        let mut given = Vec::new();
-        let mut planes = Vec::new();
-        let mut moved = Vec::new();
-        let room = given
-            .try_reserve_exact(rows.len())
-            .and_then(|()| planes.try_reserve_exact(rows.len()))
-            .and_then(|()| moved.try_reserve_exact(rows.len()));
-        room.map_err(|_| Status::NoMem)?;
-        for at in 0..rows.len() {
-            let row = rows.get(at)?;
-            // SAFETY: the caller's promise.
-            planes.push(unsafe { plane_anywhere(&row.view)? });
-            given.push(row);
+    require(out_event)?;
+    let rows = Strided::new(copies, count, stride_bytes, MAX_COPIES as u64)?;
+    let mut given = Vec::new();
+    let mut planes = Vec::new();
+    let mut moved = Vec::new();
+    let room = given
+        .try_reserve_exact(rows.len())
+        .and_then(|()| planes.try_reserve_exact(rows.len()))
+        .and_then(|()| moved.try_reserve_exact(rows.len()));
+    room.map_err(|_| Status::NoMem)?;
+    for at in 0..rows.len() {
+        let row = rows.get(at)?;
+        planes.push(plane_anywhere(&row.view)?);
+        given.push(row);
+    }
+    for (given, plane) in given.iter().zip(&planes) {
+        moved.push(copy_of(given, plane)?);
+    }
+    let after = (after != 0).then_some(Event(after));
+    let event = with_device(device, |device| device.submit(Stream(stream), after, &mut moved))?;
+    for (at, (given, moved)) in given.iter_mut().zip(&moved).enumerate() {
+        if moved.wants_sum {
+            given.sum = moved.sum;
+            rows.put(at, given);
         }
-        for (given, plane) in given.iter().zip(&planes) {
-            moved.push(copy_of(given, plane)?);
-        }
-        let after = (after != 0).then_some(Event(after));
-        let event = with_device(device, |device| {
-            // SAFETY: the caller's promise.
-            unsafe { device.submit(Stream(stream), after, &mut moved) }
-        })?;
-        for (at, (given, moved)) in given.iter_mut().zip(&moved).enumerate() {
-            if moved.wants_sum {
-                given.sum = moved.sum;
-                rows.put(at, given);
-            }
-        }
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out_event.write(event.0) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    }
+    out_event.write(event.0);
+    Ok(())
 }

@@ -5,12 +5,10 @@ use std::ffi::{c_char, c_void};
 use crate::base::callback::{Foreign, refuse_reentry};
 use crate::device::conformance::{ConformanceOpts, Verdict, run};
 use crate::fail;
-use crate::ffi::device::{DeviceNoun, kvt_device_t};
+use crate::ffi::abi::{Plain, capi, check_out, enter, known_flags, read, write};
+use crate::ffi::device::kvt_device_t;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 
 /// The device is closed at the end, which is a check as well.
 pub const KVT_CONFORMANCE_CLOSES: u64 = 1;
@@ -27,7 +25,7 @@ const MAX_ROUNDS: u32 = 100_000;
 
 /// How a device is put to the test.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_conformance_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -45,7 +43,7 @@ pub struct kvt_conformance_opts_t {
 
 /// How many checks ended how.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_conformance_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -58,15 +56,6 @@ pub struct kvt_conformance_t {
     /// Always 0.
     pub reserved: u32,
 }
-
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_conformance_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_conformance_opts_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_conformance_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_conformance_t {}
 
 /// Hears of a check: its name, a KVT_VERDICT_*, and why. Texts are UTF-8, not NUL-terminated,
 /// borrowed for the call. Called by the thread that called. It must not unwind.
@@ -100,7 +89,7 @@ pub type kvt_conformance_fn = Option<
 ///
 /// # Safety
 /// Pointers are null or valid; structs for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_device_conformance(
     device: *const kvt_device_t,
     opts: *const kvt_conformance_opts_t,
@@ -109,56 +98,48 @@ pub unsafe extern "C" fn kvt_device_conformance(
     out: *mut kvt_conformance_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        refuse_reentry()?;
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            check_out(out)?;
-            read(opts)?
+    refuse_reentry()?;
+    check_out(out)?;
+    let given = read(opts)?;
+    known_flags(given.flags, KVT_CONFORMANCE_CLOSES)?;
+    if given.reserved != 0 {
+        fail!(Invalid, "reserved is {}", given.reserved);
+    }
+    if given.rounds > MAX_ROUNDS {
+        fail!(Limit, "{} rounds, {MAX_ROUNDS} can be", given.rounds);
+    }
+    let report = report.map(|report| Foreign::new(report, user_data, None));
+    let mut tell = |name: &'static str, verdict: &Verdict| {
+        let Some(report) = &report else { return };
+        let (code, why) = match verdict {
+            Verdict::Passed => (KVT_VERDICT_PASSED, ""),
+            Verdict::Skipped(why) => (KVT_VERDICT_SKIPPED, why.as_str()),
+            Verdict::Failed(why) => (KVT_VERDICT_FAILED, why.as_str()),
         };
-        known_flags(given.flags, KVT_CONFORMANCE_CLOSES)?;
-        if given.reserved != 0 {
-            fail!(Invalid, "reserved is {}", given.reserved);
-        }
-        if given.rounds > MAX_ROUNDS {
-            fail!(Limit, "{} rounds, {MAX_ROUNDS} can be", given.rounds);
-        }
-        let report = report.map(|report| Foreign::new(report, user_data, None));
-        let mut tell = |name: &'static str, verdict: &Verdict| {
-            let Some(report) = &report else { return };
-            let (code, why) = match verdict {
-                Verdict::Passed => (KVT_VERDICT_PASSED, ""),
-                Verdict::Skipped(why) => (KVT_VERDICT_SKIPPED, why.as_str()),
-                Verdict::Failed(why) => (KVT_VERDICT_FAILED, why.as_str()),
-            };
-            let (text, words) = (name.as_ptr().cast(), why.as_ptr().cast());
-            let (text_bytes, why_bytes) = (name.len() as u64, why.len() as u64);
-            // SAFETY: the caller's function and data; texts are borrowed for the call.
-            report.call(|report, user_data| unsafe {
-                report(user_data, text, text_bytes, code, words, why_bytes);
-            });
-        };
-        with::<DeviceNoun, ()>(device, Access::Use, |noun| {
-            let opts = ConformanceOpts {
-                seed: given.seed,
-                rounds: given.rounds,
-                clock: noun.core.clock().clone(),
-                patience_ns: given.patience_ns,
-                closes: given.flags & KVT_CONFORMANCE_CLOSES != 0,
-            };
-            let count = run(&noun.device, &opts, &mut tell);
-            let filled = kvt_conformance_t {
-                struct_size: 0,
-                passed: count.passed,
-                skipped: count.skipped,
-                failed: count.failed,
-                reserved: 0,
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
+        let (text, words) = (name.as_ptr().cast(), why.as_ptr().cast());
+        let (text_bytes, why_bytes) = (name.len() as u64, why.len() as u64);
+        report.call(|report, user_data| {
+            report(user_data, text, text_bytes, code, words, why_bytes);
+        });
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let device = enter(device)?;
+    let opts = ConformanceOpts {
+        seed: given.seed,
+        rounds: given.rounds,
+        clock: device.core.clock().clone(),
+        patience_ns: given.patience_ns,
+        closes: given.flags & KVT_CONFORMANCE_CLOSES != 0,
+    };
+    let count = run(&device.device, &opts, &mut tell);
+    write(
+        out,
+        &kvt_conformance_t {
+            struct_size: 0,
+            passed: count.passed,
+            skipped: count.skipped,
+            failed: count.failed,
+            reserved: 0,
+        },
+    );
+    Ok(())
 }

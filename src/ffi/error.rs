@@ -3,12 +3,9 @@
 use std::ffi::{CString, c_char};
 
 use crate::base::fork;
-use crate::base::slab::Slab;
 use crate::base::status::{Error, Result, Status};
-use crate::ffi::guard::guard;
-use crate::ffi::handle::{Access, Noun, encode, free, with};
+use crate::ffi::abi::{Noun, Plain, capi, check_out, encode, free, guard, inspect, noun, write};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, write};
 
 /// A failure in words. Calls that take a `kvt_error_t **err` write one there
 /// when they fail (only then) and `err` is not null. The variable must be null
@@ -18,7 +15,7 @@ pub struct kvt_error_t(());
 
 /// The particulars of an error.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_error_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -35,26 +32,12 @@ pub struct kvt_error_info_t {
     pub os_errno: i32,
 }
 
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_error_info_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_error_info_t {}
-
 pub(crate) struct ErrorNoun {
     error: Error,
     text: CString,
 }
 
-static ERRORS: Slab<ErrorNoun> = Slab::new();
-
-impl Noun for ErrorNoun {
-    type C = kvt_error_t;
-    const TYPE: u8 = 1;
-    const NAME: &'static str = "error";
-    fn table() -> &'static Slab<Self> {
-        &ERRORS
-    }
-}
+noun!(ErrorNoun, kvt_error_t, 1, "error");
 
 /// Hands an error out; without room for it the status alone must do.
 ///
@@ -72,7 +55,7 @@ pub(crate) unsafe fn report(err: *mut *mut kvt_error_t, error: Error) {
     unsafe {
         // The error of an earlier call goes; a handle that is none stays unread.
         let mut before = err.read();
-        let _ = free::<ErrorNoun>(&raw mut before, |_| Ok(()));
+        let _ = free(&raw mut before, |_| Ok(()));
         err.write(handle_of(error).unwrap_or(std::ptr::null_mut()));
     }
 }
@@ -81,7 +64,7 @@ pub(crate) unsafe fn report(err: *mut *mut kvt_error_t, error: Error) {
 pub(crate) fn handle_of(error: Error) -> Result<*mut kvt_error_t> {
     let clean = error.message().replace('\0', "?");
     let text = CString::new(clean).unwrap_or_default();
-    ERRORS.insert(ErrorNoun { error, text }).map(encode::<ErrorNoun>)
+    ErrorNoun::table().insert(ErrorNoun { error, text }).map(encode::<ErrorNoun>)
 }
 
 /// Reads an error.
@@ -95,29 +78,26 @@ pub(crate) fn handle_of(error: Error) -> Result<*mut kvt_error_t> {
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_error_info(
     error: *const kvt_error_t,
     out: *mut kvt_error_info_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<ErrorNoun, ()>(error, Access::Salvage, |noun| {
-            let detail = noun.error.detail();
-            let info = kvt_error_info_t {
-                struct_size: 0,
-                message: noun.text.as_ptr(),
-                message_bytes: noun.text.as_bytes().len() as u64,
-                offset: detail.and_then(|d| d.offset).unwrap_or(u64::MAX),
-                status: noun.error.status().code(),
-                os_errno: detail.map_or(0, |d| d.os_errno),
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &info) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let error = inspect(error)?;
+    let detail = error.error.detail();
+    write(
+        out,
+        &kvt_error_info_t {
+            struct_size: 0,
+            message: error.text.as_ptr(),
+            message_bytes: error.text.as_bytes().len() as u64,
+            offset: detail.and_then(|d| d.offset).unwrap_or(u64::MAX),
+            status: error.error.status().code(),
+            os_errno: detail.map_or(0, |d| d.os_errno),
+        },
+    );
+    Ok(())
 }
 
 /// The message of an error, for printing.
@@ -127,14 +107,12 @@ pub unsafe extern "C" fn kvt_error_info(
 ///         replaced. Never null: without an error it is an empty one.
 ///
 /// Threading: any thread. Since 0.1.
-#[unsafe(no_mangle)]
+#[capi]
 pub extern "C" fn kvt_error_message(error: *const kvt_error_t) -> *const c_char {
     let mut text = c"".as_ptr();
     let status = guard(|| {
-        with::<ErrorNoun, ()>(error, Access::Salvage, |noun| {
-            text = noun.text.as_ptr();
-            Ok(())
-        })
+        text = inspect(error)?.text.as_ptr();
+        Ok(())
     });
     debug_assert!(status <= Status::Ok.code());
     text
@@ -149,8 +127,7 @@ pub extern "C" fn kvt_error_message(error: *const kvt_error_t) -> *const c_char 
 ///
 /// # Safety
 /// `error` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_error_free(error: *mut *mut kvt_error_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { free::<ErrorNoun>(error, |_| Ok(())) })
+    free(error, |_| Ok(()))
 }

@@ -1,14 +1,10 @@
 //! Events: the engine's word that its memory may be touched.
 
 use crate::base::fork;
-use crate::base::slab::Slab;
 use crate::base::sync::Arc;
+use crate::ffi::abi::{capi, enter, free, insert, inspect, known_flags, noun, require};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, with};
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::known_flags;
 use crate::store::ready_event::{Ready, Word};
 
 /// A moment that comes once: memory is ready. Moves wait for it (kvt_transfer_t.ready).
@@ -29,16 +25,7 @@ impl Drop for EventNoun {
     }
 }
 
-static EVENTS: Slab<EventNoun> = Slab::new();
-
-impl Noun for EventNoun {
-    type C = kvt_event_t;
-    const TYPE: u8 = 13;
-    const NAME: &'static str = "event";
-    fn table() -> &'static Slab<Self> {
-        &EVENTS
-    }
-}
+noun!(EventNoun, kvt_event_t, 13, "event");
 
 /// Opens an event that the program signals itself. It needs no runtime; moves of any
 /// store may wait for it.
@@ -53,24 +40,17 @@ impl Noun for EventNoun {
 ///
 /// # Safety
 /// Pointers are null or valid.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_event_open(
     flags: u64,
     out: *mut *mut kvt_event_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        fork::check()?;
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(out)? };
-        known_flags(flags, 0)?;
-        let handle = insert(EventNoun(Arc::default()))?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    fork::check()?;
+    require(out)?;
+    known_flags(flags, 0)?;
+    out.write(insert(EventNoun(Arc::default()))?);
+    Ok(())
 }
 
 /// Signals an event: it has come, for good. Moves that wait for it begin. Never
@@ -83,14 +63,11 @@ pub unsafe extern "C" fn kvt_event_open(
 ///
 /// # Safety
 /// None beyond the handle.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_event_signal(event: *const kvt_event_t) -> kvt_status_t {
-    guard(|| {
-        with::<EventNoun, ()>(event, Access::Use, |noun| {
-            noun.0.give();
-            Ok(())
-        })
-    })
+    let event = enter(event)?;
+    event.0.give();
+    Ok(())
 }
 
 /// Whether an event has come.
@@ -103,22 +80,17 @@ pub unsafe extern "C" fn kvt_event_signal(event: *const kvt_event_t) -> kvt_stat
 ///
 /// # Safety
 /// `out_state` is null or valid for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_event_query(
     event: *const kvt_event_t,
     out_state: *mut u32,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(out_state)? };
-        with::<EventNoun, ()>(event, Access::Salvage, |noun| {
-            let has_come = noun.0.word() == Some(Word::Given);
-            let state = if has_come { KVT_EVENT_SIGNALLED } else { KVT_EVENT_PENDING };
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out_state.write(state) };
-            Ok(())
-        })
-    })
+    require(out_state)?;
+    let event = inspect(event)?;
+    let has_come = event.0.word() == Some(Word::Given);
+    let state = if has_come { KVT_EVENT_SIGNALLED } else { KVT_EVENT_PENDING };
+    out_state.write(state);
+    Ok(())
 }
 
 /// Closes an event. Moves that wait for one that has not come end with
@@ -132,8 +104,7 @@ pub unsafe extern "C" fn kvt_event_query(
 ///
 /// # Safety
 /// `event` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_event_close(event: *mut *mut kvt_event_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { free::<EventNoun>(event, |_| Ok(())) })
+    free(event, |_| Ok(()))
 }

@@ -4,17 +4,15 @@ use std::ffi::c_char;
 
 use crate::base::spec::nearest;
 use crate::base::status::{Error, Result, Status};
+use crate::ffi::abi::{Plain, capi, check_out, require, text, write};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, write};
 use crate::io::probe::{FEATURES, feature};
 
 /// An optional feature. Texts are UTF-8, not NUL-terminated, and live as long
 /// as the library.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_feature_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -31,11 +29,6 @@ pub struct kvt_feature_t {
     /// 1 when this machine offers it, as probed now.
     pub present: u32,
 }
-
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_feature_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_feature_t {}
 
 unsafe fn fill(index: usize, out: *mut kvt_feature_t) -> Result<()> {
     let found = feature(index).ok_or_else(|| {
@@ -64,16 +57,11 @@ unsafe fn fill(index: usize, out: *mut kvt_feature_t) -> Result<()> {
 ///
 /// # Safety
 /// `out_count` is null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_feature_count(out_count: *mut u64) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(out_count)?;
-            out_count.write(FEATURES.len() as u64);
-        }
-        Ok(())
-    })
+    require(out_count)?;
+    out_count.write(FEATURES.len() as u64);
+    Ok(())
 }
 
 /// A feature by its place in the list.
@@ -86,15 +74,10 @@ pub unsafe extern "C" fn kvt_feature_count(out_count: *mut u64) -> kvt_status_t 
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_feature_at(index: u64, out: *mut kvt_feature_t) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            check_out(out)?;
-            fill(usize::try_from(index).unwrap_or(usize::MAX), out)
-        }
-    })
+    check_out(out)?;
+    fill(usize::try_from(index).unwrap_or(usize::MAX), out)
 }
 
 /// A feature by its name.
@@ -109,31 +92,23 @@ pub unsafe extern "C" fn kvt_feature_at(index: u64, out: *mut kvt_feature_t) -> 
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; `out` for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_feature_find(
     name: *const c_char,
     name_bytes: u64,
     out: *mut kvt_feature_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let name = unsafe {
-            check_out(out)?;
-            text("name", name, name_bytes)?
+    check_out(out)?;
+    let name = text("name", name, name_bytes)?;
+    let Some(index) = FEATURES.iter().position(|(known, _)| *known == name) else {
+        let known: Vec<&str> = FEATURES.iter().map(|(known, _)| *known).collect();
+        let near = match nearest(name, &known) {
+            Some(near) => format!("did you mean '{near}'?"),
+            None => format!("there are '{}'", known.join("', '")),
         };
-        let Some(index) = FEATURES.iter().position(|(known, _)| *known == name) else {
-            let known: Vec<&str> = FEATURES.iter().map(|(known, _)| *known).collect();
-            let near = match nearest(name, &known) {
-                Some(near) => format!("did you mean '{near}'?"),
-                None => format!("there are '{}'", known.join("', '")),
-            };
-            let text = format!("no feature is called '{name}'; {near}");
-            return Err(Error::new(Status::NotFound, text));
-        };
-        // SAFETY: checked above.
-        unsafe { fill(index, out) }
+        let text = format!("no feature is called '{name}'; {near}");
+        return Err(Error::new(Status::NotFound, text));
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    fill(index, out)
 }

@@ -1,17 +1,14 @@
 //! Jobs: work that is cut into items, which the engine's threads run.
 
 use crate::attention::{ColumnSums, Decode, Prefill};
-use crate::base::slab::Slab;
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Condvar, Mutex};
 use crate::fail;
+use crate::ffi::abi::{Plain, capi, check_out, enter, free, insert, noun, write};
 use crate::ffi::attention::GivenRows;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::kernel::numbers_mut;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, write};
 
 /// Attention that is to be computed. Pieces of it are *items*, which the engine's threads run,
 /// each once and in any order; items of a step once all of the step before have ended. What
@@ -21,7 +18,7 @@ pub struct kvt_job_t(());
 
 /// How a job is cut.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_job_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -38,11 +35,6 @@ pub struct kvt_job_info_t {
     /// Of a decode that keeps scores: keys that kvt_decode_sums has sums of, for each head.
     pub sum_keys: u64,
 }
-
-// SAFETY: integers; the first field is the size.
-unsafe impl Plain for kvt_job_info_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_job_info_t {}
 
 /// What is computed; it borrows from [`Planes`], and from the caller.
 pub(crate) enum Kernel {
@@ -122,16 +114,7 @@ pub(crate) struct JobNoun {
     _planes: Planes,
 }
 
-static JOBS: Slab<JobNoun> = Slab::new();
-
-impl Noun for JobNoun {
-    type C = kvt_job_t;
-    const TYPE: u8 = 16;
-    const NAME: &'static str = "job";
-    fn table() -> &'static Slab<Self> {
-        &JOBS
-    }
-}
+noun!(JobNoun, kvt_job_t, 16, "job");
 
 /// Leaves a job when it is dropped.
 struct Entered<'a>(&'a JobNoun);
@@ -172,10 +155,9 @@ pub(crate) fn with_kernel<R>(
     job: *const kvt_job_t,
     body: impl FnOnce(&Kernel) -> Result<R>,
 ) -> Result<R> {
-    with::<JobNoun, R>(job, Access::Use, |job| {
-        let _entered = job.enter()?;
-        body(&job.kernel)
-    })
+    let job = enter(job)?;
+    let _entered = job.enter()?;
+    body(&job.kernel)
 }
 
 /// Puts a job into its table.
@@ -206,17 +188,17 @@ pub(crate) unsafe fn open(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_job_info(
     job: *const kvt_job_t,
     out: *mut kvt_job_info_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let ((items, last), scratch, sum_keys) =
-            with_kernel(job, |kernel| Ok((kernel.steps(), kernel.scratch(), kernel.sum_keys())))?;
-        let value = kvt_job_info_t {
+    check_out(out)?;
+    let ((items, last), scratch, sum_keys) =
+        with_kernel(job, |kernel| Ok((kernel.steps(), kernel.scratch(), kernel.sum_keys())))?;
+    write(
+        out,
+        &kvt_job_info_t {
             struct_size: 0,
             steps: 1 + u32::from(last.is_some()),
             items,
@@ -224,11 +206,9 @@ pub unsafe extern "C" fn kvt_job_info(
             reserved: 0,
             scratch_count: scratch as u64,
             sum_keys: sum_keys as u64,
-        };
-        // SAFETY: checked above.
-        unsafe { write(out, &value) };
-        Ok(())
-    })
+        },
+    );
+    Ok(())
 }
 
 /// Runs items of a job, on this thread.
@@ -248,7 +228,7 @@ pub unsafe extern "C" fn kvt_job_info(
 /// # Safety
 /// `scratch` is valid for reads and writes of `scratch_count` numbers; no two threads run the
 /// same item at a time, or an item of a step before all of the step before have ended.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_job_run(
     job: *const kvt_job_t,
     step: u32,
@@ -258,30 +238,22 @@ pub unsafe extern "C" fn kvt_job_run(
     scratch_count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let memory = unsafe { numbers_mut(scratch, scratch_count)? };
-        with_kernel(job, |kernel| {
-            let has = match (step, kernel.steps()) {
-                (0, (items, _)) | (1, (_, Some(items))) => items,
-                _ => fail!(Invalid, "there is no step {step}"),
-            };
-            if first > has {
-                fail!(Invalid, "items from {first} on, step {step} has {has}");
-            }
-            // SAFETY: the caller's promise.
-            (first..first.saturating_add(items).min(has)).try_for_each(|item| unsafe {
-                match kernel {
-                    Kernel::Prefill(job) => job.run(item, memory),
-                    Kernel::Sums(job) => job.run(item, memory),
-                    Kernel::Decode(job) if step == 0 => job.run(item, memory),
-                    Kernel::Decode(job) => job.end(item),
-                }
-            })
+    let memory = numbers_mut(scratch, scratch_count)?;
+    with_kernel(job, |kernel| {
+        let has = match (step, kernel.steps()) {
+            (0, (items, _)) | (1, (_, Some(items))) => items,
+            _ => fail!(Invalid, "there is no step {step}"),
+        };
+        if first > has {
+            fail!(Invalid, "items from {first} on, step {step} has {has}");
+        }
+        (first..first.saturating_add(items).min(has)).try_for_each(|item| match kernel {
+            Kernel::Prefill(job) => job.run(item, memory),
+            Kernel::Sums(job) => job.run(item, memory),
+            Kernel::Decode(job) if step == 0 => job.run(item, memory),
+            Kernel::Decode(job) => job.end(item),
         })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    })
 }
 
 /// Closes a job and clears the handle. Waits for items that run; all that it was opened with
@@ -294,13 +266,10 @@ pub unsafe extern "C" fn kvt_job_run(
 ///
 /// # Safety
 /// `job` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_job_close(job: *mut *mut kvt_job_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe {
-        free::<JobNoun>(job, |job| {
-            job.close();
-            Ok(())
-        })
+    free(job, |job| {
+        job.close();
+        Ok(())
     })
 }

@@ -3,16 +3,14 @@
 use crate::attention::{ColumnSums, Decode, Prefill, Problem};
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{Plain, capi, known_flags, read, require};
 use crate::ffi::attention::{GivenRows, kvt_rows_t};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
 use crate::ffi::job::{Kernel, Planes, kvt_job_t, open, with_kernel};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::require;
 use crate::ffi::sparse_ask::kvt_index_t;
 use crate::ffi::sparse_lists::keys_of;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 
 /// Scores are kept, for kvt_decode_sums.
 pub const KVT_DECODE_SCORES: u64 = 1;
@@ -25,7 +23,7 @@ const MAX_NUMBERS: usize = 1 << 40;
 /// What is to be computed: queries are at `first_query` and the positions after it, and see
 /// keys up to their own position.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_attention_args_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -50,10 +48,6 @@ pub struct kvt_attention_args_t {
     pub reserved: u32,
 }
 
-// SAFETY: integers, floats and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_attention_args_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_attention_args_t {}
 /// Reads a problem. It is checked by whoever makes a kernel of it.
 ///
 /// # Safety
@@ -131,7 +125,7 @@ pub(crate) unsafe fn numbers_mut<'a>(data: *mut f32, count: u64) -> Result<&'a m
 /// # Safety
 /// Pointers are null or valid, structs for the size they state, arrays for their counts; all
 /// but the structs until the job is closed. What is written overlaps nothing else.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_prefill_open(
     args: *const kvt_attention_args_t,
     out: *mut f32,
@@ -141,19 +135,12 @@ pub unsafe extern "C" fn kvt_prefill_open(
     job_out: *mut *mut kvt_job_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(job_out)?;
-            let (args, planes) = problem_of(args)?;
-            let (out, logs) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
-            let lse = if lse.is_null() { None } else { Some(logs) };
-            let kernel = Kernel::Prefill(Prefill::new(args, out, lse)?);
-            open(kernel, planes, job_out)
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(job_out)?;
+    let (args, planes) = problem_of(args)?;
+    let (out, logs) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
+    let lse = if lse.is_null() { None } else { Some(logs) };
+    let kernel = Kernel::Prefill(Prefill::new(args, out, lse)?);
+    open(kernel, planes, job_out)
 }
 
 /// How many numbers of memory a decode of this problem needs beside scratch.
@@ -168,26 +155,19 @@ pub unsafe extern "C" fn kvt_prefill_open(
 ///
 /// # Safety
 /// As of kvt_decode_open, during the call.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_decode_memory(
     args: *const kvt_attention_args_t,
     flags: u64,
     count_out: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        known_flags(flags, KVT_DECODE_SCORES)?;
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(count_out)?;
-            let (args, _planes) = problem_of(args)?;
-            args.check()?;
-            count_out.write(Decode::memory(&args, flags & KVT_DECODE_SCORES != 0)? as u64);
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    known_flags(flags, KVT_DECODE_SCORES)?;
+    require(count_out)?;
+    let (args, _planes) = problem_of(args)?;
+    args.check()?;
+    count_out.write(Decode::memory(&args, flags & KVT_DECODE_SCORES != 0)? as u64);
+    Ok(())
 }
 
 /// Opens a job that computes the attention of the next token, or of a few. It has two steps.
@@ -208,7 +188,7 @@ pub unsafe extern "C" fn kvt_decode_memory(
 ///
 /// # Safety
 /// As of kvt_prefill_open.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_decode_open(
     args: *const kvt_attention_args_t,
     flags: u64,
@@ -221,20 +201,13 @@ pub unsafe extern "C" fn kvt_decode_open(
     job_out: *mut *mut kvt_job_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        known_flags(flags, KVT_DECODE_SCORES)?;
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(job_out)?;
-            let (args, planes) = problem_of(args)?;
-            let (out, lse) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
-            let memory = numbers_mut(memory, memory_count)?;
-            let keeps = flags & KVT_DECODE_SCORES != 0;
-            open(Kernel::Decode(Decode::new(args, out, lse, memory, keeps)?), planes, job_out)
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    known_flags(flags, KVT_DECODE_SCORES)?;
+    require(job_out)?;
+    let (args, planes) = problem_of(args)?;
+    let (out, lse) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
+    let memory = numbers_mut(memory, memory_count)?;
+    let keeps = flags & KVT_DECODE_SCORES != 0;
+    open(Kernel::Decode(Decode::new(args, out, lse, memory, keeps)?), planes, job_out)
 }
 
 /// Opens a job that says what each key got of the attention of a prompt's queries, after a
@@ -255,7 +228,7 @@ pub unsafe extern "C" fn kvt_decode_open(
 ///
 /// # Safety
 /// As of kvt_prefill_open.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sums_open(
     args: *const kvt_attention_args_t,
     lse: *const f32,
@@ -267,20 +240,12 @@ pub unsafe extern "C" fn kvt_sums_open(
     job_out: *mut *mut kvt_job_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        known_flags(flags, KVT_SUMS_BY_HEAD)?;
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(job_out)?;
-            let (args, planes) = problem_of(args)?;
-            let (lse, sums) =
-                (numbers(lse, lse_count, MAX_NUMBERS)?, numbers_mut(sums, sum_count)?);
-            let by_head = flags & KVT_SUMS_BY_HEAD != 0;
-            open(Kernel::Sums(ColumnSums::new(args, lse, first, by_head, sums)?), planes, job_out)
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    known_flags(flags, KVT_SUMS_BY_HEAD)?;
+    require(job_out)?;
+    let (args, planes) = problem_of(args)?;
+    let (lse, sums) = (numbers(lse, lse_count, MAX_NUMBERS)?, numbers_mut(sums, sum_count)?);
+    let by_head = flags & KVT_SUMS_BY_HEAD != 0;
+    open(Kernel::Sums(ColumnSums::new(args, lse, first, by_head, sums)?), planes, job_out)
 }
 
 /// Adds what each key got of the attention of a decode's queries to sums, when all items of
@@ -298,7 +263,7 @@ pub unsafe extern "C" fn kvt_sums_open(
 ///
 /// # Safety
 /// `sums` is valid for reads and writes of `sum_count` numbers; all items have ended.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_decode_sums(
     job: *const kvt_job_t,
     flags: u64,
@@ -306,16 +271,10 @@ pub unsafe extern "C" fn kvt_decode_sums(
     sum_count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        known_flags(flags, KVT_SUMS_BY_HEAD)?;
-        // SAFETY: the caller's promise.
-        let sums = unsafe { numbers_mut(sums, sum_count)? };
-        with_kernel(job, |kernel| match kernel {
-            // SAFETY: the caller's promise.
-            Kernel::Decode(job) => unsafe { job.add_sums(flags & KVT_SUMS_BY_HEAD != 0, sums) },
-            _ => fail!(Invalid, "the job is no decode"),
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    known_flags(flags, KVT_SUMS_BY_HEAD)?;
+    let sums = numbers_mut(sums, sum_count)?;
+    with_kernel(job, |kernel| match kernel {
+        Kernel::Decode(job) => job.add_sums(flags & KVT_SUMS_BY_HEAD != 0, sums),
+        _ => fail!(Invalid, "the job is no decode"),
+    })
 }

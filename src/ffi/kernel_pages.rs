@@ -4,9 +4,9 @@
 use crate::attention::{Level, Rows, check_finite, merge, pages};
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::capi;
 use crate::ffi::attention::{kvt_rows_t, with_rows};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
 use crate::ffi::kernel::numbers_mut;
 use crate::ffi::policy_use::numbers;
 use crate::ffi::status::kvt_status_t;
@@ -40,7 +40,7 @@ pub(crate) fn given<'a, 'b>(what: &str, rows: Option<&'a Rows<'b>>) -> Result<&'
 /// # Safety
 /// `boxes` is valid for reads and writes of `box_count` numbers; `keys` leads to memory that
 /// can be read during the call.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_pages_extend(
     boxes: *mut f32,
     box_count: u64,
@@ -49,17 +49,8 @@ pub unsafe extern "C" fn kvt_pages_extend(
     keys: *const kvt_rows_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let boxes = numbers_mut(boxes, box_count)?;
-            with_rows("keys", keys, |keys| {
-                pages::extend(boxes, page_tokens, first, given("keys", keys)?)
-            })
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let boxes = numbers_mut(boxes, box_count)?;
+    with_rows("keys", keys, |keys| pages::extend(boxes, page_tokens, first, given("keys", keys)?))
 }
 
 /// The largest product that a query can have with a key of each page, by its box:
@@ -83,7 +74,7 @@ pub unsafe extern "C" fn kvt_pages_extend(
 /// # Safety
 /// Arrays are valid for their counts, and views lead to memory that can be read during the
 /// call.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_pages_score(
     boxes: *const kvt_rows_t,
     queries: *const kvt_rows_t,
@@ -95,21 +86,14 @@ pub unsafe extern "C" fn kvt_pages_score(
     scratch_count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let scores = numbers_mut(scores, score_count)?;
-            let scratch = numbers_mut(scratch, scratch_count)?;
-            with_rows("boxes", boxes, |boxes| {
-                with_rows("queries", queries, |queries| {
-                    let (boxes, queries) = (given("boxes", boxes)?, given("queries", queries)?);
-                    pages::scores(Level::best(), boxes, queries, (first, count), scores, scratch)
-                })
-            })
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let scores = numbers_mut(scores, score_count)?;
+    let scratch = numbers_mut(scratch, scratch_count)?;
+    with_rows("boxes", boxes, |boxes| {
+        with_rows("queries", queries, |queries| {
+            let (boxes, queries) = (given("boxes", boxes)?, given("queries", queries)?);
+            pages::scores(Level::best(), boxes, queries, (first, count), scores, scratch)
+        })
+    })
 }
 
 /// Puts attention to other keys together with what is there: results of pieces of the keys, by
@@ -128,7 +112,7 @@ pub unsafe extern "C" fn kvt_pages_score(
 ///
 /// # Safety
 /// Arrays are valid for so many rows, and overlap nowhere.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_attention_merge(
     out: *mut f32,
     lse: *mut f32,
@@ -138,23 +122,11 @@ pub unsafe extern "C" fn kvt_attention_merge(
     dim: u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let Some(all) = rows.checked_mul(dim.into()) else {
-            fail!(Limit, "{rows} rows of {dim} numbers");
-        };
-        // SAFETY: the caller's promise.
-        unsafe {
-            let (out, lse) = (numbers_mut(out, all)?, numbers_mut(lse, rows)?);
-            merge(
-                out,
-                lse,
-                numbers(other, all, MAX_NUMBERS)?,
-                numbers(other_lse, rows, MAX_NUMBERS)?,
-            )
-        }
+    let Some(all) = rows.checked_mul(dim.into()) else {
+        fail!(Limit, "{rows} rows of {dim} numbers");
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let (out, lse) = (numbers_mut(out, all)?, numbers_mut(lse, rows)?);
+    merge(out, lse, numbers(other, all, MAX_NUMBERS)?, numbers(other_lse, rows, MAX_NUMBERS)?)
 }
 
 /// Whether all numbers of rows are finite, scales included. Kernels do not look: with others
@@ -169,16 +141,11 @@ pub unsafe extern "C" fn kvt_attention_merge(
 ///
 /// # Safety
 /// The view leads to memory that can be read during the call.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_rows_check(
     rows: *const kvt_rows_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let check = |rows: Option<&Rows<'_>>| check_finite("numbers", given("rows", rows)?);
-        // SAFETY: the caller's promise.
-        unsafe { with_rows("rows", rows, check) }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let check = |rows: Option<&Rows<'_>>| check_finite("numbers", given("rows", rows)?);
+    with_rows("rows", rows, check)
 }

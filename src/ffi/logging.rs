@@ -5,12 +5,11 @@ use std::ffi::{c_char, c_void};
 use log::{Level, LevelFilter};
 
 use crate::base::callback::Foreign;
-use crate::base::fork;
-use crate::base::logging;
 use crate::base::sync::Arc;
+use crate::base::{fork, logging};
 use crate::fail;
+use crate::ffi::abi::{capi, foreign};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{foreign, guard_err};
 use crate::ffi::status::kvt_status_t;
 
 /// Nothing is logged.
@@ -60,7 +59,7 @@ pub type kvt_log_fn = Option<
 ///
 /// # Safety
 /// The callback and its data must be usable from any thread.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_log_set(
     level: u32,
     callback: kvt_log_fn,
@@ -68,27 +67,23 @@ pub unsafe extern "C" fn kvt_log_set(
     destroy: kvt_destroy_fn,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        fork::check()?;
-        let filter = match level {
-            KVT_LOG_OFF => LevelFilter::Off,
-            KVT_LOG_ERROR => LevelFilter::Error,
-            KVT_LOG_WARN => LevelFilter::Warn,
-            KVT_LOG_INFO => LevelFilter::Info,
-            KVT_LOG_DEBUG => LevelFilter::Debug,
-            KVT_LOG_TRACE => LevelFilter::Trace,
-            _ => fail!(Invalid, "log level {level} is none of 0 to {KVT_LOG_TRACE}"),
-        };
-        let Some(foreign) = foreign(callback, user_data, destroy)? else {
-            return logging::set(None, LevelFilter::Off);
-        };
-        let inside = foreign.clone();
-        logging::set(Some(Arc::new(move |l, t, m| pass_on(&inside, l, t, m))), filter)?;
-        foreign.keep();
-        Ok(())
+    fork::check()?;
+    let filter = match level {
+        KVT_LOG_OFF => LevelFilter::Off,
+        KVT_LOG_ERROR => LevelFilter::Error,
+        KVT_LOG_WARN => LevelFilter::Warn,
+        KVT_LOG_INFO => LevelFilter::Info,
+        KVT_LOG_DEBUG => LevelFilter::Debug,
+        KVT_LOG_TRACE => LevelFilter::Trace,
+        _ => fail!(Invalid, "log level {level} is none of 0 to {KVT_LOG_TRACE}"),
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let Some(foreign) = foreign(callback, user_data, destroy)? else {
+        return logging::set(None, LevelFilter::Off);
+    };
+    let inside = foreign.clone();
+    logging::set(Some(Arc::new(move |l, t, m| pass_on(&inside, l, t, m))), filter)?;
+    foreign.keep();
+    Ok(())
 }
 
 type LogCall = unsafe extern "C" fn(*mut c_void, u32, *const c_char, u64, *const c_char, u64);

@@ -2,22 +2,19 @@
 
 use crate::base::status::{Result, Status};
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, capi, enter, read, require};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
-use crate::ffi::namespace::{NamespaceNoun, kvt_namespace_t};
+use crate::ffi::namespace::kvt_namespace_t;
 use crate::ffi::namespace_look::{MAX_ROWS, Target, answer, kvt_lookup_t, kvt_range_t};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::session::{SessionNoun, kvt_session_t};
-use crate::ffi::slice::require;
+use crate::ffi::session::kvt_session_t;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, read};
 use crate::format::keys::media::Medium;
 use crate::store::token_path::MAX_TOKENS;
 
 /// An image or a sound in a sequence. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_media_t {
     /// Its first token, as an index into the sequence's tokens.
     pub token: u64,
@@ -27,7 +24,7 @@ pub struct kvt_media_t {
 
 /// Tokens, and the media that start in them.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_sequence_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -42,13 +39,6 @@ pub struct kvt_sequence_t {
     /// sizeof(kvt_media_t).
     pub media_stride_bytes: u64,
 }
-
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_media_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_sequence_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_sequence_t {}
 
 /// The media of a sequence, by their indices.
 ///
@@ -84,28 +74,21 @@ unsafe fn media_of(given: &kvt_sequence_t) -> Result<Vec<Medium>> {
 ///
 /// # Safety
 /// `sequence` is null or valid for the size it states, its arrays for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_append_media(
     session: *const kvt_session_t,
     sequence: *const kvt_sequence_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (tokens, mut media) = unsafe {
-            let given = read(sequence)?;
-            (numbers(given.tokens, given.token_count, MAX_TOKENS)?, media_of(&given)?)
-        };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.ns.store.with(|core| {
-                let before = core.session(noun.number)?.path().tokens().len() as u64;
-                media.iter_mut().for_each(|one| one.token += before);
-                core.append_media(noun.number, tokens, &media)
-            })
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let given = read(sequence)?;
+    let (tokens, mut media) =
+        (numbers(given.tokens, given.token_count, MAX_TOKENS)?, media_of(&given)?);
+    let session = enter(session)?;
+    session.ns.store.with(|core| {
+        let before = core.session(session.number)?.path().tokens().len() as u64;
+        media.iter_mut().for_each(|one| one.token += before);
+        core.append_media(session.number, tokens, &media)
+    })
 }
 
 /// kvt_namespace_lookup for a sequence with media.
@@ -125,7 +108,7 @@ pub unsafe extern "C" fn kvt_session_append_media(
 /// # Safety
 /// As kvt_namespace_lookup; `sequence` is null or valid for the size it states, its arrays
 /// for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_lookup_media(
     ns: *const kvt_namespace_t,
     sequence: *const kvt_sequence_t,
@@ -136,18 +119,11 @@ pub unsafe extern "C" fn kvt_namespace_lookup_media(
     out: *mut kvt_lookup_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let to = Target { ranges, capacity, stride_bytes, out_count, out };
-        // SAFETY: the caller's promise.
-        unsafe {
-            let given = read(sequence)?;
-            let tokens = numbers(given.tokens, given.token_count, MAX_TOKENS)?;
-            let media = media_of(&given)?;
-            answer(ns, &to, |ns| ns.store.lookup_media(ns.number, tokens, &media))
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let to = Target { ranges, capacity, stride_bytes, out_count, out };
+    let given = read(sequence)?;
+    let tokens = numbers(given.tokens, given.token_count, MAX_TOKENS)?;
+    let media = media_of(&given)?;
+    answer(ns, &to, |ns| ns.store.lookup_media(ns.number, tokens, &media))
 }
 
 /// Says what the full chunks of a sequence are called in events and files: the keys that
@@ -169,7 +145,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup_media(
 /// # Safety
 /// Pointers are null or valid for their lengths; `sequence` is valid for the size it states,
 /// its arrays for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_chunk_keys(
     ns: *const kvt_namespace_t,
     sequence: *const kvt_sequence_t,
@@ -178,34 +154,24 @@ pub unsafe extern "C" fn kvt_namespace_chunk_keys(
     out_count: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (tokens, media) = unsafe {
-            require(out_count)?;
-            let given = read(sequence)?;
-            (numbers(given.tokens, given.token_count, MAX_TOKENS)?, media_of(&given)?)
-        };
-        if keys.is_null() && capacity > 0 {
-            fail!(Invalid, "keys is null, and capacity {capacity}");
-        }
-        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
-            let made = noun.0.store.chunk_keys(noun.0.number, tokens, &media)?;
-            // SAFETY: checked above.
-            unsafe { out_count.write(made.len() as u64) };
-            if keys.is_null() || made.is_empty() {
-                return Ok(());
-            }
-            if (made.len() as u64) > capacity {
-                fail!(TooSmall, "{} keys, and room for {capacity}", made.len());
-            }
-            // SAFETY: there is room for as many keys, as the caller promises, and a key is its
-            // bytes.
-            unsafe {
-                std::ptr::copy_nonoverlapping(made.as_ptr().cast(), keys, size_of_val(&made[..]))
-            };
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out_count)?;
+    let given = read(sequence)?;
+    let (tokens, media) =
+        (numbers(given.tokens, given.token_count, MAX_TOKENS)?, media_of(&given)?);
+    if keys.is_null() && capacity > 0 {
+        fail!(Invalid, "keys is null, and capacity {capacity}");
+    }
+    let ns = enter(ns)?;
+    let made = ns.0.store.chunk_keys(ns.0.number, tokens, &media)?;
+    out_count.write(made.len() as u64);
+    if keys.is_null() || made.is_empty() {
+        return Ok(());
+    }
+    if (made.len() as u64) > capacity {
+        fail!(TooSmall, "{} keys, and room for {capacity}", made.len());
+    }
+    // SAFETY: there is room for as many keys, as the caller promises, and a key is its
+    // bytes.
+    std::ptr::copy_nonoverlapping(made.as_ptr().cast(), keys, size_of_val(&made[..]));
+    Ok(())
 }

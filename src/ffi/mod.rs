@@ -7,6 +7,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 #![allow(non_camel_case_types)]
 
+pub(crate) mod abi;
 pub mod account;
 pub mod attention;
 pub mod blocks;
@@ -23,8 +24,6 @@ pub mod device_test;
 pub mod error;
 pub mod event;
 pub mod feature;
-pub mod guard;
-pub mod handle;
 pub mod job;
 pub mod kernel;
 pub mod kernel_pages;
@@ -58,7 +57,6 @@ pub mod session;
 pub(crate) mod session_begin;
 pub mod session_move;
 pub mod session_plan;
-pub mod slice;
 pub mod sparse;
 pub mod sparse_ask;
 pub mod sparse_called;
@@ -79,7 +77,6 @@ pub mod stream_look;
 pub mod stream_opts;
 pub mod stream_plan;
 pub mod stream_use;
-pub mod structs;
 pub mod trace;
 pub mod version;
 pub mod view;

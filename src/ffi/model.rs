@@ -4,16 +4,14 @@ use std::ffi::{OsStr, c_char};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use crate::base::slab::Slab;
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::ffi::abi::{
+    Plain, Strided, capi, check_out, enter, free, insert, noun, require, text_bytes, write,
+};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, with};
-use crate::ffi::slice::{require, text_bytes};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
 use crate::stream::model::{Format, MAX_FILES, Model};
 use crate::stream::units::{Index, Units};
 
@@ -33,7 +31,7 @@ pub const KVT_FORMAT_TABLE: u32 = 3;
 
 /// A text, or a path. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_str_t {
     /// It.
     pub text: *const c_char,
@@ -43,7 +41,7 @@ pub struct kvt_str_t {
 
 /// What a model is; numbers that its files do not say are 0.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_model_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -88,7 +86,7 @@ pub struct kvt_model_info_t {
 
 /// A file of a model.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_model_file_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -99,17 +97,6 @@ pub struct kvt_model_file_t {
     /// How long the file is.
     pub bytes: u64,
 }
-
-// SAFETY: an integer and a raw pointer.
-unsafe impl Plain for kvt_str_t {}
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_model_info_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_model_info_t {}
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_model_file_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_model_file_t {}
 
 /// A model, its units, and what finds things in them. Texts that callers borrow are in it.
 pub(crate) struct Parts {
@@ -136,23 +123,14 @@ impl Parts {
 
 pub(crate) struct ModelNoun(pub(crate) Arc<Parts>);
 
-static MODELS: Slab<ModelNoun> = Slab::new();
-
-impl Noun for ModelNoun {
-    type C = kvt_model_t;
-    const TYPE: u8 = 17;
-    const NAME: &'static str = "model";
-    fn table() -> &'static Slab<Self> {
-        &MODELS
-    }
-}
+noun!(ModelNoun, kvt_model_t, 17, "model");
 
 /// Calls `body` with a model.
 pub(crate) fn with_model<R>(
     handle: *const kvt_model_t,
     body: impl FnOnce(&Arc<Parts>) -> Result<R>,
 ) -> Result<R> {
-    with::<ModelNoun, R>(handle, Access::Use, |noun| body(&noun.0))
+    body(&enter(handle)?.0)
 }
 
 /// # Safety
@@ -207,7 +185,7 @@ pub(crate) unsafe fn paths(
 ///
 /// # Safety
 /// Pointers are null or valid; texts are valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_open(
     paths: *const kvt_str_t,
     path_count: u64,
@@ -215,22 +193,13 @@ pub unsafe extern "C" fn kvt_model_open(
     out: *mut *mut kvt_model_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        crate::base::fork::check()?;
-        // SAFETY: the caller's promise.
-        let paths = unsafe {
-            require(out)?;
-            self::paths(paths, path_count, stride_bytes)?
-        };
-        let model = Model::open(&paths)?;
-        let units = Units::of(&model)?;
-        let handle = insert(ModelNoun(Arc::new(Parts::new(model, units)?)))?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    crate::base::fork::check()?;
+    require(out)?;
+    let paths = self::paths(paths, path_count, stride_bytes)?;
+    let model = Model::open(&paths)?;
+    let units = Units::of(&model)?;
+    out.write(insert(ModelNoun(Arc::new(Parts::new(model, units)?)))?);
+    Ok(())
 }
 
 /// Closes a model and clears the handle. Streamers that were opened with it stay; texts that
@@ -243,10 +212,9 @@ pub unsafe extern "C" fn kvt_model_open(
 ///
 /// # Safety
 /// `model` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_close(model: *mut *mut kvt_model_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { free::<ModelNoun>(model, |_| Ok(())) })
+    free(model, |_| Ok(()))
 }
 
 /// What a model is.
@@ -259,45 +227,41 @@ pub unsafe extern "C" fn kvt_model_close(model: *mut *mut kvt_model_t) -> kvt_st
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_info(
     model: *const kvt_model_t,
     out: *mut kvt_model_info_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with_model(model, |parts| {
-            let (model, facts) = (&parts.model, &parts.model.facts);
-            let info = kvt_model_info_t {
-                struct_size: 0,
-                bytes: model.bytes(),
-                format: match model.format {
-                    Format::Gguf => KVT_FORMAT_GGUF,
-                    Format::Safetensors => KVT_FORMAT_SAFETENSORS,
-                    Format::Table => KVT_FORMAT_TABLE,
-                },
-                files: model.files.len() as u32,
-                units: parts.units.units.len() as u32,
-                tensors: model.tensors.len() as u32,
-                architecture: facts.architecture.as_ptr().cast(),
-                architecture_bytes: facts.architecture.len() as u64,
-                layers: facts.layers,
-                hidden: facts.hidden,
-                heads: facts.heads,
-                kv_heads: facts.kv_heads,
-                key_dim: facts.key_dim,
-                value_dim: facts.value_dim,
-                context: facts.context,
-                vocabulary: facts.vocabulary,
-                experts: facts.experts,
-                experts_used: facts.experts_used,
-                fingerprint: parts.fingerprint,
-            };
-            // SAFETY: it passed `check_out`.
-            unsafe { write(out, &info) };
-            Ok(())
-        })
+    check_out(out)?;
+    with_model(model, |parts| {
+        let (model, facts) = (&parts.model, &parts.model.facts);
+        let info = kvt_model_info_t {
+            struct_size: 0,
+            bytes: model.bytes(),
+            format: match model.format {
+                Format::Gguf => KVT_FORMAT_GGUF,
+                Format::Safetensors => KVT_FORMAT_SAFETENSORS,
+                Format::Table => KVT_FORMAT_TABLE,
+            },
+            files: model.files.len() as u32,
+            units: parts.units.units.len() as u32,
+            tensors: model.tensors.len() as u32,
+            architecture: facts.architecture.as_ptr().cast(),
+            architecture_bytes: facts.architecture.len() as u64,
+            layers: facts.layers,
+            hidden: facts.hidden,
+            heads: facts.heads,
+            kv_heads: facts.kv_heads,
+            key_dim: facts.key_dim,
+            value_dim: facts.value_dim,
+            context: facts.context,
+            vocabulary: facts.vocabulary,
+            experts: facts.experts,
+            experts_used: facts.experts_used,
+            fingerprint: parts.fingerprint,
+        };
+        write(out, &info);
+        Ok(())
     })
 }
 
@@ -312,29 +276,25 @@ pub unsafe extern "C" fn kvt_model_info(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_file(
     model: *const kvt_model_t,
     file: u32,
     out: *mut kvt_model_file_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with_model(model, |parts| {
-            let Some(found) = parts.model.files.get(file as usize) else {
-                fail!(Invalid, "file {file} of {}", parts.model.files.len());
-            };
-            let path = found.path.as_os_str().as_bytes();
-            let row = kvt_model_file_t {
-                struct_size: 0,
-                path: path.as_ptr().cast(),
-                path_bytes: path.len() as u64,
-                bytes: found.bytes,
-            };
-            // SAFETY: it passed `check_out`.
-            unsafe { write(out, &row) };
-            Ok(())
-        })
+    check_out(out)?;
+    with_model(model, |parts| {
+        let Some(found) = parts.model.files.get(file as usize) else {
+            fail!(Invalid, "file {file} of {}", parts.model.files.len());
+        };
+        let path = found.path.as_os_str().as_bytes();
+        let row = kvt_model_file_t {
+            struct_size: 0,
+            path: path.as_ptr().cast(),
+            path_bytes: path.len() as u64,
+            bytes: found.bytes,
+        };
+        write(out, &row);
+        Ok(())
     })
 }

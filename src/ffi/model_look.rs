@@ -4,11 +4,9 @@ use std::ffi::c_char;
 
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::ffi::guard::guard;
+use crate::ffi::abi::{Plain, Strided, capi, check_out, give, require, text, write};
 use crate::ffi::model::{KVT_NONE, Parts, kvt_model_t, with_model};
-use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, write};
 use crate::stream::units::{MAX_PARTS, NONE, Part, Role};
 
 /// kvt_unit_t.role: something else.
@@ -28,7 +26,7 @@ pub const KVT_ROLE_HEAD: u32 = 5;
 /// in which a pass needs them: the embedding, what has no role, each layer followed by its
 /// experts, the norm, the head.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_unit_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -53,7 +51,7 @@ pub struct kvt_unit_t {
 
 /// A tensor as it is in its file.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_tensor_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -84,7 +82,7 @@ pub struct kvt_tensor_t {
 
 /// Where a tensor, or an expert's part of one, is in its unit. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_part_t {
     /// Which tensor of the model.
     pub tensor: u32,
@@ -97,17 +95,6 @@ pub struct kvt_part_t {
     /// How long.
     pub bytes: u64,
 }
-
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_unit_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_unit_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_tensor_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_tensor_t {}
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_part_t {}
 
 pub(crate) fn role_of(code: u32) -> Result<Role> {
     Ok(match code {
@@ -155,34 +142,30 @@ fn row_of(part: &Part) -> kvt_part_t {
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_unit(
     model: *const kvt_model_t,
     unit: u32,
     out: *mut kvt_unit_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with_model(model, |parts| {
-            let Some(found) = parts.units.units.get(unit as usize) else {
-                fail!(Invalid, "unit {unit} of {}", parts.units.units.len());
-            };
-            let row = kvt_unit_t {
-                struct_size: 0,
-                name: found.name.as_ptr().cast(),
-                name_bytes: found.name.len() as u64,
-                role: role_code(found.role),
-                layer: found.layer,
-                expert: found.expert,
-                parts: unit_parts(parts, unit).len() as u32,
-                bytes: found.bytes,
-                image_bytes: found.image_bytes,
-            };
-            // SAFETY: it passed `check_out`.
-            unsafe { write(out, &row) };
-            Ok(())
-        })
+    check_out(out)?;
+    with_model(model, |parts| {
+        let Some(found) = parts.units.units.get(unit as usize) else {
+            fail!(Invalid, "unit {unit} of {}", parts.units.units.len());
+        };
+        let row = kvt_unit_t {
+            struct_size: 0,
+            name: found.name.as_ptr().cast(),
+            name_bytes: found.name.len() as u64,
+            role: role_code(found.role),
+            layer: found.layer,
+            expert: found.expert,
+            parts: unit_parts(parts, unit).len() as u32,
+            bytes: found.bytes,
+            image_bytes: found.image_bytes,
+        };
+        write(out, &row);
+        Ok(())
     })
 }
 
@@ -199,37 +182,33 @@ pub unsafe extern "C" fn kvt_model_unit(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_tensor(
     model: *const kvt_model_t,
     tensor: u32,
     out: *mut kvt_tensor_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with_model(model, |parts| {
-            let Some(found) = parts.model.tensors.get(tensor as usize) else {
-                fail!(Invalid, "tensor {tensor} of {}", parts.model.tensors.len());
-            };
-            let row = kvt_tensor_t {
-                struct_size: 0,
-                name: found.name.as_ptr().cast(),
-                name_bytes: found.name.len() as u64,
-                dtype: found.dtype.as_ptr().cast(),
-                dtype_bytes: found.dtype.len() as u64,
-                dims: found.dims.as_ptr(),
-                dim_count: found.dims.len() as u32,
-                file: found.file,
-                offset: found.offset,
-                bytes: found.bytes,
-                parts: parts.index.parts(tensor).len() as u32,
-                reserved: 0,
-            };
-            // SAFETY: it passed `check_out`.
-            unsafe { write(out, &row) };
-            Ok(())
-        })
+    check_out(out)?;
+    with_model(model, |parts| {
+        let Some(found) = parts.model.tensors.get(tensor as usize) else {
+            fail!(Invalid, "tensor {tensor} of {}", parts.model.tensors.len());
+        };
+        let row = kvt_tensor_t {
+            struct_size: 0,
+            name: found.name.as_ptr().cast(),
+            name_bytes: found.name.len() as u64,
+            dtype: found.dtype.as_ptr().cast(),
+            dtype_bytes: found.dtype.len() as u64,
+            dims: found.dims.as_ptr(),
+            dim_count: found.dims.len() as u32,
+            file: found.file,
+            offset: found.offset,
+            bytes: found.bytes,
+            parts: parts.index.parts(tensor).len() as u32,
+            reserved: 0,
+        };
+        write(out, &row);
+        Ok(())
     })
 }
 
@@ -242,15 +221,13 @@ unsafe fn give_parts(
     stride_bytes: u64,
     count_out: *mut u64,
     of: impl FnOnce(&Parts) -> Result<&[Part]>,
-) -> kvt_status_t {
-    guard(|| {
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let array = unsafe { Strided::new(rows, capacity, stride_bytes, MAX_PARTS as u64)? };
+    with_model(model, |parts| {
+        let found = of(parts)?;
         // SAFETY: the caller's promise.
-        let array = unsafe { Strided::new(rows, capacity, stride_bytes, MAX_PARTS as u64)? };
-        with_model(model, |parts| {
-            let found = of(parts)?;
-            // SAFETY: the caller's promise.
-            unsafe { give(&array, rows.is_null(), found.iter().map(row_of), count_out) }
-        })
+        unsafe { give(&array, rows.is_null(), found.iter().map(row_of), count_out) }
     })
 }
 
@@ -269,7 +246,7 @@ unsafe fn give_parts(
 ///
 /// # Safety
 /// `parts` is null or valid for writes of its entries, `count_out` for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_unit_parts(
     model: *const kvt_model_t,
     unit: u32,
@@ -278,15 +255,12 @@ pub unsafe extern "C" fn kvt_model_unit_parts(
     stride_bytes: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe {
-        give_parts(model, parts, capacity, stride_bytes, count_out, |all| {
-            if unit as usize >= all.units.units.len() {
-                fail!(Invalid, "unit {unit} of {}", all.units.units.len());
-            }
-            Ok(unit_parts(all, unit))
-        })
-    }
+    give_parts(model, parts, capacity, stride_bytes, count_out, |all| {
+        if unit as usize >= all.units.units.len() {
+            fail!(Invalid, "unit {unit} of {}", all.units.units.len());
+        }
+        Ok(unit_parts(all, unit))
+    })
 }
 
 /// Where a tensor is: one part, or one for each expert, in the order of places in it.
@@ -303,7 +277,7 @@ pub unsafe extern "C" fn kvt_model_unit_parts(
 ///
 /// # Safety
 /// `parts` is null or valid for writes of its entries, `count_out` for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_tensor_parts(
     model: *const kvt_model_t,
     tensor: u32,
@@ -312,15 +286,12 @@ pub unsafe extern "C" fn kvt_model_tensor_parts(
     stride_bytes: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe {
-        give_parts(model, parts, capacity, stride_bytes, count_out, |all| {
-            if tensor as usize >= all.model.tensors.len() {
-                fail!(Invalid, "tensor {tensor} of {}", all.model.tensors.len());
-            }
-            Ok(all.index.parts(tensor))
-        })
-    }
+    give_parts(model, parts, capacity, stride_bytes, count_out, |all| {
+        if tensor as usize >= all.model.tensors.len() {
+            fail!(Invalid, "tensor {tensor} of {}", all.model.tensors.len());
+        }
+        Ok(all.index.parts(tensor))
+    })
 }
 
 /// The tensor of a name.
@@ -336,29 +307,23 @@ pub unsafe extern "C" fn kvt_model_tensor_parts(
 ///
 /// # Safety
 /// `name` is null or valid for its length, `out` for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_find(
     model: *const kvt_model_t,
     name: *const c_char,
     name_bytes: u64,
     out: *mut u32,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let name = unsafe {
-            require(out)?;
-            text("name", name, name_bytes)?
-        };
-        let found = with_model(model, |parts| {
-            let called = |&tensor: &u32| parts.model.tensors.get(tensor as usize).map(|t| &*t.name);
-            let at = parts.names.partition_point(|tensor| called(tensor) < Some(name));
-            let found = parts.names.get(at).copied().filter(|tensor| called(tensor) == Some(name));
-            found.ok_or(Status::NotFound.into())
-        })?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(found) };
-        Ok(())
-    })
+    require(out)?;
+    let name = text("name", name, name_bytes)?;
+    let found = with_model(model, |parts| {
+        let called = |&tensor: &u32| parts.model.tensors.get(tensor as usize).map(|t| &*t.name);
+        let at = parts.names.partition_point(|tensor| called(tensor) < Some(name));
+        let found = parts.names.get(at).copied().filter(|tensor| called(tensor) == Some(name));
+        found.ok_or(Status::NotFound.into())
+    })?;
+    out.write(found);
+    Ok(())
 }
 
 /// The unit of a layer, or of an expert of a layer.
@@ -373,7 +338,7 @@ pub unsafe extern "C" fn kvt_model_find(
 ///
 /// # Safety
 /// `out` is null or valid for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_layer(
     model: *const kvt_model_t,
     layer: u32,
@@ -381,14 +346,9 @@ pub unsafe extern "C" fn kvt_model_layer(
     out: *mut u32,
 ) -> kvt_status_t {
     const { assert!(KVT_NONE == NONE, "the header has the number in figures") };
-    guard(|| {
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(out)? };
-        let found = with_model(model, |parts| {
-            parts.index.expert(layer, expert).ok_or(Status::NotFound.into())
-        })?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(found) };
-        Ok(())
-    })
+    require(out)?;
+    out.write(with_model(model, |parts| {
+        parts.index.expert(layer, expert).ok_or(Status::NotFound.into())
+    })?);
+    Ok(())
 }

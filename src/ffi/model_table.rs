@@ -5,20 +5,17 @@ use std::ffi::c_char;
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, capi, insert, known_flags, read, require, text};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::insert;
 use crate::ffi::model::{KVT_NONE, ModelNoun, Parts, kvt_model_t, kvt_str_t, paths};
 use crate::ffi::model_look::role_of;
-use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, known_flags, read};
 use crate::stream::model::{MAX_NAME_BYTES, MAX_TENSORS};
 use crate::stream::units::{Entry, MAX_UNITS, NONE, Range, Role, Units};
 
 /// A stretch of a file. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_file_range_t {
     /// Which of the files.
     pub file: u32,
@@ -32,7 +29,7 @@ pub struct kvt_file_range_t {
 
 /// A unit as the engine names it. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_unit_entry_t {
     /// What it is called.
     pub name: *const c_char,
@@ -54,7 +51,7 @@ pub struct kvt_unit_entry_t {
 
 /// A model as a table of byte ranges.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_model_table_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -75,15 +72,6 @@ pub struct kvt_model_table_t {
     /// sizeof(kvt_file_range_t).
     pub range_stride_bytes: u64,
 }
-
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_file_range_t {}
-// SAFETY: integers and raw pointers.
-unsafe impl Plain for kvt_unit_entry_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_model_table_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_model_table_t {}
 
 /// # Safety
 /// Its pointers are null or valid for their lengths.
@@ -141,35 +129,26 @@ unsafe fn entry_of(given: &kvt_unit_entry_t, stride_bytes: u64) -> Result<Entry>
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; `table` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_table(
     table: *const kvt_model_table_t,
     out: *mut *mut kvt_model_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        crate::base::fork::check()?;
-        // SAFETY: the caller's promise; entries are only read.
-        let (given, paths, rows) = unsafe {
-            require(out)?;
-            let given = read(table)?;
-            let paths = paths(given.paths, given.path_count, given.path_stride_bytes)?;
-            let (units, stride) = (given.units.cast_mut(), given.unit_stride_bytes);
-            (given, paths, Strided::new(units, given.unit_count, stride, MAX_UNITS as u64)?)
-        };
-        known_flags(given.flags, 0)?;
-        let mut entries = Vec::new();
-        entries.try_reserve_exact(rows.len()).map_err(|_| Status::NoMem)?;
-        for row in 0..rows.len() {
-            // SAFETY: the caller's promise.
-            entries.push(unsafe { entry_of(&rows.get(row)?, given.range_stride_bytes)? });
-        }
-        let (model, units) = Units::table(&paths, entries)?;
-        let handle = insert(ModelNoun(Arc::new(Parts::new(model, units)?)))?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    crate::base::fork::check()?;
+    require(out)?;
+    let given = read(table)?;
+    let paths = paths(given.paths, given.path_count, given.path_stride_bytes)?;
+    let (units, stride) = (given.units.cast_mut(), given.unit_stride_bytes);
+    let (given, paths, rows) =
+        (given, paths, Strided::new(units, given.unit_count, stride, MAX_UNITS as u64)?);
+    known_flags(given.flags, 0)?;
+    let mut entries = Vec::new();
+    entries.try_reserve_exact(rows.len()).map_err(|_| Status::NoMem)?;
+    for row in 0..rows.len() {
+        entries.push(entry_of(&rows.get(row)?, given.range_stride_bytes)?);
+    }
+    let (model, units) = Units::table(&paths, entries)?;
+    out.write(insert(ModelNoun(Arc::new(Parts::new(model, units)?)))?);
+    Ok(())
 }

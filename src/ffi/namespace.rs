@@ -2,18 +2,17 @@
 
 use std::ffi::c_void;
 
-use crate::base::slab::Slab;
 use crate::base::status::{Error, Result};
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::ffi::abi::{
+    Plain, Strided, bytes, capi, enter, free, insert, inspect, known_flags, length_of, noun, read,
+    require,
+};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::{bytes, length_of, require};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::store::{StoreNoun, kvt_store_t};
-use crate::ffi::structs::{Plain, Sized_, Strided, known_flags, read};
+use crate::ffi::store::kvt_store_t;
 use crate::format::codec::Codec;
 use crate::format::keys::identity::{Extra, Identity, MAX_EXTRA, Shard};
 use crate::format::keys::{Fingerprint, Key, recipe};
@@ -64,7 +63,7 @@ const _: () = assert!(KVT_DTYPE_I8 == Dtype::I8.code() && KVT_DTYPE_I4 == Dtype:
 
 /// A field of an identity that is the engine's own. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_identity_extra_t {
     /// Its tag, 0x80000000 at least; each once.
     pub tag: u32,
@@ -80,7 +79,7 @@ pub struct kvt_identity_extra_t {
 /// most 65536 each. A null field is absent; that differs from an empty one, which
 /// has a pointer and no length. docs/keys.md says how the key is made of them.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_identity_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -126,7 +125,7 @@ pub struct kvt_identity_t {
 
 /// Layers that keep the same, and need the same. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_group_t {
     /// KVT_RULE_*: how much of the past its layers need.
     pub rule: u32,
@@ -150,7 +149,7 @@ pub struct kvt_group_t {
 
 /// What the KV of a model is made of. It is part of the namespace's key.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_layout_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -166,19 +165,6 @@ pub struct kvt_layout_t {
     /// sizeof(kvt_group_t).
     pub stride_bytes: u64,
 }
-
-// SAFETY: integers and a raw pointer.
-unsafe impl Plain for kvt_identity_extra_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_identity_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_identity_t {}
-// SAFETY: integers and a raw pointer.
-unsafe impl Plain for kvt_group_t {}
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_layout_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_layout_t {}
 
 /// A namespace that somebody has open. Its sessions keep it.
 pub(crate) struct Space {
@@ -204,16 +190,7 @@ impl Drop for Space {
 
 pub(crate) struct NamespaceNoun(pub(crate) Arc<Space>);
 
-static NAMESPACES: Slab<NamespaceNoun> = Slab::new();
-
-impl Noun for NamespaceNoun {
-    type C = kvt_namespace_t;
-    const TYPE: u8 = 11;
-    const NAME: &'static str = "namespace";
-    fn table() -> &'static Slab<Self> {
-        &NAMESPACES
-    }
-}
+noun!(NamespaceNoun, kvt_namespace_t, 11, "namespace");
 
 /// A field of an identity; null = absent, which is not the same as empty.
 ///
@@ -350,7 +327,7 @@ unsafe fn group_of(row: &kvt_group_t) -> Result<Group> {
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state, arrays
 /// for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_open(
     store: *const kvt_store_t,
     identity: *const kvt_identity_t,
@@ -359,39 +336,30 @@ pub unsafe extern "C" fn kvt_namespace_open(
     out: *mut *mut kvt_namespace_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        known_flags(flags, KVT_NAMESPACE_HOLES)?;
-        if layout.is_null() {
-            fail!(Invalid, "the layout is null");
+    known_flags(flags, KVT_NAMESPACE_HOLES)?;
+    if layout.is_null() {
+        fail!(Invalid, "the layout is null");
+    }
+    require(out)?;
+    let (layout, identity) = (layout_of(&read(layout)?)?, read(identity)?);
+    let (key, layout, codec, tenant) =
+        (key_of(&identity, &layout)?, layout, codec_of(&identity)?, identity.remote_tenant);
+    let (layers, chunk_tokens) = (layout.layers(), layout.chunk_tokens());
+    let opts = SpaceOpts { key, layout, holes: flags & KVT_NAMESPACE_HOLES != 0 };
+    let noun = enter(store)?;
+    let number = noun.store.with(|core| {
+        let number = core.open_space(&opts)?;
+        core.set_codec(number, codec);
+        if let Err(error) = core.set_tenant(number, tenant) {
+            core.close_space(number);
+            return Err(error);
         }
-        // SAFETY: the caller's promise.
-        let (key, layout, codec, tenant) = unsafe {
-            require(out)?;
-            let (layout, identity) = (layout_of(&read(layout)?)?, read(identity)?);
-            (key_of(&identity, &layout)?, layout, codec_of(&identity)?, identity.remote_tenant)
-        };
-        let (layers, chunk_tokens) = (layout.layers(), layout.chunk_tokens());
-        let opts = SpaceOpts { key, layout, holes: flags & KVT_NAMESPACE_HOLES != 0 };
-        let ns = with::<StoreNoun, _>(store, Access::Use, |noun| {
-            let number = noun.store.with(|core| {
-                let number = core.open_space(&opts)?;
-                core.set_codec(number, codec);
-                if let Err(error) = core.set_tenant(number, tenant) {
-                    core.close_space(number);
-                    return Err(error);
-                }
-                Ok(number)
-            })?;
-            let (core, store) = (noun.core.clone(), noun.store.clone());
-            Ok(Space { core, store, number, layers, chunk_tokens, key })
-        })?;
-        let handle = insert(NamespaceNoun(Arc::new(ns)))?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+        Ok(number)
+    })?;
+    let (core, store) = (noun.core.clone(), noun.store.clone());
+    let ns = Space { core, store, number, layers, chunk_tokens, key };
+    out.write(insert(NamespaceNoun(Arc::new(ns)))?);
+    Ok(())
 }
 
 /// The key of a namespace: what its identity and layout come to.
@@ -404,21 +372,17 @@ pub unsafe extern "C" fn kvt_namespace_open(
 ///
 /// # Safety
 /// `out_key` is null or valid for writes of 32 bytes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_key(
     ns: *const kvt_namespace_t,
     out_key: *mut u8,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(out_key)? };
-        with::<NamespaceNoun, ()>(ns, Access::Salvage, |noun| {
-            let key = noun.0.key.0;
-            // SAFETY: room for the whole key, by the caller's promise.
-            unsafe { std::ptr::copy_nonoverlapping(key.as_ptr(), out_key, key.len()) };
-            Ok(())
-        })
-    })
+    require(out_key)?;
+    let ns = inspect(ns)?;
+    let key = ns.0.key.0;
+    // SAFETY: room for the whole key, by the caller's promise.
+    std::ptr::copy_nonoverlapping(key.as_ptr(), out_key, key.len());
+    Ok(())
 }
 
 /// Closes a namespace. Its chunks stay in the store, its sessions stay open.
@@ -431,8 +395,7 @@ pub unsafe extern "C" fn kvt_namespace_key(
 ///
 /// # Safety
 /// `space` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_close(ns: *mut *mut kvt_namespace_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { free::<NamespaceNoun>(ns, |_| Ok(())) })
+    free(ns, |_| Ok(()))
 }

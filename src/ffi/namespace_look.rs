@@ -2,14 +2,11 @@
 
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, bytes, capi, check_out, enter, give, write};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, with};
-use crate::ffi::namespace::{NamespaceNoun, Space, kvt_namespace_t};
+use crate::ffi::namespace::{Space, kvt_namespace_t};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::bytes;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, write};
 use crate::meta::chunks::WHOLE;
 use crate::meta::key::Key;
 use crate::meta::reuse::State;
@@ -39,7 +36,7 @@ const GROUP: usize = 1024;
 
 /// Tokens in a row of which the same can be said. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_range_t {
     /// The first one.
     pub first_token: u64,
@@ -66,7 +63,7 @@ pub struct kvt_range_t {
 
 /// What a lookup has found in all.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_lookup_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -89,13 +86,6 @@ pub struct kvt_lookup_t {
     /// How long loading all that takes, predicted, with what waits before it.
     pub load_ns: u64,
 }
-
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_range_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_lookup_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_lookup_t {}
 
 fn range(stretch: &Stretch) -> kvt_range_t {
     let [device_bytes, host_bytes, disk_bytes, remote_bytes] = stretch.bytes;
@@ -157,17 +147,16 @@ pub(crate) unsafe fn answer(
         }
         Strided::new(to.ranges, to.capacity, to.stride_bytes, MAX_ROWS)?
     };
-    with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
-        let look = look(&noun.0)?;
-        // SAFETY: the caller's promise.
-        unsafe {
-            give(&rows, to.ranges.is_null(), look.ranges.iter().map(range), to.out_count)?;
-            if !to.out.is_null() {
-                write(to.out, &summary(&look));
-            }
+    let ns = enter(ns)?;
+    let look = look(&ns.0)?;
+    // SAFETY: the caller's promise.
+    unsafe {
+        give(&rows, to.ranges.is_null(), look.ranges.iter().map(range), to.out_count)?;
+        if !to.out.is_null() {
+            write(to.out, &summary(&look));
         }
-        Ok(())
-    })
+    }
+    Ok(())
 }
 
 /// Says how far a sequence could go on with what a namespace has, and what that
@@ -192,7 +181,7 @@ pub(crate) unsafe fn answer(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; `out` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_lookup(
     ns: *const kvt_namespace_t,
     tokens: *const u32,
@@ -204,16 +193,9 @@ pub unsafe extern "C" fn kvt_namespace_lookup(
     out: *mut kvt_lookup_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let to = Target { ranges, capacity, stride_bytes, out_count, out };
-        // SAFETY: the caller's promise.
-        unsafe {
-            let tokens = numbers(tokens, token_count, MAX_TOKENS)?;
-            answer(ns, &to, |ns| ns.store.lookup(ns.number, tokens))
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let to = Target { ranges, capacity, stride_bytes, out_count, out };
+    let tokens = numbers(tokens, token_count, MAX_TOKENS)?;
+    answer(ns, &to, |ns| ns.store.lookup(ns.number, tokens))
 }
 
 /// The same for a sequence whose chunks' keys are known (docs/keys.md says how they
@@ -236,7 +218,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup(
 ///
 /// # Safety
 /// As kvt_namespace_lookup.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_lookup_keys(
     ns: *const kvt_namespace_t,
     keys: *const u8,
@@ -249,16 +231,9 @@ pub unsafe extern "C" fn kvt_namespace_lookup_keys(
     out: *mut kvt_lookup_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let to = Target { ranges, capacity, stride_bytes, out_count, out };
-        // SAFETY: the caller's promise.
-        unsafe {
-            let keys = keys_of(keys, key_count)?;
-            answer(ns, &to, |ns| ns.store.lookup_keys(ns.number, keys, token_count))
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let to = Target { ranges, capacity, stride_bytes, out_count, out };
+    let keys = keys_of(keys, key_count)?;
+    answer(ns, &to, |ns| ns.store.lookup_keys(ns.number, keys, token_count))
 }
 
 /// # Safety
@@ -290,29 +265,23 @@ unsafe fn keys_of<'a>(keys: *const u8, count: u64) -> Result<&'a [Key]> {
 ///
 /// # Safety
 /// `keys` and `out` are null with a count of 0, or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_exists(
     ns: *const kvt_namespace_t,
     keys: *const u8,
     key_count: u64,
     out: *mut u8,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let keys = unsafe { keys_of(keys, key_count)? };
-        if out.is_null() && !keys.is_empty() {
-            fail!(Invalid, "the output pointer is null");
-        }
-        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
-            let mut found = [0; GROUP];
-            for (at, keys) in keys.chunks(GROUP).enumerate() {
-                noun.0.store.look(|core| core.exists(noun.0.number, keys, &mut found))??;
-                // SAFETY: room for a byte a key, by the caller's promise.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(found.as_ptr(), out.add(at * GROUP), keys.len());
-                }
-            }
-            Ok(())
-        })
-    })
+    let keys = keys_of(keys, key_count)?;
+    if out.is_null() && !keys.is_empty() {
+        fail!(Invalid, "the output pointer is null");
+    }
+    let ns = enter(ns)?;
+    let mut found = [0; GROUP];
+    for (at, keys) in keys.chunks(GROUP).enumerate() {
+        ns.0.store.look(|core| core.exists(ns.0.number, keys, &mut found))??;
+        // SAFETY: room for a byte a key, by the caller's promise.
+        std::ptr::copy_nonoverlapping(found.as_ptr(), out.add(at * GROUP), keys.len());
+    }
+    Ok(())
 }

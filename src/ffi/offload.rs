@@ -4,23 +4,22 @@ use std::ffi::c_char;
 
 use crate::base::callback::{Foreign, refuse_reentry};
 use crate::base::clock::Clock;
-use crate::base::slab::{Pin, Slab};
+use crate::base::slab::Pin;
 use crate::base::spec::Spec;
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::fail;
+use crate::ffi::abi::{
+    Access, Plain, capi, enter, free, insert, known_flags, noun, pin, put, read, require, text,
+};
 use crate::ffi::attention::{kvt_attention_t, shape_of};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
 use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::session_move::{
     KVT_LEVEL_DISK, KVT_LEVEL_DURABLE, KVT_LEVEL_RAM, KVT_LEVEL_REMOTE,
 };
-use crate::ffi::slice::{require, text};
 use crate::ffi::sparse_custom::{Table, kvt_sparse_custom_t, made};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 use crate::meta::dtype::Dtype;
 use crate::offload::{LentMemory, Offload, Opts, Policies, RingPlacement};
 use crate::sparse::{Shape, Sparse, registry};
@@ -33,7 +32,7 @@ pub struct kvt_offload_t(());
 
 /// What an offload is opened with.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_offload_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -81,11 +80,6 @@ pub struct kvt_offload_opts_t {
 /// The ring and the tails are in memory of the store's device: buffers have device addresses.
 pub const KVT_OFFLOAD_ON_DEVICE: u64 = 1;
 
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_offload_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_offload_opts_t {}
-
 /// An offload, and the session that it is for: that stays as long.
 pub(crate) struct OffloadNoun {
     /// Taken out while a call uses it: policies by callbacks are called under no lock.
@@ -125,32 +119,22 @@ impl Drop for Taken<'_> {
     }
 }
 
-static OFFLOADS: Slab<OffloadNoun> = Slab::new();
-
-impl Noun for OffloadNoun {
-    type C = kvt_offload_t;
-    const TYPE: u8 = 14;
-    const NAME: &'static str = "offload";
-    fn table() -> &'static Slab<Self> {
-        &OFFLOADS
-    }
-}
+noun!(OffloadNoun, kvt_offload_t, 14, "offload");
 
 /// Calls `body` with an offload.
 pub(crate) fn with_offload<R>(
     handle: *const kvt_offload_t,
     body: impl FnOnce(&mut Offload) -> Result<R>,
 ) -> Result<R> {
-    with::<OffloadNoun, R>(handle, Access::Use, |noun| {
-        let mut taken = noun.take()?;
-        let Some(offload) = &mut taken.offload else { return Err(Status::Panic.into()) };
-        let (result, note) = (body(offload), offload.take_error());
-        drop(taken);
-        if let Some(note) = note {
-            log::warn!("an offload went on without {note}");
-        }
-        result
-    })
+    let noun = enter(handle)?;
+    let mut taken = noun.take()?;
+    let Some(offload) = &mut taken.offload else { return Err(Status::Panic.into()) };
+    let (result, note) = (body(offload), offload.take_error());
+    drop(taken);
+    if let Some(note) = note {
+        log::warn!("an offload went on without {note}");
+    }
+    result
 }
 
 /// # Safety
@@ -280,32 +264,23 @@ pub(crate) unsafe fn options(
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state. Memory that is lent
 /// is the offload's alone.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_open(
     opts: *const kvt_offload_opts_t,
     out: *mut *mut kvt_offload_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            require(out)?;
-            read(opts)?
-        };
-        let session = pin::<SessionNoun>(given.session, Access::Use)?;
-        // SAFETY: the caller's promise.
-        let (opts, taken) = unsafe { options(&given, session.number)? };
-        let store: &Arc<_> = &session.ns.store;
-        let mut offload = Offload::open(store, opts)?;
-        offload.audit(given.audit_every)?;
-        let handle = insert(OffloadNoun::new(offload, session))?;
-        taken.iter().for_each(|taken| taken.keep());
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out)?;
+    let given = read(opts)?;
+    let session = pin(given.session, Access::Use)?;
+    let (opts, taken) = options(&given, session.number)?;
+    let store: &Arc<_> = &session.ns.store;
+    let mut offload = Offload::open(store, opts)?;
+    offload.audit(given.audit_every)?;
+    let handle = insert(OffloadNoun::new(offload, session))?;
+    taken.iter().for_each(|taken| taken.keep());
+    out.write(handle);
+    Ok(())
 }
 
 /// Closes an offload and clears the handle. Loads and puts of its own are given up; it waits
@@ -318,10 +293,9 @@ pub unsafe extern "C" fn kvt_offload_open(
 ///
 /// # Safety
 /// `offload` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_close(offload: *mut *mut kvt_offload_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { free::<OffloadNoun>(offload, |_| Ok(())) })
+    free(offload, |_| Ok(()))
 }
 
 /// How many tokens of a layer it has.
@@ -336,26 +310,18 @@ pub unsafe extern "C" fn kvt_offload_close(offload: *mut *mut kvt_offload_t) -> 
 ///
 /// # Safety
 /// Pointers are null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_tokens(
     offload: *const kvt_offload_t,
     layer: u32,
     stored_out: *mut u32,
     tail_out: *mut u32,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { require(stored_out)? };
-        let (stored, tail) = with_offload(offload, |offload| offload.tokens(layer))?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe {
-            stored_out.write(stored);
-            if !tail_out.is_null() {
-                tail_out.write(tail);
-            }
-        }
-        Ok(())
-    })
+    require(stored_out)?;
+    let (stored, tail) = with_offload(offload, |offload| offload.tokens(layer))?;
+    stored_out.write(stored);
+    put(tail_out, tail);
+    Ok(())
 }
 
 /// Takes back what came behind `tokens` tokens, in all layers. To be called before
@@ -374,14 +340,13 @@ pub unsafe extern "C" fn kvt_offload_tokens(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_truncate(
     offload: *const kvt_offload_t,
     tokens: u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, || with_offload(offload, |offload| offload.truncate(tokens))) }
+    with_offload(offload, |offload| offload.truncate(tokens))
 }
 
 /// Goes on from tokens that are in the store already, from another session or an earlier
@@ -400,12 +365,11 @@ pub unsafe extern "C" fn kvt_offload_truncate(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_resume(
     offload: *const kvt_offload_t,
     tokens: u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, || with_offload(offload, |offload| offload.resume(tokens))) }
+    with_offload(offload, |offload| offload.resume(tokens))
 }

@@ -1,14 +1,10 @@
 //! Offloads on a device: how much memory they take, and what their copies wait for.
 
 use crate::device::Event;
+use crate::ffi::abi::{Access, capi, pin, read, require};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, pin};
 use crate::ffi::offload::{kvt_offload_opts_t, kvt_offload_t, options, with_offload};
-use crate::ffi::session::SessionNoun;
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::read;
 use crate::offload::Offload;
 
 /// How much memory the ring and the tails of an offload take that is opened so: what an engine
@@ -23,29 +19,21 @@ use crate::offload::Offload;
 ///
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_memory_bytes(
     opts: *const kvt_offload_opts_t,
     bytes_out: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let mut given = unsafe {
-            require(bytes_out)?;
-            read(opts)?
-        };
-        (given.memory, given.memory_bytes) = (0, 0);
-        let session = pin::<SessionNoun>(given.session, Access::Use)?;
-        // SAFETY: the caller's promise; policies of the engine's are not kept.
-        let (opts, _) = unsafe { options(&given, session.number)? };
-        let bytes = Offload::memory_bytes(&session.ns.store, &opts)?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { bytes_out.write(bytes) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(bytes_out)?;
+    let mut given = read(opts)?;
+    (given.memory, given.memory_bytes) = (0, 0);
+    let session = pin(given.session, Access::Use)?;
+    // SAFETY: the caller's promise; policies of the engine's are not kept.
+    let (opts, _) = options(&given, session.number)?;
+    let bytes = Offload::memory_bytes(&session.ns.store, &opts)?;
+    bytes_out.write(bytes);
+    Ok(())
 }
 
 /// What an offload copies from now on waits for an event of the store's device: that kernels
@@ -67,13 +55,12 @@ pub unsafe extern "C" fn kvt_offload_memory_bytes(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_after(
     offload: *const kvt_offload_t,
     event: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let event = (event != 0).then_some(Event(event));
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, || with_offload(offload, |offload| offload.after(event))) }
+    with_offload(offload, |offload| offload.after(event))
 }

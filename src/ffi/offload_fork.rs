@@ -1,11 +1,9 @@
 //! An offload for a session that was forked.
 
+use crate::ffi::abi::{Access, capi, insert, pin, require};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, insert, pin};
 use crate::ffi::offload::{OffloadNoun, kvt_offload_t, with_offload};
-use crate::ffi::session::{SessionNoun, kvt_session_t};
-use crate::ffi::slice::require;
+use crate::ffi::session::kvt_session_t;
 use crate::ffi::status::kvt_status_t;
 
 /// Opens another offload for a session that was forked from an offload's (kvt_session_fork):
@@ -28,24 +26,16 @@ use crate::ffi::status::kvt_status_t;
 ///
 /// # Safety
 /// Pointers are null or valid.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_fork(
     offload: *const kvt_offload_t,
     session: *const kvt_session_t,
     out: *mut *mut kvt_offload_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { require(out)? };
-        let session = pin::<SessionNoun>(session, Access::Use)?;
-        let other =
-            with_offload(offload, |offload| offload.fork(&session.ns.store, session.number))?;
-        let handle = insert(OffloadNoun::new(other, session))?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out)?;
+    let session = pin(session, Access::Use)?;
+    let other = with_offload(offload, |offload| offload.fork(&session.ns.store, session.number))?;
+    out.write(insert(OffloadNoun::new(other, session))?);
+    Ok(())
 }

@@ -3,13 +3,12 @@
 use crate::attention::Rows;
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{capi, put, require};
 use crate::ffi::attention::{context_of, kvt_rows_t, kvt_sparse_context_t, with_rows};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::offload::{kvt_offload_t, with_offload};
 use crate::ffi::offload_move::fill;
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 
 /// Most sums of one call.
@@ -33,7 +32,7 @@ const MAX_SUMS: usize = 1 << 28;
 ///
 /// # Safety
 /// `sums` is valid for reads of `sum_count` numbers.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_observe(
     offload: *const kvt_offload_t,
     layer: u32,
@@ -43,13 +42,8 @@ pub unsafe extern "C" fn kvt_offload_observe(
     tokens: u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let sums = unsafe { numbers(sums, sum_count, MAX_SUMS)? };
-        with_offload(offload, |offload| offload.observe(layer, queries, sums, tokens))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let sums = numbers(sums, sum_count, MAX_SUMS)?;
+    with_offload(offload, |offload| offload.observe(layer, queries, sums, tokens))
 }
 
 /// Has policies evict tokens of a layer, if some have to go. Nothing is moved in the store:
@@ -68,7 +62,7 @@ pub unsafe extern "C" fn kvt_offload_observe(
 ///
 /// # Safety
 /// Pointers are null or valid; `context` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_evict(
     offload: *const kvt_offload_t,
     layer: u32,
@@ -76,18 +70,10 @@ pub unsafe extern "C" fn kvt_offload_evict(
     evicted_out: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let context = unsafe { context_of(context)? };
-        let went = with_offload(offload, |offload| offload.evict(layer, &context))?;
-        if !evicted_out.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { evicted_out.write(u32::from(went)) };
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let context = context_of(context)?;
+    let went = with_offload(offload, |offload| offload.evict(layer, &context))?;
+    put(evicted_out, u32::from(went));
+    Ok(())
 }
 
 /// Which tokens of a layer are left.
@@ -106,7 +92,7 @@ pub unsafe extern "C" fn kvt_offload_evict(
 ///
 /// # Safety
 /// `positions` is null or valid for writes of `room` numbers, the others for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_kept(
     offload: *const kvt_offload_t,
     layer: u32,
@@ -116,26 +102,19 @@ pub unsafe extern "C" fn kvt_offload_kept(
     count_out: *mut u64,
     heads_out: *mut u32,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { require(count_out)? };
-        with_offload(offload, |offload| -> Result<()> {
-            let kept = offload.retained(layer)?;
-            let heads = kept.as_ref().map_or(0, |kept| kept.lists() as u32);
-            if head >= heads.max(1) {
-                fail!(Invalid, "list {head} of {heads}");
-            }
-            if !heads_out.is_null() {
-                // SAFETY: not null, and the caller's promise.
-                unsafe { heads_out.write(heads) };
-            }
-            let (count, list) = match &kept {
-                Some(kept) => (kept.count(head as usize), Some(kept.positions(head as usize))),
-                None => (0, None),
-            };
-            // SAFETY: the caller's promise.
-            unsafe { fill(count, list.into_iter().flatten(), positions, capacity, count_out) }
-        })
+    require(count_out)?;
+    with_offload(offload, |offload| -> Result<()> {
+        let kept = offload.retained(layer)?;
+        let heads = kept.as_ref().map_or(0, |kept| kept.lists() as u32);
+        if head >= heads.max(1) {
+            fail!(Invalid, "list {head} of {heads}");
+        }
+        put(heads_out, heads);
+        let (count, list) = match &kept {
+            Some(kept) => (kept.count(head as usize), Some(kept.positions(head as usize))),
+            None => (0, None),
+        };
+        fill(count, list.into_iter().flatten(), positions, capacity, count_out)
     })
 }
 
@@ -155,7 +134,7 @@ pub unsafe extern "C" fn kvt_offload_kept(
 /// # Safety
 /// Pointers are null or valid; `keys` is valid for the size it states, and its view leads to
 /// memory that can be read during the call.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_append_keys(
     offload: *const kvt_offload_t,
     layer: u32,
@@ -163,16 +142,11 @@ pub unsafe extern "C" fn kvt_offload_append_keys(
     keys: *const kvt_rows_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let tell = |keys: Option<&Rows<'_>>| match keys {
-            Some(keys) => with_offload(offload, |offload| offload.append_keys(layer, first, keys)),
-            None => fail!(Invalid, "keys is null"),
-        };
-        // SAFETY: the caller's promise.
-        unsafe { with_rows("keys", keys, tell) }
+    let tell = |keys: Option<&Rows<'_>>| match keys {
+        Some(keys) => with_offload(offload, |offload| offload.append_keys(layer, first, keys)),
+        None => fail!(Invalid, "keys is null"),
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    with_rows("keys", keys, tell)
 }
 
 /// Gives a policy numbers of the engine's for the next load of a layer: a score for each
@@ -191,7 +165,7 @@ pub unsafe extern "C" fn kvt_offload_append_keys(
 ///
 /// # Safety
 /// `scores` is valid for reads of `score_count` numbers.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_score(
     offload: *const kvt_offload_t,
     layer: u32,
@@ -200,14 +174,9 @@ pub unsafe extern "C" fn kvt_offload_score(
     score_count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        if is_prefill > 1 {
-            fail!(Invalid, "is_prefill is {is_prefill}");
-        }
-        // SAFETY: the caller's promise.
-        let scores = unsafe { numbers(scores, score_count, MAX_SUMS)? };
-        with_offload(offload, |offload| offload.score(layer, is_prefill == 1, scores))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    if is_prefill > 1 {
+        fail!(Invalid, "is_prefill is {is_prefill}");
+    }
+    let scores = numbers(scores, score_count, MAX_SUMS)?;
+    with_offload(offload, |offload| offload.score(layer, is_prefill == 1, scores))
 }

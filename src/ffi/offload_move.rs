@@ -6,16 +6,15 @@ use crate::base::op::Op;
 use crate::base::status::{Error, Result, Status};
 use crate::device::Memory;
 use crate::fail;
+use crate::ffi::abi::{
+    Plain, capi, check_optional_out, check_out, encode, known_flags, put, require, write,
+};
 use crate::ffi::attention::{context_of, kvt_rows_t, kvt_sparse_context_t, with_rows};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::encode;
 use crate::ffi::offload::{kvt_offload_t, with_offload};
 use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, write};
 use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, plane_anywhere};
 use crate::offload::{BlockSelection, Loaded, Offload};
 use crate::store::state::session::{LayerViews, PlaneView, Tokens};
@@ -30,7 +29,7 @@ const MAX_LIST: usize = 1 << 24;
 /// K and V of a layer in a buffer, row by row: those of blocks, ascending, and of the tail
 /// behind them. They stay until the buffer is given back.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_offload_kv_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -51,11 +50,6 @@ pub struct kvt_offload_kv_t {
     /// Always 0.
     pub reserved: u32,
 }
-
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_offload_kv_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_offload_kv_t {}
 
 fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_kv_t> {
     let Loaded { tokens, tail_tokens, blocks } = loaded;
@@ -112,7 +106,7 @@ fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_k
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state; views lead to
 /// memory that can be read, and that nobody writes, until the release.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_put(
     offload: *const kvt_offload_t,
     layer: u32,
@@ -124,44 +118,33 @@ pub unsafe extern "C" fn kvt_offload_put(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        if k.is_null() {
-            fail!(Invalid, "k is null: give the view of the layer's K tensor");
+    if k.is_null() {
+        fail!(Invalid, "k is null: give the view of the layer's K tensor");
+    }
+    let plane = |name: &str, view: *const kvt_view_t| {
+        let mut view = view.read_unaligned();
+        if view.pages.is_null() && view.tokens == 0 {
+            view.tokens = tokens;
         }
-        let plane = |name: &str, view: *const kvt_view_t| {
-            // SAFETY: not null, and the caller's promise.
-            let mut view = unsafe { view.read_unaligned() };
-            if view.pages.is_null() && view.tokens == 0 {
-                view.tokens = tokens;
-            }
-            // SAFETY: the caller's promise.
-            unsafe { plane_anywhere(&view) }.map_err(|error: Error| error.within(name))
-        };
-        let k = plane("K", k)?;
-        let v = if v.is_null() { None } else { Some(plane("V", v)?) };
-        // SAFETY: the caller's promise.
-        let (opts, each) = unsafe { submit_opts(opts, op_out.is_null())? };
-        if each {
-            fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for a put");
-        }
-        let views = LayerViews { k, v };
-        let op = with_offload(offload, |offload| {
-            // Fewer tokens are no whole block: there is no op then.
-            if opts.detached && opts.queue.is_none() && tokens >= offload.shape().block_tokens {
-                fail!(Invalid, "neither op_out nor a queue: nobody is told when k is read");
-            }
-            // SAFETY: the caller's promise.
-            let op = unsafe { offload.put(layer, first, tokens, &views, &opts)? };
-            Ok(op.map_or(std::ptr::null_mut(), |op| encode::<Op>(op.key())))
-        })?;
-        if !op_out.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { op_out.write(op) };
-        }
-        Ok(())
+        plane_anywhere(&view).map_err(|error: Error| error.within(name))
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let k = plane("K", k)?;
+    let v = if v.is_null() { None } else { Some(plane("V", v)?) };
+    let (opts, each) = submit_opts(opts, op_out.is_null())?;
+    if each {
+        fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for a put");
+    }
+    let views = LayerViews { k, v };
+    let op = with_offload(offload, |offload| {
+        // Fewer tokens are no whole block: there is no op then.
+        if opts.detached && opts.queue.is_none() && tokens >= offload.shape().block_tokens {
+            fail!(Invalid, "neither op_out nor a queue: nobody is told when k is read");
+        }
+        let op = offload.put(layer, first, tokens, &views, &opts)?;
+        Ok(op.map_or(std::ptr::null_mut(), |op| encode::<Op>(op.key())))
+    })?;
+    put(op_out, op);
+    Ok(())
 }
 
 /// Begins to load blocks of a layer into a buffer, which must be free. kvt_offload_blocks says
@@ -189,7 +172,7 @@ pub unsafe extern "C" fn kvt_offload_put(
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state; the query's view
 /// leads to memory that can be read during the call.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_load(
     offload: *const kvt_offload_t,
     buffer: u32,
@@ -202,29 +185,19 @@ pub unsafe extern "C" fn kvt_offload_load(
     count_out: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        known_flags(flags, KVT_OFFLOAD_CHOSEN)?;
-        // SAFETY: the caller's promise.
-        let (context, ids) =
-            unsafe { (context_of(context)?, numbers(blocks, block_count, MAX_LIST)?) };
-        let which = match flags & KVT_OFFLOAD_CHOSEN {
-            0 if blocks.is_null() => BlockSelection::All,
-            0 => BlockSelection::Blocks(ids),
-            _ => BlockSelection::Chosen(ids),
-        };
-        let load = |query: Option<&crate::attention::Rows<'_>>| {
-            with_offload(offload, |offload| offload.load(buffer, layer, which, query, &context))
-        };
-        // SAFETY: the caller's promise.
-        let count = unsafe { with_rows("queries", query, load)? };
-        if !count_out.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { count_out.write(count) };
-        }
-        Ok(())
+    known_flags(flags, KVT_OFFLOAD_CHOSEN)?;
+    let (context, ids) = (context_of(context)?, numbers(blocks, block_count, MAX_LIST)?);
+    let which = match flags & KVT_OFFLOAD_CHOSEN {
+        0 if blocks.is_null() => BlockSelection::All,
+        0 => BlockSelection::Blocks(ids),
+        _ => BlockSelection::Chosen(ids),
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let load = |query: Option<&crate::attention::Rows<'_>>| {
+        with_offload(offload, |offload| offload.load(buffer, layer, which, query, &context))
+    };
+    let count = with_rows("queries", query, load)?;
+    put(count_out, count);
+    Ok(())
 }
 
 /// Waits until what is loaded into a buffer is there; the tail is then behind it, as it is
@@ -243,30 +216,20 @@ pub unsafe extern "C" fn kvt_offload_load(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_wait(
     offload: *const kvt_offload_t,
     buffer: u32,
     out: *mut kvt_offload_kv_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        if !out.is_null() {
-            // SAFETY: the caller's promise.
-            unsafe { check_out(out)? };
-        }
-        let kv = with_offload(offload, |offload| {
-            let loaded = offload.wait(buffer)?;
-            kv_of(offload, buffer, loaded)
-        })?;
-        if !out.is_null() {
-            // SAFETY: it passed `check_out`.
-            unsafe { write(out, &kv) };
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check_optional_out(out)?;
+    let kv = with_offload(offload, |offload| {
+        let loaded = offload.wait(buffer)?;
+        kv_of(offload, buffer, loaded)
+    })?;
+    write(out, &kv);
+    Ok(())
 }
 
 /// The engine has computed with a buffer, and does not read it any more. A load under way
@@ -281,14 +244,13 @@ pub unsafe extern "C" fn kvt_offload_wait(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_done(
     offload: *const kvt_offload_t,
     buffer: u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, || with_offload(offload, |offload| offload.done(buffer))) }
+    with_offload(offload, |offload| offload.done(buffer))
 }
 
 /// Begins a pass over all layers in their order. Layers of which nobody selects blocks by a
@@ -305,19 +267,14 @@ pub unsafe extern "C" fn kvt_offload_done(
 ///
 /// # Safety
 /// Pointers are null or valid; `context` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_begin(
     offload: *const kvt_offload_t,
     context: *const kvt_sparse_context_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let context = unsafe { context_of(context)? };
-        with_offload(offload, |offload| offload.begin(&context))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let context = context_of(context)?;
+    with_offload(offload, |offload| offload.begin(&context))
 }
 
 /// Takes the next layer of a pass: its blocks are there, and its tail with all that was put.
@@ -335,7 +292,7 @@ pub unsafe extern "C" fn kvt_offload_begin(
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state; the query's view
 /// leads to memory that can be read during the call.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_take(
     offload: *const kvt_offload_t,
     layer: u32,
@@ -343,21 +300,15 @@ pub unsafe extern "C" fn kvt_offload_take(
     out: *mut kvt_offload_kv_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let take = |query: Option<&crate::attention::Rows<'_>>| {
-            with_offload(offload, |offload| {
-                let (buffer, loaded) = offload.take(layer, query)?;
-                kv_of(offload, buffer, loaded)
-            })
-        };
-        // SAFETY: the caller's promise; it passed `check_out`.
-        unsafe { write(out, &with_rows("queries", query, take)?) };
-        Ok(())
+    check_out(out)?;
+    let take = |query: Option<&crate::attention::Rows<'_>>| {
+        with_offload(offload, |offload| {
+            let (buffer, loaded) = offload.take(layer, query)?;
+            kv_of(offload, buffer, loaded)
+        })
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    write(out, &with_rows("queries", query, take)?);
+    Ok(())
 }
 
 /// Gives the layer back that was taken: its buffer is used for one that is loaded ahead.
@@ -371,14 +322,13 @@ pub unsafe extern "C" fn kvt_offload_take(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_give_back(
     offload: *const kvt_offload_t,
     layer: u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, || with_offload(offload, |offload| offload.give_back(layer))) }
+    with_offload(offload, |offload| offload.give_back(layer))
 }
 
 /// The blocks of a buffer, ascending; block i has the tokens from i * block_tokens on.
@@ -394,7 +344,7 @@ pub unsafe extern "C" fn kvt_offload_give_back(
 ///
 /// # Safety
 /// `blocks` is null or valid for writes of `room` numbers, `count_out` for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_blocks(
     offload: *const kvt_offload_t,
     buffer: u32,
@@ -402,14 +352,9 @@ pub unsafe extern "C" fn kvt_offload_blocks(
     capacity: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
-    crate::ffi::guard::guard(|| {
-        with_offload(offload, |offload| {
-            // SAFETY: the caller's promise.
-            unsafe {
-                let all = offload.blocks(buffer)?;
-                fill(all.len(), all.iter().copied(), blocks, capacity, count_out)
-            }
-        })
+    with_offload(offload, |offload| {
+        let all = offload.blocks(buffer)?;
+        fill(all.len(), all.iter().copied(), blocks, capacity, count_out)
     })
 }
 
@@ -430,7 +375,7 @@ pub unsafe extern "C" fn kvt_offload_blocks(
 /// # Safety
 /// `positions` is valid for reads, `rows` for writes of `count` numbers, `count_out` is null or
 /// valid for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_rows(
     offload: *const kvt_offload_t,
     buffer: u32,
@@ -439,20 +384,14 @@ pub unsafe extern "C" fn kvt_offload_rows(
     rows: *mut u32,
     count_out: *mut u64,
 ) -> kvt_status_t {
-    crate::ffi::guard::guard(|| {
-        // SAFETY: the caller's promise.
-        let positions = unsafe { numbers(positions, count, MAX_LIST)? };
-        if !positions.is_sorted_by(|a, b| a < b) {
-            fail!(Invalid, "positions ascend, each once");
-        }
-        let mut found = Vec::new();
-        with_offload(offload, |offload| offload.rows_of(buffer, positions, &mut found))?;
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(rows)?;
-            fill(found.len(), found.iter().copied(), rows, count, count_out)
-        }
-    })
+    let positions = numbers(positions, count, MAX_LIST)?;
+    if !positions.is_sorted_by(|a, b| a < b) {
+        fail!(Invalid, "positions ascend, each once");
+    }
+    let mut found = Vec::new();
+    with_offload(offload, |offload| offload.rows_of(buffer, positions, &mut found))?;
+    require(rows)?;
+    fill(found.len(), found.iter().copied(), rows, count, count_out)
 }
 
 /// Writes so many numbers to a caller's array if all of them fit, and how many there are in
@@ -467,10 +406,8 @@ pub(crate) unsafe fn fill(
     capacity: u64,
     count_out: *mut u64,
 ) -> Result<()> {
-    if !count_out.is_null() {
-        // SAFETY: not null, and the caller's promise.
-        unsafe { count_out.write(count as u64) };
-    }
+    // SAFETY: the caller's promise.
+    unsafe { put(count_out, count as u64) };
     if to.is_null() {
         return Ok(());
     }

@@ -1,13 +1,12 @@
 //! What an offload has done, and who waited for what.
 
-use crate::ffi::guard::guard;
+use crate::ffi::abi::{Plain, capi, check_out, write};
 use crate::ffi::offload::{kvt_offload_t, with_offload};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, write};
 
 /// What an offload has done, and who waited for what.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_offload_stats_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -64,11 +63,6 @@ pub struct kvt_offload_stats_t {
     pub key_bytes: u64,
 }
 
-// SAFETY: integers; the first field is the size.
-unsafe impl Plain for kvt_offload_stats_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_offload_stats_t {}
-
 /// What an offload has done since it was opened.
 ///
 /// @param offload  The offload.
@@ -79,16 +73,16 @@ unsafe impl Sized_ for kvt_offload_stats_t {}
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_offload_stats(
     offload: *const kvt_offload_t,
     out: *mut kvt_offload_stats_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let stats = with_offload(offload, |offload| Ok(offload.stats()))?;
-        let value = kvt_offload_stats_t {
+    check_out(out)?;
+    let stats = with_offload(offload, |offload| Ok(offload.stats()))?;
+    write(
+        out,
+        &kvt_offload_stats_t {
             struct_size: 0,
             loads: stats.loads,
             selections: stats.selections,
@@ -115,9 +109,7 @@ pub unsafe extern "C" fn kvt_offload_stats(
             found: stats.found,
             found_ppm: stats.found_ppm,
             key_bytes: stats.key_bytes,
-        };
-        // SAFETY: it passed `check_out`.
-        unsafe { write(out, &value) };
-        Ok(())
-    })
+        },
+    );
+    Ok(())
 }

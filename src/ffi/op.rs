@@ -3,17 +3,16 @@
 use crate::base::callback::refuse_reentry;
 use crate::base::item::MAX_ITEMS;
 use crate::base::op::{EVENTS, ISSUED, Op, OpOpts, OpRef, RELEASED, RESOLVED, ops};
-use crate::base::slab::Slab;
 use crate::base::status::{Error, Result, Status};
 use crate::base::worker::PRIORITIES;
 use crate::fail;
+use crate::ffi::abi::{
+    Plain, Strided, capi, check_out, encode, free, inspect, known_flags, noun, pin_optional, read,
+    require, write,
+};
 use crate::ffi::error::{handle_of, kvt_error_t};
-use crate::ffi::guard::guard;
-use crate::ffi::handle::{Access, Noun, encode, free, pin, with};
-use crate::ffi::queue::{QueueNoun, kvt_queue_t};
-use crate::ffi::slice::require;
+use crate::ffi::queue::kvt_queue_t;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, known_flags, read, write};
 
 /// A submitted operation. It completes exactly once and has two moments:
 /// *resolved*, the result is known, and *released*, the library does not touch
@@ -45,7 +44,7 @@ const _: () = assert!(KVT_OP_RELEASED == RELEASED && KVT_OP_CANCEL == crate::bas
 
 /// How to submit. Zero is the default everywhere.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_submit_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -66,7 +65,7 @@ pub struct kvt_submit_opts_t {
 
 /// How far an op is.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_op_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -93,7 +92,7 @@ pub struct kvt_op_info_t {
 
 /// How one item of an op went.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_op_item_t {
     /// What it computed, such as a checksum; 0 where nothing was.
     pub value: u64,
@@ -103,25 +102,7 @@ pub struct kvt_op_item_t {
     pub done: u32,
 }
 
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_submit_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_submit_opts_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_op_info_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_op_info_t {}
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_op_item_t {}
-
-impl Noun for Op {
-    type C = kvt_op_t;
-    const TYPE: u8 = 3;
-    const NAME: &'static str = "op";
-    fn table() -> &'static Slab<Self> {
-        ops()
-    }
-}
+noun!(Op, kvt_op_t, 3, "op", ops());
 
 /// Reads submit options; the second result says whether every item is an op.
 ///
@@ -140,10 +121,7 @@ pub(crate) unsafe fn submit_opts(
     if given.priority as usize >= PRIORITIES {
         fail!(Invalid, "priority {} is none of 0 to {}", given.priority, PRIORITIES - 1);
     }
-    let queue = match given.queue.is_null() {
-        true => None,
-        false => Some(pin::<QueueNoun>(given.queue, Access::Use)?.0.clone()),
-    };
+    let queue = pin_optional(given.queue)?.map(|noun| noun.0.clone());
     let opts = OpOpts {
         queue,
         tag: given.tag,
@@ -190,30 +168,27 @@ pub(crate) unsafe fn begin_one(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_op_info(op: *const kvt_op_t, out: *mut kvt_op_info_t) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<Op, ()>(op, Access::Salvage, |op| {
-            let info = op.info();
-            let filled = kvt_op_info_t {
-                struct_size: 0,
-                tag: info.tag,
-                bytes_done: info.bytes_done,
-                state: info.state,
-                status: info.status.unwrap_or(0),
-                items: info.items,
-                items_done: info.items_done,
-                items_failed: info.items_failed,
-                reserved: 0,
-                value: op.value(),
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let op = inspect(op)?;
+    let info = op.info();
+    write(
+        out,
+        &kvt_op_info_t {
+            struct_size: 0,
+            tag: info.tag,
+            bytes_done: info.bytes_done,
+            state: info.state,
+            status: info.status.unwrap_or(0),
+            items: info.items,
+            items_done: info.items_done,
+            items_failed: info.items_failed,
+            reserved: 0,
+            value: op.value(),
+        },
+    );
+    Ok(())
 }
 
 /// Waits until an op has reached moments.
@@ -227,15 +202,14 @@ pub unsafe extern "C" fn kvt_op_info(op: *const kvt_op_t, out: *mut kvt_op_info_
 ///         KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
 ///
 /// Threading: any thread. Since 0.1.
-#[unsafe(no_mangle)]
+#[capi]
 pub extern "C" fn kvt_op_wait(op: *const kvt_op_t, moments: u32, deadline_ns: u64) -> kvt_status_t {
-    guard(|| {
-        if moments == 0 || moments & !EVENTS != 0 {
-            fail!(Invalid, "moments {moments:#x} are not moments of an op");
-        }
-        refuse_reentry()?;
-        with::<Op, ()>(op, Access::Salvage, |op| op.wait(moments, deadline_ns))
-    })
+    if moments == 0 || moments & !EVENTS != 0 {
+        fail!(Invalid, "moments {moments:#x} are not moments of an op");
+    }
+    refuse_reentry()?;
+    let op = inspect(op)?;
+    op.wait(moments, deadline_ns)
 }
 
 /// Asks an op to end. One that has not been issued ends at once with
@@ -246,14 +220,11 @@ pub extern "C" fn kvt_op_wait(op: *const kvt_op_t, moments: u32, deadline_ns: u6
 /// @return KVT_OK, also when it is too late; KVT_E_HANDLE, KVT_E_FORKED.
 ///
 /// Threading: any thread, also in callbacks. Since 0.1.
-#[unsafe(no_mangle)]
+#[capi]
 pub extern "C" fn kvt_op_cancel(op: *const kvt_op_t) -> kvt_status_t {
-    guard(|| {
-        with::<Op, ()>(op, Access::Salvage, |op| {
-            op.cancel();
-            Ok(())
-        })
-    })
+    let op = inspect(op)?;
+    op.cancel();
+    Ok(())
 }
 
 /// How the items of an op went; also while it runs.
@@ -271,7 +242,7 @@ pub extern "C" fn kvt_op_cancel(op: *const kvt_op_t) -> kvt_status_t {
 ///
 /// # Safety
 /// `out` is valid for `capacity` * `stride_bytes`, `out_count` for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_op_items(
     op: *const kvt_op_t,
     first: u64,
@@ -280,28 +251,21 @@ pub unsafe extern "C" fn kvt_op_items(
     stride_bytes: u64,
     out_count: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let entries = unsafe {
-            require(out_count)?;
-            Strided::new(out, capacity, stride_bytes, MAX_ITEMS as u64)?
-        };
-        with::<Op, ()>(op, Access::Salvage, |op| {
-            let items = usize::try_from(first).ok().and_then(|first| op.items().get(first..));
-            let Some(items) = items else {
-                fail!(Invalid, "item {first} of an op with {}", op.items().len());
-            };
-            let n = items.len().min(entries.len());
-            for (i, item) in items.iter().take(n).enumerate() {
-                let (status, value) = item.outcome();
-                let done = u32::from(status.is_some());
-                entries.put(i, &kvt_op_item_t { value, status: status.unwrap_or(0), done });
-            }
-            // SAFETY: checked above.
-            unsafe { out_count.write(n as u64) };
-            Ok(())
-        })
-    })
+    require(out_count)?;
+    let entries = Strided::new(out, capacity, stride_bytes, MAX_ITEMS as u64)?;
+    let op = inspect(op)?;
+    let items = usize::try_from(first).ok().and_then(|first| op.items().get(first..));
+    let Some(items) = items else {
+        fail!(Invalid, "item {first} of an op with {}", op.items().len());
+    };
+    let n = items.len().min(entries.len());
+    for (i, item) in items.iter().take(n).enumerate() {
+        let (status, value) = item.outcome();
+        let done = u32::from(status.is_some());
+        entries.put(i, &kvt_op_item_t { value, status: status.unwrap_or(0), done });
+    }
+    out_count.write(n as u64);
+    Ok(())
 }
 
 /// The words behind an op's failure.
@@ -316,25 +280,20 @@ pub unsafe extern "C" fn kvt_op_items(
 ///
 /// # Safety
 /// `out` is null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_op_error(
     op: *const kvt_op_t,
     out: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(out)? };
-        with::<Op, ()>(op, Access::Salvage, |op| {
-            if op.state() & RESOLVED == 0 {
-                return Err(Status::State.into());
-            }
-            let error = op.error().ok_or_else(|| Error::from(Status::NotFound))?;
-            let handle = handle_of(error)?;
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out.write(handle) };
-            Ok(())
-        })
-    })
+    require(out)?;
+    let op = inspect(op)?;
+    if op.state() & RESOLVED == 0 {
+        return Err(Status::State.into());
+    }
+    let error = op.error().ok_or_else(|| Error::from(Status::NotFound))?;
+    let handle = handle_of(error)?;
+    out.write(handle);
+    Ok(())
 }
 
 /// Frees an op handle. The op must have been released: cancel and wait first
@@ -348,10 +307,9 @@ pub unsafe extern "C" fn kvt_op_error(
 ///
 /// # Safety
 /// `op` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_op_free(op: *mut *mut kvt_op_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { free_op(op) })
+    free_op(op)
 }
 
 /// Frees many op handles; stops at the first that cannot be freed.
@@ -365,20 +323,17 @@ pub unsafe extern "C" fn kvt_op_free(op: *mut *mut kvt_op_t) -> kvt_status_t {
 ///
 /// # Safety
 /// `ops` is null with a count of 0, or valid for reads and writes of `count` handles.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_op_free_many(ops: *mut *mut kvt_op_t, count: u64) -> kvt_status_t {
-    guard(|| {
-        if count == 0 {
-            return Ok(());
-        }
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(ops)? };
-        for i in 0..count as usize {
-            // SAFETY: inside the caller's array.
-            unsafe { free_op(ops.add(i))? };
-        }
-        Ok(())
-    })
+    if count == 0 {
+        return Ok(());
+    }
+    require(ops)?;
+    for i in 0..count as usize {
+        // SAFETY: inside the caller's array.
+        free_op(ops.add(i))?;
+    }
+    Ok(())
 }
 
 /// # Safety
@@ -386,7 +341,7 @@ pub unsafe extern "C" fn kvt_op_free_many(ops: *mut *mut kvt_op_t, count: u64) -
 unsafe fn free_op(op: *mut *mut kvt_op_t) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
-        free::<Op>(op, |op| match op.state() & RELEASED {
+        free(op, |op| match op.state() & RELEASED {
             0 => Err(Status::Busy.into()),
             _ => Ok(()),
         })

@@ -4,18 +4,17 @@
 use std::ffi::{c_char, c_void};
 
 use crate::base::callback::Foreign;
-use crate::base::slab::Slab;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Mutex};
 use crate::fail;
+use crate::ffi::abi::{
+    Plain, capi, check_out, enter, foreign, free, insert, known_flags, noun, read, require, text,
+    write,
+};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{foreign, guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::policy_select::kvt_policy_columns_t;
-use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 use crate::meta::cost::Cost;
 use crate::policy::batch::Selection;
 use crate::policy::custom;
@@ -68,7 +67,7 @@ pub type kvt_policy_predict_fn = Option<
 
 /// The callback table of the policy "custom".
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_custom_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -82,7 +81,7 @@ pub struct kvt_policy_custom_t {
 
 /// The engine's own predictor of lifetimes.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_predictor_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -96,7 +95,7 @@ pub struct kvt_policy_predictor_t {
 
 /// How to open a policy.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -129,7 +128,7 @@ pub struct kvt_policy_opts_t {
 /// A policy that can be opened. Texts are UTF-8, not NUL-terminated, and live as
 /// long as the library.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -142,24 +141,6 @@ pub struct kvt_policy_info_t {
     /// Length of that line.
     pub about_bytes: u64,
 }
-
-// SAFETY: integers, raw pointers and nullable functions; the first field is the size.
-unsafe impl Plain for kvt_policy_custom_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_custom_t {}
-// SAFETY: as above.
-unsafe impl Plain for kvt_policy_predictor_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_predictor_t {}
-// SAFETY: integers and floats of which all zero is a value, and raw pointers; the first
-// field is the size.
-unsafe impl Plain for kvt_policy_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_opts_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_policy_info_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_info_t {}
 
 type Score =
     unsafe extern "C" fn(*mut c_void, *const kvt_policy_columns_t, i64, *mut f64) -> kvt_status_t;
@@ -179,16 +160,7 @@ pub(crate) struct PolicyNoun {
     pub(crate) predict: Option<Arc<Foreign<Predict>>>,
 }
 
-static POLICIES: Slab<PolicyNoun> = Slab::new();
-
-impl Noun for PolicyNoun {
-    type C = kvt_policy_t;
-    const TYPE: u8 = 8;
-    const NAME: &'static str = "policy";
-    fn table() -> &'static Slab<Self> {
-        &POLICIES
-    }
-}
+noun!(PolicyNoun, kvt_policy_t, 8, "policy");
 
 impl PolicyNoun {
     /// What the engine's predictor says of a sequence, in ns from now.
@@ -258,48 +230,35 @@ fn options(given: &kvt_policy_opts_t) -> Result<Options> {
 ///
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_open(
     opts: *const kvt_policy_opts_t,
     out: *mut *mut kvt_policy_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (given, custom, predictor) = unsafe {
-            require(out)?;
-            let given = read(opts)?;
-            (given, read(given.custom)?, read(given.predictor)?)
-        };
-        crate::base::fork::check()?;
-        crate::base::fork::arm()?;
-        let options = options(&given)?;
-        // SAFETY: the caller's promise.
-        let spec = match unsafe { text("spec", given.spec, given.spec_bytes)? } {
-            "" if given.spec.is_null() => "lru",
-            spec => spec,
-        };
-        let score = foreign(custom.score, custom.user_data, custom.destroy)?;
-        let predict = foreign(predictor.predict, predictor.user_data, predictor.destroy)?;
-        let evictor = Evictor::open(spec, &options)?;
-        let state = State {
-            evictor,
-            victims: Vec::new(),
-            news: Vec::new(),
-            selection: Selection::default(),
-        };
-        let noun =
-            PolicyNoun { state: Mutex::new(state), score: score.clone(), predict: predict.clone() };
-        noun.must_score(spec)?;
-        let handle = insert(noun)?;
-        score.iter().for_each(|f| f.keep());
-        predict.iter().for_each(|f| f.keep());
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
+    require(out)?;
+    let given = read(opts)?;
+    let (given, custom, predictor) = (given, read(given.custom)?, read(given.predictor)?);
+    crate::base::fork::check()?;
+    crate::base::fork::arm()?;
+    let options = options(&given)?;
+    let spec = match text("spec", given.spec, given.spec_bytes)? {
+        "" if given.spec.is_null() => "lru",
+        spec => spec,
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let score = foreign(custom.score, custom.user_data, custom.destroy)?;
+    let predict = foreign(predictor.predict, predictor.user_data, predictor.destroy)?;
+    let evictor = Evictor::open(spec, &options)?;
+    let state =
+        State { evictor, victims: Vec::new(), news: Vec::new(), selection: Selection::default() };
+    let noun =
+        PolicyNoun { state: Mutex::new(state), score: score.clone(), predict: predict.clone() };
+    noun.must_score(spec)?;
+    let handle = insert(noun)?;
+    score.iter().for_each(|f| f.keep());
+    predict.iter().for_each(|f| f.keep());
+    out.write(handle);
+    Ok(())
 }
 
 /// Closes a policy. Calls that are inside it end first; its callbacks' user data
@@ -313,10 +272,9 @@ pub unsafe extern "C" fn kvt_policy_open(
 ///
 /// # Safety
 /// `policy` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_close(policy: *mut *mut kvt_policy_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { free::<PolicyNoun>(policy, |_| Ok(())) })
+    free(policy, |_| Ok(()))
 }
 
 /// Goes on with another policy. Objects stay, in their order; what carries over
@@ -333,23 +291,17 @@ pub unsafe extern "C" fn kvt_policy_close(policy: *mut *mut kvt_policy_t) -> kvt
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_switch(
     policy: *const kvt_policy_t,
     spec: *const c_char,
     spec_bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let spec = unsafe { text("spec", spec, spec_bytes)? };
-        with::<PolicyNoun, ()>(policy, Access::Use, |noun| {
-            noun.must_score(spec)?;
-            noun.state.lock().evictor.switch(spec)
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let spec = text("spec", spec, spec_bytes)?;
+    let policy = enter(policy)?;
+    policy.must_score(spec)?;
+    policy.state.lock().evictor.switch(spec)
 }
 
 /// Changes what fits; nothing is evicted by that.
@@ -362,17 +314,14 @@ pub unsafe extern "C" fn kvt_policy_switch(
 ///
 /// # Safety
 /// None beyond a handle.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_set_capacity(
     policy: *const kvt_policy_t,
     capacity_units: u64,
 ) -> kvt_status_t {
-    guard(|| {
-        with::<PolicyNoun, ()>(policy, Access::Use, |noun| {
-            noun.state.lock().evictor.set_capacity(capacity_units);
-            Ok(())
-        })
-    })
+    let policy = enter(policy)?;
+    policy.state.lock().evictor.set_capacity(capacity_units);
+    Ok(())
 }
 
 /// How many policies can be opened.
@@ -384,16 +333,11 @@ pub unsafe extern "C" fn kvt_policy_set_capacity(
 ///
 /// # Safety
 /// `out_count` is null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_count(out_count: *mut u64) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(out_count)?;
-            out_count.write(ENTRIES.len() as u64);
-        }
-        Ok(())
-    })
+    require(out_count)?;
+    out_count.write(ENTRIES.len() as u64);
+    Ok(())
 }
 
 /// A policy that can be opened, by its place in the list: the number that the
@@ -407,24 +351,22 @@ pub unsafe extern "C" fn kvt_policy_count(out_count: *mut u64) -> kvt_status_t {
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_info(index: u64, out: *mut kvt_policy_info_t) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let found = usize::try_from(index).ok().and_then(|index| ENTRIES.get(index));
-        let entry = found.ok_or_else(|| {
-            Error::new(Status::NotFound, format!("there are {} policies", ENTRIES.len()))
-        })?;
-        let info = kvt_policy_info_t {
+    check_out(out)?;
+    let found = usize::try_from(index).ok().and_then(|index| ENTRIES.get(index));
+    let entry = found.ok_or_else(|| {
+        Error::new(Status::NotFound, format!("there are {} policies", ENTRIES.len()))
+    })?;
+    write(
+        out,
+        &kvt_policy_info_t {
             struct_size: 0,
             name: entry.name.as_ptr().cast(),
             name_bytes: entry.name.len() as u64,
             about: entry.about.as_ptr().cast(),
             about_bytes: entry.about.len() as u64,
-        };
-        // SAFETY: checked above.
-        unsafe { write(out, &info) };
-        Ok(())
-    })
+        },
+    );
+    Ok(())
 }

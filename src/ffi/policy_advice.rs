@@ -2,12 +2,10 @@
 
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{Plain, capi, check_out, enter, known_flags, read, write};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, with};
-use crate::ffi::policy::{PolicyNoun, kvt_policy_t};
+use crate::ffi::policy::kvt_policy_t;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 use crate::policy::advice::Rules;
 
 /// shrink_above = 0 is meant, not the default.
@@ -17,7 +15,7 @@ pub const KVT_ADVICE_ZERO_GROW: u64 = 2;
 
 /// What advice goes by.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_rules_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -39,7 +37,7 @@ pub struct kvt_policy_rules_t {
 
 /// What a scheduler is advised.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_advice_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -50,15 +48,6 @@ pub struct kvt_policy_advice_t {
     /// Evictions in it.
     pub evictions: u64,
 }
-
-// SAFETY: integers and a float, of which all zero is a value; the first field is the size.
-unsafe impl Plain for kvt_policy_rules_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_rules_t {}
-// SAFETY: as above.
-unsafe impl Plain for kvt_policy_advice_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_advice_t {}
 
 /// Advises a scheduler how large a batch to run: half when too much is computed
 /// again, twice as much when hardly anything is evicted, judged by windows of
@@ -73,28 +62,25 @@ unsafe impl Sized_ for kvt_policy_advice_t {}
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_advise(
     policy: *const kvt_policy_t,
     batch: u64,
     out: *mut kvt_policy_advice_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let advised = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
-            Ok(noun.state.lock().evictor.advice.advise(batch))
-        })?;
-        let filled = kvt_policy_advice_t {
+    check_out(out)?;
+    let policy = enter(policy)?;
+    let advised = policy.state.lock().evictor.advice.advise(batch);
+    write(
+        out,
+        &kvt_policy_advice_t {
             struct_size: 0,
             batch: advised.batch,
             re_prefill_rate: advised.re_prefill_rate,
             evictions: advised.evictions,
-        };
-        // SAFETY: checked above.
-        unsafe { write(out, &filled) };
-        Ok(())
-    })
+        },
+    );
+    Ok(())
 }
 
 fn rules(given: &kvt_policy_rules_t) -> Result<Rules> {
@@ -134,20 +120,14 @@ fn rules(given: &kvt_policy_rules_t) -> Result<Rules> {
 ///
 /// # Safety
 /// `given` is null or valid for the size it states; `err` null or valid.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_set_advice(
     policy: *const kvt_policy_t,
     given: *const kvt_policy_rules_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let rules = rules(&unsafe { read(given)? })?;
-        with::<PolicyNoun, ()>(policy, Access::Use, |noun| {
-            noun.state.lock().evictor.advice.set_rules(rules);
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let rules = rules(&read(given)?)?;
+    let policy = enter(policy)?;
+    policy.state.lock().evictor.advice.set_rules(rules);
+    Ok(())
 }

@@ -5,13 +5,11 @@ use std::ffi::c_char;
 use crate::base::clock::Clock;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, capi, check_out, enter, write};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
 use crate::ffi::policy::{PolicyNoun, State, kvt_policy_t};
 use crate::ffi::policy_select::columns_for_c;
 use crate::ffi::status::{KVT_OK, kvt_status_t};
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
 use crate::policy::columns::Columns;
 use crate::policy::custom::{self, ScoredEviction, Scorer};
 use crate::policy::evict::{Outcome, Victim};
@@ -19,7 +17,7 @@ use crate::policy::evictor::MAX_OBJECTS;
 
 /// One that leaves. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_victim_t {
     /// Who.
     pub id: u64,
@@ -29,7 +27,7 @@ pub struct kvt_policy_victim_t {
 
 /// What an eviction came to. The text lives as long as the library.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_outcome_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -46,13 +44,6 @@ pub struct kvt_policy_outcome_t {
     /// Length of that name.
     pub decided_by_bytes: u64,
 }
-
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_policy_victim_t {}
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_policy_outcome_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_outcome_t {}
 
 /// The caller's score function as a scorer.
 struct Foreign<'a>(&'a PolicyNoun);
@@ -157,11 +148,11 @@ fn evict_round(
     let State { evictor, victims, .. } = &mut *state;
     make_room(victims, ask.most.min(snapshot.len()))?;
     let one = evictor.evict_by_scores(now_ns, &snapshot, &scores, ask, victims)?;
-    put(victims, out, from);
+    give_victims(victims, out, from);
     Ok((one, victims.len()))
 }
 
-fn put(victims: &[Victim], out: &Strided<kvt_policy_victim_t>, from: usize) {
+fn give_victims(victims: &[Victim], out: &Strided<kvt_policy_victim_t>, from: usize) {
     for (i, victim) in victims.iter().enumerate() {
         out.put(from + i, &kvt_policy_victim_t { id: victim.id, units: victim.units });
     }
@@ -179,7 +170,7 @@ fn evict(
         evict_custom(noun, now_ns, ask, out)?
     } else {
         let outcome = evict_now(&mut state, now_ns, ask)?;
-        put(&state.victims, out, 0);
+        give_victims(&state.victims, out, 0);
         (outcome, state.victims.len())
     };
     Ok(kvt_policy_outcome_t {
@@ -191,37 +182,6 @@ fn evict(
         decided_by: outcome.decided_by.as_ptr().cast(),
         decided_by_bytes: outcome.decided_by.len() as u64,
     })
-}
-
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` for the size it states.
-#[allow(clippy::too_many_arguments)] // those of the C call
-unsafe fn call(
-    policy: *const kvt_policy_t,
-    now_ns: i64,
-    required: u64,
-    victims: *mut kvt_policy_victim_t,
-    capacity: u64,
-    stride_bytes: u64,
-    out: *mut kvt_policy_outcome_t,
-    err: *mut *mut kvt_error_t,
-    keep: bool,
-) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let array = unsafe {
-            check_out(out)?;
-            Strided::new(victims, capacity, stride_bytes, MAX_OBJECTS as u64)?
-        };
-        let ask = ScoredEviction { required, most: array.len(), keep };
-        let outcome =
-            with::<PolicyNoun, _>(policy, Access::Use, |noun| evict(noun, now_ns, &ask, &array))?;
-        // SAFETY: checked above.
-        unsafe { write(out, &outcome) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
 }
 
 /// Evicts until enough is free: the victims are gone from the table, and what
@@ -245,7 +205,7 @@ unsafe fn call(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; `out` for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_evict(
     policy: *const kvt_policy_t,
     now_ns: i64,
@@ -256,10 +216,11 @@ pub unsafe extern "C" fn kvt_policy_evict(
     out: *mut kvt_policy_outcome_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe {
-        call(policy, now_ns, required_units, victims, capacity, stride_bytes, out, err, false)
-    }
+    check_out(out)?;
+    let victims = Strided::new(victims, capacity, stride_bytes, MAX_OBJECTS as u64)?;
+    let ask = ScoredEviction { required: required_units, most: victims.len(), keep: false };
+    write(out, &evict(&*enter(policy)?, now_ns, &ask, &victims)?);
+    Ok(())
 }
 
 /// Says who would leave now, without anything leaving. A policy that moves objects
@@ -280,7 +241,7 @@ pub unsafe extern "C" fn kvt_policy_evict(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; `out` for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_preview(
     policy: *const kvt_policy_t,
     now_ns: i64,
@@ -291,6 +252,9 @@ pub unsafe extern "C" fn kvt_policy_preview(
     out: *mut kvt_policy_outcome_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { call(policy, now_ns, required_units, victims, capacity, stride_bytes, out, err, true) }
+    check_out(out)?;
+    let victims = Strided::new(victims, capacity, stride_bytes, MAX_OBJECTS as u64)?;
+    let ask = Ask { required: required_units, most: victims.len(), keep: true };
+    write(out, &evict(&*enter(policy)?, now_ns, &ask, &victims)?);
+    Ok(())
 }

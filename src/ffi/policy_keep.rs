@@ -3,16 +3,14 @@
 
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{capi, enter, known_flags, put, read};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
-use crate::ffi::policy::{PolicyNoun, kvt_policy_t};
+use crate::ffi::policy::kvt_policy_t;
 use crate::ffi::policy_use::{
     KVT_HINT_CONFIDENCE, KVT_HINT_DONE, context, ids, kvt_policy_context_t, kvt_policy_hint_t,
     sizes,
 };
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{known_flags, read};
 use crate::meta::sessions::Stop;
 use crate::policy::Hint;
 use crate::policy::evictor::Evictor;
@@ -20,24 +18,16 @@ use crate::policy::evictor::Evictor;
 /// Runs `body` on the evictor with the ids of a call.
 ///
 /// # Safety
-/// `data` is null or valid for reads of `count` numbers; `err` is null or points
-/// to a handle that is null or an error's.
+/// `data` is null or valid for reads of `count` numbers.
 unsafe fn on_ids(
     policy: *const kvt_policy_t,
     data: *const u64,
     count: u64,
-    err: *mut *mut kvt_error_t,
     body: impl FnOnce(&mut Evictor, &[u64]) -> Result<()>,
-) -> kvt_status_t {
-    let whole = || {
-        // SAFETY: the caller's promise.
-        let ids = unsafe { ids(data, count)? };
-        with::<PolicyNoun, ()>(policy, Access::Use, |noun| {
-            body(&mut noun.state.lock().evictor, ids)
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, whole) }
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let ids = unsafe { ids(data, count)? };
+    body(&mut enter(policy)?.state.lock().evictor, ids)
 }
 
 /// Takes objects away that their owner gave up, pinned or not; all or none. It
@@ -58,7 +48,7 @@ unsafe fn on_ids(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_remove(
     policy: *const kvt_policy_t,
     now_ns: i64,
@@ -66,8 +56,7 @@ pub unsafe extern "C" fn kvt_policy_remove(
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { on_ids(policy, ids, count, err, |evictor, ids| evictor.remove(now_ns, ids)) }
+    on_ids(policy, ids, count, |evictor, ids| evictor.remove(now_ns, ids))
 }
 
 /// Says that the objects which kvt_policy_select named were freed: they leave
@@ -87,7 +76,7 @@ pub unsafe extern "C" fn kvt_policy_remove(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_evicted(
     policy: *const kvt_policy_t,
     now_ns: i64,
@@ -95,8 +84,7 @@ pub unsafe extern "C" fn kvt_policy_evicted(
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { on_ids(policy, ids, count, err, |evictor, ids| evictor.evicted(now_ns, ids)) }
+    on_ids(policy, ids, count, |evictor, ids| evictor.evicted(now_ns, ids))
 }
 
 /// Changes sizes; all or none.
@@ -113,7 +101,7 @@ pub unsafe extern "C" fn kvt_policy_evicted(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_resize(
     policy: *const kvt_policy_t,
     ids: *const u64,
@@ -122,13 +110,11 @@ pub unsafe extern "C" fn kvt_policy_resize(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let resize = |evictor: &mut Evictor, ids: &[u64]| {
-        // SAFETY: the caller's promise.
-        let units = unsafe { self::ids(units, count)? };
+        let units = self::ids(units, count)?;
         sizes(units)?;
         evictor.resize(ids, units)
     };
-    // SAFETY: the caller's promise.
-    unsafe { on_ids(policy, ids, count, err, resize) }
+    on_ids(policy, ids, count, resize)
 }
 
 /// Takes a reference to each of some objects; all or none. A referenced object
@@ -145,15 +131,14 @@ pub unsafe extern "C" fn kvt_policy_resize(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_acquire(
     policy: *const kvt_policy_t,
     ids: *const u64,
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { on_ids(policy, ids, count, err, |evictor, ids| evictor.acquire(ids)) }
+    on_ids(policy, ids, count, |evictor, ids| evictor.acquire(ids))
 }
 
 /// Gives a reference to each of some objects back; all or none.
@@ -169,15 +154,14 @@ pub unsafe extern "C" fn kvt_policy_acquire(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_release(
     policy: *const kvt_policy_t,
     ids: *const u64,
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { on_ids(policy, ids, count, err, |evictor, ids| evictor.release(ids)) }
+    on_ids(policy, ids, count, |evictor, ids| evictor.release(ids))
 }
 
 /// Pins objects, which never leave then; all or none. Pins do not count: one
@@ -194,15 +178,14 @@ pub unsafe extern "C" fn kvt_policy_release(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_pin(
     policy: *const kvt_policy_t,
     ids: *const u64,
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { on_ids(policy, ids, count, err, |evictor, ids| evictor.pin(ids, true)) }
+    on_ids(policy, ids, count, |evictor, ids| evictor.pin(ids, true))
 }
 
 /// Unpins objects; all or none. One that is not pinned stays so.
@@ -218,15 +201,14 @@ pub unsafe extern "C" fn kvt_policy_pin(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_unpin(
     policy: *const kvt_policy_t,
     ids: *const u64,
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { on_ids(policy, ids, count, err, |evictor, ids| evictor.pin(ids, false)) }
+    on_ids(policy, ids, count, |evictor, ids| evictor.pin(ids, false))
 }
 
 /// # Safety
@@ -268,7 +250,7 @@ pub(crate) unsafe fn hint(hint: *const kvt_policy_hint_t) -> Result<Hint> {
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_hint(
     policy: *const kvt_policy_t,
     now_ns: i64,
@@ -280,15 +262,10 @@ pub unsafe extern "C" fn kvt_policy_hint(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let tell = |evictor: &mut Evictor, ids: &[u64]| {
-        // SAFETY: the caller's promise.
-        let (context, hint) = unsafe { (self::context(context)?, self::hint(hint)?) };
+        let (context, hint) = (self::context(context)?, self::hint(hint)?);
         let known = evictor.hint(now_ns, &context, ids, &hint)?;
-        if !out_known.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out_known.write(known as u64) };
-        }
+        put(out_known, known as u64);
         Ok(())
     };
-    // SAFETY: the caller's promise.
-    unsafe { on_ids(policy, ids, count, err, tell) }
+    on_ids(policy, ids, count, tell)
 }

@@ -4,13 +4,11 @@ use std::ffi::c_char;
 
 use crate::base::status::{Result, Status};
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, capi, check_out, enter, known_flags, read, write};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
 use crate::ffi::policy::{PolicyNoun, State, kvt_policy_t};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, known_flags, read, write};
 use crate::policy::batch::{Room, SelectOptions, Selection};
 use crate::policy::columns::{Columns, MAX_ROWS};
 use crate::policy::custom;
@@ -21,7 +19,7 @@ pub const KVT_SELECT_TAIL: u64 = 1;
 /// Candidates as columns: one array a fact, each with `rows` entries. Null = the
 /// default holds for every row. Arrays are aligned as C has them.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_columns_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -82,7 +80,7 @@ pub struct kvt_policy_columns_t {
 
 /// A candidate that was chosen. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_pick_t {
     /// Its row.
     pub row: u64,
@@ -99,7 +97,7 @@ pub struct kvt_policy_pick_t {
 /// What was chosen: the caller's arrays, and what the library says. Start it with
 /// KVT_POLICY_SELECTION_INIT and set the arrays.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_selection_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -130,17 +128,6 @@ pub struct kvt_policy_selection_t {
     /// Length of that name.
     pub decided_by_bytes: u64,
 }
-
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_policy_columns_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_columns_t {}
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_policy_pick_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_policy_selection_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_selection_t {}
 
 /// A column; null is an absent one.
 ///
@@ -347,7 +334,7 @@ fn tell(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; structs for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_select(
     policy: *const kvt_policy_t,
     now_ns: i64,
@@ -357,35 +344,24 @@ pub unsafe extern "C" fn kvt_policy_select(
     selection: *mut kvt_policy_selection_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        known_flags(flags, KVT_SELECT_TAIL)?;
-        // SAFETY: the caller's promise.
-        let (columns, mut out) = unsafe {
-            check_out(selection)?;
-            (columns(&read(candidates)?)?, read(selection.cast_const())?)
-        };
-        // SAFETY: as above.
-        let picks = unsafe {
-            let room = out.victim_capacity.min(columns.rows() as u64);
-            Strided::new(out.victims, room, out.stride_bytes, MAX_ROWS as u64)?
-        };
-        let blocks = match out.block_ids.is_null() {
-            true => usize::MAX,
-            false => usize::try_from(out.block_capacity).unwrap_or(usize::MAX),
-        };
-        let options = SelectOptions {
-            allow_tail: flags & KVT_SELECT_TAIL != 0,
-            room: Some(Room { victims: picks.len(), blocks }),
-        };
-        let done = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
-            select(noun, now_ns, &columns, required_blocks, &options, &mut out, &picks)
-        });
-        if done.as_ref().err().is_none_or(|error| error.status() == Status::TooSmall) {
-            // SAFETY: checked above.
-            unsafe { write(selection, &out) };
-        }
-        done
+    known_flags(flags, KVT_SELECT_TAIL)?;
+    check_out(selection)?;
+    let (columns, mut out) = (columns(&read(candidates)?)?, read(selection.cast_const())?);
+    let room = out.victim_capacity.min(columns.rows() as u64);
+    let picks = Strided::new(out.victims, room, out.stride_bytes, MAX_ROWS as u64)?;
+    let blocks = match out.block_ids.is_null() {
+        true => usize::MAX,
+        false => usize::try_from(out.block_capacity).unwrap_or(usize::MAX),
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let options = SelectOptions {
+        allow_tail: flags & KVT_SELECT_TAIL != 0,
+        room: Some(Room { victims: picks.len(), blocks }),
+    };
+    let done = enter(policy).and_then(|policy| {
+        select(&policy, now_ns, &columns, required_blocks, &options, &mut out, &picks)
+    });
+    if done.as_ref().err().is_none_or(|error| error.status() == Status::TooSmall) {
+        write(selection, &out);
+    }
+    done
 }

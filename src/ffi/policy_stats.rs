@@ -5,20 +5,17 @@ use std::ffi::c_char;
 use crate::base::spec::nearest;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, capi, check_out, enter, inspect, put, require, text, write};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, with};
-use crate::ffi::policy::{PolicyNoun, kvt_policy_t};
-use crate::ffi::slice::{require, text};
+use crate::ffi::policy::kvt_policy_t;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
 use crate::policy::evictor::Evictor;
 use crate::policy::log::{Entry, MAX_ENTRIES};
 use crate::policy::metrics::session_fairness;
 
 /// What a policy has counted.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_stats_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -95,7 +92,7 @@ pub struct kvt_policy_stats_t {
 
 /// An eviction in the log. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_log_entry_t {
     /// Counts evictions from 1; a gap means that entries were overwritten.
     pub number: u64,
@@ -123,13 +120,6 @@ pub struct kvt_policy_log_entry_t {
     pub reserved: u32,
 }
 
-// SAFETY: integers, floats of which all zero is a value, and a raw pointer; the first
-// field is the size.
-unsafe impl Plain for kvt_policy_stats_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_stats_t {}
-// SAFETY: integers and a float, of which all zero is a value.
-unsafe impl Plain for kvt_policy_log_entry_t {}
 fn stats(evictor: &Evictor) -> kvt_policy_stats_t {
     let (objects, metrics) = (evictor.objects(), &evictor.metrics);
     let (counts, decision, name) = (&metrics.counts, &metrics.decision, evictor.name());
@@ -182,21 +172,15 @@ fn stats(evictor: &Evictor) -> kvt_policy_stats_t {
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_stats(
     policy: *const kvt_policy_t,
     out: *mut kvt_policy_stats_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let filled = with::<PolicyNoun, _>(policy, Access::Salvage, |noun| {
-            Ok(stats(&noun.state.lock().evictor))
-        })?;
-        // SAFETY: checked above.
-        unsafe { write(out, &filled) };
-        Ok(())
-    })
+    check_out(out)?;
+    let policy = inspect(policy)?;
+    write(out, &stats(&policy.state.lock().evictor));
+    Ok(())
 }
 
 /// The spec of a policy, in canonical form.
@@ -212,34 +196,28 @@ pub unsafe extern "C" fn kvt_policy_stats(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_spec(
     policy: *const kvt_policy_t,
     out: *mut c_char,
     out_capacity: u64,
     out_bytes: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        if out.is_null() && out_capacity > 0 {
-            fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
-        }
-        let spec = with::<PolicyNoun, _>(policy, Access::Salvage, |noun| {
-            Ok(noun.state.lock().evictor.spec().to_string())
-        })?;
-        if !out_bytes.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out_bytes.write(spec.len() as u64) };
-        }
-        if out.is_null() {
-            return Ok(());
-        }
-        if out_capacity < spec.len() as u64 {
-            return Err(Status::TooSmall.into());
-        }
-        // SAFETY: room for `out_capacity` bytes, which is enough.
-        unsafe { std::ptr::copy_nonoverlapping(spec.as_ptr(), out.cast(), spec.len()) };
-        Ok(())
-    })
+    if out.is_null() && out_capacity > 0 {
+        fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
+    }
+    let policy = inspect(policy)?;
+    let spec = policy.state.lock().evictor.spec().to_string();
+    put(out_bytes, spec.len() as u64);
+    if out.is_null() {
+        return Ok(());
+    }
+    if out_capacity < spec.len() as u64 {
+        return Err(Status::TooSmall.into());
+    }
+    // SAFETY: room for `out_capacity` bytes, which is enough.
+    std::ptr::copy_nonoverlapping(spec.as_ptr(), out.cast(), spec.len());
+    Ok(())
 }
 
 fn gauge(evictor: &Evictor, name: &str) -> Result<f64> {
@@ -274,7 +252,7 @@ fn gauge(evictor: &Evictor, name: &str) -> Result<f64> {
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_gauge(
     policy: *const kvt_policy_t,
     name: *const c_char,
@@ -282,21 +260,12 @@ pub unsafe extern "C" fn kvt_policy_gauge(
     out_value: *mut f64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let name = unsafe {
-            require(out_value)?;
-            text("name", name, name_bytes)?
-        };
-        let value = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
-            gauge(&noun.state.lock().evictor, name)
-        })?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out_value.write(value) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out_value)?;
+    let name = text("name", name, name_bytes)?;
+    let policy = enter(policy)?;
+    let value = gauge(&policy.state.lock().evictor, name)?;
+    out_value.write(value);
+    Ok(())
 }
 
 /// The numbers of a policy's own one after the other, such as all that an exporter
@@ -315,7 +284,7 @@ pub unsafe extern "C" fn kvt_policy_gauge(
 ///
 /// # Safety
 /// Pointers are null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_gauge_at(
     policy: *const kvt_policy_t,
     index: u64,
@@ -323,34 +292,20 @@ pub unsafe extern "C" fn kvt_policy_gauge_at(
     out_name_bytes: *mut u64,
     out_value: *mut f64,
 ) -> kvt_status_t {
-    guard(|| {
-        let (mut at, mut found) = (0, None);
-        with::<PolicyNoun, ()>(policy, Access::Use, |noun| {
-            let state = noun.state.lock();
-            let evictor = &state.evictor;
-            evictor.policy().gauges(evictor.objects(), &mut |name, value| {
-                if at == index {
-                    found = Some((name, value));
-                }
-                at += 1;
-            });
-            Ok(())
-        })?;
-        let Some((name, value)) = found else { return Err(Status::NotFound.into()) };
-        // SAFETY: each is written where it is not null, and the caller's promise.
-        unsafe {
-            if !out_name.is_null() {
-                out_name.write(name.as_ptr().cast());
-            }
-            if !out_name_bytes.is_null() {
-                out_name_bytes.write(name.len() as u64);
-            }
-            if !out_value.is_null() {
-                out_value.write(value);
-            }
+    let (mut at, mut found) = (0, None);
+    let policy = enter(policy)?;
+    let evictor = &policy.state.lock().evictor;
+    evictor.policy().gauges(evictor.objects(), &mut |name, value| {
+        if at == index {
+            found = Some((name, value));
         }
-        Ok(())
-    })
+        at += 1;
+    });
+    let Some((name, value)) = found else { return Err(Status::NotFound.into()) };
+    put(out_name, name.as_ptr().cast());
+    put(out_name_bytes, name.len() as u64);
+    put(out_value, value);
+    Ok(())
 }
 
 pub(crate) fn log_entry(entry: &Entry) -> kvt_policy_log_entry_t {
@@ -387,7 +342,7 @@ pub(crate) fn log_entry(entry: &Entry) -> kvt_policy_log_entry_t {
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_log(
     policy: *const kvt_policy_t,
     from_number: u64,
@@ -396,23 +351,15 @@ pub unsafe extern "C" fn kvt_policy_log(
     stride_bytes: u64,
     out_count: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let room = unsafe {
-            require(out_count)?;
-            Strided::new(entries, capacity, stride_bytes, 2 * MAX_ENTRIES as u64)?
-        };
-        let count = with::<PolicyNoun, _>(policy, Access::Salvage, |noun| {
-            let state = noun.state.lock();
-            let mut count = 0;
-            for entry in state.evictor.log.since(from_number).take(room.len()) {
-                room.put(count, &log_entry(entry));
-                count += 1;
-            }
-            Ok(count)
-        })?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out_count.write(count as u64) };
-        Ok(())
-    })
+    require(out_count)?;
+    let room = Strided::new(entries, capacity, stride_bytes, 2 * MAX_ENTRIES as u64)?;
+    let policy = inspect(policy)?;
+    let state = policy.state.lock();
+    let mut count = 0;
+    for entry in state.evictor.log.since(from_number).take(room.len()) {
+        room.put(count, &log_entry(entry));
+        count += 1;
+    }
+    out_count.write(count as u64);
+    Ok(())
 }

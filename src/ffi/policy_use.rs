@@ -2,12 +2,10 @@
 
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, capi, enter, known_flags, put, read};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
 use crate::ffi::policy::{PolicyNoun, State, kvt_policy_t};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, known_flags, read};
 use crate::meta::objects::{Facts, MAX_UNITS};
 use crate::policy::Hint;
 use crate::policy::evictor::{MAX_BATCH, New, Who};
@@ -36,7 +34,7 @@ pub const KVT_STOP_CANCELLED: u32 = 4;
 
 /// Who asks. All of it is optional.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_context_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -61,7 +59,7 @@ pub struct kvt_policy_context_t {
 
 /// An object to be inserted. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_row_t {
     /// The caller's number for it.
     pub id: u64,
@@ -92,7 +90,7 @@ pub struct kvt_policy_row_t {
 
 /// What the engine says of the future of objects.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_hint_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -107,17 +105,6 @@ pub struct kvt_policy_hint_t {
     /// Always 0.
     pub reserved: u32,
 }
-
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_policy_context_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_context_t {}
-// SAFETY: integers and a float, of which all zero is a value.
-unsafe impl Plain for kvt_policy_row_t {}
-// SAFETY: integers and a float, of which all zero is a value; the first field is the size.
-unsafe impl Plain for kvt_policy_hint_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_policy_hint_t {}
 
 /// An array of numbers; null with 0 is an empty one.
 ///
@@ -215,7 +202,7 @@ impl PolicyNoun {
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_lookup(
     policy: *const kvt_policy_t,
     now_ns: i64,
@@ -226,27 +213,17 @@ pub unsafe extern "C" fn kvt_policy_lookup(
     out_leading: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (context, ids) = unsafe { (self::context(context)?, self::ids(ids, count)?) };
-        let found = match out_found.is_null() {
-            true => &mut [][..],
-            // SAFETY: not null, with room for `count` bytes, by the caller's promise.
-            false => unsafe { std::slice::from_raw_parts_mut(out_found, ids.len()) },
-        };
-        let leading = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
-            let leading = noun.state.lock().evictor.lookup(now_ns, &context, ids, found)?;
-            noun.foresee(&context, ids)?;
-            Ok(leading)
-        })?;
-        if !out_leading.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out_leading.write(leading as u64) };
-        }
-        Ok(())
+    let (context, ids) = (self::context(context)?, self::ids(ids, count)?);
+    let found = match out_found.is_null() {
+        true => &mut [][..],
+        // SAFETY: not null, with room for `count` bytes, by the caller's promise.
+        false => std::slice::from_raw_parts_mut(out_found, ids.len()),
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let policy = enter(policy)?;
+    let leading = policy.state.lock().evictor.lookup(now_ns, &context, ids, found)?;
+    policy.foresee(&context, ids)?;
+    put(out_leading, leading as u64);
+    Ok(())
 }
 
 /// Touches objects, the last first, without counting a lookup. Those that are
@@ -265,7 +242,7 @@ pub unsafe extern "C" fn kvt_policy_lookup(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_touch(
     policy: *const kvt_policy_t,
     now_ns: i64,
@@ -275,20 +252,11 @@ pub unsafe extern "C" fn kvt_policy_touch(
     out_touched: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (context, ids) = unsafe { (self::context(context)?, self::ids(ids, count)?) };
-        let touched = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
-            noun.state.lock().evictor.touch(now_ns, &context, ids)
-        })?;
-        if !out_touched.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out_touched.write(touched as u64) };
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let (context, ids) = (self::context(context)?, self::ids(ids, count)?);
+    let policy = enter(policy)?;
+    let touched = policy.state.lock().evictor.touch(now_ns, &context, ids)?;
+    put(out_touched, touched as u64);
+    Ok(())
 }
 
 /// Notes a use of objects ("update access"): those that are there are touched,
@@ -309,7 +277,7 @@ pub unsafe extern "C" fn kvt_policy_touch(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_record(
     policy: *const kvt_policy_t,
     now_ns: i64,
@@ -320,26 +288,15 @@ pub unsafe extern "C" fn kvt_policy_record(
     out_added: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (context, ids, units) = unsafe {
-            let units_there = if units.is_null() { 0 } else { count };
-            (self::context(context)?, self::ids(ids, count)?, self::ids(units, units_there)?)
-        };
-        sizes(units)?;
-        let added = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
-            let added = noun.state.lock().evictor.record(now_ns, &context, ids, units)?;
-            noun.foresee(&context, ids)?;
-            Ok(added)
-        })?;
-        if !out_added.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out_added.write(added as u64) };
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let units_there = if units.is_null() { 0 } else { count };
+    let (context, ids, units) =
+        (self::context(context)?, self::ids(ids, count)?, self::ids(units, units_there)?);
+    sizes(units)?;
+    let policy = enter(policy)?;
+    let added = policy.state.lock().evictor.record(now_ns, &context, ids, units)?;
+    policy.foresee(&context, ids)?;
+    put(out_added, added as u64);
+    Ok(())
 }
 
 fn new_row(row: &kvt_policy_row_t) -> Result<New> {
@@ -385,7 +342,7 @@ fn new_row(row: &kvt_policy_row_t) -> Result<New> {
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_policy_insert(
     policy: *const kvt_policy_t,
     now_ns: i64,
@@ -395,26 +352,19 @@ pub unsafe extern "C" fn kvt_policy_insert(
     stride_bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let context = unsafe { self::context(context)? };
-        // SAFETY: as above; the entries are only read.
-        let rows = unsafe { Strided::new(rows.cast_mut(), count, stride_bytes, MAX_BATCH as u64)? };
-        with::<PolicyNoun, ()>(policy, Access::Use, |noun| {
-            let mut state = noun.state.lock();
-            let State { evictor, news, .. } = &mut *state;
-            news.clear();
-            if news.try_reserve(rows.len()).is_err() {
-                fail!(NoMem, "no memory for {} rows", rows.len());
-            }
-            for at in 0..rows.len() {
-                news.push(new_row(&rows.get(at)?)?);
-            }
-            evictor.insert(now_ns, &context, news)
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let context = self::context(context)?;
+    let rows = Strided::new(rows.cast_mut(), count, stride_bytes, MAX_BATCH as u64)?;
+    let policy = enter(policy)?;
+    let mut state = policy.state.lock();
+    let State { evictor, news, .. } = &mut *state;
+    news.clear();
+    if news.try_reserve(rows.len()).is_err() {
+        fail!(NoMem, "no memory for {} rows", rows.len());
+    }
+    for at in 0..rows.len() {
+        news.push(new_row(&rows.get(at)?)?);
+    }
+    evictor.insert(now_ns, &context, news)
 }
 
 #[cfg(test)]

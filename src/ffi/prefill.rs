@@ -1,17 +1,15 @@
 //! What computing costs in a namespace: observed, or said.
 
+use crate::ffi::abi::{Plain, capi, check_out, enter, inspect, read, write};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, with};
-use crate::ffi::namespace::{NamespaceNoun, kvt_namespace_t};
+use crate::ffi::namespace::kvt_namespace_t;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, read, write};
 use crate::meta::cost::Cost;
 
 /// What computing costs: n tokens after l tokens of context take
 /// n * beta_ns + alpha_ns * (n * l + n * n / 2).
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_prefill_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -27,12 +25,6 @@ pub struct kvt_prefill_t {
     pub reserved: u32,
 }
 
-// SAFETY: integers, and floats of which all zero is a value; the first field is the
-// size.
-unsafe impl Plain for kvt_prefill_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_prefill_t {}
-
 /// Tells what the engine took to compute tokens: plans go by what was observed.
 ///
 /// @param ns           The namespace.
@@ -47,7 +39,7 @@ unsafe impl Sized_ for kvt_prefill_t {}
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_observe_prefill(
     ns: *const kvt_namespace_t,
     context_tokens: u64,
@@ -55,15 +47,9 @@ pub unsafe extern "C" fn kvt_namespace_observe_prefill(
     duration_ns: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
-            let ns = &noun.0;
-            ns.store
-                .with(|core| core.observe_prefill(ns.number, context_tokens, tokens, duration_ns))
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let noun = enter(ns)?;
+    let ns = &noun.0;
+    ns.store.with(|core| core.observe_prefill(ns.number, context_tokens, tokens, duration_ns))
 }
 
 /// Fixes what computing costs, whatever is observed.
@@ -79,28 +65,22 @@ pub unsafe extern "C" fn kvt_namespace_observe_prefill(
 ///
 /// # Safety
 /// Pointers are null or valid; `cost` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_fix_prefill(
     ns: *const kvt_namespace_t,
     cost: *const kvt_prefill_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let cost = match cost.is_null() {
-            true => None,
-            false => {
-                // SAFETY: the caller's promise.
-                let given = unsafe { read(cost)? };
-                Some(Cost { alpha: given.alpha_ns, beta: given.beta_ns })
-            }
-        };
-        with::<NamespaceNoun, ()>(ns, Access::Use, |noun| {
-            let ns = &noun.0;
-            ns.store.with(|core| core.fix_prefill(ns.number, cost))
-        })
+    let cost = match cost.is_null() {
+        true => None,
+        false => {
+            let given = read(cost)?;
+            Some(Cost { alpha: given.alpha_ns, beta: given.beta_ns })
+        }
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let noun = enter(ns)?;
+    let ns = &noun.0;
+    ns.store.with(|core| core.fix_prefill(ns.number, cost))
 }
 
 /// What computing costs, as plans see it now.
@@ -113,28 +93,25 @@ pub unsafe extern "C" fn kvt_namespace_fix_prefill(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_namespace_prefill(
     ns: *const kvt_namespace_t,
     out: *mut kvt_prefill_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<NamespaceNoun, ()>(ns, Access::Salvage, |noun| {
-            let prefill = noun.0.store.look(|core| core.prefill(noun.0.number))?;
-            let Cost { alpha, beta } = prefill.cost();
-            let filled = kvt_prefill_t {
-                struct_size: 0,
-                alpha_ns: alpha,
-                beta_ns: beta,
-                observed: prefill.observed(),
-                fixed: u32::from(prefill.is_fixed()),
-                reserved: 0,
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let ns = inspect(ns)?;
+    let prefill = ns.0.store.look(|core| core.prefill(ns.0.number))?;
+    let Cost { alpha, beta } = prefill.cost();
+    write(
+        out,
+        &kvt_prefill_t {
+            struct_size: 0,
+            alpha_ns: alpha,
+            beta_ns: beta,
+            observed: prefill.observed(),
+            fixed: u32::from(prefill.is_fixed()),
+            reserved: 0,
+        },
+    );
+    Ok(())
 }

@@ -5,18 +5,17 @@ use std::ffi::c_void;
 use crate::base::callback::Foreign;
 use crate::base::op::Op;
 use crate::base::queue::{BATCH, Completion, MAX_CAPACITY, Queue, Sink};
-use crate::base::slab::Slab;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
+use crate::ffi::abi::{
+    Plain, Strided, capi, check_out, encode_bits, foreign, free, insert, inspect, known_flags,
+    noun, read, require, write,
+};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{foreign, guard, guard_err};
-use crate::ffi::handle::{Access, Noun, encode_bits, free, insert, with};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::op::kvt_op_t;
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, known_flags, read, write};
 
 /// Where completions arrive: polled (with an eventfd on request) or called back
 /// on the notifier thread, never both. It never drops one: submitting fails
@@ -26,7 +25,7 @@ pub struct kvt_queue_t(());
 
 /// One thing that happened to an op.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_completion_t {
     /// The op, still to be freed by you; null when it was submitted without a
     /// handle (ops_out null).
@@ -64,7 +63,7 @@ pub type kvt_completion_fn = Option<
 
 /// How to open a queue. Zero is the default everywhere.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_queue_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -82,7 +81,7 @@ pub struct kvt_queue_opts_t {
 
 /// Counters of a queue.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_queue_stats_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -100,29 +99,9 @@ pub struct kvt_queue_stats_t {
     pub refused: u64,
 }
 
-// SAFETY: integers and a raw pointer.
-unsafe impl Plain for kvt_completion_t {}
-// SAFETY: integers, raw pointers and nullable functions; the first field is the size.
-unsafe impl Plain for kvt_queue_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_queue_opts_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_queue_stats_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_queue_stats_t {}
-
 pub(crate) struct QueueNoun(pub(crate) Arc<Queue>);
 
-static QUEUES: Slab<QueueNoun> = Slab::new();
-
-impl Noun for QueueNoun {
-    type C = kvt_queue_t;
-    const TYPE: u8 = 4;
-    const NAME: &'static str = "queue";
-    fn table() -> &'static Slab<Self> {
-        &QUEUES
-    }
-}
+noun!(QueueNoun, kvt_queue_t, 4, "queue");
 
 fn outward(entry: &Completion) -> kvt_completion_t {
     kvt_completion_t {
@@ -167,32 +146,23 @@ fn sink(foreign: Arc<Foreign<Call>>) -> Sink {
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_queue_open(
     runtime: *const kvt_runtime_t,
     opts: *const kvt_queue_opts_t,
     out: *mut *mut kvt_queue_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            require(out)?;
-            read(opts)?
-        };
-        known_flags(given.flags, 0)?;
-        let capacity = u32::try_from(given.capacity).unwrap_or(u32::MAX);
-        let foreign = foreign(given.callback, given.user_data, given.destroy)?;
-        let queue =
-            on_runtime(runtime, |core| Queue::open(core, capacity, foreign.clone().map(sink)))?;
-        let handle = insert(QueueNoun(queue))?;
-        foreign.iter().for_each(|f| f.keep());
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out)?;
+    let given = read(opts)?;
+    known_flags(given.flags, 0)?;
+    let capacity = u32::try_from(given.capacity).unwrap_or(u32::MAX);
+    let foreign = foreign(given.callback, given.user_data, given.destroy)?;
+    let queue = on_runtime(runtime, |core| Queue::open(core, capacity, foreign.clone().map(sink)))?;
+    let handle = insert(QueueNoun(queue))?;
+    foreign.iter().for_each(|f| f.keep());
+    out.write(handle);
+    Ok(())
 }
 
 /// Closes a queue: refuses new work, cancels the ops that report to it and
@@ -210,14 +180,13 @@ pub unsafe extern "C" fn kvt_queue_open(
 ///
 /// # Safety
 /// Pointers are null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_queue_close(
     queue: *mut *mut kvt_queue_t,
     deadline_ns: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { guard_err(err, || free::<QueueNoun>(queue, |noun| noun.0.close(deadline_ns))) }
+    free(queue, |noun| noun.0.close(deadline_ns))
 }
 
 /// # Safety
@@ -229,25 +198,20 @@ unsafe fn drain(
     stride_bytes: u64,
     out_count: *mut u64,
     fetch: impl FnOnce(&Queue, usize, &mut dyn FnMut(Completion)) -> Result<usize>,
-) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let entries = unsafe {
-            require(out_count)?;
-            Strided::new(out, capacity, stride_bytes, u64::from(MAX_CAPACITY))?
-        };
-        with::<QueueNoun, ()>(queue, Access::Salvage, |noun| {
-            let mut i = 0;
-            let mut put = |entry: Completion| {
-                entries.put(i, &outward(&entry));
-                i += 1;
-            };
-            let n = fetch(&noun.0, entries.len(), &mut put)?;
-            // SAFETY: checked above.
-            unsafe { out_count.write(n as u64) };
-            Ok(())
-        })
-    })
+) -> Result<()> {
+    require(out_count)?;
+    // SAFETY: the caller's promise.
+    let entries = unsafe { Strided::new(out, capacity, stride_bytes, u64::from(MAX_CAPACITY))? };
+    let queue = inspect(queue)?;
+    let mut i = 0;
+    let mut put = |entry: Completion| {
+        entries.put(i, &outward(&entry));
+        i += 1;
+    };
+    let n = fetch(&queue.0, entries.len(), &mut put)?;
+    // SAFETY: not null, and the caller's promise.
+    unsafe { out_count.write(n as u64) };
+    Ok(())
 }
 
 /// Takes completions without waiting; none is not an error.
@@ -264,7 +228,7 @@ unsafe fn drain(
 ///
 /// # Safety
 /// `out` is valid for `capacity` * `stride_bytes`, `out_count` for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_queue_poll(
     queue: *const kvt_queue_t,
     out: *mut kvt_completion_t,
@@ -272,8 +236,7 @@ pub unsafe extern "C" fn kvt_queue_poll(
     stride_bytes: u64,
     out_count: *mut u64,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { drain(queue, out, capacity, stride_bytes, out_count, |q, n, put| q.poll(n, put)) }
+    drain(queue, out, capacity, stride_bytes, out_count, |q, n, put| q.poll(n, put))
 }
 
 /// Takes completions, waiting for the first.
@@ -292,7 +255,7 @@ pub unsafe extern "C" fn kvt_queue_poll(
 ///
 /// # Safety
 /// `out` is valid for `capacity` * `stride_bytes`, `out_count` for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_queue_wait(
     queue: *const kvt_queue_t,
     deadline_ns: u64,
@@ -307,8 +270,7 @@ pub unsafe extern "C" fn kvt_queue_wait(
         }
         q.wait(n, deadline_ns, put)
     };
-    // SAFETY: the caller's promise.
-    unsafe { drain(queue, out, capacity, stride_bytes, out_count, fetch) }
+    drain(queue, out, capacity, stride_bytes, out_count, fetch)
 }
 
 /// A descriptor for poll, select and epoll: readable exactly while completions
@@ -324,18 +286,13 @@ pub unsafe extern "C" fn kvt_queue_wait(
 ///
 /// # Safety
 /// `out_fd` is null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_queue_fd(queue: *const kvt_queue_t, out_fd: *mut i32) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(out_fd)? };
-        with::<QueueNoun, ()>(queue, Access::Salvage, |noun| {
-            let fd = noun.0.eventfd()?;
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out_fd.write(fd) };
-            Ok(())
-        })
-    })
+    require(out_fd)?;
+    let queue = inspect(queue)?;
+    let fd = queue.0.eventfd()?;
+    out_fd.write(fd);
+    Ok(())
 }
 
 /// Counters of a queue.
@@ -348,28 +305,25 @@ pub unsafe extern "C" fn kvt_queue_fd(queue: *const kvt_queue_t, out_fd: *mut i3
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_queue_stats(
     queue: *const kvt_queue_t,
     out: *mut kvt_queue_stats_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<QueueNoun, ()>(queue, Access::Salvage, |noun| {
-            let stats = noun.0.stats();
-            let filled = kvt_queue_stats_t {
-                struct_size: 0,
-                capacity: u64::from(stats.capacity),
-                pending: u64::from(stats.pending),
-                reserved: u64::from(stats.reserved),
-                peak: u64::from(stats.peak),
-                posted: stats.posted,
-                refused: stats.refused,
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let queue = inspect(queue)?;
+    let stats = queue.0.stats();
+    write(
+        out,
+        &kvt_queue_stats_t {
+            struct_size: 0,
+            capacity: u64::from(stats.capacity),
+            pending: u64::from(stats.pending),
+            reserved: u64::from(stats.reserved),
+            peak: u64::from(stats.peak),
+            posted: stats.posted,
+            refused: stats.refused,
+        },
+    );
+    Ok(())
 }

@@ -2,18 +2,14 @@
 
 use std::ffi::{c_char, c_void};
 
-use crate::base::op::{OpOpts, OpRef};
 use crate::base::status::Result;
+use crate::ffi::abi::{Plain, Strided, capi, check_out, enter, inspect, text, text_bytes, write};
 use crate::ffi::blocks::{keys_of, kvt_names_t};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, with};
 use crate::ffi::op::{begin_one, kvt_op_t, kvt_submit_opts_t};
-use crate::ffi::session::{SessionNoun, kvt_session_t};
-use crate::ffi::slice::{text, text_bytes};
+use crate::ffi::session::kvt_session_t;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::store::{StoreNoun, kvt_store_t};
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
+use crate::ffi::store::kvt_store_t;
 use crate::store::spec::Secrets;
 use crate::store::state::RemoteCounters;
 use crate::tier::remote::breaker::{Breaker, Direction, State};
@@ -32,7 +28,7 @@ const MAX_SECRETS: u64 = 16;
 /// when it is closed, and shown by no spec, log, error or control socket. Stands in arrays
 /// only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_secret_t {
     /// Which it is: "password".
     pub name: *const c_char,
@@ -43,9 +39,6 @@ pub struct kvt_secret_t {
     /// Its length, at most 4,096.
     pub secret_bytes: u64,
 }
-
-// SAFETY: integers and raw pointers.
-unsafe impl Plain for kvt_secret_t {}
 
 /// Copies the secrets of a store's options.
 ///
@@ -72,7 +65,7 @@ pub(crate) unsafe fn secrets_of(
 
 /// What a store counts of its remote since it was opened, and how that is now.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_remote_stats_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -117,11 +110,6 @@ pub struct kvt_remote_stats_t {
     /// Objects that were taken away there: damaged ones, and what was dropped.
     pub removed_objects: u64,
 }
-
-// SAFETY: integers; the first field is the size.
-unsafe impl Plain for kvt_remote_stats_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_remote_stats_t {}
 
 fn state_of(breaker: &Breaker, way: Direction) -> u32 {
     match breaker.state(way) {
@@ -168,26 +156,19 @@ fn filled(breaker: &Breaker, counted: &RemoteCounters) -> kvt_remote_stats_t {
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_remote(
     store: *const kvt_store_t,
     out: *mut kvt_remote_stats_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
-            let stats = noun.store.look(|core| {
-                let both = core.remote_breaker().zip(core.remote_counters());
-                both.map_or(kvt_remote_stats_t::zeroed(), |(breaker, counted)| {
-                    filled(breaker, &counted)
-                })
-            })?;
-            // SAFETY: checked above.
-            unsafe { write(out, &stats) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let store = inspect(store)?;
+    let stats = store.store.look(|core| {
+        let both = core.remote_breaker().zip(core.remote_counters());
+        both.map_or(kvt_remote_stats_t::zeroed(), |(breaker, counted)| filled(breaker, &counted))
+    })?;
+    write(out, &stats);
+    Ok(())
 }
 
 /// Begins to find out how far a session can go on with what the store has and what its remote
@@ -212,16 +193,17 @@ pub unsafe extern "C" fn kvt_store_remote(
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_locate(
     session: *const kvt_session_t,
     opts: *const kvt_submit_opts_t,
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let begin = |noun: &SessionNoun, opts: &OpOpts| noun.ns.store.locate(noun.number, opts);
-    // SAFETY: the caller's promise.
-    unsafe { locate(session, opts, (op_out, err), begin) }
+    begin_one(opts, op_out, |opts| {
+        let session = enter(session)?;
+        session.ns.store.locate(session.number, opts)
+    })
 }
 
 /// Begins to find out which of some blocks the store has, in a tier of its own or at its remote.
@@ -253,7 +235,7 @@ pub unsafe extern "C" fn kvt_session_locate(
 ///
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_locate_blocks(
     session: *const kvt_session_t,
     names: *const kvt_names_t,
@@ -261,31 +243,8 @@ pub unsafe extern "C" fn kvt_session_locate_blocks(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let begin = |noun: &SessionNoun, opts: &OpOpts| {
-        // SAFETY: the caller's promise.
-        let keys = unsafe { keys_of(&noun.ns, names)? };
-        noun.ns.store.locate_blocks(noun.number, keys, opts)
-    };
-    // SAFETY: the caller's promise.
-    unsafe { locate(session, opts, (op_out, err), begin) }
-}
-
-/// # Safety
-/// As the exported functions that call it.
-unsafe fn locate(
-    session: *const kvt_session_t,
-    opts: *const kvt_submit_opts_t,
-    (op_out, err): (*mut *mut kvt_op_t, *mut *mut kvt_error_t),
-    begin: impl FnOnce(&SessionNoun, &OpOpts) -> Result<OpRef>,
-) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe {
-            begin_one(opts, op_out, |opts| {
-                with::<SessionNoun, _>(session, Access::Use, |noun| begin(noun, opts))
-            })
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    begin_one(opts, op_out, |opts| {
+        let session = enter(session)?;
+        session.ns.store.locate_blocks(session.number, keys_of(&session.ns, names)?, opts)
+    })
 }

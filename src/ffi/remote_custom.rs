@@ -7,9 +7,9 @@ use crate::base::callback::Foreign as Callback;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::ffi::abi::{Plain, known_flags, read};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 use crate::store::spec::CustomRemote;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::{
@@ -25,7 +25,7 @@ const MAX_BATCH: u32 = 4096;
 /// A piece of memory. Pieces of a get that nobody wants may be the same memory in several items;
 /// those of a put are not to be written. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_remote_part_t {
     /// Where it is, in host memory.
     pub address: *mut c_void,
@@ -33,12 +33,9 @@ pub struct kvt_remote_part_t {
     pub bytes: u64,
 }
 
-// SAFETY: an integer and a raw pointer.
-unsafe impl Plain for kvt_remote_part_t {}
-
 /// An object of a batch. Stands in arrays only; the next is `stride_bytes` behind it.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_remote_item_t {
     /// Its name: letters, digits, '.', '_', '-' and '/'. Not NUL-terminated.
     pub name: *const c_char,
@@ -61,9 +58,6 @@ pub struct kvt_remote_item_t {
     pub reserved: u32,
 }
 
-// SAFETY: integers and raw pointers.
-unsafe impl Plain for kvt_remote_item_t {}
-
 /// Does something with all objects of a batch until a deadline (CLOCK_MONOTONIC). Each has a
 /// status of its own afterwards, and no memory of the batch is touched any more. Anything but
 /// KVT_OK is the status of all that have none.
@@ -82,7 +76,7 @@ pub type kvt_remote_batch_fn = Option<
 /// unwind, and must not call the store that they are of. What they say of being there is a hint,
 /// and what they give is checked: they may be wrong, but not late.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_remote_custom_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -109,11 +103,6 @@ pub struct kvt_remote_custom_t {
     /// Releases user_data, once the store is closed; may be null.
     pub destroy: kvt_destroy_fn,
 }
-
-// SAFETY: integers, raw pointers and nullable functions; the first field is the size.
-unsafe impl Plain for kvt_remote_custom_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_remote_custom_t {}
 
 #[derive(Clone, Copy)]
 struct Table {

@@ -7,26 +7,25 @@ use crate::base::core::Core;
 use crate::base::fault::Faults;
 use crate::base::op::ops;
 use crate::base::runtime::{OnThread, Role, Runtime, RuntimeOpts};
-use crate::base::slab::Slab;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
+use crate::ffi::abi::{
+    Noun, Plain, capi, check_optional_out, check_out, enter, foreign, free, insert, inspect,
+    known_flags, noun, read, require, text, write,
+};
 use crate::ffi::account::AccountNoun;
 use crate::ffi::budget::BudgetNoun;
 use crate::ffi::buffer::BufferNoun;
 use crate::ffi::device::DeviceNoun;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{foreign, guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::namespace::NamespaceNoun;
 use crate::ffi::offload::OffloadNoun;
 use crate::ffi::queue::QueueNoun;
 use crate::ffi::session::SessionNoun;
-use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::StoreNoun;
 use crate::ffi::stream::StreamNoun;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 
 /// The root: owns threads, clock and notifier. Everything is opened on one.
 /// Internally locked: any thread may use it at any time.
@@ -51,7 +50,7 @@ pub type kvt_thread_fn =
 
 /// How to open a runtime. Zero is the default everywhere.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_runtime_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -80,7 +79,7 @@ pub struct kvt_runtime_opts_t {
 
 /// Counters of a runtime.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_runtime_stats_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -103,7 +102,7 @@ pub struct kvt_runtime_stats_t {
 /// What was still there when a runtime was closed. Nothing of it is lost: open
 /// handles keep working as far as they can without a runtime, and are freed as usual.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_close_report_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -131,38 +130,16 @@ pub struct kvt_close_report_t {
     pub devices: u64,
 }
 
-// SAFETY: integers, raw pointers and nullable functions; the first field is the size.
-unsafe impl Plain for kvt_runtime_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_runtime_opts_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_runtime_stats_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_runtime_stats_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_close_report_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_close_report_t {}
-
 pub(crate) struct RuntimeNoun(pub(crate) Runtime);
 
-static RUNTIMES: Slab<RuntimeNoun> = Slab::new();
-
-impl Noun for RuntimeNoun {
-    type C = kvt_runtime_t;
-    const TYPE: u8 = 2;
-    const NAME: &'static str = "runtime";
-    fn table() -> &'static Slab<Self> {
-        &RUNTIMES
-    }
-}
+noun!(RuntimeNoun, kvt_runtime_t, 2, "runtime");
 
 /// Calls `body` with what nouns share of an open runtime.
 pub(crate) fn on_runtime<R>(
     runtime: *const kvt_runtime_t,
     body: impl FnOnce(&Arc<Core>) -> Result<R>,
 ) -> Result<R> {
-    with::<RuntimeNoun, R>(runtime, Access::Use, |noun| body(noun.0.core()))
+    body(enter(runtime)?.0.core())
 }
 
 /// Opens a runtime and starts its threads.
@@ -177,38 +154,30 @@ pub(crate) fn on_runtime<R>(
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_runtime_open(
     opts: *const kvt_runtime_opts_t,
     out: *mut *mut kvt_runtime_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (given, name, faults) = unsafe {
-            require(out)?;
-            let given = read(opts)?;
-            let name = text("name", given.name, given.name_bytes)?;
-            (given, name, text("faults", given.faults, given.faults_bytes)?)
-        };
-        known_flags(given.flags, 0)?;
-        let foreign = foreign(given.on_thread, given.user_data, given.destroy)?;
-        let runtime = Runtime::open(RuntimeOpts {
-            workers: given.workers,
-            max_ops: given.max_ops,
-            name: name.to_string(),
-            faults: if faults.is_empty() { None } else { Some(Faults::parse(faults)?) },
-            on_thread: foreign.clone().map(on_thread),
-            ..RuntimeOpts::default()
-        })?;
-        let handle = insert(RuntimeNoun(runtime))?;
-        foreign.iter().for_each(|f| f.keep());
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out)?;
+    let given = read(opts)?;
+    let name = text("name", given.name, given.name_bytes)?;
+    let (given, name, faults) = (given, name, text("faults", given.faults, given.faults_bytes)?);
+    known_flags(given.flags, 0)?;
+    let foreign = foreign(given.on_thread, given.user_data, given.destroy)?;
+    let runtime = Runtime::open(RuntimeOpts {
+        workers: given.workers,
+        max_ops: given.max_ops,
+        name: name.to_string(),
+        faults: if faults.is_empty() { None } else { Some(Faults::parse(faults)?) },
+        on_thread: foreign.clone().map(on_thread),
+        ..RuntimeOpts::default()
+    })?;
+    let handle = insert(RuntimeNoun(runtime))?;
+    foreign.iter().for_each(|f| f.keep());
+    out.write(handle);
+    Ok(())
 }
 
 fn on_thread(foreign: Arc<Foreign<unsafe extern "C" fn(*mut c_void, u32, u32)>>) -> OnThread {
@@ -240,36 +209,23 @@ fn on_thread(foreign: Arc<Foreign<unsafe extern "C" fn(*mut c_void, u32, u32)>>)
 ///
 /// # Safety
 /// Pointers are null or valid; `report` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_runtime_close(
     runtime: *mut *mut kvt_runtime_t,
     deadline_ns: u64,
     report: *mut kvt_close_report_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        if !report.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { check_out(report)? };
-        }
-        let mut left = kvt_close_report_t::zeroed();
-        // SAFETY: the caller's promise.
-        unsafe {
-            free::<RuntimeNoun>(runtime, |noun| {
-                noun.0.close(deadline_ns)?;
-                left = census(noun.0.core());
-                Ok(())
-            })?;
-        }
-        warn_of(&left);
-        if !report.is_null() {
-            // SAFETY: checked above.
-            unsafe { write(report, &left) };
-        }
+    check_optional_out(report)?;
+    let mut left = kvt_close_report_t::zeroed();
+    free(runtime, |noun| {
+        noun.0.close(deadline_ns)?;
+        left = census(noun.0.core());
         Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    })?;
+    warn_of(&left);
+    write(report, &left);
+    Ok(())
 }
 
 fn warn_of(left: &kvt_close_report_t) {
@@ -320,20 +276,15 @@ fn census(core: &Arc<Core>) -> kvt_close_report_t {
 ///
 /// # Safety
 /// `out_ns` is null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_runtime_now(
     runtime: *const kvt_runtime_t,
     out_ns: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(out_ns)? };
-        with::<RuntimeNoun, ()>(runtime, Access::Salvage, |noun| {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out_ns.write(noun.0.core().clock().now_ns()) };
-            Ok(())
-        })
-    })
+    require(out_ns)?;
+    let runtime = inspect(runtime)?;
+    out_ns.write(runtime.0.core().clock().now_ns());
+    Ok(())
 }
 
 /// Counters of a runtime; also of a poisoned one.
@@ -346,29 +297,26 @@ pub unsafe extern "C" fn kvt_runtime_now(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_runtime_stats(
     runtime: *const kvt_runtime_t,
     out: *mut kvt_runtime_stats_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<RuntimeNoun, ()>(runtime, Access::Salvage, |noun| {
-            let stats = noun.0.core().stats();
-            let filled = kvt_runtime_stats_t {
-                struct_size: 0,
-                ops_submitted: stats.ops_submitted,
-                ops_open: stats.ops_open,
-                ops_live: u64::from(stats.ops_live),
-                ops_queued: stats.ops_queued,
-                ops_refused: stats.refused,
-                workers: stats.workers,
-                poisoned: u32::from(stats.poisoned || noun.is_poisoned()),
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let runtime = inspect(runtime)?;
+    let stats = runtime.0.core().stats();
+    write(
+        out,
+        &kvt_runtime_stats_t {
+            struct_size: 0,
+            ops_submitted: stats.ops_submitted,
+            ops_open: stats.ops_open,
+            ops_live: u64::from(stats.ops_live),
+            ops_queued: stats.ops_queued,
+            ops_refused: stats.refused,
+            workers: stats.workers,
+            poisoned: u32::from(stats.poisoned || runtime.is_poisoned()),
+        },
+    );
+    Ok(())
 }

@@ -2,19 +2,18 @@
 
 use std::ffi::c_char;
 
-use crate::base::slab::Slab;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::ffi::abi::{
+    Plain, capi, check_out, enter, free, insert, inspect, known_flags, noun, read, require, text,
+    write,
+};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, with};
-use crate::ffi::namespace::{NamespaceNoun, Space, kvt_namespace_t};
+use crate::ffi::namespace::{Space, kvt_namespace_t};
 use crate::ffi::policy_keep::hint;
 use crate::ffi::policy_use::{kvt_policy_hint_t, numbers};
-use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 use crate::meta::chunks::Pin;
 use crate::store::state::{SessionOpts, StoreState};
 use crate::store::token_path::MAX_TOKENS;
@@ -28,7 +27,7 @@ pub const KVT_SESSION_PRIORITY: u64 = 1;
 
 /// Who asks. All of it is optional.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_session_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -50,7 +49,7 @@ pub struct kvt_session_opts_t {
 
 /// How far a session is.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_session_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -63,15 +62,6 @@ pub struct kvt_session_info_t {
     /// Layers of a chunk.
     pub layers: u32,
 }
-
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_session_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_session_opts_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_session_info_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_session_info_t {}
 
 /// A session, by its number in the store's core. The number is free again when
 /// nobody is inside a call on the handle any more.
@@ -98,16 +88,7 @@ impl Drop for SessionNoun {
     }
 }
 
-static SESSIONS: Slab<SessionNoun> = Slab::new();
-
-impl Noun for SessionNoun {
-    type C = kvt_session_t;
-    const TYPE: u8 = 12;
-    const NAME: &'static str = "session";
-    fn table() -> &'static Slab<Self> {
-        &SESSIONS
-    }
-}
+noun!(SessionNoun, kvt_session_t, 12, "session");
 
 /// # Safety
 /// Its name is null or valid for its length.
@@ -141,31 +122,20 @@ unsafe fn options<'a>(given: &kvt_session_opts_t) -> Result<SessionOpts<'a>> {
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_open(
     ns: *const kvt_namespace_t,
     opts: *const kvt_session_opts_t,
     out: *mut *mut kvt_session_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let opts = unsafe {
-            require(out)?;
-            options(&read(opts)?)?
-        };
-        let noun = with::<NamespaceNoun, _>(ns, Access::Use, |noun| {
-            let ns = noun.0.clone();
-            let number = ns.store.with(|core| core.open_session(ns.number, &opts))?;
-            Ok(SessionNoun { ns, number })
-        })?;
-        let handle = insert(noun)?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out)?;
+    let opts = options(&read(opts)?)?;
+    let noun = enter(ns)?;
+    let ns = noun.0.clone();
+    let number = ns.store.with(|core| core.open_session(ns.number, &opts))?;
+    out.write(insert(SessionNoun { ns, number })?);
+    Ok(())
 }
 
 /// Opens another session that goes on from where one is: it has the same tokens
@@ -181,31 +151,20 @@ pub unsafe extern "C" fn kvt_session_open(
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_fork(
     session: *const kvt_session_t,
     opts: *const kvt_session_opts_t,
     out: *mut *mut kvt_session_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let opts = unsafe {
-            require(out)?;
-            options(&read(opts)?)?
-        };
-        let noun = with::<SessionNoun, _>(session, Access::Use, |noun| {
-            let ns = noun.ns.clone();
-            let number = ns.store.with(|core| core.fork(noun.number, &opts))?;
-            Ok(SessionNoun { ns, number })
-        })?;
-        let handle = insert(noun)?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out)?;
+    let opts = options(&read(opts)?)?;
+    let session = enter(session)?;
+    let ns = session.ns.clone();
+    let number = ns.store.with(|core| core.fork(session.number, &opts))?;
+    out.write(insert(SessionNoun { ns, number })?);
+    Ok(())
 }
 
 /// Adds tokens to a session. Chunks that they fill and that are in the store are
@@ -222,22 +181,16 @@ pub unsafe extern "C" fn kvt_session_fork(
 ///
 /// # Safety
 /// `tokens` is null with a count of 0, or valid for reads of `count` numbers.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_append(
     session: *const kvt_session_t,
     tokens: *const u32,
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let tokens = unsafe { numbers(tokens, count, MAX_TOKENS)? };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.ns.store.with(|core| core.append(noun.number, tokens))
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let tokens = numbers(tokens, count, MAX_TOKENS)?;
+    let session = enter(session)?;
+    session.ns.store.with(|core| core.append(session.number, tokens))
 }
 
 /// Cuts a session. Moves that were submitted go on.
@@ -252,19 +205,14 @@ pub unsafe extern "C" fn kvt_session_append(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_truncate(
     session: *const kvt_session_t,
     tokens: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.ns.store.with(|core| core.truncate(noun.number, tokens).map(|_| ()))
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let session = enter(session)?;
+    session.ns.store.with(|core| core.truncate(session.number, tokens).map(|_| ()))
 }
 
 /// Keeps chunks of a session longer than their use says, also when it is closed:
@@ -284,7 +232,7 @@ pub unsafe extern "C" fn kvt_session_truncate(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_pin(
     session: *const kvt_session_t,
     first_token: u64,
@@ -293,24 +241,19 @@ pub unsafe extern "C" fn kvt_session_pin(
     until_ns: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let Ok(priority) = u8::try_from(priority) else {
-            fail!(Invalid, "priority {priority} is above 255");
-        };
-        let pin = Pin { priority, until_ns: if until_ns == 0 { u64::MAX } else { until_ns } };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.ns.store.with(|core| {
-                let tokens = match tokens {
-                    0 => (core.session(noun.number)?.path().tokens().len() as u64)
-                        .saturating_sub(first_token),
-                    tokens => tokens,
-                };
-                core.pin(noun.number, first_token, tokens, pin)
-            })
-        })
+    let Ok(priority) = u8::try_from(priority) else {
+        fail!(Invalid, "priority {priority} is above 255");
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let pin = Pin { priority, until_ns: if until_ns == 0 { u64::MAX } else { until_ns } };
+    let session = enter(session)?;
+    session.ns.store.with(|core| {
+        let tokens = match tokens {
+            0 => (core.session(session.number)?.path().tokens().len() as u64)
+                .saturating_sub(first_token),
+            tokens => tokens,
+        };
+        core.pin(session.number, first_token, tokens, pin)
+    })
 }
 
 /// Tells the policies what the engine knows of the future of a session, usually
@@ -326,21 +269,15 @@ pub unsafe extern "C" fn kvt_session_pin(
 ///
 /// # Safety
 /// Pointers are null or valid; `told` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_hint(
     session: *const kvt_session_t,
     hint: *const kvt_policy_hint_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let hint = unsafe { self::hint(hint)? };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            noun.ns.store.with(|core| core.hint(noun.number, &hint))
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let hint = self::hint(hint)?;
+    let session = enter(session)?;
+    session.ns.store.with(|core| core.hint(session.number, &hint))
 }
 
 /// How far a session is.
@@ -353,29 +290,26 @@ pub unsafe extern "C" fn kvt_session_hint(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_info(
     session: *const kvt_session_t,
     out: *mut kvt_session_info_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<SessionNoun, ()>(session, Access::Salvage, |noun| {
-            let ns = &noun.ns;
-            let tokens = noun.tokens()?;
-            let filled = kvt_session_info_t {
-                struct_size: 0,
-                tokens,
-                full_chunks: tokens / u64::from(ns.chunk_tokens),
-                chunk_tokens: ns.chunk_tokens,
-                layers: ns.layers as u32,
-            };
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let session = inspect(session)?;
+    let ns = &session.ns;
+    let tokens = session.tokens()?;
+    write(
+        out,
+        &kvt_session_info_t {
+            struct_size: 0,
+            tokens,
+            full_chunks: tokens / u64::from(ns.chunk_tokens),
+            chunk_tokens: ns.chunk_tokens,
+            layers: ns.layers as u32,
+        },
+    );
+    Ok(())
 }
 
 /// Closes a session: its chunks may leave. Moves that were submitted go on.
@@ -388,8 +322,7 @@ pub unsafe extern "C" fn kvt_session_info(
 ///
 /// # Safety
 /// `session` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_close(session: *mut *mut kvt_session_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { free::<SessionNoun>(session, |_| Ok(())) })
+    free(session, |_| Ok(()))
 }

@@ -5,22 +5,18 @@ use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::device::Event;
 use crate::fail;
-use crate::ffi::error::kvt_error_t;
-use crate::ffi::event::{EventNoun, kvt_event_t};
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, encode, pin, with};
+use crate::ffi::abi::{HasSize, encode, enter, known_flags, pin_optional, read};
+use crate::ffi::event::kvt_event_t;
 use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
 use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::session_move::level_of;
-use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Sized_, known_flags, read};
 use crate::ffi::view::{check_memory, kvt_view_t, views_of};
 use crate::store::ready_event::Ready;
 use crate::store::state::session::Views;
 use crate::store::state::{Level, TransferKind};
 
 /// A struct that says what is moved.
-pub(crate) trait Moved: Sized_ {
+pub(crate) trait Moved: HasSize {
     /// The flags that it has.
     const FLAGS: u64;
     /// Where a caller who wants an op for each item is sent.
@@ -79,7 +75,7 @@ impl Common {
     }
 }
 
-/// Reads what all moves say, has one begin, and gives its ops out.
+/// Reads what all transfers have in common, has `begin` submit one, and gives its ops out.
 ///
 /// # Safety
 /// Pointers are null or valid, structs for the size they state; there is room for as many
@@ -89,36 +85,26 @@ pub(crate) unsafe fn submit<M: Moved>(
     kind: TransferKind,
     moved: *const M,
     opts: *const kvt_submit_opts_t,
-    (ops_out, err): (*mut *mut kvt_op_t, *mut *mut kvt_error_t),
+    ops_out: *mut *mut kvt_op_t,
     begin: impl FnOnce(&SessionNoun, &M, &How<'_>) -> Result<Vec<OpRef>>,
-) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (given, (opts, each)) =
-            unsafe { (read(moved)?, submit_opts(opts, ops_out.is_null())?) };
-        let common = given.common();
-        known_flags(common.flags, M::FLAGS)?;
-        if each {
-            fail!(Invalid, "KVT_SUBMIT_EACH has no meaning here: see {}", M::EACH);
-        }
-        if common.reserved != 0 {
-            fail!(Invalid, "reserved is {}", common.reserved);
-        }
-        let level = level_of(common.level, kind)?;
-        let ready = match common.ready.is_null() {
-            true => None,
-            false => Some(pin::<EventNoun>(common.ready, Access::Use)?.0.clone()),
-        };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            let how = How { level, opts, ready: ready.as_deref() };
-            let ops = begin(noun, &given, &how)?;
-            for (i, op) in ops.iter().enumerate().filter(|_| !ops_out.is_null()) {
-                // SAFETY: the caller has room for them.
-                unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
-            }
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let (given, (opts, each)) = unsafe { (read(moved)?, submit_opts(opts, ops_out.is_null())?) };
+    let common = given.common();
+    known_flags(common.flags, M::FLAGS)?;
+    if each {
+        fail!(Invalid, "KVT_SUBMIT_EACH has no meaning here: see {}", M::EACH);
+    }
+    if common.reserved != 0 {
+        fail!(Invalid, "reserved is {}", common.reserved);
+    }
+    let level = level_of(common.level, kind)?;
+    let ready = pin_optional(common.ready)?.map(|noun| noun.0.clone());
+    let how = How { level, opts, ready: ready.as_deref() };
+    let ops = begin(&*enter(session)?, &given, &how)?;
+    for (i, op) in ops.iter().enumerate().filter(|_| !ops_out.is_null()) {
+        // SAFETY: the caller has room for them.
+        unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
+    }
+    Ok(())
 }

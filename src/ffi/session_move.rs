@@ -2,6 +2,7 @@
 
 use crate::base::status::{Result, Status};
 use crate::fail;
+use crate::ffi::abi::{Plain, capi};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::event::kvt_event_t;
 use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t};
@@ -9,7 +10,6 @@ use crate::ffi::policy_use::numbers;
 use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::session_begin::{Common, How, Moved, submit};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_};
 use crate::ffi::view::kvt_view_t;
 use crate::store::state::transfer::MAX_MOVE_CHUNKS;
 use crate::store::state::{CellRange, Level, TO_THE_END, TransferKind, Wanted};
@@ -37,7 +37,7 @@ pub const KVT_LEVEL_REMOTE: u32 = 3;
 
 /// A transfer of a session: tokens by layers, and where the engine has them.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_transfer_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -82,11 +82,6 @@ pub struct kvt_transfer_t {
     /// With `ready` both have to come. Not for prefetches.
     pub after: u64,
 }
-
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_transfer_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_transfer_t {}
 
 impl Moved for kvt_transfer_t {
     const FLAGS: u64 = KVT_TRANSFER_EACH_LAYER | KVT_TRANSFER_REUSE;
@@ -154,8 +149,7 @@ unsafe fn move_rectangle(
     transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
     ops_out: *mut *mut kvt_op_t,
-    err: *mut *mut kvt_error_t,
-) -> kvt_status_t {
+) -> Result<()> {
     let begin = |noun: &SessionNoun, given: &kvt_transfer_t, how: &How<'_>| {
         // SAFETY: the caller's promise.
         let wanted = unsafe { wanted_of(given, kind)? };
@@ -180,7 +174,7 @@ unsafe fn move_rectangle(
         store.submit_after(noun.number, kind, *level, transfer, opts, *ready)
     };
     // SAFETY: the caller's promise; he has room for one op, or one a layer.
-    unsafe { submit(session, kind, transfer, opts, (ops_out, err), begin) }
+    unsafe { submit(session, kind, transfer, opts, ops_out, begin) }
 }
 
 /// Stores the KV of a transfer: from the engine's tensors into memory, and down
@@ -210,7 +204,7 @@ unsafe fn move_rectangle(
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state; views lead
 /// to memory that can be read until the release.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_put(
     session: *const kvt_session_t,
     transfer: *const kvt_transfer_t,
@@ -218,8 +212,7 @@ pub unsafe extern "C" fn kvt_session_put(
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { move_rectangle(session, TransferKind::Put, transfer, opts, ops_out, err) }
+    move_rectangle(session, TransferKind::Put, transfer, opts, ops_out)
 }
 
 /// Loads the KV of a transfer into the engine's tensors, from whatever tier has
@@ -241,7 +234,7 @@ pub unsafe extern "C" fn kvt_session_put(
 ///
 /// # Safety
 /// As kvt_session_put; views lead to memory that can be written.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_get(
     session: *const kvt_session_t,
     transfer: *const kvt_transfer_t,
@@ -249,8 +242,7 @@ pub unsafe extern "C" fn kvt_session_get(
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { move_rectangle(session, TransferKind::Get, transfer, opts, ops_out, err) }
+    move_rectangle(session, TransferKind::Get, transfer, opts, ops_out)
 }
 
 /// Brings the KV of a transfer into memory, for a get to come. Never waits. The
@@ -268,7 +260,7 @@ pub unsafe extern "C" fn kvt_session_get(
 ///
 /// # Safety
 /// As kvt_session_put.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_prefetch(
     session: *const kvt_session_t,
     transfer: *const kvt_transfer_t,
@@ -276,6 +268,5 @@ pub unsafe extern "C" fn kvt_session_prefetch(
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe { move_rectangle(session, TransferKind::Prefetch, transfer, opts, ops_out, err) }
+    move_rectangle(session, TransferKind::Prefetch, transfer, opts, ops_out)
 }

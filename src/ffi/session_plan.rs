@@ -3,13 +3,13 @@
 use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{
+    Plain, Strided, capi, check_optional_out, enter, give, known_flags, read, write,
+};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
 use crate::ffi::namespace_look::{KVT_TIER_NONE, MAX_ROWS};
-use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::session::kvt_session_t;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, known_flags, read, write};
 use crate::meta::cost::Cost;
 use crate::store::job_queues::LANES;
 use crate::store::plan::StepKind;
@@ -31,7 +31,7 @@ pub const KVT_PLAN_RECOMPUTE: u32 = 2;
 
 /// How the engine will run. Zero is the default everywhere.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_plan_terms_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -50,7 +50,7 @@ pub struct kvt_plan_terms_t {
 
 /// Tokens in a row with which the same is to be done. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_plan_step_t {
     /// The first one.
     pub first_token: u64,
@@ -75,7 +75,7 @@ pub struct kvt_plan_step_t {
 
 /// What a plan comes to.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_plan_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -96,18 +96,6 @@ pub struct kvt_plan_t {
     /// What computing all of it would take.
     pub without_ns: u64,
 }
-
-// SAFETY: integers, and floats of which all zero is a value; the first field is the
-// size.
-unsafe impl Plain for kvt_plan_terms_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_plan_terms_t {}
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_plan_step_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_plan_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_plan_t {}
 
 fn terms_of(given: &kvt_plan_terms_t) -> Result<PlanTerms> {
     known_flags(given.flags, KVT_PLAN_NO_OVERLAP | KVT_PLAN_NO_WAIT | KVT_PLAN_COST)?;
@@ -205,7 +193,7 @@ fn summary(plan: &SessionPlan) -> kvt_plan_t {
 /// # Safety
 /// Pointers are null or valid for their lengths; structs are valid for the size they
 /// state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_session_plan(
     session: *const kvt_session_t,
     terms: *const kvt_plan_terms_t,
@@ -216,27 +204,12 @@ pub unsafe extern "C" fn kvt_session_plan(
     out: *mut kvt_plan_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (terms, rows) = unsafe {
-            if !out.is_null() {
-                check_out(out)?;
-            }
-            let terms = terms_of(&read(terms)?)?;
-            (terms, Strided::new(steps, capacity, stride_bytes, MAX_ROWS)?)
-        };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            let plan = noun.ns.store.with(|core| core.plan(noun.number, &terms).cloned())?;
-            // SAFETY: the caller's promise.
-            unsafe {
-                give(&rows, steps.is_null(), plan.legs.iter().map(step), out_count)?;
-                if !out.is_null() {
-                    write(out, &summary(&plan));
-                }
-            }
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check_optional_out(out)?;
+    let terms = terms_of(&read(terms)?)?;
+    let (terms, rows) = (terms, Strided::new(steps, capacity, stride_bytes, MAX_ROWS)?);
+    let session = enter(session)?;
+    let plan = session.ns.store.with(|core| core.plan(session.number, &terms).cloned())?;
+    give(&rows, steps.is_null(), plan.legs.iter().map(step), out_count)?;
+    write(out, &summary(&plan));
+    Ok(())
 }

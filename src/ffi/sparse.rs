@@ -5,16 +5,16 @@ use std::ffi::c_char;
 
 use crate::base::status::{Error, Status};
 use crate::fail;
-use crate::ffi::account::{AccountNoun, kvt_account_t};
+use crate::ffi::abi::{
+    Plain, capi, check_out, free, insert, inspect, known_flags, pin_optional, read, require, text,
+    write,
+};
+use crate::ffi::account::kvt_account_t;
 use crate::ffi::attention::{kvt_attention_t, shape_of};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, free, insert, with};
-use crate::ffi::slice::{require, text};
 use crate::ffi::sparse_custom::{kvt_sparse_custom_t, made};
 use crate::ffi::sparse_seat::{Seat, SparseNoun, look_at_seat, with_seat};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 use crate::sparse::registry::ENTRIES;
 use crate::sparse::{CheckedPolicy, Granularity, Scope, Traits};
 
@@ -73,7 +73,7 @@ pub const KVT_SPARSE_ROTATES: u64 = 4;
 
 /// What a policy is like: enough to serve any without knowing its name.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_traits_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -103,7 +103,7 @@ pub struct kvt_sparse_traits_t {
 
 /// How to open a sparse policy.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -123,7 +123,7 @@ pub struct kvt_sparse_opts_t {
 
 /// What a policy has chosen since it was opened.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_stats_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -148,7 +148,7 @@ pub struct kvt_sparse_stats_t {
 /// A sparse policy that can be opened. Texts are UTF-8, not NUL-terminated, and live as long
 /// as the library.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -161,23 +161,6 @@ pub struct kvt_sparse_info_t {
     /// Length of that line.
     pub about_bytes: u64,
 }
-
-// SAFETY: integers; the first field is the size.
-unsafe impl Plain for kvt_sparse_traits_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_sparse_traits_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_sparse_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_sparse_opts_t {}
-// SAFETY: integers; the first field is the size.
-unsafe impl Plain for kvt_sparse_stats_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_sparse_stats_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_sparse_info_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_sparse_info_t {}
 
 /// Traits as C has them.
 pub(crate) fn traits_for_c(traits: &Traits) -> kvt_sparse_traits_t {
@@ -221,53 +204,37 @@ pub(crate) fn traits_for_c(traits: &Traits) -> kvt_sparse_traits_t {
 ///
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_open(
     opts: *const kvt_sparse_opts_t,
     out: *mut *mut kvt_sparse_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (given, shape) = unsafe {
-            require(out)?;
-            let given = read(opts)?;
-            (given, shape_of(given.attention)?)
-        };
-        crate::base::fork::check()?;
-        crate::base::fork::arm()?;
-        known_flags(given.flags, 0)?;
-        if given.spec.is_null() == given.custom.is_null() {
-            fail!(Invalid, "a spec or a policy of the engine's own, one of both");
-        }
-        let account = match given.account.is_null() {
-            true => None,
-            false => {
-                Some(with::<AccountNoun, _>(given.account, Access::Use, |one| Ok(one.0.clone()))?)
-            }
-        };
-        let (served, taken) = if given.custom.is_null() {
-            // SAFETY: the caller's promise.
-            (
-                CheckedPolicy::open(
-                    unsafe { text("spec", given.spec, given.spec_bytes)? },
+    require(out)?;
+    let given = read(opts)?;
+    let (given, shape) = (given, shape_of(given.attention)?);
+    crate::base::fork::check()?;
+    crate::base::fork::arm()?;
+    known_flags(given.flags, 0)?;
+    if given.spec.is_null() == given.custom.is_null() {
+        fail!(Invalid, "a spec or a policy of the engine's own, one of both");
+    }
+    let account = pin_optional(given.account)?.map(|account| account.0.clone());
+    let (served, taken) = if given.custom.is_null() {
+        (
+                CheckedPolicy::open(text("spec", given.spec, given.spec_bytes)?,
                     &shape,
                 )?,
                 None,
             )
-        } else {
-            // SAFETY: the caller's promise.
-            let (policy, taken) = unsafe { made(given.custom, &shape)? };
-            (CheckedPolicy::of(policy, &shape), Some(taken))
-        };
-        let handle = insert(SparseNoun::new(Seat::new(served, account)?))?;
-        taken.iter().for_each(|taken| taken.keep());
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
+    } else {
+        let (policy, taken) = made(given.custom, &shape)?;
+        (CheckedPolicy::of(policy, &shape), Some(taken))
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let handle = insert(SparseNoun::new(Seat::new(served, account)?))?;
+    taken.iter().for_each(|taken| taken.keep());
+    out.write(handle);
+    Ok(())
 }
 
 /// Closes a policy and clears the handle. It does not wait: a call that is inside ends first,
@@ -280,10 +247,9 @@ pub unsafe extern "C" fn kvt_sparse_open(
 ///
 /// # Safety
 /// `policy` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_close(policy: *mut *mut kvt_sparse_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { free::<SparseNoun>(policy, |_| Ok(())) })
+    free(policy, |_| Ok(()))
 }
 
 /// Opens a copy for a sequence that goes on from here. The same account pays.
@@ -299,23 +265,16 @@ pub unsafe extern "C" fn kvt_sparse_close(policy: *mut *mut kvt_sparse_t) -> kvt
 ///
 /// # Safety
 /// Pointers are null or valid.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_fork(
     policy: *const kvt_sparse_t,
     out: *mut *mut kvt_sparse_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { require(out)? };
-        let copy = with_seat(policy, Seat::fork)?;
-        let handle = insert(SparseNoun::new(copy))?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out)?;
+    let copy = with_seat(policy, Seat::fork)?;
+    out.write(insert(SparseNoun::new(copy))?);
+    Ok(())
 }
 
 /// What a policy is like.
@@ -328,20 +287,16 @@ pub unsafe extern "C" fn kvt_sparse_fork(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_traits(
     policy: *const kvt_sparse_t,
     out: *mut kvt_sparse_traits_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let traits = with::<SparseNoun, _>(policy, Access::Salvage, |noun| Ok(noun.traits))?;
-        let traits = traits_for_c(&traits);
-        // SAFETY: checked above.
-        unsafe { write(out, &traits) };
-        Ok(())
-    })
+    check_out(out)?;
+    let policy = inspect(policy)?;
+    let traits = policy.traits;
+    write(out, &traits_for_c(&traits));
+    Ok(())
 }
 
 /// What a policy has chosen, and what it keeps.
@@ -354,17 +309,17 @@ pub unsafe extern "C" fn kvt_sparse_traits(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_stats(
     policy: *const kvt_sparse_t,
     out: *mut kvt_sparse_stats_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let (stats, state_bytes) =
-            look_at_seat(policy, |seat| Ok((seat.served.stats(), seat.served.state_bytes())))?;
-        let value = kvt_sparse_stats_t {
+    check_out(out)?;
+    let (stats, state_bytes) =
+        look_at_seat(policy, |seat| Ok((seat.served.stats(), seat.served.state_bytes())))?;
+    write(
+        out,
+        &kvt_sparse_stats_t {
             struct_size: 0,
             state_bytes,
             selections: stats.selections,
@@ -374,11 +329,9 @@ pub unsafe extern "C" fn kvt_sparse_stats(
             audited: stats.audited,
             wanted: stats.wanted,
             found: stats.found,
-        };
-        // SAFETY: checked above.
-        unsafe { write(out, &value) };
-        Ok(())
-    })
+        },
+    );
+    Ok(())
 }
 
 /// How many sparse policies can be opened by name.
@@ -390,16 +343,11 @@ pub unsafe extern "C" fn kvt_sparse_stats(
 ///
 /// # Safety
 /// `out_count` is null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_count(out_count: *mut u64) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(out_count)?;
-            out_count.write(ENTRIES.len() as u64);
-        }
-        Ok(())
-    })
+    require(out_count)?;
+    out_count.write(ENTRIES.len() as u64);
+    Ok(())
 }
 
 /// A sparse policy that can be opened, by its place in the list.
@@ -412,24 +360,22 @@ pub unsafe extern "C" fn kvt_sparse_count(out_count: *mut u64) -> kvt_status_t {
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_info(index: u64, out: *mut kvt_sparse_info_t) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let found = usize::try_from(index).ok().and_then(|index| ENTRIES.get(index));
-        let entry = found.ok_or_else(|| {
-            Error::new(Status::NotFound, format!("there are {} sparse policies", ENTRIES.len()))
-        })?;
-        let info = kvt_sparse_info_t {
+    check_out(out)?;
+    let found = usize::try_from(index).ok().and_then(|index| ENTRIES.get(index));
+    let entry = found.ok_or_else(|| {
+        Error::new(Status::NotFound, format!("there are {} sparse policies", ENTRIES.len()))
+    })?;
+    write(
+        out,
+        &kvt_sparse_info_t {
             struct_size: 0,
             name: entry.name.as_ptr().cast(),
             name_bytes: entry.name.len() as u64,
             about: entry.about.as_ptr().cast(),
             about_bytes: entry.about.len() as u64,
-        };
-        // SAFETY: checked above.
-        unsafe { write(out, &info) };
-        Ok(())
-    })
+        },
+    );
+    Ok(())
 }

@@ -3,18 +3,16 @@
 
 use crate::attention::Rows;
 use crate::fail;
+use crate::ffi::abi::{Plain, capi, check_out, require};
 use crate::ffi::attention::{context_of, kvt_rows_t, kvt_sparse_context_t, with_rows};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
 use crate::ffi::kernel::numbers_mut;
 use crate::ffi::kernel_pages::given;
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::require;
 use crate::ffi::sparse::kvt_sparse_t;
 use crate::ffi::sparse_lists::{give_index, give_keep, keep_of, too_small};
 use crate::ffi::sparse_seat::with_seat;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out};
 
 /// Fills what is left of an array behind the last id.
 pub const KVT_SPARSE_NO_ID: u32 = 0xFFFF_FFFF;
@@ -35,7 +33,7 @@ pub(crate) const MAX_ITEMS: usize = 1 << 30;
 
 /// How the lists of a head are meant. Heads may share lists. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_index_head_t {
     /// KVT_INDEX_*.
     pub kind: u32,
@@ -57,7 +55,7 @@ pub struct kvt_index_head_t {
 /// behind it. No head = all keys; one = for all heads; else one for each query head (an
 /// engine may also say it for each head of keys). Numbers of lists ascend, each once.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_index_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -84,7 +82,7 @@ pub struct kvt_index_t {
 /// Lists of positions of tokens, ascending: what each head of keys keeps, or each query head, or
 /// one list for all. No list is an answer that all stay, and none that can be told.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_token_lists_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -102,17 +100,6 @@ pub struct kvt_token_lists_t {
     /// How many there are.
     pub item_count: u64,
 }
-
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_index_head_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_index_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_index_t {}
-// SAFETY: as above.
-unsafe impl Plain for kvt_token_lists_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_token_lists_t {}
 
 /// Which of the candidates are to be loaded for a query.
 ///
@@ -139,7 +126,7 @@ unsafe impl Sized_ for kvt_token_lists_t {}
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; structs are valid for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_select(
     policy: *const kvt_sparse_t,
     layer: u32,
@@ -152,40 +139,30 @@ pub unsafe extern "C" fn kvt_sparse_select(
     count_out: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (context, candidates) = unsafe {
-            require(count_out)?;
-            (context_of(context)?, numbers(candidates, candidate_count, MAX_ITEMS)?)
-        };
-        if !ids.is_aligned() {
-            fail!(Invalid, "ids is not aligned");
-        }
-        if capacity < candidate_count || (ids.is_null() && capacity > 0) {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { count_out.write(candidate_count) };
-            return Err(too_small("ids"));
-        }
-        let select = |query: Option<&Rows<'_>>| {
-            with_seat(policy, |seat| {
-                let (served, out) = (&mut seat.served, &mut seat.ids);
-                served.select(layer, query, candidates, &context, out)?;
-                let rest = capacity as usize - out.len();
-                // SAFETY: as many as there is room for; a policy chooses no more than there
-                // are candidates, as `CheckedPolicy` sees to.
-                unsafe {
-                    ids.copy_from_nonoverlapping(out.as_ptr(), out.len());
-                    (0..rest).for_each(|i| ids.add(out.len() + i).write(KVT_SPARSE_NO_ID));
-                    count_out.write(out.len() as u64);
-                }
-                Ok(())
-            })
-        };
-        // SAFETY: the caller's promise.
-        unsafe { with_rows("queries", query, select) }
+    require(count_out)?;
+    let (context, candidates) =
+        (context_of(context)?, numbers(candidates, candidate_count, MAX_ITEMS)?);
+    if !ids.is_aligned() {
+        fail!(Invalid, "ids is not aligned");
+    }
+    if capacity < candidate_count || (ids.is_null() && capacity > 0) {
+        count_out.write(candidate_count);
+        return Err(too_small("ids"));
+    }
+    let select = |query: Option<&Rows<'_>>| {
+        with_seat(policy, |seat| {
+            let (served, out) = (&mut seat.served, &mut seat.ids);
+            served.select(layer, query, candidates, &context, out)?;
+            let rest = capacity as usize - out.len();
+            // SAFETY: as many as there is room for; a policy chooses no more than there
+            // are candidates, as `Served` sees to.
+            ids.copy_from_nonoverlapping(out.as_ptr(), out.len());
+            (0..rest).for_each(|i| ids.add(out.len() + i).write(KVT_SPARSE_NO_ID));
+            count_out.write(out.len() as u64);
+            Ok(())
+        })
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    with_rows("queries", query, select)
 }
 
 /// Which keys queries are computed with. With KVT_E_TOO_SMALL the answer is kept:
@@ -208,7 +185,7 @@ pub unsafe extern "C" fn kvt_sparse_select(
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state, the arrays of `out`
 /// for writes of their room.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_index(
     policy: *const kvt_sparse_t,
     layer: u32,
@@ -218,30 +195,17 @@ pub unsafe extern "C" fn kvt_sparse_index(
     out: *mut kvt_index_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let context = unsafe {
-            check_out(out)?;
-            context_of(context)?
-        };
-        let ask = |queries: Option<&Rows<'_>>, keys: Option<&Rows<'_>>| {
-            let Some(queries) = queries else { fail!(Invalid, "queries is null") };
-            with_seat(policy, |seat| {
-                let (served, index) = (&mut seat.served, &mut seat.index);
-                served.index(layer, queries, keys, &context, index)?;
-                // SAFETY: checked above.
-                unsafe { give_index(&index.keys(), out) }
-            })
-        };
-        // SAFETY: the caller's promise.
-        unsafe {
-            with_rows("queries", queries, |queries| {
-                with_rows("keys", keys, |keys| ask(queries, keys))
-            })
-        }
+    check_out(out)?;
+    let context = context_of(context)?;
+    let ask = |queries: Option<&Rows<'_>>, keys: Option<&Rows<'_>>| {
+        let Some(queries) = queries else { fail!(Invalid, "queries is null") };
+        with_seat(policy, |seat| {
+            let (served, index) = (&mut seat.served, &mut seat.index);
+            served.index(layer, queries, keys, &context, index)?;
+            give_index(&index.keys(), out)
+        })
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    with_rows("queries", queries, |queries| with_rows("keys", keys, |keys| ask(queries, keys)))
 }
 
 /// The last index that a policy answered with, again.
@@ -256,20 +220,14 @@ pub unsafe extern "C" fn kvt_sparse_index(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states, its arrays for writes of their room.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_last_index(
     policy: *const kvt_sparse_t,
     out: *mut kvt_index_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        // SAFETY: checked above.
-        with_seat(policy, |seat| unsafe { give_index(&seat.index.keys(), out) })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check_out(out)?;
+    with_seat(policy, |seat| give_index(&seat.index.keys(), out))
 }
 
 /// Attention of a prompt, or of a part of one, as a policy wants it, on this thread: its index
@@ -297,7 +255,7 @@ pub unsafe extern "C" fn kvt_sparse_last_index(
 /// # Safety
 /// Arrays are valid for their counts, structs for the size they state, and views lead to
 /// memory that can be read during the call.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_prefill_attention(
     policy: *const kvt_sparse_t,
     layer: u32,
@@ -311,30 +269,20 @@ pub unsafe extern "C" fn kvt_sparse_prefill_attention(
     lse_count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let context = context_of(context)?;
-            let (out, logs) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
-            let lse = if lse.is_null() { None } else { Some(logs) };
-            with_rows("queries", queries, |queries| {
-                with_rows("keys", keys, |keys| {
-                    with_rows("values", values, |values| {
-                        let rows = (
-                            given("queries", queries)?,
-                            given("keys", keys)?,
-                            given("values", values)?,
-                        );
-                        with_seat(policy, |seat| {
-                            seat.served.attend(layer, rows, &context, out, lse, &mut seat.index)
-                        })
-                    })
+    let context = context_of(context)?;
+    let (out, logs) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
+    let lse = if lse.is_null() { None } else { Some(logs) };
+    with_rows("queries", queries, |queries| {
+        with_rows("keys", keys, |keys| {
+            with_rows("values", values, |values| {
+                let rows =
+                    (given("queries", queries)?, given("keys", keys)?, given("values", values)?);
+                with_seat(policy, |seat| {
+                    seat.served.attend(layer, rows, &context, out, lse, &mut seat.index)
                 })
             })
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+        })
+    })
 }
 
 /// Which tokens of a layer stay, if some have to go. Nothing has gone until it is told with
@@ -357,7 +305,7 @@ pub unsafe extern "C" fn kvt_sparse_prefill_attention(
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state, the arrays of `out`
 /// for writes of their room.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_evict(
     policy: *const kvt_sparse_t,
     layer: u32,
@@ -366,30 +314,20 @@ pub unsafe extern "C" fn kvt_sparse_evict(
     evicted_out: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let context = unsafe {
-            check_out(out)?;
-            require(evicted_out)?;
-            context_of(context)?
-        };
-        with_seat(policy, |seat| {
-            let (served, keep) = (&mut seat.served, &mut seat.keep);
+    check_out(out)?;
+    require(evicted_out)?;
+    let context = context_of(context)?;
+    with_seat(policy, |seat| {
+        let (served, keep) = (&mut seat.served, &mut seat.keep);
+        keep.clear();
+        let goes = served.evict(layer, &context, keep)?;
+        if !goes {
             keep.clear();
-            let goes = served.evict(layer, &context, keep)?;
-            if !goes {
-                keep.clear();
-            }
-            // SAFETY: checked above.
-            unsafe {
-                give_keep(&keep.heads, out)?;
-                evicted_out.write(u32::from(goes));
-            }
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+        }
+        give_keep(&keep.heads, out)?;
+        evicted_out.write(u32::from(goes));
+        Ok(())
+    })
 }
 
 /// The last lists that a policy answered with, again; none where all stayed.
@@ -404,20 +342,14 @@ pub unsafe extern "C" fn kvt_sparse_evict(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states, its arrays for writes of their room.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_last_kept(
     policy: *const kvt_sparse_t,
     out: *mut kvt_token_lists_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        // SAFETY: checked above.
-        with_seat(policy, |seat| unsafe { give_keep(&seat.keep.heads, out) })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check_out(out)?;
+    with_seat(policy, |seat| give_keep(&seat.keep.heads, out))
 }
 
 /// What was kept of a layer is all there is now: an answer of kvt_sparse_evict, of this policy
@@ -434,26 +366,21 @@ pub unsafe extern "C" fn kvt_sparse_last_kept(
 ///
 /// # Safety
 /// `kept` is null or valid for the size it states, its arrays for reads of their counts.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_evicted(
     policy: *const kvt_sparse_t,
     layer: u32,
     kept: *const kvt_token_lists_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        if kept.is_null() {
-            fail!(Invalid, "kept is null");
-        }
-        // SAFETY: the caller's promise.
-        let keep = unsafe { keep_of(kept)? };
-        with_seat(policy, |seat| {
-            seat.served.evicted(layer, &keep)?;
-            // What became less is given back; that cannot fail.
-            let _ = seat.pay();
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    if kept.is_null() {
+        fail!(Invalid, "kept is null");
+    }
+    let keep = keep_of(kept)?;
+    with_seat(policy, |seat| {
+        seat.served.evicted(layer, &keep)?;
+        // What became less is given back; that cannot fail.
+        let _ = seat.pay();
+        Ok(())
+    })
 }

@@ -8,6 +8,7 @@ use crate::base::callback::Foreign;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::ffi::abi::Plain;
 use crate::ffi::attention::{
     KVT_SCALES_CHANNEL, KVT_SCALES_NONE, KVT_SCALES_TOKEN, kvt_rows_t, kvt_sparse_context_t,
 };
@@ -15,7 +16,6 @@ use crate::ffi::sparse_ask::{kvt_index_t, kvt_token_lists_t};
 use crate::ffi::sparse_custom::Table;
 use crate::ffi::sparse_lists::{keep_for_c, keep_of, keys_of};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::Plain;
 use crate::ffi::view::{KVT_MEMORY_HOST, kvt_view_t};
 use crate::meta::view::Place;
 use crate::sparse::{Context, Index, RetainedTokens, Shape, Sparse, Stats, Traits};

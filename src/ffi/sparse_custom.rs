@@ -7,6 +7,7 @@ use crate::base::callback::Foreign;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::ffi::abi::{Plain, known_flags, read};
 use crate::ffi::attention::{kvt_rows_t, kvt_sparse_context_t};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::sparse::{
@@ -17,7 +18,6 @@ use crate::ffi::sparse::{
 use crate::ffi::sparse_ask::{kvt_index_t, kvt_token_lists_t};
 use crate::ffi::sparse_called::Called;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 use crate::sparse::{Granularity, OwnRows, Scope, Shape, Sparse, Traits, caps};
 
 /// A block of a layer is about to be moved away; `keys` are its `keys->view.tokens` valid
@@ -136,7 +136,7 @@ pub type kvt_sparse_fork_fn = Option<
 /// it; all others may be null. It is called by the thread that calls the policy or the offload,
 /// by one at a time.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_custom_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -168,11 +168,6 @@ pub struct kvt_sparse_custom_t {
     /// Releases user_data, and that of each copy; may be null.
     pub destroy: kvt_destroy_fn,
 }
-
-// SAFETY: integers, raw pointers and nullable functions; the first field is the size.
-unsafe impl Plain for kvt_sparse_custom_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_sparse_custom_t {}
 
 /// The functions of a policy of the engine's own.
 #[derive(Clone, Copy)]

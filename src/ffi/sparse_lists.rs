@@ -3,9 +3,9 @@
 use crate::attention::keys::{Head, Keys, Kind};
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
+use crate::ffi::abi::{read, write};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::sparse_ask::{MAX_ITEMS, kvt_index_head_t, kvt_index_t, kvt_token_lists_t};
-use crate::ffi::structs::{read, write};
 use crate::sparse::RetainedTokens;
 use crate::sparse::lists::Lists;
 use crate::sparse::shape::MAX_HEADS;

@@ -6,16 +6,14 @@ use crate::attention::limits::{Limits, Workspace};
 use crate::attention::{ColumnSums, Decode, Prefill};
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{Plain, capi, check_out, known_flags, put, read, require};
 use crate::ffi::attention::{kvt_attention_t, shape_of};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
 use crate::ffi::kernel::{KVT_DECODE_SCORES, numbers_mut};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::require;
 use crate::ffi::sparse_ask::{kvt_index_t, kvt_token_lists_t};
 use crate::ffi::sparse_lists::{give_index, keep_of, keys_of};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read};
 use crate::sparse::placement::positions_of;
 use crate::sparse::{BlockPlacement, Index, ResidentTokens};
 
@@ -34,7 +32,7 @@ const MAX_SUMS: usize = 1 << 40;
 /// Tokens in a buffer, in the order of their positions: some blocks of a sequence, and its
 /// last tokens behind them.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_block_placement_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -54,7 +52,7 @@ pub struct kvt_block_placement_t {
 
 /// Tokens of a layer that are there, as policies count them.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_resident_tokens_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -70,7 +68,7 @@ pub struct kvt_resident_tokens_t {
 
 /// The largest that problems become, each of its own.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_kernel_limits_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -89,19 +87,6 @@ pub struct kvt_kernel_limits_t {
     /// Numbers of a value.
     pub value_dim: u32,
 }
-
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_block_placement_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_block_placement_t {}
-// SAFETY: as above.
-unsafe impl Plain for kvt_resident_tokens_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_resident_tokens_t {}
-// SAFETY: integers; the first field is the size.
-unsafe impl Plain for kvt_kernel_limits_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_kernel_limits_t {}
 
 /// # Safety
 /// `given` is null or valid for the size it states; its blocks can be read, and nobody writes
@@ -154,7 +139,7 @@ unsafe fn heads_of(given: *const kvt_attention_t) -> Result<Heads> {
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state, arrays for reads of
 /// their counts, those of `out` for writes of their room.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_index_place(
     attention: *const kvt_attention_t,
     placement: *const kvt_block_placement_t,
@@ -165,22 +150,14 @@ pub unsafe extern "C" fn kvt_index_place(
     first_query_out: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe {
-            check_out(out)?;
-            require(first_query_out)?;
-            let (heads, placement, keys) =
-                (heads_of(attention)?, placed_of(placement)?, keys_of(index)?);
-            let mut rows = Index::default();
-            let first_query = placement.index(&keys, heads, (first, count), &mut rows)?;
-            give_index(&rows.keys(), out)?;
-            first_query_out.write(first_query);
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check_out(out)?;
+    require(first_query_out)?;
+    let (heads, placement, keys) = (heads_of(attention)?, placed_of(placement)?, keys_of(index)?);
+    let mut rows = Index::default();
+    let first_query = placement.index(&keys, heads, (first, count), &mut rows)?;
+    give_index(&rows.keys(), out)?;
+    first_query_out.write(first_query);
+    Ok(())
 }
 
 /// Adds sums of attention over the rows of a buffer to sums of the tokens that are there, as
@@ -204,7 +181,7 @@ pub unsafe extern "C" fn kvt_index_place(
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state, arrays for their
 /// counts.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sums_place(
     resident: *const kvt_resident_tokens_t,
     placement: *const kvt_block_placement_t,
@@ -217,34 +194,27 @@ pub unsafe extern "C" fn kvt_sums_place(
     out_count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        if resident.is_null() {
-            fail!(Invalid, "there is null");
-        }
-        // SAFETY: the caller's promise.
-        unsafe {
-            let given = read(resident)?;
-            let heads = heads_of(given.attention)?;
-            let kept = if given.kept.is_null() { None } else { Some(keep_of(given.kept)?) };
-            let resident = ResidentTokens {
+    if resident.is_null() {
+        fail!(Invalid, "there is null");
+    }
+    let given = read(resident)?;
+    let heads = heads_of(given.attention)?;
+    let kept = if given.kept.is_null() { None } else { Some(keep_of(given.kept)?) };
+    let resident = ResidentTokens {
                 kept: kept.as_ref(),
                 from: given.since,
                 tokens: given.tokens,
                 heads,
             };
-            let placement = placed_of(placement)?;
-            let (sums, out) = (numbers(sums, sum_count, MAX_SUMS)?, numbers_mut(out, out_count)?);
-            if select.is_null() {
-                let mut positions = Vec::new();
-                positions_of(&placement, &mut positions)?;
-                return resident.add(sums, &positions, out);
-            }
-            let keys = keys_of(select)?;
-            resident.add_selected(sums, (&keys, first_query, queries), &placement, out)
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let placement = placed_of(placement)?;
+    let (sums, out) = (numbers(sums, sum_count, MAX_SUMS)?, numbers_mut(out, out_count)?);
+    if select.is_null() {
+        let mut positions = Vec::new();
+        positions_of(&placement, &mut positions)?;
+        return resident.add(sums, &positions, out);
+    }
+    let keys = keys_of(select)?;
+    resident.add_selected(sums, (&keys, first_query, queries), &placement, out)
 }
 
 /// How much memory no problem within some limits needs more of: to be lent once.
@@ -260,7 +230,7 @@ pub unsafe extern "C" fn kvt_sums_place(
 ///
 /// # Safety
 /// Pointers are null or valid; `limits` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_kernel_workspace(
     kernel: u32,
     limits: *const kvt_kernel_limits_t,
@@ -268,33 +238,25 @@ pub unsafe extern "C" fn kvt_kernel_workspace(
     scratch_out: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given = unsafe { read(limits)? };
-        known_flags(given.flags, KVT_DECODE_SCORES)?;
-        let limits = Limits {
-            queries: given.queries,
-            keys: given.keys,
-            tokens: given.tokens,
-            query_heads: given.query_heads,
-            dim: given.key_dim,
-            value_dim: given.value_dim,
-            keeps_scores: given.flags & KVT_DECODE_SCORES != 0,
-        };
-        let Workspace { memory, scratch } = match kernel {
-            KVT_KERNEL_PREFILL => Prefill::workspace(&limits)?,
-            KVT_KERNEL_DECODE => Decode::workspace(&limits)?,
-            KVT_KERNEL_SUMS => ColumnSums::workspace(&limits)?,
-            other => fail!(Invalid, "kernel {other} is none of KVT_KERNEL_*"),
-        };
-        for (out, value) in [(memory_out, memory), (scratch_out, scratch)] {
-            if !out.is_null() {
-                // SAFETY: not null, and the caller's promise.
-                unsafe { out.write(value as u64) };
-            }
-        }
-        Ok(())
+    let given = read(limits)?;
+    known_flags(given.flags, KVT_DECODE_SCORES)?;
+    let limits = Limits {
+        queries: given.queries,
+        keys: given.keys,
+        tokens: given.tokens,
+        query_heads: given.query_heads,
+        dim: given.key_dim,
+        value_dim: given.value_dim,
+        keeps_scores: given.flags & KVT_DECODE_SCORES != 0,
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let Workspace { memory, scratch } = match kernel {
+        KVT_KERNEL_PREFILL => Prefill::workspace(&limits)?,
+        KVT_KERNEL_DECODE => Decode::workspace(&limits)?,
+        KVT_KERNEL_SUMS => ColumnSums::workspace(&limits)?,
+        other => fail!(Invalid, "kernel {other} is none of KVT_KERNEL_*"),
+    };
+    for (out, value) in [(memory_out, memory), (scratch_out, scratch)] {
+        put(out, value as u64);
+    }
+    Ok(())
 }

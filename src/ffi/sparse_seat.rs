@@ -2,11 +2,10 @@
 
 use crate::base::account::Account;
 use crate::base::budget::Tier;
-use crate::base::slab::Slab;
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Mutex};
 use crate::fail;
-use crate::ffi::handle::{Access, Noun, with};
+use crate::ffi::abi::{enter, inspect, noun};
 use crate::ffi::sparse::kvt_sparse_t;
 use crate::sparse::{CheckedPolicy, Index, RetainedTokens, Traits};
 
@@ -96,23 +95,14 @@ impl Drop for Taken<'_> {
     }
 }
 
-static POLICIES: Slab<SparseNoun> = Slab::new();
-
-impl Noun for SparseNoun {
-    type C = kvt_sparse_t;
-    const TYPE: u8 = 15;
-    const NAME: &'static str = "sparse policy";
-    fn table() -> &'static Slab<Self> {
-        &POLICIES
-    }
-}
+noun!(SparseNoun, kvt_sparse_t, 15, "sparse policy");
 
 /// Calls `body` with a policy that nobody else uses meanwhile.
 pub(crate) fn with_seat<R>(
     handle: *const kvt_sparse_t,
     body: impl FnOnce(&mut Seat) -> Result<R>,
 ) -> Result<R> {
-    with::<SparseNoun, R>(handle, Access::Use, |noun| noun.take(body))
+    enter(handle)?.take(body)
 }
 
 /// The same for what only looks: allowed of a policy in which a defect was caught, too.
@@ -120,7 +110,7 @@ pub(crate) fn look_at_seat<R>(
     handle: *const kvt_sparse_t,
     body: impl FnOnce(&mut Seat) -> Result<R>,
 ) -> Result<R> {
-    with::<SparseNoun, R>(handle, Access::Salvage, |noun| noun.take(body))
+    inspect(handle)?.take(body)
 }
 
 #[cfg(test)]
@@ -130,12 +120,12 @@ mod tests {
 
     use super::*;
     use crate::base::panic::catch;
-    use crate::ffi::handle::insert;
+    use crate::ffi::abi::Plain;
+    use crate::ffi::abi::insert;
     use crate::ffi::sparse::{
         kvt_sparse_close, kvt_sparse_fork, kvt_sparse_stats, kvt_sparse_stats_t,
     };
     use crate::ffi::sparse_tell::kvt_sparse_reset;
-    use crate::ffi::structs::Plain;
     use crate::sparse::{Kind, Shape};
 
     const SHAPE: Shape = Shape {

@@ -3,15 +3,13 @@
 use crate::attention::Rows;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
+use crate::ffi::abi::{Strided, bytes, capi, require};
 use crate::ffi::attention::{GivenRows, kvt_rows_t, with_rows};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::{bytes, require};
 use crate::ffi::sparse::kvt_sparse_t;
 use crate::ffi::sparse_seat::{Seat, with_seat};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::Strided;
 use crate::sparse::shape::MAX_LAYERS;
 
 /// Most sums or scores of one call.
@@ -60,7 +58,7 @@ unsafe fn with_keys(
 ///
 /// # Safety
 /// Pointers are null or valid; `keys` leads to memory that can be read during the call.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_append(
     policy: *const kvt_sparse_t,
     layer: u32,
@@ -68,13 +66,8 @@ pub unsafe extern "C" fn kvt_sparse_append(
     keys: *const kvt_rows_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let body = |keys: &Rows<'_>| tell(policy, |seat| seat.served.append(layer, first, keys));
-        // SAFETY: the caller's promise.
-        unsafe { with_keys(keys, body) }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let body = |keys: &Rows<'_>| tell(policy, |seat| seat.served.append(layer, first, keys));
+    with_keys(keys, body)
 }
 
 /// A block of a layer is about to be moved away: to be called while its keys are still there.
@@ -92,7 +85,7 @@ pub unsafe extern "C" fn kvt_sparse_append(
 ///
 /// # Safety
 /// As of kvt_sparse_append.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_seal(
     policy: *const kvt_sparse_t,
     layer: u32,
@@ -101,13 +94,8 @@ pub unsafe extern "C" fn kvt_sparse_seal(
     keys: *const kvt_rows_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let body = |keys: &Rows<'_>| tell(policy, |seat| seat.served.seal(layer, id, first, keys));
-        // SAFETY: the caller's promise.
-        unsafe { with_keys(keys, body) }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let body = |keys: &Rows<'_>| tell(policy, |seat| seat.served.seal(layer, id, first, keys));
+    with_keys(keys, body)
 }
 
 /// A block that was written token by token is complete in all layers: kvt_sparse_seal of
@@ -126,7 +114,7 @@ pub unsafe extern "C" fn kvt_sparse_seal(
 ///
 /// # Safety
 /// As of kvt_sparse_append, for each of `count` entries.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_seal_all(
     policy: *const kvt_sparse_t,
     id: u32,
@@ -136,25 +124,17 @@ pub unsafe extern "C" fn kvt_sparse_seal_all(
     stride_bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given =
-            unsafe { Strided::new(keys.cast_mut(), count, stride_bytes, MAX_LAYERS.into())? };
-        let (mut all, mut rows) = (Vec::new(), Vec::new());
-        all.try_reserve_exact(given.len()).map_err(|_| Status::NoMem)?;
-        rows.try_reserve_exact(given.len()).map_err(|_| Status::NoMem)?;
-        for at in 0..given.len() {
-            // SAFETY: the caller's promise.
-            all.push(unsafe { GivenRows::new("keys", &given.get(at)?)? });
-        }
-        for one in &all {
-            // SAFETY: as above.
-            rows.push(unsafe { one.rows("keys")? });
-        }
-        tell(policy, |seat| seat.served.seal_all(id, first, &rows))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let given = Strided::new(keys.cast_mut(), count, stride_bytes, MAX_LAYERS.into())?;
+    let (mut all, mut rows) = (Vec::new(), Vec::new());
+    all.try_reserve_exact(given.len()).map_err(|_| Status::NoMem)?;
+    rows.try_reserve_exact(given.len()).map_err(|_| Status::NoMem)?;
+    for at in 0..given.len() {
+        all.push(GivenRows::new("keys", &given.get(at)?)?);
+    }
+    for one in &all {
+        rows.push(one.rows("keys")?);
+    }
+    tell(policy, |seat| seat.served.seal_all(id, first, &rows))
 }
 
 /// What each key got of the attention of some queries: a kernel's sums (kvt_sums_open,
@@ -176,7 +156,7 @@ pub unsafe extern "C" fn kvt_sparse_seal_all(
 ///
 /// # Safety
 /// `sums` is valid for reads of `sum_count` numbers.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_observe(
     policy: *const kvt_sparse_t,
     layer: u32,
@@ -186,13 +166,8 @@ pub unsafe extern "C" fn kvt_sparse_observe(
     tokens: u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let sums = unsafe { numbers(sums, sum_count, MAX_NUMBERS)? };
-        tell(policy, |seat| seat.served.observe(layer, queries, sums, tokens))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let sums = numbers(sums, sum_count, MAX_NUMBERS)?;
+    tell(policy, |seat| seat.served.observe(layer, queries, sums, tokens))
 }
 
 /// Gives numbers of the engine's for the next question about a layer: a score a candidate
@@ -212,7 +187,7 @@ pub unsafe extern "C" fn kvt_sparse_observe(
 ///
 /// # Safety
 /// `scores` is valid for reads of `score_count` numbers.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_score(
     policy: *const kvt_sparse_t,
     layer: u32,
@@ -220,13 +195,8 @@ pub unsafe extern "C" fn kvt_sparse_score(
     score_count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let scores = unsafe { numbers(scores, score_count, MAX_NUMBERS)? };
-        tell(policy, |seat| seat.served.score(layer, scores))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let scores = numbers(scores, score_count, MAX_NUMBERS)?;
+    tell(policy, |seat| seat.served.score(layer, scores))
 }
 
 /// The sequence has so many tokens now: what came behind them is taken back.
@@ -240,22 +210,18 @@ pub unsafe extern "C" fn kvt_sparse_score(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_truncate(
     policy: *const kvt_sparse_t,
     tokens: u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        with_seat(policy, |seat| {
-            seat.served.truncate(tokens)?;
-            // What became less can be given back; that cannot fail.
-            let _ = seat.pay();
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    with_seat(policy, |seat| {
+        seat.served.truncate(tokens)?;
+        // What became less can be given back; that cannot fail.
+        let _ = seat.pay();
+        Ok(())
+    })
 }
 
 /// The sequence begins anew.
@@ -267,15 +233,13 @@ pub unsafe extern "C" fn kvt_sparse_truncate(
 ///
 /// # Safety
 /// None beyond a handle.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_reset(policy: *const kvt_sparse_t) -> kvt_status_t {
-    guard(|| {
-        with_seat(policy, |seat| {
-            seat.served.reset();
-            // As above.
-            let _ = seat.pay();
-            Ok(())
-        })
+    with_seat(policy, |seat| {
+        seat.served.reset();
+        // As above.
+        let _ = seat.pay();
+        Ok(())
     })
 }
 
@@ -297,7 +261,7 @@ pub unsafe extern "C" fn kvt_sparse_reset(policy: *const kvt_sparse_t) -> kvt_st
 ///
 /// # Safety
 /// `data` is null or valid for writes of `room` bytes, the others for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_save(
     policy: *const kvt_sparse_t,
     layer: u32,
@@ -307,26 +271,19 @@ pub unsafe extern "C" fn kvt_sparse_save(
     count_out: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { require(count_out)? };
-        let mut saved = Vec::new();
-        with_seat(policy, |seat| seat.served.save(layer, id, &mut saved))?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { count_out.write(saved.len() as u64) };
-        if data.is_null() {
-            return Ok(());
-        }
-        if saved.len() as u64 > capacity {
-            let text = format!("{} bytes, and room for {capacity}", saved.len());
-            return Err(Error::new(Status::TooSmall, text));
-        }
-        // SAFETY: not null, long enough, and the caller's promise; `saved` is our own.
-        unsafe { data.copy_from_nonoverlapping(saved.as_ptr(), saved.len()) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(count_out)?;
+    let mut saved = Vec::new();
+    with_seat(policy, |seat| seat.served.save(layer, id, &mut saved))?;
+    count_out.write(saved.len() as u64);
+    if data.is_null() {
+        return Ok(());
+    }
+    if saved.len() as u64 > capacity {
+        let text = format!("{} bytes, and room for {capacity}", saved.len());
+        return Err(Error::new(Status::TooSmall, text));
+    }
+    data.copy_from_nonoverlapping(saved.as_ptr(), saved.len());
+    Ok(())
 }
 
 /// What was saved of a block, which came back. The bytes may be anyone's: they are checked.
@@ -346,7 +303,7 @@ pub unsafe extern "C" fn kvt_sparse_save(
 ///
 /// # Safety
 /// `data` is valid for reads of `count` bytes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_sparse_load(
     policy: *const kvt_sparse_t,
     layer: u32,
@@ -356,11 +313,6 @@ pub unsafe extern "C" fn kvt_sparse_load(
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let saved = unsafe { bytes(data, count)? };
-        tell(policy, |seat| seat.served.load(layer, id, first, saved))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let saved = bytes(data, count)?;
+    tell(policy, |seat| seat.served.load(layer, id, first, saved))
 }

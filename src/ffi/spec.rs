@@ -5,9 +5,8 @@ use std::ffi::c_char;
 use crate::base::spec::Spec;
 use crate::base::status::{Error, Status};
 use crate::fail;
+use crate::ffi::abi::{capi, put, text};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::slice::text;
 use crate::ffi::status::kvt_status_t;
 
 /// Checks the grammar of a spec string and gives its canonical form.
@@ -29,7 +28,7 @@ use crate::ffi::status::kvt_status_t;
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_spec_check(
     spec: *const c_char,
     spec_bytes: u64,
@@ -38,28 +37,20 @@ pub unsafe extern "C" fn kvt_spec_check(
     out_bytes: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        if out.is_null() && out_capacity > 0 {
-            fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
-        }
-        // SAFETY: the caller's promise.
-        let canonical = Spec::parse(unsafe { text("spec", spec, spec_bytes)? })?.to_string();
-        let needed = canonical.len() as u64;
-        if !out_bytes.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out_bytes.write(needed) };
-        }
-        if out.is_null() {
-            return Ok(());
-        }
-        if out_capacity < needed {
-            let text = format!("the canonical form has {needed} bytes, room is {out_capacity}");
-            return Err(Error::new(Status::TooSmall, text));
-        }
-        // SAFETY: the caller has room for `out_capacity` >= `needed` bytes.
-        unsafe { std::ptr::copy_nonoverlapping(canonical.as_ptr(), out.cast(), canonical.len()) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    if out.is_null() && out_capacity > 0 {
+        fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
+    }
+    let canonical = Spec::parse(text("spec", spec, spec_bytes)?)?.to_string();
+    let needed = canonical.len() as u64;
+    put(out_bytes, needed);
+    if out.is_null() {
+        return Ok(());
+    }
+    if out_capacity < needed {
+        let text = format!("the canonical form has {needed} bytes, room is {out_capacity}");
+        return Err(Error::new(Status::TooSmall, text));
+    }
+    // SAFETY: the caller has room for `out_capacity` >= `needed` bytes.
+    std::ptr::copy_nonoverlapping(canonical.as_ptr(), out.cast(), canonical.len());
+    Ok(())
 }

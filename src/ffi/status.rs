@@ -3,6 +3,7 @@
 use std::ffi::c_char;
 
 use crate::base::status::Status;
+use crate::ffi::abi::capi;
 
 /// Result of every call: 0 is success, negative is an error. Numbers are only
 /// ever added; a code your header does not know is still an error.
@@ -59,13 +60,16 @@ pub const KVT_E_PIN_QUOTA: kvt_status_t = -23;
 /// The object is not in a state that allows this.
 pub const KVT_E_STATE: kvt_status_t = -24;
 
+/// As the length of a text: it ends with a NUL.
+pub const KVT_NUL_TERMINATED: u64 = u64::MAX;
+
 /// The constant's name of a status, such as "KVT_E_BUSY".
 ///
 /// @param status  Any number; one this library does not know is "KVT_E_UNKNOWN".
 /// @return A NUL-terminated string that lives as long as the library. Never null.
 ///
 /// Threading: any thread, also in callbacks and after fork. Since 0.1.
-#[unsafe(no_mangle)]
+#[capi]
 pub extern "C" fn kvt_status_name(status: kvt_status_t) -> *const c_char {
     Status::from_code(status).map_or(c"KVT_E_UNKNOWN".as_ptr(), Status::name_c)
 }
@@ -76,7 +80,7 @@ pub extern "C" fn kvt_status_name(status: kvt_status_t) -> *const c_char {
 /// @return A NUL-terminated sentence that lives as long as the library. Never null.
 ///
 /// Threading: any thread, also in callbacks and after fork. Since 0.1.
-#[unsafe(no_mangle)]
+#[capi]
 pub extern "C" fn kvt_status_str(status: kvt_status_t) -> *const c_char {
     Status::from_code(status)
         .map_or(c"a status of a newer library: treat it as an error".as_ptr(), Status::describe_c)

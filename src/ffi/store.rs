@@ -4,24 +4,21 @@ use std::ffi::c_char;
 
 use crate::base::callback::refuse_reentry;
 use crate::base::core::Core;
-use crate::base::slab::Slab;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::fail;
-use crate::ffi::budget::{BudgetNoun, kvt_budget_t};
+use crate::ffi::abi::{
+    Plain, capi, free, insert, known_flags, noun, pin_optional, read, require, text,
+};
+use crate::ffi::budget::kvt_budget_t;
 use crate::ffi::device::{device_of, kvt_device_t};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, Noun, free, insert, pin};
 use crate::ffi::remote::{kvt_secret_t, secrets_of};
 use crate::ffi::remote_custom::{kvt_remote_custom_t, remote_of};
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 use crate::store::handle::Store;
-use crate::store::spec::Fields;
-use crate::store::spec::StoreSpec;
+use crate::store::spec::{Fields, StoreSpec};
 use crate::store::state::Write;
 use crate::store::state::stats::Engine;
 
@@ -51,7 +48,7 @@ const _: () = assert!(KVT_IO_URING == Engine::Uring as u32 && KVT_IO_NONE == Eng
 /// How to open a store. Zero is the default everywhere. Fields that are set count instead
 /// of what the spec says, and are read by the same rules.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_store_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -96,27 +93,13 @@ pub struct kvt_store_opts_t {
     pub remote: *const kvt_remote_custom_t,
 }
 
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_store_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_store_opts_t {}
-
 /// A store, and the runtime it belongs to.
 pub(crate) struct StoreNoun {
     pub(crate) core: Arc<Core>,
     pub(crate) store: Arc<Store>,
 }
 
-static STORES: Slab<StoreNoun> = Slab::new();
-
-impl Noun for StoreNoun {
-    type C = kvt_store_t;
-    const TYPE: u8 = 10;
-    const NAME: &'static str = "store";
-    fn table() -> &'static Slab<Self> {
-        &STORES
-    }
-}
+noun!(StoreNoun, kvt_store_t, 10, "store");
 
 /// # Safety
 /// Its texts are null or valid for their lengths.
@@ -170,7 +153,7 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_open(
     runtime: *const kvt_runtime_t,
     budget: *const kvt_budget_t,
@@ -178,45 +161,34 @@ pub unsafe extern "C" fn kvt_store_open(
     out: *mut *mut kvt_store_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (given, mut spec, custom) = unsafe {
-            require(out)?;
-            let given = read(opts)?;
-            let spec = spec_of(&given)?;
-            let custom = remote_of(given.remote)?;
-            (given, spec, custom)
-        };
-        let keep = custom.map(|(custom, keep)| {
-            spec.custom_remote = Some(custom);
-            keep
-        });
-        if keep.is_some() && !spec.has_custom_remote() {
-            fail!(Invalid, "a remote is given, and the spec does not say remote=custom(...)");
+    require(out)?;
+    let given = read(opts)?;
+    let spec = spec_of(&given)?;
+    let custom = remote_of(given.remote)?;
+    let (given, mut spec, custom) = (given, spec, custom);
+    let keep = custom.map(|(custom, keep)| {
+        spec.custom_remote = Some(custom);
+        keep
+    });
+    if keep.is_some() && !spec.has_custom_remote() {
+        fail!(Invalid, "a remote is given, and the spec does not say remote=custom(...)");
+    }
+    let budget = pin_optional(budget)?.map(|noun| noun.0.clone());
+    let noun = on_runtime(runtime, |core| {
+        core.check_open()?;
+        if budget.as_ref().is_some_and(|budget| !Arc::ptr_eq(budget.core(), core)) {
+            fail!(Invalid, "the budget belongs to another runtime");
         }
-        let budget = match budget.is_null() {
-            true => None,
-            false => Some(pin::<BudgetNoun>(budget, Access::Use)?.0.clone()),
+        let store = match device_of(core, given.device)? {
+            Some(device) => Store::open_with(core, budget.as_ref(), &spec, device)?,
+            None => Store::open(core, budget.as_ref(), &spec)?,
         };
-        let noun = on_runtime(runtime, |core| {
-            core.check_open()?;
-            if budget.as_ref().is_some_and(|budget| !Arc::ptr_eq(budget.core(), core)) {
-                fail!(Invalid, "the budget belongs to another runtime");
-            }
-            let store = match device_of(core, given.device)? {
-                Some(device) => Store::open_with(core, budget.as_ref(), &spec, device)?,
-                None => Store::open(core, budget.as_ref(), &spec)?,
-            };
-            Ok(StoreNoun { core: core.clone(), store: Arc::new(store) })
-        })?;
-        let handle = insert(noun)?;
-        keep.into_iter().for_each(|keep| keep());
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+        Ok(StoreNoun { core: core.clone(), store: Arc::new(store) })
+    })?;
+    let handle = insert(noun)?;
+    keep.into_iter().for_each(|keep| keep());
+    out.write(handle);
+    Ok(())
 }
 
 /// Closes a store: refuses new work, cancels what is open, waits for it and for
@@ -239,7 +211,7 @@ pub unsafe extern "C" fn kvt_store_open(
 ///
 /// # Safety
 /// Pointers are null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_close(
     store: *mut *mut kvt_store_t,
     deadline_ns: u64,
@@ -249,6 +221,5 @@ pub unsafe extern "C" fn kvt_store_close(
         refuse_reentry()?;
         noun.store.close(deadline_ns)
     };
-    // SAFETY: the caller's promise.
-    unsafe { guard_err(err, || free::<StoreNoun>(store, close)) }
+    free(store, close)
 }

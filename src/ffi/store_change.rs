@@ -4,12 +4,10 @@ use std::ffi::c_char;
 
 use crate::base::budget::Tier;
 use crate::fail;
+use crate::ffi::abi::{capi, enter, text};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, with};
-use crate::ffi::slice::text;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::store::{StoreNoun, kvt_store_t};
+use crate::ffi::store::kvt_store_t;
 
 /// Goes on with another policy for a tier. It is told of every chunk with its last use and
 /// its uses, and of what the one before has learned if it is of its kind: 0.1 to 0.2 s for
@@ -30,7 +28,7 @@ use crate::ffi::store::{StoreNoun, kvt_store_t};
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_set_policy(
     store: *const kvt_store_t,
     tier: u32,
@@ -38,16 +36,10 @@ pub unsafe extern "C" fn kvt_store_set_policy(
     spec_bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let spec = unsafe { text("spec", spec, spec_bytes)? };
-        let tier = Tier::from_code(tier)?;
-        with::<StoreNoun, ()>(store, Access::Use, |noun| {
-            noun.store.with(|core| core.set_policy(tier, spec))
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let spec = text("spec", spec, spec_bytes)?;
+    let tier = Tier::from_code(tier)?;
+    let store = enter(store)?;
+    store.store.with(|core| core.set_policy(tier, spec))
 }
 
 /// Changes how many bytes of cells a store may have in memory, or of files on disk. What
@@ -69,23 +61,18 @@ pub unsafe extern "C" fn kvt_store_set_policy(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_set_budget(
     store: *const kvt_store_t,
     tier: u32,
     bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let tier = Tier::from_code(tier)?;
-        with::<StoreNoun, ()>(store, Access::Use, |noun| {
-            noun.store.with(|core| match tier {
-                Tier::Host => core.set_host_bytes(bytes),
-                Tier::Disk => core.set_disk_bytes(bytes),
-                _ => fail!(Unsupported, "a store has no budget for {}", tier.name()),
-            })
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let tier = Tier::from_code(tier)?;
+    let noun = enter(store)?;
+    noun.store.with(|core| match tier {
+        Tier::Host => core.set_host_bytes(bytes),
+        Tier::Disk => core.set_disk_bytes(bytes),
+        _ => fail!(Unsupported, "a store has no budget for {}", tier.name()),
+    })
 }

@@ -1,15 +1,12 @@
 //! What changed in a store, for routers that want to know where a prefix is.
 
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, capi, enter, inspect, put, require};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, with};
 use crate::ffi::namespace_look::MAX_ROWS;
 use crate::ffi::op::{begin_one, kvt_op_t, kvt_submit_opts_t};
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::store::{StoreNoun, kvt_store_t};
-use crate::ffi::structs::{Plain, Strided};
+use crate::ffi::store::kvt_store_t;
 use crate::store::events::{Event, Kind};
 
 /// A whole chunk has come to a tier.
@@ -28,7 +25,7 @@ const GROUP: usize = 32;
 
 /// Something that changed. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_store_event_t {
     /// Its number: each has the one after that of the event before it.
     pub number: u64,
@@ -50,9 +47,6 @@ pub struct kvt_store_event_t {
     /// The namespace's key.
     pub namespace_key: [u8; 32],
 }
-
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_store_event_t {}
 
 fn outward(event: &Event) -> kvt_store_event_t {
     let Event { number, at_ns, kind, tier, tokens, position, key, parent, namespace } = *event;
@@ -91,7 +85,7 @@ fn outward(event: &Event) -> kvt_store_event_t {
 ///
 /// # Safety
 /// Pointers are null or valid; `events` is valid for `capacity` * `stride_bytes`.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_events(
     store: *const kvt_store_t,
     cursor: *mut u64,
@@ -101,46 +95,34 @@ pub unsafe extern "C" fn kvt_store_events(
     out_count: *mut u64,
     out_missed: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let (rows, first) = unsafe {
-            require(out_count)?;
-            if cursor.is_null() || !cursor.is_aligned() {
-                fail!(Invalid, "the cursor is null or not aligned");
-            }
-            (Strided::new(events, capacity, stride_bytes, MAX_ROWS)?, cursor.read())
-        };
-        let (mut at, mut written, mut missed) = (first, 0, 0);
-        with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
-            let mut group = [Event::default(); GROUP];
-            loop {
-                let room = (rows.len() - written).min(GROUP);
-                let Some(part) = group.get_mut(..room) else { break };
-                let (count, lost, next) = noun.store.look(|core| {
-                    let (count, lost) = core.events.read(at, part);
-                    (count, lost, core.events.next_number())
-                })?;
-                for (i, event) in part.iter().take(count).enumerate() {
-                    rows.put(written + i, &outward(event));
-                }
-                (written, missed) = (written + count, missed + lost);
-                at = at.min(next).saturating_add(lost).saturating_add(count as u64);
-                if count == 0 || written == rows.len() {
-                    break;
-                }
-            }
-            Ok(())
+    require(out_count)?;
+    if cursor.is_null() || !cursor.is_aligned() {
+        fail!(Invalid, "the cursor is null or not aligned");
+    }
+    let (rows, first) = (Strided::new(events, capacity, stride_bytes, MAX_ROWS)?, cursor.read());
+    let (mut at, mut written, mut missed) = (first, 0, 0);
+    let store = inspect(store)?;
+    let mut group = [Event::default(); GROUP];
+    loop {
+        let room = (rows.len() - written).min(GROUP);
+        let Some(part) = group.get_mut(..room) else { break };
+        let (count, lost, next) = store.store.look(|core| {
+            let (count, lost) = core.events.read(at, part);
+            (count, lost, core.events.next_number())
         })?;
-        // SAFETY: checked above; each is written where it is not null.
-        unsafe {
-            cursor.write(at);
-            out_count.write(written as u64);
-            if !out_missed.is_null() {
-                out_missed.write(missed);
-            }
+        for (i, event) in part.iter().take(count).enumerate() {
+            rows.put(written + i, &outward(event));
         }
-        Ok(())
-    })
+        (written, missed) = (written + count, missed + lost);
+        at = at.min(next).saturating_add(lost).saturating_add(count as u64);
+        if count == 0 || written == rows.len() {
+            break;
+        }
+    }
+    cursor.write(at);
+    out_count.write(written as u64);
+    put(out_missed, missed);
+    Ok(())
 }
 
 /// Begins an op that ends when there is an event to read: one with the number `from`, or a later
@@ -163,7 +145,7 @@ pub unsafe extern "C" fn kvt_store_events(
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_watch(
     store: *const kvt_store_t,
     from: u64,
@@ -171,14 +153,5 @@ pub unsafe extern "C" fn kvt_store_watch(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe {
-            begin_one(opts, op_out, |opts| {
-                with::<StoreNoun, _>(store, Access::Use, |noun| noun.store.watch(from, opts))
-            })
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    begin_one(opts, op_out, |opts| enter(store)?.store.watch(from, opts))
 }

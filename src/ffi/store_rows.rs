@@ -1,17 +1,13 @@
 //! What a store can list: who left, what each tenant has moved, how long things took.
 
 use crate::base::budget::Tier;
-use crate::ffi::guard::guard;
-use crate::ffi::handle::{Access, with};
+use crate::ffi::abi::{Plain, Strided, capi, give, inspect, require};
 use crate::ffi::namespace_look::MAX_ROWS;
 use crate::ffi::policy_stats::{kvt_policy_log_entry_t, log_entry};
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::store::{StoreNoun, kvt_store_t};
-use crate::ffi::structs::{Plain, Strided, give};
+use crate::ffi::store::kvt_store_t;
 use crate::store::state::snapshot::MOST_EVICTIONS;
-use crate::store::state::stats::Tenant;
-use crate::store::state::stats::{Latency, TIMED};
+use crate::store::state::stats::{Latency, TIMED, Tenant};
 
 /// Gets of which all was in memory.
 pub const KVT_TIMED_GET_HOST: u32 = 1;
@@ -51,7 +47,7 @@ const _: () = assert!(KVT_TIMED_LOOKUP_BATCH as usize == TIMED.len() + 2);
 
 /// How long one kind of thing took. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_latency_t {
     /// KVT_TIMED_*.
     pub kind: u32,
@@ -69,12 +65,9 @@ pub struct kvt_latency_t {
     pub max_ns: u64,
 }
 
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_latency_t {}
-
 /// What a tenant has moved. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_tenant_t {
     /// Its number (kvt_session_opts_t.tenant).
     pub tenant: u32,
@@ -89,9 +82,6 @@ pub struct kvt_tenant_t {
     /// Cells it has asked for that were nowhere.
     pub missed_cells: u64,
 }
-
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_tenant_t {}
 
 fn outward(row: &Tenant, is_rest: bool) -> kvt_tenant_t {
     kvt_tenant_t {
@@ -128,7 +118,7 @@ fn timed(kind: u32, times: &Latency) -> kvt_latency_t {
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_evictions(
     store: *const kvt_store_t,
     tier: u32,
@@ -137,24 +127,17 @@ pub unsafe extern "C" fn kvt_store_evictions(
     stride_bytes: u64,
     out_count: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let rows = unsafe {
-            require(out_count)?;
-            Strided::new(entries, capacity, stride_bytes, MAX_ROWS)?
-        };
-        let tier = Tier::from_code(tier)?;
-        with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
-            let most = rows.len().min(MOST_EVICTIONS);
-            let last = noun.store.look(|core| core.evictions(tier, most))??;
-            for (at, entry) in last.iter().take(most).enumerate() {
-                rows.put(at, &log_entry(entry));
-            }
-            // SAFETY: not null, and the caller's promise.
-            unsafe { out_count.write(last.len().min(most) as u64) };
-            Ok(())
-        })
-    })
+    require(out_count)?;
+    let rows = Strided::new(entries, capacity, stride_bytes, MAX_ROWS)?;
+    let tier = Tier::from_code(tier)?;
+    let store = inspect(store)?;
+    let most = rows.len().min(MOST_EVICTIONS);
+    let last = store.store.look(|core| core.evictions(tier, most))??;
+    for (at, entry) in last.iter().take(most).enumerate() {
+        rows.put(at, &log_entry(entry));
+    }
+    out_count.write(last.len().min(most) as u64);
+    Ok(())
 }
 
 /// What each tenant has moved, by number; last, where there are more tenants than are told
@@ -174,7 +157,7 @@ pub unsafe extern "C" fn kvt_store_evictions(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_tenants(
     store: *const kvt_store_t,
     rows: *mut kvt_tenant_t,
@@ -182,19 +165,14 @@ pub unsafe extern "C" fn kvt_store_tenants(
     stride_bytes: u64,
     out_count: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let to = unsafe { Strided::new(rows, capacity, stride_bytes, MAX_ROWS)? };
-        with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
-            let all: Vec<kvt_tenant_t> = noun.store.look(|core| {
-                let rest = core.other_tenants();
-                let rest = (rest != Tenant::default()).then(|| outward(&rest, true));
-                core.tenants().iter().map(|row| outward(row, false)).chain(rest).collect()
-            })?;
-            // SAFETY: the caller's promise.
-            unsafe { give(&to, rows.is_null(), all.into_iter(), out_count) }
-        })
-    })
+    let to = Strided::new(rows, capacity, stride_bytes, MAX_ROWS)?;
+    let store = inspect(store)?;
+    let all: Vec<kvt_tenant_t> = store.store.look(|core| {
+        let rest = core.other_tenants();
+        let rest = (rest != Tenant::default()).then(|| outward(&rest, true));
+        core.tenants().iter().map(|row| outward(row, false)).chain(rest).collect()
+    })?;
+    give(&to, rows.is_null(), all.into_iter(), out_count)
 }
 
 /// How long gets, puts, the store's own work and its policies' choices took: a row for
@@ -216,7 +194,7 @@ pub unsafe extern "C" fn kvt_store_tenants(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_latencies(
     store: *const kvt_store_t,
     rows: *mut kvt_latency_t,
@@ -224,17 +202,12 @@ pub unsafe extern "C" fn kvt_store_latencies(
     stride_bytes: u64,
     out_count: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let to = unsafe { Strided::new(rows, capacity, stride_bytes, MAX_ROWS)? };
-        with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
-            let report = noun.store.look(|core| core.report())?;
-            let decisions = [report.host_policy.decision, report.disk_policy.decision];
-            let (first, last) = report.latencies.split_at(BEFORE_DECISIONS);
-            let all = (1..).zip(first.iter().chain(&decisions).chain(last));
-            let all: Vec<_> = all.map(|(kind, times)| timed(kind, times)).collect();
-            // SAFETY: the caller's promise.
-            unsafe { give(&to, rows.is_null(), all.into_iter(), out_count) }
-        })
-    })
+    let to = Strided::new(rows, capacity, stride_bytes, MAX_ROWS)?;
+    let store = inspect(store)?;
+    let report = store.store.look(|core| core.report())?;
+    let decisions = [report.host_policy.decision, report.disk_policy.decision];
+    let (first, last) = report.latencies.split_at(BEFORE_DECISIONS);
+    let all = (1..).zip(first.iter().chain(&decisions).chain(last));
+    let all: Vec<_> = all.map(|(kind, times)| timed(kind, times)).collect();
+    give(&to, rows.is_null(), all.into_iter(), out_count)
 }

@@ -3,18 +3,15 @@
 use std::ffi::c_char;
 
 use crate::fail;
-use crate::ffi::guard::guard;
-use crate::ffi::handle::{Access, with};
-use crate::ffi::slice::give_text;
+use crate::ffi::abi::{Plain, capi, check_out, give_text, inspect, write};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::store::{StoreNoun, kvt_store_t};
-use crate::ffi::structs::{Plain, Sized_, check_out, write};
+use crate::ffi::store::kvt_store_t;
 use crate::store::state::Adopted;
 use crate::store::state::stats::Report;
 
 /// What a store counts since it was opened, and what it has now.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_store_stats_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -145,11 +142,6 @@ pub struct kvt_store_stats_t {
     pub unwritten_age_ns: u64,
 }
 
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_store_stats_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_store_stats_t {}
-
 /// What a store counts and has; also of a poisoned one.
 ///
 /// @param store  The store.
@@ -160,22 +152,16 @@ unsafe impl Sized_ for kvt_store_stats_t {}
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_stats(
     store: *const kvt_store_t,
     out: *mut kvt_store_stats_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
-            let report = noun.store.look(|core| core.report())?;
-            let filled = filled(&report, &noun.store.opened.adopted);
-            // SAFETY: checked above.
-            unsafe { write(out, &filled) };
-            Ok(())
-        })
-    })
+    check_out(out)?;
+    let store = inspect(store)?;
+    let report = store.store.look(|core| core.report())?;
+    write(out, &filled(&report, &store.store.opened.adopted));
+    Ok(())
 }
 
 fn filled(report: &Report, adopted: &Adopted) -> kvt_store_stats_t {
@@ -264,21 +250,17 @@ fn filled(report: &Report, adopted: &Adopted) -> kvt_store_stats_t {
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_store_metrics(
     store: *const kvt_store_t,
     out: *mut c_char,
     out_capacity: u64,
     out_bytes: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        if out.is_null() && out_capacity > 0 {
-            fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
-        }
-        let text = with::<StoreNoun, _>(store, Access::Salvage, |noun| {
-            noun.store.look(|core| core.metrics_text())
-        })?;
-        // SAFETY: the caller's promise.
-        unsafe { give_text(&text, out, out_capacity, out_bytes) }
-    })
+    if out.is_null() && out_capacity > 0 {
+        fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
+    }
+    let store = inspect(store)?;
+    let text = store.store.look(|core| core.metrics_text())?;
+    give_text(&text, out, out_capacity, out_bytes)
 }

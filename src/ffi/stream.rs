@@ -4,22 +4,20 @@ use std::ffi::c_void;
 
 use crate::base::callback::refuse_reentry;
 use crate::base::core::Core;
-use crate::base::slab::{Pin, Slab};
+use crate::base::slab::Pin;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::device::{Event, Memory};
 use crate::fail;
-use crate::ffi::budget::BudgetNoun;
+use crate::ffi::abi::{
+    Access, Plain, capi, check_out, free, insert, known_flags, noun, pin, read, require, write,
+};
 use crate::ffi::device::device_of;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
 use crate::ffi::model::with_model;
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::stream_opts::{kvt_stream_opts_t, options};
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, memory_of};
 use crate::stream::scheduler::{Lease, Target};
 use crate::stream::streamer::{AcquireOpts, Streamer, UnitLease};
@@ -38,7 +36,7 @@ pub const KVT_ACQUIRE_EARLY: u64 = 2;
 /// A unit that the engine has until it gives it back. Nobody but the library writes
 /// into it; copies of it are not given back on their own.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_unit_lease_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -60,27 +58,13 @@ pub struct kvt_unit_lease_t {
     pub since_ns: u64,
 }
 
-// SAFETY: integers and a raw pointer; the first field is the size.
-unsafe impl Plain for kvt_unit_lease_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_unit_lease_t {}
-
 /// A streamer, and the runtime it belongs to.
 pub(crate) struct StreamNoun {
     pub(crate) core: Arc<Core>,
     pub(crate) streamer: Streamer,
 }
 
-static STREAMS: Slab<StreamNoun> = Slab::new();
-
-impl Noun for StreamNoun {
-    type C = kvt_stream_t;
-    const TYPE: u8 = 18;
-    const NAME: &'static str = "streamer";
-    fn table() -> &'static Slab<Self> {
-        &STREAMS
-    }
-}
+noun!(StreamNoun, kvt_stream_t, 18, "streamer");
 
 /// Calls `body` with a streamer.
 #[inline]
@@ -89,7 +73,7 @@ pub(crate) fn with_stream<R>(
     access: Access,
     body: impl FnOnce(&Streamer) -> Result<R>,
 ) -> Result<R> {
-    with::<StreamNoun, R>(handle, access, |noun| body(&noun.streamer))
+    body(&crate::ffi::abi::access(handle, access)?.streamer)
 }
 
 /// A place as a number that is not 0.
@@ -131,40 +115,31 @@ fn place_of(code: u64) -> Result<Target> {
 ///
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_open(
     runtime: *const kvt_runtime_t,
     opts: *const kvt_stream_opts_t,
     out: *mut *mut kvt_stream_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (given, mut opts) = unsafe {
-            require(out)?;
-            let given = read(opts)?;
-            (given, options(&given)?)
-        };
-        if !given.budget.is_null() {
-            opts.budget = Some(pin::<BudgetNoun>(given.budget, Access::Use)?.0.clone());
+    require(out)?;
+    let given = read(opts)?;
+    let (given, mut opts) = (given, options(&given)?);
+    if !given.budget.is_null() {
+        opts.budget = Some(pin(given.budget, Access::Use)?.0.clone());
+    }
+    let parts = with_model(given.model, |parts| Ok(parts.clone()))?;
+    let noun = on_runtime(runtime, |core| {
+        if opts.budget.as_ref().is_some_and(|budget| !Arc::ptr_eq(budget.core(), core)) {
+            fail!(Invalid, "the budget belongs to another runtime");
         }
-        let parts = with_model(given.model, |parts| Ok(parts.clone()))?;
-        let noun = on_runtime(runtime, |core| {
-            if opts.budget.as_ref().is_some_and(|budget| !Arc::ptr_eq(budget.core(), core)) {
-                fail!(Invalid, "the budget belongs to another runtime");
-            }
-            opts.device = device_of(core, given.device)?;
-            let (model, units) = (parts.model.clone(), parts.units.clone());
-            let streamer = Streamer::open(core, model, units, opts)?;
-            Ok(StreamNoun { core: core.clone(), streamer })
-        })?;
-        let handle = insert(noun)?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+        opts.device = device_of(core, given.device)?;
+        let (model, units) = (parts.model.clone(), parts.units.clone());
+        let streamer = Streamer::open(core, model, units, opts)?;
+        Ok(StreamNoun { core: core.clone(), streamer })
+    })?;
+    out.write(insert(noun)?);
+    Ok(())
 }
 
 /// Closes a streamer: ends calls that wait for units, and waits for reads that are under way.
@@ -182,7 +157,7 @@ pub unsafe extern "C" fn kvt_stream_open(
 ///
 /// # Safety
 /// Pointers are null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_close(
     stream: *mut *mut kvt_stream_t,
     deadline_ns: u64,
@@ -192,8 +167,7 @@ pub unsafe extern "C" fn kvt_stream_close(
         refuse_reentry()?;
         noun.streamer.close(deadline_ns)
     };
-    // SAFETY: the caller's promise.
-    unsafe { guard_err(err, || free::<StreamNoun>(stream, close)) }
+    free(stream, close)
 }
 
 /// Asks for a unit, and waits until it is there. It stays where it is until it was given back
@@ -217,7 +191,7 @@ pub unsafe extern "C" fn kvt_stream_close(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_acquire(
     stream: *const kvt_stream_t,
     unit: u32,
@@ -226,33 +200,27 @@ pub unsafe extern "C" fn kvt_stream_acquire(
     out: *mut kvt_unit_lease_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        known_flags(flags, KVT_ACQUIRE_POLL | KVT_ACQUIRE_EARLY)?;
-        let has = |flag: u64| flags & flag != 0;
-        let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_EARLY));
-        let how = AcquireOpts { poll, when_issued: early, deadline_ns };
-        let lease = with_stream(stream, Access::Use, |streamer| streamer.acquire(unit, how))?;
-        let given = kvt_unit_lease_t {
-            struct_size: 0,
-            address: lease.address as *const c_void,
-            bytes: lease.bytes,
-            unit,
-            memory: match lease.memory {
-                Memory::Host => KVT_MEMORY_HOST,
-                Memory::Device => KVT_MEMORY_DEVICE,
-            },
-            place: place_code(lease.lease.location),
-            event: lease.lease.event.map_or(0, |event| event.0),
-            since_ns: lease.since_ns,
-        };
-        // SAFETY: it passed `check_out`.
-        unsafe { write(out, &given) };
-        Ok(())
+    check_out(out)?;
+    known_flags(flags, KVT_ACQUIRE_POLL | KVT_ACQUIRE_EARLY)?;
+    let has = |flag: u64| flags & flag != 0;
+    let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_EARLY));
+    let how = AcquireOpts { poll, when_issued: early, deadline_ns };
+    let lease = with_stream(stream, Access::Use, |streamer| streamer.acquire(unit, how))?;
+    let given = kvt_unit_lease_t {
+        struct_size: 0,
+        address: lease.address as *const c_void,
+        bytes: lease.bytes,
+        unit,
+        memory: match lease.memory {
+            Memory::Host => KVT_MEMORY_HOST,
+            Memory::Device => KVT_MEMORY_DEVICE,
+        },
+        place: place_code(lease.lease.location),
+        event: lease.lease.event.map_or(0, |event| event.0),
+        since_ns: lease.since_ns,
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    write(out, &given);
+    Ok(())
 }
 
 /// Gives a unit back, and clears what it was held by. Allowed while a streamer closes.
@@ -273,40 +241,30 @@ pub unsafe extern "C" fn kvt_stream_acquire(
 ///
 /// # Safety
 /// `held` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_release(
     stream: *const kvt_stream_t,
     lease: *mut kvt_unit_lease_t,
     after: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            check_out(lease)?;
-            read(lease.cast_const())?
-        };
-        let after = (after != 0).then_some(Event(after));
-        let location = place_of(given.place)?;
-        let back = UnitLease {
-            lease: Lease { unit: given.unit, location, event: None },
-            address: given.address.addr() as u64,
-            bytes: given.bytes,
-            memory: memory_of(given.memory)?,
-            since_ns: given.since_ns,
-        };
-        let right = with_stream(stream, Access::Salvage, |streamer| {
-            if after.is_some() && !streamer.has_device() {
-                fail!(Unsupported, "an event, and the engine computes in host memory");
-            }
-            streamer.give_back(&back, after)
-        })?;
-        // SAFETY: it passed `check_out`.
-        unsafe {
-            write(lease, &kvt_unit_lease_t { unit: given.unit, ..kvt_unit_lease_t::zeroed() })
-        };
-        right
+    check_out(lease)?;
+    let given = read(lease.cast_const())?;
+    let after = (after != 0).then_some(Event(after));
+    let location = place_of(given.place)?;
+    let back = UnitLease {
+        lease: Lease { unit: given.unit, location, event: None },
+        address: given.address.addr() as u64,
+        bytes: given.bytes,
+        memory: memory_of(given.memory)?,
+        since_ns: given.since_ns,
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let right = with_stream(stream, Access::Salvage, |streamer| {
+        if after.is_some() && !streamer.has_device() {
+            fail!(Unsupported, "an event, and the engine computes in host memory");
+        }
+        streamer.give_back(&back, after)
+    })?;
+    write(lease, &kvt_unit_lease_t { unit: given.unit, ..kvt_unit_lease_t::zeroed() });
+    right
 }

@@ -3,16 +3,15 @@
 use std::ffi::{c_char, c_void};
 
 use crate::base::status::{Result, Status};
+use crate::ffi::abi::{
+    Access, Plain, Strided, capi, check_out, give, give_text, put, require, text, write,
+};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::Access;
-use crate::ffi::slice::{give_text, require, text};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::stream::{kvt_stream_t, with_stream};
 use crate::ffi::stream_plan::{
     PlanOut, forecast_of, kvt_forecast_t, kvt_stream_plan_t, kvt_unit_residency_t, words_of,
 };
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, write};
 use crate::stream::plan::Links;
 
 /// kvt_stream_mark_t.stage: a chunk was read.
@@ -26,7 +25,7 @@ pub const KVT_STAGE_WAIT: u32 = 4;
 
 /// What a streamer has done.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_stats_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -76,7 +75,7 @@ pub struct kvt_stream_stats_t {
 
 /// What became of the experts of a layer. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_layer_count_t {
     /// The layer.
     pub layer: u32,
@@ -92,7 +91,7 @@ pub struct kvt_layer_count_t {
 
 /// Something that took time. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_mark_t {
     /// KVT_STAGE_*.
     pub stage: u32,
@@ -103,15 +102,6 @@ pub struct kvt_stream_mark_t {
     /// Until when.
     pub end_ns: u64,
 }
-
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_stream_stats_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_stream_stats_t {}
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_layer_count_t {}
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_stream_mark_t {}
 
 /// Who lives where now.
 ///
@@ -129,7 +119,7 @@ unsafe impl Plain for kvt_stream_mark_t {}
 ///
 /// # Safety
 /// Pointers are null or valid; structs for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_plan(
     stream: *const kvt_stream_t,
     out: *mut kvt_stream_plan_t,
@@ -138,14 +128,9 @@ pub unsafe extern "C" fn kvt_stream_plan(
     capacity: u64,
     stride_bytes: u64,
 ) -> kvt_status_t {
-    guard(|| {
-        let to = PlanOut { plan: out, forecast, residency, capacity: capacity, stride_bytes };
-        // SAFETY: the caller's promise; outputs are written after they passed the check.
-        unsafe {
-            to.check()?;
-            to.give(&with_stream(stream, Access::Salvage, |stream| Ok(stream.plan()))?)
-        }
-    })
+    let to = PlanOut { plan: out, forecast, residency, capacity, stride_bytes };
+    to.check()?;
+    to.give(&with_stream(stream, Access::Salvage, |stream| Ok(stream.plan()))?)
 }
 
 /// The same in words, with every figure explained.
@@ -162,7 +147,7 @@ pub unsafe extern "C" fn kvt_stream_plan(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_plan_describe(
     stream: *const kvt_stream_t,
     kind: u32,
@@ -170,13 +155,10 @@ pub unsafe extern "C" fn kvt_stream_plan_describe(
     out_capacity: u64,
     out_bytes: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        let words = with_stream(stream, Access::Salvage, |stream| {
-            words_of(kind, || stream.plan_text(), || stream.plan_json())
-        })?;
-        // SAFETY: the caller's promise.
-        unsafe { give_text(&words, out, out_capacity, out_bytes) }
-    })
+    let words = with_stream(stream, Access::Salvage, |stream| {
+        words_of(kind, || stream.plan_text(), || stream.plan_json())
+    })?;
+    give_text(&words, out, out_capacity, out_bytes)
 }
 
 /// What a pass would take over other links.
@@ -194,7 +176,7 @@ pub unsafe extern "C" fn kvt_stream_plan_describe(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; `out` for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_what_if(
     stream: *const kvt_stream_t,
     links: *const c_char,
@@ -202,18 +184,11 @@ pub unsafe extern "C" fn kvt_stream_what_if(
     out: *mut kvt_forecast_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise; the output is written after it passed the check.
-        unsafe {
-            check_out(out)?;
-            let links = Links::parse(text("links", links, links_bytes)?)?;
-            let forecast = with_stream(stream, Access::Salvage, |stream| stream.what_if(links))?;
-            write(out, &forecast_of(Some(&forecast)));
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check_out(out)?;
+    let links = Links::parse(text("links", links, links_bytes)?)?;
+    let forecast = with_stream(stream, Access::Salvage, |stream| stream.what_if(links))?;
+    write(out, &forecast_of(Some(&forecast)));
+    Ok(())
 }
 
 /// What a streamer has done since it was opened; also of a poisoned one.
@@ -226,17 +201,17 @@ pub unsafe extern "C" fn kvt_stream_what_if(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_stats(
     stream: *const kvt_stream_t,
     out: *mut kvt_stream_stats_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let (stats, [disk, device]) =
-            with_stream(stream, Access::Salvage, |stream| Ok((stream.stats(), stream.links())))?;
-        let row = kvt_stream_stats_t {
+    check_out(out)?;
+    let (stats, [disk, device]) =
+        with_stream(stream, Access::Salvage, |stream| Ok((stream.stats(), stream.links())))?;
+    write(
+        out,
+        &kvt_stream_stats_t {
             struct_size: 0,
             passes: stats.passes,
             pass_ns: stats.pass_ns,
@@ -258,11 +233,9 @@ pub unsafe extern "C" fn kvt_stream_stats(
             expert_misses: stats.expert_misses,
             direct_bytes: stats.direct_bytes,
             direct_failed: stats.direct_failed,
-        };
-        // SAFETY: it passed `check_out`.
-        unsafe { write(out, &row) };
-        Ok(())
-    })
+        },
+    );
+    Ok(())
 }
 
 /// Most rows that a caller has room for.
@@ -299,7 +272,7 @@ unsafe fn give_rows<T: Plain, F>(
 ///
 /// # Safety
 /// `rows` is null or valid for writes of its entries, `count_out` for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_layers(
     stream: *const kvt_stream_t,
     rows: *mut kvt_layer_count_t,
@@ -307,18 +280,13 @@ pub unsafe extern "C" fn kvt_stream_layers(
     stride_bytes: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        let all = with_stream(stream, Access::Salvage, |stream| Ok(stream.layers()));
-        // SAFETY: the caller's promise.
-        unsafe {
-            give_rows(rows, (capacity, stride_bytes), count_out, all, |count| kvt_layer_count_t {
-                layer: count.layer,
-                reserved: 0,
-                hits: count.hits,
-                misses: count.misses,
-                bytes: count.bytes,
-            })
-        }
+    let all = with_stream(stream, Access::Salvage, |stream| Ok(stream.layers()));
+    give_rows(rows, (capacity, stride_bytes), count_out, all, |count| kvt_layer_count_t {
+        layer: count.layer,
+        reserved: 0,
+        hits: count.hits,
+        misses: count.misses,
+        bytes: count.bytes,
     })
 }
 
@@ -336,7 +304,7 @@ pub unsafe extern "C" fn kvt_stream_layers(
 ///
 /// # Safety
 /// `rows` is null or valid for writes of its entries, `count_out` for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_marks(
     stream: *const kvt_stream_t,
     rows: *mut kvt_stream_mark_t,
@@ -344,17 +312,12 @@ pub unsafe extern "C" fn kvt_stream_marks(
     stride_bytes: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        let all = with_stream(stream, Access::Salvage, |stream| Ok(stream.marks()));
-        // SAFETY: the caller's promise.
-        unsafe {
-            give_rows(rows, (capacity, stride_bytes), count_out, all, |mark| kvt_stream_mark_t {
-                stage: mark.stage as u32,
-                unit: mark.unit,
-                begin_ns: mark.begin_ns,
-                end_ns: mark.end_ns,
-            })
-        }
+    let all = with_stream(stream, Access::Salvage, |stream| Ok(stream.marks()));
+    give_rows(rows, (capacity, stride_bytes), count_out, all, |mark| kvt_stream_mark_t {
+        stage: mark.stage as u32,
+        unit: mark.unit,
+        begin_ns: mark.begin_ns,
+        end_ns: mark.end_ns,
     })
 }
 
@@ -371,22 +334,19 @@ pub unsafe extern "C" fn kvt_stream_marks(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_engine(
     stream: *const kvt_stream_t,
     out: *mut c_char,
     out_capacity: u64,
     out_bytes: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        let (engine, why) = with_stream(stream, Access::Salvage, |stream| Ok(stream.engine()))?;
-        let line = match why {
-            Some(why) => format!("{engine}: {why}"),
-            None => engine,
-        };
-        // SAFETY: the caller's promise.
-        unsafe { give_text(&line, out, out_capacity, out_bytes) }
-    })
+    let (engine, why) = with_stream(stream, Access::Salvage, |stream| Ok(stream.engine()))?;
+    let line = match why {
+        Some(why) => format!("{engine}: {why}"),
+        None => engine,
+    };
+    give_text(&line, out, out_capacity, out_bytes)
 }
 
 /// Reads a unit from its files, past whatever is in memory, and compares it with its
@@ -403,23 +363,16 @@ pub unsafe extern "C" fn kvt_stream_engine(
 ///
 /// # Safety
 /// Pointers are null or valid.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_verify(
     stream: *const kvt_stream_t,
     unit: u32,
     sum_out: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let sum = with_stream(stream, Access::Use, |stream| stream.verify(unit))?;
-        if !sum_out.is_null() {
-            // SAFETY: not null, and the caller's promise.
-            unsafe { sum_out.write(sum) };
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let sum = with_stream(stream, Access::Use, |stream| stream.verify(unit))?;
+    put(sum_out, sum);
+    Ok(())
 }
 
 /// The checksum of a unit, if all of it has been looked at (KVT_VERIFY_*, or a sidecar).
@@ -433,20 +386,16 @@ pub unsafe extern "C" fn kvt_stream_verify(
 ///
 /// # Safety
 /// `out` is null or valid for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_sum(
     stream: *const kvt_stream_t,
     unit: u32,
     out: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(out)? };
-        let sum = with_stream(stream, Access::Salvage, |stream| stream.sum_of(unit))?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(sum) };
-        Ok(())
-    })
+    require(out)?;
+    let sum = with_stream(stream, Access::Salvage, |stream| stream.sum_of(unit))?;
+    out.write(sum);
+    Ok(())
 }
 
 /// The address that a unit has in place (KVT_STREAM_IN_PLACE), from the opening to the close:
@@ -467,27 +416,19 @@ pub unsafe extern "C" fn kvt_stream_sum(
 ///
 /// # Safety
 /// `address_out` is null or valid for a write, and so is `bytes_out`.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_fixed(
     stream: *const kvt_stream_t,
     unit: u32,
     address_out: *mut *const c_void,
     bytes_out: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(address_out)? };
-        let (address, bytes) = with_stream(stream, Access::Salvage, |stream| match unit {
-            crate::ffi::model::KVT_NONE => stream.range().ok_or(Status::State.into()),
-            unit => stream.fixed(unit),
-        })?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe {
-            address_out.write(address as *const c_void);
-            if !bytes_out.is_null() {
-                bytes_out.write(bytes);
-            }
-        }
-        Ok(())
-    })
+    require(address_out)?;
+    let (address, bytes) = with_stream(stream, Access::Salvage, |stream| match unit {
+        crate::ffi::model::KVT_NONE => stream.range().ok_or(Status::State.into()),
+        unit => stream.fixed(unit),
+    })?;
+    address_out.write(address as *const c_void);
+    put(bytes_out, bytes);
+    Ok(())
 }

@@ -4,12 +4,11 @@ use std::ffi::c_char;
 
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{Plain, known_flags, read, text};
 use crate::ffi::budget::kvt_budget_t;
 use crate::ffi::device::kvt_device_t;
 use crate::ffi::model::{kvt_model_t, path};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::text;
-use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 use crate::io::model_files::real::ModelFilesOpts;
 use crate::stream::plan::{ComputeLocation, Links, Memory, Mode, Placement, PlanOptions};
 use crate::stream::streamer::{Opts, Verify, memory_of};
@@ -89,7 +88,7 @@ pub const KVT_VERIFY_ALWAYS: u32 = 2;
 /// What you decide about memory, and know of links. 0 is the default everywhere; where 0 has
 /// a meaning of its own a flag says that it is meant.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_terms_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -147,7 +146,7 @@ pub struct kvt_stream_terms_t {
 
 /// What memory there is.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_memory_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -163,7 +162,7 @@ pub struct kvt_stream_memory_t {
 
 /// How to open a streamer.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -212,19 +211,6 @@ pub struct kvt_stream_opts_t {
     /// the processor.
     pub device: *const kvt_device_t,
 }
-
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_stream_terms_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_stream_terms_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_stream_memory_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_stream_memory_t {}
-// SAFETY: integers and raw pointers; the first field is the size.
-unsafe impl Plain for kvt_stream_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_stream_opts_t {}
 
 fn terms_of(given: &kvt_stream_terms_t) -> Result<(PlanOptions, Links)> {
     known_flags(given.flags, (2 * KVT_TERMS_EXPERT_SLOTS - 1) | KVT_STREAM_SHRINKS)?;

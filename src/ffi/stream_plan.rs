@@ -4,13 +4,11 @@ use std::ffi::c_char;
 
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided, capi, check_out, give, give_text, text, write};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
 use crate::ffi::model::{Parts, kvt_model_t, with_model};
-use crate::ffi::slice::{give_text, text};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::stream_opts::{inputs_of, kvt_stream_memory_t, kvt_stream_terms_t};
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, give, write};
 use crate::stream::plan::{
     Binding, ComputeLocation, Forecast, Inputs, Links, Mode, Plan, Residency,
 };
@@ -37,7 +35,7 @@ pub const KVT_PLAN_JSON: u32 = 1;
 
 /// Who lives where, in numbers.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_plan_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -75,7 +73,7 @@ pub struct kvt_stream_plan_t {
 
 /// What a pass will take; all 0 where the speed of a link that it needs is not known.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_forecast_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -105,24 +103,13 @@ pub struct kvt_forecast_t {
 
 /// Where a unit lives. Stands in arrays only.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_unit_residency_t {
     /// KVT_RESIDENT_*.
     pub residency: u32,
     /// 1: it is used in host memory though the engine computes on a device, else 0.
     pub on_processor: u32,
 }
-
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_stream_plan_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_stream_plan_t {}
-// SAFETY: integers and a float, of which all zero is a value; the first field is the size.
-unsafe impl Plain for kvt_forecast_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_forecast_t {}
-// SAFETY: integers alone.
-unsafe impl Plain for kvt_unit_residency_t {}
 
 /// Where the answer to a question for a plan goes.
 #[derive(Clone, Copy)]
@@ -289,7 +276,7 @@ unsafe fn planned<R>(
 ///
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_plan(
     model: *const kvt_model_t,
     terms: *const kvt_stream_terms_t,
@@ -301,16 +288,9 @@ pub unsafe extern "C" fn kvt_model_plan(
     stride_bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let to = PlanOut { plan: out, forecast, residency, capacity: capacity, stride_bytes };
-        // SAFETY: the caller's promise; outputs are written after they passed the check.
-        unsafe {
-            to.check()?;
-            planned(model, terms, memory, |plan, _| to.give(plan))
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let to = PlanOut { plan: out, forecast, residency, capacity, stride_bytes };
+    to.check()?;
+    planned(model, terms, memory, |plan, _| to.give(plan))
 }
 
 /// The same in words, with every figure explained.
@@ -330,7 +310,7 @@ pub unsafe extern "C" fn kvt_model_plan(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; structs for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_plan_describe(
     model: *const kvt_model_t,
     terms: *const kvt_stream_terms_t,
@@ -341,17 +321,10 @@ pub unsafe extern "C" fn kvt_model_plan_describe(
     out_bytes: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let words = planned(model, terms, memory, |plan, inputs| {
-                words_of(kind, || plan.text(inputs), || plan.json(inputs))
-            })?;
-            give_text(&words, out, out_capacity, out_bytes)
-        }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let words = planned(model, terms, memory, |plan, inputs| {
+        words_of(kind, || plan.text(inputs), || plan.json(inputs))
+    })?;
+    give_text(&words, out, out_capacity, out_bytes)
 }
 
 /// What a pass would take over other links, with the homes of the plan for these terms.
@@ -370,7 +343,7 @@ pub unsafe extern "C" fn kvt_model_plan_describe(
 ///
 /// # Safety
 /// Pointers are null or valid for their lengths; structs for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_model_what_if(
     model: *const kvt_model_t,
     terms: *const kvt_stream_terms_t,
@@ -380,17 +353,9 @@ pub unsafe extern "C" fn kvt_model_what_if(
     out: *mut kvt_forecast_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise; the output is written after it passed the check.
-        unsafe {
-            check_out(out)?;
-            let links = Links::parse(text("links", links, links_bytes)?)?;
-            let forecast =
-                planned(model, terms, memory, |plan, inputs| plan.what_if(inputs, links))?;
-            write(out, &forecast_of(Some(&forecast)));
-        }
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    check_out(out)?;
+    let links = Links::parse(text("links", links, links_bytes)?)?;
+    let forecast = planned(model, terms, memory, |plan, inputs| plan.what_if(inputs, links))?;
+    write(out, &forecast_of(Some(&forecast)));
+    Ok(())
 }

@@ -1,14 +1,12 @@
 //! Passes of a streamer, what it is told, and memory that becomes more or less.
 
 use crate::base::callback::refuse_reentry;
+use crate::ffi::abi::{Access, Plain, capi, check_out, known_flags, read, write};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::Access;
 use crate::ffi::policy_use::numbers;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::stream::{kvt_stream_t, with_stream};
 use crate::ffi::stream_plan::{PlanOut, kvt_stream_plan_t};
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 use crate::stream::units::MAX_UNITS;
 
 /// host_bytes is meant as it is, also when it is 0.
@@ -18,7 +16,7 @@ pub const KVT_LIMIT_DEVICE: u64 = 2;
 
 /// What weights may have from now on.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_limits_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -36,7 +34,7 @@ pub struct kvt_stream_limits_t {
 
 /// How far the residents are.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_progress_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -47,15 +45,6 @@ pub struct kvt_stream_progress_t {
     /// Bytes read so far, for whatever.
     pub read_bytes: u64,
 }
-
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_stream_limits_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_stream_limits_t {}
-// SAFETY: integers alone; the first field is the size.
-unsafe impl Plain for kvt_stream_progress_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_stream_progress_t {}
 
 /// Waits until all residents are at home. Not needed: units that are asked for come first.
 ///
@@ -69,18 +58,14 @@ unsafe impl Sized_ for kvt_stream_progress_t {}
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_load(
     stream: *const kvt_stream_t,
     deadline_ns: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        refuse_reentry()?;
-        with_stream(stream, Access::Use, |streamer| streamer.load(deadline_ns))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    refuse_reentry()?;
+    with_stream(stream, Access::Use, |streamer| streamer.load(deadline_ns))
 }
 
 /// How far that is.
@@ -93,25 +78,23 @@ pub unsafe extern "C" fn kvt_stream_load(
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_progress(
     stream: *const kvt_stream_t,
     out: *mut kvt_stream_progress_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let progress = with_stream(stream, Access::Salvage, |stream| Ok(stream.progress()))?;
-        let row = kvt_stream_progress_t {
+    check_out(out)?;
+    let progress = with_stream(stream, Access::Salvage, |stream| Ok(stream.progress()))?;
+    write(
+        out,
+        &kvt_stream_progress_t {
             struct_size: 0,
             missing: progress.missing,
             resident_units: progress.residents,
             read_bytes: progress.read_bytes,
-        };
-        // SAFETY: it passed `check_out`.
-        unsafe { write(out, &row) };
-        Ok(())
-    })
+        },
+    );
+    Ok(())
 }
 
 /// A pass begins: units come in the order that was given. Files are looked at: a model that was
@@ -126,13 +109,12 @@ pub unsafe extern "C" fn kvt_stream_progress(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_pass_begin(
     stream: *const kvt_stream_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, || with_stream(stream, Access::Use, |stream| stream.pass_begin())) }
+    with_stream(stream, Access::Use, |stream| stream.pass_begin())
 }
 
 /// A pass has ended. Unless KVT_STREAM_ONCE was said, the first units of the next are on
@@ -146,13 +128,12 @@ pub unsafe extern "C" fn kvt_stream_pass_begin(
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_pass_end(
     stream: *const kvt_stream_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, || with_stream(stream, Access::Use, |stream| stream.pass_end())) }
+    with_stream(stream, Access::Use, |stream| stream.pass_end())
 }
 
 /// The engine will use these units, such as the experts that a router has named: they are
@@ -170,20 +151,15 @@ pub unsafe extern "C" fn kvt_stream_pass_end(
 ///
 /// # Safety
 /// `units` is null or valid for reads of `count` numbers.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_hint(
     stream: *const kvt_stream_t,
     units: *const u32,
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let units = unsafe { numbers(units, count, MAX_UNITS)? };
-        with_stream(stream, Access::Use, |stream| stream.hint(units))
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let units = numbers(units, count, MAX_UNITS)?;
+    with_stream(stream, Access::Use, |stream| stream.hint(units))
 }
 
 /// Gives weights more memory, or less, while passes go on: the context grows, KV needs room.
@@ -203,33 +179,24 @@ pub unsafe extern "C" fn kvt_stream_hint(
 ///
 /// # Safety
 /// Pointers are null or valid; structs for the size they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_stream_rebalance(
     stream: *const kvt_stream_t,
     limits: *const kvt_stream_limits_t,
     out: *mut kvt_stream_plan_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        let to = PlanOut { plan: out, ..PlanOut::nowhere() };
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            to.check()?;
-            read(limits)?
-        };
-        known_flags(given.flags, KVT_LIMIT_HOST | KVT_LIMIT_DEVICE)?;
-        if given.reserved != 0 {
-            crate::fail!(Invalid, "reserved is {}", given.reserved);
-        }
-        let said = |bytes: u64, flag: u64| (bytes != 0 || given.flags & flag != 0).then_some(bytes);
-        let host = said(given.host_bytes, KVT_LIMIT_HOST);
-        let device = said(given.device_bytes, KVT_LIMIT_DEVICE);
-        let context = (given.context != 0).then_some(given.context);
-        let plan =
-            with_stream(stream, Access::Use, |stream| stream.rebalance(host, device, context))?;
-        // SAFETY: it passed the check.
-        unsafe { to.give(&plan) }
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let to = PlanOut { plan: out, ..PlanOut::nowhere() };
+    to.check()?;
+    let given = read(limits)?;
+    known_flags(given.flags, KVT_LIMIT_HOST | KVT_LIMIT_DEVICE)?;
+    if given.reserved != 0 {
+        crate::fail!(Invalid, "reserved is {}", given.reserved);
+    }
+    let said = |bytes: u64, flag: u64| (bytes != 0 || given.flags & flag != 0).then_some(bytes);
+    let host = said(given.host_bytes, KVT_LIMIT_HOST);
+    let device = said(given.device_bytes, KVT_LIMIT_DEVICE);
+    let context = (given.context != 0).then_some(given.context);
+    let plan = with_stream(stream, Access::Use, |stream| stream.rebalance(host, device, context))?;
+    to.give(&plan)
 }

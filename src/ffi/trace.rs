@@ -3,16 +3,14 @@
 use std::ffi::{c_char, c_void};
 
 use crate::base::callback::{Foreign, refuse_reentry};
-use crate::base::slab::Slab;
 use crate::base::spec::Spec;
 use crate::base::status::Result;
 use crate::fail;
+use crate::ffi::abi::{
+    Plain, capi, check_out, enter, free, insert, known_flags, noun, read, require, text, write,
+};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, free, insert, with};
-use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 use crate::meta::cost::Cost;
 use crate::policy::custom;
 use crate::trace::generate::{self, GenOpts};
@@ -47,7 +45,7 @@ pub type kvt_progress_fn =
 
 /// What to read or make.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_trace_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -76,7 +74,7 @@ pub struct kvt_trace_opts_t {
 
 /// What is in a trace.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_trace_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -100,7 +98,7 @@ pub struct kvt_trace_info_t {
 
 /// How to replay.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_replay_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -129,7 +127,7 @@ pub struct kvt_replay_opts_t {
 
 /// How a policy did.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_replay_report_t {
     /// sizeof of this struct.
     pub struct_size: u64,
@@ -169,37 +167,9 @@ pub struct kvt_replay_report_t {
     pub run_ns: u64,
 }
 
-// SAFETY: integers, a float of which all zero is a value, and raw pointers; the first
-// field is the size.
-unsafe impl Plain for kvt_trace_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_trace_opts_t {}
-// SAFETY: integers; the first field is the size.
-unsafe impl Plain for kvt_trace_info_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_trace_info_t {}
-// SAFETY: integers, a float, raw pointers and a nullable function; the first field is
-// the size.
-unsafe impl Plain for kvt_replay_opts_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_replay_opts_t {}
-// SAFETY: integers and floats of which all zero is a value; the first field is the size.
-unsafe impl Plain for kvt_replay_report_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_replay_report_t {}
-
 pub(crate) struct TraceNoun(Trace);
 
-static TRACES: Slab<TraceNoun> = Slab::new();
-
-impl Noun for TraceNoun {
-    type C = kvt_trace_t;
-    const TYPE: u8 = 9;
-    const NAME: &'static str = "trace";
-    fn table() -> &'static Slab<Self> {
-        &TRACES
-    }
-}
+noun!(TraceNoun, kvt_trace_t, 9, "trace");
 
 const DEFAULT_BLOCK_TOKENS: u32 = 512;
 const DEFAULT_SEED: u64 = 7;
@@ -268,39 +238,31 @@ fn keep(trace: Trace, flat: bool) -> Result<*mut kvt_trace_t> {
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_trace_open(
     opts: *const kvt_trace_opts_t,
     out: *mut *mut kvt_trace_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            require(out)?;
-            given(opts)?
-        };
-        if given.path.is_empty() {
-            fail!(Invalid, "no path was given");
-        }
-        let kind = match &*given.kind {
-            "" => None,
-            name => Some(reader::kind_of(name)?),
-        };
-        let opts = ReadOpts {
-            kind,
-            block_tokens: given.block_tokens,
-            seed: given.seed,
-            gap_ns: given.gap_ns,
-            duration_ns: given.duration_ns,
-        };
-        let handle = keep(reader::open(given.path.as_ref(), &opts)?, given.flat)?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
+    require(out)?;
+    let given = given(opts)?;
+    if given.path.is_empty() {
+        fail!(Invalid, "no path was given");
+    }
+    let kind = match &*given.kind {
+        "" => None,
+        name => Some(reader::kind_of(name)?),
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let opts = ReadOpts {
+        kind,
+        block_tokens: given.block_tokens,
+        seed: given.seed,
+        gap_ns: given.gap_ns,
+        duration_ns: given.duration_ns,
+    };
+    let handle = keep(reader::open(given.path.as_ref(), &opts)?, given.flat)?;
+    out.write(handle);
+    Ok(())
 }
 
 /// Makes a workload up: the same for the same options on every machine.
@@ -315,32 +277,24 @@ pub unsafe extern "C" fn kvt_trace_open(
 ///
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_trace_generate(
     opts: *const kvt_trace_opts_t,
     out: *mut *mut kvt_trace_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let given = unsafe {
-            require(out)?;
-            given(opts)?
-        };
-        let made = generate::make(&GenOpts {
-            kind: generate::kind_of(&given.kind)?,
-            duration_ns: given.duration_ns,
-            seed: given.seed,
-            rate: given.rate,
-            block_tokens: given.block_tokens,
-        })?;
-        let handle = keep(made, given.flat)?;
-        // SAFETY: not null, and the caller's promise.
-        unsafe { out.write(handle) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    require(out)?;
+    let given = given(opts)?;
+    let made = generate::make(&GenOpts {
+        kind: generate::kind_of(&given.kind)?,
+        duration_ns: given.duration_ns,
+        seed: given.seed,
+        rate: given.rate,
+        block_tokens: given.block_tokens,
+    })?;
+    let handle = keep(made, given.flat)?;
+    out.write(handle);
+    Ok(())
 }
 
 /// Frees a trace. Replays that are going on go on to their end.
@@ -352,10 +306,9 @@ pub unsafe extern "C" fn kvt_trace_generate(
 ///
 /// # Safety
 /// `trace` is null or valid for reads and writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_trace_free(trace: *mut *mut kvt_trace_t) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { free::<TraceNoun>(trace, |_| Ok(())) })
+    free(trace, |_| Ok(()))
 }
 
 /// What is in a trace.
@@ -368,32 +321,29 @@ pub unsafe extern "C" fn kvt_trace_free(trace: *mut *mut kvt_trace_t) -> kvt_sta
 ///
 /// # Safety
 /// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_trace_info(
     trace: *const kvt_trace_t,
     out: *mut kvt_trace_info_t,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let info = with::<TraceNoun, _>(trace, Access::Use, |noun| {
-            let (trace, study) = (&noun.0, Study::of(&noun.0, &Cost::default())?);
-            Ok(kvt_trace_info_t {
-                struct_size: 0,
-                requests: trace.requests().len() as u64,
-                references: trace.references() as u64,
-                blocks: trace.uniques() as u64,
-                block_tokens: u64::from(trace.block_tokens()),
-                sessions: study.session_count as u64,
-                duration_ns: trace.duration_ns() as u64,
-                tokens: study.floor.tokens,
-                known_tokens: study.floor.hit_tokens,
-            })
-        })?;
-        // SAFETY: checked above.
-        unsafe { write(out, &info) };
-        Ok(())
-    })
+    check_out(out)?;
+    let noun = enter(trace)?;
+    let (trace, study) = (&noun.0, Study::of(&noun.0, &Cost::default())?);
+    write(
+        out,
+        &kvt_trace_info_t {
+            struct_size: 0,
+            requests: trace.requests().len() as u64,
+            references: trace.references() as u64,
+            blocks: trace.uniques() as u64,
+            block_tokens: u64::from(trace.block_tokens()),
+            sessions: study.session_count as u64,
+            duration_ns: trace.duration_ns() as u64,
+            tokens: study.floor.tokens,
+            known_tokens: study.floor.hit_tokens,
+        },
+    );
+    Ok(())
 }
 
 fn replay_opts(o: &kvt_replay_opts_t) -> Result<ReplayOpts> {
@@ -460,42 +410,31 @@ fn report(r: &Report) -> kvt_replay_report_t {
 ///
 /// # Safety
 /// Pointers are null or valid; structs are valid for the sizes they state.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_trace_replay(
     trace: *const kvt_trace_t,
     opts: *const kvt_replay_opts_t,
     out: *mut kvt_replay_report_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (given, spec) = unsafe {
-            check_out(out)?;
-            let given = read(opts)?;
-            (given, text("spec", given.spec, given.spec_bytes)?)
-        };
-        refuse_reentry()?;
-        let opts = replay_opts(&given)?;
-        if Spec::parse(spec)?.name == custom::NAME {
-            fail!(Invalid, "'custom' needs a score function, and a replay has none");
-        }
-        let filled = with::<TraceNoun, _>(trace, Access::Use, |noun| {
-            let study = Study::of(&noun.0, &opts.cost)?;
-            let total = noun.0.requests().len() as u64;
-            let progress = given.progress.map(|hear| Foreign::new(hear, given.user_data, None));
-            let mut watch = |done: usize| match &progress {
-                // SAFETY: function and data came together from the caller.
-                Some(foreign) => foreign
-                    .call(|hear, user_data| unsafe { hear(user_data, done as u64, total) != 0 }),
-                None => true,
-            };
-            let blocks = given.capacity_blocks;
-            Ok(report(&replay::run(&noun.0, &study, spec, blocks, &opts, &mut watch)?))
-        })?;
-        // SAFETY: checked above.
-        unsafe { write(out, &filled) };
-        Ok(())
+    check_out(out)?;
+    let given = read(opts)?;
+    let (given, spec) = (given, text("spec", given.spec, given.spec_bytes)?);
+    refuse_reentry()?;
+    let opts = replay_opts(&given)?;
+    if Spec::parse(spec)?.name == custom::NAME {
+        fail!(Invalid, "'custom' needs a score function, and a replay has none");
+    }
+    let trace = enter(trace)?;
+    let study = Study::of(&trace.0, &opts.cost)?;
+    let total = trace.0.requests().len() as u64;
+    let progress = given.progress.map(|hear| Foreign::new(hear, given.user_data, None));
+    let mut watch = |done: usize| match &progress {
+        // SAFETY: function and data came together from the caller.
+        Some(foreign) => foreign.call(|hear, user_data| hear(user_data, done as u64, total) != 0),
+        None => true,
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    let blocks = given.capacity_blocks;
+    write(out, &report(&replay::run(&trace.0, &study, spec, blocks, &opts, &mut watch)?));
+    Ok(())
 }

@@ -3,9 +3,8 @@
 use std::ffi::c_char;
 
 use crate::base::status::{Error, Status};
+use crate::ffi::abi::{capi, require};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 
 /// Major version of this header.
@@ -24,7 +23,7 @@ const TEXT: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
 /// @return A NUL-terminated string that lives as long as the library. Never null.
 ///
 /// Threading: any thread, also in callbacks and after fork. Since 0.1.
-#[unsafe(no_mangle)]
+#[capi]
 pub extern "C" fn kvt_version_str() -> *const c_char {
     TEXT.as_ptr().cast()
 }
@@ -38,16 +37,11 @@ pub extern "C" fn kvt_version_str() -> *const c_char {
 ///
 /// # Safety
 /// `out` is null or valid for writes.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_version(out: *mut u64) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(out)?;
-            out.write(KVT_HEADER_VERSION);
-        }
-        Ok(())
-    })
+    require(out)?;
+    out.write(KVT_HEADER_VERSION);
+    Ok(())
 }
 
 /// Whether a program compiled against a header can use this library. Call it
@@ -64,25 +58,20 @@ pub unsafe extern "C" fn kvt_version(out: *mut u64) -> kvt_status_t {
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_abi_check(
     header_version: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    // SAFETY: the caller's promise.
-    unsafe {
-        guard_err(err, || {
-            if fits(header_version, KVT_HEADER_VERSION) {
-                return Ok(());
-            }
-            let text = format!(
-                "the program was built against header {}, this is library {}",
-                dotted(header_version),
-                dotted(KVT_HEADER_VERSION)
-            );
-            Err(Error::new(Status::Abi, text))
-        })
+    if fits(header_version, KVT_HEADER_VERSION) {
+        return Ok(());
     }
+    let text = format!(
+        "the program was built against header {}, this is library {}",
+        dotted(header_version),
+        dotted(KVT_HEADER_VERSION)
+    );
+    Err(Error::new(Status::Abi, text))
 }
 
 fn parts(version: u64) -> (u64, u64, u64) {

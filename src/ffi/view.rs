@@ -6,8 +6,8 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Memory;
 use crate::fail;
+use crate::ffi::abi::{Plain, Strided};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::structs::{Plain, Strided};
 use crate::store::handle::Store;
 use crate::store::state::session::{LayerViews, PlaneView, Tokens, Views};
 
@@ -26,7 +26,7 @@ const RECENT_TABLES: usize = 4;
 /// equal distances. Either at one address, or in pages. Stands in arrays only. All
 /// zero = there is no such plane.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_view_t {
     /// Where the first token is; null with pages.
     pub address: *mut c_void,
@@ -53,8 +53,6 @@ pub struct kvt_view_t {
     pub head_stride_bytes: u64,
 }
 
-// SAFETY: integers and raw pointers.
-unsafe impl Plain for kvt_view_t {}
 /// Tables of pages that were copied, by where the caller has them.
 type Tables = Vec<(*const *mut c_void, u64, Arc<Vec<u64>>)>;
 

@@ -10,15 +10,12 @@ use crate::base::status::{Error, Result};
 use crate::base::sync::Arc;
 use crate::device::host;
 use crate::fail;
-use crate::ffi::buffer::{BufferNoun, kvt_buffer_t};
+use crate::ffi::abi::{Access, Plain, Strided, bytes, capi, encode, pin, require};
+use crate::ffi::buffer::kvt_buffer_t;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, encode, pin};
 use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::slice::{bytes, require};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Strided};
 
 /// Copy the source to the target; they may overlap.
 pub const KVT_DO_COPY: u32 = 1;
@@ -35,7 +32,7 @@ const _: () = assert!(KVT_DO_VERIFY == host::VERIFY && KVT_DO_PREFAULT == host::
 
 /// One piece of work on up to two buffers.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Plain)]
 pub struct kvt_buffer_item_t {
     /// KVT_DO_* bits.
     pub kind: u32,
@@ -56,9 +53,6 @@ pub struct kvt_buffer_item_t {
     /// Your own word, with KVT_SUBMIT_EACH.
     pub tag: u64,
 }
-
-// SAFETY: integers and raw pointers.
-unsafe impl Plain for kvt_buffer_item_t {}
 
 /// Submits work on buffers: one op for all items, or, with KVT_SUBMIT_EACH, one
 /// per item. All or nothing; never waits. Items of one op run in any order and
@@ -82,7 +76,7 @@ unsafe impl Plain for kvt_buffer_item_t {}
 /// # Safety
 /// `items` is valid for `count` * `stride_bytes`, `ops_out` null or valid for the
 /// handles it receives, `opts` for the size it states.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_buffer_submit(
     runtime: *const kvt_runtime_t,
     opts: *const kvt_submit_opts_t,
@@ -92,39 +86,32 @@ pub unsafe extern "C" fn kvt_buffer_submit(
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (given, opts, each) = unsafe {
-            let max = MAX_ITEMS as u64;
-            let given = Strided::new(items.cast_mut(), count, stride_bytes, max)?;
-            let (opts, each) = submit_opts(opts, ops_out.is_null())?;
-            (given, opts, each)
-        };
-        if given.len() == 0 {
-            fail!(Invalid, "there is nothing to do: count is 0");
+    let max = MAX_ITEMS as u64;
+    let given = Strided::new(items.cast_mut(), count, stride_bytes, max)?;
+    let (opts, each) = submit_opts(opts, ops_out.is_null())?;
+    let (given, opts, each) = (given, opts, each);
+    if given.len() == 0 {
+        fail!(Invalid, "there is nothing to do: count is 0");
+    }
+    on_runtime(runtime, |core| {
+        let mut list = core.item_list(given.len())?;
+        for i in 0..given.len() {
+            let item = given.get(i).and_then(|item| item_of(&item));
+            list.push(item.map_err(|e: Error| e.within(&format!("item {i}")))?);
         }
-        on_runtime(runtime, |core| {
-            let mut list = core.item_list(given.len())?;
-            for i in 0..given.len() {
-                let item = given.get(i).and_then(|item| item_of(&item));
-                list.push(item.map_err(|e: Error| e.within(&format!("item {i}")))?);
+        let hand_out = |i: usize, op: &OpRef| {
+            if !ops_out.is_null() {
+                // SAFETY: the caller has room for `count` handles, or for one.
+                ops_out.add(i).write(encode::<Op>(op.key()));
             }
-            let hand_out = |i: usize, op: &OpRef| {
-                if !ops_out.is_null() {
-                    // SAFETY: the caller has room for `count` handles, or for one.
-                    unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
-                }
-            };
-            if each {
-                let tag_of = |i| given.get(i).map_or(0, |item: kvt_buffer_item_t| item.tag);
-                return core.submit_each(&opts, list, tag_of, host::run, hand_out);
-            }
-            hand_out(0, &core.submit(&opts, list, host::run)?);
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+        };
+        if each {
+            let tag_of = |i| given.get(i).map_or(0, |item: kvt_buffer_item_t| item.tag);
+            return core.submit_each(&opts, list, tag_of, host::run, hand_out);
+        }
+        hand_out(0, &core.submit(&opts, list, host::run)?);
+        Ok(())
+    })
 }
 
 fn item_of(given: &kvt_buffer_item_t) -> Result<Item> {
@@ -157,7 +144,7 @@ fn side(
         }
         return Ok(None);
     }
-    let noun = pin::<BufferNoun>(handle, Access::Use).map_err(|e| e.within(name))?;
+    let noun = pin(handle, Access::Use).map_err(|e| e.within(name))?;
     if noun.buffer.range(offset, bytes).is_none() {
         let has = noun.buffer.bytes();
         fail!(Invalid, "{bytes} bytes at {offset} leave the {name} of {has} bytes");
@@ -177,18 +164,13 @@ fn side(
 ///
 /// # Safety
 /// `data` is null with a size of 0, or valid for reads; `out_value` for a write.
-#[unsafe(no_mangle)]
+#[capi]
 pub unsafe extern "C" fn kvt_checksum(
     data: *const c_void,
     size: u64,
     out_value: *mut u64,
 ) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(out_value)?;
-            out_value.write(checksum(bytes(data.cast(), size)?));
-        }
-        Ok(())
-    })
+    require(out_value)?;
+    out_value.write(checksum(bytes(data.cast(), size)?));
+    Ok(())
 }

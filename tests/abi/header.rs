@@ -1,7 +1,7 @@
 //! The committed header equals the generated one. Update: `KVTIER_BLESS=1 cargo test --test abi
 //! header`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 fn generated() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -90,12 +90,25 @@ fn generated() -> String {
     };
     files.sort_by_key(|path| (rank(path), path.clone()));
     for file in files {
-        builder = builder.with_src(file);
+        builder = builder.with_src(expanded(&file));
     }
     let mut out = Vec::new();
     builder.generate().expect("cbindgen").write(&mut out);
     let text = without_rust_sections(&String::from_utf8(out).expect("UTF-8"));
     text.lines().map(in_parentheses).collect::<Vec<_>>().join("\n") + "\n"
+}
+
+/// A copy of a source in which `#[capi]` is what it expands to before a signature: the generator
+/// reads the sources without expanding macros.
+fn expanded(source: &Path) -> PathBuf {
+    let text = std::fs::read_to_string(source).expect("source");
+    let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join(source.file_name().expect("name"));
+    // Several tests do this at the same time, perhaps in processes of their own.
+    let mine =
+        copy.with_extension(format!("{}-{:?}", std::process::id(), std::thread::current().id()));
+    std::fs::write(&mine, text.replace("#[capi]", "#[unsafe(no_mangle)]")).expect("copy");
+    std::fs::rename(&mine, &copy).expect("rename");
+    copy
 }
 
 /// A negative constant must survive `-KVT_E_BUSY`.
