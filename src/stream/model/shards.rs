@@ -41,12 +41,12 @@ pub fn parse(text: &[u8]) -> Result<(Vec<String>, Map)> {
     // Files are numbered in the order of their names.
     let mut order: Vec<u32> = (0..names.len() as u32).collect();
     order.sort_unstable_by_key(|&number| names.get(number as usize));
-    let mut places = vec![0; order.len()];
+    let mut sorted_numbers = vec![0; order.len()];
     for (place, &number) in order.iter().enumerate() {
-        places[number as usize] = place as u32;
+        sorted_numbers[number as usize] = place as u32;
     }
     for (_, file) in &mut map {
-        *file = places[*file as usize];
+        *file = sorted_numbers[*file as usize];
     }
     names.sort_unstable();
     map.sort_unstable();

@@ -618,9 +618,9 @@ impl Plan {
             Residency::Host
         };
         let units = inputs.units.units.iter().zip(&self.residencies);
-        let at_home =
+        let residents =
             units.filter(|(unit, residency)| unit.role == Role::Expert && **residency == here);
-        let away = experts.count.saturating_sub(at_home.count() as u64);
+        let away = experts.count.saturating_sub(residents.count() as u64);
         1.0 - (f64::from(self.expert_slots) / away.max(1) as f64).min(1.0)
     }
 }

@@ -91,12 +91,12 @@ pub(super) struct Score {
 /// transfers, since compute times are uncertain.
 fn choose(all: &[(Score, Plan)]) -> Option<usize> {
     let least = all.iter().map(|(key, _)| key.pass).min()?;
-    let is_near = |key: &Score| key.pass <= least.saturating_add(least / EQUAL_PART);
+    let is_close = |key: &Score| key.pass <= least.saturating_add(least / EQUAL_PART);
     let order = |i: &usize| {
         let key = &all[*i].0;
         (key.spread_ns, key.pass, key.bytes)
     };
-    (0..all.len()).filter(|i| is_near(&all[*i].0)).min_by_key(order)
+    (0..all.len()).filter(|i| is_close(&all[*i].0)).min_by_key(order)
 }
 
 impl<'a> Planner<'a> {

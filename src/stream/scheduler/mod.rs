@@ -147,27 +147,7 @@ impl Scheduler {
             );
         }
         let chunks = ChunkTable::of(setup.units, plan.chunk_bytes)?;
-        let mut states = Vec::new();
-        for (number, unit) in units.iter().enumerate() {
-            let on_processor = plan.on_processor.get(number).copied().unwrap_or(false);
-            let residency = plan.residencies[number];
-            let is_expert = unit.role == Role::Expert;
-            let mut state = UnitState::new(residency, is_expert, unit.bytes);
-            state.on_processor = on_processor;
-            state.slotless = is_slotless(plan.compute, residency, on_processor);
-            let limit = if is_expert { plan.expert_slot_bytes } else { plan.slot_bytes };
-            state.fits = unit.image_bytes <= limit;
-            if !state.slotless && !state.fits {
-                fail!(
-                    Invalid,
-                    "{} takes {} bytes, is not resident where it is used, and slots have {limit} \
-                     bytes: plan larger slots",
-                    unit.name,
-                    unit.image_bytes
-                );
-            }
-            states.push(state);
-        }
+        let mut states = states_of(setup)?;
         let order = order_of(setup, &mut states)?;
         let staging_count = u32::try_from(plan.staging_bytes / plan.chunk_bytes).unwrap_or(1 << 16);
         if plan.compute == ComputeLocation::Device && staging_count == 0 {
@@ -183,7 +163,7 @@ impl Scheduler {
         let policy = if plan.mode == Mode::Ring { setup.policy } else { "fifo" };
         let percent = setup.pinned_percent;
         let pinned_experts = PinnedExperts::new(states.len(), plan.expert_slots, percent)?;
-        let mut core = Scheduler {
+        let mut scheduler = Scheduler {
             compute: plan.compute,
             mode: plan.mode,
             wrap: setup.wrap,
@@ -209,8 +189,8 @@ impl Scheduler {
             done_events: Vec::new(),
             record: Record::new(units, setup.marks)?,
         };
-        core.advance(0)?;
-        Ok(core)
+        scheduler.advance(0)?;
+        Ok(scheduler)
     }
 
     /// Whether the device reads files into slots itself. Then units are not read ahead into
@@ -353,6 +333,33 @@ fn is_slotless(compute: ComputeLocation, residency: Residency, on_processor: boo
         Residency::Host => compute == ComputeLocation::Host || on_processor,
         Residency::File => false,
     }
+}
+
+/// The state of each unit before any load.
+fn states_of(setup: &Setup) -> Result<Vec<UnitState>> {
+    let plan = setup.plan;
+    let mut states = Vec::new();
+    for (number, unit) in setup.units.units.iter().enumerate() {
+        let on_processor = plan.on_processor.get(number).copied().unwrap_or(false);
+        let residency = plan.residencies[number];
+        let is_expert = unit.role == Role::Expert;
+        let mut state = UnitState::new(residency, is_expert, unit.bytes);
+        state.on_processor = on_processor;
+        state.slotless = is_slotless(plan.compute, residency, on_processor);
+        let limit = if is_expert { plan.expert_slot_bytes } else { plan.slot_bytes };
+        state.fits = unit.image_bytes <= limit;
+        if !state.slotless && !state.fits {
+            fail!(
+                Invalid,
+                "{} takes {} bytes, is not resident where it is used, and slots have {limit} \
+                 bytes: plan larger slots",
+                unit.name,
+                unit.image_bytes
+            );
+        }
+        states.push(state);
+    }
+    Ok(states)
 }
 
 /// The order of a pass. Stores each unit's position in its state.

@@ -89,10 +89,10 @@ impl DirectReader {
     /// resident units, which are read once and would have to be registered.
     fn takes(&self, chunk: &Chunk, file_bytes: u64, start: u64) -> bool {
         let (from, bytes) = (chunk.read_offset, chunk.read_bytes);
-        let on_grain = [from, bytes, start].iter().all(|n| n % DIRECT_ALIGN_BYTES == 0);
+        let is_aligned = [from, bytes, start].iter().all(|n| n % DIRECT_ALIGN_BYTES == 0);
         let has_all = from.checked_add(bytes).is_some_and(|end| end <= file_bytes);
         let in_slot = |&(first, end): &(u64, u64)| first <= start && end - start.min(end) >= bytes;
-        on_grain && has_all && self.slots.iter().any(in_slot)
+        is_aligned && has_all && self.slots.iter().any(in_slot)
     }
 
     /// Reads a chunk. False: the read failed, and the chunk must go through staging.
@@ -176,11 +176,12 @@ impl Shared {
             .as_ref()
             .filter(|direct_reader| !direct_reader.is_off() && !verify)?;
         let ReadJob::Chunk { unit, chunk, .. } = read else { return None };
-        let (goal, after) = state.scheduler.direct_target(read)?;
-        if goal == Target::Resident {
+        let (target, after) = state.scheduler.direct_target(read)?;
+        if target == Target::Resident {
             return None;
         }
-        let start = state.weight_memory.at(*unit, goal).ok()?.address.checked_add(chunk.read_at)?;
+        let start =
+            state.weight_memory.at(*unit, target).ok()?.address.checked_add(chunk.read_at)?;
         reader.takes(chunk, self.files.bytes(chunk.file), start).then_some((start, after))
     }
 

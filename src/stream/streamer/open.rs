@@ -331,15 +331,17 @@ fn check(files: &dyn ModelFiles, model: &Model, opts: &Opts) -> Result<()> {
 
 /// The granularity of mappings of units in place on a device.
 fn window_granularity(device: &dyn Device) -> Result<u64> {
-    let grain = device.window_granularity().map_err(|error| error.within("units in place"))?;
-    if !(ALIGN_BYTES..=MAX_GRANULARITY_BYTES).contains(&grain) || grain % ALIGN_BYTES != 0 {
+    let granularity = device.window_granularity().map_err(|error| error.within("units in place"))?;
+    if !(ALIGN_BYTES..=MAX_GRANULARITY_BYTES).contains(&granularity)
+        || granularity % ALIGN_BYTES != 0
+    {
         fail!(
             Unsupported,
-            "units in place: the device maps memory in multiples of {grain} bytes, which is not \
+            "units in place: the device maps memory in multiples of {granularity} bytes, which is not \
              supported"
         );
     }
-    Ok(grain)
+    Ok(granularity)
 }
 
 /// The memory of the machine, the cgroup, the device and the budget.

@@ -99,13 +99,13 @@ impl Shared {
     fn check_large(&self, state: &State, plan: &Plan) -> Result<()> {
         let Some(account) = &self.account else { return Ok(()) };
         for (tier, place) in [(Tier::Host, Residency::Host), (Tier::Device, Residency::Device)] {
-            let (mut come, mut leaving) = (0u64, 0u64);
+            let (mut arriving, mut leaving) = (0u64, 0u64);
             for (unit, &residency) in (0..).zip(&plan.residencies) {
                 let bytes =
                     plan.footprint_bytes(self.units.units[unit as usize].image_bytes, place);
                 let now = state.scheduler.residency_of(unit);
                 match now.map(|(now, _)| (now == place, residency == place)) {
-                    Some((false, true)) if !state.scheduler.fits(unit) => come += bytes,
+                    Some((false, true)) if !state.scheduler.fits(unit) => arriving += bytes,
                     Some((true, false)) => leaving += bytes,
                     _ => {}
                 }
@@ -114,10 +114,10 @@ impl Shared {
             let free_bytes = tier_budget
                 .limit_bytes
                 .saturating_sub(tier_budget.reserved_bytes + tier_budget.committed_bytes);
-            if come > free_bytes.saturating_add(leaving) {
+            if arriving > free_bytes.saturating_add(leaving) {
                 fail!(
                     Budget,
-                    "units of {come} bytes that fit in no slot would have to move, and the budget \
+                    "units of {arriving} bytes that fit in no slot would have to move, and the budget \
                      has {free_bytes} bytes free there: nothing was changed"
                 );
             }
@@ -127,7 +127,7 @@ impl Shared {
 
     /// Determines the moves from the current residency: earlier moves may not be complete.
     fn plan_moves(&self, state: &mut State) {
-        let (mut leaving, mut come) = (Vec::new(), Vec::new());
+        let (mut leaving, mut arriving) = (Vec::new(), Vec::new());
         for (unit, &residency) in (0..).zip(&state.plan.residencies) {
             let Some((now, there)) = state.scheduler.residency_of(unit) else { continue };
             let gate = &self.gates[unit as usize];
@@ -144,11 +144,11 @@ impl Shared {
             if residency == Residency::File {
                 leaving.push((unit, residency))
             } else {
-                come.push((unit, residency))
+                arriving.push((unit, residency))
             }
         }
         // Units that give memory up come first, since the others need that memory.
-        leaving.append(&mut come);
+        leaving.append(&mut arriving);
         state.moves = leaving;
     }
 

@@ -73,8 +73,8 @@ impl Shared {
                 ReadJob::Clear { .. } => (Ok(0), false),
                 ReadJob::Chunk { unit, chunk, to, .. } => {
                     let address = match to {
-                        ReadTarget::Unit(goal) => {
-                            state.weight_memory.at(unit, goal).map(|at| at.address + chunk.at)
+                        ReadTarget::Unit(target) => {
+                            state.weight_memory.at(unit, target).map(|at| at.address + chunk.at)
                         }
                         ReadTarget::Staging(slot) => {
                             state.weight_memory.staging(slot).map(|at| at + lead(&chunk))

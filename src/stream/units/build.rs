@@ -272,25 +272,25 @@ fn place(
     if parts.len() + slices.len() > MAX_PARTS {
         fail!(Limit, "more than {MAX_PARTS} parts of tensors");
     }
-    let mut places = Vec::new();
-    places.try_reserve(slices.len()).map_err(|_| Status::NoMem)?;
+    let mut located = Vec::new();
+    located.try_reserve(slices.len()).map_err(|_| Status::NoMem)?;
     for slice in slices {
         let Some(tensor) = model.tensors.get(slice.tensor as usize) else {
             fail!(Invalid, "tensor {} does not exist", slice.tensor);
         };
-        places.push((tensor.file, tensor.offset + slice.from, slice));
+        located.push((tensor.file, tensor.offset + slice.from, slice));
     }
-    places.sort_unstable_by_key(|(file, offset, slice)| (*file, *offset, slice.bytes));
-    parts.try_reserve(places.len()).map_err(|_| Status::NoMem)?;
-    for (file, offset, Slice { tensor, from, bytes }) in places {
+    located.sort_unstable_by_key(|(file, offset, slice)| (*file, *offset, slice.bytes));
+    parts.try_reserve(located.len()).map_err(|_| Status::NoMem)?;
+    for (file, offset, Slice { tensor, from, bytes }) in located {
         let end = offset + bytes;
         // A gap smaller than the alignment is read along: that costs less than a second read, and
         // no aligned block is read twice.
-        let near = unit
+        let adjacent = unit
             .extents
             .last_mut()
             .filter(|last| last.file == file && offset - (last.offset + last.bytes) < ALIGN_BYTES);
-        let at = match near {
+        let at = match adjacent {
             Some(last) => {
                 last.bytes = end - last.offset;
                 last.at + (offset - last.offset)
