@@ -65,7 +65,7 @@ fn close(a: f64, b: f64) -> bool {
 }
 
 /// The deed of each chunk; legs cover them exactly.
-fn deeds_of(rows: &Rows, plan: &SessionPlan) -> Vec<StepKind> {
+fn steps_of(rows: &Rows, plan: &SessionPlan) -> Vec<StepKind> {
     let (mut steps, mut at) = (Vec::new(), 0);
     for (i, leg) in plan.legs.iter().enumerate() {
         assert_eq!(leg.first_token, at);
@@ -82,7 +82,7 @@ fn deeds_of(rows: &Rows, plan: &SessionPlan) -> Vec<StepKind> {
 
 /// What is done suffices, is what is said, and is no more than that.
 fn check_sound(rows: &Rows, plan: &SessionPlan, wait: bool, terms: &Terms) {
-    let steps = deeds_of(rows, plan);
+    let steps = steps_of(rows, plan);
     let is_computed = |chunk: usize| steps[chunk] == StepKind::Recompute;
     let starts = (0..steps.len()).filter(|&chunk| is_computed(chunk)).map(|c| rows.start(c));
     let points: Vec<u64> = starts.chain([rows.start(steps.len())]).collect();

@@ -465,7 +465,7 @@ fn block_lookups_keep_their_namespace() {
 /// layouts used the chunk table meanwhile; also blocks located by name.
 #[test]
 fn evicted_namespaces_return_from_the_remote() {
-    let scratch = Scratch::new("vacancies-far");
+    let scratch = Scratch::new("slot-reclamation-remote");
     std::fs::create_dir_all(&scratch.0).expect("made");
     let remote =
         format!("remote=dir(path=\"{}\", object=4KiB, timeout=20000)", scratch.0.display());
