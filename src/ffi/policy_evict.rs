@@ -254,7 +254,7 @@ pub unsafe extern "C" fn kvt_policy_preview(
 ) -> kvt_status_t {
     check_out(out)?;
     let victims = Strided::new(victims, capacity, stride_bytes, MAX_OBJECTS as u64)?;
-    let ask = Ask { required: required_units, most: victims.len(), keep: true };
+    let ask = ScoredEviction { required: required_units, most: victims.len(), keep: true };
     write(out, &evict(&*enter(policy)?, now_ns, &ask, &victims)?);
     Ok(())
 }
