@@ -143,11 +143,7 @@ impl RedisClient {
         // If a server replied before it had read all commands, the rest of them would hold values
         // whose memory belongs to the caller again.
         for node in &mut self.nodes {
-            if node
-                .connection
-                .as_ref()
-                .is_some_and(|connection| connection.is_ready() && !connection.out.is_empty())
-            {
+            if node.connection.as_ref().is_some_and(|c| c.is_ready() && !c.out.is_empty()) {
                 node.reset();
             }
         }
@@ -162,9 +158,11 @@ impl RedisClient {
         for node in &mut self.nodes {
             node.faults = 0;
             // The connection did not become ready between batches: this batch connects anew.
-            if node.connection.as_ref().is_some_and(|connection| {
-                !connection.is_ready() && connection.transport.ready_by_ns <= now
-            }) {
+            if node
+                .connection
+                .as_ref()
+                .is_some_and(|c| !c.is_ready() && c.transport.ready_by_ns <= now)
+            {
                 node.reset();
             }
             if let Some(connection) = &mut node.connection {
@@ -270,8 +268,7 @@ impl RedisClient {
         // If there is no room for a node, another node redirects its items.
         self.routes = slots.nodes.iter().map(|node| self.number(node).unwrap_or(0)).collect();
         for (number, node) in self.nodes.iter_mut().enumerate() {
-            let is_idle =
-                node.connection.as_ref().is_some_and(|connection| connection.due().is_none());
+            let is_idle = node.connection.as_ref().is_some_and(|c| c.due().is_none());
             if is_idle && !node.is_wanted() && !self.routes.contains(&number) {
                 node.connection = None;
             }
@@ -368,9 +365,7 @@ impl RedisClient {
         for number in 0..self.nodes.len() {
             let node = &mut self.nodes[number];
             let mut late: Vec<Task> = node.queue.drain(..).collect();
-            if let Some(mut connection) =
-                node.connection.take_if(|connection| connection.has_tasks())
-            {
+            if let Some(mut connection) = node.connection.take_if(|c| c.has_tasks()) {
                 (node.wants_slots, node.is_slots_sent) = (false, false);
                 node.failed(now);
                 late.extend(connection.drain());
@@ -394,7 +389,7 @@ impl RedisClient {
     /// The server's reply to HELLO.
     fn hello(&self) -> Option<&Value> {
         let mut ready = self.nodes.iter().filter_map(|node| node.connection.as_ref());
-        ready.find(|connection| connection.is_ready()).map(|connection| &connection.hello)
+        ready.find(|c| c.is_ready()).map(|c| &c.hello)
     }
 
     fn fail(&mut self, operation: &mut Operation, item: usize, error: RemoteError) {
@@ -692,8 +687,7 @@ impl RedisClient {
 
     fn settle_wait(&mut self, number: usize, operation: &mut Operation, payload: Payload) {
         let node = &mut self.nodes[number];
-        let tasks =
-            node.connection.as_mut().map(|connection| std::mem::take(&mut connection.unconfirmed));
+        let tasks = node.connection.as_mut().map(|c| std::mem::take(&mut c.unconfirmed));
         let wait = i64::from(self.shared.settings.wait);
         let is_enough = matches!(payload, Payload::Value(Value::Number(count)) if count >= wait);
         for task in tasks.unwrap_or_default() {
@@ -717,11 +711,10 @@ impl RedisClient {
     ) {
         let node = &mut self.nodes[number];
         let connection = node.connection.take();
-        let was_ready = connection.as_ref().is_some_and(|connection| connection.is_ready());
-        let was_old = connection.as_ref().is_some_and(|connection| connection.is_reused);
+        let was_ready = connection.as_ref().is_some_and(|c| c.is_ready());
+        let was_old = connection.as_ref().is_some_and(|c| c.is_reused);
         let has_other =
-            connection.as_ref().is_none_or(|connection| connection.transport.is_connecting())
-                && node.has_other();
+            connection.as_ref().is_none_or(|c| c.transport.is_connecting()) && node.has_other();
         node.is_slots_sent = false;
         node.faults += 1;
         let is_gone = fault.error == RemoteError::Unreachable;
@@ -734,7 +727,7 @@ impl RedisClient {
         // batch. It executed nothing, or a repetition does no harm.
         let is_stale = was_old && is_gone;
         let mut first = true;
-        let unanswered = connection.map(|mut connection| connection.drain()).unwrap_or_default();
+        let unanswered = connection.map(|mut c| c.drain()).unwrap_or_default();
         if !is_stale {
             self.last_error = format!("{}: {}", node.address, fault.message);
             match self.shared.settings.is_cluster && fault.error == RemoteError::Timeout {
