@@ -296,7 +296,7 @@ mod tests {
         refused(Path::new(&slash), Status::Invalid, "link");
         refused(&link.0.join("."), Status::Invalid, "link");
         std::fs::remove_file(&link.0).expect("removed");
-        refused(&outside.0.join("secret"), Status::Invalid, "not a directory");
+        refused(&outside.0.join("secret"), Status::Invalid, "a directory is needed");
         refused(&outside.0.join("no/such"), Status::NotFound, "no/such");
         std::fs::remove_file(inside(LOCK_NAME)).expect("removed");
         symlink(outside.0.join("secret"), inside(LOCK_NAME)).expect("linked");

@@ -574,7 +574,7 @@ fn kernels_launch_in_order_and_reject_invalid_calls() {
             );
         };
         let (good, list) = piece(&memory);
-        refuse(Call { table: other, ..good }, "device 1's");
+        refuse(Call { table: other, ..good }, "is on device 1");
         refuse(Call { scratch: address, ..good }, "knows no memory");
         // A piece, written by the processor, read by the kernel when the copy has come.
         host[..40].copy_from_slice(&list);

@@ -165,8 +165,8 @@ fn foreign_addresses_fail_only_their_batch() {
     let refuse = |copies: &mut [Copy<'_>], word: &str| {
         refused(submit(&cuda, 0, None, copies), Status::Invalid, word);
     };
-    refuse(&mut [copy(device(strange), at, 64)], "device 1's");
-    refuse(&mut [copy(at, device(strange), 64)], "device 1's");
+    refuse(&mut [copy(device(strange), at, 64)], "is on device 1");
+    refuse(&mut [copy(at, device(strange), 64)], "is on device 1");
     refuse(&mut [copy(device(at.0), at, 64)], "knows no memory");
     refuse(&mut [copy(device(host(pinned).0), at, 64)], "the processor's");
     refuse(&mut [copy(device(engines + 4000), at, 97)], "knows no memory");
