@@ -221,12 +221,7 @@ pub unsafe extern "C" fn kvt_sparse_open(
     }
     let account = pin_optional(given.account)?.map(|account| account.0.clone());
     let (served, taken) = if given.custom.is_null() {
-        (
-                CheckedPolicy::open(text("spec", given.spec, given.spec_bytes)?,
-                    &shape,
-                )?,
-                None,
-            )
+        (CheckedPolicy::open(text("spec", given.spec, given.spec_bytes)?, &shape)?, None)
     } else {
         let (policy, taken) = made(given.custom, &shape)?;
         (CheckedPolicy::of(policy, &shape), Some(taken))

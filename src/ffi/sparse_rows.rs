@@ -200,12 +200,8 @@ pub unsafe extern "C" fn kvt_sums_place(
     let given = read(resident)?;
     let heads = heads_of(given.attention)?;
     let kept = if given.kept.is_null() { None } else { Some(keep_of(given.kept)?) };
-    let resident = ResidentTokens {
-                kept: kept.as_ref(),
-                from: given.since,
-                tokens: given.tokens,
-                heads,
-            };
+    let resident =
+        ResidentTokens { kept: kept.as_ref(), from: given.since, tokens: given.tokens, heads };
     let placement = placed_of(placement)?;
     let (sums, out) = (numbers(sums, sum_count, MAX_SUMS)?, numbers_mut(out, out_count)?);
     if select.is_null() {

@@ -331,7 +331,8 @@ fn check(files: &dyn ModelFiles, model: &Model, opts: &Opts) -> Result<()> {
 
 /// The granularity of mappings of units in place on a device.
 fn window_granularity(device: &dyn Device) -> Result<u64> {
-    let granularity = device.window_granularity().map_err(|error| error.within("units in place"))?;
+    let granularity =
+        device.window_granularity().map_err(|error| error.within("units in place"))?;
     if !(ALIGN_BYTES..=MAX_GRANULARITY_BYTES).contains(&granularity)
         || granularity % ALIGN_BYTES != 0
     {
