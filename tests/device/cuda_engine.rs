@@ -168,7 +168,7 @@ fn foreign_addresses_fail_only_their_batch() {
     refuse(&mut [copy(device(strange), at, 64)], "is on device 1");
     refuse(&mut [copy(at, device(strange), 64)], "is on device 1");
     refuse(&mut [copy(device(at.0), at, 64)], "knows no memory");
-    refuse(&mut [copy(device(host(pinned).0), at, 64)], "the processor's");
+    refuse(&mut [copy(device(host(pinned).0), at, 64)], "is host memory");
     refuse(&mut [copy(device(engines + 4000), at, 97)], "knows no memory");
     refuse(&mut [copy(device(u64::MAX - 100), at, 64)], "knows no memory");
     let event = submit(&cuda, 0, None, &mut [copy(at, device(engines + 4000), 96)]);
