@@ -1,8 +1,9 @@
 //! The C boundary: what `include/kvtier/kvtier.h` declares, and no logic.
 //!
-//! `guard` catches panics, `handle` checks who is meant, `structs` and `slice`
-//! read what the caller wrote; then one file a noun. Every exported function
-//! is written out (cbindgen does not see macros).
+//! The macros of `crates/macros` carry the boilerplate: `#[capi]` guards a function, and
+//! `derive(Plain)` checks a struct. `guard` catches panics, `handle` resolves handles, `structs` and
+//! `slice` read what the caller wrote. All other files hold one noun, or a part of one. Functions
+//! and structs are written out, since cbindgen reads the sources before macros are expanded.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 #![allow(non_camel_case_types)]
