@@ -12,7 +12,7 @@ use kvtier::stream::plan::{Mode, Placement, PlanOptions};
 use kvtier::stream::streamer::{Opts, Streamer, Verify};
 use kvtier::stream::units::{Entry, NONE, Range, Role};
 use kvtier_testkit::model_files::faults::Fault;
-use kvtier_testkit::model_files::simulated::{SimFixed, SimFixedOpts};
+use kvtier_testkit::model_files::simulated::{SimModelFiles, SimModelFilesOpts};
 
 use kvtier_testkit::fixtures::stream_rig::{Files, MIB, Rig, device, plan_options, runtime};
 
@@ -69,7 +69,7 @@ pub enum Payer {
 pub struct Case {
     pub seed: u64,
     pub rig: Rig,
-    pub sim: Arc<SimFixed>,
+    pub sim: Arc<SimModelFiles>,
     pub device: Option<Arc<Simulated>>,
     pub budget: Option<Arc<Budget>>,
     pub payer: Payer,
@@ -201,19 +201,19 @@ fn options(random: &mut Random, files: &Files, on_device: bool) -> Opts {
     }
 }
 
-fn sim_opts(random: &mut Random) -> SimFixedOpts {
-    SimFixedOpts {
+fn sim_opts(random: &mut Random) -> SimModelFilesOpts {
+    SimModelFilesOpts {
         align_bytes: one(random, &[1, 512, 4096]),
         bytes_per_second: one(random, &[0, 2_000_000_000]),
         latency_ns: one(random, &[0, 20_000, 200_000]),
         jitter_percent: one(random, &[0, 300]),
         seed: random.draw(),
-        ..SimFixedOpts::default()
+        ..SimModelFilesOpts::default()
     }
 }
 
 /// What goes wrong from when it was opened.
-fn plant(random: &mut Random, trouble: &Trouble, sim: &SimFixed) {
+fn plant(random: &mut Random, trouble: &Trouble, sim: &SimModelFiles) {
     match trouble {
         Trouble::Reads => {
             for _ in 0..30 {
@@ -285,7 +285,7 @@ impl Case {
 /// Opens with the least memory that can be, where that is more than is wished.
 fn least(
     files: &Files,
-    sim: &Arc<SimFixed>,
+    sim: &Arc<SimModelFiles>,
     runtime: &Runtime,
     opts: &Opts,
     payer: Payer,

@@ -8,7 +8,7 @@ use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::stream::streamer::{AcquireOpts, Opts, Verify};
 use kvtier_testkit::model_files::faults::Fault;
-use kvtier_testkit::model_files::simulated::SimFixedOpts;
+use kvtier_testkit::model_files::simulated::SimModelFilesOpts;
 
 use crate::gate::Gate;
 use kvtier_testkit::fixtures::stream_rig::{
@@ -26,7 +26,7 @@ fn when_issued() -> AcquireOpts {
 fn failed_or_short_read_is_reported_and_retried() {
     for (in_place, share) in [(false, 3), (true, 3), (false, 1), (true, 1)] {
         let mut files = Files::new(&format!("broken-{in_place}-{share}"), &dense(12));
-        let sim = files.simulate(SimFixedOpts::default());
+        let sim = files.simulate(SimModelFilesOpts::default());
         for at in 1..40 {
             sim.plant(if at % 2 == 0 { Fault::Broken(at * 3) } else { Fault::Short(at * 3) });
         }
@@ -48,7 +48,7 @@ fn failed_or_short_read_is_reported_and_retried() {
 fn failed_read_for_a_device_is_retried() {
     for (on_it, on_host) in [(15, 0), (15, 50), (40, 100)] {
         let mut files = Files::new(&format!("dbroken-{on_it}-{on_host}"), &dense(16));
-        let sim = files.simulate(SimFixedOpts::default());
+        let sim = files.simulate(SimModelFilesOpts::default());
         (1..40).for_each(|at| sim.plant(Fault::Broken(at * 4)));
         let all = files.all_bytes();
         let device = device(SimulatedOpts::default());
@@ -67,7 +67,7 @@ fn failed_read_for_a_device_is_retried() {
 #[test]
 fn unreadable_range_fails_one_unit() {
     let mut files = Files::new("stretch", &experts(5, 4));
-    let sim = files.simulate(SimFixedOpts::default());
+    let sim = files.simulate(SimModelFilesOpts::default());
     let (layer, expert) = (files.order()[3], files.experts_of(1)[2]);
     for unit in [layer, expert] {
         let at = files.units.units[unit as usize].extents[0].offset;
@@ -97,8 +97,9 @@ fn unreadable_range_fails_one_unit() {
 #[test]
 fn acquire_waits_for_a_slow_disk_until_its_deadline() {
     let mut files = Files::new("slow", &dense(10));
-    let opts = SimFixedOpts { latency_ns: 1_000_000, jitter_percent: 300, ..Default::default() };
-    let sim = files.simulate(SimFixedOpts { bytes_per_second: 100_000_000, ..opts });
+    let opts =
+        SimModelFilesOpts { latency_ns: 1_000_000, jitter_percent: 300, ..Default::default() };
+    let sim = files.simulate(SimModelFilesOpts { bytes_per_second: 100_000_000, ..opts });
     let at = files.units.units[4].extents[0].offset;
     sim.plant(Fault::SlowRange(0, at..at + 4096, 20));
     let gate = Gate::new(sim);
@@ -125,7 +126,7 @@ fn acquire_waits_for_a_slow_disk_until_its_deadline() {
 fn changed_simulated_file_is_reported() {
     for what in ["cut", "written", "replaced"] {
         let mut files = Files::new(&format!("sim-{what}"), &dense(12));
-        let sim = files.simulate(SimFixedOpts::default());
+        let sim = files.simulate(SimModelFilesOpts::default());
         let opts =
             Opts { verify: Verify::Always, sidecar: None, ..with_host(files.all_bytes() / 4) };
         let rig = Rig::open_on(runtime(""), sim.clone(), files, opts).expect("a streamer");
@@ -200,7 +201,7 @@ fn changed_real_file_is_reported() {
 fn wrong_bytes_from_disk_are_detected() {
     for on_it in [0, 20] {
         let mut files = Files::new(&format!("lies-{on_it}"), &large(6));
-        let sim = files.simulate(SimFixedOpts::default());
+        let sim = files.simulate(SimModelFilesOpts::default());
         let all = files.all_bytes();
         let memory = match on_it {
             0 => with_host(all / 2),

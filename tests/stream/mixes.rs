@@ -4,7 +4,7 @@ use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::stream::plan::{Mode, PlanOptions, Residency};
 use kvtier::stream::streamer::{AcquireOpts, Opts, Verify};
-use kvtier_testkit::model_files::simulated::SimFixedOpts;
+use kvtier_testkit::model_files::simulated::SimModelFilesOpts;
 
 use kvtier_lab::reference::numbers;
 use kvtier_testkit::fixtures::stream_rig::{
@@ -125,7 +125,7 @@ fn experts_with_skew_and_hints() {
         let mut files =
             Files::new(&format!("experts-{percent}-{hints}-{in_place}"), &experts(6, 8));
         let all = files.all_bytes();
-        let sim = files.simulate(SimFixedOpts::default());
+        let sim = files.simulate(SimModelFilesOpts::default());
         let opts = Opts { in_place, ..with_host(all * percent / 100) };
         let rig = Rig::open_on(runtime(""), sim, files, opts).expect("a streamer");
         let mut random = numbers::Random::new(percent);

@@ -13,7 +13,7 @@ use kvtier::device::{Copy, Device, Direction, Stream};
 use kvtier::stream::plan::{ComputeLocation, Plan, PlanOptions, Residency};
 use kvtier::stream::streamer::Opts;
 use kvtier::stream::units::Role;
-use kvtier_testkit::model_files::simulated::SimFixedOpts;
+use kvtier_testkit::model_files::simulated::SimModelFilesOpts;
 
 use kvtier_lab::reference::numbers::Random;
 use kvtier_testkit::fixtures::stream_rig::{
@@ -298,7 +298,7 @@ fn resident_set_shrinks_to_the_floor_and_back_under_use() {
         for sizes in [dense(20), experts(5, 5)] {
             let mut files = Files::new(&format!("sway-{in_place}-{}", sizes.experts), &sizes);
             let slow =
-                SimFixedOpts { latency_ns: 100_000, jitter_percent: 50, ..Default::default() };
+                SimModelFilesOpts { latency_ns: 100_000, jitter_percent: 50, ..Default::default() };
             let simulated = files.simulate(slow);
             let plan_options = PlanOptions { shrinks: true, ..with_host(PLENTY).plan_options };
             let opts = Opts { in_place, plan_options, ..with_host(PLENTY) };
@@ -348,7 +348,7 @@ fn resident_set_shrinks_to_the_floor_and_back_under_use() {
 fn evicted_residents_are_not_leased() {
     for in_place in [false, true] {
         let mut files = Files::even(&format!("raced-{in_place}"), 9, 4096);
-        let simulated = files.simulate(SimFixedOpts::default());
+        let simulated = files.simulate(SimModelFilesOpts::default());
         let plan_options =
             PlanOptions { shrinks: true, slots: 4, ..with_host(PLENTY).plan_options };
         let opts = Opts { in_place, plan_options, ..with_host(PLENTY) };

@@ -11,7 +11,7 @@ use kvtier::stream::checksums::*;
 use kvtier::stream::checksums::{default_sidecar, load, load_or_new};
 use kvtier::stream::units::{ALIGN_BYTES, Extent, NONE, Role, Unit, Units};
 use kvtier_testkit::fixtures::scratch::Scratch;
-use kvtier_testkit::model_files::simulated::{SimFile, SimFixed, SimFixedOpts, content};
+use kvtier_testkit::model_files::simulated::{SimFile, SimModelFiles, SimModelFilesOpts, content};
 
 /// Units of extents given as file, offset and length.
 fn units(all: &[&[(u32, u64, u64)]]) -> Units {
@@ -321,7 +321,8 @@ fn file_identity_depends_on_bytes_not_on_paths() {
     let look = |lengths: &[(u64, u64)]| {
         let file = |(bytes, seed): &(u64, u64)| SimFile { bytes: *bytes, seed: *seed };
         let files = lengths.iter().map(file).collect();
-        let files = SimFixed::new(Clock::manual(1), SimFixedOpts { files, ..Default::default() });
+        let files =
+            SimModelFiles::new(Clock::manual(1), SimModelFilesOpts { files, ..Default::default() });
         let files = files.expect("sound");
         (identities(&files).expect("read"), files)
     };

@@ -26,7 +26,7 @@ fn simulation_seeds_with_a_device_tier_keep_all_invariants() {
             counters.damaged,
             report.audited,
             report.kept,
-            report.behind,
+            report.engine_events,
         ];
         sums.iter_mut().zip(more).for_each(|(sum, n)| *sum += n);
     }

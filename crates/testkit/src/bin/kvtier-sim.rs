@@ -1,5 +1,5 @@
-//! The store in simulations, many seeds at once:
-//! `cargo run --release -p kvtier-testkit --bin kvtier-sim -- --seeds 1000`.
+//! Simulates the store with many seeds in parallel: `cargo run --release -p kvtier-testkit --bin
+//! kvtier-sim -- --seeds 1000`.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,25 +8,25 @@ use std::sync::{Mutex, PoisonError};
 use clap::Parser;
 use kvtier_testkit::sim::{Report, SimOpts, run as simulate};
 
-/// Runs the store in simulations: seeds choose workloads, faults, crashes and orders.
+/// Simulates the store: seeds choose workloads, faults, crashes and orders.
 #[derive(Parser)]
 #[command(name = "kvtier-sim", version)]
 struct Args {
-    /// How many seeds
+    /// Number of seeds
     #[arg(long, default_value_t = 1000)]
     seeds: u64,
-    /// The first seed
+    /// First seed
     #[arg(long, default_value_t = 0)]
     first: u64,
     /// Steps of each seed
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     steps: u32,
-    /// Threads; 0 = as many as cores
+    /// Threads; 0 = number of cores
     #[arg(long, default_value_t = 0)]
     threads: usize,
 }
 
-/// Runs seeds until one fails. The first line of a failure says how to run that seed again.
+/// Runs seeds until one fails. The first line of a failure says how to repeat it.
 fn main() -> ExitCode {
     let args = Args::parse();
     let threads = match args.threads {

@@ -1,12 +1,11 @@
-//! The bytes of a file, in memory as far as they were ever written.
+//! Content of a file, in memory up to the last byte that was written.
 
 use kvtier::base::status::{Result, Status};
 
-/// What a disk writes at once or not at all.
+/// Unit of an atomic write.
 pub const SECTOR_BYTES: u64 = 512;
 
-/// Bytes of a length; those never written are zero and take no memory behind the
-/// last one that was.
+/// Bytes with a length; bytes after the last written one are zero and take no memory.
 #[derive(Clone, Debug, Default)]
 pub struct Content {
     len: u64,
@@ -14,23 +13,23 @@ pub struct Content {
 }
 
 impl Content {
-    /// How long it is.
+    /// Length.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether nothing is in it.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Makes it longer by zeros, or shorter.
+    /// Extends with zeros, or truncates.
     pub fn set_len(&mut self, len: u64) {
         self.len = len;
         self.bytes.truncate(usize::try_from(len).unwrap_or(usize::MAX));
     }
 
-    /// Copies what lies at an offset; zeros past the end.
+    /// Reads at an offset; zeros past the end.
     pub fn read(&self, offset: u64, out: &mut [u8]) {
         let start = usize::try_from(offset).unwrap_or(usize::MAX).min(self.bytes.len());
         let known = self.bytes.get(start..).unwrap_or_default();
@@ -40,7 +39,7 @@ impl Content {
         back.fill(0);
     }
 
-    /// Puts bytes at an offset; it gets longer if need be.
+    /// Writes at an offset, and extends if needed.
     pub fn write(&mut self, offset: u64, data: &[u8]) -> Result<()> {
         let end = offset.checked_add(data.len() as u64).ok_or(Status::Invalid)?;
         let (Ok(start), Ok(stop)) = (usize::try_from(offset), usize::try_from(end)) else {
@@ -61,7 +60,7 @@ impl Content {
         Ok(())
     }
 
-    /// Turns a bit over; one past the end is none.
+    /// Flips a bit; does nothing past the end.
     pub fn flip(&mut self, bit: u64) -> Result<()> {
         let mut byte = [0];
         if bit / 8 >= self.len {
@@ -72,7 +71,7 @@ impl Content {
         self.write(bit / 8, &byte)
     }
 
-    /// All of it.
+    /// The whole content.
     pub fn to_vec(&self) -> Result<Vec<u8>> {
         let mut all = Vec::new();
         let len = usize::try_from(self.len).map_err(|_| Status::NoMem)?;

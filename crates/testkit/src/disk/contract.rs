@@ -1,4 +1,4 @@
-//! What [`Files`] promise, tried on every implementation there is.
+//! The contract of [`Files`], tested on every implementation.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use kvtier::base::status::{Result, Status};
 use kvtier::io::files::{Access, Entry, FileId, Files, LOCK_NAME, MAX_PARTS, Part, Piece};
 use kvtier::io::real::{RealFiles, RealOpts};
 
-/// A directory that goes away with its test.
+/// A directory that is removed after its test.
 pub struct Scratch(pub PathBuf);
 
 impl Scratch {
@@ -31,60 +31,60 @@ impl Drop for Scratch {
     }
 }
 
-/// Where files are.
-pub enum Place {
+/// An implementation of files.
+pub enum Backend {
     Real(Scratch, RealOpts),
     Simulated(SimFiles),
 }
 
-impl Place {
-    fn real(buffered: bool, no_uring: bool, depth: u32) -> Place {
+impl Backend {
+    fn real(buffered: bool, no_uring: bool, depth: u32) -> Backend {
         let opts = RealOpts { buffered, no_uring, depth, ..RealOpts::default() };
-        Place::Real(Scratch::new(), opts)
+        Backend::Real(Scratch::new(), opts)
     }
 
-    fn simulated(align_bytes: u64) -> Place {
-        Place::Simulated(SimFiles::new(3, SimOpts { align_bytes, ..SimOpts::default() }))
+    fn simulated(align_bytes: u64) -> Backend {
+        Backend::Simulated(SimFiles::new(3, SimOpts { align_bytes, ..SimOpts::default() }))
     }
 
-    fn all() -> [Place; 7] {
+    fn all() -> [Backend; 7] {
         [
-            Place::real(false, false, 0),
-            Place::real(false, false, 2),
-            Place::real(false, true, 0),
-            Place::real(true, false, 0),
-            Place::real(true, true, 0),
-            Place::simulated(4096),
-            Place::simulated(1),
+            Backend::real(false, false, 0),
+            Backend::real(false, false, 2),
+            Backend::real(false, true, 0),
+            Backend::real(true, false, 0),
+            Backend::real(true, true, 0),
+            Backend::simulated(4096),
+            Backend::simulated(1),
         ]
     }
 
     fn open(&self) -> Box<dyn Files> {
         match self {
-            Place::Real(scratch, opts) => {
+            Backend::Real(scratch, opts) => {
                 Box::new(RealFiles::open(&scratch.0, opts).expect("open"))
             }
-            Place::Simulated(files) => Box::new(files.reopen()),
+            Backend::Simulated(files) => Box::new(files.reopen()),
         }
     }
 }
 
 fn everywhere(test: impl Fn(&dyn Files)) {
-    for place in Place::all() {
-        let files = place.open();
+    for backend in Backend::all() {
+        let files = backend.open();
         println!("{}, {:?}", files.engine(), files.fallback());
         test(&*files);
     }
 }
 
-/// Memory that starts at a page.
+/// Page-aligned memory.
 pub fn memory(bytes: u64) -> Buffer {
     Buffer::map(&AllocationRequest { bytes, ..AllocationRequest::default() }, None).expect("memory")
 }
 
 #[allow(clippy::mut_from_ref)] // of memory that a buffer only names
 pub fn bytes_of(buffer: &Buffer) -> &mut [u8] {
-    // SAFETY: the buffer is one test's alone, and nothing is in flight.
+    // SAFETY: the buffer belongs to one test, and nothing is in flight.
     unsafe { std::slice::from_raw_parts_mut(buffer.address(), buffer.bytes() as usize) }
 }
 
@@ -117,7 +117,7 @@ fn status<T>(result: Result<T>) -> Status {
 }
 
 #[test]
-fn what_is_written_is_read_in_any_parts() {
+fn written_bytes_are_read_in_any_parts() {
     everywhere(|files| {
         let unit = files.align_bytes();
         for (unit, lens) in [(unit, [1, 2, 3, 4]), (unit, [7, 0, 0, 1]), (unit * 513, [0, 5, 0, 2])]
@@ -149,7 +149,7 @@ fn what_is_written_is_read_in_any_parts() {
 }
 
 #[test]
-fn a_batch_goes_to_several_files() {
+fn pieces_of_a_batch_succeed_or_fail_alone() {
     everywhere(|files| {
         let unit = files.align_bytes().max(512);
         let ids: Vec<FileId> =
@@ -169,8 +169,8 @@ fn a_batch_goes_to_several_files() {
         assert!(batch.iter().all(|piece| piece.result.is_ok()));
         bytes_of(&stock).fill(0);
         let mut batch = pieces(Access::Read);
-        // One that is wrong, one past the end, one of a file that is not open, one
-        // with nothing in it: each for itself.
+        // An invalid piece, one past the end, one of a closed file, and an empty one: each fails or
+        // succeeds alone.
         batch[10].parts[0].address = std::ptr::null_mut();
         batch[100].offset = unit * 40;
         batch[101].file = FileId(u32::MAX);
@@ -196,13 +196,13 @@ fn a_batch_goes_to_several_files() {
                 assert!(same, "piece {i}");
             }
         }
-        // SAFETY: nothing is in it.
+        // SAFETY: there are no pieces.
         unsafe { files.transfer(&mut []) };
     });
 }
 
 #[test]
-fn reads_past_the_end_are_errors_and_writes_make_longer() {
+fn reads_past_the_end_fail_and_writes_extend() {
     everywhere(|files| {
         let unit = files.align_bytes();
         let file = files.create("x", unit * 3).expect("created");
@@ -219,9 +219,9 @@ fn reads_past_the_end_are_errors_and_writes_make_longer() {
         let crooked = files.create("crooked", 1000).expect("created");
         assert_eq!(files.len(crooked), Ok(1000));
         assert_eq!(status(read(files, crooked, 0, 4096)), Status::Io);
-        let (far, long) = ((1 << 63) - unit, (1 << 30) + unit);
+        let (high, long) = ((1 << 63) - unit, (1 << 30) + unit);
         let buffer = memory(4096);
-        for (offset, bytes) in [(far, unit), (u64::MAX - unit + 1, unit), (0, long)] {
+        for (offset, bytes) in [(high, unit), (u64::MAX - unit + 1, unit), (0, long)] {
             let piece = Piece::one(file, Access::Read, offset, buffer.address(), bytes);
             assert_eq!(status(transfer(files, piece)), Status::Invalid);
         }
@@ -236,7 +236,7 @@ fn reads_past_the_end_are_errors_and_writes_make_longer() {
 }
 
 #[test]
-fn names_lead_to_files() {
+fn names_refer_to_files() {
     everywhere(|files| {
         let unit = files.align_bytes();
         assert_eq!(files.list(), Ok(vec![]));
@@ -269,7 +269,7 @@ fn names_lead_to_files() {
 }
 
 #[test]
-fn names_that_lead_elsewhere_are_refused() {
+fn invalid_names_are_rejected() {
     everywhere(|files| {
         files.create("fine", 0).expect("created");
         for bad in ["", ".", "..", "../x", "a/b", ".hidden", "a b", "ä", LOCK_NAME, &"x".repeat(65)]
@@ -285,9 +285,9 @@ fn names_that_lead_elsewhere_are_refused() {
 }
 
 #[test]
-fn a_file_that_does_not_fit_leaves_nothing() {
+fn a_failed_create_leaves_no_file() {
     everywhere(|files| {
-        // Longer than file systems have files: a real disk is not filled by a test.
+        // Longer than the maximum of file systems: a test must not fill a real disk.
         for bytes in [u64::MAX, 1 << 62] {
             let error = files.create("huge", bytes).expect_err("too large");
             let expected = [Status::Budget, Status::Invalid, Status::Io];
@@ -326,9 +326,9 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Runs steps against a map of vectors.
-fn agree(place: &Place, steps: &[Step]) {
-    let mut files = Some(place.open());
+/// Compares steps with a map of vectors.
+fn agree(backend: &Backend, steps: &[Step]) {
+    let mut files = Some(backend.open());
     let mut names: BTreeMap<String, usize> = BTreeMap::new();
     let mut contents: Vec<Vec<u8>> = Vec::new();
     let mut open: Vec<(FileId, usize)> = Vec::new();
@@ -382,7 +382,7 @@ fn agree(place: &Place, steps: &[Step]) {
             Step::Reopen => {
                 open.clear();
                 drop(files.take());
-                files = Some(place.open());
+                files = Some(backend.open());
             }
         }
         let listed = files.as_deref().expect("open").list().expect("listed");
@@ -396,7 +396,7 @@ fn agree(place: &Place, steps: &[Step]) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn all_agree_with_a_model(steps in proptest::collection::vec(step(), 1..60)) {
-        Place::all().iter().for_each(|place| agree(place, &steps));
+    fn all_implementations_agree_with_a_model(steps in proptest::collection::vec(step(), 1..60)) {
+        Backend::all().iter().for_each(|backend| agree(backend, &steps));
     }
 }

@@ -1,25 +1,25 @@
-//! The last calls to a simulated disk, for whoever has to find out what happened.
+//! The last calls of a simulated disk, for debugging.
 
 use std::collections::VecDeque;
 use std::fmt;
 
-/// How many calls are remembered.
+/// Limit: recorded calls.
 pub const MAX_EVENTS: usize = 1024;
 
 /// A call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// Which of all calls it was.
+    /// Sequence number.
     pub number: u64,
-    /// Which function.
+    /// Function.
     pub call: &'static str,
-    /// The file's name, or its number where only that is known.
+    /// Name of the file, or its id if the name is unknown.
     pub file: String,
-    /// From where.
+    /// Offset.
     pub offset: u64,
-    /// How much.
+    /// Length.
     pub bytes: u64,
-    /// How it ended.
+    /// Outcome.
     pub outcome: &'static str,
 }
 
@@ -35,7 +35,7 @@ impl fmt::Display for Event {
 pub struct History(VecDeque<Event>);
 
 impl History {
-    /// Adds a call, and forgets the oldest if there are too many.
+    /// Adds a call, and drops the oldest beyond the limit.
     pub fn add(&mut self, event: Event) {
         if self.0.len() == MAX_EVENTS {
             self.0.pop_front();
@@ -43,7 +43,7 @@ impl History {
         self.0.push_back(event);
     }
 
-    /// What is remembered, oldest first.
+    /// The recorded calls, oldest first.
     pub fn events(&self) -> impl Iterator<Item = &Event> {
         self.0.iter()
     }

@@ -1,11 +1,10 @@
-//! A file of a simulated disk: what a reader sees, what would survive, and what
-//! was written between.
+//! A file of a simulated disk: its current content, its durable content, and the writes between.
 
 use crate::disk::content::{Content, SECTOR_BYTES};
 use kvtier::base::random::Random;
 use kvtier::base::status::{Result, Status};
 
-/// Sectors as they were after a write, and how long the file was then.
+/// Sectors after a write, and the file's length at that time.
 struct Write {
     offset: u64,
     data: Vec<u8>,
@@ -17,14 +16,14 @@ struct Write {
 pub struct Inode {
     now: Content,
     durable: Content,
-    /// Since the last sync, in order.
+    /// Writes since the last sync, in order.
     pending: Vec<Write>,
     pending_bytes: u64,
 }
 
-/// How much of what was not synced survives.
+/// How many of the unsynced writes survive.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Mood {
+enum Survival {
     None,
     Some,
     All,
@@ -39,22 +38,22 @@ impl Inode {
         inode
     }
 
-    /// What a reader sees.
+    /// Content that a reader sees.
     pub fn now(&self) -> &Content {
         &self.now
     }
 
-    /// What a power failure cannot take.
+    /// Content that survives a power failure.
     pub fn durable(&self) -> &Content {
         &self.durable
     }
 
-    /// Bytes that wait for a sync.
+    /// Unsynced bytes.
     pub fn pending_bytes(&self) -> u64 {
         self.pending_bytes
     }
 
-    /// Writes ranges one after the other.
+    /// Writes consecutive ranges.
     pub fn write(&mut self, offset: u64, ranges: &[&[u8]]) -> Result<()> {
         let mut end = offset;
         for range in ranges {
@@ -64,11 +63,11 @@ impl Inode {
         self.note(offset, end)
     }
 
-    /// Notes what sectors hold after a write.
+    /// Records the sectors after a write.
     fn note(&mut self, offset: u64, end: u64) -> Result<()> {
         let start = offset / SECTOR_BYTES * SECTOR_BYTES;
-        // The whole of the last sector, also past the end of the file: else of two
-        // states of it, one shorter, a mixture could come about.
+        // The whole last sector, also past the end of the file: otherwise two states of different
+        // length could mix.
         let stop = end.next_multiple_of(SECTOR_BYTES);
         let bytes = stop.saturating_sub(start) as usize;
         let mut data = Vec::new();
@@ -81,13 +80,13 @@ impl Inode {
         Ok(())
     }
 
-    /// Makes all durable.
+    /// Makes everything durable.
     pub fn sync(&mut self) -> Result<()> {
         self.write_back(0)
     }
 
-    /// Makes the oldest writes durable until no more than `most` bytes wait, as
-    /// systems do when they please.
+    /// Makes the oldest writes durable until at most `most` bytes are unsynced, as operating
+    /// systems do at any time.
     pub fn write_back(&mut self, most: u64) -> Result<()> {
         let mut done = 0;
         for write in &self.pending {
@@ -103,8 +102,8 @@ impl Inode {
         Ok(())
     }
 
-    /// A sync went wrong: what waited is durable or lost, and nobody will try again.
-    /// The page cache may go on to show what is lost, until it forgets.
+    /// A sync fails: unsynced writes are durable or lost, and are not retried. The page cache may
+    /// keep lost content until it is dropped.
     pub fn fail_sync(&mut self, random: &mut Random) -> Result<()> {
         self.survive(random)?;
         if random.coin() {
@@ -113,7 +112,7 @@ impl Inode {
         Ok(())
     }
 
-    /// The power failed: of each sector any state since the last sync may be there.
+    /// A power failure: each sector may hold any state since the last sync.
     pub fn crash(&mut self, random: &mut Random) -> Result<()> {
         self.survive(random)?;
         self.now = self.durable.clone();
@@ -121,41 +120,41 @@ impl Inode {
     }
 
     fn survive(&mut self, random: &mut Random) -> Result<()> {
-        let mood = match random.below(8) {
-            0 => Mood::None,
-            1 => Mood::All,
-            _ => Mood::Some,
+        let survival = match random.below(8) {
+            0 => Survival::None,
+            1 => Survival::All,
+            _ => Survival::Some,
         };
         let mut pending = std::mem::take(&mut self.pending);
         self.pending_bytes = 0;
         let last = pending.last().map_or(self.durable.len(), |write| write.len);
-        // Any length the file had is possible; 0 = the durable one.
+        // Any length since the last sync is possible; 0 = the durable one.
         let before = self.durable.len();
         let len = match random.below(pending.len() as u64 + 1) {
-            _ if mood == Mood::All => last,
+            _ if survival == Survival::All => last,
             0 => before,
-            _ if mood == Mood::None => before,
+            _ if survival == Survival::None => before,
             n => pending.get(n as usize - 1).map_or(last, |write| write.len),
         };
-        if mood == Mood::Some && random.coin() {
+        if survival == Survival::Some && random.coin() {
             for i in (1..pending.len()).rev() {
                 pending.swap(i, random.below(i as u64 + 1) as usize);
             }
         }
         for write in &pending {
-            match (mood, random.below(3)) {
-                (Mood::None, _) | (Mood::Some, 0) => {}
-                (Mood::All, _) | (Mood::Some, 1) => {
+            match (survival, random.below(3)) {
+                (Survival::None, _) | (Survival::Some, 0) => {}
+                (Survival::All, _) | (Survival::Some, 1) => {
                     self.durable.write(write.offset, &write.data)?
                 }
-                (Mood::Some, _) => self.tear(write, random)?,
+                (Survival::Some, _) => self.tear(write, random)?,
             }
         }
         self.durable.set_len(len);
         Ok(())
     }
 
-    /// Any sectors of a write get through.
+    /// Any sectors of a write survive.
     fn tear(&mut self, write: &Write, random: &mut Random) -> Result<()> {
         let often = random.below(1_000_001) as u32;
         for (i, sector) in write.data.chunks(SECTOR_BYTES as usize).enumerate() {
@@ -166,7 +165,7 @@ impl Inode {
         Ok(())
     }
 
-    /// Turns a bit over, wherever it is kept.
+    /// Flips a bit in every copy.
     pub fn rot(&mut self, bit: u64) -> Result<()> {
         self.now.flip(bit)?;
         self.durable.flip(bit)?;

@@ -1,4 +1,4 @@
-//! A simulated disk: its files, and what happens to calls.
+//! A simulated disk: its files, and the faults of calls.
 
 use std::collections::BTreeMap;
 
@@ -14,10 +14,10 @@ use kvtier::fail;
 use kvtier::io::files::{Access, Entry, FileId, Piece};
 use kvtier::io::open_files::OpenFiles;
 
-/// What is in the memory after a read that failed.
+/// Fills memory after a failed read.
 const JUNK: u8 = 0xA5;
 
-/// A file that is open.
+/// An open file.
 #[derive(Clone)]
 struct Handle {
     inode: u64,
@@ -35,23 +35,23 @@ pub struct Disk {
     inodes: BTreeMap<u64, Inode>,
     next_inode: u64,
     open: OpenFiles<Handle>,
-    /// Grows whenever all that is open is gone.
+    /// Grows whenever all open files are lost.
     pub incarnation: u64,
-    /// What calls have cost that nobody was told yet.
+    /// Cost of calls that was not taken yet.
     pub cost_ns: u64,
     /// The last calls.
     pub history: History,
 }
 
-/// What a call is about.
+/// A call to record.
 pub struct Call<'a> {
-    /// Which function.
+    /// Function.
     pub name: &'static str,
-    /// Which file.
+    /// File.
     pub file: &'a str,
-    /// From where.
+    /// Offset.
     pub offset: u64,
-    /// How much.
+    /// Length.
     pub bytes: u64,
 }
 
@@ -77,17 +77,17 @@ impl Disk {
         }
     }
 
-    /// Replaces the plan; it starts counting again.
+    /// Replaces the plan and restarts its counters.
     pub fn set_plan(&mut self, plan: Plan) {
         self.planned = Planned::new(plan);
     }
 
-    /// Calls since the plan was made.
+    /// Calls since the plan was set.
     pub fn calls(&self) -> u64 {
         self.planned.calls()
     }
 
-    /// Sets what the disk holds.
+    /// Sets the capacity.
     pub fn set_capacity(&mut self, bytes: u64) {
         self.opts.capacity_bytes = bytes;
     }
@@ -96,7 +96,7 @@ impl Disk {
         self.planned.strikes(fault, &mut self.random)
     }
 
-    /// A place in a list that is not empty.
+    /// A random index of a nonempty list.
     pub fn any_place(&mut self, len: usize) -> usize {
         self.random.below(len as u64) as usize
     }
@@ -105,7 +105,7 @@ impl Disk {
         self.cost_ns = self.cost_ns.saturating_add(ns);
     }
 
-    /// Counts, charges and notes a call around what it does.
+    /// Counts, charges and records a call.
     pub fn call<T>(&mut self, call: Call, act: impl FnOnce(&mut Disk) -> Result<T>) -> Result<T> {
         let crashes = self.planned.count();
         self.cost(self.opts.costs.call_ns);
@@ -115,7 +115,7 @@ impl Disk {
         if self.strikes(Fault::Stuck) {
             self.cost(STUCK_NS);
         }
-        // The power fails before the call, or after it and before anybody hears.
+        // The power fails before the call, or after it and before it returns.
         let mut result = match crashes && self.random.coin() {
             true => Err(Status::Closed.into()),
             false => act(self),
@@ -134,10 +134,10 @@ impl Disk {
         result
     }
 
-    /// The power fails.
+    /// A power failure.
     pub fn crash(&mut self) -> Result<()> {
         let (number, file) = (self.planned.calls(), String::new());
-        let outcome = "all that was open is gone";
+        let outcome = "all open files are lost";
         self.history.add(Event { number, call: "crash", file, offset: 0, bytes: 0, outcome });
         self.names.crash(&mut self.random);
         for inode in self.inodes.values_mut() {
@@ -147,7 +147,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Whoever had files open is gone.
+    /// Closes all files, as the end of their process does.
     pub fn forget_open(&mut self) {
         self.incarnation += 1;
         self.open.clear();
@@ -155,14 +155,14 @@ impl Disk {
         self.collect();
     }
 
-    /// Frees files that nothing leads to any more.
+    /// Frees files without names and handles.
     fn collect(&mut self) {
         let (names, open) = (&self.names, &self.open);
         self.inodes
             .retain(|inode, _| names.may_lead_to(*inode) || open.iter().any(|h| h.inode == *inode));
     }
 
-    /// Bytes that are left.
+    /// Free bytes.
     pub fn free_bytes(&self) -> u64 {
         let seen = |inode: &u64| {
             self.names.now().values().any(|known| known == inode)
@@ -183,12 +183,12 @@ impl Disk {
     fn room_for(&mut self, bytes: u64) -> Result<()> {
         let free = if bytes > 0 { self.free_bytes() } else { 0 };
         if self.strikes(Fault::Full) || bytes > free {
-            fail!(Budget, "the disk is full: {bytes} bytes do not fit into {free}");
+            fail!(Budget, "the disk is full: {bytes} bytes requested, {free} are free");
         }
         Ok(())
     }
 
-    /// What the directory lists.
+    /// Lists the directory.
     pub fn list(&mut self) -> Result<Vec<Entry>> {
         self.name_fault("list")?;
         let mut entries = Vec::new();
@@ -199,10 +199,10 @@ impl Disk {
         Ok(entries)
     }
 
-    /// Makes a file.
+    /// Creates a file.
     pub fn create(&mut self, name: &str, bytes: u64) -> Result<FileId> {
         if self.names.find(name).is_ok() {
-            fail!(State, "{name} is there already");
+            fail!(State, "{name} exists already");
         }
         self.name_fault(name)?;
         self.room_for(bytes)?;
@@ -225,7 +225,7 @@ impl Disk {
         self.open.add(Handle { inode, name: name.to_string(), poisoned: false })
     }
 
-    /// How long a file is.
+    /// Length of a file.
     pub fn len(&mut self, file: FileId) -> Result<u64> {
         let inode = self.open.get(file)?.inode;
         Ok(self.inode(inode)?.now().len())
@@ -288,12 +288,12 @@ impl Disk {
         self.inode(inode)?.sync()
     }
 
-    /// The name of an open file, for the history.
+    /// Name of an open file, for the history.
     pub fn name_of(&mut self, file: FileId) -> String {
         self.open.get(file).map_or(format!("{file:?}"), |handle| handle.name.clone())
     }
 
-    /// Carries out a piece that was checked.
+    /// Transfers a checked piece.
     ///
     /// # Safety
     /// As for [`kvtier::io::files::Files::transfer`].
@@ -301,7 +301,7 @@ impl Disk {
         let bytes = piece.bytes();
         self.cost(self.opts.costs.kib_ns.saturating_mul(bytes.div_ceil(1024)));
         let inode = self.open.get(piece.file)?.inode;
-        // SAFETY: the caller's promise, for either way.
+        // SAFETY: the caller's promise, for either direction.
         let done = unsafe {
             match piece.access {
                 Access::Read => self.read(inode, piece),
@@ -327,10 +327,10 @@ impl Disk {
         let good = if failed { 0 } else { short.unwrap_or(there).min(there) };
         let mut at = 0;
         for part in piece.parts.iter().filter(|part| part.bytes > 0) {
-            // SAFETY: the caller's promise, and nobody else has it.
+            // SAFETY: the caller's promise; nobody else accesses it.
             let out = unsafe { std::slice::from_raw_parts_mut(part.address, part.bytes as usize) };
             content.read(piece.offset + at, out);
-            // What was not read is anything at all.
+            // Bytes that were not read are undefined.
             let known = good.saturating_sub(at).min(part.bytes) as usize;
             out.iter_mut().skip(known).for_each(|byte| *byte = JUNK);
             at += part.bytes;
@@ -351,7 +351,7 @@ impl Disk {
         let mut ranges = [&[][..]; kvtier::io::files::MAX_PARTS];
         for (range, part) in ranges.iter_mut().zip(&piece.parts) {
             if part.bytes > 0 {
-                // SAFETY: the caller's promise, and nobody writes it.
+                // SAFETY: the caller's promise; nobody writes it.
                 *range = unsafe { std::slice::from_raw_parts(part.address, part.bytes as usize) };
             }
         }
@@ -389,7 +389,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Turns a bit of a file over.
+    /// Flips a bit of a file.
     pub fn rot(&mut self, name: &str, bit: u64) -> Result<()> {
         let inode = self.names.find(name)?;
         if bit / 8 >= self.inode(inode)?.now().len() {
@@ -398,7 +398,7 @@ impl Disk {
         self.inode(inode)?.rot(bit)
     }
 
-    /// What a power failure would leave if nothing that waits got through.
+    /// Content after a power failure that loses all unsynced writes.
     pub fn durable(&self) -> Result<BTreeMap<String, Vec<u8>>> {
         let names = self.names.durable().iter();
         let file = |(name, inode): (&String, &u64)| {
@@ -409,7 +409,7 @@ impl Disk {
     }
 }
 
-/// Some of the bytes of ranges that follow each other.
+/// A part of consecutive ranges.
 fn cut<'a, const N: usize>(ranges: &[&'a [u8]; N], from: u64, bytes: u64) -> [&'a [u8]; N] {
     let (mut skip, mut left) = (from as usize, bytes as usize);
     ranges.map(|range| {

@@ -1,10 +1,8 @@
-//! Files that exist in memory only, on a disk that fails as told: with torn and
-//! reordered writes, lost syncs, errors, rot and power failures. Everything that
-//! happens follows from a seed and the calls.
+//! Simulated files on a disk with planned faults: torn and reordered writes, lost syncs, errors,
+//! bit rot and power failures. A seed and the calls determine everything.
 //!
-//! A power failure may leave, of each sector, any state since the last sync; of a
-//! file's length, any since then; of the names, any of the changes, those about
-//! one name in their order.
+//! After a power failure each sector may hold any state since the last sync, and a file any length
+//! since then. Any changes of names may survive; changes of one name survive in order.
 
 #[cfg(all(test, not(feature = "shuttle")))]
 pub(crate) mod contract;
@@ -25,16 +23,16 @@ use kvtier::base::status::{Result, Status};
 use kvtier::base::sync::{Arc, Mutex};
 use kvtier::io::files::{Access, Entry, FileId, Files, Piece, check_name};
 
-/// How a simulated disk is.
+/// Options of a simulated disk.
 #[derive(Clone, Copy, Debug)]
 pub struct SimOpts {
-    /// What transfers have to be aligned to.
+    /// Alignment of transfers; default 4096.
     pub align_bytes: u64,
-    /// What fits on it. Up to three times that is used in memory.
+    /// Capacity; up to three times as much memory is used; default 256 MiB.
     pub capacity_bytes: u64,
-    /// What goes wrong.
+    /// Planned faults.
     pub plan: Plan,
-    /// What calls take.
+    /// Duration of calls.
     pub costs: Costs,
 }
 
@@ -49,7 +47,7 @@ impl Default for SimOpts {
     }
 }
 
-/// A directory on a simulated disk. Clones have the same files open.
+/// A directory on a simulated disk. Clones share the open files.
 #[derive(Clone)]
 pub struct SimFiles {
     disk: Arc<Mutex<Disk>>,
@@ -65,14 +63,13 @@ impl SimFiles {
         SimFiles { disk: Arc::new(Mutex::new(disk)), incarnation, align }
     }
 
-    /// The power fails. Whoever has files open is told [`Status::Closed`] from now
-    /// on, until somebody opens the directory again.
+    /// A power failure. Handles return [`Status::Closed`] until the directory is reopened.
     pub fn crash(&self) -> Result<()> {
         self.disk.lock().crash()
     }
 
-    /// Opens the directory again. After a crash; or without one, as after the death
-    /// of a process: what it had open is gone, what it wrote is there.
+    /// Reopens the directory, after a power failure or after the death of a process: open files are
+    /// lost, written bytes remain.
     #[must_use]
     pub fn reopen(&self) -> SimFiles {
         let mut disk = self.disk.lock();
@@ -80,38 +77,37 @@ impl SimFiles {
         SimFiles { disk: self.disk.clone(), incarnation: disk.incarnation, align: self.align }
     }
 
-    /// Whether the power has failed, or somebody else has opened the directory.
+    /// Whether the power has failed, or the directory was reopened.
     pub fn is_closed(&self) -> bool {
         self.disk.lock().incarnation != self.incarnation
     }
 
-    /// Replaces the plan of faults; it starts counting again.
+    /// Replaces the plan of faults and restarts its counters.
     pub fn set_plan(&self, plan: Plan) {
         self.disk.lock().set_plan(plan);
     }
 
-    /// Sets what fits on the disk.
+    /// Sets the capacity.
     pub fn set_capacity(&self, bytes: u64) {
         self.disk.lock().set_capacity(bytes);
     }
 
-    /// Calls since the plan was made, each piece of a batch for itself: what
-    /// [`Plan::crash_at`] counts.
+    /// Calls since the plan was set, counting each piece of a batch, as [`Plan::crash_at`] does.
     pub fn calls(&self) -> u64 {
         self.disk.lock().calls()
     }
 
-    /// What the calls since this was last asked took.
+    /// Returns and resets the cost of calls.
     pub fn take_cost_ns(&self) -> u64 {
         std::mem::take(&mut self.disk.lock().cost_ns)
     }
 
-    /// Turns a bit of a file over, for good.
+    /// Flips a bit of a file permanently.
     pub fn rot(&self, name: &str, bit: u64) -> Result<()> {
         self.disk.lock().rot(name, bit)
     }
 
-    /// What is durable: names and contents.
+    /// Durable names and contents.
     pub fn durable(&self) -> Result<BTreeMap<String, Vec<u8>>> {
         self.disk.lock().durable()
     }
@@ -196,7 +192,7 @@ impl Files for SimFiles {
     }
 
     fn close(&self, file: FileId) {
-        // It reaches no disk: neither counted nor failing.
+        // It does not reach the disk: neither counted nor failing.
         let mut disk = self.disk.lock();
         if disk.incarnation == self.incarnation {
             disk.close(file);
@@ -226,7 +222,7 @@ impl Files for SimFiles {
         if pieces.is_empty() {
             return;
         }
-        // In an order that nobody may rely on.
+        // In an order that callers must not rely on.
         let n = pieces.len();
         let start = self.disk.lock().any_place(n);
         let (later, first) = pieces.split_at_mut(start);

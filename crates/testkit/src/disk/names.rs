@@ -1,4 +1,4 @@
-//! The names of a simulated directory, and which of them would survive.
+//! Names of a simulated directory, and which changes survive.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use kvtier::base::random::Random;
 use kvtier::base::status::{Result, Status};
 use kvtier::fail;
 
-/// Names and the files they lead to.
+/// Files by name.
 pub type Map = BTreeMap<String, u64>;
 
 enum Change {
@@ -45,17 +45,17 @@ impl Change {
 pub struct Names {
     now: Map,
     durable: Map,
-    /// Since the last sync, in order.
+    /// Changes since the last sync, in order.
     changes: Vec<Change>,
 }
 
 impl Names {
-    /// What a caller sees.
+    /// Names that a caller sees.
     pub fn now(&self) -> &Map {
         &self.now
     }
 
-    /// What a power failure cannot take.
+    /// Names that survive a power failure.
     pub fn durable(&self) -> &Map {
         &self.durable
     }
@@ -68,7 +68,7 @@ impl Names {
         }
     }
 
-    /// Whether any name, now or after a power failure, may lead to a file.
+    /// Whether a name, now or after a power failure, may refer to a file.
     pub fn may_lead_to(&self, inode: u64) -> bool {
         let created = |c: &Change| matches!(c, Change::Create(_, made) if *made == inode);
         self.now.values().chain(self.durable.values()).any(|known| *known == inode)
@@ -82,15 +82,15 @@ impl Names {
         Ok(())
     }
 
-    /// Adds a name that must be new.
+    /// Adds a new name.
     pub fn create(&mut self, name: &str, inode: u64) -> Result<()> {
         if self.now.contains_key(name) {
-            fail!(State, "{name} is there already");
+            fail!(State, "{name} exists already");
         }
         self.change(Change::Create(name.to_string(), inode))
     }
 
-    /// Gives a file another name, in place of what had that.
+    /// Renames a file, and replaces an existing name.
     pub fn rename(&mut self, from: &str, to: &str) -> Result<()> {
         self.find(from)?;
         if from == to {
@@ -105,14 +105,13 @@ impl Names {
         self.change(Change::Remove(name.to_string()))
     }
 
-    /// Makes all durable.
+    /// Makes all changes durable.
     pub fn sync(&mut self) {
         self.changes.clear();
         self.durable = self.now.clone();
     }
 
-    /// The power failed: any changes survive, but none without those before it
-    /// that were about the same name.
+    /// A power failure: any changes survive, but none without the earlier changes of the same name.
     pub fn crash(&mut self, random: &mut Random) {
         let mut undone: BTreeSet<String> = BTreeSet::new();
         let often = match random.below(8) {

@@ -1,29 +1,29 @@
-//! What goes wrong on a simulated disk, and how often or when.
+//! Planned faults of a simulated disk.
 
 use kvtier::base::random::Random;
 
-/// A thing that can go wrong.
+/// A kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// A read fails, and leaves anything in the memory.
+    /// A read fails, with undefined memory.
     ReadError = 0,
     /// A write fails; any of its sectors are written.
     WriteError = 1,
-    /// A sync of a file fails: what was written since the last one is kept or lost.
+    /// A sync of a file fails; unsynced writes survive or are lost.
     SyncError = 2,
     /// A call about names fails: list, create, open, rename, remove, sync of names.
     NameError = 3,
     /// A create or a write finds the disk full.
     Full = 4,
-    /// A read ends too early.
+    /// A short read.
     ShortRead = 5,
-    /// A write ends too early.
+    /// A short write.
     ShortWrite = 6,
-    /// A sync, of a file or of names, says that all is well and does nothing.
+    /// A sync, of a file or of names, succeeds without effect.
     LostSync = 7,
-    /// A bit of what is read has changed for good.
+    /// A bit of the range that is read flips permanently.
     BitRot = 8,
-    /// A write goes to another place of the file, and says that all is well.
+    /// A write succeeds at a wrong offset of the file.
     Misdirected = 9,
     /// A call takes [`Costs::slow_ns`] longer.
     Slow = 10,
@@ -31,40 +31,38 @@ pub enum Fault {
     Stuck = 11,
 }
 
-/// How many kinds of faults there are.
+/// Number of kinds.
 pub const FAULTS: usize = 12;
-/// What a call costs that is stuck.
+/// Duration of a stuck call.
 pub const STUCK_NS: u64 = 1 << 50;
 
 /// When faults happen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Times in a million, of each [`Fault`].
+    /// Probability of each [`Fault`], in millionths.
     pub per_million: [u32; FAULTS],
-    /// At which call that it can befall, counted from 1 since the plan was made; 0 =
-    /// at none.
+    /// Call, counted from 1 among those that the fault can hit, at which it happens; 0 = none.
     pub at: [u64; FAULTS],
-    /// At which call the power fails, counted from 1 since the plan was made, each
-    /// piece of a batch for itself; 0 = at none.
+    /// Call, counted from 1 with each piece of a batch, at which the power fails; 0 = none.
     pub crash_at: u64,
 }
 
 impl Plan {
-    /// With a fault so many times in a million.
+    /// Sets the probability of a fault.
     #[must_use]
     pub fn often(mut self, fault: Fault, per_million: u32) -> Plan {
         self.per_million[fault as usize] = per_million;
         self
     }
 
-    /// With a fault at the nth call that it can befall.
+    /// Lets a fault happen at the nth call that it can hit.
     #[must_use]
     pub fn once(mut self, fault: Fault, nth: u64) -> Plan {
         self.at[fault as usize] = nth;
         self
     }
 
-    /// With a power failure at the nth call.
+    /// Lets the power fail at the nth call.
     #[must_use]
     pub fn crash(mut self, nth: u64) -> Plan {
         self.crash_at = nth;
@@ -72,16 +70,16 @@ impl Plan {
     }
 }
 
-/// What calls take, in virtual time.
+/// Duration of calls in virtual time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
-    /// Every call, every piece.
+    /// Every call and every piece.
     pub call_ns: u64,
-    /// Every KiB moved, begun or whole.
+    /// Every KiB of a transfer, rounded up.
     pub kib_ns: u64,
     /// Every sync.
     pub sync_ns: u64,
-    /// A call that is slow.
+    /// A slow call.
     pub slow_ns: u64,
 }
 
@@ -91,7 +89,7 @@ impl Default for Costs {
     }
 }
 
-/// A plan that is carried out.
+/// A plan with its counters.
 pub struct Planned {
     plan: Plan,
     calls: [u64; FAULTS],
@@ -100,12 +98,12 @@ pub struct Planned {
 }
 
 impl Planned {
-    /// A plan, from its start.
+    /// A plan at its start.
     pub fn new(plan: Plan) -> Planned {
         Planned { plan, calls: [0; FAULTS], all_calls: 0 }
     }
 
-    /// Whether a fault strikes this call.
+    /// Whether a fault happens at this call.
     pub fn strikes(&mut self, fault: Fault, random: &mut Random) -> bool {
         let kind = fault as usize;
         self.calls[kind] += 1;

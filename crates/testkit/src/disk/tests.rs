@@ -1,4 +1,4 @@
-//! What a simulated disk may do, and what it must not.
+//! Allowed and forbidden behaviour of a simulated disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,12 +22,11 @@ fn status<T>(result: Result<T>) -> Status {
     result.map_or_else(|error| error.status(), |_| Status::Ok)
 }
 
-/// What may be in a file after the power failed.
+/// Possible contents of a file after a power failure.
 #[derive(Clone, Default)]
 struct Model {
     now: Vec<u8>,
-    /// Of each sector, all it held since the last sync; of what is past the end,
-    /// zeros.
+    /// Contents of each sector since the last sync; zeros past the end.
     sectors: BTreeMap<usize, BTreeSet<Vec<u8>>>,
     lens: BTreeSet<usize>,
     durable: Vec<u8>,
@@ -94,7 +93,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #[test]
-    fn a_crash_leaves_what_was_synced_and_any_of_the_rest(
+    fn a_crash_keeps_synced_bytes_and_any_of_the_others(
         seed in any::<u64>(),
         align in prop_oneof![Just(1u64), Just(512)],
         steps in proptest::collection::vec(step(), 1..80),
@@ -140,7 +139,7 @@ proptest! {
                 }
             }
             for (id, model) in ids.iter().zip(&models) {
-                // A sim with alignment reads whole sectors only.
+                // With an alignment only whole sectors can be read.
                 if files.len(*id).expect("open") % align == 0 {
                     prop_assert!(content(&files, *id) == model.now);
                 }
@@ -149,7 +148,7 @@ proptest! {
     }
 
     #[test]
-    fn the_same_seed_and_calls_end_the_same(
+    fn the_same_seed_and_calls_give_the_same_result(
         seed in any::<u64>(),
         steps in proptest::collection::vec(step(), 1..40),
     ) {
@@ -192,12 +191,12 @@ proptest! {
     }
 
     #[test]
-    fn names_survive_in_their_order(
+    fn changes_of_a_name_survive_in_order(
         seed in any::<u64>(),
         changes in proptest::collection::vec((0..4u8, 0..3u8, 0..3u8), 1..20),
     ) {
         let mut files = disk(seed, Plan::default());
-        // Since the last sync, what each name led to: the first bytes tell files apart.
+        // Files that each name referred to since the last sync; the first bytes identify files.
         let mut seen: BTreeMap<String, BTreeSet<Option<u8>>> = BTreeMap::new();
         let mut now: BTreeMap<String, u8> = BTreeMap::new();
         let mut next = 1;
@@ -230,7 +229,7 @@ proptest! {
                 seen.entry(name).or_default().insert(leads_to);
             }
         }
-        // Before the first change no name led anywhere, unless there was a sync.
+        // Before the first change no name existed, unless there was a sync.
         let changed = files.durable().expect("memory");
         files.crash().expect("memory");
         files = files.reopen();
@@ -247,7 +246,7 @@ proptest! {
 }
 
 #[test]
-fn a_name_that_is_replaced_never_leads_nowhere() {
+fn a_replaced_name_always_refers_to_a_file() {
     let mut outcomes = BTreeSet::new();
     for seed in 0..200 {
         let files = disk(seed, Plan::default());
@@ -289,7 +288,7 @@ fn every_kind_of_crash_happens() {
 }
 
 #[test]
-fn a_new_file_may_be_gone_empty_or_half_there() {
+fn a_new_file_may_be_lost_empty_or_partial() {
     let mut outcomes = BTreeSet::new();
     for seed in 0..300 {
         let files = disk(seed, Plan::default());
@@ -303,7 +302,7 @@ fn a_new_file_may_be_gone_empty_or_half_there() {
 }
 
 #[test]
-fn faults_strike_when_told_and_then_no_more() {
+fn a_planned_fault_happens_once() {
     let run = |fault: Fault, calls: &dyn Fn(&SimFiles, FileId) -> Status| {
         let files = disk(1, Plan::default());
         let file = files.create("x", 8192).expect("created");
@@ -332,7 +331,7 @@ fn faults_strike_when_told_and_then_no_more() {
 }
 
 #[test]
-fn a_failed_write_leaves_anything_and_a_failed_read_shows_nothing() {
+fn a_failed_write_is_partial_and_a_failed_read_returns_junk() {
     let mut outcomes = BTreeSet::new();
     for seed in 0..50 {
         let plan = Plan::default().once(Fault::WriteError, 1).once(Fault::ReadError, 1);
@@ -362,7 +361,7 @@ fn a_failed_sync_poisons_the_file() {
         write(&files, file, 0, 1, 512).expect("written");
         assert_eq!(status(files.sync(file)), Status::Io);
         assert_eq!(status(files.sync(file)), Status::Io, "it is remembered");
-        // Whoever opens it anew is told that all is well, which is not so.
+        // A reopened file reports success, although data was lost.
         let again = files.open("x").expect("there");
         assert_eq!(files.sync(again), Ok(()));
         let seen = content(&files, again).first().copied();
@@ -375,7 +374,7 @@ fn a_failed_sync_poisons_the_file() {
 }
 
 #[test]
-fn a_disk_that_lies_loses_what_it_said_was_safe() {
+fn a_lost_sync_loses_data() {
     let kept = |fault: Plan| {
         let survives = |seed| {
             let files = disk(seed, fault);
@@ -392,7 +391,7 @@ fn a_disk_that_lies_loses_what_it_said_was_safe() {
 }
 
 #[test]
-fn the_power_fails_at_any_call() {
+fn the_power_can_fail_at_any_call() {
     let run = |plan: Plan| {
         let files = disk(5, plan);
         let work = || -> Result<()> {
@@ -421,14 +420,14 @@ fn the_power_fails_at_any_call() {
 }
 
 #[test]
-fn it_holds_so_much_and_no_more() {
+fn capacity_is_limited() {
     let capacity_bytes = 10_240;
     let files = SimFiles::new(1, SimOpts { capacity_bytes, ..opts(512, Plan::default()) });
     let x = files.create("x", 8192).expect("room");
     assert_eq!(status(files.create("y", 4096)), Status::Budget);
     assert_eq!(status(write(&files, x, 8192, 1, 4096)), Status::Budget);
     assert_eq!((write(&files, x, 8192, 1, 2048), files.free_bytes()), (Ok(()), Ok(0)));
-    // Writing again and again needs no more memory: systems write back unasked.
+    // Repeated writes need no more memory: the system writes back on its own.
     (0..100).for_each(|fill| write(&files, x, 0, fill, 8192).expect("in place"));
     files.remove("x").expect("removed");
     assert_eq!(files.free_bytes(), Ok(0), "it is still open");
@@ -439,7 +438,7 @@ fn it_holds_so_much_and_no_more() {
 }
 
 #[test]
-fn calls_cost_time_that_nobody_waits_for() {
+fn calls_cost_virtual_time() {
     let plan = Plan::default().once(Fault::Slow, 2).once(Fault::Stuck, 3);
     let files = disk(1, plan);
     let costs = Costs::default();
@@ -453,7 +452,7 @@ fn calls_cost_time_that_nobody_waits_for() {
 }
 
 #[test]
-fn bits_rot_for_good_and_the_calls_are_remembered() {
+fn bit_rot_is_permanent_and_calls_are_recorded() {
     let files = disk(1, Plan::default());
     let file = files.create("x", 512).expect("created");
     write(&files, file, 0, 0xF0, 512).and(files.sync(file)).expect("durable");

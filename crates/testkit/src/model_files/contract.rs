@@ -1,4 +1,4 @@
-//! What [`ModelFiles`] promise, tried on every implementation there is.
+//! The contract of [`ModelFiles`], tested on every implementation.
 
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use crate::disk::contract::{Scratch, bytes_of, memory};
 use crate::model_files::faults::Fault;
-use crate::model_files::simulated::{SimFile, SimFixed, SimFixedOpts, content};
+use crate::model_files::simulated::{SimFile, SimModelFiles, SimModelFilesOpts, content};
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
 use kvtier::io::files::{Access, FileId, MAX_PARTS, Part, Piece};
@@ -15,7 +15,7 @@ use kvtier::io::model_files::measure::measure;
 use kvtier::io::model_files::real::{ModelFilesOpts, RealModelFiles};
 use kvtier::io::model_files::{ModelFiles, Stamp};
 
-/// Lengths that end in and at grains, and in sectors.
+/// Lengths inside and at the end of read units, and of sectors.
 const LENGTHS: [u64; 7] = [0, 1, 4096, 4097, 300_000, 65_536 + 512, 3 << 20];
 
 fn bytes(seed: u64, offset: u64, len: u64) -> Vec<u8> {
@@ -24,7 +24,7 @@ fn bytes(seed: u64, offset: u64, len: u64) -> Vec<u8> {
     out
 }
 
-/// A model on the disk, whose files have what simulated ones have.
+/// A model on disk with the content of simulated files.
 struct Model {
     _scratch: Scratch,
     paths: Vec<PathBuf>,
@@ -47,7 +47,7 @@ impl Model {
     }
 }
 
-fn ways() -> [ModelFilesOpts; 5] {
+fn all_opts() -> [ModelFilesOpts; 5] {
     let plain = ModelFilesOpts::default();
     [
         plain,
@@ -58,21 +58,24 @@ fn ways() -> [ModelFilesOpts; 5] {
     ]
 }
 
-fn simulated(lengths: &[u64], opts: SimFixedOpts) -> SimFixed {
+fn simulated(lengths: &[u64], opts: SimModelFilesOpts) -> SimModelFiles {
     let file = |(i, bytes): (usize, &u64)| SimFile { bytes: *bytes, seed: i as u64 };
     let files = lengths.iter().enumerate().map(file).collect();
-    SimFixed::new(Clock::manual(5), SimFixedOpts { files, ..opts }).expect("sound")
+    SimModelFiles::new(Clock::manual(5), SimModelFilesOpts { files, ..opts }).expect("sound")
 }
 
 fn everywhere(lengths: &[u64], test: impl Fn(&dyn ModelFiles)) {
     let model = Model::new(lengths);
-    for opts in ways() {
+    for opts in all_opts() {
         let files = model.open(&opts);
         println!("{}, {:?}", files.engine(), files.fallback());
         test(&files);
     }
     for align_bytes in [1, 512, 4096] {
-        test(&simulated(lengths, SimFixedOpts { align_bytes, ..SimFixedOpts::default() }));
+        test(&simulated(
+            lengths,
+            SimModelFilesOpts { align_bytes, ..SimModelFilesOpts::default() },
+        ));
     }
 }
 
@@ -94,7 +97,7 @@ fn status<T>(result: Result<T>) -> Status {
     result.map_or_else(|error| error.status(), |_| Status::Ok)
 }
 
-/// What a read must give: the file's bytes, then zeros.
+/// Expected result of a read: the file's bytes, then zeros.
 fn expected(file: u32, offset: u64, len: u64) -> Vec<u8> {
     let here = LENGTHS[file as usize].saturating_sub(offset).min(len);
     let mut out = bytes(u64::from(file), offset, here);
@@ -103,7 +106,7 @@ fn expected(file: u32, offset: u64, len: u64) -> Vec<u8> {
 }
 
 #[test]
-fn content_is_the_same_from_wherever_it_is_read() {
+fn content_does_not_depend_on_the_read_offset() {
     let whole = bytes(9, 0, 5000);
     for offset in (0..40).chain([4090, 4999]) {
         for len in [0, 1, 3, 7, 8, 9, 16, 100].map(|len: usize| len.min(5000 - offset)) {
@@ -114,7 +117,7 @@ fn content_is_the_same_from_wherever_it_is_read() {
 }
 
 #[test]
-fn whole_files_come_with_zeros_behind_their_ends() {
+fn reads_past_the_end_are_zeroed() {
     everywhere(&LENGTHS, |files| {
         assert_eq!(files.count(), LENGTHS.len() as u32);
         assert!(files.align_bytes() <= 4096 && files.align_bytes().is_power_of_two());
@@ -130,7 +133,7 @@ fn whole_files_come_with_zeros_behind_their_ends() {
 }
 
 #[test]
-fn what_is_wrong_is_refused_piece_by_piece() {
+fn invalid_pieces_fail_alone() {
     everywhere(&LENGTHS, |files| {
         let stock = memory(64 << 10);
         let at = |i: u64| stock.range(i * 8192, 8192).expect("inside");
@@ -164,7 +167,7 @@ fn what_is_wrong_is_refused_piece_by_piece() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
     #[test]
-    fn any_batch_reads_what_is_there(
+    fn any_batch_reads_the_right_bytes(
         wanted in proptest::collection::vec(
             (0..LENGTHS.len() as u32, any::<u64>(), 1u64..40, [0u64..40, 0..40, 0..40]), 1..90),
     ) {
@@ -206,12 +209,12 @@ proptest! {
     }
 }
 
-/// What can be done to a file, and what `check` and reads of its start and end say then.
+/// An action on a file, and the expected results of `check`, and of reads at its start and end.
 type Act = (&'static str, fn(&Target), Status, [Status; 2]);
 
 enum Target<'a> {
     Real(&'a PathBuf),
-    Simulated(&'a SimFixed),
+    Simulated(&'a SimModelFiles),
 }
 
 impl Target<'_> {
@@ -222,20 +225,20 @@ impl Target<'_> {
         }
     }
 
-    fn simulated(&self, act: impl FnOnce(&SimFixed)) {
+    fn simulated(&self, act: impl FnOnce(&SimModelFiles)) {
         if let Target::Simulated(files) = self {
             act(files);
         }
     }
 }
 
-/// Gives a file a time that differs, however coarse its file system's clock is.
+/// Gives a file a different time, however coarse the file system's clock is.
 fn later(file: &std::fs::File) {
     let time = std::time::SystemTime::now() + std::time::Duration::from_secs(60);
     file.set_modified(time).expect("set");
 }
 
-const DEEDS: [Act; 6] = [
+const ACTIONS: [Act; 6] = [
     ("nothing", |_| {}, Status::Ok, [Status::Ok, Status::Ok]),
     (
         "cut",
@@ -291,7 +294,7 @@ const DEEDS: [Act; 6] = [
 ];
 
 #[test]
-fn what_is_done_to_a_file_shows() {
+fn changes_of_a_file_are_detected() {
     let judge = |files: &dyn ModelFiles, target: &Target, act: &Act| {
         let (what, run, check, reads) = act;
         run(target);
@@ -300,7 +303,7 @@ fn what_is_done_to_a_file_shows() {
         let start = read(files, 0, 0, 8192);
         let end = read(files, 0, 290_816, 12_288);
         let found = [status(start.clone()), status(end.clone())];
-        // A file that was cut is not touched by way of a map.
+        // A truncated file is not read through a map.
         if files.engine() != "mapped" || *check != Status::Corrupt {
             assert_eq!(found, *reads, "{what}, {}", files.engine());
         }
@@ -313,22 +316,22 @@ fn what_is_done_to_a_file_shows() {
             assert!(end == expected, "{what}: zeros, whatever is there now");
         }
     };
-    for act in &DEEDS {
-        for opts in ways() {
+    for act in &ACTIONS {
+        for opts in all_opts() {
             let model = Model::new(&[300_000]);
             judge(&model.open(&opts), &Target::Real(&model.paths[0]), act);
         }
-        let files = simulated(&[300_000], SimFixedOpts::default());
+        let files = simulated(&[300_000], SimModelFilesOpts::default());
         judge(&files, &Target::Simulated(&files), act);
     }
 }
 
 #[test]
-fn attributes_are_told_apart_from_bytes() {
+fn a_restored_modification_time_is_detected() {
     let model = Model::new(&[5000]);
     let files = model.open(&ModelFilesOpts::default());
     let time = std::fs::metadata(&model.paths[0]).expect("there").modified().expect("known");
-    // Bytes changed, and the time put back: only the time of change is left to tell.
+    // Bytes changed and the modification time restored: only the change time tells.
     let file = std::fs::OpenOptions::new().write(true).open(&model.paths[0]).expect("opened");
     while files.check(0).is_ok() {
         file.write_all_at(b"x", 17).expect("written");
@@ -354,19 +357,19 @@ fn only_regular_files_are_opened() {
     assert_eq!(open(&["/dev/null".into()]), Status::Invalid);
     assert_eq!(open(&[model.paths[0].clone(), aside("none")]), Status::NotFound);
     assert_eq!(open(&[]), Status::Invalid);
-    let refused = SimFixed::new(Clock::real(), SimFixedOpts::default());
+    let refused = SimModelFiles::new(Clock::real(), SimModelFilesOpts::default());
     assert_eq!(status(refused), Status::Invalid);
 }
 
 #[test]
-fn the_page_cache_keeps_nothing_of_what_was_read() {
+fn read_pages_are_dropped_from_the_page_cache() {
     let model = Model::new(&[8 << 20]);
     let file = std::fs::File::open(&model.paths[0]).expect("opened");
     file.sync_all().expect("clean");
     let cached = || {
         let (fd, len) = (std::os::fd::AsRawFd::as_raw_fd(&file), 8 << 20);
         let mut pages = vec![0u8; len / kvtier::base::fork::page_bytes()];
-        // SAFETY: a mapping of this test, asked about and unmapped.
+        // SAFETY: a mapping of this test, queried and unmapped.
         unsafe {
             let map =
                 libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, fd, 0);
@@ -376,12 +379,12 @@ fn the_page_cache_keeps_nothing_of_what_was_read() {
         }
         pages.iter().filter(|page| **page & 1 == 1).count()
     };
-    for opts in &ways()[2..4] {
+    for opts in &all_opts()[2..4] {
         let files = model.open(opts);
         let (whole, half) = (cached(), 4 << 20);
         assert!(read(&files, 0, 0, half).is_ok() && read(&files, 0, half, half).is_ok());
         println!("{whole} pages were cached, {} are", cached());
-        // On file systems that live in the cache nothing can leave it.
+        // File systems in the page cache cannot drop it.
         let shm = cached() == pages_of(8 << 20);
         assert!(shm || cached() * 8 < pages_of(8 << 20), "{} pages", cached());
     }
@@ -392,8 +395,8 @@ fn pages_of(bytes: usize) -> usize {
 }
 
 #[test]
-fn planted_faults_strike_where_they_should() {
-    let files = simulated(&[1 << 20, 1 << 20], SimFixedOpts::default());
+fn planned_faults_hit_their_pieces() {
+    let files = simulated(&[1 << 20, 1 << 20], SimModelFilesOpts::default());
     let reads = |offsets: &[u64]| -> Vec<Status> {
         offsets.iter().map(|offset| status(read(&files, 1, *offset, 4096))).collect()
     };
@@ -414,8 +417,9 @@ fn planted_faults_strike_where_they_should() {
 }
 
 #[test]
-fn time_follows_from_bytes_and_seed() {
-    let opts = SimFixedOpts { bytes_per_second: 1 << 20, latency_ns: 1000, ..Default::default() };
+fn duration_depends_on_bytes_and_seed() {
+    let opts =
+        SimModelFilesOpts { bytes_per_second: 1 << 20, latency_ns: 1000, ..Default::default() };
     let piece =
         |offset, bytes| Piece::one(FileId(0), Access::Read, offset, std::ptr::null_mut(), bytes);
     let files = simulated(&[1 << 20], opts.clone());
@@ -426,7 +430,7 @@ fn time_follows_from_bytes_and_seed() {
     assert_eq!(files.cost_ns(&[piece(1 << 19, 1 << 19)]), second / 2 + 1000);
     let jittery = |seed| {
         let files =
-            simulated(&[1 << 20], SimFixedOpts { jitter_percent: 50, seed, ..opts.clone() });
+            simulated(&[1 << 20], SimModelFilesOpts { jitter_percent: 50, seed, ..opts.clone() });
         [0; 20].map(|_| files.cost_ns(&[piece(0, 1 << 20)]))
     };
     let costs = jittery(4);
@@ -436,22 +440,23 @@ fn time_follows_from_bytes_and_seed() {
 
 #[test]
 fn bandwidth_is_measured() {
-    let opts = SimFixedOpts { bytes_per_second: 1 << 30, moves_clock: true, ..Default::default() };
+    let opts =
+        SimModelFilesOpts { bytes_per_second: 1 << 30, moves_clock: true, ..Default::default() };
     let clock = Clock::manual(0);
     let file = |bytes| SimFile { bytes, seed: 1 };
     for bytes in [1, 5000, 4 << 20, 100 << 20] {
         let files = vec![file(0), file(bytes), file(bytes / 2)];
-        let files = SimFixed::new(clock.clone(), SimFixedOpts { files, ..opts.clone() });
+        let files = SimModelFiles::new(clock.clone(), SimModelFilesOpts { files, ..opts.clone() });
         let rate = measure(&files.expect("sound"), &clock, 40 << 20).expect("measured");
-        // What is read past the end takes time, and does not count.
+        // Bytes read past the end take time, and do not count.
         let least = (1u64 << 30) / bytes.next_multiple_of(4096) * bytes;
         assert!(rate >= least / 100 * 99 && rate <= 1 << 30, "{rate} for {bytes}");
     }
-    let still = simulated(&[1 << 20], SimFixedOpts::default());
+    let still = simulated(&[1 << 20], SimModelFilesOpts::default());
     assert_eq!(status(measure(&still, &Clock::manual(1), 1 << 20)), Status::State);
     assert_eq!(status(measure(&simulated(&[0], opts), &clock, 1)), Status::Invalid);
     let model = Model::new(&[20 << 20]);
-    for opts in ways() {
+    for opts in all_opts() {
         assert!(measure(&model.open(&opts), &Clock::real(), 16 << 20).expect("measured") > 0);
     }
 }

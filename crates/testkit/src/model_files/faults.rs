@@ -1,25 +1,25 @@
-//! What can go wrong with simulated files of a model.
+//! Planned faults of simulated model files.
 
 use std::ops::Range;
 
 use kvtier::base::status::Status;
 use kvtier::io::files::Piece;
 
-/// Something that goes wrong. Pieces are counted from 1, since the files were made.
+/// A fault. Pieces are counted from 1 since creation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// That piece fails as a broken disk fails.
+    /// This piece fails with an I/O error.
     Broken(u64),
-    /// That piece ends too early.
+    /// This piece is a short read.
     Short(u64),
-    /// Reads that touch the range of a file fail.
+    /// Reads of this range of a file fail.
     BrokenRange(u32, Range<u64>),
-    /// Bytes in the range of a file take so many times as long.
+    /// Bytes in this range of a file take this many times as long.
     SlowRange(u32, Range<u64>, u64),
 }
 
 impl Fault {
-    /// What it does to a piece with a number, if anything.
+    /// The fault's effect on a piece.
     pub fn strikes(&self, number: u64, piece: &Piece) -> Option<(Status, &'static str)> {
         match self {
             Fault::Broken(at) if *at == number => Some((Status::Io, "the disk is broken")),
@@ -33,7 +33,7 @@ impl Fault {
         }
     }
 
-    /// What it adds to the bytes that a piece is worth in time.
+    /// Additional bytes that the fault charges for a piece.
     pub fn more_bytes(&self, piece: &Piece) -> u64 {
         match self {
             Fault::SlowRange(file, range, times) if *file == piece.file.0 => {
@@ -44,7 +44,7 @@ impl Fault {
     }
 }
 
-/// How many bytes of a piece are in a range.
+/// Bytes of a piece in a range.
 fn common(range: &Range<u64>, piece: &Piece) -> u64 {
     let end = piece.offset.saturating_add(piece.bytes()).min(range.end);
     end.saturating_sub(piece.offset.max(range.start))

@@ -1,4 +1,4 @@
-//! Model files that exist in memory only, and the contract of all files of models.
+//! Simulated model files, and the contract of all model files.
 
 pub mod faults;
 pub mod simulated;

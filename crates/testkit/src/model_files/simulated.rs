@@ -1,5 +1,5 @@
-//! Files of a model that exist only as a formula: any byte of any of them is known, so
-//! tests need neither room nor a disk. They take their time, and go wrong when told to.
+//! Model files whose bytes follow from a formula, so tests need neither space nor a disk. Reads
+//! take time and fail as planned.
 
 use crate::model_files::faults::Fault;
 use kvtier::base::clock::Clock;
@@ -16,35 +16,35 @@ use kvtier::io::model_files::{
 /// A simulated file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SimFile {
-    /// Its length.
+    /// Length.
     pub bytes: u64,
-    /// What its bytes follow from.
+    /// Seed of its bytes.
     pub seed: u64,
 }
 
-/// How simulated files behave.
+/// Options of simulated files.
 #[derive(Clone, Debug)]
-pub struct SimFixedOpts {
-    /// They.
+pub struct SimModelFilesOpts {
+    /// The files.
     pub files: Vec<SimFile>,
-    /// What reads must be aligned to.
+    /// Alignment of reads.
     pub align_bytes: u64,
-    /// What the disk below all of them gives; 0 = no limit.
+    /// Bandwidth of the disk that all share; 0 = unlimited.
     pub bytes_per_second: u64,
-    /// What a batch takes at least.
+    /// Minimum duration of a batch.
     pub latency_ns: u64,
-    /// Batches take up to this much longer, as the seed says.
+    /// Batches take up to this much longer, chosen by the seed.
     pub jitter_percent: u64,
-    /// Chooses the jitter.
+    /// Seed of the jitter.
     pub seed: u64,
-    /// Reads move a manual clock by what they take. Where not, whoever moves it asks
-    /// [`SimFixed::cost_ns`].
+    /// Reads advance a manual clock. Otherwise the owner of the clock calls
+    /// [`SimModelFiles::cost_ns`].
     pub moves_clock: bool,
 }
 
-impl Default for SimFixedOpts {
-    fn default() -> SimFixedOpts {
-        SimFixedOpts {
+impl Default for SimModelFilesOpts {
+    fn default() -> SimModelFilesOpts {
+        SimModelFilesOpts {
             files: Vec::new(),
             align_bytes: READ_UNIT_BYTES,
             bytes_per_second: 0,
@@ -56,36 +56,36 @@ impl Default for SimFixedOpts {
     }
 }
 
-/// What has become of a file.
+/// State of a file.
 #[derive(Clone, Default)]
-struct Fate {
+struct FileState {
     now: Stamp,
-    /// What has its name now.
+    /// Attributes of the file that has its name now.
     named: Stamp,
     flipped: Vec<u64>,
 }
 
 struct Inner {
     random: Random,
-    fates: Vec<Fate>,
+    states: Vec<FileState>,
     faults: Vec<Fault>,
     /// Pieces so far.
     pieces: u64,
-    /// When the disk has done what it was given.
+    /// When the disk becomes idle.
     free_ns: u64,
-    /// Goes on with every change.
+    /// Advances with every change.
     time_ns: i128,
 }
 
-/// Simulated files of a model.
-pub struct SimFixed {
+/// Simulated model files.
+pub struct SimModelFiles {
     clock: Clock,
-    opts: SimFixedOpts,
+    opts: SimModelFilesOpts,
     stamps: Vec<Stamp>,
     inner: Mutex<Inner>,
 }
 
-/// The bytes of a file with a seed from an offset on.
+/// Bytes of a file with a seed, from an offset on.
 pub fn content(seed: u64, offset: u64, out: &mut [u8]) {
     let word = |at: u64| {
         let mixed = at.wrapping_mul(0xD6E8_FEB8_6659_FD93) ^ seed.rotate_left(23);
@@ -101,18 +101,18 @@ pub fn content(seed: u64, offset: u64, out: &mut [u8]) {
     }
 }
 
-impl SimFixed {
+impl SimModelFiles {
     /// Files on a clock.
-    pub fn new(clock: Clock, opts: SimFixedOpts) -> Result<SimFixed> {
+    pub fn new(clock: Clock, opts: SimModelFilesOpts) -> Result<SimModelFiles> {
         let (count, align) = (opts.files.len(), opts.align_bytes);
         if count == 0 || count > MAX_MODEL_FILES {
-            fail!(Invalid, "{count} files of a model, 1 to {MAX_MODEL_FILES} can be");
+            fail!(Invalid, "{count} files of a model: 1 to {MAX_MODEL_FILES} are accepted");
         }
         if !align.is_power_of_two() || align > READ_UNIT_BYTES {
-            fail!(Invalid, "alignment {align} is no power of two up to {READ_UNIT_BYTES}");
+            fail!(Invalid, "alignment {align}: must be a power of two up to {READ_UNIT_BYTES}");
         }
         if let Some(file) = opts.files.iter().find(|file| file.bytes > 1 << 60) {
-            fail!(Invalid, "a file of {} bytes", file.bytes);
+            fail!(Invalid, "a file of {} bytes: at most 2^60 are accepted", file.bytes);
         }
         let stamp = |(i, file): (usize, &SimFile)| Stamp {
             bytes: file.bytes,
@@ -122,74 +122,74 @@ impl SimFixed {
             changed_ns: i128::from(file.seed),
         };
         let stamps: Vec<Stamp> = opts.files.iter().enumerate().map(stamp).collect();
-        let fate = |stamp: &Stamp| Fate { now: *stamp, named: *stamp, flipped: Vec::new() };
+        let state = |stamp: &Stamp| FileState { now: *stamp, named: *stamp, flipped: Vec::new() };
         let inner = Mutex::new(Inner {
             random: Random::new(opts.seed),
-            fates: stamps.iter().map(fate).collect(),
+            states: stamps.iter().map(state).collect(),
             faults: Vec::new(),
             pieces: 0,
             free_ns: 0,
             time_ns: i128::from(u64::MAX) + 1,
         });
-        Ok(SimFixed { clock, opts, stamps, inner })
+        Ok(SimModelFiles { clock, opts, stamps, inner })
     }
 
-    /// Has something go wrong from now on.
+    /// Adds a fault.
     pub fn plant(&self, fault: Fault) {
         self.inner.lock().faults.push(fault);
     }
 
-    /// Nothing that was planted goes wrong any more.
+    /// Removes all faults.
     pub fn heal(&self) {
         self.inner.lock().faults.clear();
     }
 
-    /// Another file takes the name of one; what was open is read on.
+    /// Another file replaces the name of a file; the open one stays readable.
     pub fn replace(&self, file: u32) {
-        self.change(file, |fate, time| {
-            fate.named.inode += 1 << 32;
-            fate.now.changed_ns = time;
+        self.change(file, |state, time| {
+            state.named.inode += 1 << 32;
+            state.now.changed_ns = time;
         });
     }
 
-    /// Cuts a file, or makes it longer.
+    /// Truncates or extends a file.
     pub fn truncate(&self, file: u32, bytes: u64) {
-        self.change(file, |fate, time| {
-            (fate.now.bytes, fate.now.modified_ns, fate.now.changed_ns) = (bytes, time, time);
-            fate.named = fate.now;
+        self.change(file, |state, time| {
+            (state.now.bytes, state.now.modified_ns, state.now.changed_ns) = (bytes, time, time);
+            state.named = state.now;
         });
     }
 
-    /// One byte is wrong, and nothing else tells: a disk that lies.
+    /// Flips a byte without any trace: silent corruption.
     pub fn flip(&self, file: u32, offset: u64) {
-        self.change(file, |fate, _| fate.flipped.push(offset));
+        self.change(file, |state, _| state.flipped.push(offset));
     }
 
-    /// One byte is written, as somebody does who has the file open to write.
+    /// Writes a byte, as another process does.
     pub fn write(&self, file: u32, offset: u64) {
-        self.change(file, |fate, time| {
-            fate.flipped.push(offset);
-            (fate.now.modified_ns, fate.now.changed_ns) = (time, time);
-            fate.named = fate.now;
+        self.change(file, |state, time| {
+            state.flipped.push(offset);
+            (state.now.modified_ns, state.now.changed_ns) = (time, time);
+            state.named = state.now;
         });
     }
 
-    fn change(&self, file: u32, change: impl FnOnce(&mut Fate, i128)) {
+    fn change(&self, file: u32, change: impl FnOnce(&mut FileState, i128)) {
         let mut inner = self.inner.lock();
         inner.time_ns += 1;
         let time = inner.time_ns;
-        if let Some(fate) = inner.fates.get_mut(file as usize) {
-            change(fate, time);
+        if let Some(state) = inner.states.get_mut(file as usize) {
+            change(state, time);
         }
     }
 
-    /// Pieces that were asked for so far.
+    /// Requested pieces so far.
     pub fn pieces(&self) -> u64 {
         self.inner.lock().pieces
     }
 
-    /// What a batch takes on a disk that has nothing else to do. Each call draws its own
-    /// jitter: whoever simulates calls it once a batch.
+    /// Duration of a batch on an idle disk. Each call draws its own jitter, so simulations call it
+    /// once for a batch.
     pub fn cost_ns(&self, pieces: &[Piece]) -> u64 {
         let mut inner = self.inner.lock();
         inner.moving_ns(&self.opts, pieces).saturating_add(self.opts.latency_ns)
@@ -197,23 +197,23 @@ impl SimFixed {
 
     /// # Safety
     /// As for [`ModelFiles::transfer`].
-    unsafe fn fill(&self, piece: &Piece, fate: &Fate) -> Result<()> {
+    unsafe fn fill(&self, piece: &Piece, state: &FileState) -> Result<()> {
         let FileId(file) = piece.file;
         let whole = self.bytes(file);
         let end = piece.offset.saturating_add(piece.bytes()).min(whole);
-        if end > fate.now.bytes {
-            fail!(Io, "a read ended at {}, {} bytes too early", fate.now.bytes, end);
+        if end > state.now.bytes {
+            fail!(Io, "a read ended at {}, {} bytes too early", state.now.bytes, end);
         }
         let seed = self.opts.files.get(file as usize).map_or(0, |file| file.seed);
         for (at, part) in inside(piece, whole).into_iter().filter(|(_, part)| part.bytes > 0) {
-            // SAFETY: the caller's promise: memory for as many bytes. They are given a value
-            // before they are looked at.
+            // SAFETY: the caller guarantees memory for as many bytes. They are initialized before
+            // they are read.
             let out = unsafe {
                 part.address.write_bytes(0, part.bytes as usize);
                 std::slice::from_raw_parts_mut(part.address, part.bytes as usize)
             };
             content(seed, at, out);
-            for flipped in &fate.flipped {
+            for flipped in &state.flipped {
                 let byte = flipped.checked_sub(at).and_then(|i| out.get_mut(i as usize));
                 byte.into_iter().for_each(|byte| *byte ^= 1);
             }
@@ -223,7 +223,7 @@ impl SimFixed {
         Ok(())
     }
 
-    /// Lets the time of a batch pass. Batches at once share the disk.
+    /// Lets the duration of a batch pass. Concurrent batches share the disk.
     fn take_time(&self, pieces: &[Piece]) {
         if self.clock.is_manual() {
             if self.opts.moves_clock {
@@ -244,8 +244,8 @@ impl SimFixed {
 }
 
 impl Inner {
-    /// How long the disk is busy with a batch.
-    fn moving_ns(&mut self, opts: &SimFixedOpts, pieces: &[Piece]) -> u64 {
+    /// How long a batch occupies the disk.
+    fn moving_ns(&mut self, opts: &SimModelFilesOpts, pieces: &[Piece]) -> u64 {
         let worth = |piece: &Piece| {
             let more = self.faults.iter().map(|fault| fault.more_bytes(piece));
             more.fold(piece.bytes(), u64::saturating_add)
@@ -270,7 +270,7 @@ impl Inner {
     }
 }
 
-impl ModelFiles for SimFixed {
+impl ModelFiles for SimModelFiles {
     fn align_bytes(&self) -> u64 {
         self.opts.align_bytes
     }
@@ -293,10 +293,10 @@ impl ModelFiles for SimFixed {
 
     fn check(&self, file: u32) -> Result<()> {
         let inner = self.inner.lock();
-        let Some(fate) = inner.fates.get(file as usize) else {
-            fail!(Invalid, "file {file} of {}", self.stamps.len());
+        let Some(state) = inner.states.get(file as usize) else {
+            fail!(Invalid, "file {file}: the model has {} files", self.stamps.len());
         };
-        compare(&self.stamp(file), &fate.now, Ok(fate.named))
+        compare(&self.stamp(file), &state.now, Ok(state.named))
             .map_err(|error| error.within(&format!("file {file}")))
     }
 
@@ -305,10 +305,10 @@ impl ModelFiles for SimFixed {
             piece.result = check_piece(self, piece).and_then(|()| {
                 let mut inner = self.inner.lock();
                 let struck = inner.strike(piece);
-                let fate = inner.fates.get(piece.file.0 as usize).cloned().ok_or(Status::Invalid);
+                let state = inner.states.get(piece.file.0 as usize).cloned().ok_or(Status::Invalid);
                 drop(inner);
                 // SAFETY: the caller's promise.
-                unsafe { self.fill(piece, &fate?) }.and(struck)
+                unsafe { self.fill(piece, &state?) }.and(struck)
             });
         }
         self.take_time(pieces);

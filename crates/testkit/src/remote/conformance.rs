@@ -1,5 +1,5 @@
-//! What every remote has to do, as checks that any one can be put to. Names are drawn by the seed,
-//! and what was stored is taken away at the end, so that a server in use can be tried too.
+//! The conformance suite of remotes. Object names are random, and objects are removed at the end,
+//! so that a server in use can be tested.
 
 use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
@@ -7,16 +7,16 @@ use kvtier::base::status::{self, Error, Status};
 use kvtier::tier::remote::name::HASH_BYTES;
 use kvtier::tier::remote::{Caps, Client, Gets, Name, Puts, Queries, Remote, RemoteError};
 
-/// How a remote is put to the test.
+/// Options of the suite.
 #[derive(Clone)]
 pub struct Opts {
-    /// Chooses names and content.
+    /// Seed of names and content.
     pub seed: u64,
-    /// The clock that the remote goes by.
+    /// Clock of the remote.
     pub clock: Clock,
-    /// How long a batch may take.
+    /// Time limit of a batch.
     pub patience_ns: u64,
-    /// The longest object that is tried.
+    /// Limit of object sizes to test.
     pub largest_bytes: u64,
 }
 
@@ -31,11 +31,11 @@ impl Default for Opts {
     }
 }
 
-/// How long batches may take whose deadline is past, on a clock that the test moves.
+/// Time limit of batches whose deadline has passed, on a manual clock.
 const PROMPT_NS: u64 = 1_000_000_000;
-/// The same on the machine's clock: a slow machine needs less, and a batch that hangs needs more.
+/// The same on a real clock: a slow machine needs less, a hanging batch more.
 const PROMPT_REAL_NS: u64 = 120_000_000_000;
-/// What is around the memory of parts, and must stay.
+/// Guard bytes around the memory of parts.
 const GUARD: u8 = 0xA5;
 const GUARD_BYTES: usize = 7;
 
@@ -56,7 +56,7 @@ const CHECKS: [(&str, Check); 12] = [
     ("tenants", tenants),
 ];
 
-/// Puts a remote to all checks. The names of those that it passed; else what it does wrong.
+/// Runs all checks on a remote; returns the names of the passed ones, or the first failure.
 pub fn conform(remote: &dyn Remote, opts: &Opts) -> status::Result<Vec<&'static str>> {
     let mut bench = Bench {
         opts,
@@ -81,7 +81,7 @@ pub fn conform(remote: &dyn Remote, opts: &Opts) -> status::Result<Vec<&'static 
     outcome.map(|()| passed)
 }
 
-/// An object: its name, and what is in it.
+/// An object: name and content.
 type Object = (Name, Vec<u8>);
 
 struct Bench<'a> {
@@ -92,14 +92,14 @@ struct Bench<'a> {
     names: Vec<Name>,
 }
 
-/// Memory for an object in parts, with guards between them.
-struct Rooms {
+/// Memory of an object in parts, with guards between them.
+struct GuardedParts {
     memory: Vec<u8>,
     parts: Vec<(usize, usize)>,
 }
 
-impl Rooms {
-    fn new(lengths: &[usize]) -> Rooms {
+impl GuardedParts {
+    fn new(lengths: &[usize]) -> GuardedParts {
         let all: usize = lengths.iter().map(|length| length + GUARD_BYTES).sum();
         let mut parts = Vec::new();
         let mut at = GUARD_BYTES;
@@ -107,7 +107,7 @@ impl Rooms {
             parts.push((at, length));
             at += length + GUARD_BYTES;
         }
-        Rooms { memory: vec![GUARD; all + GUARD_BYTES], parts }
+        GuardedParts { memory: vec![GUARD; all + GUARD_BYTES], parts }
     }
 
     fn add_to(&mut self, gets: &mut Gets) {
@@ -115,7 +115,7 @@ impl Rooms {
         self.parts.iter().for_each(|&(at, bytes)| gets.part(start.wrapping_add(at), bytes as u64));
     }
 
-    /// What came; none if a guard was touched.
+    /// The content; none if a guard was overwritten.
     fn bytes(&self) -> Option<Vec<u8>> {
         let (mut bytes, mut at) = (Vec::new(), 0);
         for &(start, length) in &self.parts {
@@ -155,7 +155,7 @@ impl Bench<'_> {
         (self.name(), self.content(bytes))
     }
 
-    /// Cuts a length in pieces, some of them without bytes.
+    /// Splits a length into pieces, some of them empty.
     fn pieces(&mut self, bytes: usize) -> Vec<usize> {
         let mut pieces = vec![0];
         let mut left = bytes;
@@ -191,12 +191,12 @@ impl Bench<'_> {
                 at += piece;
             }
         }
-        // SAFETY: the parts are those of the objects, which are borrowed until it is done.
+        // SAFETY: the parts are those of the objects, which are borrowed until the batch is done.
         unsafe { self.clients[client].put(&mut puts, deadline_ns) };
         puts.items.iter().map(|item| item.result).collect()
     }
 
-    /// Fetches into so much room each, from an offset on.
+    /// Fetches objects into memory of given sizes, from given offsets.
     fn get(
         &mut self,
         client: usize,
@@ -204,20 +204,20 @@ impl Bench<'_> {
         deadline_ns: u64,
     ) -> Result<Vec<Result<Vec<u8>, RemoteError>>, String> {
         let mut gets = Gets::default();
-        let mut rooms: Vec<Rooms> = Vec::new();
+        let mut guarded: Vec<GuardedParts> = Vec::new();
         for &(_, _, bytes) in wanted {
             let pieces = self.pieces(bytes);
-            rooms.push(Rooms::new(&pieces));
+            guarded.push(GuardedParts::new(&pieces));
         }
-        for (&(name, offset, _), rooms) in wanted.iter().zip(&mut rooms) {
+        for (&(name, offset, _), guarded) in wanted.iter().zip(&mut guarded) {
             gets.object(name, offset);
-            rooms.add_to(&mut gets);
+            guarded.add_to(&mut gets);
         }
-        // SAFETY: the parts are in the rooms, which nobody touches until it is done.
+        // SAFETY: the parts are in memory that nobody else accesses until the batch is done.
         unsafe { self.clients[client].get(&mut gets, deadline_ns) };
         let mut came = Vec::new();
-        for ((item, rooms), &(_, _, room)) in gets.items.iter().zip(&rooms).zip(wanted) {
-            let Some(mut bytes) = rooms.bytes() else {
+        for ((item, guarded), &(_, _, room)) in gets.items.iter().zip(&guarded).zip(wanted) {
+            let Some(mut bytes) = guarded.bytes() else {
                 return Err(format!("{room} bytes: memory beside the parts was written"));
             };
             came.push(match item.result {
@@ -280,7 +280,7 @@ fn same_bytes(what: &str, found: &[u8], wanted: &[u8]) -> Result<(), String> {
 fn greeting(bench: &mut Bench<'_>) -> Result<(), String> {
     let deadline_ns = bench.deadline_ns();
     let server = bench.clients[0].greet(deadline_ns).map_err(|error| error.to_string())?;
-    same("it says nothing of itself", server.words.is_empty(), false)
+    same("the server has no description", server.words.is_empty(), false)
 }
 
 fn sizes(bench: &mut Bench<'_>) -> Result<(), String> {
@@ -305,7 +305,7 @@ fn room(bench: &mut Bench<'_>) -> Result<(), String> {
         let came = bench.get_one(0, object.0, room)?;
         same_bytes(&format!("room for {room}"), &came, &object.1[..room.min(10_000)])?;
     }
-    // Two places in one batch for the same object.
+    // Two destinations of one object in a batch.
     let deadline_ns = bench.deadline_ns();
     let twice = bench.get(0, &[(object.0, 0, 10_000), (object.0, 0, 10_000)], deadline_ns)?;
     same("the same twice", twice, vec![Ok(object.1.clone()), Ok(object.1)])
@@ -348,7 +348,7 @@ fn first_wins(bench: &mut Bench<'_>) -> Result<(), String> {
     }
     let puts = bench.put(1, &[(name, second.clone())]);
     same("a second put", puts.iter().all(|result| result.is_ok()), true)?;
-    // Whoever looks first whether it is there leaves the first one, unless two look at once.
+    // Remotes that check for existence keep the first object, unless two check at once.
     let came = bench.get_one(0, name, 9000)?;
     same("one of them is there", came == first || came == second, true)
 }
@@ -430,7 +430,7 @@ fn past(bench: &mut Bench<'_>) -> Result<(), String> {
     let took = bench.opts.clock.now_ns() - begun;
     let most = if bench.opts.clock.is_manual() { PROMPT_NS } else { PROMPT_REAL_NS };
     same(&format!("five batches without time took {took} ns: prompt"), took < most, true)?;
-    // The lane is as good as before.
+    // The lane works as before.
     same_bytes("afterwards", &bench.get_one(0, objects[0].0, 5000)?, &objects[0].1)
 }
 

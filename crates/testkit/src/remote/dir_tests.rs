@@ -1,4 +1,4 @@
-//! The backend of shared directories, put to the suite of all remotes.
+//! Conformance of the backend for shared directories.
 
 use std::fs;
 

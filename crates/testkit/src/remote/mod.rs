@@ -1,4 +1,4 @@
-//! A remote in memory that fails as told, and the suite that every remote is put to.
+//! A simulated remote with planned faults, and the conformance suite of remotes.
 
 pub mod conformance;
 pub mod simulated;

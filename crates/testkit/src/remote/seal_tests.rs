@@ -9,7 +9,7 @@ use crate::remote::conformance::{Opts, conform};
 use crate::remote::simulated::{Fault, Plan, Simulated};
 use kvtier::tier::remote::{Gets, Puts, Queries, RemoteError};
 
-type Told<T> = std::result::Result<T, RemoteError>;
+type Outcome<T> = std::result::Result<T, RemoteError>;
 
 const LONG: u64 = u64::MAX / 2;
 const FRAME: u64 = FRAME_BYTES as u64;
@@ -30,7 +30,7 @@ fn content(bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at * 7 + (at >> 8) * 13 + 5) as u8).collect()
 }
 
-/// Places the bytes of an object by hand, and seals it.
+/// Builds and seals an object by hand.
 fn sealed(sealer: &Sealer, name: &Name, random: [u8; RANDOM_BYTES], plain: &[u8]) -> Vec<u8> {
     let mut object = vec![0; ENVELOPE_BYTES];
     for frame in plain.chunks(FRAME_BYTES) {
@@ -62,9 +62,9 @@ fn bytes_of(hex: &str) -> Vec<u8> {
         .collect()
 }
 
-/// Written by ffi-tests/oracles/seal.py, which shares nothing with this.
+/// Test vectors of ffi-tests/oracles/seal.py, an independent implementation.
 #[test]
-fn another_implementation_makes_the_same() {
+fn test_vectors_of_another_implementation_match() {
     let text = include_str!("../../../../tests/data/seal.txt");
     let lines: Vec<&str> = text.lines().collect();
     let mut cases = 0;
@@ -88,7 +88,7 @@ fn another_implementation_makes_the_same() {
 }
 
 #[test]
-fn lengths_go_both_ways() {
+fn sealed_and_plain_lengths_are_inverse() {
     let edges = [0, 1, FRAME - 1, FRAME, FRAME + 1, 2 * FRAME, 3 * FRAME + 7, MAX_BYTES];
     let mut last = 0;
     for plain in edges {
@@ -102,7 +102,7 @@ fn lengths_go_both_ways() {
     for none in [0, 1, 63, 64, 79, full + 1, full + 16] {
         assert_eq!(plain_bytes(none), None, "{none}");
     }
-    // Between two lengths that are one byte apart there is none of another meaning.
+    // Sealed lengths one byte apart never have the same plain length.
     for plain in (0..2 * FRAME + 5).step_by(977) {
         assert_eq!(plain_bytes(sealed_bytes(plain)), Some(plain));
     }
@@ -112,7 +112,7 @@ fn lengths_go_both_ways() {
 }
 
 #[test]
-fn every_bit_counts() {
+fn any_changed_bit_is_detected() {
     let sealer = sealer(1);
     let object = sealed(&sealer, &name(1), [7; 16], &content(40));
     for at in 0..object.len() {
@@ -129,17 +129,17 @@ fn every_bit_counts() {
 }
 
 #[test]
-fn it_is_bound_to_its_name_and_secret() {
+fn an_object_is_bound_to_its_name_and_secret() {
     let object = sealed(&sealer(1), &name(1), [7; 16], &content(5000));
     assert!(opened(&sealer(1), &name(1), &object).is_some());
     assert_eq!(opened(&sealer(2), &name(1), &object), None);
     assert_eq!(opened(&sealer(1), &name(2), &object), None);
     assert_eq!(opened(&sealer(1), &Name { tenant: 1, ..name(1) }, &object), None);
-    // A longer secret that begins as another one does is another one.
+    // A secret that is the prefix of another one is a different secret.
     let longer = Sealer::new(&Secret::new(&[1; 33]).unwrap()).unwrap();
     assert_eq!(opened(&longer, &name(1), &object), None);
     assert!(Sealer::new(&Secret::new(&[1; 31]).unwrap()).is_err());
-    // What is in it does not show, and the same content never looks the same.
+    // The ciphertext shows no plaintext, and differs for equal content.
     let other = sealed(&sealer(1), &name(1), [8; 16], &content(5000));
     assert!(object[64..].iter().zip(&other[64..]).filter(|(a, b)| a == b).count() < 200);
     let plain = content(5000);
@@ -147,7 +147,7 @@ fn it_is_bound_to_its_name_and_secret() {
 }
 
 #[test]
-fn frames_stay_where_they_are() {
+fn moved_frames_are_detected() {
     let sealer = sealer(1);
     let whole = FRAME_BYTES + TAG_BYTES;
     let plain = content(3 * FRAME_BYTES);
@@ -170,7 +170,7 @@ fn frames_stay_where_they_are() {
     let other = sealed(&sealer, &name(1), [8; 16], &plain);
     let mixed = [&object[..64 + whole], &other[64 + whole..]].concat();
     assert_eq!(opened(&sealer, &name(1), &mixed), None);
-    // Some bits of a long one.
+    // Some bits of a long object.
     for at in (0..object.len()).step_by(9973).chain([64 + whole - 1, 64 + whole, object.len() - 1])
     {
         let mut changed = object.clone();
@@ -183,7 +183,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn what_is_sealed_opens(
+    fn sealed_objects_open(
         bytes in prop_oneof![0usize..300, 262_000usize..262_300, 0usize..700_000],
         random in any::<[u8; 16]>(),
         tenant in any::<u64>(),
@@ -215,7 +215,7 @@ fn remote(plan: Plan) -> (Simulated, Sealed, Clock) {
 }
 
 #[test]
-fn it_conforms() {
+fn a_sealed_remote_conforms() {
     for most in [300_000, 4 << 20] {
         let mut plan = Plan::default();
         plan.caps.max_bytes = most;
@@ -228,7 +228,7 @@ fn it_conforms() {
     }
 }
 
-fn put(client: &mut dyn Client, name: Name, content: &[u8]) -> Told<bool> {
+fn put(client: &mut dyn Client, name: Name, content: &[u8]) -> Outcome<bool> {
     let mut puts = Puts::default();
     puts.object(name);
     puts.part(content.as_ptr(), content.len() as u64);
@@ -237,7 +237,7 @@ fn put(client: &mut dyn Client, name: Name, content: &[u8]) -> Told<bool> {
     puts.items[0].result
 }
 
-fn get(client: &mut dyn Client, name: Name, offset: u64, room: usize) -> Told<Vec<u8>> {
+fn get(client: &mut dyn Client, name: Name, offset: u64, room: usize) -> Outcome<Vec<u8>> {
     let mut memory = vec![0xAA; room];
     let mut gets = Gets::default();
     gets.object(name, offset);
@@ -254,7 +254,7 @@ fn get(client: &mut dyn Client, name: Name, offset: u64, room: usize) -> Told<Ve
 }
 
 #[test]
-fn what_the_remote_has_tells_nothing_and_takes_no_changes() {
+fn stored_objects_are_encrypted_and_tamper_evident() {
     let (inner, sealed, _) = remote(Plan::default());
     let mut client = sealed.client();
     assert!(client.greet(LONG).unwrap().words.contains("sealed"));
@@ -273,7 +273,7 @@ fn what_the_remote_has_tells_nothing_and_takes_no_changes() {
     assert_eq!(get(&mut *client, name(1), 600_000, 5), Ok(Vec::new()));
     assert_eq!(get(&mut *client, name(1), u64::MAX, 5), Ok(Vec::new()));
     assert_eq!(get(&mut *client, name(3), 0, 5), Err(RemoteError::Absent));
-    // Its owner puts another object in its place, or changes it.
+    // The remote's owner replaces the object, or changes it.
     inner.plant(name(1), inner.object(&name(2)).unwrap());
     assert_eq!(get(&mut *client, name(1), 0, 600_000), Err(RemoteError::Damaged));
     let mut claims = object.clone();
@@ -291,20 +291,20 @@ fn what_the_remote_has_tells_nothing_and_takes_no_changes() {
 }
 
 #[test]
-fn a_remote_that_lies_is_caught() {
+fn damage_by_the_remote_is_detected() {
     for fault in [Fault::Flip, Fault::Truncate, Fault::Reorder] {
         let (inner, sealed, _) = remote(Plan::default().often(fault, 500_000));
         let mut client = sealed.client();
         let mut caught = 0;
         for round in 0..40u8 {
-            // Two in a batch, so that they can be exchanged.
+            // Two in a batch, so that they can be swapped.
             let mut puts = Puts::default();
             let (a, b) = (content(3000), vec![round; 4000]);
             for (number, bytes) in [(2 * round, &a), (2 * round + 1, &b)] {
                 puts.object(name(number));
                 puts.part(bytes.as_ptr(), bytes.len() as u64);
             }
-            // SAFETY: both live.
+            // SAFETY: both buffers live.
             unsafe { client.put(&mut puts, LONG) };
             let mut memory = [vec![0; 4000], vec![0; 4000]];
             let mut gets = Gets::default();

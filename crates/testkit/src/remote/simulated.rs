@@ -1,7 +1,6 @@
-//! A remote in memory that does what real ones do on bad days, by plan and seed: requests get
-//! lost, answers come late, damaged or mixed up, objects vanish, and a failover forgets what was
-//! acknowledged. Its lanes share one map, so several engines can meet in it. Time is a manual clock
-//! that requests move forward.
+//! An in-memory remote with faults by plan and seed: requests are lost, answers are late, damaged
+//! or swapped, objects vanish, and a failover loses acknowledged objects. Its lanes share one map,
+//! so that several engines can share it. Requests advance a manual clock.
 
 use std::collections::BTreeMap;
 
@@ -13,61 +12,61 @@ use kvtier::tier::remote::{
     Caps, Client, Gets, Name, Part, Puts, Queries, Remote, RemoteError, Server,
 };
 
-/// A thing that can go wrong with an item of a batch.
+/// A kind of fault of an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The request does not arrive; nobody answers.
+    /// The request is lost, without an answer.
     Lost = 0,
-    /// It is done, and the answer comes after the deadline.
+    /// It is executed, and the answer comes after the deadline.
     Late = 1,
-    /// A put arrives once more, later.
+    /// A put is executed a second time, later.
     Duplicate = 2,
-    /// The answer is another item's.
+    /// The answer belongs to another item.
     Reorder = 3,
-    /// A bit of an answer is wrong; every other time for good.
+    /// A bit of an answer flips; every other time permanently.
     Flip = 4,
-    /// An answer ends too early; every other time for good.
+    /// An answer is truncated; every other time permanently.
     Truncate = 5,
-    /// An answer is longer than it should be.
+    /// An answer is too long.
     Extend = 6,
-    /// What is there is said not to be.
+    /// An existing object is reported as absent.
     Stale = 7,
-    /// The object is gone for good.
+    /// The object is lost.
     Forget = 8,
-    /// A put finds no room.
+    /// A put finds no space.
     Full = 9,
-    /// A put is not taken.
+    /// A put is rejected as read-only.
     ReadOnly = 10,
-    /// The remote forbids it.
+    /// Access is denied.
     Denied = 11,
-    /// Nobody is there, for [`Plan::down`] items.
+    /// The remote is unreachable for [`Plan::down`] items.
     Down = 12,
-    /// The last [`Plan::lag`] objects that were acknowledged are gone, and nobody is there once.
+    /// The last [`Plan::lag`] acknowledged objects are lost, and one request fails.
     Failover = 13,
 }
 
-/// How many kinds of faults there are.
+/// Number of kinds.
 pub const FAULTS: usize = 14;
 
-/// Puts that arrive later, at most.
+/// Limit: duplicated puts that are outstanding.
 const MAX_LATER: usize = 64;
 
 /// How often faults happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Times in a million items, of each [`Fault`].
+    /// Probability of each [`Fault`] for an item, in millionths.
     pub per_million: [u32; FAULTS],
-    /// Items for which it stays away.
+    /// Items of an outage.
     pub down: u32,
     /// Acknowledged objects that a failover loses.
     pub lag: usize,
-    /// What a batch takes.
+    /// Duration of a batch.
     pub batch_ns: u64,
-    /// What a KiB takes.
+    /// Duration of a KiB.
     pub kib_ns: u64,
-    /// What it likes and can.
+    /// Capabilities.
     pub caps: Caps,
-    /// The most that it holds; what is more is refused as [`RemoteError::Full`].
+    /// Capacity; puts beyond it fail with [`Trouble::Full`].
     pub most_bytes: u64,
 }
 
@@ -94,14 +93,14 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// With a fault so many times in a million.
+    /// Sets the probability of a fault.
     #[must_use]
     pub fn often(mut self, fault: Fault, per_million: u32) -> Plan {
         self.per_million[fault as usize] = per_million;
         self
     }
 
-    /// With every fault so many times in a million.
+    /// Sets the probability of every fault.
     #[must_use]
     pub fn hostile(mut self, per_million: u32) -> Plan {
         self.per_million = [per_million; FAULTS];
@@ -114,18 +113,18 @@ struct World {
     random: Random,
     objects: BTreeMap<Name, Vec<u8>>,
     bytes: u64,
-    /// The last that were acknowledged, the latest last.
+    /// The last acknowledged objects, newest last.
     acknowledged: Vec<Name>,
-    /// Acknowledged objects that it lost.
+    /// Acknowledged objects that were lost.
     lost: Vec<Name>,
-    /// Puts that come once more.
+    /// Puts that will be repeated.
     later: Vec<(Name, Vec<u8>)>,
-    /// Items for which nobody is there any more.
+    /// Remaining items of an outage.
     away: u32,
     struck: [u64; FAULTS],
 }
 
-/// The simulated remote. Clones share what is in it.
+/// The simulated remote. Clones share the content.
 #[derive(Clone)]
 pub struct Simulated {
     world: Arc<Mutex<World>>,
@@ -133,7 +132,7 @@ pub struct Simulated {
 }
 
 impl Simulated {
-    /// An empty one. All that happens follows from the seed and the order of the requests.
+    /// An empty remote. The seed and the order of requests determine everything.
     pub fn new(seed: u64, plan: Plan, clock: Clock) -> Simulated {
         let world = World {
             plan,
@@ -149,32 +148,32 @@ impl Simulated {
         Simulated { world: Arc::new(Mutex::new(world)), clock }
     }
 
-    /// Goes on by another plan.
+    /// Replaces the plan.
     pub fn set_plan(&self, plan: Plan) {
         self.world.lock().plan = plan;
     }
 
-    /// What is under a name, whatever would be said of it.
+    /// Content of an object, without faults.
     pub fn object(&self, name: &Name) -> Option<Vec<u8>> {
         self.world.lock().objects.get(name).cloned()
     }
 
-    /// The names of all objects.
+    /// Names of all objects.
     pub fn names(&self) -> Vec<Name> {
         self.world.lock().objects.keys().copied().collect()
     }
 
-    /// Puts something under a name, whatever is there.
+    /// Stores an object, without faults.
     pub fn plant(&self, name: Name, bytes: Vec<u8>) {
         self.world.lock().store(name, bytes);
     }
 
-    /// The acknowledged objects that were lost since this was last asked.
+    /// Returns and resets the list of lost acknowledged objects.
     pub fn take_lost(&self) -> Vec<Name> {
         std::mem::take(&mut self.world.lock().lost)
     }
 
-    /// How often a fault struck.
+    /// How often a fault happened.
     pub fn struck(&self, fault: Fault) -> u64 {
         self.world.lock().struck[fault as usize]
     }
@@ -211,7 +210,7 @@ impl World {
         }
     }
 
-    /// What befalls any request before it is done. Late is not for this: it is done then.
+    /// Faults before a request is executed. Late is not among them: the request is executed then.
     fn before(&mut self, name: &Name) -> Result<(), RemoteError> {
         if self.strikes(Fault::Down) {
             self.away = self.plan.down;
@@ -242,7 +241,7 @@ impl World {
         Ok(())
     }
 
-    /// Puts that come once more do so between others.
+    /// Repeats duplicated puts between other requests.
     fn deliver_later(&mut self) {
         while !self.later.is_empty() && self.random.coin() {
             let at = self.random.below(self.later.len() as u64) as usize;
@@ -283,7 +282,7 @@ impl World {
         Ok(is_there)
     }
 
-    /// What is answered when an object is asked for.
+    /// The answer to a request for an object.
     fn answer(&mut self, name: &Name) -> Result<Vec<u8>, RemoteError> {
         self.before(name)?;
         if self.strikes(Fault::Late) {
@@ -320,8 +319,8 @@ struct SimulatedLane {
 }
 
 impl SimulatedLane {
-    /// Does a batch item by item, for as long as there is time; each says what it moved. What is
-    /// answered too late has come too late.
+    /// Executes a batch item by item until its deadline; each item reports its bytes. Late answers
+    /// fail.
     fn each<T>(
         &self,
         names: &[Name],
@@ -352,7 +351,7 @@ impl SimulatedLane {
         results
     }
 
-    /// Answers that go to items that did not ask for them.
+    /// Swaps answers between items.
     fn mix_up<T>(&self, results: &mut [Result<T, RemoteError>]) {
         let mut world = self.remote.world.lock();
         for at in 1..results.len() {
@@ -389,8 +388,7 @@ impl Client for SimulatedLane {
                     Ok(unsafe { scatter(bytes, gets.parts_of(at)) })
                 }
                 Err(trouble) => {
-                    // Some of an answer that did not come in time may have come.
-                    // SAFETY: as above.
+                    // A part of a late answer may have arrived. SAFETY: as above.
                     unsafe { scatter(&[0xEE; 64], gets.parts_of(at)) };
                     Err(trouble)
                 }
@@ -432,22 +430,22 @@ impl Client for SimulatedLane {
     }
 }
 
-/// Writes bytes to parts, as much as there is room for; how much that is.
+/// Writes bytes to parts as far as they have room; returns the number.
 ///
 /// # Safety
-/// The memory of the parts is valid, and nobody else's.
+/// The memory of the parts is valid, and nobody else accesses it.
 unsafe fn scatter(bytes: &[u8], parts: &[Part]) -> u64 {
     let mut rest = bytes;
     for part in parts {
         let (now, after) = rest.split_at((part.bytes as usize).min(rest.len()));
-        // SAFETY: the caller's promise; no more than the part has.
+        // SAFETY: the caller's promise; no more than the part holds.
         unsafe { part.address.copy_from(now.as_ptr(), now.len()) };
         rest = after;
     }
     (bytes.len() - rest.len()) as u64
 }
 
-/// The bytes of parts, one after the other.
+/// The concatenated bytes of parts.
 ///
 /// # Safety
 /// The memory of the parts is valid, and nobody writes it.

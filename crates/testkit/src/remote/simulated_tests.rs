@@ -13,7 +13,7 @@ use kvtier::tier::remote::shape::Shape;
 const SECOND: u64 = 1_000_000_000;
 
 #[test]
-fn it_conforms_while_nothing_goes_wrong() {
+fn it_conforms_without_faults() {
     for (first_wins, ranges) in [(true, true), (true, false), (false, true)] {
         let mut plan = Plan::default();
         plan.caps = Caps { first_wins, ranges, max_bytes: 4 << 20, ..plan.caps };
@@ -27,7 +27,7 @@ fn it_conforms_while_nothing_goes_wrong() {
 }
 
 #[test]
-fn the_suite_sees_what_is_wrong() {
+fn the_suite_detects_faults() {
     for fault in [Fault::Reorder, Fault::Flip, Fault::Truncate, Fault::Stale, Fault::Forget] {
         let clock = Clock::manual(1);
         let remote = Simulated::new(3, Plan::default().often(fault, 500_000), clock.clone());
@@ -37,7 +37,7 @@ fn the_suite_sees_what_is_wrong() {
 }
 
 #[test]
-fn a_seed_gives_the_same_again() {
+fn the_same_seed_gives_the_same_run() {
     let run = |seed: u64| {
         let clock = Clock::manual(0);
         let remote = Simulated::new(seed, Plan::default().hostile(50_000), clock.clone());
@@ -50,7 +50,7 @@ fn a_seed_gives_the_same_again() {
 }
 
 #[test]
-fn a_failover_tells_what_it_lost() {
+fn a_failover_reports_the_lost_objects() {
     let clock = Clock::manual(0);
     let plan = Plan { lag: 2, ..Plan::default() };
     let remote = Simulated::new(1, plan, clock);
@@ -72,7 +72,7 @@ fn a_failover_tells_what_it_lost() {
     assert_eq!((remote.names().len(), remote.take_lost().len()), (2, 0));
 }
 
-/// Where an object comes to: its header, its planes, and their places.
+/// Memory of an object: header, planes, and their places.
 type Memory = (Vec<u8>, Vec<Vec<u8>>, Vec<Place>);
 
 /// Stores and fetches objects of chunks whose content follows from their number.
@@ -86,10 +86,10 @@ struct Driver {
 
 impl Driver {
     fn new(remote: &dyn Remote, clock: Clock, seed: u64) -> Driver {
-        let near = Group::gqa([0, 2], 2, 16, Dtype::F32).unwrap();
+        let gqa = Group::gqa([0, 2], 2, 16, Dtype::F32).unwrap();
         let latent = Group::mla_latent([1], 700, Dtype::Bytes).unwrap();
         let state = Group::state([3], 5000, Dtype::Bytes);
-        let layout = Layout::new(16, vec![near, latent, state]).unwrap();
+        let layout = Layout::new(16, vec![gqa, latent, state]).unwrap();
         let shape = Shape::new(&layout, 16 << 10).unwrap();
         let keys = ObjectKeys::new(&Key([1; 32]), &Fingerprint([2; 32]), None);
         let names = Names::new(keys, 0, Codec::None, false);
@@ -117,7 +117,7 @@ impl Driver {
         content
     }
 
-    /// Puts some objects, or gets some and looks at every byte.
+    /// Puts some objects, or gets some and compares every byte.
     fn step(&mut self) -> String {
         let count = 1 + self.random.below(5) as usize;
         let which: Vec<(u8, usize)> = (0..count)
@@ -132,7 +132,7 @@ impl Driver {
             1..4 => self.put(&which, deadline_ns),
             _ => self.get(&which, deadline_ns),
         };
-        // A moment at most, of virtual time.
+        // At most a moment of virtual time.
         assert!(self.clock.now_ns() <= deadline_ns + 1_000_000);
         said
     }
@@ -210,7 +210,7 @@ impl Driver {
             it.get(name, header.as_mut_ptr(), &places, sink, &mut gets).unwrap();
             memory.push((header, planes, places));
         }
-        // SAFETY: all the memory lives on, and is only looked at afterwards.
+        // SAFETY: all the memory stays allocated, and is only read afterwards.
         unsafe { self.client.get(&mut gets, deadline_ns) };
         let mut said = String::new();
         for ((&(number, object), item), memory) in which.iter().zip(&gets.items).zip(&memory) {
@@ -234,7 +234,7 @@ impl Driver {
                 for (plane, &(_, bytes)) in cell.planes().iter().enumerate() {
                     let found = planes.next().unwrap();
                     let wanted = Driver::content(number, layer, plane, bytes);
-                    // What is said to be right is right, whatever the remote did.
+                    // Bytes with a sound verdict are right, whatever the remote did.
                     assert!(verdict != Verdict::Sound || *found == wanted);
                 }
             }
@@ -244,7 +244,7 @@ impl Driver {
 }
 
 #[test]
-fn no_seed_gives_wrong_bytes_and_every_item_has_a_result() {
+fn no_seed_yields_wrong_bytes_and_every_item_has_a_result() {
     let (mut sound, mut bad) = (0, 0);
     let mut struck = [0; FAULTS];
     for seed in 0..3000u64 {

@@ -1,5 +1,5 @@
-//! Some callers keep blocks under names of their own beside. What is in a block follows from
-//! its name; each says by itself how it went.
+//! Callers that also store named blocks. The content of a block follows from its name, and each
+//! block reports its own status.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,63 +19,63 @@ use kvtier::store::state::session::Views;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::{Finished, SessionOpts};
 
-/// Few names: they come again and again.
+/// Few names, so that they repeat.
 const NAMES: u64 = 40;
 const MOST: u64 = 12;
 
-/// A move of blocks under way.
-pub(super) struct AskedBlocks {
+/// A block transfer in flight.
+pub(super) struct SubmittedBlocks {
     kind: TransferKind,
     level: Level,
     space: u32,
     names: Vec<u32>,
     planes: Vec<Planes>,
-    /// All of them were durable.
-    must: bool,
-    /// It is asked which of them are here or at the remote, and nothing moves.
-    locates: bool,
+    /// All of its blocks were durable.
+    must_exist: bool,
+    /// A lookup of residency, without a transfer.
+    is_lookup: bool,
 }
 
-/// What is known of blocks.
+/// State of blocks.
 pub(super) struct Blocks {
     random: Random,
-    asked: BTreeMap<u32, AskedBlocks>,
-    /// Namespace and name of those that last.
-    lasting: BTreeSet<(u32, u32)>,
-    /// And of those that somebody began to store, ever.
+    submitted: BTreeMap<u32, SubmittedBlocks>,
+    /// Namespace and name of durable blocks.
+    durable_blocks: BTreeSet<(u32, u32)>,
+    /// Namespace and name of every block that was ever put.
     begun: BTreeSet<(u32, u32)>,
-    /// The session of each namespace that holds some, and how often it holds which.
+    /// For each namespace the session that holds blocks.
     holders: BTreeMap<u32, Holder>,
 }
 
-/// Who holds blocks by name.
+/// A session with its references by name.
 struct Holder {
     session: u32,
     held: BTreeMap<u32, u32>,
 }
 
 impl Blocks {
-    /// Those of a seed: one in four has some. All others do as they would without.
+    /// For a seed: one in four. The other seeds run as without.
     pub(super) fn of(seed: u64) -> Option<Blocks> {
         let random = Random::new(seed ^ 0xB10C5);
-        let (asked, holders) = (BTreeMap::new(), BTreeMap::new());
-        let (lasting, begun) = (BTreeSet::new(), BTreeSet::new());
-        (seed % 4 == 1).then_some(Blocks { random, asked, lasting, begun, holders })
+        let (submitted, holders) = (BTreeMap::new(), BTreeMap::new());
+        let (durable_blocks, begun) = (BTreeSet::new(), BTreeSet::new());
+        (seed % 4 == 1).then_some(Blocks { random, submitted, durable_blocks, begun, holders })
     }
 
-    /// Whether none is under way.
-    pub(super) fn rest(&self) -> bool {
-        self.asked.is_empty()
+    /// Whether no transfer is in flight.
+    pub(super) fn is_idle(&self) -> bool {
+        self.submitted.is_empty()
     }
 
-    /// Nobody waits for those that were under way, and holds have ended.
+    /// Drops transfers in flight and references.
     pub(super) fn forget(&mut self) {
-        self.asked.clear();
+        self.submitted.clear();
         self.holders.clear();
     }
 }
 
-/// How many of some names are held, each counted once.
+/// Distinct held names among some.
 fn names_held(holder: &Holder, names: &[u32]) -> usize {
     let names: BTreeSet<&u32> = names.iter().collect();
     names.iter().filter(|name| holder.held.contains_key(name)).count()
@@ -87,8 +87,8 @@ fn marks_of(space: u32, name: u32, each: usize) -> Vec<u64> {
 }
 
 impl World {
-    /// One of these things happens, or none.
-    pub(super) fn block_wish(&mut self) -> Outcome<()> {
+    /// One random step.
+    pub(super) fn block_step(&mut self) -> Outcome<()> {
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
         let what = blocks.random.below(100);
         let count = 1 + blocks.random.below(MOST);
@@ -102,7 +102,7 @@ impl World {
             13..=14 => self.move_blocks(TransferKind::Prefetch, Level::Ram, space, names, false),
             15 => self.drop_blocks(space, &names),
             16 => {
-                if let Some(&number) = blocks.asked.keys().next() {
+                if let Some(&number) = blocks.submitted.keys().next() {
                     self.core.0.lock().cancel(number, Status::Cancelled);
                 }
                 Ok(())
@@ -113,7 +113,7 @@ impl World {
             22 => self.end_holder(space),
             _ => Ok(()),
         }?;
-        self.held_blocks_are_there()
+        self.check_held_blocks()
     }
 
     fn keys_of(space: u32, names: &[u32]) -> Outcome<Vec<Key>> {
@@ -122,7 +122,7 @@ impl World {
         Ok(keys.all(all.iter().map(|name| &name[..]))?)
     }
 
-    /// A session that asks, for one call; none when as many are open as may be.
+    /// Opens a session for one call; none at the limit of sessions.
     fn asker(&mut self, space: u32) -> Outcome<Option<u32>> {
         let opened =
             self.core.0.lock().open_session(self.spaces[space as usize], &SessionOpts::default());
@@ -139,9 +139,9 @@ impl World {
         level: Level,
         space: u32,
         names: Vec<u32>,
-        must: bool,
+        must_exist: bool,
     ) -> Outcome<()> {
-        // Numbers of moves that have ended are used again.
+        // Numbers of ended transfers are reused.
         self.collect()?;
         let layout = self.layouts[space as usize].clone();
         let each = layout.chunk_tokens() as usize;
@@ -182,9 +182,10 @@ impl World {
                 if kind == TransferKind::Put {
                     blocks.begun.extend(names.iter().map(|&name| (space, name)));
                 }
-                let locates = false;
-                let asked = AskedBlocks { kind, level, space, names, planes, must, locates };
-                blocks.asked.insert(number, asked);
+                let is_lookup = false;
+                let submitted =
+                    SubmittedBlocks { kind, level, space, names, planes, must_exist, is_lookup };
+                blocks.submitted.insert(number, submitted);
                 Ok(())
             }
             Err(error) if matches!(error.status(), Status::Again | Status::Limit) => Ok(()),
@@ -192,7 +193,7 @@ impl World {
         }
     }
 
-    /// Asks which of some are here or at the remote. Who asks is gone before that is known.
+    /// Looks up some blocks, locally and at the remote. The session closes before the answer.
     pub(super) fn locate_blocks(&mut self) -> Outcome<()> {
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
         let (count, space) =
@@ -207,10 +208,11 @@ impl World {
         drop(core);
         match (begun, &mut self.blocks) {
             (Ok(number), Some(blocks)) => {
-                let (kind, planes, must, locates) =
+                let (kind, planes, must_exist, is_lookup) =
                     (TransferKind::Prefetch, Vec::new(), false, true);
-                let asked = AskedBlocks { kind, level, space, names, planes, must, locates };
-                blocks.asked.insert(number, asked);
+                let submitted =
+                    SubmittedBlocks { kind, level, space, names, planes, must_exist, is_lookup };
+                blocks.submitted.insert(number, submitted);
                 Ok(())
             }
             (Err(error), _) if error.status() != Status::Again => Err(error.into()),
@@ -219,7 +221,7 @@ impl World {
     }
 
     fn drop_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
-        // What a put has made durable by now is known before it is dropped.
+        // Puts that became durable must be recorded before they are dropped.
         self.collect()?;
         let keys = World::keys_of(space, names)?;
         let Some(asker) = self.asker(space)? else { return Ok(()) };
@@ -233,12 +235,12 @@ impl World {
             return Err(wrong(format!("{held} of {names:?} are held: {cleared:?}")));
         }
         if let Some(blocks) = &mut self.blocks {
-            blocks.lasting.retain(|(of, name)| *of != space || !names.contains(name));
+            blocks.durable_blocks.retain(|(of, name)| *of != space || !names.contains(name));
         }
         Ok(())
     }
 
-    /// A few at a time: who holds all there is keeps the store from doing anything.
+    /// A few at a time: holding everything would block the store.
     fn hold_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
         let names = &names[..names.len().min(4)];
         let known = self.blocks.iter().find_map(|all| Some(all.holders.get(&space)?.session));
@@ -269,7 +271,7 @@ impl World {
         Ok(())
     }
 
-    /// Takes back what it holds of some; for others, and more than there is, it is refused.
+    /// Releases held blocks; releasing others, or too many, must be rejected.
     fn release_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
         let Some(holder) = blocks.holders.get_mut(&space) else { return Ok(()) };
@@ -286,7 +288,9 @@ impl World {
         if !others.is_empty() {
             let refused = core.release_names(session, &World::keys_of(space, names)?);
             if refused.map_err(|error| error.status()) != Err(Status::Invalid) {
-                return Err(wrong(format!("{others:?} of {names:?} were not held, and let go")));
+                return Err(wrong(format!(
+                    "{others:?} of {names:?} were released without being held"
+                )));
             }
         }
         core.release_names(session, &World::keys_of(space, &held)?)?;
@@ -309,7 +313,7 @@ impl World {
         Ok(())
     }
 
-    /// Its session is closed: nothing of what it held is held by it.
+    /// Closes the holder's session, which releases its references.
     fn end_holder(&mut self, space: u32) -> Outcome<()> {
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
         if let Some(holder) = blocks.holders.remove(&space) {
@@ -318,8 +322,8 @@ impl World {
         Ok(())
     }
 
-    /// What is held is in some tier as a whole, unless the disk has damaged it.
-    fn held_blocks_are_there(&mut self) -> Outcome<()> {
+    /// Held blocks must be complete in some tier, unless the disk damaged them.
+    fn check_held_blocks(&mut self) -> Outcome<()> {
         let Some(blocks) = &self.blocks else { return Ok(()) };
         let core = self.core.0.lock();
         if self.is_rotten || self.may_damage() || core.counters.corrupt > 0 {
@@ -331,61 +335,65 @@ impl World {
             let keys = World::keys_of(space, &names)?;
             core.exists(self.spaces[space as usize], &keys, &mut found)?;
             if let Some((name, _)) = names.iter().zip(&found).find(|(_, one)| **one & WHOLE == 0) {
-                return Err(wrong(format!("block {name} of namespace {space} is held, and gone")));
+                return Err(wrong(format!(
+                    "block {name} of namespace {space} is held but missing"
+                )));
             }
         }
         Ok(())
     }
 
-    /// Compares a move of blocks that has ended with what it must be; false where it is none.
+    /// Checks the end of a block transfer; false if it is none.
     pub(super) fn end_blocks(&mut self, one: &Finished) -> Outcome<bool> {
         let Some(blocks) = &mut self.blocks else { return Ok(false) };
-        let Some(asked) = blocks.asked.remove(&one.number) else { return Ok(false) };
-        let layout = self.layouts[asked.space as usize].clone();
+        let Some(submitted) = blocks.submitted.remove(&one.number) else { return Ok(false) };
+        let layout = self.layouts[submitted.space as usize].clone();
         let each = layout.chunk_tokens() as usize;
-        let ended = |words: &str| Err(wrong(format!("blocks {:?}: {words}: {one:?}", asked.names)));
+        let ended =
+            |words: &str| Err(wrong(format!("blocks {:?}: {words}: {one:?}", submitted.names)));
         let well = one.outcomes.iter().take_while(|&&status| status == Status::Ok).count();
-        if one.outcomes.len() != asked.names.len() || !one.last {
-            return ended("each says how it went");
+        if one.outcomes.len() != submitted.names.len() || !one.last {
+            return ended("each block must have a status");
         }
-        if one.error.is_none() != (well == asked.names.len()) || one.tokens != (well * each) as u64
+        if one.error.is_none() != (well == submitted.names.len())
+            || one.tokens != (well * each) as u64
         {
-            return ended("the whole is as its parts");
+            return ended("the total must match the parts");
         }
         let tolerated =
             [Status::Ok, Status::NotFound, Status::Cancelled, Status::Budget, Status::Io];
         let hears_wrong = self.may_hear_wrong();
-        for (at, (&name, status)) in asked.names.iter().zip(&one.outcomes).enumerate() {
-            let was_begun = |all: &Blocks| all.begun.contains(&(asked.space, name));
-            if asked.locates
+        for (at, (&name, status)) in submitted.names.iter().zip(&one.outcomes).enumerate() {
+            let was_begun = |all: &Blocks| all.begun.contains(&(submitted.space, name));
+            if submitted.is_lookup
                 && *status == Status::Ok
                 && !hears_wrong
                 && !self.blocks.as_ref().is_some_and(was_begun)
             {
-                return ended("nobody ever stored one that was found");
+                return ended("a block was found that was never stored");
             }
-            if asked.locates && !tolerated[..3].contains(status) {
-                return ended("a question that fails");
+            if submitted.is_lookup && !tolerated[..3].contains(status) {
+                return ended("a failed lookup");
             }
             let is_known = tolerated.contains(status)
                 || *status == Status::Unavailable && self.may_lose_device()
                 || *status == Status::Corrupt && self.may_damage();
             if !is_known {
-                return ended("a status that cannot be");
+                return ended("an unexpected status");
             }
-            match (asked.kind, *status) {
-                (TransferKind::Put, Status::Ok) if asked.level == Level::Durable => {
+            match (submitted.kind, *status) {
+                (TransferKind::Put, Status::Ok) if submitted.level == Level::Durable => {
                     if let Some(blocks) = &mut self.blocks {
-                        blocks.lasting.insert((asked.space, name));
+                        blocks.durable_blocks.insert((submitted.space, name));
                     }
                 }
                 (TransferKind::Get, Status::Ok) => {
-                    self.check_block(&asked, at, &marks_of(asked.space, name, each))?
+                    self.check_block(&submitted, at, &marks_of(submitted.space, name, each))?
                 }
-                (TransferKind::Get, _) if asked.must => {
+                (TransferKind::Get, _) if submitted.must_exist => {
                     let counters = self.core.0.lock().counters;
                     if counters.disk_evicted + counters.disk_parted == 0 {
-                        return ended("it was durable, and is gone");
+                        return ended("a durable block is missing");
                     }
                     self.forgets = true;
                 }
@@ -396,38 +404,43 @@ impl World {
         Ok(true)
     }
 
-    fn check_block(&mut self, asked: &AskedBlocks, at: usize, marks: &[u64]) -> Outcome<()> {
-        let layout = self.layouts[asked.space as usize].clone();
+    fn check_block(
+        &mut self,
+        submitted: &SubmittedBlocks,
+        at: usize,
+        marks: &[u64],
+    ) -> Outcome<()> {
+        let layout = self.layouts[submitted.space as usize].clone();
         let each = layout.chunk_tokens() as usize;
-        for (layer, got) in asked.planes.iter().enumerate() {
+        for (layer, got) in submitted.planes.iter().enumerate() {
             let Some(group) = layout.group(layer) else { continue };
             let right = Planes::of(group, layer, marks, each);
             let (k, v) = (right.k.len(), right.v.len());
-            let ([k_shape, v_shape], codec) = self.coding_of(asked.space, layer);
+            let ([k_shape, v_shape], codec) = self.coding_of(submitted.space, layer);
             self.report.checked_bytes += (k + v) as u64;
             if !is_right(codec, &k_shape, k, &right.k, &got.k[at * k..][..k])
                 || !is_right(codec, &v_shape, v, &right.v, &got.v[at * v..][..v])
             {
-                let name = asked.names[at];
+                let name = submitted.names[at];
                 return Err(wrong(format!("wrong bytes in block {name}, layer {layer}")));
             }
         }
         Ok(())
     }
 
-    /// Reads what was promised to last; before the same is done for sessions.
-    pub(super) fn lasting_blocks_are_there(&mut self) -> Outcome<()> {
+    /// Reads durable blocks, before the same is done for sessions.
+    pub(super) fn check_durable_blocks(&mut self) -> Outcome<()> {
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
         if self.forgets {
-            blocks.lasting.clear();
+            blocks.durable_blocks.clear();
             return Ok(());
         }
-        for (space, name) in blocks.lasting.clone() {
+        for (space, name) in blocks.durable_blocks.clone() {
             self.move_blocks(TransferKind::Get, Level::Ram, space, vec![name], true)?;
-            self.rest()?;
+            self.drain()?;
             if self.forgets {
-                // The disk is nearly full: whom it sent away is not missed.
-                self.blocks.iter_mut().for_each(|all| all.lasting.clear());
+                // The disk is nearly full: evicted blocks may be missing.
+                self.blocks.iter_mut().for_each(|all| all.durable_blocks.clear());
                 return Ok(());
             }
             self.report.kept_blocks += 1;

@@ -1,8 +1,7 @@
-//! What callers of a simulated store do: sessions, rectangles, and what they hold
-//! against what came.
+//! Callers of a simulated store: sessions, transfers, and checks of their results.
 
 use crate::sim::content::{Planes, is_right, prefixes};
-use crate::sim::world::{Asked, MOST_SESSIONS, Outcome, POISON, SPACES, Session, World, wrong};
+use crate::sim::world::{MAX_SESSIONS, Outcome, POISON, SPACES, Session, Submitted, World, wrong};
 use kvtier::base::random::Random;
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
@@ -23,7 +22,7 @@ impl World {
     }
 
     pub(super) fn open_session(&mut self) -> Outcome<()> {
-        if self.sessions.len() as u64 >= MOST_SESSIONS {
+        if self.sessions.len() as u64 >= MAX_SESSIONS {
             return self.close_session();
         }
         let space = self.random.below(u64::from(SPACES)) as u32;
@@ -40,7 +39,7 @@ impl World {
     pub(super) fn append(&mut self) -> Outcome<()> {
         let Some(at) = self.any_session() else { return Ok(()) };
         let count = 1 + self.random.below(24);
-        // Few different documents: sessions share prefixes.
+        // Few different documents, so that sessions share prefixes.
         let document = self.random.below(4) as u32;
         let session = &mut self.sessions[at];
         let from = session.tokens.len() as u64;
@@ -52,13 +51,13 @@ impl World {
         Ok(())
     }
 
-    /// A rectangle of a session, with the engine's memory for it.
+    /// A cell range of a session, with the engine's memory for it.
     pub(super) fn cell_range(
         &mut self,
         at: usize,
         kind: TransferKind,
-    ) -> Option<(CellRange, Asked)> {
-        let (memory, after) = (self.memory(), self.name_event(kind));
+    ) -> Option<(CellRange, Submitted)> {
+        let (memory, after) = (self.memory(), self.next_event(kind));
         let session = &self.sessions[at];
         let layout = &self.layouts[session.space as usize];
         let each = layout.chunk_tokens() as usize;
@@ -112,12 +111,12 @@ impl World {
             views,
             after,
         };
-        // What comes lies one after the other.
+        // Fetched chunks are contiguous.
         let (marks, first) = match kind {
             TransferKind::Put => (session.marks.clone(), first),
             _ => (marks, 0),
         };
-        let mut asked = Asked {
+        let mut submitted = Submitted {
             kind,
             level: Level::Ram,
             space: session.space,
@@ -132,15 +131,15 @@ impl World {
             after: cell_range.after,
             hidden: Vec::new(),
         };
-        self.hide(&mut asked);
-        Some((cell_range, asked))
+        self.hide_put(&mut submitted);
+        Some((cell_range, submitted))
     }
 
     pub(super) fn submit(&mut self, at: usize, kind: TransferKind, level: Level) -> Outcome<()> {
-        let Some((cell_range, asked)) = self.cell_range(at, kind) else { return Ok(()) };
+        let Some((cell_range, submitted)) = self.cell_range(at, kind) else { return Ok(()) };
         let lane = self.random.below(3) as usize;
         let number = self.sessions[at].number;
-        let waits = self.wants_to_wait();
+        let waits = self.waits_for_caller();
         let mut core = self.core.0.lock();
         let begun = match waits {
             true => core.submit_waiting(number, kind, level, lane, cell_range),
@@ -153,12 +152,12 @@ impl World {
                     self.waits(ticket);
                 }
                 if kind == TransferKind::Put {
-                    self.note_put(&asked);
+                    self.note_put(&submitted);
                 }
-                self.asked.insert(number, Asked { level, ..asked });
+                self.submitted.insert(number, Submitted { level, ..submitted });
                 Ok(())
             }
-            // As many moves or chunks as may be: that is no defect.
+            // At the limit of transfers or chunks: no defect.
             Err(error) if matches!(error.status(), Status::Again | Status::Limit) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -197,7 +196,7 @@ impl World {
 
     pub(super) fn fork(&mut self) -> Outcome<()> {
         let Some(at) = self.any_session() else { return Ok(()) };
-        if self.sessions.len() as u64 >= MOST_SESSIONS {
+        if self.sessions.len() as u64 >= MAX_SESSIONS {
             return Ok(());
         }
         let session = &self.sessions[at];
@@ -224,16 +223,16 @@ impl World {
     }
 
     pub(super) fn cancel(&mut self) {
-        let count = self.asked.len() as u64;
+        let count = self.submitted.len() as u64;
         if count > 0 {
             let at = self.random.below(count) as usize;
-            if let Some(&number) = self.asked.keys().nth(at) {
+            if let Some(&number) = self.submitted.keys().nth(at) {
                 self.core.0.lock().cancel(number, Status::Cancelled);
             }
         }
     }
 
-    /// Compares what has ended with what it must be.
+    /// Compares ended transfers with the expected results.
     pub(super) fn collect(&mut self) -> Outcome<()> {
         let mut finished = Vec::new();
         self.core.0.lock().finished(&mut finished);
@@ -241,17 +240,17 @@ impl World {
             if self.end_blocks(&one)? {
                 continue;
             }
-            let Some(mut asked) = self.asked.remove(&one.number) else {
-                return Err(wrong(format!("move {} ended twice", one.number)));
+            let Some(mut submitted) = self.submitted.remove(&one.number) else {
+                return Err(wrong(format!("transfer {} ended twice", one.number)));
             };
-            asked.parts_left -= 1;
-            self.check_event(&asked, one.bytes)?;
-            self.compare(&asked, &one)?;
-            if one.last != (asked.parts_left == 0) {
-                return Err(wrong(format!("{} parts are left: {one:?}", asked.parts_left)));
+            submitted.parts_left -= 1;
+            self.check_event(&submitted, one.bytes)?;
+            self.compare(&submitted, &one)?;
+            if one.last != (submitted.parts_left == 0) {
+                return Err(wrong(format!("{} parts are left: {one:?}", submitted.parts_left)));
             }
             if !one.last {
-                self.asked.insert(one.number, asked);
+                self.submitted.insert(one.number, submitted);
             } else {
                 self.report.moves += 1;
             }
@@ -259,46 +258,46 @@ impl World {
         Ok(())
     }
 
-    pub(super) fn compare(&mut self, asked: &Asked, one: &Finished) -> Outcome<()> {
-        let layout = &self.layouts[asked.space as usize];
+    pub(super) fn compare(&mut self, submitted: &Submitted, one: &Finished) -> Outcome<()> {
+        let layout = &self.layouts[submitted.space as usize];
         let each = layout.chunk_tokens() as usize;
         let tokens = one.tokens as usize;
-        let layers = match asked.by_layer {
+        let layers = match submitted.by_layer {
             true => one.part as usize..one.part as usize + 1,
-            false => 0..asked.layers,
+            false => 0..submitted.layers,
         };
         let tolerated =
             [Status::NotFound, Status::Cancelled, Status::Budget, Status::Io, Status::Closed];
-        // Who has tensors on a device that is lost has lost them, too.
+        // Tensors on a lost device are lost, too.
         let is_known = |status| {
             tolerated.contains(&status)
                 || status == Status::Unavailable && self.may_lose_device()
                 || status == Status::Corrupt && self.may_damage()
-                || self.may_fail_far(asked)
+                || self.may_fail_remote(submitted)
         };
         if let Some(error) = one.error.as_ref().filter(|e| !is_known(e.status())) {
-            return Err(wrong(format!("{:?} ended with {error}", asked.kind)));
+            return Err(wrong(format!("{:?} ended with {error}", submitted.kind)));
         }
-        if asked.kind == TransferKind::Put {
-            if one.error.is_none() && asked.level == Level::Durable {
+        if submitted.kind == TransferKind::Put {
+            if one.error.is_none() && submitted.level == Level::Durable {
                 for layer in layers {
-                    self.now_lasts(asked, asked.first_layer + layer, each);
+                    self.note_durable(submitted, submitted.first_layer + layer, each);
                 }
             }
             return Ok(());
         }
-        if asked.kind == TransferKind::Prefetch {
+        if submitted.kind == TransferKind::Prefetch {
             return Ok(());
         }
-        let marks = &asked.marks[asked.first..asked.first + tokens];
+        let marks = &submitted.marks[submitted.first..submitted.first + tokens];
         for layer in layers {
-            let at = asked.first_layer + layer;
+            let at = submitted.first_layer + layer;
             let Some(group) = layout.group(at) else { continue };
             let right = Planes::of(group, at, marks, each);
-            let got = &asked.planes[layer];
+            let got = &submitted.planes[layer];
             self.report.checked_bytes += (right.k.len() + right.v.len()) as u64;
             let (k, v) = Planes::lengths(group, each, each);
-            let ([k_shape, v_shape], codec) = self.coding_of(asked.space, at);
+            let ([k_shape, v_shape], codec) = self.coding_of(submitted.space, at);
             if !is_right(codec, &k_shape, k, &right.k, &got.k[..right.k.len()])
                 || !is_right(codec, &v_shape, v, &right.v, &got.v[..right.v.len()])
             {
@@ -306,7 +305,7 @@ impl World {
                 let poison = got.k.iter().filter(|&&b| b == POISON).count();
                 return Err(wrong(format!(
                     "wrong bytes in layer {at} of {}: {one:?}, K from {bad:?} on, {poison} of {} untouched",
-                    asked.space,
+                    submitted.space,
                     got.k.len()
                 )));
             }
@@ -314,7 +313,7 @@ impl World {
         Ok(())
     }
 
-    /// What the planes of a layer are, and what they are coded with.
+    /// Shapes and codec of a layer's planes.
     pub(super) fn coding_of(&self, space: u32, layer: usize) -> ([Shape; 2], Codec) {
         let core = self.core.0.lock();
         let shapes = core.table_of(self.spaces[space as usize]).map(|table| table.shapes(layer));
@@ -323,33 +322,33 @@ impl World {
         (shapes.unwrap_or([plain; 2]), codec)
     }
 
-    /// Full chunks of a put are durable.
-    pub(super) fn now_lasts(&mut self, asked: &Asked, layer: usize, each: usize) {
-        let tokens = asked.planes.first().map_or(0, |_| asked.marks.len());
-        let end = asked.first + self.tokens_of(asked, tokens);
-        let mut at = asked.first + each;
+    /// Records full chunks of a put as durable.
+    pub(super) fn note_durable(&mut self, submitted: &Submitted, layer: usize, each: usize) {
+        let tokens = submitted.planes.first().map_or(0, |_| submitted.marks.len());
+        let end = submitted.first + self.tokens_of(submitted, tokens);
+        let mut at = submitted.first + each;
         while at <= end {
-            let key = (asked.space, asked.marks[at - 1], layer);
-            self.lasting.insert(key, asked.tokens[..at].to_vec());
+            let key = (submitted.space, submitted.marks[at - 1], layer);
+            self.durable_cells.insert(key, submitted.tokens[..at].to_vec());
             at += each;
         }
     }
 
-    /// Tokens of a move, from the length of its planes.
-    pub(super) fn tokens_of(&self, asked: &Asked, most: usize) -> usize {
-        let layout = &self.layouts[asked.space as usize];
+    /// Tokens of a transfer, from the length of its planes.
+    pub(super) fn tokens_of(&self, submitted: &Submitted, most: usize) -> usize {
+        let layout = &self.layouts[submitted.space as usize];
         let each = layout.chunk_tokens() as usize;
-        let Some(group) = layout.group(asked.first_layer) else { return 0 };
-        let k = asked.planes[0].k.len() as u64;
+        let Some(group) = layout.group(submitted.first_layer) else { return 0 };
+        let k = submitted.planes[0].k.len() as u64;
         let tokens = match group.rule {
             Rule::State => k / group.state_bytes * each as u64,
             _ => k / group.k_bytes,
         };
-        (tokens as usize).min(most - asked.first)
+        (tokens as usize).min(most - submitted.first)
     }
 }
 
-/// Some chunks of a rectangle, or all of them.
+/// Some chunks of a range, or all.
 fn picked(random: &mut Random, marks: &[u64], each: usize) -> (Vec<u64>, Wanted) {
     let chunks = marks.len().div_ceil(each) as u32;
     let picked: Vec<u32> = (0..chunks).filter(|_| random.coin()).collect();

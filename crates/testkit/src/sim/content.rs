@@ -1,13 +1,12 @@
-//! What cells hold in a simulation: bytes that follow from all tokens before and in
-//! a chunk, so that any mistake about which KV is whose shows. They are finite
-//! numbers, and some tokens have the same word again and again: codecs find something
-//! to do, and not everywhere.
+//! Content of cells in a simulation. It follows from all tokens up to the chunk's end, so that
+//! mixed-up KV is detected. The numbers are finite, and some tokens repeat one word, so that codecs
+//! compress some cells and not others.
 
 use kvtier::base::random::Random;
 use kvtier::format::codec::{Codec, Shape, decode, encode, room};
 use kvtier::meta::layout::{Group, Rule};
 
-/// A mark of every prefix of a sequence, by its length less one.
+/// A hash of every prefix of a sequence, by its length less one.
 pub fn prefixes(space: u32, tokens: &[u32]) -> Vec<u64> {
     let mut mark = u64::from(space) + 1;
     let next = |&token: &u32| {
@@ -17,7 +16,7 @@ pub fn prefixes(space: u32, tokens: &[u32]) -> Vec<u64> {
     tokens.iter().map(next).collect()
 }
 
-/// The planes of one layer for some tokens: K (or states), and V.
+/// Planes of one layer for some tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Planes {
     /// K, or the states.
@@ -27,7 +26,7 @@ pub struct Planes {
 }
 
 impl Planes {
-    /// Bytes of the first `tokens` tokens, K and V.
+    /// Bytes of K and V of `tokens` tokens.
     pub fn lengths(group: &Group, tokens: usize, each: usize) -> (usize, usize) {
         match group.rule {
             Rule::State => (group.state_bytes as usize * tokens.div_ceil(each), 0),
@@ -35,7 +34,7 @@ impl Planes {
         }
     }
 
-    /// What a layer has of the tokens whose marks these are.
+    /// Planes of a layer for tokens with these hashes.
     pub fn of(group: &Group, layer: usize, marks: &[u64], each: usize) -> Planes {
         let fill = |out: &mut Vec<u8>, mark: u64, plane: u64, bytes: u64| {
             let mut random = Random::new(mark ^ (layer as u64) << 8 ^ plane);
@@ -43,7 +42,7 @@ impl Planes {
             let mut word = random.draw();
             while out.len() < end {
                 word = if is_dull { word } else { random.draw() };
-                // The highest bit of an exponent, in numbers of 2 and of 4 bytes.
+                // Clear the highest exponent bit of 2-byte and 4-byte numbers, to keep them finite.
                 let word = (word & 0xBFFF_BFFF_BFFF_BFFF).to_le_bytes();
                 out.extend_from_slice(&word[..(end - out.len()).min(8)]);
             }
@@ -63,22 +62,23 @@ impl Planes {
     }
 }
 
-/// How often a cell may go down and come up again before it is read.
-const MOST_TURNS: u32 = 4;
+/// Limit: how often a cell may be demoted and promoted before it is read.
+const MAX_ROUND_TRIPS: u32 = 4;
 
-/// Whether the bytes of a plane are what they must be: as they were, or what a codec
-/// makes of that, and of that again. Each part of `part_bytes` has come by itself.
+/// Whether the bytes of a plane are right: unchanged, or coded and decoded one or more times. Each
+/// part of `part_bytes` was coded alone.
 pub fn is_right(codec: Codec, shape: &Shape, part_bytes: usize, right: &[u8], got: &[u8]) -> bool {
     let parts = || right.chunks(part_bytes.max(1)).zip(got.chunks(part_bytes.max(1)));
     right.len() == got.len()
         && (right == got
-            || codec.is_lossy() && parts().all(|(right, got)| is_near(codec, shape, right, got)))
+            || codec.is_lossy()
+                && parts().all(|(right, got)| is_requantized(codec, shape, right, got)))
 }
 
-fn is_near(codec: Codec, shape: &Shape, right: &[u8], got: &[u8]) -> bool {
+fn is_requantized(codec: Codec, shape: &Shape, right: &[u8], got: &[u8]) -> bool {
     let mut now = right.to_vec();
     let mut coded = vec![0; room(codec, shape, right.len())];
-    (0..=MOST_TURNS).any(|_| {
+    (0..=MAX_ROUND_TRIPS).any(|_| {
         let same = now == got;
         if let Some((bytes, _)) = encode(codec, shape, &now, &mut coded) {
             let back = decode(codec, shape, &coded[..bytes], &mut now);

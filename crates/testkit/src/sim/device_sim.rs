@@ -1,6 +1,5 @@
-//! Stores with a device tier, and what happens to it: it gets larger and smaller, another
-//! policy decides, the device fails, or is lost. What is there must be what host memory or
-//! the disk has.
+//! Stores with a device tier: its size and policy change, and the device fails or is lost. Device
+//! replicas must match host memory or disk.
 
 use crate::sim::world::{Outcome, World, wrong};
 use kvtier::base::budget::Tier;
@@ -19,19 +18,18 @@ use kvtier::tier::disk::{CellAt, Spot};
 const POLICIES: [&str; 4] = ["lru", "s3fifo", "sieve", "horizon"];
 const LEAST_BYTES: u64 = 64 << 10;
 
-/// What is drawn of that.
+/// Device tier of a run.
 pub(super) struct DeviceSim {
     random: Random,
     seed: u64,
     lives: u64,
     config: DeviceConfig,
-    /// A life may lose its device.
+    /// The device may be lost.
     loses: bool,
 }
 
 impl DeviceSim {
-    /// That of a seed: half of those that have a device that takes its time. All others do as
-    /// they would without.
+    /// For a seed: half of those with an asynchronous device. The other seeds run as without.
     pub(super) fn of(seed: u64) -> Option<DeviceSim> {
         let mut random = Random::new(seed ^ 0x4EA2);
         let has = seed % 2 == 0 && random.coin();
@@ -50,7 +48,7 @@ impl DeviceSim {
         self.config.clone()
     }
 
-    /// How many copies of a thousand come damaged over its bus.
+    /// Copies over the bus that are damaged, in thousandths.
     fn damage_permille(&self) -> u64 {
         [0, 0, 10, 60][(self.seed >> 2) as usize % 4]
     }
@@ -74,13 +72,13 @@ impl DeviceSim {
 }
 
 impl World {
-    /// Where the engine has the tensors of the next move.
+    /// Address space of the next transfer's tensors.
     pub(super) fn memory(&mut self) -> Memory {
         let draws = self.device_sim.as_mut().map(|device_sim| device_sim.random.below(4));
         if draws.is_some_and(|n| n > 0) { Memory::Device } else { Memory::Host }
     }
 
-    /// Copies may come damaged twice.
+    /// Whether copies may be damaged twice.
     pub(super) fn may_damage(&self) -> bool {
         self.device_sim.as_ref().is_some_and(|device_sim| device_sim.damage_permille() > 0)
     }
@@ -89,7 +87,7 @@ impl World {
         self.device_sim.as_ref().is_some_and(|device_sim| device_sim.loses)
     }
 
-    /// The device of the next life: one that was lost does not come back.
+    /// The device of the next life: a lost one does not return.
     pub(super) fn next_device(&mut self) -> Outcome<Arc<dyn Device>> {
         match &mut self.device_sim {
             Some(device_sim) => {
@@ -100,8 +98,8 @@ impl World {
         }
     }
 
-    /// Something happens to the device tier, or nothing.
-    pub(super) fn near_wish(&mut self) -> Outcome<()> {
+    /// One random step of the device tier.
+    pub(super) fn device_step(&mut self) -> Outcome<()> {
         let Some(device_sim) = &mut self.device_sim else { return Ok(()) };
         let bytes = device_sim.random.below(9) * LEAST_BYTES;
         let policy = POLICIES[device_sim.random.below(4) as usize];
@@ -125,14 +123,14 @@ impl World {
         Ok(())
     }
 
-    /// Cleaning finds a cell of some session damaged on disk.
+    /// Simulates compaction that finds a damaged cell of some session on disk.
     fn damage(&mut self, draw: usize) {
         let Some(session) = self.sessions.get(draw % self.sessions.len().max(1)) else { return };
         let mut core = self.core.0.lock();
         let found = core.session(session.number).ok().and_then(|one| {
             let (table, space) = (core.table_of(one.space())?, core.space(one.space())?);
             let layer = draw % table.layout.layers();
-            // One that is on its way to the device, if there is one.
+            // Prefer a cell that is being copied to the device.
             let is_filled = |slot: &Slot| {
                 let marks = table.chunks.marks(*slot).and_then(|all| all.get(layer));
                 marks.is_some_and(|marks| marks.arriving() & 1 != 0)
@@ -154,7 +152,7 @@ impl World {
         }
     }
 
-    /// Reads all back that is in device memory; how much of it was right.
+    /// Reads back all device replicas; returns the number of right ones.
     pub(super) fn audit(&mut self) -> Outcome<u64> {
         let list = self.core.0.lock().audit_list();
         let all = self.core.0.lock().begin_audit(&list);
@@ -170,7 +168,7 @@ impl World {
         }
         match audited.wrong {
             0 => Ok(audited.right),
-            n => Err(wrong(format!("{n} cells in device memory are not what they should be"))),
+            n => Err(wrong(format!("{n} device replicas are wrong"))),
         }
     }
 }

@@ -1,12 +1,12 @@
-//! The lives of a simulated store: how one ends, and what must be there in the next.
+//! Lives of a simulated store: how one ends, and what the next must find.
 
 use crate::disk::SimFiles;
 use crate::disk::plan::{Fault, Plan};
-use crate::sim::ahead::Behind;
 use crate::sim::blocks::Blocks;
 use crate::sim::callers::views_of;
 use crate::sim::content::{Planes, prefixes};
-use crate::sim::world::{Asked, Outcome, POISON, Shared, World, wrong};
+use crate::sim::engine_events::EngineEvents;
+use crate::sim::world::{Outcome, POISON, Shared, Submitted, World, wrong};
 use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
 use kvtier::base::sync::{Arc, Mutex};
@@ -20,7 +20,7 @@ use kvtier::store::state::{CellRange, Config, Counters, SessionOpts, StoreState,
 use kvtier::tier::disk::{DiskTier, Options};
 
 impl World {
-    /// The power fails, or the process dies.
+    /// A power failure, or the death of the process.
     pub(super) fn crash(&mut self) -> Outcome<()> {
         let power = self.random.coin();
         self.restart(power)
@@ -31,32 +31,32 @@ impl World {
             self.files.crash()?;
         }
         let failed_syncs = self.tools.disk.as_ref().map_or(0, |disk| disk.stats().failed_syncs);
-        self.forgets |= self.untold;
+        self.forgets |= self.has_unsynced;
         self.report.crashes += 1;
         self.add_counters();
         self.pending.clear();
-        self.end_behind()?;
-        self.asked.clear();
+        self.end_engine_events()?;
+        self.submitted.clear();
         self.blocks.iter_mut().for_each(Blocks::forget);
         self.sessions.clear();
         let again = self.files.reopen();
         let plan = plan(&mut self.random);
-        // What opens a store finds the disk in order; what it finds there is not.
+        // Opening meets no new faults, but the disk may hold damage.
         again.set_plan(Plan::default());
         let device = self.next_device()?;
         let (core, mut tools, dropped) =
             open_store(&again, &self.config, self.disk_bytes, &self.clock, device)?;
         tools.remote = self.remote_sim.as_ref().map(|remote_sim| remote_sim.executor(&self.clock));
         (self.files, self.core, self.tools) = (again, core, tools);
-        self.behind = Behind::of(self.report.crashes.into(), &self.tools);
-        // More may be found than a small table has rows for.
+        self.engine_events = EngineEvents::of(self.report.crashes.into(), &self.tools);
+        // The disk may hold more than a small table has rows for.
         self.forgets |= dropped > 0 && self.config.max_chunks == FEW_CHUNKS;
         self.open_spaces()?;
         self.core.0.lock().check()?;
-        self.what_is_gone_stays_away()?;
-        self.lasting_blocks_are_there()?;
-        self.all_that_lasts_is_there()?;
-        self.untold = !power && (self.untold || failed_syncs > 0);
+        self.check_cleared()?;
+        self.check_durable_blocks()?;
+        self.check_all_durable()?;
+        self.has_unsynced = !power && (self.has_unsynced || failed_syncs > 0);
         for fault in [Fault::LostSync, Fault::BitRot, Fault::Misdirected] {
             self.forgets |= plan.per_million[fault as usize] > 0;
             self.is_rotten |= plan.per_million[fault as usize] > 0;
@@ -95,23 +95,24 @@ impl World {
             a.device_lost += b.device_lost;
         };
         sums(all, &now);
-        // Whom the policy has sent away, or nobody could read, is not missed.
+        // Evicted and unreadable chunks may be missing.
         self.forgets |= now.disk_evicted + now.disk_parted + now.corrupt > 0;
     }
 
-    /// Reads what was promised to last.
-    fn all_that_lasts_is_there(&mut self) -> Outcome<()> {
+    /// Reads all durable cells.
+    fn check_all_durable(&mut self) -> Outcome<()> {
         if self.forgets {
-            self.lasting.clear();
+            self.durable_cells.clear();
             self.forgets = false;
             return Ok(());
         }
-        let all: Vec<_> = self.lasting.iter().map(|(&key, tokens)| (key, tokens.clone())).collect();
+        let all: Vec<_> =
+            self.durable_cells.iter().map(|(&key, tokens)| (key, tokens.clone())).collect();
         for ((space, _, layer), tokens) in all {
             let marks = prefixes(space, &tokens);
-            self.read_lasting(space, layer, &tokens, &marks)?;
+            self.check_durable(space, layer, &tokens, &marks)?;
             if self.forgets {
-                self.lasting.clear();
+                self.durable_cells.clear();
                 self.forgets = false;
                 break;
             }
@@ -119,7 +120,7 @@ impl World {
         Ok(())
     }
 
-    fn read_lasting(
+    fn check_durable(
         &mut self,
         space: u32,
         layer: usize,
@@ -152,7 +153,7 @@ impl World {
         let ram = Level::Ram;
         let number_of_move =
             self.core.0.lock().submit_cell_range(number, TransferKind::Get, ram, 0, cell_range)?;
-        let asked = Asked {
+        let submitted = Submitted {
             kind: TransferKind::Get,
             level: ram,
             space,
@@ -167,14 +168,14 @@ impl World {
             after: None,
             hidden: Vec::new(),
         };
-        self.asked.insert(number_of_move, asked);
+        self.submitted.insert(number_of_move, submitted);
         let before = self.core.0.lock().counters.misses;
-        self.rest()?;
+        self.drain()?;
         let after = self.core.0.lock().counters.misses;
         self.core.0.lock().close_session(number)?;
         let counters = self.core.0.lock().counters;
         if counters.disk_evicted + counters.disk_parted > 0 {
-            self.forgets = true; // the disk is nearly full: whom it sent away is not missed
+            self.forgets = true; // the disk is nearly full: evicted cells may be missing
             return Ok(());
         }
         if after > before {
@@ -189,7 +190,7 @@ impl World {
 }
 
 pub(super) const SEGMENT: u64 = 32 * 4096;
-/// A table that fills.
+/// A small chunk table that fills up.
 pub(super) const FEW_CHUNKS: usize = 96;
 
 pub(super) fn open_store(
@@ -213,8 +214,8 @@ pub(super) fn open_store(
     Ok((Shared(Arc::new(Mutex::new(core))), tools, adopted.dropped))
 }
 
-/// Who copies. Every second seed has a device that takes its time, leaves rubbish in its
-/// targets until that is over, and fails now and then.
+/// The copying device. Every second seed has an asynchronous one, which poisons targets until it is
+/// done, and sometimes fails.
 pub(super) fn device(seed: u64, clock: &Clock) -> Outcome<Arc<dyn Device>> {
     if seed % 2 == 1 {
         return Ok(Arc::new(Host::default()));
@@ -229,7 +230,7 @@ pub(super) fn device(seed: u64, clock: &Clock) -> Outcome<Arc<dyn Device>> {
     Ok(Arc::new(Simulated::new(clock.clone(), opts)?))
 }
 
-/// What goes wrong in this life.
+/// Faults of a life.
 pub(super) fn plan(random: &mut Random) -> Plan {
     let plan = Plan::default();
     match random.below(8) {

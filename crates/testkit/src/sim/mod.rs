@@ -1,16 +1,15 @@
-//! A store in a simulation: one thread, a clock that is moved by hand, a disk that
-//! fails, and a seed that chooses what is asked for, what goes wrong and which work
-//! ends next. A model knows what every byte must be and what was promised to last.
-//! The same seed does the same again.
+//! Simulation of a store: one thread, a manual clock, a faulty disk, and a seed that chooses
+//! requests, faults and the order in which work ends. A model knows every byte and what is durable.
+//! The same seed gives the same run.
 
-mod ahead;
 mod blocks;
 mod callers;
 mod content;
 mod device_sim;
+mod engine_events;
+mod extra_requests;
 mod lives;
 mod remote_sim;
-mod wishes;
 mod world;
 
 use std::fmt;
@@ -18,50 +17,50 @@ use std::fmt;
 use kvtier::base::status::Error;
 use kvtier::store::state::{Counters, RemoteCounters};
 
-/// How a simulation is run.
+/// Options of a simulation.
 #[derive(Clone, Copy, Debug)]
 pub struct SimOpts {
-    /// Chooses everything.
+    /// Seed of all choices.
     pub seed: u64,
-    /// Steps.
+    /// Number of steps.
     pub steps: u32,
 }
 
-/// What a simulation did.
+/// Result of a simulation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Report {
-    /// Power failures.
+    /// Power failures and process deaths.
     pub crashes: u32,
-    /// Moves that ended.
+    /// Ended transfers.
     pub moves: u64,
-    /// Bytes that were compared.
+    /// Compared bytes.
     pub checked_bytes: u64,
-    /// Cells that had to be there after a power failure, and were.
+    /// Durable cells that were found after a restart.
     pub kept: u64,
-    /// Blocks likewise.
+    /// Durable blocks likewise.
     pub kept_blocks: u64,
-    /// Chunks of namespaces that were cleared as a whole.
+    /// Chunks of completely cleared namespaces.
     pub cleared: u64,
-    /// Cells in device memory that were read back and right.
+    /// Device replicas that were read back and right.
     pub audited: u64,
-    /// Parts of moves that came behind an event of the device.
-    pub behind: u64,
-    /// What the stores counted of their remotes, all together.
+    /// Parts of transfers that waited for a device event.
+    pub engine_events: u64,
+    /// Remote counters of all lives.
     pub remote: RemoteCounters,
-    /// A mark of everything that happened: equal for equal seeds.
+    /// Hash of everything that happened: equal for equal seeds.
     pub mark: u64,
-    /// What the stores counted, all together.
+    /// Counters of all lives.
     pub counters: Counters,
 }
 
-/// What was wrong, and where to find it again.
+/// A failure, and where to find it.
 #[derive(Debug)]
 pub struct Failure {
-    /// The seed.
+    /// Seed.
     pub seed: u64,
-    /// The step.
+    /// Step.
     pub step: u32,
-    /// In words.
+    /// Description.
     pub words: String,
 }
 

@@ -1,7 +1,7 @@
-//! Stores with a remote, which outlives them, and does what remotes do on bad days.
+//! Stores with a faulty remote, which outlives them.
 
 use crate::remote::simulated::{Fault, Plan, Simulated};
-use crate::sim::world::{Asked, Outcome, World};
+use crate::sim::world::{Outcome, Submitted, World};
 use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
 use kvtier::base::sync::Arc;
@@ -9,7 +9,7 @@ use kvtier::store::executor::remote::RemoteExecutor;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::{RemoteConfig, SessionOpts, Write};
 
-/// What is drawn of that.
+/// Remote of a run.
 pub(super) struct RemoteSim {
     random: Random,
     remote: Simulated,
@@ -17,7 +17,7 @@ pub(super) struct RemoteSim {
 }
 
 impl RemoteSim {
-    /// That of a seed: every third has a remote. All others do as they would without.
+    /// For a seed: every third. The other seeds run as without.
     pub(super) fn of(seed: u64, clock: &Clock) -> Option<RemoteSim> {
         let mut random = Random::new(seed ^ 0xFA27);
         (seed % 3 == 1).then(|| {
@@ -45,13 +45,13 @@ impl RemoteSim {
         self.config.clone()
     }
 
-    /// What a life's hands reach it with.
+    /// The remote executor of a life.
     pub(super) fn executor(&self, clock: &Clock) -> RemoteExecutor {
         RemoteExecutor::new(Arc::new(self.remote.clone()), clock.clone())
     }
 }
 
-/// What goes wrong for a while.
+/// Faults for a while.
 fn plan(random: &mut Random) -> Plan {
     let plan = Plan { down: 1 + random.below(40) as u32, ..Plan::default() };
     match random.below(8) {
@@ -66,9 +66,9 @@ fn plan(random: &mut Random) -> Plan {
 }
 
 impl World {
-    /// Something is wanted of the remote, or happens to it, or nothing.
-    pub(super) fn far_wish(&mut self) -> Outcome<()> {
-        // The numbers of moves that have ended are used again.
+    /// One random step of the remote.
+    pub(super) fn remote_step(&mut self) -> Outcome<()> {
+        // Numbers of ended transfers are reused.
         self.collect()?;
         let Some(remote_sim) = &mut self.remote_sim else { return Ok(()) };
         match remote_sim.random.below(40) {
@@ -82,7 +82,7 @@ impl World {
                 Some(at) => self.submit(at, TransferKind::Put, Level::Remote),
                 None => Ok(()),
             },
-            8..=10 => self.come_again(),
+            8..=10 => self.reopen_sessions(),
             11..=13 => match self.any_session() {
                 Some(at) => self.submit(at, TransferKind::Get, Level::Ram),
                 None => Ok(()),
@@ -92,8 +92,8 @@ impl World {
         }
     }
 
-    /// All sessions of a namespace end, memory is needed for something else, and they come again.
-    fn come_again(&mut self) -> Outcome<()> {
+    /// Closes all sessions of a namespace, reclaims memory, and reopens them.
+    fn reopen_sessions(&mut self) -> Outcome<()> {
         let Some(at) = self.any_session() else { return Ok(()) };
         let space = self.sessions[at].space;
         let mut core = self.core.0.lock();
@@ -114,7 +114,7 @@ impl World {
         let (number, tokens) = (self.sessions[at].number, self.sessions[at].tokens.clone());
         let begun = self.core.0.lock().locate(number);
         let Ok(number) = begun else { return Ok(()) };
-        let asked = Asked {
+        let submitted = Submitted {
             kind: TransferKind::Prefetch,
             level: Level::Ram,
             space: self.sessions[at].space,
@@ -129,19 +129,19 @@ impl World {
             after: None,
             hidden: Vec::new(),
         };
-        self.asked.insert(number, asked);
+        self.submitted.insert(number, submitted);
         Ok(())
     }
 
-    /// Whether something may be said to be there that never was: an answer was another's.
+    /// Whether a lookup may report an object that never existed, because answers were swapped.
     pub(super) fn may_hear_wrong(&self) -> bool {
         self.remote_sim
             .as_ref()
             .is_none_or(|remote_sim| remote_sim.remote.struck(Fault::Reorder) > 0)
     }
 
-    /// What the remote's troubles may do to a put that waits for it.
-    pub(super) fn may_fail_far(&self, asked: &Asked) -> bool {
-        asked.level == Level::Remote
+    /// Whether faults of the remote may fail a put that waits for it.
+    pub(super) fn may_fail_remote(&self, submitted: &Submitted) -> bool {
+        submitted.level == Level::Remote
     }
 }

@@ -1,16 +1,16 @@
-//! The world of a simulation: a store, its disk, its callers, and what they expect.
+//! World of a simulation: a store, its disk, its callers, and their expectations.
 
 use std::collections::BTreeMap;
 
 use crate::disk::plan::{Fault, Plan};
 use crate::disk::{SimFiles, SimOpts as DiskOpts};
-use crate::sim::ahead::Behind;
 use crate::sim::blocks::Blocks;
 use crate::sim::content::Planes;
 use crate::sim::device_sim::DeviceSim;
+use crate::sim::engine_events::EngineEvents;
+use crate::sim::extra_requests::ExtraRequests;
 use crate::sim::lives::{FEW_CHUNKS, SEGMENT, device, open_store, plan};
 use crate::sim::remote_sim::RemoteSim;
-use crate::sim::wishes::Wishes;
 use crate::sim::{Failure, Report};
 use kvtier::base::budget::Tier;
 use kvtier::base::clock::Clock;
@@ -32,13 +32,13 @@ use kvtier::tier::disk::{CellAt, CellIndex, Spot};
 pub(super) type Outcome<T> = std::result::Result<T, Failure>;
 
 pub(super) const SPACES: u32 = 3;
-pub(super) const MOST_SESSIONS: u64 = 12;
+pub(super) const MAX_SESSIONS: u64 = 12;
 pub(super) const POISON: u8 = 0xA5;
 const POLICIES: [&str; 6] = ["lru", "sieve", "horizon", "s3fifo", "gdsf", "arc"];
 
 const WRITES: [Write; 4] = [Write::Through, Write::Back, Write::Never, Write::Behind];
-/// Turns of work after which a store that never rests is a defect.
-const MOST_TURNS: u32 = 200_000;
+/// Limit: work steps until a store must be idle.
+const MAX_TURNS: u32 = 200_000;
 
 pub(super) fn wrong(words: String) -> Failure {
     Failure { seed: 0, step: 0, words }
@@ -51,8 +51,8 @@ pub(super) struct Session {
     pub(super) marks: Vec<u64>,
 }
 
-/// A move, with the engine's memory.
-pub(super) struct Asked {
+/// A transfer with the engine's memory.
+pub(super) struct Submitted {
     pub(super) kind: TransferKind,
     pub(super) level: Level,
     pub(super) space: u32,
@@ -64,12 +64,12 @@ pub(super) struct Asked {
     pub(super) by_layer: bool,
     pub(super) planes: Vec<Planes>,
     pub(super) parts_left: usize,
-    /// The event that it is behind, and what its tensors have once that has come.
+    /// The event that it waits for, and the content of its tensors after that.
     pub(super) after: Option<Event>,
     pub(super) hidden: Vec<Planes>,
 }
 
-/// A store's core behind the lock that hands and keepers share.
+/// A store's state behind the lock that workers and compaction share.
 #[derive(Clone)]
 pub(super) struct Shared(pub(super) Arc<Mutex<StoreState>>);
 
@@ -95,7 +95,7 @@ impl CellIndex for Shared {
 
 pub(super) struct World {
     pub(super) random: Random,
-    /// Draws which chunks of a get are wanted.
+    /// Chooses the wanted chunks of a get.
     pub(super) picks: Random,
     pub(super) files: SimFiles,
     pub(super) disk_bytes: u64,
@@ -104,26 +104,26 @@ pub(super) struct World {
     pub(super) tools: Tools,
     pub(super) clock: Clock,
     pub(super) layouts: Vec<Layout>,
-    /// What the recipe of each namespace says.
+    /// Codec of each namespace's recipe.
     pub(super) codecs: [Option<Codec>; SPACES as usize],
     pub(super) spaces: Vec<u32>,
     pub(super) sessions: Vec<Session>,
-    pub(super) asked: BTreeMap<u32, Asked>,
-    /// Taken, and not yet carried out.
+    pub(super) submitted: BTreeMap<u32, Submitted>,
+    /// Work that was taken and not executed.
     pub(super) pending: Vec<Work>,
-    /// Chunks and layers that last: the tokens up to the chunk's end, by its mark.
-    pub(super) lasting: BTreeMap<(u32, u64, usize), Vec<u32>>,
-    /// Faults that may cost what lasts, or the store's own choice of who leaves.
+    /// Durable chunks and layers: the tokens up to the chunk's end, by its hash.
+    pub(super) durable_cells: BTreeMap<(u32, u64, usize), Vec<u32>>,
+    /// Durable data may be missing because of faults or eviction.
     pub(super) forgets: bool,
-    /// The disk has lied, or may have: what was durable may be gone, and come back.
+    /// The disk may have lied: durable data may be missing, and removed data may return.
     pub(super) is_rotten: bool,
-    /// A sync failed and only the process died: what was not durable is still to be seen,
-    /// no later sync makes it so, and the next life cannot know.
-    pub(super) untold: bool,
-    pub(super) wishes: Option<Wishes>,
+    /// A sync failed and only the process died. Unsynced data is still visible, no later sync makes
+    /// it durable, and the next life cannot know.
+    pub(super) has_unsynced: bool,
+    pub(super) extra_requests: Option<ExtraRequests>,
     pub(super) blocks: Option<Blocks>,
     pub(super) device_sim: Option<DeviceSim>,
-    pub(super) behind: Option<Behind>,
+    pub(super) engine_events: Option<EngineEvents>,
     pub(super) remote_sim: Option<RemoteSim>,
     pub(super) report: Report,
 }
@@ -141,8 +141,8 @@ fn layouts() -> Outcome<Vec<Layout>> {
     ])
 }
 
-/// What policies choose among, and whether cells are dropped alone.
-fn grain(seed: u64) -> (Granularity, bool) {
+/// Granularity of eviction, and whether single cells are dropped.
+fn granularity(seed: u64) -> (Granularity, bool) {
     match Random::new(seed ^ 0x6AA1).below(6) {
         0 => (Granularity::Cell, false),
         1 => (Granularity::Cell, true),
@@ -151,7 +151,7 @@ fn grain(seed: u64) -> (Granularity, bool) {
     }
 }
 
-/// What a store codes its cells with, and what its namespaces do.
+/// Codec of the store and of its namespaces.
 fn codecs(seed: u64) -> (Codec, [Option<Codec>; SPACES as usize]) {
     let mut random = Random::new(seed ^ 0xC0DEC);
     let mut one_of = |all: &[Option<Codec>]| all[random.below(all.len() as u64) as usize];
@@ -160,14 +160,14 @@ fn codecs(seed: u64) -> (Codec, [Option<Codec>; SPACES as usize]) {
     (store, [None, one_of(&[None, lz4, int8, int8]), one_of(&[None, none, lz4])])
 }
 
-/// What a store is to be like.
+/// Configuration of the store.
 fn config(
     seed: u64,
     random: &mut Random,
     (device_sim, remote_sim): (&Option<DeviceSim>, &Option<RemoteSim>),
     codec: Codec,
 ) -> Config {
-    let (grain, drop_cells) = grain(seed);
+    let (granularity, drop_cells) = granularity(seed);
     Config {
         device: device_sim.as_ref().map(DeviceSim::config).unwrap_or_default(),
         remote: remote_sim.as_ref().map(RemoteSim::config),
@@ -175,14 +175,14 @@ fn config(
         host_policy: POLICIES[random.below(6) as usize].into(),
         disk_policy: POLICIES[random.below(6) as usize].into(),
         write: match WRITES[random.below(WRITES.len() as u64) as usize] {
-            // What leaves memory and is on no disk is what a remote is for.
+            // Chunks that leave memory and are on no disk are for the remote.
             _ if remote_sim.is_some() && seed % 2 == 0 => Write::Never,
             write => write,
         },
         write_age_ns: [0, 1_000_000, 1_000_000_000][seed as usize % 3],
         unwritten_bytes: [0, 64 << 10, u64::MAX][seed as usize / 3 % 3],
         admission: "all".into(),
-        granularity: grain,
+        granularity: granularity,
         drop_cells,
         codec,
         max_chunks: [4096, FEW_CHUNKS][random.below(2) as usize],
@@ -220,7 +220,7 @@ impl World {
             || plan.per_million[Fault::BitRot as usize] > 0
             || plan.per_million[Fault::Misdirected as usize] > 0;
         files.set_plan(plan);
-        let behind = Behind::of(seed, &tools);
+        let engine_events = EngineEvents::of(seed, &tools);
         let mut world = World {
             random,
             picks: Random::new(seed ^ 0x91C5),
@@ -234,16 +234,16 @@ impl World {
             codecs,
             spaces: Vec::new(),
             sessions: Vec::new(),
-            asked: BTreeMap::new(),
+            submitted: BTreeMap::new(),
             pending: Vec::new(),
-            lasting: BTreeMap::new(),
+            durable_cells: BTreeMap::new(),
             forgets,
             is_rotten: forgets,
-            untold: false,
-            wishes: Wishes::of(seed),
+            has_unsynced: false,
+            extra_requests: ExtraRequests::of(seed),
             blocks: Blocks::of(seed),
             device_sim,
-            behind,
+            engine_events,
             remote_sim,
             report: Report::default(),
         };
@@ -264,7 +264,7 @@ impl World {
         Ok(())
     }
 
-    /// One thing happens.
+    /// One random step.
     pub fn step(&mut self) -> Outcome<()> {
         let what = self.random.below(100);
         match what {
@@ -283,27 +283,27 @@ impl World {
             }
             55 if self.random.coin() => self.core.0.lock().ask_for_checkpoint(),
             55 if self.random.coin() => self.core.0.lock().write_all_down(),
-            55 => self.rule()?,
+            55 => self.change_limits()?,
             56 if self.random.below(4) == 0 => self.crash()?,
-            57 if self.random.below(4) == 0 => self.rest()?,
+            57 if self.random.below(4) == 0 => self.drain()?,
             58..=75 => self.take(),
             _ => self.work(),
         }
-        self.wish()?;
-        self.near_wish()?;
-        self.block_wish()?;
-        self.far_wish()?;
-        self.look_behind()?;
+        self.extra_request()?;
+        self.device_step()?;
+        self.block_step()?;
+        self.remote_step()?;
+        self.step_engine_events()?;
         self.collect()?;
         self.report.mark = Random::new(self.report.mark ^ what ^ self.pending.len() as u64).draw();
         if self.files.is_closed() {
-            self.restart(false)?; // the plan had the power fail
+            self.restart(false)?; // planned power failure
         }
         Ok(())
     }
 
-    /// Others need memory, a tier gets another size, or another policy decides.
-    fn rule(&mut self) -> Outcome<()> {
+    /// Changes limits of memory and tiers, or a policy.
+    fn change_limits(&mut self) -> Outcome<()> {
         let mut core = self.core.0.lock();
         let host_bytes = (4 + self.random.below(40)) << 16;
         let disk_bytes = (8 + self.random.below(40)) * SEGMENT + 400_000;
@@ -321,20 +321,20 @@ impl World {
         Ok(())
     }
 
-    /// Some hands take work, and will carry it out later.
+    /// Takes work of some kind, to be executed later.
     fn take(&mut self) {
-        // The last ones are for stores with a remote.
+        // The last kinds are for stores with a remote.
         let kinds = if self.remote_sim.is_some() {
             WorkerKind::ALL.len()
         } else {
             WorkerKind::Fetch as usize
         };
-        let hands = WorkerKind::ALL[self.random.below(kinds as u64) as usize];
-        let work = self.core.0.lock().take(hands);
+        let kind = WorkerKind::ALL[self.random.below(kinds as u64) as usize];
+        let work = self.core.0.lock().take(kind);
         self.pending.extend(work);
     }
 
-    /// Some work that was taken is carried out.
+    /// Executes some taken work.
     fn work(&mut self) {
         let count = self.pending.len() as u64;
         if count == 0 {
@@ -344,8 +344,8 @@ impl World {
         let mut work = self.pending.swap_remove(at);
         let mut keeper = self.core.clone();
         let began_ns = self.clock.now_ns();
-        // SAFETY: the core waits for this work; views are of memory in `asked`, kept
-        // until the last part of its move was reported.
+        // SAFETY: the state waits for this work; views are of memory in `submitted`, kept until the
+        // last part of the transfer was reported.
         let outcome = unsafe { self.tools.work(&mut work, Stream(0), &mut keeper) };
         self.clock.advance(self.files.take_cost_ns().min(1 << 30));
         let elapsed_ns = self.clock.now_ns() - began_ns;
@@ -354,28 +354,28 @@ impl World {
         core.done(work, outcome, elapsed_ns);
     }
 
-    /// Carries everything out.
-    pub(super) fn rest(&mut self) -> Outcome<()> {
-        self.give_all_words();
-        self.keep_all()?;
-        for _ in 0..MOST_TURNS {
-            for hands in WorkerKind::ALL {
-                let work = self.core.0.lock().take(hands);
+    /// Executes all work.
+    pub(super) fn drain(&mut self) -> Outcome<()> {
+        self.begin_all_waiting();
+        self.signal_all_events()?;
+        for _ in 0..MAX_TURNS {
+            for kind in WorkerKind::ALL {
+                let work = self.core.0.lock().take(kind);
                 self.pending.extend(work);
             }
-            let is_behind = self.rest_behind();
+            let has_engine_work = self.drain_engine_events();
             if self.pending.is_empty()
-                && !is_behind
+                && !has_engine_work
                 && WorkerKind::ALL.iter().all(|&h| !self.core.0.lock().has_work(h))
             {
                 self.collect()?;
                 let core = self.core.0.lock();
                 let none_left =
-                    self.asked.is_empty() && self.blocks.as_ref().is_none_or(Blocks::rest);
+                    self.submitted.is_empty() && self.blocks.as_ref().is_none_or(Blocks::is_idle);
                 if !core.is_idle() || !none_left {
                     return Err(wrong(format!(
-                        "{} moves wait for nothing: {}",
-                        self.asked.len(),
+                        "{} transfers are stuck: {}",
+                        self.submitted.len(),
                         core.what_waits()
                     )));
                 }
@@ -395,10 +395,10 @@ impl World {
                 return Ok(());
             }
         }
-        Err(wrong(format!("the store never rests: {}", self.core.0.lock().what_waits())))
+        Err(wrong(format!("the store never becomes idle: {}", self.core.0.lock().what_waits())))
     }
 
-    /// Whether nothing has kept from the disk what was to go there, or sent it away.
+    /// Whether nothing prevented writes to the disk or evicted from it.
     fn all_went_well(&self, core: &StoreState) -> bool {
         let counters = core.counters;
         let failures = counters.failed_writes + counters.refused + counters.corrupt;
@@ -408,9 +408,9 @@ impl World {
             && self.config.write != Write::Never
     }
 
-    /// The end: everything comes to rest.
+    /// The end: executes all work, and restarts.
     pub fn end(mut self) -> Outcome<Report> {
-        self.rest()?;
+        self.drain()?;
         if self.files.is_closed() {
             self.restart(false)?;
         }

@@ -1,0 +1,226 @@
+//! Further requests of some callers: transfers that wait for the caller, dropped and demoted
+//! ranges, cleared namespaces. Chunks that were cleared durably must not return after a crash,
+//! unless the disk lies.
+
+use std::collections::BTreeMap;
+
+use crate::sim::world::{Outcome, SPACES, Submitted, World, wrong};
+use kvtier::base::random::Random;
+use kvtier::base::status::Status;
+use kvtier::format::keys::chain::Chain;
+use kvtier::meta::key::Key;
+
+/// Full chunks by namespace and hash: the tokens up to their ends.
+type Ends = BTreeMap<(u32, u64), Vec<u32>>;
+
+/// State of further requests.
+pub(super) struct ExtraRequests {
+    random: Random,
+    /// Tickets of waiting transfers.
+    tickets: Vec<u64>,
+    /// Chunks that were ever put.
+    put: Ends,
+    /// Chunks that will be cleared durably once a turn has come.
+    going: Vec<(u64, Ends)>,
+    /// Chunks that are cleared durably.
+    gone: Ends,
+}
+
+impl ExtraRequests {
+    /// For a seed: one in four. The other seeds run as without.
+    pub(super) fn of(seed: u64) -> Option<ExtraRequests> {
+        let random = Random::new(seed ^ 0x5EED);
+        (seed % 4 == 3).then(|| ExtraRequests {
+            random,
+            tickets: Vec::new(),
+            put: Ends::new(),
+            going: Vec::new(),
+            gone: Ends::new(),
+        })
+    }
+}
+
+impl World {
+    /// One random step.
+    pub(super) fn extra_request(&mut self) -> Outcome<()> {
+        let Some(extra_requests) = &mut self.extra_requests else { return Ok(()) };
+        let what = extra_requests.random.below(100);
+        match what {
+            0..=5 => self.begin_some_waiting(),
+            6..=7 => self.drop_range()?,
+            8 => self.clear()?,
+            9..=11 => self.demote()?,
+            _ => {}
+        }
+        self.note_cleared();
+        Ok(())
+    }
+
+    /// Whether the next transfer waits for the caller.
+    pub(super) fn waits_for_caller(&mut self) -> bool {
+        self.extra_requests
+            .as_mut()
+            .is_some_and(|extra_requests| extra_requests.random.below(6) == 0)
+    }
+
+    pub(super) fn waits(&mut self, ticket: u64) {
+        if let Some(extra_requests) = &mut self.extra_requests {
+            extra_requests.tickets.push(ticket);
+        }
+    }
+
+    fn begin_some_waiting(&mut self) {
+        let Some(extra_requests) = &mut self.extra_requests else { return };
+        let count = extra_requests.tickets.len() as u64;
+        if count == 0 {
+            return;
+        }
+        let ticket =
+            extra_requests.tickets.swap_remove(extra_requests.random.below(count) as usize);
+        match extra_requests.random.below(8) {
+            0 => self.core.0.lock().give_up_waiting(ticket, Status::Cancelled),
+            _ => self.core.0.lock().begin_waiting(ticket),
+        }
+    }
+
+    /// Begins all waiting transfers.
+    pub(super) fn begin_all_waiting(&mut self) {
+        let tickets = self
+            .extra_requests
+            .as_mut()
+            .map(|extra_requests| std::mem::take(&mut extra_requests.tickets));
+        for ticket in tickets.unwrap_or_default() {
+            self.core.0.lock().begin_waiting(ticket);
+        }
+    }
+
+    /// Records put chunks: they may exist again.
+    pub(super) fn note_put(&mut self, submitted: &Submitted) {
+        let Some(extra_requests) = &mut self.extra_requests else { return };
+        let each = self.layouts[submitted.space as usize].chunk_tokens() as usize;
+        for end in (submitted.first + each..=submitted.tokens.len()).step_by(each) {
+            let key = (submitted.space, submitted.marks[end - 1]);
+            extra_requests.put.insert(key, submitted.tokens[..end].to_vec());
+            extra_requests.gone.remove(&key);
+            extra_requests.going.iter_mut().for_each(|(_, ends)| drop(ends.remove(&key)));
+        }
+    }
+
+    /// A range of a session: its number, start and end, and its index here.
+    fn session_range(&mut self) -> Option<(u32, usize, usize, usize)> {
+        let (extra_requests, count) = (self.extra_requests.as_mut()?, self.sessions.len() as u64);
+        if count == 0 {
+            return None;
+        }
+        let which = extra_requests.random.below(count) as usize;
+        let session = &self.sessions[which];
+        let each = self.layouts[session.space as usize].chunk_tokens() as usize;
+        let all = session.tokens.len();
+        let first = extra_requests.random.below((all / each + 1) as u64) as usize * each;
+        if first >= all {
+            return None;
+        }
+        let end = match extra_requests.random.coin() {
+            true => all,
+            false => (first + each).min(all),
+        };
+        Some((session.number, first, end, which))
+    }
+
+    fn drop_range(&mut self) -> Outcome<()> {
+        let Some((number, first, end, which)) = self.session_range() else { return Ok(()) };
+        self.core.0.lock().drop_range(number, first as u64, (end - first) as u64)?;
+        let session = &self.sessions[which];
+        let (space, marks) = (session.space, &session.marks[first..end]);
+        self.durable_cells.retain(|&(s, mark, _), _| s != space || !marks.contains(&mark));
+        Ok(())
+    }
+
+    fn demote(&mut self) -> Outcome<()> {
+        let Some((number, first, end, _)) = self.session_range() else { return Ok(()) };
+        self.core.0.lock().demote_range(number, first as u64, (end - first) as u64)?;
+        Ok(())
+    }
+
+    fn clear(&mut self) -> Outcome<()> {
+        let Some(extra_requests) = &mut self.extra_requests else { return Ok(()) };
+        let space = extra_requests.random.below(u64::from(SPACES)) as u32;
+        if extra_requests.random.coin() {
+            let (old, kept): (Vec<_>, Vec<_>) =
+                self.sessions.drain(..).partition(|session| session.space == space);
+            self.sessions = kept;
+            for session in old {
+                self.core.0.lock().close_session(session.number)?;
+            }
+            self.drain()?;
+            if self.files.is_closed() {
+                return Ok(());
+            }
+        }
+        let mut core = self.core.0.lock();
+        let mut clearing = core.begin_clear(self.spaces[space as usize])?;
+        while core.clear_more(&mut clearing, 7) {}
+        let turn = core.ask_to_last();
+        core.check()?;
+        drop(core);
+        self.durable_cells.retain(|&(s, ..), _| s != space);
+        let cleared = clearing.cleared;
+        let Some(extra_requests) = &mut self.extra_requests else { return Ok(()) };
+        if cleared.held + cleared.moving > 0 {
+            return Ok(());
+        }
+        let ends = extra_requests.put.iter().filter(|((s, _), _)| *s == space);
+        let ends: Ends = ends.map(|(&key, tokens)| (key, tokens.clone())).collect();
+        self.check_absent(&ends)?;
+        self.report.cleared += cleared.gone;
+        if let Some(extra_requests) = &mut self.extra_requests {
+            extra_requests.going.push((turn, ends));
+        }
+        Ok(())
+    }
+
+    /// Handles turns that have come.
+    fn note_cleared(&mut self) {
+        let Some(extra_requests) = &mut self.extra_requests else { return };
+        for (turn, ends) in std::mem::take(&mut extra_requests.going) {
+            match self.core.0.lock().lasts(turn) {
+                Some(Ok(())) => extra_requests.gone.extend(ends),
+                Some(Err(_)) => {}
+                None => extra_requests.going.push((turn, ends)),
+            }
+        }
+    }
+
+    /// After a restart: cleared chunks must be absent.
+    pub(super) fn check_cleared(&mut self) -> Outcome<()> {
+        let is_rotten = self.is_rotten;
+        let Some(extra_requests) = &mut self.extra_requests else { return Ok(()) };
+        (extra_requests.tickets, extra_requests.going) = (Vec::new(), Vec::new());
+        if is_rotten {
+            extra_requests.gone.clear();
+        }
+        let gone = extra_requests.gone.clone();
+        self.check_absent(&gone)
+    }
+
+    fn check_absent(&self, ends: &Ends) -> Outcome<()> {
+        // Chunks that others uploaded come back from the remote.
+        if self.remote_sim.is_some() {
+            return Ok(());
+        }
+        for (&(space, _), tokens) in ends {
+            let each = self.layouts[space as usize].chunk_tokens();
+            let mut keys = Vec::new();
+            Chain::new(Key([space as u8 + 1; 32]), each)?.extend(tokens, &[], &mut keys)?;
+            let (mut found, last) = ([0], keys.len() - 1);
+            self.core.0.lock().exists(self.spaces[space as usize], &keys[last..], &mut found)?;
+            if found != [0] {
+                let end = tokens.len();
+                return Err(wrong(format!(
+                    "the chunk that ends with token {end} of namespace {space} was cleared but exists"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
