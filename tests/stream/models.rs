@@ -505,8 +505,8 @@ fn invalid_gguf_tensors_are_rejected() {
     for (info, status, words) in [
         (info(&long, &[4], 0, 0), Limit, "513 bytes"),
         (info(b"\xFF", &[4], 0, 0), Corrupt, "UTF-8"),
-        (info(b"", &[4], 0, 0), Corrupt, "no name"),
-        (info(b"a\0b", &[4], 0, 0), Corrupt, "no name"),
+        (info(b"", &[4], 0, 0), Corrupt, "no printable name"),
+        (info(b"a\0b", &[4], 0, 0), Corrupt, "no printable name"),
         (info(b"t", &[1; 5], 0, 0), Corrupt, "\"t\" with 5 dimensions"),
         (info(b"t", &[4, 0], 0, 0), Corrupt, "dimension of 0"),
         (info(b"t", &[1 << 40, 1 << 40], 0, 0), Corrupt, "1099511627776x1099511627776"),

@@ -37,7 +37,7 @@ fn exit_status_and_output_report_damage() {
     bytes[2 * 4096 + 5] ^= 1;
     std::fs::write(&path, &bytes).expect("written");
     let (code, out, _) = run(&scratch.0, &[]);
-    assert!(code == 1 && out.contains(&format!("{SEGMENT_1} at 8192, ")), "{out}");
+    assert!(code == 1 && out.contains(&format!("{SEGMENT_1} at offset 8192, ")), "{out}");
     let (code, out, _) = run(&scratch.0, &["--json"]);
     let all = lines(&out);
     assert_eq!((code, all[0]["what"].as_str()), (1, Some("cell")));

@@ -33,7 +33,7 @@ fn a_plan_reports_the_capacity_of_each_tier() {
 
     let (code, out, _) = run(&format!("{MODEL} --host 8GiB --disk 200GiB"));
     assert_eq!(code, 0);
-    for words in ["128.0 KiB", "8.0 MiB of 64 tokens", "12.2 GiB in 1563 chunks", "store(host="] {
+    for words in ["128.0 KiB", "8.0 MiB for 64 tokens", "12.2 GiB in 1563 chunks", "store(host="] {
         assert!(out.contains(words), "{words}: {out}");
     }
 }

@@ -222,7 +222,7 @@ fn invalid_arguments_are_reported_before_measuring() {
         (&["--policies", "qest"][..], "did you mean 'quest'"),
         (&["--policies", "tova(budget={budget},x=1)"], "gqa: 'tova(budget={budget},x=1)'"),
         (&["--policies", "h2o(heads=each)"], "mla: 'h2o(heads=each)'"),
-        (&["--policies", "snapkv(form=original)"], "keep their own"),
+        (&["--policies", "snapkv(form=original)"], "cannot evict by query head"),
         (&["--budgets", "64,many"], "'many' is not a budget"),
         (&["--budgets", "0"], "'0' is not a budget"),
         (&["--models", "gpt"], "unknown model 'gpt': one of gqa, mla, mla_expanded"),

@@ -127,8 +127,8 @@ mod tests {
             ("qest", "did you mean 'quest'"),
             ("quest(budgt={budget})", "did you mean 'budget'"),
             ("tova(budget={buget})", "tova(budget={buget})"),
-            ("snapkv(form=original)", "cannot keep their own"),
-            ("streaming(rotate=true)", "turned them"),
+            ("snapkv(form=original)", "cannot evict by query head"),
+            ("streaming(rotate=true)", "rotate keys again"),
             ("quest(", "quest("),
         ] {
             let error = all(text, &[64]).expect_err(text).to_string();

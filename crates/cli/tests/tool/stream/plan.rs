@@ -149,14 +149,14 @@ fn invalid_options_are_reported() {
     let dir = Scratch::created("tool-wrong");
     let path = gguf(&dir, &Sizes::default());
     for (args, words) in [
-        (&["--host", "8Q"][..], "known are B, K, M, G, T"),
+        (&["--host", "8Q"][..], "units are B, K, M, G, T"),
         (&["--host", "G"], "does not begin with a number"),
-        (&["--host", "1e3"], "'e3' of '1e3'"),
+        (&["--host", "1e3"], "'e3' in '1e3'"),
         (&["--host", "1.2.3G"], "does not begin with a number"),
-        (&["--host", "99999999T"], "more than there can be"),
-        (&["--host", "99999999999999999999999999999999999999999"], "more than there can be"),
-        (&["--disk", "0"], "'0' is no rate"),
-        (&["--disk", "3.3GB/h"], "'GB/h' of '3.3GB/h'"),
+        (&["--host", "99999999T"], "is above 2^60"),
+        (&["--host", "99999999999999999999999999999999999999999"], "is above 2^60"),
+        (&["--disk", "0"], "the rate '0' is below"),
+        (&["--disk", "3.3GB/h"], "'GB/h' in '3.3GB/h'"),
         (&["--disk", "1G", "--measure"], "cannot be used with"),
         (&["--device-link", "13G"], "--device <DEVICE>"),
         (&["--in-place"], "--device <DEVICE>"),

@@ -110,7 +110,7 @@ fn all_read_methods_return_the_same_bytes() {
         assert!(run(&path, &args).fine().contains("steady pass"), "{args:?}");
     }
     run(&path, &["--buffered", "--mapped"]).fails(2, "cannot be used with");
-    run(&path, &["--readers", "100000"]).fails(1, "readers");
+    run(&path, &["--readers", "100000"]).fails(1, "reader threads");
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn conflicting_options_are_reported() {
     let path = gguf(&dir, &Sizes::default());
     for (args, words) in [
         (&["--passes", "0"][..], "0 is not in 1..=1000000"),
-        (&["--compute", "5"], "'5' is no time; such as 5ms"),
+        (&["--compute", "5"], "'5' is not a time, such as 5ms"),
         (&["--compute", "2000000s"], "more than an hour"),
         (&["--ring", "--placement", "first"], "cannot be used with"),
         (&["--verify", "sometimes"], "first, always"),
