@@ -67,7 +67,7 @@ fn invalid_arguments_are_reported() {
         (&["--copies", "0"], "0 copies"),
         (&["--latency", "soon"], "soon"),
         (&["--layers", "7"], "a multiple of 7 layers"),
-        (&["--object", "1GiB"], "allowed"),
+        (&["--object", "1GiB"], "are possible"),
         (&["--price-gib=-1"], "out of range"),
         (&["--policy", "belady"], "the future of one cache"),
         (&["--prefill-us=-1"], "for a token"),
