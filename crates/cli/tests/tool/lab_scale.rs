@@ -70,7 +70,7 @@ fn invalid_arguments_are_reported() {
         (&["--object", "1GiB"], "are possible"),
         (&["--price-gib=-1"], "out of range"),
         (&["--policy", "belady"], "the future of one cache"),
-        (&["--prefill-us=-1"], "for a token"),
+        (&["--prefill-us=-1"], "per unit of cost"),
         (&["--warm-up", "100%"], "leaves nothing"),
     ] {
         let output = scale(args);
