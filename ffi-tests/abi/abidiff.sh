@@ -89,7 +89,7 @@ break_() {
 }
 # The new field goes before `capacity`; the literal in the same crate is told, too.
 break_ "a field in the middle of a struct" \
-    's/^    pub waiting: u64,$/    pub planted: u64,\n    pub waiting: u64,/; s/^                waiting: lane.waiting,$/                planted: 0,\n                waiting: lane.waiting,/' \
+    's/^    pub waiting: u64,$/    pub planted: u64,\n    pub waiting: u64,/; s/^\( *\)waiting: lane.waiting,$/\1planted: 0,\n\1waiting: lane.waiting,/' \
     src/ffi/budget.rs
 break_ "a removed function" 's/^pub extern "C" fn kvt_version_str/pub extern "C" fn kvt_version_text/' \
     src/ffi/version.rs
