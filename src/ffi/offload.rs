@@ -180,9 +180,10 @@ unsafe fn home_of(given: &kvt_offload_opts_t) -> Result<RingPlacement> {
         (false, true) => fail!(Invalid, "memory is lent without KVT_OFFLOAD_ON_DEVICE"),
         (false, false) => Ok(RingPlacement::Host),
         (true, false) => Ok(RingPlacement::Device),
-        // SAFETY: the caller's promise.
         (true, true) => {
-            Ok(RingPlacement::Lent(unsafe { LentMemory::new(given.memory, given.memory_bytes) }))
+            // SAFETY: the caller's promise.
+            let lent = unsafe { LentMemory::new(given.memory, given.memory_bytes) };
+            Ok(RingPlacement::Lent(lent))
         }
     }
 }

@@ -16,7 +16,8 @@ const MOST_BYTES: u64 = 12 << 20;
 /// Writes a batch. Cells are encoded first; records without memory for that are written as they
 /// are.
 ///
-/// # Safety As [`DiskTier::append`].
+/// # Safety
+/// As [`DiskTier::append`].
 pub(super) unsafe fn write(batch: &mut WriteBatch, disk: &DiskTier) {
     let (mut next, all) = (0, batch.puts.len());
     while next < all {
@@ -74,7 +75,8 @@ fn room_of(batch: &WriteBatch, cell: usize) -> u64 {
 
 /// Encodes a cell into free scratch memory, if that makes it smaller. Returns the bytes used.
 ///
-/// # Safety As [`write`].
+/// # Safety
+/// As [`write`].
 unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &StagingGuard<'_>, used: u64) -> u64 {
     let room = room_of(batch, cell);
     let (Some(coding), Some(address)) = (batch.codings.get_mut(cell), scratch.range(used, room))
@@ -107,7 +109,8 @@ unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &StagingGuard<'_>, 
 
 /// Reads a batch and decodes encoded cells.
 ///
-/// # Safety As [`DiskTier::read`], for the memory of the cells.
+/// # Safety
+/// As [`DiskTier::read`], for the memory of the cells.
 pub(super) unsafe fn read(batch: &mut ReadBatch, disk: &DiskTier) {
     let (mut next, mut coded, all) = (0, 0, batch.gets.len());
     while next < all {
@@ -176,7 +179,8 @@ unsafe fn read_portion(
     }
 }
 
-/// # Safety The planes are valid. The destination is valid and not shared.
+/// # Safety
+/// The planes are valid. The destination is valid and not shared.
 unsafe fn decode(decoding: &Decoding, planes: &[GetPlane]) -> Result<()> {
     let mut to = decoding.address;
     let lengths = [decoding.planes.k_bytes, decoding.planes.v_bytes];

@@ -54,7 +54,8 @@ impl Crew {
     /// Reports ended batches to the state and begins new ones. Returns whether there were any.
     /// Never waits.
     ///
-    /// # Safety The engine's memory is what the views of the transfers say until they have ended,
+    /// # Safety
+    /// The engine's memory is what the views of the transfers say until they have ended,
     /// and the store's memory is valid until their end is reported here.
     pub unsafe fn turn(&mut self, desk: &mut dyn Desk) -> bool {
         // SAFETY: the caller's promise.
@@ -119,7 +120,8 @@ impl Crew {
 
     /// Ended batches with their outcome, and whether their event failed.
     ///
-    /// # Safety As [`Crew::turn`].
+    /// # Safety
+    /// As [`Crew::turn`].
     unsafe fn ended(&mut self) -> Vec<(CopyBatch, Result<()>, bool)> {
         let mut ended = Vec::new();
         let mut at = 0;
@@ -198,7 +200,8 @@ impl Crew {
     /// Begins the jobs of a batch one by one, since one that is refused or fails may belong to
     /// another caller.
     ///
-    /// # Safety As [`Crew::turn`].
+    /// # Safety
+    /// As [`Crew::turn`].
     unsafe fn begin_alone(&mut self, batch: CopyBatch, after: Event) {
         let stream = self.stream_for(after).unwrap_or(Stream(0));
         for one in batch.split() {
@@ -279,7 +282,8 @@ impl Drop for Crew {
 impl Begun {
     /// Whether all parts have ended; their outcome is noted.
     ///
-    /// # Safety As [`Crew::turn`].
+    /// # Safety
+    /// As [`Crew::turn`].
     unsafe fn has_ended(&mut self, tools: &Tools) -> bool {
         while let Some(&(part, sums)) = self.parts.front() {
             if matches!(tools.device.state(part), Ok(State::Pending)) {

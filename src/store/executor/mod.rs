@@ -55,7 +55,8 @@ impl Tools {
     /// Executes work. Returns its outcome, unless the work carries one itself. `stream` is a stream
     /// of the device for copies; `checkpoint_writer` serves upkeep.
     ///
-    /// # Safety The work has not been handed back to the state, and the engine's memory is what its
+    /// # Safety
+    /// The work has not been handed back to the state, and the engine's memory is what its
     /// views say.
     pub unsafe fn work(
         &self,
@@ -119,7 +120,8 @@ impl Tools {
     /// Reads a replica back and compares it. `None` if there is no memory for that, or the device
     /// refuses the copy.
     ///
-    /// # Safety The audit has not been ended.
+    /// # Safety
+    /// The audit has not been ended.
     pub unsafe fn audit(&self, one: &Audit, stream: Stream) -> Result<Option<bool>> {
         let mut bytes = Vec::new();
         if bytes.try_reserve_exact(one.bytes as usize).is_err() {
@@ -160,7 +162,8 @@ impl Tools {
     /// Executes `first`, then `then`, which may read what `first` wrote. Nothing is in flight when
     /// this returns.
     ///
-    /// # Safety As [`Device::submit`].
+    /// # Safety
+    /// As [`Device::submit`].
     pub(super) unsafe fn submit_all(
         &self,
         stream: Stream,
@@ -211,7 +214,8 @@ impl Tools {
 
 /// Executes the jobs of a batch between host addresses by the processor. Returns which were done.
 ///
-/// # Safety As [`Tools::work`].
+/// # Safety
+/// As [`Tools::work`].
 unsafe fn copy_without(batch: &CopyBatch) -> Result<Vec<bool>> {
     let mut all: Vec<Vec<Copy<'_>>> = batch.jobs().map(|_| Vec::new()).collect();
     let mut is_in_host = vec![true; all.len()];

@@ -73,7 +73,8 @@ impl RemoteExecutor {
 
     /// Executes fetches.
     ///
-    /// # Safety Their destinations are not shared until the state has been told of the end.
+    /// # Safety
+    /// Their destinations are not shared until the state has been told of the end.
     pub unsafe fn fetch(&self, batch: &mut FetchBatch) {
         self.run(batch.timeout_ns, |remote_job, deadline_ns| {
             // SAFETY: the caller's promise.
@@ -83,7 +84,8 @@ impl RemoteExecutor {
 
     /// Executes uploads and removals.
     ///
-    /// # Safety Their planes do not change until the state has been told of the end.
+    /// # Safety
+    /// Their planes do not change until the state has been told of the end.
     pub unsafe fn send(&self, batch: &mut SendBatch) {
         self.run(batch.timeout_ns, |remote_job, deadline_ns| {
             // SAFETY: the caller's promise.

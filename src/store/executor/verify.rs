@@ -21,7 +21,8 @@ struct Of {
 /// that are damaged again are noted. A batch that fails is executed job by job, since its jobs may
 /// belong to different callers; each outcome is noted.
 ///
-/// # Safety As [`Tools::work`].
+/// # Safety
+/// As [`Tools::work`].
 pub unsafe fn copy(tools: &Tools, batch: &mut CopyBatch, stream: Stream) -> Result<()> {
     // SAFETY: the caller's promise.
     let Err(failed) = (unsafe { copy_jobs(tools, batch, stream, None) }) else { return Ok(()) };
@@ -54,7 +55,8 @@ pub unsafe fn copy(tools: &Tools, batch: &mut CopyBatch, stream: Stream) -> Resu
 
 /// Copies all jobs of a batch, or some, and repeats damaged copies once.
 ///
-/// # Safety As [`Tools::work`].
+/// # Safety
+/// As [`Tools::work`].
 unsafe fn copy_jobs(
     tools: &Tools,
     batch: &mut CopyBatch,
@@ -70,7 +72,8 @@ unsafe fn copy_jobs(
 
 /// Repeats the copies that arrived damaged, once.
 ///
-/// # Safety As [`Tools::work`].
+/// # Safety
+/// As [`Tools::work`].
 pub unsafe fn again(
     tools: &Tools,
     batch: &mut CopyBatch,
@@ -178,7 +181,8 @@ impl Summed {
 
     /// Compares a reported checksum with the known one, or with the plane in host memory.
     ///
-    /// # Safety Unless its checksum is known, the plane is in host memory and does not change.
+    /// # Safety
+    /// Unless its checksum is known, the plane is in host memory and does not change.
     pub unsafe fn hold(&self, reported: u64) -> Held {
         let right = self.of.sum.unwrap_or_else(|| {
             let plane = std::ptr::with_exposed_provenance(self.plane as usize);
@@ -192,7 +196,8 @@ impl Summed {
 
 /// Copies all jobs of a batch, or some. Returns the damaged ones, once for each damaged copy.
 ///
-/// # Safety As [`Tools::work`].
+/// # Safety
+/// As [`Tools::work`].
 unsafe fn copy_some(
     tools: &Tools,
     batch: &mut CopyBatch,
@@ -213,7 +218,8 @@ unsafe fn copy_some(
 /// Copies a tensor in device memory to a plane in host memory. Returns whether it arrived
 /// undamaged, as far as the device tells.
 ///
-/// # Safety As [`Device::submit`].
+/// # Safety
+/// As [`Device::submit`].
 pub unsafe fn copy_one(
     tools: &Tools,
     copy: Copy<'_>,

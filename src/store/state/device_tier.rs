@@ -596,7 +596,8 @@ pub struct Audit {
 impl Audit {
     /// Whether the bytes read back are right; `None` = not decided.
     ///
-    /// # Safety This audit has not been ended with [`StoreState::end_audit`].
+    /// # Safety
+    /// This audit has not been ended with [`StoreState::end_audit`].
     pub unsafe fn is_right(&self, bytes: &[u8]) -> Option<bool> {
         match &self.right {
             Right::Bytes(address) => {

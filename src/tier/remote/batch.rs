@@ -168,7 +168,7 @@ pub trait Control {
 
 impl<C: Control> Operation<'_, C> {
     /// Number of items.
-    pub fn len(&self) -> usize {
+    pub fn item_count(&self) -> usize {
         match self {
             Operation::Get(gets) => gets.items.len(),
             Operation::Put(puts) => puts.items.len(),

@@ -200,18 +200,6 @@ pub fn lines(x: &Axis, y: &Axis, lines: &[Series]) -> String {
     out + "</svg>"
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn steps_are_round_numbers() {
-        for (rough, expected) in [(0.7, 1.0), (1.0, 1.0), (13.0, 20.0), (410.0, 500.0)] {
-            assert_eq!(step(rough), expected, "{rough}");
-        }
-    }
-}
-
 /// A bar: number of the series (for the colour), value, tooltip.
 pub type Bar = (usize, f64, String);
 
@@ -245,4 +233,16 @@ pub fn bars(y: &Axis, groups: &[(String, Vec<Bar>)]) -> String {
         );
     }
     out + "</svg>"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_are_round_numbers() {
+        for (rough, expected) in [(0.7, 1.0), (1.0, 1.0), (13.0, 20.0), (410.0, 500.0)] {
+            assert_eq!(step(rough), expected, "{rough}");
+        }
+    }
 }

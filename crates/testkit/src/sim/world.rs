@@ -182,7 +182,7 @@ fn config(
         write_age_ns: [0, 1_000_000, 1_000_000_000][seed as usize % 3],
         unwritten_bytes: [0, 64 << 10, u64::MAX][seed as usize / 3 % 3],
         admission: "all".into(),
-        granularity: granularity,
+        granularity,
         drop_cells,
         codec,
         max_chunks: [4096, FEW_CHUNKS][random.below(2) as usize],

@@ -173,7 +173,7 @@ impl RedisClient {
             self.server = self.number(&self.shared.settings.seeds[0].clone());
         }
         self.batch =
-            Batch { began_ns: now, deadline_ns, left: operation.len(), ..Batch::default() };
+            Batch { began_ns: now, deadline_ns, left: operation.item_count(), ..Batch::default() };
         let known = self.shared.map.get();
         if let Some(known) = known
             && !self.slots.as_ref().is_some_and(|slots| Arc::ptr_eq(slots, &known))
@@ -188,7 +188,7 @@ impl RedisClient {
             is_asking: false,
             is_replica_read: self.shared.settings.reads_replicas && operation.is_read(),
         };
-        for item in 0..operation.len() {
+        for item in 0..operation.item_count() {
             operation.fail(item, RemoteError::Busy);
             if operation.is_too_long(item, MAX_BYTES) {
                 self.fail(operation, item, RemoteError::TooLong);

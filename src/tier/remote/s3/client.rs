@@ -116,7 +116,7 @@ impl S3Client {
 
     fn begin(&mut self, operation: &mut Operation, deadline_ns: u64) {
         self.batch = Batch { deadline_ns, ..Batch::default() };
-        for item in 0..operation.len() {
+        for item in 0..operation.item_count() {
             if operation.is_too_long(item, MAX_BYTES) {
                 operation.fail(item, RemoteError::TooLong);
             } else {
