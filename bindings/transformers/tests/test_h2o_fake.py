@@ -74,7 +74,7 @@ def test_latent_rows_have_one_list():
     for count in (25, 1, 1, 4, 1):
         pair.step(count)
         pair.agree()
-    with pytest.raises(kvtier.SpecError, match="all heads share"):
+    with pytest.raises(kvtier.SpecError, match="latent rows serve all heads"):
         Pair(key_heads=1, latent=True, per_head=True).step(3)
 
 
